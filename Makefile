@@ -1,0 +1,45 @@
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+CPU := JAX_PLATFORMS=cpu
+MODEL ?= tiny
+RUN ?= runs/$(MODEL)
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test test-slow lint typecheck bench clean
+
+help:  ## list what can be made
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
+	@echo "PYTHON=python3.12 chooses the interpreter, VENV=.venv312 the environment, MODEL=… and ARGS='…' go to scripts/train.py."
+
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train,hf,dev]'
+	@touch $@
+
+install: $(STAMP)  ## make the environment in .venv
+
+train: $(STAMP)  ## train a model (tiny, on the Python standard library's text) and let it write
+	$(BIN)/python scripts/train.py --run-dir $(RUN) --model $(MODEL) $(ARGS)
+
+test: $(STAMP)  ## all fast tests, on eight CPU devices
+	$(CPU) $(BIN)/python -m pytest $(ARGS)
+
+test-slow: $(STAMP)  ## the slow tests: many kills, long examples, compilation for TPU topologies
+	$(CPU) $(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(STAMP)  ## ruff: style and format
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+typecheck: $(STAMP)  ## pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+bench: $(STAMP)  ## seconds, memory and MFU of the training step; compile time; decoding speed
+	$(CPU) $(BIN)/python scripts/bench.py $(ARGS)
+
+clean:  ## remove the environment, caches and runs
+	rm -rf $(VENV) runs build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,37 @@
+"""Decoder language models as immutable Equinox pytrees.
+
+`EQX_DECODERS_TYPECHECK=1` checks every signature's shapes and dtypes at trace time (jaxtyping with beartype).
+"""
+
+import os
+
+
+if os.environ.get("EQX_DECODERS_TYPECHECK", "0") not in ("", "0"):
+    from jaxtyping import install_import_hook
+
+    install_import_hook("eqx_decoders", "beartype.beartype")
+
+from eqx_decoders.block import ActivationStats, Block, BlockConfig, BlockStats
+from eqx_decoders.context import Context, Execution
+from eqx_decoders.decoder import (
+    Cache,
+    Decoder,
+    DecoderConfig,
+    Output,
+    abstract,
+    abstract_cache,
+    count_parameters,
+    init,
+    init_cache,
+)
+from eqx_decoders.errors import CheckpointError, ConfigError, ConversionError, DataError, EqxDecodersError
+from eqx_decoders.families import get_config, list_models
+from eqx_decoders.inference.generate import generate, stream
+from eqx_decoders.inference.sampling import Greedy, Sample
+from eqx_decoders.layout import Layout
+from eqx_decoders.numerics import Precision
+from eqx_decoders.remat import Remat
+from eqx_decoders.stack import Segment, segments
+
+
+__all__ = [name for name in dir() if not name.startswith("_") and name != "os"]

@@ -1,0 +1,330 @@
+"""The decoder: embedding, stack, final norm, head; its configuration, birth and caches."""
+
+import dataclasses
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
+
+from eqx_decoders.block import BlockConfig, BlockStats
+from eqx_decoders.context import Context, Execution
+from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.layers.cache import Entries, KVCache
+from eqx_decoders.layers.dropout import dropout
+from eqx_decoders.layers.embedding import (
+    Head,
+    LearnedPositionTable,
+    PositionsConfig,
+    Sinusoids,
+    TokenEmbedding,
+    build_head,
+    logits,
+    padded_positions,
+)
+from eqx_decoders.layers.norm import Norm, NormConfig
+from eqx_decoders.layout import Layout
+from eqx_decoders.numerics import Precision, normal
+from eqx_decoders.stack import Segment, layer_order, segments
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """A decoder is data: one `BlockConfig` per layer, between an embedding and a head.
+
+    **Arguments:**
+
+    - `vocab_size`: token ids.
+    - `embed_dim`: features of the residual stream.
+    - `blocks`: one configuration per layer, in order.
+    - `final_norm`: before the head; None for none.
+    - `tied`: whether the embedding table is the head.
+    - `embedding_scale`: multiplies embeddings (Gemma: `embed_dim ** 0.5`).
+    - `positions`: absolute positions added to the embeddings; None for none.
+    - `logit_soft_cap`: logits become `cap * tanh(logits / cap)`; None for none.
+    - `dropout`: rate on the embeddings and before the head.
+    - `init_std`: standard deviation of a new embedding table.
+    """
+
+    vocab_size: int
+    embed_dim: int
+    blocks: tuple[BlockConfig, ...]
+    final_norm: NormConfig | None
+    tied: bool = False
+    embedding_scale: float = 1.0
+    positions: PositionsConfig | None = None
+    logit_soft_cap: float | None = None
+    dropout: float = 0.0
+    init_std: float = 1.0
+
+    def __post_init__(self):
+        object.__setattr__(self, "blocks", tuple(self.blocks))
+        check_integer("DecoderConfig.vocab_size", self.vocab_size)
+        check_integer("DecoderConfig.embed_dim", self.embed_dim)
+        check(len(self.blocks) > 0, "DecoderConfig.blocks=() must hold at least one BlockConfig.")
+        for index, block in enumerate(self.blocks):
+            check(isinstance(block, BlockConfig), f"DecoderConfig.blocks[{index}]={block!r} must be a BlockConfig.")
+        check_number("DecoderConfig.embedding_scale", self.embedding_scale, above=0)
+        check_number("DecoderConfig.dropout", self.dropout, least=0)
+        check(self.dropout < 1, f"DecoderConfig.dropout={self.dropout} must be below 1.")
+        check_number("DecoderConfig.init_std", self.init_std, above=0)
+        if self.logit_soft_cap is not None:
+            check_number("DecoderConfig.logit_soft_cap", self.logit_soft_cap, above=0)
+
+    def build(self, *, key: PRNGKeyArray, execution: Execution = Execution()) -> "Decoder":
+        """A new decoder in float32 on the default device; `init` puts it where and in what dtype it belongs."""
+        table_key, position_key, head_key, block_key = jax.random.split(key, 4)
+        keys = jax.random.split(block_key, len(self.blocks))
+        stack, begin = [], 0
+        for unit, repeats in segments(self.blocks):
+            count = len(unit) * repeats
+            stack.append(Segment.build(unit, self.embed_dim, keys=keys[begin : begin + count]))
+            begin += count
+        table = normal(table_key, (self.vocab_size, self.embed_dim), jnp.float32, self.init_std)
+        return Decoder(
+            embedding=TokenEmbedding(table=table, scale=self.embedding_scale),
+            positions=None if self.positions is None else self.positions.build(self.embed_dim, key=position_key),
+            segments=tuple(stack),
+            final_norm=None if self.final_norm is None else self.final_norm.build(self.embed_dim),
+            head=None if self.tied else build_head(self.embed_dim, self.vocab_size, key=head_key),
+            config=self,
+            execution=execution,
+        )
+
+
+class Cache(eqx.Module):
+    """What a decoder remembers of the tokens it has seen.
+
+    **Arguments:**
+
+    - `segments`: for each segment, and each block of its unit, the cache of its layers (None where it needs none).
+    - `length`: the next position of each row.
+    """
+
+    segments: tuple[tuple[KVCache | None, ...], ...]
+    length: Int[Array, "batch"]
+
+    def commit(
+        self, entries: tuple[tuple[Entries | None, ...], ...], positions: Int[Array, "batch length"]
+    ) -> "Cache":
+        """Write the entries proposed by all layers at `positions`; where these are -1 nothing is written."""
+        written = tuple(
+            tuple(None if old is None else old.commit(new, positions) for old, new in zip(caches, news, strict=True))
+            for caches, news in zip(self.segments, entries, strict=True)
+        )
+        return Cache(segments=written, length=jnp.maximum(self.length, jnp.max(positions, axis=1) + 1))
+
+
+class Output(eqx.Module):
+    """What a decoder returns.
+
+    **Arguments:**
+
+    - `logits`: scores of the next token, in float32.
+    - `hidden`: the residual stream after the last block, before the final norm.
+    - `cache`: the given cache with this call's tokens, or None.
+    - `stats`: what the layers tell about themselves, stacked in their order.
+    """
+
+    logits: Float32[Array, "batch length vocab"]
+    hidden: Float[Array, "batch length embed"]
+    cache: Cache | None
+    stats: BlockStats
+
+
+class Decoder(eqx.Module):
+    """`head(norm(block_n(... block_1(embed(tokens)))))`, an immutable pytree.
+
+    Made by `init`, `abstract` or `load_*`. `model.replace(remat="full")` is the same model run another way.
+    """
+
+    embedding: TokenEmbedding
+    positions: LearnedPositionTable | Sinusoids | None
+    segments: tuple[Segment, ...]
+    final_norm: Norm | None
+    head: Head | None
+    config: DecoderConfig = eqx.field(static=True)
+    execution: Execution = eqx.field(static=True)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch length"],
+        positions: Int[Array, "batch length"] | None = None,
+        segment_ids: Int[Array, "batch length"] | None = None,
+        cache: Cache | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Output:
+        """Logits for the token after each token.
+
+        **Arguments:**
+
+        - `tokens`: ids below `vocab_size`.
+        - `positions`: of each token in its document, increasing; -1 marks padding. Default: counted from the beginning
+            of each document, with a cache from where each row stopped.
+        - `segment_ids`: documents packed into a row, 1, 2, …; 0 marks padding. With a cache each row is one document,
+            and only the 0 matters.
+        - `cache`: of earlier tokens; `Output.cache` then holds these tokens too. Tokens beyond its length aren't stored.
+        - `key`: for dropout; None for none.
+        """
+        hidden, cache, stats = self.run(tokens, positions, segment_ids, cache, key)
+        return Output(logits=self.logits(hidden, key=key), hidden=hidden, cache=cache, stats=stats)
+
+    def run(
+        self,
+        tokens: Int[Array, "batch length"],
+        positions: Int[Array, "batch length"] | None = None,
+        segment_ids: Int[Array, "batch length"] | None = None,
+        cache: Cache | None = None,
+        key: PRNGKeyArray | None = None,
+        *,
+        fresh: bool = False,
+    ) -> tuple[Float[Array, "batch length embed"], Cache | None, BlockStats]:
+        """Everything but the head: `Output`'s hidden, cache and stats. `fresh` promises that the cache is empty."""
+        if cache is not None and positions is None:
+            positions = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        positions = padded_positions(positions, segment_ids, tokens.shape)
+        segment_ids = None if cache is not None else segment_ids
+        ctx = Context(positions=positions, segment_ids=segment_ids, execution=self.execution, fresh=fresh)
+        embed_key, block_key, _ = self._keys(key)
+        x = dropout(self.embedding(tokens, ctx), self.config.dropout, embed_key)
+        x = x if self.positions is None else self.positions(x, ctx)
+        x = ctx.constrain(x, "batch length embed")
+        layer_keys = None if block_key is None else jax.random.split(block_key, len(self.config.blocks))
+        entries, stats, begin = [], [], 0
+        for index, segment in enumerate(self.segments):
+            count = segment.repeats * len(segment.unit)
+            keys = None if layer_keys is None else layer_keys[begin : begin + count]
+            x, entry, stat = segment(x, ctx, None if cache is None else cache.segments[index], keys=keys)
+            entries.append(entry)
+            stats.append(stat)
+            begin += count
+        cache = None if cache is None else cache.commit(tuple(entries), positions)
+        return x, cache, layer_order(stats)
+
+    def normed(
+        self, hidden: Float[Array, "batch length embed"], *, key: PRNGKeyArray | None = None
+    ) -> Float[Array, "batch length embed"]:
+        """What the head reads: the final norm (and dropout) of `hidden`."""
+        x = hidden if self.final_norm is None else self.final_norm(hidden)
+        return dropout(x, self.config.dropout, self._keys(key)[2])
+
+    def logits(
+        self, hidden: Float[Array, "batch length embed"], *, key: PRNGKeyArray | None = None
+    ) -> Float32[Array, "batch length vocab"]:
+        """The head, applied to `Output.hidden`."""
+        ctx = Context(positions=jnp.zeros(hidden.shape[:2], jnp.int32), execution=self.execution)
+        cap, tied = self.config.logit_soft_cap, self.head is None
+        return logits(self.normed(hidden, key=key), self.head_kernel, ctx, tied=tied, soft_cap=cap)
+
+    @property
+    def head_kernel(self) -> Array:
+        """The head's weight: `embed vocab`, or the embedding table, `vocab embed`, when tied."""
+        return self.embedding.table if self.head is None else self.head.kernel
+
+    def replace(self, **changes: Any) -> "Decoder":
+        """The same weights, run another way: `model.replace(remat="full", attention="dot", scan=False)`."""
+        return dataclasses.replace(self, execution=dataclasses.replace(self.execution, **changes))
+
+    def unstacked(self) -> tuple[Any, ...]:
+        """All blocks one by one, in the order of the layers."""
+        return tuple(block for segment in self.segments for block in segment.unstacked())
+
+    def _keys(self, key: PRNGKeyArray | None) -> tuple[PRNGKeyArray | None, ...]:
+        return (None, None, None) if key is None else tuple(jax.random.split(key, 3))
+
+
+def abstract(
+    config: DecoderConfig, *, layout: Layout = Layout(), precision: Precision = Precision(), **execution: Any
+) -> Decoder:
+    """The model as a tree of `jax.ShapeDtypeStruct` with shardings: takes no memory."""
+    run = Execution(layout=layout, precision=precision, **execution)
+    tree = eqx.filter_eval_shape(lambda key: config.build(key=key, execution=run), jax.random.key(0))
+    arrays, static = eqx.partition(tree, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    placed = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, precision.params, sharding=sharding),
+        arrays,
+        layout.shardings(arrays),
+    )
+    return eqx.combine(placed, static)
+
+
+def init(
+    config: DecoderConfig,
+    *,
+    key: PRNGKeyArray,
+    layout: Layout = Layout(),
+    precision: Precision = Precision(),
+    **execution: Any,
+) -> Decoder:
+    """A new model, born sharded: no device ever holds more than its part.
+
+    **Arguments:**
+
+    - `config`: what to build.
+    - `key`: the same key gives the same weights on every mesh.
+    - `layout`: where the weights live.
+    - `precision`: their dtype, and that of the activations.
+    - `execution`: further fields of `Execution`, such as `remat="full"`.
+    """
+    target = abstract(config, layout=layout, precision=precision, **execution)
+    shapes, static = eqx.partition(target, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+
+    def build(key):
+        arrays = eqx.filter(config.build(key=key, execution=target.execution), eqx.is_array)
+        return jax.tree.map(lambda leaf: leaf.astype(precision.params), arrays)
+
+    arrays = jax.jit(build, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes))(key)
+    return eqx.combine(arrays, static)
+
+
+def abstract_cache(
+    config: DecoderConfig,
+    batch_size: int,
+    max_length: int,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    layout: Layout = Layout(),
+) -> Cache:
+    """`init_cache` as a tree of `jax.ShapeDtypeStruct` with shardings."""
+    check_integer("init_cache batch_size", batch_size)
+    check_integer("init_cache max_length", max_length)
+    shapes = eqx.filter_eval_shape(lambda: _build_cache(config, batch_size, max_length, dtype))
+    words = {5: "layers batch slots kv_heads head_dim", 2: "batch slots", 1: "batch"}
+
+    def place(leaf):
+        sharding = layout.activation_sharding(words[leaf.ndim], leaf.shape)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(place, shapes)
+
+
+def init_cache(
+    config: DecoderConfig,
+    batch_size: int,
+    max_length: int,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    layout: Layout = Layout(),
+) -> Cache:
+    """An empty cache for `batch_size` rows of up to `max_length` tokens, born sharded."""
+    target = abstract_cache(config, batch_size, max_length, dtype=dtype, layout=layout)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+    return jax.jit(lambda: _build_cache(config, batch_size, max_length, dtype), out_shardings=shardings)()
+
+
+def _build_cache(config: DecoderConfig, batch_size: int, max_length: int, dtype: DTypeLike) -> Cache:
+    def one(block: BlockConfig, repeats: int) -> KVCache | None:
+        if block.mixer is None:
+            return None
+        return block.mixer.cache_shape(max_length).build(repeats, batch_size, jnp.dtype(dtype))
+
+    caches = tuple(tuple(one(block, repeats) for block in unit) for unit, repeats in segments(config.blocks))
+    return Cache(segments=caches, length=jnp.zeros((batch_size,), jnp.int32))
+
+
+def count_parameters(config: DecoderConfig) -> int:
+    """How many weights a model has; tied ones count once."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract(config)))

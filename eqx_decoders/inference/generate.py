@@ -1,0 +1,157 @@
+"""Text generation: one compiled loop on the device, or a stream of tokens."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, PRNGKeyArray
+
+from eqx_decoders.decoder import Cache, Decoder, init_cache
+from eqx_decoders.errors import ConfigError, check, check_integer
+from eqx_decoders.inference.sampling import Greedy, Sampler, choose
+from eqx_decoders.layers.embedding import LearnedPositions
+
+
+class _Row(eqx.Module):
+    """Where generation stands: the token of each row that comes next, and what the rows remember."""
+
+    token: Int[Array, "batch"]
+    done: Bool[Array, "batch"]
+    cache: Cache
+
+
+def generate(
+    model: Decoder,
+    prompt: Int[Array, "batch length"],
+    *,
+    max_new_tokens: int,
+    sampler: Sampler = Greedy(),
+    key: PRNGKeyArray | None = None,
+    prompt_lengths: Int[Array, "batch"] | None = None,
+    stop_ids: tuple[int, ...] = (),
+    pad_id: int = 0,
+) -> Int[Array, "batch new"]:
+    """Continue every prompt by `max_new_tokens` tokens.
+
+    **Arguments:**
+
+    - `prompt`: ids, padded on the right where prompts differ in length.
+    - `prompt_lengths`: tokens of each prompt that count; default all.
+    - `sampler`: `Greedy()` or `Sample(...)`; the latter needs `key`. The same key gives the same tokens.
+    - `stop_ids`: a row ends with one of these; what follows is `pad_id`.
+
+    **Returns:**
+
+    The new tokens. One program: prefill, then a loop on the device that ends when all rows have stopped.
+    """
+    lengths = _checked(model, prompt, prompt_lengths, max_new_tokens, sampler, key)
+    return _generate(model, jnp.asarray(prompt), lengths, max_new_tokens, sampler, key, tuple(stop_ids), pad_id)
+
+
+def stream(
+    model: Decoder,
+    prompt: Int[Array, "batch length"],
+    *,
+    max_new_tokens: int,
+    sampler: Sampler = Greedy(),
+    key: PRNGKeyArray | None = None,
+    prompt_lengths: Int[Array, "batch"] | None = None,
+    stop_ids: tuple[int, ...] = (),
+    pad_id: int = 0,
+) -> Iterator[np.ndarray]:
+    """The tokens of `generate` one by one, each an array with one id per row, as soon as they are known."""
+    lengths = _checked(model, prompt, prompt_lengths, max_new_tokens, sampler, key)
+    stop_ids = tuple(stop_ids)
+    row = _first(model, jnp.asarray(prompt), lengths, max_new_tokens, sampler, _at_step(key, 0), stop_ids)
+    for step in range(1, max_new_tokens + 1):
+        yield np.asarray(row.token)
+        if step == max_new_tokens or bool(jnp.all(row.done)):
+            return
+        row = _next(model, row, sampler, _at_step(key, step), stop_ids, pad_id)
+
+
+def _begin(model, prompt, lengths, max_new_tokens, sampler, key, stop_ids) -> _Row:
+    """Prefill, and the first new token."""
+    config, layout = model.config, model.execution.layout
+    batch, width = prompt.shape
+    cache = init_cache(
+        config, batch, width + max_new_tokens, dtype=model.execution.precision.compute, layout=layout
+    )
+    index = jnp.arange(width, dtype=jnp.int32)[None]
+    positions = jnp.where(index < lengths[:, None], index, -1)
+    hidden, cache, _ = model.run(prompt, positions=positions, cache=cache, fresh=True)
+    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
+    token = choose(sampler, model.logits(last)[:, 0], key)
+    return _Row(token=token, done=_stops(token, stop_ids), cache=cache)
+
+
+def _step(model, row: _Row, sampler, key, stop_ids, pad_id) -> _Row:
+    """Feed the token that was chosen, choose the next. Rows that have stopped store nothing more."""
+    positions = jnp.where(row.done, -1, row.cache.length)[:, None]
+    hidden, cache, _ = model.run(row.token[:, None], positions=positions, cache=row.cache)
+    token = choose(sampler, model.logits(hidden)[:, 0], key)
+    token = jnp.where(row.done, pad_id, token)
+    return _Row(token=token, done=row.done | _stops(token, stop_ids), cache=cache)
+
+
+_first = eqx.filter_jit(_begin)
+
+
+@eqx.filter_jit(donate="all-except-first")
+def _next(model, row, sampler, key, stop_ids, pad_id) -> _Row:
+    return _step(model, row, sampler, key, stop_ids, pad_id)
+
+
+@eqx.filter_jit
+def _generate(model, prompt, lengths, max_new_tokens, sampler, key, stop_ids, pad_id):
+    row = _begin(model, prompt, lengths, max_new_tokens, sampler, _at_step(key, 0), stop_ids)
+    tokens = jnp.full((prompt.shape[0], max_new_tokens), pad_id, jnp.int32).at[:, 0].set(row.token)
+
+    def going(state):
+        step, row, _ = state
+        return (step < max_new_tokens) & ~jnp.all(row.done)
+
+    def body(state):
+        step, row, tokens = state
+        row = _step(model, row, sampler, _at_step(key, step), stop_ids, pad_id)
+        return step + 1, row, tokens.at[:, step].set(row.token)
+
+    return jax.lax.while_loop(going, body, (jnp.int32(1), row, tokens))[2]
+
+
+def _at_step(key: PRNGKeyArray | None, step: Any) -> PRNGKeyArray | None:
+    return None if key is None else jax.random.fold_in(key, step)
+
+
+def _stops(token: Array, stop_ids: tuple[int, ...]) -> Array:
+    stopped = jnp.zeros(token.shape, bool)
+    for stop in stop_ids:
+        stopped |= token == stop
+    return stopped
+
+
+def _checked(model, prompt, lengths, max_new_tokens, sampler, key) -> Array:
+    """The prompts' lengths, after everything that can be known before compiling was checked."""
+    check_integer("generate: max_new_tokens", max_new_tokens)
+    check(isinstance(sampler, Greedy) or key is not None, f"{sampler} draws at random: pass key=jax.random.key(seed).")
+    batch, width = prompt.shape
+    check(width > 0, "generate: prompt has length 0; give at least one token, such as the tokenizer's bos_id.")
+    positions = model.config.positions
+    room = positions.max_positions if isinstance(positions, LearnedPositions) else None
+    if room is not None and width + max_new_tokens > room:
+        raise ConfigError(
+            f"generate: prompt of {width} + max_new_tokens={max_new_tokens} exceed the model's {room} learned positions."
+        )
+    if not isinstance(prompt, jax.core.Tracer):
+        low, high = int(np.min(prompt)), int(np.max(prompt))
+        good = low >= 0 and high < model.config.vocab_size
+        check(good, f"generate: prompt holds ids from {low} to {high}; they must be 0 to {model.config.vocab_size - 1}.")
+    if lengths is None:
+        return jnp.full((batch,), width, jnp.int32)
+    if not isinstance(lengths, jax.core.Tracer):
+        good = int(np.min(lengths)) >= 1 and int(np.max(lengths)) <= width
+        check(good, f"generate: prompt_lengths={np.asarray(lengths).tolist()} must be from 1 to {width}.")
+    return jnp.asarray(lengths, jnp.int32)

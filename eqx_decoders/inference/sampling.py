@@ -1,0 +1,71 @@
+"""How the next token is chosen from logits."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from eqx_decoders.errors import check, check_integer, check_number
+
+
+@dataclasses.dataclass(frozen=True)
+class Greedy:
+    """The most likely token; of equals the lowest id."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A draw from `softmax(logits / temperature)`, cut by the filters in this order.
+
+    **Arguments:**
+
+    - `temperature`: above 0.
+    - `top_k`: only the k most likely tokens (ties with the last of them stay).
+    - `top_p`: only the most likely tokens that together reach probability p (Holtzman et al. 2020).
+    - `min_p`: only tokens at least p times as likely as the most likely one (Nguyen et al. 2024).
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def __post_init__(self):
+        check_number("Sample.temperature", self.temperature, above=0)
+        if self.top_k is not None:
+            check_integer("Sample.top_k", self.top_k)
+        for field in ("top_p", "min_p"):
+            value = getattr(self, field)
+            if value is not None:
+                check_number(f"Sample.{field}", value, above=0)
+                check(value <= 1, f"Sample.{field}={value} must be at most 1: it's a probability.")
+
+
+Sampler = Greedy | Sample
+
+
+def choose(sampler: Sampler, logits: Float[Array, "batch vocab"], key: PRNGKeyArray | None) -> Int[Array, "batch"]:
+    """One token for each row."""
+    if isinstance(sampler, Greedy):
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    check(key is not None, f"{sampler} draws at random: pass key=jax.random.key(seed).")
+    return jax.random.categorical(key, filtered(sampler, logits)).astype(jnp.int32)
+
+
+def filtered(sampler: Sample, logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
+    """Logits over temperature, -inf where a filter has cut; the most likely token always stays."""
+    logits = logits / sampler.temperature
+    if sampler.top_k is not None and sampler.top_k < logits.shape[-1]:
+        lowest = jax.lax.top_k(logits, sampler.top_k)[0][:, -1:]
+        logits = jnp.where(logits >= lowest, logits, -jnp.inf)
+    if sampler.top_p is not None:
+        order = jnp.sort(logits, axis=-1, descending=True)
+        mass = jnp.cumsum(jax.nn.softmax(order, axis=-1), axis=-1)
+        reached = jnp.sum((mass < sampler.top_p).astype(jnp.int32), axis=-1, keepdims=True)
+        lowest = jnp.take_along_axis(order, jnp.minimum(reached, logits.shape[-1] - 1), axis=-1)
+        logits = jnp.where(logits >= lowest, logits, -jnp.inf)
+    if sampler.min_p is not None:
+        lowest = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(sampler.min_p)
+        logits = jnp.where(logits >= lowest, logits, -jnp.inf)
+    return logits

@@ -1,0 +1,220 @@
+"""Grouped-query attention (Ainslie et al. 2023) with the options of the decoder families."""
+
+import dataclasses
+from typing import Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from eqx_decoders.context import Context
+from eqx_decoders.errors import check, check_integer, check_number, check_word
+from eqx_decoders.layers.cache import CacheShape, Entries, Past
+from eqx_decoders.layers.kernel import attend, merge, with_sink
+from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, Mask, SlidingWindow
+from eqx_decoders.layers.mlp import add_bias
+from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
+from eqx_decoders.layers.rope import Rope, rotate
+from eqx_decoders.numerics import fan_in
+from eqx_decoders.remat import save
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QKNorm:
+    """Normalisation of queries and keys.
+
+    **Arguments:**
+
+    - `norm`: which.
+    - `over`: `"head"`, each head by itself with a shared scale, or `"heads"`, all heads together (OLMo).
+    - `when`: `"before_rope"` or `"after_rope"` (Llama 4).
+    """
+
+    norm: NormConfig = RMSNormConfig()
+    over: Literal["head", "heads"] = "head"
+    when: Literal["before_rope", "after_rope"] = "before_rope"
+
+    def __post_init__(self):
+        check_word("QKNorm.over", self.over, ("head", "heads"))
+        check_word("QKNorm.when", self.when, ("before_rope", "after_rope"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """`softmax(scale * q k^T + mask) v`, projected out.
+
+    **Arguments:**
+
+    - `num_heads`, `num_kv_heads`, `head_dim`: query heads, key and value heads (a divisor), features of a head.
+    - `mask`: which keys a query sees.
+    - `rope`: rotary embedding; None for none.
+    - `query_scale`: multiplies queries; None for `head_dim ** -0.5`.
+    - `soft_cap`: scores become `cap * tanh(scores / cap)`; None for none.
+    - `sinks`: one learned logit per head that joins the softmax and takes no value (GPT-OSS).
+    - `qk_norm`: normalisation of queries and keys; None for none.
+    - `qkv_bias`, `out_bias`: biases of the projections.
+    - `fused_qkv`: one product for queries, keys and values.
+    - `shared_kv`: values are the raw key projection; there is no value projection.
+    - `output_gate`: the result of each head is multiplied by `sigmoid(gate x)` (Qwen3-Next).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mask: Mask = Causal()
+    rope: Rope | None = Rope()
+    query_scale: float | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    qk_norm: QKNorm | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    fused_qkv: bool = False
+    shared_kv: bool = False
+    output_gate: bool = False
+
+    def __post_init__(self):
+        for field in ("num_heads", "num_kv_heads", "head_dim"):
+            check_integer(f"AttentionConfig.{field}", getattr(self, field))
+        check(
+            self.num_heads % self.num_kv_heads == 0,
+            f"AttentionConfig.num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}.",
+        )
+        if self.query_scale is not None:
+            check_number("AttentionConfig.query_scale", self.query_scale, above=0)
+        if self.soft_cap is not None:
+            check_number("AttentionConfig.soft_cap", self.soft_cap, above=0)
+        check(
+            not (self.fused_qkv and self.shared_kv),
+            "AttentionConfig.fused_qkv=True and shared_kv=True exclude each other: there is no value projection to fuse.",
+        )
+        if self.rope is not None:
+            self.rope.rotated(self.head_dim)
+
+    def cache_shape(self, max_length: int) -> CacheShape:
+        """A ring of `size` slots for a window or chunk, else a slot for each position."""
+        check(
+            not isinstance(self.mask, Bidirectional),
+            "A bidirectional attention layer has no cache: its past would change with every token.",
+        )
+        window = self.mask.size if isinstance(self.mask, SlidingWindow | Chunked) else max_length
+        ring = window < max_length
+        slots = window if ring else max_length
+        return CacheShape(slots=slots, kv_heads=self.num_kv_heads, head_dim=self.head_dim, ring=ring)
+
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Attention":
+        keys = jax.random.split(key, 5)
+        heads, kv_heads, head_dim = self.num_heads, self.num_kv_heads, self.head_dim
+
+        def into(key, count, wanted=True):
+            return fan_in(key, (embed_dim, count, head_dim), jnp.float32, embed_dim, "normal") if wanted else None
+
+        def zeros(count, wanted=True):
+            return jnp.zeros((count, head_dim)) if self.qkv_bias and wanted else None
+
+        split, own_value = not self.fused_qkv, not (self.fused_qkv or self.shared_kv)
+        norm, group = self.qk_norm, self.qk_norm is not None and self.qk_norm.over == "heads"
+        return Attention(
+            query=into(keys[0], heads, split),
+            key=into(keys[1], kv_heads, split),
+            value=into(keys[2], kv_heads, own_value),
+            qkv=into(keys[0], heads + 2 * kv_heads, self.fused_qkv),
+            gate=into(keys[3], heads, self.output_gate),
+            out=fan_in(keys[4], (heads, head_dim, embed_dim), jnp.float32, heads * head_dim, "normal"),
+            query_bias=zeros(heads, split),
+            key_bias=zeros(kv_heads, split),
+            value_bias=zeros(kv_heads, own_value),
+            qkv_bias=zeros(heads + 2 * kv_heads, self.fused_qkv),
+            out_bias=jnp.zeros((embed_dim,)) if self.out_bias else None,
+            query_norm=norm.norm.build(heads * head_dim if group else head_dim) if norm else None,
+            key_norm=norm.norm.build(kv_heads * head_dim if group else head_dim) if norm else None,
+            sink=jnp.zeros((heads,)) if self.sinks else None,
+            config=self,
+        )
+
+
+class Attention(eqx.Module):
+    """`softmax(scale * q k^T + mask) v`, projected out."""
+
+    query: Float[Array, "embed heads head_dim"] | None
+    key: Float[Array, "embed kv_heads head_dim"] | None
+    value: Float[Array, "embed kv_heads head_dim"] | None
+    qkv: Float[Array, "embed qkv_heads head_dim"] | None
+    gate: Float[Array, "embed heads head_dim"] | None
+    out: Float[Array, "heads head_dim embed"]
+    query_bias: Float[Array, "heads head_dim"] | None
+    key_bias: Float[Array, "kv_heads head_dim"] | None
+    value_bias: Float[Array, "kv_heads head_dim"] | None
+    qkv_bias: Float[Array, "qkv_heads head_dim"] | None
+    out_bias: Float[Array, "embed"] | None
+    query_norm: Norm | None
+    key_norm: Norm | None
+    sink: Float[Array, "heads"] | None
+    config: AttentionConfig = eqx.field(static=True)
+
+    def __call__(
+        self, x: Float[Array, "batch length embed"], ctx: Context, past: Past | None = None
+    ) -> tuple[Float[Array, "batch length embed"], Entries]:
+        """The layer's output, and the keys and values that it proposes for a cache."""
+        query, key, value = self._ready(*self._project(x, ctx), ctx)
+        out = self._attend(query, key, value, past, ctx)
+        out = save(ctx.constrain(out, "batch length heads head_dim"), "attention_out")
+        if self.gate is not None:
+            gate = ctx.einsum("batch length embed, embed heads head_dim -> batch length heads head_dim", x, self.gate)
+            out = out * jax.nn.sigmoid(gate)
+        out = ctx.einsum("batch length heads head_dim, heads head_dim embed -> batch length embed", out, self.out)
+        out = save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj")
+        return out, Entries(key=key, value=value)
+
+    def _project(self, x: Array, ctx: Context) -> tuple[Array, Array, Array]:
+        config = self.config
+        if self.qkv is not None:
+            pattern = "batch length embed, embed qkv_heads head_dim -> batch length qkv_heads head_dim"
+            qkv = save(add_bias(ctx.einsum(pattern, x, self.qkv), self.qkv_bias), "qkv_proj")
+            query, key, value = jnp.split(qkv, [config.num_heads, config.num_heads + config.num_kv_heads], axis=2)
+            return query, key, value
+        pattern = "batch length embed, embed heads head_dim -> batch length heads head_dim"
+        query = add_bias(ctx.einsum(pattern, x, self.query), self.query_bias)
+        key = add_bias(ctx.einsum(pattern, x, self.key), self.key_bias)
+        value = key if self.value is None else add_bias(ctx.einsum(pattern, x, self.value), self.value_bias)
+        return query, key, value
+
+    def _ready(self, query: Array, key: Array, value: Array, ctx: Context) -> tuple[Array, Array, Array]:
+        """Normalise, rotate and scale."""
+        config, norm = self.config, self.config.qk_norm
+        if norm is not None and norm.when == "before_rope":
+            query, key = self._normalise(query, self.query_norm), self._normalise(key, self.key_norm)
+        if config.rope is not None:
+            query, key = rotate(query, ctx.positions, config.rope), rotate(key, ctx.positions, config.rope)
+        if norm is not None and norm.when == "after_rope":
+            query, key = self._normalise(query, self.query_norm), self._normalise(key, self.key_norm)
+        query = query * (config.head_dim**-0.5 if config.query_scale is None else config.query_scale)
+        query = save(ctx.constrain(query, "batch length heads head_dim"), "query_proj")
+        key = save(ctx.constrain(key, "batch length kv_heads head_dim"), "key_proj")
+        return query, key, save(ctx.constrain(value, "batch length kv_heads head_dim"), "value_proj")
+
+    def _normalise(self, x: Array, norm: Norm | None) -> Array:
+        if norm is None:
+            return x
+        if self.config.qk_norm is not None and self.config.qk_norm.over == "heads":
+            return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
+        return norm(x)
+
+    def _attend(self, query: Array, key: Array, value: Array, past: Past | None, ctx: Context) -> Array:
+        """Attention over the tokens of this call and those of the past, merged by their log-sum-exp."""
+        execution = ctx.execution
+        common = dict(
+            mask=self.config.mask,
+            query_positions=ctx.positions,
+            soft_cap=self.config.soft_cap,
+            kernel=execution.attention,
+            platform=execution.layout.platform,
+        )
+        segments = dict(query_segments=ctx.segment_ids, key_segments=ctx.segment_ids)
+        parts = [attend(query, key, value, key_positions=ctx.positions, aligned=True, **segments, **common)]
+        if past is not None:  # a row of a cache is one document: no segments
+            keys, values = past.key.astype(query.dtype), past.value.astype(query.dtype)
+            parts.append(attend(query, keys, values, key_positions=past.positions, **common))
+        out, lse = merge(parts) if len(parts) > 1 else parts[0]
+        return out if self.sink is None else with_sink(out, lse, self.sink)

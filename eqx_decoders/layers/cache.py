@@ -1,0 +1,80 @@
+"""Caches: a layer proposes entries for its tokens, and `commit` writes those of all layers at once.
+
+Every slot stores the absolute position of its token (-1: empty), and masks are computed from positions alone. So a
+sliding window is a ring of `window` slots, rows may have different lengths, and what was never committed never was.
+"""
+
+import dataclasses
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+class Entries(eqx.Module):
+    """What one attention layer proposes to store: keys and values of the tokens of this call."""
+
+    key: Float[Array, "batch length kv_heads head_dim"]
+    value: Float[Array, "batch length kv_heads head_dim"]
+
+
+class Past(eqx.Module):
+    """What one attention layer reads: its slice of a cache."""
+
+    key: Float[Array, "batch slots kv_heads head_dim"]
+    value: Float[Array, "batch slots kv_heads head_dim"]
+    positions: Int[Array, "batch slots"]
+
+
+class KVCache(eqx.Module):
+    """Keys and values of equal layers.
+
+    **Arguments:**
+
+    - `key`, `value`: one row of slots for each layer and sequence.
+    - `positions`: the position of each slot's token, -1 where there is none.
+    - `ring`: whether position p is stored in slot `p mod slots`; else in slot p, and positions from `slots` on are dropped.
+    """
+
+    key: Float[Array, "layers batch slots kv_heads head_dim"]
+    value: Float[Array, "layers batch slots kv_heads head_dim"]
+    positions: Int[Array, "batch slots"]
+    ring: bool = eqx.field(static=True)
+
+    def commit(self, entries: Entries, positions: Int[Array, "batch length"]) -> "KVCache":
+        """Write entries (stacked over layers) at `positions`; those below 0 are left out."""
+        rows, slots = jnp.arange(self.positions.shape[0])[:, None], self.positions.shape[1]
+        kept = positions >= 0
+        if self.ring:  # of the tokens that share a slot only the last may be written: the order of writes is undefined
+            kept &= positions > jnp.max(positions, axis=1, keepdims=True) - slots
+        slot = jnp.where(kept, positions % slots if self.ring else positions, slots)
+
+        def write(old, new):
+            return old.at[:, rows, slot].set(new.astype(old.dtype), mode="drop")
+
+        return KVCache(
+            key=write(self.key, entries.key),
+            value=write(self.value, entries.value),
+            positions=self.positions.at[rows, slot].set(positions, mode="drop"),
+            ring=self.ring,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CacheShape:
+    """How large the cache of one attention layer is, in slots, heads and features."""
+
+    slots: int
+    kv_heads: int
+    head_dim: int
+    ring: bool
+
+    def build(self, layers: int, batch_size: int, dtype: jnp.dtype) -> KVCache:
+        """An empty cache for `layers` equal layers."""
+        shape = (layers, batch_size, self.slots, self.kv_heads, self.head_dim)
+        return KVCache(
+            key=jnp.zeros(shape, dtype),
+            value=jnp.zeros(shape, dtype),
+            positions=jnp.full((batch_size, self.slots), -1, jnp.int32),
+            ring=self.ring,
+        )

@@ -1,0 +1,15 @@
+"""Dropout (Srivastava et al. 2014) with one mask for all positions of a sequence, as MaxText has it."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+
+def dropout(
+    x: Float[Array, "batch length features"], rate: float, key: PRNGKeyArray | None
+) -> Float[Array, "batch length features"]:
+    """`x * keep / (1 - rate)`; the mask is shared along the length. Without a key or rate: `x`."""
+    if key is None or rate == 0:
+        return x
+    keep = jax.random.bernoulli(key, 1 - rate, (x.shape[0], 1, x.shape[2]))
+    return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype))

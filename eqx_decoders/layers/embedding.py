@@ -1,0 +1,117 @@
+"""Tokens to features and back: embedding table, absolute positions, output head."""
+
+import dataclasses
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
+
+from eqx_decoders.context import Context
+from eqx_decoders.errors import check_integer
+from eqx_decoders.numerics import fan_in, normal
+
+
+class TokenEmbedding(eqx.Module):
+    """`scale * table[token]`; ids outside the vocabulary are clipped into it."""
+
+    table: Float[Array, "vocab embed"]
+    scale: float = eqx.field(static=True, default=1.0)
+
+    def __call__(self, tokens: Int[Array, "batch length"], ctx: Context) -> Float[Array, "batch length embed"]:
+        compute = ctx.execution.precision.compute
+        x = jnp.take(self.table, tokens, axis=0, mode="clip").astype(compute)
+        # the factor is rounded to the dtype first, as Hugging Face does it
+        return x if self.scale == 1.0 else x * jnp.asarray(self.scale, compute)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnedPositions:
+    """`x + table[position]` (GPT-2).
+
+    **Arguments:**
+
+    - `max_positions`: rows of the table; later positions take the last row.
+    """
+
+    max_positions: int
+
+    def __post_init__(self):
+        check_integer("LearnedPositions.max_positions", self.max_positions)
+
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "LearnedPositionTable":
+        return LearnedPositionTable(table=normal(key, (self.max_positions, embed_dim), jnp.float32, 0.02))
+
+
+class LearnedPositionTable(eqx.Module):
+    """`x + table[position]`."""
+
+    table: Float[Array, "positions embed"]
+
+    def __call__(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch length embed"]:
+        rows = jnp.take(self.table, jnp.maximum(ctx.positions, 0), axis=0, mode="clip")
+        return x + rows.astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SinusoidalPositions:
+    """`x + [sin(p w_k), cos(p w_k)]`, `w_k = max_timescale^(-k / (n - 1))`, n = embed_dim / 2 (Vaswani et al. 2017)."""
+
+    max_timescale: float = 10_000.0
+
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Sinusoids":
+        return Sinusoids(config=self)
+
+
+class Sinusoids(eqx.Module):
+    """`x + [sin(p w_k), cos(p w_k)]`, computed in float32."""
+
+    config: SinusoidalPositions = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch length embed"]:
+        count = x.shape[-1] // 2
+        rates = jnp.exp(-math.log(self.config.max_timescale) / max(count - 1, 1) * jnp.arange(count, dtype=jnp.float32))
+        angles = jnp.maximum(ctx.positions, 0).astype(jnp.float32)[:, :, None] * rates[None, None]
+        signal = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+        odd = x.shape[-1] - 2 * count  # an odd last feature gets no signal
+        return x + jnp.pad(signal, ((0, 0), (0, 0), (0, odd))).astype(x.dtype)
+
+
+PositionsConfig = LearnedPositions | SinusoidalPositions
+
+
+class Head(eqx.Module):
+    """`kernel^T x`: an output head of its own, not the embedding table."""
+
+    kernel: Float[Array, "embed vocab"]
+
+
+def build_head(embed_dim: int, vocab_size: int, *, key: PRNGKeyArray) -> Head:
+    """A head with variance `1 / embed_dim`."""
+    return Head(kernel=fan_in(key, (embed_dim, vocab_size), jnp.float32, embed_dim))
+
+
+def logits(
+    x: Float[Array, "batch length embed"], kernel: Array, ctx: Context, *, tied: bool, soft_cap: float | None
+) -> Float32[Array, "batch length vocab"]:
+    """`kernel^T x` in float32, then `cap * tanh(y / cap)`. A tied kernel is the embedding table, `vocab embed`."""
+    right = "vocab embed" if tied else "embed vocab"
+    y = ctx.einsum(f"batch length embed, {right} -> batch length vocab", x, kernel, out_dtype=jnp.float32)
+    y = ctx.constrain(y, "batch length vocab")
+    return y if soft_cap is None else soft_cap * jnp.tanh(y / soft_cap)
+
+
+def padded_positions(
+    positions: Int[Array, "batch length"] | None, segment_ids: Int[Array, "batch length"] | None, shape: tuple[int, ...]
+) -> Int[Array, "batch length"]:
+    """Positions of tokens in their documents, -1 for padding (segment 0). Where none are given they are counted."""
+    if positions is None:
+        index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None], shape)
+        positions = index
+        if segment_ids is not None:  # the distance from the latest token that begins a document
+            begins = jnp.concatenate(
+                [jnp.ones((shape[0], 1), bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1
+            )
+            positions = index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+    return positions if segment_ids is None else jnp.where(segment_ids == 0, -1, positions)

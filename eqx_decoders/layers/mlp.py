@@ -1,0 +1,114 @@
+"""Feed-forward layers: gated (Shazeer 2020) and plain."""
+
+import dataclasses
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from eqx_decoders.context import Context
+from eqx_decoders.errors import check, check_integer, check_number, check_word
+from eqx_decoders.layers.dropout import dropout
+from eqx_decoders.numerics import fan_in
+from eqx_decoders.remat import save
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+    "sigmoid": jax.nn.sigmoid,
+    "tanh": jnp.tanh,
+    "identity": lambda x: x,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MLPConfig:
+    """`down(act(gate x) * up x)`, or `down(act(up x))` when not gated.
+
+    **Arguments:**
+
+    - `mlp_dim`: hidden features.
+    - `activation`: one of `ACTIVATIONS`; `"gelu"` is exact, `"gelu_tanh"` its tanh approximation.
+    - `gated`: whether a second input projection is multiplied in.
+    - `bias`: whether all projections have a bias.
+    - `fused`: whether gate and up are one product.
+    - `dropout`: rate on the hidden features.
+    """
+
+    mlp_dim: int
+    activation: str = "silu"
+    gated: bool = True
+    bias: bool = False
+    fused: bool = False
+    dropout: float = 0.0
+
+    def __post_init__(self):
+        check_integer("MLPConfig.mlp_dim", self.mlp_dim)
+        check_word("MLPConfig.activation", self.activation, ACTIVATIONS)
+        check(self.gated or not self.fused, "MLPConfig.fused=True needs gated=True: there is one projection only.")
+        check_number("MLPConfig.dropout", self.dropout, least=0)
+        check(self.dropout < 1, f"MLPConfig.dropout={self.dropout} must be below 1.")
+
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "MLP":
+        keys = jax.random.split(key, 3)
+        wide, mlp = (embed_dim, self.mlp_dim), self.mlp_dim
+        gate = fan_in(keys[0], wide, jnp.float32, embed_dim) if self.gated else None
+        up = fan_in(keys[1], wide, jnp.float32, embed_dim)
+        fused = jnp.stack([gate, up], axis=1) if self.fused and gate is not None else None
+        zeros = {"gate_bias": (mlp,) if self.gated else None, "up_bias": (mlp,), "down_bias": (embed_dim,)}
+        biases = {name: jnp.zeros(shape) if self.bias and shape else None for name, shape in zeros.items()}
+        return MLP(
+            gate=None if self.fused else gate,
+            up=None if self.fused else up,
+            gate_up=fused,
+            down=fan_in(keys[2], (mlp, embed_dim), jnp.float32, mlp),
+            config=self,
+            **biases,
+        )
+
+
+class MLP(eqx.Module):
+    """`down(act(gate x) * up x)`."""
+
+    gate: Float[Array, "embed mlp"] | None
+    up: Float[Array, "embed mlp"] | None
+    gate_up: Float[Array, "embed inputs mlp"] | None
+    down: Float[Array, "mlp embed"]
+    gate_bias: Float[Array, "mlp"] | None
+    up_bias: Float[Array, "mlp"] | None
+    down_bias: Float[Array, "embed"] | None
+    config: MLPConfig = eqx.field(static=True)
+
+    def __call__(
+        self, x: Float[Array, "batch length embed"], ctx: Context, *, key: PRNGKeyArray | None = None
+    ) -> Float[Array, "batch length embed"]:
+        gate, up = self._inputs(x, ctx)
+        act = ACTIVATIONS[self.config.activation]
+        hidden = act(up) if gate is None else act(gate) * up
+        hidden = dropout(ctx.constrain(hidden, "batch length mlp"), self.config.dropout, key)
+        out = ctx.einsum("batch length mlp, mlp embed -> batch length embed", hidden, self.down)
+        return save(ctx.constrain(add_bias(out, self.down_bias), "batch length embed"), "mlpwo")
+
+    def _inputs(self, x: Array, ctx: Context) -> tuple[Array | None, Array]:
+        """Gate (None when not gated) and up projections, before the activation."""
+        pattern = "batch length embed, embed mlp -> batch length mlp"
+        if self.gate_up is not None:
+            fused = "batch length embed, embed inputs mlp -> batch length inputs mlp"
+            both = save(ctx.einsum(fused, x, self.gate_up), "mlpwi")
+            return add_bias(both[:, :, 0], self.gate_bias), add_bias(both[:, :, 1], self.up_bias)
+        up = add_bias(ctx.einsum(pattern, x, self.up), self.up_bias)
+        if self.gate is None:
+            return None, save(up, "mlpwi")
+        gate = add_bias(ctx.einsum(pattern, x, self.gate), self.gate_bias)
+        return save(gate, "mlpwi_0"), save(up, "mlpwi_1")
+
+
+def add_bias(x: Array, bias: Array | None) -> Array:
+    """`x + bias` in the dtype of `x`; the bias has the trailing axes of `x`."""
+    return x if bias is None else x + bias.astype(x.dtype).reshape((1,) * (x.ndim - bias.ndim) + bias.shape)

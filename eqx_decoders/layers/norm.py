@@ -1,0 +1,100 @@
+"""Normalisation: RMSNorm (Zhang & Sennrich 2019) and LayerNorm (Ba et al. 2016), in float32."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from eqx_decoders.errors import check_integer, check_number
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RMSNormConfig:
+    """`x / sqrt(mean(x²) + eps) * (offset + scale)`.
+
+    **Arguments:**
+
+    - `eps`: added to the mean square.
+    - `scale`: whether there is a learned scale.
+    - `offset`: 1 for Gemma's form, whose stored scale starts at 0; else 0, and the scale starts at 1.
+    """
+
+    eps: float = 1e-6
+    scale: bool = True
+    offset: float = 0.0
+
+    def __post_init__(self):
+        check_number("RMSNormConfig.eps", self.eps, above=0)
+        check_number("RMSNormConfig.offset", self.offset)
+
+    def build(self, size: int) -> "RMSNorm":
+        check_integer("RMSNorm size", size)
+        return RMSNorm(scale=jnp.full((size,), 1.0 - self.offset) if self.scale else None, config=self)
+
+
+class RMSNorm(eqx.Module):
+    """`x / sqrt(mean(x²) + eps) * (offset + scale)` over the last axis; float32 inside, the dtype of `x` outside."""
+
+    scale: Float[Array, "norm"] | None
+    config: RMSNormConfig = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "*dims norm"]) -> Float[Array, "*dims norm"]:
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.config.eps)
+        return _scaled(y, self.scale, self.config.offset).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerNormConfig:
+    """`(x - mean) / sqrt(var + eps) * (offset + scale) + bias`.
+
+    **Arguments:**
+
+    - `eps`: added to the variance.
+    - `bias`: whether there is a learned bias.
+    - `offset`: 1 where the stored scale starts at 0 (MaxText's GPT-3), else 0.
+    """
+
+    eps: float = 1e-5
+    bias: bool = True
+    offset: float = 0.0
+
+    def __post_init__(self):
+        check_number("LayerNormConfig.eps", self.eps, above=0)
+        check_number("LayerNormConfig.offset", self.offset)
+
+    def build(self, size: int) -> "LayerNorm":
+        check_integer("LayerNorm size", size)
+        bias = jnp.zeros((size,)) if self.bias else None
+        return LayerNorm(scale=jnp.full((size,), 1.0 - self.offset), bias=bias, config=self)
+
+
+class LayerNorm(eqx.Module):
+    """`(x - mean) / sqrt(var + eps) * (offset + scale) + bias` over the last axis, in float32."""
+
+    scale: Float[Array, "norm"]
+    bias: Float[Array, "norm"] | None
+    config: LayerNormConfig = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "*dims norm"]) -> Float[Array, "*dims norm"]:
+        y = x.astype(jnp.float32)
+        y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.config.eps)
+        y = _scaled(y, self.scale, self.config.offset)
+        if self.bias is not None:
+            y = y + _along_last(self.bias, y)
+        return y.astype(x.dtype)
+
+
+NormConfig = RMSNormConfig | LayerNormConfig
+Norm = RMSNorm | LayerNorm
+
+
+def _scaled(y: Array, scale: Array | None, offset: float) -> Array:
+    return y if scale is None else y * (offset + _along_last(scale, y))
+
+
+def _along_last(vector: Array, y: Array) -> Array:
+    return vector.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))

@@ -1,0 +1,171 @@
+"""Rotary position embedding (Su et al. 2021) and its long-context variants.
+
+Pair k of a head is turned by the angle `position * frequency_k`; with `half` pairing, pair k is the features k and
+k + dim/2, with `interleaved` pairing the features 2k and 2k + 1.
+"""
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from eqx_decoders.errors import check, check_integer, check_number, check_word
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Plain rotary embedding: `frequency_k = theta^(-2k/dim)`.
+
+    **Arguments:**
+
+    - `theta`: the base.
+    - `fraction`: the part of a head's features that is rotated, the first ones.
+    - `pairing`: `"half"` or `"interleaved"`.
+    """
+
+    theta: float = 10_000.0
+    fraction: float = 1.0
+    pairing: Literal["half", "interleaved"] = "half"
+
+    def __post_init__(self):
+        name = type(self).__name__
+        check_number(f"{name}.theta", self.theta, above=0)
+        check_number(f"{name}.fraction", self.fraction, above=0)
+        check(self.fraction <= 1, f"{name}.fraction={self.fraction} must be at most 1.")
+        check_word(f"{name}.pairing", self.pairing, ("half", "interleaved"))
+
+    def rotated(self, head_dim: int) -> int:
+        """How many features of a head are rotated: an even number."""
+        count = int(head_dim * self.fraction)
+        check(
+            count % 2 == 0 and count > 0,
+            f"{type(self).__name__}: head_dim={head_dim} x fraction={self.fraction} = {count} must be even and above 0.",
+        )
+        return count
+
+    def frequencies(self, dim: int) -> np.ndarray:
+        """`dim / 2` angles per position, in radians."""
+        return self.theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+
+    @property
+    def magnitude(self) -> float:
+        """By which cosine and sine are multiplied."""
+        return 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearRope(Rope):
+    """Position interpolation (Chen et al. 2023): all frequencies divided by `factor`."""
+
+    factor: float
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_number("LinearRope.factor", self.factor, least=1)
+
+    def frequencies(self, dim: int) -> np.ndarray:
+        return super().frequencies(dim) / self.factor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama3Rope(Rope):
+    """Llama 3.1's scaling: long wavelengths divided by `factor`, short ones kept, smooth in between.
+
+    **Arguments:**
+
+    - `factor`: by how much the longest wavelengths grow.
+    - `low_frequency_factor`, `high_frequency_factor`: wavelengths above `original_length / low` are scaled, those
+        below `original_length / high` are kept.
+    - `original_length`: the context length before scaling, in tokens.
+    """
+
+    factor: float = 8.0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_length: int = 8192
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_number("Llama3Rope.factor", self.factor, least=1)
+        check_number("Llama3Rope.low_frequency_factor", self.low_frequency_factor, above=0)
+        check_number("Llama3Rope.high_frequency_factor", self.high_frequency_factor, above=self.low_frequency_factor)
+        check_integer("Llama3Rope.original_length", self.original_length)
+
+    def frequencies(self, dim: int) -> np.ndarray:
+        plain = super().frequencies(dim)
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        turns = self.original_length * plain / (2 * math.pi)  # over the original context
+        smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        return (1 - smooth) * plain / self.factor + smooth * plain
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class YarnRope(Rope):
+    """YaRN (Peng et al. 2023): interpolate slow pairs, keep fast ones, and sharpen the attention.
+
+    **Arguments:**
+
+    - `factor`: extension of the context.
+    - `original_length`: the context length before, in tokens.
+    - `beta_fast`, `beta_slow`: pairs with more turns over the original context than `beta_fast` are kept, those with
+        fewer than `beta_slow` are interpolated.
+    - `truncate`: whether the bounds of the ramp are rounded to whole pairs.
+    - `attention_factor`: multiplies cosine and sine; None for `0.1 ln(factor) + 1`.
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_number("YarnRope.factor", self.factor, least=1)
+        check_integer("YarnRope.original_length", self.original_length)
+        check_number("YarnRope.beta_slow", self.beta_slow, above=0)
+        check_number("YarnRope.beta_fast", self.beta_fast, least=self.beta_slow)
+        check(self.theta > 1, f"YarnRope.theta={self.theta} must be above 1.")
+        if self.attention_factor is not None:
+            check_number("YarnRope.attention_factor", self.attention_factor, above=0)
+
+    def frequencies(self, dim: int) -> np.ndarray:
+        plain = super().frequencies(dim)
+        low, high = self._pair_of(self.beta_fast, dim), self._pair_of(self.beta_slow, dim)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        high = high + 0.001 if low == high else high
+        ramp = np.clip((np.arange(dim // 2) - low) / (high - low), 0.0, 1.0)
+        return ramp * plain / self.factor + (1 - ramp) * plain
+
+    @property
+    def magnitude(self) -> float:
+        return 0.1 * math.log(self.factor) + 1.0 if self.attention_factor is None else self.attention_factor
+
+    def _pair_of(self, turns: float, dim: int) -> float:
+        """The (fractional) pair that makes so many turns over the original context."""
+        return dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+
+def rotate(
+    x: Float[Array, "batch length heads head_dim"], positions: Int[Array, "batch length"], rope: Rope
+) -> Float[Array, "batch length heads head_dim"]:
+    """Rotate the features of every head by its token's position; float32 inside. Positions below 0 count as 0."""
+    count = rope.rotated(x.shape[-1])
+    frequencies = jnp.asarray(rope.frequencies(count), jnp.float32)
+    angles = jnp.maximum(positions, 0).astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None, :]
+    cos, sin = jnp.cos(angles) * rope.magnitude, jnp.sin(angles) * rope.magnitude
+    turned = x[..., :count].astype(jnp.float32)
+    if rope.pairing == "half":
+        first, second = jnp.split(turned, 2, axis=-1)
+        turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    else:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+        turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(turned.shape)
+    turned = turned.astype(x.dtype)
+    return turned if count == x.shape[-1] else jnp.concatenate([turned, x[..., count:]], axis=-1)

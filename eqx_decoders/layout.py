@@ -1,0 +1,226 @@
+"""Layout: a device mesh and two tables that say which mesh axes split which logical axes.
+
+Weights and activations need a table each: `embed` of a weight and `batch` of an activation both want `fsdp`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jaxtyping import Array, PyTree
+
+from eqx_decoders.axes import AXES, Axes, axes, check_axes, path_name
+from eqx_decoders.errors import ConfigError, check, check_integer, check_word
+
+
+MESH_AXES: dict[str, str] = {
+    "data": "the batch; weights are replicated",
+    "stage": "pipeline stages",
+    "fsdp": "the batch and the weights' embed axis: gathered where they are used (ZeRO-3)",
+    "fsdp_transpose": "the batch and the weights' mlp axis",
+    "context": "the length of sequences",
+    "tensor": "heads, mlp and vocab of weights and activations (Megatron)",
+    "tensor_sequence": "like tensor for weights; between the layers the length is split instead",
+    "expert": "experts; for all other weights like fsdp",
+}
+
+# A mesh axis serves one dimension of an array: where two dimensions want it, the row that stands first gets it.
+WEIGHTS: dict[str, tuple[str, ...]] = {
+    "vocab": ("tensor", "tensor_sequence"),
+    "heads": ("tensor", "tensor_sequence"),
+    "kv_heads": ("tensor", "tensor_sequence"),
+    "qkv_heads": ("tensor", "tensor_sequence"),
+    "mlp": ("fsdp_transpose", "tensor", "tensor_sequence"),
+    "embed": ("fsdp", "fsdp_transpose", "context", "expert"),
+    "layers": ("stage",),
+}
+ACTIVATIONS: dict[str, tuple[str, ...]] = {
+    "batch": ("data", "fsdp", "fsdp_transpose", "expert"),
+    "heads": ("tensor", "tensor_sequence"),
+    "kv_heads": ("tensor", "tensor_sequence"),
+    "qkv_heads": ("tensor", "tensor_sequence"),
+    "mlp": ("tensor", "tensor_sequence"),
+    "vocab": ("tensor", "tensor_sequence"),
+    "length": ("context", "tensor_sequence"),
+}
+
+Table = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def _table(name: str, rows: Mapping[str, str | Sequence[str]] | Table) -> Table:
+    """Check a table and make it hashable."""
+    table = []
+    for word, names in rows.items() if isinstance(rows, Mapping) else rows:
+        check_word(f"Layout.{name}: axis", word, AXES)
+        names = (names,) if isinstance(names, str) else tuple(names)
+        for mesh_axis in names:
+            check_word(f"Layout.{name}[{word!r}]", mesh_axis, MESH_AXES)
+        table.append((word, names))
+    return tuple(table)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where arrays live. `Layout()` is one device; `Layout.create(data=2, fsdp=4)` makes a mesh.
+
+    **Arguments:**
+
+    - `mesh`: a `jax.sharding.Mesh` whose axes are of type Auto and named as in `MESH_AXES`; None for one device.
+    - `weights`, `activations`: which mesh axes split which logical axis, most important row first. Pass, for example,
+        `WEIGHTS | {"embed": ("fsdp",)}`. A logical axis without a row is replicated.
+    """
+
+    mesh: Mesh | None = None
+    weights: Any = tuple(WEIGHTS.items())
+    activations: Any = tuple(ACTIVATIONS.items())
+
+    def __post_init__(self):
+        object.__setattr__(self, "weights", _table("weights", self.weights))
+        object.__setattr__(self, "activations", _table("activations", self.activations))
+        if self.mesh is not None:
+            for name in self.mesh.axis_names:
+                check_word("Layout.mesh axis", str(name), MESH_AXES)
+            if any(kind != AxisType.Auto for kind in self.mesh.axis_types):
+                raise ConfigError(
+                    f"Layout.mesh has axis_types={self.mesh.axis_types}: sharding constraints need Auto axes. "
+                    "Use Layout.create(...) or make_mesh(..., axis_types=(AxisType.Auto,) * n)."
+                )
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        data: int = 1,
+        stage: int = 1,
+        fsdp: int = 1,
+        fsdp_transpose: int = 1,
+        context: int = 1,
+        tensor: int = 1,
+        tensor_sequence: int = 1,
+        expert: int = 1,
+        devices: Sequence[Any] | None = None,
+        weights: Mapping[str, str | Sequence[str]] | Table = tuple(WEIGHTS.items()),
+        activations: Mapping[str, str | Sequence[str]] | Table = tuple(ACTIVATIONS.items()),
+    ) -> "Layout":
+        """A layout over `devices` (default: all). One size may be -1: whatever the others leave."""
+        sizes = dict(
+            data=data, stage=stage, fsdp=fsdp, fsdp_transpose=fsdp_transpose,
+            context=context, tensor=tensor, tensor_sequence=tensor_sequence, expert=expert,
+        )  # fmt: skip
+        devices = list(jax.devices() if devices is None else devices)
+        sizes = _fill(sizes, len(devices))
+        auto = (AxisType.Auto,) * len(sizes)
+        mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=auto, devices=devices)
+        return cls(mesh, weights, activations)
+
+    @property
+    def platform(self) -> str:
+        """`"cpu"`, `"gpu"` or `"tpu"`: that of the mesh's devices, not of the default device."""
+        return jax.default_backend() if self.mesh is None else self.mesh.devices.flat[0].platform
+
+    @property
+    def single(self) -> bool:
+        """Whether there is one device only."""
+        return self.mesh is None or self.mesh.size == 1
+
+    def weight_spec(self, words: str | Axes, shape: Sequence[int] | None = None, name: str = "weight") -> PartitionSpec:
+        """The partition of a weight. Raises when `shape` is given and the mesh does not divide it."""
+        split = self._split(self.weights, check_axes(name, words))
+        for word, size, names in zip(check_axes(name, words), shape or (), split, strict=shape is not None):
+            parts = math.prod(self._sizes[axis] for axis in names)
+            check(
+                size % parts == 0,
+                f"{name}: {word}={size} must be a multiple of {' x '.join(f'{n}={self._sizes[n]}' for n in names)}. "
+                "Choose another mesh or replace that row of Layout.weights.",
+            )
+        return PartitionSpec(*(names or None for names in split))
+
+    def activation_spec(self, words: str | Axes, shape: Sequence[int] | None = None) -> PartitionSpec:
+        """The partition of an activation. Mesh axes that do not divide `shape` are left out: it's a hint, not a rule."""
+        words = check_axes("activation", words)
+        split = self._split(self.activations, words)
+        if shape is not None:
+            check(len(shape) == len(words), f"An activation of shape {tuple(shape)} can't be {' '.join(words)!r}.")
+            split = [self._dividing(names, size) for names, size in zip(split, shape, strict=True)]
+        return PartitionSpec(*(names or None for names in split))
+
+    def activation_sharding(self, words: str | Axes, shape: Sequence[int] | None = None) -> Sharding:
+        """`activation_spec` on the mesh: for batches and caches."""
+        if self.mesh is None:
+            return SingleDeviceSharding(jax.devices()[0])
+        return NamedSharding(self.mesh, self.activation_spec(words, shape))
+
+    def replicated(self) -> Sharding:
+        """The sharding of an array that every device holds whole."""
+        return SingleDeviceSharding(jax.devices()[0]) if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+
+    def constrain(self, x: Array, words: str) -> Array:
+        """Tell XLA how to split an activation: `layout.constrain(x, "batch length embed")`."""
+        spec = self.activation_spec(words, x.shape)
+        if self.mesh is None or self.single:
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+    def shardings(self, tree: PyTree) -> PyTree:
+        """The sharding of every weight in a tree of modules (arrays or `ShapeDtypeStruct`s), as a tree."""
+        words = axes(tree)
+
+        def one(path, leaf):
+            if self.mesh is None:
+                return SingleDeviceSharding(jax.devices()[0])
+            name = path_name(path)
+            return NamedSharding(self.mesh, self.weight_spec(words[name], leaf.shape, name))
+
+        return jax.tree_util.tree_map_with_path(one, tree)
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {} if self.mesh is None else {str(name): size for name, size in self.mesh.shape.items()}
+
+    def _split(self, table: Table, words: Axes) -> list[tuple[str, ...]]:
+        """The mesh axes of every dimension; each mesh axis at most once, earlier rows of the table first."""
+        sizes, used = self._sizes, set()
+        split: list[tuple[str, ...]] = [()] * len(words)
+        for word, names in table:
+            for index, here in enumerate(words):
+                if here == word:
+                    split[index] = tuple(n for n in names if sizes.get(n, 1) > 1 and n not in used)
+                    used.update(split[index])
+        return split
+
+    def _dividing(self, names: tuple[str, ...], size: int) -> tuple[str, ...]:
+        kept: tuple[str, ...] = ()
+        for name in names:
+            if size % math.prod(self._sizes[n] for n in (*kept, name)) == 0:
+                kept += (name,)
+        return kept
+
+
+def _fill(sizes: dict[str, int], devices: int) -> dict[str, int]:
+    """Replace the one -1 and check that the mesh has as many places as there are devices."""
+    free = [name for name, size in sizes.items() if size == -1]
+    check(len(free) <= 1, f"Layout: only one mesh axis can be -1, not {', '.join(free)}.")
+    for name, size in sizes.items():
+        if name not in free:
+            check_integer(f"Layout.{name}", size)
+    taken = math.prod(size for size in sizes.values() if size != -1)
+    if free:
+        check(devices % taken == 0, f"Layout.{free[0]}=-1: {devices} devices can't be divided by {taken}.")
+        return sizes | {free[0]: devices // taken}
+    text = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "data=1"
+    check(
+        taken == devices,
+        f"Layout: {text} needs {taken} devices, but {devices} are given. Set one axis to -1 to use all, "
+        f"or pass devices=jax.devices()[:{taken}].",
+    )
+    return sizes
+
+
+def device_bytes(array: Any) -> int:
+    """Bytes of the largest piece that one device holds of an array or `ShapeDtypeStruct`."""
+    shape = array.shape if getattr(array, "sharding", None) is None else array.sharding.shard_shape(array.shape)
+    return int(np.prod(shape, dtype=np.int64)) * array.dtype.itemsize

@@ -1,0 +1,254 @@
+"""Dtypes, initialisers, and the one product through which every weight goes.
+
+`einsum` casts a weight at its use, so that only the copy of one layer exists in the compute dtype at a time. It has two
+forms with equal results: the plain one, and a flattened one that XLA's CPU backend runs two to eight times faster.
+"""
+
+import dataclasses
+import math
+import string
+from functools import lru_cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout as MemoryLayout, with_layout_constraint
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from eqx_decoders.errors import ConfigError, check, check_integer, check_number, check_word
+
+
+# From jax 0.11 XLA's CPU backend runs 16-bit products on matrix units, but only those of plain row-major operands.
+_MATRIX_UNITS = jax.__version_info__ >= (0, 11)
+
+_FLOATS = ("float32", "bfloat16", "float16", "float64")
+
+# Standard deviation of a standard normal cut off at two.
+_TRUNCATED_STDDEV = 0.87962566103423978
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Dtypes of a model: weights are stored in `params` and cast to `compute`, the dtype of activations, at their use.
+
+    Any spelling of a floating dtype is taken (`jnp.bfloat16`, `"bfloat16"`); others raise ConfigError.
+    """
+
+    params: DTypeLike = jnp.float32
+    compute: DTypeLike = jnp.float32
+
+    def __post_init__(self) -> None:
+        for field in ("params", "compute"):
+            object.__setattr__(self, field, _floating(f"Precision.{field}", getattr(self, field)))
+
+
+def _floating(field: str, value: DTypeLike) -> np.dtype:
+    try:
+        dtype = np.dtype(value)
+    except TypeError as error:
+        raise ConfigError(f"{field}={value!r} is not a dtype. Known: {', '.join(_FLOATS)}.") from error
+    check_word(field, dtype.name, _FLOATS)
+    return dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """A parsed pattern: words of both operands, the letters for jnp.einsum, and how to flatten it (None: it cannot be).
+
+    `contracted` words end x and stand first in the weight, or last in it if `transposed`.
+    """
+
+    pattern: str
+    left: tuple[str, ...]
+    right: tuple[str, ...]
+    letters: str
+    contracted: int | None
+    transposed: bool
+
+
+@lru_cache(maxsize=512)
+def _plan(pattern: str) -> _Plan:
+    sides = pattern.split("->")
+    operands = sides[0].split(",")
+    check(
+        len(sides) == 2 and len(operands) == 2,
+        f"einsum pattern={pattern!r} must be 'words of x, words of weight -> words of result'.",
+    )
+    left, right, out = (tuple(side.split()) for side in (*operands, sides[1]))
+    _check_words(pattern, left, right, out)
+    names = [word for word in dict.fromkeys(left + right) if word != "..."]
+    letter = dict(zip(names, string.ascii_letters, strict=False)) | {"...": "..."}
+    written = ["".join(letter[word] for word in side) for side in (left, right, out)]
+    shared = tuple(word for word in left if word in right and word not in out)
+    kept = tuple(word for word in right if word not in left)
+    rows = left[: len(left) - len(shared)]
+    flat = bool(shared) and left == rows + shared and out == rows + kept and right in (shared + kept, kept + shared)
+    return _Plan(
+        pattern=pattern,
+        left=left,
+        right=right,
+        letters=f"{written[0]},{written[1]}->{written[2]}",
+        contracted=len(shared) if flat else None,
+        transposed=flat and bool(kept) and right == kept + shared,
+    )
+
+
+def _check_words(pattern: str, left: tuple[str, ...], right: tuple[str, ...], out: tuple[str, ...]) -> None:
+    where = f"einsum pattern={pattern!r}"
+    for side in (left, right, out):
+        check(len(set(side)) == len(side), f"{where}: a word stands twice in {' '.join(side)!r}.")
+        for word in side:
+            check(word == "..." or word.isidentifier(), f"{where}: {word!r} is no word.")
+    check("..." not in right, f"{where}: '...' may stand for dimensions of x alone, not of the weight.")
+    check(len(set(left + right)) <= len(string.ascii_letters), f"{where} has too many words.")
+    for word in out:
+        check(word in left + right, f"{where}: {word!r} of the result is in neither operand.")
+    for word in set(left) ^ set(right):
+        check(word in out, f"{where}: {word!r} is in one operand alone, so it must be in the result.")
+
+
+def _check_shapes(plan: _Plan, x: tuple[int, ...], weight: tuple[int, ...]) -> None:
+    left = _spread(plan, "x", plan.left, x)
+    right = _spread(plan, "weight", plan.right, weight)
+    for word in left.keys() & right.keys():
+        check(
+            left[word] == right[word],
+            f"einsum pattern={plan.pattern!r}: {word}={left[word]} in x {x} must be {word}={right[word]} of the weight"
+            f" {weight}.",
+        )
+
+
+def _spread(plan: _Plan, what: str, words: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, int]:
+    """The size of each word, leaving those of `...` out."""
+    missing = len(shape) - len(words) + ("..." in words)
+    good = missing >= 0 if "..." in words else missing == 0
+    check(
+        good, f"einsum pattern={plan.pattern!r}: {what} of shape {shape} must have the dimensions {' '.join(words)!r}."
+    )
+    if "..." in words:
+        place = words.index("...")
+        words, shape = words[:place] + words[place + 1 :], shape[:place] + shape[place + missing :]
+    return dict(zip(words, shape, strict=True))
+
+
+def einsum(
+    pattern: str,
+    x: Float[Array, "..."],
+    weight: Float[Array, "..."],
+    *,
+    flatten: bool = False,
+    out_dtype: DTypeLike | None = None,
+) -> Float[Array, "..."]:
+    """The product of an activation and a weight, such as `"batch length embed, embed mlp -> batch length mlp"`.
+
+    The weight is cast to the dtype of `x`; sums are accumulated in f32 (at least) and returned as `out_dtype`, by
+    default that of `x`. Gradients have the dtypes of `x` and of `weight`. `...` stands for further dimensions of `x`.
+
+    `flatten` chooses the form that is fast on CPU: activations as `[rows, contracted]`, the weight as `[contracted,
+    out]`, so that the gradients contract one dimension too. It merges dimensions, which costs communication where these
+    are sharded over several axes; on TPU and GPU leave it off. Patterns that are not of this form run plainly.
+
+    A malformed pattern, or shapes that do not fit it, raise ConfigError.
+    """
+    plan = _plan(pattern)
+    _check_shapes(plan, x.shape, weight.shape)
+    dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
+    if not flatten or plan.contracted is None:
+        return jnp.einsum(plan.letters, x, _at_use(weight, x.dtype), preferred_element_type=dtype)
+    split = len(weight.shape) - plan.contracted if plan.transposed else plan.contracted
+    first, last = weight.shape[:split], weight.shape[split:]
+    inside, outside = (last, first) if plan.transposed else (first, last)
+    rows = x.shape[: x.ndim - plan.contracted]
+    flat = x.reshape(math.prod(rows), math.prod(inside))
+    matrix = weight.reshape(math.prod(first), math.prod(last))
+    return product(flat, matrix, transposed=plan.transposed, out_dtype=dtype).reshape(*rows, *outside)
+
+
+def _at_use(weight: Float[Array, "..."], dtype: np.dtype) -> Float[Array, "..."]:
+    """The weight in the dtype of its product; a real cast is named, so that remat may keep the copy."""
+    return weight if weight.dtype == dtype else checkpoint_name(weight.astype(dtype), "quantization")
+
+
+def product(
+    x: Float[Array, "rows inner"],
+    weight: Float[Array, "inner outer"] | Float[Array, "outer inner"],
+    *,
+    transposed: bool = False,
+    out_dtype: DTypeLike | None = None,
+) -> Float[Array, "rows outer"]:
+    """`x @ weight`, or `x @ weight.T` if `transposed`, in the form that a CPU runs fastest in both passes."""
+    dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
+    if wants_row_major(x.dtype):
+        return _row_major_product(transposed, dtype, x, weight)
+    return matmul(x, _at_use(weight, x.dtype), (1, 1 if transposed else 0), dtype)
+
+
+def matmul(
+    a: Float[Array, "..."], b: Float[Array, "..."], contract: tuple[int, int], dtype: DTypeLike
+) -> Float[Array, "..."]:
+    """The product of two matrices over dimension `contract[0]` of `a` and `contract[1]` of `b`.
+
+    16-bit operands are first brought into the order that the matrix units of a CPU want.
+    """
+    if wants_row_major(a.dtype):
+        a, b = (row_major_transpose(a) if contract[0] == 0 else a), (row_major_transpose(b) if contract[1] else b)
+        contract = (1, 0)
+    return lax.dot_general(a, b, (((contract[0],), (contract[1],)), ((), ())), preferred_element_type=np.dtype(dtype))
+
+
+def wants_row_major(dtype: np.dtype) -> bool:
+    """Whether products of this dtype run on a CPU's matrix units, which take plain row-major operands only."""
+    return _MATRIX_UNITS and dtype.itemsize == 2
+
+
+def row_major_transpose(a: Float[Array, "m n"]) -> Float[Array, "n m"]:
+    """The transpose, written out: otherwise XLA folds it into the product, which then leaves the matrix units."""
+    return with_layout_constraint(a.T, MemoryLayout((0, 1)))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _row_major_product(transposed, dtype, x, weight):
+    return matmul(x, _at_use(weight, x.dtype), (1, 1 if transposed else 0), dtype)
+
+
+def _row_major_product_forward(transposed, dtype, x, weight):
+    cast = _at_use(weight, x.dtype)
+    # An empty array carries the dtype of the weight's gradient.
+    return matmul(x, cast, (1, 1 if transposed else 0), dtype), (x, cast, jnp.zeros((0,), weight.dtype))
+
+
+def _row_major_product_backward(transposed, dtype, saved, gradient):
+    x, cast, like = saved
+    gradient = gradient.astype(x.dtype)
+    to_x = matmul(gradient, cast, (1, 0 if transposed else 1), x.dtype)
+    pair = (gradient, x) if transposed else (x, gradient)
+    # Straight into the weight's own dtype: rounding to 16 bits first would lose half of an f32 gradient.
+    return to_x, matmul(*pair, (0, 0), like.dtype)
+
+
+_row_major_product.defvjp(_row_major_product_forward, _row_major_product_backward)
+
+
+def normal(key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike, stddev: float) -> Float[Array, "..."]:
+    """Normal numbers of standard deviation `stddev`, drawn in f32 and then cast."""
+    check_number("normal stddev", stddev, least=0.0)
+    return (stddev * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+
+def fan_in(
+    key: PRNGKeyArray, shape: tuple[int, ...], dtype: DTypeLike, fan: int, distribution: str = "truncated"
+) -> Float[Array, "..."]:
+    """Numbers of variance `1 / fan`, `fan` being the size of what is contracted; drawn in f32 and then cast.
+
+    `distribution` is `"normal"`, or `"truncated"`: a normal cut at two standard deviations, widened to this variance.
+    """
+    check_integer("fan_in fan", fan)
+    check_word("fan_in distribution", distribution, ("truncated", "normal"))
+    stddev = fan**-0.5
+    if distribution == "normal":
+        return normal(key, shape, dtype, stddev)
+    draws = jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32)
+    return (stddev / _TRUNCATED_STDDEV * draws).astype(dtype)

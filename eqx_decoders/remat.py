@@ -1,0 +1,99 @@
+"""Rematerialisation: which intermediate values of a block are kept for its gradient, as data.
+
+A block runs inside `jax.checkpoint`. Its layers name what may be kept with `save(x, "query_proj")`; a `Remat` lists the
+names that stay on the device and those that are sent to the host. All else is computed again in the backward pass.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from jax import checkpoint_policies
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array
+
+from eqx_decoders.errors import check, check_word
+
+
+NAMES: dict[str, str] = {
+    "decoder_layer_input": "the residual stream that enters a block",
+    "query_proj": "queries, ready for the kernel (normalised, rotated, scaled)",
+    "key_proj": "keys, ready for the kernel",
+    "value_proj": "values",
+    "qkv_proj": "output of a fused query-key-value projection",
+    "context": "output and log-sum-exp inside an attention kernel",
+    "attention_out": "output of the attention, before gate and output projection",
+    "out_proj": "output of the attention's output projection",
+    "mlpwi": "input projection of a plain or fused MLP, before the activation",
+    "mlpwi_0": "gate projection of an MLP, before the activation",
+    "mlpwi_1": "up projection of an MLP",
+    "mlpwo": "down projection of an MLP",
+    "quantization": "a weight converted to the dtype of its product",
+}
+
+
+def save(x: Array, name: str) -> Array:
+    """`x` itself, under a name that a `Remat` can list."""
+    return checkpoint_name(x, check_word("save: name", name, NAMES))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Remat:
+    """What the gradient of a block finds instead of computing it again.
+
+    **Arguments:**
+
+    - `save`: names kept on the device.
+    - `offload`: names kept in the host's memory.
+    """
+
+    save: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        for field in ("save", "offload"):
+            object.__setattr__(self, field, tuple(getattr(self, field)))
+            for name in getattr(self, field):
+                check_word(f"Remat.{field}", name, NAMES)
+        both = sorted(set(self.save) & set(self.offload))
+        check(not both, f"Remat: {', '.join(both)} can't be both saved and offloaded. Name each once.")
+
+    def policy(self) -> Callable[..., object]:
+        """The `jax.checkpoint` policy."""
+        if self.offload:
+            return checkpoint_policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=self.save,
+                names_which_can_be_offloaded=self.offload,
+                offload_src="device",
+                offload_dst="pinned_host",
+            )
+        return checkpoint_policies.save_only_these_names(*self.save)
+
+
+_QKV = ("query_proj", "key_proj", "value_proj", "qkv_proj")
+_WI = ("mlpwi_0", "mlpwi_1", "mlpwi")
+_MINIMAL = (*_QKV, "out_proj", *_WI, "mlpwo")
+
+# MaxText's policies under their names there; None is no checkpoint at all.
+POLICIES: dict[str, Remat | None] = {
+    "none": None,
+    "full": Remat(),
+    "minimal": Remat(save=_MINIMAL),
+    "minimal_with_context": Remat(save=(*_MINIMAL, "context")),
+    "minimal_flash": Remat(save=(*_MINIMAL, "context")),
+    "minimal_with_quantization": Remat(save=(*_MINIMAL, "quantization")),
+    "minimal_with_context_and_quantization": Remat(save=(*_MINIMAL, "context", "quantization")),
+    "save_dot_with_context_except_mlp": Remat(save=(*_QKV, "out_proj", "context")),
+    "save_dot_except_mlpwi": Remat(save=(*_QKV, "out_proj", "mlpwo")),
+    "save_dot_except_mlp": Remat(save=(*_QKV, "out_proj")),
+    "save_qkv_proj": Remat(save=_QKV),
+    "qkv_proj_offloaded": Remat(offload=_QKV),
+    "minimal_offloaded": Remat(offload=_MINIMAL),
+    "save_out_proj": Remat(save=("out_proj",)),
+}
+
+
+def get_remat(policy: "str | Remat | None") -> Remat | None:
+    """`"full"` -> `Remat()`; a `Remat` of one's own (MaxText's `custom`) and None pass through."""
+    if isinstance(policy, str):
+        return POLICIES[check_word("remat", policy, POLICIES)]
+    return policy

@@ -1,0 +1,254 @@
+"""Batches for training and evaluation, made by grain from a token store; exactly resumable, equal for any process count.
+
+Rows are planned, not streamed: which piece of which document stands in which row of an epoch follows from the seed
+alone. So a row is found by its number, the state of the iterator is that number, and processes take disjoint
+shares of the same global batches.
+
+**Packing** is concatenate, then split: the documents of an epoch, in an order drawn from the seed, are one long text
+that is cut into rows of `seq_len`. It wastes nothing but the end of the last row, whereas fitting whole documents into
+rows leaves gaps and has to cut long documents anyway. Segment ids keep the documents apart.
+
+**Targets.** Token `t` is predicted from token `t-1` of its segment; the loss finds the targets in `tokens` itself.
+`loss_mask[t]` says that token `t` is a target: all but padding and the first token of a segment. In training a cut costs
+one target (another one in each epoch, since the order changes). Held-out pieces overlap by one token, so that every
+token of a document behind its leading separator, the closing one included, is a target exactly once, and
+`total loss / bytes` are honest nats per byte.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from eqx_decoders.errors import DataError, check, check_integer, check_number, check_word, need_extra
+from eqx_decoders.training.token_store import SPLITS, TokenStore, open_store
+from eqx_decoders.training.tokenizer import Tokenizer
+
+
+AnyArray = Array | np.ndarray | jax.ShapeDtypeStruct
+
+
+class Batch(eqx.Module):
+    """Sequences for one step, of numpy or JAX arrays.
+
+    - `tokens`: ids, 0 where there is padding.
+    - `segment_ids`: 1, 2, … for the documents within a row, 0 for padding. None: each row is one document.
+    - `positions`: place in the document's piece, from 0. None: 0, 1, …
+    - `loss_mask`: weight of token `t` *as a target*, predicted from token `t-1`. None: all count.
+    """
+
+    tokens: Int[AnyArray, "batch length"]
+    segment_ids: Int[AnyArray, "batch length"] | None = None
+    positions: Int[AnyArray, "batch length"] | None = None
+    loss_mask: Float[AnyArray, "batch length"] | Bool[AnyArray, "batch length"] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What to train on, and in which portions."""
+
+    path: str | None = None
+    """File, directory or glob of .txt/.py/.md …, .jsonl, .parquet, or token files .bin/.npy; None: Python's own library."""
+    held_out_path: str | None = None
+    """Text for evaluation, of the same kinds; None: a part of `path` is held out."""
+    held_out_fraction: float = 0.05
+    """Share of documents to hold out, chosen by their hash (without `held_out_path`)."""
+    text_field: str = "text"
+    """Field of .jsonl records, or column of .parquet files, that holds the text."""
+    batch_size: int = 8
+    """Sequences per step, over all processes."""
+    seq_len: int = 256
+    """Tokens per sequence."""
+    seed: int = 0
+    """Seed of the order of documents and sequences."""
+    pack: bool = True
+    """Put several documents into one sequence; otherwise each piece of a document is padded to `seq_len`."""
+
+    def __post_init__(self):
+        check_integer("DataConfig.batch_size", self.batch_size)
+        check_integer("DataConfig.seq_len", self.seq_len, 2)
+        check_integer("DataConfig.seed", self.seed, 0)
+        check_number("DataConfig.held_out_fraction", self.held_out_fraction, least=0)
+        rule = f"DataConfig.held_out_fraction={self.held_out_fraction} must be below 1"
+        check(self.held_out_fraction < 1, f"{rule}: something must be left to train on.")
+
+
+def make_dataset(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    cache_dir: str | Path,
+    split: str = "train",
+    process_index: int = 0,
+    process_count: int = 1,
+) -> "Batches":
+    """This process's share, `[batch_size / process_count, seq_len]`, of the batches of a split.
+
+    "train" never ends and is in another order in each epoch; "held_out" is one pass, its last batch filled up with
+    padding. The tokens are made once, in `cache_dir` (see `open_store`), and mapped into memory.
+
+    Raises ConfigError if the processes don't divide the batch, DataError if the data cannot be read, have changed or
+    leave the split empty.
+    """
+    check_word("split", split, SPLITS)
+    rule = f"DataConfig.batch_size={config.batch_size} must be a multiple of process_count={process_count}"
+    check(process_count >= 1 and config.batch_size % process_count == 0, f"{rule}.")
+    check(0 <= process_index < process_count, f"process_index={process_index} must be below {process_count=}.")
+    store = open_store(
+        cache_dir,
+        tokenizer,
+        path=config.path,
+        held_out_path=config.held_out_path,
+        held_out_fraction=config.held_out_fraction,
+        text_field=config.text_field,
+    )
+    remedy = "give a held_out_path, or more documents" if split == "held_out" else "lower held_out_fraction"
+    check(store.counts(split).documents > 0, f"the split {split!r} of the data is empty: {remedy}.", DataError)
+    return Batches(store, config, split, process_index, process_count)
+
+
+class Batches:
+    """Iterator over `Batch`es of numpy arrays. Close it (or use `with`) to end its reading thread."""
+
+    def __init__(self, store: TokenStore, config: DataConfig, split: str, process_index: int, process_count: int):
+        self.store = store
+        self._config = config
+        self._split = split
+        self._share = config.batch_size // process_count
+        self._offset = process_index * self._share
+        self._planning = threading.Lock()
+        self._row = 0
+        self._iterator: Any = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._iterator is None:
+            self._iterator = self._start()
+        batch = Batch(**next(self._iterator))
+        self._row += self._config.batch_size
+        return batch
+
+    def __enter__(self) -> "Batches":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the reading thread. The iterator may go on afterwards: it starts another one."""
+        if self._iterator is not None:
+            self._iterator.close()
+        self._iterator = None
+
+    def get_state(self) -> dict[str, Any]:
+        """Where the iterator stands, as plain JSON: the number of sequences taken and what they depend on."""
+        return {"row": self._row, **self._identity()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on exactly where `get_state` was called; `batch_size` and the number of processes may differ.
+
+        Raises DataError if the sequences of `state` are others than these.
+        """
+        changes = [f"{key} was {state.get(key)!r} and is {now!r}" for key, now in self._identity().items() if state.get(key) != now]
+        remedy = "go on with the data and settings of the checkpoint, or start another run directory"
+        check(not changes, f"the checkpoint's data differ: {'; '.join(changes)}: {remedy}.", DataError)
+        self.close()
+        self._row = int(state["row"])
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Sequences in one pass over the split."""
+        return len(self._plan(0))
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far."""
+        return self._row / self.rows_per_epoch
+
+    def _identity(self) -> dict[str, Any]:
+        config = self._config
+        settings = {"seed": config.seed, "seq_len": config.seq_len, "pack": config.pack}
+        return {"split": self._split, "data": self.store.fingerprint, **settings}
+
+    def _start(self) -> Any:
+        try:
+            import grain
+        except ImportError as error:
+            raise need_extra("grain", "train") from error
+        left = sys.maxsize
+        if self._split == "held_out":
+            left = max(0, -(-(self.rows_per_epoch - self._row) // self._config.batch_size))
+        make = functools.partial(self._batch, self._row)
+        # One thread that reads ahead; worker processes would only copy what is mapped into memory anyway.
+        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+        return iter(grain.MapDataset.range(left).map(make).to_iter_dataset(options))
+
+    def _batch(self, first_row: int, number: int) -> dict[str, np.ndarray]:
+        start = first_row + number * self._config.batch_size + self._offset
+        rows = [self._fill(row) for row in range(start, start + self._share)]
+        names = ("tokens", "segment_ids", "positions", "loss_mask")
+        return {name: np.stack(arrays) for name, arrays in zip(names, zip(*rows, strict=True), strict=True)}
+
+    def _fill(self, row: int) -> tuple[np.ndarray, ...]:
+        """Tokens, segment ids, positions and loss mask of one sequence."""
+        tokens, segments, positions = np.zeros((3, self._config.seq_len), np.int32)
+        targets = np.zeros(self._config.seq_len, bool)
+        used = 0
+        for segment, (document, start, stop) in enumerate(self._pieces(row), 1):
+            here = slice(used, used + stop - start)
+            tokens[here] = self.store[document][start:stop]
+            segments[here] = segment
+            positions[here] = np.arange(stop - start)
+            targets[here.start + 1 : here.stop] = True
+            used = here.stop
+        return tokens, segments, positions, targets
+
+    def _pieces(self, row: int) -> Iterator[tuple[int, int, int]]:
+        if self._split == "held_out":  # rows behind the last one are padding
+            return self._plan(0).row(row) if row < self.rows_per_epoch else iter(())
+        epoch, row = divmod(row, self.rows_per_epoch)
+        return self._plan(epoch).row(row)
+
+    def _plan(self, epoch: int) -> "Plan":
+        with self._planning:
+            return self._planned(epoch)
+
+    @functools.cached_property
+    def _planned(self) -> Any:
+        documents = self.store.documents(self._split)
+        sizes = np.diff(self.store.offsets)[documents]
+        config = self._config
+
+        @functools.lru_cache(2)  # the first epoch is asked for its size, another one is in use
+        def planned(epoch: int) -> Plan:
+            if self._split == "held_out":
+                return plan_overlapping(documents, sizes, config.seq_len, config.pack)
+            order = permutation(len(documents), f"{config.seed}/{epoch}/documents")
+            plan = (plan_packed if config.pack else plan_padded)(documents[order], sizes[order], config.seq_len)
+            return plan._replace(order=permutation(len(plan), f"{config.seed}/{epoch}/rows"))
+
+        return planned
+
+
+class Plan(NamedTuple):
+    """Which pieces stand in which row: piece `i`, of row `rows[i]` (ascending), is `document[start:stop]`.
+
+    `order[k]` is the row that is the `k`-th to be used.
+    """
+
+    rows: np.ndarray
+    documents: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+    order: np.ndarray

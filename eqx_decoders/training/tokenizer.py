@@ -1,0 +1,259 @@
+"""Text to token ids and back: bytes, any `tokenizer.json`, or a byte-pair encoding trained on the run's own text.
+
+A tokenizer never adds special tokens by itself: where a document begins and ends is the business of the token store.
+Text is data: the letters `<|endoftext|>` within a document are encoded as letters, not as the end of the document.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Array, Int
+
+from eqx_decoders.errors import DataError, check, check_integer, need_extra
+
+
+END_OF_TEXT = "<|endoftext|>"
+
+# What the best-known tokenizers call them, for a tokenizer.json whose directory does not say.
+BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<｜begin▁of▁sentence｜>", END_OF_TEXT)
+EOS_NAMES = ("</s>", "<eos>", "<|end_of_text|>", END_OF_TEXT, "<|im_end|>", "<｜end▁of▁sentence｜>")
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What training and generation need of a tokenizer. Ids are below `vocab_size`; `fingerprint` names its contents."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def bos_id(self) -> int | None: ...
+    @property
+    def eos_id(self) -> int | None: ...
+    @property
+    def fingerprint(self) -> str: ...
+
+    def encode(self, text: str) -> Int[np.ndarray, "length"]: ...
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+    def decode(self, ids: Iterable[int]) -> str: ...
+    def save(self, directory: str | Path) -> None: ...
+
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8 as ids 0..255, then bos = 256, eos = 257 and pad = 258. Needs no package."""
+
+    vocab_size: int = 259
+    bos_id: int | None = 256
+    eos_id: int | None = 257
+    pad_id: int = 258
+    fingerprint: str = "bytes-1"
+
+    def encode(self, text: str) -> Int[np.ndarray, "length"]:
+        """One id for each byte of the UTF-8 of `text`."""
+        return np.frombuffer(_utf8(text), np.uint8).astype(np.int32)
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`: special ids are left out, bytes that are no UTF-8 become U+FFFD."""
+        return bytes(i for i in _plain(ids) if 0 <= i < 256).decode("utf-8", "replace")
+
+    def save(self, directory: str | Path) -> None:
+        """Write what `load_tokenizer(directory)` reads."""
+        _write_json(Path(directory) / "tokenizer_config.json", {"tokenizer_class": "ByteTokenizer"})
+
+
+class JsonTokenizer:
+    """A fast tokenizer of the `tokenizers` package (extra "train"), as stored in a `tokenizer.json`."""
+
+    def __init__(self, inner: Any, *, bos: str | None = None, eos: str | None = None):
+        inner.no_truncation()  # some files carry a limit of 512 tokens, which would drop text without a word
+        inner.no_padding()
+        inner.encode_special_tokens = True
+        self._inner = inner
+        self._bos, self._eos = bos, eos
+        self.vocab_size: int = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.bos_id: int | None = self._id(bos)
+        self.eos_id: int | None = self._id(eos)
+        self.fingerprint: str = hashlib.blake2b(
+            json.dumps([inner.to_str(), bos, eos]).encode(), digest_size=16
+        ).hexdigest()
+
+    def _id(self, token: str | None) -> int | None:
+        if token is None:
+            return None
+        found = self._inner.token_to_id(token)
+        check(found is not None, f"special token {token!r} is not in the vocabulary of tokenizer.json.", DataError)
+        return found
+
+    def encode(self, text: str, *, special: bool = False) -> Int[np.ndarray, "length"]:
+        """The ids of `text`. With `special`, names of special tokens within it (a chat template's) become these."""
+        _utf8(text)
+        self._inner.encode_special_tokens = not special
+        try:
+            return np.asarray(self._inner.encode(text, add_special_tokens=False).ids, np.int32)
+        finally:
+            self._inner.encode_special_tokens = True
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each text, on all cores."""
+        found = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(one.ids, np.int32) for one in found]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; special tokens are left out."""
+        return self._inner.decode(_plain(ids), skip_special_tokens=True)
+
+    def save(self, directory: str | Path) -> None:
+        """Write `tokenizer.json` and `tokenizer_config.json`."""
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": self._bos, "eos_token": self._eos}
+        _write_json(Path(directory) / "tokenizer_config.json", config)
+        write_atomically(Path(directory) / "tokenizer.json", self._inner.to_str(pretty=True).encode())
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) -> JsonTokenizer:
+    """Train a byte-level byte-pair encoding (Sennrich et al. 2016; the byte alphabet and word pattern of GPT-2).
+
+    Every text round-trips exactly, since all 256 bytes are tokens. The one special token, `<|endoftext|>`, is both bos
+    and eos. The same texts in the same order give the same tokenizer.
+
+    **Arguments:**
+
+    - `texts`: the training documents (leave the held-out ones out).
+    - `vocab_size`: number of ids, at least 257; less text than that takes gives fewer.
+    - `min_frequency`: occurrences that a pair must have to become a token.
+    """
+    check_integer("vocab_size", vocab_size, 257)
+    try:
+        from tokenizers import Tokenizer as Inner, decoders, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise need_extra("tokenizers", "train") from error
+    inner: Any = Inner(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts, trainer)
+    return JsonTokenizer(inner, bos=END_OF_TEXT, eos=END_OF_TEXT)
+
+
+def load_tokenizer(spec: str | Path) -> Tokenizer:
+    """Open `"bytes"`, the path of a `tokenizer.json`, or a directory that holds one (or a saved `ByteTokenizer`)."""
+    if str(spec) == "bytes":
+        return ByteTokenizer()
+    path = Path(spec)
+    remedy = "give 'bytes', a tokenizer.json or its directory"
+    check(path.exists(), f"tokenizer={str(spec)!r} does not exist: {remedy}.", DataError)
+    folder = path if path.is_dir() else path.parent
+    settings = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
+    if path.is_dir():
+        if settings.get("tokenizer_class") == "ByteTokenizer":
+            return ByteTokenizer()
+        path = path / "tokenizer.json"
+        check(path.exists(), f"tokenizer={str(spec)!r} holds no tokenizer.json.", DataError)
+    return _load_json_tokenizer(path, settings)
+
+
+def _load_json_tokenizer(path: Path, settings: dict[str, Any]) -> JsonTokenizer:
+    try:
+        from tokenizers import Tokenizer as Inner
+    except ImportError as error:
+        raise need_extra("tokenizers", "train") from error
+    try:
+        inner = Inner.from_str(path.read_text("utf-8"))
+    except Exception as error:  # the package raises bare Exceptions
+        raise DataError(f"tokenizer={str(path)!r} is not a tokenizer.json that `tokenizers` can read: {error}") from error
+    return JsonTokenizer(
+        inner,
+        bos=_special(settings, "bos_token", BOS_NAMES, inner.token_to_id),
+        eos=_special(settings, "eos_token", EOS_NAMES, inner.token_to_id),
+    )
+
+
+def _special(
+    settings: dict[str, Any], field: str, names: Sequence[str], find: Callable[[str], int | None]
+) -> str | None:
+    """The token that the files beside tokenizer.json name (null means none), or else the first common name."""
+    if field in settings:
+        named = settings[field]
+        return named.get("content") if isinstance(named, dict) else named
+    return next((name for name in names if find(name) is not None), None)
+
+
+class StreamDecoder:
+    """Decode ids as they come, without ever showing half of a character.
+
+    An unfinished UTF-8 sequence decodes to U+FFFD at the very end: that is held back until more ids complete it, or
+    `flush` says that there are none. All pieces together are `tokenizer.decode` of all ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._shown = 0  # characters of decode(self._ids) that were returned
+
+    def push(self, ids: int | np.integer | Sequence[int] | np.ndarray | Array) -> str:
+        """Take the next id or ids, return the text that is certain now."""
+        self._ids += np.atleast_1d(np.asarray(ids)).tolist()
+        text = self._tokenizer.decode(self._ids)
+        certain = text.rstrip("\ufffd")  # all of them: decoders with byte fallback show one for each byte
+        new = certain[self._shown :]
+        self._shown += len(new)
+        if certain == text and len(self._ids) > 32:  # keep a little context: some decoders treat the first id specially
+            self._ids = self._ids[-8:]
+            self._shown = len(self._tokenizer.decode(self._ids))
+        return new
+
+    def flush(self) -> str:
+        """Return what was held back, and start anew."""
+        rest = self._tokenizer.decode(self._ids)[self._shown :]
+        self._ids, self._shown = [], 0
+        return rest
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file that is there whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with partial.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(partial, path)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    write_atomically(path, json.dumps(content, indent=2).encode())
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{path} is not valid JSON: {error}") from error
+    check(isinstance(content, dict), f"{path} must hold a JSON object.", DataError)
+    return content
+
+
+def _plain(ids: Iterable[int]) -> list[int]:
+    return np.asarray(ids if hasattr(ids, "__array__") else list(ids)).tolist()
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(f"text holds a lone surrogate at character {error.start}: it is no Unicode text.") from error

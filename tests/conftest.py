@@ -1,0 +1,27 @@
+"""Strict JAX: eight CPU devices, no silent rank or dtype promotion, exact products."""
+
+import os
+
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_default_matmul_precision", "highest")
+
+
+@pytest.fixture
+def getkey():
+    """A function that returns a new key at each call, the same ones in every run."""
+    state = [jax.random.key(5678)]
+
+    def next_key():
+        state[0], key = jax.random.split(state[0])
+        return key
+
+    return next_key
