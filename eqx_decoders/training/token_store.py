@@ -7,11 +7,11 @@ none). The model thus predicts the first real token from the separator and learn
 import contextlib
 import fcntl
 import hashlib
-import itertools
 import json
 import os
 import shutil
 import zlib
+from array import array
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,8 +31,8 @@ SPLITS = ("train", "held_out")
 class Counts(NamedTuple):
     """Of one split: documents, tokens (with the separators), tokens that are targets, bytes of UTF-8.
 
-    Every token but the first separator of its document is a target once: `targets = tokens - documents`. `bytes` is None
-    for training text that came as tokens. `gzip_nats_per_byte` is known for the held-out split.
+    Every token but the first separator of its document is a target once: `targets = tokens - documents`. `bytes` is
+    None for training text that came as tokens. `gzip_nats_per_byte` is known for the held-out split.
     """
 
     documents: int
@@ -43,7 +43,7 @@ class Counts(NamedTuple):
 
 
 class TokenStore:
-    """The finished tokens of a corpus. `store[i]` are those of document `i`, `documents(split)` the numbers of a split."""
+    """The finished tokens of a corpus; `store[i]` are those of document `i`."""
 
     def __init__(self, folder: Path):
         self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_bytes())
@@ -54,8 +54,13 @@ class TokenStore:
     def __len__(self) -> int:
         return len(self.held_out)
 
-    def __getitem__(self, document: int) -> np.ndarray:
+    def __getitem__(self, document: int | np.integer) -> np.ndarray:
         return self.tokens[self.offsets[document] : self.offsets[document + 1]]
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """Tokens of each document, with its separators."""
+        return np.diff(self.offsets)
 
     @property
     def fingerprint(self) -> str:
@@ -176,7 +181,7 @@ def _build(
             for document, held_out in _split(tokenizer, origin, asked["held_out_fraction"]):
                 writer.add(document, held_out)
         check(len(writer.lengths) > 0, f"data path={origin['path']!r} holds no text.", DataError)
-        np.save(partial / "offsets.npy", np.cumsum([0, *writer.lengths], dtype=np.int64))
+        np.save(partial / "offsets.npy", np.append(0, np.cumsum(writer.lengths)))
         np.save(partial / "held_out.npy", np.array(writer.held_out, bool))
         names = ("tokens.bin", "offsets.npy", "held_out.npy")
         sizes = {name: (partial / name).stat().st_size for name in names}
@@ -214,8 +219,8 @@ class _Writer:
         check(ends != (None, None), f"{rule}; name one in tokenizer_config.json.", DataError)
         start = ends[0] if ends[0] is not None else ends[1]
         self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-        self.lengths: list[int] = []
-        self.held_out: list[bool] = []
+        self.lengths = array("q")
+        self.held_out = array("b")
         self._start = np.array([start], self.dtype)
         self._end = np.array([] if ends[1] is None else [ends[1]], self.dtype)
         self._tokenizer = tokenizer
@@ -273,9 +278,10 @@ class _Writer:
         """Of each split, the arguments of `Counts`."""
         found = {}
         for held_out, split in enumerate(SPLITS):
-            chosen = list(itertools.compress(self.lengths, (one == bool(held_out) for one in self.held_out)))
-            gzip = self._gzip.nats_per_byte() if held_out and chosen else None
-            count = Counts(len(chosen), sum(chosen), sum(chosen) - len(chosen), self._bytes[bool(held_out)], gzip)
+            chosen = np.array(self.lengths)[np.array(self.held_out) == held_out]
+            documents, tokens = len(chosen), int(chosen.sum())
+            gzip = self._gzip.nats_per_byte() if held_out and documents else None
+            count = Counts(documents, tokens, tokens - documents, self._bytes[bool(held_out)], gzip)
             found[split] = count._asdict()
         return found
 

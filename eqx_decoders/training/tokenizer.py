@@ -17,6 +17,8 @@ from jaxtyping import Array, Int
 from eqx_decoders.errors import DataError, check, check_integer, need_extra
 
 
+Ids = Sequence[int] | np.ndarray | Array
+
 END_OF_TEXT = "<|endoftext|>"
 
 # What the best-known tokenizers call them, for a tokenizer.json whose directory does not say.
@@ -26,7 +28,7 @@ EOS_NAMES = ("</s>", "<eos>", "<|end_of_text|>", END_OF_TEXT, "<|im_end|>", "<ï½
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What training and generation need of a tokenizer. Ids are below `vocab_size`; `fingerprint` names its contents."""
+    """What training and generation need of a tokenizer. Ids are below `vocab_size`; `fingerprint` names its state."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -39,7 +41,7 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> Int[np.ndarray, "length"]: ...
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]: ...
-    def decode(self, ids: Iterable[int]) -> str: ...
+    def decode(self, ids: Ids) -> str: ...
     def save(self, directory: str | Path) -> None: ...
 
 
@@ -60,7 +62,7 @@ class ByteTokenizer:
         """`encode` of each text."""
         return [self.encode(text) for text in texts]
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Ids) -> str:
         """The text of `ids`: special ids are left out, bytes that are no UTF-8 become U+FFFD."""
         return bytes(i for i in _plain(ids) if 0 <= i < 256).decode("utf-8", "replace")
 
@@ -106,7 +108,7 @@ class JsonTokenizer:
         found = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(one.ids, np.int32) for one in found]
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Ids) -> str:
         """The text of `ids`; special tokens are left out."""
         return self._inner.decode(_plain(ids), skip_special_tokens=True)
 
@@ -173,7 +175,9 @@ def _load_json_tokenizer(path: Path, settings: dict[str, Any]) -> JsonTokenizer:
     try:
         inner = Inner.from_str(path.read_text("utf-8"))
     except Exception as error:  # the package raises bare Exceptions
-        raise DataError(f"tokenizer={str(path)!r} is not a tokenizer.json that `tokenizers` can read: {error}") from error
+        raise DataError(
+            f"tokenizer={str(path)!r} is not a tokenizer.json that `tokenizers` can read: {error}"
+        ) from error
     return JsonTokenizer(
         inner,
         bos=_special(settings, "bos_token", BOS_NAMES, inner.token_to_id),
@@ -203,7 +207,7 @@ class StreamDecoder:
         self._ids: list[int] = []
         self._shown = 0  # characters of decode(self._ids) that were returned
 
-    def push(self, ids: int | np.integer | Sequence[int] | np.ndarray | Array) -> str:
+    def push(self, ids: int | np.integer | Ids) -> str:
         """Take the next id or ids, return the text that is certain now."""
         self._ids += np.atleast_1d(np.asarray(ids)).tolist()
         text = self._tokenizer.decode(self._ids)
@@ -248,8 +252,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _plain(ids: Iterable[int]) -> list[int]:
-    return np.asarray(ids if hasattr(ids, "__array__") else list(ids)).tolist()
+def _plain(ids: Ids) -> list[int]:
+    return np.asarray(ids).tolist()
 
 
 def _utf8(text: str) -> bytes:

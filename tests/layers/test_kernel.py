@@ -28,7 +28,9 @@ def packed(length, batch=2, padding=5):
     """Two documents and padding; the second row is cut elsewhere."""
     cuts = [length // 3 + 11 * row for row in range(batch)]
     segments = np.stack([np.where(np.arange(length) < cut, 1, 2) for cut in cuts])
-    positions = np.stack([np.where(np.arange(length) < cut, np.arange(length), np.arange(length) - cut) for cut in cuts])
+    positions = np.stack(
+        [np.where(np.arange(length) < cut, np.arange(length), np.arange(length) - cut) for cut in cuts]
+    )
     positions[:, length - padding :] = -1
     return jnp.asarray(positions, jnp.int32), jnp.asarray(segments, jnp.int32)
 

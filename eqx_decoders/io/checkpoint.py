@@ -1,0 +1,438 @@
+"""Checkpoints of a training run: arrays, a manifest and the data iterator's state, committed together by Orbax.
+
+What is saved is a flat dictionary `{"model.segments.0.unit.0.mlp.gate": array}`. Orbax alone casts dtypes, drops arrays
+whose counterpart is None and loads flipped bits, all silently; the manifest is there to notice: shapes and dtypes
+are compared before anything is loaded, fingerprints after.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+from jaxtyping import Array, PyTree, Shaped, UInt32
+from orbax.checkpoint import v1 as ocp
+
+from eqx_decoders.axes import named_leaves, path_name
+from eqx_decoders.errors import CheckpointError, check, check_integer
+
+
+FORMAT_VERSION = 1
+LEFTOVER = ".orbax-checkpoint-tmp"  # Orbax writes here and renames at the end; what a killed save leaves behind
+CORRUPT = ".corrupt"
+
+Say = Callable[[str], None]
+_log = logging.getLogger("eqx_decoders")
+
+
+class _Damaged(CheckpointError):
+    """A step that cannot be read back as it was written: an older step may do."""
+
+
+class Restored(NamedTuple):
+    """What `Checkpoints.restore` returns; unpacks as `tree, data_state, step`."""
+
+    tree: PyTree
+    data_state: dict[str, Any]
+    step: int
+
+
+class Checkpoints:
+    """The numbered steps in a directory: saved asynchronously, the last `keep` of them kept.
+
+    Saving takes for granted that this process is the only writer (see `rundir.RunLock`); reading is always safe. What
+    cannot be read is reported through `say`, by default as a warning of the logger `eqx_decoders`.
+    """
+
+    def __init__(self, directory: str | Path, *, keep: int = 3, say: Say = _log.warning):
+        check_integer("keep", keep)
+        self.directory = _local(directory)
+        self.keep = keep
+        self._say = say
+        self._pending: tuple[int, Any] | None = None
+        self._own: int | None = None  # the step that this object saved or restored last
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            self.wait()
+        except CheckpointError as failed:
+            if error is None:
+                raise
+            self._say(str(failed))  # the error under way is the one to show
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The committed steps, oldest first."""
+        return _steps(self.directory)
+
+    @property
+    def latest(self) -> int | None:
+        """The newest committed step."""
+        return max(self.steps, default=None)
+
+    def manifest(self, step: int | None = None) -> dict[str, Any]:
+        """What is known of a step (the newest one if None) without loading it: config, data_state, arrays."""
+        return _read_manifest(_find(self.directory, step))
+
+    def save(
+        self, step: int, tree: PyTree, *, data_state: dict[str, Any], config: dict[str, Any] | str, wait: bool = False
+    ) -> bool:
+        """Save the arrays of `tree`; return False if this very step is saved already.
+
+        The arrays may be donated or deleted as soon as the call returns; the writing goes on behind, and `wait`,
+        `close` or the next `save` raise its errors. Leaves that are no arrays come from the code and are not saved.
+        """
+        check_integer("step", step, minimum=0)
+        self.wait()
+        if step == self._own and step in self.steps:
+            return False
+        newest = self.latest
+        check(
+            newest is None or step > newest,
+            f"step={step} must come after step {newest}, the newest in {self.directory}: resume from that one, "
+            "move it away, or train in another directory.",
+            CheckpointError,
+        )
+        arrays = _arrays(tree)
+        check(bool(arrays), f"step={step} holds no arrays: there is nothing to save.", CheckpointError)
+        self._clean()
+        manifest = _manifest(step, arrays, data_state, config)
+        _start(self.directory)
+        items = {"arrays": {name: leaf for name, leaf in arrays.items() if leaf.size}, "manifest": manifest}
+        try:
+            with _context():
+                self._pending = step, ocp.save_checkpointables_async(str(self.directory / str(step)), items)
+        except Exception as error:
+            raise self._failed(step, error) from error
+        if wait:
+            self.wait()
+        return True
+
+    def wait(self) -> None:
+        """Wait until the save under way is committed, then drop the steps beyond the last `keep`."""
+        if self._pending is None:
+            return
+        (step, response), self._pending = self._pending, None
+        try:
+            response.result()
+        except Exception as error:
+            self._clean()
+            raise self._failed(step, error) from error
+        self._own = step
+        for old in self.steps[: -self.keep] if _writes() else ():
+            gone = self.directory / f"{old}{LEFTOVER}"
+            (self.directory / str(old)).rename(gone)  # first out of sight: a kill halfway leaves no half step
+            shutil.rmtree(gone, ignore_errors=True)
+
+    close = wait
+
+    def restore(self, template: PyTree, step: int | None = None, *, verify: bool = True) -> Restored:
+        """Load a step into the structure, dtypes and shardings of `template`.
+
+        template: the tree that was saved, of arrays or `jax.ShapeDtypeStruct`s; other leaves are kept as they are.
+        step: without it the newest one; one that is damaged is reported and set aside as `<step>.corrupt`, and the
+        one before it is taken.
+        verify: compare the fingerprints of what was loaded with those of what was saved.
+
+        Raises CheckpointError with every difference between the trees, or with the names of the damaged leaves.
+        """
+        tree, manifest, damaged = _load_newest(self.directory, template, step, "", verify, self._say)
+        for bad in damaged if _writes() else ():
+            _set_aside(self.directory / str(bad))
+        self._own = manifest["step"]
+        return Restored(tree, manifest["data_state"], manifest["step"])
+
+    def _failed(self, step: int, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"Step {step} could not be saved in {self.directory}: {_short(error)}. "
+            f"Check the space and the permissions there; saved before it: {list(self.steps)}."
+        )
+
+    def _clean(self) -> None:
+        for leftover in self.directory.glob(f"*{LEFTOVER}*") if _writes() else ():
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def load_weights(
+    directory: str | Path,
+    template: PyTree,
+    step: int | None = None,
+    *,
+    prefix: str = "model.",
+    verify: bool = True,
+    say: Say = _log.warning,
+) -> PyTree:
+    """Load only the leaves below `prefix` into `template` (a model of arrays or `jax.ShapeDtypeStruct`s).
+
+    Changes nothing in the directory, so it may be called while a run writes there.
+    """
+    return _load_newest(_local(directory), template, step, prefix, verify, say)[0]
+
+
+def fingerprint(array: Shaped[Array, "*shape"]) -> UInt32[Array, ""]:
+    """Σ bits(x_i) (2i + 1) mod 2³², i the row-major index of an element: the same on every mesh.
+
+    Any single flipped bit b changes it, by ±2ᵇ times an odd number, never 0 modulo 2³².
+    """
+    return _fingerprint(array)
+
+
+@jax.jit
+def _fingerprint(array: Array) -> Array:
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        array = jnp.stack([array.real, array.imag], axis=-1)
+    if array.dtype == jnp.bool_:
+        bits = array.astype(jnp.uint32)
+    elif array.dtype.itemsize > 4:
+        bits = jax.lax.bitcast_convert_type(array, jnp.uint32)  # two words at a new last axis
+    else:
+        width = jax.dtypes.itemsize_bits(array.dtype)
+        bits = jax.lax.bitcast_convert_type(array, f"uint{width}").astype(jnp.uint32)
+    index = jnp.zeros(bits.shape, jnp.uint32)
+    for axis, _ in enumerate(bits.shape):  # no reshape: it would gather a sharded array
+        stride = math.prod(bits.shape[axis + 1 :]) % 2**32
+        index += jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * jnp.uint32(stride)
+    return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
+
+
+def _manifest(step: int, arrays: dict[str, Any], data_state: dict, config: dict | str) -> dict[str, Any]:
+    sums = {name: fingerprint(leaf) for name, leaf in arrays.items()}
+    body = {
+        "format_version": FORMAT_VERSION,
+        "library_version": importlib.metadata.version("eqx_decoders"),
+        "step": step,
+        "config": _plain("config", config),
+        "data_state": _plain("data_state", data_state),
+        "arrays": {
+            name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "fingerprint": int(sums[name])}
+            for name, leaf in arrays.items()
+        },
+    }
+    check(
+        body["data_state"] == data_state, "data_state must be plain JSON: lists and string keys only.", CheckpointError
+    )
+    return {**body, "sha256": _digest(body)}
+
+
+def _plain(what: str, value: Any) -> Any:
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{what} must be plain JSON: {error}.") from error
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        with _context():
+            manifest = ocp.load_checkpointables(str(path), {"manifest": None})["manifest"]
+        digest = manifest.pop("sha256")
+        version = manifest["format_version"]
+    except Exception as error:
+        raise _blame(error, f"Checkpoint {path} has no readable manifest") from error
+    if digest != _digest(manifest):
+        raise _Damaged(f"Checkpoint {path}: the manifest is damaged (its SHA-256 differs).")
+    check(
+        version <= FORMAT_VERSION,
+        f"Checkpoint {path} has format_version={version}, this library reads up to {FORMAT_VERSION}: "
+        f"it was written by eqx_decoders {manifest['library_version']}, install that version or a later one.",
+        CheckpointError,
+    )
+    return manifest
+
+
+def _load_newest(
+    directory: Path, template: PyTree, step: int | None, prefix: str, verify: bool, say: Say
+) -> tuple[PyTree, dict[str, Any], list[int]]:
+    """The tree, the manifest, and the newer steps that turned out damaged."""
+    newest = int(_find(directory, step).name)
+    damaged, reasons = [], []
+    for candidate in (newest,) if step is not None else reversed(_steps(directory)):
+        try:
+            path = directory / str(candidate)
+            manifest = _read_manifest(path)
+            tree = _load(path, manifest, template, prefix, verify)
+        except _Damaged as error:
+            damaged.append(candidate)
+            reasons.append(str(error))
+            continue
+        for reason in reasons:
+            say(f"{reason} Falling back to step {candidate}.")
+        return tree, manifest, damaged
+    # Nothing is set aside here: the next start must not find an empty directory and begin from scratch.
+    raise CheckpointError("\n".join([f"No step in {directory} can be loaded.", *reasons]))
+
+
+def _load(path: Path, manifest: dict[str, Any], template: PyTree, prefix: str, verify: bool) -> PyTree:
+    want = {prefix + name: leaf for name, leaf in _arrays(template).items()}
+    have = {name: entry for name, entry in manifest["arrays"].items() if name.startswith(prefix)}
+    differences = _differences(want, have)
+    check(
+        not differences,
+        f"Checkpoint {path} does not fit the model, {len(differences)} differences:\n  "
+        + "\n  ".join(differences)
+        + "\nUse the configuration that was saved with it, or another directory.",
+        CheckpointError,
+    )
+    abstract = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding(x)) for name, x in want.items()}
+    loaded = {
+        name: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding) for name, x in abstract.items() if not x.size
+    }
+    try:
+        with _context():
+            full = {name: x for name, x in abstract.items() if x.size}
+            loaded |= ocp.load_checkpointables(str(path), {"arrays": full})["arrays"] if full else {}
+    except Exception as error:
+        raise _blame(error, f"Checkpoint {path} cannot be read") from error
+    if verify:
+        sums = {name: fingerprint(leaf) for name, leaf in loaded.items()}
+        bad = [name for name, entry in have.items() if int(sums[name]) != entry["fingerprint"]]
+        if bad:
+            raise _Damaged(f"Checkpoint {path}: {len(bad)} of {len(have)} arrays are damaged: {', '.join(bad)}.")
+    loaded = {name: leaf if _committed(want[name]) else _uncommit(leaf) for name, leaf in loaded.items()}
+    return jax.tree_util.tree_map_with_path(lambda at, leaf: loaded.get(prefix + path_name(at), leaf), template)
+
+
+def _differences(want: dict[str, Any], have: dict[str, Any]) -> list[str]:
+    """One line for each leaf that is missing, left over, or of another shape or dtype."""
+    lines = []
+    for name in dict.fromkeys([*want, *have]):
+        model = f"{want[name].dtype}{list(want[name].shape)}" if name in want else None
+        saved = f"{have[name]['dtype']}{have[name]['shape']}" if name in have else None
+        if model is None:
+            lines.append(f"{name}: {saved} in the checkpoint, not in the model")
+        elif saved is None:
+            lines.append(f"{name}: not in the checkpoint, {model} in the model")
+        elif model != saved:
+            lines.append(f"{name}: {saved} in the checkpoint, {model} in the model")
+    return lines
+
+
+def _arrays(tree: PyTree) -> dict[str, Any]:
+    """The arrays of a tree by path; what else it holds is left out."""
+    named = named_leaves(tree)
+    clash = len(named) != len(jax.tree.leaves(tree))
+    check(not clash, "Two leaves of the tree have the same dotted path: use keys without dots.", CheckpointError)
+    for name, leaf in named.items():
+        host = isinstance(leaf, np.ndarray | np.generic)
+        check(not host, f"{name} is a NumPy array: make it a jax.Array, or it could not be sharded.", CheckpointError)
+    return {name: leaf for name, leaf in named.items() if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)}
+
+
+def _sharding(leaf: Any) -> jax.sharding.Sharding:
+    return leaf.sharding or SingleDeviceSharding(jax.local_devices()[0])
+
+
+def _committed(leaf: Any) -> bool:
+    return bool(leaf.sharding) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.committed
+
+
+def _uncommit(leaf: Array) -> Array:
+    """A copy that follows whatever it is computed with, as a fresh `jnp.zeros` does (through the host)."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        data = jnp.asarray(np.asarray(jax.random.key_data(leaf)))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+    return jnp.asarray(np.asarray(leaf))
+
+
+def _local(directory: str | Path) -> Path:
+    check(
+        "://" not in str(directory),
+        f"directory={str(directory)!r} must be a local path, where a rename is atomic: mount the bucket.",
+        CheckpointError,
+    )
+    return Path(directory).expanduser().resolve()
+
+
+def _start(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"directory={directory} cannot be made: {error}.") from error
+
+
+def _steps(directory: Path) -> tuple[int, ...]:
+    """Orbax renames a step to its number as the last act of a save: a directory with that name is complete."""
+    if not directory.is_dir():
+        return ()
+    return tuple(sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal() and path.is_dir()))
+
+
+def _find(directory: Path, step: int | None) -> Path:
+    steps = _steps(directory)
+    check(bool(steps), f"There is no checkpoint in {directory}.", CheckpointError)
+    step = steps[-1] if step is None else step
+    check(step in steps, f"step={step} is not in {directory}: it holds {list(steps)}.", CheckpointError)
+    return directory / str(step)
+
+
+def _set_aside(path: Path) -> None:
+    number, target = 1, path.with_name(path.name + CORRUPT)
+    while target.exists():
+        number += 1
+        target = path.with_name(f"{path.name}{CORRUPT}-{number}")
+    path.rename(target)
+
+
+def _writes() -> bool:
+    return jax.process_index() == 0
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """The error and what it was raised from, innermost last: Orbax wraps whatever happens as a missing handler."""
+    causes = [error]
+    while (inner := causes[-1].__cause__) is not None:
+        causes.append(inner)
+    return causes
+
+
+def _blame(error: Exception, sentence: str) -> CheckpointError:
+    """Damage, unless the memory or the permissions of this process are to blame: then no other step would do."""
+    ours = (MemoryError, PermissionError, jax.errors.JaxRuntimeError)
+    kind = CheckpointError if any(isinstance(cause, ours) for cause in _causes(error)) else _Damaged
+    return kind(f"{sentence}: {_short(error)}.")
+
+
+def _short(error: Exception) -> str:
+    """The first line of the cause; there may be pages."""
+    cause = _causes(error)[-1]
+    line = next(iter(str(cause).strip().splitlines()), "")
+    return f"{type(cause).__name__}: {line[:300].rstrip('.')}"
+
+
+def _no_orbax(record: logging.LogRecord) -> bool:
+    """Orbax logs pages of tracebacks about what it also raises; what it raises is reported here."""
+    trace = record.exc_info[2] if record.exc_info else None
+    files = [record.pathname]
+    while trace is not None:
+        files.append(trace.tb_frame.f_code.co_filename)
+        trace = trace.tb_next
+    return not any("orbax" in name for name in files)
+
+
+def _context() -> ocp.Context:
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_no_orbax)  # adding it twice does nothing
+    registry = ocp.handlers.local_registry()
+    registry.add(ocp.handlers.JsonHandler, checkpointable_name="manifest")
+    context = ocp.Context()
+    context.checkpointables.registry = registry
+    context.pytree.loading.partial_load = True  # for `load_weights`; the trees were compared before
+    return context

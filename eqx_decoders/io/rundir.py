@@ -1,0 +1,127 @@
+"""A run directory has one writer, and a run that is asked to stop does so between two steps."""
+
+import datetime
+import fcntl
+import json
+import os
+import signal
+import socket
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from eqx_decoders.errors import CheckpointError, ConfigError, DataError
+
+
+EXIT_CONFIG = 2
+EXIT_DATA = 3
+EXIT_CHECKPOINT = 4
+EXIT_SIGTERM = 143  # 128 + 15, what a shell reports of a process that SIGTERM ended
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit status of a program that ends by `error`: 2 configuration, 3 data, 4 checkpoint, otherwise 1."""
+    codes = {ConfigError: EXIT_CONFIG, DataError: EXIT_DATA, CheckpointError: EXIT_CHECKPOINT}
+    return next((code for kind, code in codes.items() if isinstance(error, kind)), 1)
+
+
+class RunLock:
+    """Holds `<run_dir>/.lock` while open, so that no second process writes there; makes the directory if needed.
+
+    The kernel releases the lock when its process ends, however it ends: a file left behind is no obstacle.
+    With several hosts on a shared file system, host 0 takes it for all.
+    """
+
+    def __init__(self, run_dir: str | Path):
+        self.path = Path(run_dir).expanduser().resolve() / ".lock"
+        self._file: int | None = None
+
+    def __enter__(self) -> "RunLock":
+        self.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def acquire(self) -> None:
+        """Take the lock, or raise CheckpointError with who has it."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise CheckpointError(f"run directory {self.path.parent} cannot be written: {error}.") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = _owner(os.pread(file, 4096, 0))
+            os.close(file)
+            raise CheckpointError(
+                f"run directory {self.path.parent} is in use by {owner}: stop that run or choose another directory."
+            ) from error
+        except OSError as error:
+            os.close(file)
+            raise CheckpointError(f"run directory {self.path.parent} cannot be locked: {error}.") from error
+        now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        who = {"pid": os.getpid(), "host": socket.gethostname(), "since": now}
+        os.ftruncate(file, 0)
+        os.pwrite(file, json.dumps(who).encode() + b"\n", 0)
+        self._file = file
+
+    def release(self) -> None:
+        """Let others in. The file stays: removing it would race with whoever opens it now."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def _owner(content: bytes) -> str:
+    try:
+        who = json.loads(content)
+        return f"pid {who['pid']} on {who['host']} since {who['since']}"
+    except (ValueError, KeyError, TypeError):
+        return "another process"  # it holds the lock and has not written its name yet
+
+
+class Interrupt:
+    """While open, SIGTERM, SIGUSR1 and the first SIGINT only set `requested`; a second SIGINT interrupts at once.
+
+    with Interrupt() as interrupt:
+        for batch in batches:
+            ...
+            if interrupt.requested:
+                save, then exit with interrupt.exit_code
+
+    Python handles signals in the main thread only: opened in another thread it never reports one.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+    def __init__(self):
+        self.signal: signal.Signals | None = None
+        self._old: dict[signal.Signals, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        """Whether the run was asked to stop."""
+        return self.signal is not None
+
+    @property
+    def exit_code(self) -> int:
+        """128 + the number of the signal, as shells have it; 143 for SIGTERM, 0 if there was none."""
+        return 128 + self.signal if self.signal is not None else 0
+
+    def __enter__(self) -> "Interrupt":
+        if threading.current_thread() is threading.main_thread():
+            self._old = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._old = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number)

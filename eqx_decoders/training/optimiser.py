@@ -1,0 +1,147 @@
+"""Optimisers and schedules from optax, and which weights they move, chosen by patterns on the weights' paths."""
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import optax
+
+from eqx_decoders.axes import Axes
+from eqx_decoders.errors import ConfigError, check, check_integer, check_number, check_word
+
+
+Schedule = Callable[[Any], Any]
+
+_OPTIMISERS = ("adamw", "adafactor", "lion", "muon")
+_SCHEDULES = ("cosine", "wsd", "linear", "constant")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimiserConfig:
+    """How weights are moved."""
+
+    name: Literal["adamw", "adafactor", "lion", "muon"] = "adamw"
+    """Optimiser; muon moves matrices inside the blocks, AdamW the rest."""
+    learning_rate: float = 3e-4
+    """Peak learning rate."""
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    """Course of the learning rate after the warm-up; wsd: constant, then linear to the end."""
+    warmup_steps: int = 100
+    """Steps of linear warm-up from 0."""
+    decay_fraction: float = 0.2
+    """wsd: the share of all steps in which the learning rate falls."""
+    final_fraction: float = 0.1
+    """Learning rate at the end, as a share of the peak."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, times the learning rate."""
+    no_decay: tuple[str, ...] = ("*norm*", "*bias*", "*sink", "embedding.*", "positions.*")
+    """Patterns of weights' paths without weight decay."""
+    trainable: tuple[str, ...] = ("*",)
+    """Patterns of weights' paths that are trained; the rest has no optimiser state."""
+    beta1: float = 0.9
+    """Decay of the first moment (muon: of AdamW's part)."""
+    beta2: float = 0.95
+    """Decay of the second moment; lion: of the momentum."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    momentum: float = 0.95
+    """muon: decay of the momentum."""
+    clip_norm: float | None = 1.0
+    """Global norm to which gradients are clipped; None: not at all."""
+
+    def __post_init__(self):
+        check_word("OptimiserConfig.name", self.name, _OPTIMISERS)
+        check_word("OptimiserConfig.schedule", self.schedule, _SCHEDULES)
+        check_number("OptimiserConfig.learning_rate", self.learning_rate, above=0)
+        check_integer("OptimiserConfig.warmup_steps", self.warmup_steps, 0)
+        check_number("OptimiserConfig.weight_decay", self.weight_decay, least=0)
+        check_number("OptimiserConfig.eps", self.eps, above=0)
+        for field in ("decay_fraction", "final_fraction"):
+            check_number(f"OptimiserConfig.{field}", getattr(self, field), least=0)
+            check(getattr(self, field) <= 1, f"OptimiserConfig.{field}={getattr(self, field)} must be at most 1.")
+        for field in ("beta1", "beta2", "momentum"):
+            check_number(f"OptimiserConfig.{field}", getattr(self, field), least=0)
+            check(getattr(self, field) < 1, f"OptimiserConfig.{field}={getattr(self, field)} must be below 1.")
+        if self.clip_norm is not None:
+            check_number("OptimiserConfig.clip_norm", self.clip_norm, above=0)
+
+
+def make_schedule(config: OptimiserConfig, steps: int) -> Schedule:
+    """The learning rate at each of `steps` steps: warm-up from 0, then the named course down to `final_fraction`."""
+    peak, final, warmup = config.learning_rate, config.learning_rate * config.final_fraction, config.warmup_steps
+    check(
+        warmup < steps or config.schedule == "constant",
+        f"OptimiserConfig.warmup_steps={warmup} must be below the run's {steps} steps.",
+    )
+    if config.schedule == "cosine":
+        course = optax.cosine_decay_schedule(peak, steps - warmup, alpha=config.final_fraction)
+    elif config.schedule == "linear":
+        course = optax.linear_schedule(peak, final, steps - warmup)
+    elif config.schedule == "wsd":
+        falling = max(1, min(round(steps * config.decay_fraction), steps - warmup))
+        course = optax.linear_schedule(peak, final, falling, transition_begin=steps - warmup - falling)
+    else:
+        course = optax.constant_schedule(peak)
+    if warmup == 0:
+        return course
+    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), course], [warmup])
+
+
+def matching(names: Iterable[str], patterns: Sequence[str], field: str) -> frozenset[str]:
+    """The weights' paths that match one of the patterns (`*` stands for anything). Each pattern must match one."""
+    names = tuple(names)
+    found: set[str] = set()
+    for pattern in patterns:
+        here = fnmatch.filter(names, pattern)
+        if not here:
+            raise ConfigError(f"{field}: no weight matches {pattern!r}. Paths look like {', '.join(names[:3])}, …")
+        found.update(here)
+    return frozenset(found)
+
+
+def make_optimiser(config: OptimiserConfig, words: Mapping[str, Axes], steps: int) -> optax.GradientTransformation:
+    """The optimiser for a flat dictionary of weights by path, whose axes are `words`. Clipping is the step's work."""
+    rate = make_schedule(config, steps)
+    decayed = {name: not any(fnmatch.fnmatchcase(name, pattern) for pattern in config.no_decay) for name in words}
+
+    def mask(weights):
+        return {name: decayed[name] for name in weights}
+
+    if config.name == "adamw":
+        return optax.adamw(rate, config.beta1, config.beta2, config.eps, weight_decay=config.weight_decay, mask=mask)
+    if config.name == "lion":
+        return optax.lion(rate, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=mask)
+    if config.name == "adafactor":  # optax's own decay is not multiplied by the learning rate
+        scaled = optax.chain(optax.adafactor(None, multiply_by_parameter_scale=False), optax.scale(-1.0))
+        return optax.chain(
+            scaled, optax.add_decayed_weights(config.weight_decay, mask), optax.scale_by_learning_rate(rate)
+        )
+    dimensions = {name: muon_dimensions(axes) for name, axes in words.items()}
+    muon = optax.contrib.muon(
+        rate,
+        beta=config.momentum,
+        adam_b1=config.beta1,
+        adam_b2=config.beta2,
+        adam_learning_rate=rate,
+        # so that a matrix moves as far as under AdamW, and one learning rate serves both (Liu et al. 2025)
+        consistent_rms=0.2,
+        muon_weight_dimension_numbers=lambda weights: {name: dimensions[name] for name in weights},
+    )
+    # optax's muon masks the decay of its matrices only, not that of the weights it leaves to AdamW
+    decay = optax.add_decayed_weights(lambda count: -config.weight_decay * rate(count), mask)
+    return optax.chain(muon, decay)
+
+
+def muon_dimensions(words: Axes) -> optax.contrib.MuonDimensionNumbers | None:
+    """Which axes of a weight are the rows and the columns of its matrix; the rest are so many matrices.
+
+    `layers embed heads head_dim` is, for each layer, a matrix from `embed` to `heads x head_dim`. Tables, output heads,
+    norms and biases are none.
+    """
+    places = [index for index, word in enumerate(words) if word not in ("layers", "inputs")]
+    if "embed" not in words or len(places) < 2 or {"vocab", "positions"} & set(words):
+        return None
+    inside = places[:-1] if words[places[-1]] == "embed" else places[:1]
+    outside = [place for place in places if place not in inside]
+    return optax.contrib.MuonDimensionNumbers(tuple(inside), tuple(outside))

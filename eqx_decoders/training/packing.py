@@ -1,0 +1,80 @@
+"""Which piece of which document stands in which row: plans of one epoch, as a few arrays.
+
+Every document is `size` tokens long, its separators included; `documents` and `sizes` come in the order of the epoch.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+
+class Plan(NamedTuple):
+    """Piece `i` is `document[start:stop]` and stands in row `rows[i]` (ascending), behind the pieces before it.
+
+    `order[k]` is the row that is used as the `k`-th.
+    """
+
+    rows: Int[np.ndarray, "pieces"]
+    documents: Int[np.ndarray, "pieces"]
+    starts: Int[np.ndarray, "pieces"]
+    stops: Int[np.ndarray, "pieces"]
+    order: Int[np.ndarray, "rows"]
+
+    def pieces(self, place: int) -> Iterator[tuple[int, int, int]]:
+        """(document, start, stop) of the pieces in the row that is used as the `place`-th."""
+        first, last = np.searchsorted(self.rows, [self.order[place], self.order[place] + 1])
+        for piece in range(first, last):
+            yield int(self.documents[piece]), int(self.starts[piece]), int(self.stops[piece])
+
+
+def plan_packed(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs"], seq_len: int) -> Plan:
+    """Concatenate, then split: cut the epoch's tokens every `seq_len`. Only the last row can have padding."""
+    ends = np.cumsum(sizes)
+    begins = ends - sizes
+    cuts = np.union1d(begins, np.arange(0, ends[-1], seq_len))
+    which = np.searchsorted(begins, cuts, "right") - 1
+    rows = cuts // seq_len
+    stops = np.append(cuts[1:], ends[-1])
+    return Plan(rows, documents[which], cuts - begins[which], stops - begins[which], np.arange(rows[-1] + 1))
+
+
+def plan_padded(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs"], seq_len: int) -> Plan:
+    """One piece a row. The pieces of a document overlap by one token, so that each token is a target once."""
+    stride = seq_len - 1
+    counts = np.maximum(1, -(-(sizes - 1) // stride))
+    which = np.repeat(np.arange(len(documents)), counts)
+    rows = np.arange(len(which))
+    starts = (rows - (np.cumsum(counts) - counts)[which]) * stride
+    return Plan(rows, documents[which], starts, np.minimum(starts + seq_len, sizes[which]), rows)
+
+
+def plan_overlapping(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs"], seq_len: int) -> Plan:
+    """Packed like `plan_packed`, but a piece begins with the last token of the one before, as in `plan_padded`."""
+    pieces, row, used = [], 0, 0
+    for document, size in zip(documents.tolist(), sizes.tolist(), strict=True):
+        start = 0
+        while start < size - 1:
+            if used > seq_len - 2:  # one token alone would predict nothing
+                row, used = row + 1, 0
+            stop = min(size, start + seq_len - used)
+            pieces.append((row, document, start, stop))
+            used += stop - start
+            start = stop - 1
+    rows, which, starts, stops = np.array(pieces, np.int64).reshape(-1, 4).T
+    return Plan(rows, which, starts, stops, np.arange(row + 1))
+
+
+def permutation(size: int, seed: str) -> Int[np.ndarray, "size"]:
+    """The numbers below `size` in an order that follows from `seed` alone.
+
+    Sorted by their splitmix64 hashes (Steele et al. 2014): unlike that of numpy's generators, this order can't change
+    with a version, so a run resumes on the same data with newer packages.
+    """
+    key = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest(), "little")
+    mixed = np.arange(size, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    return np.argsort(mixed ^ (mixed >> np.uint64(31)), kind="stable")

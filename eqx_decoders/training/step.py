@@ -1,0 +1,252 @@
+"""Training state and the compiled step: gradients over microbatches, clipping, and a guard against what is not finite."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float32, Int32, PRNGKeyArray, PyTree
+
+from eqx_decoders.axes import axes, named_leaves, path_name
+from eqx_decoders.block import BlockStats
+from eqx_decoders.decoder import Decoder
+from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.layout import Layout
+from eqx_decoders.training.data import Batch
+from eqx_decoders.training.loss import LossMetrics, token_loss_sum
+from eqx_decoders.training.optimiser import OptimiserConfig, make_optimiser, make_schedule, matching
+
+
+class TrainState(eqx.Module):
+    """All that a run carries from step to step; everything else is configuration.
+
+    **Arguments:**
+
+    - `model`: the decoder.
+    - `optimiser`: the optimiser's state, of the trainable weights only.
+    - `step`: steps taken.
+    - `skipped`: how many of them changed nothing, because loss or gradient was not finite.
+    - `key`: the run's key; each step uses its own, derived from it.
+    """
+
+    model: Decoder
+    optimiser: PyTree
+    step: Int32[Array, ""]
+    skipped: Int32[Array, ""]
+    key: PRNGKeyArray
+
+
+class StepMetrics(eqx.Module):
+    """What a step reports.
+
+    **Arguments:**
+
+    - `loss`, `nll`: per target token, in nats, before the step.
+    - `accuracy`: share of targets with the highest logit.
+    - `tokens`: target tokens.
+    - `grad_norm`: global norm of the gradient, before clipping.
+    - `learning_rate`: of this step.
+    - `skipped`: whether the step changed nothing.
+    - `stats`: of the layers; None unless asked for.
+    """
+
+    loss: Float32[Array, ""]
+    nll: Float32[Array, ""]
+    accuracy: Float32[Array, ""]
+    tokens: Float32[Array, ""]
+    grad_norm: Float32[Array, ""]
+    learning_rate: Float32[Array, ""]
+    skipped: Bool[Array, ""]
+    stats: BlockStats | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """How a step is computed."""
+
+    accumulate: int = 1
+    """Microbatches into which a batch is cut; their gradients are added, weighted by tokens."""
+    z_loss: float = 0.0
+    """Weight of log(Z)^2 in the loss; 1e-4 is usual."""
+    fused_loss: bool = True
+    """Compute head and loss tile by tile, so that all logits never exist at once."""
+
+    def __post_init__(self):
+        check_integer("StepConfig.accumulate", self.accumulate)
+        check_number("StepConfig.z_loss", self.z_loss, least=0)
+
+
+class Trainer(eqx.Module):
+    """Makes and advances `TrainState`s; holds what is fixed in a run.
+
+    `Trainer.create(config, model, steps=1000)`, then `state = trainer.init(model, key=key)` and
+    `state, metrics = trainer.step(state, batch)`.
+    """
+
+    optimiser: optax.GradientTransformation = eqx.field(static=True)
+    schedule: Callable[[Any], Any] = eqx.field(static=True)
+    trainable: frozenset[str] = eqx.field(static=True)
+    clip_norm: float | None = eqx.field(static=True)
+    config: StepConfig = eqx.field(static=True)
+
+    @classmethod
+    def create(
+        cls, optimiser: OptimiserConfig, model: Decoder, *, steps: int, config: StepConfig = StepConfig()
+    ) -> "Trainer":
+        """For models shaped like `model` (arrays or `ShapeDtypeStruct`s) and runs of `steps` steps."""
+        words = axes(model)
+        trainable = matching(words, optimiser.trainable, "OptimiserConfig.trainable")
+        return cls(
+            optimiser=make_optimiser(optimiser, {name: words[name] for name in words if name in trainable}, steps),
+            schedule=make_schedule(optimiser, steps),
+            trainable=trainable,
+            clip_norm=optimiser.clip_norm,
+            config=config,
+        )
+
+    def init(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
+        """The state before the first step; the optimiser's part is born sharded like the weights it belongs to."""
+        target = self.abstract(model, key=key).optimiser
+        weights = self._weights(model)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+        optimiser = jax.jit(self.optimiser.init, out_shardings=shardings)(weights)
+        # counters of their own: a donated step must not be handed one buffer twice
+        zero, none = (jax.device_put(jnp.zeros((), jnp.int32), _replicated(model)) for _ in range(2))
+        key = jax.device_put(jax.random.clone(key), _replicated(model))
+        return TrainState(model=model, optimiser=optimiser, step=zero, skipped=none, key=key)
+
+    def abstract(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
+        """`init` as a tree of `jax.ShapeDtypeStruct` with shardings, for restoring a checkpoint without a first state."""
+        everywhere = _replicated(model)
+        weights = self._weights(model)
+
+        def like(path, leaf):
+            owner = next((name for name in weights if path_name(path).endswith(f".{name}")), None)
+            same = owner is not None and weights[owner].shape == leaf.shape
+            sharding = weights[owner].sharding if owner is not None and same else everywhere
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+        optimiser = jax.tree_util.tree_map_with_path(like, jax.eval_shape(self.optimiser.init, weights))
+        scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=everywhere)
+        return TrainState(model=model, optimiser=optimiser, step=scalar, skipped=scalar, key=key)
+
+    def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        """One optimiser step, compiled; `state` is donated: its buffers are those of the new state."""
+        rows = batch.tokens.shape[0]
+        check(
+            rows % self.config.accumulate == 0,
+            f"A batch of {rows} sequences can't be cut into StepConfig.accumulate={self.config.accumulate} microbatches.",
+        )
+        return _compiled_step((self, batch), state)
+
+    def advance(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        """`step` as a plain function, to be put into a program of one's own."""
+        key = jax.random.fold_in(state.key, state.step) if _drops(state.model) else None
+        gradient, sums = self._gradient(state.model, batch, key)
+        tokens = jnp.maximum(sums.tokens, 1.0)
+        norm = optax.global_norm(gradient).astype(jnp.float32) / tokens
+        finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
+        scale = 1.0 / tokens
+        if self.clip_norm is not None:
+            scale = scale * jnp.minimum(1.0, self.clip_norm / jnp.maximum(norm, 1e-12))
+        weights = self._weights(state.model)
+        gradient = {name: (leaf * scale).astype(weights[name].dtype) for name, leaf in gradient.items()}
+        updates, optimiser = self.optimiser.update(gradient, state.optimiser, weights)
+        weights, optimiser = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old),
+            (optax.apply_updates(weights, updates), optimiser),
+            (weights, state.optimiser),
+        )
+        new = TrainState(
+            model=self._with_weights(state.model, weights),
+            optimiser=optimiser,
+            step=state.step + 1,
+            skipped=state.skipped + jnp.where(finite, 0, 1),
+            key=state.key,
+        )
+        metrics = StepMetrics(
+            loss=sums.loss / tokens,
+            nll=sums.nll / tokens,
+            accuracy=sums.correct / tokens,
+            tokens=sums.tokens,
+            grad_norm=norm,
+            learning_rate=jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32),
+            skipped=~finite,
+            stats=sums.stats,
+        )
+        return new, metrics
+
+    def _gradient(self, model: Decoder, batch: Batch, key: PRNGKeyArray | None) -> tuple[PyTree, LossMetrics]:
+        """The gradient of the summed loss, and its metrics, added up over the microbatches."""
+        count, config = self.config.accumulate, self.config
+
+        def loss(weights, batch, key):
+            whole = self._with_weights(model, weights)
+            return token_loss_sum(whole, batch, z_loss=config.z_loss, fused=config.fused_loss, key=key)
+
+        def part(batch, key):
+            (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(self._weights(model), batch, key)
+            return gradient, metrics
+
+        if count == 1:
+            return part(batch, key)
+        layout = model.execution.layout
+        keys = None if key is None else jax.random.split(key, count)
+        pieces = jax.tree.map(lambda leaf: _microbatches(jnp.asarray(leaf), count), batch)
+
+        def add(total, here):
+            batch, key = here
+            batch = jax.tree.map(lambda leaf: layout.constrain(leaf, "batch length"), batch)
+            gradient, metrics = part(batch, key)
+            gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)
+            return jax.tree.map(jnp.add, total, (gradient, metrics)), None
+
+        shapes = jax.eval_shape(part, *jax.tree.map(lambda leaf: leaf[0], (pieces, keys)))
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
+        total, _ = jax.lax.scan(add, zeros, (pieces, keys))
+        gradient, metrics = total
+        stats = jax.tree.map(lambda leaf: leaf / count, metrics.stats)
+        return gradient, dataclasses.replace(metrics, stats=stats)
+
+    def _weights(self, model: Decoder) -> dict[str, Any]:
+        return {name: leaf for name, leaf in named_leaves(model).items() if name in self.trainable}
+
+    def _with_weights(self, model: Decoder, weights: dict[str, Any]) -> Decoder:
+        return jax.tree_util.tree_map_with_path(lambda path, leaf: weights.get(path_name(path), leaf), model)
+
+
+@eqx.filter_jit(donate="all-except-first")
+def _compiled_step(kept: tuple[Trainer, Batch], state: TrainState) -> tuple[TrainState, StepMetrics]:
+    trainer, batch = kept
+    return trainer.advance(state, batch)
+
+
+def _microbatches(x: Array, count: int) -> Array:
+    """`[batch, length]` -> `[count, batch / count, length]`, each device keeping its own rows."""
+    return jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1)
+
+
+def _drops(model: Decoder) -> bool:
+    """Whether the model has any dropout, and so needs a key."""
+    config = model.config
+    return config.dropout > 0 or any(b.dropout > 0 or (b.mlp is not None and b.mlp.dropout > 0) for b in config.blocks)
+
+
+def _replicated(model: Decoder) -> jax.sharding.Sharding:
+    return model.execution.layout.replicated()
+
+
+def place(batch: Batch, layout: Layout) -> Batch:
+    """A process's share of a batch, in numpy, as one array over all processes' devices."""
+    parts = jax.process_count()
+
+    def one(leaf):
+        shape = (leaf.shape[0] * parts, *leaf.shape[1:])
+        sharding = layout.activation_sharding("batch length", shape)
+        return jax.make_array_from_process_local_data(sharding, leaf, shape)
+
+    return jax.tree.map(one, batch)

@@ -1,0 +1,407 @@
+"""Checkpoints: what comes back is bit for bit what was saved, or an error that names what is not."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from eqx_decoders.axes import named_leaves
+from eqx_decoders.errors import CheckpointError
+from eqx_decoders.io.checkpoint import Checkpoints, fingerprint, load_weights
+
+
+class Model(eqx.Module):
+    weight: jax.Array
+    bias: jax.Array | None
+    size: int = eqx.field(static=True)
+    act: object = jax.nn.silu
+
+
+class State(eqx.Module):
+    model: Model
+    optimizer: optax.OptState
+    key: jax.Array
+    step: jax.Array
+
+
+def make_state(seed=0, bias=True, shape=(8, 4)):
+    weight = jax.random.normal(jax.random.key(seed), shape)
+    model = Model(weight, jnp.full(8, seed + 1.5, jnp.bfloat16) if bias else None, 3)
+    optimizer = optax.adamw(1e-3).init(eqx.filter(model, eqx.is_array))
+    return State(model, optimizer, jax.random.key(seed + 7), jnp.int32(seed))
+
+
+def bits(leaf):
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf).tobytes(), leaf.shape, str(leaf.dtype)
+
+
+def arrays(tree):
+    return {name: bits(leaf) for name, leaf in named_leaves(tree).items() if eqx.is_array(leaf)}
+
+
+def assert_same(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    assert arrays(one) == arrays(other)
+
+
+def abstract(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x, tree)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A directory with steps 10 and 20, never changed: tests copy it."""
+    directory = tmp_path_factory.mktemp("saved")
+    with Checkpoints(directory) as checkpoints:
+        for step in (10, 20):
+            checkpoints.save(step, make_state(step), data_state={"next": step}, config={"layers": 2})
+    return directory
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "copy")
+
+
+def test_round_trip_of_modules_optimizer_and_keys(saved):
+    for template in (make_state(1), abstract(make_state(1))):
+        tree, data_state, step = Checkpoints(saved).restore(template)
+        assert_same(tree, make_state(20))
+        assert (data_state, step) == ({"next": 20}, 20)
+        assert tree.model.size == 3 and tree.model.act is jax.nn.silu
+    assert Checkpoints(saved).restore(make_state(), step=10).step == 10
+    assert Checkpoints(saved).manifest()["config"] == {"layers": 2}
+
+
+def test_every_kind_of_array(tmp_path):
+    tree = {
+        "bool": jnp.array([True, False, True]),
+        "int4": jnp.arange(-4, 4).astype(jnp.int4),
+        "int8": jnp.arange(-4, 4, dtype=jnp.int8),
+        "fp8": jnp.arange(5.0).astype(jnp.float8_e4m3fn),
+        "f16": jnp.float16(2.5),
+        "complex": jnp.array([1 + 2j, 3j], jnp.complex64),
+        "odd": {"a/b": jnp.array([jnp.nan, -0.0, jnp.inf]), "": jnp.ones((1, 1))},
+        "empty": jnp.zeros((0, 3)),
+        "keys": jax.random.split(jax.random.key(3), 4),
+        "rbg": jax.random.key(3, impl="rbg"),
+        "legacy": jax.random.PRNGKey(4),
+        "python": (1, 2.5, "text", None),
+    }
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(0, tree, data_state={}, config="text")
+    assert_same(Checkpoints(tmp_path).restore(tree).tree, tree)
+    template = {**tree, "rbg": jax.random.key(3)}
+    with pytest.raises(CheckpointError, match=r"rbg: key<rbg>\[\] in the checkpoint, key<fry>\[\] in the model"):
+        Checkpoints(tmp_path).restore(template)
+
+
+def test_donation_right_after_an_asynchronous_save(tmp_path):
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
+    shardings = [NamedSharding(mesh, P("x")), NamedSharding(mesh, P()), jax.devices()[0]]
+
+    def make():
+        return [jax.device_put(jnp.arange(1 << 18, dtype=jnp.float32), s) for s in shardings]
+
+    want = arrays(make())
+    jax.block_until_ready([overwrite(x) for x in make()])  # compiled beforehand: it must overtake the writing
+    with Checkpoints(tmp_path, keep=9) as checkpoints:
+        for step in range(3):
+            tree = make()
+            checkpoints.save(step, tree, data_state={}, config={})
+            jax.block_until_ready([overwrite(overwrite(x)) for x in tree])
+            for x in tree:
+                x.delete()
+        checkpoints.wait()
+        for step in range(3):
+            assert arrays(checkpoints.restore(make(), step).tree) == want
+
+
+def test_restore_on_other_meshes_is_bit_equal(tmp_path):
+    devices = np.array(jax.devices())
+    layouts = [
+        (Mesh(devices, ("a",)), P("a")),
+        (Mesh(devices.reshape(4, 2), ("a", "b")), P("a", "b")),
+        (Mesh(devices[:2].reshape(1, 2), ("a", "b")), P(None, "b")),
+        (Mesh(devices[:1], ("a",)), P()),
+    ]
+
+    def place(mesh, spec, source):
+        def put(leaf):
+            return jax.device_put(leaf, NamedSharding(mesh, spec if leaf.ndim == 2 else P()))
+
+        return jax.tree.map(lambda x: put(x) if eqx.is_array(x) else x, source)
+
+    want, prints = make_state(5), set()
+    for number, (mesh, spec) in enumerate(layouts):
+        directory = tmp_path / str(number)
+        with Checkpoints(directory) as checkpoints:
+            checkpoints.save(1, place(mesh, spec, want), data_state={}, config={}, wait=True)
+            prints.add(json.dumps(checkpoints.manifest(1)["arrays"]))
+        after = layouts[(number + 1) % len(layouts)]
+        template = place(*after, make_state(0))
+        template = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if eqx.is_array(x) else x, template
+        )
+        tree = Checkpoints(directory).restore(template).tree
+        assert_same(tree, want)
+        assert tree.model.weight.sharding == NamedSharding(*after)
+        assert tree.key.sharding.device_set == set(after[0].devices.flat)
+    assert len(prints) == 1, "fingerprints depend on the mesh"
+
+
+def test_uncommitted_leaves_stay_uncommitted(saved):
+    """A counter made by `jnp.zeros` must still go with weights on a mesh after a restore."""
+    tree = Checkpoints(saved).restore(make_state()).tree
+    assert not tree.step.committed and not tree.key.committed
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    there = jax.device_put(jnp.ones(8, jnp.int32), NamedSharding(mesh, P("x")))
+    jax.block_until_ready(jax.jit(lambda a, b: a + jnp.broadcast_to(b, 8))(there, tree.step))
+
+
+def test_every_difference_is_listed_before_anything_is_loaded(saved, copied):
+    for file in copied.rglob("d/*"):
+        file.unlink()  # loading would fail now
+    template = make_state(shape=(8, 5), bias=False)
+    template = eqx.tree_at(lambda s: (s.step, s.model.act), template, (jnp.float32(0), jnp.ones(2)))
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoints(copied).restore(template)
+    text = str(caught.value)
+    assert "model.weight: float32[8, 4] in the checkpoint, float32[8, 5] in the model" in text
+    assert "model.bias: bfloat16[8] in the checkpoint, not in the model" in text
+    assert "model.act: not in the checkpoint, float32[2] in the model" in text
+    assert "step: int32[] in the checkpoint, float32[] in the model" in text
+    assert "optimizer.0.mu.bias" in text and "optimizer.0.nu.weight" in text
+    assert "8 differences" in text and len(text.splitlines()) == 8 + 2
+    assert Checkpoints(copied).steps == (10, 20), "a mismatch is not damage"
+
+
+def test_fingerprint_notices_any_bit_and_any_swap(getkey):
+    rng = np.random.default_rng(0)
+    for dtype in (np.float32, np.uint8, np.int16, jnp.bfloat16):
+        value = rng.integers(0, 255, 4 * 6 * 8, dtype=np.uint8).view(dtype).reshape(4, -1)
+        want = fingerprint(jnp.asarray(value))
+        assert np.isscalar(want.item()) and want.dtype == jnp.uint32
+        for _ in range(20):
+            flipped = value.copy()
+            flat = flipped.reshape(-1).view(np.uint8)
+            flat[rng.integers(flat.size)] ^= np.uint8(1 << rng.integers(8))
+            assert fingerprint(jnp.asarray(flipped)) != want
+    assert fingerprint(jnp.arange(4)) != fingerprint(jnp.array([1, 0, 2, 3]))
+    value = np.arange(12, dtype=np.uint32).reshape(3, 4)
+    assert int(fingerprint(jnp.asarray(value))) == sum(x * (2 * i + 1) for i, x in enumerate(range(12)))
+
+
+def flip(file: Path, pick: random.Random):
+    data = bytearray(file.read_bytes())
+    data[pick.randrange(len(data))] ^= 1 << pick.randrange(8)
+    file.write_bytes(data)
+
+
+def data_file(step: Path) -> Path:
+    return max((step / "arrays").rglob("d/*"), key=lambda file: file.stat().st_size)
+
+
+@pytest.mark.parametrize("trials", [6, pytest.param(200, marks=pytest.mark.slow)])
+def test_flipped_bits_are_found_or_harmless(saved, tmp_path, trials):
+    pick, template, found = random.Random(0), make_state(), 0
+    state = arrays(make_state(20))
+    for trial in range(trials):
+        copy = shutil.copytree(saved, tmp_path / str(trial))
+        flip(data_file(copy / "20") if trial % 2 else copy / "20/manifest/data.json", pick)
+        said = []
+        tree, data_state, step = Checkpoints(copy, say=said.append).restore(template)
+        if step == 10:
+            found += 1
+            assert len(said) == 1 and "20" in said[0] and "Falling back to step 10" in said[0]
+            assert (copy / "20.corrupt").is_dir() and Checkpoints(copy).steps == (10,)
+        else:
+            assert arrays(tree) == state and data_state == {"next": 20}
+    assert found > trials // 2
+
+
+def test_damaged_leaves_are_named_and_an_asked_for_step_has_no_fallback(copied):
+    manifest = copied / "20/manifest/data.json"
+    body = json.loads(manifest.read_text())
+    other = json.loads((copied / "10/manifest/data.json").read_text())
+    body["arrays"]["model.weight"]["fingerprint"] = other["arrays"]["model.weight"]["fingerprint"]
+    from eqx_decoders.io import checkpoint
+
+    body.pop("sha256")
+    manifest.write_text(json.dumps({**body, "sha256": checkpoint._digest(body)}))
+    with pytest.raises(CheckpointError, match=r"1 of \d+ arrays are damaged: model\.weight\."):
+        Checkpoints(copied).restore(make_state(), step=20)
+    assert Checkpoints(copied).steps == (10, 20)
+    assert_same(Checkpoints(copied).restore(make_state(), verify=False).tree, make_state(20))
+    assert Checkpoints(copied, say=lambda text: None).restore(make_state()).step == 10
+
+
+def test_truncated_newest_step_falls_back_and_training_goes_on(copied, capfd):
+    os.truncate(data_file(copied / "20"), 40)
+    said = []
+    with Checkpoints(copied, say=said.append) as checkpoints:
+        tree, _, step = checkpoints.restore(make_state())
+        assert step == 10 and len(said) == 1
+        assert_same(tree, make_state(10))
+        assert not checkpoints.save(10, tree, data_state={}, config={}), "that very step is there already"
+        assert checkpoints.save(20, make_state(20), data_state={"next": 20}, config={}, wait=True)
+        assert_same(checkpoints.restore(make_state()).tree, make_state(20))
+    assert (copied / "20.corrupt").is_dir()
+    printed = capfd.readouterr()
+    assert "Traceback" not in printed.err + printed.out, "Orbax's own noise must not reach the terminal"
+
+
+def test_all_steps_damaged_is_an_error_that_keeps_them(copied):
+    for step in (10, 20):
+        (copied / f"{step}/manifest/data.json").unlink()
+    with pytest.raises(CheckpointError, match="No step in") as caught:
+        Checkpoints(copied).restore(make_state())
+    assert "/10 has no readable manifest" in str(caught.value) and "/20 has" in str(caught.value)
+    assert Checkpoints(copied).steps == (10, 20), "the next start must not begin from scratch"
+
+
+def test_load_weights_reads_only_the_model(copied):
+    model = load_weights(copied, abstract(make_state()).model)
+    assert_same(model, make_state(20).model)
+    os.truncate(data_file(copied / "20"), 40)
+    said = []
+    assert_same(load_weights(copied, make_state().model, say=said.append), make_state(10).model)
+    assert said and Checkpoints(copied).steps == (10, 20), "reading changes nothing"
+    with pytest.raises(CheckpointError, match=r"model\.bias: bfloat16\[8\] in the checkpoint, not in the model"):
+        load_weights(copied, make_state(bias=False).model, 20)
+
+
+def test_keeps_the_last_and_cleans_leftovers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    leftover = tmp_path / "run/5.orbax-checkpoint-tmp-123"
+    leftover.mkdir(parents=True)
+    (leftover / "junk").write_text("half")
+    with Checkpoints("run", keep=2) as checkpoints:  # a relative path
+        assert checkpoints.latest is None and checkpoints.steps == ()
+        with pytest.raises(CheckpointError, match="There is no checkpoint in"):
+            checkpoints.restore(make_state())
+        for step in (1, 2, 3, 4):
+            checkpoints.save(step, {"x": jnp.ones(2)}, data_state={}, config={})
+        checkpoints.wait()
+        assert checkpoints.steps == (3, 4) and checkpoints.latest == 4
+        with pytest.raises(CheckpointError, match="step=3 must come after step 4"):
+            checkpoints.save(3, {"x": jnp.ones(2)}, data_state={}, config={})
+        with pytest.raises(CheckpointError, match=r"step=2 is not in .*: it holds \[3, 4\]"):
+            checkpoints.restore({"x": jnp.ones(2)}, step=2)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["3", "4"]
+
+
+@pytest.mark.parametrize(
+    ("tree", "extra", "match"),
+    [
+        ({"a.b": jnp.ones(1), "a": {"b": jnp.ones(1)}}, {}, "same dotted path"),
+        ({"a": np.ones(1)}, {}, "a is a NumPy array"),
+        ({"a": 1}, {}, "holds no arrays"),
+        ({"a": jnp.ones(1)}, {"data_state": {"at": (1, 2)}}, "data_state must be plain JSON"),
+        ({"a": jnp.ones(1)}, {"data_state": {"at": float("nan")}}, "data_state must be plain JSON"),
+        ({"a": jnp.ones(1)}, {"config": {"at": {1, 2}}}, "config must be plain JSON"),
+    ],
+)
+def test_what_cannot_be_saved(tmp_path, tree, extra, match):
+    with pytest.raises(CheckpointError, match=match):
+        Checkpoints(tmp_path).save(1, tree, **{"data_state": {}, "config": {}, **extra})
+    with pytest.raises(CheckpointError, match="mount the bucket"):
+        Checkpoints("gs://bucket/run")
+
+
+def test_a_failing_save_is_reported_and_the_last_step_stays(copied, monkeypatch):
+    from orbax.checkpoint import v1 as ocp
+
+    class Full:
+        def result(self):
+            raise OSError(28, "No space left on device")
+
+    state = make_state(30)
+    with Checkpoints(copied) as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr(ocp, "save_checkpointables_async", lambda *_: Full())
+            checkpoints.save(30, state, data_state={}, config={})
+            with pytest.raises(CheckpointError, match=r"Step 30 could not be saved .*No space left.*\[10, 20\]"):
+                checkpoints.wait()
+        checkpoints.save(31, state, data_state={}, config={})
+    assert Checkpoints(copied).steps == (10, 20, 31)
+
+
+def test_lack_of_memory_is_no_damage(copied, monkeypatch):
+    from orbax.checkpoint import v1 as ocp
+
+    real = ocp.load_checkpointables
+
+    def load(path, items):
+        if "arrays" in items:
+            raise ValueError("wrapped") from MemoryError("out of memory")
+        return real(path, items)
+
+    monkeypatch.setattr(ocp, "load_checkpointables", load)
+    with pytest.raises(CheckpointError, match="cannot be read: MemoryError: out of memory"):
+        Checkpoints(copied).restore(make_state())
+    assert Checkpoints(copied).steps == (10, 20)
+
+
+def test_a_newer_format_is_refused_without_fallback(copied):
+    from eqx_decoders.io import checkpoint
+
+    manifest = copied / "20/manifest/data.json"
+    body = {**json.loads(manifest.read_text()), "format_version": 99}
+    body.pop("sha256")
+    manifest.write_text(json.dumps({**body, "sha256": checkpoint._digest(body)}))
+    with pytest.raises(CheckpointError, match="format_version=99"):
+        Checkpoints(copied).restore(make_state())
+    assert Checkpoints(copied).steps == (10, 20)
+
+
+SAVER = """
+import sys, jax, jax.numpy as jnp
+from eqx_decoders.io.checkpoint import Checkpoints
+with Checkpoints(sys.argv[1], keep=2) as checkpoints:
+    step = (checkpoints.latest or 0)
+    if step:
+        tree, data_state, step = checkpoints.restore({"x": jnp.zeros(1 << 20), "n": jnp.int32(0)})
+        assert data_state == {"next": step} and (tree["x"] == step).all() and tree["n"] == step
+    print("restored", step, flush=True)
+    while True:
+        step += 1
+        tree = {"x": jnp.full(1 << 20, step, jnp.float32), "n": jnp.int32(step)}
+        checkpoints.save(step, tree, data_state={"next": step}, config={})
+        print("saving", step, flush=True)
+"""
+
+
+@pytest.mark.parametrize("trials", [2, pytest.param(25, marks=pytest.mark.slow)])
+def test_sigkill_while_saving_leaves_a_loadable_step(tmp_path, trials):
+    pick, template = random.Random(1), {"x": jnp.zeros(1 << 20), "n": jnp.int32(0)}
+    before = 0
+    for _ in range(trials):
+        command = [sys.executable, "-c", SAVER, str(tmp_path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout.readline() == f"restored {before}\n", process.stderr.read()
+            for _ in range(3):
+                begun = process.stdout.readline().split()
+            time.sleep(pick.random() * 0.2)
+            process.send_signal(signal.SIGKILL)
+        tree, data_state, step = Checkpoints(tmp_path).restore(template)
+        assert step >= int(begun[1]) - 1, "all but the save under way must be committed"
+        assert data_state == {"next": step} and (tree["x"] == step).all() and tree["n"] == step
+        assert not list(tmp_path.glob("*.corrupt"))
+        before = step

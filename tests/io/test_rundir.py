@@ -1,0 +1,105 @@
+"""One writer per run directory; signals are noted and served later."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from eqx_decoders.errors import CheckpointError, ConfigError, DataError
+from eqx_decoders.io import rundir
+from eqx_decoders.io.rundir import Interrupt, RunLock, exit_code
+
+
+# Loaded by path: the other process needs neither JAX nor the rest of the package.
+HOLDER = """
+import importlib.util, sys, types
+errors = importlib.util.spec_from_file_location("eqx_decoders.errors", sys.argv[1])
+module = importlib.util.module_from_spec(errors); errors.loader.exec_module(module)
+sys.modules["eqx_decoders"] = types.ModuleType("eqx_decoders"); sys.modules["eqx_decoders.errors"] = module
+spec = importlib.util.spec_from_file_location("rundir", sys.argv[2])
+rundir = importlib.util.module_from_spec(spec); spec.loader.exec_module(rundir)
+with rundir.RunLock(sys.argv[3]):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    here = Path(rundir.__file__)
+    command = [sys.executable, "-c", HOLDER, str(here.parents[1] / "errors.py"), str(here), str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "locked\n"
+        yield process
+        process.kill()
+
+
+def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path, holder):
+    with pytest.raises(
+        CheckpointError, match=rf"is in use by pid {holder.pid} on \S+ since 20\d\d-\S+: stop"
+    ) as caught:
+        RunLock(tmp_path / "run").acquire()
+    assert exit_code(caught.value) == 4
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert str(holder.pid) in (tmp_path / "run/.lock").read_text(), "the dead process left its lock file"
+    with RunLock(tmp_path / "run"):
+        assert str(os.getpid()) in (tmp_path / "run/.lock").read_text()
+
+
+def test_a_lock_holds_within_one_process_and_is_released(tmp_path):
+    with RunLock(tmp_path):
+        with pytest.raises(CheckpointError, match="in use by pid"):
+            RunLock(tmp_path).acquire()
+        (tmp_path / ".lock").write_text("")
+        with pytest.raises(CheckpointError, match="in use by another process"):
+            RunLock(tmp_path).acquire()
+    with RunLock(tmp_path):
+        pass
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        RunLock(tmp_path / "file" / "run").acquire()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_sets_the_flag_and_handlers_come_back(number):
+    before = [signal.getsignal(s) for s in Interrupt.SIGNALS]
+    with Interrupt() as interrupt:
+        assert not interrupt.requested and interrupt.exit_code == 0
+        signal.raise_signal(number)
+        assert interrupt.requested and interrupt.signal == number and interrupt.exit_code == 128 + number
+    assert [signal.getsignal(s) for s in Interrupt.SIGNALS] == before
+    assert rundir.EXIT_SIGTERM == 128 + signal.SIGTERM
+
+
+def test_a_second_sigint_acts_at_once():
+    with pytest.raises(KeyboardInterrupt), Interrupt():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_sigint_after_sigterm_waits_and_other_threads_are_spared():
+    with Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.requested
+
+    seen = []
+
+    def work():
+        with Interrupt() as interrupt:
+            seen.append(interrupt.requested)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [False]
+
+
+def test_exit_codes():
+    assert [exit_code(kind("x")) for kind in (ConfigError, DataError, CheckpointError, ValueError)] == [2, 3, 4, 1]

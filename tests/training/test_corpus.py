@@ -1,0 +1,377 @@
+"""Sources of text and the token store: read whole, split without overlap, made once and atomically, changes named."""
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+
+import numpy as np
+import pytest
+
+from eqx_decoders.errors import DataError
+from eqx_decoders.training import token_store
+from eqx_decoders.training.corpus import (
+    LONG,
+    Document,
+    find_sources,
+    held_out_rule,
+    read_documents,
+    read_texts,
+)
+from eqx_decoders.training.token_store import open_store
+from eqx_decoders.training.tokenizer import ByteTokenizer
+
+
+BYTES = ByteTokenizer()
+TEXTS = ["first document", "second\none, naïve 🙂", "x"]
+
+
+def texts(path, **settings):
+    return [document.text for document in read_documents(str(path), **settings)]
+
+
+def write_parquet(path, columns, **settings):
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, **settings)
+
+
+def test_a_directory_of_texts(tmp_path):
+    for name, text in {
+        "b.txt": "B",
+        "a/z.md": "A",
+        "a/empty.txt": "",
+        ".hidden/c.txt": "no",
+        "d.png": "no",
+        "e.py": "E",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert [source.name for source in find_sources(str(tmp_path))] == ["a/empty.txt", "a/z.md", "b.txt", "e.py"]
+    assert texts(tmp_path) == ["A", "B", "E"]
+    assert texts(tmp_path / "**" / "*.txt") == ["B"]
+    assert texts(tmp_path / "d.png") == ["no"], "a file that is named is read as text"
+    (tmp_path / "records.jsonl").write_text('{"text": "R"}')
+    assert texts(tmp_path) == ["R"], "records go before texts"
+
+
+def test_line_ends_are_kept(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\rthree\n")
+    assert texts(tmp_path / "a.txt") == ["one\r\ntwo\rthree\n"]
+
+
+def test_a_long_file_is_read_in_pieces(tmp_path):
+    text = "".join(f"line {i} naïve 🙂\n" for i in range(LONG // 16))
+    (tmp_path / "long.txt").write_text(text)
+    found = texts(tmp_path / "long.txt")
+    assert len(found) > 4 and "".join(found) == text and all(piece.endswith("\n") for piece in found)
+
+
+def test_json_lines(tmp_path):
+    lines = [json.dumps({"text": text, "content": text[::-1]}) for text in TEXTS]
+    (tmp_path / "a.jsonl").write_text("\n\n".join(lines) + '\n{"text": ""}\n')
+    assert texts(tmp_path) == TEXTS
+    assert texts(tmp_path / "a.jsonl", text_field="content")[:3] == [text[::-1] for text in TEXTS]
+
+
+def test_parquet(tmp_path):
+    many = [f"{text} {i}" for i in range(30) for text in TEXTS]
+    write_parquet(tmp_path / "a.parquet", {"text": many, "id": list(range(90))}, row_group_size=7)
+    assert texts(tmp_path) == many
+
+
+@pytest.mark.parametrize("kind", ["npy16", "npy32", "bin"])
+def test_packed_tokens(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr("eqx_decoders.training.corpus.TOKENS_AT_ONCE", 5)
+    documents = [np.arange(n, dtype=np.uint16) for n in (1, 4, 5, 6, 13, 2)]
+    parts = [
+        np.concatenate([[256], tokens, [257]]) if i % 2 else np.append(tokens, 257)
+        for i, tokens in enumerate(documents)
+    ]
+    packed = np.concatenate([*parts, [257], [7, 8]])
+    if kind == "bin":
+        packed.astype("<u2").tofile(tmp_path / "a.bin")
+    else:
+        np.save(tmp_path / "a.npy", packed.astype(np.uint16 if kind == "npy16" else np.uint32))
+    found = [document.tokens.tolist() for document in read_documents(str(tmp_path), tokenizer=BYTES)]
+    assert found == [*(tokens.tolist() for tokens in documents), [7, 8]]
+
+
+def test_packed_tokens_of_a_large_vocabulary_are_uint32(tmp_path):
+    class Large(ByteTokenizer):
+        vocab_size = 70_000
+
+    np.array([5, 69_999, 257], "<u4").tofile(tmp_path / "a.bin")
+    (found,) = read_documents(str(tmp_path / "a.bin"), tokenizer=Large())
+    assert found.tokens.tolist() == [5, 69_999]
+    store = open_store(tmp_path / "cache", Large(), path=str(tmp_path / "a.bin"))
+    assert store[0].tolist() == [256, 5, 69_999, 257] and store.counts("train").bytes is None
+
+
+FAULTS = {
+    "missing": (None, {}, r"nowhere.txt' does not exist: it must be a file, a directory or a pattern"),
+    "nothing": ("d", {}, r"holds no file that can be read; known endings: \.jsonl"),
+    "json": ("a.jsonl", b'{"text": "a"}\n{"text": \n', r"a\.jsonl:2 is not valid JSON"),
+    "list": ("a.jsonl", b"[1]", r"a\.jsonl:1 must hold a JSON object with the field 'text'"),
+    "deep": ("a.jsonl", b"[" * 100_000, r"a\.jsonl:1 is not valid JSON"),
+    "field": (
+        "a.jsonl",
+        b'\n{"body": "a", "id": 1}',
+        r"a\.jsonl:2 has no field 'text'; its fields: body, id\. Set text_field",
+    ),
+    "number": ("a.jsonl", b'{"text": 3}', r"a\.jsonl:1: field 'text' must be a text, not int"),
+    "surrogate": ("a.jsonl", b'{"text": "\\ud800"}', r"a\.jsonl:1: field 'text' is no Unicode text"),
+    "latin": ("a.txt", b"na\xefve", r"a\.txt is not UTF-8 text: .* Convert it"),
+    "latin json": ("a.jsonl", b'{"text": "na\xefve"}', r"a\.jsonl:1 is not UTF-8 text"),
+    "no parquet": ("a.parquet", b"PAR1 no", r"a\.parquet is not a Parquet file that can be read"),
+    "odd": ("a.bin", b"abc", r"a\.bin has 3 bytes: no whole number of uint16 tokens \(vocab_size=259\)"),
+    "ids": (
+        "a.bin",
+        np.array([1, 2, 259], "<u2").tobytes(),
+        r"token id 259 at place 2; ids must be below vocab_size=259",
+    ),
+    "no npy": ("a.npy", b"text", r"a\.npy is not an \.npy file"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_sentences_for_faulty_data(tmp_path, fault):
+    name, content, sentence = FAULTS[fault]
+    path = tmp_path / (name or "nowhere.txt")
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif name:
+        path.mkdir()
+    with pytest.raises(DataError, match=sentence):
+        list(read_documents(str(path), tokenizer=BYTES))
+    with pytest.raises(DataError, match=sentence):
+        open_store(tmp_path / "cache", BYTES, path=str(path))
+    assert not (tmp_path / "cache" / "manifest.json").exists() and not (tmp_path / "cache" / "partial").exists()
+
+
+def test_sentences_for_faulty_columns_and_arrays(tmp_path):
+    write_parquet(tmp_path / "a.parquet", {"body": ["a"]})
+    with pytest.raises(DataError, match=r"has no column 'text'; its columns: body\. Set text_field"):
+        texts(tmp_path / "a.parquet")
+    write_parquet(tmp_path / "b.parquet", {"text": ["a", None]})
+    with pytest.raises(DataError, match=r"b\.parquet, row 1: field 'text' must be a text, not NoneType"):
+        texts(tmp_path / "b.parquet")
+    np.save(tmp_path / "c.npy", np.zeros((2, 3), np.int64))
+    with pytest.raises(DataError, match=r"holds int64 of shape \(2, 3\); it must be a list of uint16"):
+        texts(tmp_path / "c.npy", tokenizer=BYTES)
+    with pytest.raises(DataError, match="holds tokens: they need their tokenizer"):
+        texts(tmp_path / "c.npy")
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(DataError, match="holds no text"):
+        open_store(tmp_path / "cache", BYTES, path=str(tmp_path / "empty.txt"))
+
+
+def test_the_split_follows_the_hash():
+    documents = [Document(str(i), f"text {i}") for i in range(400)]
+    rule = held_out_rule(documents, 0.2)
+    chosen = [document.text for document in documents if rule(document)]
+    assert 50 < len(chosen) < 110
+    draws = [
+        int.from_bytes(hashlib.blake2b(f"text {i}".encode(), digest_size=6).digest(), "big") / 2**48 for i in range(400)
+    ]
+    assert chosen == [f"text {i}" for i in range(400) if draws[i] < 0.2]
+    rule = held_out_rule(documents[::-1], 0.2)
+    assert chosen == [document.text for document in documents if rule(document)], "not a matter of order"
+
+
+@pytest.mark.parametrize("count, fraction, held", [(1, 0.5, 0), (2, 0.01, 1), (3, 0.99, 1), (5, 0.0, 0)])
+def test_few_documents_leave_something_on_both_sides(count, fraction, held):
+    documents = [Document(str(i), f"text {i}") for i in range(count)]
+    rule = held_out_rule(iter(documents), fraction)
+    assert sum(map(rule, documents)) == held
+
+
+def test_read_texts_leaves_the_held_out_ones_out(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"text {i}"}) for i in range(40)))
+    store = open_store(tmp_path / "cache", BYTES, path=str(tmp_path / "a.jsonl"), held_out_fraction=0.2)
+    seen = list(read_texts(str(tmp_path / "a.jsonl"), held_out_fraction=0.2))
+    assert seen == [BYTES.decode(store[i]) for i in store.documents("train")]
+    held_out = {BYTES.decode(store[i]) for i in store.documents("held_out")}
+    assert held_out and held_out.isdisjoint(seen) and len(held_out) + len(seen) == 40
+
+
+def test_the_standard_library_is_a_corpus():
+    sources = find_sources(None)
+    names = [source.name for source in sources]
+    assert names == sorted(names) and len(names) > 300 and {"argparse.py", "asyncio/tasks.py"} <= set(names)
+    folders = {folder for name in names for folder in name.split("/")[:-1]}
+    assert folders.isdisjoint({"test", "tests", "site-packages", "__pycache__"})
+    documents = [Document(name, "x", key=name) for name in names]
+    rule = held_out_rule(documents, 0.05)
+    assert 0.02 < sum(map(rule, documents)) / len(documents) < 0.10
+    size = sum(source.file.stat().st_size for source in sources)
+    assert 5e6 < size < 3e7
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for i in range(12):
+        (folder / f"{i:02}.txt").write_text(f"document {i} 🙂\n" * (i + 1))
+    return folder
+
+
+def build(corpus, **settings):
+    return open_store(corpus.parent / "cache", settings.pop("tokenizer", BYTES), path=str(corpus), **settings)
+
+
+def test_the_store_holds_the_documents_in_order(corpus):
+    store = build(corpus, held_out_fraction=0.3)
+    assert [BYTES.decode(store[i]) for i in range(len(store))] == texts(corpus)
+    assert all(store[i][0] == BYTES.bos_id and store[i][-1] == BYTES.eos_id for i in range(len(store)))
+    counts = [store.counts(split) for split in ("train", "held_out")]
+    for split, count in zip(("train", "held_out"), counts, strict=True):
+        chosen = store.documents(split)
+        assert count.documents == len(chosen) > 0
+        assert count.tokens == store.sizes[chosen].sum() == count.bytes + 2 * count.documents
+        assert count.targets == count.bytes + count.documents
+    assert counts[0].documents + counts[1].documents == 12
+    assert set(os.listdir(corpus.parent / "cache")) == {
+        "tokens.bin",
+        "offsets.npy",
+        "held_out.npy",
+        "manifest.json",
+        "lock",
+    }
+
+
+def test_tokens_are_made_once(corpus, monkeypatch):
+    first = build(corpus)
+    monkeypatch.setattr(token_store, "_build", None)
+    monkeypatch.setattr(token_store, "_describe_file", None)  # nor are unchanged files read again
+    assert build(corpus).fingerprint == first.fingerprint
+
+
+def test_touched_and_moved_files_are_the_same_data(corpus, tmp_path):
+    first = build(corpus)
+    for file in corpus.iterdir():
+        os.utime(file, (1, 1))
+    assert build(corpus).fingerprint == first.fingerprint
+    moved = corpus.rename(tmp_path / "elsewhere")
+    assert build(moved).fingerprint == first.fingerprint
+    shutil.rmtree(tmp_path / "cache")
+    assert build(moved).fingerprint == first.fingerprint
+
+
+class Other(ByteTokenizer):
+    fingerprint = "other"
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        (lambda folder: (folder / "03.txt").write_text("document 7 🙂\n" * 4), "train:03.txt has other contents"),
+        (lambda folder: (folder / "03.txt").write_text("longer " * 40), "train:03.txt has other contents"),
+        (lambda folder: (folder / "99.txt").write_text("new"), "train:99.txt is new"),
+        (lambda folder: (folder / "00.txt").unlink(), "train:00.txt is gone"),
+        ({"tokenizer": Other()}, "tokenizer was 'bytes-1' and is 'other'"),
+        ({"held_out_fraction": 0.5}, "held_out_fraction was 0.05 and is 0.5"),
+        ({"text_field": "body"}, "text_field was 'text' and is 'body'"),
+    ],
+)
+def test_changed_data_are_refused_by_name(corpus, change, sentence):
+    build(corpus)
+    settings = change if isinstance(change, dict) else {}
+    if not settings:
+        change(corpus)
+    with pytest.raises(
+        DataError, match=f"the data are not those of the tokens in .*: {sentence}.*another run directory"
+    ):
+        build(corpus, **settings)
+
+
+def test_many_changes_are_counted(corpus):
+    build(corpus)
+    for file in corpus.iterdir():
+        file.rename(file.with_name(f"new{file.name}"))
+    with pytest.raises(DataError, match=r"00.txt is gone; .*; and 16 more\."):
+        build(corpus)
+
+
+@pytest.mark.parametrize("call", range(1, 6))
+def test_an_interrupted_store_is_made_again(corpus, monkeypatch, call):
+    """Die at each rename and in the middle of the writing, leaving everything as it is."""
+    want = build(corpus)
+    want_tokens = np.array(want.tokens)
+    shutil.rmtree(corpus.parent / "cache")
+    calls = iter(range(1, 100))
+
+    class Killed(BaseException):
+        pass
+
+    def die(*arguments):
+        if next(calls) == call:
+            raise Killed
+        return replace(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(token_store.shutil, "rmtree", lambda *_, **__: None)
+        if call == 5:
+            patch.setattr(token_store._Writer, "_encode", die)
+        replace = os.replace
+        patch.setattr(os, "replace", die)
+        with pytest.raises(Killed):
+            build(corpus)
+    assert not (corpus.parent / "cache" / "manifest.json").exists()
+    again = build(corpus)
+    np.testing.assert_array_equal(again.tokens, want_tokens)
+    assert again.fingerprint == want.fingerprint and not (corpus.parent / "cache" / "partial").exists()
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "offsets.npy", "held_out.npy", "manifest.json"])
+def test_a_shortened_store_is_made_again(corpus, name):
+    want = np.array(build(corpus).tokens)
+    file = corpus.parent / "cache" / name
+    file.write_bytes(file.read_bytes()[:-3])
+    np.testing.assert_array_equal(build(corpus).tokens, want)
+
+
+def test_two_processes_make_one_store(corpus, monkeypatch):
+    made, stores = [], []
+    real = token_store._build
+
+    def counted(*arguments):
+        made.append(1)
+        real(*arguments)
+
+    monkeypatch.setattr(token_store, "_build", counted)
+    threads = [threading.Thread(target=lambda: stores.append(build(corpus))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1 and len({store.fingerprint for store in stores}) == 1 and len(stores) == 4
+
+
+def test_a_tokenizer_without_ends_is_refused(corpus):
+    class Endless(ByteTokenizer):
+        bos_id = eos_id = None
+
+    with pytest.raises(DataError, match="has neither bos nor eos"):
+        build(corpus, tokenizer=Endless())
+
+
+@pytest.mark.parametrize("bos, eos, first, last", [(None, 257, 257, 257), (256, None, 256, ord("\n"))])
+def test_one_separator_is_enough(corpus, bos, eos, first, last):
+    class Half(ByteTokenizer):
+        bos_id, eos_id = bos, eos
+
+    store = build(corpus, tokenizer=Half())
+    assert {(int(store[i][0]), int(store[i][-1])) for i in range(len(store))} == {(first, last)}
+
+
+def test_held_out_tokens_count_their_bytes(tmp_path):
+    packed = np.concatenate([np.append(BYTES.encode(f"naïve text {i} 🙂"), 257) for i in range(30)])
+    np.save(tmp_path / "a.npy", packed.astype(np.uint16))
+    store = open_store(tmp_path / "cache", BYTES, path=str(tmp_path / "a.npy"), held_out_fraction=0.3)
+    counts = store.counts("held_out")
+    assert counts.bytes == sum(len(BYTES.decode(store[i]).encode()) for i in store.documents("held_out")) > 0
+    assert counts.gzip_nats_per_byte > 0 and store.counts("train").bytes is None

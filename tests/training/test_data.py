@@ -1,0 +1,343 @@
+"""Batches: nothing lost, nothing twice, exact resume, the same for any number of processes, every target once."""
+
+import collections
+import gzip
+import itertools
+import json
+import math
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from eqx_decoders.errors import ConfigError, DataError
+from eqx_decoders.training.data import Batch, DataConfig, make_dataset
+from eqx_decoders.training.packing import permutation, plan_overlapping, plan_packed, plan_padded
+from eqx_decoders.training.token_store import gzip_nats_per_byte
+from eqx_decoders.training.tokenizer import ByteTokenizer
+
+
+SEQ_LEN, BATCH = 16, 4
+FIELDS = ("tokens", "segment_ids", "positions", "loss_mask")
+
+
+class Numbers:
+    """Writes tokens as numbers, so that a test can make every token of a corpus another one. 0 separates documents."""
+
+    vocab_size, bos_id, eos_id, fingerprint = 10_000, None, 0, "numbers"
+
+    def encode(self, text):
+        return np.array(text.split(), np.int32)
+
+    def encode_many(self, texts):
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids):
+        return " ".join(str(int(i)) for i in ids if i)
+
+    def save(self, directory):
+        pass
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Documents of 1 to 70 tokens around every edge of 16, with the tokens 1, 2, 3, … without repetition."""
+    folder = tmp_path_factory.mktemp("corpus")
+    sizes = [1, 2, 12, 13, 14, 15, 16, 17, 18, 29, 30, 31, 70, 3, 3, 45, 1, 64, 5, 8, 9, 33, 27, 20]
+    numbers = itertools.count(1)
+    texts = [" ".join(str(next(numbers)) for _ in range(size)) for size in sizes]
+    for name, kept in (("train", texts), ("held_out", texts[::-1])):
+        (folder / f"{name}.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in kept))
+    return folder
+
+
+@pytest.fixture
+def make(corpus):
+    made = []
+
+    def build(split="train", process_index=0, process_count=1, **settings):
+        settings = {"batch_size": BATCH, "seq_len": SEQ_LEN, "seed": 7, **settings}
+        paths = {"path": str(corpus / "train.jsonl"), "held_out_path": str(corpus / "held_out.jsonl")}
+        config = DataConfig(**{**paths, **settings})
+        share = {"process_index": process_index, "process_count": process_count}
+        made.append(make_dataset(config, Numbers(), cache_dir=corpus / "cache", split=split, **share))
+        return made[-1]
+
+    yield build
+    for batches in made:
+        batches.close()
+
+
+def take(batches, count):
+    return [next(batches) for _ in range(count)]
+
+
+def rows(batches):
+    """One dictionary of arrays for each row."""
+    return [{name: getattr(batch, name)[i] for name in FIELDS} for batch in batches for i in range(len(batch.tokens))]
+
+
+def equal(left, right):
+    assert len(left) == len(right)
+    for one, other in zip(left, right, strict=True):
+        for name in FIELDS:
+            np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+
+
+def used(row):
+    return row["tokens"][row["segment_ids"] > 0]
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_an_epoch_has_every_token(make, pack):
+    batches = make(pack=pack)
+    epoch = batches.rows_per_epoch
+    assert epoch % BATCH, "the test wants a batch across the end of an epoch"
+    found = rows(take(batches, 3 * epoch // BATCH + 1))
+    everything = collections.Counter(
+        np.concatenate([batches.store[i] for i in batches.store.documents("train")]).tolist()
+    )
+    orders = []
+    for start in (0, epoch, 2 * epoch):
+        tokens = [used(row)[0 if pack else int(row["tokens"][0] != 0) :] for row in found[start : start + epoch]]
+        assert collections.Counter(np.concatenate(tokens).tolist()) == everything
+        orders.append([row["tokens"].tolist() for row in found[start : start + epoch]])
+    assert orders[0] != orders[1] != orders[2]
+    assert sorted(orders[0]) != sorted(orders[1]) or not pack, "documents are packed anew in each epoch"
+
+
+@pytest.mark.parametrize("split, pack", list(itertools.product(["train", "held_out"], [True, False])))
+def test_segments_positions_and_mask(make, split, pack):
+    batches = make(split, pack=pack)
+    found = rows(take(batches, -(-batches.rows_per_epoch // BATCH)))
+    most = 0
+    for row in found:
+        segments = row["segment_ids"]
+        count = int(segments.max())
+        most = max(most, count)
+        size = int((segments > 0).sum())
+        assert np.all(segments[size:] == 0) and np.all(np.diff(segments[:size]) >= 0)
+        assert set(segments[:size]) == set(range(1, count + 1))
+        assert not row["tokens"][size:].any() and not row["loss_mask"][size:].any()
+        for segment in range(1, count + 1):
+            here = segments == segment
+            np.testing.assert_array_equal(row["positions"][here], np.arange(here.sum()))
+            np.testing.assert_array_equal(row["loss_mask"][here], np.arange(here.sum()) > 0)
+            inner = row["tokens"][here]
+            inner = inner[inner > 0]  # a piece of one document: consecutive numbers
+            np.testing.assert_array_equal(inner, np.arange(len(inner)) + (inner[0] if len(inner) else 0))
+    assert most > 1 if pack else most == 1
+
+
+@pytest.mark.parametrize("split, pack", [("held_out", True), ("held_out", False), ("train", False)])
+@pytest.mark.parametrize("seq_len", [2, 3, 16, 300])
+def test_every_token_is_a_target_once(make, split, pack, seq_len):
+    batches = make(split, pack=pack, seq_len=seq_len)
+    found = rows(take(batches, -(-batches.rows_per_epoch // BATCH)))[: batches.rows_per_epoch]
+    targets = collections.Counter()
+    for row in found:  # as the loss sees them: next tokens of the same segment
+        same = (row["segment_ids"][1:] == row["segment_ids"][:-1]) & (row["segment_ids"][1:] > 0)
+        np.testing.assert_array_equal(same, row["loss_mask"][1:])
+        targets.update(row["tokens"][1:][same].tolist())
+    counts = batches.store.counts(split)
+    assert targets.pop(0) == counts.documents == 24, "the end of each document"
+    assert set(targets.values()) == {1} and len(targets) == max(targets) == counts.tokens - 2 * counts.documents
+    assert counts.targets == len(targets) + counts.documents
+
+
+def test_held_out_is_one_pass_of_whole_batches(make):
+    batches = make("held_out")
+    found = list(batches)
+    assert len(found) == math.ceil(batches.rows_per_epoch / BATCH) and batches.rows_per_epoch % BATCH
+    assert all(batch.tokens.shape == (BATCH, SEQ_LEN) for batch in found)
+    assert not found[-1].segment_ids[batches.rows_per_epoch % BATCH :].any()
+    assert list(batches) == []
+    equal(list(batches.rewind()), found)
+
+
+def test_packing_wastes_only_the_last_row(make):
+    batches = make()
+    found = rows(take(batches, batches.rows_per_epoch))[: batches.rows_per_epoch]
+    gaps = sorted(int((row["segment_ids"] == 0).sum()) for row in found)
+    assert gaps[:-1] == [0] * (len(gaps) - 1)
+
+
+@pytest.mark.parametrize("split, pack", [("train", True), ("train", False), ("held_out", True)])
+def test_resume_is_exact_everywhere(make, split, pack):
+    straight = make(split, pack=pack)
+    length = straight.rows_per_epoch // BATCH + 1
+    total = 2 * length + 5 if split == "train" else length
+    states, found = [], []
+    for _ in range(total):
+        states.append(json.loads(json.dumps(straight.get_state())))
+        found.append(next(straight))
+    for point in sorted({0, 1, length - 2, length - 1, total - 1}):
+        resumed = make(split, pack=pack)
+        next(resumed)
+        resumed.set_state(states[point])
+        assert resumed.get_state() == states[point]
+        equal(take(resumed, min(5, total - point)), found[point : point + 5])
+        if split == "held_out" and point + 5 >= total:
+            assert list(resumed) == []
+
+
+def test_resume_goes_backwards_and_after_close(make):
+    batches = make()
+    state, first = batches.get_state(), take(batches, 3)
+    batches.set_state(state)
+    equal(take(batches, 2), first[:2])
+    batches.close()
+    equal([next(batches)], first[2:])
+
+
+def test_resume_with_other_batches(make):
+    few, many = make(batch_size=2), make(batch_size=6)
+    straight = rows(take(make(batch_size=2), 9))
+    taken = rows(take(few, 3))
+    many.set_state(few.get_state())
+    taken += rows(take(many, 2))
+    for one, other in zip(straight, taken, strict=True):
+        np.testing.assert_array_equal(one["tokens"], other["tokens"])
+
+
+@pytest.mark.parametrize("split", ["train", "held_out"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_share_the_same_global_batches(make, split, count):
+    alone = make(split)
+    length = alone.rows_per_epoch // BATCH + 1
+    shares = [take(make(split, index, count), length) for index in range(count)]
+    together = [
+        Batch(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in FIELDS})
+        for parts in zip(*shares, strict=True)
+    ]
+    assert shares[0][0].tokens.shape == (BATCH // count, SEQ_LEN)
+    equal(together, take(alone, length))
+
+
+def test_seeds_give_other_orders(make):
+    one, other = rows(take(make(seed=1), 2)), rows(take(make(seed=2), 2))
+    assert [row["tokens"].tolist() for row in one] != [row["tokens"].tolist() for row in other]
+
+
+@pytest.mark.parametrize("change", [{"seed": 8}, {"seq_len": 8}, {"pack": False}, {"split": "held_out"}])
+def test_states_of_other_data_are_refused(make, change):
+    state = make().get_state()
+    ((name, _),) = change.items()
+    with pytest.raises(DataError, match=f"the checkpoint's data differ: {name} was .* and is .*: go on with"):
+        make(**change).set_state(state)
+
+
+def test_states_of_other_text_are_refused(make, corpus, tmp_path):
+    config = DataConfig(path=str(corpus / "held_out.jsonl"), batch_size=BATCH, seq_len=SEQ_LEN, seed=7)
+    with (
+        make_dataset(config, Numbers(), cache_dir=tmp_path) as other,
+        pytest.raises(DataError, match="differ: data was"),
+    ):
+        other.set_state(make().get_state())
+
+
+@pytest.mark.parametrize(
+    "settings, sentence",
+    [
+        ({"batch_size": 0}, r"DataConfig.batch_size=0 must be an integer of at least 1"),
+        ({"seq_len": 1}, r"DataConfig.seq_len=1 must be an integer of at least 2"),
+        ({"seed": -1}, r"DataConfig.seed=-1 must be"),
+        ({"held_out_fraction": 1.0}, r"held_out_fraction=1.0 must be below 1"),
+        ({"held_out_fraction": -0.1}, r"held_out_fraction=-0.1 must be"),
+        ({"process_count": 3}, r"DataConfig.batch_size=4 must be a multiple of process_count=3"),
+        ({"process_count": 2, "process_index": 2}, r"process_index=2 must be below process_count=2"),
+        ({"split": "heldout"}, r"Did you mean 'held_out'"),
+    ],
+)
+def test_wrong_settings(make, settings, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        make(**settings)
+
+
+def test_an_empty_split_is_refused(tmp_path):
+    (tmp_path / "one.txt").write_text("only one document")
+    config = DataConfig(path=str(tmp_path / "one.txt"))
+    with pytest.raises(DataError, match=r"split 'held_out' of the data is empty: give a held_out_path"):
+        make_dataset(config, ByteTokenizer(), cache_dir=tmp_path / "cache", split="held_out")
+    with make_dataset(config, ByteTokenizer(), cache_dir=tmp_path / "cache") as batches:
+        row = next(batches)
+    assert ByteTokenizer().decode(row.tokens[0][row.segment_ids[0] > 0]) == "only one document"
+    assert row.tokens[0, 0] == 256 and row.tokens[0, 18] == 257 and row.loss_mask.sum() == 8 * 18
+
+
+def test_bytes_and_gzip_of_the_held_out_text(make, corpus):
+    texts = [json.loads(line)["text"] for line in (corpus / "held_out.jsonl").read_text().splitlines()]
+    counts = make().store.counts("held_out")
+    assert counts.bytes == sum(len(text.encode()) for text in texts)
+    np.testing.assert_allclose(counts.gzip_nats_per_byte, gzip_nats_per_byte(texts), rtol=1e-12)
+
+
+def test_reading_threads_end(make):
+    batches = make()
+    next(batches)
+    batches.close()
+    until = time.monotonic() + 10
+    while any(one.name.startswith("grain-prefetch") for one in threading.enumerate()) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not any(one.name.startswith("grain-prefetch") for one in threading.enumerate())
+
+
+def test_the_missing_package_is_named(make, monkeypatch):
+    batches = make()
+    monkeypatch.setitem(sys.modules, "grain", None)
+    with pytest.raises(ImportError, match=r"eqx_decoders\[train\]"):
+        next(batches)
+
+
+def test_command_line_shows_every_field(capsys):
+    import tyro
+
+    with pytest.raises(SystemExit):
+        tyro.cli(DataConfig, args=["--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for words in ("Sequences per step, over all processes", "Tokens per sequence", "held out", "Seed of the order"):
+        assert words in text
+    assert tyro.cli(DataConfig, args=["--seq-len", "64"]).seq_len == 64
+
+
+SIZES = st.lists(st.integers(2, 40), min_size=1, max_size=12)
+
+
+@pytest.mark.parametrize("plan, overlap", [(plan_packed, 0), (plan_padded, 1), (plan_overlapping, 1)])
+@given(sizes=SIZES, seq_len=st.integers(2, 20))
+@settings(max_examples=60, deadline=None)
+def test_plans_tile_every_document(plan, overlap, sizes, seq_len):
+    found = plan(np.arange(len(sizes)) + 100, np.array(sizes), seq_len)
+    room = collections.Counter()
+    next_start = dict.fromkeys(range(100, 100 + len(sizes)), 0)
+    for place in range(len(found.order)):
+        for document, start, stop in found.pieces(place):
+            assert start == next_start[document] and stop > start + overlap
+            next_start[document] = stop - overlap
+            room[place] += stop - start
+    assert [end + overlap for end in next_start.values()] == sizes
+    assert set(room) == set(range(len(found.order))) and max(room.values()) <= seq_len
+    if plan is plan_packed:
+        assert len(room) == math.ceil(sum(sizes) / seq_len)
+    if plan is plan_overlapping:
+        assert all(room[place] >= seq_len - 1 for place in range(len(room) - 1))
+
+
+def test_permutations_are_fixed_for_all_times():
+    assert permutation(8, "0/0/rows").tolist() == [1, 2, 6, 5, 3, 0, 7, 4]
+    assert sorted(permutation(1000, "x")) == list(range(1000))
+    assert permutation(1000, "x").tolist() != permutation(1000, "y").tolist()
+    middle = np.mean([permutation(10, str(seed)) for seed in range(300)], axis=0)
+    np.testing.assert_allclose(middle, 4.5, atol=0.8)
+
+
+def test_gzip_baseline():
+    texts = ["the cat ", "sat on the mat ", "naïve 東京 " * 20]
+    whole = "".join(texts).encode()
+    want = 8 * math.log(2) * len(gzip.compress(whole, 9)) / len(whole)
+    np.testing.assert_allclose(gzip_nats_per_byte(texts), want, rtol=1e-12)
+    with pytest.raises(DataError, match="at least one byte"):
+        gzip_nats_per_byte([])

@@ -1,0 +1,198 @@
+"""Tokenizers: every text comes back, special names in it are text, no half characters in a stream."""
+
+import itertools
+import json
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from eqx_decoders.errors import ConfigError, DataError
+from eqx_decoders.training.tokenizer import (
+    ByteTokenizer,
+    JsonTokenizer,
+    StreamDecoder,
+    Tokenizer,
+    load_tokenizer,
+    train_bpe,
+)
+
+
+TEXTS = [
+    "def f(x):\n    return x + 1\n" * 5,
+    "the cat, the hat; naïve café 東京 🙂🙂 the end\r\n\t" * 5,
+    "1234 5678 " * 9,
+]
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return train_bpe(TEXTS, 300)
+
+
+@pytest.fixture(scope="module", params=["bytes", "bpe"])
+def tokenizer(request, bpe):
+    return ByteTokenizer() if request.param == "bytes" else bpe
+
+
+@given(text=st.text(max_size=80))
+@settings(max_examples=150, deadline=None)
+def test_every_text_comes_back(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int32 and isinstance(tokenizer, Tokenizer)
+    assert np.all((ids >= 0) & (ids < tokenizer.vocab_size))
+    assert tokenizer.decode(ids) == text
+    assert not np.isin(ids, [tokenizer.bos_id, tokenizer.eos_id]).any()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "\x00", "\r\n", "\ufeffa", "a<|endoftext|>b", "\ufffd", "👩‍👩‍👧 é é", " " * 50, TEXTS[1]]
+)
+def test_hard_texts_come_back(tokenizer, text):
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    (many,) = tokenizer.encode_many([text])
+    np.testing.assert_array_equal(many, tokenizer.encode(text))
+
+
+def test_bpe_merges_and_uses_its_whole_vocabulary(bpe):
+    assert bpe.vocab_size == 300 and bpe.bos_id == bpe.eos_id == 0
+    assert len(bpe.encode(TEXTS[0])) < 0.6 * len(TEXTS[0])
+
+
+def test_special_names_are_text_unless_asked_for(bpe):
+    assert bpe.eos_id not in bpe.encode("a<|endoftext|>b")
+    assert list(bpe.encode("a<|endoftext|>b", special=True)).count(bpe.eos_id) == 1
+    assert bpe.eos_id not in bpe.encode("a<|endoftext|>b"), "the choice must not stick"
+
+
+def test_special_and_broken_ids_decode():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.decode([tokenizer.bos_id, 104, 105, tokenizer.eos_id, tokenizer.pad_id]) == "hi"
+    assert tokenizer.decode([104, 0xFF, 105, 0xE6]) == "h\ufffdi\ufffd"
+
+
+def test_lone_surrogates_are_refused(tokenizer):
+    with pytest.raises(DataError, match="lone surrogate at character 2"):
+        tokenizer.encode("ab\ud800")
+
+
+def test_bpe_is_deterministic(bpe):
+    assert train_bpe(TEXTS, 300).fingerprint == bpe.fingerprint != train_bpe(TEXTS[:2], 300).fingerprint
+    with pytest.raises(ConfigError, match="vocab_size=256 must be an integer of at least 257"):
+        train_bpe(TEXTS, 256)
+
+
+def test_save_and_load(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    again = load_tokenizer(tmp_path)
+    assert type(again) is type(tokenizer) and again.fingerprint == tokenizer.fingerprint
+    assert (again.vocab_size, again.bos_id, again.eos_id) == (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id)
+    np.testing.assert_array_equal(again.encode(TEXTS[1]), tokenizer.encode(TEXTS[1]))
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def inner_tokenizer(*special):
+    from tokenizers import Tokenizer as Inner, models
+
+    inner = Inner(models.WordLevel({"[UNK]": 0, "word": 1}, unk_token="[UNK]"))
+    inner.add_special_tokens(list(special))
+    return inner
+
+
+@pytest.mark.parametrize(
+    "settings, bos, eos",
+    [
+        (None, "<s>", "</s>"),
+        ({"bos_token": "<a>", "eos_token": {"content": "<b>"}}, "<a>", "<b>"),
+        ({"bos_token": None}, None, "</s>"),
+    ],
+)
+def test_special_tokens_are_found(tmp_path, settings, bos, eos):
+    inner = inner_tokenizer("<s>", "</s>", "<a>", "<b>")
+    inner.save(str(tmp_path / "tokenizer.json"))
+    if settings is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    for spec in (tmp_path, tmp_path / "tokenizer.json", str(tmp_path)):
+        found = load_tokenizer(spec)
+        assert found.bos_id == (None if bos is None else inner.token_to_id(bos))
+        assert found.eos_id == inner.token_to_id(eos)
+        assert found.vocab_size == 6
+
+
+def test_stored_truncation_and_padding_are_switched_off(bpe, tmp_path):
+    bpe.save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    from tokenizers import Tokenizer as Inner
+
+    inner = Inner.from_file(str(file))
+    inner.enable_truncation(4)
+    inner.enable_padding(length=10)
+    inner.save(str(file))
+    again = load_tokenizer(file)
+    assert again.decode(again.encode(TEXTS[0])) == TEXTS[0]
+    assert len(again.encode("a")) == 1
+
+
+def test_sentences_for_what_cannot_be_loaded(tmp_path):
+    with pytest.raises(DataError, match=r"nowhere' does not exist: give 'bytes'"):
+        load_tokenizer("nowhere")
+    with pytest.raises(DataError, match=r"holds no tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match=r"is not a tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    inner_tokenizer("<s>").save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<gone>"}')
+    with pytest.raises(DataError, match="special token '<gone>' is not in the vocabulary"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(DataError, match="must hold a JSON object"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(DataError, match=r"tokenizer_config.json is not valid JSON"):
+        load_tokenizer(tmp_path)
+
+
+def test_the_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ImportError, match=r"eqx_decoders\[train\]"):
+        train_bpe(TEXTS, 300)
+
+
+@given(ids=st.lists(st.integers(0, 255), max_size=60), cuts=st.lists(st.integers(0, 60), max_size=6))
+@settings(max_examples=100, deadline=None)
+def test_stream_equals_decode_even_of_broken_text(tokenizer, ids, cuts):
+    stream = StreamDecoder(tokenizer)
+    edges = sorted({0, len(ids), *(min(cut, len(ids)) for cut in cuts)})
+    pieces = [stream.push(ids[start:stop]) for start, stop in itertools.pairwise(edges)]
+    assert "".join(pieces) + stream.flush() == tokenizer.decode(ids)
+
+
+def test_stream_never_shows_half_of_a_character(tokenizer):
+    text = "é東🙂👩‍👩‍👧 plain " * 8
+    stream = StreamDecoder(tokenizer)
+    pieces = [stream.push(one) for one in tokenizer.encode(text)]
+    assert "".join(pieces) == text and stream.flush() == ""
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "" in pieces, "some ids must have been held back"
+
+
+def test_stream_flush_shows_the_rest_and_starts_anew(tokenizer):
+    stream = StreamDecoder(tokenizer)
+    half = tokenizer.encode("a🙂")[:-1] if isinstance(tokenizer, ByteTokenizer) else tokenizer.encode("a東京")[:2]
+    assert stream.push(half) == "a" and stream.flush() == "\ufffd"
+    assert stream.push(tokenizer.encode("b")) == "b" and stream.flush() == ""
+
+
+def test_stream_with_byte_fallback():
+    from tokenizers import Tokenizer as Inner, decoders, models
+
+    vocab = {"<unk>": 0, "a": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
+    inner = Inner(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer, text = JsonTokenizer(inner), "a東京🙂a"
+    stream = StreamDecoder(tokenizer)
+    pieces = [stream.push(one) for one in tokenizer.encode(text)]
+    assert "".join(pieces) == text == tokenizer.decode(tokenizer.encode(text))
+    assert not any("\ufffd" in piece for piece in pieces)
