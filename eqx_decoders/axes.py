@@ -77,7 +77,9 @@ def _collect(node: Any, path: str, stacked: Axes, found: dict[str, Axes]) -> Non
             if isinstance(value, jax.Array | jax.ShapeDtypeStruct) or eqx.is_array(value):
                 words = _words(hints[field.name])
                 if words is None:
-                    raise ConfigError(f"{type(node).__name__}.{field.name} holds an array: its type must name the axes.")
+                    raise ConfigError(
+                        f"{type(node).__name__}.{field.name} holds an array: its type must name the axes."
+                    )
                 found[where] = stacked + check_axes(f"{type(node).__name__}.{field.name}", words)
             else:
                 _collect(value, where, stacked, found)

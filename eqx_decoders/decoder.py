@@ -107,9 +107,7 @@ class Cache(eqx.Module):
     segments: tuple[tuple[KVCache | None, ...], ...]
     length: Int[Array, "batch"]
 
-    def commit(
-        self, entries: tuple[tuple[Entries | None, ...], ...], positions: Int[Array, "batch length"]
-    ) -> "Cache":
+    def commit(self, entries: tuple[tuple[Entries | None, ...], ...], positions: Int[Array, "batch length"]) -> "Cache":
         """Write the entries proposed by all layers at `positions`; where these are -1 nothing is written."""
         written = tuple(
             tuple(None if old is None else old.commit(new, positions) for old, new in zip(caches, news, strict=True))

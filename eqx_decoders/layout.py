@@ -156,7 +156,9 @@ class Layout:
 
     def replicated(self) -> Sharding:
         """The sharding of an array that every device holds whole."""
-        return SingleDeviceSharding(jax.devices()[0]) if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+        return (
+            SingleDeviceSharding(jax.devices()[0]) if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
+        )
 
     def constrain(self, x: Array, words: str) -> Array:
         """Tell XLA how to split an activation: `layout.constrain(x, "batch length embed")`."""

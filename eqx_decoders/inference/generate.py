@@ -77,9 +77,7 @@ def _begin(model, prompt, lengths, max_new_tokens, sampler, key, stop_ids) -> _R
     """Prefill, and the first new token."""
     config, layout = model.config, model.execution.layout
     batch, width = prompt.shape
-    cache = init_cache(
-        config, batch, width + max_new_tokens, dtype=model.execution.precision.compute, layout=layout
-    )
+    cache = init_cache(config, batch, width + max_new_tokens, dtype=model.execution.precision.compute, layout=layout)
     index = jnp.arange(width, dtype=jnp.int32)[None]
     positions = jnp.where(index < lengths[:, None], index, -1)
     hidden, cache, _ = model.run(prompt, positions=positions, cache=cache, fresh=True)
@@ -148,7 +146,9 @@ def _checked(model, prompt, lengths, max_new_tokens, sampler, key) -> Array:
     if not isinstance(prompt, jax.core.Tracer):
         low, high = int(np.min(prompt)), int(np.max(prompt))
         good = low >= 0 and high < model.config.vocab_size
-        check(good, f"generate: prompt holds ids from {low} to {high}; they must be 0 to {model.config.vocab_size - 1}.")
+        check(
+            good, f"generate: prompt holds ids from {low} to {high}; they must be 0 to {model.config.vocab_size - 1}."
+        )
     if lengths is None:
         return jnp.full((batch,), width, jnp.int32)
     if not isinstance(lengths, jax.core.Tracer):

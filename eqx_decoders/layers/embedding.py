@@ -110,8 +110,6 @@ def padded_positions(
         index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None], shape)
         positions = index
         if segment_ids is not None:  # the distance from the latest token that begins a document
-            begins = jnp.concatenate(
-                [jnp.ones((shape[0], 1), bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1
-            )
+            begins = jnp.concatenate([jnp.ones((shape[0], 1), bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
             positions = index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
     return positions if segment_ids is None else jnp.where(segment_ids == 0, -1, positions)

@@ -367,6 +367,9 @@ def _blockwise_bwd(plan: _Plan, kept: tuple, bars: tuple):
 _blockwise.defvjp(_blockwise_fwd, _blockwise_bwd)
 
 
+_BLOCKS = {"cpu": (128, 1024, 16), "other": (512, 512, 16)}  # queries, keys, tiles that are written out
+
+
 def _chunked(query, key, value, places: Places, *, mask: Mask, soft_cap: float | None, aligned: bool, platform: str):
     """Blocks of queries against blocks of keys with a running softmax (Rabe & Staats, 2021; Dao et al., 2022).
 
@@ -374,7 +377,7 @@ def _chunked(query, key, value, places: Places, *, mask: Mask, soft_cap: float |
     with just the keys that it needs; many become loops, so that the program's size does not grow with the length.
     """
     length, kv_length = query.shape[1], key.shape[1]
-    block, kv_block, most = (128, 1024, 16) if platform == "cpu" else (512, 512, 16)
+    block, kv_block, most = _BLOCKS.get(platform, _BLOCKS["other"])
     plan = _Plan(mask=mask, soft_cap=soft_cap, aligned=aligned, platform=platform, block=block, kv_block=kv_block)
     tiles = sum(len(plan.key_tiles(at, min(block, length - at), kv_length)) for at in range(0, length, block))
     if tiles > most:

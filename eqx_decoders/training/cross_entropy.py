@@ -70,6 +70,8 @@ def linear_cross_entropy(
         f"linear_cross_entropy kernel of shape {kernel.shape} with tied={tied} does not fit hidden {hidden.shape}:"
         " it must be [vocab, embed] if tied, otherwise [embed, vocab].",
     )
+    check_number("linear_cross_entropy scale", scale)
+    check_number("linear_cross_entropy z_loss", z_loss, least=0.0)
     if soft_cap is not None:
         check_number("linear_cross_entropy soft_cap", soft_cap, above=0.0)
     if tile is not None:
@@ -133,8 +135,9 @@ class _Head:
         """`[batch, tile, n]` by the kernel over n, in f32."""
         if not self.flatten:
             return lax.dot_general(x, kernel, (((2,), (dimension,)), ((), ())), preferred_element_type=jnp.float32)
-        rows = x.shape[0] * x.shape[1]
-        return matmul(x.reshape(rows, x.shape[2]), kernel, (1, dimension), jnp.float32).reshape(*x.shape[:2], -1)
+        batch, tile, inner = x.shape
+        product = matmul(x.reshape(batch * tile, inner), kernel, (1, dimension), jnp.float32)
+        return product.reshape(batch, tile, kernel.shape[1 - dimension])
 
     def outer(self, hidden, gradient):
         """The gradient of the kernel, in f32."""

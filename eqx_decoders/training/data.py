@@ -29,6 +29,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from eqx_decoders.errors import DataError, check, check_integer, check_number, check_word, need_extra
+from eqx_decoders.training.corpus import read_texts
 from eqx_decoders.training.packing import Plan, permutation, plan_overlapping, plan_packed, plan_padded
 from eqx_decoders.training.token_store import SPLITS, TokenStore, open_store
 from eqx_decoders.training.tokenizer import Tokenizer
@@ -80,6 +81,17 @@ class DataConfig:
         check_number("DataConfig.held_out_fraction", self.held_out_fraction, least=0.0)
         rule = f"DataConfig.held_out_fraction={self.held_out_fraction} must be below 1"
         check(self.held_out_fraction < 1, f"{rule}: something must be left to train on.")
+
+
+def training_texts(config: DataConfig, *, max_bytes: int = 1 << 28) -> Iterator[str]:
+    """The first `max_bytes` of the training documents, without any that is held out: what `train_bpe` may see."""
+    fraction = 0.0 if config.held_out_path else config.held_out_fraction
+    size = 0
+    for text in read_texts(config.path, text_field=config.text_field, held_out_fraction=fraction):
+        size += len(text.encode())
+        if size > max_bytes:
+            return
+        yield text
 
 
 def make_dataset(

@@ -17,7 +17,7 @@ from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.layout import Layout
 from eqx_decoders.training.data import Batch
 from eqx_decoders.training.loss import LossMetrics, token_loss_sum
-from eqx_decoders.training.optimiser import OptimiserConfig, make_optimiser, make_schedule, matching
+from eqx_decoders.training.optimizer import OptimizerConfig, make_optimizer, make_schedule, matching
 
 
 class TrainState(eqx.Module):
@@ -26,14 +26,14 @@ class TrainState(eqx.Module):
     **Arguments:**
 
     - `model`: the decoder.
-    - `optimiser`: the optimiser's state, of the trainable weights only.
+    - `optimizer`: the optimizer's state, of the trainable weights only.
     - `step`: steps taken.
     - `skipped`: how many of them changed nothing, because loss or gradient was not finite.
     - `key`: the run's key; each step uses its own, derived from it.
     """
 
     model: Decoder
-    optimiser: PyTree
+    optimizer: PyTree
     step: Int32[Array, ""]
     skipped: Int32[Array, ""]
     key: PRNGKeyArray
@@ -86,7 +86,7 @@ class Trainer(eqx.Module):
     `state, metrics = trainer.step(state, batch)`.
     """
 
-    optimiser: optax.GradientTransformation = eqx.field(static=True)
+    optimizer: optax.GradientTransformation = eqx.field(static=True)
     schedule: Callable[[Any], Any] = eqx.field(static=True)
     trainable: frozenset[str] = eqx.field(static=True)
     clip_norm: float | None = eqx.field(static=True)
@@ -94,29 +94,29 @@ class Trainer(eqx.Module):
 
     @classmethod
     def create(
-        cls, optimiser: OptimiserConfig, model: Decoder, *, steps: int, config: StepConfig = StepConfig()
+        cls, optimizer: OptimizerConfig, model: Decoder, *, steps: int, config: StepConfig = StepConfig()
     ) -> "Trainer":
         """For models shaped like `model` (arrays or `ShapeDtypeStruct`s) and runs of `steps` steps."""
         words = axes(model)
-        trainable = matching(words, optimiser.trainable, "OptimiserConfig.trainable")
+        trainable = matching(words, optimizer.trainable, "OptimizerConfig.trainable")
         return cls(
-            optimiser=make_optimiser(optimiser, {name: words[name] for name in words if name in trainable}, steps),
-            schedule=make_schedule(optimiser, steps),
+            optimizer=make_optimizer(optimizer, {name: words[name] for name in words if name in trainable}, steps),
+            schedule=make_schedule(optimizer, steps),
             trainable=trainable,
-            clip_norm=optimiser.clip_norm,
+            clip_norm=optimizer.clip_norm,
             config=config,
         )
 
     def init(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
-        """The state before the first step; the optimiser's part is born sharded like the weights it belongs to."""
-        target = self.abstract(model, key=key).optimiser
+        """The state before the first step; the optimizer's part is born sharded like the weights it belongs to."""
+        target = self.abstract(model, key=key).optimizer
         weights = self._weights(model)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
-        optimiser = jax.jit(self.optimiser.init, out_shardings=shardings)(weights)
+        optimizer = jax.jit(self.optimizer.init, out_shardings=shardings)(weights)
         # counters of their own: a donated step must not be handed one buffer twice
         zero, none = (jax.device_put(jnp.zeros((), jnp.int32), _replicated(model)) for _ in range(2))
         key = jax.device_put(jax.random.clone(key), _replicated(model))
-        return TrainState(model=model, optimiser=optimiser, step=zero, skipped=none, key=key)
+        return TrainState(model=model, optimizer=optimizer, step=zero, skipped=none, key=key)
 
     def abstract(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
         """`init` as a tree of `jax.ShapeDtypeStruct` with shardings, for restoring a checkpoint without a first state."""
@@ -129,13 +129,13 @@ class Trainer(eqx.Module):
             sharding = weights[owner].sharding if owner is not None and same else everywhere
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        optimiser = jax.tree_util.tree_map_with_path(like, jax.eval_shape(self.optimiser.init, weights))
+        optimizer = jax.tree_util.tree_map_with_path(like, jax.eval_shape(self.optimizer.init, weights))
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
         key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=everywhere)
-        return TrainState(model=model, optimiser=optimiser, step=scalar, skipped=scalar, key=key)
+        return TrainState(model=model, optimizer=optimizer, step=scalar, skipped=scalar, key=key)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        """One optimiser step, compiled; `state` is donated: its buffers are those of the new state."""
+        """One optimizer step, compiled; `state` is donated: its buffers are those of the new state."""
         rows = batch.tokens.shape[0]
         check(
             rows % self.config.accumulate == 0,
@@ -155,15 +155,15 @@ class Trainer(eqx.Module):
             scale = scale * jnp.minimum(1.0, self.clip_norm / jnp.maximum(norm, 1e-12))
         weights = self._weights(state.model)
         gradient = {name: (leaf * scale).astype(weights[name].dtype) for name, leaf in gradient.items()}
-        updates, optimiser = self.optimiser.update(gradient, state.optimiser, weights)
-        weights, optimiser = jax.tree.map(
+        updates, optimizer = self.optimizer.update(gradient, state.optimizer, weights)
+        weights, optimizer = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old),
-            (optax.apply_updates(weights, updates), optimiser),
-            (weights, state.optimiser),
+            (optax.apply_updates(weights, updates), optimizer),
+            (weights, state.optimizer),
         )
         new = TrainState(
             model=self._with_weights(state.model, weights),
-            optimiser=optimiser,
+            optimizer=optimizer,
             step=state.step + 1,
             skipped=state.skipped + jnp.where(finite, 0, 1),
             key=state.key,

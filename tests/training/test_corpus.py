@@ -71,7 +71,7 @@ def test_a_long_file_is_read_in_pieces(tmp_path):
 
 def test_json_lines(tmp_path):
     lines = [json.dumps({"text": text, "content": text[::-1]}) for text in TEXTS]
-    (tmp_path / "a.jsonl").write_text("\n\n".join(lines) + '\n{"text": ""}\n')
+    (tmp_path / "a.jsonl").write_text("\n\n".join(lines) + '\n{"text": "", "content": ""}\n')
     assert texts(tmp_path) == TEXTS
     assert texts(tmp_path / "a.jsonl", text_field="content")[:3] == [text[::-1] for text in TEXTS]
 
@@ -302,7 +302,7 @@ def test_an_interrupted_store_is_made_again(corpus, monkeypatch, call):
     want = build(corpus)
     want_tokens = np.array(want.tokens)
     shutil.rmtree(corpus.parent / "cache")
-    calls = iter(range(1, 100))
+    calls, replace = iter(range(1, 100)), os.replace
 
     class Killed(BaseException):
         pass
@@ -312,12 +312,14 @@ def test_an_interrupted_store_is_made_again(corpus, monkeypatch, call):
             raise Killed
         return replace(*arguments)
 
+    def die_writing(writer, tokens, held_out):
+        raise Killed
+
     with monkeypatch.context() as patch:
         patch.setattr(token_store.shutil, "rmtree", lambda *_, **__: None)
-        if call == 5:
-            patch.setattr(token_store._Writer, "_encode", die)
-        replace = os.replace
         patch.setattr(os, "replace", die)
+        if call == 5:
+            patch.setattr(token_store._Writer, "_write", die_writing)
         with pytest.raises(Killed):
             build(corpus)
     assert not (corpus.parent / "cache" / "manifest.json").exists()

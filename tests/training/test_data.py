@@ -9,12 +9,15 @@ import sys
 import threading
 import time
 
+import jax
+import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from eqx_decoders.errors import ConfigError, DataError
-from eqx_decoders.training.data import Batch, DataConfig, make_dataset
+from eqx_decoders.training.data import Batch, DataConfig, make_dataset, training_texts
 from eqx_decoders.training.packing import permutation, plan_overlapping, plan_packed, plan_padded
 from eqx_decoders.training.token_store import gzip_nats_per_byte
 from eqx_decoders.training.tokenizer import ByteTokenizer
@@ -46,7 +49,7 @@ class Numbers:
 def corpus(tmp_path_factory):
     """Documents of 1 to 70 tokens around every edge of 16, with the tokens 1, 2, 3, … without repetition."""
     folder = tmp_path_factory.mktemp("corpus")
-    sizes = [1, 2, 12, 13, 14, 15, 16, 17, 18, 29, 30, 31, 70, 3, 3, 45, 1, 64, 5, 8, 9, 33, 27, 20]
+    sizes = [1, 2, 12, 13, 14, 15, 16, 17, 18, 29, 30, 31, 70, 3, 3, 45, 1, 64, 5, 8, 9, 33, 27, 1]
     numbers = itertools.count(1)
     texts = [" ".join(str(next(numbers)) for _ in range(size)) for size in sizes]
     for name, kept in (("train", texts), ("held_out", texts[::-1])):
@@ -273,6 +276,25 @@ def test_bytes_and_gzip_of_the_held_out_text(make, corpus):
     counts = make().store.counts("held_out")
     assert counts.bytes == sum(len(text.encode()) for text in texts)
     np.testing.assert_allclose(counts.gzip_nats_per_byte, gzip_nats_per_byte(texts), rtol=1e-12)
+
+
+def test_texts_for_the_tokenizer_are_not_held_out(corpus):
+    config = DataConfig(path=str(corpus / "train.jsonl"), held_out_fraction=0.3)
+    texts = [json.loads(line)["text"] for line in (corpus / "train.jsonl").read_text().splitlines()]
+    seen = list(training_texts(config))
+    assert 5 < len(seen) < len(texts) and set(seen) < set(texts)
+    assert list(training_texts(config, max_bytes=len(seen[0] + seen[1]))) == seen[:2]
+    own = DataConfig(path=config.path, held_out_path=str(corpus / "held_out.jsonl"))
+    assert list(training_texts(own)) == texts
+
+
+def test_batches_hold_arrays_of_any_kind_but_one_shape():
+    tokens = np.zeros((2, 3), np.int32)
+    for kind in (np.asarray, jnp.asarray, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)):
+        batch = Batch(tokens=kind(tokens), loss_mask=kind(tokens.astype(np.float32)))
+        assert len(jax.tree.leaves(batch)) == 2
+    with pytest.raises(jaxtyping.TypeCheckError):
+        Batch(tokens=tokens, segment_ids=tokens[:, 1:])
 
 
 def test_reading_threads_end(make):

@@ -1,4 +1,4 @@
-"""Optimisers and schedules from optax, and which weights they move, chosen by patterns on the weights' paths."""
+"""Optimizers and schedules from optax, and which weights they move, chosen by patterns on the weights' paths."""
 
 import dataclasses
 import fnmatch
@@ -13,22 +13,22 @@ from eqx_decoders.errors import ConfigError, check, check_integer, check_number,
 
 Schedule = Callable[[Any], Any]
 
-_OPTIMISERS = ("adamw", "adafactor", "lion", "muon")
+_OPTIMIZERS = ("adamw", "adafactor", "lion", "muon")
 _SCHEDULES = ("cosine", "wsd", "linear", "constant")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OptimiserConfig:
+class OptimizerConfig:
     """How weights are moved."""
 
     name: Literal["adamw", "adafactor", "lion", "muon"] = "adamw"
-    """Optimiser; muon moves matrices inside the blocks, AdamW the rest."""
+    """Optimizer; muon moves matrices inside the blocks, AdamW the rest."""
     learning_rate: float = 3e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
     """Course of the learning rate after the warm-up; wsd: constant, then linear to the end."""
-    warmup_steps: int = 100
-    """Steps of linear warm-up from 0."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up from 0; None: a tenth of the run, 1000 at most."""
     decay_fraction: float = 0.2
     """wsd: the share of all steps in which the learning rate falls."""
     final_fraction: float = 0.1
@@ -38,7 +38,7 @@ class OptimiserConfig:
     no_decay: tuple[str, ...] = ("*norm*", "*bias*", "*sink", "embedding.*", "positions.*")
     """Patterns of weights' paths without weight decay."""
     trainable: tuple[str, ...] = ("*",)
-    """Patterns of weights' paths that are trained; the rest has no optimiser state."""
+    """Patterns of weights' paths that are trained; the rest has no optimizer state."""
     beta1: float = 0.9
     """Decay of the first moment (muon: of AdamW's part)."""
     beta2: float = 0.95
@@ -51,28 +51,30 @@ class OptimiserConfig:
     """Global norm to which gradients are clipped; None: not at all."""
 
     def __post_init__(self):
-        check_word("OptimiserConfig.name", self.name, _OPTIMISERS)
-        check_word("OptimiserConfig.schedule", self.schedule, _SCHEDULES)
-        check_number("OptimiserConfig.learning_rate", self.learning_rate, above=0)
-        check_integer("OptimiserConfig.warmup_steps", self.warmup_steps, 0)
-        check_number("OptimiserConfig.weight_decay", self.weight_decay, least=0)
-        check_number("OptimiserConfig.eps", self.eps, above=0)
+        check_word("OptimizerConfig.name", self.name, _OPTIMIZERS)
+        check_word("OptimizerConfig.schedule", self.schedule, _SCHEDULES)
+        check_number("OptimizerConfig.learning_rate", self.learning_rate, above=0)
+        if self.warmup_steps is not None:
+            check_integer("OptimizerConfig.warmup_steps", self.warmup_steps, 0)
+        check_number("OptimizerConfig.weight_decay", self.weight_decay, least=0)
+        check_number("OptimizerConfig.eps", self.eps, above=0)
         for field in ("decay_fraction", "final_fraction"):
-            check_number(f"OptimiserConfig.{field}", getattr(self, field), least=0)
-            check(getattr(self, field) <= 1, f"OptimiserConfig.{field}={getattr(self, field)} must be at most 1.")
+            check_number(f"OptimizerConfig.{field}", getattr(self, field), least=0)
+            check(getattr(self, field) <= 1, f"OptimizerConfig.{field}={getattr(self, field)} must be at most 1.")
         for field in ("beta1", "beta2", "momentum"):
-            check_number(f"OptimiserConfig.{field}", getattr(self, field), least=0)
-            check(getattr(self, field) < 1, f"OptimiserConfig.{field}={getattr(self, field)} must be below 1.")
+            check_number(f"OptimizerConfig.{field}", getattr(self, field), least=0)
+            check(getattr(self, field) < 1, f"OptimizerConfig.{field}={getattr(self, field)} must be below 1.")
         if self.clip_norm is not None:
-            check_number("OptimiserConfig.clip_norm", self.clip_norm, above=0)
+            check_number("OptimizerConfig.clip_norm", self.clip_norm, above=0)
 
 
-def make_schedule(config: OptimiserConfig, steps: int) -> Schedule:
+def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
     """The learning rate at each of `steps` steps: warm-up from 0, then the named course down to `final_fraction`."""
-    peak, final, warmup = config.learning_rate, config.learning_rate * config.final_fraction, config.warmup_steps
+    peak, final = config.learning_rate, config.learning_rate * config.final_fraction
+    warmup = min(1000, steps // 10) if config.warmup_steps is None else config.warmup_steps
     check(
         warmup < steps or config.schedule == "constant",
-        f"OptimiserConfig.warmup_steps={warmup} must be below the run's {steps} steps.",
+        f"OptimizerConfig.warmup_steps={warmup} must be below the run's {steps} steps.",
     )
     if config.schedule == "cosine":
         course = optax.cosine_decay_schedule(peak, steps - warmup, alpha=config.final_fraction)
@@ -100,8 +102,8 @@ def matching(names: Iterable[str], patterns: Sequence[str], field: str) -> froze
     return frozenset(found)
 
 
-def make_optimiser(config: OptimiserConfig, words: Mapping[str, Axes], steps: int) -> optax.GradientTransformation:
-    """The optimiser for a flat dictionary of weights by path, whose axes are `words`. Clipping is the step's work."""
+def make_optimizer(config: OptimizerConfig, words: Mapping[str, Axes], steps: int) -> optax.GradientTransformation:
+    """The optimizer for a flat dictionary of weights by path, whose axes are `words`. Clipping is the step's work."""
     rate = make_schedule(config, steps)
     decayed = {name: not any(fnmatch.fnmatchcase(name, pattern) for pattern in config.no_decay) for name in words}
 

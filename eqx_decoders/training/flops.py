@@ -1,0 +1,52 @@
+"""How many floating-point operations a model needs, by counting, and how many a device can do."""
+
+import math
+import time
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from eqx_decoders.axes import axes, named_leaves
+from eqx_decoders.decoder import DecoderConfig, abstract
+from eqx_decoders.layers.mask import Chunked, SlidingWindow
+
+
+def matmul_parameters(config: DecoderConfig) -> int:
+    """Weights that multiply every token: all matrices, the head among them, without tables that are only looked up."""
+    model = abstract(config)
+    words, total = axes(model), 0
+    for name, leaf in named_leaves(model).items():
+        inside = [word for word in words[name] if word != "layers"]
+        looked_up = name == "positions.table" or (name == "embedding.table" and not config.tied)
+        if len(inside) >= 2 and not looked_up and not name.endswith("_bias"):
+            total += math.prod(leaf.shape)
+    return total
+
+
+def flops_per_token(config: DecoderConfig, seq_len: int, *, backward: bool = True) -> float:
+    """Model FLOPs of a training step per token: `6 N + 12 * sum over layers of (heads * head_dim * keys)`.
+
+    N are the weights that multiply; keys are `seq_len`, or the window where there is one (Chowdhery et al. 2022,
+    appendix B: a causal mask is not counted as half). Recomputation is not counted. Without `backward` a third of it.
+    """
+    attention = 0
+    for block in config.blocks:
+        if block.mixer is not None:
+            mask = block.mixer.mask
+            keys = min(seq_len, mask.size) if isinstance(mask, SlidingWindow | Chunked) else seq_len
+            attention += block.mixer.num_heads * block.mixer.head_dim * keys
+    return (6.0 if backward else 2.0) * (matmul_parameters(config) + 2 * attention)
+
+
+def measured_flops(dtype: DTypeLike = jnp.float32, *, size: int = 2048, repeats: int = 5) -> float:
+    """FLOP/s of a `size`-cubed product on the default device, the best of some: the roof where no table knows it."""
+    x = jnp.ones((size, size), dtype)
+    product = jax.jit(jnp.matmul)
+    product(x, x).block_until_ready()
+    best = math.inf
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        product(x, x).block_until_ready()
+        best = min(best, time.perf_counter() - begin)
+    return 2.0 * size**3 / best

@@ -1,0 +1,212 @@
+"""All settings of a training run: frozen dataclasses whose field docstrings are the command line's help."""
+
+import dataclasses
+import json
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from eqx_decoders.context import Execution
+from eqx_decoders.errors import ConfigError, check, check_integer, check_word
+from eqx_decoders.families import list_models
+from eqx_decoders.layers.kernel import KERNELS
+from eqx_decoders.layout import Layout
+from eqx_decoders.numerics import Precision
+from eqx_decoders.remat import POLICIES, Remat
+from eqx_decoders.training.data import DataConfig
+from eqx_decoders.training.optimizer import OptimizerConfig, make_schedule
+from eqx_decoders.training.step import StepConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Devices along each axis of the mesh; one of them may be -1: all that the others leave."""
+
+    data: int = -1
+    """Copies of the model, each with its part of the batch."""
+    stage: int = 1
+    """Pipeline stages."""
+    fsdp: int = 1
+    """Parts into which weights and batch are cut; weights are gathered where they are used."""
+    fsdp_transpose: int = 1
+    """The same along the weights' mlp axis."""
+    context: int = 1
+    """Parts into which sequences are cut."""
+    tensor: int = 1
+    """Parts into which heads, mlp and vocab are cut."""
+    tensor_sequence: int = 1
+    """Like tensor, with the length cut between the layers."""
+    expert: int = 1
+    """Parts into which experts are cut."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Train a decoder. Started again on the same run directory, it goes on where it was."""
+
+    run_dir: str = "runs/tiny"
+    """Directory for checkpoints, metrics.jsonl, tokenizer and loss.png."""
+    model: str = "tiny"
+    """Name of a model, as `--list-models` prints them."""
+    steps: int = 600
+    """Optimizer steps in all."""
+    batch_size: int = 16
+    """Sequences per step, over all devices."""
+    seq_len: int = 256
+    """Tokens per sequence."""
+    seed: int = 0
+    """Seed of weights, data order, dropout and samples."""
+    data: str | None = None
+    """File, directory or glob: text, .jsonl, .parquet, token files .bin/.npy; None: the text of Python's own library."""
+    held_out: str | None = None
+    """Data for evaluation; None: a part of `data`, cut off by document."""
+    held_out_fraction: float = 0.05
+    """Share of the documents that is held out, where there is no `held_out`."""
+    text_field: str = "text"
+    """Field of .jsonl records or column of .parquet files that holds the text."""
+    pack: bool = True
+    """Put several documents into one sequence, kept apart by segment ids."""
+    tokenizer: str = "bpe"
+    """"bpe": trained on the run's own text; "bytes"; or a path to a tokenizer.json."""
+    bpe_vocab_size: int | None = None
+    """Ids of a trained tokenizer, at most the model's vocab_size; None: just as many."""
+    checkpoint_every: int = 200
+    """Steps between checkpoints."""
+    keep: int = 3
+    """Checkpoints to keep."""
+    eval_every: int = 200
+    """Steps between held-out evaluations, each with a sample; 0: only at the end."""
+    sample_tokens: int = 120
+    """Tokens of a sample; 0: none."""
+    prompt: str = "def "
+    """How samples begin."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of activations; auto: bfloat16 on TPU and GPU, float32 on CPU. Weights are kept in float32."""
+    remat: str = "none"
+    """Rematerialisation policy, or "custom" with the two lists below."""
+    remat_save: tuple[str, ...] = ()
+    """custom: names of tensors kept on the device."""
+    remat_offload: tuple[str, ...] = ()
+    """custom: names of tensors kept in the host's memory."""
+    attention: str = "auto"
+    """Attention kernel."""
+    layer_stats: bool = False
+    """Write mean, deviation and share of zeros of each layer's activations to metrics.jsonl."""
+    tensorboard: bool = False
+    """Write TensorBoard files into the run directory, too."""
+    describe: bool = False
+    """Print the model's weights (path, shape, axes, sharding, bytes) and exit."""
+    max_skipped: int = 10
+    """Steps in a row that may have a loss or gradient that is not finite (they change nothing) before the run ends."""
+    distributed: bool = False
+    """Call `jax.distributed.initialize()` first: one process on each of several hosts."""
+    profile: tuple[int, int] | None = None
+    """First and last step of a trace, written to `<run-dir>/profile`."""
+    list_models: bool = False
+    """Print the names of the models and exit."""
+    mesh: MeshConfig = MeshConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    step: StepConfig = StepConfig()
+
+    def __post_init__(self):
+        check_word("model", self.model, list_models())
+        for field in ("steps", "checkpoint_every", "keep", "batch_size", "max_skipped"):
+            check_integer(field, getattr(self, field))
+        for field in ("eval_every", "sample_tokens", "seed"):
+            check_integer(field, getattr(self, field), 0)
+        check_word("remat", self.remat, (*POLICIES, "custom"))
+        check_word("attention", self.attention, ("auto", *KERNELS))
+        custom = self.remat == "custom"
+        check(
+            custom or not (self.remat_save or self.remat_offload),
+            f"remat={self.remat!r} has its own lists: remat_save and remat_offload need remat='custom'.",
+        )
+        if custom:
+            Remat(save=self.remat_save, offload=self.remat_offload)
+        if self.profile is not None:
+            first, last = self.profile
+            check(0 < first <= last, f"profile={self.profile} must be a first and a last step, counted from 1.")
+        check(
+            self.batch_size % self.step.accumulate == 0,
+            f"batch_size={self.batch_size} must be a multiple of step.accumulate={self.step.accumulate}.",
+        )
+        self.data_config()
+        make_schedule(self.optimizer, self.steps)
+
+    def data_config(self) -> DataConfig:
+        """The part that decides which tokens a step sees."""
+        return DataConfig(
+            path=self.data,
+            held_out_path=self.held_out,
+            held_out_fraction=self.held_out_fraction,
+            text_field=self.text_field,
+            batch_size=self.batch_size,
+            seq_len=self.seq_len,
+            seed=self.seed,
+            pack=self.pack,
+        )
+
+    def execution(self) -> Execution:
+        """Layout, dtypes and remat on the devices that are there."""
+        layout = Layout.create(**dataclasses.asdict(self.mesh))
+        split = [axis for axis in ("data", "fsdp", "fsdp_transpose", "expert") if layout.mesh.shape[axis] > 1]
+        parts = 1
+        for axis in split:
+            parts *= layout.mesh.shape[axis]
+        rows = self.batch_size // self.step.accumulate
+        cut = f"batch_size={self.batch_size}" + (f" / accumulate={self.step.accumulate}" * (self.step.accumulate > 1))
+        check(rows % parts == 0, f"{cut} must be a multiple of {parts}, the devices along {' x '.join(split)}.")
+        compute = self.dtype
+        if compute == "auto":
+            compute = "float32" if layout.platform == "cpu" else "bfloat16"
+        remat = Remat(save=self.remat_save, offload=self.remat_offload) if self.remat == "custom" else self.remat
+        return Execution(
+            layout=layout,
+            precision=Precision(params=jnp.float32, compute=compute),
+            remat=remat,
+            attention=self.attention,
+            layer_stats=self.layer_stats,
+        )
+
+
+def save_settings(settings: TrainConfig, path: Path) -> None:
+    """Write the settings of a run as JSON, for people and for `load_settings`."""
+    path.write_text(json.dumps(settings_json(settings), indent=2) + "\n")
+
+
+def settings_json(settings: TrainConfig) -> dict[str, Any]:
+    """The settings as plain JSON values."""
+    return json.loads(json.dumps(dataclasses.asdict(settings)))
+
+
+def load_settings(path: Path) -> TrainConfig:
+    """The settings that `save_settings` wrote."""
+    if not path.is_file():
+        raise ConfigError(f"{path} is not there: {path.parent} is no run directory of scripts/train.py.")
+    return _read(TrainConfig, json.loads(path.read_text()))
+
+
+def _read(cls: Any, fields: dict[str, Any]) -> Any:
+    hints = typing.get_type_hints(cls)
+    for name in fields:
+        check_word(f"{cls.__name__} field", name, hints)
+    return cls(**{name: _value(hints[name], value) for name, value in fields.items()})
+
+
+def _value(hint: Any, value: Any) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return _read(hint, value)
+    if isinstance(value, list):
+        return tuple(value)
+    return value
+
+
+def describe_devices(layout: Layout) -> str:
+    """`"cpu, 8 devices: data=2 x fsdp=4"`."""
+    if layout.mesh is None:
+        return f"{jax.devices()[0].device_kind}, one device"
+    axes = " x ".join(f"{name}={size}" for name, size in layout.mesh.shape.items() if size > 1) or "one device"
+    return f"{layout.mesh.devices.flat[0].device_kind}, {axes}"

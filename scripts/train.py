@@ -1,0 +1,266 @@
+"""Train a decoder on text.
+
+    python scripts/train.py --run-dir runs/tiny --model tiny
+
+Started again on the same run directory, it goes on where it was. SIGTERM saves and exits with 143.
+"""
+
+import contextlib
+import functools
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from eqx_decoders import Sample, abstract, generate, get_config, init, list_models
+from eqx_decoders.describe import describe
+from eqx_decoders.errors import ConfigError, EqxDecodersError, check, need_extra
+from eqx_decoders.io.checkpoint import Checkpoints
+from eqx_decoders.io.rundir import Interrupt, RunLock, exit_code
+from eqx_decoders.training.console import (
+    MetricsFile,
+    Progress,
+    TensorBoard,
+    Trackers,
+    peak_flops,
+    plot_losses,
+)
+from eqx_decoders.training.corpus import read_texts
+from eqx_decoders.training.data import make_dataset
+from eqx_decoders.training.evaluate import HeldOut, evaluate
+from eqx_decoders.training.flops import flops_per_token, measured_flops
+from eqx_decoders.training.settings import TrainConfig, describe_devices, save_settings, settings_json
+from eqx_decoders.training.step import Trainer, place
+from eqx_decoders.training.tokenizer import load_tokenizer, train_bpe
+
+
+def main() -> int:
+    try:
+        import tyro
+    except ImportError as error:
+        raise need_extra("tyro", "train") from error
+    try:
+        config = tyro.cli(TrainConfig, description=__doc__)
+        if config.list_models:
+            print("\n".join(list_models()))
+            return 0
+        if config.distributed:
+            jax.distributed.initialize()
+        if config.describe:
+            model = abstract(get_config(config.model), **vars(config.execution()))
+            print(describe(model))
+            return 0
+        return Run(config).main()
+    except EqxDecodersError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return exit_code(error)
+
+
+class Run:
+    """One process's part of a run, from its start to its end."""
+
+    def __init__(self, config: TrainConfig):
+        self.config = config
+        self.dir = Path(config.run_dir)
+        self.execution = config.execution()
+        self.model_config = get_config(config.model)
+        self.writer = jax.process_index() == 0
+        self.interrupt = Interrupt()
+        self.flops = config.batch_size * config.seq_len * flops_per_token(self.model_config, config.seq_len)
+        self.peak = device_flops(self.execution)
+        self.skips = 0
+
+    def main(self) -> int:
+        config = self.config
+        lock = RunLock(self.dir) if self.writer else contextlib.nullcontext()
+        with lock, self.interrupt:
+            self.tokenizer = self._tokenizer()
+            data = functools.partial(
+                make_dataset,
+                config.data_config(),
+                self.tokenizer,
+                cache_dir=self.dir / "data",
+                process_index=jax.process_index(),
+                process_count=jax.process_count(),
+            )
+            checkpoints = Checkpoints(self.dir / "checkpoints", keep=config.keep)
+            with data(split="train") as self.data, data(split="held_out") as self.held_out, checkpoints:
+                self.checkpoints = checkpoints
+                state, start = self._begin()
+                self.metrics = self._trackers(start + 1)
+                with Progress(config.steps, start=start) as self.progress:
+                    state, step = self._loop(state, start)
+                    result = self._evaluate(state.model, step) if step == config.steps else None
+                if self.interrupt.requested:
+                    self._save(step, state)
+                    checkpoints.wait()
+                    say(f"stopped by {self.interrupt.signal.name}, saved at step {step}")
+                    return self.interrupt.exit_code
+                self.metrics.close()
+                if self.writer:
+                    self._finish(result)
+        return 0
+
+    def _tokenizer(self):
+        """That of the run directory; else the one asked for, kept there from now on."""
+        config, folder = self.config, self.dir / "tokenizer"
+        size = self.model_config.vocab_size
+        if folder.exists():
+            tokenizer = load_tokenizer(folder)
+        elif config.tokenizer == "bpe":
+            fraction = 0.0 if config.held_out else config.held_out_fraction
+            texts = read_texts(config.data, text_field=config.text_field, held_out_fraction=fraction)
+            tokenizer = train_bpe(texts, min(size, config.bpe_vocab_size or size))
+        else:
+            tokenizer = load_tokenizer(config.tokenizer)
+        check(
+            tokenizer.vocab_size <= size,
+            f"tokenizer={config.tokenizer!r} has {tokenizer.vocab_size} ids, but model={config.model!r} only {size}. "
+            "Choose a smaller tokenizer or another model.",
+        )
+        if self.writer and not folder.exists():
+            tokenizer.save(folder)
+        return tokenizer
+
+    def _begin(self):
+        """The state of the newest checkpoint, or a new one."""
+        config, key = self.config, jax.random.key(self.config.seed)
+        target = abstract(self.model_config, **vars(self.execution))
+        self.trainer = Trainer.create(config.optimizer, target, steps=config.steps, config=config.step)
+        counts = self.data.store.counts("train")
+        weights = sum(leaf.size for leaf in jax.tree.leaves(target))
+        say(f"{config.model}: {weights:,} weights on {describe_devices(self.execution.layout)}")
+        say(
+            f"{counts.documents:,} documents, {counts.tokens:,} tokens, {self.data.rows_per_epoch:,} sequences an epoch"
+        )
+        if self.checkpoints.latest is None:
+            model = init(self.model_config, key=jax.random.fold_in(key, 0), **vars(self.execution))
+            state, start = self.trainer.init(model, key=jax.random.fold_in(key, 1)), 0
+        else:
+            state, data_state, start = self.checkpoints.restore(self.trainer.abstract(target, key=key))
+            self.data.set_state(data_state)
+            say(f"resumed at step {start}")
+        if self.writer:
+            save_settings(config, self.dir / "settings.json")
+        return state, start
+
+    def _loop(self, state, step: int):
+        """Steps until the last one or a signal."""
+        config = self.config
+        while step < config.steps and not self._stopping(step):
+            begun = time.perf_counter()
+            batch = place(next(self.data), self.execution.layout)
+            self._trace(step + 1, jax.profiler.start_trace, 0)
+            state, metrics = self.trainer.step(state, batch)
+            step += 1
+            self._report(step, jax.device_get(metrics), time.perf_counter() - begun)
+            self._trace(step, jax.profiler.stop_trace, 1)
+            if config.eval_every and step % config.eval_every == 0 and step < config.steps:
+                self._evaluate(state.model, step)
+            if step % config.checkpoint_every == 0 or step == config.steps:
+                self._save(step, state)
+        return state, step
+
+    def _stopping(self, step: int) -> bool:
+        """Whether a signal came; several processes agree on the step at which they stop."""
+        if jax.process_count() == 1:
+            return self.interrupt.requested
+        return multihost_utils.reached_preemption_sync_point(step)
+
+    def _report(self, step: int, metrics, seconds: float) -> None:
+        """Write and show a step's row; give up after too many steps that were not finite."""
+        names = ("loss", "nll", "accuracy", "tokens", "grad_norm", "learning_rate", "skipped")
+        row = {"step": step} | {name: getattr(metrics, name) for name in names}
+        row |= {"step_seconds": seconds, "epochs": self.data.epochs}
+        if self.peak is not None:
+            row["mfu"] = self.flops / seconds / self.peak
+        if metrics.stats is not None:
+            row |= {f"activations/{name}": value for name, value in vars(metrics.stats.activations).items()}
+        self.metrics.write(row)
+        self.progress.update(step, row)
+        self.skips = self.skips + 1 if metrics.skipped else 0
+        if self.skips >= self.config.max_skipped:
+            raise ConfigError(
+                f"{self.skips} steps in a row were not finite (loss={row['loss']}, grad_norm={row['grad_norm']}). The "
+                f"weights are still those of step {step - self.skips}. Lower optimizer.learning_rate and start again."
+            )
+
+    def _evaluate(self, model, step: int) -> HeldOut | None:
+        """Held-out loss and a sample; None if a signal came meanwhile."""
+        result = evaluate(model, self.held_out.rewind(), stop=lambda: self.interrupt.requested)
+        if self.interrupt.requested:
+            return None
+        count = self.held_out.store.counts("held_out").bytes
+        per_byte = result.nats_per_byte(count)
+        self.metrics.write({"step": step, "eval_loss": result.loss, "eval_nats_per_byte": per_byte})
+        self.progress.message(f"step {step}: held-out loss {result.loss:.4f} nats/token, {per_byte:.4f} nats/byte")
+        if step < self.config.steps:
+            self.progress.message(self._sample(model))
+        else:
+            self.last_sample = self._sample(model)
+        return result
+
+    def _sample(self, model) -> str:
+        if self.config.sample_tokens == 0 or jax.process_count() > 1:
+            return ""
+        first = self.tokenizer.eos_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
+        stop = self.tokenizer.eos_id
+        prompt = [*([] if first is None else [first]), *self.tokenizer.encode(self.config.prompt).tolist()]
+        new = generate(
+            model,
+            np.asarray([prompt], np.int32),
+            max_new_tokens=self.config.sample_tokens,
+            sampler=Sample(temperature=0.7, top_p=0.95),
+            key=jax.random.key(self.config.seed),
+            stop_ids=() if stop is None else (stop,),
+            pad_id=stop or 0,
+        )
+        ids = [token for token in np.asarray(new)[0].tolist() if token != stop]
+        return self.config.prompt + self.tokenizer.decode(ids)
+
+    def _save(self, step: int, state) -> None:
+        self.checkpoints.save(step, state, data_state=self.data.get_state(), config=settings_json(self.config))
+
+    def _trackers(self, start: int) -> Trackers:
+        if not self.writer:
+            return Trackers()
+        trackers = [MetricsFile(self.dir / "metrics.jsonl", start=start)]
+        if self.config.tensorboard:
+            trackers.append(TensorBoard(self.dir / "tensorboard"))
+        return Trackers(*trackers, say=say)
+
+    def _trace(self, step: int, action, which: int) -> None:
+        """Start the profiler's trace before its first step, stop it after its last."""
+        if self.config.profile is not None and step == self.config.profile[which]:
+            action(*([str(self.dir / "profile")] if which == 0 else []))
+
+    def _finish(self, result: HeldOut) -> None:
+        """The picture, and the figures that a person wants to see."""
+        plot_losses(self.dir / "metrics.jsonl", self.dir / "loss.png")
+        counts = self.held_out.store.counts("held_out")
+        print(f"\n{self.last_sample}\n" if self.last_sample else "")
+        line = (
+            f"held-out loss: {result.loss:.4f} nats per token, {result.nats_per_byte(counts.bytes):.4f} nats per byte"
+        )
+        print(f"{line}; gzip -9 needs {counts.gzip_nats_per_byte:.4f} for the same text ({counts.bytes:,} bytes)")
+        print(f"checkpoints, metrics.jsonl and loss.png are in {self.dir}")
+
+
+def device_flops(execution) -> float | None:
+    """FLOP/s of all devices together in the compute dtype: by the vendors' tables, on CPU as measured; None if unknown."""
+    layout = execution.layout
+    if layout.platform == "cpu":  # forced devices share one CPU
+        return measured_flops(execution.precision.compute)
+    each = peak_flops(layout.mesh.devices.flat[0].device_kind)
+    return None if each is None else each * layout.mesh.size
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
