@@ -25,13 +25,11 @@ from eqx_decoders.training.console import (
     Progress,
     TensorBoard,
     Trackers,
-    peak_flops,
     plot_losses,
 )
-from eqx_decoders.training.corpus import read_texts
-from eqx_decoders.training.data import make_dataset
+from eqx_decoders.training.data import make_dataset, training_texts
 from eqx_decoders.training.evaluate import HeldOut, evaluate
-from eqx_decoders.training.flops import flops_per_token, measured_flops
+from eqx_decoders.training.flops import device_flops, flops_per_token
 from eqx_decoders.training.settings import TrainConfig, describe_devices, save_settings, settings_json
 from eqx_decoders.training.step import Trainer, place
 from eqx_decoders.training.tokenizer import load_tokenizer, train_bpe
@@ -70,7 +68,7 @@ class Run:
         self.writer = jax.process_index() == 0
         self.interrupt = Interrupt()
         self.flops = config.batch_size * config.seq_len * flops_per_token(self.model_config, config.seq_len)
-        self.peak = device_flops(self.execution)
+        self.peak = device_flops(self.execution.layout, self.execution.precision.compute)
         self.skips = 0
 
     def main(self) -> int:
@@ -111,9 +109,7 @@ class Run:
         if folder.exists():
             tokenizer = load_tokenizer(folder)
         elif config.tokenizer == "bpe":
-            fraction = 0.0 if config.held_out else config.held_out_fraction
-            texts = read_texts(config.data, text_field=config.text_field, held_out_fraction=fraction)
-            tokenizer = train_bpe(texts, min(size, config.bpe_vocab_size or size))
+            tokenizer = train_bpe(training_texts(config.data_config()), min(size, config.bpe_vocab_size or size))
         else:
             tokenizer = load_tokenizer(config.tokenizer)
         check(
@@ -247,15 +243,6 @@ class Run:
         )
         print(f"{line}; gzip -9 needs {counts.gzip_nats_per_byte:.4f} for the same text ({counts.bytes:,} bytes)")
         print(f"checkpoints, metrics.jsonl and loss.png are in {self.dir}")
-
-
-def device_flops(execution) -> float | None:
-    """FLOP/s of all devices together in the compute dtype: by the vendors' tables, on CPU as measured; None if unknown."""
-    layout = execution.layout
-    if layout.platform == "cpu":  # forced devices share one CPU
-        return measured_flops(execution.precision.compute)
-    each = peak_flops(layout.mesh.devices.flat[0].device_kind)
-    return None if each is None else each * layout.mesh.size
 
 
 def say(text: str) -> None:

@@ -9,7 +9,9 @@ from jax.typing import DTypeLike
 
 from eqx_decoders.axes import axes, named_leaves
 from eqx_decoders.decoder import DecoderConfig, abstract
+from eqx_decoders.layout import Layout
 from eqx_decoders.layers.mask import Chunked, SlidingWindow
+from eqx_decoders.training.console import peak_flops
 
 
 def matmul_parameters(config: DecoderConfig) -> int:
@@ -37,6 +39,15 @@ def flops_per_token(config: DecoderConfig, seq_len: int, *, backward: bool = Tru
             keys = min(seq_len, mask.size) if isinstance(mask, SlidingWindow | Chunked) else seq_len
             attention += block.mixer.num_heads * block.mixer.head_dim * keys
     return (6.0 if backward else 2.0) * (matmul_parameters(config) + 2 * attention)
+
+
+def device_flops(layout: Layout, dtype: DTypeLike) -> float | None:
+    """FLOP/s of all the layout's devices together; on CPU as measured in `dtype`, else bf16 peaks; None if unknown."""
+    if layout.platform == "cpu":  # forced devices share one CPU
+        return measured_flops(dtype)
+    devices = jax.devices()[:1] if layout.mesh is None else list(layout.mesh.devices.flat)
+    each = peak_flops(devices[0].device_kind)
+    return None if each is None else each * len(devices)
 
 
 def measured_flops(dtype: DTypeLike = jnp.float32, *, size: int = 2048, repeats: int = 5) -> float:

@@ -139,7 +139,7 @@ class Trainer(eqx.Module):
         rows = batch.tokens.shape[0]
         check(
             rows % self.config.accumulate == 0,
-            f"A batch of {rows} sequences can't be cut into StepConfig.accumulate={self.config.accumulate} microbatches.",
+            f"A batch of {rows} sequences can't be cut into StepConfig.accumulate={self.config.accumulate} parts.",
         )
         return _compiled_step((self, batch), state)
 

@@ -33,6 +33,7 @@ def holder(tmp_path):
     here = Path(rundir.__file__)
     command = [sys.executable, "-c", HOLDER, str(here.parents[1] / "errors.py"), str(here), str(tmp_path / "run")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
         assert process.stdout.readline() == "locked\n"
         yield process
         process.kill()

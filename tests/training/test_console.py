@@ -23,7 +23,7 @@ from eqx_decoders.training.console import (
 )
 
 
-def row(step, loss=2.5):
+def row(step, loss: object = 2.5):
     return {"step": step, "loss": loss, "tokens": 1024, "step_seconds": 0.5}
 
 
@@ -93,7 +93,7 @@ def test_a_row_cut_by_a_full_disk_spoils_no_other(tmp_path):
         def write(self, data):
             return real.write(data[:9])
 
-    file._file = Full()
+    file._file = Full()  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises(OSError, match="step 1 was written in part"):
         file.write(row(1))
     file._file = real

@@ -66,6 +66,11 @@ def test_special_names_are_text_unless_asked_for(bpe):
     assert bpe.eos_id not in bpe.encode("a<|endoftext|>b"), "the choice must not stick"
 
 
+def test_special_names_are_text_for_a_fresh_tokenizer():
+    fresh = train_bpe(TEXTS, 260)
+    assert fresh.eos_id not in fresh.encode_many(["a<|endoftext|>b"])[0]
+
+
 def test_special_and_broken_ids_decode():
     tokenizer = ByteTokenizer()
     assert tokenizer.decode([tokenizer.bos_id, 104, 105, tokenizer.eos_id, tokenizer.pad_id]) == "hi"
@@ -183,6 +188,17 @@ def test_stream_flush_shows_the_rest_and_starts_anew(tokenizer):
     half = tokenizer.encode("a🙂")[:-1] if isinstance(tokenizer, ByteTokenizer) else tokenizer.encode("a東京")[:2]
     assert stream.push(half) == "a" and stream.flush() == "\ufffd"
     assert stream.push(tokenizer.encode("b")) == "b" and stream.flush() == ""
+
+
+def test_stream_keeps_context_for_decoders_that_strip_the_first_space():
+    from tokenizers import Tokenizer as Inner, decoders, models, pre_tokenizers
+
+    inner = Inner(models.WordLevel({"▁word": 0}, unk_token="▁word"))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer, text = JsonTokenizer(inner), " ".join(["word"] * 80)
+    stream = StreamDecoder(tokenizer)
+    pieces = [stream.push(one) for one in tokenizer.encode(text)]
+    assert len(pieces) == 80 and "".join(pieces) == text
 
 
 def test_stream_with_byte_fallback():

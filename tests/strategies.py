@@ -1,0 +1,161 @@
+"""Random decoders for the laws: lists of blocks over all options, small enough to compile in a second."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+
+from eqx_decoders.block import BlockConfig
+from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.layers.attention import AttentionConfig, QKNorm
+from eqx_decoders.layers.embedding import LearnedPositions, SinusoidalPositions
+from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
+from eqx_decoders.layers.mlp import ACTIVATIONS, MLPConfig
+from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
+from eqx_decoders.layers.rope import LinearRope, Llama3Rope, Rope, YarnRope
+
+
+VOCAB, EMBED, HEAD_DIM = 32, 16, 8
+
+norms = st.sampled_from(
+    [
+        RMSNormConfig(),
+        RMSNormConfig(offset=1.0, eps=1e-5),
+        RMSNormConfig(scale=False),
+        LayerNormConfig(),
+        LayerNormConfig(bias=False, offset=1.0),
+    ]
+)
+some_norm = st.none() | norms
+ropes = st.sampled_from(
+    [
+        None,
+        Rope(),
+        Rope(pairing="interleaved"),
+        Rope(fraction=0.5),
+        LinearRope(factor=4.0),
+        Llama3Rope(theta=100.0, original_length=8),
+        YarnRope(theta=100.0, factor=4.0, original_length=8),
+        YarnRope(theta=100.0, factor=4.0, original_length=8, truncate=False, attention_factor=1.1, pairing="interleaved"),
+    ]
+)
+causal_masks = st.sampled_from([Causal(), SlidingWindow(3), SlidingWindow(5), Chunked(4)])
+masks = causal_masks | st.just(Bidirectional())
+qk_norms = st.none() | st.builds(
+    QKNorm, norm=norms, over=st.sampled_from(["head", "heads"]), when=st.sampled_from(["before_rope", "after_rope"])
+)
+
+
+@st.composite
+def attentions(draw, mask):
+    """Any attention: heads divisible by two, so that meshes with two tensor parts fit."""
+    fused = draw(st.booleans())
+    return AttentionConfig(
+        num_heads=4,
+        num_kv_heads=draw(st.sampled_from([2, 4])),
+        head_dim=HEAD_DIM,
+        mask=draw(mask),
+        rope=draw(ropes),
+        query_scale=draw(st.sampled_from([None, 0.2])),
+        soft_cap=draw(st.sampled_from([None, 2.0])),
+        sinks=draw(st.booleans()),
+        qk_norm=draw(qk_norms),
+        qkv_bias=draw(st.booleans()),
+        out_bias=draw(st.booleans()),
+        fused_qkv=fused,
+        shared_kv=draw(st.booleans()) and not fused,
+        output_gate=draw(st.booleans()),
+    )
+
+
+@st.composite
+def mlps(draw, dropout=0.0):
+    gated = draw(st.booleans())
+    return MLPConfig(
+        mlp_dim=24,
+        activation=draw(st.sampled_from(sorted(ACTIVATIONS))),
+        gated=gated,
+        bias=draw(st.booleans()),
+        fused=gated and draw(st.booleans()),
+        dropout=dropout,
+    )
+
+
+@st.composite
+def blocks(draw, mask=masks, dropout=0.0):
+    part = draw(st.sampled_from(["both", "both", "both", "mixer", "mlp"]))
+    mixer = draw(attentions(mask)) if part != "mlp" else None
+    mlp = draw(mlps(dropout)) if part != "mixer" else None
+    return BlockConfig(
+        mixer=mixer,
+        mlp=mlp,
+        pre_mixer_norm=draw(some_norm) if mixer else None,
+        post_mixer_norm=draw(some_norm) if mixer else None,
+        pre_mlp_norm=draw(some_norm) if mlp else None,
+        post_mlp_norm=draw(some_norm) if mlp else None,
+        wiring=draw(st.sampled_from(["sequential", "parallel"])),
+        dropout=dropout,
+    )
+
+
+@st.composite
+def decoders(draw, mask=masks, dropout=0.0):
+    """A decoder of two to six blocks of one to three kinds, with repetitions."""
+    kinds = draw(st.lists(blocks(mask, dropout), min_size=1, max_size=2))
+    picks = draw(st.lists(st.sampled_from(range(len(kinds))), min_size=2, max_size=6))
+    return DecoderConfig(
+        vocab_size=VOCAB,
+        embed_dim=EMBED,
+        blocks=tuple(kinds[pick] for pick in picks),
+        final_norm=draw(some_norm),
+        tied=draw(st.booleans()),
+        embedding_scale=draw(st.sampled_from([1.0, 4.0])),
+        positions=draw(st.sampled_from([None, LearnedPositions(max_positions=64), SinusoidalPositions()])),
+        logit_soft_cap=draw(st.sampled_from([None, 3.0])),
+        dropout=dropout,
+    )
+
+
+def rich_decoder(layers: int = 4, **changes) -> DecoderConfig:
+    """A fixed decoder with a pattern, for laws that are about everything but the layers."""
+    norm = RMSNormConfig()
+    local = BlockConfig(
+        mixer=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=HEAD_DIM, mask=SlidingWindow(5), soft_cap=5.0),
+        mlp=MLPConfig(mlp_dim=24),
+        pre_mixer_norm=norm,
+        pre_mlp_norm=norm,
+        post_mlp_norm=norm,
+    )
+    full = BlockConfig(
+        mixer=AttentionConfig(
+            num_heads=4, num_kv_heads=2, head_dim=HEAD_DIM, fused_qkv=True, sinks=True, qkv_bias=True, qk_norm=QKNorm()
+        ),
+        mlp=MLPConfig(mlp_dim=24, fused=True, bias=True, activation="gelu_tanh"),
+        pre_mixer_norm=norm,
+        pre_mlp_norm=norm,
+    )
+    config = DecoderConfig(
+        vocab_size=VOCAB, embed_dim=EMBED, blocks=((local, full) * layers)[:layers], final_norm=norm
+    )
+    return dataclasses.replace(config, **changes)
+
+
+def randomised(model, key):
+    """The model with every weight drawn anew, so that zero biases, sinks and unit scales can't hide a mistake."""
+    leaves, tree = jax.tree.flatten(model)
+    keys = jax.random.split(key, len(leaves))
+    drawn = [leaf + 0.3 * jax.random.normal(k, leaf.shape, leaf.dtype) for leaf, k in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(tree, drawn)
+
+
+def packed(rows: int = 4, length: int = 13) -> tuple[jax.Array, jax.Array]:
+    """Tokens and segment ids: several documents per row, of one token too, and padding at the end."""
+    cuts = [(5, 1, 4), (13,), (1, 1, 9), (3, 10), (6, 6, 1), (2, 2, 2, 2), (12,), (1,)]
+    tokens = jax.random.randint(jax.random.key(3), (rows, length), 0, VOCAB)
+    segments = np.zeros((rows, length), np.int32)
+    for row in range(rows):
+        ids = np.repeat(np.arange(len(cuts[row % 8])) + 1, cuts[row % 8])[:length]
+        segments[row, : len(ids)] = ids
+    return tokens, jnp.asarray(segments)

@@ -1,0 +1,228 @@
+"""The fused loss is the plain one, in value and in both gradients, whatever the tile, the form and the cotangent."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.training.cross_entropy import _tile_length, cross_entropy, linear_cross_entropy
+
+
+BATCH, LENGTH, EMBED, VOCAB = 2, 7, 8, 19
+GRADIENTS = (0, 1, 3)
+
+
+def make(tied, dtype="float32", kernel_dtype="float32", batch=BATCH, length=LENGTH):
+    keys = jax.random.split(jax.random.key(0), 4)
+    hidden = jax.random.normal(keys[0], (batch, length, EMBED), dtype)
+    kernel = jax.random.normal(keys[1], (VOCAB, EMBED) if tied else (EMBED, VOCAB), kernel_dtype)
+    targets = jax.random.randint(keys[2], (batch, length), 0, VOCAB)
+    weights = jnp.where(jax.random.uniform(keys[3], (batch, length)) < 0.3, 0.0, 1.5)
+    return hidden, kernel, targets, weights
+
+
+def plain(hidden, kernel, targets, weights, *, tied, soft_cap=None, scale=1.0, z_loss=0.0):
+    kernel = kernel.astype(hidden.dtype)
+    pattern = "bld,vd->blv" if tied else "bld,dv->blv"
+    logits = scale * jnp.einsum(pattern, hidden, kernel, preferred_element_type=jnp.float32)
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    nll = cross_entropy(logits, targets)
+    correct = jnp.argmax(logits, axis=-1) == targets
+    loss = jnp.sum(weights * cross_entropy(logits, targets, z_loss=z_loss))
+    return loss, (jnp.sum(weights * nll), jnp.sum(jnp.where(correct, weights, 0.0)))
+
+
+def close(a, b, tolerance=1e-5):
+    assert a.dtype == b.dtype and a.shape == b.shape
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1e-30, np.abs(b).max()))
+
+
+def both(loss, *arguments):
+    return jax.value_and_grad(loss, argnums=GRADIENTS, has_aux=True)(*arguments)
+
+
+@pytest.mark.parametrize("options", [{}, {"soft_cap": 3.0, "scale": 0.7, "z_loss": 0.05}], ids=["bare", "all"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_fused_is_plain(tied, options):
+    arguments = make(tied)
+    forms = [(flatten, tile) for flatten in (False, True) for tile in (None, 3)] + [(True, 1)]
+
+    @jax.jit
+    def run(*arguments):
+        fused = [
+            both(lambda *a, f=f, t=t: linear_cross_entropy(*a, tied=tied, flatten=f, tile=t, **options), *arguments)
+            for f, t in forms
+        ]
+        undifferentiated = linear_cross_entropy(*arguments, tied=tied, tile=2, **options)
+        return both(lambda *a: plain(*a, tied=tied, **options), *arguments), undifferentiated, fused
+
+    expected, undifferentiated, fused = run(*arguments)
+    assert expected[0][1][1] > 0  # some tokens are hit, so that counting them is tested
+    for a, b in zip(jax.tree.leaves(undifferentiated), jax.tree.leaves(expected[0]), strict=True):
+        close(a, b)
+    for form in fused:
+        for a, b in zip(jax.tree.leaves(form), jax.tree.leaves(expected), strict=True):
+            close(a, b)
+
+
+@pytest.mark.parametrize("kernel_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_in_bf16(tied, kernel_dtype):
+    arguments = make(tied, "bfloat16", kernel_dtype)
+    exact = (arguments[0].astype(jnp.float32), arguments[1].astype(jnp.bfloat16).astype(jnp.float32), *arguments[2:])
+
+    @jax.jit
+    def run(arguments, exact):
+        fused = [
+            both(lambda *a, f=f: linear_cross_entropy(*a, tied=tied, flatten=f, tile=3, z_loss=0.01), *arguments)
+            for f in (False, True)
+        ]
+        return both(lambda *a: plain(*a, tied=tied, z_loss=0.01), *exact), fused
+
+    expected, fused = run(arguments, exact)
+    for (loss, sums), gradients in fused:
+        close(loss, expected[0][0])  # products of 16-bit operands are exact in f32
+        close(sums.nll, expected[0][1][0])
+        for a, b, like in zip(gradients, expected[1], (arguments[0], arguments[1], arguments[3]), strict=True):
+            assert a.dtype == like.dtype
+            close(a.astype(jnp.float32), b, 1e-2)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_both_gradients_take_the_cotangent(tied):
+    """Gradient accumulation with a scaled, averaged loss: a rule that scales only one gradient fails."""
+    hidden, kernel, targets, weights = make(tied, batch=4)
+    weights = weights.at[0].multiply(0.5)
+
+    def through_scan(loss):
+        def total(hidden, kernel):
+            def step(total, micro):
+                hidden, targets, weights = micro
+                return total + 1024.0 * loss(hidden, kernel, targets, weights)[0] / jnp.sum(weights), None
+
+            micros = jax.tree.map(lambda a: a.reshape(2, 2, *a.shape[1:]), (hidden, targets, weights))
+            return jax.lax.scan(step, jnp.zeros(()), micros)[0]
+
+        return jax.value_and_grad(total, argnums=(0, 1))(hidden, kernel)
+
+    fused, expected = jax.jit(
+        lambda: (
+            through_scan(lambda *a: linear_cross_entropy(*a, tied=tied, flatten=True, tile=4)),
+            through_scan(lambda *a: plain(*a, tied=tied)),
+        )
+    )()
+    jax.tree.map(close, fused, expected)
+    assert jnp.abs(fused[1][0]).max() > 10  # the scale has arrived
+
+
+def test_reported_sums_carry_no_gradient():
+    hidden, kernel, targets, weights = make(False)
+    gradient = jax.grad(lambda h: linear_cross_entropy(h, kernel, targets, weights, tied=False)[1].nll)(hidden)
+    assert not gradient.any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_token_counts(dtype):
+    hidden, kernel, targets, _ = make(False, dtype)
+    nothing = jnp.zeros((BATCH, LENGTH))
+    targets = targets.at[0].set(-100)
+    (loss, sums), gradients = jax.jit(
+        lambda *a: both(lambda *a: linear_cross_entropy(*a, tied=False, flatten=True, tile=3, z_loss=0.1), *a)
+    )(100 * hidden, kernel, targets, nothing)
+    assert loss == 0 and sums.nll == 0 and sums.correct == 0
+    assert not gradients[0].any() and not gradients[1].any() and jnp.isfinite(gradients[2]).all()
+
+
+def test_targets_outside():
+    hidden, kernel, targets, _ = make(False)
+    ones = jnp.ones((BATCH, LENGTH))
+    loss = lambda targets, weights: linear_cross_entropy(hidden, kernel, targets, weights, tied=False)[0]  # noqa: E731
+    for wrong in (-1, VOCAB):
+        marked = targets.at[0, 2].set(wrong)
+        assert jnp.isnan(loss(marked, ones)) and jnp.isnan(
+            cross_entropy(jnp.ones((BATCH, LENGTH, VOCAB)), marked)[0, 2]
+        )
+        assert loss(marked, ones.at[0, 2].set(0.0)) == loss(targets, ones.at[0, 2].set(0.0))
+
+
+@pytest.mark.parametrize("size", [1e4, 1e30])
+def test_large_logits_stay_finite(size):
+    _, kernel, targets, weights = make(False)
+    hidden = jnp.full((BATCH, LENGTH, EMBED), size)
+    (loss, _), gradients = both(
+        lambda *a: linear_cross_entropy(*a, tied=False, flatten=True), hidden, kernel, targets, weights
+    )
+    assert jnp.isfinite(loss) and all(jnp.isfinite(each).all() for each in gradients)
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3), (1, 1)])
+@pytest.mark.parametrize("flatten", [False, True])
+def test_nothing_and_one_token(shape, flatten):
+    hidden, kernel, targets, _ = make(False, batch=shape[0], length=shape[1])
+    arguments = hidden, kernel, targets, jnp.ones(shape)
+    (loss, _), gradients = both(lambda *a: linear_cross_entropy(*a, tied=False, flatten=flatten), *arguments)
+    (expected, _), expected_gradients = both(lambda *a: plain(*a, tied=False), *arguments)
+    close(loss, expected)
+    if 0 not in shape:
+        jax.tree.map(close, gradients, expected_gradients)
+    else:
+        assert loss == 0 and not gradients[1].any()
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_on_a_mesh_with_constrained_tiles(flatten):
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    arguments = make(True, batch=4)
+    seen = []
+
+    def constrain(logits, words):
+        seen.append((logits.shape, words))
+        return jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, P("data", None, None)))
+
+    def run(*arguments, **options):
+        return jax.jit(lambda *a: both(lambda *a: linear_cross_entropy(*a, tied=True, tile=4, **options), *a))(
+            *arguments
+        )
+
+    specs = (P("data"), P(None, "tensor"), P("data"), P("data"))
+    placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arguments, specs, strict=True)]
+    jax.tree.map(close, run(*placed, flatten=flatten, constrain=constrain), run(*arguments))
+    assert set(seen) == {((4, 4, VOCAB), "batch length vocab")}
+
+
+def test_logits_are_never_whole():
+    """The largest intermediate is one tile, also where gradients are made."""
+    hidden, kernel, targets, weights = make(False, batch=2, length=64)
+    loss = lambda h, k, t, w: linear_cross_entropy(h, k, t, w, tied=False, tile=8)[0]  # noqa: E731
+    text = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(hidden, kernel, targets, weights))
+    assert f"f32[2,8,{VOCAB}]" in text and f"f32[2,64,{VOCAB}]" not in text and f",2,8,{VOCAB}]" not in text
+
+
+def test_default_tile():
+    hidden = jax.ShapeDtypeStruct((2, 512, 512), jnp.float32)
+    assert _tile_length(hidden, 32000, None) == 256  # two tiles of 65 MB
+    assert _tile_length(hidden, 32000, 4096) == 512
+    assert _tile_length(jax.ShapeDtypeStruct((512, 3, 8), jnp.float32), 10**6, None) == 1
+
+
+def test_cross_entropy_is_its_formula(getkey):
+    logits = 3 * jax.random.normal(getkey(), (BATCH, LENGTH, VOCAB), jnp.bfloat16)
+    targets = jax.random.randint(getkey(), (BATCH, LENGTH), 0, VOCAB)
+    exact = np.asarray(logits, np.float64)
+    normaliser = np.log(np.exp(exact).sum(-1))
+    picked = np.take_along_axis(exact, np.asarray(targets)[..., None], -1)[..., 0]
+    losses = cross_entropy(logits, targets, z_loss=0.3)
+    assert losses.dtype == jnp.float32
+    np.testing.assert_allclose(losses, normaliser - picked + 0.3 * normaliser**2, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [{"soft_cap": 0.0}, {"tile": 0}, {"z_loss": -1.0}, {"scale": float("nan")}, {"tied": True}]
+)
+def test_options_out_of_range(options):
+    with pytest.raises(ConfigError):
+        linear_cross_entropy(*make(False), **({"tied": False} | options))
