@@ -226,6 +226,12 @@ class Decoder(eqx.Module):
         """The same weights, run another way: `model.replace(remat="full", attention="dot", scan=False)`."""
         return dataclasses.replace(self, execution=dataclasses.replace(self.execution, **changes))
 
+    def place(self, layout: Layout) -> "Decoder":
+        """The same model on another layout: its weights are moved there."""
+        model = self.replace(layout=layout)
+        arrays, static = eqx.partition(model, eqx.is_array)
+        return eqx.combine(jax.device_put(arrays, layout.shardings(arrays)), static)
+
     def unstacked(self) -> tuple[Any, ...]:
         """All blocks one by one, in the order of the layers."""
         return tuple(block for segment in self.segments for block in segment.unstacked())

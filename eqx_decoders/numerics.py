@@ -113,7 +113,7 @@ def _check_words(pattern: str, left: tuple[str, ...], right: tuple[str, ...], ou
 def _check_shapes(plan: _Plan, x: tuple[int, ...], weight: tuple[int, ...]) -> None:
     left = _spread(plan, "x", plan.left, x)
     right = _spread(plan, "weight", plan.right, weight)
-    for word in left.keys() & right.keys():
+    for word in (word for word in left if word in right):
         check(
             left[word] == right[word],
             f"einsum pattern={plan.pattern!r}: {word}={left[word]} in x {x} must be {word}={right[word]} of the weight"

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Key
 
 from eqx_decoders.block import Block, BlockConfig, BlockStats
 from eqx_decoders.context import Context
@@ -52,7 +52,7 @@ class Segment(eqx.Module):
     repeats: int = eqx.field(static=True)
 
     @classmethod
-    def build(cls, unit: tuple[BlockConfig, ...], embed_dim: int, *, keys: PRNGKeyArray) -> "Segment":
+    def build(cls, unit: tuple[BlockConfig, ...], embed_dim: int, *, keys: Key[Array, "layers"]) -> "Segment":
         """Initialise with one key per layer, in the order of the layers: `keys` has `repeats * len(unit)` of them."""
 
         def one(keys):
@@ -71,7 +71,7 @@ class Segment(eqx.Module):
         ctx: Context,
         caches: tuple[KVCache | None, ...] | None = None,
         *,
-        keys: PRNGKeyArray | None = None,
+        keys: Key[Array, "layers"] | None = None,
     ) -> tuple[Float[Array, "batch length embed"], tuple[Entries | None, ...], tuple[BlockStats, ...]]:
         """Run all layers.
 

@@ -2,13 +2,14 @@
 
 import dataclasses
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
 from eqx_decoders.block import BlockConfig
-from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.decoder import Decoder, DecoderConfig, abstract
 from eqx_decoders.layers.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.embedding import LearnedPositions, SinusoidalPositions
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
@@ -142,18 +143,27 @@ def rich_decoder(layers: int = 4, **changes) -> DecoderConfig:
     return dataclasses.replace(config, **changes)
 
 
-def randomised(model, key):
-    """The model with every weight drawn anew, so that zero biases, sinks and unit scales can't hide a mistake."""
-    leaves, tree = jax.tree.flatten(model)
-    keys = jax.random.split(key, len(leaves))
-    drawn = [leaf + 0.3 * jax.random.normal(k, leaf.shape, leaf.dtype) for leaf, k in zip(leaves, keys, strict=True)]
-    return jax.tree.unflatten(tree, drawn)
+def filled(config: DecoderConfig, seed: int = 0, **execution) -> Decoder:
+    """A decoder with every weight drawn by NumPy: nothing to compile, and no zero bias, sink or unit scale that could
+    hide a mistake."""
+    generator = np.random.default_rng(seed)
+
+    def draw(leaf):
+        fan = leaf.shape[-2] if leaf.ndim > 2 else 4
+        return jnp.asarray(generator.normal(0.2 if leaf.ndim < 2 else 0.0, fan**-0.5, leaf.shape), leaf.dtype)
+
+    shapes, static = eqx.partition(abstract(config), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    return eqx.combine(jax.tree.map(draw, shapes), static).replace(**execution)
+
+
+def some_tokens(rows: int, length: int, seed: int = 3) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).integers(0, VOCAB, (rows, length)), jnp.int32)
 
 
 def packed(rows: int = 4, length: int = 13) -> tuple[jax.Array, jax.Array]:
     """Tokens and segment ids: several documents per row, of one token too, and padding at the end."""
     cuts = [(5, 1, 4), (13,), (1, 1, 9), (3, 10), (6, 6, 1), (2, 2, 2, 2), (12,), (1,)]
-    tokens = jax.random.randint(jax.random.key(3), (rows, length), 0, VOCAB)
+    tokens = some_tokens(rows, length)
     segments = np.zeros((rows, length), np.int32)
     for row in range(rows):
         ids = np.repeat(np.arange(len(cuts[row % 8])) + 1, cuts[row % 8])[:length]

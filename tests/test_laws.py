@@ -7,20 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 import eqx_decoders as ed
 from eqx_decoders.remat import POLICIES
-from tests.strategies import VOCAB, causal_masks, decoders, packed, randomised, rich_decoder
+from tests.strategies import VOCAB, causal_masks, decoders, filled, packed, rich_decoder, some_tokens
 
 
-few = settings(max_examples=6, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
-many = settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+# No shrinking: each try compiles for seconds, and the first failing decoder is small enough to read.
+SETTINGS = dict(
+    derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
+)
+few, many = settings(max_examples=6, **SETTINGS), settings(max_examples=60, **SETTINGS)
 PLAIN = dict(scan=False, attention="dot")
-
-
-def make(config, seed=0, **execution):
-    return randomised(ed.init(config, key=jax.random.key(seed)), jax.random.key(seed + 1)).replace(**execution)
 
 
 def loss(model, tokens, segments, key):
@@ -48,13 +47,11 @@ def close(got, want, tolerance=3e-5):
 
 def check_paths(config, policy, mesh):
     tokens, segments = packed(8)
-    model = make(config, **PLAIN)
+    model = filled(config, **PLAIN)
     want = run(model, tokens, segments)
     close(run(model.replace(scan=True, attention="chunked"), tokens, segments), want)
     close(run(model.replace(scan=True, remat=policy), tokens, segments), want)
-    layout = ed.Layout.create(**mesh)
-    placed = jax.device_put(model.replace(scan=True, layout=layout), layout.shardings(model))
-    close(run(placed, tokens, segments), want)
+    close(run(model.replace(scan=True).place(ed.Layout.create(**mesh)), tokens, segments), want)
 
 
 MESHES = [
@@ -87,17 +84,15 @@ def test_scan_chunked_remat_and_sharded_equal_plain_often(config, policy, mesh):
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_mesh_equals_one_device(mesh):
     tokens, segments = packed(8)
-    model = make(rich_decoder())
-    layout = ed.Layout.create(**mesh)
-    placed = jax.device_put(model.replace(layout=layout), layout.shardings(model))
-    close(run(placed, tokens, segments), run(model, tokens, segments))
+    model = filled(rich_decoder())
+    close(run(model.place(ed.Layout.create(**mesh)), tokens, segments), run(model, tokens, segments))
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @pytest.mark.parametrize("kernel", ["chunked"])
 def test_every_remat_policy_equals_none(policy, kernel):
     tokens, segments = packed(2)
-    model = make(rich_decoder(3), attention=kernel)
+    model = filled(rich_decoder(3), attention=kernel)
     close(run(model.replace(remat=policy), tokens, segments), run(model, tokens, segments))
 
 
@@ -107,7 +102,7 @@ def test_dropout_is_the_same_scanned_and_looped():
         dataclasses.replace(b, dropout=0.3, mlp=dataclasses.replace(b.mlp, dropout=0.1)) for b in config.blocks
     )
     tokens, segments = packed(2)
-    model = make(dataclasses.replace(config, blocks=blocks), **PLAIN)
+    model = filled(dataclasses.replace(config, blocks=blocks), **PLAIN)
     key = jax.random.key(5)
     want = run(model, tokens, segments, key)
     close(run(model.replace(scan=True, remat="full"), tokens, segments, key), want)
@@ -134,8 +129,8 @@ def decoded(model, tokens, sizes, max_length=None):
 
 def check_decoding(config):
     """Token by token = odd chunks = at once; windows wrap, since the sequence is longer than all of them."""
-    tokens = jax.random.randint(jax.random.key(7), (3, 13), 0, VOCAB)
-    model = make(config)
+    tokens = some_tokens(3, 13)
+    model = filled(config)
     want = eqx.filter_jit(model)(tokens).logits
     close(decoded(model, tokens, [1] * 13), want)
     close(decoded(model, tokens, [5, 1, 7]), want)
@@ -156,9 +151,9 @@ def test_cached_equals_full_often(config):
 
 def test_ragged_rows_decode_as_if_alone():
     """Rows of different lengths, padded on the right in the prefill, then each at its own position."""
-    tokens = jax.random.randint(jax.random.key(7), (3, 12), 0, VOCAB)
+    tokens = some_tokens(3, 12)
     lengths = jnp.asarray([7, 1, 4])
-    model = make(rich_decoder())
+    model = filled(rich_decoder())
     want = eqx.filter_jit(model)(tokens).logits
     index = jnp.arange(7)[None]
     prompt = jnp.where(index < lengths[:, None], tokens[:, :7], 0)
@@ -174,8 +169,8 @@ def test_ragged_rows_decode_as_if_alone():
 
 
 def test_left_padding_changes_nothing():
-    tokens = jax.random.randint(jax.random.key(7), (1, 9), 0, VOCAB)
-    model = make(rich_decoder())
+    tokens = some_tokens(1, 9)
+    model = filled(rich_decoder())
     want = eqx.filter_jit(model)(tokens).logits
     padded = jnp.pad(tokens, ((0, 0), (4, 0)))
     positions = jnp.maximum(jnp.arange(13)[None] - 4, -1)
@@ -185,8 +180,8 @@ def test_left_padding_changes_nothing():
 @pytest.mark.parametrize("kernel", ["dot", "chunked"])
 @pytest.mark.parametrize("scan", [True, False])
 def test_packing_isolates_documents_bit_by_bit(kernel, scan):
-    model = make(rich_decoder(), attention=kernel, scan=scan)
-    tokens = jax.random.randint(jax.random.key(7), (2, 11), 0, VOCAB)
+    model = filled(rich_decoder(), attention=kernel, scan=scan)
+    tokens = some_tokens(2, 11)
     segments = jnp.asarray([[1] * 5 + [2] * 6, [1] * 2 + [2] * 8 + [0]])
     other = tokens.at[:, :2].set((tokens[:, :2] + 3) % VOCAB)
     one, two = run(model, tokens, segments)[0], run(model, other, segments)[0]
@@ -196,7 +191,7 @@ def test_packing_isolates_documents_bit_by_bit(kernel, scan):
 
 
 def test_packed_documents_equal_documents_alone():
-    model = make(rich_decoder())
+    model = filled(rich_decoder())
     tokens, segments = packed(4)
     logits = eqx.filter_jit(model)(tokens, segment_ids=segments).logits
     for begin, end in ((0, 5), (5, 6), (6, 10)):
@@ -205,7 +200,7 @@ def test_packed_documents_equal_documents_alone():
 
 def test_bfloat16_stays_near_float32():
     tokens, segments = packed(2)
-    model = make(rich_decoder())
+    model = filled(rich_decoder())
     half = model.replace(precision=ed.Precision(compute=jnp.bfloat16))
     (want, want_grad), (got, got_grad) = run(model, tokens, segments), run(half, tokens, segments)
     assert half(tokens).hidden.dtype == jnp.bfloat16

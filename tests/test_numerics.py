@@ -30,10 +30,13 @@ PATTERNS = {
 MLP = "batch length embed, embed mlp -> batch length mlp"
 
 
+def draw(seed, shape, dtype):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)  # unlike jax.random, not compiled
+
+
 def operands(pattern, dtype, weight_dtype, seed=0):
-    x, weight = jax.random.split(jax.random.key(seed))
     shapes = PATTERNS[pattern]
-    return jax.random.normal(x, shapes[0], dtype), jax.random.normal(weight, shapes[1], weight_dtype)
+    return draw(seed, shapes[0], dtype), draw(seed + 1, shapes[1], weight_dtype)
 
 
 def value_and_gradients(pattern, flatten, x, weight):
@@ -53,7 +56,7 @@ def close(a, b, tolerance):
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_flattened_is_plain(pattern):
-    dtypes = [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
+    dtypes = [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")][: 3 if pattern == MLP else 2]
     cases = [operands(pattern, *pair) for pair in dtypes]
 
     @jax.jit  # one compilation for all
@@ -88,8 +91,7 @@ def test_sums_are_kept_in_f32(flatten):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_in_scan_with_checkpoint(dtype):
-    weights = 0.3 * jax.random.normal(jax.random.key(1), (3, 8, 8))
-    x = jax.random.normal(jax.random.key(0), (2, 5, 8), dtype)
+    weights, x = draw(1, (3, 8, 8), "float32") / 3, draw(0, (2, 5, 8), dtype)
 
     def loss(weights, x, flatten, wrap):
         body = wrap(lambda x, w: (jnp.tanh(einsum("b l d, d f -> b l f", x, w, flatten=flatten)), None))
@@ -134,8 +136,7 @@ def test_forward_mode_in_f32():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_under_vmap_and_on_a_mesh(dtype):
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    x = jax.random.normal(jax.random.key(0), (3, 4, 5, 8), dtype)
-    weight = jax.random.normal(jax.random.key(1), (3, 8, 12))
+    x, weight = draw(0, (3, 4, 5, 8), dtype), draw(1, (3, 8, 12), "float32")
 
     def loss(x, weight, flatten):
         return jnp.sum(jnp.sin(einsum(MLP, x, weight, flatten=flatten).astype(jnp.float32)))
@@ -157,7 +158,7 @@ def test_nothing_and_one_token(dtype):
     weight = jnp.ones((8, 12))
     assert einsum(MLP, jnp.ones((0, 5, 8), dtype), weight, flatten=True).shape == (0, 5, 12)
     assert einsum(MLP, jnp.ones((1, 1, 8), dtype), weight, flatten=True).tolist() == [[[8.0] * 12]]
-    gradient = jax.grad(lambda w: jnp.sum(einsum(MLP, jnp.ones((0, 5, 8), dtype), w, flatten=True)))(weight)
+    gradient = jax.jit(jax.grad(lambda w: jnp.sum(einsum(MLP, jnp.ones((0, 5, 8), dtype), w, flatten=True))))(weight)
     assert not gradient.any()
 
 

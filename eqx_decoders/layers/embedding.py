@@ -21,7 +21,9 @@ class TokenEmbedding(eqx.Module):
 
     def __call__(self, tokens: Int[Array, "batch length"], ctx: Context) -> Float[Array, "batch length embed"]:
         compute = ctx.execution.precision.compute
-        x = jnp.take(self.table, tokens, axis=0, mode="clip").astype(compute)
+        # gathered over fsdp first: a lookup in a table whose features are split would move every row twice
+        table = ctx.constrain(self.table, "vocab embed")
+        x = ctx.constrain(jnp.take(table, tokens, axis=0, mode="clip").astype(compute), "batch length embed")
         # the factor is rounded to the dtype first, as Hugging Face does it
         return x if self.scale == 1.0 else x * jnp.asarray(self.scale, compute)
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Float32, Int
 
 from eqx_decoders.errors import check, check_number, check_word
@@ -39,8 +38,8 @@ def merge(parts: Sequence[Result]) -> Result:
     check(len(parts) > 0, "parts=[] must hold at least one (out, lse).")
     logs = jnp.stack([lse for _, lse in parts])
     weights = jax.nn.softmax(logs, axis=0)[..., None]
-    out = sum(weight * out.astype(jnp.float32) for weight, (out, _) in zip(weights, parts, strict=True))
-    return jnp.asarray(out).astype(parts[0][0].dtype), jax.nn.logsumexp(logs, axis=0)
+    outs = jnp.stack([out.astype(jnp.float32) for out, _ in parts])
+    return (weights * outs).sum(0).astype(parts[0][0].dtype), jax.nn.logsumexp(logs, axis=0)
 
 
 def with_sink(
@@ -137,7 +136,7 @@ def attend(
 
 def _choose(platform: str, length: int, kv_length: int) -> str:
     """Blocks pay once the scores of a head are too many to keep."""
-    return "chunked" if min(length, kv_length) >= 128 else "dot"
+    return "chunked" if min(length, kv_length) >= (32 if platform == "cpu" else 512) else "dot"
 
 
 # --- dot: the plain one ---
@@ -151,7 +150,7 @@ def _dot(query, key, value, places: Places, *, mask: Mask, soft_cap: float | Non
     split = query.reshape(batch, length, heads // groups, groups, head_dim)
     scores = jnp.einsum("btngd,bsnd->bngts", split, key, preferred_element_type=jnp.float32)
     scores = jnp.where(seen, _cap(scores, soft_cap), -jnp.inf)
-    top = jax.lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), EMPTY))
+    top = jax.lax.stop_gradient(scores.max(-1, keepdims=True, initial=EMPTY))
     weights = jnp.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
     safe = jnp.where(total > 0, total, 1.0)
@@ -178,33 +177,27 @@ class _Plan:
     aligned: bool
     platform: str
     block: int
-    kv_block: int
-    unroll: bool = True
+    kv_block: int | None  # None: each block of queries takes all its keys at once, and the blocks are written out
 
-    def key_range(self, at: Any, queries: int, kv_length: int, larger: Callable = max, smaller: Callable = min) -> Any:
-        """The keys [start, end) that the queries [at, at + queries) may see, as far as the plan alone can tell."""
+    def key_range(self, at: Any, queries: int, kv_length: int, larger: Callable, smaller: Callable) -> tuple[Any, Any]:
+        """The keys [start, end) that the queries [at, at + queries) may see, as far as `aligned` alone tells."""
         if not self.aligned or isinstance(self.mask, Bidirectional):
             return 0, kv_length
         back = reach(self.mask)
         return 0 if back is None else larger(0, at - back + 1), smaller(at + queries, kv_length)
 
-    def key_tiles(self, at: int, queries: int, kv_length: int) -> list[tuple[int, int]]:
-        start, end = self.key_range(at, queries, kv_length)
-        return [(at_key, min(self.kv_block, end - at_key)) for at_key in range(start, end, self.kv_block)]
-
     def over_keys(self, step: Callable, carry: Any, at: Any, queries: int, kv_length: int) -> Any:
-        """Fold `step(carry, at_key, keys)` over the tiles of keys that these queries may see."""
-        if self.unroll:
-            return functools.reduce(
-                lambda carry, tile: step(carry, *tile), self.key_tiles(at, queries, kv_length), carry
-            )
+        """Fold `step(carry, at_key, keys)` over the blocks of keys that these queries may see."""
+        if self.kv_block is None:
+            start, end = self.key_range(at, queries, kv_length, max, min)
+            return step(carry, start, end - start)
+        size = self.kv_block
         start, end = self.key_range(at, queries, kv_length, jnp.maximum, jnp.minimum)
-        body = lambda index, carry: step(carry, index * self.kv_block, self.kv_block)
-        return jax.lax.fori_loop(start // self.kv_block, -(-end // self.kv_block), body, carry)
+        return jax.lax.fori_loop(start // size, -(-end // size), lambda i, carry: step(carry, i * size, size), carry)
 
     def over_queries(self, row: Callable, carry: Any, length: int) -> tuple[Any, Any]:
         """Fold `row(carry, at, queries) -> (carry, results)` over the blocks of queries; join the results on axis 3."""
-        if not self.unroll:
+        if self.kv_block is not None:
             starts = jnp.arange(0, length, self.block)
             carry, results = jax.lax.scan(lambda carry, at: row(carry, at, self.block), carry, starts)
             return carry, jax.tree.map(_join_blocks, results)
@@ -214,9 +207,9 @@ class _Plan:
             blocks.append(results)
         return carry, jax.tree.map(lambda *parts: jnp.concatenate(parts, 3), *blocks)
 
-    def rows(self, x: Array) -> Array:
-        """Write `x` out row by row: on CPUs, products of bf16 reach the matrix units from no other layout."""
-        return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if self.platform == "cpu" else x
+    def once(self, x: Array) -> Array:
+        """Keep the CPU compiler from computing `x`, a mask for all heads, again for each head."""
+        return jax.lax.optimization_barrier(x) if self.platform == "cpu" else x
 
     def capped(self, left: Array, right: Array, shape: tuple[int, ...]) -> Array:
         return _cap(_product(left, right).reshape(shape), self.soft_cap)
@@ -233,11 +226,16 @@ class _Spans(NamedTuple):
 
     def seen(self, at: Any, queries: int, at_key: Any, keys: int, query_axis: int) -> Array:
         """[batch, queries, keys], or [batch, keys, queries] for query_axis = 2."""
-        of_query = lambda x: jnp.expand_dims(_cut(x, at, queries, 1), 3 - query_axis)
-        of_key = lambda x: jnp.expand_dims(_cut(x, at_key, keys, 1), query_axis)
+
+        def of_query(x: Array) -> Array:
+            return jnp.expand_dims(_cut(x, at, queries, 1), 3 - query_axis)
+
+        def of_key(x: Array) -> Array:
+            return jnp.expand_dims(_cut(x, at_key, keys, 1), query_axis)
+
         place = of_key(self.places)
         seen = (place >= of_query(self.first)) & (place <= of_query(self.last))
-        if self.query_segments is not None:
+        if self.query_segments is not None and self.key_segments is not None:
             seen &= of_query(self.query_segments) == of_key(self.key_segments)
         return seen
 
@@ -276,18 +274,18 @@ def _join_blocks(x: Array) -> Array:
 def _forward(plan: _Plan, query: Array, key: Array, value: Array, spans: _Spans) -> tuple[Array, Array]:
     length, kv_length, dim = query.shape[1], key.shape[1], value.shape[3]
     query = _split_heads(query, query.shape[2] // key.shape[2])
-    key_t, value = plan.rows(key.transpose(0, 2, 3, 1)), plan.rows(value.transpose(0, 2, 1, 3))
+    key_t, value = key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)
 
     def row(_, at, queries):
         shape = (*query.shape[:3], queries)
-        block = plan.rows(_cut(query, at, queries, 3).reshape(*shape[:2], -1, query.shape[4]))
+        block = _cut(query, at, queries, 3).reshape(*shape[:2], -1, query.shape[4])
 
         def step(state, at_key, keys):
             top, total, sums = state
-            seen = spans.seen(at, queries, at_key, keys, 1)[:, None, None]
+            seen = plan.once(spans.seen(at, queries, at_key, keys, 1))[:, None, None]
             scores = plan.capped(block, _cut(key_t, at_key, keys, 3), (*shape, keys))
             scores = jnp.where(seen, scores, -jnp.inf)
-            new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
+            new_top = jnp.maximum(top, scores.max(-1, keepdims=True, initial=EMPTY))
             fade, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top)
             flat = weights.astype(value.dtype).reshape(*block.shape[:3], keys)
             part = _product(flat, _cut(value, at_key, keys, 2)).reshape(*shape, dim)
@@ -304,7 +302,7 @@ def _forward(plan: _Plan, query: Array, key: Array, value: Array, spans: _Spans)
 
 
 def _backward(plan: _Plan, kept: tuple, out_bar: Array, lse_bar: Array) -> tuple[Array, Array, Array]:
-    """Recompute each tile's weights P from lse, keys first, so that no product has to transpose a tile.
+    """Recompute each tile's weights P from lse, keys first: no product then has to transpose a tile.
 
     With D = sum(out * out_bar) - lse_bar:  dV = P dO,  dS = P * (V dO' - D),  dK = dS Q,  dQ' = K' dS.
     """
@@ -313,20 +311,20 @@ def _backward(plan: _Plan, kept: tuple, out_bar: Array, lse_bar: Array) -> tuple
     delta = (out.astype(jnp.float32) * out_bar.astype(jnp.float32)).sum(-1) - lse_bar
     query, out_bar = _split_heads(query, groups), _split_heads(out_bar.astype(value.dtype), groups)
     lse, delta = (_split_heads(x[..., None], groups).transpose(0, 1, 4, 2, 3) for x in (lse, delta))
-    key, value = (plan.rows(x.transpose(0, 2, 1, 3)) for x in (key, value))
-    key_t = plan.rows(key.swapaxes(2, 3))
+    key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+    key_t = key.swapaxes(2, 3)
 
     def row(carry, at, queries):
         batch, kv_heads, _, _, dim = query.shape
         blocks = [_cut(x, at, queries, 3) for x in (query, out_bar)]
-        query_b, out_b = (plan.rows(x.reshape(batch, kv_heads, -1, x.shape[4])) for x in blocks)
-        query_t, out_t = (plan.rows(x.swapaxes(2, 3)) for x in (query_b, out_b))
+        query_b, out_b = (x.reshape(batch, kv_heads, -1, x.shape[4]) for x in blocks)
+        query_t, out_t = query_b.swapaxes(2, 3), out_b.swapaxes(2, 3)
         lse_b, delta_b = (_cut(x, at, queries, 4) for x in (lse, delta))
 
         def step(state, at_key, keys):
             query_bar, key_bar, value_bar = state
             shape, flat = (batch, kv_heads, keys, groups, queries), (batch, kv_heads, keys, groups * queries)
-            seen = spans.seen(at, queries, at_key, keys, 2)[:, None, :, None]
+            seen = plan.once(spans.seen(at, queries, at_key, keys, 2))[:, None, :, None]
             scores = plan.capped(_cut(key, at_key, keys, 2), query_t, shape)
             weights = jnp.exp(jnp.where(seen, scores, -jnp.inf) - lse_b)
             slope = weights * (_product(_cut(value, at_key, keys, 2), out_t).reshape(shape) - delta_b)
@@ -361,29 +359,39 @@ def _blockwise_fwd(plan: _Plan, query: Array, key: Array, value: Array, spans: _
 
 def _blockwise_bwd(plan: _Plan, kept: tuple, bars: tuple):
     grads = _backward(plan, kept, *bars)
-    return *(grad.astype(x.dtype) for grad, x in zip(grads, kept[:3], strict=True)), None
+    query_bar, key_bar, value_bar = (grad.astype(x.dtype) for grad, x in zip(grads, kept[:3], strict=True))
+    return query_bar, key_bar, value_bar, None
 
 
 _blockwise.defvjp(_blockwise_fwd, _blockwise_bwd)
 
 
-_BLOCKS = {"cpu": (128, 1024, 16), "other": (512, 512, 16)}  # queries, keys, tiles that are written out
+def _blocks(platform: str, dtype: Any, length: int, kv_length: int) -> tuple[int, int | None]:
+    """Sizes of the blocks of queries and keys. On CPUs a tile of all heads has to fit the cache (measured)."""
+    most, kv_most = (128, 256) if platform == "cpu" else (512, 512)
+    short = platform == "cpu" and dtype == jnp.float32 and max(length, kv_length) <= 512
+    return _even(length, most), None if short else _even(kv_length, kv_most)
+
+
+def _even(length: int, most: int) -> int:
+    """The size of the fewest equal blocks of at most `most`, in steps of 16, that hold `length`."""
+    size = -(-length // max(1, -(-length // most)))
+    return max(1, min(length, -(-size // 16) * 16))
 
 
 def _chunked(query, key, value, places: Places, *, mask: Mask, soft_cap: float | None, aligned: bool, platform: str):
     """Blocks of queries against blocks of keys with a running softmax (Rabe & Staats, 2021; Dao et al., 2022).
 
-    Neither values nor gradients keep anything larger than a tile and the arguments. Few blocks are written out, each
-    with just the keys that it needs; many become loops, so that the program's size does not grow with the length.
+    Neither values nor gradients keep more than a tile of scores and arrays of the arguments' size. Past 512 positions
+    the blocks are loops, so the program does not grow either. Under remat, saving "context" (out and lse) saves the
+    whole forward pass of the kernel.
     """
     length, kv_length = query.shape[1], key.shape[1]
-    block, kv_block, most = _BLOCKS.get(platform, _BLOCKS["other"])
+    block, kv_block = _blocks(platform, query.dtype, length, kv_length)
     plan = _Plan(mask=mask, soft_cap=soft_cap, aligned=aligned, platform=platform, block=block, kv_block=kv_block)
-    tiles = sum(len(plan.key_tiles(at, min(block, length - at), kv_length)) for at in range(0, length, block))
-    if tiles > most:
-        plan = dataclasses.replace(plan, unroll=False, block=min(block, length), kv_block=min(block, kv_length))
-        query, places = _pad_queries(query, places, -length % plan.block)
-        key, value, places = _pad_keys(key, value, places, -kv_length % plan.kv_block)
+    if kv_block is not None:
+        query, places = _pad_queries(query, places, -length % block)
+        key, value, places = _pad_keys(key, value, places, -kv_length % kv_block)
     first, last = interval(mask, places.query_positions)
     spans = _Spans(first, last, places.key_positions, places.query_segments, places.key_segments)
     out, lse = _blockwise(plan, query, key, value, spans)

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -38,7 +37,7 @@ def cross_entropy(
     """
     logits = logits.astype(jnp.float32)
     normaliser = jax.nn.logsumexp(logits, axis=-1)
-    return normaliser - _pick(logits, targets) + z_loss * normaliser**2
+    return _with_z_loss(normaliser - _pick(logits, targets), normaliser, z_loss)
 
 
 def linear_cross_entropy(
@@ -62,8 +61,8 @@ def linear_cross_entropy(
     `tile` counts positions of each sequence, by default so many that their logits take 64 MB. `flatten` as in
     `numerics.einsum`; `constrain(logits, "batch length vocab")` is applied to each tile.
 
-    Where a weight is zero the target may be anything; elsewhere one outside the vocabulary gives NaN. Options out of
-    range raise ConfigError.
+    Where a weight is zero the target may be anything, and that weight gets no gradient; elsewhere a target outside the
+    vocabulary gives NaN. Options out of range raise ConfigError.
     """
     check(
         kernel.shape[1 if tied else 0] == hidden.shape[2],
@@ -78,15 +77,14 @@ def linear_cross_entropy(
         check_integer("linear_cross_entropy tile", tile)
     head = _Head(tied, soft_cap, scale, z_loss, flatten, constrain)
     targets = jnp.where(weights == 0, jnp.zeros_like(targets), targets)
-    tile = _tile_length(hidden, kernel.shape[0 if tied else 1], tile)
-    tokens = _cut(hidden, tile), kernel, _cut(targets, tile), _cut(weights.astype(jnp.float32), tile)
-    loss, sums = _fused(head, *tokens)
+    batch, length = targets.shape
+    size = _tile_length(batch, length, kernel.shape[0 if tied else 1], tile)
+    loss, sums = _fused(head, _cut(hidden, size), kernel, _cut(targets, size), _cut(weights.astype(jnp.float32), size))
     return loss, lax.stop_gradient(sums)
 
 
-def _tile_length(hidden: Float[Array, "batch length embed"], vocab: int, tile: int | None) -> int:
+def _tile_length(batch: int, length: int, vocab: int, tile: int | None) -> int:
     """The asked length, or the largest one within the bound, evened out over the tiles."""
-    batch, length, _ = hidden.shape
     if tile is None:
         tile = max(1, _TILE_BYTES // max(1, 4 * batch * vocab))
         tile = math.ceil(length / max(1, math.ceil(length / tile)))
@@ -94,7 +92,7 @@ def _tile_length(hidden: Float[Array, "batch length embed"], vocab: int, tile: i
 
 
 def _cut(x: Any, tile: int) -> Any:
-    """`[batch, length, ...]` -> `[tiles, batch, tile, ...]`, zeros filling the last. The batch stays whole, as sharded."""
+    """`[batch, length, ...]` -> `[tiles, batch, tile, ...]`, zeros filling the last one. The batch stays whole."""
     missing = -x.shape[1] % tile
     if missing:
         x = jnp.pad(x, ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2))
@@ -154,13 +152,17 @@ def _pick(logits, targets):
     return jnp.where((targets >= 0) & (targets < logits.shape[-1]), picked, jnp.nan)
 
 
+def _with_z_loss(nll, normaliser, z_loss):
+    return nll + z_loss * normaliser**2 if z_loss else nll  # the square may overflow
+
+
 def _softmax_parts(head, logits, targets):
     """(loss, nll, correct, normaliser) of each token of a tile. A tie for the highest logit counts as correct."""
     highest = jnp.max(logits, axis=-1)
     normaliser = highest + jnp.log(jnp.sum(jnp.exp(logits - highest[..., None]), axis=-1))
     picked = _pick(logits, targets)
     nll = normaliser - picked
-    return (nll + head.z_loss * normaliser**2, nll, (picked >= highest).astype(jnp.float32)), normaliser
+    return (_with_z_loss(nll, normaliser, head.z_loss), nll, (picked >= highest).astype(jnp.float32)), normaliser
 
 
 def _sums(losses, weights):
@@ -168,8 +170,7 @@ def _sums(losses, weights):
     return loss, LossSums(nll, correct)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fused(head, hidden, kernel, targets, weights):
+def _loss_alone(head, hidden, kernel, targets, weights) -> tuple[Any, LossSums]:
     (kernel, _), (dimension, _) = head.kernels(kernel, hidden.dtype)
 
     def step(carry, tile):
@@ -200,19 +201,20 @@ def _fused_forward(head, hidden, kernel, targets, weights):
     tiles = (hidden, targets, weights)
     total, (losses, to_hidden) = lax.scan(step, jnp.zeros(kernel.shape, jnp.float32), tiles, unroll=unroll)
     like = (jnp.zeros((0,), hidden.dtype), jnp.zeros((0,), kernel.dtype))
-    return _sums(losses, weights), (to_hidden, total, losses[0], like)
+    return _sums(losses, weights), (to_hidden, total, jnp.where(weights == 0, 0.0, losses[0]), like)
 
 
 def _fused_backward(head, saved, cotangents):
-    to_hidden, to_kernel, losses, like = saved
+    to_hidden, to_kernel, to_weights, like = saved
     cotangent = cotangents[0]  # those of the reported sums are zero: they carry no gradients
     # Both gradients are of a plain sum, so both take the cotangent: a scaled loss, or one of several accumulated.
     return (
         (cotangent * to_hidden).astype(like[0].dtype),
         (cotangent * to_kernel).astype(like[1].dtype),
         None,
-        cotangent * losses,
+        cotangent * to_weights,
     )
 
 
+_fused = jax.custom_vjp(_loss_alone, nondiff_argnums=(0,))
 _fused.defvjp(_fused_forward, _fused_backward)

@@ -1,7 +1,8 @@
 """Attention kernels: the blockwise one equals the plain one in values and in gradients, for every mask and shape."""
 
+import contextlib
+import dataclasses
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +16,14 @@ from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWind
 
 
 MASKS = [Causal(), SlidingWindow(7), SlidingWindow(150), Chunked(9), Bidirectional()]
+CAPS = [None, 2.0, None, 2.0, 2.0]
 
 
 def make(length, kv_length=None, *, heads=4, kv_heads=2, dim=8, value_dim=8, dtype=jnp.float32, seed=0, batch=2):
     kv_length = length if kv_length is None else kv_length
-    keys = jax.random.split(jax.random.key(seed), 3)
     shapes = [(batch, length, heads, dim), (batch, kv_length, kv_heads, dim), (batch, kv_length, kv_heads, value_dim)]
-    return tuple(jax.random.normal(k, s, jnp.float32).astype(dtype) for k, s in zip(keys, shapes, strict=True))
+    random = np.random.default_rng(seed)
+    return tuple(jnp.asarray(random.normal(size=shape).astype(dtype)) for shape in shapes)
 
 
 def packed(length, batch=2, padding=5):
@@ -36,7 +38,7 @@ def packed(length, batch=2, padding=5):
 
 
 def plain(length, batch=2, start=0):
-    return jnp.broadcast_to(jnp.arange(start, start + length, dtype=jnp.int32)[None], (batch, length))
+    return jnp.asarray(np.arange(start, start + length, dtype=np.int32)[None].repeat(batch, 0))
 
 
 @functools.partial(jax.jit, static_argnames=("mask", "soft_cap", "aligned", "kernel", "platform"))
@@ -54,11 +56,8 @@ def all_of(qkv, weights, places, **options):
 
 
 def weights_for(qkv):
-    batch, length, heads, _ = qkv[0].shape
-    keys = jax.random.split(jax.random.key(9))
-    return jax.random.normal(keys[0], (batch, length, heads, qkv[2].shape[3])), jax.random.normal(
-        keys[1], (batch, length, heads)
-    )
+    random, shape = np.random.default_rng(9), (*qkv[0].shape[:3], qkv[2].shape[3])
+    return tuple(jnp.asarray(random.normal(size=size).astype(np.float32)) for size in (shape, shape[:3]))
 
 
 def same(left, right, tolerance=3e-5):
@@ -76,10 +75,276 @@ def both(qkv, places, **options):
     return chunked, all_of(qkv, weights, places, kernel="dot", **{**options, "aligned": False})
 
 
-@pytest.mark.parametrize("soft_cap", [None, 2.0])
-@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize(("mask", "soft_cap"), list(zip(MASKS, CAPS, strict=True)), ids=str)
 def test_packed_chunked_is_dot(mask, soft_cap):
+    """Three blocks with a remainder, in the form for short sequences."""
     positions, segments = packed(301)
     places = {"query_positions": positions, "key_positions": positions}
     places |= {"query_segments": segments, "key_segments": segments}
     same(*both(make(301), places, mask=mask, soft_cap=soft_cap, aligned=True))
+
+
+def test_loops_over_blocks_are_dot():
+    """Two and three blocks of queries and keys, with a remainder, in the form for long sequences."""
+    positions, segments = packed(561)
+    places = {"query_positions": positions, "key_positions": positions}
+    places |= {"query_segments": segments, "key_segments": segments}
+    qkv = make(561, heads=2, kv_heads=1)
+    for mask in (Causal(), SlidingWindow(150), Chunked(100)):
+        same(*both(qkv, places, mask=mask, soft_cap=None, aligned=True))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
+@pytest.mark.parametrize("kernel", ["dot", "chunked"])
+def test_half_precision_stays_near(kernel, dtype):
+    positions, segments = packed(270)
+    places = {"query_positions": positions, "key_positions": positions}
+    places |= {"query_segments": segments, "key_segments": segments}
+    qkv, options = make(270), {"mask": Causal(), "soft_cap": 5.0, "aligned": True}
+    low = tuple(x.astype(dtype) for x in qkv)
+    exact = all_of(tuple(x.astype(jnp.float32) for x in low), weights_for(qkv), places, kernel="dot", **options)
+    near = all_of(low, weights_for(qkv), places, kernel=kernel, **options)
+    assert near[0][0].dtype == dtype and near[0][1].dtype == jnp.float32 and near[1][0].dtype == dtype
+    as_f32 = jax.tree.map(lambda x: x.astype(jnp.float32), near)
+    same(as_f32, exact, tolerance=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "platform"),
+    [((1, 1), "cpu"), ((1, 530), "cpu"), ((33, 70), "tpu"), ((140, 17), "cpu"), ((530, 3), "tpu")],
+    ids=str,
+)
+def test_queries_need_not_be_the_keys(lengths, platform):
+    """Decoding and chunked prefill: keys in any order, empty slots, narrow values, three query heads a key head."""
+    length, kv_length = lengths
+    qkv = make(length, kv_length, heads=6, kv_heads=2, dim=8, value_dim=5)
+    order = np.random.default_rng(0).permutation(kv_length)
+    slots = np.where(order % 7 == 3, -1, order)[None].repeat(2, 0)
+    places = {"query_positions": plain(length, start=kv_length // 2), "key_positions": jnp.asarray(slots, jnp.int32)}
+    same(*both(qkv, places, mask=Causal(), soft_cap=3.0, platform=platform))
+
+
+@pytest.mark.parametrize("kernel", ["dot", "chunked"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16], ids=str)
+def test_rows_that_see_nothing(kernel, dtype):
+    """Zeros, EMPTY, and gradients that are finite; zero where nothing is seen by anyone."""
+    qkv = make(20, dtype=dtype)
+    positions = plain(20).at[0].set(-1).at[1, :5].set(-1)
+    places = {"query_positions": positions, "key_positions": positions}
+    weights = tuple(1e3 * weight for weight in weights_for(qkv))
+    (out, lse), grads = all_of(qkv, weights, places, mask=Causal(), kernel=kernel)
+    assert not out[0].any() and not out[1, :5].any() and out[1, 5:].any()
+    assert (lse[0] == EMPTY).all() and (lse[1, :5] == EMPTY).all() and (lse[1, 5:] > -100).all()
+    for grad in grads:
+        assert np.isfinite(np.asarray(grad, np.float32)).all() and not grad[0].any() and not grad[1, :5].any()
+
+
+def test_no_keys_at_all():
+    places = {"query_positions": plain(3), "key_positions": jnp.zeros((2, 0), jnp.int32)}
+    for kernel in KERNELS:
+        out, lse = attend(*make(3, 0), **places, mask=Causal(), kernel=kernel)
+        assert not out.any() and (lse == EMPTY).all()
+
+
+@pytest.mark.parametrize("kernel", ["dot", "chunked"])
+@pytest.mark.parametrize("mask", [Causal(), Chunked(9)], ids=str)
+def test_documents_do_not_touch(kernel, mask):
+    """Another first document leaves the second one's results and gradients bit for bit as they were."""
+    positions, segments = packed(150, padding=0)
+    places = {"query_positions": positions, "key_positions": positions}
+    places |= {"query_segments": segments, "key_segments": segments}
+    second = (segments == 2)[:, :, None, None]
+    ours, other = make(150), make(150, seed=1)
+    mixed = tuple(jnp.where(second, a, 50 * b) for a, b in zip(ours, other, strict=True))
+    weights = weights_for(ours)
+    runs = [all_of(x, weights, places, mask=mask, kernel=kernel, aligned=True) for x in (ours, mixed)]
+    for a, b in zip(jax.tree.leaves(runs[0]), jax.tree.leaves(runs[1]), strict=True):
+        kept = np.asarray(segments == 2)
+        np.testing.assert_array_equal(np.asarray(a)[kept], np.asarray(b)[kept])
+        assert (np.asarray(a)[~kept] != np.asarray(b)[~kept]).any()
+
+
+@pytest.mark.parametrize("mask", [SlidingWindow(5), Chunked(6)], ids=str)
+def test_window_and_chunk_are_the_loop(mask):
+    query, key, value = (np.asarray(x, np.float64) for x in make(23, heads=2, kv_heads=1))
+    places = {"query_positions": plain(23), "key_positions": plain(23)}
+    out, lse = attend(*make(23, heads=2, kv_heads=1), **places, mask=mask, aligned=True, kernel="chunked")
+    for at in range(23):
+        first = max(0, at - 4) if isinstance(mask, SlidingWindow) else at // 6 * 6
+        scores = np.einsum("bhd,bkd->bhk", query[:, at], key[:, first : at + 1, 0])
+        weights = np.exp(scores)
+        expected = np.einsum("bhk,bkd->bhd", weights, value[:, first : at + 1, 0]) / weights.sum(-1)[..., None]
+        np.testing.assert_allclose(out[:, at], expected, atol=1e-5)
+        np.testing.assert_allclose(lse[:, at], np.log(weights.sum(-1)), atol=1e-5)
+
+
+@jax.jit
+def whole_and_merged(qkv, sink, weight):
+    """The loss over all keys at once, and over three parts of them, of which the second is empty."""
+    query, key, value = qkv
+    positions = plain(key.shape[1])
+    options = {"mask": Causal(), "query_positions": plain(query.shape[1], start=9)}
+
+    def part(start, end, places):
+        return attend(query, key[:, start:end], value[:, start:end], key_positions=places[:, start:end], **options)
+
+    nothing = part(3, 8, jnp.full_like(positions, -1))
+    whole = part(0, key.shape[1], positions)
+    merged = merge([part(0, 11, positions), nothing, part(11, key.shape[1], positions)])
+    losses = [(with_sink(*x, sink) * weight).sum() + x[1].sum() for x in (whole, merged)]
+    return losses, whole, merged
+
+
+def test_merged_parts_are_the_whole():
+    qkv, sink = make(6, 15), jnp.asarray([0.3, -1.0, 2.0, 0.0])
+    weight = weights_for(qkv)[0]
+    _, whole, merged = whole_and_merged(qkv, sink, weight)
+    same(merged, whole)
+    grads = [jax.grad(lambda x, i=i: whole_and_merged(*x, weight)[0][i])((qkv, sink)) for i in (0, 1)]
+    same(*grads)
+
+
+def test_empty_parts_stay_empty():
+    out, lse = jnp.zeros((1, 2, 3, 4)), jnp.full((1, 2, 3), EMPTY)
+
+    def loss(out, lse, sink):
+        merged = merge([(out, lse), (out, lse)])
+        return with_sink(*merged, sink).sum() + merged[1].sum(), merged
+
+    grads, merged = jax.grad(loss, (0, 1, 2), has_aux=True)(out, lse, jnp.zeros(3))
+    assert not merged[0].any() and (merged[1] <= EMPTY).all()
+    assert all(np.isfinite(grad).all() for grad in grads)
+    with pytest.raises(ConfigError, match="must hold at least one"):
+        merge([])
+
+
+def test_sink_is_one_more_column():
+    query, key, value = make(5, heads=2, kv_heads=2)
+    sink = jnp.asarray([0.7, -2.0])
+    places = {"query_positions": plain(5), "key_positions": plain(5)}
+    scores = np.einsum("bthd,bshd->bhts", query, key)
+    scores = np.where(np.tril(np.ones((5, 5), bool)), scores, -np.inf)
+    column = np.broadcast_to(np.asarray(sink)[None, :, None, None], (2, 2, 5, 1))
+    wide = jax.nn.softmax(jnp.asarray(np.concatenate([scores, column], -1)), axis=-1)[..., :-1]
+    expected = np.einsum("bhts,bshd->bthd", wide, value)
+    np.testing.assert_allclose(
+        with_sink(*attend(query, key, value, **places, mask=Causal()), sink), expected, atol=1e-5
+    )
+
+
+def layers(remat):
+    """Three layers in a scan."""
+
+    def loss(qkv, positions):
+        def layer(x, _):
+            out, lse = attend(
+                jnp.sin(x),
+                *qkv[1:],
+                mask=Causal(),
+                query_positions=positions,
+                key_positions=positions,
+                aligned=True,
+                kernel="chunked",
+            )
+            return jnp.sin(out) + lse[..., None], None
+
+        return jax.lax.scan(remat(layer), qkv[0], None, length=3)[0].sum()
+
+    return loss
+
+
+def test_context_saves_the_recomputation():
+    """Saving "context" under remat leaves the backward pass's five products, and not the forward's two once more."""
+    qkv, positions = make(24), plain(24)
+    policies = {
+        "context": jax.checkpoint_policies.save_only_these_names("context"),
+        "nothing": jax.checkpoint_policies.nothing_saveable,
+    }
+    remats = {"plain": lambda f: f}
+    remats |= {k: functools.partial(jax.checkpoint, policy=v, prevent_cse=False) for k, v in policies.items()}
+    products, grads = {}, {}
+    for name, remat in remats.items():
+        grad = jax.grad(layers(remat))
+        products[name] = str(jax.make_jaxpr(grad)(qkv, positions)).count("dot_general[")
+        grads[name] = jax.jit(grad)(qkv, positions)
+    assert products == {"plain": 7, "context": 7, "nothing": 9}
+    same(grads["context"], grads["plain"])
+    same(grads["nothing"], grads["plain"])
+
+
+@pytest.mark.parametrize("length", [40, 550])
+def test_sharded_is_single_device(length):
+    """Batch over `data`, heads over `tensor`: the same numbers, and no array is gathered or moved."""
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    qkv = make(length, batch=4, dim=4, value_dim=4)
+    weights, positions = weights_for(qkv), plain(length, batch=4)
+    place = {"query_positions": positions, "key_positions": positions}
+    options = {"mask": Causal(), "aligned": True, "kernel": "chunked"}
+    heads, rows = NamedSharding(mesh, P("data", None, "tensor")), NamedSharding(mesh, P("data"))
+    args = jax.device_put((qkv, weights), heads), jax.device_put(place, rows)
+    program = all_of.lower(*args[0], args[1], **options).compile()
+    for word in ("all-gather", "all-to-all", "collective-permute", "reduce-scatter"):
+        assert f" {word}(" not in program.as_text() and f" {word}-start(" not in program.as_text()
+    same(program(*args[0], args[1]), all_of(qkv, weights, place, **options))
+
+
+def test_memory_grows_with_the_length_alone():
+    def bytes_at(length):
+        shape = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
+        places = jax.ShapeDtypeStruct((1, length), jnp.int32)
+        grad = jax.grad(
+            lambda q, k, v, p: attend(q, k, v, query_positions=p, key_positions=p, mask=Causal(), aligned=True)[
+                0
+            ].sum(),
+            (0, 1, 2),
+        )
+        return jax.jit(grad).lower(shape, shape, shape, places).compile().memory_analysis().temp_size_in_bytes
+
+    short, long = bytes_at(2048), bytes_at(16384)
+    assert long < 9 * short and long < 16384 * 2 * 8 * 4 * 20
+
+
+def test_auto_goes_by_platform_and_shapes(monkeypatch):
+    chosen = []
+    spy = {
+        name: dataclasses.replace(k, function=lambda *a, n=name, **o: chosen.append(n)) for name, k in KERNELS.items()
+    }
+    monkeypatch.setattr("eqx_decoders.layers.kernel.KERNELS", spy)
+    for platform, length, kv_length in [("cpu", 512, 512), ("cpu", 1, 512), ("tpu", 1, 4096), ("tpu", 4096, 4096)]:
+        q, k, v = (jnp.zeros((1, n, 1, 2)) for n in (length, kv_length, kv_length))
+        places = {"query_positions": plain(length, 1), "key_positions": plain(kv_length, 1)}
+        with contextlib.suppress(Exception):  # the spy returns nothing
+            attend(q, k, v, **places, mask=Causal(), platform=platform)
+    assert chosen == ["chunked", "dot", "dot", "chunked"]
+
+
+def test_refusals(monkeypatch):
+    limited = Kernel(
+        name="limited", function=KERNELS["dot"].function, masks=(Causal,), soft_cap=False, platforms=("cpu",)
+    )
+    monkeypatch.setitem(KERNELS, "limited", limited)
+    places = {"query_positions": plain(3), "key_positions": plain(3)}
+
+    def call(qkv=None, **options):
+        return attend(*(qkv or make(3)), **{"mask": Causal(), **places, **options})
+
+    call(kernel="limited")
+    refused = {
+        r"kernel='limited' cannot do the mask SlidingWindow\(size=2\).* These can: dot, chunked\.": {
+            "mask": SlidingWindow(2)
+        },
+        r"kernel='limited' cannot do a soft cap": {"soft_cap": 3.0},
+        r"kernel='limited' cannot do the platform 'tpu'": {"platform": "tpu"},
+        r"Did you mean 'chunked'\?": {"kernel": "chunk"},
+        r"soft_cap=0.0 must be a finite number above 0": {"soft_cap": 0.0},
+        r"query_segments is given alone": {"query_segments": plain(3)},
+        r"heads=3 must be a multiple of kv_heads=2": {"qkv": make(3, heads=3)},
+        r"aligned=True needs as many queries as keys, not 3 and 4": {
+            "qkv": make(3, 4),
+            "key_positions": plain(4),
+            "aligned": True,
+        },
+    }
+    for sentence, options in refused.items():
+        with pytest.raises(ConfigError, match=sentence):
+            call(**{"kernel": "limited", **options})

@@ -1,0 +1,157 @@
+"""Measure: seconds, CPU seconds, memory and MFU of the training step; trace and compile time; decoding speed.
+
+    make bench                        # the 58 M Llama on this machine
+    python scripts/bench.py --only step
+
+Each training step is measured in a process of its own, so that its peak memory is its own.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import eqx_decoders as ed
+from eqx_decoders.families.llama import llama
+from eqx_decoders.training.data import Batch
+from eqx_decoders.training.flops import flops_per_token, measured_flops
+from eqx_decoders.training.optimizer import OptimizerConfig
+from eqx_decoders.training.step import Trainer
+
+
+BATCH, LENGTH = 2, 512
+
+
+def bench_config(layers: int = 8) -> ed.DecoderConfig:
+    """A Llama of 58 M weights."""
+    return llama(
+        vocab_size=32_000,
+        embed_dim=512,
+        num_layers=layers,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=64,
+        mlp_dim=1536,
+    )
+
+
+def trained(dtype: str, remat: str, layers: int = 8):
+    """A trainer, its state and a batch."""
+    precision = ed.Precision(compute=jnp.dtype(dtype))
+    model = ed.init(bench_config(layers), key=jax.random.key(0), precision=precision, remat=remat)
+    trainer = Trainer.create(OptimizerConfig(), model, steps=1000)
+    tokens = np.random.default_rng(0).integers(0, 32_000, (BATCH, LENGTH)).astype(np.int32)
+    positions = np.tile(np.arange(LENGTH, dtype=np.int32), (BATCH, 1))
+    batch = Batch(tokens=tokens, segment_ids=np.ones_like(tokens), positions=positions)
+    return trainer, trainer.init(model, key=jax.random.key(1)), batch
+
+
+def step(dtype: str, remat: str, repeats: int) -> dict[str, float]:
+    """The training step: best and median seconds, CPU seconds of the best, peak memory of the process, MFU."""
+    trainer, state, batch = trained(dtype, remat)
+    state, metrics = trainer.step(state, batch)
+    jax.block_until_ready(state)
+    roof, runs = measured_flops(dtype), []
+    for _ in range(repeats):
+        wall, cpu = time.perf_counter(), time.process_time()
+        state, metrics = trainer.step(state, batch)
+        jax.block_until_ready((state, metrics))
+        runs.append((time.perf_counter() - wall, time.process_time() - cpu))
+        roof = max(roof, measured_flops(dtype, repeats=2))
+    best = min(runs)
+    flops = BATCH * LENGTH * flops_per_token(bench_config(), LENGTH)
+    return {
+        "seconds": best[0],
+        "median": statistics.median(wall for wall, _ in runs),
+        "cpu_seconds": best[1],
+        "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+        "gflops": roof / 1e9,
+        "mfu": flops / best[0] / roof,
+    }
+
+
+def compile_seconds(layers: int) -> dict[str, float]:
+    """Seconds to trace and to compile the training step of so many layers."""
+    trainer, state, batch = trained("float32", "full", layers)
+    begin = time.perf_counter()
+    lowered = jax.jit(trainer.advance).lower(state, batch)
+    middle = time.perf_counter()
+    lowered.compile()
+    return {"layers": layers, "trace": middle - begin, "compile": time.perf_counter() - middle}
+
+
+def decode(batch_size: int, new: int = 128) -> dict[str, float]:
+    """Tokens per second of `generate`, prefill of 64 tokens included, compilation not."""
+    model = ed.init(bench_config(), key=jax.random.key(0))
+    prompt = jnp.ones((batch_size, 64), jnp.int32)
+    ed.generate(model, prompt, max_new_tokens=new).block_until_ready()
+    seconds = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        ed.generate(model, prompt, max_new_tokens=new).block_until_ready()
+        seconds.append(time.perf_counter() - begin)
+    return {"batch": batch_size, "tokens_per_second": batch_size * new / min(seconds)}
+
+
+def alone(*words: str) -> dict[str, float]:
+    """One measurement in a process of its own."""
+    done = subprocess.run([sys.executable, __file__, "--one", *words], check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+ONE = {
+    "step": lambda dtype, remat, repeats: step(dtype, remat, int(repeats)),
+    "compile": lambda layers: compile_seconds(int(layers)),
+    "decode": lambda batch: decode(int(batch)),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=sorted(ONE), help="measure one thing instead of all")
+    parser.add_argument("--repeats", type=int, default=7, help="steps that are timed")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(ONE[options.one[0]](*options.one[1:])))
+        return 0
+    wanted = [options.only] if options.only else list(ONE)
+    print(f"jax {jax.__version__}, Python {sys.version.split()[0]}, {os.cpu_count()} CPUs, {jax.default_backend()}")
+    if "step" in wanted:
+        count = ed.count_parameters(bench_config())
+        print(f"\ntraining step, Llama of {count / 1e6:.1f} M weights, batch {BATCH} x {LENGTH}, AdamW")
+        print(f"{'dtype':10} {'remat':6} {'s':>7} {'median':>7} {'CPU s':>7} {'GB':>6} {'roof GFLOP/s':>13} {'MFU':>6}")
+        for dtype in options.dtypes:
+            for remat in ("none", "full"):
+                row = alone("step", dtype, remat, str(options.repeats))
+                print(
+                    f"{dtype:10} {remat:6} {row['seconds']:7.3f} {row['median']:7.3f} {row['cpu_seconds']:7.3f} "
+                    f"{row['peak_gb']:6.2f} {row['gflops']:13.0f} {row['mfu']:6.3f}",
+                    flush=True,
+                )
+    if "compile" in wanted:
+        rows = [alone("compile", layers) for layers in ("2", "32")]
+        print("\ntrace and compile, training step")
+        for row in rows:
+            print(f"{row['layers']:3} layers: trace {row['trace']:.2f} s, compile {row['compile']:.2f} s", flush=True)
+        sums = [row["trace"] + row["compile"] for row in rows]
+        print(f"ratio {sums[1] / sums[0]:.2f}")
+    if "decode" in wanted:
+        print("\ndecoding, 64 + 128 tokens, float32")
+        for batch in ("1", "8"):
+            row = alone("decode", batch)
+            print(f"batch {row['batch']}: {row['tokens_per_second']:.1f} tokens/s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
