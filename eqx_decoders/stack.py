@@ -102,7 +102,7 @@ class Segment(eqx.Module):
             return x, (tuple(entries), tuple(stats))
 
         if scanned:
-            x, (entries, stats) = jax.lax.scan(step, x, (weights, reads, keys))
+            x, (entries, stats) = jax.lax.scan(step, x, (weights, reads, keys), length=self.repeats)
             return x, entries, stats
         results = []
         for index in range(self.repeats):

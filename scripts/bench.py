@@ -23,6 +23,7 @@ import eqx_decoders as ed
 from eqx_decoders.families.llama import llama
 from eqx_decoders.training.data import Batch
 from eqx_decoders.training.flops import flops_per_token, measured_flops
+from eqx_decoders.training.memory import keep_memory
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.step import Trainer
 
@@ -122,6 +123,7 @@ def main() -> int:
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
+        keep_memory()
         print(json.dumps(ONE[options.one[0]](*options.one[1:])))
         return 0
     wanted = [options.only] if options.only else list(ONE)

@@ -30,6 +30,7 @@ from eqx_decoders.training.console import (
 from eqx_decoders.training.data import make_dataset, training_texts
 from eqx_decoders.training.evaluate import HeldOut, evaluate
 from eqx_decoders.training.flops import device_flops, flops_per_token
+from eqx_decoders.training.memory import keep_memory
 from eqx_decoders.training.settings import TrainConfig, describe_devices, save_settings, settings_json
 from eqx_decoders.training.step import Trainer, place
 from eqx_decoders.training.tokenizer import load_tokenizer, train_bpe
@@ -45,6 +46,7 @@ def main() -> int:
         if config.list_models:
             print("\n".join(list_models()))
             return 0
+        keep_memory()
         if config.distributed:
             jax.distributed.initialize()
         if config.describe:

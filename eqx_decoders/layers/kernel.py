@@ -394,7 +394,8 @@ def _chunked(query, key, value, places: Places, *, mask: Mask, soft_cap: float |
         key, value, places = _pad_keys(key, value, places, -kv_length % kv_block)
     first, last = interval(mask, places.query_positions)
     spans = _Spans(first, last, places.key_positions, places.query_segments, places.key_segments)
-    out, lse = _blockwise(plan, query, key, value, spans)
+    results: Any = _blockwise(plan, query, key, value, spans)
+    out, lse = results
     return out[:, :length], lse[:, :length]
 
 

@@ -153,14 +153,15 @@ class Trainer(eqx.Module):
         scale = 1.0 / tokens
         if self.clip_norm is not None:
             scale = scale * jnp.minimum(1.0, self.clip_norm / jnp.maximum(norm, 1e-12))
-        weights = self._weights(state.model)
-        gradient = {name: (leaf * scale).astype(weights[name].dtype) for name, leaf in gradient.items()}
-        updates, optimizer = self.optimizer.update(gradient, state.optimizer, weights)
-        weights, optimizer = jax.tree.map(
-            lambda new, old: jnp.where(finite, new, old),
-            (optax.apply_updates(weights, updates), optimizer),
-            (weights, state.optimizer),
-        )
+
+        def move(weights, optimizer):
+            scaled = {name: (leaf * scale).astype(weights[name].dtype) for name, leaf in gradient.items()}
+            updates, optimizer = self.optimizer.update(scaled, optimizer, weights)
+            return optax.apply_updates(weights, updates), optimizer
+
+        # a branch, not `where` on every leaf: that would hold old and new weights and states at the same time
+        old = self._weights(state.model), state.optimizer
+        weights, optimizer = jax.lax.cond(finite, move, lambda *same: same, *old)
         new = TrainState(
             model=self._with_weights(state.model, weights),
             optimizer=optimizer,

@@ -1,0 +1,136 @@
+"""Meshes, tables, born-sharded models, and what is refused."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+
+import eqx_decoders as ed
+from eqx_decoders.axes import named_leaves
+from eqx_decoders.describe import describe
+from eqx_decoders.layout import ACTIVATIONS, WEIGHTS, device_bytes
+from tests.strategies import rich_decoder, some_tokens
+
+
+def test_tables_split_weights_and_activations():
+    layout = ed.Layout.create(fsdp=2, tensor=2, fsdp_transpose=2)
+    assert layout.weight_spec("layers embed mlp") == P(None, ("fsdp",), ("fsdp_transpose", "tensor"))
+    assert layout.weight_spec("embed heads head_dim") == P(("fsdp", "fsdp_transpose"), ("tensor",), None)
+    assert layout.weight_spec("vocab embed") == P(("tensor",), ("fsdp", "fsdp_transpose"))
+    assert layout.weight_spec("norm") == P(None)
+    assert layout.activation_spec("batch length embed") == P(("fsdp", "fsdp_transpose"), None, None)
+    assert layout.activation_spec("batch length mlp") == P(("fsdp", "fsdp_transpose"), None, ("tensor",))
+
+
+def test_a_mesh_axis_serves_one_dimension():
+    for sizes in (dict(data=8), dict(fsdp=8), dict(context=2, tensor=2, expert=2), dict(tensor_sequence=4, fsdp=2)):
+        layout = ed.Layout.create(**sizes)
+        for words in ("layers embed mlp", "embed vocab", "embed qkv_heads head_dim", "embed inputs mlp"):
+            used = [name for names in layout.weight_spec(words) for name in np.atleast_1d(names) if name]
+            assert len(used) == len(set(used))
+
+
+def test_activations_that_do_not_divide_stay_whole():
+    layout = ed.Layout.create(data=4, tensor=2)
+    assert layout.activation_spec("batch length mlp", (3, 7, 10)) == P(None, None, ("tensor",))
+    assert layout.activation_spec("batch length mlp", (4, 1, 11)) == P(("data",), None, None)
+
+
+@pytest.mark.parametrize("sizes", [dict(fsdp=4, tensor=2), dict(fsdp=8), dict(expert=2, fsdp_transpose=2, data=2)])
+def test_init_is_born_sharded_and_the_same_on_every_mesh(sizes):
+    layout = ed.Layout.create(**sizes)
+    config = rich_decoder()
+    single, placed = ed.init(config, key=jax.random.key(0)), ed.init(config, key=jax.random.key(0), layout=layout)
+    shapes = named_leaves(ed.abstract(config, layout=layout))
+    split = 0
+    for name, leaf in named_leaves(placed).items():
+        np.testing.assert_array_equal(leaf, named_leaves(single)[name])
+        assert leaf.sharding == shapes[name].sharding and leaf.shape == shapes[name].shape
+        split += leaf.sharding.shard_shape(leaf.shape) != leaf.shape
+    assert split > 10
+
+
+def test_abstract_takes_no_memory():
+    config = ed.get_config("llama3.1-405b")
+    layout = ed.Layout.create(fsdp=4, tensor=2)
+    model = ed.abstract(config, layout=layout, precision=ed.Precision(params=jnp.bfloat16))
+    leaves = jax.tree.leaves(model)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) and leaf.dtype == jnp.bfloat16 for leaf in leaves)
+    share = sum(device_bytes(leaf) for leaf in leaves) / (2 * ed.count_parameters(config))
+    assert 1 / 8 <= share < 1.001 / 8
+
+
+def test_cache_is_split_over_batch_and_heads():
+    layout = ed.Layout.create(data=4, tensor=2)
+    cache = ed.init_cache(rich_decoder(), 4, 16, layout=layout)
+    keys = cache.segments[0][1].key
+    assert keys.sharding.spec == P(None, ("data",), None, ("tensor",), None)
+    abstract = ed.abstract_cache(rich_decoder(), 4, 16, layout=layout)
+    assert jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), cache) == jax.tree.map(
+        lambda a: (a.shape, a.dtype, a.sharding), abstract
+    )
+
+
+def test_tables_can_be_replaced():
+    table = WEIGHTS | {"embed": "data"}
+    layout = ed.Layout.create(data=4, tensor=2, weights=table, activations=ACTIVATIONS | {"batch": ()})
+    assert layout.weight_spec("embed mlp") == P(("data",), ("tensor",))
+    assert layout.activation_spec("batch length embed") == P(None, None, None)
+    hash(layout)
+
+
+def test_minus_one_takes_the_rest():
+    assert ed.Layout.create(data=-1, tensor=2).mesh.shape["data"] == 4
+    devices = jax.devices()[:6]
+    assert ed.Layout.create(fsdp=-1, data=3, devices=devices).mesh.shape["fsdp"] == 2
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: ed.Layout.create(data=3), ["data=3", "needs 3 devices", "8", "-1"]),
+        (lambda: ed.Layout.create(data=-1, fsdp=-1), ["only one", "data, fsdp"]),
+        (lambda: ed.Layout.create(data=-1, fsdp=3), ["8 devices", "3"]),
+        (lambda: ed.Layout.create(data=0), ["Layout.data=0", "at least 1"]),
+        (lambda: ed.Layout(weights={"hed": "fsdp"}), ["'hed'", "did you mean 'heads'?"]),
+        (lambda: ed.Layout(weights={"heads": "tensr"}), ["'tensr'", "'tensor'"]),
+        (lambda: ed.Layout().constrain(jnp.zeros((2, 3)), "batch lenght"), ["'lenght'", "'length'"]),
+        (lambda: ed.Layout().constrain(jnp.zeros((2, 3)), "batch length embed"), ["(2, 3)", "batch length embed"]),
+        (
+            lambda: ed.Layout(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))),
+            ["Explicit", "Auto", "Layout.create"],
+        ),
+        (
+            lambda: ed.abstract(rich_decoder(), layout=ed.Layout.create(tensor=8)),
+            ["mixer.query", "heads=4", "tensor=8", "multiple"],
+        ),
+    ],
+)
+def test_refusals_say_what_and_how(make, words):
+    with pytest.raises(ed.ConfigError) as caught:
+        make()
+    for word in words:
+        assert word.lower() in str(caught.value).lower(), str(caught.value)
+
+
+def test_generation_runs_sharded():
+    config = rich_decoder()
+    model = ed.init(config, key=jax.random.key(0))
+    prompt = some_tokens(4, 5)
+    layout = ed.Layout.create(data=2, fsdp=2, tensor=2)
+    want = ed.generate(model, prompt, max_new_tokens=8)
+    np.testing.assert_array_equal(ed.generate(model.place(layout), prompt, max_new_tokens=8), want)
+
+
+def test_describe_lists_every_weight():
+    layout = ed.Layout.create(fsdp=4, tensor=2)
+    model = ed.abstract(rich_decoder(), layout=layout)
+    text = describe(model)
+    for name in named_leaves(model):
+        assert name in text
+    line = next(line for line in text.splitlines() if line.startswith("segments.0.unit.0.mlp.gate "))
+    assert line.split("  ")[0] and "2 x 16 x 24" in line and "layers embed mlp" in line and "-, fsdp, tensor" in line
+    assert f"{ed.count_parameters(rich_decoder()):,} weights" in text
+    assert eqx.is_array(ed.init(rich_decoder(1), key=jax.random.key(0)).embedding.table)

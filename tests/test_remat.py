@@ -1,0 +1,95 @@
+"""Every legal name is really saved somewhere, and policies save what they say."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import print_saved_residuals
+
+import eqx_decoders as ed
+from eqx_decoders.remat import NAMES, POLICIES, Remat, save
+from eqx_decoders.training.settings import TrainConfig
+from tests.strategies import filled, packed, rich_decoder
+
+
+def residuals(capsys, remat, config=None, **execution) -> str:
+    """What the backward pass of a looped model finds saved, as JAX prints it."""
+    model = filled(config or rich_decoder(2), remat=remat, scan=False, attention="chunked", **execution)
+    tokens, segments = packed(2)
+    leaves, tree = jax.tree.flatten(model)
+
+    def loss(leaves):
+        return jnp.mean(jax.tree.unflatten(tree, leaves)(tokens, segment_ids=segments).logits ** 2)
+
+    capsys.readouterr()
+    print_saved_residuals(loss, leaves)
+    return capsys.readouterr().out
+
+
+def plain_mlp():
+    config = rich_decoder(2)
+    first = dataclasses.replace(config.blocks[0], mlp=ed.get_config("tiny").blocks[0].mlp)
+    first = dataclasses.replace(first, mlp=dataclasses.replace(first.mlp, gated=False, mlp_dim=24))
+    return dataclasses.replace(config, blocks=(first, config.blocks[0]))
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_every_legal_name_is_saved_somewhere(capsys, name):
+    execution = dict(precision=ed.Precision(compute=jnp.bfloat16)) if name == "quantization" else {}
+    found = [
+        f"named '{name}'" in residuals(capsys, Remat(save=(name,)), config, **execution)
+        for config in (None, plain_mlp())
+    ]
+    assert any(found)
+
+
+def test_full_saves_no_name_and_minimal_saves_its_own(capsys):
+    assert "named '" not in residuals(capsys, "full")
+    text = residuals(capsys, "minimal")
+    assert "named 'mlpwo'" in text and "named 'query_proj'" in text
+    assert "named 'context'" not in text and "named 'attention_out'" not in text
+
+
+def test_saving_more_recomputes_less():
+    """The gradient's products: fewer under `minimal` than under `full`, and fewest without remat."""
+    tokens, segments = packed(2)
+
+    def products(remat):
+        model = filled(rich_decoder(2), remat=remat, scan=False, attention="dot")
+        leaves, tree = jax.tree.flatten(model)
+        loss = lambda leaves: jnp.mean(jax.tree.unflatten(tree, leaves)(tokens, segment_ids=segments).logits)  # noqa: E731
+        return str(jax.make_jaxpr(jax.grad(loss))(leaves)).count("dot_general")
+
+    assert products("full") > products("minimal") > products("none")
+
+
+def test_table_has_the_known_names():
+    assert {
+        "none", "full", "minimal", "minimal_with_context", "minimal_flash", "minimal_with_quantization",
+        "minimal_with_context_and_quantization", "save_dot_with_context_except_mlp", "save_dot_except_mlpwi",
+        "save_dot_except_mlp", "save_qkv_proj", "qkv_proj_offloaded", "minimal_offloaded", "save_out_proj",
+    } == set(POLICIES)  # fmt: skip
+
+
+def test_custom_lists_reach_the_model():
+    config = TrainConfig(remat="custom", remat_save=("context",), remat_offload=("mlpwo",), batch_size=16)
+    assert config.execution().remat == Remat(save=("context",), offload=("mlpwo",))
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: ed.Execution(remat="minimal_ofloaded"), ["'minimal_ofloaded'", "'minimal_offloaded'"]),
+        (lambda: Remat(save=("quary_proj",)), ["'quary_proj'", "'query_proj'"]),
+        (lambda: Remat(save=("mlpwo",), offload=("mlpwo",)), ["mlpwo", "both"]),
+        (lambda: save(jnp.zeros(()), "mlpwoo"), ["'mlpwoo'", "'mlpwo'"]),
+        (lambda: TrainConfig(remat="full", remat_save=("mlpwo",)), ["custom"]),
+        (lambda: TrainConfig(remat="custom", remat_save=("mlpw",)), ["'mlpw'", "Did you mean"]),
+    ],
+)
+def test_misspelt_names_are_refused_with_the_nearest(make, words):
+    with pytest.raises(ed.ConfigError) as caught:
+        make()
+    for word in words:
+        assert word in str(caught.value)
