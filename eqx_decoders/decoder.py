@@ -296,7 +296,7 @@ def abstract_cache(
     check_integer("init_cache batch_size", batch_size)
     check_integer("init_cache max_length", max_length)
     shapes = eqx.filter_eval_shape(lambda: _build_cache(config, batch_size, max_length, dtype))
-    words = {5: "layers batch slots kv_heads head_dim", 2: "batch slots", 1: "batch"}
+    words = {5: "layers batch kv_heads slots head_dim", 2: "batch slots", 1: "batch"}
 
     def place(leaf):
         sharding = layout.activation_sharding(words[leaf.ndim], leaf.shape)

@@ -39,7 +39,9 @@ ropes = st.sampled_from(
         LinearRope(factor=4.0),
         Llama3Rope(theta=100.0, original_length=8),
         YarnRope(theta=100.0, factor=4.0, original_length=8),
-        YarnRope(theta=100.0, factor=4.0, original_length=8, truncate=False, attention_factor=1.1, pairing="interleaved"),
+        YarnRope(
+            theta=100.0, factor=4.0, original_length=8, truncate=False, attention_factor=1.1, pairing="interleaved"
+        ),
     ]
 )
 causal_masks = st.sampled_from([Causal(), SlidingWindow(3), SlidingWindow(5), Chunked(4)])
@@ -137,9 +139,7 @@ def rich_decoder(layers: int = 4, **changes) -> DecoderConfig:
         pre_mixer_norm=norm,
         pre_mlp_norm=norm,
     )
-    config = DecoderConfig(
-        vocab_size=VOCAB, embed_dim=EMBED, blocks=((local, full) * layers)[:layers], final_norm=norm
-    )
+    config = DecoderConfig(vocab_size=VOCAB, embed_dim=EMBED, blocks=((local, full) * layers)[:layers], final_norm=norm)
     return dataclasses.replace(config, **changes)
 
 

@@ -214,7 +214,7 @@ class Attention(eqx.Module):
         segments = dict(query_segments=ctx.segment_ids, key_segments=ctx.segment_ids)
         parts = [attend(query, key, value, key_positions=ctx.positions, aligned=True, **segments, **common)]
         if past is not None:  # a row of a cache is one document: no segments
-            keys, values = past.key.astype(query.dtype), past.value.astype(query.dtype)
+            keys, values = (x.astype(query.dtype).transpose(0, 2, 1, 3) for x in (past.key, past.value))
             parts.append(attend(query, keys, values, key_positions=past.positions, **common))
         out, lse = merge(parts) if len(parts) > 1 else parts[0]
         return out if self.sink is None else with_sink(out, lse, self.sink)

@@ -21,8 +21,8 @@ class Entries(eqx.Module):
 class Past(eqx.Module):
     """What one attention layer reads: its slice of a cache."""
 
-    key: Float[Array, "batch slots kv_heads head_dim"]
-    value: Float[Array, "batch slots kv_heads head_dim"]
+    key: Float[Array, "batch kv_heads slots head_dim"]
+    value: Float[Array, "batch kv_heads slots head_dim"]
     positions: Int[Array, "batch slots"]
 
 
@@ -36,8 +36,8 @@ class KVCache(eqx.Module):
     - `ring`: whether position p is stored in slot `p mod slots`; else in slot p, and positions from `slots` on are dropped.
     """
 
-    key: Float[Array, "layers batch slots kv_heads head_dim"]
-    value: Float[Array, "layers batch slots kv_heads head_dim"]
+    key: Float[Array, "layers batch kv_heads slots head_dim"]
+    value: Float[Array, "layers batch kv_heads slots head_dim"]
     positions: Int[Array, "batch slots"]
     ring: bool = eqx.field(static=True)
 
@@ -50,7 +50,8 @@ class KVCache(eqx.Module):
         slot = jnp.where(kept, positions % slots if self.ring else positions, slots)
 
         def write(old, new):
-            return old.at[:, rows, slot].set(new.astype(old.dtype), mode="drop")
+            # NumPy's rule puts the indexed axes first: batch length layers kv_heads head_dim
+            return old.at[:, rows, :, slot].set(jnp.moveaxis(new, 0, 2).astype(old.dtype), mode="drop")
 
         return KVCache(
             key=write(self.key, entries.key),
@@ -71,7 +72,7 @@ class CacheShape:
 
     def build(self, layers: int, batch_size: int, dtype: jnp.dtype) -> KVCache:
         """An empty cache for `layers` equal layers."""
-        shape = (layers, batch_size, self.slots, self.kv_heads, self.head_dim)
+        shape = (layers, batch_size, self.kv_heads, self.slots, self.head_dim)
         return KVCache(
             key=jnp.zeros(shape, dtype),
             value=jnp.zeros(shape, dtype),

@@ -9,8 +9,8 @@ from jax.typing import DTypeLike
 
 from eqx_decoders.axes import axes, named_leaves
 from eqx_decoders.decoder import DecoderConfig, abstract
-from eqx_decoders.layout import Layout
 from eqx_decoders.layers.mask import Chunked, SlidingWindow
+from eqx_decoders.layout import Layout
 from eqx_decoders.training.console import peak_flops
 
 
