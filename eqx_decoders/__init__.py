@@ -32,6 +32,43 @@ from eqx_decoders.layout import Layout
 from eqx_decoders.numerics import Precision
 from eqx_decoders.remat import Remat
 from eqx_decoders.stack import Segment, segments
+from eqx_decoders.training.data import Batch
+from eqx_decoders.training.loss import LossMetrics, next_token_loss
 
 
-__all__ = [name for name in dir() if not name.startswith("_") and name != "os"]
+__all__ = [
+    "ActivationStats",
+    "Batch",
+    "Block",
+    "BlockConfig",
+    "BlockStats",
+    "Cache",
+    "CheckpointError",
+    "ConfigError",
+    "Context",
+    "ConversionError",
+    "DataError",
+    "Decoder",
+    "DecoderConfig",
+    "EqxDecodersError",
+    "Execution",
+    "Greedy",
+    "Layout",
+    "LossMetrics",
+    "Output",
+    "Precision",
+    "Remat",
+    "Sample",
+    "Segment",
+    "abstract",
+    "abstract_cache",
+    "count_parameters",
+    "generate",
+    "get_config",
+    "init",
+    "init_cache",
+    "list_models",
+    "next_token_loss",
+    "segments",
+    "stream",
+]

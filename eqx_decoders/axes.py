@@ -7,10 +7,11 @@ they are the sharding vocabulary (`layout.py`), the table of `--describe` and th
 import dataclasses
 import types
 import typing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
+import numpy as np
 from jaxtyping import PyTree
 
 from eqx_decoders.errors import ConfigError, check_word
@@ -35,6 +36,13 @@ AXES: dict[str, str] = {
 }
 
 Axes = tuple[str, ...]
+
+# What a tree may hold where a type says array: also NumPy's, and the shape of one that is yet to be.
+_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+if TYPE_CHECKING:
+    AnyArray = Any
+else:
+    AnyArray = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 def check_axes(where: str, words: str | Axes) -> Axes:
@@ -74,7 +82,7 @@ def _collect(node: Any, path: str, stacked: Axes, found: dict[str, Axes]) -> Non
             where = f"{path}.{field.name}".lstrip(".")
             if field.metadata.get("static", False) or value is None:
                 continue
-            if isinstance(value, jax.Array | jax.ShapeDtypeStruct) or eqx.is_array(value):
+            if isinstance(value, _ARRAYS):
                 words = _words(hints[field.name])
                 if words is None:
                     raise ConfigError(

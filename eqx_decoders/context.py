@@ -25,8 +25,8 @@ class Execution:
     - `layer_stats`: whether `Output.stats` describes each layer's activations.
     """
 
-    layout: Layout = Layout()
-    precision: Precision = Precision()
+    layout: Layout = dataclasses.field(default_factory=Layout)
+    precision: Precision = dataclasses.field(default_factory=Precision)
     remat: str | Remat | None = None
     attention: str = "auto"
     scan: bool = True

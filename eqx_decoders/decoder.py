@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
+from eqx_decoders.axes import AnyArray
 from eqx_decoders.block import BlockConfig, BlockStats
 from eqx_decoders.context import Context, Execution
 from eqx_decoders.errors import check, check_integer, check_number
@@ -110,7 +111,10 @@ class Cache(eqx.Module):
     def commit(self, entries: tuple[tuple[Entries | None, ...], ...], positions: Int[Array, "batch length"]) -> "Cache":
         """Write the entries proposed by all layers at `positions`; where these are -1 nothing is written."""
         written = tuple(
-            tuple(None if old is None else old.commit(new, positions) for old, new in zip(caches, news, strict=True))
+            tuple(
+                None if old is None or new is None else old.commit(new, positions)
+                for old, new in zip(caches, news, strict=True)
+            )
             for caches, news in zip(self.segments, entries, strict=True)
         )
         return Cache(segments=written, length=jnp.maximum(self.length, jnp.max(positions, axis=1) + 1))
@@ -149,9 +153,9 @@ class Decoder(eqx.Module):
 
     def __call__(
         self,
-        tokens: Int[Array, "batch length"],
-        positions: Int[Array, "batch length"] | None = None,
-        segment_ids: Int[Array, "batch length"] | None = None,
+        tokens: Int[AnyArray, "batch length"],
+        positions: Int[AnyArray, "batch length"] | None = None,
+        segment_ids: Int[AnyArray, "batch length"] | None = None,
         cache: Cache | None = None,
         key: PRNGKeyArray | None = None,
     ) -> Output:
@@ -164,7 +168,7 @@ class Decoder(eqx.Module):
             of each document, with a cache from where each row stopped.
         - `segment_ids`: documents packed into a row, 1, 2, …; 0 marks padding. With a cache each row is one document,
             and only the 0 matters.
-        - `cache`: of earlier tokens; `Output.cache` then holds these tokens too. Tokens beyond its length aren't stored.
+        - `cache`: of earlier tokens; `Output.cache` then holds these too. Tokens beyond its length aren't stored.
         - `key`: for dropout; None for none.
         """
         hidden, cache, stats = self.run(tokens, positions, segment_ids, cache, key)
@@ -172,15 +176,18 @@ class Decoder(eqx.Module):
 
     def run(
         self,
-        tokens: Int[Array, "batch length"],
-        positions: Int[Array, "batch length"] | None = None,
-        segment_ids: Int[Array, "batch length"] | None = None,
+        tokens: Int[AnyArray, "batch length"],
+        positions: Int[AnyArray, "batch length"] | None = None,
+        segment_ids: Int[AnyArray, "batch length"] | None = None,
         cache: Cache | None = None,
         key: PRNGKeyArray | None = None,
         *,
         fresh: bool = False,
     ) -> tuple[Float[Array, "batch length embed"], Cache | None, BlockStats]:
         """Everything but the head: `Output`'s hidden, cache and stats. `fresh` promises that the cache is empty."""
+        tokens, positions, segment_ids = (
+            None if x is None else jnp.asarray(x) for x in (tokens, positions, segment_ids)
+        )
         if cache is not None and positions is None:
             positions = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         positions = padded_positions(positions, segment_ids, tokens.shape)

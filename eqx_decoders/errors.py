@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class EqxDecodersError(Exception):
@@ -46,9 +47,7 @@ def check_integer(field: str, value: object, minimum: int = 1) -> None:
     check(good, f"{field}={value!r} must be an integer of at least {minimum}.")
 
 
-def check_number(
-    field: str, value: object, *, above: int | float | None = None, least: int | float | None = None
-) -> None:
+def check_number(field: str, value: Any, *, above: int | float | None = None, least: int | float | None = None) -> None:
     """`field` must be a finite number, strictly above `above` or at least `least` where these are given."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     good = number and value - value == 0  # neither NaN nor infinite

@@ -131,16 +131,16 @@ class Layout:
         """The partition of a weight. Raises when `shape` is given and the mesh does not divide it."""
         split = self._split(self.weights, check_axes(name, words))
         for word, size, names in zip(check_axes(name, words), shape or (), split, strict=shape is not None):
-            parts = math.prod(self._sizes[axis] for axis in names)
+            parts = math.prod(self.sizes[axis] for axis in names)
             check(
                 size % parts == 0,
-                f"{name}: {word}={size} must be a multiple of {' x '.join(f'{n}={self._sizes[n]}' for n in names)}. "
+                f"{name}: {word}={size} must be a multiple of {' x '.join(f'{n}={self.sizes[n]}' for n in names)}. "
                 "Choose another mesh or replace that row of Layout.weights.",
             )
         return PartitionSpec(*(names or None for names in split))
 
     def activation_spec(self, words: str | Axes, shape: Sequence[int] | None = None) -> PartitionSpec:
-        """The partition of an activation. Mesh axes that do not divide `shape` are left out: it's a hint, not a rule."""
+        """The partition of an activation. Mesh axes that do not divide `shape` are left out: it's a hint."""
         words = check_axes("activation", words)
         split = self._split(self.activations, words)
         if shape is not None:
@@ -180,12 +180,13 @@ class Layout:
         return jax.tree_util.tree_map_with_path(one, tree)
 
     @property
-    def _sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, int]:
+        """Devices along each mesh axis; empty without a mesh."""
         return {} if self.mesh is None else {str(name): size for name, size in self.mesh.shape.items()}
 
     def _split(self, table: Table, words: Axes) -> list[tuple[str, ...]]:
         """The mesh axes of every dimension; each mesh axis at most once, earlier rows of the table first."""
-        sizes, used = self._sizes, set()
+        sizes, used = self.sizes, set()
         split: list[tuple[str, ...]] = [()] * len(words)
         for word, names in table:
             for index, here in enumerate(words):
@@ -197,7 +198,7 @@ class Layout:
     def _dividing(self, names: tuple[str, ...], size: int) -> tuple[str, ...]:
         kept: tuple[str, ...] = ()
         for name in names:
-            if size % math.prod(self._sizes[n] for n in (*kept, name)) == 0:
+            if size % math.prod(self.sizes[n] for n in (*kept, name)) == 0:
                 kept += (name,)
         return kept
 

@@ -57,7 +57,7 @@ class Remat:
         both = sorted(set(self.save) & set(self.offload))
         check(not both, f"Remat: {', '.join(both)} can't be both saved and offloaded. Name each once.")
 
-    def policy(self) -> Callable[..., object]:
+    def policy(self) -> Callable[..., bool]:
         """The `jax.checkpoint` policy."""
         if self.offload:
             return checkpoint_policies.save_and_offload_only_these_names(

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Key
 from eqx_decoders.block import Block, BlockConfig, BlockStats
 from eqx_decoders.context import Context
 from eqx_decoders.layers.cache import Entries, KVCache, Past
+from eqx_decoders.remat import get_remat
 
 
 @functools.lru_cache(maxsize=256)
@@ -93,11 +94,11 @@ class Segment(eqx.Module):
         def step(x, here):
             weights, reads, keys = here
             entries, stats = [], []
-            for place, block in enumerate(eqx.combine(weights, static)):
-                past = None if reads[place] is None else Past(*reads[place], positions=caches[place].positions)
+            for place, (block, cache) in enumerate(zip(eqx.combine(weights, static), caches, strict=True)):
+                past = None if cache is None or ctx.fresh else Past(*reads[place], positions=cache.positions)
                 run = _checkpointed(block, ctx, prevent_cse=not scanned)
                 x, entry, stat = run(block, x, ctx, past, None if keys is None else keys[place])
-                entries.append(None if caches[place] is None else entry)
+                entries.append(None if cache is None else entry)
                 stats.append(stat)
             return x, (tuple(entries), tuple(stats))
 
@@ -123,7 +124,7 @@ def _checkpointed(block: Block, ctx: Context, *, prevent_cse: bool) -> Any:
     def run(block, x, ctx, past, key):
         return block(x, ctx, past, key=key)
 
-    remat = ctx.execution.remat
+    remat = get_remat(ctx.execution.remat)
     if remat is None:
         return run
     # inside a scan nothing can be shared between the forward and the backward loop, so XLA need not be kept from it

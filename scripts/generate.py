@@ -17,7 +17,7 @@ from eqx_decoders.errors import ConfigError, EqxDecodersError, check, check_inte
 from eqx_decoders.io.checkpoint import load_weights
 from eqx_decoders.io.rundir import exit_code
 from eqx_decoders.training.settings import load_settings
-from eqx_decoders.training.tokenizer import StreamDecoder, Tokenizer, load_tokenizer
+from eqx_decoders.training.tokenizer import StreamDecoder, Tokenizer, load_tokenizer, prompt_ids
 
 
 PROMPT_BUCKET = 64  # prompts are padded to a multiple of this, so that few programs are compiled
@@ -98,9 +98,8 @@ def converse(model: Decoder, tokenizer: Tokenizer, config: GenerateConfig) -> in
 
 def write(model: Decoder, tokenizer: Tokenizer, config: GenerateConfig, prompt: str) -> None:
     """Print the prompt and its continuation as it comes."""
-    first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
-    ids = [*([] if first is None else [first]), *tokenizer.encode(prompt).tolist()]
-    if not ids:
+    ids = prompt_ids(tokenizer, prompt)
+    if len(ids) == 0:
         raise ConfigError("prompt='' is empty, and the tokenizer has no token that begins a text: give some text.")
     padded = np.zeros((1, -(-len(ids) // PROMPT_BUCKET) * PROMPT_BUCKET), np.int32)
     padded[0, : len(ids)] = ids

@@ -7,6 +7,7 @@ Started again on the same run directory, it goes on where it was. SIGTERM saves 
 
 import contextlib
 import functools
+import itertools
 import sys
 import time
 from pathlib import Path
@@ -24,6 +25,7 @@ from eqx_decoders.training.console import (
     MetricsFile,
     Progress,
     TensorBoard,
+    Tracker,
     Trackers,
     plot_losses,
 )
@@ -33,7 +35,7 @@ from eqx_decoders.training.flops import device_flops, flops_per_token
 from eqx_decoders.training.memory import keep_memory
 from eqx_decoders.training.settings import TrainConfig, describe_devices, save_settings, settings_json
 from eqx_decoders.training.step import Trainer, place
-from eqx_decoders.training.tokenizer import load_tokenizer, train_bpe
+from eqx_decoders.training.tokenizer import load_tokenizer, prompt_ids, train_bpe
 
 
 def main() -> int:
@@ -94,14 +96,15 @@ class Run:
                 with Progress(config.steps, start=start) as self.progress:
                     state, step = self._loop(state, start)
                     result = self._evaluate(state.model, step) if step == config.steps else None
-                if self.interrupt.requested:
+                    sample = self._sample(state.model) if result else ""
+                if self.interrupt.signal is not None:
                     self._save(step, state)
                     checkpoints.wait()
                     say(f"stopped by {self.interrupt.signal.name}, saved at step {step}")
                     return self.interrupt.exit_code
                 self.metrics.close()
-                if self.writer:
-                    self._finish(result)
+                if self.writer and result is not None:
+                    self._finish(result, sample)
         return 0
 
     def _tokenizer(self):
@@ -120,7 +123,8 @@ class Run:
             "Choose a smaller tokenizer or another model.",
         )
         if self.writer and not folder.exists():
-            tokenizer.save(folder)
+            tokenizer.save(folder.with_suffix(".partial"))
+            folder.with_suffix(".partial").rename(folder)  # a kill halfway leaves no half tokenizer
         return tokenizer
 
     def _begin(self):
@@ -187,29 +191,26 @@ class Run:
             )
 
     def _evaluate(self, model, step: int) -> HeldOut | None:
-        """Held-out loss and a sample; None if a signal came meanwhile."""
-        result = evaluate(model, self.held_out.rewind(), stop=lambda: self.interrupt.requested)
+        """The held-out loss, and a sample on the way; None if a signal came meanwhile."""
+        batches, last = self.held_out.rewind(), step == self.config.steps
+        if not last:  # some of the split while the run goes on, all of it at the end
+            batches = itertools.islice(batches, self.config.eval_batches)
+        result = evaluate(model, batches, stop=lambda: self.interrupt.requested)
         if self.interrupt.requested:
             return None
-        count = self.held_out.store.counts("held_out").bytes
-        per_byte = result.nats_per_byte(count)
-        self.metrics.write({"step": step, "eval_loss": result.loss, "eval_nats_per_byte": per_byte})
-        self.progress.message(f"step {step}: held-out loss {result.loss:.4f} nats/token, {per_byte:.4f} nats/byte")
-        if step < self.config.steps:
+        self.metrics.write({"step": step, "eval_loss": result.loss})
+        self.progress.message(f"step {step}: held-out loss {result.loss:.4f} nats per token")
+        if not last:
             self.progress.message(self._sample(model))
-        else:
-            self.last_sample = self._sample(model)
         return result
 
     def _sample(self, model) -> str:
         if self.config.sample_tokens == 0 or jax.process_count() > 1:
             return ""
-        first = self.tokenizer.eos_id if self.tokenizer.bos_id is None else self.tokenizer.bos_id
         stop = self.tokenizer.eos_id
-        prompt = [*([] if first is None else [first]), *self.tokenizer.encode(self.config.prompt).tolist()]
         new = generate(
             model,
-            np.asarray([prompt], np.int32),
+            prompt_ids(self.tokenizer, self.config.prompt)[None],
             max_new_tokens=self.config.sample_tokens,
             sampler=Sample(temperature=0.7, top_p=0.95),
             key=jax.random.key(self.config.seed),
@@ -225,7 +226,7 @@ class Run:
     def _trackers(self, start: int) -> Trackers:
         if not self.writer:
             return Trackers()
-        trackers = [MetricsFile(self.dir / "metrics.jsonl", start=start)]
+        trackers: list[Tracker] = [MetricsFile(self.dir / "metrics.jsonl", start=start)]
         if self.config.tensorboard:
             trackers.append(TensorBoard(self.dir / "tensorboard"))
         return Trackers(*trackers, say=say)
@@ -235,16 +236,17 @@ class Run:
         if self.config.profile is not None and step == self.config.profile[which]:
             action(*([str(self.dir / "profile")] if which == 0 else []))
 
-    def _finish(self, result: HeldOut) -> None:
+    def _finish(self, result: HeldOut, sample: str) -> None:
         """The picture, and the figures that a person wants to see."""
         plot_losses(self.dir / "metrics.jsonl", self.dir / "loss.png")
         counts = self.held_out.store.counts("held_out")
-        print(f"\n{self.last_sample}\n" if self.last_sample else "")
-        line = (
-            f"held-out loss: {result.loss:.4f} nats per token, {result.nats_per_byte(counts.bytes):.4f} nats per byte"
-        )
-        print(f"{line}; gzip -9 needs {counts.gzip_nats_per_byte:.4f} for the same text ({counts.bytes:,} bytes)")
-        print(f"checkpoints, metrics.jsonl and loss.png are in {self.dir}")
+        print(f"\ncheckpoints, metrics.jsonl and loss.png are in {self.dir}")
+        print(f"held-out loss: {result.loss:.4f} nats per token, of all {result.tokens:,} tokens")
+        if counts.bytes is not None:  # unknown for data that came as tokens
+            print(f"held-out loss: {result.nats_per_byte(counts.bytes):.4f} nats per byte, of {counts.bytes:,} bytes")
+            print(f"gzip -9 needs: {counts.gzip_nats_per_byte:.4f} nats per byte, for the same text")
+        if sample:
+            print(f"sample:\n{sample}")
 
 
 def say(text: str) -> None:

@@ -7,8 +7,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
+from eqx_decoders.axes import AnyArray
 from eqx_decoders.decoder import Cache, Decoder, init_cache
 from eqx_decoders.errors import ConfigError, check, check_integer
 from eqx_decoders.inference.sampling import Greedy, Sampler, choose
@@ -25,12 +27,12 @@ class _Row(eqx.Module):
 
 def generate(
     model: Decoder,
-    prompt: Int[Array, "batch length"],
+    prompt: Int[AnyArray, "batch length"],
     *,
     max_new_tokens: int,
     sampler: Sampler = Greedy(),
     key: PRNGKeyArray | None = None,
-    prompt_lengths: Int[Array, "batch"] | None = None,
+    prompt_lengths: Int[AnyArray, "batch"] | None = None,
     stop_ids: tuple[int, ...] = (),
     pad_id: int = 0,
 ) -> Int[Array, "batch new"]:
@@ -53,12 +55,12 @@ def generate(
 
 def stream(
     model: Decoder,
-    prompt: Int[Array, "batch length"],
+    prompt: Int[AnyArray, "batch length"],
     *,
     max_new_tokens: int,
     sampler: Sampler = Greedy(),
     key: PRNGKeyArray | None = None,
-    prompt_lengths: Int[Array, "batch"] | None = None,
+    prompt_lengths: Int[AnyArray, "batch"] | None = None,
     stop_ids: tuple[int, ...] = (),
     pad_id: int = 0,
 ) -> Iterator[np.ndarray]:
@@ -141,9 +143,9 @@ def _checked(model, prompt, lengths, max_new_tokens, sampler, key) -> Array:
     room = positions.max_positions if isinstance(positions, LearnedPositions) else None
     if room is not None and width + max_new_tokens > room:
         raise ConfigError(
-            f"generate: prompt of {width} + max_new_tokens={max_new_tokens} exceed the model's {room} learned positions."
+            f"generate: prompt of {width} + max_new_tokens={max_new_tokens} exceed its {room} learned positions."
         )
-    if not isinstance(prompt, jax.core.Tracer):
+    if not isinstance(prompt, Tracer):
         low, high = int(np.min(prompt)), int(np.max(prompt))
         good = low >= 0 and high < model.config.vocab_size
         check(
@@ -151,7 +153,7 @@ def _checked(model, prompt, lengths, max_new_tokens, sampler, key) -> Array:
         )
     if lengths is None:
         return jnp.full((batch,), width, jnp.int32)
-    if not isinstance(lengths, jax.core.Tracer):
+    if not isinstance(lengths, Tracer):
         good = int(np.min(lengths)) >= 1 and int(np.max(lengths)) <= width
         check(good, f"generate: prompt_lengths={np.asarray(lengths).tolist()} must be from 1 to {width}.")
     return jnp.asarray(lengths, jnp.int32)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.errors import ConfigError, check, check_integer, check_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,8 @@ def choose(sampler: Sampler, logits: Float[Array, "batch vocab"], key: PRNGKeyAr
     """One token for each row."""
     if isinstance(sampler, Greedy):
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    check(key is not None, f"{sampler} draws at random: pass key=jax.random.key(seed).")
+    if key is None:
+        raise ConfigError(f"{sampler} draws at random: pass key=jax.random.key(seed).")
     return jax.random.categorical(key, filtered(sampler, logits)).astype(jnp.int32)
 
 

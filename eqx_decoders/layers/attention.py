@@ -1,7 +1,7 @@
 """Grouped-query attention (Ainslie et al. 2023) with the options of the decoder families."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -87,7 +87,7 @@ class AttentionConfig:
             check_number("AttentionConfig.soft_cap", self.soft_cap, above=0)
         check(
             not (self.fused_qkv and self.shared_kv),
-            "AttentionConfig.fused_qkv=True and shared_kv=True exclude each other: there is no value projection to fuse.",
+            "AttentionConfig.fused_qkv=True and shared_kv=True exclude each other: no values to fuse.",
         )
         if self.rope is not None:
             self.rope.rotated(self.head_dim)
@@ -174,6 +174,7 @@ class Attention(eqx.Module):
             qkv = save(add_bias(ctx.einsum(pattern, x, self.qkv), self.qkv_bias), "qkv_proj")
             query, key, value = jnp.split(qkv, [config.num_heads, config.num_heads + config.num_kv_heads], axis=2)
             return query, key, value
+        assert self.query is not None and self.key is not None
         pattern = "batch length embed, embed heads head_dim -> batch length heads head_dim"
         query = add_bias(ctx.einsum(pattern, x, self.query), self.query_bias)
         key = add_bias(ctx.einsum(pattern, x, self.key), self.key_bias)
@@ -204,14 +205,14 @@ class Attention(eqx.Module):
     def _attend(self, query: Array, key: Array, value: Array, past: Past | None, ctx: Context) -> Array:
         """Attention over the tokens of this call and those of the past, merged by their log-sum-exp."""
         execution = ctx.execution
-        common = dict(
+        common: dict[str, Any] = dict(
             mask=self.config.mask,
             query_positions=ctx.positions,
             soft_cap=self.config.soft_cap,
             kernel=execution.attention,
             platform=execution.layout.platform,
         )
-        segments = dict(query_segments=ctx.segment_ids, key_segments=ctx.segment_ids)
+        segments: dict[str, Any] = dict(query_segments=ctx.segment_ids, key_segments=ctx.segment_ids)
         parts = [attend(query, key, value, key_positions=ctx.positions, aligned=True, **segments, **common)]
         if past is not None:  # a row of a cache is one document: no segments
             keys, values = (x.astype(query.dtype).transpose(0, 2, 1, 3) for x in (past.key, past.value))

@@ -33,7 +33,9 @@ class KVCache(eqx.Module):
 
     - `key`, `value`: one row of slots for each layer and sequence.
     - `positions`: the position of each slot's token, -1 where there is none.
-    - `ring`: whether position p is stored in slot `p mod slots`; else in slot p, and positions from `slots` on are dropped.
+    - `ring`: whether position p is stored in slot `p mod slots`; else in slot p, and later positions are dropped.
+
+    Heads stand before slots: a TPU's products then read a layer's slice in place, without a copy in another order.
     """
 
     key: Float[Array, "layers batch kv_heads slots head_dim"]

@@ -102,6 +102,7 @@ class MLP(eqx.Module):
             fused = "batch length embed, embed inputs mlp -> batch length inputs mlp"
             both = save(ctx.einsum(fused, x, self.gate_up), "mlpwi")
             return add_bias(both[:, :, 0], self.gate_bias), add_bias(both[:, :, 1], self.up_bias)
+        assert self.up is not None
         up = add_bias(ctx.einsum(pattern, x, self.up), self.up_bias)
         if self.gate is None:
             return None, save(up, "mlpwi")

@@ -42,7 +42,7 @@ class Rope:
         count = int(head_dim * self.fraction)
         check(
             count % 2 == 0 and count > 0,
-            f"{type(self).__name__}: head_dim={head_dim} x fraction={self.fraction} = {count} must be even and above 0.",
+            f"{type(self).__name__}: head_dim={head_dim} x fraction={self.fraction} = {count} must be even, above 0.",
         )
         return count
 

@@ -24,18 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import equinox as eqx
-import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
+from eqx_decoders.axes import AnyArray
 from eqx_decoders.errors import DataError, check, check_integer, check_number, check_word, need_extra
 from eqx_decoders.training.corpus import read_texts
 from eqx_decoders.training.packing import Plan, permutation, plan_overlapping, plan_packed, plan_padded
 from eqx_decoders.training.token_store import SPLITS, TokenStore, open_store
 from eqx_decoders.training.tokenizer import Tokenizer
-
-
-AnyArray = Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 class Batch(eqx.Module):

@@ -42,5 +42,5 @@ def evaluate(model: Decoder, batches: Iterable[Batch], *, stop: Callable[[], boo
         sums.append(_loss(model, place(batch, layout)))
         if stop():
             break
-    nats, tokens = (float(total) for total in np.sum(jax.device_get(sums), axis=0, dtype=np.float64))
+    nats, tokens = np.sum(np.asarray(jax.device_get(sums), np.float64).reshape(-1, 2), axis=0).tolist()
     return HeldOut(loss=nats / max(tokens, 1.0), tokens=int(tokens), nats=nats)

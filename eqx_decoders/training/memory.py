@@ -19,4 +19,5 @@ def keep_memory() -> bool:
     except (OSError, AttributeError):
         return False
     settings = ((_M_MMAP_THRESHOLD, 2**31 - 1), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_ARENA_MAX, 1))
-    return all([mallopt(name, value) == 1 for name, value in settings])
+    told = [mallopt(name, value) == 1 for name, value in settings]
+    return all(told)

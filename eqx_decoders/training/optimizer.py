@@ -119,7 +119,7 @@ def make_optimizer(config: OptimizerConfig, words: Mapping[str, Axes], steps: in
         return optax.chain(
             scaled, optax.add_decayed_weights(config.weight_decay, mask), optax.scale_by_learning_rate(rate)
         )
-    dimensions = {name: muon_dimensions(axes) for name, axes in words.items()}
+    dimensions: Any = {name: muon_dimensions(axes) for name, axes in words.items()}
     muon = optax.contrib.muon(
         rate,
         beta=config.momentum,
@@ -131,7 +131,8 @@ def make_optimizer(config: OptimizerConfig, words: Mapping[str, Axes], steps: in
         muon_weight_dimension_numbers=lambda weights: {name: dimensions[name] for name in weights},
     )
     # optax's muon masks the decay of its matrices only, not that of the weights it leaves to AdamW
-    decay = optax.add_decayed_weights(lambda count: -config.weight_decay * rate(count), mask)
+    falling: Any = lambda count: -config.weight_decay * rate(count)  # noqa: E731
+    decay = optax.add_decayed_weights(falling, mask)
     return optax.chain(muon, decay)
 
 

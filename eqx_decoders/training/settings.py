@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import typing
 from pathlib import Path
 from typing import Any, Literal
@@ -79,6 +80,8 @@ class TrainConfig:
     """Checkpoints to keep."""
     eval_every: int = 200
     """Steps between held-out evaluations, each with a sample; 0: only at the end."""
+    eval_batches: int = 16
+    """Batches of a held-out evaluation during the run; the one at the end takes all."""
     sample_tokens: int = 120
     """Tokens of a sample; 0: none."""
     prompt: str = "def "
@@ -113,7 +116,7 @@ class TrainConfig:
 
     def __post_init__(self):
         check_word("model", self.model, list_models())
-        for field in ("steps", "checkpoint_every", "keep", "batch_size", "max_skipped"):
+        for field in ("steps", "checkpoint_every", "eval_batches", "keep", "batch_size", "max_skipped"):
             check_integer(field, getattr(self, field))
         for field in ("eval_every", "sample_tokens", "seed"):
             check_integer(field, getattr(self, field), 0)
@@ -152,10 +155,8 @@ class TrainConfig:
     def execution(self) -> Execution:
         """Layout, dtypes and remat on the devices that are there."""
         layout = Layout.create(**dataclasses.asdict(self.mesh))
-        split = [axis for axis in ("data", "fsdp", "fsdp_transpose", "expert") if layout.mesh.shape[axis] > 1]
-        parts = 1
-        for axis in split:
-            parts *= layout.mesh.shape[axis]
+        split = [axis for axis in ("data", "fsdp", "fsdp_transpose", "expert") if layout.sizes[axis] > 1]
+        parts = math.prod(layout.sizes[axis] for axis in split)
         rows = self.batch_size // self.step.accumulate
         cut = f"batch_size={self.batch_size}" + (f" / accumulate={self.step.accumulate}" * (self.step.accumulate > 1))
         check(rows % parts == 0, f"{cut} must be a multiple of {parts}, the devices along {' x '.join(split)}.")

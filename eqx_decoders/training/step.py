@@ -8,9 +8,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float32, Int32, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float32, Int32, Key, PRNGKeyArray, PyTree
 
-from eqx_decoders.axes import axes, named_leaves, path_name
+from eqx_decoders.axes import AnyArray, axes, named_leaves, path_name
 from eqx_decoders.block import BlockStats
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer, check_number
@@ -34,9 +34,9 @@ class TrainState(eqx.Module):
 
     model: Decoder
     optimizer: PyTree
-    step: Int32[Array, ""]
-    skipped: Int32[Array, ""]
-    key: PRNGKeyArray
+    step: Int32[AnyArray, ""]
+    skipped: Int32[AnyArray, ""]
+    key: Key[AnyArray, ""]
 
 
 class StepMetrics(eqx.Module):
@@ -131,8 +131,8 @@ class Trainer(eqx.Module):
 
         optimizer = jax.tree_util.tree_map_with_path(like, jax.eval_shape(self.optimizer.init, weights))
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
-        key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=everywhere)
-        return TrainState(model=model, optimizer=optimizer, step=scalar, skipped=scalar, key=key)
+        like_key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=everywhere)
+        return TrainState(model=model, optimizer=optimizer, step=scalar, skipped=scalar, key=like_key)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         """One optimizer step, compiled; `state` is donated: its buffers are those of the new state."""

@@ -195,6 +195,12 @@ def _special(
     return next((name for name in names if find(name) is not None), None)
 
 
+def prompt_ids(tokenizer: Tokenizer, text: str) -> Int[np.ndarray, "length"]:
+    """A prompt as the beginning of a document, as training has it: the token that begins one, then the text."""
+    first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+    return np.asarray([*([] if first is None else [first]), *tokenizer.encode(text).tolist()], np.int32)
+
+
 class StreamDecoder:
     """Decode ids as they come, without ever showing half of a character.
 
