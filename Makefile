@@ -6,6 +6,8 @@ STAMP := $(VENV)/.installed
 CPU := JAX_PLATFORMS=cpu
 MODEL ?= tiny
 RUN ?= runs/$(MODEL)
+# Muon learns twice as fast as AdamW from so few steps; a learning rate for small models
+OPTIMIZER ?= --optimizer.name muon --optimizer.learning-rate 3e-3 --optimizer.weight-decay 0.01
 ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -23,7 +25,7 @@ $(STAMP): pyproject.toml
 install: $(STAMP)  ## make the environment in .venv
 
 train: $(STAMP)  ## train a model (tiny, on the Python standard library's text) and let it write
-	$(BIN)/python scripts/train.py --run-dir $(RUN) --model $(MODEL) $(ARGS)
+	$(BIN)/python scripts/train.py --run-dir $(RUN) --model $(MODEL) $(OPTIMIZER) $(ARGS)
 
 test: $(STAMP)  ## all fast tests, on eight CPU devices
 	$(CPU) $(BIN)/python -m pytest $(ARGS)

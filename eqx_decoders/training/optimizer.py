@@ -5,6 +5,7 @@ import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+import jax
 import optax
 
 from eqx_decoders.axes import Axes
@@ -85,9 +86,19 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
         course = optax.linear_schedule(peak, final, falling, transition_begin=steps - warmup - falling)
     else:
         course = optax.constant_schedule(peak)
-    if warmup == 0:
-        return course
-    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), course], [warmup])
+    if warmup > 0:
+        course = optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), course], [warmup])
+    return _promoting(course)
+
+
+def _promoting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """optax joins Python floats and integer counts, which JAX refuses where strict promotion is switched on."""
+
+    def call(*args):
+        with jax.numpy_dtype_promotion("standard"):
+            return function(*args)
+
+    return call
 
 
 def matching(names: Iterable[str], patterns: Sequence[str], field: str) -> frozenset[str]:
@@ -104,6 +115,11 @@ def matching(names: Iterable[str], patterns: Sequence[str], field: str) -> froze
 
 def make_optimizer(config: OptimizerConfig, words: Mapping[str, Axes], steps: int) -> optax.GradientTransformation:
     """The optimizer for a flat dictionary of weights by path, whose axes are `words`. Clipping is the step's work."""
+    optimizer = _transformation(config, words, steps)
+    return optax.GradientTransformation(_promoting(optimizer.init), _promoting(optimizer.update))
+
+
+def _transformation(config: OptimizerConfig, words: Mapping[str, Axes], steps: int) -> optax.GradientTransformation:
     rate = make_schedule(config, steps)
     decayed = {name: not any(fnmatch.fnmatchcase(name, pattern) for pattern in config.no_decay) for name in words}
 
@@ -119,7 +135,11 @@ def make_optimizer(config: OptimizerConfig, words: Mapping[str, Axes], steps: in
         return optax.chain(
             scaled, optax.add_decayed_weights(config.weight_decay, mask), optax.scale_by_learning_rate(rate)
         )
-    dimensions: Any = {name: muon_dimensions(axes) for name, axes in words.items()}
+    dimensions = {name: muon_dimensions(axes) for name, axes in words.items()}
+
+    def matrices(weights: Any) -> Any:
+        return {name: dimensions[name] for name in weights}
+
     muon = optax.contrib.muon(
         rate,
         beta=config.momentum,
@@ -128,7 +148,7 @@ def make_optimizer(config: OptimizerConfig, words: Mapping[str, Axes], steps: in
         adam_learning_rate=rate,
         # so that a matrix moves as far as under AdamW, and one learning rate serves both (Liu et al. 2025)
         consistent_rms=0.2,
-        muon_weight_dimension_numbers=lambda weights: {name: dimensions[name] for name in weights},
+        muon_weight_dimension_numbers=matrices,
     )
     # optax's muon masks the decay of its matrices only, not that of the weights it leaves to AdamW
     falling: Any = lambda count: -config.weight_decay * rate(count)  # noqa: E731

@@ -52,16 +52,16 @@ class TrainConfig:
     """Directory for checkpoints, metrics.jsonl, tokenizer and loss.png."""
     model: str = "tiny"
     """Name of a model, as `--list-models` prints them."""
-    steps: int = 600
+    steps: int = 400
     """Optimizer steps in all."""
-    batch_size: int = 16
+    batch_size: int = 8
     """Sequences per step, over all devices."""
     seq_len: int = 256
     """Tokens per sequence."""
     seed: int = 0
     """Seed of weights, data order, dropout and samples."""
     data: str | None = None
-    """File, directory or glob: text, .jsonl, .parquet, token files .bin/.npy; None: the text of Python's own library."""
+    """File, directory or glob: text, .jsonl, .parquet, tokens in .bin/.npy; None: the text of Python's own library."""
     held_out: str | None = None
     """Data for evaluation; None: a part of `data`, cut off by document."""
     held_out_fraction: float = 0.05
@@ -74,17 +74,17 @@ class TrainConfig:
     """"bpe": trained on the run's own text; "bytes"; or a path to a tokenizer.json."""
     bpe_vocab_size: int | None = None
     """Ids of a trained tokenizer, at most the model's vocab_size; None: just as many."""
-    checkpoint_every: int = 200
+    checkpoint_every: int = 100
     """Steps between checkpoints."""
     keep: int = 3
     """Checkpoints to keep."""
-    eval_every: int = 200
+    eval_every: int = 100
     """Steps between held-out evaluations, each with a sample; 0: only at the end."""
     eval_batches: int = 16
     """Batches of a held-out evaluation during the run; the one at the end takes all."""
     sample_tokens: int = 120
     """Tokens of a sample; 0: none."""
-    prompt: str = "def "
+    prompt: str = "class Reader:\n    def "
     """How samples begin."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of activations; auto: bfloat16 on TPU and GPU, float32 on CPU. Weights are kept in float32."""

@@ -1,4 +1,4 @@
-"""Training state and the compiled step: gradients over microbatches, clipping, and a guard against what is not finite."""
+"""Training state and the compiled step: microbatches, clipping, and a guard against what is not finite."""
 
 import dataclasses
 from collections.abc import Callable
@@ -119,7 +119,7 @@ class Trainer(eqx.Module):
         return TrainState(model=model, optimizer=optimizer, step=zero, skipped=none, key=key)
 
     def abstract(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
-        """`init` as a tree of `jax.ShapeDtypeStruct` with shardings, for restoring a checkpoint without a first state."""
+        """`init` as a tree of `jax.ShapeDtypeStruct` with shardings: what a checkpoint is restored into."""
         everywhere = _replicated(model)
         weights = self._weights(model)
 

@@ -1,0 +1,165 @@
+"""Layers in NumPy and float64, written from the formula with loops: what the tests compare with."""
+
+import math
+
+import numpy as np
+
+from eqx_decoders.layers.mask import Bidirectional, Chunked, SlidingWindow
+from eqx_decoders.layers.norm import LayerNormConfig
+
+
+def wide(x) -> np.ndarray | None:
+    return None if x is None else np.asarray(x, np.float64)
+
+
+def norm_by_hand(layer, x):
+    """RMSNorm or LayerNorm of one vector."""
+    config = layer.config
+    bias = wide(getattr(layer, "bias", None))
+    x = x - sum(x) / len(x) if isinstance(config, LayerNormConfig) else x
+    y = x / math.sqrt(sum(v * v for v in x) / len(x) + config.eps)
+    y = y if layer.scale is None else y * (config.offset + wide(layer.scale))
+    return y if bias is None else y + bias
+
+
+def rotate_by_hand(vector, position, frequencies, pairing, magnitude=1.0):
+    """Each pair is a complex number that is multiplied by magnitude * exp(i position frequency)."""
+    out, pairs = np.array(vector, np.float64), len(frequencies)
+    for pair, frequency in enumerate(frequencies):
+        a, b = (pair, pair + pairs) if pairing == "half" else (2 * pair, 2 * pair + 1)
+        turned = (
+            complex(vector[a], vector[b])
+            * magnitude
+            * complex(math.cos(position * frequency), math.sin(position * frequency))
+        )
+        out[a], out[b] = turned.real, turned.imag
+    return out
+
+
+def plain_frequencies(theta, dim):
+    return [1.0 / theta ** (2 * pair / dim) for pair in range(dim // 2)]
+
+
+def llama3_by_hand(rope, dim):
+    out = []
+    for frequency in plain_frequencies(rope.theta, dim):
+        wavelen = 2 * math.pi / frequency
+        if wavelen > rope.original_length / rope.low_frequency_factor:
+            out.append(frequency / rope.factor)
+        elif wavelen < rope.original_length / rope.high_frequency_factor:
+            out.append(frequency)
+        else:
+            smooth = rope.original_length / wavelen - rope.low_frequency_factor
+            smooth /= rope.high_frequency_factor - rope.low_frequency_factor
+            out.append((1 - smooth) * frequency / rope.factor + smooth * frequency)
+    return out
+
+
+def yarn_by_hand(rope, dim):
+    """Section 3.2 of the paper, with Hugging Face's bounds: gamma is 1 for pairs that are kept."""
+
+    def correction(rotations):
+        return dim * math.log(rope.original_length / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = correction(rope.beta_fast), correction(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    out = []
+    for pair, frequency in enumerate(plain_frequencies(rope.theta, dim)):
+        gamma = 1 - min(max((pair - low) / (high - low), 0), 1)
+        out.append((1 - gamma) * frequency / rope.factor + gamma * frequency)
+    return out
+
+
+BY_HAND = {
+    "silu": lambda x: x / (1 + math.exp(-x)),
+    "gelu": lambda x: 0.5 * x * (1 + math.erf(x / math.sqrt(2))),
+    "gelu_tanh": lambda x: 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "relu": lambda x: max(x, 0.0),
+    "relu2": lambda x: max(x, 0.0) ** 2,
+    "sigmoid": lambda x: 1 / (1 + math.exp(-x)),
+    "tanh": math.tanh,
+    "identity": lambda x: x,
+}
+
+
+def mlp_by_hand(layer, x):
+    act = np.vectorize(BY_HAND[layer.config.activation])
+    gate, up = wide(layer.gate), wide(layer.up)
+    if layer.gate_up is not None:
+        gate, up = wide(layer.gate_up)[:, 0], wide(layer.gate_up)[:, 1]
+    bias = {
+        n: 0.0 if getattr(layer, n) is None else wide(getattr(layer, n)) for n in ("gate_bias", "up_bias", "down_bias")
+    }
+    up = x @ up + bias["up_bias"]
+    hidden = act(up) if gate is None else act(x @ gate + bias["gate_bias"]) * up
+    return hidden @ wide(layer.down) + bias["down_bias"]
+
+
+def sees(mask, q, k, same):
+    causal = 0 <= k <= q and same
+    if isinstance(mask, SlidingWindow):
+        return causal and q - k < mask.size
+    if isinstance(mask, Chunked):
+        return causal and q // mask.size == k // mask.size
+    return min(q, k) >= 0 and same if isinstance(mask, Bidirectional) else causal
+
+
+def project(x, weight, bias):
+    y = np.einsum("bte,ehd->bthd", x, wide(weight))
+    return y if bias is None else y + wide(bias)
+
+
+def ready_by_hand(layer, x, norm, positions):
+    """Queries or keys: normalised and rotated, row by row."""
+    config, out = layer.config, np.array(x)
+    for b, t in np.ndindex(x.shape[:2]):
+        row = x[b, t]
+
+        def normalise(row):
+            if config.qk_norm.over == "heads":
+                return norm_by_hand(norm, row.reshape(-1)).reshape(row.shape)
+            return np.stack([norm_by_hand(norm, head) for head in row])
+
+        if config.qk_norm and config.qk_norm.when == "before_rope":
+            row = normalise(row)
+        if config.rope:
+            table = plain_frequencies(config.rope.theta, config.head_dim)
+            row = np.stack([rotate_by_hand(h, max(positions[b, t], 0), table, config.rope.pairing) for h in row])
+        if config.qk_norm and config.qk_norm.when == "after_rope":
+            row = normalise(row)
+        out[b, t] = row
+    return out
+
+
+def heads_by_hand(layer, x):
+    """Query, key and value, before norm and rotation."""
+    c = layer.config
+    if c.fused_qkv:
+        return np.split(project(x, layer.qkv, layer.qkv_bias), [c.num_heads, c.num_heads + c.num_kv_heads], axis=2)
+    query, key = project(x, layer.query, layer.query_bias), project(x, layer.key, layer.key_bias)
+    return query, key, key if c.shared_kv else project(x, layer.value, layer.value_bias)
+
+
+def attention_by_hand(layer, x, positions, segments):
+    c = layer.config
+    query, key, value = heads_by_hand(layer, x)
+    query = ready_by_hand(layer, query, layer.query_norm, positions)
+    key = ready_by_hand(layer, key, layer.key_norm, positions)
+    mixed = np.zeros_like(query)
+    for b, t, h in np.ndindex(query.shape[:3]):
+        kv = h // (c.num_heads // c.num_kv_heads)
+        top, bottom = 0.0, 0.0 if layer.sink is None else math.exp(float(layer.sink[h]))
+        for s in range(x.shape[1]):
+            if sees(c.mask, positions[b, t], positions[b, s], segments[b, s] == segments[b, t]):
+                score = float(query[b, t, h] @ key[b, s, kv]) * (c.query_scale or c.head_dim**-0.5)
+                score = c.soft_cap * math.tanh(score / c.soft_cap) if c.soft_cap else score
+                top, bottom = top + math.exp(score) * value[b, s, kv], bottom + math.exp(score)
+        mixed[b, t, h] = top / bottom if bottom else 0.0
+    if layer.gate is not None:
+        mixed = mixed / (1 + np.exp(-project(x, layer.gate, None)))
+    out = np.einsum("bthd,hde->bte", mixed, wide(layer.out))
+    return out if layer.out_bias is None else out + wide(layer.out_bias)

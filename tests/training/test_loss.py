@@ -1,0 +1,179 @@
+"""The loss: its targets, its fused and its plain form, and the sums that it reports."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.training.data import Batch
+from eqx_decoders.training.evaluate import HeldOut, evaluate
+from eqx_decoders.training.loss import evaluation_loss, next_token_loss, next_tokens
+from tests.strategies import filled, packed, rich_decoder, some_tokens
+
+
+ROWS, LENGTH = 4, 13
+
+
+def batch_of(**parts) -> Batch:
+    """Several documents per row, of one token too, with padding; `parts` are added or take their place."""
+    tokens, segments = packed(ROWS, LENGTH)
+    return Batch(**{"tokens": tokens, "segment_ids": segments, **parts})
+
+
+def some_mask(seed: int = 0) -> np.ndarray:
+    """A mask of zeros and ones, with rows of very different sums."""
+    shares = np.array([[1.0], [0.1], [0.5], [0.9]])
+    return np.random.default_rng(seed).random((ROWS, LENGTH)) < shares
+
+
+def one_block(**changes):
+    """The cheapest decoder to compile that has attention and an MLP."""
+    config = rich_decoder(1, **changes)
+    block = dataclasses.replace(
+        config.blocks[0], mixer=AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8), post_mlp_norm=None
+    )
+    return dataclasses.replace(config, blocks=(block,))
+
+
+@eqx.filter_jit
+def value_and_gradient(model, batch, z_loss, fused):
+    return eqx.filter_value_and_grad(next_token_loss, has_aux=True)(model, batch, z_loss=z_loss, fused=fused)
+
+
+def close(got, want, tolerance=2e-5):
+    got, want = jax.device_get((jax.tree.leaves(got), jax.tree.leaves(want)))
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * max(1e-2, float(np.abs(other).max(initial=0))))
+
+
+CASES = {
+    "tied, soft cap, z-loss, packed": (dict(tied=True, logit_soft_cap=3.0), 1e-2, {}),
+    "own head, loss mask": (dict(), 0.0, dict(loss_mask=some_mask(), segment_ids=None)),
+    "own head, soft cap, weights, padding by position": (
+        dict(logit_soft_cap=2.0),
+        0.1,
+        dict(
+            segment_ids=None,
+            positions=np.where(np.arange(LENGTH) < [[13], [1], [7], [12]], np.arange(LENGTH), -1).astype(np.int32),
+            loss_mask=np.linspace(0.0, 2.0, ROWS * LENGTH, dtype=np.float32).reshape(ROWS, LENGTH),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fused_equals_plain(case):
+    changes, z_loss, parts = CASES[case]
+    model, batch = filled(one_block(**changes)), batch_of(**parts)
+    fused = value_and_gradient(model, batch, z_loss, True)
+    plain = value_and_gradient(model, batch, z_loss, False)
+    close(fused, plain)
+    (loss, metrics), gradient = plain
+    for leaf in jax.tree.leaves(gradient):
+        assert np.any(np.asarray(leaf) != 0)
+    assert float(loss) == pytest.approx(float(metrics.loss / metrics.tokens), rel=1e-6)
+    assert (float(metrics.loss) > float(metrics.nll) + 1e-3) == (z_loss > 0)
+
+
+def test_no_targets_give_zeros_and_no_nan():
+    model = filled(one_block())
+    batch = batch_of(segment_ids=None, loss_mask=np.zeros((ROWS, LENGTH), bool))
+    for fused in (True, False):
+        (loss, metrics), gradient = value_and_gradient(model, batch, 1e-2, fused)
+        assert float(loss) == 0.0 and float(metrics.tokens) == 0.0 and float(metrics.correct) == 0.0
+        for leaf in jax.tree.leaves(gradient):
+            np.testing.assert_array_equal(leaf, np.zeros_like(leaf))
+
+
+def test_a_packed_row_is_the_sum_of_its_documents():
+    """Sums of a packed batch are those of its documents, each alone in a row; and those of NumPy on the logits."""
+    model, batch = filled(rich_decoder(2)), batch_of()
+    tokens, segments = np.asarray(batch.tokens), np.asarray(batch.segment_ids)
+    documents = [tokens[row][segments[row] == s] for row in range(ROWS) for s in range(1, segments[row].max() + 1)]
+    alone = np.zeros((len(documents), LENGTH), np.int32)
+    present = np.zeros_like(alone)
+    for row, document in enumerate(documents):
+        alone[row, : len(document)], present[row, : len(document)] = document, 1
+    run = eqx.filter_jit(lambda model, batch: (next_token_loss(model, batch)[1], model(batch.tokens).logits))
+    together, _ = run(model, batch)
+    apart, logits = run(model, Batch(tokens=jnp.asarray(alone), segment_ids=jnp.asarray(present)))
+    close(together, apart)
+
+    nll = correct = count = 0.0
+    for row, document in enumerate(documents):
+        for here, target in enumerate(document[1:]):
+            scores = np.asarray(logits[row, here], np.float64)
+            nll += np.log(np.exp(scores).sum()) - scores[target]
+            correct += scores.argmax() == target
+            count += 1
+    assert float(together.tokens) == count and float(together.correct) == correct
+    assert float(together.nll) == pytest.approx(nll, rel=1e-5)
+    assert together.stats is None
+
+
+@pytest.mark.parametrize("part", ["tokens", "segments", "positions", "mask", "all", "weights", "one token"])
+def test_next_tokens_equals_a_loop(part):
+    tokens, segments = (np.asarray(x) for x in packed(ROWS, LENGTH))
+    positions = np.where(np.arange(LENGTH) < [[13], [4], [0], [12]], np.arange(LENGTH), -1).astype(np.int32)
+    parts: dict = {"tokens": tokens}
+    if part in ("segments", "all"):
+        parts["segment_ids"] = segments
+    if part in ("positions", "all"):
+        parts["positions"] = positions
+    if part in ("mask", "all"):
+        parts["loss_mask"] = some_mask()
+    if part == "weights":
+        parts["loss_mask"] = np.random.default_rng(1).random((ROWS, LENGTH)).astype(np.float32)
+    if part == "one token":
+        parts = {"tokens": tokens[:, :1], "segment_ids": segments[:, :1]}
+    targets, weights = next_tokens(Batch(**parts))
+    rows, length = parts["tokens"].shape
+    assert targets.shape == weights.shape == (rows, length)
+    for row in range(rows):
+        for here in range(length):
+            want, following = 0.0, here + 1
+            if following < length:
+                want = float(parts.get("loss_mask", np.ones((rows, length)))[row, following])
+                if "segment_ids" in parts:
+                    same = segments[row, here] == segments[row, following] != 0
+                    want *= float(same)
+                if "positions" in parts:
+                    want *= float(positions[row, following] >= 0)
+            assert float(weights[row, here]) == pytest.approx(want)
+            if want:
+                assert int(targets[row, here]) == int(parts["tokens"][row, following])
+
+
+def test_evaluate_adds_up_batches_of_any_fill():
+    """One pass over batches is the sum over all target tokens, not the mean of the batches' means."""
+    model, batch = filled(one_block()), batch_of(positions=None)
+    few = batch_of(segment_ids=jnp.where(jnp.arange(ROWS)[:, None] == 1, batch.segment_ids, 0))
+    host = [jax.tree.map(np.asarray, each) for each in (batch, few)]
+    sums = sum(np.asarray(eqx.filter_jit(evaluation_loss)(model, each), np.float64) for each in (batch, few))
+    result = evaluate(model, host)
+    assert result.tokens == int(sums[1]) == sum(int(next_tokens(each)[1].sum()) for each in (batch, few))
+    assert result.nats == pytest.approx(sums[0], rel=1e-6)
+    assert result.loss == pytest.approx(sums[0] / sums[1], rel=1e-6)
+    assert result.perplexity == pytest.approx(np.exp(result.loss))
+    assert result.nats_per_byte(50) == pytest.approx(sums[0] / 50)
+    asked = []
+    early = evaluate(model, host, stop=lambda: asked.append(1) is None)
+    assert len(asked) == 1 and early.tokens == int(next_tokens(batch)[1].sum())
+
+
+def test_evaluating_nothing_is_no_loss():
+    assert evaluate(filled(one_block()), []) == HeldOut(loss=0.0, tokens=0, nats=0.0)
+    assert HeldOut(loss=1e9, tokens=1, nats=1e9).perplexity < np.inf
+
+
+def test_layer_stats_only_when_asked_for():
+    batch = Batch(tokens=some_tokens(2, 5))
+    for asked in (False, True):
+        model = filled(one_block(), layer_stats=asked)
+        _, metrics = jax.eval_shape(next_token_loss, model, batch)
+        assert (metrics.stats is not None) == asked
