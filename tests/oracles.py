@@ -27,11 +27,8 @@ def rotate_by_hand(vector, position, frequencies, pairing, magnitude=1.0):
     out, pairs = np.array(vector, np.float64), len(frequencies)
     for pair, frequency in enumerate(frequencies):
         a, b = (pair, pair + pairs) if pairing == "half" else (2 * pair, 2 * pair + 1)
-        turned = (
-            complex(vector[a], vector[b])
-            * magnitude
-            * complex(math.cos(position * frequency), math.sin(position * frequency))
-        )
+        angle = position * frequency
+        turned = complex(vector[a], vector[b]) * magnitude * complex(math.cos(angle), math.sin(angle))
         out[a], out[b] = turned.real, turned.imag
     return out
 

@@ -31,7 +31,7 @@ def cut(text: str) -> list[tuple[str, int]]:
         ("aaaa", [("a", 4)]),
         ("aaabbbb", [("a", 3), ("b", 4)]),
         ("aaaaab" * 3 + "aa", [("aaaaab", 3), ("a", 2)]),
-        ("abababa", [("a", 1), ("ba", 3)]),
+        ("abababa", [("ab", 3), ("a", 1)]),
         ("a" * 3 + "b" * 58, [("a", 3), ("b", 58)]),
         ("abac" * 4, [("abac", 4)]),
         ("aabaaab", None),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.errors import check_integer
+from eqx_decoders.errors import check_integer, check_number
 from eqx_decoders.numerics import fan_in, normal
 
 
@@ -61,6 +61,9 @@ class SinusoidalPositions:
     """`x + [sin(p w_k), cos(p w_k)]`, `w_k = max_timescale^(-k / (n - 1))`, n = embed_dim / 2 (Vaswani et al. 2017)."""
 
     max_timescale: float = 10_000.0
+
+    def __post_init__(self):
+        check_number("SinusoidalPositions.max_timescale", self.max_timescale, above=0)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Sinusoids":
         return Sinusoids(config=self)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from eqx_decoders.errors import check_integer, check_number
+from eqx_decoders.errors import check, check_integer, check_number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,8 @@ class RMSNormConfig:
     def __post_init__(self):
         check_number("RMSNormConfig.eps", self.eps, above=0)
         check_number("RMSNormConfig.offset", self.offset)
+        rule = f"RMSNormConfig.offset={self.offset} needs scale=True: it is added to the scale."
+        check(self.scale or self.offset == 0, rule)
 
     def build(self, size: int) -> "RMSNorm":
         check_integer("RMSNorm size", size)

@@ -29,7 +29,7 @@ class OptimizerConfig:
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
     """Course of the learning rate after the warm-up; wsd: constant, then linear to the end."""
     warmup_steps: int | None = None
-    """Steps of linear warm-up from 0; None: a tenth of the run, 1000 at most."""
+    """Steps of linear warm-up; None: a tenth of the run, 1000 at most."""
     decay_fraction: float = 0.2
     """wsd: the share of all steps in which the learning rate falls."""
     final_fraction: float = 0.1
@@ -70,7 +70,7 @@ class OptimizerConfig:
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
-    """The learning rate at each of `steps` steps: warm-up from 0, then the named course down to `final_fraction`."""
+    """The learning rate at each of `steps` steps: a linear warm-up, then the named course down to `final_fraction`."""
     peak, final = config.learning_rate, config.learning_rate * config.final_fraction
     warmup = min(1000, steps // 10) if config.warmup_steps is None else config.warmup_steps
     check(

@@ -1,0 +1,363 @@
+"""The decoder as users meet it: what it returns, how it is born and edited, and what its cache holds."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.axes import named_leaves
+from eqx_decoders.layers.attention import AttentionConfig, QKNorm
+from eqx_decoders.layers.embedding import LearnedPositions, SinusoidalPositions, padded_positions
+from eqx_decoders.layers.mask import Bidirectional
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
+from eqx_decoders.layers.rope import Rope
+from tests.strategies import EMBED, VOCAB, filled, packed, rich_decoder, some_tokens
+
+
+@eqx.filter_jit
+def run(model, tokens, positions=None, segment_ids=None, cache=None):
+    return model(tokens, positions, segment_ids, cache)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return filled(rich_decoder())
+
+
+@pytest.fixture(scope="module")
+def out(model):
+    return run(model, *packed_arguments())
+
+
+def packed_arguments():
+    tokens, segments = packed(4, 13)
+    return tokens, None, segments
+
+
+def close(got, want, tolerance=1e-5):
+    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=tolerance)
+
+
+# --- what comes back ---
+
+
+@pytest.mark.parametrize("compute", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("scan", [True, False])
+def test_shapes_and_dtypes(compute, scan):
+    model = ed.abstract(rich_decoder(), precision=ed.Precision(compute=compute), scan=scan, layer_stats=True)
+    cache = ed.abstract_cache(model.config, 2, 9)
+    tokens = jnp.zeros((2, 5), jnp.int32)
+    out = eqx.filter_eval_shape(model, tokens, cache=cache)
+    assert (out.logits.shape, out.logits.dtype) == ((2, 5, VOCAB), jnp.float32)
+    assert (out.hidden.shape, out.hidden.dtype) == ((2, 5, EMBED), compute)
+    stats = out.stats.activations
+    assert {(leaf.shape, leaf.dtype) for leaf in (stats.mean, stats.std, stats.zero_fraction)} == {((4,), jnp.float32)}
+    assert jax.tree.structure(out.cache) == jax.tree.structure(cache)
+    same = jax.tree.map(lambda one, other: (one.shape, one.dtype) == (other.shape, other.dtype), out.cache, cache)
+    assert all(jax.tree.leaves(same))
+    plain = eqx.filter_eval_shape(model.replace(layer_stats=False), tokens)
+    assert plain.cache is None
+    assert plain.stats.activations is None
+
+
+def test_hidden_is_before_the_final_norm(model, out):
+    x = np.asarray(out.hidden, np.float64)
+    normed = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + model.final_norm.config.eps)
+    normed = normed * np.asarray(model.final_norm.scale)
+    close(out.logits, normed @ np.asarray(model.head.kernel), 1e-4)
+    close(model.logits(out.hidden), out.logits)
+
+
+def test_soft_cap_bounds_the_logits(model, out):
+    capped = run(filled(rich_decoder(logit_soft_cap=1.5)), *packed_arguments()).logits
+    close(capped, 1.5 * np.tanh(np.asarray(out.logits, np.float64) / 1.5))
+    assert np.abs(capped).max() <= 1.5 < np.abs(out.logits).max()
+
+
+def test_stats_describe_each_layer_in_order():
+    model = filled(rich_decoder(2), layer_stats=True)
+    tokens = some_tokens(2, 5)
+    stats = run(model, tokens).stats.activations
+    ctx = ed.Context(jnp.broadcast_to(jnp.arange(5), (2, 5)))
+    x = model.embedding(tokens, ctx)
+    for layer, block in enumerate(model.unstacked()):
+        x, _, _ = block(x, ctx)
+        close(stats.mean[layer], np.mean(x))
+        close(stats.std[layer], np.std(x))
+        assert stats.zero_fraction[layer] == 0
+
+
+# --- positions ---
+
+
+def positions_by_hand(segments):
+    out = np.zeros_like(segments)
+    for row, column in np.ndindex(segments.shape):
+        same = column > 0 and segments[row, column] == segments[row, column - 1]
+        out[row, column] = out[row, column - 1] + 1 if same else 0
+    return np.where(segments == 0, -1, out)
+
+
+def test_positions_restart_with_each_document():
+    segments = np.array([[1, 1, 1, 2, 2, 3, 0], [0, 0, 1, 1, 0, 4, 4], [7, 2, 2, 2, 2, 2, 2], [0] * 7])
+    got = padded_positions(None, jnp.asarray(segments), segments.shape)
+    np.testing.assert_array_equal(got, positions_by_hand(segments))
+    np.testing.assert_array_equal(padded_positions(None, None, (2, 3)), [[0, 1, 2]] * 2)
+    given = jnp.asarray([[5, 6, 7]])
+    np.testing.assert_array_equal(padded_positions(given, jnp.asarray([[1, 1, 0]]), (1, 3)), [[5, 6, -1]])
+
+
+def test_explicit_positions_equal_derived_ones_bit_by_bit(model, out):
+    tokens, _, segments = packed_arguments()
+    positions = jnp.asarray(positions_by_hand(np.asarray(segments)))
+    np.testing.assert_array_equal(run(model, tokens, positions, segments).logits, out.logits)
+    # from 1 upwards rotation sees the same differences, and masks too
+    shifted = run(model, tokens, positions + (positions >= 0), segments).logits
+    np.testing.assert_allclose(shifted, out.logits, atol=1e-4)
+    assert not np.array_equal(shifted, out.logits)
+
+
+# --- the head ---
+
+
+def test_tied_head_equals_an_untied_one_with_the_transposed_table():
+    tied, untied = filled(rich_decoder(2, tied=True)), filled(rich_decoder(2), seed=1)
+    assert tied.head is None
+    assert tied.head_kernel is tied.embedding.table
+    copied = eqx.tree_at(
+        lambda m: (m.embedding, m.segments, m.final_norm, m.head.kernel),
+        untied,
+        (tied.embedding, tied.segments, tied.final_norm, tied.embedding.table.T),
+    )
+    tokens = some_tokens(2, 5)
+    close(run(copied, tokens).logits, run(tied, tokens).logits)
+    counts = [ed.count_parameters(m.config) for m in (untied, tied)]
+    assert counts[0] - counts[1] == VOCAB * EMBED
+
+
+# --- an immutable pytree ---
+
+
+def test_models_are_immutable_pytrees(model, out):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        model.head = None
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        model.config.vocab_size = 3
+    louder = eqx.tree_at(lambda m: m.head.kernel, model, replace_fn=lambda kernel: 2 * kernel)
+    close(run(louder, *packed_arguments()).logits, 2 * out.logits)
+    zeros = jax.tree.map(jnp.zeros_like, model)
+    assert not np.any(run(zeros, *packed_arguments()).logits)
+    assert np.any(model.head.kernel)
+
+
+def test_configs_are_values(model):
+    again = rich_decoder()
+    assert again == model.config
+    assert hash(again) == hash(model.config)
+    assert rich_decoder(3) != again
+    assert ed.segments(again.blocks) == ((again.blocks[:2], 2),)
+
+
+def test_replace_keeps_the_weights(model):
+    other = model.replace(remat="full", scan=False)
+    assert other.execution.remat == ed.Remat()
+    assert not other.execution.scan
+    assert all(one is two for one, two in zip(jax.tree.leaves(model), jax.tree.leaves(other), strict=True))
+    assert model.execution == ed.Execution()
+    with pytest.raises(TypeError, match="scanned"):
+        model.replace(scanned=True)
+
+
+# --- birth ---
+
+
+def newborn():
+    """A decoder with every kind of weight, wide enough for statistics."""
+    norm = RMSNormConfig()
+    block = ed.BlockConfig(
+        mixer=AttentionConfig(
+            num_heads=8, num_kv_heads=4, head_dim=16, qkv_bias=True, out_bias=True, sinks=True, output_gate=True,
+            qk_norm=QKNorm(norm=RMSNormConfig(offset=1.0)),
+        ),
+        mlp=MLPConfig(mlp_dim=96, bias=True),
+        pre_mixer_norm=norm,
+        pre_mlp_norm=LayerNormConfig(),
+    )  # fmt: skip
+    fused = dataclasses.replace(
+        block,
+        mixer=dataclasses.replace(block.mixer, fused_qkv=True),
+        mlp=dataclasses.replace(block.mlp, fused=True),
+    )
+    return ed.DecoderConfig(
+        vocab_size=128,
+        embed_dim=64,
+        blocks=(block, block, fused),
+        final_norm=norm,
+        init_std=0.05,
+        positions=LearnedPositions(max_positions=256),
+    )
+
+
+def expected_std(name, leaf):
+    """Of a kernel: the size of what it contracts, to the power -1/2; None for what is not random."""
+    last = name.split(".")[-1]
+    if name == "embedding.table":
+        return 0.05
+    if name == "positions.table":
+        return 0.02
+    if last in ("query", "key", "value", "qkv", "gate", "up", "gate_up", "kernel"):
+        return 64**-0.5
+    if last in ("out", "down"):
+        return (8 * 16 if last == "out" else 96) ** -0.5
+    return None
+
+
+@pytest.fixture(scope="module")
+def born():
+    return ed.init(newborn(), key=jax.random.key(0))
+
+
+def test_new_weights_have_the_variance_of_their_fan_in(born):
+    for name, leaf in named_leaves(born).items():
+        x, std = np.asarray(leaf, np.float64), expected_std(name, leaf)
+        if std is not None:
+            for layer in x if name.startswith("segments") else x[None]:
+                assert np.std(layer) == pytest.approx(std, rel=5 * (2 * layer.size) ** -0.5), name
+                assert np.mean(layer) == pytest.approx(0, abs=5 * std * layer.size**-0.5), name
+        elif name.endswith(("query_norm.scale", "key_norm.scale", "bias", "sink")):
+            assert not np.any(x), name  # a scale with offset 1 starts at 0
+        else:
+            assert name.endswith("norm.scale"), name
+            assert np.all(x == 1), name
+
+
+def test_no_two_weights_are_born_equal(born):
+    seen = {}
+    for name, leaf in named_leaves(born).items():
+        if expected_std(name, leaf) is None:
+            continue
+        for layer in np.asarray(leaf) if name.startswith("segments") else np.asarray(leaf)[None]:
+            heads = np.moveaxis(layer, 1, 0) if name.split(".")[-1] in ("qkv", "gate_up") else layer[None]
+            for part in heads:
+                first = np.float32(part.reshape(-1)[0] / expected_std(name, leaf)).tobytes()
+                assert first not in seen, f"{name} begins as {seen.get(first)}"
+                seen[first] = name
+
+
+def test_the_key_decides(born):
+    again, other = (ed.init(newborn(), key=jax.random.key(seed)) for seed in (0, 1))
+    for name, leaf in named_leaves(born).items():
+        assert np.array_equal(leaf, named_leaves(again)[name]), name
+        differs = not np.array_equal(leaf, named_leaves(other)[name])
+        assert differs == (expected_std(name, leaf) is not None), name
+
+
+def test_every_weight_is_read():
+    config = dataclasses.replace(newborn(), vocab_size=16, embed_dim=8, positions=LearnedPositions(max_positions=5))
+    model, tokens = filled(config), jnp.arange(16, dtype=jnp.int32).reshape(2, 8) % 16
+    weights = jnp.sin(jnp.arange(2 * 8 * 16, dtype=jnp.float32)).reshape(2, 8, 16)
+    gradient = eqx.filter_jit(eqx.filter_grad(lambda model: jnp.sum(weights * model(tokens).logits)))(model)
+    idle = [name for name, leaf in named_leaves(gradient).items() if np.abs(leaf).max() < 1e-5]
+    assert idle == []
+
+
+# --- caches ---
+
+
+def test_tokens_beyond_a_cache_are_not_stored(model):
+    """A cache of 4 places: tokens 4 and 5 are answered rightly in their own call, and are unknown to all later ones."""
+    tokens = some_tokens(2, 7)
+    cache = ed.init_cache(model.config, 2, 4, dtype=jnp.float32)
+    first = run(model, tokens[:, :6], cache=cache)
+    close(first.logits, run(model, tokens[:, :6]).logits, 1e-4)
+    assert first.cache.length.tolist() == [6, 6]
+    last = run(model, tokens[:, 6:], cache=first.cache)
+    kept = jnp.asarray([0, 1, 2, 3, 6])
+    want = run(model, tokens[:, kept], jnp.broadcast_to(kept, (2, 5))).logits[:, -1:]
+    close(last.logits, want, 1e-4)
+    assert last.cache.length.tolist() == [7, 7]
+    for one, two in zip(jax.tree.leaves(first.cache.segments), jax.tree.leaves(last.cache.segments), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_bfloat16_cache_with_float32_activations(model):
+    tokens = some_tokens(2, 7)
+    cache = ed.init_cache(model.config, 2, 7)
+    first = run(model, tokens[:, :6], cache=cache)
+    stored = {leaf.dtype for leaf in jax.tree.leaves(first.cache) if leaf.ndim == 5}
+    assert stored == {jnp.dtype(jnp.bfloat16)}
+    last = run(model, tokens[:, 6:], cache=first.cache)
+    want = run(model, tokens).logits
+    close(first.logits, want[:, :6], 1e-4)
+    close(last.logits, want[:, 6:], 0.05 * float(np.abs(want).max()))
+    assert last.hidden.dtype == jnp.float32
+
+
+def test_bidirectional_layers_have_no_cache():
+    block = ed.BlockConfig(
+        mixer=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8, mask=Bidirectional()), mlp=None
+    )
+    config = rich_decoder(2, blocks=(rich_decoder(1).blocks[0], block))
+    with pytest.raises(ed.ConfigError, match="bidirectional attention layer has no cache"):
+        ed.init_cache(config, 1, 8)
+
+
+# --- edges ---
+
+
+def test_rows_of_padding_are_finite(model):
+    tokens = some_tokens(2, 6)
+    segments = jnp.asarray([[0] * 6, [1, 1, 1, 0, 0, 0]])
+
+    def loss(model):
+        logits = model(tokens, segment_ids=segments).logits
+        return jnp.mean(logits**2), logits
+
+    (_, logits), gradient = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))(model)
+    assert np.all(np.isfinite(logits))
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
+
+
+@pytest.mark.parametrize("tokens", [(1, 1), (3, 1)], ids=str)
+def test_one_token(model, tokens):
+    """With no other key the mixer's softmax is a share of one value: what follows does not depend on the position."""
+    ids = some_tokens(*tokens)
+    one = run(model, ids).logits
+    assert one.shape == (*tokens, VOCAB)
+    np.testing.assert_allclose(run(model, ids, jnp.full(tokens, 11)).logits, one, atol=1e-4)
+
+
+def test_odd_sizes():
+    block = ed.BlockConfig(
+        mixer=AttentionConfig(num_heads=3, num_kv_heads=1, head_dim=5, rope=Rope(fraction=0.4)),
+        mlp=MLPConfig(mlp_dim=1),
+        pre_mixer_norm=LayerNormConfig(),
+    )
+    config = ed.DecoderConfig(
+        vocab_size=7, embed_dim=5, blocks=(block,) * 3, final_norm=None, positions=SinusoidalPositions(), tied=True
+    )
+    model = filled(config)
+    out = run(model, jnp.asarray([[0, 6, 3]]))
+    assert out.logits.shape == (1, 3, 7)
+    assert np.all(np.isfinite(out.logits))
+    close(run(model.replace(scan=False), jnp.asarray([[0, 6, 3]])).logits, out.logits)
+
+
+def test_layers_are_of_use_alone(getkey):
+    """A researcher's way: a layer, some features and a context."""
+    x = jax.random.normal(getkey(), (2, 3, 16))
+    ctx = ed.Context(positions=jnp.broadcast_to(jnp.arange(3), (2, 3)))
+    fed = MLPConfig(mlp_dim=8).build(16, key=getkey())(x, ctx)
+    mixed, entries = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8).build(16, key=getkey())(x, ctx)
+    assert fed.shape == mixed.shape == x.shape
+    assert entries.key.shape == (2, 3, 2, 8)
+    block = ed.BlockConfig(mixer=None, mlp=MLPConfig(mlp_dim=8)).build(16, key=getkey())
+    y, nothing, stats = block(x, ctx)
+    close(y, x + block.mlp(x, ctx))
+    assert nothing is None
+    assert stats == ed.BlockStats()

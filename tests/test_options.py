@@ -1,0 +1,385 @@
+"""An option that can be set is read, and one that describes no model is refused by name."""
+
+import dataclasses
+import functools
+import math
+import re
+import types
+import typing
+import zlib
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import TypeCheckError
+
+import eqx_decoders as ed
+from eqx_decoders.axes import named_leaves
+from eqx_decoders.layers.attention import AttentionConfig, QKNorm
+from eqx_decoders.layers.embedding import LearnedPositions, SinusoidalPositions
+from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
+from eqx_decoders.layers.rope import LinearRope, Llama3Rope, Rope, YarnRope
+
+
+RMS = RMSNormConfig()
+MIXER = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, rope=Rope(theta=100.0))
+MLP = MLPConfig(mlp_dim=12)
+BLOCK = ed.BlockConfig(mixer=MIXER, mlp=MLP, pre_mixer_norm=RMS, pre_mlp_norm=RMS)
+EMPTY = ed.BlockConfig(mixer=None, mlp=None)
+DECODER = ed.DecoderConfig(vocab_size=16, embed_dim=8, blocks=(BLOCK,), final_norm=RMS)
+
+
+def decoder(**changes):
+    return dataclasses.replace(DECODER, **changes)
+
+
+def block(**changes):
+    return decoder(blocks=(dataclasses.replace(BLOCK, **changes),))
+
+
+def mixer(**changes):
+    return block(mixer=dataclasses.replace(MIXER, **changes))
+
+
+def itself(config):
+    return config
+
+
+# Every class of configuration: one to start from, how a decoder gets it, and another value for each of its fields.
+OPTIONS: dict[type, tuple] = {
+    RMSNormConfig: (RMS, lambda c: decoder(final_norm=c), dict(eps=0.1, scale=False, offset=0.5)),
+    LayerNormConfig: (
+        LayerNormConfig(),
+        lambda c: decoder(final_norm=c),
+        dict(eps=0.1, bias=False, offset=0.5),
+    ),
+    Rope: (Rope(), lambda c: mixer(rope=c), dict(theta=100.0, fraction=0.5, pairing="interleaved")),
+    LinearRope: (
+        LinearRope(factor=2.0),
+        lambda c: mixer(rope=c),
+        dict(theta=100.0, fraction=0.5, pairing="interleaved", factor=4.0),
+    ),
+    Llama3Rope: (
+        Llama3Rope(theta=100.0, original_length=64),
+        lambda c: mixer(rope=c),
+        dict(theta=50.0, fraction=0.5, pairing="interleaved", factor=4.0, low_frequency_factor=2.0)
+        | dict(high_frequency_factor=8.0, original_length=32),
+    ),
+    YarnRope: (
+        YarnRope(theta=100.0, factor=4.0, original_length=64, beta_fast=5.0, beta_slow=0.5),
+        lambda c: mixer(rope=c),
+        dict(theta=50.0, fraction=0.5, pairing="interleaved", factor=8.0, original_length=16, beta_fast=2.0)
+        | dict(beta_slow=1.5, truncate=False, attention_factor=2.0),
+    ),
+    QKNorm: (
+        QKNorm(),
+        lambda c: mixer(qk_norm=c),
+        dict(norm=RMSNormConfig(eps=0.5), over="heads", when="after_rope"),
+    ),
+    Causal: (Causal(), lambda c: mixer(mask=c), {}),
+    Bidirectional: (Bidirectional(), lambda c: mixer(mask=c), {}),
+    SlidingWindow: (SlidingWindow(3), lambda c: mixer(mask=c), dict(size=2)),
+    Chunked: (Chunked(3), lambda c: mixer(mask=c), dict(size=2)),
+    AttentionConfig: (
+        MIXER,
+        lambda c: block(mixer=c),
+        dict(num_heads=2, num_kv_heads=4, head_dim=4, mask=SlidingWindow(2), rope=None, query_scale=0.1, soft_cap=0.5)
+        | dict(sinks=True, qk_norm=QKNorm(), qkv_bias=True, out_bias=True, fused_qkv=True, shared_kv=True)
+        | dict(output_gate=True),
+    ),
+    MLPConfig: (
+        MLP,
+        lambda c: block(mlp=c),
+        dict(mlp_dim=10, activation="relu", gated=False, bias=True, fused=True, dropout=0.5),
+    ),
+    ed.BlockConfig: (
+        dataclasses.replace(BLOCK, pre_mixer_norm=None, pre_mlp_norm=None),
+        lambda c: decoder(blocks=(c,)),
+        dict(mixer=None, mlp=None, pre_mixer_norm=RMS, post_mixer_norm=RMS, pre_mlp_norm=RMS, post_mlp_norm=RMS)
+        | dict(wiring="parallel", dropout=0.5),
+    ),
+    LearnedPositions: (LearnedPositions(max_positions=8), lambda c: decoder(positions=c), dict(max_positions=3)),
+    SinusoidalPositions: (SinusoidalPositions(), lambda c: decoder(positions=c), dict(max_timescale=100.0)),
+    ed.DecoderConfig: (
+        DECODER,
+        itself,
+        dict(vocab_size=15, embed_dim=6, blocks=(BLOCK, BLOCK), final_norm=None, tied=True, embedding_scale=3.0)
+        | dict(positions=SinusoidalPositions(), logit_soft_cap=0.5, dropout=0.5, init_std=0.3),
+    ),
+}
+CASES = [(kind, field) for kind, (_, _, values) in OPTIONS.items() for field in values]
+
+
+def reachable(kind, found: dict) -> dict:
+    """The configurations that a field of `kind` may hold, their fields' and subclasses', from the annotations."""
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is not None:
+        for part in typing.get_args(kind):
+            reachable(part, found)
+    elif dataclasses.is_dataclass(kind) and kind not in found:
+        found[kind] = {field.name for field in dataclasses.fields(kind)}
+        for part in (*typing.get_type_hints(kind).values(), *kind.__subclasses__()):
+            reachable(part, found)
+    return found
+
+
+def test_every_field_of_every_configuration_is_in_the_table():
+    listed = {kind: set(values) for kind, (_, _, values) in OPTIONS.items()}
+    assert listed == reachable(ed.DecoderConfig, {})
+
+
+def named_draws(config) -> ed.Decoder:
+    """A decoder whose weights depend on their names and shapes alone: a new one leaves the others as they are."""
+    tree = ed.abstract(config, scan=False, attention="dot")
+    arrays, static = eqx.partition(tree, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    leaves = [
+        jnp.asarray(np.random.default_rng(zlib.crc32(name.encode())).normal(0.1, 0.5, leaf.shape), leaf.dtype)
+        for name, leaf in named_leaves(arrays).items()
+    ]
+    return eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), leaves), static)
+
+
+@functools.cache
+def results(config) -> tuple[np.ndarray, np.ndarray]:
+    """Logits without and with dropout."""
+    tokens = jnp.asarray([[3, 1, 4, 1, 5]])
+    model = named_draws(config)
+    return np.asarray(model(tokens).logits), np.asarray(model(tokens, key=jax.random.key(0)).logits)
+
+
+def differ(one: np.ndarray, other: np.ndarray) -> bool:
+    return one.shape != other.shape or not np.allclose(one, other, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind, field", CASES, ids=lambda x: getattr(x, "__name__", x))
+def test_every_option_is_read(kind, field):
+    base, place, values = OPTIONS[kind]
+    before, after = place(base), place(dataclasses.replace(base, **{field: values[field]}))
+    if field == "init_std":
+        short = [dataclasses.replace(config, blocks=(EMPTY,), tied=True) for config in (before, after)]
+        tables = [config.build(key=jax.random.key(0)).embedding.table for config in short]
+        np.testing.assert_allclose(tables[0] * 0.3, tables[1], rtol=1e-6)
+        return
+    (plain, kept), (other, dropped) = results(before), results(after)
+    np.testing.assert_array_equal(plain, kept)  # without a rate the key is not read
+    assert np.all(np.isfinite(other))
+    if field == "dropout":
+        np.testing.assert_array_equal(plain, other)  # without a key the rate is not read
+        assert differ(plain, dropped)
+    else:
+        assert differ(plain, other)
+
+
+def test_masks_differ():
+    logits = [results(mixer(mask=mask))[0] for mask in (Causal(), SlidingWindow(3), Chunked(3), Bidirectional())]
+    assert all(differ(one, other) for i, one in enumerate(logits) for other in logits[:i])
+
+
+# --- execution ---
+
+EXECUTION = dict(
+    layout=lambda: ed.Layout.create(data=8),
+    precision=lambda: ed.Precision(compute=jnp.bfloat16),
+    remat=lambda: "full",
+    attention=lambda: "chunked",
+    scan=lambda: False,
+    layer_stats=lambda: True,
+)
+
+
+def program(model) -> str:
+    """The text of the loss's gradient, without addresses."""
+    arrays, static = eqx.partition(model, eqx.is_array)
+
+    def loss(arrays, tokens):
+        out = eqx.combine(arrays, static)(tokens)
+        return out.logits.sum(), out.stats
+
+    text = str(jax.make_jaxpr(jax.grad(loss, has_aux=True))(arrays, jnp.zeros((8, 4), jnp.int32)))
+    return re.sub(r"0x[0-9a-f]+", "", text)
+
+
+def test_every_choice_of_execution_changes_the_program():
+    assert set(EXECUTION) == {field.name for field in dataclasses.fields(ed.Execution)}
+    model = named_draws(decoder(blocks=(BLOCK,) * 2)).replace(scan=True, attention="auto")
+    plain = program(model)
+    assert program(model.replace(remat="none", scan=True)) == plain
+    texts = {name: program(model.replace(**{name: value()})) for name, value in EXECUTION.items()}
+    assert [name for name, text in texts.items() if text == plain] == []
+    assert "sharding_constraint" in texts["layout"] and "sharding_constraint" not in plain
+    assert "bf16" in texts["precision"] and "bf16" not in plain
+    assert "prevent_cse" in texts["remat"] and "prevent_cse" not in plain
+    assert "scan[" in plain and "scan[" not in texts["scan"]
+    stats = eqx.filter_eval_shape(model.replace(layer_stats=True), jnp.zeros((8, 4), jnp.int32)).stats
+    assert stats.activations.mean.shape == stats.activations.std.shape == (2,)
+    with pytest.raises(ed.ConfigError, match=r"kernel='doot' is not known. Did you mean 'dot'"):
+        eqx.filter_eval_shape(model.replace(attention="doot"), jnp.zeros((8, 4), jnp.int32))
+
+
+def test_precision_of_weights():
+    model = ed.abstract(DECODER, precision=ed.Precision(params="bfloat16"))
+    assert {leaf.dtype for leaf in named_leaves(model).values()} == {jnp.dtype(jnp.bfloat16)}
+
+
+# --- bad configurations ---
+
+NAN, INF = math.nan, math.inf
+ATTENTION = dict(num_heads=4, num_kv_heads=2, head_dim=8)
+YARN = dict(factor=4.0, original_length=8)
+PLAIN = dict(vocab_size=16, embed_dim=8, blocks=(BLOCK,), final_norm=None)
+
+# class, valid fields, wrong ones, and what the sentence must hold besides the first wrong field's name and value
+BAD = [
+    (RMSNormConfig, {}, dict(eps=0.0), "above 0"),
+    (RMSNormConfig, {}, dict(eps=-1e-6), "above 0"),
+    (RMSNormConfig, {}, dict(eps=NAN), "finite"),
+    (RMSNormConfig, {}, dict(eps="1e-6"), "finite number"),
+    (RMSNormConfig, {}, dict(eps=True), "finite number"),
+    (RMSNormConfig, {}, dict(offset=INF), "finite"),
+    (RMSNormConfig, dict(scale=False), dict(offset=1.0), "needs scale=True"),
+    (LayerNormConfig, {}, dict(eps=0.0), "above 0"),
+    (LayerNormConfig, {}, dict(eps=INF), "finite"),
+    (LayerNormConfig, {}, dict(offset=NAN), "finite"),
+    (Rope, {}, dict(theta=0.0), "above 0"),
+    (Rope, {}, dict(theta=-1e4), "above 0"),
+    (Rope, {}, dict(theta=NAN), "finite"),
+    (Rope, {}, dict(fraction=0.0), "above 0"),
+    (Rope, {}, dict(fraction=1.5), "at most 1"),
+    (Rope, {}, dict(pairing="halves"), "Did you mean 'half'"),
+    (LinearRope, dict(factor=2.0), dict(theta=0.0), "above 0"),
+    (LinearRope, {}, dict(factor=0.5), "at least 1"),
+    (LinearRope, {}, dict(factor=INF), "finite"),
+    (Llama3Rope, {}, dict(factor=0.0), "at least 1"),
+    (Llama3Rope, {}, dict(low_frequency_factor=0.0), "above 0"),
+    (Llama3Rope, dict(low_frequency_factor=4.0), dict(high_frequency_factor=4.0), "above 4.0"),
+    (Llama3Rope, {}, dict(original_length=0), "at least 1"),
+    (YarnRope, YARN, dict(factor=0.5), "at least 1"),
+    (YarnRope, YARN, dict(original_length=True), "integer"),
+    (YarnRope, YARN, dict(original_length=8.5), "integer"),
+    (YarnRope, YARN, dict(beta_slow=0.0), "above 0"),
+    (YarnRope, YARN, dict(beta_fast=0.5), "at least 1.0"),
+    (YarnRope, YARN, dict(theta=1.0), "above 1"),
+    (YarnRope, YARN, dict(attention_factor=0.0), "above 0"),
+    (QKNorm, {}, dict(over="hed"), "Did you mean 'head'"),
+    (QKNorm, {}, dict(when="before rope"), "Did you mean 'before_rope'"),
+    (SlidingWindow, {}, dict(size=0), "at least 1"),
+    (SlidingWindow, {}, dict(size=2.0), "integer"),
+    (Chunked, {}, dict(size=-4), "at least 1"),
+    (AttentionConfig, ATTENTION, dict(num_heads=0), "at least 1"),
+    (AttentionConfig, ATTENTION, dict(num_heads=True), "integer"),
+    (AttentionConfig, ATTENTION, dict(num_kv_heads="2"), "integer"),
+    (AttentionConfig, ATTENTION, dict(num_kv_heads=-2), "at least 1"),
+    (AttentionConfig, ATTENTION, dict(num_heads=30, num_kv_heads=8), "multiple of num_kv_heads=8"),
+    (AttentionConfig, ATTENTION, dict(head_dim=0), "at least 1"),
+    (AttentionConfig, ATTENTION, dict(head_dim=7), "must be even"),
+    (AttentionConfig, ATTENTION | dict(rope=Rope(fraction=0.4)), dict(head_dim=8), "= 3 must be even"),
+    (AttentionConfig, ATTENTION | dict(rope=Rope(fraction=0.1)), dict(head_dim=8), "= 0 must be even"),
+    (AttentionConfig, ATTENTION, dict(query_scale=0.0), "above 0"),
+    (AttentionConfig, ATTENTION, dict(query_scale=NAN), "finite"),
+    (AttentionConfig, ATTENTION, dict(soft_cap=-30.0), "above 0"),
+    (AttentionConfig, ATTENTION, dict(soft_cap=True), "finite number"),
+    (AttentionConfig, ATTENTION | dict(shared_kv=True), dict(fused_qkv=True), "shared_kv=True exclude"),
+    (MLPConfig, {}, dict(mlp_dim=0), "at least 1"),
+    (MLPConfig, {}, dict(mlp_dim=1.5), "integer"),
+    (MLPConfig, dict(mlp_dim=8), dict(activation="gelu-tanh"), "Did you mean 'gelu_tanh'"),
+    (MLPConfig, dict(mlp_dim=8), dict(activation="Swish"), "Known: silu"),
+    (MLPConfig, dict(mlp_dim=8, gated=False), dict(fused=True), "needs gated=True"),
+    (MLPConfig, dict(mlp_dim=8), dict(dropout=1.0), "below 1"),
+    (MLPConfig, dict(mlp_dim=8), dict(dropout=-0.1), "at least 0"),
+    (ed.BlockConfig, dict(mixer=None, mlp=MLP), dict(wiring="paralel"), "Did you mean 'parallel'"),
+    (ed.BlockConfig, dict(mixer=None, mlp=MLP), dict(dropout=1.0), "below 1"),
+    (ed.BlockConfig, dict(mixer=None, mlp=MLP), dict(dropout=NAN), "finite"),
+    (ed.BlockConfig, dict(mlp=MLP, post_mixer_norm=RMS), dict(mixer=None), "leaves post_mixer_norm without a layer"),
+    (ed.BlockConfig, dict(mixer=MIXER, pre_mlp_norm=RMS), dict(mlp=None), "leaves pre_mlp_norm without a layer"),
+    (LearnedPositions, {}, dict(max_positions=0), "at least 1"),
+    (LearnedPositions, {}, dict(max_positions="64"), "integer"),
+    (SinusoidalPositions, {}, dict(max_timescale=0.0), "above 0"),
+    (SinusoidalPositions, {}, dict(max_timescale=-1.0), "above 0"),
+    (SinusoidalPositions, {}, dict(max_timescale=NAN), "finite"),
+    (ed.DecoderConfig, PLAIN, dict(vocab_size=0), "at least 1"),
+    (ed.DecoderConfig, PLAIN, dict(vocab_size=32e3), "integer"),
+    (ed.DecoderConfig, PLAIN, dict(embed_dim=-8), "at least 1"),
+    (ed.DecoderConfig, PLAIN, dict(embed_dim=True), "integer"),
+    (ed.DecoderConfig, PLAIN, dict(blocks=()), "at least one BlockConfig"),
+    (ed.DecoderConfig, PLAIN, dict(embedding_scale=0.0), "above 0"),
+    (ed.DecoderConfig, PLAIN, dict(logit_soft_cap=0.0), "above 0"),
+    (ed.DecoderConfig, PLAIN, dict(dropout=1.0), "below 1"),
+    (ed.DecoderConfig, PLAIN, dict(init_std=0.0), "above 0"),
+    (ed.DecoderConfig, PLAIN, dict(init_std=INF), "finite"),
+]
+
+
+def unhooked(kind, **values):
+    """What `kind(**values)` does where no type hook runs before its own checks, as it is outside of the tests."""
+    config = object.__new__(kind)
+    for field in dataclasses.fields(kind):
+        object.__setattr__(config, field.name, values.get(field.name, field.default))
+    config.__post_init__()
+    return config
+
+
+def label(value) -> str:
+    return getattr(value, "__name__", str(value))
+
+
+@pytest.mark.parametrize("kind, valid, wrong, rule", BAD, ids=label)
+def test_bad_configurations_are_refused_by_name(kind, valid, wrong, rule):
+    field, value = next(iter(wrong.items()))
+    with pytest.raises(ed.ConfigError) as caught:
+        unhooked(kind, **(valid | wrong))
+    sentence = str(caught.value)
+    assert f"{field}={value!r}" in sentence
+    assert kind.__name__ in sentence or (kind is AttentionConfig and "head_dim" in wrong)
+    assert rule in sentence
+    with pytest.raises((ed.ConfigError, TypeCheckError)):
+        kind(**(valid | wrong))
+
+
+@pytest.mark.parametrize("blocks", [(None,), (MLP,), (BLOCK, "block")], ids=str)
+def test_blocks_of_a_wrong_type_are_refused(blocks):
+    index = len(blocks) - 1
+    with pytest.raises(ed.ConfigError, match=re.escape(f"blocks[{index}]={blocks[index]!r} must be a BlockConfig")):
+        unhooked(ed.DecoderConfig, **(PLAIN | dict(blocks=blocks)))
+
+
+@pytest.mark.parametrize(
+    "kind, values",
+    [
+        (QKNorm, dict(norm=None)),
+        (AttentionConfig, ATTENTION | dict(mask="causal")),
+        (AttentionConfig, ATTENTION | dict(mask=Causal)),
+        (AttentionConfig, ATTENTION | dict(rope="llama3")),
+        (AttentionConfig, ATTENTION | dict(qk_norm=RMS)),
+        (AttentionConfig, ATTENTION | dict(sinks="no")),
+        (MLPConfig, dict(mlp_dim=8, gated="no")),
+        (ed.BlockConfig, dict(mixer=MLP, mlp=None)),
+        (ed.BlockConfig, dict(mixer=None, mlp=MLP, pre_mlp_norm="rms")),
+        (ed.DecoderConfig, PLAIN | dict(tied="no")),
+        (ed.DecoderConfig, PLAIN | dict(positions=64)),
+        (ed.DecoderConfig, PLAIN | dict(blocks=BLOCK)),
+        (ed.Execution, dict(scan="no")),
+        (ed.Execution, dict(layout=None)),
+    ],
+    ids=label,
+)
+def test_values_of_a_wrong_type_are_refused_by_the_type_hook(kind, values):
+    with pytest.raises(TypeCheckError):
+        kind(**values)
+
+
+@pytest.mark.parametrize(
+    "make, sentence",
+    [
+        (lambda: ed.Execution(remat="ful"), r"remat='ful' is not known. Did you mean 'full'"),
+        (lambda: ed.Precision(compute="int8"), r"Precision.compute='int8' is not known"),
+        (lambda: ed.init_cache(DECODER, 0, 4), r"batch_size=0 must be an integer of at least 1"),
+        (lambda: ed.init_cache(DECODER, 1, 0), r"max_length=0 must be an integer of at least 1"),
+        (lambda: RMS.build(0), r"RMSNorm size=0 must be an integer of at least 1"),
+    ],
+)
+def test_bad_calls_are_refused(make, sentence):
+    with pytest.raises(ed.ConfigError, match=sentence):
+        make()

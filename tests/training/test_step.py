@@ -1,0 +1,355 @@
+"""The training step: what it computes, what it leaves alone, and that it is one program."""
+
+import dataclasses
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.axes import named_leaves
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.training.data import Batch
+from eqx_decoders.training.loss import next_token_loss
+from eqx_decoders.training.optimizer import OptimizerConfig
+from eqx_decoders.training.step import StepConfig, Trainer, TrainState, place
+from tests.strategies import filled, packed, rich_decoder, some_tokens
+
+
+ROWS, LENGTH, POISONED = 8, 13, 31
+CONFIG = rich_decoder(2)
+OPTIMIZERS = ("adamw", "lion", "adafactor", "muon")
+# With eps = 1 AdamW's first step is nearly the gradient's, so that a wrong scale of the gradient shows.
+PLAIN = OptimizerConfig(learning_rate=0.1, schedule="linear", warmup_steps=2, eps=1.0, clip_norm=0.5)
+
+
+def batch_of(poison: bool = False, rows: int = ROWS) -> Batch:
+    """Packed documents; rows have between 0 and 12 targets. Token `POISONED` occurs only on demand."""
+    tokens, segments = (np.array(x) for x in packed(rows, LENGTH))
+    tokens[tokens == POISONED] = 1
+    if poison:
+        tokens[0, 0] = POISONED
+    shares = np.linspace(0, 1, rows)[:, None] ** 2
+    mask = np.random.default_rng(0).random((rows, LENGTH)) < shares
+    return Batch(tokens=tokens, segment_ids=segments, loss_mask=mask)
+
+
+def trainer_of(model, optimizer=PLAIN, **step) -> Trainer:
+    return Trainer.create(optimizer, model, steps=10, config=StepConfig(**step))
+
+
+def first_state(trainer: Trainer, model, seed: int = 0) -> TrainState:
+    """A new state with buffers of its own: a step gives its state's buffers away."""
+    return trainer.init(jax.tree.map(jnp.copy, model), key=jax.random.key(seed))
+
+
+def advanced(trainer: Trainer, state: TrainState, batches) -> tuple[TrainState, list]:
+    rows = []
+    for batch in batches:
+        state, metrics = trainer.step(state, place(batch, state.model.execution.layout))
+        rows.append(jax.device_get(metrics))
+    return state, rows
+
+
+def host(tree):
+    """NumPy copies of all arrays, keys as their numbers."""
+
+    def one(leaf):
+        return np.array(jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+
+    return jax.tree.map(one, tree)
+
+
+def same_bits(one, other) -> bool:
+    pairs = zip(jax.tree.leaves(host(one)), jax.tree.leaves(host(other)), strict=True)
+    return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in pairs)
+
+
+def close(got, want, tolerance):
+    got, want = jax.tree.leaves(host(got)), jax.tree.leaves(host(want))
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * max(0.1, float(np.abs(other).max(initial=0))))
+
+
+class Case:
+    """One model and one trainer, whose step is compiled once for all tests of this file."""
+
+    def __init__(self):
+        self.model = filled(CONFIG, layer_stats=True)
+        self.trainer = trainer_of(self.model)
+
+    def start(self) -> TrainState:
+        return first_state(self.trainer, self.model)
+
+    @functools.cached_property
+    def two_steps(self) -> tuple[TrainState, list]:
+        return advanced(self.trainer, self.start(), [batch_of()] * 2)
+
+
+@pytest.fixture(scope="module")
+def case():
+    return Case()
+
+
+@pytest.fixture
+def compilations():
+    """The names of events of programs being compiled, as they happen."""
+    events: list[str] = []
+
+    def listen(event, seconds, **_):
+        if event.endswith("backend_compile_duration"):
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_two_steps_are_clipped_adamw_on_the_plain_loss(case):
+    """Literally: gradient of the mean loss, clipped by its global norm, through AdamW in NumPy."""
+    gradient_of = eqx.filter_jit(eqx.filter_value_and_grad(next_token_loss, has_aux=True))
+    model, batch = case.model.replace(layer_stats=False), batch_of()
+    weights = {name: np.asarray(leaf, np.float64) for name, leaf in named_leaves(model).items()}
+    first, second = ({name: np.zeros_like(w) for name, w in weights.items()} for _ in range(2))
+    state, rows = case.two_steps
+    for step, row in enumerate(rows, 1):
+        leaves = [jnp.asarray(w, jnp.float32) for w in weights.values()]
+        now = jax.tree.unflatten(jax.tree.structure(model), leaves)
+        (loss, sums), gradient = gradient_of(now, batch, fused=False)
+        gradient = {name: np.asarray(leaf, np.float64) for name, leaf in named_leaves(gradient).items()}
+        norm = np.sqrt(sum((g**2).sum() for g in gradient.values()))
+        assert norm > 1  # so that clipping matters
+        rate = 0.1 * (step - 1) / 2
+        for name, g in gradient.items():
+            g = g * min(1.0, 0.5 / norm)
+            first[name] = 0.9 * first[name] + 0.1 * g
+            second[name] = 0.95 * second[name] + 0.05 * g**2
+            mean, square = first[name] / (1 - 0.9**step), second[name] / (1 - 0.95**step)
+            decay = 0.1 * weights[name] if _decayed(name) else 0.0
+            weights[name] = weights[name] - rate * (mean / (np.sqrt(square) + 1.0) + decay)
+        assert float(row.loss) == pytest.approx(float(loss), rel=1e-5)
+        assert float(row.grad_norm) == pytest.approx(norm, rel=1e-4)
+        assert float(row.learning_rate) == pytest.approx(rate)
+        assert float(row.tokens) == float(sums.tokens)
+        assert float(row.nll) == pytest.approx(float(sums.nll / sums.tokens), rel=1e-5)
+        assert float(row.accuracy) == pytest.approx(float(sums.correct / sums.tokens))
+    moved = host(named_leaves(state.model))
+    start = host(named_leaves(case.model))
+    for name, want in weights.items():
+        assert np.abs(want - start[name]).max() > 1e-6, name
+        np.testing.assert_allclose(moved[name], want, rtol=0, atol=2e-6, err_msg=name)
+    assert int(state.step) == 2 and int(state.skipped) == 0
+
+
+def _decayed(name: str) -> bool:
+    last = name.split(".")[-1]
+    return "norm" not in name and "bias" not in last and last not in ("sink", "table")
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_accumulated_microbatches_equal_one_batch(case, count):
+    """Whatever numbers of targets the microbatches have, gradient and metrics are those of the whole batch."""
+    trainer = trainer_of(case.model, accumulate=count)
+    got, rows = advanced(trainer, first_state(trainer, case.model), [batch_of()] * 2)
+    want, whole = case.two_steps
+    close(got.model, want.model, 2e-6)
+    close(got.optimizer, want.optimizer, 2e-6)
+    for one, other in zip(rows, whole, strict=True):
+        close(dataclasses.replace(one, stats=None), dataclasses.replace(other, stats=None), 1e-5)
+        for name in ("mean", "zero_fraction"):
+            mine, theirs = (getattr(row.stats.activations, name) for row in (one, other))
+            assert mine.shape == (2,)
+            np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+def test_a_batch_that_cannot_be_cut_is_refused(case):
+    trainer = trainer_of(case.model, accumulate=3)
+    state = TrainState(model=case.model, optimizer=None, step=jnp.int32(0), skipped=jnp.int32(0), key=jax.random.key(0))
+    with pytest.raises(ConfigError, match=r"8 sequences can't be cut into StepConfig\.accumulate=3 parts"):
+        trainer.step(state, batch_of())
+
+
+@pytest.mark.parametrize(("field", "value"), [("accumulate", 0), ("accumulate", -1), ("z_loss", -1.0)])
+def test_bad_step_settings_are_refused(field, value):
+    with pytest.raises(ConfigError, match=rf"StepConfig\.{field}={value}"):
+        StepConfig(**{field: value})
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_a_step_that_is_not_finite_changes_nothing_and_the_run_goes_on(case, poison):
+    table = case.model.embedding.table.at[POISONED].set(poison)
+    model = eqx.tree_at(lambda m: m.embedding.table, case.model, table)
+    good, bad = batch_of(), batch_of(poison=True)
+    before, (first,) = advanced(case.trainer, first_state(case.trainer, model), [good])
+    kept = host(before)
+    after, (skipped,) = advanced(case.trainer, before, [bad])
+    assert not first.skipped and skipped.skipped and not np.isfinite(skipped.loss)
+    assert same_bits(after.model, kept.model) and same_bits(after.optimizer, kept.optimizer)
+    assert (int(after.step), int(after.skipped)) == (2, 1)
+    assert float(skipped.learning_rate) == pytest.approx(0.05)
+
+    went_on, (last,) = advanced(case.trainer, after, [good])
+    never, (_, want) = advanced(case.trainer, first_state(case.trainer, model), [good, good])
+    assert same_bits(went_on.model, never.model) and same_bits(went_on.optimizer, never.optimizer)
+    assert float(last.learning_rate) == float(want.learning_rate) == pytest.approx(0.05)  # not that of a third step
+    assert not last.skipped and float(last.loss) == float(want.loss)
+    assert (int(went_on.step), int(went_on.skipped)) == (3, 1)
+
+
+def test_an_empty_batch_is_a_step_of_zeros(case):
+    batch = batch_of()
+    empty = dataclasses.replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
+    state, (row,) = advanced(case.trainer, case.start(), [empty])
+    assert not row.skipped and float(row.loss) == float(row.tokens) == float(row.grad_norm) == 0.0
+    assert same_bits(state.model, case.model)  # the first rate of a warm-up is zero
+
+
+def test_the_old_state_is_donated_and_the_batch_is_not(case):
+    state, batch = case.start(), jax.tree.map(jnp.asarray, batch_of())
+    new, _ = case.trainer.step(state, batch)
+    for name, leaf in named_leaves((state.model, state.optimizer)).items():
+        assert leaf.is_deleted(), name
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((new, batch)))
+
+
+def test_one_program_serves_all_steps(compilations):
+    """On one device and on a mesh: shardings, weak types and counters come back as they went in."""
+    model = filled(CONFIG)
+    layout = ed.Layout.create(fsdp=4, tensor=2)
+    for here in (model, model.place(layout)):
+        trainer = trainer_of(here)
+        state, _ = advanced(trainer, first_state(trainer, here), [batch_of()])
+        assert compilations  # the listener works
+        compilations.clear()
+        state, _ = advanced(trainer, state, [batch_of(), batch_of(poison=True), batch_of()])
+        assert not compilations
+    assert_sharded_like(state.model, layout.shardings(state.model))
+
+
+def assert_sharded_like(tree, shardings):
+    for (name, leaf), want in zip(named_leaves(tree).items(), jax.tree.leaves(shardings), strict=True):
+        assert leaf.sharding.is_equivalent_to(want, leaf.ndim), f"{name}: {leaf.sharding}, not {want}"
+
+
+def test_the_same_seed_gives_the_same_bits(case):
+    state, rows = advanced(case.trainer, case.start(), [batch_of()] * 2)
+    want, others = case.two_steps
+    assert same_bits(state, want) and same_bits(rows, others)
+
+
+def test_sharded_steps_equal_those_of_one_device(case):
+    model = case.model.place(ed.Layout.create(fsdp=4, tensor=2))
+    trainer = trainer_of(model, accumulate=2)
+    state, rows = advanced(trainer, first_state(trainer, model), [batch_of()] * 2)
+    want, others = case.two_steps
+    close(state.model, want.model, 1e-5)
+    close(state.optimizer, want.optimizer, 1e-5)
+    for one, other in zip(rows, others, strict=True):
+        close(dataclasses.replace(one, stats=None), dataclasses.replace(other, stats=None), 1e-5)
+
+
+def test_the_optimizer_is_born_with_the_shardings_of_its_weights():
+    model = filled(CONFIG).place(ed.Layout.create(fsdp=4, tensor=2))
+    state = trainer_of(model).init(model, key=jax.random.key(0))
+    weights = named_leaves(model)
+    moments = {name: leaf for name, leaf in named_leaves(state.optimizer).items() if leaf.ndim}
+    assert len(moments) == 2 * len(weights)
+    for name, leaf in moments.items():
+        owner = next(weights[path] for path in weights if name.endswith(f".{path}"))
+        assert leaf.sharding.is_equivalent_to(owner.sharding, leaf.ndim), name
+    whole = sum(leaf.nbytes for leaf in moments.values())
+    assert sum(leaf.addressable_shards[0].data.nbytes for leaf in moments.values()) < whole / 4
+
+
+@pytest.mark.parametrize("mesh", [None, dict(fsdp=4, tensor=2)])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_abstract_is_init_without_the_memory(name, mesh):
+    """128 features, so that Adafactor factors: rows and columns of second moments, not shaped like their weights."""
+    config = dataclasses.replace(rich_decoder(1), embed_dim=128, vocab_size=256)
+    layout = ed.Layout() if mesh is None else ed.Layout.create(**mesh)
+    target = ed.abstract(config, layout=layout)
+    trainer = trainer_of(target, dataclasses.replace(PLAIN, name=name))
+    key = jax.random.key(0)
+    model = filled(config).place(layout)
+    state, shapes = trainer.init(model, key=key), trainer.abstract(target, key=key)
+    assert jax.tree.structure(state) == jax.tree.structure(shapes)
+    for (path, leaf), shape in zip(named_leaves(state).items(), jax.tree.leaves(shapes), strict=True):
+        assert isinstance(shape, jax.ShapeDtypeStruct)
+        assert (leaf.shape, leaf.dtype) == (shape.shape, shape.dtype), path
+        assert leaf.sharding.is_equivalent_to(shape.sharding, leaf.ndim), path
+
+
+@pytest.mark.parametrize("params", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_keeps_structure_shapes_and_dtypes(name, params):
+    """For weights in half precision, too, and with microbatches; nothing is compiled."""
+    model = ed.abstract(CONFIG, precision=ed.Precision(params=params, compute=jnp.bfloat16))
+    for count in (1, 2):
+        trainer = trainer_of(model, dataclasses.replace(PLAIN, name=name), accumulate=count)
+        state = trainer.abstract(model, key=jax.random.key(0))
+        new, metrics = eqx.filter_eval_shape(trainer.advance, state, batch_of())
+        assert jax.tree.structure(new) == jax.tree.structure(state)
+        for (path, leaf), old in zip(named_leaves(new).items(), jax.tree.leaves(state), strict=True):
+            assert (leaf.shape, leaf.dtype) == (old.shape, old.dtype), path
+        assert metrics.loss.dtype == metrics.grad_norm.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_lowers_the_loss(name):
+    model = filled(CONFIG)
+    rate = 0.003 if name == "lion" else 0.01
+    config = OptimizerConfig(name=name, learning_rate=rate, schedule="constant", warmup_steps=0)
+    trainer = trainer_of(model, config)
+    state, rows = advanced(trainer, first_state(trainer, model), [batch_of()] * 6)
+    losses = [float(row.loss) for row in rows]
+    assert losses[-1] < losses[0] - 0.1 and not any(row.skipped for row in rows)
+    start = named_leaves(model)
+    for path, leaf in named_leaves(state.model).items():
+        assert (leaf.shape, leaf.dtype) == (start[path].shape, start[path].dtype)
+        assert np.any(np.asarray(leaf) != np.asarray(start[path])), path
+        assert np.all(np.isfinite(leaf)), path
+
+
+def test_frozen_weights_keep_their_bits_and_have_no_optimizer_state():
+    model = filled(CONFIG)
+    config = dataclasses.replace(PLAIN, trainable=("*.mixer.qkv", "final_norm.*"))
+    trainer = trainer_of(model, config)
+    names = {"segments.0.unit.1.mixer.qkv", "final_norm.scale"}
+    assert trainer.trainable == names
+    state = first_state(trainer, model)
+    weights = named_leaves(model)
+    moments = [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim]
+    assert sum(leaf.nbytes for leaf in moments) == 2 * sum(weights[name].nbytes for name in names)
+    assert len(moments) == 4
+    state, _ = advanced(trainer, state, [batch_of()] * 2)
+    for path, leaf in named_leaves(state.model).items():
+        assert same_bits(leaf, weights[path]) == (path not in names), path
+
+
+def test_a_trainable_pattern_without_a_weight_is_refused():
+    model = ed.abstract(CONFIG)
+    with pytest.raises(ConfigError, match=r"OptimizerConfig\.trainable: no weight matches 'embeding") as caught:
+        trainer_of(model, dataclasses.replace(PLAIN, trainable=("embeding.*",)))
+    assert "embedding.table" in str(caught.value)
+
+
+def test_dropout_draws_anew_each_step_and_in_each_microbatch():
+    block = dataclasses.replace(CONFIG.blocks[0], mixer=None, pre_mixer_norm=None, mlp=MLPConfig(mlp_dim=24))
+    model = filled(dataclasses.replace(CONFIG, blocks=(block,), dropout=0.5))
+    trainer = trainer_of(model, accumulate=2)
+    tokens = some_tokens(2, LENGTH)
+
+    def loss(step: int, seed: int, tokens=tokens) -> float:
+        state = first_state(trainer, model, seed)
+        _, (row,) = advanced(trainer, eqx.tree_at(lambda s: s.step, state, jnp.int32(step)), [Batch(tokens=tokens)])
+        return float(row.loss)
+
+    assert loss(0, 0) == loss(0, 0)
+    assert len({loss(0, 0), loss(1, 0), loss(2, 0), loss(0, 1)}) == 4
+    # with one key for both microbatches, of a row each, their order would not matter
+    assert abs(loss(0, 0) - loss(0, 0, tokens[::-1])) > 1e-3
