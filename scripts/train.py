@@ -10,6 +10,7 @@ import functools
 import itertools
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -227,7 +228,7 @@ class Run:
         if not self.writer:
             return Trackers()
         trackers: list[Tracker] = [MetricsFile(self.dir / "metrics.jsonl", start=start)]
-        if self.config.tensorboard:
+        if self.config.tensorboard or (self.config.tensorboard is None and find_spec("tensorboardX")):
             trackers.append(TensorBoard(self.dir / "tensorboard"))
         return Trackers(*trackers, say=say)
 

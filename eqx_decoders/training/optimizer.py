@@ -87,7 +87,8 @@ def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
     else:
         course = optax.constant_schedule(peak)
     if warmup > 0:
-        course = optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), course], [warmup])
+        rising = optax.linear_schedule(peak / warmup, peak, warmup - 1)  # not from 0: the first step would be lost
+        course = optax.join_schedules([rising, course], [warmup])
     return _promoting(course)
 
 

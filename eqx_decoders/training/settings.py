@@ -98,8 +98,8 @@ class TrainConfig:
     """Attention kernel."""
     layer_stats: bool = False
     """Write mean, deviation and share of zeros of each layer's activations to metrics.jsonl."""
-    tensorboard: bool = False
-    """Write TensorBoard files into the run directory, too."""
+    tensorboard: bool | None = None
+    """Write TensorBoard files into the run directory, too; None: if tensorboardX is installed."""
     describe: bool = False
     """Print the model's weights (path, shape, axes, sharding, bytes) and exit."""
     max_skipped: int = 10
@@ -120,6 +120,9 @@ class TrainConfig:
             check_integer(field, getattr(self, field))
         for field in ("eval_every", "sample_tokens", "seed"):
             check_integer(field, getattr(self, field), 0)
+        if self.bpe_vocab_size is not None:
+            check_integer("bpe_vocab_size", self.bpe_vocab_size)
+        check_word("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         check_word("remat", self.remat, (*POLICIES, "custom"))
         check_word("attention", self.attention, ("auto", *KERNELS))
         custom = self.remat == "custom"
@@ -187,7 +190,12 @@ def load_settings(path: Path) -> TrainConfig:
     """The settings that `save_settings` wrote."""
     if not path.is_file():
         raise ConfigError(f"{path} is not there: {path.parent} is no run directory of scripts/train.py.")
-    return _read(TrainConfig, json.loads(path.read_text()))
+    try:
+        fields = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}.") from error
+    check(isinstance(fields, dict), f"{path} holds no settings: it must be a JSON object.")
+    return _read(TrainConfig, fields)
 
 
 def _read(cls: Any, fields: dict[str, Any]) -> Any:
@@ -206,7 +214,7 @@ def _value(hint: Any, value: Any) -> Any:
 
 
 def describe_devices(layout: Layout) -> str:
-    """`"cpu, 8 devices: data=2 x fsdp=4"`."""
+    """`"cpu, data=2 x fsdp=4"`."""
     if layout.mesh is None:
         return f"{jax.devices()[0].device_kind}, one device"
     axes = " x ".join(f"{name}={size}" for name, size in layout.mesh.shape.items() if size > 1) or "one device"

@@ -109,6 +109,7 @@ class Trainer(eqx.Module):
 
     def init(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
         """The state before the first step; the optimizer's part is born sharded like the weights it belongs to."""
+        model = model.place(model.execution.layout)  # a no-op for `init`'s; weights without a place would compile twice
         target = self.abstract(model, key=key).optimizer
         weights = self._weights(model)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
@@ -148,16 +149,18 @@ class Trainer(eqx.Module):
         key = jax.random.fold_in(state.key, state.step) if _drops(state.model) else None
         gradient, sums = self._gradient(state.model, batch, key)
         tokens = jnp.maximum(sums.tokens, 1.0)
-        norm = optax.global_norm(gradient).astype(jnp.float32) / tokens
+        # in f32, also for weights in half precision: there a sum of squares would lose most of its digits
+        norm = optax.tree.norm(jax.tree.map(_single, gradient)) / tokens
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
         scale = 1.0 / tokens
         if self.clip_norm is not None:
             scale = scale * jnp.minimum(1.0, self.clip_norm / jnp.maximum(norm, 1e-12))
 
         def move(weights, optimizer):
-            scaled = {name: (leaf * scale).astype(weights[name].dtype) for name, leaf in gradient.items()}
+            scaled = {name: (_single(leaf) * scale).astype(weights[name].dtype) for name, leaf in gradient.items()}
             updates, optimizer = self.optimizer.update(scaled, optimizer, weights)
-            return optax.apply_updates(weights, updates), optimizer
+            with jax.numpy_dtype_promotion("standard"):  # muon's updates are in f32, whatever the weights are in
+                return optax.apply_updates(weights, updates), optimizer
 
         # a branch, not `where` on every leaf: that would hold old and new weights and states at the same time
         old = self._weights(state.model), state.optimizer
@@ -203,8 +206,7 @@ class Trainer(eqx.Module):
             batch, key = here
             batch = jax.tree.map(lambda leaf: layout.constrain(leaf, "batch length"), batch)
             gradient, metrics = part(batch, key)
-            gradient = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), gradient)
-            return jax.tree.map(jnp.add, total, (gradient, metrics)), None
+            return jax.tree.map(jnp.add, total, (jax.tree.map(_single, gradient), metrics)), None
 
         shapes = jax.eval_shape(part, *jax.tree.map(lambda leaf: leaf[0], (pieces, keys)))
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
@@ -224,6 +226,10 @@ class Trainer(eqx.Module):
 def _compiled_step(kept: tuple[Trainer, Batch], state: TrainState) -> tuple[TrainState, StepMetrics]:
     trainer, batch = kept
     return trainer.advance(state, batch)
+
+
+def _single(x: Array) -> Array:
+    return x.astype(jnp.float32)
 
 
 def _microbatches(x: Array, count: int) -> Array:

@@ -21,7 +21,10 @@ from tests.strategies import filled, packed, rich_decoder, some_tokens
 
 
 ROWS, LENGTH, POISONED = 8, 13, 31
-CONFIG = rich_decoder(2)
+RICH = rich_decoder(2)
+CONFIG = dataclasses.replace(  # the cheapest to compile that has attention, an MLP and something of every kind
+    RICH, blocks=(dataclasses.replace(RICH.blocks[1], pre_mlp_norm=None, mlp=MLPConfig(mlp_dim=24, gated=False)),)
+)
 OPTIMIZERS = ("adamw", "lion", "adafactor", "muon")
 # With eps = 1 AdamW's first step is nearly the gradient's, so that a wrong scale of the gradient shows.
 PLAIN = OptimizerConfig(learning_rate=0.1, schedule="linear", warmup_steps=2, eps=1.0, clip_norm=0.5)
@@ -74,6 +77,10 @@ def close(got, want, tolerance):
     assert len(got) == len(want)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * max(0.1, float(np.abs(other).max(initial=0))))
+
+
+def no_stats(metrics):
+    return eqx.tree_at(lambda m: m.stats, metrics, None, is_leaf=lambda leaf: leaf is None)
 
 
 class Case:
@@ -151,7 +158,7 @@ def _decayed(name: str) -> bool:
     return "norm" not in name and "bias" not in last and last not in ("sink", "table")
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_accumulated_microbatches_equal_one_batch(case, count):
     """Whatever numbers of targets the microbatches have, gradient and metrics are those of the whole batch."""
     trainer = trainer_of(case.model, accumulate=count)
@@ -160,10 +167,10 @@ def test_accumulated_microbatches_equal_one_batch(case, count):
     close(got.model, want.model, 2e-6)
     close(got.optimizer, want.optimizer, 2e-6)
     for one, other in zip(rows, whole, strict=True):
-        close(dataclasses.replace(one, stats=None), dataclasses.replace(other, stats=None), 1e-5)
+        close(no_stats(one), no_stats(other), 1e-5)
         for name in ("mean", "zero_fraction"):
             mine, theirs = (getattr(row.stats.activations, name) for row in (one, other))
-            assert mine.shape == (2,)
+            assert mine.shape == (1,)
             np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
@@ -217,23 +224,14 @@ def test_the_old_state_is_donated_and_the_batch_is_not(case):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((new, batch)))
 
 
-def test_one_program_serves_all_steps(compilations):
-    """On one device and on a mesh: shardings, weak types and counters come back as they went in."""
-    model = filled(CONFIG)
-    layout = ed.Layout.create(fsdp=4, tensor=2)
-    for here in (model, model.place(layout)):
-        trainer = trainer_of(here)
-        state, _ = advanced(trainer, first_state(trainer, here), [batch_of()])
-        assert compilations  # the listener works
-        compilations.clear()
-        state, _ = advanced(trainer, state, [batch_of(), batch_of(poison=True), batch_of()])
-        assert not compilations
-    assert_sharded_like(state.model, layout.shardings(state.model))
-
-
-def assert_sharded_like(tree, shardings):
-    for (name, leaf), want in zip(named_leaves(tree).items(), jax.tree.leaves(shardings), strict=True):
-        assert leaf.sharding.is_equivalent_to(want, leaf.ndim), f"{name}: {leaf.sharding}, not {want}"
+def test_one_program_serves_all_steps(case, compilations):
+    """Also for a model whose weights were nowhere in particular; committed, weak types and counters stay as they are."""
+    trainer = trainer_of(case.model, dataclasses.replace(PLAIN, trainable=("final_norm.*", "*.out")))
+    state, _ = advanced(trainer, first_state(trainer, case.model), [batch_of()])
+    assert compilations  # the listener works
+    compilations.clear()
+    advanced(trainer, state, [batch_of(), batch_of(poison=True), batch_of()])
+    assert not compilations
 
 
 def test_the_same_seed_gives_the_same_bits(case):
@@ -242,15 +240,22 @@ def test_the_same_seed_gives_the_same_bits(case):
     assert same_bits(state, want) and same_bits(rows, others)
 
 
-def test_sharded_steps_equal_those_of_one_device(case):
-    model = case.model.place(ed.Layout.create(fsdp=4, tensor=2))
-    trainer = trainer_of(model, accumulate=2)
-    state, rows = advanced(trainer, first_state(trainer, model), [batch_of()] * 2)
+def test_sharded_steps_equal_those_of_one_device_and_are_one_program(case, compilations):
+    layout = ed.Layout.create(fsdp=4, tensor=2)
+    model = case.model.place(layout)
+    trainer = trainer_of(model)
+    state, first = advanced(trainer, first_state(trainer, model), [batch_of()])
+    compilations.clear()
+    state, second = advanced(trainer, state, [batch_of()])
+    assert not compilations
     want, others = case.two_steps
     close(state.model, want.model, 1e-5)
     close(state.optimizer, want.optimizer, 1e-5)
-    for one, other in zip(rows, others, strict=True):
-        close(dataclasses.replace(one, stats=None), dataclasses.replace(other, stats=None), 1e-5)
+    close(first + second, others, 1e-5)
+    for (name, leaf), sharding in zip(
+        named_leaves(state.model).items(), jax.tree.leaves(layout.shardings(state.model)), strict=True
+    ):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), name
 
 
 def test_the_optimizer_is_born_with_the_shardings_of_its_weights():
@@ -299,12 +304,15 @@ def test_a_step_keeps_structure_shapes_and_dtypes(name, params):
         assert metrics.loss.dtype == metrics.grad_norm.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_lowers_the_loss(name):
-    model = filled(CONFIG)
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [("muon", CONFIG)] + [pytest.param(name, RICH, marks=pytest.mark.slow) for name in OPTIMIZERS],
+    ids=lambda value: value if isinstance(value, str) else f"{len(value.blocks)}-blocks",
+)
+def test_every_optimizer_lowers_the_loss(name, config):
+    model = filled(config)
     rate = 0.003 if name == "lion" else 0.01
-    config = OptimizerConfig(name=name, learning_rate=rate, schedule="constant", warmup_steps=0)
-    trainer = trainer_of(model, config)
+    trainer = trainer_of(model, OptimizerConfig(name=name, learning_rate=rate, schedule="constant", warmup_steps=0))
     state, rows = advanced(trainer, first_state(trainer, model), [batch_of()] * 6)
     losses = [float(row.loss) for row in rows]
     assert losses[-1] < losses[0] - 0.1 and not any(row.skipped for row in rows)
@@ -319,7 +327,7 @@ def test_frozen_weights_keep_their_bits_and_have_no_optimizer_state():
     model = filled(CONFIG)
     config = dataclasses.replace(PLAIN, trainable=("*.mixer.qkv", "final_norm.*"))
     trainer = trainer_of(model, config)
-    names = {"segments.0.unit.1.mixer.qkv", "final_norm.scale"}
+    names = {"segments.0.unit.0.mixer.qkv", "final_norm.scale"}
     assert trainer.trainable == names
     state = first_state(trainer, model)
     weights = named_leaves(model)

@@ -1,0 +1,62 @@
+"""Compilation for TPU topologies, without a TPU: needs libtpu (extra "aot")."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import eqx_decoders as ed
+from eqx_decoders.layout import device_bytes
+from eqx_decoders.training.optimizer import OptimizerConfig
+from eqx_decoders.training.step import Trainer
+
+
+pytestmark = pytest.mark.slow
+BF16 = ed.Precision(params=jnp.bfloat16, compute=jnp.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def devices():
+    pytest.importorskip("libtpu")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(topology_name="v5p:2x2x1", platform="tpu").devices
+
+
+def test_a_decode_step_does_not_copy_the_cache(devices):
+    layout = ed.Layout.create(data=2, tensor=2, devices=devices)
+    config = ed.get_config("llama3-8b")
+    model = ed.abstract(config, layout=layout, precision=BF16)
+    cache = ed.abstract_cache(config, 16, 8192, layout=layout)
+    tokens = jax.ShapeDtypeStruct((16, 1), jnp.int32, sharding=NamedSharding(layout.mesh, PartitionSpec("data")))
+
+    def step(model, cache, tokens, positions):
+        out = model(tokens, positions=positions, cache=cache)
+        return out.logits, out.cache
+
+    memory = jax.jit(step, donate_argnums=1).lower(model, cache, tokens, tokens).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 0.005 * sum(device_bytes(leaf) for leaf in jax.tree.leaves(cache))
+
+
+@pytest.mark.parametrize("sizes", [dict(fsdp=4), dict(fsdp=2, tensor=2), dict(data=2, context=2)], ids=str)
+def test_a_training_step_fits_and_keeps_its_state_split(devices, sizes):
+    """Llama 3.2 1B in float32 with AdamW: the state's bytes on a device are its share, and the step compiles."""
+    layout = ed.Layout.create(**sizes, devices=devices)
+    config = ed.get_config("llama3.2-1b")
+    precision = ed.Precision(compute=jnp.bfloat16)
+    model = ed.abstract(config, layout=layout, precision=precision, remat="full")
+    trainer = Trainer.create(OptimizerConfig(), model, steps=100)
+    state = trainer.abstract(model, key=jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((8, 2048), jnp.int32, sharding=layout.activation_sharding("batch length", (8, 2048)))
+    program = jax.jit(trainer.advance, donate_argnums=0).lower(state, ed.Batch(tokens=tokens)).compile()
+    memory = program.memory_analysis()
+    share = sum(device_bytes(leaf) for leaf in jax.tree.leaves(state))
+    parts = np.prod([n for name, n in sizes.items() if name != "data"])
+    assert share == pytest.approx(12 * ed.count_parameters(config) / parts, rel=0.01)
+    assert memory.alias_size_in_bytes == pytest.approx(share, rel=0.02)  # donated: the new state is the old one's memory
+    assert memory.temp_size_in_bytes < 12e9
+    print(f"{sizes}: state {share / 1e9:.2f} GB, temporaries {memory.temp_size_in_bytes / 1e9:.2f} GB a device")

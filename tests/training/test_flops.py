@@ -1,0 +1,58 @@
+"""Floating-point operations against formulas written out by hand."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.layers.embedding import LearnedPositions
+from eqx_decoders.layers.mask import Chunked, SlidingWindow
+from eqx_decoders.training.flops import device_flops, flops_per_token, matmul_parameters, measured_flops
+from tests.strategies import EMBED, HEAD_DIM, VOCAB, rich_decoder
+
+
+TINY = ed.get_config("tiny")
+
+
+def test_tiny_by_hand():
+    attention = 256 * 64 * (4 + 2 + 2) + 4 * 64 * 256
+    layer = attention + 3 * 256 * 704
+    count = 5 * layer + 256 * 4096
+    assert matmul_parameters(TINY) == count
+    assert flops_per_token(TINY, 100) == 6 * count + 12 * 5 * 4 * 64 * 100
+    assert flops_per_token(TINY, 100, backward=False) == flops_per_token(TINY, 100) / 3
+
+
+def test_the_head_counts_once_tied_or_not():
+    untied = dataclasses.replace(TINY, tied=False)
+    assert matmul_parameters(untied) == matmul_parameters(TINY)
+    assert ed.count_parameters(untied) == ed.count_parameters(TINY) + 256 * 4096
+
+
+def test_fused_projections_count_and_biases_norms_sinks_and_tables_do_not():
+    """One local block with three projections, one full block with a fused one, biases, sinks and norms of heads."""
+    config = rich_decoder(2, positions=LearnedPositions(max_positions=64))
+    block = EMBED * HEAD_DIM * (4 + 2 + 2) + 4 * HEAD_DIM * EMBED + 3 * EMBED * 24
+    assert matmul_parameters(config) == 2 * block + EMBED * VOCAB
+
+
+@pytest.mark.parametrize(("mask", "keys"), [(SlidingWindow(8), 8), (Chunked(8), 8), (SlidingWindow(500), 100)])
+def test_windows_count_only_what_they_see(mask, keys):
+    block = TINY.blocks[0]
+    local = dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, mask=mask))
+    config = dataclasses.replace(TINY, blocks=(local, *TINY.blocks[1:]))
+    assert flops_per_token(TINY, 100) - flops_per_token(config, 100) == 12 * 4 * 64 * (100 - keys)
+
+
+def test_a_block_without_attention_has_no_keys():
+    block = dataclasses.replace(TINY.blocks[0], mixer=None, pre_mixer_norm=None)
+    config = dataclasses.replace(TINY, blocks=(block,))
+    assert flops_per_token(config, 10) == flops_per_token(config, 1000) == 6 * (3 * 256 * 704 + 256 * 4096)
+
+
+def test_a_device_is_measured():
+    assert 1e6 < measured_flops(size=128, repeats=2) < 1e16
+    alone, mesh = device_flops(ed.Layout(), jnp.float32), device_flops(ed.Layout.create(data=8), jnp.float32)
+    assert alone is not None and mesh is not None
+    assert mesh < 4 * alone  # forced devices share one CPU
