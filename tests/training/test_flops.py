@@ -51,8 +51,8 @@ def test_a_block_without_attention_has_no_keys():
     assert flops_per_token(config, 10) == flops_per_token(config, 1000) == 6 * (3 * 256 * 704 + 256 * 4096)
 
 
-def test_a_device_is_measured():
+def test_a_cpu_is_measured_and_shared_by_its_forced_devices(monkeypatch):
     assert 1e6 < measured_flops(size=128, repeats=2) < 1e16
-    alone, mesh = device_flops(ed.Layout(), jnp.float32), device_flops(ed.Layout.create(data=8), jnp.float32)
-    assert alone is not None and mesh is not None
-    assert mesh < 4 * alone  # forced devices share one CPU
+    monkeypatch.setattr("eqx_decoders.training.flops.measured_flops", lambda dtype: 7.0)
+    for layout in (ed.Layout(), ed.Layout.create(data=8)):
+        assert device_flops(layout, jnp.float32) == 7.0

@@ -67,7 +67,7 @@ def test_bad_values_are_refused_by_name(field, value, rule):
 
 def test_settings_that_do_not_fit_together_are_refused():
     with pytest.raises(ConfigError, match=r"batch_size=16 must be a multiple of step\.accumulate=3"):
-        TrainConfig(step=StepConfig(accumulate=3))
+        TrainConfig(batch_size=16, step=StepConfig(accumulate=3))
     with pytest.raises(ConfigError, match=r"OptimizerConfig\.warmup_steps=600 must be below the run's 600 steps"):
         TrainConfig(steps=600, optimizer=OptimizerConfig(warmup_steps=600))
     with pytest.raises(ConfigError, match=r"remat='full' has its own lists: .*remat='custom'"):
@@ -83,25 +83,30 @@ def test_a_batch_that_the_mesh_does_not_divide_is_refused():
     with pytest.raises(ConfigError, match=r"batch_size=12 must be a multiple of 8, the devices along data"):
         TrainConfig(batch_size=12).execution()
     with pytest.raises(ConfigError, match=r"batch_size=16 / accumulate=4 must be a multiple of 8.*data x fsdp"):
-        TrainConfig(step=StepConfig(accumulate=4), mesh=MeshConfig(fsdp=4)).execution()
+        TrainConfig(batch_size=16, step=StepConfig(accumulate=4), mesh=MeshConfig(fsdp=4)).execution()
     TrainConfig(batch_size=4, mesh=MeshConfig(fsdp=4, tensor=2)).execution()
     with pytest.raises(ConfigError, match=r"Layout\.data=-1: 8 devices can't be divided by 3"):
-        TrainConfig(mesh=MeshConfig(tensor=3)).execution()
+        TrainConfig(batch_size=16, mesh=MeshConfig(tensor=3)).execution()
     with pytest.raises(ConfigError, match=r"only one mesh axis can be -1"):
         TrainConfig(mesh=MeshConfig(fsdp=-1)).execution()
 
 
 def test_execution_carries_every_choice():
     config = TrainConfig(
-        mesh=MeshConfig(data=2, fsdp=4), dtype="bfloat16", attention="dot", layer_stats=True, remat="save_out_proj"
+        batch_size=16,
+        mesh=MeshConfig(data=2, fsdp=4),
+        dtype="bfloat16",
+        attention="dot",
+        layer_stats=True,
+        remat="save_out_proj",
     )
     run = config.execution()
     assert run.layout.mesh is not None and run.layout.mesh.shape["data"] == 2 and run.layout.mesh.shape["fsdp"] == 4
     assert run.precision.compute == jnp.bfloat16 and run.precision.params == jnp.float32
     assert (run.attention, run.layer_stats, run.remat) == ("dot", True, Remat(save=("out_proj",)))
-    plain = TrainConfig().execution()
+    plain = TrainConfig(batch_size=16).execution()
     assert plain.precision.compute == jnp.float32 and plain.remat is None  # auto, on CPU
-    custom = TrainConfig(remat="custom", remat_save=("out_proj",), remat_offload=("context",))
+    custom = TrainConfig(batch_size=16, remat="custom", remat_save=("out_proj",), remat_offload=("context",))
     assert custom.execution().remat == Remat(save=("out_proj",), offload=("context",))
 
 
@@ -109,6 +114,7 @@ FULL = TrainConfig(
     run_dir="runs/ä b",
     model="llama3-8b",
     steps=77,
+    batch_size=12,
     data="texts/*.txt",
     held_out_fraction=0.25,
     pack=False,
@@ -137,10 +143,9 @@ def test_what_is_no_run_directory_is_refused(tmp_path):
         path.write_text(text)
         with pytest.raises(ConfigError, match=r"settings\.json"):
             load_settings(path)
-    changes = {"stepps": 3}, {"mesh": {"fsdpp": 2}}, {"optimizer": {"name": "adam"}}, {"steps": "three"}
-    for change, name in zip(changes, ("'steps'", "'fsdp'", "'adamw'", "steps='three'"), strict=True):
+    for change, name in (({"stepps": 3}, "'steps'"), ({"mesh": {"fsdpp": 2}}, "'fsdp'"), ({"steps": -3}, "steps=-3")):
         path.write_text(json.dumps(change))
-        with pytest.raises((ConfigError, TypeError), match=name):  # TypeError: that of the tests' type checks
+        with pytest.raises(ConfigError, match=name):
             load_settings(path)
 
 
