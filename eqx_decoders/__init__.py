@@ -9,7 +9,8 @@ import os
 if os.environ.get("EQX_DECODERS_TYPECHECK", "0") not in ("", "0"):
     from jaxtyping import install_import_hook
 
-    install_import_hook("eqx_decoders", "beartype.beartype")
+    # the tower: whole numbers are welcome where a float is asked for
+    install_import_hook("eqx_decoders", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
 from eqx_decoders.block import ActivationStats, Block, BlockConfig, BlockStats
 from eqx_decoders.context import Context, Execution

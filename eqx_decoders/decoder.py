@@ -59,7 +59,7 @@ class DecoderConfig:
     positions: PositionsConfig | None = None
     logit_soft_cap: float | None = None
     dropout: float = 0.0
-    init_std: float = 1.0
+    init_std: float = 0.02
 
     def __post_init__(self):
         object.__setattr__(self, "blocks", tuple(self.blocks))
@@ -118,6 +118,13 @@ class Cache(eqx.Module):
             for caches, news in zip(self.segments, entries, strict=True)
         )
         return Cache(segments=written, length=jnp.maximum(self.length, jnp.max(positions, axis=1) + 1))
+
+
+class Proposal(eqx.Module):
+    """What a call proposes to a cache: the entries of every block's layers, and the positions of its tokens."""
+
+    entries: tuple[tuple[Entries | None, ...], ...]
+    positions: Int[Array, "batch length"]
 
 
 class Output(eqx.Module):
@@ -185,12 +192,28 @@ class Decoder(eqx.Module):
         fresh: bool = False,
     ) -> tuple[Float[Array, "batch length embed"], Cache | None, BlockStats]:
         """Everything but the head: `Output`'s hidden, cache and stats. `fresh` promises that the cache is empty."""
+        hidden, proposal, stats = self.propose(tokens, positions, segment_ids, cache, key, fresh=fresh)
+        return hidden, None if cache is None else cache.commit(proposal.entries, proposal.positions), stats
+
+    def propose(
+        self,
+        tokens: Int[AnyArray, "batch length"],
+        positions: Int[AnyArray, "batch length"] | None = None,
+        segment_ids: Int[AnyArray, "batch length"] | None = None,
+        cache: Cache | None = None,
+        key: PRNGKeyArray | None = None,
+        *,
+        fresh: bool = False,
+    ) -> tuple[Float[Array, "batch length embed"], Proposal, BlockStats]:
+        """`run` without the last step: what the cache would take, for `cache.commit`.
+
+        Commit it at positions that are -1 where a token was rejected, and the cache never saw it.
+        """
         tokens, positions, segment_ids = (
             None if x is None else jnp.asarray(x) for x in (tokens, positions, segment_ids)
         )
-        if cache is not None and positions is None:
-            positions = cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        positions = padded_positions(positions, segment_ids, tokens.shape)
+        _check_shapes(tokens, positions, segment_ids, cache)
+        positions = padded_positions(positions, segment_ids, tokens.shape, None if cache is None else cache.length)
         segment_ids = None if cache is not None else segment_ids
         ctx = Context(positions=positions, segment_ids=segment_ids, execution=self.execution, fresh=fresh)
         embed_key, block_key, _ = self._keys(key)
@@ -206,8 +229,7 @@ class Decoder(eqx.Module):
             entries.append(entry)
             stats.append(stat)
             begin += count
-        cache = None if cache is None else cache.commit(tuple(entries), positions)
-        return x, cache, layer_order(stats)
+        return x, Proposal(entries=tuple(entries), positions=positions), layer_order(stats)
 
     def normed(
         self, hidden: Float[Array, "batch length embed"], *, key: PRNGKeyArray | None = None
@@ -245,6 +267,16 @@ class Decoder(eqx.Module):
 
     def _keys(self, key: PRNGKeyArray | None) -> tuple[PRNGKeyArray | None, ...]:
         return (None, None, None) if key is None else tuple(jax.random.split(key, 3))
+
+
+def _check_shapes(tokens: Array, positions: Array | None, segment_ids: Array | None, cache: Cache | None) -> None:
+    for name, given in (("positions", positions), ("segment_ids", segment_ids)):
+        check(
+            given is None or given.shape == tokens.shape,
+            f"{name} of shape {None if given is None else given.shape} must be shaped like tokens, {tokens.shape}.",
+        )
+    rows = tokens.shape[0] if cache is None else cache.length.shape[0]
+    check(rows == tokens.shape[0], f"cache has {rows} rows, but tokens {tokens.shape[0]}: make one with init_cache.")
 
 
 def abstract(

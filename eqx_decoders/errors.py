@@ -25,6 +25,10 @@ class ConversionError(EqxDecodersError):
     """A foreign checkpoint that cannot be expressed here, or the reverse."""
 
 
+class MissingPackage(EqxDecodersError, ImportError):
+    """An optional package that is not installed."""
+
+
 def check_word(what: str, word: str, known: Iterable[str], error: type[EqxDecodersError] = ConfigError) -> str:
     """Return `word` if it is one of `known`; otherwise raise `error` with the nearest of them."""
     known = tuple(known)
@@ -59,6 +63,6 @@ def check_number(field: str, value: Any, *, above: int | float | None = None, le
     check(bool(good), f"{field}={value!r} must be a finite number{bound}.")
 
 
-def need_extra(module: str, extra: str) -> ImportError:
+def need_extra(module: str, extra: str) -> MissingPackage:
     """The error for an optional package that is not installed: raise it `from` the ImportError."""
-    return ImportError(f"This needs the package {module!r}: pip install 'eqx_decoders[{extra}]'.")
+    return MissingPackage(f"This needs the package {module!r}: pip install 'eqx_decoders[{extra}]'.")

@@ -167,6 +167,17 @@ class Layout:
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
+    def constrain_weight(self, x: Array, words: str) -> Array:
+        """`constrain` by the table of weights: for their gradients."""
+        if self.mesh is None or self.single:
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.weight_spec(words)))
+
+    def activation_parts(self, words: str, shape: Sequence[int]) -> int:
+        """Into how many parts an activation is split."""
+        spec = self.activation_spec(words, shape)
+        return math.prod(self.sizes[name] for names in spec if names for name in np.atleast_1d(names).tolist())
+
     def shardings(self, tree: PyTree) -> PyTree:
         """The sharding of every weight in a tree of modules (arrays or `ShapeDtypeStruct`s), as a tree."""
         words = axes(tree)

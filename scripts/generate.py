@@ -7,6 +7,7 @@ Without a prompt it asks for one after another.
 
 import dataclasses
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -60,10 +61,10 @@ class GenerateConfig:
 
 def main() -> int:
     try:
+        if find_spec("tyro") is None:
+            raise need_extra("tyro", "train")
         import tyro
-    except ImportError as error:
-        raise need_extra("tyro", "train") from error
-    try:
+
         config = tyro.cli(GenerateConfig, description=__doc__)
         model, tokenizer = load(config)
         if config.prompt is not None:

@@ -57,6 +57,8 @@ def test_a_training_step_fits_and_keeps_its_state_split(devices, sizes):
     share = sum(device_bytes(leaf) for leaf in jax.tree.leaves(state))
     parts = np.prod([n for name, n in sizes.items() if name != "data"])
     assert share == pytest.approx(12 * ed.count_parameters(config) / parts, rel=0.01)
-    assert memory.alias_size_in_bytes == pytest.approx(share, rel=0.02)  # donated: the new state is the old one's memory
+    assert memory.alias_size_in_bytes == pytest.approx(
+        share, rel=0.02
+    )  # donated: the new state is the old one's memory
     assert memory.temp_size_in_bytes < 12e9
     print(f"{sizes}: state {share / 1e9:.2f} GB, temporaries {memory.temp_size_in_bytes / 1e9:.2f} GB a device")

@@ -23,7 +23,6 @@ def llama(
     rope: Rope = Rope(),
     eps: float = 1e-5,
     tied: bool = False,
-    init_std: float = 1.0,
 ) -> DecoderConfig:
     """A decoder of Llama blocks."""
     norm = RMSNormConfig(eps=eps)
@@ -39,7 +38,6 @@ def llama(
         blocks=(block,) * num_layers,
         final_norm=norm,
         tied=tied,
-        init_std=init_std,
     )
 
 
@@ -85,7 +83,6 @@ MODELS = {
         head_dim=64,
         mlp_dim=704,
         tied=True,
-        init_std=0.02,
     ),
     "llama2-7b": lambda: _llama2(4096, 32, 32, 32, 11_008),
     "llama2-13b": lambda: _llama2(5120, 40, 40, 40, 13_824),

@@ -65,8 +65,11 @@ def stream(
     pad_id: int = 0,
 ) -> Iterator[np.ndarray]:
     """The tokens of `generate` one by one, each an array with one id per row, as soon as they are known."""
-    lengths = _checked(model, prompt, prompt_lengths, max_new_tokens, sampler, key)
-    stop_ids = tuple(stop_ids)
+    lengths = _checked(model, prompt, prompt_lengths, max_new_tokens, sampler, key)  # now, not at the first token
+    return _stream(model, prompt, lengths, max_new_tokens, sampler, key, tuple(stop_ids), pad_id)
+
+
+def _stream(model, prompt, lengths, max_new_tokens, sampler, key, stop_ids, pad_id):
     row = _first(model, jnp.asarray(prompt), lengths, max_new_tokens, sampler, _at_step(key, 0), stop_ids)
     for step in range(1, max_new_tokens + 1):
         yield np.asarray(row.token)

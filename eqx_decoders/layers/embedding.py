@@ -108,10 +108,19 @@ def logits(
 
 
 def padded_positions(
-    positions: Int[Array, "batch length"] | None, segment_ids: Int[Array, "batch length"] | None, shape: tuple[int, ...]
+    positions: Int[Array, "batch length"] | None,
+    segment_ids: Int[Array, "batch length"] | None,
+    shape: tuple[int, ...],
+    begin: Int[Array, "batch"] | None = None,
 ) -> Int[Array, "batch length"]:
-    """Positions of tokens in their documents, -1 for padding (segment 0). Where none are given they are counted."""
-    if positions is None:
+    """Positions of tokens in their documents, -1 for padding (segment 0). Where none are given they are counted.
+
+    With `begin` each row goes on from there as one document, and padding takes no position.
+    """
+    if positions is None and begin is not None:
+        real = jnp.ones(shape, jnp.int32) if segment_ids is None else (segment_ids != 0).astype(jnp.int32)
+        positions = begin[:, None] + jnp.cumsum(real, axis=1) - 1
+    elif positions is None:
         index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None], shape)
         positions = index
         if segment_ids is not None:  # the distance from the latest token that begins a document

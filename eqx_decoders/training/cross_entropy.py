@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,11 +10,15 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.layout import Layout
 from eqx_decoders.numerics import matmul, row_major_transpose, wants_row_major
 
 
 # Bytes of one tile of logits in f32: small beside the weights, large enough that few gradients of the kernel are added.
 _TILE_BYTES = 64 * 2**20
+
+# Positions below which a tile is not worth reading the whole kernel for.
+_TILE_LEAST = 64
 
 # So few tiles run as a sequence instead of a loop, if `flatten`.
 _UNROLLED = 4
@@ -48,18 +51,18 @@ def linear_cross_entropy(
     *,
     tied: bool,
     soft_cap: float | None = None,
-    scale: float = 1.0,
     z_loss: float = 0.0,
     tile: int | None = None,
     flatten: bool = False,
-    constrain: Callable[[Any, str], Any] | None = None,
+    layout: Layout | None = None,
 ) -> tuple[Float[Array, ""], LossSums]:
-    """`sum(weights * cross_entropy(cap(scale * hidden @ kernel), targets))`, with logits of `tile` positions at a time.
+    """`sum(weights * cross_entropy(cap(hidden @ kernel), targets))`, with logits of `tile` positions at a time.
 
     `cap(x) = soft_cap * tanh(x / soft_cap)`. The kernel is `[vocab, embed]` if `tied`, the table of the embedding. When
     differentiated, the gradients are computed along with the loss (Liger, Hsu et al. 2024): three products, not four.
-    `tile` counts positions of each sequence, by default so many that their logits take 64 MB. `flatten` as in
-    `numerics.einsum`; `constrain(logits, "batch length vocab")` is applied to each tile.
+    `tile` counts positions of each sequence, by default so many that their logits take 64 MB on a device. `flatten` as
+    in `numerics.einsum`. With a `layout` each tile's logits are split by it, and so is the kernel's gradient that the
+    tiles add up: each device holds its part of it only.
 
     Where a weight is zero the target may be anything, and that weight gets no gradient; elsewhere a target outside the
     vocabulary gives NaN. Options out of range raise ConfigError.
@@ -69,24 +72,25 @@ def linear_cross_entropy(
         f"linear_cross_entropy kernel of shape {kernel.shape} with tied={tied} does not fit hidden {hidden.shape}:"
         " it must be [vocab, embed] if tied, otherwise [embed, vocab].",
     )
-    check_number("linear_cross_entropy scale", scale)
     check_number("linear_cross_entropy z_loss", z_loss, least=0.0)
     if soft_cap is not None:
         check_number("linear_cross_entropy soft_cap", soft_cap, above=0.0)
     if tile is not None:
         check_integer("linear_cross_entropy tile", tile)
-    head = _Head(tied, soft_cap, scale, z_loss, flatten, constrain)
+    layout = Layout() if layout is None else layout
+    head = _Head(tied, soft_cap, z_loss, flatten, layout)
     targets = jnp.where(weights == 0, jnp.zeros_like(targets), targets)
     batch, length = targets.shape
-    size = _tile_length(batch, length, kernel.shape[0 if tied else 1], tile)
+    size = _tile_length(batch, length, kernel.shape[0 if tied else 1], tile, layout)
     loss, sums = _fused(head, _cut(hidden, size), kernel, _cut(targets, size), _cut(weights.astype(jnp.float32), size))
     return loss, lax.stop_gradient(sums)
 
 
-def _tile_length(batch: int, length: int, vocab: int, tile: int | None) -> int:
-    """The asked length, or the largest one within the bound, evened out over the tiles."""
+def _tile_length(batch: int, length: int, vocab: int, tile: int | None, layout: Layout = Layout()) -> int:
+    """The asked length, or the largest one within the bound (but no sliver), evened out over the tiles."""
     if tile is None:
-        tile = max(1, _TILE_BYTES // max(1, 4 * batch * vocab))
+        parts = layout.activation_parts("batch vocab", (batch, vocab))
+        tile = max(_TILE_LEAST, _TILE_BYTES * parts // max(1, 4 * batch * vocab))
         tile = math.ceil(length / max(1, math.ceil(length / tile)))
     return max(1, min(tile, length))
 
@@ -105,10 +109,9 @@ class _Head:
 
     tied: bool
     soft_cap: float | None
-    scale: float
     z_loss: float
     flatten: bool
-    constrain: Callable[[Any, str], Any] | None
+    layout: Layout
 
     def kernels(self, kernel, dtype):
         """The kernel as the logits want it and as the gradient of hidden wants it, with the dimensions to contract."""
@@ -119,15 +122,17 @@ class _Head:
         return (kernel, kernel), (inside, 1 - inside)
 
     def logits(self, hidden, kernel, dimension):
-        logits = self.scale * self.times(hidden, kernel, dimension)
-        if self.soft_cap is not None:
-            logits = self.soft_cap * jnp.tanh(logits / self.soft_cap)
-        return logits if self.constrain is None else self.constrain(logits, "batch length vocab")
+        logits = self.layout.constrain(self.times(hidden, kernel, dimension), "batch length vocab")
+        return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
 
     def raw_gradient(self, gradient, logits):
         if self.soft_cap is not None:
             gradient = gradient * (1 - (logits / self.soft_cap) ** 2)
-        return self.scale * gradient
+        return gradient
+
+    def split(self, to_kernel):
+        """The kernel's gradient, split like the kernel."""
+        return self.layout.constrain_weight(to_kernel, "vocab embed" if self.tied else "embed vocab")
 
     def times(self, x, kernel, dimension):
         """`[batch, tile, n]` by the kernel over n, in f32."""
@@ -193,13 +198,13 @@ def _fused_forward(head, hidden, kernel, targets, weights):
         hits = lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
         gradient = slope[..., None] * jnp.exp(logits - normaliser[..., None]) - jnp.where(hits, weights[..., None], 0.0)
         gradient = head.raw_gradient(gradient, logits).astype(hidden.dtype)
-        return total + head.outer(hidden, gradient), (losses, head.times(gradient, back, other))
+        return total + head.split(head.outer(hidden, gradient)), (losses, head.times(gradient, back, other))
 
     # Written out, the first addition of the kernel's gradient disappears and the last one joins what follows. (Not
     # where memory is short: the tiles could then be worked on at the same time.)
     unroll = head.flatten and hidden.shape[0] <= _UNROLLED
     tiles = (hidden, targets, weights)
-    total, (losses, to_hidden) = lax.scan(step, jnp.zeros(kernel.shape, jnp.float32), tiles, unroll=unroll)
+    total, (losses, to_hidden) = lax.scan(step, head.split(jnp.zeros(kernel.shape, jnp.float32)), tiles, unroll=unroll)
     like = (jnp.zeros((0,), hidden.dtype), jnp.zeros((0,), kernel.dtype))
     return _sums(losses, weights), (to_hidden, total, jnp.where(weights == 0, 0.0, losses[0]), like)
 

@@ -32,7 +32,7 @@ from eqx_decoders.errors import DataError, check, check_integer, check_number, c
 from eqx_decoders.training.corpus import read_texts
 from eqx_decoders.training.packing import Plan, permutation, plan_overlapping, plan_packed, plan_padded
 from eqx_decoders.training.token_store import SPLITS, TokenStore, open_store
-from eqx_decoders.training.tokenizer import Tokenizer
+from eqx_decoders.training.tokenizer import Tokenizer, load_tokenizer, train_bpe
 
 
 class Batch(eqx.Module):
@@ -89,6 +89,21 @@ def training_texts(config: DataConfig, *, max_bytes: int = 1 << 28) -> Iterator[
         if size > max_bytes:
             return
         yield text
+
+
+def prepare_tokenizer(folder: Path, spec: str, config: DataConfig, vocab_size: int, *, write: bool = True) -> Tokenizer:
+    """The tokenizer kept in `folder`; at first the one that `spec` asks for, which is then kept there.
+
+    `spec` is "bpe" (trained on the training texts, `vocab_size` ids at most) or what `load_tokenizer` takes.
+    """
+    if folder.exists():
+        return load_tokenizer(folder)
+    tokenizer = train_bpe(training_texts(config), vocab_size) if spec == "bpe" else load_tokenizer(spec)
+    if write:
+        partial = folder.with_suffix(".partial")
+        tokenizer.save(partial)
+        partial.rename(folder)  # a kill halfway leaves no half tokenizer
+    return tokenizer
 
 
 def make_dataset(

@@ -9,9 +9,12 @@ import jax
 import numpy as np
 
 from eqx_decoders.decoder import Decoder
+from eqx_decoders.inference.generate import generate
+from eqx_decoders.inference.sampling import Sample
 from eqx_decoders.training.data import Batch
 from eqx_decoders.training.loss import evaluation_loss
-from eqx_decoders.training.step import place
+from eqx_decoders.training.step import any_process, place
+from eqx_decoders.training.tokenizer import Tokenizer, prompt_ids
 
 
 class HeldOut(NamedTuple):
@@ -31,16 +34,36 @@ class HeldOut(NamedTuple):
         return self.nats / max(count, 1)
 
 
+def sample_text(model: Decoder, tokenizer: Tokenizer, prompt: str, *, max_new_tokens: int, seed: int) -> str:
+    """The prompt and what the model makes of it, drawn at temperature 0.7 from the likeliest 95 %."""
+    stops = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    new = generate(
+        model,
+        prompt_ids(tokenizer, prompt)[None],
+        max_new_tokens=max_new_tokens,
+        sampler=Sample(temperature=0.7, top_p=0.95),
+        key=jax.random.key(seed),
+        stop_ids=stops,
+        pad_id=stops[0] if stops else 0,
+    )
+    return prompt + tokenizer.decode([token for token in np.asarray(new)[0].tolist() if token not in stops])
+
+
 _loss = eqx.filter_jit(evaluation_loss)
 
 
-def evaluate(model: Decoder, batches: Iterable[Batch], *, stop: Callable[[], bool] = lambda: False) -> HeldOut:
-    """The loss of `model` on every target token of `batches`. `stop` is asked between batches, and ends it early."""
+def evaluate(
+    model: Decoder, batches: Iterable[Batch], rows: int, *, stop: Callable[[], bool] = lambda: False
+) -> HeldOut:
+    """The loss of `model` on every target token of `batches`, which have `rows` sequences over all processes.
+
+    `stop` is asked after each batch and ends the evaluation early, for all processes if it is true in one.
+    """
     layout = model.execution.layout
     sums = []
     for batch in batches:
-        sums.append(_loss(model, place(batch, layout)))
-        if stop():
+        sums.append(jax.device_get(_loss(model, place(batch, layout, rows))))
+        if any_process(stop()):
             break
-    nats, tokens = np.sum(np.asarray(jax.device_get(sums), np.float64).reshape(-1, 2), axis=0).tolist()
+    nats, tokens = np.sum(np.asarray(sums, np.float64).reshape(-1, 2), axis=0).tolist()
     return HeldOut(loss=nats / max(tokens, 1.0), tokens=int(tokens), nats=nats)

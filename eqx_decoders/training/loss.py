@@ -42,7 +42,8 @@ def next_tokens(batch: Batch) -> tuple[Int[Array, "batch length"], Float32[Array
         weights *= (jnp.asarray(batch.positions)[:, 1:] >= 0).astype(jnp.float32)
     if batch.loss_mask is not None:
         weights *= jnp.asarray(batch.loss_mask)[:, 1:].astype(jnp.float32)
-    return targets, jnp.concatenate([weights, jnp.zeros((shape[0], 1), jnp.float32)], axis=1)
+    weights = jnp.concatenate([weights, jnp.zeros((shape[0], 1), jnp.float32)], axis=1)
+    return jnp.where(weights == 0, 0, targets), weights  # what does not count may be anything, even -100
 
 
 def token_loss_sum(
@@ -67,7 +68,7 @@ def token_loss_sum(
             soft_cap=model.config.logit_soft_cap,
             z_loss=z_loss,
             flatten=layout.single and layout.platform == "cpu",
-            constrain=None if layout.single else layout.constrain,
+            layout=layout,
         )
         nll, correct = sums.nll, sums.correct
     else:

@@ -28,8 +28,6 @@ class MeshConfig:
 
     data: int = -1
     """Copies of the model, each with its part of the batch."""
-    stage: int = 1
-    """Pipeline stages."""
     fsdp: int = 1
     """Parts into which weights and batch are cut; weights are gathered where they are used."""
     fsdp_transpose: int = 1
@@ -65,7 +63,7 @@ class TrainConfig:
     held_out: str | None = None
     """Data for evaluation; None: a part of `data`, cut off by document."""
     held_out_fraction: float = 0.05
-    """Share of the documents that is held out, where there is no `held_out`."""
+    """Share of the documents that is held out, where there is no `held_out`; 0: no evaluation."""
     text_field: str = "text"
     """Field of .jsonl records or column of .parquet files that holds the text."""
     pack: bool = True
@@ -134,13 +132,19 @@ class TrainConfig:
             Remat(save=self.remat_save, offload=self.remat_offload)
         if self.profile is not None:
             first, last = self.profile
-            check(0 < first <= last, f"profile={self.profile} must be a first and a last step, counted from 1.")
+            good = 0 < first <= last <= self.steps
+            check(good, f"profile={self.profile} must be a first and a last step, from 1 to steps={self.steps}.")
         check(
             self.batch_size % self.step.accumulate == 0,
             f"batch_size={self.batch_size} must be a multiple of step.accumulate={self.step.accumulate}.",
         )
         self.data_config()
         make_schedule(self.optimizer, self.steps)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether anything is held out."""
+        return self.held_out is not None or self.held_out_fraction > 0
 
     def data_config(self) -> DataConfig:
         """The part that decides which tokens a step sees."""
@@ -174,6 +178,16 @@ class TrainConfig:
             attention=self.attention,
             layer_stats=self.layer_stats,
         )
+
+
+def check_resumable(settings: TrainConfig, path: Path) -> None:
+    """A run directory that is used already goes on with the model and tokenizer that it has."""
+    if not path.is_file():
+        return
+    old = load_settings(path)
+    for field in ("model", "tokenizer", "bpe_vocab_size", "seed"):
+        was, now = getattr(old, field), getattr(settings, field)
+        check(was == now, f"{field}={now!r}, but {path.parent} was begun with {was!r}: choose another run_dir.")
 
 
 def save_settings(settings: TrainConfig, path: Path) -> None:

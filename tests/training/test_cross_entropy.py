@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from eqx_decoders.errors import ConfigError
+from eqx_decoders.layout import Layout
 from eqx_decoders.training.cross_entropy import _tile_length, cross_entropy, linear_cross_entropy
 
 
@@ -24,10 +25,10 @@ def make(tied, dtype="float32", kernel_dtype="float32", batch=BATCH, length=LENG
     return hidden, kernel, jnp.asarray(targets, jnp.int32), jnp.asarray(weights, jnp.float32)
 
 
-def plain(hidden, kernel, targets, weights, *, tied, soft_cap=None, scale=1.0, z_loss=0.0):
+def plain(hidden, kernel, targets, weights, *, tied, soft_cap=None, z_loss=0.0):
     kernel = kernel.astype(hidden.dtype)
     pattern = "bld,vd->blv" if tied else "bld,dv->blv"
-    logits = scale * jnp.einsum(pattern, hidden, kernel, preferred_element_type=jnp.float32)
+    logits = jnp.einsum(pattern, hidden, kernel, preferred_element_type=jnp.float32)
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     nll = cross_entropy(logits, targets)
@@ -51,7 +52,7 @@ def expected_of(arguments, **options):
     return value, (hidden, kernel, jnp.where(arguments[3] == 0, 0.0, weights))  # a zero weight gets no gradient
 
 
-ALL = {"soft_cap": 3.0, "scale": 0.7, "z_loss": 0.05}
+ALL = {"soft_cap": 3.0, "z_loss": 0.05}
 
 
 @pytest.mark.parametrize(("tied", "options"), [(False, {}), (False, ALL), (True, ALL)])
@@ -186,23 +187,23 @@ def test_nothing_and_one_token(shape):
 
 @pytest.mark.parametrize("flatten", [False, True])
 def test_on_a_mesh_with_constrained_tiles(flatten):
-    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    layout = Layout.create(fsdp=4, tensor=2, weights={"embed": "fsdp"})
     arguments = make(True, batch=4)
-    seen = []
-
-    def constrain(logits, words):
-        seen.append((logits.shape, words))
-        return jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, P("data", None, None)))
 
     def run(*arguments, **options):
         return jax.jit(lambda *a: both(lambda *a: linear_cross_entropy(*a, tied=True, tile=4, **options), *a))(
             *arguments
         )
 
-    specs = (P("data"), P(None, "tensor"), P("data"), P("data"))
-    placed = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arguments, specs, strict=True)]
-    jax.tree.map(close, run(*placed, flatten=flatten, constrain=constrain), run(*arguments))
-    assert set(seen) == {((4, 4, VOCAB), "batch length vocab")}
+    specs = (P("fsdp"), P(None, "fsdp"), P("fsdp"), P("fsdp"))
+    placed = [jax.device_put(a, NamedSharding(layout.mesh, spec)) for a, spec in zip(arguments, specs, strict=True)]
+    jax.tree.map(close, run(*placed, flatten=flatten, layout=layout), run(*arguments))
+
+
+def test_the_default_tile_counts_what_a_device_holds():
+    layout = Layout.create(fsdp=4, tensor=2)
+    assert _tile_length(64, 8192, 128_000, None) == 64  # no sliver, however large the batch
+    assert _tile_length(8, 8192, 32_000, None, layout) == 512  # eight devices hold 65 MB each
 
 
 def test_logits_are_never_whole():
@@ -219,7 +220,7 @@ def test_logits_are_never_whole():
 def test_default_tile():
     assert _tile_length(2, 512, 32000, None) == 256  # two tiles of 65 MB
     assert _tile_length(2, 512, 32000, 4096) == 512
-    assert _tile_length(512, 3, 10**6, None) == 1
+    assert _tile_length(512, 3, 10**6, None) == 3
 
 
 def test_cross_entropy_is_its_formula(getkey):
@@ -233,9 +234,7 @@ def test_cross_entropy_is_its_formula(getkey):
     np.testing.assert_allclose(losses, normaliser - picked + 0.3 * normaliser**2, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "options", [{"soft_cap": 0.0}, {"tile": 0}, {"z_loss": -1.0}, {"scale": float("nan")}, {"tied": True}]
-)
+@pytest.mark.parametrize("options", [{"soft_cap": 0.0}, {"tile": 0}, {"z_loss": -1.0}, {"tied": True}])
 def test_options_out_of_range(options):
     with pytest.raises(ConfigError):
         linear_cross_entropy(*make(False), **({"tied": False} | options))
