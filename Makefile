@@ -28,7 +28,7 @@ train: $(STAMP)  ## train a model (tiny, on the Python standard library's text) 
 	$(BIN)/python scripts/train.py --run-dir $(RUN) --model $(MODEL) $(OPTIMIZER) $(ARGS)
 
 test: $(STAMP)  ## all fast tests, on eight CPU devices
-	$(CPU) $(BIN)/python -m pytest $(ARGS)
+	$(CPU) $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-slow: $(STAMP)  ## the slow tests: many kills, long examples, compilation for TPU topologies
 	$(CPU) $(BIN)/python -m pytest -m slow $(ARGS)

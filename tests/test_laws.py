@@ -18,7 +18,7 @@ from tests.strategies import VOCAB, causal_masks, decoders, filled, packed, rich
 SETTINGS = dict(
     derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
 )
-few, many = settings(max_examples=6, **SETTINGS), settings(max_examples=60, **SETTINGS)
+few, many = settings(max_examples=4, **SETTINGS), settings(max_examples=60, **SETTINGS)
 PLAIN = dict(scan=False, attention="dot")
 
 

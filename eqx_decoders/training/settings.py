@@ -133,7 +133,10 @@ class TrainConfig:
         if self.profile is not None:
             first, last = self.profile
             good = 0 < first <= last <= self.steps
-            check(good, f"profile={self.profile} must be a first and a last step, from 1 to steps={self.steps}.")
+            check(
+                good,
+                f"profile={self.profile} must be a first and a last step, counted from 1, up to steps={self.steps}.",
+            )
         check(
             self.batch_size % self.step.accumulate == 0,
             f"batch_size={self.batch_size} must be a multiple of step.accumulate={self.step.accumulate}.",

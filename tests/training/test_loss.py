@@ -155,19 +155,19 @@ def test_evaluate_adds_up_batches_of_any_fill():
     few = batch_of(segment_ids=jnp.where(jnp.arange(ROWS)[:, None] == 1, batch.segment_ids, 0))
     host = [jax.tree.map(np.asarray, each) for each in (batch, few)]
     sums = sum(np.asarray(eqx.filter_jit(evaluation_loss)(model, each), np.float64) for each in (batch, few))
-    result = evaluate(model, host)
+    result = evaluate(model, host, ROWS)
     assert result.tokens == int(sums[1]) == sum(int(next_tokens(each)[1].sum()) for each in (batch, few))
     assert result.nats == pytest.approx(sums[0], rel=1e-6)
     assert result.loss == pytest.approx(sums[0] / sums[1], rel=1e-6)
     assert result.perplexity == pytest.approx(np.exp(result.loss))
     assert result.nats_per_byte(50) == pytest.approx(sums[0] / 50)
     asked = []
-    early = evaluate(model, host, stop=lambda: asked.append(1) is None)
+    early = evaluate(model, host, ROWS, stop=lambda: asked.append(1) is None)
     assert len(asked) == 1 and early.tokens == int(next_tokens(batch)[1].sum())
 
 
 def test_evaluating_nothing_is_no_loss():
-    assert evaluate(filled(one_block()), []) == HeldOut(loss=0.0, tokens=0, nats=0.0)
+    assert evaluate(filled(one_block()), [], ROWS) == HeldOut(loss=0.0, tokens=0, nats=0.0)
     assert HeldOut(loss=1e9, tokens=1, nats=1e9).perplexity < np.inf
 
 

@@ -53,7 +53,7 @@ def first_state(trainer: Trainer, model, seed: int = 0) -> TrainState:
 def advanced(trainer: Trainer, state: TrainState, batches) -> tuple[TrainState, list]:
     rows = []
     for batch in batches:
-        state, metrics = trainer.step(state, place(batch, state.model.execution.layout))
+        state, metrics = trainer.step(state, place(batch, state.model.execution.layout, batch.tokens.shape[0]))
         rows.append(jax.device_get(metrics))
     return state, rows
 
