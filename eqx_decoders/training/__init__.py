@@ -1,0 +1,34 @@
+"""Training: loss, optimizers, the compiled step, data, evaluation. `scripts/train.py` is one user of it."""
+
+from eqx_decoders.training.data import Batch, DataConfig, make_dataset
+from eqx_decoders.training.evaluate import HeldOut, evaluate, sample_text
+from eqx_decoders.training.loss import LossMetrics, next_token_loss, token_loss_sum
+from eqx_decoders.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
+from eqx_decoders.training.step import StepConfig, StepMetrics, Trainer, TrainState, place
+from eqx_decoders.training.tokenizer import ByteTokenizer, StreamDecoder, Tokenizer, load_tokenizer, prompt_ids
+
+
+__all__ = [
+    "Batch",
+    "ByteTokenizer",
+    "DataConfig",
+    "HeldOut",
+    "LossMetrics",
+    "OptimizerConfig",
+    "StepConfig",
+    "StepMetrics",
+    "StreamDecoder",
+    "Tokenizer",
+    "TrainState",
+    "Trainer",
+    "evaluate",
+    "load_tokenizer",
+    "make_dataset",
+    "make_optimizer",
+    "make_schedule",
+    "next_token_loss",
+    "place",
+    "prompt_ids",
+    "sample_text",
+    "token_loss_sum",
+]

@@ -82,7 +82,7 @@ class TrainConfig:
     """Batches of a held-out evaluation during the run; the one at the end takes all."""
     sample_tokens: int = 120
     """Tokens of a sample; 0: none."""
-    prompt: str = "class Reader:\n    def "
+    prompt: str = "class Reader:\n    def"
     """How samples begin."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of activations; auto: bfloat16 on TPU and GPU, float32 on CPU. Weights are kept in float32."""
