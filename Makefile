@@ -19,7 +19,7 @@ help:  ## list what can be made
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train,hf,dev]'
 	@touch $@
 
 install: $(STAMP)  ## make the environment in .venv

@@ -29,6 +29,7 @@ from eqx_decoders.errors import CheckpointError, ConfigError, ConversionError, D
 from eqx_decoders.families import get_config, list_models
 from eqx_decoders.inference.generate import generate, stream
 from eqx_decoders.inference.sampling import Greedy, Sample
+from eqx_decoders.io.huggingface import abstract_hf, load_hf, save_hf
 from eqx_decoders.layout import Layout
 from eqx_decoders.numerics import Precision
 from eqx_decoders.remat import Remat
@@ -63,13 +64,16 @@ __all__ = [
     "Segment",
     "abstract",
     "abstract_cache",
+    "abstract_hf",
     "count_parameters",
     "generate",
     "get_config",
     "init",
     "init_cache",
     "list_models",
+    "load_hf",
     "next_token_loss",
+    "save_hf",
     "segments",
     "stream",
 ]

@@ -7,7 +7,8 @@ they are the sharding vocabulary (`layout.py`), the table of `--describe` and th
 import dataclasses
 import types
 import typing
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import equinox as eqx
 import jax
@@ -32,8 +33,15 @@ AXES: dict[str, str] = {
     "mlp": "hidden features of a feed-forward layer",
     "inputs": "input projections of a fused feed-forward layer",
     "norm": "features of a normalised vector",
+    "rank": "features between the two factors of a low-rank update",
+    "teacher_heads": "query heads of a frozen teacher",
+    "teacher_kv_heads": "key and value heads of a frozen teacher",
+    "teacher_head_dim": "features of one head of a frozen teacher",
     "layers": "equal layers of a stack",
 }
+
+# `eqx.field(metadata=FROZEN)`: whatever stands in this field of a module is never trained.
+FROZEN: dict[str, bool] = {"frozen": True}
 
 Axes = tuple[str, ...]
 
@@ -43,6 +51,15 @@ if TYPE_CHECKING:
     AnyArray = Any
 else:
     AnyArray = jax.Array | np.ndarray | jax.ShapeDtypeStruct
+
+
+@runtime_checkable
+class Parts(Protocol):
+    """A module that stands where a type says array, and holds that one weight in several arrays."""
+
+    def part_axes(self, words: Axes) -> dict[str, Axes]:
+        """The words of each of its fields, in their order, `words` being those of the whole weight."""
+        ...
 
 
 def check_axes(where: str, words: str | Axes) -> Axes:
@@ -61,6 +78,29 @@ def path_name(path: tuple[Any, ...]) -> str:
 def named_leaves(tree: PyTree) -> dict[str, Any]:
     """Every leaf that is not None, by its dotted path, in the order of the tree."""
     return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def replaced(tree: PyTree, parts: Mapping[str, Any]) -> PyTree:
+    """The tree with some of its parts exchanged, by dotted path: leaves or modules, for leaves or modules."""
+    return jax.tree.map_with_path(
+        lambda path, part: parts.get(path_name(path), part),
+        tree,
+        is_leaf=lambda path, _: path_name(path) in parts,
+        is_leaf_takes_path=True,
+    )
+
+
+def product_axes(words: Axes) -> tuple[Axes, Axes] | None:
+    """The words that a weight contracts and those that it makes, without `layers`: a matrix from rows to columns.
+
+    `layers embed heads head_dim` goes from `embed` to `heads head_dim`, `heads head_dim embed` back. None for what is
+    no matrix inside a block: tables, output heads, norms and biases.
+    """
+    inner, ends = tuple(word for word in words if word != "layers"), {"embed", "rank"}
+    if len(inner) < 2 or not ends & set(inner) or {"vocab", "positions"} & set(inner):
+        return None
+    count = len(inner) - 1 if inner[-1] in ends else 1
+    return inner[:count], inner[count:]
 
 
 def axes(tree: PyTree) -> dict[str, Axes]:
@@ -82,13 +122,13 @@ def _collect(node: Any, path: str, stacked: Axes, found: dict[str, Axes]) -> Non
             where = f"{path}.{field.name}".lstrip(".")
             if field.metadata.get("static", False) or value is None:
                 continue
-            if isinstance(value, _ARRAYS):
+            if isinstance(value, (*_ARRAYS, Parts)):
                 words = _words(hints[field.name])
                 if words is None:
                     raise ConfigError(
                         f"{type(node).__name__}.{field.name} holds an array: its type must name the axes."
                     )
-                found[where] = stacked + check_axes(f"{type(node).__name__}.{field.name}", words)
+                _name(value, where, stacked, check_axes(f"{type(node).__name__}.{field.name}", words), found)
             else:
                 _collect(value, where, stacked, found)
     elif isinstance(node, tuple | list):
@@ -97,6 +137,33 @@ def _collect(node: Any, path: str, stacked: Axes, found: dict[str, Axes]) -> Non
     elif isinstance(node, dict):
         for key, value in node.items():
             _collect(value, f"{path}.{key}".lstrip("."), stacked, found)
+
+
+def _name(value: Any, path: str, stacked: Axes, words: Axes, found: dict[str, Axes]) -> None:
+    """The words of a weight, or of each of its parts."""
+    if isinstance(value, Parts):
+        for part, inner in value.part_axes(words).items():
+            _name(getattr(value, part), f"{path}.{part}", stacked, inner, found)
+    elif value is not None:
+        found[path] = stacked + words
+
+
+def frozen(tree: PyTree) -> frozenset[str]:
+    """The paths of the weights that no training moves: those in or below a field with `metadata=FROZEN`."""
+    return frozenset(path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree) if _marked(tree, path))
+
+
+def _marked(node: Any, path: tuple[Any, ...]) -> bool:
+    """Whether one of the fields along the path is frozen."""
+    for key in path:
+        if isinstance(key, jax.tree_util.GetAttrKey):
+            fields = {field.name: field for field in dataclasses.fields(node)}
+            if fields[key.name].metadata.get("frozen", False):
+                return True
+            node = getattr(node, key.name)
+        else:
+            node = node[key.key if isinstance(key, jax.tree_util.DictKey) else key.idx]
+    return False
 
 
 def _hints(cls: type) -> dict[str, Any]:

@@ -13,14 +13,21 @@ from eqx_decoders.errors import check, check_number, check_word
 from eqx_decoders.layers.attention import Attention, AttentionConfig
 from eqx_decoders.layers.cache import Entries, Past
 from eqx_decoders.layers.dropout import dropout
-from eqx_decoders.layers.mlp import MLP, MLPConfig
+from eqx_decoders.layers.learned_init import LearnedInit, LearnedInitConfig
+from eqx_decoders.layers.mlp import MLP, Linear, LinearConfig, MLPConfig
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.remat import save
+
+
+MixerConfig = AttentionConfig | LearnedInitConfig
+Mixer = Attention | LearnedInit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockConfig:
     """Sequential: `x += post(mixer(pre(x)))`, then `x += post(mlp(pre(x)))`. Parallel: both read the same `x`.
+
+    Plain: `x = post(mixer(pre(x)))`, then `x = post(mlp(pre(x)))`: no residual stream (MaxText's `simple` blocks).
 
     **Arguments:**
 
@@ -28,21 +35,21 @@ class BlockConfig:
     - `mlp`: the channel mixer; None for none.
     - `pre_mixer_norm`, `post_mixer_norm`, `pre_mlp_norm`, `post_mlp_norm`: norms before a layer and on its output.
         In a parallel block without `pre_mlp_norm` the MLP reads the mixer's normalised input.
-    - `wiring`: `"sequential"` or `"parallel"`.
-    - `dropout`: rate; on the whole output of a sequential block, on the sum of a parallel block's branches (MaxText).
+    - `wiring`: `"sequential"`, `"parallel"` or `"plain"`.
+    - `dropout`: rate; on the sum of a parallel block's branches, on the whole output of any other block (MaxText).
     """
 
-    mixer: AttentionConfig | None
-    mlp: MLPConfig | None
+    mixer: MixerConfig | None
+    mlp: MLPConfig | LinearConfig | None
     pre_mixer_norm: NormConfig | None = None
     post_mixer_norm: NormConfig | None = None
     pre_mlp_norm: NormConfig | None = None
     post_mlp_norm: NormConfig | None = None
-    wiring: Literal["sequential", "parallel"] = "sequential"
+    wiring: Literal["sequential", "parallel", "plain"] = "sequential"
     dropout: float = 0.0
 
     def __post_init__(self):
-        check_word("BlockConfig.wiring", self.wiring, ("sequential", "parallel"))
+        check_word("BlockConfig.wiring", self.wiring, ("sequential", "parallel", "plain"))
         check_number("BlockConfig.dropout", self.dropout, least=0)
         check(self.dropout < 1, f"BlockConfig.dropout={self.dropout} must be below 1.")
         for part in ("mixer", "mlp"):
@@ -86,8 +93,8 @@ class BlockStats(eqx.Module):
 class Block(eqx.Module):
     """A token mixer and a channel mixer wired to the residual stream."""
 
-    mixer: Attention | None
-    mlp: MLP | None
+    mixer: Mixer | None
+    mlp: MLP | Linear | None
     pre_mixer_norm: Norm | None
     post_mixer_norm: Norm | None
     pre_mlp_norm: Norm | None
@@ -111,8 +118,8 @@ class Block(eqx.Module):
             x = x + dropout(branches, self.config.dropout, out_key)
         else:
             mixed, entries, _ = self._mixed(x, ctx, past)
-            x = x + mixed
-            x = x + self._fed(x, ctx, mlp_key)
+            x = self._joined(x, mixed, self.mixer)
+            x = self._joined(x, self._fed(x, ctx, mlp_key), self.mlp)
             x = dropout(x, self.config.dropout, out_key)
         x = ctx.constrain(x, "batch length embed")
         return x, entries, BlockStats(activations=_describe(x) if ctx.execution.layer_stats else None)
@@ -130,6 +137,12 @@ class Block(eqx.Module):
         if self.mlp is None:
             return jnp.zeros_like(x)
         return _apply(self.post_mlp_norm, self.mlp(_apply(self.pre_mlp_norm, x), ctx, key=key))
+
+    def _joined(self, x: Array, branch: Array, layer: Mixer | MLP | Linear | None) -> Array:
+        """The stream after a branch; where there is no layer it passes through."""
+        if self.config.wiring == "plain":
+            return x if layer is None else branch
+        return x + branch
 
 
 def _apply(norm: Norm | None, x: Array) -> Array:

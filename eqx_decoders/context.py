@@ -1,13 +1,14 @@
 """What rides along one forward pass: how it is executed, and where its tokens stand."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 from jaxtyping import Array, Int
 
+from eqx_decoders.errors import check_word
 from eqx_decoders.layout import Layout
-from eqx_decoders.numerics import Precision, einsum
+from eqx_decoders.numerics import LowRank, Precision, einsum
 from eqx_decoders.remat import Remat, get_remat
 
 
@@ -23,6 +24,9 @@ class Execution:
     - `attention`: an attention kernel's name, or `"auto"`.
     - `scan`: one `lax.scan` over equal layers; False runs them one by one.
     - `layer_stats`: whether `Output.stats` describes each layer's activations.
+    - `lookup`: how tokens find their embeddings: `"gather"`, or `"one_hot"`, a product of the table with one-hot rows.
+        The product suits tables that are split over the vocabulary: each device multiplies its own rows and the results
+        are added, no table is gathered. It costs as many operations as the head.
     """
 
     layout: Layout = dataclasses.field(default_factory=Layout)
@@ -31,8 +35,10 @@ class Execution:
     attention: str = "auto"
     scan: bool = True
     layer_stats: bool = False
+    lookup: Literal["gather", "one_hot"] = "gather"
 
     def __post_init__(self):
+        check_word("Execution.lookup", self.lookup, ("gather", "one_hot"))
         object.__setattr__(self, "remat", get_remat(self.remat))
 
 
@@ -57,7 +63,7 @@ class Context(eqx.Module):
         """`layout.constrain`: how an activation is split over the mesh."""
         return self.execution.layout.constrain(x, words)
 
-    def einsum(self, pattern: str, x: Array, weight: Array, **options: Any) -> Array:
+    def einsum(self, pattern: str, x: Array, weight: Array | LowRank, **options: Any) -> Array:
         """`numerics.einsum` in the form that suits the layout's devices.
 
         Flattened products are faster on one CPU; elsewhere XLA lays products out itself, and flattening dimensions that

@@ -96,6 +96,22 @@ class DecoderConfig:
         )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a model was loaded from: what an export needs beyond its configuration.
+
+    **Arguments:**
+
+    - `family`: the `model_type` of its checkpoint.
+    - `settings`: JSON text of those of its settings that don't change what it computes, such as token ids.
+    - `directory`: where its tokenizer is; None if there is none.
+    """
+
+    family: str
+    settings: str = "{}"
+    directory: str | None = None
+
+
 class Cache(eqx.Module):
     """What a decoder remembers of the tokens it has seen.
 
@@ -157,6 +173,7 @@ class Decoder(eqx.Module):
     head: Head | None
     config: DecoderConfig = eqx.field(static=True)
     execution: Execution = eqx.field(static=True)
+    origin: Origin | None = eqx.field(static=True, default=None)
 
     def __call__(
         self,

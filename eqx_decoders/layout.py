@@ -34,6 +34,8 @@ WEIGHTS: dict[str, tuple[str, ...]] = {
     "heads": ("tensor", "tensor_sequence"),
     "kv_heads": ("tensor", "tensor_sequence"),
     "qkv_heads": ("tensor", "tensor_sequence"),
+    "teacher_heads": ("tensor", "tensor_sequence"),
+    "teacher_kv_heads": ("tensor", "tensor_sequence"),
     "mlp": ("fsdp_transpose", "tensor", "tensor_sequence"),
     "embed": ("fsdp", "fsdp_transpose", "context", "expert"),
     "layers": ("stage",),

@@ -9,6 +9,7 @@ import math
 import string
 from functools import lru_cache, partial
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,8 +17,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout as MemoryLayout, with_layout_constraint
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
+from eqx_decoders.axes import FROZEN, AnyArray, Axes, path_name, product_axes
 from eqx_decoders.errors import ConfigError, check, check_integer, check_number, check_word
 
 
@@ -52,6 +54,50 @@ def _floating(field: str, value: DTypeLike) -> np.dtype:
         raise ConfigError(f"{field}={value!r} is not a dtype. Known: {', '.join(_FLOATS)}.") from error
     check_word(field, dtype.name, _FLOATS)
     return dtype
+
+
+class LowRank(eqx.Module):
+    """A weight `base + scale * lora_a lora_b`, kept in parts: the base is frozen, the pair is trained (Hu et al. 2021).
+
+    It stands wherever `einsum` takes a weight. No gradient reaches `base`.
+
+    **Arguments:**
+
+    - `base`: the weight, say `embed heads head_dim`.
+    - `lora_a`: the axes that the weight contracts, then `rank`: `embed rank`.
+    - `lora_b`: `rank`, then those that it makes: `rank heads head_dim`.
+    - `scale`: multiplies the product of the two.
+    """
+
+    base: Float[AnyArray, "..."] = eqx.field(metadata=FROZEN)
+    lora_a: Float[AnyArray, "..."]
+    lora_b: Float[AnyArray, "..."]
+    scale: float = eqx.field(static=True)
+
+    @staticmethod
+    def part_axes(words: Axes) -> dict[str, Axes]:
+        """The words of the three arrays, given those of the weight."""
+        split = product_axes(words)
+        if split is None:
+            raise ConfigError(f"A weight with the axes {' '.join(words)!r} is no matrix: it takes no low-rank update.")
+        contracted, made = split
+        return {"base": words, "lora_a": (*contracted, "rank"), "lora_b": ("rank", *made)}
+
+    def merged(self) -> Float[Array, "..."]:
+        """The weight as one array in the dtype of the base, computed in f32; for axes in the order of `part_axes`."""
+        dtype = np.promote_types(self.base.dtype, np.float32)
+        stacked = self.lora_a.ndim + self.lora_b.ndim - self.base.ndim - 2
+        letters = string.ascii_letters[: self.base.ndim]
+        stack, rows, columns = letters[:stacked], letters[: self.lora_a.ndim - 1], letters[self.lora_a.ndim - 1 :]
+        pair = self.lora_a.astype(dtype), self.lora_b.astype(dtype)
+        update = jnp.einsum(f"{rows}Z,{stack}Z{columns}->{letters}", *pair, precision=lax.Precision.HIGHEST)
+        return (self.base.astype(dtype) + self.scale * update).astype(self.base.dtype)
+
+
+def low_rank_weights(tree: PyTree) -> dict[str, LowRank]:
+    """The weights of a tree that have a pair, by dotted path."""
+    places = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, LowRank))
+    return {path_name(path): node for path, node in places if isinstance(node, LowRank)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +183,7 @@ def _spread(plan: _Plan, what: str, words: tuple[str, ...], shape: tuple[int, ..
 def einsum(
     pattern: str,
     x: Float[Array, "..."],
-    weight: Float[Array, "..."],
+    weight: Float[Array, "..."] | LowRank,
     *,
     flatten: bool = False,
     out_dtype: DTypeLike | None = None,
@@ -151,8 +197,12 @@ def einsum(
     out]`, so that the gradients contract one dimension too. It merges dimensions, which costs communication where these
     are sharded over several axes; on TPU and GPU leave it off. Patterns that are not of this form run plainly.
 
+    A weight in parts is never put together: `x base + scale (x lora_a) lora_b`.
+
     A malformed pattern, or shapes that do not fit it, raise ConfigError.
     """
+    if isinstance(weight, LowRank):
+        return _low_rank(pattern, x, weight, flatten, out_dtype)
     plan = _plan(pattern)
     _check_shapes(plan, x.shape, weight.shape)
     dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
@@ -165,6 +215,29 @@ def einsum(
     flat = x.reshape(math.prod(rows), math.prod(inside))
     matrix = weight.reshape(math.prod(first), math.prod(last))
     return product(flat, matrix, transposed=plan.transposed, out_dtype=dtype).reshape(*rows, *outside)
+
+
+def _low_rank(pattern: str, x: Array, weight: LowRank, flatten: bool, out_dtype: DTypeLike | None) -> Array:
+    into, out_of = _pair_patterns(pattern)
+    y = einsum(pattern, x, lax.stop_gradient(weight.base), flatten=flatten, out_dtype=out_dtype)
+    low = einsum(into, x, weight.lora_a, flatten=flatten)
+    return y + einsum(out_of, weight.scale * low, weight.lora_b, flatten=flatten, out_dtype=out_dtype)
+
+
+@lru_cache(maxsize=512)
+def _pair_patterns(pattern: str) -> tuple[str, str]:
+    """`"length embed, embed mlp -> length mlp"` -> `"length embed, embed rank -> length rank"` and the second half."""
+    plan = _plan(pattern)
+    out = tuple(pattern.split("->")[1].split())
+    rows = [word for word in plan.left if word in out]
+    batch = [word for word in plan.right if word in plan.left and word in out]
+    contracted = [word for word in plan.right if word not in out]
+    made = [word for word in plan.right if word not in plan.left]
+    low = " ".join([*rows, "rank"])
+    return (
+        f"{' '.join(plan.left)}, {' '.join([*batch, *contracted, 'rank'])} -> {low}",
+        f"{low}, {' '.join([*batch, 'rank', *made])} -> {' '.join(out)}",
+    )
 
 
 def _at_use(weight: Float[Array, "..."], dtype: np.dtype) -> Float[Array, "..."]:

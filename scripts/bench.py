@@ -1,4 +1,4 @@
-"""Measure: seconds, CPU seconds, memory and MFU of the training step; trace and compile time; decoding speed.
+"""Measure: seconds, CPU seconds, memory and MFU of the training step; trace and compile time; decoding speed; loading.
 
     make bench                        # the 58 M Llama on this machine
     python scripts/bench.py --only step
@@ -13,7 +13,9 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,7 @@ import numpy as np
 
 import eqx_decoders as ed
 from eqx_decoders.families.llama import llama
+from eqx_decoders.families.shape import Shape
 from eqx_decoders.training.data import Batch
 from eqx_decoders.training.flops import flops_per_token, measured_flops
 from eqx_decoders.training.memory import keep_memory
@@ -33,7 +36,7 @@ BATCH, LENGTH = 2, 512
 
 def bench_config(layers: int = 8) -> ed.DecoderConfig:
     """A Llama of 58 M weights."""
-    return llama(
+    shape = Shape(
         vocab_size=32_000,
         embed_dim=512,
         num_layers=layers,
@@ -41,7 +44,9 @@ def bench_config(layers: int = 8) -> ed.DecoderConfig:
         num_kv_heads=4,
         head_dim=64,
         mlp_dim=1536,
+        eps=1e-5,
     )
+    return llama(shape)
 
 
 def trained(dtype: str, remat: str):
@@ -107,9 +112,51 @@ def decode(batch_size: int, new: int = 128) -> dict[str, float]:
     return {"batch": batch_size, "tokens_per_second": batch_size * new / min(seconds)}
 
 
-def alone(*words: str) -> dict[str, float]:
+def make_checkpoint(directory: str) -> dict[str, float]:
+    """Write a Llama of 396 M weights, 1.6 GB in float32, in several files."""
+    shape = Shape(
+        vocab_size=32_000,
+        embed_dim=1280,
+        num_layers=12,
+        num_heads=20,
+        num_kv_heads=20,
+        head_dim=64,
+        mlp_dim=5120,
+    )
+    model = ed.init(llama(shape), key=jax.random.key(0))
+    begin = time.perf_counter()
+    ed.save_hf(model, directory, shard_bytes=500_000_000)
+    return {"seconds": time.perf_counter() - begin}
+
+
+def load_checkpoint(directory: str) -> dict[str, float]:
+    """Seconds and memory of loading it with fsdp over all devices.
+
+    The peak is the kernel's own high-water mark, mapped files included, above what was used before.
+    """
+    layout = ed.Layout.create(fsdp=-1)
+    target = ed.abstract_hf(directory, layout=layout)
+    jax.block_until_ready(jnp.ones(8) + 1)
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    begin = time.perf_counter()
+    model = jax.block_until_ready(ed.load_hf(directory, layout=layout))
+    seconds, peak = time.perf_counter() - begin, memory("VmHWM") - before
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
+    tensor = target.embedding.table.size * 4
+    return {"seconds": seconds, "size_mb": size / 1e6, "peak_mb": peak / 1e6, "tensor_mb": tensor / 1e6}
+
+
+def memory(field: str) -> int:
+    """Bytes of a field of Linux's account of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def alone(*words: str, **environment: str) -> dict[str, float]:
     """One measurement in a process of its own."""
-    told = subprocess.check_output([sys.executable, __file__, "--one", *words], text=True)
+    command = [sys.executable, __file__, "--one", *words]
+    told = subprocess.check_output(command, text=True, env=os.environ | environment)
     return json.loads(told.splitlines()[-1])
 
 
@@ -117,12 +164,16 @@ ONE = {
     "step": lambda dtype, remat, repeats: step(dtype, remat, int(repeats)),
     "compile": lambda layers: compile_seconds(int(layers)),
     "decode": lambda batch: decode(int(batch)),
+    "load": load_checkpoint,
+    "make": make_checkpoint,
 }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", choices=sorted(ONE), help="measure one thing instead of all")
+    parser.add_argument(
+        "--only", choices=("step", "compile", "decode", "load"), help="measure one thing instead of all"
+    )
     parser.add_argument("--repeats", type=int, default=7, help="steps that are timed")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
@@ -131,7 +182,7 @@ def main() -> int:
         keep_memory()
         print(json.dumps(ONE[options.one[0]](*options.one[1:])))
         return 0
-    wanted = [options.only] if options.only else list(ONE)
+    wanted = [options.only] if options.only else ["step", "compile", "decode", "load"]
     print(f"jax {jax.__version__}, Python {sys.version.split()[0]}, {os.cpu_count()} CPUs, {jax.default_backend()}")
     if "step" in wanted:
         count = ed.count_parameters(bench_config())
@@ -159,6 +210,16 @@ def main() -> int:
         for batch in ("1", "8"):
             row = alone("decode", batch)
             print(f"batch {row['batch']}: {row['tokens_per_second']:.1f} tokens/s", flush=True)
+    if "load" in wanted:
+        with tempfile.TemporaryDirectory() as folder:
+            saved = alone("make", f"{folder}/checkpoint")
+            row = alone("load", f"{folder}/checkpoint", JAX_NUM_CPU_DEVICES="8")
+        print(f"\na Hugging Face checkpoint of {row['size_mb']:,.0f} MB: saved in {saved['seconds']:.1f} s")
+        more = row["peak_mb"] - row["size_mb"]
+        print(
+            f"loaded with fsdp=8 in {row['seconds']:.1f} s; peak {row['peak_mb']:,.0f} MB of the host: {more:.0f} MB "
+            f"more than the model (its largest tensor has {row['tensor_mb']:.0f} MB)"
+        )
     return 0
 
 

@@ -1,62 +1,71 @@
-"""Let a trained model write.
+"""Let a model write: one that was trained here, or one from a Hugging Face directory.
 
     python scripts/generate.py --run-dir runs/tiny --prompt "def main("
+    python scripts/generate.py --model Qwen/Qwen3-0.6B --prompt "What is a decoder?"
 
-Without a prompt it asks for one after another.
+A model with a chat template takes the prompt as a message and answers; others, or with `--no-chat`, continue it as a
+text. Without a prompt it asks for one after another, and a conversation remembers what was said.
 """
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
+from typing import Literal
 
 import jax
-import numpy as np
 
-from eqx_decoders import Decoder, Greedy, Sample, abstract, get_config, stream
-from eqx_decoders.errors import ConfigError, EqxDecodersError, check, check_integer, need_extra
-from eqx_decoders.io.checkpoint import load_weights
+from eqx_decoders import Precision
+from eqx_decoders.errors import EqxDecodersError, check, check_integer, check_number, need_extra
+from eqx_decoders.io.generation import GenerationDefaults
 from eqx_decoders.io.rundir import exit_code
-from eqx_decoders.training.settings import load_settings
-from eqx_decoders.training.tokenizer import StreamDecoder, Tokenizer, load_tokenizer, prompt_ids
-
-
-PROMPT_BUCKET = 64  # prompts are padded to a multiple of this, so that few programs are compiled
+from eqx_decoders.training.text import Prompt, TextModel, load_text_model, load_text_run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
-    """Let a trained model write; without a prompt, ask for one after another."""
+    """Let a model write; without a prompt, ask for one after another."""
 
-    run_dir: str = "runs/tiny"
-    """Run directory of scripts/train.py."""
+    run_dir: str | None = None
+    """Run directory of scripts/train.py; without this and --model: runs/tiny."""
+    model: str | None = None
+    """Directory of a Hugging Face checkpoint, or "org/name" on huggingface.co; instead of a run directory."""
     prompt: str | None = None
-    """Text to continue; None: read prompts from the terminal, a line each."""
+    """Message to answer, or text to continue; None: read them from the terminal, a line each."""
+    chat: bool = True
+    """Take prompts as messages, if the model has a chat template."""
+    system: str | None = None
+    """Message of the system, before all others."""
     step: int | None = None
-    """Checkpoint to load; None: the newest."""
+    """Checkpoint of the run to load; None: the newest."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of activations and, with --model, of weights; auto: bfloat16 on TPU and GPU, float32 on CPU."""
     max_new_tokens: int = 200
     """Tokens to write at most."""
-    temperature: float = 0.7
-    """Divides logits; 0: always the most likely token."""
+    temperature: float | None = None
+    """Divides logits; 0: always the most likely token; None: as published with the model, or 0.7."""
     top_k: int | None = None
-    """Draw from the k most likely tokens only."""
-    top_p: float | None = 0.95
-    """Draw from the most likely tokens that together reach this probability."""
+    """Draw from the k most likely tokens only; None: as published, or all."""
+    top_p: float | None = None
+    """Draw from the most likely tokens that together reach this probability; None: as published, or 0.95."""
     min_p: float | None = None
-    """Draw from tokens at least this times as likely as the most likely one."""
+    """Draw from tokens at least this times as likely as the most likely one; None: as published, or all."""
     seed: int = 0
     """Seed of the draws."""
 
     def __post_init__(self):
+        alone = self.run_dir is None or self.model is None
+        check(alone, f"model={self.model!r} and run_dir={self.run_dir!r} exclude each other: leave one out.")
+        check(self.step is None or self.model is None, f"step={self.step} is of a run, not of model={self.model!r}.")
+        check(self.chat or self.system is None, f"system={self.system!r} needs a chat: leave out --no-chat.")
         check_integer("max_new_tokens", self.max_new_tokens)
-        check(self.temperature >= 0, f"temperature={self.temperature} must be 0 or above.")
-        self.sampler()
+        if self.temperature is not None:
+            check_number("temperature", self.temperature, least=0)
+        GenerationDefaults().sampler(**self.given())
 
-    def sampler(self) -> Greedy | Sample:
-        """How tokens are drawn."""
-        if self.temperature == 0:
-            return Greedy()
-        return Sample(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p)
+    def given(self) -> dict[str, int | float | None]:
+        """What was asked for about the draws."""
+        return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
 
 def main() -> int:
@@ -66,60 +75,83 @@ def main() -> int:
         import tyro
 
         config = tyro.cli(GenerateConfig, description=__doc__)
-        model, tokenizer = load(config)
+        text = load(config)
+        takes = Chat(text, config) if config.chat and text.chat is not None else Continuation(text, config)
         if config.prompt is not None:
-            write(model, tokenizer, config, config.prompt)
-            return 0
-        return converse(model, tokenizer, config)
+            takes(config.prompt)
+        else:
+            ask(takes)
+        return 0
     except EqxDecodersError as error:
         print(f"error: {error}", file=sys.stderr)
         return exit_code(error)
 
 
-def load(config: GenerateConfig) -> tuple[Decoder, Tokenizer]:
-    """The model and the tokenizer of a run."""
-    run = Path(config.run_dir)
-    settings = load_settings(run / "settings.json")
-    model = load_weights(run / "checkpoints", abstract(get_config(settings.model)), config.step)
-    return model, load_tokenizer(run / "tokenizer")
+def load(config: GenerateConfig) -> TextModel:
+    """The model and the tokenizer that were asked for."""
+    dtype = None if config.dtype == "auto" else config.dtype
+    if config.model is not None:
+        text = load_text_model(config.model, dtype)
+    else:
+        compute = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+        text = load_text_run(config.run_dir or "runs/tiny", config.step, precision=Precision(compute=compute))
+    check(
+        config.system is None or text.chat is not None,
+        f"system={config.system!r} needs a chat template, and this model has none: put it into the prompt.",
+    )
+    return text
 
 
-def converse(model: Decoder, tokenizer: Tokenizer, config: GenerateConfig) -> int:
-    """Continue one line after another, until the end of the input."""
+def ask(takes: Callable[[str], None]) -> None:
+    """Hand over one line after another, until the end of the input."""
     asking = sys.stdin.isatty()
     while True:
         if asking:
             print("prompt> ", end="", flush=True)
         line = sys.stdin.readline()
         if not line:
-            return 0
+            return
         if line.strip():
-            write(model, tokenizer, config, line.rstrip("\n"))
+            takes(line.rstrip("\n"))
 
 
-def write(model: Decoder, tokenizer: Tokenizer, config: GenerateConfig, prompt: str) -> None:
-    """Print the prompt and its continuation as it comes."""
-    ids = prompt_ids(tokenizer, prompt)
-    if len(ids) == 0:
-        raise ConfigError("prompt='' is empty, and the tokenizer has no token that begins a text: give some text.")
-    padded = np.zeros((1, -(-len(ids) // PROMPT_BUCKET) * PROMPT_BUCKET), np.int32)
-    padded[0, : len(ids)] = ids
-    stops = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-    tokens = stream(
-        model,
-        padded,
-        prompt_lengths=np.asarray([len(ids)]),
+class Continuation:
+    """Each prompt is the beginning of a text of its own."""
+
+    def __init__(self, text: TextModel, config: GenerateConfig):
+        self.text, self.config = text, config
+
+    def __call__(self, prompt: str) -> None:
+        print(prompt, end="", flush=True)
+        write(self.text, self.config, prompt)
+
+
+class Chat:
+    """Each prompt is the next message of one conversation."""
+
+    def __init__(self, text: TextModel, config: GenerateConfig):
+        self.text, self.config = text, config
+        self.messages = [] if config.system is None else [{"role": "system", "content": config.system}]
+
+    def __call__(self, prompt: str) -> None:
+        self.messages.append({"role": "user", "content": prompt})
+        answer = write(self.text, self.config, self.messages)
+        self.messages.append({"role": "assistant", "content": answer})
+
+
+def write(text: TextModel, config: GenerateConfig, prompt: Prompt) -> str:
+    """Print what the model writes, as it comes."""
+    pieces = []
+    for piece in text.write(
+        prompt,
         max_new_tokens=config.max_new_tokens,
-        sampler=config.sampler(),
+        sampler=text.defaults.sampler(**config.given()),
         key=jax.random.key(config.seed),
-        stop_ids=stops,
-    )
-    text = StreamDecoder(tokenizer)
-    print(prompt, end="", flush=True)
-    for token in tokens:
-        if token[0] not in stops:
-            print(text.push(token[0]), end="", flush=True)
-    print(text.flush())
+    ):
+        pieces.append(piece)
+        print(piece, end="", flush=True)
+    print()
+    return "".join(pieces)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ Started again on the same run directory, it goes on where it was. SIGTERM saves 
 """
 
 import contextlib
+import dataclasses
 import itertools
 import sys
 import time
@@ -14,24 +15,29 @@ from pathlib import Path
 
 import jax
 
-from eqx_decoders import abstract, get_config, init, list_models
+from eqx_decoders import list_models
+from eqx_decoders.axes import named_leaves
 from eqx_decoders.describe import describe
 from eqx_decoders.errors import EqxDecodersError, check, need_extra
 from eqx_decoders.io.checkpoint import Checkpoints
+from eqx_decoders.io.huggingface import abstract_hf
+from eqx_decoders.io.peft import save_peft
 from eqx_decoders.io.rundir import EXIT_SIGTERM, Interrupt, RunLock, exit_code
 from eqx_decoders.training.console import MetricsFile, Progress, TensorBoard, Tracker, Trackers, plot_losses
 from eqx_decoders.training.data import make_dataset, prepare_tokenizer
 from eqx_decoders.training.evaluate import HeldOut, evaluate, sample_text
 from eqx_decoders.training.flops import device_flops, flops_per_token
 from eqx_decoders.training.memory import keep_memory
+from eqx_decoders.training.runs import SOURCE, abstract_run, continued, export_run, is_imported, keep_source, new_model
 from eqx_decoders.training.settings import (
     TrainConfig,
-    check_resumable,
     describe_devices,
+    is_new,
     save_settings,
     settings_json,
 )
 from eqx_decoders.training.step import Trainer, any_process, batch_share, place
+from eqx_decoders.training.tokenizer import Tokenizer
 
 
 def main() -> int:
@@ -50,7 +56,7 @@ def main() -> int:
         if jax.default_backend() == "cpu":
             keep_memory()
         if config.describe:
-            print(describe(abstract(get_config(config.model), **vars(config.execution()))))
+            print(describe(abstract_run(config, config.run_dir, config.execution())))
             return 0
         return Run(config).main()
     except EqxDecodersError as error:
@@ -66,10 +72,8 @@ class Run:
         self.dir = Path(config.run_dir)
         self.execution = config.execution()
         self.layout = self.execution.layout
-        self.model_config = get_config(config.model)
         self.writer = jax.process_index() == 0
         self.interrupt = Interrupt()
-        self.flops = config.batch_size * config.seq_len * flops_per_token(self.model_config, config.seq_len)
         self.peak = device_flops(self.layout, self.execution.precision.compute)
         self.skips = 0
         self.tracing = False
@@ -81,17 +85,11 @@ class Run:
             if self.writer:
                 stack.enter_context(RunLock(folder))
             stack.enter_context(self.interrupt)
-            check_resumable(config, folder / "settings.json")
-            size = self.model_config.vocab_size
-            limit = min(size, config.bpe_vocab_size or size)
-            self.tokenizer = prepare_tokenizer(
-                folder / "tokenizer", config.tokenizer, config.data_config(), limit, write=self.writer
-            )
-            check(
-                self.tokenizer.vocab_size <= size,
-                f"tokenizer={config.tokenizer!r} has {self.tokenizer.vocab_size} ids, but model={config.model!r} only "
-                f"{size}. Choose a smaller tokenizer or another model.",
-            )
+            self.config = config = continued(config, folder)
+            if self.writer and config.init_from is not None and not (folder / SOURCE).exists():
+                keep_source(abstract_hf(config.init_from), folder)
+            self.target = abstract_run(config, folder, self.execution)
+            self.tokenizer = self._tokenizer()
             self.data = stack.enter_context(self._data("train"))
             self.held_out = stack.enter_context(self._data("held_out")) if config.evaluates else None
             self.checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", keep=config.keep))
@@ -105,9 +103,20 @@ class Run:
                 self._save(step, state)
                 say(f"stopped, saved at step {step}")
                 return self.interrupt.exit_code or EXIT_SIGTERM
+            self._export(state.model)
             if self.writer:
                 self._finish(result, sample)
         return 0
+
+    def _tokenizer(self) -> Tokenizer:
+        """That of the run, of the checkpoint that it starts from, or a new one."""
+        config, size = self.config, self.target.config.vocab_size
+        spec = config.tokenizer or ("bpe" if config.init_from is None else str(self.dir / SOURCE))
+        limit = min(size, config.bpe_vocab_size or size)
+        tokenizer = prepare_tokenizer(self.dir / "tokenizer", spec, config.data_config(), limit, write=self.writer)
+        rule = f"but the model only {size}. Choose a smaller tokenizer or another model"
+        check(tokenizer.vocab_size <= size, f"tokenizer={spec!r} has {tokenizer.vocab_size} ids, {rule}.")
+        return tokenizer
 
     def _data(self, split: str):
         index, count = batch_share(self.layout, self.config.batch_size)
@@ -122,21 +131,27 @@ class Run:
 
     def _begin(self):
         """The state of the newest checkpoint, or a new one."""
-        config, key = self.config, jax.random.key(self.config.seed)
-        target = abstract(self.model_config, **vars(self.execution))
-        self.trainer = Trainer.create(config.optimizer, target, steps=config.steps, config=config.step)
+        config, key, target = self.config, jax.random.key(self.config.seed), self.target
+        self.flops = config.batch_size * config.seq_len * flops_per_token(target.config, config.seq_len)
+        self.trainer = Trainer.create(config.optimizer_config(), target, steps=config.steps, config=config.step)
         counts, epoch = self.data.store.counts("train"), self.data.rows_per_epoch
         weights = sum(leaf.size for leaf in jax.tree.leaves(target))
-        say(f"{config.model}: {weights:,} weights on {describe_devices(self.layout)}")
+        trained = sum(leaf.size for name, leaf in named_leaves(target).items() if name in self.trainer.trainable)
+        part = f" ({trained:,} of them trained)" if trained < weights else ""
+        say(f"{config.init_from or config.model}: {weights:,} weights{part} on {describe_devices(self.layout)}")
         say(f"{counts.documents:,} documents, {counts.tokens:,} tokens, {epoch:,} sequences an epoch")
-        if self.checkpoints.latest is None:
-            model = init(self.model_config, key=jax.random.fold_in(key, 0), **vars(self.execution))
+        if self.checkpoints.latest is None or is_imported(self.dir):
+            model = new_model(config, self.dir, self.execution)
             state, start = self.trainer.init(model, key=jax.random.fold_in(key, 1)), 0
         else:
             state, data_state, start = self.checkpoints.restore(self.trainer.abstract(target, key=key))
             self.data.set_state(data_state)
             say(f"resumed at step {start}")
         check(start <= config.steps, f"steps={config.steps}, but {self.dir} has done {start} already: ask for more.")
+        for field in ("export", "export_adapter"):  # it is better to know before the training
+            wanted = getattr(config, field)
+            free = wanted is None or start == config.steps or is_new(wanted)
+            check(free, f"{field}={wanted!r} is not empty: give a new directory.")
         if self.writer:
             save_settings(config, self.dir / "settings.json")
         return state, start
@@ -220,6 +235,15 @@ class Run:
         elif self.tracing and not wanted:
             jax.profiler.stop_trace()
         self.tracing = wanted
+
+    def _export(self, model) -> None:
+        """Write what was asked for, for transformers and PEFT; all processes take part."""
+        config = self.config
+        model = dataclasses.replace(model, origin=self.target.origin)
+        if config.export_adapter is not None and is_new(config.export_adapter):
+            save_peft(model, config.export_adapter, base_model=config.init_from or "")
+        if config.export is not None and is_new(config.export):
+            export_run(model, config, self.dir, config.export)
 
     def _finish(self, result: HeldOut | None, sample: str) -> None:
         """The picture, and the figures that a person wants to see."""

@@ -12,8 +12,9 @@ from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import Decoder, DecoderConfig, abstract
 from eqx_decoders.layers.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.embedding import LearnedPositions, SinusoidalPositions
+from eqx_decoders.layers.learned_init import LearnedInitConfig
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
-from eqx_decoders.layers.mlp import ACTIVATIONS, MLPConfig
+from eqx_decoders.layers.mlp import ACTIVATIONS, LinearConfig, MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import LinearRope, Llama3Rope, Rope, YarnRope
 
@@ -74,7 +75,19 @@ def attentions(draw, mask):
 
 
 @st.composite
+def mixers(draw, mask):
+    """Any attention, now and then with kernels learned from a teacher's."""
+    attention = draw(attentions(mask))
+    if attention.fused_qkv or attention.shared_kv or not draw(st.booleans()):
+        return attention
+    teacher = dict(teacher_heads=6, teacher_kv_heads=2, teacher_head_dim=4)
+    return LearnedInitConfig(attention=attention, general=draw(st.booleans()), **teacher)
+
+
+@st.composite
 def mlps(draw, dropout=0.0):
+    if draw(st.sampled_from(["mlp", "mlp", "mlp", "linear"])) == "linear":
+        return LinearConfig()
     gated = draw(st.booleans())
     return MLPConfig(
         mlp_dim=24,
@@ -89,16 +102,26 @@ def mlps(draw, dropout=0.0):
 @st.composite
 def blocks(draw, mask=masks, dropout=0.0):
     part = draw(st.sampled_from(["both", "both", "both", "mixer", "mlp"]))
-    mixer = draw(attentions(mask)) if part != "mlp" else None
+    mixer = draw(mixers(mask)) if part != "mlp" else None
     mlp = draw(mlps(dropout)) if part != "mixer" else None
+    # not "plain": without a residual stream a few layers blow rounding up
+    wiring = draw(st.sampled_from(["sequential", "parallel"]))
+
+    def around(layer, normed=False):
+        """A norm before the layer, after it, or both: a few gated layers without any overflow."""
+        post = draw(some_norm) if layer else None
+        return (draw(some_norm if post or normed else norms) if layer else None), post
+
+    pre_mixer, post_mixer = around(mixer)
+    pre_mlp, post_mlp = around(mlp, normed=wiring == "parallel" and pre_mixer is not None)
     return BlockConfig(
         mixer=mixer,
         mlp=mlp,
-        pre_mixer_norm=draw(some_norm) if mixer else None,
-        post_mixer_norm=draw(some_norm) if mixer else None,
-        pre_mlp_norm=draw(some_norm) if mlp else None,
-        post_mlp_norm=draw(some_norm) if mlp else None,
-        wiring=draw(st.sampled_from(["sequential", "parallel"])),
+        pre_mixer_norm=pre_mixer,
+        post_mixer_norm=post_mixer,
+        pre_mlp_norm=pre_mlp,
+        post_mlp_norm=post_mlp,
+        wiring=wiring,
         dropout=dropout,
     )
 
@@ -149,7 +172,8 @@ def filled(config: DecoderConfig, seed: int = 0, **execution) -> Decoder:
     generator = np.random.default_rng(seed)
 
     def draw(leaf):
-        fan = leaf.shape[-2] if leaf.ndim > 2 else 4
+        # five dimensions has only a map of heads and features together, which contracts the first two
+        fan = leaf.shape[1] * leaf.shape[2] if leaf.ndim == 5 else leaf.shape[-2] if leaf.ndim > 2 else 4
         return jnp.asarray(generator.normal(0.2 if leaf.ndim < 2 else 0.0, fan**-0.5, leaf.shape), leaf.dtype)
 
     shapes, static = eqx.partition(abstract(config), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))

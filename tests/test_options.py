@@ -19,14 +19,16 @@ import eqx_decoders as ed
 from eqx_decoders.axes import named_leaves
 from eqx_decoders.layers.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.embedding import LearnedPositions, SinusoidalPositions
+from eqx_decoders.layers.learned_init import LearnedInitConfig
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
-from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import LinearRope, Llama3Rope, Rope, YarnRope
 
 
 RMS = RMSNormConfig()
 MIXER = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, rope=Rope(theta=100.0))
+LEARNED = LearnedInitConfig(attention=MIXER, teacher_heads=6, teacher_kv_heads=3, teacher_head_dim=6)
 MLP = MLPConfig(mlp_dim=12)
 BLOCK = ed.BlockConfig(mixer=MIXER, mlp=MLP, pre_mixer_norm=RMS, pre_mlp_norm=RMS)
 EMPTY = ed.BlockConfig(mixer=None, mlp=None)
@@ -91,6 +93,13 @@ OPTIONS: dict[type, tuple] = {
         | dict(sinks=True, qk_norm=QKNorm(), qkv_bias=True, out_bias=True, fused_qkv=True, shared_kv=True)
         | dict(output_gate=True),
     ),
+    LearnedInitConfig: (
+        LEARNED,
+        lambda c: block(mixer=c),
+        dict(attention=dataclasses.replace(MIXER, rope=None), teacher_heads=2, teacher_kv_heads=6, teacher_head_dim=4)
+        | dict(general=True),
+    ),
+    LinearConfig: (LinearConfig(), lambda c: block(mlp=c), {}),
     MLPConfig: (
         MLP,
         lambda c: block(mlp=c),
@@ -173,6 +182,11 @@ def test_every_option_is_read(kind, field):
         assert differ(plain, other)
 
 
+def test_wirings_differ():
+    logits = [results(block(wiring=wiring))[0] for wiring in ("sequential", "parallel", "plain")]
+    assert all(differ(one, other) for i, one in enumerate(logits) for other in logits[:i])
+
+
 def test_masks_differ():
     logits = [results(mixer(mask=mask))[0] for mask in (Causal(), SlidingWindow(3), Chunked(3), Bidirectional())]
     assert all(differ(one, other) for i, one in enumerate(logits) for other in logits[:i])
@@ -187,6 +201,7 @@ EXECUTION = dict(
     attention=lambda: "chunked",
     scan=lambda: False,
     layer_stats=lambda: True,
+    lookup=lambda: "one_hot",
 )
 
 
@@ -228,6 +243,7 @@ def test_precision_of_weights():
 
 NAN, INF = math.nan, math.inf
 ATTENTION = dict(num_heads=4, num_kv_heads=2, head_dim=8)
+TAUGHT = dict(attention=MIXER, teacher_heads=4, teacher_kv_heads=2, teacher_head_dim=8)
 YARN = dict(factor=4.0, original_length=8)
 PLAIN = dict(vocab_size=16, embed_dim=8, blocks=(BLOCK,), final_norm=None)
 
@@ -282,6 +298,9 @@ BAD = [
     (AttentionConfig, ATTENTION, dict(soft_cap=-30.0), "above 0"),
     (AttentionConfig, ATTENTION, dict(soft_cap=True), "finite number"),
     (AttentionConfig, ATTENTION | dict(shared_kv=True), dict(fused_qkv=True), "shared_kv=True exclude"),
+    (LearnedInitConfig, TAUGHT, dict(teacher_heads=0), "at least 1"),
+    (LearnedInitConfig, TAUGHT, dict(teacher_kv_heads=1.5), "integer"),
+    (LearnedInitConfig, TAUGHT, dict(teacher_head_dim=True), "integer"),
     (MLPConfig, {}, dict(mlp_dim=0), "at least 1"),
     (MLPConfig, {}, dict(mlp_dim=1.5), "integer"),
     (MLPConfig, dict(mlp_dim=8), dict(activation="gelu-tanh"), "Did you mean 'gelu_tanh'"),
@@ -294,6 +313,8 @@ BAD = [
     (ed.BlockConfig, dict(mixer=None, mlp=MLP), dict(dropout=NAN), "finite"),
     (ed.BlockConfig, dict(mlp=MLP, post_mixer_norm=RMS), dict(mixer=None), "leaves post_mixer_norm without a layer"),
     (ed.BlockConfig, dict(mixer=MIXER, pre_mlp_norm=RMS), dict(mlp=None), "leaves pre_mlp_norm without a layer"),
+    (ed.BlockConfig, dict(mixer=None, mlp=MLP), dict(wiring="plane"), "Did you mean 'plain'"),
+    (ed.Execution, {}, dict(lookup="onehot"), "Did you mean 'one_hot'"),
     (LearnedPositions, {}, dict(max_positions=0), "at least 1"),
     (LearnedPositions, {}, dict(max_positions="64"), "integer"),
     (SinusoidalPositions, {}, dict(max_timescale=0.0), "above 0"),
@@ -338,6 +359,13 @@ def test_bad_configurations_are_refused_by_name(kind, valid, wrong, rule):
         kind(**(valid | wrong))
 
 
+@pytest.mark.parametrize("field", ["fused_qkv", "shared_kv"])
+def test_learned_kernels_are_those_of_separate_projections(field):
+    attention = dataclasses.replace(MIXER, **{field: True})
+    with pytest.raises(ed.ConfigError, match=f"LearnedInitConfig.attention has {field}=True: .* Set it to False"):
+        LearnedInitConfig(**(TAUGHT | dict(attention=attention)))
+
+
 @pytest.mark.parametrize("blocks", [(None,), (MLP,), (BLOCK, "block")], ids=str)
 def test_blocks_of_a_wrong_type_are_refused(blocks):
     index = len(blocks) - 1
@@ -354,6 +382,8 @@ def test_blocks_of_a_wrong_type_are_refused(blocks):
         (AttentionConfig, ATTENTION | dict(rope="llama3")),
         (AttentionConfig, ATTENTION | dict(qk_norm=RMS)),
         (AttentionConfig, ATTENTION | dict(sinks="no")),
+        (LearnedInitConfig, TAUGHT | dict(attention=MLP)),
+        (LearnedInitConfig, TAUGHT | dict(general=1)),
         (MLPConfig, dict(mlp_dim=8, gated="no")),
         (ed.BlockConfig, dict(mixer=MLP, mlp=None)),
         (ed.BlockConfig, dict(mixer=None, mlp=MLP, pre_mlp_norm="rms")),

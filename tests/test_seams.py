@@ -9,7 +9,8 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.layers.kernel import attend
 from eqx_decoders.layers.mask import Chunked, SlidingWindow
-from eqx_decoders.training.settings import TrainConfig, check_resumable, save_settings
+from eqx_decoders.training.runs import continued
+from eqx_decoders.training.settings import TrainConfig, save_settings
 from tests.strategies import filled, rich_decoder, some_tokens
 
 
@@ -36,9 +37,9 @@ def test_padding_inside_a_document_hides_nothing(mask):
 
 def test_a_run_directory_goes_on_with_its_own_model_and_tokenizer(tmp_path):
     begun = TrainConfig(seed=3)
-    check_resumable(begun, tmp_path / "settings.json")  # nothing there yet
+    assert continued(begun, tmp_path) == begun  # nothing there yet
     save_settings(begun, tmp_path / "settings.json")
-    check_resumable(dataclasses.replace(begun, steps=900), tmp_path / "settings.json")
-    for change in (dict(model="llama3-8b"), dict(tokenizer="bytes"), dict(seed=4)):
+    assert continued(dataclasses.replace(begun, steps=900), tmp_path).steps == 900
+    for change in (dict(model="llama3-8b"), dict(tokenizer="bytes"), dict(seed=4), dict(lora_rank=2), dict(init_from="a/b")):
         with pytest.raises(ed.ConfigError, match=next(iter(change))):
-            check_resumable(dataclasses.replace(begun, **change), tmp_path / "settings.json")
+            continued(dataclasses.replace(begun, **change), tmp_path)

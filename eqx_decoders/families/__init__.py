@@ -1,13 +1,20 @@
-"""Every published model by name: a family is a function that returns a `DecoderConfig`."""
+"""Every published model by name, and every kind of checkpoint by its `model_type`."""
 
 from collections.abc import Callable
 
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.errors import check_word
-from eqx_decoders.families import llama
+from eqx_decoders.families import gemma, gemma2, gemma3, gpt2, gpt3, llama, maxtext, mistral, olmo3, qwen2, qwen3
+from eqx_decoders.families.hf import Family
 
 
-_MODELS: dict[str, Callable[[], DecoderConfig]] = {**llama.MODELS}
+_PUBLISHED = (llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, olmo3, gpt2)
+_MODELS: dict[str, Callable[[], DecoderConfig]] = {
+    name: make for module in (*_PUBLISHED, gpt3, maxtext) for name, make in module.MODELS.items()
+}
+
+# In the order in which they are tried for a model that does not say what it came from.
+FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _PUBLISHED}
 
 
 def list_models() -> tuple[str, ...]:

@@ -3,46 +3,58 @@
 RMSNorm before attention and gated MLP, rotary embedding, grouped-query attention, no biases.
 """
 
+from typing import Any
+
 from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
-from eqx_decoders.layers.attention import AttentionConfig
-from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.families.hf import Family, Fields, read_rope, write_ropes
+from eqx_decoders.families.shape import LLAMA_WEIGHTS, Shape, attentions, read_shape, write_shape
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Llama3Rope, Rope
 
 
-def llama(
-    *,
-    vocab_size: int,
-    embed_dim: int,
-    num_layers: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    mlp_dim: int,
-    rope: Rope = Rope(),
-    eps: float = 1e-5,
-    tied: bool = False,
-) -> DecoderConfig:
-    """A decoder of Llama blocks."""
-    norm = RMSNormConfig(eps=eps)
+def llama(shape: Shape, *, rope: Rope = Rope(), attention_bias: bool = False, mlp_bias: bool = False) -> DecoderConfig:
+    """A decoder of Llama blocks; `attention_bias` is that of all four projections."""
+    norm = RMSNormConfig(eps=shape.eps)
     block = BlockConfig(
-        mixer=AttentionConfig(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, rope=rope),
-        mlp=MLPConfig(mlp_dim=mlp_dim),
+        mixer=shape.attention(rope=rope, qkv_bias=attention_bias, out_bias=attention_bias),
+        mlp=shape.mlp(bias=mlp_bias),
         pre_mixer_norm=norm,
         pre_mlp_norm=norm,
     )
-    return DecoderConfig(
-        vocab_size=vocab_size,
-        embed_dim=embed_dim,
-        blocks=(block,) * num_layers,
-        final_norm=norm,
-        tied=tied,
+    return shape.decoder(lambda _: block, norm)
+
+
+def _read(fields: Fields) -> DecoderConfig:
+    return llama(
+        read_shape(fields),
+        rope=read_rope(fields),
+        attention_bias=fields.flag("attention_bias", False),
+        mlp_bias=fields.flag("mlp_bias", False),
     )
 
 
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    mixer, mlp = attentions(config)[0], config.blocks[0].mlp
+    biases = {"attention_bias": mixer.qkv_bias, "mlp_bias": getattr(mlp, "bias", False)}
+    return write_shape(config) | biases | write_ropes(mixer.rope)
+
+
+FAMILY = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    read=_read,
+    write=_write,
+    weights=LLAMA_WEIGHTS,
+    harmless=dict.fromkeys(("use_sliding_window", "max_window_layers"), "nothing without sliding_window"),
+)
+_ROPE3 = Rope(theta=500_000.0)
+_ROPE31 = Llama3Rope(theta=500_000.0, factor=8.0)
+_ROPE32 = Llama3Rope(theta=500_000.0, factor=32.0)
+
+
 def _llama2(embed_dim: int, num_layers: int, num_heads: int, num_kv_heads: int, mlp_dim: int) -> DecoderConfig:
-    return llama(
+    shape = Shape(
         vocab_size=32_000,
         embed_dim=embed_dim,
         num_layers=num_layers,
@@ -50,13 +62,15 @@ def _llama2(embed_dim: int, num_layers: int, num_heads: int, num_kv_heads: int, 
         num_kv_heads=num_kv_heads,
         head_dim=128,
         mlp_dim=mlp_dim,
+        eps=1e-5,
     )
+    return llama(shape)
 
 
 def _llama3(
     embed_dim: int, num_layers: int, num_heads: int, mlp_dim: int, rope: Rope, head_dim: int = 128, tied: bool = False
 ) -> DecoderConfig:
-    return llama(
+    shape = Shape(
         vocab_size=128_256,
         embed_dim=embed_dim,
         num_layers=num_layers,
@@ -64,31 +78,35 @@ def _llama3(
         num_kv_heads=8,
         head_dim=head_dim,
         mlp_dim=mlp_dim,
-        rope=rope,
+        eps=1e-5,
         tied=tied,
     )
+    return llama(shape, rope=rope)
 
 
+_TINY = Shape(
+    vocab_size=4096,
+    embed_dim=256,
+    num_layers=5,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    mlp_dim=704,
+    eps=1e-5,
+    tied=True,
+)
 _ROPE3 = Rope(theta=500_000.0)
 _ROPE31 = Llama3Rope(theta=500_000.0, factor=8.0)
 _ROPE32 = Llama3Rope(theta=500_000.0, factor=32.0)
 
 MODELS = {
-    "tiny": lambda: llama(
-        vocab_size=4096,
-        embed_dim=256,
-        num_layers=5,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        mlp_dim=704,
-        tied=True,
-    ),
+    "tiny": lambda: llama(_TINY),
     "llama2-7b": lambda: _llama2(4096, 32, 32, 32, 11_008),
     "llama2-13b": lambda: _llama2(5120, 40, 40, 40, 13_824),
     "llama2-70b": lambda: _llama2(8192, 80, 64, 8, 28_672),
     "llama3-8b": lambda: _llama3(4096, 32, 32, 14_336, _ROPE3),
     "llama3-70b": lambda: _llama3(8192, 80, 64, 28_672, _ROPE3),
+    "llama3-405b": lambda: _llama3(16_384, 126, 128, 53_248, _ROPE3),
     "llama3.1-8b": lambda: _llama3(4096, 32, 32, 14_336, _ROPE31),
     "llama3.1-70b": lambda: _llama3(8192, 80, 64, 28_672, _ROPE31),
     "llama3.1-405b": lambda: _llama3(16_384, 126, 128, 53_248, _ROPE31),

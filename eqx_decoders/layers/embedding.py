@@ -21,11 +21,21 @@ class TokenEmbedding(eqx.Module):
 
     def __call__(self, tokens: Int[Array, "batch length"], ctx: Context) -> Float[Array, "batch length embed"]:
         compute = ctx.execution.precision.compute
-        # gathered over fsdp first: a lookup in a table whose features are split would move every row twice
-        table = ctx.constrain(self.table, "vocab embed")
-        x = ctx.constrain(jnp.take(table, tokens, axis=0, mode="clip").astype(compute), "batch length embed")
+        rows = self._product(tokens, ctx) if ctx.execution.lookup == "one_hot" else self._gathered(tokens, ctx)
+        x = ctx.constrain(rows, "batch length embed")
         # the factor is rounded to the dtype first, as Hugging Face does it
         return x if self.scale == 1.0 else x * jnp.asarray(self.scale, compute)
+
+    def _gathered(self, tokens: Array, ctx: Context) -> Array:
+        # gathered over fsdp first: a lookup in a table whose features are split would move every row twice
+        table = ctx.constrain(self.table, "vocab embed")
+        return jnp.take(table, tokens, axis=0, mode="clip").astype(ctx.execution.precision.compute)
+
+    def _product(self, tokens: Array, ctx: Context) -> Array:
+        size = self.table.shape[0]
+        hot = jax.nn.one_hot(jnp.clip(tokens, 0, size - 1), size, dtype=ctx.execution.precision.compute)
+        hot = ctx.constrain(hot, "batch length vocab")
+        return ctx.einsum("batch length vocab, vocab embed -> batch length embed", hot, self.table)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Feed-forward layers: gated (Shazeer 2020) and plain."""
+"""Feed-forward layers: gated (Shazeer 2020), plain, and a single matrix."""
 
 import dataclasses
 from collections.abc import Callable
@@ -108,6 +108,26 @@ class MLP(eqx.Module):
             return None, save(up, "mlpwi")
         gate = add_bias(ctx.einsum(pattern, x, self.gate), self.gate_bias)
         return save(gate, "mlpwi_0"), save(up, "mlpwi_1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LinearConfig:
+    """`kernel^T x`: one matrix from the residual stream to itself (MaxText's `simple` block)."""
+
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Linear":
+        return Linear(kernel=fan_in(key, (embed_dim, embed_dim), jnp.float32, embed_dim))
+
+
+class Linear(eqx.Module):
+    """`kernel^T x`. The columns are called `mlp`, so that a mesh splits both sides of the matrix."""
+
+    kernel: Float[Array, "embed mlp"]
+
+    def __call__(
+        self, x: Float[Array, "batch length embed"], ctx: Context, *, key: PRNGKeyArray | None = None
+    ) -> Float[Array, "batch length embed"]:
+        out = ctx.einsum("batch length embed, embed mlp -> batch length mlp", x, self.kernel)
+        return save(ctx.constrain(out, "batch length embed"), "mlpwo")
 
 
 def add_bias(x: Array, bias: Array | None) -> Array:

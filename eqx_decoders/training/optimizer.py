@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 import optax
 
-from eqx_decoders.axes import Axes
+from eqx_decoders.axes import Axes, product_axes
 from eqx_decoders.errors import ConfigError, check, check_integer, check_number, check_word
 
 
@@ -163,9 +163,8 @@ def muon_dimensions(words: Axes) -> optax.contrib.MuonDimensionNumbers | None:
     `layers embed heads head_dim` is, for each layer, a matrix from `embed` to `heads x head_dim`. Tables, output heads,
     norms and biases are none.
     """
-    places = [index for index, word in enumerate(words) if word not in ("layers", "inputs")]
-    if "embed" not in words or len(places) < 2 or {"vocab", "positions"} & set(words):
+    split = product_axes(words)
+    if split is None:
         return None
-    inside = places[:-1] if words[places[-1]] == "embed" else places[:1]
-    outside = [place for place in places if place not in inside]
+    inside, outside = ([words.index(word) for word in side if word != "inputs"] for side in split)
     return optax.contrib.MuonDimensionNumbers(tuple(inside), tuple(outside))

@@ -18,6 +18,7 @@ from eqx_decoders.layout import Layout
 from eqx_decoders.numerics import Precision
 from eqx_decoders.remat import POLICIES, Remat
 from eqx_decoders.training.data import DataConfig
+from eqx_decoders.training.lora import LORA_WEIGHTS, LoRAConfig
 from eqx_decoders.training.optimizer import OptimizerConfig, make_schedule
 from eqx_decoders.training.step import StepConfig
 
@@ -50,6 +51,20 @@ class TrainConfig:
     """Directory for checkpoints, metrics.jsonl, tokenizer and loss.png."""
     model: str = "tiny"
     """Name of a model, as `--list-models` prints them."""
+    init_from: str | None = None
+    """Directory of a Hugging Face checkpoint, or "org/name", to start from; it says what the model is."""
+    init_weights: tuple[str, ...] = ("*",)
+    """Patterns of the paths of the weights that are taken from there; the others are new."""
+    export: str | None = None
+    """Directory for the trained model in the end, as `from_pretrained` opens it; adapters are merged."""
+    export_adapter: str | None = None
+    """Directory for the trained adapters in the end, as PEFT opens it."""
+    lora_rank: int | None = None
+    """Train only low-rank pairs of this rank beside the weights of `lora_targets`; None: train the weights."""
+    lora_alpha: float = 16.0
+    """What a pair adds is multiplied by lora_alpha / lora_rank."""
+    lora_targets: tuple[str, ...] = ("*.mixer.query", "*.mixer.value")
+    """Patterns of the paths of the weights that get a pair."""
     steps: int = 400
     """Optimizer steps in all."""
     batch_size: int = 8
@@ -68,8 +83,8 @@ class TrainConfig:
     """Field of .jsonl records or column of .parquet files that holds the text."""
     pack: bool = True
     """Put several documents into one sequence, kept apart by segment ids."""
-    tokenizer: str = "bpe"
-    """"bpe": trained on the run's own text; "bytes"; or a path to a tokenizer.json."""
+    tokenizer: str | None = None
+    """"bpe": trained on the run's own text; "bytes"; a path to a tokenizer.json; None: that of init_from, else bpe."""
     bpe_vocab_size: int | None = None
     """Ids of a trained tokenizer, at most the model's vocab_size; None: just as many."""
     checkpoint_every: int = 100
@@ -141,8 +156,31 @@ class TrainConfig:
             self.batch_size % self.step.accumulate == 0,
             f"batch_size={self.batch_size} must be a multiple of step.accumulate={self.step.accumulate}.",
         )
+        alone = self.init_from is None or self.model == "tiny"
+        check(alone, f"model={self.model!r} and init_from={self.init_from!r} exclude each other: leave one out.")
+        taken = self.init_from is not None or self.init_weights == ("*",)
+        check(taken, f"init_weights={self.init_weights} needs init_from, where they come from.")
+        adapted = self.lora_rank is not None or self.export_adapter is None
+        check(adapted, f"export_adapter={self.export_adapter!r} needs lora_rank: there are no adapters without.")
+        whole = self.lora_rank is None or self.optimizer.trainable == ("*",)
+        check(
+            whole, f"optimizer.trainable={self.optimizer.trainable} and lora_rank={self.lora_rank} exclude each other."
+        )
+        self.lora()
         self.data_config()
         make_schedule(self.optimizer, self.steps)
+
+    def lora(self) -> LoRAConfig | None:
+        """Which weights get low-rank pairs; None for none."""
+        if self.lora_rank is None:
+            return None
+        return LoRAConfig(rank=self.lora_rank, alpha=self.lora_alpha, targets=self.lora_targets)
+
+    def optimizer_config(self) -> OptimizerConfig:
+        """`optimizer`, which in a LoRA run moves the pairs only."""
+        if self.lora_rank is None:
+            return self.optimizer
+        return dataclasses.replace(self.optimizer, trainable=LORA_WEIGHTS)
 
     @property
     def evaluates(self) -> bool:
@@ -185,12 +223,17 @@ class TrainConfig:
 
 def check_resumable(settings: TrainConfig, path: Path) -> None:
     """A run directory that is used already goes on with the model and tokenizer that it has."""
-    if not path.is_file():
-        return
     old = load_settings(path)
-    for field in ("model", "tokenizer", "bpe_vocab_size", "seed"):
+    fields = ("model", "init_from", "lora_rank", "lora_alpha", "lora_targets", "tokenizer", "bpe_vocab_size", "seed")
+    for field in fields:
         was, now = getattr(old, field), getattr(settings, field)
         check(was == now, f"{field}={now!r}, but {path.parent} was begun with {was!r}: choose another run_dir.")
+
+
+def is_new(directory: str) -> bool:
+    """Whether there is nothing yet in a directory."""
+    path = Path(directory)
+    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
 def save_settings(settings: TrainConfig, path: Path) -> None:

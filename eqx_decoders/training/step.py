@@ -12,7 +12,7 @@ import optax
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Float32, Int32, Key, PRNGKeyArray, PyTree
 
-from eqx_decoders.axes import AnyArray, axes, named_leaves, path_name
+from eqx_decoders.axes import AnyArray, axes, frozen, named_leaves, path_name
 from eqx_decoders.block import BlockStats
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer, check_number
@@ -98,8 +98,12 @@ class Trainer(eqx.Module):
     def create(
         cls, optimizer: OptimizerConfig, model: Decoder, *, steps: int, config: StepConfig = StepConfig()
     ) -> "Trainer":
-        """For models shaped like `model` (arrays or `ShapeDtypeStruct`s) and runs of `steps` steps."""
-        words = axes(model)
+        """For models shaped like `model` (arrays or `ShapeDtypeStruct`s) and runs of `steps` steps.
+
+        Weights that their layer declares frozen are left out, whatever the patterns say.
+        """
+        kept = frozen(model)
+        words = {name: here for name, here in axes(model).items() if name not in kept}
         trainable = matching(words, optimizer.trainable, "OptimizerConfig.trainable")
         return cls(
             optimizer=make_optimizer(optimizer, {name: words[name] for name in words if name in trainable}, steps),
@@ -242,7 +246,7 @@ def _microbatches(x: Array, count: int) -> Array:
 def _drops(model: Decoder) -> bool:
     """Whether the model has any dropout, and so needs a key."""
     config = model.config
-    return config.dropout > 0 or any(b.dropout > 0 or (b.mlp is not None and b.mlp.dropout > 0) for b in config.blocks)
+    return config.dropout > 0 or any(b.dropout > 0 or getattr(b.mlp, "dropout", 0.0) > 0 for b in config.blocks)
 
 
 def _replicated(model: Decoder) -> jax.sharding.Sharding:

@@ -4,10 +4,11 @@ A tokenizer never adds special tokens by itself: where a document begins and end
 Text is data: the letters `<|endoftext|>` within a document are encoded as letters, not as the end of the document.
 """
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,11 +16,14 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from eqx_decoders.errors import DataError, check, check_integer, need_extra
+from eqx_decoders.io.chat import special_tokens
+from eqx_decoders.io.directory import CONFIG_BYTES, Directory
 
 
 Ids = Sequence[int] | np.ndarray | Array
 
 END_OF_TEXT = "<|endoftext|>"
+FILE_BYTES = 200_000_000  # the largest published tokenizer.json has some 35 MB
 
 # What the best-known tokenizers call them, for a tokenizer.json whose directory does not say.
 BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<｜begin▁of▁sentence｜>", END_OF_TEXT)
@@ -96,10 +100,20 @@ class JsonTokenizer:
 
     def encode(self, text: str, *, special: bool = False) -> Int[np.ndarray, "length"]:
         """The ids of `text`. With `special`, names of special tokens within it (a chat template's) become these."""
+        return self._encode(text, special=special, add=False)
+
+    def encode_prompt(self, text: str) -> Int[np.ndarray, "length"]:
+        """What transformers' `tokenizer(text)` gives: names of special tokens become these, and the file adds its own.
+
+        Whether a text begins with bos is told by the post-processor in tokenizer.json.
+        """
+        return self._encode(text, special=True, add=True)
+
+    def _encode(self, text: str, *, special: bool, add: bool) -> Int[np.ndarray, "length"]:
         _utf8(text)
         self._inner.encode_special_tokens = not special
         try:
-            return np.asarray(self._inner.encode(text, add_special_tokens=False).ids, np.int32)
+            return np.asarray(self._inner.encode(text, add_special_tokens=add).ids, np.int32)
         finally:
             self._inner.encode_special_tokens = True
 
@@ -151,47 +165,61 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) 
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
-    """Open `"bytes"`, the path of a `tokenizer.json`, or a directory that holds one (or a saved `ByteTokenizer`)."""
+    """Open `"bytes"`, the path of a `tokenizer.json`, or a directory that holds one (or a saved `ByteTokenizer`).
+
+    Raises DataError for files that are not as they should be, ConversionError for links that lead out of the directory.
+    """
     if str(spec) == "bytes":
         return ByteTokenizer()
     path = Path(spec)
     remedy = "give 'bytes', a tokenizer.json or its directory"
     check(path.exists(), f"tokenizer={str(spec)!r} does not exist: {remedy}.", DataError)
-    folder = path if path.is_dir() else path.parent
-    settings = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
+    folder = Directory(path if path.is_dir() else path.parent)
+    settings, older = (_read_json(folder, name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
     if path.is_dir():
         if settings.get("tokenizer_class") == "ByteTokenizer":
             return ByteTokenizer()
-        path = path / "tokenizer.json"
-        check(path.exists(), f"tokenizer={str(spec)!r} holds no tokenizer.json.", DataError)
-    return _load_json_tokenizer(path, settings)
+        check(folder.has("tokenizer.json"), f"tokenizer={str(spec)!r} holds no tokenizer.json.", DataError)
+        path = folder.file("tokenizer.json")
+    return _load_json_tokenizer(path, special_tokens(settings, older))
 
 
-def _load_json_tokenizer(path: Path, settings: dict[str, Any]) -> JsonTokenizer:
+def _load_json_tokenizer(path: Path, named: Mapping[str, str | None]) -> JsonTokenizer:
     try:
         from tokenizers import Tokenizer as Inner
     except ImportError as error:
         raise need_extra("tokenizers", "train") from error
-    try:
+    size = path.stat().st_size
+    check(size <= FILE_BYTES, f"tokenizer={str(path)!r} has {size:,} bytes, more than {FILE_BYTES:,}.", DataError)
+    with _as_data_error(path):
         inner = Inner.from_str(path.read_text("utf-8"))
-    except Exception as error:  # the package raises bare Exceptions
-        raise DataError(
-            f"tokenizer={str(path)!r} is not a tokenizer.json that `tokenizers` can read: {error}"
-        ) from error
+        inner.encode("a", add_special_tokens=True)  # a post-processor that names unknown tokens fails here only
     return JsonTokenizer(
         inner,
-        bos=_special(settings, "bos_token", BOS_NAMES, inner.token_to_id),
-        eos=_special(settings, "eos_token", EOS_NAMES, inner.token_to_id),
+        bos=_special(named, "bos_token", BOS_NAMES, inner.token_to_id),
+        eos=_special(named, "eos_token", EOS_NAMES, inner.token_to_id),
     )
 
 
+@contextlib.contextmanager
+def _as_data_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        # the package raises bare Exceptions, and PanicException, which is none
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(
+            f"tokenizer={str(path)!r} is not a tokenizer.json that `tokenizers` can read: {str(error)[:200]}"
+        ) from error
+
+
 def _special(
-    settings: dict[str, Any], field: str, names: Sequence[str], find: Callable[[str], int | None]
+    named: Mapping[str, str | None], field: str, names: Sequence[str], find: Callable[[str], int | None]
 ) -> str | None:
-    """The token that the files beside tokenizer.json name (null means none), or else the first common name."""
-    if field in settings:
-        named = settings[field]
-        return named.get("content") if isinstance(named, dict) else named
+    """The token that the files beside tokenizer.json name (None means none), or else the first common name."""
+    if field in named:
+        return named[field]
     return next((name for name in names if find(name) is not None), None)
 
 
@@ -247,13 +275,16 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     write_atomically(path, json.dumps(content, indent=2).encode())
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
+def _read_json(folder: Directory, name: str) -> dict[str, Any]:
+    if not folder.has(name):
         return {}
+    path = folder.file(name)
+    size = path.stat().st_size
+    check(size <= CONFIG_BYTES, f"{path} has {size:,} bytes: more than {CONFIG_BYTES:,} are no settings.", DataError)
     try:
         content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise DataError(f"{path} is not valid JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not valid JSON: {str(error)[:200]}") from error
     check(isinstance(content, dict), f"{path} must hold a JSON object.", DataError)
     return content
 

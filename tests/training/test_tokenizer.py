@@ -3,12 +3,13 @@
 import itertools
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from eqx_decoders.errors import ConfigError, DataError
+from eqx_decoders.errors import ConfigError, ConversionError, DataError
 from eqx_decoders.training.tokenizer import (
     ByteTokenizer,
     JsonTokenizer,
@@ -212,3 +213,92 @@ def test_stream_with_byte_fallback():
     pieces = [stream.push(one) for one in tokenizer.encode(text)]
     assert "".join(pieces) == text == tokenizer.decode(tokenizer.encode(text))
     assert not any("\ufffd" in piece for piece in pieces)
+
+
+# --- directories from elsewhere ---------------------------------------------------------------------------------------
+
+PUBLISHED = Path(__file__).parents[1] / "fixtures" / "chat_llama"
+
+
+def published(folder: Path, name: str = "tokenizer.json", **edit) -> Path:
+    """A copy of a published tokenizer with changed keys in one of its files; Ellipsis removes one."""
+    for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        content = json.loads((PUBLISHED / file).read_text()) | (edit if file == name else {})
+        (folder / file).write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+    return folder
+
+
+def test_a_published_tokenizer_encodes_as_in_transformers():
+    tokenizer = load_tokenizer(PUBLISHED)
+    assert isinstance(tokenizer, JsonTokenizer) and (tokenizer.bos_id, tokenizer.eos_id) == (256, 257)
+    texts = json.loads((PUBLISHED / "rendered.json").read_text())["texts"]
+    assert len(texts) > 5
+    for one in texts:
+        assert tokenizer.encode(one["text"], special=True).tolist() == one["ids"]
+        assert tokenizer.encode_prompt(one["text"]).tolist() == one["ids_with_special"]
+        assert tokenizer.decode(one["ids_with_special"]) == one["decoded_without_special"]
+    assert 258 not in tokenizer.encode("<|user|>"), "the choice must not stick"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
+def test_links_that_lead_out_are_refused(tmp_path, name):
+    (tmp_path / "model").mkdir()
+    folder = published(tmp_path / "model")
+    (folder / name).rename(tmp_path / "outside")
+    (folder / name).symlink_to(tmp_path / "outside")
+    with pytest.raises(ConversionError, match=f"{name} leads out of its directory"):
+        load_tokenizer(folder)
+
+
+def test_links_within_are_read(tmp_path):
+    folder = published(tmp_path)
+    (folder / "tokenizer.json").rename(folder / "other.json")
+    (folder / "tokenizer.json").symlink_to("other.json")
+    assert load_tokenizer(folder).eos_id == 257
+
+
+def test_the_links_of_a_downloaded_repository_are_read(tmp_path):
+    repository = tmp_path / "models--org--name"
+    for part in ("blobs", "snapshots/abc"):
+        (repository / part).mkdir(parents=True)
+    published(repository / "blobs")
+    for file in (repository / "blobs").iterdir():
+        (repository / "snapshots/abc" / file.name).symlink_to(f"../../blobs/{file.name}")
+    assert load_tokenizer(repository / "snapshots/abc").eos_id == 257
+
+
+@pytest.mark.parametrize(
+    "name, edit",
+    [
+        ("tokenizer.json", {"model": ...}),
+        ("tokenizer.json", {"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}),
+        ("tokenizer.json", {"added_tokens": 3}),
+        ("tokenizer.json", {"version": "9"}),
+        # names a token that it does not list: the package panics when it encodes
+        (
+            "tokenizer.json",
+            {
+                "post_processor": {
+                    "type": "TemplateProcessing",
+                    "single": [{"SpecialToken": {"id": "x", "type_id": 0}}],
+                    "pair": [],
+                    "special_tokens": {},
+                }
+            },
+        ),
+        ("tokenizer_config.json", {"eos_token": "<gone>"}),
+        ("tokenizer_config.json", {"eos_token": ["<|end|>"]}),
+        ("tokenizer_config.json", {"eos_token": {"content": 3}}),
+    ],
+)
+def test_malformed_directories_give_a_sentence(tmp_path, name, edit):
+    with pytest.raises((DataError, ConversionError), match=r"not a tokenizer.json that|not in the vocabulary|a text"):
+        load_tokenizer(published(tmp_path, name, **edit))
+
+
+@pytest.mark.parametrize("content", ["", "[" * 100_000, '{"a": 1', b"\xff", " " * 10_000_001])
+def test_settings_that_are_no_json_give_a_sentence(tmp_path, content):
+    published(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DataError, match=r"tokenizer_config.json (is not valid JSON|has 10,000,001 bytes)"):
+        load_tokenizer(tmp_path)

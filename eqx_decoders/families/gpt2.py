@@ -1,0 +1,157 @@
+"""GPT-2 (Radford et al. 2019): LayerNorm with bias, learned positions, fused QKV, biases everywhere, tied head."""
+
+import dataclasses
+from typing import Any
+
+from eqx_decoders.block import BlockConfig
+from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.errors import ConversionError
+from eqx_decoders.families.hf import ACTIVATIONS, Family, Fields, Weight, activation_name
+from eqx_decoders.families.shape import Shape, attentions
+from eqx_decoders.layers.embedding import LearnedPositions
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.norm import LayerNormConfig
+
+
+def gpt2(
+    shape: Shape, *, max_positions: int = 1024, scaled: bool = True, scaled_by_layer: bool = False
+) -> DecoderConfig:
+    """A decoder of GPT-2 blocks.
+
+    **Arguments:**
+
+    - `max_positions`: rows of the table of positions.
+    - `scaled`: whether scores are divided by the root of `head_dim`.
+    - `scaled_by_layer`: whether those of layer i, counted from 1, are also divided by i.
+    """
+    norm = LayerNormConfig(eps=shape.eps)
+    base = shape.head_dim**-0.5 if scaled else 1.0
+
+    mixer = shape.attention(
+        rope=None, qkv_bias=True, out_bias=True, fused_qkv=True, query_scale=None if scaled else 1.0
+    )
+    mlp = shape.mlp(gated=False, bias=True)
+    block = BlockConfig(mixer=mixer, mlp=mlp, pre_mixer_norm=norm, pre_mlp_norm=norm)
+    config = shape.decoder(lambda _: block, norm, positions=LearnedPositions(max_positions=max_positions))
+    if not scaled_by_layer:
+        return config
+    scales = [base / index for index in range(1, shape.num_layers + 1)]
+    mixers = [dataclasses.replace(mixer, query_scale=scale) for scale in scales]
+    return dataclasses.replace(config, blocks=tuple(dataclasses.replace(block, mixer=each) for each in mixers))
+
+
+def _read(fields: Fields) -> DecoderConfig:
+    for ours, theirs in _RENAMED.items():
+        fields.rename(theirs, ours)
+    embed, heads = fields.integer("n_embd", 768), fields.integer("n_head", 12)
+    if embed % heads:
+        raise fields.error(f"n_embd={embed} must be a multiple of n_head={heads}.")
+    shape = Shape(
+        vocab_size=fields.integer("vocab_size", 50_257),
+        embed_dim=embed,
+        num_layers=fields.layers("n_layer", 12),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=embed // heads,
+        mlp_dim=fields.integer("n_inner", 4 * embed),
+        eps=fields.number("layer_norm_epsilon", 1e-5),
+        tied=fields.flag("tie_word_embeddings", True),
+        activation=fields.word("activation_function", ACTIVATIONS, "gelu_new"),
+        init_std=fields.number("initializer_range", 0.02),
+    )
+    return gpt2(
+        shape,
+        max_positions=fields.integer("n_positions", 1024),
+        scaled=fields.flag("scale_attn_weights", True),
+        scaled_by_layer=fields.flag("scale_attn_by_inverse_layer_idx", False),
+    )
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    mixers, mlp, norm = attentions(config), config.blocks[0].mlp, config.final_norm
+    if not isinstance(mlp, MLPConfig) or norm is None or not isinstance(config.positions, LearnedPositions):
+        raise ConversionError("DecoderConfig.positions must be learned, and blocks[0].mlp and final_norm be there.")
+    scales = [mixer.query_scale for mixer in mixers]
+    first = scales[0] if scales[0] is not None else mixers[0].head_dim ** -0.5
+    gelu = mlp.activation == "gelu_tanh"
+    return {
+        "vocab_size": config.vocab_size,
+        "n_positions": config.positions.max_positions,
+        "n_embd": config.embed_dim,
+        "n_layer": len(config.blocks),
+        "n_head": mixers[0].num_heads,
+        "n_inner": mlp.mlp_dim,
+        "activation_function": "gelu_new" if gelu else activation_name(mlp.activation),
+        "layer_norm_epsilon": norm.eps,
+        "initializer_range": config.init_std,
+        "scale_attn_weights": first != 1.0,
+        "scale_attn_by_inverse_layer_idx": len(set(scales)) > 1,
+        "tie_word_embeddings": config.tied,
+    }
+
+
+_RENAMED = {
+    "n_embd": "hidden_size",
+    "n_positions": "max_position_embeddings",
+    "n_head": "num_attention_heads",
+    "n_layer": "num_hidden_layers",
+}
+_SUMMARY = ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
+_LAYER = "transformer.h.{layer}."
+WEIGHTS = (
+    Weight("transformer.wte.weight", "embedding.table", "vocab embed -> vocab embed"),
+    Weight("transformer.wpe.weight", "positions.table", "positions embed -> positions embed"),
+    Weight(_LAYER + "ln_1.weight", "pre_mixer_norm.scale", "norm -> norm"),
+    Weight(_LAYER + "ln_1.bias", "pre_mixer_norm.bias", "norm -> norm"),
+    Weight(_LAYER + "attn.c_attn.weight", "mixer.qkv", "embed (qkv_heads head_dim) -> embed qkv_heads head_dim"),
+    Weight(_LAYER + "attn.c_attn.bias", "mixer.qkv_bias", "(qkv_heads head_dim) -> qkv_heads head_dim"),
+    Weight(_LAYER + "attn.c_proj.weight", "mixer.out", "(heads head_dim) embed -> heads head_dim embed"),
+    Weight(_LAYER + "attn.c_proj.bias", "mixer.out_bias", "embed -> embed"),
+    Weight(_LAYER + "ln_2.weight", "pre_mlp_norm.scale", "norm -> norm"),
+    Weight(_LAYER + "ln_2.bias", "pre_mlp_norm.bias", "norm -> norm"),
+    Weight(_LAYER + "mlp.c_fc.weight", "mlp.up", "embed mlp -> embed mlp"),
+    Weight(_LAYER + "mlp.c_fc.bias", "mlp.up_bias", "mlp -> mlp"),
+    Weight(_LAYER + "mlp.c_proj.weight", "mlp.down", "mlp embed -> mlp embed"),
+    Weight(_LAYER + "mlp.c_proj.bias", "mlp.down_bias", "embed -> embed"),
+    Weight("transformer.ln_f.weight", "final_norm.scale", "norm -> norm"),
+    Weight("transformer.ln_f.bias", "final_norm.bias", "norm -> norm"),
+    Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
+)
+FAMILY = Family(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    read=_read,
+    write=_write,
+    weights=WEIGHTS,
+    prefix="transformer.",
+    ignored=r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",  # the causal mask, which old files store
+    harmless={
+        **dict.fromkeys((f"summary_{key}" for key in _SUMMARY), "for a classification head"),
+        "n_ctx": "an older name of n_positions",
+        "reorder_and_upcast_attn": "scores and softmax are in float32 here anyway",
+    },
+)
+
+
+def _gpt2(embed_dim: int, num_layers: int, num_heads: int) -> DecoderConfig:
+    shape = Shape(
+        vocab_size=50_257,
+        embed_dim=embed_dim,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=64,
+        mlp_dim=4 * embed_dim,
+        eps=1e-5,
+        tied=True,
+        activation="gelu_tanh",
+    )
+    return gpt2(shape)
+
+
+MODELS = {
+    "gpt2": lambda: _gpt2(768, 12, 12),
+    "gpt2-medium": lambda: _gpt2(1024, 24, 16),
+    "gpt2-large": lambda: _gpt2(1280, 36, 20),
+    "gpt2-xl": lambda: _gpt2(1600, 48, 25),
+}

@@ -1,0 +1,150 @@
+"""Learning to initialise a Llama (MaxText's LLAMA2LTI): its attention kernels are learned maps of a frozen teacher's.
+
+```python
+config = llama_lti(student, teacher_heads=32, teacher_kv_heads=8, teacher_head_dim=128)
+model = with_teacher(ed.init(config, key=key), teacher)
+...  # train: the maps and all else move, the teacher's kernels do not
+llama = materialise(model)  # a plain Llama
+```
+"""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from eqx_decoders.block import Block, BlockConfig
+from eqx_decoders.decoder import Decoder, DecoderConfig
+from eqx_decoders.errors import ConfigError, check
+from eqx_decoders.layers.attention import Attention, AttentionConfig
+from eqx_decoders.layers.learned_init import LearnedInit, LearnedInitConfig, kernels_of
+from eqx_decoders.layout import Layout
+from eqx_decoders.numerics import low_rank_weights
+from eqx_decoders.stack import Segment, segments
+
+
+_SIZES = {"num_heads": "teacher_heads", "num_kv_heads": "teacher_kv_heads", "head_dim": "teacher_head_dim"}
+
+
+def llama_lti(
+    config: DecoderConfig, *, teacher_heads: int, teacher_kv_heads: int, teacher_head_dim: int, general: bool = False
+) -> DecoderConfig:
+    """A Llama whose attention kernels are computed from a teacher's of the same `embed_dim` (`LearnedInitConfig`).
+
+    **Arguments:**
+
+    - `config`: the student; each of its blocks has attention with separate projections, else ConfigError.
+    - `teacher_heads`, `teacher_kv_heads`, `teacher_head_dim`: sizes of the teacher's attention.
+    - `general`: whether one map acts on heads and features together.
+    """
+
+    def wrapped(block: BlockConfig) -> BlockConfig:
+        if not isinstance(block.mixer, AttentionConfig):
+            raise ConfigError(f"llama_lti: mixer={block.mixer!r} must be an AttentionConfig in every block.")
+        learned = LearnedInitConfig(
+            attention=block.mixer,
+            teacher_heads=teacher_heads,
+            teacher_kv_heads=teacher_kv_heads,
+            teacher_head_dim=teacher_head_dim,
+            general=general,
+        )
+        return dataclasses.replace(block, mixer=learned)
+
+    return dataclasses.replace(config, blocks=tuple(map(wrapped, config.blocks)))
+
+
+def with_teacher(model: Decoder, teacher: Decoder) -> Decoder:
+    """The model with copies of the attention kernels of `teacher`, on the model's devices and in its dtype.
+
+    The teacher is a Llama with the same `embed_dim` and layers, and heads as the model's configuration says; else
+    ConfigError. What lies outside the attention is not copied.
+    """
+    one, other = model.config, teacher.config
+    check(
+        any(isinstance(block.mixer, LearnedInitConfig) for block in one.blocks),
+        "with_teacher: no mixer of the model is a LearnedInitConfig. Make its configuration with llama_lti.",
+    )
+    check(
+        one.embed_dim == other.embed_dim,
+        f"with_teacher: the teacher's embed_dim={other.embed_dim} must be the model's, {one.embed_dim}.",
+    )
+    check(
+        _cut(one) == _cut(other),
+        f"with_teacher: the teacher's runs of equal layers, (blocks, repeats)={_cut(other)}, must be the model's, "
+        f"{_cut(one)}. Choose a teacher with as many layers, alike where the model's are alike.",
+    )
+    taught = tuple(
+        Segment(unit=tuple(map(_taught, segment.unit, source.unit)), repeats=segment.repeats)
+        for segment, source in zip(model.segments, teacher.segments, strict=True)
+    )
+    return dataclasses.replace(model, segments=taught).place(model.execution.layout)
+
+
+def materialise(model: Decoder) -> Decoder:
+    """A plain Llama with the kernels that `model` computes: equal logits up to rounding, on the same layout.
+
+    What lies outside the attention is shared, not copied. Where blocks with and without a teacher would become equal
+    neighbours, and so one stack of weights, ConfigError.
+    """
+    config = dataclasses.replace(model.config, blocks=tuple(map(_plain, model.config.blocks)))
+    check(
+        _cut(config) == _cut(model.config),
+        "materialise: some blocks differ in their teachers alone, and their weights are not stacked together. "
+        "Give all blocks of one shape the same LearnedInitConfig, as llama_lti does.",
+    )
+    layout = model.execution.layout
+    computed = tuple(
+        Segment(unit=tuple(_materialised(block, layout) for block in segment.unit), repeats=segment.repeats)
+        for segment in model.segments
+    )
+    return dataclasses.replace(model, config=config, segments=computed).place(layout)
+
+
+def _cut(config: DecoderConfig) -> tuple[tuple[int, int], ...]:
+    return tuple((len(unit), repeats) for unit, repeats in segments(config.blocks))
+
+
+def _plain(block: BlockConfig) -> BlockConfig:
+    if not isinstance(block.mixer, LearnedInitConfig):
+        return block
+    return dataclasses.replace(block, mixer=block.mixer.attention)
+
+
+def _materialised(block: Block, layout: Layout) -> Block:
+    """A stacked block with plain attention, whose kernels have the dtype of the maps."""
+    if not isinstance(block.mixer, LearnedInit):
+        return block
+    return dataclasses.replace(block, mixer=_compute(block.mixer, layout), config=_plain(block.config))
+
+
+@eqx.filter_jit
+def _compute(mixer: LearnedInit, layout: Layout) -> Attention:
+    dtype = jax.tree.leaves(mixer.maps)[0].dtype
+    attention = eqx.filter_vmap(lambda layer: layer.materialised(layout))(mixer)
+    return eqx.tree_at(kernels_of, attention, tuple(kernel.astype(dtype) for kernel in kernels_of(attention)))
+
+
+def _taught(block: Block, source: Block) -> Block:
+    """A stacked block with the teacher's kernels; one without a teacher as it is."""
+    if not isinstance(block.mixer, LearnedInit):
+        return block
+    return dataclasses.replace(block, mixer=_with_kernels(block.mixer, source))
+
+
+def _with_kernels(mixer: LearnedInit, source: Block) -> LearnedInit:
+    given = source.mixer
+    check(not low_rank_weights(source), "with_teacher: the teacher has low-rank pairs. Call merge_lora on it first.")
+    if not isinstance(given, Attention) or given.query is None or given.key is None or given.value is None:
+        raise ConfigError(
+            f"with_teacher: the teacher's mixer={source.config.mixer!r} must be an AttentionConfig with "
+            "fused_qkv=False and shared_kv=False."
+        )
+    for field, wanted in _SIZES.items():
+        has, needs = getattr(given.config, field), getattr(mixer.config, wanted)
+        check(has == needs, f"with_teacher: the teacher's {field}={has} must be LearnedInitConfig.{wanted}={needs}.")
+
+    # copies: a training step gives the student's buffers away, and the teacher may be needed further
+    pairs = zip(kernels_of(given), kernels_of(mixer.teacher), strict=True)
+    copies = tuple(jnp.array(new, old.dtype, copy=True) for new, old in pairs)
+    return eqx.tree_at(lambda m: kernels_of(m.teacher), mixer, copies)

@@ -1,0 +1,192 @@
+"""The sizes that all families of this kind share, and the parts of a configuration that follow from them."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from eqx_decoders.block import BlockConfig
+from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.errors import ConversionError
+from eqx_decoders.families.hf import ACTIVATIONS, Fields, Weight, activation_name
+from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.norm import NormConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of a decoder whose layers all have the same; `eps` is that of its norms."""
+
+    vocab_size: int
+    embed_dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    eps: float = 1e-6
+    tied: bool = False
+    activation: str = "silu"
+    init_std: float = 0.02
+
+    def attention(self, **options: Any) -> AttentionConfig:
+        """Attention of these sizes."""
+        heads = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        return AttentionConfig(**heads, **options)
+
+    def mlp(self, **options: Any) -> MLPConfig:
+        """An MLP of these sizes."""
+        return MLPConfig(mlp_dim=self.mlp_dim, activation=self.activation, **options)
+
+    def decoder(
+        self, block: Callable[[Mask], BlockConfig], final_norm: NormConfig, masks: tuple[Mask, ...] = (), **options: Any
+    ) -> DecoderConfig:
+        """A decoder of these sizes. `block(mask)` is a layer with that mask; without `masks` all are causal."""
+        masks = masks or (Causal(),) * self.num_layers
+        made = {mask: block(mask) for mask in dict.fromkeys(masks)}
+        return DecoderConfig(
+            vocab_size=self.vocab_size,
+            embed_dim=self.embed_dim,
+            blocks=tuple(made[mask] for mask in masks),
+            final_norm=final_norm,
+            tied=self.tied,
+            init_std=self.init_std,
+            **options,
+        )
+
+
+def read_shape(
+    fields: Fields,
+    *,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    eps: float = 1e-6,
+    tied: bool = False,
+    activation: str = "hidden_act",
+    default_activation: str = "silu",
+) -> Shape:
+    """The sizes in a `config.json`; the arguments are what transformers takes where a key is missing.
+
+    `num_kv_heads` and `head_dim` of None are the number of heads and `hidden_size / num_attention_heads`; `activation`
+    is the key that names the activation.
+    """
+    heads, embed = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+    kv_heads = fields.integer("num_key_value_heads", num_kv_heads or heads, null=heads)
+    width = fields.integer("head_dim", head_dim)
+    if width is None:
+        if embed % heads:
+            raise fields.error(
+                f"hidden_size={embed} must be a multiple of num_attention_heads={heads}, or head_dim given."
+            )
+        width = embed // heads
+    return Shape(
+        vocab_size=fields.integer("vocab_size"),
+        embed_dim=embed,
+        num_layers=fields.layers("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=width,
+        mlp_dim=fields.integer("intermediate_size"),
+        eps=fields.number("rms_norm_eps", eps),
+        tied=fields.flag("tie_word_embeddings", tied),
+        activation=fields.word(activation, ACTIVATIONS, default_activation),
+        init_std=fields.number("initializer_range", 0.02),
+    )
+
+
+def write_shape(config: DecoderConfig, *, activation: str = "hidden_act") -> dict[str, Any]:
+    """The keys that `read_shape` reads."""
+    mixer, mlp, norm = attentions(config)[0], config.blocks[0].mlp, config.final_norm
+    if not isinstance(mlp, MLPConfig) or norm is None:
+        raise ConversionError(f"DecoderConfig.blocks[0].mlp={mlp!r} and final_norm={norm!r} must both be there.")
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.embed_dim,
+        "intermediate_size": mlp.mlp_dim,
+        "num_hidden_layers": len(config.blocks),
+        "num_attention_heads": mixer.num_heads,
+        "num_key_value_heads": mixer.num_kv_heads,
+        "head_dim": mixer.head_dim,
+        activation: activation_name(mlp.activation),
+        "rms_norm_eps": norm.eps,
+        "tie_word_embeddings": config.tied,
+        "initializer_range": config.init_std,
+    }
+
+
+def attentions(config: DecoderConfig) -> tuple[AttentionConfig, ...]:
+    """The attention of every layer; ConversionError where there is another mixer."""
+    mixers = tuple(block.mixer for block in config.blocks)
+    for index, mixer in enumerate(mixers):
+        if not isinstance(mixer, AttentionConfig):
+            raise ConversionError(f"DecoderConfig.blocks[{index}].mixer={mixer!r} must be an AttentionConfig.")
+    return mixers  # pyright: ignore[reportReturnType] - checked above
+
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def read_masks(fields: Fields, layers: int, window: int | None, default: Callable[[int], bool]) -> tuple[Mask, ...]:
+    """The mask of each layer, from `layer_types` or, where there is none, from `default(i)`: whether i has a window."""
+    types = fields.words("layer_types", LAYER_TYPES, layers)
+    slides = [default(index) if types is None else types[index] == "sliding_attention" for index in range(layers)]
+    if any(slides) and window is None:
+        raise fields.error("layer_types has sliding_attention, but sliding_window is null or off: give the window.")
+    local = Causal() if window is None else SlidingWindow(window)
+    return tuple(local if slide else Causal() for slide in slides)
+
+
+def write_masks(config: DecoderConfig) -> dict[str, Any]:
+    """`layer_types`, and the one `sliding_window` that they share (None without)."""
+    masks = [mixer.mask for mixer in attentions(config)]
+    sizes = {mask.size for mask in masks if isinstance(mask, SlidingWindow)}
+    types = [LAYER_TYPES[isinstance(mask, SlidingWindow)] for mask in masks]
+    return {"layer_types": types, "sliding_window": max(sizes, default=None)}
+
+
+# The rows that most tables share.
+ENDS = (
+    Weight("model.embed_tokens.weight", "embedding.table", "vocab embed -> vocab embed"),
+    Weight("model.norm.weight", "final_norm.scale", "norm -> norm"),
+    Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
+)
+_ATTENTION = "model.layers.{layer}.self_attn."
+ATTENTION = (
+    Weight(_ATTENTION + "q_proj.weight", "mixer.query", "(heads head_dim) embed -> embed heads head_dim"),
+    Weight(_ATTENTION + "q_proj.bias", "mixer.query_bias", "(heads head_dim) -> heads head_dim"),
+    Weight(_ATTENTION + "k_proj.weight", "mixer.key", "(kv_heads head_dim) embed -> embed kv_heads head_dim"),
+    Weight(_ATTENTION + "k_proj.bias", "mixer.key_bias", "(kv_heads head_dim) -> kv_heads head_dim"),
+    Weight(_ATTENTION + "v_proj.weight", "mixer.value", "(kv_heads head_dim) embed -> embed kv_heads head_dim"),
+    Weight(_ATTENTION + "v_proj.bias", "mixer.value_bias", "(kv_heads head_dim) -> kv_heads head_dim"),
+    Weight(_ATTENTION + "o_proj.weight", "mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
+    Weight(_ATTENTION + "o_proj.bias", "mixer.out_bias", "embed -> embed"),
+    Weight(_ATTENTION + "q_norm.weight", "mixer.query_norm.scale", "norm -> norm"),
+    Weight(_ATTENTION + "k_norm.weight", "mixer.key_norm.scale", "norm -> norm"),
+)
+_MLP = "model.layers.{layer}.mlp."
+GATED_MLP = (
+    Weight(_MLP + "gate_proj.weight", "mlp.gate", "mlp embed -> embed mlp"),
+    Weight(_MLP + "gate_proj.bias", "mlp.gate_bias", "mlp -> mlp"),
+    Weight(_MLP + "up_proj.weight", "mlp.up", "mlp embed -> embed mlp"),
+    Weight(_MLP + "up_proj.bias", "mlp.up_bias", "mlp -> mlp"),
+    Weight(_MLP + "down_proj.weight", "mlp.down", "embed mlp -> mlp embed"),
+    Weight(_MLP + "down_proj.bias", "mlp.down_bias", "embed -> embed"),
+)
+
+
+def norms(**names: str) -> tuple[Weight, ...]:
+    """Rows for the norms of a block: `pre_mixer_norm="input_layernorm"`."""
+    return tuple(
+        Weight(f"model.layers.{{layer}}.{name}.weight", f"{path}.scale", "norm -> norm") for path, name in names.items()
+    )
+
+
+PRE_NORMS = norms(pre_mixer_norm="input_layernorm", pre_mlp_norm="post_attention_layernorm")
+SANDWICH_NORMS = norms(
+    pre_mixer_norm="input_layernorm",
+    post_mixer_norm="post_attention_layernorm",
+    pre_mlp_norm="pre_feedforward_layernorm",
+    post_mlp_norm="post_feedforward_layernorm",
+)
+LLAMA_WEIGHTS = ENDS + ATTENTION + GATED_MLP + PRE_NORMS

@@ -1,0 +1,196 @@
+"""A directory that came from elsewhere, read as data: JSON and safetensors files inside of it, and nothing else."""
+
+import dataclasses
+import json
+import math
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eqx_decoders.errors import ConversionError, check, need_extra
+
+
+CONFIG_BYTES = 10_000_000
+INDEX_BYTES = 200_000_000
+MAPPED_BYTES = 64_000_000
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+# Files that carry weights in a form that runs code when it is read.
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h5")
+
+
+class Directory:
+    """The files of a checkpoint. Every name must be that of a regular file inside: links that lead out are refused."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        there = exists(self.path)
+        check(there, f"{str(path)[:200]} does not exist: give the directory of a checkpoint.", ConversionError)
+        check(self.path.is_dir(), f"{self.path} is no directory: give the one that holds config.json.", ConversionError)
+        self._root = _allowed_root(self.path)
+
+    def has(self, name: str) -> bool:
+        """Whether there is something of this name."""
+        return (self.path / name).exists() or (self.path / name).is_symlink()
+
+    def file(self, name: str) -> Path:
+        """The path of the file `name`."""
+        plain = bool(re.fullmatch(r"[\w.+\-]+", name)) and name not in (".", "..")
+        check(
+            plain,
+            f"{name[:80]!r} is no plain file name: files of a checkpoint stand beside config.json.",
+            ConversionError,
+        )
+        path = self.path / name
+        check(self.has(name), f"{path} does not exist: the checkpoint is incomplete.", ConversionError)
+        real = path.resolve()
+        inside = real.is_relative_to(self._root)
+        check(inside, f"{path} leads out of its directory: copy the file itself there.", ConversionError)
+        regular = real.exists() and stat.S_ISREG(real.stat().st_mode)
+        check(regular, f"{path} is no regular file: replace it by one.", ConversionError)
+        return path
+
+    def json(self, name: str, limit: int = CONFIG_BYTES) -> dict[str, Any]:
+        """The JSON object in the file `name`."""
+        path = self.file(name)
+        size = path.stat().st_size
+        check(size <= limit, f"{path} has {size:,} bytes: more than {limit:,} are no settings.", ConversionError)
+        return parse_json(path.read_bytes(), str(path))
+
+
+def exists(path: Path) -> bool:
+    """Whether there is such a file or directory; what cannot be a path is none."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # too long, or with a NUL
+        return False
+
+
+def _allowed_root(path: Path) -> Path:
+    """The directory itself or, in huggingface_hub's cache, the repository whose `blobs` its links lead to."""
+    real = path.resolve()
+    in_cache = real.parent.name == "snapshots" and real.parents[1].name.startswith("models--")
+    return real.parents[1] if in_cache else real
+
+
+def parse_json(content: bytes, where: str) -> dict[str, Any]:
+    """A JSON object whose keys are all different."""
+
+    def unique(pairs):
+        found = dict(pairs)
+        check(
+            len(found) == len(pairs), f"{where}: a key stands twice in one object: keep one of them.", ConversionError
+        )
+        return found
+
+    try:
+        found = json.loads(content.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise ConversionError(f"{where} is no JSON that can be read: {str(error)[:200]}. Download it again.") from error
+    check(isinstance(found, dict), f"{where} must hold a JSON object, not {type(found).__name__}.", ConversionError)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """Where a tensor is, and what its file's header says of it."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def read(self, part: tuple[slice, ...]) -> np.ndarray:
+        """A part of the tensor, one slice for each dimension.
+
+        The file is mapped for some rows at a time: what has been read stays in memory until it is closed.
+        """
+        if not part:
+            with _opened(self.file) as file:
+                return file.get_tensor(self.name)
+        first, rest = range(*part[0].indices(self.shape[0])), part[1:]
+        step = max(1, MAPPED_BYTES // max(1, 8 * math.prod(self.shape[1:])))
+        pieces = []
+        for begin in range(first.start, first.stop, step):
+            with _opened(self.file) as file:
+                rows = slice(begin, min(begin + step, first.stop))
+                pieces.append(file.get_slice(self.name)[(rows, *rest)])
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def stored_tensors(directory: Directory, single: str = "model.safetensors") -> dict[str, Stored]:
+    """All tensors of a checkpoint by name, from the headers of `single` or of the files in `<single>.index.json`."""
+    found: dict[str, Stored] = {}
+    for file, names in _shards(directory, single).items():
+        here = _read_header(directory.file(file))
+        if names is not None and set(here) != names:
+            lacking, extra = sorted(names - set(here)), sorted(set(here) - names)
+            told = [f"lacks {', '.join(lacking[:5])}"] * bool(lacking) + [f"also holds {', '.join(extra[:5])}"] * bool(
+                extra
+            )
+            raise ConversionError(
+                f"{directory.path / file} {' and '.join(told)}: the index says otherwise. Download the files again."
+            )
+        found |= here
+    return found
+
+
+def _read_header(path: Path) -> dict[str, Stored]:
+    found = {}
+    with _opened(path) as file:
+        for name in file.keys():  # noqa: SIM118 - no dictionary
+            part = file.get_slice(name)
+            found[name] = Stored(path, name, tuple(part.get_shape()), part.get_dtype())
+    with path.open("rb") as file:  # of two tensors with one name the package takes the last
+        parse_json(file.read(int.from_bytes(file.read(8), "little")), f"{path}: the header")
+    return found
+
+
+def check_dtypes(tensors: Mapping[str, Stored]) -> None:
+    """Refuse tensors of integers and of eight bits: they are no weights, or quantised ones."""
+    for name, stored in tensors.items():
+        if stored.dtype not in FLOATS:
+            told = f"{stored.file}: {name} has the dtype {stored.dtype}"
+            raise ConversionError(f"{told}. Load a checkpoint in float32, bfloat16 or float16.")
+
+
+def _opened(path: Path) -> Any:
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise need_extra("safetensors", "hf") from error
+    try:
+        return safe_open(path, framework="np")
+    except Exception as error:  # the package raises its own kinds and OSError
+        raise ConversionError(f"{path} is no sound safetensors file: {str(error)[:200]}. Download it again.") from error
+
+
+def _shards(directory: Directory, single: str) -> dict[str, set[str] | None]:
+    """The files to read, each with the tensors that the index promises (None without an index)."""
+    index = f"{single}.index.json"
+    if directory.has(single) and not directory.has(index):
+        return {single: None}
+    if not directory.has(index):
+        pickles = sorted(path.name for pattern in _PICKLES for path in directory.path.glob(pattern))
+        told = (
+            f", and {pickles[0]} is not read: files of this kind can run code. Convert it to safetensors"
+            if pickles
+            else ""
+        )
+        raise ConversionError(f"{directory.path} has no {single}{told or ': download the weights, too'}.")
+    table = directory.json(index, INDEX_BYTES).get("weight_map")
+    good = isinstance(table, dict) and table and all(isinstance(file, str) for file in table.values())
+    check(bool(good), f"{directory.path / index}: weight_map must give a file name for every tensor.", ConversionError)
+    shards: dict[str, set[str]] = {}
+    for name, file in dict(table or {}).items():
+        if not re.fullmatch(r"[\w.\-]+\.safetensors", file):
+            raise ConversionError(
+                f"{directory.path / index}: weight_map sends {name[:80]!r} to {file[:80]!r}: it must be a .safetensors "
+                "file beside the index."
+            )
+        shards.setdefault(file, set()).add(name)
+    return dict(shards)

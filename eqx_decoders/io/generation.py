@@ -1,0 +1,92 @@
+"""`generation_config.json`: how the people who published a model have its tokens drawn, and where it stops."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eqx_decoders.errors import ConversionError, check
+from eqx_decoders.inference.sampling import Greedy, Sample, Sampler
+from eqx_decoders.io.directory import Directory
+
+
+TEMPERATURE, TOP_P = 0.7, 0.95  # where neither a person nor a file says anything
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationDefaults:
+    """What a file says; None where it says nothing.
+
+    **Arguments:**
+
+    - `stop_ids`: a text ends with any of these tokens.
+    - `do_sample`: False: always the most likely token.
+    - `temperature`, `top_k`, `top_p`, `min_p`: those of `Sample`.
+    """
+
+    stop_ids: tuple[int, ...] = ()
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def sampler(self, **given: int | float | None) -> Sampler:
+        """How tokens are drawn: `given` (temperature, top_k, top_p, min_p; None: not given), else the file, else ours.
+
+        A temperature of 0 is greedy, and so is `do_sample` = False in the file where nothing is given. Where neither
+        says anything, temperature 0.7 and top_p 0.95.
+        """
+        names = ("temperature", "top_k", "top_p", "min_p")
+        asked = {name: given[name] for name in names if given.get(name) is not None}
+        if self.do_sample is False and not asked:
+            return Greedy()
+        told = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        merged: dict[str, Any] = {**(told or {"temperature": TEMPERATURE, "top_p": TOP_P}), **asked}
+        if merged.get("temperature") == 0:
+            return Greedy()
+        return Sample(**merged)
+
+
+def read_generation(directory: str | Path) -> GenerationDefaults:
+    """The settings in a directory's `generation_config.json`; without one all are None.
+
+    0 for `top_k` and 1 for `top_p` are transformers' words for "off". Other keys have no effect here. Raises
+    ConversionError for values that are no settings.
+    """
+    folder, name = Directory(directory), "generation_config.json"
+    content = folder.json(name) if folder.has(name) else {}
+    where = f"{folder.path / name}"
+    flag = content.get("do_sample")
+    check(
+        flag is None or isinstance(flag, bool), f"{where}: do_sample={flag!r} must be true or false.", ConversionError
+    )
+    top_k = content.get("top_k")
+    whole = top_k is None or (isinstance(top_k, int) and not isinstance(top_k, bool) and 0 <= top_k < 1e9)
+    check(whole, f"{where}: top_k={str(top_k)[:60]} must be an integer of at least 0.", ConversionError)
+    top_p = _number(where, content, "top_p", most=1)
+    return GenerationDefaults(
+        stop_ids=token_ids(f"{where}: eos_token_id", content.get("eos_token_id")),
+        do_sample=flag,
+        temperature=_number(where, content, "temperature"),
+        top_k=top_k or None,
+        top_p=None if top_p in (0, 1) else top_p,
+        min_p=_number(where, content, "min_p", most=1) or None,
+    )
+
+
+def token_ids(where: str, value: Any) -> tuple[int, ...]:
+    """The ids in `eos_token_id`: none, one or a list. Negative ones, which some files have, stand for none."""
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    for one in values:
+        good = isinstance(one, int) and not isinstance(one, bool)
+        check(good, f"{where}={str(value)[:60]} must be a token id or a list of them.", ConversionError)
+    return tuple(one for one in values if one >= 0)
+
+
+def _number(where: str, content: Mapping[str, Any], key: str, most: int = 1_000_000_000) -> float | None:
+    value = content.get(key)
+    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most
+    rule = f"must be a number from 0 to {most:,}"
+    check(value is None or number, f"{where}: {key}={str(value)[:60]} {rule}.", ConversionError)
+    return None if value is None else float(value)

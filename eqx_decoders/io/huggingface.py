@@ -1,0 +1,439 @@
+"""Hugging Face directories, read and written: `config.json` and safetensors, without torch and without transformers.
+
+Each device's part of each weight is filled by itself, tensor by tensor, so that the host never holds more than the
+weights that live on it and one tensor.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from einops import rearrange
+from jax.experimental import multihost_utils
+from jax.typing import DTypeLike
+
+from eqx_decoders.axes import named_leaves
+from eqx_decoders.decoder import Decoder, DecoderConfig, Origin, abstract, count_parameters
+from eqx_decoders.errors import ConversionError, check, check_integer, check_word, need_extra
+from eqx_decoders.families import FAMILIES
+from eqx_decoders.families.hf import Bound, Family
+from eqx_decoders.io.directory import FLOATS, Directory, Stored, check_dtypes, exists, stored_tensors
+from eqx_decoders.layout import Layout
+from eqx_decoders.numerics import Precision
+
+
+MOST_LISTED = 500  # wrong tensors in an error message
+_HEAD = "lm_head.weight"
+_PIECE = 256 * 1024  # bytes of a tensor that are copied together
+_ALIGNMENT = 64  # bytes: JAX takes over a NumPy array that begins at a multiple of it without a copy
+
+# What a tokenizer may consist of; copied into an export, never interpreted here but for the .json files.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def read_config(directory: str | Path) -> tuple[DecoderConfig, Origin]:
+    """The configuration in a directory's `config.json`, and what an export of the model needs besides."""
+    config, origin, _ = _read_config(Directory(directory))
+    return config, origin
+
+
+def abstract_hf(
+    source: str | Path, dtype: DTypeLike | None = jnp.float32, layout: Layout | None = None, **options: Any
+) -> Decoder:
+    """`load_hf` as a tree of `jax.ShapeDtypeStruct` with shardings: reads no weights."""
+    return _target(resolve(source, options.pop("revision", None)), dtype, layout, options)[0]
+
+
+def load_hf(
+    source: str | Path,
+    dtype: DTypeLike | None = jnp.float32,
+    layout: Layout | None = None,
+    *,
+    revision: str | None = None,
+    **execution: Any,
+) -> Decoder:
+    """The model in a Hugging Face directory, each weight born on its devices.
+
+    **Arguments:**
+
+    - `source`: a directory with `config.json` and safetensors files, or the name of a repository, `"org/name"`, which
+        is downloaded (extra "hf").
+    - `dtype`: of weights and activations; None for that of the files.
+    - `layout`: where the weights live; None for one device.
+    - `revision`: branch, tag or commit of a repository.
+    - `execution`: further fields of `Execution`, such as `remat="full"`; `precision` wins over `dtype`.
+
+    Raises ConversionError, before any weight is loaded, where the directory is not a complete checkpoint of a known
+    family, or says anything that is not understood.
+    """
+    target, sources = _target(resolve(source, revision), dtype, layout, execution)
+    shapes, static = eqx.partition(target, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    names = iter(named_leaves(shapes))
+    arrays = jax.tree.map(lambda leaf: _load(leaf, *sources[next(names)]), shapes)
+    return eqx.combine(arrays, static)
+
+
+def _target(
+    directory: Directory, dtype: DTypeLike | None, layout: Layout | None, execution: dict[str, Any]
+) -> tuple[Decoder, dict[str, tuple[Bound, list[Stored]]]]:
+    """The model's shapes and, for the path of each weight, where it is."""
+    config, origin, family = _read_config(directory)
+    tensors = _meaningful(stored_tensors(directory), family)
+    check_dtypes(tensors)
+    if config.tied and _HEAD in tensors:
+        config = _untied(config, tensors, family)
+    if dtype is None:
+        dtype = max((FLOATS[stored.dtype] for stored in tensors.values()), key=lambda name: jnp.dtype(name).itemsize)
+    precision = execution.pop("precision", None) or Precision(params=dtype, compute=dtype)
+    target = abstract(config, layout=layout or Layout(), precision=precision, **execution)
+    target = dataclasses.replace(target, origin=origin)
+    bound = family.bind(target)
+    _compare(directory, tensors, bound)
+    return target, {path: (row, [tensors[name] for name in row.names]) for path, row in bound.items()}
+
+
+def _read_config(directory: Directory) -> tuple[DecoderConfig, Origin, Family]:
+    content = directory.json("config.json")
+    kind = content.get("model_type")
+    check(
+        isinstance(kind, str),
+        f"{directory.path}/config.json: model_type={kind!r} must name the family.",
+        ConversionError,
+    )
+    family = FAMILIES[check_word("config.json: model_type", str(kind)[:80], FAMILIES, ConversionError)]
+    config, settings = family.decode(content)
+    origin = Origin(family=family.model_type, settings=json.dumps(settings), directory=str(directory.path.absolute()))
+    return config, origin, family
+
+
+def _meaningful(tensors: dict[str, Stored], family: Family) -> dict[str, Stored]:
+    """Under their full names, without those that hold no information."""
+    if not any(name.startswith(family.prefix) for name in tensors):  # saved from the base model
+        tensors = {name if name == _HEAD else family.prefix + name: stored for name, stored in tensors.items()}
+    return {name: stored for name, stored in tensors.items() if not re.fullmatch(family.ignored, name)}
+
+
+def _untied(config: DecoderConfig, tensors: dict[str, Stored], family: Family) -> DecoderConfig:
+    """A head is stored beside a table that is said to be the head: it counts, unless it is the same."""
+    table = next(weight.name for weight in family.weights if weight.path == "embedding.table")
+    if table not in tensors:
+        tensors[table] = tensors.pop(_HEAD)
+        return config
+    one, other = tensors[table], tensors[_HEAD]
+    if one.shape == other.shape and np.array_equal(one.read((slice(None),)), other.read((slice(None),))):
+        del tensors[_HEAD]
+        return config
+    return dataclasses.replace(config, tied=False)
+
+
+def _compare(directory: Directory, tensors: Mapping[str, Stored], bound: Mapping[str, Bound]) -> None:
+    """Refuse a checkpoint whose tensors are not those of the model, and list them."""
+    wanted = {name: row.shape for row in bound.values() for name in row.names}
+    wrong = [f"{name} is missing" for name in sorted(wanted.keys() - tensors.keys())]
+    wrong += [f"{name} belongs to no weight" for name in sorted(tensors.keys() - wanted.keys())]
+    wrong += [
+        f"{name} has the shape {tensors[name].shape}, but {shape} follows from config.json"
+        for name, shape in wanted.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    more = [f"and {len(wrong) - MOST_LISTED} more"] * (len(wrong) > MOST_LISTED)
+    listed = "\n  ".join(wrong[:MOST_LISTED] + more)
+    rule = "The tensors must be those that config.json describes"
+    check(
+        not wrong, f"{directory.path}: {len(wrong)} tensors are not as expected. {rule}:\n  {listed}", ConversionError
+    )
+
+
+def _load(leaf: jax.ShapeDtypeStruct, row: Bound, tensors: list[Stored]) -> jax.Array:
+    """A weight on its devices, one device's part after another."""
+    sharding: Any = leaf.sharding
+    holders: dict[tuple[range, ...], list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+        whole = tuple(range(*cut.indices(size)) for cut, size in zip(index, leaf.shape, strict=True))
+        holders.setdefault(whole, []).append(device)
+    parts = []
+    for index, devices in holders.items():
+        block = _block(index, leaf.dtype, row, tensors)
+        parts += [jax.device_put(block, device) for device in devices]
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
+
+
+def _block(index: tuple[range, ...], dtype: np.dtype, row: Bound, tensors: list[Stored]) -> np.ndarray:
+    """The part `index` of a weight, from the parts of the tensors that hold it."""
+    block = _aligned(tuple(map(len, index)), dtype)
+    if not row.stacked:
+        _copy(block, _part(tensors[0], row, index))
+        return block
+    for place, layer in enumerate(index[0]):
+        _copy(block[place], _part(tensors[layer], row, index[1:]))
+    return block
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    begin = -raw.ctypes.data % _ALIGNMENT
+    return raw[begin : begin + size].view(dtype).reshape(shape)
+
+
+def _copy(target: np.ndarray, source: np.ndarray) -> None:
+    """`target[...] = source`, in pieces that fit a cache along the axis in which the source moves slowest.
+
+    A transposed copy as a whole misses the cache with every element, and takes five times as long.
+    """
+    axis = int(np.argmax(source.strides))
+    step = max(1, _PIECE // max(source.strides[axis], 1))
+    for begin in range(0, source.shape[axis], step):
+        piece = (slice(None),) * axis + (slice(begin, begin + step),)
+        target[piece] = source[piece]
+
+
+def _part(tensor: Stored, row: Bound, index: tuple[range, ...]) -> np.ndarray:
+    """The part `index` of one layer's weight: what can be cut out of the file is cut there, the rest afterwards."""
+    wanted = dict(zip(row.words, index, strict=True))
+    sizes, cuts = dict(row.sizes), []
+    for first, *rest in row.groups:
+        cut, inner = wanted.pop(first), math.prod(row.sizes[word] for word in rest)
+        cuts.append(slice(cut.start * inner, cut.stop * inner))
+        sizes[first] = len(cut)
+    x = tensor.read(tuple(cuts))
+    x = rearrange(x, row.pattern, **_given(row, sizes))
+    rest = {word: slice(cut.start, cut.stop) for word, cut in wanted.items()}
+    return x[tuple(rest.get(word, slice(None)) for word in row.words)]
+
+
+def _given(row: Bound, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The sizes that einops can't see: of the words that share a dimension."""
+    return {word: sizes[word] for group in row.groups if len(group) > 1 for word in group}
+
+
+# --- export -----------------------------------------------------------------------------------------------------------
+
+
+def save_hf(
+    model: Decoder,
+    directory: str | Path,
+    *,
+    dtype: DTypeLike | None = None,
+    shard_bytes: int = 5_000_000_000,
+    family: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    tokenizer: str | Path | None = None,
+) -> None:
+    """Write a directory that `from_pretrained` of transformers opens, and `load_hf`.
+
+    **Arguments:**
+
+    - `model`: of a known family; merge adapters first.
+    - `directory`: a new or empty one; it appears whole or not at all.
+    - `dtype`: of the tensors; None for that of the weights.
+    - `shard_bytes`: a larger model is cut into files of at most this size, with an index.
+    - `family`: a `model_type`; None for that of the model's origin or, without one, the first that can express it.
+    - `settings`: further keys of `config.json`, such as `eos_token_id` and `max_position_embeddings`.
+    - `tokenizer`: a directory whose tokenizer is copied; None for that of the origin.
+
+    Raises ConversionError where the family cannot express the model exactly. In a run of several processes all of them
+    must call it; the first one writes.
+    """
+    check_integer("save_hf: shard_bytes", shard_bytes)
+    folder = Path(directory)
+    free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    check(free, f"{folder} is not empty: give a new directory.", ConversionError)
+    kind, config = export_config(model, family)
+    bound = kind.bind(model)
+    origin = model.origin or Origin(family=kind.model_type)
+    # explicit nulls: the classes of transformers have token ids of their own as defaults
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = ids | json.loads(origin.settings) | config | dict(settings or {})
+    stored = jnp.dtype(dtype) if dtype is not None else named_leaves(model)["embedding.table"].dtype
+    config |= {"dtype": stored.name, "torch_dtype": stored.name}
+    writes = jax.process_index() == 0
+    partial = folder.with_name(f"{folder.name}.partial")
+    if writes:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    _write_tensors(partial, named_leaves(model), bound, stored, shard_bytes, writes)
+    if writes:
+        _write_json(partial / "config.json", config)
+        copy_tokenizer(origin.directory if tokenizer is None else tokenizer, partial)
+        if not (partial / "generation_config.json").exists():
+            known = {key: config[key] for key in ids if config[key] is not None}
+            _write_json(partial / "generation_config.json", known)
+        (partial / "README.md").write_text(_card(folder.name, model, kind, stored))
+        if folder.exists():
+            folder.rmdir()
+        os.replace(partial, folder)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("save_hf")
+
+
+def export_config(model: Decoder, family: str | None = None) -> tuple[Family, dict[str, Any]]:
+    """The family as which a model is exported, and its settings in `config.json`."""
+    adapted = [path for path in named_leaves(model) if path.endswith(".lora_a")]
+    check(not adapted, f"{adapted[:1]} is an adapter: call merge_lora first, or save_peft.", ConversionError)
+    if family is None and model.origin is not None:
+        family = model.origin.family
+    if family is not None:
+        kind = FAMILIES[check_word("save_hf: family", family, FAMILIES, ConversionError)]
+        return kind, kind.encode(model.config)
+    refusals = []
+    for kind in FAMILIES.values():
+        try:
+            return kind, kind.encode(model.config)
+        except ConversionError as error:
+            refusals.append(str(error))
+    raise ConversionError("No family of Hugging Face has this model.\n  " + "\n  ".join(refusals))
+
+
+def _write_tensors(
+    folder: Path,
+    leaves: Mapping[str, Any],
+    bound: Mapping[str, Bound],
+    dtype: np.dtype,
+    shard_bytes: int,
+    writes: bool,
+) -> None:
+    """Write all tensors, holding those of one file at a time."""
+    rows = [(name, path, place) for path, row in bound.items() for place, name in enumerate(row.names)]
+    shards: list[list[tuple[str, str, int]]] = [[]]
+    filled = 0
+    for name, path, place in rows:
+        size = math.prod(bound[path].shape) * dtype.itemsize
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append((name, path, place))
+        filled += size
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        one = len(shards) == 1
+        file = "model.safetensors" if one else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {name: _gather(leaves[path], bound[path], place, dtype) for name, path, place in shard}
+        index |= dict.fromkeys(tensors, file)
+        if writes:
+            _save_file(tensors, folder / file)
+    if writes and len(shards) > 1:
+        total = sum(math.prod(row.shape) * len(row.names) for row in bound.values()) * dtype.itemsize
+        _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
+
+
+def _gather(leaf: jax.Array, row: Bound, place: int, dtype: np.dtype) -> np.ndarray:
+    """One tensor of a checkpoint, on the host."""
+    x = leaf[place] if row.stacked else leaf
+    if not x.is_fully_addressable:
+        x = multihost_utils.process_allgather(x, tiled=True)
+    x = rearrange(np.asarray(x), row.backwards, **_given(row, row.sizes))
+    tensor = np.empty(x.shape, dtype)
+    _copy(tensor, x)
+    return tensor
+
+
+def _save_file(tensors: dict[str, np.ndarray], path: Path) -> None:
+    try:
+        from safetensors.numpy import save_file
+    except ImportError as error:
+        raise need_extra("safetensors", "hf") from error
+    save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 asks for this word
+
+
+def copy_tokenizer(source: str | Path | None, folder: Path) -> None:
+    """Copy the files of a tokenizer and the generation settings; nothing where there are none."""
+    if source is None or not Path(source).is_dir():
+        return
+    directory = Directory(source)
+    for name in (*TOKENIZER_FILES, "generation_config.json"):
+        if directory.has(name):
+            shutil.copyfile(directory.file(name), folder / name)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def _card(name: str, model: Decoder, family: Family, dtype: np.dtype) -> str:
+    config = model.config
+    rows = {
+        "architecture": family.architecture,
+        "weights": f"{count_parameters(config):,}, {dtype.name}",
+        "layers": len(config.blocks),
+        "features": config.embed_dim,
+        "vocabulary": config.vocab_size,
+    }
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- {family.model_type}
+- eqx_decoders
+---
+
+# {name}
+
+Exported by [eqx_decoders](https://pypi.org/project/eqx_decoders/).
+
+| | |
+|---|---|
+{table}
+
+```python
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{name}")
+```
+
+```python
+import eqx_decoders as ed
+
+model = ed.load_hf("{name}")
+```
+"""
+
+
+# --- the hub ----------------------------------------------------------------------------------------------------------
+
+
+def resolve(source: str | Path, revision: str | None = None) -> Directory:
+    """The directory `source`, or the local copy of the repository `"org/name"` on huggingface.co."""
+    path = Path(source)
+    repository = isinstance(source, str) and re.fullmatch(r"[\w\-][\w.\-]*/[\w\-][\w.\-]*", source)
+    if exists(path) or not repository:
+        return Directory(path)
+    return Directory(_download(str(source), revision))
+
+
+def _download(name: str, revision: str | None) -> str:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise need_extra("huggingface_hub", "hf") from error
+    wanted = ["*.json", "*.safetensors", "*.jinja", "merges.txt"]
+    nested = ["*/*"]  # other formats of the same weights
+    try:
+        return snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=nested)
+    except Exception as error:  # of huggingface_hub, of its transport, and OSError
+        cause = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"
+        raise ConversionError(
+            f"{name!r} is no directory here, and could not be downloaded ({cause}). Check the name and the network, or "
+            "give a directory."
+        ) from error

@@ -1,0 +1,189 @@
+"""Is a Hugging Face directory read as it is meant? Its logits beside those of transformers, its tensors beside ours."""
+
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from einops import rearrange
+from jaxtyping import Float, Int
+
+from eqx_decoders.axes import AnyArray, named_leaves
+from eqx_decoders.decoder import Decoder, DecoderConfig
+from eqx_decoders.families import FAMILIES
+from eqx_decoders.io.directory import FLOATS, Directory, Stored, stored_tensors
+from eqx_decoders.io.huggingface import abstract_hf, load_hf, read_config
+from eqx_decoders.layers.embedding import LearnedPositions
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How far two arrays of logits are apart.
+
+    **Arguments:**
+
+    - `maximum`, `mean`: of the absolute differences.
+    - `agreement`: share of the positions at which both have the same largest logit.
+    """
+
+    maximum: float
+    mean: float
+    agreement: float
+
+    def __str__(self) -> str:
+        return (
+            f"logits: largest |difference| {self.maximum:.3g}, mean {self.mean:.3g}, "
+            f"same most likely token at {self.agreement:.2%} of the positions"
+        )
+
+
+def compare_logits(one: Float[np.ndarray, "*shape vocab"], other: Float[np.ndarray, "*shape vocab"]) -> Difference:
+    """The differences of two models' logits; infinite where one of them is not finite."""
+    gap = np.nan_to_num(np.abs(one - other), nan=np.inf, posinf=np.inf)
+    agreement = float(np.mean(one.argmax(-1) == other.argmax(-1)))
+    return Difference(float(gap.max()), float(gap.mean()), agreement)
+
+
+def random_ids(config: DecoderConfig, rows: int = 2, length: int = 32, seed: int = 0) -> Int[np.ndarray, "rows length"]:
+    """Uniform token ids, no more of them in a row than the model has learned positions."""
+    positions = config.positions
+    if isinstance(positions, LearnedPositions):
+        length = min(length, positions.max_positions)
+    return np.random.default_rng(seed).integers(0, config.vocab_size, (rows, length), np.int32)
+
+
+def our_logits(model: Decoder, ids: Int[np.ndarray, "rows length"]) -> Float[np.ndarray, "rows length vocab"]:
+    """The logits of a loaded model, every product in full precision."""
+    with jax.default_matmul_precision("highest"):
+        return np.asarray(_logits(dataclasses.replace(model, origin=None), ids))
+
+
+@eqx.filter_jit
+def _logits(model: Decoder, ids: AnyArray) -> Any:
+    return model(ids).logits
+
+
+def has_transformers() -> bool:
+    """Whether transformers and torch are installed here."""
+    return find_spec("transformers") is not None and find_spec("torch") is not None
+
+
+def transformers_logits(
+    directory: str | Path, ids: Int[np.ndarray, "rows length"]
+) -> Float[np.ndarray, "rows length vocab"]:
+    """What transformers makes of a directory, in float32.
+
+    It sees `config.json` and the safetensors files only, and these after our reader has accepted them: no code, no
+    pickles, no adapters that stand beside.
+    """
+    import torch  # type: ignore[import-not-found]
+    from transformers import AutoModelForCausalLM  # type: ignore[import-not-found]
+    from transformers.utils import logging  # type: ignore[import-not-found]
+
+    logging.disable_progress_bar()
+    abstract_hf(directory)
+    folder = Directory(directory)
+    files = {tensor.file.name for tensor in stored_tensors(folder).values()}
+    files |= {name for name in ("config.json", "model.safetensors.index.json") if folder.has(name)}
+    with tempfile.TemporaryDirectory() as seen:
+        for name in files:
+            (Path(seen) / name).symlink_to(folder.file(name).resolve())
+        model = AutoModelForCausalLM.from_pretrained(
+            seen, trust_remote_code=False, local_files_only=True, use_safetensors=True, attn_implementation="eager"
+        )
+        with torch.no_grad():
+            return model.float().eval()(torch.from_numpy(ids.astype(np.int64)), use_cache=False).logits.numpy()
+
+
+def compare_tensors(directory: str | Path) -> tuple[int, list[str]]:
+    """Load a directory, turn each weight back into the tensor of its file, and compare the bits.
+
+    Returns the number of tensors and the names of those that differ. One tensor at a time is read beside the model.
+    """
+    stored = _tensors(directory)
+    dtypes = {FLOATS[tensor.dtype] for tensor in stored.values()}
+    model = load_hf(directory, dtype=dtypes.pop() if len(dtypes) == 1 else "float32")
+    again = dict(_exported(model))
+    different = [name for name, tensor in stored.items() if not _same_bits(again[name](), _read(tensor))]
+    return len(stored), different
+
+
+def compare_directories(one: str | Path, other: str | Path) -> tuple[list[str], list[str]]:
+    """Two directories by what they say: what must not differ and does, and the tensors that have other values.
+
+    The first are settings that change what the model computes, and tensors that only one of them has or whose shapes
+    differ; spellings, files and dtypes may differ. The second come with the largest difference.
+    """
+    said, told = (_flat("", read_config(directory)[0]) for directory in (one, other))
+    wrong = [
+        f"{name}: {said.get(name)!r} and {told.get(name)!r}"
+        for name in sorted(said.keys() | told.keys())
+        if said.get(name) != told.get(name)
+    ]
+    first, second = _tensors(one), _tensors(other)
+    for name in sorted(first.keys() | second.keys()):
+        if name not in first or name not in second:
+            wrong.append(f"{name} is only in {one if name in first else other}")
+        elif first[name].shape != second[name].shape:
+            wrong.append(f"{name} has the shapes {first[name].shape} and {second[name].shape}")
+    both = [name for name in first if name in second and first[name].shape == second[name].shape]
+    gaps = {name: _gap(first[name], second[name]) for name in both}
+    return wrong, [f"{name}: by up to {gap:.3g}" for name, gap in gaps.items() if gap > 0]
+
+
+def _tensors(directory: str | Path) -> dict[str, Stored]:
+    """The tensors of a checkpoint that are weights, under their full names."""
+    family = FAMILIES[read_config(directory)[1].family]
+    names = [name for row in family.bind(abstract_hf(directory)).values() for name in row.names]
+    stored = stored_tensors(Directory(directory))
+    # names lack the prefix in files of a base model, and a tied table may be stored as the head only
+    return {
+        name: stored[
+            next(kept for kept in (name, name.removeprefix(family.prefix), "lm_head.weight") if kept in stored)
+        ]
+        for name in names
+    }
+
+
+def _exported(model: Decoder) -> Iterator[tuple[str, Any]]:
+    """For the name of each tensor a function that makes it."""
+    assert model.origin is not None
+    leaves = named_leaves(model)
+    for path, row in FAMILIES[model.origin.family].bind(model).items():
+        for place, name in enumerate(row.names):
+            at = (place,) if row.stacked else ()
+            yield name, lambda leaf=leaves[path], at=at, row=row: rearrange(np.asarray(leaf[at]), row.backwards)
+
+
+def _read(tensor: Stored) -> np.ndarray:
+    return tensor.read(tuple(slice(0, size) for size in tensor.shape))
+
+
+def _same_bits(one: np.ndarray, other: np.ndarray) -> bool:
+    one = one.astype(other.dtype)
+    return one.shape == other.shape and one.tobytes() == np.ascontiguousarray(other).tobytes()
+
+
+def _gap(one: Stored, other: Stored) -> float:
+    if one.dtype == other.dtype and _same_bits(_read(one), _read(other)):
+        return 0.0
+    return float(np.max(np.abs(_read(one).astype(np.float32) - _read(other).astype(np.float32)), initial=0.0))
+
+
+def _flat(where: str, value: Any) -> dict[str, Any]:
+    """The plain values of a configuration by their paths."""
+    if dataclasses.is_dataclass(value):
+        parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        own = {f"{where} is": type(value).__name__} if where else {}
+    elif isinstance(value, tuple):
+        parts, own = dict(enumerate(value)), {f"{where} length": len(value)}
+    else:
+        return {where: value}
+    return own | {
+        path: leaf for name, part in parts.items() for path, leaf in _flat(f"{where}.{name}".strip("."), part).items()
+    }

@@ -1,0 +1,134 @@
+"""Low-rank adaptation (Hu et al. 2021): frozen weights with small trained pairs beside them.
+
+    model = add_lora(model, LoRAConfig(rank=8), key=key)
+    trainer = Trainer.create(OptimizerConfig(trainable=LORA_WEIGHTS), model, steps=1000)
+
+`io.peft` reads and writes the pairs as adapter directories.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, PRNGKeyArray
+
+from eqx_decoders.axes import Axes, axes, frozen, named_leaves, product_axes, replaced
+from eqx_decoders.decoder import Decoder
+from eqx_decoders.errors import check, check_integer, check_number, check_word
+from eqx_decoders.numerics import LowRank, low_rank_weights
+from eqx_decoders.training.optimizer import matching
+
+
+LORA_WEIGHTS = ("*.lora_a", "*.lora_b")
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """Which weights get a low-rank pair, and how large it is."""
+
+    rank: int = 8
+    """Features between the two factors of a pair."""
+    alpha: float = 16.0
+    """The product of a pair is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ("*.mixer.query", "*.mixer.value")
+    """Patterns of the paths of weights that get a pair."""
+    rank_stabilized: bool = False
+    """Multiply by alpha / sqrt(rank) instead (Kalajdzievski 2023)."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Dtype of the pairs; None: that in which the model keeps its weights."""
+
+    def __post_init__(self):
+        check_integer("LoRAConfig.rank", self.rank)
+        check_number("LoRAConfig.alpha", self.alpha, above=0)
+        check(len(self.targets) > 0, "LoRAConfig.targets=() must name at least one weight, such as '*.mixer.query'.")
+        if self.dtype is not None:
+            check_word("LoRAConfig.dtype", self.dtype, _DTYPES)
+
+    @property
+    def scale(self) -> float:
+        """What multiplies the product of a pair."""
+        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+
+
+def add_lora(model: Decoder, config: LoRAConfig, *, key: PRNGKeyArray) -> Decoder:
+    """The model with a pair beside every weight that matches; until it is trained it computes what it did.
+
+    `lora_a` is uniform within `1 / sqrt(fan_in)`, `lora_b` zero, as in PEFT. The pairs are born sharded; the other
+    weights are shared with `model`. A model of `jax.ShapeDtypeStruct`s gets such pairs.
+
+    Raises ConfigError for a pattern that matches nothing or what is no matrix of a block, and for a model with pairs.
+    """
+    present = sorted(low_rank_weights(model))[:1]
+    check(
+        not present, f"add_lora: the model has pairs already, beside {present}. Call merge_lora, or start without them."
+    )
+    words, leaves = axes(model), named_leaves(model)
+    dtype = model.execution.precision.params if config.dtype is None else jnp.dtype(config.dtype)
+    kept, nodes = frozen(model), {}
+    for path in _targets(config, {name: here for name, here in words.items() if name not in kept}):
+        pair = _pair(words[path], leaves[path].shape, config.rank, dtype)
+        nodes[path] = LowRank(base=leaves[path], scale=config.scale, **pair)
+    target = replaced(model, nodes)
+    shardings = named_leaves(model.execution.layout.shardings(target))
+    pairs = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=shardings[name])
+        for name, leaf in named_leaves(target).items()
+        if name.endswith((".lora_a", ".lora_b"))
+    }
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves.values()):
+        return replaced(target, pairs)
+    inner = axes(target)
+
+    def draw(key):
+        keys = dict(zip(pairs, jax.random.split(key, len(pairs)), strict=True))
+        return {name: _draw(keys[name], inner[name], leaf) for name, leaf in pairs.items()}
+
+    return replaced(target, jax.jit(draw, out_shardings={name: leaf.sharding for name, leaf in pairs.items()})(key))
+
+
+def merge_lora(model: Decoder) -> Decoder:
+    """The model with every pair added to its weight, in f32 and then in the weight's dtype; others are as they were."""
+    nodes = low_rank_weights(model)
+    if any(isinstance(node.base, jax.ShapeDtypeStruct) for node in nodes.values()):
+        return replaced(model, {path: node.base for path, node in nodes.items()})
+    shardings = {path: node.base.sharding for path, node in nodes.items()}
+    merge = jax.jit(lambda nodes: {path: node.merged() for path, node in nodes.items()}, out_shardings=shardings)
+    return replaced(model, merge(nodes)) if nodes else model
+
+
+def _targets(config: LoRAConfig, words: Mapping[str, Axes]) -> list[str]:
+    """The paths of the weights that get a pair."""
+    found = []
+    for pattern in config.targets:
+        matched = matching(words, (pattern,), "LoRAConfig.targets")
+        for path in (path for path in words if path in matched):
+            check(
+                product_axes(words[path]) is not None,
+                f"LoRAConfig.targets={pattern!r} matches {path} with the axes {' '.join(words[path])!r}, which is no "
+                "matrix of a block (tables, heads, norms and biases have none): write a narrower pattern.",
+            )
+            found.append(path)
+    return found
+
+
+def _pair(words: Axes, shape: tuple[int, ...], rank: int, dtype: DTypeLike) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of both factors for a weight."""
+    sizes = dict(zip(words, shape, strict=True)) | {"rank": rank}
+    stack = words[: words.count("layers")]
+    parts = LowRank.part_axes(words[len(stack) :])
+    shapes = {name: tuple(sizes[word] for word in (*stack, *parts[name])) for name in ("lora_a", "lora_b")}
+    return {name: jax.ShapeDtypeStruct(each, dtype) for name, each in shapes.items()}
+
+
+def _draw(key: PRNGKeyArray, words: Axes, leaf: jax.ShapeDtypeStruct) -> Array:
+    """A first factor, `... rank`, at random; a second one, `rank ...`, zero."""
+    if words[-1] != "rank":
+        return jnp.zeros(leaf.shape, leaf.dtype)
+    fan = math.prod(size for word, size in zip(words, leaf.shape, strict=True) if word not in ("layers", "rank"))
+    return jax.random.uniform(key, leaf.shape, jnp.float32, -(fan**-0.5), fan**-0.5).astype(leaf.dtype)

@@ -1,0 +1,141 @@
+"""The model of a run: named, or from a Hugging Face directory whose description and tokenizer the run keeps.
+
+A run that began from a checkpoint keeps its `config.json` and tokenizer in `source/`, so that it can be resumed,
+sampled and exported when the checkpoint is gone.
+"""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+from jaxtyping import PRNGKeyArray
+
+from eqx_decoders.axes import named_leaves, replaced
+from eqx_decoders.context import Execution
+from eqx_decoders.decoder import Decoder, abstract, init
+from eqx_decoders.families import get_config
+from eqx_decoders.io.checkpoint import Checkpoints, load_weights
+from eqx_decoders.io.huggingface import (
+    abstract_hf,
+    copy_tokenizer,
+    export_config,
+    load_hf,
+    read_config,
+    save_hf,
+)
+from eqx_decoders.training.lora import add_lora, merge_lora
+from eqx_decoders.training.optimizer import matching
+from eqx_decoders.training.settings import TrainConfig, check_resumable, load_settings
+from eqx_decoders.training.tokenizer import Tokenizer, load_tokenizer
+
+
+SOURCE = "source"
+
+
+def keep_source(model: Decoder, run_dir: str | Path) -> None:
+    """Write the description of a loaded model, its tokenizer and its generation settings to `<run_dir>/source`."""
+    folder = Path(run_dir) / SOURCE
+    if folder.exists() or model.origin is None:
+        return
+    _, settings = export_config(model)
+    partial = folder.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    copy_tokenizer(model.origin.directory, partial)
+    settings = json.loads(model.origin.settings) | settings
+    (partial / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    partial.rename(folder)  # a kill halfway leaves no half source
+
+
+def continued(settings: TrainConfig, run_dir: str | Path) -> TrainConfig:
+    """The settings with which a run directory that is in use goes on: it is the same model.
+
+    Raises ConfigError where they are of another one. A directory that scripts/convert.py made has not been trained, and
+    takes any.
+    """
+    path = Path(run_dir) / "settings.json"
+    if not path.is_file():
+        return settings
+    old = load_settings(path)
+    if settings.init_from is None and settings.model == old.model:
+        settings = dataclasses.replace(settings, init_from=old.init_from)
+    if not is_imported(run_dir):
+        check_resumable(settings, path)
+    return settings
+
+
+def is_imported(run_dir: str | Path) -> bool:
+    """Whether the checkpoint of a run is weights alone, which scripts/convert.py brought there."""
+    checkpoints = Checkpoints(Path(run_dir) / "checkpoints")
+    return checkpoints.latest == 0 and checkpoints.manifest(0)["data_state"] == {}
+
+
+def abstract_run(settings: TrainConfig, run_dir: str | Path, execution: Execution = Execution()) -> Decoder:
+    """The shapes of a run's model, with the pairs of a LoRA run."""
+    model, lora = _abstract_base(settings, run_dir, execution), settings.lora()
+    return model if lora is None else add_lora(model, lora, key=jax.random.key(0))
+
+
+def _abstract_base(settings: TrainConfig, run_dir: str | Path, execution: Execution) -> Decoder:
+    options, source = vars(execution), Path(run_dir) / SOURCE
+    if source.exists():
+        config, origin = read_config(source)
+        return dataclasses.replace(abstract(config, **options), origin=origin)
+    if settings.init_from is not None:
+        return abstract_hf(settings.init_from, **options)
+    return abstract(get_config(settings.model), **options)
+
+
+def new_model(settings: TrainConfig, run_dir: str | Path, execution: Execution = Execution()) -> Decoder:
+    """A run's model before its first step."""
+    key, lora = jax.random.fold_in(jax.random.key(settings.seed), 0), settings.lora()
+    model = _new_base(settings, run_dir, execution, key)
+    return model if lora is None else add_lora(model, lora, key=jax.random.fold_in(key, 1))
+
+
+def _new_base(settings: TrainConfig, run_dir: str | Path, execution: Execution, key: PRNGKeyArray) -> Decoder:
+    options = vars(execution)
+    if settings.init_from is None:
+        return init(get_config(settings.model), key=key, **options)
+    if is_imported(run_dir):
+        target = _abstract_base(settings, run_dir, execution)
+        model = load_weights(Path(run_dir) / "checkpoints", target, 0)
+    else:
+        model = load_hf(settings.init_from, **options)
+    if settings.init_weights == ("*",):
+        return model
+    leaves = named_leaves(model)
+    taken = matching(leaves, settings.init_weights, "init_weights")
+    fresh = init(model.config, key=key, **options)
+    return dataclasses.replace(replaced(fresh, {name: leaves[name] for name in taken}), origin=model.origin)
+
+
+def load_run(run_dir: str | Path, step: int | None = None, **execution: Any) -> Decoder:
+    """The newest weights of a run, or those of `step`, with adapters merged into them."""
+    run = Path(run_dir)
+    target = abstract_run(load_settings(run / "settings.json"), run, Execution(**execution))
+    return merge_lora(load_weights(run / "checkpoints", target, step))
+
+
+def export_run(
+    model: Decoder, settings: TrainConfig, run_dir: str | Path, directory: str | Path, **options: Any
+) -> None:
+    """Write a run's model, adapters merged, with its tokenizer as a directory that `from_pretrained` opens.
+
+    `options` are those of `save_hf`.
+    """
+    run = Path(run_dir)
+    kept = run / SOURCE
+    own = settings.init_from is None or settings.tokenizer is not None
+    more = {} if kept.exists() else {"max_position_embeddings": settings.seq_len}
+    if own:
+        more |= token_ids(load_tokenizer(run / "tokenizer"))
+    save_hf(merge_lora(model), directory, settings=more, tokenizer=run / "tokenizer" if own else kept, **options)
+
+
+def token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
+    """The keys of `config.json` that name the tokens which begin and end a text."""
+    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}

@@ -1,0 +1,152 @@
+"""A model that takes and writes text: a decoder with its tokenizer and, where it has one, its chat template."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Int, PRNGKeyArray
+
+from eqx_decoders.decoder import Decoder
+from eqx_decoders.errors import ConfigError, check
+from eqx_decoders.inference.generate import stream
+from eqx_decoders.inference.sampling import Sampler
+from eqx_decoders.io.chat import ChatTemplate, load_chat_template
+from eqx_decoders.io.generation import GenerationDefaults, read_generation, token_ids
+from eqx_decoders.io.huggingface import load_hf, resolve
+from eqx_decoders.layers.embedding import LearnedPositions
+from eqx_decoders.training.runs import SOURCE, load_run
+from eqx_decoders.training.settings import load_settings
+from eqx_decoders.training.tokenizer import JsonTokenizer, StreamDecoder, Tokenizer, load_tokenizer, prompt_ids
+
+
+PROMPT_BUCKET = 64  # prompts are padded to a multiple of this, so that few programs are compiled
+
+Prompt = str | Sequence[Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextModel:
+    """A decoder with all that lies between it and text.
+
+    **Arguments:**
+
+    - `model`, `tokenizer`: of the same vocabulary.
+    - `chat`: how a conversation is written down; None: the model only continues texts.
+    - `defaults`: sampling and stop ids as published with the model.
+    - `published`: whether a text begins as `tokenizer.json` says (see `JsonTokenizer.encode_prompt`), not as in our own
+        training (see `prompt_ids`).
+    """
+
+    model: Decoder
+    tokenizer: Tokenizer
+    chat: ChatTemplate | None = None
+    defaults: GenerationDefaults = GenerationDefaults()
+    published: bool = False
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The ids of the tokenizer, of `generation_config.json` and of `config.json` that end a text."""
+        origin = self.model.origin
+        settings = {} if origin is None else json.loads(origin.settings)
+        found = {*self.defaults.stop_ids, *token_ids("config.json: eos_token_id", settings.get("eos_token_id"))}
+        if self.tokenizer.eos_id is not None:
+            found.add(self.tokenizer.eos_id)
+        return tuple(sorted(found))
+
+    def encode(self, prompt: Prompt) -> Int[np.ndarray, "length"]:
+        """The ids of a text to be continued, or of a conversation to be answered."""
+        if not isinstance(prompt, str):
+            return self._conversation(prompt)
+        if self.published and isinstance(self.tokenizer, JsonTokenizer):
+            return self.tokenizer.encode_prompt(prompt)
+        return prompt_ids(self.tokenizer, prompt)
+
+    def _conversation(self, messages: Sequence[Mapping[str, Any]]) -> Int[np.ndarray, "length"]:
+        if self.chat is None or not isinstance(self.tokenizer, JsonTokenizer):
+            raise ConfigError("This model has no chat template: give a text to be continued.")
+        return self.tokenizer.encode(self.chat.render(messages), special=True)
+
+    def write(
+        self, prompt: Prompt, *, max_new_tokens: int, sampler: Sampler, key: PRNGKeyArray | None = None
+    ) -> Iterator[str]:
+        """What the model makes of a prompt, piece by piece as it comes; all pieces together are the text.
+
+        Raises ConfigError for an empty prompt, or for one that fills all learned positions; a text ends where these do.
+        """
+        ids = self.encode(prompt)
+        check(len(ids) > 0, "prompt='' is empty, and the tokenizer has no token that begins a text: give some text.")
+        padded, new = self._fitted(ids, max_new_tokens)
+        tokens = stream(
+            self.model,
+            padded,
+            prompt_lengths=np.asarray([len(ids)]),
+            max_new_tokens=new,
+            sampler=sampler,
+            key=key,
+            stop_ids=self.stop_ids,
+        )
+        return self._decoded(tokens)
+
+    def _fitted(self, ids: np.ndarray, new: int) -> tuple[Int[np.ndarray, "1 width"], int]:
+        """The prompt padded to one of few lengths, and the number of new tokens that there is room for."""
+        count, positions = len(ids), self.model.config.positions
+        width = -(-count // PROMPT_BUCKET) * PROMPT_BUCKET
+        if isinstance(positions, LearnedPositions):
+            room = positions.max_positions
+            rule = f"but the model has {room} learned positions. Shorten it"
+            check(count < room, f"The prompt has {count} tokens, {rule}.")
+            new = min(new, room - count)
+            width = min(width, room - new)
+        padded = np.zeros((1, width), np.int32)
+        padded[0, :count] = ids
+        return padded, new
+
+    def _decoded(self, tokens: Iterator[np.ndarray]) -> Iterator[str]:
+        text, stops = StreamDecoder(self.tokenizer), self.stop_ids
+        for token in tokens:
+            if token[0] not in stops:
+                yield text.push(token[0])
+        yield text.flush()
+
+
+def load_text_model(
+    source: str | Path, dtype: DTypeLike | None = None, *, revision: str | None = None, **execution: Any
+) -> TextModel:
+    """The model and the tokenizer in a Hugging Face directory, or of the repository `"org/name"` (see `load_hf`).
+
+    dtype: None for float32 on CPUs, bfloat16 elsewhere.
+    """
+    folder = resolve(source, revision).path
+    if dtype is None:
+        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    tokenizer = load_tokenizer(folder)  # it fails faster than the weights do
+    return _published(load_hf(folder, dtype, **execution), tokenizer, folder)
+
+
+def load_text_run(run_dir: str | Path, step: int | None = None, **execution: Any) -> TextModel:
+    """The model and the tokenizer of a run (see `load_run`).
+
+    One that goes on with the tokenizer of a published model has the chat template and the defaults of that, too.
+    """
+    run = Path(run_dir)
+    settings = load_settings(run / "settings.json")
+    model = load_run(run, step, **execution)
+    source = run / SOURCE
+    if settings.tokenizer is None and source.exists():
+        return _published(model, load_tokenizer(source), source)
+    return TextModel(model=model, tokenizer=load_tokenizer(run / "tokenizer"))
+
+
+def _published(model: Decoder, tokenizer: Tokenizer, folder: Path) -> TextModel:
+    return TextModel(
+        model=model,
+        tokenizer=tokenizer,
+        chat=load_chat_template(folder),
+        defaults=read_generation(folder),
+        published=True,
+    )

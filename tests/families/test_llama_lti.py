@@ -1,0 +1,241 @@
+"""Learning to initialise: a Llama whose attention is computed from a teacher that stays as it is."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.axes import axes, named_leaves, path_name
+from eqx_decoders.families.llama_lti import llama_lti, materialise, with_teacher
+from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.layers.learned_init import kernels_of
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.training.data import Batch
+from eqx_decoders.training.lora import LoRAConfig, add_lora
+from eqx_decoders.training.optimizer import OptimizerConfig
+from eqx_decoders.training.step import Trainer
+from tests.strategies import filled, packed, some_tokens
+
+
+def llama(num_heads: int, num_kv_heads: int, head_dim: int, layers: int = 2, embed_dim: int = 16, **changes):
+    norm = RMSNormConfig()
+    mixer = AttentionConfig(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    block = ed.BlockConfig(mixer=mixer, mlp=MLPConfig(mlp_dim=24), pre_mixer_norm=norm, pre_mlp_norm=norm)
+    config = ed.DecoderConfig(vocab_size=32, embed_dim=embed_dim, blocks=(block,) * layers, final_norm=norm)
+    return dataclasses.replace(config, **changes)
+
+
+STUDENT, TEACHER = llama(4, 2, 8), llama(8, 4, 6)
+SIZES = dict(teacher_heads=8, teacher_kv_heads=4, teacher_head_dim=6)
+CONFIGS = {general: llama_lti(STUDENT, general=general, **SIZES) for general in (False, True)}
+MESH = dict(data=2, fsdp=2, tensor=2)
+run = eqx.filter_jit(lambda model, tokens, cache=None: model(tokens, cache=cache))
+
+
+def close(got, want, tolerance: float = 2e-5):
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * float(np.abs(np.asarray(want)).max()))
+
+
+def mixers(model):
+    return [block.mixer for segment in model.segments for block in segment.unit]
+
+
+def named(model, part: str) -> dict:
+    return {name: np.asarray(leaf) for name, leaf in named_leaves(model).items() if part in name}
+
+
+@pytest.fixture(scope="module")
+def teacher():
+    return filled(TEACHER, seed=1)
+
+
+def taught(teacher, general: bool):
+    return with_teacher(filled(CONFIGS[general]), teacher)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["factored", "general"])
+def model(request, teacher):
+    return taught(teacher, request.param)
+
+
+def test_only_the_attention_changes_in_the_configuration():
+    for config in CONFIGS.values():
+        assert ed.segments(config.blocks) == (((config.blocks[0],), 2),)
+        assert config.blocks[0].mixer.attention == STUDENT.blocks[0].mixer
+        restored = dataclasses.replace(config.blocks[0], mixer=STUDENT.blocks[0].mixer)
+        assert dataclasses.replace(config, blocks=(restored,) * 2) == STUDENT
+        assert hash(config) is not None
+
+
+def test_the_teachers_kernels_are_taken_over(model, teacher):
+    for learned, given in zip(mixers(model), mixers(teacher), strict=True):
+        for one, other in zip(kernels_of(learned.teacher), kernels_of(given), strict=True):
+            np.testing.assert_array_equal(one, other)
+            assert one.unsafe_buffer_pointer() != other.unsafe_buffer_pointer()
+
+
+def test_a_teachers_kernels_come_to_the_models_mesh_and_dtype(teacher):
+    layout = ed.Layout.create(**MESH)
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), filled(CONFIGS[False]).place(layout))
+    model = with_teacher(half, teacher)
+    target = named_leaves(ed.abstract(CONFIGS[False], layout=layout))
+    for name, leaf in named_leaves(model).items():
+        assert leaf.sharding == target[name].sharding and leaf.dtype == jnp.bfloat16, name
+    got, want = mixers(model)[0].teacher.out, mixers(teacher)[0].out
+    np.testing.assert_array_equal(got.astype(jnp.float32), want.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+def test_materialised_is_a_plain_llama_with_the_same_logits(model):
+    plain = materialise(model)
+    assert plain.config == STUDENT
+    assert plain.execution == model.execution
+    assert axes(plain) == axes(ed.abstract(STUDENT))
+    assert jax.tree.structure(plain) == jax.tree.structure(filled(STUDENT))
+    tokens = some_tokens(2, 7)
+    close(run(plain, tokens).logits, run(model, tokens).logits)
+    np.testing.assert_array_equal(named(plain, "mlp.up").popitem()[1], named(model, "mlp.up").popitem()[1])
+    half = materialise(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model))
+    assert {leaf.dtype for leaf in jax.tree.leaves(half)} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("mesh", [MESH, dict(stage=2, tensor_sequence=2, fsdp=2)], ids=str)
+def test_materialised_is_born_on_the_models_mesh(model, mesh):
+    layout = ed.Layout.create(**mesh)
+    placed = materialise(model.place(layout))
+    target = named_leaves(ed.abstract(STUDENT, layout=layout))
+    for name, leaf in named_leaves(placed).items():
+        assert leaf.sharding == target[name].sharding, name
+    close(mixers(placed)[0].query, mixers(materialise(model))[0].query)
+
+
+@pytest.mark.parametrize("general", [False, True])
+def test_identity_maps_are_the_teacher(general):
+    """With the rest of the teacher the whole model is the teacher."""
+    config = llama_lti(STUDENT, teacher_heads=4, teacher_kv_heads=2, teacher_head_dim=8, general=general)
+    source, student = filled(STUDENT, seed=5), filled(config)
+
+    def identity(leaf):
+        rows = leaf.shape[1] * (leaf.shape[2] if general else 1)
+        return jnp.broadcast_to(jnp.eye(rows).reshape(1, *leaf.shape[1:]), leaf.shape)
+
+    student = eqx.tree_at(lambda m: mixers(m)[0].maps, student, jax.tree.map(identity, mixers(student)[0].maps))
+    rest = named_leaves(source)
+    student = jax.tree_util.tree_map_with_path(lambda path, leaf: rest.get(path_name(path), leaf), student)
+    student = with_teacher(student, source)
+    for one, other in zip(kernels_of(mixers(materialise(student))[0]), kernels_of(mixers(source)[0]), strict=True):
+        np.testing.assert_array_equal(one, other)
+    tokens = some_tokens(2, 7)
+    close(run(student, tokens).logits, run(source, tokens).logits, 1e-6)
+
+
+def weighted(model, tokens, segments):
+    out = model(tokens, segment_ids=segments)
+    return jnp.mean(out.logits * jnp.sin(jnp.arange(out.logits.size)).reshape(out.logits.shape)), out.logits
+
+
+gradients = eqx.filter_jit(eqx.filter_value_and_grad(weighted, has_aux=True))
+
+
+@pytest.mark.parametrize("general", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_gradients_reach_the_maps_alone_and_are_those_of_one_device(teacher, general):
+    model = taught(teacher, general)
+    tokens, segments = packed(8)
+    (_, logits), gradient = gradients(model, tokens, segments)
+    placed = model.place(ed.Layout.create(**MESH)).replace(remat="full")
+    (_, sharded), other = gradients(placed, tokens, segments)
+    close(sharded, logits)
+    assert len(named(gradient, ".maps.")) == (4 if general else 8)
+    for name, leaf in named(gradient, "").items():
+        assert np.any(leaf) != (".teacher." in name), name
+        if np.any(leaf):
+            close(named_leaves(other)[name], leaf)
+
+
+def test_cached_decoding_is_the_forward_pass(teacher):
+    model, tokens, pieces = taught(teacher, False), some_tokens(2, 9), []
+    cache = ed.init_cache(model.config, 2, 9, dtype=jnp.float32)
+    for begin, end in ((0, 6), (6, 7), (7, 8), (8, 9)):
+        out = run(model, tokens[:, begin:end], cache)
+        pieces, cache = [*pieces, out.logits], out.cache
+    close(jnp.concatenate(pieces, axis=1), run(model, tokens).logits)
+
+
+def test_training_moves_all_but_the_teacher(teacher):
+    """Weight decay too leaves it alone, although its paths match the patterns."""
+    model = taught(teacher, False)
+    names, start = set(named_leaves(model)), named(model, "")
+    frozen = {name for name in names if ".teacher." in name}
+    trainer = Trainer.create(OptimizerConfig(learning_rate=0.1, weight_decay=0.5, warmup_steps=0), model, steps=10)
+    assert len(frozen) == 4 and trainer.trainable == names - frozen
+    state = trainer.init(model, key=jax.random.key(0))
+    tokens, segments = packed(4)
+    for _ in range(2):
+        state, metrics = trainer.step(state, Batch(tokens=tokens, segment_ids=segments))
+    assert float(metrics.grad_norm) > 0
+    for name, leaf in named(state.model, "").items():
+        assert (leaf.tobytes() == start[name].tobytes()) == (name in frozen), name
+    assert np.all(np.isfinite(mixers(teacher)[0].query))  # its buffers were not given away
+    for pattern in ("*.teacher.*", "*.teacher.query"):
+        with pytest.raises(ed.ConfigError, match=r"OptimizerConfig.trainable: no weight matches"):
+            Trainer.create(OptimizerConfig(trainable=(pattern,)), model, steps=10)
+    some = Trainer.create(OptimizerConfig(trainable=("*.mixer.*",)), model, steps=10)
+    assert some.trainable == {name for name in names if ".maps." in name}
+
+
+EMPTY = dataclasses.replace(STUDENT.blocks[0], mixer=None, pre_mixer_norm=None)
+FUSED = dataclasses.replace(TEACHER.blocks[0], mixer=dataclasses.replace(TEACHER.blocks[0].mixer, fused_qkv=True))
+
+
+@pytest.mark.parametrize(
+    "config, sentence",
+    [
+        (llama(8, 4, 6, embed_dim=8), r"embed_dim=8 must be the model's, 16"),
+        (llama(8, 4, 6, layers=3), r"=\(\(1, 3\),\), must be the model's, \(\(1, 2\),\)"),
+        (llama(4, 4, 6), r"num_heads=4 must be LearnedInitConfig.teacher_heads=8"),
+        (llama(8, 2, 6), r"num_kv_heads=2 must be LearnedInitConfig.teacher_kv_heads=4"),
+        (llama(8, 4, 8), r"head_dim=8 must be LearnedInitConfig.teacher_head_dim=6"),
+        (llama(8, 4, 6, blocks=(FUSED, FUSED)), r"must be an AttentionConfig with fused_qkv=False"),
+        (llama(8, 4, 6, blocks=(EMPTY, EMPTY)), r"mixer=None must be an AttentionConfig"),
+        (CONFIGS[False], r"mixer=LearnedInitConfig\(.* must be an AttentionConfig"),
+    ],
+)
+def test_teachers_that_do_not_fit_are_refused(config, sentence):
+    with pytest.raises(ed.ConfigError, match=sentence):
+        with_teacher(filled(CONFIGS[False]), filled(config))
+
+
+def test_a_plain_llama_takes_no_teacher(teacher):
+    with pytest.raises(ed.ConfigError, match=r"with_teacher: no mixer of the model is a LearnedInitConfig"):
+        with_teacher(teacher, teacher)
+
+
+def test_blocks_without_attention_and_mixed_blocks_are_refused():
+    with pytest.raises(ed.ConfigError, match=r"llama_lti: mixer=None must be an AttentionConfig in every block"):
+        llama_lti(llama(4, 2, 8, blocks=(STUDENT.blocks[0], EMPTY)), **SIZES)
+    mixed = dataclasses.replace(STUDENT, blocks=(STUDENT.blocks[0], CONFIGS[False].blocks[0]))
+    with pytest.raises(ed.ConfigError, match=r"the same LearnedInitConfig, as llama_lti does"):
+        materialise(filled(mixed))
+    apart = dataclasses.replace(STUDENT, blocks=(EMPTY, CONFIGS[False].blocks[0]))
+    assert materialise(filled(apart)).config.blocks == (EMPTY, STUDENT.blocks[0])
+
+
+def test_a_teacher_with_low_rank_pairs_is_refused(teacher):
+    pairs = add_lora(teacher, LoRAConfig(rank=2), key=jax.random.key(0))
+    with pytest.raises(ed.ConfigError, match=r"low-rank pairs. Call merge_lora"):
+        with_teacher(filled(CONFIGS[False]), pairs)
+
+
+def test_pairs_beside_other_weights_stay_when_the_kernels_are_computed(teacher):
+    """Low-rank pairs never stand beside what is frozen, and go with the model that is made of it."""
+    model = taught(teacher, False)
+    with pytest.raises(ed.ConfigError, match=r"LoRAConfig.targets: no weight matches"):
+        add_lora(model, LoRAConfig(targets=("*.teacher.query",)), key=jax.random.key(0))
+    adapted = materialise(add_lora(model, LoRAConfig(rank=2, targets=("*.mlp.up",)), key=jax.random.key(0)))
+    tokens = some_tokens(2, 7)
+    assert named(adapted, "mlp.up.lora_a")
+    close(run(adapted, tokens).logits, run(materialise(model), tokens).logits)

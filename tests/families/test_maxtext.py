@@ -1,0 +1,196 @@
+"""MaxText's own blocks: sizes, parameters counted by hand, and outputs against NumPy in float64."""
+
+import dataclasses
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.axes import axes
+from eqx_decoders.families import maxtext
+from eqx_decoders.families.shape import Shape
+from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.rope import Rope
+from eqx_decoders.training.data import Batch
+from eqx_decoders.training.optimizer import OptimizerConfig
+from eqx_decoders.training.step import Trainer
+from tests.oracles import attention_by_hand, mlp_by_hand, norm_by_hand, wide
+from tests.strategies import filled, packed, some_tokens
+
+
+VOCAB, EMBED, MLP, LAYERS = 32_000, 2048, 7168, 16
+ENDS = 2 * VOCAB * EMBED + EMBED  # table, head, final norm
+PARAMETERS = {
+    "maxtext-default": ENDS + LAYERS * (4 * EMBED * 16 * 128 + 3 * EMBED * MLP + EMBED),
+    "maxtext-simple": ENDS + LAYERS * EMBED * EMBED,
+    "maxtext-simple-mlp": ENDS + LAYERS * 2 * EMBED * MLP,
+}
+SMALL = dict(vocab_size=32, embed_dim=8, num_layers=2)
+TOKENS = some_tokens(2, 4)
+run = eqx.filter_jit(lambda model, key=None: model(TOKENS, key=key))
+step = eqx.filter_jit(lambda model, tokens, cache: model(tokens, cache=cache))
+
+
+def close(got, want, tolerance: float = 2e-5):
+    np.testing.assert_allclose(np.asarray(got), want, rtol=0, atol=tolerance * np.abs(want).max())
+
+
+def normed(norm, x):
+    return x if norm is None else np.apply_along_axis(functools.partial(norm_by_hand, norm), -1, x)
+
+
+def head_by_hand(model, x):
+    return normed(model.final_norm, x) @ wide(model.head.kernel)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_are_those_of_the_formula(name):
+    assert ed.count_parameters(ed.get_config(name)) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_sizes_are_those_of_the_base_configuration(name):
+    config = ed.get_config(name)
+    assert (config.vocab_size, config.embed_dim, len(config.blocks), config.tied) == (VOCAB, EMBED, LAYERS, False)
+    assert config.final_norm == RMSNormConfig(eps=1e-5)
+    assert len(ed.segments(config.blocks)) == 1
+
+
+def test_the_default_block_is_parallel_behind_one_norm():
+    block = ed.get_config("maxtext-default").blocks[0]
+    norms = (block.pre_mixer_norm, block.post_mixer_norm, block.pre_mlp_norm, block.post_mlp_norm)
+    assert norms == (RMSNormConfig(eps=1e-5), None, None, None)
+    assert block.mixer == AttentionConfig(num_heads=16, num_kv_heads=16, head_dim=128, rope=Rope(theta=10_000.0))
+    assert block.mlp == MLPConfig(mlp_dim=7168)
+    dropped = maxtext.default(maxtext.BASE, dropout=0.25)
+    assert (dropped.dropout, dropped.blocks[0].dropout, dropped.blocks[0].mlp.dropout) == (0.25,) * 3
+
+
+def test_default_is_the_sum_of_both_branches():
+    shape = Shape(**SMALL, num_heads=2, num_kv_heads=1, head_dim=4, mlp_dim=12, eps=1e-5)
+    model = filled(maxtext.default(shape))
+    x = wide(model.embedding.table)[np.asarray(TOKENS)]
+    positions, same = np.tile(np.arange(4), (2, 1)), np.ones((2, 4), int)
+    for block in model.unstacked():
+        n = normed(block.pre_mixer_norm, x)
+        x = x + attention_by_hand(block.mixer, n, positions, same) + mlp_by_hand(block.mlp, n)
+    out = run(model)
+    close(out.hidden, x)
+    close(out.logits, head_by_hand(model, x))
+
+
+def test_default_drops_the_sum_of_both_branches():
+    """A feature of the stream is kept, or changed by what is left of the sum, doubled: all of it or nothing."""
+    shape = Shape(**SMALL | dict(num_layers=1), num_heads=2, num_kv_heads=1, head_dim=4, mlp_dim=12, eps=1e-5)
+    config = maxtext.default(shape, dropout=0.5)
+    bare = dataclasses.replace(config.blocks[0], mlp=dataclasses.replace(config.blocks[0].mlp, dropout=0.0))
+    model = filled(dataclasses.replace(config, blocks=(bare,), dropout=0.0))
+    x = wide(model.embedding.table)[np.asarray(TOKENS)]
+    branches = wide(run(model).hidden) - x
+    change = wide(run(model, jax.random.key(1)).hidden) - x
+    kept = np.abs(change - 2 * branches) < 1e-4
+    gone = np.abs(change) < 1e-6
+    assert np.all(kept ^ gone) and 0 < gone.mean() < 1
+
+
+def test_simple_is_a_product_of_matrices():
+    model = filled(maxtext.simple(**SMALL))
+    x = wide(model.embedding.table)[np.asarray(TOKENS)]
+    for block in model.unstacked():
+        x = x @ wide(block.mlp.kernel)
+    out = run(model)
+    close(out.hidden, x)
+    close(out.logits, head_by_hand(model, x))
+
+
+def test_simple_mlp_is_a_product_of_two_matrices_a_layer():
+    model = filled(maxtext.simple_mlp(**SMALL, mlp_dim=12))
+    x = wide(model.embedding.table)[np.asarray(TOKENS)]
+    for block in model.unstacked():
+        x = x @ wide(block.mlp.up) @ wide(block.mlp.down)
+    out = run(model)
+    close(out.hidden, x)
+    close(out.logits, head_by_hand(model, x))
+
+
+def test_the_one_matrix_is_split_on_both_sides_and_starts_with_unit_gain():
+    config = maxtext.simple(**SMALL)
+    layout = ed.Layout.create(fsdp=4, tensor=2)
+    model = ed.abstract(config, layout=layout)
+    assert axes(model)["segments.0.unit.0.mlp.kernel"] == ("layers", "embed", "mlp")
+    kernel = model.segments[0].unit[0].mlp.kernel
+    assert kernel.sharding.shard_shape(kernel.shape) == (2, 8 // 4, 8 // 2)
+    new = LinearConfig().build(128, key=jax.random.key(0)).kernel
+    assert float(jnp.var(new)) == pytest.approx(1 / 128, rel=0.05)
+    assert float(jnp.abs(new).max()) < 2.3 / np.sqrt(128)  # truncated at two standard deviations, then widened
+
+
+NORMS = dict(
+    pre_mixer_norm=RMSNormConfig(), post_mixer_norm=RMSNormConfig(eps=0.5), post_mlp_norm=RMSNormConfig(eps=0.1)
+)
+
+
+@pytest.mark.parametrize("mlp", [None, LinearConfig(), MLPConfig(mlp_dim=12)], ids=str)
+@pytest.mark.parametrize(
+    "mixer", [None, AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4)], ids=["none", "attention"]
+)
+def test_plain_wiring_has_no_residual_and_passes_absent_layers_through(mixer, mlp):
+    norms = {name: norm for name, norm in NORMS.items() if {"mixer": mixer, "mlp": mlp}[name.split("_")[1]]}
+    config = ed.BlockConfig(mixer=mixer, mlp=mlp, wiring="plain", **norms)
+    decoder = ed.DecoderConfig(vocab_size=32, embed_dim=8, blocks=(config,), final_norm=None)
+    model = filled(decoder)
+    (block,) = model.unstacked()
+    x = wide(model.embedding.table)[np.asarray(TOKENS)]
+    positions, same = np.tile(np.arange(4), (2, 1)), np.ones((2, 4), int)
+    if mixer:
+        x = normed(block.pre_mixer_norm, x)
+        x = normed(block.post_mixer_norm, attention_by_hand(block.mixer, x, positions, same))
+    if mlp:
+        x = x @ wide(block.mlp.kernel) if isinstance(mlp, LinearConfig) else mlp_by_hand(block.mlp, x)
+        x = normed(block.post_mlp_norm, x)
+    close(run(model).hidden, x)
+
+
+def test_a_model_without_dropout_or_attention_trains():
+    model = filled(maxtext.simple(**SMALL))
+    trainer = Trainer.create(OptimizerConfig(learning_rate=0.02, warmup_steps=0), model, steps=10)
+    state, losses = trainer.init(model, key=jax.random.key(0)), []
+    for _ in range(4):
+        state, metrics = trainer.step(state, Batch(tokens=TOKENS))
+        losses.append(float(metrics.loss))
+    assert losses[-1] < losses[0] - 0.05
+
+
+def weighted(model, tokens, segments):
+    out = model(tokens, segment_ids=segments)
+    return jnp.mean(out.logits * jnp.sin(jnp.arange(out.logits.size)).reshape(out.logits.shape)), out.logits
+
+
+gradients = eqx.filter_jit(eqx.filter_value_and_grad(weighted, has_aux=True))
+
+
+@pytest.mark.parametrize("make", [maxtext.simple, functools.partial(maxtext.simple_mlp, mlp_dim=12)])
+def test_plain_blocks_are_the_same_scanned_rematerialised_and_sharded(make):
+    tokens, segments = packed(8)
+    model = filled(make(**SMALL), scan=False)
+    placed = model.replace(scan=True, remat="full").place(ed.Layout.create(data=2, fsdp=2, tensor=2))
+    want, got = gradients(model, tokens, segments), gradients(placed, tokens, segments)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        close(one, np.asarray(other))
+
+
+def test_plain_attention_decodes_as_it_runs():
+    mixer = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4)
+    block = ed.BlockConfig(mixer=mixer, mlp=LinearConfig(), wiring="plain", pre_mixer_norm=RMSNormConfig())
+    model = filled(ed.DecoderConfig(vocab_size=32, embed_dim=8, blocks=(block,), final_norm=None))
+    cache, pieces = ed.init_cache(model.config, 2, 4, dtype=jnp.float32), []
+    for token in range(4):
+        out = step(model, TOKENS[:, token : token + 1], cache)
+        pieces, cache = [*pieces, out.logits], out.cache
+    close(jnp.concatenate(pieces, axis=1), np.asarray(run(model).logits))

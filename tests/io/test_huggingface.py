@@ -1,0 +1,303 @@
+"""Checkpoints of Hugging Face's transformers: the same logits, the same tokens, and back again without a lost bit."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import eqx_decoders as ed
+from eqx_decoders.axes import named_leaves
+from eqx_decoders.families import FAMILIES
+from eqx_decoders.io.huggingface import read_config
+
+
+FIXTURES = pathlib.Path(__file__).parent.parent / "fixtures"
+NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/expected.npz") if (path.parent / "config.json").exists())
+TOLERANCE = 1e-4  # float32 against float32; the logits are of size 1 to 30
+
+
+def tensors_of(directory) -> dict[str, np.ndarray]:
+    return {name: x for file in sorted(directory.glob("*.safetensors")) for name, x in load_file(file).items()}
+
+
+def same_tensors(first, second) -> bool:
+    return first.keys() == second.keys() and all(
+        first[name].dtype == second[name].dtype and first[name].tobytes() == second[name].tobytes() for name in first
+    )
+
+
+def copy_of(name, folder) -> pathlib.Path:
+    shutil.copytree(FIXTURES / name, folder / name)
+    return folder / name
+
+
+def rewritten(directory, change) -> pathlib.Path:
+    """The directory with its tensors changed by `change(tensors)`, in one file."""
+    found = tensors_of(directory)
+    for file in directory.glob("*.safetensors*"):
+        file.unlink()
+    save_file({name: np.ascontiguousarray(x) for name, x in change(found).items()}, directory / "model.safetensors")
+    return directory
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def loaded(request):
+    directory = FIXTURES / request.param
+    return directory, ed.load_hf(directory), np.load(directory / "expected.npz")
+
+
+def test_every_family_has_a_checkpoint():
+    found = {json.loads((FIXTURES / name / "config.json").read_text())["model_type"] for name in NAMES}
+    assert found == set(FAMILIES)
+
+
+def test_logits_are_those_of_transformers(loaded):
+    _, model, expected = loaded
+    logits = eqx.filter_jit(lambda model, ids: model(ids).logits)(model, expected["input_ids"])
+    assert np.max(np.abs(np.asarray(logits) - expected["logits"])) <= TOLERANCE
+
+
+# windows that wrap, learned positions; the others in the slow tests
+QUICK = ("gemma3_pattern", "gpt2")
+GREEDY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES]
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_greedy_tokens_are_those_of_transformers(name):
+    model, expected = ed.load_hf(FIXTURES / name), np.load(FIXTURES / name / "expected.npz")
+    wanted = expected["generated_ids"]
+    ids = ed.generate(model, expected["prompt_ids"], max_new_tokens=wanted.shape[1], sampler=ed.Greedy())
+    assert np.array_equal(ids, wanted)
+
+
+def test_the_old_spelling_means_the_same(loaded, tmp_path):
+    directory, model, _ = loaded
+    if not (directory / "config_legacy.json").exists():
+        pytest.skip("this family has one spelling")
+    shutil.copy(directory / "config_legacy.json", tmp_path / "config.json")
+    assert read_config(tmp_path)[0] == model.config
+
+
+def test_export_is_what_was_imported(loaded, tmp_path):
+    directory, _, _ = loaded
+    original = tensors_of(directory)
+    model = ed.load_hf(directory, dtype=None)
+    ed.save_hf(model, tmp_path / "new", shard_bytes=20_000)
+    assert same_tensors(tensors_of(tmp_path / "new"), original)
+    assert len(list((tmp_path / "new").glob("*.safetensors"))) > 1
+    again = ed.abstract_hf(tmp_path / "new")
+    assert again.config == model.config
+    before, after = (json.loads((path / "config.json").read_text()) for path in (directory, tmp_path / "new"))
+    assert {key: after[key] for key in before if key in after} == {key: before[key] for key in before if key in after}
+    off = {"use_bidirectional_attention", "add_cross_attention"}
+    assert set(before) - set(after) <= off | {"_sliding_window_pattern", "sliding_window_pattern"}
+    assert before["dtype"] == after["dtype"]
+
+
+LAYOUTS = (dict(fsdp=8), dict(fsdp=2, tensor=2, data=2), dict(tensor=2, fsdp=4))
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_weights_are_born_where_they_belong(sizes):
+    """fsdp cuts inside of a dimension, tensor between heads; data makes copies."""
+    single = named_leaves(ed.load_hf(FIXTURES / "qwen2_mixed"))
+    layout = ed.Layout.create(**sizes)
+    model = ed.load_hf(FIXTURES / "qwen2_mixed", layout=layout)
+    for name, leaf in named_leaves(model).items():
+        assert np.array_equal(leaf, single[name]), name
+    assert jax.tree.map(lambda leaf: leaf.sharding, model) == layout.shardings(model)
+
+
+def test_a_part_of_a_head_can_be_read(tmp_path):
+    """A table that splits what stands behind another word of the same dimension."""
+    layout = ed.Layout.create(fsdp=2, weights={"head_dim": "fsdp"}, devices=jax.devices()[:2])
+    single, model = (named_leaves(ed.load_hf(FIXTURES / "llama_rope", layout=where)) for where in (None, layout))
+    assert any("fsdp" in leaf.sharding.spec for leaf in model.values())
+    assert all(np.array_equal(model[name], single[name]) for name in single)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["llama_bf16", "qwen3_f16", "gemma_mqa"])
+def test_dtypes(name, dtype, tmp_path):
+    stored = tensors_of(FIXTURES / name)
+    model = ed.load_hf(FIXTURES / name, dtype=dtype)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(model)} == {dtype}
+    table = next(x for key, x in stored.items() if key.endswith("embed_tokens.weight"))
+    assert np.array_equal(np.asarray(model.embedding.table), table.astype(dtype))
+    ed.save_hf(model, tmp_path / "new", dtype="float32")
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == "float32"
+    assert ed.abstract_hf(tmp_path / "new", dtype=None).embedding.table.dtype == jnp.float32
+
+
+def test_bfloat16_runs_in_bfloat16():
+    expected = np.load(FIXTURES / "gemma2_odd" / "expected.npz")
+    logits = ed.load_hf(FIXTURES / "gemma2_odd", dtype=jnp.bfloat16)(expected["input_ids"]).logits
+    error = np.sqrt(np.mean((np.asarray(logits) - expected["logits"]) ** 2) / np.var(expected["logits"]))
+    assert 1e-4 < error < 0.05
+
+
+def test_mixed_precision_is_the_callers_choice():
+    precision = ed.Precision(params=jnp.float32, compute=jnp.bfloat16)
+    model = ed.load_hf(FIXTURES / "llama_bf16", precision=precision, remat="full")
+    assert model.embedding.table.dtype == jnp.float32
+    assert model.execution.precision == precision
+
+
+@pytest.mark.parametrize("name", ["llama_rope", "gpt2"])
+def test_files_of_a_base_model(name, tmp_path):
+    """Saved without a head: names lack the prefix, old GPT-2 files hold the causal mask too."""
+    family = FAMILIES[json.loads((FIXTURES / name / "config.json").read_text())["model_type"]]
+
+    def strip(tensors):
+        found = {key.removeprefix(family.prefix): x for key, x in tensors.items()}
+        mask = {"h.0.attn.bias": np.tril(np.ones((1, 1, 4, 4), np.uint8))} if name == "gpt2" else {}
+        frequencies = {"layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)} if name != "gpt2" else {}
+        return found | mask | frequencies
+
+    directory = rewritten(copy_of(name, tmp_path), strip)
+    here, there = named_leaves(ed.load_hf(directory)), named_leaves(ed.load_hf(FIXTURES / name))
+    assert all(np.array_equal(here[path], there[path]) for path in there)
+
+
+@pytest.fixture
+def tied(tmp_path):
+    directory = copy_of("qwen2_mixed", tmp_path)
+    assert json.loads((directory / "config.json").read_text())["tie_word_embeddings"]
+    return directory
+
+
+def test_a_head_that_repeats_the_table(tied):
+    rewritten(tied, lambda x: x | {"lm_head.weight": x["model.embed_tokens.weight"]})
+    assert ed.load_hf(tied).head is None
+
+
+def test_a_head_of_its_own_counts(tied, tmp_path):
+    """As in transformers: a tied configuration with two different matrices in the file is not tied."""
+    rewritten(tied, lambda x: x | {"lm_head.weight": x["model.embed_tokens.weight"] * 2})
+    model = ed.load_hf(tied)
+    assert not model.config.tied
+    assert np.array_equal(model.head.kernel, 2 * model.embedding.table.T)
+    ed.save_hf(model, tmp_path / "new")
+    assert not json.loads((tmp_path / "new" / "config.json").read_text())["tie_word_embeddings"]
+    assert same_tensors(tensors_of(tmp_path / "new"), tensors_of(tied))
+
+
+def test_a_head_without_a_table(tied):
+    def rename(tensors):
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+        return tensors
+
+    table = tensors_of(tied)["model.embed_tokens.weight"]
+    model = ed.load_hf(rewritten(tied, rename))
+    assert model.head is None
+    assert np.array_equal(model.embedding.table, table)
+
+
+def test_all_wrong_tensors_are_listed(tmp_path):
+    def spoil(tensors):
+        tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].T
+        del tensors["model.norm.weight"]
+        return tensors | {"model.layers.7.mlp.up_proj.weight": np.zeros(3, np.float32)}
+
+    directory = rewritten(copy_of("llama_rope", tmp_path), spoil)
+    with pytest.raises(ed.ConversionError) as caught:
+        ed.load_hf(directory)
+    told = str(caught.value)
+    assert "3 tensors" in told
+    assert "model.norm.weight is missing" in told
+    assert "model.layers.7.mlp.up_proj.weight belongs to no weight" in told
+    assert "model.layers.0.mlp.up_proj.weight has the shape" in told
+
+
+# --- export -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_export_is_complete(tmp_path):
+    ed.save_hf(ed.load_hf(FIXTURES / "chat_llama"), tmp_path / "new")
+    copied = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+    for name in copied:
+        assert (tmp_path / "new" / name).read_bytes() == (FIXTURES / "chat_llama" / name).read_bytes(), name
+    assert "LlamaForCausalLM" in (tmp_path / "new" / "README.md").read_text()
+    assert not (tmp_path / "new.partial").exists()
+
+
+def test_a_directory_in_use_is_left_alone(tmp_path):
+    (tmp_path / "note").write_text("mine")
+    with pytest.raises(ed.ConversionError, match="is not empty"):
+        ed.save_hf(ed.abstract_hf(FIXTURES / "chat_llama"), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["note"]
+
+
+def small(**changes):
+    config = ed.abstract_hf(FIXTURES / "llama_rope").config
+    return dataclasses.replace(config, **changes)
+
+
+def test_a_model_of_no_family_is_refused_with_the_difference():
+    config = small(logit_soft_cap=3.0)
+    with pytest.raises(
+        ed.ConversionError, match=r"LlamaForCausalLM: DecoderConfig.logit_soft_cap=3.0 would have to be None"
+    ):
+        ed.save_hf(ed.abstract(config), "nowhere")
+    with pytest.raises(ed.ConversionError, match=r"save_hf: family='lama' is not known. Did you mean 'llama'"):
+        ed.save_hf(ed.abstract(config), "nowhere", family="lama")
+
+
+def test_a_new_model_finds_its_family(tmp_path):
+    config = dataclasses.replace(ed.get_config("tiny"), vocab_size=64, dropout=0.1)
+    model = ed.init(config, key=jax.random.key(0))
+    ed.save_hf(model, tmp_path / "new", settings={"eos_token_id": 7, "max_position_embeddings": 512})
+    written = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert written["model_type"] == "llama"
+    assert (written["eos_token_id"], written["bos_token_id"], written["max_position_embeddings"]) == (7, None, 512)
+    assert json.loads((tmp_path / "new" / "generation_config.json").read_text()) == {"eos_token_id": 7}
+    again = ed.load_hf(tmp_path / "new")
+    assert all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(model), jax.tree.leaves(again), strict=True))
+
+
+def test_a_sharded_model_is_exported_whole(tmp_path):
+    model = ed.load_hf(FIXTURES / "gpt2", layout=ed.Layout.create(fsdp=2, tensor=2, data=2))
+    ed.save_hf(model, tmp_path / "new")
+    assert same_tensors(tensors_of(tmp_path / "new"), tensors_of(FIXTURES / "gpt2"))
+
+
+def test_bfloat16_is_written_as_bfloat16(tmp_path):
+    ed.save_hf(ed.load_hf(FIXTURES / "llama_bf16", dtype="bfloat16"), tmp_path / "new")
+    assert {x.dtype for x in tensors_of(tmp_path / "new").values()} == {np.dtype(ml_dtypes.bfloat16)}
+
+
+# --- where it comes from ----------------------------------------------------------------------------------------------
+
+
+def test_offline_is_a_sentence(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ed.ConversionError, match=r"'nobody/nothing' is no directory here, and could not be downloaded"):
+        ed.load_hf("nobody/nothing")
+
+
+def test_a_repository_is_downloaded(monkeypatch):
+    asked = {}
+
+    def download(name, **options):
+        asked.update(options, name=name)
+        return str(FIXTURES / "gemma_mqa")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    model = ed.abstract_hf("org/name", revision="v2")
+    assert model.config == read_config(FIXTURES / "gemma_mqa")[0]
+    assert (asked["name"], asked["revision"]) == ("org/name", "v2")
+    assert not any("bin" in pattern or "py" in pattern for pattern in asked["allow_patterns"])
+
+
+def test_a_missing_directory_is_a_sentence():
+    with pytest.raises(ed.ConversionError, match="runs/nothing/here does not exist"):
+        ed.load_hf("runs/nothing/here")

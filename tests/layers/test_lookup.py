@@ -1,0 +1,70 @@
+"""The one-hot lookup equals the gather: in values and gradients, whole and split over the vocabulary."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.layers.embedding import TokenEmbedding
+
+
+VOCAB, EMBED = 16, 8
+TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(VOCAB, EMBED)), jnp.float32)
+TOKENS = jnp.asarray([[0, 3, 15, 3], [-1, -7, 16, 99]], jnp.int32)  # clipped: 0, 0, 15, 15
+WEIGHTS = jnp.sin(jnp.arange(2 * 4 * EMBED, dtype=jnp.float32)).reshape(2, 4, EMBED)
+
+
+@eqx.filter_jit
+def lookup(table, lookup, layout=ed.Layout(), compute=jnp.float32):
+    """The embeddings, and the table's gradient."""
+    execution = ed.Execution(lookup=lookup, layout=layout, precision=ed.Precision(compute=compute))
+    ctx = ed.Context(positions=jnp.zeros_like(TOKENS), execution=execution)
+
+    def loss(table):
+        out = TokenEmbedding(table=table, scale=3.0)(TOKENS, ctx)
+        return jnp.sum(out.astype(jnp.float32) * WEIGHTS), out
+
+    (_, out), gradient = jax.value_and_grad(loss, has_aux=True)(table)
+    return out, gradient
+
+
+def test_both_lookups_are_the_rows():
+    ids = np.clip(np.asarray(TOKENS), 0, VOCAB - 1)
+    want = np.zeros((VOCAB, EMBED))
+    np.add.at(want, ids, 3.0 * np.asarray(WEIGHTS, np.float64))
+    for how in ("gather", "one_hot"):
+        out, gradient = lookup(TABLE, how)
+        np.testing.assert_array_equal(out, 3.0 * np.asarray(TABLE)[ids])
+        np.testing.assert_allclose(gradient, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "mesh", [dict(tensor=8), dict(tensor=4, fsdp=2), dict(tensor_sequence=2, data=2, fsdp=2)], ids=str
+)
+def test_a_table_that_is_split_over_the_vocabulary_gives_the_same(mesh):
+    layout = ed.Layout.create(**mesh)
+    spec = jax.sharding.NamedSharding(layout.mesh, layout.weight_spec("vocab embed", TABLE.shape))
+    assert spec.shard_shape(TABLE.shape)[0] < VOCAB
+    want = lookup(TABLE, "gather")
+    out, gradient = lookup(jax.device_put(TABLE, spec), "one_hot", layout)
+    np.testing.assert_array_equal(out, want[0])
+    np.testing.assert_allclose(gradient, want[1], rtol=0, atol=1e-5)
+
+
+def test_bfloat16_rows_are_the_same_bits():
+    one, other = lookup(TABLE, "gather", compute=jnp.bfloat16), lookup(TABLE, "one_hot", compute=jnp.bfloat16)
+    assert one[0].dtype == other[0].dtype == jnp.bfloat16
+    assert one[1].dtype == other[1].dtype == jnp.float32
+    np.testing.assert_array_equal(one[0].astype(jnp.float32), other[0].astype(jnp.float32))
+
+
+def test_the_product_needs_no_gather_of_the_table():
+    """Split over the vocabulary alone, no device ever sees another's rows: the only traffic is the sum of results."""
+    layout = ed.Layout.create(tensor=8)
+    spec = jax.sharding.NamedSharding(layout.mesh, layout.weight_spec("vocab embed", TABLE.shape))
+    table = jax.ShapeDtypeStruct(TABLE.shape, TABLE.dtype, sharding=spec)
+    ctx = ed.Context(positions=jnp.zeros_like(TOKENS), execution=ed.Execution(lookup="one_hot", layout=layout))
+    compiled = jax.jit(lambda table: TokenEmbedding(table=table)(TOKENS, ctx)).lower(table).compile().as_text()
+    assert "all-reduce" in compiled and "all-gather" not in compiled and "all-to-all" not in compiled

@@ -1,0 +1,186 @@
+"""From a Hugging Face directory through training and back, as a user does it with the scripts."""
+
+import contextlib
+import io
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.axes import named_leaves
+from eqx_decoders.io.checkpoint import load_weights
+from eqx_decoders.io.peft import load_peft
+from eqx_decoders.training.lora import merge_lora
+from eqx_decoders.training.runs import SOURCE, abstract_run, keep_source, load_run, new_model
+from eqx_decoders.training.settings import TrainConfig, load_settings
+from scripts.convert import Import
+from tests.test_scripts import run
+
+
+BASE = pathlib.Path(__file__).parent / "fixtures" / "chat_llama"
+IDS = np.arange(2 * 16).reshape(2, 16) * 7 % 300
+WORDS = ["the cat sat on the mat", "a dog ran in the park", "many birds sing at noon"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A base checkpoint that is deleted after the first run, and texts to train on."""
+    folder = tmp_path_factory.mktemp("finetuning")
+    shutil.copytree(BASE, folder / "base")
+    lines = [json.dumps({"text": " ".join(WORDS[(i + j) % 3] for j in range(6))}) for i in range(40)]
+    (folder / "texts.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def options(folder, name, **changes) -> list[str]:
+    wanted = {
+        "run-dir": folder / name,
+        "init-from": folder / "base",
+        "data": folder / "texts.jsonl",
+        "steps": 4,
+        "batch-size": 4,
+        "seq-len": 32,
+        "sample-tokens": 4,
+        "eval-every": 0,
+        "optimizer.learning-rate": "1e-2",
+        "export": folder / f"{name}-export",
+    }
+    return [word for key, value in (wanted | changes).items() for word in (f"--{key}", str(value))]
+
+
+@pytest.fixture(scope="module")
+def full(folder):
+    _, err = run("train.py", *options(folder, "full"))
+    assert "12,360 weights on" in err
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lora(full):
+    folder = full
+    adapted = {"lora-rank": 4, "lora-alpha": 8, "export-adapter": folder / "adapter"}
+    _, err = run("train.py", *options(folder, "lora", **adapted))
+    assert "of them trained" in err
+    return folder
+
+
+def logits(model) -> np.ndarray:
+    return np.asarray(model(IDS).logits)
+
+
+def test_a_full_run_is_exported_as_it_was_trained(full):
+    exported, trained = ed.load_hf(full / "full-export"), load_run(full / "full")
+    here, there = named_leaves(exported), named_leaves(trained)
+    assert all(np.array_equal(here[name], there[name]) for name in there)
+    before = named_leaves(ed.load_hf(BASE))
+    assert not any(np.array_equal(here[name], before[name]) for name in here)
+    assert np.array_equal(logits(exported), logits(trained))
+    assert json.loads((full / "full-export" / "config.json").read_text())["eos_token_id"] == 257
+
+
+def test_it_learns_with_the_tokenizer_of_the_checkpoint(full):
+    rows = [json.loads(line) for line in (full / "full" / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert losses[-1] < losses[0] - 0.1
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
+        assert (full / "full-export" / name).read_bytes() == (BASE / name).read_bytes(), name
+
+
+def test_a_lora_run_is_exported_merged_and_as_an_adapter(lora):
+    base, merged = ed.load_hf(BASE), ed.load_hf(lora / "lora-export")
+    adapted = merge_lora(load_peft(base, lora / "adapter"))
+    assert np.max(np.abs(logits(merged) - logits(base))) > 1e-2
+    assert np.array_equal(logits(merged), logits(adapted))
+    assert np.array_equal(logits(merged), logits(load_run(lora / "lora")))
+    here, there = named_leaves(merged), named_leaves(base)
+    moved = {name.rsplit(".", 1)[-1] for name in there if not np.array_equal(here[name], there[name])}
+    assert moved == {"query", "value"}
+
+
+def test_a_run_needs_its_checkpoint_only_once(lora):
+    """Resumed when the directory is gone; the frozen weights are those of the beginning, to the bit."""
+    folder = lora
+    before = named_leaves(ed.load_hf(BASE))
+    (folder / "base").rename(folder / "gone")
+    try:
+        adapted = {"lora-rank": 4, "lora-alpha": 8, "steps": 6, "export": folder / "later"}
+        _, err = run("train.py", *options(folder, "lora", **adapted))
+    finally:
+        (folder / "gone").rename(folder / "base")
+    assert "resumed at step 4" in err
+    settings = load_settings(folder / "lora" / "settings.json")
+    model = load_weights(folder / "lora" / "checkpoints", abstract_run(settings, folder / "lora"))
+    frozen = {name: leaf for name, leaf in named_leaves(model).items() if ".lora_" not in name}
+    assert all(np.array_equal(leaf, before[name.removesuffix(".base")]) for name, leaf in frozen.items())
+    assert ed.abstract_hf(folder / "later").config == ed.abstract_hf(BASE).config
+
+
+def test_generate_reads_a_run_with_adapters(lora):
+    out, _ = run(
+        "generate.py", "--run-dir", str(lora / "lora"), "--prompt", "the cat", "--max-new-tokens", "4", "--no-chat"
+    )
+    assert out.startswith("the cat")
+
+
+def test_an_export_is_refused_before_the_training(full):
+    _, err = run("train.py", *options(full, "other", export=full / "full-export"), code=2)
+    assert "export=" in err and "is not empty: give a new directory" in err
+    assert not (full / "other" / "metrics.jsonl").exists()
+
+
+def test_an_imported_directory_can_be_trained(full):
+    """A run directory of scripts/convert.py: weights without a training state."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        Import(source=str(full / "base"), run_dir=str(full / "imported"))()
+    words = options(full, "imported", **{"lora-rank": 2, "steps": 2})
+    place = words.index("--init-from")
+    _, err = run("train.py", *words[:place], *words[place + 2 :])
+    assert "of them trained" in err and "resumed" not in err
+    assert json.loads((full / "imported" / "settings.json").read_text())["init_from"] == str(full / "base")
+    here, there = (named_leaves(ed.load_hf(path)) for path in (full / "imported-export", BASE))
+    assert [name for name in there if not np.array_equal(here[name], there[name])]
+    assert np.array_equal(here["embedding.table"], there["embedding.table"])
+
+
+# --- without a process ------------------------------------------------------------------------------------------------
+
+
+def test_only_some_weights_are_taken(tmp_path):
+    settings = TrainConfig(init_from=str(BASE), init_weights=("embedding.*", "*.mlp.*"))
+    model, base = named_leaves(new_model(settings, tmp_path)), named_leaves(ed.load_hf(BASE))
+    same = {name for name in base if np.array_equal(model[name], base[name])}
+    assert {name for name in base if name.startswith("embedding") or ".mlp." in name} <= same
+    assert not any("mixer" in name and "norm" not in name for name in same)
+    with pytest.raises(ed.ConfigError, match="init_weights: no weight matches"):
+        new_model(TrainConfig(init_from=str(BASE), init_weights=("*.experts",)), tmp_path)
+
+
+def test_the_source_of_a_run_is_kept_as_it_was_read(tmp_path):
+    model = ed.abstract_hf(BASE)
+    keep_source(model, tmp_path)
+    kept = json.loads((tmp_path / SOURCE / "config.json").read_text())
+    original = json.loads((BASE / "config.json").read_text())
+    assert {key: kept.get(key) for key in original if key not in ("dtype", "torch_dtype")} == {
+        key: value for key, value in original.items() if key not in ("dtype", "torch_dtype")
+    }
+    settings = TrainConfig(init_from="gone/away")
+    assert abstract_run(settings, tmp_path).config == model.config
+
+
+@pytest.mark.parametrize(
+    "fields, sentence",
+    [
+        (dict(model="llama3-8b", init_from="x"), "model='llama3-8b' and init_from='x' exclude each other"),
+        (dict(init_weights=("*.mlp.*",)), "needs init_from"),
+        (dict(export_adapter="x"), "export_adapter='x' needs lora_rank"),
+        (dict(lora_rank=0), "LoRAConfig.rank=0 must be an integer of at least 1"),
+        (dict(lora_rank=4, lora_targets=()), r"LoRAConfig.targets=\(\) must name"),
+    ],
+    ids=str,
+)
+def test_settings_that_exclude_each_other(fields, sentence):
+    with pytest.raises(ed.ConfigError, match=sentence):
+        TrainConfig(**fields)

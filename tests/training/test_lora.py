@@ -1,0 +1,419 @@
+"""Low-rank pairs: products equal those of the merged weights, training moves nothing else, and merging ends it."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import eqx_decoders as ed
+from eqx_decoders.axes import axes, named_leaves, product_axes, replaced
+from eqx_decoders.describe import describe
+from eqx_decoders.errors import CheckpointError, ConfigError
+from eqx_decoders.io.checkpoint import Checkpoints
+from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.numerics import LowRank, einsum
+from eqx_decoders.training.data import Batch
+from eqx_decoders.training.lora import LORA_WEIGHTS, LoRAConfig, add_lora, merge_lora
+from eqx_decoders.training.optimizer import OptimizerConfig, matching, muon_dimensions
+from eqx_decoders.training.step import StepConfig, Trainer
+from tests.strategies import filled, rich_decoder, some_tokens
+
+
+EVERYWHERE = ("*.query", "*.key", "*.value", "*.qkv", "*.out", "*.gate", "*.up", "*.gate_up", "*.down")
+CONFIG = LoRAConfig(rank=4, alpha=6.0, targets=EVERYWHERE)
+RICH = rich_decoder(4)
+BLOCK = ed.BlockConfig(
+    mixer=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8),
+    mlp=MLPConfig(mlp_dim=24),
+    pre_mlp_norm=RMSNormConfig(),
+)
+SPLIT, FUSED = (dataclasses.replace(RICH, blocks=(block,) * 2) for block in (BLOCK, RICH.blocks[1]))
+SPLIT_PAIRS = dataclasses.replace(CONFIG, targets=("*.query", "*.key", "*.value", "*.out", "*.gate", "*.up", "*.down"))
+FEW_PAIRS = dataclasses.replace(CONFIG, targets=("*.query", "*.out", "*.down"))  # one for each kind of fan-in
+FUSED_PAIRS = dataclasses.replace(CONFIG, targets=("*.qkv", "*.out", "*.gate_up", "*.down"))
+
+
+def shapes(lora: LoRAConfig = CONFIG, config: ed.DecoderConfig = RICH, **placed) -> ed.Decoder:
+    """A model with pairs, of shapes alone: nothing to compile."""
+    return add_lora(ed.abstract(config, **placed), lora, key=jax.random.key(0))
+
+
+def trained(model: ed.Decoder, lora: LoRAConfig = CONFIG) -> ed.Decoder:
+    """The model with pairs that are not zero, the same on every mesh."""
+    generator, target = np.random.default_rng(7), shapes(lora, model.config, layout=model.execution.layout)
+    leaves = {
+        name: jax.device_put(generator.normal(0.0, 0.3, leaf.shape).astype(leaf.dtype), leaf.sharding)
+        for name, leaf in pairs(target).items()
+    }
+    own = named_leaves(model)
+    return replaced(target, {name: own.get(name.removesuffix(".base")) for name in named_leaves(target)} | leaves)
+
+
+def pairs(tree) -> dict[str, jax.Array]:
+    return {name: leaf for name, leaf in named_leaves(tree).items() if name.endswith((".lora_a", ".lora_b"))}
+
+
+@eqx.filter_jit
+def logits(model, tokens):
+    return model(tokens).logits
+
+
+def close(a, b, tolerance):
+    """Equal in dtype and shape, and in value up to `tolerance` of the largest number."""
+    assert a.dtype == b.dtype and a.shape == b.shape
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1e-30, np.abs(b).max(initial=0.0)))
+
+
+# --- the product ---
+
+# pattern, and the shapes of x, base, lora_a and lora_b
+KINDS = {
+    "query": ("... embed, embed heads head_dim -> ... heads head_dim", (2, 5, 8), (8, 3, 4), (8, 2), (2, 3, 4)),
+    "out": ("b l heads head_dim, heads head_dim embed -> b l embed", (2, 5, 3, 4), (3, 4, 8), (3, 4, 2), (2, 8)),
+    "gate_up": ("b l embed, embed inputs mlp -> b l inputs mlp", (2, 5, 8), (8, 2, 6), (8, 2), (2, 2, 6)),
+    "down": ("b l mlp, mlp embed -> b l embed", (2, 5, 12), (12, 8), (12, 2), (2, 8)),
+    "transposed": ("b l embed, heads head_dim embed -> b l heads head_dim", (2, 5, 8), (3, 4, 8), (8, 2), (2, 3, 4)),
+    "batched": ("e t embed, e embed mlp -> e t mlp", (3, 5, 8), (3, 8, 6), (3, 8, 2), (3, 2, 6)),
+}
+UPDATES = {
+    "query": "dr,rhk->dhk",
+    "out": "hkr,rd->hkd",
+    "gate_up": "dr,rif->dif",
+    "down": "fr,rd->fd",
+    "transposed": "dr,rhk->hkd",
+    "batched": "edr,erf->edf",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_product_is_that_of_the_merged_weight(kind):
+    """Values, and gradients with respect to x and both factors, plain and flattened, in f32 and bf16."""
+    pattern, *shapes = KINDS[kind]
+    generator = np.random.default_rng(0)
+    x, base, a, b = (jnp.asarray(generator.normal(size=shape), jnp.float32) for shape in shapes)
+
+    def loss(y):
+        return jnp.sum(jnp.linspace(-1, 1, y.size).reshape(y.shape) * y.astype(jnp.float32)), y
+
+    def merged(x, base, a, b):
+        return loss(einsum(pattern, x, base + 1.5 * jnp.einsum(UPDATES[kind], a, b)))
+
+    def parts(x, base, a, b, **options):
+        return loss(einsum(pattern, x, LowRank(base=base, lora_a=a, lora_b=b, scale=1.5), **options))
+
+    @jax.jit  # one compilation for all
+    def run(x, *weights):
+        want = jax.grad(merged, argnums=(0, 2, 3), has_aux=True)(x, *weights)
+        got = {}
+        for flatten in (False, True):
+            for dtype in ("float32", "bfloat16"):
+                gradient = jax.grad(parts, argnums=(0, 1, 2, 3), has_aux=True)
+                got[flatten, dtype] = gradient(x.astype(dtype), *weights, flatten=flatten)
+        return want, got
+
+    ((want_x, want_a, want_b), want_y), results = run(x, base, a, b)
+    for (_, dtype), ((to_x, to_base, to_a, to_b), y) in results.items():
+        tolerance = 1e-5 if dtype == "float32" else 2e-2
+        close(y, want_y.astype(dtype), tolerance)
+        close(to_x, want_x.astype(dtype), tolerance)
+        close(to_a, want_a, tolerance)  # in the weights' dtype
+        close(to_b, want_b, tolerance)
+        assert not np.any(to_base)
+
+
+def test_merged_is_the_update_written_out():
+    for kind, (_, _, *shapes) in KINDS.items():
+        if kind == "transposed":  # no weight stands in a model like this
+            continue
+        base, a, b = (np.random.default_rng(1).normal(size=shape) for shape in shapes)
+        want = base + 0.5 * np.einsum(UPDATES[kind], a, b)
+        for dtype, tolerance in (("float32", 1e-6), ("bfloat16", 2**-8)):
+            node = LowRank(base=jnp.asarray(base, dtype), lora_a=jnp.asarray(a), lora_b=jnp.asarray(b), scale=0.5)
+            assert node.merged().dtype == dtype
+            np.testing.assert_allclose(np.asarray(node.merged(), np.float64), want, rtol=tolerance, atol=2 * tolerance)
+
+
+def test_merging_is_done_in_f32():
+    a = jnp.full((1, 1), 1 + 2**-10)  # 1 in bfloat16
+    node = LowRank(base=-jnp.ones((1, 1), jnp.bfloat16), lora_a=a, lora_b=jnp.ones((1, 1)), scale=1.0)
+    assert node.merged().item() == 2**-10
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    node = LowRank(base=jnp.zeros((8, 6)), lora_a=jnp.zeros((8, 2)), lora_b=jnp.zeros((3, 6)), scale=1.0)
+    with pytest.raises(ConfigError, match=r"rank=2 in x \(5, 2\) must be rank=3 of the weight"):
+        einsum("l embed, embed mlp -> l mlp", jnp.zeros((5, 8)), node)
+
+
+# --- birth ---
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return filled(SPLIT)
+
+
+@pytest.fixture(scope="module")
+def adapted(plain):
+    return trained(plain, SPLIT_PAIRS)
+
+
+@pytest.fixture(scope="module")
+def born(plain):
+    return add_lora(plain, FEW_PAIRS, key=jax.random.key(0))
+
+
+def test_a_new_pair_changes_nothing(plain, born):
+    tokens = some_tokens(4, 8)
+    np.testing.assert_array_equal(logits(born, tokens), logits(plain, tokens))
+    kept = named_leaves(plain)
+    for name, leaf in named_leaves(born).items():
+        assert name in pairs(born) or leaf is kept[name.removesuffix(".base")]
+
+
+def test_factors_are_drawn_as_in_peft(born):
+    """The first uniform within 1 / sqrt(fan_in), each from a key of its own; the second zero."""
+    words, drawn = axes(born), {}
+    fans = {"embed": 16, "heads head_dim": 32, "mlp": 24}
+    for name, leaf in pairs(born).items():
+        if name.endswith(".lora_b"):
+            assert not np.any(leaf)
+        else:
+            drawn[name] = np.asarray(leaf).ravel() * fans[" ".join(words[name][1:-1])] ** 0.5
+            assert 0.9 < np.max(drawn[name]) <= 1 and -1 <= np.min(drawn[name]) < -0.9
+    assert np.std(np.concatenate(list(drawn.values()))) == pytest.approx(3**-0.5, rel=0.05)
+    assert len({round(float(each[0]), 5) for each in drawn.values()}) == len(drawn)
+
+
+def test_words_of_pairs():
+    words = axes(shapes())
+    own = {name.removeprefix("segments.0."): " ".join(here) for name, here in words.items()}
+    assert own["unit.0.mixer.query.base"] == "layers embed heads head_dim"
+    assert own["unit.0.mixer.query.lora_a"] == "layers embed rank"
+    assert own["unit.0.mixer.query.lora_b"] == "layers rank heads head_dim"
+    assert own["unit.0.mixer.out.lora_a"] == "layers heads head_dim rank"
+    assert own["unit.0.mixer.out.lora_b"] == "layers rank embed"
+    assert own["unit.1.mixer.qkv.lora_b"] == "layers rank qkv_heads head_dim"
+    assert own["unit.1.mlp.gate_up.lora_b"] == "layers rank inputs mlp"
+    assert own["unit.1.mlp.down.lora_a"] == "layers mlp rank"
+
+
+def test_shapes_alone_get_pairs_of_shapes(born):
+    layout = ed.Layout.create(fsdp=4, tensor=2)
+    placed = dict(layout=layout, precision=ed.Precision(params=jnp.bfloat16))
+    model = shapes(FEW_PAIRS, SPLIT, **placed)
+    leaves, real = named_leaves(model), named_leaves(born)
+    for name, leaf in leaves.items():
+        assert isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding.mesh == layout.mesh
+        assert leaf.shape == real[name].shape and leaf.dtype == jnp.bfloat16
+    assert leaves["segments.0.unit.0.mixer.query.lora_a"].sharding.spec == P(None, "fsdp", None)
+    assert leaves["segments.0.unit.0.mixer.query.lora_b"].sharding.spec == P(None, None, "tensor", None)
+    assert leaves["segments.0.unit.0.mlp.down.lora_a"].sharding.spec == P(None, "tensor", None)
+    assert "segments.0.unit.0.mixer.query.lora_b" in describe(model)
+    assert jax.tree.structure(merge_lora(model)) == jax.tree.structure(ed.abstract(SPLIT, **placed))
+
+
+OTHERS = dict(rank=2, alpha=3.0, targets=("*.mlp.down",), rank_stabilized=True, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(LoRAConfig)])
+def test_every_setting_is_read(field):
+    def told(config):
+        return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), shapes(config))
+
+    assert not eqx.tree_equal(told(CONFIG), told(dataclasses.replace(CONFIG, **{field: OTHERS[field]})))
+
+
+def test_scales():
+    assert LoRAConfig(rank=8, alpha=4.0).scale == 0.5
+    assert LoRAConfig(rank=16, alpha=4.0, rank_stabilized=True).scale == 1.0
+
+
+# --- laws ---
+
+
+def gradient_of_pairs(model, tokens):
+    """The logits, and the gradient of a function of them, by the pairs' paths."""
+
+    @jax.jit
+    def run(weights, model, tokens):
+        def loss(weights):
+            logits = replaced(model, weights)(tokens).logits
+            return jnp.sum(jnp.sin(logits)), logits
+
+        return jax.grad(loss, has_aux=True)(weights)
+
+    gradient, logits = run(pairs(model), model, tokens)
+    return logits, gradient
+
+
+@pytest.fixture(scope="module")
+def expected(adapted):
+    return gradient_of_pairs(adapted, some_tokens(4, 8))
+
+
+def test_scan_is_loop_with_and_without_remat(adapted, expected):
+    changed = gradient_of_pairs(adapted.replace(scan=False, remat="full"), some_tokens(4, 8))
+    jax.tree.map(lambda a, b: close(a, b, 2e-5), changed, expected)
+
+
+def test_sharded_is_single(plain, born, adapted, expected):
+    layout = ed.Layout.create(fsdp=4, tensor=2)
+    placed = plain.place(layout)
+    model = trained(placed, SPLIT_PAIRS)
+    here = pairs(add_lora(placed, FEW_PAIRS, key=jax.random.key(0)))
+    for name, leaf in here.items():
+        assert leaf.sharding == pairs(model)[name].sharding
+    jax.tree.map(np.testing.assert_array_equal, here, pairs(born))
+    jax.tree.map(lambda a, b: close(a, b, 5e-5), gradient_of_pairs(model, some_tokens(4, 8)), expected)
+    merged, whole = named_leaves(merge_lora(model)), named_leaves(merge_lora(adapted))
+    for name, leaf in merged.items():
+        assert leaf.sharding == named_leaves(placed)[name].sharding
+        np.testing.assert_allclose(leaf, whole[name], rtol=0, atol=1e-6, err_msg=name)
+
+
+def test_merging_changes_no_logit_and_leaves_no_pair(plain, adapted, expected):
+    merged = merge_lora(adapted)
+    assert jax.tree.structure(merged) == jax.tree.structure(plain)
+    close(logits(merged, some_tokens(4, 8)), expected[0], 1e-5)
+    assert np.abs(logits(plain, some_tokens(4, 8)) - expected[0]).max() > 0.1
+    assert merge_lora(merged) is merged
+
+
+def test_generation_through_a_cache():
+    prompt, model = some_tokens(2, 5), trained(filled(FUSED), FUSED_PAIRS)
+    got = ed.generate(model, prompt, max_new_tokens=4, sampler=ed.Greedy())
+    want = np.argmax(logits(merge_lora(model), jnp.concatenate([prompt, got], axis=1)), axis=-1)
+    np.testing.assert_array_equal(got, want[:, 4:-1])
+
+
+# --- training ---
+
+
+def batch() -> Batch:
+    return Batch(tokens=some_tokens(4, 8))
+
+
+def optimizer(**changes) -> OptimizerConfig:
+    settings = dict(trainable=LORA_WEIGHTS, learning_rate=0.02, schedule="constant", warmup_steps=0)
+    return OptimizerConfig(**(settings | changes))
+
+
+@pytest.fixture(scope="module")
+def run():
+    """A trainer of the pairs alone, the first weights, the state after three steps and the losses."""
+    model = add_lora(filled(FUSED), FUSED_PAIRS, key=jax.random.key(0))
+    first, losses = jax.device_get(named_leaves(model)), []
+    trainer = Trainer.create(optimizer(), model, steps=10, config=StepConfig(fused_loss=False))
+    state = trainer.init(model, key=jax.random.key(1))
+    for _ in range(3):
+        state, metrics = trainer.step(state, batch())
+        losses.append(float(metrics.loss))
+    return trainer, first, state, losses
+
+
+def test_training_moves_the_pairs_alone(run):
+    _, first, state, losses = run
+    before, after = first, named_leaves(state.model)
+    assert before.keys() == after.keys()
+    moved = {name for name in before if np.any(before[name] != np.asarray(after[name]))}
+    assert moved == set(pairs(state.model))
+    assert losses[2] < losses[1] < losses[0]
+
+
+def test_frozen_weights_have_no_optimizer_state(run):
+    _, _, state, _ = run
+    size = sum(leaf.size for leaf in pairs(state.model).values())
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim) == 2 * size
+
+
+def test_a_base_is_never_trained(run):
+    model = run[2].model
+    everything = Trainer.create(optimizer(trainable=("*",)), model, steps=10).trainable
+    assert everything == {name for name in axes(model) if not name.endswith(".base")}
+    with pytest.raises(ConfigError, match="no weight matches"):
+        Trainer.create(optimizer(trainable=("*.base",)), model, steps=10)
+
+
+def test_checkpoints_hold_the_pairs(run, tmp_path):
+    trainer, _, state, _ = run
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(3, state, data_state={}, config={}, wait=True)
+        back = checkpoints.restore(trainer.abstract(shapes(FUSED_PAIRS, FUSED), key=jax.random.key(1))).tree
+        assert jax.tree.structure(back.optimizer) == jax.tree.structure(state.optimizer)
+        jax.tree.map(np.testing.assert_array_equal, named_leaves(back.model), named_leaves(state.model))
+        with pytest.raises(CheckpointError, match=r"qkv\.lora_a: float32\[2, 16, 4\] in the checkpoint, not in"):
+            checkpoints.restore(dataclasses.replace(back, model=ed.abstract(FUSED)))
+
+
+def test_muon_takes_pairs_as_matrices():
+    words = axes(shapes())
+    expected = {
+        "layers embed rank": ((1,), (2,)),
+        "layers heads head_dim rank": ((1, 2), (3,)),
+        "layers mlp rank": ((1,), (2,)),
+        "layers rank heads head_dim": ((1,), (2, 3)),
+        "layers rank kv_heads head_dim": ((1,), (2, 3)),
+        "layers rank qkv_heads head_dim": ((1,), (2, 3)),
+        "layers rank mlp": ((1,), (2,)),
+        "layers rank inputs mlp": ((1,), (3,)),
+        "layers rank embed": ((1,), (2,)),
+    }
+    found = {" ".join(words[name]): muon_dimensions(words[name]) for name in matching(words, LORA_WEIGHTS, "")}
+    assert {name: (each.reduction_axis, each.output_axis) for name, each in found.items()} == expected
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    "pattern, path",
+    [
+        ("*", "embedding.table"),
+        ("embedding.*", "embedding.table"),
+        ("head.kernel", "head.kernel"),
+        ("*norm*", "segments.0.unit.0.pre_mixer_norm.scale"),
+        ("*.qkv*", "qkv_bias"),
+        ("*.sink", "sink"),
+    ],
+)
+def test_only_matrices_of_blocks_get_a_pair(pattern, path):
+    with pytest.raises(ConfigError, match=r"^LoRAConfig\.targets=") as caught:
+        shapes(LoRAConfig(targets=("*.query", pattern)))
+    assert repr(pattern) in str(caught.value)
+    assert path in str(caught.value)
+
+
+def test_patterns_that_match_nothing_and_second_pairs_are_refused(plain, adapted):
+    with pytest.raises(ConfigError, match=r"LoRAConfig\.targets: no weight matches '\*\.q_proj'"):
+        add_lora(plain, LoRAConfig(targets=("*.query", "*.q_proj")), key=jax.random.key(0))
+    with pytest.raises(ConfigError, match=r"has pairs already, beside \['segments\.0\.unit\.0\.mixer\.key'\]"):
+        add_lora(adapted, LoRAConfig(targets=("*.unit.0.mixer.out",)), key=jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("rank", 0), ("rank", 2.0), ("alpha", 0.0), ("alpha", float("nan")), ("targets", ()), ("dtype", "int8")],
+)
+def test_bad_settings_are_refused_by_name(field, value):
+    config = LoRAConfig()
+    object.__setattr__(config, field, value)  # past the type checks, which users don't have
+    with pytest.raises(ConfigError, match=rf"^LoRAConfig\.{field}="):
+        config.__post_init__()
+
+
+def test_what_is_a_matrix():
+    assert product_axes(("layers", "embed", "heads", "head_dim")) == (("embed",), ("heads", "head_dim"))
+    assert product_axes(("heads", "head_dim", "embed")) == (("heads", "head_dim"), ("embed",))
+    assert product_axes(("embed", "inputs", "mlp")) == (("embed",), ("inputs", "mlp"))
+    for words in ("vocab embed", "embed vocab", "layers norm", "layers heads head_dim", "layers embed"):
+        assert product_axes(tuple(words.split())) is None
+    with pytest.raises(ConfigError, match="axes 'vocab embed' is no matrix"):
+        LowRank.part_axes(("vocab", "embed"))

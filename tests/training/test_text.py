@@ -1,0 +1,147 @@
+"""Between text and decoder: what is fed, where it stops, what is shown."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from eqx_decoders.block import BlockConfig
+from eqx_decoders.decoder import DecoderConfig, Origin, abstract
+from eqx_decoders.errors import ConfigError, ConversionError
+from eqx_decoders.inference.sampling import Greedy, Sample
+from eqx_decoders.io.huggingface import abstract_hf
+from eqx_decoders.layers.embedding import LearnedPositions
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.training import text as text_module
+from eqx_decoders.training.text import TextModel, load_text_model
+from eqx_decoders.training.tokenizer import ByteTokenizer, load_tokenizer
+
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+CHAT = FIXTURES / "chat_llama"
+HELLO = [{"role": "user", "content": "What is the answer?"}]
+
+
+@pytest.fixture
+def shapes(monkeypatch):
+    """Models are loaded without their weights, and tokens come from a list."""
+    fed = {"tokens": []}
+
+    def stream(model, prompt, **options):
+        fed.update(options, prompt=prompt, model=model)
+        return (np.asarray([token]) for token in fed["tokens"])
+
+    monkeypatch.setattr(text_module, "load_hf", lambda folder, dtype: abstract_hf(folder, dtype))
+    monkeypatch.setattr(text_module, "stream", stream)
+    return fed
+
+
+def write(text: TextModel, prompt, new: int = 8) -> str:
+    return "".join(text.write(prompt, max_new_tokens=new, sampler=Greedy()))
+
+
+def test_a_conversation_is_fed_as_transformers_encodes_it(shapes):
+    text = load_text_model(CHAT)
+    recorded = json.loads((CHAT / "rendered.json").read_text())["chats"][1]
+    assert recorded["add_generation_prompt"] and recorded["messages"] == HELLO
+    write(text, HELLO)
+    count = len(recorded["ids"])
+    assert shapes["prompt"].shape == (1, 64) and shapes["prompt_lengths"].tolist() == [count]
+    assert shapes["prompt"][0, :count].tolist() == recorded["ids"] and not shapes["prompt"][0, count:].any()
+    assert text.defaults.sampler() == Sample(temperature=0.6, top_p=0.9)
+
+
+def test_a_text_begins_as_its_tokenizer_says(shapes):
+    text = load_text_model(CHAT)
+    write(text, "the fox<|end|>")
+    begin = [256, *text.tokenizer.encode("the fox").tolist(), 257]
+    assert shapes["prompt"][0, : len(begin)].tolist() == begin and shapes["prompt_lengths"] == [len(begin)]
+    ours = dataclasses.replace(text, tokenizer=ByteTokenizer(), published=False)
+    assert ours.encode("a").tolist() == [256, 97]
+
+
+def test_it_ends_with_any_of_the_ids_that_the_files_name(shapes, tmp_path):
+    folder = Path(shutil.copytree(CHAT, tmp_path / "model"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [3, -1]}))
+    text = load_text_model(folder)
+    assert text.stop_ids == (3, 257, 258)  # config.json, generation_config.json and tokenizer, generation_config.json
+    for stop in (3, 258):  # also one that is no special token is not shown
+        shapes["tokens"] = [*text.tokenizer.encode("the fox").tolist(), stop]
+        assert write(text, HELLO) == "the fox" and shapes["stop_ids"] == (3, 257, 258)
+    (folder / "generation_config.json").unlink()
+    assert load_text_model(folder).stop_ids == (3, 257)
+
+
+def test_characters_come_whole(shapes):
+    text = load_text_model(CHAT)
+    shapes["tokens"] = text.tokenizer.encode("Grö🦊é").tolist()
+    pieces = list(text.write(HELLO, max_new_tokens=9, sampler=Greedy()))
+    assert "".join(pieces) == "Grö🦊é" and not any("\ufffd" in piece for piece in pieces)
+
+
+def learned(room: int) -> TextModel:
+    """A model of bytes with a table of `room` positions."""
+    block = BlockConfig(mixer=None, mlp=MLPConfig(mlp_dim=8), pre_mlp_norm=RMSNormConfig())
+    config = DecoderConfig(
+        vocab_size=259,
+        embed_dim=8,
+        blocks=(block,),
+        final_norm=RMSNormConfig(),
+        positions=LearnedPositions(max_positions=room),
+    )
+    return TextModel(model=abstract(config), tokenizer=ByteTokenizer())
+
+
+@pytest.mark.parametrize(
+    "room, length, new, width, left",
+    [
+        (200, 10, 20, 64, 20),  # one of few widths
+        (70, 10, 20, 50, 20),  # a narrower one, since new tokens need their places, too
+        (32, 10, 20, 12, 20),
+        (32, 30, 20, 30, 2),  # fewer new tokens than wanted
+        (32, 31, 20, 31, 1),
+    ],
+)
+def test_learned_positions_bound_prompt_and_answer(shapes, room, length, new, width, left):
+    write(learned(room), "x" * (length - 1), new)  # and the id that begins a text
+    assert shapes["prompt"].shape == (1, width) and shapes["max_new_tokens"] == left
+    assert shapes["prompt_lengths"].tolist() == [length]
+
+
+def test_a_prompt_without_room_for_an_answer_is_refused(shapes):
+    with pytest.raises(ConfigError, match="The prompt has 32 tokens, but the model has 32 learned positions"):
+        write(learned(32), "x" * 31)
+
+
+def test_what_cannot_be_written_about(shapes):
+    with pytest.raises(ConfigError, match="has no chat template: give a text"):
+        write(learned(32), HELLO)
+    text = dataclasses.replace(load_text_model(CHAT), published=False)
+    without = load_tokenizer(CHAT)
+    without.bos_id = without.eos_id = None  # type: ignore[misc]
+    with pytest.raises(ConfigError, match="prompt='' is empty"):
+        write(dataclasses.replace(text, tokenizer=without), "")
+    with pytest.raises(ConversionError, match="Roles must alternate"):
+        write(text, HELLO * 2)
+
+
+def test_ids_that_are_none_are_told(shapes):
+    text = learned(32)
+    origin = Origin(family="llama", settings='{"eos_token_id": "x"}')
+    with pytest.raises(ConversionError, match=r"config.json: eos_token_id=x must be a token id"):
+        write(dataclasses.replace(text, model=dataclasses.replace(text.model, origin=origin)), "x")
+
+
+def test_the_model_of_a_directory_writes():
+    """The one test here that compiles: greedy, until the end or the last token."""
+    text = load_text_model(CHAT)
+    sampler = Sample(temperature=0.8)
+    one = "".join(text.write(HELLO, max_new_tokens=12, sampler=sampler, key=jax.random.key(0)))
+    assert one == "".join(text.write(HELLO, max_new_tokens=12, sampler=sampler, key=jax.random.key(0)))
+    assert one and "<|" not in one
