@@ -40,6 +40,7 @@ def test_a_run_directory_goes_on_with_its_own_model_and_tokenizer(tmp_path):
     assert continued(begun, tmp_path) == begun  # nothing there yet
     save_settings(begun, tmp_path / "settings.json")
     assert continued(dataclasses.replace(begun, steps=900), tmp_path).steps == 900
-    for change in (dict(model="llama3-8b"), dict(tokenizer="bytes"), dict(seed=4), dict(lora_rank=2), dict(init_from="a/b")):
+    changes = (dict(model="llama3-8b"), dict(tokenizer="bytes"), dict(seed=4), dict(lora_rank=2), dict(init_from="a/b"))
+    for change in changes:
         with pytest.raises(ed.ConfigError, match=next(iter(change))):
             continued(dataclasses.replace(begun, **change), tmp_path)
