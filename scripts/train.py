@@ -114,6 +114,9 @@ class Run:
         spec = config.tokenizer or ("bpe" if config.init_from is None else str(self.dir / SOURCE))
         limit = min(size, config.bpe_vocab_size or size)
         tokenizer = prepare_tokenizer(self.dir / "tokenizer", spec, config.data_config(), limit, write=self.writer)
+        rows = getattr(self.target.config.positions, "max_positions", config.seq_len)
+        told = f"seq_len={config.seq_len}, but the model has {rows} learned positions"
+        check(config.seq_len <= rows, f"{told}: lower it.")
         rule = f"but the model only {size}. Choose a smaller tokenizer or another model"
         check(tokenizer.vocab_size <= size, f"tokenizer={spec!r} has {tokenizer.vocab_size} ids, {rule}.")
         return tokenizer

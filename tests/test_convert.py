@@ -176,7 +176,7 @@ def fake_transformers(monkeypatch):
     fakes = {
         "transformers": types.SimpleNamespace(AutoModelForCausalLM=FakeModel),
         "transformers.utils": types.SimpleNamespace(logging=logging),
-        "torch": types.SimpleNamespace(from_numpy=lambda ids: ids, no_grad=contextlib.nullcontext),
+        "torch": types.SimpleNamespace(float32="float32", from_numpy=lambda ids: ids, no_grad=contextlib.nullcontext),
     }
     for name, module in fakes.items():
         monkeypatch.setitem(sys.modules, name, module)

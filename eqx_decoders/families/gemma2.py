@@ -90,7 +90,8 @@ def write_gemma(config: DecoderConfig) -> dict[str, Any]:
     caps = {"attn_logit_softcapping": mixer.soft_cap, "final_logit_softcapping": config.logit_soft_cap}
     shape = write_shape(config, activation="hidden_activation") | {"attention_bias": mixer.qkv_bias}
     scale = mixer.head_dim**-0.5 if mixer.query_scale is None else mixer.query_scale
-    return shape | write_masks(config) | {"query_pre_attn_scalar": round(scale**-2)} | caps
+    # transformers makes the mask of the window even if no layer has it
+    return shape | write_masks(config, default=4096) | {"query_pre_attn_scalar": round(scale**-2)} | caps
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:

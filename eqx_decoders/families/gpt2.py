@@ -128,6 +128,7 @@ FAMILY = Family(
     harmless={
         **dict.fromkeys((f"summary_{key}" for key in _SUMMARY), "for a classification head"),
         "n_ctx": "an older name of n_positions",
+        **dict.fromkeys(("n_special", "predict_special_tokens"), "of the first GPT"),
         "reorder_and_upcast_attn": "scores and softmax are in float32 here anyway",
     },
 )

@@ -7,13 +7,14 @@ believed where `read` gives the same configuration back.
 
 import dataclasses
 import difflib
+import itertools
 import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from eqx_decoders.axes import axes, named_leaves
+from eqx_decoders.axes import Axes, axes, named_leaves
 from eqx_decoders.decoder import Decoder, DecoderConfig
 from eqx_decoders.errors import ConfigError, ConversionError, check
 from eqx_decoders.layers.rope import LinearRope, Llama3Rope, Rope, YarnRope
@@ -44,7 +45,7 @@ HARMLESS: dict[str, str] = {
         "attn_pdrop hidden_dropout hidden_dropout_prob",
         "how transformers runs it": "use_return_dict output_attentions output_hidden_states return_dict torchscript "
         "use_bfloat16 tf_legacy_loss chunk_size_feed_forward problem_type finetuning_task id2label label2id num_labels "
-        "task_specific_params pretraining_tp output_past gradient_checkpointing",
+        "_num_labels task_specific_params pretraining_tp output_past gradient_checkpointing",
         _KERNELS: "_attn_implementation _attn_implementation_autoset _flash_attn_2_enabled attn_implementation",
         "a promise, not a limit: rotary positions have no table": "max_position_embeddings",
     }.items()
@@ -77,6 +78,7 @@ ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "gelu_accurate": "gelu_tanh",
     "gelu_python_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
     "relu": "relu",
     "relu2": "relu2",
     "sigmoid": "sigmoid",
@@ -185,6 +187,14 @@ class Fields:
             raise self.error(f"{key} has {len(value)} entries, but there are {length} layers: give one for each.")
         return value
 
+    def numbers(self, key: str) -> list[int]:
+        """A list of whole numbers, empty where there is none."""
+        value = self.take(key, [])
+        good = isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) for n in value)
+        if not good:
+            raise self.error(f"{key}={_short(value)} must be a list of whole numbers.")
+        return value
+
     def off(self, key: str, *allowed: Any) -> None:
         """`key` changes the mathematics in a way that does not exist here, unless it is missing, null or `allowed`."""
         value = self.take(key, None)
@@ -249,7 +259,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 NESTED = ("full_attention", "sliding_attention")
 
 
-def read_rope(fields: Fields, *, theta: float = 10_000.0) -> Rope:
+def read_rope(fields: Fields, *, theta: float = 10_000.0, pairing: Literal["half", "interleaved"] = "half") -> Rope:
     """The rotary embedding of all layers, from `rope_parameters` or the older `rope_theta` and `rope_scaling`."""
     outer = _Outer(fields.number("rope_theta", None), theta, fields.integer("max_position_embeddings", None))
     original = fields.integer("original_max_position_embeddings", None)
@@ -259,7 +269,7 @@ def read_rope(fields: Fields, *, theta: float = 10_000.0) -> Rope:
             table.supply("original_max_position_embeddings", original)
         if table is not None:
             table.rename("type", "rope_type")
-    return _agreeing(fields, tables, outer)
+    return dataclasses.replace(_agreeing(fields, tables, outer), pairing=pairing)
 
 
 def read_ropes(fields: Fields, *, theta: float, local_theta: float, local_key: str | None) -> dict[str, Rope]:
@@ -405,14 +415,23 @@ class Weight:
 
     **Arguments:**
 
-    - `name`: the tensor's name in a checkpoint; `{layer}` stands for the number of the layer.
+    - `name`: the tensor's name in a checkpoint; `{layer}` and `{expert}` stand for numbers.
     - `path`: the weight's path here, within a block if `name` has a layer, else within the decoder.
-    - `pattern`: from the tensor's dimensions to ours, for `einops.rearrange`.
+    - `pattern`: from the tensor's dimensions to ours, for `einops.rearrange`. Of weights that share a tensor, ours
+        begin with the word `part`.
+    - `part`: which of them this is, counted from 0, and how many they are.
     """
 
     name: str
     path: str
     pattern: str
+    part: tuple[int, int] | None = None
+
+    def fits(self, words: Axes) -> bool:
+        """Whether this is the row of a weight with these axes: gates of one MLP and of many experts share a path."""
+        stacked = [word for word in ("layers", "experts") if f"{{{word[:-1]}}}" in self.name]
+        own = [word for word in self.pattern.split("->")[1].split() if word != "part"]
+        return (*stacked, *own) == words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -421,16 +440,27 @@ class Bound:
 
     **Arguments:**
 
-    - `names`: the tensor of each layer of a stacked weight; one for another.
-    - `stacked`: whether the weight has a leading `layers` axis, one index for each of the names.
-    - `pattern`: of a single layer.
+    - `names`: the tensors that hold it, in the order of its leading axes.
+    - `stack`: the sizes of these axes: none, the layers, or the layers and the experts.
+    - `pattern`: of one of the tensors.
     - `sizes`: of every word in `pattern`.
+    - `part`: which part of the tensor it is; None for all of it.
     """
 
     names: tuple[str, ...]
-    stacked: bool
+    stack: tuple[int, ...]
     pattern: str
     sizes: Mapping[str, int]
+    part: int | None = None
+
+    def name(self, place: tuple[int, ...]) -> str:
+        """The tensor at a place of the leading axes."""
+        return self.names[sum(i * math.prod(self.stack[axis + 1 :]) for axis, i in enumerate(place))]
+
+    @property
+    def stacked(self) -> bool:
+        """Whether it is made of several tensors."""
+        return bool(self.stack)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -445,8 +475,8 @@ class Bound:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The words of our dimensions, without the leading `layers`."""
-        return tuple(self.pattern.split("->")[1].split())
+        """The words of our dimensions, without those of `stack`."""
+        return tuple(word for word in self.pattern.split("->")[1].split() if word != "part")
 
     @property
     def backwards(self) -> str:
@@ -524,26 +554,35 @@ class Family:
 
     def bind(self, model: Decoder) -> dict[str, Bound]:
         """For the path of every weight of `model` (arrays or shapes) the tensors that hold it."""
-        places = tuple(_places(model.config))
+        stacks: dict[str, list[int]] = {}
+        for stack, layer in _places(model.config):
+            stacks.setdefault(stack, []).append(layer)
         words, leaves = axes(model), named_leaves(model)
         found: dict[str, Bound] = {}
         for weight in self.weights:
             layered = "{layer}" in weight.name
-            stacks = dict.fromkeys(stack for stack, _ in places) if layered else ("",)
-            for stack in stacks:
+            for stack, layers in stacks.items() if layered else [("", [0])]:
                 path = f"{stack}.{weight.path}" if layered else weight.path
-                if path in leaves:
-                    layers = [layer for here, layer in places if here == stack] if layered else [0]
-                    own = zip(words[path], leaves[path].shape, strict=True)
-                    found[path] = Bound(
-                        names=tuple(weight.name.format(layer=layer) for layer in layers),
-                        stacked=layered,
-                        pattern=weight.pattern,
-                        sizes={word: size for word, size in own if word != "layers"},
-                    )
+                if path in leaves and weight.fits(words[path]):
+                    found[path] = _bound(weight, layers if layered else None, words[path], leaves[path].shape)
         lacking = sorted(set(leaves) - set(found))
         check(not lacking, f"{self.architecture} has no tensor for {', '.join(lacking[:5])}.", ConversionError)
         return found
+
+
+def _bound(weight: Weight, layers: list[int] | None, words: Axes, shape: tuple[int, ...]) -> Bound:
+    sizes = dict(zip(words, shape, strict=True)) | ({} if weight.part is None else {"part": weight.part[1]})
+    numbers = [("layer", layers)] if layers is not None else []
+    if "{expert}" in weight.name:
+        numbers.append(("expert", list(range(sizes["experts"]))))
+    places = itertools.product(*(values for _, values in numbers))
+    return Bound(
+        names=tuple(weight.name.format(**dict(zip((k for k, _ in numbers), place, strict=True))) for place in places),
+        stack=tuple(len(values) for _, values in numbers),
+        pattern=weight.pattern,
+        sizes=sizes,
+        part=None if weight.part is None else weight.part[0],
+    )
 
 
 def _places(config: DecoderConfig) -> Iterator[tuple[str, int]]:

@@ -62,7 +62,7 @@ def _read(fields: Fields) -> DecoderConfig:
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     bias = {"attention_bias": attentions(config)[0].qkv_bias}
-    return write_shape(config) | bias | write_masks(config) | write_local_ropes(config)
+    return write_shape(config) | bias | write_masks(config, default=4096) | write_local_ropes(config)
 
 
 FAMILY = Family(

@@ -1,7 +1,7 @@
 """The sizes that all families of this kind share, and the parts of a configuration that follow from them."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from eqx_decoders.block import BlockConfig
@@ -45,10 +45,14 @@ class Shape:
         """A decoder of these sizes. `block(mask)` is a layer with that mask; without `masks` all are causal."""
         masks = masks or (Causal(),) * self.num_layers
         made = {mask: block(mask) for mask in dict.fromkeys(masks)}
+        return self.layered([made[mask] for mask in masks], final_norm, **options)
+
+    def layered(self, blocks: Sequence[BlockConfig], final_norm: NormConfig, **options: Any) -> DecoderConfig:
+        """A decoder of these sizes, with these layers."""
         return DecoderConfig(
             vocab_size=self.vocab_size,
             embed_dim=self.embed_dim,
-            blocks=tuple(made[mask] for mask in masks),
+            blocks=tuple(blocks),
             final_norm=final_norm,
             tied=self.tied,
             init_std=self.init_std,
@@ -97,19 +101,32 @@ def read_shape(
 
 def write_shape(config: DecoderConfig, *, activation: str = "hidden_act") -> dict[str, Any]:
     """The keys that `read_shape` reads."""
-    mixer, mlp, norm = attentions(config)[0], config.blocks[0].mlp, config.final_norm
-    if not isinstance(mlp, MLPConfig) or norm is None:
-        raise ConversionError(f"DecoderConfig.blocks[0].mlp={mlp!r} and final_norm={norm!r} must both be there.")
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.embed_dim,
-        "intermediate_size": mlp.mlp_dim,
-        "num_hidden_layers": len(config.blocks),
+    mlp = config.blocks[0].mlp
+    if not isinstance(mlp, MLPConfig):
+        raise ConversionError(f"DecoderConfig.blocks[0].mlp={mlp!r} must be an MLPConfig.")
+    return write_sizes(config) | {"intermediate_size": mlp.mlp_dim, activation: activation_name(mlp.activation)}
+
+
+def write_sizes(config: DecoderConfig) -> dict[str, Any]:
+    """The keys that `read_shape` reads, without those of the MLP."""
+    mixer = attentions(config)[0]
+    heads = {
         "num_attention_heads": mixer.num_heads,
         "num_key_value_heads": mixer.num_kv_heads,
         "head_dim": mixer.head_dim,
-        activation: activation_name(mlp.activation),
-        "rms_norm_eps": norm.eps,
+    }
+    return write_outer(config) | heads
+
+
+def write_outer(config: DecoderConfig) -> dict[str, Any]:
+    """The keys that are about no layer."""
+    if config.final_norm is None:
+        raise ConversionError("DecoderConfig.final_norm=None: there must be a final norm.")
+    return {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.embed_dim,
+        "num_hidden_layers": len(config.blocks),
+        "rms_norm_eps": config.final_norm.eps,
         "tie_word_embeddings": config.tied,
         "initializer_range": config.init_std,
     }
@@ -137,12 +154,12 @@ def read_masks(fields: Fields, layers: int, window: int | None, default: Callabl
     return tuple(local if slide else Causal() for slide in slides)
 
 
-def write_masks(config: DecoderConfig) -> dict[str, Any]:
-    """`layer_types`, and the one `sliding_window` that they share (None without)."""
+def write_masks(config: DecoderConfig, *, default: int | None = None) -> dict[str, Any]:
+    """`layer_types`, and the one `sliding_window` that they share; `default` where no layer has a window."""
     masks = [mixer.mask for mixer in attentions(config)]
     sizes = {mask.size for mask in masks if isinstance(mask, SlidingWindow)}
     types = [LAYER_TYPES[isinstance(mask, SlidingWindow)] for mask in masks]
-    return {"layer_types": types, "sliding_window": max(sizes, default=None)}
+    return {"layer_types": types, "sliding_window": max(sizes, default=default)}
 
 
 # The rows that most tables share.

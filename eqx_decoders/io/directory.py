@@ -15,7 +15,8 @@ from eqx_decoders.errors import ConversionError, check, need_extra
 
 
 CONFIG_BYTES = 10_000_000
-INDEX_BYTES = 200_000_000
+INDEX_BYTES = 30_000_000
+MOST_TENSORS = 300_000
 MAPPED_BYTES = 64_000_000
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -114,12 +115,18 @@ class Stored:
                 return file.get_tensor(self.name)
         first, rest = range(*part[0].indices(self.shape[0])), part[1:]
         step = max(1, MAPPED_BYTES // max(1, 8 * math.prod(self.shape[1:])))
-        pieces = []
+        whole = None
         for begin in range(first.start, first.stop, step):
             with _opened(self.file) as file:
-                rows = slice(begin, min(begin + step, first.stop))
-                pieces.append(file.get_slice(self.name)[(rows, *rest)])
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+                end = min(begin + step, first.stop)
+                piece = file.get_slice(self.name)[(slice(begin, end), *rest)]
+            if len(first) <= step:
+                return piece
+            whole = np.empty((len(first), *piece.shape[1:]), piece.dtype) if whole is None else whole
+            whole[begin - first.start : end - first.start] = piece
+        if whole is None:
+            raise ConversionError(f"{self.file}: {self.name} of shape {self.shape} is empty: a weight must not be.")
+        return whole
 
 
 def stored_tensors(directory: Directory, single: str = "model.safetensors") -> dict[str, Stored]:
@@ -172,7 +179,11 @@ def _opened(path: Path) -> Any:
 def _shards(directory: Directory, single: str) -> dict[str, set[str] | None]:
     """The files to read, each with the tensors that the index promises (None without an index)."""
     index = f"{single}.index.json"
-    if directory.has(single) and not directory.has(index):
+    if directory.has(single) and directory.has(index):
+        raise ConversionError(
+            f"{directory.path} has both {single} and {index}: one of them is left over. Move the wrong one away."
+        )
+    if directory.has(single):
         return {single: None}
     if not directory.has(index):
         pickles = sorted(path.name for pattern in _PICKLES for path in directory.path.glob(pattern))
@@ -185,6 +196,12 @@ def _shards(directory: Directory, single: str) -> dict[str, set[str] | None]:
     table = directory.json(index, INDEX_BYTES).get("weight_map")
     good = isinstance(table, dict) and table and all(isinstance(file, str) for file in table.values())
     check(bool(good), f"{directory.path / index}: weight_map must give a file name for every tensor.", ConversionError)
+    many = len(table or {})
+    check(
+        many <= MOST_TENSORS,
+        f"{directory.path / index} lists {many:,} tensors: no checkpoint has so many.",
+        ConversionError,
+    )
     shards: dict[str, set[str]] = {}
     for name, file in dict(table or {}).items():
         if not re.fullmatch(r"[\w.\-]+\.safetensors", file):

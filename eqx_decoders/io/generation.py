@@ -78,9 +78,10 @@ def read_generation(directory: str | Path) -> GenerationDefaults:
 def token_ids(where: str, value: Any) -> tuple[int, ...]:
     """The ids in `eos_token_id`: none, one or a list. Negative ones, which some files have, stand for none."""
     values = value if isinstance(value, list) else [] if value is None else [value]
-    for one in values:
-        good = isinstance(one, int) and not isinstance(one, bool)
-        check(good, f"{where}={str(value)[:60]} must be a token id or a list of them.", ConversionError)
+    few = len(values) <= 1000
+    if not few or not all(isinstance(one, int) and not isinstance(one, bool) and one < 2**31 for one in values):
+        told = str(value[:5] if isinstance(value, list) else value)[:60]
+        raise ConversionError(f"{where}={told} must be a token id or a list of at most 1000 of them.")
     return tuple(one for one in values if one >= 0)
 
 

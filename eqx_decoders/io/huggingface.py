@@ -5,12 +5,15 @@ weights that live on it and one tensor.
 """
 
 import dataclasses
+import functools
+import itertools
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +29,8 @@ from eqx_decoders.axes import named_leaves
 from eqx_decoders.decoder import Decoder, DecoderConfig, Origin, abstract, count_parameters
 from eqx_decoders.errors import ConversionError, check, check_integer, check_word, need_extra
 from eqx_decoders.families import FAMILIES
-from eqx_decoders.families.hf import Bound, Family
-from eqx_decoders.io.directory import FLOATS, Directory, Stored, check_dtypes, exists, stored_tensors
+from eqx_decoders.families.hf import Bound, Family, without_dropout
+from eqx_decoders.io.directory import FLOATS, Directory, Stored, check_dtypes, exists, parse_json, stored_tensors
 from eqx_decoders.layout import Layout
 from eqx_decoders.numerics import Precision
 
@@ -61,7 +64,8 @@ def abstract_hf(
     source: str | Path, dtype: DTypeLike | None = jnp.float32, layout: Layout | None = None, **options: Any
 ) -> Decoder:
     """`load_hf` as a tree of `jax.ShapeDtypeStruct` with shardings: reads no weights."""
-    return _target(resolve(source, options.pop("revision", None)), dtype, layout, options)[0]
+    target, _, _ = _target(resolve(source, options.pop("revision", None)), dtype, layout, options)
+    return target
 
 
 def load_hf(
@@ -86,30 +90,30 @@ def load_hf(
     Raises ConversionError, before any weight is loaded, where the directory is not a complete checkpoint of a known
     family, or says anything that is not understood.
     """
-    target, sources = _target(resolve(source, revision), dtype, layout, execution)
+    target, bound, tensors = _target(resolve(source, revision), dtype, layout, execution)
     shapes, static = eqx.partition(target, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     names = iter(named_leaves(shapes))
-    arrays = jax.tree.map(lambda leaf: _load(leaf, *sources[next(names)]), shapes)
+    arrays = jax.tree.map(lambda leaf: _load(leaf, bound[next(names)], tensors), shapes)
     return eqx.combine(arrays, static)
 
 
 def _target(
     directory: Directory, dtype: DTypeLike | None, layout: Layout | None, execution: dict[str, Any]
-) -> tuple[Decoder, dict[str, tuple[Bound, list[Stored]]]]:
-    """The model's shapes and, for the path of each weight, where it is."""
+) -> tuple[Decoder, dict[str, Bound], dict[str, Stored]]:
+    """The model's shapes, what each weight is made of, and the tensors."""
     config, origin, family = _read_config(directory)
     tensors = _meaningful(stored_tensors(directory), family)
     check_dtypes(tensors)
     if config.tied and _HEAD in tensors:
         config = _untied(config, tensors, family)
     if dtype is None:
-        dtype = max((FLOATS[stored.dtype] for stored in tensors.values()), key=lambda name: jnp.dtype(name).itemsize)
+        dtype = functools.reduce(jnp.promote_types, {FLOATS[stored.dtype] for stored in tensors.values()})
     precision = execution.pop("precision", None) or Precision(params=dtype, compute=dtype)
     target = abstract(config, layout=layout or Layout(), precision=precision, **execution)
     target = dataclasses.replace(target, origin=origin)
     bound = family.bind(target)
     _compare(directory, tensors, bound)
-    return target, {path: (row, [tensors[name] for name in row.names]) for path, row in bound.items()}
+    return target, bound, tensors
 
 
 def _read_config(directory: Directory) -> tuple[DecoderConfig, Origin, Family]:
@@ -120,6 +124,8 @@ def _read_config(directory: Directory) -> tuple[DecoderConfig, Origin, Family]:
         f"{directory.path}/config.json: model_type={kind!r} must name the family.",
         ConversionError,
     )
+    if "text_config" in content:
+        raise ConversionError(f"config.json: model_type={kind} has a text_config: vision and audio are not read.")
     family = FAMILIES[check_word("config.json: model_type", str(kind)[:80], FAMILIES, ConversionError)]
     config, settings = family.decode(content)
     origin = Origin(family=family.model_type, settings=json.dumps(settings), directory=str(directory.path.absolute()))
@@ -140,10 +146,19 @@ def _untied(config: DecoderConfig, tensors: dict[str, Stored], family: Family) -
         tensors[table] = tensors.pop(_HEAD)
         return config
     one, other = tensors[table], tensors[_HEAD]
-    if one.shape == other.shape and np.array_equal(one.read((slice(None),)), other.read((slice(None),))):
-        del tensors[_HEAD]
-        return config
-    return dataclasses.replace(config, tied=False)
+    if one.shape == other.shape == (config.vocab_size, config.embed_dim) and not _same(one, other):
+        return dataclasses.replace(config, tied=False)
+    if one.shape == other.shape:
+        del tensors[_HEAD]  # the same, or both of a wrong shape, of which it is enough to tell once
+    return config
+
+
+def _same(one: Stored, other: Stored) -> bool:
+    """Whether two matrices are equal, some rows at a time."""
+    rows, step = one.shape[0], max(1, 4_000_000 // one.shape[1])
+    parts = (slice(begin, min(begin + step, rows)) for begin in range(0, rows, step))
+    everything = slice(0, one.shape[1])
+    return all(np.array_equal(one.read((part, everything)), other.read((part, everything))) for part in parts)
 
 
 def _compare(directory: Directory, tensors: Mapping[str, Stored], bound: Mapping[str, Bound]) -> None:
@@ -164,7 +179,7 @@ def _compare(directory: Directory, tensors: Mapping[str, Stored], bound: Mapping
     )
 
 
-def _load(leaf: jax.ShapeDtypeStruct, row: Bound, tensors: list[Stored]) -> jax.Array:
+def _load(leaf: jax.ShapeDtypeStruct, row: Bound, tensors: Mapping[str, Stored]) -> jax.Array:
     """A weight on its devices, one device's part after another."""
     sharding: Any = leaf.sharding
     holders: dict[tuple[range, ...], list[Any]] = {}
@@ -178,14 +193,13 @@ def _load(leaf: jax.ShapeDtypeStruct, row: Bound, tensors: list[Stored]) -> jax.
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
 
 
-def _block(index: tuple[range, ...], dtype: np.dtype, row: Bound, tensors: list[Stored]) -> np.ndarray:
+def _block(index: tuple[range, ...], dtype: np.dtype, row: Bound, tensors: Mapping[str, Stored]) -> np.ndarray:
     """The part `index` of a weight, from the parts of the tensors that hold it."""
     block = _aligned(tuple(map(len, index)), dtype)
-    if not row.stacked:
-        _copy(block, _part(tensors[0], row, index))
-        return block
-    for place, layer in enumerate(index[0]):
-        _copy(block[place], _part(tensors[layer], row, index[1:]))
+    lead, rest = index[: len(row.stack)], index[len(row.stack) :]
+    for place in itertools.product(*lead):
+        own = tuple(number - cut.start for number, cut in zip(place, lead, strict=True))
+        _copy(block[own], _part(tensors[row.name(place)], row, rest))
     return block
 
 
@@ -211,6 +225,8 @@ def _copy(target: np.ndarray, source: np.ndarray) -> None:
 def _part(tensor: Stored, row: Bound, index: tuple[range, ...]) -> np.ndarray:
     """The part `index` of one layer's weight: what can be cut out of the file is cut there, the rest afterwards."""
     wanted = dict(zip(row.words, index, strict=True))
+    if row.part is not None:
+        wanted["part"] = range(row.part, row.part + 1)
     sizes, cuts = dict(row.sizes), []
     for first, *rest in row.groups:
         cut, inner = wanted.pop(first), math.prod(row.sizes[word] for word in rest)
@@ -219,6 +235,8 @@ def _part(tensor: Stored, row: Bound, index: tuple[range, ...]) -> np.ndarray:
     x = tensor.read(tuple(cuts))
     x = rearrange(x, row.pattern, **_given(row, sizes))
     rest = {word: slice(cut.start, cut.stop) for word, cut in wanted.items()}
+    if row.part is not None:
+        x = x[rest.pop("part").start if "part" in rest else 0]
     return x[tuple(rest.get(word, slice(None)) for word in row.words)]
 
 
@@ -256,7 +274,7 @@ def save_hf(
     must call it; the first one writes.
     """
     check_integer("save_hf: shard_bytes", shard_bytes)
-    folder = Path(directory)
+    folder = Path(directory).absolute()
     free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     check(free, f"{folder} is not empty: give a new directory.", ConversionError)
     kind, config = export_config(model, family)
@@ -266,12 +284,14 @@ def save_hf(
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     config = ids | json.loads(origin.settings) | config | dict(settings or {})
     stored = jnp.dtype(dtype) if dtype is not None else named_leaves(model)["embedding.table"].dtype
+    check_word("save_hf: dtype", stored.name, FLOATS.values(), ConversionError)
     config |= {"dtype": stored.name, "torch_dtype": stored.name}
+    _check_settings(kind, config, model.config)
     writes = jax.process_index() == 0
-    partial = folder.with_name(f"{folder.name}.partial")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent)) if writes else folder
     if writes:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        partial.chmod(0o755)
     _write_tensors(partial, named_leaves(model), bound, stored, shard_bytes, writes)
     if writes:
         _write_json(partial / "config.json", config)
@@ -285,6 +305,16 @@ def save_hf(
         os.replace(partial, folder)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("save_hf")
+
+
+def _check_settings(kind: Family, settings: Mapping[str, Any], config: DecoderConfig) -> None:
+    """What is about to be written must be JSON, and still describe the model."""
+    try:
+        again = parse_json(json.dumps(settings, allow_nan=False).encode(), "save_hf: settings")
+    except (TypeError, ValueError) as error:
+        raise ConversionError(f"save_hf: settings={settings!r} are no JSON: {error}.") from error
+    same = kind.decode(again)[0] == without_dropout(config)
+    check(same, "save_hf: settings change what the model computes: give only keys that do not.", ConversionError)
 
 
 def export_config(model: Decoder, family: str | None = None) -> tuple[Family, dict[str, Any]]:
@@ -314,38 +344,58 @@ def _write_tensors(
     writes: bool,
 ) -> None:
     """Write all tensors, holding those of one file at a time."""
-    rows = [(name, path, place) for path, row in bound.items() for place, name in enumerate(row.names)]
-    shards: list[list[tuple[str, str, int]]] = [[]]
+    tensors = exported(leaves, bound, dtype)
+    sizes = {name: math.prod(row.shape) * dtype.itemsize for row in bound.values() for name in row.names}
+    shards: list[list[str]] = [[]]
     filled = 0
-    for name, path, place in rows:
-        size = math.prod(bound[path].shape) * dtype.itemsize
-        if shards[-1] and filled + size > shard_bytes:
+    for name in tensors:
+        if shards[-1] and filled + sizes[name] > shard_bytes:
             shards.append([])
             filled = 0
-        shards[-1].append((name, path, place))
-        filled += size
+        shards[-1].append(name)
+        filled += sizes[name]
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         one = len(shards) == 1
         file = "model.safetensors" if one else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {name: _gather(leaves[path], bound[path], place, dtype) for name, path, place in shard}
-        index |= dict.fromkeys(tensors, file)
+        made = {name: tensors[name]() for name in shard}
+        index |= dict.fromkeys(made, file)
         if writes:
-            _save_file(tensors, folder / file)
+            _save_file(made, folder / file)
     if writes and len(shards) > 1:
-        total = sum(math.prod(row.shape) * len(row.names) for row in bound.values()) * dtype.itemsize
-        _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": index})
+        total = {"total_size": sum(sizes.values())}
+        _write_json(folder / "model.safetensors.index.json", {"metadata": total, "weight_map": index})
 
 
-def _gather(leaf: jax.Array, row: Bound, place: int, dtype: np.dtype) -> np.ndarray:
-    """One tensor of a checkpoint, on the host."""
-    x = leaf[place] if row.stacked else leaf
-    if not x.is_fully_addressable:
-        x = multihost_utils.process_allgather(x, tiled=True)
-    x = rearrange(np.asarray(x), row.backwards, **_given(row, row.sizes))
-    tensor = np.empty(x.shape, dtype)
+def exported(
+    leaves: Mapping[str, Any], bound: Mapping[str, Bound], dtype: np.dtype | None = None
+) -> dict[str, Callable[[], np.ndarray]]:
+    """For the name of every tensor of a checkpoint a function that makes it; None keeps the dtype of the weight."""
+    holders: dict[str, dict[int, tuple[Bound, str, tuple[int, ...]]]] = {}
+    for path, row in bound.items():
+        for place in itertools.product(*map(range, row.stack)):
+            holders.setdefault(row.name(place), {})[row.part or 0] = (row, path, place)
+
+    def make(parts):
+        return lambda: _tensor([(row, leaves[path], place) for _, (row, path, place) in sorted(parts.items())], dtype)
+
+    return {name: make(parts) for name, parts in holders.items()}
+
+
+def _tensor(parts: list[tuple[Bound, Any, tuple[int, ...]]], dtype: np.dtype | None) -> np.ndarray:
+    """One tensor of a checkpoint, on the host, from the weights that share it."""
+    row = parts[0][0]
+    found = [_on_host(leaf[place] if place else leaf) for _, leaf, place in parts]
+    x = found[0] if row.part is None else np.stack(found)
+    x = rearrange(x, row.backwards, **_given(row, row.sizes))
+    tensor = np.empty(x.shape, x.dtype if dtype is None else dtype)
     _copy(tensor, x)
     return tensor
+
+
+def _on_host(x: Any) -> np.ndarray:
+    whole = not isinstance(x, jax.Array) or x.is_fully_addressable
+    return np.asarray(x if whole else multihost_utils.process_allgather(x, tiled=True))
 
 
 def _save_file(tensors: dict[str, np.ndarray], path: Path) -> None:
@@ -427,12 +477,13 @@ def _download(name: str, revision: str | None) -> str:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise need_extra("huggingface_hub", "hf") from error
-    wanted = ["*.json", "*.safetensors", "*.jinja", "merges.txt"]
+    wanted = ["*.json", "model.safetensors", "model-*-of-*.safetensors", *TOKENIZER_FILES]
     nested = ["*/*"]  # other formats of the same weights
     try:
         return snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=nested)
     except Exception as error:  # of huggingface_hub, of its transport, and OSError
-        cause = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error).strip() else ''}"
+        lines = str(error).strip().splitlines() or [""]
+        cause = f"{type(error).__name__}: {' '.join(dict.fromkeys((lines[0][:200], lines[-1][:200])))}"
         raise ConversionError(
             f"{name!r} is no directory here, and could not be downloaded ({cause}). Check the name and the network, or "
             "give a directory."

@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 import os
-import shutil
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from eqx_decoders.axes import axes, named_leaves, product_axes, replaced
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import ConversionError, check, need_extra
 from eqx_decoders.families.hf import Bound, Fields
-from eqx_decoders.io.directory import Directory, Stored, stored_tensors
+from eqx_decoders.io.directory import Directory, Stored, check_dtypes, stored_tensors
 from eqx_decoders.io.huggingface import export_config
 from eqx_decoders.numerics import LowRank, low_rank_weights
 
@@ -72,6 +72,7 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
     check(not present, "load_peft: the model has low-rank pairs already. Call merge_lora first.", ConversionError)
     rank, scale = _read_config(Fields(folder.json(CONFIG), CONFIG))
     tensors = stored_tensors(folder, TENSORS)
+    check_dtypes(tensors)
     places = {path: place for path, place in _places(model).items() if place.tensors & tensors.keys()}
     _compare(folder, tensors, places, rank)
     kept = np.dtype(model.execution.precision.params if dtype is None else dtype)
@@ -97,7 +98,7 @@ def save_peft(model: Decoder, directory: str | Path, *, base_model: str = "") ->
     Raises ConversionError where there is no pair, or one that PEFT has no name for. In a run of several processes all
     of them must call it; the first one writes.
     """
-    folder, nodes = Path(directory), low_rank_weights(model)
+    folder, nodes = Path(directory).absolute(), low_rank_weights(model)
     free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     check(free, f"{folder} is not empty: give a new directory.", ConversionError)
     check(bool(nodes), "save_peft: the model has no low-rank pairs. Add them with add_lora.", ConversionError)
@@ -274,9 +275,9 @@ def _write(folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray])
         from safetensors.numpy import save_file
     except ImportError as error:
         raise need_extra("safetensors", "hf") from error
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    partial.chmod(0o755)
     (partial / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     save_file(tensors, partial / TENSORS, metadata={"format": "pt"})
     if folder.exists():

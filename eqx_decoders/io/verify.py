@@ -2,7 +2,6 @@
 
 import dataclasses
 import tempfile
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,13 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
-from einops import rearrange
 from jaxtyping import Float, Int
 
 from eqx_decoders.axes import AnyArray, named_leaves
 from eqx_decoders.decoder import Decoder, DecoderConfig
 from eqx_decoders.families import FAMILIES
 from eqx_decoders.io.directory import FLOATS, Directory, Stored, stored_tensors
-from eqx_decoders.io.huggingface import abstract_hf, load_hf, read_config
+from eqx_decoders.io.huggingface import abstract_hf, exported, load_hf, read_config
 from eqx_decoders.layers.embedding import LearnedPositions
 
 
@@ -94,7 +92,12 @@ def transformers_logits(
         for name in files:
             (Path(seen) / name).symlink_to(folder.file(name).resolve())
         model = AutoModelForCausalLM.from_pretrained(
-            seen, trust_remote_code=False, local_files_only=True, use_safetensors=True, attn_implementation="eager"
+            seen,
+            trust_remote_code=False,
+            local_files_only=True,
+            use_safetensors=True,
+            attn_implementation="eager",
+            dtype=torch.float32,  # now: some round constants to the dtype in which they are born
         )
         with torch.no_grad():
             return model.float().eval()(torch.from_numpy(ids.astype(np.int64)), use_cache=False).logits.numpy()
@@ -108,7 +111,8 @@ def compare_tensors(directory: str | Path) -> tuple[int, list[str]]:
     stored = _tensors(directory)
     dtypes = {FLOATS[tensor.dtype] for tensor in stored.values()}
     model = load_hf(directory, dtype=dtypes.pop() if len(dtypes) == 1 else "float32")
-    again = dict(_exported(model))
+    assert model.origin is not None
+    again = exported(named_leaves(model), FAMILIES[model.origin.family].bind(model))
     different = [name for name, tensor in stored.items() if not _same_bits(again[name](), _read(tensor))]
     return len(stored), different
 
@@ -148,16 +152,6 @@ def _tensors(directory: str | Path) -> dict[str, Stored]:
         ]
         for name in names
     }
-
-
-def _exported(model: Decoder) -> Iterator[tuple[str, Any]]:
-    """For the name of each tensor a function that makes it."""
-    assert model.origin is not None
-    leaves = named_leaves(model)
-    for path, row in FAMILIES[model.origin.family].bind(model).items():
-        for place, name in enumerate(row.names):
-            at = (place,) if row.stacked else ()
-            yield name, lambda leaf=leaves[path], at=at, row=row: rearrange(np.asarray(leaf[at]), row.backwards)
 
 
 def _read(tensor: Stored) -> np.ndarray:

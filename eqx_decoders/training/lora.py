@@ -37,7 +37,7 @@ class LoRAConfig:
     alpha: float = 16.0
     """The product of a pair is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ("*.mixer.query", "*.mixer.value")
-    """Patterns of the paths of weights that get a pair."""
+    """Patterns of the paths of weights that get a pair; of what they match, the matrices inside the blocks."""
     rank_stabilized: bool = False
     """Multiply by alpha / sqrt(rank) instead (Kalajdzievski 2023)."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
@@ -107,13 +107,13 @@ def _targets(config: LoRAConfig, words: Mapping[str, Axes]) -> list[str]:
     found = []
     for pattern in config.targets:
         matched = matching(words, (pattern,), "LoRAConfig.targets")
-        for path in (path for path in words if path in matched):
-            check(
-                product_axes(words[path]) is not None,
-                f"LoRAConfig.targets={pattern!r} matches {path} with the axes {' '.join(words[path])!r}, which is no "
-                "matrix of a block (tables, heads, norms and biases have none): write a narrower pattern.",
-            )
-            found.append(path)
+        matrices = [path for path in words if path in matched and product_axes(words[path]) is not None]
+        check(
+            bool(matrices),
+            f"LoRAConfig.targets={pattern!r} matches {min(matched)}, which is no matrix of a block: tables, heads, "
+            "norms and biases have no pairs. Write another pattern.",
+        )
+        found += [path for path in matrices if path not in found]
     return found
 
 
@@ -130,5 +130,6 @@ def _draw(key: PRNGKeyArray, words: Axes, leaf: jax.ShapeDtypeStruct) -> Array:
     """A first factor, `... rank`, at random; a second one, `rank ...`, zero."""
     if words[-1] != "rank":
         return jnp.zeros(leaf.shape, leaf.dtype)
-    fan = math.prod(size for word, size in zip(words, leaf.shape, strict=True) if word not in ("layers", "rank"))
+    others = ("layers", "experts", "rank")
+    fan = math.prod(size for word, size in zip(words, leaf.shape, strict=True) if word not in others)
     return jax.random.uniform(key, leaf.shape, jnp.float32, -(fan**-0.5), fan**-0.5).astype(leaf.dtype)

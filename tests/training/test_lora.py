@@ -17,7 +17,7 @@ from eqx_decoders.io.checkpoint import Checkpoints
 from eqx_decoders.layers.attention import AttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
-from eqx_decoders.numerics import LowRank, einsum
+from eqx_decoders.numerics import LowRank, einsum, low_rank_weights
 from eqx_decoders.training.data import Batch
 from eqx_decoders.training.lora import LORA_WEIGHTS, LoRAConfig, add_lora, merge_lora
 from eqx_decoders.training.optimizer import OptimizerConfig, matching, muon_dimensions
@@ -376,11 +376,10 @@ def test_muon_takes_pairs_as_matrices():
 @pytest.mark.parametrize(
     "pattern, path",
     [
-        ("*", "embedding.table"),
         ("embedding.*", "embedding.table"),
         ("head.kernel", "head.kernel"),
-        ("*norm*", "segments.0.unit.0.pre_mixer_norm.scale"),
-        ("*.qkv*", "qkv_bias"),
+        ("*norm*", "norm.scale"),
+        ("*.qkv_bias", "qkv_bias"),
         ("*.sink", "sink"),
     ],
 )
@@ -389,6 +388,12 @@ def test_only_matrices_of_blocks_get_a_pair(pattern, path):
         shapes(LoRAConfig(targets=("*.query", pattern)))
     assert repr(pattern) in str(caught.value)
     assert path in str(caught.value)
+
+
+def test_a_wide_pattern_takes_the_matrices_alone():
+    found = low_rank_weights(shapes(LoRAConfig(targets=("*",))))
+    assert found.keys() == low_rank_weights(shapes(LoRAConfig(targets=("*.mixer.*", "*.mlp.*")))).keys()
+    assert not any(word in name for name in found for word in ("norm", "bias", "embedding", "head.", "sink"))
 
 
 def test_patterns_that_match_nothing_and_second_pairs_are_refused(plain, adapted):
