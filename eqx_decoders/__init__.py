@@ -21,19 +21,24 @@ from eqx_decoders.decoder import (
     Output,
     abstract,
     abstract_cache,
+    add_mtp,
     count_parameters,
     init,
     init_cache,
+    with_mtp,
 )
 from eqx_decoders.errors import CheckpointError, ConfigError, ConversionError, DataError, EqxDecodersError
 from eqx_decoders.families import get_config, list_models
 from eqx_decoders.inference.generate import generate, stream
 from eqx_decoders.inference.sampling import Greedy, Sample
 from eqx_decoders.io.huggingface import abstract_hf, load_hf, save_hf
+from eqx_decoders.layers.router import RoutingStats, load_balance_loss, router_z_loss
 from eqx_decoders.layout import Layout
+from eqx_decoders.mtp import MTPConfig
 from eqx_decoders.numerics import Precision
 from eqx_decoders.remat import Remat
 from eqx_decoders.stack import Segment, segments
+from eqx_decoders.training.balance import update_router_bias
 from eqx_decoders.training.data import Batch
 from eqx_decoders.training.loss import LossMetrics, next_token_loss
 
@@ -57,23 +62,30 @@ __all__ = [
     "Greedy",
     "Layout",
     "LossMetrics",
+    "MTPConfig",
     "Output",
     "Precision",
     "Remat",
+    "RoutingStats",
     "Sample",
     "Segment",
     "abstract",
     "abstract_cache",
     "abstract_hf",
+    "add_mtp",
     "count_parameters",
     "generate",
     "get_config",
     "init",
     "init_cache",
     "list_models",
+    "load_balance_loss",
     "load_hf",
     "next_token_loss",
+    "router_z_loss",
     "save_hf",
     "segments",
     "stream",
+    "update_router_bias",
+    "with_mtp",
 ]

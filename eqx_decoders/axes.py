@@ -22,7 +22,7 @@ AXES: dict[str, str] = {
     "batch": "sequences processed together",
     "length": "positions of a sequence (queries)",
     "kv_length": "positions of a sequence that are attended to (keys and values)",
-    "slots": "places of a cache",
+    "slots": "places of a cache, or of an expert",
     "embed": "features of the residual stream",
     "vocab": "token ids",
     "positions": "rows of a table of learned positions",
@@ -30,8 +30,16 @@ AXES: dict[str, str] = {
     "kv_heads": "key and value heads",
     "qkv_heads": "query, key and value heads of a fused projection",
     "head_dim": "features of one head",
+    "qk_dim": "features of a query or key head where values have others",
+    "value_dim": "features of a value head where queries and keys have others",
+    "kv_dim": "features of a key head without its rotary ones, and of a value head",
+    "q_rank": "features of the latent that queries are made from",
+    "kv_rank": "features of the latent that keys and values are made from",
+    "latent": "features of a latent: of keys and values with the rotary key beside it, or inside of a chained block",
+    "joined": "features of an embedding and of the residual stream, one after the other",
     "mlp": "hidden features of a feed-forward layer",
     "inputs": "input projections of a fused feed-forward layer",
+    "experts": "experts: feed-forward layers of which each token uses a few",
     "norm": "features of a normalised vector",
     "rank": "features between the two factors of a low-rank update",
     "teacher_heads": "query heads of a frozen teacher",
@@ -93,10 +101,11 @@ def replaced(tree: PyTree, parts: Mapping[str, Any]) -> PyTree:
 def product_axes(words: Axes) -> tuple[Axes, Axes] | None:
     """The words that a weight contracts and those that it makes, without `layers`: a matrix from rows to columns.
 
-    `layers embed heads head_dim` goes from `embed` to `heads head_dim`, `heads head_dim embed` back. None for what is
-    no matrix inside a block: tables, output heads, norms and biases.
+    `layers embed heads head_dim` goes from `embed` to `heads head_dim`, `heads head_dim embed` back. `experts` in front
+    are so many matrices, like layers. None for what is no matrix inside a block: tables, output heads, norms, biases.
     """
-    inner, ends = tuple(word for word in words if word != "layers"), {"embed", "rank"}
+    inner, ends = tuple(word for word in words if word != "layers"), {"embed", "rank", "q_rank", "kv_rank", "latent"}
+    inner = inner[1:] if inner[:1] == ("experts",) else inner
     if len(inner) < 2 or not ends & set(inner) or {"vocab", "positions"} & set(inner):
         return None
     count = len(inner) - 1 if inner[-1] in ends else 1

@@ -13,14 +13,18 @@ from eqx_decoders.errors import check, check_number, check_word
 from eqx_decoders.layers.attention import Attention, AttentionConfig
 from eqx_decoders.layers.cache import Entries, Past
 from eqx_decoders.layers.dropout import dropout
+from eqx_decoders.layers.experts import Experts, ExpertsConfig
+from eqx_decoders.layers.latent import LatentAttention, LatentAttentionConfig
 from eqx_decoders.layers.learned_init import LearnedInit, LearnedInitConfig
 from eqx_decoders.layers.mlp import MLP, Linear, LinearConfig, MLPConfig
 from eqx_decoders.layers.norm import Norm, NormConfig
+from eqx_decoders.layers.router import RoutingStats
+from eqx_decoders.numerics import fan_in
 from eqx_decoders.remat import save
 
 
-MixerConfig = AttentionConfig | LearnedInitConfig
-Mixer = Attention | LearnedInit
+MixerConfig = AttentionConfig | LatentAttentionConfig | LearnedInitConfig
+Mixer = Attention | LatentAttention | LearnedInit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +32,8 @@ class BlockConfig:
     """Sequential: `x += post(mixer(pre(x)))`, then `x += post(mlp(pre(x)))`. Parallel: both read the same `x`.
 
     Plain: `x = post(mixer(pre(x)))`, then `x = post(mlp(pre(x)))`: no residual stream (MaxText's `simple` blocks).
+    Chained: `x += up(post(mlp(pre(post(mixer(pre(x)))))))`; after the mixer features are its `out_dim`, which the
+    matrix `up` turns into those of the stream again (MaxText's `qwen3_custom_moe`).
 
     **Arguments:**
 
@@ -35,21 +41,21 @@ class BlockConfig:
     - `mlp`: the channel mixer; None for none.
     - `pre_mixer_norm`, `post_mixer_norm`, `pre_mlp_norm`, `post_mlp_norm`: norms before a layer and on its output.
         In a parallel block without `pre_mlp_norm` the MLP reads the mixer's normalised input.
-    - `wiring`: `"sequential"`, `"parallel"` or `"plain"`.
+    - `wiring`: `"sequential"`, `"parallel"`, `"plain"` or `"chained"`.
     - `dropout`: rate; on the sum of a parallel block's branches, on the whole output of any other block (MaxText).
     """
 
     mixer: MixerConfig | None
-    mlp: MLPConfig | LinearConfig | None
+    mlp: MLPConfig | LinearConfig | ExpertsConfig | None
     pre_mixer_norm: NormConfig | None = None
     post_mixer_norm: NormConfig | None = None
     pre_mlp_norm: NormConfig | None = None
     post_mlp_norm: NormConfig | None = None
-    wiring: Literal["sequential", "parallel", "plain"] = "sequential"
+    wiring: Literal["sequential", "parallel", "plain", "chained"] = "sequential"
     dropout: float = 0.0
 
     def __post_init__(self):
-        check_word("BlockConfig.wiring", self.wiring, ("sequential", "parallel", "plain"))
+        check_word("BlockConfig.wiring", self.wiring, ("sequential", "parallel", "plain", "chained"))
         check_number("BlockConfig.dropout", self.dropout, least=0)
         check(self.dropout < 1, f"BlockConfig.dropout={self.dropout} must be below 1.")
         for part in ("mixer", "mlp"):
@@ -58,20 +64,38 @@ class BlockConfig:
                 getattr(self, part) is not None or not idle,
                 f"BlockConfig.{part}=None leaves {' and '.join(idle)} without a layer. Set {part} or leave them out.",
             )
+        chained = self.wiring == "chained"
+        check(
+            not chained or (self.mixer is not None and self.mlp is not None),
+            "BlockConfig.wiring='chained' needs a mixer and an mlp: one feeds the other.",
+        )
+        check(
+            chained or self._mixer_out is None,
+            f"AttentionConfig.out_dim={self._mixer_out} needs BlockConfig.wiring='chained': other blocks add the "
+            "output to the stream.",
+        )
+
+    @property
+    def _mixer_out(self) -> int | None:
+        """Features of the mixer's output where they are not those of the stream."""
+        return self.mixer.out_dim if isinstance(self.mixer, AttentionConfig) else None
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Block":
         mixer_key, mlp_key = jax.random.split(key)
+        inner = self._mixer_out or embed_dim
+        up_key = jax.random.fold_in(key, 2)
 
-        def norm(config):
-            return None if config is None else config.build(embed_dim)
+        def norm(config, size=inner):
+            return None if config is None else config.build(size)
 
         return Block(
             mixer=None if self.mixer is None else self.mixer.build(embed_dim, key=mixer_key),
-            mlp=None if self.mlp is None else self.mlp.build(embed_dim, key=mlp_key),
-            pre_mixer_norm=norm(self.pre_mixer_norm),
+            mlp=None if self.mlp is None else self.mlp.build(inner, key=mlp_key),
+            pre_mixer_norm=norm(self.pre_mixer_norm, embed_dim),
             post_mixer_norm=norm(self.post_mixer_norm),
             pre_mlp_norm=norm(self.pre_mlp_norm),
             post_mlp_norm=norm(self.post_mlp_norm),
+            up=fan_in(up_key, (inner, embed_dim), jnp.float32, inner) if self.wiring == "chained" else None,
             config=self,
         )
 
@@ -85,20 +109,22 @@ class ActivationStats(eqx.Module):
 
 
 class BlockStats(eqx.Module):
-    """What one block tells about its forward pass; None where it is not asked for."""
+    """What one block tells about its forward pass; None where it is not asked for, or where there are no experts."""
 
     activations: ActivationStats | None = None
+    routing: RoutingStats | None = None
 
 
 class Block(eqx.Module):
     """A token mixer and a channel mixer wired to the residual stream."""
 
     mixer: Mixer | None
-    mlp: MLP | Linear | None
+    mlp: MLP | Linear | Experts | None
     pre_mixer_norm: Norm | None
     post_mixer_norm: Norm | None
     pre_mlp_norm: Norm | None
     post_mlp_norm: Norm | None
+    up: Float[Array, "latent embed"] | None
     config: BlockConfig = eqx.field(static=True)
 
     def __call__(
@@ -114,15 +140,22 @@ class Block(eqx.Module):
         x = save(ctx.constrain(x, "batch length embed"), "decoder_layer_input")
         if self.config.wiring == "parallel":
             mixed, entries, read = self._mixed(x, ctx, past)
-            branches = mixed + self._fed(x if self.pre_mlp_norm is not None else read, ctx, mlp_key)
-            x = x + dropout(branches, self.config.dropout, out_key)
+            fed, routing = self._fed(x if self.pre_mlp_norm is not None else read, ctx, mlp_key)
+            x = x + dropout(mixed + fed, self.config.dropout, out_key)
+        elif self.up is not None:
+            mixed, entries, _ = self._mixed(x, ctx, past)
+            fed, routing = self._fed(mixed, ctx, mlp_key)
+            fed = ctx.einsum("batch length latent, latent embed -> batch length embed", fed, self.up)
+            x = dropout(x + fed, self.config.dropout, out_key)
         else:
             mixed, entries, _ = self._mixed(x, ctx, past)
             x = self._joined(x, mixed, self.mixer)
-            x = self._joined(x, self._fed(x, ctx, mlp_key), self.mlp)
+            fed, routing = self._fed(x, ctx, mlp_key)
+            x = self._joined(x, fed, self.mlp)
             x = dropout(x, self.config.dropout, out_key)
         x = ctx.constrain(x, "batch length embed")
-        return x, entries, BlockStats(activations=_describe(x) if ctx.execution.layer_stats else None)
+        activations = _describe(x) if ctx.execution.layer_stats else None
+        return x, entries, BlockStats(activations=activations, routing=routing)
 
     def _mixed(self, x: Array, ctx: Context, past: Past | None) -> tuple[Array, Entries | None, Array]:
         """The mixer's branch, its entries, and what it read."""
@@ -132,13 +165,16 @@ class Block(eqx.Module):
         mixed, entries = self.mixer(read, ctx, past)
         return _apply(self.post_mixer_norm, mixed), entries, read
 
-    def _fed(self, x: Array, ctx: Context, key: PRNGKeyArray | None) -> Array:
-        """The MLP's branch."""
+    def _fed(self, x: Array, ctx: Context, key: PRNGKeyArray | None) -> tuple[Array, RoutingStats | None]:
+        """The MLP's branch, and how experts were used."""
         if self.mlp is None:
-            return jnp.zeros_like(x)
-        return _apply(self.post_mlp_norm, self.mlp(_apply(self.pre_mlp_norm, x), ctx, key=key))
+            return jnp.zeros_like(x), None
+        out, routing = self.mlp(_apply(self.pre_mlp_norm, x), ctx, key=key), None
+        if isinstance(out, tuple):
+            out, routing = out
+        return _apply(self.post_mlp_norm, out), routing
 
-    def _joined(self, x: Array, branch: Array, layer: Mixer | MLP | Linear | None) -> Array:
+    def _joined(self, x: Array, branch: Array, layer: eqx.Module | None) -> Array:
         """The stream after a branch; where there is no layer it passes through."""
         if self.config.wiring == "plain":
             return x if layer is None else branch

@@ -14,7 +14,8 @@ from eqx_decoders.remat import Remat, get_remat
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How a model runs, apart from what it computes: no choice here changes a value by more than rounding.
+    """How a model runs, apart from what it computes: no choice here changes a value by more than rounding, except that
+    `experts` decides whether a capacity is kept.
 
     **Arguments:**
 
@@ -22,6 +23,15 @@ class Execution:
     - `precision`: dtypes of weights and activations.
     - `remat`: a policy's name, a `Remat`, or None (= `"none"`).
     - `attention`: an attention kernel's name, or `"auto"`.
+    - `experts`: how experts are run: `"dense"`, all on all tokens; `"dropless"`, sorted by expert; `"capacity"`, which
+        drops tokens beyond `ExpertsConfig.capacity_factor`; `"auto"`, capacity where there is such a factor, else
+        dropless. The first two ignore the factor.
+    - `expert_exchange`: how dropless experts that a mesh splits get their tokens: `"gather"`, each device gets those of
+        all devices among which the experts are split, and results are added and scattered; `"all_to_all"`, rows travel
+        to the devices that have their experts, and back: on TPU as many as there are, elsewhere in pieces with room for
+        the worst case; `"auto"`, the latter on TPU if these devices are at least twice as many as a token has experts,
+        since it then moves less, else the former. Tokens that are not split among these devices (a batch that they do
+        not divide) stay where they are, and results are added.
     - `scan`: one `lax.scan` over equal layers; False runs them one by one.
     - `layer_stats`: whether `Output.stats` describes each layer's activations.
     - `lookup`: how tokens find their embeddings: `"gather"`, or `"one_hot"`, a product of the table with one-hot rows.
@@ -33,12 +43,16 @@ class Execution:
     precision: Precision = dataclasses.field(default_factory=Precision)
     remat: str | Remat | None = None
     attention: str = "auto"
+    experts: Literal["auto", "dense", "dropless", "capacity"] = "auto"
+    expert_exchange: Literal["auto", "gather", "all_to_all"] = "auto"
     scan: bool = True
     layer_stats: bool = False
     lookup: Literal["gather", "one_hot"] = "gather"
 
     def __post_init__(self):
         check_word("Execution.lookup", self.lookup, ("gather", "one_hot"))
+        check_word("Execution.experts", self.experts, ("auto", "dense", "dropless", "capacity"))
+        check_word("Execution.expert_exchange", self.expert_exchange, ("auto", "gather", "all_to_all"))
         object.__setattr__(self, "remat", get_remat(self.remat))
 
 

@@ -26,8 +26,9 @@ from eqx_decoders.layers.embedding import (
     logits,
     padded_positions,
 )
-from eqx_decoders.layers.norm import Norm, NormConfig
+from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.layout import Layout
+from eqx_decoders.mtp import MTP, Ahead, MTPConfig, same_document, shifted
 from eqx_decoders.numerics import Precision, normal
 from eqx_decoders.stack import Segment, layer_order, segments
 
@@ -48,6 +49,7 @@ class DecoderConfig:
     - `logit_soft_cap`: logits become `cap * tanh(logits / cap)`; None for none.
     - `dropout`: rate on the embeddings and before the head.
     - `init_std`: standard deviation of a new embedding table.
+    - `mtp`: multi-token prediction beside the head; None for none. It changes no logits.
     """
 
     vocab_size: int
@@ -60,6 +62,7 @@ class DecoderConfig:
     logit_soft_cap: float | None = None
     dropout: float = 0.0
     init_std: float = 0.02
+    mtp: MTPConfig | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "blocks", tuple(self.blocks))
@@ -78,6 +81,7 @@ class DecoderConfig:
     def build(self, *, key: PRNGKeyArray, execution: Execution = Execution()) -> "Decoder":
         """A new decoder in float32 on the default device; `init` puts it where and in what dtype it belongs."""
         table_key, position_key, head_key, block_key = jax.random.split(key, 4)
+        mtp_key = jax.random.fold_in(key, 4)
         keys = jax.random.split(block_key, len(self.blocks))
         stack, begin = [], 0
         for unit, repeats in segments(self.blocks):
@@ -91,9 +95,37 @@ class DecoderConfig:
             segments=tuple(stack),
             final_norm=None if self.final_norm is None else self.final_norm.build(self.embed_dim),
             head=None if self.tied else build_head(self.embed_dim, self.vocab_size, key=head_key),
+            mtp=None if self.mtp is None else self.mtp.build(self.embed_dim, key=mtp_key),
             config=self,
             execution=execution,
         )
+
+
+def with_mtp(config: DecoderConfig, num_depths: int, *, loss_weight: float = 0.1) -> DecoderConfig:
+    """The configuration with multi-token prediction: so many depths of blocks and norms like its last ones."""
+    norm = RMSNormConfig() if config.final_norm is None else config.final_norm
+    mtp = MTPConfig(num_depths=num_depths, block=config.blocks[-1], norm=norm, loss_weight=loss_weight)
+    return dataclasses.replace(config, mtp=mtp)
+
+
+def add_mtp(model: "Decoder", num_depths: int, *, loss_weight: float = 0.1, key: PRNGKeyArray) -> "Decoder":
+    """The model with new depths of multi-token prediction, as `with_mtp` describes them, born sharded like the rest.
+
+    A model of `jax.ShapeDtypeStruct`s gets such.
+    """
+    check(model.mtp is None, "add_mtp: the model has multi-token prediction already.")
+    config = with_mtp(model.config, num_depths, loss_weight=loss_weight)
+    target = abstract(config, **vars(model.execution)).mtp
+    shapes, static = eqx.partition(target, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    if isinstance(model.embedding.table, jax.ShapeDtypeStruct):
+        return dataclasses.replace(model, mtp=target, config=config)
+
+    def build(key):
+        arrays = eqx.filter(config.mtp.build(config.embed_dim, key=key), eqx.is_array)
+        return jax.tree.map(lambda leaf: leaf.astype(model.execution.precision.params), arrays)
+
+    arrays = jax.jit(build, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes))(key)
+    return dataclasses.replace(model, mtp=eqx.combine(arrays, static), config=config)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,6 +203,7 @@ class Decoder(eqx.Module):
     segments: tuple[Segment, ...]
     final_norm: Norm | None
     head: Head | None
+    mtp: MTP | None
     config: DecoderConfig = eqx.field(static=True)
     execution: Execution = eqx.field(static=True)
     origin: Origin | None = eqx.field(static=True, default=None)
@@ -234,9 +267,7 @@ class Decoder(eqx.Module):
         segment_ids = None if cache is not None else segment_ids
         ctx = Context(positions=positions, segment_ids=segment_ids, execution=self.execution, fresh=fresh)
         embed_key, block_key, _ = self._keys(key)
-        x = dropout(self.embedding(tokens, ctx), self.config.dropout, embed_key)
-        x = x if self.positions is None else self.positions(x, ctx)
-        x = ctx.constrain(x, "batch length embed")
+        x = self.embed(tokens, ctx, key=embed_key)
         layer_keys = None if block_key is None else jax.random.split(block_key, len(self.config.blocks))
         entries, stats, begin = [], [], 0
         for index, segment in enumerate(self.segments):
@@ -248,20 +279,69 @@ class Decoder(eqx.Module):
             begin += count
         return x, Proposal(entries=tuple(entries), positions=positions), layer_order(stats)
 
-    def normed(
-        self, hidden: Float[Array, "batch length embed"], *, key: PRNGKeyArray | None = None
+    def embed(
+        self, tokens: Int[Array, "batch length"], ctx: Context, *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "batch length embed"]:
-        """What the head reads: the final norm (and dropout) of `hidden`."""
-        x = hidden if self.final_norm is None else self.final_norm(hidden)
-        return dropout(x, self.config.dropout, self._keys(key)[2])
+        """What the first layer reads: embeddings (with dropout) and absolute positions."""
+        x = dropout(self.embedding(tokens, ctx), self.config.dropout, key)
+        x = x if self.positions is None else self.positions(x, ctx)
+        return ctx.constrain(x, "batch length embed")
+
+    def ahead(
+        self,
+        hidden: Float[Array, "batch length embed"],
+        tokens: Int[AnyArray, "batch length"],
+        positions: Int[AnyArray, "batch length"] | None = None,
+        segment_ids: Int[AnyArray, "batch length"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> Ahead:
+        """Multi-token prediction over whole sequences: the streams of all depths, of which `logits` makes scores.
+
+        At token t depth k predicts token t + k + 1, from the tokens up to t + k. Where that one belongs to another
+        document, the depth sees padding. `hidden` is `Output.hidden` of the same tokens, positions and segment ids.
+        """
+        check(
+            self.mtp is not None, "Decoder.ahead needs a model with multi-token prediction: DecoderConfig.mtp is None."
+        )
+        assert self.mtp is not None
+        tokens = jnp.asarray(tokens)
+        segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
+        given = None if positions is None else jnp.asarray(positions)
+        positions = padded_positions(given, segment_ids, tokens.shape)
+        x, hiddens, reals, stats = self.stream(hidden), [], [], []
+        for count, depth in enumerate(self.mtp.unstacked(), 1):
+            embed_key, block_key = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, 3 + count))
+            real = same_document(positions, segment_ids, count)
+            later = Context(positions=shifted(positions, count), execution=self.execution)
+            here = Context(jnp.where(real, positions, -1), segment_ids, self.execution)
+            x, _, stat = depth(x, self.embed(shifted(tokens, count), later, key=embed_key), here, key=block_key)
+            hiddens.append(x)
+            reals.append(real)
+            stats.append(stat)
+        return Ahead(tuple(hiddens), tuple(reals), jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats))
+
+    def stream(self, hidden: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
+        """What the first depth of multi-token prediction reads."""
+        assert self.mtp is not None
+        return self.final_norm(hidden) if self.mtp.config.normed_stream and self.final_norm is not None else hidden
+
+    def normed(
+        self, hidden: Float[Array, "batch length embed"], *, key: PRNGKeyArray | None = None, depth: int = 0
+    ) -> Float[Array, "batch length embed"]:
+        """What the head reads: the final norm (and dropout) of `hidden`; with `depth` that of `Ahead.hidden`."""
+        norm = self.final_norm
+        if depth > 0:
+            assert self.mtp is not None
+            norm = self.mtp.unstacked()[depth - 1].final_norm
+        return dropout(hidden if norm is None else norm(hidden), self.config.dropout, self._keys(key)[2])
 
     def logits(
-        self, hidden: Float[Array, "batch length embed"], *, key: PRNGKeyArray | None = None
+        self, hidden: Float[Array, "batch length embed"], *, key: PRNGKeyArray | None = None, depth: int = 0
     ) -> Float32[Array, "batch length vocab"]:
-        """The head, applied to `Output.hidden`."""
+        """The head, applied to `Output.hidden`; with `depth`, counted from 1, to `Ahead.hidden[depth - 1]`."""
         ctx = Context(positions=jnp.zeros(hidden.shape[:2], jnp.int32), execution=self.execution)
         cap, tied = self.config.logit_soft_cap, self.head is None
-        return logits(self.normed(hidden, key=key), self.head_kernel, ctx, tied=tied, soft_cap=cap)
+        return logits(self.normed(hidden, key=key, depth=depth), self.head_kernel, ctx, tied=tied, soft_cap=cap)
 
     @property
     def head_kernel(self) -> Array:
@@ -271,6 +351,10 @@ class Decoder(eqx.Module):
     def replace(self, **changes: Any) -> "Decoder":
         """The same weights, run another way: `model.replace(remat="full", attention="dot", scan=False)`."""
         return dataclasses.replace(self, execution=dataclasses.replace(self.execution, **changes))
+
+    def without_mtp(self) -> "Decoder":
+        """The same model without multi-token prediction."""
+        return dataclasses.replace(self, mtp=None, config=dataclasses.replace(self.config, mtp=None))
 
     def place(self, layout: Layout) -> "Decoder":
         """The same model on another layout: its weights are moved there."""
@@ -376,13 +460,18 @@ def init_cache(
 
 
 def _build_cache(config: DecoderConfig, batch_size: int, max_length: int, dtype: DTypeLike) -> Cache:
-    def one(block: BlockConfig, repeats: int) -> KVCache | None:
-        if block.mixer is None:
-            return None
-        return block.mixer.cache_shape(max_length).build(repeats, batch_size, jnp.dtype(dtype))
-
-    caches = tuple(tuple(one(block, repeats) for block in unit) for unit, repeats in segments(config.blocks))
+    caches = tuple(
+        tuple(block_cache(block, repeats, batch_size, max_length, dtype) for block in unit)
+        for unit, repeats in segments(config.blocks)
+    )
     return Cache(segments=caches, length=jnp.zeros((batch_size,), jnp.int32))
+
+
+def block_cache(block: BlockConfig, layers: int, batch_size: int, max_length: int, dtype: DTypeLike) -> KVCache | None:
+    """An empty cache for equal layers; None where they need none."""
+    if block.mixer is None:
+        return None
+    return block.mixer.cache_shape(max_length).build(layers, batch_size, jnp.dtype(dtype))
 
 
 def count_parameters(config: DecoderConfig) -> int:

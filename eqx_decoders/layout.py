@@ -36,11 +36,15 @@ WEIGHTS: dict[str, tuple[str, ...]] = {
     "qkv_heads": ("tensor", "tensor_sequence"),
     "teacher_heads": ("tensor", "tensor_sequence"),
     "teacher_kv_heads": ("tensor", "tensor_sequence"),
+    "experts": ("expert",),
     "mlp": ("fsdp_transpose", "tensor", "tensor_sequence"),
     "embed": ("fsdp", "fsdp_transpose", "context", "expert"),
+    "q_rank": ("fsdp", "fsdp_transpose", "context", "expert"),
+    "kv_rank": ("fsdp", "fsdp_transpose", "context", "expert"),
     "layers": ("stage",),
 }
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
+    "experts": ("expert",),
     "batch": ("data", "fsdp", "fsdp_transpose", "expert"),
     "heads": ("tensor", "tensor_sequence"),
     "kv_heads": ("tensor", "tensor_sequence"),

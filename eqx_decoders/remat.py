@@ -20,6 +20,10 @@ NAMES: dict[str, str] = {
     "key_proj": "keys, ready for the kernel",
     "value_proj": "values",
     "qkv_proj": "output of a fused query-key-value projection",
+    "query_wa_proj": "projection into the latent of queries, before its norm",
+    "mla_q": "latent of queries, normalised",
+    "kv_wa_proj": "projection into the latent and the rotary key of keys and values",
+    "mla_kv": "latent of keys and values, normalised",
     "context": "output and log-sum-exp inside an attention kernel",
     "attention_out": "output of the attention, before gate and output projection",
     "out_proj": "output of the attention's output projection",
@@ -27,6 +31,11 @@ NAMES: dict[str, str] = {
     "mlpwi_0": "gate projection of an MLP, before the activation",
     "mlpwi_1": "up projection of an MLP",
     "mlpwo": "down projection of an MLP",
+    "moe_routing_maps": "where each token's rows go when they are sorted by expert",
+    "moe_x_sorted": "tokens sorted by expert",
+    "moe_mlpwi_0": "gate projection of experts, before the activation; it is called mlpwi_0, too",
+    "moe_mlpwi_1": "up projection of experts; it is called mlpwi_1, too",
+    "moe_mlpwo": "down projection of experts, not yet added up; it is called mlpwo, too",
     "quantization": "a weight converted to the dtype of its product",
 }
 

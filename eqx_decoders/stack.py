@@ -1,5 +1,6 @@
 """The stack: finds the structure of a list of blocks, stacks the weights of what repeats, and scans over it."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -65,7 +66,7 @@ class Segment(eqx.Module):
 
     def unstacked(self) -> tuple[Block, ...]:
         """The blocks one by one, in the order of the layers."""
-        return tuple(block for index in range(self.repeats) for block in _at(self.unit, index))
+        return tuple(block for index in range(self.repeats) for block in at_layer(self.unit, index))
 
     def __call__(
         self,
@@ -97,7 +98,7 @@ class Segment(eqx.Module):
             entries, stats = [], []
             for place, (block, cache) in enumerate(zip(eqx.combine(weights, static), caches, strict=True)):
                 past = None if cache is None or ctx.fresh else Past(*reads[place], positions=cache.positions)
-                run = _checkpointed(block, ctx, prevent_cse=not scanned)
+                run = checkpointed(block, ctx, prevent_cse=not scanned)
                 x, entry, stat = run(block, x, ctx, past, None if keys is None else keys[place])
                 entries.append(None if cache is None else entry)
                 stats.append(stat)
@@ -108,18 +109,18 @@ class Segment(eqx.Module):
             return x, entries, stats
         results = []
         for index in range(self.repeats):
-            x, result = step(x, _at((weights, reads, keys), index))
+            x, result = step(x, at_layer((weights, reads, keys), index))
             results.append(result)
         entries, stats = jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
         return x, entries, stats
 
 
-def _at(tree: Any, index: int) -> Any:
+def at_layer(tree: Any, index: int) -> Any:
     """Layer `index` of a stacked tree."""
     return jax.tree.map(lambda leaf: leaf[index] if eqx.is_array(leaf) else leaf, tree)
 
 
-def _checkpointed(block: Block, ctx: Context, *, prevent_cse: bool) -> Any:
+def checkpointed(block: Block, ctx: Context, *, prevent_cse: bool) -> Any:
     """One block's call under the remat policy: what it does not name is computed again in the backward pass."""
 
     def run(block, x, ctx, past, key):
@@ -132,10 +133,27 @@ def _checkpointed(block: Block, ctx: Context, *, prevent_cse: bool) -> Any:
     return eqx.filter_checkpoint(run, policy=remat.policy(), prevent_cse=prevent_cse)
 
 
-def layer_order(per_segment: Sequence[tuple[Any, ...]]) -> Any:
-    """Join what segments return, a tree per block of the unit stacked over repeats, into one leading axis of layers."""
-    stacked = []
-    for trees in per_segment:
-        columns = jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=1), *trees)
-        stacked.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), columns))
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *stacked)
+def layer_order(per_segment: Sequence[tuple[BlockStats, ...]]) -> BlockStats:
+    """Join what segments return, for each block of the unit stacked over repeats, into one leading axis of layers.
+
+    Each field is that of the layers that have it, in their order; None if there are none. Where layers differ in their
+    number of experts, the shorter ones are filled up with zeros.
+    """
+
+    def joined(name: str) -> Any:
+        stacked = []
+        for unit in per_segment:
+            trees = [tree for stats in unit if (tree := getattr(stats, name)) is not None]
+            if trees:
+                columns = jax.tree.map(lambda *leaves: jnp.stack(_filled_up(leaves), axis=1), *trees)
+                stacked.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), columns))
+        return jax.tree.map(lambda *leaves: jnp.concatenate(_filled_up(leaves)), *stacked) if stacked else None
+
+    return BlockStats(**{field.name: joined(field.name) for field in dataclasses.fields(BlockStats)})
+
+
+def _filled_up(leaves: Sequence[Array]) -> list[Array]:
+    """Arrays of a leading axis and perhaps one more, which then gets the same size in all of them."""
+    size = max(leaf.shape[-1] for leaf in leaves)
+    pads = [((0, 0),) * (leaf.ndim - 1) + ((0, size - leaf.shape[-1]),) for leaf in leaves]
+    return [jnp.pad(leaf, pad) if leaf.ndim > 1 else leaf for leaf, pad in zip(leaves, pads, strict=True)]

@@ -1,4 +1,4 @@
-"""Measure: seconds, CPU seconds, memory and MFU of the training step; trace and compile time; decoding speed; loading.
+"""Measure the training step (seconds, CPU seconds, memory, MFU), trace and compile time, decoding, experts and loading.
 
     make bench                        # the 58 M Llama on this machine
     python scripts/bench.py --only step
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ import numpy as np
 import eqx_decoders as ed
 from eqx_decoders.families.llama import llama
 from eqx_decoders.families.shape import Shape
+from eqx_decoders.layers.experts import ExpertsConfig
+from eqx_decoders.layers.grouped import grouped_products
 from eqx_decoders.training.data import Batch
 from eqx_decoders.training.flops import flops_per_token, measured_flops
 from eqx_decoders.training.memory import keep_memory
@@ -112,6 +115,113 @@ def decode(batch_size: int, new: int = 128) -> dict[str, float]:
     return {"batch": batch_size, "tokens_per_second": batch_size * new / min(seconds)}
 
 
+def experts(repeats: int) -> dict[str, list[float]]:
+    """Seconds, forward and backward, of 64 experts of which each of 2048 tokens uses four, by how they are run.
+
+    All take turns, so that what else the machine does slows all of them. The first is the yardstick: the same active
+    work as three plain products.
+    """
+    tokens, count, chosen, embed, mlp = 2048, 64, 4, 512, 256
+    config = ExpertsConfig(num_experts=count, num_experts_per_token=chosen, mlp_dim=mlp, capacity_factor=1.25)
+    layer = config.build(embed, key=jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (1, tokens, embed))
+    rows = jax.random.normal(jax.random.key(2), (tokens * chosen, embed))
+    counts = jnp.full((count,), len(rows) // count, jnp.int32)
+
+    def products(gate, up, down, rows):
+        return (jax.nn.silu(rows @ gate[0]) * (rows @ up[0])) @ down[0]
+
+    def ragged(gate, up, down, rows):
+        gates, ups = grouped_products(rows, (gate, up), counts, block=None)
+        return grouped_products(jax.nn.silu(gates) * ups, (down,), counts, block=None)[0]
+
+    def run(form):
+        ctx = ed.Context(positions=jnp.arange(tokens)[None], execution=ed.Execution(experts=form))
+        return lambda layer, x: layer(x, ctx)[0]
+
+    def both(function, *args):
+        def pair(*args):
+            out, back = jax.vjp(function, *args)
+            return back(out)
+
+        return jax.jit(pair).lower(*args).compile(), args
+
+    weights = (layer.gate, layer.up, layer.down, rows)
+    plain = both(products, *(each[:1] for each in weights[:3]), rows)
+    cases = {"dense products": plain, "dropless": both(run("dropless"), layer, x)}
+    cases |= {"capacity 1.25": both(run("capacity"), layer, x), "ragged_dot, products alone": both(ragged, *weights)}
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(repeats + 1):
+        for name, (function, args) in cases.items():
+            if turn > 1 and name.startswith("ragged"):  # a hundred times slower
+                continue
+            begin = time.perf_counter()
+            jax.block_until_ready(function(*args))
+            if turn > 0:  # the first one pays for fresh memory
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def aot_experts(name: str, topology: str, mesh: str, exchange: str) -> dict[str, float]:
+    """Compile a training step for a TPU topology, one sequence of 4096 tokens a device: bytes of a device, seconds.
+
+    Collectives are those that experts ask for themselves, by kind: how many there are in a step, those computed again
+    included, and the bytes that a device handles in them. Needs libtpu, and no TPU.
+    """
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    from jax.experimental import topologies
+
+    devices = topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
+    layout = ed.Layout.create(**json.loads(mesh), devices=devices)
+    model = ed.abstract(ed.get_config(name), layout=layout, precision=ed.Precision(compute=jnp.bfloat16), remat="full")
+    model = model.replace(expert_exchange=exchange)
+    trainer = Trainer.create(OptimizerConfig(), model, steps=1000)
+    state, shape = trainer.abstract(model, key=jax.random.key(1)), (len(devices), 4096)
+    split = layout.activation_sharding("batch length", shape)
+    batch = Batch(tokens=jax.ShapeDtypeStruct(shape, jnp.int32, sharding=split))
+    traced = jax.jit(trainer.advance, donate_argnums=0).trace(state, batch)
+    found = {kind: [0.0, 0.0] for kind in COLLECTIVES}
+    count_collectives(traced.jaxpr.jaxpr, 1, found)
+    begin = time.perf_counter()
+    sizes = traced.lower().compile().memory_analysis()
+    assert sizes is not None
+    row = {"state": sizes.argument_size_in_bytes, "temporaries": sizes.temp_size_in_bytes}
+    row |= {f"{kind}: times": times for kind, (times, _) in found.items()}
+    row |= {f"{kind}: bytes": size for kind, (_, size) in found.items()}
+    return row | {"seconds": time.perf_counter() - begin}
+
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "psum", "all_to_all", "ragged_all_to_all")
+
+
+def count_collectives(jaxpr: Any, times: int, found: dict[str, list[float]]) -> None:
+    """Add up the collectives that a program names, those in loops as often as they run, and their larger sides' bytes.
+
+    Of ragged ones the smaller side's: the other has room for the worst case.
+    """
+    for equation in jaxpr.eqns:
+        kind = equation.primitive.name
+        if kind in found:
+            ragged = kind.startswith("ragged")
+            sides = equation.invars[:2] if ragged else (*equation.invars, *equation.outvars)
+            found[kind][0] += times
+            found[kind][1] += times * (min if ragged else max)(v.aval.size * v.aval.dtype.itemsize for v in sides)
+        inner = times * equation.params.get("length", 1) if kind == "scan" else times
+        for part in jax.tree.leaves(equation.params):
+            part = getattr(part, "jaxpr", part)
+            if hasattr(part, "eqns"):
+                count_collectives(part, inner, found)
+
+
+def print_aot(name: str, exchange: str, row: dict[str, float]) -> None:
+    sizes = f"state {row['state'] / 1e9:.1f} GB, temporaries {row['temporaries'] / 1e9:.1f} GB a device"
+    print(f"{name}, {exchange}: {sizes}; compiled in {row['seconds']:.0f} s")
+    for kind in COLLECTIVES:
+        times, size = (row[f"{kind}: {what}"] for what in ("times", "bytes"))
+        if times:
+            print(f"    {kind:18} {times:6.0f} times, {size / 1e9:9.2f} GB", flush=True)
+
+
 def make_checkpoint(directory: str) -> dict[str, float]:
     """Write a Llama of 396 M weights, 1.6 GB in float32, in several files."""
     shape = Shape(
@@ -153,7 +263,7 @@ def memory(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def alone(*words: str, **environment: str) -> dict[str, float]:
+def alone(*words: str, **environment: str) -> dict[str, Any]:
     """One measurement in a process of its own."""
     command = [sys.executable, __file__, "--one", *words]
     told = subprocess.check_output(command, text=True, env=os.environ | environment)
@@ -164,6 +274,8 @@ ONE = {
     "step": lambda dtype, remat, repeats: step(dtype, remat, int(repeats)),
     "compile": lambda layers: compile_seconds(int(layers)),
     "decode": lambda batch: decode(int(batch)),
+    "experts": lambda repeats: experts(int(repeats)),
+    "aot-experts": aot_experts,
     "load": load_checkpoint,
     "make": make_checkpoint,
 }
@@ -172,17 +284,22 @@ ONE = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--only", choices=("step", "compile", "decode", "load"), help="measure one thing instead of all"
+        "--only",
+        choices=("step", "compile", "decode", "experts", "load", "aot-experts"),
+        help="measure one thing instead of all (the last one only if asked for)",
     )
     parser.add_argument("--repeats", type=int, default=7, help="steps that are timed")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--topology", default="v5p:8x8x8", help="what aot-experts compiles for")
+    parser.add_argument("--mesh", default='{"fsdp": 64, "expert": 8}', help="its mesh, as JSON")
+    parser.add_argument("--models", nargs="+", default=["deepseek3-671b", "llama4-17b-128e"], help="its models")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         keep_memory()
         print(json.dumps(ONE[options.one[0]](*options.one[1:])))
         return 0
-    wanted = [options.only] if options.only else ["step", "compile", "decode", "load"]
+    wanted = [options.only] if options.only else ["step", "compile", "decode", "experts", "load"]
     print(f"jax {jax.__version__}, Python {sys.version.split()[0]}, {os.cpu_count()} CPUs, {jax.default_backend()}")
     if "step" in wanted:
         count = ed.count_parameters(bench_config())
@@ -210,6 +327,20 @@ def main() -> int:
         for batch in ("1", "8"):
             row = alone("decode", batch)
             print(f"batch {row['batch']}: {row['tokens_per_second']:.1f} tokens/s", flush=True)
+    if "experts" in wanted:
+        rows = alone("experts", str(3 * options.repeats))
+        print("\n64 experts of 512 x 256, 4 of them for each of 2048 tokens, forward and backward, float32")
+        print(f"{'':27} {'s':>7} {'median':>7} {'ratio':>6}")
+        yardstick = statistics.median(rows["dense products"])
+        for name, seconds in rows.items():
+            median = statistics.median(seconds)
+            print(f"{name:27} {min(seconds):7.3f} {median:7.3f} {median / yardstick:6.2f}", flush=True)
+    if "aot-experts" in wanted:
+        print(f"\ntraining step for {options.topology}, {options.mesh}, 4096 tokens a device, bfloat16, remat full")
+        for name in options.models:
+            for exchange in ("gather", "all_to_all"):
+                words = (name, options.topology, options.mesh, exchange)
+                print_aot(name, exchange, alone("aot-experts", *words, JAX_PLATFORMS="cpu"))
     if "load" in wanted:
         with tempfile.TemporaryDirectory() as folder:
             saved = alone("make", f"{folder}/checkpoint")

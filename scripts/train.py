@@ -5,6 +5,7 @@
 Started again on the same run directory, it goes on where it was. SIGTERM saves and exits with 143.
 """
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -12,8 +13,10 @@ import sys
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 
 from eqx_decoders import list_models
 from eqx_decoders.axes import named_leaves
@@ -23,7 +26,16 @@ from eqx_decoders.io.checkpoint import Checkpoints
 from eqx_decoders.io.huggingface import abstract_hf
 from eqx_decoders.io.peft import save_peft
 from eqx_decoders.io.rundir import EXIT_SIGTERM, Interrupt, RunLock, exit_code
-from eqx_decoders.training.console import MetricsFile, Progress, TensorBoard, Tracker, Trackers, plot_losses
+from eqx_decoders.training.balance import relative_loads, routing_report
+from eqx_decoders.training.console import (
+    MetricsFile,
+    Progress,
+    TensorBoard,
+    Tracker,
+    Trackers,
+    plot_loads,
+    plot_losses,
+)
 from eqx_decoders.training.data import make_dataset, prepare_tokenizer
 from eqx_decoders.training.evaluate import HeldOut, evaluate, sample_text
 from eqx_decoders.training.flops import device_flops, flops_per_token
@@ -38,6 +50,10 @@ from eqx_decoders.training.settings import (
 )
 from eqx_decoders.training.step import Trainer, any_process, batch_share, place
 from eqx_decoders.training.tokenizer import Tokenizer
+
+
+LOAD_STEPS = 50  # at the end of a run, of which the loads of experts are drawn
+_routing_report = jax.jit(routing_report, static_argnums=0)
 
 
 def main() -> int:
@@ -76,6 +92,7 @@ class Run:
         self.interrupt = Interrupt()
         self.peak = device_flops(self.layout, self.execution.precision.compute)
         self.skips = 0
+        self.counts = collections.deque(maxlen=LOAD_STEPS)
         self.tracing = False
 
     def main(self) -> int:
@@ -115,8 +132,9 @@ class Run:
         limit = min(size, config.bpe_vocab_size or size)
         tokenizer = prepare_tokenizer(self.dir / "tokenizer", spec, config.data_config(), limit, write=self.writer)
         rows = getattr(self.target.config.positions, "max_positions", config.seq_len)
-        told = f"seq_len={config.seq_len}, but the model has {rows} learned positions"
-        check(config.seq_len <= rows, f"{told}: lower it.")
+        check(
+            config.seq_len <= rows, f"seq_len={config.seq_len}, but the model has {rows} learned positions: lower it."
+        )
         rule = f"but the model only {size}. Choose a smaller tokenizer or another model"
         check(tokenizer.vocab_size <= size, f"tokenizer={spec!r} has {tokenizer.vocab_size} ids, {rule}.")
         return tokenizer
@@ -186,8 +204,13 @@ class Run:
         row |= {"step_seconds": seconds, "epochs": self.data.epochs}
         if self.peak is not None:
             row["mfu"] = self.flops / seconds / self.peak
-        if metrics.stats is not None:
+        if metrics.mtp_nll is not None:
+            row["mtp_nll"] = metrics.mtp_nll
+        if metrics.stats is not None and metrics.stats.activations is not None:
             row |= {f"activations/{name}": value for name, value in vars(metrics.stats.activations).items()}
+        if metrics.stats is not None and metrics.stats.routing is not None:
+            row |= jax.device_get(_routing_report(state.model.config, metrics.stats.routing))
+            self.counts.append(metrics.stats.routing.counts)
         self.metrics.write(row)
         self.progress.update(step, row)
         self.skips = self.skips + 1 if metrics.skipped else 0
@@ -209,8 +232,13 @@ class Run:
         result = evaluate(model, batches, self.config.batch_size, stop=lambda: self.interrupt.requested)
         if any_process(self.interrupt.requested):
             return None
-        self.metrics.write({"step": step, "eval_loss": result.loss})
-        self.progress.message(f"step {step}: held-out loss {result.loss:.4f} nats per token")
+        row: dict[str, Any] = {"step": step, "eval_loss": result.loss}
+        told = f"step {step}: held-out loss {result.loss:.4f} nats per token"
+        if result.acceptance:
+            row["mtp_acceptance"] = result.acceptance
+            told += f", guesses ahead accepted {', '.join(f'{rate:.1%}' for rate in result.acceptance)}"
+        self.metrics.write(row)
+        self.progress.message(told)
         return result
 
     def _sample(self, model) -> str:
@@ -251,7 +279,13 @@ class Run:
     def _finish(self, result: HeldOut | None, sample: str) -> None:
         """The picture, and the figures that a person wants to see."""
         plot_losses(self.dir / "metrics.jsonl", self.dir / "loss.png")
-        print(f"\ncheckpoints, metrics.jsonl and loss.png are in {self.dir}")
+        loads = relative_loads(self.target.config, np.sum(self.counts, axis=0)) if self.counts else {}
+        if loads:
+            plot_loads(loads, self.dir / "expert_load.png")
+        print(f"\ncheckpoints, metrics.jsonl, loss.png{' and expert_load.png' * bool(loads)} are in {self.dir}")
+        if loads:
+            worst = ", ".join(f"{load.max():.2f}" for load in loads.values())
+            print(f"largest load of an expert over the mean, layer by layer, last {len(self.counts)} steps: {worst}")
         if result is not None and self.held_out is not None:
             counts = self.held_out.store.counts("held_out")
             print(f"held-out loss: {result.loss:.4f} nats per token, of all {result.tokens:,} tokens")

@@ -74,6 +74,7 @@ def yarn_by_hand(rope, dim):
 BY_HAND = {
     "silu": lambda x: x / (1 + math.exp(-x)),
     "gelu": lambda x: 0.5 * x * (1 + math.erf(x / math.sqrt(2))),
+    "quick_gelu": lambda x: x / (1 + math.exp(-1.702 * x)),
     "gelu_tanh": lambda x: 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
     "relu": lambda x: max(x, 0.0),
     "relu2": lambda x: max(x, 0.0) ** 2,
@@ -94,6 +95,78 @@ def mlp_by_hand(layer, x):
     up = x @ up + bias["up_bias"]
     hidden = act(up) if gate is None else act(x @ gate + bias["gate_bias"]) * up
     return hidden @ wide(layer.down) + bias["down_bias"]
+
+
+def scored_by_hand(logits, score):
+    if score == "softmax":
+        top = [math.exp(z - max(logits)) for z in logits]
+        return [z / sum(top) for z in top]
+    return [1 / (1 + math.exp(-z)) if score == "sigmoid" else math.sqrt(math.log1p(math.exp(z))) for z in logits]
+
+
+def best(values, count, among=None):
+    """The places of the largest values, the first of equal ones first."""
+    return sorted(range(len(values)) if among is None else among, key=lambda i: (-values[i], i))[:count]
+
+
+def route_by_hand(router, x):
+    """The experts of one token and their weights; and all its logits and scores."""
+    c, count = router.config, router.num_experts_per_token
+    logits = list(x @ wide(router.kernel) + (0.0 if router.bias is None else wide(router.bias)))
+    scores = scored_by_hand(logits, c.score)
+    choice = list(logits if c.order == "select_first" else scores)
+    if router.selection_bias is not None:
+        choice = [s + b for s, b in zip(choice, wide(router.selection_bias), strict=True)]
+    size = len(logits) // c.num_groups
+    members = [range(g * size, (g + 1) * size) for g in range(c.num_groups)]
+    worth = [
+        sum(sorted((choice[e] for e in group), reverse=True)[: 1 if c.group_score == "max" else 2]) for group in members
+    ]
+    among = [e for g in best(worth, c.groups_per_token) for e in members[g]]
+    chosen = best(choice, count, among)
+    weights = [scores[e] for e in chosen]
+    if c.order == "select_first":
+        weights = scored_by_hand([logits[e] for e in chosen], c.score)
+    if c.renormalize:
+        weights = [w / sum(weights) for w in weights]
+    weights = [w * c.scaling_factor for w in weights]
+    if router.per_expert_scale is not None:
+        weights = [w * float(router.per_expert_scale[e]) for w, e in zip(weights, chosen, strict=True)]
+    return chosen, weights, logits, scores
+
+
+def expert_by_hand(layer, e, x):
+    c = layer.config
+    bias = {
+        n: 0.0 if getattr(layer, n) is None else wide(getattr(layer, n))[e]
+        for n in ("gate_bias", "up_bias", "down_bias")
+    }
+    gate, up = x @ wide(layer.gate)[e] + bias["gate_bias"], x @ wide(layer.up)[e] + bias["up_bias"]
+    if c.limit is not None:
+        gate, up = np.minimum(gate, c.limit), np.maximum(np.minimum(up, c.limit), -c.limit)
+    hidden = np.vectorize(BY_HAND[c.activation])(gate) * (up + c.up_offset)
+    return hidden @ wide(layer.down)[e] + bias["down_bias"]
+
+
+def experts_by_hand(layer, x, positions, room=math.inf):
+    """Token by token. An expert takes `room` tokens of a row; the number of those that found none comes along."""
+    out, dropped = np.zeros_like(x), 0
+    for b in range(len(x)):
+        taken = [0] * layer.config.num_experts
+        for t in range(x.shape[1]):
+            if positions[b, t] >= 0:
+                for e, weight in zip(*route_by_hand(layer.router, x[b, t])[:2], strict=True):
+                    taken[e] += 1
+                    if taken[e] > room:
+                        dropped += 1
+                    elif layer.config.router.input_scaling:
+                        out[b, t] += expert_by_hand(layer, e, weight * x[b, t])
+                    else:
+                        out[b, t] += weight * expert_by_hand(layer, e, x[b, t])
+            if layer.shared is not None:
+                gate = 1.0 if layer.shared_gate is None else 1 / (1 + math.exp(-x[b, t] @ wide(layer.shared_gate)))
+                out[b, t] += gate * mlp_by_hand(layer.shared, x[b, t])
+    return out, dropped
 
 
 def sees(mask, q, k, same):

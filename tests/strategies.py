@@ -12,11 +12,14 @@ from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import Decoder, DecoderConfig, abstract
 from eqx_decoders.layers.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.embedding import LearnedPositions, SinusoidalPositions
+from eqx_decoders.layers.experts import ExpertsConfig
+from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.learned_init import LearnedInitConfig
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
 from eqx_decoders.layers.mlp import ACTIVATIONS, LinearConfig, MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import LinearRope, Llama3Rope, Rope, YarnRope
+from eqx_decoders.layers.router import RouterConfig
 
 
 VOCAB, EMBED, HEAD_DIM = 32, 16, 8
@@ -52,6 +55,19 @@ qk_norms = st.none() | st.builds(
 )
 
 
+SIGMOID = dict(score="sigmoid", order="score_first", renormalize=True, scaling_factor=2.5)
+ROUTERS = [
+    RouterConfig(),
+    RouterConfig(bias=True),
+    RouterConfig(order="score_first"),
+    RouterConfig(order="score_first", renormalize=True, per_expert_scale=True),
+    RouterConfig(order="score_first", num_groups=2, groups_per_token=1, scaling_factor=4.0),
+    RouterConfig(selection_bias=True, num_groups=2, groups_per_token=1, group_score="top2_sum", **SIGMOID),
+    RouterConfig(score="sigmoid", input_scaling=True),
+    RouterConfig(score="sqrt_softplus", order="score_first", renormalize=True, selection_bias=True),
+]
+
+
 @st.composite
 def attentions(draw, mask):
     """Any attention: heads divisible by two, so that meshes with two tensor parts fit."""
@@ -75,8 +91,28 @@ def attentions(draw, mask):
 
 
 @st.composite
+def latents(draw, mask):
+    """Any latent attention: ranks that eight devices can split."""
+    return LatentAttentionConfig(
+        num_heads=4,
+        q_rank=draw(st.sampled_from([None, 8])),
+        kv_rank=8,
+        nope_dim=6,
+        rope_dim=8,
+        value_dim=5,
+        mask=draw(mask),
+        rope=draw(ropes.filter(lambda rope: rope is not None)),
+        query_scale=draw(st.sampled_from([None, 0.2])),
+        norm=draw(norms),
+        bias=draw(st.booleans()),
+    )
+
+
+@st.composite
 def mixers(draw, mask):
-    """Any attention, now and then with kernels learned from a teacher's."""
+    """Any attention, now and then with kernels learned from a teacher's, or latent attention."""
+    if draw(st.sampled_from(["attention"] * 5 + ["latent"])) == "latent":
+        return draw(latents(mask))
     attention = draw(attentions(mask))
     if attention.fused_qkv or attention.shared_kv or not draw(st.booleans()):
         return attention
@@ -85,9 +121,32 @@ def mixers(draw, mask):
 
 
 @st.composite
+def experts(draw, dropout=0.0):
+    """Any experts: four of them, so that eight devices can split them, and a capacity that nothing exceeds."""
+    router = draw(st.sampled_from(ROUTERS))
+    shared = MLPConfig(mlp_dim=8, dropout=dropout) if draw(st.booleans()) else None
+    return ExpertsConfig(
+        num_experts=4,
+        num_experts_per_token=draw(st.sampled_from([1, 2])),
+        mlp_dim=8,
+        router=router,
+        activation=draw(st.sampled_from(["silu", "quick_gelu"])),
+        up_offset=draw(st.sampled_from([0.0, 1.0])),
+        limit=draw(st.sampled_from([None, 0.5])),
+        bias=draw(st.booleans()),
+        shared=shared,
+        shared_gate=shared is not None and draw(st.booleans()),
+        capacity_factor=draw(st.sampled_from([None, None, 4.0])),
+    )
+
+
+@st.composite
 def mlps(draw, dropout=0.0):
-    if draw(st.sampled_from(["mlp", "mlp", "mlp", "linear"])) == "linear":
+    kind = draw(st.sampled_from(["experts"] * 3 + ["mlp"] * 4 + ["linear"]))
+    if kind == "linear":
         return LinearConfig()
+    if kind == "experts":
+        return draw(experts(dropout))
     gated = draw(st.booleans())
     return MLPConfig(
         mlp_dim=24,

@@ -12,8 +12,8 @@ ROOT = pathlib.Path(__file__).parent.parent / "eqx_decoders"
 
 # Each part may import from itself and from those that stand before it.
 ORDER = [
-    "errors", "axes", "layout", "numerics", "remat", "context", "layers", "block", "stack", "decoder", "families",
-    "inference", "io", "describe", "training",
+    "errors", "axes", "layout", "numerics", "remat", "context", "layers", "block", "stack", "mtp", "decoder",
+    "families", "inference", "io", "describe", "training",
 ]  # fmt: skip
 
 

@@ -17,21 +17,32 @@ from jaxtyping import TypeCheckError
 
 import eqx_decoders as ed
 from eqx_decoders.axes import named_leaves
-from eqx_decoders.layers.attention import AttentionConfig, QKNorm
+from eqx_decoders.layers.attention import AttentionConfig, QKNorm, QueryTemperature
 from eqx_decoders.layers.embedding import LearnedPositions, SinusoidalPositions
+from eqx_decoders.layers.experts import ExpertsConfig
+from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.learned_init import LearnedInitConfig
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
 from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import LinearRope, Llama3Rope, Rope, YarnRope
+from eqx_decoders.layers.router import RouterConfig
+from eqx_decoders.mtp import MTPConfig
+from eqx_decoders.training.balance import update_router_bias
+from eqx_decoders.training.data import Batch
 
 
 RMS = RMSNormConfig()
 MIXER = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, rope=Rope(theta=100.0))
 LEARNED = LearnedInitConfig(attention=MIXER, teacher_heads=6, teacher_kv_heads=3, teacher_head_dim=6)
+RANKS = dict(num_heads=4, q_rank=6, kv_rank=5, nope_dim=3, rope_dim=4, value_dim=2)
+LATENT = LatentAttentionConfig(rope=Rope(theta=100.0), **RANKS)
 MLP = MLPConfig(mlp_dim=12)
+EXPERTS = ExpertsConfig(num_experts=8, num_experts_per_token=2, mlp_dim=6)
 BLOCK = ed.BlockConfig(mixer=MIXER, mlp=MLP, pre_mixer_norm=RMS, pre_mlp_norm=RMS)
 EMPTY = ed.BlockConfig(mixer=None, mlp=None)
+SOFT = dataclasses.replace(BLOCK, mlp=dataclasses.replace(MLP, activation="relu"))
+AHEAD = MTPConfig(num_depths=1, block=BLOCK, norm=RMS)
 DECODER = ed.DecoderConfig(vocab_size=16, embed_dim=8, blocks=(BLOCK,), final_norm=RMS)
 
 
@@ -82,16 +93,27 @@ OPTIONS: dict[type, tuple] = {
         lambda c: mixer(qk_norm=c),
         dict(norm=RMSNormConfig(eps=0.5), over="heads", when="after_rope"),
     ),
+    QueryTemperature: (
+        QueryTemperature(scale=0.5, length=2),
+        lambda c: mixer(temperature=c),
+        dict(scale=2.0, length=3),
+    ),
     Causal: (Causal(), lambda c: mixer(mask=c), {}),
     Bidirectional: (Bidirectional(), lambda c: mixer(mask=c), {}),
     SlidingWindow: (SlidingWindow(3), lambda c: mixer(mask=c), dict(size=2)),
     Chunked: (Chunked(3), lambda c: mixer(mask=c), dict(size=2)),
     AttentionConfig: (
         MIXER,
-        lambda c: block(mixer=c),
+        lambda c: block(mixer=c, wiring="chained"),  # where its output may have features of its own
         dict(num_heads=2, num_kv_heads=4, head_dim=4, mask=SlidingWindow(2), rope=None, query_scale=0.1, soft_cap=0.5)
         | dict(sinks=True, qk_norm=QKNorm(), qkv_bias=True, out_bias=True, fused_qkv=True, shared_kv=True)
-        | dict(output_gate=True),
+        | dict(output_gate=True, temperature=QueryTemperature(scale=0.5, length=2), out_dim=6),
+    ),
+    LatentAttentionConfig: (
+        LATENT,
+        lambda c: block(mixer=c),
+        dict(num_heads=2, q_rank=None, kv_rank=4, nope_dim=2, rope_dim=2, value_dim=3, mask=SlidingWindow(2))
+        | dict(rope=Rope(), query_scale=0.1, norm=RMSNormConfig(eps=0.5), bias=True),
     ),
     LearnedInitConfig: (
         LEARNED,
@@ -105,6 +127,20 @@ OPTIONS: dict[type, tuple] = {
         lambda c: block(mlp=c),
         dict(mlp_dim=10, activation="relu", gated=False, bias=True, fused=True, dropout=0.5),
     ),
+    ExpertsConfig: (
+        EXPERTS,
+        lambda c: block(mlp=c),
+        dict(num_experts=4, num_experts_per_token=3, mlp_dim=5, router=RouterConfig(bias=True), activation="relu")
+        | dict(up_offset=1.0, limit=0.1, bias=True, shared=MLP, shared_gate=True, capacity_factor=0.5),
+    ),
+    RouterConfig: (
+        RouterConfig(),
+        lambda c: block(mlp=dataclasses.replace(EXPERTS, router=c)),
+        dict(score="sigmoid", order="score_first", renormalize=True, bias=True, selection_bias=True, num_groups=4)
+        | dict(groups_per_token=2, group_score="top2_sum", scaling_factor=2.0, per_expert_scale=True)
+        | dict(input_scaling=True, random=True, balance_loss=0.5, balance_form="megatron", z_loss=0.5)
+        | dict(bias_update_rate=0.1),
+    ),
     ed.BlockConfig: (
         dataclasses.replace(BLOCK, pre_mixer_norm=None, pre_mlp_norm=None),
         lambda c: decoder(blocks=(c,)),
@@ -117,8 +153,25 @@ OPTIONS: dict[type, tuple] = {
         DECODER,
         itself,
         dict(vocab_size=15, embed_dim=6, blocks=(BLOCK, BLOCK), final_norm=None, tied=True, embedding_scale=3.0)
-        | dict(positions=SinusoidalPositions(), logit_soft_cap=0.5, dropout=0.5, init_std=0.3),
+        | dict(positions=SinusoidalPositions(), logit_soft_cap=0.5, dropout=0.5, init_std=0.3, mtp=AHEAD),
     ),
+    MTPConfig: (
+        AHEAD,
+        lambda c: decoder(mtp=c),
+        dict(num_depths=2, block=SOFT, norm=RMSNormConfig(eps=0.5), normed_stream=True, loss_weight=0.5),
+    ),
+}
+# Other fields that a field needs before it means anything, and their values on both sides.
+GROUPED = dict(order="score_first", num_groups=4)
+NEEDS: dict[tuple[type, str], dict] = {
+    (ExpertsConfig, "shared_gate"): dict(shared=MLP),
+    (RouterConfig, "renormalize"): dict(order="score_first"),
+    (RouterConfig, "selection_bias"): dict(order="score_first"),
+    (RouterConfig, "num_groups"): dict(order="score_first"),
+    (RouterConfig, "groups_per_token"): GROUPED,
+    (RouterConfig, "group_score"): GROUPED | dict(groups_per_token=2),
+    (RouterConfig, "balance_form"): GROUPED | dict(balance_loss=0.5),
+    (RouterConfig, "bias_update_rate"): dict(order="score_first", selection_bias=True),
 }
 CASES = [(kind, field) for kind, (_, _, values) in OPTIONS.items() for field in values]
 
@@ -159,6 +212,17 @@ def results(config) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(model(tokens).logits), np.asarray(model(tokens, key=jax.random.key(0)).logits)
 
 
+@functools.cache
+def trained(config) -> tuple[float, np.ndarray | None]:
+    """The training loss, and the selection biases after a step."""
+    model, tokens = named_draws(config), jnp.asarray([[3, 1, 4, 1, 5]])
+    loss, metrics = ed.next_token_loss(model, Batch(tokens=tokens))
+    if metrics.stats is None:
+        return float(loss), None
+    moved = named_leaves(update_router_bias(model, metrics.stats))
+    return float(loss), next((np.asarray(moved[name]) for name in moved if name.endswith("selection_bias")), None)
+
+
 def differ(one: np.ndarray, other: np.ndarray) -> bool:
     return one.shape != other.shape or not np.allclose(one, other, rtol=0, atol=1e-4)
 
@@ -166,6 +230,7 @@ def differ(one: np.ndarray, other: np.ndarray) -> bool:
 @pytest.mark.parametrize("kind, field", CASES, ids=lambda x: getattr(x, "__name__", x))
 def test_every_option_is_read(kind, field):
     base, place, values = OPTIONS[kind]
+    base = dataclasses.replace(base, **NEEDS.get((kind, field), {}))
     before, after = place(base), place(dataclasses.replace(base, **{field: values[field]}))
     if field == "init_std":
         short = [dataclasses.replace(config, blocks=(EMPTY,), tied=True) for config in (before, after)]
@@ -175,15 +240,21 @@ def test_every_option_is_read(kind, field):
     (plain, kept), (other, dropped) = results(before), results(after)
     np.testing.assert_array_equal(plain, kept)  # without a rate the key is not read
     assert np.all(np.isfinite(other))
-    if field == "dropout":
-        np.testing.assert_array_equal(plain, other)  # without a key the rate is not read
+    if field in ("dropout", "random"):
+        np.testing.assert_array_equal(plain, other)  # without a key it is not read
         assert differ(plain, dropped)
+    elif field in ("balance_loss", "balance_form", "z_loss", "mtp") or kind is MTPConfig:
+        np.testing.assert_array_equal(plain, other)
+        assert abs(trained(before)[0] - trained(after)[0]) > 1e-3
+    elif field == "bias_update_rate":
+        np.testing.assert_array_equal(plain, other)
+        assert np.abs(trained(before)[1] - trained(after)[1]).max() == pytest.approx(values[field])
     else:
         assert differ(plain, other)
 
 
 def test_wirings_differ():
-    logits = [results(block(wiring=wiring))[0] for wiring in ("sequential", "parallel", "plain")]
+    logits = [results(block(wiring=wiring))[0] for wiring in ("sequential", "parallel", "plain", "chained")]
     assert all(differ(one, other) for i, one in enumerate(logits) for other in logits[:i])
 
 
@@ -202,6 +273,8 @@ EXECUTION = dict(
     scan=lambda: False,
     layer_stats=lambda: True,
     lookup=lambda: "one_hot",
+    experts=lambda: "dense",
+    expert_exchange=lambda: "all_to_all",
 )
 
 
@@ -219,11 +292,15 @@ def program(model) -> str:
 
 def test_every_choice_of_execution_changes_the_program():
     assert set(EXECUTION) == {field.name for field in dataclasses.fields(ed.Execution)}
-    model = named_draws(decoder(blocks=(BLOCK,) * 2)).replace(scan=True, attention="auto")
+    sparse = dataclasses.replace(BLOCK, mlp=EXPERTS)
+    model = named_draws(decoder(blocks=(sparse,) * 2)).replace(scan=True, attention="auto")
     plain = program(model)
     assert program(model.replace(remat="none", scan=True)) == plain
-    texts = {name: program(model.replace(**{name: value()})) for name, value in EXECUTION.items()}
-    assert [name for name, text in texts.items() if text == plain] == []
+    split = model.replace(layout=ed.Layout.create(expert=8))  # what exchanges tokens
+    assert program(split) == program(split.replace(expert_exchange="gather"))
+    bases = dict.fromkeys(EXECUTION, (model, plain)) | {"expert_exchange": (split, program(split))}
+    texts = {name: program(bases[name][0].replace(**{name: value()})) for name, value in EXECUTION.items()}
+    assert [name for name, text in texts.items() if text == bases[name][1]] == []
     assert "sharding_constraint" in texts["layout"] and "sharding_constraint" not in plain
     assert "bf16" in texts["precision"] and "bf16" not in plain
     assert "prevent_cse" in texts["remat"] and "prevent_cse" not in plain
@@ -245,6 +322,8 @@ NAN, INF = math.nan, math.inf
 ATTENTION = dict(num_heads=4, num_kv_heads=2, head_dim=8)
 TAUGHT = dict(attention=MIXER, teacher_heads=4, teacher_kv_heads=2, teacher_head_dim=8)
 YARN = dict(factor=4.0, original_length=8)
+SPARSE = dict(num_experts=8, num_experts_per_token=2, mlp_dim=6)
+FIRST = dict(order="score_first")
 PLAIN = dict(vocab_size=16, embed_dim=8, blocks=(BLOCK,), final_norm=None)
 
 # class, valid fields, wrong ones, and what the sentence must hold besides the first wrong field's name and value
@@ -270,7 +349,7 @@ BAD = [
     (LinearRope, {}, dict(factor=INF), "finite"),
     (Llama3Rope, {}, dict(factor=0.0), "at least 1"),
     (Llama3Rope, {}, dict(low_frequency_factor=0.0), "above 0"),
-    (Llama3Rope, dict(low_frequency_factor=4.0), dict(high_frequency_factor=4.0), "above 4.0"),
+    (Llama3Rope, dict(low_frequency_factor=4.0), dict(high_frequency_factor=3.0), "at least 4.0"),
     (Llama3Rope, {}, dict(original_length=0), "at least 1"),
     (YarnRope, YARN, dict(factor=0.5), "at least 1"),
     (YarnRope, YARN, dict(original_length=True), "integer"),
@@ -281,6 +360,8 @@ BAD = [
     (YarnRope, YARN, dict(attention_factor=0.0), "above 0"),
     (QKNorm, {}, dict(over="hed"), "Did you mean 'head'"),
     (QKNorm, {}, dict(when="before rope"), "Did you mean 'before_rope'"),
+    (QueryTemperature, {}, dict(scale=0.0), "above 0"),
+    (QueryTemperature, {}, dict(length=0), "at least 1"),
     (SlidingWindow, {}, dict(size=0), "at least 1"),
     (SlidingWindow, {}, dict(size=2.0), "integer"),
     (Chunked, {}, dict(size=-4), "at least 1"),
@@ -298,6 +379,14 @@ BAD = [
     (AttentionConfig, ATTENTION, dict(soft_cap=-30.0), "above 0"),
     (AttentionConfig, ATTENTION, dict(soft_cap=True), "finite number"),
     (AttentionConfig, ATTENTION | dict(shared_kv=True), dict(fused_qkv=True), "shared_kv=True exclude"),
+    (LatentAttentionConfig, RANKS, dict(num_heads=0), "at least 1"),
+    (LatentAttentionConfig, RANKS, dict(q_rank=0), "at least 1"),
+    (LatentAttentionConfig, RANKS, dict(kv_rank=True), "integer"),
+    (LatentAttentionConfig, RANKS, dict(nope_dim=1.5), "integer"),
+    (LatentAttentionConfig, RANKS, dict(rope_dim=0), "at least 1"),
+    (LatentAttentionConfig, RANKS, dict(rope_dim=3), "rope_dim=3 must be even"),
+    (LatentAttentionConfig, RANKS, dict(value_dim=-2), "at least 1"),
+    (LatentAttentionConfig, RANKS, dict(query_scale=0.0), "above 0"),
     (LearnedInitConfig, TAUGHT, dict(teacher_heads=0), "at least 1"),
     (LearnedInitConfig, TAUGHT, dict(teacher_kv_heads=1.5), "integer"),
     (LearnedInitConfig, TAUGHT, dict(teacher_head_dim=True), "integer"),
@@ -308,13 +397,42 @@ BAD = [
     (MLPConfig, dict(mlp_dim=8, gated=False), dict(fused=True), "needs gated=True"),
     (MLPConfig, dict(mlp_dim=8), dict(dropout=1.0), "below 1"),
     (MLPConfig, dict(mlp_dim=8), dict(dropout=-0.1), "at least 0"),
+    (ExpertsConfig, SPARSE, dict(num_experts=0), "at least 1"),
+    (ExpertsConfig, SPARSE, dict(num_experts_per_token=True), "integer"),
+    (ExpertsConfig, SPARSE, dict(num_experts_per_token=9), "at most num_experts=8"),
+    (ExpertsConfig, SPARSE, dict(mlp_dim=0), "at least 1"),
+    (ExpertsConfig, SPARSE, dict(activation="silo"), "Did you mean 'silu'"),
+    (ExpertsConfig, SPARSE, dict(up_offset=INF), "finite"),
+    (ExpertsConfig, SPARSE, dict(limit=0.0), "above 0"),
+    (ExpertsConfig, SPARSE, dict(capacity_factor=-1.0), "above 0"),
+    (ExpertsConfig, SPARSE, dict(shared_gate=True), "needs an MLPConfig as shared"),
+    (ExpertsConfig, SPARSE | dict(router=RouterConfig(**FIRST, num_groups=3)), dict(num_experts=8), "num_groups=3"),
+    (ExpertsConfig, SPARSE | dict(router=RouterConfig(**FIRST, num_groups=8)), dict(num_experts=8), "hold fewer than"),
+    (RouterConfig, {}, dict(score="soft_max"), "Did you mean 'softmax'"),
+    (RouterConfig, {}, dict(order="scores_first"), "Did you mean 'score_first'"),
+    (RouterConfig, FIRST, dict(group_score="top_2_sum"), "Did you mean 'top2_sum'"),
+    (RouterConfig, {}, dict(balance_form="megatrn"), "Did you mean 'megatron'"),
+    (RouterConfig, {}, dict(num_groups=0), "at least 1"),
+    (RouterConfig, FIRST | dict(num_groups=4), dict(groups_per_token=5), "at most num_groups=4"),
+    (RouterConfig, {}, dict(scaling_factor=0.0), "above 0"),
+    (RouterConfig, {}, dict(balance_loss=-0.1), "at least 0"),
+    (RouterConfig, {}, dict(z_loss=NAN), "finite"),
+    (RouterConfig, {}, dict(bias_update_rate=-1e-3), "at least 0"),
+    (RouterConfig, FIRST, dict(bias_update_rate=1e-3), "needs selection_bias=True"),
+    (RouterConfig, {}, dict(selection_bias=True), "needs order='score_first'"),
+    (RouterConfig, {}, dict(num_groups=2), "needs order='score_first'"),
+    (RouterConfig, {}, dict(renormalize=True), "changes nothing"),
     (ed.BlockConfig, dict(mixer=None, mlp=MLP), dict(wiring="paralel"), "Did you mean 'parallel'"),
     (ed.BlockConfig, dict(mixer=None, mlp=MLP), dict(dropout=1.0), "below 1"),
     (ed.BlockConfig, dict(mixer=None, mlp=MLP), dict(dropout=NAN), "finite"),
     (ed.BlockConfig, dict(mlp=MLP, post_mixer_norm=RMS), dict(mixer=None), "leaves post_mixer_norm without a layer"),
     (ed.BlockConfig, dict(mixer=MIXER, pre_mlp_norm=RMS), dict(mlp=None), "leaves pre_mlp_norm without a layer"),
     (ed.BlockConfig, dict(mixer=None, mlp=MLP), dict(wiring="plane"), "Did you mean 'plain'"),
+    (ed.BlockConfig, dict(mixer=None, mlp=MLP), dict(wiring="chained"), "needs a mixer and an mlp"),
+    (ed.BlockConfig, dict(mixer=MIXER, mlp=None), dict(wiring="chained"), "needs a mixer and an mlp"),
+    (AttentionConfig, vars(MIXER), dict(out_dim=0), "AttentionConfig.out_dim=0 must be an integer of at least 1"),
     (ed.Execution, {}, dict(lookup="onehot"), "Did you mean 'one_hot'"),
+    (ed.Execution, {}, dict(experts="drop_less"), "Did you mean 'dropless'"),
     (LearnedPositions, {}, dict(max_positions=0), "at least 1"),
     (LearnedPositions, {}, dict(max_positions="64"), "integer"),
     (SinusoidalPositions, {}, dict(max_timescale=0.0), "above 0"),
@@ -382,9 +500,14 @@ def test_blocks_of_a_wrong_type_are_refused(blocks):
         (AttentionConfig, ATTENTION | dict(rope="llama3")),
         (AttentionConfig, ATTENTION | dict(qk_norm=RMS)),
         (AttentionConfig, ATTENTION | dict(sinks="no")),
+        (LatentAttentionConfig, RANKS | dict(rope=None)),
+        (LatentAttentionConfig, RANKS | dict(bias="no")),
         (LearnedInitConfig, TAUGHT | dict(attention=MLP)),
         (LearnedInitConfig, TAUGHT | dict(general=1)),
         (MLPConfig, dict(mlp_dim=8, gated="no")),
+        (ExpertsConfig, SPARSE | dict(router="mixtral")),
+        (ExpertsConfig, SPARSE | dict(shared=EXPERTS)),
+        (RouterConfig, dict(bias="no")),
         (ed.BlockConfig, dict(mixer=MLP, mlp=None)),
         (ed.BlockConfig, dict(mixer=None, mlp=MLP, pre_mlp_norm="rms")),
         (ed.DecoderConfig, PLAIN | dict(tied="no")),

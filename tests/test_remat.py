@@ -8,6 +8,7 @@ import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
 import eqx_decoders as ed
+from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.remat import NAMES, POLICIES, Remat, save
 from eqx_decoders.training.settings import TrainConfig
 from tests.strategies import filled, packed, rich_decoder
@@ -34,12 +35,18 @@ def plain_mlp():
     return dataclasses.replace(config, blocks=(first, config.blocks[0]))
 
 
+def latent_mixer():
+    config = rich_decoder(1)
+    mixer = LatentAttentionConfig(num_heads=2, q_rank=6, kv_rank=4, nope_dim=3, rope_dim=2, value_dim=5)
+    return dataclasses.replace(config, blocks=(dataclasses.replace(config.blocks[0], mixer=mixer),))
+
+
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_every_legal_name_is_saved_somewhere(capsys, name):
     execution = dict(precision=ed.Precision(compute=jnp.bfloat16)) if name == "quantization" else {}
     found = [
         f"named '{name}'" in residuals(capsys, Remat(save=(name,)), config, **execution)
-        for config in (None, plain_mlp())
+        for config in (None, plain_mlp(), latent_mixer())
     ]
     assert any(found)
 

@@ -93,6 +93,23 @@ def test_a_run_trains_to_its_end_and_tells_how_good_it_is(trained):
     assert str(folder) in out and "4,737,792 weights" in err
 
 
+def test_a_run_with_experts_reports_and_draws_their_loads(corpus, tmp_path):
+    """Each row has a figure for each layer with experts; the picture and the last loads come at the end."""
+    options = dict(OPTIONS) | {"--model": "tiny-moe", "--steps": "2", "--sample-tokens": "0", "--eval-every": "0"}
+    words = [word for option in options.items() for word in option]
+    out, err = run("train.py", "--run-dir", str(tmp_path / "m"), "--data", str(corpus), *words)
+    rows = steps_of(tmp_path / "m")
+    assert len(rows) == 2
+    for row in rows:
+        for name in ("load", "dropped", "balance_loss", "router_z_loss", "router_entropy"):
+            assert len(row[name]) == 5, name
+        assert all(1 <= load <= 4 for load in row["load"]) and row["dropped"] == [0.0] * 5
+        assert all(0 < entropy < 2.08 for entropy in row["router_entropy"])
+    assert (tmp_path / "m" / "expert_load.png").read_bytes().startswith(b"\x89PNG")
+    assert "expert_load.png" in out and re.search(r"last 2 steps: (\d\.\d\d(, )?){5}", out)
+    assert "load" in err
+
+
 def test_a_run_killed_and_started_again_has_the_losses_of_one_that_was_not(trained, corpus, tmp_path):
     """SIGTERM behind the first checkpoint: it saves and exits with 143, and goes on from there, bit for bit."""
     folder = tmp_path / "b"

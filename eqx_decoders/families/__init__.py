@@ -3,18 +3,58 @@
 from collections.abc import Callable
 
 from eqx_decoders.decoder import DecoderConfig
-from eqx_decoders.errors import check_word
-from eqx_decoders.families import gemma, gemma2, gemma3, gpt2, gpt3, llama, maxtext, mistral, olmo3, qwen2, qwen3
+from eqx_decoders.errors import ConversionError, check_word
+from eqx_decoders.families import (
+    deepseek,
+    gemma,
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt3,
+    gpt_oss,
+    llama,
+    llama4,
+    maxtext,
+    mistral,
+    mixtral,
+    olmo3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from eqx_decoders.families.hf import Family
 
 
-_PUBLISHED = (llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, olmo3, gpt2)
+_PUBLISHED = (
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    gemma,
+    gemma2,
+    gemma3,
+    olmo3,
+    gpt2,
+    mixtral,
+    qwen3_moe,
+    gpt_oss,
+    llama4,
+    deepseek,
+)
 _MODELS: dict[str, Callable[[], DecoderConfig]] = {
     name: make for module in (*_PUBLISHED, gpt3, maxtext) for name, make in module.MODELS.items()
 }
 
 # In the order in which they are tried for a model that does not say what it came from.
-FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _PUBLISHED}
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (*(module.FAMILY for module in _PUBLISHED), deepseek.FAMILY_V2)
+}
+_NAMES = FAMILIES | {alias: family for family in FAMILIES.values() for alias in family.aliases}
+
+
+def find_family(model_type: str) -> Family:
+    """The family of a checkpoint that calls itself `model_type`. Raises ConversionError."""
+    return _NAMES[check_word("config.json: model_type", model_type[:80], _NAMES, ConversionError)]
 
 
 def list_models() -> tuple[str, ...]:

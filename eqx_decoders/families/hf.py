@@ -15,9 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 from eqx_decoders.axes import Axes, axes, named_leaves
+from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import Decoder, DecoderConfig
 from eqx_decoders.errors import ConfigError, ConversionError, check
+from eqx_decoders.layers.experts import ExpertsConfig
+from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.rope import LinearRope, Llama3Rope, Rope, YarnRope
+from eqx_decoders.layers.router import RouterConfig
+from eqx_decoders.mtp import MTPConfig
 from eqx_decoders.stack import segments
 
 
@@ -498,7 +503,9 @@ class Family:
     - `prefix`: of the base model; files saved without a head may lack it.
     - `harmless`: further keys that have no effect here, with the reason.
     - `ignored`: regular expression of tensors without information, such as stored tables of frequencies.
-    - `style`: further keys that every export has.
+    - `aliases`: further words for `model_type`; none of them is written.
+    - `fused`: rows in place of some of `weights` where all experts of a layer share a tensor.
+    - `copies`: tensors that hold others once more, `{layer}` being a layer of multi-token prediction.
     """
 
     model_type: str
@@ -509,11 +516,14 @@ class Family:
     prefix: str = "model."
     harmless: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ignored: str = r".*rotary_emb\.inv_freq"
+    aliases: tuple[str, ...] = ()
+    fused: tuple[Weight, ...] = ()
+    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def decode(self, content: Mapping[str, Any]) -> tuple[DecoderConfig, dict[str, Any]]:
         """The configuration that `config.json` describes, and its harmless keys. Raises ConversionError."""
         fields = Fields(content)
-        for key in ("model_type", "dtype", "torch_dtype"):  # each tensor says its own dtype
+        for key in ("model_type", "dtype", "torch_dtype", "quantization_config"):  # they say how tensors are stored
             fields.take(key, None)
         named = fields.take("architectures", [self.architecture])
         base = self.architecture.replace("ForCausalLM", "Model").replace("LMHeadModel", "Model")
@@ -521,9 +531,6 @@ class Family:
             raise fields.error(
                 f"architectures={_short(named)} must name {self.architecture}: other heads are not implemented."
             )
-        quantised = fields.take("quantization_config", None) is not None
-        if quantised:
-            raise fields.error("quantization_config: quantised weights are not read. Load a checkpoint in bfloat16.")
         for key, allowed in OFF.items():
             fields.off(key, *allowed)
         try:
@@ -537,7 +544,7 @@ class Family:
 
     def encode(self, config: DecoderConfig) -> dict[str, Any]:
         """The settings that describe `config`; ConversionError with the differences where none do."""
-        config = without_dropout(config)
+        config = for_inference(config)
         try:
             written = {"architectures": [self.architecture], "model_type": self.model_type, **self.write(config)}
             again, _ = self.decode(written)
@@ -551,6 +558,12 @@ class Family:
         different = list(_differences(again, config, "DecoderConfig"))
         check(not different, f"This model is no {self.architecture}: {'; '.join(different[:5])}.", ConversionError)
         return written
+
+    def stored_as(self, names: Iterable[str]) -> "Family":
+        """The family with the rows that suit the names of a checkpoint's tensors."""
+        own = {weight.name.rpartition(".")[2] for weight in self.fused if weight.part is not None}
+        together = any(name.rpartition(".")[2] in own for name in names)
+        return dataclasses.replace(self, weights=self.weights + self.fused, fused=()) if together else self
 
     def bind(self, model: Decoder) -> dict[str, Bound]:
         """For the path of every weight of `model` (arrays or shapes) the tensors that hold it."""
@@ -569,6 +582,10 @@ class Family:
         check(not lacking, f"{self.architecture} has no tensor for {', '.join(lacking[:5])}.", ConversionError)
         return found
 
+    def copied(self, config: DecoderConfig) -> dict[str, str]:
+        """For each tensor that holds another one once more the name of that one."""
+        return {copy.format(layer=layer): name for layer in depth_layers(config) for copy, name in self.copies.items()}
+
 
 def _bound(weight: Weight, layers: list[int] | None, words: Axes, shape: tuple[int, ...]) -> Bound:
     sizes = dict(zip(words, shape, strict=True)) | ({} if weight.part is None else {"part": weight.part[1]})
@@ -585,8 +602,17 @@ def _bound(weight: Weight, layers: list[int] | None, words: Axes, shape: tuple[i
     )
 
 
+def depth_layers(config: DecoderConfig) -> range:
+    """The layers of multi-token prediction, counted on from the others."""
+    begin = len(config.blocks)
+    return range(begin, begin + (0 if config.mtp is None else config.mtp.num_depths))
+
+
 def _places(config: DecoderConfig) -> Iterator[tuple[str, int]]:
     """For each layer, in an order in which those of a stack ascend: the path of its stack and the layer's number."""
+    for layer in depth_layers(config):
+        yield "mtp.depth", layer
+        yield "mtp.depth.block", layer
     begin = 0
     for index, (unit, repeats) in enumerate(segments(config.blocks)):
         for place in range(len(unit)):
@@ -595,17 +621,26 @@ def _places(config: DecoderConfig) -> Iterator[tuple[str, int]]:
         begin += len(unit) * repeats
 
 
-def without_dropout(config: DecoderConfig) -> DecoderConfig:
-    """The same model without dropout, which a checkpoint says nothing of."""
-    blocks = dict.fromkeys(config.blocks)
-    for block in blocks:
-        mlp = (
-            block.mlp
-            if block.mlp is None or not hasattr(block.mlp, "dropout")
-            else dataclasses.replace(block.mlp, dropout=0.0)
-        )
-        blocks[block] = dataclasses.replace(block, dropout=0.0, mlp=mlp)
-    return dataclasses.replace(config, dropout=0.0, blocks=tuple(blocks[block] for block in config.blocks))
+def for_inference(config: DecoderConfig) -> DecoderConfig:
+    """The same model without what only training asks for and a checkpoint says nothing of: dropout, further losses."""
+
+    def bare(mlp: Any) -> Any:
+        if isinstance(mlp, MLPConfig):
+            return dataclasses.replace(mlp, dropout=0.0)
+        if isinstance(mlp, ExpertsConfig):
+            names = ("balance_loss", "balance_form", "z_loss", "bias_update_rate")
+            defaults = {name: getattr(RouterConfig(), name) for name in names}
+            return dataclasses.replace(mlp, shared=bare(mlp.shared), router=dataclasses.replace(mlp.router, **defaults))
+        return mlp
+
+    def of(block: BlockConfig) -> BlockConfig:
+        return dataclasses.replace(block, dropout=0.0, mlp=bare(block.mlp))
+
+    blocks = {block: of(block) for block in dict.fromkeys(config.blocks)}
+    mtp = config.mtp
+    if mtp is not None:
+        mtp = dataclasses.replace(mtp, block=of(mtp.block), loss_weight=MTPConfig.loss_weight)
+    return dataclasses.replace(config, dropout=0.0, blocks=tuple(blocks[block] for block in config.blocks), mtp=mtp)
 
 
 def _differences(first: Any, second: Any, where: str) -> Iterator[str]:

@@ -13,7 +13,8 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.decoder import Cache, Decoder, init_cache
 from eqx_decoders.errors import ConfigError, check, check_integer
-from eqx_decoders.inference.sampling import Greedy, Sampler, choose
+from eqx_decoders.inference.sampling import Greedy, Sampler, choose, stops
+from eqx_decoders.inference.speculative import check_guesses, speculate, stream_guessing
 from eqx_decoders.layers.embedding import LearnedPositions
 
 
@@ -35,6 +36,7 @@ def generate(
     prompt_lengths: Int[AnyArray, "batch"] | None = None,
     stop_ids: tuple[int, ...] = (),
     pad_id: int = 0,
+    guesses: int = 0,
 ) -> Int[Array, "batch new"]:
     """Continue every prompt by `max_new_tokens` tokens.
 
@@ -44,12 +46,18 @@ def generate(
     - `prompt_lengths`: tokens of each prompt that count; default all.
     - `sampler`: `Greedy()` or `Sample(...)`; the latter needs `key`. The same key gives the same tokens.
     - `stop_ids`: a row ends with one of these; what follows is `pad_id`.
+    - `guesses`: how many tokens the model's multi-token prediction guesses ahead at each step, for the model to check:
+        the same tokens in fewer steps, greedily.
 
     **Returns:**
 
     The new tokens. One program: prefill, then a loop on the device that ends when all rows have stopped.
     """
     lengths = _checked(model, prompt, prompt_lengths, max_new_tokens, sampler, key)
+    check_guesses(model, guesses, sampler)
+    if guesses > 0:
+        ids = jnp.asarray(prompt)
+        return speculate(model, ids, lengths, max_new_tokens, guesses, tuple(stop_ids), pad_id).tokens
     return _generate(model, jnp.asarray(prompt), lengths, max_new_tokens, sampler, key, tuple(stop_ids), pad_id)
 
 
@@ -63,9 +71,14 @@ def stream(
     prompt_lengths: Int[AnyArray, "batch"] | None = None,
     stop_ids: tuple[int, ...] = (),
     pad_id: int = 0,
+    guesses: int = 0,
 ) -> Iterator[np.ndarray]:
     """The tokens of `generate` one by one, each an array with one id per row, as soon as they are known."""
     lengths = _checked(model, prompt, prompt_lengths, max_new_tokens, sampler, key)  # now, not at the first token
+    check_guesses(model, guesses, sampler)
+    if guesses > 0:
+        ids = jnp.asarray(prompt)
+        return stream_guessing(model, ids, lengths, max_new_tokens, guesses, tuple(stop_ids), pad_id)
     return _stream(model, prompt, lengths, max_new_tokens, sampler, key, tuple(stop_ids), pad_id)
 
 
@@ -88,7 +101,7 @@ def _begin(model, prompt, lengths, max_new_tokens, sampler, key, stop_ids) -> _R
     hidden, cache, _ = model.run(prompt, positions=positions, cache=cache, fresh=True)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
     token = choose(sampler, model.logits(last)[:, 0], key)
-    return _Row(token=token, done=_stops(token, stop_ids), cache=cache)
+    return _Row(token=token, done=stops(token, stop_ids), cache=cache)
 
 
 def _step(model, row: _Row, sampler, key, stop_ids, pad_id) -> _Row:
@@ -97,7 +110,7 @@ def _step(model, row: _Row, sampler, key, stop_ids, pad_id) -> _Row:
     hidden, cache, _ = model.run(row.token[:, None], positions=positions, cache=row.cache)
     token = choose(sampler, model.logits(hidden)[:, 0], key)
     token = jnp.where(row.done, pad_id, token)
-    return _Row(token=token, done=row.done | _stops(token, stop_ids), cache=cache)
+    return _Row(token=token, done=row.done | stops(token, stop_ids), cache=cache)
 
 
 _first = eqx.filter_jit(_begin)
@@ -127,13 +140,6 @@ def _generate(model, prompt, lengths, max_new_tokens, sampler, key, stop_ids, pa
 
 def _at_step(key: PRNGKeyArray | None, step: Any) -> PRNGKeyArray | None:
     return None if key is None else jax.random.fold_in(key, step)
-
-
-def _stops(token: Array, stop_ids: tuple[int, ...]) -> Array:
-    stopped = jnp.zeros(token.shape, bool)
-    for stop in stop_ids:
-        stopped |= token == stop
-    return stopped
 
 
 def _checked(model, prompt, lengths, max_new_tokens, sampler, key) -> Array:

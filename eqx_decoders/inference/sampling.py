@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from eqx_decoders.errors import ConfigError, check, check_integer, check_number
 
@@ -52,6 +52,14 @@ def choose(sampler: Sampler, logits: Float[Array, "batch vocab"], key: PRNGKeyAr
     if key is None:
         raise ConfigError(f"{sampler} draws at random: pass key=jax.random.key(seed).")
     return jax.random.categorical(key, filtered(sampler, logits)).astype(jnp.int32)
+
+
+def stops(token: Int[Array, "*rows"], stop_ids: tuple[int, ...]) -> Bool[Array, "*rows"]:
+    """Whether a token is one of `stop_ids`."""
+    stopped = jnp.zeros(token.shape, bool)
+    for stop in stop_ids:
+        stopped |= token == stop
+    return stopped
 
 
 def filtered(sampler: Sample, logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:

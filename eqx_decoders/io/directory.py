@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from eqx_decoders.errors import ConversionError, check, need_extra
@@ -19,6 +20,7 @@ INDEX_BYTES = 30_000_000
 MOST_TENSORS = 300_000
 MAPPED_BYTES = 64_000_000
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+EIGHT_BITS = {"F8_E4M3": jnp.float8_e4m3fn, "F8_E8M0": jnp.float8_e8m0fnu}  # the package has no NumPy types for them
 
 # Files that carry weights in a form that runs code when it is read.
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h5")
@@ -98,18 +100,21 @@ def parse_json(content: bytes, where: str) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """Where a tensor is, and what its file's header says of it."""
+    """Where a tensor is, and what its file's header says of it; `offset` is where its first byte is."""
 
     file: Path
     name: str
     shape: tuple[int, ...]
     dtype: str
+    offset: int
 
     def read(self, part: tuple[slice, ...]) -> np.ndarray:
         """A part of the tensor, one slice for each dimension.
 
         The file is mapped for some rows at a time: what has been read stays in memory until it is closed.
         """
+        if self.dtype in EIGHT_BITS:
+            return self._bytes()[part].view(EIGHT_BITS[self.dtype])
         if not part:
             with _opened(self.file) as file:
                 return file.get_tensor(self.name)
@@ -127,6 +132,10 @@ class Stored:
         if whole is None:
             raise ConversionError(f"{self.file}: {self.name} of shape {self.shape} is empty: a weight must not be.")
         return whole
+
+    def _bytes(self) -> np.ndarray:
+        """The tensor of a type of eight bits, mapped: what is read of it is not copied."""
+        return np.memmap(self.file, np.uint8, "r", self.offset, self.shape)
 
 
 def stored_tensors(directory: Directory, single: str = "model.safetensors") -> dict[str, Stored]:
@@ -147,14 +156,14 @@ def stored_tensors(directory: Directory, single: str = "model.safetensors") -> d
 
 
 def _read_header(path: Path) -> dict[str, Stored]:
-    found = {}
-    with _opened(path) as file:
-        for name in file.keys():  # noqa: SIM118 - no dictionary
-            part = file.get_slice(name)
-            found[name] = Stored(path, name, tuple(part.get_shape()), part.get_dtype())
-    with path.open("rb") as file:  # of two tensors with one name the package takes the last
-        parse_json(file.read(int.from_bytes(file.read(8), "little")), f"{path}: the header")
-    return found
+    with _opened(path) as file:  # the package checks that the header describes the file
+        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no dictionary
+        told = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = parse_json(file.read(length), f"{path}: the header")  # of two tensors with one name it takes the last
+    begin = 8 + length
+    return {name: Stored(path, name, *told[name], begin + header[name]["data_offsets"][0]) for name in told}
 
 
 def check_dtypes(tensors: Mapping[str, Stored]) -> None:
@@ -162,7 +171,8 @@ def check_dtypes(tensors: Mapping[str, Stored]) -> None:
     for name, stored in tensors.items():
         if stored.dtype not in FLOATS:
             told = f"{stored.file}: {name} has the dtype {stored.dtype}"
-            raise ConversionError(f"{told}. Load a checkpoint in float32, bfloat16 or float16.")
+            remedy = "Load a checkpoint in float32, bfloat16 or float16."
+            raise ConversionError(f"{told}, and quantization_config says nothing of it. {remedy}")
 
 
 def _opened(path: Path) -> Any:

@@ -1,7 +1,7 @@
 """Hugging Face directories, read and written: `config.json` and safetensors, without torch and without transformers.
 
 Each device's part of each weight is filled by itself, tensor by tensor, so that the host never holds more than the
-weights that live on it and one tensor.
+weights that live on it and a piece of one tensor.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,10 @@ from jax.typing import DTypeLike
 from eqx_decoders.axes import named_leaves
 from eqx_decoders.decoder import Decoder, DecoderConfig, Origin, abstract, count_parameters
 from eqx_decoders.errors import ConversionError, check, check_integer, check_word, need_extra
-from eqx_decoders.families import FAMILIES
-from eqx_decoders.families.hf import Bound, Family, without_dropout
-from eqx_decoders.io.directory import FLOATS, Directory, Stored, check_dtypes, exists, parse_json, stored_tensors
+from eqx_decoders.families import FAMILIES, find_family
+from eqx_decoders.families.hf import Bound, Family, depth_layers, for_inference
+from eqx_decoders.io.directory import FLOATS, Directory, Stored, check_dtypes, exists, parse_json
+from eqx_decoders.io.quantized import checkpoint_tensors, read_scheme
 from eqx_decoders.layout import Layout
 from eqx_decoders.numerics import Precision
 
@@ -38,6 +39,7 @@ from eqx_decoders.numerics import Precision
 MOST_LISTED = 500  # wrong tensors in an error message
 _HEAD = "lm_head.weight"
 _PIECE = 256 * 1024  # bytes of a tensor that are copied together
+_READ = 64_000_000  # bytes in float32 of a tensor that are read together
 _ALIGNMENT = 64  # bytes: JAX takes over a NumPy array that begins at a multiple of it without a copy
 
 # What a tokenizer may consist of; copied into an export, never interpreted here but for the .json files.
@@ -97,12 +99,19 @@ def load_hf(
     return eqx.combine(arrays, static)
 
 
+def stored_weights(directory: str | Path) -> tuple[dict[str, Bound], dict[str, Stored]]:
+    """Which tensors make each weight of a directory, and these tensors, under their full names."""
+    _, bound, tensors = _target(Directory(directory), jnp.float32, None, {})
+    return bound, {name: tensors[name] for row in bound.values() for name in row.names}
+
+
 def _target(
     directory: Directory, dtype: DTypeLike | None, layout: Layout | None, execution: dict[str, Any]
 ) -> tuple[Decoder, dict[str, Bound], dict[str, Stored]]:
     """The model's shapes, what each weight is made of, and the tensors."""
     config, origin, family = _read_config(directory)
-    tensors = _meaningful(stored_tensors(directory), family)
+    tensors = _meaningful(checkpoint_tensors(directory), family)
+    family = family.stored_as(tensors)
     check_dtypes(tensors)
     if config.tied and _HEAD in tensors:
         config = _untied(config, tensors, family)
@@ -112,6 +121,7 @@ def _target(
     target = abstract(config, layout=layout or Layout(), precision=precision, **execution)
     target = dataclasses.replace(target, origin=origin)
     bound = family.bind(target)
+    tensors = _without_copies(tensors, family.copied(config))
     _compare(directory, tensors, bound)
     return target, bound, tensors
 
@@ -126,10 +136,32 @@ def _read_config(directory: Directory) -> tuple[DecoderConfig, Origin, Family]:
     )
     if "text_config" in content:
         raise ConversionError(f"config.json: model_type={kind} has a text_config: vision and audio are not read.")
-    family = FAMILIES[check_word("config.json: model_type", str(kind)[:80], FAMILIES, ConversionError)]
+    family = find_family(str(kind))
+    read_scheme(content)
     config, settings = family.decode(content)
+    if config.mtp is not None and not _has_depths(directory, config):
+        config = dataclasses.replace(config, mtp=None)  # transformers leaves them out, and the setting as it is
     origin = Origin(family=family.model_type, settings=json.dumps(settings), directory=str(directory.path.absolute()))
     return config, origin, family
+
+
+def _has_depths(directory: Directory, config: DecoderConfig) -> bool:
+    """Whether the layers of multi-token prediction are stored; where nothing is, whatever config.json says."""
+    if not directory.has("model.safetensors") and not directory.has("model.safetensors.index.json"):
+        return True
+    layers = "|".join(map(str, depth_layers(config)))
+    return any(re.search(rf"(^|\.)layers\.({layers})\.", name) for name in checkpoint_tensors(directory))
+
+
+def _without_copies(tensors: dict[str, Stored], copies: Mapping[str, str]) -> dict[str, Stored]:
+    """Without those that hold another tensor once more; ConversionError where they do not."""
+    for copy, name in copies.items():
+        if copy not in tensors or name not in tensors:
+            continue
+        one, other = tensors[copy], tensors[name]
+        same = one.shape == other.shape and _same(one, other)
+        check(same, f"{copy} must hold the same numbers as {name}: both are one weight here.", ConversionError)
+    return {name: stored for name, stored in tensors.items() if copies.get(name) not in tensors}
 
 
 def _meaningful(tensors: dict[str, Stored], family: Family) -> dict[str, Stored]:
@@ -199,8 +231,22 @@ def _block(index: tuple[range, ...], dtype: np.dtype, row: Bound, tensors: Mappi
     lead, rest = index[: len(row.stack)], index[len(row.stack) :]
     for place in itertools.product(*lead):
         own = tuple(number - cut.start for number, cut in zip(place, lead, strict=True))
-        _copy(block[own], _part(tensors[row.name(place)], row, rest))
+        for begin, piece in _pieces(row, rest):
+            cut = tuple(slice(first, first + len(part)) for first, part in zip(begin, piece, strict=True))
+            _copy(block[own][cut], _part(tensors[row.name(place)], row, piece))
     return block
+
+
+def _pieces(row: Bound, index: tuple[range, ...]) -> Iterator[tuple[tuple[int, ...], tuple[range, ...]]]:
+    """The part `index` of a tensor, some rows of the file at a time: where each piece begins in it, and the piece."""
+    word = row.groups[0][0]
+    axis = row.words.index(word) if word in row.words else 0
+    whole = index[axis]
+    row_bytes = 4 * row.sizes.get("part", 1) * math.prod(map(len, index)) // max(1, len(whole))
+    step = max(1, _READ // max(1, row_bytes))
+    for begin in range(0, len(whole), step):
+        first = tuple(begin if place == axis else 0 for place in range(len(index)))
+        yield first, (*index[:axis], whole[begin : begin + step], *index[axis + 1 :])
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
@@ -292,7 +338,8 @@ def save_hf(
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent)) if writes else folder
     if writes:
         partial.chmod(0o755)
-    _write_tensors(partial, named_leaves(model), bound, stored, shard_bytes, writes)
+    copies = kind.copied(model.config)
+    _write_tensors(partial, named_leaves(model), bound, copies, stored, shard_bytes, writes)
     if writes:
         _write_json(partial / "config.json", config)
         copy_tokenizer(origin.directory if tokenizer is None else tokenizer, partial)
@@ -313,7 +360,7 @@ def _check_settings(kind: Family, settings: Mapping[str, Any], config: DecoderCo
         again = parse_json(json.dumps(settings, allow_nan=False).encode(), "save_hf: settings")
     except (TypeError, ValueError) as error:
         raise ConversionError(f"save_hf: settings={settings!r} are no JSON: {error}.") from error
-    same = kind.decode(again)[0] == without_dropout(config)
+    same = kind.decode(again)[0] == for_inference(config)
     check(same, "save_hf: settings change what the model computes: give only keys that do not.", ConversionError)
 
 
@@ -339,13 +386,16 @@ def _write_tensors(
     folder: Path,
     leaves: Mapping[str, Any],
     bound: Mapping[str, Bound],
+    copies: Mapping[str, str],
     dtype: np.dtype,
     shard_bytes: int,
     writes: bool,
 ) -> None:
     """Write all tensors, holding those of one file at a time."""
     tensors = exported(leaves, bound, dtype)
+    tensors |= {copy: tensors[name] for copy, name in copies.items() if name in tensors}
     sizes = {name: math.prod(row.shape) * dtype.itemsize for row in bound.values() for name in row.names}
+    sizes |= {copy: sizes[name] for copy, name in copies.items() if name in sizes}
     shards: list[list[str]] = [[]]
     filled = 0
     for name in tensors:

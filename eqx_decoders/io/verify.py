@@ -13,9 +13,9 @@ from jaxtyping import Float, Int
 
 from eqx_decoders.axes import AnyArray, named_leaves
 from eqx_decoders.decoder import Decoder, DecoderConfig
-from eqx_decoders.families import FAMILIES
 from eqx_decoders.io.directory import FLOATS, Directory, Stored, stored_tensors
-from eqx_decoders.io.huggingface import abstract_hf, exported, load_hf, read_config
+from eqx_decoders.io.huggingface import abstract_hf, exported, load_hf, read_config, save_hf, stored_weights
+from eqx_decoders.io.quantized import QUANTIZED, checkpoint_tensors
 from eqx_decoders.layers.embedding import LearnedPositions
 
 
@@ -77,7 +77,8 @@ def transformers_logits(
     """What transformers makes of a directory, in float32.
 
     It sees `config.json` and the safetensors files only, and these after our reader has accepted them: no code, no
-    pickles, no adapters that stand beside.
+    pickles, no adapters that stand beside. Of a quantised checkpoint it sees a plain copy: with what precision it would
+    compute with the original depends on the machine.
     """
     import torch  # type: ignore[import-not-found]
     from transformers import AutoModelForCausalLM  # type: ignore[import-not-found]
@@ -86,11 +87,11 @@ def transformers_logits(
     logging.disable_progress_bar()
     abstract_hf(directory)
     folder = Directory(directory)
-    files = {tensor.file.name for tensor in stored_tensors(folder).values()}
-    files |= {name for name in ("config.json", "model.safetensors.index.json") if folder.has(name)}
     with tempfile.TemporaryDirectory() as seen:
-        for name in files:
-            (Path(seen) / name).symlink_to(folder.file(name).resolve())
+        if any(isinstance(tensor, QUANTIZED) for tensor in checkpoint_tensors(folder).values()):
+            save_hf(load_hf(directory), seen)
+        else:
+            _link(folder, Path(seen))
         model = AutoModelForCausalLM.from_pretrained(
             seen,
             trust_remote_code=False,
@@ -103,16 +104,23 @@ def transformers_logits(
             return model.float().eval()(torch.from_numpy(ids.astype(np.int64)), use_cache=False).logits.numpy()
 
 
+def _link(folder: Directory, seen: Path) -> None:
+    """Links to the files that say what the model is."""
+    files = {tensor.file.name for tensor in stored_tensors(folder).values()}
+    files |= {name for name in ("config.json", "model.safetensors.index.json") if folder.has(name)}
+    for name in files:
+        (seen / name).symlink_to(folder.file(name).resolve())
+
+
 def compare_tensors(directory: str | Path) -> tuple[int, list[str]]:
     """Load a directory, turn each weight back into the tensor of its file, and compare the bits.
 
     Returns the number of tensors and the names of those that differ. One tensor at a time is read beside the model.
     """
-    stored = _tensors(directory)
-    dtypes = {FLOATS[tensor.dtype] for tensor in stored.values()}
+    bound, stored = stored_weights(directory)
+    dtypes = {"float32" if isinstance(tensor, QUANTIZED) else FLOATS[tensor.dtype] for tensor in stored.values()}
     model = load_hf(directory, dtype=dtypes.pop() if len(dtypes) == 1 else "float32")
-    assert model.origin is not None
-    again = exported(named_leaves(model), FAMILIES[model.origin.family].bind(model))
+    again = exported(named_leaves(model), bound)
     different = [name for name, tensor in stored.items() if not _same_bits(again[name](), _read(tensor))]
     return len(stored), different
 
@@ -129,7 +137,7 @@ def compare_directories(one: str | Path, other: str | Path) -> tuple[list[str], 
         for name in sorted(said.keys() | told.keys())
         if said.get(name) != told.get(name)
     ]
-    first, second = _tensors(one), _tensors(other)
+    first, second = (stored_weights(directory)[1] for directory in (one, other))
     for name in sorted(first.keys() | second.keys()):
         if name not in first or name not in second:
             wrong.append(f"{name} is only in {one if name in first else other}")
@@ -138,20 +146,6 @@ def compare_directories(one: str | Path, other: str | Path) -> tuple[list[str], 
     both = [name for name in first if name in second and first[name].shape == second[name].shape]
     gaps = {name: _gap(first[name], second[name]) for name in both}
     return wrong, [f"{name}: by up to {gap:.3g}" for name, gap in gaps.items() if gap > 0]
-
-
-def _tensors(directory: str | Path) -> dict[str, Stored]:
-    """The tensors of a checkpoint that are weights, under their full names."""
-    family = FAMILIES[read_config(directory)[1].family]
-    names = [name for row in family.bind(abstract_hf(directory)).values() for name in row.names]
-    stored = stored_tensors(Directory(directory))
-    # names lack the prefix in files of a base model, and a tied table may be stored as the head only
-    return {
-        name: stored[
-            next(kept for kept in (name, name.removeprefix(family.prefix), "lm_head.weight") if kept in stored)
-        ]
-        for name in names
-    }
 
 
 def _read(tensor: Stored) -> np.ndarray:

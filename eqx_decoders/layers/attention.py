@@ -6,13 +6,13 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
-from eqx_decoders.layers.cache import CacheShape, Entries, Past
+from eqx_decoders.layers.cache import CacheShape, Entries, Past, cache_shape
 from eqx_decoders.layers.kernel import attend, merge, with_sink
-from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, Mask, SlidingWindow
+from eqx_decoders.layers.mask import Causal, Mask
 from eqx_decoders.layers.mlp import add_bias
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope, rotate
@@ -41,6 +41,32 @@ class QKNorm:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryTemperature:
+    """Queries at position p are multiplied by `1 + scale ln(1 + floor((p + 1) / length))` (Nakanishi 2025; Llama 4).
+
+    **Arguments:**
+
+    - `scale`: how fast they grow.
+    - `length`: positions over which they stay the same.
+    """
+
+    scale: float = 0.1
+    length: int = 8192
+
+    def __post_init__(self):
+        check_number("QueryTemperature.scale", self.scale, above=0)
+        check_integer("QueryTemperature.length", self.length)
+
+    def __call__(
+        self, query: Float[Array, "batch length heads head_dim"], positions: Int[Array, "batch length"]
+    ) -> Float[Array, "batch length heads head_dim"]:
+        """The queries at these positions; padding, below 0, keeps its own."""
+        steps = jnp.floor((positions.astype(jnp.float32) + 1.0) / self.length)
+        factor = 1.0 + self.scale * jnp.log1p(jnp.maximum(steps, 0.0))
+        return (query * factor[:, :, None, None]).astype(query.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """`softmax(scale * q k^T + mask) v`, projected out.
 
@@ -50,6 +76,7 @@ class AttentionConfig:
     - `mask`: which keys a query sees.
     - `rope`: rotary embedding; None for none.
     - `query_scale`: multiplies queries; None for `head_dim ** -0.5`.
+    - `temperature`: lets queries grow with their position; None for none.
     - `soft_cap`: scores become `cap * tanh(scores / cap)`; None for none.
     - `sinks`: one learned logit per head that joins the softmax and takes no value (GPT-OSS).
     - `qk_norm`: normalisation of queries and keys; None for none.
@@ -57,6 +84,7 @@ class AttentionConfig:
     - `fused_qkv`: one product for queries, keys and values.
     - `shared_kv`: values are the raw key projection; there is no value projection.
     - `output_gate`: the result of each head is multiplied by `sigmoid(gate x)` (Qwen3-Next).
+    - `out_dim`: features of the output; None for those of the input. Another number needs a chained block.
     """
 
     num_heads: int
@@ -65,6 +93,7 @@ class AttentionConfig:
     mask: Mask = Causal()
     rope: Rope | None = Rope()
     query_scale: float | None = None
+    temperature: QueryTemperature | None = None
     soft_cap: float | None = None
     sinks: bool = False
     qk_norm: QKNorm | None = None
@@ -73,10 +102,13 @@ class AttentionConfig:
     fused_qkv: bool = False
     shared_kv: bool = False
     output_gate: bool = False
+    out_dim: int | None = None
 
     def __post_init__(self):
         for field in ("num_heads", "num_kv_heads", "head_dim"):
             check_integer(f"AttentionConfig.{field}", getattr(self, field))
+        if self.out_dim is not None:
+            check_integer("AttentionConfig.out_dim", self.out_dim)
         check(
             self.num_heads % self.num_kv_heads == 0,
             f"AttentionConfig.num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}.",
@@ -94,14 +126,7 @@ class AttentionConfig:
 
     def cache_shape(self, max_length: int) -> CacheShape:
         """A ring of `size` slots for a window or chunk, else a slot for each position."""
-        check(
-            not isinstance(self.mask, Bidirectional),
-            "A bidirectional attention layer has no cache: its past would change with every token.",
-        )
-        window = self.mask.size if isinstance(self.mask, SlidingWindow | Chunked) else max_length
-        ring = window < max_length
-        slots = window if ring else max_length
-        return CacheShape(slots=slots, kv_heads=self.num_kv_heads, head_dim=self.head_dim, ring=ring)
+        return cache_shape(self.mask, max_length, kv_heads=self.num_kv_heads, head_dim=self.head_dim)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Attention":
         keys = jax.random.split(key, 5)
@@ -115,18 +140,19 @@ class AttentionConfig:
 
         split, own_value = not self.fused_qkv, not (self.fused_qkv or self.shared_kv)
         norm, group = self.qk_norm, self.qk_norm is not None and self.qk_norm.over == "heads"
-        return Attention(
+        out_dim = self.out_dim or embed_dim
+        return (Attention if self.out_dim is None else NarrowAttention)(
             query=into(keys[0], heads, split),
             key=into(keys[1], kv_heads, split),
             value=into(keys[2], kv_heads, own_value),
             qkv=into(keys[0], heads + 2 * kv_heads, self.fused_qkv),
             gate=into(keys[3], heads, self.output_gate),
-            out=fan_in(keys[4], (heads, head_dim, embed_dim), jnp.float32, heads * head_dim, "normal"),
+            out=fan_in(keys[4], (heads, head_dim, out_dim), jnp.float32, heads * head_dim, "normal"),
             query_bias=zeros(heads, split),
             key_bias=zeros(kv_heads, split),
             value_bias=zeros(kv_heads, own_value),
             qkv_bias=zeros(heads + 2 * kv_heads, self.fused_qkv),
-            out_bias=jnp.zeros((embed_dim,)) if self.out_bias else None,
+            out_bias=jnp.zeros((out_dim,)) if self.out_bias else None,
             query_norm=norm.norm.build(heads * head_dim if group else head_dim) if norm else None,
             key_norm=norm.norm.build(kv_heads * head_dim if group else head_dim) if norm else None,
             sink=jnp.zeros((heads,)) if self.sinks else None,
@@ -157,14 +183,18 @@ class Attention(eqx.Module):
         self, x: Float[Array, "batch length embed"], ctx: Context, past: Past | None = None
     ) -> tuple[Float[Array, "batch length embed"], Entries]:
         """The layer's output, and the keys and values that it proposes for a cache."""
+        out, entries = self._heads(x, ctx, past)
+        out = ctx.einsum("batch length heads head_dim, heads head_dim embed -> batch length embed", out, self.out)
+        return save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj"), entries
+
+    def _heads(self, x: Array, ctx: Context, past: Past | None) -> tuple[Array, Entries]:
+        """What the heads found, before the output projection."""
         query, key, value = self._ready(*self._project(x, ctx), ctx)
         out = self._attend(query, key, value, past, ctx)
         out = save(ctx.constrain(out, "batch length heads head_dim"), "attention_out")
         if self.gate is not None:
             gate = ctx.einsum("batch length embed, embed heads head_dim -> batch length heads head_dim", x, self.gate)
             out = out * jax.nn.sigmoid(gate)
-        out = ctx.einsum("batch length heads head_dim, heads head_dim embed -> batch length embed", out, self.out)
-        out = save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj")
         return out, Entries(key=key, value=value)
 
     def _project(self, x: Array, ctx: Context) -> tuple[Array, Array, Array]:
@@ -191,6 +221,8 @@ class Attention(eqx.Module):
         if norm is not None and norm.when == "after_rope":
             query, key = self._normalise(query, self.query_norm), self._normalise(key, self.key_norm)
         query = query * (config.head_dim**-0.5 if config.query_scale is None else config.query_scale)
+        if config.temperature is not None:
+            query = config.temperature(query, ctx.positions)
         query = save(ctx.constrain(query, "batch length heads head_dim"), "query_proj")
         key = save(ctx.constrain(key, "batch length kv_heads head_dim"), "key_proj")
         return query, key, save(ctx.constrain(value, "batch length kv_heads head_dim"), "value_proj")
@@ -215,7 +247,23 @@ class Attention(eqx.Module):
         segments: dict[str, Any] = dict(query_segments=ctx.segment_ids, key_segments=ctx.segment_ids)
         parts = [attend(query, key, value, key_positions=ctx.positions, aligned=True, **segments, **common)]
         if past is not None:  # a row of a cache is one document: no segments
+            assert past.value is not None
             keys, values = (x.astype(query.dtype).transpose(0, 2, 1, 3) for x in (past.key, past.value))
             parts.append(attend(query, keys, values, key_positions=past.positions, **common))
         out, lse = merge(parts) if len(parts) > 1 else parts[0]
         return out if self.sink is None else with_sink(out, lse, self.sink)
+
+
+class NarrowAttention(Attention):
+    """Attention whose output has `out_dim` features, not those of its input."""
+
+    out: Float[Array, "heads head_dim latent"]
+    out_bias: Float[Array, "latent"] | None
+
+    def __call__(
+        self, x: Float[Array, "batch length embed"], ctx: Context, past: Past | None = None
+    ) -> tuple[Float[Array, "batch length latent"], Entries]:
+        """The layer's output, and the keys and values that it proposes for a cache."""
+        out, entries = self._heads(x, ctx, past)
+        out = ctx.einsum("batch length heads head_dim, heads head_dim latent -> batch length latent", out, self.out)
+        return save(ctx.constrain(add_bias(out, self.out_bias), "batch length latent"), "out_proj"), entries

@@ -78,7 +78,7 @@ class Llama3Rope(Rope):
 
     - `factor`: by how much the longest wavelengths grow.
     - `low_frequency_factor`, `high_frequency_factor`: wavelengths above `original_length / low` are scaled, those
-        below `original_length / high` are kept.
+        below `original_length / high` are kept; where both are equal (Llama 4) there is nothing in between.
     - `original_length`: the context length before scaling, in tokens.
     """
 
@@ -91,14 +91,14 @@ class Llama3Rope(Rope):
         super().__post_init__()
         check_number("Llama3Rope.factor", self.factor, least=1)
         check_number("Llama3Rope.low_frequency_factor", self.low_frequency_factor, above=0)
-        check_number("Llama3Rope.high_frequency_factor", self.high_frequency_factor, above=self.low_frequency_factor)
+        check_number("Llama3Rope.high_frequency_factor", self.high_frequency_factor, least=self.low_frequency_factor)
         check_integer("Llama3Rope.original_length", self.original_length)
 
     def frequencies(self, dim: int) -> np.ndarray:
         plain = super().frequencies(dim)
         low, high = self.low_frequency_factor, self.high_frequency_factor
         turns = self.original_length * plain / (2 * math.pi)  # over the original context
-        smooth = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        smooth = np.clip((turns - low) / (high - low), 0.0, 1.0) if high > low else (turns >= low).astype(np.float64)
         return (1 - smooth) * plain / self.factor + smooth * plain
 
 

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -162,7 +162,8 @@ class Progress:
 
     total: steps of the whole run. start: steps done already. every: seconds between two lines when there is no bar.
     stream: where to show it, by default the standard error.
-    `update` reads `loss`, `tokens` and `step_seconds` of a row, and `mfu` (a fraction) where it is present.
+    `update` reads `loss`, `tokens` and `step_seconds` of a row, and where they are present `mfu` (a fraction) and
+    `load` (of layers with experts, the largest load over the mean), of which it shows the worst.
     """
 
     def __init__(self, total: int, *, start: int = 0, every: int | float = 10, stream: Any = None):
@@ -171,7 +172,7 @@ class Progress:
         self._stream = stream if stream is not None else sys.stderr
         self._begun = self._shown = None
         self._bar = self._task = None
-        self._header = False
+        self._columns: dict[str, int] | None = None
 
     def __enter__(self) -> "Progress":
         self._begun = time.monotonic()
@@ -195,7 +196,7 @@ class Progress:
             self._bar.update(self._task, completed=step, text=_bar_text(metrics))
         elif self._shown is None or step >= self._total or now - self._shown >= self._every:
             self._shown = now
-            self._print(_plain_line(step, self._total, metrics, self.seconds_left(now)))
+            self._print(step, metrics, self.seconds_left(now))
 
     def message(self, text: str) -> None:
         """One line above the bar, or among the lines."""
@@ -213,32 +214,35 @@ class Progress:
         spent = (time.monotonic() if now is None else now) - self._begun
         return spent / done * (self._total - self._done)
 
-    def _print(self, line: str) -> None:
-        if not self._header:
-            self._header = True
-            self.message(_PLAIN.format("step", "loss", "tokens/s", "MFU", "left").rstrip())
-        self.message(line)
+    def _print(self, step: int, metrics: Row, left: float | None) -> None:
+        if self._columns is None:
+            self._columns = {name: width for name, width in _COLUMNS.items() if name != "load" or name in metrics}
+            self._line({name: name for name in self._columns})
+        time_left = "-" if left is None else duration(left)
+        self._line({"step": f"{step}/{self._total}", "left": time_left} | _cells(metrics))
+
+    def _line(self, cells: dict[str, str]) -> None:
+        assert self._columns is not None
+        self.message(" ".join(f"{cells[name]:>{width}}" for name, width in self._columns.items()))
 
 
-_PLAIN = "{:>17} {:>9} {:>10} {:>7} {:>9}"
-
-
-def _plain_line(step: int, total: int, metrics: Row, left: float | None) -> str:
-    loss, rate, mfu = _cells(metrics)
-    return _PLAIN.format(f"{step}/{total}", loss, rate, mfu, "-" if left is None else duration(left))
+_COLUMNS = {"step": 17, "loss": 9, "tokens/s": 10, "MFU": 7, "load": 7, "left": 9}
 
 
 def _bar_text(metrics: Row) -> str:
-    loss, rate, mfu = _cells(metrics)
-    return f"loss {loss}  {rate} tokens/s" + (f"  MFU {mfu}" if mfu != "-" else "")
+    cells = _cells(metrics)
+    named = [f"{name} {cells[name]}" for name in ("MFU", "load") if cells[name] != "-"]
+    return "  ".join((f"loss {cells['loss']}", f"{cells['tokens/s']} tokens/s", *named))
 
 
-def _cells(metrics: Row) -> tuple[str, str, str]:
-    loss = f"{float(metrics['loss']):.4f}" if "loss" in metrics else "-"
+def _cells(metrics: Row) -> dict[str, str]:
     seconds = float(metrics.get("step_seconds", 0))
-    rate = f"{float(metrics['tokens']) / seconds:,.0f}" if "tokens" in metrics and seconds > 0 else "-"
-    mfu = f"{100 * float(metrics['mfu']):.1f}%" if metrics.get("mfu") is not None else "-"
-    return loss, rate, mfu
+    return {
+        "loss": f"{float(metrics['loss']):.4f}" if "loss" in metrics else "-",
+        "tokens/s": f"{float(metrics['tokens']) / seconds:,.0f}" if "tokens" in metrics and seconds > 0 else "-",
+        "MFU": f"{100 * float(metrics['mfu']):.1f}%" if metrics.get("mfu") is not None else "-",
+        "load": f"{float(np.max(metrics['load'])):.2f}" if metrics.get("load") is not None else "-",
+    }
 
 
 def duration(seconds: int | float) -> str:
@@ -266,18 +270,50 @@ def _rich_bar(stream: Any) -> Any:
     return Bar(*columns, console=Console(file=stream), speed_estimate_period=120, expand=True)
 
 
-def plot_losses(metrics_path: str | Path, out_png: str | Path) -> None:
-    """Draw `loss`, every held-out loss (`eval_loss`, or keys that begin so) and `learning_rate` over the steps."""
+def _figure(width: int | float, height: int | float) -> tuple[Any, Callable[[str | Path], None]]:
+    """An empty figure, and a function that writes it."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # no window, no global state
         from matplotlib.figure import Figure
     except ImportError as error:
         raise need_extra("matplotlib", "train") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, lambda path: FigureCanvasAgg(figure).print_figure(str(path), dpi=150)
+
+
+def plot_loads(loads: Mapping[str, np.ndarray], out_png: str | Path) -> None:
+    """Draw a heat map of experts' loads over their mean: a row for each layer, by its name, a column for each expert.
+
+    White is the mean, red more, blue less. Layers may have different numbers of experts.
+    """
+    if not loads:
+        raise DataError("No layer has experts: there is no load to draw.")
+    table = np.full((len(loads), max(map(len, loads.values()))), np.nan)
+    for row, load in zip(table, loads.values(), strict=True):
+        row[: len(load)] = load
+    rows, columns = table.shape
+    figure, write = _figure(min(16.0, max(6.0, 0.25 * columns)), min(12.0, max(3.0, 1.2 + 0.25 * rows)))
+    axes = figure.subplots()
+    axes.set_facecolor("0.8")  # where there is no such expert
+    picture = axes.imshow(table, cmap="RdBu_r", vmin=0.0, vmax=2.0, aspect="auto", interpolation="nearest")
+    figure.colorbar(picture, ax=axes, extend="max", label="load / mean load")
+    axes.set_yticks(range(rows), labels=list(loads))
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("expert")
+    axes.set_ylabel("layer")
+    worst = {name: float(load.max()) for name, load in loads.items()}
+    name = max(worst, key=worst.__getitem__)
+    axes.set_title(f"largest load: {worst[name]:.2f} times the mean, in layer {name}", fontsize="medium")
+    write(out_png)
+
+
+def plot_losses(metrics_path: str | Path, out_png: str | Path) -> None:
+    """Draw `loss`, every held-out loss (`eval_loss`, or keys that begin so) and `learning_rate` over the steps."""
+    figure, write = _figure(8, 5)
     rows = read_metrics(metrics_path)
     steps, losses = _series(rows, "loss")
     if not len(steps):
         raise DataError(f"{metrics_path} has no row with step and loss yet: there is nothing to draw.")
-    figure = Figure(figsize=(8, 5), layout="constrained")
     rated, rates = _series(rows, "learning_rate")
     panels = figure.subplots(2 if len(rates) else 1, sharex=True, height_ratios=[5, 1][: 2 if len(rates) else 1])
     axes = np.atleast_1d(panels)
@@ -297,7 +333,7 @@ def plot_losses(metrics_path: str | Path, out_png: str | Path) -> None:
         each.grid(alpha=0.25)
         each.margins(x=0.01)
     axes[-1].set_xlabel("step (updates of the weights)")
-    FigureCanvasAgg(figure).print_figure(str(out_png), dpi=150)
+    write(out_png)
 
 
 def _series(rows: list[Row], name: str) -> tuple[np.ndarray, np.ndarray]:

@@ -86,6 +86,24 @@ def linear_cross_entropy(
     return loss, lax.stop_gradient(sums)
 
 
+def linear_argmax(
+    hidden: Float[Array, "batch length embed"],
+    kernel: Float[Array, "embed vocab"] | Float[Array, "vocab embed"],
+    *,
+    tied: bool,
+    flatten: bool = False,
+    layout: Layout | None = None,
+) -> Int[Array, "batch length"]:
+    """`argmax(hidden @ kernel)`, some positions at a time, as in `linear_cross_entropy`."""
+    layout = Layout() if layout is None else layout
+    head = _Head(tied, None, 0.0, flatten, layout)
+    batch, length, _ = hidden.shape
+    size = _tile_length(batch, length, kernel.shape[0 if tied else 1], None, layout)
+    (kernel, _), (dimension, _) = head.kernels(kernel, hidden.dtype)
+    best = lax.map(lambda tile: jnp.argmax(head.logits(tile, kernel, dimension), axis=-1), _cut(hidden, size))
+    return jnp.moveaxis(best, 0, 1).reshape(batch, -1)[:, :length].astype(jnp.int32)
+
+
 def _tile_length(batch: int, length: int, vocab: int, tile: int | None, layout: Layout = Layout()) -> int:
     """The asked length, or the largest one within the bound (but no sliver), evened out over the tiles."""
     if tile is None:

@@ -12,17 +12,21 @@ from eqx_decoders.decoder import Decoder
 from eqx_decoders.inference.generate import generate
 from eqx_decoders.inference.sampling import Sample
 from eqx_decoders.training.data import Batch
-from eqx_decoders.training.loss import evaluation_loss
+from eqx_decoders.training.loss import evaluation_sums
 from eqx_decoders.training.step import any_process, place
 from eqx_decoders.training.tokenizer import Tokenizer, prompt_ids
 
 
 class HeldOut(NamedTuple):
-    """Held-out loss: nats per target token, target tokens, and the sum of nats."""
+    """Held-out loss: nats per target token, target tokens, and the sum of nats.
+
+    `acceptance`: of each depth of multi-token prediction the share of its guesses that the head later confirms.
+    """
 
     loss: float
     tokens: int
     nats: float
+    acceptance: tuple[float, ...] = ()
 
     @property
     def perplexity(self) -> float:
@@ -49,7 +53,7 @@ def sample_text(model: Decoder, tokenizer: Tokenizer, prompt: str, *, max_new_to
     return prompt + tokenizer.decode([token for token in np.asarray(new)[0].tolist() if token not in stops])
 
 
-_loss = eqx.filter_jit(evaluation_loss)
+_sums = eqx.filter_jit(evaluation_sums)
 
 
 def evaluate(
@@ -60,10 +64,13 @@ def evaluate(
     `stop` is asked after each batch and ends the evaluation early, for all processes if it is true in one.
     """
     layout = model.execution.layout
-    sums = []
+    depths = 0 if model.config.mtp is None else model.config.mtp.num_depths
+    total = np.zeros((2 + 2 * depths,), np.float64)
     for batch in batches:
-        sums.append(jax.device_get(_loss(model, place(batch, layout, rows))))
+        sums = jax.device_get(_sums(model, place(batch, layout, rows)))
+        total += np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(sums)])
         if any_process(stop()):
             break
-    nats, tokens = np.sum(np.asarray(sums, np.float64).reshape(-1, 2), axis=0).tolist()
-    return HeldOut(loss=nats / max(tokens, 1.0), tokens=int(tokens), nats=nats)
+    nats, tokens, *rest = total.tolist()
+    rates = tuple(a / max(p, 1.0) for a, p in zip(rest[:depths], rest[depths:], strict=True))
+    return HeldOut(loss=nats / max(tokens, 1.0), tokens=int(tokens), nats=nats, acceptance=rates)

@@ -1,13 +1,35 @@
 """The loss of a language model: cross-entropy of each next token of the same document."""
 
+import dataclasses
+from typing import Any
+
 import equinox as eqx
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
+from jaxtyping import Array, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.block import BlockStats
 from eqx_decoders.decoder import Decoder
-from eqx_decoders.training.cross_entropy import cross_entropy, linear_cross_entropy
+from eqx_decoders.layers.embedding import padded_positions
+from eqx_decoders.layers.router import RoutingStats
+from eqx_decoders.mtp import same_document, shifted
+from eqx_decoders.stack import layer_order
+from eqx_decoders.training.balance import expert_layers, has_routing_loss, routing_loss
+from eqx_decoders.training.cross_entropy import cross_entropy, linear_argmax, linear_cross_entropy
 from eqx_decoders.training.data import Batch
+
+
+class AheadSums(eqx.Module):
+    """Sums over the targets of each depth of multi-token prediction.
+
+    **Arguments:**
+
+    - `nll`: negative log-likelihood, nats.
+    - `tokens`: targets (or the sum of their weights).
+    """
+
+    nll: Float32[Array, "depths"]
+    tokens: Float32[Array, "depths"]
 
 
 class LossMetrics(eqx.Module):
@@ -15,11 +37,13 @@ class LossMetrics(eqx.Module):
 
     **Arguments:**
 
-    - `loss`: what is minimised, nats (with the z-loss).
+    - `loss`: what is minimised, nats (with the z-loss, and what routing and further depths add, times the targets).
     - `nll`: negative log-likelihood, nats.
     - `correct`: targets that had the highest logit.
     - `tokens`: targets (or the sum of their weights).
-    - `stats`: of the layers; None unless asked for.
+    - `stats`: of the layers: of their activations if asked for, of routing where there are experts; None for neither.
+        The layers of multi-token prediction come last.
+    - `ahead`: of multi-token prediction; None where there is none.
     """
 
     loss: Float32[Array, ""]
@@ -27,6 +51,7 @@ class LossMetrics(eqx.Module):
     correct: Float32[Array, ""]
     tokens: Float32[Array, ""]
     stats: BlockStats | None = None
+    ahead: AheadSums | None = None
 
 
 def next_tokens(batch: Batch) -> tuple[Int[Array, "batch length"], Float32[Array, "batch length"]]:
@@ -46,44 +71,116 @@ def next_tokens(batch: Batch) -> tuple[Int[Array, "batch length"], Float32[Array
     return jnp.where(weights == 0, 0, targets), weights  # what does not count may be anything, even -100
 
 
+def tokens_ahead(batch: Batch, depth: int) -> tuple[Int[Array, "batch length"], Float32[Array, "batch length"]]:
+    """The targets of a depth of multi-token prediction: those of the token `depth` places on, if of one document."""
+    targets, weights = (shifted(x, depth) for x in next_tokens(batch))
+    positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
+    positions = padded_positions(positions, segments, targets.shape)
+    weights = jnp.where(same_document(positions, segments, depth), weights, 0.0)
+    return jnp.where(weights == 0, 0, targets), weights
+
+
 def token_loss_sum(
-    model: Decoder, batch: Batch, *, z_loss: float = 0.0, fused: bool = True, key: PRNGKeyArray | None = None
+    model: Decoder,
+    batch: Batch,
+    *,
+    z_loss: float = 0.0,
+    fused: bool = True,
+    key: PRNGKeyArray | None = None,
+    whole: Batch | None = None,
 ) -> tuple[Float32[Array, ""], LossMetrics]:
-    """`sum over targets of -log p(target) + z_loss * log(Z)^2`, and metrics.
+    """`sum over targets of -log p(target) + z_loss * log(Z)^2 + routing_loss + mtp_loss`, and metrics.
 
     `fused` computes the head and the loss together, some positions at a time, so that all logits never exist at once.
-    Gradients of sums can be added over microbatches; divide by `metrics.tokens` at the end.
+    Gradients of sums can be added over microbatches; divide by `metrics.tokens` at the end. `whole` is the batch of
+    which this one is a part: what routing and multi-token prediction add are means over all of it, and so add up.
     """
     targets, weights = next_tokens(batch)
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
     hidden, _, stats = model.run(jnp.asarray(batch.tokens), positions, segments, key=key)
+    whole, ahead = batch if whole is None else whole, None
+    loss, nll, correct = _head_loss(model, hidden, targets, weights, z_loss=z_loss, fused=fused, key=key)
+    if model.mtp is not None and model.mtp.config.loss_weight > 0:
+        streams = model.ahead(hidden, batch.tokens, positions, segments, key)
+        stats = layer_order([(stats,), (streams.stats,)])
+        more, ahead = _ahead_loss_sum(model, streams.hidden, batch, whole, fused=fused, key=key)
+        loss = loss + more
+    if stats.routing is not None and has_routing_loss(model.config):
+        loss = loss + _routing_loss_sum(model, stats.routing, whole)
+    kept = stats if model.execution.layer_stats or stats.routing is not None else None
+    return loss, LossMetrics(loss=loss, nll=nll, correct=correct, tokens=jnp.sum(weights), stats=kept, ahead=ahead)
+
+
+def _head_loss(
+    model: Decoder,
+    hidden: Array,
+    targets: Array,
+    weights: Array,
+    *,
+    z_loss: float = 0.0,
+    fused: bool,
+    key: PRNGKeyArray | None,
+    depth: int = 0,
+) -> tuple[Array, Array, Array]:
+    """Loss, negative log-likelihood and right guesses, summed over the targets; of the head, or of a depth's."""
     if fused:
-        layout = model.execution.layout
         loss, sums = linear_cross_entropy(
-            model.normed(hidden, key=key),
+            model.normed(hidden, key=key, depth=depth),
             model.head_kernel,
             targets,
             weights,
-            tied=model.head is None,
             soft_cap=model.config.logit_soft_cap,
             z_loss=z_loss,
-            flatten=layout.single and layout.platform == "cpu",
-            layout=layout,
+            **_head_options(model),
         )
-        nll, correct = sums.nll, sums.correct
-    else:
-        logits = model.logits(hidden, key=key)
-        nll = jnp.sum(weights * cross_entropy(logits, targets))
-        loss = jnp.sum(weights * cross_entropy(logits, targets, z_loss=z_loss))
-        correct = jnp.sum(weights * (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32))
-    kept = stats if model.execution.layer_stats else None
-    return loss, LossMetrics(loss=loss, nll=nll, correct=correct, tokens=jnp.sum(weights), stats=kept)
+        return loss, sums.nll, sums.correct
+    logits = model.logits(hidden, key=key, depth=depth)
+    nll = jnp.sum(weights * cross_entropy(logits, targets))
+    loss = jnp.sum(weights * cross_entropy(logits, targets, z_loss=z_loss))
+    return loss, nll, jnp.sum(weights * (jnp.argmax(logits, axis=-1) == targets).astype(jnp.float32))
+
+
+def _head_options(model: Decoder) -> dict[str, Any]:
+    layout = model.execution.layout
+    return dict(tied=model.head is None, flatten=layout.single and layout.platform == "cpu", layout=layout)
+
+
+def _ahead_loss_sum(
+    model: Decoder, hidden: tuple[Array, ...], batch: Batch, whole: Batch, *, fused: bool, key: PRNGKeyArray | None
+) -> tuple[Array, AheadSums]:
+    """This part's share of `loss_weight * mean over all depths' targets of -log p`, times the targets there."""
+    assert model.mtp is not None
+    sums, tokens = [], []
+    for depth, x in enumerate(hidden, 1):
+        targets, weights = tokens_ahead(batch, depth)
+        sums.append(_head_loss(model, x, targets, weights, fused=fused, key=key, depth=depth)[:2])
+        tokens.append(jnp.sum(weights))
+    losses, nll = zip(*sums, strict=True)
+    everything = sum(jnp.sum(tokens_ahead(whole, depth)[1]) for depth in range(1, len(hidden) + 1))
+    scale = model.mtp.config.loss_weight * jnp.sum(next_tokens(whole)[1]) / jnp.maximum(everything, 1.0)
+    return scale * sum(losses), AheadSums(nll=jax.lax.stop_gradient(jnp.stack(nll)), tokens=jnp.stack(tokens))
+
+
+def _routing_loss_sum(model: Decoder, stats: RoutingStats, whole: Batch) -> Float32[Array, ""]:
+    """This part's share of the routing loss of the whole batch, times the targets there."""
+    positions, segments = (None if x is None else jnp.asarray(x) for x in (whole.positions, whole.segment_ids))
+    positions = padded_positions(positions, segments, whole.tokens.shape)
+    depths = 0 if model.config.mtp is None else model.config.mtp.num_depths
+    ahead = [same_document(positions, segments, depth) for depth in range(1, depths + 1)]
+    reals = [positions >= 0] * len(expert_layers(dataclasses.replace(model.config, mtp=None))) + ahead
+    reals = jnp.stack(reals[: stats.tokens.shape[0]]).astype(jnp.float32)  # of each layer with experts
+    sums = jnp.sum(reals, axis=(1, 2)), jnp.sum(jnp.max(reals, axis=2), axis=1)
+    everything = eqx.tree_at(lambda s: (s.tokens, s.sequences), stats, sums)
+    return jnp.sum(next_tokens(whole)[1]) * routing_loss(model.config, everything)
 
 
 def next_token_loss(
     model: Decoder, batch: Batch, *, z_loss: float = 0.0, fused: bool = True, key: PRNGKeyArray | None = None
 ) -> tuple[Float32[Array, ""], LossMetrics]:
     """The mean of `token_loss_sum` over the batch's target tokens (0 if there are none), and its sums.
+
+    Where routers say so it includes their balance loss and z-loss, each the mean over layers with experts; with
+    multi-token prediction the mean over the targets of all its depths, by `MTPConfig.loss_weight`.
 
     **Arguments:**
 
@@ -97,7 +194,40 @@ def next_token_loss(
     return loss / jnp.maximum(metrics.tokens, 1.0), metrics
 
 
-def evaluation_loss(model: Decoder, batch: Batch) -> Float[Array, "2"]:
-    """`[nll, tokens]`, both sums: what held-out evaluation adds up over batches."""
-    _, metrics = token_loss_sum(model, batch)
-    return jnp.stack([metrics.nll, metrics.tokens])
+class EvaluationSums(eqx.Module):
+    """What held-out evaluation adds up over batches.
+
+    **Arguments:**
+
+    - `nll`, `tokens`: over the targets: nats, and how many.
+    - `accepted`, `proposed`: of each depth of multi-token prediction: how often it guessed what the head will say one
+        token later, and how often it was asked. None where there is none.
+    """
+
+    nll: Float32[Array, ""]
+    tokens: Float32[Array, ""]
+    accepted: Float32[Array, "depths"] | None = None
+    proposed: Float32[Array, "depths"] | None = None
+
+
+def evaluation_sums(model: Decoder, batch: Batch) -> EvaluationSums:
+    """The sums of one batch; a fraction of targets counts as so much of a token."""
+    targets, weights = next_tokens(batch)
+    positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
+    hidden, _, _ = model.run(jnp.asarray(batch.tokens), positions, segments)
+    _, nll, _ = _head_loss(model, hidden, targets, weights, fused=True, key=None)
+    sums = EvaluationSums(nll=nll, tokens=jnp.sum(weights))
+    if model.mtp is None:
+        return sums
+    said = _guesses(model, hidden, 0)
+    accepted, proposed = [], []
+    for depth, x in enumerate(model.ahead(hidden, batch.tokens, positions, segments).hidden, 1):
+        weights = tokens_ahead(batch, depth)[1]
+        accepted.append(jnp.sum(weights * (_guesses(model, x, depth) == shifted(said, depth)).astype(jnp.float32)))
+        proposed.append(jnp.sum(weights))
+    return dataclasses.replace(sums, accepted=jnp.stack(accepted), proposed=jnp.stack(proposed))
+
+
+def _guesses(model: Decoder, hidden: Array, depth: int) -> Int[Array, "batch length"]:
+    """The likeliest token everywhere; a cap on logits does not change which it is."""
+    return linear_argmax(model.normed(hidden, depth=depth), model.head_kernel, **_head_options(model))

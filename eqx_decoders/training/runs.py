@@ -15,7 +15,7 @@ from jaxtyping import PRNGKeyArray
 
 from eqx_decoders.axes import named_leaves, replaced
 from eqx_decoders.context import Execution
-from eqx_decoders.decoder import Decoder, abstract, init
+from eqx_decoders.decoder import Decoder, abstract, add_mtp, init
 from eqx_decoders.families import get_config
 from eqx_decoders.io.checkpoint import Checkpoints, load_weights
 from eqx_decoders.io.huggingface import (
@@ -75,8 +75,15 @@ def is_imported(run_dir: str | Path) -> bool:
 
 def abstract_run(settings: TrainConfig, run_dir: str | Path, execution: Execution = Execution()) -> Decoder:
     """The shapes of a run's model, with the pairs of a LoRA run."""
-    model, lora = _abstract_base(settings, run_dir, execution), settings.lora()
-    return model if lora is None else add_lora(model, lora, key=jax.random.key(0))
+    return _extended(_abstract_base(settings, run_dir, execution), settings, jax.random.key(0))
+
+
+def _extended(model: Decoder, settings: TrainConfig, key: PRNGKeyArray) -> Decoder:
+    """With the depths and the pairs that the run trains beside it."""
+    lora = settings.lora()
+    if settings.mtp_depths > 0:
+        model = add_mtp(model, settings.mtp_depths, key=jax.random.fold_in(key, 2))
+    return model if lora is None else add_lora(model, lora, key=jax.random.fold_in(key, 1))
 
 
 def _abstract_base(settings: TrainConfig, run_dir: str | Path, execution: Execution) -> Decoder:
@@ -91,9 +98,8 @@ def _abstract_base(settings: TrainConfig, run_dir: str | Path, execution: Execut
 
 def new_model(settings: TrainConfig, run_dir: str | Path, execution: Execution = Execution()) -> Decoder:
     """A run's model before its first step."""
-    key, lora = jax.random.fold_in(jax.random.key(settings.seed), 0), settings.lora()
-    model = _new_base(settings, run_dir, execution, key)
-    return model if lora is None else add_lora(model, lora, key=jax.random.fold_in(key, 1))
+    key = jax.random.fold_in(jax.random.key(settings.seed), 0)
+    return _extended(_new_base(settings, run_dir, execution, key), settings, key)
 
 
 def _new_base(settings: TrainConfig, run_dir: str | Path, execution: Execution, key: PRNGKeyArray) -> Decoder:
@@ -133,6 +139,7 @@ def export_run(
     more = {} if kept.exists() else {"max_position_embeddings": settings.seq_len}
     if own:
         more |= token_ids(load_tokenizer(run / "tokenizer"))
+    model = model.without_mtp() if settings.mtp_depths > 0 else model
     save_hf(merge_lora(model), directory, settings=more, tokenizer=run / "tokenizer" if own else kept, **options)
 
 

@@ -48,7 +48,7 @@ class TrainConfig:
     """Train a decoder. Started again on the same run directory, it goes on where it was."""
 
     run_dir: str = "runs/tiny"
-    """Directory for checkpoints, metrics.jsonl, tokenizer and loss.png."""
+    """Directory for checkpoints, metrics.jsonl, tokenizer and pictures of losses and of experts' loads."""
     model: str = "tiny"
     """Name of a model, as `--list-models` prints them."""
     init_from: str | None = None
@@ -59,6 +59,8 @@ class TrainConfig:
     """Directory for the trained model in the end, as `from_pretrained` opens it; adapters are merged."""
     export_adapter: str | None = None
     """Directory for the trained adapters in the end, as PEFT opens it."""
+    mtp_depths: int = 0
+    """Depths of multi-token prediction to add to a model that has none; an export to Hugging Face leaves them out."""
     lora_rank: int | None = None
     """Train only low-rank pairs of this rank beside the weights of `lora_targets`; None: train the weights."""
     lora_alpha: float = 16.0
@@ -166,6 +168,7 @@ class TrainConfig:
         check(
             whole, f"optimizer.trainable={self.optimizer.trainable} and lora_rank={self.lora_rank} exclude each other."
         )
+        check_integer("mtp_depths", self.mtp_depths, minimum=0)
         self.lora()
         self.data_config()
         make_schedule(self.optimizer, self.steps)
@@ -224,8 +227,8 @@ class TrainConfig:
 def check_resumable(settings: TrainConfig, path: Path) -> None:
     """A run directory that is used already goes on with the model and tokenizer that it has."""
     old = load_settings(path)
-    fields = ("model", "init_from", "lora_rank", "lora_alpha", "lora_targets", "tokenizer", "bpe_vocab_size", "seed")
-    for field in fields:
+    model = ("model", "init_from", "mtp_depths", "lora_rank", "lora_alpha", "lora_targets")
+    for field in (*model, "tokenizer", "bpe_vocab_size", "seed"):
         was, now = getattr(old, field), getattr(settings, field)
         check(was == now, f"{field}={now!r}, but {path.parent} was begun with {was!r}: choose another run_dir.")
 

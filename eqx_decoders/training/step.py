@@ -17,6 +17,7 @@ from eqx_decoders.block import BlockStats
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.layout import Layout
+from eqx_decoders.training.balance import expert_layers, update_router_bias
 from eqx_decoders.training.data import Batch
 from eqx_decoders.training.loss import LossMetrics, token_loss_sum
 from eqx_decoders.training.optimizer import OptimizerConfig, make_optimizer, make_schedule, matching
@@ -52,7 +53,8 @@ class StepMetrics(eqx.Module):
     - `grad_norm`: global norm of the gradient, before clipping.
     - `learning_rate`: of this step.
     - `skipped`: whether the step changed nothing.
-    - `stats`: of the layers; None unless asked for.
+    - `mtp_nll`: of each depth of multi-token prediction, per target token of its own; None where there is none.
+    - `stats`: of the layers: of their activations if asked for, of routing where there are experts; None for neither.
     """
 
     loss: Float32[Array, ""]
@@ -62,6 +64,7 @@ class StepMetrics(eqx.Module):
     grad_norm: Float32[Array, ""]
     learning_rate: Float32[Array, ""]
     skipped: Bool[Array, ""]
+    mtp_nll: Float32[Array, "depths"] | None = None
     stats: BlockStats | None = None
 
 
@@ -172,7 +175,7 @@ class Trainer(eqx.Module):
         old = self._weights(state.model), state.optimizer
         weights, optimizer = jax.lax.cond(finite, move, lambda *same: same, *old)
         new = TrainState(
-            model=self._with_weights(state.model, weights),
+            model=_balanced(self._with_weights(state.model, weights), sums.stats, finite),
             optimizer=optimizer,
             step=state.step + 1,
             skipped=state.skipped + jnp.where(finite, 0, 1),
@@ -186,6 +189,7 @@ class Trainer(eqx.Module):
             grad_norm=norm,
             learning_rate=jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32),
             skipped=~finite,
+            mtp_nll=None if sums.ahead is None else sums.ahead.nll / jnp.maximum(sums.ahead.tokens, 1.0),
             stats=sums.stats,
         )
         return new, metrics
@@ -194,12 +198,12 @@ class Trainer(eqx.Module):
         """The gradient of the summed loss, and its metrics, added up over the microbatches."""
         count, config = self.config.accumulate, self.config
 
-        def loss(weights, batch, key):
-            whole = self._with_weights(model, weights)
-            return token_loss_sum(whole, batch, z_loss=config.z_loss, fused=config.fused_loss, key=key)
+        def loss(weights, rows, key):
+            here, fused = self._with_weights(model, weights), config.fused_loss
+            return token_loss_sum(here, rows, z_loss=config.z_loss, fused=fused, key=key, whole=batch)
 
-        def part(batch, key):
-            (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(self._weights(model), batch, key)
+        def part(rows, key):
+            (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(self._weights(model), rows, key)
             return gradient, metrics
 
         if count == 1:
@@ -209,17 +213,16 @@ class Trainer(eqx.Module):
         pieces = jax.tree.map(lambda leaf: _microbatches(jnp.asarray(leaf), count), batch)
 
         def add(total, here):
-            batch, key = here
-            batch = jax.tree.map(lambda leaf: layout.constrain(leaf, "batch length"), batch)
-            gradient, metrics = part(batch, key)
+            rows, key = here
+            rows = jax.tree.map(lambda leaf: layout.constrain(leaf, "batch length"), rows)
+            gradient, metrics = part(rows, key)
             return jax.tree.map(jnp.add, total, (jax.tree.map(_single, gradient), metrics)), None
 
         shapes = jax.eval_shape(part, *jax.tree.map(lambda leaf: leaf[0], (pieces, keys)))
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
         total, _ = jax.lax.scan(add, zeros, (pieces, keys))
         gradient, metrics = total
-        stats = jax.tree.map(lambda leaf: leaf / count, metrics.stats)
-        return gradient, dataclasses.replace(metrics, stats=stats)
+        return gradient, dataclasses.replace(metrics, stats=_mean_activations(metrics.stats, count))
 
     def _weights(self, model: Decoder) -> dict[str, Any]:
         return {name: leaf for name, leaf in named_leaves(model).items() if name in self.trainable}
@@ -244,9 +247,26 @@ def _microbatches(x: Array, count: int) -> Array:
 
 
 def _drops(model: Decoder) -> bool:
-    """Whether the model has any dropout, and so needs a key."""
+    """Whether the model has any dropout or random routing, and so needs a key."""
     config = model.config
-    return config.dropout > 0 or any(b.dropout > 0 or getattr(b.mlp, "dropout", 0.0) > 0 for b in config.blocks)
+    blocks = config.blocks if config.mtp is None else (*config.blocks, config.mtp.block)
+    rates = [config.dropout, *(rate for b in blocks for rate in (b.dropout, getattr(b.mlp, "dropout", 0.0)))]
+    return max(rates) > 0 or any(layer.draws for layer in expert_layers(config))
+
+
+def _mean_activations(stats: BlockStats | None, count: int) -> BlockStats | None:
+    """Statistics added up over microbatches: those of activations are means, those of routing sums."""
+    if stats is None:
+        return None
+    return BlockStats(activations=jax.tree.map(lambda leaf: leaf / count, stats.activations), routing=stats.routing)
+
+
+def _balanced(model: Decoder, stats: BlockStats | None, finite: Array) -> Decoder:
+    """The model with its selection biases moved by the loads of this step; by none if it was not finite."""
+    moves = any(layer.router.bias_update_rate > 0 for layer in expert_layers(model.config))
+    if not moves or stats is None or stats.routing is None:
+        return model
+    return update_router_bias(model, jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), stats.routing))
 
 
 def _replicated(model: Decoder) -> jax.sharding.Sharding:

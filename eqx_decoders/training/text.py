@@ -72,9 +72,17 @@ class TextModel:
         return self.tokenizer.encode(self.chat.render(messages), special=True)
 
     def write(
-        self, prompt: Prompt, *, max_new_tokens: int, sampler: Sampler, key: PRNGKeyArray | None = None
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int,
+        sampler: Sampler,
+        key: PRNGKeyArray | None = None,
+        guesses: int = 0,
     ) -> Iterator[str]:
         """What the model makes of a prompt, piece by piece as it comes; all pieces together are the text.
+
+        `guesses` as in `generate`.
 
         Raises ConfigError for an empty prompt, or for one that fills all learned positions; a text ends where these do.
         """
@@ -89,6 +97,7 @@ class TextModel:
             sampler=sampler,
             key=key,
             stop_ids=self.stop_ids,
+            guesses=guesses,
         )
         return self._decoded(tokens)
 

@@ -47,7 +47,9 @@ def test_there_and_back(name):
     assert set(kept) <= set(HARMLESS) | set(family.harmless)
 
 
-@pytest.mark.parametrize("name", [name for name in ed.list_models() if not name.startswith(("gpt3", "maxtext"))])
+@pytest.mark.parametrize(
+    "name", [name for name in ed.list_models() if not name.startswith(("gpt3", "maxtext", "qwen3-custom", "tiny-moe"))]
+)
 def test_every_published_model_has_a_config_json(name):
     config = ed.get_config(name)
     written = []
@@ -288,7 +290,6 @@ WRONG = [
     (dict(logits_scaling=8.0), "logits_scaling: not known here"),
     (dict(atention_bias=True), "Did you mean 'attention_bias'"),
     (dict(auto_map={"AutoModel": "modeling_x.X"}), "auto_map: not known here"),
-    (dict(quantization_config=dict(bits=4)), "quantised weights are not read"),
     (dict(architectures=["LlamaForSequenceClassification"]), "must name LlamaForCausalLM"),
     (dict(is_causal=False), "is_causal=false changes what the model computes"),
     (dict(add_cross_attention=True), "add_cross_attention=true changes"),

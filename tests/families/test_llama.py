@@ -59,6 +59,15 @@ def test_tiny_is_tiny():
     assert 4_500_000 < ed.count_parameters(ed.get_config("tiny")) < 5_500_000
 
 
+def test_a_token_uses_as_much_of_tiny_moe_as_of_tiny():
+    dense, sparse = ed.get_config("tiny"), ed.get_config("tiny-moe")
+    experts = sparse.blocks[0].mlp
+    assert experts.shared.mlp_dim + experts.num_experts_per_token * experts.mlp_dim == dense.blocks[0].mlp.mlp_dim
+    blocks = tuple(dataclasses.replace(block, mlp=dense.blocks[0].mlp) for block in sparse.blocks)
+    assert dataclasses.replace(sparse, blocks=blocks) == dense
+    assert experts.router.selection_bias and experts.router.bias_update_rate > 0
+
+
 @pytest.mark.parametrize("name", LLAMAS)
 def test_blocks_are_one_run_of_llama_blocks(name):
     config = ed.get_config(name)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import re
 import shutil
 
 import equinox as eqx
@@ -17,6 +18,7 @@ import eqx_decoders as ed
 from eqx_decoders.axes import named_leaves
 from eqx_decoders.families import FAMILIES
 from eqx_decoders.io.huggingface import read_config
+from eqx_decoders.io.verify import compare_tensors
 
 
 FIXTURES = pathlib.Path(__file__).parent.parent / "fixtures"
@@ -88,6 +90,8 @@ def test_the_old_spelling_means_the_same(loaded, tmp_path):
 
 def test_export_is_what_was_imported(loaded, tmp_path):
     directory, _, _ = loaded
+    if "quantization_config" in json.loads((directory / "config.json").read_text()):
+        pytest.skip("exports are not quantised: tests/io/test_quantized.py")
     original = tensors_of(directory)
     model = ed.load_hf(directory, dtype=None)
     ed.save_hf(model, tmp_path / "new", shard_bytes=20_000)
@@ -169,6 +173,34 @@ def test_files_of_a_base_model(name, tmp_path):
     directory = rewritten(copy_of(name, tmp_path), strip)
     here, there = named_leaves(ed.load_hf(directory)), named_leaves(ed.load_hf(FIXTURES / name))
     assert all(np.array_equal(here[path], there[path]) for path in there)
+
+
+@pytest.mark.parametrize("name", ["mixtral_window", "qwen3_moe_mixed", "deepseek2_groups", "deepseek3_groups"])
+def test_experts_in_one_tensor(name, tmp_path):
+    """As transformers holds them, and writes them where it is told not to take them apart."""
+    parts = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+
+    def fuse(tensors):
+        found, experts = {}, {}
+        for key, x in tensors.items():
+            if match := re.fullmatch(r"(.*)\.(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(\w+)\.weight", key):
+                experts.setdefault((match[1], parts[match[3]]), {})[int(match[2])] = x
+            else:
+                found[key.replace("block_sparse_moe", "mlp")] = x
+        whole = {key: np.stack([x for _, x in sorted(each.items())]) for key, each in experts.items()}
+        for layer in {layer for layer, _ in whole}:
+            both = np.concatenate([whole[layer, "gate"], whole[layer, "up"]], axis=1)
+            found |= {f"{layer}.mlp.experts.gate_up_proj": both}
+            found |= {f"{layer}.mlp.experts.down_proj": whole[layer, "down"]}
+        return found
+
+    directory = rewritten(copy_of(name, tmp_path), fuse)
+    assert not any(".experts.0." in key for key in tensors_of(directory))
+    here, there = ed.load_hf(directory), named_leaves(ed.load_hf(FIXTURES / name))
+    assert all(np.array_equal(leaf, there[path]) for path, leaf in named_leaves(here).items())
+    ed.save_hf(here, tmp_path / "new")
+    assert same_tensors(tensors_of(tmp_path / "new"), tensors_of(FIXTURES / name))
+    assert compare_tensors(directory) == (len(tensors_of(directory)), [])
 
 
 @pytest.fixture

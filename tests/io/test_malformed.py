@@ -214,7 +214,7 @@ case(
     "per_layer_config",
     "not known",
 )
-case("quantised", "llama_bf16", config(quantization_config={"quant_method": "gptq"}), "quantization_config")
+case("quantised", "llama_bf16", config(quantization_config={"quant_method": "gptq"}), "quantization_config", "gptq")
 case("remote code", "llama_bf16", remote_code, "auto_map", "not known")
 case(
     "remote kernel",

@@ -77,19 +77,19 @@ def both(qkv, places, **options):
 
 @pytest.mark.parametrize(("mask", "soft_cap"), list(zip(MASKS, CAPS, strict=True)), ids=str)
 def test_packed_chunked_is_dot(mask, soft_cap):
-    """Three blocks with a remainder, in the form for short sequences."""
+    """Three blocks with a remainder, in the form for short sequences; narrow values."""
     positions, segments = packed(301)
     places = {"query_positions": positions, "key_positions": positions}
     places |= {"query_segments": segments, "key_segments": segments}
-    same(*both(make(301), places, mask=mask, soft_cap=soft_cap, aligned=True))
+    same(*both(make(301, value_dim=5), places, mask=mask, soft_cap=soft_cap, aligned=True))
 
 
 def test_loops_over_blocks_are_dot():
-    """Two and three blocks of queries and keys, with a remainder, in the form for long sequences."""
+    """Two and three blocks of queries and keys, with a remainder, in the form for long sequences; wide values."""
     positions, segments = packed(561)
     places = {"query_positions": positions, "key_positions": positions}
     places |= {"query_segments": segments, "key_segments": segments}
-    qkv = make(561, heads=2, kv_heads=1)
+    qkv = make(561, heads=2, kv_heads=1, value_dim=11)
     for mask in (Causal(), SlidingWindow(150), Chunked(100)):
         same(*both(qkv, places, mask=mask, soft_cap=None, aligned=True))
 
@@ -196,7 +196,7 @@ def whole_and_merged(qkv, sink, weight):
 
 
 def test_merged_parts_are_the_whole():
-    qkv, sink = make(6, 15), jnp.asarray([0.3, -1.0, 2.0, 0.0])
+    qkv, sink = make(6, 15, value_dim=5), jnp.asarray([0.3, -1.0, 2.0, 0.0])
     weight = weights_for(qkv)[0]
     _, whole, merged = whole_and_merged(qkv, sink, weight)
     same(merged, whole)

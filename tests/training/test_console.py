@@ -18,6 +18,7 @@ from eqx_decoders.training.console import (
     Trackers,
     duration,
     peak_flops,
+    plot_loads,
     plot_losses,
     read_metrics,
 )
@@ -190,6 +191,25 @@ def test_plain_lines_come_at_times_and_in_columns(monkeypatch):
     assert len(set(ends)) == 1, "columns are aligned"
 
 
+def test_lines_and_bar_show_the_worst_load_where_there_are_experts(monkeypatch):
+    clock, stream = Clock(monkeypatch), io.StringIO()
+    with Progress(100, stream=stream) as progress:
+        clock.now += 2
+        progress.update(1, {**row(1), "load": [1.2, np.float32(3.456), 1.0]})
+        clock.now += 20
+        progress.update(2, row(2))
+    head, first, second = (line.split() for line in stream.getvalue().splitlines())
+    assert head == ["step", "loss", "tokens/s", "MFU", "load", "left"]
+    assert first == ["1/100", "2.5000", "2,048", "-", "3.46", "3m18s"] and second[4] == "-"
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm")
+    pytest.importorskip("rich")
+    terminal = Terminal()
+    with Progress(20, stream=terminal) as progress:
+        progress.update(7, {**row(7), "load": np.array([1.5, 1.25])})
+    assert "2,048 tokens/s  load 1.50" in terminal.getvalue()
+
+
 def test_the_bar_shows_step_loss_speed_and_messages(monkeypatch):
     pytest.importorskip("rich")
     monkeypatch.setenv("COLUMNS", "120")
@@ -246,3 +266,18 @@ def test_a_picture_is_drawn(tmp_path, steps):
     (tmp_path / "empty.jsonl").write_text('{"step": 0}\n')
     with pytest.raises(DataError, match="nothing to draw"):
         plot_losses(tmp_path / "empty.jsonl", tmp_path / "no.png")
+
+
+def test_a_heat_map_of_loads_is_drawn(tmp_path):
+    """A field for each layer and expert: red where there is much, blue where there is little, grey beyond the last."""
+    image = pytest.importorskip("matplotlib.image")
+    loads = {"0": np.array([1.0, 1.0, 2.0, 0.0]), "3": np.array([0.0, 2.0])}
+    plot_loads(loads, tmp_path / "load.png")
+    pixels = image.imread(tmp_path / "load.png")[..., :3]
+    red = (pixels[..., 0] > 0.3) & (pixels[..., 1:].max(-1) < 0.2)  # of a load of two
+    columns = np.flatnonzero(red[: len(red) // 2].sum(0) > 20), np.flatnonzero(red[len(red) // 2 :].sum(0) > 20)
+    width = pixels.shape[1]
+    assert columns[0].size and columns[1].size
+    assert np.median(columns[0][columns[0] < 0.85 * width]) > np.median(columns[1][columns[1] < 0.85 * width])
+    with pytest.raises(DataError, match="no load to draw"):
+        plot_loads({}, tmp_path / "no.png")

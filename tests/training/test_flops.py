@@ -6,8 +6,12 @@ import jax.numpy as jnp
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.layers.attention import AttentionConfig
 from eqx_decoders.layers.embedding import LearnedPositions
+from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.mask import Chunked, SlidingWindow
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.training.flops import device_flops, flops_per_token, matmul_parameters, measured_flops
 from tests.strategies import EMBED, HEAD_DIM, VOCAB, rich_decoder
 
@@ -56,3 +60,24 @@ def test_a_cpu_is_measured_and_shared_by_its_forced_devices(monkeypatch):
     monkeypatch.setattr("eqx_decoders.training.flops.measured_flops", lambda dtype: 7.0)
     for layout in (ed.Layout(), ed.Layout.create(data=8)):
         assert device_flops(layout, jnp.float32) == 7.0
+
+
+def test_of_experts_those_count_that_a_token_uses():
+    experts = ExpertsConfig(num_experts=8, num_experts_per_token=3, mlp_dim=10, shared=MLPConfig(mlp_dim=20), bias=True)
+    block = dataclasses.replace(TINY.blocks[0], mixer=None, pre_mixer_norm=None, mlp=experts)
+    config = dataclasses.replace(TINY, blocks=(block,))
+    assert matmul_parameters(config) == 256 * 8 + 3 * 256 * (3 * 10 + 20) + 256 * 4096
+    mixer = AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8, out_dim=32)
+    narrow = dataclasses.replace(experts, shared=None, bias=False)
+    chained = dataclasses.replace(block, mixer=mixer, mlp=narrow, wiring="chained", pre_mixer_norm=RMSNormConfig())
+    count = 256 * 8 * 6 + 16 * 32 + 32 * 8 + 3 * 32 * 3 * 10 + 32 * 256
+    assert matmul_parameters(dataclasses.replace(TINY, blocks=(chained,))) == count + 256 * 4096
+
+
+def test_depths_count_in_training_with_a_head_each():
+    config = ed.with_mtp(TINY, 2)
+    layer = 256 * 64 * (4 + 2 + 2) + 4 * 64 * 256 + 3 * 256 * 704
+    more = 2 * (layer + 2 * 256 * 256 + 256 * 4096)
+    assert matmul_parameters(config) == matmul_parameters(TINY) + more
+    assert flops_per_token(config, 100) == flops_per_token(TINY, 100) + 6 * more + 12 * 2 * 4 * 64 * 100
+    assert flops_per_token(config, 100, backward=False) == flops_per_token(TINY, 100, backward=False)

@@ -11,7 +11,7 @@ import pytest
 from eqx_decoders.layers.attention import AttentionConfig
 from eqx_decoders.training.data import Batch
 from eqx_decoders.training.evaluate import HeldOut, evaluate
-from eqx_decoders.training.loss import evaluation_loss, next_token_loss, next_tokens
+from eqx_decoders.training.loss import evaluation_sums, next_token_loss, next_tokens
 from tests.strategies import filled, packed, rich_decoder, some_tokens
 
 
@@ -154,7 +154,8 @@ def test_evaluate_adds_up_batches_of_any_fill():
     model, batch = filled(one_block()), batch_of(positions=None)
     few = batch_of(segment_ids=jnp.where(jnp.arange(ROWS)[:, None] == 1, batch.segment_ids, 0))
     host = [jax.tree.map(np.asarray, each) for each in (batch, few)]
-    sums = sum(np.asarray(eqx.filter_jit(evaluation_loss)(model, each), np.float64) for each in (batch, few))
+    parts = [eqx.filter_jit(evaluation_sums)(model, each) for each in (batch, few)]
+    sums = sum(np.asarray([part.nll, part.tokens], np.float64) for part in parts)
     result = evaluate(model, host, ROWS)
     assert result.tokens == int(sums[1]) == sum(int(next_tokens(each)[1].sum()) for each in (batch, few))
     assert result.nats == pytest.approx(sums[0], rel=1e-6)

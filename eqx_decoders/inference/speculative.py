@@ -1,0 +1,250 @@
+"""Greedy decoding that guesses some tokens ahead with multi-token prediction and has the model check them at once.
+
+A guess is kept only where the model would have said the same (Leviathan et al. 2023), so that the tokens are those of
+plain greedy decoding, in fewer steps.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from eqx_decoders.context import Context
+from eqx_decoders.decoder import Cache, Decoder, block_cache, init_cache
+from eqx_decoders.errors import check, check_integer
+from eqx_decoders.inference.sampling import Greedy, Sampler, stops
+from eqx_decoders.layers.cache import KVCache, Past
+
+
+class Speculation(NamedTuple):
+    """What greedy decoding with guesses returns.
+
+    **Arguments:**
+
+    - `tokens`: of each row, as `generate` gives them.
+    - `steps`: how often each row asked the model after its prompt; plain decoding asks once per token.
+    - `proposed`, `accepted`: guesses of each row, and how many of them were right.
+    """
+
+    tokens: Int[Array, "batch new"]
+    steps: Int[Array, "batch"]
+    proposed: Int[Array, "batch"]
+    accepted: Int[Array, "batch"]
+
+
+class _Depths(eqx.Module):
+    """What the depths remember: their caches, and what depth k last made of token p - k, p being the next position.
+
+    Depth k can store token t once token t + k is known, so it is k - 1 tokens behind the first depth, whose entries
+    are as many as the model's.
+    """
+
+    caches: tuple[KVCache | None, ...]
+    last: tuple[Float[Array, "batch 1 embed"], ...]
+
+
+class _State(eqx.Module):
+    """Where generation stands: the token that comes next and guesses of those after it, and what is remembered."""
+
+    token: Int[Array, "batch"]
+    guesses: Int[Array, "batch guesses"]
+    cache: Cache
+    depths: _Depths
+    tokens: Int[Array, "batch new"]
+    count: Int[Array, "batch"]
+    done: Bool[Array, "batch"]
+    steps: Int[Array, "batch"]
+    accepted: Int[Array, "batch"]
+
+
+def check_guesses(model: Decoder, guesses: int, sampler: Sampler) -> None:
+    """Raise ConfigError where the model can't guess so many tokens, or the choice isn't greedy."""
+    check_integer("generate: guesses", guesses, minimum=0)
+    depths = 0 if model.config.mtp is None else model.config.mtp.num_depths
+    check(
+        guesses <= depths,
+        f"generate: guesses={guesses} must be at most {depths}, the depths of the model's multi-token prediction.",
+    )
+    greedy = guesses == 0 or isinstance(sampler, Greedy)
+    check(greedy, f"generate: guesses={guesses} need sampler=Greedy(), not {sampler}.")
+
+
+def stream_guessing(
+    model: Decoder,
+    prompt: Int[Array, "batch length"],
+    lengths: Int[Array, "batch"],
+    max_new_tokens: int,
+    guesses: int,
+    stop_ids: tuple[int, ...],
+    pad_id: int,
+) -> Iterator[np.ndarray]:
+    """The tokens of `speculate` one by one, each with one id per row, as soon as all rows have it."""
+    state, given = _first(model, prompt, lengths, max_new_tokens, guesses, stop_ids, pad_id), 0
+    while True:
+        tokens, count, done = jax.device_get((state.tokens, state.count, state.done))
+        ready = int(np.max(count) if np.all(done) else np.min(count[~done]))
+        yield from tokens.T[given:ready]
+        if np.all(done):
+            return
+        state, given = _next(model, state, stop_ids), max(given, ready)
+
+
+@eqx.filter_jit
+def speculate(
+    model: Decoder,
+    prompt: Int[Array, "batch length"],
+    lengths: Int[Array, "batch"],
+    max_new_tokens: int,
+    guesses: int,
+    stop_ids: tuple[int, ...],
+    pad_id: int,
+) -> Speculation:
+    """Continue every prompt greedily, `guesses` tokens ahead: one program, as in `generate`."""
+    state = _begin(model, prompt, lengths, max_new_tokens, guesses, stop_ids, pad_id)
+    state = jax.lax.while_loop(lambda state: ~jnp.all(state.done), lambda state: _step(model, state, stop_ids), state)
+    return Speculation(state.tokens, state.steps, state.steps * guesses, state.accepted)
+
+
+def _begin(model, prompt, lengths, max_new_tokens, guesses, stop_ids, pad_id) -> _State:
+    """Prefill of the model and of the depths."""
+    config, layout, dtype = model.config, model.execution.layout, model.execution.precision.compute
+    batch, width = prompt.shape
+    room = width + max_new_tokens
+    cache = init_cache(config, batch, room, dtype=dtype, layout=layout)
+    index = jnp.arange(width, dtype=jnp.int32)[None]
+    positions = jnp.where(index < lengths[:, None], index, -1)
+    hidden, cache, _ = model.run(prompt, positions=positions, cache=cache, fresh=True)
+    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
+    token = jnp.argmax(model.logits(last)[:, 0], axis=-1).astype(jnp.int32)
+    following = jnp.concatenate([prompt[:, 1:], jnp.zeros((batch, 1), prompt.dtype)], axis=1).astype(jnp.int32)
+    following = jnp.where(index == lengths[:, None] - 1, token[:, None], following)
+    nothing = jnp.zeros((batch, 1, config.embed_dim), hidden.dtype)
+    depths = _Depths(
+        caches=tuple(block_cache(config.mtp.block, 1, batch, room, dtype) for _ in range(guesses)),
+        last=(nothing,) * (guesses - 1),
+    )
+    depths, ahead = _guess(model, depths, hidden, following, jnp.zeros_like(lengths), lengths, fresh=True)
+    zeros = jnp.zeros((batch,), jnp.int32)
+    return _State(
+        token=token,
+        guesses=ahead,
+        cache=cache,
+        depths=depths,
+        tokens=jnp.full((batch, max_new_tokens), pad_id, jnp.int32).at[:, 0].set(token),
+        count=jnp.ones_like(zeros),
+        done=stops(token, stop_ids) | (max_new_tokens == 1),
+        steps=zeros,
+        accepted=zeros,
+    )
+
+
+def _step(model, state: _State, stop_ids) -> _State:
+    """Check the guesses, keep the right ones and the model's own next token, and guess again."""
+    batch, guesses = state.guesses.shape
+    begin = state.cache.length
+    index = jnp.arange(guesses + 1, dtype=jnp.int32)[None]
+    fed = jnp.concatenate([state.token[:, None], state.guesses], axis=1)
+    positions = jnp.where(state.done[:, None], -1, begin[:, None] + index)
+    hidden, proposal, _ = model.propose(fed, positions, cache=state.cache)
+    said = jnp.argmax(model.logits(hidden), axis=-1).astype(jnp.int32)
+    right = jnp.cumprod((said[:, :-1] == state.guesses).astype(jnp.int32), axis=1)
+    kept = jnp.where(state.done, 0, 1 + jnp.sum(right, axis=1))  # tokens that are now known to be in the text
+    cache = state.cache.commit(proposal.entries, jnp.where(index < kept[:, None], positions, -1))
+    depths, ahead = _guess(model, state.depths, hidden, said, begin, kept)
+    new, ends = _until_stop(said, kept, stop_ids)
+    room = state.tokens.shape[1]
+    where = jnp.where(index < new[:, None], state.count[:, None] + index, room)
+    tokens = state.tokens.at[jnp.arange(batch)[:, None], where].set(said, mode="drop")
+    count = jnp.minimum(state.count + new, room)
+    return _State(
+        token=jnp.take_along_axis(said, jnp.maximum(kept - 1, 0)[:, None], axis=1)[:, 0],
+        guesses=ahead,
+        cache=cache,
+        depths=depths,
+        tokens=tokens,
+        count=count,
+        done=state.done | ends | (count >= room),
+        steps=state.steps + (~state.done).astype(jnp.int32),
+        accepted=state.accepted + jnp.maximum(kept - 1, 0),
+    )
+
+
+_first = eqx.filter_jit(_begin)
+
+
+@eqx.filter_jit(donate="all-except-first")
+def _next(model, state, stop_ids) -> _State:
+    return _step(model, state, stop_ids)
+
+
+def _guess(
+    model: Decoder,
+    depths: _Depths,
+    hidden: Float[Array, "batch length embed"],
+    following: Int[Array, "batch length"],
+    begin: Int[Array, "batch"],
+    known: Int[Array, "batch"],
+    *,
+    fresh: bool = False,
+) -> tuple[_Depths, Int[Array, "batch guesses"]]:
+    """Run all depths over new tokens and guess those after the last of them.
+
+    **Arguments:**
+
+    - `hidden`, `following`: of each new token the model's stream, and the token after it.
+    - `begin`: the position of the first new token.
+    - `known`: how many of the new tokens count.
+    """
+    assert model.mtp is not None
+    length, each = hidden.shape[1], model.mtp.unstacked()
+    stream, guesses, caches, last = model.stream(hidden), [], [], []
+    for index, cache in enumerate(depths.caches):
+        # from `index` tokens further back, where the last call could not yet go: stream and tokens are one longer
+        if index > 0:
+            stream = jnp.concatenate([depths.last[index - 1], stream], axis=1)
+            following = _with_guess(following, known + index - 1, guesses[-1])
+        offset = jnp.arange(length + index, dtype=jnp.int32)[None]
+        positions = begin[:, None] - index + offset
+        real = (positions >= 0) & (offset < known[:, None] + index) & (known[:, None] > 0)
+        positions = jnp.where(real, positions, -1)
+        ctx = Context(positions=positions, execution=model.execution, fresh=fresh)
+        later = Context(positions=jnp.where(real, positions + index + 1, -1), execution=model.execution)
+        past = None if cache is None or fresh else _past(cache)
+        stream, entries, _ = each[index](stream, model.embed(following, later), ctx, past)
+        # only where the token that it read is no guess
+        stored = jnp.where(offset < known[:, None], positions, -1)
+        caches.append(cache if cache is None else cache.commit(jax.tree.map(lambda x: x[None], entries), stored))
+        end = jnp.maximum(known - 1, 0)[:, None, None]
+        tip = jnp.take_along_axis(stream, end + index, axis=1)
+        guesses.append(jnp.argmax(model.logits(tip, depth=index + 1)[:, 0], axis=-1).astype(jnp.int32))
+        last.append(jnp.take_along_axis(stream, end, axis=1))
+    return _Depths(tuple(caches), tuple(last[: len(depths.last)])), jnp.stack(guesses, axis=1)
+
+
+def _with_guess(
+    following: Int[Array, "batch length"], where: Int[Array, "batch"], guess: Int[Array, "batch"]
+) -> Int[Array, "batch longer"]:
+    """One longer, with the guess at its place."""
+    longer = jnp.pad(following, ((0, 0), (0, 1)))
+    index = jnp.arange(longer.shape[1], dtype=jnp.int32)[None]
+    return jnp.where(index == where[:, None], guess[:, None], longer)
+
+
+def _past(cache: KVCache) -> Past:
+    """A cache of one layer, as that layer reads it."""
+    value = None if cache.value is None else cache.value[0]
+    return Past(key=cache.key[0], value=value, positions=cache.positions)
+
+
+def _until_stop(
+    said: Int[Array, "batch length"], kept: Int[Array, "batch"], stop_ids: tuple[int, ...]
+) -> tuple[Int[Array, "batch"], Bool[Array, "batch"]]:
+    """How many of the kept tokens are part of the text, the stop among them, and whether there is one."""
+    index = jnp.arange(said.shape[1], dtype=jnp.int32)[None]
+    stop = stops(said, stop_ids) & (index < kept[:, None])
+    ends = jnp.any(stop, axis=1)
+    return jnp.where(ends, jnp.argmax(stop, axis=1).astype(jnp.int32) + 1, kept), ends

@@ -1,0 +1,281 @@
+"""Experts: many gated MLPs, of which each token uses a few (Shazeer et al. 2017).
+
+Three forms compute the same: all experts on all tokens, the oracle; rows sorted by expert, of which none is lost; and
+as many places as a capacity allows, where tokens that find none are dropped.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
+
+from eqx_decoders.context import Context
+from eqx_decoders.errors import check, check_integer, check_number, check_word
+from eqx_decoders.layers.exchange import by_expert, collected, over_mesh, scaled, spread
+from eqx_decoders.layers.grouped import block_rows, grouped_products
+from eqx_decoders.layers.mlp import ACTIVATIONS, MLP, MLPConfig
+from eqx_decoders.layers.router import Router, RouterConfig, RoutingStats
+from eqx_decoders.numerics import fan_in
+from eqx_decoders.remat import save
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """`sum over the chosen experts e of weight_e * down_e(act(gate_e x) * (up_e x + up_offset))`, plus shared experts.
+
+    GPT-OSS: `activation="quick_gelu"`, `up_offset=1.0`, `limit=7.0`, `bias`.
+
+    **Arguments:**
+
+    - `num_experts`: how many there are.
+    - `num_experts_per_token`: how many each token uses.
+    - `mlp_dim`: hidden features of one expert.
+    - `router`: how they are chosen.
+    - `activation`: one of `ACTIVATIONS`.
+    - `up_offset`: added to the up projection.
+    - `limit`: gate projections are cut off above it, up projections beyond it on both sides; None for no limit.
+    - `bias`: whether all projections have a bias.
+    - `shared`: an MLP that every token uses; None for none.
+    - `shared_gate`: the shared MLP is multiplied by `sigmoid(gate x)`, one number a token (Qwen3-Next).
+    - `capacity_factor`: of a sequence of S tokens an expert takes `int(max(ceil(S k / E) * factor, factor))`, the
+        earliest ones; the others are dropped. None for no limit.
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    mlp_dim: int
+    router: RouterConfig = RouterConfig()
+    activation: str = "silu"
+    up_offset: float = 0.0
+    limit: float | None = None
+    bias: bool = False
+    shared: MLPConfig | None = None
+    shared_gate: bool = False
+    capacity_factor: float | None = None
+
+    def __post_init__(self):
+        for field in ("num_experts", "num_experts_per_token", "mlp_dim"):
+            check_integer(f"ExpertsConfig.{field}", getattr(self, field))
+        check(
+            self.num_experts_per_token <= self.num_experts,
+            f"ExpertsConfig.num_experts_per_token={self.num_experts_per_token} must be at most "
+            f"num_experts={self.num_experts}.",
+        )
+        self.router.check_experts(self.num_experts, self.num_experts_per_token)
+        check_word("ExpertsConfig.activation", self.activation, ACTIVATIONS)
+        check_number("ExpertsConfig.up_offset", self.up_offset)
+        for field in ("limit", "capacity_factor"):
+            if getattr(self, field) is not None:
+                check_number(f"ExpertsConfig.{field}", getattr(self, field), above=0)
+        check(
+            self.shared is not None or not self.shared_gate,
+            "ExpertsConfig.shared_gate=True needs an MLPConfig as shared: there is nothing to gate.",
+        )
+
+    @property
+    def draws(self) -> bool:
+        """Whether a key changes anything."""
+        return self.router.random or (self.shared is not None and self.shared.dropout > 0)
+
+    def capacity(self, length: int) -> int:
+        """How many tokens of a sequence an expert takes."""
+        assert self.capacity_factor is not None
+        mean = -(-length * self.num_experts_per_token // self.num_experts)
+        return int(max(mean * self.capacity_factor, self.capacity_factor))
+
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Experts":
+        keys = jax.random.split(key, 6)
+        experts, mlp = self.num_experts, self.mlp_dim
+
+        def zeros(size):
+            return jnp.zeros((experts, size)) if self.bias else None
+
+        # variances by what one expert contracts; MaxText also counts the experts, and starts with far smaller ones
+        return Experts(
+            router=self.router.build(embed_dim, experts, self.num_experts_per_token, key=keys[0]),
+            gate=fan_in(keys[1], (experts, embed_dim, mlp), jnp.float32, embed_dim),
+            up=fan_in(keys[2], (experts, embed_dim, mlp), jnp.float32, embed_dim),
+            down=fan_in(keys[3], (experts, mlp, embed_dim), jnp.float32, mlp),
+            gate_bias=zeros(mlp),
+            up_bias=zeros(mlp),
+            down_bias=zeros(embed_dim),
+            shared=None if self.shared is None else self.shared.build(embed_dim, key=keys[4]),
+            shared_gate=fan_in(keys[5], (embed_dim,), jnp.float32, embed_dim) if self.shared_gate else None,
+            config=self,
+        )
+
+
+class Experts(eqx.Module):
+    """`sum over the chosen experts e of weight_e * down_e(act(gate_e x) * (up_e x + up_offset))`, plus shared experts.
+
+    `Execution.experts` says how it is computed.
+    """
+
+    router: Router
+    gate: Float[Array, "experts embed mlp"]
+    up: Float[Array, "experts embed mlp"]
+    down: Float[Array, "experts mlp embed"]
+    gate_bias: Float[Array, "experts mlp"] | None
+    up_bias: Float[Array, "experts mlp"] | None
+    down_bias: Float[Array, "experts embed"] | None
+    shared: MLP | None
+    shared_gate: Float[Array, "embed"] | None
+    config: ExpertsConfig = eqx.field(static=True)
+
+    def __call__(
+        self, x: Float[Array, "batch length embed"], ctx: Context, *, key: PRNGKeyArray | None = None
+    ) -> tuple[Float[Array, "batch length embed"], RoutingStats]:
+        """The layer's output and how its tokens were routed. The key is for random routing and dropout."""
+        router_key, shared_key = (None, None) if key is None else jax.random.split(key)
+        indices, weights, stats = self.router(x, ctx, key=router_key)
+        out, dropped = self._form(ctx)(x, indices, weights, ctx)
+        if self.shared is not None:
+            out = out + self._shared(self.shared, x, ctx, shared_key)
+        return ctx.constrain(out, "batch length embed"), dataclasses.replace(stats, dropped=dropped)
+
+    def _form(self, ctx: Context) -> Callable[..., tuple[Array, Array]]:
+        """How the experts are run: a function to the layer's output and how many choices it dropped."""
+        chosen, limited = ctx.execution.experts, self.config.capacity_factor is not None
+        if chosen == "auto":
+            chosen = "capacity" if limited else "dropless"
+        check(limited or chosen != "capacity", "Execution.experts='capacity' needs ExpertsConfig.capacity_factor.")
+        return {"dense": self._dense, "dropless": self._dropless, "capacity": self._capacity}[chosen]
+
+    def _shared(self, mlp: MLP, x: Array, ctx: Context, key: PRNGKeyArray | None) -> Array:
+        out = mlp(x, ctx, key=key)
+        if self.shared_gate is None:
+            return out
+        gate = ctx.einsum("batch length embed, embed -> batch length", x, self.shared_gate)
+        return out * jax.nn.sigmoid(gate)[..., None]
+
+    def _hidden(self, gate: Array, up: Array) -> Array:
+        """What the down projection reads."""
+        config = self.config
+        gate = save(save(gate, "mlpwi_0"), "moe_mlpwi_0")
+        up = save(save(up, "mlpwi_1"), "moe_mlpwi_1")
+        if config.limit is not None:
+            gate, up = jnp.minimum(gate, config.limit), jnp.clip(up, -config.limit, config.limit)
+        return ACTIVATIONS[config.activation](gate) * (up + config.up_offset if config.up_offset else up)
+
+    # --- all experts on all tokens ---
+
+    def _dense(self, x: Array, indices: Array, weights: Array, ctx: Context) -> tuple[Array, Array]:
+        """Every token through every expert; those it did not choose have weight 0."""
+        experts = self.config.num_experts
+        chosen = indices[..., None] == jnp.arange(experts, dtype=indices.dtype).reshape(1, 1, 1, -1)
+        matrix = jnp.sum(jnp.where(chosen, weights[..., None], 0.0), axis=2).transpose(2, 0, 1)[..., None]
+        inputs = ctx.constrain(jnp.broadcast_to(x[None], (experts, *x.shape)), "experts batch length embed")
+        if self.config.router.input_scaling:
+            inputs = inputs * matrix.astype(x.dtype)
+            matrix = jnp.any(chosen, axis=2).transpose(2, 0, 1)[..., None].astype(weights.dtype)
+        out = ctx.constrain(self._batched(inputs, ctx), "experts batch length embed").astype(weights.dtype) * matrix
+        return jnp.sum(out, axis=0).astype(x.dtype), jnp.zeros((), jnp.float32)
+
+    def _batched(
+        self, x: Float[Array, "experts batch places embed"], ctx: Context
+    ) -> Float[Array, "experts batch places embed"]:
+        """Each expert on tokens of its own."""
+        into = "experts batch places embed, experts embed mlp -> experts batch places mlp"
+        out_of = "experts batch places mlp, experts mlp embed -> experts batch places embed"
+
+        def plus(y, bias):
+            return y if bias is None else y + bias.astype(y.dtype)[:, None, None]
+
+        gate, up = (
+            plus(ctx.einsum(into, x, self.gate), self.gate_bias),
+            plus(ctx.einsum(into, x, self.up), self.up_bias),
+        )
+        out = plus(ctx.einsum(out_of, self._hidden(gate, up), self.down), self.down_bias)
+        return save(save(out, "mlpwo"), "moe_mlpwo")
+
+    # --- sorted rows ---
+
+    def _dropless(self, x: Array, indices: Array, weights: Array, ctx: Context) -> tuple[Array, Array]:
+        """Rows sorted by expert, a product per expert, and back to their tokens: each device for itself."""
+        none = jnp.zeros((), jnp.float32)
+        if ctx.execution.layout.single:
+            rows, chosen, factors = (each.reshape(-1, each.shape[-1]) for each in (x, indices, weights))
+            return self._own(rows, chosen, factors, ctx).reshape(x.shape), none
+        rest = (None, None, None)
+        alone = eqx.tree_at(lambda m: (m.router, m.shared, m.shared_gate), self, rest, is_leaf=lambda m: m is None)
+        own, scale_inputs = partial(Experts._own, ctx=ctx), self.config.router.input_scaling
+        return over_mesh(own, alone, x, indices, weights, ctx.execution, scale_inputs=scale_inputs), none
+
+    def _own(
+        self,
+        x: Float[Array, "tokens embed"],
+        chosen: Int32[Array, "tokens slots"],
+        weights: Float[Array, "tokens slots"] | None,
+        ctx: Context,
+    ) -> Float[Array, "tokens embed"]:
+        """The weighted sum over chosen experts that are here; without weights each token has one expert."""
+        experts = len(jax.tree.leaves(self.gate)[0])
+        block = None if ctx.execution.layout.platform == "tpu" else block_rows(chosen.size, self.config.num_experts)
+        places, takers = by_expert(chosen, experts, 0 if block is None else block)
+        rows = spread(x, places, takers)
+        if self.config.router.input_scaling and weights is not None:
+            rows, weights = scaled(rows, weights, places, takers)
+        # one beyond the last expert where nobody is
+        owners = chosen.reshape(-1).at[takers].get(mode="fill", fill_value=experts)
+        mine = owners[:, None] == jnp.arange(experts, dtype=owners.dtype)[None]
+        out = self._grouped(save(rows, "moe_x_sorted"), mine, block, ctx)
+        if weights is None:
+            return spread(out, takers[:, None], places[:, 0])
+        return collected(out, weights, places, takers).astype(x.dtype)
+
+    def _grouped(
+        self, rows: Float[Array, "rows embed"], mine: Bool[Array, "rows experts"], block: int | None, ctx: Context
+    ) -> Float[Array, "rows embed"]:
+        """Each row through the expert whose it is; they stand in the order of the experts."""
+        product = partial(grouped_products, counts=jnp.sum(mine, axis=0, dtype=jnp.int32), block=block)
+
+        def plus(y, bias):
+            # as a product: its gradient adds rows up without a scatter
+            pattern = "rows experts, experts features -> rows features"
+            return y if bias is None else y + ctx.einsum(pattern, mine.astype(y.dtype), bias)
+
+        gate, up = product(rows, (self.gate, self.up))
+        hidden = self._hidden(plus(gate, self.gate_bias), plus(up, self.up_bias))
+        out = plus(product(hidden, (self.down,))[0], self.down_bias)
+        return save(save(out, "mlpwo"), "moe_mlpwo")
+
+    # --- places for a few ---
+
+    def _capacity(self, x: Array, indices: Array, weights: Array, ctx: Context) -> tuple[Array, Array]:
+        """Each expert has so many places in a sequence, given away in the order of tokens, and of slots within one."""
+        experts, room = self.config.num_experts, self.config.capacity(x.shape[1])
+        routed = jnp.sum(indices < experts, dtype=jnp.float32)
+        if room == 0:
+            return jnp.zeros_like(x), routed
+        places, takers = jax.vmap(partial(_seated, experts=experts, room=room))(indices)
+        places, takers = (save(index, "moe_routing_maps") for index in (places, takers))
+        rows = jax.vmap(spread)(x, places, takers)
+        if self.config.router.input_scaling:
+            rows, weights = jax.vmap(scaled)(rows, weights, places, takers)
+        # found and collected where the tokens are; between the two, all-to-all
+        rows = ctx.constrain(save(rows, "moe_x_sorted"), "batch slots embed")
+        rows = rows.reshape(len(x), experts, room, -1).transpose(1, 0, 2, 3)
+        out = self._batched(ctx.constrain(rows, "experts batch slots embed"), ctx)
+        out = ctx.constrain(out, "experts batch slots embed").transpose(1, 0, 2, 3).reshape(len(x), experts * room, -1)
+        out = jax.vmap(collected)(ctx.constrain(out, "batch slots embed"), weights, places, takers).astype(x.dtype)
+        return out, routed - jnp.sum(places < experts * room, dtype=jnp.float32)
+
+
+def _seated(
+    indices: Int32[Array, "length slots"], *, experts: int, room: int
+) -> tuple[Int32[Array, "length slots"], Int32[Array, "places"]]:
+    """The place of each choice among `experts * room`, first come, first served, and the choice at each place.
+
+    Where there is none: one beyond the last place, one beyond the last choice.
+    """
+    chosen = indices.reshape(-1)
+    mine = (chosen[:, None] == jnp.arange(experts, dtype=chosen.dtype)[None]).astype(jnp.int32)
+    before = jnp.sum(mine * jnp.cumsum(mine, axis=0), axis=1) - 1
+    places = jnp.where((chosen < experts) & (before < room), chosen * room + before, experts * room)
+    nobody = jnp.full((experts * room,), chosen.size, jnp.int32)
+    takers = nobody.at[places].set(jnp.arange(chosen.size, dtype=jnp.int32), mode="drop")
+    return places.reshape(indices.shape), takers

@@ -1,0 +1,161 @@
+"""Products of sorted rows with a weight per group: the rows of one expert stand together, in the order of the experts.
+
+On TPU this is `jax.lax.ragged_dot`. Elsewhere XLA multiplies every row by every weight and drops most of it, so there
+a loop runs over blocks of rows of one group: its work grows with the rows, not with the number of groups.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Int32
+
+from eqx_decoders.numerics import LowRank, at_use, matmul, row_major_transpose
+
+
+def grouped_products(
+    x: Float[Array, "rows inner"],
+    weights: tuple[Array | LowRank, ...],
+    counts: Int[Array, "groups"],
+    *,
+    block: int | None,
+) -> tuple[Float[Array, "rows outer"], ...]:
+    """`x[r] @ weight[g]` for every row r of every group g, with each of some weights `groups inner outer`.
+
+    Rows are sorted by group; `counts` says how many each has. Rows beyond their sum may hold anything, and results and
+    gradients do so there. Weights are cast to the dtype of `x` at their use; sums are accumulated in f32 (at least).
+
+    `block` is how many rows are multiplied at a time, and the last `block` rows must belong to no group. None is
+    `jax.lax.ragged_dot`, which is what a TPU wants and needs no such rows.
+    """
+    plain = tuple(lax.stop_gradient(w.base) if isinstance(w, LowRank) else w for w in weights)
+    outs: Any = _ragged(x, plain, counts) if block is None else _blocked(block, x, plain, counts)
+    return tuple(
+        out + _update(x, w, counts, block) if isinstance(w, LowRank) else out
+        for out, w in zip(outs, weights, strict=True)
+    )
+
+
+def block_rows(rows: int, groups: int) -> int:
+    """Rows of a block: a quarter more than the mean group, so that most groups are one block and little is wasted.
+
+    Where that is above 256, an equal part of it.
+    """
+    usual = -(-5 * rows // (4 * groups))
+    parts = -(-usual // 256)
+    return max(8, -(-usual // (8 * parts)) * 8)
+
+
+def _update(x: Array, weight: LowRank, counts: Array, block: int | None) -> Array:
+    """`scale (x lora_a) lora_b`."""
+    (low,) = grouped_products(x, (weight.lora_a,), counts, block=block)
+    return grouped_products(weight.scale * low, (weight.lora_b,), counts, block=block)[0]
+
+
+def _ragged(x: Array, weights: tuple[Array, ...], counts: Array) -> tuple[Array, ...]:
+    # on TPU rows beyond the groups may come out as anything, NaN too; masked on both sides they stay out of gradients
+    inside = (jnp.arange(x.shape[0]) < jnp.sum(counts))[:, None]
+    x, sizes, zero = jnp.where(inside, x, jnp.zeros((), x.dtype)), counts.astype(jnp.int32), jnp.zeros((), x.dtype)
+    outs = (lax.ragged_dot(x, at_use(w, x.dtype), sizes, preferred_element_type=x.dtype) for w in weights)
+    return tuple(jnp.where(inside, out, zero) for out in outs)
+
+
+class _Blocks(NamedTuple):
+    """Blocks of rows, none of which spans two groups, in the order of their rows.
+
+    **Arguments:**
+
+    - `number`: how many there are; the arrays have room for as many as there may be.
+    - `group`, `begin`, `size`: of each its group, first row and rows; only a group's last block has less than all.
+    - `first`: whether it is its group's first.
+    """
+
+    number: Int32[Array, ""]
+    group: Int32[Array, "blocks"]
+    begin: Int32[Array, "blocks"]
+    size: Int32[Array, "blocks"]
+    first: Bool[Array, "blocks"]
+
+
+def _cut(counts: Array, block: int, rows: int) -> _Blocks:
+    counts = counts.astype(jnp.int32)
+    room = rows // block + counts.shape[0]
+    each = -(-counts // block)
+    ends, last = jnp.cumsum(counts), jnp.cumsum(each)
+    index = jnp.arange(room, dtype=jnp.int32)
+    mine = ((last - each)[None] <= index[:, None]) & (index[:, None] < last[None])  # whose block it is
+
+    def of(values):
+        return jnp.sum(jnp.where(mine, values[None], 0), axis=1, dtype=jnp.int32)
+
+    nth, end = index - of(last - each), of(ends)
+    begin = of(ends - counts) + nth * block
+    group = of(jnp.arange(counts.shape[0], dtype=jnp.int32))
+    return _Blocks(last[-1], group, begin, jnp.minimum(end - begin, block), nth == 0)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _blocked(block: int, x: Array, weights: tuple[Array, ...], counts: Array) -> tuple[Array, ...]:
+    return _blocked_forward(block, x, weights, counts)[0]
+
+
+def _blocked_forward(block, x, weights, counts):
+    cast, blocks = tuple(at_use(w, x.dtype) for w in weights), _cut(counts, block, x.shape[0])
+
+    def step(index, outs):
+        begin, group = blocks.begin[index], blocks.group[index]
+        piece = lax.dynamic_slice_in_dim(x, begin, block)
+        news = (matmul(piece, _of(w, group), (1, 0), x.dtype) for w in cast)
+        # what a block writes beyond its group, the next one overwrites
+        return tuple(lax.dynamic_update_slice_in_dim(o, new, begin, 0) for o, new in zip(outs, news, strict=True))
+
+    start = _zeros(counts, 0, *((x.shape[0], w.shape[2], x.dtype) for w in cast))
+    # empty arrays carry the dtypes of the weights' gradients
+    likes = tuple(jnp.zeros((0,), w.dtype) for w in weights)
+    return lax.fori_loop(0, blocks.number, step, start), (x, cast, counts, likes)
+
+
+def _blocked_backward(block, saved, gradients):
+    x, cast, counts, likes = saved
+    wide, blocks = np.promote_types(x.dtype, np.float32), _cut(counts, block, x.shape[0])
+
+    def step(index, carry):
+        to_x, to_weights, sums = carry
+        begin, group = blocks.begin[index], blocks.group[index]
+        inside = (jnp.arange(block, dtype=jnp.int32) < blocks.size[index])[:, None]
+        pieces = [lax.dynamic_slice_in_dim(g, begin, block) for g in gradients]
+        pieces = [jnp.where(inside, g, jnp.zeros((), g.dtype)) for g in pieces]
+        parts = [matmul(g, _of(w, group), (1, 1), wide) for g, w in zip(pieces, cast, strict=True)]
+        to_x = lax.dynamic_update_slice_in_dim(to_x, sum(parts[1:], parts[0]).astype(x.dtype), begin, 0)
+        # a group's sum is kept apart until its last block: nothing is read back from the large array
+        columns = row_major_transpose(lax.dynamic_slice_in_dim(x, begin, block))
+        kept = (jnp.where(blocks.first[index], jnp.zeros((), wide), s) for s in sums)
+        sums = tuple(s + matmul(columns, g, (1, 0), wide) for s, g in zip(kept, pieces, strict=True))
+        news = zip(to_weights, sums, strict=True)
+        return to_x, tuple(lax.dynamic_update_index_in_dim(w, s.astype(w.dtype), group, 0) for w, s in news), sums
+
+    kinds = (*x.shape, x.dtype), *((*w.shape, like.dtype) for w, like in zip(cast, likes, strict=True))
+    zeros = _zeros(counts, 8, *kinds)  # other numbers than the forward pass has
+    start = zeros[0], zeros[1:], tuple(jnp.zeros(w.shape[1:], wide) for w in cast)
+    to_x, to_weights, _ = lax.fori_loop(0, blocks.number, step, start)
+    return to_x, to_weights, None
+
+
+_blocked.defvjp(_blocked_forward, _blocked_backward)
+
+
+def _of(weights: Float[Array, "groups inner outer"], group: Int32[Array, ""]) -> Float[Array, "inner outer"]:
+    return lax.dynamic_index_in_dim(weights, group, keepdims=False)
+
+
+def _zeros(counts: Array, first: int, *kinds: tuple[Any, ...]) -> tuple[Array, ...]:
+    """Zeros of each shape and dtype, the first of them called number `first`.
+
+    Of constants XLA makes equal ones once and copies them, which takes twice as long. No count is negative, but XLA
+    doesn't know.
+    """
+    numbers = ((counts[0] < -index).astype(dtype) for index, (*_, dtype) in enumerate(kinds, first))
+    return tuple(jnp.broadcast_to(number, shape) for number, (*shape, _) in zip(numbers, kinds, strict=True))

@@ -1,0 +1,254 @@
+"""The configurations of published sparse models, key by key as their `config.json` has them."""
+
+import dataclasses
+import json
+
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.families import FAMILIES, find_family
+from eqx_decoders.io.huggingface import read_config
+from eqx_decoders.io.quantized import read_scheme
+
+
+COMMON = dict(
+    attention_dropout=0.0, hidden_act="silu", initializer_range=0.02, tie_word_embeddings=False, use_cache=True,
+    torch_dtype="bfloat16",
+)  # fmt: skip
+FP8 = dict(activation_scheme="dynamic", fmt="e4m3", quant_method="fp8", weight_block_size=[128, 128])
+
+MIXTRAL = COMMON | dict(
+    architectures=["MixtralForCausalLM"], model_type="mixtral", bos_token_id=1, eos_token_id=2, hidden_size=4096,
+    intermediate_size=14336, max_position_embeddings=32768, num_attention_heads=32, num_experts_per_tok=2,
+    num_hidden_layers=32, num_key_value_heads=8, num_local_experts=8, output_router_logits=False, rms_norm_eps=1e-05,
+    rope_theta=1000000.0, router_aux_loss_coef=0.02, sliding_window=None, transformers_version="4.36.0.dev0",
+    vocab_size=32000,
+)  # fmt: skip
+MIXTRAL_LARGE = MIXTRAL | dict(
+    hidden_size=6144, intermediate_size=16384, max_position_embeddings=65536, num_attention_heads=48,
+    num_hidden_layers=56, router_aux_loss_coef=0.001, router_jitter_noise=0.0, transformers_version="4.38.0",
+    vocab_size=32768,
+)  # fmt: skip
+
+QWEN3 = COMMON | dict(
+    architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", attention_bias=False, bos_token_id=151643,
+    eos_token_id=151645, decoder_sparse_step=1, head_dim=128, hidden_size=2048, intermediate_size=6144,
+    max_position_embeddings=40960, max_window_layers=48, mlp_only_layers=[], moe_intermediate_size=768,
+    norm_topk_prob=True, num_attention_heads=32, num_experts=128, num_experts_per_tok=8, num_hidden_layers=48,
+    num_key_value_heads=4, output_router_logits=False, rms_norm_eps=1e-06, rope_scaling=None, rope_theta=1000000.0,
+    router_aux_loss_coef=0.001, sliding_window=None, transformers_version="4.51.0", use_sliding_window=False,
+    vocab_size=151936,
+)  # fmt: skip
+QWEN3_2507 = QWEN3 | dict(max_position_embeddings=262144, rope_theta=10000000)
+QWEN3_FP8 = QWEN3_2507 | dict(
+    quantization_config=FP8
+    | dict(modules_to_not_convert=["lm_head"] + [f"model.layers.{index}.mlp.gate" for index in range(48)])
+)
+QWEN3_LARGE = QWEN3 | dict(
+    hidden_size=4096, intermediate_size=12288, max_position_embeddings=262144, max_window_layers=94,
+    moe_intermediate_size=1536, num_attention_heads=64, num_hidden_layers=94, rope_theta=5000000,
+)  # fmt: skip
+QWEN3_CODER = {key: value for key, value in QWEN3.items() if key != "bos_token_id"} | dict(
+    hidden_size=6144, intermediate_size=8192, max_position_embeddings=262144, max_window_layers=62,
+    moe_intermediate_size=2560, num_attention_heads=96, num_experts=160, num_hidden_layers=62, num_key_value_heads=8,
+    qkv_bias=False, rope_theta=10000000, router_aux_loss_coef=0.0, shared_expert_intermediate_size=0, use_qk_norm=True,
+)  # fmt: skip
+
+GPT_OSS = COMMON | dict(
+    architectures=["GptOssForCausalLM"], model_type="gpt_oss", attention_bias=True, eos_token_id=200002,
+    experts_per_token=4, head_dim=64, hidden_size=2880, initial_context_length=4096, intermediate_size=2880,
+    layer_types=["sliding_attention", "full_attention"] * 12, max_position_embeddings=131072, num_attention_heads=64,
+    num_experts_per_tok=4, num_hidden_layers=24, num_key_value_heads=8, num_local_experts=32,
+    output_router_logits=False, pad_token_id=199999,
+    quantization_config=dict(
+        modules_to_not_convert=[
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"
+        ],
+        quant_method="mxfp4",
+    ),
+    rms_norm_eps=1e-05,
+    rope_scaling=dict(
+        beta_fast=32.0, beta_slow=1.0, factor=32.0, original_max_position_embeddings=4096, rope_type="yarn",
+        truncate=False,
+    ),
+    rope_theta=150000, router_aux_loss_coef=0.9, sliding_window=128, swiglu_limit=7.0,
+    transformers_version="4.55.0.dev0", vocab_size=201088,
+)  # fmt: skip
+GPT_OSS_LARGE = GPT_OSS | dict(
+    layer_types=["sliding_attention", "full_attention"] * 18, num_hidden_layers=36, num_local_experts=128
+)
+
+# the text part of meta-llama/Llama-4-Scout-17B-16E, as text-only copies of it have it at the top
+SCOUT = COMMON | dict(
+    architectures=["Llama4ForCausalLM"], model_type="llama4_text", _attn_implementation_autoset=True,
+    attention_bias=False, attention_chunk_size=8192, attn_scale=0.1, attn_temperature_tuning=4, bos_token_id=200000,
+    cache_implementation="hybrid", eos_token_id=[200001, 200007, 200008], floor_scale=8192, for_llm_compressor=False,
+    head_dim=128, hidden_size=5120, interleave_moe_layer_step=1, intermediate_size=8192, intermediate_size_mlp=16384,
+    max_position_embeddings=10485760, moe_layers=list(range(48)), no_rope_layers=[1, 1, 1, 0] * 12,
+    num_attention_heads=40, num_experts_per_tok=1, num_hidden_layers=48, num_key_value_heads=8, num_local_experts=16,
+    output_router_logits=False, pad_token_id=200018, rms_norm_eps=1e-05,
+    rope_scaling=dict(
+        factor=16.0, high_freq_factor=1.0, low_freq_factor=1.0, original_max_position_embeddings=8192,
+        rope_type="llama3",
+    ),
+    rope_theta=500000.0, router_aux_loss_coef=0.001, router_jitter_noise=0.0, transformers_version="4.51.0.dev0",
+    use_qk_norm=True, vocab_size=202048,
+)  # fmt: skip
+MAVERICK = {key: value for key, value in SCOUT.items() if key != "moe_layers"} | dict(
+    attn_temperature_tuning=True, interleave_moe_layer_step=2, max_position_embeddings=1048576, no_rope_layers=[],
+    num_local_experts=128, rope_scaling=None, use_qk_norm=False,
+)  # fmt: skip
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_deepseek.DeepseekConfig",
+    "AutoModel": "modeling_deepseek.DeepseekModel",
+    "AutoModelForCausalLM": "modeling_deepseek.DeepseekForCausalLM",
+}
+V2_LITE = COMMON | dict(
+    architectures=["DeepseekV2ForCausalLM"], model_type="deepseek_v2", attention_bias=False, auto_map=AUTO_MAP,
+    aux_loss_alpha=0.001, bos_token_id=100000, eos_token_id=100001, first_k_dense_replace=1, hidden_size=2048,
+    intermediate_size=10944, kv_lora_rank=512, max_position_embeddings=163840, moe_intermediate_size=1408,
+    moe_layer_freq=1, n_group=1, n_routed_experts=64, n_shared_experts=2, norm_topk_prob=False, num_attention_heads=16,
+    num_experts_per_tok=6, num_hidden_layers=27, num_key_value_heads=16, pretraining_tp=1, q_lora_rank=None,
+    qk_nope_head_dim=128, qk_rope_head_dim=64, rms_norm_eps=1e-06,
+    rope_scaling=dict(
+        beta_fast=32, beta_slow=1, factor=40, mscale=0.707, mscale_all_dim=0.707,
+        original_max_position_embeddings=4096, type="yarn",
+    ),
+    rope_theta=10000, routed_scaling_factor=1.0, scoring_func="softmax", seq_aux=True, topk_group=1,
+    topk_method="greedy", transformers_version="4.33.1", v_head_dim=128, vocab_size=102400,
+)  # fmt: skip
+V2 = V2_LITE | dict(
+    ep_size=1, hidden_size=5120, intermediate_size=12288, moe_intermediate_size=1536, n_group=8, n_routed_experts=160,
+    num_attention_heads=128, num_hidden_layers=60, num_key_value_heads=128, q_lora_rank=1536,
+    routed_scaling_factor=16.0, topk_group=3, topk_method="group_limited_greedy", transformers_version="4.39.3",
+)  # fmt: skip
+V3 = V2 | dict(
+    architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", bos_token_id=0, eos_token_id=1,
+    first_k_dense_replace=3, hidden_size=7168, intermediate_size=18432, moe_intermediate_size=2048,
+    n_routed_experts=256, n_shared_experts=1, norm_topk_prob=True, num_experts_per_tok=8, num_hidden_layers=61,
+    num_nextn_predict_layers=1, quantization_config=FP8,
+    rope_scaling=V2["rope_scaling"] | dict(mscale=1.0, mscale_all_dim=1.0),
+    routed_scaling_factor=2.5, scoring_func="sigmoid", topk_group=4, topk_method="noaux_tc", vocab_size=129280,
+)  # fmt: skip
+V3_1 = {key: value for key, value in V3.items() if key not in ("aux_loss_alpha", "seq_aux", "pretraining_tp")} | dict(
+    quantization_config=FP8 | dict(scale_fmt="ue8m0"), transformers_version="4.44.2"
+)
+KIMI = V3 | dict(
+    model_type="kimi_k2", bos_token_id=163584, eos_token_id=163585, first_k_dense_replace=1,
+    max_position_embeddings=131072, n_group=1, n_routed_experts=384, num_attention_heads=64, num_key_value_heads=64,
+    num_nextn_predict_layers=0,
+    rope_scaling=V3["rope_scaling"] | dict(beta_fast=1.0, beta_slow=1.0, factor=32.0),
+    rope_theta=50000.0, routed_scaling_factor=2.827, topk_group=1, transformers_version="4.48.3", vocab_size=163840,
+)  # fmt: skip
+
+PUBLISHED = {
+    "mistralai/Mixtral-8x7B-v0.1": ("mixtral-8x7b", MIXTRAL),
+    "mistralai/Mixtral-8x22B-Instruct-v0.1": ("mixtral-8x22b", MIXTRAL_LARGE),
+    "Qwen/Qwen3-30B-A3B": ("qwen3-30b-a3b-base", QWEN3),
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": ("qwen3-30b-a3b", QWEN3_2507),
+    "Qwen/Qwen3-30B-A3B-Instruct-2507-FP8": ("qwen3-30b-a3b", QWEN3_FP8),
+    "Qwen/Qwen3-235B-A22B-Instruct-2507": ("qwen3-235b-a22b", QWEN3_LARGE),
+    "Qwen/Qwen3-Coder-480B-A35B-Instruct": ("qwen3-480b-a35b", QWEN3_CODER),
+    "openai/gpt-oss-20b": ("gpt-oss-20b", GPT_OSS),
+    "openai/gpt-oss-120b": ("gpt-oss-120b", GPT_OSS_LARGE),
+    "meta-llama/Llama-4-Scout-17B-16E": ("llama4-17b-16e", SCOUT),
+    "meta-llama/Llama-4-Maverick-17B-128E": ("llama4-17b-128e", MAVERICK),
+    "deepseek-ai/DeepSeek-V2-Lite": ("deepseek2-16b", V2_LITE),
+    "deepseek-ai/DeepSeek-V2": ("deepseek2-236b", V2),
+    "deepseek-ai/DeepSeek-V3": ("deepseek3-671b", V3),
+    "deepseek-ai/DeepSeek-V3.1": ("deepseek3-671b", V3_1),
+    "moonshotai/Kimi-K2-Instruct": ("kimi-k2-1t", KIMI),
+}
+
+
+def trunk(config) -> ed.DecoderConfig:
+    """Without multi-token prediction, which transformers leaves out."""
+    return dataclasses.replace(config, mtp=None)
+
+
+def decoded(content) -> ed.DecoderConfig:
+    return find_family(content["model_type"]).decode(content)[0]
+
+
+@pytest.mark.parametrize("repository", PUBLISHED)
+def test_the_published_configuration_is_ours(repository):
+    name, content = PUBLISHED[repository]
+    family = find_family(content["model_type"])
+    config, kept = family.decode(json.loads(json.dumps(content)))
+    assert trunk(config) == trunk(ed.get_config(name))
+    assert not {"auto_map", "quantization_config", "architectures", "model_type"} & kept.keys()
+    assert kept["eos_token_id"] == content["eos_token_id"]
+    again = family.encode(config)
+    assert again["model_type"] in FAMILIES
+    assert decoded(kept | again) == config
+
+
+# Keys of these files that change what a model computes, with values that are not those of any of them.
+OTHER = [
+    (MIXTRAL, "num_experts_per_tok", 1),
+    (MIXTRAL, "sliding_window", 4096),
+    (QWEN3, "norm_topk_prob", False),
+    (QWEN3, "decoder_sparse_step", 2),
+    (QWEN3, "mlp_only_layers", [3]),
+    (QWEN3, "use_sliding_window", True),
+    (QWEN3_CODER, "qkv_bias", True),
+    (QWEN3_CODER, "use_qk_norm", False),
+    (QWEN3_CODER, "shared_expert_intermediate_size", 8),
+    (GPT_OSS, "swiglu_limit", 1.0),
+    (GPT_OSS, "swiglu_alpha", 1.0),
+    (GPT_OSS, "experts_per_token", 2),
+    (GPT_OSS, "hidden_act", "gelu"),
+    (SCOUT, "attn_temperature_tuning", 0),
+    (SCOUT, "attn_temperature_tuning", False),
+    (SCOUT, "use_qk_norm", False),
+    (SCOUT, "for_llm_compressor", True),
+    (SCOUT, "no_rope_layers", [1] * 48),
+    (MAVERICK, "interleave_moe_layer_step", 1),
+    (V2_LITE, "topk_method", "noaux_tc"),
+    (V2_LITE, "scoring_func", "sigmoid"),
+    (V2_LITE, "moe_layer_freq", 2),
+    (V2, "topk_method", "greedy"),
+    (V2, "topk_group", 2),
+    (V2, "ep_size", 8),
+    (V3, "topk_method", "greedy"),
+    (V3, "scoring_func", "softmax"),
+    (V3, "norm_topk_prob", False),
+    (V3, "rope_interleave", False),
+    (V3, "n_group", 4),
+]
+
+
+@pytest.mark.parametrize("content, key, value", OTHER, ids=lambda value: str(value)[:20])
+def test_what_changes_the_model_is_read_or_refused(content, key, value):
+    usual = decoded(content)
+    if key == "use_sliding_window":
+        content = content | dict(sliding_window=64)
+    try:
+        assert decoded(content | {key: value}) != usual
+    except ed.ConversionError as error:
+        assert key in str(error)
+
+
+def test_a_temperature_that_is_off_by_number():
+    config = decoded(SCOUT | dict(attn_temperature_tuning=0))
+    assert {block.mixer.temperature for block in config.blocks} == {None}
+
+
+def test_the_schemes_of_published_files_are_known():
+    for _, content in PUBLISHED.values():
+        read_scheme(content)
+
+
+def test_an_alias_is_not_written():
+    assert find_family("kimi_k2") is FAMILIES["deepseek_v3"]
+    assert "kimi_k2" not in FAMILIES
+    with pytest.raises(ed.ConversionError, match=r"model_type='kimi_k3' is not known\. Did you mean 'kimi_k2'"):
+        find_family("kimi_k3")
+
+
+def test_vision_and_text_together_are_refused(tmp_path):
+    content = dict(architectures=["Llama4ForConditionalGeneration"], model_type="llama4", text_config=SCOUT)
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ed.ConversionError, match="has a text_config: vision and audio are not read"):
+        read_config(tmp_path)

@@ -1,0 +1,238 @@
+"""Experts: three forms of the same sum, against a loop over tokens in NumPy, and what is dropped."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+import eqx_decoders as ed
+from eqx_decoders.axes import axes, product_axes
+from eqx_decoders.layers.experts import Experts, ExpertsConfig
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.router import RouterConfig
+from eqx_decoders.numerics import LowRank
+from eqx_decoders.training.optimizer import muon_dimensions
+from tests.oracles import experts_by_hand
+
+
+EMBED = 6
+FORMS = ("dense", "dropless", "capacity")
+PLAIN = ExpertsConfig(num_experts=5, num_experts_per_token=2, mlp_dim=4, capacity_factor=9.0)
+GPT_OSS = dict(activation="quick_gelu", up_offset=1.0, limit=0.7, bias=True, router=RouterConfig(bias=True))
+DEEPSEEK = RouterConfig(
+    score="sigmoid", order="score_first", renormalize=True, selection_bias=True, scaling_factor=2.5,
+    num_groups=2, groups_per_token=1, group_score="top2_sum",
+)  # fmt: skip
+# a layer and the shape of its tokens
+CASES = {
+    "gpt_oss": (dataclasses.replace(PLAIN, **GPT_OSS), (3, 5)),
+    "deepseek": (
+        dataclasses.replace(
+            PLAIN, num_experts=8, num_experts_per_token=3, router=DEEPSEEK, shared=MLPConfig(mlp_dim=3)
+        ),
+        (2, 4),
+    ),
+    "llama4, all of three": (
+        dataclasses.replace(
+            PLAIN, num_experts=3, num_experts_per_token=3, router=RouterConfig(score="sigmoid", input_scaling=True)
+        ),
+        (1, 9),
+    ),
+    "qwen3_next, one token of sixty-four": (
+        dataclasses.replace(PLAIN, num_experts=64, capacity_factor=64.0, shared=MLPConfig(mlp_dim=3), shared_gate=True),
+        (1, 1),
+    ),
+}
+
+
+def drawn(config: ExpertsConfig, seed: int = 0) -> Experts:
+    """Every weight drawn by NumPy."""
+    draws = np.random.default_rng(seed)
+    shapes = eqx.filter_eval_shape(lambda key: config.build(EMBED, key=key), jax.random.key(0))
+    arrays, static = eqx.partition(shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    return eqx.combine(jax.tree.map(lambda a: jnp.asarray(draws.normal(0.1, 0.5, a.shape), a.dtype), arrays), static)
+
+
+def tokens(shape, seed: int = 1):
+    """Tokens and their positions; every third one is padding if there are more than two."""
+    x = np.random.default_rng(seed).normal(size=(*shape, EMBED)).astype(np.float32)
+    places = np.tile(np.arange(shape[1]), (shape[0], 1))
+    return x, np.where((places % 3 == 2) & (shape[1] > 2), -1, places)
+
+
+@eqx.filter_jit
+def run(layer, x, positions, form):
+    """Output, statistics and the gradient of a sum that weighs every number differently."""
+
+    def loss(diff):
+        layer, x = diff
+        ctx = ed.Context(positions=positions, execution=ed.Execution(experts=form))
+        out, stats = layer(x, ctx)
+        weights = jnp.sin(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+        return jnp.sum(weights * out.astype(jnp.float32)), (out, stats)
+
+    (_, (out, stats)), gradient = jax.value_and_grad(loss, has_aux=True)((layer, x))
+    return out, stats, gradient
+
+
+def close(got, want, tolerance=2e-5):
+    got, want = (jax.tree.leaves(jax.device_get(tree)) for tree in (got, want))
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        bound = tolerance * max(1.0, float(np.abs(other).max(initial=0)))
+        np.testing.assert_allclose(np.asarray(one, np.float64), other, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_forms_are_the_loop_in_values_and_each_other_in_gradients(name):
+    config, shape = CASES[name]
+    layer, (x, positions) = drawn(config), tokens(shape)
+    results = {form: run(layer, jnp.asarray(x), jnp.asarray(positions), form) for form in FORMS}
+    want, _ = experts_by_hand(layer, x.astype(np.float64), positions)
+    for out, stats, gradient in results.values():
+        close(out, want)
+        close((stats, gradient), results["dense"][1:])
+    assert float(results["capacity"][1].dropped) == 0
+    assert np.any(results["dropless"][2][0].down)
+
+
+@pytest.mark.parametrize("form", ["dropless", "capacity"])
+def test_all_tokens_to_one_expert_and_none_to_the_others(form):
+    layer, (x, positions) = drawn(dataclasses.replace(PLAIN, num_experts_per_token=1)), tokens((2, 7))
+    kernel = jnp.zeros_like(layer.router.kernel)
+    layer = dataclasses.replace(layer, router=dataclasses.replace(layer.router, kernel=kernel))
+    out, stats, gradient = run(layer, jnp.asarray(x), jnp.asarray(positions), form)
+    assert stats.counts.tolist() == [float(np.sum(positions >= 0)), 0.0, 0.0, 0.0, 0.0]
+    close(out, experts_by_hand(layer, x.astype(np.float64), positions)[0])
+    assert np.any(gradient[0].up[0]) and not np.any(gradient[0].up[1:])
+    nothing = run(layer, jnp.asarray(x), jnp.full(positions.shape, -1), form)
+    assert not np.any(nothing[0]) and not any(np.any(leaf) for leaf in jax.tree.leaves(nothing[2]))
+
+
+def test_gradients_are_finite_differences_in_double_precision():
+    """Of the dropless form, with everything that has a gradient."""
+    config = dataclasses.replace(CASES["deepseek"][0], bias=True, shared_gate=True, up_offset=1.0)
+    with jax.enable_x64(True):
+        layer, (x, positions) = drawn(config), tokens((2, 3))
+        layer = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), layer)
+        bias = layer.router.selection_bias
+
+        def call(layer, x):  # the selection bias steers by steps: no difference there
+            layer = eqx.tree_at(lambda m: m.router.selection_bias, layer, bias, is_leaf=lambda leaf: leaf is None)
+            ctx = ed.Context(positions=jnp.asarray(positions), execution=ed.Execution(experts="dropless"))
+            return layer(x, ctx)[0]
+
+        free = eqx.tree_at(lambda m: m.router.selection_bias, layer, None)
+        check_grads(jax.jit(call), (free, jnp.asarray(x, jnp.float64)), order=1, modes=["rev"], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["dropless", "capacity"])
+def test_half_precision_stays_near_single(form):
+    layer, (x, positions) = drawn(CASES["gpt_oss"][0]), tokens((3, 5))
+    x = jnp.asarray(x, jnp.bfloat16)
+    out, stats, gradient = run(layer, x, jnp.asarray(positions), form)
+    want = run(layer, x.astype(jnp.float32), jnp.asarray(positions), form)
+    assert out.dtype == jnp.bfloat16 and all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(gradient[0]))
+    close(stats, want[1])
+    close((out, gradient), (want[0], want[2]), 0.05)
+
+
+# --- capacity ---
+
+
+@pytest.mark.parametrize(
+    ("length", "chosen", "experts", "factor", "room"),
+    [
+        (8, 2, 4, 1.25, 5),
+        (9, 2, 4, 1.25, 6),
+        (2, 1, 8, 0.5, 0),
+        (1, 2, 4, 1.0, 1),
+        (8, 1, 8, 0.9, 0),
+        (16, 2, 8, 2.0, 8),
+    ],
+)
+def test_an_expert_takes_as_many_tokens_as_the_formula_says(length, chosen, experts, factor, room):
+    config = dataclasses.replace(PLAIN, num_experts=experts, num_experts_per_token=chosen, capacity_factor=factor)
+    assert config.capacity(length) == room
+
+
+@pytest.mark.parametrize(("factor", "name"), [(1.0, "deepseek"), (0.5, "llama4, all of three"), (0.1, "gpt_oss")])
+def test_the_earliest_tokens_find_room_and_the_others_are_dropped(factor, name):
+    """Each row on its own; no weight makes up for what is dropped, and the rest has its gradients."""
+    config, (rows, _) = dataclasses.replace(CASES[name][0], capacity_factor=factor), CASES[name][1]
+    layer, (x, positions) = drawn(config), tokens((rows, 9))
+    out, stats, gradient = run(layer, jnp.asarray(x), jnp.asarray(positions), "auto")
+    want, dropped = experts_by_hand(layer, x.astype(np.float64), positions, config.capacity(9))
+    close(out, want)
+    assert float(stats.dropped) == dropped > 0
+    assert float(stats.counts.sum()) == np.sum(positions >= 0) * config.num_experts_per_token
+    assert np.all(np.isfinite(gradient[1]))
+    assert np.any(gradient[0].down) == (config.capacity(9) > 0) == (factor > 0.1)
+
+
+def test_within_a_token_the_better_expert_finds_room_first():
+    """One place each, and the second token wants first what the first token took second."""
+    config = ExpertsConfig(num_experts=3, num_experts_per_token=2, mlp_dim=4, capacity_factor=0.5)
+    assert config.capacity(3) == 1
+    logits = np.array([[3.0, 2.0, 1.0], [1.0, 3.0, 2.0], [2.0, 1.0, 3.0]])
+    layer = drawn(config)
+    kernel = jnp.zeros((EMBED, 3)).at[:3].set(jnp.asarray(logits, jnp.float32))
+    layer = dataclasses.replace(layer, router=dataclasses.replace(layer.router, kernel=kernel))
+    x = np.eye(3, EMBED, dtype=np.float32)[None]
+    out, stats, _ = run(layer, jnp.asarray(x), jnp.arange(3)[None], "auto")
+    want, dropped = experts_by_hand(layer, x.astype(np.float64), np.arange(3)[None], 1)
+    close(out, want)
+    assert float(stats.dropped) == dropped == 3  # experts 0 and 1 serve the first token, expert 2 the second
+    assert not np.any(out[0, 2])
+
+
+def test_a_capacity_needs_its_factor():
+    layer, (x, positions) = drawn(dataclasses.replace(PLAIN, capacity_factor=None)), tokens((1, 2))
+    with pytest.raises(ed.ConfigError, match=r"Execution.experts='capacity' needs ExpertsConfig.capacity_factor"):
+        run(layer, jnp.asarray(x), jnp.asarray(positions), "capacity")
+
+
+# --- weights ---
+
+
+def test_every_weight_has_the_variance_of_one_expert():
+    """Not that of all experts together, as in MaxText."""
+    config = ExpertsConfig(num_experts=16, num_experts_per_token=2, mlp_dim=64)
+    layer = config.build(32, key=jax.random.key(0))
+    for weight, fan in ((layer.gate, 32), (layer.up, 32), (layer.down, 64), (layer.router.kernel, 32)):
+        assert float(jnp.std(weight)) == pytest.approx(fan**-0.5, rel=0.05)
+    assert not np.array_equal(layer.gate[0], layer.gate[1])
+
+
+def test_experts_are_so_many_matrices():
+    """For muon and for low-rank pairs; biases are none, and the router is one."""
+    words = axes(drawn(dataclasses.replace(PLAIN, bias=True)))
+    assert words["gate"] == words["up"] == ("experts", "embed", "mlp")
+    found = {name: product_axes(("layers", *words[name])) for name in words}
+    assert found["down"] == (("mlp",), ("embed",)) and found["gate"] == (("embed",), ("mlp",))
+    assert found["router.kernel"] == (("embed",), ("experts",))
+    assert [name for name, split in found.items() if split is None] == ["gate_bias", "up_bias", "down_bias"]
+    dimensions = muon_dimensions(("layers", "experts", "embed", "mlp"))
+    assert (tuple(dimensions.reduction_axis), tuple(dimensions.output_axis)) == ((2,), (3,))
+
+
+@pytest.mark.parametrize("form", ["dense", "dropless"])
+def test_low_rank_pairs_of_experts_are_their_merged_weights(form):
+    layer, (x, positions) = drawn(PLAIN), tokens((2, 4))
+    draws = np.random.default_rng(4)
+
+    def pair(weight):
+        a, b = (draws.normal(size=(5, size, 2)).astype(np.float32) for size in weight.shape[1:])
+        return LowRank(base=weight, lora_a=jnp.asarray(a), lora_b=jnp.asarray(b.swapaxes(1, 2)), scale=0.5)
+
+    parts = eqx.tree_at(lambda m: (m.gate, m.down), layer, (pair(layer.gate), pair(layer.down)))
+    whole = eqx.tree_at(lambda m: (m.gate, m.down), layer, (parts.gate.merged(), parts.down.merged()))
+    ctx = ed.Context(positions=jnp.asarray(positions), execution=ed.Execution(experts=form))
+    close(*(eqx.filter_jit(layer)(jnp.asarray(x), ctx)[0] for layer in (parts, whole)))
+    assert set(axes(parts)) >= {"gate.base", "gate.lora_a", "gate.lora_b"}
+    assert axes(parts)["gate.lora_a"] == ("experts", "embed", "rank")
+    assert axes(parts)["gate.lora_b"] == ("experts", "rank", "mlp")
