@@ -8,6 +8,7 @@ import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
 import eqx_decoders as ed
+from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.remat import NAMES, POLICIES, Remat, save
 from eqx_decoders.training.settings import TrainConfig
@@ -41,12 +42,19 @@ def latent_mixer():
     return dataclasses.replace(config, blocks=(dataclasses.replace(config.blocks[0], mixer=mixer),))
 
 
+def experts():
+    config = rich_decoder(1)
+    mlp = ExpertsConfig(num_experts=4, num_experts_per_token=2, mlp_dim=8)
+    block = dataclasses.replace(config.blocks[0], mixer=None, pre_mixer_norm=None, mlp=mlp)
+    return dataclasses.replace(config, blocks=(block,))
+
+
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_every_legal_name_is_saved_somewhere(capsys, name):
     execution = dict(precision=ed.Precision(compute=jnp.bfloat16)) if name == "quantization" else {}
     found = [
         f"named '{name}'" in residuals(capsys, Remat(save=(name,)), config, **execution)
-        for config in (None, plain_mlp(), latent_mixer())
+        for config in (None, plain_mlp(), latent_mixer(), experts())
     ]
     assert any(found)
 

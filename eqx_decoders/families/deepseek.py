@@ -135,7 +135,6 @@ def _read_v2(fields: Fields) -> DecoderConfig:
     grouped = fields.word("topk_method", {"greedy": False, "group_limited_greedy": True}, "greedy")
     groups, kept = fields.integer("n_group", 1), fields.integer("topk_group", 1)
     fields.off("scoring_func", "softmax")
-    fields.take("norm_topk_prob", None)  # transformers never divides
     router = RouterConfig(
         order="score_first",
         num_groups=groups if grouped else 1,
@@ -300,7 +299,11 @@ FAMILY_V2 = Family(
     write=_write_v2,
     weights=WEIGHTS,
     fused=fused_experts(_MLP),
-    harmless=HARMLESS | {"num_nextn_predict_layers": "V2 was published without them"},
+    harmless=HARMLESS
+    | {
+        "num_nextn_predict_layers": "V2 was published without such layers",
+        "norm_topk_prob": "transformers never divides",
+    },
 )
 
 

@@ -58,22 +58,24 @@ _ROPE32 = Llama3Rope(theta=500_000.0, factor=32.0)
 
 
 def _tiny_moe() -> DecoderConfig:
-    """`tiny` with experts: a shared one and two of eight are together as large as the MLP that they replace.
+    """`tiny` with experts: a shared one and two of four are together as large as the MLP that they replace.
 
-    Selection biases balance the loads. They move ten times as far in a step as DeepSeek-V3's: sigmoid scores lie within
-    0.1 of each other at first, and a run of a few hundred steps has to turn their order.
+    The first layer has none, as in DeepSeek-V3. Selection biases balance the loads; they move ten times as far in a
+    step as DeepSeek-V3's, because a run of a few hundred steps has to turn the order of scores that differ by tenths.
+    An expert sees half of the tokens, and its updates are noisier than those of the shared one: the weights of the two
+    sum to 0.7.
     """
     router = RouterConfig(
         score="sigmoid", order="score_first", renormalize=True, selection_bias=True, bias_update_rate=0.01,
-        balance_loss=1e-4, balance_form="megatron",
+        scaling_factor=0.7, balance_loss=1e-4, balance_form="megatron",
     )  # fmt: skip
     shared = _TINY.mlp_dim // 2
     experts = ExpertsConfig(
-        num_experts=8, num_experts_per_token=2, mlp_dim=shared // 2, router=router, shared=MLPConfig(mlp_dim=shared)
+        num_experts=4, num_experts_per_token=2, mlp_dim=shared // 2, router=router, shared=MLPConfig(mlp_dim=shared)
     )
     dense = llama(_TINY)
-    blocks = tuple(dataclasses.replace(block, mlp=experts) for block in dense.blocks)
-    return dataclasses.replace(dense, blocks=blocks)
+    sparse = tuple(dataclasses.replace(block, mlp=experts) for block in dense.blocks[1:])
+    return dataclasses.replace(dense, blocks=(dense.blocks[0], *sparse))
 
 
 def _llama2(embed_dim: int, num_layers: int, num_heads: int, num_kv_heads: int, mlp_dim: int) -> DecoderConfig:

@@ -274,7 +274,7 @@ def _seated(
     """
     chosen = indices.reshape(-1)
     mine = (chosen[:, None] == jnp.arange(experts, dtype=chosen.dtype)[None]).astype(jnp.int32)
-    before = jnp.sum(mine * jnp.cumsum(mine, axis=0), axis=1) - 1
+    before = jnp.sum(mine * jnp.cumsum(mine, axis=0), axis=1, dtype=jnp.int32) - 1
     places = jnp.where((chosen < experts) & (before < room), chosen * room + before, experts * room)
     nobody = jnp.full((experts * room,), chosen.size, jnp.int32)
     takers = nobody.at[places].set(jnp.arange(chosen.size, dtype=jnp.int32), mode="drop")
