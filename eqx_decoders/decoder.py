@@ -115,13 +115,15 @@ def add_mtp(model: "Decoder", num_depths: int, *, loss_weight: float = 0.1, key:
     """
     check(model.mtp is None, "add_mtp: the model has multi-token prediction already.")
     config = with_mtp(model.config, num_depths, loss_weight=loss_weight)
+    assert config.mtp is not None
+    mtp: MTPConfig = config.mtp
     target = abstract(config, **vars(model.execution)).mtp
     shapes, static = eqx.partition(target, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     if isinstance(model.embedding.table, jax.ShapeDtypeStruct):
         return dataclasses.replace(model, mtp=target, config=config)
 
     def build(key):
-        arrays = eqx.filter(config.mtp.build(config.embed_dim, key=key), eqx.is_array)
+        arrays = eqx.filter(mtp.build(config.embed_dim, key=key), eqx.is_array)
         return jax.tree.map(lambda leaf: leaf.astype(model.execution.precision.params), arrays)
 
     arrays = jax.jit(build, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes))(key)

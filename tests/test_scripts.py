@@ -102,11 +102,11 @@ def test_a_run_with_experts_reports_and_draws_their_loads(corpus, tmp_path):
     assert len(rows) == 2
     for row in rows:
         for name in ("load", "dropped", "balance_loss", "router_z_loss", "router_entropy"):
-            assert len(row[name]) == 4, name
-        assert all(1 <= load <= 2 for load in row["load"]) and row["dropped"] == [0.0] * 4
+            assert len(row[name]) == 5, name
+        assert all(1 <= load <= 2 for load in row["load"]) and row["dropped"] == [0.0] * 5
         assert all(0 < entropy < 1.39 for entropy in row["router_entropy"])
     assert (tmp_path / "m" / "expert_load.png").read_bytes().startswith(b"\x89PNG")
-    assert "expert_load.png" in out and re.search(r"last 2 steps: (\d\.\d\d(, )?){4}", out)
+    assert "expert_load.png" in out and re.search(r"last 2 steps: (\d\.\d\d(, )?){5}", out)
     assert "load" in err
 
 

@@ -60,10 +60,9 @@ _ROPE32 = Llama3Rope(theta=500_000.0, factor=32.0)
 def _tiny_moe() -> DecoderConfig:
     """`tiny` with experts: a shared one and two of four are together as large as the MLP that they replace.
 
-    The first layer has none, as in DeepSeek-V3. Selection biases balance the loads; they move ten times as far in a
-    step as DeepSeek-V3's, because a run of a few hundred steps has to turn the order of scores that differ by tenths.
-    An expert sees half of the tokens, and its updates are noisier than those of the shared one: the weights of the two
-    sum to 0.7.
+    Selection biases balance the loads; they move ten times as far in a step as DeepSeek-V3's, because a run of a few
+    hundred steps has to turn the order of scores that differ by tenths. An expert sees half of the tokens, and its
+    updates are noisier than those of the shared one: the weights of the two sum to 0.7.
     """
     router = RouterConfig(
         score="sigmoid", order="score_first", renormalize=True, selection_bias=True, bias_update_rate=0.01,
@@ -74,8 +73,7 @@ def _tiny_moe() -> DecoderConfig:
         num_experts=4, num_experts_per_token=2, mlp_dim=shared // 2, router=router, shared=MLPConfig(mlp_dim=shared)
     )
     dense = llama(_TINY)
-    sparse = tuple(dataclasses.replace(block, mlp=experts) for block in dense.blocks[1:])
-    return dataclasses.replace(dense, blocks=(dense.blocks[0], *sparse))
+    return dataclasses.replace(dense, blocks=tuple(dataclasses.replace(block, mlp=experts) for block in dense.blocks))
 
 
 def _llama2(embed_dim: int, num_layers: int, num_heads: int, num_kv_heads: int, mlp_dim: int) -> DecoderConfig:

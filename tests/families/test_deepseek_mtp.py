@@ -66,7 +66,7 @@ def test_depths_are_read_and_change_no_logit(tmp_path):
     logits = eqx.filter_jit(model)(jnp.asarray(expected["input_ids"], jnp.int32)).logits
     np.testing.assert_allclose(logits, expected["logits"], atol=1e-4)
     prompt = jnp.asarray(expected["prompt_ids"], jnp.int32)
-    new = ed.generate(model, prompt, max_new_tokens=expected["generated_ids"].shape[1], guesses=2)
+    new = ed.generate(model, prompt, max_new_tokens=expected["generated_ids"].shape[1], guesses=1)
     np.testing.assert_array_equal(new, expected["generated_ids"])
 
 

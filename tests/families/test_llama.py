@@ -61,7 +61,7 @@ def test_tiny_is_tiny():
 
 def test_a_token_uses_as_much_of_tiny_moe_as_of_tiny():
     dense, sparse = ed.get_config("tiny"), ed.get_config("tiny-moe")
-    experts = sparse.blocks[1].mlp
+    experts = sparse.blocks[0].mlp
     assert experts.shared.mlp_dim + experts.num_experts_per_token * experts.mlp_dim == dense.blocks[0].mlp.mlp_dim
     blocks = tuple(dataclasses.replace(block, mlp=dense.blocks[0].mlp) for block in sparse.blocks)
     assert dataclasses.replace(sparse, blocks=blocks) == dense

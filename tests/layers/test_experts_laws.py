@@ -23,7 +23,7 @@ EMBED = 6
 SETTINGS = dict(
     derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
 )
-few, many = settings(max_examples=3, **SETTINGS), settings(max_examples=60, **SETTINGS)
+few, many = settings(max_examples=2, **SETTINGS), settings(max_examples=60, **SETTINGS)
 
 
 @st.composite
@@ -158,7 +158,7 @@ FULL = ExpertsConfig(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["dense", "capacity"])
+@pytest.mark.parametrize("form", [pytest.param("dense", marks=pytest.mark.slow), "capacity"])
 def test_gradients_are_finite_differences(form):
     """Where tokens are dropped, too."""
     check_differences(FULL, form, 3)
@@ -172,7 +172,7 @@ def test_gradients_are_finite_differences_often(config, form, seed):
     check_differences(dataclasses.replace(config, limit=None), form, seed)
 
 
-@pytest.mark.parametrize(("experts", "chosen"), [(1, 1), (3, 3), (7, 1)])
+@pytest.mark.parametrize(("experts", "chosen"), [pytest.param(1, 1, marks=pytest.mark.slow), (3, 3), (7, 1)])
 def test_one_token_finds_its_experts(experts, chosen):
     """As in decoding: with more experts than tokens, and with all of them."""
     config = ExpertsConfig(num_experts=experts, num_experts_per_token=chosen, mlp_dim=3)
@@ -182,6 +182,7 @@ def test_one_token_finds_its_experts(experts, chosen):
     assert float(stats.counts.sum()) == chosen and float(stats.counts.max()) == 1
 
 
+@pytest.mark.slow
 def test_half_precision_weights_and_tokens_stay_near_single():
     """Weights in bf16 as well: the loss of digits is that of rounding them once."""
     layer, (x, positions) = drawn(FULL, 7), tokens((2, 9), 7)
