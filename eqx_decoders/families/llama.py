@@ -60,12 +60,12 @@ _ROPE32 = Llama3Rope(theta=500_000.0, factor=32.0)
 def _tiny_moe() -> DecoderConfig:
     """`tiny` with experts: a shared one and two of four are together as large as the MLP that they replace.
 
-    Selection biases balance the loads; they move ten times as far in a step as DeepSeek-V3's, because a run of a few
+    Selection biases balance the loads; they move three times as far in a step as DeepSeek-V3's, because a run of a few
     hundred steps has to turn the order of scores that differ by tenths. An expert sees half of the tokens, and its
     updates are noisier than those of the shared one: the weights of the two sum to 0.7.
     """
     router = RouterConfig(
-        score="sigmoid", order="score_first", renormalize=True, selection_bias=True, bias_update_rate=0.01,
+        score="sigmoid", order="score_first", renormalize=True, selection_bias=True, bias_update_rate=0.003,
         scaling_factor=0.7, balance_loss=1e-4, balance_form="megatron",
     )  # fmt: skip
     shared = _TINY.mlp_dim // 2
