@@ -93,21 +93,28 @@ def test_a_run_trains_to_its_end_and_tells_how_good_it_is(trained):
     assert str(folder) in out and "4,737,792 weights" in err
 
 
-def test_a_run_with_experts_reports_and_draws_their_loads(corpus, tmp_path):
+def test_a_run_with_experts_and_guesses_ahead_reports_both(corpus, tmp_path):
     """Each row has a figure for each layer with experts; the picture and the last loads come at the end."""
     options = dict(OPTIONS) | {"--model": "tiny-moe", "--steps": "2", "--sample-tokens": "0", "--eval-every": "0"}
+    options |= {"--mtp-depths": "1"}
     words = [word for option in options.items() for word in option]
-    out, err = run("train.py", "--run-dir", str(tmp_path / "m"), "--data", str(corpus), *words)
-    rows = steps_of(tmp_path / "m")
+    folder = tmp_path / "m"
+    out, err = run("train.py", "--run-dir", str(folder), "--data", str(corpus), *words)
+    rows = steps_of(folder)
     assert len(rows) == 2
     for row in rows:
         for name in ("load", "dropped", "balance_loss", "router_z_loss", "router_entropy"):
-            assert len(row[name]) == 5, name
-        assert all(1 <= load <= 2 for load in row["load"]) and row["dropped"] == [0.0] * 5
+            assert len(row[name]) == 6, name  # the depth has experts, too
+        assert all(1 <= load <= 2 for load in row["load"]) and row["dropped"] == [0.0] * 6
         assert all(0 < entropy < 1.39 for entropy in row["router_entropy"])
-    assert (tmp_path / "m" / "expert_load.png").read_bytes().startswith(b"\x89PNG")
-    assert "expert_load.png" in out and re.search(r"last 2 steps: (\d\.\d\d(, )?){5}", out)
+        assert len(row["mtp_nll"]) == 1 and row["loss"] > row["nll"] + 0.09 * row["mtp_nll"][0]
+    assert (folder / "expert_load.png").read_bytes().startswith(b"\x89PNG")
+    assert "expert_load.png" in out and re.search(r"last 2 steps: (\d\.\d\d(, )?){6}", out)
     assert "load" in err
+    (told,) = [row["mtp_acceptance"] for row in read_metrics(folder / "metrics.jsonl") if "mtp_acceptance" in row]
+    assert len(told) == 1 and 0 <= told[0] <= 1 and "guesses ahead accepted" in err
+    text = ("--run-dir", str(folder), "--prompt", "def", "--temperature", "0", "--max-new-tokens", "6")
+    assert run("generate.py", *text, "--guesses", "1")[0] == run("generate.py", *text)[0]
 
 
 def test_a_run_killed_and_started_again_has_the_losses_of_one_that_was_not(trained, corpus, tmp_path):
