@@ -5,6 +5,7 @@ Latent attention, a few dense layers, then layers with many small experts, some 
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 from eqx_decoders.block import BlockConfig
@@ -216,18 +217,35 @@ def _write_common(config: DecoderConfig) -> dict[str, Any]:
     )
 
 
+def _recovered(guess: float, gives: Callable[[float], bool]) -> float:
+    """A number near a guess of which `gives` is true, short if possible; the guess if there is none."""
+    short = [round(guess, digits) for digits in range(1, 16)]
+    below = above = guess
+    for _ in range(64):
+        below, above = math.nextafter(below, -math.inf), math.nextafter(above, math.inf)
+        short += [below, above]
+    return next((number for number in short if gives(number)), guess)
+
+
 def _write_rope(mixer: LatentAttentionConfig) -> dict[str, Any]:
     """The rotary table with the factors that give the same scores again."""
     table, rope = write_rope(mixer.rope), mixer.rope
     if isinstance(rope, YarnRope) and rope.factor > 1 and mixer.query_scale is not None:
-        log = 0.1 * math.log(rope.factor)
-        m = math.sqrt(mixer.query_scale * (mixer.nope_dim + mixer.rope_dim) ** 0.5)
-        whole = round((m - 1.0) / log, 6)
+        log, root = 0.1 * math.log(rope.factor), (mixer.nope_dim + mixer.rope_dim) ** -0.5
+        m = math.sqrt(mixer.query_scale / root)
+        whole = _recovered((m - 1.0) / log, lambda mscale: root * score_factor(rope, mscale) == mixer.query_scale)
         if whole > 0:
             table["mscale_all_dim"] = whole
-            if rope.attention_factor is not None:
-                table["mscale"] = round((rope.attention_factor * m - 1.0) / log, 6)
-                del table["attention_factor"]
+            factor = rope.attention_factor
+            if factor is not None:
+
+                def gives(mscale: float) -> bool:
+                    return (log * mscale + 1.0) / (log * whole + 1.0) == factor
+
+                mscale = _recovered((factor * m - 1.0) / log, gives)
+                if gives(mscale):  # else the factor itself says it
+                    table["mscale"] = mscale
+                    del table["attention_factor"]
     scaling = {key: value for key, value in table.items() if key != "rope_theta"}
     old = {"rope_scaling": scaling} if scaling["rope_type"] != "default" else {}
     return {"rope_parameters": table, "rope_theta": table["rope_theta"]} | old
