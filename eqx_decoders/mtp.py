@@ -80,7 +80,7 @@ class MTPDepth(eqx.Module):
         """The stream of this depth, from that of the last one and the embeddings of later tokens."""
         joined = jnp.concatenate([self.embed_norm(embedded), self.stream_norm(stream)], axis=-1)
         x = ctx.einsum("batch length joined, joined embed -> batch length embed", joined, self.kernel)
-        return checkpointed(self.block, ctx, prevent_cse=True)(self.block, x, ctx, past, key)
+        return checkpointed(ctx, prevent_cse=True)(self.block, x, ctx, past, key)
 
 
 class MTP(eqx.Module):

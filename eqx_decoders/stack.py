@@ -98,7 +98,7 @@ class Segment(eqx.Module):
             entries, stats = [], []
             for place, (block, cache) in enumerate(zip(eqx.combine(weights, static), caches, strict=True)):
                 past = None if cache is None or ctx.fresh else Past(*reads[place], positions=cache.positions)
-                run = checkpointed(block, ctx, prevent_cse=not scanned)
+                run = checkpointed(ctx, prevent_cse=not scanned)
                 x, entry, stat = run(block, x, ctx, past, None if keys is None else keys[place])
                 entries.append(None if cache is None else entry)
                 stats.append(stat)
@@ -120,7 +120,7 @@ def at_layer(tree: Any, index: int) -> Any:
     return jax.tree.map(lambda leaf: leaf[index] if eqx.is_array(leaf) else leaf, tree)
 
 
-def checkpointed(block: Block, ctx: Context, *, prevent_cse: bool) -> Any:
+def checkpointed(ctx: Context, *, prevent_cse: bool) -> Any:
     """One block's call under the remat policy: what it does not name is computed again in the backward pass."""
 
     def run(block, x, ctx, past, key):

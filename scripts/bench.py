@@ -281,13 +281,81 @@ ONE = {
 }
 
 
+def show_step(options: argparse.Namespace) -> None:
+    count = ed.count_parameters(bench_config())
+    print(f"\ntraining step, Llama of {count / 1e6:.1f} M weights, batch {BATCH} x {LENGTH}, AdamW")
+    print(f"{'dtype':10} {'remat':6} {'s':>7} {'median':>7} {'CPU s':>7} {'GB':>6} {'roof GFLOP/s':>13} {'MFU':>6}")
+    for dtype in options.dtypes:
+        for remat in ("none", "full"):
+            row = alone("step", dtype, remat, str(options.repeats))
+            print(
+                f"{dtype:10} {remat:6} {row['seconds']:7.3f} {row['median']:7.3f} {row['cpu_seconds']:7.3f} "
+                f"{row['peak_gb']:6.2f} {row['gflops']:13.0f} {row['mfu']:6.3f}",
+                flush=True,
+            )
+
+
+def show_compile(options: argparse.Namespace) -> None:
+    # the best of three, in turn: a compiler's seconds vary more than the layers make them
+    runs = [[alone("compile", layers) for layers in ("2", "32")] for _ in range(3)]
+    rows = [min(column, key=lambda row: row["trace"] + row["compile"]) for column in zip(*runs, strict=True)]
+    print("\ntrace and compile, training step")
+    for row in rows:
+        print(f"{row['layers']:3} layers: trace {row['trace']:.2f} s, compile {row['compile']:.2f} s", flush=True)
+    sums = [row["trace"] + row["compile"] for row in rows]
+    print(f"ratio {sums[1] / sums[0]:.2f}")
+
+
+def show_decode(options: argparse.Namespace) -> None:
+    print("\ndecoding, 64 + 128 tokens, float32")
+    for batch in ("1", "8"):
+        row = alone("decode", batch)
+        print(f"batch {row['batch']}: {row['tokens_per_second']:.1f} tokens/s", flush=True)
+
+
+def show_experts(options: argparse.Namespace) -> None:
+    rows = alone("experts", str(3 * options.repeats))
+    print("\n64 experts of 512 x 256, 4 of them for each of 2048 tokens, forward and backward, float32")
+    print(f"{'':27} {'s':>7} {'median':>7} {'ratio':>6}")
+    yardstick = statistics.median(rows["dense products"])
+    for name, seconds in rows.items():
+        median = statistics.median(seconds)
+        print(f"{name:27} {min(seconds):7.3f} {median:7.3f} {median / yardstick:6.2f}", flush=True)
+
+
+def show_load(options: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        saved = alone("make", f"{folder}/checkpoint")
+        row = alone("load", f"{folder}/checkpoint", JAX_NUM_CPU_DEVICES="8")
+    print(f"\na Hugging Face checkpoint of {row['size_mb']:,.0f} MB: saved in {saved['seconds']:.1f} s")
+    more = row["peak_mb"] - row["size_mb"]
+    print(
+        f"loaded with fsdp=8 in {row['seconds']:.1f} s; peak {row['peak_mb']:,.0f} MB of the host: {more:.0f} MB "
+        f"more than the model (its largest tensor has {row['tensor_mb']:.0f} MB)"
+    )
+
+
+def show_aot_experts(options: argparse.Namespace) -> None:
+    print(f"\ntraining step for {options.topology}, {options.mesh}, 4096 tokens a device, bfloat16, remat full")
+    for name in options.models:
+        for exchange in ("gather", "all_to_all"):
+            words = (name, options.topology, options.mesh, exchange)
+            print_aot(name, exchange, alone("aot-experts", *words, JAX_PLATFORMS="cpu"))
+
+
+SHOWN = {
+    "step": show_step,
+    "compile": show_compile,
+    "decode": show_decode,
+    "experts": show_experts,
+    "load": show_load,
+    "aot-experts": show_aot_experts,  # minutes: only if asked for
+}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--only",
-        choices=("step", "compile", "decode", "experts", "load", "aot-experts"),
-        help="measure one thing instead of all (the last one only if asked for)",
-    )
+    parser.add_argument("--only", choices=SHOWN, help="measure one thing, not all (the last one only if asked for)")
     parser.add_argument("--repeats", type=int, default=7, help="steps that are timed")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--topology", default="v5p:8x8x8", help="what aot-experts compiles for")
@@ -299,58 +367,9 @@ def main() -> int:
         keep_memory()
         print(json.dumps(ONE[options.one[0]](*options.one[1:])))
         return 0
-    wanted = [options.only] if options.only else ["step", "compile", "decode", "experts", "load"]
     print(f"jax {jax.__version__}, Python {sys.version.split()[0]}, {os.cpu_count()} CPUs, {jax.default_backend()}")
-    if "step" in wanted:
-        count = ed.count_parameters(bench_config())
-        print(f"\ntraining step, Llama of {count / 1e6:.1f} M weights, batch {BATCH} x {LENGTH}, AdamW")
-        print(f"{'dtype':10} {'remat':6} {'s':>7} {'median':>7} {'CPU s':>7} {'GB':>6} {'roof GFLOP/s':>13} {'MFU':>6}")
-        for dtype in options.dtypes:
-            for remat in ("none", "full"):
-                row = alone("step", dtype, remat, str(options.repeats))
-                print(
-                    f"{dtype:10} {remat:6} {row['seconds']:7.3f} {row['median']:7.3f} {row['cpu_seconds']:7.3f} "
-                    f"{row['peak_gb']:6.2f} {row['gflops']:13.0f} {row['mfu']:6.3f}",
-                    flush=True,
-                )
-    if "compile" in wanted:
-        # the best of three, in turn: a compiler's seconds vary more than the layers make them
-        runs = [[alone("compile", layers) for layers in ("2", "32")] for _ in range(3)]
-        rows = [min(column, key=lambda row: row["trace"] + row["compile"]) for column in zip(*runs, strict=True)]
-        print("\ntrace and compile, training step")
-        for row in rows:
-            print(f"{row['layers']:3} layers: trace {row['trace']:.2f} s, compile {row['compile']:.2f} s", flush=True)
-        sums = [row["trace"] + row["compile"] for row in rows]
-        print(f"ratio {sums[1] / sums[0]:.2f}")
-    if "decode" in wanted:
-        print("\ndecoding, 64 + 128 tokens, float32")
-        for batch in ("1", "8"):
-            row = alone("decode", batch)
-            print(f"batch {row['batch']}: {row['tokens_per_second']:.1f} tokens/s", flush=True)
-    if "experts" in wanted:
-        rows = alone("experts", str(3 * options.repeats))
-        print("\n64 experts of 512 x 256, 4 of them for each of 2048 tokens, forward and backward, float32")
-        print(f"{'':27} {'s':>7} {'median':>7} {'ratio':>6}")
-        yardstick = statistics.median(rows["dense products"])
-        for name, seconds in rows.items():
-            median = statistics.median(seconds)
-            print(f"{name:27} {min(seconds):7.3f} {median:7.3f} {median / yardstick:6.2f}", flush=True)
-    if "aot-experts" in wanted:
-        print(f"\ntraining step for {options.topology}, {options.mesh}, 4096 tokens a device, bfloat16, remat full")
-        for name in options.models:
-            for exchange in ("gather", "all_to_all"):
-                words = (name, options.topology, options.mesh, exchange)
-                print_aot(name, exchange, alone("aot-experts", *words, JAX_PLATFORMS="cpu"))
-    if "load" in wanted:
-        with tempfile.TemporaryDirectory() as folder:
-            saved = alone("make", f"{folder}/checkpoint")
-            row = alone("load", f"{folder}/checkpoint", JAX_NUM_CPU_DEVICES="8")
-        print(f"\na Hugging Face checkpoint of {row['size_mb']:,.0f} MB: saved in {saved['seconds']:.1f} s")
-        more = row["peak_mb"] - row["size_mb"]
-        print(
-            f"loaded with fsdp=8 in {row['seconds']:.1f} s; peak {row['peak_mb']:,.0f} MB of the host: {more:.0f} MB "
-            f"more than the model (its largest tensor has {row['tensor_mb']:.0f} MB)"
-        )
+    for name in [options.only] if options.only else [name for name in SHOWN if name != "aot-experts"]:
+        SHOWN[name](options)
     return 0
 
 

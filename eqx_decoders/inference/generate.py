@@ -53,12 +53,11 @@ def generate(
 
     The new tokens. One program: prefill, then a loop on the device that ends when all rows have stopped.
     """
-    lengths = _checked(model, prompt, prompt_lengths, max_new_tokens, sampler, key)
-    check_guesses(model, guesses, sampler)
+    lengths = _checked(model, prompt, prompt_lengths, max_new_tokens, sampler, key, guesses)
+    prompt = jnp.asarray(prompt)
     if guesses > 0:
-        ids = jnp.asarray(prompt)
-        return speculate(model, ids, lengths, max_new_tokens, guesses, tuple(stop_ids), pad_id).tokens
-    return _generate(model, jnp.asarray(prompt), lengths, max_new_tokens, sampler, key, tuple(stop_ids), pad_id)
+        return speculate(model, prompt, lengths, max_new_tokens, guesses, tuple(stop_ids), pad_id).tokens
+    return _generate(model, prompt, lengths, max_new_tokens, sampler, key, tuple(stop_ids), pad_id)
 
 
 def stream(
@@ -74,16 +73,16 @@ def stream(
     guesses: int = 0,
 ) -> Iterator[np.ndarray]:
     """The tokens of `generate` one by one, each an array with one id per row, as soon as they are known."""
-    lengths = _checked(model, prompt, prompt_lengths, max_new_tokens, sampler, key)  # now, not at the first token
-    check_guesses(model, guesses, sampler)
+    # now, not at the first token
+    lengths = _checked(model, prompt, prompt_lengths, max_new_tokens, sampler, key, guesses)
+    prompt = jnp.asarray(prompt)
     if guesses > 0:
-        ids = jnp.asarray(prompt)
-        return stream_guessing(model, ids, lengths, max_new_tokens, guesses, tuple(stop_ids), pad_id)
+        return stream_guessing(model, prompt, lengths, max_new_tokens, guesses, tuple(stop_ids), pad_id)
     return _stream(model, prompt, lengths, max_new_tokens, sampler, key, tuple(stop_ids), pad_id)
 
 
 def _stream(model, prompt, lengths, max_new_tokens, sampler, key, stop_ids, pad_id):
-    row = _first(model, jnp.asarray(prompt), lengths, max_new_tokens, sampler, _at_step(key, 0), stop_ids)
+    row = _first(model, prompt, lengths, max_new_tokens, sampler, _at_step(key, 0), stop_ids)
     for step in range(1, max_new_tokens + 1):
         yield np.asarray(row.token)
         if step == max_new_tokens or bool(jnp.all(row.done)):
@@ -142,9 +141,10 @@ def _at_step(key: PRNGKeyArray | None, step: Any) -> PRNGKeyArray | None:
     return None if key is None else jax.random.fold_in(key, step)
 
 
-def _checked(model, prompt, lengths, max_new_tokens, sampler, key) -> Array:
+def _checked(model, prompt, lengths, max_new_tokens, sampler, key, guesses) -> Array:
     """The prompts' lengths, after everything that can be known before compiling was checked."""
     check_integer("generate: max_new_tokens", max_new_tokens)
+    check_guesses(model, guesses, sampler)
     check(isinstance(sampler, Greedy) or key is not None, f"{sampler} draws at random: pass key=jax.random.key(seed).")
     batch, width = prompt.shape
     check(width > 0, "generate: prompt has length 0; give at least one token, such as the tokenizer's bos_id.")

@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from jax.test_util import check_grads
 
 import eqx_decoders as ed
-from eqx_decoders.layers.experts import Experts, ExpertsConfig
+from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.router import RouterConfig
+from tests.layers.test_experts import EMBED, close, drawn, run
 from tests.oracles import experts_by_hand
 from tests.strategies import ROUTERS
 
 
-EMBED = 6
 # No shrinking: each try compiles for seconds.
 SETTINGS = dict(
     derandomize=True, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
@@ -52,14 +52,6 @@ shapes = st.sampled_from([(1, 1), (1, 7), (2, 5), (3, 3)])
 seeds = st.integers(0, 99)
 
 
-def drawn(config: ExpertsConfig, seed: int) -> Experts:
-    """Every weight drawn by NumPy."""
-    draws = np.random.default_rng(seed)
-    blank = eqx.filter_eval_shape(lambda key: config.build(EMBED, key=key), jax.random.key(0))
-    arrays, static = eqx.partition(blank, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    return eqx.combine(jax.tree.map(lambda a: jnp.asarray(draws.normal(0.1, 0.5, a.shape), a.dtype), arrays), static)
-
-
 def tokens(shape, seed: int):
     """Tokens, and their positions: about every fifth one is padding."""
     draws = np.random.default_rng(seed)
@@ -67,36 +59,14 @@ def tokens(shape, seed: int):
     return draws.normal(size=(*shape, EMBED)).astype(np.float32), np.where(draws.random(shape) < 0.2, -1, places)
 
 
-@eqx.filter_jit
-def run(layer, x, positions, form):
-    """Output, statistics and the gradient of a sum that weighs every number differently."""
-
-    def loss(diff):
-        layer, x = diff
-        out, stats = layer(x, ed.Context(positions=positions, execution=ed.Execution(experts=form)))
-        weights = jnp.sin(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
-        return jnp.sum(weights * out.astype(jnp.float32)), (out, stats)
-
-    (_, (out, stats)), gradient = jax.value_and_grad(loss, has_aux=True)((layer, x))
-    return out, stats, gradient
-
-
-def close(got, want, tolerance=3e-5):
-    got, want = (jax.tree.leaves(jax.device_get(tree)) for tree in (got, want))
-    assert len(got) == len(want)
-    for one, other in zip(got, want, strict=True):
-        bound = tolerance * max(1.0, float(np.abs(other).max(initial=0)))
-        np.testing.assert_allclose(np.asarray(one, np.float64), other, rtol=0, atol=bound)
-
-
 def check_forms(config, shape, seed):
     layer, (x, positions) = drawn(config, seed), tokens(shape, seed)
     dense = run(layer, jnp.asarray(x), jnp.asarray(positions), "dense")
-    close(dense[0], experts_by_hand(layer, x.astype(np.float64), positions)[0])
+    close(dense[0], experts_by_hand(layer, x.astype(np.float64), positions)[0], 3e-5)
     for form in ("dropless", "capacity"):
         out, stats, gradient = run(layer, jnp.asarray(x), jnp.asarray(positions), form)
         assert float(stats.dropped) == 0
-        close((out, stats, gradient), dense)
+        close((out, stats, gradient), dense, 3e-5)
 
 
 @given(config=layers(), shape=shapes, seed=seeds)
@@ -116,7 +86,7 @@ def check_drops(config, shape, seed):
     layer, (x, positions) = drawn(config, seed), tokens(shape, seed)
     out, stats, gradient = run(layer, jnp.asarray(x), jnp.asarray(positions), "capacity")
     want, dropped = experts_by_hand(layer, x.astype(np.float64), positions, config.capacity(shape[1]))
-    close(out, want)
+    close(out, want, 3e-5)
     assert float(stats.dropped) == dropped
     assert float(stats.counts.sum()) == np.sum(positions >= 0) * config.num_experts_per_token
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient))
@@ -178,7 +148,7 @@ def test_one_token_finds_its_experts(experts, chosen):
     config = ExpertsConfig(num_experts=experts, num_experts_per_token=chosen, mlp_dim=3)
     layer, (x, _) = drawn(config, 5), tokens((1, 1), 5)
     out, stats, _ = run(layer, jnp.asarray(x), jnp.zeros((1, 1), jnp.int32), "auto")
-    close(out, experts_by_hand(layer, x.astype(np.float64), np.zeros((1, 1), int))[0])
+    close(out, experts_by_hand(layer, x.astype(np.float64), np.zeros((1, 1), int))[0], 3e-5)
     assert float(stats.counts.sum()) == chosen and float(stats.counts.max()) == 1
 
 
