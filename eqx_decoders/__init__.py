@@ -12,26 +12,16 @@ if os.environ.get("EQX_DECODERS_TYPECHECK", "0") not in ("", "0"):
     # the tower: whole numbers are welcome where a float is asked for
     install_import_hook("eqx_decoders", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
+from eqx_decoders.birth import abstract, abstract_cache, add_mtp, count_parameters, init, init_cache, with_mtp
 from eqx_decoders.block import ActivationStats, Block, BlockConfig, BlockStats
 from eqx_decoders.context import Context, Execution
-from eqx_decoders.decoder import (
-    Cache,
-    Decoder,
-    DecoderConfig,
-    Output,
-    abstract,
-    abstract_cache,
-    add_mtp,
-    count_parameters,
-    init,
-    init_cache,
-    with_mtp,
-)
+from eqx_decoders.decoder import Cache, Decoder, DecoderConfig, Output
 from eqx_decoders.errors import CheckpointError, ConfigError, ConversionError, DataError, EqxDecodersError
 from eqx_decoders.families import get_config, list_models
 from eqx_decoders.inference.generate import generate, stream
 from eqx_decoders.inference.sampling import Greedy, Sample
-from eqx_decoders.io.huggingface import abstract_hf, load_hf, save_hf
+from eqx_decoders.io.export import save_hf
+from eqx_decoders.io.huggingface import abstract_hf, load_hf
 from eqx_decoders.layers.router import RoutingStats, load_balance_loss, router_z_loss
 from eqx_decoders.layout import Layout
 from eqx_decoders.mtp import MTPConfig

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Literal
 
 from eqx_decoders import load_hf
-from eqx_decoders.decoder import count_parameters
+from eqx_decoders.birth import count_parameters
 from eqx_decoders.errors import CheckpointError, EqxDecodersError, check, check_integer, check_number, need_extra
 from eqx_decoders.io import verify
 from eqx_decoders.io.checkpoint import Checkpoints
-from eqx_decoders.io.huggingface import read_config, resolve
+from eqx_decoders.io.hub import resolve
+from eqx_decoders.io.huggingface import read_config
 from eqx_decoders.io.rundir import RunLock, exit_code
 from eqx_decoders.training.runs import export_run, keep_source, load_run
 from eqx_decoders.training.settings import TrainConfig, load_settings, save_settings, settings_json

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.birth import with_mtp
 from eqx_decoders.block import BlockConfig
-from eqx_decoders.decoder import with_mtp
 from eqx_decoders.inference.speculative import speculate
 from eqx_decoders.layers.attention import AttentionConfig
 from eqx_decoders.layers.embedding import LearnedPositions

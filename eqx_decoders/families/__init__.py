@@ -22,7 +22,7 @@ from eqx_decoders.families import (
     qwen3,
     qwen3_moe,
 )
-from eqx_decoders.families.hf import Family
+from eqx_decoders.families.family import Family
 
 
 _PUBLISHED = (

@@ -11,7 +11,8 @@ from typing import Any
 from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families.hf import ACTIVATIONS, Family, Fields, Weight, activation_name, read_rope, write_rope
+from eqx_decoders.families.family import Family, Weight
+from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
 from eqx_decoders.families.moe import (
     HARMLESS,
     dense_of,
@@ -23,6 +24,7 @@ from eqx_decoders.families.moe import (
     shared_mlp,
     write_experts,
 )
+from eqx_decoders.families.ropes import read_rope, write_rope, yarn_mscale
 from eqx_decoders.families.shape import ENDS, GATED_MLP, PRE_NORMS, Shape, write_outer
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.latent import LatentAttentionConfig
@@ -37,7 +39,7 @@ def score_factor(rope: Rope, mscale: float) -> float:
     """By what YaRN multiplies scores here: m², m = 0.1 `mscale` ln(factor) + 1; 1 where it is 0."""
     if not isinstance(rope, YarnRope) or rope.factor <= 1 or mscale == 0:
         return 1.0
-    return (0.1 * mscale * math.log(rope.factor) + 1.0) ** 2
+    return yarn_mscale(rope.factor, mscale) ** 2
 
 
 def deepseek(
@@ -240,7 +242,7 @@ def _write_rope(mixer: LatentAttentionConfig) -> dict[str, Any]:
             if factor is not None:
 
                 def gives(mscale: float) -> bool:
-                    return (log * mscale + 1.0) / (log * whole + 1.0) == factor
+                    return yarn_mscale(rope.factor, mscale) / yarn_mscale(rope.factor, whole) == factor
 
                 mscale = _recovered((factor * m - 1.0) / log, gives)
                 if gives(mscale):  # else the factor itself says it

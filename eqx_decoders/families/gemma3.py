@@ -3,8 +3,10 @@
 from typing import Any
 
 from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.families.family import Family
+from eqx_decoders.families.fields import Fields
 from eqx_decoders.families.gemma2 import HARMLESS, WEIGHTS, read_gemma_shape, sandwich, write_gemma
-from eqx_decoders.families.hf import Family, Fields, read_ropes, write_rope
+from eqx_decoders.families.ropes import read_ropes, write_rope
 from eqx_decoders.families.shape import Shape, attentions, read_masks
 from eqx_decoders.layers.attention import QKNorm
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow

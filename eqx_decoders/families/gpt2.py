@@ -6,7 +6,8 @@ from typing import Any
 from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families.hf import ACTIVATIONS, Family, Fields, Weight, activation_name
+from eqx_decoders.families.family import Family, Weight
+from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
 from eqx_decoders.families.shape import Shape, attentions
 from eqx_decoders.layers.embedding import LearnedPositions
 from eqx_decoders.layers.mlp import MLPConfig

@@ -5,8 +5,10 @@ from typing import Any
 
 from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
-from eqx_decoders.families.hf import Family, Fields, Weight, read_rope, write_ropes
+from eqx_decoders.families.family import Family, Weight
+from eqx_decoders.families.fields import Fields
 from eqx_decoders.families.moe import HARMLESS, experts_of, write_experts
+from eqx_decoders.families.ropes import read_rope, write_ropes
 from eqx_decoders.families.shape import (
     ATTENTION,
     ENDS,

@@ -8,7 +8,9 @@ from typing import Any
 
 from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
-from eqx_decoders.families.hf import Family, Fields, read_rope, write_ropes
+from eqx_decoders.families.family import Family
+from eqx_decoders.families.fields import Fields
+from eqx_decoders.families.ropes import read_rope, write_ropes
 from eqx_decoders.families.shape import LLAMA_WEIGHTS, Shape, attentions, read_shape, write_shape
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.mlp import MLPConfig

@@ -5,8 +5,10 @@ from typing import Any
 from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families.hf import Family, Fields, Weight, activation_name, read_rope, write_ropes
+from eqx_decoders.families.family import Family, Weight
+from eqx_decoders.families.fields import Fields, activation_name
 from eqx_decoders.families.moe import HARMLESS, dense_of, experts_of, is_sparse, need_experts, shared_mlp, write_experts
+from eqx_decoders.families.ropes import read_rope, write_ropes
 from eqx_decoders.families.shape import ATTENTION, ENDS, PRE_NORMS, Shape, attentions, read_shape, write_sizes
 from eqx_decoders.layers.attention import QKNorm, QueryTemperature
 from eqx_decoders.layers.experts import ExpertsConfig

@@ -5,7 +5,8 @@ from typing import Any
 from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families.hf import Fields, Weight
+from eqx_decoders.families.family import Weight
+from eqx_decoders.families.fields import Fields
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.mlp import MLPConfig
 

@@ -4,8 +4,10 @@ from typing import Any
 
 from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.families.family import Family
+from eqx_decoders.families.fields import Fields
 from eqx_decoders.families.gemma3 import write_local_ropes
-from eqx_decoders.families.hf import Family, Fields, read_ropes
+from eqx_decoders.families.ropes import read_ropes
 from eqx_decoders.families.shape import (
     ATTENTION,
     ENDS,

@@ -4,8 +4,10 @@ from typing import Any
 
 from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
-from eqx_decoders.families.hf import Family, Fields, read_rope, write_ropes
+from eqx_decoders.families.family import Family
+from eqx_decoders.families.fields import Fields
 from eqx_decoders.families.qwen2 import HARMLESS, read_late_windows, write_late_windows
+from eqx_decoders.families.ropes import read_rope, write_ropes
 from eqx_decoders.families.shape import LLAMA_WEIGHTS, Shape, attentions, read_shape, write_shape
 from eqx_decoders.layers.attention import QKNorm
 from eqx_decoders.layers.mask import Mask

@@ -7,7 +7,8 @@ from typing import Any
 from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families.hf import ACTIVATIONS, Fields, Weight, activation_name
+from eqx_decoders.families.family import Weight
+from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
 from eqx_decoders.layers.attention import AttentionConfig
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig

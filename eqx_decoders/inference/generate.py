@@ -11,7 +11,8 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from eqx_decoders.axes import AnyArray
-from eqx_decoders.decoder import Cache, Decoder, init_cache
+from eqx_decoders.birth import init_cache
+from eqx_decoders.decoder import Cache, Decoder
 from eqx_decoders.errors import ConfigError, check, check_integer
 from eqx_decoders.inference.sampling import Greedy, Sampler, choose, stops
 from eqx_decoders.inference.speculative import check_guesses, speculate, stream_guessing

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from eqx_decoders.birth import block_cache, init_cache
 from eqx_decoders.context import Context
-from eqx_decoders.decoder import Cache, Decoder, block_cache, init_cache
+from eqx_decoders.decoder import Cache, Decoder
 from eqx_decoders.errors import check, check_integer
 from eqx_decoders.inference.sampling import Greedy, Sampler, stops
 from eqx_decoders.layers.cache import KVCache, Past

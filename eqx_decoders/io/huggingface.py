@@ -1,4 +1,4 @@
-"""Hugging Face directories, read and written: `config.json` and safetensors, without torch and without transformers.
+"""Hugging Face directories, read: `config.json` and safetensors, without torch and without transformers.
 
 Each device's part of each weight is filled by itself, tensor by tensor, so that the host never holds more than the
 weights that live on it and a piece of one tensor.
@@ -9,11 +9,8 @@ import functools
 import itertools
 import json
 import math
-import os
 import re
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +19,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
-from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
 from eqx_decoders.axes import named_leaves
-from eqx_decoders.decoder import Decoder, DecoderConfig, Origin, abstract, count_parameters
-from eqx_decoders.errors import ConversionError, check, check_integer, check_word, need_extra
-from eqx_decoders.families import FAMILIES, find_family
-from eqx_decoders.families.hf import Bound, Family, depth_layers, for_inference
-from eqx_decoders.io.directory import FLOATS, Directory, Stored, check_dtypes, exists, parse_json
+from eqx_decoders.birth import abstract
+from eqx_decoders.decoder import Decoder, DecoderConfig, Origin
+from eqx_decoders.errors import ConversionError, check
+from eqx_decoders.families import find_family
+from eqx_decoders.families.family import Bound, Family, depth_layers
+from eqx_decoders.io.directory import FLOATS, Directory, Stored, check_dtypes
+from eqx_decoders.io.hub import resolve
 from eqx_decoders.io.quantized import checkpoint_tensors, read_scheme
 from eqx_decoders.layout import Layout
 from eqx_decoders.numerics import Precision
@@ -41,19 +39,6 @@ _HEAD = "lm_head.weight"
 _PIECE = 256 * 1024  # bytes of a tensor that are copied together
 _READ = 64_000_000  # bytes in float32 of a tensor that are read together
 _ALIGNMENT = 64  # bytes: JAX takes over a NumPy array that begins at a multiple of it without a copy
-
-# What a tokenizer may consist of; copied into an export, never interpreted here but for the .json files.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 
 
 def read_config(directory: str | Path) -> tuple[DecoderConfig, Origin]:
@@ -233,7 +218,7 @@ def _block(index: tuple[range, ...], dtype: np.dtype, row: Bound, tensors: Mappi
         own = tuple(number - cut.start for number, cut in zip(place, lead, strict=True))
         for begin, piece in _pieces(row, rest):
             cut = tuple(slice(first, first + len(part)) for first, part in zip(begin, piece, strict=True))
-            _copy(block[own][cut], _part(tensors[row.name(place)], row, piece))
+            copy_in_pieces(block[own][cut], _part(tensors[row.name(place)], row, piece))
     return block
 
 
@@ -256,7 +241,7 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return raw[begin : begin + size].view(dtype).reshape(shape)
 
 
-def _copy(target: np.ndarray, source: np.ndarray) -> None:
+def copy_in_pieces(target: np.ndarray, source: np.ndarray) -> None:
     """`target[...] = source`, in pieces that fit a cache along the axis in which the source moves slowest.
 
     A transposed copy as a whole misses the cache with every element, and takes five times as long.
@@ -279,262 +264,13 @@ def _part(tensor: Stored, row: Bound, index: tuple[range, ...]) -> np.ndarray:
         cuts.append(slice(cut.start * inner, cut.stop * inner))
         sizes[first] = len(cut)
     x = tensor.read(tuple(cuts))
-    x = rearrange(x, row.pattern, **_given(row, sizes))
+    x = rearrange(x, row.pattern, **given_sizes(row, sizes))
     rest = {word: slice(cut.start, cut.stop) for word, cut in wanted.items()}
     if row.part is not None:
         x = x[rest.pop("part").start if "part" in rest else 0]
     return x[tuple(rest.get(word, slice(None)) for word in row.words)]
 
 
-def _given(row: Bound, sizes: Mapping[str, int]) -> dict[str, int]:
+def given_sizes(row: Bound, sizes: Mapping[str, int]) -> dict[str, int]:
     """The sizes that einops can't see: of the words that share a dimension."""
     return {word: sizes[word] for group in row.groups if len(group) > 1 for word in group}
-
-
-# --- export -----------------------------------------------------------------------------------------------------------
-
-
-def save_hf(
-    model: Decoder,
-    directory: str | Path,
-    *,
-    dtype: DTypeLike | None = None,
-    shard_bytes: int = 5_000_000_000,
-    family: str | None = None,
-    settings: Mapping[str, Any] | None = None,
-    tokenizer: str | Path | None = None,
-) -> None:
-    """Write a directory that `from_pretrained` of transformers opens, and `load_hf`.
-
-    **Arguments:**
-
-    - `model`: of a known family; merge adapters first.
-    - `directory`: a new or empty one; it appears whole or not at all.
-    - `dtype`: of the tensors; None for that of the weights.
-    - `shard_bytes`: a larger model is cut into files of at most this size, with an index.
-    - `family`: a `model_type`; None for that of the model's origin or, without one, the first that can express it.
-    - `settings`: further keys of `config.json`, such as `eos_token_id` and `max_position_embeddings`.
-    - `tokenizer`: a directory whose tokenizer is copied; None for that of the origin.
-
-    Raises ConversionError where the family cannot express the model exactly. In a run of several processes all of them
-    must call it; the first one writes.
-    """
-    check_integer("save_hf: shard_bytes", shard_bytes)
-    folder = Path(directory).absolute()
-    free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-    check(free, f"{folder} is not empty: give a new directory.", ConversionError)
-    kind, config = export_config(model, family)
-    bound = kind.bind(model)
-    origin = model.origin or Origin(family=kind.model_type)
-    # explicit nulls: the classes of transformers have token ids of their own as defaults
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    config = ids | json.loads(origin.settings) | config | dict(settings or {})
-    stored = jnp.dtype(dtype) if dtype is not None else named_leaves(model)["embedding.table"].dtype
-    check_word("save_hf: dtype", stored.name, FLOATS.values(), ConversionError)
-    config |= {"dtype": stored.name, "torch_dtype": stored.name}
-    _check_settings(kind, config, model.config)
-    writes = jax.process_index() == 0
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent)) if writes else folder
-    if writes:
-        partial.chmod(0o755)
-    copies = kind.copied(model.config)
-    _write_tensors(partial, named_leaves(model), bound, copies, stored, shard_bytes, writes)
-    if writes:
-        _write_json(partial / "config.json", config)
-        copy_tokenizer(origin.directory if tokenizer is None else tokenizer, partial)
-        if not (partial / "generation_config.json").exists():
-            known = {key: config[key] for key in ids if config[key] is not None}
-            _write_json(partial / "generation_config.json", known)
-        (partial / "README.md").write_text(_card(folder.name, model, kind, stored))
-        if folder.exists():
-            folder.rmdir()
-        os.replace(partial, folder)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("save_hf")
-
-
-def _check_settings(kind: Family, settings: Mapping[str, Any], config: DecoderConfig) -> None:
-    """What is about to be written must be JSON, and still describe the model."""
-    try:
-        again = parse_json(json.dumps(settings, allow_nan=False).encode(), "save_hf: settings")
-    except (TypeError, ValueError) as error:
-        raise ConversionError(f"save_hf: settings={settings!r} are no JSON: {error}.") from error
-    same = kind.decode(again)[0] == for_inference(config)
-    check(same, "save_hf: settings change what the model computes: give only keys that do not.", ConversionError)
-
-
-def export_config(model: Decoder, family: str | None = None) -> tuple[Family, dict[str, Any]]:
-    """The family as which a model is exported, and its settings in `config.json`."""
-    adapted = [path for path in named_leaves(model) if path.endswith(".lora_a")]
-    check(not adapted, f"{adapted[:1]} is an adapter: call merge_lora first, or save_peft.", ConversionError)
-    if family is None and model.origin is not None:
-        family = model.origin.family
-    if family is not None:
-        kind = FAMILIES[check_word("save_hf: family", family, FAMILIES, ConversionError)]
-        return kind, kind.encode(model.config)
-    refusals = []
-    for kind in FAMILIES.values():
-        try:
-            return kind, kind.encode(model.config)
-        except ConversionError as error:
-            refusals.append(str(error))
-    raise ConversionError("No family of Hugging Face has this model.\n  " + "\n  ".join(refusals))
-
-
-def _write_tensors(
-    folder: Path,
-    leaves: Mapping[str, Any],
-    bound: Mapping[str, Bound],
-    copies: Mapping[str, str],
-    dtype: np.dtype,
-    shard_bytes: int,
-    writes: bool,
-) -> None:
-    """Write all tensors, holding those of one file at a time."""
-    tensors = exported(leaves, bound, dtype)
-    tensors |= {copy: tensors[name] for copy, name in copies.items() if name in tensors}
-    sizes = {name: math.prod(row.shape) * dtype.itemsize for row in bound.values() for name in row.names}
-    sizes |= {copy: sizes[name] for copy, name in copies.items() if name in sizes}
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name in tensors:
-        if shards[-1] and filled + sizes[name] > shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += sizes[name]
-    index: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        one = len(shards) == 1
-        file = "model.safetensors" if one else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        made = {name: tensors[name]() for name in shard}
-        index |= dict.fromkeys(made, file)
-        if writes:
-            _save_file(made, folder / file)
-    if writes and len(shards) > 1:
-        total = {"total_size": sum(sizes.values())}
-        _write_json(folder / "model.safetensors.index.json", {"metadata": total, "weight_map": index})
-
-
-def exported(
-    leaves: Mapping[str, Any], bound: Mapping[str, Bound], dtype: np.dtype | None = None
-) -> dict[str, Callable[[], np.ndarray]]:
-    """For the name of every tensor of a checkpoint a function that makes it; None keeps the dtype of the weight."""
-    holders: dict[str, dict[int, tuple[Bound, str, tuple[int, ...]]]] = {}
-    for path, row in bound.items():
-        for place in itertools.product(*map(range, row.stack)):
-            holders.setdefault(row.name(place), {})[row.part or 0] = (row, path, place)
-
-    def make(parts):
-        return lambda: _tensor([(row, leaves[path], place) for _, (row, path, place) in sorted(parts.items())], dtype)
-
-    return {name: make(parts) for name, parts in holders.items()}
-
-
-def _tensor(parts: list[tuple[Bound, Any, tuple[int, ...]]], dtype: np.dtype | None) -> np.ndarray:
-    """One tensor of a checkpoint, on the host, from the weights that share it."""
-    row = parts[0][0]
-    found = [_on_host(leaf[place] if place else leaf) for _, leaf, place in parts]
-    x = found[0] if row.part is None else np.stack(found)
-    x = rearrange(x, row.backwards, **_given(row, row.sizes))
-    tensor = np.empty(x.shape, x.dtype if dtype is None else dtype)
-    _copy(tensor, x)
-    return tensor
-
-
-def _on_host(x: Any) -> np.ndarray:
-    whole = not isinstance(x, jax.Array) or x.is_fully_addressable
-    return np.asarray(x if whole else multihost_utils.process_allgather(x, tiled=True))
-
-
-def _save_file(tensors: dict[str, np.ndarray], path: Path) -> None:
-    try:
-        from safetensors.numpy import save_file
-    except ImportError as error:
-        raise need_extra("safetensors", "hf") from error
-    save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 asks for this word
-
-
-def copy_tokenizer(source: str | Path | None, folder: Path) -> None:
-    """Copy the files of a tokenizer and the generation settings; nothing where there are none."""
-    if source is None or not Path(source).is_dir():
-        return
-    directory = Directory(source)
-    for name in (*TOKENIZER_FILES, "generation_config.json"):
-        if directory.has(name):
-            shutil.copyfile(directory.file(name), folder / name)
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-
-
-def _card(name: str, model: Decoder, family: Family, dtype: np.dtype) -> str:
-    config = model.config
-    rows = {
-        "architecture": family.architecture,
-        "weights": f"{count_parameters(config):,}, {dtype.name}",
-        "layers": len(config.blocks),
-        "features": config.embed_dim,
-        "vocabulary": config.vocab_size,
-    }
-    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-- {family.model_type}
-- eqx_decoders
----
-
-# {name}
-
-Exported by [eqx_decoders](https://pypi.org/project/eqx_decoders/).
-
-| | |
-|---|---|
-{table}
-
-```python
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("{name}")
-```
-
-```python
-import eqx_decoders as ed
-
-model = ed.load_hf("{name}")
-```
-"""
-
-
-# --- the hub ----------------------------------------------------------------------------------------------------------
-
-
-def resolve(source: str | Path, revision: str | None = None) -> Directory:
-    """The directory `source`, or the local copy of the repository `"org/name"` on huggingface.co."""
-    path = Path(source)
-    repository = isinstance(source, str) and re.fullmatch(r"[\w\-][\w.\-]*/[\w\-][\w.\-]*", source)
-    if exists(path) or not repository:
-        return Directory(path)
-    return Directory(_download(str(source), revision))
-
-
-def _download(name: str, revision: str | None) -> str:
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise need_extra("huggingface_hub", "hf") from error
-    wanted = ["*.json", "model.safetensors", "model-*-of-*.safetensors", *TOKENIZER_FILES]
-    nested = ["*/*"]  # other formats of the same weights
-    try:
-        return snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=nested)
-    except Exception as error:  # of huggingface_hub, of its transport, and OSError
-        lines = str(error).strip().splitlines() or [""]
-        cause = f"{type(error).__name__}: {' '.join(dict.fromkeys((lines[0][:200], lines[-1][:200])))}"
-        raise ConversionError(
-            f"{name!r} is no directory here, and could not be downloaded ({cause}). Check the name and the network, or "
-            "give a directory."
-        ) from error

@@ -22,9 +22,10 @@ from jax.typing import DTypeLike
 from eqx_decoders.axes import axes, named_leaves, product_axes, replaced
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import ConversionError, check, need_extra
-from eqx_decoders.families.hf import Bound, Fields
+from eqx_decoders.families.family import Bound
+from eqx_decoders.families.fields import Fields
 from eqx_decoders.io.directory import Directory, Stored, check_dtypes, stored_tensors
-from eqx_decoders.io.huggingface import export_config
+from eqx_decoders.io.export import export_config
 from eqx_decoders.numerics import LowRank, low_rank_weights
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eqx_decoders.errors import ConversionError, check
-from eqx_decoders.families.hf import Fields
+from eqx_decoders.families.fields import Fields
 from eqx_decoders.io.directory import Directory, Stored, stored_tensors
 
 

@@ -14,7 +14,8 @@ from jaxtyping import Float, Int
 from eqx_decoders.axes import AnyArray, named_leaves
 from eqx_decoders.decoder import Decoder, DecoderConfig
 from eqx_decoders.io.directory import FLOATS, Directory, Stored, stored_tensors
-from eqx_decoders.io.huggingface import abstract_hf, exported, load_hf, read_config, save_hf, stored_weights
+from eqx_decoders.io.export import exported, save_hf
+from eqx_decoders.io.huggingface import abstract_hf, load_hf, read_config, stored_weights
 from eqx_decoders.io.quantized import QUANTIZED, checkpoint_tensors
 from eqx_decoders.layers.embedding import LearnedPositions
 

@@ -14,18 +14,13 @@ import jax
 from jaxtyping import PRNGKeyArray
 
 from eqx_decoders.axes import named_leaves, replaced
+from eqx_decoders.birth import abstract, add_mtp, init
 from eqx_decoders.context import Execution
-from eqx_decoders.decoder import Decoder, abstract, add_mtp, init
+from eqx_decoders.decoder import Decoder
 from eqx_decoders.families import get_config
 from eqx_decoders.io.checkpoint import Checkpoints, load_weights
-from eqx_decoders.io.huggingface import (
-    abstract_hf,
-    copy_tokenizer,
-    export_config,
-    load_hf,
-    read_config,
-    save_hf,
-)
+from eqx_decoders.io.export import copy_tokenizer, export_config, save_hf
+from eqx_decoders.io.huggingface import abstract_hf, load_hf, read_config
 from eqx_decoders.training.lora import add_lora, merge_lora
 from eqx_decoders.training.optimizer import matching
 from eqx_decoders.training.settings import TrainConfig, check_resumable, load_settings

@@ -17,7 +17,8 @@ from eqx_decoders.inference.generate import stream
 from eqx_decoders.inference.sampling import Sampler
 from eqx_decoders.io.chat import ChatTemplate, load_chat_template
 from eqx_decoders.io.generation import GenerationDefaults, read_generation, token_ids
-from eqx_decoders.io.huggingface import load_hf, resolve
+from eqx_decoders.io.hub import resolve
+from eqx_decoders.io.huggingface import load_hf
 from eqx_decoders.layers.embedding import LearnedPositions
 from eqx_decoders.training.runs import SOURCE, load_run
 from eqx_decoders.training.settings import load_settings

@@ -13,7 +13,7 @@ from hypothesis import given, note, settings, strategies as st
 
 import eqx_decoders as ed
 from eqx_decoders.families import FAMILIES
-from eqx_decoders.families.hf import HARMLESS
+from eqx_decoders.families.fields import HARMLESS
 from eqx_decoders.layers.attention import AttentionConfig
 from eqx_decoders.layers.rope import LinearRope, Llama3Rope, Rope, YarnRope
 
@@ -401,6 +401,17 @@ def test_a_spoiled_configuration_is_valid_or_refused(seed):
     else:
         assert isinstance(config, ed.DecoderConfig)
         assert family.decode(family.encode(config))[0] == config
+
+
+@pytest.mark.parametrize("scale, everywhere, factor", [(1.0, 0.707, 40.0), (0.707, 0.707, 40.0), (1.0, 1691.0, 8.0)])
+def test_the_factors_of_latent_attention_s_yarn_survive_an_export(scale, everywhere, factor):
+    family = FAMILIES["deepseek_v2"]
+    content = json.loads((FIXTURES / "deepseek2_groups" / "config.json").read_text())
+    content["rope_parameters"] |= {"mscale": scale, "mscale_all_dim": everywhere, "factor": factor}
+    config, _ = family.decode(content)
+    written = family.encode(config)
+    assert written["rope_parameters"]["mscale"] == scale and written["rope_parameters"]["mscale_all_dim"] == everywhere
+    assert family.decode(written)[0] == config
 
 
 def seconds(family, content) -> float:

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import eqx_decoders as ed
-from eqx_decoders.decoder import with_mtp
+from eqx_decoders.birth import with_mtp
 from eqx_decoders.io.verify import compare_tensors
 from tests.strategies import filled
 

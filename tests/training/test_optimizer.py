@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from eqx_decoders.axes import axes
-from eqx_decoders.decoder import abstract
+from eqx_decoders.birth import abstract
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.embedding import LearnedPositions
 from eqx_decoders.training.optimizer import (

@@ -1,0 +1,150 @@
+"""How models and caches come to be: as shapes that take no memory, or born on the devices where they live."""
+
+import dataclasses
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import PRNGKeyArray
+
+from eqx_decoders.block import BlockConfig
+from eqx_decoders.context import Execution
+from eqx_decoders.decoder import Cache, Decoder, DecoderConfig
+from eqx_decoders.errors import check, check_integer
+from eqx_decoders.layers.cache import KVCache
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layout import Layout
+from eqx_decoders.mtp import MTPConfig
+from eqx_decoders.numerics import Precision
+from eqx_decoders.stack import segments
+
+
+def abstract(
+    config: DecoderConfig, *, layout: Layout = Layout(), precision: Precision = Precision(), **execution: Any
+) -> Decoder:
+    """The model as a tree of `jax.ShapeDtypeStruct` with shardings: takes no memory."""
+    run = Execution(layout=layout, precision=precision, **execution)
+    tree = eqx.filter_eval_shape(lambda key: config.build(key=key, execution=run), jax.random.key(0))
+    arrays, static = eqx.partition(tree, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    placed = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, precision.params, sharding=sharding),
+        arrays,
+        layout.shardings(arrays),
+    )
+    return eqx.combine(placed, static)
+
+
+def init(
+    config: DecoderConfig,
+    *,
+    key: PRNGKeyArray,
+    layout: Layout = Layout(),
+    precision: Precision = Precision(),
+    **execution: Any,
+) -> Decoder:
+    """A new model, born sharded: no device ever holds more than its part.
+
+    **Arguments:**
+
+    - `config`: what to build.
+    - `key`: the same key gives the same weights on every mesh.
+    - `layout`: where the weights live.
+    - `precision`: their dtype, and that of the activations.
+    - `execution`: further fields of `Execution`, such as `remat="full"`.
+    """
+    target = abstract(config, layout=layout, precision=precision, **execution)
+    shapes, static = eqx.partition(target, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+
+    def build(key):
+        arrays = eqx.filter(config.build(key=key, execution=target.execution), eqx.is_array)
+        return jax.tree.map(lambda leaf: leaf.astype(precision.params), arrays)
+
+    arrays = jax.jit(build, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes))(key)
+    return eqx.combine(arrays, static)
+
+
+def abstract_cache(
+    config: DecoderConfig,
+    batch_size: int,
+    max_length: int,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    layout: Layout = Layout(),
+) -> Cache:
+    """`init_cache` as a tree of `jax.ShapeDtypeStruct` with shardings."""
+    check_integer("init_cache batch_size", batch_size)
+    check_integer("init_cache max_length", max_length)
+    shapes = eqx.filter_eval_shape(lambda: _build_cache(config, batch_size, max_length, dtype))
+    words = {5: "layers batch kv_heads slots head_dim", 2: "batch slots", 1: "batch"}
+
+    def place(leaf):
+        sharding = layout.activation_sharding(words[leaf.ndim], leaf.shape)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(place, shapes)
+
+
+def init_cache(
+    config: DecoderConfig,
+    batch_size: int,
+    max_length: int,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    layout: Layout = Layout(),
+) -> Cache:
+    """An empty cache for `batch_size` rows of up to `max_length` tokens, born sharded."""
+    target = abstract_cache(config, batch_size, max_length, dtype=dtype, layout=layout)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+    return jax.jit(lambda: _build_cache(config, batch_size, max_length, dtype), out_shardings=shardings)()
+
+
+def _build_cache(config: DecoderConfig, batch_size: int, max_length: int, dtype: DTypeLike) -> Cache:
+    caches = tuple(
+        tuple(block_cache(block, repeats, batch_size, max_length, dtype) for block in unit)
+        for unit, repeats in segments(config.blocks)
+    )
+    return Cache(segments=caches, length=jnp.zeros((batch_size,), jnp.int32))
+
+
+def block_cache(block: BlockConfig, layers: int, batch_size: int, max_length: int, dtype: DTypeLike) -> KVCache | None:
+    """An empty cache for equal layers; None where they need none."""
+    if block.mixer is None:
+        return None
+    return block.mixer.cache_shape(max_length).build(layers, batch_size, jnp.dtype(dtype))
+
+
+def count_parameters(config: DecoderConfig) -> int:
+    """How many weights a model has; tied ones count once."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract(config)))
+
+
+def with_mtp(config: DecoderConfig, num_depths: int, *, loss_weight: float = 0.1) -> DecoderConfig:
+    """The configuration with multi-token prediction: so many depths of blocks and norms like its last ones."""
+    norm = RMSNormConfig() if config.final_norm is None else config.final_norm
+    mtp = MTPConfig(num_depths=num_depths, block=config.blocks[-1], norm=norm, loss_weight=loss_weight)
+    return dataclasses.replace(config, mtp=mtp)
+
+
+def add_mtp(model: Decoder, num_depths: int, *, loss_weight: float = 0.1, key: PRNGKeyArray) -> Decoder:
+    """The model with new depths of multi-token prediction, as `with_mtp` describes them, born sharded like the rest.
+
+    A model of `jax.ShapeDtypeStruct`s gets such.
+    """
+    check(model.mtp is None, "add_mtp: the model has multi-token prediction already.")
+    config = with_mtp(model.config, num_depths, loss_weight=loss_weight)
+    assert config.mtp is not None
+    mtp: MTPConfig = config.mtp
+    target = abstract(config, **vars(model.execution)).mtp
+    shapes, static = eqx.partition(target, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    if isinstance(model.embedding.table, jax.ShapeDtypeStruct):
+        return dataclasses.replace(model, mtp=target, config=config)
+
+    def build(key):
+        arrays = eqx.filter(mtp.build(config.embed_dim, key=key), eqx.is_array)
+        return jax.tree.map(lambda leaf: leaf.astype(model.execution.precision.params), arrays)
+
+    arrays = jax.jit(build, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes))(key)
+    return dataclasses.replace(model, mtp=eqx.combine(arrays, static), config=config)

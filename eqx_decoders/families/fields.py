@@ -1,0 +1,238 @@
+"""`config.json`, read with checks: every key is taken by somebody, or known to have no effect, or refused."""
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from eqx_decoders.errors import ConversionError
+
+
+T = TypeVar("T")
+_REQUIRED: Any = object()
+_LARGEST = 2**31 - 1
+MOST_LAYERS = 1024
+
+KERNELS = "which kernels transformers takes; here they are chosen by `attention=`"
+
+# Keys that don't change what a loaded model computes, each with the reason. They are carried over into an export.
+HARMLESS: dict[str, str] = {
+    key: reason
+    for reason, keys in {
+        "who wrote it": "transformers_version _name_or_path name_or_path unsloth_version unsloth_fixed "
+        "is_llama_config transformers.js_config",
+        "for tokenizers and generation": "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id "
+        "forced_bos_token_id forced_eos_token_id unk_token_id tokenizer_class prefix model_max_length",
+        "generation settings of transformers": "max_length min_length do_sample early_stopping num_beams "
+        "num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty length_penalty "
+        "no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores "
+        "return_dict_in_generate remove_invalid_values exponential_decay_length_penalty suppress_tokens "
+        "begin_suppress_tokens cache_implementation use_cache",
+        "dropout happens in training only, and a loaded model has none": "attention_dropout resid_pdrop embd_pdrop "
+        "attn_pdrop hidden_dropout hidden_dropout_prob",
+        "how transformers runs it": "use_return_dict output_attentions output_hidden_states return_dict torchscript "
+        "use_bfloat16 tf_legacy_loss chunk_size_feed_forward problem_type finetuning_task id2label label2id num_labels "
+        "_num_labels task_specific_params pretraining_tp output_past gradient_checkpointing",
+        KERNELS: "_attn_implementation _attn_implementation_autoset _flash_attn_2_enabled attn_implementation",
+        "a promise, not a limit: rotary positions have no table": "max_position_embeddings",
+    }.items()
+    for key in keys.split()
+}
+
+# Keys of every configuration that must be off where they are given: their effect does not exist here.
+OFF: dict[str, tuple[Any, ...]] = {
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "cross_attention_hidden_size": (),
+    "tie_encoder_decoder": (False,),
+    "is_decoder": (False, True),  # every model here is one
+    "pruned_heads": ({},),
+    "partial_rotary_factor": (1, 1.0),
+    "use_bidirectional_attention": (False,),
+    "is_causal": (True,),
+    "use_mrope": (False,),
+    "rope_interleaved": (False,),
+}
+
+# transformers' names of activations and ours; the first of several with one meaning is the one that is written.
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+    "sigmoid": "sigmoid",
+    "tanh": "tanh",
+    "linear": "identity",
+}
+
+
+def activation_name(activation: str) -> str:
+    """transformers' name of one of our activations."""
+    return next(name for name, ours in ACTIVATIONS.items() if ours == activation)
+
+
+class Fields:
+    """A JSON object being read: each key is asked for once, with its type and bounds; `finish` refuses what is left.
+
+    null counts as missing, except where a method has `null`: what an explicit null means there.
+    """
+
+    def __init__(self, content: Mapping[str, Any], where: str = "config.json"):
+        self.content = dict(content)
+        self.where = where
+        self._read: set[str] = set()
+
+    def error(self, sentence: str) -> ConversionError:
+        return ConversionError(f"{self.where}: {sentence}")
+
+    def unknown(self, told: str, word: Any, known: Iterable[str]) -> ConversionError:
+        return self.error(f"{told} is not known here.{_near(word, known)} Known: {', '.join(known)}.")
+
+    def take(self, key: str, default: Any = _REQUIRED, null: Any = _REQUIRED) -> Any:
+        """The raw value of `key`."""
+        self._read.add(key)
+        if key in self.content and self.content[key] is None and null is not _REQUIRED:
+            return null
+        value = self.content.get(key)
+        if value is None and default is _REQUIRED:
+            raise self.error(f"{key} is missing, and the model's shape depends on it: add it.")
+        return default if value is None else value
+
+    def integer(self, key: str, default: Any = _REQUIRED, *, null: Any = _REQUIRED, least: int = 1) -> Any:
+        """A whole number between `least` and 2^31 - 1."""
+        value = self.take(key, default, null)
+        if value is default or value is null:
+            return value
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not whole or not least <= value <= _LARGEST:
+            raise self.error(f"{key}={short(value)} must be an integer of at least {least}, at most {_LARGEST}.")
+        return value
+
+    def layers(self, key: str, default: Any = _REQUIRED) -> int:
+        """The number of layers: an integer with a bound, since each layer has a configuration of its own."""
+        count = self.integer(key, default)
+        if count > MOST_LAYERS:
+            raise self.error(f"{key}={count} must be at most {MOST_LAYERS}.")
+        return count
+
+    def number(self, key: str, default: Any = _REQUIRED, *, null: Any = _REQUIRED) -> Any:
+        """A finite number above 0."""
+        value = self.take(key, default, null)
+        if value is default or value is null:
+            return value
+        good = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e30
+        if not good:
+            raise self.error(f"{key}={short(value)} must be a finite number above 0.")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """true or false."""
+        value = self.take(key, default)
+        if not isinstance(value, bool):
+            raise self.error(f"{key}={short(value)} must be true or false.")
+        return value
+
+    def word(self, key: str, known: Mapping[str, T], default: str = _REQUIRED) -> T:
+        """What one of the known words stands for."""
+        value = self.take(key, default)
+        if not isinstance(value, str) or value not in known:
+            raise self.error(f"{key}={short(value)} is not known here.{_near(value, known)} Known: {', '.join(known)}.")
+        return known[value]
+
+    def table(self, key: str) -> "Fields | None":
+        """A nested object; None where there is none."""
+        value = self.take(key, None)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self.error(f"{key}={short(value)} must be an object.")
+        return Fields(value, f"{self.where}: {key}")
+
+    def words(self, key: str, known: tuple[str, ...], length: int) -> list[str] | None:
+        """A list of `length` known words; None where there is none."""
+        value = self.take(key, None)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+            raise self.error(f"{key}={short(value)} must be a list of words.")
+        for word in value:
+            if word not in known:
+                raise self.error(
+                    f"{key}: {short(word)} is not known here.{_near(word, known)} Known: {', '.join(known)}."
+                )
+        if len(value) != length:
+            raise self.error(f"{key} has {len(value)} entries, but there are {length} layers: give one for each.")
+        return value
+
+    def numbers(self, key: str) -> list[int]:
+        """A list of whole numbers, empty where there is none."""
+        value = self.take(key, [])
+        good = isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) for n in value)
+        if not good:
+            raise self.error(f"{key}={short(value)} must be a list of whole numbers.")
+        return value
+
+    def off(self, key: str, *allowed: Any) -> None:
+        """`key` changes the mathematics in a way that does not exist here, unless it is missing, null or `allowed`."""
+        value = self.take(key, None)
+        same = value is None or any(type(value) is type(good) and value == good for good in allowed)
+        if not same:
+            expected = " or ".join(json.dumps(good) for good in allowed) or "null"
+            raise self.error(
+                f"{key}={short(value)} changes what the model computes and is not implemented: only {expected} is."
+            )
+
+    def rename(self, old: str, new: str) -> None:
+        """Read the key `old` as `new`; if both are given they must agree."""
+        if old not in self.content:
+            return
+        value = self.content.pop(old)
+        if new in self.content and self.content[new] != value:
+            raise self.error(
+                f"{old}={short(value)} and {new}={short(self.content[new])} are the same setting: make them equal."
+            )
+        self.content[new] = value
+
+    def supply(self, key: str, value: Any) -> None:
+        """Give a key that stands elsewhere; if it stands here too they must agree."""
+        if self.content.get(key, value) != value:
+            raise self.error(f"{key}={short(self.content[key])}, but {short(value)} outside of it: make them equal.")
+        self.content[key] = value
+
+    def finish(self, harmless: Mapping[str, str] = {}) -> None:
+        """Refuse keys that nothing has read and that are not known to be harmless. null is as good as missing."""
+        given = (key for key, value in self.content.items() if value is not None)
+        unknown = [key for key in given if key not in self._read and key not in harmless]
+        if unknown:
+            near = _near(unknown[0], self._read)
+            raise self.error(
+                f"{_listed(unknown)}: not known here, so they may change what the model computes.{near} "
+                "Remove them if they do not."
+            )
+
+
+def short(value: Any) -> str:
+    """A value in an error message: a hostile file must not fill the screen."""
+    try:
+        text = value if isinstance(value, str) and value.isidentifier() else json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        text = str(type(value))
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _listed(words: list[str]) -> str:
+    more = f" and {len(words) - 20} more" if len(words) > 20 else ""
+    return ", ".join(map(short, words[:20])) + more
+
+
+def _near(word: Any, known: Any) -> str:
+    near = difflib.get_close_matches(str(word)[:60], sorted(known), n=1, cutoff=0.6)
+    return f" Did you mean {near[0]!r}?" if near else ""

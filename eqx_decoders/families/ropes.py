@@ -1,0 +1,161 @@
+"""Rotary embeddings in `config.json`: `rope_parameters`, and the older `rope_theta` and `rope_scaling`."""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+from eqx_decoders.errors import ConversionError
+from eqx_decoders.families.fields import Fields
+from eqx_decoders.layers.rope import LinearRope, Llama3Rope, Rope, YarnRope
+
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+NESTED = ("full_attention", "sliding_attention")
+
+
+def read_rope(fields: Fields, *, theta: float = 10_000.0, pairing: Literal["half", "interleaved"] = "half") -> Rope:
+    """The rotary embedding of all layers, from `rope_parameters` or the older `rope_theta` and `rope_scaling`."""
+    outer = _Outer(fields.number("rope_theta", None), theta, fields.integer("max_position_embeddings", None))
+    original = fields.integer("original_max_position_embeddings", None)
+    tables = [fields.table(key) for key in ("rope_parameters", "rope_scaling")]
+    for table in tables:
+        if table is not None and original is not None:
+            table.supply("original_max_position_embeddings", original)
+        if table is not None:
+            table.rename("type", "rope_type")
+    return dataclasses.replace(_agreeing(fields, tables, outer), pairing=pairing)
+
+
+def read_ropes(fields: Fields, *, theta: float, local_theta: float, local_key: str | None) -> dict[str, Rope]:
+    """The rotary embeddings of `full_attention` and `sliding_attention` layers.
+
+    New files nest them by the type of the layer. In old ones `rope_theta` and `rope_scaling` are those of the full
+    layers, and `local_key` names the others' theta (None: always `local_theta`).
+    """
+    length = fields.integer("max_position_embeddings", None)
+    parameters, scaling = fields.table("rope_parameters"), fields.table("rope_scaling")
+    full, sliding = (None if parameters is None else parameters.table(name) for name in NESTED)
+    if parameters is not None:
+        parameters.finish()
+    local = None if local_key is None else fields.number(local_key, None)
+    outer = _Outer(fields.number("rope_theta", None), theta, length, nested=True)
+    return {
+        "full_attention": _agreeing(fields, [full, scaling], outer),
+        "sliding_attention": _agreeing(fields, [sliding], _Outer(local, local_theta, length, nested=True)),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outer:
+    """What stands outside of a table: theta or, without it, the default; the context length; whether layers differ."""
+
+    theta: float | None
+    default: float
+    length: int | None
+    nested: bool = False
+
+
+def _agreeing(fields: Fields, tables: list[Fields | None], outer: _Outer) -> Rope:
+    """What the tables that are there say."""
+    found = [_rope(table, outer) for table in tables if table is not None]
+    if any(rope != found[0] for rope in found):
+        raise fields.error("rope_parameters and rope_scaling say different things: remove one of them.")
+    return found[0] if found else Rope(theta=outer.theta or outer.default)
+
+
+def _rope(fields: Fields, outer: _Outer) -> Rope:
+    """One table of rotary settings."""
+    own = fields.number("rope_theta", None)
+    if own is not None and outer.theta is not None and own != outer.theta:
+        raise fields.error(f"rope_theta={own}, but {outer.theta} outside of it: make them equal.")
+    theta = own or outer.theta or outer.default
+    fields.off("partial_rotary_factor", 1, 1.0)
+    kind = fields.word("rope_type", {name: name for name in ROPE_TYPES}, "default")
+    idle = ["max_position_embeddings", "finetuned"]
+    if kind == "default":
+        rope, idle = Rope(theta=theta), [*idle, "factor", "original_max_position_embeddings"]
+    elif kind == "linear":
+        rope, idle = (
+            LinearRope(theta=theta, factor=fields.number("factor")),
+            [*idle, "original_max_position_embeddings"],
+        )
+    else:
+        original = fields.integer("original_max_position_embeddings", outer.length)
+        if original is None:
+            raise fields.error("original_max_position_embeddings is missing: add it.")
+        rope = (_llama3_rope if kind == "llama3" else _yarn_rope)(fields, theta, original, outer)
+    fields.finish(dict.fromkeys(idle, "has no effect on this type"))
+    return rope
+
+
+def _llama3_rope(fields: Fields, theta: float, original: int, outer: _Outer) -> Rope:
+    return Llama3Rope(
+        theta=theta,
+        factor=fields.number("factor"),
+        low_frequency_factor=fields.number("low_freq_factor"),
+        high_frequency_factor=fields.number("high_freq_factor"),
+        original_length=original,
+    )
+
+
+def _yarn_rope(fields: Fields, theta: float, original: int, outer: _Outer) -> Rope:
+    # an explicit null stands for the ratio of the two lengths
+    factor = fields.number("factor", null=None if outer.length is None else outer.length / original)
+    if factor is None:
+        raise fields.error("factor is null, and there is no max_position_embeddings to tell it: give one of them.")
+    attention = fields.number("attention_factor", None)
+    mscale, everywhere = fields.number("mscale", None), fields.number("mscale_all_dim", None)
+    if attention is None and mscale is not None and everywhere is not None:
+        attention = yarn_mscale(factor, mscale) / yarn_mscale(factor, everywhere)
+    truncate = fields.flag("truncate", True)
+    return YarnRope(
+        theta=theta,
+        factor=factor,
+        original_length=original,
+        beta_fast=fields.number("beta_fast", 32.0),
+        beta_slow=fields.number("beta_slow", 1.0),
+        # transformers looks for it beside nested tables, where no file has it
+        truncate=truncate or outer.nested,
+        attention_factor=attention,
+    )
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """YaRN's m = 0.1 `mscale` ln(`factor`) + 1, to the last bit as transformers rounds it."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def write_rope(rope: Rope | None) -> dict[str, Any]:
+    """The table of one rotary embedding, as transformers 5 writes it."""
+    if rope is None:
+        raise ConversionError("AttentionConfig.rope=None: there must be a rotary embedding.")
+    table: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
+    if isinstance(rope, LinearRope):
+        table |= {"rope_type": "linear", "factor": rope.factor}
+    elif isinstance(rope, Llama3Rope):
+        table |= {
+            "rope_type": "llama3",
+            "factor": rope.factor,
+            "low_freq_factor": rope.low_frequency_factor,
+            "high_freq_factor": rope.high_frequency_factor,
+            "original_max_position_embeddings": rope.original_length,
+        }
+    elif isinstance(rope, YarnRope):
+        table |= {
+            "rope_type": "yarn",
+            "factor": rope.factor,
+            "original_max_position_embeddings": rope.original_length,
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+        }
+        table |= {} if rope.truncate else {"truncate": False}
+        table |= {} if rope.attention_factor is None else {"attention_factor": rope.attention_factor}
+    return table
+
+
+def write_ropes(rope: Rope | None) -> dict[str, Any]:
+    """`rope_parameters`, and beside it the spelling that transformers 4 reads."""
+    table = write_rope(rope)
+    scaling = {key: value for key, value in table.items() if key != "rope_theta"}
+    old = {"rope_scaling": scaling} if scaling["rope_type"] != "default" else {}
+    return {"rope_parameters": table, "rope_theta": table["rope_theta"]} | old
