@@ -4,6 +4,8 @@ import os
 
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Most of a test's time is LLVM's, on programs that run once or twice. XLA's own passes are not touched.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
 import pytest

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,12 +17,13 @@ from tests.strategies import filled, rich_decoder, some_tokens
 
 def test_a_rejected_token_was_never_there():
     model, tokens = filled(rich_decoder(2)), some_tokens(1, 9)
-    cache = model(tokens[:, :5], cache=ed.init_cache(model.config, 1, 16, dtype=jnp.float32)).cache
-    _, proposal, _ = model.propose(tokens[:, 5:8], cache=cache)
+    run = eqx.filter_jit(model)
+    cache = run(tokens[:, :5], cache=ed.init_cache(model.config, 1, 16, dtype=jnp.float32)).cache
+    _, proposal, _ = eqx.filter_jit(model.propose)(tokens[:, 5:8], cache=cache)
     kept = cache.commit(proposal.entries, jnp.where(jnp.arange(3)[None] < 1, proposal.positions, -1))
     assert kept.length.tolist() == [6]
-    want = model(jnp.concatenate([tokens[:, :6], tokens[:, 8:]], axis=1)).logits[:, -1:]
-    np.testing.assert_allclose(model(tokens[:, 8:], cache=kept).logits, want, atol=2e-5)
+    want = run(jnp.concatenate([tokens[:, :6], tokens[:, 8:]], axis=1)).logits[:, -1:]
+    np.testing.assert_allclose(run(tokens[:, 8:], cache=kept).logits, want, atol=2e-5)
 
 
 @pytest.mark.parametrize("mask", [SlidingWindow(50), Chunked(64)], ids=str)

@@ -105,7 +105,7 @@ def test_layer_stats_describe_each_layer_in_order():
     model = filled(rich_decoder(5), layer_stats=True)
     tokens, segments = packed(2)
     stats = eqx.filter_jit(model)(tokens, segment_ids=segments).stats.activations
-    loop = model.replace(scan=False)(tokens, segment_ids=segments).stats.activations
+    loop = eqx.filter_jit(model.replace(scan=False))(tokens, segment_ids=segments).stats.activations
     ctx = ed.Context(positions=positions_of(segments), segment_ids=segments)
     x, means, stds = model.embedding(tokens, ctx), [], []
     for block in model.unstacked():
