@@ -62,3 +62,21 @@ def test_a_training_step_fits_and_keeps_its_state_split(devices, sizes):
     )  # donated: the new state is the old one's memory
     assert memory.temp_size_in_bytes < 12e9
     print(f"{sizes}: state {share / 1e9:.2f} GB, temporaries {memory.temp_size_in_bytes / 1e9:.2f} GB a device")
+
+
+@pytest.mark.parametrize("exchange, kind", [("gather", "reduce_scatter"), ("all_to_all", "ragged_all_to_all")])
+@pytest.mark.parametrize("sizes", [dict(expert=4), dict(fsdp=2, expert=2), dict(expert=2, tensor=2)], ids=str)
+def test_experts_on_several_devices_compile(devices, sizes, exchange, kind):
+    """A training step whose tokens are exchanged as asked, with grouped products and ragged travel as TPUs run them."""
+    layout = ed.Layout.create(**sizes, devices=devices)
+    config = ed.get_config("tiny-moe")
+    precision = ed.Precision(compute=jnp.bfloat16)
+    model = ed.abstract(config, layout=layout, precision=precision, remat="full", expert_exchange=exchange)
+    trainer = Trainer.create(OptimizerConfig(), model, steps=100)
+    state = trainer.abstract(model, key=jax.random.key(0))
+    tokens = jax.ShapeDtypeStruct((8, 256), jnp.int32, sharding=layout.activation_sharding("batch length", (8, 256)))
+    traced = jax.jit(trainer.advance, donate_argnums=0).trace(state, ed.Batch(tokens=tokens))
+    program = str(traced.jaxpr)
+    assert f" {kind}[" in program and " ragged_dot_general[" in program
+    assert (" ragged_all_to_all[" in program) == (exchange == "all_to_all")
+    assert traced.lower().compile().memory_analysis().temp_size_in_bytes < 1e9

@@ -59,7 +59,10 @@ def _ragged(x: Array, weights: tuple[Array, ...], counts: Array) -> tuple[Array,
     # on TPU rows beyond the groups may come out as anything, NaN too; masked on both sides they stay out of gradients
     inside = (jnp.arange(x.shape[0]) < jnp.sum(counts))[:, None]
     x, sizes, zero = jnp.where(inside, x, jnp.zeros((), x.dtype)), counts.astype(jnp.int32), jnp.zeros((), x.dtype)
-    outs = (lax.ragged_dot(x, at_use(w, x.dtype), sizes, preferred_element_type=x.dtype) for w in weights)
+    # products of 16-bit numbers are exact, and TPU's kernel refuses "highest", which a user may have set for all of JAX
+    precision = lax.Precision.DEFAULT if x.dtype.itemsize < 4 else None
+    product = partial(lax.ragged_dot, group_sizes=sizes, precision=precision, preferred_element_type=x.dtype)
+    outs = (product(x, at_use(w, x.dtype)) for w in weights)
     return tuple(jnp.where(inside, out, zero) for out in outs)
 
 
