@@ -37,7 +37,7 @@ test: $(STAMP)  ## all fast tests, on eight CPU devices
 	$(CPU) $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 test-slow: $(AOT)  ## the slow tests: many kills, long examples, compilation for TPU topologies
-	$(CPU) $(BIN)/python -m pytest -m slow $(ARGS)
+	$(CPU) $(BIN)/python -m pytest -m slow -n 2 --dist worksteal $(ARGS)
 
 lint: $(STAMP)  ## ruff: style and format
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -10,6 +10,8 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 import jax
 import pytest
 
+from tests.programs import let_go
+
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -27,3 +29,10 @@ def getkey():
         return key
 
     return next_key
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_programs():
+    """Only so many compiled programs are held from one file of tests to the next."""
+    yield
+    let_go()
