@@ -83,10 +83,10 @@ def test_scan_chunked_remat_and_sharded_equal_plain_often(config, policy, mesh):
     check_paths(config, policy, mesh)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_every_mesh_equals_one_device(mesh):
+@pytest.mark.parametrize(("mesh", "tied"), [*((mesh, False) for mesh in MESHES), (MESHES[-1], True)], ids=str)
+def test_every_mesh_equals_one_device(mesh, tied):
     tokens, segments = packed(8)
-    model = filled(rich_decoder())
+    model = filled(rich_decoder(tied=tied))
     close(run(model.place(ed.Layout.create(**mesh)), tokens, segments), run(model, tokens, segments))
 
 

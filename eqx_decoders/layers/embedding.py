@@ -112,6 +112,8 @@ def logits(
 ) -> Float32[Array, "batch length vocab"]:
     """`kernel^T x` in float32, then `cap * tanh(y / cap)`. A tied kernel is the embedding table, `vocab embed`."""
     right = "vocab embed" if tied else "embed vocab"
+    # the table as its lookup has it: XLA's partitioner (jax 0.12) may abort where one weight is split in two ways
+    kernel = ctx.constrain(kernel, right) if tied else kernel
     y = ctx.einsum(f"batch length embed, {right} -> batch length vocab", x, kernel, out_dtype=jnp.float32)
     y = ctx.constrain(y, "batch length vocab")
     return y if soft_cap is None else soft_cap * jnp.tanh(y / soft_cap)
