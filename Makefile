@@ -45,7 +45,7 @@ lint: $(STAMP)  ## ruff: style and format
 typecheck: $(STAMP)  ## pyright
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-bench: $(AOT)  ## training step, compile time, decoding, experts, loading; compilation for a TPU pod (half an hour)
+bench: $(AOT)  ## training step, compile time, decoding, experts, loading; compilation for a TPU pod (17 minutes)
 	$(CPU) $(BIN)/python scripts/bench.py $(ARGS)
 
 clean:  ## remove the environment, caches and runs
