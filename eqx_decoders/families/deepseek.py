@@ -242,7 +242,8 @@ def _write_rope(mixer: LatentAttentionConfig) -> dict[str, Any]:
             if factor is not None:
 
                 def gives(mscale: float) -> bool:
-                    return yarn_mscale(rope.factor, mscale) / yarn_mscale(rope.factor, whole) == factor
+                    again = yarn_mscale(rope.factor, mscale) / yarn_mscale(rope.factor, whole)
+                    return mscale > 0 and again == factor  # 0 would be read as none
 
                 mscale = _recovered((factor * m - 1.0) / log, gives)
                 if gives(mscale):  # else the factor itself says it
