@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -20,6 +21,9 @@ from eqx_decoders.layout import Layout
 from eqx_decoders.mtp import MTPConfig
 from eqx_decoders.numerics import Precision
 from eqx_decoders.stack import segments
+
+
+T = TypeVar("T")
 
 
 def abstract(
@@ -56,14 +60,17 @@ def init(
     - `execution`: further fields of `Execution`, such as `remat="full"`.
     """
     target = abstract(config, layout=layout, precision=precision, **execution)
+    return _born(target, lambda key: config.build(key=key, execution=target.execution), key)
+
+
+def _born(target: T, build: Callable[[PRNGKeyArray], T], key: PRNGKeyArray) -> T:
+    """What `build` makes of a key, in the dtypes and on the devices that `target` tells."""
     shapes, static = eqx.partition(target, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
 
-    def build(key):
-        arrays = eqx.filter(config.build(key=key, execution=target.execution), eqx.is_array)
-        return jax.tree.map(lambda leaf: leaf.astype(precision.params), arrays)
+    def arrays(key):
+        return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), eqx.filter(build(key), eqx.is_array), shapes)
 
-    arrays = jax.jit(build, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes))(key)
-    return eqx.combine(arrays, static)
+    return eqx.combine(jax.jit(arrays, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes))(key), static)
 
 
 def abstract_cache(
@@ -123,9 +130,12 @@ def count_parameters(config: DecoderConfig) -> int:
 
 def with_mtp(config: DecoderConfig, num_depths: int, *, loss_weight: float = 0.1) -> DecoderConfig:
     """The configuration with multi-token prediction: so many depths of blocks and norms like its last ones."""
+    return dataclasses.replace(config, mtp=_mtp_like(config, num_depths, loss_weight))
+
+
+def _mtp_like(config: DecoderConfig, num_depths: int, loss_weight: float) -> MTPConfig:
     norm = RMSNormConfig() if config.final_norm is None else config.final_norm
-    mtp = MTPConfig(num_depths=num_depths, block=config.blocks[-1], norm=norm, loss_weight=loss_weight)
-    return dataclasses.replace(config, mtp=mtp)
+    return MTPConfig(num_depths=num_depths, block=config.blocks[-1], norm=norm, loss_weight=loss_weight)
 
 
 def add_mtp(model: Decoder, num_depths: int, *, loss_weight: float = 0.1, key: PRNGKeyArray) -> Decoder:
@@ -134,17 +144,9 @@ def add_mtp(model: Decoder, num_depths: int, *, loss_weight: float = 0.1, key: P
     A model of `jax.ShapeDtypeStruct`s gets such.
     """
     check(model.mtp is None, "add_mtp: the model has multi-token prediction already.")
-    config = with_mtp(model.config, num_depths, loss_weight=loss_weight)
-    assert config.mtp is not None
-    mtp: MTPConfig = config.mtp
-    target = abstract(config, **vars(model.execution)).mtp
-    shapes, static = eqx.partition(target, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
-    if isinstance(model.embedding.table, jax.ShapeDtypeStruct):
-        return dataclasses.replace(model, mtp=target, config=config)
-
-    def build(key):
-        arrays = eqx.filter(mtp.build(config.embed_dim, key=key), eqx.is_array)
-        return jax.tree.map(lambda leaf: leaf.astype(model.execution.precision.params), arrays)
-
-    arrays = jax.jit(build, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes))(key)
-    return dataclasses.replace(model, mtp=eqx.combine(arrays, static), config=config)
+    mtp = _mtp_like(model.config, num_depths, loss_weight)
+    config = dataclasses.replace(model.config, mtp=mtp)
+    depths = abstract(config, **vars(model.execution)).mtp
+    if not isinstance(model.embedding.table, jax.ShapeDtypeStruct):
+        depths = _born(depths, lambda key: mtp.build(config.embed_dim, key=key), key)
+    return dataclasses.replace(model, mtp=depths, config=config)

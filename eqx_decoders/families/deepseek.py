@@ -24,7 +24,7 @@ from eqx_decoders.families.moe import (
     shared_mlp,
     write_experts,
 )
-from eqx_decoders.families.ropes import read_rope, write_rope, yarn_mscale
+from eqx_decoders.families.ropes import read_rope, spelled_twice, write_rope, yarn_mscale
 from eqx_decoders.families.shape import ENDS, GATED_MLP, PRE_NORMS, Shape, write_outer
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.latent import LatentAttentionConfig
@@ -249,9 +249,7 @@ def _write_rope(mixer: LatentAttentionConfig) -> dict[str, Any]:
                 if gives(mscale):  # else the factor itself says it
                     table["mscale"] = mscale
                     del table["attention_factor"]
-    scaling = {key: value for key, value in table.items() if key != "rope_theta"}
-    old = {"rope_scaling": scaling} if scaling["rope_type"] != "default" else {}
-    return {"rope_parameters": table, "rope_theta": table["rope_theta"]} | old
+    return spelled_twice(table)
 
 
 def _write_v2(config: DecoderConfig) -> dict[str, Any]:

@@ -154,8 +154,12 @@ def write_rope(rope: Rope | None) -> dict[str, Any]:
 
 
 def write_ropes(rope: Rope | None) -> dict[str, Any]:
-    """`rope_parameters`, and beside it the spelling that transformers 4 reads."""
-    table = write_rope(rope)
+    """`write_rope` as `spelled_twice`."""
+    return spelled_twice(write_rope(rope))
+
+
+def spelled_twice(table: dict[str, Any]) -> dict[str, Any]:
+    """A table as `rope_parameters`, and beside it the spelling that transformers 4 reads."""
     scaling = {key: value for key, value in table.items() if key != "rope_theta"}
     old = {"rope_scaling": scaling} if scaling["rope_type"] != "default" else {}
     return {"rope_parameters": table, "rope_theta": table["rope_theta"]} | old

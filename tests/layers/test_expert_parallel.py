@@ -48,7 +48,6 @@ MESHES = [
     dict(expert=2, fsdp_transpose=2, tensor_sequence=2),
     dict(expert=2, context=2, tensor=2),
 ]
-QUICK = dict(compiler_options={"xla_backend_optimization_level": 0})  # what is compiled runs a few times only
 EXCHANGES = ["gather", "all_to_all"]
 # a layer, whether it has low-rank pairs, a mesh and how its experts get their tokens
 CASES = {
@@ -102,7 +101,7 @@ def call(diff, positions, execution):
 def program(execution):
     """Values and gradients."""
     gradient = jax.value_and_grad(call, has_aux=True)
-    return eqx.filter_jit(lambda diff, positions: gradient(diff, positions, execution), **QUICK)
+    return eqx.filter_jit(lambda diff, positions: gradient(diff, positions, execution))
 
 
 # all experts on all tokens, on one device
@@ -299,7 +298,7 @@ def check_model(mesh, exchange):
     routed = dataclasses.replace(SHARED, router=RouterConfig(balance_loss=0.1, z_loss=0.01))
     config = DecoderConfig(vocab_size=VOCAB, embed_dim=EMBED, blocks=(block(routed),) * 2, final_norm=RMSNormConfig())
     model, (tokens, segments) = filled(config, experts="dense"), packed(8)
-    loss = eqx.filter_jit(eqx.filter_value_and_grad(ed.next_token_loss, has_aux=True), **QUICK)
+    loss = eqx.filter_jit(eqx.filter_value_and_grad(ed.next_token_loss, has_aux=True))
     want = loss(model, ed.Batch(tokens=tokens, segment_ids=segments))
     many = model.replace(experts="dropless", expert_exchange=exchange, remat="full").place(ed.Layout.create(**mesh))
     close(loss(many, ed.Batch(tokens=tokens, segment_ids=segments)), want, 5e-5)
