@@ -12,9 +12,9 @@ if os.environ.get("EQX_DECODERS_TYPECHECK", "0") not in ("", "0"):
     # the tower: whole numbers are welcome where a float is asked for
     install_import_hook("eqx_decoders", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
-from eqx_decoders.birth import abstract, abstract_cache, add_mtp, count_parameters, init, init_cache, with_mtp
 from eqx_decoders.block import ActivationStats, Block, BlockConfig, BlockStats
 from eqx_decoders.context import Context, Execution
+from eqx_decoders.create import abstract, abstract_cache, add_mtp, count_parameters, init, init_cache, with_mtp
 from eqx_decoders.decoder import Cache, Decoder, DecoderConfig, Output
 from eqx_decoders.errors import CheckpointError, ConfigError, ConversionError, DataError, EqxDecodersError
 from eqx_decoders.families import get_config, list_models

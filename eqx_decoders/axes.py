@@ -62,7 +62,7 @@ else:
 
 
 @runtime_checkable
-class Parts(Protocol):
+class CompositeWeight(Protocol):
     """A module that stands where a type says array, and holds that one weight in several arrays."""
 
     def part_axes(self, words: Axes) -> dict[str, Axes]:
@@ -131,7 +131,7 @@ def _collect(node: Any, path: str, stacked: Axes, found: dict[str, Axes]) -> Non
             where = f"{path}.{field.name}".lstrip(".")
             if field.metadata.get("static", False) or value is None:
                 continue
-            if isinstance(value, (*_ARRAYS, Parts)):
+            if isinstance(value, (*_ARRAYS, CompositeWeight)):
                 words = _words(hints[field.name])
                 if words is None:
                     raise ConfigError(
@@ -150,7 +150,7 @@ def _collect(node: Any, path: str, stacked: Axes, found: dict[str, Axes]) -> Non
 
 def _name(value: Any, path: str, stacked: Axes, words: Axes, found: dict[str, Axes]) -> None:
     """The words of a weight, or of each of its parts."""
-    if isinstance(value, Parts):
+    if isinstance(value, CompositeWeight):
         for part, inner in value.part_axes(words).items():
             _name(getattr(value, part), f"{path}.{part}", stacked, inner, found)
     elif value is not None:

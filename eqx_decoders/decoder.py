@@ -26,7 +26,7 @@ from eqx_decoders.layers.embedding import (
 )
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.layout import Layout
-from eqx_decoders.mtp import MTP, Ahead, MTPConfig, same_document, shifted
+from eqx_decoders.mtp import MTP, MTPConfig, MTPOutput, same_document, shifted
 from eqx_decoders.numerics import normal
 from eqx_decoders.stack import Segment, layer_order, segments
 
@@ -258,21 +258,22 @@ class Decoder(eqx.Module):
         x = x if self.positions is None else self.positions(x, ctx)
         return ctx.constrain(x, "batch length embed")
 
-    def ahead(
+    def predict_further(
         self,
         hidden: Float[Array, "batch length embed"],
         tokens: Int[AnyArray, "batch length"],
         positions: Int[AnyArray, "batch length"] | None = None,
         segment_ids: Int[AnyArray, "batch length"] | None = None,
         key: PRNGKeyArray | None = None,
-    ) -> Ahead:
+    ) -> MTPOutput:
         """Multi-token prediction over whole sequences: the streams of all depths, of which `logits` makes scores.
 
         At token t depth k predicts token t + k + 1, from the tokens up to t + k. Where that one belongs to another
         document, the depth sees padding. `hidden` is `Output.hidden` of the same tokens, positions and segment ids.
         """
         check(
-            self.mtp is not None, "Decoder.ahead needs a model with multi-token prediction: DecoderConfig.mtp is None."
+            self.mtp is not None,
+            "Decoder.predict_further needs a model with multi-token prediction: DecoderConfig.mtp is None.",
         )
         assert self.mtp is not None
         tokens = jnp.asarray(tokens)
@@ -289,7 +290,7 @@ class Decoder(eqx.Module):
             hiddens.append(x)
             reals.append(real)
             stats.append(stat)
-        return Ahead(tuple(hiddens), tuple(reals), jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats))
+        return MTPOutput(tuple(hiddens), tuple(reals), jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats))
 
     def stream(self, hidden: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
         """What the first depth of multi-token prediction reads."""
@@ -299,7 +300,7 @@ class Decoder(eqx.Module):
     def normed(
         self, hidden: Float[Array, "batch length embed"], *, key: PRNGKeyArray | None = None, depth: int = 0
     ) -> Float[Array, "batch length embed"]:
-        """What the head reads: the final norm (and dropout) of `hidden`; with `depth` that of `Ahead.hidden`."""
+        """What the head reads: the final norm (and dropout) of `hidden`; with `depth` that of `MTPOutput.hidden`."""
         norm = self.final_norm
         if depth > 0:
             assert self.mtp is not None
@@ -309,7 +310,7 @@ class Decoder(eqx.Module):
     def logits(
         self, hidden: Float[Array, "batch length embed"], *, key: PRNGKeyArray | None = None, depth: int = 0
     ) -> Float32[Array, "batch length vocab"]:
-        """The head, applied to `Output.hidden`; with `depth`, counted from 1, to `Ahead.hidden[depth - 1]`."""
+        """The head, applied to `Output.hidden`; with `depth`, counted from 1, to `MTPOutput.hidden[depth - 1]`."""
         ctx = Context(positions=jnp.zeros(hidden.shape[:2], jnp.int32), execution=self.execution)
         cap, tied = self.config.logit_soft_cap, self.head is None
         return logits(self.normed(hidden, key=key, depth=depth), self.head_kernel, ctx, tied=tied, soft_cap=cap)

@@ -95,7 +95,7 @@ class MTP(eqx.Module):
         return tuple(at_layer(self.depth, index) for index in range(self.config.num_depths))
 
 
-class Ahead(eqx.Module):
+class MTPOutput(eqx.Module):
     """What the depths make of a batch.
 
     **Arguments:**

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from eqx_decoders import load_hf
-from eqx_decoders.birth import count_parameters
+from eqx_decoders.create import count_parameters
 from eqx_decoders.errors import CheckpointError, EqxDecodersError, check, check_integer, check_number, need_extra
 from eqx_decoders.io import verify
 from eqx_decoders.io.checkpoint import Checkpoints

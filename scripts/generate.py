@@ -52,8 +52,8 @@ class GenerateConfig:
     """Draw from tokens at least this times as likely as the most likely one; None: as published, or all."""
     seed: int = 0
     """Seed of the draws."""
-    guesses: int = 0
-    """Tokens that the model's multi-token prediction guesses ahead at each step; needs --temperature 0."""
+    num_draft_tokens: int = 0
+    """Tokens that multi-token prediction drafts for each step (speculative decoding); needs --temperature 0."""
 
     def __post_init__(self):
         alone = self.run_dir is None or self.model is None
@@ -61,7 +61,7 @@ class GenerateConfig:
         check(self.step is None or self.model is None, f"step={self.step} is of a run, not of model={self.model!r}.")
         check(self.chat or self.system is None, f"system={self.system!r} needs a chat: leave out --no-chat.")
         check_integer("max_new_tokens", self.max_new_tokens)
-        check_integer("guesses", self.guesses, minimum=0)
+        check_integer("num_draft_tokens", self.num_draft_tokens, minimum=0)
         if self.temperature is not None:
             check_number("temperature", self.temperature, least=0)
         GenerationDefaults().sampler(**self.given())
@@ -150,7 +150,7 @@ def write(text: TextModel, config: GenerateConfig, prompt: Prompt) -> str:
         max_new_tokens=config.max_new_tokens,
         sampler=text.defaults.sampler(**config.given()),
         key=jax.random.key(config.seed),
-        guesses=config.guesses,
+        num_draft_tokens=config.num_draft_tokens,
     ):
         pieces.append(piece)
         print(piece, end="", flush=True)

@@ -109,7 +109,9 @@ class Run:
             self.tokenizer = self._tokenizer()
             self.data = stack.enter_context(self._data("train"))
             self.held_out = stack.enter_context(self._data("held_out")) if config.evaluates else None
-            self.checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints", keep=config.keep))
+            self.checkpoints = stack.enter_context(
+                Checkpoints(folder / "checkpoints", max_checkpoints=config.max_checkpoints)
+            )
             state, start = self._begin()
             self.metrics = stack.enter_context(contextlib.closing(self._trackers(start + 1)))
             with Progress(config.steps, start=start) as self.progress:

@@ -10,7 +10,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 import jax
 import pytest
 
-from tests.programs import let_go
+from tests.programs import drop_compiled_programs
 
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -35,4 +35,4 @@ def getkey():
 def few_programs():
     """Only so many compiled programs are held from one file of tests to the next."""
     yield
-    let_go()
+    drop_compiled_programs()

@@ -9,7 +9,7 @@ MAPS = Path("/proc/self/maps")
 MOST = 25_000
 
 
-def let_go() -> None:
+def drop_compiled_programs() -> None:
     """Drop JAX's caches where they have become large: XLA crashes where it gets no further map."""
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST:
         jax.clear_caches()

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
-from eqx_decoders.birth import abstract
 from eqx_decoders.block import BlockConfig
+from eqx_decoders.create import abstract
 from eqx_decoders.decoder import Decoder, DecoderConfig
 from eqx_decoders.layers.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.embedding import LearnedPositions, SinusoidalPositions

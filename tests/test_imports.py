@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parent.parent / "eqx_decoders"
 
 # Each part may import from itself and from those that stand before it.
 ORDER = [
-    "errors", "axes", "layout", "numerics", "remat", "context", "layers", "block", "stack", "mtp", "decoder", "birth",
+    "errors", "axes", "layout", "numerics", "remat", "context", "layers", "block", "stack", "mtp", "decoder", "create",
     "families", "inference", "io", "describe", "training",
 ]  # fmt: skip
 

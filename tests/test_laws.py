@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 
 import eqx_decoders as ed
 from eqx_decoders.remat import POLICIES
-from tests.programs import let_go
+from tests.programs import drop_compiled_programs
 from tests.strategies import VOCAB, causal_masks, decoders, filled, packed, rich_decoder, some_tokens
 
 
@@ -47,7 +47,7 @@ def close(got, want, tolerance=3e-5):
 
 
 def check_paths(config, policy, mesh):
-    let_go()
+    drop_compiled_programs()
     tokens, segments = packed(8)
     model = filled(config, **PLAIN)
     want = run(model, tokens, segments)
@@ -131,7 +131,7 @@ def decoded(model, tokens, sizes, max_length=None):
 
 def check_decoding(config):
     """Token by token = odd chunks = at once; windows wrap, since the sequence is longer than all of them."""
-    let_go()
+    drop_compiled_programs()
     tokens = some_tokens(3, 13)
     model = filled(config)
     want = eqx.filter_jit(model)(tokens).logits

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.birth import with_mtp
 from eqx_decoders.block import BlockConfig
+from eqx_decoders.create import with_mtp
 from eqx_decoders.inference.speculative import speculate
 from eqx_decoders.layers.attention import AttentionConfig
 from eqx_decoders.layers.embedding import LearnedPositions
@@ -22,7 +22,7 @@ from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.router import RouterConfig
 from eqx_decoders.training.data import Batch
 from eqx_decoders.training.evaluate import evaluate
-from eqx_decoders.training.loss import next_token_loss, next_tokens, tokens_ahead
+from eqx_decoders.training.loss import mtp_targets, next_token_loss, next_tokens
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.step import StepConfig, Trainer
 from tests.strategies import filled, packed
@@ -63,7 +63,7 @@ def documents(segments):
 
 @eqx.filter_jit
 def run_ahead(model, tokens, segments):
-    return model.ahead(model(tokens, segment_ids=segments).hidden, tokens, None, segments)
+    return model.predict_further(model(tokens, segment_ids=segments).hidden, tokens, None, segments)
 
 
 @eqx.filter_jit
@@ -107,7 +107,7 @@ def test_targets_never_cross_a_document(depth, masked):
     positions = np.where(np.arange(13) < np.array([[13], [9], [2], [1]]), np.arange(13), -1)
     positions = jnp.asarray(positions, jnp.int32) if masked else None
     batch = batch_of(loss_mask=mask, segment_ids=segments, positions=positions)
-    targets, weights = tokens_ahead(batch, depth)
+    targets, weights = mtp_targets(batch, depth)
     for row in range(4):
         for here in range(13):
             there = here + depth + 1
@@ -132,8 +132,8 @@ def plain_loss(model, batch, weight):
 
     out = model(batch.tokens, batch.positions, batch.segment_ids)
     main, count = nll(out.logits, *next_tokens(batch))
-    ahead = model.ahead(out.hidden, batch.tokens, batch.positions, batch.segment_ids)
-    parts = [nll(model.logits(x, depth=depth), *tokens_ahead(batch, depth)) for depth, x in enumerate(ahead.hidden, 1)]
+    ahead = model.predict_further(out.hidden, batch.tokens, batch.positions, batch.segment_ids)
+    parts = [nll(model.logits(x, depth=depth), *mtp_targets(batch, depth)) for depth, x in enumerate(ahead.hidden, 1)]
     return main / count + weight * sum(part[0] for part in parts) / sum(part[1] for part in parts)
 
 
@@ -165,10 +165,10 @@ def test_weight_zero_and_rows_without_targets():
     model, batch = filled(small(1, loss_weight=0.0)), batch_of()
     bare = model.without_mtp()
     loss, metrics = loss_of(model, batch)
-    assert metrics.ahead is None and float(loss) == float(loss_of(bare, batch)[0])
+    assert metrics.mtp is None and float(loss) == float(loss_of(bare, batch)[0])
     lonely = batch_of(segment_ids=jnp.arange(1, 14, dtype=jnp.int32)[None] + jnp.zeros((4, 1), jnp.int32))
     loss, metrics = loss_of(filled(small(2)), lonely)
-    assert float(loss) == 0.0 and np.asarray(metrics.ahead.tokens).tolist() == [0.0, 0.0]
+    assert float(loss) == 0.0 and np.asarray(metrics.mtp.tokens).tolist() == [0.0, 0.0]
     short = Batch(tokens=batch.tokens[:, :1])
     assert float(loss_of(filled(small(3)), short)[0]) == 0.0
 
@@ -179,7 +179,7 @@ def test_logits_do_not_depend_on_the_depths():
     np.testing.assert_array_equal(run(model, tokens), run(model.without_mtp(), tokens))
     assert model.without_mtp().config.mtp is None
     with pytest.raises(ed.ConfigError, match="multi-token prediction"):
-        model.without_mtp().ahead(jnp.zeros((4, 13, 16)), tokens)
+        model.without_mtp().predict_further(jnp.zeros((4, 13, 16)), tokens)
 
 
 @pytest.fixture(scope="module")
@@ -188,9 +188,9 @@ def expert_states():
     block = dataclasses.replace(BLOCK, mixer=None, pre_mixer_norm=None, mlp=EXPERTS)
     model = filled(small(2, block=block, loss_weight=0.5))
     found = []
-    for accumulate in (1, 2):
+    for count in (1, 2):
         optimizer = OptimizerConfig(learning_rate=1e-2, warmup_steps=0, weight_decay=0.1)
-        trainer = Trainer.create(optimizer, model, steps=3, config=StepConfig(accumulate=accumulate))
+        trainer = Trainer.create(optimizer, model, steps=3, config=StepConfig(gradient_accumulation_steps=count))
         state = trainer.init(jax.tree.map(jnp.copy, model), key=jax.random.key(0))
         found.append(trainer.step(state, batch_of()))
     return model, found
@@ -235,7 +235,7 @@ def test_evaluation_tells_how_many_guesses_the_head_confirms():
     said = np.asarray(jnp.argmax(out.logits, axis=-1))
     for depth, x in enumerate(ahead.hidden, 1):
         guess = np.asarray(jnp.argmax(model.logits(x, depth=depth), axis=-1))
-        weights = np.asarray(tokens_ahead(batch, depth)[1])
+        weights = np.asarray(mtp_targets(batch, depth)[1])
         right = [guess[r, t] == said[r, t + depth] for r, t in np.argwhere(weights > 0)]
         assert result.acceptance[depth - 1] == pytest.approx(np.mean(right))
 
@@ -298,7 +298,7 @@ def test_guesses_with_caches_are_those_of_the_whole_text(name):
         """What the head and each depth say at every token of a text."""
         segments = (jnp.arange(width) < count).astype(jnp.int32)[None]
         out = model(tokens, segment_ids=segments)
-        ahead = model.ahead(out.hidden, tokens, None, segments)
+        ahead = model.predict_further(out.hidden, tokens, None, segments)
         said = [out.logits, *(model.logits(x, depth=depth) for depth, x in enumerate(ahead.hidden, 1))]
         return [jnp.argmax(each, axis=-1)[0] for each in said]
 
@@ -326,19 +326,19 @@ def test_guesses_with_caches_are_those_of_the_whole_text(name):
 def test_guesses_are_refused_where_they_can_not_be_made():
     model, prompt = filled(small(1)), jnp.zeros((1, 2), jnp.int32)
     for options, words in (
-        (dict(guesses=2), "at most 1"),
-        (dict(guesses=-1), "at least 0"),
-        (dict(guesses=1, sampler=ed.Sample(), key=jax.random.key(0)), "Greedy"),
+        (dict(num_draft_tokens=2), "at most 1"),
+        (dict(num_draft_tokens=-1), "at least 0"),
+        (dict(num_draft_tokens=1, sampler=ed.Sample(), key=jax.random.key(0)), "Greedy"),
     ):
         with pytest.raises(ed.ConfigError, match=words):
             ed.generate(model, prompt, max_new_tokens=2, **options)
     with pytest.raises(ed.ConfigError, match="at most 0"):
-        ed.generate(model.without_mtp(), prompt, max_new_tokens=2, guesses=1)
+        ed.generate(model.without_mtp(), prompt, max_new_tokens=2, num_draft_tokens=1)
     want = speculate(model, prompt, jnp.asarray([2]), 3, 1, (), 0).tokens
-    np.testing.assert_array_equal(ed.generate(model, prompt, max_new_tokens=3, guesses=1), want)
-    streamed = np.stack(list(ed.stream(model, prompt, max_new_tokens=3, guesses=1)), axis=1)
+    np.testing.assert_array_equal(ed.generate(model, prompt, max_new_tokens=3, num_draft_tokens=1), want)
+    streamed = np.stack(list(ed.stream(model, prompt, max_new_tokens=3, num_draft_tokens=1)), axis=1)
     np.testing.assert_array_equal(streamed, want)
-    assert ed.generate(model, prompt, max_new_tokens=1, guesses=1).shape == (1, 1)
+    assert ed.generate(model, prompt, max_new_tokens=1, num_draft_tokens=1).shape == (1, 1)
 
 
 @pytest.mark.parametrize("changes", [dict(num_depths=0), dict(loss_weight=-0.1)], ids=["depths", "weight"])

@@ -114,7 +114,7 @@ def test_a_run_with_experts_and_guesses_ahead_reports_both(corpus, tmp_path):
     (told,) = [row["mtp_acceptance"] for row in read_metrics(folder / "metrics.jsonl") if "mtp_acceptance" in row]
     assert len(told) == 1 and 0 <= told[0] <= 1 and "guesses ahead accepted" in err
     text = ("--run-dir", str(folder), "--prompt", "def", "--temperature", "0", "--max-new-tokens", "6")
-    assert run("generate.py", *text, "--guesses", "1")[0] == run("generate.py", *text)[0]
+    assert run("generate.py", *text, "--num-draft-tokens", "1")[0] == run("generate.py", *text)[0]
 
 
 def test_a_run_killed_and_started_again_has_the_losses_of_one_that_was_not(trained, corpus, tmp_path):

@@ -51,7 +51,7 @@ def deepseek(
     rope_dim: int,
     value_dim: int,
     rope: Rope,
-    scores_times: float,
+    mscale: float,
     router: RouterConfig,
     num_experts: int,
     num_experts_per_token: int,
@@ -63,7 +63,7 @@ def deepseek(
 ) -> DecoderConfig:
     """A decoder of DeepSeek blocks.
 
-    `shape`'s MLP is that of the first `num_dense_layers`; scores are multiplied by `scores_times` beside the root.
+    `shape`'s MLP is that of the first `num_dense_layers`; scores are multiplied by `mscale` beside the root.
     """
     norm = RMSNormConfig(eps=shape.eps)
     mixer = LatentAttentionConfig(
@@ -74,7 +74,7 @@ def deepseek(
         rope_dim=rope_dim,
         value_dim=value_dim,
         rope=rope,
-        query_scale=(nope_dim + rope_dim) ** -0.5 * scores_times,
+        query_scale=(nope_dim + rope_dim) ** -0.5 * mscale,
         norm=RMSNormConfig(eps=1e-6),  # whatever the eps of the other norms is
         bias=attention_bias,
     )
@@ -126,7 +126,7 @@ def _common(fields: Fields, *, q_rank: int, dense: int, interleaved: bool) -> di
         rope_dim=rotated,
         value_dim=fields.integer("v_head_dim", 128),
         rope=rope,
-        scores_times=score_factor(rope, float(table.get("mscale_all_dim") or 0.0)),
+        mscale=score_factor(rope, float(table.get("mscale_all_dim") or 0.0)),
         num_experts_per_token=fields.integer("num_experts_per_tok", 8),
         num_dense_layers=min(fields.integer("first_k_dense_replace", dense, least=0), layers),
         attention_bias=fields.flag("attention_bias", False),
@@ -363,7 +363,7 @@ def _published(
         rope_dim=64,
         value_dim=128,
         rope=rope,
-        scores_times=score_factor(rope, all_dim),
+        mscale=score_factor(rope, all_dim),
         **options,
     )
 

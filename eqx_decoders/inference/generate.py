@@ -11,11 +11,11 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from eqx_decoders.axes import AnyArray
-from eqx_decoders.birth import init_cache
+from eqx_decoders.create import init_cache
 from eqx_decoders.decoder import Cache, Decoder
 from eqx_decoders.errors import ConfigError, check, check_integer
 from eqx_decoders.inference.sampling import Greedy, Sampler, choose, stops
-from eqx_decoders.inference.speculative import check_guesses, speculate, stream_guessing
+from eqx_decoders.inference.speculative import check_draft, speculate, stream_speculative
 from eqx_decoders.layers.embedding import LearnedPositions
 
 
@@ -37,7 +37,7 @@ def generate(
     prompt_lengths: Int[AnyArray, "batch"] | None = None,
     stop_ids: tuple[int, ...] = (),
     pad_id: int = 0,
-    guesses: int = 0,
+    num_draft_tokens: int = 0,
 ) -> Int[Array, "batch new"]:
     """Continue every prompt by `max_new_tokens` tokens.
 
@@ -47,17 +47,17 @@ def generate(
     - `prompt_lengths`: tokens of each prompt that count; default all.
     - `sampler`: `Greedy()` or `Sample(...)`; the latter needs `key`. The same key gives the same tokens.
     - `stop_ids`: a row ends with one of these; what follows is `pad_id`.
-    - `guesses`: how many tokens the model's multi-token prediction guesses ahead at each step, for the model to check:
+    - `num_draft_tokens`: how many tokens multi-token prediction drafts at each step, for the model to verify:
         the same tokens in fewer steps, greedily.
 
     **Returns:**
 
     The new tokens. One program: prefill, then a loop on the device that ends when all rows have stopped.
     """
-    lengths = _checked(model, prompt, prompt_lengths, max_new_tokens, sampler, key, guesses)
+    lengths = _checked(model, prompt, prompt_lengths, max_new_tokens, sampler, key, num_draft_tokens)
     prompt = jnp.asarray(prompt)
-    if guesses > 0:
-        return speculate(model, prompt, lengths, max_new_tokens, guesses, tuple(stop_ids), pad_id).tokens
+    if num_draft_tokens > 0:
+        return speculate(model, prompt, lengths, max_new_tokens, num_draft_tokens, tuple(stop_ids), pad_id).tokens
     return _generate(model, prompt, lengths, max_new_tokens, sampler, key, tuple(stop_ids), pad_id)
 
 
@@ -71,14 +71,14 @@ def stream(
     prompt_lengths: Int[AnyArray, "batch"] | None = None,
     stop_ids: tuple[int, ...] = (),
     pad_id: int = 0,
-    guesses: int = 0,
+    num_draft_tokens: int = 0,
 ) -> Iterator[np.ndarray]:
     """The tokens of `generate` one by one, each an array with one id per row, as soon as they are known."""
     # now, not at the first token
-    lengths = _checked(model, prompt, prompt_lengths, max_new_tokens, sampler, key, guesses)
+    lengths = _checked(model, prompt, prompt_lengths, max_new_tokens, sampler, key, num_draft_tokens)
     prompt = jnp.asarray(prompt)
-    if guesses > 0:
-        return stream_guessing(model, prompt, lengths, max_new_tokens, guesses, tuple(stop_ids), pad_id)
+    if num_draft_tokens > 0:
+        return stream_speculative(model, prompt, lengths, max_new_tokens, num_draft_tokens, tuple(stop_ids), pad_id)
     return _stream(model, prompt, lengths, max_new_tokens, sampler, key, tuple(stop_ids), pad_id)
 
 
@@ -142,10 +142,10 @@ def _at_step(key: PRNGKeyArray | None, step: Any) -> PRNGKeyArray | None:
     return None if key is None else jax.random.fold_in(key, step)
 
 
-def _checked(model, prompt, lengths, max_new_tokens, sampler, key, guesses) -> Array:
+def _checked(model, prompt, lengths, max_new_tokens, sampler, key, num_draft_tokens) -> Array:
     """The prompts' lengths, after everything that can be known before compiling was checked."""
     check_integer("generate: max_new_tokens", max_new_tokens)
-    check_guesses(model, guesses, sampler)
+    check_draft(model, num_draft_tokens, sampler)
     check(isinstance(sampler, Greedy) or key is not None, f"{sampler} draws at random: pass key=jax.random.key(seed).")
     batch, width = prompt.shape
     check(width > 0, "generate: prompt has length 0; give at least one token, such as the tokenizer's bos_id.")

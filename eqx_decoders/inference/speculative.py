@@ -1,7 +1,7 @@
-"""Greedy decoding that guesses some tokens ahead with multi-token prediction and has the model check them at once.
+"""Speculative greedy decoding: multi-token prediction drafts some tokens, and the model verifies them at once.
 
-A guess is kept only where the model would have said the same (Leviathan et al. 2023), so that the tokens are those of
-plain greedy decoding, in fewer steps.
+A draft token is kept only where the model says the same (Leviathan et al. 2023): the tokens are those of plain greedy
+decoding, in fewer steps.
 """
 
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from eqx_decoders.birth import block_cache, init_cache
 from eqx_decoders.context import Context
+from eqx_decoders.create import block_cache, init_cache
 from eqx_decoders.decoder import Cache, Decoder
 from eqx_decoders.errors import check, check_integer
 from eqx_decoders.inference.sampling import Greedy, Sampler, stops
@@ -22,13 +22,13 @@ from eqx_decoders.layers.cache import KVCache, Past
 
 
 class Speculation(NamedTuple):
-    """What greedy decoding with guesses returns.
+    """What speculative greedy decoding returns.
 
     **Arguments:**
 
     - `tokens`: of each row, as `generate` gives them.
     - `steps`: how often each row asked the model after its prompt; plain decoding asks once per token.
-    - `proposed`, `accepted`: guesses of each row, and how many of them were right.
+    - `proposed`, `accepted`: draft tokens of each row, and how many of them the model confirmed.
     """
 
     tokens: Int[Array, "batch new"]
@@ -49,10 +49,10 @@ class _Depths(eqx.Module):
 
 
 class _State(eqx.Module):
-    """Where generation stands: the token that comes next and guesses of those after it, and what is remembered."""
+    """Where generation stands: the next token, draft tokens for those after it, and the caches."""
 
     token: Int[Array, "batch"]
-    guesses: Int[Array, "batch guesses"]
+    draft: Int[Array, "batch draft"]
     cache: Cache
     depths: _Depths
     tokens: Int[Array, "batch new"]
@@ -62,29 +62,30 @@ class _State(eqx.Module):
     accepted: Int[Array, "batch"]
 
 
-def check_guesses(model: Decoder, guesses: int, sampler: Sampler) -> None:
-    """Raise ConfigError where the model can't guess so many tokens, or the choice isn't greedy."""
-    check_integer("generate: guesses", guesses, minimum=0)
+def check_draft(model: Decoder, num_draft_tokens: int, sampler: Sampler) -> None:
+    """Raise ConfigError where the model can't draft so many tokens, or the sampler isn't greedy."""
+    check_integer("generate: num_draft_tokens", num_draft_tokens, minimum=0)
     depths = 0 if model.config.mtp is None else model.config.mtp.num_depths
     check(
-        guesses <= depths,
-        f"generate: guesses={guesses} must be at most {depths}, the depths of the model's multi-token prediction.",
+        num_draft_tokens <= depths,
+        f"generate: num_draft_tokens={num_draft_tokens} must be at most {depths}, the model's depths of multi-token "
+        "prediction.",
     )
-    greedy = guesses == 0 or isinstance(sampler, Greedy)
-    check(greedy, f"generate: guesses={guesses} need sampler=Greedy(), not {sampler}.")
+    greedy = num_draft_tokens == 0 or isinstance(sampler, Greedy)
+    check(greedy, f"generate: num_draft_tokens={num_draft_tokens} needs sampler=Greedy(), not {sampler}.")
 
 
-def stream_guessing(
+def stream_speculative(
     model: Decoder,
     prompt: Int[Array, "batch length"],
     lengths: Int[Array, "batch"],
     max_new_tokens: int,
-    guesses: int,
+    num_draft_tokens: int,
     stop_ids: tuple[int, ...],
     pad_id: int,
 ) -> Iterator[np.ndarray]:
     """The tokens of `speculate` one by one, each with one id per row, as soon as all rows have it."""
-    state, given = _first(model, prompt, lengths, max_new_tokens, guesses, stop_ids, pad_id), 0
+    state, given = _first(model, prompt, lengths, max_new_tokens, num_draft_tokens, stop_ids, pad_id), 0
     while True:
         tokens, count, done = jax.device_get((state.tokens, state.count, state.done))
         ready = int(np.max(count) if np.all(done) else np.min(count[~done]))
@@ -100,17 +101,17 @@ def speculate(
     prompt: Int[Array, "batch length"],
     lengths: Int[Array, "batch"],
     max_new_tokens: int,
-    guesses: int,
+    num_draft_tokens: int,
     stop_ids: tuple[int, ...],
     pad_id: int,
 ) -> Speculation:
-    """Continue every prompt greedily, `guesses` tokens ahead: one program, as in `generate`."""
-    state = _begin(model, prompt, lengths, max_new_tokens, guesses, stop_ids, pad_id)
+    """Continue every prompt greedily, drafting `num_draft_tokens` at each step: one program, as in `generate`."""
+    state = _begin(model, prompt, lengths, max_new_tokens, num_draft_tokens, stop_ids, pad_id)
     state = jax.lax.while_loop(lambda state: ~jnp.all(state.done), lambda state: _step(model, state, stop_ids), state)
-    return Speculation(state.tokens, state.steps, state.steps * guesses, state.accepted)
+    return Speculation(state.tokens, state.steps, state.steps * num_draft_tokens, state.accepted)
 
 
-def _begin(model, prompt, lengths, max_new_tokens, guesses, stop_ids, pad_id) -> _State:
+def _begin(model, prompt, lengths, max_new_tokens, num_draft_tokens, stop_ids, pad_id) -> _State:
     """Prefill of the model and of the depths."""
     config, layout, dtype = model.config, model.execution.layout, model.execution.precision.compute
     batch, width = prompt.shape
@@ -125,14 +126,14 @@ def _begin(model, prompt, lengths, max_new_tokens, guesses, stop_ids, pad_id) ->
     following = jnp.where(index == lengths[:, None] - 1, token[:, None], following)
     nothing = jnp.zeros((batch, 1, config.embed_dim), hidden.dtype)
     depths = _Depths(
-        caches=tuple(block_cache(config.mtp.block, 1, batch, room, dtype) for _ in range(guesses)),
-        last=(nothing,) * (guesses - 1),
+        caches=tuple(block_cache(config.mtp.block, 1, batch, room, dtype) for _ in range(num_draft_tokens)),
+        last=(nothing,) * (num_draft_tokens - 1),
     )
-    depths, ahead = _guess(model, depths, hidden, following, jnp.zeros_like(lengths), lengths, fresh=True)
+    depths, draft = _draft(model, depths, hidden, following, jnp.zeros_like(lengths), lengths, fresh=True)
     zeros = jnp.zeros((batch,), jnp.int32)
     return _State(
         token=token,
-        guesses=ahead,
+        draft=draft,
         cache=cache,
         depths=depths,
         tokens=jnp.full((batch, max_new_tokens), pad_id, jnp.int32).at[:, 0].set(token),
@@ -144,18 +145,18 @@ def _begin(model, prompt, lengths, max_new_tokens, guesses, stop_ids, pad_id) ->
 
 
 def _step(model, state: _State, stop_ids) -> _State:
-    """Check the guesses, keep the right ones and the model's own next token, and guess again."""
-    batch, guesses = state.guesses.shape
+    """Verify the draft, keep its right tokens and the model's own next token, and draft again."""
+    batch, count = state.draft.shape
     begin = state.cache.length
-    index = jnp.arange(guesses + 1, dtype=jnp.int32)[None]
-    fed = jnp.concatenate([state.token[:, None], state.guesses], axis=1)
+    index = jnp.arange(count + 1, dtype=jnp.int32)[None]
+    fed = jnp.concatenate([state.token[:, None], state.draft], axis=1)
     positions = jnp.where(state.done[:, None], -1, begin[:, None] + index)
     hidden, proposal, _ = model.propose(fed, positions, cache=state.cache)
     said = jnp.argmax(model.logits(hidden), axis=-1).astype(jnp.int32)
-    right = jnp.cumprod((said[:, :-1] == state.guesses).astype(jnp.int32), axis=1)
+    right = jnp.cumprod((said[:, :-1] == state.draft).astype(jnp.int32), axis=1)
     kept = jnp.where(state.done, 0, 1 + jnp.sum(right, axis=1))  # tokens that are now known to be in the text
     cache = state.cache.commit(proposal.entries, jnp.where(index < kept[:, None], positions, -1))
-    depths, ahead = _guess(model, state.depths, hidden, said, begin, kept)
+    depths, draft = _draft(model, state.depths, hidden, said, begin, kept)
     new, ends = _until_stop(said, kept, stop_ids)
     room = state.tokens.shape[1]
     where = jnp.where(index < new[:, None], state.count[:, None] + index, room)
@@ -163,7 +164,7 @@ def _step(model, state: _State, stop_ids) -> _State:
     count = jnp.minimum(state.count + new, room)
     return _State(
         token=jnp.take_along_axis(said, jnp.maximum(kept - 1, 0)[:, None], axis=1)[:, 0],
-        guesses=ahead,
+        draft=draft,
         cache=cache,
         depths=depths,
         tokens=tokens,
@@ -182,7 +183,7 @@ def _next(model, state, stop_ids) -> _State:
     return _step(model, state, stop_ids)
 
 
-def _guess(
+def _draft(
     model: Decoder,
     depths: _Depths,
     hidden: Float[Array, "batch length embed"],
@@ -191,8 +192,8 @@ def _guess(
     known: Int[Array, "batch"],
     *,
     fresh: bool = False,
-) -> tuple[_Depths, Int[Array, "batch guesses"]]:
-    """Run all depths over new tokens and guess those after the last of them.
+) -> tuple[_Depths, Int[Array, "batch draft"]]:
+    """Run all depths over new tokens and draft those after the last of them.
 
     **Arguments:**
 
@@ -202,12 +203,12 @@ def _guess(
     """
     assert model.mtp is not None
     length, each = hidden.shape[1], model.mtp.unstacked()
-    stream, guesses, caches, last = model.stream(hidden), [], [], []
+    stream, drafted, caches, last = model.stream(hidden), [], [], []
     for index, cache in enumerate(depths.caches):
         # from `index` tokens further back, where the last call could not yet go: stream and tokens are one longer
         if index > 0:
             stream = jnp.concatenate([depths.last[index - 1], stream], axis=1)
-            following = _with_guess(following, known + index - 1, guesses[-1])
+            following = _with_draft(following, known + index - 1, drafted[-1])
         offset = jnp.arange(length + index, dtype=jnp.int32)[None]
         positions = begin[:, None] - index + offset
         real = (positions >= 0) & (offset < known[:, None] + index) & (known[:, None] > 0)
@@ -216,23 +217,23 @@ def _guess(
         later = Context(positions=jnp.where(real, positions + index + 1, -1), execution=model.execution)
         past = None if cache is None or fresh else _past(cache)
         stream, entries, _ = each[index](stream, model.embed(following, later), ctx, past)
-        # only where the token that it read is no guess
+        # only where the token that it read is no draft
         stored = jnp.where(offset < known[:, None], positions, -1)
         caches.append(cache if cache is None else cache.commit(jax.tree.map(lambda x: x[None], entries), stored))
         end = jnp.maximum(known - 1, 0)[:, None, None]
         tip = jnp.take_along_axis(stream, end + index, axis=1)
-        guesses.append(jnp.argmax(model.logits(tip, depth=index + 1)[:, 0], axis=-1).astype(jnp.int32))
+        drafted.append(jnp.argmax(model.logits(tip, depth=index + 1)[:, 0], axis=-1).astype(jnp.int32))
         last.append(jnp.take_along_axis(stream, end, axis=1))
-    return _Depths(tuple(caches), tuple(last[: len(depths.last)])), jnp.stack(guesses, axis=1)
+    return _Depths(tuple(caches), tuple(last[: len(depths.last)])), jnp.stack(drafted, axis=1)
 
 
-def _with_guess(
-    following: Int[Array, "batch length"], where: Int[Array, "batch"], guess: Int[Array, "batch"]
+def _with_draft(
+    following: Int[Array, "batch length"], where: Int[Array, "batch"], token: Int[Array, "batch"]
 ) -> Int[Array, "batch longer"]:
-    """One longer, with the guess at its place."""
+    """One longer, with the draft token at its place."""
     longer = jnp.pad(following, ((0, 0), (0, 1)))
     index = jnp.arange(longer.shape[1], dtype=jnp.int32)[None]
-    return jnp.where(index == where[:, None], guess[:, None], longer)
+    return jnp.where(index == where[:, None], token[:, None], longer)
 
 
 def _past(cache: KVCache) -> Past:

@@ -47,16 +47,16 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-    """The numbered steps in a directory: saved asynchronously, the last `keep` of them kept.
+    """The numbered steps in a directory: saved asynchronously, the last `max_checkpoints` of them kept.
 
     Saving takes for granted that this process is the only writer (see `rundir.RunLock`); reading is always safe. What
     cannot be read is reported through `say`, by default as a warning of the logger `eqx_decoders`.
     """
 
-    def __init__(self, directory: str | Path, *, keep: int = 3, say: Say = _log.warning):
-        check_integer("keep", keep)
+    def __init__(self, directory: str | Path, *, max_checkpoints: int = 3, say: Say = _log.warning):
+        check_integer("max_checkpoints", max_checkpoints)
         self.directory = _local(directory)
-        self.keep = keep
+        self.max_checkpoints = max_checkpoints
         self._say = say
         self._pending: tuple[int, Any] | None = None
         self._own: int | None = None  # the step that this object saved or restored last
@@ -121,7 +121,7 @@ class Checkpoints:
         return True
 
     def wait(self) -> None:
-        """Wait until the save under way is committed, then drop the steps beyond the last `keep`."""
+        """Wait until the save under way is committed, then drop the steps beyond the last `max_checkpoints`."""
         if self._pending is None:
             return
         (step, response), self._pending = self._pending, None
@@ -131,7 +131,7 @@ class Checkpoints:
             self._clean()
             raise self._failed(step, error) from error
         self._own = step
-        for old in self.steps[: -self.keep] if _writes() else ():
+        for old in self.steps[: -self.max_checkpoints] if _writes() else ():
             gone = self.directory / f"{old}{LEFTOVER}"
             (self.directory / str(old)).rename(gone)  # first out of sight: a kill halfway leaves no half step
             shutil.rmtree(gone, ignore_errors=True)

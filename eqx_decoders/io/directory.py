@@ -99,7 +99,7 @@ def parse_json(content: bytes, where: str) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """Where a tensor is, and what its file's header says of it; `offset` is where its first byte is."""
 
     file: Path
@@ -138,9 +138,9 @@ class Stored:
         return np.memmap(self.file, np.uint8, "r", self.offset, self.shape)
 
 
-def stored_tensors(directory: Directory, single: str = "model.safetensors") -> dict[str, Stored]:
+def stored_tensors(directory: Directory, single: str = "model.safetensors") -> dict[str, StoredTensor]:
     """All tensors of a checkpoint by name, from the headers of `single` or of the files in `<single>.index.json`."""
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredTensor] = {}
     for file, names in _shards(directory, single).items():
         here = _read_header(directory.file(file))
         if names is not None and set(here) != names:
@@ -155,7 +155,7 @@ def stored_tensors(directory: Directory, single: str = "model.safetensors") -> d
     return found
 
 
-def _read_header(path: Path) -> dict[str, Stored]:
+def _read_header(path: Path) -> dict[str, StoredTensor]:
     with _opened(path) as file:  # the package checks that the header describes the file
         parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no dictionary
         told = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
@@ -163,10 +163,10 @@ def _read_header(path: Path) -> dict[str, Stored]:
         length = int.from_bytes(file.read(8), "little")
         header = parse_json(file.read(length), f"{path}: the header")  # of two tensors with one name it takes the last
     begin = 8 + length
-    return {name: Stored(path, name, *told[name], begin + header[name]["data_offsets"][0]) for name in told}
+    return {name: StoredTensor(path, name, *told[name], begin + header[name]["data_offsets"][0]) for name in told}
 
 
-def check_dtypes(tensors: Mapping[str, Stored]) -> None:
+def check_dtypes(tensors: Mapping[str, StoredTensor]) -> None:
     """Refuse tensors of integers and of eight bits: they are no weights, or quantised ones."""
     for name, stored in tensors.items():
         if stored.dtype not in FLOATS:

@@ -18,12 +18,13 @@ from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
 from eqx_decoders.axes import named_leaves
-from eqx_decoders.birth import count_parameters
+from eqx_decoders.create import count_parameters
 from eqx_decoders.decoder import Decoder, DecoderConfig, Origin
 from eqx_decoders.errors import ConversionError, check, check_integer, check_word, need_extra
 from eqx_decoders.families import FAMILIES
 from eqx_decoders.families.family import Bound, Family, for_inference
 from eqx_decoders.io.directory import FLOATS, Directory, parse_json
+from eqx_decoders.io.files import write_json
 from eqx_decoders.io.hub import TOKENIZER_FILES
 from eqx_decoders.io.huggingface import copy_in_pieces, given_sizes
 
@@ -75,11 +76,11 @@ def save_hf(
     copies = kind.copied(model.config)
     _write_tensors(partial, named_leaves(model), bound, copies, stored, shard_bytes, writes)
     if writes:
-        _write_json(partial / "config.json", config)
+        write_json(partial / "config.json", config, sort_keys=True)
         copy_tokenizer(origin.directory if tokenizer is None else tokenizer, partial)
         if not (partial / "generation_config.json").exists():
             known = {key: config[key] for key in ids if config[key] is not None}
-            _write_json(partial / "generation_config.json", known)
+            write_json(partial / "generation_config.json", known, sort_keys=True)
         (partial / "README.md").write_text(_card(folder.name, model, kind, stored))
         if folder.exists():
             folder.rmdir()
@@ -148,7 +149,7 @@ def _write_tensors(
             _save_file(made, folder / file)
     if writes and len(shards) > 1:
         total = {"total_size": sum(sizes.values())}
-        _write_json(folder / "model.safetensors.index.json", {"metadata": total, "weight_map": index})
+        write_json(folder / "model.safetensors.index.json", {"metadata": total, "weight_map": index}, sort_keys=True)
 
 
 def exported(
@@ -198,10 +199,6 @@ def copy_tokenizer(source: str | Path | None, folder: Path) -> None:
     for name in (*TOKENIZER_FILES, "generation_config.json"):
         if directory.has(name):
             shutil.copyfile(directory.file(name), folder / name)
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def _card(name: str, model: Decoder, family: Family, dtype: np.dtype) -> str:

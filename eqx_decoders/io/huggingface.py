@@ -22,12 +22,12 @@ from einops import rearrange
 from jax.typing import DTypeLike
 
 from eqx_decoders.axes import named_leaves
-from eqx_decoders.birth import abstract
+from eqx_decoders.create import abstract
 from eqx_decoders.decoder import Decoder, DecoderConfig, Origin
 from eqx_decoders.errors import ConversionError, check
 from eqx_decoders.families import find_family
 from eqx_decoders.families.family import Bound, Family, depth_layers
-from eqx_decoders.io.directory import FLOATS, Directory, Stored, check_dtypes
+from eqx_decoders.io.directory import FLOATS, Directory, StoredTensor, check_dtypes
 from eqx_decoders.io.hub import resolve
 from eqx_decoders.io.quantized import checkpoint_tensors, read_scheme
 from eqx_decoders.layout import Layout
@@ -84,7 +84,7 @@ def load_hf(
     return eqx.combine(arrays, static)
 
 
-def stored_weights(directory: str | Path) -> tuple[dict[str, Bound], dict[str, Stored]]:
+def stored_weights(directory: str | Path) -> tuple[dict[str, Bound], dict[str, StoredTensor]]:
     """Which tensors make each weight of a directory, and these tensors, under their full names."""
     _, bound, tensors = _target(Directory(directory), jnp.float32, None, {})
     return bound, {name: tensors[name] for row in bound.values() for name in row.names}
@@ -92,10 +92,10 @@ def stored_weights(directory: str | Path) -> tuple[dict[str, Bound], dict[str, S
 
 def _target(
     directory: Directory, dtype: DTypeLike | None, layout: Layout | None, execution: dict[str, Any]
-) -> tuple[Decoder, dict[str, Bound], dict[str, Stored]]:
+) -> tuple[Decoder, dict[str, Bound], dict[str, StoredTensor]]:
     """The model's shapes, what each weight is made of, and the tensors."""
     config, origin, family = _read_config(directory)
-    tensors = _meaningful(checkpoint_tensors(directory), family)
+    tensors = _without_ignored(checkpoint_tensors(directory), family)
     family = family.stored_as(tensors)
     check_dtypes(tensors)
     if config.tied and _HEAD in tensors:
@@ -138,7 +138,7 @@ def _has_depths(directory: Directory, config: DecoderConfig) -> bool:
     return any(re.search(rf"(^|\.)layers\.({layers})\.", name) for name in checkpoint_tensors(directory))
 
 
-def _without_copies(tensors: dict[str, Stored], copies: Mapping[str, str]) -> dict[str, Stored]:
+def _without_copies(tensors: dict[str, StoredTensor], copies: Mapping[str, str]) -> dict[str, StoredTensor]:
     """Without those that hold another tensor once more; ConversionError where they do not."""
     for copy, name in copies.items():
         if copy not in tensors or name not in tensors:
@@ -149,14 +149,14 @@ def _without_copies(tensors: dict[str, Stored], copies: Mapping[str, str]) -> di
     return {name: stored for name, stored in tensors.items() if copies.get(name) not in tensors}
 
 
-def _meaningful(tensors: dict[str, Stored], family: Family) -> dict[str, Stored]:
+def _without_ignored(tensors: dict[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
     """Under their full names, without those that hold no information."""
     if not any(name.startswith(family.prefix) for name in tensors):  # saved from the base model
         tensors = {name if name == _HEAD else family.prefix + name: stored for name, stored in tensors.items()}
     return {name: stored for name, stored in tensors.items() if not re.fullmatch(family.ignored, name)}
 
 
-def _untied(config: DecoderConfig, tensors: dict[str, Stored], family: Family) -> DecoderConfig:
+def _untied(config: DecoderConfig, tensors: dict[str, StoredTensor], family: Family) -> DecoderConfig:
     """A head is stored beside a table that is said to be the head: it counts, unless it is the same."""
     table = next(weight.name for weight in family.weights if weight.path == "embedding.table")
     if table not in tensors:
@@ -170,7 +170,7 @@ def _untied(config: DecoderConfig, tensors: dict[str, Stored], family: Family) -
     return config
 
 
-def _same(one: Stored, other: Stored) -> bool:
+def _same(one: StoredTensor, other: StoredTensor) -> bool:
     """Whether two matrices are equal, some rows at a time."""
     rows, step = one.shape[0], max(1, 4_000_000 // one.shape[1])
     parts = (slice(begin, min(begin + step, rows)) for begin in range(0, rows, step))
@@ -178,7 +178,7 @@ def _same(one: Stored, other: Stored) -> bool:
     return all(np.array_equal(one.read((part, everything)), other.read((part, everything))) for part in parts)
 
 
-def _compare(directory: Directory, tensors: Mapping[str, Stored], bound: Mapping[str, Bound]) -> None:
+def _compare(directory: Directory, tensors: Mapping[str, StoredTensor], bound: Mapping[str, Bound]) -> None:
     """Refuse a checkpoint whose tensors are not those of the model, and list them."""
     wanted = {name: row.shape for row in bound.values() for name in row.names}
     wrong = [f"{name} is missing" for name in sorted(wanted.keys() - tensors.keys())]
@@ -196,7 +196,7 @@ def _compare(directory: Directory, tensors: Mapping[str, Stored], bound: Mapping
     )
 
 
-def _load(leaf: jax.ShapeDtypeStruct, row: Bound, tensors: Mapping[str, Stored]) -> jax.Array:
+def _load(leaf: jax.ShapeDtypeStruct, row: Bound, tensors: Mapping[str, StoredTensor]) -> jax.Array:
     """A weight on its devices, one device's part after another."""
     sharding: Any = leaf.sharding
     holders: dict[tuple[range, ...], list[Any]] = {}
@@ -210,7 +210,7 @@ def _load(leaf: jax.ShapeDtypeStruct, row: Bound, tensors: Mapping[str, Stored])
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
 
 
-def _block(index: tuple[range, ...], dtype: np.dtype, row: Bound, tensors: Mapping[str, Stored]) -> np.ndarray:
+def _block(index: tuple[range, ...], dtype: np.dtype, row: Bound, tensors: Mapping[str, StoredTensor]) -> np.ndarray:
     """The part `index` of a weight, from the parts of the tensors that hold it."""
     block = _aligned(tuple(map(len, index)), dtype)
     lead, rest = index[: len(row.stack)], index[len(row.stack) :]
@@ -253,7 +253,7 @@ def copy_in_pieces(target: np.ndarray, source: np.ndarray) -> None:
         target[piece] = source[piece]
 
 
-def _part(tensor: Stored, row: Bound, index: tuple[range, ...]) -> np.ndarray:
+def _part(tensor: StoredTensor, row: Bound, index: tuple[range, ...]) -> np.ndarray:
     """The part `index` of one layer's weight: what can be cut out of the file is cut there, the rest afterwards."""
     wanted = dict(zip(row.words, index, strict=True))
     if row.part is not None:

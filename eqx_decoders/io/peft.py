@@ -24,7 +24,7 @@ from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import ConversionError, check, need_extra
 from eqx_decoders.families.family import Bound
 from eqx_decoders.families.fields import Fields
-from eqx_decoders.io.directory import Directory, Stored, check_dtypes, stored_tensors
+from eqx_decoders.io.directory import Directory, StoredTensor, check_dtypes, stored_tensors
 from eqx_decoders.io.export import export_config
 from eqx_decoders.numerics import LowRank, low_rank_weights
 
@@ -140,7 +140,7 @@ class _Factor:
         """The shape of each tensor."""
         return tuple(rank if words == "rank" else math.prod(self.sizes.values()) for words in self.theirs)
 
-    def load(self, tensors: Mapping[str, Stored], dtype: np.dtype) -> np.ndarray:
+    def load(self, tensors: Mapping[str, StoredTensor], dtype: np.dtype) -> np.ndarray:
         pattern, whole = f"{' '.join(self.theirs)} -> {' '.join(self.ours)}", (slice(None), slice(None))
         layers = [rearrange(tensors[name].read(whole), pattern, **self.sizes).astype(dtype) for name in self.names]
         return np.stack(layers) if self.stacked else layers[0]
@@ -208,7 +208,7 @@ def _read_config(fields: Fields) -> tuple[int, float]:
     return rank, alpha / (math.sqrt(rank) if stabilized else rank)
 
 
-def _compare(folder: Directory, tensors: Mapping[str, Stored], places: Mapping[str, _Place], rank: int) -> None:
+def _compare(folder: Directory, tensors: Mapping[str, StoredTensor], places: Mapping[str, _Place], rank: int) -> None:
     """Refuse an adapter whose tensors are not whole pairs of the model's weights, and list them."""
     factors = [factor for place in places.values() for factor in place.factors.values()]
     wanted = {name: factor.shape(rank) for factor in factors for name in factor.names}

@@ -13,7 +13,7 @@ import numpy as np
 
 from eqx_decoders.errors import ConversionError, check
 from eqx_decoders.families.fields import Fields
-from eqx_decoders.io.directory import Directory, Stored, stored_tensors
+from eqx_decoders.io.directory import Directory, StoredTensor, stored_tensors
 
 
 # The numbers of FP4 (E2M1), by their four bits: one for the sign, two for the exponent, one for the mantissa.
@@ -27,19 +27,19 @@ _HALF_E8M0 = np.ldexp(np.float32(1), _BYTES.astype(np.int32) - 128)
 _GROUP = 32  # numbers that share a scale of MXFP4
 _COUNTS_AS = "BF16"  # what such models are run in where the caller leaves the choice to the files
 
-_Tensors = dict[str, Stored]
+_Tensors = dict[str, StoredTensor]
 Scheme = Callable[[_Tensors], _Tensors]
 
 
 @dataclasses.dataclass(frozen=True)
-class Packed(Stored):
+class Packed(StoredTensor):
     """MXFP4: `x[.., 32 g + i, r] = E2M1(blocks[.., r, g, i]) 2^(scales[.., r, g] - 127)`, the low half of a byte first.
 
     The file has the rows of the transposed matrix, as OpenAI's GPT-OSS does (OCP Microscaling Formats, 2023).
     """
 
-    blocks: Stored
-    scales: Stored
+    blocks: StoredTensor
+    scales: StoredTensor
 
     def read(self, part: tuple[slice, ...]) -> np.ndarray:
         """A part of the tensor in float32, one slice for each dimension."""
@@ -55,11 +55,11 @@ class Packed(Stored):
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockScaled(Stored):
+class BlockScaledTensor(StoredTensor):
     """FP8: `x[.., i, j] = E4M3(values[.., i, j]) scales[.., i // rows, j // columns]`; last blocks may be cut short."""
 
-    values: Stored
-    scales: Stored
+    values: StoredTensor
+    scales: StoredTensor
     block: tuple[int, int]
 
     def read(self, part: tuple[slice, ...]) -> np.ndarray:
@@ -74,7 +74,7 @@ class BlockScaled(Stored):
         return x
 
 
-QUANTIZED = (Packed, BlockScaled)
+QUANTIZED = (Packed, BlockScaledTensor)
 
 
 def _length(cut: slice) -> int:
@@ -159,7 +159,9 @@ def _scaled(tensors: _Tensors, block: tuple[int, int], dtypes: tuple[str, ...]) 
         )
         *lead, rows, columns = values.shape
         _check_scales(scales, dtypes, (*lead, -(-rows // block[0]), -(-columns // block[1])))
-        found[name] = BlockScaled(values.file, name, values.shape, _COUNTS_AS, values.offset, values, scales, block)
+        found[name] = BlockScaledTensor(
+            values.file, name, values.shape, _COUNTS_AS, values.offset, values, scales, block
+        )
     left = [name for name in found if name.endswith("_scale_inv")]
     check(
         not left,
@@ -169,16 +171,16 @@ def _scaled(tensors: _Tensors, block: tuple[int, int], dtypes: tuple[str, ...]) 
     return found
 
 
-def _scales(tensors: _Tensors, name: str, values: Stored) -> Stored:
+def _scales(tensors: _Tensors, name: str, values: StoredTensor) -> StoredTensor:
     told = f"{values.file}: {values.name} is quantised, but {name} is missing: the checkpoint is incomplete."
     check(name in tensors, told, ConversionError)
     return tensors.pop(name)
 
 
-def _check_scales(scales: Stored, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
+def _check_scales(scales: StoredTensor, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
     told = f"{scales.file}: {scales.name} is {_told(scales)}, but must be {' or '.join(dtypes)} of shape {shape}"
     check(scales.dtype in dtypes and scales.shape == shape, f"{told}. Check weight_block_size.", ConversionError)
 
 
-def _told(tensor: Stored) -> str:
+def _told(tensor: StoredTensor) -> str:
     return f"{tensor.dtype} of shape {tensor.shape}"

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 
 from eqx_decoders.axes import AnyArray, named_leaves
 from eqx_decoders.decoder import Decoder, DecoderConfig
-from eqx_decoders.io.directory import FLOATS, Directory, Stored, stored_tensors
+from eqx_decoders.io.directory import FLOATS, Directory, StoredTensor, stored_tensors
 from eqx_decoders.io.export import exported, save_hf
 from eqx_decoders.io.huggingface import abstract_hf, load_hf, read_config, stored_weights
 from eqx_decoders.io.quantized import QUANTIZED, checkpoint_tensors
@@ -149,7 +149,7 @@ def compare_directories(one: str | Path, other: str | Path) -> tuple[list[str], 
     return wrong, [f"{name}: by up to {gap:.3g}" for name, gap in gaps.items() if gap > 0]
 
 
-def _read(tensor: Stored) -> np.ndarray:
+def _read(tensor: StoredTensor) -> np.ndarray:
     return tensor.read(tuple(slice(0, size) for size in tensor.shape))
 
 
@@ -158,7 +158,7 @@ def _same_bits(one: np.ndarray, other: np.ndarray) -> bool:
     return one.shape == other.shape and one.tobytes() == np.ascontiguousarray(other).tobytes()
 
 
-def _gap(one: Stored, other: Stored) -> float:
+def _gap(one: StoredTensor, other: StoredTensor) -> float:
     if one.dtype == other.dtype and _same_bits(_read(one), _read(other)):
         return 0.0
     return float(np.max(np.abs(_read(one).astype(np.float32) - _read(other).astype(np.float32)), initial=0.0))

@@ -85,7 +85,7 @@ class Kernel:
         return missing[0] if missing else None if platform in self.platforms else f"the platform {platform!r}"
 
 
-class Places(NamedTuple):
+class AttentionPositions(NamedTuple):
     """Where queries and keys stand."""
 
     query_positions: Int[Array, "batch length"]
@@ -129,7 +129,7 @@ def attend(
     lacking = KERNELS[chosen].lacks(*needs)
     able = ", ".join(name for name, other in KERNELS.items() if other.lacks(*needs) is None)
     check(lacking is None, f"kernel={chosen!r} cannot do {lacking} (mask={mask}). These can: {able}.")
-    places = Places(query_positions, key_positions, query_segments, key_segments)
+    places = AttentionPositions(query_positions, key_positions, query_segments, key_segments)
     options = {"mask": mask, "soft_cap": soft_cap, "aligned": aligned, "platform": platform}
     return KERNELS[chosen].function(query, key, value, places, **options)
 
@@ -142,7 +142,7 @@ def _choose(platform: str, length: int, kv_length: int) -> str:
 # --- dot: the plain one ---
 
 
-def _dot(query, key, value, places: Places, *, mask: Mask, soft_cap: float | None, aligned: bool, platform: str):
+def _dot(query, key, value, places, *, mask: Mask, soft_cap: float | None, aligned: bool, platform: str):
     """All scores at once: the definition, and the fastest for a few queries. Memory grows with length x kv_length."""
     seen = visible(mask, *places)[:, None, None]
     groups = query.shape[2] // key.shape[2]
@@ -379,7 +379,7 @@ def _even(length: int, most: int) -> int:
     return max(1, min(length, -(-size // 16) * 16))
 
 
-def _chunked(query, key, value, places: Places, *, mask: Mask, soft_cap: float | None, aligned: bool, platform: str):
+def _chunked(query, key, value, places, *, mask: Mask, soft_cap: float | None, aligned: bool, platform: str):
     """Blocks of queries against blocks of keys with a running softmax (Rabe & Staats, 2021; Dao et al., 2022).
 
     Neither values nor gradients keep more than a tile of scores and arrays of the arguments' size. Past 512 positions
@@ -404,14 +404,16 @@ def _pad(x: Array, more: int, fill: int = 0) -> Array:
     return jnp.pad(x, [(0, 0), (0, more)] + [(0, 0)] * (x.ndim - 2), constant_values=fill)
 
 
-def _pad_queries(query: Array, places: Places, more: int) -> tuple[Array, Places]:
+def _pad_queries(query: Array, places: AttentionPositions, more: int) -> tuple[Array, AttentionPositions]:
     segments = None if places.query_segments is None else _pad(places.query_segments, more)
     return _pad(query, more), places._replace(
         query_positions=_pad(places.query_positions, more, -1), query_segments=segments
     )
 
 
-def _pad_keys(key: Array, value: Array, places: Places, more: int) -> tuple[Array, Array, Places]:
+def _pad_keys(
+    key: Array, value: Array, places: AttentionPositions, more: int
+) -> tuple[Array, Array, AttentionPositions]:
     segments = None if places.key_segments is None else _pad(places.key_segments, more)
     places = places._replace(key_positions=_pad(places.key_positions, more, -1), key_segments=segments)
     return _pad(key, more), _pad(value, more), places

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from eqx_decoders.axes import axes, named_leaves
-from eqx_decoders.birth import abstract
 from eqx_decoders.block import BlockConfig, MixerConfig
+from eqx_decoders.create import abstract
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.latent import LatentAttentionConfig

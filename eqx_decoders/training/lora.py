@@ -59,7 +59,7 @@ class LoRAConfig:
 def add_lora(model: Decoder, config: LoRAConfig, *, key: PRNGKeyArray) -> Decoder:
     """The model with a pair beside every weight that matches; until it is trained it computes what it did.
 
-    `lora_a` is uniform within `1 / sqrt(fan_in)`, `lora_b` zero, as in PEFT. The pairs are born sharded; the other
+    `lora_a` is uniform within `1 / sqrt(fan_in)`, `lora_b` zero, as in PEFT. The pairs are created sharded; the other
     weights are shared with `model`. A model of `jax.ShapeDtypeStruct`s gets such pairs.
 
     Raises ConfigError for a pattern that matches nothing or what is no matrix of a block, and for a model with pairs.

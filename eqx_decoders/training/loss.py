@@ -19,7 +19,7 @@ from eqx_decoders.training.cross_entropy import cross_entropy, linear_argmax, li
 from eqx_decoders.training.data import Batch
 
 
-class AheadSums(eqx.Module):
+class MTPLossSums(eqx.Module):
     """Sums over the targets of each depth of multi-token prediction.
 
     **Arguments:**
@@ -43,7 +43,7 @@ class LossMetrics(eqx.Module):
     - `tokens`: targets (or the sum of their weights).
     - `stats`: of the layers: of their activations if asked for, of routing where there are experts; None for neither.
         The layers of multi-token prediction come last.
-    - `ahead`: of multi-token prediction; None where there is none.
+    - `mtp`: of multi-token prediction; None where there is none.
     """
 
     loss: Float32[Array, ""]
@@ -51,7 +51,7 @@ class LossMetrics(eqx.Module):
     correct: Float32[Array, ""]
     tokens: Float32[Array, ""]
     stats: BlockStats | None = None
-    ahead: AheadSums | None = None
+    mtp: MTPLossSums | None = None
 
 
 def next_tokens(batch: Batch) -> tuple[Int[Array, "batch length"], Float32[Array, "batch length"]]:
@@ -71,7 +71,7 @@ def next_tokens(batch: Batch) -> tuple[Int[Array, "batch length"], Float32[Array
     return jnp.where(weights == 0, 0, targets), weights  # what does not count may be anything, even -100
 
 
-def tokens_ahead(batch: Batch, depth: int) -> tuple[Int[Array, "batch length"], Float32[Array, "batch length"]]:
+def mtp_targets(batch: Batch, depth: int) -> tuple[Int[Array, "batch length"], Float32[Array, "batch length"]]:
     """The targets of a depth of multi-token prediction: those of the token `depth` places on, if of one document."""
     targets, weights = (shifted(x, depth) for x in next_tokens(batch))
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
@@ -98,17 +98,17 @@ def token_loss_sum(
     targets, weights = next_tokens(batch)
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
     hidden, _, stats = model.run(jnp.asarray(batch.tokens), positions, segments, key=key)
-    whole, ahead = batch if whole is None else whole, None
+    whole, mtp = batch if whole is None else whole, None
     loss, nll, correct = _head_loss(model, hidden, targets, weights, z_loss=z_loss, fused=fused, key=key)
     if model.mtp is not None and model.mtp.config.loss_weight > 0:
-        streams = model.ahead(hidden, batch.tokens, positions, segments, key)
+        streams = model.predict_further(hidden, batch.tokens, positions, segments, key)
         stats = layer_order([(stats,), (streams.stats,)])
-        more, ahead = _ahead_loss_sum(model, streams.hidden, batch, whole, fused=fused, key=key)
+        more, mtp = _mtp_loss_sum(model, streams.hidden, batch, whole, fused=fused, key=key)
         loss = loss + more
     if stats.routing is not None and has_routing_loss(model.config):
         loss = loss + _routing_loss_sum(model, stats.routing, whole)
     kept = stats if model.execution.layer_stats or stats.routing is not None else None
-    return loss, LossMetrics(loss=loss, nll=nll, correct=correct, tokens=jnp.sum(weights), stats=kept, ahead=ahead)
+    return loss, LossMetrics(loss=loss, nll=nll, correct=correct, tokens=jnp.sum(weights), stats=kept, mtp=mtp)
 
 
 def _head_loss(
@@ -145,20 +145,20 @@ def _head_options(model: Decoder) -> dict[str, Any]:
     return dict(tied=model.head is None, flatten=layout.single and layout.platform == "cpu", layout=layout)
 
 
-def _ahead_loss_sum(
+def _mtp_loss_sum(
     model: Decoder, hidden: tuple[Array, ...], batch: Batch, whole: Batch, *, fused: bool, key: PRNGKeyArray | None
-) -> tuple[Array, AheadSums]:
+) -> tuple[Array, MTPLossSums]:
     """This part's share of `loss_weight * mean over all depths' targets of -log p`, times the targets there."""
     assert model.mtp is not None
     sums, tokens = [], []
     for depth, x in enumerate(hidden, 1):
-        targets, weights = tokens_ahead(batch, depth)
+        targets, weights = mtp_targets(batch, depth)
         sums.append(_head_loss(model, x, targets, weights, fused=fused, key=key, depth=depth)[:2])
         tokens.append(jnp.sum(weights))
     losses, nll = zip(*sums, strict=True)
-    everything = sum(jnp.sum(tokens_ahead(whole, depth)[1]) for depth in range(1, len(hidden) + 1))
+    everything = sum(jnp.sum(mtp_targets(whole, depth)[1]) for depth in range(1, len(hidden) + 1))
     scale = model.mtp.config.loss_weight * jnp.sum(next_tokens(whole)[1]) / jnp.maximum(everything, 1.0)
-    return scale * sum(losses), AheadSums(nll=jax.lax.stop_gradient(jnp.stack(nll)), tokens=jnp.stack(tokens))
+    return scale * sum(losses), MTPLossSums(nll=jax.lax.stop_gradient(jnp.stack(nll)), tokens=jnp.stack(tokens))
 
 
 def _routing_loss_sum(model: Decoder, stats: RoutingStats, whole: Batch) -> Float32[Array, ""]:
@@ -221,8 +221,8 @@ def evaluation_sums(model: Decoder, batch: Batch) -> EvaluationSums:
         return sums
     said = _guesses(model, hidden, 0)
     accepted, proposed = [], []
-    for depth, x in enumerate(model.ahead(hidden, batch.tokens, positions, segments).hidden, 1):
-        weights = tokens_ahead(batch, depth)[1]
+    for depth, x in enumerate(model.predict_further(hidden, batch.tokens, positions, segments).hidden, 1):
+        weights = mtp_targets(batch, depth)[1]
         accepted.append(jnp.sum(weights * (_guesses(model, x, depth) == shifted(said, depth)).astype(jnp.float32)))
         proposed.append(jnp.sum(weights))
     return dataclasses.replace(sums, accepted=jnp.stack(accepted), proposed=jnp.stack(proposed))

@@ -32,7 +32,7 @@ class OptimizerConfig:
     """Steps of linear warm-up; None: a tenth of the run, 1000 at most."""
     decay_fraction: float = 0.2
     """wsd: the share of all steps in which the learning rate falls."""
-    final_fraction: float = 0.1
+    min_lr_ratio: float = 0.1
     """Learning rate at the end, as a share of the peak."""
     weight_decay: float = 0.1
     """Decoupled weight decay, times the learning rate."""
@@ -48,7 +48,7 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     momentum: float = 0.95
     """muon: decay of the momentum."""
-    clip_norm: float | None = 1.0
+    max_grad_norm: float | None = 1.0
     """Global norm to which gradients are clipped; None: not at all."""
 
     def __post_init__(self):
@@ -59,26 +59,26 @@ class OptimizerConfig:
             check_integer("OptimizerConfig.warmup_steps", self.warmup_steps, 0)
         check_number("OptimizerConfig.weight_decay", self.weight_decay, least=0)
         check_number("OptimizerConfig.eps", self.eps, above=0)
-        for field in ("decay_fraction", "final_fraction"):
+        for field in ("decay_fraction", "min_lr_ratio"):
             check_number(f"OptimizerConfig.{field}", getattr(self, field), least=0)
             check(getattr(self, field) <= 1, f"OptimizerConfig.{field}={getattr(self, field)} must be at most 1.")
         for field in ("beta1", "beta2", "momentum"):
             check_number(f"OptimizerConfig.{field}", getattr(self, field), least=0)
             check(getattr(self, field) < 1, f"OptimizerConfig.{field}={getattr(self, field)} must be below 1.")
-        if self.clip_norm is not None:
-            check_number("OptimizerConfig.clip_norm", self.clip_norm, above=0)
+        if self.max_grad_norm is not None:
+            check_number("OptimizerConfig.max_grad_norm", self.max_grad_norm, above=0)
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
-    """The learning rate at each of `steps` steps: a linear warm-up, then the named course down to `final_fraction`."""
-    peak, final = config.learning_rate, config.learning_rate * config.final_fraction
+    """The learning rate at each of `steps` steps: a linear warm-up, then the named course down to `min_lr_ratio`."""
+    peak, final = config.learning_rate, config.learning_rate * config.min_lr_ratio
     warmup = min(1000, steps // 10) if config.warmup_steps is None else config.warmup_steps
     check(
         warmup < steps or config.schedule == "constant",
         f"OptimizerConfig.warmup_steps={warmup} must be below the run's {steps} steps.",
     )
     if config.schedule == "cosine":
-        course = optax.cosine_decay_schedule(peak, steps - warmup, alpha=config.final_fraction)
+        course = optax.cosine_decay_schedule(peak, steps - warmup, alpha=config.min_lr_ratio)
     elif config.schedule == "linear":
         course = optax.linear_schedule(peak, final, steps - warmup)
     elif config.schedule == "wsd":

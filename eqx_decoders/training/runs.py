@@ -14,8 +14,8 @@ import jax
 from jaxtyping import PRNGKeyArray
 
 from eqx_decoders.axes import named_leaves, replaced
-from eqx_decoders.birth import abstract, add_mtp, init
 from eqx_decoders.context import Execution
+from eqx_decoders.create import abstract, add_mtp, init
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.families import get_config
 from eqx_decoders.io.checkpoint import Checkpoints, load_weights

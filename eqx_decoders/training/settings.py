@@ -91,7 +91,7 @@ class TrainConfig:
     """Ids of a trained tokenizer, at most the model's vocab_size; None: just as many."""
     checkpoint_every: int = 100
     """Steps between checkpoints."""
-    keep: int = 3
+    max_checkpoints: int = 3
     """Checkpoints to keep."""
     eval_every: int = 100
     """Steps between held-out evaluations, each with a sample; 0: only at the end."""
@@ -131,7 +131,7 @@ class TrainConfig:
 
     def __post_init__(self):
         check_word("model", self.model, list_models())
-        for field in ("steps", "checkpoint_every", "eval_batches", "keep", "batch_size", "max_skipped"):
+        for field in ("steps", "checkpoint_every", "eval_batches", "max_checkpoints", "batch_size", "max_skipped"):
             check_integer(field, getattr(self, field))
         for field in ("eval_every", "sample_tokens", "seed"):
             check_integer(field, getattr(self, field), 0)
@@ -154,10 +154,9 @@ class TrainConfig:
                 good,
                 f"profile={self.profile} must be a first and a last step, counted from 1, up to steps={self.steps}.",
             )
-        check(
-            self.batch_size % self.step.accumulate == 0,
-            f"batch_size={self.batch_size} must be a multiple of step.accumulate={self.step.accumulate}.",
-        )
+        parts = self.step.gradient_accumulation_steps
+        rule = f"batch_size={self.batch_size} must be a multiple of step.gradient_accumulation_steps={parts}."
+        check(self.batch_size % parts == 0, rule)
         alone = self.init_from is None or self.model == "tiny"
         check(alone, f"model={self.model!r} and init_from={self.init_from!r} exclude each other: leave one out.")
         taken = self.init_from is not None or self.init_weights == ("*",)
@@ -208,8 +207,9 @@ class TrainConfig:
         layout = Layout.create(**dataclasses.asdict(self.mesh))
         split = [axis for axis in ("data", "fsdp", "fsdp_transpose", "expert") if layout.sizes[axis] > 1]
         parts = math.prod(layout.sizes[axis] for axis in split)
-        rows = self.batch_size // self.step.accumulate
-        cut = f"batch_size={self.batch_size}" + (f" / accumulate={self.step.accumulate}" * (self.step.accumulate > 1))
+        count = self.step.gradient_accumulation_steps
+        rows = self.batch_size // count
+        cut = f"batch_size={self.batch_size}" + f" / gradient_accumulation_steps={count}" * (count > 1)
         check(rows % parts == 0, f"{cut} must be a multiple of {parts}, the devices along {' x '.join(split)}.")
         compute = self.dtype
         if compute == "auto":

@@ -72,7 +72,7 @@ class StepMetrics(eqx.Module):
 class StepConfig:
     """How a step is computed."""
 
-    accumulate: int = 1
+    gradient_accumulation_steps: int = 1
     """Microbatches into which a batch is cut; their gradients are added, weighted by tokens."""
     z_loss: float = 0.0
     """Weight of log(Z)^2 in the loss; 1e-4 is usual."""
@@ -80,7 +80,7 @@ class StepConfig:
     """Compute head and loss tile by tile, so that all logits never exist at once."""
 
     def __post_init__(self):
-        check_integer("StepConfig.accumulate", self.accumulate)
+        check_integer("StepConfig.gradient_accumulation_steps", self.gradient_accumulation_steps)
         check_number("StepConfig.z_loss", self.z_loss, least=0)
 
 
@@ -94,7 +94,7 @@ class Trainer(eqx.Module):
     optimizer: optax.GradientTransformation = eqx.field(static=True)
     schedule: Callable[[Any], Any] = eqx.field(static=True)
     trainable: frozenset[str] = eqx.field(static=True)
-    clip_norm: float | None = eqx.field(static=True)
+    max_grad_norm: float | None = eqx.field(static=True)
     config: StepConfig = eqx.field(static=True)
 
     @classmethod
@@ -112,12 +112,12 @@ class Trainer(eqx.Module):
             optimizer=make_optimizer(optimizer, {name: words[name] for name in words if name in trainable}, steps),
             schedule=make_schedule(optimizer, steps),
             trainable=trainable,
-            clip_norm=optimizer.clip_norm,
+            max_grad_norm=optimizer.max_grad_norm,
             config=config,
         )
 
     def init(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
-        """The state before the first step; the optimizer's part is born sharded like the weights it belongs to."""
+        """The state before the first step; the optimizer's part is created sharded like the weights it belongs to."""
         model = model.place(model.execution.layout)  # a no-op for `init`'s; weights without a place would compile twice
         target = self.abstract(model, key=key).optimizer
         weights = self._weights(model)
@@ -146,11 +146,9 @@ class Trainer(eqx.Module):
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         """One optimizer step, compiled; `state` is donated: its buffers are those of the new state."""
-        rows = batch.tokens.shape[0]
-        check(
-            rows % self.config.accumulate == 0,
-            f"A batch of {rows} sequences can't be cut into StepConfig.accumulate={self.config.accumulate} parts.",
-        )
+        rows, parts = batch.tokens.shape[0], self.config.gradient_accumulation_steps
+        rule = f"A batch of {rows} sequences can't be cut into StepConfig.gradient_accumulation_steps={parts} parts."
+        check(rows % parts == 0, rule)
         return _compiled_step((self, batch), state)
 
     def advance(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
@@ -162,8 +160,8 @@ class Trainer(eqx.Module):
         norm = optax.tree.norm(jax.tree.map(_single, gradient)) / tokens
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
         scale = 1.0 / tokens
-        if self.clip_norm is not None:
-            scale = scale * jnp.minimum(1.0, self.clip_norm / jnp.maximum(norm, 1e-12))
+        if self.max_grad_norm is not None:
+            scale = scale * jnp.minimum(1.0, self.max_grad_norm / jnp.maximum(norm, 1e-12))
 
         def move(weights, optimizer):
             scaled = {name: (_single(leaf) * scale).astype(weights[name].dtype) for name, leaf in gradient.items()}
@@ -189,14 +187,14 @@ class Trainer(eqx.Module):
             grad_norm=norm,
             learning_rate=jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32),
             skipped=~finite,
-            mtp_nll=None if sums.ahead is None else sums.ahead.nll / jnp.maximum(sums.ahead.tokens, 1.0),
+            mtp_nll=None if sums.mtp is None else sums.mtp.nll / jnp.maximum(sums.mtp.tokens, 1.0),
             stats=sums.stats,
         )
         return new, metrics
 
     def _gradient(self, model: Decoder, batch: Batch, key: PRNGKeyArray | None) -> tuple[PyTree, LossMetrics]:
         """The gradient of the summed loss, and its metrics, added up over the microbatches."""
-        count, config = self.config.accumulate, self.config
+        count, config = self.config.gradient_accumulation_steps, self.config
 
         def loss(weights, rows, key):
             here, fused = self._with_weights(model, weights), config.fused_loss

@@ -79,11 +79,11 @@ class TextModel:
         max_new_tokens: int,
         sampler: Sampler,
         key: PRNGKeyArray | None = None,
-        guesses: int = 0,
+        num_draft_tokens: int = 0,
     ) -> Iterator[str]:
         """What the model makes of a prompt, piece by piece as it comes; all pieces together are the text.
 
-        `guesses` as in `generate`.
+        `num_draft_tokens` as in `generate`.
 
         Raises ConfigError for an empty prompt, or for one that fills all learned positions; a text ends where these do.
         """
@@ -98,7 +98,7 @@ class TextModel:
             sampler=sampler,
             key=key,
             stop_ids=self.stop_ids,
-            guesses=guesses,
+            num_draft_tokens=num_draft_tokens,
         )
         return self._decoded(tokens)
 

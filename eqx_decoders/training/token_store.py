@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eqx_decoders.errors import DataError, check
+from eqx_decoders.io.files import write_atomically
 from eqx_decoders.training.corpus import Document, Source, find_sources, held_out_rule, read_documents
-from eqx_decoders.training.tokenizer import Tokenizer, write_atomically
+from eqx_decoders.training.tokenizer import Tokenizer
 
 
 FORMAT = 1

@@ -7,7 +7,6 @@ Text is data: the letters `<|endoftext|>` within a document are encoded as lette
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -18,6 +17,7 @@ from jaxtyping import Array, Int
 from eqx_decoders.errors import DataError, check, check_integer, need_extra
 from eqx_decoders.io.chat import special_tokens
 from eqx_decoders.io.directory import CONFIG_BYTES, Directory
+from eqx_decoders.io.files import write_atomically, write_json
 
 
 Ids = Sequence[int] | np.ndarray | Array
@@ -72,7 +72,7 @@ class ByteTokenizer:
 
     def save(self, directory: str | Path) -> None:
         """Write what `load_tokenizer(directory)` reads."""
-        _write_json(Path(directory) / "tokenizer_config.json", {"tokenizer_class": "ByteTokenizer"})
+        write_json(Path(directory) / "tokenizer_config.json", {"tokenizer_class": "ByteTokenizer"})
 
 
 class JsonTokenizer:
@@ -129,7 +129,7 @@ class JsonTokenizer:
     def save(self, directory: str | Path) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json`."""
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": self._bos, "eos_token": self._eos}
-        _write_json(Path(directory) / "tokenizer_config.json", config)
+        write_json(Path(directory) / "tokenizer_config.json", config)
         write_atomically(Path(directory) / "tokenizer.json", self._inner.to_str(pretty=True).encode())
 
 
@@ -258,21 +258,6 @@ class StreamDecoder:
         rest = self._tokenizer.decode(self._ids)[self._shown :]
         self._ids, self._shown = [], 0
         return rest
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file that is there whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with partial.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(partial, path)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    write_atomically(path, json.dumps(content, indent=2).encode())
 
 
 def _read_json(folder: Directory, name: str) -> dict[str, Any]:

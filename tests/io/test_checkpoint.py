@@ -121,7 +121,7 @@ def test_donation_right_after_an_asynchronous_save(tmp_path):
 
     want = arrays(make())
     jax.block_until_ready([overwrite(x) for x in make()])  # compiled beforehand: it must overtake the writing
-    with Checkpoints(tmp_path, keep=9) as checkpoints:
+    with Checkpoints(tmp_path, max_checkpoints=9) as checkpoints:
         for step in range(3):
             tree = make()
             checkpoints.save(step, tree, data_state={}, config={})
@@ -292,7 +292,7 @@ def test_keeps_the_last_and_cleans_leftovers(tmp_path, monkeypatch):
     leftover = tmp_path / "run/5.orbax-checkpoint-tmp-123"
     leftover.mkdir(parents=True)
     (leftover / "junk").write_text("half")
-    with Checkpoints("run", keep=2) as checkpoints:  # a relative path
+    with Checkpoints("run", max_checkpoints=2) as checkpoints:  # a relative path
         assert checkpoints.latest is None and checkpoints.steps == ()
         with pytest.raises(CheckpointError, match="There is no checkpoint in"):
             checkpoints.restore(make_state())
@@ -374,7 +374,7 @@ def test_a_newer_format_is_refused_without_fallback(copied):
 SAVER = """
 import sys, jax, jax.numpy as jnp
 from eqx_decoders.io.checkpoint import Checkpoints
-with Checkpoints(sys.argv[1], keep=2) as checkpoints:
+with Checkpoints(sys.argv[1], max_checkpoints=2) as checkpoints:
     step = (checkpoints.latest or 0)
     if step:
         tree, data_state, step = checkpoints.restore({"x": jnp.zeros(1 << 20), "n": jnp.int32(0)})

@@ -13,7 +13,7 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.axes import named_leaves
 from eqx_decoders.io import huggingface
-from eqx_decoders.io.directory import Directory, Stored, stored_tensors
+from eqx_decoders.io.directory import Directory, StoredTensor, stored_tensors
 from eqx_decoders.io.quantized import checkpoint_tensors, read_scheme
 from eqx_decoders.io.verify import compare_directories, compare_tensors
 
@@ -240,7 +240,7 @@ def test_refused_before_a_weight_is_read(name, tmp_path, monkeypatch):
     def read(self, part):
         raise AssertionError("a weight was read")
 
-    monkeypatch.setattr(Stored, "read", read)
+    monkeypatch.setattr(StoredTensor, "read", read)
     for load in (ed.abstract_hf, ed.load_hf):
         with pytest.raises(ed.ConversionError) as caught:
             load(directory)

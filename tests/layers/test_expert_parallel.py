@@ -23,7 +23,7 @@ from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.router import RouterConfig
 from eqx_decoders.numerics import LowRank
-from tests.programs import let_go
+from tests.programs import drop_compiled_programs
 from tests.strategies import VOCAB, filled, packed
 
 
@@ -198,7 +198,7 @@ def test_a_batch_that_the_mesh_does_not_divide(rows, length):
 def test_any_experts_on_any_mesh_equal_one_device(
     mesh, exchange, rows, length, experts, chosen, changes, router, pairs
 ):
-    let_go()
+    drop_compiled_programs()
     config = dataclasses.replace(RICH, num_experts=experts, num_experts_per_token=chosen, router=router, **changes)
     layout = ed.Layout.create(**mesh)
     run = program(ed.Execution(layout=layout, expert_exchange=exchange))

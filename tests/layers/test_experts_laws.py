@@ -16,7 +16,7 @@ from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.router import RouterConfig
 from tests.layers.test_experts import EMBED, close, drawn, run
 from tests.oracles import experts_by_hand
-from tests.programs import let_go
+from tests.programs import drop_compiled_programs
 from tests.strategies import ROUTERS
 
 
@@ -61,7 +61,7 @@ def tokens(shape, seed: int):
 
 
 def check_forms(config, shape, seed):
-    let_go()
+    drop_compiled_programs()
     layer, (x, positions) = drawn(config, seed), tokens(shape, seed)
     dense = run(layer, jnp.asarray(x), jnp.asarray(positions), "dense")
     close(dense[0], experts_by_hand(layer, x.astype(np.float64), positions)[0], 3e-5)
@@ -85,7 +85,7 @@ def test_dense_dropless_and_capacity_are_equal_often(config, shape, seed):
 
 
 def check_drops(config, shape, seed):
-    let_go()
+    drop_compiled_programs()
     layer, (x, positions) = drawn(config, seed), tokens(shape, seed)
     out, stats, gradient = run(layer, jnp.asarray(x), jnp.asarray(positions), "capacity")
     want, dropped = experts_by_hand(layer, x.astype(np.float64), positions, config.capacity(shape[1]))

@@ -121,7 +121,7 @@ def test_biases_move_by_the_sign_of_the_global_counts(model, stepped):
 
 def test_microbatches_add_their_counts_up_before_the_sign_is_taken(model, stepped):
     """Losses, gradients and reports are those of the whole batch as well."""
-    state, metrics = advanced(trainer_of(model, accumulate=2), model, batch_of())
+    state, metrics = advanced(trainer_of(model, gradient_accumulation_steps=2), model, batch_of())
     batch = batch_of()
     close_to(state, metrics, stepped)
     # the halves alone would have moved them elsewhere: else this proved nothing

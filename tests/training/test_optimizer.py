@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from eqx_decoders.axes import axes
-from eqx_decoders.birth import abstract
+from eqx_decoders.create import abstract
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.embedding import LearnedPositions
 from eqx_decoders.training.optimizer import (
@@ -62,15 +62,15 @@ def test_warmup_is_linear_up_to_the_peak(schedule):
 
 def test_courses_after_the_warmup():
     after = np.arange(91) / 90
-    cosine = rates(warmup_steps=10, final_fraction=0.1)[10:]
+    cosine = rates(warmup_steps=10, min_lr_ratio=0.1)[10:]
     np.testing.assert_allclose(cosine, 2 * (0.1 + 0.9 * (1 + np.cos(np.pi * after)) / 2), rtol=1e-5)
-    linear = rates(schedule="linear", warmup_steps=10, final_fraction=0.5)[10:]
+    linear = rates(schedule="linear", warmup_steps=10, min_lr_ratio=0.5)[10:]
     np.testing.assert_allclose(linear, 2 * (1 - 0.5 * after), rtol=1e-5)
     np.testing.assert_allclose(rates(schedule="constant", warmup_steps=10)[10:], 2.0, rtol=1e-6)
-    wsd = rates(schedule="wsd", warmup_steps=10, decay_fraction=0.2, final_fraction=0.0)
+    wsd = rates(schedule="wsd", warmup_steps=10, decay_fraction=0.2, min_lr_ratio=0.0)
     np.testing.assert_allclose(wsd[10:81], 2.0, rtol=1e-6)
     np.testing.assert_allclose(wsd[80:], np.linspace(2, 0, 21), atol=1e-6)
-    all_decay = rates(schedule="wsd", warmup_steps=10, decay_fraction=1.0, final_fraction=0.0)
+    all_decay = rates(schedule="wsd", warmup_steps=10, decay_fraction=1.0, min_lr_ratio=0.0)
     np.testing.assert_allclose(all_decay[10:], np.linspace(2, 0, 91), atol=1e-5)
 
 
@@ -93,13 +93,13 @@ BAD = {
     "learning_rate": [0.0, -1e-3, float("nan"), float("inf")],
     "warmup_steps": [-1, 1.5, True],
     "decay_fraction": [-0.1, 1.1],
-    "final_fraction": [-0.1, 1.5],
+    "min_lr_ratio": [-0.1, 1.5],
     "weight_decay": [-0.1, float("nan")],
     "beta1": [1.0, -0.1],
     "beta2": [1.0],
     "momentum": [1.0],
     "eps": [0.0],
-    "clip_norm": [0.0, -1.0],
+    "max_grad_norm": [0.0, -1.0],
 }
 
 

@@ -39,7 +39,7 @@ BAD = [
     ("seq_len", 0, "at least 2"),
     ("seed", -1, "at least 0"),
     ("checkpoint_every", 0, "at least 1"),
-    ("keep", 0, "at least 1"),
+    ("max_checkpoints", 0, "at least 1"),
     ("max_skipped", 0, "at least 1"),
     ("eval_every", -1, "at least 0"),
     ("sample_tokens", -1, "at least 0"),
@@ -66,8 +66,8 @@ def test_bad_values_are_refused_by_name(field, value, rule):
 
 
 def test_settings_that_do_not_fit_together_are_refused():
-    with pytest.raises(ConfigError, match=r"batch_size=16 must be a multiple of step\.accumulate=3"):
-        TrainConfig(batch_size=16, step=StepConfig(accumulate=3))
+    with pytest.raises(ConfigError, match=r"batch_size=16 must be a multiple of step\.gradient_accumulation_steps=3"):
+        TrainConfig(batch_size=16, step=StepConfig(gradient_accumulation_steps=3))
     with pytest.raises(ConfigError, match=r"OptimizerConfig\.warmup_steps=600 must be below the run's 600 steps"):
         TrainConfig(steps=600, optimizer=OptimizerConfig(warmup_steps=600))
     with pytest.raises(ConfigError, match=r"remat='full' has its own lists: .*remat='custom'"):
@@ -82,8 +82,10 @@ def test_a_batch_that_the_mesh_does_not_divide_is_refused():
     """Eight devices: the batch of each microbatch is cut along data, fsdp, fsdp_transpose and expert."""
     with pytest.raises(ConfigError, match=r"batch_size=12 must be a multiple of 8, the devices along data"):
         TrainConfig(batch_size=12).execution()
-    with pytest.raises(ConfigError, match=r"batch_size=16 / accumulate=4 must be a multiple of 8.*data x fsdp"):
-        TrainConfig(batch_size=16, step=StepConfig(accumulate=4), mesh=MeshConfig(fsdp=4)).execution()
+    with pytest.raises(
+        ConfigError, match=r"batch_size=16 / gradient_accumulation_steps=4 must be a multiple of 8.*data x fsdp"
+    ):
+        TrainConfig(batch_size=16, step=StepConfig(gradient_accumulation_steps=4), mesh=MeshConfig(fsdp=4)).execution()
     TrainConfig(batch_size=4, mesh=MeshConfig(fsdp=4, tensor=2)).execution()
     with pytest.raises(ConfigError, match=r"Layout\.data=-1: 8 devices can't be divided by 3"):
         TrainConfig(batch_size=16, mesh=MeshConfig(tensor=3)).execution()
@@ -123,8 +125,8 @@ FULL = TrainConfig(
     remat_save=("out_proj", "context"),
     profile=(3, 9),
     mesh=MeshConfig(data=2, fsdp=-1),
-    optimizer=OptimizerConfig(name="muon", warmup_steps=5, clip_norm=None, trainable=("head.*",), beta2=0.99),
-    step=StepConfig(accumulate=2, z_loss=1e-4, fused_loss=False),
+    optimizer=OptimizerConfig(name="muon", warmup_steps=5, max_grad_norm=None, trainable=("head.*",), beta2=0.99),
+    step=StepConfig(gradient_accumulation_steps=2, z_loss=1e-4, fused_loss=False),
 )
 
 

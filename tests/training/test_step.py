@@ -27,7 +27,7 @@ CONFIG = dataclasses.replace(  # the cheapest to compile that has attention, an 
 )
 OPTIMIZERS = ("adamw", "lion", "adafactor", "muon")
 # With eps = 1 AdamW's first step is nearly the gradient's, so that a wrong scale of the gradient shows.
-PLAIN = OptimizerConfig(learning_rate=0.1, schedule="linear", warmup_steps=4, eps=1.0, clip_norm=0.5)
+PLAIN = OptimizerConfig(learning_rate=0.1, schedule="linear", warmup_steps=4, eps=1.0, max_grad_norm=0.5)
 
 
 def batch_of(poison: bool = False, rows: int = ROWS) -> Batch:
@@ -161,7 +161,7 @@ def _decayed(name: str) -> bool:
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_accumulated_microbatches_equal_one_batch(case, count):
     """Whatever numbers of targets the microbatches have, gradient and metrics are those of the whole batch."""
-    trainer = trainer_of(case.model, accumulate=count)
+    trainer = trainer_of(case.model, gradient_accumulation_steps=count)
     got, rows = advanced(trainer, first_state(trainer, case.model), [batch_of()] * 2)
     want, whole = case.two_steps
     close(got.model, want.model, 2e-6)
@@ -175,13 +175,17 @@ def test_accumulated_microbatches_equal_one_batch(case, count):
 
 
 def test_a_batch_that_cannot_be_cut_is_refused(case):
-    trainer = trainer_of(case.model, accumulate=3)
+    trainer = trainer_of(case.model, gradient_accumulation_steps=3)
     state = TrainState(model=case.model, optimizer=None, step=jnp.int32(0), skipped=jnp.int32(0), key=jax.random.key(0))
-    with pytest.raises(ConfigError, match=r"8 sequences can't be cut into StepConfig\.accumulate=3 parts"):
+    with pytest.raises(
+        ConfigError, match=r"8 sequences can't be cut into StepConfig\.gradient_accumulation_steps=3 parts"
+    ):
         trainer.step(state, batch_of())
 
 
-@pytest.mark.parametrize(("field", "value"), [("accumulate", 0), ("accumulate", -1), ("z_loss", -1.0)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("gradient_accumulation_steps", 0), ("gradient_accumulation_steps", -1), ("z_loss", -1.0)]
+)
 def test_bad_step_settings_are_refused(field, value):
     with pytest.raises(ConfigError, match=rf"StepConfig\.{field}={value}"):
         StepConfig(**{field: value})
@@ -298,7 +302,7 @@ def test_a_step_keeps_structure_shapes_and_dtypes(name, params):
     """For weights in half precision, too, and with microbatches; nothing is compiled."""
     model = ed.abstract(CONFIG, precision=ed.Precision(params=params, compute=jnp.bfloat16))
     for count in (1, 2):
-        trainer = trainer_of(model, dataclasses.replace(PLAIN, name=name), accumulate=count)
+        trainer = trainer_of(model, dataclasses.replace(PLAIN, name=name), gradient_accumulation_steps=count)
         state = trainer.abstract(model, key=jax.random.key(0))
         new, metrics = eqx.filter_eval_shape(trainer.advance, state, batch_of())
         assert jax.tree.structure(new) == jax.tree.structure(state)
@@ -352,7 +356,7 @@ def test_a_trainable_pattern_without_a_weight_is_refused():
 def test_dropout_draws_anew_each_step_and_in_each_microbatch():
     block = dataclasses.replace(CONFIG.blocks[0], mixer=None, pre_mixer_norm=None, mlp=MLPConfig(mlp_dim=24))
     model = filled(dataclasses.replace(CONFIG, blocks=(block,), dropout=0.5))
-    trainer = trainer_of(model, accumulate=2)
+    trainer = trainer_of(model, gradient_accumulation_steps=2)
     tokens = some_tokens(2, LENGTH)
 
     def loss(step: int, seed: int, tokens=tokens) -> float:

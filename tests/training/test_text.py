@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from eqx_decoders.birth import abstract
 from eqx_decoders.block import BlockConfig
+from eqx_decoders.create import abstract
 from eqx_decoders.decoder import DecoderConfig, Origin
 from eqx_decoders.errors import ConfigError, ConversionError
 from eqx_decoders.inference.sampling import Greedy, Sample

@@ -49,7 +49,7 @@ def init(
     precision: Precision = Precision(),
     **execution: Any,
 ) -> Decoder:
-    """A new model, born sharded: no device ever holds more than its part.
+    """A new model, created sharded: no device ever holds more than its part.
 
     **Arguments:**
 
@@ -60,10 +60,10 @@ def init(
     - `execution`: further fields of `Execution`, such as `remat="full"`.
     """
     target = abstract(config, layout=layout, precision=precision, **execution)
-    return _born(target, lambda key: config.build(key=key, execution=target.execution), key)
+    return _materialize(target, lambda key: config.build(key=key, execution=target.execution), key)
 
 
-def _born(target: T, build: Callable[[PRNGKeyArray], T], key: PRNGKeyArray) -> T:
+def _materialize(target: T, build: Callable[[PRNGKeyArray], T], key: PRNGKeyArray) -> T:
     """What `build` makes of a key, in the dtypes and on the devices that `target` tells."""
     shapes, static = eqx.partition(target, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
 
@@ -102,7 +102,7 @@ def init_cache(
     dtype: DTypeLike = jnp.bfloat16,
     layout: Layout = Layout(),
 ) -> Cache:
-    """An empty cache for `batch_size` rows of up to `max_length` tokens, born sharded."""
+    """An empty cache for `batch_size` rows of up to `max_length` tokens, created sharded."""
     target = abstract_cache(config, batch_size, max_length, dtype=dtype, layout=layout)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
     return jax.jit(lambda: _build_cache(config, batch_size, max_length, dtype), out_shardings=shardings)()
@@ -139,7 +139,7 @@ def _mtp_like(config: DecoderConfig, num_depths: int, loss_weight: float) -> MTP
 
 
 def add_mtp(model: Decoder, num_depths: int, *, loss_weight: float = 0.1, key: PRNGKeyArray) -> Decoder:
-    """The model with new depths of multi-token prediction, as `with_mtp` describes them, born sharded like the rest.
+    """The model with new depths of multi-token prediction, as `with_mtp` describes them, created sharded like the rest.
 
     A model of `jax.ShapeDtypeStruct`s gets such.
     """
@@ -148,5 +148,5 @@ def add_mtp(model: Decoder, num_depths: int, *, loss_weight: float = 0.1, key: P
     config = dataclasses.replace(model.config, mtp=mtp)
     depths = abstract(config, **vars(model.execution)).mtp
     if not isinstance(model.embedding.table, jax.ShapeDtypeStruct):
-        depths = _born(depths, lambda key: mtp.build(config.embed_dim, key=key), key)
+        depths = _materialize(depths, lambda key: mtp.build(config.embed_dim, key=key), key)
     return dataclasses.replace(model, mtp=depths, config=config)

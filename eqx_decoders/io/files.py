@@ -1,0 +1,23 @@
+"""Files that are there whole or not at all."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write a file, flush it to the disk and move it into place; makes the directory if needed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    with partial.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(partial, path)
+
+
+def write_json(path: Path, content: Mapping[str, Any], *, sort_keys: bool = False) -> None:
+    """`write_atomically` of indented JSON."""
+    write_atomically(path, (json.dumps(content, indent=2, sort_keys=sort_keys) + "\n").encode())
