@@ -139,52 +139,52 @@ class Block(eqx.Module):
         mlp_key, out_key = (None, None) if key is None else jax.random.split(key)
         x = save(ctx.constrain(x, "batch length embed"), "decoder_layer_input")
         if self.config.wiring == "parallel":
-            mixed, entries, read = self._mixed(x, ctx, past)
-            fed, routing = self._fed(x if self.pre_mlp_norm is not None else read, ctx, mlp_key)
-            x = x + dropout(mixed + fed, self.config.dropout, out_key)
+            mixer_out, entries, normed = self._mixer_branch(x, ctx, past)
+            mlp_out, routing = self._mlp_branch(x if self.pre_mlp_norm is not None else normed, ctx, mlp_key)
+            x = x + dropout(mixer_out + mlp_out, self.config.dropout, out_key)
         elif self.up is not None:
-            mixed, entries, _ = self._mixed(x, ctx, past)
-            fed, routing = self._fed(mixed, ctx, mlp_key)
-            fed = ctx.einsum("batch length latent, latent embed -> batch length embed", fed, self.up)
-            x = dropout(x + fed, self.config.dropout, out_key)
+            mixer_out, entries, _ = self._mixer_branch(x, ctx, past)
+            mlp_out, routing = self._mlp_branch(mixer_out, ctx, mlp_key)
+            mlp_out = ctx.einsum("batch length latent, latent embed -> batch length embed", mlp_out, self.up)
+            x = dropout(x + mlp_out, self.config.dropout, out_key)
         else:
-            mixed, entries, _ = self._mixed(x, ctx, past)
-            x = self._joined(x, mixed, self.mixer)
-            fed, routing = self._fed(x, ctx, mlp_key)
-            x = self._joined(x, fed, self.mlp)
+            mixer_out, entries, _ = self._mixer_branch(x, ctx, past)
+            x = self._add_branch(x, mixer_out, self.mixer)
+            mlp_out, routing = self._mlp_branch(x, ctx, mlp_key)
+            x = self._add_branch(x, mlp_out, self.mlp)
             x = dropout(x, self.config.dropout, out_key)
         x = ctx.constrain(x, "batch length embed")
-        activations = _describe(x) if ctx.execution.layer_stats else None
+        activations = _activation_stats(x) if ctx.execution.layer_stats else None
         return x, entries, BlockStats(activations=activations, routing=routing)
 
-    def _mixed(self, x: Array, ctx: Context, past: Past | None) -> tuple[Array, Entries | None, Array]:
+    def _mixer_branch(self, x: Array, ctx: Context, past: Past | None) -> tuple[Array, Entries | None, Array]:
         """The mixer's branch, its entries, and what it read."""
-        read = _apply(self.pre_mixer_norm, x)
+        normed = _normalize(self.pre_mixer_norm, x)
         if self.mixer is None:
-            return jnp.zeros_like(x), None, read
-        mixed, entries = self.mixer(read, ctx, past)
-        return _apply(self.post_mixer_norm, mixed), entries, read
+            return jnp.zeros_like(x), None, normed
+        mixer_out, entries = self.mixer(normed, ctx, past)
+        return _normalize(self.post_mixer_norm, mixer_out), entries, normed
 
-    def _fed(self, x: Array, ctx: Context, key: PRNGKeyArray | None) -> tuple[Array, RoutingStats | None]:
+    def _mlp_branch(self, x: Array, ctx: Context, key: PRNGKeyArray | None) -> tuple[Array, RoutingStats | None]:
         """The MLP's branch, and how experts were used."""
         if self.mlp is None:
             return jnp.zeros_like(x), None
-        out, routing = self.mlp(_apply(self.pre_mlp_norm, x), ctx, key=key), None
+        out, routing = self.mlp(_normalize(self.pre_mlp_norm, x), ctx, key=key), None
         if isinstance(out, tuple):
             out, routing = out
-        return _apply(self.post_mlp_norm, out), routing
+        return _normalize(self.post_mlp_norm, out), routing
 
-    def _joined(self, x: Array, branch: Array, layer: eqx.Module | None) -> Array:
+    def _add_branch(self, x: Array, branch: Array, layer: eqx.Module | None) -> Array:
         """The stream after a branch; where there is no layer it passes through."""
         if self.config.wiring == "plain":
             return x if layer is None else branch
         return x + branch
 
 
-def _apply(norm: Norm | None, x: Array) -> Array:
+def _normalize(norm: Norm | None, x: Array) -> Array:
     return x if norm is None else norm(x)
 
 
-def _describe(x: Array) -> ActivationStats:
+def _activation_stats(x: Array) -> ActivationStats:
     y = x.astype(jnp.float32)
     return ActivationStats(mean=jnp.mean(y), std=jnp.std(y), zero_fraction=jnp.mean((y == 0).astype(jnp.float32)))

@@ -65,13 +65,13 @@ class Context(eqx.Module):
         they increase along the row.
     - `segment_ids`: which tokens of a row belong together; None when each row is one document.
     - `execution`: how the pass is run.
-    - `fresh`: whether caches are known to be empty, so that nothing of the past is read.
+    - `cache_is_empty`: whether caches are known to be empty, so that nothing of the past is read.
     """
 
     positions: Int[Array, "batch length"]
     segment_ids: Int[Array, "batch length"] | None = None
     execution: Execution = eqx.field(static=True, default=Execution())
-    fresh: bool = eqx.field(static=True, default=False)
+    cache_is_empty: bool = eqx.field(static=True, default=False)
 
     def constrain(self, x: Array, words: str) -> Array:
         """`layout.constrain`: how an activation is split over the mesh."""

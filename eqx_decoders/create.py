@@ -1,4 +1,4 @@
-"""How models and caches come to be: as shapes that take no memory, or born on the devices where they live."""
+"""Making models and caches: as shapes that take no memory, or as arrays on the devices where they belong."""
 
 import dataclasses
 import math
@@ -49,7 +49,7 @@ def init(
     precision: Precision = Precision(),
     **execution: Any,
 ) -> Decoder:
-    """A new model, created sharded: no device ever holds more than its part.
+    """A new model, sharded from the start: no device ever holds more than its part.
 
     **Arguments:**
 
@@ -64,7 +64,7 @@ def init(
 
 
 def _materialize(target: T, build: Callable[[PRNGKeyArray], T], key: PRNGKeyArray) -> T:
-    """What `build` makes of a key, in the dtypes and on the devices that `target` tells."""
+    """The result of `build(key)` with the dtypes and shardings of `target`."""
     shapes, static = eqx.partition(target, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
 
     def arrays(key):
@@ -85,13 +85,11 @@ def abstract_cache(
     check_integer("init_cache batch_size", batch_size)
     check_integer("init_cache max_length", max_length)
     shapes = eqx.filter_eval_shape(lambda: _build_cache(config, batch_size, max_length, dtype))
-    words = {5: "layers batch kv_heads slots head_dim", 2: "batch slots", 1: "batch"}
-
-    def place(leaf):
-        sharding = layout.activation_sharding(words[leaf.ndim], leaf.shape)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return jax.tree.map(place, shapes)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        layout.activation_shardings(shapes),
+    )
 
 
 def init_cache(

@@ -26,9 +26,9 @@ from eqx_decoders.layers.embedding import (
 )
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.layout import Layout
-from eqx_decoders.mtp import MTP, MTPConfig, MTPOutput, same_document, shifted
+from eqx_decoders.mtp import MTP, MTPConfig, MTPOutput, same_document, shift_left
 from eqx_decoders.numerics import normal
-from eqx_decoders.stack import Segment, layer_order, segments
+from eqx_decoders.stack import Segment, join_layer_stats, segments
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,10 +210,12 @@ class Decoder(eqx.Module):
         cache: Cache | None = None,
         key: PRNGKeyArray | None = None,
         *,
-        fresh: bool = False,
+        cache_is_empty: bool = False,
     ) -> tuple[Float[Array, "batch length embed"], Cache | None, BlockStats]:
-        """Everything but the head: `Output`'s hidden, cache and stats. `fresh` promises that the cache is empty."""
-        hidden, proposal, stats = self.propose(tokens, positions, segment_ids, cache, key, fresh=fresh)
+        """Everything but the head: `Output`'s hidden, cache and stats. With `cache_is_empty` nothing of it is read."""
+        hidden, proposal, stats = self.propose(
+            tokens, positions, segment_ids, cache, key, cache_is_empty=cache_is_empty
+        )
         return hidden, None if cache is None else cache.commit(proposal.entries, proposal.positions), stats
 
     def propose(
@@ -224,7 +226,7 @@ class Decoder(eqx.Module):
         cache: Cache | None = None,
         key: PRNGKeyArray | None = None,
         *,
-        fresh: bool = False,
+        cache_is_empty: bool = False,
     ) -> tuple[Float[Array, "batch length embed"], Proposal, BlockStats]:
         """`run` without the last step: what the cache would take, for `cache.commit`.
 
@@ -236,7 +238,9 @@ class Decoder(eqx.Module):
         _check_shapes(tokens, positions, segment_ids, cache)
         positions = padded_positions(positions, segment_ids, tokens.shape, None if cache is None else cache.length)
         segment_ids = None if cache is not None else segment_ids
-        ctx = Context(positions=positions, segment_ids=segment_ids, execution=self.execution, fresh=fresh)
+        ctx = Context(
+            positions=positions, segment_ids=segment_ids, execution=self.execution, cache_is_empty=cache_is_empty
+        )
         embed_key, block_key, _ = self._keys(key)
         x = self.embed(tokens, ctx, key=embed_key)
         layer_keys = None if block_key is None else jax.random.split(block_key, len(self.config.blocks))
@@ -248,7 +252,7 @@ class Decoder(eqx.Module):
             entries.append(entry)
             stats.append(stat)
             begin += count
-        return x, Proposal(entries=tuple(entries), positions=positions), layer_order(stats)
+        return x, Proposal(entries=tuple(entries), positions=positions), join_layer_stats(stats)
 
     def embed(
         self, tokens: Int[Array, "batch length"], ctx: Context, *, key: PRNGKeyArray | None = None
@@ -280,24 +284,24 @@ class Decoder(eqx.Module):
         segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
         given = None if positions is None else jnp.asarray(positions)
         positions = padded_positions(given, segment_ids, tokens.shape)
-        x, hiddens, reals, stats = self.stream(hidden), [], [], []
+        x, hiddens, reals, stats = self.mtp_input(hidden), [], [], []
         for count, depth in enumerate(self.mtp.unstacked(), 1):
             embed_key, block_key = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, 3 + count))
             real = same_document(positions, segment_ids, count)
-            later = Context(positions=shifted(positions, count), execution=self.execution)
+            later = Context(positions=shift_left(positions, count), execution=self.execution)
             here = Context(jnp.where(real, positions, -1), segment_ids, self.execution)
-            x, _, stat = depth(x, self.embed(shifted(tokens, count), later, key=embed_key), here, key=block_key)
+            x, _, stat = depth(x, self.embed(shift_left(tokens, count), later, key=embed_key), here, key=block_key)
             hiddens.append(x)
             reals.append(real)
             stats.append(stat)
         return MTPOutput(tuple(hiddens), tuple(reals), jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats))
 
-    def stream(self, hidden: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
+    def mtp_input(self, hidden: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
         """What the first depth of multi-token prediction reads."""
         assert self.mtp is not None
         return self.final_norm(hidden) if self.mtp.config.normed_stream and self.final_norm is not None else hidden
 
-    def normed(
+    def head_input(
         self, hidden: Float[Array, "batch length embed"], *, key: PRNGKeyArray | None = None, depth: int = 0
     ) -> Float[Array, "batch length embed"]:
         """What the head reads: the final norm (and dropout) of `hidden`; with `depth` that of `MTPOutput.hidden`."""
@@ -313,7 +317,7 @@ class Decoder(eqx.Module):
         """The head, applied to `Output.hidden`; with `depth`, counted from 1, to `MTPOutput.hidden[depth - 1]`."""
         ctx = Context(positions=jnp.zeros(hidden.shape[:2], jnp.int32), execution=self.execution)
         cap, tied = self.config.logit_soft_cap, self.head is None
-        return logits(self.normed(hidden, key=key, depth=depth), self.head_kernel, ctx, tied=tied, soft_cap=cap)
+        return logits(self.head_input(hidden, key=key, depth=depth), self.head_kernel, ctx, tied=tied, soft_cap=cap)
 
     @property
     def head_kernel(self) -> Array:

@@ -5,7 +5,7 @@ Weights and activations need a table each: `embed` of a weight and `batch` of an
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -118,7 +118,7 @@ class Layout:
             context=context, tensor=tensor, tensor_sequence=tensor_sequence, expert=expert,
         )  # fmt: skip
         devices = list(jax.devices() if devices is None else devices)
-        sizes = _fill(sizes, len(devices))
+        sizes = _resolve_sizes(sizes, len(devices))
         auto = (AxisType.Auto,) * len(sizes)
         mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=auto, devices=devices)
         return cls(mesh, weights, activations)
@@ -186,13 +186,20 @@ class Layout:
 
     def shardings(self, tree: PyTree) -> PyTree:
         """The sharding of every weight in a tree of modules (arrays or `ShapeDtypeStruct`s), as a tree."""
+        return self._shardings(tree, self.weight_spec)
+
+    def activation_shardings(self, tree: PyTree) -> PyTree:
+        """`shardings` by the table of activations: for caches."""
+        return self._shardings(tree, lambda words, shape, name: self.activation_spec(words, shape))
+
+    def _shardings(self, tree: PyTree, spec: Callable[[Axes, Sequence[int], str], PartitionSpec]) -> PyTree:
         words = axes(tree)
 
         def one(path, leaf):
             if self.mesh is None:
                 return SingleDeviceSharding(jax.devices()[0])
             name = path_name(path)
-            return NamedSharding(self.mesh, self.weight_spec(words[name], leaf.shape, name))
+            return NamedSharding(self.mesh, spec(words[name], leaf.shape, name))
 
         return jax.tree_util.tree_map_with_path(one, tree)
 
@@ -220,7 +227,7 @@ class Layout:
         return kept
 
 
-def _fill(sizes: dict[str, int], devices: int) -> dict[str, int]:
+def _resolve_sizes(sizes: dict[str, int], devices: int) -> dict[str, int]:
     """Replace the one -1 and check that the mesh has as many places as there are devices."""
     free = [name for name, size in sizes.items() if size == -1]
     check(len(free) <= 1, f"Layout: only one mesh axis can be -1, not {', '.join(free)}.")

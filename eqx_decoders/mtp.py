@@ -110,7 +110,7 @@ class MTPOutput(eqx.Module):
     stats: BlockStats
 
 
-def shifted(x: Array, count: int) -> Array:
+def shift_left(x: Array, count: int) -> Array:
     """`y[:, t] = x[:, t + count]`, zeros at the end."""
     length = x.shape[1]
     return jnp.pad(x[:, count:], ((0, 0), (0, min(count, length))) + ((0, 0),) * (x.ndim - 2))
@@ -123,7 +123,7 @@ def same_document(
 
     Padding is at position -1.
     """
-    inside = (positions >= 0) & (shifted(positions + 1, count) > 0)
+    inside = (positions >= 0) & (shift_left(positions + 1, count) > 0)
     if segment_ids is None:
         return inside
-    return inside & (segment_ids == shifted(segment_ids, count))
+    return inside & (segment_ids == shift_left(segment_ids, count))

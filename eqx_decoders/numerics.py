@@ -208,7 +208,7 @@ def einsum(
     _check_shapes(plan, x.shape, weight.shape)
     dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
     if not flatten or plan.contracted is None:
-        return jnp.einsum(plan.letters, x, at_use(weight, x.dtype), preferred_element_type=dtype)
+        return jnp.einsum(plan.letters, x, cast_weight(weight, x.dtype), preferred_element_type=dtype)
     split = len(weight.shape) - plan.contracted if plan.transposed else plan.contracted
     first, last = weight.shape[:split], weight.shape[split:]
     inside, outside = (last, first) if plan.transposed else (first, last)
@@ -241,7 +241,7 @@ def _pair_patterns(pattern: str) -> tuple[str, str]:
     )
 
 
-def at_use(weight: Float[Array, "..."], dtype: np.dtype) -> Float[Array, "..."]:
+def cast_weight(weight: Float[Array, "..."], dtype: np.dtype) -> Float[Array, "..."]:
     """The weight in the dtype of its product; a real cast is named, so that remat may keep the copy."""
     return weight if weight.dtype == dtype else checkpoint_name(weight.astype(dtype), "quantization")
 
@@ -260,7 +260,7 @@ def product(
     dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
     if x.dtype.itemsize == 2:
         return _half_product(transposed, dtype, x, weight)
-    return matmul(x, at_use(weight, x.dtype), (1, 1 if transposed else 0), dtype)
+    return matmul(x, cast_weight(weight, x.dtype), (1, 1 if transposed else 0), dtype)
 
 
 def matmul(
@@ -288,11 +288,11 @@ def row_major_transpose(a: Float[Array, "m n"]) -> Float[Array, "n m"]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _half_product(transposed, dtype, x, weight):
-    return matmul(x, at_use(weight, x.dtype), (1, 1 if transposed else 0), dtype)
+    return matmul(x, cast_weight(weight, x.dtype), (1, 1 if transposed else 0), dtype)
 
 
 def _half_product_forward(transposed, dtype, x, weight):
-    cast = at_use(weight, x.dtype)
+    cast = cast_weight(weight, x.dtype)
     # An empty array carries the dtype of the weight's gradient.
     return matmul(x, cast, (1, 1 if transposed else 0), dtype), (x, cast, jnp.zeros((0,), weight.dtype))
 

@@ -91,13 +91,13 @@ class Segment(eqx.Module):
         keys = None if keys is None else keys.reshape(self.repeats, len(self.unit))
         scanned = ctx.execution.scan and self.repeats > 1
         weights, static = eqx.partition(self.unit, eqx.is_array)
-        reads = tuple(None if cache is None or ctx.fresh else (cache.key, cache.value) for cache in caches)
+        reads = tuple(None if cache is None or ctx.cache_is_empty else (cache.key, cache.value) for cache in caches)
 
         def step(x, here):
             weights, reads, keys = here
             entries, stats = [], []
             for place, (block, cache) in enumerate(zip(eqx.combine(weights, static), caches, strict=True)):
-                past = None if cache is None or ctx.fresh else Past(*reads[place], positions=cache.positions)
+                past = None if cache is None or ctx.cache_is_empty else Past(*reads[place], positions=cache.positions)
                 run = checkpointed(ctx, prevent_cse=not scanned)
                 x, entry, stat = run(block, x, ctx, past, None if keys is None else keys[place])
                 entries.append(None if cache is None else entry)
@@ -133,7 +133,7 @@ def checkpointed(ctx: Context, *, prevent_cse: bool) -> Any:
     return eqx.filter_checkpoint(run, policy=remat.policy(), prevent_cse=prevent_cse)
 
 
-def layer_order(per_segment: Sequence[tuple[BlockStats, ...]]) -> BlockStats:
+def join_layer_stats(per_segment: Sequence[tuple[BlockStats, ...]]) -> BlockStats:
     """Join what segments return, for each block of the unit stacked over repeats, into one leading axis of layers.
 
     Each field is that of the layers that have it, in their order; None if there are none. Where layers differ in their
@@ -145,14 +145,14 @@ def layer_order(per_segment: Sequence[tuple[BlockStats, ...]]) -> BlockStats:
         for unit in per_segment:
             trees = [tree for stats in unit if (tree := getattr(stats, name)) is not None]
             if trees:
-                columns = jax.tree.map(lambda *leaves: jnp.stack(_filled_up(leaves), axis=1), *trees)
+                columns = jax.tree.map(lambda *leaves: jnp.stack(_pad_to_widest(leaves), axis=1), *trees)
                 stacked.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), columns))
-        return jax.tree.map(lambda *leaves: jnp.concatenate(_filled_up(leaves)), *stacked) if stacked else None
+        return jax.tree.map(lambda *leaves: jnp.concatenate(_pad_to_widest(leaves)), *stacked) if stacked else None
 
     return BlockStats(**{field.name: joined(field.name) for field in dataclasses.fields(BlockStats)})
 
 
-def _filled_up(leaves: Sequence[Array]) -> list[Array]:
+def _pad_to_widest(leaves: Sequence[Array]) -> list[Array]:
     """Arrays of a leading axis and perhaps one more, which then gets the same size in all of them."""
     size = max(leaf.shape[-1] for leaf in leaves)
     pads = [((0, 0),) * (leaf.ndim - 1) + ((0, size - leaf.shape[-1]),) for leaf in leaves]

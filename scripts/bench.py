@@ -158,7 +158,7 @@ def experts(repeats: int) -> dict[str, list[float]]:
                 continue
             begin = time.perf_counter()
             jax.block_until_ready(function(*args))
-            if turn > 0:  # the first one pays for fresh memory
+            if turn > 0:  # the first one pays for cache_is_empty memory
                 seconds[name].append(time.perf_counter() - begin)
     return seconds
 

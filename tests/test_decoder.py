@@ -122,9 +122,9 @@ def test_explicit_positions_equal_derived_ones_bit_by_bit(model, out):
     positions = jnp.asarray(positions_by_hand(np.asarray(segments)))
     np.testing.assert_array_equal(run(model, tokens, positions, segments).logits, out.logits)
     # from 1 upwards rotation sees the same differences, and masks too
-    shifted = run(model, tokens, jnp.where(positions < 0, -1, positions + 1), segments).logits
-    np.testing.assert_allclose(shifted, out.logits, atol=1e-4)
-    assert not np.array_equal(shifted, out.logits)
+    shift_left = run(model, tokens, jnp.where(positions < 0, -1, positions + 1), segments).logits
+    np.testing.assert_allclose(shift_left, out.logits, atol=1e-4)
+    assert not np.array_equal(shift_left, out.logits)
 
 
 # --- the head ---

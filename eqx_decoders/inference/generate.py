@@ -14,12 +14,12 @@ from eqx_decoders.axes import AnyArray
 from eqx_decoders.create import init_cache
 from eqx_decoders.decoder import Cache, Decoder
 from eqx_decoders.errors import ConfigError, check, check_integer
-from eqx_decoders.inference.sampling import Greedy, Sampler, choose, stops
+from eqx_decoders.inference.sampling import Greedy, Sampler, is_stop, sample_token
 from eqx_decoders.inference.speculative import check_draft, speculate, stream_speculative
 from eqx_decoders.layers.embedding import LearnedPositions
 
 
-class _Row(eqx.Module):
+class _State(eqx.Module):
     """Where generation stands: the token of each row that comes next, and what the rows remember."""
 
     token: Int[Array, "batch"]
@@ -54,7 +54,7 @@ def generate(
 
     The new tokens. One program: prefill, then a loop on the device that ends when all rows have stopped.
     """
-    lengths = _checked(model, prompt, prompt_lengths, max_new_tokens, sampler, key, num_draft_tokens)
+    lengths = _check_arguments(model, prompt, prompt_lengths, max_new_tokens, sampler, key, num_draft_tokens)
     prompt = jnp.asarray(prompt)
     if num_draft_tokens > 0:
         return speculate(model, prompt, lengths, max_new_tokens, num_draft_tokens, tuple(stop_ids), pad_id).tokens
@@ -75,7 +75,7 @@ def stream(
 ) -> Iterator[np.ndarray]:
     """The tokens of `generate` one by one, each an array with one id per row, as soon as they are known."""
     # now, not at the first token
-    lengths = _checked(model, prompt, prompt_lengths, max_new_tokens, sampler, key, num_draft_tokens)
+    lengths = _check_arguments(model, prompt, prompt_lengths, max_new_tokens, sampler, key, num_draft_tokens)
     prompt = jnp.asarray(prompt)
     if num_draft_tokens > 0:
         return stream_speculative(model, prompt, lengths, max_new_tokens, num_draft_tokens, tuple(stop_ids), pad_id)
@@ -91,39 +91,39 @@ def _stream(model, prompt, lengths, max_new_tokens, sampler, key, stop_ids, pad_
         row = _next(model, row, sampler, _at_step(key, step), stop_ids, pad_id)
 
 
-def _begin(model, prompt, lengths, max_new_tokens, sampler, key, stop_ids) -> _Row:
+def _prefill(model, prompt, lengths, max_new_tokens, sampler, key, stop_ids) -> _State:
     """Prefill, and the first new token."""
     config, layout = model.config, model.execution.layout
     batch, width = prompt.shape
     cache = init_cache(config, batch, width + max_new_tokens, dtype=model.execution.precision.compute, layout=layout)
     index = jnp.arange(width, dtype=jnp.int32)[None]
     positions = jnp.where(index < lengths[:, None], index, -1)
-    hidden, cache, _ = model.run(prompt, positions=positions, cache=cache, fresh=True)
+    hidden, cache, _ = model.run(prompt, positions=positions, cache=cache, cache_is_empty=True)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
-    token = choose(sampler, model.logits(last)[:, 0], key)
-    return _Row(token=token, done=stops(token, stop_ids), cache=cache)
+    token = sample_token(sampler, model.logits(last)[:, 0], key)
+    return _State(token=token, done=is_stop(token, stop_ids), cache=cache)
 
 
-def _step(model, row: _Row, sampler, key, stop_ids, pad_id) -> _Row:
+def _decode_step(model, row: _State, sampler, key, stop_ids, pad_id) -> _State:
     """Feed the token that was chosen, choose the next. Rows that have stopped store nothing more."""
     positions = jnp.where(row.done, -1, row.cache.length)[:, None]
     hidden, cache, _ = model.run(row.token[:, None], positions=positions, cache=row.cache)
-    token = choose(sampler, model.logits(hidden)[:, 0], key)
+    token = sample_token(sampler, model.logits(hidden)[:, 0], key)
     token = jnp.where(row.done, pad_id, token)
-    return _Row(token=token, done=row.done | stops(token, stop_ids), cache=cache)
+    return _State(token=token, done=row.done | is_stop(token, stop_ids), cache=cache)
 
 
-_first = eqx.filter_jit(_begin)
+_first = eqx.filter_jit(_prefill)
 
 
 @eqx.filter_jit(donate="all-except-first")
-def _next(model, row, sampler, key, stop_ids, pad_id) -> _Row:
-    return _step(model, row, sampler, key, stop_ids, pad_id)
+def _next(model, row, sampler, key, stop_ids, pad_id) -> _State:
+    return _decode_step(model, row, sampler, key, stop_ids, pad_id)
 
 
 @eqx.filter_jit
 def _generate(model, prompt, lengths, max_new_tokens, sampler, key, stop_ids, pad_id):
-    row = _begin(model, prompt, lengths, max_new_tokens, sampler, _at_step(key, 0), stop_ids)
+    row = _prefill(model, prompt, lengths, max_new_tokens, sampler, _at_step(key, 0), stop_ids)
     tokens = jnp.full((prompt.shape[0], max_new_tokens), pad_id, jnp.int32).at[:, 0].set(row.token)
 
     def going(state):
@@ -132,7 +132,7 @@ def _generate(model, prompt, lengths, max_new_tokens, sampler, key, stop_ids, pa
 
     def body(state):
         step, row, tokens = state
-        row = _step(model, row, sampler, _at_step(key, step), stop_ids, pad_id)
+        row = _decode_step(model, row, sampler, _at_step(key, step), stop_ids, pad_id)
         return step + 1, row, tokens.at[:, step].set(row.token)
 
     return jax.lax.while_loop(going, body, (jnp.int32(1), row, tokens))[2]
@@ -142,7 +142,7 @@ def _at_step(key: PRNGKeyArray | None, step: Any) -> PRNGKeyArray | None:
     return None if key is None else jax.random.fold_in(key, step)
 
 
-def _checked(model, prompt, lengths, max_new_tokens, sampler, key, num_draft_tokens) -> Array:
+def _check_arguments(model, prompt, lengths, max_new_tokens, sampler, key, num_draft_tokens) -> Array:
     """The prompts' lengths, after everything that can be known before compiling was checked."""
     check_integer("generate: max_new_tokens", max_new_tokens)
     check_draft(model, num_draft_tokens, sampler)

@@ -45,16 +45,18 @@ class Sample:
 Sampler = Greedy | Sample
 
 
-def choose(sampler: Sampler, logits: Float[Array, "batch vocab"], key: PRNGKeyArray | None) -> Int[Array, "batch"]:
+def sample_token(
+    sampler: Sampler, logits: Float[Array, "batch vocab"], key: PRNGKeyArray | None
+) -> Int[Array, "batch"]:
     """One token for each row."""
     if isinstance(sampler, Greedy):
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if key is None:
         raise ConfigError(f"{sampler} draws at random: pass key=jax.random.key(seed).")
-    return jax.random.categorical(key, filtered(sampler, logits)).astype(jnp.int32)
+    return jax.random.categorical(key, filter_logits(sampler, logits)).astype(jnp.int32)
 
 
-def stops(token: Int[Array, "*rows"], stop_ids: tuple[int, ...]) -> Bool[Array, "*rows"]:
+def is_stop(token: Int[Array, "*rows"], stop_ids: tuple[int, ...]) -> Bool[Array, "*rows"]:
     """Whether a token is one of `stop_ids`."""
     stopped = jnp.zeros(token.shape, bool)
     for stop in stop_ids:
@@ -62,7 +64,7 @@ def stops(token: Int[Array, "*rows"], stop_ids: tuple[int, ...]) -> Bool[Array, 
     return stopped
 
 
-def filtered(sampler: Sample, logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
+def filter_logits(sampler: Sample, logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
     """Logits over temperature, -inf where a filter has cut; the most likely token always stays."""
     logits = logits / sampler.temperature
     if sampler.top_k is not None and sampler.top_k < logits.shape[-1]:

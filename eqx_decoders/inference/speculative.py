@@ -17,7 +17,7 @@ from eqx_decoders.context import Context
 from eqx_decoders.create import block_cache, init_cache
 from eqx_decoders.decoder import Cache, Decoder
 from eqx_decoders.errors import check, check_integer
-from eqx_decoders.inference.sampling import Greedy, Sampler, stops
+from eqx_decoders.inference.sampling import Greedy, Sampler, is_stop
 from eqx_decoders.layers.cache import KVCache, Past
 
 
@@ -106,12 +106,14 @@ def speculate(
     pad_id: int,
 ) -> Speculation:
     """Continue every prompt greedily, drafting `num_draft_tokens` at each step: one program, as in `generate`."""
-    state = _begin(model, prompt, lengths, max_new_tokens, num_draft_tokens, stop_ids, pad_id)
-    state = jax.lax.while_loop(lambda state: ~jnp.all(state.done), lambda state: _step(model, state, stop_ids), state)
+    state = _prefill(model, prompt, lengths, max_new_tokens, num_draft_tokens, stop_ids, pad_id)
+    state = jax.lax.while_loop(
+        lambda state: ~jnp.all(state.done), lambda state: _decode_step(model, state, stop_ids), state
+    )
     return Speculation(state.tokens, state.steps, state.steps * num_draft_tokens, state.accepted)
 
 
-def _begin(model, prompt, lengths, max_new_tokens, num_draft_tokens, stop_ids, pad_id) -> _State:
+def _prefill(model, prompt, lengths, max_new_tokens, num_draft_tokens, stop_ids, pad_id) -> _State:
     """Prefill of the model and of the depths."""
     config, layout, dtype = model.config, model.execution.layout, model.execution.precision.compute
     batch, width = prompt.shape
@@ -119,7 +121,7 @@ def _begin(model, prompt, lengths, max_new_tokens, num_draft_tokens, stop_ids, p
     cache = init_cache(config, batch, room, dtype=dtype, layout=layout)
     index = jnp.arange(width, dtype=jnp.int32)[None]
     positions = jnp.where(index < lengths[:, None], index, -1)
-    hidden, cache, _ = model.run(prompt, positions=positions, cache=cache, fresh=True)
+    hidden, cache, _ = model.run(prompt, positions=positions, cache=cache, cache_is_empty=True)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
     token = jnp.argmax(model.logits(last)[:, 0], axis=-1).astype(jnp.int32)
     following = jnp.concatenate([prompt[:, 1:], jnp.zeros((batch, 1), prompt.dtype)], axis=1).astype(jnp.int32)
@@ -129,7 +131,7 @@ def _begin(model, prompt, lengths, max_new_tokens, num_draft_tokens, stop_ids, p
         caches=tuple(block_cache(config.mtp.block, 1, batch, room, dtype) for _ in range(num_draft_tokens)),
         last=(nothing,) * (num_draft_tokens - 1),
     )
-    depths, draft = _draft(model, depths, hidden, following, jnp.zeros_like(lengths), lengths, fresh=True)
+    depths, draft = _draft(model, depths, hidden, following, jnp.zeros_like(lengths), lengths, cache_is_empty=True)
     zeros = jnp.zeros((batch,), jnp.int32)
     return _State(
         token=token,
@@ -138,13 +140,13 @@ def _begin(model, prompt, lengths, max_new_tokens, num_draft_tokens, stop_ids, p
         depths=depths,
         tokens=jnp.full((batch, max_new_tokens), pad_id, jnp.int32).at[:, 0].set(token),
         count=jnp.ones_like(zeros),
-        done=stops(token, stop_ids) | (max_new_tokens == 1),
+        done=is_stop(token, stop_ids) | (max_new_tokens == 1),
         steps=zeros,
         accepted=zeros,
     )
 
 
-def _step(model, state: _State, stop_ids) -> _State:
+def _decode_step(model, state: _State, stop_ids) -> _State:
     """Verify the draft, keep its right tokens and the model's own next token, and draft again."""
     batch, count = state.draft.shape
     begin = state.cache.length
@@ -175,12 +177,12 @@ def _step(model, state: _State, stop_ids) -> _State:
     )
 
 
-_first = eqx.filter_jit(_begin)
+_first = eqx.filter_jit(_prefill)
 
 
 @eqx.filter_jit(donate="all-except-first")
 def _next(model, state, stop_ids) -> _State:
-    return _step(model, state, stop_ids)
+    return _decode_step(model, state, stop_ids)
 
 
 def _draft(
@@ -191,7 +193,7 @@ def _draft(
     begin: Int[Array, "batch"],
     known: Int[Array, "batch"],
     *,
-    fresh: bool = False,
+    cache_is_empty: bool = False,
 ) -> tuple[_Depths, Int[Array, "batch draft"]]:
     """Run all depths over new tokens and draft those after the last of them.
 
@@ -203,7 +205,7 @@ def _draft(
     """
     assert model.mtp is not None
     length, each = hidden.shape[1], model.mtp.unstacked()
-    stream, drafted, caches, last = model.stream(hidden), [], [], []
+    stream, drafted, caches, last = model.mtp_input(hidden), [], [], []
     for index, cache in enumerate(depths.caches):
         # from `index` tokens further back, where the last call could not yet go: stream and tokens are one longer
         if index > 0:
@@ -213,9 +215,9 @@ def _draft(
         positions = begin[:, None] - index + offset
         real = (positions >= 0) & (offset < known[:, None] + index) & (known[:, None] > 0)
         positions = jnp.where(real, positions, -1)
-        ctx = Context(positions=positions, execution=model.execution, fresh=fresh)
+        ctx = Context(positions=positions, execution=model.execution, cache_is_empty=cache_is_empty)
         later = Context(positions=jnp.where(real, positions + index + 1, -1), execution=model.execution)
-        past = None if cache is None or fresh else _past(cache)
+        past = None if cache is None or cache_is_empty else _past(cache)
         stream, entries, _ = each[index](stream, model.embed(following, later), ctx, past)
         # only where the token that it read is no draft
         stored = jnp.where(offset < known[:, None], positions, -1)
@@ -247,6 +249,6 @@ def _until_stop(
 ) -> tuple[Int[Array, "batch"], Bool[Array, "batch"]]:
     """How many of the kept tokens are part of the text, the stop among them, and whether there is one."""
     index = jnp.arange(said.shape[1], dtype=jnp.int32)[None]
-    stop = stops(said, stop_ids) & (index < kept[:, None])
+    stop = is_stop(said, stop_ids) & (index < kept[:, None])
     ends = jnp.any(stop, axis=1)
     return jnp.where(ends, jnp.argmax(stop, axis=1).astype(jnp.int32) + 1, kept), ends

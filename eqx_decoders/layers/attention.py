@@ -63,7 +63,7 @@ class QueryTemperature:
         """The queries at these positions; padding, below 0, keeps its own."""
         steps = jnp.floor((positions.astype(jnp.float32) + 1.0) / self.length)
         factor = 1.0 + self.scale * jnp.log1p(jnp.maximum(steps, 0.0))
-        return (query * factor[:, :, None, None]).astype(query.dtype)
+        return (query.astype(jnp.float32) * factor[:, :, None, None]).astype(query.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,13 +183,13 @@ class Attention(eqx.Module):
         self, x: Float[Array, "batch length embed"], ctx: Context, past: Past | None = None
     ) -> tuple[Float[Array, "batch length embed"], Entries]:
         """The layer's output, and the keys and values that it proposes for a cache."""
-        out, entries = self._heads(x, ctx, past)
+        out, entries = self._attend_heads(x, ctx, past)
         out = ctx.einsum("batch length heads head_dim, heads head_dim embed -> batch length embed", out, self.out)
         return save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj"), entries
 
-    def _heads(self, x: Array, ctx: Context, past: Past | None) -> tuple[Array, Entries]:
+    def _attend_heads(self, x: Array, ctx: Context, past: Past | None) -> tuple[Array, Entries]:
         """What the heads found, before the output projection."""
-        query, key, value = self._ready(*self._project(x, ctx), ctx)
+        query, key, value = self._normalize_and_rotate(*self._project(x, ctx), ctx)
         out = self._attend(query, key, value, past, ctx)
         out = save(ctx.constrain(out, "batch length heads head_dim"), "attention_out")
         if self.gate is not None:
@@ -211,15 +211,15 @@ class Attention(eqx.Module):
         value = key if self.value is None else add_bias(ctx.einsum(pattern, x, self.value), self.value_bias)
         return query, key, value
 
-    def _ready(self, query: Array, key: Array, value: Array, ctx: Context) -> tuple[Array, Array, Array]:
+    def _normalize_and_rotate(self, query: Array, key: Array, value: Array, ctx: Context) -> tuple[Array, Array, Array]:
         """Normalise, rotate and scale."""
         config, norm = self.config, self.config.qk_norm
         if norm is not None and norm.when == "before_rope":
-            query, key = self._normalise(query, self.query_norm), self._normalise(key, self.key_norm)
+            query, key = self._normalize(query, self.query_norm), self._normalize(key, self.key_norm)
         if config.rope is not None:
             query, key = rotate(query, ctx.positions, config.rope), rotate(key, ctx.positions, config.rope)
         if norm is not None and norm.when == "after_rope":
-            query, key = self._normalise(query, self.query_norm), self._normalise(key, self.key_norm)
+            query, key = self._normalize(query, self.query_norm), self._normalize(key, self.key_norm)
         query = query * (config.head_dim**-0.5 if config.query_scale is None else config.query_scale)
         if config.temperature is not None:
             query = config.temperature(query, ctx.positions)
@@ -227,7 +227,7 @@ class Attention(eqx.Module):
         key = save(ctx.constrain(key, "batch length kv_heads head_dim"), "key_proj")
         return query, key, save(ctx.constrain(value, "batch length kv_heads head_dim"), "value_proj")
 
-    def _normalise(self, x: Array, norm: Norm | None) -> Array:
+    def _normalize(self, x: Array, norm: Norm | None) -> Array:
         if norm is None:
             return x
         if self.config.qk_norm is not None and self.config.qk_norm.over == "heads":
@@ -264,6 +264,6 @@ class NarrowAttention(Attention):
         self, x: Float[Array, "batch length embed"], ctx: Context, past: Past | None = None
     ) -> tuple[Float[Array, "batch length latent"], Entries]:
         """The layer's output, and the keys and values that it proposes for a cache."""
-        out, entries = self._heads(x, ctx, past)
+        out, entries = self._attend_heads(x, ctx, past)
         out = ctx.einsum("batch length heads head_dim, heads head_dim latent -> batch length latent", out, self.out)
         return save(ctx.constrain(add_bias(out, self.out_bias), "batch length latent"), "out_proj"), entries

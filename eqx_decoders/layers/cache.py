@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from eqx_decoders.errors import check
-from eqx_decoders.layers.mask import Bidirectional, Mask, reach
+from eqx_decoders.layers.mask import Bidirectional, Mask, lookback
 
 
 class Entries(eqx.Module):
@@ -98,5 +98,5 @@ def cache_shape(mask: Mask, max_length: int, *, kv_heads: int, head_dim: int, va
         not isinstance(mask, Bidirectional),
         "A bidirectional attention layer has no cache: its past would change with every token.",
     )
-    slots = min(reach(mask) or max_length, max_length)
+    slots = min(lookback(mask) or max_length, max_length)
     return CacheShape(slots=slots, kv_heads=kv_heads, head_dim=head_dim, ring=slots < max_length, values=values)

@@ -23,18 +23,18 @@ from jaxtyping import Array, Float, Int32, PyTree
 
 from eqx_decoders.axes import axes, path_name
 from eqx_decoders.context import Execution
-from eqx_decoders.numerics import at_use
+from eqx_decoders.numerics import cast_weight
 from eqx_decoders.remat import save
 
 
 # --- within a device ---
 
-# Tokens go to their places and come back by gathers alone: `places` says where each of a token's slots is, `takers`
+# Tokens go to their places and come back by gathers alone: `places` says where each of a token's slots is, `sources`
 # which slot is at each place, counted token by token. Either may point beyond its end: there is a row of zeros. XLA
 # would make the gradient of a gather a scatter, which is slow everywhere; here each is the other's gradient.
 
 
-def by_expert(
+def sort_by_expert(
     chosen: Int32[Array, "tokens slots"], experts: int, spare: int = 0
 ) -> tuple[Int32[Array, "tokens slots"], Int32[Array, "places"]]:
     """The place of each choice in the order of experts, then tokens, and the choice at each place.
@@ -47,63 +47,63 @@ def by_expert(
     size = len(chosen) * min(chosen.shape[1], experts)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     places = jnp.where(flat < experts, jnp.argsort(order).astype(jnp.int32), size + spare)
-    takers = jnp.where(flat[order] < experts, order, flat.size)[:size]
-    places, takers = places.reshape(chosen.shape), jnp.pad(takers, (0, spare), constant_values=flat.size)
-    return save(places, "moe_routing_maps"), save(takers, "moe_routing_maps")
+    sources = jnp.where(flat[order] < experts, order, flat.size)[:size]
+    places, sources = places.reshape(chosen.shape), jnp.pad(sources, (0, spare), constant_values=flat.size)
+    return save(places, "moe_routing_maps"), save(sources, "moe_routing_maps")
 
 
 @jax.custom_vjp
-def spread(
-    x: Float[Array, "tokens embed"], places: Int32[Array, "tokens slots"], takers: Int32[Array, "places"]
+def dispatch(
+    x: Float[Array, "tokens embed"], places: Int32[Array, "tokens slots"], sources: Int32[Array, "places"]
 ) -> Float[Array, "places embed"]:
     """A copy of each token at each of its places."""
-    return _rows(x, takers // places.shape[1])
+    return _rows(x, sources // places.shape[1])
 
 
-def _spread_backward(places, gradient):
+def _dispatch_backward(places, gradient):
     wide = np.promote_types(gradient.dtype, np.float32)
     return functools.reduce(jnp.add, _slots(gradient, places, wide)).astype(gradient.dtype), None, None
 
 
-spread.defvjp(lambda x, places, takers: (spread(x, places, takers), places), _spread_backward)
+dispatch.defvjp(lambda x, places, sources: (dispatch(x, places, sources), places), _dispatch_backward)
 
 
 @jax.custom_vjp
-def collected(
+def combine(
     y: Float[Array, "places embed"],
     weights: Float[Array, "tokens slots"],
     places: Int32[Array, "tokens slots"],
-    takers: Int32[Array, "places"],
+    sources: Int32[Array, "places"],
 ) -> Float[Array, "tokens embed"]:
     """For each token the weighted sum of what is at its places, in the dtype of the weights."""
     pieces = _slots(y, places, weights.dtype)
     return functools.reduce(jnp.add, (piece * weights[:, slot, None] for slot, piece in enumerate(pieces)))
 
 
-def _collected_forward(y, weights, places, takers):
-    return collected(y, weights, places, takers), (y, weights, places, takers)
+def _combine_forward(y, weights, places, sources):
+    return combine(y, weights, places, sources), (y, weights, places, sources)
 
 
-def _collected_backward(saved, gradient):
-    y, weights, places, takers = saved
-    to_y = _rows(gradient, takers // places.shape[1]) * _rows(weights.reshape(-1, 1), takers)
+def _combine_backward(saved, gradient):
+    y, weights, places, sources = saved
+    to_y = _rows(gradient, sources // places.shape[1]) * _rows(weights.reshape(-1, 1), sources)
     pieces = _slots(y, places, weights.dtype)
     to_weights = jnp.stack([jnp.sum(gradient * piece, axis=1) for piece in pieces], axis=1)
     return to_y.astype(y.dtype), to_weights, None, None
 
 
-collected.defvjp(_collected_forward, _collected_backward)
+combine.defvjp(_combine_forward, _combine_backward)
 
 
-def scaled(
+def scale_rows(
     rows: Float[Array, "places embed"],
     weights: Float[Array, "tokens slots"],
     places: Int32[Array, "tokens slots"],
-    takers: Int32[Array, "places"],
+    sources: Int32[Array, "places"],
 ) -> tuple[Float[Array, "places embed"], Float[Array, "tokens slots"]]:
     """Rows multiplied by their weights, and weights of one instead."""
-    own = spread(weights.reshape(-1, 1), places.reshape(-1, 1), takers)
-    return rows * own.astype(rows.dtype), (places < len(takers)).astype(weights.dtype)
+    own = dispatch(weights.reshape(-1, 1), places.reshape(-1, 1), sources)
+    return rows * own.astype(rows.dtype), (places < len(sources)).astype(weights.dtype)
 
 
 def _slots(x: Array, places: Array, dtype: DTypeLike) -> list[Array]:
@@ -120,11 +120,11 @@ def _rows(x: Array, index: Array) -> Array:
 
 # What a device makes of tokens with some experts, `sum of gate * expert(x)`, and one expert for each row without gates.
 # Choices are counted from its first expert; what is no number of one of them is somebody else's, or nobody's.
-Own = Callable[[Any, Array, Array, Array | None], Array]
+LocalExperts = Callable[[Any, Array, Array, Array | None], Array]
 
 
-def over_mesh(
-    own: Own,
+def run_on_mesh(
+    own: LocalExperts,
     weights: PyTree,
     x: Float[Array, "batch length embed"],
     chosen: Int32[Array, "batch length slots"],
@@ -143,7 +143,7 @@ def over_mesh(
     No routing loses a token: there is room for the worst case. `scale_inputs`: gates multiply what goes into experts.
     """
     layout, words = execution.layout, axes(weights)
-    plan = _planned(execution, x.shape, chosen.shape[2], jax.tree.leaves(weights)[0].shape[0])
+    plan = _make_plan(execution, x.shape, chosen.shape[2], jax.tree.leaves(weights)[0].shape[0])
 
     def spec(path: Any, leaf: Array) -> PartitionSpec:
         name = path_name(path)
@@ -151,18 +151,18 @@ def over_mesh(
 
     def ready(path: Any, leaf: Array) -> Array:
         name = path_name(path)
-        leaf = _gathered(leaf, layout.weight_spec(words[name]), plan.kept, x.dtype)
+        leaf = _gather_weight(leaf, layout.weight_spec(words[name]), plan.split_axes, x.dtype)
         # a bias of results counts once among those who add up their parts of a result
-        return jnp.where(plan.leads(), leaf, 0.0) if plan.hidden and words[name] == ("experts", "embed") else leaf
+        return jnp.where(plan.adds_bias(), leaf, 0.0) if plan.hidden and words[name] == ("experts", "embed") else leaf
 
     def run(weights, x, chosen, gates):
         mine = partial(own, jax.tree_util.tree_map_with_path(ready, weights))
-        rows, slots, factors = (plan.gathered(each.reshape(-1, each.shape[-1])) for each in (x, chosen, gates))
-        if plan.routed:
-            out = _travelling(mine, rows, slots, factors, plan, scale_inputs)
+        rows, slots, factors = (plan.gather(each.reshape(-1, each.shape[-1])) for each in (x, chosen, gates))
+        if plan.all_to_all:
+            out = _exchange_all_to_all(mine, rows, slots, factors, plan, scale_inputs)
         else:
-            out = _staying(mine, rows, slots, factors, plan)
-        return plan.added(out).reshape(x.shape)
+            out = _exchange_by_gather(mine, rows, slots, factors, plan)
+        return plan.reduce(out).reshape(x.shape)
 
     # unchecked: that what all have gathered is the same everywhere can't be seen from types
     specs = jax.tree_util.tree_map_with_path(spec, weights)
@@ -182,7 +182,7 @@ class _Plan:
     - `owners`, `hidden`: what splits experts and their hidden features.
     - `shared`: over which tokens are gathered and sums scattered.
     - `summed`: over which parts of results are added up, tokens being the same there.
-    - `routed`: whether rows travel over `owners`.
+    - `all_to_all`: whether rows travel over `owners`.
     - `ragged`: whether they travel as they are, or in pieces of one size.
     - `experts`, `parts`: how many experts a device has, and how many devices have different ones.
     """
@@ -192,30 +192,30 @@ class _Plan:
     hidden: tuple[str, ...]
     shared: tuple[str, ...]
     summed: tuple[str, ...]
-    routed: bool
+    all_to_all: bool
     ragged: bool
     experts: int
     parts: int
 
     @property
-    def kept(self) -> tuple[str, ...]:
+    def split_axes(self) -> tuple[str, ...]:
         return self.owners + self.hidden
 
-    def leads(self) -> Array:
+    def adds_bias(self) -> Array:
         """Whether this device is the first of those that have other hidden features of the same experts."""
         return lax.axis_index(self.hidden) == 0
 
-    def gathered(self, rows: Array) -> Array:
+    def gather(self, rows: Array) -> Array:
         """Those of all devices that need them."""
         return lax.all_gather(rows, self.shared, tiled=True) if self.shared else rows
 
-    def added(self, rows: Array) -> Array:
+    def reduce(self, rows: Array) -> Array:
         """Sums of the parts that devices have; each gets those of its own tokens."""
         rows = lax.psum_scatter(rows, self.shared, tiled=True) if self.shared else rows
-        return _added(rows, self.summed) if self.summed else rows
+        return _psum(rows, self.summed) if self.summed else rows
 
 
-def _planned(execution: Execution, shape: tuple[int, ...], slots: int, experts: int) -> _Plan:
+def _make_plan(execution: Execution, shape: tuple[int, ...], slots: int, experts: int) -> _Plan:
     layout = execution.layout
     tokens = layout.activation_spec("batch length", shape[:2])
     splitting = sum(_names(tokens), ())
@@ -223,7 +223,7 @@ def _planned(execution: Execution, shape: tuple[int, ...], slots: int, experts: 
     (stays,) = _names(layout.activation_spec("mlp"))
     hidden = tuple(name for name in mlp if name in stays and name not in owners)
     parts, ragged = math.prod(layout.sizes[name] for name in owners), layout.platform == "tpu"
-    routed = bool(owners) and set(owners) <= set(splitting) and _travels(execution, slots, parts, ragged)
+    routed = bool(owners) and set(owners) <= set(splitting) and _sends_rows(execution, slots, parts, ragged)
     shared = tuple(name for name in owners + hidden if name in splitting and not (routed and name in owners))
     summed = tuple(name for name in owners + hidden if name not in splitting)
     return _Plan(tokens, owners, hidden, shared, summed, routed, ragged, experts // parts, parts)
@@ -234,7 +234,7 @@ def _names(spec: PartitionSpec) -> list[tuple[str, ...]]:
     return [(names,) if isinstance(names, str) else tuple(names or ()) for names in spec]
 
 
-def _travels(execution: Execution, slots: int, parts: int, ragged: bool) -> bool:
+def _sends_rows(execution: Execution, slots: int, parts: int, ragged: bool) -> bool:
     """Whether rows travel. A piece of one size has room for all tokens, so gathering these never moves more; rows as
     they are number `slots` a token, against one for each of the other parts: they must be half of that at most, since a
     torus gathers at the full rate of its links but not so when all send to all."""
@@ -242,25 +242,25 @@ def _travels(execution: Execution, slots: int, parts: int, ragged: bool) -> bool
     return chosen == "all_to_all" or (chosen == "auto" and ragged and 2 * slots <= parts)
 
 
-def _gathered(leaf: Array, spec: PartitionSpec, kept: tuple[str, ...], dtype: np.dtype) -> Array:
+def _gather_weight(leaf: Array, spec: PartitionSpec, kept: tuple[str, ...], dtype: np.dtype) -> Array:
     """A weight with all of its dimensions whole but for the axes in `kept`; it is cast first."""
     for dimension, names in enumerate(_names(spec)):
         missing = tuple(name for name in names if name not in kept)
         if missing:
-            leaf = lax.all_gather(at_use(leaf, dtype), missing, axis=dimension, tiled=True)
+            leaf = lax.all_gather(cast_weight(leaf, dtype), missing, axis=dimension, tiled=True)
     return leaf
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _added(x: Array, names: tuple[str, ...]) -> Array:
+def _psum(x: Array, names: tuple[str, ...]) -> Array:
     """The sum over mesh axes. What comes back is the same on all their devices: no need to add it up again."""
     return lax.psum(x, names)
 
 
-_added.defvjp(lambda x, names: (_added(x, names), None), lambda names, _, gradient: (gradient * lax.psum(1, names),))
+_psum.defvjp(lambda x, names: (_psum(x, names), None), lambda names, _, gradient: (gradient * lax.psum(1, names),))
 
 
-def _staying(
+def _exchange_by_gather(
     own: Callable[..., Array],
     x: Float[Array, "tokens embed"],
     chosen: Int32[Array, "tokens slots"],
@@ -274,7 +274,7 @@ def _staying(
     return own(x, chosen, gates)
 
 
-def _travelling(
+def _exchange_all_to_all(
     own: Callable[..., Array],
     x: Float[Array, "tokens embed"],
     chosen: Int32[Array, "tokens slots"],
@@ -284,61 +284,61 @@ def _travelling(
 ) -> Float[Array, "tokens embed"]:
     """Rows go to the devices that have their experts, and what these make of them comes back to be added up."""
     route = (_ragged_route if plan.ragged else _padded_route)(chosen, plan)
-    rows = spread(x, route.places, route.takers)
+    rows = dispatch(x, route.places, route.sources)
     if scale_inputs:
-        rows, gates = scaled(rows, gates, route.places, route.takers)
+        rows, gates = scale_rows(rows, gates, route.places, route.sources)
     # less than zero, since where nothing arrives is a zero: it must be nobody's
     owners = chosen.reshape(-1, 1) % plan.experts - plan.experts
-    arrived = route.there(_rows(owners, route.takers)) + plan.experts
-    out = route.back(own(route.there(rows), arrived, None))
-    return collected(out, gates, route.places, route.takers).astype(x.dtype)
+    arrived = route.send(_rows(owners, route.sources)) + plan.experts
+    out = route.receive(own(route.send(rows), arrived, None))
+    return combine(out, gates, route.places, route.sources).astype(x.dtype)
 
 
 class _Route(NamedTuple):
-    """Where choices stand before they travel, and the way `there` and `back`; each is the other's gradient."""
+    """Where choices stand before they travel, and the way `send` and `receive`; each is the other's gradient."""
 
     places: Int32[Array, "tokens slots"]
-    takers: Int32[Array, "places"]
-    there: Callable[[Array], Array]
-    back: Callable[[Array], Array]
+    sources: Int32[Array, "places"]
+    send: Callable[[Array], Array]
+    receive: Callable[[Array], Array]
 
 
 def _padded_route(chosen: Int32[Array, "tokens slots"], plan: _Plan) -> _Route:
     """Each device sends as many rows to each other as it could have for it at most; most of them are empty."""
     room = len(chosen) * min(chosen.shape[1], plan.experts)
-    places, takers = by_expert(chosen, plan.experts * plan.parts)
-    owner, counts = _counted(chosen, plan)
+    places, sources = sort_by_expert(chosen, plan.experts * plan.parts)
+    owner, counts = _count_by_part(chosen, plan)
     starts = jnp.cumsum(counts) - counts
     inside = jnp.arange(room, dtype=jnp.int32)[None]
-    here = takers.at[starts[:, None] + inside].get(mode="fill", fill_value=chosen.size)
-    takers = jnp.where(inside < counts[:, None], here, chosen.size).reshape(-1)
-    places = jnp.where(owner < plan.parts, owner * room + places - _rows(starts, owner), takers.size)
+    here = sources.at[starts[:, None] + inside].get(mode="fill", fill_value=chosen.size)
+    sources = jnp.where(inside < counts[:, None], here, chosen.size).reshape(-1)
+    places = jnp.where(owner < plan.parts, owner * room + places - _rows(starts, owner), sources.size)
 
     def swap(rows: Array) -> Array:
         return lax.all_to_all(rows, plan.owners, 0, 0, tiled=True)
 
-    return _Route(places, takers, swap, swap)
+    return _Route(places, sources, swap, swap)
 
 
 def _ragged_route(chosen: Int32[Array, "tokens slots"], plan: _Plan) -> _Route:
     """Each device sends the rows it has; there is room for all that could arrive."""
-    places, takers = by_expert(chosen, plan.experts * plan.parts)
+    places, sources = sort_by_expert(chosen, plan.experts * plan.parts)
     room = plan.parts * len(chosen) * min(chosen.shape[1], plan.experts)
-    sent = lax.all_gather(_counted(chosen, plan)[1], plan.owners)  # from whom, to whom
+    sent = lax.all_gather(_count_by_part(chosen, plan)[1], plan.owners)  # from whom, to whom
     me = lax.axis_index(plan.owners)
     leaves, lands = jnp.cumsum(sent, axis=1) - sent, jnp.cumsum(sent, axis=0) - sent
     there = leaves[me], sent[me], lands[me], sent[:, me]
     back = lands[:, me], sent[:, me], leaves[:, me], sent[me]
-    sizes = takers.size, room
+    sizes = sources.size, room
     return _Route(
         places,
-        takers,
+        sources,
         lambda rows: _ragged(plan.owners, sizes, rows, there, back),
         lambda rows: _ragged(plan.owners, sizes[::-1], rows, back, there),
     )
 
 
-def _counted(chosen: Array, plan: _Plan) -> tuple[Int32[Array, "tokens slots"], Int32[Array, "parts"]]:
+def _count_by_part(chosen: Array, plan: _Plan) -> tuple[Int32[Array, "tokens slots"], Int32[Array, "parts"]]:
     """The part that has each chosen expert, one beyond the last if it is nobody's, and how many choices it gets."""
     owner = jnp.minimum(chosen // plan.experts, plan.parts)
     mine = owner.reshape(-1, 1) == jnp.arange(plan.parts, dtype=owner.dtype)[None]

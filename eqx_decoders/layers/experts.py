@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
-from eqx_decoders.layers.exchange import by_expert, collected, over_mesh, scaled, spread
+from eqx_decoders.layers.exchange import combine, dispatch, run_on_mesh, scale_rows, sort_by_expert
 from eqx_decoders.layers.grouped import block_rows, grouped_products
 from eqx_decoders.layers.mlp import ACTIVATIONS, MLP, MLPConfig
 from eqx_decoders.layers.router import Router, RouterConfig, RoutingStats
@@ -132,12 +132,12 @@ class Experts(eqx.Module):
         """The layer's output and how its tokens were routed. The key is for random routing and dropout."""
         router_key, shared_key = (None, None) if key is None else jax.random.split(key)
         indices, weights, stats = self.router(x, ctx, key=router_key)
-        out, dropped = self._form(ctx)(x, indices, weights, ctx)
+        out, dropped = self._implementation(ctx)(x, indices, weights, ctx)
         if self.shared is not None:
             out = out + self._shared(self.shared, x, ctx, shared_key)
         return ctx.constrain(out, "batch length embed"), dataclasses.replace(stats, dropped=dropped)
 
-    def _form(self, ctx: Context) -> Callable[..., tuple[Array, Array]]:
+    def _implementation(self, ctx: Context) -> Callable[..., tuple[Array, Array]]:
         """How the experts are run: a function to the layer's output and how many choices it dropped."""
         chosen, limited = ctx.execution.experts, self.config.capacity_factor is not None
         if chosen == "auto":
@@ -172,10 +172,10 @@ class Experts(eqx.Module):
         if self.config.router.input_scaling:
             inputs = inputs * matrix.astype(x.dtype)
             matrix = jnp.any(chosen, axis=2).transpose(2, 0, 1)[..., None].astype(weights.dtype)
-        out = ctx.constrain(self._batched(inputs, ctx), "experts batch length embed").astype(weights.dtype) * matrix
+        out = ctx.constrain(self._batched_mlp(inputs, ctx), "experts batch length embed").astype(weights.dtype) * matrix
         return jnp.sum(out, axis=0).astype(x.dtype), jnp.zeros((), jnp.float32)
 
-    def _batched(
+    def _batched_mlp(
         self, x: Float[Array, "experts batch places embed"], ctx: Context
     ) -> Float[Array, "experts batch places embed"]:
         """Each expert on tokens of its own."""
@@ -199,13 +199,13 @@ class Experts(eqx.Module):
         none = jnp.zeros((), jnp.float32)
         if ctx.execution.layout.single:
             rows, chosen, factors = (each.reshape(-1, each.shape[-1]) for each in (x, indices, weights))
-            return self._own(rows, chosen, factors, ctx).reshape(x.shape), none
+            return self._local_experts(rows, chosen, factors, ctx).reshape(x.shape), none
         rest = (None, None, None)
         alone = eqx.tree_at(lambda m: (m.router, m.shared, m.shared_gate), self, rest, is_leaf=lambda m: m is None)
-        own, scale_inputs = partial(Experts._own, ctx=ctx), self.config.router.input_scaling
-        return over_mesh(own, alone, x, indices, weights, ctx.execution, scale_inputs=scale_inputs), none
+        own, scale_inputs = partial(Experts._local_experts, ctx=ctx), self.config.router.input_scaling
+        return run_on_mesh(own, alone, x, indices, weights, ctx.execution, scale_inputs=scale_inputs), none
 
-    def _own(
+    def _local_experts(
         self,
         x: Float[Array, "tokens embed"],
         chosen: Int32[Array, "tokens slots"],
@@ -215,19 +215,19 @@ class Experts(eqx.Module):
         """The weighted sum over chosen experts that are here; without weights each token has one expert."""
         experts = len(jax.tree.leaves(self.gate)[0])
         block = None if ctx.execution.layout.platform == "tpu" else block_rows(chosen.size, self.config.num_experts)
-        places, takers = by_expert(chosen, experts, 0 if block is None else block)
-        rows = spread(x, places, takers)
+        places, sources = sort_by_expert(chosen, experts, 0 if block is None else block)
+        rows = dispatch(x, places, sources)
         if self.config.router.input_scaling and weights is not None:
-            rows, weights = scaled(rows, weights, places, takers)
+            rows, weights = scale_rows(rows, weights, places, sources)
         # one beyond the last expert where nobody is
-        owners = chosen.reshape(-1).at[takers].get(mode="fill", fill_value=experts)
+        owners = chosen.reshape(-1).at[sources].get(mode="fill", fill_value=experts)
         mine = owners[:, None] == jnp.arange(experts, dtype=owners.dtype)[None]
-        out = self._grouped(save(rows, "moe_x_sorted"), mine, block, ctx)
+        out = self._grouped_mlp(save(rows, "moe_x_sorted"), mine, block, ctx)
         if weights is None:
-            return spread(out, takers[:, None], places[:, 0])
-        return collected(out, weights, places, takers).astype(x.dtype)
+            return dispatch(out, sources[:, None], places[:, 0])
+        return combine(out, weights, places, sources).astype(x.dtype)
 
-    def _grouped(
+    def _grouped_mlp(
         self, rows: Float[Array, "rows embed"], mine: Bool[Array, "rows experts"], block: int | None, ctx: Context
     ) -> Float[Array, "rows embed"]:
         """Each row through the expert whose it is; they stand in the order of the experts."""
@@ -251,21 +251,21 @@ class Experts(eqx.Module):
         routed = jnp.sum(indices < experts, dtype=jnp.float32)
         if room == 0:
             return jnp.zeros_like(x), routed
-        places, takers = jax.vmap(partial(_seated, experts=experts, room=room))(indices)
-        places, takers = (save(index, "moe_routing_maps") for index in (places, takers))
-        rows = jax.vmap(spread)(x, places, takers)
+        places, sources = jax.vmap(partial(_assign_places, experts=experts, room=room))(indices)
+        places, sources = (save(index, "moe_routing_maps") for index in (places, sources))
+        rows = jax.vmap(dispatch)(x, places, sources)
         if self.config.router.input_scaling:
-            rows, weights = jax.vmap(scaled)(rows, weights, places, takers)
+            rows, weights = jax.vmap(scale_rows)(rows, weights, places, sources)
         # found and collected where the tokens are; between the two, all-to-all
         rows = ctx.constrain(save(rows, "moe_x_sorted"), "batch slots embed")
         rows = rows.reshape(len(x), experts, room, -1).transpose(1, 0, 2, 3)
-        out = self._batched(ctx.constrain(rows, "experts batch slots embed"), ctx)
+        out = self._batched_mlp(ctx.constrain(rows, "experts batch slots embed"), ctx)
         out = ctx.constrain(out, "experts batch slots embed").transpose(1, 0, 2, 3).reshape(len(x), experts * room, -1)
-        out = jax.vmap(collected)(ctx.constrain(out, "batch slots embed"), weights, places, takers).astype(x.dtype)
+        out = jax.vmap(combine)(ctx.constrain(out, "batch slots embed"), weights, places, sources).astype(x.dtype)
         return out, routed - jnp.sum(places < experts * room, dtype=jnp.float32)
 
 
-def _seated(
+def _assign_places(
     indices: Int32[Array, "length slots"], *, experts: int, room: int
 ) -> tuple[Int32[Array, "length slots"], Int32[Array, "places"]]:
     """The place of each choice among `experts * room`, first come, first served, and the choice at each place.
@@ -277,5 +277,5 @@ def _seated(
     before = jnp.sum(mine * jnp.cumsum(mine, axis=0), axis=1, dtype=jnp.int32) - 1
     places = jnp.where((chosen < experts) & (before < room), chosen * room + before, experts * room)
     nobody = jnp.full((experts * room,), chosen.size, jnp.int32)
-    takers = nobody.at[places].set(jnp.arange(chosen.size, dtype=jnp.int32), mode="drop")
-    return places.reshape(indices.shape), takers
+    sources = nobody.at[places].set(jnp.arange(chosen.size, dtype=jnp.int32), mode="drop")
+    return places.reshape(indices.shape), sources

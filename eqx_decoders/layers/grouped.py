@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from eqx_decoders.numerics import LowRank, at_use, matmul, row_major_transpose
+from eqx_decoders.numerics import LowRank, cast_weight, matmul, row_major_transpose
 
 
 def grouped_products(
@@ -34,7 +34,7 @@ def grouped_products(
     plain = tuple(lax.stop_gradient(w.base) if isinstance(w, LowRank) else w for w in weights)
     outs: Any = _ragged(x, plain, counts) if block is None else _blocked(block, x, plain, counts)
     return tuple(
-        out + _update(x, w, counts, block) if isinstance(w, LowRank) else out
+        out + _low_rank_update(x, w, counts, block) if isinstance(w, LowRank) else out
         for out, w in zip(outs, weights, strict=True)
     )
 
@@ -49,7 +49,7 @@ def block_rows(rows: int, groups: int) -> int:
     return max(8, -(-usual // (8 * parts)) * 8)
 
 
-def _update(x: Array, weight: LowRank, counts: Array, block: int | None) -> Array:
+def _low_rank_update(x: Array, weight: LowRank, counts: Array, block: int | None) -> Array:
     """`scale (x lora_a) lora_b`."""
     (low,) = grouped_products(x, (weight.lora_a,), counts, block=block)
     return grouped_products(weight.scale * low, (weight.lora_b,), counts, block=block)[0]
@@ -62,7 +62,7 @@ def _ragged(x: Array, weights: tuple[Array, ...], counts: Array) -> tuple[Array,
     # products of 16-bit numbers are exact, and TPU's kernel refuses "highest", which a user may have set for all of JAX
     precision = lax.Precision.DEFAULT if x.dtype.itemsize < 4 else None
     product = partial(lax.ragged_dot, group_sizes=sizes, precision=precision, preferred_element_type=x.dtype)
-    outs = (product(x, at_use(w, x.dtype)) for w in weights)
+    outs = (product(x, cast_weight(w, x.dtype)) for w in weights)
     return tuple(jnp.where(inside, out, zero) for out in outs)
 
 
@@ -83,7 +83,7 @@ class _Blocks(NamedTuple):
     first: Bool[Array, "blocks"]
 
 
-def _cut(counts: Array, block: int, rows: int) -> _Blocks:
+def _split_blocks(counts: Array, block: int, rows: int) -> _Blocks:
     counts = counts.astype(jnp.int32)
     room = rows // block + counts.shape[0]
     each = -(-counts // block)
@@ -106,12 +106,12 @@ def _blocked(block: int, x: Array, weights: tuple[Array, ...], counts: Array) ->
 
 
 def _blocked_forward(block, x, weights, counts):
-    cast, blocks = tuple(at_use(w, x.dtype) for w in weights), _cut(counts, block, x.shape[0])
+    cast, blocks = tuple(cast_weight(w, x.dtype) for w in weights), _split_blocks(counts, block, x.shape[0])
 
     def step(index, outs):
         begin, group = blocks.begin[index], blocks.group[index]
         piece = lax.dynamic_slice_in_dim(x, begin, block)
-        news = (matmul(piece, _of(w, group), (1, 0), x.dtype) for w in cast)
+        news = (matmul(piece, _group_weight(w, group), (1, 0), x.dtype) for w in cast)
         # what a block writes beyond its group, the next one overwrites
         return tuple(lax.dynamic_update_slice_in_dim(o, new, begin, 0) for o, new in zip(outs, news, strict=True))
 
@@ -123,7 +123,7 @@ def _blocked_forward(block, x, weights, counts):
 
 def _blocked_backward(block, saved, gradients):
     x, cast, counts, likes = saved
-    wide, blocks = np.promote_types(x.dtype, np.float32), _cut(counts, block, x.shape[0])
+    wide, blocks = np.promote_types(x.dtype, np.float32), _split_blocks(counts, block, x.shape[0])
 
     def step(index, carry):
         to_x, to_weights, sums = carry
@@ -131,7 +131,7 @@ def _blocked_backward(block, saved, gradients):
         inside = (jnp.arange(block, dtype=jnp.int32) < blocks.size[index])[:, None]
         pieces = [lax.dynamic_slice_in_dim(g, begin, block) for g in gradients]
         pieces = [jnp.where(inside, g, jnp.zeros((), g.dtype)) for g in pieces]
-        parts = [matmul(g, _of(w, group), (1, 1), wide) for g, w in zip(pieces, cast, strict=True)]
+        parts = [matmul(g, _group_weight(w, group), (1, 1), wide) for g, w in zip(pieces, cast, strict=True)]
         to_x = lax.dynamic_update_slice_in_dim(to_x, sum(parts[1:], parts[0]).astype(x.dtype), begin, 0)
         # a group's sum is kept apart until its last block: nothing is read back from the large array
         columns = row_major_transpose(lax.dynamic_slice_in_dim(x, begin, block))
@@ -150,7 +150,7 @@ def _blocked_backward(block, saved, gradients):
 _blocked.defvjp(_blocked_forward, _blocked_backward)
 
 
-def _of(weights: Float[Array, "groups inner outer"], group: Int32[Array, ""]) -> Float[Array, "inner outer"]:
+def _group_weight(weights: Float[Array, "groups inner outer"], group: Int32[Array, ""]) -> Float[Array, "inner outer"]:
     return lax.dynamic_index_in_dim(weights, group, keepdims=False)
 
 

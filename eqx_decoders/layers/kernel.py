@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, Int
 
 from eqx_decoders.errors import check, check_number, check_word
-from eqx_decoders.layers.mask import Bidirectional, Mask, check_segments, gapless, interval, reach, visible
+from eqx_decoders.layers.mask import Bidirectional, Mask, check_segments, contiguous, interval, lookback, visible
 
 
 EMPTY = -1e30  # lse of a query that sees nothing: finite, so that differences and gradients stay finite
@@ -179,7 +179,7 @@ class _Plan:
     block: int
     kv_block: int | None  # None: each block of queries takes all its keys at once, and the blocks are written out
 
-    def over_keys(self, step: Callable, carry: Any, at: Any, queries: int, kv_length: int, gapless: Array) -> Any:
+    def over_keys(self, step: Callable, carry: Any, at: Any, queries: int, kv_length: int, contiguous: Array) -> Any:
         """Fold `step(carry, at_key, keys)` over the blocks of keys that the queries [at, at + queries) may see.
 
         None of them stands behind the last query. Before the first one's window stands none either, unless there is
@@ -188,10 +188,10 @@ class _Plan:
         bounded = self.aligned and not isinstance(self.mask, Bidirectional)
         if self.kv_block is None:
             return step(carry, 0, min(at + queries, kv_length) if bounded else kv_length)
-        size, start, end, back = self.kv_block, 0, kv_length, reach(self.mask)
+        size, start, end, back = self.kv_block, 0, kv_length, lookback(self.mask)
         if bounded:
             end = jnp.minimum(at + queries, kv_length)
-            start = 0 if back is None else jnp.where(gapless, jnp.maximum(0, at - back + 1), 0)
+            start = 0 if back is None else jnp.where(contiguous, jnp.maximum(0, at - back + 1), 0)
         return jax.lax.fori_loop(start // size, -(-end // size), lambda i, carry: step(carry, i * size, size), carry)
 
     def over_queries(self, row: Callable, carry: Any, length: int) -> tuple[Any, Any]:
@@ -222,7 +222,7 @@ class _Spans(NamedTuple):
     places: Array
     query_segments: Array | None
     key_segments: Array | None
-    gapless: Array
+    contiguous: Array
 
     def seen(self, at: Any, queries: int, at_key: Any, keys: int, query_axis: int) -> Array:
         """[batch, queries, keys], or [batch, keys, queries] for query_axis = 2."""
@@ -293,7 +293,7 @@ def _forward(plan: _Plan, query: Array, key: Array, value: Array, spans: _Spans)
 
         zero = jnp.zeros((*shape, 1), jnp.float32)
         start = (zero + EMPTY, zero, jnp.zeros((*shape, dim), jnp.float32))
-        top, total, sums = plan.over_keys(step, start, at, queries, kv_length, spans.gapless)
+        top, total, sums = plan.over_keys(step, start, at, queries, kv_length, spans.contiguous)
         safe = jnp.where(total > 0, total, 1.0)
         return None, ((sums / safe).astype(query.dtype), jnp.where(total > 0, top + jnp.log(safe), EMPTY))
 
@@ -339,7 +339,7 @@ def _backward(plan: _Plan, kept: tuple, out_bar: Array, lse_bar: Array) -> tuple
             )
 
         start = jnp.zeros((batch, kv_heads, dim, groups * queries), jnp.float32)
-        query_bar, *carry = plan.over_keys(step, (start, *carry), at, queries, kv_length, spans.gapless)
+        query_bar, *carry = plan.over_keys(step, (start, *carry), at, queries, kv_length, spans.contiguous)
         return tuple(carry), query_bar.reshape(batch, kv_heads, dim, groups, queries).transpose(0, 1, 3, 4, 2)
 
     zeros = tuple(jnp.zeros(x.shape, jnp.float32) for x in (key, value))
@@ -393,7 +393,7 @@ def _chunked(query, key, value, places, *, mask: Mask, soft_cap: float | None, a
         query, places = _pad_queries(query, places, -length % block)
         key, value, places = _pad_keys(key, value, places, -kv_length % kv_block)
     first, last = interval(mask, places.query_positions)
-    whole = gapless(places.key_positions, places.key_segments)
+    whole = contiguous(places.key_positions, places.key_segments)
     spans = _Spans(first, last, places.key_positions, places.query_segments, places.key_segments, whole)
     results: Any = _blockwise(plan, query, key, value, spans)
     out, lse = results

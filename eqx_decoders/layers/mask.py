@@ -58,12 +58,12 @@ def interval(mask: Mask, positions: Int[Array, "*shape"]) -> tuple[Int[Array, "*
     return first, positions  # first >= 0 > position where there is no token
 
 
-def reach(mask: Mask) -> int | None:
+def lookback(mask: Mask) -> int | None:
     """How many positions back a causal mask can look, the query's own among them; None is without bound."""
     return mask.size if isinstance(mask, SlidingWindow | Chunked) else None
 
 
-def gapless(positions: Int[Array, "batch length"], segments: Int[Array, "batch length"] | None) -> Bool[Array, ""]:
+def contiguous(positions: Int[Array, "batch length"], segments: Int[Array, "batch length"] | None) -> Bool[Array, ""]:
     """Whether documents stand in rows without a gap: then a key `n` places back is at least `n` positions back.
 
     True if each token follows its predecessor's position in the same segment, or begins a segment not seen before.

@@ -192,11 +192,11 @@ class Router(eqx.Module):
         Padding (tokens at position -1) goes nowhere: to the expert after the last one, with weight 0.
         """
         logits = self._logits(x, ctx)
-        scores = _scored(logits, self.config.score)
+        scores = _score(logits, self.config.score)
         indices, allowed = self._choose(logits, scores, key)
-        weights = self._weigh(logits, jnp.where(allowed, scores, 0.0), indices)
+        weights = self._combine_weights(logits, jnp.where(allowed, scores, 0.0), indices)
         real = ctx.positions >= 0
-        stats = self._describe(logits.astype(jnp.float32), scores.astype(jnp.float32), indices, real)
+        stats = self._stats(logits.astype(jnp.float32), scores.astype(jnp.float32), indices, real)
         indices = jnp.where(real[..., None], indices, logits.shape[-1])
         return indices, jnp.where(real[..., None], weights, 0.0), stats
 
@@ -233,29 +233,29 @@ class Router(eqx.Module):
         inside = jnp.any(_one_hot(kept, config.num_groups), axis=-2)
         return jnp.repeat(inside, groups.shape[-1], axis=-1)
 
-    def _weigh(self, logits: Array, scores: Array, indices: Array) -> Float[Array, "batch length slots"]:
+    def _combine_weights(self, logits: Array, scores: Array, indices: Array) -> Float[Array, "batch length slots"]:
         config = self.config
         if config.order == "select_first":
-            weights = _scored(_at(logits, indices), config.score)
+            weights = _score(_take(logits, indices), config.score)
         else:
-            weights = _at(scores, indices)
+            weights = _take(scores, indices)
         if config.renormalize:
             total = jnp.sum(weights, axis=-1, keepdims=True)
             weights = weights / (total if config.score == "softmax" else total + 1e-20)
         weights = weights * config.scaling_factor
         if self.per_expert_scale is not None:
-            weights = weights * _at(self.per_expert_scale.astype(weights.dtype).reshape(1, 1, -1), indices)
+            weights = weights * _take(self.per_expert_scale.astype(weights.dtype).reshape(1, 1, -1), indices)
         return weights
 
-    def _describe(self, logits: Array, scores: Array, indices: Array, real: Array) -> RoutingStats:
+    def _stats(self, logits: Array, scores: Array, indices: Array, real: Array) -> RoutingStats:
         """Sums over all tokens but padding; sequences are rows."""
         experts, chosen = logits.shape[-1], indices.shape[-1]
         weight = real.astype(jnp.float32)
         tokens = jnp.sum(weight, axis=1)
         shares = scores if self.config.score == "softmax" else scores / (jnp.sum(scores, -1, keepdims=True) + 1e-20)
         per_row = jnp.sum(shares * weight[..., None], axis=1)
-        counts = _count(indices, real, experts)
-        plain = counts if self._is_plain else _count(_top_k(scores, chosen)[1], real, experts)
+        counts = _count_choices(indices, real, experts)
+        plain = counts if self._is_plain else _count_choices(_top_k(scores, chosen)[1], real, experts)
 
         def balance(counts):
             # E * sum of (counts / (tokens k)) * (per_row / tokens)
@@ -281,7 +281,7 @@ class Router(eqx.Module):
         return not (config.selection_bias or config.random or config.groups_per_token < config.num_groups)
 
 
-def _scored(logits: Array, score: str) -> Array:
+def _score(logits: Array, score: str) -> Array:
     if score == "softmax":
         return jax.nn.softmax(logits, axis=-1)
     if score == "sigmoid":
@@ -311,11 +311,11 @@ def _one_hot(indices: Array, size: int) -> Bool[Array, "batch length slots exper
     return indices[..., None] == jnp.arange(size, dtype=indices.dtype).reshape(1, 1, 1, -1)
 
 
-def _at(values: Array, indices: Array) -> Float[Array, "batch length slots"]:
+def _take(values: Array, indices: Array) -> Float[Array, "batch length slots"]:
     """`values` of the chosen experts, as a sum over all of them: its gradient is one too, and no scatter."""
     return jnp.sum(jnp.where(_one_hot(indices, values.shape[-1]), values[..., None, :], 0.0), axis=-1)
 
 
-def _count(indices: Array, real: Array, experts: int) -> Float32[Array, "batch experts"]:
+def _count_choices(indices: Array, real: Array, experts: int) -> Float32[Array, "batch experts"]:
     """How many of a row's choices fell on each expert."""
     return jnp.sum(_one_hot(indices, experts) & real[..., None, None], axis=(1, 2), dtype=jnp.int32).astype(jnp.float32)

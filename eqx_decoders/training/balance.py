@@ -16,7 +16,7 @@ from eqx_decoders.layers.experts import Experts, ExpertsConfig
 from eqx_decoders.layers.router import Router, RoutingStats, load_balance_loss, router_z_loss
 
 
-def expert_layers(config: DecoderConfig) -> tuple[ExpertsConfig, ...]:
+def expert_configs(config: DecoderConfig) -> tuple[ExpertsConfig, ...]:
     """The configurations of the layers that have experts, in their order: that of `BlockStats.routing`.
 
     Those of multi-token prediction come last; statistics of a call without it stop before them.
@@ -25,14 +25,14 @@ def expert_layers(config: DecoderConfig) -> tuple[ExpertsConfig, ...]:
     return tuple(block.mlp for block in (*config.blocks, *ahead) if isinstance(block.mlp, ExpertsConfig))
 
 
-def _described(config: DecoderConfig, stats: RoutingStats) -> tuple[ExpertsConfig, ...]:
+def _configs_of(config: DecoderConfig, stats: RoutingStats) -> tuple[ExpertsConfig, ...]:
     """The layers that `stats` has rows of."""
-    return expert_layers(config)[: stats.tokens.shape[0]]
+    return expert_configs(config)[: stats.tokens.shape[0]]
 
 
 def has_routing_loss(config: DecoderConfig) -> bool:
     """Whether routing adds anything to the training loss."""
-    return any(layer.router.balance_loss > 0 or layer.router.z_loss > 0 for layer in expert_layers(config))
+    return any(layer.router.balance_loss > 0 or layer.router.z_loss > 0 for layer in expert_configs(config))
 
 
 def routing_loss(config: DecoderConfig, stats: RoutingStats) -> Float32[Array, ""]:
@@ -40,7 +40,7 @@ def routing_loss(config: DecoderConfig, stats: RoutingStats) -> Float32[Array, "
 
     Both weights, and the form of the first loss, are those of each layer's `RouterConfig`.
     """
-    routers = [layer.router for layer in _described(config, stats)]
+    routers = [layer.router for layer in _configs_of(config, stats)]
     balance = _each(router.balance_loss for router in routers) * _balance_loss(config, stats)
     return jnp.mean(balance + _each(router.z_loss for router in routers) * router_z_loss(stats))
 
@@ -105,7 +105,7 @@ def routing_report(config: DecoderConfig, stats: RoutingStats) -> dict[str, Floa
     `balance_loss` in the router's form and `router_z_loss` are without their weights, `router_entropy` is in nats.
     """
     routed = jnp.maximum(jnp.sum(stats.counts, axis=-1), 1.0)
-    sizes = _each(layer.num_experts for layer in _described(config, stats))
+    sizes = _each(layer.num_experts for layer in _configs_of(config, stats))
     return {
         "load": jnp.max(stats.counts, axis=-1) * sizes / routed,
         "dropped": stats.dropped / routed,
@@ -122,15 +122,15 @@ def relative_loads(config: DecoderConfig, counts: np.ndarray) -> dict[str, np.nd
     `ahead 1`, `ahead 2`, ….
     """
     names = [str(index) for index, block in enumerate(config.blocks) if isinstance(block.mlp, ExpertsConfig)]
-    names += [f"ahead {depth + 1}" for depth in range(len(expert_layers(config)) - len(names))]
-    sizes = [layer.num_experts for layer in expert_layers(config)]
+    names += [f"ahead {depth + 1}" for depth in range(len(expert_configs(config)) - len(names))]
+    sizes = [layer.num_experts for layer in expert_configs(config)]
     rows = [np.asarray(row[:size], np.float64) for row, size in zip(counts, sizes, strict=False)]
     return {name: row / max(float(row.mean()), 1e-9) for name, row in zip(names, rows, strict=False)}
 
 
 def _balance_loss(config: DecoderConfig, stats: RoutingStats) -> Float32[Array, "layers"]:
     """Of each layer in its own form."""
-    megatron = _each(layer.router.balance_form == "megatron" for layer in _described(config, stats))
+    megatron = _each(layer.router.balance_form == "megatron" for layer in _configs_of(config, stats))
     return jnp.where(megatron > 0, load_balance_loss(stats, "megatron"), load_balance_loss(stats))
 
 

@@ -12,9 +12,9 @@ from eqx_decoders.block import BlockStats
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.layers.embedding import padded_positions
 from eqx_decoders.layers.router import RoutingStats
-from eqx_decoders.mtp import same_document, shifted
-from eqx_decoders.stack import layer_order
-from eqx_decoders.training.balance import expert_layers, has_routing_loss, routing_loss
+from eqx_decoders.mtp import same_document, shift_left
+from eqx_decoders.stack import join_layer_stats
+from eqx_decoders.training.balance import expert_configs, has_routing_loss, routing_loss
 from eqx_decoders.training.cross_entropy import cross_entropy, linear_argmax, linear_cross_entropy
 from eqx_decoders.training.data import Batch
 
@@ -73,7 +73,7 @@ def next_tokens(batch: Batch) -> tuple[Int[Array, "batch length"], Float32[Array
 
 def mtp_targets(batch: Batch, depth: int) -> tuple[Int[Array, "batch length"], Float32[Array, "batch length"]]:
     """The targets of a depth of multi-token prediction: those of the token `depth` places on, if of one document."""
-    targets, weights = (shifted(x, depth) for x in next_tokens(batch))
+    targets, weights = (shift_left(x, depth) for x in next_tokens(batch))
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
     positions = padded_positions(positions, segments, targets.shape)
     weights = jnp.where(same_document(positions, segments, depth), weights, 0.0)
@@ -87,26 +87,26 @@ def token_loss_sum(
     z_loss: float = 0.0,
     fused: bool = True,
     key: PRNGKeyArray | None = None,
-    whole: Batch | None = None,
+    full_batch: Batch | None = None,
 ) -> tuple[Float32[Array, ""], LossMetrics]:
     """`sum over targets of -log p(target) + z_loss * log(Z)^2 + routing_loss + mtp_loss`, and metrics.
 
     `fused` computes the head and the loss together, some positions at a time, so that all logits never exist at once.
-    Gradients of sums can be added over microbatches; divide by `metrics.tokens` at the end. `whole` is the batch of
-    which this one is a part: what routing and multi-token prediction add are means over all of it, and so add up.
+    Gradients of sums can be added over microbatches; divide by `metrics.tokens` at the end. `full_batch` is the batch
+    of which this one is a part: what routing and multi-token prediction add are means over all of it.
     """
     targets, weights = next_tokens(batch)
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
     hidden, _, stats = model.run(jnp.asarray(batch.tokens), positions, segments, key=key)
-    whole, mtp = batch if whole is None else whole, None
+    full_batch, mtp = batch if full_batch is None else full_batch, None
     loss, nll, correct = _head_loss(model, hidden, targets, weights, z_loss=z_loss, fused=fused, key=key)
     if model.mtp is not None and model.mtp.config.loss_weight > 0:
         streams = model.predict_further(hidden, batch.tokens, positions, segments, key)
-        stats = layer_order([(stats,), (streams.stats,)])
-        more, mtp = _mtp_loss_sum(model, streams.hidden, batch, whole, fused=fused, key=key)
+        stats = join_layer_stats([(stats,), (streams.stats,)])
+        more, mtp = _mtp_loss_sum(model, streams.hidden, batch, full_batch, fused=fused, key=key)
         loss = loss + more
     if stats.routing is not None and has_routing_loss(model.config):
-        loss = loss + _routing_loss_sum(model, stats.routing, whole)
+        loss = loss + _routing_loss_sum(model, stats.routing, full_batch)
     kept = stats if model.execution.layer_stats or stats.routing is not None else None
     return loss, LossMetrics(loss=loss, nll=nll, correct=correct, tokens=jnp.sum(weights), stats=kept, mtp=mtp)
 
@@ -125,7 +125,7 @@ def _head_loss(
     """Loss, negative log-likelihood and right guesses, summed over the targets; of the head, or of a depth's."""
     if fused:
         loss, sums = linear_cross_entropy(
-            model.normed(hidden, key=key, depth=depth),
+            model.head_input(hidden, key=key, depth=depth),
             model.head_kernel,
             targets,
             weights,
@@ -146,7 +146,7 @@ def _head_options(model: Decoder) -> dict[str, Any]:
 
 
 def _mtp_loss_sum(
-    model: Decoder, hidden: tuple[Array, ...], batch: Batch, whole: Batch, *, fused: bool, key: PRNGKeyArray | None
+    model: Decoder, hidden: tuple[Array, ...], batch: Batch, full_batch: Batch, *, fused: bool, key: PRNGKeyArray | None
 ) -> tuple[Array, MTPLossSums]:
     """This part's share of `loss_weight * mean over all depths' targets of -log p`, times the targets there."""
     assert model.mtp is not None
@@ -156,22 +156,24 @@ def _mtp_loss_sum(
         sums.append(_head_loss(model, x, targets, weights, fused=fused, key=key, depth=depth)[:2])
         tokens.append(jnp.sum(weights))
     losses, nll = zip(*sums, strict=True)
-    everything = sum(jnp.sum(mtp_targets(whole, depth)[1]) for depth in range(1, len(hidden) + 1))
-    scale = model.mtp.config.loss_weight * jnp.sum(next_tokens(whole)[1]) / jnp.maximum(everything, 1.0)
+    everything = sum(jnp.sum(mtp_targets(full_batch, depth)[1]) for depth in range(1, len(hidden) + 1))
+    scale = model.mtp.config.loss_weight * jnp.sum(next_tokens(full_batch)[1]) / jnp.maximum(everything, 1.0)
     return scale * sum(losses), MTPLossSums(nll=jax.lax.stop_gradient(jnp.stack(nll)), tokens=jnp.stack(tokens))
 
 
-def _routing_loss_sum(model: Decoder, stats: RoutingStats, whole: Batch) -> Float32[Array, ""]:
+def _routing_loss_sum(model: Decoder, stats: RoutingStats, full_batch: Batch) -> Float32[Array, ""]:
     """This part's share of the routing loss of the whole batch, times the targets there."""
-    positions, segments = (None if x is None else jnp.asarray(x) for x in (whole.positions, whole.segment_ids))
-    positions = padded_positions(positions, segments, whole.tokens.shape)
+    positions, segments = (
+        None if x is None else jnp.asarray(x) for x in (full_batch.positions, full_batch.segment_ids)
+    )
+    positions = padded_positions(positions, segments, full_batch.tokens.shape)
     depths = 0 if model.config.mtp is None else model.config.mtp.num_depths
     ahead = [same_document(positions, segments, depth) for depth in range(1, depths + 1)]
-    reals = [positions >= 0] * len(expert_layers(dataclasses.replace(model.config, mtp=None))) + ahead
+    reals = [positions >= 0] * len(expert_configs(dataclasses.replace(model.config, mtp=None))) + ahead
     reals = jnp.stack(reals[: stats.tokens.shape[0]]).astype(jnp.float32)  # of each layer with experts
     sums = jnp.sum(reals, axis=(1, 2)), jnp.sum(jnp.max(reals, axis=2), axis=1)
     everything = eqx.tree_at(lambda s: (s.tokens, s.sequences), stats, sums)
-    return jnp.sum(next_tokens(whole)[1]) * routing_loss(model.config, everything)
+    return jnp.sum(next_tokens(full_batch)[1]) * routing_loss(model.config, everything)
 
 
 def next_token_loss(
@@ -219,15 +221,17 @@ def evaluation_sums(model: Decoder, batch: Batch) -> EvaluationSums:
     sums = EvaluationSums(nll=nll, tokens=jnp.sum(weights))
     if model.mtp is None:
         return sums
-    said = _guesses(model, hidden, 0)
+    said = _argmax_tokens(model, hidden, 0)
     accepted, proposed = [], []
     for depth, x in enumerate(model.predict_further(hidden, batch.tokens, positions, segments).hidden, 1):
         weights = mtp_targets(batch, depth)[1]
-        accepted.append(jnp.sum(weights * (_guesses(model, x, depth) == shifted(said, depth)).astype(jnp.float32)))
+        accepted.append(
+            jnp.sum(weights * (_argmax_tokens(model, x, depth) == shift_left(said, depth)).astype(jnp.float32))
+        )
         proposed.append(jnp.sum(weights))
     return dataclasses.replace(sums, accepted=jnp.stack(accepted), proposed=jnp.stack(proposed))
 
 
-def _guesses(model: Decoder, hidden: Array, depth: int) -> Int[Array, "batch length"]:
+def _argmax_tokens(model: Decoder, hidden: Array, depth: int) -> Int[Array, "batch length"]:
     """The likeliest token everywhere; a cap on logits does not change which it is."""
-    return linear_argmax(model.normed(hidden, depth=depth), model.head_kernel, **_head_options(model))
+    return linear_argmax(model.head_input(hidden, depth=depth), model.head_kernel, **_head_options(model))

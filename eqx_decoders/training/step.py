@@ -17,7 +17,7 @@ from eqx_decoders.block import BlockStats
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.layout import Layout
-from eqx_decoders.training.balance import expert_layers, update_router_bias
+from eqx_decoders.training.balance import expert_configs, update_router_bias
 from eqx_decoders.training.data import Batch
 from eqx_decoders.training.loss import LossMetrics, token_loss_sum
 from eqx_decoders.training.optimizer import OptimizerConfig, make_optimizer, make_schedule, matching
@@ -153,18 +153,18 @@ class Trainer(eqx.Module):
 
     def advance(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         """`step` as a plain function, to be put into a program of one's own."""
-        key = jax.random.fold_in(state.key, state.step) if _drops(state.model) else None
+        key = jax.random.fold_in(state.key, state.step) if _uses_key(state.model) else None
         gradient, sums = self._gradient(state.model, batch, key)
         tokens = jnp.maximum(sums.tokens, 1.0)
         # in f32, also for weights in half precision: there a sum of squares would lose most of its digits
-        norm = optax.tree.norm(jax.tree.map(_single, gradient)) / tokens
+        norm = optax.tree.norm(jax.tree.map(_as_float32, gradient)) / tokens
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
         scale = 1.0 / tokens
         if self.max_grad_norm is not None:
             scale = scale * jnp.minimum(1.0, self.max_grad_norm / jnp.maximum(norm, 1e-12))
 
         def move(weights, optimizer):
-            scaled = {name: (_single(leaf) * scale).astype(weights[name].dtype) for name, leaf in gradient.items()}
+            scaled = {name: (_as_float32(leaf) * scale).astype(weights[name].dtype) for name, leaf in gradient.items()}
             updates, optimizer = self.optimizer.update(scaled, optimizer, weights)
             with jax.numpy_dtype_promotion("standard"):  # muon's updates are in f32, whatever the weights are in
                 return optax.apply_updates(weights, updates), optimizer
@@ -173,7 +173,7 @@ class Trainer(eqx.Module):
         old = self._weights(state.model), state.optimizer
         weights, optimizer = jax.lax.cond(finite, move, lambda *same: same, *old)
         new = TrainState(
-            model=_balanced(self._with_weights(state.model, weights), sums.stats, finite),
+            model=_with_router_biases(self._with_weights(state.model, weights), sums.stats, finite),
             optimizer=optimizer,
             step=state.step + 1,
             skipped=state.skipped + jnp.where(finite, 0, 1),
@@ -198,7 +198,7 @@ class Trainer(eqx.Module):
 
         def loss(weights, rows, key):
             here, fused = self._with_weights(model, weights), config.fused_loss
-            return token_loss_sum(here, rows, z_loss=config.z_loss, fused=fused, key=key, whole=batch)
+            return token_loss_sum(here, rows, z_loss=config.z_loss, fused=fused, key=key, full_batch=batch)
 
         def part(rows, key):
             (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(self._weights(model), rows, key)
@@ -214,7 +214,7 @@ class Trainer(eqx.Module):
             rows, key = here
             rows = jax.tree.map(lambda leaf: layout.constrain(leaf, "batch length"), rows)
             gradient, metrics = part(rows, key)
-            return jax.tree.map(jnp.add, total, (jax.tree.map(_single, gradient), metrics)), None
+            return jax.tree.map(jnp.add, total, (jax.tree.map(_as_float32, gradient), metrics)), None
 
         shapes = jax.eval_shape(part, *jax.tree.map(lambda leaf: leaf[0], (pieces, keys)))
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
@@ -235,7 +235,7 @@ def _compiled_step(kept: tuple[Trainer, Batch], state: TrainState) -> tuple[Trai
     return trainer.advance(state, batch)
 
 
-def _single(x: Array) -> Array:
+def _as_float32(x: Array) -> Array:
     return x.astype(jnp.float32)
 
 
@@ -244,12 +244,12 @@ def _microbatches(x: Array, count: int) -> Array:
     return jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1)
 
 
-def _drops(model: Decoder) -> bool:
+def _uses_key(model: Decoder) -> bool:
     """Whether the model has any dropout or random routing, and so needs a key."""
     config = model.config
     blocks = config.blocks if config.mtp is None else (*config.blocks, config.mtp.block)
     rates = [config.dropout, *(rate for b in blocks for rate in (b.dropout, getattr(b.mlp, "dropout", 0.0)))]
-    return max(rates) > 0 or any(layer.draws for layer in expert_layers(config))
+    return max(rates) > 0 or any(layer.draws for layer in expert_configs(config))
 
 
 def _mean_activations(stats: BlockStats | None, count: int) -> BlockStats | None:
@@ -259,9 +259,9 @@ def _mean_activations(stats: BlockStats | None, count: int) -> BlockStats | None
     return BlockStats(activations=jax.tree.map(lambda leaf: leaf / count, stats.activations), routing=stats.routing)
 
 
-def _balanced(model: Decoder, stats: BlockStats | None, finite: Array) -> Decoder:
+def _with_router_biases(model: Decoder, stats: BlockStats | None, finite: Array) -> Decoder:
     """The model with its selection biases moved by the loads of this step; by none if it was not finite."""
-    moves = any(layer.router.bias_update_rate > 0 for layer in expert_layers(model.config))
+    moves = any(layer.router.bias_update_rate > 0 for layer in expert_configs(model.config))
     if not moves or stats is None or stats.routing is None:
         return model
     return update_router_bias(model, jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), stats.routing))

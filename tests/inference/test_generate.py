@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.inference.sampling import choose, filtered
+from eqx_decoders.inference.sampling import filter_logits, sample_token
 from eqx_decoders.layers.embedding import LearnedPositions
 from tests.strategies import filled, rich_decoder, some_tokens
 
@@ -105,15 +105,15 @@ LOGITS = jnp.log(jnp.asarray([[0.4, 0.3, 0.2, 0.06, 0.04]]))
     ids=str,
 )
 def test_filters_keep_the_right_tokens(sampler, kept):
-    finite = np.isfinite(np.asarray(filtered(sampler, LOGITS)))[0]
+    finite = np.isfinite(np.asarray(filter_logits(sampler, LOGITS)))[0]
     assert finite.tolist() == [True] * kept + [False] * (5 - kept)
 
 
 @pytest.mark.parametrize("sampler", [ed.Sample(temperature=2.0), ed.Sample(top_k=3), ed.Sample(top_p=0.8)], ids=str)
 def test_draws_follow_the_distribution(sampler):
     """Chi-square over 20,000 draws; the bound is the 99.9 % quantile for four degrees of freedom."""
-    draws = np.asarray(choose(sampler, jnp.tile(LOGITS, (20_000, 1)), jax.random.key(0)))
-    want = np.asarray(jax.nn.softmax(filtered(sampler, LOGITS)))[0]
+    draws = np.asarray(sample_token(sampler, jnp.tile(LOGITS, (20_000, 1)), jax.random.key(0)))
+    want = np.asarray(jax.nn.softmax(filter_logits(sampler, LOGITS)))[0]
     counts = np.bincount(draws, minlength=5)
     possible = want > 0
     assert counts[~possible].sum() == 0
@@ -122,7 +122,7 @@ def test_draws_follow_the_distribution(sampler):
 
 
 def test_greedy_takes_the_lowest_of_equals():
-    assert choose(ed.Greedy(), jnp.asarray([[1.0, 2.0, 2.0]]), None).tolist() == [1]
+    assert sample_token(ed.Greedy(), jnp.asarray([[1.0, 2.0, 2.0]]), None).tolist() == [1]
 
 
 @pytest.mark.parametrize(

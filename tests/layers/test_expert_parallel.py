@@ -17,7 +17,7 @@ import eqx_decoders as ed
 from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.layers.attention import AttentionConfig
-from eqx_decoders.layers.exchange import by_expert
+from eqx_decoders.layers.exchange import sort_by_expert
 from eqx_decoders.layers.experts import Experts, ExpertsConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
@@ -208,8 +208,8 @@ def test_any_experts_on_any_mesh_equal_one_device(
 def test_places_are_enough_for_the_worst_case_and_no_more():
     """Of five choices three at most can be of three experts."""
     chosen = jnp.asarray([[4, 0, 2, 1, 3], [1, 0, 2, 4, 3], [7, 7, 7, 7, 7]])
-    places, takers = by_expert(chosen.astype(jnp.int32), 3, 2)
-    assert takers.tolist() == [1, 6, 3, 5, 2, 7, 15, 15, 15, 15, 15]  # by expert; then nobody
+    places, sources = sort_by_expert(chosen.astype(jnp.int32), 3, 2)
+    assert sources.tolist() == [1, 6, 3, 5, 2, 7, 15, 15, 15, 15, 15]  # by expert; then nobody
     assert places.tolist() == [[11, 0, 4, 2, 11], [3, 1, 5, 11, 11], [11] * 5]
 
 

@@ -16,7 +16,7 @@ from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.router import RouterConfig, load_balance_loss, router_z_loss
-from eqx_decoders.training.balance import expert_layers, relative_loads, routing_report, update_router_bias
+from eqx_decoders.training.balance import expert_configs, relative_loads, routing_report, update_router_bias
 from eqx_decoders.training.data import Batch
 from eqx_decoders.training.loss import next_token_loss
 from eqx_decoders.training.optimizer import OptimizerConfig
@@ -180,7 +180,7 @@ def test_the_report_is_that_of_numpy(model):
     )
     stats = jax.device_get(out.routing)
     report = jax.device_get(routing_report(CONFIG, stats))
-    for layer, config in enumerate(expert_layers(CONFIG)):
+    for layer, config in enumerate(expert_configs(CONFIG)):
         counts = stats.counts[layer, : config.num_experts]
         assert report["load"][layer] == pytest.approx(counts.max() / counts.mean(), rel=1e-5)
         assert report["dropped"][layer] == pytest.approx(stats.dropped[layer] / counts.sum(), rel=1e-5)

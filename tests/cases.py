@@ -1,0 +1,371 @@
+"""Small decoders over all options, and the law that holds for each: the fast form equals the plainest one.
+
+A case gives every factor of `FACTORS` a value. The plainest form runs its layers one by one on one device in float32,
+with all scores and all logits at once, every expert on every token, and no cache. The fast form has the kernel, remat
+policy, scan, dtype, mesh, microbatches, fused loss and cache that the case names. Loss, gradients and logits
+must agree.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from allpairspy import AllPairs
+
+import eqx_decoders as ed
+from eqx_decoders.axes import named_leaves
+from eqx_decoders.layers.attention import AttentionConfig, QKNorm, QueryTemperature
+from eqx_decoders.layers.embedding import LearnedPositions, SinusoidalPositions
+from eqx_decoders.layers.experts import ExpertsConfig
+from eqx_decoders.layers.latent import LatentAttentionConfig
+from eqx_decoders.layers.learned_init import LearnedInitConfig
+from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
+from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
+from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
+from eqx_decoders.layers.rope import LinearRope, Llama3Rope, Rope, YarnRope
+from eqx_decoders.layers.router import RouterConfig
+from eqx_decoders.mtp import MTPConfig
+from eqx_decoders.training.loss import token_loss_sum
+from eqx_decoders.training.optimizer import OptimizerConfig
+from eqx_decoders.training.step import StepConfig, Trainer
+from tests.compare import assert_close, root_mean_square
+from tests.strategies import EMBED, VOCAB, filled
+
+
+Case = Mapping[str, Any]
+
+ROWS = 8
+MASKS = {"causal": Causal(), "window": SlidingWindow(5), "chunked": Chunked(8), "bidirectional": Bidirectional()}
+ROPES = {
+    "none": None,
+    "plain": Rope(),
+    "interleaved": Rope(pairing="interleaved"),
+    "partial": Rope(fraction=0.5),
+    "linear": LinearRope(factor=4.0),
+    "llama3": Llama3Rope(theta=100.0, original_length=8),
+    "yarn": YarnRope(theta=100.0, factor=4.0, original_length=8),
+}
+QK_NORMS = {
+    "none": None,
+    "head before rope": QKNorm(),
+    "head after rope": QKNorm(norm=RMSNormConfig(scale=False), when="after_rope"),
+    "all heads": QKNorm(norm=LayerNormConfig(), over="heads"),
+}
+HEADS = {"multi-head": (4, 4, 12), "grouped": (4, 2, 8), "multi-query": (4, 1, 16)}  # heads, kv heads, head_dim
+MIXERS = {
+    "split": dict(qkv_bias=True, out_bias=True),
+    "fused": dict(fused_qkv=True, qkv_bias=True, sinks=True),
+    "shared": dict(shared_kv=True, output_gate=True, query_scale=0.2),
+    "tempered": dict(temperature=QueryTemperature(scale=0.5, length=4), soft_cap=2.0),
+}
+NORMS = {  # before and after a layer
+    "RMSNorm": (RMSNormConfig(), None),
+    "offset sandwich": (RMSNormConfig(offset=1.0), RMSNormConfig(offset=1.0, eps=1e-5)),
+    "no scale": (RMSNormConfig(scale=False), None),
+    "LayerNorm": (LayerNormConfig(), None),
+    "after only": (None, LayerNormConfig(bias=False, offset=1.0)),
+}
+ROUTERS = {
+    "dropless": RouterConfig(bias=True, balance_loss=0.1, z_loss=0.01),
+    "all to all": RouterConfig(order="score_first", renormalize=True, per_expert_scale=True, balance_form="megatron"),
+    "capacity": RouterConfig(
+        score="sigmoid", order="score_first", renormalize=True, selection_bias=True, num_groups=2, balance_loss=0.1
+    ),
+    "dense": RouterConfig(score="sigmoid", input_scaling=True, z_loss=0.01),
+}
+CHANNELS = {
+    "gated": MLPConfig(mlp_dim=24),
+    "fused": MLPConfig(mlp_dim=24, fused=True, activation="gelu_tanh", bias=True),
+    "ungated": MLPConfig(mlp_dim=24, gated=False, activation="relu2", bias=True),
+    "linear": LinearConfig(),
+    "none": None,
+    "dropless": ExpertsConfig(num_experts=4, num_experts_per_token=2, mlp_dim=8, router=ROUTERS["dropless"], bias=True),
+    "all to all": ExpertsConfig(
+        num_experts=4, num_experts_per_token=1, mlp_dim=8, router=ROUTERS["all to all"], shared=MLPConfig(mlp_dim=8)
+    ),
+    "capacity": ExpertsConfig(
+        num_experts=4, num_experts_per_token=2, mlp_dim=8, router=ROUTERS["capacity"], capacity_factor=0.75
+    ),
+    "dense": ExpertsConfig(
+        num_experts=4,
+        num_experts_per_token=2,
+        mlp_dim=8,
+        router=ROUTERS["dense"],
+        activation="quick_gelu",
+        up_offset=1.0,
+        limit=0.5,
+        shared=MLPConfig(mlp_dim=8),
+        shared_gate=True,
+    ),
+}
+MESHES = {
+    "one device": None,
+    "data": dict(data=8),
+    "fsdp": dict(fsdp=8),
+    "fsdp x tensor": dict(data=2, fsdp=2, tensor=2),
+    "transpose": dict(data=2, fsdp_transpose=2, tensor=2),
+    "sequence": dict(data=2, fsdp=2, tensor_sequence=2),
+    "context": dict(context=2, fsdp=2, tensor=2),
+    "long context": dict(data=2, context=4),
+    "expert": dict(expert=4, tensor=2),
+    "stage": dict(stage=2, fsdp=4),
+}
+SPLITS_HEADS = ("fsdp x tensor", "transpose", "sequence", "context", "expert")
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "mesh": tuple(MESHES),
+    "channel": tuple(CHANNELS),
+    "mixer": (*MIXERS, "latent", "learned"),
+    "rope": tuple(ROPES),
+    "length": (1, 13, 32, 64, 97, 130),
+    "norm": tuple(NORMS),
+    "remat": ("none", "full", "save_qkv_proj", "minimal_with_context", "minimal_offloaded"),
+    "mask": tuple(MASKS),
+    "qk_norm": tuple(QK_NORMS),
+    "wiring": ("sequential", "parallel", "plain", "chained"),
+    "cache": ("none", "token by token", "pieces"),
+    "heads": tuple(HEADS),
+    "kernel": ("dot", "chunked", "auto"),
+    "packing": ("whole", "packed", "left padding"),
+    "mtp": (0, 1, 2),
+    "scan": (True, False),
+    "dtype": ("float32", "bfloat16"),
+    "accumulation": (1, 2),
+    "tied": (False, True),
+    "loss": ("fused", "plain"),
+    "dropout": (0.0, 0.25),
+}
+
+# Pairs that no decoder has, and why.
+EXCLUDED: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
+    ("heads", ("multi-query",), "mesh", SPLITS_HEADS),  # one head can't be split
+    ("mask", ("bidirectional",), "cache", ("token by token", "pieces")),  # its past would change with every token
+    ("mixer", ("latent",), "heads", ("grouped", "multi-query")),  # all its heads share one latent
+    ("mixer", ("latent",), "qk_norm", tuple(QK_NORMS)[1:]),  # its norms are those of the latents
+    ("mixer", ("latent",), "rope", ("none",)),  # it always has rotary features
+    ("wiring", ("chained",), "channel", ("none",)),  # one layer feeds the other
+    ("channel", ("capacity",), "cache", ("token by token", "pieces")),  # a piece has fewer places than the whole
+    ("dropout", (0.25,), "accumulation", (2,)),  # other microbatches draw other masks
+    ("mtp", (1,), "mesh", ("stage",)),  # one depth can't be split over two stages
+]
+
+
+def legal(case: Case) -> bool:
+    """Whether no two of the values, of perhaps some factors only, exclude each other."""
+    return not any(case.get(a) in these and case.get(b) in those for a, these, b, those in EXCLUDED)
+
+
+def pairs(case: Case) -> set[tuple[str, Any, str, Any]]:
+    """All pairs of values of different factors."""
+    items = list(case.items())
+    return {(a, x, b, y) for index, (a, x) in enumerate(items) for b, y in items[:index]}
+
+
+def legal_pairs() -> set[tuple[str, Any, str, Any]]:
+    """All pairs of values that may meet in one decoder."""
+    single = [(name, value) for name, values in FACTORS.items() for value in values]
+    each = ({a: x, b: y} for a, x in single for b, y in single if a != b)
+    return {
+        pair for case in each if legal(case) for pair in pairs({name: case[name] for name in FACTORS if name in case})
+    }
+
+
+def covering_array() -> list[dict[str, Any]]:
+    """Cases that hold every legal pair at least once; always the same ones."""
+    names, generator = list(FACTORS), np.random.default_rng(0)
+    rows = AllPairs(list(FACTORS.values()), filter_func=lambda row: legal(dict(zip(names, row, strict=False))))
+    cases = [dict(zip(names, row, strict=True)) for row in rows]
+    missing = legal_pairs().difference(*map(pairs, cases))
+    while missing:  # where its greedy choices ended in exclusions
+        a, x, b, y = min(missing, key=repr)
+        drawn = (draw(generator) | {a: x, b: y} for _ in range(200))
+        cases.append(max(filter(legal, drawn), key=lambda case: len(pairs(case) & missing)))
+        missing -= pairs(cases[-1])
+    return cases
+
+
+def draw(generator: np.random.Generator) -> dict[str, Any]:
+    """A value for each factor, legal or not."""
+    return {name: values[generator.integers(len(values))] for name, values in FACTORS.items()}
+
+
+def random_cases(seed: int) -> Iterator[dict[str, Any]]:
+    """An endless stream of cases; the same seed gives the same ones."""
+    generator = np.random.default_rng(seed)
+    while True:
+        if legal(case := draw(generator)):
+            yield case
+
+
+def decoder_config(case: Case) -> ed.DecoderConfig:
+    """Two equal layers of the case's kind."""
+    pre, post = NORMS[case["norm"]]
+    channel, mixer = _channel(case), _mixer(case)
+    after = case["norm"] == "after only"
+    parallel_norm = None if case["wiring"] == "parallel" and not after else pre  # else the MLP shares the mixer's
+    block = ed.BlockConfig(
+        mixer=mixer,
+        mlp=channel,
+        pre_mixer_norm=pre,
+        post_mixer_norm=post,
+        pre_mlp_norm=parallel_norm if channel else None,
+        post_mlp_norm=post if channel else None,
+        wiring=case["wiring"],
+        dropout=case["dropout"],
+    )
+    depths = case["mtp"]
+    return ed.DecoderConfig(
+        vocab_size=VOCAB,
+        embed_dim=EMBED,
+        blocks=(block, block),
+        final_norm=RMSNormConfig(),
+        tied=case["tied"],
+        embedding_scale=2.0 if case["tied"] else 1.0,
+        positions={"none": LearnedPositions(max_positions=100), "plain": SinusoidalPositions()}.get(case["rope"]),
+        logit_soft_cap=3.0 if case["loss"] == "fused" else None,
+        dropout=case["dropout"],
+        mtp=MTPConfig(num_depths=depths, block=block, norm=RMSNormConfig()) if depths else None,
+    )
+
+
+def _mixer(case: Case):
+    mask, rope = MASKS[case["mask"]], ROPES[case["rope"]]
+    if case["mixer"] == "latent":
+        ranks = dict(q_rank=8 if case["tied"] else None, kv_rank=8, nope_dim=6, rope_dim=8, value_dim=5)
+        return LatentAttentionConfig(num_heads=4, mask=mask, rope=rope, bias=True, **ranks)
+    heads, kv_heads, head_dim = HEADS[case["heads"]]
+    learned = case["mixer"] == "learned"
+    attention = AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        mask=mask,
+        rope=rope,
+        qk_norm=QK_NORMS[case["qk_norm"]],
+        out_dim=24 if case["wiring"] == "chained" and not learned else None,
+        **({} if learned else MIXERS[case["mixer"]]),
+    )
+    if learned:
+        teacher = dict(teacher_heads=6, teacher_kv_heads=2, teacher_head_dim=4)
+        return LearnedInitConfig(attention=attention, general=case["tied"], **teacher)
+    return attention
+
+
+def _channel(case: Case):
+    channel = CHANNELS[case["channel"]]
+    if isinstance(channel, MLPConfig):
+        return dataclasses.replace(channel, dropout=case["dropout"])
+    if isinstance(channel, ExpertsConfig) and case["dropout"] > 0:  # a key is at hand
+        shared = channel.shared and dataclasses.replace(channel.shared, dropout=case["dropout"])
+        router = dataclasses.replace(channel.router, random=case["channel"] == "dropless")
+        return dataclasses.replace(channel, shared=shared, router=router)
+    return channel
+
+
+def batch_of(case: Case, seed: int = 3) -> ed.Batch:
+    """Eight rows: whole ones; several documents a row, of one token too, with padding behind; or padding in front."""
+    length, generator = case["length"], np.random.default_rng(seed)
+    tokens = generator.integers(0, VOCAB, (ROWS, length)).astype(np.int32)
+    if case["packing"] == "whole":
+        return ed.Batch(tokens=tokens)
+    if case["packing"] == "left padding":
+        begins = generator.integers(0, length, (ROWS, 1))
+        return ed.Batch(tokens=tokens, positions=np.maximum(np.arange(length)[None] - begins, -1).astype(np.int32))
+    segments = np.cumsum(generator.random((ROWS, length)) < 0.2, axis=1).astype(np.int32) + 1
+    padding = generator.integers(0, max(1, length // 3), (ROWS, 1))
+    segments = np.where(np.arange(length)[None] >= length - padding, 0, segments).astype(np.int32)
+    mask = (generator.random((ROWS, length)) < 0.8).astype(np.float32)
+    return ed.Batch(tokens=tokens, segment_ids=segments, loss_mask=mask)
+
+
+def fast_form(case: Case, model: ed.Decoder) -> ed.Decoder:
+    """The same weights, run as the case says."""
+    channel = case["channel"]
+    experts = channel if channel in ("dropless", "capacity", "dense") else "dropless"
+    model = model.replace(
+        scan=case["scan"],
+        remat=case["remat"],
+        attention=case["kernel"],
+        experts=experts,
+        expert_exchange="all_to_all" if channel == "all to all" else "gather",
+        lookup="one_hot" if case["tied"] and case["loss"] == "fused" else "gather",
+        precision=ed.Precision(compute=case["dtype"]),
+    )
+    mesh = MESHES[case["mesh"]]
+    return model if mesh is None else model.place(ed.Layout.create(**mesh))
+
+
+Z_LOSS = 1e-2
+
+
+def key_of(case: Case):
+    return jax.random.key(7) if case["dropout"] > 0 else None
+
+
+@eqx.filter_jit
+def plain_results(model: ed.Decoder, batch: ed.Batch, key, whole_rows: bool):
+    """Loss sums, gradients by path, and logits, of the batch or of its rows as whole documents."""
+
+    def loss(model):
+        return token_loss_sum(model, batch, z_loss=Z_LOSS, fused=False, key=key)
+
+    (total, metrics), gradient = eqx.filter_value_and_grad(loss, has_aux=True)(model)
+    inputs = (batch.tokens,) if whole_rows else (batch.tokens, batch.positions, batch.segment_ids)
+    sums = (total, metrics.nll, metrics.tokens, metrics.mtp and metrics.mtp.nll)
+    return sums, named_leaves(gradient), model(*inputs).logits
+
+
+@eqx.filter_jit
+def step_results(trainer: Trainer, model: ed.Decoder, batch: ed.Batch, key):
+    """Loss sums and gradients, as a training step computes them."""
+    gradient, metrics = trainer._gradient(model, batch, key)
+    return (metrics.loss, metrics.nll, metrics.tokens, metrics.mtp and metrics.mtp.nll), gradient
+
+
+@eqx.filter_jit
+def logits_of(model: ed.Decoder, batch: ed.Batch, cache: str):
+    """Logits of the whole batch, or of its rows as whole documents that are fed through a cache."""
+    if cache == "none":
+        return model(batch.tokens, batch.positions, batch.segment_ids).logits
+    tokens, execution = jnp.asarray(batch.tokens), model.execution
+    rows, length = tokens.shape
+    dtype = execution.precision.compute
+    memory = ed.init_cache(model.config, rows, length, dtype=dtype, layout=execution.layout)
+
+    def feed(memory, some):
+        out = model(some, cache=memory)
+        return out.cache, out.logits
+
+    if cache == "token by token":
+        _, logits = jax.lax.scan(feed, memory, tokens.T[:, :, None])
+        return jnp.swapaxes(logits[:, :, 0], 0, 1)
+    pieces, begin = [], 0
+    for size in (length // 2, 1, length):  # the first half, a token, the rest
+        some = tokens[:, begin : begin + size]
+        if some.shape[1] > 0:
+            memory, logits = feed(memory, some)
+            pieces.append(logits)
+        begin += size
+    return jnp.concatenate(pieces, axis=1)
+
+
+def check(case: Case, seed: int = 0) -> None:
+    """The fast form of a case equals the plain one."""
+    model, batch, key = filled(decoder_config(case), seed), batch_of(case, seed + 3), key_of(case)
+    plain = model.replace(scan=False, attention="dot", experts="capacity" if case["channel"] == "capacity" else "dense")
+    sums, gradient, logits = plain_results(plain, batch, key, case["cache"] != "none")
+    fast = fast_form(case, model)
+    config = StepConfig(
+        gradient_accumulation_steps=case["accumulation"], z_loss=Z_LOSS, fused_loss=case["loss"] == "fused"
+    )
+    trainer = Trainer.create(OptimizerConfig(), fast, steps=1, config=config)
+    step_sums, step_gradient = step_results(trainer, fast, batch, key)
+    # in bfloat16 a router may choose another expert for a token or two: of these arrays the root mean square counts
+    half = dict(units=12, dtype="bfloat16", measure=root_mean_square)
+    rules = half if case["dtype"] == "bfloat16" else dict(units=256)
+    assert_close(logits_of(fast, batch, case["cache"]), logits, **rules)
+    assert_close(step_sums, sums, **rules)
+    assert_close(step_gradient, {name: gradient[name] for name in step_gradient}, **rules)
