@@ -1,22 +1,110 @@
-"""Strict JAX: eight CPU devices, no silent rank or dtype promotion, exact products."""
+"""Strict JAX on eight CPU devices, one cache of compiled programs for all processes, and a budget for every test."""
 
+import hashlib
 import os
+import pathlib
+import platform
+import secrets
+import time
+
+
+# `AS_USERS_RUN=1` leaves JAX as users have it: compiled with LLVM's optimisations, default products and promotion.
+AS_USERS_RUN = os.environ.get("AS_USERS_RUN") == "1"
+ROOT = pathlib.Path(__file__).parents[1]
+
+
+def cache_directory() -> pathlib.Path:
+    """Where compiled programs are kept between runs; a directory for each kind of processor, whose code they are."""
+    processor = pathlib.Path("/proc/cpuinfo")
+    flags = (
+        [line for line in processor.read_text().splitlines() if line.startswith("flags")] if processor.exists() else []
+    )
+    kind = hashlib.blake2b(f"{platform.machine()} {flags[:1]}".encode(), digest_size=6).hexdigest()
+    return ROOT / ".pytest_cache" / f"programs-{kind}"
 
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Most of a test's time is LLVM's, on programs that run once or twice. XLA's own passes are not touched.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_directory()))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+os.environ.setdefault("FRESH_SEED", str(secrets.randbelow(1_000_000)))  # of `make test-slow`; the same in all workers
+if not AS_USERS_RUN:
+    # Most of a test's time is LLVM's, on programs that run once or twice. XLA's own passes are not touched.
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
-import jax
-import pytest
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
-from tests.programs import drop_compiled_programs
+from tests.programs import drop_compiled_programs  # noqa: E402
 
 
-jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_default_matmul_precision", "highest")
+if not AS_USERS_RUN:
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_default_matmul_precision", "highest")
+
+hypothesis.settings.register_profile(
+    "fixed", derandomize=True, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+)
+hypothesis.settings.load_profile("fixed")
+
+# Seconds of processor time, of the test and of the processes that it starts.
+BUDGET = {"fast": 90.0, "slow": 900.0}
+MOST_CACHED = 2_000_000_000  # bytes
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        _drop_large_cache(pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"]))
+
+
+def _drop_large_cache(folder: pathlib.Path) -> None:
+    files = list(folder.glob("*")) if folder.is_dir() else []
+    if sum(file.stat().st_size for file in files) > MOST_CACHED:
+        for file in files:
+            file.unlink(missing_ok=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Random examples of slow tests are new ones in each run."""
+    for item in items:
+        if item.get_closest_marker("slow") and hasattr(item.obj, "hypothesis"):
+            hypothesis.seed(int(os.environ["FRESH_SEED"]))(item.obj)
+            count = item.obj._hypothesis_internal_use_settings.max_examples
+            item.user_properties.append(("compared examples of hypothesis", count))
+
+
+def _processor_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item):
+    """Fail a test that needs far more than what a suite can afford."""
+    begun, clock = _processor_seconds(), time.monotonic()
+    result = yield
+    spent, budget = _processor_seconds() - begun, BUDGET["slow" if item.get_closest_marker("slow") else "fast"]
+    if spent > budget:
+        pytest.fail(f"{spent:.0f} s of processor time ({time.monotonic() - clock:.0f} s), more than {budget:.0f} s.")
+    return result
+
+
+def pytest_report_header() -> str:
+    return f"random examples of slow tests: FRESH_SEED={os.environ['FRESH_SEED']}; set it to repeat them"
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """How many examples were compared, and how to draw them again."""
+    counts: dict[str, int] = {}
+    for report in terminalreporter.stats.get("passed", []):
+        for name, value in report.user_properties:
+            if name.startswith("compared"):
+                counts[name] = counts.get(name, 0) + value
+    for name, count in counts.items():
+        terminalreporter.write_line(f"{name}: {count} (FRESH_SEED={os.environ['FRESH_SEED']})")
 
 
 @pytest.fixture
