@@ -5,11 +5,10 @@ from typing import Any
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.family import Weight
-from eqx_decoders.families.fields import ACTIVATIONS, Fields
+from eqx_decoders.families.fields import Fields
 from eqx_decoders.families.moe import dense_of, experts_of, is_sparse, need_experts, separate_experts, write_experts
 from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import ENDS, GATED_MLP, PRE_NORMS, Shape, gated_mlp, write_outer
-from eqx_decoders.layers.experts import ExpertsConfig
+from eqx_decoders.families.shape import ENDS, GATED_MLP, PRE_NORMS, Shape, gated_mlp, read_shape, write_outer
 from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.rope import Rope
@@ -48,11 +47,10 @@ def deepseek(
         rope=rope,
         bias=attention_bias,
     )
-    experts = ExpertsConfig(
+    experts = shape.experts(
         num_experts=num_experts,
         num_experts_per_token=num_experts_per_token,
         mlp_dim=expert_dim,
-        activation=shape.activation,
         router=router,
         shared=MLPConfig(mlp_dim=expert_dim * num_shared, activation=shape.activation, bias=mlp_bias),
     )
@@ -65,28 +63,14 @@ def read_deepseek(
     **options: Any,
 ) -> DecoderConfig:  # fmt: skip
     """The configuration with this router; the other arguments are what transformers takes where a key is missing."""
-    heads, layers = fields.integer("num_attention_heads"), fields.layers("num_hidden_layers")
-    if fields.integer("num_key_value_heads", heads) != heads:
-        raise fields.error("num_key_value_heads must be num_attention_heads: latent attention has as many of both.")
-    for key in ("head_dim", "qk_head_dim"):  # both follow from the others
-        fields.take(key, None)
-    fields.take("auto_map", None)  # code in the same directory: it is neither run nor exported
+    for key in ("head_dim", "qk_head_dim", "auto_map"):  # two sums of others; code, which is neither run nor exported
+        fields.content.pop(key, None)
     fields.allow_only("moe_layer_freq", 1)
     fields.allow_only("ep_size", 1)
     nope_dim = fields.integer("qk_nope_head_dim", 128)
-    shape = Shape(
-        vocab_size=fields.integer("vocab_size"),
-        embed_dim=fields.integer("hidden_size"),
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=nope_dim + fields.integer("qk_rope_head_dim", 64),
-        mlp_dim=fields.integer("intermediate_size"),
-        eps=fields.number("rms_norm_eps", 1e-6),
-        tied=fields.flag("tie_word_embeddings", False),
-        activation=fields.word("hidden_act", ACTIVATIONS, "silu"),
-        init_std=fields.number("initializer_range", 0.02),
-    )
+    shape = read_shape(fields, head_dim=nope_dim + fields.integer("qk_rope_head_dim", 64))
+    if shape.num_kv_heads != shape.num_heads:
+        raise fields.error("num_key_value_heads must be num_attention_heads: latent attention has as many of both.")
     config = deepseek(
         shape,
         router=router,

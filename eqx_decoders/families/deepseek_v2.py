@@ -22,7 +22,7 @@ def _read(fields: Fields) -> DecoderConfig:
         groups_per_token=kept if grouped else 1,
         scaling_factor=fields.number("routed_scaling_factor", 1.0),
     )
-    defaults = dict(experts=64, shared=2, expert_dim=1407, dense=0, interleaved=True)
+    defaults: dict[str, Any] = dict(experts=64, shared=2, expert_dim=1407, dense=0, interleaved=True)
     return read_deepseek(fields, router, **defaults, mlp_bias=fields.flag("mlp_bias", False))
 
 
@@ -54,7 +54,7 @@ _LITE = Shape(
 _FULL = Shape(
     vocab_size=102_400, embed_dim=5120, num_layers=60, num_heads=128, num_kv_heads=128, head_dim=192, mlp_dim=12_288
 )
-_COMMON = dict(num_experts_per_token=6, num_shared=2, num_dense_layers=1, rope=_ROPE)
+_COMMON: dict[str, Any] = dict(num_experts_per_token=6, num_shared=2, num_dense_layers=1, rope=_ROPE)
 
 MODELS = {
     "deepseek2-16b": lambda: deepseek(

@@ -42,7 +42,7 @@ def _read(fields: Fields) -> DecoderConfig:
         scaling_factor=fields.number("routed_scaling_factor", 2.5),
         renormalize=fields.flag("norm_topk_prob", True),
     )
-    defaults = dict(experts=256, shared=1, expert_dim=2048, dense=3)
+    defaults: dict[str, Any] = dict(experts=256, shared=1, expert_dim=2048, dense=3)
     config = read_deepseek(fields, router, **defaults, interleaved=fields.flag("rope_interleave", True))
     depths = fields.integer("num_nextn_predict_layers", 0, least=0)
     if depths == 0:
@@ -91,11 +91,11 @@ def _published(*, vocab_size: int, num_heads: int, **options: Any) -> DecoderCon
         vocab_size=vocab_size, embed_dim=7168, num_layers=61, num_heads=num_heads, num_kv_heads=num_heads,
         head_dim=192, mlp_dim=18_432,
     )  # fmt: skip
-    common = dict(q_rank=1536, num_experts_per_token=8, num_shared=1, expert_dim=2048)
+    common: dict[str, Any] = dict(q_rank=1536, num_experts_per_token=8, num_shared=1, expert_dim=2048)
     return deepseek(shape, **common, **options)
 
 
-_YARN = dict(original_length=4096, mscale=1.0, mscale_all_dim=1.0, pairing="interleaved")
+_YARN: dict[str, Any] = dict(original_length=4096, mscale=1.0, mscale_all_dim=1.0, pairing="interleaved")
 
 MODELS = {
     "deepseek3-671b": lambda: _published(

@@ -161,8 +161,8 @@ class Family:
             again, _ = self.decode(written)
         except (AttributeError, TypeError, IndexError, ConversionError) as error:  # other classes than it expects
             raise ConversionError(f"This model is no {self.architecture}: {error}") from error
-        different = list(_differences(again, config, "DecoderConfig"))
-        check(not different, f"This model is no {self.architecture}: {'; '.join(different[:5])}.", ConversionError)
+        different = list(itertools.islice(_differences(again, config, "DecoderConfig"), 5))
+        check(not different, f"This model is no {self.architecture}: {'; '.join(different)}.", ConversionError)
         return written
 
     def stored_as(self, names: Iterable[str]) -> "Family":
@@ -251,11 +251,13 @@ def for_inference(config: DecoderConfig) -> DecoderConfig:
 
 def _differences(first: Any, second: Any, where: str) -> Iterator[str]:
     """Where two configurations differ."""
+    if first == second:
+        return
     if type(first) is type(second) and dataclasses.is_dataclass(first):
         for field in dataclasses.fields(first):
             yield from _differences(getattr(first, field.name), getattr(second, field.name), f"{where}.{field.name}")
     elif isinstance(first, tuple) and isinstance(second, tuple) and len(first) == len(second):
         for index, (one, other) in enumerate(zip(first, second, strict=True)):
             yield from _differences(one, other, f"{where}[{index}]")
-    elif first != second:
+    else:
         yield f"{where}={second!r} would have to be {first!r}"

@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from eqx_decoders.errors import ConversionError
@@ -104,15 +104,17 @@ class Fields:
             raise self.error(f"{key} is missing, and the model's shape depends on it: add it.")
         return default if value is None else value
 
+    def _checked(self, key: str, default: Any, null: Any, good: Callable[[Any], bool], rule: str) -> Any:
+        """The value of `key`; unless it is missing or null, `good` must be true of it."""
+        value = self.take(key, default, null)
+        if value is not default and value is not null and not good(value):
+            raise self.error(f"{key}={abbreviate(value)} must be {rule}.")
+        return value
+
     def integer(self, key: str, default: Any = _REQUIRED, *, null: Any = _REQUIRED, least: int = 1) -> Any:
         """A whole number between `least` and 2^31 - 1."""
-        value = self.take(key, default, null)
-        if value is default or value is null:
-            return value
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole or not least <= value <= _LARGEST:
-            raise self.error(f"{key}={abbreviate(value)} must be an integer of at least {least}, at most {_LARGEST}.")
-        return value
+        rule = f"an integer of at least {least}, at most {_LARGEST}"
+        return self._checked(key, default, null, lambda x: _is_integer(x) and least <= x <= _LARGEST, rule)
 
     def layers(self, key: str, default: Any = _REQUIRED) -> int:
         """The number of layers: an integer with a bound, since each layer has a configuration of its own."""
@@ -122,21 +124,21 @@ class Fields:
         return count
 
     def number(self, key: str, default: Any = _REQUIRED, *, null: Any = _REQUIRED) -> Any:
-        """A finite number above 0."""
-        value = self.take(key, default, null)
-        if value is default or value is null:
-            return value
-        good = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e30
-        if not good:
-            raise self.error(f"{key}={abbreviate(value)} must be a finite number above 0.")
-        return float(value)
+        """A finite number above 0, as a float."""
+        rule = "a finite number above 0"
+        value = self._checked(
+            key, default, null, lambda x: (_is_integer(x) or isinstance(x, float)) and 0 < x < 1e30, rule
+        )
+        return float(value) if _is_integer(value) else value
 
     def flag(self, key: str, default: bool) -> bool:
         """true or false."""
-        value = self.take(key, default)
-        if not isinstance(value, bool):
-            raise self.error(f"{key}={abbreviate(value)} must be true or false.")
-        return value
+        return self._checked(key, default, _REQUIRED, lambda x: isinstance(x, bool), "true or false")
+
+    def numbers(self, key: str) -> list[int]:
+        """A list of whole numbers, empty where there is none."""
+        rule = "a list of whole numbers"
+        return self._checked(key, [], _REQUIRED, lambda x: isinstance(x, list) and all(map(_is_integer, x)), rule)
 
     def word(self, key: str, known: Mapping[str, T], default: str = _REQUIRED) -> T:
         """What one of the known words stands for."""
@@ -147,33 +149,22 @@ class Fields:
 
     def table(self, key: str) -> "Fields | None":
         """A nested object; None where there is none."""
-        value = self.take(key, None)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.error(f"{key}={abbreviate(value)} must be an object.")
-        return Fields(value, f"{self.where}: {key}")
+        value = self._checked(key, None, _REQUIRED, lambda x: isinstance(x, dict), "an object")
+        return None if value is None else Fields(value, f"{self.where}: {key}")
 
     def words(self, key: str, known: tuple[str, ...], length: int) -> list[str] | None:
         """A list of `length` known words; None where there is none."""
-        value = self.take(key, None)
+        rule = "a list of words"
+        value = self._checked(
+            key, None, _REQUIRED, lambda x: isinstance(x, list) and all(isinstance(word, str) for word in x), rule
+        )
         if value is None:
             return None
-        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-            raise self.error(f"{key}={abbreviate(value)} must be a list of words.")
         for word in value:
             if word not in known:
                 raise self.unknown(f"{key}: {abbreviate(word)}", word, known)
         if len(value) != length:
             raise self.error(f"{key} has {len(value)} entries, but there are {length} layers: give one for each.")
-        return value
-
-    def numbers(self, key: str) -> list[int]:
-        """A list of whole numbers, empty where there is none."""
-        value = self.take(key, [])
-        good = isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) for n in value)
-        if not good:
-            raise self.error(f"{key}={abbreviate(value)} must be a list of whole numbers.")
         return value
 
     def allow_only(self, key: str, *allowed: Any) -> None:
@@ -212,6 +203,10 @@ class Fields:
                 f"{_listed(unknown)}: not known here, so they may change what the model computes."
                 f"{_near(unknown[0], self._read)} Remove them if they do not."
             )
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def abbreviate(value: Any) -> str:

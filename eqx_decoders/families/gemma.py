@@ -16,7 +16,7 @@ def gemma(shape: Shape, *, rope: Rope = Rope(), attention_bias: bool = False) ->
     """A decoder of Gemma blocks; `attention_bias` is that of all four projections."""
     norm = RMSNormConfig(eps=shape.eps, offset=1.0)
     block = shape.block(shape.attention(rope=rope, bias=attention_bias), norm=norm)
-    return shape.decoder(block, final_norm=norm, embedding_scale=shape.embed_dim**0.5)
+    return shape.decoder(block, norm, embedding_scale=shape.embed_dim**0.5)
 
 
 def _read(fields: Fields) -> DecoderConfig:

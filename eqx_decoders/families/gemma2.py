@@ -1,6 +1,7 @@
 """Gemma 2 (Gemma Team 2024): Gemma with norms around both layers, soft caps, and a window in every other layer."""
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 from eqx_decoders.block import BlockConfig
@@ -15,7 +16,6 @@ from eqx_decoders.families.shape import (
     SANDWICH_NORMS,
     Shape,
     attentions,
-    cycle_masks,
     read_cycle_masks,
     read_shape,
     write_masks,
@@ -39,11 +39,17 @@ def sandwich(shape: Shape, **attention: Any) -> BlockConfig:
     )
 
 
+def gemma_decoder(shape: Shape, blocks: Iterable[BlockConfig], logit_cap: float | None) -> DecoderConfig:
+    """A decoder whose embeddings are multiplied by the root of their width."""
+    norm = RMSNormConfig(eps=shape.eps, offset=1.0)
+    return shape.decoder(blocks, norm, embedding_scale=shape.embed_dim**0.5, logit_soft_cap=logit_cap)
+
+
 def gemma2(
     shape: Shape,
     *,
     masks: tuple[Mask, ...],
-    query_scalar: int,
+    query_scalar: int = 256,
     rope: Rope = Rope(),
     attention_cap: float | None = 50.0,
     logit_cap: float | None = 30.0,
@@ -53,18 +59,22 @@ def gemma2(
 
     @functools.cache
     def block(mask):
-        options = dict(rope=rope, query_scale=query_scalar**-0.5, soft_cap=attention_cap, bias=attention_bias)
-        return sandwich(shape, mask=mask, **options)
+        scale = query_scalar**-0.5
+        return sandwich(shape, mask=mask, rope=rope, query_scale=scale, soft_cap=attention_cap, bias=attention_bias)
 
-    scale = shape.embed_dim**0.5
-    norm = RMSNormConfig(eps=shape.eps, offset=1.0)
-    return shape.decoder(map(block, masks), final_norm=norm, embedding_scale=scale, logit_soft_cap=logit_cap)
+    return gemma_decoder(shape, map(block, masks), logit_cap)
 
 
 def read_gemma_shape(fields: Fields) -> Shape:
     """Gemma 2's and 3's sizes."""
-    names = dict(activation="hidden_activation", default_activation="gelu_pytorch_tanh")
-    return read_shape(fields, num_kv_heads=4, head_dim=256, tied=True, **names)
+    return read_shape(
+        fields,
+        num_kv_heads=4,
+        head_dim=256,
+        tied=True,
+        activation="hidden_activation",
+        default_activation="gelu_pytorch_tanh",
+    )
 
 
 def _read(fields: Fields) -> DecoderConfig:
@@ -106,19 +116,13 @@ FAMILY = Family(
 )
 
 
-def _gemma2(query_scalar: int = 256, **sizes: Any) -> DecoderConfig:
-    shape = Shape(vocab_size=256_128, tied=True, activation="gelu_tanh", **sizes)
-    return gemma2(shape, masks=cycle_masks(shape.num_layers, 4096, 2), query_scalar=query_scalar)
-
+_shape = functools.partial(Shape, vocab_size=256_128, tied=True, activation="gelu_tanh")
+_2B = _shape(embed_dim=2304, num_layers=26, num_heads=8, num_kv_heads=4, head_dim=256, mlp_dim=9216)
+_9B = _shape(embed_dim=3584, num_layers=42, num_heads=16, num_kv_heads=8, head_dim=256, mlp_dim=14_336)
+_27B = _shape(embed_dim=4608, num_layers=46, num_heads=32, num_kv_heads=16, head_dim=128, mlp_dim=36_864)
 
 MODELS = {
-    "gemma2-2b": lambda: _gemma2(
-        embed_dim=2304, num_layers=26, num_heads=8, num_kv_heads=4, head_dim=256, mlp_dim=9216
-    ),
-    "gemma2-9b": lambda: _gemma2(
-        embed_dim=3584, num_layers=42, num_heads=16, num_kv_heads=8, head_dim=256, mlp_dim=14_336
-    ),
-    "gemma2-27b": lambda: _gemma2(
-        embed_dim=4608, num_layers=46, num_heads=32, num_kv_heads=16, head_dim=128, mlp_dim=36_864, query_scalar=144
-    ),
+    "gemma2-2b": lambda: gemma2(_2B, masks=_2B.cycle_masks(4096, 2)),
+    "gemma2-9b": lambda: gemma2(_9B, masks=_9B.cycle_masks(4096, 2)),
+    "gemma2-27b": lambda: gemma2(_27B, masks=_27B.cycle_masks(4096, 2), query_scalar=144),
 }

@@ -1,14 +1,20 @@
 """Gemma 3, text (Gemma Team 2025): five layers with a window to one without, each kind with its own RoPE."""
 
 import functools
-from typing import Any
 
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.gemma2 import IGNORED_ACTIVATION_KEY, WEIGHTS, read_gemma_shape, sandwich, write_gemma
+from eqx_decoders.families.gemma2 import (
+    IGNORED_ACTIVATION_KEY,
+    WEIGHTS,
+    gemma_decoder,
+    read_gemma_shape,
+    sandwich,
+    write_gemma,
+)
 from eqx_decoders.families.ropes import read_ropes, write_ropes
-from eqx_decoders.families.shape import Shape, cycle_masks, read_cycle_masks
+from eqx_decoders.families.shape import Shape, read_cycle_masks
 from eqx_decoders.layers.attention import QKNorm
 from eqx_decoders.layers.mask import Mask, SlidingWindow
 from eqx_decoders.layers.norm import RMSNormConfig
@@ -19,22 +25,21 @@ def gemma3(
     shape: Shape,
     *,
     masks: tuple[Mask, ...],
-    query_scalar: int,
+    query_scalar: int = 256,
     rope: Rope = Rope(theta=1e6),
     local_rope: Rope = Rope(theta=10_000.0),
     logit_cap: float | None = None,
     attention_bias: bool = False,
 ) -> DecoderConfig:
     """A decoder of Gemma 3 blocks; layers with a window have the rotary embedding `local_rope`."""
-    norm = RMSNormConfig(eps=shape.eps, offset=1.0)
-    options = dict(query_scale=query_scalar**-0.5, qk_norm=QKNorm(norm=norm), bias=attention_bias)
+    qk_norm = QKNorm(norm=RMSNormConfig(eps=shape.eps, offset=1.0))
+    options = dict(query_scale=query_scalar**-0.5, qk_norm=qk_norm, bias=attention_bias)
 
     @functools.cache
     def block(mask):
         return sandwich(shape, mask=mask, rope=local_rope if isinstance(mask, SlidingWindow) else rope, **options)
 
-    scale = shape.embed_dim**0.5
-    return shape.decoder(map(block, masks), final_norm=norm, embedding_scale=scale, logit_soft_cap=logit_cap)
+    return gemma_decoder(shape, map(block, masks), logit_cap)
 
 
 def _read(fields: Fields) -> DecoderConfig:
@@ -62,21 +67,16 @@ FAMILY = Family(
 )
 
 
-def _gemma3(
-    *, head_dim: int = 256, query_scalar: int = 256, window: int = 1024,
-    rope: Rope = LinearRope(theta=1e6, factor=8.0), **sizes: Any,
-) -> DecoderConfig:  # fmt: skip
-    shape = Shape(vocab_size=262_144, head_dim=head_dim, tied=True, activation="gelu_tanh", **sizes)
-    return gemma3(shape, masks=cycle_masks(shape.num_layers, window, 6), query_scalar=query_scalar, rope=rope)
-
+_shape = functools.partial(Shape, vocab_size=262_144, tied=True, activation="gelu_tanh")
+_1B = _shape(embed_dim=1152, num_layers=26, num_heads=4, num_kv_heads=1, head_dim=256, mlp_dim=6912)
+_4B = _shape(embed_dim=2560, num_layers=34, num_heads=8, num_kv_heads=4, head_dim=256, mlp_dim=10_240)
+_12B = _shape(embed_dim=3840, num_layers=48, num_heads=16, num_kv_heads=8, head_dim=256, mlp_dim=15_360)
+_27B = _shape(embed_dim=5376, num_layers=62, num_heads=32, num_kv_heads=16, head_dim=128, mlp_dim=21_504)
+_LONG = LinearRope(theta=1e6, factor=8.0)
 
 MODELS = {
-    "gemma3-1b": lambda: _gemma3(
-        embed_dim=1152, num_layers=26, num_heads=4, num_kv_heads=1, mlp_dim=6912, window=512, rope=Rope(theta=1e6)
-    ),
-    "gemma3-4b": lambda: _gemma3(embed_dim=2560, num_layers=34, num_heads=8, num_kv_heads=4, mlp_dim=10_240),
-    "gemma3-12b": lambda: _gemma3(embed_dim=3840, num_layers=48, num_heads=16, num_kv_heads=8, mlp_dim=15_360),
-    "gemma3-27b": lambda: _gemma3(
-        embed_dim=5376, num_layers=62, num_heads=32, num_kv_heads=16, head_dim=128, mlp_dim=21_504, query_scalar=168
-    ),
+    "gemma3-1b": lambda: gemma3(_1B, masks=_1B.cycle_masks(512, 6)),
+    "gemma3-4b": lambda: gemma3(_4B, masks=_4B.cycle_masks(1024, 6), rope=_LONG),
+    "gemma3-12b": lambda: gemma3(_12B, masks=_12B.cycle_masks(1024, 6), rope=_LONG),
+    "gemma3-27b": lambda: gemma3(_27B, masks=_27B.cycle_masks(1024, 6), rope=_LONG, query_scalar=168),
 }

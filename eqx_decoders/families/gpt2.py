@@ -26,13 +26,15 @@ def gpt2(
     """
     norm, mlp = LayerNormConfig(eps=shape.eps), shape.mlp(gated=False, bias=True)
     scale = shape.head_dim**-0.5 if scaled else 1.0
-    scales = [scale / index if scaled_by_layer else None if scaled else 1.0 for index in range(1, shape.num_layers + 1)]
+    scales = [None if scaled else 1.0] * shape.num_layers
+    if scaled_by_layer:
+        scales = [scale / layer for layer in range(1, shape.num_layers + 1)]
 
     @functools.cache
     def block(scale):
         return shape.block(shape.attention(rope=None, fused_qkv=True, bias=True, query_scale=scale), mlp, norm)
 
-    return shape.decoder(map(block, scales), final_norm=norm, positions=LearnedPositions(max_positions=max_positions))
+    return shape.decoder(map(block, scales), norm, positions=LearnedPositions(max_positions=max_positions))
 
 
 def _read(fields: Fields) -> DecoderConfig:

@@ -25,7 +25,7 @@ def gpt3(shape: Shape, *, max_positions: int = 16_384, dropout: float = 0.0) -> 
     block = shape.block(shape.attention(rope=None, fused_qkv=True, bias=True), mlp, norm)
     positions = LearnedPositions(max_positions=max_positions)
     block = dataclasses.replace(block, dropout=dropout)
-    return shape.decoder(block, final_norm=norm, positions=positions, dropout=dropout)
+    return shape.decoder(block, norm, positions=positions, dropout=dropout)
 
 
 _shape = functools.partial(Shape, eps=1e-5, tied=True, activation="gelu_tanh")

@@ -15,13 +15,11 @@ from eqx_decoders.families.shape import (
     PRE_NORMS,
     Shape,
     attentions,
-    cycle_masks,
     read_cycle_masks,
     read_shape,
     write_masks,
     write_sizes,
 )
-from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.rope import Rope, YarnRope
 from eqx_decoders.layers.router import RouterConfig
@@ -41,10 +39,9 @@ def gpt_oss(
     attention_bias: bool = True,
 ) -> DecoderConfig:
     """A decoder of GPT-OSS blocks: `(up + 1) gate sigmoid(1.702 gate)`, with gate and up cut off at `limit`."""
-    experts = ExpertsConfig(
+    experts = shape.experts(
         num_experts=num_experts,
         num_experts_per_token=num_experts_per_token,
-        mlp_dim=shape.mlp_dim,
         activation="quick_gelu",
         up_offset=1.0,
         limit=limit,
@@ -115,7 +112,9 @@ _shape = functools.partial(
     Shape, vocab_size=201_088, embed_dim=2880, num_heads=64, num_kv_heads=8, head_dim=64, mlp_dim=2880, eps=1e-5
 )
 
+_20B, _120B = _shape(num_layers=24), _shape(num_layers=36)
+
 MODELS = {
-    "gpt-oss-20b": lambda: gpt_oss(_shape(num_layers=24), masks=cycle_masks(24, 128, 2), num_experts=32),
-    "gpt-oss-120b": lambda: gpt_oss(_shape(num_layers=36), masks=cycle_masks(36, 128, 2), num_experts=128),
+    "gpt-oss-20b": lambda: gpt_oss(_20B, masks=_20B.cycle_masks(128, 2), num_experts=32),
+    "gpt-oss-120b": lambda: gpt_oss(_120B, masks=_120B.cycle_masks(128, 2), num_experts=128),
 }

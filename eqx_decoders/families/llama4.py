@@ -26,7 +26,6 @@ from eqx_decoders.families.shape import (
     write_sizes,
 )
 from eqx_decoders.layers.attention import QKNorm, QueryTemperature
-from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.mask import Causal, Chunked, Mask
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
@@ -55,18 +54,16 @@ def llama4(
 
     Queries and keys are normalised where they are rotated, and have a `temperature` where they are not.
     """
-    experts = ExpertsConfig(
+    experts = shape.experts(
         num_experts=num_experts,
         num_experts_per_token=num_experts_per_token,
-        mlp_dim=shape.mlp_dim,
-        activation=shape.activation,
         router=RouterConfig(score="sigmoid", input_scaling=True),
         shared=shape.mlp(),
     )
     dense = MLPConfig(mlp_dim=dense_dim, activation=shape.activation)
     normed = QKNorm(norm=RMSNormConfig(eps=shape.eps, scale=False), when="after_rope") if qk_norm else None
 
-    def block(index, mask):
+    def block(index: int, mask: Mask):
         own = dict(rope=rope, qk_norm=normed) if index in rotated_layers else dict(rope=None, temperature=temperature)
         mixer = shape.attention(mask=mask, bias=attention_bias, **own)
         return shape.block(mixer, experts if index in sparse_layers else dense)

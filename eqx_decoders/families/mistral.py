@@ -6,15 +6,7 @@ from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.fields import Fields
 from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import (
-    LLAMA_WEIGHTS,
-    Shape,
-    find_window,
-    read_masks,
-    read_shape,
-    read_window,
-    write_shape,
-)
+from eqx_decoders.families.shape import LLAMA_WEIGHTS, Shape, find_window, read_masks, read_shape, write_shape
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
 from eqx_decoders.layers.rope import Rope
 
@@ -25,7 +17,7 @@ def mistral(shape: Shape, *, rope: Rope, mask: Mask = Causal()) -> DecoderConfig
 
 
 def _read(fields: Fields) -> DecoderConfig:
-    shape, window = read_shape(fields, num_kv_heads=8), read_window(fields, 4096)
+    shape, window = read_shape(fields, num_kv_heads=8), fields.integer("sliding_window", 4096, null=None)
     masks = read_masks(fields, window, [window is not None] * shape.num_layers)
     if len(set(masks)) > 1 or (window is not None and Causal() in masks):
         raise fields.error("layer_types must be the same for all layers of a Mistral, as sliding_window says.")

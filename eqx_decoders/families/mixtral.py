@@ -9,7 +9,6 @@ from eqx_decoders.families.fields import Fields
 from eqx_decoders.families.moe import IGNORED_ROUTER_KEYS, experts_of, fused_experts, separate_experts, write_experts
 from eqx_decoders.families.ropes import read_rope, write_rope
 from eqx_decoders.families.shape import ATTENTION, ENDS, PRE_NORMS, Shape, find_window, read_shape, write_sizes
-from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
 from eqx_decoders.layers.rope import Rope
 
@@ -23,12 +22,7 @@ def mixtral(
     mask: Mask = Causal(),
 ) -> DecoderConfig:
     """A decoder of Mixtral blocks: a softmax over the chosen experts weighs them."""
-    experts = ExpertsConfig(
-        num_experts=num_experts,
-        num_experts_per_token=num_experts_per_token,
-        mlp_dim=shape.mlp_dim,
-        activation=shape.activation,
-    )
+    experts = shape.experts(num_experts=num_experts, num_experts_per_token=num_experts_per_token)
     return shape.decoder(shape.block(shape.attention(rope=rope, mask=mask), experts))
 
 

@@ -11,7 +11,7 @@ from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.mlp import MLPConfig
 
 
-IGNORED_ROUTER_KEYS = dict.fromkeys(
+IGNORED_ROUTER_KEYS: dict[str, str] = dict.fromkeys(
     ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "aux_loss_alpha", "seq_aux"),
     "routers are trained with it; it changes no output",
 )

@@ -14,7 +14,6 @@ from eqx_decoders.families.shape import (
     GATED_MLP,
     Shape,
     attentions,
-    cycle_masks,
     norms,
     read_cycle_masks,
     read_shape,
@@ -38,7 +37,7 @@ def olmo3(
     attention_bias: bool = False,
 ) -> DecoderConfig:
     """A decoder of Olmo 3 blocks; layers with a window have the rotary embedding `local_rope`."""
-    options = dict(qk_norm=QKNorm(norm=shape.norm, over="heads"), bias=attention_bias)
+    options: dict[str, Any] = dict(qk_norm=QKNorm(norm=shape.norm, over="heads"), bias=attention_bias)
 
     @functools.cache
     def block(mask):
@@ -83,7 +82,7 @@ _32B = _shape(embed_dim=5120, num_layers=64, num_heads=40, num_kv_heads=8, mlp_d
 _LONG = YarnRope(theta=_THETA, factor=8.0, original_length=8192)
 
 MODELS = {
-    "olmo3-7b-pt": lambda: olmo3(_7B, masks=cycle_masks(32, 4096, 4)),
-    "olmo3-7b": lambda: olmo3(_7B, masks=cycle_masks(32, 4096, 4), rope=_LONG),
-    "olmo3-32b": lambda: olmo3(_32B, masks=cycle_masks(64, 4096, 4), rope=_LONG),
+    "olmo3-7b-pt": lambda: olmo3(_7B, masks=_7B.cycle_masks(4096, 4)),
+    "olmo3-7b": lambda: olmo3(_7B, masks=_7B.cycle_masks(4096, 4), rope=_LONG),
+    "olmo3-32b": lambda: olmo3(_32B, masks=_32B.cycle_masks(4096, 4), rope=_LONG),
 }

@@ -7,15 +7,7 @@ from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.fields import Fields
 from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import (
-    LLAMA_WEIGHTS,
-    Shape,
-    read_masks,
-    read_shape,
-    read_window,
-    write_masks,
-    write_shape,
-)
+from eqx_decoders.families.shape import LLAMA_WEIGHTS, Shape, read_masks, read_shape, write_masks, write_shape
 from eqx_decoders.layers.mask import Causal, Mask
 from eqx_decoders.layers.rope import Rope
 
@@ -32,7 +24,7 @@ def qwen2(shape: Shape, *, rope: Rope = Rope(theta=1e6), masks: tuple[Mask, ...]
 
 def read_late_windows(fields: Fields, layers: int) -> tuple[Mask, ...]:
     """Windows from layer `max_window_layers` on, if `use_sliding_window`, or as `layer_types` says."""
-    on, size = fields.flag("use_sliding_window", False), read_window(fields, 4096)
+    on, size = fields.flag("use_sliding_window", False), fields.integer("sliding_window", 4096, null=None)
     first = fields.integer("max_window_layers", 28, least=0)
     window = size if on else None
     return read_masks(fields, window, [window is not None and index >= first for index in range(layers)])

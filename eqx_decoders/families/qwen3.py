@@ -21,8 +21,8 @@ def qwen3(
 
     @functools.cache
     def block(mask):
-        options = dict(rope=rope, qk_norm=QKNorm(norm=shape.norm), bias=attention_bias)
-        return shape.block(shape.attention(mask=mask, **options))
+        qk_norm = QKNorm(norm=shape.norm)
+        return shape.block(shape.attention(mask=mask, rope=rope, qk_norm=qk_norm, bias=attention_bias))
 
     return shape.decoder(map(block, masks or (Causal(),) * shape.num_layers))
 

@@ -1,6 +1,5 @@
 """Qwen3 with experts (Yang et al. 2025): Qwen3's attention; layers with experts and dense ones mixed at will."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -18,17 +17,8 @@ from eqx_decoders.families.moe import (
     write_experts,
 )
 from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import (
-    LLAMA_WEIGHTS,
-    Shape,
-    attentions,
-    find_window,
-    read_shape,
-    read_window,
-    write_sizes,
-)
+from eqx_decoders.families.shape import LLAMA_WEIGHTS, Shape, attentions, find_window, read_shape, write_sizes
 from eqx_decoders.layers.attention import QKNorm
-from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.layers.router import RouterConfig
@@ -47,11 +37,10 @@ def qwen3_moe(
     attention_bias: bool = False,
 ) -> DecoderConfig:
     """A decoder of Qwen3 blocks with experts, but for `dense_layers`, counted from 0, whose MLP is `shape`'s."""
-    experts = ExpertsConfig(
+    experts = shape.experts(
         num_experts=num_experts,
         num_experts_per_token=num_experts_per_token,
         mlp_dim=expert_dim,
-        activation=shape.activation,
         router=RouterConfig(order="score_first", renormalize=renormalize),
     )
     mixer = shape.attention(rope=rope, mask=mask, qk_norm=QKNorm(norm=shape.norm), bias=attention_bias)
@@ -64,7 +53,7 @@ def _read(fields: Fields) -> DecoderConfig:
     fields.content.setdefault("intermediate_size", 6144)
     shape = read_shape(fields, num_kv_heads=4)
     step, only = fields.integer("decoder_sparse_step", 1), fields.numbers("mlp_only_layers")
-    on, window = fields.flag("use_sliding_window", False), read_window(fields, 4096)
+    on, window = fields.flag("use_sliding_window", False), fields.integer("sliding_window", 4096, null=None)
     fields.take("max_window_layers", None)  # transformers gives all layers the window
     # the next three stand in Qwen3-Coder's files, and transformers does not read them
     fields.allow_only("use_qk_norm", True)
@@ -110,27 +99,14 @@ FAMILY = Family(
 )
 
 
-def qwen3_custom_moe(shape: Shape, *, latent_dim: int, **options: Any) -> DecoderConfig:
-    """MaxText's variant: attention writes `latent_dim` features, which alone its experts and their router see.
-
-    `x += up(experts(norm(attention(norm(x)))))`: one residual connection around both layers. It has no Hugging Face
-    form; `options` are those of `qwen3_moe`.
-    """
-    plain = qwen3_moe(shape, **options)
-    mixer = dataclasses.replace(attentions(plain)[0], out_dim=latent_dim)
-    return shape.decoder(dataclasses.replace(plain.blocks[0], mixer=mixer, wiring="chained"))
-
-
 _shape = functools.partial(Shape, vocab_size=151_936, head_dim=128)
 _30B = _shape(embed_dim=2048, num_layers=48, num_heads=32, num_kv_heads=4, mlp_dim=768)
 _235B = _shape(embed_dim=4096, num_layers=94, num_heads=64, num_kv_heads=4, mlp_dim=1536)
 _480B = _shape(embed_dim=6144, num_layers=62, num_heads=96, num_kv_heads=8, mlp_dim=2560)
-_CUSTOM = _shape(embed_dim=2048, num_layers=48, num_heads=16, num_kv_heads=2, head_dim=256, mlp_dim=2048)
 
 MODELS = {
     "qwen3-30b-a3b": lambda: qwen3_moe(_30B, expert_dim=768, rope=Rope(theta=1e7)),
     "qwen3-30b-a3b-base": lambda: qwen3_moe(_30B, expert_dim=768),
     "qwen3-235b-a22b": lambda: qwen3_moe(_235B, expert_dim=1536, rope=Rope(theta=5e6)),
     "qwen3-480b-a35b": lambda: qwen3_moe(_480B, expert_dim=2560, num_experts=160, rope=Rope(theta=1e7)),
-    "qwen3-custom-30b-a3b": lambda: qwen3_custom_moe(_CUSTOM, expert_dim=2048, latent_dim=768, rope=Rope(theta=1e7)),
 }

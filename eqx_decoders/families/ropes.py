@@ -11,7 +11,16 @@ from eqx_decoders.layers.mask import SlidingWindow
 from eqx_decoders.layers.rope import LinearRope, Llama3Rope, Rope, YarnRope
 
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_TYPES = {Rope: "default", LinearRope: "linear", Llama3Rope: "llama3", YarnRope: "yarn"}
+# Keys of a table and fields of a configuration.
+_KEYS = {
+    "rope_theta": "theta",
+    "factor": "factor",
+    "original_max_position_embeddings": "original_length",
+    "low_freq_factor": "low_frequency_factor",
+    "high_freq_factor": "high_frequency_factor",
+    **{key: key for key in ["beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor"]},
+}
 
 
 def read_rope(fields: Fields, *, theta: float = 10_000.0, pairing: Literal["half", "interleaved"] = "half") -> Rope:
@@ -71,7 +80,7 @@ def _rope(fields: Fields, outer: _Outer) -> Rope:
         raise fields.error(f"rope_theta={own}, but {outer.theta} outside of it: make them equal.")
     theta = own or outer.theta or outer.default
     fields.allow_only("partial_rotary_factor", 1, 1.0)
-    kind = fields.word("rope_type", {name: name for name in ROPE_TYPES}, "default")
+    kind = fields.word("rope_type", {name: name for name in _TYPES.values()}, "default")
     ignored = ["max_position_embeddings", "finetuned"]
     if kind == "default":
         rope, ignored = Rope(theta=theta), [*ignored, "factor", "original_max_position_embeddings"]
@@ -142,26 +151,7 @@ def _table(rope: Rope | None) -> dict[str, Any]:
     """The table of one rotary embedding, as transformers 5 writes it."""
     if rope is None:
         raise ConversionError("AttentionConfig.rope=None: there must be a rotary embedding.")
-    plain = {"rope_theta": rope.theta}
-    if isinstance(rope, LinearRope):
-        return plain | {"rope_type": "linear", "factor": rope.factor}
-    if isinstance(rope, Llama3Rope):
-        return plain | {
-            "rope_type": "llama3",
-            "factor": rope.factor,
-            "low_freq_factor": rope.low_frequency_factor,
-            "high_freq_factor": rope.high_frequency_factor,
-            "original_max_position_embeddings": rope.original_length,
-        }
-    if isinstance(rope, YarnRope):
-        table = plain | {
-            "rope_type": "yarn",
-            "factor": rope.factor,
-            "original_max_position_embeddings": rope.original_length,
-            "beta_fast": rope.beta_fast,
-            "beta_slow": rope.beta_slow,
-        }
-        optional = {name: getattr(rope, name) for name in ("mscale", "mscale_all_dim", "attention_factor")}
-        optional["truncate"] = None if rope.truncate else False
-        return table | {key: value for key, value in optional.items() if value is not None}
-    return plain | {"rope_type": "default"}
+    table: dict[str, Any] = {key: getattr(rope, field, None) for key, field in _KEYS.items()}
+    if table["truncate"]:
+        del table["truncate"]  # the default
+    return {"rope_type": _TYPES[type(rope)]} | {key: value for key, value in table.items() if value is not None}

@@ -41,11 +41,19 @@ class Shape:
     def attention(self, *, bias: bool = False, **options: Any) -> AttentionConfig:
         """Attention of these sizes; `bias` is that of all four projections."""
         heads = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
-        return AttentionConfig(**heads | dict(qkv_bias=bias, out_bias=bias) | options)
+        return AttentionConfig(**heads, **{"qkv_bias": bias, "out_bias": bias, **options})
 
     def mlp(self, **options: Any) -> MLPConfig:
         """An MLP of these sizes."""
         return MLPConfig(mlp_dim=self.mlp_dim, activation=self.activation, **options)
+
+    def experts(self, **options: Any) -> ExpertsConfig:
+        """Experts of these sizes, unless the options have an `mlp_dim`."""
+        return ExpertsConfig(**{"mlp_dim": self.mlp_dim, "activation": self.activation, **options})
+
+    def cycle_masks(self, window: int, period: int) -> tuple[Mask, ...]:
+        """The mask of each layer: a window, but for every `period`-th layer, which sees the whole past."""
+        return tuple(SlidingWindow(window) if (index + 1) % period else Causal() for index in range(self.num_layers))
 
     def block(
         self,
@@ -57,15 +65,18 @@ class Shape:
         norm = norm or self.norm
         return BlockConfig(mixer=mixer, mlp=mlp or self.mlp(), pre_mixer_norm=norm, pre_mlp_norm=norm)
 
-    def decoder(self, blocks: BlockConfig | Iterable[BlockConfig], **options: Any) -> DecoderConfig:
+    def decoder(
+        self, blocks: BlockConfig | Iterable[BlockConfig], final_norm: NormConfig | None = None, **options: Any
+    ) -> DecoderConfig:
         """A decoder with these layers, or with the same in all; its final norm is `self.norm` unless given."""
         return DecoderConfig(
             vocab_size=self.vocab_size,
             embed_dim=self.embed_dim,
             blocks=(blocks,) * self.num_layers if isinstance(blocks, BlockConfig) else tuple(blocks),
+            final_norm=final_norm or self.norm,
             tied=self.tied,
             init_std=self.init_std,
-            **{"final_norm": self.norm} | options,
+            **options,
         )
 
 
@@ -89,9 +100,8 @@ def read_shape(
     width = fields.integer("head_dim", head_dim)
     if width is None:
         if embed % heads:
-            raise fields.error(
-                f"hidden_size={embed} must be a multiple of num_attention_heads={heads}, or head_dim given."
-            )
+            rule = f"must be a multiple of num_attention_heads={heads}, or head_dim given"
+            raise fields.error(f"hidden_size={embed} {rule}.")
         width = embed // heads
     return Shape(
         vocab_size=fields.integer("vocab_size"),
@@ -153,19 +163,10 @@ def attentions(config: DecoderConfig) -> tuple[AttentionConfig, ...]:
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def cycle_masks(layers: int, window: int, period: int) -> tuple[Mask, ...]:
-    """The mask of each layer: a window, but for every `period`-th layer, which sees the whole past."""
-    return tuple(SlidingWindow(window) if (index + 1) % period else Causal() for index in range(layers))
-
-
 def read_cycle_masks(fields: Fields, layers: int, period: int, *, window: int = 4096) -> tuple[Mask, ...]:
-    """`read_masks` of `cycle_masks`; `window` is their size by default, and an explicit null means none."""
-    return read_masks(fields, read_window(fields, window), [(index + 1) % period != 0 for index in range(layers)])
-
-
-def read_window(fields: Fields, default: int) -> int | None:
-    """`sliding_window`; an explicit null means none."""
-    return fields.integer("sliding_window", default, null=None)
+    """The masks of `Shape.cycle_masks`, unless `layer_types` differs; `window` is the default of their size."""
+    size = fields.integer("sliding_window", window, null=None)
+    return read_masks(fields, size, [(index + 1) % period != 0 for index in range(layers)])
 
 
 def read_masks(fields: Fields, window: int | None, slides: list[bool]) -> tuple[Mask, ...]:
