@@ -86,7 +86,7 @@ OPTIONS: dict[type, tuple] = {
         YarnRope(theta=100.0, factor=4.0, original_length=64, beta_fast=5.0, beta_slow=0.5),
         lambda c: mixer(rope=c),
         dict(theta=50.0, fraction=0.5, pairing="interleaved", factor=8.0, original_length=16, beta_fast=2.0)
-        | dict(beta_slow=1.5, truncate=False, attention_factor=2.0),
+        | dict(beta_slow=1.5, truncate=False, mscale=2.0, mscale_all_dim=2.0, attention_factor=2.0),
     ),
     QKNorm: (
         QKNorm(),
@@ -164,6 +164,8 @@ OPTIONS: dict[type, tuple] = {
 # Other fields that a field needs before it means anything, and their values on both sides.
 GROUPED = dict(order="score_first", num_groups=4)
 NEEDS: dict[tuple[type, str], dict] = {
+    (YarnRope, "mscale"): dict(mscale=1.0, mscale_all_dim=1.0),
+    (YarnRope, "mscale_all_dim"): dict(mscale=1.0, mscale_all_dim=1.0),
     (ExpertsConfig, "shared_gate"): dict(shared=MLP),
     (RouterConfig, "renormalize"): dict(order="score_first"),
     (RouterConfig, "selection_bias"): dict(order="score_first"),
@@ -358,6 +360,9 @@ BAD = [
     (YarnRope, YARN, dict(beta_fast=0.5), "at least 1.0"),
     (YarnRope, YARN, dict(theta=1.0), "above 1"),
     (YarnRope, YARN, dict(attention_factor=0.0), "above 0"),
+    (YarnRope, YARN, dict(mscale_all_dim=0.0), "above 0"),
+    (YarnRope, YARN, dict(mscale=1.0), "needs mscale_all_dim"),
+    (YarnRope, YARN | dict(mscale_all_dim=1.0, attention_factor=1.0), dict(mscale=1.0), "excludes attention_factor"),
     (QKNorm, {}, dict(over="hed"), "Did you mean 'head'"),
     (QKNorm, {}, dict(when="before rope"), "Did you mean 'before_rope'"),
     (QueryTemperature, {}, dict(scale=0.0), "above 0"),

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.errors import ConversionError, check_word
 from eqx_decoders.families import (
-    deepseek,
+    deepseek_v2,
+    deepseek_v3,
     gemma,
     gemma2,
     gemma3,
@@ -25,30 +26,16 @@ from eqx_decoders.families import (
 from eqx_decoders.families.family import Family
 
 
+# In the order in which they are tried for a model that does not say what it came from.
 _PUBLISHED = (
-    llama,
-    mistral,
-    qwen2,
-    qwen3,
-    gemma,
-    gemma2,
-    gemma3,
-    olmo3,
-    gpt2,
-    mixtral,
-    qwen3_moe,
-    gpt_oss,
-    llama4,
-    deepseek,
+    *(llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, olmo3, gpt2),
+    *(mixtral, qwen3_moe, gpt_oss, llama4, deepseek_v3, deepseek_v2),
 )
 _MODELS: dict[str, Callable[[], DecoderConfig]] = {
     name: make for module in (*_PUBLISHED, gpt3, maxtext) for name, make in module.MODELS.items()
 }
 
-# In the order in which they are tried for a model that does not say what it came from.
-FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (*(module.FAMILY for module in _PUBLISHED), deepseek.FAMILY_V2)
-}
+FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _PUBLISHED}
 _NAMES = FAMILIES | {alias: family for family in FAMILIES.values() for alias in family.aliases}
 
 

@@ -16,7 +16,7 @@ from eqx_decoders.axes import Axes, axes, named_leaves
 from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import Decoder, DecoderConfig
 from eqx_decoders.errors import ConfigError, ConversionError, check
-from eqx_decoders.families.fields import HARMLESS, KERNELS, OFF, Fields, short
+from eqx_decoders.families.fields import ALLOWED_VALUES, IGNORED_KEYS, Fields, abbreviate
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.router import RouterConfig
@@ -111,8 +111,8 @@ class Family:
     - `write`: the settings of a configuration, which `read` must give back.
     - `weights`: the table.
     - `prefix`: of the base model; files saved without a head may lack it.
-    - `harmless`: further keys that have no effect here, with the reason.
-    - `ignored`: regular expression of tensors without information, such as stored tables of frequencies.
+    - `ignored_keys`: keys of `config.json` that have no effect here, besides `IGNORED_KEYS`, each with the reason.
+    - `ignored_tensors`: regular expression of tensors that hold nothing learned, such as tables of frequencies.
     - `aliases`: further words for `model_type`; none of them is written.
     - `fused`: rows in place of some of `weights` where all experts of a layer share a tensor.
     - `copies`: tensors that hold others once more, `{layer}` being a layer of multi-token prediction.
@@ -124,14 +124,14 @@ class Family:
     write: Callable[[DecoderConfig], dict[str, Any]]
     weights: tuple[Weight, ...]
     prefix: str = "model."
-    harmless: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    ignored: str = r".*rotary_emb\.inv_freq"
+    ignored_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    ignored_tensors: str = r".*rotary_emb\.inv_freq"
     aliases: tuple[str, ...] = ()
     fused: tuple[Weight, ...] = ()
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def decode(self, content: Mapping[str, Any]) -> tuple[DecoderConfig, dict[str, Any]]:
-        """The configuration that `config.json` describes, and its harmless keys. Raises ConversionError."""
+        """The configuration that `config.json` describes, and the keys that it ignores. Raises ConversionError."""
         fields = Fields(content)
         for key in ("model_type", "dtype", "torch_dtype", "quantization_config"):  # they say how tensors are stored
             fields.take(key, None)
@@ -139,18 +139,19 @@ class Family:
         base = self.architecture.replace("ForCausalLM", "Model").replace("LMHeadModel", "Model")
         if not isinstance(named, list) or not {self.architecture, base} & set(map(str, named)):
             raise fields.error(
-                f"architectures={short(named)} must name {self.architecture}: other heads are not implemented."
+                f"architectures={abbreviate(named)} must name {self.architecture}: other heads are not implemented."
             )
-        for key, allowed in OFF.items():
-            fields.off(key, *allowed)
+        for key, allowed in ALLOWED_VALUES.items():
+            fields.allow_only(key, *allowed)
         try:
             config = self.read(fields)
         except ConfigError as error:
             raise fields.error(str(error)) from error
-        harmless = {**HARMLESS, **self.harmless}
-        fields.finish(harmless)
-        kept = {key: value for key, value in fields.content.items() if key in harmless}
-        return config, {key: value for key, value in kept.items() if harmless[key] != KERNELS and key[0] != "_"}
+        ignored = {**IGNORED_KEYS, **self.ignored_keys}
+        fields.finish(ignored)
+        own = ("_", "attn_implementation")  # transformers' own state: an export does not repeat it
+        kept = {key: value for key, value in fields.content.items() if key in ignored and not key.startswith(own)}
+        return config, kept
 
     def encode(self, config: DecoderConfig) -> dict[str, Any]:
         """The settings that describe `config`; ConversionError with the differences where none do."""
@@ -158,15 +159,10 @@ class Family:
         try:
             written = {"architectures": [self.architecture], "model_type": self.model_type, **self.write(config)}
             again, _ = self.decode(written)
-        except (
-            AttributeError,
-            TypeError,
-            IndexError,
-            ConversionError,
-        ) as error:  # a part of another kind than expected
+        except (AttributeError, TypeError, IndexError, ConversionError) as error:  # other classes than it expects
             raise ConversionError(f"This model is no {self.architecture}: {error}") from error
-        different = list(_differences(again, config, "DecoderConfig"))
-        check(not different, f"This model is no {self.architecture}: {'; '.join(different[:5])}.", ConversionError)
+        different = list(itertools.islice(_differences(again, config, "DecoderConfig"), 5))
+        check(not different, f"This model is no {self.architecture}: {'; '.join(different)}.", ConversionError)
         return written
 
     def stored_as(self, names: Iterable[str]) -> "Family":
@@ -255,11 +251,13 @@ def for_inference(config: DecoderConfig) -> DecoderConfig:
 
 def _differences(first: Any, second: Any, where: str) -> Iterator[str]:
     """Where two configurations differ."""
+    if first == second:
+        return
     if type(first) is type(second) and dataclasses.is_dataclass(first):
         for field in dataclasses.fields(first):
             yield from _differences(getattr(first, field.name), getattr(second, field.name), f"{where}.{field.name}")
     elif isinstance(first, tuple) and isinstance(second, tuple) and len(first) == len(second):
         for index, (one, other) in enumerate(zip(first, second, strict=True)):
             yield from _differences(one, other, f"{where}[{index}]")
-    elif first != second:
+    else:
         yield f"{where}={second!r} would have to be {first!r}"

@@ -1,8 +1,8 @@
-"""`config.json`, read with checks: every key is taken by somebody, or known to have no effect, or refused."""
+"""`config.json`, read with checks: a key that is neither read nor known to have no effect is refused."""
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from eqx_decoders.errors import ConversionError
@@ -13,10 +13,8 @@ _REQUIRED: Any = object()
 _LARGEST = 2**31 - 1
 MOST_LAYERS = 1024
 
-KERNELS = "which kernels transformers takes; here they are chosen by `attention=`"
-
 # Keys that don't change what a loaded model computes, each with the reason. They are carried over into an export.
-HARMLESS: dict[str, str] = {
+IGNORED_KEYS: dict[str, str] = {
     key: reason
     for reason, keys in {
         "who wrote it": "transformers_version _name_or_path name_or_path unsloth_version unsloth_fixed "
@@ -32,15 +30,15 @@ HARMLESS: dict[str, str] = {
         "attn_pdrop hidden_dropout hidden_dropout_prob",
         "how transformers runs it": "use_return_dict output_attentions output_hidden_states return_dict torchscript "
         "use_bfloat16 tf_legacy_loss chunk_size_feed_forward problem_type finetuning_task id2label label2id num_labels "
-        "_num_labels task_specific_params pretraining_tp output_past gradient_checkpointing",
-        KERNELS: "_attn_implementation _attn_implementation_autoset _flash_attn_2_enabled attn_implementation",
+        "_num_labels task_specific_params pretraining_tp output_past gradient_checkpointing _attn_implementation "
+        "_attn_implementation_autoset _flash_attn_2_enabled attn_implementation",
         "a promise, not a limit: rotary positions have no table": "max_position_embeddings",
     }.items()
     for key in keys.split()
 }
 
-# Keys of every configuration that must be off where they are given: their effect does not exist here.
-OFF: dict[str, tuple[Any, ...]] = {
+# Keys that would change what a model computes in a way that is not implemented, with the values that do not.
+ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
     "cross_attention_hidden_size": (),
@@ -93,8 +91,8 @@ class Fields:
     def error(self, sentence: str) -> ConversionError:
         return ConversionError(f"{self.where}: {sentence}")
 
-    def unknown(self, told: str, word: Any, known: Iterable[str]) -> ConversionError:
-        return self.error(f"{told} is not known here.{_near(word, known)} Known: {', '.join(known)}.")
+    def unknown(self, setting: str, word: Any, known: Iterable[str]) -> ConversionError:
+        return self.error(f"{setting} is not known here.{_near(word, known)} Known: {', '.join(known)}.")
 
     def take(self, key: str, default: Any = _REQUIRED, null: Any = _REQUIRED) -> Any:
         """The raw value of `key`."""
@@ -106,15 +104,17 @@ class Fields:
             raise self.error(f"{key} is missing, and the model's shape depends on it: add it.")
         return default if value is None else value
 
+    def _checked(self, key: str, default: Any, null: Any, good: Callable[[Any], bool], rule: str) -> Any:
+        """The value of `key`; unless it is missing or null, `good` must be true of it."""
+        value = self.take(key, default, null)
+        if value is not default and value is not null and not good(value):
+            raise self.error(f"{key}={abbreviate(value)} must be {rule}.")
+        return value
+
     def integer(self, key: str, default: Any = _REQUIRED, *, null: Any = _REQUIRED, least: int = 1) -> Any:
         """A whole number between `least` and 2^31 - 1."""
-        value = self.take(key, default, null)
-        if value is default or value is null:
-            return value
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole or not least <= value <= _LARGEST:
-            raise self.error(f"{key}={short(value)} must be an integer of at least {least}, at most {_LARGEST}.")
-        return value
+        rule = f"an integer of at least {least}, at most {_LARGEST}"
+        return self._checked(key, default, null, lambda x: _is_integer(x) and least <= x <= _LARGEST, rule)
 
     def layers(self, key: str, default: Any = _REQUIRED) -> int:
         """The number of layers: an integer with a bound, since each layer has a configuration of its own."""
@@ -124,70 +124,56 @@ class Fields:
         return count
 
     def number(self, key: str, default: Any = _REQUIRED, *, null: Any = _REQUIRED) -> Any:
-        """A finite number above 0."""
-        value = self.take(key, default, null)
-        if value is default or value is null:
-            return value
-        good = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e30
-        if not good:
-            raise self.error(f"{key}={short(value)} must be a finite number above 0.")
-        return float(value)
+        """A finite number above 0, as a float."""
+        rule = "a finite number above 0"
+        value = self._checked(
+            key, default, null, lambda x: (_is_integer(x) or isinstance(x, float)) and 0 < x < 1e30, rule
+        )
+        return float(value) if _is_integer(value) else value
 
     def flag(self, key: str, default: bool) -> bool:
         """true or false."""
-        value = self.take(key, default)
-        if not isinstance(value, bool):
-            raise self.error(f"{key}={short(value)} must be true or false.")
-        return value
+        return self._checked(key, default, _REQUIRED, lambda x: isinstance(x, bool), "true or false")
+
+    def numbers(self, key: str) -> list[int]:
+        """A list of whole numbers, empty where there is none."""
+        rule = "a list of whole numbers"
+        return self._checked(key, [], _REQUIRED, lambda x: isinstance(x, list) and all(map(_is_integer, x)), rule)
 
     def word(self, key: str, known: Mapping[str, T], default: str = _REQUIRED) -> T:
         """What one of the known words stands for."""
         value = self.take(key, default)
         if not isinstance(value, str) or value not in known:
-            raise self.error(f"{key}={short(value)} is not known here.{_near(value, known)} Known: {', '.join(known)}.")
+            raise self.unknown(f"{key}={abbreviate(value)}", value, known)
         return known[value]
 
     def table(self, key: str) -> "Fields | None":
         """A nested object; None where there is none."""
-        value = self.take(key, None)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.error(f"{key}={short(value)} must be an object.")
-        return Fields(value, f"{self.where}: {key}")
+        value = self._checked(key, None, _REQUIRED, lambda x: isinstance(x, dict), "an object")
+        return None if value is None else Fields(value, f"{self.where}: {key}")
 
     def words(self, key: str, known: tuple[str, ...], length: int) -> list[str] | None:
         """A list of `length` known words; None where there is none."""
-        value = self.take(key, None)
+        rule = "a list of words"
+        value = self._checked(
+            key, None, _REQUIRED, lambda x: isinstance(x, list) and all(isinstance(word, str) for word in x), rule
+        )
         if value is None:
             return None
-        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-            raise self.error(f"{key}={short(value)} must be a list of words.")
         for word in value:
             if word not in known:
-                raise self.error(
-                    f"{key}: {short(word)} is not known here.{_near(word, known)} Known: {', '.join(known)}."
-                )
+                raise self.unknown(f"{key}: {abbreviate(word)}", word, known)
         if len(value) != length:
             raise self.error(f"{key} has {len(value)} entries, but there are {length} layers: give one for each.")
         return value
 
-    def numbers(self, key: str) -> list[int]:
-        """A list of whole numbers, empty where there is none."""
-        value = self.take(key, [])
-        good = isinstance(value, list) and all(isinstance(n, int) and not isinstance(n, bool) for n in value)
-        if not good:
-            raise self.error(f"{key}={short(value)} must be a list of whole numbers.")
-        return value
-
-    def off(self, key: str, *allowed: Any) -> None:
-        """`key` changes the mathematics in a way that does not exist here, unless it is missing, null or `allowed`."""
+    def allow_only(self, key: str, *allowed: Any) -> None:
+        """Refuse other values of `key`, which may be missing or null: what they mean is not implemented."""
         value = self.take(key, None)
-        same = value is None or any(type(value) is type(good) and value == good for good in allowed)
-        if not same:
+        if value is not None and not any(type(value) is type(good) and value == good for good in allowed):
             expected = " or ".join(json.dumps(good) for good in allowed) or "null"
             raise self.error(
-                f"{key}={short(value)} changes what the model computes and is not implemented: only {expected} is."
+                f"{key}={abbreviate(value)} changes what the model computes and is not implemented: only {expected} is."
             )
 
     def rename(self, old: str, new: str) -> None:
@@ -196,31 +182,35 @@ class Fields:
             return
         value = self.content.pop(old)
         if new in self.content and self.content[new] != value:
-            raise self.error(
-                f"{old}={short(value)} and {new}={short(self.content[new])} are the same setting: make them equal."
-            )
+            both = f"{old}={abbreviate(value)} and {new}={abbreviate(self.content[new])}"
+            raise self.error(f"{both} are the same setting: make them equal.")
         self.content[new] = value
 
     def supply(self, key: str, value: Any) -> None:
-        """Give a key that stands elsewhere; if it stands here too they must agree."""
+        """Set a key from outside of this object; if it is given here too they must agree."""
         if self.content.get(key, value) != value:
-            raise self.error(f"{key}={short(self.content[key])}, but {short(value)} outside of it: make them equal.")
+            raise self.error(
+                f"{key}={abbreviate(self.content[key])}, but {abbreviate(value)} outside of it: make them equal."
+            )
         self.content[key] = value
 
-    def finish(self, harmless: Mapping[str, str] = {}) -> None:
-        """Refuse keys that nothing has read and that are not known to be harmless. null is as good as missing."""
+    def finish(self, ignored: Mapping[str, str] = {}) -> None:
+        """Refuse keys that nothing has read and that are not among the `ignored` ones. null counts as missing."""
         given = (key for key, value in self.content.items() if value is not None)
-        unknown = [key for key in given if key not in self._read and key not in harmless]
+        unknown = [key for key in given if key not in self._read and key not in ignored]
         if unknown:
-            near = _near(unknown[0], self._read)
             raise self.error(
-                f"{_listed(unknown)}: not known here, so they may change what the model computes.{near} "
-                "Remove them if they do not."
+                f"{_listed(unknown)}: not known here, so they may change what the model computes."
+                f"{_near(unknown[0], self._read)} Remove them if they do not."
             )
 
 
-def short(value: Any) -> str:
-    """A value in an error message: a hostile file must not fill the screen."""
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def abbreviate(value: Any) -> str:
+    """A value as an error message shows it: at most 60 characters, whatever a file holds."""
     try:
         text = value if isinstance(value, str) and value.isidentifier() else json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -230,7 +220,7 @@ def short(value: Any) -> str:
 
 def _listed(words: list[str]) -> str:
     more = f" and {len(words) - 20} more" if len(words) > 20 else ""
-    return ", ".join(map(short, words[:20])) + more
+    return ", ".join(map(abbreviate, words[:20])) + more
 
 
 def _near(word: Any, known: Any) -> str:

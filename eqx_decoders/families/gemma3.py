@@ -1,15 +1,22 @@
 """Gemma 3, text (Gemma Team 2025): five layers with a window to one without, each kind with its own RoPE."""
 
-from typing import Any
+import functools
 
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.gemma2 import HARMLESS, WEIGHTS, read_gemma_shape, sandwich, write_gemma
-from eqx_decoders.families.ropes import read_ropes, write_rope
-from eqx_decoders.families.shape import Shape, attentions, read_masks
+from eqx_decoders.families.gemma2 import (
+    IGNORED_ACTIVATION_KEY,
+    WEIGHTS,
+    gemma_decoder,
+    read_gemma_shape,
+    sandwich,
+    write_gemma,
+)
+from eqx_decoders.families.ropes import read_ropes, write_ropes
+from eqx_decoders.families.shape import Shape, read_cycle_masks
 from eqx_decoders.layers.attention import QKNorm
-from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
+from eqx_decoders.layers.mask import Mask, SlidingWindow
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import LinearRope, Rope
 
@@ -18,34 +25,30 @@ def gemma3(
     shape: Shape,
     *,
     masks: tuple[Mask, ...],
-    query_scalar: int,
+    query_scalar: int = 256,
     rope: Rope = Rope(theta=1e6),
     local_rope: Rope = Rope(theta=10_000.0),
     logit_cap: float | None = None,
     attention_bias: bool = False,
 ) -> DecoderConfig:
     """A decoder of Gemma 3 blocks; layers with a window have the rotary embedding `local_rope`."""
-    norm = RMSNormConfig(eps=shape.eps, offset=1.0)
-    options = dict(query_scale=query_scalar**-0.5, qk_norm=QKNorm(norm=norm))
-    biases = dict(qkv_bias=attention_bias, out_bias=attention_bias)
+    qk_norm = QKNorm(norm=RMSNormConfig(eps=shape.eps, offset=1.0))
+    options = dict(query_scale=query_scalar**-0.5, qk_norm=qk_norm, bias=attention_bias)
 
+    @functools.cache
     def block(mask):
-        turned = local_rope if isinstance(mask, SlidingWindow) else rope
-        return sandwich(shape, shape.attention(mask=mask, rope=turned, **options, **biases))
+        return sandwich(shape, mask=mask, rope=local_rope if isinstance(mask, SlidingWindow) else rope, **options)
 
-    return shape.decoder(block, norm, masks, embedding_scale=shape.embed_dim**0.5, logit_soft_cap=logit_cap)
+    return gemma_decoder(shape, map(block, masks), logit_cap)
 
 
 def _read(fields: Fields) -> DecoderConfig:
     shape = read_gemma_shape(fields)
-    fields.off("attn_logit_softcapping")  # transformers has the key and never applies it
-    window = fields.integer("sliding_window", 4096, null=None)
-    pattern = fields.integer("sliding_window_pattern", 6)
-    masks = read_masks(fields, shape.num_layers, window, lambda index: (index + 1) % pattern != 0)
+    fields.allow_only("attn_logit_softcapping")  # transformers has the key and never applies it
     ropes = read_ropes(fields, theta=1e6, local_theta=10_000.0, local_key="rope_local_base_freq")
     return gemma3(
         shape,
-        masks=masks,
+        masks=read_cycle_masks(fields, shape.num_layers, fields.integer("sliding_window_pattern", 6)),
         query_scalar=fields.integer("query_pre_attn_scalar", 256),
         rope=ropes["full_attention"],
         local_rope=ropes["sliding_attention"],
@@ -54,57 +57,26 @@ def _read(fields: Fields) -> DecoderConfig:
     )
 
 
-def _write(config: DecoderConfig) -> dict[str, Any]:
-    return write_gemma(config) | write_local_ropes(config)
-
-
-def write_local_ropes(config: DecoderConfig) -> dict[str, Any]:
-    """`rope_parameters` by the type of the layer; a type that no layer has is left out."""
-    kinds = {isinstance(mixer.mask, SlidingWindow): mixer.rope for mixer in attentions(config)}
-    names = {False: "full_attention", True: "sliding_attention"}
-    return {"rope_parameters": {names[kind]: write_rope(rope) for kind, rope in kinds.items()}}
-
-
 FAMILY = Family(
     model_type="gemma3_text",
     architecture="Gemma3ForCausalLM",
     read=_read,
-    write=_write,
+    write=lambda config: write_gemma(config) | write_ropes(config),
     weights=WEIGHTS,
-    harmless=HARMLESS | {"_sliding_window_pattern": "layer_types says it"},
+    ignored_keys=IGNORED_ACTIVATION_KEY | {"_sliding_window_pattern": "layer_types says it"},
 )
 
 
-def _gemma3(
-    embed_dim: int,
-    num_layers: int,
-    num_heads: int,
-    num_kv_heads: int,
-    mlp_dim: int,
-    *,
-    head_dim: int = 256,
-    query_scalar: int = 256,
-    window: int = 1024,
-    rope: Rope = LinearRope(theta=1e6, factor=8.0),
-) -> DecoderConfig:
-    shape = Shape(
-        vocab_size=262_144,
-        embed_dim=embed_dim,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        mlp_dim=mlp_dim,
-        tied=True,
-        activation="gelu_tanh",
-    )
-    masks = tuple(SlidingWindow(window) if (index + 1) % 6 else Causal() for index in range(num_layers))
-    return gemma3(shape, masks=masks, query_scalar=query_scalar, rope=rope)
-
+_shape = functools.partial(Shape, vocab_size=262_144, tied=True, activation="gelu_tanh")
+_1B = _shape(embed_dim=1152, num_layers=26, num_heads=4, num_kv_heads=1, head_dim=256, mlp_dim=6912)
+_4B = _shape(embed_dim=2560, num_layers=34, num_heads=8, num_kv_heads=4, head_dim=256, mlp_dim=10_240)
+_12B = _shape(embed_dim=3840, num_layers=48, num_heads=16, num_kv_heads=8, head_dim=256, mlp_dim=15_360)
+_27B = _shape(embed_dim=5376, num_layers=62, num_heads=32, num_kv_heads=16, head_dim=128, mlp_dim=21_504)
+_LONG = LinearRope(theta=1e6, factor=8.0)
 
 MODELS = {
-    "gemma3-1b": lambda: _gemma3(1152, 26, 4, 1, 6912, window=512, rope=Rope(theta=1e6)),
-    "gemma3-4b": lambda: _gemma3(2560, 34, 8, 4, 10_240),
-    "gemma3-12b": lambda: _gemma3(3840, 48, 16, 8, 15_360),
-    "gemma3-27b": lambda: _gemma3(5376, 62, 32, 16, 21_504, head_dim=128, query_scalar=168),
+    "gemma3-1b": lambda: gemma3(_1B, masks=_1B.cycle_masks(512, 6)),
+    "gemma3-4b": lambda: gemma3(_4B, masks=_4B.cycle_masks(1024, 6), rope=_LONG),
+    "gemma3-12b": lambda: gemma3(_12B, masks=_12B.cycle_masks(1024, 6), rope=_LONG),
+    "gemma3-27b": lambda: gemma3(_27B, masks=_27B.cycle_masks(1024, 6), rope=_LONG, query_scalar=168),
 }

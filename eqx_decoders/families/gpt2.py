@@ -1,9 +1,8 @@
 """GPT-2 (Radford et al. 2019): LayerNorm with bias, learned positions, fused QKV, biases everywhere, tied head."""
 
-import dataclasses
+import functools
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.family import Family, Weight
@@ -25,20 +24,17 @@ def gpt2(
     - `scaled`: whether scores are divided by the root of `head_dim`.
     - `scaled_by_layer`: whether those of layer i, counted from 1, are also divided by i.
     """
-    norm = LayerNormConfig(eps=shape.eps)
-    base = shape.head_dim**-0.5 if scaled else 1.0
+    norm, mlp = LayerNormConfig(eps=shape.eps), shape.mlp(gated=False, bias=True)
+    scale = shape.head_dim**-0.5 if scaled else 1.0
+    scales = [None if scaled else 1.0] * shape.num_layers
+    if scaled_by_layer:
+        scales = [scale / layer for layer in range(1, shape.num_layers + 1)]
 
-    mixer = shape.attention(
-        rope=None, qkv_bias=True, out_bias=True, fused_qkv=True, query_scale=None if scaled else 1.0
-    )
-    mlp = shape.mlp(gated=False, bias=True)
-    block = BlockConfig(mixer=mixer, mlp=mlp, pre_mixer_norm=norm, pre_mlp_norm=norm)
-    config = shape.decoder(lambda _: block, norm, positions=LearnedPositions(max_positions=max_positions))
-    if not scaled_by_layer:
-        return config
-    scales = [base / index for index in range(1, shape.num_layers + 1)]
-    mixers = [dataclasses.replace(mixer, query_scale=scale) for scale in scales]
-    return dataclasses.replace(config, blocks=tuple(dataclasses.replace(block, mixer=each) for each in mixers))
+    @functools.cache
+    def block(scale):
+        return shape.block(shape.attention(rope=None, fused_qkv=True, bias=True, query_scale=scale), mlp, norm)
+
+    return shape.decoder(map(block, scales), norm, positions=LearnedPositions(max_positions=max_positions))
 
 
 def _read(fields: Fields) -> DecoderConfig:
@@ -125,8 +121,8 @@ FAMILY = Family(
     write=_write,
     weights=WEIGHTS,
     prefix="transformer.",
-    ignored=r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",  # the causal mask, which old files store
-    harmless={
+    ignored_tensors=r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",  # the causal mask, which old files store
+    ignored_keys={
         **dict.fromkeys((f"summary_{key}" for key in _SUMMARY), "for a classification head"),
         "n_ctx": "an older name of n_positions",
         **dict.fromkeys(("n_special", "predict_special_tokens"), "of the first GPT"),
@@ -135,25 +131,11 @@ FAMILY = Family(
 )
 
 
-def _gpt2(embed_dim: int, num_layers: int, num_heads: int) -> DecoderConfig:
-    shape = Shape(
-        vocab_size=50_257,
-        embed_dim=embed_dim,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=64,
-        mlp_dim=4 * embed_dim,
-        eps=1e-5,
-        tied=True,
-        activation="gelu_tanh",
-    )
-    return gpt2(shape)
-
+_shape = functools.partial(Shape, vocab_size=50_257, head_dim=64, eps=1e-5, tied=True, activation="gelu_tanh")
 
 MODELS = {
-    "gpt2": lambda: _gpt2(768, 12, 12),
-    "gpt2-medium": lambda: _gpt2(1024, 24, 16),
-    "gpt2-large": lambda: _gpt2(1280, 36, 20),
-    "gpt2-xl": lambda: _gpt2(1600, 48, 25),
+    "gpt2": lambda: gpt2(_shape(embed_dim=768, num_layers=12, num_heads=12, num_kv_heads=12, mlp_dim=3072)),
+    "gpt2-medium": lambda: gpt2(_shape(embed_dim=1024, num_layers=24, num_heads=16, num_kv_heads=16, mlp_dim=4096)),
+    "gpt2-large": lambda: gpt2(_shape(embed_dim=1280, num_layers=36, num_heads=20, num_kv_heads=20, mlp_dim=5120)),
+    "gpt2-xl": lambda: gpt2(_shape(embed_dim=1600, num_layers=48, num_heads=25, num_kv_heads=25, mlp_dim=6400)),
 }

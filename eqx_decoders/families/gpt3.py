@@ -3,14 +3,16 @@
 Unlike there, norms are computed in float32, the tied head is not rounded to bfloat16, and decoding has a cache.
 """
 
-from eqx_decoders.block import BlockConfig
+import dataclasses
+import functools
+
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families.shape import Shape
 from eqx_decoders.layers.embedding import LearnedPositions
 from eqx_decoders.layers.norm import LayerNormConfig
 
 
-def gpt3(shape: Shape, *, max_positions: int, dropout: float = 0.0) -> DecoderConfig:
+def gpt3(shape: Shape, *, max_positions: int = 16_384, dropout: float = 0.0) -> DecoderConfig:
     """A decoder of GPT-3 blocks: LayerNorm before attention and MLP, learned positions, biases everywhere.
 
     **Arguments:**
@@ -19,40 +21,28 @@ def gpt3(shape: Shape, *, max_positions: int, dropout: float = 0.0) -> DecoderCo
     - `max_positions`: rows of the table of positions.
     - `dropout`: rate of all dropouts.
     """
-    norm = LayerNormConfig(eps=shape.eps, offset=1.0)
-    block = BlockConfig(
-        mixer=shape.attention(rope=None, qkv_bias=True, out_bias=True, fused_qkv=True),
-        mlp=shape.mlp(gated=False, bias=True, dropout=dropout),
-        pre_mixer_norm=norm,
-        pre_mlp_norm=norm,
-        dropout=dropout,
-    )
-    return shape.decoder(
-        lambda _: block, norm, positions=LearnedPositions(max_positions=max_positions), dropout=dropout
-    )
+    norm, mlp = LayerNormConfig(eps=shape.eps, offset=1.0), shape.mlp(gated=False, bias=True, dropout=dropout)
+    block = shape.block(shape.attention(rope=None, fused_qkv=True, bias=True), mlp, norm)
+    positions = LearnedPositions(max_positions=max_positions)
+    block = dataclasses.replace(block, dropout=dropout)
+    return shape.decoder(block, norm, positions=positions, dropout=dropout)
 
 
-def _gpt3(
-    num_layers: int, embed_dim: int, num_heads: int, head_dim: int, vocab_size: int = 32_768, positions: int = 16_384
-) -> DecoderConfig:
-    shape = Shape(
-        vocab_size=vocab_size,
-        embed_dim=embed_dim,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_heads,
-        head_dim=head_dim,
-        mlp_dim=4 * embed_dim,
-        eps=1e-5,
-        tied=True,
-        activation="gelu_tanh",
-    )
-    return gpt3(shape, max_positions=positions)
-
+_shape = functools.partial(Shape, eps=1e-5, tied=True, activation="gelu_tanh")
+_52K = _shape(vocab_size=1024, embed_dim=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=64)
+_6B = _shape(
+    vocab_size=32_768, embed_dim=3072, num_layers=48, num_heads=12, num_kv_heads=12, head_dim=256, mlp_dim=12_288
+)
+_22B = _shape(
+    vocab_size=32_768, embed_dim=6144, num_layers=48, num_heads=24, num_kv_heads=24, head_dim=256, mlp_dim=24_576
+)
+_175B = _shape(
+    vocab_size=50_304, embed_dim=12_288, num_layers=96, num_heads=96, num_kv_heads=96, head_dim=128, mlp_dim=49_152
+)
 
 MODELS = {
-    "gpt3-52k": lambda: _gpt3(1, 16, 2, 8, vocab_size=1024, positions=2048),
-    "gpt3-6b": lambda: _gpt3(48, 3072, 12, 256),
-    "gpt3-22b": lambda: _gpt3(48, 6144, 24, 256),
-    "gpt3-175b": lambda: _gpt3(96, 12_288, 96, 128, vocab_size=50_304),
+    "gpt3-52k": lambda: gpt3(_52K, max_positions=2048),
+    "gpt3-6b": lambda: gpt3(_6B),
+    "gpt3-22b": lambda: gpt3(_22B),
+    "gpt3-175b": lambda: gpt3(_175B),
 }

@@ -1,28 +1,26 @@
 """GPT-OSS (OpenAI 2025): sinks, a window in every other layer, biases everywhere, experts with a clamped SwiGLU."""
 
 import dataclasses
+import functools
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families.family import Family, Weight
 from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.moe import HARMLESS, experts_of, write_experts
-from eqx_decoders.families.ropes import read_rope, write_ropes
+from eqx_decoders.families.moe import IGNORED_ROUTER_KEYS, experts_of, fused_experts, write_experts
+from eqx_decoders.families.ropes import read_rope, write_rope
 from eqx_decoders.families.shape import (
     ATTENTION,
     ENDS,
     PRE_NORMS,
     Shape,
     attentions,
-    read_masks,
+    read_cycle_masks,
     read_shape,
     write_masks,
     write_sizes,
 )
-from eqx_decoders.layers.experts import ExpertsConfig
-from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
-from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.rope import Rope, YarnRope
 from eqx_decoders.layers.router import RouterConfig
 
@@ -33,46 +31,42 @@ _ROPE = YarnRope(theta=150_000.0, factor=32.0, original_length=4096, truncate=Fa
 def gpt_oss(
     shape: Shape,
     *,
-    num_experts: int,
-    num_experts_per_token: int,
     masks: tuple[Mask, ...],
+    num_experts: int,
+    num_experts_per_token: int = 4,
     rope: Rope = _ROPE,
     limit: float = 7.0,
     attention_bias: bool = True,
 ) -> DecoderConfig:
     """A decoder of GPT-OSS blocks: `(up + 1) gate sigmoid(1.702 gate)`, with gate and up cut off at `limit`."""
-    norm = RMSNormConfig(eps=shape.eps)
-    experts = ExpertsConfig(
+    experts = shape.experts(
         num_experts=num_experts,
         num_experts_per_token=num_experts_per_token,
-        mlp_dim=shape.mlp_dim,
         activation="quick_gelu",
         up_offset=1.0,
         limit=limit,
         bias=True,
         router=RouterConfig(bias=True),
     )
-    options = dict(rope=rope, sinks=True, qkv_bias=attention_bias, out_bias=attention_bias)
 
+    @functools.cache
     def block(mask):
-        mixer = shape.attention(mask=mask, **options)
-        return BlockConfig(mixer=mixer, mlp=experts, pre_mixer_norm=norm, pre_mlp_norm=norm)
+        return shape.block(shape.attention(mask=mask, rope=rope, sinks=True, bias=attention_bias), experts)
 
-    return shape.decoder(block, norm, masks)
+    return shape.decoder(map(block, masks))
 
 
 def _read(fields: Fields) -> DecoderConfig:
     shape = read_shape(fields, num_kv_heads=8, head_dim=64, eps=1e-5)
-    fields.off("hidden_act", "silu")
-    fields.off("swiglu_alpha", 1.702)
-    fields.off("experts_per_token", fields.content.get("num_experts_per_tok", 4))  # the same, under an older name
-    window = fields.integer("sliding_window", 128, null=None)
+    fields.allow_only("hidden_act", "silu")
+    fields.allow_only("swiglu_alpha", 1.702)
+    fields.allow_only("experts_per_token", fields.content.get("num_experts_per_tok", 4))  # an older name of the same
     scaled = any(fields.content.get(key) is not None for key in ("rope_parameters", "rope_scaling"))
     return gpt_oss(
         dataclasses.replace(shape, activation="silu"),
+        masks=read_cycle_masks(fields, shape.num_layers, 2, window=128),
         num_experts=fields.integer("num_local_experts", 128),
         num_experts_per_token=fields.integer("num_experts_per_tok", 4),
-        masks=read_masks(fields, shape.num_layers, window, lambda index: index % 2 == 0),
         rope=read_rope(fields, theta=150_000.0) if scaled else _ROPE,
         limit=fields.number("swiglu_limit", 7.0),
         attention_bias=fields.flag("attention_bias", True),
@@ -80,21 +74,21 @@ def _read(fields: Fields) -> DecoderConfig:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    experts, mixer = experts_of(config), attentions(config)[0]
+    experts = experts_of(config)
     own = {
         "intermediate_size": experts.mlp_dim,
         "hidden_act": "silu",
         "swiglu_alpha": 1.702,
         "swiglu_limit": experts.limit,
-        "attention_bias": mixer.qkv_bias,
+        "attention_bias": attentions(config)[0].qkv_bias,
     }
-    masks, rope = write_masks(config), write_ropes(mixer.rope)
-    return write_sizes(config) | write_experts(experts, "num_local_experts") | own | masks | rope
+    sizes = write_sizes(config) | write_experts(config, "num_local_experts")
+    return sizes | own | write_masks(config) | write_rope(config)
 
 
 _LAYER = "model.layers.{layer}."
 _EXPERTS = _LAYER + "mlp.experts."
-_BOTH, _BOTH_BIAS = "experts embed (mlp part) -> part experts embed mlp", "experts (mlp part) -> part experts mlp"
+_GATE_UP_BIAS = "experts (mlp part) -> part experts mlp"
 FAMILY = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
@@ -105,32 +99,22 @@ FAMILY = Family(
         *ATTENTION,
         *PRE_NORMS,
         Weight(_LAYER + "self_attn.sinks", "mixer.sink", "heads -> heads"),
-        Weight(_LAYER + "mlp.router.weight", "mlp.router.kernel", "experts embed -> embed experts"),
+        *fused_experts(_LAYER + "mlp.", "router", gate_up="experts embed (mlp part)", down="experts mlp embed"),
         Weight(_LAYER + "mlp.router.bias", "mlp.router.bias", "experts -> experts"),
-        Weight(_EXPERTS + "gate_up_proj", "mlp.gate", _BOTH, part=(0, 2)),
-        Weight(_EXPERTS + "gate_up_proj", "mlp.up", _BOTH, part=(1, 2)),
-        Weight(_EXPERTS + "gate_up_proj_bias", "mlp.gate_bias", _BOTH_BIAS, part=(0, 2)),
-        Weight(_EXPERTS + "gate_up_proj_bias", "mlp.up_bias", _BOTH_BIAS, part=(1, 2)),
-        Weight(_EXPERTS + "down_proj", "mlp.down", "experts mlp embed -> experts mlp embed"),
+        Weight(_EXPERTS + "gate_up_proj_bias", "mlp.gate_bias", _GATE_UP_BIAS, part=(0, 2)),
+        Weight(_EXPERTS + "gate_up_proj_bias", "mlp.up_bias", _GATE_UP_BIAS, part=(1, 2)),
         Weight(_EXPERTS + "down_proj_bias", "mlp.down_bias", "experts embed -> experts embed"),
     ),
-    harmless=HARMLESS | {"initial_context_length": "rope_scaling says it"},
+    ignored_keys=IGNORED_ROUTER_KEYS | {"initial_context_length": "rope_scaling says it"},
 )
 
+_shape = functools.partial(
+    Shape, vocab_size=201_088, embed_dim=2880, num_heads=64, num_kv_heads=8, head_dim=64, mlp_dim=2880, eps=1e-5
+)
 
-def _gpt_oss(num_layers: int, num_experts: int) -> DecoderConfig:
-    shape = Shape(
-        vocab_size=201_088,
-        embed_dim=2880,
-        num_layers=num_layers,
-        num_heads=64,
-        num_kv_heads=8,
-        head_dim=64,
-        mlp_dim=2880,
-        eps=1e-5,
-    )
-    masks = tuple(Causal() if index % 2 else SlidingWindow(128) for index in range(num_layers))
-    return gpt_oss(shape, num_experts=num_experts, num_experts_per_token=4, masks=masks)
+_20B, _120B = _shape(num_layers=24), _shape(num_layers=36)
 
-
-MODELS = {"gpt-oss-20b": lambda: _gpt_oss(24, 32), "gpt-oss-120b": lambda: _gpt_oss(36, 128)}
+MODELS = {
+    "gpt-oss-20b": lambda: gpt_oss(_20B, masks=_20B.cycle_masks(128, 2), num_experts=32),
+    "gpt-oss-120b": lambda: gpt_oss(_120B, masks=_120B.cycle_masks(128, 2), num_experts=128),
+}

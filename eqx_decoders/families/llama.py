@@ -3,32 +3,23 @@
 RMSNorm before attention and gated MLP, rotary embedding, grouped-query attention, no biases.
 """
 
-import dataclasses
+import functools
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.ropes import read_rope, write_ropes
+from eqx_decoders.families.ropes import read_rope, write_rope
 from eqx_decoders.families.shape import LLAMA_WEIGHTS, Shape, attentions, read_shape, write_shape
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.mlp import MLPConfig
-from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Llama3Rope, Rope
 from eqx_decoders.layers.router import RouterConfig
 
 
 def llama(shape: Shape, *, rope: Rope = Rope(), attention_bias: bool = False, mlp_bias: bool = False) -> DecoderConfig:
     """A decoder of Llama blocks; `attention_bias` is that of all four projections."""
-    norm = RMSNormConfig(eps=shape.eps)
-    block = BlockConfig(
-        mixer=shape.attention(rope=rope, qkv_bias=attention_bias, out_bias=attention_bias),
-        mlp=shape.mlp(bias=mlp_bias),
-        pre_mixer_norm=norm,
-        pre_mlp_norm=norm,
-    )
-    return shape.decoder(lambda _: block, norm)
+    return shape.decoder(shape.block(shape.attention(rope=rope, bias=attention_bias), shape.mlp(bias=mlp_bias)))
 
 
 def _read(fields: Fields) -> DecoderConfig:
@@ -43,7 +34,7 @@ def _read(fields: Fields) -> DecoderConfig:
 def _write(config: DecoderConfig) -> dict[str, Any]:
     mixer, mlp = attentions(config)[0], config.blocks[0].mlp
     biases = {"attention_bias": mixer.qkv_bias, "mlp_bias": getattr(mlp, "bias", False)}
-    return write_shape(config) | biases | write_ropes(mixer.rope)
+    return write_shape(config) | biases | write_rope(config)
 
 
 FAMILY = Family(
@@ -52,11 +43,13 @@ FAMILY = Family(
     read=_read,
     write=_write,
     weights=LLAMA_WEIGHTS,
-    harmless=dict.fromkeys(("use_sliding_window", "max_window_layers"), "nothing without sliding_window"),
+    ignored_keys=dict.fromkeys(("use_sliding_window", "max_window_layers"), "nothing without sliding_window"),
 )
-_ROPE3 = Rope(theta=500_000.0)
-_ROPE31 = Llama3Rope(theta=500_000.0, factor=8.0)
-_ROPE32 = Llama3Rope(theta=500_000.0, factor=32.0)
+
+_TINY = Shape(
+    vocab_size=4096, embed_dim=256, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=704, eps=1e-5,
+    tied=True,
+)  # fmt: skip
 
 
 def _tiny_moe() -> DecoderConfig:
@@ -70,56 +63,20 @@ def _tiny_moe() -> DecoderConfig:
         score="sigmoid", order="score_first", renormalize=True, selection_bias=True, bias_update_rate=0.003,
         scaling_factor=0.7, balance_loss=1e-4, balance_form="megatron",
     )  # fmt: skip
-    shared = _TINY.mlp_dim // 2
+    shared = MLPConfig(mlp_dim=_TINY.mlp_dim // 2)
     experts = ExpertsConfig(
-        num_experts=4, num_experts_per_token=2, mlp_dim=shared // 2, router=router, shared=MLPConfig(mlp_dim=shared)
+        num_experts=4, num_experts_per_token=2, mlp_dim=shared.mlp_dim // 2, router=router, shared=shared
     )
-    dense = llama(_TINY)
-    return dataclasses.replace(dense, blocks=tuple(dataclasses.replace(block, mlp=experts) for block in dense.blocks))
+    return _TINY.decoder(_TINY.block(_TINY.attention(), experts))
 
 
-def _llama2(embed_dim: int, num_layers: int, num_heads: int, num_kv_heads: int, mlp_dim: int) -> DecoderConfig:
-    shape = Shape(
-        vocab_size=32_000,
-        embed_dim=embed_dim,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=128,
-        mlp_dim=mlp_dim,
-        eps=1e-5,
-    )
-    return llama(shape)
-
-
-def _llama3(
-    embed_dim: int, num_layers: int, num_heads: int, mlp_dim: int, rope: Rope, head_dim: int = 128, tied: bool = False
-) -> DecoderConfig:
-    shape = Shape(
-        vocab_size=128_256,
-        embed_dim=embed_dim,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=8,
-        head_dim=head_dim,
-        mlp_dim=mlp_dim,
-        eps=1e-5,
-        tied=tied,
-    )
-    return llama(shape, rope=rope)
-
-
-_TINY = Shape(
-    vocab_size=4096,
-    embed_dim=256,
-    num_layers=5,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    mlp_dim=704,
-    eps=1e-5,
-    tied=True,
-)
+_llama2 = functools.partial(Shape, vocab_size=32_000, head_dim=128, eps=1e-5)
+_llama3 = functools.partial(Shape, vocab_size=128_256, num_kv_heads=8, eps=1e-5)
+_8B = _llama3(embed_dim=4096, num_layers=32, num_heads=32, head_dim=128, mlp_dim=14_336)
+_70B = _llama3(embed_dim=8192, num_layers=80, num_heads=64, head_dim=128, mlp_dim=28_672)
+_405B = _llama3(embed_dim=16_384, num_layers=126, num_heads=128, head_dim=128, mlp_dim=53_248)
+_1B = _llama3(embed_dim=2048, num_layers=16, num_heads=32, head_dim=64, mlp_dim=8192, tied=True)
+_3B = _llama3(embed_dim=3072, num_layers=28, num_heads=24, head_dim=128, mlp_dim=8192, tied=True)
 _ROPE3 = Rope(theta=500_000.0)
 _ROPE31 = Llama3Rope(theta=500_000.0, factor=8.0)
 _ROPE32 = Llama3Rope(theta=500_000.0, factor=32.0)
@@ -127,16 +84,16 @@ _ROPE32 = Llama3Rope(theta=500_000.0, factor=32.0)
 MODELS = {
     "tiny": lambda: llama(_TINY),
     "tiny-moe": _tiny_moe,
-    "llama2-7b": lambda: _llama2(4096, 32, 32, 32, 11_008),
-    "llama2-13b": lambda: _llama2(5120, 40, 40, 40, 13_824),
-    "llama2-70b": lambda: _llama2(8192, 80, 64, 8, 28_672),
-    "llama3-8b": lambda: _llama3(4096, 32, 32, 14_336, _ROPE3),
-    "llama3-70b": lambda: _llama3(8192, 80, 64, 28_672, _ROPE3),
-    "llama3-405b": lambda: _llama3(16_384, 126, 128, 53_248, _ROPE3),
-    "llama3.1-8b": lambda: _llama3(4096, 32, 32, 14_336, _ROPE31),
-    "llama3.1-70b": lambda: _llama3(8192, 80, 64, 28_672, _ROPE31),
-    "llama3.1-405b": lambda: _llama3(16_384, 126, 128, 53_248, _ROPE31),
-    "llama3.2-1b": lambda: _llama3(2048, 16, 32, 8192, _ROPE32, head_dim=64, tied=True),
-    "llama3.2-3b": lambda: _llama3(3072, 28, 24, 8192, _ROPE32, tied=True),
-    "llama3.3-70b": lambda: _llama3(8192, 80, 64, 28_672, _ROPE31),
+    "llama2-7b": lambda: llama(_llama2(embed_dim=4096, num_layers=32, num_heads=32, num_kv_heads=32, mlp_dim=11_008)),
+    "llama2-13b": lambda: llama(_llama2(embed_dim=5120, num_layers=40, num_heads=40, num_kv_heads=40, mlp_dim=13_824)),
+    "llama2-70b": lambda: llama(_llama2(embed_dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, mlp_dim=28_672)),
+    "llama3-8b": lambda: llama(_8B, rope=_ROPE3),
+    "llama3-70b": lambda: llama(_70B, rope=_ROPE3),
+    "llama3-405b": lambda: llama(_405B, rope=_ROPE3),
+    "llama3.1-8b": lambda: llama(_8B, rope=_ROPE31),
+    "llama3.1-70b": lambda: llama(_70B, rope=_ROPE31),
+    "llama3.1-405b": lambda: llama(_405B, rope=_ROPE31),
+    "llama3.2-1b": lambda: llama(_1B, rope=_ROPE32),
+    "llama3.2-3b": lambda: llama(_3B, rope=_ROPE32),
+    "llama3.3-70b": lambda: llama(_70B, rope=_ROPE31),
 }

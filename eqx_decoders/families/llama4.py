@@ -2,33 +2,49 @@
 
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
-from eqx_decoders.errors import ConversionError
-from eqx_decoders.families.family import Family, Weight
-from eqx_decoders.families.fields import Fields, activation_name
-from eqx_decoders.families.moe import HARMLESS, dense_of, experts_of, is_sparse, need_experts, shared_mlp, write_experts
-from eqx_decoders.families.ropes import read_rope, write_ropes
-from eqx_decoders.families.shape import ATTENTION, ENDS, PRE_NORMS, Shape, attentions, read_shape, write_sizes
+from eqx_decoders.families.family import Family
+from eqx_decoders.families.fields import Fields
+from eqx_decoders.families.moe import (
+    IGNORED_ROUTER_KEYS,
+    dense_of,
+    experts_of,
+    fused_experts,
+    is_sparse,
+    need_experts,
+    write_experts,
+)
+from eqx_decoders.families.ropes import read_rope, write_rope
+from eqx_decoders.families.shape import (
+    ATTENTION,
+    ENDS,
+    PRE_NORMS,
+    Shape,
+    attentions,
+    gated_mlp,
+    read_shape,
+    write_sizes,
+)
 from eqx_decoders.layers.attention import QKNorm, QueryTemperature
-from eqx_decoders.layers.experts import ExpertsConfig
-from eqx_decoders.layers.mask import Causal, Chunked
+from eqx_decoders.layers.mask import Causal, Chunked, Mask
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Llama3Rope, Rope
 from eqx_decoders.layers.router import RouterConfig
 
 
+LAYER_TYPES = ("full_attention", "chunked_attention")
+
+
 def llama4(
     shape: Shape,
     *,
     num_experts: int,
-    num_experts_per_token: int,
-    dense_dim: int,
+    num_experts_per_token: int = 1,
+    dense_dim: int = 16_384,
     sparse_layers: frozenset[int],
     rotated_layers: frozenset[int],
-    chunked_layers: frozenset[int],
-    chunk: int | None,
+    masks: tuple[Mask, ...],
     rope: Rope,
     qk_norm: bool = True,
     temperature: QueryTemperature | None = QueryTemperature(),
@@ -38,64 +54,51 @@ def llama4(
 
     Queries and keys are normalised where they are rotated, and have a `temperature` where they are not.
     """
-    norm = RMSNormConfig(eps=shape.eps)
-    experts = ExpertsConfig(
+    experts = shape.experts(
         num_experts=num_experts,
         num_experts_per_token=num_experts_per_token,
-        mlp_dim=shape.mlp_dim,
-        activation=shape.activation,
         router=RouterConfig(score="sigmoid", input_scaling=True),
         shared=shape.mlp(),
     )
     dense = MLPConfig(mlp_dim=dense_dim, activation=shape.activation)
     normed = QKNorm(norm=RMSNormConfig(eps=shape.eps, scale=False), when="after_rope") if qk_norm else None
 
-    def block(index):
-        rotated = index in rotated_layers
-        mixer = shape.attention(
-            mask=Chunked(chunk) if index in chunked_layers and chunk is not None else Causal(),
-            rope=rope if rotated else None,
-            qk_norm=normed if rotated else None,
-            temperature=None if rotated else temperature,
-            qkv_bias=attention_bias,
-            out_bias=attention_bias,
-        )
-        mlp = experts if index in sparse_layers else dense
-        return BlockConfig(mixer=mixer, mlp=mlp, pre_mixer_norm=norm, pre_mlp_norm=norm)
+    def block(index: int, mask: Mask):
+        own = dict(rope=rope, qk_norm=normed) if index in rotated_layers else dict(rope=None, temperature=temperature)
+        mixer = shape.attention(mask=mask, bias=attention_bias, **own)
+        return shape.block(mixer, experts if index in sparse_layers else dense)
 
-    return shape.layered([block(index) for index in range(shape.num_layers)], norm)
+    return shape.decoder(block(index, mask) for index, mask in enumerate(masks))
 
 
 def _read(fields: Fields) -> DecoderConfig:
     shape = read_shape(fields, num_kv_heads=8, head_dim=128, eps=1e-5)
-    layers = range(shape.num_layers)
+    count = shape.num_layers
     interval, step = fields.integer("no_rope_layer_interval", 4), fields.integer("interleave_moe_layer_step", 1)
-    rotates = fields.numbers("no_rope_layers") or [int((index + 1) % interval != 0) for index in layers]
-    if len(rotates) != shape.num_layers:
-        raise fields.error(f"no_rope_layers has {len(rotates)} entries, but there are {shape.num_layers} layers.")
-    given = fields.content.get("moe_layers") is not None
-    sparse = fields.numbers("moe_layers") if given else list(range(step - 1, shape.num_layers, step))
-    types = fields.words("layer_types", ("full_attention", "chunked_attention"), shape.num_layers)
-    chunked = [kind == "chunked_attention" for kind in types] if types else [bool(flag) for flag in rotates]
+    rotated = fields.numbers("no_rope_layers") or [int((index + 1) % interval != 0) for index in range(count)]
+    if len(rotated) != count:
+        raise fields.error(f"no_rope_layers has {len(rotated)} entries, but there are {count} layers.")
+    listed = fields.content.get("moe_layers") is not None
+    sparse = fields.numbers("moe_layers") if listed else range(step - 1, count, step)
+    types = fields.words("layer_types", LAYER_TYPES, count) or [LAYER_TYPES[flag != 0] for flag in rotated]
     chunk = fields.integer("attention_chunk_size", 8192, null=None)
+    chunked = Causal() if chunk is None else Chunked(chunk)
     tuning = fields.content.get("attn_temperature_tuning")
     if isinstance(tuning, int) and not isinstance(tuning, bool):  # published as 4, and taken for true
         fields.content["attn_temperature_tuning"] = tuning != 0
-    tuned = fields.flag("attn_temperature_tuning", True)
-    fields.off("for_llm_compressor", False)
-    scale, floor = fields.number("attn_scale", 0.1), fields.integer("floor_scale", 8192)
+    temperature = QueryTemperature(scale=fields.number("attn_scale", 0.1), length=fields.integer("floor_scale", 8192))
+    fields.allow_only("for_llm_compressor", False)
     config = llama4(
         shape,
         num_experts=fields.integer("num_local_experts", 16),
         num_experts_per_token=fields.integer("num_experts_per_tok", 1),
         dense_dim=fields.integer("intermediate_size_mlp", 16_384),
         sparse_layers=frozenset(sparse),
-        rotated_layers=frozenset(index for index in layers if rotates[index]),
-        chunked_layers=frozenset(index for index in layers if chunked[index]),
-        chunk=chunk,
+        rotated_layers=frozenset(index for index in range(count) if rotated[index]),
+        masks=tuple(chunked if kind == "chunked_attention" else Causal() for kind in types),
         rope=read_rope(fields, theta=500_000.0, pairing="interleaved"),
         qk_norm=fields.flag("use_qk_norm", True),
-        temperature=QueryTemperature(scale=scale, length=floor) if tuned else None,
+        temperature=temperature if fields.flag("attn_temperature_tuning", True) else None,
         attention_bias=fields.flag("attention_bias", False),
     )
     return need_experts(fields, config)
@@ -103,37 +106,26 @@ def _read(fields: Fields) -> DecoderConfig:
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     experts, dense, mixers = experts_of(config), dense_of(config), attentions(config)
-    ropes = [mixer.rope for mixer in mixers if mixer.rope is not None]
-    if not ropes:
-        raise ConversionError("AttentionConfig.rope=None: some layer must have a rotary embedding.")
     chunks = [mixer.mask.size for mixer in mixers if isinstance(mixer.mask, Chunked)]
-    warm = next((mixer.temperature for mixer in mixers if mixer.rope is None), None)
-    whole = all(mixer.rope is not None for mixer in mixers)
-    tuning = {} if warm is None else {"attn_scale": warm.scale, "floor_scale": warm.length}
-    return (
-        write_sizes(config)
-        | write_experts(experts, "num_local_experts")
-        | {
-            "intermediate_size": experts.mlp_dim,
-            "intermediate_size_mlp": 16_384 if dense is None else dense.mlp_dim,
-            "hidden_act": activation_name(experts.activation),
-            "moe_layers": [index for index, block in enumerate(config.blocks) if is_sparse(block)],
-            "no_rope_layers": [int(mixer.rope is not None) for mixer in mixers],
-            "layer_types": [
-                "chunked_attention" if isinstance(mixer.mask, Chunked) else "full_attention" for mixer in mixers
-            ],
-            "attention_chunk_size": max(chunks, default=None),
-            "use_qk_norm": any(mixer.qk_norm is not None for mixer in mixers),
-            "attn_temperature_tuning": warm is not None or whole,
-            "attention_bias": mixers[0].qkv_bias,
-        }
-        | tuning
-        | write_ropes(ropes[0])
-    )
+    temperatures = [mixer.temperature for mixer in mixers if mixer.rope is None]
+    temperature = next(iter(temperatures), None)
+    own = {
+        "intermediate_size": experts.mlp_dim,
+        "intermediate_size_mlp": 16_384 if dense is None else dense.mlp_dim,
+        "moe_layers": [index for index, block in enumerate(config.blocks) if is_sparse(block)],
+        "no_rope_layers": [int(mixer.rope is not None) for mixer in mixers],
+        "layer_types": [LAYER_TYPES[isinstance(mixer.mask, Chunked)] for mixer in mixers],
+        "attention_chunk_size": max(chunks, default=None),
+        "use_qk_norm": any(mixer.qk_norm is not None for mixer in mixers),
+        "attn_temperature_tuning": temperature is not None or not temperatures,
+        "attention_bias": mixers[0].qkv_bias,
+    }
+    if temperature is not None:
+        own |= {"attn_scale": temperature.scale, "floor_scale": temperature.length}
+    return write_sizes(config) | write_experts(config, "num_local_experts") | own | write_rope(config)
 
 
-_LAYER = "model.layers.{layer}.feed_forward."
-_BOTH = "experts embed (part mlp) -> part experts embed mlp"
+_MLP = "model.layers.{layer}.feed_forward."
 FAMILY = Family(
     model_type="llama4_text",
     architecture="Llama4ForCausalLM",
@@ -143,51 +135,30 @@ FAMILY = Family(
         *ENDS,
         *ATTENTION,
         *PRE_NORMS,
-        Weight(_LAYER + "router.weight", "mlp.router.kernel", "experts embed -> embed experts"),
-        Weight(_LAYER + "experts.gate_up_proj", "mlp.gate", _BOTH, part=(0, 2)),
-        Weight(_LAYER + "experts.gate_up_proj", "mlp.up", _BOTH, part=(1, 2)),
-        Weight(_LAYER + "experts.down_proj", "mlp.down", "experts mlp embed -> experts mlp embed"),
-        *shared_mlp(_LAYER + "shared_expert."),
-        Weight(_LAYER + "gate_proj.weight", "mlp.gate", "mlp embed -> embed mlp"),
-        Weight(_LAYER + "up_proj.weight", "mlp.up", "mlp embed -> embed mlp"),
-        Weight(_LAYER + "down_proj.weight", "mlp.down", "embed mlp -> mlp embed"),
+        *fused_experts(_MLP, "router", gate_up="experts embed (part mlp)", down="experts mlp embed"),
+        *gated_mlp(_MLP + "shared_expert.", "mlp.shared."),
+        *gated_mlp(_MLP),
     ),
-    harmless=HARMLESS | dict.fromkeys(("interleave_moe_layer_step", "no_rope_layer_interval"), "the lists say it"),
+    ignored_keys=IGNORED_ROUTER_KEYS
+    | dict.fromkeys(("interleave_moe_layer_step", "no_rope_layer_interval"), "the lists say it"),
 )
 
-
-def _llama4(num_experts: int, step: int, qk_norm: bool, rope: Rope) -> DecoderConfig:
-    shape = Shape(
-        vocab_size=202_048,
-        embed_dim=5120,
-        num_layers=48,
-        num_heads=40,
-        num_kv_heads=8,
-        head_dim=128,
-        mlp_dim=8192,
-        eps=1e-5,
-    )
-    rotated = frozenset(index for index in range(48) if (index + 1) % 4)
-    return llama4(
-        shape,
-        num_experts=num_experts,
-        num_experts_per_token=1,
-        dense_dim=16_384,
-        sparse_layers=frozenset(range(step - 1, 48, step)),
-        rotated_layers=rotated,
-        chunked_layers=rotated,
-        chunk=8192,
-        rope=rope,
-        qk_norm=qk_norm,
-    )
-
+_SHAPE = Shape(
+    vocab_size=202_048, embed_dim=5120, num_layers=48, num_heads=40, num_kv_heads=8, head_dim=128, mlp_dim=8192,
+    eps=1e-5,
+)  # fmt: skip
+_ROTATED = frozenset(index for index in range(48) if (index + 1) % 4)
+_MASKS = tuple(Chunked(8192) if index in _ROTATED else Causal() for index in range(48))
+_SCOUT_ROPE = Llama3Rope(theta=500_000.0, factor=16.0, high_frequency_factor=1.0, pairing="interleaved")
+_MAVERICK_ROPE = Rope(theta=500_000.0, pairing="interleaved")
 
 MODELS = {
-    "llama4-17b-16e": lambda: _llama4(
-        16,
-        1,
-        True,
-        Llama3Rope(theta=500_000.0, factor=16.0, high_frequency_factor=1.0, pairing="interleaved"),
+    "llama4-17b-16e": lambda: llama4(
+        _SHAPE, num_experts=16, sparse_layers=frozenset(range(48)), rotated_layers=_ROTATED, masks=_MASKS,
+        rope=_SCOUT_ROPE,
     ),
-    "llama4-17b-128e": lambda: _llama4(128, 2, False, Rope(theta=500_000.0, pairing="interleaved")),
-}
+    "llama4-17b-128e": lambda: llama4(
+        _SHAPE, num_experts=128, sparse_layers=frozenset(range(1, 48, 2)), rotated_layers=_ROTATED, masks=_MASKS,
+        rope=_MAVERICK_ROPE, qk_norm=False,
+    ),
+}  # fmt: skip

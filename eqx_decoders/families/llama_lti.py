@@ -9,6 +9,7 @@ llama = materialise(model)  # a plain Llama
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -39,19 +40,15 @@ def llama_lti(
     - `general`: whether one map acts on heads and features together.
     """
 
-    def wrapped(block: BlockConfig) -> BlockConfig:
+    teacher = dict(teacher_heads=teacher_heads, teacher_kv_heads=teacher_kv_heads, teacher_head_dim=teacher_head_dim)
+
+    def learned(block: BlockConfig) -> BlockConfig:
         if not isinstance(block.mixer, AttentionConfig):
             raise ConfigError(f"llama_lti: mixer={block.mixer!r} must be an AttentionConfig in every block.")
-        learned = LearnedInitConfig(
-            attention=block.mixer,
-            teacher_heads=teacher_heads,
-            teacher_kv_heads=teacher_kv_heads,
-            teacher_head_dim=teacher_head_dim,
-            general=general,
-        )
-        return dataclasses.replace(block, mixer=learned)
+        mixer = LearnedInitConfig(attention=block.mixer, **teacher, general=general)
+        return dataclasses.replace(block, mixer=mixer)
 
-    return dataclasses.replace(config, blocks=tuple(map(wrapped, config.blocks)))
+    return dataclasses.replace(config, blocks=tuple(map(learned, config.blocks)))
 
 
 def with_teacher(model: Decoder, teacher: Decoder) -> Decoder:
@@ -74,11 +71,7 @@ def with_teacher(model: Decoder, teacher: Decoder) -> Decoder:
         f"with_teacher: the teacher's runs of equal layers, (blocks, repeats)={_cut(other)}, must be the model's, "
         f"{_cut(one)}. Choose a teacher with as many layers, alike where the model's are alike.",
     )
-    taught = tuple(
-        Segment(unit=tuple(map(_taught, segment.unit, source.unit)), repeats=segment.repeats)
-        for segment, source in zip(model.segments, teacher.segments, strict=True)
-    )
-    return dataclasses.replace(model, segments=taught).place(model.execution.layout)
+    return dataclasses.replace(model, segments=_map_blocks(_taught, model, teacher)).place(model.execution.layout)
 
 
 def materialise(model: Decoder) -> Decoder:
@@ -94,11 +87,21 @@ def materialise(model: Decoder) -> Decoder:
         "Give all blocks of one shape the same LearnedInitConfig, as llama_lti does.",
     )
     layout = model.execution.layout
-    computed = tuple(
-        Segment(unit=tuple(_materialised(block, layout) for block in segment.unit), repeats=segment.repeats)
-        for segment in model.segments
+
+    def computed(block: Block) -> Block:
+        if not isinstance(block.mixer, LearnedInit):
+            return block
+        return dataclasses.replace(block, mixer=_computed(block.mixer, layout), config=_plain(block.config))
+
+    return dataclasses.replace(model, config=config, segments=_map_blocks(computed, model)).place(layout)
+
+
+def _map_blocks(function: Callable[..., Block], *models: Decoder) -> tuple[Segment, ...]:
+    """The segments with `function` of each stacked block, or of those at the same place in several models."""
+    return tuple(
+        Segment(unit=tuple(map(function, *(segment.unit for segment in same))), repeats=same[0].repeats)
+        for same in zip(*(model.segments for model in models), strict=True)
     )
-    return dataclasses.replace(model, config=config, segments=computed).place(layout)
 
 
 def _cut(config: DecoderConfig) -> tuple[tuple[int, int], ...]:
@@ -111,15 +114,9 @@ def _plain(block: BlockConfig) -> BlockConfig:
     return dataclasses.replace(block, mixer=block.mixer.attention)
 
 
-def _materialised(block: Block, layout: Layout) -> Block:
-    """A stacked block with plain attention, whose kernels have the dtype of the maps."""
-    if not isinstance(block.mixer, LearnedInit):
-        return block
-    return dataclasses.replace(block, mixer=_compute(block.mixer, layout), config=_plain(block.config))
-
-
 @eqx.filter_jit
-def _compute(mixer: LearnedInit, layout: Layout) -> Attention:
+def _computed(mixer: LearnedInit, layout: Layout) -> Attention:
+    """Stacked plain attention, whose kernels have the dtype of the maps."""
     dtype = jax.tree.leaves(mixer.maps)[0].dtype
     attention = eqx.filter_vmap(lambda layer: layer.materialised(layout))(mixer)
     return eqx.tree_at(kernels_of, attention, tuple(kernel.astype(dtype) for kernel in kernels_of(attention)))
@@ -127,24 +124,20 @@ def _compute(mixer: LearnedInit, layout: Layout) -> Attention:
 
 def _taught(block: Block, source: Block) -> Block:
     """A stacked block with the teacher's kernels; one without a teacher as it is."""
-    if not isinstance(block.mixer, LearnedInit):
+    mixer, given = block.mixer, source.mixer
+    if not isinstance(mixer, LearnedInit):
         return block
-    return dataclasses.replace(block, mixer=_with_kernels(block.mixer, source))
-
-
-def _with_kernels(mixer: LearnedInit, source: Block) -> LearnedInit:
-    given = source.mixer
     check(not low_rank_weights(source), "with_teacher: the teacher has low-rank pairs. Call merge_lora on it first.")
     if not isinstance(given, Attention) or given.query is None or given.key is None or given.value is None:
         raise ConfigError(
             f"with_teacher: the teacher's mixer={source.config.mixer!r} must be an AttentionConfig with "
             "fused_qkv=False and shared_kv=False."
         )
-    for field, wanted in _SIZES.items():
-        has, needs = getattr(given.config, field), getattr(mixer.config, wanted)
-        check(has == needs, f"with_teacher: the teacher's {field}={has} must be LearnedInitConfig.{wanted}={needs}.")
+    for field, own in _SIZES.items():
+        has, needs = getattr(given.config, field), getattr(mixer.config, own)
+        check(has == needs, f"with_teacher: the teacher's {field}={has} must be LearnedInitConfig.{own}={needs}.")
 
     # copies: a training step gives the student's buffers away, and the teacher may be needed further
     pairs = zip(kernels_of(given), kernels_of(mixer.teacher), strict=True)
     copies = tuple(jnp.array(new, old.dtype, copy=True) for new, old in pairs)
-    return eqx.tree_at(lambda m: kernels_of(m.teacher), mixer, copies)
+    return dataclasses.replace(block, mixer=eqx.tree_at(lambda m: kernels_of(m.teacher), mixer, copies))

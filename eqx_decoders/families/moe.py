@@ -6,12 +6,12 @@ from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.family import Weight
-from eqx_decoders.families.fields import Fields
+from eqx_decoders.families.fields import Fields, activation_name
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.mlp import MLPConfig
 
 
-HARMLESS: dict[str, str] = dict.fromkeys(
+IGNORED_ROUTER_KEYS: dict[str, str] = dict.fromkeys(
     ("output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "aux_loss_alpha", "seq_aux"),
     "routers are trained with it; it changes no output",
 )
@@ -42,40 +42,36 @@ def is_sparse(block: BlockConfig) -> bool:
     return isinstance(block.mlp, ExpertsConfig)
 
 
-def separate_experts(prefix: str, gate: str, up: str, down: str, router: str) -> tuple[Weight, ...]:
-    """Rows of experts that are stored one by one, as matrices `[out, in]`."""
+def separate_experts(
+    prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> tuple[Weight, ...]:
+    """Rows of a router, and of experts that are stored one by one as matrices `[out, in]`."""
     own = prefix + "experts.{expert}."
     return (
-        Weight(prefix + f"{router}.weight", "mlp.router.kernel", "experts embed -> embed experts"),
+        Weight(prefix + "gate.weight", "mlp.router.kernel", "experts embed -> embed experts"),
         Weight(own + f"{gate}.weight", "mlp.gate", "mlp embed -> embed mlp"),
         Weight(own + f"{up}.weight", "mlp.up", "mlp embed -> embed mlp"),
         Weight(own + f"{down}.weight", "mlp.down", "embed mlp -> mlp embed"),
     )
 
 
-def fused_experts(prefix: str) -> tuple[Weight, ...]:
-    """Rows of the same experts in one tensor, as transformers holds them and can store them."""
-    both = "experts (part mlp) embed -> part experts embed mlp"
+def fused_experts(
+    prefix: str, router: str = "gate", gate_up: str = "experts (part mlp) embed", down: str = "experts embed mlp"
+) -> tuple[Weight, ...]:
+    """Rows of a router, and of experts that share tensors with these dimensions, as transformers holds them."""
     return (
-        Weight(prefix + "gate.weight", "mlp.router.kernel", "experts embed -> embed experts"),
-        Weight(prefix + "experts.gate_up_proj", "mlp.gate", both, part=(0, 2)),
-        Weight(prefix + "experts.gate_up_proj", "mlp.up", both, part=(1, 2)),
-        Weight(prefix + "experts.down_proj", "mlp.down", "experts embed mlp -> experts mlp embed"),
+        Weight(prefix + f"{router}.weight", "mlp.router.kernel", "experts embed -> embed experts"),
+        Weight(prefix + "experts.gate_up_proj", "mlp.gate", f"{gate_up} -> part experts embed mlp", part=(0, 2)),
+        Weight(prefix + "experts.gate_up_proj", "mlp.up", f"{gate_up} -> part experts embed mlp", part=(1, 2)),
+        Weight(prefix + "experts.down_proj", "mlp.down", f"{down} -> experts mlp embed"),
     )
 
 
-def shared_mlp(prefix: str) -> tuple[Weight, ...]:
-    """Rows of the MLP that all tokens use."""
-    return (
-        Weight(prefix + "gate_proj.weight", "mlp.shared.gate", "mlp embed -> embed mlp"),
-        Weight(prefix + "gate_proj.bias", "mlp.shared.gate_bias", "mlp -> mlp"),
-        Weight(prefix + "up_proj.weight", "mlp.shared.up", "mlp embed -> embed mlp"),
-        Weight(prefix + "up_proj.bias", "mlp.shared.up_bias", "mlp -> mlp"),
-        Weight(prefix + "down_proj.weight", "mlp.shared.down", "embed mlp -> mlp embed"),
-        Weight(prefix + "down_proj.bias", "mlp.shared.down_bias", "embed -> embed"),
-    )
-
-
-def write_experts(experts: ExpertsConfig, count: str) -> dict[str, Any]:
-    """How many experts there are, and how many a token uses."""
-    return {count: experts.num_experts, "num_experts_per_tok": experts.num_experts_per_token}
+def write_experts(config: DecoderConfig, count_key: str) -> dict[str, Any]:
+    """How many experts there are, how many a token uses, and their activation."""
+    experts = experts_of(config)
+    return {
+        count_key: experts.num_experts,
+        "num_experts_per_tok": experts.num_experts_per_token,
+        "hidden_act": activation_name(experts.activation),
+    }

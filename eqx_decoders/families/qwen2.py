@@ -1,35 +1,25 @@
 """Qwen2 and Qwen2.5 (Yang et al. 2024): Llama's block with biases on queries, keys and values."""
 
+import functools
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.ropes import read_rope, write_ropes
-from eqx_decoders.families.shape import (
-    LLAMA_WEIGHTS,
-    Shape,
-    attentions,
-    read_masks,
-    read_shape,
-    write_masks,
-    write_shape,
-)
-from eqx_decoders.layers.mask import Mask
-from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.families.ropes import read_rope, write_rope
+from eqx_decoders.families.shape import LLAMA_WEIGHTS, Shape, read_masks, read_shape, write_masks, write_shape
+from eqx_decoders.layers.mask import Causal, Mask
 from eqx_decoders.layers.rope import Rope
 
 
 def qwen2(shape: Shape, *, rope: Rope = Rope(theta=1e6), masks: tuple[Mask, ...] = ()) -> DecoderConfig:
     """A decoder of Qwen2 blocks; `masks` has one for each layer, or is empty: all are causal."""
-    norm = RMSNormConfig(eps=shape.eps)
 
+    @functools.cache
     def block(mask):
-        mixer = shape.attention(mask=mask, rope=rope, qkv_bias=True)
-        return BlockConfig(mixer=mixer, mlp=shape.mlp(), pre_mixer_norm=norm, pre_mlp_norm=norm)
+        return shape.block(shape.attention(mask=mask, rope=rope, qkv_bias=True))
 
-    return shape.decoder(block, norm, masks)
+    return shape.decoder(map(block, masks or (Causal(),) * shape.num_layers))
 
 
 def read_late_windows(fields: Fields, layers: int) -> tuple[Mask, ...]:
@@ -37,7 +27,7 @@ def read_late_windows(fields: Fields, layers: int) -> tuple[Mask, ...]:
     on, size = fields.flag("use_sliding_window", False), fields.integer("sliding_window", 4096, null=None)
     first = fields.integer("max_window_layers", 28, least=0)
     window = size if on else None
-    return read_masks(fields, layers, window, lambda index: window is not None and index >= first)
+    return read_masks(fields, window, [window is not None and index >= first for index in range(layers)])
 
 
 def write_late_windows(config: DecoderConfig) -> dict[str, Any]:
@@ -54,49 +44,28 @@ def _read(fields: Fields) -> DecoderConfig:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    return write_shape(config) | write_late_windows(config) | write_ropes(attentions(config)[0].rope)
+    return write_shape(config) | write_late_windows(config) | write_rope(config)
 
 
-HARMLESS = {"max_window_layers": "layer_types says it"}
+IGNORED_WINDOW_KEYS = {"max_window_layers": "layer_types says it"}
 FAMILY = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     read=_read,
     write=_write,
     weights=LLAMA_WEIGHTS,
-    harmless=HARMLESS | dict.fromkeys(("attention_bias", "qkv_bias"), "the biases are always there"),
+    ignored_keys=IGNORED_WINDOW_KEYS | dict.fromkeys(("attention_bias", "qkv_bias"), "the biases are always there"),
 )
-
-
-def _qwen25(
-    embed_dim: int,
-    num_layers: int,
-    num_heads: int,
-    num_kv_heads: int,
-    mlp_dim: int,
-    vocab_size: int,
-    head_dim: int = 128,
-    tied: bool = False,
-) -> DecoderConfig:
-    shape = Shape(
-        vocab_size=vocab_size,
-        embed_dim=embed_dim,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        mlp_dim=mlp_dim,
-        tied=tied,
-    )
-    return qwen2(shape)
-
+# The smaller ones have a smaller vocabulary and tie their tables.
+_tied = functools.partial(Shape, vocab_size=151_936, num_kv_heads=2, tied=True)
+_shape = functools.partial(Shape, vocab_size=152_064, head_dim=128)
 
 MODELS = {
-    "qwen2.5-0.5b": lambda: _qwen25(896, 24, 14, 2, 4864, 151_936, head_dim=64, tied=True),
-    "qwen2.5-1.5b": lambda: _qwen25(1536, 28, 12, 2, 8960, 151_936, tied=True),
-    "qwen2.5-3b": lambda: _qwen25(2048, 36, 16, 2, 11_008, 151_936, tied=True),
-    "qwen2.5-7b": lambda: _qwen25(3584, 28, 28, 4, 18_944, 152_064),
-    "qwen2.5-14b": lambda: _qwen25(5120, 48, 40, 8, 13_824, 152_064),
-    "qwen2.5-32b": lambda: _qwen25(5120, 64, 40, 8, 27_648, 152_064),
-    "qwen2.5-72b": lambda: _qwen25(8192, 80, 64, 8, 29_568, 152_064),
+    "qwen2.5-0.5b": lambda: qwen2(_tied(embed_dim=896, num_layers=24, num_heads=14, head_dim=64, mlp_dim=4864)),
+    "qwen2.5-1.5b": lambda: qwen2(_tied(embed_dim=1536, num_layers=28, num_heads=12, head_dim=128, mlp_dim=8960)),
+    "qwen2.5-3b": lambda: qwen2(_tied(embed_dim=2048, num_layers=36, num_heads=16, head_dim=128, mlp_dim=11_008)),
+    "qwen2.5-7b": lambda: qwen2(_shape(embed_dim=3584, num_layers=28, num_heads=28, num_kv_heads=4, mlp_dim=18_944)),
+    "qwen2.5-14b": lambda: qwen2(_shape(embed_dim=5120, num_layers=48, num_heads=40, num_kv_heads=8, mlp_dim=13_824)),
+    "qwen2.5-32b": lambda: qwen2(_shape(embed_dim=5120, num_layers=64, num_heads=40, num_kv_heads=8, mlp_dim=27_648)),
+    "qwen2.5-72b": lambda: qwen2(_shape(embed_dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, mlp_dim=29_568)),
 }

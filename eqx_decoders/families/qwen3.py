@@ -1,17 +1,16 @@
 """Qwen3, dense (Yang et al. 2025): Llama's block with normalised queries and keys."""
 
+import functools
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.qwen2 import HARMLESS, read_late_windows, write_late_windows
-from eqx_decoders.families.ropes import read_rope, write_ropes
+from eqx_decoders.families.qwen2 import IGNORED_WINDOW_KEYS, read_late_windows, write_late_windows
+from eqx_decoders.families.ropes import read_rope, write_rope
 from eqx_decoders.families.shape import LLAMA_WEIGHTS, Shape, attentions, read_shape, write_shape
 from eqx_decoders.layers.attention import QKNorm
-from eqx_decoders.layers.mask import Mask
-from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.mask import Causal, Mask
 from eqx_decoders.layers.rope import Rope
 
 
@@ -19,14 +18,13 @@ def qwen3(
     shape: Shape, *, rope: Rope = Rope(theta=1e6), masks: tuple[Mask, ...] = (), attention_bias: bool = False
 ) -> DecoderConfig:
     """A decoder of Qwen3 blocks; `masks` has one for each layer, or is empty: all are causal."""
-    norm = RMSNormConfig(eps=shape.eps)
-    biases = dict(qkv_bias=attention_bias, out_bias=attention_bias)
 
+    @functools.cache
     def block(mask):
-        mixer = shape.attention(mask=mask, rope=rope, qk_norm=QKNorm(norm=norm), **biases)
-        return BlockConfig(mixer=mixer, mlp=shape.mlp(), pre_mixer_norm=norm, pre_mlp_norm=norm)
+        qk_norm = QKNorm(norm=shape.norm)
+        return shape.block(shape.attention(mask=mask, rope=rope, qk_norm=qk_norm, bias=attention_bias))
 
-    return shape.decoder(block, norm, masks)
+    return shape.decoder(map(block, masks or (Causal(),) * shape.num_layers))
 
 
 def _read(fields: Fields) -> DecoderConfig:
@@ -40,9 +38,8 @@ def _read(fields: Fields) -> DecoderConfig:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    mixer = attentions(config)[0]
-    bias = {"attention_bias": mixer.qkv_bias}
-    return write_shape(config) | bias | write_late_windows(config) | write_ropes(mixer.rope)
+    bias = {"attention_bias": attentions(config)[0].qkv_bias}
+    return write_shape(config) | bias | write_late_windows(config) | write_rope(config)
 
 
 FAMILY = Family(
@@ -51,42 +48,27 @@ FAMILY = Family(
     read=_read,
     write=_write,
     weights=LLAMA_WEIGHTS,
-    harmless=HARMLESS,
+    ignored_keys=IGNORED_WINDOW_KEYS,
 )
 
-
-def _qwen3(
-    embed_dim: int,
-    num_layers: int,
-    num_heads: int,
-    mlp_dim: int,
-    tied: bool = False,
-    rope: Rope = Rope(theta=1e6),
-) -> DecoderConfig:
-    shape = Shape(
-        vocab_size=151_936,
-        embed_dim=embed_dim,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=8,
-        head_dim=128,
-        mlp_dim=mlp_dim,
-        tied=tied,
-    )
-    return qwen3(shape, rope=rope)
-
-
-_SIZES = {
-    "qwen3-0.6b": lambda: _qwen3(1024, 28, 16, 3072, tied=True),
-    "qwen3-1.7b": lambda: _qwen3(2048, 28, 16, 6144, tied=True),
-    "qwen3-4b": lambda: _qwen3(2560, 36, 32, 9728, tied=True),
-    "qwen3-8b": lambda: _qwen3(4096, 36, 32, 12_288),
-    "qwen3-14b": lambda: _qwen3(5120, 40, 40, 17_408),
-    "qwen3-32b": lambda: _qwen3(5120, 64, 64, 25_600),
-}
+_shape = functools.partial(Shape, vocab_size=151_936, num_kv_heads=8, head_dim=128)
+_0_6B = _shape(embed_dim=1024, num_layers=28, num_heads=16, mlp_dim=3072, tied=True)
+_1_7B = _shape(embed_dim=2048, num_layers=28, num_heads=16, mlp_dim=6144, tied=True)
+_4B = _shape(embed_dim=2560, num_layers=36, num_heads=32, mlp_dim=9728, tied=True)
+_8B = _shape(embed_dim=4096, num_layers=36, num_heads=32, mlp_dim=12_288)
+_14B = _shape(embed_dim=5120, num_layers=40, num_heads=40, mlp_dim=17_408)
+_32B = _shape(embed_dim=5120, num_layers=64, num_heads=64, mlp_dim=25_600)
 
 MODELS = {
-    **_SIZES,
-    **{f"{name}-base": make for name, make in _SIZES.items() if name not in ("qwen3-0.6b", "qwen3-32b")},
-    "qwen3-4b-thinking-2507": lambda: _qwen3(2560, 36, 32, 9728, tied=True, rope=Rope(theta=5e6)),
+    "qwen3-0.6b": lambda: qwen3(_0_6B),
+    "qwen3-1.7b": lambda: qwen3(_1_7B),
+    "qwen3-1.7b-base": lambda: qwen3(_1_7B),
+    "qwen3-4b": lambda: qwen3(_4B),
+    "qwen3-4b-base": lambda: qwen3(_4B),
+    "qwen3-4b-thinking-2507": lambda: qwen3(_4B, rope=Rope(theta=5e6)),
+    "qwen3-8b": lambda: qwen3(_8B),
+    "qwen3-8b-base": lambda: qwen3(_8B),
+    "qwen3-14b": lambda: qwen3(_14B),
+    "qwen3-14b-base": lambda: qwen3(_14B),
+    "qwen3-32b": lambda: qwen3(_32B),
 }

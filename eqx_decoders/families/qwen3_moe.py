@@ -1,14 +1,13 @@
 """Qwen3 with experts (Yang et al. 2025): Qwen3's attention; layers with experts and dense ones mixed at will."""
 
-import dataclasses
+import functools
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families.family import Family
-from eqx_decoders.families.fields import Fields, activation_name
+from eqx_decoders.families.fields import Fields
 from eqx_decoders.families.moe import (
-    HARMLESS,
+    IGNORED_ROUTER_KEYS,
     dense_of,
     experts_of,
     fused_experts,
@@ -17,19 +16,10 @@ from eqx_decoders.families.moe import (
     separate_experts,
     write_experts,
 )
-from eqx_decoders.families.ropes import read_rope, write_ropes
-from eqx_decoders.families.shape import (
-    LLAMA_WEIGHTS,
-    Shape,
-    attentions,
-    read_shape,
-    write_masks,
-    write_sizes,
-)
+from eqx_decoders.families.ropes import read_rope, write_rope
+from eqx_decoders.families.shape import LLAMA_WEIGHTS, Shape, attentions, find_window, read_shape, write_sizes
 from eqx_decoders.layers.attention import QKNorm
-from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
-from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.layers.router import RouterConfig
 
@@ -37,9 +27,9 @@ from eqx_decoders.layers.router import RouterConfig
 def qwen3_moe(
     shape: Shape,
     *,
-    num_experts: int,
-    num_experts_per_token: int,
     expert_dim: int,
+    num_experts: int = 128,
+    num_experts_per_token: int = 8,
     renormalize: bool = True,
     dense_layers: frozenset[int] = frozenset(),
     rope: Rope = Rope(theta=1e6),
@@ -47,20 +37,15 @@ def qwen3_moe(
     attention_bias: bool = False,
 ) -> DecoderConfig:
     """A decoder of Qwen3 blocks with experts, but for `dense_layers`, counted from 0, whose MLP is `shape`'s."""
-    norm = RMSNormConfig(eps=shape.eps)
-    experts = ExpertsConfig(
+    experts = shape.experts(
         num_experts=num_experts,
         num_experts_per_token=num_experts_per_token,
         mlp_dim=expert_dim,
-        activation=shape.activation,
         router=RouterConfig(order="score_first", renormalize=renormalize),
     )
-    mixer = shape.attention(
-        rope=rope, mask=mask, qk_norm=QKNorm(norm=norm), qkv_bias=attention_bias, out_bias=attention_bias
-    )
-    sparse = BlockConfig(mixer=mixer, mlp=experts, pre_mixer_norm=norm, pre_mlp_norm=norm)
-    dense = BlockConfig(mixer=mixer, mlp=shape.mlp(), pre_mixer_norm=norm, pre_mlp_norm=norm)
-    return shape.layered([dense if index in dense_layers else sparse for index in range(shape.num_layers)], norm)
+    mixer = shape.attention(rope=rope, mask=mask, qk_norm=QKNorm(norm=shape.norm), bias=attention_bias)
+    sparse, dense = shape.block(mixer, experts), shape.block(mixer)
+    return shape.decoder(dense if index in dense_layers else sparse for index in range(shape.num_layers))
 
 
 def _read(fields: Fields) -> DecoderConfig:
@@ -68,19 +53,19 @@ def _read(fields: Fields) -> DecoderConfig:
     fields.content.setdefault("intermediate_size", 6144)
     shape = read_shape(fields, num_kv_heads=4)
     step, only = fields.integer("decoder_sparse_step", 1), fields.numbers("mlp_only_layers")
-    dense = frozenset(index for index in range(shape.num_layers) if index in only or (index + 1) % step)
     on, window = fields.flag("use_sliding_window", False), fields.integer("sliding_window", 4096, null=None)
     fields.take("max_window_layers", None)  # transformers gives all layers the window
-    fields.off("use_qk_norm", True)  # the next three stand in Qwen3-Coder's files, and transformers does not read them
-    fields.off("qkv_bias", False)
-    fields.off("shared_expert_intermediate_size", 0)
+    # the next three stand in Qwen3-Coder's files, and transformers does not read them
+    fields.allow_only("use_qk_norm", True)
+    fields.allow_only("qkv_bias", False)
+    fields.allow_only("shared_expert_intermediate_size", 0)
     config = qwen3_moe(
         shape,
         num_experts=fields.integer("num_local_experts", 128),
         num_experts_per_token=fields.integer("num_experts_per_tok", 8),
         expert_dim=fields.integer("moe_intermediate_size", 768),
         renormalize=fields.flag("norm_topk_prob", False),
-        dense_layers=dense,
+        dense_layers=frozenset(index for index in range(shape.num_layers) if index in only or (index + 1) % step),
         rope=read_rope(fields),
         mask=SlidingWindow(window) if on and window is not None else Causal(),
         attention_bias=fields.flag("attention_bias", False),
@@ -89,24 +74,18 @@ def _read(fields: Fields) -> DecoderConfig:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    experts, dense, mixer = experts_of(config), dense_of(config), attentions(config)[0]
-    window = write_masks(config)["sliding_window"]
-    return (
-        write_sizes(config)
-        | write_experts(experts, "num_experts")
-        | {
-            "hidden_act": activation_name(experts.activation),
-            "moe_intermediate_size": experts.mlp_dim,
-            "intermediate_size": experts.mlp_dim if dense is None else dense.mlp_dim,
-            "norm_topk_prob": experts.router.renormalize,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [index for index, block in enumerate(config.blocks) if not is_sparse(block)],
-            "attention_bias": mixer.qkv_bias,
-            "use_sliding_window": window is not None,
-            "sliding_window": window,
-        }
-        | write_ropes(mixer.rope)
-    )
+    experts, dense, window = experts_of(config), dense_of(config), find_window(config)
+    own = {
+        "moe_intermediate_size": experts.mlp_dim,
+        "intermediate_size": experts.mlp_dim if dense is None else dense.mlp_dim,
+        "norm_topk_prob": experts.router.renormalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [index for index, block in enumerate(config.blocks) if not is_sparse(block)],
+        "attention_bias": attentions(config)[0].qkv_bias,
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+    }
+    return write_sizes(config) | write_experts(config, "num_experts") | own | write_rope(config)
 
 
 FAMILY = Family(
@@ -114,72 +93,20 @@ FAMILY = Family(
     architecture="Qwen3MoeForCausalLM",
     read=_read,
     write=_write,
-    weights=LLAMA_WEIGHTS + separate_experts("model.layers.{layer}.mlp.", "gate_proj", "up_proj", "down_proj", "gate"),
+    weights=LLAMA_WEIGHTS + separate_experts("model.layers.{layer}.mlp."),
     fused=fused_experts("model.layers.{layer}.mlp."),
-    harmless=HARMLESS,
+    ignored_keys=IGNORED_ROUTER_KEYS,
 )
 
 
-def qwen3_custom_moe(
-    shape: Shape, *, num_experts: int, num_experts_per_token: int, expert_dim: int, latent_dim: int, rope: Rope
-) -> DecoderConfig:
-    """MaxText's variant: attention writes `latent_dim` features, which alone its experts and their router see.
-
-    `x += up(experts(norm(attention(norm(x)))))`: one residual connection around both layers. It has no Hugging Face
-    form.
-    """
-    plain = qwen3_moe(
-        shape,
-        num_experts=num_experts,
-        num_experts_per_token=num_experts_per_token,
-        expert_dim=expert_dim,
-        rope=rope,
-    )
-    mixer = dataclasses.replace(attentions(plain)[0], out_dim=latent_dim)
-    block = dataclasses.replace(plain.blocks[0], mixer=mixer, wiring="chained")
-    return dataclasses.replace(plain, blocks=(block,) * shape.num_layers)
-
-
-def _shape(
-    embed_dim: int, num_layers: int, num_heads: int, num_kv_heads: int, mlp_dim: int, head_dim: int = 128
-) -> Shape:
-    return Shape(
-        vocab_size=151_936,
-        embed_dim=embed_dim,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        mlp_dim=mlp_dim,
-    )
-
-
-def _qwen3_moe(
-    embed_dim: int,
-    num_layers: int,
-    num_heads: int,
-    num_kv_heads: int,
-    expert_dim: int,
-    num_experts: int = 128,
-    theta: float = 1e6,
-) -> DecoderConfig:
-    shape = _shape(embed_dim, num_layers, num_heads, num_kv_heads, expert_dim)
-    return qwen3_moe(
-        shape, num_experts=num_experts, num_experts_per_token=8, expert_dim=expert_dim, rope=Rope(theta=theta)
-    )
-
+_shape = functools.partial(Shape, vocab_size=151_936, head_dim=128)
+_30B = _shape(embed_dim=2048, num_layers=48, num_heads=32, num_kv_heads=4, mlp_dim=768)
+_235B = _shape(embed_dim=4096, num_layers=94, num_heads=64, num_kv_heads=4, mlp_dim=1536)
+_480B = _shape(embed_dim=6144, num_layers=62, num_heads=96, num_kv_heads=8, mlp_dim=2560)
 
 MODELS = {
-    "qwen3-30b-a3b": lambda: _qwen3_moe(2048, 48, 32, 4, 768, theta=1e7),
-    "qwen3-30b-a3b-base": lambda: _qwen3_moe(2048, 48, 32, 4, 768),
-    "qwen3-235b-a22b": lambda: _qwen3_moe(4096, 94, 64, 4, 1536, theta=5e6),
-    "qwen3-custom-30b-a3b": lambda: qwen3_custom_moe(
-        _shape(2048, 48, 16, 2, 2048, head_dim=256),
-        num_experts=128,
-        num_experts_per_token=8,
-        expert_dim=2048,
-        latent_dim=768,
-        rope=Rope(theta=1e7),
-    ),
-    "qwen3-480b-a35b": lambda: _qwen3_moe(6144, 62, 96, 8, 2560, num_experts=160, theta=1e7),
+    "qwen3-30b-a3b": lambda: qwen3_moe(_30B, expert_dim=768, rope=Rope(theta=1e7)),
+    "qwen3-30b-a3b-base": lambda: qwen3_moe(_30B, expert_dim=768),
+    "qwen3-235b-a22b": lambda: qwen3_moe(_235B, expert_dim=1536, rope=Rope(theta=5e6)),
+    "qwen3-480b-a35b": lambda: qwen3_moe(_480B, expert_dim=2560, num_experts=160, rope=Rope(theta=1e7)),
 }

@@ -1,16 +1,26 @@
 """Rotary embeddings in `config.json`: `rope_parameters`, and the older `rope_theta` and `rope_scaling`."""
 
 import dataclasses
-import math
 from typing import Any, Literal
 
+from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.fields import Fields
+from eqx_decoders.families.shape import LAYER_TYPES, attentions
+from eqx_decoders.layers.mask import SlidingWindow
 from eqx_decoders.layers.rope import LinearRope, Llama3Rope, Rope, YarnRope
 
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-NESTED = ("full_attention", "sliding_attention")
+_TYPES = {Rope: "default", LinearRope: "linear", Llama3Rope: "llama3", YarnRope: "yarn"}
+# Keys of a table and fields of a configuration.
+_KEYS = {
+    "rope_theta": "theta",
+    "factor": "factor",
+    "original_max_position_embeddings": "original_length",
+    "low_freq_factor": "low_frequency_factor",
+    "high_freq_factor": "high_frequency_factor",
+    **{key: key for key in ["beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor"]},
+}
 
 
 def read_rope(fields: Fields, *, theta: float = 10_000.0, pairing: Literal["half", "interleaved"] = "half") -> Rope:
@@ -34,7 +44,7 @@ def read_ropes(fields: Fields, *, theta: float, local_theta: float, local_key: s
     """
     length = fields.integer("max_position_embeddings", None)
     parameters, scaling = fields.table("rope_parameters"), fields.table("rope_scaling")
-    full, sliding = (None if parameters is None else parameters.table(name) for name in NESTED)
+    full, sliding = (None if parameters is None else parameters.table(name) for name in LAYER_TYPES)
     if parameters is not None:
         parameters.finish()
     local = None if local_key is None else fields.number(local_key, None)
@@ -69,44 +79,43 @@ def _rope(fields: Fields, outer: _Outer) -> Rope:
     if own is not None and outer.theta is not None and own != outer.theta:
         raise fields.error(f"rope_theta={own}, but {outer.theta} outside of it: make them equal.")
     theta = own or outer.theta or outer.default
-    fields.off("partial_rotary_factor", 1, 1.0)
-    kind = fields.word("rope_type", {name: name for name in ROPE_TYPES}, "default")
-    idle = ["max_position_embeddings", "finetuned"]
+    fields.allow_only("partial_rotary_factor", 1, 1.0)
+    kind = fields.word("rope_type", {name: name for name in _TYPES.values()}, "default")
+    ignored = ["max_position_embeddings", "finetuned"]
     if kind == "default":
-        rope, idle = Rope(theta=theta), [*idle, "factor", "original_max_position_embeddings"]
+        rope, ignored = Rope(theta=theta), [*ignored, "factor", "original_max_position_embeddings"]
     elif kind == "linear":
-        rope, idle = (
-            LinearRope(theta=theta, factor=fields.number("factor")),
-            [*idle, "original_max_position_embeddings"],
+        rope = LinearRope(theta=theta, factor=fields.number("factor"))
+        ignored = [*ignored, "original_max_position_embeddings"]
+    elif kind == "llama3":
+        rope = Llama3Rope(
+            theta=theta,
+            original_length=_original_length(fields, outer),
+            factor=fields.number("factor"),
+            low_frequency_factor=fields.number("low_freq_factor"),
+            high_frequency_factor=fields.number("high_freq_factor"),
         )
     else:
-        original = fields.integer("original_max_position_embeddings", outer.length)
-        if original is None:
-            raise fields.error("original_max_position_embeddings is missing: add it.")
-        rope = (_llama3_rope if kind == "llama3" else _yarn_rope)(fields, theta, original, outer)
-    fields.finish(dict.fromkeys(idle, "has no effect on this type"))
+        rope = _yarn_rope(fields, theta, outer)
+    fields.finish(dict.fromkeys(ignored, "has no effect on this type"))
     return rope
 
 
-def _llama3_rope(fields: Fields, theta: float, original: int, outer: _Outer) -> Rope:
-    return Llama3Rope(
-        theta=theta,
-        factor=fields.number("factor"),
-        low_frequency_factor=fields.number("low_freq_factor"),
-        high_frequency_factor=fields.number("high_freq_factor"),
-        original_length=original,
-    )
+def _original_length(fields: Fields, outer: _Outer) -> int:
+    original = fields.integer("original_max_position_embeddings", outer.length)
+    if original is None:
+        raise fields.error("original_max_position_embeddings is missing: add it.")
+    return original
 
 
-def _yarn_rope(fields: Fields, theta: float, original: int, outer: _Outer) -> Rope:
+def _yarn_rope(fields: Fields, theta: float, outer: _Outer) -> YarnRope:
+    original = _original_length(fields, outer)
     # an explicit null stands for the ratio of the two lengths
     factor = fields.number("factor", null=None if outer.length is None else outer.length / original)
     if factor is None:
         raise fields.error("factor is null, and there is no max_position_embeddings to tell it: give one of them.")
-    attention = fields.number("attention_factor", None)
-    mscale, everywhere = fields.number("mscale", None), fields.number("mscale_all_dim", None)
-    if attention is None and mscale is not None and everywhere is not None:
-        attention = yarn_mscale(factor, mscale) / yarn_mscale(factor, everywhere)
+    attention_factor = fields.number("attention_factor", None)
+    mscale, mscale_all_dim = fields.number("mscale", None), fields.number("mscale_all_dim", None)
     truncate = fields.flag("truncate", True)
     return YarnRope(
         theta=theta,
@@ -116,50 +125,33 @@ def _yarn_rope(fields: Fields, theta: float, original: int, outer: _Outer) -> Ro
         beta_slow=fields.number("beta_slow", 1.0),
         # transformers looks for it beside nested tables, where no file has it
         truncate=truncate or outer.nested,
-        attention_factor=attention,
+        # without mscale_all_dim and beside attention_factor it has no effect
+        mscale=mscale if mscale_all_dim is not None and attention_factor is None else None,
+        mscale_all_dim=mscale_all_dim,
+        attention_factor=attention_factor,
     )
 
 
-def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's m = 0.1 `mscale` ln(`factor`) + 1, to the last bit as transformers rounds it."""
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-def write_rope(rope: Rope | None) -> dict[str, Any]:
-    """The table of one rotary embedding, as transformers 5 writes it."""
-    if rope is None:
-        raise ConversionError("AttentionConfig.rope=None: there must be a rotary embedding.")
-    table: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
-    if isinstance(rope, LinearRope):
-        table |= {"rope_type": "linear", "factor": rope.factor}
-    elif isinstance(rope, Llama3Rope):
-        table |= {
-            "rope_type": "llama3",
-            "factor": rope.factor,
-            "low_freq_factor": rope.low_frequency_factor,
-            "high_freq_factor": rope.high_frequency_factor,
-            "original_max_position_embeddings": rope.original_length,
-        }
-    elif isinstance(rope, YarnRope):
-        table |= {
-            "rope_type": "yarn",
-            "factor": rope.factor,
-            "original_max_position_embeddings": rope.original_length,
-            "beta_fast": rope.beta_fast,
-            "beta_slow": rope.beta_slow,
-        }
-        table |= {} if rope.truncate else {"truncate": False}
-        table |= {} if rope.attention_factor is None else {"attention_factor": rope.attention_factor}
-    return table
-
-
-def write_ropes(rope: Rope | None) -> dict[str, Any]:
-    """`write_rope` as `spelled_twice`."""
-    return spelled_twice(write_rope(rope))
-
-
-def spelled_twice(table: dict[str, Any]) -> dict[str, Any]:
-    """A table as `rope_parameters`, and beside it the spelling that transformers 4 reads."""
+def write_rope(config: DecoderConfig) -> dict[str, Any]:
+    """The rotary embedding of all layers, as `rope_parameters` and in the spelling that transformers 4 reads."""
+    mixer = next((block.mixer for block in config.blocks if getattr(block.mixer, "rope", None)), None)
+    table = _table(getattr(mixer, "rope", None))
     scaling = {key: value for key, value in table.items() if key != "rope_theta"}
     old = {"rope_scaling": scaling} if scaling["rope_type"] != "default" else {}
     return {"rope_parameters": table, "rope_theta": table["rope_theta"]} | old
+
+
+def write_ropes(config: DecoderConfig) -> dict[str, Any]:
+    """`rope_parameters` by the type of the layer; a type that no layer has is left out."""
+    kinds = {isinstance(mixer.mask, SlidingWindow): mixer.rope for mixer in attentions(config)}
+    return {"rope_parameters": {LAYER_TYPES[kind]: _table(rope) for kind, rope in kinds.items()}}
+
+
+def _table(rope: Rope | None) -> dict[str, Any]:
+    """The table of one rotary embedding, as transformers 5 writes it."""
+    if rope is None:
+        raise ConversionError("AttentionConfig.rope=None: there must be a rotary embedding.")
+    table: dict[str, Any] = {key: getattr(rope, field, None) for key, field in _KEYS.items()}
+    if table["truncate"]:
+        del table["truncate"]  # the default
+    return {"rope_type": _TYPES[type(rope)]} | {key: value for key, value in table.items() if value is not None}

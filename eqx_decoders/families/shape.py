@@ -1,7 +1,7 @@
 """The sizes that all families of this kind share, and the parts of a configuration that follow from them."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from eqx_decoders.block import BlockConfig
@@ -10,9 +10,11 @@ from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.family import Weight
 from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
 from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.layers.experts import ExpertsConfig
+from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
-from eqx_decoders.layers.norm import NormConfig
+from eqx_decoders.layers.norm import NormConfig, RMSNormConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,30 +33,47 @@ class Shape:
     activation: str = "silu"
     init_std: float = 0.02
 
-    def attention(self, **options: Any) -> AttentionConfig:
-        """Attention of these sizes."""
+    @property
+    def norm(self) -> RMSNormConfig:
+        """RMSNorm with this `eps`."""
+        return RMSNormConfig(eps=self.eps)
+
+    def attention(self, *, bias: bool = False, **options: Any) -> AttentionConfig:
+        """Attention of these sizes; `bias` is that of all four projections."""
         heads = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
-        return AttentionConfig(**heads, **options)
+        return AttentionConfig(**heads, **{"qkv_bias": bias, "out_bias": bias, **options})
 
     def mlp(self, **options: Any) -> MLPConfig:
         """An MLP of these sizes."""
         return MLPConfig(mlp_dim=self.mlp_dim, activation=self.activation, **options)
 
-    def decoder(
-        self, block: Callable[[Mask], BlockConfig], final_norm: NormConfig, masks: tuple[Mask, ...] = (), **options: Any
-    ) -> DecoderConfig:
-        """A decoder of these sizes. `block(mask)` is a layer with that mask; without `masks` all are causal."""
-        masks = masks or (Causal(),) * self.num_layers
-        made = {mask: block(mask) for mask in dict.fromkeys(masks)}
-        return self.layered([made[mask] for mask in masks], final_norm, **options)
+    def experts(self, **options: Any) -> ExpertsConfig:
+        """Experts of these sizes, unless the options have an `mlp_dim`."""
+        return ExpertsConfig(**{"mlp_dim": self.mlp_dim, "activation": self.activation, **options})
 
-    def layered(self, blocks: Sequence[BlockConfig], final_norm: NormConfig, **options: Any) -> DecoderConfig:
-        """A decoder of these sizes, with these layers."""
+    def cycle_masks(self, window: int, period: int) -> tuple[Mask, ...]:
+        """The mask of each layer: a window, but for every `period`-th layer, which sees the whole past."""
+        return tuple(SlidingWindow(window) if (index + 1) % period else Causal() for index in range(self.num_layers))
+
+    def block(
+        self,
+        mixer: AttentionConfig | LatentAttentionConfig,
+        mlp: MLPConfig | ExpertsConfig | None = None,
+        norm: NormConfig | None = None,
+    ) -> BlockConfig:
+        """A layer with a norm before attention and before the MLP: `self.mlp()` and `self.norm` where they are None."""
+        norm = norm or self.norm
+        return BlockConfig(mixer=mixer, mlp=mlp or self.mlp(), pre_mixer_norm=norm, pre_mlp_norm=norm)
+
+    def decoder(
+        self, blocks: BlockConfig | Iterable[BlockConfig], final_norm: NormConfig | None = None, **options: Any
+    ) -> DecoderConfig:
+        """A decoder with these layers, or with the same in all; its final norm is `self.norm` unless given."""
         return DecoderConfig(
             vocab_size=self.vocab_size,
             embed_dim=self.embed_dim,
-            blocks=tuple(blocks),
-            final_norm=final_norm,
+            blocks=(blocks,) * self.num_layers if isinstance(blocks, BlockConfig) else tuple(blocks),
+            final_norm=final_norm or self.norm,
             tied=self.tied,
             init_std=self.init_std,
             **options,
@@ -81,9 +100,8 @@ def read_shape(
     width = fields.integer("head_dim", head_dim)
     if width is None:
         if embed % heads:
-            raise fields.error(
-                f"hidden_size={embed} must be a multiple of num_attention_heads={heads}, or head_dim given."
-            )
+            rule = f"must be a multiple of num_attention_heads={heads}, or head_dim given"
+            raise fields.error(f"hidden_size={embed} {rule}.")
         width = embed // heads
     return Shape(
         vocab_size=fields.integer("vocab_size"),
@@ -145,10 +163,16 @@ def attentions(config: DecoderConfig) -> tuple[AttentionConfig, ...]:
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def read_masks(fields: Fields, layers: int, window: int | None, default: Callable[[int], bool]) -> tuple[Mask, ...]:
-    """The mask of each layer, from `layer_types` or, where there is none, from `default(i)`: whether i has a window."""
-    types = fields.words("layer_types", LAYER_TYPES, layers)
-    slides = [default(index) if types is None else types[index] == "sliding_attention" for index in range(layers)]
+def read_cycle_masks(fields: Fields, layers: int, period: int, *, window: int = 4096) -> tuple[Mask, ...]:
+    """The masks of `Shape.cycle_masks`, unless `layer_types` differs; `window` is the default of their size."""
+    size = fields.integer("sliding_window", window, null=None)
+    return read_masks(fields, size, [(index + 1) % period != 0 for index in range(layers)])
+
+
+def read_masks(fields: Fields, window: int | None, slides: list[bool]) -> tuple[Mask, ...]:
+    """The mask of each layer: which have the window is said by `layer_types` or, where there is none, by `slides`."""
+    types = fields.words("layer_types", LAYER_TYPES, len(slides))
+    slides = slides if types is None else [kind == "sliding_attention" for kind in types]
     if any(slides) and window is None:
         raise fields.error("layer_types has sliding_attention, but sliding_window is null or off: give the window.")
     local = Causal() if window is None else SlidingWindow(window)
@@ -158,9 +182,13 @@ def read_masks(fields: Fields, layers: int, window: int | None, default: Callabl
 def write_masks(config: DecoderConfig, *, default: int | None = None) -> dict[str, Any]:
     """`layer_types`, and the one `sliding_window` that they share; `default` where no layer has a window."""
     masks = [mixer.mask for mixer in attentions(config)]
-    sizes = {mask.size for mask in masks if isinstance(mask, SlidingWindow)}
     types = [LAYER_TYPES[isinstance(mask, SlidingWindow)] for mask in masks]
-    return {"layer_types": types, "sliding_window": max(sizes, default=default)}
+    return {"layer_types": types, "sliding_window": find_window(config) or default}
+
+
+def find_window(config: DecoderConfig) -> int | None:
+    """The size of the windows; None where no layer has one."""
+    return max((mixer.mask.size for mixer in attentions(config) if isinstance(mixer.mask, SlidingWindow)), default=None)
 
 
 # The rows that most tables share.
@@ -182,15 +210,21 @@ ATTENTION = (
     Weight(_ATTENTION + "q_norm.weight", "mixer.query_norm.scale", "norm -> norm"),
     Weight(_ATTENTION + "k_norm.weight", "mixer.key_norm.scale", "norm -> norm"),
 )
-_MLP = "model.layers.{layer}.mlp."
-GATED_MLP = (
-    Weight(_MLP + "gate_proj.weight", "mlp.gate", "mlp embed -> embed mlp"),
-    Weight(_MLP + "gate_proj.bias", "mlp.gate_bias", "mlp -> mlp"),
-    Weight(_MLP + "up_proj.weight", "mlp.up", "mlp embed -> embed mlp"),
-    Weight(_MLP + "up_proj.bias", "mlp.up_bias", "mlp -> mlp"),
-    Weight(_MLP + "down_proj.weight", "mlp.down", "embed mlp -> mlp embed"),
-    Weight(_MLP + "down_proj.bias", "mlp.down_bias", "embed -> embed"),
-)
+
+
+def gated_mlp(prefix: str, path: str = "mlp.") -> tuple[Weight, ...]:
+    """Rows for a gated MLP."""
+    return (
+        Weight(prefix + "gate_proj.weight", path + "gate", "mlp embed -> embed mlp"),
+        Weight(prefix + "gate_proj.bias", path + "gate_bias", "mlp -> mlp"),
+        Weight(prefix + "up_proj.weight", path + "up", "mlp embed -> embed mlp"),
+        Weight(prefix + "up_proj.bias", path + "up_bias", "mlp -> mlp"),
+        Weight(prefix + "down_proj.weight", path + "down", "embed mlp -> mlp embed"),
+        Weight(prefix + "down_proj.bias", path + "down_bias", "embed -> embed"),
+    )
+
+
+GATED_MLP = gated_mlp("model.layers.{layer}.mlp.")
 
 
 def norms(**names: str) -> tuple[Weight, ...]:

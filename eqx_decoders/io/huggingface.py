@@ -153,7 +153,7 @@ def _without_ignored(tensors: dict[str, StoredTensor], family: Family) -> dict[s
     """Under their full names, without those that hold no information."""
     if not any(name.startswith(family.prefix) for name in tensors):  # saved from the base model
         tensors = {name if name == _HEAD else family.prefix + name: stored for name, stored in tensors.items()}
-    return {name: stored for name, stored in tensors.items() if not re.fullmatch(family.ignored, name)}
+    return {name: stored for name, stored in tensors.items() if not re.fullmatch(family.ignored_tensors, name)}
 
 
 def _untied(config: DecoderConfig, tensors: dict[str, StoredTensor], family: Family) -> DecoderConfig:

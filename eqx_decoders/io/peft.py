@@ -203,7 +203,7 @@ def _read_config(fields: Fields) -> tuple[int, float]:
     rank, alpha = fields.integer("r"), fields.number("lora_alpha")
     stabilized = fields.flag("use_rslora", False)
     for key, allowed in OFF.items():
-        fields.off(key, *allowed)
+        fields.allow_only(key, *allowed)
     fields.finish(HARMLESS)
     return rank, alpha / (math.sqrt(rank) if stabilized else rank)
 

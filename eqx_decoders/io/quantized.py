@@ -134,9 +134,9 @@ def _packed(tensors: _Tensors) -> _Tensors:
 
 
 def _fp8(fields: Fields) -> Scheme:
-    fields.off("activation_scheme", "dynamic")
-    fields.off("fmt", "e4m3")
-    fields.off("expert_dtype", "fp8")
+    fields.allow_only("activation_scheme", "dynamic")
+    fields.allow_only("fmt", "e4m3")
+    fields.allow_only("expert_dtype", "fp8")
     bytes_too = fields.word("scale_fmt", {"float": False, "ue8m0": True}, "float")
     block = fields.take("weight_block_size")
     whole = isinstance(block, list) and all(isinstance(size, int) and not isinstance(size, bool) for size in block)

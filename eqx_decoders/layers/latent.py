@@ -43,7 +43,7 @@ class LatentAttentionConfig:
     - `value_dim`: features of a head's value.
     - `mask`: which keys a query sees.
     - `rope`: rotary embedding of the `rope_dim` features.
-    - `query_scale`: multiplies queries; None for `(nope_dim + rope_dim) ** -0.5`. YaRN's `mscale²` belongs here.
+    - `query_scale`: multiplies queries; None for `(nope_dim + rope_dim) ** -0.5 * rope.score_scale`.
     - `norm`: of both latents; the shared rotary key has none.
     - `bias`: biases of the projections into the latents and of the output projection.
     """
@@ -74,6 +74,11 @@ class LatentAttentionConfig:
     def head_dim(self) -> int:
         """Features of a head's query and key."""
         return self.nope_dim + self.rope_dim
+
+    @property
+    def scale(self) -> float:
+        """By which queries are multiplied."""
+        return self.head_dim**-0.5 * self.rope.score_scale if self.query_scale is None else self.query_scale
 
     @property
     def latent_dim(self) -> int:
@@ -162,7 +167,7 @@ class LatentAttention(eqx.Module):
             query = ctx.einsum(pattern, low, self.query_up)
         nope, rope = jnp.split(query, [config.nope_dim], axis=-1)
         query = jnp.concatenate([nope, rotate(rope, ctx.positions, config.rope)], axis=-1)
-        query = query * (config.head_dim**-0.5 if config.query_scale is None else config.query_scale)
+        query = query * config.scale
         return save(ctx.constrain(query, "batch length heads qk_dim"), "query_proj")
 
     def _latent(self, x: Array, ctx: Context) -> Float[Array, "batch length 1 cached"]:

@@ -55,6 +55,11 @@ class Rope:
         """By which cosine and sine are multiplied."""
         return 1.0
 
+    @property
+    def score_scale(self) -> float:
+        """By which latent attention multiplies its scores in addition."""
+        return 1.0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearRope(Rope):
@@ -113,7 +118,10 @@ class YarnRope(Rope):
     - `beta_fast`, `beta_slow`: pairs with more turns over the original context than `beta_fast` are kept, those with
         fewer than `beta_slow` are interpolated.
     - `truncate`: whether the bounds of the ramp are rounded to whole pairs.
-    - `attention_factor`: multiplies cosine and sine; None for `0.1 ln(factor) + 1`.
+    - `mscale`, `mscale_all_dim`: with `m(s) = 0.1 s ln(factor) + 1`, cosine and sine are multiplied by
+        `m(mscale) / m(mscale_all_dim)`, without `mscale` by `m(1)`; latent attention multiplies its scores by
+        `m(mscale_all_dim)²`. `mscale` needs `mscale_all_dim`.
+    - `attention_factor`: multiplies cosine and sine in place of what follows from `mscale`.
     """
 
     factor: float
@@ -121,6 +129,8 @@ class YarnRope(Rope):
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
     attention_factor: float | None = None
 
     def __post_init__(self):
@@ -130,8 +140,13 @@ class YarnRope(Rope):
         check_number("YarnRope.beta_slow", self.beta_slow, above=0)
         check_number("YarnRope.beta_fast", self.beta_fast, least=self.beta_slow)
         check(self.theta > 1, f"YarnRope.theta={self.theta} must be above 1.")
-        if self.attention_factor is not None:
-            check_number("YarnRope.attention_factor", self.attention_factor, above=0)
+        for field in ("mscale", "mscale_all_dim", "attention_factor"):
+            if getattr(self, field) is not None:
+                check_number(f"YarnRope.{field}", getattr(self, field), above=0)
+        check(
+            self.mscale is None or (self.mscale_all_dim is not None and self.attention_factor is None),
+            f"YarnRope.mscale={self.mscale} needs mscale_all_dim, and excludes attention_factor.",
+        )
 
     def frequencies(self, dim: int) -> np.ndarray:
         plain = super().frequencies(dim)
@@ -145,7 +160,18 @@ class YarnRope(Rope):
 
     @property
     def magnitude(self) -> float:
-        return 0.1 * math.log(self.factor) + 1.0 if self.attention_factor is None else self.attention_factor
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale is None or self.mscale_all_dim is None:
+            return self._m(1.0)
+        return self._m(self.mscale) / self._m(self.mscale_all_dim)
+
+    @property
+    def score_scale(self) -> float:
+        return 1.0 if self.mscale_all_dim is None else self._m(self.mscale_all_dim) ** 2
+
+    def _m(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0
 
     def _pair_of(self, turns: float, dim: int) -> float:
         """The (fractional) pair that makes so many turns over the original context."""

@@ -1,4 +1,4 @@
-"""MaxText's own blocks: sizes, parameters counted by hand, and outputs against NumPy in float64."""
+"""MaxText's own blocks: sizes, parameters counted by hand, and outputs against NumPy in float64 and themselves."""
 
 import dataclasses
 import functools
@@ -10,17 +10,19 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.axes import axes
+from eqx_decoders.axes import axes, named_leaves, product_axes
 from eqx_decoders.families import maxtext
 from eqx_decoders.families.shape import Shape
-from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.layers.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
+from eqx_decoders.layers.router import RouterConfig
 from eqx_decoders.training.data import Batch
+from eqx_decoders.training.lora import LoRAConfig, add_lora
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.step import Trainer
-from tests.oracles import attention_by_hand, mlp_by_hand, norm_by_hand, wide
+from tests.oracles import attention_by_hand, experts_by_hand, mlp_by_hand, norm_by_hand, wide
 from tests.strategies import filled, packed, some_tokens
 
 
@@ -31,7 +33,12 @@ PARAMETERS = {
     "maxtext-simple": ENDS + LAYERS * EMBED * EMBED,
     "maxtext-simple-mlp": ENDS + LAYERS * 2 * EMBED * MLP,
 }
-SMALL = dict(vocab_size=32, embed_dim=8, num_layers=2)
+SMALL = Shape(vocab_size=32, embed_dim=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, mlp_dim=12, eps=1e-5)
+CUSTOM = maxtext.qwen3_custom_moe(
+    Shape(vocab_size=32, embed_dim=8, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=6),
+    num_experts=4, num_experts_per_token=2, expert_dim=6, latent_dim=4, rope=Rope(theta=100.0),
+)  # fmt: skip
+POSITIONS, SAME_SEGMENT = np.tile(np.arange(4), (2, 1)), np.ones((2, 4), int)
 TOKENS = some_tokens(2, 4)
 run = eqx.filter_jit(lambda model, key=None: model(TOKENS, key=key))
 step = eqx.filter_jit(lambda model, tokens, cache: model(tokens, cache=cache))
@@ -73,13 +80,11 @@ def test_the_default_block_is_parallel_behind_one_norm():
 
 
 def test_default_is_the_sum_of_both_branches():
-    shape = Shape(**SMALL, num_heads=2, num_kv_heads=1, head_dim=4, mlp_dim=12, eps=1e-5)
-    model = filled(maxtext.default(shape))
+    model = filled(maxtext.default(SMALL))
     x = wide(model.embedding.table)[np.asarray(TOKENS)]
-    positions, same = np.tile(np.arange(4), (2, 1)), np.ones((2, 4), int)
     for block in model.unstacked():
         n = normed(block.pre_mixer_norm, x)
-        x = x + attention_by_hand(block.mixer, n, positions, same) + mlp_by_hand(block.mlp, n)
+        x = x + attention_by_hand(block.mixer, n, POSITIONS, SAME_SEGMENT) + mlp_by_hand(block.mlp, n)
     out = run(model)
     close(out.hidden, x)
     close(out.logits, head_by_hand(model, x))
@@ -87,8 +92,7 @@ def test_default_is_the_sum_of_both_branches():
 
 def test_default_drops_the_sum_of_both_branches():
     """A feature of the stream is kept, or changed by what is left of the sum, doubled: all of it or nothing."""
-    shape = Shape(**SMALL | dict(num_layers=1), num_heads=2, num_kv_heads=1, head_dim=4, mlp_dim=12, eps=1e-5)
-    config = maxtext.default(shape, dropout=0.5)
+    config = maxtext.default(dataclasses.replace(SMALL, num_layers=1), dropout=0.5)
     bare = dataclasses.replace(config.blocks[0], mlp=dataclasses.replace(config.blocks[0].mlp, dropout=0.0))
     model = filled(dataclasses.replace(config, blocks=(bare,), dropout=0.0))
     x = wide(model.embedding.table)[np.asarray(TOKENS)]
@@ -100,7 +104,7 @@ def test_default_drops_the_sum_of_both_branches():
 
 
 def test_simple_is_a_product_of_matrices():
-    model = filled(maxtext.simple(**SMALL))
+    model = filled(maxtext.simple(SMALL))
     x = wide(model.embedding.table)[np.asarray(TOKENS)]
     for block in model.unstacked():
         x = x @ wide(block.mlp.kernel)
@@ -110,7 +114,7 @@ def test_simple_is_a_product_of_matrices():
 
 
 def test_simple_mlp_is_a_product_of_two_matrices_a_layer():
-    model = filled(maxtext.simple_mlp(**SMALL, mlp_dim=12))
+    model = filled(maxtext.simple_mlp(SMALL))
     x = wide(model.embedding.table)[np.asarray(TOKENS)]
     for block in model.unstacked():
         x = x @ wide(block.mlp.up) @ wide(block.mlp.down)
@@ -120,7 +124,7 @@ def test_simple_mlp_is_a_product_of_two_matrices_a_layer():
 
 
 def test_the_one_matrix_is_split_on_both_sides_and_starts_with_unit_gain():
-    config = maxtext.simple(**SMALL)
+    config = maxtext.simple(SMALL)
     layout = ed.Layout.create(fsdp=4, tensor=2)
     model = ed.abstract(config, layout=layout)
     assert axes(model)["segments.0.unit.0.mlp.kernel"] == ("layers", "embed", "mlp")
@@ -147,10 +151,9 @@ def test_plain_wiring_has_no_residual_and_passes_absent_layers_through(mixer, ml
     model = filled(decoder)
     (block,) = model.unstacked()
     x = wide(model.embedding.table)[np.asarray(TOKENS)]
-    positions, same = np.tile(np.arange(4), (2, 1)), np.ones((2, 4), int)
     if mixer:
         x = normed(block.pre_mixer_norm, x)
-        x = normed(block.post_mixer_norm, attention_by_hand(block.mixer, x, positions, same))
+        x = normed(block.post_mixer_norm, attention_by_hand(block.mixer, x, POSITIONS, SAME_SEGMENT))
     if mlp:
         x = x @ wide(block.mlp.kernel) if isinstance(mlp, LinearConfig) else mlp_by_hand(block.mlp, x)
         x = normed(block.post_mlp_norm, x)
@@ -158,7 +161,7 @@ def test_plain_wiring_has_no_residual_and_passes_absent_layers_through(mixer, ml
 
 
 def test_a_model_without_dropout_or_attention_trains():
-    model = filled(maxtext.simple(**SMALL))
+    model = filled(maxtext.simple(SMALL))
     trainer = Trainer.create(OptimizerConfig(learning_rate=0.02, warmup_steps=0), model, steps=10)
     state, losses = trainer.init(model, key=jax.random.key(0)), []
     for _ in range(4):
@@ -175,10 +178,12 @@ def weighted(model, tokens, segments):
 gradients = eqx.filter_jit(eqx.filter_value_and_grad(weighted, has_aux=True))
 
 
-@pytest.mark.parametrize("make", [maxtext.simple, functools.partial(maxtext.simple_mlp, mlp_dim=12)])
-def test_plain_blocks_are_the_same_scanned_rematerialised_and_sharded(make):
+@pytest.mark.parametrize(
+    "config", [maxtext.simple(SMALL), maxtext.simple_mlp(SMALL), CUSTOM], ids=["simple", "simple_mlp", "custom"]
+)
+def test_blocks_are_the_same_scanned_rematerialised_and_sharded(config):
     tokens, segments = packed(8)
-    model = filled(make(**SMALL), scan=False)
+    model = filled(config, scan=False)
     placed = model.replace(scan=True, remat="full").place(ed.Layout.create(data=2, fsdp=2, tensor=2))
     want, got = gradients(model, tokens, segments), gradients(placed, tokens, segments)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -194,3 +199,82 @@ def test_plain_attention_decodes_as_it_runs():
         out = step(model, TOKENS[:, token : token + 1], cache)
         pieces, cache = [*pieces, out.logits], out.cache
     close(jnp.concatenate(pieces, axis=1), np.asarray(run(model).logits))
+
+
+# --- the variant of Qwen3 with experts: a narrow stretch between attention and experts ---
+
+
+@pytest.fixture(scope="module")
+def custom():
+    return filled(CUSTOM)
+
+
+@pytest.fixture(scope="module")
+def logits(custom):
+    return np.asarray(run(custom).logits)
+
+
+def test_sizes_of_the_custom_model_are_those_of_maxtext():
+    config = ed.get_config("qwen3-custom-30b-a3b")
+    (block,) = set(config.blocks)
+    norm = RMSNormConfig(eps=1e-6)
+    assert (config.vocab_size, config.embed_dim, len(config.blocks), config.tied) == (151_936, 2048, 48, False)
+    assert block.mixer == AttentionConfig(
+        num_heads=16, num_kv_heads=2, head_dim=256, rope=Rope(theta=1e7), qk_norm=QKNorm(norm=norm), out_dim=768
+    )
+    assert (block.wiring, block.pre_mixer_norm, block.post_mixer_norm) == ("chained", norm, None)
+    assert (block.pre_mlp_norm, block.post_mlp_norm) == (norm, None)
+    experts = block.mlp
+    assert (experts.num_experts, experts.num_experts_per_token, experts.mlp_dim) == (128, 8, 2048)
+    assert experts.router == RouterConfig(order="score_first", renormalize=True)
+    attention = 2048 * (16 + 2 + 2) * 256 + 16 * 256 * 768 + 2 * 256
+    layer = attention + 2048 + 768 + 768 * 128 + 128 * 3 * 768 * 2048 + 768 * 2048
+    assert ed.count_parameters(config) == 48 * layer + 2 * 151_936 * 2048 + 2048
+
+
+def test_one_residual_connection_is_around_both_layers(custom, logits):
+    x = wide(custom.embedding.table)[np.asarray(TOKENS)]
+    for block in custom.unstacked():
+        latent = attention_by_hand(block.mixer, normed(block.pre_mixer_norm, x), POSITIONS, SAME_SEGMENT)
+        assert latent.shape == (2, 4, 4)
+        fed, _ = experts_by_hand(block.mlp, normed(block.pre_mlp_norm, latent), POSITIONS)
+        x = x + fed @ wide(block.up)
+    close(logits, normed(custom.final_norm, x) @ wide(custom.head.kernel))
+
+
+def test_it_decodes_as_it_runs(custom, logits):
+    cache, pieces = ed.init_cache(custom.config, 2, 4, dtype=jnp.float32), []
+    for token in range(4):
+        out = step(custom, TOKENS[:, token : token + 1], cache)
+        pieces, cache = [*pieces, out.logits], out.cache
+    close(jnp.concatenate(pieces, axis=1), logits)
+
+
+def test_both_new_matrices_are_matrices(custom):
+    """To optimisers and to low-rank adapters."""
+    words = axes(custom)
+    prefix = "segments.0.unit.0."
+    assert product_axes(words[f"{prefix}mixer.out"]) == (("heads", "head_dim"), ("latent",))
+    assert product_axes(words[f"{prefix}up"]) == (("latent",), ("embed",))
+    adapted = add_lora(custom, LoRAConfig(rank=2, targets=("*.mixer.out", "*.up")), key=jax.random.key(0))
+    assert any(name.endswith("up.lora_a") for name in named_leaves(adapted))
+
+
+def test_it_has_no_hugging_face_form(custom, tmp_path):
+    with pytest.raises(ed.ConversionError, match="No family of Hugging Face has this model"):
+        ed.save_hf(custom, tmp_path / "new")
+
+
+def test_a_narrow_output_needs_a_chained_block():
+    for wiring in ("sequential", "parallel", "plain"):
+        with pytest.raises(ed.ConfigError, match=r"out_dim=4 needs BlockConfig\.wiring='chained'"):
+            dataclasses.replace(CUSTOM.blocks[0], wiring=wiring)
+
+
+def test_dropout_is_that_of_the_whole_output():
+    block = dataclasses.replace(CUSTOM.blocks[0], dropout=0.5)
+    dropping, bare = (filled(dataclasses.replace(CUSTOM, blocks=(one,))) for one in (block, CUSTOM.blocks[0]))
+    run = eqx.filter_jit(lambda model, key: model(TOKENS, key=key).hidden)
+    x, y = (wide(run(model, jax.random.key(1))) for model in (bare, dropping))
+    gone = np.abs(y) < 1e-6
+    assert np.all(gone ^ (np.abs(y - 2 * x) < 1e-4)) and 0 < gone.mean() < 1

@@ -1,4 +1,4 @@
-"""The configurations of published sparse models, key by key as their `config.json` has them."""
+"""Every published model by name: parameters counted to the last one, and `config.json` as published."""
 
 import dataclasses
 import json
@@ -7,9 +7,120 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.families import FAMILIES, find_family
-from eqx_decoders.io.huggingface import read_config
 from eqx_decoders.io.quantized import read_scheme
+from eqx_decoders.layers.mask import Causal, SlidingWindow
+from tests.families.samples import mixers
 
+
+# What the published files hold. Of the Gemmas other sizes of the vocabulary have been published, too: here it is the
+# one of Google's own files, 128 more (Gemma, Gemma 2) or 64 fewer (Gemma 3) rows than in those on Hugging Face.
+PARAMETERS = {
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "llama3.3-70b": 70_553_706_496,
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "mistral-7b": 7_241_732_096,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-1.7b-base": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-4b-base": 4_022_468_096,
+    "qwen3-4b-thinking-2507": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-8b-base": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-14b-base": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "gemma-2b": 2_506_172_416 + 128 * 2048,
+    "gemma-7b": 8_537_680_896 + 128 * 3072,
+    "gemma2-2b": 2_614_341_888 + 128 * 2304,
+    "gemma2-9b": 9_241_705_984 + 128 * 3584,
+    "gemma2-27b": 27_227_128_320 + 128 * 4608,
+    "gemma3-1b": 999_885_952,
+    "gemma3-4b": 3_880_263_168 - 64 * 2560,
+    "gemma3-12b": 11_766_034_176 - 64 * 3840,
+    "gemma3-27b": 27_009_346_304 - 64 * 5376,
+    "olmo3-7b": 7_298_011_136,
+    "olmo3-7b-pt": 7_298_011_136,
+    "olmo3-32b": 32_233_522_176,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_630_071_296,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-30b-a3b-base": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "qwen3-480b-a35b": 480_154_875_392,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "llama4-17b-16e": 107_769_861_120,
+    "llama4-17b-128e": 400_711_848_960,
+    "deepseek2-16b": 15_706_484_224,
+    "deepseek2-236b": 235_741_434_880,
+    "deepseek3-671b": 671_026_419_200,
+    "kimi-k2-1t": 1_026_408_232_448,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_are_the_published_ones(name):
+    assert ed.count_parameters(ed.get_config(name)) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", ed.list_models())
+def test_every_listed_model_is_a_value(name):
+    config = ed.get_config(name)
+    assert config == ed.get_config(name)
+    assert hash(config) == hash(ed.get_config(name))
+    assert dataclasses.replace(config, vocab_size=config.vocab_size + 1) != config
+    assert f"vocab_size={config.vocab_size}" in repr(config)
+    assert ed.count_parameters(config) > 0
+
+
+def test_names_are_sorted_and_complete():
+    assert list(ed.list_models()) == sorted(set(ed.list_models()))
+    assert {*PARAMETERS, "tiny"} <= set(ed.list_models())
+
+
+@pytest.mark.parametrize(
+    "name, near",
+    [("llama3-8B", "llama3-8b"), ("llama-3.1-70b", "llama3.1-70b"), ("llama2_13b", "llama2-13b"), ("Tiny", "tiny")],
+)
+def test_unknown_names_are_refused_with_the_nearest(name, near):
+    with pytest.raises(ed.ConfigError, match=f"name='{name}' is not known. Did you mean '{near}'"):
+        ed.get_config(name)
+    with pytest.raises(ed.ConfigError, match=r"name='' is not known. Known: .*tiny"):
+        ed.get_config("")
+
+
+def test_thetas():
+    assert {mixer.rope.theta for mixer in mixers(ed.get_config("qwen3-4b"))} == {1e6}
+    assert {mixer.rope.theta for mixer in mixers(ed.get_config("qwen3-4b-thinking-2507"))} == {5e6}
+    assert {(mixer.rope.theta, mixer.mask) for mixer in mixers(ed.get_config("mistral-7b"))} == {(1e6, Causal())}
+    assert {(mixer.rope.theta, mixer.mask) for mixer in mixers(ed.get_config("mistral-7b-v0.1"))} == {
+        (1e4, SlidingWindow(4096))
+    }
+
+
+# --- config.json of sparse models, key by key ---
 
 COMMON = dict(
     attention_dropout=0.0, hidden_act="silu", initializer_range=0.02, tie_word_embeddings=False, use_cache=True,
@@ -230,11 +341,6 @@ def test_what_changes_the_model_is_read_or_refused(content, key, value):
         assert key in str(error)
 
 
-def test_a_temperature_that_is_off_by_number():
-    config = decoded(SCOUT | dict(attn_temperature_tuning=0))
-    assert {block.mixer.temperature for block in config.blocks} == {None}
-
-
 def test_the_schemes_of_published_files_are_known():
     for _, content in PUBLISHED.values():
         read_scheme(content)
@@ -245,10 +351,3 @@ def test_an_alias_is_not_written():
     assert "kimi_k2" not in FAMILIES
     with pytest.raises(ed.ConversionError, match=r"model_type='kimi_k3' is not known\. Did you mean 'kimi_k2'"):
         find_family("kimi_k3")
-
-
-def test_vision_and_text_together_are_refused(tmp_path):
-    content = dict(architectures=["Llama4ForConditionalGeneration"], model_type="llama4", text_config=SCOUT)
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    with pytest.raises(ed.ConversionError, match="has a text_config: vision and audio are not read"):
-        read_config(tmp_path)

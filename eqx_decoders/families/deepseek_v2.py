@@ -1,0 +1,67 @@
+"""DeepSeek-V2 and V2-Lite (DeepSeek-AI 2024): softmax scores, and without latents for queries in V2-Lite."""
+
+from typing import Any
+
+from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.families.deepseek import MLP, WEIGHTS, deepseek, read_deepseek, write_deepseek
+from eqx_decoders.families.family import Family
+from eqx_decoders.families.fields import Fields
+from eqx_decoders.families.moe import IGNORED_ROUTER_KEYS, experts_of, fused_experts
+from eqx_decoders.families.shape import Shape
+from eqx_decoders.layers.rope import YarnRope
+from eqx_decoders.layers.router import RouterConfig
+
+
+def _read(fields: Fields) -> DecoderConfig:
+    grouped = fields.word("topk_method", {"greedy": False, "group_limited_greedy": True}, "greedy")
+    groups, kept = fields.integer("n_group", 1), fields.integer("topk_group", 1)
+    fields.allow_only("scoring_func", "softmax")
+    router = RouterConfig(
+        order="score_first",
+        num_groups=groups if grouped else 1,
+        groups_per_token=kept if grouped else 1,
+        scaling_factor=fields.number("routed_scaling_factor", 1.0),
+    )
+    defaults: dict[str, Any] = dict(experts=64, shared=2, expert_dim=1407, dense=0, interleaved=True)
+    return read_deepseek(fields, router, **defaults, mlp_bias=fields.flag("mlp_bias", False))
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    experts = experts_of(config)
+    method = "group_limited_greedy" if experts.router.num_groups > 1 else "greedy"
+    bias = experts.shared is not None and experts.shared.bias
+    return write_deepseek(config) | {"topk_method": method, "mlp_bias": bias}
+
+
+FAMILY = Family(
+    model_type="deepseek_v2",
+    architecture="DeepseekV2ForCausalLM",
+    read=_read,
+    write=_write,
+    weights=WEIGHTS,
+    fused=fused_experts(MLP),
+    ignored_keys=IGNORED_ROUTER_KEYS
+    | {
+        "num_nextn_predict_layers": "V2 was published without such layers",
+        "norm_topk_prob": "transformers never divides",
+    },
+)
+
+_ROPE = YarnRope(factor=40.0, original_length=4096, mscale=0.707, mscale_all_dim=0.707, pairing="interleaved")
+_LITE = Shape(
+    vocab_size=102_400, embed_dim=2048, num_layers=27, num_heads=16, num_kv_heads=16, head_dim=192, mlp_dim=10_944
+)
+_FULL = Shape(
+    vocab_size=102_400, embed_dim=5120, num_layers=60, num_heads=128, num_kv_heads=128, head_dim=192, mlp_dim=12_288
+)
+_COMMON: dict[str, Any] = dict(num_experts_per_token=6, num_shared=2, num_dense_layers=1, rope=_ROPE)
+
+MODELS = {
+    "deepseek2-16b": lambda: deepseek(
+        _LITE, **_COMMON, q_rank=None, num_experts=64, expert_dim=1408, router=RouterConfig(order="score_first")
+    ),
+    "deepseek2-236b": lambda: deepseek(
+        _FULL, **_COMMON, q_rank=1536, num_experts=160, expert_dim=1536,
+        router=RouterConfig(order="score_first", num_groups=8, groups_per_token=3, scaling_factor=16.0),
+    ),
+}  # fmt: skip

@@ -1,0 +1,29 @@
+"""One `config.json` of each family, in both spellings where there are two, and what the tests read from it."""
+
+import json
+import pathlib
+
+import eqx_decoders as ed
+from eqx_decoders.families import FAMILIES
+
+
+FIXTURES = pathlib.Path(__file__).parent.parent / "fixtures"
+SAMPLES = {
+    f"{path.parent.name}/{path.stem}": json.loads(path.read_text())
+    for path in sorted(FIXTURES.glob("*/config*.json"))
+    if "model_type" in json.loads(path.read_text())
+}
+
+
+def decode(content) -> ed.DecoderConfig:
+    return FAMILIES[content["model_type"]].decode(content)[0]
+
+
+def sample(kind: str, *missing: str, **keys) -> dict:
+    """The settings of a family without some keys and with others."""
+    content = next(content for content in SAMPLES.values() if content["model_type"] == kind)
+    return {key: value for key, value in content.items() if key not in missing} | keys
+
+
+def mixers(config) -> list:
+    return [block.mixer for block in config.blocks]

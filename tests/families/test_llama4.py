@@ -1,0 +1,24 @@
+"""Llama 4: the temperature of queries, and files that have a vision encoder."""
+
+import json
+
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.io.huggingface import read_config
+from tests.families.samples import decode, mixers, sample
+
+
+def test_a_temperature_may_be_given_as_a_number():
+    """Scout was published with 4."""
+    on, off = (mixers(decode(sample("llama4_text", attn_temperature_tuning=number))) for number in (4, 0))
+    assert {mixer.temperature for mixer in off} == {None}
+    assert mixers(decode(sample("llama4_text"))) == on != off
+
+
+def test_vision_and_text_together_are_refused(tmp_path):
+    text = sample("llama4_text")
+    content = dict(architectures=["Llama4ForConditionalGeneration"], model_type="llama4", text_config=text)
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ed.ConversionError, match="has a text_config: vision and audio are not read"):
+        read_config(tmp_path)
