@@ -49,7 +49,9 @@ def make_environment():
 
     import jinja2.constants
     import jinja2.ext
-    from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+    import jinja2.nodes
+    from jinja2.exceptions import SecurityError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(jinja2.ext.Extension):
         """`{% generation %} … {% endgeneration %}` marks what the assistant wrote; the text is the same without."""
