@@ -50,8 +50,8 @@ class Weight:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bound:
-    """Where one weight of a model comes from.
+class WeightMapping:
+    """The tensors of a checkpoint that hold one weight of a model.
 
     **Arguments:**
 
@@ -171,19 +171,19 @@ class Family:
         together = any(name.rpartition(".")[2] in own for name in names)
         return dataclasses.replace(self, weights=self.weights + self.fused, fused=()) if together else self
 
-    def bind(self, model: Decoder) -> dict[str, Bound]:
+    def bind(self, model: Decoder) -> dict[str, WeightMapping]:
         """For the path of every weight of `model` (arrays or shapes) the tensors that hold it."""
         stacks: dict[str, list[int]] = {}
         for stack, layer in _places(model.config):
             stacks.setdefault(stack, []).append(layer)
         words, leaves = axes(model), named_leaves(model)
-        found: dict[str, Bound] = {}
+        found: dict[str, WeightMapping] = {}
         for weight in self.weights:
             layered = "{layer}" in weight.name
             for stack, layers in stacks.items() if layered else [("", [0])]:
                 path = f"{stack}.{weight.path}" if layered else weight.path
                 if path in leaves and weight.fits(words[path]):
-                    found[path] = _bound(weight, layers if layered else None, words[path], leaves[path].shape)
+                    found[path] = _mapping(weight, layers if layered else None, words[path], leaves[path].shape)
         lacking = sorted(set(leaves) - set(found))
         check(not lacking, f"{self.architecture} has no tensor for {', '.join(lacking[:5])}.", ConversionError)
         return found
@@ -193,13 +193,13 @@ class Family:
         return {copy.format(layer=layer): name for layer in depth_layers(config) for copy, name in self.copies.items()}
 
 
-def _bound(weight: Weight, layers: list[int] | None, words: Axes, shape: tuple[int, ...]) -> Bound:
+def _mapping(weight: Weight, layers: list[int] | None, words: Axes, shape: tuple[int, ...]) -> WeightMapping:
     sizes = dict(zip(words, shape, strict=True)) | ({} if weight.part is None else {"part": weight.part[1]})
     numbers = [("layer", layers)] if layers is not None else []
     if "{expert}" in weight.name:
         numbers.append(("expert", list(range(sizes["experts"]))))
     places = itertools.product(*(values for _, values in numbers))
-    return Bound(
+    return WeightMapping(
         names=tuple(weight.name.format(**dict(zip((k for k, _ in numbers), place, strict=True))) for place in places),
         stack=tuple(len(values) for _, values in numbers),
         pattern=weight.pattern,

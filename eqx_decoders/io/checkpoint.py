@@ -1,12 +1,17 @@
 """Checkpoints of a training run: arrays, a manifest and the data iterator's state, committed together by Orbax.
 
 What is saved is a flat dictionary `{"model.segments.0.unit.0.mlp.gate": array}`. Orbax alone casts dtypes, drops arrays
-whose counterpart is None and loads flipped bits, all silently; the manifest is there to notice: shapes and dtypes
-are compared before anything is loaded, fingerprints after.
+whose counterpart is None and loads flipped bits, all silently. So a manifest is saved beside the arrays: their shapes
+and dtypes are compared before anything is loaded, and their fingerprints after.
+
+Steps are listed, dropped and cleaned up here, not by `ocp.training.Checkpointer`: that one deletes a step file by file
+under its own name, so a kill halfway leaves half a step that it lists as a whole one, and it creates the directory and
+removes temporary ones when it is opened, even if only to read a run that is still being written.
 """
 
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import logging
 import math
@@ -27,15 +32,14 @@ from eqx_decoders.errors import CheckpointError, check, check_integer
 
 
 FORMAT_VERSION = 1
-LEFTOVER = ".orbax-checkpoint-tmp"  # Orbax writes here and renames at the end; what a killed save leaves behind
+TEMPORARY = ".orbax-checkpoint-tmp"  # part of the name of a step that Orbax has not finished, or that is being deleted
 CORRUPT = ".corrupt"
 
-Say = Callable[[str], None]
 _log = logging.getLogger("eqx_decoders")
 
 
 class _Damaged(CheckpointError):
-    """A step that cannot be read back as it was written: an older step may do."""
+    """A step that cannot be read back as it was written: an older step may be sound."""
 
 
 class Restored(NamedTuple):
@@ -49,15 +53,15 @@ class Restored(NamedTuple):
 class Checkpoints:
     """The numbered steps in a directory: saved asynchronously, the last `max_checkpoints` of them kept.
 
-    Saving takes for granted that this process is the only writer (see `rundir.RunLock`); reading is always safe. What
-    cannot be read is reported through `say`, by default as a warning of the logger `eqx_decoders`.
+    Saving requires that this process is the only writer (see `rundir.RunLock`); reading is always safe. Steps that
+    cannot be read are reported through `warn`, by default as a warning of the logger `eqx_decoders`.
     """
 
-    def __init__(self, directory: str | Path, *, max_checkpoints: int = 3, say: Say = _log.warning):
+    def __init__(self, directory: str | Path, *, max_checkpoints: int = 3, warn: Callable[[str], None] = _log.warning):
         check_integer("max_checkpoints", max_checkpoints)
         self.directory = _local(directory)
         self.max_checkpoints = max_checkpoints
-        self._say = say
+        self._warn = warn
         self._pending: tuple[int, Any] | None = None
         self._own: int | None = None  # the step that this object saved or restored last
 
@@ -70,7 +74,7 @@ class Checkpoints:
         except CheckpointError as failed:
             if error is None:
                 raise
-            self._say(str(failed))  # the error under way is the one to show
+            self._warn(str(failed))  # the first error is the one to raise
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -84,15 +88,15 @@ class Checkpoints:
 
     def manifest(self, step: int | None = None) -> dict[str, Any]:
         """What is known of a step (the newest one if None) without loading it: config, data_state, arrays."""
-        return _read_manifest(_find(self.directory, step))
+        return _read_manifest(self.directory / str(_existing(self.directory, step)))
 
     def save(
         self, step: int, tree: PyTree, *, data_state: dict[str, Any], config: dict[str, Any] | str, wait: bool = False
     ) -> bool:
-        """Save the arrays of `tree`; return False if this very step is saved already.
+        """Save the arrays of `tree`; return False if this object saved or restored this very step last.
 
-        The arrays may be donated or deleted as soon as the call returns; the writing goes on behind, and `wait`,
-        `close` or the next `save` raise its errors. Leaves that are no arrays come from the code and are not saved.
+        The arrays may be donated or deleted as soon as the call returns: the files are written in the background, and
+        `wait`, `close` or the next `save` raise its errors. Leaves that are no arrays are not saved.
         """
         check_integer("step", step, minimum=0)
         self.wait()
@@ -107,9 +111,12 @@ class Checkpoints:
         )
         arrays = _arrays(tree)
         check(bool(arrays), f"step={step} holds no arrays: there is nothing to save.", CheckpointError)
-        self._clean()
+        self._remove_temporary()
         manifest = _manifest(step, arrays, data_state, config)
-        _start(self.directory)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"directory={self.directory} cannot be made: {error}.") from error
         items = {"arrays": {name: leaf for name, leaf in arrays.items() if leaf.size}, "manifest": manifest}
         try:
             with _context():
@@ -121,20 +128,20 @@ class Checkpoints:
         return True
 
     def wait(self) -> None:
-        """Wait until the save under way is committed, then drop the steps beyond the last `max_checkpoints`."""
+        """Wait until the save in the background is committed, then delete all but the last `max_checkpoints` steps."""
         if self._pending is None:
             return
         (step, response), self._pending = self._pending, None
         try:
             response.result()
         except Exception as error:
-            self._clean()
+            self._remove_temporary()
             raise self._failed(step, error) from error
         self._own = step
-        for old in self.steps[: -self.max_checkpoints] if _writes() else ():
-            gone = self.directory / f"{old}{LEFTOVER}"
-            (self.directory / str(old)).rename(gone)  # first out of sight: a kill halfway leaves no half step
-            shutil.rmtree(gone, ignore_errors=True)
+        if _is_writer():
+            for old in self.steps[: -self.max_checkpoints]:  # renamed first: a kill while deleting leaves no half step
+                (self.directory / str(old)).rename(self.directory / f"{old}{TEMPORARY}")
+        self._remove_temporary()
 
     close = wait
 
@@ -148,21 +155,21 @@ class Checkpoints:
 
         Raises CheckpointError with every difference between the trees, or with the names of the damaged leaves.
         """
-        tree, manifest, damaged = _load_newest(self.directory, template, step, "", verify, self._say)
-        for bad in damaged if _writes() else ():
+        tree, manifest, damaged = _load_newest(self.directory, template, step, "", verify, self._warn)
+        for bad in damaged if _is_writer() else ():
             _set_aside(self.directory / str(bad))
         self._own = manifest["step"]
         return Restored(tree, manifest["data_state"], manifest["step"])
 
     def _failed(self, step: int, error: Exception) -> CheckpointError:
         return CheckpointError(
-            f"Step {step} could not be saved in {self.directory}: {_short(error)}. "
+            f"Step {step} could not be saved in {self.directory}: {_summary(error)}. "
             f"Check the space and the permissions there; saved before it: {list(self.steps)}."
         )
 
-    def _clean(self) -> None:
-        for leftover in self.directory.glob(f"*{LEFTOVER}*") if _writes() else ():
-            shutil.rmtree(leftover, ignore_errors=True)
+    def _remove_temporary(self) -> None:
+        for path in self.directory.glob(f"*{TEMPORARY}*") if _is_writer() else ():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def load_weights(
@@ -172,25 +179,21 @@ def load_weights(
     *,
     prefix: str = "model.",
     verify: bool = True,
-    say: Say = _log.warning,
+    warn: Callable[[str], None] = _log.warning,
 ) -> PyTree:
     """Load only the leaves below `prefix` into `template` (a model of arrays or `jax.ShapeDtypeStruct`s).
 
     Changes nothing in the directory, so it may be called while a run writes there.
     """
-    return _load_newest(_local(directory), template, step, prefix, verify, say)[0]
+    return _load_newest(_local(directory), template, step, prefix, verify, warn)[0]
 
 
+@jax.jit
 def fingerprint(array: Shaped[Array, "*shape"]) -> UInt32[Array, ""]:
     """Σ bits(x_i) (2i + 1) mod 2³², i the row-major index of an element: the same on every mesh.
 
     Any single flipped bit b changes it, by ±2ᵇ times an odd number, never 0 modulo 2³².
     """
-    return _fingerprint(array)
-
-
-@jax.jit
-def _fingerprint(array: Array) -> Array:
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
@@ -215,20 +218,19 @@ def _manifest(step: int, arrays: dict[str, Any], data_state: dict, config: dict 
         "format_version": FORMAT_VERSION,
         "library_version": importlib.metadata.version("eqx_decoders"),
         "step": step,
-        "config": _plain("config", config),
-        "data_state": _plain("data_state", data_state),
+        "config": _json("config", config),
+        "data_state": _json("data_state", data_state),
         "arrays": {
             name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "fingerprint": int(sums[name])}
             for name, leaf in arrays.items()
         },
     }
-    check(
-        body["data_state"] == data_state, "data_state must be plain JSON: lists and string keys only.", CheckpointError
-    )
+    same = body["data_state"] == data_state
+    check(same, "data_state must be plain JSON: lists and string keys only.", CheckpointError)
     return {**body, "sha256": _digest(body)}
 
 
-def _plain(what: str, value: Any) -> Any:
+def _json(what: str, value: Any) -> Any:
     try:
         return json.loads(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -246,7 +248,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         digest = manifest.pop("sha256")
         version = manifest["format_version"]
     except Exception as error:
-        raise _blame(error, f"Checkpoint {path} has no readable manifest") from error
+        raise _unreadable(error, f"Checkpoint {path} has no readable manifest") from error
     if digest != _digest(manifest):
         raise _Damaged(f"Checkpoint {path}: the manifest is damaged (its SHA-256 differs).")
     check(
@@ -259,31 +261,35 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _load_newest(
-    directory: Path, template: PyTree, step: int | None, prefix: str, verify: bool, say: Say
+    directory: Path, template: PyTree, step: int | None, prefix: str, verify: bool, warn: Callable[[str], None]
 ) -> tuple[PyTree, dict[str, Any], list[int]]:
-    """The tree, the manifest, and the newer steps that turned out damaged."""
-    newest = int(_find(directory, step).name)
-    damaged, reasons = [], []
+    """The tree and the manifest of `step`, or of the newest sound one, and the newer steps, which are damaged."""
+    newest, damaged = _existing(directory, step), {}
     for candidate in (newest,) if step is not None else reversed(_steps(directory)):
+        path = directory / str(candidate)
         try:
-            path = directory / str(candidate)
             manifest = _read_manifest(path)
             tree = _load(path, manifest, template, prefix, verify)
         except _Damaged as error:
-            damaged.append(candidate)
-            reasons.append(str(error))
+            damaged[candidate] = str(error)
             continue
-        for reason in reasons:
-            say(f"{reason} Falling back to step {candidate}.")
-        return tree, manifest, damaged
+        for reason in damaged.values():
+            warn(f"{reason} Falling back to step {candidate}.")
+        return tree, manifest, list(damaged)
     # Nothing is set aside here: the next start must not find an empty directory and begin from scratch.
-    raise CheckpointError("\n".join([f"No step in {directory} can be loaded.", *reasons]))
+    raise CheckpointError("\n".join([f"No step in {directory} can be loaded.", *damaged.values()]))
 
 
 def _load(path: Path, manifest: dict[str, Any], template: PyTree, prefix: str, verify: bool) -> PyTree:
     want = {prefix + name: leaf for name, leaf in _arrays(template).items()}
     have = {name: entry for name, entry in manifest["arrays"].items() if name.startswith(prefix)}
-    differences = _differences(want, have)
+    model = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in want.items()}
+    saved = {name: f"{entry['dtype']}{entry['shape']}" for name, entry in have.items()}
+    differences = [
+        f"{name}: {saved.get(name, 'not')} in the checkpoint, {model.get(name, 'not')} in the model"
+        for name in dict.fromkeys([*model, *saved])
+        if model.get(name) != saved.get(name)
+    ]
     check(
         not differences,
         f"Checkpoint {path} does not fit the model, {len(differences)} differences:\n  "
@@ -291,38 +297,24 @@ def _load(path: Path, manifest: dict[str, Any], template: PyTree, prefix: str, v
         + "\nUse the configuration that was saved with it, or another directory.",
         CheckpointError,
     )
-    abstract = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding(x)) for name, x in want.items()}
-    loaded = {
-        name: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding) for name, x in abstract.items() if not x.size
-    }
+    anywhere = SingleDeviceSharding(jax.local_devices()[0])
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or anywhere) for name, x in want.items()}
+    loaded = {name: jnp.zeros(x.shape, x.dtype, device=x.sharding) for name, x in shapes.items() if not x.size}
+    filled = {name: x for name, x in shapes.items() if x.size}  # Orbax saves no array without elements
     try:
         with _context():
-            full = {name: x for name, x in abstract.items() if x.size}
-            loaded |= ocp.load_checkpointables(str(path), {"arrays": full})["arrays"] if full else {}
+            loaded |= ocp.load_checkpointables(str(path), {"arrays": filled})["arrays"] if filled else {}
     except Exception as error:
-        raise _blame(error, f"Checkpoint {path} cannot be read") from error
+        raise _unreadable(error, f"Checkpoint {path} cannot be read") from error
     if verify:
         sums = {name: fingerprint(leaf) for name, leaf in loaded.items()}
         bad = [name for name, entry in have.items() if int(sums[name]) != entry["fingerprint"]]
         if bad:
             raise _Damaged(f"Checkpoint {path}: {len(bad)} of {len(have)} arrays are damaged: {', '.join(bad)}.")
-    loaded = {name: leaf if _committed(want[name]) else _uncommit(leaf) for name, leaf in loaded.items()}
+    for name, leaf in want.items():
+        if not getattr(leaf, "committed", leaf.sharding is not None):
+            loaded[name] = _uncommitted(loaded[name])
     return jax.tree_util.tree_map_with_path(lambda at, leaf: loaded.get(prefix + path_name(at), leaf), template)
-
-
-def _differences(want: dict[str, Any], have: dict[str, Any]) -> list[str]:
-    """One line for each leaf that is missing, left over, or of another shape or dtype."""
-    lines = []
-    for name in dict.fromkeys([*want, *have]):
-        model = f"{want[name].dtype}{list(want[name].shape)}" if name in want else None
-        saved = f"{have[name]['dtype']}{have[name]['shape']}" if name in have else None
-        if model is None:
-            lines.append(f"{name}: {saved} in the checkpoint, not in the model")
-        elif saved is None:
-            lines.append(f"{name}: not in the checkpoint, {model} in the model")
-        elif model != saved:
-            lines.append(f"{name}: {saved} in the checkpoint, {model} in the model")
-    return lines
 
 
 def _arrays(tree: PyTree) -> dict[str, Any]:
@@ -336,16 +328,8 @@ def _arrays(tree: PyTree) -> dict[str, Any]:
     return {name: leaf for name, leaf in named.items() if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)}
 
 
-def _sharding(leaf: Any) -> jax.sharding.Sharding:
-    return leaf.sharding or SingleDeviceSharding(jax.local_devices()[0])
-
-
-def _committed(leaf: Any) -> bool:
-    return bool(leaf.sharding) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.committed
-
-
-def _uncommit(leaf: Array) -> Array:
-    """A copy that follows whatever it is computed with, as a fresh `jnp.zeros` does (through the host)."""
+def _uncommitted(leaf: Array) -> Array:
+    """A copy, through the host, that is computed with on whatever devices the other operand is, like a `jnp.zeros`."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         data = jnp.asarray(np.asarray(jax.random.key_data(leaf)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
@@ -361,13 +345,6 @@ def _local(directory: str | Path) -> Path:
     return Path(directory).expanduser().resolve()
 
 
-def _start(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"directory={directory} cannot be made: {error}.") from error
-
-
 def _steps(directory: Path) -> tuple[int, ...]:
     """Orbax renames a step to its number as the last act of a save: a directory with that name is complete."""
     if not directory.is_dir():
@@ -375,52 +352,47 @@ def _steps(directory: Path) -> tuple[int, ...]:
     return tuple(sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal() and path.is_dir()))
 
 
-def _find(directory: Path, step: int | None) -> Path:
+def _existing(directory: Path, step: int | None) -> int:
+    """`step`, which must be there, or the newest one for None."""
     steps = _steps(directory)
     check(bool(steps), f"There is no checkpoint in {directory}.", CheckpointError)
     step = steps[-1] if step is None else step
     check(step in steps, f"step={step} is not in {directory}: it holds {list(steps)}.", CheckpointError)
-    return directory / str(step)
+    return step
 
 
 def _set_aside(path: Path) -> None:
-    number, target = 1, path.with_name(path.name + CORRUPT)
-    while target.exists():
-        number += 1
-        target = path.with_name(f"{path.name}{CORRUPT}-{number}")
-    path.rename(target)
+    names = itertools.chain([CORRUPT], (f"{CORRUPT}-{number}" for number in itertools.count(2)))
+    targets = (path.with_name(path.name + name) for name in names)
+    path.rename(next(target for target in targets if not target.exists()))
 
 
-def _writes() -> bool:
+def _is_writer() -> bool:
     return jax.process_index() == 0
 
 
 def _causes(error: BaseException) -> list[BaseException]:
     """The error and what it was raised from, innermost last: Orbax wraps whatever happens as a missing handler."""
-    causes = [error]
-    while (inner := causes[-1].__cause__) is not None:
-        causes.append(inner)
-    return causes
+    return [error, *(_causes(error.__cause__) if error.__cause__ is not None else ())]
 
 
-def _blame(error: Exception, sentence: str) -> CheckpointError:
-    """Damage, unless the memory or the permissions of this process are to blame: then no other step would do."""
+def _unreadable(error: Exception, sentence: str) -> CheckpointError:
+    """Damage, unless this process lacks memory or permissions: then it could not read any other step either."""
     ours = (MemoryError, PermissionError, jax.errors.JaxRuntimeError)
     kind = CheckpointError if any(isinstance(cause, ours) for cause in _causes(error)) else _Damaged
-    return kind(f"{sentence}: {_short(error)}.")
+    return kind(f"{sentence}: {_summary(error)}.")
 
 
-def _short(error: Exception) -> str:
-    """The first line of the cause; there may be pages."""
+def _summary(error: Exception) -> str:
+    """The first line of the innermost cause; there may be pages."""
     cause = _causes(error)[-1]
     line = next(iter(str(cause).strip().splitlines()), "")
     return f"{type(cause).__name__}: {line[:300].rstrip('.')}"
 
 
-def _no_orbax(record: logging.LogRecord) -> bool:
-    """Orbax logs pages of tracebacks about what it also raises; what it raises is reported here."""
-    trace = record.exc_info[2] if record.exc_info else None
-    files = [record.pathname]
+def _is_not_orbax(record: logging.LogRecord) -> bool:
+    """False for Orbax's logs: pages of tracebacks of the errors that it also raises, which are reported here."""
+    trace, files = record.exc_info[2] if record.exc_info else None, [record.pathname]
     while trace is not None:
         files.append(trace.tb_frame.f_code.co_filename)
         trace = trace.tb_next
@@ -429,7 +401,7 @@ def _no_orbax(record: logging.LogRecord) -> bool:
 
 def _context() -> ocp.Context:
     for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(_no_orbax)  # adding it twice does nothing
+        logging.getLogger(name).addFilter(_is_not_orbax)  # adding it twice does nothing
     registry = ocp.handlers.local_registry()
     registry.add(ocp.handlers.JsonHandler, checkpointable_name="manifest")
     context = ocp.Context()

@@ -19,6 +19,7 @@ CONFIG_BYTES = 10_000_000
 INDEX_BYTES = 30_000_000
 MOST_TENSORS = 300_000
 MAPPED_BYTES = 64_000_000
+MOST_LISTED = 500  # wrong tensors in an error message
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 EIGHT_BITS = {"F8_E4M3": jnp.float8_e4m3fn, "F8_E8M0": jnp.float8_e8m0fnu}  # the package has no NumPy types for them
 
@@ -85,9 +86,8 @@ def parse_json(content: bytes, where: str) -> dict[str, Any]:
 
     def unique(pairs):
         found = dict(pairs)
-        check(
-            len(found) == len(pairs), f"{where}: a key stands twice in one object: keep one of them.", ConversionError
-        )
+        same = len(found) == len(pairs)
+        check(same, f"{where}: a key stands twice in one object: keep one of them.", ConversionError)
         return found
 
     try:
@@ -113,29 +113,33 @@ class StoredTensor:
 
         The file is mapped for some rows at a time: what has been read stays in memory until it is closed.
         """
-        if self.dtype in EIGHT_BITS:
-            return self._bytes()[part].view(EIGHT_BITS[self.dtype])
+        if self.dtype in EIGHT_BITS:  # mapped: what is read of it is not copied
+            return np.memmap(self.file, np.uint8, "r", self.offset, self.shape)[part].view(EIGHT_BITS[self.dtype])
         if not part:
             with _opened(self.file) as file:
                 return file.get_tensor(self.name)
-        first, rest = range(*part[0].indices(self.shape[0])), part[1:]
+        rows, whole = range(*part[0].indices(self.shape[0])), None
         step = max(1, MAPPED_BYTES // max(1, 8 * math.prod(self.shape[1:])))
-        whole = None
-        for begin in range(first.start, first.stop, step):
+        for begin in range(0, len(rows), step):
+            some = rows[begin : begin + step]
             with _opened(self.file) as file:
-                end = min(begin + step, first.stop)
-                piece = file.get_slice(self.name)[(slice(begin, end), *rest)]
-            if len(first) <= step:
+                piece = file.get_slice(self.name)[(slice(some.start, some.stop), *part[1:])]
+            if len(rows) <= step:
                 return piece
-            whole = np.empty((len(first), *piece.shape[1:]), piece.dtype) if whole is None else whole
-            whole[begin - first.start : end - first.start] = piece
+            whole = np.empty((len(rows), *piece.shape[1:]), piece.dtype) if whole is None else whole
+            whole[begin : begin + step] = piece
         if whole is None:
             raise ConversionError(f"{self.file}: {self.name} of shape {self.shape} is empty: a weight must not be.")
         return whole
 
-    def _bytes(self) -> np.ndarray:
-        """The tensor of a type of eight bits, mapped: what is read of it is not copied."""
-        return np.memmap(self.file, np.uint8, "r", self.offset, self.shape)
+    def read_all(self) -> np.ndarray:
+        """The whole tensor."""
+        return self.read(tuple(slice(0, size) for size in self.shape))
+
+    @property
+    def description(self) -> str:
+        """Its dtype and shape, for messages."""
+        return f"{self.dtype} of shape {self.shape}"
 
 
 def stored_tensors(directory: Directory, single: str = "model.safetensors") -> dict[str, StoredTensor]:
@@ -143,14 +147,11 @@ def stored_tensors(directory: Directory, single: str = "model.safetensors") -> d
     found: dict[str, StoredTensor] = {}
     for file, names in _shards(directory, single).items():
         here = _read_header(directory.file(file))
-        if names is not None and set(here) != names:
-            lacking, extra = sorted(names - set(here)), sorted(set(here) - names)
-            told = [f"lacks {', '.join(lacking[:5])}"] * bool(lacking) + [f"also holds {', '.join(extra[:5])}"] * bool(
-                extra
-            )
-            raise ConversionError(
-                f"{directory.path / file} {' and '.join(told)}: the index says otherwise. Download the files again."
-            )
+        lacking, extra = ([], []) if names is None else (sorted(names - set(here)), sorted(set(here) - names))
+        wrong = [f"lacks {', '.join(lacking[:5])}"] if lacking else []
+        wrong += [f"also holds {', '.join(extra[:5])}"] if extra else []
+        remedy = "the index says otherwise. Download the files again."
+        check(not wrong, f"{directory.path / file} {' and '.join(wrong)}: {remedy}", ConversionError)
         found |= here
     return found
 
@@ -158,21 +159,49 @@ def stored_tensors(directory: Directory, single: str = "model.safetensors") -> d
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     with _opened(path) as file:  # the package checks that the header describes the file
         parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no dictionary
-        told = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
+        kinds = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = parse_json(file.read(length), f"{path}: the header")  # of two tensors with one name it takes the last
-    begin = 8 + length
-    return {name: StoredTensor(path, name, *told[name], begin + header[name]["data_offsets"][0]) for name in told}
+    begins = {name: 8 + length + header[name]["data_offsets"][0] for name in kinds}
+    return {name: StoredTensor(path, name, *kinds[name], begins[name]) for name in kinds}
 
 
 def check_dtypes(tensors: Mapping[str, StoredTensor]) -> None:
     """Refuse tensors of integers and of eight bits: they are no weights, or quantised ones."""
     for name, stored in tensors.items():
-        if stored.dtype not in FLOATS:
-            told = f"{stored.file}: {name} has the dtype {stored.dtype}"
-            remedy = "Load a checkpoint in float32, bfloat16 or float16."
-            raise ConversionError(f"{told}, and quantization_config says nothing of it. {remedy}")
+        rule = "and quantization_config says nothing of it. Load a checkpoint in float32, bfloat16 or float16"
+        known = stored.dtype in FLOATS
+        check(known, f"{stored.file}: {name} has the dtype {stored.dtype}, {rule}.", ConversionError)
+
+
+def check_tensors(
+    where: Path,
+    tensors: Mapping[str, StoredTensor],
+    wanted: Mapping[str, tuple[int, ...]],
+    *,
+    rule: str,
+    owner: str,
+    source: str,
+) -> None:
+    """Refuse tensors other than those with the `wanted` names and shapes, and list the differences.
+
+    **Arguments:**
+
+    - `rule`: what the tensors must be.
+    - `owner`: what a tensor that is not wanted does not belong to.
+    - `source`: what the wanted shapes follow from.
+    """
+    wrong = [f"{name} is missing" for name in sorted(wanted.keys() - tensors.keys())]
+    wrong += [f"{name} belongs to no {owner}" for name in sorted(tensors.keys() - wanted.keys())]
+    wrong += [
+        f"{name} has the shape {tensors[name].shape}, but {shape} follows from {source}"
+        for name, shape in wanted.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    more = [f"and {len(wrong) - MOST_LISTED} more"] if len(wrong) > MOST_LISTED else []
+    listed = "\n  ".join(wrong[:MOST_LISTED] + more)
+    check(not wrong, f"{where}: {len(wrong)} tensors are not as expected. {rule}:\n  {listed}", ConversionError)
 
 
 def _opened(path: Path) -> Any:
@@ -189,35 +218,26 @@ def _opened(path: Path) -> Any:
 def _shards(directory: Directory, single: str) -> dict[str, set[str] | None]:
     """The files to read, each with the tensors that the index promises (None without an index)."""
     index = f"{single}.index.json"
-    if directory.has(single) and directory.has(index):
-        raise ConversionError(
-            f"{directory.path} has both {single} and {index}: one of them is left over. Move the wrong one away."
-        )
+    where, both = directory.path / index, directory.has(single) and directory.has(index)
+    rule = "one of them is left over. Move the wrong one away"
+    check(not both, f"{directory.path} has both {single} and {index}: {rule}.", ConversionError)
     if directory.has(single):
         return {single: None}
     if not directory.has(index):
         pickles = sorted(path.name for pattern in _PICKLES for path in directory.path.glob(pattern))
-        told = (
-            f", and {pickles[0]} is not read: files of this kind can run code. Convert it to safetensors"
-            if pickles
-            else ""
-        )
-        raise ConversionError(f"{directory.path} has no {single}{told or ': download the weights, too'}.")
+        remedy = ": download the weights, too"
+        if pickles:
+            remedy = f", and {pickles[0]} is not read: files of this kind can run code. Convert it to safetensors"
+        raise ConversionError(f"{directory.path} has no {single}{remedy}.")
     table = directory.json(index, INDEX_BYTES).get("weight_map")
-    good = isinstance(table, dict) and table and all(isinstance(file, str) for file in table.values())
-    check(bool(good), f"{directory.path / index}: weight_map must give a file name for every tensor.", ConversionError)
-    many = len(table or {})
-    check(
-        many <= MOST_TENSORS,
-        f"{directory.path / index} lists {many:,} tensors: no checkpoint has so many.",
-        ConversionError,
-    )
+    if not isinstance(table, dict) or not table or not all(isinstance(file, str) for file in table.values()):
+        raise ConversionError(f"{where}: weight_map must give a file name for every tensor.")
+    many = len(table)
+    check(many <= MOST_TENSORS, f"{where} lists {many:,} tensors: must be at most {MOST_TENSORS:,}.", ConversionError)
     shards: dict[str, set[str]] = {}
-    for name, file in dict(table or {}).items():
-        if not re.fullmatch(r"[\w.\-]+\.safetensors", file):
-            raise ConversionError(
-                f"{directory.path / index}: weight_map sends {name[:80]!r} to {file[:80]!r}: it must be a .safetensors "
-                "file beside the index."
-            )
+    for name, file in table.items():
+        plain = bool(re.fullmatch(r"[\w.\-]+\.safetensors", file))
+        rule = "it must be a .safetensors file beside the index"
+        check(plain, f"{where}: weight_map sends {name[:80]!r} to {file[:80]!r}: {rule}.", ConversionError)
         shards.setdefault(file, set()).add(name)
     return dict(shards)

@@ -1,12 +1,14 @@
 """Hugging Face directories, written: what `from_pretrained` of transformers opens, and `load_hf`."""
 
+import contextlib
+import functools
 import itertools
 import json
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from eqx_decoders.create import count_parameters
 from eqx_decoders.decoder import Decoder, DecoderConfig, Origin
 from eqx_decoders.errors import ConversionError, check, check_integer, check_word, need_extra
 from eqx_decoders.families import FAMILIES
-from eqx_decoders.families.family import Bound, Family, for_inference
+from eqx_decoders.families.family import Family, WeightMapping, for_inference
 from eqx_decoders.io.directory import FLOATS, Directory, parse_json
 from eqx_decoders.io.files import write_json
 from eqx_decoders.io.hub import TOKENIZER_FILES
@@ -55,38 +57,51 @@ def save_hf(
     must call it; the first one writes.
     """
     check_integer("save_hf: shard_bytes", shard_bytes)
-    folder = Path(directory).absolute()
-    free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-    check(free, f"{folder} is not empty: give a new directory.", ConversionError)
     kind, config = export_config(model, family)
-    bound = kind.bind(model)
     origin = model.origin or Origin(family=kind.model_type)
     # explicit nulls: the classes of transformers have token ids of their own as defaults
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     config = ids | json.loads(origin.settings) | config | dict(settings or {})
-    stored = jnp.dtype(dtype) if dtype is not None else named_leaves(model)["embedding.table"].dtype
+    leaves = named_leaves(model)
+    stored = leaves["embedding.table"].dtype if dtype is None else jnp.dtype(dtype)
     check_word("save_hf: dtype", stored.name, FLOATS.values(), ConversionError)
     config |= {"dtype": stored.name, "torch_dtype": stored.name}
     _check_settings(kind, config, model.config)
-    writes = jax.process_index() == 0
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent)) if writes else folder
-    if writes:
-        partial.chmod(0o755)
-    copies = kind.copied(model.config)
-    _write_tensors(partial, named_leaves(model), bound, copies, stored, shard_bytes, writes)
-    if writes:
+    with new_directory(directory) as partial:
+        _write_tensors(partial, leaves, kind.bind(model), kind.copied(model.config), stored, shard_bytes)
+        if partial is None:
+            return
         write_json(partial / "config.json", config, sort_keys=True)
         copy_tokenizer(origin.directory if tokenizer is None else tokenizer, partial)
         if not (partial / "generation_config.json").exists():
             known = {key: config[key] for key in ids if config[key] is not None}
             write_json(partial / "generation_config.json", known, sort_keys=True)
-        (partial / "README.md").write_text(_card(folder.name, model, kind, stored))
-        if folder.exists():
-            folder.rmdir()
-        os.replace(partial, folder)
+        (partial / "README.md").write_text(_card(Path(directory).absolute().name, model, kind, stored))
+
+
+@contextlib.contextmanager
+def new_directory(directory: str | Path) -> Iterator[Path | None]:
+    """A directory to be filled, which gets its name when all is written; None in all processes but the first.
+
+    Raises ConversionError where `directory` is anything but an empty directory or a new name. All processes wait for
+    each other at the end.
+    """
+    folder, partial = Path(directory).absolute(), None
+    free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    check(free, f"{folder} is not empty: give a new directory.", ConversionError)
+    with contextlib.ExitStack() as stack:
+        if jax.process_index() == 0:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+            stack.callback(shutil.rmtree, partial, ignore_errors=True)  # what is left of it after an error
+            partial.chmod(0o755)
+        yield partial
+        if partial is not None:
+            if folder.exists():
+                folder.rmdir()
+            os.replace(partial, folder)
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("save_hf")
+        multihost_utils.sync_global_devices("new_directory")
 
 
 def _check_settings(kind: Family, settings: Mapping[str, Any], config: DecoderConfig) -> None:
@@ -118,19 +133,19 @@ def export_config(model: Decoder, family: str | None = None) -> tuple[Family, di
 
 
 def _write_tensors(
-    folder: Path,
+    folder: Path | None,
     leaves: Mapping[str, Any],
-    bound: Mapping[str, Bound],
+    mappings: Mapping[str, WeightMapping],
     copies: Mapping[str, str],
     dtype: np.dtype,
     shard_bytes: int,
-    writes: bool,
 ) -> None:
-    """Write all tensors, holding those of one file at a time."""
-    tensors = exported(leaves, bound, dtype)
-    tensors |= {copy: tensors[name] for copy, name in copies.items() if name in tensors}
-    sizes = {name: math.prod(row.shape) * dtype.itemsize for row in bound.values() for name in row.names}
-    sizes |= {copy: sizes[name] for copy, name in copies.items() if name in sizes}
+    """Write all tensors, holding those of one file at a time; None: only take part in gathering them."""
+    tensors = exported(leaves, mappings, dtype)
+    sizes = {name: math.prod(row.shape) * dtype.itemsize for row in mappings.values() for name in row.names}
+    for copy, name in copies.items():
+        if name in tensors:
+            tensors[copy], sizes[copy] = tensors[name], sizes[name]
     shards: list[list[str]] = [[]]
     filled = 0
     for name in tensors:
@@ -141,49 +156,46 @@ def _write_tensors(
         filled += sizes[name]
     index: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
-        one = len(shards) == 1
-        file = "model.safetensors" if one else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        index |= dict.fromkeys(shard, file)
         made = {name: tensors[name]() for name in shard}
-        index |= dict.fromkeys(made, file)
-        if writes:
-            _save_file(made, folder / file)
-    if writes and len(shards) > 1:
-        total = {"total_size": sum(sizes.values())}
-        write_json(folder / "model.safetensors.index.json", {"metadata": total, "weight_map": index}, sort_keys=True)
+        if folder is not None:
+            save_tensors(made, folder / file)
+    if folder is not None and len(shards) > 1:
+        content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
+        write_json(folder / "model.safetensors.index.json", content, sort_keys=True)
 
 
 def exported(
-    leaves: Mapping[str, Any], bound: Mapping[str, Bound], dtype: np.dtype | None = None
+    leaves: Mapping[str, Any], mappings: Mapping[str, WeightMapping], dtype: np.dtype | None = None
 ) -> dict[str, Callable[[], np.ndarray]]:
     """For the name of every tensor of a checkpoint a function that makes it; None keeps the dtype of the weight."""
-    holders: dict[str, dict[int, tuple[Bound, str, tuple[int, ...]]]] = {}
-    for path, row in bound.items():
-        for place in itertools.product(*map(range, row.stack)):
-            holders.setdefault(row.name(place), {})[row.part or 0] = (row, path, place)
-
-    def make(parts):
-        return lambda: _tensor([(row, leaves[path], place) for _, (row, path, place) in sorted(parts.items())], dtype)
-
-    return {name: make(parts) for name, parts in holders.items()}
+    holders: dict[str, dict[int, tuple[WeightMapping, Any, tuple[int, ...]]]] = {}
+    for path, mapping in mappings.items():
+        for place in itertools.product(*map(range, mapping.stack)):
+            holders.setdefault(mapping.name(place), {})[mapping.part or 0] = (mapping, leaves[path], place)
+    return {name: functools.partial(_tensor, parts, dtype) for name, parts in holders.items()}
 
 
-def _tensor(parts: list[tuple[Bound, Any, tuple[int, ...]]], dtype: np.dtype | None) -> np.ndarray:
+def _tensor(parts: Mapping[int, tuple[WeightMapping, Any, tuple[int, ...]]], dtype: np.dtype | None) -> np.ndarray:
     """One tensor of a checkpoint, on the host, from the weights that share it."""
-    row = parts[0][0]
-    found = [_on_host(leaf[place] if place else leaf) for _, leaf, place in parts]
-    x = found[0] if row.part is None else np.stack(found)
-    x = rearrange(x, row.backwards, **given_sizes(row, row.sizes))
+    mapping = parts[0][0]
+    found = [on_host(leaf[place] if place else leaf) for _, (_, leaf, place) in sorted(parts.items())]
+    x = found[0] if mapping.part is None else np.stack(found)
+    x = rearrange(x, mapping.backwards, **given_sizes(mapping, mapping.sizes))
     tensor = np.empty(x.shape, x.dtype if dtype is None else dtype)
     copy_in_pieces(tensor, x)
     return tensor
 
 
-def _on_host(x: Any) -> np.ndarray:
+def on_host(x: Any) -> np.ndarray:
+    """A whole array as NumPy's; of several processes all must call it."""
     whole = not isinstance(x, jax.Array) or x.is_fully_addressable
     return np.asarray(x if whole else multihost_utils.process_allgather(x, tiled=True))
 
 
-def _save_file(tensors: dict[str, np.ndarray], path: Path) -> None:
+def save_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
+    """Write a safetensors file."""
     try:
         from safetensors.numpy import save_file
     except ImportError as error:

@@ -26,15 +26,14 @@ from eqx_decoders.create import abstract
 from eqx_decoders.decoder import Decoder, DecoderConfig, Origin
 from eqx_decoders.errors import ConversionError, check
 from eqx_decoders.families import find_family
-from eqx_decoders.families.family import Bound, Family, depth_layers
-from eqx_decoders.io.directory import FLOATS, Directory, StoredTensor, check_dtypes
+from eqx_decoders.families.family import Family, WeightMapping, depth_layers
+from eqx_decoders.io.directory import FLOATS, Directory, StoredTensor, check_dtypes, check_tensors
 from eqx_decoders.io.hub import resolve
 from eqx_decoders.io.quantized import checkpoint_tensors, read_scheme
 from eqx_decoders.layout import Layout
 from eqx_decoders.numerics import Precision
 
 
-MOST_LISTED = 500  # wrong tensors in an error message
 _HEAD = "lm_head.weight"
 _PIECE = 256 * 1024  # bytes of a tensor that are copied together
 _READ = 64_000_000  # bytes in float32 of a tensor that are read together
@@ -77,22 +76,22 @@ def load_hf(
     Raises ConversionError, before any weight is loaded, where the directory is not a complete checkpoint of a known
     family, or says anything that is not understood.
     """
-    target, bound, tensors = _target(resolve(source, revision), dtype, layout, execution)
+    target, mappings, tensors = _target(resolve(source, revision), dtype, layout, execution)
     shapes, static = eqx.partition(target, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     names = iter(named_leaves(shapes))
-    arrays = jax.tree.map(lambda leaf: _load(leaf, bound[next(names)], tensors), shapes)
+    arrays = jax.tree.map(lambda leaf: _load(leaf, mappings[next(names)], tensors), shapes)
     return eqx.combine(arrays, static)
 
 
-def stored_weights(directory: str | Path) -> tuple[dict[str, Bound], dict[str, StoredTensor]]:
+def stored_weights(directory: str | Path) -> tuple[dict[str, WeightMapping], dict[str, StoredTensor]]:
     """Which tensors make each weight of a directory, and these tensors, under their full names."""
-    _, bound, tensors = _target(Directory(directory), jnp.float32, None, {})
-    return bound, {name: tensors[name] for row in bound.values() for name in row.names}
+    _, mappings, tensors = _target(Directory(directory), jnp.float32, None, {})
+    return mappings, {name: tensors[name] for mapping in mappings.values() for name in mapping.names}
 
 
 def _target(
     directory: Directory, dtype: DTypeLike | None, layout: Layout | None, execution: dict[str, Any]
-) -> tuple[Decoder, dict[str, Bound], dict[str, StoredTensor]]:
+) -> tuple[Decoder, dict[str, WeightMapping], dict[str, StoredTensor]]:
     """The model's shapes, what each weight is made of, and the tensors."""
     config, origin, family = _read_config(directory)
     tensors = _without_ignored(checkpoint_tensors(directory), family)
@@ -105,20 +104,24 @@ def _target(
     precision = execution.pop("precision", None) or Precision(params=dtype, compute=dtype)
     target = abstract(config, layout=layout or Layout(), precision=precision, **execution)
     target = dataclasses.replace(target, origin=origin)
-    bound = family.bind(target)
+    mappings = family.bind(target)
     tensors = _without_copies(tensors, family.copied(config))
-    _compare(directory, tensors, bound)
-    return target, bound, tensors
+    check_tensors(
+        directory.path,
+        tensors,
+        {name: mapping.shape for mapping in mappings.values() for name in mapping.names},
+        rule="The tensors must be those that config.json describes",
+        owner="weight",
+        source="config.json",
+    )
+    return target, mappings, tensors
 
 
 def _read_config(directory: Directory) -> tuple[DecoderConfig, Origin, Family]:
     content = directory.json("config.json")
     kind = content.get("model_type")
-    check(
-        isinstance(kind, str),
-        f"{directory.path}/config.json: model_type={kind!r} must name the family.",
-        ConversionError,
-    )
+    named = isinstance(kind, str)
+    check(named, f"{directory.path}/config.json: model_type={kind!r} must name the family.", ConversionError)
     if "text_config" in content:
         raise ConversionError(f"config.json: model_type={kind} has a text_config: vision and audio are not read.")
     family = find_family(str(kind))
@@ -178,25 +181,7 @@ def _same(one: StoredTensor, other: StoredTensor) -> bool:
     return all(np.array_equal(one.read((part, everything)), other.read((part, everything))) for part in parts)
 
 
-def _compare(directory: Directory, tensors: Mapping[str, StoredTensor], bound: Mapping[str, Bound]) -> None:
-    """Refuse a checkpoint whose tensors are not those of the model, and list them."""
-    wanted = {name: row.shape for row in bound.values() for name in row.names}
-    wrong = [f"{name} is missing" for name in sorted(wanted.keys() - tensors.keys())]
-    wrong += [f"{name} belongs to no weight" for name in sorted(tensors.keys() - wanted.keys())]
-    wrong += [
-        f"{name} has the shape {tensors[name].shape}, but {shape} follows from config.json"
-        for name, shape in wanted.items()
-        if name in tensors and tensors[name].shape != shape
-    ]
-    more = [f"and {len(wrong) - MOST_LISTED} more"] * (len(wrong) > MOST_LISTED)
-    listed = "\n  ".join(wrong[:MOST_LISTED] + more)
-    rule = "The tensors must be those that config.json describes"
-    check(
-        not wrong, f"{directory.path}: {len(wrong)} tensors are not as expected. {rule}:\n  {listed}", ConversionError
-    )
-
-
-def _load(leaf: jax.ShapeDtypeStruct, row: Bound, tensors: Mapping[str, StoredTensor]) -> jax.Array:
+def _load(leaf: jax.ShapeDtypeStruct, mapping: WeightMapping, tensors: Mapping[str, StoredTensor]) -> jax.Array:
     """A weight on its devices, one device's part after another."""
     sharding: Any = leaf.sharding
     holders: dict[tuple[range, ...], list[Any]] = {}
@@ -205,29 +190,31 @@ def _load(leaf: jax.ShapeDtypeStruct, row: Bound, tensors: Mapping[str, StoredTe
         holders.setdefault(whole, []).append(device)
     parts = []
     for index, devices in holders.items():
-        block = _block(index, leaf.dtype, row, tensors)
+        block = _block(index, leaf.dtype, mapping, tensors)
         parts += [jax.device_put(block, device) for device in devices]
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
 
 
-def _block(index: tuple[range, ...], dtype: np.dtype, row: Bound, tensors: Mapping[str, StoredTensor]) -> np.ndarray:
+def _block(
+    index: tuple[range, ...], dtype: np.dtype, mapping: WeightMapping, tensors: Mapping[str, StoredTensor]
+) -> np.ndarray:
     """The part `index` of a weight, from the parts of the tensors that hold it."""
     block = _aligned(tuple(map(len, index)), dtype)
-    lead, rest = index[: len(row.stack)], index[len(row.stack) :]
+    lead, rest = index[: len(mapping.stack)], index[len(mapping.stack) :]
     for place in itertools.product(*lead):
         own = tuple(number - cut.start for number, cut in zip(place, lead, strict=True))
-        for begin, piece in _pieces(row, rest):
+        for begin, piece in _pieces(mapping, rest):
             cut = tuple(slice(first, first + len(part)) for first, part in zip(begin, piece, strict=True))
-            copy_in_pieces(block[own][cut], _part(tensors[row.name(place)], row, piece))
+            copy_in_pieces(block[own][cut], _part(tensors[mapping.name(place)], mapping, piece))
     return block
 
 
-def _pieces(row: Bound, index: tuple[range, ...]) -> Iterator[tuple[tuple[int, ...], tuple[range, ...]]]:
+def _pieces(mapping: WeightMapping, index: tuple[range, ...]) -> Iterator[tuple[tuple[int, ...], tuple[range, ...]]]:
     """The part `index` of a tensor, some rows of the file at a time: where each piece begins in it, and the piece."""
-    word = row.groups[0][0]
-    axis = row.words.index(word) if word in row.words else 0
+    word = mapping.groups[0][0]
+    axis = mapping.words.index(word) if word in mapping.words else 0
     whole = index[axis]
-    row_bytes = 4 * row.sizes.get("part", 1) * math.prod(map(len, index)) // max(1, len(whole))
+    row_bytes = 4 * mapping.sizes.get("part", 1) * math.prod(map(len, index)) // max(1, len(whole))
     step = max(1, _READ // max(1, row_bytes))
     for begin in range(0, len(whole), step):
         first = tuple(begin if place == axis else 0 for place in range(len(index)))
@@ -253,24 +240,24 @@ def copy_in_pieces(target: np.ndarray, source: np.ndarray) -> None:
         target[piece] = source[piece]
 
 
-def _part(tensor: StoredTensor, row: Bound, index: tuple[range, ...]) -> np.ndarray:
+def _part(tensor: StoredTensor, mapping: WeightMapping, index: tuple[range, ...]) -> np.ndarray:
     """The part `index` of one layer's weight: what can be cut out of the file is cut there, the rest afterwards."""
-    wanted = dict(zip(row.words, index, strict=True))
-    if row.part is not None:
-        wanted["part"] = range(row.part, row.part + 1)
-    sizes, cuts = dict(row.sizes), []
-    for first, *rest in row.groups:
-        cut, inner = wanted.pop(first), math.prod(row.sizes[word] for word in rest)
+    wanted = dict(zip(mapping.words, index, strict=True))
+    if mapping.part is not None:
+        wanted["part"] = range(mapping.part, mapping.part + 1)
+    sizes, cuts = dict(mapping.sizes), []
+    for first, *rest in mapping.groups:
+        cut, inner = wanted.pop(first), math.prod(mapping.sizes[word] for word in rest)
         cuts.append(slice(cut.start * inner, cut.stop * inner))
         sizes[first] = len(cut)
     x = tensor.read(tuple(cuts))
-    x = rearrange(x, row.pattern, **given_sizes(row, sizes))
+    x = rearrange(x, mapping.pattern, **given_sizes(mapping, sizes))
     rest = {word: slice(cut.start, cut.stop) for word, cut in wanted.items()}
-    if row.part is not None:
+    if mapping.part is not None:
         x = x[rest.pop("part").start if "part" in rest else 0]
-    return x[tuple(rest.get(word, slice(None)) for word in row.words)]
+    return x[tuple(rest.get(word, slice(None)) for word in mapping.words)]
 
 
-def given_sizes(row: Bound, sizes: Mapping[str, int]) -> dict[str, int]:
+def given_sizes(mapping: WeightMapping, sizes: Mapping[str, int]) -> dict[str, int]:
     """The sizes that einops can't see: of the words that share a dimension."""
-    return {word: sizes[word] for group in row.groups if len(group) > 1 for word in group}
+    return {word: sizes[word] for group in mapping.groups if len(group) > 1 for word in group}

@@ -25,14 +25,14 @@ _BYTES = np.arange(256, dtype=np.uint8)
 _E4M3 = _BYTES.view(jnp.float8_e4m3fn).astype(np.float32)
 _HALF_E8M0 = np.ldexp(np.float32(1), _BYTES.astype(np.int32) - 128)
 _GROUP = 32  # numbers that share a scale of MXFP4
-_COUNTS_AS = "BF16"  # what such models are run in where the caller leaves the choice to the files
+_DTYPE = "BF16"  # of such a model where the caller leaves the choice to the files
 
 _Tensors = dict[str, StoredTensor]
 Scheme = Callable[[_Tensors], _Tensors]
 
 
 @dataclasses.dataclass(frozen=True)
-class Packed(StoredTensor):
+class MXFP4Tensor(StoredTensor):
     """MXFP4: `x[.., 32 g + i, r] = E2M1(blocks[.., r, g, i]) 2^(scales[.., r, g] - 127)`, the low half of a byte first.
 
     The file has the rows of the transposed matrix, as OpenAI's GPT-OSS does (OCP Microscaling Formats, 2023).
@@ -51,7 +51,7 @@ class Packed(StoredTensor):
             x *= _HALF_E8M0[self.scales.read(stored)][..., None]
         x = x.reshape(*x.shape[:-2], -1)
         begin = inner.start - groups.start * _GROUP
-        return x[..., begin : begin + _length(inner)].swapaxes(-1, -2)
+        return x[..., begin : begin + inner.stop - inner.start].swapaxes(-1, -2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class BlockScaledTensor(StoredTensor):
         """A part of the tensor in float32, one slice for each dimension."""
         cuts = tuple(slice(*cut.indices(size)) for cut, size in zip(part, self.shape, strict=True))
         x = _E4M3[self.values.read(cuts).view(np.uint8)]
-        scales = self.scales.read(tuple(slice(0, size) for size in self.scales.shape))
+        scales = self.scales.read_all()
         scales = 2 * _HALF_E8M0[scales] if scales.dtype == np.uint8 else scales.astype(np.float32)
         rows, columns = (np.arange(cut.start, cut.stop) for cut in cuts[-2:])
         with np.errstate(invalid="ignore", over="ignore"):
@@ -74,11 +74,7 @@ class BlockScaledTensor(StoredTensor):
         return x
 
 
-QUANTIZED = (Packed, BlockScaledTensor)
-
-
-def _length(cut: slice) -> int:
-    return cut.stop - cut.start
+QUANTIZED = (MXFP4Tensor, BlockScaledTensor)
 
 
 def checkpoint_tensors(directory: Directory) -> _Tensors:
@@ -91,45 +87,33 @@ def read_scheme(content: Mapping[str, Any]) -> Scheme:
     fields = Fields(content).table("quantization_config")
     if fields is None:
         return lambda tensors: tensors
-    schemes = {"mxfp4": _mxfp4, "fp8": _fp8}
+    schemes = {"mxfp4": lambda _: _mxfp4_tensors, "fp8": _fp8}
     method = fields.take("quant_method", None)
     if not isinstance(method, str) or method not in schemes:
-        told = f"quant_method={str(method)[:60]} is not read. Known: {', '.join(schemes)}"
-        raise fields.error(f"{told}. Load a checkpoint in bfloat16.")
+        known = f"Known: {', '.join(schemes)}. Load a checkpoint in bfloat16."
+        raise fields.error(f"quant_method={str(method)[:60]} is not read. {known}")
     scheme = schemes[method](fields)
     fields.flag("dequantize", False)  # what transformers computes with; the numbers are the same
     for key in ("modules_to_not_convert", "ignored_layers", "modules_to_convert"):  # each tensor says it by its dtype
-        _names(fields, key)
+        names = fields.take(key, [])
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise fields.error(f"{key} must be a list of names.")
     fields.finish()
     return scheme
 
 
-def _names(fields: Fields, key: str) -> None:
-    names = fields.take(key, [])
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise fields.error(f"{key} must be a list of names.")
-
-
-def _mxfp4(fields: Fields) -> Scheme:
-    return _packed
-
-
-def _packed(tensors: _Tensors) -> _Tensors:
+def _mxfp4_tensors(tensors: _Tensors) -> _Tensors:
     found = dict(tensors)
     for name in [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]:
         blocks = found.pop(f"{name}_blocks")
         scales = _scales(found, f"{name}_scales", blocks)
-        sizes = list(blocks.shape)
-        good = len(sizes) > 2 and sizes[-1] == _GROUP // 2 and blocks.dtype == "U8"
-        check(
-            good,
-            f"{blocks.file}: {blocks.name} is {_told(blocks)}: blocks of MXFP4 are U8 with {_GROUP // 2} bytes each.",
-            ConversionError,
-        )
+        *lead, rows, groups, half = blocks.shape if len(blocks.shape) > 2 else (0, 0, 0)
+        good = half == _GROUP // 2 and blocks.dtype == "U8"
+        rule = f"blocks of MXFP4 are U8 with {_GROUP // 2} bytes each"
+        check(good, f"{blocks.file}: {blocks.name} is {blocks.description}: {rule}.", ConversionError)
         _check_scales(scales, ("U8",), blocks.shape[:-1])
-        *lead, rows, groups, _ = sizes
         shape = (*lead, groups * _GROUP, rows)
-        found[name] = Packed(blocks.file, name, shape, _COUNTS_AS, blocks.offset, blocks, scales)
+        found[name] = MXFP4Tensor(blocks.file, name, shape, _DTYPE, blocks.offset, blocks, scales)
     return found
 
 
@@ -143,44 +127,34 @@ def _fp8(fields: Fields) -> Scheme:
     if not whole or len(block) != 2 or min(block) < 1:
         raise fields.error(f"weight_block_size={block!r} must be two integers of at least 1: rows and columns.")
     dtypes = ("F32", "BF16", "F16", "F8_E8M0", *["U8"] * bytes_too)
-    return lambda tensors: _scaled(tensors, (block[0], block[1]), dtypes)
+    return lambda tensors: _block_scaled_tensors(tensors, (block[0], block[1]), dtypes)
 
 
-def _scaled(tensors: _Tensors, block: tuple[int, int], dtypes: tuple[str, ...]) -> _Tensors:
+def _block_scaled_tensors(tensors: _Tensors, block: tuple[int, int], dtypes: tuple[str, ...]) -> _Tensors:
     found = dict(tensors)
     for name, values in tensors.items():
         if values.dtype != "F8_E4M3":
             continue
         scales = _scales(found, f"{name}_scale_inv", values)
-        check(
-            len(values.shape) > 1,
-            f"{values.file}: {name} is {_told(values)}: only matrices have blocks.",
-            ConversionError,
-        )
+        matrix = len(values.shape) > 1
+        check(matrix, f"{values.file}: {name} is {values.description}: only matrices have blocks.", ConversionError)
         *lead, rows, columns = values.shape
         _check_scales(scales, dtypes, (*lead, -(-rows // block[0]), -(-columns // block[1])))
-        found[name] = BlockScaledTensor(
-            values.file, name, values.shape, _COUNTS_AS, values.offset, values, scales, block
-        )
+        stored = (values.file, name, values.shape, _DTYPE, values.offset)
+        found[name] = BlockScaledTensor(*stored, values, scales, block)
     left = [name for name in found if name.endswith("_scale_inv")]
-    check(
-        not left,
-        f"{', '.join(left[:5])}: the weights of these scales are not in F8_E4M3. Download the files again.",
-        ConversionError,
-    )
+    rule = "the weights of these scales are not in F8_E4M3. Download the files again"
+    check(not left, f"{', '.join(left[:5])}: {rule}.", ConversionError)
     return found
 
 
 def _scales(tensors: _Tensors, name: str, values: StoredTensor) -> StoredTensor:
-    told = f"{values.file}: {values.name} is quantised, but {name} is missing: the checkpoint is incomplete."
-    check(name in tensors, told, ConversionError)
+    rule = f"is quantised, but {name} is missing: the checkpoint is incomplete"
+    check(name in tensors, f"{values.file}: {values.name} {rule}.", ConversionError)
     return tensors.pop(name)
 
 
 def _check_scales(scales: StoredTensor, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
-    told = f"{scales.file}: {scales.name} is {_told(scales)}, but must be {' or '.join(dtypes)} of shape {shape}"
-    check(scales.dtype in dtypes and scales.shape == shape, f"{told}. Check weight_block_size.", ConversionError)
-
-
-def _told(tensor: StoredTensor) -> str:
-    return f"{tensor.dtype} of shape {tensor.shape}"
+    good, rule = scales.dtype in dtypes and scales.shape == shape, f"{' or '.join(dtypes)} of shape {shape}"
+    where = f"{scales.file}: {scales.name} is {scales.description}"
+    check(good, f"{where}, but must be {rule}. Check weight_block_size.", ConversionError)

@@ -23,6 +23,13 @@ from eqx_decoders.errors import CheckpointError
 from eqx_decoders.io.checkpoint import Checkpoints, fingerprint, load_weights
 
 
+# Where Orbax fails it leaves unfinished tasks behind.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning"),
+]
+
+
 class Model(eqx.Module):
     weight: jax.Array
     bias: jax.Array | None
@@ -37,7 +44,8 @@ class State(eqx.Module):
     step: jax.Array
 
 
-def make_state(seed=0, bias=True, shape=(8, 4)):
+def make_state(seed=0, bias=True, shape=(64, 16)):
+    """The weights are large enough to have bytes of their own in a file: Orbax checks those that it stores inline."""
     weight = jax.random.normal(jax.random.key(seed), shape)
     model = Model(weight, jnp.full(8, seed + 1.5, jnp.bfloat16) if bias else None, 3)
     optimizer = optax.adamw(1e-3).init(eqx.filter(model, eqx.is_array))
@@ -178,12 +186,12 @@ def test_uncommitted_leaves_stay_uncommitted(saved):
 def test_every_difference_is_listed_before_anything_is_loaded(saved, copied):
     for file in copied.rglob("d/*"):
         file.unlink()  # loading would fail now
-    template = make_state(shape=(8, 5), bias=False)
+    template = make_state(shape=(64, 5), bias=False)
     template = eqx.tree_at(lambda s: (s.step, s.model.act), template, (jnp.float32(0), jnp.ones(2)))
     with pytest.raises(CheckpointError) as caught:
         Checkpoints(copied).restore(template)
     text = str(caught.value)
-    assert "model.weight: float32[8, 4] in the checkpoint, float32[8, 5] in the model" in text
+    assert "model.weight: float32[64, 16] in the checkpoint, float32[64, 5] in the model" in text
     assert "model.bias: bfloat16[8] in the checkpoint, not in the model" in text
     assert "model.act: not in the checkpoint, float32[2] in the model" in text
     assert "step: int32[] in the checkpoint, float32[] in the model" in text
@@ -208,9 +216,9 @@ def test_fingerprint_notices_any_bit_and_any_swap(getkey):
     assert int(fingerprint(jnp.asarray(value))) == sum(x * (2 * i + 1) for i, x in enumerate(range(12)))
 
 
-def flip(file: Path, pick: random.Random):
+def flip(file: Path, place: int, bit: int):
     data = bytearray(file.read_bytes())
-    data[pick.randrange(len(data))] ^= 1 << pick.randrange(8)
+    data[place] ^= 1 << bit
     file.write_bytes(data)
 
 
@@ -220,20 +228,29 @@ def data_file(step: Path) -> Path:
 
 @pytest.mark.parametrize("trials", [6, pytest.param(200, marks=pytest.mark.slow)])
 def test_flipped_bits_are_found_or_harmless(saved, tmp_path, trials):
-    pick, template, found = random.Random(0), make_state(), 0
+    """By `restore`, which falls back to the step before, and by `load_weights` of that very step, which raises."""
+    pick, template, by_fingerprint, by_digest = random.Random(0), make_state(), 0, 0
     state = arrays(make_state(20))
     for trial in range(trials):
         copy = shutil.copytree(saved, tmp_path / str(trial))
-        flip(data_file(copy / "20") if trial % 2 else copy / "20/manifest/data.json", pick)
-        said = []
-        tree, data_state, step = Checkpoints(copy, say=said.append).restore(template)
+        file = data_file(copy / "20") if trial % 2 else copy / "20/manifest/data.json"
+        flip(file, pick.randrange(file.stat().st_size), pick.randrange(8))
+        try:
+            weights, refusal = load_weights(copy, template.model, 20), ""
+            assert_same(weights, make_state(20).model)
+        except CheckpointError as error:
+            refusal = str(error)
+        by_fingerprint += "arrays are damaged: model.weight" in refusal
+        by_digest += "the manifest is damaged" in refusal
+        reports = []
+        tree, data_state, step = Checkpoints(copy, warn=reports.append).restore(template)
         if step == 10:
-            found += 1
-            assert len(said) == 1 and "20" in said[0] and "Falling back to step 10" in said[0]
+            assert len(reports) == 1 and "20" in reports[0] and "Falling back to step 10" in reports[0]
             assert (copy / "20.corrupt").is_dir() and Checkpoints(copy).steps == (10,)
+            assert refusal or "optimizer" in reports[0]
         else:
-            assert arrays(tree) == state and data_state == {"next": 20}
-    assert found > trials // 2
+            assert not refusal and arrays(tree) == state and data_state == {"next": 20}
+    assert min(by_fingerprint, by_digest) >= trials // 4
 
 
 def test_damaged_leaves_are_named_and_an_asked_for_step_has_no_fallback(copied):
@@ -249,15 +266,15 @@ def test_damaged_leaves_are_named_and_an_asked_for_step_has_no_fallback(copied):
         Checkpoints(copied).restore(make_state(), step=20)
     assert Checkpoints(copied).steps == (10, 20)
     assert_same(Checkpoints(copied).restore(make_state(), verify=False).tree, make_state(20))
-    assert Checkpoints(copied, say=lambda text: None).restore(make_state()).step == 10
+    assert Checkpoints(copied, warn=lambda text: None).restore(make_state()).step == 10
 
 
 def test_truncated_newest_step_falls_back_and_training_goes_on(copied, capfd):
     os.truncate(data_file(copied / "20"), 40)
-    said = []
-    with Checkpoints(copied, say=said.append) as checkpoints:
+    warnings = []
+    with Checkpoints(copied, warn=warnings.append) as checkpoints:
         tree, _, step = checkpoints.restore(make_state())
-        assert step == 10 and len(said) == 1
+        assert step == 10 and len(warnings) == 1
         assert_same(tree, make_state(10))
         assert not checkpoints.save(10, tree, data_state={}, config={}), "that very step is there already"
         assert checkpoints.save(20, make_state(20), data_state={"next": 20}, config={}, wait=True)
@@ -280,11 +297,22 @@ def test_load_weights_reads_only_the_model(copied):
     model = load_weights(copied, abstract(make_state()).model)
     assert_same(model, make_state(20).model)
     os.truncate(data_file(copied / "20"), 40)
-    said = []
-    assert_same(load_weights(copied, make_state().model, say=said.append), make_state(10).model)
-    assert said and Checkpoints(copied).steps == (10, 20), "reading changes nothing"
+    warnings = []
+    assert_same(load_weights(copied, make_state().model, warn=warnings.append), make_state(10).model)
+    assert warnings and Checkpoints(copied).steps == (10, 20), "reading changes nothing"
     with pytest.raises(CheckpointError, match=r"model\.bias: bfloat16\[8\] in the checkpoint, not in the model"):
         load_weights(copied, make_state(bias=False).model, 20)
+
+
+def test_a_kill_while_deleting_leaves_no_half_step(tmp_path, monkeypatch):
+    with Checkpoints(tmp_path, max_checkpoints=1) as checkpoints:
+        checkpoints.save(1, {"x": jnp.ones(2)}, data_state={}, config={}, wait=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(shutil, "rmtree", lambda *_, **__: None)  # killed before the first file is gone
+            checkpoints.save(2, {"x": jnp.ones(2)}, data_state={}, config={}, wait=True)
+        assert Checkpoints(tmp_path).steps == (2,) and len(list(tmp_path.iterdir())) == 2
+        checkpoints.save(3, {"x": jnp.ones(2)}, data_state={}, config={}, wait=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["3"]
 
 
 def test_keeps_the_last_and_cleans_leftovers(tmp_path, monkeypatch):
@@ -388,7 +416,7 @@ with Checkpoints(sys.argv[1], max_checkpoints=2) as checkpoints:
 """
 
 
-@pytest.mark.parametrize("trials", [2, pytest.param(25, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trials", [1, pytest.param(25, marks=pytest.mark.slow)])
 def test_sigkill_while_saving_leaves_a_loadable_step(tmp_path, trials):
     pick, template = random.Random(1), {"x": jnp.zeros(1 << 20), "n": jnp.int32(0)}
     before = 0
@@ -404,4 +432,8 @@ def test_sigkill_while_saving_leaves_a_loadable_step(tmp_path, trials):
         assert step >= int(begun[1]) - 1, "all but the save under way must be committed"
         assert data_state == {"next": step} and (tree["x"] == step).all() and tree["n"] == step
         assert not list(tmp_path.glob("*.corrupt"))
-        before = step
+        before = step + 1
+        with Checkpoints(tmp_path, max_checkpoints=2) as checkpoints:
+            tree = {"x": jnp.full(1 << 20, before, jnp.float32), "n": jnp.int32(before)}
+            checkpoints.save(before, tree, data_state={"next": before}, config={})
+        assert {path.name for path in tmp_path.iterdir()} == set(map(str, checkpoints.steps)), "leftovers are removed"

@@ -217,12 +217,14 @@ def test_settings_with_an_effect_are_refused_by_name(llama, copy, key):
 
 
 def test_every_setting_that_must_be_off_is_tried():
-    assert peft.OFF.keys() <= REFUSED.keys() and not peft.OFF.keys() & peft.HARMLESS.keys()
-    assert settings(LLAMA / "adapter").keys() <= REFUSED.keys() | peft.HARMLESS.keys()
+    assert (
+        peft.UNSUPPORTED_KEYS.keys() <= REFUSED.keys() and not peft.UNSUPPORTED_KEYS.keys() & peft.IGNORED_KEYS.keys()
+    )
+    assert settings(LLAMA / "adapter").keys() <= REFUSED.keys() | peft.IGNORED_KEYS.keys()
 
 
 def test_settings_without_an_effect_are_passed_over(llama, copy):
-    directory = copy(dict.fromkeys(peft.HARMLESS, "anything") | {"init_lora_weights": "gaussian"})
+    directory = copy(dict.fromkeys(peft.IGNORED_KEYS, "anything") | {"init_lora_weights": "gaussian"})
     same(load_peft(llama, directory), load_peft(llama, LLAMA / "adapter"))
 
 
@@ -303,7 +305,7 @@ def test_what_peft_cannot_hold_is_not_written(fixture, tmp_path, monkeypatch):
     (tmp_path / "full" / "file").touch()
     with pytest.raises(ConversionError, match="is not empty"):
         save_peft(model, tmp_path / "full")
-    monkeypatch.setattr(peft, "_places", lambda model: {})
+    monkeypatch.setattr(peft, "_adaptable", lambda model: {})
     with pytest.raises(ConversionError, match=f"no module for .*{path}"):
         save_peft(model, tmp_path / "none")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["full"]
