@@ -30,7 +30,7 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _WEIGHT = "base_model.model.", ".weight"
 
 # Keys that don't change what a loaded adapter computes, each with the reason.
-IGNORED_KEYS: dict[str, str] = {
+IGNORED_PEFT_KEYS: dict[str, str] = {
     **dict.fromkeys(("base_model_name_or_path", "revision", "auto_mapping", "peft_version"), "where it came from"),
     **dict.fromkeys(("task_type", "inference_mode"), "how PEFT wraps the model"),
     **dict.fromkeys(("target_modules", "exclude_modules"), "the names of the tensors say which modules have a pair"),
@@ -212,7 +212,7 @@ def _read_config(fields: Fields) -> tuple[int, float]:
     stabilized = fields.flag("use_rslora", False)
     for key, allowed in UNSUPPORTED_KEYS.items():
         fields.allow_only(key, *allowed)
-    fields.finish(IGNORED_KEYS)
+    fields.finish(IGNORED_PEFT_KEYS)
     return rank, alpha / (math.sqrt(rank) if stabilized else rank)
 
 

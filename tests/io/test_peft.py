@@ -218,13 +218,13 @@ def test_settings_with_an_effect_are_refused_by_name(llama, copy, key):
 
 def test_every_setting_that_must_be_off_is_tried():
     assert (
-        peft.UNSUPPORTED_KEYS.keys() <= REFUSED.keys() and not peft.UNSUPPORTED_KEYS.keys() & peft.IGNORED_KEYS.keys()
+        peft.UNSUPPORTED_KEYS.keys() <= REFUSED.keys() and not peft.UNSUPPORTED_KEYS.keys() & peft.IGNORED_PEFT_KEYS.keys()
     )
-    assert settings(LLAMA / "adapter").keys() <= REFUSED.keys() | peft.IGNORED_KEYS.keys()
+    assert settings(LLAMA / "adapter").keys() <= REFUSED.keys() | peft.IGNORED_PEFT_KEYS.keys()
 
 
 def test_settings_without_an_effect_are_passed_over(llama, copy):
-    directory = copy(dict.fromkeys(peft.IGNORED_KEYS, "anything") | {"init_lora_weights": "gaussian"})
+    directory = copy(dict.fromkeys(peft.IGNORED_PEFT_KEYS, "anything") | {"init_lora_weights": "gaussian"})
     same(load_peft(llama, directory), load_peft(llama, LLAMA / "adapter"))
 
 
