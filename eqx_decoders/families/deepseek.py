@@ -37,7 +37,7 @@ def deepseek(
     Heads have `shape.head_dim` features in queries and keys: `nope_dim` that are not rotated, and the others. `shape`'s
     MLP is that of the first `num_dense_layers`; `num_shared` experts are used by every token.
     """
-    mixer = LatentAttentionConfig(  # the eps of its norms is the default, whatever that of the others is
+    mixer = LatentAttentionConfig(  # its norms have the default eps, not that of the other norms
         num_heads=shape.num_heads,
         q_rank=q_rank,
         kv_rank=kv_rank,
@@ -59,12 +59,13 @@ def deepseek(
 
 
 def read_deepseek(
-    fields: Fields, router: RouterConfig, *, experts: int, shared: int, expert_dim: int, dense: int, interleaved: bool,
-    **options: Any,
+    fields: Fields, router: RouterConfig, *, num_experts: int, num_shared: int, expert_dim: int, num_dense_layers: int,
+    interleaved: bool, **options: Any,
 ) -> DecoderConfig:  # fmt: skip
-    """The configuration with this router; the other arguments are what transformers takes where a key is missing."""
-    for key in ("head_dim", "qk_head_dim", "auto_map"):  # two sums of others; code, which is neither run nor exported
+    """The configuration with this router; the four numbers are what transformers takes where a key is missing."""
+    for key in ("head_dim", "qk_head_dim"):  # they follow from the sizes with and without rotation
         fields.content.pop(key, None)
+    fields.content.pop("auto_map", None)  # names code in the same directory, which is neither run nor exported
     fields.allow_only("moe_layer_freq", 1)
     fields.allow_only("ep_size", 1)
     nope_dim = fields.integer("qk_nope_head_dim", 128)
@@ -74,11 +75,11 @@ def read_deepseek(
     config = deepseek(
         shape,
         router=router,
-        num_experts=fields.integer("n_routed_experts", experts),
+        num_experts=fields.integer("n_routed_experts", num_experts),
         num_experts_per_token=fields.integer("num_experts_per_tok", 8),
-        num_shared=fields.integer("n_shared_experts", shared),
+        num_shared=fields.integer("n_shared_experts", num_shared),
         expert_dim=fields.integer("moe_intermediate_size", expert_dim),
-        num_dense_layers=fields.integer("first_k_dense_replace", dense, least=0),
+        num_dense_layers=fields.integer("first_k_dense_replace", num_dense_layers, least=0),
         rope=read_rope(fields, pairing="interleaved" if interleaved else "half"),
         q_rank=fields.integer("q_lora_rank", 1536, null=None),
         kv_rank=fields.integer("kv_lora_rank", 512),
@@ -95,7 +96,7 @@ def write_deepseek(config: DecoderConfig) -> dict[str, Any]:
     mixer, experts, dense = config.blocks[0].mixer, experts_of(config), dense_of(config)
     if not isinstance(mixer, LatentAttentionConfig) or experts.shared is None:
         raise ConversionError("DecoderConfig.blocks must have latent attention, and shared experts.")
-    own = {
+    settings = {
         "num_attention_heads": mixer.num_heads,
         "num_key_value_heads": mixer.num_heads,
         "q_lora_rank": mixer.q_rank,
@@ -112,7 +113,7 @@ def write_deepseek(config: DecoderConfig) -> dict[str, Any]:
         "n_group": experts.router.num_groups,
         "topk_group": experts.router.groups_per_token,
     }
-    return write_outer(config) | write_experts(config, "n_routed_experts") | own | write_rope(config)
+    return write_outer(config) | write_experts(config, "n_routed_experts") | settings | write_rope(config)
 
 
 _ATTENTION = "model.layers.{layer}.self_attn."

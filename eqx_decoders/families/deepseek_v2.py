@@ -22,8 +22,8 @@ def _read(fields: Fields) -> DecoderConfig:
         groups_per_token=kept if grouped else 1,
         scaling_factor=fields.number("routed_scaling_factor", 1.0),
     )
-    defaults: dict[str, Any] = dict(experts=64, shared=2, expert_dim=1407, dense=0, interleaved=True)
-    return read_deepseek(fields, router, **defaults, mlp_bias=fields.flag("mlp_bias", False))
+    defaults: dict[str, Any] = dict(num_experts=64, num_shared=2, expert_dim=1407, num_dense_layers=0)
+    return read_deepseek(fields, router, **defaults, interleaved=True, mlp_bias=fields.flag("mlp_bias", False))
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:

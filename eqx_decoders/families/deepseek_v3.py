@@ -42,7 +42,7 @@ def _read(fields: Fields) -> DecoderConfig:
         scaling_factor=fields.number("routed_scaling_factor", 2.5),
         renormalize=fields.flag("norm_topk_prob", True),
     )
-    defaults: dict[str, Any] = dict(experts=256, shared=1, expert_dim=2048, dense=3)
+    defaults: dict[str, Any] = dict(num_experts=256, num_shared=1, expert_dim=2048, num_dense_layers=3)
     config = read_deepseek(fields, router, **defaults, interleaved=fields.flag("rope_interleave", True))
     depths = fields.integer("num_nextn_predict_layers", 0, least=0)
     if depths == 0:

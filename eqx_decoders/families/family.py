@@ -1,8 +1,8 @@
-"""What a family says of its checkpoints: settings in both directions, and a table of weights.
+"""A family of checkpoints: how `config.json` is read and written, and a table of its weights.
 
 The table tells which tensor of a checkpoint is which weight here, with an einops pattern that is run forwards for
-import and backwards for export. `read` and `write` translate the configuration; `write` is only believed where `read`
-gives the same configuration back.
+import and backwards for export. `read` and `write` translate the configuration; an export is refused unless `read`
+gives the same configuration back from what `write` wrote.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ class Weight:
     part: tuple[int, int] | None = None
 
     def fits(self, words: Axes) -> bool:
-        """Whether this is the row of a weight with these axes: gates of one MLP and of many experts share a path."""
+        """Whether this is the row of a weight with these axes: an MLP's and its experts' gates have the same path."""
         stacked = [word for word in ("layers", "experts") if f"{{{word[:-1]}}}" in self.name]
         own = [word for word in self.pattern.split("->")[1].split() if word != "part"]
         return (*stacked, *own) == words
@@ -115,7 +115,7 @@ class Family:
     - `ignored_tensors`: regular expression of tensors that hold nothing learned, such as tables of frequencies.
     - `aliases`: further words for `model_type`; none of them is written.
     - `fused`: rows in place of some of `weights` where all experts of a layer share a tensor.
-    - `copies`: tensors that hold others once more, `{layer}` being a layer of multi-token prediction.
+    - `copies`: tensors that repeat others, `{layer}` being a layer of multi-token prediction.
     """
 
     model_type: str
@@ -149,8 +149,8 @@ class Family:
             raise fields.error(str(error)) from error
         ignored = {**IGNORED_KEYS, **self.ignored_keys}
         fields.finish(ignored)
-        own = ("_", "attn_implementation")  # transformers' own state: an export does not repeat it
-        kept = {key: value for key, value in fields.content.items() if key in ignored and not key.startswith(own)}
+        internal = ("_", "attn_implementation")  # how transformers runs a model: no part of an export
+        kept = {key: value for key, value in fields.content.items() if key in ignored and not key.startswith(internal)}
         return config, kept
 
     def encode(self, config: DecoderConfig) -> dict[str, Any]:
@@ -166,9 +166,9 @@ class Family:
         return written
 
     def stored_as(self, names: Iterable[str]) -> "Family":
-        """The family with the rows that suit the names of a checkpoint's tensors."""
-        own = {weight.name.rpartition(".")[2] for weight in self.fused if weight.part is not None}
-        together = any(name.rpartition(".")[2] in own for name in names)
+        """The family with its rows for fused experts, if the names of a checkpoint's tensors are those."""
+        endings = {weight.name.rpartition(".")[2] for weight in self.fused if weight.part is not None}
+        together = any(name.rpartition(".")[2] in endings for name in names)
         return dataclasses.replace(self, weights=self.weights + self.fused, fused=()) if together else self
 
     def bind(self, model: Decoder) -> dict[str, WeightMapping]:
@@ -189,7 +189,7 @@ class Family:
         return found
 
     def copied(self, config: DecoderConfig) -> dict[str, str]:
-        """For each tensor that holds another one once more the name of that one."""
+        """Tensors that repeat others, each with the name of the one that it repeats."""
         return {copy.format(layer=layer): name for layer in depth_layers(config) for copy, name in self.copies.items()}
 
 
@@ -215,7 +215,7 @@ def depth_layers(config: DecoderConfig) -> range:
 
 
 def _places(config: DecoderConfig) -> Iterator[tuple[str, int]]:
-    """For each layer, in an order in which those of a stack ascend: the path of its stack and the layer's number."""
+    """The path of the stack that each layer is in, and the layer's number, ascending within a stack."""
     for layer in depth_layers(config):
         yield "mtp.depth", layer
         yield "mtp.depth.block", layer
@@ -228,24 +228,26 @@ def _places(config: DecoderConfig) -> Iterator[tuple[str, int]]:
 
 
 def for_inference(config: DecoderConfig) -> DecoderConfig:
-    """The same model without what only training asks for and a checkpoint says nothing of: dropout, further losses."""
+    """The same model without what a checkpoint does not store since only training needs it: dropout, further losses."""
 
-    def bare(mlp: Any) -> Any:
+    def inference_mlp(mlp: Any) -> Any:
         if isinstance(mlp, MLPConfig):
             return dataclasses.replace(mlp, dropout=0.0)
         if isinstance(mlp, ExpertsConfig):
             names = ("balance_loss", "balance_form", "z_loss", "bias_update_rate")
             defaults = {name: getattr(RouterConfig(), name) for name in names}
-            return dataclasses.replace(mlp, shared=bare(mlp.shared), router=dataclasses.replace(mlp.router, **defaults))
+            return dataclasses.replace(
+                mlp, shared=inference_mlp(mlp.shared), router=dataclasses.replace(mlp.router, **defaults)
+            )
         return mlp
 
-    def of(block: BlockConfig) -> BlockConfig:
-        return dataclasses.replace(block, dropout=0.0, mlp=bare(block.mlp))
+    def inference_block(block: BlockConfig) -> BlockConfig:
+        return dataclasses.replace(block, dropout=0.0, mlp=inference_mlp(block.mlp))
 
-    blocks = {block: of(block) for block in dict.fromkeys(config.blocks)}
+    blocks = {block: inference_block(block) for block in dict.fromkeys(config.blocks)}
     mtp = config.mtp
     if mtp is not None:
-        mtp = dataclasses.replace(mtp, block=of(mtp.block), loss_weight=MTPConfig.loss_weight)
+        mtp = dataclasses.replace(mtp, block=inference_block(mtp.block), loss_weight=MTPConfig.loss_weight)
     return dataclasses.replace(config, dropout=0.0, blocks=tuple(blocks[block] for block in config.blocks), mtp=mtp)
 
 

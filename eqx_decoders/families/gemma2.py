@@ -94,14 +94,14 @@ def write_gemma(config: DecoderConfig) -> dict[str, Any]:
     """The keys that Gemma 2 and 3 share."""
     mixer = attentions(config)[0]
     scale = mixer.head_dim**-0.5 if mixer.query_scale is None else mixer.query_scale
-    own = {
+    settings = {
         "attention_bias": mixer.qkv_bias,
         "query_pre_attn_scalar": round(scale**-2),
         "attn_logit_softcapping": mixer.soft_cap,
         "final_logit_softcapping": config.logit_soft_cap,
     }
     # transformers makes the mask of the window even if no layer has it
-    return write_shape(config, activation="hidden_activation") | own | write_masks(config, default=4096)
+    return write_shape(config, activation="hidden_activation") | settings | write_masks(config, default=4096)
 
 
 WEIGHTS = ENDS + ATTENTION + GATED_MLP + SANDWICH_NORMS

@@ -75,7 +75,7 @@ def _read(fields: Fields) -> DecoderConfig:
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     experts = experts_of(config)
-    own = {
+    settings = {
         "intermediate_size": experts.mlp_dim,
         "hidden_act": "silu",
         "swiglu_alpha": 1.702,
@@ -83,7 +83,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "attention_bias": attentions(config)[0].qkv_bias,
     }
     sizes = write_sizes(config) | write_experts(config, "num_local_experts")
-    return sizes | own | write_masks(config) | write_rope(config)
+    return sizes | settings | write_masks(config) | write_rope(config)
 
 
 _LAYER = "model.layers.{layer}."

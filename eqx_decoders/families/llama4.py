@@ -64,8 +64,10 @@ def llama4(
     normed = QKNorm(norm=RMSNormConfig(eps=shape.eps, scale=False), when="after_rope") if qk_norm else None
 
     def block(index: int, mask: Mask):
-        own = dict(rope=rope, qk_norm=normed) if index in rotated_layers else dict(rope=None, temperature=temperature)
-        mixer = shape.attention(mask=mask, bias=attention_bias, **own)
+        options = (
+            dict(rope=rope, qk_norm=normed) if index in rotated_layers else dict(rope=None, temperature=temperature)
+        )
+        mixer = shape.attention(mask=mask, bias=attention_bias, **options)
         return shape.block(mixer, experts if index in sparse_layers else dense)
 
     return shape.decoder(block(index, mask) for index, mask in enumerate(masks))
@@ -109,7 +111,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     chunks = [mixer.mask.size for mixer in mixers if isinstance(mixer.mask, Chunked)]
     temperatures = [mixer.temperature for mixer in mixers if mixer.rope is None]
     temperature = next(iter(temperatures), None)
-    own = {
+    settings = {
         "intermediate_size": experts.mlp_dim,
         "intermediate_size_mlp": 16_384 if dense is None else dense.mlp_dim,
         "moe_layers": [index for index, block in enumerate(config.blocks) if is_sparse(block)],
@@ -121,8 +123,8 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "attention_bias": mixers[0].qkv_bias,
     }
     if temperature is not None:
-        own |= {"attn_scale": temperature.scale, "floor_scale": temperature.length}
-    return write_sizes(config) | write_experts(config, "num_local_experts") | own | write_rope(config)
+        settings |= {"attn_scale": temperature.scale, "floor_scale": temperature.length}
+    return write_sizes(config) | write_experts(config, "num_local_experts") | settings | write_rope(config)
 
 
 _MLP = "model.layers.{layer}.feed_forward."

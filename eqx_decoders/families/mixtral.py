@@ -38,8 +38,8 @@ def _read(fields: Fields) -> DecoderConfig:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    own = {"intermediate_size": experts_of(config).mlp_dim, "sliding_window": find_window(config)}
-    return write_sizes(config) | write_experts(config, "num_local_experts") | own | write_rope(config)
+    settings = {"intermediate_size": experts_of(config).mlp_dim, "sliding_window": find_window(config)}
+    return write_sizes(config) | write_experts(config, "num_local_experts") | settings | write_rope(config)
 
 
 FAMILY = Family(

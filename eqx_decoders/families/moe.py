@@ -46,12 +46,12 @@ def separate_experts(
     prefix: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> tuple[Weight, ...]:
     """Rows of a router, and of experts that are stored one by one as matrices `[out, in]`."""
-    own = prefix + "experts.{expert}."
+    expert = prefix + "experts.{expert}."
     return (
         Weight(prefix + "gate.weight", "mlp.router.kernel", "experts embed -> embed experts"),
-        Weight(own + f"{gate}.weight", "mlp.gate", "mlp embed -> embed mlp"),
-        Weight(own + f"{up}.weight", "mlp.up", "mlp embed -> embed mlp"),
-        Weight(own + f"{down}.weight", "mlp.down", "embed mlp -> mlp embed"),
+        Weight(expert + f"{gate}.weight", "mlp.gate", "mlp embed -> embed mlp"),
+        Weight(expert + f"{up}.weight", "mlp.up", "mlp embed -> embed mlp"),
+        Weight(expert + f"{down}.weight", "mlp.down", "embed mlp -> mlp embed"),
     )
 
 

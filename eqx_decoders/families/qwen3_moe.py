@@ -75,7 +75,7 @@ def _read(fields: Fields) -> DecoderConfig:
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     experts, dense, window = experts_of(config), dense_of(config), find_window(config)
-    own = {
+    settings = {
         "moe_intermediate_size": experts.mlp_dim,
         "intermediate_size": experts.mlp_dim if dense is None else dense.mlp_dim,
         "norm_topk_prob": experts.router.renormalize,
@@ -85,7 +85,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "use_sliding_window": window is not None,
         "sliding_window": window,
     }
-    return write_sizes(config) | write_experts(config, "num_experts") | own | write_rope(config)
+    return write_sizes(config) | write_experts(config, "num_experts") | settings | write_rope(config)
 
 
 FAMILY = Family(

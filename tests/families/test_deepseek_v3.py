@@ -102,7 +102,7 @@ def test_a_table_of_their_own_is_refused(tmp_path):
 
 
 def test_families_without_them_refuse_them(tmp_path):
-    model = filled(with_mtp(ed.load_hf(FIXTURE.parent / "llama_rope").config, 1))
+    model = filled(with_mtp(ed.abstract_hf(FIXTURE.parent / "llama_rope").config, 1))
     with pytest.raises(ed.ConversionError, match="mtp"):
         ed.save_hf(model, tmp_path / "model", family="llama")
     ed.save_hf(model.without_mtp(), tmp_path / "model", family="llama")

@@ -126,11 +126,10 @@ def test_identity_maps_are_the_teacher(general):
     student = eqx.tree_at(lambda m: mixers(m)[0].maps, student, jax.tree.map(identity, mixers(student)[0].maps))
     rest = named_leaves(source)
     student = jax.tree_util.tree_map_with_path(lambda path, leaf: rest.get(path_name(path), leaf), student)
-    student = with_teacher(student, source)
-    for one, other in zip(kernels_of(mixers(materialise(student))[0]), kernels_of(mixers(source)[0]), strict=True):
-        np.testing.assert_array_equal(one, other)
-    tokens = some_tokens(2, 7)
-    close(run(student, tokens).logits, run(source, tokens).logits, 1e-6)
+    got, want = named(materialise(with_teacher(student, source)), ""), named(source, "")
+    assert got.keys() == want.keys()
+    for name in want:
+        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
 
 
 def weighted(model, tokens, segments):
@@ -159,8 +158,8 @@ def test_gradients_reach_the_maps_alone_and_are_those_of_one_device(teacher, gen
 def test_cached_decoding_is_the_forward_pass(teacher):
     model, tokens, pieces = taught(teacher, False), some_tokens(2, 9), []
     cache = ed.init_cache(model.config, 2, 9, dtype=jnp.float32)
-    for begin, end in ((0, 6), (6, 7), (7, 8), (8, 9)):
-        out = run(model, tokens[:, begin:end], cache)
+    for begin in (0, 3, 6):
+        out = run(model, tokens[:, begin : begin + 3], cache)
         pieces, cache = [*pieces, out.logits], out.cache
     close(jnp.concatenate(pieces, axis=1), run(model, tokens).logits)
 
