@@ -218,9 +218,11 @@ def test_settings_with_an_effect_are_refused_by_name(llama, copy, key):
 
 def test_every_setting_that_must_be_off_is_tried():
     assert (
-        peft.UNSUPPORTED_KEYS.keys() <= REFUSED.keys() and not peft.UNSUPPORTED_KEYS.keys() & peft.IGNORED_PEFT_KEYS.keys()
+        peft.UNSUPPORTED_KEYS.keys() <= REFUSED.keys()
+        and not peft.UNSUPPORTED_KEYS.keys() & peft.IGNORED_PEFT_KEYS.keys()
     )
-    assert settings(LLAMA / "adapter").keys() <= REFUSED.keys() | peft.IGNORED_PEFT_KEYS.keys()
+    known = REFUSED.keys() | peft.IGNORED_PEFT_KEYS.keys()
+    assert settings(LLAMA / "adapter").keys() <= known
 
 
 def test_settings_without_an_effect_are_passed_over(llama, copy):
