@@ -16,9 +16,9 @@ import pytest
 
 from eqx_decoders.axes import named_leaves, replaced
 from eqx_decoders.errors import ConversionError
+from eqx_decoders.inference.text import TextModel
 from eqx_decoders.io import verify
 from eqx_decoders.io.checkpoint import Checkpoints
-from eqx_decoders.training.text import TextModel
 
 
 ROOT = Path(__file__).parents[1]

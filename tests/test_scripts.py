@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+from eqx_decoders.training.console import read_metrics
 
 from eqx_decoders.io.rundir import RunLock
-from eqx_decoders.training.console import read_metrics
 
 
 ROOT = Path(__file__).parents[1]
