@@ -311,14 +311,3 @@ def test_the_missing_package_is_named(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "grain", None)
     with pytest.raises(ImportError, match=r"eqx_decoders\[train\]"):
         next(batches)
-
-
-def test_command_line_shows_every_field(capsys):
-    import tyro
-
-    with pytest.raises(SystemExit):
-        tyro.cli(DataConfig, args=["--help"])
-    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for words in ("Sequences per step, over all processes", "Tokens per sequence", "held out", "Seed of the order"):
-        assert words in text
-    assert tyro.cli(DataConfig, args=["--seq-len", "64"]).seq_len == 64
