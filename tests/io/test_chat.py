@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import time
@@ -36,7 +37,7 @@ def template():
 @pytest.mark.parametrize("prompt", [False, True])
 def test_conversations_are_rendered_and_encoded_as_transformers_does(recorded, template, prompt):
     chats = [one for one in recorded["chats"] if one["add_generation_prompt"] is prompt]
-    texts = template.render_many([one["messages"] for one in chats], add_generation_prompt=prompt)
+    texts = [template.render(one["messages"], add_generation_prompt=prompt) for one in chats]
     assert len(texts) == 4 and texts == [one["text"] for one in chats]
     tokenizer = load_tokenizer(FIXTURE)
     assert isinstance(tokenizer, JsonTokenizer)
@@ -170,8 +171,8 @@ def test_two_seconds_are_enough_for_all_that_a_template_may_do():
 
 
 def test_a_process_that_hangs_is_ended(monkeypatch):
-    monkeypatch.setattr(chat, "_WALL_SECONDS", -0.9)  # with the second of the rendering a tenth is left
-    with pytest.raises(ConversionError, match="took more than 0 s"):
+    monkeypatch.setattr(chat, "WALL_SECONDS", 0.1)
+    with pytest.raises(ConversionError, match=r"took more than 0\.1 s"):
         ChatTemplate(source=HOSTILE["nested ranges"][0]).render(HELLO)
 
 
@@ -249,6 +250,22 @@ def test_the_missing_package_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"jinja2.*eqx_decoders\[hf\]"):
         ChatTemplate(source="hi").render(HELLO)
+
+
+def test_windows_can_import_it_and_refuses_to_render(monkeypatch):
+    for name in ("resource", "fcntl"):
+        monkeypatch.setitem(sys.modules, name, None)
+    spec = importlib.util.spec_from_file_location("chat_on_windows", chat.__file__)
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, found)
+    with monkeypatch.context() as patch:
+        for name in ("SIGPROF", "setitimer", "ITIMER_PROF"):
+            patch.delattr(signal, name)
+        patch.setattr(sys, "platform", "win32")
+        spec.loader.exec_module(found)
+        with pytest.raises(ConversionError, match="Windows has no limits"):
+            found.ChatTemplate(source="hi").render(HELLO)
 
 
 # --- where it is ------------------------------------------------------------------------------------------------------
