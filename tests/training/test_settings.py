@@ -206,3 +206,19 @@ def test_every_field_explains_itself(module, cls):
             assert field.type.__doc__
         else:
             assert len(found[field.name]) > 8 and found[field.name].strip().endswith("."), field.name
+
+
+@pytest.mark.parametrize(
+    "fields, sentence",
+    [
+        (dict(model="llama3-8b", init_from="x"), "model='llama3-8b' and init_from='x' exclude each other"),
+        (dict(init_weights=("*.mlp.*",)), "needs init_from"),
+        (dict(export_adapter="x"), "export_adapter='x' needs lora_rank"),
+        (dict(lora_rank=0), "LoRAConfig.rank=0 must be an integer of at least 1"),
+        (dict(lora_rank=4, lora_targets=()), r"LoRAConfig.targets=\(\) must name"),
+    ],
+    ids=str,
+)
+def test_settings_that_exclude_each_other(fields, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        TrainConfig(**fields)
