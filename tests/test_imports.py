@@ -50,7 +50,7 @@ def test_import_needs_the_core_only():
 
 
 def test_every_module_can_be_imported_on_windows():
-    """A fresh interpreter without the modules that only Unix has."""
+    """A fresh interpreter without the modules that only Unix has. `chat_worker` is a script for Linux and macOS."""
     code = """
 import pkgutil, signal, sys
 for name in ("fcntl", "resource", "pwd", "grp", "termios", "pty", "tty", "syslog"):
@@ -59,7 +59,8 @@ for name in ("SIGUSR1", "SIGKILL", "SIGXCPU", "SIGALRM"):
     delattr(signal, name)
 import eqx_decoders
 for module in pkgutil.walk_packages(eqx_decoders.__path__, "eqx_decoders."):
-    __import__(module.name)
+    if not module.name.endswith("chat_worker"):
+        __import__(module.name)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

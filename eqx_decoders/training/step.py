@@ -122,7 +122,7 @@ class Trainer(eqx.Module):
         optimizer = jax.jit(self.optimizer.init, out_shardings=shardings)(weights)
         # counters of their own: a donated step must not be handed one buffer twice
         zero, none = (jax.device_put(jnp.zeros((), jnp.int32), _replicated(model)) for _ in range(2))
-        key = jax.device_put(jax.random.clone(key), _replicated(model))
+        key = jax.jit(jax.random.clone, out_shardings=_replicated(model))(key)  # device_put can't, over processes
         return TrainState(model=model, optimizer=optimizer, step=zero, skipped=none, key=key)
 
     def abstract(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:

@@ -275,6 +275,7 @@ def test_mistakes_have_a_sentence_and_a_code(folder, tmp_path, options, sentence
 
 # --- every setting ----------------------------------------------------------------------------------------------------
 
+STEP = "tests/training/test_step.py"
 # Settings whose effect a test of another file asserts.
 ELSEWHERE = {
     "TrainConfig.init_from": "tests/test_finetuning.py::test_a_full_run_is_exported_as_it_was_trained",
@@ -292,7 +293,7 @@ ELSEWHERE = {
         f"OptimizerConfig.{name}": "tests/training/test_optimizer.py::test_adamw_equals_numpy_and_decays_by_path"
         for name in ("weight_decay", "no_decay", "beta1", "beta2")
     },
-    "OptimizerConfig.trainable": "tests/training/test_optimizer.py::test_a_pattern_without_a_weight_is_refused_with_examples",
+    "OptimizerConfig.trainable": f"{STEP}::test_frozen_weights_keep_their_bits_and_have_no_optimizer_state",
     **{
         f"LoRAConfig.{field.name}": "tests/training/test_lora.py::test_every_setting_is_read"
         for field in dataclasses.fields(LoRAConfig)
