@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if not name.startswith(("JAX", "XLA", "EQX"))},
     "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",
     "COLUMNS": "120",
 }
 TEXT = "the quick brown fox jumps over a lazy dog while many small birds sing in old green trees"

@@ -156,5 +156,8 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     import tyro
 
     commands = {"import": Import, "export": Export, "verify": Verify}
-    options = dict(args=args, prog=prog, description=__doc__, config=(tyro.conf.PositionalRequiredArgs,))
-    return tyro.extras.subcommand_cli_from_dict(commands, **options)()
+    positional = (tyro.conf.PositionalRequiredArgs,)
+    command = tyro.extras.subcommand_cli_from_dict(
+        commands, args=args, prog=prog, description=__doc__, config=positional
+    )
+    return command()

@@ -124,8 +124,14 @@ class Run:
     def _batches(self, split: str) -> Batches:
         dataset = self.config.dataset
         index, count = batch_share(self.layout, dataset.batch_size)
-        share = {"process_index": index, "process_count": count}
-        return make_dataset(dataset, self.tokenizer, cache_dir=self.dir / "data", split=split, **share)
+        return make_dataset(
+            dataset,
+            self.tokenizer,
+            cache_dir=self.dir / "data",
+            split=split,
+            process_index=index,
+            process_count=count,
+        )
 
     def _first_state(self) -> tuple[TrainState, int]:
         """The state of the newest checkpoint, or a new one, and the steps that it has taken."""
@@ -213,7 +219,7 @@ class Run:
             row |= {f"activations/{name}": value for name, value in vars(metrics.stats.activations).items()}
         if metrics.stats is not None and metrics.stats.routing is not None:
             row |= jax.device_get(_routing_report(self.target.config, metrics.stats.routing))
-            self.expert_counts.append(metrics.stats.routing.counts)
+            self.expert_counts.append(np.asarray(metrics.stats.routing.counts))
         return row
 
     def _evaluate(self, model: Decoder, step: int) -> HeldOut | None:
@@ -239,8 +245,8 @@ class Run:
         config = self.config
         if config.sample_tokens == 0 or jax.process_count() > 1:  # each process would need all of the weights
             return ""
-        options = dict(max_new_tokens=config.sample_tokens, seed=config.dataset.seed)
-        return sample_text(model, self.tokenizer, config.prompt, **options)
+        new, seed = config.sample_tokens, config.dataset.seed
+        return sample_text(model, self.tokenizer, config.prompt, max_new_tokens=new, seed=seed)
 
     def _save(self, step: int, state: TrainState) -> None:
         self.checkpoints.save(step, state, data_state=self.data.get_state(), config=settings_json(self.config))
