@@ -11,6 +11,7 @@ import eqx_decoders as ed
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.remat import NAMES, POLICIES, Remat, save
+from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.settings import TrainConfig
 from tests.strategies import filled, packed, rich_decoder
 

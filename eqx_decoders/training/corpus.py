@@ -261,11 +261,3 @@ def held_out_rule(documents: Iterable[Document], fraction: float) -> Callable[[D
     if smallest >= largest:
         return lambda one: False
     return lambda one: one.draw() == smallest
-
-
-def read_texts(path: str | None, *, text_field: str = "text", held_out_fraction: float = 0.0) -> Iterator[str]:
-    """The texts of the training documents below `path`, without those that are held out."""
-    held_out = held_out_rule(read_documents(path, text_field=text_field), held_out_fraction)
-    for document in read_documents(path, text_field=text_field):
-        if not held_out(document):
-            yield document.text or ""

@@ -32,7 +32,7 @@ from eqx_decoders.axes import AnyArray
 from eqx_decoders.errors import DataError, check, check_integer, check_number, check_word, need_extra
 from eqx_decoders.io.files import new_directory
 from eqx_decoders.io.tokenizer import Tokenizer, load_tokenizer, train_bpe
-from eqx_decoders.training.corpus import read_texts
+from eqx_decoders.training.corpus import held_out_rule, read_documents
 from eqx_decoders.training.packing import Plan, permutation, plan_overlapping, plan_packed, plan_padded
 from eqx_decoders.training.token_store import TokenStore, open_store
 from eqx_decoders.training.token_writer import SPLITS
@@ -91,8 +91,12 @@ class DataConfig:
 def training_texts(config: DataConfig, *, max_bytes: int = 1 << 28) -> Iterator[str]:
     """The first `max_bytes` of the training documents, for `train_bpe`: none that is held out is among them."""
     fraction = 0.0 if config.held_out_path else config.held_out_fraction
+    is_held_out = held_out_rule(read_documents(config.path, text_field=config.text_field), fraction)
     size = 0
-    for text in read_texts(config.path, text_field=config.text_field, held_out_fraction=fraction):
+    for document in read_documents(config.path, text_field=config.text_field):
+        if is_held_out(document):
+            continue
+        text = document.text or ""
         size += len(text.encode())
         if size > max_bytes:
             return

@@ -14,7 +14,6 @@ from eqx_decoders.training.corpus import (
     find_sources,
     held_out_rule,
     read_documents,
-    read_texts,
 )
 from eqx_decoders.training.token_store import open_store
 
@@ -182,15 +181,6 @@ def test_few_documents_leave_something_on_both_sides(count, fraction, held):
     documents = [Document(str(i), f"text {i}") for i in range(count)]
     rule = held_out_rule(iter(documents), fraction)
     assert sum(map(rule, documents)) == held
-
-
-def test_read_texts_leaves_the_held_out_ones_out(tmp_path):
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"text {i}"}) for i in range(40)))
-    store = open_store(tmp_path / "cache", BYTES, path=str(tmp_path / "a.jsonl"), held_out_fraction=0.2)
-    seen = list(read_texts(str(tmp_path / "a.jsonl"), held_out_fraction=0.2))
-    assert seen == [BYTES.decode(store[i]) for i in store.documents("train")]
-    held_out = {BYTES.decode(store[i]) for i in store.documents("held_out")}
-    assert held_out and held_out.isdisjoint(seen) and len(held_out) + len(seen) == 40
 
 
 def test_the_standard_library_is_a_corpus():

@@ -311,3 +311,14 @@ def test_the_missing_package_is_named(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "grain", None)
     with pytest.raises(ImportError, match=r"eqx_decoders\[train\]"):
         next(batches)
+
+
+def test_texts_for_the_tokenizer_are_those_of_the_training_split(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"text {i}"}) for i in range(40)))
+    config, tokenizer = DataConfig(path=str(tmp_path / "a.jsonl"), held_out_fraction=0.2), ByteTokenizer()
+    with make_dataset(config, tokenizer, cache_dir=tmp_path / "cache") as batches:
+        store = batches.store
+    seen = list(training_texts(config))
+    assert seen == [tokenizer.decode(store[i]) for i in store.documents("train")]
+    held_out = {tokenizer.decode(store[i]) for i in store.documents("held_out")}
+    assert held_out and held_out.isdisjoint(seen) and len(held_out) + len(seen) == 40
