@@ -54,7 +54,7 @@ def test_one_descriptor_at_a_time_has_the_lock(tmp_path, release):
     with pytest.raises(BlockingIOError):
         lock_file(second, wait=False)
     order = []
-    thread = threading.Thread(target=lambda: (lock_file(second, wait=True), order.append("locked")))
+    thread = threading.Thread(target=lambda: (lock_file(second, wait=True), order.append("locked")), daemon=True)
     thread.start()
     time.sleep(0.05)
     order.append("released")
