@@ -387,3 +387,14 @@ def test_layers_are_of_use_alone(getkey):
     close(y, x + block.mlp(x, ctx))
     assert nothing is None
     assert stats == ed.BlockStats()
+
+
+def test_a_rejected_token_leaves_nothing_in_the_cache():
+    model, tokens = filled(rich_decoder(2)), some_tokens(1, 9)
+    run = eqx.filter_jit(model)
+    cache = run(tokens[:, :5], cache=ed.init_cache(model.config, 1, 16, dtype=jnp.float32)).cache
+    _, proposal, _ = eqx.filter_jit(model.propose)(tokens[:, 5:8], cache=cache)
+    kept = cache.commit(proposal.entries, jnp.where(jnp.arange(3)[None] < 1, proposal.positions, -1))
+    assert kept.length.tolist() == [6]
+    want = run(jnp.concatenate([tokens[:, :6], tokens[:, 8:]], axis=1)).logits[:, -1:]
+    np.testing.assert_allclose(run(tokens[:, 8:], cache=kept).logits, want, atol=2e-5)

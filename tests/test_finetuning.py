@@ -1,7 +1,5 @@
-"""From a Hugging Face directory through training and back, as a user does it with the scripts."""
+"""From a Hugging Face directory through training and back, with the programs."""
 
-import contextlib
-import io
 import json
 import pathlib
 import shutil
@@ -14,10 +12,9 @@ from eqx_decoders.axes import named_leaves
 from eqx_decoders.io.checkpoint import load_weights
 from eqx_decoders.io.peft import load_peft
 from eqx_decoders.training.lora import merge_lora
-from eqx_decoders.training.runs import SOURCE, abstract_run, keep_source, load_run, new_model
-from eqx_decoders.training.settings import TrainConfig, load_settings
-from scripts.convert import Import
-from tests.test_scripts import run
+from eqx_decoders.training.runs import abstract_run, load_run
+from eqx_decoders.training.settings import load_settings
+from tests.commands import call
 
 
 BASE = pathlib.Path(__file__).parent / "fixtures" / "chat_llama"
@@ -53,7 +50,7 @@ def options(folder, name, **changes) -> list[str]:
 
 @pytest.fixture(scope="module")
 def full(folder):
-    _, err = run("train.py", *options(folder, "full"))
+    _, err = call("train", *options(folder, "full"))
     assert "12,360 weights on" in err
     return folder
 
@@ -62,7 +59,7 @@ def full(folder):
 def lora(full):
     folder = full
     adapted = {"lora-rank": 4, "lora-alpha": 8, "export-adapter": folder / "adapter"}
-    _, err = run("train.py", *options(folder, "lora", **adapted))
+    _, err = call("train", *options(folder, "lora", **adapted))
     assert "of them trained" in err
     return folder
 
@@ -95,6 +92,7 @@ def test_a_lora_run_is_exported_merged_and_as_an_adapter(lora):
     assert np.max(np.abs(logits(merged) - logits(base))) > 1e-2
     assert np.array_equal(logits(merged), logits(adapted))
     assert np.array_equal(logits(merged), logits(load_run(lora / "lora")))
+    assert json.loads((lora / "adapter" / "adapter_config.json").read_text())["lora_alpha"] == 8
     here, there = named_leaves(merged), named_leaves(base)
     moved = {name.rsplit(".", 1)[-1] for name in there if not np.array_equal(here[name], there[name])}
     assert moved == {"query", "value"}
@@ -107,7 +105,7 @@ def test_a_run_needs_its_checkpoint_only_once(lora):
     (folder / "base").rename(folder / "gone")
     try:
         adapted = {"lora-rank": 4, "lora-alpha": 8, "steps": 6, "export": folder / "later"}
-        _, err = run("train.py", *options(folder, "lora", **adapted))
+        _, err = call("train", *options(folder, "lora", **adapted))
     finally:
         (folder / "gone").rename(folder / "base")
     assert "resumed at step 4" in err
@@ -119,68 +117,25 @@ def test_a_run_needs_its_checkpoint_only_once(lora):
 
 
 def test_generate_reads_a_run_with_adapters(lora):
-    out, _ = run(
-        "generate.py", "--run-dir", str(lora / "lora"), "--prompt", "the cat", "--max-new-tokens", "4", "--no-chat"
-    )
+    words = ("--run-dir", lora / "lora", "--prompt", "the cat", "--max-new-tokens", 4, "--no-chat")
+    out, _ = call("generate", *words)
     assert out.startswith("the cat")
 
 
 def test_an_export_is_refused_before_the_training(full):
-    _, err = run("train.py", *options(full, "other", export=full / "full-export"), code=2)
+    _, err = call("train", *options(full, "other", export=full / "full-export"), code=2)
     assert "export=" in err and "is not empty: give a new directory" in err
     assert not (full / "other" / "metrics.jsonl").exists()
 
 
 def test_an_imported_directory_can_be_trained(full):
-    """A run directory of scripts/convert.py: weights without a training state."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        Import(source=str(full / "base"), run_dir=str(full / "imported"))()
-    words = options(full, "imported", **{"lora-rank": 2, "steps": 2})
+    """A run directory of the convert program: weights without a training state."""
+    call("convert", "import", full / "base", full / "imported")
+    words = [*options(full, "imported", **{"lora-rank": 2, "steps": 2}), "--lora-targets", "*.mlp.up"]
     place = words.index("--init-from")
-    _, err = run("train.py", *words[:place], *words[place + 2 :])
+    _, err = call("train", *words[:place], *words[place + 2 :])
     assert "of them trained" in err and "resumed" not in err
     assert json.loads((full / "imported" / "settings.json").read_text())["init_from"] == str(full / "base")
     here, there = (named_leaves(ed.load_hf(path)) for path in (full / "imported-export", BASE))
-    assert [name for name in there if not np.array_equal(here[name], there[name])]
-    assert np.array_equal(here["embedding.table"], there["embedding.table"])
-
-
-# --- without a process ------------------------------------------------------------------------------------------------
-
-
-def test_only_some_weights_are_taken(tmp_path):
-    settings = TrainConfig(init_from=str(BASE), init_weights=("embedding.*", "*.mlp.*"))
-    model, base = named_leaves(new_model(settings, tmp_path)), named_leaves(ed.load_hf(BASE))
-    same = {name for name in base if np.array_equal(model[name], base[name])}
-    assert {name for name in base if name.startswith("embedding") or ".mlp." in name} <= same
-    assert not any("mixer" in name and "norm" not in name for name in same)
-    with pytest.raises(ed.ConfigError, match="init_weights: no weight matches"):
-        new_model(TrainConfig(init_from=str(BASE), init_weights=("*.experts",)), tmp_path)
-
-
-def test_the_source_of_a_run_is_kept_as_it_was_read(tmp_path):
-    model = ed.abstract_hf(BASE)
-    keep_source(model, tmp_path)
-    kept = json.loads((tmp_path / SOURCE / "config.json").read_text())
-    original = json.loads((BASE / "config.json").read_text())
-    assert {key: kept.get(key) for key in original if key not in ("dtype", "torch_dtype")} == {
-        key: value for key, value in original.items() if key not in ("dtype", "torch_dtype")
-    }
-    settings = TrainConfig(init_from="gone/away")
-    assert abstract_run(settings, tmp_path).config == model.config
-
-
-@pytest.mark.parametrize(
-    "fields, sentence",
-    [
-        (dict(model="llama3-8b", init_from="x"), "model='llama3-8b' and init_from='x' exclude each other"),
-        (dict(init_weights=("*.mlp.*",)), "needs init_from"),
-        (dict(export_adapter="x"), "export_adapter='x' needs lora_rank"),
-        (dict(lora_rank=0), "LoRAConfig.rank=0 must be an integer of at least 1"),
-        (dict(lora_rank=4, lora_targets=()), r"LoRAConfig.targets=\(\) must name"),
-    ],
-    ids=str,
-)
-def test_settings_that_exclude_each_other(fields, sentence):
-    with pytest.raises(ed.ConfigError, match=sentence):
-        TrainConfig(**fields)
+    moved = {name.rsplit(".", 1)[-1] for name in there if not np.array_equal(here[name], there[name])}
+    assert moved == {"up"}

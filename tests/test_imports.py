@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parent.parent / "eqx_decoders"
 # Each part may import from itself and from those that stand before it.
 ORDER = [
     "errors", "axes", "layout", "numerics", "remat", "context", "layers", "block", "stack", "mtp", "decoder", "create",
-    "families", "inference", "io", "describe", "training",
+    "families", "io", "inference", "describe", "training", "cli",
 ]  # fmt: skip
 
 
@@ -44,9 +44,26 @@ def test_imports_go_one_way(file):
 def test_import_needs_the_core_only():
     """A fresh interpreter: no optional package, no network library, no other framework."""
     code = "import sys, eqx_decoders; print(*sys.modules)"
-    told = subprocess.check_output([sys.executable, "-c", code], text=True)
+    modules = subprocess.check_output([sys.executable, "-c", code], text=True)
     unwanted = "torch flax tensorflow grain tokenizers transformers rich tyro matplotlib tensorboardX pyarrow requests"
-    assert not set(unwanted.split()) & set(told.split())
+    assert not set(unwanted.split()) & set(modules.split())
+
+
+def test_every_module_can_be_imported_on_windows():
+    """A fresh interpreter without the modules that only Unix has. `chat_worker` is a script for Linux and macOS."""
+    code = """
+import pkgutil, signal, sys
+for name in ("fcntl", "resource", "pwd", "grp", "termios", "pty", "tty", "syslog"):
+    sys.modules[name] = None
+for name in ("SIGUSR1", "SIGKILL", "SIGXCPU", "SIGALRM"):
+    delattr(signal, name)
+import eqx_decoders
+for module in pkgutil.walk_packages(eqx_decoders.__path__, "eqx_decoders."):
+    if not module.name.endswith("chat_worker"):
+        __import__(module.name)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_nothing_dangerous_is_called():

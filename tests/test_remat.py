@@ -11,6 +11,7 @@ import eqx_decoders as ed
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.remat import NAMES, POLICIES, Remat, save
+from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.settings import TrainConfig
 from tests.strategies import filled, packed, rich_decoder
 
@@ -88,7 +89,9 @@ def test_table_has_the_known_names():
 
 
 def test_custom_lists_reach_the_model():
-    config = TrainConfig(remat="custom", remat_save=("context",), remat_offload=("mlpwo",), batch_size=16)
+    config = TrainConfig(
+        remat="custom", remat_save=("context",), remat_offload=("mlpwo",), dataset=DataConfig(batch_size=16)
+    )
     assert config.execution().remat == Remat(save=("context",), offload=("mlpwo",))
 
 

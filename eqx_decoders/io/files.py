@@ -1,8 +1,10 @@
-"""Files that are there whole or not at all."""
+"""Files and directories that are there whole or not at all."""
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,3 +23,13 @@ def write_atomically(path: Path, content: bytes) -> None:
 def write_json(path: Path, content: Mapping[str, Any], *, sort_keys: bool = False) -> None:
     """`write_atomically` of indented JSON."""
     write_atomically(path, (json.dumps(content, indent=2, sort_keys=sort_keys) + "\n").encode())
+
+
+@contextlib.contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """A directory to be filled, which is moved to `path` when the block ends without an error."""
+    partial = path.with_name(f"{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    partial.mkdir(parents=True)
+    yield partial
+    partial.rename(path)

@@ -1,7 +1,6 @@
-"""A run directory has one writer, and a run that is asked to stop does so between two steps."""
+"""One writer for each run directory, signals that end a run between two steps, and exit codes."""
 
 import datetime
-import fcntl
 import json
 import os
 import signal
@@ -12,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from eqx_decoders.errors import CheckpointError, ConfigError, DataError
+from eqx_decoders.io.lock import lock_file
 
 
 EXIT_CONFIG = 2
@@ -29,8 +29,7 @@ def exit_code(error: BaseException) -> int:
 class RunLock:
     """Holds `<run_dir>/.lock` while open, so that no second process writes there; makes the directory if needed.
 
-    The kernel releases the lock when its process ends, however it ends: a file left behind is no obstacle.
-    With several hosts on a shared file system, host 0 takes it for all.
+    The file stays when its process ends, the lock does not. In a run of several processes the first takes it for all.
     """
 
     def __init__(self, run_dir: str | Path):
@@ -52,10 +51,10 @@ class RunLock:
         except OSError as error:
             raise CheckpointError(f"run directory {self.path.parent} cannot be written: {error}.") from error
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(file, wait=False)
         except BlockingIOError as error:
-            owner = _owner(os.pread(file, 4096, 0))
             os.close(file)
+            owner = _owner(self.path.read_bytes())
             raise CheckpointError(
                 f"run directory {self.path.parent} is in use by {owner}: stop that run or choose another directory."
             ) from error
@@ -65,11 +64,12 @@ class RunLock:
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         who = {"pid": os.getpid(), "host": socket.gethostname(), "since": now}
         os.ftruncate(file, 0)
-        os.pwrite(file, json.dumps(who).encode() + b"\n", 0)
+        os.lseek(file, 0, os.SEEK_SET)
+        os.write(file, json.dumps(who).encode() + b"\n")
         self._file = file
 
     def release(self) -> None:
-        """Let others in. The file stays: removing it would race with whoever opens it now."""
+        """Release the lock. The file stays: another process may be opening it at this moment."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -80,7 +80,7 @@ def _owner(content: bytes) -> str:
         who = json.loads(content)
         return f"pid {who['pid']} on {who['host']} since {who['since']}"
     except (ValueError, KeyError, TypeError):
-        return "another process"  # it holds the lock and has not written its name yet
+        return "another process"  # one that has the lock and has not written its name yet
 
 
 class Interrupt:
@@ -95,7 +95,7 @@ class Interrupt:
     Python handles signals in the main thread only: opened in another thread it never reports one.
     """
 
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
 
     def __init__(self):
         self.signal: signal.Signals | None = None

@@ -1,13 +1,15 @@
-"""Training: loss, optimizers, the compiled step, data, evaluation. `scripts/train.py` is one user of it."""
+"""Training: loss, optimizers, the compiled step, data, evaluation. `run` is the loop around them."""
 
+from eqx_decoders.inference.text import StreamDecoder, prompt_ids
+from eqx_decoders.io.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from eqx_decoders.training.data import Batch, DataConfig, make_dataset
 from eqx_decoders.training.evaluate import HeldOut, evaluate, sample_text
 from eqx_decoders.training.lora import LORA_WEIGHTS, LoRAConfig, add_lora, merge_lora
 from eqx_decoders.training.loss import LossMetrics, next_token_loss, token_loss_sum
 from eqx_decoders.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
+from eqx_decoders.training.processes import place
 from eqx_decoders.training.runs import load_run
-from eqx_decoders.training.step import StepConfig, StepMetrics, Trainer, TrainState, place
-from eqx_decoders.training.tokenizer import ByteTokenizer, StreamDecoder, Tokenizer, load_tokenizer, prompt_ids
+from eqx_decoders.training.step import StepConfig, StepMetrics, Trainer, TrainState
 
 
 __all__ = [

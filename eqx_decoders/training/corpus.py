@@ -16,26 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eqx_decoders.errors import DataError, check, need_extra
-from eqx_decoders.training.tokenizer import Tokenizer
+from eqx_decoders.io.tokenizer import Tokenizer
 
 
 RECORDS = (".jsonl", ".parquet", ".bin", ".npy")
 TEXTS = (
-    ".txt",
-    ".text",
-    ".md",
-    ".rst",
-    ".tex",
-    ".html",
-    ".py",
-    ".c",
-    ".h",
-    ".cc",
-    ".cpp",
-    ".java",
-    ".js",
-    ".ts",
-    ".rs",
+    *(".txt", ".text", ".md", ".rst", ".tex", ".html"),
+    *(".py", ".c", ".h", ".cc", ".cpp", ".java", ".js", ".ts", ".rs"),
 )
 
 # A plain text above LONG bytes is read as documents of about PIECE bytes, cut at line ends: one book can then be split
@@ -43,8 +30,8 @@ TEXTS = (
 LONG, PIECE = 256 * 1024, 64 * 1024
 
 TOKENS_AT_ONCE = 1 << 22
-NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
-BUILT = "_sysconfigdata"  # a file that tells of the machine on which Python was compiled
+SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+BUILD_SETTINGS = "_sysconfigdata"  # the file that describes the machine on which Python was compiled
 
 
 class Source(NamedTuple):
@@ -60,10 +47,10 @@ class Document(NamedTuple):
     where: str
     text: str | None = None
     tokens: np.ndarray | None = None
-    key: str | None = None  # what decides about holding it out, where that isn't its content
+    key: str | None = None  # hashed instead of the content to decide whether the document is held out
 
     def draw(self) -> float:
-        """A number in [0, 1) from the hash of the document: the same on every machine, uniform over documents."""
+        """A number in [0, 1) from the hash of the document: equal on every machine, uniform over documents."""
         if self.key is not None:
             content = self.key.encode()
         elif self.tokens is not None:
@@ -110,7 +97,9 @@ def _below(root: Path, skip: frozenset[str] = frozenset()) -> list[Source]:
 
 def _standard_library() -> tuple[Source, ...]:
     root = Path(sysconfig.get_path("stdlib"))
-    found = tuple(one for one in _below(root, NOT_LIBRARY) if one.name.endswith(".py") and BUILT not in one.name)
+    found = tuple(
+        one for one in _below(root, SKIPPED_FOLDERS) if one.name.endswith(".py") and BUILD_SETTINGS not in one.name
+    )
     check(bool(found), f"the standard library at {root} holds no source files: give a data path.", DataError)
     return found
 
@@ -128,17 +117,17 @@ def read_documents(
     """
     for source in find_sources(path):
         if source.file.suffix == ".jsonl":
-            found = _json_lines(source, text_field)
+            found = _read_json_lines(source, text_field)
         elif source.file.suffix == ".parquet":
-            found = _parquet(source, text_field)
+            found = _read_parquet(source, text_field)
         elif source.file.suffix in (".bin", ".npy"):
-            found = _packed(source, tokenizer)
+            found = _read_tokens(source, tokenizer)
         else:
-            found = _plain(source, key=source.name if path is None else None)
+            found = _read_plain_text(source, key=source.name if path is None else None)
         yield from (one for one in found if one.text or (one.tokens is not None and len(one.tokens)))
 
 
-def _plain(source: Source, key: str | None) -> Iterator[Document]:
+def _read_plain_text(source: Source, key: str | None) -> Iterator[Document]:
     with source.file.open("rb") as stream:
         if source.file.stat().st_size <= LONG:
             yield Document(source.name, _decode(stream.read(), source.name), key=key)
@@ -150,7 +139,7 @@ def _plain(source: Source, key: str | None) -> Iterator[Document]:
             piece += 1
 
 
-def _json_lines(source: Source, field: str) -> Iterator[Document]:
+def _read_json_lines(source: Source, field: str) -> Iterator[Document]:
     with source.file.open("rb") as stream:
         for number, line in enumerate(stream, 1):
             if not line.strip():
@@ -161,10 +150,10 @@ def _json_lines(source: Source, field: str) -> Iterator[Document]:
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{where} is not valid JSON: {error}.") from error
             check(isinstance(record, dict), f"{where} must hold a JSON object with the field {field!r}.", DataError)
-            yield Document(where, _text(record.get(field), field, where, record))
+            yield Document(where, _checked_text(record.get(field), field, where, record))
 
 
-def _parquet(source: Source, field: str) -> Iterator[Document]:
+def _read_parquet(source: Source, field: str) -> Iterator[Document]:
     try:
         import pyarrow.parquet as parquet
         from pyarrow import ArrowException
@@ -179,38 +168,38 @@ def _parquet(source: Source, field: str) -> Iterator[Document]:
             for batch in file.iter_batches(batch_size=512, columns=[field]):  # one row group at a time
                 for value in batch.column(0).to_pylist():
                     where = f"{source.file}, row {row}"
-                    yield Document(where, _text(value, field, where, {field: value}))
+                    yield Document(where, _checked_text(value, field, where, {field: value}))
                     row += 1
     except (ArrowException, OSError) as error:
         raise DataError(f"{source.file} is not a Parquet file that can be read: {error}") from error
 
 
-def _packed(source: Source, tokenizer: Tokenizer | None) -> Iterator[Document]:
+def _read_tokens(source: Source, tokenizer: Tokenizer | None) -> Iterator[Document]:
     rule = f"{source.file} holds tokens: they need their tokenizer, with an eos_id that ends documents"
     if tokenizer is None or tokenizer.eos_id is None:
         raise DataError(f"{rule}.")
-    tokens = _token_array(source.file, tokenizer.vocab_size)
+    tokens = _open_tokens(source.file, tokenizer.vocab_size)
     parts: list[np.ndarray] = []
     for start in range(0, len(tokens), TOKENS_AT_ONCE):
         chunk = np.asarray(tokens[start : start + TOKENS_AT_ONCE])
         _check_ids(chunk, start, source.file, tokenizer.vocab_size)
         *ended, rest = np.split(chunk, np.flatnonzero(chunk == tokenizer.eos_id) + 1)
         for piece in ended:
-            yield _packed_document(source, [*parts, piece[:-1]], tokenizer)
+            yield _token_document(source, [*parts, piece[:-1]], tokenizer)
             parts = []
         parts.append(rest)
     if parts:
-        yield _packed_document(source, parts, tokenizer)
+        yield _token_document(source, parts, tokenizer)
 
 
-def _packed_document(source: Source, parts: list[np.ndarray], tokenizer: Tokenizer) -> Document:
+def _token_document(source: Source, parts: list[np.ndarray], tokenizer: Tokenizer) -> Document:
     tokens = np.concatenate(parts)
     if len(tokens) and tokens[0] == tokenizer.bos_id:  # the token store puts one in front of every document
         tokens = tokens[1:]
     return Document(str(source.file), tokens=tokens)
 
 
-def _token_array(file: Path, vocab_size: int) -> np.ndarray:
+def _open_tokens(file: Path, vocab_size: int) -> np.ndarray:
     if file.suffix == ".npy":
         try:
             tokens = np.load(file, mmap_mode="r", allow_pickle=False)
@@ -236,7 +225,7 @@ def _check_ids(tokens: np.ndarray, start: int, file: Path, vocab_size: int) -> N
         raise DataError(f"{found}; ids must be below vocab_size={vocab_size}: is it another tokenizer's file?")
 
 
-def _text(value: Any, field: str, where: str, record: dict[str, Any]) -> str:
+def _checked_text(value: Any, field: str, where: str, record: dict[str, Any]) -> str:
     if field not in record:
         raise DataError(f"{where} has no field {field!r}; its fields: {', '.join(record)}. Set text_field.")
     kind = type(value).__name__
@@ -272,11 +261,3 @@ def held_out_rule(documents: Iterable[Document], fraction: float) -> Callable[[D
     if smallest >= largest:
         return lambda one: False
     return lambda one: one.draw() == smallest
-
-
-def read_texts(path: str | None, *, text_field: str = "text", held_out_fraction: float = 0.0) -> Iterator[str]:
-    """The texts of the training documents below `path`: what `train_bpe` may see."""
-    held_out = held_out_rule(read_documents(path, text_field=text_field), held_out_fraction)
-    for document in read_documents(path, text_field=text_field):
-        if not held_out(document):
-            yield document.text or ""

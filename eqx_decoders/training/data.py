@@ -2,11 +2,12 @@
 
 Rows are planned, not streamed: which piece of which document stands in which row of an epoch follows from the seed
 alone. So a row is found by its number, the state of the iterator is that number, and processes take disjoint
-shares of the same global batches.
+shares of the same global batches. grain reads and prefetches the batches; its own packing and shuffling are not used,
+since they are streams, whose rows cannot be found by number.
 
 **Packing** is concatenate, then split: the documents of an epoch, in an order drawn from the seed, are one long text
-that is cut into rows of `seq_len`. It wastes nothing but the end of the last row, whereas fitting whole documents into
-rows leaves gaps and has to cut long documents anyway. Segment ids keep the documents apart.
+that is cut into rows of `seq_len`. Only the end of the last row is wasted, whereas fitting whole documents into rows
+leaves gaps and has to cut long documents anyway. Segment ids keep the documents apart.
 
 **Targets.** Token `t` is predicted from token `t-1` of its segment; the loss finds the targets in `tokens` itself.
 `loss_mask[t]` says that token `t` is a target: all but padding and the first token of a segment. In training a cut
@@ -29,10 +30,12 @@ from jaxtyping import Bool, Float, Int
 
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.errors import DataError, check, check_integer, check_number, check_word, need_extra
-from eqx_decoders.training.corpus import read_texts
+from eqx_decoders.io.files import new_directory
+from eqx_decoders.io.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from eqx_decoders.training.corpus import held_out_rule, read_documents
 from eqx_decoders.training.packing import Plan, permutation, plan_overlapping, plan_packed, plan_padded
-from eqx_decoders.training.token_store import SPLITS, TokenStore, open_store
-from eqx_decoders.training.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from eqx_decoders.training.token_store import TokenStore, open_store
+from eqx_decoders.training.token_writer import SPLITS
 
 
 class Batch(eqx.Module):
@@ -52,24 +55,24 @@ class Batch(eqx.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What to train on, and in which portions."""
+    """What is trained on."""
 
     path: str | None = None
-    """File, directory or glob: .txt .py .md …, .jsonl, .parquet, tokens .bin .npy; None: Python's own library."""
+    """File, directory or glob: text, .jsonl, .parquet, tokens in .bin/.npy; None: the text of Python's own library."""
     held_out_path: str | None = None
-    """Text for evaluation, of the same kinds; None: a part of `path` is held out."""
+    """Data for evaluation, of the same kinds; None: a part of the training data, cut off by document."""
     held_out_fraction: float = 0.05
-    """Share of documents to hold out, chosen by their hash (without `held_out_path`)."""
+    """Share of the documents that is held out, chosen by hash, where evaluation has no data of its own; 0: none."""
     text_field: str = "text"
-    """Field of .jsonl records, or column of .parquet files, that holds the text."""
+    """Field of .jsonl records or column of .parquet files that holds the text."""
     batch_size: int = 8
-    """Sequences per step, over all processes."""
+    """Sequences per step, over all devices and processes."""
     seq_len: int = 256
     """Tokens per sequence."""
     seed: int = 0
-    """Seed of the order of documents and sequences."""
+    """Seed of the order of documents and sequences; in a training run also of weights, dropout and samples."""
     pack: bool = True
-    """Put several documents into one sequence; otherwise each piece of a document is padded to `seq_len`."""
+    """Put several documents into one sequence, kept apart by segment ids; otherwise pad each piece to seq_len."""
 
     def __post_init__(self):
         check_integer("DataConfig.batch_size", self.batch_size)
@@ -79,12 +82,21 @@ class DataConfig:
         rule = f"DataConfig.held_out_fraction={self.held_out_fraction} must be below 1"
         check(self.held_out_fraction < 1, f"{rule}: something must be left to train on.")
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether anything is held out."""
+        return self.held_out_path is not None or self.held_out_fraction > 0
+
 
 def training_texts(config: DataConfig, *, max_bytes: int = 1 << 28) -> Iterator[str]:
-    """The first `max_bytes` of the training documents, without any that is held out: what `train_bpe` may see."""
+    """The first `max_bytes` of the training documents, for `train_bpe`: none that is held out is among them."""
     fraction = 0.0 if config.held_out_path else config.held_out_fraction
+    is_held_out = held_out_rule(read_documents(config.path, text_field=config.text_field), fraction)
     size = 0
-    for text in read_texts(config.path, text_field=config.text_field, held_out_fraction=fraction):
+    for document in read_documents(config.path, text_field=config.text_field):
+        if is_held_out(document):
+            continue
+        text = document.text or ""
         size += len(text.encode())
         if size > max_bytes:
             return
@@ -92,7 +104,7 @@ def training_texts(config: DataConfig, *, max_bytes: int = 1 << 28) -> Iterator[
 
 
 def prepare_tokenizer(folder: Path, spec: str, config: DataConfig, vocab_size: int, *, write: bool = True) -> Tokenizer:
-    """The tokenizer kept in `folder`; at first the one that `spec` asks for, which is then kept there.
+    """The tokenizer in `folder`; if there is none, the one that `spec` asks for, which is written there.
 
     `spec` is "bpe" (trained on the training texts, `vocab_size` ids at most) or what `load_tokenizer` takes.
     """
@@ -100,9 +112,8 @@ def prepare_tokenizer(folder: Path, spec: str, config: DataConfig, vocab_size: i
         return load_tokenizer(folder)
     tokenizer = train_bpe(training_texts(config), vocab_size) if spec == "bpe" else load_tokenizer(spec)
     if write:
-        partial = folder.with_suffix(".partial")
-        tokenizer.save(partial)
-        partial.rename(folder)  # a kill halfway leaves no half tokenizer
+        with new_directory(folder) as partial:
+            tokenizer.save(partial)
     return tokenizer
 
 
@@ -207,7 +218,7 @@ class Batches:
     def _identity(self) -> dict[str, Any]:
         config = self._config
         settings = {"seed": config.seed, "seq_len": config.seq_len, "pack": config.pack}
-        return {"split": self._split, "data": self.store.fingerprint, **settings}
+        return {"split": self._split, "data": self.store.content_hash, **settings}
 
     def _start(self) -> Any:
         try:

@@ -10,11 +10,12 @@ import numpy as np
 
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.inference.generate import generate
-from eqx_decoders.inference.sampling import Sample
+from eqx_decoders.inference.generation_config import GenerationDefaults
+from eqx_decoders.inference.text import prompt_ids
+from eqx_decoders.io.tokenizer import Tokenizer
 from eqx_decoders.training.data import Batch
 from eqx_decoders.training.loss import evaluation_sums
-from eqx_decoders.training.step import any_process, place
-from eqx_decoders.training.tokenizer import Tokenizer, prompt_ids
+from eqx_decoders.training.processes import any_process, place
 
 
 class HeldOut(NamedTuple):
@@ -39,13 +40,13 @@ class HeldOut(NamedTuple):
 
 
 def sample_text(model: Decoder, tokenizer: Tokenizer, prompt: str, *, max_new_tokens: int, seed: int) -> str:
-    """The prompt and what the model makes of it, drawn at temperature 0.7 from the likeliest 95 %."""
+    """The prompt and its continuation by the model, drawn at temperature 0.7 from the likeliest 95 %."""
     stops = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     new = generate(
         model,
         prompt_ids(tokenizer, prompt)[None],
         max_new_tokens=max_new_tokens,
-        sampler=Sample(temperature=0.7, top_p=0.95),
+        sampler=GenerationDefaults().sampler(),
         key=jax.random.key(seed),
         stop_ids=stops,
         pad_id=stops[0] if stops else 0,

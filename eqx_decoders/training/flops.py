@@ -16,7 +16,27 @@ from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.mask import Chunked, SlidingWindow
 from eqx_decoders.layout import Layout
-from eqx_decoders.training.console import peak_flops
+
+
+# Dense bf16 products of one JAX device, from the vendors' data sheets (without sparsity).
+_TPU_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+}
+_GPU_FLOPS = (  # the first that begins the name; SXM where nothing else is said
+    ("NVIDIA A100", 312e12),
+    ("NVIDIA H100 PCIe", 756e12),
+    ("NVIDIA H100 NVL", 835e12),
+    ("NVIDIA H100", 989e12),
+    ("NVIDIA H200 NVL", 835e12),
+    ("NVIDIA H200", 989e12),
+    ("NVIDIA B200", 2250e12),
+)
 
 
 def matmul_parameters(config: DecoderConfig) -> int:
@@ -77,6 +97,13 @@ def device_flops(layout: Layout, dtype: DTypeLike) -> float | None:
     devices = jax.devices()[:1] if layout.mesh is None else list(layout.mesh.devices.flat)
     each = peak_flops(devices[0].device_kind)
     return None if each is None else each * len(devices)
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Dense bf16 FLOP/s of one device, by its `jax.Device.device_kind`; None where no data sheet says it."""
+    if device_kind in _TPU_FLOPS:
+        return _TPU_FLOPS[device_kind]
+    return next((flops for name, flops in _GPU_FLOPS if device_kind.startswith(name)), None)
 
 
 def measured_flops(dtype: DTypeLike = jnp.float32, *, size: int = 2048, repeats: int = 5) -> float:

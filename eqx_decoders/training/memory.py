@@ -7,7 +7,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's ma
 
 
 def keep_memory() -> bool:
-    """Tell glibc's malloc not to hand freed memory back to the kernel; True if it could be told.
+    """Tell glibc's malloc not to hand freed memory back to the kernel; True if all settings were accepted.
 
     XLA's CPU backend allocates a program's temporaries anew at every call. By default blocks this large are mapped and
     unmapped each time, and the page faults cost more than the arithmetic of memory-bound steps such as AdamW. Call it
@@ -16,8 +16,8 @@ def keep_memory() -> bool:
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
+    except (OSError, AttributeError, TypeError):  # TypeError: on Windows
         return False
     settings = ((_M_MMAP_THRESHOLD, 2**31 - 1), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_ARENA_MAX, 1))
-    told = [mallopt(name, value) == 1 for name, value in settings]
-    return all(told)
+    accepted = [mallopt(name, value) == 1 for name, value in settings]
+    return all(accepted)

@@ -1,5 +1,6 @@
 """Which piece of which document stands in which row: plans of one epoch, as a few arrays.
 
+grain can pack, too, but as a stream: its rows cannot be found by number, on which exact resuming relies here.
 Every document is `size` tokens long, its separators included; `documents` and `sizes` come in the order of the epoch.
 """
 

@@ -6,7 +6,6 @@ sampled and exported when the checkpoint is gone.
 
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,15 @@ from eqx_decoders.context import Execution
 from eqx_decoders.create import abstract, add_mtp, init
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.families import get_config
+from eqx_decoders.inference.text import TextModel, published_model
 from eqx_decoders.io.checkpoint import Checkpoints, load_weights
 from eqx_decoders.io.export import copy_tokenizer, export_config, save_hf
+from eqx_decoders.io.files import new_directory, write_json
 from eqx_decoders.io.huggingface import abstract_hf, load_hf, read_config
+from eqx_decoders.io.tokenizer import Tokenizer, load_tokenizer
 from eqx_decoders.training.lora import add_lora, merge_lora
 from eqx_decoders.training.optimizer import matching
 from eqx_decoders.training.settings import TrainConfig, check_resumable, load_settings
-from eqx_decoders.training.tokenizer import Tokenizer, load_tokenizer
 
 
 SOURCE = "source"
@@ -36,20 +37,16 @@ def keep_source(model: Decoder, run_dir: str | Path) -> None:
     if folder.exists() or model.origin is None:
         return
     _, settings = export_config(model)
-    partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    copy_tokenizer(model.origin.directory, partial)
-    settings = json.loads(model.origin.settings) | settings
-    (partial / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    partial.rename(folder)  # a kill halfway leaves no half source
+    with new_directory(folder) as partial:
+        copy_tokenizer(model.origin.directory, partial)
+        write_json(partial / "config.json", json.loads(model.origin.settings) | settings)
 
 
-def continued(settings: TrainConfig, run_dir: str | Path) -> TrainConfig:
-    """The settings with which a run directory that is in use goes on: it is the same model.
+def resume_settings(settings: TrainConfig, run_dir: str | Path) -> TrainConfig:
+    """The settings with which a run directory is resumed, or begun if it is new: `init_from` may be left out.
 
-    Raises ConfigError where they are of another one. A directory that scripts/convert.py made has not been trained, and
-    takes any.
+    Raises ConfigError if its model, tokenizer or seed are others. A directory that the convert program made has not
+    been trained, and takes any.
     """
     path = Path(run_dir) / "settings.json"
     if not path.is_file():
@@ -63,18 +60,18 @@ def continued(settings: TrainConfig, run_dir: str | Path) -> TrainConfig:
 
 
 def is_imported(run_dir: str | Path) -> bool:
-    """Whether the checkpoint of a run is weights alone, which scripts/convert.py brought there."""
+    """Whether the checkpoint of a run is weights alone, from the convert program."""
     checkpoints = Checkpoints(Path(run_dir) / "checkpoints")
     return checkpoints.latest == 0 and checkpoints.manifest(0)["data_state"] == {}
 
 
 def abstract_run(settings: TrainConfig, run_dir: str | Path, execution: Execution = Execution()) -> Decoder:
-    """The shapes of a run's model, with the pairs of a LoRA run."""
+    """The shapes of a run's model, with its LoRA pairs."""
     return _extended(_abstract_base(settings, run_dir, execution), settings, jax.random.key(0))
 
 
 def _extended(model: Decoder, settings: TrainConfig, key: PRNGKeyArray) -> Decoder:
-    """With the depths and the pairs that the run trains beside it."""
+    """The model with the depths of multi-token prediction and the LoRA pairs that the run adds."""
     lora = settings.lora()
     if settings.mtp_depths > 0:
         model = add_mtp(model, settings.mtp_depths, key=jax.random.fold_in(key, 2))
@@ -93,7 +90,7 @@ def _abstract_base(settings: TrainConfig, run_dir: str | Path, execution: Execut
 
 def new_model(settings: TrainConfig, run_dir: str | Path, execution: Execution = Execution()) -> Decoder:
     """A run's model before its first step."""
-    key = jax.random.fold_in(jax.random.key(settings.seed), 0)
+    key = jax.random.fold_in(jax.random.key(settings.dataset.seed), 0)
     return _extended(_new_base(settings, run_dir, execution, key), settings, key)
 
 
@@ -121,6 +118,20 @@ def load_run(run_dir: str | Path, step: int | None = None, **execution: Any) -> 
     return merge_lora(load_weights(run / "checkpoints", target, step))
 
 
+def load_text_run(run_dir: str | Path, step: int | None = None, **execution: Any) -> TextModel:
+    """The model and the tokenizer of a run (see `load_run`).
+
+    One that was trained with the tokenizer of a published model has its chat template and its defaults, too.
+    """
+    run = Path(run_dir)
+    settings = load_settings(run / "settings.json")
+    model = load_run(run, step, **execution)
+    source = run / SOURCE
+    if settings.tokenizer is None and source.exists():
+        return published_model(model, load_tokenizer(source), source)
+    return TextModel(model=model, tokenizer=load_tokenizer(run / "tokenizer"))
+
+
 def export_run(
     model: Decoder, settings: TrainConfig, run_dir: str | Path, directory: str | Path, **options: Any
 ) -> None:
@@ -131,13 +142,13 @@ def export_run(
     run = Path(run_dir)
     kept = run / SOURCE
     own = settings.init_from is None or settings.tokenizer is not None
-    more = {} if kept.exists() else {"max_position_embeddings": settings.seq_len}
+    more = {} if kept.exists() else {"max_position_embeddings": settings.dataset.seq_len}
     if own:
-        more |= token_ids(load_tokenizer(run / "tokenizer"))
+        more |= special_token_ids(load_tokenizer(run / "tokenizer"))
     model = model.without_mtp() if settings.mtp_depths > 0 else model
     save_hf(merge_lora(model), directory, settings=more, tokenizer=run / "tokenizer" if own else kept, **options)
 
 
-def token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
+def special_token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
     """The keys of `config.json` that name the tokens which begin and end a text."""
     return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}

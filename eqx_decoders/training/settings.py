@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import operator
 import typing
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from eqx_decoders.context import Execution
 from eqx_decoders.errors import ConfigError, check, check_integer, check_word
 from eqx_decoders.families import list_models
+from eqx_decoders.io.files import write_json
 from eqx_decoders.layers.kernel import KERNELS
 from eqx_decoders.layout import Layout
 from eqx_decoders.numerics import Precision
@@ -21,6 +23,20 @@ from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.lora import LORA_WEIGHTS, LoRAConfig
 from eqx_decoders.training.optimizer import OptimizerConfig, make_schedule
 from eqx_decoders.training.step import StepConfig
+
+
+# Names of settings in the run directories of earlier versions.
+RENAMED = {
+    "keep": "max_checkpoints",
+    "step.accumulate": "step.gradient_accumulation_steps",
+    "optimizer.clip_norm": "optimizer.max_grad_norm",
+    "optimizer.final_fraction": "optimizer.min_lr_ratio",
+    "data": "dataset.path",
+    "held_out": "dataset.held_out_path",
+    **{
+        name: f"dataset.{name}" for name in ("held_out_fraction", "text_field", "batch_size", "seq_len", "seed", "pack")
+    },
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,14 +61,14 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Train a decoder. Started again on the same run directory, it goes on where it was."""
+    """Train a decoder. Started again on the same run directory, the run is resumed."""
 
     run_dir: str = "runs/tiny"
     """Directory for checkpoints, metrics.jsonl, tokenizer and pictures of losses and of experts' loads."""
     model: str = "tiny"
     """Name of a model, as `--list-models` prints them."""
     init_from: str | None = None
-    """Directory of a Hugging Face checkpoint, or "org/name", to start from; it says what the model is."""
+    """Directory of a Hugging Face checkpoint, or "org/name", to start from; it determines the model."""
     init_weights: tuple[str, ...] = ("*",)
     """Patterns of the paths of the weights that are taken from there; the others are new."""
     export: str | None = None
@@ -69,22 +85,7 @@ class TrainConfig:
     """Patterns of the paths of the weights that get a pair."""
     steps: int = 400
     """Optimizer steps in all."""
-    batch_size: int = 8
-    """Sequences per step, over all devices."""
-    seq_len: int = 256
-    """Tokens per sequence."""
-    seed: int = 0
-    """Seed of weights, data order, dropout and samples."""
-    data: str | None = None
-    """File, directory or glob: text, .jsonl, .parquet, tokens in .bin/.npy; None: the text of Python's own library."""
-    held_out: str | None = None
-    """Data for evaluation; None: a part of `data`, cut off by document."""
-    held_out_fraction: float = 0.05
-    """Share of the documents that is held out, where there is no `held_out`; 0: no evaluation."""
-    text_field: str = "text"
-    """Field of .jsonl records or column of .parquet files that holds the text."""
-    pack: bool = True
-    """Put several documents into one sequence, kept apart by segment ids."""
+    dataset: DataConfig = DataConfig()
     tokenizer: str | None = None
     """"bpe": trained on the run's own text; "bytes"; a path to a tokenizer.json; None: that of init_from, else bpe."""
     bpe_vocab_size: int | None = None
@@ -131,9 +132,9 @@ class TrainConfig:
 
     def __post_init__(self):
         check_word("model", self.model, list_models())
-        for field in ("steps", "checkpoint_every", "eval_batches", "max_checkpoints", "batch_size", "max_skipped"):
+        for field in ("steps", "checkpoint_every", "eval_batches", "max_checkpoints", "max_skipped"):
             check_integer(field, getattr(self, field))
-        for field in ("eval_every", "sample_tokens", "seed"):
+        for field in ("eval_every", "sample_tokens", "mtp_depths"):
             check_integer(field, getattr(self, field), 0)
         if self.bpe_vocab_size is not None:
             check_integer("bpe_vocab_size", self.bpe_vocab_size)
@@ -154,23 +155,23 @@ class TrainConfig:
                 good,
                 f"profile={self.profile} must be a first and a last step, counted from 1, up to steps={self.steps}.",
             )
-        parts = self.step.gradient_accumulation_steps
-        rule = f"batch_size={self.batch_size} must be a multiple of step.gradient_accumulation_steps={parts}."
-        check(self.batch_size % parts == 0, rule)
-        alone = self.init_from is None or self.model == "tiny"
-        check(alone, f"model={self.model!r} and init_from={self.init_from!r} exclude each other: leave one out.")
+        rows, parts = self.dataset.batch_size, self.step.gradient_accumulation_steps
+        check(rows % parts == 0, f"batch_size={rows} must be a multiple of step.gradient_accumulation_steps={parts}.")
+        self._check_model()
+        make_schedule(self.optimizer, self.steps)
+
+    def _check_model(self) -> None:
+        """Fields that say which model is trained and which of its weights must not contradict each other."""
+        named = self.init_from is None or self.model == "tiny"
+        check(named, f"model={self.model!r} and init_from={self.init_from!r} exclude each other: leave one out.")
         taken = self.init_from is not None or self.init_weights == ("*",)
         check(taken, f"init_weights={self.init_weights} needs init_from, where they come from.")
         adapted = self.lora_rank is not None or self.export_adapter is None
         check(adapted, f"export_adapter={self.export_adapter!r} needs lora_rank: there are no adapters without.")
-        whole = self.lora_rank is None or self.optimizer.trainable == ("*",)
-        check(
-            whole, f"optimizer.trainable={self.optimizer.trainable} and lora_rank={self.lora_rank} exclude each other."
-        )
-        check_integer("mtp_depths", self.mtp_depths, minimum=0)
+        patterns = self.optimizer.trainable
+        free = self.lora_rank is None or patterns == ("*",)
+        check(free, f"optimizer.trainable={patterns} and lora_rank={self.lora_rank} exclude each other: leave one out.")
         self.lora()
-        self.data_config()
-        make_schedule(self.optimizer, self.steps)
 
     def lora(self) -> LoRAConfig | None:
         """Which weights get low-rank pairs; None for none."""
@@ -184,32 +185,14 @@ class TrainConfig:
             return self.optimizer
         return dataclasses.replace(self.optimizer, trainable=LORA_WEIGHTS)
 
-    @property
-    def evaluates(self) -> bool:
-        """Whether anything is held out."""
-        return self.held_out is not None or self.held_out_fraction > 0
-
-    def data_config(self) -> DataConfig:
-        """The part that decides which tokens a step sees."""
-        return DataConfig(
-            path=self.data,
-            held_out_path=self.held_out,
-            held_out_fraction=self.held_out_fraction,
-            text_field=self.text_field,
-            batch_size=self.batch_size,
-            seq_len=self.seq_len,
-            seed=self.seed,
-            pack=self.pack,
-        )
-
     def execution(self) -> Execution:
         """Layout, dtypes and remat on the devices that are there."""
         layout = Layout.create(**dataclasses.asdict(self.mesh))
         split = [axis for axis in ("data", "fsdp", "fsdp_transpose", "expert") if layout.sizes[axis] > 1]
         parts = math.prod(layout.sizes[axis] for axis in split)
         count = self.step.gradient_accumulation_steps
-        rows = self.batch_size // count
-        cut = f"batch_size={self.batch_size}" + f" / gradient_accumulation_steps={count}" * (count > 1)
+        rows = self.dataset.batch_size // count
+        cut = f"batch_size={self.dataset.batch_size}" + f" / gradient_accumulation_steps={count}" * (count > 1)
         check(rows % parts == 0, f"{cut} must be a multiple of {parts}, the devices along {' x '.join(split)}.")
         compute = self.dtype
         if compute == "auto":
@@ -225,12 +208,13 @@ class TrainConfig:
 
 
 def check_resumable(settings: TrainConfig, path: Path) -> None:
-    """A run directory that is used already goes on with the model and tokenizer that it has."""
+    """Raise ConfigError if the run directory with the settings file `path` has another model, tokenizer or seed."""
     old = load_settings(path)
     model = ("model", "init_from", "mtp_depths", "lora_rank", "lora_alpha", "lora_targets")
-    for field in (*model, "tokenizer", "bpe_vocab_size", "seed"):
-        was, now = getattr(old, field), getattr(settings, field)
-        check(was == now, f"{field}={now!r}, but {path.parent} was begun with {was!r}: choose another run_dir.")
+    for field in (*model, "tokenizer", "bpe_vocab_size", "dataset.seed"):
+        was, now = operator.attrgetter(field)(old), operator.attrgetter(field)(settings)
+        name = field.removeprefix("dataset.")
+        check(was == now, f"{name}={now!r}, but {path.parent} was begun with {was!r}: choose another run_dir.")
 
 
 def is_new(directory: str) -> bool:
@@ -241,7 +225,7 @@ def is_new(directory: str) -> bool:
 
 def save_settings(settings: TrainConfig, path: Path) -> None:
     """Write the settings of a run as JSON, for people and for `load_settings`."""
-    path.write_text(json.dumps(settings_json(settings), indent=2) + "\n")
+    write_json(path, settings_json(settings))
 
 
 def settings_json(settings: TrainConfig) -> dict[str, Any]:
@@ -250,7 +234,7 @@ def settings_json(settings: TrainConfig) -> dict[str, Any]:
 
 
 def load_settings(path: Path) -> TrainConfig:
-    """The settings that `save_settings` wrote."""
+    """The settings that `save_settings` wrote, in this version or an earlier one."""
     if not path.is_file():
         raise ConfigError(f"{path} is not there: {path.parent} is no run directory of scripts/train.py.")
     try:
@@ -258,10 +242,23 @@ def load_settings(path: Path) -> TrainConfig:
     except ValueError as error:
         raise ConfigError(f"{path} is no JSON: {error}.") from error
     check(isinstance(fields, dict), f"{path} holds no settings: it must be a JSON object.")
-    return _read(TrainConfig, fields)
+    return _from_json(TrainConfig, _renamed(fields))
 
 
-def _read(cls: Any, fields: dict[str, Any]) -> Any:
+def _renamed(fields: dict[str, Any]) -> dict[str, Any]:
+    """Settings with the names of earlier versions, under those of today."""
+    fields = {name: dict(value) if isinstance(value, dict) else value for name, value in fields.items()}
+    for old, new in RENAMED.items():
+        *old_group, old_name = old.split(".")
+        *new_group, new_name = new.split(".")
+        source = fields.get(old_group[0], {}) if old_group else fields
+        if isinstance(source, dict) and old_name in source:
+            target = fields.setdefault(new_group[0], {}) if new_group else fields
+            target[new_name] = source.pop(old_name)
+    return fields
+
+
+def _from_json(cls: Any, fields: dict[str, Any]) -> Any:
     hints = typing.get_type_hints(cls)
     for name in fields:
         check_word(f"{cls.__name__} field", name, hints)
@@ -270,7 +267,7 @@ def _read(cls: Any, fields: dict[str, Any]) -> Any:
 
 def _value(hint: Any, value: Any) -> Any:
     if dataclasses.is_dataclass(hint):
-        return _read(hint, value)
+        return _from_json(hint, value)
     if isinstance(value, list):
         return tuple(value)
     return value

@@ -7,16 +7,13 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Float32, Int32, Key, PRNGKeyArray, PyTree
 
 from eqx_decoders.axes import AnyArray, axes, frozen, named_leaves, path_name
 from eqx_decoders.block import BlockStats
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer, check_number
-from eqx_decoders.layout import Layout
 from eqx_decoders.training.balance import expert_configs, update_router_bias
 from eqx_decoders.training.data import Batch
 from eqx_decoders.training.loss import LossMetrics, token_loss_sum
@@ -125,7 +122,7 @@ class Trainer(eqx.Module):
         optimizer = jax.jit(self.optimizer.init, out_shardings=shardings)(weights)
         # counters of their own: a donated step must not be handed one buffer twice
         zero, none = (jax.device_put(jnp.zeros((), jnp.int32), _replicated(model)) for _ in range(2))
-        key = jax.device_put(jax.random.clone(key), _replicated(model))
+        key = jax.jit(jax.random.clone, out_shardings=_replicated(model))(key)  # device_put can't, over processes
         return TrainState(model=model, optimizer=optimizer, step=zero, skipped=none, key=key)
 
     def abstract(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
@@ -269,32 +266,3 @@ def _with_router_biases(model: Decoder, stats: BlockStats | None, finite: Array)
 
 def _replicated(model: Decoder) -> jax.sharding.Sharding:
     return model.execution.layout.replicated()
-
-
-def any_process(flag: bool) -> bool:
-    """Whether `flag` is true in any process: all of them must ask at the same point of their programs."""
-    if jax.process_count() == 1:
-        return flag
-    return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
-
-
-def batch_share(layout: Layout, rows: int) -> tuple[int, int]:
-    """Which part of a batch this process's devices hold, and of how many: `(0, 1)` if they hold all rows."""
-    sharding = layout.activation_sharding("batch", (rows,))
-    held: Any = sharding.addressable_devices_indices_map((rows,)).values()
-    pieces = [index[0].indices(rows) for index in held]
-    start, stop = min(piece[0] for piece in pieces), max(piece[1] for piece in pieces)
-    return start // (stop - start), rows // (stop - start)
-
-
-def place(batch: Batch, layout: Layout, rows: int) -> Batch:
-    """A process's share of a batch of `rows` sequences (see `batch_share`), in numpy, as one array over all devices."""
-
-    def one(leaf):
-        shape = (rows, *leaf.shape[1:])
-        sharding = layout.activation_sharding("batch length", shape)
-        if jax.process_count() == 1:
-            return jax.device_put(leaf, sharding)
-        return jax.make_array_from_process_local_data(sharding, leaf, shape)
-
-    return jax.tree.map(one, batch)

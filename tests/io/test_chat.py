@@ -15,7 +15,7 @@ import pytest
 from eqx_decoders.errors import ConversionError, DataError
 from eqx_decoders.io import chat, chat_worker
 from eqx_decoders.io.chat import ChatTemplate, load_chat_template, special_tokens
-from eqx_decoders.training.tokenizer import JsonTokenizer, load_tokenizer
+from eqx_decoders.io.tokenizer import JsonTokenizer, load_tokenizer
 
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "chat_llama"

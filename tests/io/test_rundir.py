@@ -1,4 +1,4 @@
-"""One writer per run directory; signals are noted and served later."""
+"""One writer per run directory; signals set a flag that the run asks for."""
 
 import os
 import signal
@@ -14,15 +14,12 @@ from eqx_decoders.io import rundir
 from eqx_decoders.io.rundir import Interrupt, RunLock, exit_code
 
 
-# Loaded by path: the other process needs neither JAX nor the rest of the package.
+# A package of the same name without its __init__: the other process needs neither JAX nor the rest.
 HOLDER = """
-import importlib.util, sys, types
-errors = importlib.util.spec_from_file_location("eqx_decoders.errors", sys.argv[1])
-module = importlib.util.module_from_spec(errors); errors.loader.exec_module(module)
-sys.modules["eqx_decoders"] = types.ModuleType("eqx_decoders"); sys.modules["eqx_decoders.errors"] = module
-spec = importlib.util.spec_from_file_location("rundir", sys.argv[2])
-rundir = importlib.util.module_from_spec(spec); spec.loader.exec_module(rundir)
-with rundir.RunLock(sys.argv[3]):
+import sys, types
+package = types.ModuleType("eqx_decoders"); package.__path__ = [sys.argv[1]]; sys.modules["eqx_decoders"] = package
+from eqx_decoders.io.rundir import RunLock
+with RunLock(sys.argv[2]):
     print("locked", flush=True)
     sys.stdin.read()
 """
@@ -30,8 +27,8 @@ with rundir.RunLock(sys.argv[3]):
 
 @pytest.fixture
 def holder(tmp_path):
-    here = Path(rundir.__file__)
-    command = [sys.executable, "-c", HOLDER, str(here.parents[1] / "errors.py"), str(here), str(tmp_path / "run")]
+    package = Path(rundir.__file__).parents[1]
+    command = [sys.executable, "-c", HOLDER, str(package), str(tmp_path / "run")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         assert process.stdout.readline() == "locked\n"

@@ -348,3 +348,14 @@ def test_refusals(monkeypatch):
     for sentence, options in refused.items():
         with pytest.raises(ConfigError, match=sentence):
             call(**{"kernel": "limited", **options})
+
+
+@pytest.mark.parametrize("mask", [SlidingWindow(50), Chunked(64)], ids=str)
+def test_padding_inside_a_document_hides_nothing(mask):
+    positions = np.full((1, 600), -1, np.int32)
+    positions[0, :40], positions[0, 560:] = np.arange(40), np.arange(40, 80)
+    draws = np.random.default_rng(0)
+    query, key, value = (jnp.asarray(draws.normal(size=(1, 600, 2, 8)), jnp.float32) for _ in range(3))
+    places = dict(mask=mask, query_positions=jnp.asarray(positions), key_positions=jnp.asarray(positions))
+    dot, chunked = (attend(query, key, value, aligned=True, kernel=k, **places)[0] for k in ("dot", "chunked"))
+    np.testing.assert_allclose(chunked, dot, atol=1e-5)

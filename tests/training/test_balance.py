@@ -20,7 +20,8 @@ from eqx_decoders.training.balance import expert_configs, relative_loads, routin
 from eqx_decoders.training.data import Batch
 from eqx_decoders.training.loss import next_token_loss
 from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.step import StepConfig, Trainer, place
+from eqx_decoders.training.processes import place
+from eqx_decoders.training.step import StepConfig, Trainer
 from tests.strategies import EMBED, VOCAB, filled, packed
 
 

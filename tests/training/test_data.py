@@ -1,7 +1,6 @@
 """Batches: nothing lost, nothing twice, exact resume, the same for any number of processes, every target once."""
 
 import collections
-import gzip
 import itertools
 import json
 import math
@@ -14,13 +13,11 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 
 from eqx_decoders.errors import ConfigError, DataError
+from eqx_decoders.io.tokenizer import ByteTokenizer
+from eqx_decoders.training.compression import Gzip
 from eqx_decoders.training.data import Batch, DataConfig, make_dataset, training_texts
-from eqx_decoders.training.packing import permutation, plan_overlapping, plan_packed, plan_padded
-from eqx_decoders.training.token_store import gzip_nats_per_byte
-from eqx_decoders.training.tokenizer import ByteTokenizer
 
 
 SEQ_LEN, BATCH = 16, 4
@@ -30,7 +27,7 @@ FIELDS = ("tokens", "segment_ids", "positions", "loss_mask")
 class Numbers:
     """Writes tokens as numbers, so that a test can make every token of a corpus another one. 0 separates documents."""
 
-    vocab_size, bos_id, eos_id, fingerprint = 10_000, None, 0, "numbers"
+    vocab_size, bos_id, eos_id, content_hash = 10_000, None, 0, "numbers"
 
     def encode(self, text):
         return np.array(text.split(), np.int32)
@@ -275,7 +272,9 @@ def test_bytes_and_gzip_of_the_held_out_text(make, corpus):
     texts = [json.loads(line)["text"] for line in (corpus / "held_out.jsonl").read_text().splitlines()]
     counts = make().store.counts("held_out")
     assert counts.bytes == sum(len(text.encode()) for text in texts)
-    np.testing.assert_allclose(counts.gzip_nats_per_byte, gzip_nats_per_byte(texts), rtol=1e-12)
+    gzip = Gzip()
+    gzip.add("".join(texts).encode())
+    np.testing.assert_allclose(counts.gzip_nats_per_byte, gzip.nats_per_byte(), rtol=1e-12)
 
 
 def test_texts_for_the_tokenizer_are_not_held_out(corpus):
@@ -314,52 +313,12 @@ def test_the_missing_package_is_named(make, monkeypatch):
         next(batches)
 
 
-def test_command_line_shows_every_field(capsys):
-    import tyro
-
-    with pytest.raises(SystemExit):
-        tyro.cli(DataConfig, args=["--help"])
-    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for words in ("Sequences per step, over all processes", "Tokens per sequence", "held out", "Seed of the order"):
-        assert words in text
-    assert tyro.cli(DataConfig, args=["--seq-len", "64"]).seq_len == 64
-
-
-SIZES = st.lists(st.integers(2, 40), min_size=1, max_size=12)
-
-
-@pytest.mark.parametrize("plan, overlap", [(plan_packed, 0), (plan_padded, 1), (plan_overlapping, 1)])
-@given(sizes=SIZES, seq_len=st.integers(2, 20))
-@settings(max_examples=60, deadline=None)
-def test_plans_tile_every_document(plan, overlap, sizes, seq_len):
-    found = plan(np.arange(len(sizes)) + 100, np.array(sizes), seq_len)
-    room = collections.Counter()
-    next_start = dict.fromkeys(range(100, 100 + len(sizes)), 0)
-    for place in range(len(found.order)):
-        for document, start, stop in found.pieces(place):
-            assert start == next_start[document] and stop > start + overlap
-            next_start[document] = stop - overlap
-            room[place] += stop - start
-    assert [end + overlap for end in next_start.values()] == sizes
-    assert set(room) == set(range(len(found.order))) and max(room.values()) <= seq_len
-    if plan is plan_packed:
-        assert len(room) == math.ceil(sum(sizes) / seq_len)
-    if plan is plan_overlapping:
-        assert all(room[place] >= seq_len - 1 for place in range(len(room) - 1))
-
-
-def test_permutations_are_fixed_for_all_times():
-    assert permutation(8, "0/0/rows").tolist() == [1, 2, 6, 5, 3, 0, 7, 4]
-    assert sorted(permutation(1000, "x")) == list(range(1000))
-    assert permutation(1000, "x").tolist() != permutation(1000, "y").tolist()
-    middle = np.mean([permutation(10, str(seed)) for seed in range(300)], axis=0)
-    np.testing.assert_allclose(middle, 4.5, atol=0.8)
-
-
-def test_gzip_baseline():
-    texts = ["the cat ", "sat on the mat ", "naïve 東京 " * 20]
-    whole = "".join(texts).encode()
-    want = 8 * math.log(2) * len(gzip.compress(whole, 9)) / len(whole)
-    np.testing.assert_allclose(gzip_nats_per_byte(texts), want, rtol=1e-12)
-    with pytest.raises(DataError, match="at least one byte"):
-        gzip_nats_per_byte([])
+def test_texts_for_the_tokenizer_are_those_of_the_training_split(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"text {i}"}) for i in range(40)))
+    config, tokenizer = DataConfig(path=str(tmp_path / "a.jsonl"), held_out_fraction=0.2), ByteTokenizer()
+    with make_dataset(config, tokenizer, cache_dir=tmp_path / "cache") as batches:
+        store = batches.store
+    seen = list(training_texts(config))
+    assert seen == [tokenizer.decode(store[i]) for i in store.documents("train")]
+    held_out = {tokenizer.decode(store[i]) for i in store.documents("held_out")}
+    assert held_out and held_out.isdisjoint(seen) and len(held_out) + len(seen) == 40

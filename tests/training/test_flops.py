@@ -12,7 +12,7 @@ from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.mask import Chunked, SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
-from eqx_decoders.training.flops import device_flops, flops_per_token, matmul_parameters, measured_flops
+from eqx_decoders.training.flops import device_flops, flops_per_token, matmul_parameters, measured_flops, peak_flops
 from tests.strategies import EMBED, HEAD_DIM, VOCAB, rich_decoder
 
 
@@ -81,3 +81,21 @@ def test_depths_count_in_training_with_a_head_each():
     assert matmul_parameters(config) == matmul_parameters(TINY) + more
     assert flops_per_token(config, 100) == flops_per_token(TINY, 100) + 6 * more + 12 * 2 * 4 * 64 * 100
     assert flops_per_token(config, 100, backward=False) == flops_per_token(TINY, 100, backward=False)
+
+
+def test_peak_flops():
+    want = {
+        "TPU v4": 275e12,
+        "TPU v5 lite": 197e12,
+        "TPU v5p": 459e12,
+        "TPU v6 lite": 918e12,
+        "NVIDIA A100-SXM4-80GB": 312e12,
+        "NVIDIA H100 80GB HBM3": 989e12,
+        "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA H200": 989e12,
+        "NVIDIA B200": 2250e12,
+        "TPU v4 lite": None,
+        "cpu": None,
+        "": None,
+    }
+    assert {kind: peak_flops(kind) for kind in want} == want

@@ -18,15 +18,18 @@ from eqx_decoders.training.settings import MeshConfig, TrainConfig, load_setting
 from eqx_decoders.training.step import StepConfig
 
 
-def unchecked(**changes) -> TrainConfig:
-    """Settings past the type checks of the tests, which users don't have."""
-    config = object.__new__(TrainConfig)
-    for field in dataclasses.fields(TrainConfig):
-        object.__setattr__(config, field.name, changes.get(field.name, field.default))
+def unchecked(field: str, value: object):
+    """Settings with a value past the type checks of the tests, which users don't have."""
+    cls = DataConfig if field in {each.name for each in dataclasses.fields(DataConfig)} else TrainConfig
+    config = object.__new__(cls)
+    for each in dataclasses.fields(cls):
+        object.__setattr__(config, each.name, value if each.name == field else each.default)
     return config
 
 
+SIXTEEN = DataConfig(batch_size=16)
 BAD = [
+    ("mtp_depths", -1, "at least 0"),
     ("model", "tinny", "Did you mean 'tiny'"),
     ("model", "llama3-7b", "Did you mean 'llama3-"),
     ("steps", 0, "at least 1"),
@@ -59,7 +62,7 @@ BAD = [
 @pytest.mark.parametrize(("field", "value", "rule"), BAD, ids=str)
 def test_bad_values_are_refused_by_name(field, value, rule):
     with pytest.raises(ConfigError) as caught:
-        unchecked(**{field: value}).__post_init__()
+        unchecked(field, value).__post_init__()
     sentence = str(caught.value)
     assert re.match(rf"(DataConfig\.)?{field}=", sentence) and rule in sentence
     assert repr(value) in sentence
@@ -67,7 +70,7 @@ def test_bad_values_are_refused_by_name(field, value, rule):
 
 def test_settings_that_do_not_fit_together_are_refused():
     with pytest.raises(ConfigError, match=r"batch_size=16 must be a multiple of step\.gradient_accumulation_steps=3"):
-        TrainConfig(batch_size=16, step=StepConfig(gradient_accumulation_steps=3))
+        TrainConfig(dataset=SIXTEEN, step=StepConfig(gradient_accumulation_steps=3))
     with pytest.raises(ConfigError, match=r"OptimizerConfig\.warmup_steps=600 must be below the run's 600 steps"):
         TrainConfig(steps=600, optimizer=OptimizerConfig(warmup_steps=600))
     with pytest.raises(ConfigError, match=r"remat='full' has its own lists: .*remat='custom'"):
@@ -81,21 +84,23 @@ def test_settings_that_do_not_fit_together_are_refused():
 def test_a_batch_that_the_mesh_does_not_divide_is_refused():
     """Eight devices: the batch of each microbatch is cut along data, fsdp, fsdp_transpose and expert."""
     with pytest.raises(ConfigError, match=r"batch_size=12 must be a multiple of 8, the devices along data"):
-        TrainConfig(batch_size=12).execution()
+        TrainConfig(dataset=DataConfig(batch_size=12)).execution()
     with pytest.raises(
         ConfigError, match=r"batch_size=16 / gradient_accumulation_steps=4 must be a multiple of 8.*data x fsdp"
     ):
-        TrainConfig(batch_size=16, step=StepConfig(gradient_accumulation_steps=4), mesh=MeshConfig(fsdp=4)).execution()
-    TrainConfig(batch_size=4, mesh=MeshConfig(fsdp=4, tensor=2)).execution()
+        TrainConfig(
+            dataset=SIXTEEN, step=StepConfig(gradient_accumulation_steps=4), mesh=MeshConfig(fsdp=4)
+        ).execution()
+    TrainConfig(dataset=DataConfig(batch_size=4), mesh=MeshConfig(fsdp=4, tensor=2)).execution()
     with pytest.raises(ConfigError, match=r"Layout\.data=-1: 8 devices can't be divided by 3"):
-        TrainConfig(batch_size=16, mesh=MeshConfig(tensor=3)).execution()
+        TrainConfig(dataset=SIXTEEN, mesh=MeshConfig(tensor=3)).execution()
     with pytest.raises(ConfigError, match=r"only one mesh axis can be -1"):
         TrainConfig(mesh=MeshConfig(fsdp=-1)).execution()
 
 
 def test_execution_carries_every_choice():
     config = TrainConfig(
-        batch_size=16,
+        dataset=SIXTEEN,
         mesh=MeshConfig(data=2, fsdp=4),
         dtype="bfloat16",
         attention="dot",
@@ -106,9 +111,9 @@ def test_execution_carries_every_choice():
     assert run.layout.mesh is not None and run.layout.mesh.shape["data"] == 2 and run.layout.mesh.shape["fsdp"] == 4
     assert run.precision.compute == jnp.bfloat16 and run.precision.params == jnp.float32
     assert (run.attention, run.layer_stats, run.remat) == ("dot", True, Remat(save=("out_proj",)))
-    plain = TrainConfig(batch_size=16).execution()
+    plain = TrainConfig(dataset=SIXTEEN).execution()
     assert plain.precision.compute == jnp.float32 and plain.remat is None  # auto, on CPU
-    custom = TrainConfig(batch_size=16, remat="custom", remat_save=("out_proj",), remat_offload=("context",))
+    custom = TrainConfig(dataset=SIXTEEN, remat="custom", remat_save=("out_proj",), remat_offload=("context",))
     assert custom.execution().remat == Remat(save=("out_proj",), offload=("context",))
 
 
@@ -116,10 +121,7 @@ FULL = TrainConfig(
     run_dir="runs/ä b",
     model="llama3-8b",
     steps=77,
-    batch_size=12,
-    data="texts/*.txt",
-    held_out_fraction=0.25,
-    pack=False,
+    dataset=DataConfig(batch_size=12, path="texts/*.txt", held_out_fraction=0.25, pack=False),
     bpe_vocab_size=300,
     remat="custom",
     remat_save=("out_proj", "context"),
@@ -151,10 +153,29 @@ def test_what_is_no_run_directory_is_refused(tmp_path):
             load_settings(path)
 
 
-def test_data_settings_reach_the_data():
-    config = TrainConfig(data="a", held_out="b", batch_size=4, seq_len=32, seed=3, pack=False, text_field="t")
-    want = DataConfig(path="a", held_out_path="b", batch_size=4, seq_len=32, seed=3, pack=False, text_field="t")
-    assert config.data_config() == dataclasses.replace(want, held_out_fraction=config.held_out_fraction)
+def test_run_directories_of_earlier_versions_are_read(tmp_path):
+    """Flat fields of the data, and the names that were changed, as an earlier version wrote them."""
+    old = settings_json(dataclasses.replace(FULL, max_checkpoints=7, optimizer=OptimizerConfig(min_lr_ratio=0.25)))
+    data = old.pop("dataset")
+    old |= {"data": data.pop("path"), "held_out": data.pop("held_out_path"), **data, "keep": old.pop("max_checkpoints")}
+    old["step"]["accumulate"] = old["step"].pop("gradient_accumulation_steps")
+    old["optimizer"]["clip_norm"] = old["optimizer"].pop("max_grad_norm")
+    old["optimizer"]["final_fraction"] = old["optimizer"].pop("min_lr_ratio")
+    assert {"seq_len", "seed", "pack", "text_field", "held_out_fraction", "batch_size"} < set(old)
+    (tmp_path / "settings.json").write_text(json.dumps(old))
+    found = load_settings(tmp_path / "settings.json")
+    assert found == dataclasses.replace(FULL, max_checkpoints=7, optimizer=OptimizerConfig(min_lr_ratio=0.25))
+    literal = {"data": "a", "seed": 3, "batch_size": 4, "keep": 2, "optimizer": {"clip_norm": None}, "step": {}}
+    (tmp_path / "settings.json").write_text(json.dumps(literal))
+    want = TrainConfig(
+        dataset=DataConfig(path="a", seed=3, batch_size=4),
+        max_checkpoints=2,
+        optimizer=OptimizerConfig(max_grad_norm=None),
+    )
+    assert load_settings(tmp_path / "settings.json") == want
+    (tmp_path / "settings.json").write_text('{"mesh": 3, "step": [1], "accumulate": 2}')
+    with pytest.raises(ConfigError, match="accumulate"):
+        load_settings(tmp_path / "settings.json")
 
 
 CLASSES = [
@@ -185,3 +206,19 @@ def test_every_field_explains_itself(module, cls):
             assert field.type.__doc__
         else:
             assert len(found[field.name]) > 8 and found[field.name].strip().endswith("."), field.name
+
+
+@pytest.mark.parametrize(
+    "fields, sentence",
+    [
+        (dict(model="llama3-8b", init_from="x"), "model='llama3-8b' and init_from='x' exclude each other"),
+        (dict(init_weights=("*.mlp.*",)), "needs init_from"),
+        (dict(export_adapter="x"), "export_adapter='x' needs lora_rank"),
+        (dict(lora_rank=0), "LoRAConfig.rank=0 must be an integer of at least 1"),
+        (dict(lora_rank=4, lora_targets=()), r"LoRAConfig.targets=\(\) must name"),
+    ],
+    ids=str,
+)
+def test_settings_that_exclude_each_other(fields, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        TrainConfig(**fields)

@@ -16,7 +16,8 @@ from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.training.data import Batch
 from eqx_decoders.training.loss import next_token_loss
 from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.step import StepConfig, Trainer, TrainState, place
+from eqx_decoders.training.processes import place
+from eqx_decoders.training.step import StepConfig, Trainer, TrainState
 from tests.strategies import filled, packed, rich_decoder, some_tokens
 
 

@@ -1,6 +1,5 @@
-"""Tokenizers: every text comes back, special names in it are text, no half characters in a stream."""
+"""Tokenizers: every text comes back, and special names in it are text."""
 
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -10,10 +9,9 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from eqx_decoders.errors import ConfigError, ConversionError, DataError
-from eqx_decoders.training.tokenizer import (
+from eqx_decoders.io.tokenizer import (
     ByteTokenizer,
     JsonTokenizer,
-    StreamDecoder,
     Tokenizer,
     load_tokenizer,
     train_bpe,
@@ -84,7 +82,7 @@ def test_lone_surrogates_are_refused(tokenizer):
 
 
 def test_bpe_is_deterministic(bpe):
-    assert train_bpe(TEXTS, 300).fingerprint == bpe.fingerprint != train_bpe(TEXTS[:2], 300).fingerprint
+    assert train_bpe(TEXTS, 300).content_hash == bpe.content_hash != train_bpe(TEXTS[:2], 300).content_hash
     with pytest.raises(ConfigError, match="vocab_size=256 must be an integer of at least 257"):
         train_bpe(TEXTS, 256)
 
@@ -92,7 +90,7 @@ def test_bpe_is_deterministic(bpe):
 def test_save_and_load(tokenizer, tmp_path):
     tokenizer.save(tmp_path)
     again = load_tokenizer(tmp_path)
-    assert type(again) is type(tokenizer) and again.fingerprint == tokenizer.fingerprint
+    assert type(again) is type(tokenizer) and again.content_hash == tokenizer.content_hash
     assert (again.vocab_size, again.bos_id, again.eos_id) == (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id)
     np.testing.assert_array_equal(again.encode(TEXTS[1]), tokenizer.encode(TEXTS[1]))
     assert not list(tmp_path.glob("*.partial"))
@@ -164,55 +162,6 @@ def test_the_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ImportError, match=r"eqx_decoders\[train\]"):
         train_bpe(TEXTS, 300)
-
-
-@given(ids=st.lists(st.integers(0, 255), max_size=60), cuts=st.lists(st.integers(0, 60), max_size=6))
-@settings(max_examples=100, deadline=None)
-def test_stream_equals_decode_even_of_broken_text(tokenizer, ids, cuts):
-    stream = StreamDecoder(tokenizer)
-    edges = sorted({0, len(ids), *(min(cut, len(ids)) for cut in cuts)})
-    pieces = [stream.push(ids[start:stop]) for start, stop in itertools.pairwise(edges)]
-    assert "".join(pieces) + stream.flush() == tokenizer.decode(ids)
-
-
-def test_stream_never_shows_half_of_a_character(tokenizer):
-    text = "é東🙂👩‍👩‍👧 plain " * 8
-    stream = StreamDecoder(tokenizer)
-    pieces = [stream.push(one) for one in tokenizer.encode(text)]
-    assert "".join(pieces) == text and stream.flush() == ""
-    assert not any("\ufffd" in piece for piece in pieces)
-    assert "" in pieces, "some ids must have been held back"
-
-
-def test_stream_flush_shows_the_rest_and_starts_anew(tokenizer):
-    stream = StreamDecoder(tokenizer)
-    half = tokenizer.encode("a🙂")[:-1] if isinstance(tokenizer, ByteTokenizer) else tokenizer.encode("a東京")[:2]
-    assert stream.push(half) == "a" and stream.flush() == "\ufffd"
-    assert stream.push(tokenizer.encode("b")) == "b" and stream.flush() == ""
-
-
-def test_stream_keeps_context_for_decoders_that_strip_the_first_space():
-    from tokenizers import Tokenizer as Inner, decoders, models, pre_tokenizers
-
-    inner = Inner(models.WordLevel({"▁word": 0}, unk_token="▁word"))
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
-    tokenizer, text = JsonTokenizer(inner), " ".join(["word"] * 80)
-    stream = StreamDecoder(tokenizer)
-    pieces = [stream.push(one) for one in tokenizer.encode(text)]
-    assert len(pieces) == 80 and "".join(pieces) == text
-
-
-def test_stream_with_byte_fallback():
-    from tokenizers import Tokenizer as Inner, decoders, models
-
-    vocab = {"<unk>": 0, "a": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
-    inner = Inner(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
-    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer, text = JsonTokenizer(inner), "a東京🙂a"
-    stream = StreamDecoder(tokenizer)
-    pieces = [stream.push(one) for one in tokenizer.encode(text)]
-    assert "".join(pieces) == text == tokenizer.decode(tokenizer.encode(text))
-    assert not any("\ufffd" in piece for piece in pieces)
 
 
 # --- directories from elsewhere ---------------------------------------------------------------------------------------

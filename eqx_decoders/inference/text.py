@@ -1,4 +1,4 @@
-"""A model that takes and writes text: a decoder with its tokenizer and, where it has one, its chat template."""
+"""Text in, text out: a decoder with its tokenizer and, where it has one, its chat template."""
 
 import dataclasses
 import json
@@ -14,20 +14,55 @@ from jaxtyping import Int, PRNGKeyArray
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.inference.generate import stream
+from eqx_decoders.inference.generation_config import GenerationDefaults, parse_token_ids, read_generation_config
 from eqx_decoders.inference.sampling import Sampler
 from eqx_decoders.io.chat import ChatTemplate, load_chat_template
-from eqx_decoders.io.generation import GenerationDefaults, read_generation, token_ids
 from eqx_decoders.io.hub import resolve
 from eqx_decoders.io.huggingface import load_hf
+from eqx_decoders.io.tokenizer import Ids, JsonTokenizer, Tokenizer, load_tokenizer
 from eqx_decoders.layers.embedding import LearnedPositions
-from eqx_decoders.training.runs import SOURCE, load_run
-from eqx_decoders.training.settings import load_settings
-from eqx_decoders.training.tokenizer import JsonTokenizer, StreamDecoder, Tokenizer, load_tokenizer, prompt_ids
 
 
 PROMPT_BUCKET = 64  # prompts are padded to a multiple of this, so that few programs are compiled
 
 Prompt = str | Sequence[Mapping[str, Any]]
+
+
+def prompt_ids(tokenizer: Tokenizer, text: str) -> Int[np.ndarray, "length"]:
+    """A prompt as the beginning of a document, as training has it: the token that begins one, then the text."""
+    first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+    return np.asarray([*([] if first is None else [first]), *tokenizer.encode(text).tolist()], np.int32)
+
+
+class StreamDecoder:
+    """Decode ids as they come, without ever showing half of a character.
+
+    An unfinished UTF-8 sequence decodes to U+FFFD at the very end: that is held back until more ids complete it, or
+    `flush` says that there are none. All pieces together are `tokenizer.decode` of all ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._shown = 0  # characters of decode(self._ids) that were returned
+
+    def push(self, ids: int | np.integer | Ids) -> str:
+        """Take the next id or ids, return the text that is certain now."""
+        self._ids += np.atleast_1d(np.asarray(ids)).tolist()
+        text = self._tokenizer.decode(self._ids)
+        certain = text.rstrip("\ufffd")  # all of them: decoders with byte fallback show one for each byte
+        new = certain[self._shown :]
+        self._shown += len(new)
+        if certain == text and len(self._ids) > 32:  # keep a little context: some decoders treat the first id specially
+            self._ids = self._ids[-8:]
+            self._shown = len(self._tokenizer.decode(self._ids))
+        return new
+
+    def flush(self) -> str:
+        """Return what was held back, and start anew."""
+        rest = self._tokenizer.decode(self._ids)[self._shown :]
+        self._ids, self._shown = [], 0
+        return rest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +89,7 @@ class TextModel:
         """The ids of the tokenizer, of `generation_config.json` and of `config.json` that end a text."""
         origin = self.model.origin
         settings = {} if origin is None else json.loads(origin.settings)
-        found = {*self.defaults.stop_ids, *token_ids("config.json: eos_token_id", settings.get("eos_token_id"))}
+        found = {*self.defaults.stop_ids, *parse_token_ids("config.json: eos_token_id", settings.get("eos_token_id"))}
         if self.tokenizer.eos_id is not None:
             found.add(self.tokenizer.eos_id)
         return tuple(sorted(found))
@@ -135,28 +170,15 @@ def load_text_model(
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     tokenizer = load_tokenizer(folder)  # it fails faster than the weights do
-    return _published(load_hf(folder, dtype, **execution), tokenizer, folder)
+    return published_model(load_hf(folder, dtype, **execution), tokenizer, folder)
 
 
-def load_text_run(run_dir: str | Path, step: int | None = None, **execution: Any) -> TextModel:
-    """The model and the tokenizer of a run (see `load_run`).
-
-    One that goes on with the tokenizer of a published model has the chat template and the defaults of that, too.
-    """
-    run = Path(run_dir)
-    settings = load_settings(run / "settings.json")
-    model = load_run(run, step, **execution)
-    source = run / SOURCE
-    if settings.tokenizer is None and source.exists():
-        return _published(model, load_tokenizer(source), source)
-    return TextModel(model=model, tokenizer=load_tokenizer(run / "tokenizer"))
-
-
-def _published(model: Decoder, tokenizer: Tokenizer, folder: Path) -> TextModel:
+def published_model(model: Decoder, tokenizer: Tokenizer, folder: Path) -> TextModel:
+    """A model with the chat template and the generation settings in the directory of its tokenizer."""
     return TextModel(
         model=model,
         tokenizer=tokenizer,
         chat=load_chat_template(folder),
-        defaults=read_generation(folder),
+        defaults=read_generation_config(folder),
         published=True,
     )

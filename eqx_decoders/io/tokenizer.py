@@ -32,7 +32,7 @@ EOS_NAMES = ("</s>", "<eos>", "<|end_of_text|>", END_OF_TEXT, "<|im_end|>", "<ï½
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What training and generation need of a tokenizer. Ids are below `vocab_size`; `fingerprint` names its state."""
+    """What training and generation need of a tokenizer. Ids are below `vocab_size`; `content_hash` covers all of it."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -41,7 +41,7 @@ class Tokenizer(Protocol):
     @property
     def eos_id(self) -> int | None: ...
     @property
-    def fingerprint(self) -> str: ...
+    def content_hash(self) -> str: ...
 
     def encode(self, text: str) -> Int[np.ndarray, "length"]: ...
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]: ...
@@ -56,7 +56,7 @@ class ByteTokenizer:
     bos_id: int | None = 256
     eos_id: int | None = 257
     pad_id: int = 258
-    fingerprint: str = "bytes-1"
+    content_hash: str = "bytes-1"
 
     def encode(self, text: str) -> Int[np.ndarray, "length"]:
         """One id for each byte of the UTF-8 of `text`."""
@@ -68,7 +68,7 @@ class ByteTokenizer:
 
     def decode(self, ids: Ids) -> str:
         """The text of `ids`: special ids are left out, bytes that are no UTF-8 become U+FFFD."""
-        return bytes(i for i in _plain(ids) if 0 <= i < 256).decode("utf-8", "replace")
+        return bytes(i for i in np.asarray(ids).tolist() if 0 <= i < 256).decode("utf-8", "replace")
 
     def save(self, directory: str | Path) -> None:
         """Write what `load_tokenizer(directory)` reads."""
@@ -87,7 +87,7 @@ class JsonTokenizer:
         self.vocab_size: int = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.bos_id: int | None = self._id(bos)
         self.eos_id: int | None = self._id(eos)
-        self.fingerprint: str = hashlib.blake2b(
+        self.content_hash: str = hashlib.blake2b(
             json.dumps([inner.to_str(), bos, eos]).encode(), digest_size=16
         ).hexdigest()
 
@@ -124,7 +124,7 @@ class JsonTokenizer:
 
     def decode(self, ids: Ids) -> str:
         """The text of `ids`; special tokens are left out."""
-        return self._inner.decode(_plain(ids), skip_special_tokens=True)
+        return self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
 
     def save(self, directory: str | Path) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json`."""
@@ -223,43 +223,6 @@ def _special(
     return next((name for name in names if find(name) is not None), None)
 
 
-def prompt_ids(tokenizer: Tokenizer, text: str) -> Int[np.ndarray, "length"]:
-    """A prompt as the beginning of a document, as training has it: the token that begins one, then the text."""
-    first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
-    return np.asarray([*([] if first is None else [first]), *tokenizer.encode(text).tolist()], np.int32)
-
-
-class StreamDecoder:
-    """Decode ids as they come, without ever showing half of a character.
-
-    An unfinished UTF-8 sequence decodes to U+FFFD at the very end: that is held back until more ids complete it, or
-    `flush` says that there are none. All pieces together are `tokenizer.decode` of all ids.
-    """
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._shown = 0  # characters of decode(self._ids) that were returned
-
-    def push(self, ids: int | np.integer | Ids) -> str:
-        """Take the next id or ids, return the text that is certain now."""
-        self._ids += np.atleast_1d(np.asarray(ids)).tolist()
-        text = self._tokenizer.decode(self._ids)
-        certain = text.rstrip("\ufffd")  # all of them: decoders with byte fallback show one for each byte
-        new = certain[self._shown :]
-        self._shown += len(new)
-        if certain == text and len(self._ids) > 32:  # keep a little context: some decoders treat the first id specially
-            self._ids = self._ids[-8:]
-            self._shown = len(self._tokenizer.decode(self._ids))
-        return new
-
-    def flush(self) -> str:
-        """Return what was held back, and start anew."""
-        rest = self._tokenizer.decode(self._ids)[self._shown :]
-        self._ids, self._shown = [], 0
-        return rest
-
-
 def _read_json(folder: Directory, name: str) -> dict[str, Any]:
     if not folder.has(name):
         return {}
@@ -272,10 +235,6 @@ def _read_json(folder: Directory, name: str) -> dict[str, Any]:
         raise DataError(f"{path} is not valid JSON: {str(error)[:200]}") from error
     check(isinstance(content, dict), f"{path} must hold a JSON object.", DataError)
     return content
-
-
-def _plain(ids: Ids) -> list[int]:
-    return np.asarray(ids).tolist()
 
 
 def _utf8(text: str) -> bytes:

@@ -1,4 +1,4 @@
-"""Sampling as published with a model: what the person says comes first, then the file, then our defaults."""
+"""Sampling as published with a model: the user's settings come first, then the file's, then our defaults."""
 
 import json
 from pathlib import Path
@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from eqx_decoders.errors import ConfigError, ConversionError
+from eqx_decoders.inference.generation_config import GenerationDefaults, parse_token_ids, read_generation_config
 from eqx_decoders.inference.sampling import Greedy, Sample
-from eqx_decoders.io.generation import GenerationDefaults, read_generation, token_ids
 
 
 def read(folder: Path, **content) -> GenerationDefaults:
     (folder / "generation_config.json").write_text(json.dumps(content))
-    return read_generation(folder)
+    return read_generation_config(folder)
 
 
 OURS = Sample(temperature=0.7, top_p=0.95)
@@ -45,12 +45,12 @@ def test_who_decides_how_tokens_are_drawn(tmp_path, content, given, expected):
 
 
 def test_without_the_file_nothing_is_said(tmp_path):
-    assert read_generation(tmp_path) == GenerationDefaults()
+    assert read_generation_config(tmp_path) == GenerationDefaults()
 
 
 @pytest.mark.parametrize("value, ids", [(None, ()), (3, (3,)), ([3, 1], (3, 1)), (-1, ()), ([], ())])
 def test_stop_ids(tmp_path, value, ids):
-    assert read(tmp_path, eos_token_id=value).stop_ids == ids == token_ids("eos", value)
+    assert read(tmp_path, eos_token_id=value).stop_ids == ids == parse_token_ids("eos", value)
 
 
 @pytest.mark.parametrize(
@@ -81,4 +81,4 @@ def test_a_link_that_leads_out_is_refused(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "generation_config.json").symlink_to(tmp_path / "other")
     with pytest.raises(ConversionError, match="leads out"):
-        read_generation(tmp_path / "model")
+        read_generation_config(tmp_path / "model")

@@ -1,6 +1,7 @@
 """Between text and decoder: what is fed, where it stops, what is shown."""
 
 import dataclasses
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -8,19 +9,20 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from eqx_decoders.block import BlockConfig
 from eqx_decoders.create import abstract
 from eqx_decoders.decoder import DecoderConfig, Origin
 from eqx_decoders.errors import ConfigError, ConversionError
+from eqx_decoders.inference import text as text_module
 from eqx_decoders.inference.sampling import Greedy, Sample
+from eqx_decoders.inference.text import StreamDecoder, TextModel, load_text_model
 from eqx_decoders.io.huggingface import abstract_hf
+from eqx_decoders.io.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer, train_bpe
 from eqx_decoders.layers.embedding import LearnedPositions
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
-from eqx_decoders.training import text as text_module
-from eqx_decoders.training.text import TextModel, load_text_model
-from eqx_decoders.training.tokenizer import ByteTokenizer, load_tokenizer
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -146,3 +148,62 @@ def test_the_model_of_a_directory_writes():
     one = "".join(text.write(HELLO, max_new_tokens=12, sampler=sampler, key=jax.random.key(0)))
     assert one == "".join(text.write(HELLO, max_new_tokens=12, sampler=sampler, key=jax.random.key(0)))
     assert one and "<|" not in one
+
+
+# --- decoding as ids come ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["bytes", "bpe"])
+def tokenizer(request):
+    return (
+        ByteTokenizer() if request.param == "bytes" else train_bpe(["the cat, the hat; naïve café 東京 🙂🙂"] * 5, 300)
+    )
+
+
+@given(ids=st.lists(st.integers(0, 255), max_size=60), cuts=st.lists(st.integers(0, 60), max_size=6))
+@settings(max_examples=100, deadline=None)
+def test_stream_equals_decode_even_of_broken_text(tokenizer, ids, cuts):
+    stream = StreamDecoder(tokenizer)
+    edges = sorted({0, len(ids), *(min(cut, len(ids)) for cut in cuts)})
+    pieces = [stream.push(ids[start:stop]) for start, stop in itertools.pairwise(edges)]
+    assert "".join(pieces) + stream.flush() == tokenizer.decode(ids)
+
+
+def test_stream_never_shows_half_of_a_character(tokenizer):
+    text = "é東🙂👩‍👩‍👧 plain " * 8
+    stream = StreamDecoder(tokenizer)
+    pieces = [stream.push(one) for one in tokenizer.encode(text)]
+    assert "".join(pieces) == text and stream.flush() == ""
+    assert not any("\ufffd" in piece for piece in pieces)
+    assert "" in pieces, "some ids must have been held back"
+
+
+def test_stream_flush_shows_the_rest_and_starts_anew(tokenizer):
+    stream = StreamDecoder(tokenizer)
+    half = tokenizer.encode("a🙂")[:-1] if isinstance(tokenizer, ByteTokenizer) else tokenizer.encode("a東京")[:2]
+    assert stream.push(half) == "a" and stream.flush() == "\ufffd"
+    assert stream.push(tokenizer.encode("b")) == "b" and stream.flush() == ""
+
+
+def test_stream_keeps_context_for_decoders_that_strip_the_first_space():
+    from tokenizers import Tokenizer as Inner, decoders, models, pre_tokenizers
+
+    inner = Inner(models.WordLevel({"▁word": 0}, unk_token="▁word"))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer, text = JsonTokenizer(inner), " ".join(["word"] * 80)
+    stream = StreamDecoder(tokenizer)
+    pieces = [stream.push(one) for one in tokenizer.encode(text)]
+    assert len(pieces) == 80 and "".join(pieces) == text
+
+
+def test_stream_with_byte_fallback():
+    from tokenizers import Tokenizer as Inner, decoders, models
+
+    vocab = {"<unk>": 0, "a": 1} | {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
+    inner = Inner(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer, text = JsonTokenizer(inner), "a東京🙂a"
+    stream = StreamDecoder(tokenizer)
+    pieces = [stream.push(one) for one in tokenizer.encode(text)]
+    assert "".join(pieces) == text == tokenizer.decode(tokenizer.encode(text))
+    assert not any("\ufffd" in piece for piece in pieces)

@@ -1,4 +1,4 @@
-"""`generation_config.json`: how the people who published a model have its tokens drawn, and where it stops."""
+"""`generation_config.json`: the sampling settings and stop ids that were published with a model."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,12 +10,12 @@ from eqx_decoders.inference.sampling import Greedy, Sample, Sampler
 from eqx_decoders.io.directory import Directory
 
 
-TEMPERATURE, TOP_P = 0.7, 0.95  # where neither a person nor a file says anything
+TEMPERATURE, TOP_P = 0.7, 0.95  # where neither the user nor the file sets anything
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GenerationDefaults:
-    """What a file says; None where it says nothing.
+    """The settings in the file; None for those it leaves out.
 
     **Arguments:**
 
@@ -32,26 +32,26 @@ class GenerationDefaults:
     min_p: float | None = None
 
     def sampler(self, **given: int | float | None) -> Sampler:
-        """How tokens are drawn: `given` (temperature, top_k, top_p, min_p; None: not given), else the file, else ours.
+        """The sampler for `given` temperature, top_k, top_p and min_p (None: not given), completed from the file.
 
         A temperature of 0 is greedy, and so is `do_sample` = False in the file where nothing is given. Where neither
-        says anything, temperature 0.7 and top_p 0.95.
+        sets anything, temperature 0.7 and top_p 0.95.
         """
         names = ("temperature", "top_k", "top_p", "min_p")
-        asked = {name: given[name] for name in names if given.get(name) is not None}
-        if self.do_sample is False and not asked:
+        requested = {name: given[name] for name in names if given.get(name) is not None}
+        if self.do_sample is False and not requested:
             return Greedy()
-        told = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        merged: dict[str, Any] = {**(told or {"temperature": TEMPERATURE, "top_p": TOP_P}), **asked}
+        published = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        merged: dict[str, Any] = {**(published or {"temperature": TEMPERATURE, "top_p": TOP_P}), **requested}
         if merged.get("temperature") == 0:
             return Greedy()
         return Sample(**merged)
 
 
-def read_generation(directory: str | Path) -> GenerationDefaults:
+def read_generation_config(directory: str | Path) -> GenerationDefaults:
     """The settings in a directory's `generation_config.json`; without one all are None.
 
-    0 for `top_k` and 1 for `top_p` are transformers' words for "off". Other keys have no effect here. Raises
+    0 for `top_k` and 1 for `top_p` are transformers' values for "off". Other keys have no effect here. Raises
     ConversionError for values that are no settings.
     """
     folder, name = Directory(directory), "generation_config.json"
@@ -66,7 +66,7 @@ def read_generation(directory: str | Path) -> GenerationDefaults:
     check(whole, f"{where}: top_k={str(top_k)[:60]} must be an integer of at least 0.", ConversionError)
     top_p = _number(where, content, "top_p", most=1)
     return GenerationDefaults(
-        stop_ids=token_ids(f"{where}: eos_token_id", content.get("eos_token_id")),
+        stop_ids=parse_token_ids(f"{where}: eos_token_id", content.get("eos_token_id")),
         do_sample=flag,
         temperature=_number(where, content, "temperature"),
         top_k=top_k or None,
@@ -75,13 +75,13 @@ def read_generation(directory: str | Path) -> GenerationDefaults:
     )
 
 
-def token_ids(where: str, value: Any) -> tuple[int, ...]:
+def parse_token_ids(where: str, value: Any) -> tuple[int, ...]:
     """The ids in `eos_token_id`: none, one or a list. Negative ones, which some files have, stand for none."""
     values = value if isinstance(value, list) else [] if value is None else [value]
     few = len(values) <= 1000
     if not few or not all(isinstance(one, int) and not isinstance(one, bool) and one < 2**31 for one in values):
-        told = str(value[:5] if isinstance(value, list) else value)[:60]
-        raise ConversionError(f"{where}={told} must be a token id or a list of at most 1000 of them.")
+        shown = str(value[:5] if isinstance(value, list) else value)[:60]
+        raise ConversionError(f"{where}={shown} must be a token id or a list of at most 1000 of them.")
     return tuple(one for one in values if one >= 0)
 
 

@@ -1,0 +1,163 @@
+"""Between Hugging Face directories and run directories, and whether a conversion is right.
+
+python scripts/convert.py import Qwen/Qwen3-0.6B runs/qwen
+python scripts/convert.py export runs/tiny exported/tiny --dtype bfloat16
+python scripts/convert.py verify exported/tiny
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from eqx_decoders.cli import program, require
+from eqx_decoders.create import count_parameters
+from eqx_decoders.errors import CheckpointError, check, check_integer, check_number
+from eqx_decoders.io import verify
+from eqx_decoders.io.checkpoint import Checkpoints
+from eqx_decoders.io.hub import resolve
+from eqx_decoders.io.huggingface import load_hf, read_config
+from eqx_decoders.io.rundir import RunLock
+from eqx_decoders.training.runs import export_run, keep_source, load_run
+from eqx_decoders.training.settings import TrainConfig, load_settings, save_settings, settings_json
+
+
+DIFFERENT = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Import:
+    """A Hugging Face directory becomes a run directory: weights as the checkpoint of step 0, description, tokenizer."""
+
+    source: str
+    """Directory with config.json and safetensors files, or "org/name" on huggingface.co."""
+    run_dir: str
+    """A new run directory."""
+
+    def __call__(self) -> int:
+        run, local = Path(self.run_dir), Path(self.source).exists()
+        used = (run / "settings.json").exists() or (run / "checkpoints").exists()
+        check(not used, f"{run} is a run directory already: choose another one.", CheckpointError)
+        folder = resolve(self.source).path
+        model = load_hf(folder)
+        settings = TrainConfig(run_dir=self.run_dir, init_from=str(folder.resolve()) if local else self.source)
+        with RunLock(run):
+            keep_source(model, run)
+            with Checkpoints(run / "checkpoints") as checkpoints:
+                checkpoints.save(0, {"model": model}, data_state={}, config=settings_json(settings))
+            save_settings(settings, run / "settings.json")
+        print(f"{count_parameters(model.config):,} weights of {self.source} are step 0 of {run}")
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Export:
+    """The weights of a run, adapters merged, and its tokenizer become a directory for from_pretrained and load_hf."""
+
+    run_dir: str
+    """Run directory of scripts/train.py."""
+    directory: str
+    """A new directory."""
+    step: int | None = None
+    """Checkpoint to export; None: the newest."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Dtype of the tensors; None: that of the run's weights."""
+    shard_gb: float = 5.0
+    """Size of a file at most."""
+
+    def __post_init__(self):
+        check_number("shard_gb", self.shard_gb, above=0)
+
+    def __call__(self) -> int:
+        run = Path(self.run_dir)
+        settings = load_settings(run / "settings.json")
+        model = load_run(run, self.step)
+        export_run(model, settings, run, self.directory, dtype=self.dtype, shard_bytes=max(1, int(self.shard_gb * 1e9)))
+        print(f"{count_parameters(model.config):,} weights of {run} are in {self.directory}")
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verify:
+    """Is a Hugging Face directory read as it is meant?
+
+    Where transformers and torch are installed its logits are compared with theirs on random ids; elsewhere the tensors
+    of the loaded model, exported again, are compared with those in the files, bit by bit. Exits with 1 if they differ.
+    """
+
+    directory: str
+    """Directory with config.json and safetensors files, or "org/name" on huggingface.co."""
+    against: str | None = None
+    """Compare with this other directory instead: settings, tensors by name, and logits."""
+    tolerance: float = 1e-3
+    """Largest difference of logits."""
+    rows: int = 2
+    """Sequences of random ids."""
+    length: int = 32
+    """Ids of a sequence."""
+    seed: int = 0
+    """Seed of the ids."""
+
+    def __post_init__(self):
+        check_number("tolerance", self.tolerance, least=0)
+        check_integer("rows", self.rows)
+        check_integer("length", self.length)
+
+    def __call__(self) -> int:
+        folder = resolve(self.directory).path
+        if self.against is not None:
+            return self._directories(folder, resolve(self.against).path)
+        return self._transformers(folder) if verify.has_transformers() else self._tensors(folder)
+
+    def _transformers(self, folder: Path) -> int:
+        print(f"{folder} here and in transformers:")
+        ids = self._ids(folder)
+        ours = verify.our_logits(load_hf(folder), ids)  # first: what our reader refuses is not shown to another
+        return self._judge(verify.compare_logits(ours, verify.transformers_logits(folder, ids)))
+
+    def _tensors(self, folder: Path) -> int:
+        print(f"{folder}: transformers is not installed, so its tensors are compared, not its logits:")
+        count, different = verify.compare_tensors(folder)
+        if different:
+            print(f"different: {len(different)} of {count} tensors change when loaded and exported: {_some(different)}")
+            return DIFFERENT
+        print(f"the same: all {count} tensors, loaded and exported again, have the bits of the files")
+        return 0
+
+    def _directories(self, one: Path, other: Path) -> int:
+        print(f"{one} and {other}:")
+        wrong, values = verify.compare_directories(one, other)
+        print(f"values: {len(values)} tensors differ{': ' if values else ''}{_some(values)}")
+        if wrong:
+            print(f"different: {_some(wrong)}")
+            return DIFFERENT
+        ids = self._ids(one)
+        return self._judge(verify.compare_logits(*(verify.our_logits(load_hf(here), ids) for here in (one, other))))
+
+    def _ids(self, folder: Path):
+        return verify.random_ids(read_config(folder)[0], self.rows, self.length, self.seed)
+
+    def _judge(self, found: verify.Difference) -> int:
+        print(found)
+        good = found.maximum <= self.tolerance
+        print(f"{'the same' if good else 'different'}: {found.maximum:.3g} with a tolerance of {self.tolerance:.3g}")
+        return 0 if good else DIFFERENT
+
+
+def _some(lines: list[str], most: int = 10) -> str:
+    more = f"; and {len(lines) - most} more" if len(lines) > most else ""
+    return "; ".join(lines[:most]) + more
+
+
+@program
+def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Convert as the command line says; the exit code."""
+    require("tyro")
+    import tyro
+
+    commands = {"import": Import, "export": Export, "verify": Verify}
+    positional = (tyro.conf.PositionalRequiredArgs,)
+    command = tyro.extras.subcommand_cli_from_dict(
+        commands, args=args, prog=prog, description=__doc__, config=positional
+    )
+    return command()

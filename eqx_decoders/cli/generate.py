@@ -1,0 +1,155 @@
+"""Let a model write: one that was trained here, or one from a Hugging Face directory.
+
+    python scripts/generate.py --run-dir runs/tiny --prompt "def main("
+    python scripts/generate.py --model Qwen/Qwen3-0.6B --prompt "What is a decoder?"
+
+A model with a chat template takes the prompt as a message and answers; others, or with `--no-chat`, continue it as a
+text. Without a prompt it asks for one after another, and a conversation remembers what was said.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import jax
+
+from eqx_decoders.cli import program, require
+from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.inference.generation_config import GenerationDefaults
+from eqx_decoders.inference.text import Prompt, TextModel, load_text_model
+from eqx_decoders.numerics import Precision
+from eqx_decoders.training.runs import load_text_run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """Let a model write; without a prompt, ask for one after another."""
+
+    run_dir: str | None = None
+    """Run directory of scripts/train.py; without this and --model: runs/tiny."""
+    model: str | None = None
+    """Directory of a Hugging Face checkpoint, or "org/name" on huggingface.co; instead of a run directory."""
+    prompt: str | None = None
+    """Message to answer, or text to continue; None: read them from the terminal, a line each."""
+    chat: bool = True
+    """Take prompts as messages, if the model has a chat template."""
+    system: str | None = None
+    """Message of the system, before all others."""
+    step: int | None = None
+    """Checkpoint of the run to load; None: the newest."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of activations and, with --model, of weights; auto: bfloat16 on TPU and GPU, float32 on CPU."""
+    max_new_tokens: int = 200
+    """Tokens to write at most."""
+    temperature: float | None = None
+    """Divides logits; 0: always the most likely token; None: as published with the model, or 0.7."""
+    top_k: int | None = None
+    """Draw from the k most likely tokens only; None: as published, or all."""
+    top_p: float | None = None
+    """Draw from the most likely tokens that together reach this probability; None: as published, or 0.95."""
+    min_p: float | None = None
+    """Draw from tokens at least this times as likely as the most likely one; None: as published, or all."""
+    seed: int = 0
+    """Seed of the draws."""
+    num_draft_tokens: int = 0
+    """Tokens that multi-token prediction drafts for each step (speculative decoding); needs --temperature 0."""
+
+    def __post_init__(self):
+        alone = self.run_dir is None or self.model is None
+        check(alone, f"model={self.model!r} and run_dir={self.run_dir!r} exclude each other: leave one out.")
+        check(self.step is None or self.model is None, f"step={self.step} is of a run, not of model={self.model!r}.")
+        check(self.chat or self.system is None, f"system={self.system!r} needs a chat: leave out --no-chat.")
+        check_integer("max_new_tokens", self.max_new_tokens)
+        check_integer("num_draft_tokens", self.num_draft_tokens, minimum=0)
+        if self.temperature is not None:
+            check_number("temperature", self.temperature, least=0)
+        GenerationDefaults().sampler(**self.sampling())
+
+    def sampling(self) -> dict[str, int | float | None]:
+        """The settings of the sampler that were given; None for the others."""
+        return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+
+
+@program
+def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Write as the command line says; the exit code."""
+    require("tyro")
+    import tyro
+
+    config = tyro.cli(GenerateConfig, args=args, prog=prog, description=__doc__)
+    text = load(config)
+    answer = Chat(text, config) if config.chat and text.chat is not None else Continuation(text, config)
+    if config.prompt is not None:
+        answer(config.prompt)
+    else:
+        read_prompts(answer)
+    return 0
+
+
+def load(config: GenerateConfig) -> TextModel:
+    """The model and the tokenizer that were asked for."""
+    dtype = None if config.dtype == "auto" else config.dtype
+    if config.model is not None:
+        text = load_text_model(config.model, dtype)
+    else:
+        compute = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+        text = load_text_run(config.run_dir or "runs/tiny", config.step, precision=Precision(compute=compute))
+    check(
+        config.system is None or text.chat is not None,
+        f"system={config.system!r} needs a chat template, and this model has none: put it into the prompt.",
+    )
+    return text
+
+
+def read_prompts(answer: Callable[[str], None]) -> None:
+    """Pass each line of the standard input on, until its end."""
+    terminal = sys.stdin.isatty()
+    while True:
+        if terminal:
+            print("prompt> ", end="", flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            answer(line.rstrip("\n"))
+
+
+class Continuation:
+    """Each prompt is the beginning of a text of its own."""
+
+    def __init__(self, text: TextModel, config: GenerateConfig):
+        self.text, self.config = text, config
+
+    def __call__(self, prompt: str) -> None:
+        print(prompt, end="", flush=True)
+        write(self.text, self.config, prompt)
+
+
+class Chat:
+    """Each prompt is the next message of one conversation."""
+
+    def __init__(self, text: TextModel, config: GenerateConfig):
+        self.text, self.config = text, config
+        self.messages = [] if config.system is None else [{"role": "system", "content": config.system}]
+
+    def __call__(self, prompt: str) -> None:
+        self.messages.append({"role": "user", "content": prompt})
+        answer = write(self.text, self.config, self.messages)
+        self.messages.append({"role": "assistant", "content": answer})
+
+
+def write(text: TextModel, config: GenerateConfig, prompt: Prompt) -> str:
+    """Print what the model writes, piece by piece."""
+    pieces = []
+    for piece in text.write(
+        prompt,
+        max_new_tokens=config.max_new_tokens,
+        sampler=text.defaults.sampler(**config.sampling()),
+        key=jax.random.key(config.seed),
+        num_draft_tokens=config.num_draft_tokens,
+    ):
+        pieces.append(piece)
+        print(piece, end="", flush=True)
+    print()
+    return "".join(pieces)

@@ -1,0 +1,147 @@
+"""Where the metrics of a run go: `metrics.jsonl`, TensorBoard, or any other tracker."""
+
+import io
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from eqx_decoders.errors import check_integer, need_extra
+from eqx_decoders.io.files import write_atomically
+
+
+MetricsRow = dict[str, Any]
+_log = logging.getLogger("eqx_decoders")
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """Anything that takes the row of a step: `{"step": 7, "loss": 2.5, …}`."""
+
+    def write(self, row: MetricsRow) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one JSON object a line, written without a buffer, so that a killed process loses no row.
+
+    start: the first step that will be written. Rows of this and later steps, written by a process that was killed
+    before it saved them, are dropped, and so is a line that a kill cut short; the file is replaced atomically.
+    Numbers that JSON lacks become the strings "NaN", "Infinity" and "-Infinity", which `float` reads.
+    """
+
+    def __init__(self, path: str | Path, *, start: int = 0):
+        check_integer("start", start, minimum=0)
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_from(start, self.path)
+        self._file = io.FileIO(self.path, "a")  # unbuffered
+        self._torn = False
+
+    def write(self, row: MetricsRow) -> None:
+        """Append one row; values may be numbers, strings, arrays, or lists and dictionaries of them."""
+        line = json.dumps(_to_json(row), allow_nan=False).encode() + b"\n"
+        if self._torn:  # a full disk cut the last row short
+            line = b"\n" + line
+        self._torn = True
+        self._torn = self._file.write(line) != len(line)
+        if self._torn:
+            raise OSError(f"{self.path}: the row of step {row.get('step')} was written in part only")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> "MetricsFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(path: str | Path) -> list[MetricsRow]:
+    """The rows of a metrics file; lines that are no JSON object (cut short by a kill) are left out."""
+    return [row for _, row in _lines(Path(path)) if row is not None]
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, MetricsRow | None]]:
+    with open(path, "rb") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            yield line, row if isinstance(row, dict) and line.endswith(b"\n") else None
+
+
+def _drop_from(start: int, path: Path) -> None:
+    """Rewrite the file without the rows of step `start` and later, and without lines that are no rows."""
+    if not path.exists():
+        return
+    lines = list(_lines(path))
+    steps = [None if row is None else row.get("step", -1) for _, row in lines]
+    kept = [line for (line, _), step in zip(lines, steps, strict=True) if isinstance(step, int) and step < start]
+    if len(kept) < len(lines):
+        write_atomically(path, b"".join(kept))
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_json(item) for item in value]
+    if hasattr(value, "tolist"):  # arrays of NumPy and JAX
+        return _to_json(np.asarray(value).tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+class TensorBoard:
+    """Writes event files for TensorBoard into `directory`, through tensorboardX (extra "tensorboard")."""
+
+    def __init__(self, directory: str | Path):
+        try:
+            from tensorboardX import SummaryWriter  # imported here: it takes two seconds
+        except ImportError as error:
+            raise need_extra("tensorboardX", "tensorboard") from error
+        self._writer = SummaryWriter(str(directory))
+
+    def write(self, row: MetricsRow) -> None:
+        for name, value in row.items():
+            number = np.asarray(value)
+            if name != "step" and number.ndim == 0 and number.dtype.kind not in "USO":
+                self._writer.add_scalar(name, float(number), row["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Trackers:
+    """Several trackers as one. One that fails is reported once and tried again with each row; training goes on."""
+
+    def __init__(self, *trackers: Tracker, warn: Callable[[str], None] = _log.warning):
+        self._trackers = trackers
+        self._warn = warn
+        self._failed: set[int] = set()
+
+    def write(self, row: MetricsRow) -> None:
+        for tracker in self._trackers:
+            self._try(tracker, lambda tracker=tracker: tracker.write(row))
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            self._try(tracker, tracker.close)
+
+    def _try(self, tracker: Tracker, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            if id(tracker) not in self._failed:
+                self._failed.add(id(tracker))
+                name = type(tracker).__name__
+                self._warn(f"{name} failed and may miss rows, training goes on: {type(error).__name__}: {error}")

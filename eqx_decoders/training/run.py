@@ -1,0 +1,298 @@
+"""A training run: steps, evaluations, checkpoints and metrics in one run directory."""
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from eqx_decoders.axes import named_leaves
+from eqx_decoders.decoder import Decoder
+from eqx_decoders.errors import EqxDecodersError, check
+from eqx_decoders.io.checkpoint import Checkpoints
+from eqx_decoders.io.huggingface import abstract_hf
+from eqx_decoders.io.peft import save_peft
+from eqx_decoders.io.rundir import EXIT_SIGTERM, Interrupt, RunLock
+from eqx_decoders.io.tokenizer import Tokenizer
+from eqx_decoders.training.balance import relative_loads, routing_report
+from eqx_decoders.training.data import Batches, make_dataset, prepare_tokenizer
+from eqx_decoders.training.evaluate import HeldOut, evaluate, sample_text
+from eqx_decoders.training.flops import device_flops, flops_per_token
+from eqx_decoders.training.metrics import MetricsFile, MetricsRow, TensorBoard, Tracker, Trackers
+from eqx_decoders.training.plots import plot_loads, plot_losses
+from eqx_decoders.training.processes import any_process, batch_share, place, wait_for_all
+from eqx_decoders.training.progress import Progress
+from eqx_decoders.training.runs import (
+    SOURCE,
+    abstract_run,
+    export_run,
+    is_imported,
+    keep_source,
+    new_model,
+    resume_settings,
+)
+from eqx_decoders.training.settings import TrainConfig, describe_devices, is_new, save_settings, settings_json
+from eqx_decoders.training.step import StepMetrics, Trainer, TrainState
+
+
+LOAD_STEPS = 50  # at the end of a run, whose mean loads of experts are drawn
+_routing_report = jax.jit(routing_report, static_argnums=0)
+
+
+def train(config: TrainConfig) -> int:
+    """Train to the last step, or until a signal asks to stop; the exit code of the program.
+
+    In a run of several processes all of them must call this. Raises the errors of `eqx_decoders.errors`.
+    """
+    return Run(config).train()
+
+
+class Run:
+    """One process's part of a run. `train` prepares everything, takes the steps and finishes the run."""
+
+    def __init__(self, config: TrainConfig):
+        self.config = config
+        self.dir = Path(config.run_dir)
+        self.execution = config.execution()
+        self.layout = self.execution.layout
+        self.writes = jax.process_index() == 0  # the one process that writes settings, metrics and pictures
+        self.interrupt = Interrupt()
+        self.skipped_in_a_row = 0
+        self.expert_counts: collections.deque[np.ndarray] = collections.deque(maxlen=LOAD_STEPS)
+        self.tracing = False
+
+    def train(self) -> int:
+        """The whole run; the exit code."""
+        with contextlib.ExitStack() as stack:
+            if self.writes:
+                stack.enter_context(RunLock(self.dir))
+            stack.enter_context(self.interrupt)
+            self._open_model_and_data(stack)
+            state, start = self._first_state()
+            self.metrics = stack.enter_context(contextlib.closing(self._trackers(start + 1)))
+            with Progress(self.config.steps, start=start) as self.progress:
+                state, step, stopped = self._steps(state, start)
+                result = None if stopped else self._evaluate(state.model, step)
+                sample = "" if stopped else self._sample(state.model)
+            if any_process(self.interrupt.requested):
+                self._save(step, state)
+                print_status(f"stopped, saved at step {step}")
+                return self.interrupt.exit_code or EXIT_SIGTERM
+            self._export(state.model)
+            if self.writes:
+                self._summarise(result, sample)
+        return 0
+
+    # --- before the first step ----------------------------------------------------------------------------------------
+
+    def _open_model_and_data(self, stack: contextlib.ExitStack) -> None:
+        self.config = config = resume_settings(self.config, self.dir)
+        if self.writes and config.init_from is not None and not (self.dir / SOURCE).exists():
+            keep_source(abstract_hf(config.init_from), self.dir)
+        wait_for_all("source")
+        self.target = abstract_run(config, self.dir, self.execution)
+        self.tokenizer = self._tokenizer()
+        self.data = stack.enter_context(self._batches("train"))
+        self.held_out = stack.enter_context(self._batches("held_out")) if config.dataset.evaluates else None
+        checkpoints = Checkpoints(self.dir / "checkpoints", max_checkpoints=config.max_checkpoints)
+        self.checkpoints = stack.enter_context(checkpoints)
+        self.trainer = Trainer.create(config.optimizer_config(), self.target, steps=config.steps, config=config.step)
+        self.peak_flops = device_flops(self.layout, self.execution.precision.compute)
+        tokens = config.dataset.batch_size * config.dataset.seq_len
+        self.step_flops = tokens * flops_per_token(self.target.config, config.dataset.seq_len)
+
+    def _tokenizer(self) -> Tokenizer:
+        """The tokenizer of the run, of the checkpoint that it starts from, or a new one."""
+        config, size = self.config, self.target.config.vocab_size
+        spec = config.tokenizer or ("bpe" if config.init_from is None else str(self.dir / SOURCE))
+        limit = min(size, config.bpe_vocab_size or size)
+        tokenizer = prepare_tokenizer(self.dir / "tokenizer", spec, config.dataset, limit, write=self.writes)
+        length = config.dataset.seq_len
+        rows = getattr(self.target.config.positions, "max_positions", length)
+        check(length <= rows, f"seq_len={length}, but the model has {rows} learned positions: lower it.")
+        rule = f"but the model only {size}. Choose a smaller tokenizer or another model"
+        check(tokenizer.vocab_size <= size, f"tokenizer={spec!r} has {tokenizer.vocab_size} ids, {rule}.")
+        return tokenizer
+
+    def _batches(self, split: str) -> Batches:
+        dataset = self.config.dataset
+        index, count = batch_share(self.layout, dataset.batch_size)
+        return make_dataset(
+            dataset,
+            self.tokenizer,
+            cache_dir=self.dir / "data",
+            split=split,
+            process_index=index,
+            process_count=count,
+        )
+
+    def _first_state(self) -> tuple[TrainState, int]:
+        """The state of the newest checkpoint, or a new one, and the steps that it has taken."""
+        config, key = self.config, jax.random.key(self.config.dataset.seed)
+        self._describe()
+        if self.checkpoints.latest is None or is_imported(self.dir):
+            model = new_model(config, self.dir, self.execution)
+            state, start = self.trainer.init(model, key=jax.random.fold_in(key, 1)), 0
+        else:
+            state, data_state, start = self.checkpoints.restore(self.trainer.abstract(self.target, key=key))
+            self.data.set_state(data_state)
+            print_status(f"resumed at step {start}")
+        check(start <= config.steps, f"steps={config.steps}, but {self.dir} has done {start} already: ask for more.")
+        for field in ("export", "export_adapter"):  # checked before the training, not after it
+            directory = getattr(config, field)
+            free = directory is None or start == config.steps or is_new(directory)
+            check(free, f"{field}={directory!r} is not empty: give a new directory.")
+        if self.writes:
+            save_settings(config, self.dir / "settings.json")
+        return state, start
+
+    def _describe(self) -> None:
+        leaves = named_leaves(self.target)
+        weights = sum(leaf.size for leaf in leaves.values())
+        trained = sum(leaf.size for name, leaf in leaves.items() if name in self.trainer.trainable)
+        part = f" ({trained:,} of them trained)" if trained < weights else ""
+        name, devices = self.config.init_from or self.config.model, describe_devices(self.layout)
+        print_status(f"{name}: {weights:,} weights{part} on {devices}")
+        counts, epoch = self.data.store.counts("train"), self.data.rows_per_epoch
+        print_status(f"{counts.documents:,} documents, {counts.tokens:,} tokens, {epoch:,} sequences an epoch")
+
+    def _trackers(self, first_step: int) -> Trackers:
+        if not self.writes:
+            return Trackers()
+        trackers: list[Tracker] = [MetricsFile(self.dir / "metrics.jsonl", start=first_step)]
+        if self.config.tensorboard or (self.config.tensorboard is None and find_spec("tensorboardX")):
+            trackers.append(TensorBoard(self.dir / "tensorboard"))
+        return Trackers(*trackers, warn=print_status)
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def _steps(self, state: TrainState, step: int) -> tuple[TrainState, int, bool]:
+        """Steps until the last one or a signal: the state, the steps taken, and whether it was a signal."""
+        config = self.config
+        while step < config.steps:
+            if any_process(self.interrupt.requested):
+                return state, step, True
+            begun = time.perf_counter()
+            batch = place(next(self.data), self.layout, config.dataset.batch_size)
+            self._trace(step + 1)
+            state, metrics = self.trainer.step(state, batch)
+            step += 1
+            self._report(step, state, jax.device_get(metrics), time.perf_counter() - begun)
+            self._trace(step + 1)
+            if config.eval_every and step % config.eval_every == 0 and step < config.steps:
+                self._evaluate(state.model, step)
+                self.progress.message(self._sample(state.model))
+            if step % config.checkpoint_every == 0 or step == config.steps:
+                self._save(step, state)
+        return state, step, False
+
+    def _report(self, step: int, state: TrainState, metrics: StepMetrics, seconds: float) -> None:
+        """Write and show the metrics of a step; end the run after too many steps that were not finite."""
+        row = self._row(step, metrics, seconds)
+        self.metrics.write(row)
+        self.progress.update(step, row)
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if metrics.skipped else 0
+        if self.skipped_in_a_row >= self.config.max_skipped:
+            self._save(step, state)
+            raise EqxDecodersError(
+                f"{self.skipped_in_a_row} steps in a row were not finite (loss={row['loss']}, "
+                f"grad_norm={row['grad_norm']}). The weights are still those of step {step - self.skipped_in_a_row}, "
+                f"saved as step {step}. Lower optimizer.learning_rate or look at the data, and start again."
+            )
+
+    def _row(self, step: int, metrics: StepMetrics, seconds: float) -> MetricsRow:
+        names = ("loss", "nll", "accuracy", "tokens", "grad_norm", "learning_rate", "skipped")
+        row = {"step": step} | {name: getattr(metrics, name) for name in names}
+        row |= {"step_seconds": seconds, "epochs": self.data.epochs}
+        if self.peak_flops is not None:
+            row["mfu"] = self.step_flops / seconds / self.peak_flops
+        if metrics.mtp_nll is not None:
+            row["mtp_nll"] = metrics.mtp_nll
+        if metrics.stats is not None and metrics.stats.activations is not None:
+            row |= {f"activations/{name}": value for name, value in vars(metrics.stats.activations).items()}
+        if metrics.stats is not None and metrics.stats.routing is not None:
+            row |= jax.device_get(_routing_report(self.target.config, metrics.stats.routing))
+            self.expert_counts.append(np.asarray(metrics.stats.routing.counts))
+        return row
+
+    def _evaluate(self, model: Decoder, step: int) -> HeldOut | None:
+        """The held-out loss, of some batches during the run and of all at its end; None if a signal came meanwhile."""
+        if self.held_out is None:
+            return None
+        batches = self.held_out.rewind()
+        if step < self.config.steps:
+            batches = itertools.islice(batches, self.config.eval_batches)
+        result = evaluate(model, batches, self.config.dataset.batch_size, stop=lambda: self.interrupt.requested)
+        if any_process(self.interrupt.requested):
+            return None
+        row: dict[str, Any] = {"step": step, "eval_loss": result.loss}
+        message = f"step {step}: held-out loss {result.loss:.4f} nats per token"
+        if result.acceptance:
+            row["mtp_acceptance"] = result.acceptance
+            message += f", guesses ahead accepted {', '.join(f'{rate:.1%}' for rate in result.acceptance)}"
+        self.metrics.write(row)
+        self.progress.message(message)
+        return result
+
+    def _sample(self, model: Decoder) -> str:
+        config = self.config
+        if config.sample_tokens == 0 or jax.process_count() > 1:  # each process would need all of the weights
+            return ""
+        new, seed = config.sample_tokens, config.dataset.seed
+        return sample_text(model, self.tokenizer, config.prompt, max_new_tokens=new, seed=seed)
+
+    def _save(self, step: int, state: TrainState) -> None:
+        self.checkpoints.save(step, state, data_state=self.data.get_state(), config=settings_json(self.config))
+
+    def _trace(self, step: int) -> None:
+        """Start the profiler before the first step of `profile`, and stop it after the last."""
+        wanted = self.config.profile is not None and self.config.profile[0] <= step <= self.config.profile[1]
+        if wanted and not self.tracing:
+            jax.profiler.start_trace(str(self.dir / "profile"))
+        elif self.tracing and not wanted:
+            jax.profiler.stop_trace()
+        self.tracing = wanted
+
+    # --- after the last step ------------------------------------------------------------------------------------------
+
+    def _export(self, model: Decoder) -> None:
+        """Write the directories asked for, for transformers and PEFT; all processes take part."""
+        config = self.config
+        model = dataclasses.replace(model, origin=self.target.origin)
+        if config.export_adapter is not None and is_new(config.export_adapter):
+            save_peft(model, config.export_adapter, base_model=config.init_from or "")
+        if config.export is not None and is_new(config.export):
+            export_run(model, config, self.dir, config.export)
+
+    def _summarise(self, result: HeldOut | None, sample: str) -> None:
+        """Draw the pictures, print the held-out loss and a sample."""
+        plot_losses(self.dir / "metrics.jsonl", self.dir / "loss.png")
+        loads = relative_loads(self.target.config, np.sum(self.expert_counts, axis=0)) if self.expert_counts else {}
+        if loads:
+            plot_loads(loads, self.dir / "expert_load.png")
+        print(f"\ncheckpoints, metrics.jsonl, loss.png{' and expert_load.png' * bool(loads)} are in {self.dir}")
+        if loads:
+            worst, steps = ", ".join(f"{load.max():.2f}" for load in loads.values()), len(self.expert_counts)
+            print(f"largest load of an expert over the mean, layer by layer, last {steps} steps: {worst}")
+        if result is not None and self.held_out is not None:
+            counts = self.held_out.store.counts("held_out")
+            print(f"held-out loss: {result.loss:.4f} nats per token, of all {result.tokens:,} tokens")
+            if counts.bytes:
+                print(
+                    f"held-out loss: {result.nats_per_byte(counts.bytes):.4f} nats per byte, of {counts.bytes:,} bytes"
+                )
+                print(f"gzip -9 needs: {counts.gzip_nats_per_byte:.4f} nats per byte, for the same text")
+        if sample:
+            print(f"sample:\n{sample}")
+
+
+def print_status(text: str) -> None:
+    """A line on the standard error, where the progress is."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,175 @@
+"""Tokenises a corpus into the files of a token store."""
+
+import hashlib
+import json
+import os
+import shutil
+from array import array
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from eqx_decoders.errors import DataError, check
+from eqx_decoders.io.files import write_atomically
+from eqx_decoders.io.tokenizer import Tokenizer
+from eqx_decoders.training.compression import Gzip
+from eqx_decoders.training.corpus import Document, held_out_rule, read_documents
+
+
+CHARACTERS_AT_ONCE = 1 << 20  # that are tokenised together
+SPLITS = ("train", "held_out")
+
+
+class Counts(NamedTuple):
+    """Of one split: documents, tokens (with the separators), tokens that are targets, bytes of UTF-8.
+
+    Every token but the first separator of its document is a target once: `targets = tokens - documents`. `bytes` is
+    None for training text that came as tokens. `gzip_nats_per_byte` is known for the held-out split.
+    """
+
+    documents: int
+    tokens: int
+    targets: int
+    bytes: int | None
+    gzip_nats_per_byte: float | None = None
+
+
+def write_store(
+    folder: Path,
+    tokenizer: Tokenizer,
+    path: str | None,
+    held_out_path: str | None,
+    request: Mapping[str, Any],
+    files: Mapping[str, Path],
+) -> None:
+    """Tokenise the documents below `path` (and `held_out_path`) into `folder`; the caller holds its lock.
+
+    `request` are the settings that the manifest keeps, `files` the files of the corpus by name.
+    """
+    partial = folder / "partial"
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    partial.mkdir()
+    try:
+        sources = {name: describe_file(file) for name, file in files.items()}
+        documents = _documents(tokenizer, path, held_out_path, request)
+        with _Writer(partial / "tokens.bin", tokenizer) as writer:
+            for document, held_out in documents:
+                writer.add(document, held_out)
+        check(len(writer.lengths) > 0, f"data path={path!r} holds no text.", DataError)
+        np.save(partial / "offsets.npy", np.append(0, np.cumsum(writer.lengths)))
+        np.save(partial / "held_out.npy", np.array(writer.held_out, bool))
+        names = ("tokens.bin", "offsets.npy", "held_out.npy")
+        sizes = {name: (partial / name).stat().st_size for name in names}
+        manifest = {**request, "dtype": writer.dtype.str, "counts": writer.counts(), "sizes": sizes, "sources": sources}
+        manifest["fingerprint"] = _content_hash(request, sources)
+        (folder / "manifest.json").unlink(missing_ok=True)
+        for name in names:
+            os.replace(partial / name, folder / name)
+        write_atomically(folder / "manifest.json", json.dumps(manifest, indent=1).encode())
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def describe_file(file: Path) -> dict[str, Any]:
+    """Size, time of the last change and hash of a file."""
+    stat = file.stat()
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "blake2b").hexdigest()[:32]
+    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "hash": digest}
+
+
+def _content_hash(request: Mapping[str, Any], sources: Mapping[str, dict[str, Any]]) -> str:
+    content = json.dumps([request, {name: one["hash"] for name, one in sources.items()}], sort_keys=True)
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def _documents(
+    tokenizer: Tokenizer, path: str | None, held_out_path: str | None, request: Mapping[str, Any]
+) -> Iterator[tuple[Document, bool]]:
+    """Every document, and whether it is held out."""
+
+    def read(path: str | None) -> Iterator[Document]:
+        return read_documents(path, text_field=request["text_field"], tokenizer=tokenizer)
+
+    is_held_out = held_out_rule(read(path), request["held_out_fraction"])
+    yield from ((document, is_held_out(document)) for document in read(path))
+    if held_out_path:
+        yield from ((document, True) for document in read(held_out_path))
+
+
+class _Writer:
+    """Appends documents to the token file and counts them."""
+
+    def __init__(self, file: Path, tokenizer: Tokenizer):
+        ends = (tokenizer.bos_id, tokenizer.eos_id)
+        rule = "the tokenizer has neither bos nor eos: documents need a token between them"
+        check(ends != (None, None), f"{rule}; name one in tokenizer_config.json.", DataError)
+        start = ends[0] if ends[0] is not None else ends[1]
+        self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+        self.lengths = array("q")
+        self.held_out = array("b")
+        self._start = np.array([start], self.dtype)
+        self._end = np.array([] if ends[1] is None else [ends[1]], self.dtype)
+        self._tokenizer = tokenizer
+        self._stream = file.open("wb")
+        self._waiting: list[tuple[str, bool]] = []
+        self._waiting_size = 0
+        self._bytes: dict[bool, int | None] = {False: 0, True: 0}
+        self._gzip = Gzip()
+
+    def __enter__(self) -> "_Writer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with self._stream:
+            if error[0] is None:
+                self._encode()
+                self._stream.flush()
+                os.fsync(self._stream.fileno())
+
+    def add(self, document: Document, held_out: bool) -> None:
+        """Take the next document."""
+        text = document.text
+        if text is None and held_out:  # bytes are counted of what is evaluated only: decoding is slow
+            text = self._tokenizer.decode(np.asarray(document.tokens))
+        self._count(text, held_out)
+        if document.tokens is not None:
+            self._encode()
+            self._write(document.tokens, held_out)
+            return
+        self._waiting.append((document.text or "", held_out))
+        self._waiting_size += len(document.text or "")
+        if self._waiting_size >= CHARACTERS_AT_ONCE:
+            self._encode()
+
+    def _count(self, text: str | None, held_out: bool) -> None:
+        content = text.encode() if text is not None else None
+        total = self._bytes[held_out]
+        self._bytes[held_out] = None if content is None or total is None else total + len(content)
+        if held_out and content is not None:
+            self._gzip.add(content)
+
+    def _encode(self) -> None:
+        encoded = self._tokenizer.encode_many([text for text, _ in self._waiting]) if self._waiting else []
+        for tokens, (_, held_out) in zip(encoded, self._waiting, strict=True):
+            self._write(tokens, held_out)
+        self._waiting, self._waiting_size = [], 0
+
+    def _write(self, tokens: np.ndarray, held_out: bool) -> None:
+        whole = np.concatenate([self._start, tokens.astype(self.dtype), self._end])
+        self._stream.write(whole.tobytes())
+        self.lengths.append(len(whole))
+        self.held_out.append(held_out)
+
+    def counts(self) -> dict[str, dict[str, Any]]:
+        """Of each split, the arguments of `Counts`."""
+        found = {}
+        for held_out, split in enumerate(SPLITS):
+            chosen = np.array(self.lengths)[np.array(self.held_out) == held_out]
+            documents, tokens = len(chosen), int(chosen.sum())
+            gzip = self._gzip.nats_per_byte() if held_out and documents else None
+            count = Counts(documents, tokens, tokens - documents, self._bytes[bool(held_out)], gzip)
+            found[split] = count._asdict()
+        return found

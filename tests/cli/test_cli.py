@@ -1,0 +1,78 @@
+"""The command `eqx-decoders` and its programs."""
+
+import re
+import tomllib
+
+import pytest
+
+from eqx_decoders import cli
+from eqx_decoders.training.data import DataConfig
+from eqx_decoders.training.settings import MeshConfig, TrainConfig
+from tests.commands import ROOT, call
+
+
+def test_the_command_runs_its_programs(capsys):
+    assert cli.main(["train", "--list-models"]) == 0
+    assert "tiny-moe" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--help"])
+    assert "usage: eqx-decoders generate" in capsys.readouterr().out
+    assert cli.main(["convert", "export", "no", "x"]) == 2
+    assert "is no run directory" in capsys.readouterr().err
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"eqx-decoders": "eqx_decoders.cli:main"}
+
+
+@pytest.mark.parametrize("args, code", [([], 2), (["trian"], 2), (["--help"], 0)])
+def test_without_a_program_it_lists_them(capsys, args, code):
+    assert cli.main(args) == code
+    shown = capsys.readouterr()
+    assert all(name in (shown.err if code else shown.out) for name in ("usage:", "train", "generate", "convert"))
+
+
+@pytest.mark.parametrize("program", ["train", "generate", "convert"])
+def test_a_missing_package_is_named(monkeypatch, program):
+    find = cli.find_spec
+    monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "tyro" else find(name))
+    _, err = call(program, code=1)
+    assert err == "error: This needs the package 'tyro': pip install 'eqx_decoders[train]'.\n"
+
+
+FLAGS = """
+--run-dir --model --init-from --init-weights --export --export-adapter --mtp-depths --lora-rank --lora-alpha
+--lora-targets --steps --data --held-out --held-out-fraction --text-field --batch-size --seq-len --seed --pack --no-pack
+--tokenizer --bpe-vocab-size --checkpoint-every --max-checkpoints --eval-every --eval-batches --sample-tokens --prompt
+--dtype --remat --remat-save --remat-offload --attention --layer-stats --no-layer-stats --tensorboard --describe
+--no-describe --max-skipped --distributed --no-distributed --profile --list-models --no-list-models
+--mesh.data --mesh.fsdp --mesh.fsdp-transpose --mesh.context --mesh.tensor --mesh.tensor-sequence --mesh.expert
+--optimizer.name --optimizer.learning-rate --optimizer.schedule --optimizer.warmup-steps --optimizer.decay-fraction
+--optimizer.min-lr-ratio --optimizer.weight-decay --optimizer.no-decay --optimizer.trainable --optimizer.beta1
+--optimizer.beta2 --optimizer.eps --optimizer.momentum --optimizer.max-grad-norm
+--step.gradient-accumulation-steps --step.z-loss --step.fused-loss --step.no-fused-loss
+"""
+
+
+def test_the_flags_of_train():
+    """All of them, the data's without a prefix, each with the docstring of its field."""
+    out, _ = call("train", "--help")
+    text = " ".join(out.replace("│", " ").split())
+    assert set(FLAGS.split()) == set(re.findall(r"--[a-z][\w.-]*", text)) - {"--help"}
+    for words in ("Sequences per step", "Tokens per sequence", "chosen by hash", "in a training run also of weights"):
+        assert words in text
+    assert "usage: train" in out
+
+
+def test_flags_become_settings():
+    from eqx_decoders.cli.train import parse
+
+    words = ["--data", "a", "--held-out", "b", "--no-pack", "--batch-size", "6", "--mesh.data", "2"]
+    words += ["--optimizer.max-grad-norm", "None"]
+    config = parse([*words, "--lora-rank", "2", "--lora-targets", "*.mlp.*", "*.query"])
+    assert type(config) is TrainConfig and config.mesh == MeshConfig(data=2)
+    assert config.dataset == DataConfig(path="a", held_out_path="b", pack=False, batch_size=6)
+    assert config.optimizer.max_grad_norm is None and config.lora_targets == ("*.mlp.*", "*.query")
+
+
+def test_a_typo_is_met_with_the_nearest_flag():
+    _, err = call("train", "--seq-lenn", 32, code=2)
+    assert "--seq-len" in err.replace("--seq-lenn", "")

@@ -1,0 +1,127 @@
+"""The convert program on Hugging Face directories."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eqx_decoders.axes import named_leaves, replaced
+from eqx_decoders.io import verify
+from eqx_decoders.io.checkpoint import Checkpoints
+from tests.commands import ROOT, outcome
+
+
+FIXTURES = ROOT / "tests" / "fixtures"
+CHAT = FIXTURES / "chat_llama"
+PROMPT = ("--prompt", "What is the answer?", "--max-new-tokens", "8", "--temperature", "0")
+
+
+@pytest.fixture
+def without_transformers(monkeypatch):
+    monkeypatch.setattr(verify, "has_transformers", lambda: False)
+
+
+def copied(folder: Path, source: Path = CHAT, **config) -> Path:
+    """A copy of a directory with other keys in its config.json."""
+    shutil.copytree(source, folder)
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | config))
+    return folder
+
+
+def test_import_then_generate_then_export_is_the_directory_again(tmp_path, without_transformers):
+    run, directory = tmp_path / "run", tmp_path / "out"
+    code, out, _ = outcome("convert", "import", CHAT, run)
+    assert code == 0 and f"12,360 weights of {CHAT} are step 0 of {run}" in out
+    assert Checkpoints(run / "checkpoints").steps == (0,)
+    kept = {path.name for path in (run / "source").iterdir()}
+    assert kept >= {"config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    assert not any(name.endswith(".safetensors") for name in kept)
+
+    one, other = (outcome("generate", *of, *PROMPT) for of in (("--run-dir", run), ("--model", CHAT)))
+    assert one == other and one[0] == 0 and len(one[1]) > 3
+
+    assert outcome("convert", "export", run, directory)[0] == 0
+    files = {path.name for path in directory.iterdir()}
+    assert files >= {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"}
+    code, out, _ = outcome("convert", "verify", CHAT, "--against", directory)
+    assert code == 0 and "values: 0 tensors differ\n" in out and "the same: 0 " in out
+    assert (directory / "tokenizer_config.json").read_bytes() == (CHAT / "tokenizer_config.json").read_bytes()
+
+    code, _, err = outcome("convert", "import", CHAT, run)
+    assert code == 4 and "is a run directory already" in err
+    code, _, err = outcome("convert", "export", run, directory)
+    assert code == 1 and "is not empty" in err
+    code, _, err = outcome("convert", "export", run, tmp_path / "more", "--step", "7")
+    assert code == 4 and "step=7 is not in" in err
+
+    narrow = tmp_path / "narrow"
+    assert outcome("convert", "export", run, narrow, "--dtype", "bfloat16", "--shard-gb", "1e-5")[0] == 0
+    assert len(list(narrow.glob("*.safetensors"))) > 1
+    assert outcome("convert", "verify", narrow)[0] == 0
+    code, out, _ = outcome("convert", "verify", CHAT, "--against", narrow, "--tolerance", "0")
+    assert code == 1 and "different: 0." in out and "11 tensors differ: model.embed_tokens.weight: by up to" in out
+
+
+@pytest.mark.parametrize("name, count", [("chat_llama", 11), ("gpt2", 28), ("qwen3_f16", None), ("llama_bf16", None)])
+def test_tensors_come_back_bit_by_bit(without_transformers, name, count):
+    code, out, _ = outcome("convert", "verify", FIXTURES / name)
+    assert code == 0 and "transformers is not installed" in out and "have the bits of the files" in out
+    assert count is None or f"all {count} tensors" in out
+
+
+def test_a_tensor_that_changes_is_named(without_transformers, monkeypatch):
+    load = verify.load_hf
+
+    def broken(directory, **options):
+        model = load(directory, **options)
+        name = "segments.0.unit.0.mixer.key"
+        return replaced(model, {name: -named_leaves(model)[name]})
+
+    monkeypatch.setattr(verify, "load_hf", broken)
+    code, out, _ = outcome("convert", "verify", CHAT)
+    assert code == 1
+    assert "different: 1 of 11 tensors change when loaded and exported: model.layers.0.self_attn.k_proj.weight" in out
+
+
+@pytest.mark.parametrize("shift, code", [(0.0, 0), (0.01, 1), (np.nan, 1)])
+def test_logits_beside_those_of_transformers(monkeypatch, shift, code):
+    expected = np.load(CHAT / "expected.npz")
+    monkeypatch.setattr(verify, "has_transformers", lambda: True)
+    monkeypatch.setattr(verify, "random_ids", lambda *_: expected["input_ids"])
+    monkeypatch.setattr(verify, "transformers_logits", lambda *_: expected["logits"] + np.float32(shift))
+    left, out, _ = outcome("convert", "verify", CHAT)
+    assert left == code, out
+    assert "here and in transformers" in out and "logits: largest |difference|" in out
+    assert ("the same: " if code == 0 else "different: ") in out
+
+
+@pytest.mark.parametrize(
+    "config, says",
+    [
+        ({"rms_norm_eps": 0.5}, "pre_mixer_norm.eps: 1e-06 and 0.5"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}, "rope is: 'Rope' and"),
+    ],
+)
+def test_another_meaning_of_the_settings_is_reported(tmp_path, config, says):
+    code, out, _ = outcome("convert", "verify", CHAT, "--against", copied(tmp_path / "other", **config))
+    assert code == 1 and "different: " in out and says in out
+
+
+@pytest.mark.parametrize(
+    "arguments, code, says",
+    [
+        (("verify", FIXTURES / "nothing"), 1, "does not exist"),
+        (("verify", CHAT, "--tolerance", "-1"), 2, "tolerance=-1.0 must be"),
+        (("verify",), 2, "required"),
+        (("verfy",), 2, "verfy"),
+        (("import", FIXTURES / "nothing", "x"), 1, "does not exist"),
+        (("export", FIXTURES, "x"), 2, "is no run directory"),
+        (("export", FIXTURES, "x", "--shard-gb", "0"), 2, "shard_gb=0.0"),
+    ],
+)
+def test_mistakes_of_convert(arguments, code, says):
+    left, _, err = outcome("convert", *arguments)
+    assert left == code and says in " ".join(err.replace("│", "").split())

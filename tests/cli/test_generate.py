@@ -1,0 +1,127 @@
+"""The generate program on Hugging Face directories; the models' answers are made up."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from eqx_decoders.cli import generate
+from eqx_decoders.inference.text import TextModel
+from tests.commands import ROOT, call, outcome
+
+
+FIXTURES = ROOT / "tests" / "fixtures"
+CHAT = FIXTURES / "chat_llama"
+
+
+def copied(folder: Path, source: Path = CHAT, **config) -> Path:
+    """A copy of a directory with other keys in its config.json."""
+    shutil.copytree(source, folder)
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | config))
+    return folder
+
+
+@pytest.fixture
+def wrote(monkeypatch):
+    """The prompts and samplers that models were given; each answer is `answer 1`, `answer 2`, …"""
+    prompts = []
+
+    def write(self, prompt, **options):
+        prompts.append((prompt if isinstance(prompt, str) else list(prompt), options))
+        return iter([f"answer {len(prompts)}"])
+
+    monkeypatch.setattr(TextModel, "write", write)
+    return prompts
+
+
+def test_a_conversation_remembers_what_was_said(wrote):
+    code, out, _ = outcome("generate", "--model", CHAT, "--system", "Be brief.", stdin="one\n\ntwo\n")
+    assert code == 0 and out == "answer 1\nanswer 2\n"
+    system, one = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "one"}
+    answer, two = {"role": "assistant", "content": "answer 1"}, {"role": "user", "content": "two"}
+    assert [prompt for prompt, _ in wrote] == [[system, one], [system, one, answer, two]]
+    assert str(wrote[0][1]["sampler"]) == "Sample(temperature=0.6, top_k=None, top_p=0.9, min_p=None)"
+
+
+def test_no_chat_continues_texts(wrote):
+    code, out, _ = outcome("generate", "--model", CHAT, "--no-chat", "--top-k", "3", stdin="one\ntwo\n")
+    assert code == 0 and out == "oneanswer 1\ntwoanswer 2\n"
+    assert [prompt for prompt, _ in wrote] == ["one", "two"] and wrote[0][1]["sampler"].top_k == 3
+
+
+@pytest.mark.parametrize(
+    "arguments, code, says",
+    [
+        (("--model", CHAT, "--run-dir", "runs/x"), 2, "exclude each other"),
+        (("--model", CHAT, "--step", "3"), 2, "step=3 is of a run"),
+        (("--model", CHAT, "--no-chat", "--system", "x"), 2, "needs a chat"),
+        (("--model", CHAT, "--temperature", "-1"), 2, "temperature=-1.0"),
+        (("--model", CHAT, "--top-p", "2"), 2, "top_p=2.0"),
+        (("--model", FIXTURES / "gpt2"), 3, "holds no tokenizer.json"),
+        (("--model", FIXTURES / "nothing"), 1, "does not exist"),
+        (("--run-dir", FIXTURES), 2, "is no run directory"),
+    ],
+)
+def test_mistakes_of_generate(arguments, code, says):
+    left, _, err = outcome("generate", *arguments, "--prompt", "x")
+    assert left == code and says in " ".join(err.replace("│", "").split())
+
+
+def test_a_message_of_the_system_needs_a_template(tmp_path):
+    folder = copied(tmp_path / "model")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
+    left, _, err = outcome("generate", "--model", folder, "--system", "x")
+    assert left == 2 and "system='x' needs a chat template" in err
+
+
+# --- every setting ----------------------------------------------------------------------------------------------------
+
+# Flags, and what the model is then asked for, or the prompt that it is given.
+EFFECTS = {
+    "prompt": (["--prompt", "x"], lambda options, prompt: prompt[-1]["content"] == "x"),
+    "chat": (["--no-chat"], lambda options, prompt: prompt == "hello"),
+    "system": (["--system", "Be brief."], lambda options, prompt: prompt[0]["content"] == "Be brief."),
+    "max_new_tokens": (["--max-new-tokens", "7"], lambda options, prompt: options["max_new_tokens"] == 7),
+    "temperature": (["--temperature", "0.3"], lambda options, prompt: options["sampler"].temperature == 0.3),
+    "top_k": (["--top-k", "3"], lambda options, prompt: options["sampler"].top_k == 3),
+    "top_p": (["--top-p", "0.5"], lambda options, prompt: options["sampler"].top_p == 0.5),
+    "min_p": (["--min-p", "0.1"], lambda options, prompt: options["sampler"].min_p == 0.1),
+    "seed": (["--seed", "5"], lambda options, prompt: options["key"] == jax.random.key(5)),
+    "num_draft_tokens": (["--num-draft-tokens", "1"], lambda options, prompt: options["num_draft_tokens"] == 1),
+}
+ELSEWHERE = {
+    "model": "by all of these",
+    "run_dir": "by test_a_run_and_its_step_are_loaded",
+    "step": "by test_a_run_and_its_step_are_loaded",
+    "dtype": "by test_a_run_and_its_step_are_loaded",
+}
+
+
+def test_every_setting_has_an_effect(wrote):
+    names = {field.name for field in dataclasses.fields(generate.GenerateConfig)}
+    assert names == EFFECTS.keys() | ELSEWHERE.keys() and not EFFECTS.keys() & ELSEWHERE.keys()
+    for name, (words, has_effect) in EFFECTS.items():
+        for given, expected in (([], False), (words, True)):
+            wrote.clear()
+            call("generate", "--model", CHAT, *given, stdin="" if "--prompt" in given else "hello\n")
+            ((prompt, options),) = wrote
+            assert has_effect(options, prompt) == expected, (name, given)
+
+
+def test_a_run_and_its_step_are_loaded(wrote, monkeypatch):
+    loaded = []
+
+    def load_text_run(run_dir, step, *, precision):
+        loaded.append((run_dir, step, precision.compute))
+        return generate.load_text_model(CHAT)
+
+    monkeypatch.setattr(generate, "load_text_run", load_text_run)
+    call("generate", "--run-dir", "runs/a", "--step", "3", "--dtype", "bfloat16", "--prompt", "x")
+    call("generate", "--prompt", "x")
+    assert loaded == [("runs/a", 3, jnp.bfloat16), ("runs/tiny", None, jnp.float32)]

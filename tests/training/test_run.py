@@ -1,0 +1,318 @@
+"""The training program in this process: every setting has an effect, and all ways to compute give the same losses."""
+
+import ast
+import dataclasses
+import json
+import re
+import sys
+import types
+from pathlib import Path
+from unittest import mock
+
+import equinox as eqx
+import numpy as np
+import pytest
+
+from eqx_decoders.io.checkpoint import Checkpoints
+from eqx_decoders.io.rundir import RunLock
+from eqx_decoders.io.tokenizer import load_tokenizer
+from eqx_decoders.training import loss as loss_module, step as step_module
+from eqx_decoders.training.data import DataConfig
+from eqx_decoders.training.lora import LoRAConfig
+from eqx_decoders.training.metrics import read_metrics
+from eqx_decoders.training.optimizer import OptimizerConfig
+from eqx_decoders.training.settings import MeshConfig, TrainConfig, load_settings
+from eqx_decoders.training.step import StepConfig
+from tests.commands import ROOT, call, flags, steps_of, write_corpus
+
+
+OPTIONS = {
+    "--model": "gpt3-52k",
+    "--tokenizer": "bytes",
+    "--steps": 4,
+    "--batch-size": 8,
+    "--seq-len": 16,
+    "--sample-tokens": 4,
+    "--prompt": "the",
+    "--eval-every": 2,
+    "--checkpoint-every": 2,
+    "--held-out-fraction": 0.2,
+}
+QUICK = {"--held-out-fraction": 0, "--sample-tokens": 0, "--eval-every": 0}  # nothing but steps is compiled
+SHOWN: set[str] = set()
+
+
+def shows(*fields: str):
+    """Marks a test that asserts the effect of each of these settings."""
+    SHOWN.update(fields)
+    return lambda test: test
+
+
+class Trained:
+    """A run from its first to its last step: its directory, output, metrics and the program of its first step."""
+
+    def __init__(self, folder: Path, *words: object, devices: int = 1, code: int = 0, **options: object):
+        self.dir = folder
+        self.program = ""
+        real = step_module._compiled_step
+
+        def recorded(kept, state):
+            if not self.program:
+                self.program = str(eqx.filter_make_jaxpr(kept[0].advance)(state, kept[1])[0])
+            return real(kept, state)
+
+        plain = mock.patch.object(loss_module, "cross_entropy", wraps=loss_module.cross_entropy)
+        with mock.patch.object(step_module, "_compiled_step", recorded), plain as self.plain_loss:
+            named = {f"--{name.replace('__', '.').replace('_', '-')}": value for name, value in options.items()}
+            given = flags(OPTIONS | named)
+            self.out, self.err = call("train", "--run-dir", folder, *given, *words, devices=devices, code=code)
+
+    @property
+    def rows(self) -> list[dict]:
+        return steps_of(self.dir)
+
+    def column(self, name: str) -> list:
+        return [row[name] for row in self.rows]
+
+    @property
+    def held_out(self) -> dict[int, float]:
+        rows = read_metrics(self.dir / "metrics.jsonl")
+        return {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Texts of some 200 bytes, and others of 5 in records with a field `body`."""
+    folder = tmp_path_factory.mktemp("run")
+    write_corpus(folder / "texts", 20, 40)
+    (folder / "short.jsonl").write_text("\n".join(json.dumps({"body": f"{n} cat"}) for n in range(100, 150)))
+    write_corpus(folder / "held_out", 1, 100)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(folder):
+    return Trained(folder / "base", data=folder / "texts")
+
+
+@pytest.fixture(scope="module")
+def sharded(folder):
+    """Another way to compute the same: all losses must be those of `base`."""
+    writer = types.SimpleNamespace(add_scalar=lambda *_: None, close=lambda: None)
+    fake = types.SimpleNamespace(SummaryWriter=mock.Mock(return_value=writer))
+    words = ("--profile", 2, 2, "--layer-stats", "--step.no-fused-loss", "--tensorboard", True)
+    options = dict(mesh__data=1, mesh__fsdp=4, mesh__tensor=2, step__gradient_accumulation_steps=2)
+    options |= dict(remat="full", max_checkpoints=1, eval_batches=1)
+    with mock.patch.dict(sys.modules, tensorboardX=fake):
+        run = Trained(folder / "sharded", *words, devices=8, data=folder / "texts", **options)
+    fake.SummaryWriter.assert_called_once_with(str(folder / "sharded" / "tensorboard"))
+    return run
+
+
+@pytest.fixture(scope="module")
+def other(folder):
+    """Everything that changes what is computed, as far as one run can show it."""
+    options = dict(seed=1, dtype="bfloat16", step__z_loss=0.1, text_field="body", held_out=folder / "held_out")
+    options |= dict(optimizer__schedule="wsd", optimizer__warmup_steps=1, optimizer__decay_fraction=0.5)
+    options |= dict(optimizer__min_lr_ratio=0.2, optimizer__learning_rate=1e-2, mesh__data=4, mesh__context=2)
+    (folder / "held_out.jsonl").write_text(json.dumps({"body": "x" * 100}))
+    options |= dict(held_out=folder / "held_out.jsonl", sample_tokens=0)
+    return Trained(folder / "other", "--no-pack", devices=8, data=folder / "short.jsonl", **options)
+
+
+@shows("TrainConfig.run_dir", "TrainConfig.model", "TrainConfig.steps", "TrainConfig.checkpoint_every")
+@shows("TrainConfig.eval_every", "TrainConfig.sample_tokens", "TrainConfig.prompt", "TrainConfig.tokenizer")
+@shows("DataConfig.path", "DataConfig.batch_size", "DataConfig.seq_len", "DataConfig.held_out_fraction")
+def test_a_run_trains_to_its_end_and_reports_how_good_it_is(base):
+    assert "52,464 weights on" in base.err and "documents" in base.err
+    assert base.column("step") == [1, 2, 3, 4] and not any(base.column("skipped"))
+    assert all(8 * 10 < tokens <= 8 * 15 for tokens in base.column("tokens"))
+    assert base.column("loss") == base.column("nll") and base.column("loss")[-1] < base.column("loss")[0]
+    assert all(seconds > 0 for seconds in base.column("step_seconds"))
+    assert Checkpoints(base.dir / "checkpoints").steps == (2, 4)
+    assert list(base.held_out) == [2, 4]
+    assert load_tokenizer(base.dir / "tokenizer").vocab_size == 259
+    assert (base.dir / "loss.png").read_bytes().startswith(b"\x89PNG") and str(base.dir) in base.out
+    per_token, per_byte = (float(re.search(rf"loss: ([\d.]+) nats per {of}", base.out)[1]) for of in ("token", "byte"))
+    assert per_token == pytest.approx(base.held_out[4], abs=1e-3)
+    assert per_byte == pytest.approx(per_token, rel=0.01)  # of bytes, each a token; and an end for each document
+    assert 0.5 < float(re.search(r"gzip -9 needs: ([\d.]+)", base.out)[1]) < 3
+    assert re.search(r"sample:\nthe.", base.out)
+
+
+@shows("MeshConfig.fsdp", "MeshConfig.tensor", "TrainConfig.remat", "TrainConfig.layer_stats", "TrainConfig.profile")
+@shows("StepConfig.gradient_accumulation_steps", "StepConfig.fused_loss", "TrainConfig.max_checkpoints")
+@shows("TrainConfig.eval_batches", "TrainConfig.tensorboard")
+def test_every_way_to_compute_gives_the_same_losses(base, sharded):
+    for name in ("loss", "grad_norm", "accuracy", "tokens", "learning_rate", "epochs"):
+        np.testing.assert_allclose(sharded.column(name), base.column(name), rtol=2e-5, err_msg=name)
+    assert "fsdp=4 x tensor=2" in sharded.err and "one device" in base.err
+    assert "remat" in sharded.program and "remat" not in base.program
+    assert "4,16,1024]" in sharded.program and "4,16,1024]" not in base.program  # half of the rows at a time
+    assert sharded.plain_loss.called and not base.plain_loss.called
+    assert [len(row["activations/mean"]) for row in sharded.rows] == [1] * 4
+    assert not any("activations/mean" in row for row in base.rows)
+    assert Checkpoints(sharded.dir / "checkpoints").steps == (4,)
+    assert abs(sharded.held_out[2] / base.held_out[2] - 1) > 1e-5, "of one batch, not of sixteen"
+    assert sharded.held_out[4] == pytest.approx(base.held_out[4], rel=1e-5), "at the end of all"
+    assert list((sharded.dir / "profile").rglob("*.xplane.pb"))
+
+
+@shows("DataConfig.seed", "DataConfig.text_field", "DataConfig.held_out_path", "DataConfig.pack", "TrainConfig.dtype")
+@shows("StepConfig.z_loss", "MeshConfig.data", "MeshConfig.context", "OptimizerConfig.schedule")
+@shows("OptimizerConfig.warmup_steps", "OptimizerConfig.decay_fraction", "OptimizerConfig.min_lr_ratio")
+@shows("OptimizerConfig.learning_rate")
+def test_other_settings_compute_something_else(base, other):
+    assert "bf16[" in other.program and "bf16[" not in base.program
+    assert all(row["loss"] > row["nll"] + 1 for row in other.rows)  # 0.1 log(Z)^2 with Z of 1024 logits near zero
+    assert "data=4 x context=2" in other.err
+    assert "50 documents" in other.err and "50 sequences an epoch" in other.err  # 9 tokens each, and none together
+    assert set(other.column("tokens")) == {8 * 8.0}
+    np.testing.assert_allclose(other.column("learning_rate"), [1e-2, 1e-2, 1e-2, 6e-3], rtol=1e-6)
+    assert "of all 101 tokens" in other.out and "sample:" not in other.out
+    assert load_settings(other.dir / "settings.json").dataset.seed == 1
+    assert other.column("nll")[0] != pytest.approx(base.column("nll")[0], abs=1e-4), "other weights"
+
+
+@shows("OptimizerConfig.max_grad_norm", "OptimizerConfig.eps", "OptimizerConfig.momentum", "OptimizerConfig.name")
+def test_optimizers_move_the_weights_as_asked(base, folder):
+    """With eps = 1 AdamW's step is nearly the gradient, so that its norm shows."""
+
+    def losses(name: str, **options: object) -> list[float]:
+        rate = {"optimizer__learning_rate": 0.1, "optimizer__schedule": "constant"}
+        return Trained(folder / name, data=folder / "texts", **quick, **rate, **options).column("loss")
+
+    quick = {name[2:].replace("-", "_"): value for name, value in QUICK.items()} | {"steps": 3}
+    unclipped = losses("unclipped", optimizer__eps=1.0, optimizer__max_grad_norm=None)
+    clipped = losses("clipped", optimizer__eps=1.0, optimizer__max_grad_norm=0.1)
+    assert unclipped[0] == clipped[0] and unclipped[2] < clipped[2] - 1e-3
+    heavy, light = (losses(f"muon{m}", optimizer__name="muon", optimizer__momentum=m) for m in (0.95, 0.0))
+    assert heavy[:2] == pytest.approx(light[:2], rel=1e-6) and abs(heavy[2] - light[2]) > 1e-4
+    assert abs(heavy[1] - clipped[1]) > 1e-3
+
+
+@shows("TrainConfig.max_skipped")
+def test_too_many_steps_that_are_not_finite_end_the_run(folder):
+    options = dict(optimizer__learning_rate=1e30, max_skipped=2, steps=9, held_out_fraction=0, sample_tokens=0)
+    run = Trained(folder / "skipped", data=folder / "texts", code=1, **options)
+    assert run.column("skipped") == [False, True, True]
+    sentence = r"error: 2 steps in a row were not finite \(loss=nan, .* The weights are still those of step 1, saved as"
+    assert re.search(sentence, run.err), run.err
+    assert Checkpoints(run.dir / "checkpoints").latest == 3
+
+
+@shows("TrainConfig.mtp_depths", "TrainConfig.bpe_vocab_size")
+def test_a_run_with_experts_and_guesses_ahead_reports_both(folder):
+    """Each row has a figure for each layer with experts; the picture and the last loads come at the end."""
+    options = dict(model="tiny-moe", steps=2, sample_tokens=0, eval_every=0, mtp_depths=1)
+    options |= dict(tokenizer="bpe", bpe_vocab_size=300)
+    run = Trained(folder / "moe", data=folder / "texts", **options)
+    assert load_tokenizer(run.dir / "tokenizer").vocab_size == 300
+    assert len(run.rows) == 2 and "load" in run.err
+    for row in run.rows:
+        for name in ("load", "dropped", "balance_loss", "router_z_loss", "router_entropy"):
+            assert len(row[name]) == 6, name  # the depth has experts, too
+        assert all(1 <= load <= 2 for load in row["load"]) and row["dropped"] == [0.0] * 6
+        assert all(0 < entropy < 1.39 for entropy in row["router_entropy"])
+        assert len(row["mtp_nll"]) == 1 and row["loss"] > row["nll"] + 0.09 * row["mtp_nll"][0]
+    assert (run.dir / "expert_load.png").read_bytes().startswith(b"\x89PNG")
+    assert "expert_load.png" in run.out and re.search(r"last 2 steps: (\d\.\d\d(, )?){6}", run.out)
+    rows = read_metrics(run.dir / "metrics.jsonl")
+    (acceptance,) = [row["mtp_acceptance"] for row in rows if "mtp_acceptance" in row]
+    assert len(acceptance) == 1 and 0 <= acceptance[0] <= 1 and "guesses ahead accepted" in run.err
+
+
+def test_more_steps_on_a_finished_run_go_on(folder):
+    """With a constant rate a run of two steps, made longer, is the run of four."""
+    constant = dict(optimizer__schedule="constant", optimizer__warmup_steps=0, held_out_fraction=0, sample_tokens=0)
+    long = Trained(folder / "long", data=folder / "texts", **constant)
+    short = Trained(folder / "short", data=folder / "texts", **constant, steps=2)
+    again = Trained(folder / "short", data=folder / "texts", **constant)
+    assert "resumed at step 2" in again.err and short.column("loss") == long.column("loss")
+    assert load_settings(again.dir / "settings.json").steps == 4
+    words = flags(OPTIONS | QUICK | {"--steps": 1, "--data": folder / "texts"})
+    _, err = call("train", "--run-dir", again.dir, *words, code=2)
+    assert "steps=1, but" in err and "has done 4 already" in err
+
+
+@shows("MeshConfig.fsdp_transpose", "MeshConfig.tensor_sequence", "MeshConfig.expert", "TrainConfig.describe")
+def test_describe_prints_the_weights():
+    out, _ = call("train", "--describe", "--model", "tiny", "--batch-size", 4)
+    assert "embedding.table" in out and "4096 x 256" in out and "vocab embed" in out and "4,737,792 weights" in out
+    for axis in ("fsdp_transpose", "tensor_sequence", "expert"):
+        out, _ = call("train", "--describe", f"--mesh.{axis.replace('_', '-')}", 2, devices=2)
+        assert re.search(rf"-, {axis}\b|{axis}, -", out), axis
+
+
+@shows("TrainConfig.list_models")
+def test_models_are_listed():
+    assert {"tiny", "tiny-moe", "llama3-8b"} <= set(call("train", "--list-models")[0].split())
+
+
+def test_a_run_directory_in_use_is_left_alone(folder, tmp_path):
+    with RunLock(tmp_path):
+        _, err = call("train", "--run-dir", tmp_path, *flags(OPTIONS | {"--data": folder / "texts"}), code=4)
+    assert "is in use by pid" in err
+    assert {path.name for path in tmp_path.iterdir()} == {".lock"}
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({"--model": "tinny"}, "Did you mean 'tiny'"),
+        ({"--data": "no/where"}, "no/where' does not exist"),
+        ({"--seq-len": 4096}, "seq_len=4096, but the model has 2048 learned positions"),
+        ({"--tokenizer": "tests/fixtures/chat_llama", "--steps": 0}, "steps=0 must be"),
+        ({"--mesh.fsdp": 3}, "Layout"),
+    ],
+)
+def test_mistakes_have_a_sentence_and_a_code(folder, tmp_path, options, sentence):
+    words = flags(OPTIONS | QUICK | {"--data": folder / "texts", "--run-dir": tmp_path / "run"} | options)
+    _, err = call("train", *words, code=3 if "--data" in options else 2)
+    assert sentence in " ".join(err.replace("│", "").split())
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+# --- every setting ----------------------------------------------------------------------------------------------------
+
+STEP = "tests/training/test_step.py"
+# Settings whose effect a test of another file asserts.
+ELSEWHERE = {
+    "TrainConfig.init_from": "tests/test_finetuning.py::test_a_full_run_is_exported_as_it_was_trained",
+    "TrainConfig.init_weights": "tests/training/test_runs.py::test_only_some_weights_are_taken",
+    "TrainConfig.export": "tests/test_finetuning.py::test_a_full_run_is_exported_as_it_was_trained",
+    "TrainConfig.export_adapter": "tests/test_finetuning.py::test_a_lora_run_is_exported_merged_and_as_an_adapter",
+    "TrainConfig.lora_rank": "tests/test_finetuning.py::test_a_lora_run_is_exported_merged_and_as_an_adapter",
+    "TrainConfig.lora_alpha": "tests/test_finetuning.py::test_a_lora_run_is_exported_merged_and_as_an_adapter",
+    "TrainConfig.lora_targets": "tests/test_finetuning.py::test_an_imported_directory_can_be_trained",
+    "TrainConfig.remat_save": "tests/test_remat.py::test_custom_lists_reach_the_model",
+    "TrainConfig.remat_offload": "tests/test_remat.py::test_custom_lists_reach_the_model",
+    "TrainConfig.attention": "tests/training/test_settings.py::test_execution_carries_every_choice",
+    "TrainConfig.distributed": "tests/training/test_processes.py::test_a_run_of_two_processes_is_that_of_one",
+    **{
+        f"OptimizerConfig.{name}": "tests/training/test_optimizer.py::test_adamw_equals_numpy_and_decays_by_path"
+        for name in ("weight_decay", "no_decay", "beta1", "beta2")
+    },
+    "OptimizerConfig.trainable": f"{STEP}::test_frozen_weights_keep_their_bits_and_have_no_optimizer_state",
+    **{
+        f"LoRAConfig.{field.name}": "tests/training/test_lora.py::test_every_setting_is_read"
+        for field in dataclasses.fields(LoRAConfig)
+    },
+}
+GROUPS = {f"TrainConfig.{name}" for name in ("dataset", "mesh", "optimizer", "step")}  # their fields stand for them
+
+
+def test_every_setting_has_an_effect_in_some_test():
+    configs = (TrainConfig, DataConfig, MeshConfig, StepConfig, OptimizerConfig, LoRAConfig)
+    fields = {f"{config.__name__}.{field.name}" for config in configs for field in dataclasses.fields(config)}
+    assert fields - SHOWN - ELSEWHERE.keys() == GROUPS
+    assert SHOWN | ELSEWHERE.keys() <= fields and not SHOWN & ELSEWHERE.keys()
+
+
+@pytest.mark.parametrize("test", sorted(set(ELSEWHERE.values())))
+def test_the_tests_elsewhere_exist(test):
+    file, name = test.split("::")
+    source = (ROOT / file).read_text()
+    assert name in {node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
+    for field in (field.split(".")[1] for field, where in ELSEWHERE.items() if where == test):
+        assert field in source or field.replace("_", "-") in source or "fields(LoRAConfig)" in source, field
