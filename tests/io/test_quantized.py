@@ -177,7 +177,7 @@ def test_a_dense_model_in_fp8(tmp_path):
                 found[name] = x
                 continue
             rows, columns = (-(-size // block) for size, block in zip(x.shape, (16, 12), strict=True))
-            scales = np.full((rows, columns), 0.01, np.float32) + np.arange(columns, dtype=np.float32) / 1000
+            scales = (10 + np.arange(rows * columns, dtype=np.float32)).reshape(rows, columns) / 1000
             spread = scales.repeat(16, 0).repeat(12, 1)[: x.shape[0], : x.shape[1]]
             found |= store(name, (x.astype(np.float32) / spread).astype(E4M3), scales, spread)
         return found
