@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import shutil
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,12 +104,9 @@ class Checkpoints:
         if step == self._own and step in self.steps:
             return False
         newest = self.latest
-        check(
-            newest is None or step > newest,
-            f"step={step} must come after step {newest}, the newest in {self.directory}: resume from that one, "
-            "move it away, or train in another directory.",
-            CheckpointError,
-        )
+        rule = f"must come after step {newest}, the newest in {self.directory}"
+        remedy = "resume from that one, move it away, or train in another directory"
+        check(newest is None or step > newest, f"step={step} {rule}: {remedy}.", CheckpointError)
         arrays = _arrays(tree)
         check(bool(arrays), f"step={step} holds no arrays: there is nothing to save.", CheckpointError)
         self._remove_temporary()
@@ -290,13 +288,9 @@ def _load(path: Path, manifest: dict[str, Any], template: PyTree, prefix: str, v
         for name in dict.fromkeys([*model, *saved])
         if model.get(name) != saved.get(name)
     ]
-    check(
-        not differences,
-        f"Checkpoint {path} does not fit the model, {len(differences)} differences:\n  "
-        + "\n  ".join(differences)
-        + "\nUse the configuration that was saved with it, or another directory.",
-        CheckpointError,
-    )
+    listed = "\n  ".join([f"Checkpoint {path} does not fit the model, {len(differences)} differences:", *differences])
+    remedy = "Use the configuration that was saved with it, or another directory."
+    check(not differences, f"{listed}\n{remedy}", CheckpointError)
     anywhere = SingleDeviceSharding(jax.local_devices()[0])
     shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or anywhere) for name, x in want.items()}
     loaded = {name: jnp.zeros(x.shape, x.dtype, device=x.sharding) for name, x in shapes.items() if not x.size}
@@ -337,19 +331,14 @@ def _uncommitted(leaf: Array) -> Array:
 
 
 def _local(directory: str | Path) -> Path:
-    check(
-        "://" not in str(directory),
-        f"directory={str(directory)!r} must be a local path, where a rename is atomic: mount the bucket.",
-        CheckpointError,
-    )
+    rule = "must be a local path, where a rename is atomic: mount the bucket"
+    check("://" not in str(directory), f"directory={str(directory)!r} {rule}.", CheckpointError)
     return Path(directory).expanduser().resolve()
 
 
 def _steps(directory: Path) -> tuple[int, ...]:
     """Orbax renames a step to its number as the last act of a save: a directory with that name is complete."""
-    if not directory.is_dir():
-        return ()
-    return tuple(sorted(int(path.name) for path in directory.iterdir() if path.name.isdecimal() and path.is_dir()))
+    return tuple(sorted(int(path.name) for path in directory.glob("*") if path.name.isdecimal() and path.is_dir()))
 
 
 def _existing(directory: Path, step: int | None) -> int:
@@ -392,11 +381,8 @@ def _summary(error: Exception) -> str:
 
 def _is_not_orbax(record: logging.LogRecord) -> bool:
     """False for Orbax's logs: pages of tracebacks of the errors that it also raises, which are reported here."""
-    trace, files = record.exc_info[2] if record.exc_info else None, [record.pathname]
-    while trace is not None:
-        files.append(trace.tb_frame.f_code.co_filename)
-        trace = trace.tb_next
-    return not any("orbax" in name for name in files)
+    frames = traceback.extract_tb(record.exc_info[2] if record.exc_info else None)
+    return not any("orbax" in name for name in (record.pathname, *(frame.filename for frame in frames)))
 
 
 def _context() -> ocp.Context:

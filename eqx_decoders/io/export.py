@@ -20,7 +20,6 @@ from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
 from eqx_decoders.axes import named_leaves
-from eqx_decoders.create import count_parameters
 from eqx_decoders.decoder import Decoder, DecoderConfig, Origin
 from eqx_decoders.errors import ConversionError, check, check_integer, check_word, need_extra
 from eqx_decoders.families import FAMILIES
@@ -214,40 +213,21 @@ def copy_tokenizer(source: str | Path | None, folder: Path) -> None:
 
 
 def _card(name: str, model: Decoder, family: Family, dtype: np.dtype) -> str:
-    config = model.config
-    rows = {
-        "architecture": family.architecture,
-        "weights": f"{count_parameters(config):,}, {dtype.name}",
-        "layers": len(config.blocks),
-        "features": config.embed_dim,
-        "vocabulary": config.vocab_size,
-    }
-    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    config, count = model.config, sum(leaf.size for leaf in named_leaves(model).values())
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
-tags:
-- {family.model_type}
-- eqx_decoders
+tags: [{family.model_type}, eqx_decoders]
 ---
 
 # {name}
 
+{family.architecture}: {count:,} weights in {dtype.name}, {len(config.blocks)} layers of \
+{config.embed_dim} features, {config.vocab_size} token ids. \
 Exported by [eqx_decoders](https://pypi.org/project/eqx_decoders/).
 
-| | |
-|---|---|
-{table}
-
 ```python
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("{name}")
-```
-
-```python
-import eqx_decoders as ed
-
-model = ed.load_hf("{name}")
+model = transformers.AutoModelForCausalLM.from_pretrained("{name}")
+model = eqx_decoders.load_hf("{name}")
 ```
 """

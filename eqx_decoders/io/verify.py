@@ -22,13 +22,7 @@ from eqx_decoders.layers.embedding import LearnedPositions
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How far two arrays of logits are apart.
-
-    **Arguments:**
-
-    - `maximum`, `mean`: of the absolute differences.
-    - `agreement`: share of the positions at which both have the same largest logit.
-    """
+    """Of two arrays of logits: the largest and mean |difference|, and at what share of positions the argmax agrees."""
 
     maximum: float
     mean: float
@@ -68,7 +62,7 @@ def _logits(model: Decoder, ids: AnyArray) -> Any:
 
 
 def has_transformers() -> bool:
-    """Whether transformers and torch are installed here."""
+    """Whether transformers and torch are installed."""
     return find_spec("transformers") is not None and find_spec("torch") is not None
 
 
@@ -92,7 +86,10 @@ def transformers_logits(
         if any(isinstance(tensor, QUANTIZED) for tensor in checkpoint_tensors(folder).values()):
             save_hf(load_hf(directory), seen)
         else:
-            _link(folder, Path(seen))
+            files = {tensor.file.name for tensor in stored_tensors(folder).values()} | {"config.json"}
+            for name in (*files, "model.safetensors.index.json"):
+                if folder.has(name):
+                    Path(seen, name).symlink_to(folder.file(name).resolve())
         model = AutoModelForCausalLM.from_pretrained(
             seen,
             trust_remote_code=False,
@@ -105,52 +102,41 @@ def transformers_logits(
             return model.float().eval()(torch.from_numpy(ids.astype(np.int64)), use_cache=False).logits.numpy()
 
 
-def _link(folder: Directory, seen: Path) -> None:
-    """Links to the files that say what the model is."""
-    files = {tensor.file.name for tensor in stored_tensors(folder).values()}
-    files |= {name for name in ("config.json", "model.safetensors.index.json") if folder.has(name)}
-    for name in files:
-        (seen / name).symlink_to(folder.file(name).resolve())
-
-
 def compare_tensors(directory: str | Path) -> tuple[int, list[str]]:
     """Load a directory, turn each weight back into the tensor of its file, and compare the bits.
 
     Returns the number of tensors and the names of those that differ. One tensor at a time is read beside the model.
     """
-    bound, stored = stored_weights(directory)
+    mappings, stored = stored_weights(directory)
     dtypes = {"float32" if isinstance(tensor, QUANTIZED) else FLOATS[tensor.dtype] for tensor in stored.values()}
     model = load_hf(directory, dtype=dtypes.pop() if len(dtypes) == 1 else "float32")
-    again = exported(named_leaves(model), bound)
-    different = [name for name, tensor in stored.items() if not _same_bits(again[name](), _read(tensor))]
+    again = exported(named_leaves(model), mappings)
+    different = [name for name, tensor in stored.items() if not _same_bits(again[name](), tensor.read_all())]
     return len(stored), different
 
 
 def compare_directories(one: str | Path, other: str | Path) -> tuple[list[str], list[str]]:
-    """Two directories by what they say: what must not differ and does, and the tensors that have other values.
+    """The differences of two directories that change a model's structure, and the tensors that have other values.
 
     The first are settings that change what the model computes, and tensors that only one of them has or whose shapes
     differ; spellings, files and dtypes may differ. The second come with the largest difference.
     """
-    said, told = (_flat("", read_config(directory)[0]) for directory in (one, other))
+    first, second = (_settings("", read_config(directory)[0]) for directory in (one, other))
     wrong = [
-        f"{name}: {said.get(name)!r} and {told.get(name)!r}"
-        for name in sorted(said.keys() | told.keys())
-        if said.get(name) != told.get(name)
+        f"{name}: {first.get(name)!r} and {second.get(name)!r}"
+        for name in sorted(first.keys() | second.keys())
+        if first.get(name) != second.get(name)
     ]
-    first, second = (stored_weights(directory)[1] for directory in (one, other))
-    for name in sorted(first.keys() | second.keys()):
-        if name not in first or name not in second:
-            wrong.append(f"{name} is only in {one if name in first else other}")
-        elif first[name].shape != second[name].shape:
-            wrong.append(f"{name} has the shapes {first[name].shape} and {second[name].shape}")
-    both = [name for name in first if name in second and first[name].shape == second[name].shape]
-    gaps = {name: _gap(first[name], second[name]) for name in both}
-    return wrong, [f"{name}: by up to {gap:.3g}" for name, gap in gaps.items() if gap > 0]
-
-
-def _read(tensor: StoredTensor) -> np.ndarray:
-    return tensor.read(tuple(slice(0, size) for size in tensor.shape))
+    left, right = (stored_weights(directory)[1] for directory in (one, other))
+    gaps = {}
+    for name in sorted(left.keys() | right.keys()):
+        if name not in left or name not in right:
+            wrong.append(f"{name} is only in {one if name in left else other}")
+        elif left[name].shape != right[name].shape:
+            wrong.append(f"{name} has the shapes {left[name].shape} and {right[name].shape}")
+        else:
+            gaps[name] = _gap(left[name], right[name])
+    return wrong, [f"{name}: by up to {gap:.3g}" for name, gap in gaps.items() if gap != 0]
 
 
 def _same_bits(one: np.ndarray, other: np.ndarray) -> bool:
@@ -159,20 +145,21 @@ def _same_bits(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def _gap(one: StoredTensor, other: StoredTensor) -> float:
-    if one.dtype == other.dtype and _same_bits(_read(one), _read(other)):
-        return 0.0
-    return float(np.max(np.abs(_read(one).astype(np.float32) - _read(other).astype(np.float32)), initial=0.0))
+    """The largest difference; NaN where only one of both numbers is NaN."""
+    dtype = np.float64 if "F64" in (one.dtype, other.dtype) else np.float32
+    first, second = (tensor.read_all().astype(dtype) for tensor in (one, other))
+    return 0.0 if np.array_equal(first, second, equal_nan=True) else float(np.max(np.abs(first - second)))
 
 
-def _flat(where: str, value: Any) -> dict[str, Any]:
-    """The plain values of a configuration by their paths."""
+def _settings(where: str, value: Any) -> dict[str, Any]:
+    """The plain values of a configuration by their paths, with the types of its parts and the lengths of its tuples."""
     if dataclasses.is_dataclass(value):
+        found = {f"{where} is": type(value).__name__} if where else {}
         parts = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        own = {f"{where} is": type(value).__name__} if where else {}
     elif isinstance(value, tuple):
-        parts, own = dict(enumerate(value)), {f"{where} length": len(value)}
+        found, parts = {f"{where} length": len(value)}, dict(enumerate(value))
     else:
         return {where: value}
-    return own | {
-        path: leaf for name, part in parts.items() for path, leaf in _flat(f"{where}.{name}".strip("."), part).items()
-    }
+    for name, part in parts.items():
+        found |= _settings(f"{where}.{name}".strip("."), part)
+    return found

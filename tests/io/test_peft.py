@@ -18,7 +18,7 @@ from eqx_decoders.io.huggingface import load_hf
 from eqx_decoders.io.peft import load_peft, save_peft
 from eqx_decoders.numerics import LowRank, low_rank_weights
 from eqx_decoders.training.lora import LoRAConfig, merge_lora
-from tests.training.test_lora import pairs, trained
+from tests.adapters import pairs, trained
 
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"

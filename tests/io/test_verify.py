@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.io import verify
@@ -17,6 +18,8 @@ from eqx_decoders.io import verify
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 CHAT = FIXTURES / "chat_llama"
+MISTRAL = FIXTURES / "mistral_window"
+TABLE, NORM = "model.embed_tokens.weight", "model.norm.weight"
 
 
 def copied(folder: Path, source: Path = CHAT, **config) -> Path:
@@ -100,3 +103,18 @@ def test_other_tensors_are_told(tmp_path):
     wrong, values = verify.compare_directories(FIXTURES / "llama_bf16", FIXTURES / "llama_rope")
     assert any("model.layers.0.self_attn.q_proj.weight" in line for line in [*wrong, *values])
     assert verify.compare_directories(CHAT, copied(tmp_path / "same", rope_theta=10000.0)) == ([], [])
+
+
+@pytest.mark.parametrize("value, gap", [(0.5, "0.5"), (np.nan, "nan"), (np.inf, "inf")])
+def test_another_number_is_found(tmp_path, value, gap):
+    """In the second of two tensors, at one place."""
+    directory = Path(shutil.copytree(MISTRAL, tmp_path / "other"))
+    tensors = load_file(directory / "model.safetensors")
+    tensors[TABLE][3, 2] = np.nan  # in both
+    save_file(tensors, directory / "model.safetensors")
+    again = Path(shutil.copytree(directory, tmp_path / "again"))
+    assert verify.compare_directories(directory, again) == ([], [])
+    tensors[NORM][1] = tensors[NORM][1] + value
+    save_file(tensors, again / "model.safetensors")
+    assert verify.compare_directories(directory, again) == ([], [f"{NORM}: by up to {gap}"])
+    assert verify.compare_directories(again, directory) == ([], [f"{NORM}: by up to {gap}"])

@@ -22,12 +22,10 @@ from eqx_decoders.training.data import Batch
 from eqx_decoders.training.lora import LORA_WEIGHTS, LoRAConfig, add_lora, merge_lora
 from eqx_decoders.training.optimizer import OptimizerConfig, matching, muon_dimensions
 from eqx_decoders.training.step import StepConfig, Trainer
-from tests.strategies import filled, rich_decoder, some_tokens
+from tests.adapters import CONFIG, RICH, pairs, shapes, trained
+from tests.strategies import filled, some_tokens
 
 
-EVERYWHERE = ("*.query", "*.key", "*.value", "*.qkv", "*.out", "*.gate", "*.up", "*.gate_up", "*.down")
-CONFIG = LoRAConfig(rank=4, alpha=6.0, targets=EVERYWHERE)
-RICH = rich_decoder(4)
 BLOCK = ed.BlockConfig(
     mixer=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8),
     mlp=MLPConfig(mlp_dim=24),
@@ -37,26 +35,6 @@ SPLIT, FUSED = (dataclasses.replace(RICH, blocks=(block,) * 2) for block in (BLO
 SPLIT_PAIRS = dataclasses.replace(CONFIG, targets=("*.query", "*.key", "*.value", "*.out", "*.gate", "*.up", "*.down"))
 FEW_PAIRS = dataclasses.replace(CONFIG, targets=("*.query", "*.out", "*.down"))  # one for each kind of fan-in
 FUSED_PAIRS = dataclasses.replace(CONFIG, targets=("*.qkv", "*.out", "*.gate_up", "*.down"))
-
-
-def shapes(lora: LoRAConfig = CONFIG, config: ed.DecoderConfig = RICH, **placed) -> ed.Decoder:
-    """A model with pairs, of shapes alone: nothing to compile."""
-    return add_lora(ed.abstract(config, **placed), lora, key=jax.random.key(0))
-
-
-def trained(model: ed.Decoder, lora: LoRAConfig = CONFIG) -> ed.Decoder:
-    """The model with pairs that are not zero, the same on every mesh."""
-    generator, target = np.random.default_rng(7), shapes(lora, model.config, layout=model.execution.layout)
-    leaves = {
-        name: jax.device_put(generator.normal(0.0, 0.3, leaf.shape).astype(leaf.dtype), leaf.sharding)
-        for name, leaf in pairs(target).items()
-    }
-    own = named_leaves(model)
-    return replaced(target, {name: own.get(name.removesuffix(".base")) for name in named_leaves(target)} | leaves)
-
-
-def pairs(tree) -> dict[str, jax.Array]:
-    return {name: leaf for name, leaf in named_leaves(tree).items() if name.endswith((".lora_a", ".lora_b"))}
 
 
 @eqx.filter_jit
@@ -95,9 +73,9 @@ UPDATES = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_product_is_that_of_the_merged_weight(kind):
     """Values, and gradients with respect to x and both factors, plain and flattened, in f32 and bf16."""
-    pattern, *shapes = KINDS[kind]
+    pattern, *sizes = KINDS[kind]
     generator = np.random.default_rng(0)
-    x, base, a, b = (jnp.asarray(generator.normal(size=shape), jnp.float32) for shape in shapes)
+    x, base, a, b = (jnp.asarray(generator.normal(size=size), jnp.float32) for size in sizes)
 
     def loss(y):
         return jnp.sum(jnp.linspace(-1, 1, y.size).reshape(y.shape) * y.astype(jnp.float32)), y
@@ -129,10 +107,10 @@ def test_the_product_is_that_of_the_merged_weight(kind):
 
 
 def test_merged_is_the_update_written_out():
-    for kind, (_, _, *shapes) in KINDS.items():
+    for kind, (_, _, *sizes) in KINDS.items():
         if kind == "transposed":  # no weight stands in a model like this
             continue
-        base, a, b = (np.random.default_rng(1).normal(size=shape) for shape in shapes)
+        base, a, b = (np.random.default_rng(1).normal(size=size) for size in sizes)
         want = base + 0.5 * np.einsum(UPDATES[kind], a, b)
         for dtype, tolerance in (("float32", 1e-6), ("bfloat16", 2**-8)):
             node = LowRank(base=jnp.asarray(base, dtype), lora_a=jnp.asarray(a), lora_b=jnp.asarray(b), scale=0.5)
@@ -225,10 +203,10 @@ OTHERS = dict(rank=2, alpha=3.0, targets=("*.mlp.down",), rank_stabilized=True, 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(LoRAConfig)])
 def test_every_setting_is_read(field):
-    def told(config):
+    def described(config):
         return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), shapes(config))
 
-    assert not eqx.tree_equal(told(CONFIG), told(dataclasses.replace(CONFIG, **{field: OTHERS[field]})))
+    assert not eqx.tree_equal(described(CONFIG), described(dataclasses.replace(CONFIG, **{field: OTHERS[field]})))
 
 
 def test_scales():
