@@ -1,0 +1,534 @@
+"""Mutation tests: change one place of the library, run the tests that reach it, and print what no test noticed.
+
+    python tests/mutants.py --count 80 --seed 1                       # a random draw over all of `TARGETS`
+    python tests/mutants.py --file layers/rope.py --line 40 --count 0  # every mutant of one line
+
+Mutants are made from the syntax tree and written into copies of the repository, never into the repository itself.
+Which tests reach a line is found once, by running each file of tests in a process of its own under a tracer. JAX traces
+a function once and reuses the compiled program, so a line belongs to the whole file of tests that traced it. The map is
+kept in `.pytest_cache/` and renewed for each file of tests that changed or that reaches a changed source.
+"""
+
+import argparse
+import ast
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "eqx_decoders"
+TARGETS = [
+    "layers/*.py", "block.py", "stack.py", "decoder.py", "training/step.py", "training/loss.py",
+    "training/cross_entropy.py", "training/optimizer.py", "io/checkpoint.py", "inference/*.py",
+]  # fmt: skip
+
+COMPARISONS = {
+    ast.Lt: [ast.LtE, ast.GtE], ast.LtE: [ast.Lt, ast.Gt], ast.Gt: [ast.GtE, ast.LtE], ast.GtE: [ast.Gt, ast.Lt],
+    ast.Eq: [ast.NotEq], ast.NotEq: [ast.Eq], ast.Is: [ast.IsNot], ast.IsNot: [ast.Is],
+    ast.In: [ast.NotIn], ast.NotIn: [ast.In],
+}  # fmt: skip
+OPERATORS = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.BitOr: ast.BitAnd, ast.BitAnd: ast.BitOr,
+}  # fmt: skip
+SWAPPED = (ast.Sub, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.MatMult)
+NAMES = [
+    ("min", "max"), ("minimum", "maximum"), ("argmin", "argmax"), ("any", "all"), ("sum", "mean"),
+    ("cumsum", "cumprod"), ("zeros", "ones"), ("zeros_like", "ones_like"), ("floor", "ceil"), ("log", "log1p"),
+    ("exp", "expm1"), ("sin", "cos"),
+]  # fmt: skip
+RENAMED = {a: b for pair in NAMES for a, b in (pair, pair[::-1])}
+# calls that stand around a value of the same shape, which a mutant takes away
+AROUND = {"stop_gradient", "astype", "dropout", "maximum", "minimum", "sigmoid", "tanh", "floor", "sqrt", "clip", "abs"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """The text that replaces `begin` to `end` (bytes) of a file; `lines`: the statement, for the map of tests."""
+
+    file: str
+    line: int
+    begin: int
+    end: int
+    text: str
+    lines: tuple[int, ...]
+
+    def apply(self, source: bytes) -> bytes:
+        return source[: self.begin] + self.text.encode() + source[self.end :]
+
+
+class Finder(ast.NodeVisitor):
+    """Every mutant of a file. Annotations, docstrings, strings and what imports or exports are left as they are."""
+
+    def __init__(self, file: str, source: bytes):
+        self.file, self.source, self.found = file, source, []
+        self.starts = [0, *itertools.accumulate(len(line) for line in source.splitlines(keepends=True))]
+        self.statement: tuple[int, ...] = ()
+        self.visit(ast.parse(source))
+
+    def add(self, node: ast.expr | ast.stmt | ast.keyword, text: str, more: str = "") -> None:
+        """Put `text` where the node is; `more` is a pattern of what goes with it."""
+        begin = self.starts[node.lineno - 1] + node.col_offset
+        end = self.starts[node.end_lineno - 1] + node.end_col_offset
+        end += re.match(more.encode(), self.source[end:]).end()
+        mutant = Mutant(self.file, node.lineno, begin, end, text, self.statement or (node.lineno,))
+        with contextlib.suppress(SyntaxError):
+            if ast.dump(ast.parse(mutant.apply(self.source))) != ast.dump(ast.parse(self.source)):
+                self.found.append(mutant)
+
+    def replace(self, node: ast.expr, other: ast.expr) -> None:
+        self.add(node, f"({ast.unparse(other)})")
+
+    def change(self, node: ast.expr, **fields) -> None:
+        self.replace(node, type(node)(**(dict(ast.iter_fields(node)) | fields)))
+
+    def visit(self, node: ast.AST) -> None:
+        if isinstance(node, (ast.Import, ast.ImportFrom, ast.JoinedStr, ast.arg)) or _is_type_alias(node):
+            return
+        outer = self.statement
+        if isinstance(node, ast.stmt):
+            last = node.body[0].lineno - 1 if hasattr(node, "body") else node.end_lineno
+            # a definition's own line runs at import: no test reaches it
+            whole = isinstance(node, (ast.FunctionDef, ast.ClassDef))
+            self.statement = () if whole else tuple(range(node.lineno, max(last, node.lineno) + 1))
+        super().visit(node)
+        self.statement = outer
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        for part in (*node.args.defaults, *filter(None, node.args.kw_defaults), *node.body):
+            self.visit(part)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        for part in node.body:
+            self.visit(part)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.visit(node.value)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        names = {part.id for target in node.targets for part in ast.walk(target) if isinstance(part, ast.Name)}
+        if names == {"__all__"}:
+            return
+        if names & {part.id for part in ast.walk(node.value) if isinstance(part, ast.Name)}:
+            self.add(node, "pass")  # the name had a value before
+        self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self.add(node, "pass")
+        if type(node.op) in OPERATORS:
+            operator = ast.AugAssign(node.target, OPERATORS[type(node.op)](), node.value)
+            self.add(node, ast.unparse(operator))
+        self.generic_visit(node)
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        if not isinstance(node.value, ast.Constant):  # a docstring
+            self.add(node, "pass")
+            self.generic_visit(node)
+
+    def visit_Raise(self, node: ast.Raise) -> None:
+        self.add(node, "pass")
+
+    def visit_Assert(self, node: ast.Assert) -> None:
+        """For the type checker."""
+
+    def visit_Break(self, node: ast.Break) -> None:
+        self.add(node, "pass")
+
+    visit_Continue = visit_Break
+
+    def forced(self, test: ast.expr) -> None:
+        for value in (True, False):
+            self.replace(test, ast.Constant(value))
+
+    def visit_If(self, node: ast.If | ast.IfExp) -> None:
+        self.forced(node.test)
+        self.generic_visit(node)
+
+    visit_IfExp = visit_If
+
+    def visit_While(self, node: ast.While) -> None:
+        self.replace(node.test, ast.Constant(False))
+        self.generic_visit(node)
+
+    def visit_comprehension(self, node: ast.comprehension) -> None:
+        for test in node.ifs:
+            self.forced(test)
+        self.generic_visit(node)
+
+    def visit_Return(self, node: ast.Return) -> None:
+        if node.value is not None and not _is_none(node.value):
+            self.replace(node.value, ast.Constant(None))
+        self.generic_visit(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        for place, operator in enumerate(node.ops):
+            for other in COMPARISONS[type(operator)]:
+                self.change(node, ops=[*node.ops[:place], other(), *node.ops[place + 1 :]])
+        self.generic_visit(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        if type(node.op) in OPERATORS:
+            self.change(node, op=OPERATORS[type(node.op)]())
+        if isinstance(node.op, SWAPPED):
+            self.change(node, left=node.right, right=node.left)
+        self.generic_visit(node)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        self.change(node, op=ast.Or() if isinstance(node.op, ast.And) else ast.And())
+        for place in range(len(node.values)):
+            self.change(node, values=[*node.values[:place], *node.values[place + 1 :]])
+        self.generic_visit(node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
+        self.replace(node, node.operand)
+        self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, bool):
+            self.add(node, str(not node.value))
+        elif isinstance(node.value, int):
+            self.add(node, str(node.value + 1))
+            self.replace(node, ast.Constant(node.value - 1))
+        elif isinstance(node.value, float):
+            self.add(node, str(node.value * 2 or 1.0))
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name = _called(node)
+        if name in RENAMED and isinstance(node.func, ast.Attribute):
+            self.change(node, func=ast.Attribute(node.func.value, RENAMED[name]))
+        elif name in RENAMED:
+            self.change(node, func=ast.Name(RENAMED[name]))
+        if name in AROUND:
+            method = isinstance(node.func, ast.Attribute) and name in ("astype", "clip") and len(node.args) < 2
+            self.replace(node, node.func.value if method else node.args[0])
+        first = 1 if name == "where" else 0  # where(c, b, a) is the likely slip
+        if len(node.args) > first + 1 and not any(isinstance(part, ast.Starred) for part in node.args):
+            swapped = [*node.args[:first], node.args[first + 1], node.args[first], *node.args[first + 2 :]]
+            self.change(node, args=swapped)
+        for keyword in node.keywords:
+            self.add(keyword, "", more=r"(,\s*)?")
+        self.generic_visit(node)
+
+
+def _called(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
+def _is_type_alias(node: ast.AST) -> bool:
+    """`A = B | C`, `A = Literal[...]`: no value that a test could see."""
+    if not isinstance(node, ast.Assign) or not isinstance(node.value, (ast.BinOp, ast.Subscript)):
+        return False
+    return all(isinstance(part, (ast.Name, ast.Load, ast.BinOp, ast.BitOr, ast.Subscript, ast.Tuple, ast.Constant))
+               for part in ast.walk(node.value)) and node.col_offset == 0  # fmt: skip
+
+
+def targets() -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for glob in TARGETS for path in (ROOT / PACKAGE).glob(glob))
+
+
+def draw(count: int, seed: int, file: str | None, line: int | None) -> list[Mutant]:
+    """Random lines without repetition, and one random mutant of each; `count=0`: every mutant of every line."""
+    files = [name for name in targets() if file is None or name.endswith(file)]
+    if not files:
+        sys.exit(f"--file {file} is none of {', '.join(targets())}.")
+    mutants = [mutant for name in files for mutant in Finder(name, (ROOT / name).read_bytes()).found]
+    mutants = [mutant for mutant in mutants if line is None or mutant.line == line]
+    if count == 0:
+        return mutants
+    by_line = collections.defaultdict(list)
+    for mutant in mutants:
+        by_line[mutant.file, mutant.line].append(mutant)
+    generator, lines = random.Random(seed), list(by_line.values())
+    generator.shuffle(lines)
+    return [generator.choice(line) for line in lines[:count]]
+
+
+class Tracer:
+    """A pytest plugin that notes which lines of the package each test runs, its fixtures included."""
+
+    def __init__(self):
+        self.tests, self.failed, self.test = {}, [], ""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        self.test, begin = item.nodeid, time.perf_counter()
+        self.tests[self.test] = dict(lines=collections.defaultdict(set))
+        sys.settrace(self.enter)
+        threading.settrace(self.enter)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            threading.settrace(None)
+            self.tests[self.test]["seconds"] = time.perf_counter() - begin
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.failed.append(report.nodeid)
+
+    def enter(self, frame, event, argument):
+        name = frame.f_code.co_filename
+        if f"/{PACKAGE}/" not in name:
+            return None
+        lines = self.tests[self.test]["lines"][name[name.rindex(f"/{PACKAGE}/") + 1 :]]
+
+        def step(frame, event, argument):
+            lines.add(frame.f_lineno)
+            return step
+
+        return step(frame, event, argument)
+
+    def write(self, path: str) -> None:
+        found = dict(tests=self.tests, failed=sorted(set(self.failed)))
+        Path(path).write_text(json.dumps(found, default=sorted))
+
+
+class Order:
+    """A pytest plugin that runs the likeliest tests first, file by file, and leaves out those that fail anyway."""
+
+    def __init__(self, ranks: dict[str, int], files: list[str], failed: list[str]):
+        self.ranks, self.files, self.failed = ranks, files, failed
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        items[:] = [item for item in items if item.nodeid not in self.failed]
+        items.sort(key=lambda item: (self.files.index(item.nodeid.split("::")[0]), self.ranks.get(item.nodeid, 10**6)))
+
+
+class Map:
+    """Which tests reach which lines, and how long they take; kept from run to run."""
+
+    def __init__(self, fast: bool):
+        self.fast = fast
+        self.path = ROOT / ".pytest_cache" / f"mutants-{'fast' if fast else 'all'}.json"
+        self.files = json.loads(self.path.read_text()) if self.path.exists() else {}
+
+    def renew(self, everything: bool, workers: int) -> None:
+        present = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
+        self.files = {} if everything else {file: self.files[file] for file in present if file in self.files}
+        stale = [file for file in present if not self.holds(file)]
+        if not stale:
+            return
+        print(f"Tracing {len(stale)} of {len(present)} files of tests …", flush=True)
+        self.path.parent.mkdir(exist_ok=True)
+        with copies(workers) as roots:
+            for file, traced in zip(stale, each(stale, roots, self.trace), strict=True):
+                self.files[file] = traced
+                self.path.write_text(json.dumps(self.files))
+
+    def holds(self, file: str) -> bool:
+        traced = self.files.get(file)
+        return traced is not None and traced["digest"] == self.digest(file, traced["tests"], ROOT)
+
+    def trace(self, file: str, root: Path) -> dict:
+        out = root / "trace.json"
+        run_pytest(root, dict(trace=str(out), files=[file], fast=self.fast), None)
+        traced = json.loads(out.read_text())
+        return traced | dict(digest=self.digest(file, traced["tests"], root))
+
+    def digest(self, file: str, tests: dict, root: Path) -> str:
+        """Of the tests and of all sources that they reached."""
+        reached = {source for test in tests.values() for source in test["lines"]}
+        paths = [path for name in sorted({file, *reached}) if (path := root / name).exists()]
+        return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+
+    def reaching(self, mutant: Mutant) -> tuple[list[str], dict[str, int]]:
+        """The files of tests that reach a mutant, the likeliest first, and the rank of each test in them.
+
+        First the file that mirrors the module; then the quickest. In a file first the tests that reach the line.
+        """
+        ranks, cost = {}, {}
+        for lines in (set(mutant.lines), None):  # a line that runs at import: all tests of its file
+            for file, traced in self.files.items():
+                hit = [name for name, test in traced["tests"].items() if self._hits(test, mutant.file, lines)]
+                if hit:
+                    cost[file] = sum(test["seconds"] for test in traced["tests"].values())
+                    ranks |= {name: place for place, name in enumerate(sorted(hit, key=self._seconds(traced)))}
+            if cost:
+                break
+        source = Path(mutant.file).relative_to(PACKAGE)
+        mirror = str("tests" / source.with_name(f"test_{source.name}"))
+        return sorted(cost, key=lambda file: (file != mirror, cost[file])), ranks
+
+    @staticmethod
+    def _hits(test: dict, file: str, lines: set[int] | None) -> bool:
+        found = test["lines"].get(file, [])
+        return bool(found if lines is None else lines.intersection(found))
+
+    @staticmethod
+    def _seconds(traced: dict):
+        return lambda name: traced["tests"][name]["seconds"]
+
+    def seconds(self, files: list[str]) -> float:
+        return sum(test["seconds"] for file in files for test in self.files[file]["tests"].values())
+
+    def failed(self) -> list[str]:
+        return [name for traced in self.files.values() for name in traced["failed"]]
+
+
+def run_pytest(root: Path, job: dict, timeout: float | None) -> tuple[int, str]:
+    """pytest in a new process with one of the plugins: its exit code and what it printed."""
+    environment = os.environ | {
+        "PYTHONPATH": str(root),
+        "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "xla")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    command = [sys.executable, str(root / "tests" / "mutants.py"), "--job", json.dumps(job)]
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command, cwd=root, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            process.wait()
+            code = -9
+        output.seek(0)
+        return code, output.read()
+
+
+def do_job(job: dict) -> int:
+    """What the new process does."""
+    options = ["-m", "not slow" if job["fast"] else "slow or not slow", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    if "trace" in job:
+        tracer = Tracer()
+        code = pytest.main([*options, *job["files"]], plugins=[tracer])
+        tracer.write(job["trace"])
+        return code
+    order = Order(job["ranks"], job["files"], job["failed"])
+    return pytest.main([*options, "-x", "--tb=line", *job["files"]], plugins=[order])
+
+
+@contextlib.contextmanager
+def copies(count: int) -> Iterator[list[Path]]:
+    """Copies of the tracked and new files of the repository."""
+    listed = subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True).splitlines()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as directory:
+        roots = [Path(directory) / str(index) for index in range(count)]
+        for root, file in itertools.product(roots, listed):
+            if (ROOT / file).is_file():
+                (root / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / file, root / file)
+        yield roots
+
+
+def each(items: list, roots: list[Path], task: Callable) -> Iterator:
+    """`task(item, root)` of every item in their order, as many at a time as there are roots, each in one of its own."""
+    free = collections.deque(roots)
+
+    def one(item):
+        root = free.popleft()
+        try:
+            return task(item, root)
+        finally:
+            free.append(root)
+
+    with concurrent.futures.ThreadPoolExecutor(len(roots)) as pool:
+        yield from pool.map(one, items)
+
+
+def write(path: Path, source: bytes, clock: Iterator[int]) -> None:
+    """With a time of its own: bytecode of another mutant of the same size must not pass for this one's."""
+    path.write_bytes(source)
+    stamp = next(clock)
+    os.utime(path, (stamp, stamp))
+
+
+def judge(mutant: Mutant, root: Path, tests: Map, clock: Iterator[int], limit: float) -> str:
+    """`"caught by …"`, or `"survived …"`."""
+    files, ranks = tests.reaching(mutant)
+    if not files:
+        return "survived: no test reaches it"
+    kept = [file for place, file in enumerate(files) if place == 0 or tests.seconds(files[: place + 1]) <= limit]
+    source = (ROOT / mutant.file).read_bytes()
+    write(root / mutant.file, mutant.apply(source), clock)
+    try:
+        # the likeliest file alone: most mutants end there, and collecting all files takes its time
+        for part in filter(None, (kept[:1], kept[1:])):
+            job = dict(files=part, ranks=ranks, failed=tests.failed(), fast=tests.fast)
+            code, output = run_pytest(root, job, 120 + 6 * tests.seconds(part))
+            if code == -9:
+                return "caught by a timeout"
+            if code not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+                failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+                return f"caught by {failed[0] if failed else 'a crash: ' + output.strip()[-200:]}"
+    finally:
+        write(root / mutant.file, source, clock)
+    left = "" if kept == files else f" ({len(files) - len(kept)} more files reach it; see --limit)"
+    return f"survived {len(kept)} files of tests{left}"
+
+
+def changed(mutant: Mutant) -> str:
+    """The lines before and after."""
+    before = (ROOT / mutant.file).read_bytes()
+    after = mutant.apply(before).decode().splitlines()
+    before = before.decode().splitlines()
+    first = next(i for i, pair in enumerate(itertools.zip_longest(before, after)) if pair[0] != pair[1])
+    tail = next(i for i, pair in enumerate(zip(reversed(before), reversed(after), strict=False)) if pair[0] != pair[1])
+    old, new = before[first : len(before) - tail], after[first : len(after) - tail]
+    return "\n".join([*(f"    - {line.strip()}" for line in old), *(f"    + {line.strip()}" for line in new)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=80, help="how many; 0 for all")
+    parser.add_argument("--seed", type=int, help="of the draw; a new one by default")
+    parser.add_argument("--file", help="only in this file, such as layers/rope.py")
+    parser.add_argument("--line", type=int, help="only in this line of it")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--fast", action="store_true", help="only the tests of `make test`")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds of tests per mutant")
+    parser.add_argument("--map", action="store_true", help="find again which tests reach which lines, and stop")
+    parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.job:
+        sys.exit(do_job(options.job))
+    tests = Map(options.fast)
+    tests.renew(options.map, options.workers)
+    if tests.failed():
+        print("These tests fail without any mutant and are left out:", *tests.failed(), sep="\n  ")
+    if options.map:
+        return
+    seed = random.randrange(10**6) if options.seed is None else options.seed
+    mutants = draw(options.count, seed, options.file, options.line)
+    print(f"{len(mutants)} mutants, --count {options.count} --seed {seed}", flush=True)
+    clock, survivors = itertools.count(int(time.time()) - 10**6), []
+    with copies(options.workers) as roots:
+        verdicts = each(mutants, roots, lambda mutant, root: judge(mutant, root, tests, clock, options.limit))
+        for number, (mutant, verdict) in enumerate(zip(mutants, verdicts, strict=True), 1):
+            print(f"{number}. {mutant.file}:{mutant.line} {verdict}\n{changed(mutant)}", flush=True)
+            if verdict.startswith("survived"):
+                survivors.append(mutant)
+    print("\nSurvivors:")
+    for mutant in survivors:
+        print(f"{mutant.file}:{mutant.line}\n{changed(mutant)}")
+    print(f"{len(mutants) - len(survivors)} caught / {len(survivors)} survived / {len(mutants)} drawn (seed {seed})")
+
+
+if __name__ == "__main__":
+    main()
