@@ -119,7 +119,7 @@ def test_offloaded_names_go_to_the_host_and_come_back():
     def moved(remat, to: str) -> list[str]:
         leaves, tree = jax.tree.flatten(filled(rich_decoder(2), remat=remat, scan=False, attention="chunked"))
         loss = lambda leaves: jnp.mean(jax.tree.unflatten(tree, leaves)(tokens, segment_ids=segments).logits)  # noqa: E731
-        put = re.compile(rf"f32(?:<host>)?(\S+) = device_put\[\s+devices=\(MemorySpace\.{to},\)")
+        put = re.compile(rf"f32(?:<host>)?(\[\S+) = device_put\[[^]]*devices=\(MemorySpace\.{to},\)")
         return sorted(put.findall(str(jax.make_jaxpr(jax.grad(loss))(leaves))))
 
     for remat, shapes in (
