@@ -6,7 +6,8 @@
 Mutants are made from the syntax tree and written into copies of the repository, never into the repository itself.
 Which tests reach a line is found once, by running each file of tests in a process of its own under a tracer. JAX traces
 a function once and reuses the compiled program, so a line belongs to the whole file of tests that traced it. The map is
-kept in `.pytest_cache/` and renewed for each file of tests that changed or that reaches a changed source.
+kept in `.pytest_cache/` and renewed for each file of tests that changed. In sources that changed since, a mutant counts
+as reached by all tests that reach its file; `--map` makes the whole map anew.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
@@ -318,6 +320,11 @@ class Order:
         items.sort(key=lambda item: (self.files.index(item.nodeid.split("::")[0]), self.ranks.get(item.nodeid, 10**6)))
 
 
+@functools.cache
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 class Map:
     """Which tests reach which lines, and how long they take; kept from run to run."""
 
@@ -329,7 +336,7 @@ class Map:
     def renew(self, everything: bool, workers: int) -> None:
         present = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py"))
         self.files = {} if everything else {file: self.files[file] for file in present if file in self.files}
-        stale = [file for file in present if not self.holds(file)]
+        stale = [file for file in present if file not in self.files or not self.knows(file, file)]
         if not stale:
             return
         print(f"Tracing {len(stale)} of {len(present)} files of tests …", flush=True)
@@ -339,21 +346,16 @@ class Map:
                 self.files[file] = traced
                 self.path.write_text(json.dumps(self.files))
 
-    def holds(self, file: str) -> bool:
-        traced = self.files.get(file)
-        return traced is not None and traced["digest"] == self.digest(file, traced["tests"], ROOT)
+    def knows(self, tests: str, file: str) -> bool:
+        """Whether a file is still what it was when these tests were traced."""
+        return self.files[tests]["digests"].get(file) == digest(ROOT / file)
 
     def trace(self, file: str, root: Path) -> dict:
         out = root / "trace.json"
         run_pytest(root, dict(trace=str(out), files=[file], fast=self.fast), None)
         traced = json.loads(out.read_text())
-        return traced | dict(digest=self.digest(file, traced["tests"], root))
-
-    def digest(self, file: str, tests: dict, root: Path) -> str:
-        """Of the tests and of all sources that they reached."""
-        reached = {source for test in tests.values() for source in test["lines"]}
-        paths = [path for name in sorted({file, *reached}) if (path := root / name).exists()]
-        return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+        reached = {file} | {source for test in traced["tests"].values() for source in test["lines"]}
+        return traced | dict(digests={name: digest(root / name) for name in reached})
 
     def reaching(self, mutant: Mutant) -> tuple[list[str], dict[str, int]]:
         """The files of tests that reach a mutant, the likeliest first, and the rank of each test in them.
@@ -363,7 +365,8 @@ class Map:
         ranks, cost = {}, {}
         for lines in (set(mutant.lines), None):  # a line that runs at import: all tests of its file
             for file, traced in self.files.items():
-                hit = [name for name, test in traced["tests"].items() if self._hits(test, mutant.file, lines)]
+                wanted = lines if self.knows(file, mutant.file) else None
+                hit = [name for name, test in traced["tests"].items() if self._hits(test, mutant.file, wanted)]
                 if hit:
                     cost[file] = sum(test["seconds"] for test in traced["tests"].values())
                     ranks |= {name: place for place, name in enumerate(sorted(hit, key=self._seconds(traced)))}
