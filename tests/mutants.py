@@ -37,6 +37,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "eqx_decoders"
+TIMEOUT = -1
 TARGETS = [
     "layers/*.py", "block.py", "stack.py", "decoder.py", "training/step.py", "training/loss.py",
     "training/cross_entropy.py", "training/optimizer.py", "io/checkpoint.py", "inference/*.py",
@@ -91,10 +92,7 @@ class Finder(ast.NodeVisitor):
         begin = self.starts[node.lineno - 1] + node.col_offset
         end = self.starts[node.end_lineno - 1] + node.end_col_offset
         end += re.match(more.encode(), self.source[end:]).end()
-        mutant = Mutant(self.file, node.lineno, begin, end, text, self.statement or (node.lineno,))
-        with contextlib.suppress(SyntaxError):
-            if ast.dump(ast.parse(mutant.apply(self.source))) != ast.dump(ast.parse(self.source)):
-                self.found.append(mutant)
+        self.found.append(Mutant(self.file, node.lineno, begin, end, text, self.statement or (node.lineno,)))
 
     def replace(self, node: ast.expr, other: ast.expr) -> None:
         self.add(node, f"({ast.unparse(other)})")
@@ -309,15 +307,16 @@ class Tracer:
 
 
 class Order:
-    """A pytest plugin that runs the likeliest tests first, file by file, and leaves out those that fail anyway."""
+    """A pytest plugin that runs these tests in this order."""
 
-    def __init__(self, ranks: dict[str, int], files: list[str], failed: list[str]):
-        self.ranks, self.files, self.failed = ranks, files, failed
+    def __init__(self, tests: list[str]):
+        self.place = {name: place for place, name in enumerate(tests)}
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items):
-        items[:] = [item for item in items if item.nodeid not in self.failed]
-        items.sort(key=lambda item: (self.files.index(item.nodeid.split("::")[0]), self.ranks.get(item.nodeid, 10**6)))
+        items[:] = sorted(
+            (item for item in items if item.nodeid in self.place), key=lambda item: self.place[item.nodeid]
+        )
 
 
 @functools.cache
@@ -352,41 +351,39 @@ class Map:
 
     def trace(self, file: str, root: Path) -> dict:
         out = root / "trace.json"
-        run_pytest(root, dict(trace=str(out), files=[file], fast=self.fast), None)
+        run_pytest(root, dict(trace=str(out), file=file, fast=self.fast), None)
         traced = json.loads(out.read_text())
         reached = {file} | {source for test in traced["tests"].values() for source in test["lines"]}
         return traced | dict(digests={name: digest(root / name) for name in reached})
 
-    def reaching(self, mutant: Mutant) -> tuple[list[str], dict[str, int]]:
-        """The files of tests that reach a mutant, the likeliest first, and the rank of each test in them.
+    def reaching(self, mutant: Mutant) -> list[str]:
+        """The tests that a mutant may fail, the likeliest first: those that reach the line, then their files' others.
 
-        First the file that mirrors the module; then the quickest. In a file first the tests that reach the line.
+        In both parts the file that mirrors the module comes first, and then the quickest.
         """
-        ranks, cost = {}, {}
-        for lines in (set(mutant.lines), None):  # a line that runs at import: all tests of its file
-            for file, traced in self.files.items():
-                wanted = lines if self.knows(file, mutant.file) else None
-                hit = [name for name, test in traced["tests"].items() if self._hits(test, mutant.file, wanted)]
-                if hit:
-                    cost[file] = sum(test["seconds"] for test in traced["tests"].values())
-                    ranks |= {name: place for place, name in enumerate(sorted(hit, key=self._seconds(traced)))}
-            if cost:
-                break
         source = Path(mutant.file).relative_to(PACKAGE)
         mirror = str("tests" / source.with_name(f"test_{source.name}"))
-        return sorted(cost, key=lambda file: (file != mirror, cost[file])), ranks
+        hits = self._hits(mutant.file, set(mutant.lines)) or self._hits(mutant.file, None)
+        others = {file: [name for name in self.files[file]["tests"] if name not in hits[file]] for file in hits}
+        ordered = []
+        for part in (hits, others):
+            for file in sorted(part, key=lambda file: (file != mirror, self.seconds(part[file]))):
+                ordered += sorted(part[file], key=lambda name: self.seconds([name]))
+        failed = set(self.failed())
+        return [name for name in ordered if name not in failed]
 
-    @staticmethod
-    def _hits(test: dict, file: str, lines: set[int] | None) -> bool:
-        found = test["lines"].get(file, [])
-        return bool(found if lines is None else lines.intersection(found))
+    def _hits(self, source: str, lines: set[int] | None) -> dict[str, list[str]]:
+        """The tests of each file that reach one of these lines; or any line, for lines that run at import."""
+        found = {}
+        for file, traced in self.files.items():
+            wanted = lines if self.knows(file, source) else None
+            reached = {name: test["lines"].get(source, []) for name, test in traced["tests"].items()}
+            names = [name for name in reached if (wanted.intersection(reached[name]) if wanted else reached[name])]
+            found |= {file: names} if names else {}
+        return found
 
-    @staticmethod
-    def _seconds(traced: dict):
-        return lambda name: traced["tests"][name]["seconds"]
-
-    def seconds(self, files: list[str]) -> float:
-        return sum(test["seconds"] for file in files for test in self.files[file]["tests"].values())
+    def seconds(self, names: list[str]) -> float:
+        return sum(self.files[name.split("::")[0]]["tests"][name]["seconds"] for name in names)
 
     def failed(self) -> list[str]:
         return [name for traced in self.files.values() for name in traced["failed"]]
@@ -400,31 +397,27 @@ def run_pytest(root: Path, job: dict, timeout: float | None) -> tuple[int, str]:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    command = [sys.executable, str(root / "tests" / "mutants.py"), "--job", json.dumps(job)]
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            command, cwd=root, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            code = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            process.wait()
-            code = -9
-        output.seek(0)
-        return code, output.read()
+    path = root / "job.json"
+    path.write_text(json.dumps(job))
+    command = [sys.executable, str(root / "tests" / "mutants.py"), "--job", str(path)]
+    try:
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return TIMEOUT, ""
+    return done.returncode, done.stdout + done.stderr
 
 
-def do_job(job: dict) -> int:
+def do_job(path: str) -> int:
     """What the new process does."""
+    job = json.loads(Path(path).read_text())
     options = ["-m", "not slow" if job["fast"] else "slow or not slow", "-p", "no:xdist", "-p", "no:cacheprovider"]
     if "trace" in job:
         tracer = Tracer()
-        code = pytest.main([*options, *job["files"]], plugins=[tracer])
+        code = pytest.main([*options, job["file"]], plugins=[tracer])
         tracer.write(job["trace"])
         return code
-    order = Order(job["ranks"], job["files"], job["failed"])
-    return pytest.main([*options, "-x", "--tb=line", *job["files"]], plugins=[order])
+    files = sorted({name.split("::")[0] for name in job["tests"]})
+    return pytest.main([*options, "-x", "--tb=line", *files], plugins=[Order(job["tests"])])
 
 
 @contextlib.contextmanager
@@ -464,26 +457,27 @@ def write(path: Path, source: bytes, clock: Iterator[int]) -> None:
 
 def judge(mutant: Mutant, root: Path, tests: Map, clock: Iterator[int], limit: float) -> str:
     """`"caught by …"`, or `"survived …"`."""
-    files, ranks = tests.reaching(mutant)
-    if not files:
+    names = tests.reaching(mutant)
+    if not names:
         return "survived: no test reaches it"
-    kept = [file for place, file in enumerate(files) if place == 0 or tests.seconds(files[: place + 1]) <= limit]
+    spent = itertools.accumulate(tests.seconds([name]) for name in names)
+    kept = [name for name, seconds in zip(names, spent, strict=True) if name == names[0] or seconds <= limit]
+    first = [name for name in kept if name.split("::")[0] == kept[0].split("::")[0]]
     source = (ROOT / mutant.file).read_bytes()
     write(root / mutant.file, mutant.apply(source), clock)
     try:
         # the likeliest file alone: most mutants end there, and collecting all files takes its time
-        for part in filter(None, (kept[:1], kept[1:])):
-            job = dict(files=part, ranks=ranks, failed=tests.failed(), fast=tests.fast)
-            code, output = run_pytest(root, job, 120 + 6 * tests.seconds(part))
-            if code == -9:
+        for part in filter(None, (first, [name for name in kept if name not in first])):
+            code, output = run_pytest(root, dict(tests=part, fast=tests.fast), 120 + 6 * tests.seconds(part))
+            if code == TIMEOUT:
                 return "caught by a timeout"
-            if code not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
+            if code != 0:
                 failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
                 return f"caught by {failed[0] if failed else 'a crash: ' + output.strip()[-200:]}"
     finally:
         write(root / mutant.file, source, clock)
-    left = "" if kept == files else f" ({len(files) - len(kept)} more files reach it; see --limit)"
-    return f"survived {len(kept)} files of tests{left}"
+    left = "" if len(kept) == len(names) else f" ({len(names) - len(kept)} more are beyond --limit)"
+    return f"survived {len(kept)} tests{left}"
 
 
 def changed(mutant: Mutant) -> str:
@@ -507,7 +501,7 @@ def main() -> None:
     parser.add_argument("--fast", action="store_true", help="only the tests of `make test`")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds of tests per mutant")
     parser.add_argument("--map", action="store_true", help="find again which tests reach which lines, and stop")
-    parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.job:
         sys.exit(do_job(options.job))
