@@ -8,7 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import eqx_decoders as ed
 from eqx_decoders.layers.attention import AttentionConfig, QKNorm, QueryTemperature
+from eqx_decoders.layers.cache import Past
+from eqx_decoders.layers.kernel import attend
 from eqx_decoders.layers.mask import Bidirectional, Chunked, SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
@@ -71,6 +74,22 @@ def test_queries_grow_with_their_positions():
         half = QueryTemperature(scale=0.5, length=2)(jnp.ones((2, 7, 1, 1), jnp.bfloat16), jnp.asarray(POSITIONS))
     assert half.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(half, np.float32)[..., 0, 0], factors, rtol=2**-8)
+
+
+def test_the_kernel_knows_how_it_is_to_run(monkeypatch):
+    """Which kernel, on which platform, and that a call's own keys are its queries' tokens: these change no value."""
+    told = []
+
+    def recording(*arrays, **options):
+        told.append(tuple(options.get(name) for name in ("kernel", "platform", "aligned", "mask")))
+        return attend(*arrays, **options)
+
+    monkeypatch.setattr("eqx_decoders.layers.attention.attend", recording)
+    monkeypatch.setattr(ed.Layout, "platform", property(lambda self: "tpu"))
+    layer = drawn(lambda key: attention(mask=SlidingWindow(3)).build(6, key=key))
+    past = Past(jnp.ones((2, 2, 3, 4)), jnp.ones((2, 2, 3, 4)), positions=jnp.zeros((2, 3), jnp.int32))
+    eqx.filter_eval_shape(layer, jnp.ones((2, 7, 6)), context(POSITIONS, attention="chunked"), past)
+    assert told == [("chunked", "tpu", aligned, SlidingWindow(3)) for aligned in (True, None)]
 
 
 def test_fused_attention_equals_unfused():
