@@ -121,7 +121,8 @@ class Finder(ast.NodeVisitor):
             self.visit(part)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if node.value is not None:
+        # what `field(static=True)` says is for those who trace the class: no value
+        if node.value is not None and not (isinstance(node.value, ast.Call) and _called(node.value) == "field"):
             self.visit(node.value)
 
     def visit_Assign(self, node: ast.Assign) -> None:
