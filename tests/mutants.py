@@ -92,7 +92,7 @@ class Finder(ast.NodeVisitor):
         begin = self.starts[node.lineno - 1] + node.col_offset
         end = self.starts[node.end_lineno - 1] + node.end_col_offset
         end += re.match(more.encode(), self.source[end:]).end()
-        self.found.append(Mutant(self.file, node.lineno, begin, end, text, self.statement or (node.lineno,)))
+        self.found.append(Mutant(self.file, node.lineno, begin, end, text, self.statement))
 
     def replace(self, node: ast.expr, other: ast.expr) -> None:
         self.add(node, f"({ast.unparse(other)})")
@@ -105,10 +105,9 @@ class Finder(ast.NodeVisitor):
             return
         outer = self.statement
         if isinstance(node, ast.stmt):
+            first = min([node.lineno, *(part.lineno for part in getattr(node, "decorator_list", []))])
             last = node.body[0].lineno - 1 if hasattr(node, "body") else node.end_lineno
-            # a definition's own line runs at import: no test reaches it
-            whole = isinstance(node, (ast.FunctionDef, ast.ClassDef))
-            self.statement = () if whole else tuple(range(node.lineno, max(last, node.lineno) + 1))
+            self.statement = tuple(range(first, max(last, node.lineno) + 1))
         super().visit(node)
         self.statement = outer
 
@@ -268,15 +267,25 @@ def draw(count: int, seed: int, file: str | None, line: int | None) -> list[Muta
 
 
 class Tracer:
-    """A pytest plugin that notes which lines of the package each test runs, its fixtures included."""
+    """A pytest plugin that notes which lines of the package run at import, and in each test with its fixtures."""
 
     def __init__(self):
-        self.tests, self.failed, self.test = {}, [], ""
+        self.tests, self.imported, self.failed = {}, collections.defaultdict(set), []
+        self.lines = self.imported
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection(self):
+        return (yield from self.traced())
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
-        self.test, begin = item.nodeid, time.perf_counter()
-        self.tests[self.test] = dict(lines=collections.defaultdict(set))
+        self.lines, begin = collections.defaultdict(set), time.perf_counter()
+        try:
+            return (yield from self.traced())
+        finally:
+            self.tests[item.nodeid] = dict(lines=self.lines, seconds=time.perf_counter() - begin)
+
+    def traced(self):
         sys.settrace(self.enter)
         threading.settrace(self.enter)
         try:
@@ -284,7 +293,6 @@ class Tracer:
         finally:
             sys.settrace(None)
             threading.settrace(None)
-            self.tests[self.test]["seconds"] = time.perf_counter() - begin
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
@@ -294,7 +302,7 @@ class Tracer:
         name = frame.f_code.co_filename
         if f"/{PACKAGE}/" not in name:
             return None
-        lines = self.tests[self.test]["lines"][name[name.rindex(f"/{PACKAGE}/") + 1 :]]
+        lines = self.lines[name[name.rindex(f"/{PACKAGE}/") + 1 :]]
 
         def step(frame, event, argument):
             lines.add(frame.f_lineno)
@@ -303,7 +311,7 @@ class Tracer:
         return step(frame, event, argument)
 
     def write(self, path: str) -> None:
-        found = dict(tests=self.tests, failed=sorted(set(self.failed)))
+        found = dict(tests=self.tests, imported=self.imported, failed=sorted(set(self.failed)))
         Path(path).write_text(json.dumps(found, default=sorted))
 
 
@@ -358,36 +366,34 @@ class Map:
         return traced | dict(digests={name: digest(root / name) for name in reached})
 
     def reaching(self, mutant: Mutant) -> list[str]:
-        """The tests that a mutant may fail, the likeliest first: those that reach the line, then their files' others.
+        """The tests that a mutant may fail: first those that run the line, then the others of the files that do.
 
         In both parts the file that mirrors the module comes first, and then the quickest.
         """
         source = Path(mutant.file).relative_to(PACKAGE)
         mirror = str("tests" / source.with_name(f"test_{source.name}"))
-        hits = self._hits(mutant.file, set(mutant.lines)) or self._hits(mutant.file, None)
-        others = {file: [name for name in self.files[file]["tests"] if name not in hits[file]] for file in hits}
+        hits, others, failed = {}, {}, set(self.failed())
+        for file, traced in self.files.items():
+            lines = set(mutant.lines) if self.knows(file, mutant.file) else None
+            runs = [name for name, test in traced["tests"].items() if _meet(test["lines"], mutant.file, lines)]
+            if runs or _meet(traced["imported"], mutant.file, lines):
+                hits[file], others[file] = runs, [name for name in traced["tests"] if name not in runs]
         ordered = []
         for part in (hits, others):
             for file in sorted(part, key=lambda file: (file != mirror, self.seconds(part[file]))):
                 ordered += sorted(part[file], key=lambda name: self.seconds([name]))
-        failed = set(self.failed())
         return [name for name in ordered if name not in failed]
-
-    def _hits(self, source: str, lines: set[int] | None) -> dict[str, list[str]]:
-        """The tests of each file that reach one of these lines; or any line, for lines that run at import."""
-        found = {}
-        for file, traced in self.files.items():
-            wanted = lines if self.knows(file, source) else None
-            reached = {name: test["lines"].get(source, []) for name, test in traced["tests"].items()}
-            names = [name for name in reached if (wanted.intersection(reached[name]) if wanted else reached[name])]
-            found |= {file: names} if names else {}
-        return found
 
     def seconds(self, names: list[str]) -> float:
         return sum(self.files[name.split("::")[0]]["tests"][name]["seconds"] for name in names)
 
     def failed(self) -> list[str]:
         return [name for traced in self.files.values() for name in traced["failed"]]
+
+
+def _meet(reached: dict[str, list[int]], source: str, lines: set[int] | None) -> bool:
+    """Whether any of these lines is reached; None: any line of the source."""
+    return source in reached and (lines is None or not lines.isdisjoint(reached[source]))
 
 
 def run_pytest(root: Path, job: dict, timeout: float | None) -> tuple[int, str]:
