@@ -12,7 +12,7 @@ OPTIMIZER ?= --optimizer.name muon --optimizer.learning-rate 3e-3 --optimizer.we
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow lint typecheck bench clean
+.PHONY: help install train test test-slow mutants lint typecheck bench clean
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
@@ -38,6 +38,9 @@ test: $(STAMP)  ## all fast tests, on eight CPU devices
 
 test-slow: $(AOT)  ## the slow tests: many kills, long examples, compilation for TPU topologies
 	$(CPU) $(BIN)/python -m pytest -m slow -n 2 --dist worksteal $(ARGS)
+
+mutants: $(STAMP)  ## break one line at a time and see whether a fast test fails; ARGS='--count 80 --seed 1'
+	$(CPU) $(BIN)/python tests/mutants.py --fast $(ARGS)
 
 lint: $(STAMP)  ## ruff: style and format
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

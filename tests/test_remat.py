@@ -1,6 +1,7 @@
 """Every legal name is really saved somewhere, and policies save what they say."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -111,3 +112,23 @@ def test_misspelt_names_are_refused_with_the_nearest(make, words):
         make()
     for word in words:
         assert word in str(caught.value)
+
+
+def test_offloaded_names_go_to_the_host_and_come_back():
+    """In the gradient's program: each block's queries, keys and values, and nothing else; for one name that alone."""
+    tokens, segments = packed(2)
+    query, key, value, fused = "[2,13,4,8]", "[2,13,2,8]", "[2,13,2,8]", "[2,13,8,8]"
+
+    def moved(remat, to: str) -> list[str]:
+        leaves, tree = jax.tree.flatten(filled(rich_decoder(2), remat=remat, scan=False, attention="chunked"))
+        loss = lambda leaves: jnp.mean(jax.tree.unflatten(tree, leaves)(tokens, segment_ids=segments).logits)  # noqa: E731
+        put = re.compile(rf"f32(?:<host>)?(\[\S+) = device_put\[[^]]*devices=\(MemorySpace\.{to},\)")
+        return sorted(put.findall(str(jax.make_jaxpr(jax.grad(loss))(leaves))))
+
+    for remat, shapes in (
+        ("qkv_proj_offloaded", [query, key, value] * 2 + [fused]),  # the second block has a fused projection
+        (Remat(offload=("query_proj",)), [query] * 2),
+        (Remat(offload=("qkv_proj",), save=("key_proj", "value_proj")), [fused]),
+        ("save_qkv_proj", []),
+    ):
+        assert moved(remat, "Host") == moved(remat, "Device") == sorted(shapes), remat

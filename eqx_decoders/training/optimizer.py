@@ -17,6 +17,16 @@ Schedule = Callable[[Any], Any]
 _OPTIMIZERS = ("adamw", "adafactor", "lion", "muon")
 _SCHEDULES = ("cosine", "wsd", "linear", "constant")
 
+# Settings that not all optimizers or schedules read, and which of them do.
+_READERS = {
+    "beta1": ("adamw", "lion", "muon"),
+    "beta2": ("adamw", "lion", "muon"),
+    "eps": ("adamw",),
+    "momentum": ("muon",),
+    "decay_fraction": ("wsd",),
+    "min_lr_ratio": ("cosine", "wsd", "linear"),
+}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
@@ -33,7 +43,7 @@ class OptimizerConfig:
     decay_fraction: float = 0.2
     """wsd: the share of all steps in which the learning rate falls."""
     min_lr_ratio: float = 0.1
-    """Learning rate at the end, as a share of the peak."""
+    """cosine, wsd, linear: learning rate at the end, as a share of the peak."""
     weight_decay: float = 0.1
     """Decoupled weight decay, times the learning rate."""
     no_decay: tuple[str, ...] = ("*norm*", "*bias*", "*sink", "*scale", "embedding.*", "positions.*")
@@ -41,11 +51,11 @@ class OptimizerConfig:
     trainable: tuple[str, ...] = ("*",)
     """Patterns of weights' paths that are trained; the rest has no optimizer state."""
     beta1: float = 0.9
-    """Decay of the first moment (muon: of AdamW's part)."""
+    """adamw, lion, muon (in AdamW's part): decay of the first moment."""
     beta2: float = 0.95
-    """Decay of the second moment; lion: of the momentum."""
+    """adamw, muon (in AdamW's part): decay of the second moment; lion: of the momentum."""
     eps: float = 1e-8
-    """Added to the root of the second moment."""
+    """adamw: added to the root of the second moment."""
     momentum: float = 0.95
     """muon: decay of the momentum."""
     max_grad_norm: float | None = 1.0
@@ -67,6 +77,13 @@ class OptimizerConfig:
             check(getattr(self, field) < 1, f"OptimizerConfig.{field}={getattr(self, field)} must be below 1.")
         if self.max_grad_norm is not None:
             check_number("OptimizerConfig.max_grad_norm", self.max_grad_norm, above=0)
+        for field in dataclasses.fields(self):
+            value, readers = getattr(self, field.name), _READERS.get(field.name, (self.name,))
+            check(
+                value == field.default or self.name in readers or self.schedule in readers,
+                f"OptimizerConfig.{field.name}={value} is read by {' and '.join(readers)} only, not with "
+                f"name={self.name!r} and schedule={self.schedule!r}. Leave it out, or choose one that reads it.",
+            )
 
 
 def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:

@@ -16,6 +16,7 @@ from eqx_decoders.axes import axes, named_leaves, product_axes, replaced
 from eqx_decoders.describe import describe
 from eqx_decoders.layers.attention import AttentionConfig
 from eqx_decoders.layers.cache import Past
+from eqx_decoders.layers.kernel import attend
 from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.mask import Bidirectional, Chunked, SlidingWindow
 from eqx_decoders.layers.norm import RMSNormConfig
@@ -231,6 +232,22 @@ def test_absorbed_is_expanded(pairs):
     for pair, bar in zip(low_rank_weights(layer).values(), low_rank_weights(got_bar[0]).values(), strict=True):
         assert np.any(pair.base) and not np.any(bar.base)
         assert np.any(bar.lora_a) and np.any(bar.lora_b)
+
+
+def test_the_kernel_knows_how_it_is_to_run(monkeypatch):
+    """Which kernel, on which platform, and that a call's own keys are its queries' tokens: these change no value."""
+    told = []
+
+    def recording(*arrays, **options):
+        told.append(tuple(options.get(name) for name in ("kernel", "platform", "aligned", "mask")))
+        return attend(*arrays, **options)
+
+    monkeypatch.setattr("eqx_decoders.layers.latent.attend", recording)
+    monkeypatch.setattr(ed.Layout, "platform", property(lambda self: "tpu"))
+    layer = drawn(mask=Chunked(2))
+    for past in (None, nothing()):
+        eqx.filter_eval_shape(layer, jnp.asarray(X), context(attention="chunked"), past)
+    assert told == [("chunked", "tpu", aligned, Chunked(2)) for aligned in (True, True, None)]
 
 
 def nothing() -> Past:

@@ -12,8 +12,10 @@ import eqx_decoders as ed
 from eqx_decoders.axes import FROZEN, axes, frozen, named_leaves
 from eqx_decoders.layers.attention import Attention, AttentionConfig, QKNorm
 from eqx_decoders.layers.learned_init import LearnedInitConfig, kernels_of
+from eqx_decoders.layers.mask import SlidingWindow
 from eqx_decoders.layers.norm import RMSNorm, RMSNormConfig
 from eqx_decoders.layout import WEIGHTS
+from eqx_decoders.training.flops import flops_per_token, matmul_parameters
 from tests.oracles import wide
 
 
@@ -150,3 +152,12 @@ def test_new_kernels_have_their_teachers_variance(general):
     for old, new, fan in zip(kernels_of(layer.teacher), kernels_of(layer.materialised(ed.Layout())), fans, strict=True):
         assert float(jnp.var(old)) == pytest.approx(1 / fan, rel=0.05)
         assert float(jnp.var(new)) == pytest.approx(1 / fan, rel=0.3)
+
+
+def test_operations_are_those_of_the_students_attention():
+    """Scores and mixing, by the student's heads, features and window."""
+    config = LearnedInitConfig(attention=dataclasses.replace(ATTENTION, mask=SlidingWindow(7)), **SIZES)
+    decoder = ed.DecoderConfig(
+        vocab_size=8, embed_dim=EMBED, blocks=(ed.BlockConfig(mixer=config, mlp=None),), final_norm=None
+    )
+    assert flops_per_token(decoder, 100) == 6 * (matmul_parameters(decoder) + 4 * 7 * (8 + 8))

@@ -49,3 +49,5 @@ def test_segments_come_in_pairs():
     places = jnp.zeros((1, 3), jnp.int32)
     with pytest.raises(ConfigError, match="key_segments is given alone"):
         visible(Causal(), places, places, None, places)
+    with pytest.raises(ConfigError, match="query_segments is given alone"):
+        visible(Causal(), places, places, places)

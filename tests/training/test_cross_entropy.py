@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layout import Layout
-from eqx_decoders.training.cross_entropy import _tile_length, cross_entropy, linear_cross_entropy
+from eqx_decoders.training.cross_entropy import _tile_length, cross_entropy, linear_argmax, linear_cross_entropy
 
 
 BATCH, LENGTH, EMBED, VOCAB = 2, 7, 8, 19
@@ -221,6 +221,21 @@ def test_default_tile():
     assert _tile_length(2, 512, 32000, None) == 256  # two tiles of 65 MB
     assert _tile_length(2, 512, 32000, 4096) == 512
     assert _tile_length(512, 3, 10**6, None) == 3
+
+
+def test_argmax_is_that_of_all_logits(monkeypatch):
+    """In tiles that don't divide the length, in each form; of equals the lowest id."""
+    monkeypatch.setattr("eqx_decoders.training.cross_entropy._TILE_BYTES", 4 * BATCH * VOCAB * 3)
+    monkeypatch.setattr("eqx_decoders.training.cross_entropy._TILE_LEAST", 1)
+    assert _tile_length(BATCH, LENGTH, VOCAB, None) == 3
+    for tied in (False, True):
+        hidden, kernel, *_ = make(tied)
+        kernel = kernel.at[4 if tied else (slice(None), 4)].set(kernel[2] if tied else kernel[:, 2])
+        matrix = np.asarray(kernel.T if tied else kernel, np.float64)
+        want = np.argmax(np.asarray(hidden, np.float64) @ matrix, axis=-1)
+        for flatten in (False, True):
+            found = linear_argmax(hidden, kernel, tied=tied, flatten=flatten)
+            assert found.dtype == jnp.int32 and found.tolist() == want.tolist()
 
 
 def test_cross_entropy_is_its_formula(getkey):

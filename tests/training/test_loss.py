@@ -40,8 +40,8 @@ def one_block(**changes):
 
 
 @eqx.filter_jit
-def value_and_gradient(model, batch, z_loss, fused):
-    return eqx.filter_value_and_grad(next_token_loss, has_aux=True)(model, batch, z_loss=z_loss, fused=fused)
+def value_and_gradient(model, batch, z_loss, fused, key=None):
+    return eqx.filter_value_and_grad(next_token_loss, has_aux=True)(model, batch, z_loss=z_loss, fused=fused, key=key)
 
 
 def close(got, want, tolerance=2e-5):
@@ -53,7 +53,7 @@ def close(got, want, tolerance=2e-5):
 
 CASES = {
     "tied, soft cap, z-loss, packed": (dict(tied=True, logit_soft_cap=3.0), 1e-2, {}),
-    "own head, loss mask": (dict(), 0.0, dict(loss_mask=some_mask(), segment_ids=None)),
+    "own head, loss mask, dropout": (dict(dropout=0.3), 0.0, dict(loss_mask=some_mask(), segment_ids=None)),
     "own head, soft cap, weights, padding by position": (
         dict(logit_soft_cap=2.0),
         0.1,
@@ -70,9 +70,11 @@ CASES = {
 def test_fused_equals_plain(case):
     changes, z_loss, parts = CASES[case]
     model, batch = filled(one_block(**changes)), batch_of(**parts)
-    fused = value_and_gradient(model, batch, z_loss, True)
-    plain = value_and_gradient(model, batch, z_loss, False)
+    keys = jax.random.split(jax.random.key(5), 2)
+    fused, other = (value_and_gradient(model, batch, z_loss, True, key) for key in keys)
+    plain = value_and_gradient(model, batch, z_loss, False, keys[0])
     close(fused, plain)
+    assert (float(other[0][0]) != float(fused[0][0])) == (model.config.dropout > 0)
     (loss, metrics), gradient = plain
     for leaf in jax.tree.leaves(gradient):
         assert np.any(np.asarray(leaf) != 0)

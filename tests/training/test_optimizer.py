@@ -1,6 +1,7 @@
 """Optimizers against NumPy, schedules at their corners, and which weights are moved and decayed."""
 
 import dataclasses
+import functools
 
 import equinox as eqx
 import jax
@@ -110,6 +111,66 @@ def test_bad_settings_are_refused_by_name(field, value):
     with pytest.raises(ConfigError, match=rf"^OptimizerConfig\.{field}=") as caught:
         config.__post_init__()
     assert repr(value) in str(caught.value)
+
+
+UNREAD = {
+    "adamw": ["momentum"],
+    "lion": ["eps", "momentum"],
+    "adafactor": ["beta1", "beta2", "eps", "momentum"],
+    "muon": ["eps"],
+    "cosine": ["decay_fraction"],
+    "linear": ["decay_fraction"],
+    "wsd": [],
+    "constant": ["decay_fraction", "min_lr_ratio"],
+}
+OTHER = dict(beta1=0.8, beta2=0.9, eps=1e-3, momentum=0.5, decay_fraction=0.5, min_lr_ratio=0.5)
+
+
+@pytest.mark.parametrize("reader", UNREAD)
+def test_settings_that_nothing_reads_are_refused(reader):
+    """Each optimizer and each schedule: what it ignores raises, and what it reads does not."""
+    choice = {"name" if reader in ("adamw", "lion", "adafactor", "muon") else "schedule": reader}
+    mine = list(OTHER)[:4] if "name" in choice else list(OTHER)[4:]
+    for field in mine:
+        if field not in UNREAD[reader]:
+            OptimizerConfig(**choice, **{field: OTHER[field]})
+            continue
+        with pytest.raises(ConfigError, match=rf"^OptimizerConfig\.{field}={OTHER[field]} is read by") as caught:
+            OptimizerConfig(**choice, **{field: OTHER[field]})
+        assert repr(reader) in str(caught.value) and "Leave it out" in str(caught.value)
+
+
+# For each setting of optimizer and schedule: what else is set, and another value that is to make a difference.
+CHANGES = {
+    "name": ({}, "lion"),
+    "learning_rate": ({}, 0.1),
+    "schedule": ({}, "linear"),
+    "warmup_steps": ({}, 2),
+    "decay_fraction": (dict(schedule="wsd"), 0.9),
+    "min_lr_ratio": ({}, 0.9),
+    "weight_decay": ({}, 0.0),
+    "no_decay": ({}, ()),
+    "beta1": ({}, 0.5),
+    "beta2": ({}, 0.5),
+    "eps": ({}, 1e-2),
+    "momentum": (dict(name="muon"), 0.5),
+}
+
+
+def test_every_setting_moves_the_weights_differently():
+    """All fields; what the step reads itself is tested in test_step.py."""
+    by_the_step = {"trainable", "max_grad_norm"}
+    assert CHANGES.keys() | by_the_step == {field.name for field in dataclasses.fields(OptimizerConfig)}
+    weights, gradients = some_weights(0), [some_weights(seed) for seed in (1, 2, 3)]
+
+    @functools.cache
+    def moved(config):
+        return run(make_optimizer(config, WORDS, 4), weights, gradients)[0]
+
+    for field, (others, value) in CHANGES.items():
+        config = OptimizerConfig(**(dict(learning_rate=0.05, warmup_steps=1, weight_decay=0.5) | others))
+        got, want = moved(dataclasses.replace(config, **{field: value})), moved(config)
+        assert max(float(jnp.abs(got[name] - want[name]).max()) for name in WORDS) > 1e-4, field
 
 
 def numpy_adamw(config, weights, gradients, rate, decayed):

@@ -11,10 +11,15 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.axes import named_leaves
+from eqx_decoders.block import BlockConfig
 from eqx_decoders.errors import ConfigError
+from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.router import RouterConfig
+from eqx_decoders.mtp import MTPConfig
 from eqx_decoders.training.data import Batch
-from eqx_decoders.training.loss import next_token_loss
+from eqx_decoders.training.loss import next_token_loss, token_loss_sum
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.processes import place
 from eqx_decoders.training.step import StepConfig, Trainer, TrainState
@@ -29,6 +34,7 @@ CONFIG = dataclasses.replace(  # the cheapest to compile that has attention, an 
 OPTIMIZERS = ("adamw", "lion", "adafactor", "muon")
 # With eps = 1 AdamW's first step is nearly the gradient's, so that a wrong scale of the gradient shows.
 PLAIN = OptimizerConfig(learning_rate=0.1, schedule="linear", warmup_steps=4, eps=1.0, max_grad_norm=0.5)
+ANY = dataclasses.replace(PLAIN, eps=OptimizerConfig().eps)  # for all optimizers: AdamW alone reads eps
 
 
 def batch_of(poison: bool = False, rows: int = ROWS) -> Batch:
@@ -213,6 +219,23 @@ def test_a_step_that_is_not_finite_changes_nothing_and_the_run_goes_on(case, poi
     assert (int(went_on.step), int(went_on.skipped)) == (3, 1)
 
 
+def test_either_loss_or_gradient_that_is_not_finite_stops_a_step(case):
+    """A target outside the vocabulary gives a loss of NaN and a finite gradient; huge logits the other way round."""
+    good, tokens = batch_of(), batch_of().tokens.copy()
+    row, column = np.argwhere((good.segment_ids[:, 1:] == good.segment_ids[:, :-1]) & good.loss_mask[:, 1:])[0]
+    tokens[row, column + 1] = 32
+    outside = dataclasses.replace(good, tokens=tokens)
+    huge = eqx.tree_at(lambda m: m.head.kernel, case.model, 1e25 * case.model.head.kernel)
+    for model, batch, finite in ((case.model, outside, "grad_norm"), (huge, good, "loss")):
+        before = first_state(case.trainer, model)
+        kept = host(before)
+        after, (metrics,) = advanced(case.trainer, before, [batch])
+        assert np.isfinite(getattr(metrics, finite))
+        assert np.isfinite(metrics.loss) != np.isfinite(metrics.grad_norm)
+        assert metrics.skipped and (int(after.step), int(after.skipped)) == (1, 1)
+        assert same_bits(after.model, kept.model) and same_bits(after.optimizer, kept.optimizer)
+
+
 def test_an_empty_batch_is_a_step_of_zeros(case):
     batch = batch_of()
     empty = dataclasses.replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
@@ -248,10 +271,12 @@ def test_the_same_seed_gives_the_same_bits(case):
     assert same_bits(state, want) and same_bits(rows, others)
 
 
-def test_sharded_steps_equal_those_of_one_device_and_are_one_program(case, compilations):
+@pytest.mark.parametrize("count", [1, 2])
+def test_sharded_steps_equal_those_of_one_device_and_are_one_program(case, compilations, count):
+    """Of packed documents, with microbatches, too."""
     layout = ed.Layout.create(fsdp=4, tensor=2)
     model = case.model.place(layout)
-    trainer = trainer_of(model)
+    trainer = trainer_of(model, gradient_accumulation_steps=count)
     state, first = advanced(trainer, first_state(trainer, model), [batch_of()])
     compilations.clear()
     state, second = advanced(trainer, state, [batch_of()])
@@ -259,7 +284,8 @@ def test_sharded_steps_equal_those_of_one_device_and_are_one_program(case, compi
     want, others = case.two_steps
     close(state.model, want.model, 1e-5)
     close(state.optimizer, want.optimizer, 1e-5)
-    close(first + second, others, 1e-5)
+    for one, other in zip(first + second, others, strict=True):
+        close(*((one, other) if count == 1 else (no_stats(one), no_stats(other))), 1e-5)
     for (name, leaf), sharding in zip(
         named_leaves(state.model).items(), jax.tree.leaves(layout.shardings(state.model)), strict=True
     ):
@@ -286,7 +312,7 @@ def test_abstract_is_init_without_the_memory(name, mesh):
     config = dataclasses.replace(rich_decoder(1), embed_dim=128, vocab_size=256)
     layout = ed.Layout() if mesh is None else ed.Layout.create(**mesh)
     target = ed.abstract(config, layout=layout)
-    trainer = trainer_of(target, dataclasses.replace(PLAIN, name=name))
+    trainer = trainer_of(target, dataclasses.replace(ANY, name=name))
     key = jax.random.key(0)
     model = filled(config).place(layout)
     state, shapes = trainer.init(model, key=key), trainer.abstract(target, key=key)
@@ -303,7 +329,7 @@ def test_a_step_keeps_structure_shapes_and_dtypes(name, params):
     """For weights in half precision, too, and with microbatches; nothing is compiled."""
     model = ed.abstract(CONFIG, precision=ed.Precision(params=params, compute=jnp.bfloat16))
     for count in (1, 2):
-        trainer = trainer_of(model, dataclasses.replace(PLAIN, name=name), gradient_accumulation_steps=count)
+        trainer = trainer_of(model, dataclasses.replace(ANY, name=name), gradient_accumulation_steps=count)
         state = trainer.abstract(model, key=jax.random.key(0))
         new, metrics = eqx.filter_eval_shape(trainer.advance, state, batch_of())
         assert jax.tree.structure(new) == jax.tree.structure(state)
@@ -354,18 +380,94 @@ def test_a_trainable_pattern_without_a_weight_is_refused():
     assert "embedding.table" in str(caught.value)
 
 
+NOTHING = BlockConfig(mixer=None, mlp=None)
+HIDDEN = dataclasses.replace(NOTHING, mlp=MLPConfig(mlp_dim=8, dropout=0.3))
+ROUTED = ExpertsConfig(num_experts=4, num_experts_per_token=2, mlp_dim=8)
+RANDOM = dataclasses.replace(ROUTED, router=RouterConfig(random=True, balance_loss=0.1, z_loss=0.01))
+BARE = dataclasses.replace(CONFIG, blocks=(NOTHING,))  # embedding, norm and head
+DRAWS = {
+    "before and after the blocks": dict(dropout=0.1),
+    "a block": dict(blocks=(dataclasses.replace(NOTHING, dropout=0.1),)),
+    "an MLP": dict(blocks=(NOTHING, HIDDEN)),
+    "a router": dict(blocks=(dataclasses.replace(NOTHING, mlp=RANDOM),)),
+    "shared experts": dict(blocks=(dataclasses.replace(NOTHING, mlp=dataclasses.replace(ROUTED, shared=HIDDEN.mlp)),)),
+    "multi-token prediction": dict(mtp=MTPConfig(num_depths=1, block=HIDDEN, norm=RMSNormConfig())),
+}
+
+
+def test_whatever_draws_gets_a_key_and_nothing_else_does():
+    """Each kind of dropout and random routing alone: the step's program has random bits then, and only then."""
+
+    def draws(config) -> bool:
+        model = ed.abstract(config)
+        trainer = trainer_of(model)
+        state = trainer.abstract(model, key=jax.random.key(0))
+        return "random_bits" in str(eqx.filter_make_jaxpr(trainer.advance)(state, batch_of())[0])
+
+    assert not draws(BARE) and not draws(dataclasses.replace(BARE, blocks=(dataclasses.replace(NOTHING, mlp=ROUTED),)))
+    for name, changes in DRAWS.items():
+        assert draws(dataclasses.replace(BARE, **changes)), name
+
+
 def test_dropout_draws_anew_each_step_and_in_each_microbatch():
-    block = dataclasses.replace(CONFIG.blocks[0], mixer=None, pre_mixer_norm=None, mlp=MLPConfig(mlp_dim=24))
-    model = filled(dataclasses.replace(CONFIG, blocks=(block,), dropout=0.5))
+    """Every kind of dropout, random routing and its losses: the fused step is the plain loss with the step's key."""
+    blocks = (dataclasses.replace(HIDDEN, dropout=0.2), dataclasses.replace(NOTHING, mlp=RANDOM))
+    model = filled(dataclasses.replace(BARE, blocks=blocks, dropout=0.5))
     trainer = trainer_of(model, gradient_accumulation_steps=2)
     tokens = some_tokens(2, LENGTH)
 
-    def loss(step: int, seed: int, tokens=tokens) -> float:
+    def step(step: int, seed: int, tokens=tokens) -> tuple[float, float]:
         state = first_state(trainer, model, seed)
         _, (row,) = advanced(trainer, eqx.tree_at(lambda s: s.step, state, jnp.int32(step)), [Batch(tokens=tokens)])
-        return float(row.loss)
+        return float(row.loss), float(row.grad_norm)
+
+    def loss(*arguments) -> float:
+        return step(*arguments)[0]
 
     assert loss(0, 0) == loss(0, 0)
     assert len({loss(0, 0), loss(1, 0), loss(2, 0), loss(0, 1)}) == 4
     # with one key for both microbatches, of a row each, their order would not matter
     assert abs(loss(0, 0) - loss(0, 0, tokens[::-1])) > 1e-3
+
+    @eqx.filter_jit
+    @eqx.filter_value_and_grad
+    def plain(model):
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(0), 2), 2)
+        rows = [Batch(tokens=tokens[row : row + 1]) for row in range(2)]
+        whole = dict(fused=False, whole=Batch(tokens=tokens))
+        parts = [token_loss_sum(model, row, key=key, **whole)[0] for row, key in zip(rows, keys, strict=True)]
+        return sum(parts) / (2 * (LENGTH - 1))
+
+    want, gradient = plain(model)
+    norm = np.sqrt(sum(np.sum(np.square(leaf, dtype=np.float64)) for leaf in jax.tree.leaves(gradient)))
+    np.testing.assert_allclose(step(2, 0), (want, norm), rtol=1e-5)
+
+
+def test_every_setting_of_a_step_reaches_it(monkeypatch):
+    """All fields of `StepConfig`, and the norm of `OptimizerConfig`; for its other fields see test_optimizer.py."""
+    model = filled(dataclasses.replace(BARE, dropout=0.5))
+    batch = Batch(tokens=some_tokens(4, 5))
+
+    def moved(optimizer=PLAIN, **settings):
+        trainer = trainer_of(model, optimizer, **settings)
+        return named_leaves(advanced(trainer, first_state(trainer, model), [batch])[0].model)
+
+    plain = moved()
+    norm = moved(dataclasses.replace(PLAIN, max_grad_norm=None))
+    others = dict(gradient_accumulation_steps=moved(gradient_accumulation_steps=2), z_loss=moved(z_loss=0.5))
+    assert others.keys() | {"fused_loss"} == {field.name for field in dataclasses.fields(StepConfig)}
+    for other in (norm, *others.values()):  # with microbatches dropout draws otherwise
+        assert any(float(jnp.abs(plain[name] - other[name]).max()) > 1e-5 for name in plain)
+
+    def refuse(*_, **__):
+        raise AssertionError("fused")
+
+    monkeypatch.setattr("eqx_decoders.training.loss.linear_cross_entropy", refuse)
+
+    def trace(fused: bool) -> None:
+        trainer = trainer_of(model, fused_loss=fused)
+        eqx.filter_eval_shape(trainer.advance, trainer.abstract(model, key=jax.random.key(0)), batch)
+
+    trace(fused=False)
+    with pytest.raises(AssertionError, match="fused"):
+        trace(fused=True)

@@ -168,6 +168,18 @@ def test_half_precision_on_a_mesh_is_that_of_one_device(exchange):
     close(run(placed(layer(SCALED), x, layout), positions)[1], want, 0.03)
 
 
+@pytest.mark.parametrize("config", [RICH, SCALED], ids=["rich", "scaled"])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_half_precision_comes_out_as_it_went_in(config, exchange):
+    """Tokens in bf16 and weights in f32: so are the output and the gradients. Nothing is compiled."""
+    layout, (x, positions) = ed.Layout.create(expert=4, tensor=2), tokens(8, 6)
+    run = program(ed.Execution(layout=layout, expert_exchange=exchange))
+    diff = layer(config), x.astype(jnp.bfloat16)
+    (_, (out, _)), gradient = eqx.filter_eval_shape(run, diff, positions)
+    assert out.dtype == jnp.bfloat16
+    assert [leaf.dtype for leaf in jax.tree.leaves(gradient)] == [leaf.dtype for leaf in jax.tree.leaves(diff)]
+
+
 # --- shapes ---
 
 

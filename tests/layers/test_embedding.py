@@ -1,4 +1,6 @@
-"""The one-hot lookup equals the gather: in values and gradients, whole and split over the vocabulary."""
+"""Embeddings and absolute positions against NumPy; the one-hot lookup equals the gather, also on a split table."""
+
+import math
 
 import equinox as eqx
 import jax
@@ -7,7 +9,42 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.layers.embedding import TokenEmbedding
+from eqx_decoders.layers.embedding import LearnedPositions, SinusoidalPositions, TokenEmbedding
+from tests.layers.common import BF16, close, context, drawn, normal
+
+
+@pytest.mark.parametrize("precision", [ed.Precision(), BF16])
+def test_token_embedding(precision):
+    table = normal(6, 5)
+    tokens, ctx = jnp.asarray([[0, 5, 6, 99, -1, 3]]), context(np.zeros((1, 6)), precision=precision)
+    out = TokenEmbedding(table=jnp.asarray(table), scale=2.5)(tokens, ctx)
+    assert out.dtype == precision.compute
+    want = 2.5 * table[[[0, 5, 5, 5, 0, 3]]]  # ids out of the vocabulary are clipped into it
+    close(out.astype(jnp.float32), want, 1e-6 if precision.compute == np.float32 else 0.01)
+
+
+def test_learned_positions():
+    layer = drawn(lambda key: LearnedPositions(max_positions=4).build(5, key=key))
+    x = normal(1, 5, 5)
+    out = layer(jnp.asarray(x), context([[-1, 0, 3, 4, 100]]))
+    close(out, x + np.asarray(layer.table)[[[0, 0, 3, 3, 3]]])
+    assert layer(jnp.asarray(x, jnp.bfloat16), context([[0] * 5])).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("embed", [1, 2, 3, 8, 9])
+def test_sinusoids(embed):
+    x, positions, count = normal(1, 4, embed), [0, 1, 50, -1], embed // 2
+    want = np.array(x, np.float64)
+    for t, position in enumerate(positions):
+        for k in range(count):
+            angle = max(position, 0) * 100.0 ** (-k / max(count - 1, 1))
+            want[0, t, k] += math.sin(angle)
+            want[0, t, count + k] += math.cos(angle)
+    layer = SinusoidalPositions(max_timescale=100.0).build(embed, key=jax.random.key(0))
+    close(layer(jnp.asarray(x), context([positions])), want, 1e-5)
+
+
+# --- lookups ---
 
 
 VOCAB, EMBED = 16, 8

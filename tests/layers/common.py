@@ -1,0 +1,35 @@
+"""What tests of layers share: layers and inputs drawn by NumPy, and a context to call them in."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import eqx_decoders as ed
+
+
+BF16 = ed.Precision(compute=jnp.bfloat16)
+
+
+def drawn(build, seed: int = 0):
+    """What `build(key)` makes, with every array drawn by NumPy: no zero bias, no scale of one."""
+    generator = np.random.default_rng(seed)
+    tree = eqx.filter_eval_shape(build, jax.random.key(0))
+    arrays, static = eqx.partition(tree, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    return eqx.combine(
+        jax.tree.map(lambda a: jnp.asarray(generator.normal(0.1, 0.5, a.shape), a.dtype), arrays), static
+    )
+
+
+def normal(*shape, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def context(positions, segments=None, **execution) -> ed.Context:
+    segments = None if segments is None else jnp.asarray(segments, jnp.int32)
+    return ed.Context(jnp.asarray(positions, jnp.int32), segments, execution=ed.Execution(**execution))
+
+
+def close(got, want, tolerance: float = 2e-6):
+    """Equal up to float32's rounding, relative to the largest value."""
+    np.testing.assert_allclose(np.asarray(got), want, rtol=0, atol=tolerance * max(1.0, np.abs(want).max()))

@@ -1,0 +1,117 @@
+"""Attention with all its options against loops in NumPy and float64."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.layers.attention import AttentionConfig, QKNorm, QueryTemperature
+from eqx_decoders.layers.cache import Past
+from eqx_decoders.layers.kernel import attend
+from eqx_decoders.layers.mask import Bidirectional, Chunked, SlidingWindow
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
+from eqx_decoders.layers.rope import Rope
+from tests.layers.common import BF16, close, context, drawn, normal
+from tests.oracles import attention_by_hand, mlp_by_hand, wide
+
+
+RMS, LAYER = RMSNormConfig(eps=0.1), LayerNormConfig(offset=1.0)
+ATTENTIONS = [
+    dict(),
+    dict(rope=None, num_kv_heads=1, mask=Bidirectional()),
+    dict(
+        mask=SlidingWindow(3), soft_cap=0.7, sinks=True, qk_norm=QKNorm(norm=RMS), qkv_bias=True, out_bias=True,
+        output_gate=True, query_scale=0.3, rope=Rope(pairing="interleaved"),
+    ),
+    dict(mask=Chunked(2), qk_norm=QKNorm(norm=RMS, over="heads", when="after_rope"), shared_kv=True, qkv_bias=True),
+    dict(qk_norm=QKNorm(norm=LAYER, over="heads"), fused_qkv=True, qkv_bias=True, sinks=True, num_kv_heads=4),
+    dict(qk_norm=QKNorm(norm=LAYER, when="after_rope"), fused_qkv=True, soft_cap=2.0, output_gate=True),
+    dict(shared_kv=True, sinks=True, output_gate=True, qk_norm=QKNorm(norm=RMS)),
+    dict(num_kv_heads=1, head_dim=6, out_dim=5, out_bias=True, sinks=True),
+]  # fmt: skip
+POSITIONS = np.array([[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, -1]])
+SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 0]])
+
+
+def attention(**options) -> AttentionConfig:
+    return AttentionConfig(**(dict(num_heads=4, num_kv_heads=2, head_dim=4, rope=Rope(theta=10.0)) | options))
+
+
+@eqx.filter_jit
+def apply(layer, x, ctx):
+    return layer(x, ctx)
+
+
+@pytest.mark.parametrize("options", ATTENTIONS, ids=lambda options: "-".join(options) or "plain")
+def test_attention_is_the_loop(options):
+    layer = drawn(lambda key: attention(**options).build(6, key=key))
+    x = normal(2, 7, 6)
+    want = attention_by_hand(layer, wide(x), POSITIONS, SEGMENTS)
+    out, entries = apply(layer, jnp.asarray(x), context(POSITIONS, SEGMENTS, attention="dot"))
+    close(out, want, 1e-5)
+    assert entries.key.shape == entries.value.shape == (2, 7, layer.config.num_kv_heads, layer.config.head_dim)
+
+
+def test_queries_grow_with_their_positions():
+    """A query at position p is that of a layer whose scale is `1 + 0.5 ln(1 + floor((p + 1) / 2))` times as large."""
+    options = dict(head_dim=6, num_kv_heads=1, query_scale=0.3)
+    layer = drawn(lambda key: attention(temperature=QueryTemperature(scale=0.5, length=2), **options).build(6, key=key))
+    x = normal(2, 7, 6)
+    want = np.zeros((2, 7, 6))
+    factors = 1 + 0.5 * np.log1p(np.maximum((POSITIONS + 1) // 2, 0))
+    for factor in np.unique(factors):
+        plain = dataclasses.replace(layer, config=attention(**(options | dict(query_scale=0.3 * float(factor)))))
+        here = factors == factor
+        want[here] = attention_by_hand(plain, wide(x), POSITIONS, SEGMENTS)[here]
+    out, _ = apply(layer, jnp.asarray(x), context(POSITIONS, SEGMENTS, attention="dot"))
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
+    with jax.numpy_dtype_promotion("standard"):
+        half = QueryTemperature(scale=0.5, length=2)(jnp.ones((2, 7, 1, 1), jnp.bfloat16), jnp.asarray(POSITIONS))
+    assert half.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(half, np.float32)[..., 0, 0], factors, rtol=2**-8)
+
+
+def test_the_kernel_knows_how_it_is_to_run(monkeypatch):
+    """Which kernel, on which platform, and that a call's own keys are its queries' tokens: these change no value."""
+    told = []
+
+    def recording(*arrays, **options):
+        told.append(tuple(options.get(name) for name in ("kernel", "platform", "aligned", "mask")))
+        return attend(*arrays, **options)
+
+    monkeypatch.setattr("eqx_decoders.layers.attention.attend", recording)
+    monkeypatch.setattr(ed.Layout, "platform", property(lambda self: "tpu"))
+    layer = drawn(lambda key: attention(mask=SlidingWindow(3)).build(6, key=key))
+    past = Past(jnp.ones((2, 2, 3, 4)), jnp.ones((2, 2, 3, 4)), positions=jnp.zeros((2, 3), jnp.int32))
+    eqx.filter_eval_shape(layer, jnp.ones((2, 7, 6)), context(POSITIONS, attention="chunked"), past)
+    assert told == [("chunked", "tpu", aligned, SlidingWindow(3)) for aligned in (True, None)]
+
+
+def test_fused_attention_equals_unfused():
+    one = drawn(lambda key: attention(qkv_bias=True).build(6, key=key))
+    fused = dataclasses.replace(
+        one,
+        qkv=jnp.concatenate([one.query, one.key, one.value], axis=1),
+        qkv_bias=jnp.concatenate([one.query_bias, one.key_bias, one.value_bias], axis=0),
+        config=attention(qkv_bias=True, fused_qkv=True),
+        **dict.fromkeys(("query", "key", "value", "query_bias", "key_bias", "value_bias")),
+    )
+    x, ctx = jnp.asarray(normal(2, 7, 6)), context(POSITIONS, SEGMENTS)
+    close(apply(fused, x, ctx)[0], np.asarray(apply(one, x, ctx)[0]))
+
+
+def test_bfloat16_stays_bfloat16():
+    layer = drawn(lambda key: attention(**ATTENTIONS[2]).build(6, key=key))
+    x, mlp = normal(2, 7, 6), drawn(lambda key: MLPConfig(mlp_dim=9, bias=True).build(6, key=key))
+    ctx = context(POSITIONS, SEGMENTS, precision=BF16)
+    out, entries = apply(layer, jnp.asarray(x, jnp.bfloat16), ctx)
+    assert out.dtype == entries.key.dtype == entries.value.dtype == jnp.bfloat16
+    close(out.astype(jnp.float32), attention_by_hand(layer, wide(x), POSITIONS, SEGMENTS), 0.04)
+    out = mlp(jnp.asarray(x, jnp.bfloat16), ctx)
+    assert out.dtype == jnp.bfloat16
+    close(out.astype(jnp.float32), mlp_by_hand(mlp, wide(x)), 0.04)

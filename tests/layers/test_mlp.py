@@ -1,0 +1,65 @@
+"""Feed-forward layers and activations against NumPy in float64."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqx_decoders.layers.dropout import dropout
+from eqx_decoders.layers.mlp import ACTIVATIONS, MLPConfig
+from tests.layers.common import close, context, drawn, normal
+from tests.oracles import (
+    BY_HAND,
+    mlp_by_hand,
+    wide,
+)
+
+
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
+def test_activations(name):
+    x = np.linspace(-6, 6, 49)
+    want = np.array([BY_HAND[name](float(v)) for v in x])
+    np.testing.assert_allclose(ACTIVATIONS[name](jnp.asarray(x, jnp.float32)), want, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(gated=False),
+        dict(bias=True),
+        dict(gated=False, bias=True),
+        dict(fused=True),
+        dict(fused=True, bias=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_mlp(options, activation):
+    config = MLPConfig(mlp_dim=9, activation=activation, **options)
+    layer = drawn(lambda key: config.build(5, key=key))
+    x, ctx = normal(2, 3, 5), context(np.zeros((2, 3)))
+    close(layer(jnp.asarray(x), ctx), mlp_by_hand(layer, wide(x)))
+
+
+def test_fused_mlp_equals_unfused():
+    config = MLPConfig(mlp_dim=9, bias=True)
+    fused = dataclasses.replace(config, fused=True)
+    x, ctx = jnp.asarray(normal(2, 3, 5)), context(np.zeros((2, 3)))
+    one = drawn(lambda key: config.build(5, key=key))
+    both = jnp.stack([one.gate, one.up], axis=1)
+    other = dataclasses.replace(one, gate=None, up=None, gate_up=both, config=fused)
+    close(other(x, ctx), np.asarray(one(x, ctx)))
+    key = jax.random.key(3)  # born the same, too
+    np.testing.assert_array_equal(fused.build(5, key=key).gate_up[:, 1], config.build(5, key=key).up)
+
+
+def test_mlp_dropout_acts_on_the_hidden_features():
+    config = MLPConfig(mlp_dim=9, gated=False, activation="identity", dropout=0.5)
+    layer = drawn(lambda key: config.build(5, key=key))
+    x, ctx, key = jnp.asarray(normal(2, 3, 5)), context(np.zeros((2, 3))), jax.random.key(0)
+    want = wide(dropout(jnp.asarray(wide(x) @ wide(layer.up), jnp.float32), 0.5, key)) @ wide(layer.down)
+    close(layer(x, ctx, key=key), want)
+    close(layer(x, ctx), mlp_by_hand(layer, wide(x)))

@@ -1,0 +1,104 @@
+"""Rotary embeddings against NumPy in float64: frequencies, pairings and rotations, written from the formula."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqx_decoders.layers.rope import LinearRope, Llama3Rope, Rope, YarnRope, rotate
+from tests.layers.common import close, normal
+from tests.oracles import (
+    llama3_by_hand,
+    plain_frequencies,
+    rotate_by_hand,
+    yarn_by_hand,
+)
+
+
+ROPES = [
+    (Rope(theta=100.0), plain_frequencies(100.0, 8), 1.0),
+    (Rope(pairing="interleaved"), plain_frequencies(1e4, 8), 1.0),
+    (Rope(fraction=0.5), plain_frequencies(1e4, 4), 1.0),
+    (Rope(fraction=0.25, pairing="interleaved"), [1.0], 1.0),
+    (LinearRope(factor=4.0), [f / 4 for f in plain_frequencies(1e4, 8)], 1.0),
+]
+LLAMA3 = [
+    Llama3Rope(theta=500_000.0),
+    Llama3Rope(theta=500_000.0, factor=32.0),
+    Llama3Rope(theta=100.0, original_length=64, low_frequency_factor=2.0, high_frequency_factor=3.0),
+]
+YARN = [
+    YarnRope(theta=10_000.0, factor=40.0, original_length=4096),
+    YarnRope(theta=150_000.0, factor=32.0, original_length=4096, truncate=False),
+    YarnRope(theta=100.0, factor=4.0, original_length=8, attention_factor=1.3),
+    YarnRope(theta=100.0, factor=1.0, original_length=8, beta_fast=3.0, beta_slow=3.0),
+]
+
+
+@pytest.mark.parametrize("rope, frequencies, magnitude", ROPES, ids=lambda x: str(x)[:40])
+def test_rotation_is_the_loop(rope, frequencies, magnitude):
+    check_rotation(rope, frequencies, magnitude)
+
+
+def check_rotation(rope, frequencies, magnitude):
+    x, positions = normal(2, 3, 2, 8), np.array([[0, 1, 7], [-1, 30, 5]])
+    want = np.array(x, np.float64)
+    for b, t, h in np.ndindex(2, 3, 2):
+        place = max(positions[b, t], 0)
+        want[b, t, h] = rotate_by_hand(x[b, t, h], place, frequencies, rope.pairing, magnitude)
+    close(rotate(jnp.asarray(x), jnp.asarray(positions), rope), want, 1e-5)
+    half = rotate(jnp.asarray(x, jnp.bfloat16), jnp.asarray(positions), rope)
+    assert half.dtype == jnp.bfloat16
+    close(half.astype(jnp.float32), want, 0.02)
+
+
+@pytest.mark.parametrize("rope", LLAMA3, ids=str)
+def test_llama3_is_the_loop_over_wavelengths(rope):
+    for dim in (8, 128):
+        np.testing.assert_allclose(rope.frequencies(dim), llama3_by_hand(rope, dim), rtol=1e-12)
+    ratio = np.array(plain_frequencies(rope.theta, 128)) / rope.frequencies(128)
+    assert ratio[0] == 1  # all three branches are met
+    assert ratio[-1] == pytest.approx(rope.factor)
+    assert np.any((ratio > 1.001) & (ratio < rope.factor - 0.001))
+    check_rotation(rope, llama3_by_hand(rope, 8), 1.0)
+
+
+@pytest.mark.parametrize("rope", YARN, ids=str)
+def test_yarn_is_the_formula(rope):
+    for dim in (8, 64):
+        np.testing.assert_allclose(rope.frequencies(dim), yarn_by_hand(rope, dim), rtol=1e-12)
+    default = 0.1 * math.log(rope.factor) + 1 if rope.factor > 1 else 1.0
+    check_rotation(rope, yarn_by_hand(rope, 8), rope.attention_factor or default)
+
+
+def test_yarn_truncation_matters():
+    rounded, exact = (dataclasses.replace(YARN[0], truncate=flag).frequencies(64) for flag in (True, False))
+    assert not np.allclose(rounded, exact, rtol=1e-3)
+
+
+@pytest.mark.parametrize("rope", [Rope(), Rope(pairing="interleaved"), Rope(fraction=0.5), LLAMA3[0]], ids=str)
+def test_rotation_keeps_norms_and_only_differences_count(rope):
+    query, key = jnp.asarray(normal(1, 6, 2, 8)), jnp.asarray(normal(1, 6, 2, 8, seed=2))
+    places = jnp.arange(6)[None]
+
+    def scores(shift):
+        return jnp.einsum("bqhd,bkhd->bhqk", rotate(query, places + shift, rope), rotate(key, places + shift, rope))
+
+    close(jnp.linalg.norm(rotate(query, places, rope), axis=-1), np.linalg.norm(query, axis=-1))
+    close(scores(37), np.asarray(scores(0)), 1e-5)
+    unturned = jnp.einsum("bqhd,bkhd->bhqk", query, key)
+    assert not np.allclose(scores(0), unturned, atol=0.1)
+
+
+@pytest.mark.parametrize("rope", [Rope(theta=500_000.0), Rope(pairing="interleaved"), YARN[0]])
+def test_far_positions_are_turned_by_float32_angles(rope):
+    """Angles of 10^5 radians are known up to 10^5 * 2^-23; those of bfloat16 or of float16 would be anything."""
+    x, positions = normal(1, 4, 1, 8), np.array([[99_991, 65_537, 131_071, 100_003]])
+    want = np.array(x, np.float64)
+    for t, position in enumerate(positions[0]):
+        want[0, t, 0] = rotate_by_hand(x[0, t, 0], position, rope.frequencies(8), rope.pairing, rope.magnitude)
+    for dtype, tolerance in ((jnp.float32, 0.03), (jnp.bfloat16, 0.06)):
+        got = rotate(jnp.asarray(x, dtype), jnp.asarray(positions), rope)
+        np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=tolerance)

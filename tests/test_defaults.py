@@ -1,0 +1,70 @@
+"""What configurations mean where they leave something out: a changed default would change all who rely on it."""
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+
+import equinox as eqx
+
+from eqx_decoders import layers
+from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.rope import Rope
+from eqx_decoders.layers.router import RouterConfig
+
+
+ROPE = dict(theta=10_000.0, fraction=1.0, pairing="half")
+# Of each class the defaults that are not None, False or 0.
+DEFAULTS = {
+    "QKNorm": dict(norm=RMSNormConfig(), over="head", when="before_rope"),
+    "QueryTemperature": dict(scale=0.1, length=8192),
+    "AttentionConfig": dict(mask=Causal(), rope=Rope()),
+    "CacheShape": dict(values=True),
+    "SinusoidalPositions": dict(max_timescale=10_000.0),
+    "ExpertsConfig": dict(router=RouterConfig(), activation="silu"),
+    "Kernel": dict(
+        masks=(Causal, SlidingWindow, Chunked, Bidirectional), soft_cap=True, segments=True, unequal_value_dim=True,
+        platforms=("cpu", "gpu", "tpu"),
+    ),
+    "LatentAttentionConfig": dict(mask=Causal(), rope=Rope(), norm=RMSNormConfig()),
+    "MLPConfig": dict(activation="silu", gated=True),
+    "RMSNormConfig": dict(eps=1e-6, scale=True),
+    "LayerNormConfig": dict(eps=1e-5, bias=True),
+    "Rope": ROPE,
+    "LinearRope": ROPE,
+    "Llama3Rope": ROPE
+    | dict(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192),
+    "YarnRope": ROPE | dict(beta_fast=32.0, beta_slow=1.0, truncate=True),
+    "RouterConfig": dict(
+        score="softmax", order="select_first", num_groups=1, groups_per_token=1, group_score="max", scaling_factor=1.0,
+        balance_form="switch",
+    ),
+    "BlockConfig": dict(wiring="sequential"),
+    "DecoderConfig": dict(embedding_scale=1.0, init_std=0.02),
+    "Origin": dict(settings="{}"),
+    "Sample": dict(temperature=1.0),
+    "StepConfig": dict(gradient_accumulation_steps=1, fused_loss=True),
+    "OptimizerConfig": dict(
+        name="adamw", learning_rate=3e-4, schedule="cosine", decay_fraction=0.2, min_lr_ratio=0.1, weight_decay=0.1,
+        no_decay=("*norm*", "*bias*", "*sink", "*scale", "embedding.*", "positions.*"), trainable=("*",), beta1=0.9,
+        beta2=0.95, eps=1e-8, momentum=0.95, max_grad_norm=1.0,
+    ),
+}  # fmt: skip
+
+
+def test_every_default_is_the_one_that_is_written_down():
+    modules = [f"layers.{module.name}" for module in pkgutil.iter_modules(layers.__path__)]
+    modules += ["block", "decoder", "inference.sampling", "training.step", "training.optimizer"]
+    found = {}
+    for module in (importlib.import_module(f"eqx_decoders.{name}") for name in modules):
+        for name, kind in inspect.getmembers(module, inspect.isclass):
+            own = kind.__module__ == module.__name__ and not name.startswith("_")
+            if own and dataclasses.is_dataclass(kind) and not issubclass(kind, eqx.Module):
+                found[name] = {field.name: field.default for field in dataclasses.fields(kind)}
+    for name, defaults in found.items():
+        defaults = {field: value for field, value in defaults.items() if value is not dataclasses.MISSING}
+        assert {field: value for field, value in defaults.items() if value or value == ()} == DEFAULTS.get(name, {}), (
+            name
+        )
+    assert DEFAULTS.keys() <= found.keys()
