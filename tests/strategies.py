@@ -253,3 +253,22 @@ def packed(rows: int = 4, length: int = 13) -> tuple[jax.Array, jax.Array]:
         ids = np.repeat(np.arange(len(cuts[row % 8])) + 1, cuts[row % 8])[:length]
         segments[row, : len(ids)] = ids
     return tokens, jnp.asarray(segments)
+
+
+def loss(model, tokens, segments, key):
+    """A loss that weighs every logit differently, and the logits."""
+    out = model(tokens, segment_ids=segments, key=key)
+    weights = jnp.sin(jnp.arange(out.logits.size, dtype=jnp.float32)).reshape(out.logits.shape)
+    return jnp.mean(weights * out.logits), out.logits
+
+
+@eqx.filter_jit
+def run(model, tokens, segments, key=None):
+    (_, logits), gradient = eqx.filter_value_and_grad(loss, has_aux=True)(model, tokens, segments, key)
+    return logits, gradient
+
+
+@eqx.filter_jit
+def extend(model, tokens, cache, positions=None):
+    out = model(tokens, positions=positions, cache=cache)
+    return out.logits, out.cache

@@ -16,6 +16,7 @@ from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope
+from tests.compare import assert_close
 from tests.strategies import EMBED, VOCAB, filled, packed, rich_decoder, some_tokens
 
 
@@ -37,10 +38,6 @@ def out(model):
 def packed_arguments():
     tokens, segments = packed(4, 13)
     return tokens, None, segments
-
-
-def close(got, want, tolerance=1e-5):
-    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=tolerance)
 
 
 # --- what comes back ---
@@ -69,13 +66,13 @@ def test_hidden_is_before_the_final_norm(model, out):
     x = np.asarray(out.hidden, np.float64)
     normed = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + model.final_norm.config.eps)
     normed = normed * np.asarray(model.final_norm.scale)
-    close(out.logits, normed @ np.asarray(model.head.kernel), 1e-4)
-    close(model.logits(out.hidden), out.logits)
+    assert_close(out.logits, normed @ np.asarray(model.head.kernel), units=512)
+    assert_close(model.logits(out.hidden), out.logits)
 
 
 def test_soft_cap_bounds_the_logits(model, out):
     capped = run(filled(rich_decoder(logit_soft_cap=1.5)), *packed_arguments()).logits
-    close(capped, 1.5 * np.tanh(np.asarray(out.logits, np.float64) / 1.5))
+    assert_close(capped, 1.5 * np.tanh(np.asarray(out.logits, np.float64) / 1.5))
     assert np.abs(capped).max() <= 1.5 < np.abs(out.logits).max()
 
 
@@ -92,8 +89,8 @@ def test_stats_describe_each_layer_in_order():
 
     stats = run(model, tokens).stats.activations
     for layer, x in enumerate(streams(model)):
-        close(stats.mean[layer], np.mean(x))
-        close(stats.std[layer], np.std(x))
+        assert_close(stats.mean[layer], np.mean(x))
+        assert_close(stats.std[layer], np.std(x))
         assert stats.zero_fraction[layer] == 0
 
 
@@ -140,7 +137,7 @@ def test_tied_head_equals_an_untied_one_with_the_transposed_table():
         (tied.embedding, tied.segments, tied.final_norm, tied.embedding.table.T),
     )
     tokens = some_tokens(2, 5)
-    close(run(copied, tokens).logits, run(tied, tokens).logits)
+    assert_close(run(copied, tokens).logits, run(tied, tokens).logits)
     counts = [ed.count_parameters(m.config) for m in (untied, tied)]
     assert counts[0] - counts[1] == VOCAB * EMBED
 
@@ -154,7 +151,7 @@ def test_models_are_immutable_pytrees(model, out):
     with pytest.raises(dataclasses.FrozenInstanceError):
         model.config.vocab_size = 3
     louder = eqx.tree_at(lambda m: m.head.kernel, model, replace_fn=lambda kernel: 2 * kernel)
-    close(run(louder, *packed_arguments()).logits, 2 * out.logits)
+    assert_close(run(louder, *packed_arguments()).logits, 2 * out.logits)
     zeros = jax.tree.map(jnp.zeros_like, model)
     assert not np.any(run(zeros, *packed_arguments()).logits)
     assert np.any(model.head.kernel)
@@ -300,10 +297,10 @@ def at(model, tokens, *positions):
 def test_tokens_beyond_a_cache_are_not_stored(model, overflowed):
     """Tokens 4 and 5 are answered rightly in their own call, and are unknown to all later ones."""
     tokens, first = overflowed
-    close(first.logits, at(model, tokens, 0, 1, 2, 3, 4, 5, 6)[:, :6], 1e-4)
+    assert_close(first.logits, at(model, tokens, 0, 1, 2, 3, 4, 5, 6)[:, :6], units=512)
     assert first.cache.length.tolist() == [6, 6]
     last = run(model, tokens[:, 6:], cache=first.cache)
-    close(last.logits, at(model, tokens, 0, 1, 2, 3, -1, -1, 6)[:, 6:], 1e-4)
+    assert_close(last.logits, at(model, tokens, 0, 1, 2, 3, -1, -1, 6)[:, 6:], units=512)
     assert last.cache.length.tolist() == [7, 7]
     for one, two in zip(jax.tree.leaves(first.cache.segments), jax.tree.leaves(last.cache.segments), strict=True):
         np.testing.assert_array_equal(one, two)
@@ -316,7 +313,7 @@ def test_bfloat16_cache_with_float32_activations(model, overflowed):
     assert [leaf.dtype for leaf in jax.tree.leaves(half)] == [leaf.dtype for leaf in jax.tree.leaves(empty)]
     last = run(model, tokens[:, 6:], cache=half)
     want = at(model, tokens, 0, 1, 2, 3, -1, -1, 6)[:, 6:]
-    close(last.logits, want, 0.02 * float(np.abs(want).max()))
+    assert_close(last.logits, want, units=4, dtype="bfloat16")
     assert not np.allclose(last.logits, want, atol=1e-5)
     assert last.hidden.dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(last.cache) if leaf.ndim == 5} == {np.dtype(jnp.bfloat16)}
@@ -352,8 +349,8 @@ def test_one_token(model):
     token = some_tokens(1, 1)
     one = at(model, token, 0)
     assert one.shape == (1, 1, VOCAB)
-    close(at(model, token, 11), one, 1e-4)
-    close(
+    assert_close(at(model, token, 11), one, units=512)
+    assert_close(
         one, at(model, some_tokens(1, 1).repeat(7, axis=1).repeat(2, axis=0), 0, -1, -1, -1, -1, -1, -1)[:1, :1], 1e-4
     )
 
@@ -371,7 +368,7 @@ def test_odd_sizes():
     out = run(model, jnp.asarray([[0, 6, 3]]))
     assert out.logits.shape == (1, 3, 7)
     assert np.all(np.isfinite(out.logits))
-    close(run(model.replace(scan=False), jnp.asarray([[0, 6, 3]])).logits, out.logits)
+    assert_close(run(model.replace(scan=False), jnp.asarray([[0, 6, 3]])).logits, out.logits)
 
 
 def test_layers_are_of_use_alone(getkey):
@@ -384,7 +381,7 @@ def test_layers_are_of_use_alone(getkey):
     assert entries.key.shape == (2, 3, 4, 4)
     block = ed.BlockConfig(mixer=None, mlp=MLPConfig(mlp_dim=16)).build(16, key=getkey())
     y, nothing, stats = block(x, ctx)
-    close(y, x + block.mlp(x, ctx))
+    assert_close(y, x + block.mlp(x, ctx))
     assert nothing is None
     assert stats == ed.BlockStats()
 

@@ -13,7 +13,7 @@ from eqx_decoders.remat import POLICIES
 from tests.cases import MESHES, check, covering_array, legal_pairs, pairs, random_cases, representative
 from tests.compare import assert_close
 from tests.programs import drop_compiled_programs
-from tests.strategies import VOCAB, filled, packed, rich_decoder, some_tokens
+from tests.strategies import VOCAB, extend, filled, packed, rich_decoder, run, some_tokens
 
 
 COVERING = covering_array()
@@ -57,19 +57,6 @@ def test_the_fast_form_of_a_fresh_case_equals_the_plain_one(number, record_prope
     record_property("compared random cases", 1)
 
 
-def loss(model, tokens, segments, key):
-    """A loss that weighs every logit differently, and the logits."""
-    out = model(tokens, segment_ids=segments, key=key)
-    weights = jnp.sin(jnp.arange(out.logits.size, dtype=jnp.float32)).reshape(out.logits.shape)
-    return jnp.mean(weights * out.logits), out.logits
-
-
-@eqx.filter_jit
-def run(model, tokens, segments, key=None):
-    (_, logits), gradient = eqx.filter_value_and_grad(loss, has_aux=True)(model, tokens, segments, key)
-    return logits, gradient
-
-
 @pytest.mark.parametrize(
     ("mesh", "tied"), [(name, number % 2 == 0) for number, name in enumerate(MESHES) if MESHES[name]]
 )
@@ -88,12 +75,6 @@ def test_every_remat_policy_equals_none(policy):
     tokens, segments = packed(2)
     model = filled(rich_decoder(3), attention="chunked")
     assert_close(run(model.replace(remat=policy), tokens, segments), run(model, tokens, segments))
-
-
-@eqx.filter_jit
-def extend(model, tokens, cache, positions=None):
-    out = model(tokens, positions=positions, cache=cache)
-    return out.logits, out.cache
 
 
 def test_ragged_rows_decode_as_if_alone():

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.numerics import Precision, einsum, fan_in, normal
+from tests.compare import assert_close
 
 
 PATTERNS = {
@@ -47,13 +48,6 @@ def value_and_gradients(pattern, flatten, x, weight):
     return jax.tree.leaves(jax.grad(loss, argnums=(0, 1), has_aux=True)(x, weight))
 
 
-def close(a, b, tolerance):
-    """Equal in dtype, and in value up to `tolerance` of the largest number."""
-    assert a.dtype == b.dtype and a.shape == b.shape
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1e-30, np.abs(b).max(initial=0.0)))
-
-
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_flattened_is_plain(pattern):
     dtypes = [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")][: 3 if pattern == MLP else 2]
@@ -65,21 +59,21 @@ def test_flattened_is_plain(pattern):
 
     for (dtype, _), (flat, plain) in zip(dtypes, run(cases), strict=True):
         for a, b in zip(flat, plain, strict=True):
-            close(a, b, 1e-5 if dtype == "float32" else 2e-2)
+            assert_close(a, b, units=128 if dtype == "float32" else 4, dtype=dtype)
 
 
 @pytest.mark.parametrize("flatten", [False, True])
 def test_plain_is_numpy(flatten):
     x, weight = operands("b l h k, h k d -> b l d", "float32", "float32")
     expected = np.einsum("blhk,hkd->bld", np.asarray(x, np.float64), np.asarray(weight, np.float64))
-    close(einsum("b l h k, h k d -> b l d", x, weight, flatten=flatten), expected.astype(np.float32), 1e-6)
+    assert_close(einsum("b l h k, h k d -> b l d", x, weight, flatten=flatten), expected.astype(np.float32), units=16)
 
 
 def test_gradient_of_f32_weights_is_not_rounded_to_16_bits():
     x, weight = operands(MLP, "bfloat16", "float32")
     gradient = jax.grad(lambda w: jnp.sum(einsum(MLP, x, w, flatten=True, out_dtype=jnp.float32)))(weight)
     expected = np.asarray(x, np.float64).sum((0, 1))[:, None] * np.ones((1, 12))
-    close(gradient, expected.astype(np.float32), 1e-6)
+    assert_close(gradient, expected.astype(np.float32), units=16)
 
 
 @pytest.mark.parametrize("flatten", [False, True])
@@ -107,7 +101,9 @@ def test_in_scan_with_checkpoint(dtype):
 
     results = run(weights, x)
     for result in results[1:]:
-        jax.tree.map(lambda a, b: close(a, b, 1e-5 if dtype == "float32" else 2e-2), result, results[0])
+        jax.tree.map(
+            lambda a, b: assert_close(a, b, units=128 if dtype == "float32" else 4, dtype=dtype), result, results[0]
+        )
 
 
 @pytest.mark.parametrize("flatten", [False, True])
@@ -130,7 +126,7 @@ def test_forward_mode_in_f32():
         jax.jvp(lambda x, w, f=flatten: einsum(MLP, x, w, flatten=f), (x, weight), tangents)
         for flatten in (True, False)
     )
-    jax.tree.map(lambda a, b: close(a, b, 1e-6), flat, plain)
+    jax.tree.map(lambda a, b: assert_close(a, b, units=16), flat, plain)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -150,7 +146,9 @@ def test_under_vmap_and_on_a_mesh(dtype):
         jax.device_put(weight, NamedSharding(mesh, P(None, "data", "tensor"))),
     )
     for result in (run(x, weight, True), run(*placed, True)):
-        jax.tree.map(lambda a, b: close(a, b, 1e-5 if dtype == "float32" else 2e-2), result, expected)
+        jax.tree.map(
+            lambda a, b: assert_close(a, b, units=128 if dtype == "float32" else 4, dtype=dtype), result, expected
+        )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -28,8 +28,3 @@ def normal(*shape, seed: int = 1) -> np.ndarray:
 def context(positions, segments=None, **execution) -> ed.Context:
     segments = None if segments is None else jnp.asarray(segments, jnp.int32)
     return ed.Context(jnp.asarray(positions, jnp.int32), segments, execution=ed.Execution(**execution))
-
-
-def close(got, want, tolerance: float = 2e-6):
-    """Equal up to float32's rounding, relative to the largest value."""
-    np.testing.assert_allclose(np.asarray(got), want, rtol=0, atol=tolerance * max(1.0, np.abs(want).max()))

@@ -16,7 +16,8 @@ from eqx_decoders.layers.mask import Bidirectional, Chunked, SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope
-from tests.layers.common import BF16, close, context, drawn, normal
+from tests.compare import assert_close
+from tests.layers.common import BF16, context, drawn, normal
 from tests.oracles import attention_by_hand, mlp_by_hand, wide
 
 
@@ -53,7 +54,7 @@ def test_attention_is_the_loop(options):
     x = normal(2, 7, 6)
     want = attention_by_hand(layer, wide(x), POSITIONS, SEGMENTS)
     out, entries = apply(layer, jnp.asarray(x), context(POSITIONS, SEGMENTS, attention="dot"))
-    close(out, want, 1e-5)
+    assert_close(out, want, units=128)
     assert entries.key.shape == entries.value.shape == (2, 7, layer.config.num_kv_heads, layer.config.head_dim)
 
 
@@ -102,7 +103,7 @@ def test_fused_attention_equals_unfused():
         **dict.fromkeys(("query", "key", "value", "query_bias", "key_bias", "value_bias")),
     )
     x, ctx = jnp.asarray(normal(2, 7, 6)), context(POSITIONS, SEGMENTS)
-    close(apply(fused, x, ctx)[0], np.asarray(apply(one, x, ctx)[0]))
+    assert_close(apply(fused, x, ctx)[0], np.asarray(apply(one, x, ctx)[0]), units=32)
 
 
 def test_bfloat16_stays_bfloat16():
@@ -111,7 +112,9 @@ def test_bfloat16_stays_bfloat16():
     ctx = context(POSITIONS, SEGMENTS, precision=BF16)
     out, entries = apply(layer, jnp.asarray(x, jnp.bfloat16), ctx)
     assert out.dtype == entries.key.dtype == entries.value.dtype == jnp.bfloat16
-    close(out.astype(jnp.float32), attention_by_hand(layer, wide(x), POSITIONS, SEGMENTS), 0.04)
+    assert_close(
+        out.astype(jnp.float32), attention_by_hand(layer, wide(x), POSITIONS, SEGMENTS), units=8, dtype="bfloat16"
+    )
     out = mlp(jnp.asarray(x, jnp.bfloat16), ctx)
     assert out.dtype == jnp.bfloat16
-    close(out.astype(jnp.float32), mlp_by_hand(mlp, wide(x)), 0.04)
+    assert_close(out.astype(jnp.float32), mlp_by_hand(mlp, wide(x)), units=8, dtype="bfloat16")

@@ -10,7 +10,8 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.layers.embedding import LearnedPositions, SinusoidalPositions, TokenEmbedding
-from tests.layers.common import BF16, close, context, drawn, normal
+from tests.compare import assert_close
+from tests.layers.common import BF16, context, drawn, normal
 
 
 @pytest.mark.parametrize("precision", [ed.Precision(), BF16])
@@ -20,14 +21,16 @@ def test_token_embedding(precision):
     out = TokenEmbedding(table=jnp.asarray(table), scale=2.5)(tokens, ctx)
     assert out.dtype == precision.compute
     want = 2.5 * table[[[0, 5, 5, 5, 0, 3]]]  # ids out of the vocabulary are clipped into it
-    close(out.astype(jnp.float32), want, 1e-6 if precision.compute == np.float32 else 0.01)
+    assert_close(
+        out.astype(jnp.float32), want, units=16 if precision.compute == np.float32 else 2, dtype=precision.compute
+    )
 
 
 def test_learned_positions():
     layer = drawn(lambda key: LearnedPositions(max_positions=4).build(5, key=key))
     x = normal(1, 5, 5)
     out = layer(jnp.asarray(x), context([[-1, 0, 3, 4, 100]]))
-    close(out, x + np.asarray(layer.table)[[[0, 0, 3, 3, 3]]])
+    assert_close(out, x + np.asarray(layer.table)[[[0, 0, 3, 3, 3]]], units=32)
     assert layer(jnp.asarray(x, jnp.bfloat16), context([[0] * 5])).dtype == jnp.bfloat16
 
 
@@ -41,7 +44,7 @@ def test_sinusoids(embed):
             want[0, t, k] += math.sin(angle)
             want[0, t, count + k] += math.cos(angle)
     layer = SinusoidalPositions(max_timescale=100.0).build(embed, key=jax.random.key(0))
-    close(layer(jnp.asarray(x), context([positions])), want, 1e-5)
+    assert_close(layer(jnp.asarray(x), context([positions])), want, units=128)
 
 
 # --- lookups ---

@@ -7,6 +7,7 @@ import pytest
 
 from eqx_decoders.layers.grouped import block_rows, grouped_products
 from eqx_decoders.numerics import LowRank
+from tests.compare import assert_close
 
 
 INNER, OUTER = 5, 3
@@ -27,11 +28,6 @@ def loop(x, weight, counts):
     return out
 
 
-def close(got, want, tolerance=2e-6):
-    bound = tolerance * max(1.0, np.abs(want).max(initial=0))
-    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=bound)
-
-
 @pytest.mark.parametrize("block", [None, 4, 64])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_values_and_gradients_are_those_of_a_loop(counts, block):
@@ -48,12 +44,12 @@ def test_values_and_gradients_are_those_of_a_loop(counts, block):
     to_x, *to_weights = back(tuple(jnp.asarray(g) for g in outward))
     want_x = np.zeros((total, INNER))
     for out, weight, g, to_weight in zip(outs, (first, second), outward, to_weights, strict=True):
-        close(out[:total], loop(x, weight, counts)[:total])
+        assert_close(out[:total], loop(x, weight, counts)[:total], units=32)
         want_x += loop(g, weight.transpose(0, 2, 1), counts)[:total]
         ends = np.cumsum(counts)
         slices = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
-        close(to_weight, np.stack([x[s].astype(np.float64).T @ g[s] for s in slices]))
-    close(to_x[:total], want_x)
+        assert_close(to_weight, np.stack([x[s].astype(np.float64).T @ g[s] for s in slices]), units=32)
+    assert_close(to_x[:total], want_x, units=32)
 
 
 @pytest.mark.parametrize("block", [None, 4])
@@ -71,8 +67,10 @@ def test_half_precision_sums_in_single_and_keeps_the_dtype_of_weights(block):
     assert out.dtype == jnp.bfloat16 and gradient.dtype == jnp.float32
     rows, rounded = (np.asarray(a.astype(jnp.bfloat16), np.float32) for a in (x, weight))
     want = loop(rows, rounded, counts)
-    close(out[:32].astype(jnp.float32), want[:32], 0.005)  # one rounding of the result, none of the sum
-    close(gradient[0], rows[:19].T.astype(np.float64) @ want[:19], 0.01)
+    assert_close(
+        out[:32].astype(jnp.float32), want[:32], units=1, dtype="bfloat16"
+    )  # one rounding of the result, none of the sum
+    assert_close(gradient[0], rows[:19].T.astype(np.float64) @ want[:19], units=2, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("block", [None, 4])
@@ -93,7 +91,7 @@ def test_a_weight_in_parts_is_that_of_its_merged_one(block):
     (loss, gradient), (want, whole) = run(pair), run(pair.merged())
     assert float(loss) == pytest.approx(float(want), rel=1e-5)
     assert not np.any(gradient.base)
-    close(gradient.lora_a, 0.5 * np.einsum("gio,gro->gir", whole, pair.lora_b))
+    assert_close(gradient.lora_a, 0.5 * np.einsum("gio,gro->gir", whole, pair.lora_b), units=32)
 
 
 def test_blocks_grow_with_the_mean_group_and_are_bounded():

@@ -16,6 +16,7 @@ from eqx_decoders.layers.mask import SlidingWindow
 from eqx_decoders.layers.norm import RMSNorm, RMSNormConfig
 from eqx_decoders.layout import WEIGHTS
 from eqx_decoders.training.flops import flops_per_token, matmul_parameters
+from tests.compare import assert_close
 from tests.oracles import wide
 
 
@@ -37,10 +38,6 @@ def drawn(general: bool, attention: AttentionConfig = ATTENTION):
     generator = np.random.default_rng(0)
     arrays = jax.tree.map(lambda leaf: jnp.asarray(generator.normal(0.1, 0.4, leaf.shape), leaf.dtype), shapes)
     return eqx.combine(arrays, static)
-
-
-def close(got, want, tolerance: float = 3e-6):
-    np.testing.assert_allclose(np.asarray(got), want, rtol=0, atol=tolerance * max(1.0, np.abs(want).max()))
 
 
 def into_by_hand(kernel, heads, features):
@@ -87,7 +84,7 @@ def layer(request):
 def test_kernels_are_the_sums(layer):
     for got, want in zip(kernels_of(layer.materialised(ed.Layout())), kernels_by_hand(layer), strict=True):
         assert got.dtype == jnp.float32
-        close(got, want)
+        assert_close(got, want, units=32)
 
 
 def test_the_layer_is_attention_with_these_kernels(layer):
@@ -98,15 +95,15 @@ def test_the_layer_is_attention_with_these_kernels(layer):
     assert len(jax.tree.leaves(layer.attention)) == 8
     plain = Attention(**own | dict(zip(("query", "key", "value", "out"), kernels, strict=True)))
     (got, entries), (want, same) = eqx.filter_jit(lambda: (layer(x, CTX), plain(x, CTX)))()
-    close(got, np.asarray(want), 1e-5)
-    close(entries.key, np.asarray(same.key), 1e-5)
+    assert_close(got, np.asarray(want), units=128)
+    assert_close(entries.key, np.asarray(same.key), units=128)
     assert layer.config.cache_shape(7) == RICH.cache_shape(7)
 
 
 def test_kernels_are_float32_in_bfloat16_models(layer):
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), layer)
     for got, want in zip(kernels_of(half.materialised(ed.Layout())), kernels_by_hand(half), strict=True):
-        close(got, want)
+        assert_close(got, want, units=32)
 
 
 def test_only_the_teacher_is_frozen(layer):

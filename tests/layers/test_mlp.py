@@ -9,7 +9,8 @@ import pytest
 
 from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.layers.mlp import ACTIVATIONS, MLPConfig
-from tests.layers.common import close, context, drawn, normal
+from tests.compare import assert_close
+from tests.layers.common import context, drawn, normal
 from tests.oracles import (
     BY_HAND,
     mlp_by_hand,
@@ -41,7 +42,7 @@ def test_mlp(options, activation):
     config = MLPConfig(mlp_dim=9, activation=activation, **options)
     layer = drawn(lambda key: config.build(5, key=key))
     x, ctx = normal(2, 3, 5), context(np.zeros((2, 3)))
-    close(layer(jnp.asarray(x), ctx), mlp_by_hand(layer, wide(x)))
+    assert_close(layer(jnp.asarray(x), ctx), mlp_by_hand(layer, wide(x)), units=32)
 
 
 def test_fused_mlp_equals_unfused():
@@ -51,7 +52,7 @@ def test_fused_mlp_equals_unfused():
     one = drawn(lambda key: config.build(5, key=key))
     both = jnp.stack([one.gate, one.up], axis=1)
     other = dataclasses.replace(one, gate=None, up=None, gate_up=both, config=fused)
-    close(other(x, ctx), np.asarray(one(x, ctx)))
+    assert_close(other(x, ctx), np.asarray(one(x, ctx)), units=32)
     key = jax.random.key(3)  # born the same, too
     np.testing.assert_array_equal(fused.build(5, key=key).gate_up[:, 1], config.build(5, key=key).up)
 
@@ -61,5 +62,5 @@ def test_mlp_dropout_acts_on_the_hidden_features():
     layer = drawn(lambda key: config.build(5, key=key))
     x, ctx, key = jnp.asarray(normal(2, 3, 5)), context(np.zeros((2, 3))), jax.random.key(0)
     want = wide(dropout(jnp.asarray(wide(x) @ wide(layer.up), jnp.float32), 0.5, key)) @ wide(layer.down)
-    close(layer(x, ctx, key=key), want)
-    close(layer(x, ctx), mlp_by_hand(layer, wide(x)))
+    assert_close(layer(x, ctx, key=key), want, units=32)
+    assert_close(layer(x, ctx), mlp_by_hand(layer, wide(x)), units=32)

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
-from tests.layers.common import close, drawn, normal
+from tests.compare import assert_close
+from tests.layers.common import drawn, normal
 from tests.oracles import (
     norm_by_hand,
     wide,
@@ -28,10 +29,10 @@ def test_norms(config):
     layer = drawn(lambda key: config.build(7))
     x = 3 * normal(2, 3, 7) + 1
     want = np.apply_along_axis(lambda row: norm_by_hand(layer, row), -1, wide(x))
-    close(layer(jnp.asarray(x)), want)
+    assert_close(layer(jnp.asarray(x)), want, units=32)
     half = layer(jnp.asarray(x, jnp.bfloat16))
     assert half.dtype == jnp.bfloat16
-    close(half.astype(jnp.float32), want, 0.02)
+    assert_close(half.astype(jnp.float32), want, units=4, dtype="bfloat16")
     fresh = config.build(7)  # a new scale and offset multiply by one
     assert fresh.scale is None or np.all(np.asarray(fresh.scale) + config.offset == 1)
     assert getattr(fresh, "bias", None) is None or not np.any(fresh.bias)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from eqx_decoders.layers.rope import LinearRope, Llama3Rope, Rope, YarnRope, rotate
-from tests.layers.common import close, normal
+from tests.compare import assert_close
+from tests.layers.common import normal
 from tests.oracles import (
     llama3_by_hand,
     plain_frequencies,
@@ -48,10 +49,10 @@ def check_rotation(rope, frequencies, magnitude):
     for b, t, h in np.ndindex(2, 3, 2):
         place = max(positions[b, t], 0)
         want[b, t, h] = rotate_by_hand(x[b, t, h], place, frequencies, rope.pairing, magnitude)
-    close(rotate(jnp.asarray(x), jnp.asarray(positions), rope), want, 1e-5)
+    assert_close(rotate(jnp.asarray(x), jnp.asarray(positions), rope), want, units=128)
     half = rotate(jnp.asarray(x, jnp.bfloat16), jnp.asarray(positions), rope)
     assert half.dtype == jnp.bfloat16
-    close(half.astype(jnp.float32), want, 0.02)
+    assert_close(half.astype(jnp.float32), want, units=4, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("rope", LLAMA3, ids=str)
@@ -86,8 +87,8 @@ def test_rotation_keeps_norms_and_only_differences_count(rope):
     def scores(shift):
         return jnp.einsum("bqhd,bkhd->bhqk", rotate(query, places + shift, rope), rotate(key, places + shift, rope))
 
-    close(jnp.linalg.norm(rotate(query, places, rope), axis=-1), np.linalg.norm(query, axis=-1))
-    close(scores(37), np.asarray(scores(0)), 1e-5)
+    assert_close(jnp.linalg.norm(rotate(query, places, rope), axis=-1), np.linalg.norm(query, axis=-1), units=32)
+    assert_close(scores(37), np.asarray(scores(0)), units=128)
     unturned = jnp.einsum("bqhd,bkhd->bhqk", query, key)
     assert not np.allclose(scores(0), unturned, atol=0.1)
 

@@ -9,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layout import Layout
 from eqx_decoders.training.cross_entropy import _tile_length, cross_entropy, linear_argmax, linear_cross_entropy
+from tests.compare import assert_close
 
 
 BATCH, LENGTH, EMBED, VOCAB = 2, 7, 8, 19
@@ -35,12 +36,6 @@ def plain(hidden, kernel, targets, weights, *, tied, soft_cap=None, z_loss=0.0):
     correct = jnp.argmax(logits, axis=-1) == targets
     loss = jnp.sum(weights * cross_entropy(logits, targets, z_loss=z_loss))
     return loss, (jnp.sum(weights * nll), jnp.sum(jnp.where(correct, weights, 0.0)))
-
-
-def close(a, b, tolerance=1e-5):
-    assert a.dtype == b.dtype and a.shape == b.shape
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1e-30, np.abs(b).max(initial=0.0)))
 
 
 def both(loss, *arguments):
@@ -72,10 +67,10 @@ def test_fused_is_plain(tied, options):
     expected, undifferentiated, fused = run(*arguments)
     assert expected[0][1][1] > 0
     for a, b in zip(jax.tree.leaves(undifferentiated), jax.tree.leaves(expected[0]), strict=True):
-        close(a, b)
+        assert_close(a, b, units=128)
     for form in fused:
         for a, b in zip(jax.tree.leaves(form), jax.tree.leaves(expected), strict=True):
-            close(a, b)
+            assert_close(a, b, units=128)
 
 
 @pytest.mark.parametrize(("tied", "kernel_dtype"), [(False, "float32"), (True, "bfloat16")])
@@ -93,11 +88,11 @@ def test_in_bf16(tied, kernel_dtype):
 
     expected, fused = run(arguments, exact)
     for (loss, sums), gradients in fused:
-        close(loss, expected[0][0])  # products of 16-bit operands are exact in f32
-        close(sums.nll, expected[0][1][0])
+        assert_close(loss, expected[0][0], units=128)  # products of 16-bit operands are exact in f32
+        assert_close(sums.nll, expected[0][1][0], units=128)
         for a, b, like in zip(gradients, expected[1], (arguments[0], arguments[1], arguments[3]), strict=True):
             assert a.dtype == like.dtype
-            close(a.astype(jnp.float32), b, 1e-2)
+            assert_close(a.astype(jnp.float32), b, units=2, dtype="bfloat16")
 
 
 def test_both_gradients_take_the_cotangent():

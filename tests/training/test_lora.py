@@ -23,6 +23,7 @@ from eqx_decoders.training.lora import LORA_WEIGHTS, LoRAConfig, add_lora, merge
 from eqx_decoders.training.optimizer import OptimizerConfig, matching, muon_dimensions
 from eqx_decoders.training.step import StepConfig, Trainer
 from tests.adapters import CONFIG, RICH, pairs, shapes, trained
+from tests.compare import assert_close
 from tests.strategies import filled, some_tokens
 
 
@@ -40,13 +41,6 @@ FUSED_PAIRS = dataclasses.replace(CONFIG, targets=("*.qkv", "*.out", "*.gate_up"
 @eqx.filter_jit
 def logits(model, tokens):
     return model(tokens).logits
-
-
-def close(a, b, tolerance):
-    """Equal in dtype and shape, and in value up to `tolerance` of the largest number."""
-    assert a.dtype == b.dtype and a.shape == b.shape
-    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1e-30, np.abs(b).max(initial=0.0)))
 
 
 # --- the product ---
@@ -98,11 +92,11 @@ def test_the_product_is_that_of_the_merged_weight(kind):
 
     ((want_x, want_a, want_b), want_y), results = run(x, base, a, b)
     for (_, dtype), ((to_x, to_base, to_a, to_b), y) in results.items():
-        tolerance = 1e-5 if dtype == "float32" else 2e-2
-        close(y, want_y.astype(dtype), tolerance)
-        close(to_x, want_x.astype(dtype), tolerance)
-        close(to_a, want_a, tolerance)  # in the weights' dtype
-        close(to_b, want_b, tolerance)
+        rules = dict(units=128 if dtype == "float32" else 4, dtype=dtype)
+        assert_close(y, want_y.astype(dtype), **rules)
+        assert_close(to_x, want_x.astype(dtype), **rules)
+        assert_close(to_a, want_a, **rules)  # in the weights' dtype
+        assert_close(to_b, want_b, **rules)
         assert not np.any(to_base)
 
 
@@ -239,7 +233,7 @@ def expected(adapted):
 
 def test_scan_is_loop_with_and_without_remat(adapted, expected):
     changed = gradient_of_pairs(adapted.replace(scan=False, remat="full"), some_tokens(4, 8))
-    jax.tree.map(lambda a, b: close(a, b, 2e-5), changed, expected)
+    jax.tree.map(lambda a, b: assert_close(a, b, units=256), changed, expected)
 
 
 def test_sharded_is_single(plain, born, adapted, expected):
@@ -250,7 +244,7 @@ def test_sharded_is_single(plain, born, adapted, expected):
     for name, leaf in here.items():
         assert leaf.sharding == pairs(model)[name].sharding
     jax.tree.map(np.testing.assert_array_equal, here, pairs(born))
-    jax.tree.map(lambda a, b: close(a, b, 5e-5), gradient_of_pairs(model, some_tokens(4, 8)), expected)
+    jax.tree.map(lambda a, b: assert_close(a, b, units=512), gradient_of_pairs(model, some_tokens(4, 8)), expected)
     merged, whole = named_leaves(merge_lora(model)), named_leaves(merge_lora(adapted))
     for name, leaf in merged.items():
         assert leaf.sharding == named_leaves(placed)[name].sharding
@@ -260,7 +254,7 @@ def test_sharded_is_single(plain, born, adapted, expected):
 def test_merging_changes_no_logit_and_leaves_no_pair(plain, adapted, expected):
     merged = merge_lora(adapted)
     assert jax.tree.structure(merged) == jax.tree.structure(plain)
-    close(logits(merged, some_tokens(4, 8)), expected[0], 1e-5)
+    assert_close(logits(merged, some_tokens(4, 8)), expected[0], units=128)
     assert np.abs(logits(plain, some_tokens(4, 8)) - expected[0]).max() > 0.1
     assert merge_lora(merged) is merged
 

@@ -12,6 +12,7 @@ from eqx_decoders.layers.attention import AttentionConfig
 from eqx_decoders.training.data import Batch
 from eqx_decoders.training.evaluate import HeldOut, evaluate
 from eqx_decoders.training.loss import evaluation_sums, next_token_loss, next_tokens
+from tests.compare import assert_close
 from tests.strategies import filled, packed, rich_decoder, some_tokens
 
 
@@ -44,13 +45,6 @@ def value_and_gradient(model, batch, z_loss, fused, key=None):
     return eqx.filter_value_and_grad(next_token_loss, has_aux=True)(model, batch, z_loss=z_loss, fused=fused, key=key)
 
 
-def close(got, want, tolerance=2e-5):
-    got, want = jax.device_get((jax.tree.leaves(got), jax.tree.leaves(want)))
-    assert len(got) == len(want)
-    for one, other in zip(got, want, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * max(1e-2, float(np.abs(other).max(initial=0))))
-
-
 CASES = {
     "tied, soft cap, z-loss, packed": (dict(tied=True, logit_soft_cap=3.0), 1e-2, {}),
     "own head, loss mask, dropout": (dict(dropout=0.3), 0.0, dict(loss_mask=some_mask(), segment_ids=None)),
@@ -73,7 +67,7 @@ def test_fused_equals_plain(case):
     keys = jax.random.split(jax.random.key(5), 2)
     fused, other = (value_and_gradient(model, batch, z_loss, True, key) for key in keys)
     plain = value_and_gradient(model, batch, z_loss, False, keys[0])
-    close(fused, plain)
+    assert_close(fused, plain, units=256)
     assert (float(other[0][0]) != float(fused[0][0])) == (model.config.dropout > 0)
     (loss, metrics), gradient = plain
     for leaf in jax.tree.leaves(gradient):
@@ -104,7 +98,7 @@ def test_a_packed_row_is_the_sum_of_its_documents():
     run = eqx.filter_jit(lambda model, batch: (next_token_loss(model, batch)[1], model(batch.tokens).logits))
     together, _ = run(model, batch)
     apart, logits = run(model, Batch(tokens=jnp.asarray(alone), segment_ids=jnp.asarray(present)))
-    close(together, apart)
+    assert_close(together, apart, units=256)
 
     nll = correct = count = 0.0
     for row, document in enumerate(documents):

@@ -23,6 +23,7 @@ from eqx_decoders.training.loss import next_token_loss, token_loss_sum
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.processes import place
 from eqx_decoders.training.step import StepConfig, Trainer, TrainState
+from tests.compare import assert_close
 from tests.strategies import filled, packed, rich_decoder, some_tokens
 
 
@@ -77,13 +78,6 @@ def host(tree):
 def same_bits(one, other) -> bool:
     pairs = zip(jax.tree.leaves(host(one)), jax.tree.leaves(host(other)), strict=True)
     return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in pairs)
-
-
-def close(got, want, tolerance):
-    got, want = jax.tree.leaves(host(got)), jax.tree.leaves(host(want))
-    assert len(got) == len(want)
-    for one, other in zip(got, want, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * max(0.1, float(np.abs(other).max(initial=0))))
 
 
 def no_stats(metrics):
@@ -171,10 +165,10 @@ def test_accumulated_microbatches_equal_one_batch(case, count):
     trainer = trainer_of(case.model, gradient_accumulation_steps=count)
     got, rows = advanced(trainer, first_state(trainer, case.model), [batch_of()] * 2)
     want, whole = case.two_steps
-    close(got.model, want.model, 2e-6)
-    close(got.optimizer, want.optimizer, 2e-6)
+    assert_close(got.model, want.model, units=32)
+    assert_close(got.optimizer, want.optimizer, units=32)
     for one, other in zip(rows, whole, strict=True):
-        close(no_stats(one), no_stats(other), 1e-5)
+        assert_close(no_stats(one), no_stats(other), units=128)
         for name in ("mean", "zero_fraction"):
             mine, theirs = (getattr(row.stats.activations, name) for row in (one, other))
             assert mine.shape == (1,)
@@ -282,10 +276,10 @@ def test_sharded_steps_equal_those_of_one_device_and_are_one_program(case, compi
     state, second = advanced(trainer, state, [batch_of()])
     assert not compilations
     want, others = case.two_steps
-    close(state.model, want.model, 1e-5)
-    close(state.optimizer, want.optimizer, 1e-5)
+    assert_close(state.model, want.model, units=128)
+    assert_close(state.optimizer, want.optimizer, units=128)
     for one, other in zip(first + second, others, strict=True):
-        close(*((one, other) if count == 1 else (no_stats(one), no_stats(other))), 1e-5)
+        assert_close(*((one, other) if count == 1 else (no_stats(one), no_stats(other))), 1e-5, units=128)
     for (name, leaf), sharding in zip(
         named_leaves(state.model).items(), jax.tree.leaves(layout.shardings(state.model)), strict=True
     ):
@@ -434,7 +428,7 @@ def test_dropout_draws_anew_each_step_and_in_each_microbatch():
     def plain(model):
         keys = jax.random.split(jax.random.fold_in(jax.random.key(0), 2), 2)
         rows = [Batch(tokens=tokens[row : row + 1]) for row in range(2)]
-        whole = dict(fused=False, whole=Batch(tokens=tokens))
+        whole = dict(fused=False, full_batch=Batch(tokens=tokens))
         parts = [token_loss_sum(model, row, key=key, **whole)[0] for row, key in zip(rows, keys, strict=True)]
         return sum(parts) / (2 * (LENGTH - 1))
 
