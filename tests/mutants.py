@@ -61,6 +61,8 @@ NAMES = [
 RENAMED = {a: b for pair in NAMES for a, b in (pair, pair[::-1])}
 # calls that stand around a value of the same shape, which a mutant takes away
 AROUND = {"stop_gradient", "astype", "dropout", "maximum", "minimum", "sigmoid", "tanh", "floor", "sqrt", "clip", "abs"}
+# keyword arguments that assert something or are about speed: without them the result is the same
+HINTS = {"strict", "maxsize", "unroll", "prevent_cse"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,6 +226,7 @@ class Finder(ast.NodeVisitor):
         if len(node.args) > first + 1 and not any(isinstance(part, ast.Starred) for part in node.args):
             swapped = [*node.args[:first], node.args[first + 1], node.args[first], *node.args[first + 2 :]]
             self.change(node, args=swapped)
+        node.keywords = [keyword for keyword in node.keywords if keyword.arg not in HINTS]
         for keyword in node.keywords:
             self.add(keyword, "", more=r"(,\s*)?")
         self.generic_visit(node)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from unittest.mock import Mock
 
 import equinox as eqx
 import jax
@@ -21,7 +22,7 @@ from eqx_decoders.mtp import MTPConfig
 from eqx_decoders.training.data import Batch
 from eqx_decoders.training.loss import next_token_loss, token_loss_sum
 from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.step import StepConfig, Trainer, TrainState, place
+from eqx_decoders.training.step import StepConfig, Trainer, TrainState, any_process, batch_share, place
 from tests.strategies import filled, packed, rich_decoder, some_tokens
 
 
@@ -470,3 +471,42 @@ def test_every_setting_of_a_step_reaches_it(monkeypatch):
     trace(fused=False)
     with pytest.raises(AssertionError, match="fused"):
         trace(fused=True)
+
+
+class Shared(ed.Layout):
+    """A layout whose devices are also those of other processes; this one has rows 8 to 16."""
+
+    def activation_sharding(self, words, shape=None):
+        rows = shape[0] // 4
+        here = {"third": (slice(2 * rows, 3 * rows),), "fourth": (slice(3 * rows, None),)}
+        return Mock(addressable_devices_indices_map=lambda asked: here if asked == shape else None)
+
+
+def test_a_process_knows_its_share_of_a_batch():
+    assert batch_share(ed.Layout(), 3) == batch_share(ed.Layout.create(data=4, tensor=2), 8) == (0, 1)
+    assert batch_share(Shared(), 16) == (1, 2)
+
+
+def test_any_process_asks_all_of_them(monkeypatch):
+    assert any_process(True) and not any_process(False)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    others = []
+    monkeypatch.setattr(
+        "eqx_decoders.training.step.multihost_utils.process_allgather", lambda flag: np.stack([flag, *others])
+    )
+    for other in (False, True):
+        others[:] = [np.asarray(other)]
+        assert [any_process(flag) for flag in (False, True)] == [other, True]
+
+
+def test_a_share_of_a_batch_becomes_part_of_one_array(monkeypatch):
+    """With one process all rows are put on its devices; with more, each gives its own rows and the whole shape."""
+    layout, batch = ed.Layout.create(data=4, context=2), batch_of()
+    placed = place(batch, layout, ROWS)
+    assert placed.tokens.sharding == layout.activation_sharding("batch length", (ROWS, LENGTH))
+    assert same_bits(placed, batch)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "make_array_from_process_local_data", lambda *given: given)
+    sharding, local, shape = place(batch, layout, 2 * ROWS).tokens
+    assert shape == (2 * ROWS, LENGTH) and local is batch.tokens
+    assert sharding == layout.activation_sharding("batch length", shape)
