@@ -369,20 +369,21 @@ class Map:
         return traced | dict(digests={name: digest(root / name) for name in reached})
 
     def reaching(self, mutant: Mutant) -> list[str]:
-        """The tests that a mutant may fail: first those that run the line, then the others of the files that do.
+        """The tests that a mutant may fail: quick ones that run the line, slower ones, then the others of their files.
 
-        In both parts the file that mirrors the module comes first, and then the quickest.
+        In each part the file that mirrors the module comes first, and then the quickest.
         """
         source = Path(mutant.file).relative_to(PACKAGE)
         mirror = str("tests" / source.with_name(f"test_{source.name}"))
-        hits, others, failed = {}, {}, set(self.failed())
+        parts, failed = [collections.defaultdict(list) for _ in range(3)], set(self.failed())
         for file, traced in self.files.items():
             lines = set(mutant.lines) if self.knows(file, mutant.file) else None
-            runs = [name for name, test in traced["tests"].items() if _meet(test["lines"], mutant.file, lines)]
+            runs = {name for name, test in traced["tests"].items() if _meet(test["lines"], mutant.file, lines)}
             if runs or _meet(traced["imported"], mutant.file, lines):
-                hits[file], others[file] = runs, [name for name in traced["tests"] if name not in runs]
+                for name, test in traced["tests"].items():
+                    parts[2 if name not in runs else int(test["seconds"] > 0.1)][file].append(name)
         ordered = []
-        for part in (hits, others):
+        for part in parts:
             for file in sorted(part, key=lambda file: (file != mirror, self.seconds(part[file]))):
                 ordered += sorted(part[file], key=lambda name: self.seconds([name]))
         return [name for name in ordered if name not in failed]
