@@ -5,7 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import eqx_decoders as ed
+from eqx_decoders.block import BlockConfig
 from eqx_decoders.layers.dropout import dropout
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.norm import RMSNormConfig
+from tests.layers.common import context
+from tests.strategies import filled
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -22,3 +28,22 @@ def test_dropout(dtype):
     assert np.asarray(out, np.float32).mean() == pytest.approx(np.asarray(x, np.float32).mean(), rel=0.06)
     assert dropout(x, 0.25, None) is x
     assert dropout(x, 0.0, jax.random.key(1)) is x
+
+
+def test_a_decoder_drops_embeddings_branches_and_what_the_head_reads():
+    """By hand, with a key for each place: embeddings, each layer's MLP and output, and before the head."""
+    mlp = MLPConfig(mlp_dim=6, dropout=0.3)
+    blocks = tuple(BlockConfig(mixer=None, mlp=mlp, dropout=rate) for rate in (0.2, 0.4, 0.4))
+    config = ed.DecoderConfig(vocab_size=9, embed_dim=5, blocks=blocks, final_norm=RMSNormConfig(), dropout=0.5)
+    model = filled(config)
+    tokens, key = jnp.asarray([[1, 2, 3], [4, 5, 6]]), jax.random.key(3)
+    embed_key, block_key, head_key = jax.random.split(key, 3)
+    x, ctx = dropout(model.embedding.table[tokens], 0.5, embed_key), context(np.zeros((2, 3)))
+    for block, here in zip(model.unstacked(), jax.random.split(block_key, 3), strict=True):
+        mlp_key, out_key = jax.random.split(here)
+        x = dropout(x + block.mlp(x, ctx, key=mlp_key), block.config.dropout, out_key)
+    out = model(tokens, key=key)
+    np.testing.assert_allclose(out.hidden, x, rtol=1e-5, atol=1e-6)
+    logits = dropout(model.final_norm(x), 0.5, head_key) @ model.head.kernel
+    np.testing.assert_allclose(out.logits, logits, rtol=1e-5, atol=1e-6)
+    assert not np.allclose(out.logits, model(tokens).logits)
