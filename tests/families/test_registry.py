@@ -8,8 +8,6 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.families import FAMILIES, find_family
 from eqx_decoders.io.quantized import read_scheme
-from eqx_decoders.layers.mask import Causal, SlidingWindow
-from tests.families.samples import mixers
 
 
 # What the published files hold. Of the Gemmas other sizes of the vocabulary have been published, too: here it is the
@@ -109,15 +107,6 @@ def test_unknown_names_are_refused_with_the_nearest(name, near):
         ed.get_config(name)
     with pytest.raises(ed.ConfigError, match=r"name='' is not known. Known: .*tiny"):
         ed.get_config("")
-
-
-def test_thetas():
-    assert {mixer.rope.theta for mixer in mixers(ed.get_config("qwen3-4b"))} == {1e6}
-    assert {mixer.rope.theta for mixer in mixers(ed.get_config("qwen3-4b-thinking-2507"))} == {5e6}
-    assert {(mixer.rope.theta, mixer.mask) for mixer in mixers(ed.get_config("mistral-7b"))} == {(1e6, Causal())}
-    assert {(mixer.rope.theta, mixer.mask) for mixer in mixers(ed.get_config("mistral-7b-v0.1"))} == {
-        (1e4, SlidingWindow(4096))
-    }
 
 
 # --- config.json of sparse models, key by key ---
