@@ -20,6 +20,7 @@ from eqx_decoders.training.lora import LoRAConfig, add_lora
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.step import Trainer
 from tests.compare import assert_close
+from tests.oracles import wide
 from tests.strategies import filled, packed, some_tokens
 
 
@@ -95,6 +96,12 @@ def test_materialised_is_a_plain_llama_with_the_same_logits(model):
     assert jax.tree.structure(plain) == jax.tree.structure(filled(STUDENT))
     tokens = some_tokens(2, 7)
     assert_close(run(plain, tokens).logits, run(model, tokens).logits)
+    maps, given = mixers(model)[0].maps, wide(mixers(model)[0].teacher.query)
+    if hasattr(maps, "query"):
+        query = np.einsum("lbxy,lxyuv->lbuv", given, wide(maps.query))
+    else:
+        query = np.einsum("lbxy,lxu,lyv->lbuv", given, wide(maps.query_heads), wide(maps.query_features))
+    assert_close(mixers(plain)[0].query, query)
     np.testing.assert_array_equal(named(plain, "mlp.up").popitem()[1], named(model, "mlp.up").popitem()[1])
     half = materialise(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model))
     assert {leaf.dtype for leaf in jax.tree.leaves(half)} == {jnp.dtype(jnp.bfloat16)}
