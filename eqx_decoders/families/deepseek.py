@@ -4,9 +4,9 @@ from typing import Any
 
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.errors import ConversionError
+from eqx_decoders.families import moe
 from eqx_decoders.families.family import Weight
 from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.moe import dense_of, experts_of, is_sparse, need_experts, separate_experts, write_experts
 from eqx_decoders.families.ropes import read_rope, write_rope
 from eqx_decoders.families.shape import ENDS, GATED_MLP, PRE_NORMS, Shape, gated_mlp, read_shape, write_outer
 from eqx_decoders.layers.latent import LatentAttentionConfig
@@ -29,7 +29,6 @@ def deepseek(
     kv_rank: int = 512,
     nope_dim: int = 128,
     value_dim: int = 128,
-    attention_bias: bool = False,
     mlp_bias: bool = False,
 ) -> DecoderConfig:
     """A decoder of DeepSeek blocks.
@@ -45,7 +44,7 @@ def deepseek(
         rope_dim=shape.head_dim - nope_dim,
         value_dim=value_dim,
         rope=rope,
-        bias=attention_bias,
+        bias=shape.attention_bias,
     )
     experts = shape.experts(
         num_experts=num_experts,
@@ -85,15 +84,14 @@ def read_deepseek(
         kv_rank=fields.integer("kv_lora_rank", 512),
         nope_dim=nope_dim,
         value_dim=fields.integer("v_head_dim", 128),
-        attention_bias=fields.flag("attention_bias", False),
         **options,
     )
-    return need_experts(fields, config)
+    return moe.need_experts(fields, config)
 
 
 def write_deepseek(config: DecoderConfig) -> dict[str, Any]:
     """The keys that `read_deepseek` reads, and those of the router."""
-    mixer, experts, dense = config.blocks[0].mixer, experts_of(config), dense_of(config)
+    mixer, experts = config.blocks[0].mixer, moe.experts_of(config)
     if not isinstance(mixer, LatentAttentionConfig) or experts.shared is None:
         raise ConversionError("DecoderConfig.blocks must have latent attention, and shared experts.")
     settings = {
@@ -105,15 +103,15 @@ def write_deepseek(config: DecoderConfig) -> dict[str, Any]:
         "qk_rope_head_dim": mixer.rope_dim,
         "v_head_dim": mixer.value_dim,
         "attention_bias": mixer.bias,
-        "intermediate_size": experts.mlp_dim if dense is None else dense.mlp_dim,
-        "moe_intermediate_size": experts.mlp_dim,
+        "intermediate_size": moe.dense_dim(config, default=experts.mlp_dim),
         "n_shared_experts": max(1, experts.shared.mlp_dim // experts.mlp_dim),
-        "first_k_dense_replace": sum(not is_sparse(block) for block in config.blocks),
+        "first_k_dense_replace": moe.sparse_layers(config)[0],
         "routed_scaling_factor": experts.router.scaling_factor,
         "n_group": experts.router.num_groups,
         "topk_group": experts.router.groups_per_token,
     }
-    return write_outer(config) | write_experts(config, "n_routed_experts") | settings | write_rope(config)
+    sizes = write_outer(config) | moe.write_experts(config, count="n_routed_experts", width="moe_intermediate_size")
+    return sizes | settings | write_rope(config)
 
 
 _ATTENTION = "model.layers.{layer}.self_attn."
@@ -133,6 +131,6 @@ WEIGHTS = (
     Weight(_ATTENTION + "o_proj.weight", "mixer.out", "embed (heads value_dim) -> heads value_dim embed"),
     Weight(_ATTENTION + "o_proj.bias", "mixer.out_bias", "embed -> embed"),
     *GATED_MLP,
-    *separate_experts(MLP),
+    *moe.separate_experts(MLP),
     *gated_mlp(MLP + "shared_experts.", "mlp.shared."),
 )

@@ -3,10 +3,10 @@
 from typing import Any
 
 from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.families import moe
 from eqx_decoders.families.deepseek import MLP, WEIGHTS, deepseek, read_deepseek, write_deepseek
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.moe import IGNORED_ROUTER_KEYS, experts_of, fused_experts
 from eqx_decoders.families.shape import Shape
 from eqx_decoders.layers.rope import YarnRope
 from eqx_decoders.layers.router import RouterConfig
@@ -27,7 +27,7 @@ def _read(fields: Fields) -> DecoderConfig:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    experts = experts_of(config)
+    experts = moe.experts_of(config)
     method = "group_limited_greedy" if experts.router.num_groups > 1 else "greedy"
     bias = experts.shared is not None and experts.shared.bias
     return write_deepseek(config) | {"topk_method": method, "mlp_bias": bias}
@@ -39,8 +39,8 @@ FAMILY = Family(
     read=_read,
     write=_write,
     weights=WEIGHTS,
-    fused=fused_experts(MLP),
-    ignored_keys=IGNORED_ROUTER_KEYS
+    fused=moe.fused_experts(MLP),
+    ignored_keys=moe.IGNORED_ROUTER_KEYS
     | {
         "num_nextn_predict_layers": "V2 was published without such layers",
         "norm_topk_prob": "transformers never divides",

@@ -7,10 +7,10 @@ import dataclasses
 from typing import Any
 
 from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.families import moe
 from eqx_decoders.families.deepseek import MLP, WEIGHTS, deepseek, read_deepseek, write_deepseek
 from eqx_decoders.families.family import Family, Weight
 from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.moe import IGNORED_ROUTER_KEYS, experts_of, fused_experts
 from eqx_decoders.families.shape import Shape
 from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.norm import RMSNormConfig
@@ -56,7 +56,7 @@ def _read(fields: Fields) -> DecoderConfig:
 def _write(config: DecoderConfig) -> dict[str, Any]:
     mixer = config.blocks[0].mixer
     return write_deepseek(config) | {
-        "norm_topk_prob": experts_of(config).router.renormalize,
+        "norm_topk_prob": moe.experts_of(config).router.renormalize,
         "rope_interleave": isinstance(mixer, LatentAttentionConfig) and mixer.rope.pairing == "interleaved",
         "num_nextn_predict_layers": 0 if config.mtp is None else config.mtp.num_depths,
     }
@@ -76,8 +76,8 @@ FAMILY = Family(
         Weight(_LAYER + "eh_proj.weight", "kernel", "embed joined -> joined embed"),
         Weight(_LAYER + "shared_head.norm.weight", "final_norm.scale", "norm -> norm"),
     ),
-    fused=fused_experts(MLP),
-    ignored_keys=IGNORED_ROUTER_KEYS,
+    fused=moe.fused_experts(MLP),
+    ignored_keys=moe.IGNORED_ROUTER_KEYS,
     aliases=("kimi_k2",),
     copies={
         _LAYER + "embed_tokens.weight": "model.embed_tokens.weight",
@@ -91,8 +91,7 @@ def _published(*, vocab_size: int, num_heads: int, **options: Any) -> DecoderCon
         vocab_size=vocab_size, embed_dim=7168, num_layers=61, num_heads=num_heads, num_kv_heads=num_heads,
         head_dim=192, mlp_dim=18_432,
     )  # fmt: skip
-    common: dict[str, Any] = dict(q_rank=1536, num_experts_per_token=8, num_shared=1, expert_dim=2048)
-    return deepseek(shape, **common, **options)
+    return deepseek(shape, q_rank=1536, num_experts_per_token=8, num_shared=1, expert_dim=2048, **options)
 
 
 _YARN: dict[str, Any] = dict(original_length=4096, mscale=1.0, mscale_all_dim=1.0, pairing="interleaved")

@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from eqx_decoders.errors import ConversionError
@@ -135,10 +135,10 @@ class Fields:
         """true or false."""
         return self._checked(key, default, _REQUIRED, lambda x: isinstance(x, bool), "true or false")
 
-    def numbers(self, key: str) -> list[int]:
-        """A list of whole numbers, empty where there is none."""
+    def numbers(self, key: str, default: Sequence[int] = ()) -> Sequence[int]:
+        """A list of whole numbers."""
         rule = "a list of whole numbers"
-        return self._checked(key, [], _REQUIRED, lambda x: isinstance(x, list) and all(map(_is_integer, x)), rule)
+        return self._checked(key, default, _REQUIRED, lambda x: isinstance(x, list) and all(map(_is_integer, x)), rule)
 
     def word(self, key: str, known: Mapping[str, T], default: str = _REQUIRED) -> T:
         """What one of the known words stands for."""

@@ -1,21 +1,20 @@
 """Gemma (Gemma Team 2024): scales stored as w - 1, embeddings times the root of their width, tanh-gelu, tied head."""
 
 import functools
-from typing import Any
 
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.fields import Fields
 from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import LLAMA_WEIGHTS, Shape, attentions, read_shape, write_shape
+from eqx_decoders.families.shape import Shape, llama_weights, read_shape, write_shape
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 
 
-def gemma(shape: Shape, *, rope: Rope = Rope(), attention_bias: bool = False) -> DecoderConfig:
-    """A decoder of Gemma blocks; `attention_bias` is that of all four projections."""
+def gemma(shape: Shape, *, rope: Rope = Rope()) -> DecoderConfig:
+    """A decoder of Gemma blocks."""
     norm = RMSNormConfig(eps=shape.eps, offset=1.0)
-    block = shape.block(shape.attention(rope=rope, bias=attention_bias), norm=norm)
+    block = shape.block(shape.attention(rope=rope), norm=norm)
     return shape.decoder(block, norm, embedding_scale=shape.embed_dim**0.5)
 
 
@@ -24,19 +23,15 @@ def _read(fields: Fields) -> DecoderConfig:
     if fields.content.get("hidden_act") == "gelu":
         fields.content["hidden_act"] = "gelu_pytorch_tanh"
     shape = read_shape(fields, num_kv_heads=16, head_dim=256, tied=True, default_activation="gelu_pytorch_tanh")
-    return gemma(shape, rope=read_rope(fields), attention_bias=fields.flag("attention_bias", False))
-
-
-def _write(config: DecoderConfig) -> dict[str, Any]:
-    return write_shape(config) | {"attention_bias": attentions(config)[0].qkv_bias} | write_rope(config)
+    return gemma(shape, rope=read_rope(fields))
 
 
 FAMILY = Family(
     model_type="gemma",
     architecture="GemmaForCausalLM",
     read=_read,
-    write=_write,
-    weights=LLAMA_WEIGHTS,
+    write=lambda config: write_shape(config) | write_rope(config),
+    weights=llama_weights(),
     ignored_keys={"hidden_activation": "transformers reads hidden_act"},
 )
 

@@ -4,44 +4,29 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.fields import Fields
 from eqx_decoders.families.ropes import read_rope, write_rope
 from eqx_decoders.families.shape import (
-    ATTENTION,
-    ENDS,
-    GATED_MLP,
-    SANDWICH_NORMS,
     Shape,
     attentions,
+    llama_weights,
     read_cycle_masks,
     read_shape,
     write_masks,
     write_shape,
 )
+from eqx_decoders.layers.attention import AttentionConfig
 from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 
 
-def sandwich(shape: Shape, **attention: Any) -> BlockConfig:
-    """A block with norms before and after both layers, scales stored as 1 + w."""
+def gemma_decoder(shape: Shape, mixers: Iterable[AttentionConfig], logit_cap: float | None) -> DecoderConfig:
+    """Norms around both layers of a block, their scales stored as w - 1; embeddings times the root of their width."""
     norm = RMSNormConfig(eps=shape.eps, offset=1.0)
-    return BlockConfig(
-        mixer=shape.attention(**attention),
-        mlp=shape.mlp(),
-        pre_mixer_norm=norm,
-        post_mixer_norm=norm,
-        pre_mlp_norm=norm,
-        post_mlp_norm=norm,
-    )
-
-
-def gemma_decoder(shape: Shape, blocks: Iterable[BlockConfig], logit_cap: float | None) -> DecoderConfig:
-    """A decoder whose embeddings are multiplied by the root of their width."""
-    norm = RMSNormConfig(eps=shape.eps, offset=1.0)
+    blocks = (shape.block(mixer, norm=norm, norms="sandwich") for mixer in mixers)
     return shape.decoder(blocks, norm, embedding_scale=shape.embed_dim**0.5, logit_soft_cap=logit_cap)
 
 
@@ -53,16 +38,10 @@ def gemma2(
     rope: Rope = Rope(),
     attention_cap: float | None = 50.0,
     logit_cap: float | None = 30.0,
-    attention_bias: bool = False,
 ) -> DecoderConfig:
     """A decoder of Gemma 2 blocks; queries are multiplied by `query_scalar ** -0.5`."""
-
-    @functools.cache
-    def block(mask):
-        scale = query_scalar**-0.5
-        return sandwich(shape, mask=mask, rope=rope, query_scale=scale, soft_cap=attention_cap, bias=attention_bias)
-
-    return gemma_decoder(shape, map(block, masks), logit_cap)
+    options: dict[str, Any] = dict(rope=rope, query_scale=query_scalar**-0.5, soft_cap=attention_cap)
+    return gemma_decoder(shape, (shape.attention(mask=mask, **options) for mask in masks), logit_cap)
 
 
 def read_gemma_shape(fields: Fields) -> Shape:
@@ -86,7 +65,6 @@ def _read(fields: Fields) -> DecoderConfig:
         rope=read_rope(fields),
         attention_cap=fields.number("attn_logit_softcapping", 50.0, null=None),
         logit_cap=fields.number("final_logit_softcapping", 30.0, null=None),
-        attention_bias=fields.flag("attention_bias", False),
     )
 
 
@@ -95,7 +73,6 @@ def write_gemma(config: DecoderConfig) -> dict[str, Any]:
     mixer = attentions(config)[0]
     scale = mixer.head_dim**-0.5 if mixer.query_scale is None else mixer.query_scale
     settings = {
-        "attention_bias": mixer.qkv_bias,
         "query_pre_attn_scalar": round(scale**-2),
         "attn_logit_softcapping": mixer.soft_cap,
         "final_logit_softcapping": config.logit_soft_cap,
@@ -104,14 +81,13 @@ def write_gemma(config: DecoderConfig) -> dict[str, Any]:
     return write_shape(config, activation="hidden_activation") | settings | write_masks(config, default=4096)
 
 
-WEIGHTS = ENDS + ATTENTION + GATED_MLP + SANDWICH_NORMS
 IGNORED_ACTIVATION_KEY = {"hidden_act": "transformers reads hidden_activation"}
 FAMILY = Family(
     model_type="gemma2",
     architecture="Gemma2ForCausalLM",
     read=_read,
     write=lambda config: write_gemma(config) | write_rope(config),
-    weights=WEIGHTS,
+    weights=llama_weights(norms="sandwich"),
     ignored_keys=IGNORED_ACTIVATION_KEY,
 )
 

@@ -5,17 +5,10 @@ import functools
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.gemma2 import (
-    IGNORED_ACTIVATION_KEY,
-    WEIGHTS,
-    gemma_decoder,
-    read_gemma_shape,
-    sandwich,
-    write_gemma,
-)
+from eqx_decoders.families.gemma2 import IGNORED_ACTIVATION_KEY, gemma_decoder, read_gemma_shape, write_gemma
 from eqx_decoders.families.ropes import read_ropes, write_ropes
-from eqx_decoders.families.shape import Shape, read_cycle_masks
-from eqx_decoders.layers.attention import QKNorm
+from eqx_decoders.families.shape import Shape, llama_weights, read_cycle_masks
+from eqx_decoders.layers.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.mask import Mask, SlidingWindow
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import LinearRope, Rope
@@ -29,17 +22,15 @@ def gemma3(
     rope: Rope = Rope(theta=1e6),
     local_rope: Rope = Rope(theta=10_000.0),
     logit_cap: float | None = None,
-    attention_bias: bool = False,
 ) -> DecoderConfig:
     """A decoder of Gemma 3 blocks; layers with a window have the rotary embedding `local_rope`."""
     qk_norm = QKNorm(norm=RMSNormConfig(eps=shape.eps, offset=1.0))
-    options = dict(query_scale=query_scalar**-0.5, qk_norm=qk_norm, bias=attention_bias)
 
-    @functools.cache
-    def block(mask):
-        return sandwich(shape, mask=mask, rope=local_rope if isinstance(mask, SlidingWindow) else rope, **options)
+    def mixer(mask: Mask) -> AttentionConfig:
+        used = local_rope if isinstance(mask, SlidingWindow) else rope
+        return shape.attention(mask=mask, rope=used, query_scale=query_scalar**-0.5, qk_norm=qk_norm)
 
-    return gemma_decoder(shape, map(block, masks), logit_cap)
+    return gemma_decoder(shape, map(mixer, masks), logit_cap)
 
 
 def _read(fields: Fields) -> DecoderConfig:
@@ -53,7 +44,6 @@ def _read(fields: Fields) -> DecoderConfig:
         rope=ropes["full_attention"],
         local_rope=ropes["sliding_attention"],
         logit_cap=fields.number("final_logit_softcapping", None),
-        attention_bias=fields.flag("attention_bias", False),
     )
 
 
@@ -62,7 +52,7 @@ FAMILY = Family(
     architecture="Gemma3ForCausalLM",
     read=_read,
     write=lambda config: write_gemma(config) | write_ropes(config),
-    weights=WEIGHTS,
+    weights=llama_weights(norms="sandwich"),
     ignored_keys=IGNORED_ACTIVATION_KEY | {"_sliding_window_pattern": "layer_types says it"},
 )
 

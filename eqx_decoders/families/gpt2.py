@@ -3,11 +3,12 @@
 import functools
 from typing import Any
 
+from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.family import Family, Weight
 from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
-from eqx_decoders.families.shape import Shape, attentions
+from eqx_decoders.families.shape import Shape, attentions, norm_weights
 from eqx_decoders.layers.embedding import LearnedPositions
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig
@@ -25,16 +26,16 @@ def gpt2(
     - `scaled_by_layer`: whether those of layer i, counted from 1, are also divided by i.
     """
     norm, mlp = LayerNormConfig(eps=shape.eps), shape.mlp(gated=False, bias=True)
-    scale = shape.head_dim**-0.5 if scaled else 1.0
-    scales = [None if scaled else 1.0] * shape.num_layers
-    if scaled_by_layer:
-        scales = [scale / layer for layer in range(1, shape.num_layers + 1)]
+    options: dict[str, Any] = dict(rope=None, fused_qkv=True, qkv_bias=True, out_bias=True)
 
-    @functools.cache
-    def block(scale):
-        return shape.block(shape.attention(rope=None, fused_qkv=True, bias=True, query_scale=scale), mlp, norm)
+    def block(layer: int) -> BlockConfig:
+        scale = None if scaled else 1.0
+        if scaled_by_layer:
+            scale = (shape.head_dim**-0.5 if scaled else 1.0) / layer
+        return shape.block(shape.attention(query_scale=scale, **options), mlp, norm)
 
-    return shape.decoder(map(block, scales), norm, positions=LearnedPositions(max_positions=max_positions))
+    blocks = map(block, range(1, shape.num_layers + 1))
+    return shape.decoder(blocks, norm, positions=LearnedPositions(max_positions=max_positions))
 
 
 def _read(fields: Fields) -> DecoderConfig:
@@ -68,9 +69,6 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     mixers, mlp, norm = attentions(config), config.blocks[0].mlp, config.final_norm
     if not isinstance(mlp, MLPConfig) or norm is None or not isinstance(config.positions, LearnedPositions):
         raise ConversionError("DecoderConfig.positions must be learned, and blocks[0].mlp and final_norm be there.")
-    scales = [mixer.query_scale for mixer in mixers]
-    first = scales[0] if scales[0] is not None else mixers[0].head_dim ** -0.5
-    gelu = mlp.activation == "gelu_tanh"
     return {
         "vocab_size": config.vocab_size,
         "n_positions": config.positions.max_positions,
@@ -78,11 +76,11 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "n_layer": len(config.blocks),
         "n_head": mixers[0].num_heads,
         "n_inner": mlp.mlp_dim,
-        "activation_function": "gelu_new" if gelu else activation_name(mlp.activation),
+        "activation_function": "gelu_new" if mlp.activation == "gelu_tanh" else activation_name(mlp.activation),
         "layer_norm_epsilon": norm.eps,
         "initializer_range": config.init_std,
-        "scale_attn_weights": first != 1.0,
-        "scale_attn_by_inverse_layer_idx": len(set(scales)) > 1,
+        "scale_attn_weights": mixers[0].query_scale != 1.0,
+        "scale_attn_by_inverse_layer_idx": len({mixer.query_scale for mixer in mixers}) > 1,
         "tie_word_embeddings": config.tied,
     }
 
@@ -95,31 +93,26 @@ _RENAMED = {
 }
 _SUMMARY = ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
 _LAYER = "transformer.h.{layer}."
-WEIGHTS = (
-    Weight("transformer.wte.weight", "embedding.table", "vocab embed -> vocab embed"),
-    Weight("transformer.wpe.weight", "positions.table", "positions embed -> positions embed"),
-    Weight(_LAYER + "ln_1.weight", "pre_mixer_norm.scale", "norm -> norm"),
-    Weight(_LAYER + "ln_1.bias", "pre_mixer_norm.bias", "norm -> norm"),
-    Weight(_LAYER + "attn.c_attn.weight", "mixer.qkv", "embed (qkv_heads head_dim) -> embed qkv_heads head_dim"),
-    Weight(_LAYER + "attn.c_attn.bias", "mixer.qkv_bias", "(qkv_heads head_dim) -> qkv_heads head_dim"),
-    Weight(_LAYER + "attn.c_proj.weight", "mixer.out", "(heads head_dim) embed -> heads head_dim embed"),
-    Weight(_LAYER + "attn.c_proj.bias", "mixer.out_bias", "embed -> embed"),
-    Weight(_LAYER + "ln_2.weight", "pre_mlp_norm.scale", "norm -> norm"),
-    Weight(_LAYER + "ln_2.bias", "pre_mlp_norm.bias", "norm -> norm"),
-    Weight(_LAYER + "mlp.c_fc.weight", "mlp.up", "embed mlp -> embed mlp"),
-    Weight(_LAYER + "mlp.c_fc.bias", "mlp.up_bias", "mlp -> mlp"),
-    Weight(_LAYER + "mlp.c_proj.weight", "mlp.down", "mlp embed -> mlp embed"),
-    Weight(_LAYER + "mlp.c_proj.bias", "mlp.down_bias", "embed -> embed"),
-    Weight("transformer.ln_f.weight", "final_norm.scale", "norm -> norm"),
-    Weight("transformer.ln_f.bias", "final_norm.bias", "norm -> norm"),
-    Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
-)
 FAMILY = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     read=_read,
     write=_write,
-    weights=WEIGHTS,
+    weights=(
+        Weight("transformer.wte.weight", "embedding.table", "vocab embed -> vocab embed"),
+        Weight("transformer.wpe.weight", "positions.table", "positions embed -> positions embed"),
+        *norm_weights(_LAYER, pre_mixer_norm="ln_1", pre_mlp_norm="ln_2"),
+        Weight(_LAYER + "attn.c_attn.weight", "mixer.qkv", "embed (qkv_heads head_dim) -> embed qkv_heads head_dim"),
+        Weight(_LAYER + "attn.c_attn.bias", "mixer.qkv_bias", "(qkv_heads head_dim) -> qkv_heads head_dim"),
+        Weight(_LAYER + "attn.c_proj.weight", "mixer.out", "(heads head_dim) embed -> heads head_dim embed"),
+        Weight(_LAYER + "attn.c_proj.bias", "mixer.out_bias", "embed -> embed"),
+        Weight(_LAYER + "mlp.c_fc.weight", "mlp.up", "embed mlp -> embed mlp"),
+        Weight(_LAYER + "mlp.c_fc.bias", "mlp.up_bias", "mlp -> mlp"),
+        Weight(_LAYER + "mlp.c_proj.weight", "mlp.down", "mlp embed -> mlp embed"),
+        Weight(_LAYER + "mlp.c_proj.bias", "mlp.down_bias", "embed -> embed"),
+        *norm_weights("transformer.", final_norm="ln_f"),
+        Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
+    ),
     prefix="transformer.",
     ignored_tensors=r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",  # the causal mask, which old files store
     ignored_keys={

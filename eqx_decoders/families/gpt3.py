@@ -22,7 +22,7 @@ def gpt3(shape: Shape, *, max_positions: int = 16_384, dropout: float = 0.0) -> 
     - `dropout`: rate of all dropouts.
     """
     norm, mlp = LayerNormConfig(eps=shape.eps, offset=1.0), shape.mlp(gated=False, bias=True, dropout=dropout)
-    block = shape.block(shape.attention(rope=None, fused_qkv=True, bias=True), mlp, norm)
+    block = shape.block(shape.attention(rope=None, fused_qkv=True, qkv_bias=True, out_bias=True), mlp, norm)
     positions = LearnedPositions(max_positions=max_positions)
     block = dataclasses.replace(block, dropout=dropout)
     return shape.decoder(block, norm, positions=positions, dropout=dropout)

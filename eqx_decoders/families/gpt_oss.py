@@ -5,21 +5,11 @@ import functools
 from typing import Any
 
 from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.families import moe
 from eqx_decoders.families.family import Family, Weight
 from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.moe import IGNORED_ROUTER_KEYS, experts_of, fused_experts, write_experts
 from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import (
-    ATTENTION,
-    ENDS,
-    PRE_NORMS,
-    Shape,
-    attentions,
-    read_cycle_masks,
-    read_shape,
-    write_masks,
-    write_sizes,
-)
+from eqx_decoders.families.shape import Shape, llama_weights, read_cycle_masks, read_shape, write_masks, write_sizes
 from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.rope import Rope, YarnRope
 from eqx_decoders.layers.router import RouterConfig
@@ -36,7 +26,6 @@ def gpt_oss(
     num_experts_per_token: int = 4,
     rope: Rope = _ROPE,
     limit: float = 7.0,
-    attention_bias: bool = True,
 ) -> DecoderConfig:
     """A decoder of GPT-OSS blocks: `(up + 1) gate sigmoid(1.702 gate)`, with gate and up cut off at `limit`."""
     experts = shape.experts(
@@ -48,16 +37,11 @@ def gpt_oss(
         bias=True,
         router=RouterConfig(bias=True),
     )
-
-    @functools.cache
-    def block(mask):
-        return shape.block(shape.attention(mask=mask, rope=rope, sinks=True, bias=attention_bias), experts)
-
-    return shape.decoder(map(block, masks))
+    return shape.decoder(shape.block(shape.attention(mask=mask, rope=rope, sinks=True), experts) for mask in masks)
 
 
 def _read(fields: Fields) -> DecoderConfig:
-    shape = read_shape(fields, num_kv_heads=8, head_dim=64, eps=1e-5)
+    shape = read_shape(fields, num_kv_heads=8, head_dim=64, eps=1e-5, attention_bias=True)
     fields.allow_only("hidden_act", "silu")
     fields.allow_only("swiglu_alpha", 1.702)
     fields.allow_only("experts_per_token", fields.content.get("num_experts_per_tok", 4))  # an older name of the same
@@ -69,49 +53,38 @@ def _read(fields: Fields) -> DecoderConfig:
         num_experts_per_token=fields.integer("num_experts_per_tok", 4),
         rope=read_rope(fields, theta=150_000.0) if scaled else _ROPE,
         limit=fields.number("swiglu_limit", 7.0),
-        attention_bias=fields.flag("attention_bias", True),
     )
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    experts = experts_of(config)
-    settings = {
-        "intermediate_size": experts.mlp_dim,
-        "hidden_act": "silu",
-        "swiglu_alpha": 1.702,
-        "swiglu_limit": experts.limit,
-        "attention_bias": attentions(config)[0].qkv_bias,
-    }
-    sizes = write_sizes(config) | write_experts(config, "num_local_experts")
+    settings = {"hidden_act": "silu", "swiglu_alpha": 1.702, "swiglu_limit": moe.experts_of(config).limit}
+    sizes = write_sizes(config) | moe.write_experts(config, count="num_local_experts", width="intermediate_size")
     return sizes | settings | write_masks(config) | write_rope(config)
 
 
 _LAYER = "model.layers.{layer}."
-_EXPERTS = _LAYER + "mlp.experts."
-_GATE_UP_BIAS = "experts (mlp part) -> part experts mlp"
+_MLP = _LAYER + "mlp."
+_GATE_UP, _GATE_UP_BIAS = "experts embed (mlp part)", "experts (mlp part) -> part experts mlp"
 FAMILY = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
     read=_read,
     write=_write,
     weights=(
-        *ENDS,
-        *ATTENTION,
-        *PRE_NORMS,
+        *llama_weights(mlp=moe.fused_experts(_MLP, "router", gate_up=_GATE_UP, down="experts mlp embed")),
         Weight(_LAYER + "self_attn.sinks", "mixer.sink", "heads -> heads"),
-        *fused_experts(_LAYER + "mlp.", "router", gate_up="experts embed (mlp part)", down="experts mlp embed"),
-        Weight(_LAYER + "mlp.router.bias", "mlp.router.bias", "experts -> experts"),
-        Weight(_EXPERTS + "gate_up_proj_bias", "mlp.gate_bias", _GATE_UP_BIAS, part=(0, 2)),
-        Weight(_EXPERTS + "gate_up_proj_bias", "mlp.up_bias", _GATE_UP_BIAS, part=(1, 2)),
-        Weight(_EXPERTS + "down_proj_bias", "mlp.down_bias", "experts embed -> experts embed"),
+        Weight(_MLP + "router.bias", "mlp.router.bias", "experts -> experts"),
+        Weight(_MLP + "experts.gate_up_proj_bias", "mlp.gate_bias", _GATE_UP_BIAS, part=(0, 2)),
+        Weight(_MLP + "experts.gate_up_proj_bias", "mlp.up_bias", _GATE_UP_BIAS, part=(1, 2)),
+        Weight(_MLP + "experts.down_proj_bias", "mlp.down_bias", "experts embed -> experts embed"),
     ),
-    ignored_keys=IGNORED_ROUTER_KEYS | {"initial_context_length": "rope_scaling says it"},
+    ignored_keys=moe.IGNORED_ROUTER_KEYS | {"initial_context_length": "rope_scaling says it"},
 )
 
 _shape = functools.partial(
-    Shape, vocab_size=201_088, embed_dim=2880, num_heads=64, num_kv_heads=8, head_dim=64, mlp_dim=2880, eps=1e-5
-)
-
+    Shape, vocab_size=201_088, embed_dim=2880, num_heads=64, num_kv_heads=8, head_dim=64, mlp_dim=2880, eps=1e-5,
+    attention_bias=True,
+)  # fmt: skip
 _20B, _120B = _shape(num_layers=24), _shape(num_layers=36)
 
 MODELS = {

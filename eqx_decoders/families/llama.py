@@ -10,31 +10,25 @@ from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.fields import Fields
 from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import LLAMA_WEIGHTS, Shape, attentions, read_shape, write_shape
+from eqx_decoders.families.shape import Shape, llama_weights, read_shape, write_shape
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.rope import Llama3Rope, Rope
 from eqx_decoders.layers.router import RouterConfig
 
 
-def llama(shape: Shape, *, rope: Rope = Rope(), attention_bias: bool = False, mlp_bias: bool = False) -> DecoderConfig:
-    """A decoder of Llama blocks; `attention_bias` is that of all four projections."""
-    return shape.decoder(shape.block(shape.attention(rope=rope, bias=attention_bias), shape.mlp(bias=mlp_bias)))
+def llama(shape: Shape, *, rope: Rope = Rope(), mlp_bias: bool = False) -> DecoderConfig:
+    """A decoder of Llama blocks."""
+    return shape.decoder(shape.block(shape.attention(rope=rope), shape.mlp(bias=mlp_bias)))
 
 
 def _read(fields: Fields) -> DecoderConfig:
-    return llama(
-        read_shape(fields),
-        rope=read_rope(fields),
-        attention_bias=fields.flag("attention_bias", False),
-        mlp_bias=fields.flag("mlp_bias", False),
-    )
+    return llama(read_shape(fields), rope=read_rope(fields), mlp_bias=fields.flag("mlp_bias", False))
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    mixer, mlp = attentions(config)[0], config.blocks[0].mlp
-    biases = {"attention_bias": mixer.qkv_bias, "mlp_bias": getattr(mlp, "bias", False)}
-    return write_shape(config) | biases | write_rope(config)
+    mlp_bias = {"mlp_bias": getattr(config.blocks[0].mlp, "bias", False)}
+    return write_shape(config) | mlp_bias | write_rope(config)
 
 
 FAMILY = Family(
@@ -42,7 +36,7 @@ FAMILY = Family(
     architecture="LlamaForCausalLM",
     read=_read,
     write=_write,
-    weights=LLAMA_WEIGHTS,
+    weights=llama_weights(),
     ignored_keys=dict.fromkeys(("use_sliding_window", "max_window_layers"), "nothing without sliding_window"),
 )
 

@@ -4,11 +4,11 @@ import functools
 from typing import Any
 
 from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.families import moe
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.moe import IGNORED_ROUTER_KEYS, experts_of, fused_experts, separate_experts, write_experts
 from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import ATTENTION, ENDS, PRE_NORMS, Shape, find_window, read_shape, write_sizes
+from eqx_decoders.families.shape import Shape, find_window, llama_weights, read_shape, write_sizes
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
 from eqx_decoders.layers.rope import Rope
 
@@ -29,7 +29,7 @@ def mixtral(
 def _read(fields: Fields) -> DecoderConfig:
     window = fields.integer("sliding_window", None)
     return mixtral(
-        read_shape(fields, num_kv_heads=8, eps=1e-5),
+        read_shape(fields, num_kv_heads=8, eps=1e-5, attention_bias=None),
         num_experts=fields.integer("num_local_experts", 8),
         num_experts_per_token=fields.integer("num_experts_per_tok", 2),
         rope=read_rope(fields, theta=1e6),
@@ -38,8 +38,8 @@ def _read(fields: Fields) -> DecoderConfig:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    settings = {"intermediate_size": experts_of(config).mlp_dim, "sliding_window": find_window(config)}
-    return write_sizes(config) | write_experts(config, "num_local_experts") | settings | write_rope(config)
+    sizes = write_sizes(config, attention_bias=False) | {"sliding_window": find_window(config)}
+    return sizes | moe.write_experts(config, count="num_local_experts", width="intermediate_size") | write_rope(config)
 
 
 FAMILY = Family(
@@ -47,12 +47,11 @@ FAMILY = Family(
     architecture="MixtralForCausalLM",
     read=_read,
     write=_write,
-    weights=ENDS
-    + ATTENTION
-    + separate_experts("model.layers.{layer}.block_sparse_moe.", gate="w1", up="w3", down="w2")
-    + PRE_NORMS,
-    fused=fused_experts("model.layers.{layer}.mlp."),
-    ignored_keys=IGNORED_ROUTER_KEYS,
+    weights=llama_weights(
+        mlp=moe.separate_experts("model.layers.{layer}.block_sparse_moe.", gate="w1", up="w3", down="w2")
+    ),
+    fused=moe.fused_experts("model.layers.{layer}.mlp."),
+    ignored_keys=moe.IGNORED_ROUTER_KEYS,
 )
 
 _shape = functools.partial(Shape, num_kv_heads=8, head_dim=128, eps=1e-5)

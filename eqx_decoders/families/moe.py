@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.family import Weight
@@ -25,21 +24,21 @@ def experts_of(config: DecoderConfig) -> ExpertsConfig:
     return found
 
 
-def dense_of(config: DecoderConfig) -> MLPConfig | None:
-    """The MLP of the first layer without experts; None where all have them."""
-    return next((block.mlp for block in config.blocks if isinstance(block.mlp, MLPConfig)), None)
+def dense_dim(config: DecoderConfig, default: int) -> int:
+    """The width of the MLP in layers without experts; `default` where all have them."""
+    return next((block.mlp.mlp_dim for block in config.blocks if isinstance(block.mlp, MLPConfig)), default)
 
 
 def need_experts(fields: Fields, config: DecoderConfig) -> DecoderConfig:
     """The configuration, if any layer has experts: else it belongs to a family without them."""
-    if not any(is_sparse(block) for block in config.blocks):
+    if not sparse_layers(config):
         raise fields.error("no layer has experts: check the settings that say which layers do.")
     return config
 
 
-def is_sparse(block: BlockConfig) -> bool:
-    """Whether a layer has experts."""
-    return isinstance(block.mlp, ExpertsConfig)
+def sparse_layers(config: DecoderConfig) -> list[int]:
+    """The layers that have experts, counted from 0."""
+    return [index for index, block in enumerate(config.blocks) if isinstance(block.mlp, ExpertsConfig)]
 
 
 def separate_experts(
@@ -67,11 +66,12 @@ def fused_experts(
     )
 
 
-def write_experts(config: DecoderConfig, count_key: str) -> dict[str, Any]:
-    """How many experts there are, how many a token uses, and their activation."""
+def write_experts(config: DecoderConfig, *, count: str, width: str) -> dict[str, Any]:
+    """How many experts there are, under the key `count`, and how wide, how many a token uses, and their activation."""
     experts = experts_of(config)
     return {
-        count_key: experts.num_experts,
+        count: experts.num_experts,
+        width: experts.mlp_dim,
         "num_experts_per_tok": experts.num_experts_per_token,
         "hidden_act": activation_name(experts.activation),
     }

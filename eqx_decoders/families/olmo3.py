@@ -1,25 +1,13 @@
 """Olmo 3 (Team Olmo 2025): norms on the layers' outputs alone, norms over all heads, a window in three of four."""
 
 import functools
-from typing import Any
 
 from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.fields import Fields
 from eqx_decoders.families.ropes import read_ropes, write_ropes
-from eqx_decoders.families.shape import (
-    ATTENTION,
-    ENDS,
-    GATED_MLP,
-    Shape,
-    attentions,
-    norms,
-    read_cycle_masks,
-    read_shape,
-    write_masks,
-    write_shape,
-)
+from eqx_decoders.families.shape import Shape, llama_weights, read_cycle_masks, read_shape, write_masks, write_shape
 from eqx_decoders.layers.attention import QKNorm
 from eqx_decoders.layers.mask import Mask, SlidingWindow
 from eqx_decoders.layers.rope import Rope, YarnRope
@@ -34,15 +22,13 @@ def olmo3(
     masks: tuple[Mask, ...],
     rope: Rope = Rope(theta=_THETA),
     local_rope: Rope = Rope(theta=_THETA),
-    attention_bias: bool = False,
 ) -> DecoderConfig:
     """A decoder of Olmo 3 blocks; layers with a window have the rotary embedding `local_rope`."""
-    options: dict[str, Any] = dict(qk_norm=QKNorm(norm=shape.norm, over="heads"), bias=attention_bias)
+    qk_norm = QKNorm(norm=shape.norm, over="heads")
 
-    @functools.cache
-    def block(mask):
-        mixer = shape.attention(mask=mask, rope=local_rope if isinstance(mask, SlidingWindow) else rope, **options)
-        return BlockConfig(mixer=mixer, mlp=shape.mlp(), post_mixer_norm=shape.norm, post_mlp_norm=shape.norm)
+    def block(mask: Mask) -> BlockConfig:
+        used = local_rope if isinstance(mask, SlidingWindow) else rope
+        return shape.block(shape.attention(mask=mask, rope=used, qk_norm=qk_norm), norms="post")
 
     return shape.decoder(map(block, masks))
 
@@ -56,24 +42,15 @@ def _read(fields: Fields) -> DecoderConfig:
         masks=read_cycle_masks(fields, shape.num_layers, 4),
         rope=ropes["full_attention"],
         local_rope=ropes["sliding_attention"],
-        attention_bias=fields.flag("attention_bias", False),
     )
-
-
-def _write(config: DecoderConfig) -> dict[str, Any]:
-    bias = {"attention_bias": attentions(config)[0].qkv_bias}
-    return write_shape(config) | bias | write_masks(config, default=4096) | write_ropes(config)
 
 
 FAMILY = Family(
     model_type="olmo3",
     architecture="Olmo3ForCausalLM",
     read=_read,
-    write=_write,
-    weights=ENDS
-    + ATTENTION
-    + GATED_MLP
-    + norms(post_mixer_norm="post_attention_layernorm", post_mlp_norm="post_feedforward_layernorm"),
+    write=lambda config: write_shape(config) | write_masks(config, default=4096) | write_ropes(config),
+    weights=llama_weights(norms="post"),
 )
 
 _shape = functools.partial(Shape, vocab_size=100_278, head_dim=128)

@@ -7,19 +7,15 @@ from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.fields import Fields
 from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import LLAMA_WEIGHTS, Shape, read_masks, read_shape, write_masks, write_shape
+from eqx_decoders.families.shape import Shape, llama_weights, read_masks, read_shape, write_masks, write_shape
 from eqx_decoders.layers.mask import Causal, Mask
 from eqx_decoders.layers.rope import Rope
 
 
 def qwen2(shape: Shape, *, rope: Rope = Rope(theta=1e6), masks: tuple[Mask, ...] = ()) -> DecoderConfig:
     """A decoder of Qwen2 blocks; `masks` has one for each layer, or is empty: all are causal."""
-
-    @functools.cache
-    def block(mask):
-        return shape.block(shape.attention(mask=mask, rope=rope, qkv_bias=True))
-
-    return shape.decoder(map(block, masks or (Causal(),) * shape.num_layers))
+    masks = masks or (Causal(),) * shape.num_layers
+    return shape.decoder(shape.block(shape.attention(mask=mask, rope=rope, qkv_bias=True)) for mask in masks)
 
 
 def read_late_windows(fields: Fields, layers: int) -> tuple[Mask, ...]:
@@ -39,12 +35,12 @@ def write_late_windows(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _read(fields: Fields) -> DecoderConfig:
-    shape = read_shape(fields, num_kv_heads=32)
+    shape = read_shape(fields, num_kv_heads=32, attention_bias=None)
     return qwen2(shape, rope=read_rope(fields), masks=read_late_windows(fields, shape.num_layers))
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    return write_shape(config) | write_late_windows(config) | write_rope(config)
+    return write_shape(config, attention_bias=False) | write_late_windows(config) | write_rope(config)
 
 
 IGNORED_WINDOW_KEYS = {"max_window_layers": "layer_types says it"}
@@ -53,7 +49,7 @@ FAMILY = Family(
     architecture="Qwen2ForCausalLM",
     read=_read,
     write=_write,
-    weights=LLAMA_WEIGHTS,
+    weights=llama_weights(),
     ignored_keys=IGNORED_WINDOW_KEYS | dict.fromkeys(("attention_bias", "qkv_bias"), "the biases are always there"),
 )
 # The smaller ones have a smaller vocabulary and tie their tables.

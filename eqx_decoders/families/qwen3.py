@@ -1,53 +1,35 @@
 """Qwen3, dense (Yang et al. 2025): Llama's block with normalised queries and keys."""
 
 import functools
-from typing import Any
 
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.fields import Fields
 from eqx_decoders.families.qwen2 import IGNORED_WINDOW_KEYS, read_late_windows, write_late_windows
 from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import LLAMA_WEIGHTS, Shape, attentions, read_shape, write_shape
+from eqx_decoders.families.shape import Shape, llama_weights, read_shape, write_shape
 from eqx_decoders.layers.attention import QKNorm
 from eqx_decoders.layers.mask import Causal, Mask
 from eqx_decoders.layers.rope import Rope
 
 
-def qwen3(
-    shape: Shape, *, rope: Rope = Rope(theta=1e6), masks: tuple[Mask, ...] = (), attention_bias: bool = False
-) -> DecoderConfig:
+def qwen3(shape: Shape, *, rope: Rope = Rope(theta=1e6), masks: tuple[Mask, ...] = ()) -> DecoderConfig:
     """A decoder of Qwen3 blocks; `masks` has one for each layer, or is empty: all are causal."""
-
-    @functools.cache
-    def block(mask):
-        qk_norm = QKNorm(norm=shape.norm)
-        return shape.block(shape.attention(mask=mask, rope=rope, qk_norm=qk_norm, bias=attention_bias))
-
-    return shape.decoder(map(block, masks or (Causal(),) * shape.num_layers))
+    masks, qk_norm = masks or (Causal(),) * shape.num_layers, QKNorm(norm=shape.norm)
+    return shape.decoder(shape.block(shape.attention(mask=mask, rope=rope, qk_norm=qk_norm)) for mask in masks)
 
 
 def _read(fields: Fields) -> DecoderConfig:
     shape = read_shape(fields, num_kv_heads=32, head_dim=128)
-    return qwen3(
-        shape,
-        rope=read_rope(fields),
-        masks=read_late_windows(fields, shape.num_layers),
-        attention_bias=fields.flag("attention_bias", False),
-    )
-
-
-def _write(config: DecoderConfig) -> dict[str, Any]:
-    bias = {"attention_bias": attentions(config)[0].qkv_bias}
-    return write_shape(config) | bias | write_late_windows(config) | write_rope(config)
+    return qwen3(shape, rope=read_rope(fields), masks=read_late_windows(fields, shape.num_layers))
 
 
 FAMILY = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     read=_read,
-    write=_write,
-    weights=LLAMA_WEIGHTS,
+    write=lambda config: write_shape(config) | write_late_windows(config) | write_rope(config),
+    weights=llama_weights(),
     ignored_keys=IGNORED_WINDOW_KEYS,
 )
 

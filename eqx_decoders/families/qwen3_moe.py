@@ -4,20 +4,11 @@ import functools
 from typing import Any
 
 from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.families import moe
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.moe import (
-    IGNORED_ROUTER_KEYS,
-    dense_of,
-    experts_of,
-    fused_experts,
-    is_sparse,
-    need_experts,
-    separate_experts,
-    write_experts,
-)
 from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import LLAMA_WEIGHTS, Shape, attentions, find_window, read_shape, write_sizes
+from eqx_decoders.families.shape import GATED_MLP, Shape, find_window, llama_weights, read_shape, write_sizes
 from eqx_decoders.layers.attention import QKNorm
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
 from eqx_decoders.layers.rope import Rope
@@ -34,7 +25,6 @@ def qwen3_moe(
     dense_layers: frozenset[int] = frozenset(),
     rope: Rope = Rope(theta=1e6),
     mask: Mask = Causal(),
-    attention_bias: bool = False,
 ) -> DecoderConfig:
     """A decoder of Qwen3 blocks with experts, but for `dense_layers`, counted from 0, whose MLP is `shape`'s."""
     experts = shape.experts(
@@ -43,7 +33,7 @@ def qwen3_moe(
         mlp_dim=expert_dim,
         router=RouterConfig(order="score_first", renormalize=renormalize),
     )
-    mixer = shape.attention(rope=rope, mask=mask, qk_norm=QKNorm(norm=shape.norm), bias=attention_bias)
+    mixer = shape.attention(rope=rope, mask=mask, qk_norm=QKNorm(norm=shape.norm))
     sparse, dense = shape.block(mixer, experts), shape.block(mixer)
     return shape.decoder(dense if index in dense_layers else sparse for index in range(shape.num_layers))
 
@@ -68,34 +58,33 @@ def _read(fields: Fields) -> DecoderConfig:
         dense_layers=frozenset(index for index in range(shape.num_layers) if index in only or (index + 1) % step),
         rope=read_rope(fields),
         mask=SlidingWindow(window) if on and window is not None else Causal(),
-        attention_bias=fields.flag("attention_bias", False),
     )
-    return need_experts(fields, config)
+    return moe.need_experts(fields, config)
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    experts, dense, window = experts_of(config), dense_of(config), find_window(config)
+    experts, window, sparse = moe.experts_of(config), find_window(config), moe.sparse_layers(config)
     settings = {
-        "moe_intermediate_size": experts.mlp_dim,
-        "intermediate_size": experts.mlp_dim if dense is None else dense.mlp_dim,
+        "intermediate_size": moe.dense_dim(config, default=experts.mlp_dim),
         "norm_topk_prob": experts.router.renormalize,
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [index for index, block in enumerate(config.blocks) if not is_sparse(block)],
-        "attention_bias": attentions(config)[0].qkv_bias,
+        "mlp_only_layers": [index for index in range(len(config.blocks)) if index not in sparse],
         "use_sliding_window": window is not None,
         "sliding_window": window,
     }
-    return write_sizes(config) | write_experts(config, "num_experts") | settings | write_rope(config)
+    sizes = write_sizes(config) | moe.write_experts(config, count="num_experts", width="moe_intermediate_size")
+    return sizes | settings | write_rope(config)
 
 
+_MLP = "model.layers.{layer}.mlp."
 FAMILY = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     read=_read,
     write=_write,
-    weights=LLAMA_WEIGHTS + separate_experts("model.layers.{layer}.mlp."),
-    fused=fused_experts("model.layers.{layer}.mlp."),
-    ignored_keys=IGNORED_ROUTER_KEYS,
+    weights=llama_weights(mlp=GATED_MLP + moe.separate_experts(_MLP)),
+    fused=moe.fused_experts(_MLP),
+    ignored_keys=moe.IGNORED_ROUTER_KEYS,
 )
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
@@ -12,14 +12,20 @@ from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
 from eqx_decoders.layers.attention import AttentionConfig
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.latent import LatentAttentionConfig
-from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
+from eqx_decoders.layers.mask import Causal, Chunked, Mask, SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import NormConfig, RMSNormConfig
 
 
+NormPlaces = Literal["pre", "post", "sandwich"]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sizes of a decoder whose layers all have the same; `eps` is that of its norms."""
+    """Sizes of a decoder whose layers all have the same.
+
+    `eps` is that of its norms, and `attention_bias` that of all four projections of attention.
+    """
 
     vocab_size: int
     embed_dim: int
@@ -32,16 +38,18 @@ class Shape:
     tied: bool = False
     activation: str = "silu"
     init_std: float = 0.02
+    attention_bias: bool = False
 
     @property
     def norm(self) -> RMSNormConfig:
         """RMSNorm with this `eps`."""
         return RMSNormConfig(eps=self.eps)
 
-    def attention(self, *, bias: bool = False, **options: Any) -> AttentionConfig:
-        """Attention of these sizes; `bias` is that of all four projections."""
+    def attention(self, **options: Any) -> AttentionConfig:
+        """Attention of these sizes."""
         heads = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
-        return AttentionConfig(**heads, **{"qkv_bias": bias, "out_bias": bias, **options})
+        bias = dict(qkv_bias=self.attention_bias, out_bias=self.attention_bias)
+        return AttentionConfig(**{**heads, **bias, **options})
 
     def mlp(self, **options: Any) -> MLPConfig:
         """An MLP of these sizes."""
@@ -51,19 +59,33 @@ class Shape:
         """Experts of these sizes, unless the options have an `mlp_dim`."""
         return ExpertsConfig(**{"mlp_dim": self.mlp_dim, "activation": self.activation, **options})
 
-    def cycle_masks(self, window: int, period: int) -> tuple[Mask, ...]:
-        """The mask of each layer: a window, but for every `period`-th layer, which sees the whole past."""
-        return tuple(SlidingWindow(window) if (index + 1) % period else Causal() for index in range(self.num_layers))
+    def cycle_masks(
+        self, size: int, period: int, kind: type[SlidingWindow] | type[Chunked] = SlidingWindow
+    ) -> tuple[Mask, ...]:
+        """The mask of each layer: a window of `size`, but for every `period`-th layer, which sees the whole past."""
+        return tuple(kind(size) if (index + 1) % period else Causal() for index in range(self.num_layers))
 
     def block(
         self,
         mixer: AttentionConfig | LatentAttentionConfig,
         mlp: MLPConfig | ExpertsConfig | None = None,
         norm: NormConfig | None = None,
+        norms: NormPlaces = "pre",
     ) -> BlockConfig:
-        """A layer with a norm before attention and before the MLP: `self.mlp()` and `self.norm` where they are None."""
-        norm = norm or self.norm
-        return BlockConfig(mixer=mixer, mlp=mlp or self.mlp(), pre_mixer_norm=norm, pre_mlp_norm=norm)
+        """A layer with norms before attention and MLP, after them, or both.
+
+        Its MLP is `self.mlp()` and its norms are `self.norm` where they are None.
+        """
+        before = None if norms == "post" else norm or self.norm
+        after = None if norms == "pre" else norm or self.norm
+        return BlockConfig(
+            mixer=mixer,
+            mlp=mlp or self.mlp(),
+            pre_mixer_norm=before,
+            post_mixer_norm=after,
+            pre_mlp_norm=before,
+            post_mlp_norm=after,
+        )
 
     def decoder(
         self, blocks: BlockConfig | Iterable[BlockConfig], final_norm: NormConfig | None = None, **options: Any
@@ -89,11 +111,12 @@ def read_shape(
     tied: bool = False,
     activation: str = "hidden_act",
     default_activation: str = "silu",
+    attention_bias: bool | None = False,
 ) -> Shape:
     """The sizes in a `config.json`; the arguments are what transformers takes where a key is missing.
 
-    `num_kv_heads` and `head_dim` of None are the number of heads and `hidden_size / num_attention_heads`; `activation`
-    is the key that names the activation.
+    `num_kv_heads` and `head_dim` of None are the number of heads and `hidden_size / num_attention_heads`; an
+    `attention_bias` of None says that the family has no such key. `activation` is the key that names the activation.
     """
     heads, embed = fields.integer("num_attention_heads"), fields.integer("hidden_size")
     kv_heads = fields.integer("num_key_value_heads", num_kv_heads or heads, null=heads)
@@ -115,18 +138,22 @@ def read_shape(
         tied=fields.flag("tie_word_embeddings", tied),
         activation=fields.word(activation, ACTIVATIONS, default_activation),
         init_std=fields.number("initializer_range", 0.02),
+        attention_bias=attention_bias is not None and fields.flag("attention_bias", attention_bias),
     )
 
 
-def write_shape(config: DecoderConfig, *, activation: str = "hidden_act") -> dict[str, Any]:
-    """The keys that `read_shape` reads."""
+def write_shape(
+    config: DecoderConfig, *, activation: str = "hidden_act", attention_bias: bool = True
+) -> dict[str, Any]:
+    """The keys that `read_shape` reads; `attention_bias`: whether the family has that key."""
     mlp = config.blocks[0].mlp
     if not isinstance(mlp, MLPConfig):
         raise ConversionError(f"DecoderConfig.blocks[0].mlp={mlp!r} must be an MLPConfig.")
-    return write_sizes(config) | {"intermediate_size": mlp.mlp_dim, activation: activation_name(mlp.activation)}
+    sizes = write_sizes(config, attention_bias=attention_bias)
+    return sizes | {"intermediate_size": mlp.mlp_dim, activation: activation_name(mlp.activation)}
 
 
-def write_sizes(config: DecoderConfig) -> dict[str, Any]:
+def write_sizes(config: DecoderConfig, *, attention_bias: bool = True) -> dict[str, Any]:
     """The keys that `read_shape` reads, without those of the MLP."""
     mixer = attentions(config)[0]
     heads = {
@@ -134,7 +161,8 @@ def write_sizes(config: DecoderConfig) -> dict[str, Any]:
         "num_key_value_heads": mixer.num_kv_heads,
         "head_dim": mixer.head_dim,
     }
-    return write_outer(config) | heads
+    bias = {"attention_bias": mixer.qkv_bias} if attention_bias else {}
+    return write_outer(config) | heads | bias
 
 
 def write_outer(config: DecoderConfig) -> dict[str, Any]:
@@ -197,18 +225,19 @@ ENDS = (
     Weight("model.norm.weight", "final_norm.scale", "norm -> norm"),
     Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
 )
-_ATTENTION = "model.layers.{layer}.self_attn."
-ATTENTION = (
-    Weight(_ATTENTION + "q_proj.weight", "mixer.query", "(heads head_dim) embed -> embed heads head_dim"),
-    Weight(_ATTENTION + "q_proj.bias", "mixer.query_bias", "(heads head_dim) -> heads head_dim"),
-    Weight(_ATTENTION + "k_proj.weight", "mixer.key", "(kv_heads head_dim) embed -> embed kv_heads head_dim"),
-    Weight(_ATTENTION + "k_proj.bias", "mixer.key_bias", "(kv_heads head_dim) -> kv_heads head_dim"),
-    Weight(_ATTENTION + "v_proj.weight", "mixer.value", "(kv_heads head_dim) embed -> embed kv_heads head_dim"),
-    Weight(_ATTENTION + "v_proj.bias", "mixer.value_bias", "(kv_heads head_dim) -> kv_heads head_dim"),
-    Weight(_ATTENTION + "o_proj.weight", "mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
-    Weight(_ATTENTION + "o_proj.bias", "mixer.out_bias", "embed -> embed"),
-    Weight(_ATTENTION + "q_norm.weight", "mixer.query_norm.scale", "norm -> norm"),
-    Weight(_ATTENTION + "k_norm.weight", "mixer.key_norm.scale", "norm -> norm"),
+_LAYER = "model.layers.{layer}."
+_SELF_ATTENTION = _LAYER + "self_attn."
+_ATTENTION = (
+    Weight(_SELF_ATTENTION + "q_proj.weight", "mixer.query", "(heads head_dim) embed -> embed heads head_dim"),
+    Weight(_SELF_ATTENTION + "q_proj.bias", "mixer.query_bias", "(heads head_dim) -> heads head_dim"),
+    Weight(_SELF_ATTENTION + "k_proj.weight", "mixer.key", "(kv_heads head_dim) embed -> embed kv_heads head_dim"),
+    Weight(_SELF_ATTENTION + "k_proj.bias", "mixer.key_bias", "(kv_heads head_dim) -> kv_heads head_dim"),
+    Weight(_SELF_ATTENTION + "v_proj.weight", "mixer.value", "(kv_heads head_dim) embed -> embed kv_heads head_dim"),
+    Weight(_SELF_ATTENTION + "v_proj.bias", "mixer.value_bias", "(kv_heads head_dim) -> kv_heads head_dim"),
+    Weight(_SELF_ATTENTION + "o_proj.weight", "mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
+    Weight(_SELF_ATTENTION + "o_proj.bias", "mixer.out_bias", "embed -> embed"),
+    Weight(_SELF_ATTENTION + "q_norm.weight", "mixer.query_norm.scale", "norm -> norm"),
+    Weight(_SELF_ATTENTION + "k_norm.weight", "mixer.key_norm.scale", "norm -> norm"),
 )
 
 
@@ -224,21 +253,30 @@ def gated_mlp(prefix: str, path: str = "mlp.") -> tuple[Weight, ...]:
     )
 
 
-GATED_MLP = gated_mlp("model.layers.{layer}.mlp.")
+GATED_MLP = gated_mlp(_LAYER + "mlp.")
 
 
-def norms(**names: str) -> tuple[Weight, ...]:
-    """Rows for the norms of a block: `pre_mixer_norm="input_layernorm"`."""
+def norm_weights(prefix: str, **names: str) -> tuple[Weight, ...]:
+    """Rows for norms with these names: `pre_mixer_norm="input_layernorm"`."""
     return tuple(
-        Weight(f"model.layers.{{layer}}.{name}.weight", f"{path}.scale", "norm -> norm") for path, name in names.items()
+        Weight(f"{prefix}{name}.{tensor}", f"{path}.{weight}", "norm -> norm")
+        for path, name in names.items()
+        for tensor, weight in (("weight", "scale"), ("bias", "bias"))
     )
 
 
-PRE_NORMS = norms(pre_mixer_norm="input_layernorm", pre_mlp_norm="post_attention_layernorm")
-SANDWICH_NORMS = norms(
-    pre_mixer_norm="input_layernorm",
-    post_mixer_norm="post_attention_layernorm",
-    pre_mlp_norm="pre_feedforward_layernorm",
-    post_mlp_norm="post_feedforward_layernorm",
+PRE_NORMS = norm_weights(_LAYER, pre_mixer_norm="input_layernorm", pre_mlp_norm="post_attention_layernorm")
+_POST_NORMS = norm_weights(
+    _LAYER, post_mixer_norm="post_attention_layernorm", post_mlp_norm="post_feedforward_layernorm"
 )
-LLAMA_WEIGHTS = ENDS + ATTENTION + GATED_MLP + PRE_NORMS
+_NORMS: dict[NormPlaces, tuple[Weight, ...]] = {
+    "pre": PRE_NORMS,
+    "post": _POST_NORMS,
+    "sandwich": _POST_NORMS
+    + norm_weights(_LAYER, pre_mixer_norm="input_layernorm", pre_mlp_norm="pre_feedforward_layernorm"),
+}
+
+
+def llama_weights(norms: NormPlaces = "pre", mlp: tuple[Weight, ...] = GATED_MLP) -> tuple[Weight, ...]:
+    """The table of a Llama, with its norms at these places of a block and with these rows for MLP or experts."""
+    return ENDS + _ATTENTION + _NORMS[norms] + mlp

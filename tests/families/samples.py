@@ -27,3 +27,12 @@ def sample(kind: str, *missing: str, **keys) -> dict:
 
 def mixers(config) -> list:
     return [block.mixer for block in config.blocks]
+
+
+WINDOW_KEYS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern")
+
+
+def windows(kind: str, layers: int, **keys) -> list[int | None]:
+    """The window of each layer; of the keys about windows only the given ones are there."""
+    config = decode(sample(kind, *WINDOW_KEYS, num_hidden_layers=layers, **keys))
+    return [getattr(mixer.mask, "size", None) for mixer in mixers(config)]

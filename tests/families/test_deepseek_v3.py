@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 import eqx_decoders as ed
 from eqx_decoders.create import with_mtp
 from eqx_decoders.io.verify import compare_tensors
+from tests.compare import assert_close
 from tests.strategies import filled
 
 
@@ -64,7 +65,7 @@ def test_depths_are_read_and_change_no_logit(tmp_path):
         for name, got in read.items():
             np.testing.assert_array_equal(got, tensors[f"model.layers.{layer}.{name}"])
     logits = eqx.filter_jit(model)(jnp.asarray(expected["input_ids"], jnp.int32)).logits
-    np.testing.assert_allclose(logits, expected["logits"], atol=1e-4)
+    assert_close(logits, expected["logits"])
     prompt = jnp.asarray(expected["prompt_ids"], jnp.int32)
     new = ed.generate(model, prompt, max_new_tokens=expected["generated_ids"].shape[1], num_draft_tokens=1)
     np.testing.assert_array_equal(new, expected["generated_ids"])

@@ -33,5 +33,7 @@ def test_gpt2_scales_its_scores():
     assert set(scales(scale_attn_weights=False)) == {1.0}
     by_layer = scales(scale_attn_by_inverse_layer_idx=True)
     assert by_layer == [head_dim**-0.5 / (index + 1) for index in range(len(by_layer))]
-    both = decode(sample("gpt2") | dict(scale_attn_by_inverse_layer_idx=True, scale_attn_weights=False))
+    keys = dict(scale_attn_by_inverse_layer_idx=True, scale_attn_weights=False)
+    assert scales(**keys) == [1 / (index + 1) for index in range(len(by_layer))]
+    both = decode(sample("gpt2") | keys)
     assert FAMILIES["gpt2"].decode(FAMILIES["gpt2"].encode(both))[0] == both

@@ -22,6 +22,7 @@ from eqx_decoders.training.data import Batch
 from eqx_decoders.training.lora import LoRAConfig, add_lora
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.step import Trainer
+from tests.compare import assert_close
 from tests.oracles import attention_by_hand, experts_by_hand, mlp_by_hand, norm_by_hand, wide
 from tests.strategies import filled, packed, some_tokens
 
@@ -42,10 +43,6 @@ POSITIONS, SAME_SEGMENT = np.tile(np.arange(4), (2, 1)), np.ones((2, 4), int)
 TOKENS = some_tokens(2, 4)
 run = eqx.filter_jit(lambda model, key=None: model(TOKENS, key=key))
 step = eqx.filter_jit(lambda model, tokens, cache: model(tokens, cache=cache))
-
-
-def close(got, want, tolerance: float = 2e-5):
-    np.testing.assert_allclose(np.asarray(got), want, rtol=0, atol=tolerance * np.abs(want).max())
 
 
 def normed(norm, x):
@@ -86,8 +83,8 @@ def test_default_is_the_sum_of_both_branches():
         n = normed(block.pre_mixer_norm, x)
         x = x + attention_by_hand(block.mixer, n, POSITIONS, SAME_SEGMENT) + mlp_by_hand(block.mlp, n)
     out = run(model)
-    close(out.hidden, x)
-    close(out.logits, head_by_hand(model, x))
+    assert_close(out.hidden, x)
+    assert_close(out.logits, head_by_hand(model, x))
 
 
 def test_default_drops_the_sum_of_both_branches():
@@ -109,8 +106,8 @@ def test_simple_is_a_product_of_matrices():
     for block in model.unstacked():
         x = x @ wide(block.mlp.kernel)
     out = run(model)
-    close(out.hidden, x)
-    close(out.logits, head_by_hand(model, x))
+    assert_close(out.hidden, x)
+    assert_close(out.logits, head_by_hand(model, x))
 
 
 def test_simple_mlp_is_a_product_of_two_matrices_a_layer():
@@ -119,8 +116,8 @@ def test_simple_mlp_is_a_product_of_two_matrices_a_layer():
     for block in model.unstacked():
         x = x @ wide(block.mlp.up) @ wide(block.mlp.down)
     out = run(model)
-    close(out.hidden, x)
-    close(out.logits, head_by_hand(model, x))
+    assert_close(out.hidden, x)
+    assert_close(out.logits, head_by_hand(model, x))
 
 
 def test_the_one_matrix_is_split_on_both_sides_and_starts_with_unit_gain():
@@ -157,7 +154,7 @@ def test_plain_wiring_has_no_residual_and_passes_absent_layers_through(mixer, ml
     if mlp:
         x = x @ wide(block.mlp.kernel) if isinstance(mlp, LinearConfig) else mlp_by_hand(block.mlp, x)
         x = normed(block.post_mlp_norm, x)
-    close(run(model).hidden, x)
+    assert_close(run(model).hidden, x)
 
 
 def test_a_model_without_dropout_or_attention_trains():
@@ -186,8 +183,7 @@ def test_blocks_are_the_same_scanned_rematerialised_and_sharded(config):
     model = filled(config, scan=False)
     placed = model.replace(scan=True, remat="full").place(ed.Layout.create(data=2, fsdp=2, tensor=2))
     want, got = gradients(model, tokens, segments), gradients(placed, tokens, segments)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        close(one, np.asarray(other))
+    assert_close(got, want, floor=0.0)
 
 
 def test_plain_attention_decodes_as_it_runs():
@@ -198,7 +194,7 @@ def test_plain_attention_decodes_as_it_runs():
     for token in range(4):
         out = step(model, TOKENS[:, token : token + 1], cache)
         pieces, cache = [*pieces, out.logits], out.cache
-    close(jnp.concatenate(pieces, axis=1), np.asarray(run(model).logits))
+    assert_close(jnp.concatenate(pieces, axis=1), run(model).logits)
 
 
 # --- the variant of Qwen3 with experts: a narrow stretch between attention and experts ---
@@ -239,7 +235,7 @@ def test_one_residual_connection_is_around_both_layers(custom, logits):
         assert latent.shape == (2, 4, 4)
         fed, _ = experts_by_hand(block.mlp, normed(block.pre_mlp_norm, latent), POSITIONS)
         x = x + fed @ wide(block.up)
-    close(logits, normed(custom.final_norm, x) @ wide(custom.head.kernel))
+    assert_close(logits, normed(custom.final_norm, x) @ wide(custom.head.kernel))
 
 
 def test_it_decodes_as_it_runs(custom, logits):
@@ -247,7 +243,7 @@ def test_it_decodes_as_it_runs(custom, logits):
     for token in range(4):
         out = step(custom, TOKENS[:, token : token + 1], cache)
         pieces, cache = [*pieces, out.logits], out.cache
-    close(jnp.concatenate(pieces, axis=1), logits)
+    assert_close(jnp.concatenate(pieces, axis=1), logits)
 
 
 def test_both_new_matrices_are_matrices(custom):

@@ -8,8 +8,6 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.families import FAMILIES, find_family
 from eqx_decoders.io.quantized import read_scheme
-from eqx_decoders.layers.mask import Causal, SlidingWindow
-from tests.families.samples import mixers
 
 
 # What the published files hold. Of the Gemmas other sizes of the vocabulary have been published, too: here it is the
@@ -109,15 +107,6 @@ def test_unknown_names_are_refused_with_the_nearest(name, near):
         ed.get_config(name)
     with pytest.raises(ed.ConfigError, match=r"name='' is not known. Known: .*tiny"):
         ed.get_config("")
-
-
-def test_thetas():
-    assert {mixer.rope.theta for mixer in mixers(ed.get_config("qwen3-4b"))} == {1e6}
-    assert {mixer.rope.theta for mixer in mixers(ed.get_config("qwen3-4b-thinking-2507"))} == {5e6}
-    assert {(mixer.rope.theta, mixer.mask) for mixer in mixers(ed.get_config("mistral-7b"))} == {(1e6, Causal())}
-    assert {(mixer.rope.theta, mixer.mask) for mixer in mixers(ed.get_config("mistral-7b-v0.1"))} == {
-        (1e4, SlidingWindow(4096))
-    }
 
 
 # --- config.json of sparse models, key by key ---
@@ -295,50 +284,58 @@ def test_the_published_configuration_is_ours(repository):
     assert decoded(kept | again) == config
 
 
-# Keys of these files that change what a model computes, with values that are not those of any of them.
-OTHER = [
-    (MIXTRAL, "num_experts_per_tok", 1),
-    (MIXTRAL, "sliding_window", 4096),
-    (QWEN3, "norm_topk_prob", False),
-    (QWEN3, "decoder_sparse_step", 2),
-    (QWEN3, "mlp_only_layers", [3]),
-    (QWEN3, "use_sliding_window", True),
-    (QWEN3_CODER, "qkv_bias", True),
-    (QWEN3_CODER, "use_qk_norm", False),
-    (QWEN3_CODER, "shared_expert_intermediate_size", 8),
-    (GPT_OSS, "swiglu_limit", 1.0),
-    (GPT_OSS, "swiglu_alpha", 1.0),
-    (GPT_OSS, "experts_per_token", 2),
-    (GPT_OSS, "hidden_act", "gelu"),
-    (SCOUT, "attn_temperature_tuning", 0),
-    (SCOUT, "attn_temperature_tuning", False),
-    (SCOUT, "use_qk_norm", False),
-    (SCOUT, "for_llm_compressor", True),
-    (SCOUT, "no_rope_layers", [1] * 48),
-    (MAVERICK, "interleave_moe_layer_step", 1),
-    (V2_LITE, "topk_method", "noaux_tc"),
-    (V2_LITE, "scoring_func", "sigmoid"),
-    (V2_LITE, "moe_layer_freq", 2),
-    (V2, "topk_method", "greedy"),
-    (V2, "topk_group", 2),
-    (V2, "ep_size", 8),
-    (V3, "topk_method", "greedy"),
-    (V3, "scoring_func", "softmax"),
-    (V3, "norm_topk_prob", False),
-    (V3, "rope_interleave", False),
-    (V3, "n_group", 4),
+# Keys of these files with other values, which change the model.
+READ = [
+    (MIXTRAL, dict(num_experts_per_tok=1)),
+    (MIXTRAL, dict(sliding_window=4096)),
+    (QWEN3, dict(norm_topk_prob=False)),
+    (QWEN3, dict(decoder_sparse_step=2)),
+    (QWEN3, dict(mlp_only_layers=[3])),
+    (QWEN3, dict(use_sliding_window=True, sliding_window=64)),
+    (GPT_OSS, dict(swiglu_limit=1.0)),
+    (SCOUT, dict(attn_temperature_tuning=0)),
+    (SCOUT, dict(attn_temperature_tuning=False)),
+    (SCOUT, dict(use_qk_norm=False)),
+    (SCOUT, dict(no_rope_layers=[1] * 48)),
+    (MAVERICK, dict(interleave_moe_layer_step=1)),
+    (V2, dict(topk_method="greedy")),
+    (V2, dict(topk_group=2)),
+    (V3, dict(norm_topk_prob=False)),
+    (V3, dict(rope_interleave=False)),
+    (V3, dict(n_group=4)),
+]
+# The same for what is not implemented.
+REFUSED = [
+    (QWEN3_CODER, dict(qkv_bias=True)),
+    (QWEN3_CODER, dict(use_qk_norm=False)),
+    (QWEN3_CODER, dict(shared_expert_intermediate_size=8)),
+    (GPT_OSS, dict(swiglu_alpha=1.0)),
+    (GPT_OSS, dict(experts_per_token=2)),
+    (GPT_OSS, dict(hidden_act="gelu")),
+    (SCOUT, dict(for_llm_compressor=True)),
+    (V2_LITE, dict(topk_method="noaux_tc")),
+    (V2_LITE, dict(scoring_func="sigmoid")),
+    (V2_LITE, dict(moe_layer_freq=2)),
+    (V2, dict(ep_size=8)),
+    (V3, dict(topk_method="greedy")),
+    (V3, dict(scoring_func="softmax")),
 ]
 
 
-@pytest.mark.parametrize("content, key, value", OTHER, ids=lambda value: str(value)[:20])
-def test_what_changes_the_model_is_read_or_refused(content, key, value):
-    usual = decoded(content)
-    if key == "use_sliding_window":
-        content = content | dict(sliding_window=64)
-    try:
-        assert decoded(content | {key: value}) != usual
-    except ed.ConversionError as error:
-        assert key in str(error)
+def settings_id(value) -> str:
+    return value.get("model_type") or str(value)[:40]
+
+
+@pytest.mark.parametrize("content, keys", READ, ids=settings_id)
+def test_what_changes_the_model_is_read(content, keys):
+    assert decoded(content | keys) != decoded(content)
+
+
+@pytest.mark.parametrize("content, keys", REFUSED, ids=settings_id)
+def test_what_is_not_implemented_is_refused(content, keys):
+    (key,) = keys
+    with pytest.raises(ed.ConversionError, match=key):
+        decoded(content | keys)
 
 
 def test_the_schemes_of_published_files_are_known():
