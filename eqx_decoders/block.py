@@ -138,17 +138,15 @@ class Block(eqx.Module):
         """The new residual stream, the entries proposed for a cache, and statistics."""
         mlp_key, out_key = (None, None) if key is None else jax.random.split(key)
         x = save(ctx.constrain(x, "batch length embed"), "decoder_layer_input")
+        mixer_out, entries, normed = self._mixer_branch(x, ctx, past)
         if self.config.wiring == "parallel":
-            mixer_out, entries, normed = self._mixer_branch(x, ctx, past)
             mlp_out, routing = self._mlp_branch(x if self.pre_mlp_norm is not None else normed, ctx, mlp_key)
             x = x + dropout(mixer_out + mlp_out, self.config.dropout, out_key)
         elif self.up is not None:
-            mixer_out, entries, _ = self._mixer_branch(x, ctx, past)
             mlp_out, routing = self._mlp_branch(mixer_out, ctx, mlp_key)
             mlp_out = ctx.einsum("batch length latent, latent embed -> batch length embed", mlp_out, self.up)
             x = dropout(x + mlp_out, self.config.dropout, out_key)
         else:
-            mixer_out, entries, _ = self._mixer_branch(x, ctx, past)
             x = self._add_branch(x, mixer_out, self.mixer)
             mlp_out, routing = self._mlp_branch(x, ctx, mlp_key)
             x = self._add_branch(x, mlp_out, self.mlp)

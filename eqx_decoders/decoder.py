@@ -199,23 +199,14 @@ class Decoder(eqx.Module):
         - `cache`: of earlier tokens; `Output.cache` then holds these too. Tokens beyond its length aren't stored.
         - `key`: for dropout; None for none.
         """
-        hidden, cache, stats = self.run(tokens, positions, segment_ids, cache, key)
+        hidden, cache, stats = self.run(tokens, positions, segment_ids, cache=cache, key=key)
         return Output(logits=self.logits(hidden, key=key), hidden=hidden, cache=cache, stats=stats)
 
     def run(
-        self,
-        tokens: Int[AnyArray, "batch length"],
-        positions: Int[AnyArray, "batch length"] | None = None,
-        segment_ids: Int[AnyArray, "batch length"] | None = None,
-        cache: Cache | None = None,
-        key: PRNGKeyArray | None = None,
-        *,
-        cache_is_empty: bool = False,
+        self, *inputs: Any, cache: Cache | None = None, **options: Any
     ) -> tuple[Float[Array, "batch length embed"], Cache | None, BlockStats]:
-        """Everything but the head: `Output`'s hidden, cache and stats. With `cache_is_empty` nothing of it is read."""
-        hidden, proposal, stats = self.propose(
-            tokens, positions, segment_ids, cache, key, cache_is_empty=cache_is_empty
-        )
+        """Everything but the head: `Output`'s hidden, cache and stats. Arguments are those of `propose`."""
+        hidden, proposal, stats = self.propose(*inputs, cache=cache, **options)
         return hidden, None if cache is None else cache.commit(proposal.entries, proposal.positions), stats
 
     def propose(
@@ -228,9 +219,9 @@ class Decoder(eqx.Module):
         *,
         cache_is_empty: bool = False,
     ) -> tuple[Float[Array, "batch length embed"], Proposal, BlockStats]:
-        """`run` without the last step: what the cache would take, for `cache.commit`.
+        """Everything but the head and the cache's last step: what it would take, for `cache.commit`.
 
-        Commit it at positions that are -1 where a token was rejected, and the cache never saw it.
+        With `cache_is_empty` nothing of the cache is read. A token is rejected by a commit with its position set to -1.
         """
         tokens, positions, segment_ids = (
             None if x is None else jnp.asarray(x) for x in (tokens, positions, segment_ids)

@@ -156,15 +156,14 @@ class Layout:
 
     def activation_sharding(self, words: str | Axes, shape: Sequence[int] | None = None) -> Sharding:
         """`activation_spec` on the mesh: for batches and caches."""
-        if self.mesh is None:
-            return SingleDeviceSharding(jax.devices()[0])
-        return NamedSharding(self.mesh, self.activation_spec(words, shape))
+        return self._sharding(self.activation_spec(words, shape))
 
     def replicated(self) -> Sharding:
         """The sharding of an array that every device holds whole."""
-        return (
-            SingleDeviceSharding(jax.devices()[0]) if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
-        )
+        return self._sharding(PartitionSpec())
+
+    def _sharding(self, spec: PartitionSpec) -> Sharding:
+        return SingleDeviceSharding(jax.devices()[0]) if self.mesh is None else NamedSharding(self.mesh, spec)
 
     def constrain(self, x: Array, words: str) -> Array:
         """Tell XLA how to split an activation: `layout.constrain(x, "batch length embed")`."""
@@ -196,10 +195,8 @@ class Layout:
         words = axes(tree)
 
         def one(path, leaf):
-            if self.mesh is None:
-                return SingleDeviceSharding(jax.devices()[0])
             name = path_name(path)
-            return NamedSharding(self.mesh, spec(words[name], leaf.shape, name))
+            return self._sharding(spec(words[name], leaf.shape, name))
 
         return jax.tree_util.tree_map_with_path(one, tree)
 

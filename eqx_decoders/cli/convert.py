@@ -8,7 +8,7 @@ python scripts/convert.py verify exported/tiny
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from eqx_decoders.cli import program, require
 from eqx_decoders.create import count_parameters
@@ -156,8 +156,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     import tyro
 
     commands = {"import": Import, "export": Export, "verify": Verify}
-    positional = (tyro.conf.PositionalRequiredArgs,)
-    command = tyro.extras.subcommand_cli_from_dict(
-        commands, args=args, prog=prog, description=__doc__, config=positional
+    options: dict[str, Any] = dict(
+        args=args, prog=prog, description=__doc__, config=(tyro.conf.PositionalRequiredArgs,)
     )
-    return command()
+    return tyro.extras.subcommand_cli_from_dict(commands, **options)()

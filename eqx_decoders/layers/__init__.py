@@ -1,52 +1,40 @@
 """The layers, each with its configuration; weightless maths (rope, mask, kernels) are functions."""
 
-from eqx_decoders.layers.attention import Attention, AttentionConfig, QKNorm
-from eqx_decoders.layers.embedding import LearnedPositions, SinusoidalPositions
-from eqx_decoders.layers.experts import Experts, ExpertsConfig
-from eqx_decoders.layers.kernel import KERNELS, Kernel, attend
-from eqx_decoders.layers.latent import LatentAttention, LatentAttentionConfig
-from eqx_decoders.layers.learned_init import LearnedInit, LearnedInitConfig
-from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
-from eqx_decoders.layers.mlp import MLP, Linear, LinearConfig, MLPConfig
-from eqx_decoders.layers.norm import LayerNorm, LayerNormConfig, RMSNorm, RMSNormConfig
-from eqx_decoders.layers.rope import LinearRope, Llama3Rope, Rope, YarnRope
-from eqx_decoders.layers.router import Router, RouterConfig, RoutingStats, load_balance_loss, router_z_loss
-
-
-__all__ = [
-    "KERNELS",
-    "MLP",
-    "Attention",
-    "AttentionConfig",
-    "Bidirectional",
-    "Causal",
-    "Chunked",
-    "Experts",
-    "ExpertsConfig",
-    "Kernel",
-    "LatentAttention",
-    "LatentAttentionConfig",
-    "LayerNorm",
-    "LayerNormConfig",
-    "LearnedInit",
-    "LearnedInitConfig",
-    "LearnedPositions",
-    "Linear",
-    "LinearConfig",
-    "LinearRope",
-    "Llama3Rope",
-    "MLPConfig",
-    "QKNorm",
-    "RMSNorm",
-    "RMSNormConfig",
-    "Rope",
-    "Router",
-    "RouterConfig",
-    "RoutingStats",
-    "SinusoidalPositions",
-    "SlidingWindow",
-    "YarnRope",
-    "attend",
-    "load_balance_loss",
-    "router_z_loss",
-]
+from eqx_decoders.layers.attention import Attention as Attention, AttentionConfig as AttentionConfig, QKNorm as QKNorm
+from eqx_decoders.layers.embedding import (
+    LearnedPositions as LearnedPositions,
+    SinusoidalPositions as SinusoidalPositions,
+)
+from eqx_decoders.layers.experts import Experts as Experts, ExpertsConfig as ExpertsConfig
+from eqx_decoders.layers.kernel import KERNELS as KERNELS, Kernel as Kernel, attend as attend
+from eqx_decoders.layers.latent import (
+    LatentAttention as LatentAttention,
+    LatentAttentionConfig as LatentAttentionConfig,
+)
+from eqx_decoders.layers.learned_init import LearnedInit as LearnedInit, LearnedInitConfig as LearnedInitConfig
+from eqx_decoders.layers.mask import (
+    Bidirectional as Bidirectional,
+    Causal as Causal,
+    Chunked as Chunked,
+    SlidingWindow as SlidingWindow,
+)
+from eqx_decoders.layers.mlp import MLP as MLP, Linear as Linear, LinearConfig as LinearConfig, MLPConfig as MLPConfig
+from eqx_decoders.layers.norm import (
+    LayerNorm as LayerNorm,
+    LayerNormConfig as LayerNormConfig,
+    RMSNorm as RMSNorm,
+    RMSNormConfig as RMSNormConfig,
+)
+from eqx_decoders.layers.rope import (
+    LinearRope as LinearRope,
+    Llama3Rope as Llama3Rope,
+    Rope as Rope,
+    YarnRope as YarnRope,
+)
+from eqx_decoders.layers.router import (
+    Router as Router,
+    RouterConfig as RouterConfig,
+    RoutingStats as RoutingStats,
+    load_balance_loss as load_balance_loss,
+    router_z_loss as router_z_loss,
+)

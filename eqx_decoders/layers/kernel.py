@@ -75,14 +75,13 @@ class Kernel:
         """The first of these things that this kernel cannot do, in words, or None."""
         if not isinstance(mask, self.masks):
             return f"the mask {mask}"
-        wanted = {"a soft cap": soft_cap, "segments": segments, "value_dim unlike head_dim": unequal_value_dim}
-        able = {
-            "a soft cap": self.soft_cap,
-            "segments": self.segments,
-            "value_dim unlike head_dim": self.unequal_value_dim,
+        wanted = {
+            "a soft cap": soft_cap and not self.soft_cap,
+            "segments": segments and not self.segments,
+            "value_dim unlike head_dim": unequal_value_dim and not self.unequal_value_dim,
+            f"the platform {platform!r}": platform not in self.platforms,
         }
-        missing = [what for what, want in wanted.items() if want and not able[what]]
-        return missing[0] if missing else None if platform in self.platforms else f"the platform {platform!r}"
+        return next((what for what, missing in wanted.items() if missing), None)
 
 
 class AttentionPositions(NamedTuple):

@@ -60,6 +60,11 @@ class LearnedInitConfig:
         return self.attention.head_dim
 
     @property
+    def features(self) -> tuple[int, int]:
+        """Features of one of the teacher's heads and of the student's."""
+        return self.teacher_head_dim, self.head_dim
+
+    @property
     def mask(self) -> Mask:
         """Which keys a query sees."""
         return self.attention.mask
@@ -185,36 +190,19 @@ def _new_teacher(config: LearnedInitConfig, embed_dim: int, key: PRNGKeyArray) -
 
 
 def _new_factored(config: LearnedInitConfig, key: PRNGKeyArray) -> FactoredMaps:
-    student, keys = config.attention, jax.random.split(key, 8)
-    heads = config.teacher_heads, student.num_heads
-    kv_heads = config.teacher_kv_heads, student.num_kv_heads
-    features = config.teacher_head_dim, student.head_dim
-
-    def new(key, shape):
-        return fan_in(key, shape, jnp.float32, shape[0])
-
-    return FactoredMaps(
-        query_heads=new(keys[0], heads),
-        query_features=new(keys[1], features),
-        key_heads=new(keys[2], kv_heads),
-        key_features=new(keys[3], features),
-        value_heads=new(keys[4], kv_heads),
-        value_features=new(keys[5], features),
-        out_heads=new(keys[6], heads),
-        out_features=new(keys[7], features).T,
-    )
+    student = config.attention
+    heads, kv_heads = (config.teacher_heads, student.num_heads), (config.teacher_kv_heads, student.num_kv_heads)
+    shapes = [shape for count in (heads, kv_heads, kv_heads, heads) for shape in (count, config.features)]
+    maps = [
+        fan_in(key, shape, jnp.float32, shape[0]) for key, shape in zip(jax.random.split(key, 8), shapes, strict=True)
+    ]
+    return FactoredMaps(*maps[:-1], out_features=maps[-1].T)
 
 
 def _new_general(config: LearnedInitConfig, key: PRNGKeyArray) -> GeneralMaps:
-    student, keys = config.attention, jax.random.split(key, 4)
-
-    def new(key, teacher_heads, heads):
-        shape = (teacher_heads, config.teacher_head_dim, heads, student.head_dim)
-        return fan_in(key, shape, jnp.float32, teacher_heads * config.teacher_head_dim)
-
+    student, (features, new_features) = config.attention, config.features
+    heads, kv_heads = (config.teacher_heads, student.num_heads), (config.teacher_kv_heads, student.num_kv_heads)
+    pairs = zip(jax.random.split(key, 4), (heads, kv_heads, kv_heads, heads), strict=True)
     return GeneralMaps(
-        query=new(keys[0], config.teacher_heads, student.num_heads),
-        key=new(keys[1], config.teacher_kv_heads, student.num_kv_heads),
-        value=new(keys[2], config.teacher_kv_heads, student.num_kv_heads),
-        out=new(keys[3], config.teacher_heads, student.num_heads),
+        *(fan_in(key, (old, features, new, new_features), jnp.float32, old * features) for key, (old, new) in pairs)
     )

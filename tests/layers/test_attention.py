@@ -3,7 +3,6 @@
 import dataclasses
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -71,8 +70,7 @@ def test_queries_grow_with_their_positions():
         want[here] = attention_by_hand(plain, wide(x), POSITIONS, SEGMENTS)[here]
     out, _ = apply(layer, jnp.asarray(x), context(POSITIONS, SEGMENTS, attention="dot"))
     np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-6)
-    with jax.numpy_dtype_promotion("standard"):
-        half = QueryTemperature(scale=0.5, length=2)(jnp.ones((2, 7, 1, 1), jnp.bfloat16), jnp.asarray(POSITIONS))
+    half = QueryTemperature(scale=0.5, length=2)(jnp.ones((2, 7, 1, 1), jnp.bfloat16), jnp.asarray(POSITIONS))
     assert half.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(half, np.float32)[..., 0, 0], factors, rtol=2**-8)
 
