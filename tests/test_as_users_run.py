@@ -5,6 +5,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 from tests.cases import covering_array, representative
 
 
@@ -12,6 +14,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 LAW = "tests/test_laws.py::test_the_fast_form_of_a_case_equals_the_plain_one"
 
 
+@pytest.mark.slow
 def test_a_case_is_compared_as_users_run_it():
     cases = covering_array()
     quick = (case for case in representative(cases) if case["dtype"] == "bfloat16" and case["length"] > 1)

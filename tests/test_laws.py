@@ -19,7 +19,6 @@ from tests.strategies import VOCAB, extend, filled, packed, rich_decoder, run, s
 COVERING = covering_array()
 QUICK = representative(COVERING)
 FRESH = 24
-QUICK_POLICIES = ("full", "minimal_with_context", "qkv_proj_offloaded")
 
 
 def test_every_legal_pair_of_options_is_in_a_case():
@@ -57,6 +56,7 @@ def test_the_fast_form_of_a_fresh_case_equals_the_plain_one(number, record_prope
     record_property("compared random cases", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "tied"), [(name, number % 2 == 0) for number, name in enumerate(MESHES) if MESHES[name]]
 )
@@ -68,9 +68,8 @@ def test_every_mesh_equals_one_device(mesh, tied):
     assert_close(run(many, tokens, segments), run(model, tokens, segments))
 
 
-@pytest.mark.parametrize(
-    "policy", [pytest.param(name, marks=() if name in QUICK_POLICIES else pytest.mark.slow) for name in POLICIES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_every_remat_policy_equals_none(policy):
     tokens, segments = packed(2)
     model = filled(rich_decoder(3), attention="chunked")
