@@ -267,8 +267,8 @@ def memory(field: str) -> int:
 def alone(*words: str, **environment: str) -> dict[str, Any]:
     """One measurement in a process of its own."""
     command = [sys.executable, __file__, "--one", *words]
-    told = subprocess.check_output(command, text=True, env=os.environ | environment)
-    return json.loads(told.splitlines()[-1])
+    output = subprocess.check_output(command, text=True, env=os.environ | environment)
+    return json.loads(output.splitlines()[-1])
 
 
 ONE = {

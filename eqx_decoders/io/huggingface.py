@@ -62,7 +62,7 @@ def load_hf(
     revision: str | None = None,
     **execution: Any,
 ) -> Decoder:
-    """The model in a Hugging Face directory, each weight born on its devices.
+    """The model in a Hugging Face directory, each weight created on its devices.
 
     **Arguments:**
 

@@ -55,7 +55,7 @@ UNSUPPORTED_KEYS: dict[str, tuple[Any, ...]] = {
 
 
 def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None = None) -> Decoder:
-    """The model with the pairs of a PEFT adapter beside its weights, each born on its devices.
+    """The model with the pairs of a PEFT adapter beside its weights, each created on its devices.
 
     **Arguments:**
 

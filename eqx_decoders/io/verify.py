@@ -96,7 +96,7 @@ def transformers_logits(
             local_files_only=True,
             use_safetensors=True,
             attn_implementation="eager",
-            dtype=torch.float32,  # now: some round constants to the dtype in which they are born
+            dtype=torch.float32,  # now: some round constants to the dtype in which they are made
         )
         with torch.no_grad():
             return model.float().eval()(torch.from_numpy(ids.astype(np.int64)), use_cache=False).logits.numpy()

@@ -1,7 +1,7 @@
 """Caches: a layer proposes entries for its tokens, and `commit` writes those of all layers at once.
 
 Every slot stores the absolute position of its token (-1: empty), and masks are computed from positions alone. So a
-sliding window is a ring of `window` slots, rows may have different lengths, and what was never committed never was.
+sliding window is a ring of `window` slots, rows may have different lengths, and a rejected token leaves no trace.
 """
 
 import dataclasses

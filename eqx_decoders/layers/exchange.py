@@ -40,7 +40,7 @@ def sort_by_expert(
     """The place of each choice in the order of experts, then tokens, and the choice at each place.
 
     A token chooses an expert at most once; choices of `experts` or more are of none of them. There are places for
-    `tokens * min(slots, experts)` choices and `spare` more, which are nobody's. Where there is none: one beyond the
+    `tokens * min(slots, experts)` choices and `spare` more, which stay empty. Where there is none: one beyond the
     last place, one beyond the last choice.
     """
     flat = chosen.reshape(-1)
@@ -119,7 +119,7 @@ def _rows(x: Array, index: Array) -> Array:
 # --- between devices ---
 
 # What a device makes of tokens with some experts, `sum of gate * expert(x)`, and one expert for each row without gates.
-# Choices are counted from its first expert; what is no number of one of them is somebody else's, or nobody's.
+# Experts are numbered from its first one; any other number is an expert of another device, or an empty row.
 LocalExperts = Callable[[Any, Array, Array, Array | None], Array]
 
 
@@ -287,7 +287,7 @@ def _exchange_all_to_all(
     rows = dispatch(x, route.places, route.sources)
     if scale_inputs:
         rows, gates = scale_rows(rows, gates, route.places, route.sources)
-    # less than zero, since where nothing arrives is a zero: it must be nobody's
+    # below zero: a row that receives nothing holds 0, which must not be the number of an expert
     owners = chosen.reshape(-1, 1) % plan.experts - plan.experts
     arrived = route.send(_rows(owners, route.sources)) + plan.experts
     out = route.receive(own(route.send(rows), arrived, None))
@@ -339,7 +339,7 @@ def _ragged_route(chosen: Int32[Array, "tokens slots"], plan: _Plan) -> _Route:
 
 
 def _count_by_part(chosen: Array, plan: _Plan) -> tuple[Int32[Array, "tokens slots"], Int32[Array, "parts"]]:
-    """The part that has each chosen expert, one beyond the last if it is nobody's, and how many choices it gets."""
+    """The part that has each chosen expert, one beyond the last for padding, and how many choices it gets."""
     owner = jnp.minimum(chosen // plan.experts, plan.parts)
     mine = owner.reshape(-1, 1) == jnp.arange(plan.parts, dtype=owner.dtype)[None]
     return owner, jnp.sum(mine, axis=0, dtype=jnp.int32)

@@ -219,7 +219,7 @@ class Experts(eqx.Module):
         rows = dispatch(x, places, sources)
         if self.config.router.input_scaling and weights is not None:
             rows, weights = scale_rows(rows, weights, places, sources)
-        # one beyond the last expert where nobody is
+        # the number after the last expert marks an empty row
         owners = chosen.reshape(-1).at[sources].get(mode="fill", fill_value=experts)
         mine = owners[:, None] == jnp.arange(experts, dtype=owners.dtype)[None]
         out = self._grouped_mlp(save(rows, "moe_x_sorted"), mine, block, ctx)
@@ -230,7 +230,7 @@ class Experts(eqx.Module):
     def _grouped_mlp(
         self, rows: Float[Array, "rows embed"], mine: Bool[Array, "rows experts"], block: int | None, ctx: Context
     ) -> Float[Array, "rows embed"]:
-        """Each row through the expert whose it is; they stand in the order of the experts."""
+        """Each row through its expert; rows are sorted by expert."""
         product = partial(grouped_products, counts=jnp.sum(mine, axis=0, dtype=jnp.int32), block=block)
 
         def plus(y, bias):
@@ -276,6 +276,6 @@ def _assign_places(
     mine = (chosen[:, None] == jnp.arange(experts, dtype=chosen.dtype)[None]).astype(jnp.int32)
     before = jnp.sum(mine * jnp.cumsum(mine, axis=0), axis=1, dtype=jnp.int32) - 1
     places = jnp.where((chosen < experts) & (before < room), chosen * room + before, experts * room)
-    nobody = jnp.full((experts * room,), chosen.size, jnp.int32)
-    sources = nobody.at[places].set(jnp.arange(chosen.size, dtype=jnp.int32), mode="drop")
+    empty = jnp.full((experts * room,), chosen.size, jnp.int32)
+    sources = empty.at[places].set(jnp.arange(chosen.size, dtype=jnp.int32), mode="drop")
     return places.reshape(indices.shape), sources
