@@ -6,7 +6,9 @@ import sys
 import time
 
 
-_LOCKED_BYTE = 1 << 30  # Windows locks bytes and lets no other process read them: take one behind the content of any lock file
+_LOCKED_BYTE = (
+    1 << 30
+)  # Windows locks bytes and lets no other process read them: one behind the content of any lock file
 
 
 def lock_file(descriptor: int, *, wait: bool) -> None:
