@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
+import importlib
 import math
+import pathlib
+import pkgutil
 import re
 import types
 import typing
@@ -316,6 +319,54 @@ def test_every_choice_of_execution_changes_the_program():
 def test_precision_of_weights():
     model = ed.abstract(DECODER, precision=ed.Precision(params="bfloat16"))
     assert {leaf.dtype for leaf in named_leaves(model).values()} == {jnp.dtype(jnp.bfloat16)}
+
+
+# --- every public configuration ---
+
+# Where the fields of the other ones are shown to have an effect.
+SHOWN_IN = {
+    "Execution": "test_options.py",
+    "Precision": "test_options.py",
+    "Layout": "test_layout.py",
+    "Remat": "test_remat.py",
+    "Sample": "inference/test_sampling.py",
+    "GenerateConfig": "cli/test_generate.py",
+    "Import": "cli/test_convert.py",
+    "Export": "cli/test_convert.py",
+    "Verify": "cli/test_convert.py",
+    "LoRAConfig": "training/test_lora.py",
+    "OptimizerConfig": "training/test_optimizer.py",
+    "StepConfig": "training/test_step.py",
+    **dict.fromkeys(("DataConfig", "MeshConfig", "TrainConfig"), "training/test_run.py"),
+}
+# What is passed between functions and what families are made of: data, and no settings of a user.
+DATA = {
+    "CacheShape", "ChatTemplate", "Difference", "Family", "GenerationDefaults", "Greedy", "Kernel", "Origin", "Shape",
+    "StoredTensor", "MXFP4Tensor", "BlockScaledTensor", "TextModel", "Weight", "WeightMapping",
+}  # fmt: skip
+
+
+def configurations() -> dict[str, type]:
+    """The public dataclasses of all modules, those of weights aside."""
+    found = {}
+    for module in pkgutil.walk_packages(ed.__path__, "eqx_decoders."):
+        if not module.name.endswith("chat_worker"):  # a program of its own
+            for name, value in vars(importlib.import_module(module.name)).items():
+                public = isinstance(value, type) and not name.startswith("_")
+                if public and dataclasses.is_dataclass(value) and not issubclass(value, eqx.Module):
+                    found[name] = value
+    return found
+
+
+def test_every_configuration_has_a_place_where_its_fields_are_shown():
+    found = configurations()
+    assert found.keys() == {kind.__name__ for kind in OPTIONS} | SHOWN_IN.keys() | DATA
+    for name, file in SHOWN_IN.items():
+        source = (pathlib.Path(__file__).parent / file).read_text()
+        words = set(re.findall(r"\w+", source.replace("-", "_")))
+        optional = {field.name for field in dataclasses.fields(found[name]) if field.default is not dataclasses.MISSING}
+        missing = optional - words  # what is required is in every use
+        assert not missing or f"fields({name})" in source, f"{name}: {sorted(missing)} in {file}"
 
 
 # --- bad configurations ---

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from eqx_decoders.axes import named_leaves, replaced
+from eqx_decoders.cli.convert import Verify
 from eqx_decoders.io import verify
 from eqx_decoders.io.checkpoint import Checkpoints
 from tests.commands import ROOT, outcome
@@ -125,3 +126,9 @@ def test_another_meaning_of_the_settings_is_reported(tmp_path, config, says):
 def test_mistakes_of_convert(arguments, code, says):
     left, _, err = outcome("convert", *arguments)
     assert left == code and says in " ".join(err.replace("│", "").split())
+
+
+def test_verify_draws_the_ids_that_are_asked_for():
+    ids = Verify(directory=str(CHAT), rows=1, length=3, seed=5)._ids(CHAT)
+    assert ids.shape == (1, 3)
+    assert np.any(ids != Verify(directory=str(CHAT), rows=1, length=3, seed=6)._ids(CHAT))
