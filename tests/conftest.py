@@ -1,5 +1,6 @@
 """Strict JAX on eight CPU devices, one cache of compiled programs for all processes, and a budget for every test."""
 
+import gc
 import hashlib
 import os
 import pathlib
@@ -49,6 +50,8 @@ hypothesis.settings.register_profile(
     "fixed", derandomize=True, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
 )
 hypothesis.settings.load_profile("fixed")
+
+gc.set_threshold(200_000, 50, 100)  # tracing makes many objects that live long: looking for cycles took 5 % of the time
 
 # Seconds of processor time, of the test and of the processes that it starts.
 BUDGET = {"fast": 90.0, "slow": 900.0}

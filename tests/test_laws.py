@@ -17,7 +17,8 @@ from tests.strategies import VOCAB, extend, filled, packed, rich_decoder, run, s
 
 
 COVERING = covering_array()
-QUICK = representative(COVERING)
+REPRESENTATIVE = representative(COVERING)
+QUICK = REPRESENTATIVE[:6]  # of `make test`
 FRESH = 24
 
 
@@ -27,9 +28,11 @@ def test_every_legal_pair_of_options_is_in_a_case():
     assert len(want) > 3_500 and len(COVERING) < 110
 
 
-def test_every_option_is_in_a_quick_case():
-    everything, quick = ({item for case in cases for item in case.items()} for cases in (COVERING, QUICK))
-    assert quick == everything
+def test_the_quick_cases_have_most_options():
+    everything, few, quick = (
+        {item for c in cases for item in c.items()} for cases in (COVERING, REPRESENTATIVE, QUICK)
+    )
+    assert few == everything and len(quick) > 0.8 * len(everything)
 
 
 @pytest.mark.parametrize(

@@ -285,7 +285,7 @@ def test_guessing_ahead_gives_the_tokens_of_plain_greedy_decoding(name):
     assert 0 < int(jnp.sum(result.accepted)) < int(jnp.sum(result.proposed))
 
 
-@pytest.mark.parametrize("name", ["three depths, normed stream", "window"])
+@pytest.mark.parametrize("name", ["three depths, normed stream", pytest.param("window", marks=pytest.mark.slow)])
 def test_guesses_with_caches_are_those_of_the_whole_text(name):
     """Steps and accepted guesses are counted as by a loop without any cache, which reads everything anew."""
     config, seed = SPECULATIVE[name]

@@ -36,13 +36,14 @@ def corpus(tmp_path_factory) -> Path:
 def trained(corpus, tmp_path_factory) -> tuple[Path, str, str]:
     """The directory and the output of a run from its first to its last step."""
     folder = tmp_path_factory.mktemp("runs") / "a"
-    return folder, *run("train.py", "--run-dir", folder, "--data", corpus, *SMALL)
+    return folder, *run("train.py", "--run-dir", folder, "--data", corpus, "--profile", "2", "2", *SMALL)
 
 
 def test_train_trains(trained):
     folder, out, err = trained
     assert [row["step"] for row in steps_of(folder)] == [1, 2, 3, 4]
     assert "held-out loss" in out and str(folder) in out and "52,464 weights" in err
+    assert list((folder / "profile").rglob("*.xplane.pb"))
 
 
 def test_a_run_killed_and_started_again_has_the_losses_of_one_that_was_not(trained, corpus, tmp_path):
