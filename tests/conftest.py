@@ -26,6 +26,8 @@ def cache_directory() -> pathlib.Path:
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+# Threads of XLA. With as many as there are devices, collectives may wait for ever for one that another task holds.
+os.environ.setdefault("NPROC", "32")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_directory()))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
