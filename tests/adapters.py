@@ -8,7 +8,7 @@ import numpy as np
 import eqx_decoders as ed
 from eqx_decoders.axes import named_leaves, replaced
 from eqx_decoders.training.lora import LoRAConfig, add_lora
-from tests.strategies import rich_decoder
+from tests.models import rich_decoder
 
 
 EVERYWHERE = ("*.query", "*.key", "*.value", "*.qkv", "*.out", "*.gate", "*.up", "*.gate_up", "*.down")

@@ -33,7 +33,7 @@ from eqx_decoders.training.loss import token_loss_sum
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.step import StepConfig, Trainer
 from tests.compare import assert_close, root_mean_square
-from tests.strategies import EMBED, VOCAB, filled
+from tests.models import EMBED, VOCAB, filled
 
 
 Case = Mapping[str, Any]

@@ -18,10 +18,9 @@ from eqx_decoders.training.metrics import read_metrics
 
 
 ROOT = Path(__file__).parents[1]
+KEPT = ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT", "XLA_FLAGS")  # one device, and no strictness
 ENVIRONMENT = {
-    **{name: value for name, value in os.environ.items() if not name.startswith(("JAX", "XLA", "EQX"))},
-    "JAX_PLATFORMS": "cpu",
-    "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    **{name: os.environ[name] for name in os.environ if name.startswith(KEPT) or name[:3] not in ("JAX", "XLA", "EQX")},
     "COLUMNS": "120",
 }
 TEXT = "the quick brown fox jumps over a lazy dog while many small birds sing in old green trees"

@@ -4,7 +4,7 @@
     python tests/mutants.py --file layers/rope.py --line 40 --count 0  # every mutant of one line
 
 Mutants are made from the syntax tree and written into copies of the repository, never into the repository itself.
-Which tests reach a line is found once, by running each file of tests in a process of its own under a tracer. JAX traces
+Which tests reach a line is found once, by running each file of tests in a process of its own under coverage.py. JAX traces
 a function once and reuses the compiled program, so a line belongs to the whole file of tests that traced it. The map is
 kept in `.pytest_cache/` and renewed for each file of tests that changed. In sources that changed since, a mutant counts
 as reached by all tests that reach its file; `--map` makes the whole map anew.
@@ -27,11 +27,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import coverage
 import pytest
 
 
@@ -272,50 +272,35 @@ def draw(count: int, seed: int, file: str | None, line: int | None) -> list[Muta
 class Tracer:
     """A pytest plugin that notes which lines of the package run at import, and in each test with its fixtures."""
 
-    def __init__(self):
-        self.tests, self.imported, self.failed = {}, collections.defaultdict(set), []
-        self.lines = self.imported
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_collection(self):
-        return (yield from self.traced())
+    def __init__(self, root: Path):
+        self.root, self.tests, self.failed = root, {}, []
+        self.coverage = coverage.Coverage(None, config_file=False, include=[f"{root}/{PACKAGE}/*"])
+        self.coverage.start()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
-        self.lines, begin = collections.defaultdict(set), time.perf_counter()
-        try:
-            return (yield from self.traced())
-        finally:
-            self.tests[item.nodeid] = dict(lines=self.lines, seconds=time.perf_counter() - begin)
-
-    def traced(self):
-        sys.settrace(self.enter)
-        threading.settrace(self.enter)
+        self.coverage.switch_context(item.nodeid)
+        begin = time.perf_counter()
         try:
             return (yield)
         finally:
-            sys.settrace(None)
-            threading.settrace(None)
+            self.tests[item.nodeid] = dict(lines={}, seconds=time.perf_counter() - begin)
+            self.coverage.switch_context("")
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
             self.failed.append(report.nodeid)
 
-    def enter(self, frame, event, argument):
-        name = frame.f_code.co_filename
-        if f"/{PACKAGE}/" not in name:
-            return None
-        lines = self.lines[name[name.rindex(f"/{PACKAGE}/") + 1 :]]
-
-        def step(frame, event, argument):
-            lines.add(frame.f_lineno)
-            return step
-
-        return step(frame, event, argument)
-
     def write(self, path: str) -> None:
-        found = dict(tests=self.tests, imported=self.imported, failed=sorted(set(self.failed)))
-        Path(path).write_text(json.dumps(found, default=sorted))
+        self.coverage.stop()
+        found, imported = self.coverage.get_data(), {}
+        for file in found.measured_files():
+            source = str(Path(file).relative_to(self.root))
+            for line, tests in found.contexts_by_lineno(file).items():
+                for name in tests:
+                    lines = self.tests[name]["lines"] if name else imported
+                    lines.setdefault(source, []).append(line)
+        Path(path).write_text(json.dumps(dict(tests=self.tests, imported=imported, failed=sorted(set(self.failed)))))
 
 
 class Order:
@@ -423,7 +408,7 @@ def do_job(path: str) -> int:
     job = json.loads(Path(path).read_text())
     options = ["-m", "not slow" if job["fast"] else "slow or not slow", "-p", "no:xdist", "-p", "no:cacheprovider"]
     if "trace" in job:
-        tracer = Tracer()
+        tracer = Tracer(ROOT)
         code = pytest.main([*options, job["file"]], plugins=[tracer])
         tracer.write(job["trace"])
         return code

@@ -17,7 +17,7 @@ from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from tests.compare import assert_close
-from tests.strategies import EMBED, VOCAB, filled, packed, rich_decoder, some_tokens
+from tests.models import EMBED, VOCAB, filled, packed, rich_decoder, some_tokens
 
 
 @eqx.filter_jit

@@ -13,7 +13,7 @@ from eqx_decoders.remat import POLICIES
 from tests.cases import MESHES, check, covering_array, legal_pairs, pairs, random_cases, representative
 from tests.compare import assert_close
 from tests.programs import drop_compiled_programs
-from tests.strategies import VOCAB, extend, filled, packed, rich_decoder, run, some_tokens
+from tests.models import VOCAB, extend, filled, packed, rich_decoder, run, some_tokens
 
 
 COVERING = covering_array()

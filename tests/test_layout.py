@@ -11,7 +11,7 @@ import eqx_decoders as ed
 from eqx_decoders.axes import named_leaves
 from eqx_decoders.describe import describe
 from eqx_decoders.layout import ACTIVATIONS, WEIGHTS, device_bytes
-from tests.strategies import filled, rich_decoder, some_tokens
+from tests.models import filled, rich_decoder, some_tokens
 
 
 def test_tables_split_weights_and_activations():

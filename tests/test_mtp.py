@@ -25,7 +25,7 @@ from eqx_decoders.training.evaluate import evaluate
 from eqx_decoders.training.loss import mtp_targets, next_token_loss, next_tokens
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.step import StepConfig, Trainer
-from tests.strategies import filled, packed
+from tests.models import filled, packed
 
 
 NORM = RMSNormConfig()

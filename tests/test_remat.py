@@ -14,7 +14,7 @@ from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.remat import NAMES, POLICIES, Remat, save
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.settings import TrainConfig
-from tests.strategies import filled, packed, rich_decoder
+from tests.models import filled, packed, rich_decoder
 
 
 def residuals(capsys, remat, config=None, **execution) -> str:

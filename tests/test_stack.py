@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 import eqx_decoders as ed
 from eqx_decoders.axes import axes, named_leaves
-from tests.strategies import filled, packed, rich_decoder
+from tests.models import filled, packed, rich_decoder
 
 
 LETTERS = {letter: ed.BlockConfig(mixer=None, mlp=None, dropout=index / 10) for index, letter in enumerate("abcde")}

@@ -20,7 +20,7 @@ from eqx_decoders.training.processes import any_process, place
 class HeldOut(NamedTuple):
     """Held-out loss: nats per target token, target tokens, and the sum of nats.
 
-    `acceptance`: of each depth of multi-token prediction the share of its guesses that the head later confirms.
+    `acceptance`: of each depth of multi-token prediction the share of its draft tokens that the head confirms.
     """
 
     loss: float

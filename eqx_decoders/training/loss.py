@@ -122,7 +122,7 @@ def _head_loss(
     key: PRNGKeyArray | None,
     depth: int = 0,
 ) -> tuple[Array, Array, Array]:
-    """Loss, negative log-likelihood and right guesses, summed over the targets; of the head, or of a depth's."""
+    """Loss, negative log-likelihood and right predictions, summed over the targets; of the head, or of a depth's."""
     if fused:
         loss, sums = linear_cross_entropy(
             model.head_input(hidden, key=key, depth=depth),
@@ -202,7 +202,7 @@ class EvaluationSums(eqx.Module):
     **Arguments:**
 
     - `nll`, `tokens`: over the targets: nats, and how many.
-    - `accepted`, `proposed`: of each depth of multi-token prediction: how often it guessed what the head will say one
+    - `accepted`, `proposed`: of each depth of multi-token prediction: how often it predicted what the head says one
         token later, and how often it was asked. None where there is none.
     """
 

@@ -236,7 +236,7 @@ class Run:
         message = f"step {step}: held-out loss {result.loss:.4f} nats per token"
         if result.acceptance:
             row["mtp_acceptance"] = result.acceptance
-            message += f", guesses ahead accepted {', '.join(f'{rate:.1%}' for rate in result.acceptance)}"
+            message += f", draft tokens accepted {', '.join(f'{rate:.1%}' for rate in result.acceptance)}"
         self.metrics.write(row)
         self.progress.message(message)
         return result

@@ -14,7 +14,7 @@ import eqx_decoders as ed
 from eqx_decoders.create import with_mtp
 from eqx_decoders.io.verify import compare_tensors
 from tests.compare import assert_close
-from tests.strategies import filled
+from tests.models import filled
 
 
 FIXTURE = pathlib.Path(__file__).parent.parent / "fixtures" / "deepseek3_groups"

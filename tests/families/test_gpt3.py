@@ -14,7 +14,7 @@ from eqx_decoders.layers.embedding import LearnedPositions
 from eqx_decoders.layers.norm import LayerNormConfig
 from tests.compare import assert_close
 from tests.oracles import attention_by_hand, mlp_by_hand, norm_by_hand, wide
-from tests.strategies import filled, some_tokens
+from tests.models import filled, some_tokens
 
 
 # layers, embed, mlp, heads, head_dim, vocab, positions

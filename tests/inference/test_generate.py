@@ -11,7 +11,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.layers.embedding import LearnedPositions
-from tests.strategies import filled, rich_decoder, some_tokens
+from tests.models import filled, rich_decoder, some_tokens
 
 
 @pytest.fixture(scope="module")

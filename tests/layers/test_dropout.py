@@ -11,7 +11,7 @@ from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from tests.layers.common import context
-from tests.strategies import filled
+from tests.models import filled
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

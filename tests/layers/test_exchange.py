@@ -25,7 +25,7 @@ from eqx_decoders.layers.router import RouterConfig
 from eqx_decoders.numerics import LowRank
 from tests.compare import assert_close
 from tests.programs import drop_compiled_programs
-from tests.strategies import VOCAB, filled, packed
+from tests.models import VOCAB, filled, packed
 
 
 EMBED, MLP = 16, 12

@@ -20,7 +20,7 @@ from eqx_decoders.training.optimizer import muon_dimensions
 from tests.compare import assert_close
 from tests.oracles import experts_by_hand
 from tests.programs import drop_compiled_programs
-from tests.strategies import ROUTERS
+from tests.models import ROUTERS
 
 
 EMBED = 6

@@ -22,7 +22,7 @@ from eqx_decoders.training.loss import next_token_loss
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.processes import place
 from eqx_decoders.training.step import StepConfig, Trainer
-from tests.strategies import EMBED, VOCAB, filled, packed
+from tests.models import EMBED, VOCAB, filled, packed
 
 
 ROWS, LENGTH, POISONED, RATE = 8, 13, 31, 0.25

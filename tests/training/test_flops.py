@@ -13,7 +13,7 @@ from eqx_decoders.layers.mask import Chunked, SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.training.flops import device_flops, flops_per_token, matmul_parameters, measured_flops, peak_flops
-from tests.strategies import EMBED, HEAD_DIM, VOCAB, rich_decoder
+from tests.models import EMBED, HEAD_DIM, VOCAB, rich_decoder
 
 
 TINY = ed.get_config("tiny")

@@ -24,7 +24,7 @@ from eqx_decoders.training.optimizer import OptimizerConfig, matching, muon_dime
 from eqx_decoders.training.step import StepConfig, Trainer
 from tests.adapters import CONFIG, RICH, pairs, shapes, trained
 from tests.compare import assert_close
-from tests.strategies import filled, some_tokens
+from tests.models import filled, some_tokens
 
 
 BLOCK = ed.BlockConfig(

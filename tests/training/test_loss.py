@@ -13,7 +13,7 @@ from eqx_decoders.training.data import Batch
 from eqx_decoders.training.evaluate import HeldOut, evaluate
 from eqx_decoders.training.loss import evaluation_sums, next_token_loss, next_tokens
 from tests.compare import assert_close
-from tests.strategies import filled, packed, rich_decoder, some_tokens
+from tests.models import filled, packed, rich_decoder, some_tokens
 
 
 ROWS, LENGTH = 4, 13

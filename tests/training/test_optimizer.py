@@ -21,7 +21,7 @@ from eqx_decoders.training.optimizer import (
     matching,
     muon_dimensions,
 )
-from tests.strategies import filled, rich_decoder
+from tests.models import filled, rich_decoder
 
 
 MATRIX = "segments.0.unit.0.mlp.up"

@@ -201,7 +201,7 @@ def test_too_many_steps_that_are_not_finite_end_the_run(folder):
 
 
 @shows("TrainConfig.mtp_depths", "TrainConfig.bpe_vocab_size")
-def test_a_run_with_experts_and_guesses_ahead_reports_both(folder):
+def test_a_run_with_experts_and_draft_tokens_reports_both(folder):
     """Each row has a figure for each layer with experts; the picture and the last loads come at the end."""
     options = dict(model="tiny-moe", steps=2, sample_tokens=0, eval_every=0, mtp_depths=1)
     options |= dict(tokenizer="bpe", bpe_vocab_size=300)
@@ -218,7 +218,7 @@ def test_a_run_with_experts_and_guesses_ahead_reports_both(folder):
     assert "expert_load.png" in run.out and re.search(r"last 2 steps: (\d\.\d\d(, )?){6}", run.out)
     rows = read_metrics(run.dir / "metrics.jsonl")
     (acceptance,) = [row["mtp_acceptance"] for row in rows if "mtp_acceptance" in row]
-    assert len(acceptance) == 1 and 0 <= acceptance[0] <= 1 and "guesses ahead accepted" in run.err
+    assert len(acceptance) == 1 and 0 <= acceptance[0] <= 1 and "draft tokens accepted" in run.err
 
 
 def test_more_steps_on_a_finished_run_go_on(folder):

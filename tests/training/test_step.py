@@ -24,7 +24,7 @@ from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.processes import place
 from eqx_decoders.training.step import StepConfig, Trainer, TrainState
 from tests.compare import assert_close
-from tests.strategies import filled, packed, rich_decoder, some_tokens
+from tests.models import filled, packed, rich_decoder, some_tokens
 
 
 ROWS, LENGTH, POISONED = 8, 13, 31
