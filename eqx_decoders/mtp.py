@@ -1,4 +1,4 @@
-"""Multi-token prediction: further depths that predict the tokens after the next one (Gloeckle et al. 2024, DeepSeek-V3).
+"""Multi-token prediction: depths that predict tokens after the next one (Gloeckle et al. 2024, DeepSeek-V3).
 
 Depth k reads at token t what depth k - 1 made of it and the embedding of token t + k, and predicts token t + k + 1.
 """

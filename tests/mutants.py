@@ -4,8 +4,8 @@
     python tests/mutants.py --file layers/rope.py --line 40 --count 0  # every mutant of one line
 
 Mutants are made from the syntax tree and written into copies of the repository, never into the repository itself.
-Which tests reach a line is found once, by running each file of tests in a process of its own under coverage.py. JAX traces
-a function once and reuses the compiled program, so a line belongs to the whole file of tests that traced it. The map is
+Which tests reach a line is found once: coverage.py watches each file of tests in a process of its own. JAX traces a
+function once and reuses the compiled program, so a line belongs to the whole file of tests that traced it. The map is
 kept in `.pytest_cache/` and renewed for each file of tests that changed. In sources that changed since, a mutant counts
 as reached by all tests that reach its file; `--map` makes the whole map anew.
 """

@@ -12,8 +12,8 @@ import eqx_decoders as ed
 from eqx_decoders.remat import POLICIES
 from tests.cases import MESHES, check, covering_array, legal_pairs, pairs, random_cases, representative
 from tests.compare import assert_close
-from tests.programs import drop_compiled_programs
 from tests.models import VOCAB, extend, filled, packed, rich_decoder, run, some_tokens
+from tests.programs import drop_compiled_programs
 
 
 COVERING = covering_array()

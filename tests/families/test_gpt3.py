@@ -13,8 +13,8 @@ from eqx_decoders.families.shape import Shape
 from eqx_decoders.layers.embedding import LearnedPositions
 from eqx_decoders.layers.norm import LayerNormConfig
 from tests.compare import assert_close
-from tests.oracles import attention_by_hand, mlp_by_hand, norm_by_hand, wide
 from tests.models import filled, some_tokens
+from tests.oracles import attention_by_hand, mlp_by_hand, norm_by_hand, wide
 
 
 # layers, embed, mlp, heads, head_dim, vocab, positions

@@ -20,8 +20,8 @@ from eqx_decoders.training.lora import LoRAConfig, add_lora
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.step import Trainer
 from tests.compare import assert_close
-from tests.oracles import wide
 from tests.models import filled, packed, some_tokens
+from tests.oracles import wide
 
 
 def llama(num_heads: int, num_kv_heads: int, head_dim: int, layers: int = 2, embed_dim: int = 16, **changes):

@@ -23,8 +23,8 @@ from eqx_decoders.training.lora import LoRAConfig, add_lora
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.step import Trainer
 from tests.compare import assert_close
-from tests.oracles import attention_by_hand, experts_by_hand, mlp_by_hand, norm_by_hand, wide
 from tests.models import filled, packed, some_tokens
+from tests.oracles import attention_by_hand, experts_by_hand, mlp_by_hand, norm_by_hand, wide
 
 
 VOCAB, EMBED, MLP, LAYERS = 32_000, 2048, 7168, 16

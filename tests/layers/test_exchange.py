@@ -24,8 +24,8 @@ from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.router import RouterConfig
 from eqx_decoders.numerics import LowRank
 from tests.compare import assert_close
-from tests.programs import drop_compiled_programs
 from tests.models import VOCAB, filled, packed
+from tests.programs import drop_compiled_programs
 
 
 EMBED, MLP = 16, 12

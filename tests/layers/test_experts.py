@@ -18,9 +18,9 @@ from eqx_decoders.layers.router import RouterConfig
 from eqx_decoders.numerics import LowRank
 from eqx_decoders.training.optimizer import muon_dimensions
 from tests.compare import assert_close
+from tests.models import ROUTERS
 from tests.oracles import experts_by_hand
 from tests.programs import drop_compiled_programs
-from tests.models import ROUTERS
 
 
 EMBED = 6

@@ -26,8 +26,8 @@ from eqx_decoders.numerics import LowRank, low_rank_weights
 from eqx_decoders.training.flops import flops_per_token
 from eqx_decoders.training.lora import LoRAConfig, add_lora
 from tests.compare import assert_close
-from tests.oracles import plain_frequencies, rotate_by_hand, sees, wide, yarn_by_hand
 from tests.models import EMBED, VOCAB, extend, filled, packed, run, some_tokens
+from tests.oracles import plain_frequencies, rotate_by_hand, sees, wide, yarn_by_hand
 
 
 # no two sizes are equal
