@@ -8,6 +8,8 @@ import platform
 import secrets
 import time
 
+import jaxlib.version
+
 
 # `AS_USERS_RUN=1` leaves JAX as users have it: compiled with LLVM's optimisations, default products and promotion.
 AS_USERS_RUN = os.environ.get("AS_USERS_RUN") == "1"
@@ -34,8 +36,9 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("FRESH_SEED", str(secrets.randbelow(1_000_000)))  # of `make test-slow`; the same in all workers
 if not AS_USERS_RUN:
     # Most of a test's time is the compiler's, on programs that run once or twice. XLA's own passes are not touched, but
-    # its old way to write the code of fusions takes half of the time.
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
+    # the way in which older versions wrote the code of fusions takes half of the time.
+    old = ["--xla_cpu_use_fusion_emitters=false"] if jaxlib.version.__version_info__ < (0, 11) else []
+    os.environ.setdefault("XLA_FLAGS", " ".join(["--xla_backend_optimization_level=0", *old]))
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
