@@ -161,13 +161,13 @@ def test_hostile_templates_end_in_a_sentence(name, monkeypatch):
     assert sentence.isprintable() and len(sentence) < 500
 
 
-def test_two_seconds_are_enough_for_all_that_a_template_may_do():
+def test_a_template_has_a_second_of_processor_time():
     """Of processor time: other programs may keep the machine busy."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with pytest.raises(ConversionError, match="takes more than 1 s of processor time"):
         ChatTemplate(source=HOSTILE["nested ranges"][0]).render(HELLO)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert 1 < (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 2
+    assert 1 < (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 5
 
 
 def test_a_process_that_hangs_is_ended(monkeypatch):

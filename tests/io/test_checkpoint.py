@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from eqx_decoders.axes import named_leaves
 from eqx_decoders.errors import CheckpointError
-from eqx_decoders.io.checkpoint import Checkpoints, fingerprint, load_weights
+from eqx_decoders.io.checkpoint import TEMPORARY, Checkpoints, fingerprint, load_weights
 
 
 # Where Orbax fails it leaves unfinished tasks behind.
@@ -212,8 +212,19 @@ def test_fingerprint_notices_any_bit_and_any_swap(getkey):
             flat[rng.integers(flat.size)] ^= np.uint8(1 << rng.integers(8))
             assert fingerprint(jnp.asarray(flipped)) != want
     assert fingerprint(jnp.arange(4)) != fingerprint(jnp.array([1, 0, 2, 3]))
-    value = np.arange(12, dtype=np.uint32).reshape(3, 4)
-    assert int(fingerprint(jnp.asarray(value))) == sum(x * (2 * i + 1) for i, x in enumerate(range(12)))
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "int8", "uint16", "bfloat16", "float32", "complex64", "int64", "float64", "key"]
+)
+def test_fingerprint_is_the_sum_of_its_formula(dtype):
+    """Numbers of more than four bytes count as several."""
+    value = np.random.default_rng(0).normal(0, 99, (3, 4)).astype("uint32" if dtype == "key" else dtype)
+    with jax.enable_x64(dtype in ("int64", "float64")):
+        array = jax.random.wrap_key_data(jnp.asarray(value), impl="rbg") if dtype == "key" else jnp.asarray(value)
+        words = value.view(f"uint{8 * min(value.itemsize, 4)}").reshape(-1).astype(np.uint64)
+        want = int(np.sum(words * (2 * np.arange(words.size, dtype=np.uint64) + 1)) % 2**32)
+        assert int(fingerprint(array)) == want
 
 
 def flip(file: Path, place: int, bit: int):
@@ -291,6 +302,24 @@ def test_all_steps_damaged_is_an_error_that_keeps_them(copied):
         Checkpoints(copied).restore(make_state())
     assert "/10 has no readable manifest" in str(caught.value) and "/20 has" in str(caught.value)
     assert Checkpoints(copied).steps == (10, 20), "the next start must not begin from scratch"
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"directory=.*/file/run cannot be made: .*Not a directory"):
+        Checkpoints(tmp_path / "file/run").save(1, make_state(), data_state={}, config={})
+
+
+def test_only_the_first_process_tidies_up(copied, monkeypatch):
+    """The others read the same directory: what it renames or deletes must not go twice."""
+    monkeypatch.setattr("eqx_decoders.io.checkpoint._is_writer", lambda: False)
+    (copied / "20/manifest/data.json").unlink()
+    temporary = copied / f"30{TEMPORARY}"
+    temporary.mkdir()
+    other = Checkpoints(copied, max_checkpoints=1, warn=lambda text: None)
+    assert other.restore(make_state()).step == 10
+    assert other.save(40, make_state(40), data_state={}, config={}, wait=True)
+    assert other.steps == (10, 20, 40) and temporary.is_dir()
 
 
 def test_load_weights_reads_only_the_model(copied):
