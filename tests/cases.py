@@ -362,20 +362,25 @@ def logits_of(model: ed.Decoder, batch: ed.Batch, cache: str):
 
 
 def check(case: Case, seed: int = 0) -> None:
-    """The fast form of a case equals the plain one."""
+    """The fast form of a case equals the plain one in float32, up to the rounding of the case's own dtype."""
     model, batch, key = filled(decoder_config(case), seed), batch_of(case, seed + 3), key_of(case)
     plain = model.replace(scan=False, attention="dot", experts="capacity" if case["channel"] == "capacity" else "dense")
-    sums, gradient, logits = plain_results(plain, batch, key, case["cache"] != "none")
+    want = plain_results(plain, batch, key, case["cache"] != "none")
     fast = fast_form(case, model)
     config = StepConfig(
         gradient_accumulation_steps=case["accumulation"], z_loss=Z_LOSS, fused_loss=case["loss"] == "fused"
     )
     trainer = Trainer.create(OptimizerConfig(), fast, steps=1, config=config)
-    step_sums, step_gradient = step_results(trainer, fast, batch, key)
-    # in bfloat16 a router may choose another expert for a token or two: of these arrays the root mean square counts
-    half = dict(units=24 if case["wiring"] == "plain" else 12, dtype="bfloat16", measure=root_mean_square)
-    rules = half if case["dtype"] == "bfloat16" else dict(units=512)
-    assert {leaf.dtype for leaf in jax.tree.leaves(step_gradient)} == {jnp.dtype("float32")}
-    assert_close(logits_of(fast, batch, case["cache"]), logits, **rules)
-    assert_close(step_sums, sums, **rules)
-    assert_close(step_gradient, {name: gradient[name] for name in step_gradient}, **rules)
+    sums, gradient = step_results(trainer, fast, batch, key)
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
+    rules, rounded = dict(units=512), want
+    if case["dtype"] == "bfloat16":
+        # Rounding may choose another expert for a token or two, and models without norms before their layers blow it
+        # up: the root mean square counts, and what the plain form itself loses in bfloat16.
+        rules = dict(units=12, dtype="bfloat16", measure=root_mean_square)
+        half = plain.replace(precision=ed.Precision(compute="bfloat16"))
+        rounded = plain_results(half, batch, key, case["cache"] != "none")
+    results = sums, gradient, logits_of(fast, batch, case["cache"])
+    for got, plainly, lossy in zip(results, want, rounded, strict=True):
+        some = (lambda tree: {name: tree[name] for name in gradient}) if got is gradient else (lambda tree: tree)
+        assert_close(got, some(plainly), rounded=some(lossy), **rules)

@@ -1,8 +1,10 @@
-"""Compiled programs that are held: each takes some memory maps, of which Linux lets a process have 65,530."""
+"""Compiled programs: how many are held, and for which devices they are."""
 
+import os
 from pathlib import Path
 
 import jax
+import pytest
 
 
 MAPS = Path("/proc/self/maps")
@@ -10,6 +12,20 @@ MOST = 25_000
 
 
 def drop_compiled_programs() -> None:
-    """Drop JAX's caches where they have become large: XLA crashes where it gets no further map."""
+    """Drop JAX's caches where they have become large: XLA crashes where it gets no further map of memory.
+
+    Each program takes some of the 65,530 maps that Linux lets a process have.
+    """
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MOST:
         jax.clear_caches()
+
+
+def tpu_devices(topology: str) -> list:
+    """The devices of a TPU topology, to compile for: needs libtpu (extra "aot"), no TPU."""
+    pytest.importorskip("libtpu")
+    from jax.experimental import topologies
+
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    jax.devices()  # XLA:CPU has read XLA_FLAGS now; libtpu ends the process at one that it does not know
+    os.environ.pop("XLA_FLAGS", None)
+    return topologies.get_topology_desc(topology_name=topology, platform="tpu").devices

@@ -1,7 +1,5 @@
 """Compilation for TPU topologies, without a TPU: needs libtpu (extra "aot")."""
 
-import os
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +10,7 @@ import eqx_decoders as ed
 from eqx_decoders.layout import device_bytes
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.step import Trainer
+from tests.programs import tpu_devices
 
 
 pytestmark = pytest.mark.slow
@@ -20,11 +19,7 @@ BF16 = ed.Precision(params=jnp.bfloat16, compute=jnp.bfloat16)
 
 @pytest.fixture(scope="module")
 def devices():
-    pytest.importorskip("libtpu")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    from jax.experimental import topologies
-
-    return topologies.get_topology_desc(topology_name="v5p:2x2x1", platform="tpu").devices
+    return tpu_devices("v5p:2x2x1")
 
 
 def test_a_decode_step_does_not_copy_the_cache(devices):

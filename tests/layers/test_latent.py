@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 
 import equinox as eqx
 import jax
@@ -28,6 +27,7 @@ from eqx_decoders.training.lora import LoRAConfig, add_lora
 from tests.compare import assert_close
 from tests.models import EMBED, VOCAB, extend, filled, packed, run, some_tokens
 from tests.oracles import plain_frequencies, rotate_by_hand, sees, wide, yarn_by_hand
+from tests.programs import tpu_devices
 
 
 # no two sizes are equal
@@ -337,12 +337,7 @@ def test_the_cache_is_one_short_vector_a_token():
 @pytest.mark.parametrize("mixer", ["latent", "one-head-a-device"])
 def test_a_decoding_step_on_tpu_does_not_copy_the_cache(mixer):
     """Compiled for a v5p, without one: temporaries are far less than the cache."""
-    pytest.importorskip("libtpu")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    from jax.experimental import topologies
-
-    devices = topologies.get_topology_desc(topology_name="v5p:2x2x1", platform="tpu").devices
-    layout = ed.Layout.create(data=2, tensor=2, devices=devices)
+    layout = ed.Layout.create(data=2, tensor=2, devices=tpu_devices("v5p:2x2x1"))
     sizes = dict(num_heads=16, q_rank=None, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
     latent, heads = LatentAttentionConfig(**sizes), AttentionConfig(num_heads=16, num_kv_heads=2, head_dim=128)
     block = ed.BlockConfig(mixer=latent if mixer == "latent" else heads, mlp=None, pre_mixer_norm=RMSNormConfig())
