@@ -127,5 +127,9 @@ def test_the_product_needs_no_gather_of_the_table():
     spec = jax.sharding.NamedSharding(layout.mesh, layout.weight_spec("vocab embed", TABLE.shape))
     table = jax.ShapeDtypeStruct(TABLE.shape, TABLE.dtype, sharding=spec)
     ctx = ed.Context(positions=jnp.zeros_like(TOKENS), execution=ed.Execution(lookup="one_hot", layout=layout))
-    compiled = jax.jit(lambda table: TokenEmbedding(table=table)(TOKENS, ctx)).lower(table).compile().as_text()
+    traced = jax.jit(lambda table: TokenEmbedding(table=table)(TOKENS, ctx)).trace(table)
+    compiled = traced.lower().compile().as_text()
     assert "all-reduce" in compiled and "all-gather" not in compiled and "all-to-all" not in compiled
+    asked = [eqn.params["sharding"].spec for eqn in traced.jaxpr.eqns if eqn.primitive.name == "sharding_constraint"]
+    assert len(asked) == 2, "the rows of zeros and ones are split as the table is, and then the result"
+    assert asked[0] == layout.activation_sharding("batch length vocab", (2, 4, VOCAB)).spec
