@@ -199,14 +199,22 @@ class Decoder(eqx.Module):
         - `cache`: of earlier tokens; `Output.cache` then holds these too. Tokens beyond its length aren't stored.
         - `key`: for dropout; None for none.
         """
-        hidden, cache, stats = self.run(tokens, positions, segment_ids, cache=cache, key=key)
+        hidden, cache, stats = self.run(tokens, positions, segment_ids, cache, key)
         return Output(logits=self.logits(hidden, key=key), hidden=hidden, cache=cache, stats=stats)
 
     def run(
-        self, *inputs: Any, cache: Cache | None = None, **options: Any
+        self,
+        tokens: Int[AnyArray, "batch length"],
+        positions: Int[AnyArray, "batch length"] | None = None,
+        segment_ids: Int[AnyArray, "batch length"] | None = None,
+        cache: Cache | None = None,
+        key: PRNGKeyArray | None = None,
+        *,
+        cache_is_empty: bool = False,
     ) -> tuple[Float[Array, "batch length embed"], Cache | None, BlockStats]:
-        """Everything but the head: `Output`'s hidden, cache and stats. Arguments are those of `propose`."""
-        hidden, proposal, stats = self.propose(*inputs, cache=cache, **options)
+        """Everything but the head: `Output`'s hidden, cache and stats. With `cache_is_empty` nothing of it is read."""
+        inputs = tokens, positions, segment_ids, cache, key
+        hidden, proposal, stats = self.propose(*inputs, cache_is_empty=cache_is_empty)
         return hidden, None if cache is None else cache.commit(proposal.entries, proposal.positions), stats
 
     def propose(
@@ -219,10 +227,7 @@ class Decoder(eqx.Module):
         *,
         cache_is_empty: bool = False,
     ) -> tuple[Float[Array, "batch length embed"], Proposal, BlockStats]:
-        """Everything but the head and the cache's last step: what it would take, for `cache.commit`.
-
-        With `cache_is_empty` nothing of the cache is read. A token is rejected by a commit with its position set to -1.
-        """
+        """`run` up to what the cache would take, for `cache.commit`, which rejects tokens at a position of -1."""
         tokens, positions, segment_ids = (
             None if x is None else jnp.asarray(x) for x in (tokens, positions, segment_ids)
         )

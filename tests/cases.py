@@ -365,22 +365,25 @@ def check(case: Case, seed: int = 0) -> None:
     """The fast form of a case equals the plain one in float32, up to the rounding of the case's own dtype."""
     model, batch, key = filled(decoder_config(case), seed), batch_of(case, seed + 3), key_of(case)
     plain = model.replace(scan=False, attention="dot", experts="capacity" if case["channel"] == "capacity" else "dense")
-    want = plain_results(plain, batch, key, case["cache"] != "none")
     fast = fast_form(case, model)
     config = StepConfig(
         gradient_accumulation_steps=case["accumulation"], z_loss=Z_LOSS, fused_loss=case["loss"] == "fused"
     )
     trainer = Trainer.create(OptimizerConfig(), fast, steps=1, config=config)
-    sums, gradient = step_results(trainer, fast, batch, key)
-    assert {leaf.dtype for leaf in jax.tree.leaves(gradient)} == {jnp.dtype("float32")}
-    rules, rounded = dict(units=512), want
+    results = (*step_results(trainer, fast, batch, key), logits_of(fast, batch, case["cache"]))
+    trained = results[1]
+    assert {leaf.dtype for leaf in jax.tree.leaves(trained)} == {jnp.dtype("float32")}
+
+    def plainly(model: ed.Decoder) -> tuple:
+        sums, gradient, logits = plain_results(model, batch, key, case["cache"] != "none")
+        return sums, {name: gradient[name] for name in trained}, logits
+
+    exact = plainly(plain)
+    rules, rounded = dict(units=512), exact
     if case["dtype"] == "bfloat16":
         # Rounding may choose another expert for a token or two, and models without norms before their layers blow it
         # up: the root mean square counts, and what the plain form itself loses in bfloat16.
         rules = dict(units=12, dtype="bfloat16", measure=root_mean_square)
-        half = plain.replace(precision=ed.Precision(compute="bfloat16"))
-        rounded = plain_results(half, batch, key, case["cache"] != "none")
-    results = sums, gradient, logits_of(fast, batch, case["cache"])
-    for got, plainly, lossy in zip(results, want, rounded, strict=True):
-        some = (lambda tree: {name: tree[name] for name in gradient}) if got is gradient else (lambda tree: tree)
-        assert_close(got, some(plainly), rounded=some(lossy), **rules)
+        rounded = plainly(plain.replace(precision=ed.Precision(compute="bfloat16")))
+    for got, want, lossy in zip(results, exact, rounded, strict=True):
+        assert_close(got, want, rounded=lossy, **rules)

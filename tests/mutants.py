@@ -390,8 +390,6 @@ def run_pytest(root: Path, job: dict, timeout: float | None) -> tuple[int, str]:
     environment = os.environ | {
         "PYTHONPATH": str(root),
         "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".pytest_cache" / "xla")),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     path = root / "job.json"
     path.write_text(json.dumps(job))

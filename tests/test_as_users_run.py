@@ -1,16 +1,14 @@
 """A law with JAX as users have it: LLVM's optimisations, default products, and standard promotion of dtypes."""
 
-import os
-import pathlib
 import subprocess
 import sys
 
 import pytest
 
 from tests.cases import covering_array, representative
+from tests.commands import AS_USERS_RUN, ROOT
 
 
-ROOT = pathlib.Path(__file__).parents[1]
 LAW = "tests/test_laws.py::test_the_fast_form_of_a_case_equals_the_plain_one"
 
 
@@ -19,7 +17,7 @@ def test_a_case_is_compared_as_users_run_it():
     cases = covering_array()
     quick = (case for case in representative(cases) if case["dtype"] == "bfloat16" and case["length"] > 1)
     number = cases.index(min(quick, key=lambda case: case["mtp"]))
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | {"AS_USERS_RUN": "1"}
+    environment = AS_USERS_RUN | {"AS_USERS_RUN": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{LAW}[{number}]"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]

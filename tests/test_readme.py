@@ -1,6 +1,5 @@
 """The README's examples run as users run them, and print what is true."""
 
-import os
 import pathlib
 import re
 import subprocess
@@ -8,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.commands import ROOT, call, write_corpus
+from tests.commands import AS_USERS_RUN, ROOT, call, write_corpus
 
 
 README = (ROOT / "README.md").read_text()
@@ -18,8 +17,7 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.S)
 def printed(text: str, folder: pathlib.Path = ROOT) -> str:
     """What the example with this text prints, compiled and computed as JAX does it for users."""
     (example,) = [example for example in EXAMPLES if text in example]
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    environment |= {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    environment = AS_USERS_RUN | {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", example], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout

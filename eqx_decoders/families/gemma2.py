@@ -91,7 +91,6 @@ FAMILY = Family(
     ignored_keys=IGNORED_ACTIVATION_KEY,
 )
 
-
 _shape = functools.partial(Shape, vocab_size=256_128, tied=True, activation="gelu_tanh")
 _2B = _shape(embed_dim=2304, num_layers=26, num_heads=8, num_kv_heads=4, head_dim=256, mlp_dim=9216)
 _9B = _shape(embed_dim=3584, num_layers=42, num_heads=16, num_kv_heads=8, head_dim=256, mlp_dim=14_336)

@@ -56,7 +56,6 @@ FAMILY = Family(
     ignored_keys=IGNORED_ACTIVATION_KEY | {"_sliding_window_pattern": "layer_types says it"},
 )
 
-
 _shape = functools.partial(Shape, vocab_size=262_144, tied=True, activation="gelu_tanh")
 _1B = _shape(embed_dim=1152, num_layers=26, num_heads=4, num_kv_heads=1, head_dim=256, mlp_dim=6912)
 _4B = _shape(embed_dim=2560, num_layers=34, num_heads=8, num_kv_heads=4, head_dim=256, mlp_dim=10_240)

@@ -123,7 +123,6 @@ FAMILY = Family(
     },
 )
 
-
 _shape = functools.partial(Shape, vocab_size=50_257, head_dim=64, eps=1e-5, tied=True, activation="gelu_tanh")
 
 MODELS = {

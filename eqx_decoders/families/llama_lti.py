@@ -39,7 +39,6 @@ def llama_lti(
     - `teacher_heads`, `teacher_kv_heads`, `teacher_head_dim`: sizes of the teacher's attention.
     - `general`: whether one map acts on heads and features together.
     """
-
     teacher = dict(teacher_heads=teacher_heads, teacher_kv_heads=teacher_kv_heads, teacher_head_dim=teacher_head_dim)
 
     def learned(block: BlockConfig) -> BlockConfig:

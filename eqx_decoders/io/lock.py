@@ -6,9 +6,7 @@ import sys
 import time
 
 
-_LOCKED_BYTE = (
-    1 << 30
-)  # Windows locks bytes and lets no other process read them: one behind the content of any lock file
+_LOCKED_BYTE = 1 << 30  # behind the content of any lock file: on Windows no other process can read a locked byte
 
 
 def lock_file(descriptor: int, *, wait: bool) -> None:

@@ -1,5 +1,6 @@
 """Held-out evaluation: the sums over a whole split, counted once."""
 
+import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -27,6 +28,11 @@ class HeldOut(NamedTuple):
     tokens: int
     nats: float
     acceptance: tuple[float, ...] = ()
+
+    @property
+    def perplexity(self) -> float:
+        """`exp(loss)`."""
+        return math.exp(min(self.loss, 700.0))
 
     def nats_per_byte(self, count: int) -> float:
         """The same sum per byte of the text: comparable between tokenizers, and with compressors."""

@@ -156,6 +156,7 @@ def test_evaluate_adds_up_batches_of_any_fill():
     assert result.tokens == int(sums[1]) == sum(int(next_tokens(each)[1].sum()) for each in (batch, few))
     assert result.nats == pytest.approx(sums[0], rel=1e-6)
     assert result.loss == pytest.approx(sums[0] / sums[1], rel=1e-6)
+    assert result.perplexity == pytest.approx(np.exp(result.loss))
     assert result.nats_per_byte(50) == pytest.approx(sums[0] / 50)
     asked = []
     early = evaluate(model, host, ROWS, stop=lambda: asked.append(1) is None)
@@ -164,6 +165,7 @@ def test_evaluate_adds_up_batches_of_any_fill():
 
 def test_evaluating_nothing_is_no_loss():
     assert evaluate(filled(one_block()), [], ROWS) == HeldOut(loss=0.0, tokens=0, nats=0.0)
+    assert HeldOut(loss=1e9, tokens=1, nats=1e9).perplexity < np.inf
 
 
 def test_layer_stats_only_when_asked_for():
