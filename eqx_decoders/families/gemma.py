@@ -22,7 +22,7 @@ def _read(fields: Fields) -> DecoderConfig:
     # the first files say "gelu" and mean its tanh approximation; transformers reads them so, and reads this key alone
     if fields.content.get("hidden_act") == "gelu":
         fields.content["hidden_act"] = "gelu_pytorch_tanh"
-    shape = read_shape(fields, num_kv_heads=16, head_dim=256, tied=True, default_activation="gelu_pytorch_tanh")
+    shape = read_shape(fields, num_kv_heads=16, head_dim=256, tied=True, activation="gelu_pytorch_tanh")
     return gemma(shape, rope=read_rope(fields))
 
 

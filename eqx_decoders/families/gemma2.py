@@ -44,16 +44,12 @@ def gemma2(
     return gemma_decoder(shape, (shape.attention(mask=mask, **options) for mask in masks), logit_cap)
 
 
+_KEYS = {"hidden_act": "hidden_activation"}
+
+
 def read_gemma_shape(fields: Fields) -> Shape:
     """Gemma 2's and 3's sizes."""
-    return read_shape(
-        fields,
-        num_kv_heads=4,
-        head_dim=256,
-        tied=True,
-        activation="hidden_activation",
-        default_activation="gelu_pytorch_tanh",
-    )
+    return read_shape(fields, num_kv_heads=4, head_dim=256, tied=True, activation="gelu_pytorch_tanh", keys=_KEYS)
 
 
 def _read(fields: Fields) -> DecoderConfig:
@@ -78,7 +74,7 @@ def write_gemma(config: DecoderConfig) -> dict[str, Any]:
         "final_logit_softcapping": config.logit_soft_cap,
     }
     # transformers makes the mask of the window even if no layer has it
-    return write_shape(config, activation="hidden_activation") | settings | write_masks(config, default=4096)
+    return write_shape(config, _KEYS) | settings | write_masks(config, default=4096)
 
 
 IGNORED_ACTIVATION_KEY = {"hidden_act": "transformers reads hidden_activation"}

@@ -7,23 +7,18 @@ from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.family import Family, Weight
-from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
-from eqx_decoders.families.shape import Shape, attentions, norm_weights
+from eqx_decoders.families.fields import Fields
+from eqx_decoders.families.shape import Shape, attentions, norm_weights, read_shape, write_shape
 from eqx_decoders.layers.embedding import LearnedPositions
-from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig
 
 
 def gpt2(
     shape: Shape, *, max_positions: int = 1024, scaled: bool = True, scaled_by_layer: bool = False
 ) -> DecoderConfig:
-    """A decoder of GPT-2 blocks.
+    """A decoder of GPT-2 blocks; the table of positions has `max_positions` rows.
 
-    **Arguments:**
-
-    - `max_positions`: rows of the table of positions.
-    - `scaled`: whether scores are divided by the root of `head_dim`.
-    - `scaled_by_layer`: whether those of layer i, counted from 1, are also divided by i.
+    Scores are divided by the root of `head_dim` if `scaled`, and by the layer's number from 1 if `scaled_by_layer`.
     """
     norm, mlp = LayerNormConfig(eps=shape.eps), shape.mlp(gated=False, bias=True)
     options: dict[str, Any] = dict(rope=None, fused_qkv=True, qkv_bias=True, out_bias=True)
@@ -39,58 +34,45 @@ def gpt2(
 
 
 def _read(fields: Fields) -> DecoderConfig:
-    for ours, theirs in _RENAMED.items():
-        fields.rename(theirs, ours)
-    embed, heads = fields.integer("n_embd", 768), fields.integer("n_head", 12)
-    if embed % heads:
-        raise fields.error(f"n_embd={embed} must be a multiple of n_head={heads}.")
-    shape = Shape(
-        vocab_size=fields.integer("vocab_size", 50_257),
-        embed_dim=embed,
-        num_layers=fields.layers("n_layer", 12),
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=embed // heads,
-        mlp_dim=fields.integer("n_inner", 4 * embed),
-        eps=fields.number("layer_norm_epsilon", 1e-5),
-        tied=fields.flag("tie_word_embeddings", True),
-        activation=fields.word("activation_function", ACTIVATIONS, "gelu_new"),
-        init_std=fields.number("initializer_range", 0.02),
-    )
+    for llama_key in ("hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers"):
+        fields.rename(llama_key, str(_KEYS[llama_key]))  # which transformers takes as well
+    fields.content = _DEFAULTS | fields.content
+    if fields.take("n_inner") is None:
+        fields.content["n_inner"] = 4 * fields.integer("n_embd")
+    shape = read_shape(fields, eps=1e-5, tied=True, activation="gelu_new", keys=_KEYS)
     return gpt2(
         shape,
-        max_positions=fields.integer("n_positions", 1024),
+        max_positions=fields.integer("n_positions"),
         scaled=fields.flag("scale_attn_weights", True),
         scaled_by_layer=fields.flag("scale_attn_by_inverse_layer_idx", False),
     )
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    mixers, mlp, norm = attentions(config), config.blocks[0].mlp, config.final_norm
-    if not isinstance(mlp, MLPConfig) or norm is None or not isinstance(config.positions, LearnedPositions):
-        raise ConversionError("DecoderConfig.positions must be learned, and blocks[0].mlp and final_norm be there.")
-    return {
-        "vocab_size": config.vocab_size,
+    scales = [mixer.query_scale for mixer in attentions(config)]
+    if not isinstance(config.positions, LearnedPositions):
+        raise ConversionError("DecoderConfig.positions must be learned.")
+    settings = {
         "n_positions": config.positions.max_positions,
-        "n_embd": config.embed_dim,
-        "n_layer": len(config.blocks),
-        "n_head": mixers[0].num_heads,
-        "n_inner": mlp.mlp_dim,
-        "activation_function": "gelu_new" if mlp.activation == "gelu_tanh" else activation_name(mlp.activation),
-        "layer_norm_epsilon": norm.eps,
-        "initializer_range": config.init_std,
-        "scale_attn_weights": mixers[0].query_scale != 1.0,
-        "scale_attn_by_inverse_layer_idx": len({mixer.query_scale for mixer in mixers}) > 1,
-        "tie_word_embeddings": config.tied,
+        "scale_attn_weights": scales[0] != 1.0,
+        "scale_attn_by_inverse_layer_idx": len(set(scales)) > 1,
     }
+    written = write_shape(config, _KEYS) | settings
+    tanh = written["activation_function"] == "gelu_pytorch_tanh"
+    return written | ({"activation_function": "gelu_new"} if tanh else {})  # the same, as GPT-2 calls it
 
 
-_RENAMED = {
-    "n_embd": "hidden_size",
-    "n_positions": "max_position_embeddings",
-    "n_head": "num_attention_heads",
-    "n_layer": "num_hidden_layers",
+_KEYS = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "hidden_act": "activation_function",
+    "rms_norm_eps": "layer_norm_epsilon",
+    **dict.fromkeys(("num_key_value_heads", "head_dim", "attention_bias")),
 }
+_DEFAULTS = dict(vocab_size=50_257, n_embd=768, n_layer=12, n_head=12, n_positions=1024, n_inner=None)
 _SUMMARY = ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
 _LAYER = "transformer.h.{layer}."
 FAMILY = Family(

@@ -10,16 +10,25 @@ from eqx_decoders.families import moe
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.fields import Fields
 from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import Shape, attentions, gated_mlp, llama_weights, read_shape, write_sizes
+from eqx_decoders.families.shape import (
+    Shape,
+    attentions,
+    gated_mlp,
+    llama_weights,
+    read_masks,
+    read_shape,
+    write_masks,
+    write_sizes,
+)
 from eqx_decoders.layers.attention import QKNorm, QueryTemperature
-from eqx_decoders.layers.mask import Causal, Chunked, Mask
+from eqx_decoders.layers.mask import Chunked, Mask
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Llama3Rope, Rope
 from eqx_decoders.layers.router import RouterConfig
 
 
-LAYER_TYPES = ("full_attention", "chunked_attention")
+_LOCAL = (Chunked, "attention_chunk_size")
 
 
 def llama4(
@@ -64,9 +73,7 @@ def _read(fields: Fields) -> DecoderConfig:
     rotated = fields.numbers("no_rope_layers") or [int((index + 1) % interval != 0) for index in range(count)]
     if len(rotated) != count:
         raise fields.error(f"no_rope_layers has {len(rotated)} entries, but there are {count} layers.")
-    types = fields.words("layer_types", LAYER_TYPES, count) or [LAYER_TYPES[flag != 0] for flag in rotated]
     chunk = fields.integer("attention_chunk_size", 8192, null=None)
-    chunked = Causal() if chunk is None else Chunked(chunk)
     tuning = fields.content.get("attn_temperature_tuning")
     if isinstance(tuning, int):  # published as 4, and taken for true
         fields.content["attn_temperature_tuning"] = bool(tuning)
@@ -79,7 +86,7 @@ def _read(fields: Fields) -> DecoderConfig:
         dense_dim=fields.integer("intermediate_size_mlp", 16_384),
         sparse=frozenset(fields.numbers("moe_layers", range(step - 1, count, step))),
         rotated=frozenset(index for index in range(count) if rotated[index]),
-        masks=tuple(chunked if kind == "chunked_attention" else Causal() for kind in types),
+        masks=read_masks(fields, chunk, [flag != 0 for flag in rotated], *_LOCAL),
         rope=read_rope(fields, theta=500_000.0, pairing="interleaved"),
         qk_norm=fields.flag("use_qk_norm", True),
         temperature=temperature if fields.flag("attn_temperature_tuning", True) else None,
@@ -89,22 +96,19 @@ def _read(fields: Fields) -> DecoderConfig:
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     mixers = attentions(config)
-    chunks = [mixer.mask.size for mixer in mixers if isinstance(mixer.mask, Chunked)]
     temperatures = [mixer.temperature for mixer in mixers if mixer.rope is None]
     temperature = next(iter(temperatures), None)
     settings = {
         "intermediate_size_mlp": moe.dense_dim(config, default=16_384),
         "moe_layers": moe.sparse_layers(config),
         "no_rope_layers": [int(mixer.rope is not None) for mixer in mixers],
-        "layer_types": [LAYER_TYPES[isinstance(mixer.mask, Chunked)] for mixer in mixers],
-        "attention_chunk_size": max(chunks, default=None),
         "use_qk_norm": any(mixer.qk_norm is not None for mixer in mixers),
         "attn_temperature_tuning": temperature is not None or not temperatures,
     }
     if temperature is not None:
         settings |= {"attn_scale": temperature.scale, "floor_scale": temperature.length}
     experts = moe.write_experts(config, count="num_local_experts", width="intermediate_size")
-    return write_sizes(config) | experts | settings | write_rope(config)
+    return write_sizes(config) | experts | settings | write_masks(config, *_LOCAL) | write_rope(config)
 
 
 _MLP = "model.layers.{layer}.feed_forward."

@@ -6,7 +6,7 @@ from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.fields import Fields
 from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import Shape, find_window, llama_weights, read_masks, read_shape, write_shape
+from eqx_decoders.families.shape import NO_BIAS, Shape, find_window, llama_weights, read_masks, read_shape, write_shape
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
 from eqx_decoders.layers.rope import Rope
 
@@ -17,7 +17,7 @@ def mistral(shape: Shape, *, rope: Rope, mask: Mask = Causal()) -> DecoderConfig
 
 
 def _read(fields: Fields) -> DecoderConfig:
-    shape = read_shape(fields, num_kv_heads=8, attention_bias=None)
+    shape = read_shape(fields, num_kv_heads=8, keys=NO_BIAS)
     window = fields.integer("sliding_window", 4096, null=None)
     masks = read_masks(fields, window, [window is not None] * shape.num_layers)
     if len(set(masks)) > 1 or (window is not None and Causal() in masks):
@@ -26,7 +26,7 @@ def _read(fields: Fields) -> DecoderConfig:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    return write_shape(config, attention_bias=False) | {"sliding_window": find_window(config)} | write_rope(config)
+    return write_shape(config, NO_BIAS) | {"sliding_window": find_window(config)} | write_rope(config)
 
 
 FAMILY = Family(

@@ -8,7 +8,7 @@ from eqx_decoders.families import moe
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.fields import Fields
 from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import Shape, find_window, llama_weights, read_shape, write_sizes
+from eqx_decoders.families.shape import NO_BIAS, Shape, find_window, llama_weights, read_shape, write_sizes
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
 from eqx_decoders.layers.rope import Rope
 
@@ -29,7 +29,7 @@ def mixtral(
 def _read(fields: Fields) -> DecoderConfig:
     window = fields.integer("sliding_window", None)
     return mixtral(
-        read_shape(fields, num_kv_heads=8, eps=1e-5, attention_bias=None),
+        read_shape(fields, num_kv_heads=8, eps=1e-5, keys=NO_BIAS),
         num_experts=fields.integer("num_local_experts", 8),
         num_experts_per_token=fields.integer("num_experts_per_tok", 2),
         rope=read_rope(fields, theta=1e6),
@@ -38,7 +38,7 @@ def _read(fields: Fields) -> DecoderConfig:
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    sizes = write_sizes(config, attention_bias=False) | {"sliding_window": find_window(config)}
+    sizes = write_sizes(config, NO_BIAS) | {"sliding_window": find_window(config)}
     return sizes | moe.write_experts(config, count="num_local_experts", width="intermediate_size") | write_rope(config)
 
 

@@ -7,7 +7,7 @@ from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families.family import Family
 from eqx_decoders.families.fields import Fields
 from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import Shape, llama_weights, read_masks, read_shape, write_masks, write_shape
+from eqx_decoders.families.shape import NO_BIAS, Shape, llama_weights, read_masks, read_shape, write_masks, write_shape
 from eqx_decoders.layers.mask import Causal, Mask
 from eqx_decoders.layers.rope import Rope
 
@@ -35,12 +35,12 @@ def write_late_windows(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _read(fields: Fields) -> DecoderConfig:
-    shape = read_shape(fields, num_kv_heads=32, attention_bias=None)
+    shape = read_shape(fields, num_kv_heads=32, keys=NO_BIAS)
     return qwen2(shape, rope=read_rope(fields), masks=read_late_windows(fields, shape.num_layers))
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    return write_shape(config, attention_bias=False) | write_late_windows(config) | write_rope(config)
+    return write_shape(config, NO_BIAS) | write_late_windows(config) | write_rope(config)
 
 
 IGNORED_WINDOW_KEYS = {"max_window_layers": "layer_types says it"}

@@ -7,7 +7,7 @@ from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.fields import Fields
 from eqx_decoders.families.shape import LAYER_TYPES, attentions
-from eqx_decoders.layers.mask import SlidingWindow
+from eqx_decoders.layers.mask import Causal, SlidingWindow
 from eqx_decoders.layers.rope import LinearRope, Llama3Rope, Rope, YarnRope
 
 
@@ -44,7 +44,9 @@ def read_ropes(fields: Fields, *, theta: float, local_theta: float, local_key: s
     """
     length = fields.integer("max_position_embeddings", None)
     parameters, scaling = fields.table("rope_parameters"), fields.table("rope_scaling")
-    full, sliding = (None if parameters is None else parameters.table(name) for name in LAYER_TYPES)
+    full, sliding = (
+        None if parameters is None else parameters.table(LAYER_TYPES[kind]) for kind in (Causal, SlidingWindow)
+    )
     if parameters is not None:
         parameters.finish()
     local = None if local_key is None else fields.number(local_key, None)
@@ -143,7 +145,7 @@ def write_rope(config: DecoderConfig) -> dict[str, Any]:
 
 def write_ropes(config: DecoderConfig) -> dict[str, Any]:
     """`rope_parameters` by the type of the layer; a type that no layer has is left out."""
-    kinds = {isinstance(mixer.mask, SlidingWindow): mixer.rope for mixer in attentions(config)}
+    kinds = {type(mixer.mask): mixer.rope for mixer in attentions(config)}
     return {"rope_parameters": {LAYER_TYPES[kind]: _table(rope) for kind, rope in kinds.items()}}
 
 

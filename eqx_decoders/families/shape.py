@@ -1,8 +1,8 @@
 """The sizes that all families of this kind share, and the parts of a configuration that follow from them."""
 
 import dataclasses
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeVar
 
 from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
@@ -17,7 +17,10 @@ from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import NormConfig, RMSNormConfig
 
 
+T = TypeVar("T")
 NormPlaces = Literal["pre", "post", "sandwich"]
+LocalMask = type[SlidingWindow] | type[Chunked]
+NO_BIAS: Mapping[str, str | None] = {"attention_bias": None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,9 +62,7 @@ class Shape:
         """Experts of these sizes, unless the options have an `mlp_dim`."""
         return ExpertsConfig(**{"mlp_dim": self.mlp_dim, "activation": self.activation, **options})
 
-    def cycle_masks(
-        self, size: int, period: int, kind: type[SlidingWindow] | type[Chunked] = SlidingWindow
-    ) -> tuple[Mask, ...]:
+    def cycle_masks(self, size: int, period: int, kind: LocalMask = SlidingWindow) -> tuple[Mask, ...]:
         """The mask of each layer: a window of `size`, but for every `period`-th layer, which sees the whole past."""
         return tuple(kind(size) if (index + 1) % period else Causal() for index in range(self.num_layers))
 
@@ -109,60 +110,69 @@ def read_shape(
     head_dim: int | None = None,
     eps: float = 1e-6,
     tied: bool = False,
-    activation: str = "hidden_act",
-    default_activation: str = "silu",
-    attention_bias: bool | None = False,
+    activation: str = "silu",
+    attention_bias: bool = False,
+    keys: Mapping[str, str | None] = {},
 ) -> Shape:
     """The sizes in a `config.json`; the arguments are what transformers takes where a key is missing.
 
-    `num_kv_heads` and `head_dim` of None are the number of heads and `hidden_size / num_attention_heads`; an
-    `attention_bias` of None says that the family has no such key. `activation` is the key that names the activation.
+    `num_kv_heads` and `head_dim` of None are the number of heads and `hidden_size / num_attention_heads`. `keys` has
+    the family's own words for Llama's keys; None where it has no such key.
     """
-    heads, embed = fields.integer("num_attention_heads"), fields.integer("hidden_size")
-    kv_heads = fields.integer("num_key_value_heads", num_kv_heads or heads, null=heads)
-    width = fields.integer("head_dim", head_dim)
+
+    def ask(read: Callable[..., T], key: str, *default: Any, **options: Any) -> T:
+        own = keys.get(key, key)
+        return default[0] if own is None else read(own, *default, **options)
+
+    heads, embed = ask(fields.integer, "num_attention_heads"), ask(fields.integer, "hidden_size")
+    kv_heads = ask(fields.integer, "num_key_value_heads", num_kv_heads or heads, null=heads)
+    width = ask(fields.integer, "head_dim", head_dim)
     if width is None:
         if embed % heads:
-            rule = f"must be a multiple of num_attention_heads={heads}, or head_dim given"
-            raise fields.error(f"hidden_size={embed} {rule}.")
+            names = keys.get("hidden_size", "hidden_size"), keys.get("num_attention_heads", "num_attention_heads")
+            more = ", or head_dim given" if "head_dim" not in keys else ""
+            raise fields.error(f"{names[0]}={embed} must be a multiple of {names[1]}={heads}{more}.")
         width = embed // heads
     return Shape(
-        vocab_size=fields.integer("vocab_size"),
+        vocab_size=ask(fields.integer, "vocab_size"),
         embed_dim=embed,
-        num_layers=fields.layers("num_hidden_layers"),
+        num_layers=ask(fields.layers, "num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=width,
-        mlp_dim=fields.integer("intermediate_size"),
-        eps=fields.number("rms_norm_eps", eps),
-        tied=fields.flag("tie_word_embeddings", tied),
-        activation=fields.word(activation, ACTIVATIONS, default_activation),
-        init_std=fields.number("initializer_range", 0.02),
-        attention_bias=attention_bias is not None and fields.flag("attention_bias", attention_bias),
+        mlp_dim=ask(fields.integer, "intermediate_size"),
+        eps=ask(fields.number, "rms_norm_eps", eps),
+        tied=ask(fields.flag, "tie_word_embeddings", tied),
+        activation=fields.word(keys.get("hidden_act") or "hidden_act", ACTIVATIONS, activation),
+        init_std=ask(fields.number, "initializer_range", 0.02),
+        attention_bias=ask(fields.flag, "attention_bias", attention_bias),
     )
 
 
-def write_shape(
-    config: DecoderConfig, *, activation: str = "hidden_act", attention_bias: bool = True
-) -> dict[str, Any]:
-    """The keys that `read_shape` reads; `attention_bias`: whether the family has that key."""
+def write_shape(config: DecoderConfig, keys: Mapping[str, str | None] = {}) -> dict[str, Any]:
+    """What `read_shape` reads with these `keys`."""
     mlp = config.blocks[0].mlp
     if not isinstance(mlp, MLPConfig):
         raise ConversionError(f"DecoderConfig.blocks[0].mlp={mlp!r} must be an MLPConfig.")
-    sizes = write_sizes(config, attention_bias=attention_bias)
-    return sizes | {"intermediate_size": mlp.mlp_dim, activation: activation_name(mlp.activation)}
+    written = {"intermediate_size": mlp.mlp_dim, "hidden_act": activation_name(mlp.activation)}
+    return write_sizes(config, keys) | _translated(written, keys)
 
 
-def write_sizes(config: DecoderConfig, *, attention_bias: bool = True) -> dict[str, Any]:
-    """The keys that `read_shape` reads, without those of the MLP."""
+def write_sizes(config: DecoderConfig, keys: Mapping[str, str | None] = {}) -> dict[str, Any]:
+    """What `read_shape` reads with these `keys`, without those of the MLP."""
     mixer = attentions(config)[0]
     heads = {
         "num_attention_heads": mixer.num_heads,
         "num_key_value_heads": mixer.num_kv_heads,
         "head_dim": mixer.head_dim,
+        "attention_bias": mixer.qkv_bias,
     }
-    bias = {"attention_bias": mixer.qkv_bias} if attention_bias else {}
-    return write_outer(config) | heads | bias
+    return _translated(write_outer(config) | heads, keys)
+
+
+def _translated(settings: Mapping[str, Any], keys: Mapping[str, str | None]) -> dict[str, Any]:
+    named = ((keys.get(key, key), value) for key, value in settings.items())
+    return {key: value for key, value in named if key is not None}
 
 
 def write_outer(config: DecoderConfig) -> dict[str, Any]:
@@ -188,7 +198,7 @@ def attentions(config: DecoderConfig) -> tuple[AttentionConfig, ...]:
     return mixers  # pyright: ignore[reportReturnType] - checked above
 
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_TYPES = {Causal: "full_attention", SlidingWindow: "sliding_attention", Chunked: "chunked_attention"}
 
 
 def read_cycle_masks(fields: Fields, layers: int, period: int, *, window: int = 4096) -> tuple[Mask, ...]:
@@ -197,26 +207,33 @@ def read_cycle_masks(fields: Fields, layers: int, period: int, *, window: int = 
     return read_masks(fields, size, [(index + 1) % period != 0 for index in range(layers)])
 
 
-def read_masks(fields: Fields, window: int | None, slides: list[bool]) -> tuple[Mask, ...]:
-    """The mask of each layer: which have the window is said by `layer_types` or, where there is none, by `slides`."""
-    types = fields.words("layer_types", LAYER_TYPES, len(slides))
-    slides = slides if types is None else [kind == "sliding_attention" for kind in types]
-    if any(slides) and window is None:
-        raise fields.error("layer_types has sliding_attention, but sliding_window is null or off: give the window.")
-    local = Causal() if window is None else SlidingWindow(window)
-    return tuple(local if slide else Causal() for slide in slides)
+def read_masks(
+    fields: Fields, size: int | None, local: list[bool], kind: LocalMask = SlidingWindow, key: str = "sliding_window"
+) -> tuple[Mask, ...]:
+    """The mask of each layer, causal or `kind` of a `size` (the value of `key`).
+
+    Which are local is said by `layer_types` or, where there is none, by `local`.
+    """
+    word = LAYER_TYPES[kind]
+    types = fields.words("layer_types", (LAYER_TYPES[Causal], word), len(local))
+    local = local if types is None else [given == word for given in types]
+    if any(local) and size is None:
+        raise fields.error(f"layer_types has {word}, but {key} is null or off: give its size.")
+    mask = Causal() if size is None else kind(size)
+    return tuple(mask if flag else Causal() for flag in local)
 
 
-def write_masks(config: DecoderConfig, *, default: int | None = None) -> dict[str, Any]:
-    """`layer_types`, and the one `sliding_window` that they share; `default` where no layer has a window."""
-    masks = [mixer.mask for mixer in attentions(config)]
-    types = [LAYER_TYPES[isinstance(mask, SlidingWindow)] for mask in masks]
-    return {"layer_types": types, "sliding_window": find_window(config) or default}
+def write_masks(
+    config: DecoderConfig, kind: LocalMask = SlidingWindow, key: str = "sliding_window", *, default: int | None = None
+) -> dict[str, Any]:
+    """`layer_types`, and the one size that local masks share; `default` where there is none."""
+    types = [LAYER_TYPES[type(mixer.mask)] for mixer in attentions(config)]
+    return {"layer_types": types, key: find_window(config, kind) or default}
 
 
-def find_window(config: DecoderConfig) -> int | None:
-    """The size of the windows; None where no layer has one."""
-    return max((mixer.mask.size for mixer in attentions(config) if isinstance(mixer.mask, SlidingWindow)), default=None)
+def find_window(config: DecoderConfig, kind: LocalMask = SlidingWindow) -> int | None:
+    """The size of the windows, or of the chunks; None where no layer has one."""
+    return max((mixer.mask.size for mixer in attentions(config) if isinstance(mixer.mask, kind)), default=None)
 
 
 # The rows that most tables share.

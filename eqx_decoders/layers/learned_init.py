@@ -137,7 +137,7 @@ class LearnedInit(eqx.Module):
     """Attention whose kernels are computed from a teacher's at each call.
 
     That costs little beside the tokens of a training step, but much beside the one token of a decoding step: compute
-    them once with `families.llama_lti.materialise` before decoding.
+    them once with `training.llama_lti.materialise` before decoding.
     """
 
     teacher: TeacherKernels = eqx.field(metadata=FROZEN)
