@@ -17,9 +17,10 @@ from eqx_decoders.decoder import Cache, Decoder, DecoderConfig
 from eqx_decoders.errors import check, check_integer
 from eqx_decoders.layers.cache import KVCache
 from eqx_decoders.layers.norm import RMSNormConfig
-from eqx_decoders.layout import Layout
+from eqx_decoders.layout import Layout, out_shardings
 from eqx_decoders.mtp import MTPConfig
 from eqx_decoders.numerics import Precision
+from eqx_decoders.prng import fast_key
 from eqx_decoders.stack import segments
 
 
@@ -68,9 +69,10 @@ def _materialize(target: T, build: Callable[[PRNGKeyArray], T], key: PRNGKeyArra
     shapes, static = eqx.partition(target, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
 
     def arrays(key):
-        return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), eqx.filter(build(key), eqx.is_array), shapes)
+        built = eqx.filter(build(fast_key(key)), eqx.is_array)
+        return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), built, shapes)
 
-    return eqx.combine(jax.jit(arrays, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes))(key), static)
+    return eqx.combine(jax.jit(arrays, out_shardings=out_shardings(shapes))(key), static)
 
 
 def abstract_cache(
@@ -102,8 +104,7 @@ def init_cache(
 ) -> Cache:
     """An empty cache for `batch_size` rows of up to `max_length` tokens, created sharded."""
     target = abstract_cache(config, batch_size, max_length, dtype=dtype, layout=layout)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
-    return jax.jit(lambda: _build_cache(config, batch_size, max_length, dtype), out_shardings=shardings)()
+    return jax.jit(lambda: _build_cache(config, batch_size, max_length, dtype), out_shardings=out_shardings(target))()
 
 
 def _build_cache(config: DecoderConfig, batch_size: int, max_length: int, dtype: DTypeLike) -> Cache:

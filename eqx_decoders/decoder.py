@@ -1,21 +1,26 @@
 """The decoder: embedding, stack, final norm, head; its configuration and its caches."""
 
 import dataclasses
+import json
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.block import BlockConfig, BlockStats
 from eqx_decoders.context import Context, Execution
+from eqx_decoders.eager import compiled_alone, concrete
 from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.inference.generation_config import GenerationConfig
 from eqx_decoders.layers.cache import Entries, KVCache
 from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.layers.embedding import (
     Head,
+    LearnedPositions,
     LearnedPositionTable,
     PositionsConfig,
     Sinusoids,
@@ -108,11 +113,13 @@ class Origin:
     - `family`: the `model_type` of its checkpoint.
     - `settings`: JSON text of those of its settings that don't change what it computes, such as token ids.
     - `directory`: where its tokenizer is; None if there is none.
+    - `generation`: sampling and stop ids that were published with it.
     """
 
     family: str
     settings: str = "{}"
     directory: str | None = None
+    generation: GenerationConfig = GenerationConfig()
 
 
 class Cache(eqx.Module):
@@ -181,13 +188,18 @@ class Decoder(eqx.Module):
 
     def __call__(
         self,
-        tokens: Int[AnyArray, "batch length"],
+        tokens: Int[AnyArray, "batch length"] | None = None,
         positions: Int[AnyArray, "batch length"] | None = None,
         segment_ids: Int[AnyArray, "batch length"] | None = None,
         cache: Cache | None = None,
         key: PRNGKeyArray | None = None,
+        *,
+        embeds: Float[AnyArray, "batch length embed"] | None = None,
     ) -> Output:
-        """Logits for the token after each token.
+        """Logits for the token after each token. Outside of `jax.jit` it is compiled, too, for each shape once.
+
+        Raises ConfigError for arrays of other shapes or dtypes than these and, where they are known, for ids that are
+        not in the vocabulary.
 
         **Arguments:**
 
@@ -198,47 +210,53 @@ class Decoder(eqx.Module):
             and only the 0 matters.
         - `cache`: of earlier tokens; `Output.cache` then holds these too. Tokens beyond its length aren't stored.
         - `key`: for dropout; None for none.
+        - `embeds`: in place of tokens, what `embed_tokens` makes of them, for example to differentiate by it.
         """
-        hidden, cache, stats = self.run(tokens, positions, segment_ids, cache, key)
-        return Output(logits=self.logits(hidden, key=key), hidden=hidden, cache=cache, stats=stats)
+        check_inputs(self.config, tokens, positions, segment_ids, embeds=embeds)
+        return _whole(self, tokens, positions, segment_ids, cache, key, embeds)
 
     def run(
         self,
-        tokens: Int[AnyArray, "batch length"],
+        tokens: Int[AnyArray, "batch length"] | None = None,
         positions: Int[AnyArray, "batch length"] | None = None,
         segment_ids: Int[AnyArray, "batch length"] | None = None,
         cache: Cache | None = None,
         key: PRNGKeyArray | None = None,
         *,
+        embeds: Float[AnyArray, "batch length embed"] | None = None,
         cache_is_empty: bool = False,
     ) -> tuple[Float[Array, "batch length embed"], Cache | None, BlockStats]:
         """Everything but the head: `Output`'s hidden, cache and stats. With `cache_is_empty` nothing of it is read."""
         inputs = tokens, positions, segment_ids, cache, key
-        hidden, proposal, stats = self.propose(*inputs, cache_is_empty=cache_is_empty)
+        hidden, proposal, stats = self.propose(*inputs, embeds=embeds, cache_is_empty=cache_is_empty)
         return hidden, None if cache is None else cache.commit(proposal.entries, proposal.positions), stats
 
     def propose(
         self,
-        tokens: Int[AnyArray, "batch length"],
+        tokens: Int[AnyArray, "batch length"] | None = None,
         positions: Int[AnyArray, "batch length"] | None = None,
         segment_ids: Int[AnyArray, "batch length"] | None = None,
         cache: Cache | None = None,
         key: PRNGKeyArray | None = None,
         *,
+        embeds: Float[AnyArray, "batch length embed"] | None = None,
         cache_is_empty: bool = False,
     ) -> tuple[Float[Array, "batch length embed"], Proposal, BlockStats]:
         """`run` up to what the cache would take, for `cache.commit`, which rejects tokens at a position of -1."""
-        tokens, positions, segment_ids = (
-            None if x is None else jnp.asarray(x) for x in (tokens, positions, segment_ids)
+        rows, length = check_shapes(self.config, tokens, positions, segment_ids, embeds=embeds)
+        tokens, positions, segment_ids, embeds = (
+            None if x is None else jnp.asarray(x) for x in (tokens, positions, segment_ids, embeds)
         )
-        _check_shapes(tokens, positions, segment_ids, cache)
-        positions = padded_positions(positions, segment_ids, tokens.shape, None if cache is None else cache.length)
+        kept = rows if cache is None else cache.length.shape[0]
+        check(kept == rows, f"cache has {kept} rows, but tokens {rows}: make one with init_cache.")
+        begin = None if cache is None else cache.length
+        positions = padded_positions(positions, segment_ids, (rows, length), begin)
         segment_ids = None if cache is not None else segment_ids
         ctx = Context(
             positions=positions, segment_ids=segment_ids, execution=self.execution, cache_is_empty=cache_is_empty
         )
         embed_key, block_key, _ = self._keys(key)
-        x = self.embed(tokens, ctx, key=embed_key)
+        x = self._inputs(self.embedding(tokens, ctx) if embeds is None else embeds, ctx, key=embed_key)
         layer_keys = None if block_key is None else jax.random.split(block_key, len(self.config.blocks))
         entries, stats, begin = [], [], 0
         for index, segment in enumerate(self.segments):
@@ -254,7 +272,15 @@ class Decoder(eqx.Module):
         self, tokens: Int[Array, "batch length"], ctx: Context, *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "batch length embed"]:
         """What the first layer reads: embeddings (with dropout) and absolute positions."""
-        x = dropout(self.embedding(tokens, ctx), self.config.dropout, key)
+        return self._inputs(self.embedding(tokens, ctx), ctx, key)
+
+    def embed_tokens(self, tokens: Int[AnyArray, "batch length"]) -> Float[Array, "batch length embed"]:
+        """The embeddings of tokens, as the model takes them for `embeds`: scaled, without dropout and positions."""
+        check_inputs(self.config, tokens)
+        return _embeddings(self, jnp.asarray(tokens))
+
+    def _inputs(self, x: Array, ctx: Context, key: PRNGKeyArray | None) -> Float[Array, "batch length embed"]:
+        x = dropout(x.astype(self.execution.precision.compute), self.config.dropout, key)
         x = x if self.positions is None else self.positions(x, ctx)
         return ctx.constrain(x, "batch length embed")
 
@@ -320,6 +346,19 @@ class Decoder(eqx.Module):
         """The head's weight: `embed vocab`, or the embedding table, `vocab embed`, when tied."""
         return self.embedding.table if self.head is None else self.head.kernel
 
+    @property
+    def generation_config(self) -> GenerationConfig:
+        """Sampling and stop ids that were published with the model, which `generate` takes where none are given."""
+        return GenerationConfig() if self.origin is None else self.origin.generation
+
+    @property
+    def trained_positions(self) -> int | None:
+        """The length that the model was trained for, as far as its checkpoint or its learned positions say."""
+        if isinstance(self.config.positions, LearnedPositions):
+            return self.config.positions.max_positions
+        length = json.loads(self.origin.settings).get("max_position_embeddings") if self.origin is not None else None
+        return length if isinstance(length, int) else None
+
     def replace(self, **changes: Any) -> "Decoder":
         """The same weights, run another way: `model.replace(remat="full", attention="dot", scan=False)`."""
         return dataclasses.replace(self, execution=dataclasses.replace(self.execution, **changes))
@@ -342,11 +381,73 @@ class Decoder(eqx.Module):
         return (None, None, None) if key is None else tuple(jax.random.split(key, 3))
 
 
-def _check_shapes(tokens: Array, positions: Array | None, segment_ids: Array | None, cache: Cache | None) -> None:
-    for name, given in (("positions", positions), ("segment_ids", segment_ids)):
-        check(
-            given is None or given.shape == tokens.shape,
-            f"{name} of shape {None if given is None else given.shape} must be shaped like tokens, {tokens.shape}.",
-        )
-    rows = tokens.shape[0] if cache is None else cache.length.shape[0]
-    check(rows == tokens.shape[0], f"cache has {rows} rows, but tokens {tokens.shape[0]}: make one with init_cache.")
+@compiled_alone
+def _whole(model: Decoder, tokens, positions, segment_ids, cache, key, embeds) -> Output:
+    hidden, cache, stats = model.run(tokens, positions, segment_ids, cache, key, embeds=embeds)
+    return Output(logits=model.logits(hidden, key=key), hidden=hidden, cache=cache, stats=stats)
+
+
+@compiled_alone
+def _embeddings(model: Decoder, tokens: Array) -> Array:
+    return model.embedding(tokens, Context(positions=jnp.zeros(tokens.shape, jnp.int32), execution=model.execution))
+
+
+def check_shapes(
+    config: DecoderConfig,
+    tokens: Any,
+    positions: Any = None,
+    segment_ids: Any = None,
+    *,
+    embeds: Any = None,
+    name: str = "tokens",
+    **weights: Any,
+) -> tuple[int, int]:
+    """Rows and length of a model's inputs; ConfigError for those of a wrong rank, shape or dtype.
+
+    `name` is what the caller calls tokens; `weights` are further arrays of their shape, of any dtype.
+    """
+    check((tokens is None) != (embeds is None), "A decoder takes either tokens or embeds: give one of them.")
+    if embeds is not None:
+        shape, name = np.shape(embeds), "embeds"
+        good = len(shape) == 3 and shape[2] == config.embed_dim
+        check(good, f"embeds of shape {shape} must be [batch, length, {config.embed_dim}].")
+    else:
+        shape = np.shape(tokens)
+        remedy = f": add the batch, {name}[None]" if len(shape) == 1 else ""
+        check(len(shape) == 2, f"{name} of shape {shape} must be [batch, length]{remedy}.")
+        _check_integers(name, tokens)
+    for other, array in {"positions": positions, "segment_ids": segment_ids, **weights}.items():
+        if array is not None:
+            rule = f"must be shaped like {name}, {shape[:2]}"
+            check(np.shape(array) == shape[:2], f"{other} of shape {np.shape(array)} {rule}.")
+            if other not in weights:
+                _check_integers(other, array)
+    return shape[0], shape[1]
+
+
+def _check_integers(name: str, array: Any) -> None:
+    dtype = jnp.result_type(array)
+    check(bool(jnp.issubdtype(dtype, jnp.integer)), f"{name} of dtype {dtype} must be integers: .astype(int).")
+
+
+def check_inputs(
+    config: DecoderConfig,
+    tokens: Any,
+    positions: Any = None,
+    segment_ids: Any = None,
+    *,
+    name: str = "tokens",
+    **more: Any,
+) -> None:
+    """`check_shapes` and, where their values are known, whether ids that are no padding are in the vocabulary."""
+    check_shapes(config, tokens, positions, segment_ids, name=name, **more)
+    ids, places, documents = concrete(tokens), concrete(positions), concrete(segment_ids)
+    if ids is None or (places is None) != (positions is None) or (documents is None) != (segment_ids is None):
+        return
+    bad = (ids < 0) | (ids >= config.vocab_size)
+    bad &= True if places is None else places >= 0
+    bad &= True if documents is None else documents != 0
+    wrong = ids[bad]
+    some = ", ".join(map(str, wrong[:5])) + (", ..." if wrong.size > 5 else "")
+    rule = f"ids must be 0 to {config.vocab_size - 1}, below DecoderConfig.vocab_size"
+    check(wrong.size == 0, f"{name} holds {some}, but {rule}. Is it the text of another tokenizer?")

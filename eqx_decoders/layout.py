@@ -244,6 +244,17 @@ def _resolve_sizes(sizes: dict[str, int], devices: int) -> dict[str, int]:
     return sizes
 
 
+def out_shardings(shapes: PyTree) -> PyTree:
+    """For `jax.jit`, the shardings of arrays or shapes; None if all are on one device: there arrays stay uncommitted.
+
+    What `optimizer.init` makes is so, too. Beside a committed weight it would come out of a step committed, and the
+    second step be compiled again.
+    """
+    leaves = jax.tree.leaves(shapes)
+    single = all(isinstance(leaf.sharding, SingleDeviceSharding) for leaf in leaves)
+    return None if single else jax.tree.map(lambda leaf: leaf.sharding, shapes)
+
+
 def device_bytes(array: Any) -> int:
     """Bytes of the largest piece that one device holds of an array or `ShapeDtypeStruct`."""
     shape = array.shape if getattr(array, "sharding", None) is None else array.sharding.shard_shape(array.shape)

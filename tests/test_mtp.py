@@ -268,6 +268,14 @@ def prompts(vocab: int) -> jax.Array:
 QUICK = {"window", "latent attention and experts"}
 
 
+def speculated(model, prompt, lengths, new, depths, stops=(), pad=0):
+    """`speculate` with more room than is asked for, which stays padding."""
+    room, stops = prompt.shape[1] + new + 3, np.asarray(stops, np.int32)
+    found = speculate(model, prompt, lengths, np.asarray(new, np.int32), room, depths, stops, pad)
+    assert found.tokens.shape[1] == new + 3 and (np.asarray(found.tokens)[:, new:] == pad).all()
+    return found._replace(tokens=found.tokens[:, :new])
+
+
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SPECULATIVE]
 )
@@ -280,7 +288,7 @@ def test_guessing_ahead_gives_the_tokens_of_plain_greedy_decoding(name):
     for row in plain:
         row[np.flatnonzero(np.cumsum(row == stop))[1:]] = 9
     assert (plain == 9).any()
-    result = speculate(model, prompt, lengths, NEW, config.mtp.num_depths, (stop,), 9)
+    result = speculated(model, prompt, lengths, NEW, config.mtp.num_depths, (stop,), 9)
     np.testing.assert_array_equal(result.tokens, plain)
     assert 0 < int(jnp.sum(result.accepted)) < int(jnp.sum(result.proposed))
 
@@ -290,7 +298,7 @@ def test_guesses_with_caches_are_those_of_the_whole_text(name):
     """Steps and accepted guesses are counted as by a loop without any cache, which reads everything anew."""
     config, seed = SPECULATIVE[name]
     model, prompt, depths = filled(config, seed), np.asarray(prompts(config.vocab_size)), config.mtp.num_depths
-    result = speculate(model, jnp.asarray(prompt), jnp.asarray(LENGTHS), NEW, depths, (), 0)
+    result = speculated(model, jnp.asarray(prompt), jnp.asarray(LENGTHS), NEW, depths)
     width = max(LENGTHS) + NEW + 2 * depths
 
     @eqx.filter_jit
@@ -334,7 +342,7 @@ def test_guesses_are_refused_where_they_can_not_be_made():
             ed.generate(model, prompt, max_new_tokens=2, **options)
     with pytest.raises(ed.ConfigError, match="at most 0"):
         ed.generate(model.without_mtp(), prompt, max_new_tokens=2, num_draft_tokens=1)
-    want = speculate(model, prompt, jnp.asarray([2]), 3, 1, (), 0).tokens
+    want = speculated(model, prompt, jnp.asarray([2]), 3, 1).tokens
     np.testing.assert_array_equal(ed.generate(model, prompt, max_new_tokens=3, num_draft_tokens=1), want)
     streamed = np.stack(list(ed.stream(model, prompt, max_new_tokens=3, num_draft_tokens=1)), axis=1)
     np.testing.assert_array_equal(streamed, want)

@@ -340,7 +340,7 @@ SHOWN_IN = {
 }
 # What is passed between functions and what families are made of: data, and no settings of a user.
 DATA = {
-    "CacheShape", "ChatTemplate", "Difference", "Family", "GenerationDefaults", "Greedy", "Kernel", "Origin", "Shape",
+    "CacheShape", "ChatTemplate", "Difference", "Family", "GenerationConfig", "Greedy", "Kernel", "Origin", "Shape",
     "StoredTensor", "MXFP4Tensor", "BlockScaledTensor", "TextModel", "Weight", "WeightMapping",
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ import jax
 
 from eqx_decoders.cli import program, require
 from eqx_decoders.errors import check, check_integer, check_number
-from eqx_decoders.inference.generation_config import GenerationDefaults
+from eqx_decoders.inference.generation_config import GenerationConfig
 from eqx_decoders.inference.text import Prompt, TextModel, load_text_model
 from eqx_decoders.numerics import Precision
 from eqx_decoders.training.runs import load_text_run
@@ -64,7 +64,7 @@ class GenerateConfig:
         check_integer("num_draft_tokens", self.num_draft_tokens, minimum=0)
         if self.temperature is not None:
             check_number("temperature", self.temperature, least=0)
-        GenerationDefaults().sampler(**self.sampling())
+        GenerationConfig().sampler(**self.sampling())
 
     def sampling(self) -> dict[str, int | float | None]:
         """The settings of the sampler that were given; None for the others."""
@@ -145,7 +145,7 @@ def write(text: TextModel, config: GenerateConfig, prompt: Prompt) -> str:
     for piece in text.write(
         prompt,
         max_new_tokens=config.max_new_tokens,
-        sampler=text.defaults.sampler(**config.sampling()),
+        sampler=text.model.generation_config.sampler(**config.sampling()),
         key=jax.random.key(config.seed),
         num_draft_tokens=config.num_draft_tokens,
     ):

@@ -1,20 +1,21 @@
 """Text generation: one compiled loop on the device, or a stream of tokens."""
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.create import init_cache
-from eqx_decoders.decoder import Cache, Decoder
+from eqx_decoders.decoder import Cache, Decoder, check_inputs, check_shapes
+from eqx_decoders.eager import concrete
 from eqx_decoders.errors import ConfigError, check, check_integer
-from eqx_decoders.inference.sampling import Greedy, Sampler, is_stop, sample_token
+from eqx_decoders.inference.sampling import Greedy, Sampler, SamplerArrays, is_stop, sample_token
 from eqx_decoders.inference.speculative import check_draft, speculate, stream_speculative
 from eqx_decoders.layers.embedding import LearnedPositions
 
@@ -29,13 +30,13 @@ class _State(eqx.Module):
 
 def generate(
     model: Decoder,
-    prompt: Int[AnyArray, "batch length"],
+    prompt: Int[AnyArray, "batch length"] | Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    sampler: Sampler = Greedy(),
+    sampler: Sampler | None = None,
     key: PRNGKeyArray | None = None,
     prompt_lengths: Int[AnyArray, "batch"] | None = None,
-    stop_ids: tuple[int, ...] = (),
+    stop_ids: tuple[int, ...] | None = None,
     pad_id: int = 0,
     num_draft_tokens: int = 0,
 ) -> Int[Array, "batch new"]:
@@ -43,72 +44,173 @@ def generate(
 
     **Arguments:**
 
-    - `prompt`: ids, padded on the right where prompts differ in length.
-    - `prompt_lengths`: tokens of each prompt that count; default all.
-    - `sampler`: `Greedy()` or `Sample(...)`; the latter needs `key`. The same key gives the same tokens.
-    - `stop_ids`: a row ends with one of these; what follows is `pad_id`.
+    - `prompt`: ids: lists, which may differ in length, or an array, padded on the right.
+    - `prompt_lengths`: tokens of each row of an array that count; default all.
+    - `sampler`: `Greedy()` or `Sample(...)`; the latter needs `key`. The same key gives the same tokens. Default: as
+        `model.generation_config` says, else greedy.
+    - `stop_ids`: a row ends with one of these; what follows is `pad_id`. Default: those of `model.generation_config`.
     - `num_draft_tokens`: how many tokens multi-token prediction drafts at each step, for the model to verify:
         the same tokens in fewer steps, greedily.
 
     **Returns:**
 
-    The new tokens. One program: prefill, then a loop on the device that ends when all rows have stopped.
+    The new tokens. One program: prefill, then a loop on the device that ends when all rows have stopped. Prompts and
+    budgets are rounded up to few sizes (`bucket`), so few programs are compiled. Raises ConfigError for arguments that
+    do not fit the model.
     """
-    lengths = _check_arguments(model, prompt, prompt_lengths, max_new_tokens, sampler, key, num_draft_tokens)
-    prompt = jnp.asarray(prompt)
+    asked = _Request.create(model, prompt, max_new_tokens, sampler, key, prompt_lengths, stop_ids, num_draft_tokens)
     if num_draft_tokens > 0:
-        return speculate(model, prompt, lengths, max_new_tokens, num_draft_tokens, tuple(stop_ids), pad_id).tokens
-    return _generate(model, prompt, lengths, max_new_tokens, sampler, key, tuple(stop_ids), pad_id)
+        tokens = speculate(model, *asked.draft, num_draft_tokens, asked.stop_ids, pad_id).tokens
+    else:
+        tokens = _generate(model, asked, pad_id)
+    if tokens.shape[1] == max_new_tokens:
+        return tokens
+    known = concrete(tokens)  # cut on the host: on the device each length would be a program
+    return tokens[:, :max_new_tokens] if known is None else jax.device_put(known[:, :max_new_tokens].copy())
 
 
 def stream(
     model: Decoder,
-    prompt: Int[AnyArray, "batch length"],
+    prompt: Int[AnyArray, "batch length"] | Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
-    sampler: Sampler = Greedy(),
+    sampler: Sampler | None = None,
     key: PRNGKeyArray | None = None,
     prompt_lengths: Int[AnyArray, "batch"] | None = None,
-    stop_ids: tuple[int, ...] = (),
+    stop_ids: tuple[int, ...] | None = None,
     pad_id: int = 0,
     num_draft_tokens: int = 0,
 ) -> Iterator[np.ndarray]:
     """The tokens of `generate` one by one, each an array with one id per row, as soon as they are known."""
     # now, not at the first token
-    lengths = _check_arguments(model, prompt, prompt_lengths, max_new_tokens, sampler, key, num_draft_tokens)
-    prompt = jnp.asarray(prompt)
+    asked = _Request.create(model, prompt, max_new_tokens, sampler, key, prompt_lengths, stop_ids, num_draft_tokens)
     if num_draft_tokens > 0:
-        return stream_speculative(model, prompt, lengths, max_new_tokens, num_draft_tokens, tuple(stop_ids), pad_id)
-    return _stream(model, prompt, lengths, max_new_tokens, sampler, key, tuple(stop_ids), pad_id)
+        return stream_speculative(model, *asked.draft, num_draft_tokens, asked.stop_ids, pad_id)
+    return _stream(model, asked, max_new_tokens, pad_id)
 
 
-def _stream(model, prompt, lengths, max_new_tokens, sampler, key, stop_ids, pad_id):
-    row = _first(model, prompt, lengths, max_new_tokens, sampler, _at_step(key, 0), stop_ids)
+def bucket(length: int) -> int:
+    """The next of 8, 16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, ...: four an octave."""
+    if length <= 64:
+        return max(8, 1 << (length - 1).bit_length())
+    step = max(64, 1 << ((length - 1).bit_length() - 3))
+    return -(-length // step) * step
+
+
+class _Request(eqx.Module):
+    """What `generate` is asked for: arrays of few shapes.
+
+    **Arguments:**
+
+    - `prompt`, `lengths`: the prompts, padded to a bucket, and how many tokens of each count.
+    - `new`: tokens to make.
+    - `room`: what caches have room for: a bucket for padded prompts and new tokens.
+    """
+
+    prompt: Int[AnyArray, "batch length"]
+    lengths: Int[AnyArray, "batch"]
+    new: Int[AnyArray, ""]
+    sampler: SamplerArrays | None
+    key: PRNGKeyArray | None
+    stop_ids: Int[AnyArray, "stops"]
+    room: int = eqx.field(static=True)
+
+    @classmethod
+    def create(cls, model, prompt, new, sampler, key, lengths, stop_ids, num_draft_tokens) -> "_Request":
+        """Check everything that can be known before compiling."""
+        check_integer("generate: max_new_tokens", new)
+        config = model.generation_config
+        if sampler is None:
+            sampler = config.sampler() if config.do_sample and num_draft_tokens == 0 else Greedy()
+        check_draft(model, num_draft_tokens, sampler)
+        drawn = isinstance(sampler, Greedy) or key is not None
+        check(drawn, f"{sampler} draws at random: pass key=jax.random.key(seed), or sampler=Greedy().")
+        if not hasattr(prompt, "shape"):
+            prompt, lengths = _from_lists(prompt, lengths)
+        rows, width = check_shapes(model.config, prompt, name="generate: prompt")
+        check(width > 0, "generate: prompt has length 0; give at least one token, such as the tokenizer's bos_id.")
+        known = concrete(prompt)
+        if lengths is None:
+            lengths = np.full((rows,), width, np.int32)
+        lengths = lengths if hasattr(lengths, "dtype") else np.asarray(lengths)
+        counts = concrete(lengths)
+        if counts is not None:
+            good = counts.shape == (rows,) and bool(np.all((counts >= 1) & (counts <= width)))
+            check(good, f"generate: prompt_lengths={counts.tolist()} must be {rows} numbers from 1 to {width}.")
+        if known is not None and counts is not None:
+            real = np.where(np.arange(width)[None] < counts[:, None], 0, -1)
+            check_inputs(model.config, known, real, name="generate: prompt")
+        longest = width if counts is None else int(counts.max())
+        _check_positions(model, longest, new)
+        stops = np.asarray(config.stop_ids if stop_ids is None else stop_ids, np.int32)
+        if known is None:  # traced, or of other processes: taken as it is
+            room = width + new
+        else:
+            padded = bucket(longest)
+            prompt = np.zeros((rows, padded), np.int32)
+            prompt[:, :longest] = known[:, :longest]
+            room = bucket(padded + new)
+        numbers, lengths = SamplerArrays.of(sampler), lengths.astype(np.int32)
+        return cls(prompt, lengths, np.asarray(new, np.int32), numbers, key, stops, room)
+
+    @property
+    def draft(self):
+        """The arguments of speculative decoding."""
+        return self.prompt, self.lengths, self.new, self.room
+
+
+def _from_lists(prompt: Sequence[Sequence[int]], lengths: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Lists of ids as an array, padded on the right, and their lengths."""
+    check(lengths is None, "generate: prompt_lengths belongs to a padded array; lists have lengths of their own.")
+    rows = [np.asarray(row) for row in prompt]
+    good = len(rows) > 0 and all(row.ndim == 1 and len(row) > 0 and row.dtype.kind in "iu" for row in rows)
+    check(good, f"generate: prompt={str(prompt)[:60]} must hold lists of token ids, each with at least one.")
+    padded = np.zeros((len(rows), max(map(len, rows))), np.int32)
+    for place, row in zip(padded, rows, strict=True):
+        place[: len(row)] = row
+    return padded, np.asarray([len(row) for row in rows], np.int32)
+
+
+def _check_positions(model: Decoder, longest: int, new: int) -> None:
+    """Learned positions end; others go on, but beyond what a model was trained on its text gets worse."""
+    text = f"generate: prompt of {longest} + max_new_tokens={new}"
+    positions = model.config.positions
+    if isinstance(positions, LearnedPositions) and longest + new > positions.max_positions:
+        raise ConfigError(f"{text} exceed its {positions.max_positions} learned positions.")
+    trained = model.trained_positions
+    if trained is not None and longest + new > trained:
+        warnings.warn(f"{text} are more than the {trained} positions that the model was trained on.", stacklevel=4)
+
+
+def _stream(model, asked, max_new_tokens, pad_id):
+    row = _first(model, asked)
     for step in range(1, max_new_tokens + 1):
-        yield np.asarray(row.token)
-        if step == max_new_tokens or bool(jnp.all(row.done)):
+        token, done = jax.device_get((row.token, row.done))
+        yield token
+        if step == max_new_tokens or done.all():
             return
-        row = _next(model, row, sampler, _at_step(key, step), stop_ids, pad_id)
+        here = asked.sampler, asked.key, np.asarray(step, np.int32), asked.stop_ids, np.asarray(pad_id, np.int32)
+        row = _next((model, *here), row)
 
 
-def _prefill(model, prompt, lengths, max_new_tokens, sampler, key, stop_ids) -> _State:
+def _prefill(model: Decoder, asked: _Request) -> _State:
     """Prefill, and the first new token."""
-    config, layout = model.config, model.execution.layout
-    batch, width = prompt.shape
-    cache = init_cache(config, batch, width + max_new_tokens, dtype=model.execution.precision.compute, layout=layout)
+    execution, lengths = model.execution, asked.lengths
+    batch, width = asked.prompt.shape
+    cache = init_cache(model.config, batch, asked.room, dtype=execution.precision.compute, layout=execution.layout)
     index = jnp.arange(width, dtype=jnp.int32)[None]
     positions = jnp.where(index < lengths[:, None], index, -1)
-    hidden, cache, _ = model.run(prompt, positions=positions, cache=cache, cache_is_empty=True)
+    hidden, cache, _ = model.run(asked.prompt, positions=positions, cache=cache, cache_is_empty=True)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
-    token = sample_token(sampler, model.logits(last)[:, 0], key)
-    return _State(token=token, done=is_stop(token, stop_ids), cache=cache)
+    token = sample_token(asked.sampler, model.logits(last)[:, 0], _at_step(asked.key, 0))
+    return _State(token=token, done=is_stop(token, asked.stop_ids), cache=cache)
 
 
-def _decode_step(model, row: _State, sampler, key, stop_ids, pad_id) -> _State:
+def _decode_step(model: Decoder, sampler, key, step, stop_ids, pad_id, row: _State) -> _State:
     """Feed the token that was chosen, choose the next. Rows that have stopped store nothing more."""
     positions = jnp.where(row.done, -1, row.cache.length)[:, None]
     hidden, cache, _ = model.run(row.token[:, None], positions=positions, cache=row.cache)
-    token = sample_token(sampler, model.logits(hidden)[:, 0], key)
+    token = sample_token(sampler, model.logits(hidden)[:, 0], _at_step(key, step))
     token = jnp.where(row.done, pad_id, token)
     return _State(token=token, done=row.done | is_stop(token, stop_ids), cache=cache)
 
@@ -117,22 +219,23 @@ _first = eqx.filter_jit(_prefill)
 
 
 @eqx.filter_jit(donate="all-except-first")
-def _next(model, row, sampler, key, stop_ids, pad_id) -> _State:
-    return _decode_step(model, row, sampler, key, stop_ids, pad_id)
+def _next(inputs: tuple[Any, ...], row: _State) -> _State:
+    return _decode_step(*inputs, row)
 
 
 @eqx.filter_jit
-def _generate(model, prompt, lengths, max_new_tokens, sampler, key, stop_ids, pad_id):
-    row = _prefill(model, prompt, lengths, max_new_tokens, sampler, _at_step(key, 0), stop_ids)
-    tokens = jnp.full((prompt.shape[0], max_new_tokens), pad_id, jnp.int32).at[:, 0].set(row.token)
+def _generate(model: Decoder, asked: _Request, pad_id: int) -> Int[Array, "batch new"]:
+    row = _prefill(model, asked)
+    batch, width = asked.prompt.shape
+    tokens = jnp.full((batch, asked.room - width), pad_id, jnp.int32).at[:, 0].set(row.token)
 
     def going(state):
         step, row, _ = state
-        return (step < max_new_tokens) & ~jnp.all(row.done)
+        return (step < asked.new) & ~jnp.all(row.done)
 
     def body(state):
         step, row, tokens = state
-        row = _decode_step(model, row, sampler, _at_step(key, step), stop_ids, pad_id)
+        row = _decode_step(model, asked.sampler, asked.key, step, asked.stop_ids, pad_id, row)
         return step + 1, row, tokens.at[:, step].set(row.token)
 
     return jax.lax.while_loop(going, body, (jnp.int32(1), row, tokens))[2]
@@ -140,30 +243,3 @@ def _generate(model, prompt, lengths, max_new_tokens, sampler, key, stop_ids, pa
 
 def _at_step(key: PRNGKeyArray | None, step: Any) -> PRNGKeyArray | None:
     return None if key is None else jax.random.fold_in(key, step)
-
-
-def _check_arguments(model, prompt, lengths, max_new_tokens, sampler, key, num_draft_tokens) -> Array:
-    """The prompts' lengths, after everything that can be known before compiling was checked."""
-    check_integer("generate: max_new_tokens", max_new_tokens)
-    check_draft(model, num_draft_tokens, sampler)
-    check(isinstance(sampler, Greedy) or key is not None, f"{sampler} draws at random: pass key=jax.random.key(seed).")
-    batch, width = prompt.shape
-    check(width > 0, "generate: prompt has length 0; give at least one token, such as the tokenizer's bos_id.")
-    positions = model.config.positions
-    room = positions.max_positions if isinstance(positions, LearnedPositions) else None
-    if room is not None and width + max_new_tokens > room:
-        raise ConfigError(
-            f"generate: prompt of {width} + max_new_tokens={max_new_tokens} exceed its {room} learned positions."
-        )
-    if not isinstance(prompt, Tracer):
-        low, high = int(np.min(prompt)), int(np.max(prompt))
-        good = low >= 0 and high < model.config.vocab_size
-        check(
-            good, f"generate: prompt holds ids from {low} to {high}; they must be 0 to {model.config.vocab_size - 1}."
-        )
-    if lengths is None:
-        return jnp.full((batch,), width, jnp.int32)
-    if not isinstance(lengths, Tracer):
-        good = int(np.min(lengths)) >= 1 and int(np.max(lengths)) <= width
-        check(good, f"generate: prompt_lengths={np.asarray(lengths).tolist()} must be from 1 to {width}.")
-    return jnp.asarray(lengths, jnp.int32)

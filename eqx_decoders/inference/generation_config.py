@@ -14,8 +14,8 @@ TEMPERATURE, TOP_P = 0.7, 0.95  # where neither the user nor the file sets anyth
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerationDefaults:
-    """The settings in the file; None for those it leaves out.
+class GenerationConfig:
+    """How a model is meant to write: the settings in the file; None for those it leaves out.
 
     **Arguments:**
 
@@ -48,7 +48,7 @@ class GenerationDefaults:
         return Sample(**merged)
 
 
-def read_generation_config(directory: str | Path) -> GenerationDefaults:
+def read_generation_config(directory: str | Path) -> GenerationConfig:
     """The settings in a directory's `generation_config.json`; without one all are None.
 
     0 for `top_k` and 1 for `top_p` are transformers' values for "off". Other keys have no effect here. Raises
@@ -65,7 +65,7 @@ def read_generation_config(directory: str | Path) -> GenerationDefaults:
     whole = top_k is None or (isinstance(top_k, int) and not isinstance(top_k, bool) and 0 <= top_k < 1e9)
     check(whole, f"{where}: top_k={str(top_k)[:60]} must be an integer of at least 0.", ConversionError)
     top_p = _number(where, content, "top_p", most=1)
-    return GenerationDefaults(
+    return GenerationConfig(
         stop_ids=parse_token_ids(f"{where}: eos_token_id", content.get("eos_token_id")),
         do_sample=flag,
         temperature=_number(where, content, "temperature"),

@@ -2,10 +2,13 @@
 
 import dataclasses
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from eqx_decoders.axes import AnyArray
 from eqx_decoders.errors import ConfigError, check, check_integer, check_number
 
 
@@ -45,30 +48,57 @@ class Sample:
 Sampler = Greedy | Sample
 
 
+class SamplerArrays(eqx.Module):
+    """The numbers of a `Sample` as arrays, so that samplers with the same filters share one program.
+
+    `most` is at least `top_k`, rounded up to a power of two: how many of the largest logits are looked for.
+    """
+
+    temperature: Float[AnyArray, ""]
+    top_k: Int[AnyArray, ""] | None
+    top_p: Float[AnyArray, ""] | None
+    min_p: Float[AnyArray, ""] | None
+    most: int = eqx.field(static=True)
+
+    @classmethod
+    def of(cls, sampler: Sampler) -> "SamplerArrays | None":
+        """None for greedy decoding, which has no numbers."""
+        if isinstance(sampler, Greedy):
+            return None
+        numbers = (sampler.temperature, sampler.top_k, sampler.top_p, sampler.min_p)
+        dtypes = (np.float32, np.int32, np.float32, np.float32)
+        arrays = (None if x is None else np.asarray(x, dtype) for x, dtype in zip(numbers, dtypes, strict=True))
+        return cls(*arrays, most=1 << ((sampler.top_k or 1) - 1).bit_length())
+
+
 def sample_token(
-    sampler: Sampler, logits: Float[Array, "batch vocab"], key: PRNGKeyArray | None
+    sampler: Sampler | SamplerArrays | None, logits: Float[Array, "batch vocab"], key: PRNGKeyArray | None
 ) -> Int[Array, "batch"]:
     """One token for each row."""
-    if isinstance(sampler, Greedy):
+    if sampler is None or isinstance(sampler, Greedy):
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if key is None:
         raise ConfigError(f"{sampler} draws at random: pass key=jax.random.key(seed).")
     return jax.random.categorical(key, filter_logits(sampler, logits)).astype(jnp.int32)
 
 
-def is_stop(token: Int[Array, "*rows"], stop_ids: tuple[int, ...]) -> Bool[Array, "*rows"]:
+def is_stop(token: Int[Array, "*rows"], stop_ids: Int[AnyArray, "stops"]) -> Bool[Array, "*rows"]:
     """Whether a token is one of `stop_ids`."""
-    stopped = jnp.zeros(token.shape, bool)
-    for stop in stop_ids:
-        stopped |= token == stop
-    return stopped
+    return jnp.any(token[..., None] == stop_ids.reshape((1,) * token.ndim + (-1,)), axis=-1)
 
 
-def filter_logits(sampler: Sample, logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
+def filter_logits(sampler: Sample | SamplerArrays, logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
     """Logits over temperature, -inf where a filter has cut; the most likely token always stays."""
+    numbers = SamplerArrays.of(sampler) if isinstance(sampler, Sample) else sampler
+    assert numbers is not None
+    return _filtered(numbers, logits)
+
+
+def _filtered(sampler: SamplerArrays, logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
     logits = logits / sampler.temperature
-    if sampler.top_k is not None and sampler.top_k < logits.shape[-1]:
-        lowest = jax.lax.top_k(logits, sampler.top_k)[0][:, -1:]
+    if sampler.top_k is not None:
+        largest = jax.lax.top_k(logits, min(sampler.most, logits.shape[-1]))[0]
+        lowest = jnp.take(largest, sampler.top_k - 1, axis=-1, mode="clip")[:, None]
         logits = jnp.where(logits >= lowest, logits, -jnp.inf)
     if sampler.top_p is not None:
         order = jnp.sort(logits, axis=-1, descending=True)

@@ -5,7 +5,7 @@ decoding, in fewer steps.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from eqx_decoders.axes import AnyArray
 from eqx_decoders.context import Context
 from eqx_decoders.create import block_cache, init_cache
 from eqx_decoders.decoder import Cache, Decoder
@@ -77,22 +78,23 @@ def check_draft(model: Decoder, num_draft_tokens: int, sampler: Sampler) -> None
 
 def stream_speculative(
     model: Decoder,
-    prompt: Int[Array, "batch length"],
-    lengths: Int[Array, "batch"],
-    max_new_tokens: int,
+    prompt: Int[AnyArray, "batch length"],
+    lengths: Int[AnyArray, "batch"],
+    max_new_tokens: Int[AnyArray, ""],
+    room: int,
     num_draft_tokens: int,
-    stop_ids: tuple[int, ...],
+    stop_ids: Int[AnyArray, "stops"],
     pad_id: int,
 ) -> Iterator[np.ndarray]:
     """The tokens of `speculate` one by one, each with one id per row, as soon as all rows have it."""
-    state, given = _first(model, prompt, lengths, max_new_tokens, num_draft_tokens, stop_ids, pad_id), 0
+    state, given = _first(model, prompt, lengths, max_new_tokens, room, num_draft_tokens, stop_ids, pad_id), 0
     while True:
         tokens, count, done = jax.device_get((state.tokens, state.count, state.done))
         ready = int(np.max(count) if np.all(done) else np.min(count[~done]))
         yield from tokens.T[given:ready]
         if np.all(done):
             return
-        state, given = _next(model, state, stop_ids), max(given, ready)
+        state, given = _next((model, max_new_tokens, stop_ids), state), max(given, ready)
 
 
 @eqx.filter_jit
@@ -100,24 +102,24 @@ def speculate(
     model: Decoder,
     prompt: Int[Array, "batch length"],
     lengths: Int[Array, "batch"],
-    max_new_tokens: int,
+    max_new_tokens: Int[AnyArray, ""],
+    room: int,
     num_draft_tokens: int,
-    stop_ids: tuple[int, ...],
+    stop_ids: Int[AnyArray, "stops"],
     pad_id: int,
 ) -> Speculation:
     """Continue every prompt greedily, drafting `num_draft_tokens` at each step: one program, as in `generate`."""
-    state = _prefill(model, prompt, lengths, max_new_tokens, num_draft_tokens, stop_ids, pad_id)
+    state = _prefill(model, prompt, lengths, max_new_tokens, room, num_draft_tokens, stop_ids, pad_id)
     state = jax.lax.while_loop(
-        lambda state: ~jnp.all(state.done), lambda state: _decode_step(model, state, stop_ids), state
+        lambda state: ~jnp.all(state.done), lambda state: _decode_step(model, max_new_tokens, stop_ids, state), state
     )
     return Speculation(state.tokens, state.steps, state.steps * num_draft_tokens, state.accepted)
 
 
-def _prefill(model, prompt, lengths, max_new_tokens, num_draft_tokens, stop_ids, pad_id) -> _State:
+def _prefill(model, prompt, lengths, max_new_tokens, room, num_draft_tokens, stop_ids, pad_id) -> _State:
     """Prefill of the model and of the depths."""
     config, layout, dtype = model.config, model.execution.layout, model.execution.precision.compute
     batch, width = prompt.shape
-    room = width + max_new_tokens
     cache = init_cache(config, batch, room, dtype=dtype, layout=layout)
     index = jnp.arange(width, dtype=jnp.int32)[None]
     positions = jnp.where(index < lengths[:, None], index, -1)
@@ -138,7 +140,7 @@ def _prefill(model, prompt, lengths, max_new_tokens, num_draft_tokens, stop_ids,
         draft=draft,
         cache=cache,
         depths=depths,
-        tokens=jnp.full((batch, max_new_tokens), pad_id, jnp.int32).at[:, 0].set(token),
+        tokens=jnp.full((batch, room - width), pad_id, jnp.int32).at[:, 0].set(token),
         count=jnp.ones_like(zeros),
         done=is_stop(token, stop_ids) | (max_new_tokens == 1),
         steps=zeros,
@@ -146,7 +148,7 @@ def _prefill(model, prompt, lengths, max_new_tokens, num_draft_tokens, stop_ids,
     )
 
 
-def _decode_step(model, state: _State, stop_ids) -> _State:
+def _decode_step(model, max_new_tokens, stop_ids, state: _State) -> _State:
     """Verify the draft, keep its right tokens and the model's own next token, and draft again."""
     batch, count = state.draft.shape
     begin = state.cache.length
@@ -160,10 +162,10 @@ def _decode_step(model, state: _State, stop_ids) -> _State:
     cache = state.cache.commit(proposal.entries, jnp.where(index < kept[:, None], positions, -1))
     depths, draft = _draft(model, state.depths, hidden, said, begin, kept)
     new, ends = _until_stop(said, kept, stop_ids)
-    room = state.tokens.shape[1]
-    where = jnp.where(index < new[:, None], state.count[:, None] + index, room)
+    place = state.count[:, None] + index
+    where = jnp.where((index < new[:, None]) & (place < max_new_tokens), place, state.tokens.shape[1])
     tokens = state.tokens.at[jnp.arange(batch)[:, None], where].set(said, mode="drop")
-    count = jnp.minimum(state.count + new, room)
+    count = jnp.minimum(state.count + new, max_new_tokens)
     return _State(
         token=jnp.take_along_axis(said, jnp.maximum(kept - 1, 0)[:, None], axis=1)[:, 0],
         draft=draft,
@@ -171,7 +173,7 @@ def _decode_step(model, state: _State, stop_ids) -> _State:
         depths=depths,
         tokens=tokens,
         count=count,
-        done=state.done | ends | (count >= room),
+        done=state.done | ends | (count >= max_new_tokens),
         steps=state.steps + (~state.done).astype(jnp.int32),
         accepted=state.accepted + jnp.maximum(kept - 1, 0),
     )
@@ -181,8 +183,8 @@ _first = eqx.filter_jit(_prefill)
 
 
 @eqx.filter_jit(donate="all-except-first")
-def _next(model, state, stop_ids) -> _State:
-    return _decode_step(model, state, stop_ids)
+def _next(inputs: tuple[Any, ...], state: _State) -> _State:
+    return _decode_step(*inputs, state)
 
 
 def _draft(
@@ -245,7 +247,7 @@ def _past(cache: KVCache) -> Past:
 
 
 def _until_stop(
-    said: Int[Array, "batch length"], kept: Int[Array, "batch"], stop_ids: tuple[int, ...]
+    said: Int[Array, "batch length"], kept: Int[Array, "batch"], stop_ids: Int[AnyArray, "stops"]
 ) -> tuple[Int[Array, "batch"], Bool[Array, "batch"]]:
     """How many of the kept tokens are part of the text, the stop among them, and whether there is one."""
     index = jnp.arange(said.shape[1], dtype=jnp.int32)[None]

@@ -14,7 +14,7 @@ from jaxtyping import Int, PRNGKeyArray
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.inference.generate import stream
-from eqx_decoders.inference.generation_config import GenerationDefaults, parse_token_ids, read_generation_config
+from eqx_decoders.inference.generation_config import parse_token_ids
 from eqx_decoders.inference.sampling import Sampler
 from eqx_decoders.io.chat import ChatTemplate, load_chat_template
 from eqx_decoders.io.hub import resolve
@@ -22,8 +22,6 @@ from eqx_decoders.io.huggingface import load_hf
 from eqx_decoders.io.tokenizer import Ids, JsonTokenizer, Tokenizer, load_tokenizer
 from eqx_decoders.layers.embedding import LearnedPositions
 
-
-PROMPT_BUCKET = 64  # prompts are padded to a multiple of this, so that few programs are compiled
 
 Prompt = str | Sequence[Mapping[str, Any]]
 
@@ -73,7 +71,6 @@ class TextModel:
 
     - `model`, `tokenizer`: of the same vocabulary.
     - `chat`: how a conversation is written down; None: the model only continues texts.
-    - `defaults`: sampling and stop ids as published with the model.
     - `published`: whether a text begins as `tokenizer.json` says (see `JsonTokenizer.encode_prompt`), not as in our own
         training (see `prompt_ids`).
     """
@@ -81,15 +78,14 @@ class TextModel:
     model: Decoder
     tokenizer: Tokenizer
     chat: ChatTemplate | None = None
-    defaults: GenerationDefaults = GenerationDefaults()
     published: bool = False
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """The ids of the tokenizer, of `generation_config.json` and of `config.json` that end a text."""
         origin = self.model.origin
-        settings = {} if origin is None else json.loads(origin.settings)
-        found = {*self.defaults.stop_ids, *parse_token_ids("config.json: eos_token_id", settings.get("eos_token_id"))}
+        ends = None if origin is None else json.loads(origin.settings).get("eos_token_id")
+        found = {*self.model.generation_config.stop_ids, *parse_token_ids("config.json: eos_token_id", ends)}
         if self.tokenizer.eos_id is not None:
             found.add(self.tokenizer.eos_id)
         return tuple(sorted(found))
@@ -124,12 +120,10 @@ class TextModel:
         """
         ids = self.encode(prompt)
         check(len(ids) > 0, "prompt='' is empty, and the tokenizer has no token that begins a text: give some text.")
-        padded, new = self._fitted(ids, max_new_tokens)
         tokens = stream(
             self.model,
-            padded,
-            prompt_lengths=np.asarray([len(ids)]),
-            max_new_tokens=new,
+            ids[None],
+            max_new_tokens=self._fitting(len(ids), max_new_tokens),
             sampler=sampler,
             key=key,
             stop_ids=self.stop_ids,
@@ -137,19 +131,14 @@ class TextModel:
         )
         return self._decoded(tokens)
 
-    def _fitted(self, ids: np.ndarray, new: int) -> tuple[Int[np.ndarray, "1 width"], int]:
-        """The prompt padded to one of few lengths, and the number of new tokens that there is room for."""
-        count, positions = len(ids), self.model.config.positions
-        width = -(-count // PROMPT_BUCKET) * PROMPT_BUCKET
-        if isinstance(positions, LearnedPositions):
-            room = positions.max_positions
-            rule = f"but the model has {room} learned positions. Shorten it"
-            check(count < room, f"The prompt has {count} tokens, {rule}.")
-            new = min(new, room - count)
-            width = min(width, room - new)
-        padded = np.zeros((1, width), np.int32)
-        padded[0, :count] = ids
-        return padded, new
+    def _fitting(self, count: int, new: int) -> int:
+        """The number of new tokens that there is room for behind so many."""
+        positions = self.model.config.positions
+        if not isinstance(positions, LearnedPositions):
+            return new
+        room = positions.max_positions
+        check(count < room, f"The prompt has {count} tokens, but the model has {room} learned positions. Shorten it.")
+        return min(new, room - count)
 
     def _decoded(self, tokens: Iterator[np.ndarray]) -> Iterator[str]:
         text, stops = StreamDecoder(self.tokenizer), self.stop_ids
@@ -174,11 +163,10 @@ def load_text_model(
 
 
 def published_model(model: Decoder, tokenizer: Tokenizer, folder: Path) -> TextModel:
-    """A model with the chat template and the generation settings in the directory of its tokenizer."""
+    """A model with the chat template in the directory of its tokenizer."""
     return TextModel(
         model=model,
         tokenizer=tokenizer,
         chat=load_chat_template(folder),
-        defaults=read_generation_config(folder),
         published=True,
     )

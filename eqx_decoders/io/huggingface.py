@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
+from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from eqx_decoders.axes import named_leaves
@@ -27,6 +28,7 @@ from eqx_decoders.decoder import Decoder, DecoderConfig, Origin
 from eqx_decoders.errors import ConversionError, check
 from eqx_decoders.families import find_family
 from eqx_decoders.families.family import Family, WeightMapping, depth_layers
+from eqx_decoders.inference.generation_config import parse_token_ids, read_generation_config
 from eqx_decoders.io.directory import FLOATS, Directory, StoredTensor, check_dtypes, check_tensors
 from eqx_decoders.io.hub import resolve
 from eqx_decoders.io.quantized import checkpoint_tensors, read_scheme
@@ -129,7 +131,16 @@ def _read_config(directory: Directory) -> tuple[DecoderConfig, Origin, Family]:
     config, settings = family.decode(content)
     if config.mtp is not None and not _has_depths(directory, config):
         config = dataclasses.replace(config, mtp=None)  # transformers leaves them out, and the setting as it is
-    origin = Origin(family=family.model_type, settings=json.dumps(settings), directory=str(directory.path.absolute()))
+    generation = read_generation_config(directory.path)
+    if not generation.stop_ids:
+        stops = parse_token_ids("config.json: eos_token_id", content.get("eos_token_id"))
+        generation = dataclasses.replace(generation, stop_ids=stops)
+    origin = Origin(
+        family=family.model_type,
+        settings=json.dumps(settings),
+        directory=str(directory.path.absolute()),
+        generation=generation,
+    )
     return config, origin, family
 
 
@@ -184,6 +195,9 @@ def _same(one: StoredTensor, other: StoredTensor) -> bool:
 def _load(leaf: jax.ShapeDtypeStruct, mapping: WeightMapping, tensors: Mapping[str, StoredTensor]) -> jax.Array:
     """A weight on its devices, one device's part after another."""
     sharding: Any = leaf.sharding
+    if isinstance(sharding, SingleDeviceSharding):  # uncommitted, like those of `init`
+        whole = tuple(range(size) for size in leaf.shape)
+        return jax.device_put(_block(whole, leaf.dtype, mapping, tensors))
     holders: dict[tuple[range, ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
         whole = tuple(range(*cut.indices(size)) for cut, size in zip(index, leaf.shape, strict=True))

@@ -94,6 +94,8 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
 
 
 def _placed(factor: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding):  # uncommitted, like the arrays of `init`
+        return jax.device_put(factor)
     return jax.make_array_from_callback(factor.shape, sharding, lambda index: factor[index])
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.inference.generate import generate
-from eqx_decoders.inference.generation_config import GenerationDefaults
+from eqx_decoders.inference.generation_config import GenerationConfig
 from eqx_decoders.inference.text import prompt_ids
 from eqx_decoders.io.tokenizer import Tokenizer
 from eqx_decoders.training.data import Batch
@@ -46,7 +46,7 @@ def sample_text(model: Decoder, tokenizer: Tokenizer, prompt: str, *, max_new_to
         model,
         prompt_ids(tokenizer, prompt)[None],
         max_new_tokens=max_new_tokens,
-        sampler=GenerationDefaults().sampler(),
+        sampler=GenerationConfig().sampler(),
         key=jax.random.key(seed),
         stop_ids=stops,
         pad_id=stops[0] if stops else 0,

@@ -19,6 +19,7 @@ from jaxtyping import Array, PRNGKeyArray
 from eqx_decoders.axes import Axes, axes, frozen, named_leaves, product_axes, replaced
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer, check_number, check_word
+from eqx_decoders.layout import out_shardings
 from eqx_decoders.numerics import LowRank, low_rank_weights
 from eqx_decoders.training.optimizer import matching
 
@@ -89,7 +90,7 @@ def add_lora(model: Decoder, config: LoRAConfig, *, key: PRNGKeyArray) -> Decode
         keys = dict(zip(pairs, jax.random.split(key, len(pairs)), strict=True))
         return {name: _draw(keys[name], inner[name], leaf) for name, leaf in pairs.items()}
 
-    return replaced(target, jax.jit(draw, out_shardings={name: leaf.sharding for name, leaf in pairs.items()})(key))
+    return replaced(target, jax.jit(draw, out_shardings=out_shardings(pairs))(key))
 
 
 def merge_lora(model: Decoder) -> Decoder:
@@ -97,8 +98,8 @@ def merge_lora(model: Decoder) -> Decoder:
     nodes = low_rank_weights(model)
     if any(isinstance(node.base, jax.ShapeDtypeStruct) for node in nodes.values()):
         return replaced(model, {path: node.base for path, node in nodes.items()})
-    shardings = {path: node.base.sharding for path, node in nodes.items()}
-    merge = jax.jit(lambda nodes: {path: node.merged() for path, node in nodes.items()}, out_shardings=shardings)
+    like = out_shardings({path: node.base for path, node in nodes.items()})
+    merge = jax.jit(lambda nodes: {path: node.merged() for path, node in nodes.items()}, out_shardings=like)
     return replaced(model, merge(nodes)) if nodes else model
 
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.block import BlockStats
-from eqx_decoders.decoder import Decoder
+from eqx_decoders.decoder import Decoder, check_inputs
+from eqx_decoders.eager import compiled_alone
 from eqx_decoders.layers.embedding import padded_positions
 from eqx_decoders.layers.router import RoutingStats
 from eqx_decoders.mtp import same_document, shift_left
@@ -184,6 +185,9 @@ def next_token_loss(
     Where routers say so it includes their balance loss and z-loss, each the mean over layers with experts; with
     multi-token prediction the mean over the targets of all its depths, by `MTPConfig.loss_weight`.
 
+    Outside of `jax.jit` it is compiled, too. Raises ConfigError for a batch of arrays with wrong shapes or dtypes or,
+    where they are known, ids that are not in the vocabulary.
+
     **Arguments:**
 
     - `model`: a decoder.
@@ -192,6 +196,13 @@ def next_token_loss(
     - `fused`: whether head and loss are computed together, tile by tile.
     - `key`: for dropout.
     """
+    given = batch.positions, batch.segment_ids
+    check_inputs(model.config, batch.tokens, *given, name="Batch.tokens", loss_mask=batch.loss_mask)
+    return _mean_loss(model, batch, z_loss, fused, key)
+
+
+@compiled_alone
+def _mean_loss(model: Decoder, batch: Batch, z_loss: float, fused: bool, key: PRNGKeyArray | None):
     loss, metrics = token_loss_sum(model, batch, z_loss=z_loss, fused=fused, key=key)
     return loss / jnp.maximum(metrics.tokens, 1.0), metrics
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from eqx_decoders.errors import ConfigError, ConversionError
-from eqx_decoders.inference.generation_config import GenerationDefaults, parse_token_ids, read_generation_config
+from eqx_decoders.inference.generation_config import GenerationConfig, parse_token_ids, read_generation_config
 from eqx_decoders.inference.sampling import Greedy, Sample
 
 
-def read(folder: Path, **content) -> GenerationDefaults:
+def read(folder: Path, **content) -> GenerationConfig:
     (folder / "generation_config.json").write_text(json.dumps(content))
     return read_generation_config(folder)
 
@@ -45,7 +45,7 @@ def test_who_decides_how_tokens_are_drawn(tmp_path, content, given, expected):
 
 
 def test_without_the_file_nothing_is_said(tmp_path):
-    assert read_generation_config(tmp_path) == GenerationDefaults()
+    assert read_generation_config(tmp_path) == GenerationConfig()
 
 
 @pytest.mark.parametrize("value, ids", [(None, ()), (3, (3,)), ([3, 1], (3, 1)), (-1, ()), ([], ())])
@@ -74,7 +74,7 @@ def test_values_that_are_no_settings(tmp_path, content, says):
 
 def test_what_a_person_may_not_ask_for():
     with pytest.raises(ConfigError, match="top_p"):
-        GenerationDefaults().sampler(top_p=1.5)
+        GenerationConfig().sampler(top_p=1.5)
 
 
 def test_a_link_that_leads_out_is_refused(tmp_path):

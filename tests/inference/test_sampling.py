@@ -62,8 +62,8 @@ def test_what_stays_is_divided_by_the_temperature_and_ties_stay():
 
 def test_stops_are_the_listed_ids():
     tokens = jnp.asarray([[1, 2, 3], [4, 5, 1]])
-    assert is_stop(tokens, ()).tolist() == [[False] * 3] * 2
-    assert is_stop(tokens, (1, 5)).tolist() == [[True, False, False], [False, True, True]]
+    assert is_stop(tokens, np.array((), np.int32)).tolist() == [[False] * 3] * 2
+    assert is_stop(tokens, np.array((1, 5))).tolist() == [[True, False, False], [False, True, True]]
 
 
 @pytest.mark.parametrize(

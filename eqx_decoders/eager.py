@@ -1,0 +1,38 @@
+"""Calls outside of `jax.jit`: compiled as one program, instead of one for each operation."""
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def compiled_alone(function: Callable[P, T]) -> Callable[P, T]:
+    """The function, compiled where no `jax.jit` around it does that; `jax.grad` and `jax.vmap` alone do not."""
+    compiled = eqx.filter_jit(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return (function if is_staged() else compiled)(*args, **kwargs)
+
+    return call
+
+
+def is_staged() -> bool:
+    """Whether operations are recorded for a program here, as within `jax.jit`, and not run."""
+    return isinstance(jnp.zeros(()), Tracer)
+
+
+def concrete(x: Array | np.ndarray | None) -> np.ndarray | None:
+    """The numbers of an array; None where it is traced, or lies on devices of other processes."""
+    if x is None or isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True):
+        return None
+    return np.asarray(x)
