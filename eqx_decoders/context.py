@@ -1,7 +1,7 @@
 """What rides along one forward pass: how it is executed, and where its tokens stand."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import equinox as eqx
 from jaxtyping import Array, Int
@@ -9,7 +9,37 @@ from jaxtyping import Array, Int
 from eqx_decoders.errors import check_word
 from eqx_decoders.layout import Layout
 from eqx_decoders.numerics import LowRank, Precision, einsum
-from eqx_decoders.remat import Remat, get_remat
+from eqx_decoders.remat import Remat, RematName, get_remat
+
+
+AttentionName = Literal["auto", "dot", "chunked"]
+ExpertsName = Literal["auto", "dense", "dropless", "capacity"]
+ExchangeName = Literal["auto", "gather", "all_to_all"]
+LookupName = Literal["gather", "one_hot"]
+
+
+class RunOptions(TypedDict, total=False):
+    """The fields of `Execution` that say nothing of devices and dtypes, as keywords of functions."""
+
+    remat: RematName | Remat | None
+    attention: AttentionName
+    experts: ExpertsName
+    expert_exchange: ExchangeName
+    scan: bool
+    layer_stats: bool
+    lookup: LookupName
+
+
+class PrecisionOptions(RunOptions, total=False):
+    """The fields of `Execution` but its layout."""
+
+    precision: Precision
+
+
+class ExecutionOptions(PrecisionOptions, total=False):
+    """All fields of `Execution`."""
+
+    layout: Layout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,13 +71,13 @@ class Execution:
 
     layout: Layout = dataclasses.field(default_factory=Layout)
     precision: Precision = dataclasses.field(default_factory=Precision)
-    remat: str | Remat | None = None
-    attention: str = "auto"
-    experts: Literal["auto", "dense", "dropless", "capacity"] = "auto"
-    expert_exchange: Literal["auto", "gather", "all_to_all"] = "auto"
+    remat: RematName | Remat | None = None
+    attention: AttentionName = "auto"
+    experts: ExpertsName = "auto"
+    expert_exchange: ExchangeName = "auto"
     scan: bool = True
     layer_stats: bool = False
-    lookup: Literal["gather", "one_hot"] = "gather"
+    lookup: LookupName = "gather"
 
     def __post_init__(self):
         check_word("Execution.lookup", self.lookup, ("gather", "one_hot"))

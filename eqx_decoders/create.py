@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar, Unpack
 
 import equinox as eqx
 import jax
@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from eqx_decoders.block import BlockConfig
-from eqx_decoders.context import Execution
+from eqx_decoders.context import Execution, RunOptions
 from eqx_decoders.decoder import Cache, Decoder, DecoderConfig
 from eqx_decoders.errors import check, check_integer
 from eqx_decoders.layers.cache import KVCache
@@ -28,7 +28,11 @@ T = TypeVar("T")
 
 
 def abstract(
-    config: DecoderConfig, *, layout: Layout = Layout(), precision: Precision = Precision(), **execution: Any
+    config: DecoderConfig,
+    *,
+    layout: Layout = Layout(),
+    precision: Precision = Precision(),
+    **execution: Unpack[RunOptions],
 ) -> Decoder:
     """The model as a tree of `jax.ShapeDtypeStruct` with shardings: takes no memory."""
     run = Execution(layout=layout, precision=precision, **execution)
@@ -48,7 +52,7 @@ def init(
     key: PRNGKeyArray,
     layout: Layout = Layout(),
     precision: Precision = Precision(),
-    **execution: Any,
+    **execution: Unpack[RunOptions],
 ) -> Decoder:
     """A new model, sharded from the start: no device ever holds more than its part.
 

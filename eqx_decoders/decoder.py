@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from typing import Any
+from typing import Any, Unpack
 
 import equinox as eqx
 import jax
@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.block import BlockConfig, BlockStats
-from eqx_decoders.context import Context, Execution
+from eqx_decoders.context import Context, Execution, ExecutionOptions
 from eqx_decoders.eager import compiled_alone, concrete
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.inference.generation_config import GenerationConfig
@@ -256,7 +256,8 @@ class Decoder(eqx.Module):
             positions=positions, segment_ids=segment_ids, execution=self.execution, cache_is_empty=cache_is_empty
         )
         embed_key, block_key, _ = self._keys(key)
-        x = self._inputs(self.embedding(tokens, ctx) if embeds is None else embeds, ctx, key=embed_key)
+        given = self.embedding(jnp.asarray(tokens), ctx) if embeds is None else embeds
+        x = self._inputs(given, ctx, key=embed_key)
         layer_keys = None if block_key is None else jax.random.split(block_key, len(self.config.blocks))
         entries, stats, begin = [], [], 0
         for index, segment in enumerate(self.segments):
@@ -359,7 +360,7 @@ class Decoder(eqx.Module):
         length = json.loads(self.origin.settings).get("max_position_embeddings") if self.origin is not None else None
         return length if isinstance(length, int) else None
 
-    def replace(self, **changes: Any) -> "Decoder":
+    def replace(self, **changes: Unpack[ExecutionOptions]) -> "Decoder":
         """The same weights, run another way: `model.replace(remat="full", attention="dot", scan=False)`."""
         return dataclasses.replace(self, execution=dataclasses.replace(self.execution, **changes))
 
@@ -408,11 +409,11 @@ def check_shapes(
     """
     check((tokens is None) != (embeds is None), "A decoder takes either tokens or embeds: give one of them.")
     if embeds is not None:
-        shape, name = np.shape(embeds), "embeds"
+        shape, name = tuple(np.shape(embeds)), "embeds"
         good = len(shape) == 3 and shape[2] == config.embed_dim
         check(good, f"embeds of shape {shape} must be [batch, length, {config.embed_dim}].")
     else:
-        shape = np.shape(tokens)
+        shape = tuple(np.shape(tokens))
         remedy = f": add the batch, {name}[None]" if len(shape) == 1 else ""
         check(len(shape) == 2, f"{name} of shape {shape} must be [batch, length]{remedy}.")
         _check_integers(name, tokens)
@@ -422,11 +423,11 @@ def check_shapes(
             check(np.shape(array) == shape[:2], f"{other} of shape {np.shape(array)} {rule}.")
             if other not in weights:
                 _check_integers(other, array)
-    return shape[0], shape[1]
+    return int(shape[0]), int(shape[-1 if embeds is None else 1])
 
 
 def _check_integers(name: str, array: Any) -> None:
-    dtype = jnp.result_type(array)
+    dtype = np.asarray(array).dtype if isinstance(array, list | tuple) else array.dtype
     check(bool(jnp.issubdtype(dtype, jnp.integer)), f"{name} of dtype {dtype} must be integers: .astype(int).")
 
 

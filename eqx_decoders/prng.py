@@ -5,6 +5,7 @@ its program took longer to compile than its training step. Written out, a draw i
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,8 @@ _ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
 def fast_key(key: PRNGKeyArray) -> PRNGKeyArray:
     """The key as one of this implementation; one of another kind than JAX's default as it is."""
     key = key if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(key)
-    if str(jax.random.key_impl(key)) != "threefry2x32" or not jax.config.jax_threefry_partitionable:
+    partitionable = jax.config.jax_threefry_partitionable  # pyright: ignore[reportAttributeAccessIssue]
+    if str(jax.random.key_impl(key)) != "threefry2x32" or not partitionable:
         return key
     return jax.random.wrap_key_data(jax.random.key_data(key), impl=_IMPLEMENTATION)
 
@@ -55,7 +57,7 @@ def _split(key: Array, shape: tuple[int, ...]) -> UInt32[Array, "*shape 2"]:
     return jnp.stack(_threefry(key, *_count(shape)), axis=-1)
 
 
-def _fold_in(key: Array, data: Array) -> UInt32[Array, "2"]:
+def _fold_in(key: Array, data: Any) -> UInt32[Array, "2"]:
     return jnp.stack(_threefry(key, jnp.uint32(0), data.astype(jnp.uint32)))
 
 

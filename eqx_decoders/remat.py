@@ -6,6 +6,7 @@ names that stay on the device and those that are sent to the host. All else is c
 
 import dataclasses
 from collections.abc import Callable
+from typing import Literal
 
 from jax import checkpoint_policies
 from jax.ad_checkpoint import checkpoint_name
@@ -99,6 +100,24 @@ POLICIES: dict[str, Remat | None] = {
     "minimal_offloaded": Remat(offload=_MINIMAL),
     "save_out_proj": Remat(save=("out_proj",)),
 }
+
+
+RematName = Literal[
+    "none",
+    "full",
+    "minimal",
+    "minimal_with_context",
+    "minimal_flash",
+    "minimal_with_quantization",
+    "minimal_with_context_and_quantization",
+    "save_dot_with_context_except_mlp",
+    "save_dot_except_mlpwi",
+    "save_dot_except_mlp",
+    "save_qkv_proj",
+    "qkv_proj_offloaded",
+    "minimal_offloaded",
+    "save_out_proj",
+]
 
 
 def get_remat(policy: "str | Remat | None") -> Remat | None:

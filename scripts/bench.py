@@ -53,7 +53,7 @@ def bench_config(layers: int = 8) -> ed.DecoderConfig:
     return llama(shape)
 
 
-def trained(dtype: str, remat: str):
+def trained(dtype: str, remat: Any):
     """A trainer, its state and a batch."""
     precision = ed.Precision(compute=jnp.dtype(dtype))
     model = ed.init(bench_config(), key=jax.random.key(0), precision=precision, remat=remat)
@@ -163,7 +163,7 @@ def experts(repeats: int) -> dict[str, list[float]]:
     return seconds
 
 
-def aot_experts(name: str, topology: str, mesh: str, exchange: str) -> dict[str, float]:
+def aot_experts(name: str, topology: str, mesh: str, exchange: Any) -> dict[str, float]:
     """Compile a training step for a TPU topology, one sequence of 4096 tokens a device: bytes of a device, seconds.
 
     Collectives are those that experts ask for themselves, by kind: how many there are in a step, those computed again

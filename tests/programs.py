@@ -1,6 +1,8 @@
-"""Compiled programs: how many are held, and for which devices they are."""
+"""Compiled programs: how many are held, how many are made, and for which devices they are."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -9,6 +11,8 @@ import pytest
 
 MAPS = Path("/proc/self/maps")
 MOST = 25_000
+COMPILED = "/jax/core/compile/backend_compile_duration"
+_compiled: list[str] = []
 
 
 def drop_compiled_programs() -> None:
@@ -29,3 +33,21 @@ def tpu_devices(topology: str) -> list:
     jax.devices()  # XLA:CPU has read XLA_FLAGS now; libtpu ends the process at one that it does not know
     os.environ.pop("XLA_FLAGS", None)
     return topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """The programs that are compiled in this block (or read from the cache on disk), by name."""
+    if not _compiled:
+        _compiled.append("listening")
+        jax.monitoring.register_event_duration_secs_listener(_listen)
+    begin, found = len(_compiled), []
+    try:
+        yield found
+    finally:
+        found += _compiled[begin:]
+
+
+def _listen(name: str, _: float, **details: object) -> None:
+    if name == COMPILED:
+        _compiled.append(str(details.get("fun_name", "?")))

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.create import init_cache
-from eqx_decoders.decoder import Cache, Decoder, check_inputs, check_shapes
+from eqx_decoders.decoder import Decoder, check_inputs, check_shapes
 from eqx_decoders.eager import concrete
 from eqx_decoders.errors import ConfigError, check, check_integer
 from eqx_decoders.inference.sampling import Greedy, Sampler, SamplerArrays, is_stop, sample_token
@@ -25,7 +25,7 @@ class _State(eqx.Module):
 
     token: Int[Array, "batch"]
     done: Bool[Array, "batch"]
-    cache: Cache
+    cache: Any  # a Cache: `run` returns one where it is given one
 
 
 def generate(
@@ -219,7 +219,7 @@ _first = eqx.filter_jit(_prefill)
 
 
 @eqx.filter_jit(donate="all-except-first")
-def _next(inputs: tuple[Any, ...], row: _State) -> _State:
+def _next(inputs: tuple[Decoder, Any, Any, Any, Any, Any], row: _State) -> _State:
     return _decode_step(*inputs, row)
 
 

@@ -183,7 +183,7 @@ _first = eqx.filter_jit(_prefill)
 
 
 @eqx.filter_jit(donate="all-except-first")
-def _next(inputs: tuple[Any, ...], state: _State) -> _State:
+def _next(inputs: tuple[Decoder, Any, Any], state: _State) -> _State:
     return _decode_step(*inputs, state)
 
 

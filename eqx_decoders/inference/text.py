@@ -4,13 +4,14 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Int, PRNGKeyArray
 
+from eqx_decoders.context import ExecutionOptions
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.inference.generate import stream
@@ -149,7 +150,11 @@ class TextModel:
 
 
 def load_text_model(
-    source: str | Path, dtype: DTypeLike | None = None, *, revision: str | None = None, **execution: Any
+    source: str | Path,
+    dtype: DTypeLike | None = None,
+    *,
+    revision: str | None = None,
+    **execution: Unpack[ExecutionOptions],
 ) -> TextModel:
     """The model and the tokenizer in a Hugging Face directory, or of the repository `"org/name"` (see `load_hf`).
 

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import equinox as eqx
 import jax
@@ -23,6 +23,7 @@ from jax.sharding import SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from eqx_decoders.axes import named_leaves
+from eqx_decoders.context import PrecisionOptions
 from eqx_decoders.create import abstract
 from eqx_decoders.decoder import Decoder, DecoderConfig, Origin
 from eqx_decoders.errors import ConversionError, check
@@ -49,10 +50,15 @@ def read_config(directory: str | Path) -> tuple[DecoderConfig, Origin]:
 
 
 def abstract_hf(
-    source: str | Path, dtype: DTypeLike | None = jnp.float32, layout: Layout | None = None, **options: Any
+    source: str | Path,
+    dtype: DTypeLike | None = jnp.float32,
+    layout: Layout | None = None,
+    *,
+    revision: str | None = None,
+    **execution: Unpack[PrecisionOptions],
 ) -> Decoder:
     """`load_hf` as a tree of `jax.ShapeDtypeStruct` with shardings: reads no weights."""
-    target, _, _ = _target(resolve(source, options.pop("revision", None)), dtype, layout, options)
+    target, _, _ = _target(resolve(source, revision), dtype, layout, dict(execution))
     return target
 
 
@@ -62,7 +68,7 @@ def load_hf(
     layout: Layout | None = None,
     *,
     revision: str | None = None,
-    **execution: Any,
+    **execution: Unpack[PrecisionOptions],
 ) -> Decoder:
     """The model in a Hugging Face directory, each weight created on its devices.
 
@@ -78,7 +84,7 @@ def load_hf(
     Raises ConversionError, before any weight is loaded, where the directory is not a complete checkpoint of a known
     family, or says anything that is not understood.
     """
-    target, mappings, tensors = _target(resolve(source, revision), dtype, layout, execution)
+    target, mappings, tensors = _target(resolve(source, revision), dtype, layout, dict(execution))
     shapes, static = eqx.partition(target, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     names = iter(named_leaves(shapes))
     arrays = jax.tree.map(lambda leaf: _load(leaf, mappings[next(names)], tensors), shapes)

@@ -7,13 +7,13 @@ sampled and exported when the checkpoint is gone.
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 from jaxtyping import PRNGKeyArray
 
 from eqx_decoders.axes import named_leaves, replaced
-from eqx_decoders.context import Execution
+from eqx_decoders.context import Execution, ExecutionOptions
 from eqx_decoders.create import abstract, add_mtp, init
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.families import get_config
@@ -111,14 +111,14 @@ def _new_base(settings: TrainConfig, run_dir: str | Path, execution: Execution, 
     return dataclasses.replace(replaced(fresh, {name: leaves[name] for name in taken}), origin=model.origin)
 
 
-def load_run(run_dir: str | Path, step: int | None = None, **execution: Any) -> Decoder:
+def load_run(run_dir: str | Path, step: int | None = None, **execution: Unpack[ExecutionOptions]) -> Decoder:
     """The newest weights of a run, or those of `step`, with adapters merged into them."""
     run = Path(run_dir)
     target = abstract_run(load_settings(run / "settings.json"), run, Execution(**execution))
     return merge_lora(load_weights(run / "checkpoints", target, step))
 
 
-def load_text_run(run_dir: str | Path, step: int | None = None, **execution: Any) -> TextModel:
+def load_text_run(run_dir: str | Path, step: int | None = None, **execution: Unpack[ExecutionOptions]) -> TextModel:
     """The model and the tokenizer of a run (see `load_run`).
 
     One that was trained with the tokenizer of a published model has its chat template and its defaults, too.

@@ -197,12 +197,15 @@ class TrainConfig:
         compute = self.dtype
         if compute == "auto":
             compute = "float32" if layout.platform == "cpu" else "bfloat16"
-        remat = Remat(save=self.remat_save, offload=self.remat_offload) if self.remat == "custom" else self.remat
+        remat: Any = self.remat
+        if remat == "custom":
+            remat = Remat(save=self.remat_save, offload=self.remat_offload)
+        attention: Any = self.attention
         return Execution(
             layout=layout,
             precision=Precision(params=jnp.float32, compute=compute),
             remat=remat,
-            attention=self.attention,
+            attention=attention,
             layer_stats=self.layer_stats,
         )
 

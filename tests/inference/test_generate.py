@@ -1,7 +1,7 @@
 """Generation: loop = stream = naive recomputation; stops and padding."""
 
-import collections
 import dataclasses
+import warnings
 
 import equinox as eqx
 import jax
@@ -10,8 +10,12 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.decoder import Origin
+from eqx_decoders.inference.generate import bucket
+from eqx_decoders.inference.generation_config import GenerationConfig
 from eqx_decoders.layers.embedding import LearnedPositions
 from tests.models import filled, rich_decoder, some_tokens
+from tests.programs import compilations
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +81,78 @@ def test_the_same_key_gives_the_same_tokens(model):
     assert not np.array_equal(*run(even, 0))
 
 
-def test_one_program_serves_all_prompts_of_a_shape(model):
-    run = lambda seed: ed.generate(model, some_tokens(2, 4, seed), max_new_tokens=3)  # noqa: E731
-    run(0)
-    with jax.log_compiles(False):
-        count = collections.Counter()
-        jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: count.update([name]))
-        run(1)
-    assert not [name for name in count if "compile" in name]
+@pytest.mark.parametrize("call", [ed.generate, lambda *args, **options: list(ed.stream(*args, **options))])
+def test_prompts_and_budgets_of_many_lengths_share_few_programs(model, call):
+    """And so do stop ids, keys and the numbers of a sampler, as long as its filters are the same."""
+
+    def once(length, new, number):
+        draw = ed.Sample(temperature=0.5 + number, top_k=number, top_p=1 / number)
+        options = dict(sampler=draw, key=jax.random.key(number), stop_ids=(number,))
+        call(model, np.arange(2 * length).reshape(2, length) % 32, max_new_tokens=new, **options)
+
+    with compilations() as warm:
+        once(9, 3, 4)
+    with compilations() as further:
+        for numbers in ((10, 5, 3), (16, 16, 4), (13, 9, 3)):
+            once(*numbers)
+    assert warm and not further
+
+
+@pytest.mark.parametrize(
+    "lengths", [range(1, 9), range(9, 17), range(17, 33), range(33, 65), range(65, 129), range(513, 641), [64], [1025]]
+)
+def test_buckets_are_few_and_hold_what_they_must(lengths):
+    sizes = {bucket(length) for length in lengths}
+    assert len(sizes) == 1 and max(lengths) <= sizes.pop() <= max(8, 1.25 * max(lengths))
+
+
+def test_buckets_waste_at_most_half_of_the_short_and_a_quarter_of_the_long():
+    sizes = [bucket(length) for length in range(1, 100_000)]
+    assert sizes == sorted(sizes) and len(set(sizes)) < 60
+    for length, size in enumerate(sizes, 1):
+        assert length <= size <= max(8, length * (2 if length <= 256 else 1.25))
+
+
+def test_lists_of_different_lengths_are_continued_as_if_alone(model):
+    rows = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15, 16, 17]]  # in two buckets
+    both = np.asarray(ed.generate(model, rows, max_new_tokens=6))
+    for row, got in zip(rows, both, strict=True):
+        np.testing.assert_array_equal(ed.generate(model, [row], max_new_tokens=6)[0], got)
+    prompt = np.full((3, 12), 31)
+    for place, row in zip(prompt, rows, strict=True):
+        place[: len(row)] = row
+    padded = ed.generate(model, prompt, max_new_tokens=6, prompt_lengths=np.array([3, 1, 9]))
+    np.testing.assert_array_equal(padded, both)
+
+
+def test_within_a_program_prompts_are_taken_as_they_are(model):
+    prompt = some_tokens(2, 5)
+    inside = jax.jit(lambda tokens: ed.generate(model, tokens, max_new_tokens=3))(prompt)
+    np.testing.assert_array_equal(inside, ed.generate(model, prompt, max_new_tokens=3))
+
+
+def test_what_was_published_with_a_model_is_used_unless_overruled(model):
+    prompt, key = some_tokens(2, 4), jax.random.key(3)
+    sampled = GenerationConfig(do_sample=True, temperature=2.0, top_k=5, stop_ids=(3,))
+    published = dataclasses.replace(model, origin=Origin(family="llama", generation=sampled))
+    assert published.generation_config == sampled and model.generation_config == GenerationConfig()
+    draw = ed.Sample(temperature=2.0, top_k=5)
+    want = ed.generate(model, prompt, max_new_tokens=9, sampler=draw, key=key, stop_ids=(3,))
+    np.testing.assert_array_equal(ed.generate(published, prompt, max_new_tokens=9, key=key), want)
+    with pytest.raises(ed.ConfigError, match=r"draws at random: pass key=.*or sampler=Greedy"):
+        ed.generate(published, prompt, max_new_tokens=9)
+    greedy = ed.generate(published, prompt, max_new_tokens=9, sampler=ed.Greedy(), stop_ids=())
+    np.testing.assert_array_equal(greedy, ed.generate(model, prompt, max_new_tokens=9))
+
+
+def test_beyond_the_trained_positions_there_is_a_warning(model):
+    published = dataclasses.replace(model, origin=Origin(family="llama", settings='{"max_position_embeddings": 8}'))
+    assert published.trained_positions == 8 and model.trained_positions is None
+    with pytest.warns(UserWarning, match=r"prompt of 6 \+ max_new_tokens=3 are more than the 8 positions"):
+        ed.generate(published, some_tokens(1, 6), max_new_tokens=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ed.generate(published, some_tokens(1, 6), max_new_tokens=2)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,64 @@
+"""What a type checker says to users: nothing about the README's examples, and something about wrong options."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import typing
+
+import pytest
+
+from eqx_decoders import context
+from eqx_decoders.context import Execution
+from eqx_decoders.layers.kernel import KERNELS
+from eqx_decoders.remat import POLICIES, RematName
+from tests.commands import ROOT
+
+
+RIGHT_AND_WRONG = """
+import jax
+import eqx_decoders as ed
+from eqx_decoders.inference.text import load_text_model
+from eqx_decoders.training import load_run
+
+config, key = ed.get_config("tiny"), jax.random.key(0)
+model = ed.init(config, key=key, remat="full", attention="dot", scan=False)
+ed.init(config, key=key, remat="fulll")  # wrong
+ed.abstract(config, remat=ed.Remat(), expert="dense")  # wrong
+model = model.replace(remat="minimal", precision=ed.Precision(), layout=ed.Layout(), lookup="one_hot")
+model.replace(remat="fulll")  # wrong
+model.replace(rmat="full")  # wrong
+model.replace(scan="no")  # wrong
+model = ed.load_hf("org/name", "bfloat16", remat="full", precision=ed.Precision())
+ed.load_hf("org/name", dtype="bfloat16", remat="fulll")  # wrong
+ed.abstract_hf("org/name", revison="main")  # wrong
+load_run("runs/tiny", attention="dott")  # wrong
+load_text_model("org/name", experts="some")  # wrong
+logits: jax.Array = model(jax.numpy.ones((1, 2), int)).logits
+"""
+
+
+def test_the_words_that_are_typed_are_those_that_are_known():
+    assert set(typing.get_args(RematName)) == set(POLICIES)
+    assert set(typing.get_args(context.AttentionName)) == {"auto", *KERNELS}
+    fields = typing.get_type_hints(Execution)
+    assert typing.get_type_hints(context.ExecutionOptions) == fields
+    assert set(fields) - set(typing.get_type_hints(context.RunOptions)) == {"layout", "precision"}
+    assert {field.name for field in dataclasses.fields(Execution)} == set(fields)
+
+
+@pytest.mark.slow
+def test_a_type_checker_finds_wrong_options_and_nothing_in_the_readme(tmp_path):
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    files = {f"example{number}.py": example for number, example in enumerate(examples)} | {"wrong.py": RIGHT_AND_WRONG}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    settings = {"extraPaths": [str(ROOT)], "typeCheckingMode": "standard"}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = [one for one in json.loads(done.stdout)["generalDiagnostics"] if one["severity"] == "error"]
+    lines = {one["range"]["start"]["line"] for one in found if one["file"].endswith("wrong.py")}
+    assert [one for one in found if not one["file"].endswith("wrong.py")] == []
+    assert lines == {number for number, line in enumerate(RIGHT_AND_WRONG.splitlines()) if line.endswith("# wrong")}
