@@ -4,6 +4,7 @@
 """
 
 import os
+from typing import TYPE_CHECKING
 
 
 if os.environ.get("EQX_DECODERS_TYPECHECK", "0") not in ("", "0"):
@@ -36,21 +37,44 @@ from eqx_decoders.errors import (
     DataError as DataError,
     EqxDecodersError as EqxDecodersError,
 )
-from eqx_decoders.families import get_config as get_config, list_models as list_models
-from eqx_decoders.inference.generate import generate as generate, stream as stream
-from eqx_decoders.inference.sampling import Greedy as Greedy, Sample as Sample
-from eqx_decoders.io.export import save_hf as save_hf
-from eqx_decoders.io.huggingface import abstract_hf as abstract_hf, load_hf as load_hf
 from eqx_decoders.layers.router import (
     RoutingStats as RoutingStats,
     load_balance_loss as load_balance_loss,
     router_z_loss as router_z_loss,
 )
 from eqx_decoders.layout import Layout as Layout
+from eqx_decoders.lazy import lazy
 from eqx_decoders.mtp import MTPConfig as MTPConfig
 from eqx_decoders.numerics import Precision as Precision
 from eqx_decoders.remat import Remat as Remat
+from eqx_decoders.sampling import Greedy as Greedy, Sample as Sample
 from eqx_decoders.stack import Segment as Segment, segments as segments
-from eqx_decoders.training.balance import update_router_bias as update_router_bias
-from eqx_decoders.training.data import Batch as Batch
-from eqx_decoders.training.loss import LossMetrics as LossMetrics, next_token_loss as next_token_loss
+
+
+# Imported when they are asked for: a model alone needs none of them.
+if TYPE_CHECKING:
+    from eqx_decoders.families import get_config as get_config, list_models as list_models
+    from eqx_decoders.inference.generate import generate as generate, stream as stream
+    from eqx_decoders.io.export import save_hf as save_hf
+    from eqx_decoders.io.huggingface import abstract_hf as abstract_hf, load_hf as load_hf
+    from eqx_decoders.training.balance import update_router_bias as update_router_bias
+    from eqx_decoders.training.data import Batch as Batch
+    from eqx_decoders.training.loss import LossMetrics as LossMetrics, next_token_loss as next_token_loss
+
+__getattr__, _late = lazy(
+    __name__,
+    {
+        "families": "get_config list_models",
+        "inference.generate": "generate stream",
+        "io.export": "save_hf",
+        "io.huggingface": "abstract_hf load_hf",
+        "training.balance": "update_router_bias",
+        "training.data": "Batch",
+        "training.loss": "LossMetrics next_token_loss",
+    },
+    "families inference io training",
+)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_late})

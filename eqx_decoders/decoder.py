@@ -15,7 +15,6 @@ from eqx_decoders.block import BlockConfig, BlockStats
 from eqx_decoders.context import Context, Execution, ExecutionOptions
 from eqx_decoders.eager import compiled_alone, concrete
 from eqx_decoders.errors import check, check_integer, check_number
-from eqx_decoders.inference.generation_config import GenerationConfig
 from eqx_decoders.layers.cache import Entries, KVCache
 from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.layers.embedding import (
@@ -33,6 +32,7 @@ from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.layout import Layout
 from eqx_decoders.mtp import MTP, MTPConfig, MTPOutput, same_document, shift_left
 from eqx_decoders.numerics import normal
+from eqx_decoders.sampling import GenerationConfig
 from eqx_decoders.stack import Segment, join_layer_stats, segments
 
 

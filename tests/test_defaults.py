@@ -12,6 +12,7 @@ from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWind
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.layers.router import RouterConfig
+from eqx_decoders.sampling import GenerationConfig
 
 
 ROPE = dict(theta=10_000.0, fraction=1.0, pairing="half")
@@ -42,7 +43,7 @@ DEFAULTS = {
     ),
     "BlockConfig": dict(wiring="sequential"),
     "DecoderConfig": dict(embedding_scale=1.0, init_std=0.02),
-    "Origin": dict(settings="{}"),
+    "Origin": dict(settings="{}", generation=GenerationConfig()),
     "Sample": dict(temperature=1.0),
     "StepConfig": dict(gradient_accumulation_steps=1, fused_loss=True),
     "OptimizerConfig": dict(
@@ -55,7 +56,7 @@ DEFAULTS = {
 
 def test_every_default_is_the_one_that_is_written_down():
     modules = [f"layers.{module.name}" for module in pkgutil.iter_modules(layers.__path__)]
-    modules += ["block", "decoder", "inference.sampling", "training.step", "training.optimizer"]
+    modules += ["block", "decoder", "sampling", "training.step", "training.optimizer"]
     found = {}
     for module in (importlib.import_module(f"eqx_decoders.{name}") for name in modules):
         for name, kind in inspect.getmembers(module, inspect.isclass):

@@ -1,6 +1,8 @@
 """Imports go one way, and nothing optional is imported with the package."""
 
 import ast
+import importlib
+import inspect
 import pathlib
 import subprocess
 import sys
@@ -12,8 +14,8 @@ ROOT = pathlib.Path(__file__).parent.parent / "eqx_decoders"
 
 # Each part may import from itself and from those that stand before it.
 ORDER = [
-    "errors", "axes", "layout", "numerics", "remat", "context", "layers", "block", "stack", "mtp", "decoder", "create",
-    "families", "io", "inference", "describe", "training", "cli",
+    "errors", "lazy", "eager", "axes", "layout", "numerics", "prng", "sampling", "remat", "context", "layers", "block",
+    "stack", "mtp", "decoder", "create", "families", "io", "inference", "describe", "training", "cli",
 ]  # fmt: skip
 
 
@@ -42,10 +44,11 @@ def test_imports_go_one_way(file):
 
 
 def test_import_needs_the_core_only():
-    """A fresh interpreter: no optional package, no network library, no other framework."""
+    """A fresh interpreter: no optional package, no network library, no other framework, and nothing slow to import."""
     code = "import sys, eqx_decoders; print(*sys.modules)"
     modules = subprocess.check_output([sys.executable, "-c", code], text=True)
     unwanted = "torch flax tensorflow grain tokenizers transformers rich tyro matplotlib tensorboardX pyarrow requests"
+    unwanted += " optax orbax.checkpoint eqx_decoders.io eqx_decoders.families eqx_decoders.training"
     assert not set(unwanted.split()) & set(modules.split())
 
 
@@ -72,3 +75,18 @@ def test_nothing_dangerous_is_called():
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in ("eval", "exec"), file
         assert "pickle" not in set(imported(file)), file
+
+
+@pytest.mark.parametrize("package", ["eqx_decoders", "eqx_decoders.training"])
+def test_what_is_imported_late_is_what_type_checkers_see(package):
+    """The names under TYPE_CHECKING and those of `__getattr__` are the same, and each is there."""
+    module = importlib.import_module(package)
+    tree = ast.parse(pathlib.Path(module.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    checked = {alias.name for node in block.body for alias in node.names}
+    late = {name for name in module._late if not inspect.ismodule(getattr(module, name))}
+    assert checked == late <= set(dir(module))
+    for name in late:
+        assert callable(getattr(module, name)) or name.isupper()
+    with pytest.raises(AttributeError, match=rf"module '{package}' has no attribute 'nothing'"):
+        _ = module.nothing

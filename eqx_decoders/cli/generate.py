@@ -16,9 +16,9 @@ import jax
 
 from eqx_decoders.cli import program, require
 from eqx_decoders.errors import check, check_integer, check_number
-from eqx_decoders.inference.generation_config import GenerationConfig
 from eqx_decoders.inference.text import Prompt, TextModel, load_text_model
 from eqx_decoders.numerics import Precision
+from eqx_decoders.sampling import GenerationConfig
 from eqx_decoders.training.runs import load_text_run
 
 

@@ -15,9 +15,9 @@ from eqx_decoders.create import init_cache
 from eqx_decoders.decoder import Decoder, check_inputs, check_shapes
 from eqx_decoders.eager import concrete
 from eqx_decoders.errors import ConfigError, check, check_integer
-from eqx_decoders.inference.sampling import Greedy, Sampler, SamplerArrays, is_stop, sample_token
 from eqx_decoders.inference.speculative import check_draft, speculate, stream_speculative
 from eqx_decoders.layers.embedding import LearnedPositions
+from eqx_decoders.sampling import Greedy, Sampler, SamplerArrays, is_stop, sample_token
 
 
 class _State(eqx.Module):

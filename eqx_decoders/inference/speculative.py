@@ -18,8 +18,8 @@ from eqx_decoders.context import Context
 from eqx_decoders.create import block_cache, init_cache
 from eqx_decoders.decoder import Cache, Decoder
 from eqx_decoders.errors import check, check_integer
-from eqx_decoders.inference.sampling import Greedy, Sampler, is_stop
 from eqx_decoders.layers.cache import KVCache, Past
+from eqx_decoders.sampling import Greedy, Sampler, is_stop
 
 
 class Speculation(NamedTuple):

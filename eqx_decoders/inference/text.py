@@ -15,13 +15,13 @@ from eqx_decoders.context import ExecutionOptions
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.inference.generate import stream
-from eqx_decoders.inference.generation_config import parse_token_ids
-from eqx_decoders.inference.sampling import Sampler
 from eqx_decoders.io.chat import ChatTemplate, load_chat_template
+from eqx_decoders.io.generation_config import parse_token_ids
 from eqx_decoders.io.hub import resolve
 from eqx_decoders.io.huggingface import load_hf
 from eqx_decoders.io.tokenizer import Ids, JsonTokenizer, Tokenizer, load_tokenizer
 from eqx_decoders.layers.embedding import LearnedPositions
+from eqx_decoders.sampling import Sampler
 
 
 Prompt = str | Sequence[Mapping[str, Any]]

@@ -29,8 +29,8 @@ from eqx_decoders.decoder import Decoder, DecoderConfig, Origin
 from eqx_decoders.errors import ConversionError, check
 from eqx_decoders.families import find_family
 from eqx_decoders.families.family import Family, WeightMapping, depth_layers
-from eqx_decoders.inference.generation_config import parse_token_ids, read_generation_config
 from eqx_decoders.io.directory import FLOATS, Directory, StoredTensor, check_dtypes, check_tensors
+from eqx_decoders.io.generation_config import parse_token_ids, read_generation_config
 from eqx_decoders.io.hub import resolve
 from eqx_decoders.io.quantized import checkpoint_tensors, read_scheme
 from eqx_decoders.layout import Layout

@@ -1,34 +1,61 @@
 """Training: loss, optimizers, the compiled step, data, evaluation. `run` is the loop around them."""
 
-from eqx_decoders.inference.text import StreamDecoder as StreamDecoder, prompt_ids as prompt_ids
-from eqx_decoders.io.tokenizer import (
-    ByteTokenizer as ByteTokenizer,
-    Tokenizer as Tokenizer,
-    load_tokenizer as load_tokenizer,
+from typing import TYPE_CHECKING
+
+from eqx_decoders.lazy import lazy
+
+
+# Read when they are asked for: optax and orbax are slow to import, and who takes a layer needs neither.
+if TYPE_CHECKING:
+    from eqx_decoders.inference.text import StreamDecoder as StreamDecoder, prompt_ids as prompt_ids
+    from eqx_decoders.io.tokenizer import (
+        ByteTokenizer as ByteTokenizer,
+        Tokenizer as Tokenizer,
+        load_tokenizer as load_tokenizer,
+    )
+    from eqx_decoders.training.data import Batch as Batch, DataConfig as DataConfig, make_dataset as make_dataset
+    from eqx_decoders.training.evaluation import HeldOut as HeldOut, evaluate as evaluate, sample_text as sample_text
+    from eqx_decoders.training.lora import (
+        LORA_WEIGHTS as LORA_WEIGHTS,
+        LoRAConfig as LoRAConfig,
+        add_lora as add_lora,
+        merge_lora as merge_lora,
+    )
+    from eqx_decoders.training.loss import (
+        LossMetrics as LossMetrics,
+        next_token_loss as next_token_loss,
+        token_loss_sum as token_loss_sum,
+    )
+    from eqx_decoders.training.optimizer import (
+        OptimizerConfig as OptimizerConfig,
+        make_optimizer as make_optimizer,
+        make_schedule as make_schedule,
+    )
+    from eqx_decoders.training.processes import place as place
+    from eqx_decoders.training.runs import load_run as load_run
+    from eqx_decoders.training.step import (
+        StepConfig as StepConfig,
+        StepMetrics as StepMetrics,
+        Trainer as Trainer,
+        TrainState as TrainState,
+    )
+
+__getattr__, _late = lazy(
+    __name__,
+    {
+        "inference.text": "StreamDecoder prompt_ids",
+        "io.tokenizer": "ByteTokenizer Tokenizer load_tokenizer",
+        "training.data": "Batch DataConfig make_dataset",
+        "training.evaluation": "HeldOut evaluate sample_text",
+        "training.lora": "LORA_WEIGHTS LoRAConfig add_lora merge_lora",
+        "training.loss": "LossMetrics next_token_loss token_loss_sum",
+        "training.optimizer": "OptimizerConfig make_optimizer make_schedule",
+        "training.processes": "place",
+        "training.runs": "load_run",
+        "training.step": "StepConfig StepMetrics Trainer TrainState",
+    },
 )
-from eqx_decoders.training.data import Batch as Batch, DataConfig as DataConfig, make_dataset as make_dataset
-from eqx_decoders.training.evaluate import HeldOut as HeldOut, evaluate as evaluate, sample_text as sample_text
-from eqx_decoders.training.lora import (
-    LORA_WEIGHTS as LORA_WEIGHTS,
-    LoRAConfig as LoRAConfig,
-    add_lora as add_lora,
-    merge_lora as merge_lora,
-)
-from eqx_decoders.training.loss import (
-    LossMetrics as LossMetrics,
-    next_token_loss as next_token_loss,
-    token_loss_sum as token_loss_sum,
-)
-from eqx_decoders.training.optimizer import (
-    OptimizerConfig as OptimizerConfig,
-    make_optimizer as make_optimizer,
-    make_schedule as make_schedule,
-)
-from eqx_decoders.training.processes import place as place
-from eqx_decoders.training.runs import load_run as load_run
-from eqx_decoders.training.step import (
-    StepConfig as StepConfig,
-    StepMetrics as StepMetrics,
-    Trainer as Trainer,
-    TrainState as TrainState,
-)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_late})

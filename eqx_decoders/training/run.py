@@ -23,7 +23,7 @@ from eqx_decoders.io.rundir import EXIT_SIGTERM, Interrupt, RunLock
 from eqx_decoders.io.tokenizer import Tokenizer
 from eqx_decoders.training.balance import relative_loads, routing_report
 from eqx_decoders.training.data import Batches, make_dataset, prepare_tokenizer
-from eqx_decoders.training.evaluate import HeldOut, evaluate, sample_text
+from eqx_decoders.training.evaluation import HeldOut, evaluate, sample_text
 from eqx_decoders.training.flops import device_flops, flops_per_token
 from eqx_decoders.training.metrics import MetricsFile, MetricsRow, TensorBoard, Tracker, Trackers
 from eqx_decoders.training.plots import plot_loads, plot_losses

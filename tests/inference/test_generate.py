@@ -12,8 +12,8 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.decoder import Origin
 from eqx_decoders.inference.generate import bucket
-from eqx_decoders.inference.generation_config import GenerationConfig
 from eqx_decoders.layers.embedding import LearnedPositions
+from eqx_decoders.sampling import GenerationConfig
 from tests.models import filled, rich_decoder, some_tokens
 from tests.programs import compilations
 

@@ -16,13 +16,13 @@ from eqx_decoders.create import abstract
 from eqx_decoders.decoder import DecoderConfig, Origin
 from eqx_decoders.errors import ConfigError, ConversionError
 from eqx_decoders.inference import text as text_module
-from eqx_decoders.inference.sampling import Greedy, Sample
 from eqx_decoders.inference.text import StreamDecoder, TextModel, load_text_model
 from eqx_decoders.io.huggingface import abstract_hf
 from eqx_decoders.io.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer, train_bpe
 from eqx_decoders.layers.embedding import LearnedPositions
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.sampling import Greedy, Sample
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

@@ -10,9 +10,9 @@ import numpy as np
 
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.inference.generate import generate
-from eqx_decoders.inference.generation_config import GenerationConfig
 from eqx_decoders.inference.text import prompt_ids
 from eqx_decoders.io.tokenizer import Tokenizer
+from eqx_decoders.sampling import GenerationConfig
 from eqx_decoders.training.data import Batch
 from eqx_decoders.training.loss import evaluation_sums
 from eqx_decoders.training.processes import any_process, place

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.inference.sampling import filter_logits, is_stop, sample_token
+from eqx_decoders.sampling import filter_logits, is_stop, sample_token
 
 
 LOGITS = jnp.log(jnp.asarray([[0.4, 0.3, 0.2, 0.06, 0.04]]))

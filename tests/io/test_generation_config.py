@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from eqx_decoders.errors import ConfigError, ConversionError
-from eqx_decoders.inference.generation_config import GenerationConfig, parse_token_ids, read_generation_config
-from eqx_decoders.inference.sampling import Greedy, Sample
+from eqx_decoders.io.generation_config import parse_token_ids, read_generation_config
+from eqx_decoders.sampling import GenerationConfig, Greedy, Sample
 
 
 def read(folder: Path, **content) -> GenerationConfig:

@@ -1,6 +1,7 @@
 """How the next token is chosen from logits."""
 
 import dataclasses
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -110,3 +111,41 @@ def _filtered(sampler: SamplerArrays, logits: Float[Array, "batch vocab"]) -> Fl
         lowest = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(sampler.min_p)
         logits = jnp.where(logits >= lowest, logits, -jnp.inf)
     return logits
+
+
+TEMPERATURE, TOP_P = 0.7, 0.95  # where neither the user nor the file sets anything
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationConfig:
+    """How a model is meant to write, as published with it; None for what is left out.
+
+    **Arguments:**
+
+    - `stop_ids`: a text ends with any of these tokens.
+    - `do_sample`: False: always the most likely token.
+    - `temperature`, `top_k`, `top_p`, `min_p`: those of `Sample`.
+    """
+
+    stop_ids: tuple[int, ...] = ()
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def sampler(self, **given: int | float | None) -> Sampler:
+        """The sampler for `given` temperature, top_k, top_p and min_p (None: not given), completed from these.
+
+        A temperature of 0 is greedy, and so is `do_sample` = False where nothing is given. Where neither
+        sets anything, temperature 0.7 and top_p 0.95.
+        """
+        names = ("temperature", "top_k", "top_p", "min_p")
+        requested = {name: given[name] for name in names if given.get(name) is not None}
+        if self.do_sample is False and not requested:
+            return Greedy()
+        published = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        merged: dict[str, Any] = {**(published or {"temperature": TEMPERATURE, "top_p": TOP_P}), **requested}
+        if merged.get("temperature") == 0:
+            return Greedy()
+        return Sample(**merged)

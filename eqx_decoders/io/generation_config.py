@@ -1,51 +1,12 @@
 """`generation_config.json`: the sampling settings and stop ids that were published with a model."""
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from eqx_decoders.errors import ConversionError, check
-from eqx_decoders.inference.sampling import Greedy, Sample, Sampler
 from eqx_decoders.io.directory import Directory
-
-
-TEMPERATURE, TOP_P = 0.7, 0.95  # where neither the user nor the file sets anything
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerationConfig:
-    """How a model is meant to write: the settings in the file; None for those it leaves out.
-
-    **Arguments:**
-
-    - `stop_ids`: a text ends with any of these tokens.
-    - `do_sample`: False: always the most likely token.
-    - `temperature`, `top_k`, `top_p`, `min_p`: those of `Sample`.
-    """
-
-    stop_ids: tuple[int, ...] = ()
-    do_sample: bool | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-
-    def sampler(self, **given: int | float | None) -> Sampler:
-        """The sampler for `given` temperature, top_k, top_p and min_p (None: not given), completed from the file.
-
-        A temperature of 0 is greedy, and so is `do_sample` = False in the file where nothing is given. Where neither
-        sets anything, temperature 0.7 and top_p 0.95.
-        """
-        names = ("temperature", "top_k", "top_p", "min_p")
-        requested = {name: given[name] for name in names if given.get(name) is not None}
-        if self.do_sample is False and not requested:
-            return Greedy()
-        published = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        merged: dict[str, Any] = {**(published or {"temperature": TEMPERATURE, "top_p": TOP_P}), **requested}
-        if merged.get("temperature") == 0:
-            return Greedy()
-        return Sample(**merged)
+from eqx_decoders.sampling import GenerationConfig
 
 
 def read_generation_config(directory: str | Path) -> GenerationConfig:
