@@ -44,6 +44,7 @@ DEFAULTS = {
     "BlockConfig": dict(wiring="sequential"),
     "DecoderConfig": dict(embedding_scale=1.0, init_std=0.02),
     "Origin": dict(settings="{}", generation=GenerationConfig()),
+    "GenerationConfig": dict(stop_ids=()),
     "Sample": dict(temperature=1.0),
     "StepConfig": dict(gradient_accumulation_steps=1, fused_loss=True),
     "OptimizerConfig": dict(

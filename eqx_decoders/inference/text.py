@@ -92,7 +92,7 @@ class TextModel:
         return tuple(sorted(found))
 
     def encode(self, prompt: Prompt) -> Int[np.ndarray, "length"]:
-        """The ids of a text to be continued, or of a conversation to be answered."""
+        """The ids of a text to be continued, or of a conversation: to be answered, unless the assistant spoke last."""
         if not isinstance(prompt, str):
             return self._conversation(prompt)
         if self.published and isinstance(self.tokenizer, JsonTokenizer):
@@ -102,7 +102,8 @@ class TextModel:
     def _conversation(self, messages: Sequence[Mapping[str, Any]]) -> Int[np.ndarray, "length"]:
         if self.chat is None or not isinstance(self.tokenizer, JsonTokenizer):
             raise ConfigError("This model has no chat template: give a text to be continued.")
-        return self.tokenizer.encode(self.chat.render(messages), special=True)
+        asked = not messages or messages[-1].get("role") != "assistant"
+        return self.tokenizer.encode(self.chat.render(messages, add_generation_prompt=asked), special=True)
 
     def write(
         self,
