@@ -1,7 +1,7 @@
 """What rides along one forward pass: how it is executed, and where its tokens stand."""
 
 import dataclasses
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, get_args
 
 import equinox as eqx
 from jaxtyping import Array, Int
@@ -16,6 +16,7 @@ AttentionName = Literal["auto", "dot", "chunked"]
 ExpertsName = Literal["auto", "dense", "dropless", "capacity"]
 ExchangeName = Literal["auto", "gather", "all_to_all"]
 LookupName = Literal["gather", "one_hot"]
+_WORDS = dict(attention=AttentionName, experts=ExpertsName, expert_exchange=ExchangeName, lookup=LookupName)
 
 
 class RunOptions(TypedDict, total=False):
@@ -80,9 +81,14 @@ class Execution:
     lookup: LookupName = "gather"
 
     def __post_init__(self):
-        check_word("Execution.lookup", self.lookup, ("gather", "one_hot"))
-        check_word("Execution.experts", self.experts, ("auto", "dense", "dropless", "capacity"))
-        check_word("Execution.expert_exchange", self.expert_exchange, ("auto", "gather", "all_to_all"))
+        words = {
+            "attention": AttentionName,
+            "experts": ExpertsName,
+            "expert_exchange": ExchangeName,
+            "lookup": LookupName,
+        }
+        for field, known in words.items():
+            check_word(f"Execution.{field}", getattr(self, field), get_args(known))
         object.__setattr__(self, "remat", get_remat(self.remat))
 
 

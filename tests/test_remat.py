@@ -11,7 +11,7 @@ from jax.ad_checkpoint import print_saved_residuals
 import eqx_decoders as ed
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.latent import LatentAttentionConfig
-from eqx_decoders.remat import NAMES, POLICIES, Remat, save
+from eqx_decoders.remat import NAMES, POLICIES, Remat, get_remat, save
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.settings import TrainConfig
 from tests.models import filled, packed, rich_decoder
@@ -99,7 +99,7 @@ def test_custom_lists_reach_the_model():
 @pytest.mark.parametrize(
     "make, words",
     [
-        (lambda: ed.Execution(remat="minimal_ofloaded"), ["'minimal_ofloaded'", "'minimal_offloaded'"]),
+        (lambda: get_remat("minimal_ofloaded"), ["'minimal_ofloaded'", "'minimal_offloaded'"]),
         (lambda: Remat(save=("quary_proj",)), ["'quary_proj'", "'query_proj'"]),
         (lambda: Remat(save=("mlpwo",), offload=("mlpwo",)), ["mlpwo", "both"]),
         (lambda: save(jnp.zeros(()), "mlpwoo"), ["'mlpwoo'", "'mlpwo'"]),

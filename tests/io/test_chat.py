@@ -138,7 +138,10 @@ HOSTILE = {
     "doubled strings": ("{% set x = 'a' %}" + DOUBLE + "{{ x | length }}", "processor time|MemoryError"),
     "doubled lists": (NEST + "{{ x }}", "MemoryError|processor time"),
     "equal lists": (NEST + NEST.replace("x", "y") + "{{ x == y }}", "processor time"),
-    "flood": ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "more than 10,000,000 characters"),
+    "flood": (
+        "{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}",
+        "10,000,000 characters|processor time",
+    ),
     "endless macro": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     "endless loop": ("{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}", "RecursionError"),
     "lorem ipsum": ("{{ lipsum(n=10 ** 9) }}", "processor time|MemoryError"),
