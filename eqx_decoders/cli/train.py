@@ -45,5 +45,5 @@ def parse(args: Sequence[str] | None = None, prog: str | None = None) -> TrainCo
     # The flags of the data have no prefix. This is said here and not in the classes, which do without tyro.
     TrainConfig.__annotations__["dataset"] = Annotated[DataConfig, tyro.conf.OmitArgPrefixes]
     for field, flag in (("path", "data"), ("held_out_path", "held-out")):
-        DataConfig.__annotations__[field] = Annotated[str | None, tyro.conf.arg(name=flag)]
+        DataConfig.__annotations__[field] = Annotated[tuple[str, ...] | None, tyro.conf.arg(name=flag)]
     return tyro.cli(TrainConfig, args=args, prog=prog, description=__doc__)
