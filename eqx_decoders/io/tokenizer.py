@@ -136,9 +136,9 @@ class JsonTokenizer:
             self._inner.encode_special_tokens = True
         return [(np.asarray(one.ids, np.int32), _inside(one, many)) for one, many in zip(found, spans, strict=True)]
 
-    def decode(self, ids: Ids) -> str:
-        """The text of `ids`; special tokens are left out."""
-        return self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
+    def decode(self, ids: Ids, *, special: bool = False) -> str:
+        """The text of `ids`; special tokens are left out, or with `special` stand as their names."""
+        return self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=not special)
 
     def save(self, directory: str | Path) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json`."""

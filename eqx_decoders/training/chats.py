@@ -4,7 +4,8 @@ The text is always one rendering of the whole conversation, since templates may 
 follow it (Qwen3 leaves out what was thought in earlier turns). Which part of it is the assistant's is told by the
 template's `{% generation %}` marks. A template without any is watched while it runs: what a turn of its loop over the
 messages writes is the text of that message. Of it all is trained on but the header: that with which a request for an
-answer ends, as far as it does not depend on the answer.
+answer ends, as far as it does not depend on the answer. (Where the template has no token that ends a turn, or writes it
+in the turn of the next message, as in GLM-4, none is learned.)
 """
 
 import itertools

@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -62,7 +62,7 @@ def read_json(file: Path, field: str) -> Iterator[Document]:
             yield _document(record, field, where)
 
 
-def _json_records(stream: BinaryIO, file: Path) -> Iterator[tuple[str, Any]]:
+def _json_records(stream: Any, file: Path) -> Iterator[tuple[str, Any]]:
     may_be_list = plain_suffix(file) == ".json"
     for number, line in enumerate(stream, 1):
         if may_be_list and line.lstrip().startswith(b"["):

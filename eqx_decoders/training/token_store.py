@@ -80,11 +80,13 @@ def open_store(
     held_out_fraction: float = 0.05,
     text_field: str = "text",
     template: ChatTemplate | None = None,
+    most: int | None = None,
 ) -> TokenStore:
     """Open the tokens of a corpus in `folder`, making them first if they aren't there.
 
     The manifest is written last, by a rename: a store without it was interrupted and is made again. One process at a
-    time makes it (a file lock), others wait and then open it. `template` writes conversations as texts.
+    time makes it (a file lock), others wait and then open it. `template` writes conversations as texts. `most` takes
+    only so many documents into a new store, to look at them: it is not opened again.
 
     Raises DataError if the files, the tokenizer, the split or, where there are conversations, the template are not
     those from which an existing store was made, and says what changed.
@@ -104,7 +106,7 @@ def open_store(
     with _locked(folder / "lock"):
         manifest = _read_manifest(folder)
         if manifest is None:
-            write_store(folder, tokenizer, path, held_out_path, request, files, template)
+            write_store(folder, tokenizer, path, held_out_path, request, files, template, most)
         else:
             if "chat_template" in manifest:
                 request["chat_template"] = None if template is None else template.content_hash

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -49,6 +50,7 @@ def write_store(
     request: Mapping[str, Any],
     files: Mapping[str, Path],
     template: ChatTemplate | None = None,
+    most: int | None = None,
 ) -> None:
     """Tokenise the documents below `path` (and `held_out_path`) into `folder`; the caller holds its lock.
 
@@ -58,8 +60,8 @@ def write_store(
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     partial.mkdir()
     try:
-        sources = {name: describe_file(file) for name, file in files.items()}
-        documents = _documents(tokenizer, path, held_out_path, request, template)
+        sources = {name: describe_file(file) for name, file in files.items()} if most is None else {}
+        documents = _documents(tokenizer, path, held_out_path, request, template, most)
         with _Writer(partial / "tokens.bin", tokenizer) as writer:
             for document, held_out in documents:
                 writer.add(document, held_out)
@@ -96,12 +98,18 @@ def _content_hash(request: Mapping[str, Any], sources: Mapping[str, dict[str, An
 
 
 def _documents(
-    tokenizer: Tokenizer, path: Paths, held_out_path: Paths, request: Mapping[str, Any], template: ChatTemplate | None
+    tokenizer: Tokenizer,
+    path: Paths,
+    held_out_path: Paths,
+    request: Mapping[str, Any],
+    template: ChatTemplate | None,
+    most: int | None,
 ) -> Iterator[tuple[Document, bool]]:
-    """Every document, and whether it is held out."""
+    """Every document, or the first `most`, and whether it is held out."""
 
     def read(path: Paths, flag: str = DATA) -> Iterator[Document]:
-        return read_documents(path, text_field=request["text_field"], tokenizer=tokenizer, flag=flag)
+        found = read_documents(path, text_field=request["text_field"], tokenizer=tokenizer, flag=flag)
+        return itertools.islice(found, most)
 
     is_held_out = held_out_rule(read(path), request["held_out_fraction"])
     yield from ((document, is_held_out(document)) for document in render_documents(read(path), template))
@@ -125,8 +133,7 @@ class _Writer:
         self.targets = array("q")
         self.has_chats = False
         self._tokenizer = tokenizer
-        self._stream = file.open("wb")
-        self._mask: BinaryIO | None = None
+        self._streams: list[BinaryIO] = [file.open("wb")]  # of tokens and, where only parts are trained on, of targets
         self._waiting: list[tuple[Document, bool]] = []
         self._waiting_size = 0
         self._bytes: dict[bool, int | None] = {False: 0, True: 0}
@@ -137,10 +144,10 @@ class _Writer:
 
     def __exit__(self, *error: object) -> None:
         with contextlib.ExitStack() as stack:
-            streams = [stack.enter_context(one) for one in (self._stream, self._mask) if one is not None]
+            stack.callback(lambda: [one.close() for one in self._streams])
             if error[0] is None:
                 self._encode()
-                for stream in streams:
+                for stream in self._streams:
                     stream.flush()
                     os.fsync(stream.fileno())
 
@@ -190,21 +197,20 @@ class _Writer:
         if document.chat is not None:
             self.has_chats = True
         else:
-            start = self._start[len(tokens) > 0 and tokens[0] == self._start[0] :]
-            end = self._end[len(tokens) > 0 and tokens[-1] in self._end :]
+            start = self._start[int(np.array_equal(tokens[:1], self._start)) :]
+            end = self._end[int(np.array_equal(tokens[-1:], self._end)) :]
             tokens = np.concatenate([start, tokens, end])
             targets = np.concatenate([np.zeros(len(start), bool), targets, np.ones(len(end), bool)])
-        if self._mask is None:
-            self._mask = Path(self._stream.name).with_name(TARGETS).open("wb")
+        if len(self._streams) == 1:
+            self._streams.append(Path(self._streams[0].name).with_name(TARGETS).open("wb"))
             for length in self.lengths:
-                self._mask.write(_without_first(np.ones(length, bool)).tobytes())
+                self._streams[1].write(_without_first(np.ones(length, bool)).tobytes())
         self._append(tokens, targets, held_out)
 
     def _append(self, tokens: np.ndarray, targets: np.ndarray, held_out: bool) -> None:
         targets = _without_first(targets)
-        self._stream.write(tokens.tobytes())
-        if self._mask is not None:
-            self._mask.write(targets.tobytes())
+        for stream, content in zip(self._streams, (tokens, targets), strict=False):
+            stream.write(content.tobytes())
         self.lengths.append(len(tokens))
         self.targets.append(int(targets.sum()))
         self.held_out.append(held_out)

@@ -157,6 +157,7 @@ def test_run_directories_of_earlier_versions_are_read(tmp_path):
     """Flat fields of the data, and the names that were changed, as an earlier version wrote them."""
     old = settings_json(dataclasses.replace(FULL, max_checkpoints=7, optimizer=OptimizerConfig(min_lr_ratio=0.25)))
     data = old.pop("dataset")
+    assert data.pop("chat_template") is None  # which there was not
     old |= {"data": data.pop("path"), "held_out": data.pop("held_out_path"), **data, "keep": old.pop("max_checkpoints")}
     old["step"]["accumulate"] = old["step"].pop("gradient_accumulation_steps")
     old["optimizer"]["clip_norm"] = old["optimizer"].pop("max_grad_norm")
