@@ -40,7 +40,7 @@ def describe_data(settings: TrainConfig, *, colours: bool = False) -> str:
             most=None if made else MOST,
         )
         chosen = store.documents("train")
-        shown = [_document(store, tokenizer, document, MARKS[colours]) for document in chosen[:SHOWN]]
+        shown = [_document(store, tokenizer, document, MARKS[colours]) for document in chosen[:SHOWN].tolist()]
         return "\n\n".join([*shown, _counts(store, data.seq_len, not made and len(store) >= MOST)])
 
 
@@ -79,8 +79,8 @@ def _document(store: TokenStore, tokenizer: Tokenizer, document: int, marks: tup
 def _counts(store: TokenStore, seq_len: int, cut_short: bool) -> str:
     counts, lengths = store.counts("train"), store.sizes[store.documents("train")]
     share = f"{counts.targets:,} of them targets ({counts.targets / max(counts.tokens, 1):.1%})"
-    first = f"of the first {len(store):,} documents, " * cut_short
-    lines = [f"{first}{counts.documents:,} to train on, {counts.tokens:,} tokens, {share}"]
+    first = f", of the first {len(store):,}" * cut_short
+    lines = [f"{counts.documents:,} documents to train on{first}, {counts.tokens:,} tokens, {share}"]
     if store.has_targets:
         longer = int((lengths > seq_len).sum())
         lines.append(f"{longer:,} are longer than --seq-len {seq_len}, and are cut; the others stay whole")

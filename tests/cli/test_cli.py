@@ -42,9 +42,10 @@ FLAGS = """
 --run-dir --model --init-from --init-weights --export --export-adapter --mtp-depths --lora-rank --lora-alpha
 --lora-targets --steps --data --held-out --held-out-fraction --text-field --chat-template --batch-size --seq-len --seed
 --pack --no-pack --tokenizer --bpe-vocab-size --checkpoint-every --max-checkpoints --eval-every --eval-batches
---sample-tokens --prompt --dtype --remat --remat-save --remat-offload --attention --layer-stats --no-layer-stats --tensorboard --describe
---no-describe --describe-data --no-describe-data --max-skipped --distributed --no-distributed --profile --list-models
---no-list-models
+--sample-tokens --prompt --dtype --remat
+--remat-save --remat-offload --attention --layer-stats --no-layer-stats --tensorboard --describe
+--no-describe --describe-data --no-describe-data --max-skipped --distributed --no-distributed --profile
+--list-models --no-list-models
 --mesh.data --mesh.fsdp --mesh.fsdp-transpose --mesh.context --mesh.tensor --mesh.tensor-sequence --mesh.expert
 --optimizer.name --optimizer.learning-rate --optimizer.schedule --optimizer.warmup-steps --optimizer.decay-fraction
 --optimizer.min-lr-ratio --optimizer.weight-decay --optimizer.no-decay --optimizer.trainable --optimizer.beta1
