@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
@@ -22,8 +23,8 @@ from eqx_decoders.io.directory import Directory
 
 JINJA = "chat_template.jinja"
 SOURCE_BYTES = 1_000_000
-SECONDS = 1.0  # of processor time
-MORE_SECONDS = 0.02  # for each further conversation in a process
+SECONDS = 1.0  # of processor time for one conversation
+MORE_SECONDS = 0.1  # for each in a process that renders many, on average
 WALL_SECONDS = 60.0  # longer, since other programs may keep the machine busy
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")  # what the process sees: no keys, no passwords
 _WORKER = Path(__file__).with_name("chat_worker.py")
@@ -95,7 +96,8 @@ class ChatTemplate:
     def render_many(self, conversations: Sequence[Conversation]) -> list[Rendered | ConversionError]:
         """Each conversation as a text, or the error that `render` would raise for it; all in one process.
 
-        They share the gigabyte and the ten million characters. Raises ConversionError for what ends the process.
+        They share the gigabyte and the ten million characters, and may take a tenth of a second on average. Raises
+        ConversionError for what ends the process.
         """
         if sys.platform == "win32":
             raise self._error("Windows has no limits for the process that renders untrusted templates")
@@ -106,25 +108,25 @@ class ChatTemplate:
             | {"add_generation_prompt": prompt}
             for messages, variables, prompt in conversations
         ]
-        seconds = SECONDS + MORE_SECONDS * (len(tasks) - 1)
-        work = {"source": self.source, "tasks": tasks, "seconds": seconds, "path": sys.path}
+        work = {"source": self.source, "tasks": tasks, "seconds": SECONDS, "path": sys.path}
+        work["total_seconds"] = math.ceil(SECONDS + MORE_SECONDS * len(tasks)) + 1  # and a start of the process
         try:
-            answers = json.loads(self._run(json.dumps(work).encode(), seconds))
+            answers = json.loads(self._run(json.dumps(work).encode(), WALL_SECONDS + len(tasks)))
         except (TypeError, ValueError, RecursionError) as error:
             raise DataError(f"messages and variables of a chat template must be JSON values: {error}.") from error
         return [self._error(one["error"]) if "error" in one else Rendered(**one) for one in answers]
 
-    def _run(self, work: bytes, seconds: float) -> bytes:
-        """What the process makes of its standard input."""
+    def _run(self, work: bytes, most: float) -> bytes:
+        """What the process makes of its standard input within `most` seconds."""
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-        most = WALL_SECONDS * seconds / SECONDS
         options: dict[str, Any] = dict(input=work, capture_output=True, timeout=most, env=environment)
         try:
             done = subprocess.run([sys.executable, "-I", str(_WORKER)], check=False, **options)
         except subprocess.TimeoutExpired as error:
             raise self._error(f"it took more than {most:g} s") from error
-        if done.returncode == -signal.SIGPROF:
-            raise self._error(f"it takes more than {seconds:g} s of processor time")
+        for number, each in ((signal.SIGPROF, f"{SECONDS:g} s"), (signal.SIGXCPU, f"{MORE_SECONDS:g} s on average")):
+            if done.returncode == -number:
+                raise self._error(f"it takes more than {each} of processor time")
         if done.returncode:
             last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
             raise self._error(f"its process ended with {done.returncode} ({last})")

@@ -2,9 +2,9 @@
 
 Jinja's sandbox keeps an untrusted template from Python's internals, but not from endless loops or strings of 10 GB:
 the operating system limits processor time and memory. Should the sandbox have a hole, no file, socket or process can
-be opened. Standard input holds a JSON object with `source`, `tasks`, `seconds` (of processor time for all) and `path`
-(where jinja2 is found). A task are the variables of a rendering. The output is a list with one JSON object for each:
-`{"error": sentence}`, or `text` with
+be opened. Standard input holds a JSON object with `source`, `tasks` (the variables of each rendering), `seconds` (of
+processor time for each), `total_seconds` and `path` (where jinja2 is found). The output is a list with one JSON object
+for each: `{"error": sentence}`, or `text` with
 
 - `generated`: [start, stop] of the characters within `{% generation %}`; null where the template has no such mark;
 - `messages`: [number of the message, start, stop] of what each turn of a loop over messages wrote.
@@ -27,10 +27,10 @@ def main() -> None:
     sys.path += task["path"]
     tracker = Tracker()
     environment = make_environment(tracker)
-    confine()
-    signal.setitimer(signal.ITIMER_PROF, task["seconds"])  # when it runs out, SIGPROF ends the process
+    confine(task["total_seconds"])
     template, answers, left = None, [], CHARACTERS
     for variables in task["tasks"]:
+        signal.setitimer(signal.ITIMER_PROF, task["seconds"])  # when it runs out, SIGPROF ends the process
         try:
             template = template or environment.from_string(traced(environment, task["source"]))
             answers.append(tracker.render(template, variables, left))
@@ -160,11 +160,13 @@ def make_environment(tracker):
     return environment
 
 
-def confine() -> None:
+def confine(seconds: int) -> None:
     """Limit what this process may take. A limit that the system lacks (macOS: memory) is left out."""
-    for name, limit in {"AS": MEMORY, "FSIZE": 0, "NOFILE": 0, "NPROC": 0, "CORE": 0}.items():
+    limits = {"AS": MEMORY, "CPU": seconds, "FSIZE": 0, "NOFILE": 0, "NPROC": 0, "CORE": 0}
+    for name, limit in limits.items():
         with contextlib.suppress(AttributeError, ValueError, OSError):
-            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
+            last = limit + (name == "CPU")  # a second after SIGXCPU comes SIGKILL
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, last))
 
 
 if __name__ == "__main__":

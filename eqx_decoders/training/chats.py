@@ -64,7 +64,10 @@ def _rendered(documents: Sequence[Document], template: ChatTemplate | None) -> I
     ]
     kinds = {_kind(chat.variables): chat.variables for chat in chats}
     probes = [probe for variables in kinds.values() for probe in _probes(variables)]
-    texts = template.render_many([*probes, *chats])
+    try:
+        texts = template.render_many([*probes, *chats])
+    except ConversionError as error:  # the process ended, in any of them
+        raise ConversionError(f"in {documents[0].where} to {documents[-1].where}: {error}") from error
     answers = (texts[3 * number : 3 * number + 3] for number in range(len(kinds)))
     headers = dict(zip(kinds, map(_header, answers), strict=True))
     for document, chat, text in zip(documents, chats, texts[len(probes) :], strict=True):

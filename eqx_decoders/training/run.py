@@ -166,7 +166,8 @@ class Run:
         name, devices = self.config.init_from or self.config.model, describe_devices(self.layout)
         print_status(f"{name}: {weights:,} weights{part} on {devices}")
         counts, epoch = self.data.store.counts("train"), self.data.rows_per_epoch
-        print_status(f"{counts.documents:,} documents, {counts.tokens:,} tokens, {epoch:,} sequences an epoch")
+        part = f", {counts.targets:,} of them targets" * self.data.store.has_targets
+        print_status(f"{counts.documents:,} documents, {counts.tokens:,} tokens{part}, {epoch:,} sequences an epoch")
 
     def _trackers(self, first_step: int) -> Trackers:
         if not self.writes:

@@ -23,7 +23,7 @@ from eqx_decoders.io.checkpoint import Checkpoints, load_weights
 from eqx_decoders.io.export import copy_tokenizer, export_config, save_hf
 from eqx_decoders.io.files import new_directory, write_atomically, write_json
 from eqx_decoders.io.huggingface import abstract_hf, load_hf, read_config
-from eqx_decoders.io.tokenizer import Tokenizer, load_tokenizer
+from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from eqx_decoders.training.lora import add_lora, merge_lora
 from eqx_decoders.training.optimizer import matching
 from eqx_decoders.training.settings import TrainConfig, check_resumable, load_settings
@@ -150,8 +150,9 @@ def load_text_run(run_dir: str | Path, step: int | None = None, **execution: Any
     source = run / SOURCE
     if settings.tokenizer is None and source.exists():
         return published_model(model, load_tokenizer(source), source)
-    folder = run / "tokenizer"
-    return TextModel(model=model, tokenizer=load_tokenizer(folder), chat=load_chat_template(folder))
+    tokenizer = load_tokenizer(run / "tokenizer")
+    chat = load_chat_template(run / "tokenizer") if isinstance(tokenizer, JsonTokenizer) else None
+    return TextModel(model=model, tokenizer=tokenizer, chat=chat)
 
 
 def export_run(

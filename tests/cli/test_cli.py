@@ -72,6 +72,10 @@ def test_flags_become_settings():
     config = parse([*words, "--lora-rank", "2", "--lora-targets", "*.mlp.*", "*.query"])
     assert type(config) is TrainConfig and config.mesh == MeshConfig(data=2)
     assert config.dataset == DataConfig(path="a", held_out_path="b", pack=False, batch_size=6)
+    assert parse(["--data", "a", "b.gz", "--held-out", "c", "d"]).dataset == DataConfig(
+        path=("a", "b.gz"), held_out_path=["c", "d"]
+    )
+    assert parse(["--data", "None"]).dataset.path is None
     assert config.optimizer.max_grad_norm is None and config.lora_targets == ("*.mlp.*", "*.query")
 
 

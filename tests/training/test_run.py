@@ -256,7 +256,10 @@ def test_a_run_on_conversations_with_a_template_of_its_own(folder):
     (folder / "chatml.jinja").write_text(CHATML)
     options = dict(data=folder / "chats.jsonl", held_out=folder / "chats.jsonl", seq_len=24, sample_tokens=0, steps=2)
     run = Trained(folder / "chats", chat_template=folder / "chatml.jinja", **options)
-    assert run.column("tokens") == [8 * 3.0] * 2 and "16 documents, 336 tokens, 16 sequences an epoch" in run.err
+    assert (
+        run.column("tokens") == [8 * 3.0] * 2
+        and "16 documents, 336 tokens, 48 of them targets, 16 sequences an epoch" in run.err
+    )
     assert "of all 48 tokens" in run.out and "of 48 bytes" in run.out
     kept = run.dir / "tokenizer" / "chat_template.jinja"
     assert kept.read_text() == CHATML
