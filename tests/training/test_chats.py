@@ -138,6 +138,8 @@ FORMS = {
     "{% if add_generation_prompt %}<assistant>{% endif %}",
     "thoughts asked for": "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>as{% endif %}",
+    "a line at the end": "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}{{ '!' }}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}",
     "a beginning": "{% for m in messages %}{{ 'all' if loop.first }}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}",
 }
@@ -150,6 +152,19 @@ def test_forms_of_templates(name):
         ["assistant 1</s>", "assistant 3</s>"],
         ["assistant 0</s>", "assistant 2</s>"],
     ]
+
+
+def test_a_header_ends_where_requests_and_answers_part():
+    source = "{% for m in messages %}<{{ m.role }}>{{ '+1' if m.role == 'assistant' }}{{ m.content }}</s>{% endfor %}"
+    source += "{% if add_generation_prompt %}<assistant>-1{% endif %}"
+    assert written(source, document("user", "assistant")) == [["+1assistant 1</s>"]]
+
+
+def test_headers_are_found_once_for_all_tools(monkeypatch):
+    rendered, real = [], ChatTemplate.render_many
+    monkeypatch.setattr(ChatTemplate, "render_many", lambda self, many: rendered.append(len(many)) or real(self, many))
+    talks = [document("user", "assistant", tools=[{"name": str(number)}]) for number in range(5)]
+    assert len(written(CHATML, *talks)) == 5 and rendered == [3 + 5]
 
 
 LOOP = "{% for m in messages %}"

@@ -65,6 +65,9 @@ def test_a_list_of_records_and_lines_in_a_json_file(tmp_path):
         found = list(read_json(tmp_path / name, "text"))
         assert [one.text for one in found] == texts, name
     assert found[1].where.endswith("lines.json:2")
+    (tmp_path / "list.json").write_text('{"text": "a"}\n[{"text": "b"}]')
+    with pytest.raises(DataError, match=r"list\.json:2 must hold a JSON object"):
+        list(read_json(tmp_path / "list.json", "text"))
     (tmp_path / "list.json").write_text('[{"text": "a"}, {"body": "b"}]')
     with pytest.raises(DataError, match=r"list\.json, record 2 has no field 'text'; its fields: body"):
         list(read_json(tmp_path / "list.json", "text"))
