@@ -9,12 +9,14 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.axes import named_leaves
+from eqx_decoders.io.chat import load_chat_template
 from eqx_decoders.io.checkpoint import load_weights
 from eqx_decoders.io.peft import load_peft
+from eqx_decoders.io.tokenizer import load_tokenizer
 from eqx_decoders.training.lora import merge_lora
 from eqx_decoders.training.runs import abstract_run, load_run
 from eqx_decoders.training.settings import load_settings
-from tests.commands import call
+from tests.commands import call, steps_of
 
 
 BASE = pathlib.Path(__file__).parent / "fixtures" / "chat_llama"
@@ -76,6 +78,25 @@ def test_a_full_run_is_exported_as_it_was_trained(full):
     assert not any(np.array_equal(here[name], before[name]) for name in here)
     assert np.array_equal(logits(exported), logits(trained))
     assert json.loads((full / "full-export" / "config.json").read_text())["eos_token_id"] == 257
+
+
+def test_conversations_are_learned_with_the_template_of_the_checkpoint(folder):
+    """Only the answers are targets; what is exported can be talked to as the checkpoint could."""
+    asked, told = [words[:7] for words in WORDS], "birds sing"
+    chats = [[{"role": "user", "content": asked[i % 3]}, {"role": "assistant", "content": told}] for i in range(40)]
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    shutil.copytree(BASE, folder / "talker")
+    changes = {"data": folder / "chats.jsonl", "init-from": folder / "talker", "export": folder / "chat-export"}
+    call("train", *options(folder, "chats", **changes))
+    rows = steps_of(folder / "chats")
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
+    answer = len(load_tokenizer(BASE).encode(told)) + 3  # <|end|> and two line breaks
+    assert all(row["tokens"] > 0 and row["tokens"] % answer == 0 for row in rows)
+    want, found = load_chat_template(BASE), load_chat_template(folder / "chat-export")
+    assert found is not None and want is not None and found.render(chats[0]) == want.render(chats[0])
+    shutil.rmtree(folder / "talker")
+    _, err = call("train", *options(folder, "chats", **changes | {"steps": 6, "export": folder / "chat-later"}))
+    assert "resumed at step 4" in err
 
 
 def test_it_learns_with_the_tokenizer_of_the_checkpoint(full):

@@ -5,28 +5,54 @@ Templates are untrusted. They are rendered in Jinja's immutable sandbox, without
 """
 
 import dataclasses
+import hashlib
 import importlib.util
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from eqx_decoders.errors import ConversionError, DataError, check, check_word, need_extra
 from eqx_decoders.io.directory import Directory
 
 
+JINJA = "chat_template.jinja"
 SOURCE_BYTES = 1_000_000
-SECONDS = 1.0  # of processor time
+SECONDS = 1.0  # of processor time for one conversation
+MORE_SECONDS = 0.1  # for each in a process that renders many, on average
 WALL_SECONDS = 60.0  # longer, since other programs may keep the machine busy
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")  # what the process sees: no keys, no passwords
 _WORKER = Path(__file__).with_name("chat_worker.py")
 
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+
 # transformers' names of the tokens that a template can use as variables.
 _TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
+
+class Conversation(NamedTuple):
+    """What is rendered: messages (see `check_messages`), further variables, and whether an answer is asked for."""
+
+    messages: Sequence[Mapping[str, Any]]
+    variables: Mapping[str, Any] = {}
+    add_generation_prompt: bool = False
+
+
+class Rendered(NamedTuple):
+    """A text with [start, stop) of its parts, in characters.
+
+    - `generated`: what the template marks with `{% generation %}`; None where it has no such mark.
+    - `messages`: what each turn of the template's loops over the messages wrote, behind the number of its message.
+    """
+
+    text: str
+    generated: Sequence[tuple[int, int]] | None
+    messages: Sequence[tuple[int, int, int]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +68,12 @@ class ChatTemplate:
         rule = f"a chat template of more than {SOURCE_BYTES:,} is not rendered"
         check(size <= SOURCE_BYTES, f"{self.where} has {size:,} bytes: {rule}.", ConversionError)
 
+    @property
+    def content_hash(self) -> str:
+        """Equal for equal templates, wherever they are from."""
+        content = json.dumps([self.source, dict(self.variables)], sort_keys=True)
+        return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
     def render(self, messages: Sequence[Any], *, add_generation_prompt: bool = True, **variables: Any) -> str:
         """The text of a conversation, to be encoded whole: `tokenizer.encode(text, special=True)`.
 
@@ -56,31 +88,49 @@ class ChatTemplate:
         refuses the conversation, or takes too much: more than a second of processor time, a gigabyte of memory or ten
         million characters.
         """
-        given = {"tools": None, "documents": None, **self.variables, **variables, "messages": _checked(messages)}
-        given["add_generation_prompt"] = add_generation_prompt
+        (found,) = self.render_many([Conversation(check_messages(messages), variables, add_generation_prompt)])
+        if isinstance(found, ConversionError):
+            raise found
+        return found.text
+
+    def render_many(self, conversations: Sequence[Conversation]) -> list[Rendered | ConversionError]:
+        """Each conversation as a text, or the error that `render` would raise for it; all in one process.
+
+        They share the gigabyte and the ten million characters, and may take a tenth of a second on average. Raises
+        ConversionError for what ends the process.
+        """
         if sys.platform == "win32":
             raise self._error("Windows has no limits for the process that renders untrusted templates")
         if importlib.util.find_spec("jinja2") is None:
             raise need_extra("jinja2", "hf")
+        tasks = [
+            {"tools": None, "documents": None, **self.variables, **variables, "messages": messages}
+            | {"add_generation_prompt": prompt}
+            for messages, variables, prompt in conversations
+        ]
+        work = {"source": self.source, "tasks": tasks, "seconds": SECONDS, "path": sys.path}
+        work["total_seconds"] = math.ceil(SECONDS + MORE_SECONDS * len(tasks)) + 1  # and a start of the process
         try:
-            task = json.dumps({"source": self.source, "variables": given, "seconds": SECONDS, "path": sys.path})
+            answers = json.loads(self._run(json.dumps(work).encode(), WALL_SECONDS + len(tasks)))
         except (TypeError, ValueError, RecursionError) as error:
             raise DataError(f"messages and variables of a chat template must be JSON values: {error}.") from error
+        return [self._error(one["error"]) if "error" in one else Rendered(**one) for one in answers]
+
+    def _run(self, work: bytes, most: float) -> bytes:
+        """What the process makes of its standard input within `most` seconds."""
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-        options: dict[str, Any] = dict(input=task.encode(), capture_output=True, timeout=WALL_SECONDS, env=environment)
+        options: dict[str, Any] = dict(input=work, capture_output=True, timeout=most, env=environment)
         try:
             done = subprocess.run([sys.executable, "-I", str(_WORKER)], check=False, **options)
         except subprocess.TimeoutExpired as error:
-            raise self._error(f"it took more than {WALL_SECONDS:g} s") from error
-        if done.returncode == -signal.SIGPROF:
-            raise self._error(f"it takes more than {SECONDS:g} s of processor time")
+            raise self._error(f"it took more than {most:g} s") from error
+        for number, each in ((signal.SIGPROF, f"{SECONDS:g} s"), (signal.SIGXCPU, f"{MORE_SECONDS:g} s on average")):
+            if done.returncode == -number:
+                raise self._error(f"it takes more than {each} of processor time")
         if done.returncode:
             last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
             raise self._error(f"its process ended with {done.returncode} ({last})")
-        answer = json.loads(done.stdout)
-        if "error" in answer:
-            raise self._error(answer["error"])
-        return answer["text"]
+        return done.stdout
 
     def _error(self, cause: str) -> ConversionError:
         printable = "".join(letter if letter.isprintable() else " " for letter in cause[:300])
@@ -88,11 +138,20 @@ class ChatTemplate:
         return ConversionError(f"{sentence}. Change the messages, or give the text without the template.")
 
 
-def load_chat_template(directory: str | Path, name: str = "default") -> ChatTemplate | None:
-    """The chat template of a tokenizer's directory; None if it has none.
+def read_chat_template(file: str | Path) -> ChatTemplate:
+    """The chat template in a file of Jinja. It knows no special tokens of a tokenizer. Raises ConfigError."""
+    check(Path(file).is_file(), f"--chat-template (DataConfig.chat_template) {str(file)!r} is no file.")
+    return ChatTemplate(source=_read(Path(file)), where=str(file))
 
-    It is `chat_template.jinja`, else in `chat_template.json`, else in `tokenizer_config.json`, where there may be
-    several with names. Raises ConversionError for files that are not as they should be, and for an unknown name.
+
+def load_chat_template(
+    directory: str | Path, name: str = "default", *, file: str | Path | None = None
+) -> ChatTemplate | None:
+    """The chat template of a tokenizer's directory, or that in `file` with the tokenizer's variables; None for none.
+
+    In the directory it is `chat_template.jinja`, else in `chat_template.json`, else in `tokenizer_config.json`, where
+    there may be several with names. Raises ConversionError for files that are not as they should be, and for an
+    unknown name.
     """
     folder = Directory(directory)
 
@@ -100,24 +159,26 @@ def load_chat_template(directory: str | Path, name: str = "default") -> ChatTemp
         return folder.json(file) if folder.has(file) else {}
 
     settings, older = content("tokenizer_config.json"), content("special_tokens_map.json")
-    file, found = "chat_template.jinja", None
-    if folder.has(file):
-        found = _read(folder.file(file))
+    variables = {token: text for token, text in special_tokens(settings, older).items() if text is not None}
+    if file is not None:
+        return dataclasses.replace(read_chat_template(file), variables=variables)
+    kept, found = JINJA, None
+    if folder.has(kept):
+        found = _read(folder.file(kept))
     if found is None:
-        file, found = "chat_template.json", content("chat_template.json").get("chat_template")
+        kept, found = "chat_template.json", content("chat_template.json").get("chat_template")
     if found is None:
-        file, found = "tokenizer_config.json", settings.get("chat_template")
+        kept, found = "tokenizer_config.json", settings.get("chat_template")
     if found is None or found == []:
         return None
     rows = found if isinstance(found, list) else [{"name": "default", "template": found}]
-    where = str(folder.path / file)
+    where = str(folder.path / kept)
     for row in rows:
         good = isinstance(row, dict) and all(isinstance(row.get(key), str) for key in ("name", "template"))
         rule = "chat_template must be a text, or a list of objects with a name and a template each"
         check(good, f"{where}: {rule}.", ConversionError)
     sources = {row["name"]: row["template"] for row in rows}
     word = check_word(f"{where}: chat template", name, sources, ConversionError)
-    variables = {token: text for token, text in special_tokens(settings, older).items() if text is not None}
     return ChatTemplate(source=sources[word], variables=variables, where=where)
 
 
@@ -145,15 +206,24 @@ def _read(path: Path) -> str:
         raise ConversionError(f"{path} is no UTF-8 text: {error}. Download it again.") from error
 
 
-def _checked(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """The messages without the keys whose value is None, which templates would take for a text."""
+def check_messages(messages: Sequence[Any], where: str = "messages") -> list[dict[str, Any]]:
+    """The messages as transformers gives them to a template, or DataError.
+
+    Keys whose value is None are left out, since templates would take it for a text. What the assistant thought goes by
+    several names: it is given as `reasoning_content` and `thinking`.
+    """
     good = isinstance(messages, list | tuple) and len(messages) > 0
-    check(good, f"messages={str(messages)[:60]} must be a list with at least one message.", DataError)
+    check(good, f"{where}={str(messages)[:60]} must be a list with at least one message.", DataError)
     for number, message in enumerate(messages):
-        where, mapping = f"messages[{number}]", isinstance(message, Mapping)
-        check(mapping, f"{where}={str(message)[:60]} must be an object with role and content.", DataError)
+        here, mapping = f"{where}[{number}]", isinstance(message, Mapping)
+        check(mapping, f"{here}={str(message)[:60]} must be an object with role and content.", DataError)
         role, content = message.get("role"), message.get("content")
-        check(isinstance(role, str), f"{where}: role={str(role)[:60]!r} must be a word such as 'user'.", DataError)
+        check(isinstance(role, str), f"{here}: role={str(role)[:60]!r} must be a word such as 'user'.", DataError)
         text = isinstance(content, str) or (content is None and "tool_calls" in message)
-        check(text, f"{where}: content={str(content)[:60]!r} must be a text.", DataError)
-    return [{key: value for key, value in message.items() if value is not None} for message in messages]
+        check(text, f"{here}: content={str(content)[:60]!r} must be a text.", DataError)
+    return [_with_thoughts({key: value for key, value in one.items() if value is not None}) for one in messages]
+
+
+def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    thoughts = next((message[name] for name in _THOUGHTS if name in message), None)
+    return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}

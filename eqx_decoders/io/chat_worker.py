@@ -2,8 +2,12 @@
 
 Jinja's sandbox keeps an untrusted template from Python's internals, but not from endless loops or strings of 10 GB:
 the operating system limits processor time and memory. Should the sandbox have a hole, no file, socket or process can
-be opened. Standard input holds a JSON object with `source`, `variables`, `seconds` (of processor time) and `path`
-(where jinja2 is found); the output is `{"text": ...}` or `{"error": sentence}`.
+be opened. Standard input holds a JSON object with `source`, `tasks` (the variables of each rendering), `seconds` (of
+processor time for each), `total_seconds` and `path` (where jinja2 is found). The output is a list with one JSON object
+for each: `{"error": sentence}`, or `text` with
+
+- `generated`: [start, stop] of the characters within `{% generation %}`; null where the template has no such mark;
+- `messages`: [number of the message, start, stop] of what each turn of a loop over messages wrote.
 """
 
 import contextlib
@@ -21,19 +25,97 @@ CHARACTERS = 10_000_000  # of a rendered text
 def main() -> None:
     task = json.load(sys.stdin.buffer)
     sys.path += task["path"]
-    environment = make_environment()
-    confine()
-    signal.setitimer(signal.ITIMER_PROF, task["seconds"])  # when it runs out, SIGPROF ends the process
-    try:
-        text = environment.from_string(task["source"]).render(task["variables"])
-        answer = {"text": text} if len(text) <= CHARACTERS else {"error": f"it has more than {CHARACTERS:,} characters"}
-    except Exception as error:  # a template can raise anything
-        answer = {"error": f"{type(error).__name__}: {error}"}
+    tracker = Tracker()
+    environment = make_environment(tracker)
+    confine(task["total_seconds"])
+    template, answers, left = None, [], CHARACTERS
+    for variables in task["tasks"]:
+        signal.setitimer(signal.ITIMER_PROF, task["seconds"])  # when it runs out, SIGPROF ends the process
+        try:
+            template = template or environment.from_string(traced(environment, task["source"]))
+            answers.append(tracker.render(template, variables, left))
+            left -= len(answers[-1]["text"])
+        except Exception as error:  # a template can raise anything
+            answers.append({"error": f"{type(error).__name__}: {error}"})
     signal.setitimer(signal.ITIMER_PROF, 0)
-    sys.stdout.write(json.dumps(answer))
+    sys.stdout.write(json.dumps(answers))
 
 
-def make_environment():
+class Tracker:
+    """Where in the text that is being rendered the messages and the marked parts are.
+
+    A template yields its text in pieces; what is called in it thus knows how much was written before. Inside of macros
+    and `{% set %}` blocks nothing is written yet: what these loops over is not seen.
+    """
+
+    def render(self, template, variables, most):
+        self.pieces, self.length = [], 0
+        self.numbers = {id(message): number for number, message in enumerate(variables["messages"])}
+        self.generated, self.messages, self.loops = [], [], []
+        for piece in template.generate(variables):
+            self.pieces.append(piece)
+            self.length += len(piece)
+            if self.length > most:
+                raise ValueError(f"it has more than {CHARACTERS:,} characters")
+        generated = self.generated if self.marks else None
+        return {"text": "".join(self.pieces), "generated": generated, "messages": self.messages}
+
+    marks = False  # whether the template has `{% generation %}`
+
+    def generate(self, caller):
+        text = caller()
+        self.generated.append((self.length, self.length + len(text)))
+        return text
+
+    def enter(self):
+        self.loops.append(None)
+        return ""
+
+    def turn(self, *items):
+        """A turn of the innermost loop begins, over `items`."""
+        self.leave()
+        found = [self.numbers[id(item)] for item in items if id(item) in self.numbers]
+        self.loops.append((found[0], self.length) if found else None)
+        return ""
+
+    def leave(self):
+        last = self.loops.pop()
+        if last is not None and self.length > last[1]:
+            self.messages.append((*last, self.length))
+        return ""
+
+
+def traced(environment, source):
+    """The program of a template, with calls of the tracker around each loop and at the begin of its turns."""
+    import jinja2.nodes as nodes
+
+    tracing = next(one for one in environment.extensions.values() if one.identifier.endswith("Tracing"))
+
+    def call(name, *arguments):
+        return nodes.Output([tracing.call_method(name, list(arguments))]).set_lineno(1)
+
+    def visit(node):
+        for field, value in node.iter_fields():
+            if isinstance(value, list) and any(isinstance(one, nodes.For) for one in value):
+                setattr(node, field, [new for one in value for new in around(one)])
+        for child in node.iter_child_nodes():
+            visit(child)
+
+    def around(node):
+        if not isinstance(node, nodes.For):
+            return [node]
+        targets = [node.target, *node.target.find_all(nodes.Name)]
+        names = [nodes.Name(one.name, "load") for one in targets if isinstance(one, nodes.Name)]
+        node.body.insert(0, call("turn", *names))
+        return [call("enter"), node, call("leave")]
+
+    program = environment.parse(source)
+    visit(program)
+    program.set_environment(environment)
+    return program
+
+
+def make_environment(tracker):
     """Jinja with the settings, filters and functions that transformers gives to chat templates."""
     import pprint  # noqa: F401 - which Jinja imports while it renders, when no file can be opened any more
     import textwrap  # noqa: F401
@@ -44,14 +126,20 @@ def make_environment():
     from jinja2.exceptions import SecurityError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(jinja2.ext.Extension):
-        """`{% generation %} … {% endgeneration %}` marks what the assistant wrote; the text is the same without."""
+    class Tracing(jinja2.ext.Extension):
+        """Calls the tracker. `{% generation %} … {% endgeneration %}` marks what the assistant wrote."""
 
         tags = {"generation"}  # noqa: RUF012 - Jinja's interface
 
+        enter, leave, turn = tracker.enter, tracker.leave, tracker.turn
+
         def parse(self, parser):
-            line = next(parser.stream).lineno
-            return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+            line, tracker.marks = next(parser.stream).lineno, True
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method("generate"), [], [], body, lineno=line)
+
+        def generate(self, caller):
+            return tracker.generate(caller)
 
     class Sandbox(ImmutableSandboxedEnvironment):
         def unsafe_undefined(self, obj, attribute):
@@ -63,7 +151,7 @@ def make_environment():
     def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):  # without escapes for HTML
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
-    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Tracing, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda pattern: datetime.datetime.now().strftime(pattern)
@@ -72,11 +160,13 @@ def make_environment():
     return environment
 
 
-def confine() -> None:
+def confine(seconds: int) -> None:
     """Limit what this process may take. A limit that the system lacks (macOS: memory) is left out."""
-    for name, limit in {"AS": MEMORY, "FSIZE": 0, "NOFILE": 0, "NPROC": 0, "CORE": 0}.items():
+    limits = {"AS": MEMORY, "CPU": seconds, "FSIZE": 0, "NOFILE": 0, "NPROC": 0, "CORE": 0}
+    for name, limit in limits.items():
         with contextlib.suppress(AttributeError, ValueError, OSError):
-            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
+            last = limit + (name == "CPU")  # a second after SIGXCPU comes SIGKILL
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, last))
 
 
 if __name__ == "__main__":

@@ -122,15 +122,40 @@ class JsonTokenizer:
         found = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(one.ids, np.int32) for one in found]
 
-    def decode(self, ids: Ids) -> str:
-        """The text of `ids`; special tokens are left out."""
-        return self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
+    def encode_spans(
+        self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """`encode(text, special=True)` of each text, and which tokens have characters in its spans, on all cores.
+
+        Tokens and characters belong together as transformers has it for its masks of the assistant's tokens.
+        """
+        self._inner.encode_special_tokens = False
+        try:
+            found = self._inner.encode_batch(list(texts), add_special_tokens=False)
+        finally:
+            self._inner.encode_special_tokens = True
+        return [(np.asarray(one.ids, np.int32), _inside(one, many)) for one, many in zip(found, spans, strict=True)]
+
+    def decode(self, ids: Ids, *, special: bool = False) -> str:
+        """The text of `ids`; special tokens are left out, or with `special` stand as their names."""
+        return self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=not special)
 
     def save(self, directory: str | Path) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json`."""
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": self._bos, "eos_token": self._eos}
         write_json(Path(directory) / "tokenizer_config.json", config)
         write_atomically(Path(directory) / "tokenizer.json", self._inner.to_str(pretty=True).encode())
+
+
+def _inside(encoding: Any, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    mask = np.zeros(len(encoding.ids), bool)
+    for start, stop in spans:
+        tokens = (encoding.char_to_token(place) for place in range(start, stop))
+        first = next((token for token in tokens if token is not None), None)  # some characters have none
+        tokens = (encoding.char_to_token(place) for place in reversed(range(start, stop)))
+        if first is not None:
+            mask[first : next(token for token in tokens if token is not None) + 1] = True
+    return mask
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) -> JsonTokenizer:

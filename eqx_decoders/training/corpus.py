@@ -1,28 +1,43 @@
-"""Where text comes from: documents out of plain text, JSON lines, Parquet and packed token files.
+"""Where text comes from: documents out of plain text, records (JSON, Parquet) and packed token files.
 
 Without a path the corpus is the source code of Python's own standard library, about 12 MB on every machine that runs
 this: nothing is downloaded.
 """
 
 import glob
-import hashlib
-import json
+import itertools
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from eqx_decoders.errors import DataError, check, need_extra
+from eqx_decoders.errors import DataError, check
+from eqx_decoders.io.compressed import is_compressed, open_stream, plain_suffix
 from eqx_decoders.io.tokenizer import Tokenizer
+from eqx_decoders.training.records import Document, decode, read_json, read_parquet
 
 
-RECORDS = (".jsonl", ".parquet", ".bin", ".npy")
+Paths = str | Sequence[str] | None
+
+DATA, HELD_OUT = "--data (DataConfig.path)", "--held-out (DataConfig.held_out_path)"  # for error messages
+RECORDS = (".jsonl", ".parquet", ".bin", ".npy", ".json")
+UNCOMPRESSED = (".parquet", ".bin", ".npy")  # mapped into memory, or compressed inside
 TEXTS = (
     *(".txt", ".text", ".md", ".rst", ".tex", ".html"),
     *(".py", ".c", ".h", ".cc", ".cpp", ".java", ".js", ".ts", ".rs"),
+)
+
+# Which files of a directory are its corpus: the first of these that chooses any. `.json` is late, since a folder of
+# texts or records often has settings beside them.
+PREFERENCES: tuple[Callable[[Path], bool], ...] = (
+    lambda file: file.suffix in RECORDS[:-1],
+    lambda file: is_compressed(file) and plain_suffix(file) == ".jsonl",
+    lambda file: file.suffix in TEXTS,
+    lambda file: plain_suffix(file) == ".json",
+    lambda file: is_compressed(file) and plain_suffix(file) in TEXTS,
 )
 
 # A plain text above LONG bytes is read as documents of about PIECE bytes, cut at line ends: one book can then be split
@@ -41,48 +56,48 @@ class Source(NamedTuple):
     file: Path
 
 
-class Document(NamedTuple):
-    """One document: its text, or its tokens without special ones around them. `where` is for error messages."""
-
-    where: str
-    text: str | None = None
-    tokens: np.ndarray | None = None
-    key: str | None = None  # hashed instead of the content to decide whether the document is held out
-
-    def draw(self) -> float:
-        """A number in [0, 1) from the hash of the document: equal on every machine, uniform over documents."""
-        if self.key is not None:
-            content = self.key.encode()
-        elif self.tokens is not None:
-            content = self.tokens.astype("<i8").tobytes()
-        else:
-            content = (self.text or "").encode()
-        return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest(), "big") / 2**48
+def as_paths(path: Paths) -> tuple[str | None, ...]:
+    """The paths one by one; of None: the one that stands for the standard library."""
+    return (path,) if path is None or isinstance(path, str) else tuple(path)
 
 
-def find_sources(path: str | None) -> tuple[Source, ...]:
-    """The files of `path` (a file, a directory or a glob; None: the standard library), in the order of their names.
+def find_sources(path: Paths, flag: str = DATA) -> tuple[Source, ...]:
+    """The files of `path`: one or several, each a file, a directory or a glob (None: the standard library).
 
-    Of a directory, the records (.jsonl, .parquet, .bin, .npy) are taken or, where it has none, the plain texts.
-    Raises DataError if there are none.
+    Those of a directory or glob come in the order of their names. Of a directory the records (.jsonl, .parquet, .bin,
+    .npy) are taken or, where it has none, the compressed ones; then the plain texts; then what else can be read. Files
+    and globs must have endings that are known, or none at all: that is plain text, as in `LICENSE`.
+
+    Raises DataError, with the flag, if there are none.
     """
+    found: dict[str, Source] = {}
+    for one in as_paths(path):
+        for name, file in _find(one, flag):
+            copies = (f"{name} ({number})" for number in itertools.count(2))
+            name = name if name not in found else next(copy for copy in copies if copy not in found)
+            found[name] = Source(name, file)
+    return tuple(found.values())
+
+
+def _find(path: str | None, flag: str) -> Sequence[Source]:
     if path is None:
         return _standard_library()
-    root = Path(path)
-    if root.is_file():
-        return (Source(root.name, root),)
+    root, known = Path(path), " ".join(RECORDS + TEXTS)
     if root.is_dir():
         found = _below(root)
-        files = [one for one in found if one.file.suffix in RECORDS] or [
-            one for one in found if one.file.suffix in TEXTS
-        ]
-        known = " ".join(RECORDS + TEXTS)
-        check(bool(files), f"data path={path!r} holds no file that can be read; known endings: {known}.", DataError)
-        return tuple(files)
-    matches = sorted(Path(one) for one in glob.glob(path, recursive=True) if Path(one).is_file())
+        files = next(filter(None, ([one for one in found if chosen(one.file)] for chosen in PREFERENCES)), [])
+        check(bool(files), f"{flag} {path!r} holds no file that can be read; known endings: {known}.", DataError)
+        return files
+    matches = [root] if root.is_file() else sorted(Path(one) for one in glob.glob(path, recursive=True))
+    files = [file for file in matches if file.is_file()]
     rule = "it must be a file, a directory or a pattern that matches files"
-    check(bool(matches), f"data path={path!r} does not exist: {rule}.", DataError)
-    return tuple(Source(one.as_posix(), one) for one in matches)
+    check(bool(files), f"{flag} {path!r} does not exist: {rule}.", DataError)
+    for file in files:
+        whole = not is_compressed(file) or plain_suffix(file) not in UNCOMPRESSED
+        rule = f"known endings are {known}, and .gz and .zst behind those of text and JSON"
+        good = plain_suffix(file) in ("", *RECORDS, *TEXTS) and whole
+        check(good, f"{flag} {str(file)!r} is of an unknown kind: {rule}. Rename it to .txt if it is text.", DataError)
+    return [Source(file.name if file == root else file.as_posix(), file) for file in files]
 
 
 def _below(root: Path, skip: frozenset[str] = frozenset()) -> list[Source]:
@@ -100,78 +115,47 @@ def _standard_library() -> tuple[Source, ...]:
     found = tuple(
         one for one in _below(root, SKIPPED_FOLDERS) if one.name.endswith(".py") and BUILD_SETTINGS not in one.name
     )
-    check(bool(found), f"the standard library at {root} holds no source files: give a data path.", DataError)
+    check(bool(found), f"the standard library at {root} holds no source files: give {DATA}.", DataError)
     return found
 
 
 def read_documents(
-    path: str | None, *, text_field: str = "text", tokenizer: Tokenizer | None = None
+    path: Paths, *, text_field: str = "text", tokenizer: Tokenizer | None = None, flag: str = DATA
 ) -> Iterator[Document]:
     """Every document below `path` in a fixed order, read lazily. Documents without text are left out.
 
     - plain text: a file is a document (beyond 256 KiB: pieces of 64 KiB, cut at line ends);
-    - `.jsonl` and `.parquet`: a line or row is a document, its text in the field or column `text_field`;
+    - `.jsonl`, `.json` and `.parquet`: a line, member of the list or row is a document: the text in the field or column
+      `text_field`, else the conversation in `messages`, else a `prompt` and its `completion`;
     - `.bin` (raw) and `.npy`: a list of uint16 or uint32 tokens; a document ends at the `eos_id` of `tokenizer`.
 
     Raises DataError with file and line for what cannot be read.
     """
-    for source in find_sources(path):
-        if source.file.suffix == ".jsonl":
-            found = _read_json_lines(source, text_field)
-        elif source.file.suffix == ".parquet":
-            found = _read_parquet(source, text_field)
-        elif source.file.suffix in (".bin", ".npy"):
+    for source in find_sources(path, flag):
+        kind = plain_suffix(source.file)
+        if kind in (".jsonl", ".json"):
+            found = read_json(source.file, text_field)
+        elif kind == ".parquet":
+            found = read_parquet(source.file, text_field)
+        elif kind in (".bin", ".npy"):
             found = _read_tokens(source, tokenizer)
         else:
             found = _read_plain_text(source, key=source.name if path is None else None)
-        yield from (one for one in found if one.text or (one.tokens is not None and len(one.tokens)))
+        yield from (one for one in found if one.text or one.chat or (one.tokens is not None and len(one.tokens)))
 
 
 def _read_plain_text(source: Source, key: str | None) -> Iterator[Document]:
-    with source.file.open("rb") as stream:
-        if source.file.stat().st_size <= LONG:
-            yield Document(source.name, _decode(stream.read(), source.name), key=key)
-            return
+    with open_stream(source.file) as stream:
+        content = stream.read(LONG + 1)
+    if len(content) <= LONG:
+        yield Document(source.name, decode(content, source.name), key=key)
+        return
+    with open_stream(source.file) as stream:
         piece = 0
         while lines := stream.readlines(PIECE):
             where = f"{source.name}, piece {piece} of {PIECE} bytes"
-            yield Document(where, _decode(b"".join(lines), where), key=key)
+            yield Document(where, decode(b"".join(lines), where), key=key)
             piece += 1
-
-
-def _read_json_lines(source: Source, field: str) -> Iterator[Document]:
-    with source.file.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            where = f"{source.file}:{number}"
-            try:
-                record = json.loads(_decode(line, where))
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{where} is not valid JSON: {error}.") from error
-            check(isinstance(record, dict), f"{where} must hold a JSON object with the field {field!r}.", DataError)
-            yield Document(where, _checked_text(record.get(field), field, where, record))
-
-
-def _read_parquet(source: Source, field: str) -> Iterator[Document]:
-    try:
-        import pyarrow.parquet as parquet
-        from pyarrow import ArrowException
-    except ImportError as error:
-        raise need_extra("pyarrow", "train") from error
-    try:
-        with parquet.ParquetFile(source.file) as file:
-            columns = file.schema_arrow.names
-            rule = f"has no column {field!r}; its columns: {', '.join(columns)}"
-            check(field in columns, f"{source.file} {rule}. Set text_field.", DataError)
-            row = 0
-            for batch in file.iter_batches(batch_size=512, columns=[field]):  # one row group at a time
-                for value in batch.column(0).to_pylist():
-                    where = f"{source.file}, row {row}"
-                    yield Document(where, _checked_text(value, field, where, {field: value}))
-                    row += 1
-    except (ArrowException, OSError) as error:
-        raise DataError(f"{source.file} is not a Parquet file that can be read: {error}") from error
 
 
 def _read_tokens(source: Source, tokenizer: Tokenizer | None) -> Iterator[Document]:
@@ -223,25 +207,6 @@ def _check_ids(tokens: np.ndarray, start: int, file: Path, vocab_size: int) -> N
         place = int(np.argmax(tokens >= vocab_size))
         found = f"{file} holds the token id {tokens[place]} at place {start + place}"
         raise DataError(f"{found}; ids must be below vocab_size={vocab_size}: is it another tokenizer's file?")
-
-
-def _checked_text(value: Any, field: str, where: str, record: dict[str, Any]) -> str:
-    if field not in record:
-        raise DataError(f"{where} has no field {field!r}; its fields: {', '.join(record)}. Set text_field.")
-    kind = type(value).__name__
-    check(isinstance(value, str), f"{where}: field {field!r} must be a text, not {kind}.", DataError)
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{where}: field {field!r} is no Unicode text: {error}.") from error
-    return value
-
-
-def _decode(content: bytes, where: str) -> str:
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where} is not UTF-8 text: {error}. Convert it, or leave it out.") from error
 
 
 def held_out_rule(documents: Iterable[Document], fraction: float) -> Callable[[Document], bool]:

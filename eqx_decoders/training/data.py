@@ -14,13 +14,17 @@ leaves gaps and has to cut long documents anyway. Segment ids keep the documents
 costs one target (another one in each epoch, since the order changes). Held-out pieces, and those of `pack=False`,
 overlap by one token, so that every token of a document behind its leading separator, the closing one included, is a
 target exactly once, and `total loss / bytes` are honest nats per byte.
+
+**Conversations, and prompts with completions,** are trained on in part, and what comes before is its context. In a
+corpus that has any, documents of up to `seq_len` tokens are never cut: whole documents are fitted into rows. Longer
+ones are cut into pieces that overlap by one token; a piece may hold no target at all.
 """
 
 import dataclasses
 import functools
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +34,12 @@ from jaxtyping import Bool, Float, Int
 
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.errors import DataError, check, check_integer, check_number, check_word, need_extra
+from eqx_decoders.io.chat import ChatTemplate, read_chat_template
 from eqx_decoders.io.files import new_directory
 from eqx_decoders.io.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from eqx_decoders.training.chats import render_documents
 from eqx_decoders.training.corpus import held_out_rule, read_documents
-from eqx_decoders.training.packing import Plan, permutation, plan_overlapping, plan_packed, plan_padded
+from eqx_decoders.training.packing import Plan, permutation, plan_overlapping, plan_packed, plan_padded, plan_whole
 from eqx_decoders.training.token_store import TokenStore, open_store
 from eqx_decoders.training.token_writer import SPLITS
 
@@ -57,14 +63,18 @@ class Batch(eqx.Module):
 class DataConfig:
     """What is trained on."""
 
-    path: str | None = None
-    """File, directory or glob: text, .jsonl, .parquet, tokens in .bin/.npy; None: the text of Python's own library."""
-    held_out_path: str | None = None
+    path: str | Sequence[str] | None = None
+    """Files, directories or globs: text, .jsonl, .json, also with .gz or .zst, .parquet, tokens in .bin/.npy; None: the
+    text of Python's own library."""
+    held_out_path: str | Sequence[str] | None = None
     """Data for evaluation, of the same kinds; None: a part of the training data, cut off by document."""
     held_out_fraction: float = 0.05
     """Share of the documents that is held out, chosen by hash, where evaluation has no data of its own; 0: none."""
     text_field: str = "text"
-    """Field of .jsonl records or column of .parquet files that holds the text."""
+    """Field of records or column of .parquet files that holds the text, or a list of messages; records without it may
+    have `messages`, or `prompt` and `completion`."""
+    chat_template: str | None = None
+    """File of the chat template (Jinja) that writes conversations as texts; None: that of init_from."""
     batch_size: int = 8
     """Sequences per step, over all devices and processes."""
     seq_len: int = 256
@@ -75,6 +85,11 @@ class DataConfig:
     """Put several documents into one sequence, kept apart by segment ids; otherwise pad each piece to seq_len."""
 
     def __post_init__(self):
+        for field in ("path", "held_out_path"):  # one path is a string, several are a tuple: as JSON gives them back
+            value = getattr(self, field)
+            if value is not None and not isinstance(value, str):
+                check(len(value) > 0, f"DataConfig.{field}={value!r} must have at least one path.")
+                object.__setattr__(self, field, value[0] if len(value) == 1 else tuple(value))
         check_integer("DataConfig.batch_size", self.batch_size)
         check_integer("DataConfig.seq_len", self.seq_len, 2)
         check_integer("DataConfig.seed", self.seed, 0)
@@ -92,10 +107,10 @@ def training_texts(config: DataConfig, *, max_bytes: int = 1 << 28) -> Iterator[
     """The first `max_bytes` of the training documents, for `train_bpe`: none that is held out is among them."""
     fraction = 0.0 if config.held_out_path else config.held_out_fraction
     is_held_out = held_out_rule(read_documents(config.path, text_field=config.text_field), fraction)
+    template = None if config.chat_template is None else read_chat_template(config.chat_template)
+    documents = (one for one in read_documents(config.path, text_field=config.text_field) if not is_held_out(one))
     size = 0
-    for document in read_documents(config.path, text_field=config.text_field):
-        if is_held_out(document):
-            continue
+    for document in render_documents(documents, template):
         text = document.text or ""
         size += len(text.encode())
         if size > max_bytes:
@@ -125,11 +140,13 @@ def make_dataset(
     split: str = "train",
     process_index: int = 0,
     process_count: int = 1,
+    template: ChatTemplate | None = None,
 ) -> "Batches":
     """This process's share, `[batch_size / process_count, seq_len]`, of the batches of a split.
 
     "train" never ends and is in another order in each epoch; "held_out" is one pass, its last batch filled up with
-    padding. The tokens are made once, in `cache_dir` (see `open_store`), and mapped into memory.
+    padding. The tokens are made once, in `cache_dir` (see `open_store`), and mapped into memory. `template` writes
+    conversations as texts.
 
     Raises ConfigError if the processes don't divide the batch, DataError if the data cannot be read, have changed or
     leave the split empty.
@@ -145,8 +162,10 @@ def make_dataset(
         held_out_path=config.held_out_path,
         held_out_fraction=config.held_out_fraction,
         text_field=config.text_field,
+        template=template,
     )
-    remedy = "give a held_out_path, or more documents" if split == "held_out" else "lower held_out_fraction"
+    few = "give more documents, or --held-out (DataConfig.held_out_path)"
+    remedy = few if split == "held_out" else "lower --held-out-fraction (DataConfig.held_out_fraction)"
     check(store.counts(split).documents > 0, f"the split {split!r} of the data is empty: {remedy}.", DataError)
     return Batches(store, config, split, process_index, process_count)
 
@@ -249,7 +268,8 @@ class Batches:
             tokens[here] = self.store[document][start:stop]
             segments[here] = segment
             positions[here] = np.arange(stop - start)
-            targets[here.start + 1 : here.stop] = True
+            targets[here] = self.store.targets(document)[start:stop]
+            targets[here.start] = False  # nothing of its piece predicts it
             used = here.stop
         return tokens, segments, positions, targets
 
@@ -263,8 +283,10 @@ class Batches:
     def _make_plan(self, epoch: int) -> Plan:
         documents, config = self.store.documents(self._split), self._config
         sizes = self.store.sizes[documents]
+        pack = plan_whole if self.store.has_targets else plan_overlapping if self._split == "held_out" else plan_packed
+        make = pack if config.pack else plan_padded
         if self._split == "held_out":
-            return (plan_overlapping if config.pack else plan_padded)(documents, sizes, config.seq_len)
+            return make(documents, sizes, config.seq_len)
         order = permutation(len(documents), f"{config.seed}/{epoch}/documents")
-        plan = (plan_packed if config.pack else plan_padded)(documents[order], sizes[order], config.seq_len)
+        plan = make(documents[order], sizes[order], config.seq_len)
         return plan._replace(order=permutation(len(plan.order), f"{config.seed}/{epoch}/rows"))

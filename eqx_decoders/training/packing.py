@@ -4,6 +4,7 @@ grain can pack, too, but as a stream: its rows cannot be found by number, on whi
 Every document is `size` tokens long, its separators included; `documents` and `sizes` come in the order of the epoch.
 """
 
+import bisect
 import hashlib
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -66,6 +67,49 @@ def plan_overlapping(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, 
             start = stop - 1
     rows, which, starts, stops = np.array(pieces, np.int64).reshape(-1, 4).T
     return Plan(rows, which, starts, stops, np.arange(row + 1))
+
+
+def plan_whole(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs"], seq_len: int) -> Plan:
+    """No document of up to `seq_len` tokens is cut; longer ones become pieces as in `plan_padded`.
+
+    Best fit, the largest first: a piece goes into the row with the least room that is enough. Pieces of one size are
+    placed together, in the order of the epoch, so a million documents take about a second. How many rows there are
+    follows from the sizes alone.
+    """
+    cut = plan_padded(documents, sizes, seq_len)
+    lengths = cut.stops - cut.starts
+    rows = np.zeros(len(lengths), np.int64)
+    rooms: list[int] = []  # that rows still have, ascending
+    with_room: dict[int, list[np.ndarray]] = {}
+    count = 0
+
+    def open_rows(room: int, numbers: np.ndarray) -> None:
+        if len(numbers) and room not in with_room:
+            bisect.insort(rooms, room)
+        if len(numbers):
+            with_room.setdefault(room, []).append(numbers)
+
+    largest_first = np.argsort(-lengths, kind="stable")
+    for group in np.split(largest_first, np.flatnonzero(np.diff(lengths[largest_first])) + 1):
+        size = int(lengths[group[0]])
+        while len(group):
+            place = bisect.bisect_left(rooms, size)
+            if place < len(rooms):
+                room = rooms.pop(place)
+                found = np.concatenate(with_room.pop(room))
+            else:
+                room, found = seq_len, np.arange(count, count + -(-len(group) // (seq_len // size)))
+                count += len(found)
+            each = room // size
+            used, rest = np.split(found, [-(-len(group) // each)])
+            placed, group = np.split(group, [len(used) * each])
+            rows[placed] = np.repeat(used, each)[: len(placed)]
+            last = len(placed) - (len(used) - 1) * each
+            open_rows(room, rest)
+            open_rows(room - each * size, used[:-1])
+            open_rows(room - last * size, used[-1:])
+    order = np.argsort(rows, kind="stable")
+    return Plan(rows[order], cut.documents[order], cut.starts[order], cut.stops[order], np.arange(count))
 
 
 def permutation(size: int, seed: str) -> Int[np.ndarray, "size"]:

@@ -35,8 +35,10 @@ from eqx_decoders.training.runs import (
     export_run,
     is_imported,
     keep_source,
+    keep_template,
     new_model,
     resume_settings,
+    run_template,
 )
 from eqx_decoders.training.settings import TrainConfig, describe_devices, is_new, save_settings, settings_json
 from eqx_decoders.training.step import StepMetrics, Trainer, TrainState
@@ -114,6 +116,8 @@ class Run:
         spec = config.tokenizer or ("bpe" if config.init_from is None else str(self.dir / SOURCE))
         limit = min(size, config.bpe_vocab_size or size)
         tokenizer = prepare_tokenizer(self.dir / "tokenizer", spec, config.dataset, limit, write=self.writes)
+        if self.writes:
+            keep_template(config, self.dir)
         length = config.dataset.seq_len
         rows = getattr(self.target.config.positions, "max_positions", length)
         check(length <= rows, f"seq_len={length}, but the model has {rows} learned positions: lower it.")
@@ -131,6 +135,7 @@ class Run:
             split=split,
             process_index=index,
             process_count=count,
+            template=run_template(self.config, self.dir),
         )
 
     def _first_state(self) -> tuple[TrainState, int]:
@@ -161,7 +166,8 @@ class Run:
         name, devices = self.config.init_from or self.config.model, describe_devices(self.layout)
         print_status(f"{name}: {weights:,} weights{part} on {devices}")
         counts, epoch = self.data.store.counts("train"), self.data.rows_per_epoch
-        print_status(f"{counts.documents:,} documents, {counts.tokens:,} tokens, {epoch:,} sequences an epoch")
+        part = f", {counts.targets:,} of them targets" * self.data.store.has_targets
+        print_status(f"{counts.documents:,} documents, {counts.tokens:,} tokens{part}, {epoch:,} sequences an epoch")
 
     def _trackers(self, first_step: int) -> Trackers:
         if not self.writes:

@@ -18,11 +18,12 @@ from eqx_decoders.create import abstract, add_mtp, init
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.families import get_config
 from eqx_decoders.inference.text import TextModel, published_model
+from eqx_decoders.io.chat import JINJA, ChatTemplate, load_chat_template, read_chat_template
 from eqx_decoders.io.checkpoint import Checkpoints, load_weights
 from eqx_decoders.io.export import copy_tokenizer, export_config, save_hf
-from eqx_decoders.io.files import new_directory, write_json
+from eqx_decoders.io.files import new_directory, write_atomically, write_json
 from eqx_decoders.io.huggingface import abstract_hf, load_hf, read_config
-from eqx_decoders.io.tokenizer import Tokenizer, load_tokenizer
+from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from eqx_decoders.training.lora import add_lora, merge_lora
 from eqx_decoders.training.optimizer import matching
 from eqx_decoders.training.settings import TrainConfig, check_resumable, load_settings
@@ -111,6 +112,26 @@ def _new_base(settings: TrainConfig, run_dir: str | Path, execution: Execution, 
     return dataclasses.replace(replaced(fresh, {name: leaves[name] for name in taken}), origin=model.origin)
 
 
+def run_template(settings: TrainConfig, run_dir: str | Path) -> ChatTemplate | None:
+    """What writes a run's conversations as texts: the file that it was given, else what came with its tokenizer."""
+    folder, file = _tokenizer_dir(settings, run_dir), settings.dataset.chat_template
+    kept = file is not None and not Path(file).exists() and (folder / JINJA).exists()
+    return load_chat_template(folder, file=None if kept else file)
+
+
+def keep_template(settings: TrainConfig, run_dir: str | Path) -> None:
+    """Put the file of a chat template beside the tokenizer of the run, with which it is exported."""
+    file = settings.dataset.chat_template
+    if file is not None and Path(file).exists():
+        source = read_chat_template(file).source
+        write_atomically(_tokenizer_dir(settings, run_dir) / JINJA, source.encode())
+
+
+def _tokenizer_dir(settings: TrainConfig, run_dir: str | Path) -> Path:
+    own = settings.tokenizer is not None or not (Path(run_dir) / SOURCE).exists()
+    return Path(run_dir) / ("tokenizer" if own else SOURCE)
+
+
 def load_run(run_dir: str | Path, step: int | None = None, **execution: Unpack[ExecutionOptions]) -> Decoder:
     """The newest weights of a run, or those of `step`, with adapters merged into them."""
     run = Path(run_dir)
@@ -129,7 +150,9 @@ def load_text_run(run_dir: str | Path, step: int | None = None, **execution: Unp
     source = run / SOURCE
     if settings.tokenizer is None and source.exists():
         return published_model(model, load_tokenizer(source), source)
-    return TextModel(model=model, tokenizer=load_tokenizer(run / "tokenizer"))
+    tokenizer = load_tokenizer(run / "tokenizer")
+    chat = load_chat_template(run / "tokenizer") if isinstance(tokenizer, JsonTokenizer) else None
+    return TextModel(model=model, tokenizer=tokenizer, chat=chat)
 
 
 def export_run(

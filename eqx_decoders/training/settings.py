@@ -118,6 +118,8 @@ class TrainConfig:
     """Write TensorBoard files into the run directory, too; None: if tensorboardX is installed."""
     describe: bool = False
     """Print the model's weights (path, shape, axes, sharding, bytes) and exit."""
+    describe_data: bool = False
+    """Print some of what is trained on, with the targets marked, and exit."""
     max_skipped: int = 10
     """Steps in a row that may have a loss or gradient that is not finite (they change nothing) before the run ends."""
     distributed: bool = False

@@ -1,7 +1,11 @@
 """Tokens of a corpus, made once: a memory-mapped file, an index of its documents and a manifest of what they are.
 
 A document is stored as `[start] tokens [end]`, where `end` is the tokenizer's eos and `start` its bos (eos, if it has
-none). The model thus predicts the first real token from the separator and learns where documents end.
+none). The model thus predicts the first real token from the separator and learns where documents end. A prompt with its
+completion is stored like that, too, but gets no second `start` or `end` where its text has one. A conversation stands
+as its chat template writes it, with nothing around it: the template knows how conversations begin and end.
+
+Of these two only a part is trained on: `targets.bin` then tells for every token of the corpus whether it is a target.
 """
 
 import contextlib
@@ -13,13 +17,17 @@ from typing import Any
 import numpy as np
 
 from eqx_decoders.errors import DataError
+from eqx_decoders.io.chat import ChatTemplate
 from eqx_decoders.io.lock import lock_file
 from eqx_decoders.io.tokenizer import Tokenizer
-from eqx_decoders.training.corpus import find_sources
-from eqx_decoders.training.token_writer import Counts, describe_file, write_store
+from eqx_decoders.training.corpus import HELD_OUT, Paths, find_sources
+from eqx_decoders.training.token_writer import TARGETS, Counts, describe_file, write_store
 
 
 FORMAT = 1
+FLAGS = {
+    name: "--" + name.replace("_", "-") for name in ("tokenizer", "text_field", "held_out_fraction", "chat_template")
+} | {"own_held_out_path": "whether --held-out is given"}
 
 
 class TokenStore:
@@ -30,12 +38,19 @@ class TokenStore:
         self.offsets: np.ndarray = np.load(folder / "offsets.npy", mmap_mode="r", allow_pickle=False)
         self.held_out: np.ndarray = np.load(folder / "held_out.npy", allow_pickle=False)
         self.tokens: np.ndarray = np.memmap(folder / "tokens.bin", self.manifest["dtype"], "r")
+        self.has_targets: bool = TARGETS in self.manifest["sizes"]
+        self._targets = np.memmap(folder / TARGETS, bool, "r") if self.has_targets else None
 
     def __len__(self) -> int:
         return len(self.held_out)
 
     def __getitem__(self, document: int | np.integer) -> np.ndarray:
         return self.tokens[self.offsets[document] : self.offsets[document + 1]]
+
+    def targets(self, document: int | np.integer) -> np.ndarray:
+        """Which tokens of `document` are targets; the first never is."""
+        place = slice(self.offsets[document], self.offsets[document + 1])
+        return np.arange(place.stop - place.start) > 0 if self._targets is None else self._targets[place]
 
     @property
     def sizes(self) -> np.ndarray:
@@ -44,7 +59,7 @@ class TokenStore:
 
     @property
     def content_hash(self) -> str:
-        """Equal for equal documents and tokenizers, wherever and whenever they were read."""
+        """Equal for equal documents, tokenizers and chat templates, wherever and whenever they were read."""
         return self.manifest["fingerprint"]
 
     def documents(self, split: str) -> np.ndarray:
@@ -60,16 +75,21 @@ def open_store(
     folder: str | Path,
     tokenizer: Tokenizer,
     *,
-    path: str | None = None,
-    held_out_path: str | None = None,
+    path: Paths = None,
+    held_out_path: Paths = None,
     held_out_fraction: float = 0.05,
     text_field: str = "text",
+    template: ChatTemplate | None = None,
+    most: int | None = None,
 ) -> TokenStore:
     """Open the tokens of a corpus in `folder`, making them first if they aren't there.
 
     The manifest is written last, by a rename: a store without it was interrupted and is made again. One process at a
-    time makes it (a file lock), others wait and then open it. Raises DataError if the files, the tokenizer or the split
-    are not those from which an existing store was made, and says what changed.
+    time makes it (a file lock), others wait and then open it. `template` writes conversations as texts. `most` takes
+    only so many documents into a new store, to look at them: it is not opened again.
+
+    Raises DataError if the files, the tokenizer, the split or, where there are conversations, the template are not
+    those from which an existing store was made, and says what changed.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,12 +101,15 @@ def open_store(
         "own_held_out_path": held_out_path is not None,
     }
     files = {f"train:{one.name}": one.file for one in find_sources(path)}
-    files |= {f"held_out:{one.name}": one.file for one in (find_sources(held_out_path) if held_out_path else ())}
+    held_out = find_sources(held_out_path, HELD_OUT) if held_out_path else ()
+    files |= {f"held_out:{one.name}": one.file for one in held_out}
     with _locked(folder / "lock"):
         manifest = _read_manifest(folder)
         if manifest is None:
-            write_store(folder, tokenizer, path, held_out_path, request, files)
+            write_store(folder, tokenizer, path, held_out_path, request, files, template, most)
         else:
+            if "chat_template" in manifest:
+                request["chat_template"] = None if template is None else template.content_hash
             _check_unchanged(folder, manifest, request, files)
     return TokenStore(folder)
 
@@ -113,7 +136,9 @@ def _check_unchanged(
 ) -> None:
     """Raise DataError with every difference between the store and what is asked for."""
     changes = [
-        f"{key} was {manifest.get(key)!r} and is {now!r}" for key, now in request.items() if manifest.get(key) != now
+        f"{FLAGS.get(key, key)} was {manifest.get(key)!r} and is {now!r}"
+        for key, now in request.items()
+        if manifest.get(key) != now
     ]
     old = manifest["sources"]
     changes += [f"{name} is gone" for name in old if name not in files]

@@ -1,32 +1,38 @@
 """Tokenises a corpus into the files of a token store."""
 
+import contextlib
 import hashlib
+import itertools
 import json
 import os
 import shutil
 from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from eqx_decoders.errors import DataError, check
+from eqx_decoders.io.chat import ChatTemplate
 from eqx_decoders.io.files import write_atomically
 from eqx_decoders.io.tokenizer import Tokenizer
+from eqx_decoders.training.chats import encode_spans, render_documents
 from eqx_decoders.training.compression import Gzip
-from eqx_decoders.training.corpus import Document, held_out_rule, read_documents
+from eqx_decoders.training.corpus import DATA, HELD_OUT, Paths, held_out_rule, read_documents
+from eqx_decoders.training.records import Document
 
 
 CHARACTERS_AT_ONCE = 1 << 20  # that are tokenised together
 SPLITS = ("train", "held_out")
+TARGETS = "targets.bin"  # one byte for each token: 1 where it is a target; only where some document has spans
 
 
 class Counts(NamedTuple):
-    """Of one split: documents, tokens (with the separators), tokens that are targets, bytes of UTF-8.
+    """Of one split: documents, tokens (with the separators), tokens that are targets, bytes of UTF-8 that are.
 
-    Every token but the first separator of its document is a target once: `targets = tokens - documents`. `bytes` is
-    None for training text that came as tokens. `gzip_nats_per_byte` is known for the held-out split.
+    Every token but the first of its document is a target once, or those in its spans. `bytes` is None for training text
+    that came as tokens. `gzip_nats_per_byte` is known for the held-out split.
     """
 
     documents: int
@@ -39,10 +45,12 @@ class Counts(NamedTuple):
 def write_store(
     folder: Path,
     tokenizer: Tokenizer,
-    path: str | None,
-    held_out_path: str | None,
+    path: Paths,
+    held_out_path: Paths,
     request: Mapping[str, Any],
     files: Mapping[str, Path],
+    template: ChatTemplate | None = None,
+    most: int | None = None,
 ) -> None:
     """Tokenise the documents below `path` (and `held_out_path`) into `folder`; the caller holds its lock.
 
@@ -52,15 +60,19 @@ def write_store(
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     partial.mkdir()
     try:
-        sources = {name: describe_file(file) for name, file in files.items()}
-        documents = _documents(tokenizer, path, held_out_path, request)
+        sources = {name: describe_file(file) for name, file in files.items()} if most is None else {}
+        documents = _documents(tokenizer, path, held_out_path, request, template, most)
         with _Writer(partial / "tokens.bin", tokenizer) as writer:
             for document, held_out in documents:
                 writer.add(document, held_out)
-        check(len(writer.lengths) > 0, f"data path={path!r} holds no text.", DataError)
+        check(len(writer.lengths) > 0, f"{DATA} {path!r} holds no text, or nothing that is trained on.", DataError)
         np.save(partial / "offsets.npy", np.append(0, np.cumsum(writer.lengths)))
         np.save(partial / "held_out.npy", np.array(writer.held_out, bool))
-        names = ("tokens.bin", "offsets.npy", "held_out.npy")
+        names = ["tokens.bin", "offsets.npy", "held_out.npy"]
+        if (partial / TARGETS).exists():
+            names.append(TARGETS)
+        if template is not None and writer.has_chats:
+            request = {**request, "chat_template": template.content_hash}
         sizes = {name: (partial / name).stat().st_size for name in names}
         manifest = {**request, "dtype": writer.dtype.str, "counts": writer.counts(), "sizes": sizes, "sources": sources}
         manifest["fingerprint"] = _content_hash(request, sources)
@@ -86,17 +98,23 @@ def _content_hash(request: Mapping[str, Any], sources: Mapping[str, dict[str, An
 
 
 def _documents(
-    tokenizer: Tokenizer, path: str | None, held_out_path: str | None, request: Mapping[str, Any]
+    tokenizer: Tokenizer,
+    path: Paths,
+    held_out_path: Paths,
+    request: Mapping[str, Any],
+    template: ChatTemplate | None,
+    most: int | None,
 ) -> Iterator[tuple[Document, bool]]:
-    """Every document, and whether it is held out."""
+    """Every document, or the first `most`, and whether it is held out."""
 
-    def read(path: str | None) -> Iterator[Document]:
-        return read_documents(path, text_field=request["text_field"], tokenizer=tokenizer)
+    def read(path: Paths, flag: str = DATA) -> Iterator[Document]:
+        found = read_documents(path, text_field=request["text_field"], tokenizer=tokenizer, flag=flag)
+        return itertools.islice(found, most)
 
     is_held_out = held_out_rule(read(path), request["held_out_fraction"])
-    yield from ((document, is_held_out(document)) for document in read(path))
+    yield from ((document, is_held_out(document)) for document in render_documents(read(path), template))
     if held_out_path:
-        yield from ((document, True) for document in read(held_out_path))
+        yield from ((document, True) for document in render_documents(read(held_out_path, HELD_OUT), template))
 
 
 class _Writer:
@@ -112,9 +130,11 @@ class _Writer:
         self.held_out = array("b")
         self._start = np.array([start], self.dtype)
         self._end = np.array([] if ends[1] is None else [ends[1]], self.dtype)
+        self.targets = array("q")
+        self.has_chats = False
         self._tokenizer = tokenizer
-        self._stream = file.open("wb")
-        self._waiting: list[tuple[str, bool]] = []
+        self._streams: list[BinaryIO] = [file.open("wb")]  # of tokens and, where only parts are trained on, of targets
+        self._waiting: list[tuple[Document, bool]] = []
         self._waiting_size = 0
         self._bytes: dict[bool, int | None] = {False: 0, True: 0}
         self._gzip = Gzip()
@@ -123,23 +143,27 @@ class _Writer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        with self._stream:
+        with contextlib.ExitStack() as stack:
+            stack.callback(lambda: [one.close() for one in self._streams])
             if error[0] is None:
                 self._encode()
-                self._stream.flush()
-                os.fsync(self._stream.fileno())
+                for stream in self._streams:
+                    stream.flush()
+                    os.fsync(stream.fileno())
 
     def add(self, document: Document, held_out: bool) -> None:
         """Take the next document."""
         text = document.text
         if text is None and held_out:  # bytes are counted of what is evaluated only: decoding is slow
             text = self._tokenizer.decode(np.asarray(document.tokens))
+        if text is not None and document.spans is not None:
+            text = "".join(text[start:stop] for start, stop in document.spans)
         self._count(text, held_out)
         if document.tokens is not None:
             self._encode()
             self._write(document.tokens, held_out)
             return
-        self._waiting.append((document.text or "", held_out))
+        self._waiting.append((document, held_out))
         self._waiting_size += len(document.text or "")
         if self._waiting_size >= CHARACTERS_AT_ONCE:
             self._encode()
@@ -152,24 +176,58 @@ class _Writer:
             self._gzip.add(content)
 
     def _encode(self) -> None:
-        encoded = self._tokenizer.encode_many([text for text, _ in self._waiting]) if self._waiting else []
-        for tokens, (_, held_out) in zip(encoded, self._waiting, strict=True):
-            self._write(tokens, held_out)
+        plain = [one.text or "" for one, _ in self._waiting if one.spans is None]
+        parted = [(one.text or "", one.spans) for one, _ in self._waiting if one.spans is not None]
+        texts = iter(self._tokenizer.encode_many(plain) if plain else [])
+        parts = iter(encode_spans(self._tokenizer, *zip(*parted, strict=True)) if parted else [])
+        for document, held_out in self._waiting:
+            if document.spans is None:
+                self._write(next(texts), held_out)
+            else:
+                self._write_targets(document, *next(parts), held_out)
         self._waiting, self._waiting_size = [], 0
 
     def _write(self, tokens: np.ndarray, held_out: bool) -> None:
         whole = np.concatenate([self._start, tokens.astype(self.dtype), self._end])
-        self._stream.write(whole.tobytes())
-        self.lengths.append(len(whole))
+        self._append(whole, np.ones(len(whole), bool), held_out)
+
+    def _write_targets(self, document: Document, tokens: np.ndarray, targets: np.ndarray, held_out: bool) -> None:
+        """A conversation stands as its template wrote it; a completion gets separators that it doesn't have."""
+        tokens = tokens.astype(self.dtype)
+        if document.chat is not None:
+            self.has_chats = True
+        else:
+            start = self._start[int(np.array_equal(tokens[:1], self._start)) :]
+            end = self._end[int(np.array_equal(tokens[-1:], self._end)) :]
+            tokens = np.concatenate([start, tokens, end])
+            targets = np.concatenate([np.zeros(len(start), bool), targets, np.ones(len(end), bool)])
+        if len(self._streams) == 1:
+            self._streams.append(Path(self._streams[0].name).with_name(TARGETS).open("wb"))
+            for length in self.lengths:
+                self._streams[1].write(_without_first(np.ones(length, bool)).tobytes())
+        self._append(tokens, targets, held_out)
+
+    def _append(self, tokens: np.ndarray, targets: np.ndarray, held_out: bool) -> None:
+        targets = _without_first(targets)
+        for stream, content in zip(self._streams, (tokens, targets), strict=False):
+            stream.write(content.tobytes())
+        self.lengths.append(len(tokens))
+        self.targets.append(int(targets.sum()))
         self.held_out.append(held_out)
 
     def counts(self) -> dict[str, dict[str, Any]]:
         """Of each split, the arguments of `Counts`."""
         found = {}
         for held_out, split in enumerate(SPLITS):
-            chosen = np.array(self.lengths)[np.array(self.held_out) == held_out]
-            documents, tokens = len(chosen), int(chosen.sum())
-            gzip = self._gzip.nats_per_byte() if held_out and documents else None
-            count = Counts(documents, tokens, tokens - documents, self._bytes[bool(held_out)], gzip)
+            chosen = np.array(self.held_out) == held_out
+            tokens, targets = (int(np.array(one)[chosen].sum()) for one in (self.lengths, self.targets))
+            gzip = self._gzip.nats_per_byte() if held_out and chosen.any() else None
+            count = Counts(int(chosen.sum()), tokens, targets, self._bytes[bool(held_out)], gzip)
             found[split] = count._asdict()
         return found
+
+
+def _without_first(targets: np.ndarray) -> np.ndarray:
+    """Nothing predicts the first token of a document."""
+    targets[:1] = False
+    return targets

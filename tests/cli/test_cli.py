@@ -40,10 +40,12 @@ def test_a_missing_package_is_named(monkeypatch, program):
 
 FLAGS = """
 --run-dir --model --init-from --init-weights --export --export-adapter --mtp-depths --lora-rank --lora-alpha
---lora-targets --steps --data --held-out --held-out-fraction --text-field --batch-size --seq-len --seed --pack --no-pack
---tokenizer --bpe-vocab-size --checkpoint-every --max-checkpoints --eval-every --eval-batches --sample-tokens --prompt
---dtype --remat --remat-save --remat-offload --attention --layer-stats --no-layer-stats --tensorboard --describe
---no-describe --max-skipped --distributed --no-distributed --profile --list-models --no-list-models
+--lora-targets --steps --data --held-out --held-out-fraction --text-field --chat-template --batch-size --seq-len --seed
+--pack --no-pack --tokenizer --bpe-vocab-size --checkpoint-every --max-checkpoints --eval-every --eval-batches
+--sample-tokens --prompt --dtype --remat
+--remat-save --remat-offload --attention --layer-stats --no-layer-stats --tensorboard --describe
+--no-describe --describe-data --no-describe-data --max-skipped --distributed --no-distributed --profile
+--list-models --no-list-models
 --mesh.data --mesh.fsdp --mesh.fsdp-transpose --mesh.context --mesh.tensor --mesh.tensor-sequence --mesh.expert
 --optimizer.name --optimizer.learning-rate --optimizer.schedule --optimizer.warmup-steps --optimizer.decay-fraction
 --optimizer.min-lr-ratio --optimizer.weight-decay --optimizer.no-decay --optimizer.trainable --optimizer.beta1
@@ -70,6 +72,10 @@ def test_flags_become_settings():
     config = parse([*words, "--lora-rank", "2", "--lora-targets", "*.mlp.*", "*.query"])
     assert type(config) is TrainConfig and config.mesh == MeshConfig(data=2)
     assert config.dataset == DataConfig(path="a", held_out_path="b", pack=False, batch_size=6)
+    assert parse(["--data", "a", "b.gz", "--held-out", "c", "d"]).dataset == DataConfig(
+        path=("a", "b.gz"), held_out_path=["c", "d"]
+    )
+    assert parse(["--data", "None"]).dataset.path is None
     assert config.optimizer.max_grad_norm is None and config.lora_targets == ("*.mlp.*", "*.query")
 
 

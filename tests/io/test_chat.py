@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from eqx_decoders.errors import ConversionError, DataError
+from eqx_decoders.errors import ConfigError, ConversionError, DataError
 from eqx_decoders.io import chat, chat_worker
-from eqx_decoders.io.chat import ChatTemplate, load_chat_template, special_tokens
+from eqx_decoders.io.chat import ChatTemplate, Conversation, Rendered, load_chat_template, special_tokens
 from eqx_decoders.io.tokenizer import JsonTokenizer, load_tokenizer
 
 
@@ -173,8 +173,68 @@ def test_a_template_has_a_second_of_processor_time():
     assert 1 < (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 5
 
 
+def test_the_time_is_that_of_each_and_of_all(monkeypatch):
+    """Long ones among many get their second; but not all of them, and one that never ends doesn't get that of all."""
+    monkeypatch.setattr(chat, "SECONDS", 0.4)
+    loop = "{% for i in range(n) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x"
+
+    def render(*loops):
+        return ChatTemplate(source=loop).render_many([Conversation(HELLO, {"n": n}) for n in loops])
+
+    begun = time.perf_counter()
+    with pytest.raises(ConversionError, match=r"more than 0\.4 s of processor time"):
+        render(1, 99999, *[0] * 200)
+    assert time.perf_counter() - begun < 10
+    monkeypatch.setattr(chat, "MORE_SECONDS", 0.0)
+    monkeypatch.setattr(chat, "SECONDS", 60.0)
+    monkeypatch.setattr(chat.math, "ceil", lambda seconds: 0)
+    with pytest.raises(ConversionError, match=r"more than 0 s on average of processor time"):
+        render(*[100] * 200)
+
+
+def test_one_that_fails_leaves_the_others_alone():
+    template = ChatTemplate(
+        source="{{ raise_exception('no') if n == 1 else n }}{% generation %}é{{ n }}{% endgeneration %}"
+    )
+    found = template.render_many([Conversation(HELLO, {"n": n}) for n in range(3)])
+    assert isinstance(found[1], ConversionError) and "no" in str(found[1])
+    assert [found[n] for n in (0, 2)] == [Rendered(f"{n}é{n}", [[1, 3]], []) for n in (0, 2)]
+
+
+def test_where_messages_stand_is_told():
+    source = "a{% for m in messages[1:] %}{% for n in messages %}{% endfor %}<{{ m.content }}>{% endfor %}b"
+    messages = [{"role": "user", "content": content} for content in ("x", "é", "", "zz")]
+    (found,) = ChatTemplate(source=source).render_many([Conversation(messages)])
+    assert found == Rendered("a<é><><zz>b", None, [[1, 1, 4], [2, 4, 6], [3, 6, 10]])
+
+
+def test_thoughts_go_by_all_their_names():
+    """As transformers gives them: templates ask for one or the other."""
+    source = "{% for m in messages %}{{ m.thinking }}|{{ m.reasoning_content }}|{{ m.reasoning }};{% endfor %}"
+    messages = [
+        {"role": "assistant", "content": "", name: name} for name in ("reasoning_content", "thinking", "reasoning")
+    ]
+    want = "reasoning_content|reasoning_content|;thinking|thinking|;reasoning|reasoning|reasoning;||;"
+    assert ChatTemplate(source=source).render([*messages, *HELLO]) == want
+
+
+def test_equal_templates_have_equal_hashes():
+    one = ChatTemplate(source="a", variables={"x": "1", "y": "2"}, where="here")
+    assert one.content_hash == ChatTemplate(source="a", variables={"y": "2", "x": "1"}, where="there").content_hash
+    others = ChatTemplate(source="b", variables=one.variables), ChatTemplate(source="a", variables={"x": "1"})
+    assert one.content_hash not in [other.content_hash for other in others]
+
+
+def test_a_file_is_taken_with_the_tokens_of_the_directory(tmp_path):
+    (tmp_path / "t.jinja").write_text("{{ eos_token }}")
+    found = load_chat_template(FIXTURE, file=tmp_path / "t.jinja")
+    assert found is not None and found.render(HELLO) == "<|end|>"
+    with pytest.raises(ConfigError, match=r"--chat-template .*none\.jinja' is no file"):
+        load_chat_template(FIXTURE, file=tmp_path / "none.jinja")
+
+
 def test_a_process_that_hangs_is_ended(monkeypatch):
-    monkeypatch.setattr(chat, "WALL_SECONDS", 0.1)
+    monkeypatch.setattr(chat, "WALL_SECONDS", -0.9)  # and a second for the conversation
     with pytest.raises(ConversionError, match=r"took more than 0\.1 s"):
         ChatTemplate(source=HOSTILE["nested ranges"][0]).render(HELLO)
 
@@ -186,7 +246,7 @@ import importlib.util, os, socket, subprocess, sys
 spec = importlib.util.spec_from_file_location("worker", {chat_worker.__file__!r})
 worker = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(worker)
-worker.confine()
+worker.confine(60)
 def shell():
     if os.system("true"):
         raise OSError("it did not run")

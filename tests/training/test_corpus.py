@@ -1,5 +1,6 @@
 """Sources of text: read whole, in a fixed order, split without overlap; faults are named."""
 
+import gzip
 import hashlib
 import json
 
@@ -8,13 +9,8 @@ import pytest
 
 from eqx_decoders.errors import DataError
 from eqx_decoders.io.tokenizer import ByteTokenizer
-from eqx_decoders.training.corpus import (
-    LONG,
-    Document,
-    find_sources,
-    held_out_rule,
-    read_documents,
-)
+from eqx_decoders.training.corpus import LONG, find_sources, held_out_rule, read_documents
+from eqx_decoders.training.records import Document
 from eqx_decoders.training.token_store import open_store
 
 
@@ -47,9 +43,54 @@ def test_a_directory_of_texts(tmp_path):
     assert [source.name for source in find_sources(str(tmp_path))] == ["a/empty.txt", "a/z.md", "b.txt", "e.py"]
     assert texts(tmp_path) == ["A", "B", "E"]
     assert texts(tmp_path / "**" / "*.txt") == ["B"]
-    assert texts(tmp_path / "d.png") == ["no"], "a file that is named is read as text"
+    with pytest.raises(DataError, match=r"--data .*d\.png' is of an unknown kind: known endings are \.jsonl"):
+        texts(tmp_path / "d.png")
     (tmp_path / "records.jsonl").write_text('{"text": "R"}')
     assert texts(tmp_path) == ["R"], "records go before texts"
+
+
+def test_several_paths_are_read_one_after_another(tmp_path):
+    for name in ("a/x.txt", "b/x.txt", "c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    paths = [str(tmp_path / one) for one in ("c.txt", "b", "a/*.txt", "a/x.txt")]
+    assert [one.text for one in read_documents(paths)] == ["c.txt", "b/x.txt", "a/x.txt", "a/x.txt"]
+    names = [source.name for source in find_sources(paths)]
+    assert names[:2] == ["c.txt", "x.txt"] and names[3] == "x.txt (2)" and names[2].endswith("a/x.txt")
+    assert find_sources([paths[1]]) == find_sources(paths[1])
+    with pytest.raises(DataError, match=r"--data \(DataConfig\.path\) '.*nowhere' does not exist"):
+        find_sources([paths[0], str(tmp_path / "nowhere")])
+
+
+def test_compressed_files_are_read_by_their_inner_ending(tmp_path):
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    contents = {"a.jsonl.gz": lines, "b.json.gz": json.dumps([{"text": "list"}]), "c.txt.gz": "plain", "d.gz": "none"}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(gzip.compress(content.encode()))
+    assert texts(tmp_path / "*.gz") == [*TEXTS, "list", "plain", "none"]
+    long = "".join(f"line {i}\n" for i in range(LONG // 4))
+    (tmp_path / "e.txt.gz").write_bytes(gzip.compress(long.encode()))
+    assert len(texts(tmp_path / "e.txt.gz")) > 4 and "".join(texts(tmp_path / "e.txt.gz")) == long
+    (tmp_path / "f.npy.gz").write_bytes(b"")
+    with pytest.raises(DataError, match=r"f\.npy\.gz' is of an unknown kind: .* behind those of text and JSON"):
+        texts(tmp_path / "f.npy.gz")
+
+
+def test_which_files_of_a_directory_are_its_corpus(tmp_path):
+    """The best kind only, so that settings beside texts and copies beside records are none of it."""
+    for name in ("notes.txt.gz", "settings.json", "readme.md", "a.jsonl.gz", "b.jsonl", "c.xyz"):
+        (tmp_path / name).write_bytes(b"")
+    for best in (["b.jsonl"], ["a.jsonl.gz"], ["readme.md"], ["settings.json"], ["notes.txt.gz"]):
+        assert [source.name for source in find_sources(str(tmp_path))] == best
+        (tmp_path / best[0]).unlink()
+    with pytest.raises(DataError, match="holds no file that can be read"):
+        find_sources(str(tmp_path))
+
+
+def test_a_file_without_an_ending_is_text(tmp_path):
+    (tmp_path / "LICENSE").write_text("permission")
+    (tmp_path / "DATA.JSONL").write_text('{"text": "capitals"}')
+    assert texts(tmp_path / "LICENSE") == ["permission"] and texts(tmp_path / "DATA.JSONL") == ["capitals"]
 
 
 def test_line_ends_are_kept(tmp_path):
@@ -114,9 +155,9 @@ FAULTS = {
     "field": (
         "a.jsonl",
         b'\n{"body": "a", "id": 1}',
-        r"a\.jsonl:2 has no field 'text'; its fields: body, id\. Set text_field",
+        r"a\.jsonl:2 has no field 'text'; its fields: body, id\. Set --text-field \(DataConfig\.text_field\)",
     ),
-    "number": ("a.jsonl", b'{"text": 3}', r"a\.jsonl:1: field 'text' must be a text, not int"),
+    "number": ("a.jsonl", b'{"text": 3}', r"a\.jsonl:1: field 'text' must be a text or a list of messages, not int"),
     "surrogate": ("a.jsonl", b'{"text": "\\ud800"}', r"a\.jsonl:1: field 'text' is no Unicode text"),
     "latin": ("a.txt", b"na\xefve", r"a\.txt is not UTF-8 text: .* Convert it"),
     "latin json": ("a.jsonl", b'{"text": "na\xefve"}', r"a\.jsonl:1 is not UTF-8 text"),
@@ -148,10 +189,12 @@ def test_sentences_for_faulty_data(tmp_path, fault):
 
 def test_sentences_for_faulty_columns_and_arrays(tmp_path):
     write_parquet(tmp_path / "a.parquet", {"body": ["a"]})
-    with pytest.raises(DataError, match=r"has no column 'text'; its columns: body\. Set text_field"):
+    with pytest.raises(DataError, match=r"has no column 'text'; its columns: body\. Set --text-field"):
         texts(tmp_path / "a.parquet")
     write_parquet(tmp_path / "b.parquet", {"text": ["a", None]})
-    with pytest.raises(DataError, match=r"b\.parquet, row 1: field 'text' must be a text, not NoneType"):
+    with pytest.raises(
+        DataError, match=r"b\.parquet, row 1: field 'text' must be a text or a list of messages, not NoneType"
+    ):
         texts(tmp_path / "b.parquet")
     np.save(tmp_path / "c.npy", np.zeros((2, 3), np.int64))
     with pytest.raises(DataError, match=r"holds int64 of shape \(2, 3\); it must be a list of uint16"):

@@ -4,6 +4,7 @@ import collections
 import itertools
 import json
 import math
+import random
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from eqx_decoders.errors import ConfigError, DataError
+from eqx_decoders.io.chat import ChatTemplate
 from eqx_decoders.io.tokenizer import ByteTokenizer
 from eqx_decoders.training.compression import Gzip
 from eqx_decoders.training.data import Batch, DataConfig, make_dataset, training_texts
@@ -260,7 +262,7 @@ def test_wrong_settings(make, settings, sentence):
 def test_an_empty_split_is_refused(tmp_path):
     (tmp_path / "one.txt").write_text("only one document")
     config = DataConfig(path=str(tmp_path / "one.txt"))
-    with pytest.raises(DataError, match=r"split 'held_out' of the data is empty: give a held_out_path"):
+    with pytest.raises(DataError, match=r"split 'held_out' of the data is empty: .* or --held-out"):
         make_dataset(config, ByteTokenizer(), cache_dir=tmp_path / "cache", split="held_out")
     with make_dataset(config, ByteTokenizer(), cache_dir=tmp_path / "cache") as batches:
         row = next(batches)
@@ -322,3 +324,103 @@ def test_texts_for_the_tokenizer_are_those_of_the_training_split(tmp_path):
     assert seen == [tokenizer.decode(store[i]) for i in store.documents("train")]
     held_out = {tokenizer.decode(store[i]) for i in store.documents("held_out")}
     assert held_out and held_out.isdisjoint(seen) and len(held_out) + len(seen) == 40
+
+
+# --- conversations ----------------------------------------------------------------------------------------------------
+
+TALK = ChatTemplate(source="{% for m in messages %}{{ m.content }} {% endfor %}")
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory):
+    """Conversations of 2 to 50 numbers, each number once, in turns of any length; a few pairs and texts among them."""
+    folder, numbers, generator = tmp_path_factory.mktemp("chats"), itertools.count(1), random.Random(0)
+    records = []
+    for size in [2, 3, 15, 16, 17, 30, 31, 32, 50, 8, 8, 8, 5, 4, 12, 13, 14, 2, 9, 10]:
+        texts = [str(next(numbers)) for _ in range(size)]
+        cuts = sorted({0, size, *generator.sample(range(1, size), min(3, size - 1))})
+        parts = [" ".join(texts[a:b]) for a, b in itertools.pairwise(cuts)]
+        roles = itertools.cycle(["user", "assistant"])
+        records.append({"messages": [{"role": next(roles), "content": part} for part in parts]})
+    records += [{"prompt": f"{next(numbers)} ", "completion": f"{next(numbers)} {next(numbers)}"} for _ in range(3)]
+    records += [{"text": f"{next(numbers)} {next(numbers)}"} for _ in range(3)]
+    (folder / "a.jsonl").write_text("\n".join(json.dumps(record) for record in records))
+    return folder
+
+
+@pytest.fixture
+def make_chats(chats):
+    made = []
+
+    def build(split="train", process_index=0, process_count=1, **settings):
+        settings = {"batch_size": BATCH, "seq_len": SEQ_LEN, "seed": 7, "held_out_fraction": 0.3, **settings}
+        config = DataConfig(path=str(chats / "a.jsonl"), **settings)
+        share = {"process_index": process_index, "process_count": process_count}
+        cache = chats / f"cache {config.held_out_fraction}"
+        made.append(make_dataset(config, Numbers(), cache_dir=cache, split=split, template=TALK, **share))
+        return made[-1]
+
+    yield build
+    for batches in made:
+        batches.close()
+
+
+def targets_of(found):
+    """How often each token is a target, as the loss sees it."""
+    seen = collections.Counter()
+    for row in found:
+        same = (row["segment_ids"][1:] == row["segment_ids"][:-1]) & (row["segment_ids"][1:] > 0)
+        assert not (row["loss_mask"][1:] & ~same).any() and not row["loss_mask"][0]
+        seen.update(row["tokens"][1:][row["loss_mask"][1:]].tolist())
+    return seen
+
+
+@pytest.mark.parametrize("split, pack", list(itertools.product(["train", "held_out"], [True, False])))
+@pytest.mark.parametrize("seq_len", [5, 16, 64])
+def test_every_target_of_a_conversation_counts_once_an_epoch(make_chats, split, pack, seq_len):
+    batches = make_chats(split, pack=pack, seq_len=seq_len, batch_size=1)
+    store, epoch = batches.store, batches.rows_per_epoch
+    want = collections.Counter()
+    for document in store.documents(split):
+        want.update(store[document][store.targets(document)].tolist())
+    assert sum(want.values()) == store.counts(split).targets
+    found = rows(take(batches, epoch * (2 if split == "train" else 1)))
+    for start in range(0, len(found), epoch):
+        assert targets_of(found[start : start + epoch]) == want
+
+
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_a_conversation_that_fits_is_never_cut(make_chats, split):
+    batches = make_chats(split)
+    found, whole = rows(take(batches, -(-batches.rows_per_epoch // BATCH))), collections.Counter()
+    for row in found[: batches.rows_per_epoch]:
+        for segment in range(1, int(row["segment_ids"].max()) + 1):
+            here = row["segment_ids"] == segment
+            whole[tuple(row["tokens"][here].tolist())] += 1
+            np.testing.assert_array_equal(row["positions"][here], np.arange(here.sum()))
+    store, cut = batches.store, 0
+    for document in store.documents(split):
+        tokens = tuple(store[document].tolist())
+        assert (whole[tokens] == 1) == (len(tokens) <= SEQ_LEN), document
+        cut += len(tokens) > SEQ_LEN
+    assert cut > 0 and max(int(row["segment_ids"].max()) for row in found) > 1
+
+
+def test_conversations_are_resumed_at_any_row(make_chats):
+    straight = rows(take(make_chats(batch_size=1), 40))
+    for point in (1, 7, 23):
+        first = make_chats(batch_size=1)
+        taken = rows(take(first, point))
+        again = make_chats(batch_size=2)
+        again.set_state(json.loads(json.dumps(first.get_state())))
+        taken += rows(take(again, 5))
+        for one, other in zip(straight, taken, strict=False):
+            for name in FIELDS:
+                np.testing.assert_array_equal(one[name], other[name])
+
+
+def test_processes_share_the_batches_of_conversations(make_chats):
+    alone, shares = take(make_chats(), 6), [take(make_chats("train", index, 2), 6) for index in range(2)]
+    for batch, *parts in zip(alone, *shares, strict=True):
+        for name in FIELDS:
+            np.testing.assert_array_equal(getattr(batch, name), np.concatenate([getattr(one, name) for one in parts]))

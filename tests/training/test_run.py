@@ -243,6 +243,36 @@ def test_describe_prints_the_weights():
         assert re.search(rf"-, {axis}\b|{axis}, -", out), axis
 
 
+CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+CHATML += "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+@shows("DataConfig.chat_template", "TrainConfig.describe_data")
+def test_a_run_on_conversations_with_a_template_of_its_own(folder):
+    """Each has 6 + 1 + 11 + 3 bytes, of which 3 are trained on; the template is kept."""
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "abc"}]
+    lines = "".join(json.dumps({"messages": chat, "id": number}) + "\n" for number in range(16))
+    (folder / "chats.jsonl").write_text(lines)
+    (folder / "chatml.jinja").write_text(CHATML)
+    options = dict(data=folder / "chats.jsonl", held_out=folder / "chats.jsonl", seq_len=24, sample_tokens=0, steps=2)
+    run = Trained(folder / "chats", chat_template=folder / "chatml.jinja", **options)
+    assert (
+        run.column("tokens") == [8 * 3.0] * 2
+        and "16 documents, 336 tokens, 48 of them targets, 16 sequences an epoch" in run.err
+    )
+    assert "of all 48 tokens" in run.out and "of 48 bytes" in run.out
+    kept = run.dir / "tokenizer" / "chat_template.jinja"
+    assert kept.read_text() == CHATML
+    (folder / "chatml.jinja").unlink()
+    again = Trained(run.dir, chat_template=folder / "chatml.jinja", **options | {"steps": 3})
+    assert "resumed at step 2" in again.err
+    words = flags(OPTIONS | {"--run-dir": run.dir, "--data": folder / "chats.jsonl"})
+    out, _ = call("train", *words, "--held-out", folder / "chats.jsonl", "--chat-template", kept, "--describe-data")
+    assert "<user>?<assistant>⟦abc⟧" in out and "48 of them targets (14.3%)" in out
+    _, err = call("train", *flags(OPTIONS | {"--run-dir": folder / "none", "--data": folder / "chats.jsonl"}), code=3)
+    assert "there is no chat template" in err and "--chat-template" in err
+
+
 @shows("TrainConfig.list_models")
 def test_models_are_listed():
     assert {"tiny", "tiny-moe", "llama3-8b"} <= set(call("train", "--list-models")[0].split())

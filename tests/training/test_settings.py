@@ -139,6 +139,18 @@ def test_settings_come_back_from_json_as_they_were(config, tmp_path):
     assert json.loads((tmp_path / "settings.json").read_text()) == settings_json(config)
 
 
+def test_one_path_is_a_text_and_several_are_a_tuple(tmp_path):
+    """As earlier versions wrote one, and as JSON gives several back."""
+    assert DataConfig(path=["a"]) == DataConfig(path=("a",)) == DataConfig(path="a")
+    several = TrainConfig(dataset=DataConfig(path=["a", "b"], held_out_path=("c", "d")))
+    assert several.dataset.path == ("a", "b") and hash(several.dataset)
+    save_settings(several, tmp_path / "settings.json")
+    assert load_settings(tmp_path / "settings.json") == several
+    assert json.loads((tmp_path / "settings.json").read_text())["dataset"]["path"] == ["a", "b"]
+    with pytest.raises(ConfigError, match=r"DataConfig\.path=\(\) must have at least one path"):
+        DataConfig(path=())
+
+
 def test_what_is_no_run_directory_is_refused(tmp_path):
     path = tmp_path / "settings.json"
     with pytest.raises(ConfigError, match=r"settings\.json is not there: .* is no run directory"):
@@ -157,6 +169,7 @@ def test_run_directories_of_earlier_versions_are_read(tmp_path):
     """Flat fields of the data, and the names that were changed, as an earlier version wrote them."""
     old = settings_json(dataclasses.replace(FULL, max_checkpoints=7, optimizer=OptimizerConfig(min_lr_ratio=0.25)))
     data = old.pop("dataset")
+    assert data.pop("chat_template") is None  # which there was not
     old |= {"data": data.pop("path"), "held_out": data.pop("held_out_path"), **data, "keep": old.pop("max_checkpoints")}
     old["step"]["accumulate"] = old["step"].pop("gradient_accumulation_steps")
     old["optimizer"]["clip_norm"] = old["optimizer"].pop("max_grad_norm")

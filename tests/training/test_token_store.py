@@ -1,20 +1,24 @@
 """The token store: made once, atomically, by one process; changes of its data are named."""
 
+import json
 import os
 import shutil
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from eqx_decoders.errors import DataError
-from eqx_decoders.io.tokenizer import ByteTokenizer
+from eqx_decoders.io.chat import ChatTemplate
+from eqx_decoders.io.tokenizer import ByteTokenizer, load_tokenizer
 from eqx_decoders.training import token_store, token_writer
 from eqx_decoders.training.corpus import read_documents
 from eqx_decoders.training.token_store import open_store
 
 
 BYTES = ByteTokenizer()
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
 @pytest.fixture
@@ -52,6 +56,87 @@ def test_the_store_holds_the_documents_in_order(corpus):
     }
 
 
+def test_what_stores_were_made_of_earlier_is_known_by_the_same_hash(corpus, tmp_path):
+    """As they were before there were conversations: with another hash their runs could not be resumed."""
+    assert build(corpus).content_hash == "f0dd11016b4d8a2fc1bbf1793d0e7b7c"
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    template = ChatTemplate(source="no conversation")
+    options = dict(path=[str(tmp_path / "a.jsonl")], held_out_path=str(corpus), template=template)
+    assert open_store(tmp_path / "s", BYTES, **options).content_hash == "2088aff65430f83544dd45969892ed9a"
+
+
+CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+CHATML += "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Two texts, a conversation, a prompt with its completion, and a text."""
+    chat = [{"role": "user", "content": "Größe?"}, {"role": "assistant", "content": "groß"}]
+    pair = {"prompt": "a b ", "completion": "c"}
+    records = [{"text": "one"}, {"text": "two"}, {"messages": chat}, pair, {"text": "three"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(record) for record in records))
+
+    def build(source=CHATML, **options):
+        template = None if source is None else ChatTemplate(source=source)
+        options = dict(path=str(tmp_path / "a.jsonl"), held_out_fraction=0.0, template=template) | options
+        return open_store(tmp_path / "cache", BYTES, **options)
+
+    return build
+
+
+def test_targets_are_stored_where_only_a_part_is_trained_on(mixed):
+    store = mixed()
+    bos, eos = BYTES.bos_id, BYTES.eos_id
+    assert store.has_targets and [BYTES.decode(store[i][store.targets(i)]) for i in range(5)] == [
+        *("one", "two", "groß\n", "c", "three")
+    ]
+    assert [(int(store[i][0]), int(store[i][-1])) for i in (0, 3, 4)] == [(bos, eos)] * 3
+    assert BYTES.decode(store[2]) == "<user>Größe?\n<assistant>groß\n" and not {bos, eos} & set(store[2].tolist())
+    assert [bool(store.targets(i)[-1]) for i in range(5)] == [True] * 5 and not any(
+        store.targets(i)[0] for i in range(5)
+    )
+    counts = store.counts("train")
+    assert counts.targets == sum(store.targets(i).sum() for i in range(5)) == 4 + 4 + 6 + 2 + 6
+    assert counts.tokens == store.sizes.sum() and counts.bytes == 3 + 3 + 6 + 1 + 5, "bytes of what is trained on"
+    assert set(os.listdir(store.tokens.filename.parent)) >= {"targets.bin", "tokens.bin"}
+
+
+def test_a_prompt_keeps_the_ends_that_it_has(tmp_path):
+    tokenizer = load_tokenizer(FIXTURES / "chat_llama")
+    pairs = [{"prompt": "<|begin|>hello", "completion": " there<|end|>"}, {"prompt": "hello", "completion": " there"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(pair) for pair in pairs))
+    store = open_store(tmp_path / "cache", tokenizer, path=str(tmp_path / "a.jsonl"), held_out_fraction=0.0)
+    assert store[0].tolist() == store[1].tolist() and store.targets(0).tolist() == store.targets(1).tolist()
+    there = tokenizer.encode(" there")
+    assert store[0].tolist()[-len(there) - 1 :] == [*there.tolist(), tokenizer.eos_id]
+    assert store.targets(0).sum() == len(there) + 1
+
+
+def test_a_store_of_conversations_is_of_one_template(mixed, monkeypatch):
+    first = mixed()
+    with pytest.raises(DataError, match=r"--chat-template was '\w+' and is '\w+'"):
+        mixed(CHATML + " ")
+    with pytest.raises(DataError, match=r"--chat-template was '\w+' and is None"):
+        mixed(None)
+    monkeypatch.setattr(token_store, "write_store", None)
+    assert mixed().content_hash == first.content_hash
+    monkeypatch.undo()
+    shutil.rmtree(first.tokens.filename.parent)
+    assert mixed(CHATML + " ").content_hash != first.content_hash
+
+
+def test_a_lost_file_of_targets_is_made_again(mixed):
+    want = [mixed().targets(i).tolist() for i in range(5)]
+    (mixed().tokens.filename.parent / "targets.bin").unlink()
+    assert [mixed().targets(i).tolist() for i in range(5)] == want
+
+
+def test_only_so_many_documents(mixed):
+    store = mixed(most=3)
+    assert len(store) == 3 and store.counts("train").documents == 3 and store.manifest["sources"] == {}
+
+
 def test_tokens_are_made_once(corpus, monkeypatch):
     first = build(corpus)
     monkeypatch.setattr(token_store, "write_store", None)
@@ -81,9 +166,9 @@ class Other(ByteTokenizer):
         (lambda folder: (folder / "03.txt").write_text("longer " * 40), "train:03.txt has other contents"),
         (lambda folder: (folder / "99.txt").write_text("new"), "train:99.txt is new"),
         (lambda folder: (folder / "00.txt").unlink(), "train:00.txt is gone"),
-        ({"tokenizer": Other()}, "tokenizer was 'bytes-1' and is 'other'"),
-        ({"held_out_fraction": 0.5}, "held_out_fraction was 0.05 and is 0.5"),
-        ({"text_field": "body"}, "text_field was 'text' and is 'body'"),
+        ({"tokenizer": Other()}, "--tokenizer was 'bytes-1' and is 'other'"),
+        ({"held_out_fraction": 0.5}, "--held-out-fraction was 0.05 and is 0.5"),
+        ({"text_field": "body"}, "--text-field was 'text' and is 'body'"),
     ],
 )
 def test_changed_data_are_refused_by_name(corpus, change, sentence):

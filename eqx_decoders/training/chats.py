@@ -1,0 +1,160 @@
+"""Conversations as texts, with the parts that the assistant wrote: what is trained on.
+
+The text is always one rendering of the whole conversation, since templates may write a turn in another way when others
+follow it (Qwen3 leaves out what was thought in earlier turns). Which part of it is the assistant's is told by the
+template's `{% generation %}` marks. A template without any is watched while it runs: what a turn of its loop over the
+messages writes is the text of that message. Of it all is trained on but the header: that with which a request for an
+answer ends, as far as it does not depend on the answer. (Where the template has no token that ends a turn, or writes it
+in the turn of the next message, as in GLM-4, none is learned.)
+"""
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from eqx_decoders.errors import ConversionError, DataError, check
+from eqx_decoders.io.chat import ChatTemplate, Conversation, Rendered, check_messages
+from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer
+from eqx_decoders.training.records import Document
+
+
+CHARACTERS_AT_ONCE, CHATS_AT_ONCE = 1 << 21, 4096  # that are rendered by one process
+ANSWER = "@answer@"  # of the probes that tell the header of an answer: nothing that stands in a header
+
+Span = tuple[int, int]
+
+
+def render_documents(documents: Iterator[Document], template: ChatTemplate | None) -> Iterator[Document]:
+    """The documents in their order, conversations with their text and the spans of the assistant's turns.
+
+    Conversations without any are left out. Raises DataError with file and line for a conversation that the template
+    refuses, or in which it writes turns so that they cannot be told apart; ConversionError for a template that takes
+    too much.
+    """
+    for batch in _batches(documents):
+        chats = [one for one in batch if one.chat is not None]
+        found = iter(_rendered(chats, template) if chats else [])
+        whole = (one if one.chat is None else next(found) for one in batch)
+        yield from (one for one in whole if one.spans is None or any(start < stop for start, stop in one.spans))
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    batch, size = [], 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text or "") + (0 if document.chat is None else len(str(document.chat)))
+        if size >= CHARACTERS_AT_ONCE or len(batch) >= CHATS_AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    yield batch
+
+
+def _rendered(documents: Sequence[Document], template: ChatTemplate | None) -> Iterator[Document]:
+    if template is None:
+        rule = "is a conversation, and there is no chat template that writes it as a text"
+        remedy = "Start from a chat model (--init-from), or give a file of Jinja with --chat-template"
+        raise DataError(f"{documents[0].where} {rule}. {remedy} (DataConfig.chat_template).")
+    chats = [
+        Conversation(check_messages(one.chat.messages, f"{one.where}: messages"), one.chat.variables)
+        for one in documents
+        if one.chat is not None
+    ]
+    kinds = {_kind(chat.variables): chat.variables for chat in chats}
+    probes = [probe for variables in kinds.values() for probe in _probes(variables)]
+    try:
+        texts = template.render_many([*probes, *chats])
+    except ConversionError as error:  # the process ended, in any of them
+        raise ConversionError(f"in {documents[0].where} to {documents[-1].where}: {error}") from error
+    answers = (texts[3 * number : 3 * number + 3] for number in range(len(kinds)))
+    headers = dict(zip(kinds, map(_header, answers), strict=True))
+    for document, chat, text in zip(documents, chats, texts[len(probes) :], strict=True):
+        if isinstance(text, ConversionError):
+            raise DataError(f"{document.where}: {text}") from text
+        first = 0 if document.chat is None else document.chat.first
+        turns = [number for number in range(first, len(chat.messages)) if chat.messages[number]["role"] == "assistant"]
+        if text.generated is None:
+            spans = _turns(text, len(chat.messages), turns, headers[_kind(chat.variables)])
+        else:
+            spans = _marked(text, first, turns)
+        rule = f"the assistant's turns cannot be told from the others in what {template.where} writes"
+        remedy = "Mark them there with {% generation %}, or leave the conversation out"
+        check(spans is not None, f"{document.where}: {rule}. {remedy}.", DataError)
+        yield document._replace(text=text.text, spans=spans)
+
+
+def _marked(text: Rendered, first: int, turns: Sequence[int]) -> tuple[Span, ...] | None:
+    """What the template marks, from message `first` on; None if that is nothing, although there are turns."""
+    begin = 0
+    if first > 0:
+        begin = min((start for number, start, _ in text.messages if number >= first), default=len(text.text))
+    spans = tuple((start, stop) for start, stop in text.generated or () if start >= begin)
+    return spans if spans or not turns else None
+
+
+def _turns(text: Rendered, count: int, turns: Sequence[int], header: str | None) -> tuple[Span, ...] | None:
+    """What the messages `turns` of `count` wrote, each behind the header; None where that isn't certain."""
+    spans, writing = [], {number for number, _, _ in text.messages}
+    for turn in turns:
+        places = [(start, stop) for number, start, stop in text.messages if number == turn]
+        next_writes = turn + 1 == count or turn + 1 in writing  # else this turn may have written the next message
+        if header is None or len(places) != 1 or not next_writes:
+            return None
+        start, stop = places[0]
+        if turn == 0:  # what begins every conversation may stand before its header
+            start = text.text.find(header, start, stop)
+        others = any(start < end and begin < stop for number, begin, end in text.messages if number != turn)
+        if start < 0 or others or not text.text.startswith(header, start):
+            return None
+        spans.append((start + len(header), stop))
+    return tuple(spans)
+
+
+def _kind(variables: Mapping[str, Any]) -> str:
+    return json.dumps(_settings(variables), sort_keys=True)
+
+
+def _settings(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables on which the header of an answer may depend."""
+    return {name: value for name, value in variables.items() if name not in ("tools", "documents")}
+
+
+def _probes(variables: Mapping[str, Any]) -> list[Conversation]:
+    """A question, the same with a request for an answer, and two questions with answers."""
+    question, answer = ({"role": role, "content": ANSWER} for role in ("user", "assistant"))
+    settings = _settings(variables)
+    return [
+        Conversation([question], settings),
+        Conversation([question], settings, add_generation_prompt=True),
+        Conversation([question, answer] * 2, settings),
+    ]
+
+
+def _header(answers: Sequence[Rendered | ConversionError]) -> str | None:
+    """What all answers begin with, as far as a request for an answer ends with it; None if the probes don't tell."""
+    texts = [one for one in answers if isinstance(one, Rendered)]
+    if len(texts) < 3 or not texts[0].messages:
+        return None
+    (question, _, ((_, _, end), *_)), (request, _, _), (text, _, messages) = texts
+    end = len(question) if request.startswith(question) else end  # a template may end what is no request
+    begins = [text[start:stop].partition(ANSWER)[0] for number, start, stop in messages if number % 2]
+    equal = (len(set(letters)) == 1 for letters in zip(request[end:], *begins, strict=False))
+    return begins[0][: sum(itertools.takewhile(bool, equal))] if begins else None
+
+
+def encode_spans(
+    tokenizer: Tokenizer, texts: Sequence[str], spans: Sequence[Sequence[Span]]
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The ids of each text, in which names of special tokens become these, and which tokens lie in its spans."""
+    if isinstance(tokenizer, JsonTokenizer):
+        return tokenizer.encode_spans(texts, spans)
+    return [_encode_pieces(tokenizer, *one) for one in zip(texts, spans, strict=True)]
+
+
+def _encode_pieces(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> tuple[np.ndarray, np.ndarray]:
+    cuts = [0, *(cut for span in spans for cut in span), len(text)]
+    pieces = [tokenizer.encode(text[start:stop]) for start, stop in itertools.pairwise(cuts)]
+    inside = [np.full(len(piece), number % 2 == 1) for number, piece in enumerate(pieces)]
+    return np.concatenate(pieces), np.concatenate(inside)

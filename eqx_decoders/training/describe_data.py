@@ -1,0 +1,87 @@
+"""Some of what a run is trained on, for people: its first documents, with the targets marked, and how much there is."""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from eqx_decoders.io.chat import ChatTemplate, load_chat_template
+from eqx_decoders.io.hub import resolve
+from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, train_bpe
+from eqx_decoders.training.data import training_texts
+from eqx_decoders.training.runs import SOURCE, resume_settings, run_template
+from eqx_decoders.training.settings import TrainConfig
+from eqx_decoders.training.token_store import TokenStore, open_store
+
+
+SHOWN, TOKENS = 3, 400  # documents, and tokens of each
+MOST, BYTES = 1000, 1 << 22  # documents that are read where there are no tokens yet, and bytes for a tokenizer
+MARKS = {True: ("\x1b[32m", "\x1b[0m"), False: ("⟦", "⟧")}  # around targets, with colours and without
+
+
+def describe_data(settings: TrainConfig, *, colours: bool = False) -> str:
+    """The first training documents as text, the targets in green or in ⟦brackets⟧, and the counts.
+
+    A run's own tokens are used where it has them. Otherwise the first thousand documents are tokenised, and counted.
+    """
+    settings = resume_settings(settings, settings.run_dir)
+    run, data = Path(settings.run_dir), settings.dataset
+    tokenizer, template = _tokenizer_and_template(settings, run)
+    made = (run / "data" / "manifest.json").exists()
+    with tempfile.TemporaryDirectory() as scratch:
+        store = open_store(
+            run / "data" if made else scratch,
+            tokenizer,
+            path=data.path,
+            held_out_path=data.held_out_path,
+            held_out_fraction=data.held_out_fraction,
+            text_field=data.text_field,
+            template=template,
+            most=None if made else MOST,
+        )
+        chosen = store.documents("train")
+        shown = [_document(store, tokenizer, document, MARKS[colours]) for document in chosen[:SHOWN].tolist()]
+        return "\n\n".join([*shown, _counts(store, data.seq_len, not made and len(store) >= MOST)])
+
+
+def _tokenizer_and_template(settings: TrainConfig, run: Path) -> tuple[Tokenizer, ChatTemplate | None]:
+    """Those of the run, or those that it would be begun with; a new BPE is made of less text."""
+    if (run / "tokenizer").exists():
+        return load_tokenizer(run / "tokenizer"), run_template(settings, run)
+    source = run / SOURCE
+    if settings.init_from is not None and not source.exists():
+        source = resolve(settings.init_from).path
+    spec = settings.tokenizer or ("bpe" if settings.init_from is None else str(source))
+    if spec != "bpe":
+        folder = source if settings.tokenizer is None else Path(spec)
+        file = settings.dataset.chat_template
+        there = folder.is_dir() or file is not None
+        template = load_chat_template(folder if folder.is_dir() else folder.parent, file=file) if there else None
+        return load_tokenizer(spec), template
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer = train_bpe(training_texts(settings.dataset, max_bytes=BYTES), settings.bpe_vocab_size or 4096)
+        tokenizer.save(scratch)
+        return tokenizer, load_chat_template(scratch, file=settings.dataset.chat_template)
+
+
+def _document(store: TokenStore, tokenizer: Tokenizer, document: int, marks: tuple[str, str]) -> str:
+    tokens, targets = store[document], store.targets(document)
+    text, cuts = "", np.flatnonzero(np.diff(targets[:TOKENS])) + 1
+    for part, is_target in zip(np.split(tokens[:TOKENS], cuts), np.split(targets[:TOKENS], cuts), strict=True):
+        special = {"special": True} if isinstance(tokenizer, JsonTokenizer) else {}
+        letters = tokenizer.decode(part, **special)
+        letters = "".join(one if one.isprintable() or one in "\n\t" else "\ufffd" for one in letters)
+        text += letters.join(marks) if is_target[0] else letters
+    rest = f" … and {len(tokens) - TOKENS:,} tokens more" if len(tokens) > TOKENS else ""
+    return f"--- document {document}: {len(tokens):,} tokens, {int(targets.sum()):,} targets ---\n{text}{rest}"
+
+
+def _counts(store: TokenStore, seq_len: int, cut_short: bool) -> str:
+    counts, lengths = store.counts("train"), store.sizes[store.documents("train")]
+    share = f"{counts.targets:,} of them targets ({counts.targets / max(counts.tokens, 1):.1%})"
+    first = f", of the first {len(store):,}" * cut_short
+    lines = [f"{counts.documents:,} documents to train on{first}, {counts.tokens:,} tokens, {share}"]
+    if store.has_targets:
+        longer = int((lengths > seq_len).sum())
+        lines.append(f"{longer:,} are longer than --seq-len {seq_len}, and are cut; the others stay whole")
+    return "\n".join(lines)
