@@ -2,10 +2,14 @@
 
     python scripts/train.py --run-dir runs/tiny --model tiny
 
-Started again on the same run directory, it goes on where it was. SIGTERM saves and exits with 143.
+Started again on the same run directory, it goes on where it was, with the settings of the run where none are given.
+SIGTERM saves and exits with 143.
 """
 
+import argparse
+import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import jax
@@ -17,7 +21,7 @@ from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.memory import keep_memory
 from eqx_decoders.training.run import train
 from eqx_decoders.training.runs import abstract_run
-from eqx_decoders.training.settings import TrainConfig
+from eqx_decoders.training.settings import TrainConfig, is_new, load_settings
 
 
 @program
@@ -39,11 +43,27 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
 
 
 def parse(args: Sequence[str] | None = None, prog: str | None = None) -> TrainConfig:
-    """The settings in the arguments of a command line; exits with 2 for what it doesn't know."""
+    """The settings in the arguments of a command line; exits with 2 for what it doesn't know.
+
+    In a run directory that was begun, those that are not given are the run's.
+    """
     import tyro
 
     # The flags of the data have no prefix. This is said here and not in the classes, which do without tyro.
     TrainConfig.__annotations__["dataset"] = Annotated[DataConfig, tyro.conf.OmitArgPrefixes]
-    for field, flag in (("path", "data"), ("held_out_path", "held-out")):
-        DataConfig.__annotations__[field] = Annotated[str | None, tyro.conf.arg(name=flag)]
-    return tyro.cli(TrainConfig, args=args, prog=prog, description=__doc__)
+    for field, name in (("path", "data"), ("held_out_path", "held-out")):
+        DataConfig.__annotations__[field] = Annotated[str | None, tyro.conf.arg(name=name)]
+    return tyro.cli(TrainConfig, args=args, prog=prog, description=__doc__, default=_defaults(args))
+
+
+def _defaults(args: Sequence[str] | None) -> TrainConfig:
+    """The settings of the run directory that the arguments name; without an export that was written already."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--run-dir", "--run_dir", default=TrainConfig.run_dir)
+    run_dir = finder.parse_known_args(args)[0].run_dir
+    if not (Path(run_dir) / "settings.json").is_file():
+        return TrainConfig()
+    run = load_settings(Path(run_dir) / "settings.json")
+    kept = {name: value for name in ("export", "export_adapter") if (value := getattr(run, name)) and is_new(value)}
+    once = {"export": None, "export_adapter": None, "allow_changes": False}
+    return dataclasses.replace(run, **{"run_dir": run_dir} | once | kept)

@@ -3,6 +3,7 @@
 import datetime
 import json
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -35,6 +36,7 @@ class RunLock:
     def __init__(self, run_dir: str | Path):
         self.path = Path(run_dir).expanduser().resolve() / ".lock"
         self._file: int | None = None
+        self._before: set[str] | None = None
 
     def __enter__(self) -> "RunLock":
         self.acquire()
@@ -45,6 +47,7 @@ class RunLock:
 
     def acquire(self) -> None:
         """Take the lock, or raise CheckpointError with who has it."""
+        there = {path for path in (self.path.parent, self.path) if path.exists()}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -61,12 +64,26 @@ class RunLock:
         except OSError as error:
             os.close(file)
             raise CheckpointError(f"run directory {self.path.parent} cannot be locked: {error}.") from error
+        if not self.path.exists() or not os.path.samestat(os.fstat(file), self.path.stat()):
+            os.close(file)  # of a start that failed meanwhile, and took its directory away
+            return self.acquire()
+        names = {path.name for path in self.path.parent.iterdir() if path != self.path or path in there}
+        self._before = names if names or self.path.parent in there else None
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         who = {"pid": os.getpid(), "host": socket.gethostname(), "since": now}
         os.ftruncate(file, 0)
         os.lseek(file, 0, os.SEEK_SET)
         os.write(file, json.dumps(who).encode() + b"\n")
         self._file = file
+
+    def undo(self) -> None:
+        """Delete what came into the directory since the lock was taken, and the directory if it was not there before."""
+        if self._before is None:
+            shutil.rmtree(self.path.parent, ignore_errors=True)
+            return
+        for path in self.path.parent.iterdir():
+            if path.name not in self._before:
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
     def release(self) -> None:
         """Release the lock. The file stays: another process may be opening it at this moment."""

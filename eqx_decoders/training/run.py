@@ -38,7 +38,14 @@ from eqx_decoders.training.runs import (
     new_model,
     resume_settings,
 )
-from eqx_decoders.training.settings import TrainConfig, describe_devices, is_new, save_settings, settings_json
+from eqx_decoders.training.settings import (
+    TrainConfig,
+    describe_devices,
+    flag,
+    is_new,
+    save_settings,
+    settings_json,
+)
 from eqx_decoders.training.step import StepMetrics, Trainer, TrainState
 
 
@@ -71,11 +78,19 @@ class Run:
     def train(self) -> int:
         """The whole run; the exit code."""
         with contextlib.ExitStack() as stack:
-            if self.writes:
-                stack.enter_context(RunLock(self.dir))
+            lock = stack.enter_context(RunLock(self.dir)) if self.writes else None
             stack.enter_context(self.interrupt)
-            self._open_model_and_data(stack)
-            state, start = self._first_state()
+            settings = self.dir / "settings.json"
+            before = settings.read_bytes() if settings.is_file() else None
+            try:
+                self._open_model_and_data(stack)
+                state, start = self._first_state()
+            except Exception:
+                if lock is not None:  # a start that fails leaves nothing behind
+                    lock.undo()
+                    if before is not None:
+                        settings.write_bytes(before)
+                raise
             self.metrics = stack.enter_context(contextlib.closing(self._trackers(start + 1)))
             with Progress(self.config.steps, start=start) as self.progress:
                 state, step, stopped = self._steps(state, start)
@@ -93,7 +108,12 @@ class Run:
     # --- before the first step ----------------------------------------------------------------------------------------
 
     def _open_model_and_data(self, stack: contextlib.ExitStack) -> None:
-        self.config = config = resume_settings(self.config, self.dir)
+        self.config, self.changes = resume_settings(self.config, self.dir)
+        config, settings = self.config, self.dir / "settings.json"
+        for name, (was, now) in self.changes.items():
+            print_status(f"changed: {flag(name)} {_shown(was)} -> {_shown(now)}")
+        if self.writes and not self.changes and not Checkpoints(self.dir / "checkpoints").steps:
+            save_settings(config, settings)  # now: they say what the tokenizer and the tokens are made with
         if self.writes and config.init_from is not None and not (self.dir / SOURCE).exists():
             keep_source(abstract_hf(config.init_from), self.dir)
         wait_for_all("source")
@@ -150,7 +170,7 @@ class Run:
             free = directory is None or start == config.steps or is_new(directory)
             check(free, f"{field}={directory!r} is not empty: give a new directory.")
         if self.writes:
-            save_settings(config, self.dir / "settings.json")
+            save_settings(config, self.dir / "settings.json", changes=self.changes, step=start)
         return state, start
 
     def _describe(self) -> None:
@@ -291,6 +311,11 @@ class Run:
                 print(f"gzip -9 needs: {counts.gzip_nats_per_byte:.4f} nats per byte, for the same text")
         if sample:
             print(f"sample:\n{sample}")
+
+
+def _shown(value: Any) -> str:
+    """A setting as it is written on the command line."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def print_status(text: str) -> None:

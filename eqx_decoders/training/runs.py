@@ -25,7 +25,7 @@ from eqx_decoders.io.huggingface import abstract_hf, load_hf, read_config
 from eqx_decoders.io.tokenizer import Tokenizer, load_tokenizer
 from eqx_decoders.training.lora import add_lora, merge_lora
 from eqx_decoders.training.optimizer import matching
-from eqx_decoders.training.settings import TrainConfig, check_resumable, load_settings
+from eqx_decoders.training.settings import Changes, TrainConfig, changed_settings, check_changes, load_settings
 
 
 SOURCE = "source"
@@ -42,21 +42,24 @@ def keep_source(model: Decoder, run_dir: str | Path) -> None:
         write_json(partial / "config.json", json.loads(model.origin.settings) | settings)
 
 
-def resume_settings(settings: TrainConfig, run_dir: str | Path) -> TrainConfig:
-    """The settings with which a run directory is resumed, or begun if it is new: `init_from` may be left out.
+def resume_settings(settings: TrainConfig, run_dir: str | Path) -> tuple[TrainConfig, Changes]:
+    """The settings with which a run directory is resumed, or begun if it is new, and what they change.
 
-    Raises ConfigError if its model, tokenizer or seed are others. A directory that the convert program made has not
-    been trained, and takes any.
+    `init_from` may be left out. Raises ConfigError for changes that `check_changes` refuses. A directory in which nothing
+    was made yet, or that the convert program made, has not been trained, and takes any.
     """
-    path = Path(run_dir) / "settings.json"
-    if not path.is_file():
-        return settings
-    old = load_settings(path)
+    run = Path(run_dir)
+    if not (run / "settings.json").is_file() or not ((run / "tokenizer").exists() or (run / "checkpoints").exists()):
+        return settings, {}
+    old = load_settings(run / "settings.json")
     if settings.init_from is None and settings.model == old.model:
         settings = dataclasses.replace(settings, init_from=old.init_from)
-    if not is_imported(run_dir):
-        check_resumable(settings, path)
-    return settings
+    if is_imported(run_dir):
+        return settings, {}
+    changes = changed_settings(old, settings)
+    trained = Checkpoints(run / "checkpoints").latest is not None
+    check_changes(changes, run_dir, allowed=settings.allow_changes, trained=trained)
+    return settings, changes
 
 
 def is_imported(run_dir: str | Path) -> bool:

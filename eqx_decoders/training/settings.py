@@ -1,10 +1,12 @@
 """All settings of a training run: frozen dataclasses whose field docstrings are the command line's help."""
 
 import dataclasses
+import datetime
+import fnmatch
 import json
 import math
-import operator
 import typing
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +39,15 @@ RENAMED = {
         name: f"dataset.{name}" for name in ("held_out_fraction", "text_field", "batch_size", "seq_len", "seed", "pack")
     },
 }
+
+# Which run it is: never changed.
+_IDENTITY = ("model", "init_from", "mtp_depths", "lora_*", "tokenizer", "bpe_vocab_size", "dataset.seed")
+# How the run learns: changed only where that is asked for.
+_LEARNING = ("optimizer.*", "dataset.batch_size", "step.z_loss")
+# Of one start, not of the run.
+_OF_A_START = ("run_dir", "allow_changes", "describe", "list_models")
+
+Changes = Mapping[str, tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,6 +96,8 @@ class TrainConfig:
     """Patterns of the paths of the weights that get a pair."""
     steps: int = 400
     """Optimizer steps in all."""
+    allow_changes: bool = False
+    """Go on with a run whose optimizer, batch_size or step.z_loss were others so far."""
     dataset: DataConfig = DataConfig()
     tokenizer: str | None = None
     """"bpe": trained on the run's own text; "bytes"; a path to a tokenizer.json; None: that of init_from, else bpe."""
@@ -207,14 +220,55 @@ class TrainConfig:
         )
 
 
-def check_resumable(settings: TrainConfig, path: Path) -> None:
-    """Raise ConfigError if the run directory with the settings file `path` has another model, tokenizer or seed."""
-    old = load_settings(path)
-    model = ("model", "init_from", "mtp_depths", "lora_rank", "lora_alpha", "lora_targets")
-    for field in (*model, "tokenizer", "bpe_vocab_size", "dataset.seed"):
-        was, now = operator.attrgetter(field)(old), operator.attrgetter(field)(settings)
-        name = field.removeprefix("dataset.")
-        check(was == now, f"{name}={now!r}, but {path.parent} was begun with {was!r}: choose another run_dir.")
+def changed_settings(old: TrainConfig, new: TrainConfig) -> Changes:
+    """The settings of a run that differ, by their dotted names: what they were and what they are."""
+    was, now = dict(_flat(old)), dict(_flat(new))
+    return {name: (was[name], now[name]) for name in was if name not in _OF_A_START and was[name] != now[name]}
+
+
+def check_changes(changes: Changes, run_dir: str | Path, *, allowed: bool, trained: bool) -> None:
+    """Raise ConfigError if a run has another model, tokenizer or seed; or, once trained, if it learns in another way.
+
+    The latter may be `allowed`. More steps are always: a schedule that depends on them takes the longer course from here.
+    """
+    fixed, learning = (_matching(changes, patterns) for patterns in (_IDENTITY, _LEARNING))
+    check(not fixed, f"{_listed(fixed, f'but {run_dir} was begun with')}: choose another run_dir.")
+    remedy = "leave it out to keep the run's, or give allow_changes to go on with the new one"
+    free = allowed or not trained or not learning
+    check(free, f"{_listed(learning, f'but {run_dir} was trained with')}: {remedy}.")
+
+
+def _matching(changes: Changes, patterns: tuple[str, ...]) -> Changes:
+    return {name: pair for name, pair in changes.items() if any(fnmatch.fnmatch(name, each) for each in patterns)}
+
+
+def _listed(changes: Changes, rule: str) -> str:
+    return "; ".join(f"{name.removeprefix('dataset.')}={now!r}, {rule} {was!r}" for name, (was, now) in changes.items())
+
+
+def _flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting by its dotted name."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _flat(value, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, value
+
+
+def flag(name: str) -> str:
+    """The flag of the command line for a setting's dotted name: `"optimizer.eps"` is `--optimizer.eps`."""
+    named = {"dataset.path": "data", "dataset.held_out_path": "held-out"}
+    return "--" + named.get(name, name.removeprefix("dataset.").replace("_", "-"))
+
+
+def flags(config: type[Any] = TrainConfig, prefix: str = "") -> dict[str, str]:
+    """The flag of every setting, by its dotted name."""
+    found = {}
+    for name, kind in typing.get_type_hints(config).items():
+        inner = dataclasses.is_dataclass(kind)
+        found |= flags(kind, f"{prefix}{name}.") if inner else {prefix + name: flag(prefix + name)}  # type: ignore
+    return found
 
 
 def is_new(directory: str) -> bool:
@@ -223,9 +277,16 @@ def is_new(directory: str) -> bool:
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
-def save_settings(settings: TrainConfig, path: Path) -> None:
-    """Write the settings of a run as JSON, for people and for `load_settings`."""
-    write_json(path, settings_json(settings))
+def save_settings(settings: TrainConfig, path: Path, *, changes: Changes | None = None, step: int = 0) -> None:
+    """Write the settings of a run as JSON, for people and for `load_settings`.
+
+    `changes`, made at `step`, are added to its history: what was changed, from and to which value, and when.
+    """
+    history = _read_settings(path).get("history", []) if path.is_file() else []
+    if changes:
+        now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        history = [*history, {"step": step, "time": now, "changes": dict(changes)}]
+    write_json(path, settings_json(settings) | ({"history": history} if history else {}))
 
 
 def settings_json(settings: TrainConfig) -> dict[str, Any]:
@@ -235,6 +296,12 @@ def settings_json(settings: TrainConfig) -> dict[str, Any]:
 
 def load_settings(path: Path) -> TrainConfig:
     """The settings that `save_settings` wrote, in this version or an earlier one."""
+    fields = _read_settings(path)
+    fields.pop("history", None)
+    return _from_json(TrainConfig, _renamed(fields))
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{path} is not there: {path.parent} is no run directory of scripts/train.py.")
     try:
@@ -242,7 +309,7 @@ def load_settings(path: Path) -> TrainConfig:
     except ValueError as error:
         raise ConfigError(f"{path} is no JSON: {error}.") from error
     check(isinstance(fields, dict), f"{path} holds no settings: it must be a JSON object.")
-    return _from_json(TrainConfig, _renamed(fields))
+    return fields
 
 
 def _renamed(fields: dict[str, Any]) -> dict[str, Any]:

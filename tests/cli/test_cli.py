@@ -1,5 +1,6 @@
 """The command `eqx-decoders` and its programs."""
 
+import dataclasses
 import re
 import tomllib
 
@@ -7,7 +8,8 @@ import pytest
 
 from eqx_decoders import cli
 from eqx_decoders.training.data import DataConfig
-from eqx_decoders.training.settings import MeshConfig, TrainConfig
+from eqx_decoders.training.optimizer import OptimizerConfig
+from eqx_decoders.training.settings import MeshConfig, TrainConfig, save_settings
 from tests.commands import ROOT, call
 
 
@@ -40,7 +42,7 @@ def test_a_missing_package_is_named(monkeypatch, program):
 
 FLAGS = """
 --run-dir --model --init-from --init-weights --export --export-adapter --mtp-depths --lora-rank --lora-alpha
---lora-targets --steps --data --held-out --held-out-fraction --text-field --batch-size --seq-len --seed --pack --no-pack
+--lora-targets --steps --allow-changes --no-allow-changes --data --held-out --held-out-fraction --text-field --batch-size --seq-len --seed --pack --no-pack
 --tokenizer --bpe-vocab-size --checkpoint-every --max-checkpoints --eval-every --eval-batches --sample-tokens --prompt
 --dtype --remat --remat-save --remat-offload --attention --layer-stats --no-layer-stats --tensorboard --describe
 --no-describe --max-skipped --distributed --no-distributed --profile --list-models --no-list-models
@@ -71,6 +73,23 @@ def test_flags_become_settings():
     assert type(config) is TrainConfig and config.mesh == MeshConfig(data=2)
     assert config.dataset == DataConfig(path="a", held_out_path="b", pack=False, batch_size=6)
     assert config.optimizer.max_grad_norm is None and config.lora_targets == ("*.mlp.*", "*.query")
+
+
+def test_what_is_not_given_is_what_the_run_has(tmp_path):
+    """But an export that was written already, and what was asked of an earlier start."""
+    from eqx_decoders.cli.train import parse
+
+    optimizer = OptimizerConfig(name="muon", momentum=0.9)
+    run = TrainConfig(run_dir="elsewhere", steps=7, optimizer=optimizer, export="out", allow_changes=True)
+    save_settings(run, tmp_path / "settings.json")
+    (tmp_path / "written").mkdir()
+    (tmp_path / "written" / "model").write_text("x")
+    want = dataclasses.replace(run, run_dir=str(tmp_path), allow_changes=False)
+    assert parse(["--run-dir", str(tmp_path)]) == want
+    found = parse([f"--run_dir={tmp_path}", "--optimizer.momentum", "0.8", "--steps", "9"])
+    assert found == dataclasses.replace(want, steps=9, optimizer=dataclasses.replace(optimizer, momentum=0.8))
+    save_settings(dataclasses.replace(run, export=str(tmp_path / "written")), tmp_path / "settings.json")
+    assert parse(["--run-dir", str(tmp_path)]) == dataclasses.replace(want, export=None)
 
 
 def test_a_typo_is_met_with_the_nearest_flag():

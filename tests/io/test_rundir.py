@@ -63,6 +63,22 @@ def test_a_lock_holds_within_one_process_and_is_released(tmp_path):
         RunLock(tmp_path / "file" / "run").acquire()
 
 
+def test_what_a_start_made_is_undone(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "mine").write_text("x")
+    for run in (tmp_path / "new" / "run", tmp_path / "there"):
+        with RunLock(run) as lock:
+            (run / "tokens" / "part").mkdir(parents=True)
+            (run / "settings.json").write_text("{}")
+            lock.undo()
+            with RunLock(run):  # of another process, which does not take the file that was deleted
+                assert (run / ".lock").exists()
+        assert {path.name for path in run.iterdir()} - {"mine"} == {".lock"}
+    with RunLock(tmp_path / "there") as lock:
+        lock.undo()
+    assert {path.name for path in (tmp_path / "there").iterdir()} == {"mine", ".lock"}
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_sets_the_flag_and_handlers_come_back(number):
     before = [signal.getsignal(s) for s in Interrupt.SIGNALS]

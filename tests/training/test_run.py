@@ -234,6 +234,47 @@ def test_more_steps_on_a_finished_run_go_on(folder):
     assert "steps=1, but" in err and "has done 4 already" in err
 
 
+@shows("TrainConfig.allow_changes")
+def test_a_resumed_run_keeps_what_is_not_given_and_tells_what_changes(folder):
+    """Its model, data, tokenizer and rates; a changed optimizer is asked for, and stays in the settings' history."""
+    rate = dict(optimizer__learning_rate=1e-2, held_out_fraction=0, sample_tokens=0)
+    begun = Trained(folder / "kept", data=folder / "texts", **rate)
+    before = (begun.dir / "settings.json").read_bytes()
+    changed = ("train", "--run-dir", begun.dir, "--steps", 6, "--optimizer.weight-decay", 0.03)
+    _, err = call(*changed, code=2)
+    assert "--optimizer.weight-decay 0.1 -> 0.03" not in err and "weight_decay=0.03" in err and "with 0.1" in err
+    assert (begun.dir / "settings.json").read_bytes() == before and len(begun.rows) == 4
+    _, err = call(*changed, "--allow-changes")
+    assert "changed: --steps 4 -> 6\nchanged: --optimizer.weight-decay 0.1 -> 0.03\n" in err
+    assert "resumed at step 4" in err and begun.column("step") == [1, 2, 3, 4, 5, 6]
+    assert 1e-3 < begun.column("learning_rate")[4] < begun.column("learning_rate")[1] == 1e-2
+    (entry,) = json.loads((begun.dir / "settings.json").read_text())["history"]
+    assert entry["step"] == 4 and entry["changes"]["optimizer.weight_decay"] == [0.1, 0.03]
+    _, err = call("train", "--run-dir", begun.dir)
+    assert "changed" not in err and load_settings(begun.dir / "settings.json").optimizer.weight_decay == 0.03
+
+
+@pytest.mark.parametrize("there", [(), ("notes.txt",)], ids=["new", "there"])
+@pytest.mark.parametrize(
+    "options, code",
+    [
+        ({"--data": "no/where"}, 3),
+        ({"--tokenizer": "no/where"}, 3),
+        ({"--export": "tests"}, 2),
+        ({"--seq-len": 4096}, 2),
+    ],
+    ids=lambda value: str(value),
+)
+def test_a_start_that_fails_leaves_nothing_behind(folder, tmp_path, options, code, there):
+    run = tmp_path / "run"
+    for name in there:
+        run.mkdir()
+        (run / name).write_text("mine")
+    words = flags(OPTIONS | QUICK | {"--data": folder / "texts", "--run-dir": run} | options)
+    call("train", *words, code=code)
+    assert [path.name for path in run.iterdir()] == list(there) if there else not run.exists()
+
+
 @shows("MeshConfig.fsdp_transpose", "MeshConfig.tensor_sequence", "MeshConfig.expert", "TrainConfig.describe")
 def test_describe_prints_the_weights():
     out, _ = call("train", "--describe", "--model", "tiny", "--batch-size", 4)

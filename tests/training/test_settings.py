@@ -14,8 +14,17 @@ from eqx_decoders.remat import Remat
 from eqx_decoders.training import data, optimizer, settings, step
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.settings import MeshConfig, TrainConfig, load_settings, save_settings, settings_json
+from eqx_decoders.training.settings import (
+    MeshConfig,
+    TrainConfig,
+    changed_settings,
+    flags,
+    load_settings,
+    save_settings,
+    settings_json,
+)
 from eqx_decoders.training.step import StepConfig
+from tests.commands import call
 
 
 def unchecked(field: str, value: object):
@@ -137,6 +146,32 @@ def test_settings_come_back_from_json_as_they_were(config, tmp_path):
     save_settings(config, tmp_path / "settings.json")
     assert load_settings(tmp_path / "settings.json") == config
     assert json.loads((tmp_path / "settings.json").read_text()) == settings_json(config)
+
+
+def test_changes_are_kept_with_the_step_and_the_time(tmp_path):
+    path = tmp_path / "settings.json"
+    save_settings(TrainConfig(), path)
+    longer = TrainConfig(steps=900, profile=(1, 2))
+    save_settings(longer, path, changes=changed_settings(TrainConfig(), longer), step=400)
+    save_settings(TrainConfig(), path, changes=changed_settings(longer, TrainConfig()), step=500)
+    save_settings(TrainConfig(), path)
+    assert load_settings(path) == TrainConfig()
+    first, second = json.loads(path.read_text())["history"]
+    assert first["changes"] == {"steps": [400, 900], "profile": [None, [1, 2]]} and first["step"] == 400
+    assert second["changes"]["steps"] == [900, 400] and second["time"] >= first["time"] > "2026"
+
+
+def test_what_is_of_one_start_is_no_change():
+    other = TrainConfig(run_dir="x", allow_changes=True, describe=True, list_models=True)
+    assert changed_settings(TrainConfig(), other) == {}
+
+
+def test_every_flag_is_named():
+    """As the parser of the command line names it."""
+    out, _ = call("train", "--help")
+    named = set(re.findall(r"--[a-z][\w.-]*", out))
+    assert flags()["dataset.path"] == "--data" and flags()["optimizer.eps"] == "--optimizer.eps"
+    assert set(flags().values()) - named == set() and len(set(flags().values())) == len(flags())
 
 
 def test_what_is_no_run_directory_is_refused(tmp_path):
