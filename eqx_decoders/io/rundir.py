@@ -77,7 +77,7 @@ class RunLock:
         self._file = file
 
     def undo(self) -> None:
-        """Delete what came into the directory since the lock was taken, and the directory if it was not there before."""
+        """Delete what came into the directory since the lock was taken, and the directory if it is new."""
         if self._before is None:
             shutil.rmtree(self.path.parent, ignore_errors=True)
             return

@@ -45,8 +45,8 @@ def keep_source(model: Decoder, run_dir: str | Path) -> None:
 def resume_settings(settings: TrainConfig, run_dir: str | Path) -> tuple[TrainConfig, Changes]:
     """The settings with which a run directory is resumed, or begun if it is new, and what they change.
 
-    `init_from` may be left out. Raises ConfigError for changes that `check_changes` refuses. A directory in which nothing
-    was made yet, or that the convert program made, has not been trained, and takes any.
+    `init_from` may be left out. Raises ConfigError for changes that `check_changes` refuses. A directory in which
+    nothing was made yet, or that the convert program made, has not been trained, and takes any.
     """
     run = Path(run_dir)
     if not (run / "settings.json").is_file() or not ((run / "tokenizer").exists() or (run / "checkpoints").exists()):

@@ -229,7 +229,7 @@ def changed_settings(old: TrainConfig, new: TrainConfig) -> Changes:
 def check_changes(changes: Changes, run_dir: str | Path, *, allowed: bool, trained: bool) -> None:
     """Raise ConfigError if a run has another model, tokenizer or seed; or, once trained, if it learns in another way.
 
-    The latter may be `allowed`. More steps are always: a schedule that depends on them takes the longer course from here.
+    The latter may be `allowed`. More steps always are: a schedule that depends on them takes their course from here.
     """
     fixed, learning = (_matching(changes, patterns) for patterns in (_IDENTITY, _LEARNING))
     check(not fixed, f"{_listed(fixed, f'but {run_dir} was begun with')}: choose another run_dir.")

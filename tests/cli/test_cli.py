@@ -42,7 +42,8 @@ def test_a_missing_package_is_named(monkeypatch, program):
 
 FLAGS = """
 --run-dir --model --init-from --init-weights --export --export-adapter --mtp-depths --lora-rank --lora-alpha
---lora-targets --steps --allow-changes --no-allow-changes --data --held-out --held-out-fraction --text-field --batch-size --seq-len --seed --pack --no-pack
+--lora-targets --steps --data --held-out --held-out-fraction --text-field --batch-size --seq-len --seed --pack --no-pack
+--allow-changes --no-allow-changes
 --tokenizer --bpe-vocab-size --checkpoint-every --max-checkpoints --eval-every --eval-batches --sample-tokens --prompt
 --dtype --remat --remat-save --remat-offload --attention --layer-stats --no-layer-stats --tensorboard --describe
 --no-describe --max-skipped --distributed --no-distributed --profile --list-models --no-list-models

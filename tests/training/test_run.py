@@ -247,7 +247,7 @@ def test_a_resumed_run_keeps_what_is_not_given_and_tells_what_changes(folder):
     _, err = call(*changed, "--allow-changes")
     assert "changed: --steps 4 -> 6\nchanged: --optimizer.weight-decay 0.1 -> 0.03\n" in err
     assert "resumed at step 4" in err and begun.column("step") == [1, 2, 3, 4, 5, 6]
-    assert 1e-3 < begun.column("learning_rate")[4] < begun.column("learning_rate")[1] == 1e-2
+    assert begun.column("learning_rate")[4] > 2e-3  # of six steps from 1e-2; the default's peak is 3e-4
     (entry,) = json.loads((begun.dir / "settings.json").read_text())["history"]
     assert entry["step"] == 4 and entry["changes"]["optimizer.weight_decay"] == [0.1, 0.03]
     _, err = call("train", "--run-dir", begun.dir)
