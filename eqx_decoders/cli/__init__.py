@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
 from eqx_decoders.errors import EqxDecodersError, need_extra
-from eqx_decoders.io.rundir import exit_code
+from eqx_decoders.io.rundir import Interrupt, Watch, exit_code
+from eqx_decoders.io.waiting import showing
 
 
 PROGRAMS = {
@@ -31,15 +32,19 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def program(main: Callable[..., int]) -> Callable[..., int]:
-    """A program that prints the errors of this library as one line and returns their exit code."""
+    """A program that prints the errors of this library as one line and returns their exit code, and those of signals.
+
+    It shows what takes longer than two seconds.
+    """
 
     @functools.wraps(main)
     def run(*args, **options):
-        try:
-            return main(*args, **options)
-        except EqxDecodersError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return exit_code(error)
+        with Interrupt(at_once=True), showing(), Watch():
+            try:
+                return main(*args, **options)
+            except EqxDecodersError as error:
+                print(f"error: {error}", file=sys.stderr)
+                return exit_code(error)
 
     return run
 

@@ -8,6 +8,7 @@ text. Without a prompt it asks for one after another, and a conversation remembe
 """
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -18,6 +19,7 @@ from eqx_decoders.cli import program, require
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.inference.generation_config import GenerationDefaults
 from eqx_decoders.inference.text import Prompt, TextModel, load_text_model
+from eqx_decoders.io.waiting import Waiting
 from eqx_decoders.numerics import Precision
 from eqx_decoders.training.runs import load_text_run
 
@@ -141,14 +143,17 @@ class Chat:
 
 def write(text: TextModel, config: GenerateConfig, prompt: Prompt) -> str:
     """Print what the model writes, piece by piece."""
-    pieces = []
-    for piece in text.write(
+    written = text.write(
         prompt,
         max_new_tokens=config.max_new_tokens,
         sampler=text.defaults.sampler(**config.sampling()),
         key=jax.random.key(config.seed),
         num_draft_tokens=config.num_draft_tokens,
-    ):
+    )
+    with Waiting("compiling"):
+        first = next(written, "")
+    pieces = []
+    for piece in itertools.chain([first], written):
         pieces.append(piece)
         print(piece, end="", flush=True)
     print()

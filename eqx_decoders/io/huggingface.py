@@ -30,6 +30,7 @@ from eqx_decoders.families.family import Family, WeightMapping, depth_layers
 from eqx_decoders.io.directory import FLOATS, Directory, StoredTensor, check_dtypes, check_tensors
 from eqx_decoders.io.hub import resolve
 from eqx_decoders.io.quantized import checkpoint_tensors, read_scheme
+from eqx_decoders.io.waiting import Waiting
 from eqx_decoders.layout import Layout
 from eqx_decoders.numerics import Precision
 
@@ -79,7 +80,10 @@ def load_hf(
     target, mappings, tensors = _target(resolve(source, revision), dtype, layout, execution)
     shapes, static = eqx.partition(target, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     names = iter(named_leaves(shapes))
-    arrays = jax.tree.map(lambda leaf: _load(leaf, mappings[next(names)], tensors), shapes)
+    with Waiting(
+        "loading weights", total=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    ) as waiting:
+        arrays = jax.tree.map(lambda leaf: _load(leaf, mappings[next(names)], tensors, waiting), shapes)
     return eqx.combine(arrays, static)
 
 
@@ -181,7 +185,9 @@ def _same(one: StoredTensor, other: StoredTensor) -> bool:
     return all(np.array_equal(one.read((part, everything)), other.read((part, everything))) for part in parts)
 
 
-def _load(leaf: jax.ShapeDtypeStruct, mapping: WeightMapping, tensors: Mapping[str, StoredTensor]) -> jax.Array:
+def _load(
+    leaf: jax.ShapeDtypeStruct, mapping: WeightMapping, tensors: Mapping[str, StoredTensor], waiting: Waiting
+) -> jax.Array:
     """A weight on its devices, one device's part after another."""
     sharding: Any = leaf.sharding
     holders: dict[tuple[range, ...], list[Any]] = {}
@@ -190,13 +196,17 @@ def _load(leaf: jax.ShapeDtypeStruct, mapping: WeightMapping, tensors: Mapping[s
         holders.setdefault(whole, []).append(device)
     parts = []
     for index, devices in holders.items():
-        block = _block(index, leaf.dtype, mapping, tensors)
+        block = _block(index, leaf.dtype, mapping, tensors, waiting)
         parts += [jax.device_put(block, device) for device in devices]
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
 
 
 def _block(
-    index: tuple[range, ...], dtype: np.dtype, mapping: WeightMapping, tensors: Mapping[str, StoredTensor]
+    index: tuple[range, ...],
+    dtype: np.dtype,
+    mapping: WeightMapping,
+    tensors: Mapping[str, StoredTensor],
+    waiting: Waiting,
 ) -> np.ndarray:
     """The part `index` of a weight, from the parts of the tensors that hold it."""
     block = _aligned(tuple(map(len, index)), dtype)
@@ -205,7 +215,9 @@ def _block(
         own = tuple(number - cut.start for number, cut in zip(place, lead, strict=True))
         for begin, piece in _pieces(mapping, rest):
             cut = tuple(slice(first, first + len(part)) for first, part in zip(begin, piece, strict=True))
-            copy_in_pieces(block[own][cut], _part(tensors[mapping.name(place)], mapping, piece))
+            target = block[own][cut]
+            copy_in_pieces(target, _part(tensors[mapping.name(place)], mapping, piece))
+            waiting.add(target.nbytes)
     return block
 
 

@@ -21,8 +21,9 @@ from eqx_decoders.io.huggingface import abstract_hf
 from eqx_decoders.io.peft import save_peft
 from eqx_decoders.io.rundir import EXIT_SIGTERM, Interrupt, RunLock
 from eqx_decoders.io.tokenizer import Tokenizer
+from eqx_decoders.io.waiting import Waiting, showing
 from eqx_decoders.training.balance import relative_loads, routing_report
-from eqx_decoders.training.data import Batches, make_dataset, prepare_tokenizer
+from eqx_decoders.training.data import Batch, Batches, make_dataset, prepare_tokenizer
 from eqx_decoders.training.evaluate import HeldOut, evaluate, sample_text
 from eqx_decoders.training.flops import device_flops, flops_per_token
 from eqx_decoders.training.metrics import MetricsFile, MetricsRow, TensorBoard, Tracker, Trackers
@@ -56,7 +57,8 @@ _routing_report = jax.jit(routing_report, static_argnums=0)
 def train(config: TrainConfig) -> int:
     """Train to the last step, or until a signal asks to stop; the exit code of the program.
 
-    In a run of several processes all of them must call this. Raises the errors of `eqx_decoders.errors`.
+    In a run of several processes all of them must call this. Raises the errors of `eqx_decoders.errors`, and `Stopped`,
+    a KeyboardInterrupt, for a signal before the first step.
     """
     return Run(config).train()
 
@@ -70,16 +72,19 @@ class Run:
         self.execution = config.execution()
         self.layout = self.execution.layout
         self.writes = jax.process_index() == 0  # the one process that writes settings, metrics and pictures
-        self.interrupt = Interrupt()
+        self.interrupt = Interrupt(at_once=True)  # until there are steps to be saved
         self.skipped_in_a_row = 0
         self.expert_counts: collections.deque[np.ndarray] = collections.deque(maxlen=LOAD_STEPS)
         self.tracing = False
+        self.step_bytes: int | None = None
 
     def train(self) -> int:
         """The whole run; the exit code."""
         with contextlib.ExitStack() as stack:
             lock = stack.enter_context(RunLock(self.dir)) if self.writes else None
             stack.enter_context(self.interrupt)
+            if self.writes:
+                stack.enter_context(showing())
             settings = self.dir / "settings.json"
             before = settings.read_bytes() if settings.is_file() else None
             try:
@@ -124,9 +129,11 @@ class Run:
         checkpoints = Checkpoints(self.dir / "checkpoints", max_checkpoints=config.max_checkpoints)
         self.checkpoints = stack.enter_context(checkpoints)
         self.trainer = Trainer.create(config.optimizer_config(), self.target, steps=config.steps, config=config.step)
-        self.peak_flops = device_flops(self.layout, self.execution.precision.compute)
+        self.peak_flops = device_flops(self.layout, self.execution.precision.compute, config.peak_tflops)
         tokens = config.dataset.batch_size * config.dataset.seq_len
-        self.step_flops = tokens * flops_per_token(self.target.config, config.dataset.seq_len)
+        self.step_flops = tokens * flops_per_token(
+            self.target, config.dataset.seq_len, trainable=self.trainer.trainable
+        )
 
     def _tokenizer(self) -> Tokenizer:
         """The tokenizer of the run, of the checkpoint that it starts from, or a new one."""
@@ -158,10 +165,12 @@ class Run:
         config, key = self.config, jax.random.key(self.config.dataset.seed)
         self._describe()
         if self.checkpoints.latest is None or is_imported(self.dir):
-            model = new_model(config, self.dir, self.execution)
-            state, start = self.trainer.init(model, key=jax.random.fold_in(key, 1)), 0
+            with Waiting("making the model", kept=self._kept()):
+                model = new_model(config, self.dir, self.execution)
+                state, start = self.trainer.init(model, key=jax.random.fold_in(key, 1)), 0
         else:
-            state, data_state, start = self.checkpoints.restore(self.trainer.abstract(self.target, key=key))
+            with Waiting("loading the checkpoint", kept=self._kept()):
+                state, data_state, start = self.checkpoints.restore(self.trainer.abstract(self.target, key=key))
             self.data.set_state(data_state)
             print_status(f"resumed at step {start}")
         check(start <= config.steps, f"steps={config.steps}, but {self.dir} has done {start} already: ask for more.")
@@ -172,6 +181,11 @@ class Run:
         if self.writes:
             save_settings(config, self.dir / "settings.json", changes=self.changes, step=start)
         return state, start
+
+    def _kept(self) -> str:
+        """What there is of the run before its first step."""
+        step = self.checkpoints.latest
+        return f"the run is as it was saved at step {step}" if step else "the tokenizer and the tokens are kept"
 
     def _describe(self) -> None:
         leaves = named_leaves(self.target)
@@ -202,9 +216,13 @@ class Run:
             begun = time.perf_counter()
             batch = place(next(self.data), self.layout, config.dataset.batch_size)
             self._trace(step + 1)
+            if self.interrupt.at_once:
+                self._compile(state, batch)
             state, metrics = self.trainer.step(state, batch)
+            metrics = jax.device_get(metrics)
+            self.interrupt.at_once = False
             step += 1
-            self._report(step, state, jax.device_get(metrics), time.perf_counter() - begun)
+            self._report(step, state, metrics, time.perf_counter() - begun)
             self._trace(step + 1)
             if config.eval_every and step % config.eval_every == 0 and step < config.steps:
                 self._evaluate(state.model, step)
@@ -212,6 +230,10 @@ class Run:
             if step % config.checkpoint_every == 0 or step == config.steps:
                 self._save(step, state)
         return state, step, False
+
+    def _compile(self, state: TrainState, batch: Batch) -> None:
+        with Waiting("compiling the first step", kept=self._kept(), show=self.progress.wait):
+            self.step_bytes = self.trainer.compile(state, batch)
 
     def _report(self, step: int, state: TrainState, metrics: StepMetrics, seconds: float) -> None:
         """Write and show the metrics of a step; end the run after too many steps that were not finite."""
@@ -231,8 +253,12 @@ class Run:
         names = ("loss", "nll", "accuracy", "tokens", "grad_norm", "learning_rate", "skipped")
         row = {"step": step} | {name: getattr(metrics, name) for name in names}
         row |= {"step_seconds": seconds, "epochs": self.data.epochs}
-        if self.peak_flops is not None:
-            row["mfu"] = self.step_flops / seconds / self.peak_flops
+        rate = self.step_flops / seconds
+        self.peak_flops = max(self.peak_flops, rate)  # what was seen can be done
+        row["mfu"] = rate / self.peak_flops
+        used = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", self.step_bytes)
+        if used is not None:
+            row["peak_memory_gb"] = used / 1e9
         if metrics.mtp_nll is not None:
             row["mtp_nll"] = metrics.mtp_nll
         if metrics.stats is not None and metrics.stats.activations is not None:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from eqx_decoders.context import Execution
-from eqx_decoders.errors import ConfigError, check, check_integer, check_word
+from eqx_decoders.errors import ConfigError, check, check_integer, check_number, check_word
 from eqx_decoders.families import list_models
 from eqx_decoders.io.files import write_json
 from eqx_decoders.layers.kernel import KERNELS
@@ -125,6 +125,8 @@ class TrainConfig:
     """custom: names of tensors kept in the host's memory."""
     attention: str = "auto"
     """Attention kernel."""
+    peak_tflops: float | None = None
+    """10^12 operations a second that a device can do (a CPU's all count as one), for mfu; None: its data sheet's."""
     layer_stats: bool = False
     """Write mean, deviation and share of zeros of each layer's activations to metrics.jsonl."""
     tensorboard: bool | None = None
@@ -149,6 +151,8 @@ class TrainConfig:
             check_integer(field, getattr(self, field))
         for field in ("eval_every", "sample_tokens", "mtp_depths"):
             check_integer(field, getattr(self, field), 0)
+        if self.peak_tflops is not None:
+            check_number("peak_tflops", self.peak_tflops, above=0)
         if self.bpe_vocab_size is not None:
             check_integer("bpe_vocab_size", self.bpe_vocab_size)
         check_word("dtype", self.dtype, ("auto", "float32", "bfloat16"))
@@ -200,13 +204,15 @@ class TrainConfig:
 
     def execution(self) -> Execution:
         """Layout, dtypes and remat on the devices that are there."""
-        layout = Layout.create(**dataclasses.asdict(self.mesh))
+        layout = Layout.create(**dataclasses.asdict(self.mesh), abstract=self.describe)
         split = [axis for axis in ("data", "fsdp", "fsdp_transpose", "expert") if layout.sizes[axis] > 1]
         parts = math.prod(layout.sizes[axis] for axis in split)
         count = self.step.gradient_accumulation_steps
         rows = self.dataset.batch_size // count
         cut = f"batch_size={self.dataset.batch_size}" + f" / gradient_accumulation_steps={count}" * (count > 1)
-        check(rows % parts == 0, f"{cut} must be a multiple of {parts}, the devices along {' x '.join(split)}.")
+        fits = self.describe or rows % parts == 0
+        along = " x ".join(f"mesh.{axis}" for axis in split)
+        check(fits, f"{cut} must be a multiple of {parts}, the devices along {along}.")
         compute = self.dtype
         if compute == "auto":
             compute = "float32" if layout.platform == "cpu" else "bfloat16"

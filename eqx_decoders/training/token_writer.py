@@ -14,6 +14,7 @@ import numpy as np
 from eqx_decoders.errors import DataError, check
 from eqx_decoders.io.files import write_atomically
 from eqx_decoders.io.tokenizer import Tokenizer
+from eqx_decoders.io.waiting import Waiting
 from eqx_decoders.training.compression import Gzip
 from eqx_decoders.training.corpus import Document, held_out_rule, read_documents
 
@@ -52,11 +53,14 @@ def write_store(
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     partial.mkdir()
     try:
-        sources = {name: describe_file(file) for name, file in files.items()}
+        with Waiting("reading the text", kept="nothing of the tokens is kept", partial=partial):
+            sources = {name: describe_file(file) for name, file in files.items()}
         documents = _documents(tokenizer, path, held_out_path, request)
-        with _Writer(partial / "tokens.bin", tokenizer) as writer:
+        waiting = Waiting("tokenising", kept="nothing of the tokens is kept", partial=partial)
+        with waiting, _Writer(partial / "tokens.bin", tokenizer) as writer:
             for document, held_out in documents:
                 writer.add(document, held_out)
+                waiting.add(len(document.text or ""))
         check(len(writer.lengths) > 0, f"data path={path!r} holds no text.", DataError)
         np.save(partial / "offsets.npy", np.append(0, np.cumsum(writer.lengths)))
         np.save(partial / "held_out.npy", np.array(writer.held_out, bool))

@@ -45,8 +45,8 @@ FLAGS = """
 --lora-targets --steps --data --held-out --held-out-fraction --text-field --batch-size --seq-len --seed --pack --no-pack
 --allow-changes --no-allow-changes
 --tokenizer --bpe-vocab-size --checkpoint-every --max-checkpoints --eval-every --eval-batches --sample-tokens --prompt
---dtype --remat --remat-save --remat-offload --attention --layer-stats --no-layer-stats --tensorboard --describe
---no-describe --max-skipped --distributed --no-distributed --profile --list-models --no-list-models
+--dtype --remat --remat-save --remat-offload --peak-tflops --attention --layer-stats --no-layer-stats --tensorboard
+--describe --no-describe --max-skipped --distributed --no-distributed --profile --list-models --no-list-models
 --mesh.data --mesh.fsdp --mesh.fsdp-transpose --mesh.context --mesh.tensor --mesh.tensor-sequence --mesh.expert
 --optimizer.name --optimizer.learning-rate --optimizer.schedule --optimizer.warmup-steps --optimizer.decay-fraction
 --optimizer.min-lr-ratio --optimizer.weight-decay --optimizer.no-decay --optimizer.trainable --optimizer.beta1

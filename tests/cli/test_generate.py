@@ -63,7 +63,7 @@ def test_no_chat_continues_texts(wrote):
         (("--model", CHAT, "--temperature", "-1"), 2, "temperature=-1.0"),
         (("--model", CHAT, "--top-p", "2"), 2, "top_p=2.0"),
         (("--model", FIXTURES / "gpt2"), 3, "holds no tokenizer.json"),
-        (("--model", FIXTURES / "nothing"), 1, "does not exist"),
+        (("--model", FIXTURES / "nothing"), 4, "does not exist"),
         (("--run-dir", FIXTURES), 2, "is no run directory"),
     ],
 )

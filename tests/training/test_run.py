@@ -61,6 +61,7 @@ class Trained:
                 self.program = str(eqx.filter_make_jaxpr(kept[0].advance)(state, kept[1])[0])
             return real(kept, state)
 
+        recorded.lower = real.lower
         plain = mock.patch.object(loss_module, "cross_entropy", wraps=loss_module.cross_entropy)
         with mock.patch.object(step_module, "_compiled_step", recorded), plain as self.plain_loss:
             named = {f"--{name.replace('__', '.').replace('_', '-')}": value for name, value in options.items()}
@@ -124,6 +125,9 @@ def other(folder):
 @shows("TrainConfig.eval_every", "TrainConfig.sample_tokens", "TrainConfig.prompt", "TrainConfig.tokenizer")
 @shows("DataConfig.path", "DataConfig.batch_size", "DataConfig.seq_len", "DataConfig.held_out_fraction")
 def test_a_run_trains_to_its_end_and_reports_how_good_it_is(base):
+    assert all(0 < share <= 1 for share in base.column("mfu"))
+    state = 52_464 * 4 * 3 / 1e9  # weights and two moments
+    assert len(set(base.column("peak_memory_gb"))) == 1 and state < base.column("peak_memory_gb")[0] < 50 * state
     assert "52,464 weights on" in base.err and "documents" in base.err
     assert base.column("step") == [1, 2, 3, 4] and not any(base.column("skipped"))
     assert all(8 * 10 < tokens <= 8 * 15 for tokens in base.column("tokens"))
@@ -188,6 +192,15 @@ def test_optimizers_move_the_weights_as_asked(base, folder):
     heavy, light = (losses(f"muon{m}", optimizer__name="muon", optimizer__momentum=m) for m in (0.95, 0.0))
     assert heavy[:2] == pytest.approx(light[:2], rel=1e-6) and abs(heavy[2] - light[2]) > 1e-4
     assert abs(heavy[1] - clipped[1]) > 1e-3
+
+
+@shows("TrainConfig.peak_tflops")
+def test_the_share_of_the_peak_is_at_most_all_of_it(folder):
+    """Of a peak that is beyond all, and of one that is too low: then the fastest step so far is taken for it."""
+    for peak, shares in ((1e6, lambda share: 0 < share < 1e-3), (1e-9, lambda share: 0 < share <= 1)):
+        run = Trained(folder / f"peak{peak}", data=folder / "texts", peak_tflops=peak, held_out_fraction=0, steps=3)
+        assert all(map(shares, run.column("mfu")))
+    assert max(run.column("mfu")) == 1
 
 
 @shows("TrainConfig.max_skipped")
@@ -279,6 +292,8 @@ def test_a_start_that_fails_leaves_nothing_behind(folder, tmp_path, options, cod
 def test_describe_prints_the_weights():
     out, _ = call("train", "--describe", "--model", "tiny", "--batch-size", 4)
     assert "embedding.table" in out and "4096 x 256" in out and "vocab embed" in out and "4,737,792 weights" in out
+    out, _ = call("train", "--describe", "--model", "llama3-70b", "--batch-size", 4, "--mesh.fsdp", 64)
+    assert "fsdp, -" in out and re.search(r"70,553,706,496 weights +4,4\d\d\.\d\d", out)
     for axis in ("fsdp_transpose", "tensor_sequence", "expert"):
         out, _ = call("train", "--describe", f"--mesh.{axis.replace('_', '-')}", 2, devices=2)
         assert re.search(rf"-, {axis}\b|{axis}, -", out), axis

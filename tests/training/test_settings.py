@@ -92,16 +92,19 @@ def test_settings_that_do_not_fit_together_are_refused():
 
 def test_a_batch_that_the_mesh_does_not_divide_is_refused():
     """Eight devices: the batch of each microbatch is cut along data, fsdp, fsdp_transpose and expert."""
-    with pytest.raises(ConfigError, match=r"batch_size=12 must be a multiple of 8, the devices along data"):
+    with pytest.raises(ConfigError, match=r"batch_size=12 must be a multiple of 8, the devices along mesh.data"):
         TrainConfig(dataset=DataConfig(batch_size=12)).execution()
     with pytest.raises(
-        ConfigError, match=r"batch_size=16 / gradient_accumulation_steps=4 must be a multiple of 8.*data x fsdp"
+        ConfigError,
+        match=r"batch_size=16 / gradient_accumulation_steps=4 must be a multiple of 8.*mesh\.data x mesh\.fsdp",
     ):
         TrainConfig(
             dataset=SIXTEEN, step=StepConfig(gradient_accumulation_steps=4), mesh=MeshConfig(fsdp=4)
         ).execution()
     TrainConfig(dataset=DataConfig(batch_size=4), mesh=MeshConfig(fsdp=4, tensor=2)).execution()
-    with pytest.raises(ConfigError, match=r"Layout\.data=-1: 8 devices can't be divided by 3"):
+    with pytest.raises(
+        ConfigError, match=r"Layout\.tensor=3 needs 3 devices or a multiple of it for Layout\.data=-1, but 8"
+    ):
         TrainConfig(dataset=SIXTEEN, mesh=MeshConfig(tensor=3)).execution()
     with pytest.raises(ConfigError, match=r"only one mesh axis can be -1"):
         TrainConfig(mesh=MeshConfig(fsdp=-1)).execution()
