@@ -15,7 +15,7 @@ from typing import Literal
 
 import jax
 
-from eqx_decoders.cli import program, require
+from eqx_decoders.cli import flags_of, own_errors, program, require
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.inference.generation_config import GenerationDefaults
 from eqx_decoders.inference.text import Prompt, TextModel, load_text_model
@@ -73,13 +73,14 @@ class GenerateConfig:
         return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
 
-@program
+@program(lambda: flags_of(GenerateConfig))
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Write as the command line says; the exit code."""
     require("tyro")
     import tyro
 
-    config = tyro.cli(GenerateConfig, args=args, prog=prog, description=__doc__)
+    with own_errors():
+        config = tyro.cli(GenerateConfig, args=args, prog=prog, description=__doc__)
     text = load(config)
     answer = Chat(text, config) if config.chat and text.chat is not None else Continuation(text, config)
     if config.prompt is not None:

@@ -14,17 +14,17 @@ from typing import Annotated
 
 import jax
 
-from eqx_decoders.cli import program, require
+from eqx_decoders.cli import own_errors, program, require
 from eqx_decoders.describe import describe
 from eqx_decoders.families import list_models
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.memory import keep_memory
 from eqx_decoders.training.run import train
 from eqx_decoders.training.runs import abstract_run
-from eqx_decoders.training.settings import TrainConfig, is_new, load_settings
+from eqx_decoders.training.settings import TrainConfig, flags, is_new, load_settings
 
 
-@program
+@program(flags)
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Train as the command line says; the exit code."""
     require("tyro", "grain", "tokenizers", "matplotlib")  # now, not after hours of training
@@ -53,7 +53,8 @@ def parse(args: Sequence[str] | None = None, prog: str | None = None) -> TrainCo
     TrainConfig.__annotations__["dataset"] = Annotated[DataConfig, tyro.conf.OmitArgPrefixes]
     for field, name in (("path", "data"), ("held_out_path", "held-out")):
         DataConfig.__annotations__[field] = Annotated[str | None, tyro.conf.arg(name=name)]
-    return tyro.cli(TrainConfig, args=args, prog=prog, description=__doc__, default=_defaults(args))
+    with own_errors():
+        return tyro.cli(TrainConfig, args=args, prog=prog, description=__doc__, default=_defaults(args))
 
 
 def _defaults(args: Sequence[str] | None) -> TrainConfig:

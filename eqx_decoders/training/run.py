@@ -22,6 +22,7 @@ from eqx_decoders.io.peft import save_peft
 from eqx_decoders.io.rundir import EXIT_SIGTERM, Interrupt, RunLock
 from eqx_decoders.io.tokenizer import Tokenizer
 from eqx_decoders.io.waiting import Waiting, showing
+from eqx_decoders.layout import device_bytes
 from eqx_decoders.training.balance import relative_loads, routing_report
 from eqx_decoders.training.data import Batch, Batches, make_dataset, prepare_tokenizer
 from eqx_decoders.training.evaluate import HeldOut, evaluate, sample_text
@@ -60,7 +61,13 @@ def train(config: TrainConfig) -> int:
     In a run of several processes all of them must call this. Raises the errors of `eqx_decoders.errors`, and `Stopped`,
     a KeyboardInterrupt, for a signal before the first step.
     """
-    return Run(config).train()
+    run = Run(config)
+    try:
+        return run.train()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise EqxDecodersError(run.out_of_memory(str(error))) from error
 
 
 class Run:
@@ -109,6 +116,18 @@ class Run:
             if self.writes:
                 self._summarise(result, sample)
         return 0
+
+    def out_of_memory(self, told: str) -> str:
+        """What to do about XLA's error of this text."""
+        config, weights = self.config, named_leaves(self.target).values()
+        sizes = f"batch_size={config.dataset.batch_size} x seq_len={config.dataset.seq_len} tokens"
+        sizes += f", {sum(leaf.size for leaf in weights):,} weights of {sum(map(device_bytes, weights)) / 1e9:.2f} GB"
+        asked = next((line for line in told.splitlines() if "RESOURCE_EXHAUSTED" in line), told)
+        asked = asked.split("RESOURCE_EXHAUSTED:")[-1].strip().rstrip(".")[:300]
+        return (
+            f"the memory of a device does not suffice for {sizes}, and what a step makes of them. XLA: {asked}. Lower "
+            "batch_size or raise step.gradient_accumulation_steps, give remat='full', or cut the weights by mesh.fsdp."
+        )
 
     # --- before the first step ----------------------------------------------------------------------------------------
 

@@ -268,12 +268,16 @@ def flag(name: str) -> str:
     return "--" + named.get(name, name.removeprefix("dataset.").replace("_", "-"))
 
 
-def flags(config: type[Any] = TrainConfig, prefix: str = "") -> dict[str, str]:
-    """The flag of every setting, by its dotted name."""
-    found = {}
-    for name, kind in typing.get_type_hints(config).items():
-        inner = dataclasses.is_dataclass(kind)
-        found |= flags(kind, f"{prefix}{name}.") if inner else {prefix + name: flag(prefix + name)}  # type: ignore
+def flags() -> dict[str, str]:
+    """The flag of every setting, by its dotted name, by that of its class, and without `dataset`, which flags lack."""
+    names = dict(_flat(TrainConfig()))
+    found = {name: flag(name) for name in names}
+    found |= {name.removeprefix("dataset."): value for name, value in found.items()}
+    classes = {"dataset": "DataConfig", "optimizer": "OptimizerConfig", "step": "StepConfig", "mesh": "Layout"}
+    for group, kind in classes.items():
+        found |= {name.replace(f"{group}.", f"{kind}."): flag(name) for name in names if name.startswith(f"{group}.")}
+    for group, kind in (("lora", "LoRAConfig"), ("remat", "Remat")):
+        found |= {name.replace(f"{group}_", f"{kind}."): flag(name) for name in names if name.startswith(f"{group}_")}
     return found
 
 

@@ -9,7 +9,7 @@ import pytest
 from eqx_decoders import cli
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.settings import MeshConfig, TrainConfig, save_settings
+from eqx_decoders.training.settings import MeshConfig, TrainConfig, flags, save_settings
 from tests.commands import ROOT, call
 
 
@@ -91,6 +91,23 @@ def test_what_is_not_given_is_what_the_run_has(tmp_path):
     assert found == dataclasses.replace(want, steps=9, optimizer=dataclasses.replace(optimizer, momentum=0.8))
     save_settings(dataclasses.replace(run, export=str(tmp_path / "written")), tmp_path / "settings.json")
     assert parse(["--run-dir", str(tmp_path)]) == dataclasses.replace(want, export=None)
+
+
+@pytest.mark.parametrize(
+    "sentence, want",
+    [
+        ("DataConfig.seq_len=1 must be 2.", "--seq-len=1 must be 2."),
+        ("OptimizerConfig.eps=0, lower optimizer.eps.", "--optimizer.eps=0, lower --optimizer.eps."),
+        ("Layout.fsdp_transpose=2 x Layout.fsdp=2", "--mesh.fsdp-transpose=2 x --mesh.fsdp=2"),
+        ("give a held_out_path, or more data", "give a --held-out, or more data"),
+        ("path=3 of data: model 'steps=3' and steps=4", "--data=3 of data: model 'steps=3' and --steps=4"),
+        ("/tmp/run_dir/x and a-run_dir, run_dir/y; run_dir.", "/tmp/run_dir/x and a-run_dir, run_dir/y; --run-dir."),
+        ("LoRAConfig.rank=0 and Remat.save='x'", "--lora-rank=0 and --remat-save='x'"),
+        ("Layout.weights, DataConfig.seq_length", "Layout.weights, DataConfig.seq_length"),
+    ],
+)
+def test_sentences_are_in_the_words_of_the_flags(sentence, want):
+    assert cli.in_flags(sentence, flags()) == want
 
 
 def test_a_typo_is_met_with_the_nearest_flag():

@@ -120,7 +120,7 @@ def test_another_meaning_of_the_settings_is_reported(tmp_path, config, says):
         (("verfy",), 2, "verfy"),
         (("import", FIXTURES / "nothing", "x"), 4, "does not exist"),
         (("export", FIXTURES, "x"), 2, "is no run directory"),
-        (("export", FIXTURES, "x", "--shard-gb", "0"), 2, "shard_gb=0.0"),
+        (("export", FIXTURES, "x", "--shard-gb", "0"), 2, "--shard-gb=0.0"),
     ],
 )
 def test_mistakes_of_convert(arguments, code, says):

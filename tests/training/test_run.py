@@ -10,6 +10,7 @@ from pathlib import Path
 from unittest import mock
 
 import equinox as eqx
+import jax
 import numpy as np
 import pytest
 
@@ -194,6 +195,22 @@ def test_optimizers_move_the_weights_as_asked(base, folder):
     assert abs(heavy[1] - clipped[1]) > 1e-3
 
 
+def test_too_little_memory_is_met_with_the_sizes_and_what_to_turn(folder):
+    """The state of the last checkpoint is there, so that it can go on with a smaller batch."""
+
+    def exhausted(kept, state):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 12884901888 bytes.\n\nstack")
+
+    exhausted.lower = step_module._compiled_step.lower
+    words = flags(OPTIONS | QUICK | {"--data": folder / "texts", "--run-dir": folder / "exhausted"})
+    with mock.patch.object(step_module, "_compiled_step", exhausted):
+        _, err = call("train", *words, code=1)
+    (line,) = (line for line in err.splitlines() if line.startswith("error: "))
+    parts = ("--batch-size=8 x --seq-len=16", "52,464 weights", "allocating 12884901888 bytes. Lower --batch-size or")
+    for part in (*parts, "--step.gradient-accumulation-steps", "--remat='full'", "--mesh.fsdp"):
+        assert part in line, part
+
+
 @shows("TrainConfig.peak_tflops")
 def test_the_share_of_the_peak_is_at_most_all_of_it(folder):
     """Of a peak that is beyond all, and of one that is too low: then the fastest step so far is taken for it."""
@@ -255,7 +272,8 @@ def test_a_resumed_run_keeps_what_is_not_given_and_tells_what_changes(folder):
     before = (begun.dir / "settings.json").read_bytes()
     changed = ("train", "--run-dir", begun.dir, "--steps", 6, "--optimizer.weight-decay", 0.03)
     _, err = call(*changed, code=2)
-    assert "--optimizer.weight-decay 0.1 -> 0.03" not in err and "weight_decay=0.03" in err and "with 0.1" in err
+    assert "--optimizer.weight-decay 0.1 -> 0.03" not in err and "--optimizer.weight-decay=0.03, but" in err
+    assert "was trained with 0.1: leave it out to keep the run's, or give --allow-changes" in err
     assert (begun.dir / "settings.json").read_bytes() == before and len(begun.rows) == 4
     _, err = call(*changed, "--allow-changes")
     assert "changed: --steps 4 -> 6\nchanged: --optimizer.weight-decay 0.1 -> 0.03\n" in err
@@ -316,9 +334,11 @@ def test_a_run_directory_in_use_is_left_alone(folder, tmp_path):
     [
         ({"--model": "tinny"}, "Did you mean 'tiny'"),
         ({"--data": "no/where"}, "no/where' does not exist"),
-        ({"--seq-len": 4096}, "seq_len=4096, but the model has 2048 learned positions"),
-        ({"--tokenizer": "tests/fixtures/chat_llama", "--steps": 0}, "steps=0 must be"),
-        ({"--mesh.fsdp": 3}, "Layout"),
+        ({"--seq-len": 4096}, "error: --seq-len=4096, but the model has 2048 learned positions"),
+        ({"--seq-len": 1}, "error: --seq-len=1 must be an integer of at least 2."),
+        ({"--tokenizer": "tests/fixtures/chat_llama", "--steps": 0}, "error: --steps=0 must be"),
+        ({"--optimizer.eps": -1}, "error: --optimizer.eps=-1.0 must be"),
+        ({"--mesh.fsdp": 3}, "error: --mesh.fsdp=3 needs 3 devices or a multiple of it for --mesh.data=-1, but 1"),
     ],
 )
 def test_mistakes_have_a_sentence_and_a_code(folder, tmp_path, options, sentence):
