@@ -12,7 +12,8 @@ ROOT = pathlib.Path(__file__).parent.parent / "eqx_decoders"
 
 # Each part may import from itself and from those that stand before it.
 ORDER = [
-    "errors", "axes", "layout", "numerics", "remat", "context", "layers", "block", "stack", "mtp", "decoder", "create",
+    "errors", "axes", "layout", "numerics", "remat", "context", "layers", "block", "stack", "mtp", "config_json",
+    "decoder", "create",
     "families", "io", "inference", "describe", "training", "cli",
 ]  # fmt: skip
 

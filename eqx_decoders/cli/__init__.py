@@ -75,7 +75,7 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
 def flags_of(*classes: type[Any]) -> dict[str, str]:
     """The flags of dataclasses without groups: of their fields with a default, as the others have none."""
     fields = [
-        field for each in classes for field in dataclasses.fields(each) if field.default is not field.default_factory
+        field for each in classes for field in dataclasses.fields(each) if field.default is not dataclasses.MISSING
     ]
     return {field.name: "--" + field.name.replace("_", "-") for field in fields}
 

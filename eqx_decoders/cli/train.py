@@ -53,6 +53,7 @@ def parse(args: Sequence[str] | None = None, prog: str | None = None) -> TrainCo
     TrainConfig.__annotations__["dataset"] = Annotated[DataConfig, tyro.conf.OmitArgPrefixes]
     for field, name in (("path", "data"), ("held_out_path", "held-out")):
         DataConfig.__annotations__[field] = Annotated[str | None, tyro.conf.arg(name=name)]
+    TrainConfig.__annotations__["set"] = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
     with own_errors():
         return tyro.cli(TrainConfig, args=args, prog=prog, description=__doc__, default=_defaults(args))
 

@@ -122,19 +122,23 @@ def _target(
 
 
 def _read_config(directory: Directory) -> tuple[DecoderConfig, Origin, Family]:
-    content = directory.json("config.json")
+    config, settings, family = decode_config(directory.json("config.json"), f"{directory.path}/config.json")
+    if config.mtp is not None and not _has_depths(directory, config):
+        config = dataclasses.replace(config, mtp=None)  # transformers leaves them out, and the setting as it is
+    origin = Origin(family=family.model_type, settings=json.dumps(settings), directory=str(directory.path.absolute()))
+    return config, origin, family
+
+
+def decode_config(content: Mapping[str, Any], path: str) -> tuple[DecoderConfig, dict[str, Any], Family]:
+    """The configuration in a `config.json`, those of its settings that change nothing here, and its family."""
     kind = content.get("model_type")
-    named = isinstance(kind, str)
-    check(named, f"{directory.path}/config.json: model_type={kind!r} must name the family.", ConversionError)
+    check(isinstance(kind, str), f"{path}: model_type={kind!r} must name the family.", ConversionError)
     if "text_config" in content:
         raise ConversionError(f"config.json: model_type={kind} has a text_config: vision and audio are not read.")
     family = find_family(str(kind))
     read_scheme(content)
     config, settings = family.decode(content)
-    if config.mtp is not None and not _has_depths(directory, config):
-        config = dataclasses.replace(config, mtp=None)  # transformers leaves them out, and the setting as it is
-    origin = Origin(family=family.model_type, settings=json.dumps(settings), directory=str(directory.path.absolute()))
-    return config, origin, family
+    return config, settings, family
 
 
 def _has_depths(directory: Directory, config: DecoderConfig) -> bool:

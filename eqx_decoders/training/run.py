@@ -36,6 +36,7 @@ from eqx_decoders.training.runs import (
     abstract_run,
     export_run,
     is_imported,
+    keep_config,
     keep_source,
     new_model,
     resume_settings,
@@ -136,6 +137,8 @@ class Run:
         config, settings = self.config, self.dir / "settings.json"
         for name, (was, now) in self.changes.items():
             print_status(f"changed: {flag(name)} {_shown(was)} -> {_shown(now)}")
+        if self.writes:
+            keep_config(config, self.dir)
         if self.writes and not self.changes and not Checkpoints(self.dir / "checkpoints").steps:
             save_settings(config, settings)  # now: they say what the tokenizer and the tokens are made with
         if self.writes and config.init_from is not None and not (self.dir / SOURCE).exists():
@@ -211,7 +214,8 @@ class Run:
         weights = sum(leaf.size for leaf in leaves.values())
         trained = sum(leaf.size for name, leaf in leaves.items() if name in self.trainer.trainable)
         part = f" ({trained:,} of them trained)" if trained < weights else ""
-        name, devices = self.config.init_from or self.config.model, describe_devices(self.layout)
+        name, devices = self.config.init_from or self.config.model_config, describe_devices(self.layout)
+        name = " ".join((name or self.config.model, *self.config.set))
         print_status(f"{name}: {weights:,} weights{part} on {devices}")
         counts, epoch = self.data.store.counts("train"), self.data.rows_per_epoch
         print_status(f"{counts.documents:,} documents, {counts.tokens:,} tokens, {epoch:,} sequences an epoch")

@@ -41,7 +41,17 @@ RENAMED = {
 }
 
 # Which run it is: never changed.
-_IDENTITY = ("model", "init_from", "mtp_depths", "lora_*", "tokenizer", "bpe_vocab_size", "dataset.seed")
+_IDENTITY = (
+    "model",
+    "model_config",
+    "set",
+    "init_from",
+    "mtp_depths",
+    "lora_*",
+    "tokenizer",
+    "bpe_vocab_size",
+    "dataset.seed",
+)
 # How the run learns: changed only where that is asked for.
 _LEARNING = ("optimizer.*", "dataset.batch_size", "step.z_loss")
 # Of one start, not of the run.
@@ -78,6 +88,10 @@ class TrainConfig:
     """Directory for checkpoints, metrics.jsonl, tokenizer and pictures of losses and of experts' loads."""
     model: str = "tiny"
     """Name of a model, as `--list-models` prints them."""
+    model_config: str | None = None
+    """Instead of model: JSON of a `DecoderConfig` (see its `to_json`), or a `config.json` of Hugging Face."""
+    set: tuple[str, ...] = ()
+    """Fields of the model that are others, such as num_layers=4 or mlp_dim=512 (see `config_json.with_fields`)."""
     init_from: str | None = None
     """Directory of a Hugging Face checkpoint, or "org/name", to start from; it determines the model."""
     init_weights: tuple[str, ...] = ("*",)
@@ -179,8 +193,12 @@ class TrainConfig:
 
     def _check_model(self) -> None:
         """Fields that say which model is trained and which of its weights must not contradict each other."""
-        named = self.init_from is None or self.model == "tiny"
-        check(named, f"model={self.model!r} and init_from={self.init_from!r} exclude each other: leave one out.")
+        given = {"model": None if self.model == "tiny" else self.model}
+        given |= {name: getattr(self, name) for name in ("model_config", "init_from")}
+        given = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+        check(len(given) < 2, f"{' and '.join(given)} exclude each other: leave one out.")
+        own = self.init_from is None or not self.set
+        check(own, f"set={self.set} and init_from={self.init_from!r} exclude each other: its weights have their sizes.")
         taken = self.init_from is not None or self.init_weights == ("*",)
         check(taken, f"init_weights={self.init_weights} needs init_from, where they come from.")
         adapted = self.lora_rank is not None or self.export_adapter is None

@@ -41,6 +41,7 @@ def test_a_missing_package_is_named(monkeypatch, program):
 
 
 FLAGS = """
+--model-config --set
 --run-dir --model --init-from --init-weights --export --export-adapter --mtp-depths --lora-rank --lora-alpha
 --lora-targets --steps --data --held-out --held-out-fraction --text-field --batch-size --seq-len --seed --pack --no-pack
 --allow-changes --no-allow-changes

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -14,7 +15,11 @@ import jax
 import numpy as np
 import pytest
 
+import eqx_decoders as ed
+from eqx_decoders.config_json import with_fields
+from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.checkpoint import Checkpoints
+from eqx_decoders.io.huggingface import read_config
 from eqx_decoders.io.rundir import RunLock
 from eqx_decoders.io.tokenizer import load_tokenizer
 from eqx_decoders.training import loss as loss_module, step as step_module
@@ -22,6 +27,7 @@ from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.lora import LoRAConfig
 from eqx_decoders.training.metrics import read_metrics
 from eqx_decoders.training.optimizer import OptimizerConfig
+from eqx_decoders.training.runs import resume_settings
 from eqx_decoders.training.settings import MeshConfig, TrainConfig, load_settings
 from eqx_decoders.training.step import StepConfig
 from tests.commands import ROOT, call, flags, steps_of, write_corpus
@@ -306,6 +312,40 @@ def test_a_start_that_fails_leaves_nothing_behind(folder, tmp_path, options, cod
     assert [path.name for path in run.iterdir()] == list(there) if there else not run.exists()
 
 
+@shows("TrainConfig.model_config", "TrainConfig.set")
+def test_a_run_of_own_sizes_keeps_them(folder, tmp_path):
+    """From a file of Hugging Face or of `to_json`; resumed, written from and exported without these flags and files."""
+    source = tmp_path / "config.json"
+    source.write_text((ROOT / "tests/fixtures/chat_llama/config.json").read_text())
+    read = read_config(ROOT / "tests/fixtures/chat_llama")[0]
+    words = flags({key: value for key, value in (OPTIONS | QUICK).items() if key != "--model"} | {"--steps": 2})
+    words += ["--run-dir", tmp_path / "run", "--data", folder / "texts"]
+    own = ("--model-config", source, "--set", "num_layers=3", "--set", "mlp_dim=20")
+    _, err = call("train", *words, *own)
+    config = with_fields(read, ("num_layers=3", "mlp_dim=20"))
+    assert f"config.json num_layers=3 mlp_dim=20: {ed.count_parameters(config):,} weights on" in err
+    assert ed.DecoderConfig.from_json((tmp_path / "run" / "model.json").read_text()) == config
+    assert call("train", *words, *own, "--steps", 3)[1].count("changed: ") == 1  # the same sizes once more
+    source.unlink()
+    _, err = call("train", "--run-dir", tmp_path / "run", "--steps", 4, "--export", tmp_path / "out")
+    assert "resumed at step 3" in err and ed.abstract_hf(tmp_path / "out").config == config
+    assert call("generate", "--run-dir", tmp_path / "run", "--prompt", "the", "--max-new-tokens", 2)[0].startswith(
+        "the"
+    )
+    _, err = call("train", "--run-dir", tmp_path / "run", "--set", "mlp_dim=24", code=2)
+    assert (
+        "'mlp_dim=24'), but" in err and "was begun with ('num_layers=3', 'mlp_dim=20'): choose another --run-dir" in err
+    )
+    saved = tmp_path / "own.json"
+    saved.write_text(config.to_json())
+    run = load_settings(tmp_path / "run" / "settings.json")
+    assert (
+        run.set == own[3::2] and resume_settings(replace(run, model_config=str(saved), set=()), run.run_dir)[0] == run
+    )
+    with pytest.raises(ConfigError, match=r"set=\('mlp_dim=24',\), but .*run was begun with"):
+        resume_settings(replace(run, model_config=str(saved), set=("mlp_dim=24",)), run.run_dir)
+
+
 @shows("MeshConfig.fsdp_transpose", "MeshConfig.tensor_sequence", "MeshConfig.expert", "TrainConfig.describe")
 def test_describe_prints_the_weights():
     out, _ = call("train", "--describe", "--model", "tiny", "--batch-size", 4)
@@ -338,6 +378,9 @@ def test_a_run_directory_in_use_is_left_alone(folder, tmp_path):
         ({"--seq-len": 1}, "error: --seq-len=1 must be an integer of at least 2."),
         ({"--tokenizer": "tests/fixtures/chat_llama", "--steps": 0}, "error: --steps=0 must be"),
         ({"--optimizer.eps": -1}, "error: --optimizer.eps=-1.0 must be"),
+        ({"--model-config": "no/where"}, "error: --model='gpt3-52k' and --model-config='no/where' exclude each other"),
+        ({"--set": "num_head=3"}, "error: --set='num_head' is not known. Did you mean 'num_heads'?"),
+        ({"--set": "num_kv_heads=3"}, "error: AttentionConfig.num_heads=2 must be a multiple of num_kv_heads=3"),
         ({"--mesh.fsdp": 3}, "error: --mesh.fsdp=3 needs 3 devices or a multiple of it for --mesh.data=-1, but 1"),
     ],
 )

@@ -253,6 +253,9 @@ def test_every_field_explains_itself(module, cls):
     "fields, sentence",
     [
         (dict(model="llama3-8b", init_from="x"), "model='llama3-8b' and init_from='x' exclude each other"),
+        (dict(model="llama3-8b", model_config="x"), "model='llama3-8b' and model_config='x' exclude each other"),
+        (dict(model_config="y", init_from="x"), "model_config='y' and init_from='x' exclude each other"),
+        (dict(set=("a=1",), init_from="x"), "init_from='x' exclude each other: its weights have their sizes"),
         (dict(init_weights=("*.mlp.*",)), "needs init_from"),
         (dict(export_adapter="x"), "export_adapter='x' needs lora_rank"),
         (dict(lora_rank=0), "LoRAConfig.rank=0 must be an integer of at least 1"),
