@@ -20,7 +20,7 @@ from eqx_decoders.families import list_models
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.memory import keep_memory
 from eqx_decoders.training.run import train
-from eqx_decoders.training.runs import abstract_run
+from eqx_decoders.training.runs import abstract_run, is_begun
 from eqx_decoders.training.settings import TrainConfig, flags, is_new, load_settings
 
 
@@ -63,7 +63,7 @@ def _defaults(args: Sequence[str] | None) -> TrainConfig:
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--run-dir", "--run_dir", default=TrainConfig.run_dir)
     run_dir = finder.parse_known_args(args)[0].run_dir
-    if not (Path(run_dir) / "settings.json").is_file():
+    if not is_begun(run_dir):
         return TrainConfig()
     run = load_settings(Path(run_dir) / "settings.json")
     kept = {name: value for name in ("export", "export_adapter") if (value := getattr(run, name)) and is_new(value)}

@@ -48,13 +48,11 @@ def keep_source(model: Decoder, run_dir: str | Path) -> None:
 
 def model_config(settings: TrainConfig) -> DecoderConfig:
     """The configuration that the settings name: a preset or that of a file, with the fields that are `set`."""
-    return with_fields(
-        get_config(settings.model) if settings.model_config is None else _read_config_file(settings.model_config),
-        settings.set,
-    )
+    named = settings.model_config is None
+    return with_fields(get_config(settings.model) if named else _read_config_file(settings.model_config), settings.set)
 
 
-def _read_config_file(path: str | Path) -> DecoderConfig:
+def _read_config_file(path: str) -> DecoderConfig:
     """The configuration in a file of `DecoderConfig.to_json`, or in a `config.json` of Hugging Face."""
     try:
         text = Path(path).read_text()
@@ -90,7 +88,7 @@ def resume_settings(settings: TrainConfig, run_dir: str | Path) -> tuple[TrainCo
     nothing was made yet, or that the convert program made, has not been trained, and takes any.
     """
     run = Path(run_dir)
-    if not (run / "settings.json").is_file() or not ((run / "tokenizer").exists() or (run / "checkpoints").exists()):
+    if not is_begun(run):
         return settings, {}
     old = load_settings(run / "settings.json")
     if settings.init_from is None and settings.model == old.model:
@@ -105,6 +103,12 @@ def resume_settings(settings: TrainConfig, run_dir: str | Path) -> tuple[TrainCo
     trained = Checkpoints(run / "checkpoints").latest is not None
     check_changes(changes, run_dir, allowed=settings.allow_changes, trained=trained)
     return settings, changes
+
+
+def is_begun(run_dir: str | Path) -> bool:
+    """Whether there is a run with at least a tokenizer; an earlier start may have been stopped before it had one."""
+    run = Path(run_dir)
+    return (run / "settings.json").is_file() and ((run / "tokenizer").exists() or (run / "checkpoints").exists())
 
 
 def is_imported(run_dir: str | Path) -> bool:

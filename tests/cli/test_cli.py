@@ -84,6 +84,8 @@ def test_what_is_not_given_is_what_the_run_has(tmp_path):
     optimizer = OptimizerConfig(name="muon", momentum=0.9)
     run = TrainConfig(run_dir="elsewhere", steps=7, optimizer=optimizer, export="out", allow_changes=True)
     save_settings(run, tmp_path / "settings.json")
+    assert parse(["--run-dir", str(tmp_path)]) == TrainConfig(run_dir=str(tmp_path))
+    (tmp_path / "tokenizer").mkdir()
     (tmp_path / "written").mkdir()
     (tmp_path / "written" / "model").write_text("x")
     want = dataclasses.replace(run, run_dir=str(tmp_path), allow_changes=False)

@@ -329,19 +329,15 @@ def test_a_run_of_own_sizes_keeps_them(folder, tmp_path):
     source.unlink()
     _, err = call("train", "--run-dir", tmp_path / "run", "--steps", 4, "--export", tmp_path / "out")
     assert "resumed at step 3" in err and ed.abstract_hf(tmp_path / "out").config == config
-    assert call("generate", "--run-dir", tmp_path / "run", "--prompt", "the", "--max-new-tokens", 2)[0].startswith(
-        "the"
-    )
+    out, _ = call("generate", "--run-dir", tmp_path / "run", "--prompt", "the", "--max-new-tokens", 2)
+    assert out.startswith("the")
     _, err = call("train", "--run-dir", tmp_path / "run", "--set", "mlp_dim=24", code=2)
-    assert (
-        "'mlp_dim=24'), but" in err and "was begun with ('num_layers=3', 'mlp_dim=20'): choose another --run-dir" in err
-    )
+    assert "'mlp_dim=24'), but" in err and "was begun with ('num_layers=3', 'mlp_dim=20'): choose another" in err
     saved = tmp_path / "own.json"
     saved.write_text(config.to_json())
     run = load_settings(tmp_path / "run" / "settings.json")
-    assert (
-        run.set == own[3::2] and resume_settings(replace(run, model_config=str(saved), set=()), run.run_dir)[0] == run
-    )
+    same = replace(run, model_config=str(saved), set=())
+    assert run.set == own[3::2] and resume_settings(same, run.run_dir)[0] == run
     with pytest.raises(ConfigError, match=r"set=\('mlp_dim=24',\), but .*run was begun with"):
         resume_settings(replace(run, model_config=str(saved), set=("mlp_dim=24",)), run.run_dir)
 
