@@ -116,7 +116,7 @@ def test_where_there_is_nothing_to_save_a_signal_stops_at_once(number):
 # The main thread stands in a call that does not return to Python for long, after an event loop that took the signals
 # and did not give them back; or in Python, with a block to be left.
 BUSY = f"""{PACKAGE}
-import hashlib, os, pathlib, signal, time
+import hashlib, pathlib, signal, threading, time
 from eqx_decoders.io.rundir import Interrupt, Watch
 from eqx_decoders.io.waiting import Waiting
 part = pathlib.Path(sys.argv[2])
@@ -124,11 +124,11 @@ part.mkdir()
 with Interrupt(at_once=sys.argv[3] != "later"), Watch(0.2):
     signal.set_wakeup_fd(-1)
     with Waiting("training", kept="nothing is kept", partial=part):
-        print("busy", flush=True)
+        threading.Timer(0.5, print, ("busy",), dict(flush=True)).start()  # when the main thread is there
         try:
             if sys.argv[3] == "python":
                 time.sleep(60)
-            hashlib.pbkdf2_hmac("sha256", b"x", b"y", 1_000_000 if sys.argv[3] == "later" else 500_000_000)
+            hashlib.pbkdf2_hmac("sha256", b"x", b"y", 5_000_000 if sys.argv[3] == "later" else 500_000_000)
         finally:
             print("left", flush=True)
 """
