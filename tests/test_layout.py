@@ -128,6 +128,7 @@ def test_an_abstract_mesh_has_the_shapes_of_a_real_one_and_any_size():
     assert mesh.sizes == real.sizes and mesh.platform == real.platform
     texts = [describe(ed.abstract(rich_decoder(), layout=layout)) for layout in (real, mesh)]
     assert texts[0] == texts[1]
+    assert ed.Layout.create(fsdp=4, abstract=True).mesh.size == 4  # of eight
     for sizes in (dict(fsdp=16, data=-1), dict(fsdp=16)):
         large = ed.Layout.create(**sizes, abstract=True)
         assert large.sizes["fsdp"] == 16 and large.mesh.size == 16
