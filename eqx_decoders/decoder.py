@@ -12,9 +12,10 @@ from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.block import BlockConfig, BlockStats
+from eqx_decoders.config_json import from_plain, to_plain
 from eqx_decoders.context import Context, Execution, ExecutionOptions
 from eqx_decoders.eager import compiled_alone, concrete
-from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.errors import ConfigError, check, check_integer, check_number
 from eqx_decoders.layers.cache import Entries, KVCache
 from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.layers.embedding import (
@@ -80,6 +81,35 @@ class DecoderConfig:
         check_number("DecoderConfig.init_std", self.init_std, above=0)
         if self.logit_soft_cap is not None:
             check_number("DecoderConfig.logit_soft_cap", self.logit_soft_cap, above=0)
+
+    def to_json(self) -> str:
+        """The configuration as JSON, for `from_json`; repeated layers are written once: `{"repeat": 4, "blocks": …}`.
+
+        Every field is there, whatever its default, so that it means the same in later versions.
+        """
+        runs = [
+            {"repeat": repeats, "blocks": [to_plain(block) for block in unit]}
+            for unit, repeats in segments(self.blocks)
+        ]
+        return json.dumps(to_plain(self) | {"blocks": runs}, indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "DecoderConfig":
+        """The configuration in the words of `to_json`; ConfigError for classes, fields and values that are none."""
+        try:
+            plain = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"a configuration must be JSON: {str(error)[:200]}.") from error
+        good = isinstance(plain, dict) and isinstance(plain.get("blocks"), list)
+        check(good, "a configuration must be a JSON object with a list of blocks.")
+        blocks = []
+        for entry in plain["blocks"]:
+            repeated = isinstance(entry, dict) and set(entry) == {"repeat", "blocks"}
+            if repeated:
+                check_integer("DecoderConfig.blocks: repeat", entry["repeat"])
+                check(isinstance(entry["blocks"], list), "DecoderConfig.blocks: repeat needs a list of blocks.")
+            blocks += entry["blocks"] * entry["repeat"] if repeated else [entry]
+        return from_plain(plain | {"blocks": blocks}, cls, "DecoderConfig")
 
     def build(self, *, key: PRNGKeyArray, execution: Execution = Execution()) -> "Decoder":
         """A new decoder in float32 on the default device; `init` puts it where and in what dtype it belongs."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import Array, PyTree
 
 from eqx_decoders.axes import AXES, Axes, axes, check_axes, path_name
@@ -75,12 +75,13 @@ class Layout:
 
     **Arguments:**
 
-    - `mesh`: a `jax.sharding.Mesh` whose axes are of type Auto and named as in `MESH_AXES`; None for one device.
+    - `mesh`: a `jax.sharding.Mesh` (or `AbstractMesh`, for shapes alone) whose axes are of type Auto and named as in
+        `MESH_AXES`; None for one device.
     - `weights`, `activations`: which mesh axes split which logical axis, most important row first. Pass, for example,
         `WEIGHTS | {"embed": ("fsdp",)}`. A logical axis without a row is replicated.
     """
 
-    mesh: Mesh | None = None
+    mesh: Any = None
     weights: Any = tuple(WEIGHTS.items())
     activations: Any = tuple(ACTIVATIONS.items())
 
@@ -109,24 +110,33 @@ class Layout:
         tensor_sequence: int = 1,
         expert: int = 1,
         devices: Sequence[Any] | None = None,
+        abstract: bool = False,
         weights: Mapping[str, str | Sequence[str]] | Table = tuple(WEIGHTS.items()),
         activations: Mapping[str, str | Sequence[str]] | Table = tuple(ACTIVATIONS.items()),
     ) -> "Layout":
-        """A layout over `devices` (default: all). One size may be -1: whatever the others leave."""
+        """A layout over `devices` (default: all). One size may be -1: whatever the others leave.
+
+        An `abstract` one has shapes and shardings on any machine, but no arrays: as many devices as the sizes ask for.
+        """
         sizes = dict(
             data=data, stage=stage, fsdp=fsdp, fsdp_transpose=fsdp_transpose,
             context=context, tensor=tensor, tensor_sequence=tensor_sequence, expert=expert,
         )  # fmt: skip
         devices = list(jax.devices() if devices is None else devices)
-        sizes = _resolve_sizes(sizes, len(devices))
-        auto = (AxisType.Auto,) * len(sizes)
-        mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=auto, devices=devices)
-        return cls(mesh, weights, activations)
+        taken = math.prod(size for size in sizes.values() if size != -1)
+        count = len(devices)
+        if abstract and (count % taken != 0 or -1 not in sizes.values()):
+            count = taken
+        sizes = _resolve_sizes(sizes, count, devices[0].platform)
+        names, shape, auto = tuple(sizes), tuple(sizes.values()), (AxisType.Auto,) * len(sizes)
+        if abstract:
+            return cls(AbstractMesh(shape, names, axis_types=auto), weights, activations)
+        return cls(jax.make_mesh(shape, names, axis_types=auto, devices=devices), weights, activations)
 
     @property
     def platform(self) -> str:
         """`"cpu"`, `"gpu"` or `"tpu"`: that of the mesh's devices, not of the default device."""
-        return jax.default_backend() if self.mesh is None else self.mesh.devices.flat[0].platform
+        return self.mesh.devices.flat[0].platform if isinstance(self.mesh, Mesh) else jax.default_backend()
 
     @property
     def single(self) -> bool:
@@ -138,9 +148,10 @@ class Layout:
         split = self._split(self.weights, check_axes(name, words))
         for word, size, names in zip(check_axes(name, words), shape or (), split, strict=shape is not None):
             parts = math.prod(self.sizes[axis] for axis in names)
+            text = " x ".join(f"Layout.{n}={self.sizes[n]}" for n in names)
             check(
                 size % parts == 0,
-                f"{name}: {word}={size} must be a multiple of {' x '.join(f'{n}={self.sizes[n]}' for n in names)}. "
+                f"{name}: {word}={size} must be a multiple of {text}. "
                 "Choose another mesh or replace that row of Layout.weights.",
             )
         return PartitionSpec(*(names or None for names in split))
@@ -224,7 +235,7 @@ class Layout:
         return kept
 
 
-def _resolve_sizes(sizes: dict[str, int], devices: int) -> dict[str, int]:
+def _resolve_sizes(sizes: dict[str, int], devices: int, platform: str) -> dict[str, int]:
     """Replace the one -1 and check that the mesh has as many places as there are devices."""
     free = [name for name, size in sizes.items() if size == -1]
     check(len(free) <= 1, f"Layout: only one mesh axis can be -1, not {', '.join(free)}.")
@@ -232,14 +243,17 @@ def _resolve_sizes(sizes: dict[str, int], devices: int) -> dict[str, int]:
         if name not in free:
             check_integer(f"Layout.{name}", size)
     taken = math.prod(size for size in sizes.values() if size != -1)
+    text = " x ".join(f"Layout.{name}={size}" for name, size in sizes.items() if size > 1) or "Layout.data=1"
+    more = taken > devices and platform == "cpu"
+    eight = " XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight of a CPU." if more else ""
     if free:
-        check(devices % taken == 0, f"Layout.{free[0]}=-1: {devices} devices can't be divided by {taken}.")
+        rule = f"{text} needs {taken} devices or a multiple of it for Layout.{free[0]}=-1, but {devices} are given"
+        check(devices % taken == 0, f"{rule}: choose other sizes.{eight}")
         return sizes | {free[0]: devices // taken}
-    text = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "data=1"
     check(
         taken == devices,
-        f"Layout: {text} needs {taken} devices, but {devices} are given. Set one axis to -1 to use all, "
-        f"or pass devices=jax.devices()[:{taken}].",
+        f"{text} needs {taken} devices, but {devices} are given. Set one axis to -1 to use all, "
+        f"or pass devices=jax.devices()[:{taken}].{eight}",
     )
     return sizes
 

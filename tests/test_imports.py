@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).parent.parent / "eqx_decoders"
 # Each part may import from itself and from those that stand before it.
 ORDER = [
     "errors", "lazy", "eager", "axes", "layout", "numerics", "prng", "sampling", "remat", "context", "layers", "block",
-    "stack", "mtp", "decoder", "create", "families", "io", "inference", "describe", "training", "cli",
+    "stack", "mtp", "config_json", "decoder", "create", "families", "io", "inference", "describe", "training", "cli",
 ]  # fmt: skip
 
 

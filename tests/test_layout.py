@@ -92,7 +92,7 @@ def test_minus_one_takes_the_rest():
     [
         (lambda: ed.Layout.create(data=3), ["data=3", "needs 3 devices", "8", "-1"]),
         (lambda: ed.Layout.create(data=-1, fsdp=-1), ["only one", "data, fsdp"]),
-        (lambda: ed.Layout.create(data=-1, fsdp=3), ["8 devices", "3"]),
+        (lambda: ed.Layout.create(data=-1, fsdp=3), ["8 are given", "3"]),
         (lambda: ed.Layout.create(data=0), ["Layout.data=0", "at least 1"]),
         (lambda: ed.Layout(weights={"hed": "fsdp"}), ["'hed'", "did you mean 'heads'?"]),
         (lambda: ed.Layout(weights={"heads": "tensr"}), ["'tensr'", "'tensor'"]),
@@ -121,6 +121,26 @@ def test_generation_runs_sharded():
     layout = ed.Layout.create(data=2, fsdp=2, tensor=2)
     want = ed.generate(model, prompt, max_new_tokens=8)
     np.testing.assert_array_equal(ed.generate(model.place(layout), prompt, max_new_tokens=8), want)
+
+
+def test_an_abstract_mesh_has_the_shapes_of_a_real_one_and_any_size():
+    real, mesh = (ed.Layout.create(data=-1, fsdp=2, tensor=2, abstract=abstract) for abstract in (False, True))
+    assert mesh.sizes == real.sizes and mesh.platform == real.platform
+    texts = [describe(ed.abstract(rich_decoder(), layout=layout)) for layout in (real, mesh)]
+    assert texts[0] == texts[1]
+    assert ed.Layout.create(fsdp=4, abstract=True).mesh.size == 4  # of eight
+    for sizes in (dict(fsdp=16, data=-1), dict(fsdp=16)):
+        large = ed.Layout.create(**sizes, abstract=True)
+        assert large.sizes["fsdp"] == 16 and large.mesh.size == 16
+        assert ed.abstract(rich_decoder(), layout=large).embedding.table.sharding.shard_shape((32, 16)) == (32, 1)
+
+
+def test_too_few_devices_of_a_cpu_are_met_with_how_to_get_more():
+    with pytest.raises(ed.ConfigError, match=r"needs 16 devices.*8 are given.*xla_force_host_platform_device_count=8"):
+        ed.Layout.create(data=-1, fsdp=16)
+    with pytest.raises(ed.ConfigError) as caught:
+        ed.Layout.create(data=2, fsdp=2)
+    assert "XLA_FLAGS" not in str(caught.value)
 
 
 def test_describe_lists_every_weight():

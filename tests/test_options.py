@@ -198,6 +198,13 @@ def test_every_field_of_every_configuration_is_in_the_table():
     assert listed == reachable(ed.DecoderConfig, {})
 
 
+@pytest.mark.parametrize("kind, field", CASES, ids=lambda x: getattr(x, "__name__", x))
+def test_every_option_comes_back_from_json(kind, field):
+    base, place, values = OPTIONS[kind]
+    config = place(dataclasses.replace(base, **NEEDS.get((kind, field), {}) | {field: values[field]}))
+    assert ed.DecoderConfig.from_json(config.to_json()) == config != place(base)
+
+
 def named_draws(config) -> ed.Decoder:
     """A decoder whose weights depend on their names and shapes alone: a new one leaves the others as they are."""
     tree = ed.abstract(config, scan=False, attention="dot")

@@ -1,5 +1,6 @@
 """The scripts in processes of their own: what only a shell sees, signals and kills."""
 
+import json
 import random
 import signal
 import subprocess
@@ -66,6 +67,25 @@ def test_a_run_killed_and_started_again_has_the_losses_of_one_that_was_not(train
     assert [row["step"] for row in again] == [1, 2, 3, 4]
     for name in ("loss", "grad_norm", "learning_rate", "tokens", "epochs"):
         assert [row[name] for row in again] == [row[name] for row in whole], name
+
+
+def test_ctrl_c_while_a_tokenizer_is_trained_ends_it_at_once(tmp_path):
+    """In a call that does not return to Python: what is kept is said, and the same command starts again."""
+    lines = (json.dumps({"text": " ".join(map(str, range(n, n + 200)))}) for n in range(0, 2_000_000, 200))
+    (tmp_path / "large.jsonl").write_text("\n".join(lines))
+    process = start("train.py", "--run-dir", tmp_path / "run", "--data", tmp_path / "large.jsonl", "--steps", 2)
+    while not (tmp_path / "run" / "settings.json").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(2.5)
+    process.send_signal(signal.SIGINT)
+    begun = time.monotonic()
+    _, err = process.communicate(timeout=60)
+    assert time.monotonic() - begun < 3 and process.returncode == 130 and "Traceback" not in err
+    assert "training the tokenizer: 1" in err
+    assert err.endswith(
+        "stopped while training the tokenizer: nothing of it is kept, start again with the same command\n"
+    )
 
 
 def test_generate_continues_each_line_of_its_input(trained):

@@ -1,13 +1,19 @@
 """The programs: `eqx-decoders train`, `generate` and `convert`, which `scripts/` starts, too."""
 
+import contextlib
+import dataclasses
 import functools
 import importlib
+import io
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from typing import Any
 
 from eqx_decoders.errors import EqxDecodersError, need_extra
-from eqx_decoders.io.rundir import exit_code
+from eqx_decoders.io.rundir import Interrupt, Watch, exit_code
+from eqx_decoders.io.waiting import showing
 
 
 PROGRAMS = {
@@ -30,18 +36,65 @@ def main(args: Sequence[str] | None = None) -> int:
     return 0 if asked else 2
 
 
-def program(main: Callable[..., int]) -> Callable[..., int]:
-    """A program that prints the errors of this library as one line and returns their exit code."""
+def program(flags: Callable[[], Mapping[str, str]]) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """A program that prints the errors of this library as one line and returns their exit code, and those of signals.
 
-    @functools.wraps(main)
-    def run(*args, **options):
-        try:
-            return main(*args, **options)
-        except EqxDecodersError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return exit_code(error)
+    It shows what takes longer than two seconds. `flags` gives the flag of every setting (see `in_flags`).
+    """
 
-    return run
+    def decorate(main: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(main)
+        def run(*args, **options):
+            with Interrupt(at_once=True), showing(), Watch():
+                try:
+                    return main(*args, **options)
+                except EqxDecodersError as error:
+                    print(f"error: {in_flags(str(error), flags())}", file=sys.stderr)
+                    return exit_code(error)
+
+        return run
+
+    return decorate
+
+
+def in_flags(text: str, flags: Mapping[str, str]) -> str:
+    """A sentence about settings in the words of the command line: `DataConfig.seq_len=1` is `--seq-len=1`.
+
+    `flags` has them by name: `seq_len`, and those with a dot by `mesh.fsdp` or by their class. A name that could be a
+    word of the sentence counts where a value follows.
+    """
+
+    def pattern(name: str) -> str:
+        return re.escape(name) + ("" if re.search(r"[._]", name) else "(?==)")
+
+    names = "|".join(map(pattern, sorted(flags, key=len, reverse=True)))
+    free = rf"(?<![\w./'\"-])(?:{names})(?![\w/'\"-]|\.\w)"  # not a part of a path, of a quotation or of another name
+    return re.sub(free, lambda found: flags[found[0]], text)
+
+
+def flags_of(*classes: type[Any]) -> dict[str, str]:
+    """The flags of dataclasses without groups: of their fields with a default, as the others have none."""
+    fields = [
+        field for each in classes for field in dataclasses.fields(each) if field.default is not dataclasses.MISSING
+    ]
+    return {field.name: "--" + field.name.replace("_", "-") for field in fields}
+
+
+@contextlib.contextmanager
+def own_errors() -> Iterator[None]:
+    """Around a parser of tyro: this library's errors in the checks of settings are raised, not printed in a box."""
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(told):
+            yield
+    except SystemExit as left:
+        cause: BaseException | None = left
+        while cause is not None and not isinstance(cause, EqxDecodersError):
+            cause = cause.__context__
+        if cause is not None:
+            raise cause from None
+        print(told.getvalue(), end="", file=sys.stderr)
+        raise
 
 
 def require(*packages: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from eqx_decoders.cli import program, require
+from eqx_decoders.cli import flags_of, own_errors, program, require
 from eqx_decoders.create import count_parameters
 from eqx_decoders.errors import CheckpointError, check, check_integer, check_number
 from eqx_decoders.io import verify
@@ -149,7 +149,7 @@ def _some(lines: list[str], most: int = 10) -> str:
     return "; ".join(lines[:most]) + more
 
 
-@program
+@program(lambda: flags_of(Import, Export, Verify))
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Convert as the command line says; the exit code."""
     require("tyro")
@@ -159,4 +159,6 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     options: dict[str, Any] = dict(
         args=args, prog=prog, description=__doc__, config=(tyro.conf.PositionalRequiredArgs,)
     )
-    return tyro.extras.subcommand_cli_from_dict(commands, **options)()
+    with own_errors():
+        command = tyro.extras.subcommand_cli_from_dict(commands, **options)
+    return command()

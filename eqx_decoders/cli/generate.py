@@ -8,15 +8,17 @@ text. Without a prompt it asks for one after another, and a conversation remembe
 """
 
 import dataclasses
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Literal
 
 import jax
 
-from eqx_decoders.cli import program, require
+from eqx_decoders.cli import flags_of, own_errors, program, require
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.inference.text import Prompt, TextModel, load_text_model
+from eqx_decoders.io.waiting import Waiting
 from eqx_decoders.numerics import Precision
 from eqx_decoders.sampling import GenerationConfig
 from eqx_decoders.training.runs import load_text_run
@@ -71,13 +73,14 @@ class GenerateConfig:
         return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
 
-@program
+@program(lambda: flags_of(GenerateConfig))
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Write as the command line says; the exit code."""
     require("tyro")
     import tyro
 
-    config = tyro.cli(GenerateConfig, args=args, prog=prog, description=__doc__)
+    with own_errors():
+        config = tyro.cli(GenerateConfig, args=args, prog=prog, description=__doc__)
     text = load(config)
     answer = Chat(text, config) if config.chat and text.chat is not None else Continuation(text, config)
     if config.prompt is not None:
@@ -141,14 +144,17 @@ class Chat:
 
 def write(text: TextModel, config: GenerateConfig, prompt: Prompt) -> str:
     """Print what the model writes, piece by piece."""
-    pieces = []
-    for piece in text.write(
+    written = text.write(
         prompt,
         max_new_tokens=config.max_new_tokens,
         sampler=text.model.generation_config.sampler(**config.sampling()),
         key=jax.random.key(config.seed),
         num_draft_tokens=config.num_draft_tokens,
-    ):
+    )
+    with Waiting("compiling"):
+        first = next(written, "")
+    pieces = []
+    for piece in itertools.chain([first], written):
         pieces.append(piece)
         print(piece, end="", flush=True)
     print()

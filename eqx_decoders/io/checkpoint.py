@@ -30,6 +30,7 @@ from orbax.checkpoint import v1 as ocp
 
 from eqx_decoders.axes import named_leaves, path_name
 from eqx_decoders.errors import CheckpointError, check, check_integer
+from eqx_decoders.io.waiting import Waiting
 
 
 FORMAT_VERSION = 1
@@ -183,7 +184,8 @@ def load_weights(
 
     Changes nothing in the directory, so it may be called while a run writes there.
     """
-    return _load_newest(_local(directory), template, step, prefix, verify, warn)[0]
+    with Waiting("loading the checkpoint"):
+        return _load_newest(_local(directory), template, step, prefix, verify, warn)[0]
 
 
 @jax.jit
@@ -367,6 +369,9 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 def _unreadable(error: Exception, sentence: str) -> CheckpointError:
     """Damage, unless this process lacks memory or permissions: then it could not read any other step either."""
+    for cause in _causes(error):
+        if isinstance(cause, KeyboardInterrupt):
+            raise cause
     ours = (MemoryError, PermissionError, jax.errors.JaxRuntimeError)
     kind = CheckpointError if any(isinstance(cause, ours) for cause in _causes(error)) else _Damaged
     return kind(f"{sentence}: {_summary(error)}.")

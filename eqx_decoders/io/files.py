@@ -31,5 +31,8 @@ def new_directory(path: Path) -> Iterator[Path]:
     partial = path.with_name(f"{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     partial.mkdir(parents=True)
-    yield partial
-    partial.rename(path)
+    try:
+        yield partial
+        partial.rename(path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

@@ -33,6 +33,7 @@ from eqx_decoders.io.directory import FLOATS, Directory, StoredTensor, check_dty
 from eqx_decoders.io.generation_config import parse_token_ids, read_generation_config
 from eqx_decoders.io.hub import resolve
 from eqx_decoders.io.quantized import checkpoint_tensors, read_scheme
+from eqx_decoders.io.waiting import Waiting
 from eqx_decoders.layout import Layout
 from eqx_decoders.numerics import Precision
 
@@ -87,7 +88,10 @@ def load_hf(
     target, mappings, tensors = _target(resolve(source, revision), dtype, layout, dict(execution))
     shapes, static = eqx.partition(target, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     names = iter(named_leaves(shapes))
-    arrays = jax.tree.map(lambda leaf: _load(leaf, mappings[next(names)], tensors), shapes)
+    with Waiting(
+        "loading weights", total=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    ) as waiting:
+        arrays = jax.tree.map(lambda leaf: _load(leaf, mappings[next(names)], tensors, waiting), shapes)
     return eqx.combine(arrays, static)
 
 
@@ -127,14 +131,7 @@ def _target(
 
 def _read_config(directory: Directory) -> tuple[DecoderConfig, Origin, Family]:
     content = directory.json("config.json")
-    kind = content.get("model_type")
-    named = isinstance(kind, str)
-    check(named, f"{directory.path}/config.json: model_type={kind!r} must name the family.", ConversionError)
-    if "text_config" in content:
-        raise ConversionError(f"config.json: model_type={kind} has a text_config: vision and audio are not read.")
-    family = find_family(str(kind))
-    read_scheme(content)
-    config, settings = family.decode(content)
+    config, settings, family = decode_config(content, f"{directory.path}/config.json")
     if config.mtp is not None and not _has_depths(directory, config):
         config = dataclasses.replace(config, mtp=None)  # transformers leaves them out, and the setting as it is
     generation = read_generation_config(directory.path)
@@ -148,6 +145,18 @@ def _read_config(directory: Directory) -> tuple[DecoderConfig, Origin, Family]:
         generation=generation,
     )
     return config, origin, family
+
+
+def decode_config(content: Mapping[str, Any], path: str) -> tuple[DecoderConfig, dict[str, Any], Family]:
+    """The configuration in a `config.json`, those of its settings that change nothing here, and its family."""
+    kind = content.get("model_type")
+    check(isinstance(kind, str), f"{path}: model_type={kind!r} must name the family.", ConversionError)
+    if "text_config" in content:
+        raise ConversionError(f"config.json: model_type={kind} has a text_config: vision and audio are not read.")
+    family = find_family(str(kind))
+    read_scheme(content)
+    config, settings = family.decode(content)
+    return config, settings, family
 
 
 def _has_depths(directory: Directory, config: DecoderConfig) -> bool:
@@ -198,25 +207,31 @@ def _same(one: StoredTensor, other: StoredTensor) -> bool:
     return all(np.array_equal(one.read((part, everything)), other.read((part, everything))) for part in parts)
 
 
-def _load(leaf: jax.ShapeDtypeStruct, mapping: WeightMapping, tensors: Mapping[str, StoredTensor]) -> jax.Array:
+def _load(
+    leaf: jax.ShapeDtypeStruct, mapping: WeightMapping, tensors: Mapping[str, StoredTensor], waiting: Waiting
+) -> jax.Array:
     """A weight on its devices, one device's part after another."""
     sharding: Any = leaf.sharding
     if isinstance(sharding, SingleDeviceSharding):  # uncommitted, like those of `init`
         whole = tuple(range(size) for size in leaf.shape)
-        return jax.device_put(_block(whole, leaf.dtype, mapping, tensors))
+        return jax.device_put(_block(whole, leaf.dtype, mapping, tensors, waiting))
     holders: dict[tuple[range, ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
         whole = tuple(range(*cut.indices(size)) for cut, size in zip(index, leaf.shape, strict=True))
         holders.setdefault(whole, []).append(device)
     parts = []
     for index, devices in holders.items():
-        block = _block(index, leaf.dtype, mapping, tensors)
+        block = _block(index, leaf.dtype, mapping, tensors, waiting)
         parts += [jax.device_put(block, device) for device in devices]
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
 
 
 def _block(
-    index: tuple[range, ...], dtype: np.dtype, mapping: WeightMapping, tensors: Mapping[str, StoredTensor]
+    index: tuple[range, ...],
+    dtype: np.dtype,
+    mapping: WeightMapping,
+    tensors: Mapping[str, StoredTensor],
+    waiting: Waiting,
 ) -> np.ndarray:
     """The part `index` of a weight, from the parts of the tensors that hold it."""
     block = _aligned(tuple(map(len, index)), dtype)
@@ -225,7 +240,9 @@ def _block(
         own = tuple(number - cut.start for number, cut in zip(place, lead, strict=True))
         for begin, piece in _pieces(mapping, rest):
             cut = tuple(slice(first, first + len(part)) for first, part in zip(begin, piece, strict=True))
-            copy_in_pieces(block[own][cut], _part(tensors[mapping.name(place)], mapping, piece))
+            target = block[own][cut]
+            copy_in_pieces(target, _part(tensors[mapping.name(place)], mapping, piece))
+            waiting.add(target.nbytes)
     return block
 
 

@@ -3,16 +3,22 @@
 import datetime
 import json
 import os
+import shutil
 import signal
 import socket
+import sys
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
-from eqx_decoders.errors import CheckpointError, ConfigError, DataError
+from eqx_decoders.errors import CheckpointError, ConfigError, ConversionError, DataError
 from eqx_decoders.io.lock import lock_file
+from eqx_decoders.io.waiting import ON_ENTER, delete_partial, stopped_text
 
+
+# What a run writes into its directory before its first step.
+RUN_FILES = ("settings.json", "model.json", "source", "tokenizer", "data", "checkpoints", ".lock")
 
 EXIT_CONFIG = 2
 EXIT_DATA = 3
@@ -22,7 +28,8 @@ EXIT_SIGTERM = 143  # 128 + 15, what a shell reports of a process that SIGTERM e
 
 def exit_code(error: BaseException) -> int:
     """The exit status of a program that ends by `error`: 2 configuration, 3 data, 4 checkpoint, otherwise 1."""
-    codes = {ConfigError: EXIT_CONFIG, DataError: EXIT_DATA, CheckpointError: EXIT_CHECKPOINT}
+    checkpoint = (CheckpointError, ConversionError)
+    codes = {ConfigError: EXIT_CONFIG, DataError: EXIT_DATA, checkpoint: EXIT_CHECKPOINT}
     return next((code for kind, code in codes.items() if isinstance(error, kind)), 1)
 
 
@@ -35,6 +42,7 @@ class RunLock:
     def __init__(self, run_dir: str | Path):
         self.path = Path(run_dir).expanduser().resolve() / ".lock"
         self._file: int | None = None
+        self._before: set[str] | None = None
 
     def __enter__(self) -> "RunLock":
         self.acquire()
@@ -45,6 +53,7 @@ class RunLock:
 
     def acquire(self) -> None:
         """Take the lock, or raise CheckpointError with who has it."""
+        there = {path for path in (self.path.parent, self.path) if path.exists()}
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -61,12 +70,26 @@ class RunLock:
         except OSError as error:
             os.close(file)
             raise CheckpointError(f"run directory {self.path.parent} cannot be locked: {error}.") from error
+        if not self.path.exists() or not os.path.samestat(os.fstat(file), self.path.stat()):
+            os.close(file)  # of a start that failed meanwhile, and took its directory away
+            return self.acquire()
+        names = {path.name for path in self.path.parent.iterdir() if path != self.path or path in there}
+        self._before = names if names or self.path.parent in there else None
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         who = {"pid": os.getpid(), "host": socket.gethostname(), "since": now}
         os.ftruncate(file, 0)
         os.lseek(file, 0, os.SEEK_SET)
         os.write(file, json.dumps(who).encode() + b"\n")
         self._file = file
+
+    def undo(self) -> None:
+        """Delete what the run put into the directory since the lock was taken, and the directory if it is new."""
+        if self._before is None:
+            shutil.rmtree(self.path.parent, ignore_errors=True)
+            return
+        for path in self.path.parent.iterdir():
+            if path.name in RUN_FILES and path.name not in self._before:
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
     def release(self) -> None:
         """Release the lock. The file stays: another process may be opening it at this moment."""
@@ -83,6 +106,14 @@ def _owner(content: bytes) -> str:
         return "another process"  # one that has the lock and has not written its name yet
 
 
+class Stopped(KeyboardInterrupt):
+    """Raised by a signal where there is nothing to save; the text says what was being done, and what is kept."""
+
+    def __init__(self, number: int):
+        super().__init__(stopped_text())
+        self.exit_code = 128 + number  # as shells have it
+
+
 class Interrupt:
     """While open, SIGTERM, SIGUSR1 and the first SIGINT only set `requested`; a second SIGINT interrupts at once.
 
@@ -92,12 +123,16 @@ class Interrupt:
             if interrupt.requested:
                 save, then exit with interrupt.exit_code
 
+    As long as `at_once` is set, every one of them raises `Stopped`. The innermost one that is open counts.
+
     Python handles signals in the main thread only: opened in another thread it never reports one.
     """
 
     SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
+    opened: ClassVar[list["Interrupt"]] = []
 
-    def __init__(self):
+    def __init__(self, *, at_once: bool = False):
+        self.at_once = at_once
         self.signal: signal.Signals | None = None
         self._old: dict[signal.Signals, Any] = {}
 
@@ -114,14 +149,78 @@ class Interrupt:
     def __enter__(self) -> "Interrupt":
         if threading.current_thread() is threading.main_thread():
             self._old = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
+            self.opened.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._old = {}
+        if self in self.opened:
+            self.opened.remove(self)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.signal == signal.SIGINT:
-            raise KeyboardInterrupt
+        if self.at_once or (number == signal.SIGINT and self.signal == signal.SIGINT):
+            raise Stopped(number)
         self.signal = signal.Signals(number)
+
+
+class Watch:
+    """While open, a signal that is to stop the program at once does so within `patience` seconds.
+
+    `Stopped` unwinds the program where Python runs. Calls that do not return to Python (the compiler's, a tokenizer's
+    training) would keep it waiting: a thread hears of the signal, deletes what is unfinished, says so and ends the
+    process. It ends without Python's last rites in either case: a compiler that was interrupted crashes in them.
+    """
+
+    def __init__(self, patience: float = 1.0):
+        self._patience, self._left, self._number = patience, threading.Event(), 0
+        self._thread = threading.Thread(target=self._hear, daemon=True)
+
+    def __enter__(self) -> "Watch":
+        if threading.current_thread() is threading.main_thread():
+            self._receiver, self._sender = socket.socketpair()
+            self._sender.setblocking(False)
+            self._old = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+            self._hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
+            ON_ENTER.append(self._listen)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Stopped) or (error is not None and self._number):
+            code = error.exit_code if isinstance(error, Stopped) else 128 + self._number
+            _end(str(error) if isinstance(error, Stopped) else stopped_text(), code)
+        if self._thread.ident is not None:
+            ON_ENTER.remove(self._listen)
+            sys.unraisablehook = self._hook
+            signal.set_wakeup_fd(self._old)
+            self._left.set()
+            self._sender.close()  # ends the thread
+            self._thread.join()
+            self._receiver.close()
+
+    def _listen(self) -> None:
+        """Again: event loops take the signals for themselves, and uvloop does not give them back."""
+        if threading.current_thread() is threading.main_thread():
+            signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+
+    def _unraisable(self, lost: Any) -> None:
+        """A `Stopped` that was raised while Python collected garbage goes no further; the thread ends the process."""
+        if not isinstance(lost.exc_value, Stopped):
+            self._hook(lost)
+
+    def _hear(self) -> None:
+        while number := self._receiver.recv(1):
+            at_once = any(each.at_once for each in Interrupt.opened[-1:])
+            if number[0] in Interrupt.SIGNALS and at_once:
+                text, self._number = stopped_text(), number[0]
+                if not self._left.wait(self._patience):
+                    delete_partial()
+                    _end(text, 128 + number[0])
+
+
+def _end(text: str, code: int) -> None:
+    print(text, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(code)

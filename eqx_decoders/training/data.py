@@ -37,6 +37,7 @@ from eqx_decoders.errors import DataError, check, check_integer, check_number, c
 from eqx_decoders.io.chat import ChatTemplate, read_chat_template
 from eqx_decoders.io.files import new_directory
 from eqx_decoders.io.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from eqx_decoders.io.waiting import Waiting
 from eqx_decoders.training.chats import render_documents
 from eqx_decoders.training.corpus import held_out_rule, read_documents
 from eqx_decoders.training.packing import Plan, permutation, plan_overlapping, plan_packed, plan_padded, plan_whole
@@ -125,7 +126,11 @@ def prepare_tokenizer(folder: Path, spec: str, config: DataConfig, vocab_size: i
     """
     if folder.exists():
         return load_tokenizer(folder)
-    tokenizer = train_bpe(training_texts(config), vocab_size) if spec == "bpe" else load_tokenizer(spec)
+    if spec == "bpe":
+        with Waiting("training the tokenizer", kept="nothing of it is kept") as waiting:
+            tokenizer = train_bpe(waiting.counted(training_texts(config)), vocab_size)
+    else:
+        tokenizer = load_tokenizer(spec)
     if write:
         with new_directory(folder) as partial:
             tokenizer.save(partial)

@@ -24,7 +24,7 @@ def describe_data(settings: TrainConfig, *, colours: bool = False) -> str:
 
     A run's own tokens are used where it has them. Otherwise the first thousand documents are tokenised, and counted.
     """
-    settings = resume_settings(settings, settings.run_dir)
+    settings, _ = resume_settings(settings, settings.run_dir)
     run, data = Path(settings.run_dir), settings.dataset
     tokenizer, template = _tokenizer_and_template(settings, run)
     made = (run / "data" / "manifest.json").exists()

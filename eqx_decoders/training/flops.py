@@ -2,20 +2,22 @@
 
 import dataclasses
 import math
+import sys
 import time
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from eqx_decoders.axes import axes, named_leaves
-from eqx_decoders.block import BlockConfig, MixerConfig
+from eqx_decoders.block import MixerConfig
 from eqx_decoders.create import abstract
-from eqx_decoders.decoder import DecoderConfig
-from eqx_decoders.layers.experts import ExpertsConfig
+from eqx_decoders.decoder import Decoder, DecoderConfig
 from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.mask import Chunked, SlidingWindow
 from eqx_decoders.layout import Layout
+from eqx_decoders.stack import segments
 
 
 # Dense bf16 products of one JAX device, from the vendors' data sheets (without sparsity).
@@ -38,51 +40,85 @@ _GPU_FLOPS = (  # the first that begins the name; SXM where nothing else is said
     ("NVIDIA B200", 2250e12),
 )
 
+_HEAD = sys.maxsize  # the last place that a weight can have
+
 
 def matmul_parameters(config: DecoderConfig) -> int:
     """Weights that multiply every token: all matrices, the head among them, without tables that are only looked up.
 
     Of experts as many as a token uses; the head once more for each depth of multi-token prediction.
     """
-    model = abstract(config)
-    words, total = axes(model), 0
+    return sum(_products(abstract(config)).values())
+
+
+def _products(model: Decoder) -> dict[str, int]:
+    """By the path of each matrix, how many of its weights multiply a token."""
+    config, words, found = model.config, axes(model), {}
     for name, leaf in named_leaves(model).items():
         inside = [word for word in words[name] if word != "layers"]
         looked_up = name == "positions.table" or (name == "embedding.table" and not config.tied)
         if len(inside) >= 2 and not looked_up and not name.endswith("_bias"):
-            total += math.prod(leaf.shape)
-    depths = 0 if config.mtp is None else config.mtp.num_depths
-    ahead = () if config.mtp is None else (config.mtp.block,) * depths
-    idle = sum(_idle(block, config.embed_dim) for block in (*config.blocks, *ahead))
-    return total - idle + depths * config.embed_dim * config.vocab_size
+            size = math.prod(leaf.shape)
+            if inside[0] == "experts":
+                size = size * _experts_of(name, config) // leaf.shape[words[name].index("experts")]
+            if "vocab" in inside and config.mtp is not None:
+                size *= 1 + config.mtp.num_depths
+            found[name] = size
+    return found
 
 
-def _idle(block: BlockConfig, embed_dim: int) -> int:
-    """Weights of the experts that a token does not use."""
-    experts = block.mlp
-    if not isinstance(experts, ExpertsConfig):
-        return 0
-    width = (getattr(block.mixer, "out_dim", None) if block.wiring == "chained" else None) or embed_dim
-    return 3 * width * experts.mlp_dim * (experts.num_experts - experts.num_experts_per_token)
+def _experts_of(name: str, config: DecoderConfig) -> int:
+    """How many experts a token uses in the layers that have the weight of this path."""
+    part, index, _, place, *_ = (*name.split("."), "", "", "")
+    if part == "segments":
+        block = segments(config.blocks)[int(index)][0][int(place)]
+    else:
+        block = config.blocks[-1] if config.mtp is None else config.mtp.block
+    return getattr(block.mlp, "num_experts_per_token", 0)
 
 
-def flops_per_token(config: DecoderConfig, seq_len: int, *, backward: bool = True) -> float:
+def flops_per_token(
+    model: DecoderConfig | Decoder,
+    seq_len: int,
+    *,
+    trainable: Collection[str] | None = None,
+    backward: bool = True,
+) -> float:
     """Model FLOPs of a training step per token: `6 N + 12 * sum over layers of (heads * head_dim * keys)`.
 
     N are the weights that multiply; keys are `seq_len`, or the window where there is one (Chowdhery et al. 2022,
     appendix B: a causal mask is not counted as half). head_dim is the mean of a query's and a value's, keys and values
     of latent attention being made from their latent. Recomputation is not counted. Without `backward` a third of it,
     and no multi-token prediction.
+
+    `trainable` are the paths of the weights that are trained, None for all. Others cost 4 and not 6: forward, and the
+    gradient through them to what is trained before them; where nothing is, 2.
     """
-    attention = 0
-    config = config if backward else dataclasses.replace(config, mtp=None)
+    if isinstance(model, DecoderConfig):
+        model = abstract(model if backward else dataclasses.replace(model, mtp=None))
+    config, products = model.config, _products(model)
+    trained = () if not backward else named_leaves(model) if trainable is None else trainable
+    first = min(map(_place, trained), default=_HEAD + 1)
+    total = 0
+    for name, size in products.items():
+        place = _HEAD if name == "embedding.table" else _place(name)
+        total += size * ((4 if place >= first else 2) + 2 * (name in trained))
+    stacks = [(_place(f"segments.{i}"), unit * repeats) for i, (unit, repeats) in enumerate(segments(config.blocks))]
     ahead = () if config.mtp is None else (config.mtp.block,) * config.mtp.num_depths
-    for block in (*config.blocks, *ahead):
-        if block.mixer is not None:
-            mask = block.mixer.mask
-            keys = min(seq_len, mask.size) if isinstance(mask, SlidingWindow | Chunked) else seq_len
-            attention += block.mixer.num_heads * keys * _scored_and_mixed(block.mixer)
-    return (6.0 if backward else 2.0) * (matmul_parameters(config) + attention)
+    for place, blocks in (*stacks, (_HEAD, ahead)):
+        for block in blocks:
+            if block.mixer is not None:
+                mask = block.mixer.mask
+                keys = min(seq_len, mask.size) if isinstance(mask, SlidingWindow | Chunked) else seq_len
+                scores = block.mixer.num_heads * keys * _scored_and_mixed(block.mixer)
+                total += scores * (6 if place >= first else 2)
+    return float(total)
+
+
+def _place(name: str) -> int:
+    """Where a weight stands on the way from tokens to logits: tables, then one segment of layers after another."""
+    part, index, *_ = (*name.split("."), "")
+    return 1 + int(index) if part == "segments" else {"embedding": 0, "positions": 0}.get(part, _HEAD)
 
 
 def _scored_and_mixed(mixer: MixerConfig) -> int:
@@ -90,13 +126,15 @@ def _scored_and_mixed(mixer: MixerConfig) -> int:
     return mixer.head_dim + (mixer.value_dim if isinstance(mixer, LatentAttentionConfig) else mixer.head_dim)
 
 
-def device_flops(layout: Layout, dtype: DTypeLike) -> float | None:
-    """FLOP/s of all the layout's devices together; on CPU as measured in `dtype`, else bf16 peaks; None if unknown."""
-    if layout.platform == "cpu":  # forced devices share one CPU
-        return measured_flops(dtype)
-    devices = jax.devices()[:1] if layout.mesh is None else list(layout.mesh.devices.flat)
-    each = peak_flops(devices[0].device_kind)
-    return None if each is None else each * len(devices)
+def device_flops(layout: Layout, dtype: DTypeLike, peak_tflops: float | None = None) -> float:
+    """FLOP/s of all the layout's devices together: the given figure or the data sheet's for each, or else measured.
+
+    Data sheets are of bf16; measured is a product in `dtype`. Devices of a CPU share it, so it counts once.
+    """
+    device = jax.devices()[0] if layout.mesh is None else layout.mesh.devices.flat[0]
+    count = 1 if layout.mesh is None or layout.platform == "cpu" else layout.mesh.size
+    known = peak_flops(device.device_kind) if peak_tflops is None else peak_tflops * 1e12
+    return count * (measured_flops(dtype) if known is None else known)
 
 
 def peak_flops(device_kind: str) -> float | None:

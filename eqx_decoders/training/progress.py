@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from eqx_decoders.errors import check_integer
+from eqx_decoders.io.waiting import duration
 from eqx_decoders.training.metrics import MetricsRow
 
 
@@ -23,17 +24,17 @@ class Progress:
         check_integer("total", total)
         self._total, self._start, self._done, self._every = total, start, start, every
         self._stream = stream if stream is not None else sys.stderr
-        self._begun = self._shown = None
+        self._first: tuple[int, float] | None = None  # the first step that was reported, and when
+        self._shown: float | None = None
         self._bar = self._task = None
         self._columns: dict[str, int] | None = None
 
     def __enter__(self) -> "Progress":
-        self._begun = time.monotonic()
         if self._stream.isatty():
             self._bar = _rich_bar(self._stream)
         if self._bar is not None:
             self._bar.start()
-            self._task = self._bar.add_task("", total=self._total, completed=self._start, text="compiling …")
+            self._task = self._bar.add_task("", total=self._total, completed=self._start, text="")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -45,6 +46,7 @@ class Progress:
         """Show that `step` steps are done and what the last of them brought."""
         self._done = step
         now = time.monotonic()
+        self._first = self._first or (step, now)
         if self._bar is not None:
             self._bar.update(self._task, completed=step, text=_bar_text(metrics))
         elif self._shown is None or step >= self._total or now - self._shown >= self._every:
@@ -59,13 +61,20 @@ class Progress:
             self._stream.write(text + "\n")
             self._stream.flush()
 
+    def wait(self, text: str) -> None:
+        """What there is to wait for before the first step: in the bar, or a line."""
+        if self._bar is not None:
+            self._bar.update(self._task, text=text, refresh=True)
+        else:
+            self.message(text)
+
     def seconds_left(self, now: float | None = None) -> float | None:
-        """Time per step so far x steps to go; None before the first step of this process."""
-        done = self._done - self._start
-        if self._begun is None or done <= 0:
+        """Time per step x steps to go; None before the second step of this process: the first one is compiled."""
+        if self._first is None or self._done <= self._first[0]:
             return None
-        spent = (time.monotonic() if now is None else now) - self._begun
-        return spent / done * (self._total - self._done)
+        step, begun = self._first
+        spent = (time.monotonic() if now is None else now) - begun
+        return spent / (self._done - step) * (self._total - self._done)
 
     def _print(self, step: int, metrics: MetricsRow, left: float | None) -> None:
         if self._columns is None:
@@ -96,15 +105,6 @@ def _cells(metrics: MetricsRow) -> dict[str, str]:
         "MFU": f"{100 * float(metrics['mfu']):.1f}%" if metrics.get("mfu") is not None else "-",
         "load": f"{float(np.max(metrics['load'])):.2f}" if metrics.get("load") is not None else "-",
     }
-
-
-def duration(seconds: int | float) -> str:
-    """45 -> "45s", 200 -> "3m20s", 7500 -> "2h05m", 180000 -> "2d02h"."""
-    whole = round(seconds)
-    for unit, size, below, small in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
-        if whole >= size:
-            return f"{whole // size}{unit}{whole % size // small:02d}{below}"
-    return f"{whole}s"
 
 
 def _rich_bar(stream: Any) -> Any:

@@ -21,8 +21,10 @@ from eqx_decoders.io.huggingface import abstract_hf
 from eqx_decoders.io.peft import save_peft
 from eqx_decoders.io.rundir import EXIT_SIGTERM, Interrupt, RunLock
 from eqx_decoders.io.tokenizer import Tokenizer
+from eqx_decoders.io.waiting import Waiting, showing
+from eqx_decoders.layout import device_bytes
 from eqx_decoders.training.balance import relative_loads, routing_report
-from eqx_decoders.training.data import Batches, make_dataset, prepare_tokenizer
+from eqx_decoders.training.data import Batch, Batches, make_dataset, prepare_tokenizer
 from eqx_decoders.training.evaluation import HeldOut, evaluate, sample_text
 from eqx_decoders.training.flops import device_flops, flops_per_token
 from eqx_decoders.training.metrics import MetricsFile, MetricsRow, TensorBoard, Tracker, Trackers
@@ -34,13 +36,21 @@ from eqx_decoders.training.runs import (
     abstract_run,
     export_run,
     is_imported,
+    keep_config,
     keep_source,
     keep_template,
     new_model,
     resume_settings,
     run_template,
 )
-from eqx_decoders.training.settings import TrainConfig, describe_devices, is_new, save_settings, settings_json
+from eqx_decoders.training.settings import (
+    TrainConfig,
+    describe_devices,
+    flag,
+    is_new,
+    save_settings,
+    settings_json,
+)
 from eqx_decoders.training.step import StepMetrics, Trainer, TrainState
 
 
@@ -51,9 +61,16 @@ _routing_report = jax.jit(routing_report, static_argnums=0)
 def train(config: TrainConfig) -> int:
     """Train to the last step, or until a signal asks to stop; the exit code of the program.
 
-    In a run of several processes all of them must call this. Raises the errors of `eqx_decoders.errors`.
+    In a run of several processes all of them must call this. Raises the errors of `eqx_decoders.errors`, and `Stopped`,
+    a KeyboardInterrupt, for a signal before the first step.
     """
-    return Run(config).train()
+    run = Run(config)
+    try:
+        return run.train()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise EqxDecodersError(run.out_of_memory(str(error))) from error
 
 
 class Run:
@@ -65,19 +82,30 @@ class Run:
         self.execution = config.execution()
         self.layout = self.execution.layout
         self.writes = jax.process_index() == 0  # the one process that writes settings, metrics and pictures
-        self.interrupt = Interrupt()
+        self.interrupt = Interrupt(at_once=True)  # until there are steps to be saved
         self.skipped_in_a_row = 0
         self.expert_counts: collections.deque[np.ndarray] = collections.deque(maxlen=LOAD_STEPS)
         self.tracing = False
+        self.step_bytes: int | None = None
 
     def train(self) -> int:
         """The whole run; the exit code."""
         with contextlib.ExitStack() as stack:
-            if self.writes:
-                stack.enter_context(RunLock(self.dir))
+            lock = stack.enter_context(RunLock(self.dir)) if self.writes else None
             stack.enter_context(self.interrupt)
-            self._open_model_and_data(stack)
-            state, start = self._first_state()
+            if self.writes:
+                stack.enter_context(showing())
+            settings = self.dir / "settings.json"
+            before = settings.read_bytes() if settings.is_file() else None
+            try:
+                self._open_model_and_data(stack)
+                state, start = self._first_state()
+            except Exception:
+                if lock is not None:  # a start that fails leaves nothing behind
+                    lock.undo()
+                    if before is not None:
+                        settings.write_bytes(before)
+                raise
             self.metrics = stack.enter_context(contextlib.closing(self._trackers(start + 1)))
             with Progress(self.config.steps, start=start) as self.progress:
                 state, step, stopped = self._steps(state, start)
@@ -92,10 +120,29 @@ class Run:
                 self._summarise(result, sample)
         return 0
 
+    def out_of_memory(self, told: str) -> str:
+        """What to do about XLA's error of this text."""
+        config, weights = self.config, named_leaves(self.target).values()
+        sizes = f"batch_size={config.dataset.batch_size} x seq_len={config.dataset.seq_len} tokens"
+        sizes += f", {sum(leaf.size for leaf in weights):,} weights of {sum(map(device_bytes, weights)) / 1e9:.2f} GB"
+        asked = next((line for line in told.splitlines() if "RESOURCE_EXHAUSTED" in line), told)
+        asked = asked.split("RESOURCE_EXHAUSTED:")[-1].strip().rstrip(".")[:300]
+        return (
+            f"the memory of a device does not suffice for {sizes}, and what a step makes of them. XLA: {asked}. Lower "
+            "batch_size or raise step.gradient_accumulation_steps, give remat='full', or cut the weights by mesh.fsdp."
+        )
+
     # --- before the first step ----------------------------------------------------------------------------------------
 
     def _open_model_and_data(self, stack: contextlib.ExitStack) -> None:
-        self.config = config = resume_settings(self.config, self.dir)
+        self.config, self.changes = resume_settings(self.config, self.dir)
+        config, settings = self.config, self.dir / "settings.json"
+        for name, (was, now) in self.changes.items():
+            print_status(f"changed: {flag(name)} {_shown(was)} -> {_shown(now)}")
+        if self.writes:
+            keep_config(config, self.dir)
+        if self.writes and not self.changes and not Checkpoints(self.dir / "checkpoints").steps:
+            save_settings(config, settings)  # now: they say what the tokenizer and the tokens are made with
         if self.writes and config.init_from is not None and not (self.dir / SOURCE).exists():
             keep_source(abstract_hf(config.init_from), self.dir)
         wait_for_all("source")
@@ -106,9 +153,11 @@ class Run:
         checkpoints = Checkpoints(self.dir / "checkpoints", max_checkpoints=config.max_checkpoints)
         self.checkpoints = stack.enter_context(checkpoints)
         self.trainer = Trainer.create(config.optimizer_config(), self.target, steps=config.steps, config=config.step)
-        self.peak_flops = device_flops(self.layout, self.execution.precision.compute)
+        self.peak_flops = device_flops(self.layout, self.execution.precision.compute, config.peak_tflops)
         tokens = config.dataset.batch_size * config.dataset.seq_len
-        self.step_flops = tokens * flops_per_token(self.target.config, config.dataset.seq_len)
+        self.step_flops = tokens * flops_per_token(
+            self.target, config.dataset.seq_len, trainable=self.trainer.trainable
+        )
 
     def _tokenizer(self) -> Tokenizer:
         """The tokenizer of the run, of the checkpoint that it starts from, or a new one."""
@@ -121,6 +170,9 @@ class Run:
         length = config.dataset.seq_len
         rows = getattr(self.target.config.positions, "max_positions", length)
         check(length <= rows, f"seq_len={length}, but the model has {rows} learned positions: lower it.")
+        trained = self.target.trained_positions
+        if self.writes and trained is not None and length > trained:
+            print_status(f"warning: {flag('dataset.seq_len')} {length} is beyond the {trained} positions of its training")
         rule = f"but the model only {size}. Choose a smaller tokenizer or another model"
         check(tokenizer.vocab_size <= size, f"tokenizer={spec!r} has {tokenizer.vocab_size} ids, {rule}.")
         return tokenizer
@@ -143,10 +195,12 @@ class Run:
         config, key = self.config, jax.random.key(self.config.dataset.seed)
         self._describe()
         if self.checkpoints.latest is None or is_imported(self.dir):
-            model = new_model(config, self.dir, self.execution)
-            state, start = self.trainer.init(model, key=jax.random.fold_in(key, 1)), 0
+            with Waiting("making the model", kept=self._kept()):
+                model = new_model(config, self.dir, self.execution)
+                state, start = self.trainer.init(model, key=jax.random.fold_in(key, 1)), 0
         else:
-            state, data_state, start = self.checkpoints.restore(self.trainer.abstract(self.target, key=key))
+            with Waiting("loading the checkpoint", kept=self._kept()):
+                state, data_state, start = self.checkpoints.restore(self.trainer.abstract(self.target, key=key))
             self.data.set_state(data_state)
             print_status(f"resumed at step {start}")
         check(start <= config.steps, f"steps={config.steps}, but {self.dir} has done {start} already: ask for more.")
@@ -155,15 +209,21 @@ class Run:
             free = directory is None or start == config.steps or is_new(directory)
             check(free, f"{field}={directory!r} is not empty: give a new directory.")
         if self.writes:
-            save_settings(config, self.dir / "settings.json")
+            save_settings(config, self.dir / "settings.json", changes=self.changes, step=start)
         return state, start
+
+    def _kept(self) -> str:
+        """What there is of the run before its first step."""
+        step = self.checkpoints.latest
+        return f"the run is as it was saved at step {step}" if step else "the tokenizer and the tokens are kept"
 
     def _describe(self) -> None:
         leaves = named_leaves(self.target)
         weights = sum(leaf.size for leaf in leaves.values())
         trained = sum(leaf.size for name, leaf in leaves.items() if name in self.trainer.trainable)
         part = f" ({trained:,} of them trained)" if trained < weights else ""
-        name, devices = self.config.init_from or self.config.model, describe_devices(self.layout)
+        name, devices = self.config.init_from or self.config.model_config, describe_devices(self.layout)
+        name = " ".join((name or self.config.model, *self.config.set))
         print_status(f"{name}: {weights:,} weights{part} on {devices}")
         counts, epoch = self.data.store.counts("train"), self.data.rows_per_epoch
         part = f", {counts.targets:,} of them targets" * self.data.store.has_targets
@@ -188,9 +248,13 @@ class Run:
             begun = time.perf_counter()
             batch = place(next(self.data), self.layout, config.dataset.batch_size)
             self._trace(step + 1)
+            if self.interrupt.at_once:
+                self._compile(state, batch)
             state, metrics = self.trainer.step(state, batch)
+            metrics = jax.device_get(metrics)
+            self.interrupt.at_once = False
             step += 1
-            self._report(step, state, jax.device_get(metrics), time.perf_counter() - begun)
+            self._report(step, state, metrics, time.perf_counter() - begun)
             self._trace(step + 1)
             if config.eval_every and step % config.eval_every == 0 and step < config.steps:
                 self._evaluate(state.model, step)
@@ -198,6 +262,10 @@ class Run:
             if step % config.checkpoint_every == 0 or step == config.steps:
                 self._save(step, state)
         return state, step, False
+
+    def _compile(self, state: TrainState, batch: Batch) -> None:
+        with Waiting("compiling the first step", kept=self._kept(), show=self.progress.wait):
+            self.step_bytes = self.trainer.compile(state, batch)
 
     def _report(self, step: int, state: TrainState, metrics: StepMetrics, seconds: float) -> None:
         """Write and show the metrics of a step; end the run after too many steps that were not finite."""
@@ -217,8 +285,12 @@ class Run:
         names = ("loss", "nll", "accuracy", "tokens", "grad_norm", "learning_rate", "skipped")
         row = {"step": step} | {name: getattr(metrics, name) for name in names}
         row |= {"step_seconds": seconds, "epochs": self.data.epochs}
-        if self.peak_flops is not None:
-            row["mfu"] = self.step_flops / seconds / self.peak_flops
+        rate = self.step_flops / seconds
+        self.peak_flops = max(self.peak_flops, rate)  # what was seen can be done
+        row["mfu"] = rate / self.peak_flops
+        used = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", self.step_bytes)
+        if used is not None:
+            row["peak_memory_gb"] = used / 1e9
         if metrics.mtp_nll is not None:
             row["mtp_nll"] = metrics.mtp_nll
         if metrics.stats is not None and metrics.stats.activations is not None:
@@ -297,6 +369,11 @@ class Run:
                 print(f"gzip -9 needs: {counts.gzip_nats_per_byte:.4f} nats per byte, for the same text")
         if sample:
             print(f"sample:\n{sample}")
+
+
+def _shown(value: Any) -> str:
+    """A setting as it is written on the command line."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def print_status(text: str) -> None:

@@ -1,7 +1,7 @@
 """The model of a run: named, or from a Hugging Face directory whose description and tokenizer the run keeps.
 
 A run that began from a checkpoint keeps its `config.json` and tokenizer in `source/`, so that it can be resumed,
-sampled and exported when the checkpoint is gone.
+sampled and exported when the checkpoint is gone. Others keep their configuration in `model.json`.
 """
 
 import dataclasses
@@ -13,23 +13,27 @@ import jax
 from jaxtyping import PRNGKeyArray
 
 from eqx_decoders.axes import named_leaves, replaced
+from eqx_decoders.config_json import with_fields
 from eqx_decoders.context import Execution, ExecutionOptions
 from eqx_decoders.create import abstract, add_mtp, init
-from eqx_decoders.decoder import Decoder
+from eqx_decoders.decoder import Decoder, DecoderConfig
+from eqx_decoders.errors import ConfigError
 from eqx_decoders.families import get_config
 from eqx_decoders.inference.text import TextModel, published_model
 from eqx_decoders.io.chat import JINJA, ChatTemplate, load_chat_template, read_chat_template
 from eqx_decoders.io.checkpoint import Checkpoints, load_weights
+from eqx_decoders.io.directory import parse_json
 from eqx_decoders.io.export import copy_tokenizer, export_config, save_hf
 from eqx_decoders.io.files import new_directory, write_atomically, write_json
-from eqx_decoders.io.huggingface import abstract_hf, load_hf, read_config
+from eqx_decoders.io.huggingface import abstract_hf, decode_config, load_hf, read_config
 from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from eqx_decoders.training.lora import add_lora, merge_lora
 from eqx_decoders.training.optimizer import matching
-from eqx_decoders.training.settings import TrainConfig, check_resumable, load_settings
+from eqx_decoders.training.settings import Changes, TrainConfig, changed_settings, check_changes, load_settings
 
 
 SOURCE = "source"
+MODEL = "model.json"
 
 
 def keep_source(model: Decoder, run_dir: str | Path) -> None:
@@ -43,21 +47,69 @@ def keep_source(model: Decoder, run_dir: str | Path) -> None:
         write_json(partial / "config.json", json.loads(model.origin.settings) | settings)
 
 
-def resume_settings(settings: TrainConfig, run_dir: str | Path) -> TrainConfig:
-    """The settings with which a run directory is resumed, or begun if it is new: `init_from` may be left out.
+def model_config(settings: TrainConfig) -> DecoderConfig:
+    """The configuration that the settings name: a preset or that of a file, with the fields that are `set`."""
+    file = settings.model_config
+    return with_fields(get_config(settings.model) if file is None else _read_config_file(file), settings.set)
 
-    Raises ConfigError if its model, tokenizer or seed are others. A directory that the convert program made has not
-    been trained, and takes any.
+
+def _read_config_file(path: str) -> DecoderConfig:
+    """The configuration in a file of `DecoderConfig.to_json`, or in a `config.json` of Hugging Face."""
+    try:
+        text = Path(path).read_text()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model_config={str(path)!r} cannot be read: {error}.") from error
+    if '"model_type"' not in text:
+        return DecoderConfig.from_json(text)
+    return decode_config(parse_json(text.encode(), str(path)), str(path))[0]
+
+
+def run_config(settings: TrainConfig, run_dir: str | Path) -> DecoderConfig:
+    """The configuration of a run that has no `source/`: the one it keeps, if the settings name the same as its own."""
+    kept, own = Path(run_dir) / MODEL, Path(run_dir) / "settings.json"
+    if kept.is_file() and own.is_file() and _same_model(load_settings(own), settings):
+        return DecoderConfig.from_json(kept.read_text())
+    return model_config(settings)
+
+
+def _same_model(one: TrainConfig, other: TrainConfig) -> bool:
+    return all(getattr(one, name) == getattr(other, name) for name in ("model", "model_config", "set", "init_from"))
+
+
+def keep_config(settings: TrainConfig, run_dir: str | Path) -> None:
+    """Write the run's configuration into its directory, where no flag is needed to find it again."""
+    if settings.init_from is None and not (Path(run_dir) / SOURCE).exists():
+        write_atomically(Path(run_dir) / MODEL, run_config(settings, run_dir).to_json().encode())
+
+
+def resume_settings(settings: TrainConfig, run_dir: str | Path) -> tuple[TrainConfig, Changes]:
+    """The settings with which a run directory is resumed, or begun if it is new, and what they change.
+
+    `init_from` may be left out. Raises ConfigError for changes that `check_changes` refuses. A directory in which
+    nothing was made yet, or that the convert program made, has not been trained, and takes any.
     """
-    path = Path(run_dir) / "settings.json"
-    if not path.is_file():
-        return settings
-    old = load_settings(path)
+    run = Path(run_dir)
+    if not is_begun(run):
+        return settings, {}
+    old = load_settings(run / "settings.json")
     if settings.init_from is None and settings.model == old.model:
         settings = dataclasses.replace(settings, init_from=old.init_from)
-    if not is_imported(run_dir):
-        check_resumable(settings, path)
-    return settings
+    if is_imported(run_dir):
+        return settings, {}
+    if settings.init_from is None and old.init_from is None and not _same_model(old, settings):
+        kept, same = run_config(old, run), _same_model(dataclasses.replace(old, set=settings.set), settings)
+        if kept == (with_fields(kept, settings.set) if same else model_config(settings)):  # the same in other words
+            settings = dataclasses.replace(settings, model=old.model, model_config=old.model_config, set=old.set)
+    changes = changed_settings(old, settings)
+    trained = Checkpoints(run / "checkpoints").latest is not None
+    check_changes(changes, run_dir, allowed=settings.allow_changes, trained=trained)
+    return settings, changes
+
+
+def is_begun(run_dir: str | Path) -> bool:
+    """Whether there is a run with at least a tokenizer; an earlier start may have been stopped before it had one."""
+    run = Path(run_dir)
+    return (run / "settings.json").is_file() and ((run / "tokenizer").exists() or (run / "checkpoints").exists())
 
 
 def is_imported(run_dir: str | Path) -> bool:
@@ -86,7 +138,7 @@ def _abstract_base(settings: TrainConfig, run_dir: str | Path, execution: Execut
         return dataclasses.replace(abstract(config, **options), origin=origin)
     if settings.init_from is not None:
         return abstract_hf(settings.init_from, **options)
-    return abstract(get_config(settings.model), **options)
+    return abstract(run_config(settings, run_dir), **options)
 
 
 def new_model(settings: TrainConfig, run_dir: str | Path, execution: Execution = Execution()) -> Decoder:
@@ -98,7 +150,7 @@ def new_model(settings: TrainConfig, run_dir: str | Path, execution: Execution =
 def _new_base(settings: TrainConfig, run_dir: str | Path, execution: Execution, key: PRNGKeyArray) -> Decoder:
     options = vars(execution)
     if settings.init_from is None:
-        return init(get_config(settings.model), key=key, **options)
+        return init(run_config(settings, run_dir), key=key, **options)
     if is_imported(run_dir):
         target = _abstract_base(settings, run_dir, execution)
         model = load_weights(Path(run_dir) / "checkpoints", target, 0)

@@ -1,10 +1,12 @@
 """All settings of a training run: frozen dataclasses whose field docstrings are the command line's help."""
 
 import dataclasses
+import datetime
+import fnmatch
 import json
 import math
-import operator
 import typing
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from eqx_decoders.context import Execution
-from eqx_decoders.errors import ConfigError, check, check_integer, check_word
+from eqx_decoders.errors import ConfigError, check, check_integer, check_number, check_word
 from eqx_decoders.families import list_models
 from eqx_decoders.io.files import write_json
 from eqx_decoders.layers.kernel import KERNELS
@@ -37,6 +39,25 @@ RENAMED = {
         name: f"dataset.{name}" for name in ("held_out_fraction", "text_field", "batch_size", "seq_len", "seed", "pack")
     },
 }
+
+# Which run it is: never changed.
+_IDENTITY = (
+    "model",
+    "model_config",
+    "set",
+    "init_from",
+    "mtp_depths",
+    "lora_*",
+    "tokenizer",
+    "bpe_vocab_size",
+    "dataset.seed",
+)
+# How the run learns: changed only where that is asked for.
+_LEARNING = ("optimizer.*", "dataset.batch_size", "step.z_loss")
+# Of one start, not of the run.
+_OF_A_START = ("run_dir", "allow_changes", "describe", "list_models")
+
+Changes = Mapping[str, tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,6 +88,10 @@ class TrainConfig:
     """Directory for checkpoints, metrics.jsonl, tokenizer and pictures of losses and of experts' loads."""
     model: str = "tiny"
     """Name of a model, as `--list-models` prints them."""
+    model_config: str | None = None
+    """Instead of model: JSON of a `DecoderConfig` (see its `to_json`), or a `config.json` of Hugging Face."""
+    set: tuple[str, ...] = ()
+    """Fields of the model that are others, such as num_layers=4 or mlp_dim=512 (see `config_json.with_fields`)."""
     init_from: str | None = None
     """Directory of a Hugging Face checkpoint, or "org/name", to start from; it determines the model."""
     init_weights: tuple[str, ...] = ("*",)
@@ -85,6 +110,8 @@ class TrainConfig:
     """Patterns of the paths of the weights that get a pair."""
     steps: int = 400
     """Optimizer steps in all."""
+    allow_changes: bool = False
+    """Go on with a run whose optimizer, batch_size or step.z_loss were others so far."""
     dataset: DataConfig = DataConfig()
     tokenizer: str | None = None
     """"bpe": trained on the run's own text; "bytes"; a path to a tokenizer.json; None: that of init_from, else bpe."""
@@ -112,6 +139,8 @@ class TrainConfig:
     """custom: names of tensors kept in the host's memory."""
     attention: str = "auto"
     """Attention kernel."""
+    peak_tflops: float | None = None
+    """10^12 operations a second that a device can do (a CPU's all count as one), for mfu; None: its data sheet's."""
     layer_stats: bool = False
     """Write mean, deviation and share of zeros of each layer's activations to metrics.jsonl."""
     tensorboard: bool | None = None
@@ -138,6 +167,8 @@ class TrainConfig:
             check_integer(field, getattr(self, field))
         for field in ("eval_every", "sample_tokens", "mtp_depths"):
             check_integer(field, getattr(self, field), 0)
+        if self.peak_tflops is not None:
+            check_number("peak_tflops", self.peak_tflops, above=0)
         if self.bpe_vocab_size is not None:
             check_integer("bpe_vocab_size", self.bpe_vocab_size)
         check_word("dtype", self.dtype, ("auto", "float32", "bfloat16"))
@@ -164,8 +195,12 @@ class TrainConfig:
 
     def _check_model(self) -> None:
         """Fields that say which model is trained and which of its weights must not contradict each other."""
-        named = self.init_from is None or self.model == "tiny"
-        check(named, f"model={self.model!r} and init_from={self.init_from!r} exclude each other: leave one out.")
+        given = {"model": None if self.model == "tiny" else self.model}
+        given |= {name: getattr(self, name) for name in ("model_config", "init_from")}
+        given = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+        check(len(given) < 2, f"{' and '.join(given)} exclude each other: leave one out.")
+        own = self.init_from is None or not self.set
+        check(own, f"set={self.set} and init_from={self.init_from!r} exclude each other: its weights have their sizes.")
         taken = self.init_from is not None or self.init_weights == ("*",)
         check(taken, f"init_weights={self.init_weights} needs init_from, where they come from.")
         adapted = self.lora_rank is not None or self.export_adapter is None
@@ -189,13 +224,15 @@ class TrainConfig:
 
     def execution(self) -> Execution:
         """Layout, dtypes and remat on the devices that are there."""
-        layout = Layout.create(**dataclasses.asdict(self.mesh))
+        layout = Layout.create(**dataclasses.asdict(self.mesh), abstract=self.describe)
         split = [axis for axis in ("data", "fsdp", "fsdp_transpose", "expert") if layout.sizes[axis] > 1]
         parts = math.prod(layout.sizes[axis] for axis in split)
         count = self.step.gradient_accumulation_steps
         rows = self.dataset.batch_size // count
         cut = f"batch_size={self.dataset.batch_size}" + f" / gradient_accumulation_steps={count}" * (count > 1)
-        check(rows % parts == 0, f"{cut} must be a multiple of {parts}, the devices along {' x '.join(split)}.")
+        fits = self.describe or rows % parts == 0
+        along = " x ".join(f"mesh.{axis}" for axis in split)
+        check(fits, f"{cut} must be a multiple of {parts}, the devices along {along}.")
         compute = self.dtype
         if compute == "auto":
             compute = "float32" if layout.platform == "cpu" else "bfloat16"
@@ -212,14 +249,59 @@ class TrainConfig:
         )
 
 
-def check_resumable(settings: TrainConfig, path: Path) -> None:
-    """Raise ConfigError if the run directory with the settings file `path` has another model, tokenizer or seed."""
-    old = load_settings(path)
-    model = ("model", "init_from", "mtp_depths", "lora_rank", "lora_alpha", "lora_targets")
-    for field in (*model, "tokenizer", "bpe_vocab_size", "dataset.seed"):
-        was, now = operator.attrgetter(field)(old), operator.attrgetter(field)(settings)
-        name = field.removeprefix("dataset.")
-        check(was == now, f"{name}={now!r}, but {path.parent} was begun with {was!r}: choose another run_dir.")
+def changed_settings(old: TrainConfig, new: TrainConfig) -> Changes:
+    """The settings of a run that differ, by their dotted names: what they were and what they are."""
+    was, now = dict(_flat(old)), dict(_flat(new))
+    return {name: (was[name], now[name]) for name in was if name not in _OF_A_START and was[name] != now[name]}
+
+
+def check_changes(changes: Changes, run_dir: str | Path, *, allowed: bool, trained: bool) -> None:
+    """Raise ConfigError if a run has another model, tokenizer or seed; or, once trained, if it learns in another way.
+
+    The latter may be `allowed`. More steps always are: a schedule that depends on them takes their course from here.
+    """
+    fixed, learning = (_matching(changes, patterns) for patterns in (_IDENTITY, _LEARNING))
+    check(not fixed, f"{_listed(fixed, f'but {run_dir} was begun with')}: choose another run_dir.")
+    remedy = "leave it out to keep the run's, or give allow_changes to go on with the new one"
+    free = allowed or not trained or not learning
+    check(free, f"{_listed(learning, f'but {run_dir} was trained with')}: {remedy}.")
+
+
+def _matching(changes: Changes, patterns: tuple[str, ...]) -> Changes:
+    return {name: pair for name, pair in changes.items() if any(fnmatch.fnmatch(name, each) for each in patterns)}
+
+
+def _listed(changes: Changes, rule: str) -> str:
+    return "; ".join(f"{name.removeprefix('dataset.')}={now!r}, {rule} {was!r}" for name, (was, now) in changes.items())
+
+
+def _flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting by its dotted name."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _flat(value, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, value
+
+
+def flag(name: str) -> str:
+    """The flag of the command line for a setting's dotted name: `"optimizer.eps"` is `--optimizer.eps`."""
+    named = {"dataset.path": "data", "dataset.held_out_path": "held-out"}
+    return "--" + named.get(name, name.removeprefix("dataset.").replace("_", "-"))
+
+
+def flags() -> dict[str, str]:
+    """The flag of every setting, by its dotted name, by that of its class, and without `dataset`, which flags lack."""
+    names = dict(_flat(TrainConfig()))
+    found = {name: flag(name) for name in names}
+    found |= {name.removeprefix("dataset."): value for name, value in found.items()}
+    classes = {"dataset": "DataConfig", "optimizer": "OptimizerConfig", "step": "StepConfig", "mesh": "Layout"}
+    for group, kind in classes.items():
+        found |= {name.replace(f"{group}.", f"{kind}."): flag(name) for name in names if name.startswith(f"{group}.")}
+    for group, kind in (("lora", "LoRAConfig"), ("remat", "Remat")):
+        found |= {name.replace(f"{group}_", f"{kind}."): flag(name) for name in names if name.startswith(f"{group}_")}
+    return found
 
 
 def is_new(directory: str) -> bool:
@@ -228,9 +310,16 @@ def is_new(directory: str) -> bool:
     return not path.exists() or (path.is_dir() and not any(path.iterdir()))
 
 
-def save_settings(settings: TrainConfig, path: Path) -> None:
-    """Write the settings of a run as JSON, for people and for `load_settings`."""
-    write_json(path, settings_json(settings))
+def save_settings(settings: TrainConfig, path: Path, *, changes: Changes | None = None, step: int = 0) -> None:
+    """Write the settings of a run as JSON, for people and for `load_settings`.
+
+    `changes`, made at `step`, are added to its history: what was changed, from and to which value, and when.
+    """
+    history = _read_settings(path).get("history", []) if path.is_file() else []
+    if changes:
+        now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        history = [*history, {"step": step, "time": now, "changes": dict(changes)}]
+    write_json(path, settings_json(settings) | ({"history": history} if history else {}))
 
 
 def settings_json(settings: TrainConfig) -> dict[str, Any]:
@@ -240,6 +329,12 @@ def settings_json(settings: TrainConfig) -> dict[str, Any]:
 
 def load_settings(path: Path) -> TrainConfig:
     """The settings that `save_settings` wrote, in this version or an earlier one."""
+    fields = _read_settings(path)
+    fields.pop("history", None)
+    return _from_json(TrainConfig, _renamed(fields))
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{path} is not there: {path.parent} is no run directory of scripts/train.py.")
     try:
@@ -247,7 +342,7 @@ def load_settings(path: Path) -> TrainConfig:
     except ValueError as error:
         raise ConfigError(f"{path} is no JSON: {error}.") from error
     check(isinstance(fields, dict), f"{path} holds no settings: it must be a JSON object.")
-    return _from_json(TrainConfig, _renamed(fields))
+    return fields
 
 
 def _renamed(fields: dict[str, Any]) -> dict[str, Any]:

@@ -148,6 +148,15 @@ class Trainer(eqx.Module):
         check(rows % parts == 0, rule)
         return _compiled_step((self, batch), state)
 
+    def compile(self, state: TrainState, batch: Batch) -> int | None:
+        """Compile `step` for what looks like these. The bytes of a device that it needs, where the compiler tells."""
+        step: Any = _compiled_step
+        sizes = step.lower((self, batch), state).compile().compiled.memory_analysis()
+        if sizes is None:
+            return None
+        held = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+        return held + sizes.temp_size_in_bytes
+
     def advance(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         """`step` as a plain function, to be put into a program of one's own."""
         key = jax.random.fold_in(state.key, state.step) if _uses_key(state.model) else None

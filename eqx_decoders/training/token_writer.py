@@ -17,6 +17,7 @@ from eqx_decoders.errors import DataError, check
 from eqx_decoders.io.chat import ChatTemplate
 from eqx_decoders.io.files import write_atomically
 from eqx_decoders.io.tokenizer import Tokenizer
+from eqx_decoders.io.waiting import Waiting
 from eqx_decoders.training.chats import encode_spans, render_documents
 from eqx_decoders.training.compression import Gzip
 from eqx_decoders.training.corpus import DATA, HELD_OUT, Paths, held_out_rule, read_documents
@@ -60,11 +61,14 @@ def write_store(
     shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
     partial.mkdir()
     try:
-        sources = {name: describe_file(file) for name, file in files.items()} if most is None else {}
+        with Waiting("reading the text", kept="nothing of the tokens is kept", partial=partial):
+            sources = {name: describe_file(file) for name, file in files.items()} if most is None else {}
         documents = _documents(tokenizer, path, held_out_path, request, template, most)
-        with _Writer(partial / "tokens.bin", tokenizer) as writer:
+        waiting = Waiting("tokenising", kept="nothing of the tokens is kept", partial=partial)
+        with waiting, _Writer(partial / "tokens.bin", tokenizer) as writer:
             for document, held_out in documents:
                 writer.add(document, held_out)
+                waiting.add(len(document.text or ""))
         check(len(writer.lengths) > 0, f"{DATA} {path!r} holds no text, or nothing that is trained on.", DataError)
         np.save(partial / "offsets.npy", np.append(0, np.cumsum(writer.lengths)))
         np.save(partial / "held_out.npy", np.array(writer.held_out, bool))

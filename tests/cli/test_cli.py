@@ -1,5 +1,6 @@
 """The command `eqx-decoders` and its programs."""
 
+import dataclasses
 import re
 import tomllib
 
@@ -7,7 +8,8 @@ import pytest
 
 from eqx_decoders import cli
 from eqx_decoders.training.data import DataConfig
-from eqx_decoders.training.settings import MeshConfig, TrainConfig
+from eqx_decoders.training.optimizer import OptimizerConfig
+from eqx_decoders.training.settings import MeshConfig, TrainConfig, flags, save_settings
 from tests.commands import ROOT, call
 
 
@@ -39,13 +41,14 @@ def test_a_missing_package_is_named(monkeypatch, program):
 
 
 FLAGS = """
+--model-config --set
 --run-dir --model --init-from --init-weights --export --export-adapter --mtp-depths --lora-rank --lora-alpha
 --lora-targets --steps --data --held-out --held-out-fraction --text-field --chat-template --batch-size --seq-len --seed
 --pack --no-pack --tokenizer --bpe-vocab-size --checkpoint-every --max-checkpoints --eval-every --eval-batches
 --sample-tokens --prompt --dtype --remat
 --remat-save --remat-offload --attention --layer-stats --no-layer-stats --tensorboard --describe
 --no-describe --describe-data --no-describe-data --max-skipped --distributed --no-distributed --profile
---list-models --no-list-models
+--list-models --no-list-models --allow-changes --no-allow-changes --peak-tflops
 --mesh.data --mesh.fsdp --mesh.fsdp-transpose --mesh.context --mesh.tensor --mesh.tensor-sequence --mesh.expert
 --optimizer.name --optimizer.learning-rate --optimizer.schedule --optimizer.warmup-steps --optimizer.decay-fraction
 --optimizer.min-lr-ratio --optimizer.weight-decay --optimizer.no-decay --optimizer.trainable --optimizer.beta1
@@ -77,6 +80,42 @@ def test_flags_become_settings():
     )
     assert parse(["--data", "None"]).dataset.path is None
     assert config.optimizer.max_grad_norm is None and config.lora_targets == ("*.mlp.*", "*.query")
+
+
+def test_what_is_not_given_is_what_the_run_has(tmp_path):
+    """But an export that was written already, and what was asked of an earlier start."""
+    from eqx_decoders.cli.train import parse
+
+    optimizer = OptimizerConfig(name="muon", momentum=0.9)
+    run = TrainConfig(run_dir="elsewhere", steps=7, optimizer=optimizer, export="out", allow_changes=True)
+    save_settings(run, tmp_path / "settings.json")
+    assert parse(["--run-dir", str(tmp_path)]) == TrainConfig(run_dir=str(tmp_path))
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "written").mkdir()
+    (tmp_path / "written" / "model").write_text("x")
+    want = dataclasses.replace(run, run_dir=str(tmp_path), allow_changes=False)
+    assert parse(["--run-dir", str(tmp_path)]) == want
+    found = parse([f"--run_dir={tmp_path}", "--optimizer.momentum", "0.8", "--steps", "9"])
+    assert found == dataclasses.replace(want, steps=9, optimizer=dataclasses.replace(optimizer, momentum=0.8))
+    save_settings(dataclasses.replace(run, export=str(tmp_path / "written")), tmp_path / "settings.json")
+    assert parse(["--run-dir", str(tmp_path)]) == dataclasses.replace(want, export=None)
+
+
+@pytest.mark.parametrize(
+    "sentence, want",
+    [
+        ("DataConfig.seq_len=1 must be 2.", "--seq-len=1 must be 2."),
+        ("OptimizerConfig.eps=0, lower optimizer.eps.", "--optimizer.eps=0, lower --optimizer.eps."),
+        ("Layout.fsdp_transpose=2 x Layout.fsdp=2", "--mesh.fsdp-transpose=2 x --mesh.fsdp=2"),
+        ("give a held_out_path, or more data", "give a --held-out, or more data"),
+        ("path=3 of data: model 'steps=3' and steps=4", "--data=3 of data: model 'steps=3' and --steps=4"),
+        ("/tmp/run_dir/x and a-run_dir, run_dir/y; run_dir.", "/tmp/run_dir/x and a-run_dir, run_dir/y; --run-dir."),
+        ("LoRAConfig.rank=0 and Remat.save='x'", "--lora-rank=0 and --remat-save='x'"),
+        ("Layout.weights, DataConfig.seq_length", "Layout.weights, DataConfig.seq_length"),
+    ],
+)
+def test_sentences_are_in_the_words_of_the_flags(sentence, want):
+    assert cli.in_flags(sentence, flags()) == want
 
 
 def test_a_typo_is_met_with_the_nearest_flag():

@@ -54,7 +54,7 @@ def test_import_then_generate_then_export_is_the_directory_again(tmp_path, witho
     code, _, err = outcome("convert", "import", CHAT, run)
     assert code == 4 and "is a run directory already" in err
     code, _, err = outcome("convert", "export", run, directory)
-    assert code == 1 and "is not empty" in err
+    assert code == 4 and "is not empty" in err
     code, _, err = outcome("convert", "export", run, tmp_path / "more", "--step", "7")
     assert code == 4 and "step=7 is not in" in err
 
@@ -114,13 +114,13 @@ def test_another_meaning_of_the_settings_is_reported(tmp_path, config, says):
 @pytest.mark.parametrize(
     "arguments, code, says",
     [
-        (("verify", FIXTURES / "nothing"), 1, "does not exist"),
+        (("verify", FIXTURES / "nothing"), 4, "does not exist"),
         (("verify", CHAT, "--tolerance", "-1"), 2, "tolerance=-1.0 must be"),
         (("verify",), 2, "required"),
         (("verfy",), 2, "verfy"),
-        (("import", FIXTURES / "nothing", "x"), 1, "does not exist"),
+        (("import", FIXTURES / "nothing", "x"), 4, "does not exist"),
         (("export", FIXTURES, "x"), 2, "is no run directory"),
-        (("export", FIXTURES, "x", "--shard-gb", "0"), 2, "shard_gb=0.0"),
+        (("export", FIXTURES, "x", "--shard-gb", "0"), 2, "--shard-gb=0.0"),
     ],
 )
 def test_mistakes_of_convert(arguments, code, says):

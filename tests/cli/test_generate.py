@@ -58,12 +58,12 @@ def test_no_chat_continues_texts(wrote):
     "arguments, code, says",
     [
         (("--model", CHAT, "--run-dir", "runs/x"), 2, "exclude each other"),
-        (("--model", CHAT, "--step", "3"), 2, "step=3 is of a run"),
+        (("--model", CHAT, "--step", "3"), 2, "--step=3 is of a run"),
         (("--model", CHAT, "--no-chat", "--system", "x"), 2, "needs a chat"),
-        (("--model", CHAT, "--temperature", "-1"), 2, "temperature=-1.0"),
+        (("--model", CHAT, "--temperature", "-1"), 2, "--temperature=-1.0"),
         (("--model", CHAT, "--top-p", "2"), 2, "top_p=2.0"),
         (("--model", FIXTURES / "gpt2"), 3, "holds no tokenizer.json"),
-        (("--model", FIXTURES / "nothing"), 1, "does not exist"),
+        (("--model", FIXTURES / "nothing"), 4, "does not exist"),
         (("--run-dir", FIXTURES), 2, "is no run directory"),
     ],
 )

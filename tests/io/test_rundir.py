@@ -5,19 +5,23 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from eqx_decoders.errors import CheckpointError, ConfigError, DataError
+from eqx_decoders.errors import CheckpointError, ConfigError, ConversionError, DataError
 from eqx_decoders.io import rundir
-from eqx_decoders.io.rundir import Interrupt, RunLock, exit_code
+from eqx_decoders.io.rundir import Interrupt, RunLock, Stopped, exit_code
+from eqx_decoders.io.waiting import Waiting
 
 
 # A package of the same name without its __init__: the other process needs neither JAX nor the rest.
-HOLDER = """
+PACKAGE = """
 import sys, types
 package = types.ModuleType("eqx_decoders"); package.__path__ = [sys.argv[1]]; sys.modules["eqx_decoders"] = package
+"""
+HOLDER = f"""{PACKAGE}
 from eqx_decoders.io.rundir import RunLock
 with RunLock(sys.argv[2]):
     print("locked", flush=True)
@@ -63,6 +67,22 @@ def test_a_lock_holds_within_one_process_and_is_released(tmp_path):
         RunLock(tmp_path / "file" / "run").acquire()
 
 
+def test_what_a_start_made_is_undone(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "mine").write_text("x")
+    for run in (tmp_path / "new" / "run", tmp_path / "there"):
+        with RunLock(run) as lock:
+            (run / "tokens" / "part").mkdir(parents=True)
+            (run / "settings.json").write_text("{}")
+            lock.undo()
+            with RunLock(run):  # of another process, which does not take the file that was deleted
+                assert (run / ".lock").exists()
+        assert {path.name for path in run.iterdir()} - {"mine"} == {".lock"}
+    with RunLock(tmp_path / "there") as lock:
+        lock.undo()
+    assert {path.name for path in (tmp_path / "there").iterdir()} == {"mine", ".lock"}
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_sets_the_flag_and_handlers_come_back(number):
     before = [signal.getsignal(s) for s in Interrupt.SIGNALS]
@@ -80,6 +100,62 @@ def test_a_second_sigint_acts_at_once():
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("number", Interrupt.SIGNALS)
+def test_where_there_is_nothing_to_save_a_signal_stops_at_once(number):
+    with Interrupt(at_once=True), Waiting("tokenising", kept="nothing is kept"):
+        with pytest.raises(Stopped, match="stopped while tokenising: nothing is kept, start again") as caught:
+            signal.raise_signal(number)
+        assert caught.value.exit_code == 128 + number and isinstance(caught.value, KeyboardInterrupt)
+        with Interrupt() as inner:
+            signal.raise_signal(number)
+            assert inner.requested
+
+
+# The main thread stands in a call that does not return to Python for long, after an event loop that took the signals
+# and did not give them back; or in Python, with a block to be left.
+BUSY = f"""{PACKAGE}
+import hashlib, pathlib, signal, threading, time
+from eqx_decoders.io.rundir import Interrupt, Watch
+from eqx_decoders.io.waiting import Waiting
+part = pathlib.Path(sys.argv[2])
+part.mkdir()
+with Interrupt(at_once=sys.argv[3] != "later"), Watch(0.2):
+    signal.set_wakeup_fd(-1)
+    with Waiting("training", kept="nothing is kept", partial=part):
+        threading.Timer(0.5, print, ("busy",), dict(flush=True)).start()  # when the main thread is there
+        try:
+            if sys.argv[3] == "python":
+                time.sleep(60)
+            hashlib.pbkdf2_hmac("sha256", b"x", b"y", 5_000_000 if sys.argv[3] == "later" else 500_000_000)
+        finally:
+            print("left", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "where, number, left, code",
+    [
+        ("call", "SIGINT", "", 130),
+        ("call", "SIGTERM", "", 143),
+        ("python", "SIGINT", "left\n", 130),
+        ("later", "SIGTERM", "left\n", 0),
+    ],
+)
+def test_a_program_ends_soon_wherever_it_is(tmp_path, where, number, left, code):
+    package = Path(rundir.__file__).parents[1]
+    command = [sys.executable, "-c", BUSY, str(package), str(tmp_path / "part"), where]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stdout.readline() == "busy\n"
+        begun = time.monotonic()
+        process.send_signal(getattr(signal, number))
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == code and out == left, err
+    if code:
+        assert err == "stopped while training: nothing is kept, start again with the same command\n"
+        assert time.monotonic() - begun < 2
+        assert (tmp_path / "part").exists() == (where == "python"), "which leaves it to the block"
 
 
 def test_sigint_after_sigterm_waits_and_other_threads_are_spared():
@@ -101,4 +177,5 @@ def test_sigint_after_sigterm_waits_and_other_threads_are_spared():
 
 
 def test_exit_codes():
-    assert [exit_code(kind("x")) for kind in (ConfigError, DataError, CheckpointError, ValueError)] == [2, 3, 4, 1]
+    kinds = (ConfigError, DataError, CheckpointError, ConversionError, ValueError)
+    assert [exit_code(kind("x")) for kind in kinds] == [2, 3, 4, 4, 1]

@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.axes import named_leaves
 from eqx_decoders.layers.attention import AttentionConfig
 from eqx_decoders.layers.embedding import LearnedPositions
 from eqx_decoders.layers.experts import ExpertsConfig
@@ -13,6 +15,7 @@ from eqx_decoders.layers.mask import Chunked, SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.training.flops import device_flops, flops_per_token, matmul_parameters, measured_flops, peak_flops
+from eqx_decoders.training.lora import LoRAConfig, add_lora
 from tests.models import EMBED, HEAD_DIM, VOCAB, rich_decoder
 
 
@@ -60,6 +63,7 @@ def test_a_cpu_is_measured_and_shared_by_its_forced_devices(monkeypatch):
     monkeypatch.setattr("eqx_decoders.training.flops.measured_flops", lambda dtype: 7.0)
     for layout in (ed.Layout(), ed.Layout.create(data=8)):
         assert device_flops(layout, jnp.float32) == 7.0
+        assert device_flops(layout, jnp.float32, peak_tflops=2.5) == 2.5e12
 
 
 def test_of_experts_those_count_that_a_token_uses():
@@ -81,6 +85,28 @@ def test_depths_count_in_training_with_a_head_each():
     assert matmul_parameters(config) == matmul_parameters(TINY) + more
     assert flops_per_token(config, 100) == flops_per_token(TINY, 100) + 6 * more + 12 * 2 * 4 * 64 * 100
     assert flops_per_token(config, 100, backward=False) == flops_per_token(TINY, 100, backward=False)
+
+
+def test_frozen_weights_cost_what_they_do():
+    """Forward 2; 2 more where a gradient goes through, and 2 where they are trained; scores 6, or 2 where none goes."""
+    local = dataclasses.replace(TINY.blocks[0], mixer=dataclasses.replace(TINY.blocks[0].mixer, mask=SlidingWindow(8)))
+    model = ed.abstract(dataclasses.replace(TINY, blocks=(local, *TINY.blocks[1:]), tied=False))
+    attention, head = 256 * 64 * (4 + 2 + 2) + 4 * 64 * 256, 256 * 4096
+    layer, scores = attention + 3 * 256 * 704, (2 * 4 * 64 * 8, 4 * 2 * 4 * 64 * 100)  # of both segments
+
+    def flops(*patterns, of=model):
+        trained = [name for name in named_leaves(of) if any(pattern in name for pattern in patterns)]
+        return flops_per_token(of, 100, trainable=trained)
+
+    assert flops("") == flops_per_token(model.config, 100)
+    assert flops("head") == 2 * (5 * layer + sum(scores)) + 6 * head
+    assert flops("segments.0.unit.0.mixer.query") == 4 * (5 * layer + head) + 2 * 256 * 4 * 64 + 6 * sum(scores)
+    assert flops("segments.1.unit.0.mlp") == 2 * (layer + scores[0]) + 4 * (4 * layer + head) + 6 * scores[
+        1
+    ] + 2 * 4 * 3 * (256 * 704)
+    adapted = add_lora(model, LoRAConfig(rank=4, targets=("*.mixer.query",)), key=jax.random.key(0))
+    pairs = 5 * 4 * (256 + 4 * 64)
+    assert flops("lora", of=adapted) == 4 * (5 * layer + head) + 6 * (pairs + sum(scores))
 
 
 def test_peak_flops():

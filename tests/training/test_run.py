@@ -6,14 +6,20 @@ import json
 import re
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import equinox as eqx
+import jax
 import numpy as np
 import pytest
 
+import eqx_decoders as ed
+from eqx_decoders.config_json import with_fields
+from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.checkpoint import Checkpoints
+from eqx_decoders.io.huggingface import read_config
 from eqx_decoders.io.rundir import RunLock
 from eqx_decoders.io.tokenizer import load_tokenizer
 from eqx_decoders.training import loss as loss_module, step as step_module
@@ -21,6 +27,7 @@ from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.lora import LoRAConfig
 from eqx_decoders.training.metrics import read_metrics
 from eqx_decoders.training.optimizer import OptimizerConfig
+from eqx_decoders.training.runs import resume_settings
 from eqx_decoders.training.settings import MeshConfig, TrainConfig, load_settings
 from eqx_decoders.training.step import StepConfig
 from tests.commands import ROOT, call, flags, steps_of, write_corpus
@@ -61,6 +68,7 @@ class Trained:
                 self.program = str(eqx.filter_make_jaxpr(kept[0].advance)(state, kept[1])[0])
             return real(kept, state)
 
+        recorded.lower = real.lower
         plain = mock.patch.object(loss_module, "cross_entropy", wraps=loss_module.cross_entropy)
         with mock.patch.object(step_module, "_compiled_step", recorded), plain as self.plain_loss:
             named = {f"--{name.replace('__', '.').replace('_', '-')}": value for name, value in options.items()}
@@ -124,6 +132,9 @@ def other(folder):
 @shows("TrainConfig.eval_every", "TrainConfig.sample_tokens", "TrainConfig.prompt", "TrainConfig.tokenizer")
 @shows("DataConfig.path", "DataConfig.batch_size", "DataConfig.seq_len", "DataConfig.held_out_fraction")
 def test_a_run_trains_to_its_end_and_reports_how_good_it_is(base):
+    assert all(0 < share <= 1 for share in base.column("mfu"))
+    state = 52_464 * 4 * 3 / 1e9  # weights and two moments
+    assert len(set(base.column("peak_memory_gb"))) == 1 and state < base.column("peak_memory_gb")[0] < 50 * state
     assert "52,464 weights on" in base.err and "documents" in base.err
     assert base.column("step") == [1, 2, 3, 4] and not any(base.column("skipped"))
     assert all(8 * 10 < tokens <= 8 * 15 for tokens in base.column("tokens"))
@@ -190,6 +201,31 @@ def test_optimizers_move_the_weights_as_asked(base, folder):
     assert abs(heavy[1] - clipped[1]) > 1e-3
 
 
+def test_too_little_memory_is_met_with_the_sizes_and_what_to_turn(folder):
+    """The state of the last checkpoint is there, so that it can go on with a smaller batch."""
+
+    def exhausted(kept, state):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 12884901888 bytes.\n\nstack")
+
+    exhausted.lower = step_module._compiled_step.lower
+    words = flags(OPTIONS | QUICK | {"--data": folder / "texts", "--run-dir": folder / "exhausted"})
+    with mock.patch.object(step_module, "_compiled_step", exhausted):
+        _, err = call("train", *words, code=1)
+    (line,) = (line for line in err.splitlines() if line.startswith("error: "))
+    parts = ("--batch-size=8 x --seq-len=16", "52,464 weights", "allocating 12884901888 bytes. Lower --batch-size or")
+    for part in (*parts, "--step.gradient-accumulation-steps", "--remat='full'", "--mesh.fsdp"):
+        assert part in line, part
+
+
+@shows("TrainConfig.peak_tflops")
+def test_the_share_of_the_peak_is_at_most_all_of_it(folder):
+    """Of a peak that is beyond all, and of one that is too low: then the fastest step so far is taken for it."""
+    for peak, shares in ((1e6, lambda share: 0 < share < 1e-3), (1e-9, lambda share: 0 < share <= 1)):
+        run = Trained(folder / f"peak{peak}", data=folder / "texts", peak_tflops=peak, held_out_fraction=0, steps=3)
+        assert all(map(shares, run.column("mfu")))
+    assert max(run.column("mfu")) == 1
+
+
 @shows("TrainConfig.max_skipped")
 def test_too_many_steps_that_are_not_finite_end_the_run(folder):
     options = dict(optimizer__learning_rate=1e30, max_skipped=2, steps=9, held_out_fraction=0, sample_tokens=0)
@@ -234,10 +270,84 @@ def test_more_steps_on_a_finished_run_go_on(folder):
     assert "steps=1, but" in err and "has done 4 already" in err
 
 
+@shows("TrainConfig.allow_changes")
+def test_a_resumed_run_keeps_what_is_not_given_and_tells_what_changes(folder):
+    """Its model, data, tokenizer and rates; a changed optimizer is asked for, and stays in the settings' history."""
+    rate = dict(optimizer__learning_rate=1e-2, held_out_fraction=0, sample_tokens=0)
+    begun = Trained(folder / "kept", data=folder / "texts", **rate)
+    before = (begun.dir / "settings.json").read_bytes()
+    changed = ("train", "--run-dir", begun.dir, "--steps", 6, "--optimizer.weight-decay", 0.03)
+    _, err = call(*changed, code=2)
+    assert "--optimizer.weight-decay 0.1 -> 0.03" not in err and "--optimizer.weight-decay=0.03, but" in err
+    assert "was trained with 0.1: leave it out to keep the run's, or give --allow-changes" in err
+    assert (begun.dir / "settings.json").read_bytes() == before and len(begun.rows) == 4
+    _, err = call(*changed, "--allow-changes")
+    assert "changed: --steps 4 -> 6\nchanged: --optimizer.weight-decay 0.1 -> 0.03\n" in err
+    assert "resumed at step 4" in err and begun.column("step") == [1, 2, 3, 4, 5, 6]
+    assert begun.column("learning_rate")[4] > 2e-3  # of six steps from 1e-2; the default's peak is 3e-4
+    (entry,) = json.loads((begun.dir / "settings.json").read_text())["history"]
+    assert entry["step"] == 4 and entry["changes"]["optimizer.weight_decay"] == [0.1, 0.03]
+    _, err = call("train", "--run-dir", begun.dir)
+    assert "changed" not in err and load_settings(begun.dir / "settings.json").optimizer.weight_decay == 0.03
+
+
+@pytest.mark.parametrize("there", [(), ("notes.txt",)], ids=["new", "there"])
+@pytest.mark.parametrize(
+    "options, code",
+    [
+        ({"--data": "no/where"}, 3),
+        ({"--tokenizer": "no/where"}, 3),
+        ({"--export": "tests"}, 2),
+        ({"--seq-len": 4096}, 2),
+    ],
+    ids=lambda value: str(value),
+)
+def test_a_start_that_fails_leaves_nothing_behind(folder, tmp_path, options, code, there):
+    run = tmp_path / "run"
+    for name in there:
+        run.mkdir()
+        (run / name).write_text("mine")
+    words = flags(OPTIONS | QUICK | {"--data": folder / "texts", "--run-dir": run} | options)
+    call("train", *words, code=code)
+    assert [path.name for path in run.iterdir()] == list(there) if there else not run.exists()
+
+
+@shows("TrainConfig.model_config", "TrainConfig.set")
+def test_a_run_of_own_sizes_keeps_them(folder, tmp_path):
+    """From a file of Hugging Face or of `to_json`; resumed, written from and exported without these flags and files."""
+    source = tmp_path / "config.json"
+    source.write_text((ROOT / "tests/fixtures/chat_llama/config.json").read_text())
+    read = read_config(ROOT / "tests/fixtures/chat_llama")[0]
+    words = flags({key: value for key, value in (OPTIONS | QUICK).items() if key != "--model"} | {"--steps": 2})
+    words += ["--run-dir", tmp_path / "run", "--data", folder / "texts"]
+    own = ("--model-config", source, "--set", "num_layers=3", "--set", "mlp_dim=20")
+    _, err = call("train", *words, *own)
+    config = with_fields(read, ("num_layers=3", "mlp_dim=20"))
+    assert f"config.json num_layers=3 mlp_dim=20: {ed.count_parameters(config):,} weights on" in err
+    assert ed.DecoderConfig.from_json((tmp_path / "run" / "model.json").read_text()) == config
+    assert call("train", *words, *own, "--steps", 3)[1].count("changed: ") == 1  # the same sizes once more
+    source.unlink()
+    _, err = call("train", "--run-dir", tmp_path / "run", "--steps", 4, "--export", tmp_path / "out")
+    assert "resumed at step 3" in err and ed.abstract_hf(tmp_path / "out").config == config
+    out, _ = call("generate", "--run-dir", tmp_path / "run", "--prompt", "the", "--max-new-tokens", 2)
+    assert out.startswith("the")
+    _, err = call("train", "--run-dir", tmp_path / "run", "--set", "mlp_dim=24", code=2)
+    assert "'mlp_dim=24'), but" in err and "was begun with ('num_layers=3', 'mlp_dim=20'): choose another" in err
+    saved = tmp_path / "own.json"
+    saved.write_text(config.to_json())
+    run = load_settings(tmp_path / "run" / "settings.json")
+    same = replace(run, model_config=str(saved), set=())
+    assert run.set == own[3::2] and resume_settings(same, run.run_dir)[0] == run
+    with pytest.raises(ConfigError, match=r"set=\('mlp_dim=24',\), but .*run was begun with"):
+        resume_settings(replace(run, model_config=str(saved), set=("mlp_dim=24",)), run.run_dir)
+
+
 @shows("MeshConfig.fsdp_transpose", "MeshConfig.tensor_sequence", "MeshConfig.expert", "TrainConfig.describe")
 def test_describe_prints_the_weights():
     out, _ = call("train", "--describe", "--model", "tiny", "--batch-size", 4)
     assert "embedding.table" in out and "4096 x 256" in out and "vocab embed" in out and "4,737,792 weights" in out
+    out, _ = call("train", "--describe", "--model", "llama3-70b", "--batch-size", 4, "--mesh.fsdp", 64)
+    assert "fsdp, -" in out and re.search(r"70,553,706,496 weights +4,4\d\d\.\d\d", out)
     for axis in ("fsdp_transpose", "tensor_sequence", "expert"):
         out, _ = call("train", "--describe", f"--mesh.{axis.replace('_', '-')}", 2, devices=2)
         assert re.search(rf"-, {axis}\b|{axis}, -", out), axis
@@ -290,9 +400,14 @@ def test_a_run_directory_in_use_is_left_alone(folder, tmp_path):
     [
         ({"--model": "tinny"}, "Did you mean 'tiny'"),
         ({"--data": "no/where"}, "no/where' does not exist"),
-        ({"--seq-len": 4096}, "seq_len=4096, but the model has 2048 learned positions"),
-        ({"--tokenizer": "tests/fixtures/chat_llama", "--steps": 0}, "steps=0 must be"),
-        ({"--mesh.fsdp": 3}, "Layout"),
+        ({"--seq-len": 4096}, "error: --seq-len=4096, but the model has 2048 learned positions"),
+        ({"--seq-len": 1}, "error: --seq-len=1 must be an integer of at least 2."),
+        ({"--tokenizer": "tests/fixtures/chat_llama", "--steps": 0}, "error: --steps=0 must be"),
+        ({"--optimizer.eps": -1}, "error: --optimizer.eps=-1.0 must be"),
+        ({"--model-config": "no/where"}, "error: --model='gpt3-52k' and --model-config='no/where' exclude each other"),
+        ({"--set": "num_head=3"}, "error: --set='num_head' is not known. Did you mean 'num_heads'?"),
+        ({"--set": "num_kv_heads=3"}, "error: AttentionConfig.num_heads=2 must be a multiple of num_kv_heads=3"),
+        ({"--mesh.fsdp": 3}, "error: --mesh.fsdp=3 needs 3 devices or a multiple of it for --mesh.data=-1, but 1"),
     ],
 )
 def test_mistakes_have_a_sentence_and_a_code(folder, tmp_path, options, sentence):

@@ -4,14 +4,18 @@ import dataclasses
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.axes import named_leaves
+from eqx_decoders.io.checkpoint import Checkpoints
 from eqx_decoders.training.data import DataConfig
+from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.runs import SOURCE, abstract_run, keep_source, new_model, resume_settings
-from eqx_decoders.training.settings import TrainConfig, save_settings
+from eqx_decoders.training.settings import MeshConfig, TrainConfig, save_settings
+from eqx_decoders.training.step import StepConfig
 
 
 BASE = Path(__file__).parents[1] / "fixtures" / "chat_llama"
@@ -41,9 +45,13 @@ def test_the_source_of_a_run_is_kept_as_it_was_read(tmp_path):
 
 def test_a_run_directory_is_resumed_with_its_own_model_and_tokenizer(tmp_path):
     begun = TrainConfig(dataset=DataConfig(seed=3))
-    assert resume_settings(begun, tmp_path) == begun  # nothing there yet
+    assert resume_settings(begun, tmp_path) == (begun, {})  # nothing there yet
     save_settings(begun, tmp_path / "settings.json")
-    assert resume_settings(dataclasses.replace(begun, steps=900), tmp_path).steps == 900
+    other = dataclasses.replace(begun, model="llama3-8b")
+    assert resume_settings(other, tmp_path) == (other, {})  # nothing was made yet
+    (tmp_path / "tokenizer").mkdir()
+    longer = dataclasses.replace(begun, steps=900, optimizer=OptimizerConfig(eps=1e-6))
+    assert resume_settings(longer, tmp_path) == (longer, {"steps": (400, 900), "optimizer.eps": (1e-8, 1e-6)})
     changes = (
         dict(model="llama3-8b"),
         dict(tokenizer="bytes"),
@@ -54,4 +62,22 @@ def test_a_run_directory_is_resumed_with_its_own_model_and_tokenizer(tmp_path):
     for change in changes:
         name = next(iter(change)).replace("dataset", "seed")
         with pytest.raises(ed.ConfigError, match=f"{name}=.*was begun with"):
-            resume_settings(dataclasses.replace(begun, **change), tmp_path)
+            resume_settings(dataclasses.replace(begun, **change, allow_changes=True), tmp_path)
+
+
+def test_what_a_trained_run_learns_by_is_changed_on_request_only(tmp_path):
+    """More steps, other devices and the like are free; all that is refused is listed at once."""
+    save_settings(TrainConfig(), tmp_path / "settings.json")
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(4, {"x": jnp.zeros(2)}, data_state={"row": 3}, config="")
+    free = TrainConfig(steps=900, remat="full", mesh=MeshConfig(fsdp=8), step=StepConfig(gradient_accumulation_steps=2))
+    assert resume_settings(free, tmp_path)[1].keys() == {
+        "steps", "remat", "mesh.fsdp", "step.gradient_accumulation_steps"
+    }  # fmt: skip
+    other = TrainConfig(dataset=DataConfig(batch_size=16), optimizer=OptimizerConfig(learning_rate=1e-2))
+    with pytest.raises(ed.ConfigError) as caught:
+        resume_settings(other, tmp_path)
+    for part in ("batch_size=16, but", "was trained with 8; optimizer.learning_rate=0.01", "give allow_changes"):
+        assert part in str(caught.value)
+    _, changes = resume_settings(dataclasses.replace(other, allow_changes=True), tmp_path)
+    assert changes == {"dataset.batch_size": (8, 16), "optimizer.learning_rate": (3e-4, 1e-2)}

@@ -14,8 +14,17 @@ from eqx_decoders.remat import Remat
 from eqx_decoders.training import data, optimizer, settings, step
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.settings import MeshConfig, TrainConfig, load_settings, save_settings, settings_json
+from eqx_decoders.training.settings import (
+    MeshConfig,
+    TrainConfig,
+    changed_settings,
+    flags,
+    load_settings,
+    save_settings,
+    settings_json,
+)
 from eqx_decoders.training.step import StepConfig
+from tests.commands import call
 
 
 def unchecked(field: str, value: object):
@@ -83,16 +92,19 @@ def test_settings_that_do_not_fit_together_are_refused():
 
 def test_a_batch_that_the_mesh_does_not_divide_is_refused():
     """Eight devices: the batch of each microbatch is cut along data, fsdp, fsdp_transpose and expert."""
-    with pytest.raises(ConfigError, match=r"batch_size=12 must be a multiple of 8, the devices along data"):
+    with pytest.raises(ConfigError, match=r"batch_size=12 must be a multiple of 8, the devices along mesh.data"):
         TrainConfig(dataset=DataConfig(batch_size=12)).execution()
     with pytest.raises(
-        ConfigError, match=r"batch_size=16 / gradient_accumulation_steps=4 must be a multiple of 8.*data x fsdp"
+        ConfigError,
+        match=r"batch_size=16 / gradient_accumulation_steps=4 must be a multiple of 8.*mesh\.data x mesh\.fsdp",
     ):
         TrainConfig(
             dataset=SIXTEEN, step=StepConfig(gradient_accumulation_steps=4), mesh=MeshConfig(fsdp=4)
         ).execution()
     TrainConfig(dataset=DataConfig(batch_size=4), mesh=MeshConfig(fsdp=4, tensor=2)).execution()
-    with pytest.raises(ConfigError, match=r"Layout\.data=-1: 8 devices can't be divided by 3"):
+    with pytest.raises(
+        ConfigError, match=r"Layout\.tensor=3 needs 3 devices or a multiple of it for Layout\.data=-1, but 8"
+    ):
         TrainConfig(dataset=SIXTEEN, mesh=MeshConfig(tensor=3)).execution()
     with pytest.raises(ConfigError, match=r"only one mesh axis can be -1"):
         TrainConfig(mesh=MeshConfig(fsdp=-1)).execution()
@@ -149,6 +161,35 @@ def test_one_path_is_a_text_and_several_are_a_tuple(tmp_path):
     assert json.loads((tmp_path / "settings.json").read_text())["dataset"]["path"] == ["a", "b"]
     with pytest.raises(ConfigError, match=r"DataConfig\.path=\(\) must have at least one path"):
         DataConfig(path=())
+
+
+def test_changes_are_kept_with_the_step_and_the_time(tmp_path):
+    path = tmp_path / "settings.json"
+    save_settings(TrainConfig(), path)
+    longer = TrainConfig(steps=900, profile=(1, 2))
+    save_settings(longer, path, changes=changed_settings(TrainConfig(), longer), step=400)
+    save_settings(TrainConfig(), path, changes=changed_settings(longer, TrainConfig()), step=500)
+    save_settings(TrainConfig(), path)
+    assert load_settings(path) == TrainConfig()
+    first, second = json.loads(path.read_text())["history"]
+    assert first["changes"] == {"steps": [400, 900], "profile": [None, [1, 2]]} and first["step"] == 400
+    assert second["changes"]["steps"] == [900, 400] and second["time"] >= first["time"] > "2026"
+
+
+def test_what_is_of_one_start_is_no_change():
+    other = TrainConfig(run_dir="x", allow_changes=True, describe=True, list_models=True)
+    assert changed_settings(TrainConfig(), other) == {}
+
+
+def test_every_flag_is_named():
+    """As the parser of the command line names it."""
+    out, _ = call("train", "--help")
+    named = set(re.findall(r"--[a-z][\w.-]*", out))
+    assert flags()["dataset.path"] == "--data" and flags()["optimizer.eps"] == "--optimizer.eps"
+    assert flags()["Layout.fsdp"] == "--mesh.fsdp" and flags()["LoRAConfig.rank"] == "--lora-rank"
+    assert set(flags().values()) - named == set() and named - set(flags().values()) - {"--help"} == {
+        name for name in named if re.search(r"--(\w+\.)?no-", name)
+    } - {"--optimizer.no-decay"}
 
 
 def test_what_is_no_run_directory_is_refused(tmp_path):
@@ -225,6 +266,9 @@ def test_every_field_explains_itself(module, cls):
     "fields, sentence",
     [
         (dict(model="llama3-8b", init_from="x"), "model='llama3-8b' and init_from='x' exclude each other"),
+        (dict(model="llama3-8b", model_config="x"), "model='llama3-8b' and model_config='x' exclude each other"),
+        (dict(model_config="y", init_from="x"), "model_config='y' and init_from='x' exclude each other"),
+        (dict(set=("a=1",), init_from="x"), "init_from='x' exclude each other: its weights have their sizes"),
         (dict(init_weights=("*.mlp.*",)), "needs init_from"),
         (dict(export_adapter="x"), "export_adapter='x' needs lora_rank"),
         (dict(lora_rank=0), "LoRAConfig.rank=0 must be an integer of at least 1"),

@@ -252,8 +252,14 @@ def test_the_old_state_is_donated_and_the_batch_is_not(case):
 def test_one_program_serves_all_steps(case, compilations):
     """Also for weights that were nowhere in particular: places, weak types and counters come back as they went in."""
     trainer = trainer_of(case.model, dataclasses.replace(PLAIN, trainable=("final_norm.*", "*.out")))
-    state, _ = advanced(trainer, first_state(trainer, case.model), [batch_of()])
-    assert compilations  # the listener works
+    state, batch = first_state(trainer, case.model), place(batch_of(), ed.Layout(), ROWS)
+    compilations.clear()
+    size = trainer.compile(state, batch)
+    assert len(compilations) == 1  # the listener works
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(state.model))
+    assert weights < size < 100 * weights
+    state, _ = advanced(trainer, state, [batch_of()])
+    assert len(compilations) == 1
     compilations.clear()
     advanced(trainer, state, [batch_of(), batch_of(poison=True), batch_of()])
     assert not compilations
