@@ -28,10 +28,10 @@ NUMBER = re.compile(r"\d+(?:\.\d+)?")
 def run_example(text: str, folder: pathlib.Path = ROOT, devices: int = 1) -> tuple[list[str], list[str]]:
     """The lines that the example with this text prints, compiled and computed as JAX does it for users; those it tells.
 
-    What it should print stands behind `#> `.
+    What it should print stands behind `# > `.
     """
     (example,) = [example for example in EXAMPLES if text in example]
-    told = [line[3:] for line in example.splitlines() if line.startswith("#> ")]
+    told = [line[4:] for line in example.splitlines() if line.startswith("# > ")]
     environment = AS_USERS_RUN | {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     count = "events.count('/jax/core/compile/backend_compile_duration')"
     program = f"{COUNTER}{example}\nprint('programs', {count}, file=sys.stderr)"

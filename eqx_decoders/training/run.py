@@ -172,7 +172,7 @@ class Run:
         check(length <= rows, f"seq_len={length}, but the model has {rows} learned positions: lower it.")
         trained = self.target.trained_positions
         if self.writes and trained is not None and length > trained:
-            print_status(f"warning: {flag('dataset.seq_len')} {length} is beyond the {trained} positions of its training")
+            print_status(f"warning: seq_len={length} is beyond the {trained} positions that the model was trained on")
         rule = f"but the model only {size}. Choose a smaller tokenizer or another model"
         check(tokenizer.vocab_size <= size, f"tokenizer={spec!r} has {tokenizer.vocab_size} ids, {rule}.")
         return tokenizer
