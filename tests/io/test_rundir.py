@@ -72,15 +72,17 @@ def test_what_a_start_made_is_undone(tmp_path):
     (tmp_path / "there" / "mine").write_text("x")
     for run in (tmp_path / "new" / "run", tmp_path / "there"):
         with RunLock(run) as lock:
-            (run / "tokens" / "part").mkdir(parents=True)
+            (run / "data" / "part").mkdir(parents=True)
             (run / "settings.json").write_text("{}")
+            if run.name == "there":
+                (run / "of another program").write_text("x")
             lock.undo()
             with RunLock(run):  # of another process, which does not take the file that was deleted
                 assert (run / ".lock").exists()
-        assert {path.name for path in run.iterdir()} - {"mine"} == {".lock"}
+        assert {path.name for path in run.iterdir()} - {"mine", "of another program"} == {".lock"}
     with RunLock(tmp_path / "there") as lock:
         lock.undo()
-    assert {path.name for path in (tmp_path / "there").iterdir()} == {"mine", ".lock"}
+    assert {path.name for path in (tmp_path / "there").iterdir()} == {"mine", "of another program", ".lock"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
