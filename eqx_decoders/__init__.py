@@ -1,5 +1,14 @@
 """Decoder language models as immutable Equinox pytrees.
 
+- A model is data: `DecoderConfig`, one `BlockConfig` for each layer (the parts are in `eqx_decoders.layers`), or
+  `get_config(name)` for one of `list_models()`.
+- `init(config, key=key)` makes it, `load_hf(source)` reads one from Hugging Face, `save_hf` writes it back;
+  `abstract` and `abstract_hf` give its shapes alone.
+- `model(tokens)` returns logits and more (`Output`), with a cache from `init_cache` if there is one.
+  `generate` and `stream` let it write, `Greedy()` or a `Sample(...)` choosing the tokens.
+- `next_token_loss(model, Batch(tokens=...))` is what is trained; `eqx_decoders.training` has optimizers, steps, data.
+- `Execution`, `Layout`, `Precision` and `Remat` say how and where it runs: `model.replace(remat="full")`.
+
 `EQX_DECODERS_TYPECHECK=1` checks every signature's shapes and dtypes at trace time (jaxtyping with beartype).
 """
 

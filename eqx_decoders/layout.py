@@ -97,6 +97,14 @@ class Layout:
                     "Use Layout.create(...) or make_mesh(..., axis_types=(AxisType.Auto,) * n)."
                 )
 
+    def __repr__(self) -> str:
+        """Without the tables, unless they are others than the defaults."""
+        tables = {"weights": (self.weights, _table("weights", WEIGHTS))}
+        tables["activations"] = (self.activations, _table("activations", ACTIVATIONS))
+        shown = {name: dict(rows) for name, (rows, default) in tables.items() if rows != default}
+        mesh = {} if self.mesh is None else {"mesh": self.mesh}
+        return f"Layout({', '.join(f'{name}={value!r}' for name, value in (mesh | shown).items())})"
+
     @classmethod
     def create(
         cls,

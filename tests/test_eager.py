@@ -4,13 +4,19 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.eager import compiled_alone, concrete, is_staged
+from eqx_decoders.training.lora import LoRAConfig, add_lora
+from tests.commands import ROOT
 from tests.compare import assert_close
 from tests.models import filled, rich_decoder, some_tokens
 from tests.programs import compilations
+
+
+FIXTURES = ROOT / "tests" / "fixtures"
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +86,39 @@ def test_gradients_by_the_input_are_one_line(model):
     step = 1e-3 * gradient
     ends = (model(embeds=embeds + sign * step).logits[0, 3, 7] for sign in (1, -1))
     assert float(next(ends) - next(ends)) == pytest.approx(2e-3 * float(jnp.sum(gradient**2)), rel=0.02)
+
+
+def from_init():
+    return ed.init(rich_decoder(), key=jax.random.key(0))
+
+
+def from_a_checkpoint():
+    return ed.load_hf(FIXTURES / "llama_rope")
+
+
+def with_adapters():
+    return add_lora(from_a_checkpoint(), LoRAConfig(rank=2), key=jax.random.key(0))
+
+
+@pytest.mark.parametrize("make", [from_init, from_a_checkpoint, with_adapters])
+def test_the_step_of_a_loop_of_ones_own_is_compiled_once(make):
+    """What comes out of a step is placed as what went in: weights and what optax makes for them."""
+    with compilations() as first:
+        model = make()
+    assert len(first) <= 3
+    optimizer = optax.adam(1e-3)
+    state = optimizer.init(eqx.filter(model, eqx.is_array))
+
+    @eqx.filter_jit(donate="all")
+    def step(model, state, tokens):
+        gradient, _ = eqx.filter_grad(ed.next_token_loss, has_aux=True)(model, ed.Batch(tokens=tokens))
+        with jax.numpy_dtype_promotion("standard"):  # which optax expects
+            updates, state = optimizer.update(gradient, state)
+        return eqx.apply_updates(model, updates), state
+
+    tokens, counts = np.arange(14).reshape(2, 7) % 16, []
+    for _ in range(3):
+        with compilations() as made:
+            model, state = step(model, state, tokens)
+        counts.append(len(made))
+    assert counts == [1, 0, 0]

@@ -153,3 +153,9 @@ def test_describe_lists_every_weight():
     assert line.split("  ")[0] and "2 x 16 x 24" in line and "layers embed mlp" in line and "-, fsdp, tensor" in line
     assert f"{ed.count_parameters(rich_decoder()):,} weights" in text
     assert eqx.is_array(ed.init(rich_decoder(1), key=jax.random.key(0)).embedding.table)
+
+
+def test_a_layout_prints_what_is_not_the_default():
+    assert repr(ed.Layout()) == "Layout()"
+    assert repr(ed.Layout(weights={"embed": "fsdp"})) == "Layout(weights={'embed': ('fsdp',)})"
+    assert repr(ed.Layout.create(fsdp=8)).startswith("Layout(mesh=Mesh(") and "weights" not in repr(ed.Layout.create(fsdp=8))
