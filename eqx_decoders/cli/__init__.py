@@ -69,7 +69,8 @@ def in_flags(text: str, flags: Mapping[str, str]) -> str:
 
     names = "|".join(map(pattern, sorted(flags, key=len, reverse=True)))
     free = rf"(?<![\w./'\"-])(?:{names})(?![\w/'\"-]|\.\w)"  # not a part of a path, of a quotation or of another name
-    return re.sub(free, lambda found: flags[found[0]], text)
+    named = re.sub(free, lambda found: flags[found[0]], text)
+    return re.sub(r"(--[\w.-]+) \(\1\)", r"\1", named)  # where a sentence for all has both, flag and field
 
 
 def flags_of(*classes: type[Any]) -> dict[str, str]:

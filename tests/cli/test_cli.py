@@ -104,6 +104,7 @@ def test_what_is_not_given_is_what_the_run_has(tmp_path):
 @pytest.mark.parametrize(
     "sentence, want",
     [
+        ("--data (DataConfig.path) 'x' is gone", "--data 'x' is gone"),
         ("DataConfig.seq_len=1 must be 2.", "--seq-len=1 must be 2."),
         ("OptimizerConfig.eps=0, lower optimizer.eps.", "--optimizer.eps=0, lower --optimizer.eps."),
         ("Layout.fsdp_transpose=2 x Layout.fsdp=2", "--mesh.fsdp-transpose=2 x --mesh.fsdp=2"),
