@@ -57,8 +57,9 @@ def parse(args: Sequence[str] | None = None, prog: str | None = None) -> TrainCo
 
     # The flags of the data have no prefix. This is said here and not in the classes, which do without tyro.
     TrainConfig.__annotations__["dataset"] = Annotated[DataConfig, tyro.conf.OmitArgPrefixes]
+    paths = None | str | tuple[str, ...]  # noqa: RUF036 - a text "None" is taken by the first that can
     for field, name in (("path", "data"), ("held_out_path", "held-out")):
-        DataConfig.__annotations__[field] = Annotated[tuple[str, ...] | None, tyro.conf.arg(name=name)]
+        DataConfig.__annotations__[field] = Annotated[paths, tyro.conf.arg(name=name)]
     TrainConfig.__annotations__["set"] = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
     with own_errors():
         return tyro.cli(TrainConfig, args=args, prog=prog, description=__doc__, default=_defaults(args))
