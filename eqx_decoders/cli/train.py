@@ -57,7 +57,7 @@ def parse(args: Sequence[str] | None = None, prog: str | None = None) -> TrainCo
 
     # The flags of the data have no prefix. This is said here and not in the classes, which do without tyro.
     TrainConfig.__annotations__["dataset"] = Annotated[DataConfig, tyro.conf.OmitArgPrefixes]
-    paths = None | str | tuple[str, ...]  # noqa: RUF036 - a text "None" is taken by the first that can
+    paths = None | str | tuple[str, ...]  # in this order: a text "None" is taken by the first that can
     for field, name in (("path", "data"), ("held_out_path", "held-out")):
         DataConfig.__annotations__[field] = Annotated[paths, tyro.conf.arg(name=name)]
     TrainConfig.__annotations__["set"] = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
