@@ -160,3 +160,11 @@ def test_an_imported_directory_can_be_trained(full):
     here, there = (named_leaves(ed.load_hf(path)) for path in (full / "imported-export", BASE))
     moved = {name.rsplit(".", 1)[-1] for name in there if not np.array_equal(here[name], there[name])}
     assert moved == {"up"}
+
+
+def test_sequences_beyond_the_trained_positions_are_warned_of(folder):
+    changes = {"init-from": BASE, "data": folder / "nowhere.jsonl"}
+    for length, warned in ((128, False), (129, True)):
+        _, err = call("train", *options(folder, "long", **changes, **{"seq-len": length}), code=3)
+        assert ("warning: seq_len=129 is beyond the 128 positions that the model was trained on" in err) == warned
+    assert not (folder / "long").exists()
