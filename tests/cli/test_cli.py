@@ -7,6 +7,7 @@ import tomllib
 import pytest
 
 from eqx_decoders import cli
+from eqx_decoders.errors import ConfigError
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.settings import MeshConfig, TrainConfig, flags, save_settings
@@ -41,7 +42,7 @@ def test_a_missing_package_is_named(monkeypatch, program):
 
 
 FLAGS = """
---model-config --set
+--config --model-config --set
 --run-dir --model --init-from --init-weights --export --export-adapter --mtp-depths --lora-rank --lora-alpha
 --lora-targets --steps --data --held-out --held-out-fraction --text-field --chat-template --batch-size --seq-len --seed
 --pack --no-pack --tokenizer --bpe-vocab-size --checkpoint-every --max-checkpoints --eval-every --eval-batches
@@ -99,6 +100,31 @@ def test_what_is_not_given_is_what_the_run_has(tmp_path):
     assert found == dataclasses.replace(want, steps=9, optimizer=dataclasses.replace(optimizer, momentum=0.8))
     save_settings(dataclasses.replace(run, export=str(tmp_path / "written")), tmp_path / "settings.json")
     assert parse(["--run-dir", str(tmp_path)]) == dataclasses.replace(want, export=None)
+
+
+def test_flags_come_before_the_file_and_the_file_before_the_run(tmp_path):
+    """Also a run directory may stand in the file; what a file says is checked together with the flags."""
+    from eqx_decoders.cli.train import parse
+
+    file = tmp_path / "run.yaml"
+    file.write_text(f"run-dir: {tmp_path}\nsteps: 1e3\nbatch-size: 4\noptimizer: {{momentum: 0.9}}")
+    words = ["--config", str(file), "--optimizer.name", "muon", "--batch-size", "2"]
+    want = TrainConfig(run_dir=str(tmp_path), config=str(file), steps=1000, dataset=DataConfig(batch_size=2))
+    muon = OptimizerConfig(name="muon", momentum=0.9)
+    assert parse(words) == dataclasses.replace(want, optimizer=muon)
+    run = TrainConfig(config="old.yaml", dataset=DataConfig(seq_len=32, batch_size=16), steps=7, optimizer=muon)
+    save_settings(run, tmp_path / "settings.json")
+    (tmp_path / "tokenizer").mkdir()
+    merged = dataclasses.replace(want, dataset=DataConfig(seq_len=32, batch_size=4), optimizer=muon)
+    assert parse([f"--config={file}"]) == merged
+    assert parse(["--run-dir", str(tmp_path)]) == dataclasses.replace(run, run_dir=str(tmp_path), config=None)
+    with pytest.raises(ConfigError, match=r"^OptimizerConfig.momentum=0.9 is read by muon only"):
+        parse([*words, "--optimizer.name", "lion"])
+    file.write_text("steps: -3")
+    with pytest.raises(ConfigError, match=r"run\.yaml: steps=-3 must be an integer"):
+        parse(["--config", str(file)])
+    with pytest.raises(ConfigError, match=r"^steps=-4 must be an integer"):
+        parse(["--config", str(file), "--steps", "-4"])
 
 
 @pytest.mark.parametrize(

@@ -270,13 +270,14 @@ def test_more_steps_on_a_finished_run_go_on(folder):
     assert "steps=1, but" in err and "has done 4 already" in err
 
 
-@shows("TrainConfig.allow_changes")
+@shows("TrainConfig.allow_changes", "TrainConfig.config")
 def test_a_resumed_run_keeps_what_is_not_given_and_tells_what_changes(folder):
     """Its model, data, tokenizer and rates; a changed optimizer is asked for, and stays in the settings' history."""
     rate = dict(optimizer__learning_rate=1e-2, held_out_fraction=0, sample_tokens=0)
     begun = Trained(folder / "kept", data=folder / "texts", **rate)
     before = (begun.dir / "settings.json").read_bytes()
-    changed = ("train", "--run-dir", begun.dir, "--steps", 6, "--optimizer.weight-decay", 0.03)
+    (folder / "kept.yaml").write_text("steps: 6\noptimizer: {weight-decay: 3e-2}")
+    changed = ("train", "--run-dir", begun.dir, "--config", folder / "kept.yaml")
     _, err = call(*changed, code=2)
     assert "--optimizer.weight-decay 0.1 -> 0.03" not in err and "--optimizer.weight-decay=0.03, but" in err
     assert "was trained with 0.1: leave it out to keep the run's, or give --allow-changes" in err

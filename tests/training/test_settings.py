@@ -22,7 +22,9 @@ from eqx_decoders.training.settings import (
     load_settings,
     save_settings,
     settings_json,
+    with_file,
 )
+from eqx_decoders.training.settings_file import with_settings
 from eqx_decoders.training.step import StepConfig
 from tests.commands import call
 
@@ -163,6 +165,24 @@ def test_one_path_is_a_text_and_several_are_a_tuple(tmp_path):
         DataConfig(path=())
 
 
+def test_the_settings_of_another_run_are_a_file_of_settings(tmp_path):
+    """But not its directory, history, what was asked of its start, and an export that was written."""
+    (tmp_path / "written").mkdir()
+    (tmp_path / "written" / "x").write_text("")
+    other = dataclasses.replace(FULL, config="a.yaml", export=str(tmp_path / "written"), allow_changes=True)
+    path = tmp_path / "settings.json"
+    save_settings(other, path, changes={"steps": (1, 77)}, step=1)
+    start = TrainConfig(run_dir="mine", max_checkpoints=9)
+    want = dataclasses.replace(FULL, run_dir="mine", config=str(path))
+    assert with_settings(with_file(start, path), {}) == want
+    (tmp_path / "new.json").write_text('{"export": "no/where", "optimizer": {"clip_norm": null}}')
+    found = with_file(start, tmp_path / "new.json")
+    assert found.export == "no/where" and found.optimizer.max_grad_norm is None and found.max_checkpoints == 9
+    (tmp_path / "run.yaml").write_text("config: other.yaml")
+    with pytest.raises(ConfigError, match=r"run\.yaml: config='other\.yaml' can't be read from there"):
+        with_file(start, tmp_path / "run.yaml")
+
+
 def test_changes_are_kept_with_the_step_and_the_time(tmp_path):
     path = tmp_path / "settings.json"
     save_settings(TrainConfig(), path)
@@ -177,7 +197,7 @@ def test_changes_are_kept_with_the_step_and_the_time(tmp_path):
 
 
 def test_what_is_of_one_start_is_no_change():
-    other = TrainConfig(run_dir="x", allow_changes=True, describe=True, list_models=True)
+    other = TrainConfig(run_dir="x", config="y", allow_changes=True, describe=True, list_models=True)
     assert changed_settings(TrainConfig(), other) == {}
 
 
@@ -200,7 +220,12 @@ def test_what_is_no_run_directory_is_refused(tmp_path):
         path.write_text(text)
         with pytest.raises(ConfigError, match=r"settings\.json"):
             load_settings(path)
-    for change, name in (({"stepps": 3}, "'steps'"), ({"mesh": {"fsdpp": 2}}, "'fsdp'"), ({"steps": -3}, "steps=-3")):
+    for change, name in (
+        ({"stepps": 3}, "'steps'"),
+        ({"mesh": {"fsdpp": 2}}, r"'mesh\.fsdp'"),
+        ({"steps": -3}, "steps=-3"),
+        ({"optimizer": {"eps": "small"}}, r"settings.json: 'optimizer\.eps'='small' must be a number"),
+    ):
         path.write_text(json.dumps(change))
         with pytest.raises(ConfigError, match=name):
             load_settings(path)
@@ -228,7 +253,7 @@ def test_run_directories_of_earlier_versions_are_read(tmp_path):
     )
     assert load_settings(tmp_path / "settings.json") == want
     (tmp_path / "settings.json").write_text('{"mesh": 3, "step": [1], "accumulate": 2}')
-    with pytest.raises(ConfigError, match="accumulate"):
+    with pytest.raises(ConfigError, match=r"settings\.json: 'mesh' is no setting"):
         load_settings(tmp_path / "settings.json")
 
 
