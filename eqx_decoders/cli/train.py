@@ -26,6 +26,7 @@ from eqx_decoders.training.run import train
 from eqx_decoders.training.runs import abstract_run, is_begun
 from eqx_decoders.training.settings import TrainConfig, flags, load_settings, of_a_new_start, with_file
 from eqx_decoders.training.settings_file import with_settings
+from eqx_decoders.training.trackers import check_installed
 
 
 @program(flags)
@@ -39,6 +40,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     if config.describe_data:
         print(describe_data(config, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
         return 0
+    check_installed(config.trackers)
     if config.distributed:
         jax.distributed.initialize()
     if jax.default_backend() == "cpu":

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from eqx_decoders.training.balance import relative_loads, routing_report
 from eqx_decoders.training.data import Batch, Batches, make_dataset, prepare_tokenizer
 from eqx_decoders.training.evaluation import HeldOut, evaluate, sample_text
 from eqx_decoders.training.flops import device_flops, flops_per_token
-from eqx_decoders.training.metrics import MetricsFile, MetricsRow, TensorBoard, Tracker, Trackers
+from eqx_decoders.training.metrics import MetricsRow
 from eqx_decoders.training.plots import plot_loads, plot_losses
 from eqx_decoders.training.processes import any_process, batch_share, place, wait_for_all
 from eqx_decoders.training.progress import Progress
@@ -51,7 +50,9 @@ from eqx_decoders.training.settings import (
     save_settings,
     settings_json,
 )
+from eqx_decoders.training.settings_file import flat_settings
 from eqx_decoders.training.step import StepMetrics, Trainer, TrainState
+from eqx_decoders.training.trackers import Trackers, open_trackers
 
 
 LOAD_STEPS = 50  # at the end of a run, whose mean loads of experts are drawn
@@ -232,10 +233,8 @@ class Run:
     def _trackers(self, first_step: int) -> Trackers:
         if not self.writes:
             return Trackers()
-        trackers: list[Tracker] = [MetricsFile(self.dir / "metrics.jsonl", start=first_step)]
-        if self.config.tensorboard or (self.config.tensorboard is None and find_spec("tensorboardX")):
-            trackers.append(TensorBoard(self.dir / "tensorboard"))
-        return Trackers(*trackers, warn=print_status)
+        config = self.config
+        return open_trackers(config.trackers, self.dir, flat_settings(config), start=first_step, warn=print_status)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 

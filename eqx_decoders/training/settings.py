@@ -25,6 +25,7 @@ from eqx_decoders.training.lora import LORA_WEIGHTS, LoRAConfig
 from eqx_decoders.training.optimizer import OptimizerConfig, make_schedule
 from eqx_decoders.training.settings_file import flat_settings, read_mapping, typed_settings, with_settings
 from eqx_decoders.training.step import StepConfig
+from eqx_decoders.training.trackers import PACKAGES
 
 
 # Names of settings in the run directories of earlier versions.
@@ -35,6 +36,7 @@ RENAMED = {
     "optimizer.final_fraction": "optimizer.min_lr_ratio",
     "data": "dataset.path",
     "held_out": "dataset.held_out_path",
+    "tensorboard": "trackers",
     **{
         name: f"dataset.{name}" for name in ("held_out_fraction", "text_field", "batch_size", "seq_len", "seed", "pack")
     },
@@ -145,8 +147,8 @@ class TrainConfig:
     """10^12 operations a second that a device can do (a CPU's all count as one), for mfu; None: its data sheet's."""
     layer_stats: bool = False
     """Write mean, deviation and share of zeros of each layer's activations to metrics.jsonl."""
-    tensorboard: bool | None = None
-    """Write TensorBoard files into the run directory, too; None: if tensorboardX is installed."""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] | None = None
+    """Where metrics go besides metrics.jsonl; None: tensorboard, if tensorboardX is installed."""
     describe: bool = False
     """Print the model's weights (path, shape, axes, sharding, bytes) and exit."""
     describe_data: bool = False
@@ -176,6 +178,8 @@ class TrainConfig:
         check_word("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         check_word("remat", self.remat, (*POLICIES, "custom"))
         check_word("attention", self.attention, ("auto", *KERNELS))
+        for tracker in self.trackers or ():
+            check_word("trackers", tracker, PACKAGES)
         custom = self.remat == "custom"
         check(
             custom or not (self.remat_save or self.remat_offload),
@@ -348,6 +352,8 @@ def of_a_new_start(settings: TrainConfig, run_dir: str) -> TrainConfig:
 
 def _typed(values: dict[str, Any], path: str | Path) -> dict[str, Any]:
     """What a file holds by today's names: those without `dataset` and of earlier versions are known, too."""
+    if isinstance(values.get("tensorboard"), bool):  # what was a switch in earlier versions
+        values = values | {"tensorboard": ["tensorboard"] * values["tensorboard"]}
     aliases = {name.removeprefix("dataset."): name for name in flat_settings(TrainConfig())}
     return typed_settings(values, TrainConfig(), aliases | RENAMED, path)
 

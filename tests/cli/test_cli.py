@@ -47,7 +47,7 @@ FLAGS = """
 --lora-targets --steps --data --held-out --held-out-fraction --text-field --chat-template --batch-size --seq-len --seed
 --pack --no-pack --tokenizer --bpe-vocab-size --checkpoint-every --max-checkpoints --eval-every --eval-batches
 --sample-tokens --prompt --dtype --remat
---remat-save --remat-offload --attention --layer-stats --no-layer-stats --tensorboard --describe
+--remat-save --remat-offload --attention --layer-stats --no-layer-stats --trackers --describe
 --no-describe --describe-data --no-describe-data --max-skipped --distributed --no-distributed --profile
 --list-models --no-list-models --allow-changes --no-allow-changes --peak-tflops
 --mesh.data --mesh.fsdp --mesh.fsdp-transpose --mesh.context --mesh.tensor --mesh.tensor-sequence --mesh.expert

@@ -107,13 +107,13 @@ def base(folder):
 def sharded(folder):
     """Another way to compute the same: all losses must be those of `base`."""
     writer = types.SimpleNamespace(add_scalar=lambda *_: None, close=lambda: None)
-    fake = types.SimpleNamespace(SummaryWriter=mock.Mock(return_value=writer))
-    words = ("--layer-stats", "--step.no-fused-loss", "--tensorboard", True)
+    fake = types.SimpleNamespace(SummaryWriter=mock.Mock(return_value=writer), __spec__="found")
+    words = ("--layer-stats", "--step.no-fused-loss", "--trackers", "tensorboard")
     options = dict(mesh__data=1, mesh__fsdp=4, mesh__tensor=2, step__gradient_accumulation_steps=2)
     options |= dict(remat="full", max_checkpoints=1, eval_batches=1)
     with mock.patch.dict(sys.modules, tensorboardX=fake):
         run = Trained(folder / "sharded", *words, devices=8, data=folder / "texts", **options)
-    fake.SummaryWriter.assert_called_once_with(str(folder / "sharded" / "tensorboard"))
+    fake.SummaryWriter.assert_called_once_with(str(folder / "sharded" / "tensorboard"), purge_step=1)
     return run
 
 
@@ -153,7 +153,7 @@ def test_a_run_trains_to_its_end_and_reports_how_good_it_is(base):
 
 @shows("MeshConfig.fsdp", "MeshConfig.tensor", "TrainConfig.remat", "TrainConfig.layer_stats")
 @shows("StepConfig.gradient_accumulation_steps", "StepConfig.fused_loss", "TrainConfig.max_checkpoints")
-@shows("TrainConfig.eval_batches", "TrainConfig.tensorboard")
+@shows("TrainConfig.eval_batches", "TrainConfig.trackers")
 def test_every_way_to_compute_gives_the_same_losses(base, sharded):
     for name in ("loss", "grad_norm", "accuracy", "tokens", "learning_rate", "epochs"):
         np.testing.assert_allclose(sharded.column(name), base.column(name), rtol=2e-5, err_msg=name)

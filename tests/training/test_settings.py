@@ -80,6 +80,8 @@ def test_bad_values_are_refused_by_name(field, value, rule):
 
 
 def test_settings_that_do_not_fit_together_are_refused():
+    with pytest.raises(ConfigError, match=r"trackers='tensorbord' is not known. Did you mean 'tensorboard'"):
+        unchecked("trackers", ("wandb", "tensorbord")).__post_init__()
     with pytest.raises(ConfigError, match=r"batch_size=16 must be a multiple of step\.gradient_accumulation_steps=3"):
         TrainConfig(dataset=SIXTEEN, step=StepConfig(gradient_accumulation_steps=3))
     with pytest.raises(ConfigError, match=r"OptimizerConfig\.warmup_steps=600 must be below the run's 600 steps"):
@@ -244,6 +246,9 @@ def test_run_directories_of_earlier_versions_are_read(tmp_path):
     (tmp_path / "settings.json").write_text(json.dumps(old))
     found = load_settings(tmp_path / "settings.json")
     assert found == dataclasses.replace(FULL, max_checkpoints=7, optimizer=OptimizerConfig(min_lr_ratio=0.25))
+    for switch, trackers in ((True, ("tensorboard",)), (False, ()), (None, None)):
+        (tmp_path / "settings.json").write_text(json.dumps({"tensorboard": switch}))
+        assert load_settings(tmp_path / "settings.json") == TrainConfig(trackers=trackers)
     literal = {"data": "a", "seed": 3, "batch_size": 4, "keep": 2, "optimizer": {"clip_norm": None}, "step": {}}
     (tmp_path / "settings.json").write_text(json.dumps(literal))
     want = TrainConfig(
