@@ -22,6 +22,7 @@ from eqx_decoders.families import list_models
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.describe_data import describe_data
 from eqx_decoders.training.memory import keep_memory
+from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.run import train
 from eqx_decoders.training.runs import abstract_run, is_begun
 from eqx_decoders.training.settings import TrainConfig, flags, load_settings, of_a_new_start, with_file
@@ -63,12 +64,27 @@ def parse(args: Sequence[str] | None = None, prog: str | None = None) -> TrainCo
     for field, name in (("path", "data"), ("held_out_path", "held-out")):
         DataConfig.__annotations__[field] = Annotated[tuple[str, ...] | None, tyro.conf.arg(name=name)]
     TrainConfig.__annotations__["set"] = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
+    pair = tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATTERN=FACTOR",
+        instance_from_str=_multiplier,
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda value: [f"{value[0]}={value[1]:g}"],
+    )
+    OptimizerConfig.__annotations__["lr_multipliers"] = tuple[Annotated[tuple[str, float], pair], ...]
     default = _defaults(args)
     try:
         with own_errors():
             return tyro.cli(TrainConfig, args=args, prog=prog, description=__doc__, default=default)
     except ConfigError as error:
         raise ConfigError(f"{default.config}: {error}" if _fails_alone(default, error) else str(error)) from None
+
+
+def _multiplier(words: list[str]) -> tuple[str, float]:
+    pattern, _, factor = words[0].rpartition("=")
+    if not pattern:
+        raise ValueError("it must be a pattern and a factor, such as '*.mlp.*=2'")
+    return pattern, float(factor)
 
 
 def _defaults(args: Sequence[str] | None) -> TrainConfig:

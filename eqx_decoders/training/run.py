@@ -39,6 +39,7 @@ from eqx_decoders.training.runs import (
     keep_source,
     keep_template,
     new_model,
+    restore_state,
     resume_settings,
     run_template,
 )
@@ -110,13 +111,13 @@ class Run:
             self.metrics = stack.enter_context(contextlib.closing(self._trackers(start + 1)))
             with Progress(self.config.steps, start=start) as self.progress:
                 state, step, stopped = self._steps(state, start)
-                result = None if stopped else self._evaluate(state.model, step)
-                sample = "" if stopped else self._sample(state.model)
+                result = None if stopped else self._evaluate(state.averaged, step)
+                sample = "" if stopped else self._sample(state.averaged)
             if any_process(self.interrupt.requested):
                 self._save(step, state)
                 print_status(f"stopped, saved at step {step}")
                 return self.interrupt.exit_code or EXIT_SIGTERM
-            self._export(state.model)
+            self._export(state.averaged)
             if self.writes:
                 self._summarise(result, sample)
         return 0
@@ -201,7 +202,7 @@ class Run:
                 state, start = self.trainer.init(model, key=jax.random.fold_in(key, 1)), 0
         else:
             with Waiting("loading the checkpoint", kept=self._kept()):
-                state, data_state, start = self.checkpoints.restore(self.trainer.abstract(self.target, key=key))
+                state, data_state, start = restore_state(self.checkpoints, self.trainer, self.target, key)
             self.data.set_state(data_state)
             print_status(f"resumed at step {start}")
         check(start <= config.steps, f"steps={config.steps}, but {self.dir} has done {start} already: ask for more.")
@@ -256,8 +257,8 @@ class Run:
             self._report(step, state, metrics, time.perf_counter() - begun)
             self._trace(step + 1)
             if config.eval_every and step % config.eval_every == 0 and step < config.steps:
-                self._evaluate(state.model, step)
-                self.progress.message(self._sample(state.model))
+                self._evaluate(state.averaged, step)
+                self.progress.message(self._sample(state.averaged))
             if step % config.checkpoint_every == 0 or step == config.steps:
                 self._save(step, state)
         return state, step, False

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
 from eqx_decoders.context import Execution
 from eqx_decoders.errors import check, check_integer, check_number, check_word
@@ -53,6 +52,8 @@ _IDENTITY = (
     "tokenizer",
     "bpe_vocab_size",
     "dataset.seed",
+    "params_dtype",
+    "optimizer.moments_dtype",
 )
 # How the run learns: changed only where that is asked for.
 _LEARNING = ("optimizer.*", "dataset.batch_size", "step.z_loss")
@@ -134,7 +135,10 @@ class TrainConfig:
     prompt: str = "class Reader:\n    def"
     """How samples begin."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of activations; auto: bfloat16 on TPU and GPU, float32 on CPU. Weights are kept in float32."""
+    """Dtype of activations; auto: bfloat16 on TPU and GPU, float32 on CPU."""
+    params_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which weights are kept. bfloat16 has 8 bits: a step that moves a weight by less than 1/512 of it moves
+    it not at all, so a small learning rate needs float32, or a running mean (`optimizer.ema_decay`) beside it."""
     remat: str = "none"
     """Rematerialisation policy, or "custom" with the two lists below."""
     remat_save: tuple[str, ...] = ()
@@ -176,6 +180,7 @@ class TrainConfig:
         if self.bpe_vocab_size is not None:
             check_integer("bpe_vocab_size", self.bpe_vocab_size)
         check_word("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        check_word("params_dtype", self.params_dtype, ("float32", "bfloat16"))
         check_word("remat", self.remat, (*POLICIES, "custom"))
         check_word("attention", self.attention, ("auto", *KERNELS))
         for tracker in self.trackers or ():
@@ -217,10 +222,10 @@ class TrainConfig:
         self.lora()
 
     def lora(self) -> LoRAConfig | None:
-        """Which weights get low-rank pairs; None for none."""
+        """Which weights get low-rank pairs, which are kept in float32; None for none."""
         if self.lora_rank is None:
             return None
-        return LoRAConfig(rank=self.lora_rank, alpha=self.lora_alpha, targets=self.lora_targets)
+        return LoRAConfig(rank=self.lora_rank, alpha=self.lora_alpha, targets=self.lora_targets, dtype="float32")
 
     def optimizer_config(self) -> OptimizerConfig:
         """`optimizer`, which in a LoRA run moves the pairs only."""
@@ -248,7 +253,7 @@ class TrainConfig:
         attention: Any = self.attention
         return Execution(
             layout=layout,
-            precision=Precision(params=jnp.float32, compute=compute),
+            precision=Precision(params=self.params_dtype, compute=compute),
             remat=remat,
             attention=attention,
             layer_stats=self.layer_stats,

@@ -185,11 +185,18 @@ def _number(value: Any, kind: type[int] | type[float]) -> int | float:
 
 
 def _as_tuple(value: Any, parts: tuple[Any, ...], where: str) -> tuple[Any, ...]:
-    """A list, or one item alone, as a tuple: of any length for `tuple[str, ...]`, of its own for `tuple[int, int]`."""
+    """A list, or one item alone, as a tuple: of any length for `tuple[str, ...]`, of its own for `tuple[int, int]`.
+
+    A pair may be `a=1`, too, and several pairs a mapping.
+    """
+    fixed = len(parts) > 1 and parts[1] is not ...
+    if isinstance(value, dict) and not fixed and typing.get_origin(next(iter(parts))) is tuple:
+        value = [list(pair) for pair in value.items()]
     if isinstance(value, dict) or _is_null(value):
         raise ValueError
+    if fixed and isinstance(value, str):
+        value = list(value.rpartition("=")[::2])
     items = value if isinstance(value, list) else [value]
-    fixed = len(parts) > 1 and parts[1] is not ...
     if fixed and len(items) != len(parts):
         raise ValueError
     hints = parts if fixed else parts[:1] * len(items)

@@ -54,6 +54,7 @@ FLAGS = """
 --optimizer.name --optimizer.learning-rate --optimizer.schedule --optimizer.warmup-steps --optimizer.decay-fraction
 --optimizer.min-lr-ratio --optimizer.weight-decay --optimizer.no-decay --optimizer.trainable --optimizer.beta1
 --optimizer.beta2 --optimizer.eps --optimizer.momentum --optimizer.max-grad-norm
+--optimizer.lr-multipliers --optimizer.moments-dtype --optimizer.ema-decay --params-dtype
 --step.gradient-accumulation-steps --step.z-loss --step.fused-loss --step.no-fused-loss
 """
 
@@ -80,6 +81,8 @@ def test_flags_become_settings():
         path=("a", "b.gz"), held_out_path=["c", "d"]
     )
     assert parse(["--data", "None"]).dataset.path is None
+    pairs = parse(["--optimizer.lr-multipliers", "*.mlp.*=2", "a=b=1e-1"]).optimizer.lr_multipliers
+    assert pairs == (("*.mlp.*", 2.0), ("a=b", 0.1))
     assert config.optimizer.max_grad_norm is None and config.lora_targets == ("*.mlp.*", "*.query")
 
 

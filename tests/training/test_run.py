@@ -23,11 +23,12 @@ from eqx_decoders.io.huggingface import read_config
 from eqx_decoders.io.rundir import RunLock
 from eqx_decoders.io.tokenizer import load_tokenizer
 from eqx_decoders.training import loss as loss_module, step as step_module
-from eqx_decoders.training.data import DataConfig
+from eqx_decoders.training.data import DataConfig, make_dataset
+from eqx_decoders.training.evaluation import evaluate
 from eqx_decoders.training.lora import LoRAConfig
 from eqx_decoders.training.metrics import read_metrics
 from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.runs import resume_settings
+from eqx_decoders.training.runs import load_run, resume_settings
 from eqx_decoders.training.settings import MeshConfig, TrainConfig, load_settings
 from eqx_decoders.training.step import StepConfig
 from tests.commands import ROOT, call, flags, steps_of, write_corpus
@@ -224,6 +225,31 @@ def test_the_share_of_the_peak_is_at_most_all_of_it(folder):
         run = Trained(folder / f"peak{peak}", data=folder / "texts", peak_tflops=peak, held_out_fraction=0, steps=3)
         assert all(map(shares, run.column("mfu")))
     assert max(run.column("mfu")) == 1
+
+
+@shows("TrainConfig.params_dtype", "OptimizerConfig.moments_dtype", "OptimizerConfig.ema_decay")
+def test_a_run_in_half_precision_gets_running_means_with_which_it_is_evaluated(folder):
+    """Weights and moments are kept in bfloat16, the means in float32; they begin where that is asked for."""
+    dtypes = dict(params_dtype="bfloat16", optimizer__moments_dtype="bfloat16", eval_every=0, sample_tokens=0)
+    run = Trained(folder / "half", data=folder / "texts", optimizer__learning_rate=1e-2, steps=2, **dtypes)
+    assert "bf16[" in run.program
+    change = ("train", "--run-dir", run.dir, "--steps", 4, "--optimizer.ema-decay", 0.5)
+    _, err = call(*change, code=2)
+    assert "--optimizer.ema-decay=0.5, but" in err and "was trained with None" in err and "give --allow-changes" in err
+    _, err = call(*change, "--allow-changes")
+    assert "changed: --optimizer.ema-decay None -> 0.5" in err and run.column("step") == [1, 2, 3, 4]
+    checkpoints = Checkpoints(run.dir / "checkpoints")
+    assert not any(name.startswith("ema.") for name in checkpoints.manifest(2)["arrays"])
+    arrays = {name: array["dtype"] for name, array in checkpoints.manifest()["arrays"].items() if array["shape"]}
+    assert {dtype for name, dtype in arrays.items() if not name.startswith("ema.")} == {"bfloat16"}
+    assert {dtype for name, dtype in arrays.items() if name.startswith("ema.")} == {"float32"}
+    config, tokenizer = load_settings(run.dir / "settings.json"), load_tokenizer(run.dir / "tokenizer")
+    with make_dataset(config.dataset, tokenizer, cache_dir=run.dir / "data", split="held_out") as data:
+        models = [load_run(run.dir), load_run(run.dir, ema=False)]
+        losses = [evaluate(model, data.rewind(), config.dataset.batch_size).loss for model in models]
+    assert losses[0] == pytest.approx(run.held_out[4], rel=1e-5) and abs(losses[1] - losses[0]) > 1e-4
+    assert all(leaf.dtype == "bfloat16" for leaf in jax.tree.leaves(models))
+    assert np.array_equal(*(jax.tree.leaves(load_run(run.dir, 2, ema=ema))[0] for ema in (True, False)))
 
 
 @shows("TrainConfig.max_skipped")
@@ -440,6 +466,9 @@ ELSEWHERE = {
         f"OptimizerConfig.{name}": "tests/training/test_optimizer.py::test_adamw_equals_numpy_and_decays_by_path"
         for name in ("weight_decay", "no_decay", "beta1", "beta2")
     },
+    "OptimizerConfig.lr_multipliers": (
+        "tests/training/test_optimizer.py::test_multiplied_rates_are_those_of_two_optimizers"
+    ),
     "OptimizerConfig.trainable": f"{STEP}::test_frozen_weights_keep_their_bits_and_have_no_optimizer_state",
     **{
         f"LoRAConfig.{field.name}": "tests/training/test_lora.py::test_every_setting_is_read"

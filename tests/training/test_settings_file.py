@@ -31,6 +31,7 @@ class Settings:
     maybe: bool | None = None
     words: tuple[str, ...] = ()
     pair: tuple[int, int] | None = None
+    pairs: tuple[tuple[str, float], ...] = ()
     inner: Inner = dataclasses.field(default_factory=Inner)
 
 
@@ -66,6 +67,9 @@ MEANT = [
     ("words: []", "words", ()),
     ("pair: [3, 1e1]", "pair", (3, 10)),
     ("pair: null", "pair", None),
+    ("pairs: {'*.a-b': 5e-1, c=d: 2}", "pairs", (("*.a-b", 0.5), ("c=d", 2.0))),
+    ("pairs: ['*.a-b=.5', [c=d, 2]]", "pairs", (("*.a-b", 0.5), ("c=d", 2.0))),
+    ("pairs: c=d=2", "pairs", (("c=d", 2.0),)),
     ("old: 2", "inner.rate", 2.0),
     ("inner: {older: 2}", "count", 2),
 ]
@@ -104,6 +108,8 @@ BAD = [
     ("inner.name: maybe", "'inner.name'='maybe' must be on or off or 2"),
     ("pair: [1]", "'pair'=['1'] must be a list or null"),
     ("pair: [1, b]", "'pair'[1]='b' must be a whole number"),
+    ("pairs: [a]", "'pairs'[0][1]='a' must be a number"),
+    ("pairs: {a: b}", "'pairs'[0][1]='b' must be a number"),
     ("words: {a: 1}", "'words'={'a': '1'} must be a list"),
     ("words:", "'words'='' must be a list"),
     ("words: [[a]]", "'words'[0]=['a'] must be a text"),
@@ -153,7 +159,7 @@ def test_a_file_that_is_not_there_and_a_package_that_is_missing(tmp_path, monkey
 def test_values_are_put_into_their_places():
     found = with_settings(Settings(text="b", inner=Inner(limit=None)), {"inner.rate": 2.0, "count": 5})
     assert found == Settings(text="b", count=5, inner=Inner(rate=2.0, limit=None))
-    assert flat_settings(found)["inner.rate"] == 2.0 and len(flat_settings(found)) == 10
+    assert flat_settings(found)["inner.rate"] == 2.0 and len(flat_settings(found)) == 11
     with pytest.raises(ConfigError, match="negative"):
         with_settings(found, {"inner.rate": -1.0})
     late = with_settings(found, {"inner.rate": -1.0}, checked=False)
