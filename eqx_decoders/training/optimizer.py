@@ -171,7 +171,7 @@ def make_optimizer(config: OptimizerConfig, words: Mapping[str, Axes], steps: in
     owners = tuple(f".{name}" for name in words)
 
     def init(weights):
-        return moments(optimizer.init(jax.tree.map(widened, weights)), config.moments_dtype)
+        return moments(optimizer.init(weights), config.moments_dtype)
 
     def update(gradients, state, weights):
         updates: Any

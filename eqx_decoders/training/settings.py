@@ -102,7 +102,8 @@ class TrainConfig:
     init_weights: tuple[str, ...] = ("*",)
     """Patterns of the paths of the weights that are taken from there; the others are new."""
     export: str | None = None
-    """Directory for the trained model in the end, as `from_pretrained` opens it; adapters are merged."""
+    """Directory for the trained model in the end, as `from_pretrained` opens it; adapters are merged, and of
+    `optimizer.ema_decay` it is the running means."""
     export_adapter: str | None = None
     """Directory for the trained adapters in the end, as PEFT opens it."""
     mtp_depths: int = 0
