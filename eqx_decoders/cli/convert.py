@@ -62,6 +62,8 @@ class Export:
     """Checkpoint to export; None: the newest."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of the tensors; None: that of the run's weights."""
+    ema: bool = True
+    """Where the run keeps running means of its weights, export these; otherwise the weights themselves."""
     shard_gb: float = 5.0
     """Size of a file at most."""
 
@@ -71,7 +73,7 @@ class Export:
     def __call__(self) -> int:
         run = Path(self.run_dir)
         settings = load_settings(run / "settings.json")
-        model = load_run(run, self.step)
+        model = load_run(run, self.step, ema=self.ema)
         export_run(model, settings, run, self.directory, dtype=self.dtype, shard_bytes=max(1, int(self.shard_gb * 1e9)))
         print(f"{count_parameters(model.config):,} weights of {run} are in {self.directory}")
         return 0

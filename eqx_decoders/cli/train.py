@@ -7,7 +7,6 @@ SIGTERM saves and exits with 143.
 """
 
 import argparse
-import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -18,13 +17,17 @@ import jax
 
 from eqx_decoders.cli import own_errors, program, require
 from eqx_decoders.describe import describe
+from eqx_decoders.errors import ConfigError
 from eqx_decoders.families import list_models
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.describe_data import describe_data
 from eqx_decoders.training.memory import keep_memory
+from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.run import train
 from eqx_decoders.training.runs import abstract_run, is_begun
-from eqx_decoders.training.settings import TrainConfig, flags, is_new, load_settings
+from eqx_decoders.training.settings import TrainConfig, flags, load_settings, of_a_new_start, with_file
+from eqx_decoders.training.settings_file import with_settings
+from eqx_decoders.training.trackers import check_installed
 
 
 @program(flags)
@@ -38,6 +41,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     if config.describe_data:
         print(describe_data(config, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
         return 0
+    check_installed(config.trackers)
     if config.distributed:
         jax.distributed.initialize()
     if jax.default_backend() == "cpu":
@@ -51,7 +55,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
 def parse(args: Sequence[str] | None = None, prog: str | None = None) -> TrainConfig:
     """The settings in the arguments of a command line; exits with 2 for what it doesn't know.
 
-    In a run directory that was begun, those that are not given are the run's.
+    Those that are not given are those of the file `--config`, then, in a run directory that was begun, the run's.
     """
     import tyro
 
@@ -61,18 +65,50 @@ def parse(args: Sequence[str] | None = None, prog: str | None = None) -> TrainCo
     for field, name in (("path", "data"), ("held_out_path", "held-out")):
         DataConfig.__annotations__[field] = Annotated[paths, tyro.conf.arg(name=name)]
     TrainConfig.__annotations__["set"] = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
-    with own_errors():
-        return tyro.cli(TrainConfig, args=args, prog=prog, description=__doc__, default=_defaults(args))
+    pair = tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="PATTERN=FACTOR",
+        instance_from_str=_multiplier,
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda value: [f"{value[0]}={value[1]:g}"],
+    )
+    OptimizerConfig.__annotations__["lr_multipliers"] = tuple[Annotated[tuple[str, float], pair], ...]
+    default = _defaults(args)
+    try:
+        with own_errors():
+            return tyro.cli(TrainConfig, args=args, prog=prog, description=__doc__, default=default)
+    except ConfigError as error:
+        raise ConfigError(f"{default.config}: {error}" if _fails_alone(default, error) else str(error)) from None
+
+
+def _multiplier(words: list[str]) -> tuple[str, float]:
+    pattern, _, factor = words[0].rpartition("=")
+    if not pattern:
+        raise ValueError("it must be a pattern and a factor, such as '*.mlp.*=2'")
+    return pattern, float(factor)
 
 
 def _defaults(args: Sequence[str] | None) -> TrainConfig:
-    """The settings of the run directory that the arguments name; without an export that was written already."""
+    """What counts where no flag is given: the settings of the run directory, and over them those of the file.
+
+    Settings of a file are not checked yet: flags may change what they need.
+    """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--run-dir", "--run_dir", default=TrainConfig.run_dir)
-    run_dir = finder.parse_known_args(args)[0].run_dir
+    finder.add_argument("--run-dir", "--run_dir")
+    finder.add_argument("--config")
+    given = finder.parse_known_args(args)[0]
+    new = TrainConfig() if given.config is None else with_file(TrainConfig(), given.config)
+    run_dir = given.run_dir or new.run_dir
     if not is_begun(run_dir):
-        return TrainConfig()
-    run = load_settings(Path(run_dir) / "settings.json")
-    kept = {name: value for name in ("export", "export_adapter") if (value := getattr(run, name)) and is_new(value)}
-    once = {"export": None, "export_adapter": None, "allow_changes": False}
-    return dataclasses.replace(run, **{"run_dir": run_dir} | once | kept)
+        return new
+    run = of_a_new_start(load_settings(Path(run_dir) / "settings.json"), run_dir)
+    return run if given.config is None else with_file(run, given.config)
+
+
+def _fails_alone(default: TrainConfig, error: ConfigError) -> bool:
+    """Whether it is the settings of the file that raise this error, whatever the flags are."""
+    try:
+        with_settings(default, {})
+    except ConfigError as own:
+        return str(own) == str(error)
+    return False

@@ -1,30 +1,19 @@
-"""Where the metrics of a run go: `metrics.jsonl`, TensorBoard, or any other tracker."""
+"""`metrics.jsonl`, where the metrics of a run go in any case."""
 
 import io
 import json
-import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 
-from eqx_decoders.errors import check_integer, need_extra
+from eqx_decoders.errors import check_integer
 from eqx_decoders.io.files import write_atomically
 
 
 MetricsRow = dict[str, Any]
-_log = logging.getLogger("eqx_decoders")
-
-
-@runtime_checkable
-class Tracker(Protocol):
-    """Anything that takes the row of a step: `{"step": 7, "loss": 2.5, …}`."""
-
-    def write(self, row: MetricsRow) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class MetricsFile:
@@ -99,49 +88,3 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
-
-
-class TensorBoard:
-    """Writes event files for TensorBoard into `directory`, through tensorboardX (extra "tensorboard")."""
-
-    def __init__(self, directory: str | Path):
-        try:
-            from tensorboardX import SummaryWriter  # imported here: it takes two seconds
-        except ImportError as error:
-            raise need_extra("tensorboardX", "tensorboard") from error
-        self._writer = SummaryWriter(str(directory))
-
-    def write(self, row: MetricsRow) -> None:
-        for name, value in row.items():
-            number = np.asarray(value)
-            if name != "step" and number.ndim == 0 and number.dtype.kind not in "USO":
-                self._writer.add_scalar(name, float(number), row["step"])
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class Trackers:
-    """Several trackers as one. One that fails is reported once and tried again with each row; training goes on."""
-
-    def __init__(self, *trackers: Tracker, warn: Callable[[str], None] = _log.warning):
-        self._trackers = trackers
-        self._warn = warn
-        self._failed: set[int] = set()
-
-    def write(self, row: MetricsRow) -> None:
-        for tracker in self._trackers:
-            self._try(tracker, lambda tracker=tracker: tracker.write(row))
-
-    def close(self) -> None:
-        for tracker in self._trackers:
-            self._try(tracker, tracker.close)
-
-    def _try(self, tracker: Tracker, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception as error:
-            if id(tracker) not in self._failed:
-                self._failed.add(id(tracker))
-                name = type(tracker).__name__
-                self._warn(f"{name} failed and may miss rows, training goes on: {type(error).__name__}: {error}")

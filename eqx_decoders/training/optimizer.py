@@ -2,13 +2,16 @@
 
 import dataclasses
 import fnmatch
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
-from eqx_decoders.axes import Axes, product_axes
+from eqx_decoders.axes import Axes, path_name, product_axes
 from eqx_decoders.errors import ConfigError, check, check_integer, check_number, check_word
 
 
@@ -23,6 +26,7 @@ _READERS = {
     "beta2": ("adamw", "lion", "muon"),
     "eps": ("adamw",),
     "momentum": ("muon",),
+    "moments_dtype": ("adamw", "lion", "muon"),
     "decay_fraction": ("wsd",),
     "min_lr_ratio": ("cosine", "wsd", "linear"),
 }
@@ -60,6 +64,15 @@ class OptimizerConfig:
     """muon: decay of the momentum."""
     max_grad_norm: float | None = 1.0
     """Global norm to which gradients are clipped; None: not at all."""
+    lr_multipliers: tuple[tuple[str, float], ...] = ()
+    """Patterns of weights' paths whose learning rate, and with it their decay, is multiplied by a factor, such as
+    '*.mlp.*=2'; the first that matches counts."""
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    """adamw, lion, muon: dtype in which moments are kept; all is computed in float32. In bfloat16 a moment whose decay
+    is above 0.996 can't follow: what it gains is below half a unit."""
+    ema_decay: float | None = None
+    """Decay of a running mean of the weights, kept in float32 from their first values on, with which evaluations,
+    samples and exports are made; None: none."""
 
     def __post_init__(self):
         check_word("OptimizerConfig.name", self.name, _OPTIMIZERS)
@@ -77,6 +90,14 @@ class OptimizerConfig:
             check(getattr(self, field) < 1, f"OptimizerConfig.{field}={getattr(self, field)} must be below 1.")
         if self.max_grad_norm is not None:
             check_number("OptimizerConfig.max_grad_norm", self.max_grad_norm, above=0)
+        for pattern, factor in self.lr_multipliers:
+            rule = f"OptimizerConfig.lr_multipliers={self.lr_multipliers!r}: the factor of {pattern!r} must be a number"
+            good = isinstance(factor, int | float) and 0 < factor < math.inf
+            check(good, f"{rule} above 0. Weights that are not to be trained are left out of trainable.")
+        check_word("OptimizerConfig.moments_dtype", self.moments_dtype, ("float32", "bfloat16"))
+        if self.ema_decay is not None:
+            check_number("OptimizerConfig.ema_decay", self.ema_decay, above=0)
+            check(self.ema_decay < 1, f"OptimizerConfig.ema_decay={self.ema_decay} must be below 1.")
         for field in dataclasses.fields(self):
             value, readers = getattr(self, field.name), _READERS.get(field.name, (self.name,))
             check(
@@ -132,9 +153,46 @@ def matching(names: Iterable[str], patterns: Sequence[str], field: str) -> froze
 
 
 def make_optimizer(config: OptimizerConfig, words: Mapping[str, Axes], steps: int) -> optax.GradientTransformation:
-    """The optimizer for a flat dictionary of weights by path, whose axes are `words`. Clipping is the step's work."""
-    optimizer = _transformation(config, words, steps)
-    return optax.GradientTransformation(_promoting(optimizer.init), _promoting(optimizer.update))
+    """The optimizer for a flat dictionary of weights by path, whose axes are `words`. Clipping is the step's work.
+
+    It computes in float32, whatever the weights and its moments are kept in, and so are the updates it gives.
+    """
+    optimizer, factors = _transformation(config, words, steps), _factors(config, words)
+
+    def moments(state, dtype):
+        """Those leaves of the state that belong to a weight: others are counters and constants."""
+
+        def cast(path, leaf):
+            return leaf.astype(dtype) if path_name(path).endswith(owners) and leaf.dtype in halves else leaf
+
+        halves = (jnp.float32, jnp.bfloat16)
+        return jax.tree_util.tree_map_with_path(cast, state)
+
+    owners = tuple(f".{name}" for name in words)
+
+    def init(weights):
+        return moments(optimizer.init(weights), config.moments_dtype)
+
+    def update(gradients, state, weights):
+        updates: Any
+        weights = jax.tree.map(widened, weights)
+        updates, state = optimizer.update(gradients, moments(state, jnp.float32), weights)
+        return {name: update * factors[name] for name, update in updates.items()}, moments(state, config.moments_dtype)
+
+    return optax.GradientTransformation(_promoting(init), _promoting(update))
+
+
+def widened(x: Any) -> Any:
+    """The array in float32, or wider if it is."""
+    return x.astype(np.promote_types(x.dtype, np.float32))
+
+
+def _factors(config: OptimizerConfig, words: Mapping[str, Axes]) -> dict[str, float]:
+    """What multiplies the update of each weight."""
+    factors = dict.fromkeys(words, 1.0)
+    for pattern, factor in reversed(config.lr_multipliers):
+        factors |= dict.fromkeys(matching(words, (pattern,), "OptimizerConfig.lr_multipliers"), factor)
+    return factors
 
 
 def _transformation(config: OptimizerConfig, words: Mapping[str, Axes], steps: int) -> optax.GradientTransformation:

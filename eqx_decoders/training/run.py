@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from eqx_decoders.training.balance import relative_loads, routing_report
 from eqx_decoders.training.data import Batch, Batches, make_dataset, prepare_tokenizer
 from eqx_decoders.training.evaluation import HeldOut, evaluate, sample_text
 from eqx_decoders.training.flops import device_flops, flops_per_token
-from eqx_decoders.training.metrics import MetricsFile, MetricsRow, TensorBoard, Tracker, Trackers
+from eqx_decoders.training.metrics import MetricsRow
 from eqx_decoders.training.plots import plot_loads, plot_losses
 from eqx_decoders.training.processes import any_process, batch_share, place, wait_for_all
 from eqx_decoders.training.progress import Progress
@@ -40,6 +39,7 @@ from eqx_decoders.training.runs import (
     keep_source,
     keep_template,
     new_model,
+    restore_state,
     resume_settings,
     run_template,
 )
@@ -51,7 +51,9 @@ from eqx_decoders.training.settings import (
     save_settings,
     settings_json,
 )
+from eqx_decoders.training.settings_file import flat_settings
 from eqx_decoders.training.step import StepMetrics, Trainer, TrainState
+from eqx_decoders.training.trackers import Trackers, open_trackers
 
 
 LOAD_STEPS = 50  # at the end of a run, whose mean loads of experts are drawn
@@ -109,13 +111,13 @@ class Run:
             self.metrics = stack.enter_context(contextlib.closing(self._trackers(start + 1)))
             with Progress(self.config.steps, start=start) as self.progress:
                 state, step, stopped = self._steps(state, start)
-                result = None if stopped else self._evaluate(state.model, step)
-                sample = "" if stopped else self._sample(state.model)
+                result = None if stopped else self._evaluate(state.averaged, step)
+                sample = "" if stopped else self._sample(state.averaged)
             if any_process(self.interrupt.requested):
                 self._save(step, state)
                 print_status(f"stopped, saved at step {step}")
                 return self.interrupt.exit_code or EXIT_SIGTERM
-            self._export(state.model)
+            self._export(state.averaged)
             if self.writes:
                 self._summarise(result, sample)
         return 0
@@ -200,7 +202,7 @@ class Run:
                 state, start = self.trainer.init(model, key=jax.random.fold_in(key, 1)), 0
         else:
             with Waiting("loading the checkpoint", kept=self._kept()):
-                state, data_state, start = self.checkpoints.restore(self.trainer.abstract(self.target, key=key))
+                state, data_state, start = restore_state(self.checkpoints, self.trainer, self.target, key)
             self.data.set_state(data_state)
             print_status(f"resumed at step {start}")
         check(start <= config.steps, f"steps={config.steps}, but {self.dir} has done {start} already: ask for more.")
@@ -232,10 +234,8 @@ class Run:
     def _trackers(self, first_step: int) -> Trackers:
         if not self.writes:
             return Trackers()
-        trackers: list[Tracker] = [MetricsFile(self.dir / "metrics.jsonl", start=first_step)]
-        if self.config.tensorboard or (self.config.tensorboard is None and find_spec("tensorboardX")):
-            trackers.append(TensorBoard(self.dir / "tensorboard"))
-        return Trackers(*trackers, warn=print_status)
+        config = self.config
+        return open_trackers(config.trackers, self.dir, flat_settings(config), start=first_step, warn=print_status)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
@@ -257,8 +257,8 @@ class Run:
             self._report(step, state, metrics, time.perf_counter() - begun)
             self._trace(step + 1)
             if config.eval_every and step % config.eval_every == 0 and step < config.steps:
-                self._evaluate(state.model, step)
-                self.progress.message(self._sample(state.model))
+                self._evaluate(state.averaged, step)
+                self.progress.message(self._sample(state.averaged))
             if step % config.checkpoint_every == 0 or step == config.steps:
                 self._save(step, state)
         return state, step, False

@@ -6,6 +6,7 @@ sampled and exported when the checkpoint is gone. Others keep their configuratio
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -17,11 +18,11 @@ from eqx_decoders.config_json import with_fields
 from eqx_decoders.context import Execution, ExecutionOptions
 from eqx_decoders.create import abstract, add_mtp, init
 from eqx_decoders.decoder import Decoder, DecoderConfig
-from eqx_decoders.errors import ConfigError
+from eqx_decoders.errors import CheckpointError, ConfigError
 from eqx_decoders.families import get_config
 from eqx_decoders.inference.text import TextModel, published_model
 from eqx_decoders.io.chat import JINJA, ChatTemplate, load_chat_template, read_chat_template
-from eqx_decoders.io.checkpoint import Checkpoints, load_weights
+from eqx_decoders.io.checkpoint import Checkpoints, Restored, load_weights
 from eqx_decoders.io.directory import parse_json
 from eqx_decoders.io.export import copy_tokenizer, export_config, save_hf
 from eqx_decoders.io.files import new_directory, write_atomically, write_json
@@ -30,6 +31,7 @@ from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from eqx_decoders.training.lora import add_lora, merge_lora
 from eqx_decoders.training.optimizer import matching
 from eqx_decoders.training.settings import Changes, TrainConfig, changed_settings, check_changes, load_settings
+from eqx_decoders.training.step import Trainer
 
 
 SOURCE = "source"
@@ -152,8 +154,9 @@ def _new_base(settings: TrainConfig, run_dir: str | Path, execution: Execution, 
     if settings.init_from is None:
         return init(run_config(settings, run_dir), key=key, **options)
     if is_imported(run_dir):
-        target = _abstract_base(settings, run_dir, execution)
-        model = load_weights(Path(run_dir) / "checkpoints", target, 0)
+        target = _abstract_base(settings, run_dir, _with_params(execution, "float32"))  # as they were imported
+        model = load_weights(Path(run_dir) / "checkpoints", target, 0).replace(precision=execution.precision)
+        model = jax.tree.map(lambda leaf: leaf.astype(execution.precision.params), model)
     else:
         model = load_hf(settings.init_from, **options)
     if settings.init_weights == ("*",):
@@ -184,11 +187,47 @@ def _tokenizer_dir(settings: TrainConfig, run_dir: str | Path) -> Path:
     return Path(run_dir) / ("tokenizer" if own else SOURCE)
 
 
-def load_run(run_dir: str | Path, step: int | None = None, **execution: Unpack[ExecutionOptions]) -> Decoder:
-    """The newest weights of a run, or those of `step`, with adapters merged into them."""
-    run = Path(run_dir)
-    target = abstract_run(load_settings(run / "settings.json"), run, Execution(**execution))
-    return merge_lora(load_weights(run / "checkpoints", target, step))
+def restore_state(checkpoints: Checkpoints, trainer: Trainer, model: Decoder, key: PRNGKeyArray) -> Restored:
+    """The newest state of a run, its data's state and its step, for models shaped like `model`.
+
+    A state that was saved without running means begins them at its weights; those that are no longer kept are dropped.
+    """
+    try:
+        arrays = checkpoints.manifest()["arrays"]
+        saved = dataclasses.replace(trainer, ema_decay=0.5 if _means(arrays) else None)
+    except CheckpointError:  # it is damaged, and `restore` looks for an older one
+        saved = trainer
+    state, data_state, step = checkpoints.restore(saved.abstract(model, key=key))
+    return Restored(trainer.with_ema(state), data_state, step)
+
+
+def load_run(
+    run_dir: str | Path, step: int | None = None, *, ema: bool = True, **execution: Unpack[ExecutionOptions]
+) -> Decoder:
+    """The newest weights of a run, or those of `step`, with adapters merged into them.
+
+    They are the running means where the run keeps them, unless `ema` is False.
+    """
+    run, checkpoints = Path(run_dir), Path(run_dir) / "checkpoints"
+    settings = load_settings(run / "settings.json")
+    target = abstract_run(settings, run, _with_params(Execution(**execution), settings.params_dtype))
+    model = load_weights(checkpoints, target, step)
+    if ema and settings.optimizer.ema_decay is not None:
+        weights = named_leaves(model)
+        names = _means(Checkpoints(checkpoints).manifest(step)["arrays"])
+        like = {name: jax.ShapeDtypeStruct(x.shape, "float32", sharding=x.sharding) for name, x in weights.items()}
+        means = load_weights(checkpoints, {name: like[name] for name in names}, step, prefix="ema.")
+        model = replaced(model, {name: mean.astype(weights[name].dtype) for name, mean in means.items()})
+    return merge_lora(model)
+
+
+def _means(arrays: Mapping[str, Any]) -> list[str]:
+    """The paths of the weights whose running means a checkpoint has, from the paths of all that it has."""
+    return [name.removeprefix("ema.") for name in arrays if name.startswith("ema.")]
+
+
+def _with_params(execution: Execution, dtype: str) -> Execution:
+    return dataclasses.replace(execution, precision=dataclasses.replace(execution.precision, params=dtype))
 
 
 def load_text_run(run_dir: str | Path, step: int | None = None, **execution: Unpack[ExecutionOptions]) -> TextModel:

@@ -5,16 +5,14 @@ import datetime
 import fnmatch
 import json
 import math
-import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
 from eqx_decoders.context import Execution
-from eqx_decoders.errors import ConfigError, check, check_integer, check_number, check_word
+from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.families import list_models
 from eqx_decoders.io.files import write_json
 from eqx_decoders.layers.kernel import KERNELS
@@ -24,7 +22,9 @@ from eqx_decoders.remat import POLICIES, Remat
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.lora import LORA_WEIGHTS, LoRAConfig
 from eqx_decoders.training.optimizer import OptimizerConfig, make_schedule
+from eqx_decoders.training.settings_file import flat_settings, read_mapping, typed_settings, with_settings
 from eqx_decoders.training.step import StepConfig
+from eqx_decoders.training.trackers import PACKAGES
 
 
 # Names of settings in the run directories of earlier versions.
@@ -35,6 +35,7 @@ RENAMED = {
     "optimizer.final_fraction": "optimizer.min_lr_ratio",
     "data": "dataset.path",
     "held_out": "dataset.held_out_path",
+    "tensorboard": "trackers",
     **{
         name: f"dataset.{name}" for name in ("held_out_fraction", "text_field", "batch_size", "seq_len", "seed", "pack")
     },
@@ -51,11 +52,13 @@ _IDENTITY = (
     "tokenizer",
     "bpe_vocab_size",
     "dataset.seed",
+    "params_dtype",
+    "optimizer.moments_dtype",
 )
 # How the run learns: changed only where that is asked for.
 _LEARNING = ("optimizer.*", "dataset.batch_size", "step.z_loss")
 # Of one start, not of the run.
-_OF_A_START = ("run_dir", "allow_changes", "describe", "list_models")
+_OF_A_START = ("run_dir", "config", "allow_changes", "describe", "list_models")
 
 Changes = Mapping[str, tuple[Any, Any]]
 
@@ -86,6 +89,8 @@ class TrainConfig:
 
     run_dir: str = "runs/tiny"
     """Directory for checkpoints, metrics.jsonl, tokenizer and pictures of losses and of experts' loads."""
+    config: str | None = None
+    """YAML or JSON file of settings, in the names of flags or of a run's settings.json; flags come before it."""
     model: str = "tiny"
     """Name of a model, as `--list-models` prints them."""
     model_config: str | None = None
@@ -97,7 +102,8 @@ class TrainConfig:
     init_weights: tuple[str, ...] = ("*",)
     """Patterns of the paths of the weights that are taken from there; the others are new."""
     export: str | None = None
-    """Directory for the trained model in the end, as `from_pretrained` opens it; adapters are merged."""
+    """Directory for the trained model in the end, as `from_pretrained` opens it; adapters are merged, and of
+    `optimizer.ema_decay` it is the running means."""
     export_adapter: str | None = None
     """Directory for the trained adapters in the end, as PEFT opens it."""
     mtp_depths: int = 0
@@ -130,7 +136,10 @@ class TrainConfig:
     prompt: str = "class Reader:\n    def"
     """How samples begin."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of activations; auto: bfloat16 on TPU and GPU, float32 on CPU. Weights are kept in float32."""
+    """Dtype of activations; auto: bfloat16 on TPU and GPU, float32 on CPU."""
+    params_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which weights are kept. bfloat16 has 8 bits: a step that moves a weight by less than 1/512 of it moves
+    it not at all, so a small learning rate needs float32, or a running mean (`optimizer.ema_decay`) beside it."""
     remat: str = "none"
     """Rematerialisation policy, or "custom" with the two lists below."""
     remat_save: tuple[str, ...] = ()
@@ -143,8 +152,8 @@ class TrainConfig:
     """10^12 operations a second that a device can do (a CPU's all count as one), for mfu; None: its data sheet's."""
     layer_stats: bool = False
     """Write mean, deviation and share of zeros of each layer's activations to metrics.jsonl."""
-    tensorboard: bool | None = None
-    """Write TensorBoard files into the run directory, too; None: if tensorboardX is installed."""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] | None = None
+    """Where metrics go besides metrics.jsonl; None: tensorboard, if tensorboardX is installed."""
     describe: bool = False
     """Print the model's weights (path, shape, axes, sharding, bytes) and exit."""
     describe_data: bool = False
@@ -172,8 +181,11 @@ class TrainConfig:
         if self.bpe_vocab_size is not None:
             check_integer("bpe_vocab_size", self.bpe_vocab_size)
         check_word("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        check_word("params_dtype", self.params_dtype, ("float32", "bfloat16"))
         check_word("remat", self.remat, (*POLICIES, "custom"))
         check_word("attention", self.attention, ("auto", *KERNELS))
+        for tracker in self.trackers or ():
+            check_word("trackers", tracker, PACKAGES)
         custom = self.remat == "custom"
         check(
             custom or not (self.remat_save or self.remat_offload),
@@ -211,10 +223,10 @@ class TrainConfig:
         self.lora()
 
     def lora(self) -> LoRAConfig | None:
-        """Which weights get low-rank pairs; None for none."""
+        """Which weights get low-rank pairs, which are kept in float32; None for none."""
         if self.lora_rank is None:
             return None
-        return LoRAConfig(rank=self.lora_rank, alpha=self.lora_alpha, targets=self.lora_targets)
+        return LoRAConfig(rank=self.lora_rank, alpha=self.lora_alpha, targets=self.lora_targets, dtype="float32")
 
     def optimizer_config(self) -> OptimizerConfig:
         """`optimizer`, which in a LoRA run moves the pairs only."""
@@ -242,7 +254,7 @@ class TrainConfig:
         attention: Any = self.attention
         return Execution(
             layout=layout,
-            precision=Precision(params=jnp.float32, compute=compute),
+            precision=Precision(params=self.params_dtype, compute=compute),
             remat=remat,
             attention=attention,
             layer_stats=self.layer_stats,
@@ -251,7 +263,7 @@ class TrainConfig:
 
 def changed_settings(old: TrainConfig, new: TrainConfig) -> Changes:
     """The settings of a run that differ, by their dotted names: what they were and what they are."""
-    was, now = dict(_flat(old)), dict(_flat(new))
+    was, now = flat_settings(old), flat_settings(new)
     return {name: (was[name], now[name]) for name in was if name not in _OF_A_START and was[name] != now[name]}
 
 
@@ -275,16 +287,6 @@ def _listed(changes: Changes, rule: str) -> str:
     return "; ".join(f"{name.removeprefix('dataset.')}={now!r}, {rule} {was!r}" for name, (was, now) in changes.items())
 
 
-def _flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every setting by its dotted name."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from _flat(value, f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name, value
-
-
 def flag(name: str) -> str:
     """The flag of the command line for a setting's dotted name: `"optimizer.eps"` is `--optimizer.eps`."""
     named = {"dataset.path": "data", "dataset.held_out_path": "held-out"}
@@ -293,7 +295,7 @@ def flag(name: str) -> str:
 
 def flags() -> dict[str, str]:
     """The flag of every setting, by its dotted name, by that of its class, and without `dataset`, which flags lack."""
-    names = dict(_flat(TrainConfig()))
+    names = flat_settings(TrainConfig())
     found = {name: flag(name) for name in names}
     found |= {name.removeprefix("dataset."): value for name, value in found.items()}
     classes = {"dataset": "DataConfig", "optimizer": "OptimizerConfig", "step": "StepConfig", "mesh": "Layout"}
@@ -315,7 +317,7 @@ def save_settings(settings: TrainConfig, path: Path, *, changes: Changes | None 
 
     `changes`, made at `step`, are added to its history: what was changed, from and to which value, and when.
     """
-    history = _read_settings(path).get("history", []) if path.is_file() else []
+    history = read_mapping(path).get("history", []) if path.is_file() else []
     if changes:
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
         history = [*history, {"step": step, "time": now, "changes": dict(changes)}]
@@ -329,48 +331,47 @@ def settings_json(settings: TrainConfig) -> dict[str, Any]:
 
 def load_settings(path: Path) -> TrainConfig:
     """The settings that `save_settings` wrote, in this version or an earlier one."""
-    fields = _read_settings(path)
-    fields.pop("history", None)
-    return _from_json(TrainConfig, _renamed(fields))
+    return with_settings(TrainConfig(), _typed(_read_settings(path), path))
+
+
+def with_file(settings: TrainConfig, path: str | Path) -> TrainConfig:
+    """The settings with those of a file over them, in the names of flags or fields; unchecked until flags are added.
+
+    Of a JSON file, which may be the `settings.json` of another run, what belongs to that run's starts is left out.
+    """
+    values = read_mapping(path)
+    if Path(path).suffix == ".json":
+        values = {name: value for name, value in values.items() if name not in ("history", *_OF_A_START)}
+        values = {name: value for name, value in values.items() if not _is_written(name, value)}
+    check("config" not in values, f"{path}: config={values.get('config')!r} can't be read from there: give one file.")
+    return with_settings(settings, _typed(values, path) | {"config": str(path)}, checked=False)
+
+
+def of_a_new_start(settings: TrainConfig, run_dir: str) -> TrainConfig:
+    """The settings of a run that is started again: without an export that was written already."""
+    once = {"config": None, "export": None, "export_adapter": None, "allow_changes": False}
+    kept = {
+        name: value for name in ("export", "export_adapter") if not _is_written(name, value := getattr(settings, name))
+    }
+    return dataclasses.replace(settings, **{"run_dir": run_dir} | once | kept)
+
+
+def _typed(values: dict[str, Any], path: str | Path) -> dict[str, Any]:
+    """What a file holds by today's names: those without `dataset` and of earlier versions are known, too."""
+    if isinstance(values.get("tensorboard"), bool):  # what was a switch in earlier versions
+        values = values | {"tensorboard": ["tensorboard"] * values["tensorboard"]}
+    aliases = {name.removeprefix("dataset."): name for name in flat_settings(TrainConfig())}
+    return typed_settings(values, TrainConfig(), aliases | RENAMED, path)
+
+
+def _is_written(name: str, value: Any) -> bool:
+    return name in ("export", "export_adapter") and value is not None and not is_new(value)
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ConfigError(f"{path} is not there: {path.parent} is no run directory of scripts/train.py.")
-    try:
-        fields = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}.") from error
-    check(isinstance(fields, dict), f"{path} holds no settings: it must be a JSON object.")
-    return fields
-
-
-def _renamed(fields: dict[str, Any]) -> dict[str, Any]:
-    """Settings with the names of earlier versions, under those of today."""
-    fields = {name: dict(value) if isinstance(value, dict) else value for name, value in fields.items()}
-    for old, new in RENAMED.items():
-        *old_group, old_name = old.split(".")
-        *new_group, new_name = new.split(".")
-        source = fields.get(old_group[0], {}) if old_group else fields
-        if isinstance(source, dict) and old_name in source:
-            target = fields.setdefault(new_group[0], {}) if new_group else fields
-            target[new_name] = source.pop(old_name)
-    return fields
-
-
-def _from_json(cls: Any, fields: dict[str, Any]) -> Any:
-    hints = typing.get_type_hints(cls)
-    for name in fields:
-        check_word(f"{cls.__name__} field", name, hints)
-    return cls(**{name: _value(hints[name], value) for name, value in fields.items()})
-
-
-def _value(hint: Any, value: Any) -> Any:
-    if dataclasses.is_dataclass(hint):
-        return _from_json(hint, value)
-    if isinstance(value, list):
-        return tuple(value)
-    return value
+    """The JSON of a run's settings, without its history."""
+    check(path.is_file(), f"{path} is not there: {path.parent} is no run directory of scripts/train.py.")
+    return {name: value for name, value in read_mapping(path).items() if name != "history"}
 
 
 def describe_devices(layout: Layout) -> str:

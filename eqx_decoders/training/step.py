@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float32, Int32, Key, PRNGKeyArray, PyTree
 
-from eqx_decoders.axes import AnyArray, axes, frozen, named_leaves, path_name
+from eqx_decoders.axes import AnyArray, axes, frozen, named_leaves, path_name, replaced
 from eqx_decoders.block import BlockStats
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.training.balance import expert_configs, update_router_bias
 from eqx_decoders.training.data import Batch
 from eqx_decoders.training.loss import LossMetrics, token_loss_sum
-from eqx_decoders.training.optimizer import OptimizerConfig, make_optimizer, make_schedule, matching
+from eqx_decoders.training.optimizer import OptimizerConfig, make_optimizer, make_schedule, matching, widened
 
 
 class TrainState(eqx.Module):
@@ -30,6 +30,7 @@ class TrainState(eqx.Module):
     - `step`: steps taken.
     - `skipped`: how many of them changed nothing, because loss or gradient was not finite.
     - `key`: the run's key; each step uses its own, derived from it.
+    - `ema`: running means of the trainable weights by path, in float32; None where none are kept.
     """
 
     model: Decoder
@@ -37,6 +38,13 @@ class TrainState(eqx.Module):
     step: Int32[AnyArray, ""]
     skipped: Int32[AnyArray, ""]
     key: Key[AnyArray, ""]
+    ema: dict[str, AnyArray] | None = None
+
+    @property
+    def averaged(self) -> Decoder:
+        """The model with the running means of its weights, in their dtype; where none are kept, the model."""
+        weights = named_leaves(self.model)
+        return replaced(self.model, {name: mean.astype(weights[name].dtype) for name, mean in (self.ema or {}).items()})
 
 
 class StepMetrics(eqx.Module):
@@ -92,6 +100,7 @@ class Trainer(eqx.Module):
     schedule: Callable[[Any], Any] = eqx.field(static=True)
     trainable: frozenset[str] = eqx.field(static=True)
     max_grad_norm: float | None = eqx.field(static=True)
+    ema_decay: float | None = eqx.field(static=True)
     config: StepConfig = eqx.field(static=True)
 
     @classmethod
@@ -110,6 +119,7 @@ class Trainer(eqx.Module):
             schedule=make_schedule(optimizer, steps),
             trainable=trainable,
             max_grad_norm=optimizer.max_grad_norm,
+            ema_decay=optimizer.ema_decay,
             config=config,
         )
 
@@ -123,7 +133,19 @@ class Trainer(eqx.Module):
         # counters of their own: a donated step must not be handed one buffer twice
         zero, none = (jax.device_put(jnp.zeros((), jnp.int32), _replicated(model)) for _ in range(2))
         key = jax.jit(jax.random.clone, out_shardings=_replicated(model))(key)  # device_put can't, over processes
-        return TrainState(model=model, optimizer=optimizer, step=zero, skipped=none, key=key)
+        return self.with_ema(TrainState(model=model, optimizer=optimizer, step=zero, skipped=none, key=key))
+
+    def with_ema(self, state: TrainState) -> TrainState:
+        """The state with the running means that it is to have: those it has, or else new ones, equal to the weights."""
+        if self.ema_decay is None or state.ema is not None:
+            return dataclasses.replace(state, ema=None if self.ema_decay is None else state.ema)
+        weights = self._weights(state.model)
+        places = {name: leaf.sharding for name, leaf in weights.items()}
+        # copies: a donated step must not be handed one buffer twice
+        copies = jax.jit(
+            lambda weights: jax.tree.map(lambda leaf: jnp.copy(widened(leaf)), weights), out_shardings=places
+        )
+        return dataclasses.replace(state, ema=copies(weights))
 
     def abstract(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
         """`init` as a tree of `jax.ShapeDtypeStruct` with shardings: what a checkpoint is restored into."""
@@ -139,7 +161,9 @@ class Trainer(eqx.Module):
         optimizer = jax.tree_util.tree_map_with_path(like, jax.eval_shape(self.optimizer.init, weights))
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
         like_key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=everywhere)
-        return TrainState(model=model, optimizer=optimizer, step=scalar, skipped=scalar, key=like_key)
+        means = {name: jax.eval_shape(widened, leaf).update(sharding=leaf.sharding) for name, leaf in weights.items()}
+        ema = None if self.ema_decay is None else means
+        return TrainState(model=model, optimizer=optimizer, step=scalar, skipped=scalar, key=like_key, ema=ema)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         """One optimizer step, compiled; `state` is donated: its buffers are those of the new state."""
@@ -169,21 +193,28 @@ class Trainer(eqx.Module):
         if self.max_grad_norm is not None:
             scale = scale * jnp.minimum(1.0, self.max_grad_norm / jnp.maximum(norm, 1e-12))
 
-        def move(weights, optimizer):
-            scaled = {name: (_as_float32(leaf) * scale).astype(weights[name].dtype) for name, leaf in gradient.items()}
+        def move(weights, optimizer, ema):
+            scaled = {
+                name: (_as_float32(leaf) * scale).astype(widened(weights[name]).dtype)
+                for name, leaf in gradient.items()
+            }
             updates, optimizer = self.optimizer.update(scaled, optimizer, weights)
-            with jax.numpy_dtype_promotion("standard"):  # muon's updates are in f32, whatever the weights are in
-                return optax.apply_updates(weights, updates), optimizer
+            with jax.numpy_dtype_promotion("standard"):  # updates are in f32, whatever the weights are in
+                weights = optax.apply_updates(weights, updates)
+            if self.ema_decay is not None:
+                ema = optax.incremental_update(jax.tree.map(widened, weights), ema, 1 - self.ema_decay)
+            return weights, optimizer, ema
 
         # a branch, not `where` on every leaf: that would hold old and new weights and states at the same time
-        old = self._weights(state.model), state.optimizer
-        weights, optimizer = jax.lax.cond(finite, move, lambda *same: same, *old)
+        old = self._weights(state.model), state.optimizer, state.ema
+        weights, optimizer, ema = jax.lax.cond(finite, move, lambda *same: same, *old)
         new = TrainState(
             model=_with_router_biases(self._with_weights(state.model, weights), sums.stats, finite),
             optimizer=optimizer,
             step=state.step + 1,
             skipped=state.skipped + jnp.where(finite, 0, 1),
             key=state.key,
+            ema=ema,
         )
         metrics = StepMetrics(
             loss=sums.loss / tokens,

@@ -7,6 +7,7 @@ import tomllib
 import pytest
 
 from eqx_decoders import cli
+from eqx_decoders.errors import ConfigError
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.settings import MeshConfig, TrainConfig, flags, save_settings
@@ -41,18 +42,19 @@ def test_a_missing_package_is_named(monkeypatch, program):
 
 
 FLAGS = """
---model-config --set
+--config --model-config --set
 --run-dir --model --init-from --init-weights --export --export-adapter --mtp-depths --lora-rank --lora-alpha
 --lora-targets --steps --data --held-out --held-out-fraction --text-field --chat-template --batch-size --seq-len --seed
 --pack --no-pack --tokenizer --bpe-vocab-size --checkpoint-every --max-checkpoints --eval-every --eval-batches
 --sample-tokens --prompt --dtype --remat
---remat-save --remat-offload --attention --layer-stats --no-layer-stats --tensorboard --describe
+--remat-save --remat-offload --attention --layer-stats --no-layer-stats --trackers --describe
 --no-describe --describe-data --no-describe-data --max-skipped --distributed --no-distributed --profile
 --list-models --no-list-models --allow-changes --no-allow-changes --peak-tflops
 --mesh.data --mesh.fsdp --mesh.fsdp-transpose --mesh.context --mesh.tensor --mesh.tensor-sequence --mesh.expert
 --optimizer.name --optimizer.learning-rate --optimizer.schedule --optimizer.warmup-steps --optimizer.decay-fraction
 --optimizer.min-lr-ratio --optimizer.weight-decay --optimizer.no-decay --optimizer.trainable --optimizer.beta1
 --optimizer.beta2 --optimizer.eps --optimizer.momentum --optimizer.max-grad-norm
+--optimizer.lr-multipliers --optimizer.moments-dtype --optimizer.ema-decay --params-dtype
 --step.gradient-accumulation-steps --step.z-loss --step.fused-loss --step.no-fused-loss
 """
 
@@ -79,6 +81,8 @@ def test_flags_become_settings():
         path=("a", "b.gz"), held_out_path=["c", "d"]
     )
     assert parse(["--data", "None"]).dataset.path is None
+    pairs = parse(["--optimizer.lr-multipliers", "*.mlp.*=2", "a=b=1e-1"]).optimizer.lr_multipliers
+    assert pairs == (("*.mlp.*", 2.0), ("a=b", 0.1))
     assert config.optimizer.max_grad_norm is None and config.lora_targets == ("*.mlp.*", "*.query")
 
 
@@ -99,6 +103,31 @@ def test_what_is_not_given_is_what_the_run_has(tmp_path):
     assert found == dataclasses.replace(want, steps=9, optimizer=dataclasses.replace(optimizer, momentum=0.8))
     save_settings(dataclasses.replace(run, export=str(tmp_path / "written")), tmp_path / "settings.json")
     assert parse(["--run-dir", str(tmp_path)]) == dataclasses.replace(want, export=None)
+
+
+def test_flags_come_before_the_file_and_the_file_before_the_run(tmp_path):
+    """Also a run directory may stand in the file; what a file says is checked together with the flags."""
+    from eqx_decoders.cli.train import parse
+
+    file = tmp_path / "run.yaml"
+    file.write_text(f"run-dir: {tmp_path}\nsteps: 1e3\nbatch-size: 4\noptimizer: {{momentum: 0.9}}")
+    words = ["--config", str(file), "--optimizer.name", "muon", "--batch-size", "2"]
+    want = TrainConfig(run_dir=str(tmp_path), config=str(file), steps=1000, dataset=DataConfig(batch_size=2))
+    muon = OptimizerConfig(name="muon", momentum=0.9)
+    assert parse(words) == dataclasses.replace(want, optimizer=muon)
+    run = TrainConfig(config="old.yaml", dataset=DataConfig(seq_len=32, batch_size=16), steps=7, optimizer=muon)
+    save_settings(run, tmp_path / "settings.json")
+    (tmp_path / "tokenizer").mkdir()
+    merged = dataclasses.replace(want, dataset=DataConfig(seq_len=32, batch_size=4), optimizer=muon)
+    assert parse([f"--config={file}"]) == merged
+    assert parse(["--run-dir", str(tmp_path)]) == dataclasses.replace(run, run_dir=str(tmp_path), config=None)
+    with pytest.raises(ConfigError, match=r"^OptimizerConfig.momentum=0.9 is read by muon only"):
+        parse([*words, "--optimizer.name", "lion"])
+    file.write_text("steps: -3")
+    with pytest.raises(ConfigError, match=r"run\.yaml: steps=-3 must be an integer"):
+        parse(["--config", str(file)])
+    with pytest.raises(ConfigError, match=r"^steps=-4 must be an integer"):
+        parse(["--config", str(file), "--steps", "-4"])
 
 
 @pytest.mark.parametrize(

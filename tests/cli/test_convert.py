@@ -1,16 +1,21 @@
 """The convert program on Hugging Face directories."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
+import eqx_decoders as ed
 from eqx_decoders.axes import named_leaves, replaced
 from eqx_decoders.cli.convert import Verify
 from eqx_decoders.io import verify
 from eqx_decoders.io.checkpoint import Checkpoints
+from eqx_decoders.training.optimizer import OptimizerConfig
+from eqx_decoders.training.settings import load_settings, save_settings
 from tests.commands import ROOT, outcome
 
 
@@ -64,6 +69,24 @@ def test_import_then_generate_then_export_is_the_directory_again(tmp_path, witho
     assert outcome("convert", "verify", narrow)[0] == 0
     code, out, _ = outcome("convert", "verify", CHAT, "--against", narrow, "--tolerance", "0")
     assert code == 1 and "different: 0." in out and "11 tensors differ: model.embed_tokens.weight: by up to" in out
+
+
+def test_the_export_of_a_run_with_running_means(tmp_path):
+    """These by default, for weights that have some; --no-ema: the weights."""
+    run, model, name = tmp_path / "run", ed.load_hf(CHAT), "embedding.table"
+    outcome("convert", "import", CHAT, run)
+    settings = load_settings(run / "settings.json")
+    settings = dataclasses.replace(settings, optimizer=OptimizerConfig(ema_decay=0.5), params_dtype="bfloat16")
+    save_settings(settings, run / "settings.json")
+    with Checkpoints(run / "checkpoints") as checkpoints:
+        half, ema = jax.tree.map(lambda leaf: leaf.astype("bfloat16"), model), {name: 2 * model.embedding.table}
+        checkpoints.save(1, {"model": half, "ema": ema}, data_state={"row": 1}, config="")
+    for words, factor in (((), 2), (("--no-ema",), 1)):
+        directory = tmp_path / f"out{factor}"
+        assert outcome("convert", "export", run, directory, *words)[0] == 0
+        found = named_leaves(ed.load_hf(directory, dtype="float32"))
+        for path, leaf in named_leaves(half).items():
+            np.testing.assert_array_equal(found[path], leaf.astype("float32") * (factor if path == name else 1))
 
 
 @pytest.mark.parametrize("name, count", [("chat_llama", 11), ("gpt2", 28), ("qwen3_f16", None), ("llama_bf16", None)])

@@ -101,6 +101,9 @@ BAD = {
     "momentum": [1.0],
     "eps": [0.0],
     "max_grad_norm": [0.0, -1.0],
+    "lr_multipliers": [(("*", 0.0),), (("head.*", 2.0), ("*", -1.0)), (("*", float("nan")),), (("*", float("inf")),)],
+    "moments_dtype": ["float16", "bf16"],
+    "ema_decay": [0.0, 1.0, -0.5, float("nan")],
 }
 
 
@@ -116,21 +119,23 @@ def test_bad_settings_are_refused_by_name(field, value):
 UNREAD = {
     "adamw": ["momentum"],
     "lion": ["eps", "momentum"],
-    "adafactor": ["beta1", "beta2", "eps", "momentum"],
+    "adafactor": ["beta1", "beta2", "eps", "momentum", "moments_dtype"],
     "muon": ["eps"],
     "cosine": ["decay_fraction"],
     "linear": ["decay_fraction"],
     "wsd": [],
     "constant": ["decay_fraction", "min_lr_ratio"],
 }
-OTHER = dict(beta1=0.8, beta2=0.9, eps=1e-3, momentum=0.5, decay_fraction=0.5, min_lr_ratio=0.5)
+OTHER = dict(
+    beta1=0.8, beta2=0.9, eps=1e-3, momentum=0.5, moments_dtype="bfloat16", decay_fraction=0.5, min_lr_ratio=0.5
+)
 
 
 @pytest.mark.parametrize("reader", UNREAD)
 def test_settings_that_nothing_reads_are_refused(reader):
     """Each optimizer and each schedule: what it ignores raises, and what it reads does not."""
     choice = {"name" if reader in ("adamw", "lion", "adafactor", "muon") else "schedule": reader}
-    mine = list(OTHER)[:4] if "name" in choice else list(OTHER)[4:]
+    mine = list(OTHER)[:5] if "name" in choice else list(OTHER)[5:]
     for field in mine:
         if field not in UNREAD[reader]:
             OptimizerConfig(**choice, **{field: OTHER[field]})
@@ -154,12 +159,14 @@ CHANGES = {
     "beta2": ({}, 0.5),
     "eps": ({}, 1e-2),
     "momentum": (dict(name="muon"), 0.5),
+    "lr_multipliers": ({}, (("head.*", 0.5),)),
+    "moments_dtype": ({}, "bfloat16"),
 }
 
 
 def test_every_setting_moves_the_weights_differently():
     """All fields; what the step reads itself is tested in test_step.py."""
-    by_the_step = {"trainable", "max_grad_norm"}
+    by_the_step = {"trainable", "max_grad_norm", "ema_decay"}
     assert CHANGES.keys() | by_the_step == {field.name for field in dataclasses.fields(OptimizerConfig)}
     weights, gradients = some_weights(0), [some_weights(seed) for seed in (1, 2, 3)]
 
@@ -352,3 +359,65 @@ def test_optimizer_state_holds_two_moments_per_weight():
     for name, moments in (("adamw", 2), ("lion", 1)):
         state = jax.eval_shape(make_optimizer(OptimizerConfig(name=name), axes(weights), 10).init, flat)
         assert sum(leaf.size for leaf in jax.tree.leaves(state) if leaf.ndim) == moments * size
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
+def test_multiplied_rates_are_those_of_two_optimizers(name):
+    """A group with a factor moves, decay included, as with an optimizer of that rate; the first match counts."""
+    config = OptimizerConfig(name=name, learning_rate=0.1, warmup_steps=2, weight_decay=0.5)
+    pairs = (("*.mlp.up", 0.25), ("*.mlp.*", 3.0), ("head.*", 3.0))
+    weights, gradients = some_weights(0), [some_weights(seed) for seed in (1, 2, 3)]
+
+    def moved(config):
+        return run(make_optimizer(config, WORDS, 4), weights, gradients)[0]
+
+    got, plain = moved(dataclasses.replace(config, lr_multipliers=pairs)), moved(config)
+    tripled, quarter = (moved(dataclasses.replace(config, learning_rate=0.1 * factor)) for factor in (3.0, 0.25))
+    for key in WORDS:
+        want = quarter if key == MATRIX else tripled if "mlp." in key or "head" in key else plain
+        np.testing.assert_allclose(got[key] - weights[key], want[key] - weights[key], rtol=2e-4, atol=1e-6, err_msg=key)
+        assert (want is plain) or np.abs(want[key] - plain[key]).max() > 1e-3
+
+
+def test_a_multiplier_without_a_weight_is_refused_with_examples():
+    config = OptimizerConfig(lr_multipliers=(("head.*", 2.0), ("heads.*", 2.0)))
+    with pytest.raises(ConfigError, match=r"OptimizerConfig\.lr_multipliers: no weight matches 'heads\.\*'.*embedding"):
+        make_optimizer(config, WORDS, 4)
+
+
+@pytest.mark.parametrize("name, moments", [("adamw", 2), ("lion", 1), ("muon", 1)])
+def test_moments_in_half_precision_are_rounded_and_nothing_else_is(name, moments):
+    """Two steps from the rounded moments are two steps in float32 with a rounding between; half of the bytes."""
+    config = OptimizerConfig(name=name, learning_rate=0.1, warmup_steps=0)
+    half = dataclasses.replace(config, moments_dtype="bfloat16")
+    words = {MATRIX: WORDS[MATRIX]}
+    weights, *gradients = ({MATRIX: jnp.asarray(some_weights(seed)[MATRIX])} for seed in range(3))
+    plain, rounding = make_optimizer(config, words, 4), make_optimizer(half, words, 4)
+    update, cast = (
+        jax.jit(plain.update),
+        functools.partial(jax.tree.map, lambda x: x.astype("bfloat16").astype(x.dtype)),
+    )
+    first, state = update(gradients[0], plain.init(weights), weights)
+    kept = jax.tree.map(lambda x: cast(x) if x.shape == weights[MATRIX].shape else x, state)
+    second, _ = update(gradients[1], kept, weights)
+    got, small = jax.jit(rounding.update)(gradients[0], rounding.init(weights), weights)
+    again, _ = jax.jit(rounding.update)(gradients[1], small, weights)
+    np.testing.assert_allclose(got[MATRIX], first[MATRIX], rtol=1e-5)
+    np.testing.assert_allclose(again[MATRIX], second[MATRIX], rtol=1e-4, atol=1e-6)
+    assert got[MATRIX].dtype == jnp.float32
+    halves = [leaf for leaf in jax.tree.leaves(small) if leaf.dtype == jnp.bfloat16]
+    assert [leaf.shape for leaf in halves] == [weights[MATRIX].shape] * moments
+    others = [(one, other) for one, other in zip(*map(jax.tree.leaves, (small, state)), strict=True) if one.ndim < 3]
+    assert all(one.dtype == other.dtype and np.array_equal(one, other) for one, other in others)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
+def test_weights_in_half_precision_get_updates_in_float32(name):
+    """Those of the same weights in float32, from moments in float32."""
+    optimizer = make_optimizer(OptimizerConfig(name=name, learning_rate=0.1, warmup_steps=0), WORDS, 4)
+    half = {key: jnp.asarray(w, "bfloat16") for key, w in some_weights(0).items()}
+    full, gradient = {key: w.astype("float32") for key, w in half.items()}, some_weights(1)
+    got, want = (jax.jit(optimizer.update)(gradient, optimizer.init(w), w) for w in (half, full))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert one.dtype == other.dtype and one.dtype != jnp.bfloat16
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)

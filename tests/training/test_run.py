@@ -23,11 +23,12 @@ from eqx_decoders.io.huggingface import read_config
 from eqx_decoders.io.rundir import RunLock
 from eqx_decoders.io.tokenizer import load_tokenizer
 from eqx_decoders.training import loss as loss_module, step as step_module
-from eqx_decoders.training.data import DataConfig
+from eqx_decoders.training.data import DataConfig, make_dataset
+from eqx_decoders.training.evaluation import evaluate
 from eqx_decoders.training.lora import LoRAConfig
 from eqx_decoders.training.metrics import read_metrics
 from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.runs import resume_settings
+from eqx_decoders.training.runs import load_run, resume_settings
 from eqx_decoders.training.settings import MeshConfig, TrainConfig, load_settings
 from eqx_decoders.training.step import StepConfig
 from tests.commands import ROOT, call, flags, steps_of, write_corpus
@@ -107,13 +108,13 @@ def base(folder):
 def sharded(folder):
     """Another way to compute the same: all losses must be those of `base`."""
     writer = types.SimpleNamespace(add_scalar=lambda *_: None, close=lambda: None)
-    fake = types.SimpleNamespace(SummaryWriter=mock.Mock(return_value=writer))
-    words = ("--layer-stats", "--step.no-fused-loss", "--tensorboard", True)
+    fake = types.SimpleNamespace(SummaryWriter=mock.Mock(return_value=writer), __spec__="found")
+    words = ("--layer-stats", "--step.no-fused-loss", "--trackers", "tensorboard")
     options = dict(mesh__data=1, mesh__fsdp=4, mesh__tensor=2, step__gradient_accumulation_steps=2)
     options |= dict(remat="full", max_checkpoints=1, eval_batches=1)
     with mock.patch.dict(sys.modules, tensorboardX=fake):
         run = Trained(folder / "sharded", *words, devices=8, data=folder / "texts", **options)
-    fake.SummaryWriter.assert_called_once_with(str(folder / "sharded" / "tensorboard"))
+    fake.SummaryWriter.assert_called_once_with(str(folder / "sharded" / "tensorboard"), purge_step=1)
     return run
 
 
@@ -153,7 +154,7 @@ def test_a_run_trains_to_its_end_and_reports_how_good_it_is(base):
 
 @shows("MeshConfig.fsdp", "MeshConfig.tensor", "TrainConfig.remat", "TrainConfig.layer_stats")
 @shows("StepConfig.gradient_accumulation_steps", "StepConfig.fused_loss", "TrainConfig.max_checkpoints")
-@shows("TrainConfig.eval_batches", "TrainConfig.tensorboard")
+@shows("TrainConfig.eval_batches", "TrainConfig.trackers")
 def test_every_way_to_compute_gives_the_same_losses(base, sharded):
     for name in ("loss", "grad_norm", "accuracy", "tokens", "learning_rate", "epochs"):
         np.testing.assert_allclose(sharded.column(name), base.column(name), rtol=2e-5, err_msg=name)
@@ -226,6 +227,31 @@ def test_the_share_of_the_peak_is_at_most_all_of_it(folder):
     assert max(run.column("mfu")) == 1
 
 
+@shows("TrainConfig.params_dtype", "OptimizerConfig.moments_dtype", "OptimizerConfig.ema_decay")
+def test_a_run_in_half_precision_gets_running_means_with_which_it_is_evaluated(folder):
+    """Weights and moments are kept in bfloat16, the means in float32; they begin where that is asked for."""
+    dtypes = dict(params_dtype="bfloat16", optimizer__moments_dtype="bfloat16", eval_every=0, sample_tokens=0)
+    run = Trained(folder / "half", data=folder / "texts", optimizer__learning_rate=1e-2, steps=2, **dtypes)
+    assert "bf16[" in run.program
+    change = ("train", "--run-dir", run.dir, "--steps", 4, "--optimizer.ema-decay", 0.5)
+    _, err = call(*change, code=2)
+    assert "--optimizer.ema-decay=0.5, but" in err and "was trained with None" in err and "give --allow-changes" in err
+    _, err = call(*change, "--allow-changes")
+    assert "changed: --optimizer.ema-decay None -> 0.5" in err and run.column("step") == [1, 2, 3, 4]
+    checkpoints = Checkpoints(run.dir / "checkpoints")
+    assert not any(name.startswith("ema.") for name in checkpoints.manifest(2)["arrays"])
+    arrays = {name: array["dtype"] for name, array in checkpoints.manifest()["arrays"].items() if array["shape"]}
+    assert {dtype for name, dtype in arrays.items() if not name.startswith("ema.")} == {"bfloat16"}
+    assert {dtype for name, dtype in arrays.items() if name.startswith("ema.")} == {"float32"}
+    config, tokenizer = load_settings(run.dir / "settings.json"), load_tokenizer(run.dir / "tokenizer")
+    with make_dataset(config.dataset, tokenizer, cache_dir=run.dir / "data", split="held_out") as data:
+        models = [load_run(run.dir), load_run(run.dir, ema=False)]
+        losses = [evaluate(model, data.rewind(), config.dataset.batch_size).loss for model in models]
+    assert losses[0] == pytest.approx(run.held_out[4], rel=1e-5) and abs(losses[1] - losses[0]) > 1e-4
+    assert all(leaf.dtype == "bfloat16" for leaf in jax.tree.leaves(models))
+    assert np.array_equal(*(jax.tree.leaves(load_run(run.dir, 2, ema=ema))[0] for ema in (True, False)))
+
+
 @shows("TrainConfig.max_skipped")
 def test_too_many_steps_that_are_not_finite_end_the_run(folder):
     options = dict(optimizer__learning_rate=1e30, max_skipped=2, steps=9, held_out_fraction=0, sample_tokens=0)
@@ -270,13 +296,14 @@ def test_more_steps_on_a_finished_run_go_on(folder):
     assert "steps=1, but" in err and "has done 4 already" in err
 
 
-@shows("TrainConfig.allow_changes")
+@shows("TrainConfig.allow_changes", "TrainConfig.config")
 def test_a_resumed_run_keeps_what_is_not_given_and_tells_what_changes(folder):
     """Its model, data, tokenizer and rates; a changed optimizer is asked for, and stays in the settings' history."""
     rate = dict(optimizer__learning_rate=1e-2, held_out_fraction=0, sample_tokens=0)
     begun = Trained(folder / "kept", data=folder / "texts", **rate)
     before = (begun.dir / "settings.json").read_bytes()
-    changed = ("train", "--run-dir", begun.dir, "--steps", 6, "--optimizer.weight-decay", 0.03)
+    (folder / "kept.yaml").write_text("steps: 6\noptimizer: {weight-decay: 3e-2}")
+    changed = ("train", "--run-dir", begun.dir, "--config", folder / "kept.yaml")
     _, err = call(*changed, code=2)
     assert "--optimizer.weight-decay 0.1 -> 0.03" not in err and "--optimizer.weight-decay=0.03, but" in err
     assert "was trained with 0.1: leave it out to keep the run's, or give --allow-changes" in err
@@ -439,6 +466,9 @@ ELSEWHERE = {
         f"OptimizerConfig.{name}": "tests/training/test_optimizer.py::test_adamw_equals_numpy_and_decays_by_path"
         for name in ("weight_decay", "no_decay", "beta1", "beta2")
     },
+    "OptimizerConfig.lr_multipliers": (
+        "tests/training/test_optimizer.py::test_multiplied_rates_are_those_of_two_optimizers"
+    ),
     "OptimizerConfig.trainable": f"{STEP}::test_frozen_weights_keep_their_bits_and_have_no_optimizer_state",
     **{
         f"LoRAConfig.{field.name}": "tests/training/test_lora.py::test_every_setting_is_read"

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,9 +14,9 @@ from eqx_decoders.axes import named_leaves
 from eqx_decoders.io.checkpoint import Checkpoints
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.runs import SOURCE, abstract_run, keep_source, new_model, resume_settings
+from eqx_decoders.training.runs import SOURCE, abstract_run, keep_source, new_model, restore_state, resume_settings
 from eqx_decoders.training.settings import MeshConfig, TrainConfig, save_settings
-from eqx_decoders.training.step import StepConfig
+from eqx_decoders.training.step import StepConfig, Trainer
 
 
 BASE = Path(__file__).parents[1] / "fixtures" / "chat_llama"
@@ -57,12 +58,30 @@ def test_a_run_directory_is_resumed_with_its_own_model_and_tokenizer(tmp_path):
         dict(tokenizer="bytes"),
         dict(dataset=DataConfig(seed=4)),
         dict(lora_rank=2),
+        dict(params_dtype="bfloat16"),
         dict(init_from="a/b"),
     )
     for change in changes:
         name = next(iter(change)).replace("dataset", "seed")
         with pytest.raises(ed.ConfigError, match=f"{name}=.*was begun with"):
             resume_settings(dataclasses.replace(begun, **change, allow_changes=True), tmp_path)
+
+
+def test_running_means_begin_and_end_with_a_change(tmp_path):
+    """A checkpoint without them begins them at its weights, and one that has them loses them."""
+    model = ed.init(ed.get_config("gpt3-52k"), key=jax.random.key(0))
+    plain, kept = (Trainer.create(OptimizerConfig(ema_decay=decay), model, steps=10) for decay in (None, 0.5))
+    key = jax.random.key(1)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, plain.init(model, key=key), data_state={"row": 2}, config="", wait=True)
+        state, data_state, step = restore_state(checkpoints, kept, model, key)
+        assert (data_state, step) == ({"row": 2}, 1) and state.ema.keys() == kept.trainable
+        assert all(np.array_equal(state.ema[name], leaf) for name, leaf in named_leaves(state.model).items())
+        state = dataclasses.replace(state, ema={name: 2 * mean for name, mean in state.ema.items()})
+        checkpoints.save(2, state, data_state={}, config="", wait=True)
+        again = restore_state(checkpoints, kept, model, key)[0]
+        assert all(np.array_equal(again.ema[name], mean) for name, mean in state.ema.items())
+        assert restore_state(checkpoints, plain, model, key)[0].ema is None
 
 
 def test_what_a_trained_run_learns_by_is_changed_on_request_only(tmp_path):
@@ -79,5 +98,8 @@ def test_what_a_trained_run_learns_by_is_changed_on_request_only(tmp_path):
         resume_settings(other, tmp_path)
     for part in ("batch_size=16, but", "was trained with 8; optimizer.learning_rate=0.01", "give allow_changes"):
         assert part in str(caught.value)
+    half = TrainConfig(optimizer=OptimizerConfig(moments_dtype="bfloat16"), allow_changes=True)
+    with pytest.raises(ed.ConfigError, match=r"moments_dtype='bfloat16', but .*was begun with 'float32'"):
+        resume_settings(half, tmp_path)
     _, changes = resume_settings(dataclasses.replace(other, allow_changes=True), tmp_path)
     assert changes == {"dataset.batch_size": (8, 16), "optimizer.learning_rate": (3e-4, 1e-2)}

@@ -22,7 +22,9 @@ from eqx_decoders.training.settings import (
     load_settings,
     save_settings,
     settings_json,
+    with_file,
 )
+from eqx_decoders.training.settings_file import with_settings
 from eqx_decoders.training.step import StepConfig
 from tests.commands import call
 
@@ -78,6 +80,8 @@ def test_bad_values_are_refused_by_name(field, value, rule):
 
 
 def test_settings_that_do_not_fit_together_are_refused():
+    with pytest.raises(ConfigError, match=r"trackers='tensorbord' is not known. Did you mean 'tensorboard'"):
+        unchecked("trackers", ("wandb", "tensorbord")).__post_init__()
     with pytest.raises(ConfigError, match=r"batch_size=16 must be a multiple of step\.gradient_accumulation_steps=3"):
         TrainConfig(dataset=SIXTEEN, step=StepConfig(gradient_accumulation_steps=3))
     with pytest.raises(ConfigError, match=r"OptimizerConfig\.warmup_steps=600 must be below the run's 600 steps"):
@@ -163,6 +167,24 @@ def test_one_path_is_a_text_and_several_are_a_tuple(tmp_path):
         DataConfig(path=())
 
 
+def test_the_settings_of_another_run_are_a_file_of_settings(tmp_path):
+    """But not its directory, history, what was asked of its start, and an export that was written."""
+    (tmp_path / "written").mkdir()
+    (tmp_path / "written" / "x").write_text("")
+    other = dataclasses.replace(FULL, config="a.yaml", export=str(tmp_path / "written"), allow_changes=True)
+    path = tmp_path / "settings.json"
+    save_settings(other, path, changes={"steps": (1, 77)}, step=1)
+    start = TrainConfig(run_dir="mine", max_checkpoints=9)
+    want = dataclasses.replace(FULL, run_dir="mine", config=str(path))
+    assert with_settings(with_file(start, path), {}) == want
+    (tmp_path / "new.json").write_text('{"export": "no/where", "optimizer": {"clip_norm": null}}')
+    found = with_file(start, tmp_path / "new.json")
+    assert found.export == "no/where" and found.optimizer.max_grad_norm is None and found.max_checkpoints == 9
+    (tmp_path / "run.yaml").write_text("config: other.yaml")
+    with pytest.raises(ConfigError, match=r"run\.yaml: config='other\.yaml' can't be read from there"):
+        with_file(start, tmp_path / "run.yaml")
+
+
 def test_changes_are_kept_with_the_step_and_the_time(tmp_path):
     path = tmp_path / "settings.json"
     save_settings(TrainConfig(), path)
@@ -177,7 +199,7 @@ def test_changes_are_kept_with_the_step_and_the_time(tmp_path):
 
 
 def test_what_is_of_one_start_is_no_change():
-    other = TrainConfig(run_dir="x", allow_changes=True, describe=True, list_models=True)
+    other = TrainConfig(run_dir="x", config="y", allow_changes=True, describe=True, list_models=True)
     assert changed_settings(TrainConfig(), other) == {}
 
 
@@ -200,7 +222,12 @@ def test_what_is_no_run_directory_is_refused(tmp_path):
         path.write_text(text)
         with pytest.raises(ConfigError, match=r"settings\.json"):
             load_settings(path)
-    for change, name in (({"stepps": 3}, "'steps'"), ({"mesh": {"fsdpp": 2}}, "'fsdp'"), ({"steps": -3}, "steps=-3")):
+    for change, name in (
+        ({"stepps": 3}, "'steps'"),
+        ({"mesh": {"fsdpp": 2}}, r"'mesh\.fsdp'"),
+        ({"steps": -3}, "steps=-3"),
+        ({"optimizer": {"eps": "small"}}, r"settings.json: 'optimizer\.eps'='small' must be a number"),
+    ):
         path.write_text(json.dumps(change))
         with pytest.raises(ConfigError, match=name):
             load_settings(path)
@@ -219,6 +246,9 @@ def test_run_directories_of_earlier_versions_are_read(tmp_path):
     (tmp_path / "settings.json").write_text(json.dumps(old))
     found = load_settings(tmp_path / "settings.json")
     assert found == dataclasses.replace(FULL, max_checkpoints=7, optimizer=OptimizerConfig(min_lr_ratio=0.25))
+    for switch, trackers in ((True, ("tensorboard",)), (False, ()), (None, None)):
+        (tmp_path / "settings.json").write_text(json.dumps({"tensorboard": switch}))
+        assert load_settings(tmp_path / "settings.json") == TrainConfig(trackers=trackers)
     literal = {"data": "a", "seed": 3, "batch_size": 4, "keep": 2, "optimizer": {"clip_norm": None}, "step": {}}
     (tmp_path / "settings.json").write_text(json.dumps(literal))
     want = TrainConfig(
@@ -228,7 +258,7 @@ def test_run_directories_of_earlier_versions_are_read(tmp_path):
     )
     assert load_settings(tmp_path / "settings.json") == want
     (tmp_path / "settings.json").write_text('{"mesh": 3, "step": [1], "accumulate": 2}')
-    with pytest.raises(ConfigError, match="accumulate"):
+    with pytest.raises(ConfigError, match=r"settings\.json: 'mesh' is no setting"):
         load_settings(tmp_path / "settings.json")
 
 

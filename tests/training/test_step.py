@@ -13,11 +13,13 @@ import eqx_decoders as ed
 from eqx_decoders.axes import named_leaves
 from eqx_decoders.block import BlockConfig
 from eqx_decoders.errors import ConfigError
+from eqx_decoders.io.checkpoint import Checkpoints
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.router import RouterConfig
 from eqx_decoders.mtp import MTPConfig
+from eqx_decoders.training import step as step_module
 from eqx_decoders.training.data import Batch
 from eqx_decoders.training.loss import next_token_loss, token_loss_sum
 from eqx_decoders.training.optimizer import OptimizerConfig
@@ -32,6 +34,8 @@ RICH = rich_decoder(2)
 CONFIG = dataclasses.replace(  # the cheapest to compile that has attention, an MLP and something of every kind
     RICH, blocks=(dataclasses.replace(RICH.blocks[1], pre_mlp_norm=None, mlp=MLPConfig(mlp_dim=24, gated=False)),)
 )
+NOTHING = BlockConfig(mixer=None, mlp=None)
+BARE = dataclasses.replace(CONFIG, blocks=(NOTHING,))  # embedding, norm and head
 OPTIMIZERS = ("adamw", "lion", "adafactor", "muon")
 # With eps = 1 AdamW's first step is nearly the gradient's, so that a wrong scale of the gradient shows.
 PLAIN = OptimizerConfig(learning_rate=0.1, schedule="linear", warmup_steps=4, eps=1.0, max_grad_norm=0.5)
@@ -373,6 +377,71 @@ def test_frozen_weights_keep_their_bits_and_have_no_optimizer_state():
         assert same_bits(leaf, weights[path]) == (path not in names), path
 
 
+def in_dtype(config, params) -> ed.Decoder:
+    model = jax.tree.map(lambda leaf: leaf.astype(params), filled(config))
+    return model.replace(precision=ed.Precision(params=params))
+
+
+@pytest.mark.parametrize("params", [jnp.float32, jnp.bfloat16])
+def test_running_means_are_the_formula_over_a_loop(params):
+    """Of the trained weights alone, sharded like them, in float32; a step that is not finite leaves them alone."""
+    layout, model = ed.Layout.create(fsdp=4, tensor=2), in_dtype(BARE, params)
+    model = eqx.tree_at(lambda m: m.embedding.table, model, model.embedding.table.at[POISONED].set(np.nan)).place(
+        layout
+    )
+    trainer = trainer_of(model, dataclasses.replace(PLAIN, trainable=("final_norm.*", "head.*"), ema_decay=0.75))
+    state, want = first_state(trainer, model), {}
+    assert jax.tree.structure(state) == jax.tree.structure(trainer.abstract(model, key=jax.random.key(0)))
+    weights = named_leaves(host(state.model))
+    for number, poison in enumerate((False, False, True, False)):
+        state, (row,) = advanced(trainer, state, [batch_of(poison)])
+        now = named_leaves(host(state.model))
+        for name in ("final_norm.scale", "head.kernel"):
+            old = want.get(name, weights[name].astype(np.float32))
+            want[name] = old if poison else 0.75 * old + 0.25 * now[name].astype(np.float32)
+            assert poison or np.abs(want[name] - old).max() > 1e-5, number
+        assert bool(row.skipped) == poison
+    assert state.ema.keys() == want.keys()
+    averaged, leaves = named_leaves(state.averaged), named_leaves(state.model)
+    for name, leaf in leaves.items():
+        if name not in want:
+            assert averaged[name] is leaf
+            continue
+        assert state.ema[name].dtype == jnp.float32 and averaged[name].dtype == params
+        assert state.ema[name].sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
+        np.testing.assert_allclose(state.ema[name], want[name], rtol=1e-6)
+        np.testing.assert_array_equal(averaged[name], state.ema[name].astype(params))
+    assert not trainer_of(model).init(model, key=jax.random.key(0)).ema
+
+
+def test_a_state_in_half_precision_is_restored_bit_for_bit_and_goes_on(tmp_path):
+    model = in_dtype(BARE, jnp.bfloat16)
+    trainer = trainer_of(model, dataclasses.replace(PLAIN, moments_dtype="bfloat16", ema_decay=0.5))
+    state, _ = advanced(trainer, first_state(trainer, model), [batch_of()] * 2)
+    kinds = {leaf.dtype.name for leaf in jax.tree.leaves((state.model, state.optimizer)) if leaf.ndim}
+    assert kinds == {"bfloat16"} and {leaf.dtype.name for leaf in state.ema.values()} == {"float32"}
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(2, state, data_state={}, config="", wait=True)
+        back, _, _ = checkpoints.restore(trainer.abstract(model, key=jax.random.key(0)))
+    assert same_bits(back, state)
+    (one, _), (other, _) = (advanced(trainer, each, [batch_of()]) for each in (back, state))
+    assert same_bits(one, other)
+
+
+def test_half_precision_halves_the_memory_of_weights_and_moments():
+    """As XLA measures what the step is given, of 4,096 x 64 weights twice."""
+    config = dataclasses.replace(BARE, vocab_size=4096, embed_dim=64)
+    sizes = []
+    for params, moments in (("float32", "float32"), ("bfloat16", "bfloat16")):
+        model = in_dtype(config, params)
+        trainer = trainer_of(model, dataclasses.replace(PLAIN, moments_dtype=moments))
+        state = first_state(trainer, model)
+        memory = step_module._compiled_step.lower((trainer, batch_of()), state).compile().compiled.memory_analysis()
+        sizes.append(memory.argument_size_in_bytes)
+    assert 3 * 2 * 4096 * 64 * 4 < sizes[0] < 1.01 * 3 * 2 * 4096 * 64 * 4
+    assert 0.5 < sizes[1] / sizes[0] < 0.51
+
+
 def test_a_trainable_pattern_without_a_weight_is_refused():
     model = ed.abstract(CONFIG)
     with pytest.raises(ConfigError, match=r"OptimizerConfig\.trainable: no weight matches 'embeding") as caught:
@@ -380,11 +449,9 @@ def test_a_trainable_pattern_without_a_weight_is_refused():
     assert "embedding.table" in str(caught.value)
 
 
-NOTHING = BlockConfig(mixer=None, mlp=None)
 HIDDEN = dataclasses.replace(NOTHING, mlp=MLPConfig(mlp_dim=8, dropout=0.3))
 ROUTED = ExpertsConfig(num_experts=4, num_experts_per_token=2, mlp_dim=8)
 RANDOM = dataclasses.replace(ROUTED, router=RouterConfig(random=True, balance_loss=0.1, z_loss=0.01))
-BARE = dataclasses.replace(CONFIG, blocks=(NOTHING,))  # embedding, norm and head
 DRAWS = {
     "before and after the blocks": dict(dropout=0.1),
     "a block": dict(blocks=(dataclasses.replace(NOTHING, dropout=0.1),)),

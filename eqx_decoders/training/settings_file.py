@@ -1,0 +1,210 @@
+"""Settings from files: YAML as people write it, and JSON.
+
+What a word in YAML means is decided by the setting that it is for, not by its look: `3e-4` is a number for a learning
+rate, `no` is false for a switch, and both are texts for a prompt.
+"""
+
+import collections.abc
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from collections.abc import Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, TypeVar
+
+from eqx_decoders.errors import ConfigError, check, need_extra
+
+
+T = TypeVar("T")
+
+_NULLS = ("", "~", "null", "none")
+_SWITCHES = {**dict.fromkeys(("true", "yes", "on"), True), **dict.fromkeys(("false", "no", "off"), False)}
+
+
+class _Plain(str):
+    """A word that stood without quotes."""
+
+
+def read_mapping(path: str | Path) -> dict[str, Any]:
+    """What a file holds, JSON if it is called `.json`, otherwise YAML; ConfigError for anything but a mapping."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from error
+    values = _json(text, path) if path.suffix == ".json" else _yaml(text, path)
+    check(isinstance(values, dict), f"{path} holds no settings: it must be a mapping from names to values.")
+    return values
+
+
+def _json(text: str, path: Path) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}.") from error
+
+
+def _yaml(text: str, path: Path) -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        raise need_extra("pyyaml", "train") from error
+
+    class Loader(yaml.BaseLoader):  # which makes texts of all scalars
+        def construct_scalar(self, node: Any) -> str:
+            word = super().construct_scalar(node)
+            return word if node.style else _Plain(word)
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            names = [key.value for key, _ in node.value]
+            twice = sorted({str(name) for name in names if names.count(name) > 1})
+            check(not twice, f"{path}: {', '.join(twice)} is there twice.")
+            return super().construct_mapping(node, deep)
+
+    try:
+        values = yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}.") from error
+    return values or {}
+
+
+def flat_settings(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Every setting of a dataclass, and of those inside it, by its dotted name."""
+    found = {}
+    for field in dataclasses.fields(config):
+        name, value = prefix + field.name, getattr(config, field.name)
+        found |= flat_settings(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
+    return found
+
+
+def typed_settings(
+    values: Mapping[str, Any], like: Any, aliases: Mapping[str, str], path: str | Path
+) -> dict[str, Any]:
+    """The settings in a mapping by dotted name, each as a value of its field's type.
+
+    values: nested or with dotted names, with `-` for `_`. like: a dataclass with these fields. aliases: other names.
+    """
+    hints = _hints(type(like))
+    names = {name: name for name in hints} | dict(aliases)
+    groups = {name.rpartition(".")[0] for name in names} - {""}
+    found: dict[str, Any] = {}
+
+    def collect(values: Mapping[str, Any], prefix: str) -> None:
+        for key, value in values.items():
+            given = prefix + str(key).replace("-", "_")
+            if given in groups and given not in names and isinstance(value, dict):
+                collect(value, f"{given}.")
+                continue
+            near = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            check(given in names, f"{path}: {given!r} is no setting.{hint}")
+            name = names[given]
+            check(name not in found, f"{path}: {name!r} is there twice, also as {given!r}. Leave one out.")
+            found[name] = _typed(value, hints[name], f"{path}: {name!r}")
+
+    collect(values, "")
+    return found
+
+
+def with_settings(config: T, values: Mapping[str, Any], *, checked: bool = True) -> T:
+    """A dataclass with other values by dotted name. `checked=False` leaves its checks to whoever makes it again."""
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(typing.cast(Any, config)):
+        old, inside = getattr(config, field.name), f"{field.name}."
+        if dataclasses.is_dataclass(old):
+            own = {name.removeprefix(inside): value for name, value in values.items() if name.startswith(inside)}
+            fields[field.name] = with_settings(old, own, checked=checked)
+        else:
+            fields[field.name] = values.get(field.name, old)
+    if checked:
+        return type(config)(**fields)
+    new = object.__new__(type(config))
+    for name, value in fields.items():
+        object.__setattr__(new, name, value)
+    return new
+
+
+def _hints(cls: Any, prefix: str = "") -> dict[str, Any]:
+    """The annotation of every setting by its dotted name."""
+    found = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        found |= _hints(hint, f"{prefix}{name}.") if dataclasses.is_dataclass(hint) else {prefix + name: hint}
+    return found
+
+
+def _typed(value: Any, hint: Any, where: str) -> Any:
+    """A value of a file as one that fits the annotation; ConfigError for what none is meant by."""
+    union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    kinds = sorted(typing.get_args(hint) if union else (hint,), key=lambda kind: kind is str)  # a text fits anything
+    for kind in kinds:
+        try:
+            return _as_kind(value, kind, where)
+        except ValueError as error:
+            if isinstance(error, ConfigError):  # of an item in a list
+                raise
+    raise ConfigError(f"{where}={value!r} must be {' or '.join(map(_named, kinds))}.")
+
+
+def _as_kind(value: Any, kind: Any, where: str) -> Any:
+    """The value as one of a single kind; ValueError where it is none."""
+    if typing.get_origin(kind) in (tuple, collections.abc.Sequence):
+        return _as_tuple(value, typing.get_args(kind), where)
+    if isinstance(value, dict | list):
+        raise ValueError
+    word = str(value).lower()
+    if _is_null(value):
+        if kind is types.NoneType:
+            return None
+        raise ValueError
+    if kind is bool and word in _SWITCHES:
+        return _SWITCHES[word]
+    if kind in (int, float) and not isinstance(value, bool):
+        return _number(value, kind)
+    if kind is str and isinstance(value, str):
+        return str(value)
+    if typing.get_origin(kind) is typing.Literal and value in typing.get_args(kind):
+        return str(value)
+    raise ValueError
+
+
+def _is_null(value: Any) -> bool:
+    return value is None or (isinstance(value, _Plain) and value.lower() in _NULLS)
+
+
+def _number(value: Any, kind: type[int] | type[float]) -> int | float:
+    """`1e4` is a whole number, too."""
+    number = float(value)
+    if kind is float:
+        return number
+    if not number.is_integer():
+        raise ValueError
+    return int(Fraction(str(value)))
+
+
+def _as_tuple(value: Any, parts: tuple[Any, ...], where: str) -> tuple[Any, ...]:
+    """A list, or one item alone, as a tuple: of any length for `tuple[str, ...]`, of its own for `tuple[int, int]`.
+
+    A pair may be `a=1`, too, and several pairs a mapping.
+    """
+    fixed = len(parts) > 1 and parts[1] is not ...
+    if isinstance(value, dict) and not fixed and typing.get_origin(next(iter(parts))) is tuple:
+        value = [list(pair) for pair in value.items()]
+    if isinstance(value, dict) or _is_null(value):
+        raise ValueError
+    if fixed and isinstance(value, str):
+        value = list(value.rpartition("=")[::2])
+    items = value if isinstance(value, list) else [value]
+    if fixed and len(items) != len(parts):
+        raise ValueError
+    hints = parts if fixed else parts[:1] * len(items)
+    return tuple(_typed(item, hint, f"{where}[{i}]") for i, (item, hint) in enumerate(zip(items, hints, strict=True)))
+
+
+def _named(kind: Any) -> str:
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", types.NoneType: "null"}
+    if typing.get_origin(kind) is typing.Literal:
+        return " or ".join(map(str, typing.get_args(kind)))
+    return words.get(kind, "a list")
