@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         make_optimizer as make_optimizer,
         make_schedule as make_schedule,
     )
-    from eqx_decoders.training.processes import place as place
+    from eqx_decoders.training.processes import host_rows as host_rows, place as place
     from eqx_decoders.training.runs import load_run as load_run
     from eqx_decoders.training.step import (
         StepConfig as StepConfig,
@@ -50,7 +50,7 @@ __getattr__, _late = lazy(
         "training.lora": "LORA_WEIGHTS LoRAConfig add_lora merge_lora",
         "training.loss": "LossMetrics next_token_loss token_loss_sum",
         "training.optimizer": "OptimizerConfig make_optimizer make_schedule",
-        "training.processes": "place",
+        "training.processes": "host_rows place",
         "training.runs": "load_run",
         "training.step": "StepConfig StepMetrics Trainer TrainState",
     },

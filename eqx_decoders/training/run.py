@@ -29,7 +29,7 @@ from eqx_decoders.training.evaluation import HeldOut, evaluate, sample_text
 from eqx_decoders.training.flops import device_flops, flops_per_token
 from eqx_decoders.training.metrics import MetricsFile, MetricsRow, TensorBoard, Tracker, Trackers
 from eqx_decoders.training.plots import plot_loads, plot_losses
-from eqx_decoders.training.processes import any_process, batch_share, place, wait_for_all
+from eqx_decoders.training.processes import any_process, host_rows, place, wait_for_all
 from eqx_decoders.training.progress import Progress
 from eqx_decoders.training.runs import (
     SOURCE,
@@ -179,14 +179,12 @@ class Run:
 
     def _batches(self, split: str) -> Batches:
         dataset = self.config.dataset
-        index, count = batch_share(self.layout, dataset.batch_size)
         return make_dataset(
             dataset,
             self.tokenizer,
             cache_dir=self.dir / "data",
             split=split,
-            process_index=index,
-            process_count=count,
+            rows=host_rows(self.layout, dataset.batch_size),
             template=run_template(self.config, self.dir),
         )
 
