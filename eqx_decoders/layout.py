@@ -290,7 +290,7 @@ def _arrange(sizes: dict[str, int], devices: list[Any]) -> np.ndarray:
     shape, slices = tuple(sizes.values()), len(_slices(devices))
     if slices > 1:
         data = math.gcd(sizes["data"], slices)
-        across = {name: 1 for name in sizes} | {"data": data, "stage": slices // data}
+        across = dict.fromkeys(sizes, 1) | {"data": data, "stage": slices // data}
         within = tuple(size // across[name] for name, size in sizes.items())
         if any(size % across[name] for name, size in sizes.items()):
             raise ValueError("slices do not divide data x stage")

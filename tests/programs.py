@@ -25,7 +25,7 @@ def drop_compiled_programs() -> None:
 
 
 def tpu_devices(topology: str, **options: int) -> list:
-    """The devices of a TPU topology (or, with `num_slices`, of several), to compile for: needs libtpu (extra "aot"), no TPU."""
+    """The devices of a TPU topology, or of `num_slices` of it, to compile for: needs libtpu (extra "aot"), no TPU."""
     pytest.importorskip("libtpu")
     from jax.experimental import topologies
 

@@ -2,8 +2,8 @@
 
 Rows are planned, not streamed: which piece of which document stands in which row of an epoch follows from the seed
 alone. So a row is found by its number, the state of the iterator is that number, and each process makes just those rows
-of the same global batches that its devices hold. grain reads and prefetches the batches; its own packing and shuffling are not used,
-since they are streams, whose rows cannot be found by number.
+of the same global batches that its devices hold. grain reads and prefetches the batches; its own packing and shuffling
+are not used, since they are streams, whose rows cannot be found by number.
 
 **Packing** is concatenate, then split: the documents of an epoch, in an order drawn from the seed, are one long text
 that is cut into rows of `seq_len`. Only the end of the last row is wasted, whereas fitting whole documents into rows
@@ -148,9 +148,9 @@ def make_dataset(
 ) -> "Batches":
     """The batches of a split, `[batch_size, seq_len]`, or only these `rows` of each of them, `[len(rows), seq_len]`.
 
-    In a run of several processes each takes its own `host_rows(layout, batch_size)`. "train" never ends and is in another order in each epoch; "held_out" is one pass, its last batch filled up with
-    padding. The tokens are made once, in `cache_dir` (see `open_store`), and mapped into memory. `template` writes
-    conversations as texts.
+    In a run of several processes each takes its own `host_rows(layout, batch_size)`. "train" never ends and is in
+    another order in each epoch; "held_out" is one pass, its last batch filled up with padding. The tokens are made
+    once, in `cache_dir` (see `open_store`), and mapped into memory. `template` writes conversations as texts.
 
     Raises ConfigError for rows that a batch does not have, DataError if the data cannot be read, have changed or
     leave the split empty.
@@ -158,7 +158,7 @@ def make_dataset(
     check_word("split", split, SPLITS)
     rows = range(config.batch_size) if rows is None else tuple(rows)
     rule = f"rows={rows} must be one or more of the rows 0 to {config.batch_size - 1} of a batch"
-    fits = len(rows) > 0 and 0 <= min(rows) and max(rows) < config.batch_size
+    fits = len(rows) > 0 and min(rows) >= 0 and max(rows) < config.batch_size
     check(fits, f"{rule}: DataConfig.batch_size={config.batch_size}.")
     store = open_store(
         cache_dir,
