@@ -7,6 +7,7 @@ SIGTERM saves and exits with 143.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import sys
@@ -19,6 +20,7 @@ import jax
 from eqx_decoders.cli import own_errors, program, require
 from eqx_decoders.describe import describe
 from eqx_decoders.families import list_models
+from eqx_decoders.io.processes import connected
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.describe_data import describe_data
 from eqx_decoders.training.memory import keep_memory
@@ -38,8 +40,11 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     if config.describe_data:
         print(describe_data(config, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
         return 0
-    if config.distributed:
-        jax.distributed.initialize()
+    with connected(config.distributed_timeout) if config.distributed else contextlib.nullcontext():
+        return _train(config)
+
+
+def _train(config: TrainConfig) -> int:
     if jax.default_backend() == "cpu":
         keep_memory()
     if config.describe:
@@ -73,5 +78,5 @@ def _defaults(args: Sequence[str] | None) -> TrainConfig:
         return TrainConfig()
     run = load_settings(Path(run_dir) / "settings.json")
     kept = {name: value for name in ("export", "export_adapter") if (value := getattr(run, name)) and is_new(value)}
-    once = {"export": None, "export_adapter": None, "allow_changes": False}
+    once = {"export": None, "export_adapter": None, "allow_changes": False, "distributed": False}
     return dataclasses.replace(run, **{"run_dir": run_dir} | once | kept)

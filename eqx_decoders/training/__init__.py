@@ -8,6 +8,7 @@ from eqx_decoders.lazy import lazy
 # Read when they are asked for: optax and orbax are slow to import, and who takes a layer needs neither.
 if TYPE_CHECKING:
     from eqx_decoders.inference.text import StreamDecoder as StreamDecoder, prompt_ids as prompt_ids
+    from eqx_decoders.io.processes import connected as connected
     from eqx_decoders.io.tokenizer import (
         ByteTokenizer as ByteTokenizer,
         Tokenizer as Tokenizer,
@@ -44,6 +45,7 @@ __getattr__, _late = lazy(
     __name__,
     {
         "inference.text": "StreamDecoder prompt_ids",
+        "io.processes": "connected",
         "io.tokenizer": "ByteTokenizer Tokenizer load_tokenizer",
         "training.data": "Batch DataConfig make_dataset",
         "training.evaluation": "HeldOut evaluate sample_text",

@@ -119,7 +119,7 @@ def training_texts(config: DataConfig, *, max_bytes: int = 1 << 28) -> Iterator[
         yield text
 
 
-def prepare_tokenizer(folder: Path, spec: str, config: DataConfig, vocab_size: int, *, write: bool = True) -> Tokenizer:
+def prepare_tokenizer(folder: Path, spec: str, config: DataConfig, vocab_size: int) -> Tokenizer:
     """The tokenizer in `folder`; if there is none, the one that `spec` asks for, which is written there.
 
     `spec` is "bpe" (trained on the training texts, `vocab_size` ids at most) or what `load_tokenizer` takes.
@@ -131,9 +131,8 @@ def prepare_tokenizer(folder: Path, spec: str, config: DataConfig, vocab_size: i
             tokenizer = train_bpe(waiting.counted(training_texts(config)), vocab_size)
     else:
         tokenizer = load_tokenizer(spec)
-    if write:
-        with new_directory(folder) as partial:
-            tokenizer.save(partial)
+    with new_directory(folder) as partial:
+        tokenizer.save(partial)
     return tokenizer
 
 

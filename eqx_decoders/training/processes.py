@@ -1,27 +1,14 @@
-"""What the processes of one run agree on: flags, and which rows of a batch each of them holds."""
+"""Which rows of a batch each process of a run holds, and batches made of them."""
 
 import bisect
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from eqx_decoders.layout import Layout
 from eqx_decoders.training.data import Batch
-
-
-def any_process(flag: bool) -> bool:
-    """Whether `flag` is true in any process. All of them must call this at the same point of their programs."""
-    if jax.process_count() == 1:
-        return flag
-    return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
-
-
-def wait_for_all(name: str) -> None:
-    """Return when all processes have come here."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
 
 
 def host_rows(layout: Layout, rows: int, process_index: int | None = None) -> Sequence[int]:
@@ -47,7 +34,7 @@ def place(batch: Batch, layout: Layout, rows: int) -> Batch:
         if jax.process_count() == 1:
             return jax.device_put(leaf, sharding)
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: Any) -> np.ndarray:
             wanted = range(rows)[index[0]]
             first = bisect.bisect_left(held, wanted.start)
             return leaf[first : first + len(wanted), *index[1:]]

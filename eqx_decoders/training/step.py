@@ -274,7 +274,7 @@ def _with_router_biases(model: Decoder, stats: BlockStats | None, finite: Array)
     return update_router_bias(model, jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), stats.routing))
 
 
-def _no_steps(index: tuple[slice, ...]) -> np.ndarray:
+def _no_steps(index: Any) -> np.ndarray:
     return np.zeros((), np.int32)
 
 
