@@ -41,7 +41,7 @@ _leaving, _lost = threading.Event(), threading.Event()
 # --- agreement --------------------------------------------------------------------------------------------------------
 
 
-def gather(name: str, value: Any = None, *, seconds: float = WAIT) -> list[Any]:
+def gather(name: str, value: Any = None, *, seconds: int | float = WAIT) -> list[Any]:
     """What each process says (plain JSON), in their order. All of them must ask under the same names, in one order.
 
     Raises EqxDecodersError with those that did not come within so many seconds.
@@ -83,7 +83,7 @@ def first_then_all(name: str, make: Callable[[], T], path: Path) -> T:
     return make()
 
 
-def wait_for(there: Callable[[], bool], otherwise: str, seconds: float = 60.0) -> None:
+def wait_for(there: Callable[[], bool], otherwise: str, seconds: int | float = 60.0) -> None:
     """Return when `there()`: on a network's file system what one process has written is seen by another a bit later."""
     end = time.monotonic() + seconds
     while not there():
@@ -122,7 +122,7 @@ class Stop:
 
 
 @contextlib.contextmanager
-def connected(seconds: float = 300) -> Iterator[None]:
+def connected(seconds: int | float = 300) -> Iterator[None]:
     """Around the program of one of several processes: meet the others, and watch over them until all are done.
 
     They find each other by the three environment variables JAX_COORDINATOR_ADDRESS (host:port of process 0),
@@ -237,7 +237,7 @@ def _hear(failure: dict[str, Any]) -> None:
 # --- where the others are ---------------------------------------------------------------------------------------------
 
 
-def _places(seconds: float) -> tuple[str, int, int]:
+def _places(seconds: int | float) -> tuple[str, int, int]:
     """The coordinator's address, the number of processes and the number of this one."""
     given = {name: os.environ.get(name) for name in VARIABLES}
     listed = ", ".join(VARIABLES)
@@ -264,7 +264,7 @@ def _places(seconds: float) -> tuple[str, int, int]:
     return address, int(count), int(index)
 
 
-def _meet(address: str, count: int, index: int, seconds: float) -> None:
+def _meet(address: str, count: int, index: int, seconds: int | float) -> None:
     """Return when all processes are there. Raises EqxDecodersError with those that are missing.
 
     JAX's own start ends the process where one is missing, without a word about who it is. So they meet before it, at
@@ -277,7 +277,7 @@ def _meet(address: str, count: int, index: int, seconds: float) -> None:
     check(not missing, f"{told}: look at its log, then start all of them again.", EqxDecodersError)
 
 
-def _listen(port: int, count: int, end: float) -> set[int]:
+def _listen(port: int, count: int, end: int | float) -> set[int]:
     missing, came = set(range(1, count)), []
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
@@ -302,7 +302,7 @@ def _listen(port: int, count: int, end: float) -> set[int]:
     return missing
 
 
-def _report(host: str, port: int, index: int, end: float) -> set[int]:
+def _report(host: str, port: int, index: int, end: int | float) -> set[int]:
     while time.monotonic() < end:
         with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=5) as server:
             server.sendall(str(index).encode())
