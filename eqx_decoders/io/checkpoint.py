@@ -46,10 +46,8 @@ TEMPORARY = ".orbax-checkpoint-tmp"  # part of the name of a step that Orbax has
 CORRUPT = ".corrupt"
 
 PAUSES = (0.5, 2.0, 5.0)  # seconds before what could not be read is tried again
-# What a file system of a network says for a while, and a disk that fails.
-TRANSIENT = {
-    getattr(errno, name, None) for name in ("EIO", "EAGAIN", "ESTALE", "ETIMEDOUT", "ENETUNREACH", "EHOSTDOWN")
-}
+# What a file system of a network says for a while, and a disk that fails; and what TensorStore does.
+TRANSIENT = ("EIO", "EAGAIN", "ESTALE", "ETIMEDOUT", "ENETUNREACH", "EHOSTDOWN", "UNAVAILABLE", "DEADLINE_EXCEEDED")
 
 T = TypeVar("T")
 _log = logging.getLogger("eqx_decoders")
@@ -436,8 +434,8 @@ def _unreadable(error: Exception, sentence: str) -> CheckpointError:
             raise cause
     causes = _causes(error)
     ours = any(isinstance(cause, MemoryError | PermissionError | jax.errors.JaxRuntimeError) for cause in causes)
-    system = any(isinstance(cause, OSError) and cause.errno in TRANSIENT for cause in causes)
-    system |= any(word in str(causes[-1]) for word in ("UNAVAILABLE", "DEADLINE_EXCEEDED", "EIO"))
+    texts = [f"{errno.errorcode.get(getattr(cause, 'errno', None) or 0)} {cause}" for cause in causes]
+    system = any(word in text for word in TRANSIENT for text in texts)
     kind = CheckpointError if ours else _Unread if system else _Damaged
     return kind(f"{sentence}: {_summary(error)}.")
 
