@@ -24,15 +24,15 @@ def drop_compiled_programs() -> None:
         jax.clear_caches()
 
 
-def tpu_devices(topology: str) -> list:
-    """The devices of a TPU topology, to compile for: needs libtpu (extra "aot"), no TPU."""
+def tpu_devices(topology: str, **options: int) -> list:
+    """The devices of a TPU topology, or of `num_slices` of it, to compile for: needs libtpu (extra "aot"), no TPU."""
     pytest.importorskip("libtpu")
     from jax.experimental import topologies
 
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     jax.devices()  # XLA:CPU has read XLA_FLAGS now; libtpu ends the process at one that it does not know
     os.environ.pop("XLA_FLAGS", None)
-    return topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
+    return topologies.get_topology_desc(topology_name=topology, platform="tpu", **options).devices
 
 
 @contextlib.contextmanager

@@ -19,6 +19,11 @@ ORDER = [
 ]  # fmt: skip
 
 
+# JAX has no public way to what its processes tell each other, nor to where it finds them; nor Orbax to its counter.
+PRIVATE = {("processes.py", "jax._src.distributed"), ("processes.py", "jax._src.clusters")}
+PRIVATE |= {("checkpoint.py", "orbax.checkpoint._src.futures.synchronization")}
+
+
 def part_of(module: str) -> str:
     return module.removeprefix("eqx_decoders.").split(".")[0]
 
@@ -37,7 +42,7 @@ def test_imports_go_one_way(file):
     if here == "__init__":
         return
     for module in imported(file):
-        assert "_src" not in module, f"{file.name} imports private {module}"
+        assert "_src" not in module or (file.name, module) in PRIVATE, f"{file.name} imports private {module}"
         if module.startswith("eqx_decoders"):
             assert module != "eqx_decoders", f"{file.name}: import from the module that defines the name"
             assert ORDER.index(part_of(module)) <= ORDER.index(here), f"{here} must not import {module}"

@@ -11,7 +11,9 @@ import eqx_decoders as ed
 from eqx_decoders.axes import named_leaves
 from eqx_decoders.describe import describe
 from eqx_decoders.layout import ACTIVATIONS, WEIGHTS, device_bytes
+from eqx_decoders.training import host_rows
 from tests.models import filled, rich_decoder, some_tokens
+from tests.programs import tpu_devices
 
 
 def test_tables_split_weights_and_activations():
@@ -160,3 +162,40 @@ def test_a_layout_prints_what_is_not_the_default():
     assert repr(ed.Layout(weights={"embed": "fsdp"})) == "Layout(weights={'embed': ('fsdp',)})"
     split = repr(ed.Layout.create(fsdp=8))
     assert split.startswith("Layout(mesh=Mesh(") and "weights" not in split
+
+
+# The mesh follows the torus: the rows of a host are rarely one run, and `tensor=2` splits an axis of the torus.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes, rows, first",
+    [
+        (dict(fsdp=64), 128, (0, 1, 8, 9, 32, 33, 40, 41)),
+        (dict(fsdp=16, tensor=4), 128, (*range(8), *range(32, 40))),
+        (dict(data=2, fsdp=32), 128, (0, 1, 4, 5, 16, 17, 20, 21)),
+        (dict(fsdp=32, tensor=2), 64, None),
+        (dict(data=2, fsdp=4, tensor=8), 64, None),
+    ],
+    ids=str,
+)
+def test_the_hosts_of_a_slice_hold_every_row_of_a_batch(sizes, rows, first):
+    layout = ed.Layout.create(**sizes, devices=tpu_devices("v5p:4x4x4"))
+    held = [tuple(host_rows(layout, rows, host)) for host in range(16)]
+    assert sorted(set().union(*held)) == list(range(rows))
+    assert first is None or held[0] == first
+    copies = 16 * len(held[0]) // rows  # of each row
+    assert {sum(row in each for each in held) for row in range(rows)} == {copies}
+    for device, (place,) in layout.activation_sharding("batch", (rows,)).devices_indices_map((rows,)).items():
+        assert set(range(rows)[place]) <= set(held[device.process_index])
+
+
+@pytest.mark.slow
+def test_between_slices_there_are_only_copies_or_stages():
+    devices = tpu_devices("v5p:2x2x4", num_slices=2)
+    for sizes in (dict(data=2, fsdp=16), dict(data=4, fsdp=4, tensor=2), dict(stage=2, fsdp=16)):
+        layout = ed.Layout.create(**sizes, devices=devices)
+        name = "data" if "data" in sizes else "stage"
+        outer = np.moveaxis(layout.mesh.devices, layout.mesh.axis_names.index(name), 0)
+        of_slice = np.vectorize(lambda device: device.slice_index)(outer.reshape(sizes[name], -1))
+        assert (of_slice == of_slice[:, :1]).all() and set(of_slice[:, 0].tolist()) == {0, 1}
+    with pytest.raises(ed.ConfigError, match=r"fsdp=32 does not fit on 32 devices \(2 slices, .*: data=2 x fsdp=16 or"):
+        ed.Layout.create(fsdp=32, devices=devices)

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from eqx_decoders.errors import EqxDecodersError, need_extra
+from eqx_decoders.io.processes import leave
 from eqx_decoders.io.rundir import Interrupt, Watch, exit_code
 from eqx_decoders.io.waiting import showing
 
@@ -49,7 +50,9 @@ def program(flags: Callable[[], Mapping[str, str]]) -> Callable[[Callable[..., i
                 try:
                     return main(*args, **options)
                 except EqxDecodersError as error:
-                    print(f"error: {in_flags(str(error), flags())}", file=sys.stderr)
+                    text = in_flags(str(error), flags())
+                    print(f"error: {text}", file=sys.stderr)
+                    leave(text, exit_code(error))
                     return exit_code(error)
 
         return run

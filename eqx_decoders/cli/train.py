@@ -7,6 +7,7 @@ SIGTERM saves and exits with 143.
 """
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from eqx_decoders.cli import own_errors, program, require
 from eqx_decoders.describe import describe
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.families import list_models
+from eqx_decoders.io.processes import connected
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.describe_data import describe_data
 from eqx_decoders.training.memory import keep_memory
@@ -42,8 +44,11 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
         print(describe_data(config, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
         return 0
     check_installed(config.trackers)
-    if config.distributed:
-        jax.distributed.initialize()
+    with connected(config.distributed_timeout) if config.distributed else contextlib.nullcontext():
+        return _train(config)
+
+
+def _train(config: TrainConfig) -> int:
     if jax.default_backend() == "cpu":
         keep_memory()
     if config.describe:

@@ -4,11 +4,16 @@ What is saved is a flat dictionary `{"model.segments.0.unit.0.mlp.gate": array}`
 whose counterpart is None and loads flipped bits, all silently. So a manifest is saved beside the arrays: their shapes
 and dtypes are compared before anything is loaded, and their fingerprints after.
 
+In a run of several processes all of them save and restore together. Which steps there are is said by the first one. A
+step is restored in a way that none waits in Orbax for another one, where an error would leave it waiting: they tell
+each other how it went, and go on to an older step together.
+
 Steps are listed, dropped and cleaned up here, not by `ocp.training.Checkpointer`: that one deletes a step file by file
 under its own name, so a kill halfway leaves half a step that it lists as a whole one, and it creates the directory and
 removes temporary ones when it is opened, even if only to read a run that is still being written.
 """
 
+import errno
 import hashlib
 import importlib.metadata
 import itertools
@@ -16,10 +21,11 @@ import json
 import logging
 import math
 import shutil
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +33,11 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, PyTree, Shaped, UInt32
 from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
 
 from eqx_decoders.axes import named_leaves, path_name
 from eqx_decoders.errors import CheckpointError, check, check_integer
+from eqx_decoders.io.processes import from_first, gather
 from eqx_decoders.io.waiting import Waiting
 
 
@@ -37,11 +45,20 @@ FORMAT_VERSION = 1
 TEMPORARY = ".orbax-checkpoint-tmp"  # part of the name of a step that Orbax has not finished, or that is being deleted
 CORRUPT = ".corrupt"
 
+PAUSES = (0.5, 2.0, 5.0)  # seconds before what could not be read is tried again
+# What a file system of a network says for a while, and a disk that fails; and what TensorStore does.
+TRANSIENT = ("EIO", "EAGAIN", "ESTALE", "ETIMEDOUT", "ENETUNREACH", "EHOSTDOWN", "UNAVAILABLE", "DEADLINE_EXCEEDED")
+
+T = TypeVar("T")
 _log = logging.getLogger("eqx_decoders")
 
 
 class _Damaged(CheckpointError):
     """A step that cannot be read back as it was written: an older step may be sound."""
+
+
+class _Unread(_Damaged):
+    """A step that could not be read this time."""
 
 
 class Restored(NamedTuple):
@@ -102,9 +119,11 @@ class Checkpoints:
         """
         check_integer("step", step, minimum=0)
         self.wait()
-        if step == self._own and step in self.steps:
+        _same_operation()
+        steps = from_first("steps", self.steps)
+        if step == self._own and step in steps:
             return False
-        newest = self.latest
+        newest = max(steps, default=None)
         rule = f"must come after step {newest}, the newest in {self.directory}"
         remedy = "resume from that one, move it away, or train in another directory"
         check(newest is None or step > newest, f"step={step} {rule}: {remedy}.", CheckpointError)
@@ -157,6 +176,7 @@ class Checkpoints:
         tree, manifest, damaged = _load_newest(self.directory, template, step, "", verify, self._warn)
         for bad in damaged if _is_writer() else ():
             _set_aside(self.directory / str(bad))
+        gather("set aside")
         self._own = manifest["step"]
         return Restored(tree, manifest["data_state"], manifest["step"])
 
@@ -212,8 +232,13 @@ def fingerprint(array: Shaped[Array, "*shape"]) -> UInt32[Array, ""]:
     return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
 
 
+def _fingerprints(arrays: dict[str, Any]) -> dict[str, int]:
+    # Each is read before the next begins: processes of CPUs hang where two programs wait for each other at a time.
+    return {name: int(fingerprint(leaf)) for name, leaf in arrays.items()}
+
+
 def _manifest(step: int, arrays: dict[str, Any], data_state: dict, config: dict | str) -> dict[str, Any]:
-    sums = {name: fingerprint(leaf) for name, leaf in arrays.items()}
+    sums = _fingerprints(arrays)
     body = {
         "format_version": FORMAT_VERSION,
         "library_version": importlib.metadata.version("eqx_decoders"),
@@ -221,7 +246,7 @@ def _manifest(step: int, arrays: dict[str, Any], data_state: dict, config: dict 
         "config": _json("config", config),
         "data_state": _json("data_state", data_state),
         "arrays": {
-            name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "fingerprint": int(sums[name])}
+            name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype), "fingerprint": sums[name]}
             for name, leaf in arrays.items()
         },
     }
@@ -243,7 +268,7 @@ def _digest(body: dict[str, Any]) -> str:
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        with _context():
+        with _context(alone=True):
             manifest = ocp.load_checkpointables(str(path), {"manifest": None})["manifest"]
         digest = manifest.pop("sha256")
         version = manifest["format_version"]
@@ -265,11 +290,12 @@ def _load_newest(
 ) -> tuple[PyTree, dict[str, Any], list[int]]:
     """The tree and the manifest of `step`, or of the newest sound one, and the newer steps, which are damaged."""
     newest, damaged = _existing(directory, step), {}
-    for candidate in (newest,) if step is not None else reversed(_steps(directory)):
+    for candidate in from_first("candidates", (newest,) if step is not None else _steps(directory)[::-1]):
         path = directory / str(candidate)
         try:
-            manifest = _read_manifest(path)
-            tree = _load(path, manifest, template, prefix, verify)
+            manifest = _together(lambda path=path: _read_manifest(path))
+            arrays = _together(lambda path=path, manifest=manifest: _load(path, manifest, template, prefix))
+            tree = _verified(path, manifest, template, prefix, arrays, verify)
         except _Damaged as error:
             damaged[candidate] = str(error)
             continue
@@ -280,7 +306,32 @@ def _load_newest(
     raise CheckpointError("\n".join([f"No step in {directory} can be loaded.", *damaged.values()]))
 
 
-def _load(path: Path, manifest: dict[str, Any], template: PyTree, prefix: str, verify: bool) -> PyTree:
+def _together(read: Callable[[], T]) -> T:
+    """What `read` returns in this process, if no process finds damage; otherwise all of them raise `_Damaged`.
+
+    What cannot be read may be sound, on a disk or in a network that is out of order: it is read again, by all, before
+    it counts as damaged. Errors of the system that stay are no damage, and raised as they are.
+    """
+    for pause in (*PAUSES, None):
+        failed = value = None
+        try:
+            value = read()
+        except _Damaged as error:
+            failed = error
+        told = gather("read", [None if failed is None else str(failed), isinstance(failed, _Unread)])
+        reason = next((reason for reason, _ in told if reason is not None), None)
+        if reason is None:
+            return cast(T, value)
+        if not any(again for _, again in told):
+            raise _Damaged(reason)
+        if pause is None:
+            raise CheckpointError(f"{reason} It was tried {len(PAUSES) + 1} times: start again when it can be read.")
+        time.sleep(pause)
+    raise AssertionError  # the last pause is None
+
+
+def _load(path: Path, manifest: dict[str, Any], template: PyTree, prefix: str) -> dict[str, Any]:
+    """The arrays of a step whose path begins with `prefix`, without it, as the template has them."""
     want = {prefix + name: leaf for name, leaf in _arrays(template).items()}
     have = {name: entry for name, entry in manifest["arrays"].items() if name.startswith(prefix)}
     model = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in want.items()}
@@ -298,13 +349,22 @@ def _load(path: Path, manifest: dict[str, Any], template: PyTree, prefix: str, v
     loaded = {name: jnp.zeros(x.shape, x.dtype, device=x.sharding) for name, x in shapes.items() if not x.size}
     filled = {name: x for name, x in shapes.items() if x.size}  # Orbax saves no array without elements
     try:
-        with _context():
+        with _context(alone=True):
             loaded |= ocp.load_checkpointables(str(path), {"arrays": filled})["arrays"] if filled else {}
     except Exception as error:
         raise _unreadable(error, f"Checkpoint {path} cannot be read") from error
+    return loaded
+
+
+def _verified(
+    path: Path, manifest: dict[str, Any], template: PyTree, prefix: str, loaded: dict[str, Any], verify: bool
+) -> PyTree:
+    """The template with the arrays that were loaded. Their fingerprints are the same in all processes."""
+    want = {prefix + name: leaf for name, leaf in _arrays(template).items()}
+    have = {name: entry for name, entry in manifest["arrays"].items() if name.startswith(prefix)}
     if verify:
-        sums = {name: fingerprint(leaf) for name, leaf in loaded.items()}
-        bad = [name for name, entry in have.items() if int(sums[name]) != entry["fingerprint"]]
+        sums = _fingerprints(loaded)
+        bad = [name for name, entry in have.items() if sums[name] != entry["fingerprint"]]
         if bad:
             raise _Damaged(f"Checkpoint {path}: {len(bad)} of {len(have)} arrays are damaged: {', '.join(bad)}.")
     for name, leaf in want.items():
@@ -372,8 +432,11 @@ def _unreadable(error: Exception, sentence: str) -> CheckpointError:
     for cause in _causes(error):
         if isinstance(cause, KeyboardInterrupt):
             raise cause
-    ours = (MemoryError, PermissionError, jax.errors.JaxRuntimeError)
-    kind = CheckpointError if any(isinstance(cause, ours) for cause in _causes(error)) else _Damaged
+    causes = _causes(error)
+    ours = any(isinstance(cause, MemoryError | PermissionError | jax.errors.JaxRuntimeError) for cause in causes)
+    texts = [f"{errno.errorcode.get(getattr(cause, 'errno', None) or 0)} {cause}" for cause in causes]
+    system = any(word in text for word in TRANSIENT for text in texts)
+    kind = CheckpointError if ours else _Unread if system else _Damaged
     return kind(f"{sentence}: {_summary(error)}.")
 
 
@@ -390,12 +453,26 @@ def _is_not_orbax(record: logging.LogRecord) -> bool:
     return not any("orbax" in name for name in (record.pathname, *(frame.filename for frame in frames)))
 
 
-def _context() -> ocp.Context:
+def _same_operation() -> None:
+    """Orbax counts its operations in each process, and saves only where all have counted the same."""
+    if jax.process_count() == 1:
+        return
+    last = max(map(int, gather("operation", OperationIdGenerator.get_current_operation_id())))
+    while int(OperationIdGenerator.get_current_operation_id()) < last:
+        OperationIdGenerator.next_operation_id()
+
+
+def _context(*, alone: bool = False) -> ocp.Context:
+    """How Orbax works here; `alone`: without waiting for the other processes."""
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_is_not_orbax)  # adding it twice does nothing
     registry = ocp.handlers.local_registry()
     registry.add(ocp.handlers.JsonHandler, checkpointable_name="manifest")
     context = ocp.Context()
     context.checkpointables.registry = registry
+    if alone:
+        context.multiprocessing.primary_host = None
+        context.multiprocessing.active_processes = {jax.process_index()}
+        context.multiprocessing.barrier_sync_key_prefix = str(jax.process_index())
     context.pytree.loading.partial_load = True  # for `load_weights`; the trees were compared before
     return context

@@ -28,6 +28,7 @@ from eqx_decoders.io.directory import FLOATS, Directory, parse_json
 from eqx_decoders.io.files import write_json
 from eqx_decoders.io.hub import TOKENIZER_FILES
 from eqx_decoders.io.huggingface import copy_in_pieces, given_sizes
+from eqx_decoders.io.processes import from_first, gather
 
 
 def save_hf(
@@ -87,7 +88,7 @@ def new_directory(directory: str | Path) -> Iterator[Path | None]:
     """
     folder, partial = Path(directory).absolute(), None
     free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-    check(free, f"{folder} is not empty: give a new directory.", ConversionError)
+    check(from_first("export", free), f"{folder} is not empty: give a new directory.", ConversionError)
     with contextlib.ExitStack() as stack:
         if jax.process_index() == 0:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -99,8 +100,7 @@ def new_directory(directory: str | Path) -> Iterator[Path | None]:
             if folder.exists():
                 folder.rmdir()
             os.replace(partial, folder)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("new_directory")
+    gather("exported")
 
 
 def _check_settings(kind: Family, settings: Mapping[str, Any], config: DecoderConfig) -> None:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from eqx_decoders.errors import CheckpointError, ConfigError, ConversionError, DataError
 from eqx_decoders.io.lock import lock_file
+from eqx_decoders.io.processes import leave
 from eqx_decoders.io.waiting import ON_ENTER, delete_partial, stopped_text
 
 
@@ -223,4 +224,5 @@ class Watch:
 def _end(text: str, code: int) -> None:
     print(text, file=sys.stderr, flush=True)
     sys.stdout.flush()
+    leave(text, code)
     os._exit(code)

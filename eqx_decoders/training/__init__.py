@@ -8,6 +8,7 @@ from eqx_decoders.lazy import lazy
 # Read when they are asked for: optax and orbax are slow to import, and who takes a layer needs neither.
 if TYPE_CHECKING:
     from eqx_decoders.inference.text import StreamDecoder as StreamDecoder, prompt_ids as prompt_ids
+    from eqx_decoders.io.processes import connected as connected
     from eqx_decoders.io.tokenizer import (
         ByteTokenizer as ByteTokenizer,
         Tokenizer as Tokenizer,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
         make_optimizer as make_optimizer,
         make_schedule as make_schedule,
     )
-    from eqx_decoders.training.processes import place as place
+    from eqx_decoders.training.processes import host_rows as host_rows, place as place
     from eqx_decoders.training.runs import load_run as load_run
     from eqx_decoders.training.step import (
         StepConfig as StepConfig,
@@ -44,13 +45,14 @@ __getattr__, _late = lazy(
     __name__,
     {
         "inference.text": "StreamDecoder prompt_ids",
+        "io.processes": "connected",
         "io.tokenizer": "ByteTokenizer Tokenizer load_tokenizer",
         "training.data": "Batch DataConfig make_dataset",
         "training.evaluation": "HeldOut evaluate sample_text",
         "training.lora": "LORA_WEIGHTS LoRAConfig add_lora merge_lora",
         "training.loss": "LossMetrics next_token_loss token_loss_sum",
         "training.optimizer": "OptimizerConfig make_optimizer make_schedule",
-        "training.processes": "place",
+        "training.processes": "host_rows place",
         "training.runs": "load_run",
         "training.step": "StepConfig StepMetrics Trainer TrainState",
     },

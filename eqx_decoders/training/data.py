@@ -1,9 +1,9 @@
 """Batches for training and evaluation, read by grain from a token store; exactly resumable, for any process count.
 
 Rows are planned, not streamed: which piece of which document stands in which row of an epoch follows from the seed
-alone. So a row is found by its number, the state of the iterator is that number, and processes take disjoint
-shares of the same global batches. grain reads and prefetches the batches; its own packing and shuffling are not used,
-since they are streams, whose rows cannot be found by number.
+alone. So a row is found by its number, the state of the iterator is that number, and each process makes just those rows
+of the same global batches that its devices hold. grain reads and prefetches the batches; its own packing and shuffling
+are not used, since they are streams, whose rows cannot be found by number.
 
 **Packing** is concatenate, then split: the documents of an epoch, in an order drawn from the seed, are one long text
 that is cut into rows of `seq_len`. Only the end of the last row is wasted, whereas fitting whole documents into rows
@@ -119,7 +119,7 @@ def training_texts(config: DataConfig, *, max_bytes: int = 1 << 28) -> Iterator[
         yield text
 
 
-def prepare_tokenizer(folder: Path, spec: str, config: DataConfig, vocab_size: int, *, write: bool = True) -> Tokenizer:
+def prepare_tokenizer(folder: Path, spec: str, config: DataConfig, vocab_size: int) -> Tokenizer:
     """The tokenizer in `folder`; if there is none, the one that `spec` asks for, which is written there.
 
     `spec` is "bpe" (trained on the training texts, `vocab_size` ids at most) or what `load_tokenizer` takes.
@@ -131,9 +131,8 @@ def prepare_tokenizer(folder: Path, spec: str, config: DataConfig, vocab_size: i
             tokenizer = train_bpe(waiting.counted(training_texts(config)), vocab_size)
     else:
         tokenizer = load_tokenizer(spec)
-    if write:
-        with new_directory(folder) as partial:
-            tokenizer.save(partial)
+    with new_directory(folder) as partial:
+        tokenizer.save(partial)
     return tokenizer
 
 
@@ -143,23 +142,23 @@ def make_dataset(
     *,
     cache_dir: str | Path,
     split: str = "train",
-    process_index: int = 0,
-    process_count: int = 1,
+    rows: Sequence[int] | None = None,
     template: ChatTemplate | None = None,
 ) -> "Batches":
-    """This process's share, `[batch_size / process_count, seq_len]`, of the batches of a split.
+    """The batches of a split, `[batch_size, seq_len]`, or only these `rows` of each of them, `[len(rows), seq_len]`.
 
-    "train" never ends and is in another order in each epoch; "held_out" is one pass, its last batch filled up with
-    padding. The tokens are made once, in `cache_dir` (see `open_store`), and mapped into memory. `template` writes
-    conversations as texts.
+    In a run of several processes each takes its own `host_rows(layout, batch_size)`. "train" never ends and is in
+    another order in each epoch; "held_out" is one pass, its last batch filled up with padding. The tokens are made
+    once, in `cache_dir` (see `open_store`), and mapped into memory. `template` writes conversations as texts.
 
-    Raises ConfigError if the processes don't divide the batch, DataError if the data cannot be read, have changed or
+    Raises ConfigError for rows that a batch does not have, DataError if the data cannot be read, have changed or
     leave the split empty.
     """
     check_word("split", split, SPLITS)
-    rule = f"DataConfig.batch_size={config.batch_size} must be a multiple of process_count={process_count}"
-    check(process_count >= 1 and config.batch_size % process_count == 0, f"{rule}.")
-    check(0 <= process_index < process_count, f"process_index={process_index} must be below {process_count=}.")
+    rows = range(config.batch_size) if rows is None else tuple(rows)
+    rule = f"rows={rows} must be one or more of the rows 0 to {config.batch_size - 1} of a batch"
+    fits = len(rows) > 0 and min(rows) >= 0 and max(rows) < config.batch_size
+    check(fits, f"{rule}: DataConfig.batch_size={config.batch_size}.")
     store = open_store(
         cache_dir,
         tokenizer,
@@ -172,18 +171,17 @@ def make_dataset(
     few = "give more documents, or --held-out (DataConfig.held_out_path)"
     remedy = few if split == "held_out" else "lower --held-out-fraction (DataConfig.held_out_fraction)"
     check(store.counts(split).documents > 0, f"the split {split!r} of the data is empty: {remedy}.", DataError)
-    return Batches(store, config, split, process_index, process_count)
+    return Batches(store, config, split, rows)
 
 
 class Batches:
     """Iterator over `Batch`es of numpy arrays. Close it (or use `with`) to end its reading thread."""
 
-    def __init__(self, store: TokenStore, config: DataConfig, split: str, process_index: int, process_count: int):
+    def __init__(self, store: TokenStore, config: DataConfig, split: str, rows: Sequence[int]):
         self.store = store
         self._config = config
         self._split = split
-        self._share = config.batch_size // process_count
-        self._offset = process_index * self._share
+        self._rows = rows
         self._planning = threading.Lock()
         self._plan = functools.lru_cache(2)(self._make_plan)  # a batch may stand across the end of an epoch
         self.rows_per_epoch: int = len(self._plan(0).order)
@@ -258,8 +256,8 @@ class Batches:
         return iter(grain.MapDataset.range(left).map(make).to_iter_dataset(options))
 
     def _batch(self, first_row: int, number: int) -> dict[str, np.ndarray]:
-        start = first_row + number * self._config.batch_size + self._offset
-        rows = [self._fill(row) for row in range(start, start + self._share)]
+        start = first_row + number * self._config.batch_size
+        rows = [self._fill(start + row) for row in self._rows]
         names = ("tokens", "segment_ids", "positions", "loss_mask")
         return {name: np.stack(arrays) for name, arrays in zip(names, zip(*rows, strict=True), strict=True)}
 

@@ -15,7 +15,7 @@ from eqx_decoders.io.tokenizer import Tokenizer
 from eqx_decoders.sampling import GenerationConfig
 from eqx_decoders.training.data import Batch
 from eqx_decoders.training.loss import evaluation_sums
-from eqx_decoders.training.processes import any_process, place
+from eqx_decoders.training.processes import place
 
 
 class HeldOut(NamedTuple):
@@ -62,7 +62,7 @@ def evaluate(
 ) -> HeldOut:
     """The loss of `model` on every target token of `batches`, which have `rows` sequences over all processes.
 
-    `stop` is asked after each batch and ends the evaluation early, for all processes if it is true in one.
+    `stop` is asked after each batch and ends the evaluation early; it must say the same in all processes.
     """
     layout = model.execution.layout
     depths = 0 if model.config.mtp is None else model.config.mtp.num_depths
@@ -70,7 +70,7 @@ def evaluate(
     for batch in batches:
         sums = jax.device_get(_sums(model, place(batch, layout, rows)))
         total += np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(sums)])
-        if any_process(stop()):
+        if stop():
             break
     nats, tokens, *rest = total.tolist()
     rates = tuple(a / max(p, 1.0) for a, p in zip(rest[:depths], rest[depths:], strict=True))

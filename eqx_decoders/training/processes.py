@@ -1,53 +1,44 @@
-"""What the processes of one run agree on: flags, and which rows of a batch each of them holds."""
+"""Which rows of a batch each process of a run holds, and batches made of them."""
 
-import itertools
+import bisect
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
-from eqx_decoders.errors import check
 from eqx_decoders.layout import Layout
 from eqx_decoders.training.data import Batch
 
 
-def any_process(flag: bool) -> bool:
-    """Whether `flag` is true in any process. All of them must call this at the same point of their programs."""
-    if jax.process_count() == 1:
-        return flag
-    return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))
+def host_rows(layout: Layout, rows: int, process_index: int | None = None) -> Sequence[int]:
+    """The rows of a batch of `rows` that the devices of a process hold, in ascending order, each once.
 
-
-def wait_for_all(name: str) -> None:
-    """Return when all processes have come here."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
-
-
-def batch_share(layout: Layout, rows: int) -> tuple[int, int]:
-    """Which part of a batch of `rows` this process's devices hold, and of how many; `(0, 1)` if they hold all rows.
-
-    Raises ConfigError if other processes hold rows between those of this one.
+    They need not follow each other: which they are depends on where its devices stand in the mesh. Other processes may
+    hold the same ones. None: this process.
     """
-    sharding = layout.activation_sharding("batch", (rows,))
-    held: Any = sharding.addressable_devices_indices_map((rows,)).values()
-    pieces = sorted({index[0].indices(rows)[:2] for index in held})
-    together = all(one[1] == other[0] for one, other in itertools.pairwise(pieces))
-    rule = f"layout: process {jax.process_index()} holds the rows {pieces} of a batch, which are not consecutive"
-    check(together, f"{rule}: give the devices in the order of their processes.")
-    start, stop = pieces[0][0], pieces[-1][1]
-    return start // (stop - start), rows // (stop - start)
+    index = jax.process_index() if process_index is None else process_index
+    places = layout.activation_sharding("batch", (rows,)).devices_indices_map((rows,))
+    held = {range(rows)[place] for device, (place,) in places.items() if device.process_index == index}
+    found = sorted(set().union(*held))
+    return range(rows) if len(found) == rows else tuple(found)
 
 
 def place(batch: Batch, layout: Layout, rows: int) -> Batch:
-    """The batch of `rows` sequences over all devices, from this process's share of it (see `batch_share`) in NumPy."""
+    """The batch of `rows` sequences over all devices, from this process's `host_rows` of it in NumPy."""
+    held = host_rows(layout, rows)
 
     def one(leaf):
         shape = (rows, *leaf.shape[1:])
         sharding = layout.activation_sharding("batch length", shape)
         if jax.process_count() == 1:
             return jax.device_put(leaf, sharding)
-        return jax.make_array_from_process_local_data(sharding, leaf, shape)
+
+        def part(index: Any) -> np.ndarray:
+            wanted = range(rows)[index[0]]
+            first = bisect.bisect_left(held, wanted.start)
+            return leaf[first : first + len(wanted), *index[1:]]
+
+        return jax.make_array_from_callback(shape, sharding, part)
 
     return jax.tree.map(one, batch)

@@ -14,10 +14,11 @@ import numpy as np
 
 from eqx_decoders.axes import named_leaves
 from eqx_decoders.decoder import Decoder
-from eqx_decoders.errors import EqxDecodersError, check
+from eqx_decoders.errors import DataError, EqxDecodersError, check
 from eqx_decoders.io.checkpoint import Checkpoints
 from eqx_decoders.io.huggingface import abstract_hf
 from eqx_decoders.io.peft import save_peft
+from eqx_decoders.io.processes import Stop, first_then_all, from_first, gather, wait_for, wait_for_verdict
 from eqx_decoders.io.rundir import EXIT_SIGTERM, Interrupt, RunLock
 from eqx_decoders.io.tokenizer import Tokenizer
 from eqx_decoders.io.waiting import Waiting, showing
@@ -28,7 +29,7 @@ from eqx_decoders.training.evaluation import HeldOut, evaluate, sample_text
 from eqx_decoders.training.flops import device_flops, flops_per_token
 from eqx_decoders.training.metrics import MetricsRow
 from eqx_decoders.training.plots import plot_loads, plot_losses
-from eqx_decoders.training.processes import any_process, batch_share, place, wait_for_all
+from eqx_decoders.training.processes import host_rows, place
 from eqx_decoders.training.progress import Progress
 from eqx_decoders.training.runs import (
     SOURCE,
@@ -85,6 +86,7 @@ class Run:
         self.layout = self.execution.layout
         self.writes = jax.process_index() == 0  # the one process that writes settings, metrics and pictures
         self.interrupt = Interrupt(at_once=True)  # until there are steps to be saved
+        self.stop = Stop(lambda: self.interrupt.requested)
         self.skipped_in_a_row = 0
         self.expert_counts: collections.deque[np.ndarray] = collections.deque(maxlen=LOAD_STEPS)
         self.tracing = False
@@ -109,15 +111,20 @@ class Run:
                         settings.write_bytes(before)
                 raise
             self.metrics = stack.enter_context(contextlib.closing(self._trackers(start + 1)))
-            with Progress(self.config.steps, start=start) as self.progress:
-                state, step, stopped = self._steps(state, start)
-                result = None if stopped else self._evaluate(state.averaged, step)
-                sample = "" if stopped else self._sample(state.averaged)
-            if any_process(self.interrupt.requested):
-                self._save(step, state)
-                print_status(f"stopped, saved at step {step}")
-                return self.interrupt.exit_code or EXIT_SIGTERM
-            self._export(state.averaged)
+            try:
+                with Progress(self.config.steps, start=start) as self.progress:
+                    state, step, stopped = self._steps(state, start)
+                    result = None if stopped else self._evaluate(state.averaged, step)
+                    sample = "" if stopped else self._sample(state.averaged)
+                codes = gather("stopped", self.interrupt.exit_code)
+                if self.stop.agreed or any(codes):
+                    self._save(step, state)
+                    print_status(f"stopped, saved at step {step}")
+                    return next(filter(None, codes), EXIT_SIGTERM)
+                self._export(state.averaged)
+            except jax.errors.JaxRuntimeError:
+                wait_for_verdict()
+                raise
             if self.writes:
                 self._summarise(result, sample)
         return 0
@@ -141,16 +148,21 @@ class Run:
         config, settings = self.config, self.dir / "settings.json"
         for name, (was, now) in self.changes.items():
             print_status(f"changed: {flag(name)} {_shown(was)} -> {_shown(now)}")
+        self._check_same()
         if self.writes:
             keep_config(config, self.dir)
         if self.writes and not self.changes and not Checkpoints(self.dir / "checkpoints").steps:
             save_settings(config, settings)  # now: they say what the tokenizer and the tokens are made with
         if self.writes and config.init_from is not None and not (self.dir / SOURCE).exists():
             keep_source(abstract_hf(config.init_from), self.dir)
-        wait_for_all("source")
+        gather("source")
         self.target = abstract_run(config, self.dir, self.execution)
-        self.tokenizer = self._tokenizer()
-        self.data = stack.enter_context(self._batches("train"))
+        self.tokenizer = first_then_all("tokenizer", self._tokenizer, self.dir / "tokenizer")
+        tokens = self.dir / "data" / "manifest.json"
+        self.data = stack.enter_context(first_then_all("tokens", lambda: self._batches("train"), tokens))
+        made = [self.tokenizer.content_hash, self.data.store.content_hash]
+        rule = f"tokenizer and tokens of process {jax.process_index()} are others than those of the first"
+        check(made == from_first("made", made), f"{rule}: run_dir must be a directory that they share.", DataError)
         self.held_out = stack.enter_context(self._batches("held_out")) if config.dataset.evaluates else None
         checkpoints = Checkpoints(self.dir / "checkpoints", max_checkpoints=config.max_checkpoints)
         self.checkpoints = stack.enter_context(checkpoints)
@@ -161,12 +173,25 @@ class Run:
             self.target, config.dataset.seq_len, trainable=self.trainer.trainable
         )
 
+    def _check_same(self) -> None:
+        """All processes must have been started with the same settings, on one run directory."""
+        own = settings_json(dataclasses.replace(self.config, run_dir="", distributed_timeout=1))
+        first = from_first("settings", own)
+        others = [name for name in first if own.get(name) != first[name]]
+        rule = "must be the same in all processes, started with one command and one version of this library"
+        check(own.keys() == first.keys() and not others, f"{', '.join(others) or 'the settings'} {rule}.")
+        if jax.process_count() > 1:
+            lock, holder = self.dir / ".lock", (self.dir / ".lock").read_text() if self.writes else ""
+            holder = from_first("lock", holder)
+            seen = f"run_dir={self.config.run_dir!r} is another directory for process {jax.process_index()}"
+            wait_for(lambda: lock.exists() and lock.read_text() == holder, seen)
+
     def _tokenizer(self) -> Tokenizer:
         """The tokenizer of the run, of the checkpoint that it starts from, or a new one."""
         config, size = self.config, self.target.config.vocab_size
         spec = config.tokenizer or ("bpe" if config.init_from is None else str(self.dir / SOURCE))
         limit = min(size, config.bpe_vocab_size or size)
-        tokenizer = prepare_tokenizer(self.dir / "tokenizer", spec, config.dataset, limit, write=self.writes)
+        tokenizer = prepare_tokenizer(self.dir / "tokenizer", spec, config.dataset, limit)
         if self.writes:
             keep_template(config, self.dir)
         length = config.dataset.seq_len
@@ -181,14 +206,12 @@ class Run:
 
     def _batches(self, split: str) -> Batches:
         dataset = self.config.dataset
-        index, count = batch_share(self.layout, dataset.batch_size)
         return make_dataset(
             dataset,
             self.tokenizer,
             cache_dir=self.dir / "data",
             split=split,
-            process_index=index,
-            process_count=count,
+            rows=host_rows(self.layout, dataset.batch_size),
             template=run_template(self.config, self.dir),
         )
 
@@ -196,7 +219,7 @@ class Run:
         """The state of the newest checkpoint, or a new one, and the steps that it has taken."""
         config, key = self.config, jax.random.key(self.config.dataset.seed)
         self._describe()
-        if self.checkpoints.latest is None or is_imported(self.dir):
+        if from_first("new", self.checkpoints.latest is None or is_imported(self.dir)):
             with Waiting("making the model", kept=self._kept()):
                 model = new_model(config, self.dir, self.execution)
                 state, start = self.trainer.init(model, key=jax.random.fold_in(key, 1)), 0
@@ -209,7 +232,7 @@ class Run:
         for field in ("export", "export_adapter"):  # checked before the training, not after it
             directory = getattr(config, field)
             free = directory is None or start == config.steps or is_new(directory)
-            check(free, f"{field}={directory!r} is not empty: give a new directory.")
+            check(from_first(field, free), f"{field}={directory!r} is not empty: give a new directory.")
         if self.writes:
             save_settings(config, self.dir / "settings.json", changes=self.changes, step=start)
         return state, start
@@ -243,7 +266,7 @@ class Run:
         """Steps until the last one or a signal: the state, the steps taken, and whether it was a signal."""
         config = self.config
         while step < config.steps:
-            if any_process(self.interrupt.requested):
+            if self.stop():
                 return state, step, True
             begun = time.perf_counter()
             batch = place(next(self.data), self.layout, config.dataset.batch_size)
@@ -258,7 +281,8 @@ class Run:
             self._trace(step + 1)
             if config.eval_every and step % config.eval_every == 0 and step < config.steps:
                 self._evaluate(state.averaged, step)
-                self.progress.message(self._sample(state.averaged))
+                if (sample := self._sample(state.averaged)) and self.writes:
+                    self.progress.message(sample)
             if step % config.checkpoint_every == 0 or step == config.steps:
                 self._save(step, state)
         return state, step, False
@@ -307,8 +331,8 @@ class Run:
         batches = self.held_out.rewind()
         if step < self.config.steps:
             batches = itertools.islice(batches, self.config.eval_batches)
-        result = evaluate(model, batches, self.config.dataset.batch_size, stop=lambda: self.interrupt.requested)
-        if any_process(self.interrupt.requested):
+        result = evaluate(model, batches, self.config.dataset.batch_size, stop=self.stop)
+        if self.stop.agreed:
             return None
         row: dict[str, Any] = {"step": step, "eval_loss": result.loss}
         message = f"step {step}: held-out loss {result.loss:.4f} nats per token"
@@ -321,7 +345,7 @@ class Run:
 
     def _sample(self, model: Decoder) -> str:
         config = self.config
-        if config.sample_tokens == 0 or jax.process_count() > 1:  # each process would need all of the weights
+        if config.sample_tokens == 0 or self.stop.agreed:
             return ""
         new, seed = config.sample_tokens, config.dataset.seed
         return sample_text(model, self.tokenizer, config.prompt, max_new_tokens=new, seed=seed)
@@ -344,9 +368,9 @@ class Run:
         """Write the directories asked for, for transformers and PEFT; all processes take part."""
         config = self.config
         model = dataclasses.replace(model, origin=self.target.origin)
-        if config.export_adapter is not None and is_new(config.export_adapter):
+        if config.export_adapter is not None and from_first("is_new", is_new(config.export_adapter)):
             save_peft(model, config.export_adapter, base_model=config.init_from or "")
-        if config.export is not None and is_new(config.export):
+        if config.export is not None and from_first("is_new", is_new(config.export)):
             export_run(model, config, self.dir, config.export)
 
     def _summarise(self, result: HeldOut | None, sample: str) -> None:

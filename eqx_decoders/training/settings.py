@@ -58,7 +58,15 @@ _IDENTITY = (
 # How the run learns: changed only where that is asked for.
 _LEARNING = ("optimizer.*", "dataset.batch_size", "step.z_loss")
 # Of one start, not of the run.
-_OF_A_START = ("run_dir", "config", "allow_changes", "describe", "list_models")
+_OF_A_START = (
+    "run_dir",
+    "config",
+    "allow_changes",
+    "describe",
+    "list_models",
+    "distributed",
+    "distributed_timeout",
+)
 
 Changes = Mapping[str, tuple[Any, Any]]
 
@@ -161,7 +169,10 @@ class TrainConfig:
     max_skipped: int = 10
     """Steps in a row that may have a loss or gradient that is not finite (they change nothing) before the run ends."""
     distributed: bool = False
-    """Call `jax.distributed.initialize()` first: one process on each of several hosts."""
+    """This is one of several processes, as a rule one on each host, started with the same flags. JAX finds the others
+    (Cloud TPUs, GKE, SLURM), or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID tell where they are."""
+    distributed_timeout: int = 300
+    """Seconds in which all of them must have started."""
     profile: tuple[int, int] | None = None
     """First and last step of a trace, written to `<run-dir>/profile`."""
     list_models: bool = False
@@ -172,7 +183,14 @@ class TrainConfig:
 
     def __post_init__(self):
         check_word("model", self.model, list_models())
-        for field in ("steps", "checkpoint_every", "eval_batches", "max_checkpoints", "max_skipped"):
+        for field in (
+            "steps",
+            "distributed_timeout",
+            "checkpoint_every",
+            "eval_batches",
+            "max_checkpoints",
+            "max_skipped",
+        ):
             check_integer(field, getattr(self, field))
         for field in ("eval_every", "sample_tokens", "mtp_depths"):
             check_integer(field, getattr(self, field), 0)
@@ -349,7 +367,7 @@ def with_file(settings: TrainConfig, path: str | Path) -> TrainConfig:
 
 def of_a_new_start(settings: TrainConfig, run_dir: str) -> TrainConfig:
     """The settings of a run that is started again: without an export that was written already."""
-    once = {"config": None, "export": None, "export_adapter": None, "allow_changes": False}
+    once = {"config": None, "export": None, "export_adapter": None, "allow_changes": False, "distributed": False}
     kept = {
         name: value for name in ("export", "export_adapter") if not _is_written(name, value := getattr(settings, name))
     }

@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float32, Int32, Key, PRNGKeyArray, PyTree
 
@@ -131,7 +132,7 @@ class Trainer(eqx.Module):
         shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
         optimizer = jax.jit(self.optimizer.init, out_shardings=shardings)(weights)
         # counters of their own: a donated step must not be handed one buffer twice
-        zero, none = (jax.device_put(jnp.zeros((), jnp.int32), _replicated(model)) for _ in range(2))
+        zero, none = (jax.make_array_from_callback((), _replicated(model), _no_steps) for _ in range(2))
         key = jax.jit(jax.random.clone, out_shardings=_replicated(model))(key)  # device_put can't, over processes
         return self.with_ema(TrainState(model=model, optimizer=optimizer, step=zero, skipped=none, key=key))
 
@@ -302,6 +303,10 @@ def _with_router_biases(model: Decoder, stats: BlockStats | None, finite: Array)
     if not moves or stats is None or stats.routing is None:
         return model
     return update_router_bias(model, jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), stats.routing))
+
+
+def _no_steps(index: Any) -> np.ndarray:
+    return np.zeros((), np.int32)
 
 
 def _replicated(model: Decoder) -> jax.sharding.Sharding:

@@ -48,8 +48,8 @@ FLAGS = """
 --pack --no-pack --tokenizer --bpe-vocab-size --checkpoint-every --max-checkpoints --eval-every --eval-batches
 --sample-tokens --prompt --dtype --remat
 --remat-save --remat-offload --attention --layer-stats --no-layer-stats --trackers --describe
---no-describe --describe-data --no-describe-data --max-skipped --distributed --no-distributed --profile
---list-models --no-list-models --allow-changes --no-allow-changes --peak-tflops
+--no-describe --describe-data --no-describe-data --max-skipped --distributed --no-distributed
+--distributed-timeout --profile --list-models --no-list-models --allow-changes --no-allow-changes --peak-tflops
 --mesh.data --mesh.fsdp --mesh.fsdp-transpose --mesh.context --mesh.tensor --mesh.tensor-sequence --mesh.expert
 --optimizer.name --optimizer.learning-rate --optimizer.schedule --optimizer.warmup-steps --optimizer.decay-fraction
 --optimizer.min-lr-ratio --optimizer.weight-decay --optimizer.no-decay --optimizer.trainable --optimizer.beta1

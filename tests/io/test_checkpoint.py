@@ -1,5 +1,6 @@
 """Checkpoints: what comes back is bit for bit what was saved, or an error that names what is not."""
 
+import functools
 import json
 import os
 import random
@@ -398,6 +399,34 @@ def test_a_failing_save_is_reported_and_the_last_step_stays(copied, monkeypatch)
                 checkpoints.wait()
         checkpoints.save(31, state, data_state={}, config={})
     assert Checkpoints(copied).steps == (10, 20, 31)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(5, "Input/output error"), ValueError("UNKNOWN: Error reading x [OS error 116: ESTALE Stale file handle]")],
+)
+def test_what_cannot_be_read_for_a_while_is_read_again(copied, monkeypatch, error):
+    """Neither an older step nor another name for the newest one, whether it can be read in the end or not."""
+    from eqx_decoders.io import checkpoint
+
+    read, calls = checkpoint.ocp.load_checkpointables, []
+    monkeypatch.setattr(checkpoint, "PAUSES", (0.0, 0.0))
+
+    def failing(*args, often):
+        calls.append(args)
+        if len(calls) <= often:
+            raise ValueError("wrapped") from error
+        return read(*args)
+
+    for often, step in ((2, 20), (3, None)):
+        calls.clear()
+        monkeypatch.setattr(checkpoint.ocp, "load_checkpointables", functools.partial(failing, often=often))
+        if step is not None:
+            assert Checkpoints(copied).restore(make_state()).step == step
+        else:
+            with pytest.raises(CheckpointError, match=r"/20 has no readable manifest: .* It was tried 3 times: start"):
+                Checkpoints(copied).restore(make_state())
+    assert Checkpoints(copied).steps == (10, 20)
 
 
 def test_lack_of_memory_is_no_damage(copied, monkeypatch):

@@ -60,12 +60,11 @@ def corpus(tmp_path_factory):
 def make(corpus):
     made = []
 
-    def build(split="train", process_index=0, process_count=1, **settings):
+    def build(split="train", share=None, **settings):
         settings = {"batch_size": BATCH, "seq_len": SEQ_LEN, "seed": 7, **settings}
         paths = {"path": str(corpus / "train.jsonl"), "held_out_path": str(corpus / "held_out.jsonl")}
         config = DataConfig(**{**paths, **settings})
-        share = {"process_index": process_index, "process_count": process_count}
-        made.append(make_dataset(config, Numbers(), cache_dir=corpus / "cache", split=split, **share))
+        made.append(make_dataset(config, Numbers(), cache_dir=corpus / "cache", split=split, rows=share))
         return made[-1]
 
     yield build
@@ -206,17 +205,12 @@ def test_resume_with_other_batches(make):
 
 
 @pytest.mark.parametrize("split", ["train", "held_out"])
-@pytest.mark.parametrize("count", [2, 4])
-def test_processes_share_the_same_global_batches(make, split, count):
+@pytest.mark.parametrize("share", [[0, 1], [2], [0, 3], [3, 1, 2]])
+def test_a_process_gets_its_rows_of_the_same_global_batches(make, split, share):
     alone = make(split)
-    length = alone.rows_per_epoch // BATCH + 1
-    shares = [take(make(split, index, count), length) for index in range(count)]
-    together = [
-        Batch(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in FIELDS})
-        for parts in zip(*shares, strict=True)
-    ]
-    assert shares[0][0].tokens.shape == (BATCH // count, SEQ_LEN)
-    equal(together, take(alone, length))
+    whole = take(alone, alone.rows_per_epoch // BATCH + 1)
+    rows = [Batch(**{name: getattr(batch, name)[share] for name in FIELDS}) for batch in whole]
+    equal(take(make(split, share), len(whole)), rows)
 
 
 def test_seeds_give_other_orders(make):
@@ -249,8 +243,8 @@ def test_states_of_other_text_are_refused(make, corpus, tmp_path):
         ({"seed": -1}, r"DataConfig.seed=-1 must be"),
         ({"held_out_fraction": 1.0}, r"held_out_fraction=1.0 must be below 1"),
         ({"held_out_fraction": -0.1}, r"held_out_fraction=-0.1 must be"),
-        ({"process_count": 3}, r"DataConfig.batch_size=4 must be a multiple of process_count=3"),
-        ({"process_count": 2, "process_index": 2}, r"process_index=2 must be below process_count=2"),
+        ({"share": [0, 4]}, r"rows=\(0, 4\) must be one or more of the rows 0 to 3 .* DataConfig.batch_size=4"),
+        ({"share": []}, r"rows=\(\) must be one or more of the rows 0 to 3"),
         ({"split": "heldout"}, r"Did you mean 'held_out'"),
     ],
 )
@@ -352,12 +346,11 @@ def chats(tmp_path_factory):
 def make_chats(chats):
     made = []
 
-    def build(split="train", process_index=0, process_count=1, **settings):
+    def build(split="train", share=None, **settings):
         settings = {"batch_size": BATCH, "seq_len": SEQ_LEN, "seed": 7, "held_out_fraction": 0.3, **settings}
         config = DataConfig(path=str(chats / "a.jsonl"), **settings)
-        share = {"process_index": process_index, "process_count": process_count}
         cache = chats / f"cache {config.held_out_fraction}"
-        made.append(make_dataset(config, Numbers(), cache_dir=cache, split=split, template=TALK, **share))
+        made.append(make_dataset(config, Numbers(), cache_dir=cache, split=split, template=TALK, rows=share))
         return made[-1]
 
     yield build
@@ -420,7 +413,7 @@ def test_conversations_are_resumed_at_any_row(make_chats):
 
 
 def test_processes_share_the_batches_of_conversations(make_chats):
-    alone, shares = take(make_chats(), 6), [take(make_chats("train", index, 2), 6) for index in range(2)]
-    for batch, *parts in zip(alone, *shares, strict=True):
-        for name in FIELDS:
-            np.testing.assert_array_equal(getattr(batch, name), np.concatenate([getattr(one, name) for one in parts]))
+    for share in ([0, 2], [1, 3]):
+        for batch, part in zip(take(make_chats(), 6), take(make_chats("train", share), 6), strict=True):
+            for name in FIELDS:
+                np.testing.assert_array_equal(getattr(batch, name)[share], getattr(part, name))

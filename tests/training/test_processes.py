@@ -1,79 +1,133 @@
-"""Two real processes, two CPU devices each: they agree on flags, share batches, and the first one writes."""
+"""Two real processes, two CPU devices each: they share batches, agree, and end together; the first one writes."""
 
 import json
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 
 import jax
 import numpy as np
 import pytest
 
+from eqx_decoders.errors import ConfigError, EqxDecodersError
+from eqx_decoders.io.processes import VARIABLES, _meet, _places
 from eqx_decoders.layout import Layout
+from eqx_decoders.training import host_rows
 from eqx_decoders.training.data import Batch
 from eqx_decoders.training.metrics import read_metrics
-from eqx_decoders.training.processes import any_process, batch_share, place
+from eqx_decoders.training.processes import place
 from tests.commands import ENVIRONMENT, ROOT, call, flags, steps_of, write_corpus
 
 
-# Each process: (number, port, folder, arguments of the training program as JSON).
+# Each process: (folder, arguments of the training program as JSON).
 WORKER = """
-import json, pathlib, sys
+import json, os, pathlib, sys
 from unittest import mock
+folder, words, number = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2]), int(os.environ["JAX_PROCESS_ID"])
 import jax
-number, port, folder, words = int(sys.argv[1]), sys.argv[2], pathlib.Path(sys.argv[3]), json.loads(sys.argv[4])
-initialize = jax.distributed.initialize
-initialize(f"localhost:{port}", 2, number)
+from eqx_decoders.training import connected
 import numpy as np
 from eqx_decoders.cli import train as program
-from eqx_decoders.errors import ConfigError
+from eqx_decoders.errors import DataError
+from eqx_decoders.io import checkpoint
+from eqx_decoders.io.processes import first_then_all, from_first, gather
 from eqx_decoders.layout import Layout
-from eqx_decoders.training.data import Batch
-from eqx_decoders.training.processes import any_process, batch_share, place, wait_for_all
+from eqx_decoders.training import Batch, host_rows, place
+from eqx_decoders.training.data import Batches
 from eqx_decoders.training.run import Run
 
-assert jax.process_count() == 2 and len(jax.devices()) == 4
-flags = [any_process(flag) for flag in (False, number == 0, number == 1, True)]
-assert flags == [False, True, True, True], flags
-tokens, found = np.arange(8 * 6, dtype=np.int32).reshape(8, 6), {}
-for axes in ({"data": 4}, {"data": 2, "tensor": 2}, {"tensor": 4}, {"data": 2, "context": 2}, {"context": 4}):
-    layout = Layout.create(**axes)
-    index, count = batch_share(layout, 8)
-    rows = tokens[8 * index // count : 8 * (index + 1) // count]
-    batch = place(Batch(tokens=rows, loss_mask=rows > 3), layout, 8)
-    assert batch.tokens.shape == (8, 6)
-    for shard in batch.tokens.addressable_shards:
-        np.testing.assert_array_equal(shard.data, tokens[shard.index])
-    found[json.dumps(axes)] = [index, count, int(jax.jit(lambda x: x.sum())(batch.tokens))]
-devices = jax.devices()
-try:
-    batch_share(Layout.create(data=4, devices=[devices[i] for i in (0, 2, 1, 3)]), 8)
-except ConfigError as error:
-    found["interleaved"] = str(error)
-(folder / f"shares{number}.json").write_text(json.dumps(found))
-wait_for_all("shares")
+def check_batches():
+    assert jax.process_count() == 2 and len(jax.devices()) == 4
+    assert gather("numbers", number) == [0, 1] and from_first("first", number) == 0
+    file = folder / "file"
+    made = first_then_all("file", lambda: file.read_text() if file.exists() else file.write_text("x"), file)
+    assert made == (1, "x")[number]
+    devices, tokens, found = jax.devices(), np.arange(8 * 6, dtype=np.int32).reshape(8, 6), {}
+    meshes = [{"data": 4}, {"data": 2, "tensor": 2}, {"tensor": 4}, {"data": 2, "context": 2}, {"context": 4}]
+    for axes, order in [*((axes, (0, 1, 2, 3)) for axes in meshes), ({"fsdp": 4}, (0, 2, 1, 3))]:
+        layout = Layout.create(**axes, devices=[devices[i] for i in order])
+        held = host_rows(layout, 8)
+        rows = tokens[list(held)]
+        batch = place(Batch(tokens=rows, loss_mask=rows > 3), layout, 8)
+        for leaf, whole in ((batch.tokens, tokens), (batch.loss_mask, tokens > 3)):
+            assert leaf.shape == (8, 6)
+            for shard in leaf.addressable_shards:
+                np.testing.assert_array_equal(shard.data, whole[shard.index])
+        found[json.dumps([axes, order])] = [list(held), int(jax.jit(lambda x: x.sum())(batch.tokens))]
+    (folder / f"rows{number}.json").write_text(json.dumps(found))
 
-mock.patch("jax.distributed.initialize", lambda: found.setdefault("initialized", True)).start()
-for name in ("steps", "stopped"):
-    requested = name == "stopped" and number == 1  # the signal comes to one process alone
+def train(name, *more):
+    return program.main(["--distributed", "--run-dir", str(folder / name), *words, *more])
 
-    def interrupted(self, step, *rest, report=Run._report):
-        report(self, step, *rest)
-        if requested and step == 2:
-            self.interrupt._handle(15, None)
+def interrupted(self, step, *rest, report=Run._report):
+    report(self, step, *rest)
+    if number == 1 and step == 1:  # the signal comes to one process alone
+        self.interrupt._handle(15, None)
 
+def torn(path, read=checkpoint._read_manifest):
+    if number == 1 and path.name == "3":
+        raise checkpoint._Damaged("torn")
+    return read(path)
+
+tries = iter(range(100))
+
+def flaky(path, read=checkpoint._read_manifest):
+    if number == 1 and next(tries) == 0:
+        raise checkpoint._Unread("flaky")
+    return read(path)
+
+def broken(self, batch=Batches.__next__):
+    if number == 1 and self._row >= 8 * 4:
+        raise DataError("row 32 is torn")
+    return batch(self)
+
+with connected(60):
+    check_batches()
+    assert train("steps") == 0
     with mock.patch.object(Run, "_report", interrupted):
-        code = program.main(["--distributed", "--run-dir", str(folder / name), *words])
-    assert found["initialized"] and code == (143 if name == "stopped" else 0), code
-print("done", number)
+        assert train("stopped") == 143
+    with mock.patch.object(checkpoint, "_read_manifest", flaky), mock.patch.object(checkpoint, "PAUSES", (0.1,)):
+        assert train("stopped") == 0  # the step that could not be read at once is not set aside
+    with mock.patch.object(checkpoint, "_read_manifest", torn):
+        assert train("stopped", "--steps", "4") == 0
+    print("done", number, flush=True)
+    with mock.patch.object(Batches, "__next__", broken):
+        train("steps", "--steps", "6")
 """
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    """The folder in which two processes have trained, and the options of their runs."""
-    folder = tmp_path_factory.mktemp("two")
-    options = {
+def launch(folder, options, worker=False, **settings):
+    """Two processes of `worker`, by default the training program itself."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    settings = {"JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(ROOT), "JAX_NUM_PROCESSES": "2", **settings}
+    settings["JAX_COORDINATOR_ADDRESS"] = f"localhost:{port}"
+    settings |= {f"JAX_PERSISTENT_CACHE_MIN_{name}": "-1" for name in ("COMPILE_TIME_SECS", "ENTRY_SIZE_BYTES")}
+    words = list(map(str, flags(options)))
+    command = (
+        ["-c", WORKER, str(folder), json.dumps(words)] if worker else ["scripts/train.py", "--distributed", *words]
+    )
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    return [
+        subprocess.Popen([sys.executable, *command], env=ENVIRONMENT | settings | {"JAX_PROCESS_ID": number}, **pipes)
+        for number in "01"
+    ]
+
+
+def finish(processes, seconds):
+    try:
+        return [process.communicate(timeout=seconds)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def settings(folder):
+    return {
         "--data": write_corpus(folder / "corpus", 12, 40),
         "--init-from": ROOT / "tests" / "fixtures" / "chat_llama",
         "--steps": 3,
@@ -82,69 +136,129 @@ def two(tmp_path_factory):
         "--eval-every": 2,
         "--checkpoint-every": 2,
         "--held-out-fraction": 0.2,
-        "--sample-tokens": 0,
+        "--sample-tokens": 4,
     }
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    settings = {"JAX_NUM_CPU_DEVICES": "2", "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo", "PYTHONPATH": str(ROOT)}
-    settings["JAX_COMPILATION_CACHE_DIR"] = str(folder / "cache")
-    settings |= {f"JAX_PERSISTENT_CACHE_MIN_{name}": "-1" for name in ("COMPILE_TIME_SECS", "ENTRY_SIZE_BYTES")}
-    words = json.dumps([str(word) for word in flags(options)])
-    commands = [[sys.executable, "-c", WORKER, str(number), str(port), str(folder), words] for number in (0, 1)]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
-    processes = [subprocess.Popen(command, env=ENVIRONMENT | settings, **pipes) for command in commands]
-    try:
-        outputs = [process.communicate(timeout=400)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """The folder in which two processes have trained, the options of their runs, and what they printed."""
+    folder = tmp_path_factory.mktemp("two")
+    options = settings(folder)
+    processes = launch(folder, options, worker=True)
+    outputs = finish(processes, 400)
     for number, (process, output) in enumerate(zip(processes, outputs, strict=True)):
-        assert process.returncode == 0 and f"done {number}" in output, output[-4000:]
+        assert process.returncode == 3 and f"done {number}" in output, output[-4000:]
     return folder, options, outputs
 
 
-def test_rows_are_shared_as_the_mesh_splits_them(two):
-    shares = [json.loads((two[0] / f"shares{number}.json").read_text()) for number in (0, 1)]
+def test_every_process_places_the_rows_of_its_devices(two):
     total = sum(range(48))
-    for number, found in enumerate(shares):
-        sentence = found.pop("interleaved")
-        assert "the rows" in sentence and "not consecutive" in sentence and "order of their processes" in sentence
-        assert {tuple(json.loads(axes).items()): share for axes, share in found.items()} == {
-            (("data", 4),): [number, 2, total],
-            (("data", 2), ("tensor", 2)): [number, 2, total],
-            (("tensor", 4),): [0, 1, total],
-            (("data", 2), ("context", 2)): [number, 2, total],
-            (("context", 4),): [0, 1, total],
-        }
+    for number in (0, 1):
+        found = json.loads((two[0] / f"rows{number}.json").read_text())
+        half, whole = list(range(4 * number, 4 * number + 4)), list(range(8))
+        scattered = [0, 1, 4, 5] if number == 0 else [2, 3, 6, 7]
+        assert [held for held, _ in found.values()] == [half, half, whole, half, whole, scattered]
+        assert {sums for _, sums in found.values()} == {total}
 
 
 def test_a_run_of_two_processes_is_that_of_one(two):
-    """The same losses, each row written once, by the first process; only that one prints the result."""
+    """The same losses, each row written once, by the first process; only that one prints the result and the samples."""
     folder, options, outputs = two
-    call("train", "--run-dir", folder / "alone", *flags(options))
-    rows, alone = (steps_of(folder / name) for name in ("steps", "alone"))
+    _, alone_err = call("train", "--run-dir", folder / "alone", *flags(options))
+    rows, alone = (steps_of(folder / name)[:3] for name in ("steps", "alone"))
     assert [row["step"] for row in rows] == [1, 2, 3]
     for name in ("loss", "grad_norm", "tokens"):
         np.testing.assert_allclose([row[name] for row in rows], [row[name] for row in alone], rtol=1e-5)
-    held_out = [[row["eval_loss"] for row in read_metrics(folder / name / "metrics.jsonl") if "eval_loss" in row]
+    held_out = [[row["eval_loss"] for row in read_metrics(folder / name / "metrics.jsonl") if "eval_loss" in row][:2]
                 for name in ("steps", "alone")]  # fmt: skip
     np.testing.assert_allclose(*held_out, rtol=1e-5)
+    sample = next(line for line in alone_err.splitlines() if line.startswith("class Reader"))
     assert "held-out loss" in outputs[0] and "gzip" in outputs[0] and "gzip" not in outputs[1]
+    assert sample in outputs[0] and "class Reader" not in outputs[1]
     assert (folder / "steps" / "loss.png").exists()
 
 
 def test_a_signal_to_one_process_stops_both_after_the_same_step(two):
     folder, _, outputs = two
     assert all("stopped, saved at step 2" in output for output in outputs)
-    assert [row["step"] for row in steps_of(folder / "stopped")] == [1, 2]
-    assert not (folder / "stopped" / "loss.png").exists()
+    assert [row["step"] for row in steps_of(folder / "stopped")] == [1, 2, 3, 4]
+
+
+def test_all_go_back_to_the_step_that_each_of_them_can_read(two):
+    folder, _, outputs = two
+    assert all(output.count("resumed at step 2") == 2 for output in outputs)
+    assert all("torn Falling back to step 2" in output for output in outputs)
+    assert {path.name for path in (folder / "stopped" / "checkpoints").iterdir()} == {"2", "3.corrupt", "4"}
+
+
+def test_an_error_in_one_process_ends_both_with_its_sentence_and_exit_code(two):
+    _, _, outputs = two
+    assert "error: row 32 is torn" in outputs[1]
+    assert "error: process 1 (" in outputs[0] and "row 32 is torn" in outputs[0]
+
+
+def test_processes_that_do_not_come_are_named():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    found = {}
+
+    def meet(index):
+        try:
+            _meet(address, 4, index, 2)
+        except EqxDecodersError as error:
+            found[index] = str(error)
+
+    threads = [threading.Thread(target=meet, args=(index,)) for index in (0, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2 and all("processes 1, 3 of 4 did not start" in text for text in found.values())
+    with pytest.raises(EqxDecodersError, match=f"process 0 of 2 did not start, or does not reach {address}, within 1s"):
+        _meet(address, 2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "given, sentence",
+    [
+        ({"JAX_NUM_PROCESSES": "2"}, "JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID must be set, too"),
+        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2", "JAX_COORDINATOR_ADDRESS": "a:1"}, "JAX_PROCESS_ID=2: they"),
+        ({}, "set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID"),
+    ],
+)
+def test_without_a_cluster_the_environment_must_say_all(given, sentence, monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=sentence):
+        _places(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_ends_the_other_and_both_go_on(victim, tmp_path):
+    options = settings(tmp_path) | {"--run-dir": tmp_path / "run", "--steps": 400, "--eval-every": 0}
+    processes = launch(tmp_path, options)
+    while len(steps_of(tmp_path / "run") if (tmp_path / "run" / "metrics.jsonl").exists() else []) < 5:
+        assert all(process.poll() is None for process in processes)
+        time.sleep(0.1)
+    processes[victim].send_signal(signal.SIGKILL)
+    outputs = finish(processes, 60)
+    assert processes[1 - victim].returncode != 0
+    assert victim == 0 or ("process 1 (" in outputs[0] and "died, or is heard of no more" in outputs[0])
+    saved = max(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdecimal())
+    processes = launch(tmp_path, options | {"--steps": saved + 3})
+    outputs = finish(processes, 200)
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert [row["step"] for row in steps_of(tmp_path / "run")] == list(range(1, saved + 4))
 
 
 def test_one_process_holds_everything():
-    assert any_process(True) and not any_process(False)
     layout = Layout.create(data=4, tensor=2)
-    assert batch_share(layout, 8) == batch_share(Layout(), 8) == (0, 1)
+    assert host_rows(layout, 8) == host_rows(Layout(), 8) == range(8)
     tokens = np.arange(16, dtype=np.int32).reshape(8, 2)
     batch = place(Batch(tokens=tokens), layout, 8)
     assert isinstance(batch.tokens, jax.Array) and np.array_equal(batch.tokens, tokens)
