@@ -135,8 +135,9 @@ def connected(seconds: int | float = 300) -> Iterator[None]:
             _meet(address, count, index, seconds)
             # Its handler would take SIGTERM away from the run, which saves and stops by itself.
             jax.config.update("jax_enable_preemption_service", False)
+            # JAX aborts after half of its timeout, without a name: later than `_watch` does
             jax.distributed.initialize(
-                address, count, index, initialization_timeout=round(seconds) + 30, heartbeat_timeout_seconds=60
+                address, count, index, initialization_timeout=round(seconds) + 30, heartbeat_timeout_seconds=120
             )
     done, hook = threading.Event(), sys.excepthook
     thread = threading.Thread(target=_watch, args=(done,), daemon=True)
@@ -225,7 +226,7 @@ def _silent(beats: dict[str, str], seen: dict[str, tuple[str, float]]) -> dict[s
 def _hear(failure: dict[str, Any]) -> None:
     """End this process, unless it comes to an end of its own first."""
     end = time.monotonic() + GRACE
-    while time.monotonic() < end and not _lost.is_set():
+    while time.monotonic() < end and not _lost.is_set() and "silent" not in failure:
         if _leaving.wait(0.1):
             return
     delete_partial()

@@ -198,7 +198,7 @@ def test_an_error_in_one_process_ends_both_with_its_sentence_and_exit_code(two):
     assert "error: process 1 (" in outputs[0] and "row 32 is torn" in outputs[0]
 
 
-def test_processes_that_do_not_come_are_named():
+def test_processes_that_do_not_come_are_named(monkeypatch, tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
@@ -216,8 +216,11 @@ def test_processes_that_do_not_come_are_named():
     for thread in threads:
         thread.join()
     assert len(found) == 2 and all("processes 1, 3 of 4 did not start" in text for text in found.values())
-    with pytest.raises(EqxDecodersError, match=f"process 0 of 2 did not start, or does not reach {address}, within 1s"):
-        _meet(address, 2, 1, 1)
+    for name, value in zip(VARIABLES, (address, "2", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    words = ("--run-dir", tmp_path / "run", "--distributed", "--distributed-timeout", 1)
+    _, err = call("train", *words, code=1)
+    assert f"error: process 0 of 2 did not start, or does not reach {address}, within 1s" in err
 
 
 @pytest.mark.parametrize(
