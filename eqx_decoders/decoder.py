@@ -7,15 +7,15 @@ from typing import Any, Unpack
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.block import BlockConfig, BlockStats
 from eqx_decoders.config_json import from_plain, to_plain
 from eqx_decoders.context import Context, Execution, ExecutionOptions
-from eqx_decoders.eager import compiled_alone, concrete
+from eqx_decoders.eager import compiled_alone
 from eqx_decoders.errors import ConfigError, check, check_integer, check_number
+from eqx_decoders.inputs import check_inputs, check_shapes
 from eqx_decoders.layers.cache import Entries, KVCache
 from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.layers.embedding import (
@@ -421,64 +421,3 @@ def _whole(model: Decoder, tokens, positions, segment_ids, cache, key, embeds) -
 @compiled_alone
 def _embeddings(model: Decoder, tokens: Array) -> Array:
     return model.embedding(tokens, Context(positions=jnp.zeros(tokens.shape, jnp.int32), execution=model.execution))
-
-
-def check_shapes(
-    config: DecoderConfig,
-    tokens: Any,
-    positions: Any = None,
-    segment_ids: Any = None,
-    *,
-    embeds: Any = None,
-    name: str = "tokens",
-    **weights: Any,
-) -> tuple[int, int]:
-    """Rows and length of a model's inputs; ConfigError for those of a wrong rank, shape or dtype.
-
-    `name` is what the caller calls tokens; `weights` are further arrays of their shape, of any dtype.
-    """
-    check((tokens is None) != (embeds is None), "A decoder takes either tokens or embeds: give one of them.")
-    if embeds is not None:
-        shape, name = tuple(np.shape(embeds)), "embeds"
-        good = len(shape) == 3 and shape[2] == config.embed_dim
-        check(good, f"embeds of shape {shape} must be [batch, length, {config.embed_dim}].")
-    else:
-        shape = tuple(np.shape(tokens))
-        remedy = f": add the batch, {name}[None]" if len(shape) == 1 else ""
-        check(len(shape) == 2, f"{name} of shape {shape} must be [batch, length]{remedy}.")
-        _check_integers(name, tokens)
-    for other, array in {"positions": positions, "segment_ids": segment_ids, **weights}.items():
-        if array is not None:
-            rule = f"must be shaped like {name}, {shape[:2]}"
-            check(np.shape(array) == shape[:2], f"{other} of shape {np.shape(array)} {rule}.")
-            if other not in weights:
-                _check_integers(other, array)
-    return int(shape[0]), int(shape[-1 if embeds is None else 1])
-
-
-def _check_integers(name: str, array: Any) -> None:
-    dtype = np.asarray(array).dtype if isinstance(array, list | tuple) else array.dtype
-    check(bool(jnp.issubdtype(dtype, jnp.integer)), f"{name} of dtype {dtype} must be integers: .astype(int).")
-
-
-def check_inputs(
-    config: DecoderConfig,
-    tokens: Any,
-    positions: Any = None,
-    segment_ids: Any = None,
-    *,
-    name: str = "tokens",
-    **more: Any,
-) -> None:
-    """`check_shapes` and, where their values are known, whether ids that are no padding are in the vocabulary."""
-    check_shapes(config, tokens, positions, segment_ids, name=name, **more)
-    ids, places, documents = concrete(tokens), concrete(positions), concrete(segment_ids)
-    if ids is None or (places is None) != (positions is None) or (documents is None) != (segment_ids is None):
-        return
-    bad = (ids < 0) | (ids >= config.vocab_size)
-    bad &= True if places is None else places >= 0
-    bad &= True if documents is None else documents != 0
-    wrong = ids[bad]
-    some = ", ".join(map(str, wrong[:5])) + (", ..." if wrong.size > 5 else "")
-    rule = f"ids must be 0 to {config.vocab_size - 1}, below DecoderConfig.vocab_size"
-    check(wrong.size == 0, f"{name} holds {some}, but {rule}. Is it the text of another tokenizer?")

@@ -14,8 +14,9 @@ ROOT = pathlib.Path(__file__).parent.parent / "eqx_decoders"
 
 # Each part may import from itself and from those that stand before it.
 ORDER = [
-    "errors", "lazy", "eager", "axes", "layout", "numerics", "prng", "sampling", "remat", "context", "layers", "block",
-    "stack", "mtp", "config_json", "decoder", "create", "families", "io", "inference", "describe", "training", "cli",
+    "errors", "lazy", "eager", "inputs", "axes", "layout", "numerics", "prng", "sampling", "remat", "context", "layers",
+    "block", "stack", "mtp", "config_json", "decoder", "create", "families", "io", "inference", "describe", "training",
+    "cli",
 ]  # fmt: skip
 
 

@@ -12,10 +12,11 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.create import init_cache
-from eqx_decoders.decoder import Decoder, check_inputs, check_shapes
+from eqx_decoders.decoder import Decoder
 from eqx_decoders.eager import concrete
 from eqx_decoders.errors import ConfigError, check, check_integer
 from eqx_decoders.inference.speculative import check_draft, speculate, stream_speculative
+from eqx_decoders.inputs import check_inputs, check_shapes
 from eqx_decoders.layers.embedding import LearnedPositions
 from eqx_decoders.sampling import Greedy, Sampler, SamplerArrays, is_stop, sample_token
 

@@ -33,7 +33,6 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, PyTree, Shaped, UInt32
 from orbax.checkpoint import v1 as ocp
-from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
 
 from eqx_decoders.axes import named_leaves, path_name
 from eqx_decoders.errors import CheckpointError, check, check_integer
@@ -295,13 +294,14 @@ def _load_newest(
         try:
             manifest = _together(lambda path=path: _read_manifest(path))
             arrays = _together(lambda path=path, manifest=manifest: _load(path, manifest, template, prefix))
-            tree = _verified(path, manifest, template, prefix, arrays, verify)
+            if verify:
+                _verify(path, manifest, arrays)
         except _Damaged as error:
             damaged[candidate] = str(error)
             continue
         for reason in damaged.values():
             warn(f"{reason} Falling back to step {candidate}.")
-        return tree, manifest, list(damaged)
+        return _filled(template, prefix, arrays), manifest, list(damaged)
     # Nothing is set aside here: the next start must not find an empty directory and begin from scratch.
     raise CheckpointError("\n".join([f"No step in {directory} can be loaded.", *damaged.values()]))
 
@@ -312,7 +312,8 @@ def _together(read: Callable[[], T]) -> T:
     What cannot be read may be sound, on a disk or in a network that is out of order: it is read again, by all, before
     it counts as damaged. Errors of the system that stay are no damage, and raised as they are.
     """
-    for pause in (*PAUSES, None):
+    pauses = iter(PAUSES)
+    while True:
         failed = value = None
         try:
             value = read()
@@ -324,14 +325,13 @@ def _together(read: Callable[[], T]) -> T:
             return cast(T, value)
         if not any(again for _, again in told):
             raise _Damaged(reason)
-        if pause is None:
+        if (pause := next(pauses, None)) is None:
             raise CheckpointError(f"{reason} It was tried {len(PAUSES) + 1} times: start again when it can be read.")
         time.sleep(pause)
-    raise AssertionError  # the last pause is None
 
 
 def _load(path: Path, manifest: dict[str, Any], template: PyTree, prefix: str) -> dict[str, Any]:
-    """The arrays of a step whose path begins with `prefix`, without it, as the template has them."""
+    """The arrays of a step whose path begins with `prefix`, sharded as those of the template."""
     want = {prefix + name: leaf for name, leaf in _arrays(template).items()}
     have = {name: entry for name, entry in manifest["arrays"].items() if name.startswith(prefix)}
     model = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in want.items()}
@@ -356,20 +356,19 @@ def _load(path: Path, manifest: dict[str, Any], template: PyTree, prefix: str) -
     return loaded
 
 
-def _verified(
-    path: Path, manifest: dict[str, Any], template: PyTree, prefix: str, loaded: dict[str, Any], verify: bool
-) -> PyTree:
-    """The template with the arrays that were loaded. Their fingerprints are the same in all processes."""
-    want = {prefix + name: leaf for name, leaf in _arrays(template).items()}
-    have = {name: entry for name, entry in manifest["arrays"].items() if name.startswith(prefix)}
-    if verify:
-        sums = _fingerprints(loaded)
-        bad = [name for name, entry in have.items() if sums[name] != entry["fingerprint"]]
-        if bad:
-            raise _Damaged(f"Checkpoint {path}: {len(bad)} of {len(have)} arrays are damaged: {', '.join(bad)}.")
-    for name, leaf in want.items():
+def _verify(path: Path, manifest: dict[str, Any], loaded: dict[str, Any]) -> None:
+    """Raise `_Damaged` for arrays that are not those which were saved; in all processes, as fingerprints are equal."""
+    sums, saved = _fingerprints(loaded), manifest["arrays"]
+    bad = [name for name in saved if name in sums and sums[name] != saved[name]["fingerprint"]]
+    if bad:
+        raise _Damaged(f"Checkpoint {path}: {len(bad)} of {len(sums)} arrays are damaged: {', '.join(bad)}.")
+
+
+def _filled(template: PyTree, prefix: str, loaded: dict[str, Any]) -> PyTree:
+    """The template with the arrays that were loaded; those that it has uncommitted are so."""
+    for name, leaf in _arrays(template).items():
         if not getattr(leaf, "committed", leaf.sharding is not None):
-            loaded[name] = _uncommitted(loaded[name])
+            loaded[prefix + name] = _uncommitted(loaded[prefix + name])
     return jax.tree_util.tree_map_with_path(lambda at, leaf: loaded.get(prefix + path_name(at), leaf), template)
 
 
@@ -429,10 +428,10 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 def _unreadable(error: Exception, sentence: str) -> CheckpointError:
     """Damage, unless this process lacks memory or permissions: then it could not read any other step either."""
-    for cause in _causes(error):
+    causes = _causes(error)
+    for cause in causes:
         if isinstance(cause, KeyboardInterrupt):
             raise cause
-    causes = _causes(error)
     ours = any(isinstance(cause, MemoryError | PermissionError | jax.errors.JaxRuntimeError) for cause in causes)
     texts = [f"{errno.errorcode.get(getattr(cause, 'errno', None) or 0)} {cause}" for cause in causes]
     system = any(word in text for word in TRANSIENT for text in texts)
@@ -457,6 +456,8 @@ def _same_operation() -> None:
     """Orbax counts its operations in each process, and saves only where all have counted the same."""
     if jax.process_count() == 1:
         return
+    from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator
+
     last = max(map(int, gather("operation", OperationIdGenerator.get_current_operation_id())))
     while int(OperationIdGenerator.get_current_operation_id()) < last:
         OperationIdGenerator.next_operation_id()

@@ -143,7 +143,7 @@ def connected(seconds: int | float = 300) -> Iterator[None]:
     thread = threading.Thread(target=_watch, args=(done,), daemon=True)
     thread.start()
     sys.excepthook = _excepthook
-    yield
+    yield  # no `finally`: an error is the program's or the hook's to `leave` by, with the thread still at work
     gather("end")
     done.set()
     thread.join()

@@ -136,6 +136,27 @@ def prepare_tokenizer(folder: Path, spec: str, config: DataConfig, vocab_size: i
     return tokenizer
 
 
+def open_tokens(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    folder: str | Path,
+    *,
+    template: ChatTemplate | None = None,
+    most: int | None = None,
+) -> TokenStore:
+    """The tokens of the data, made in `folder` if they are not there (see `open_store`)."""
+    return open_store(
+        folder,
+        tokenizer,
+        path=config.path,
+        held_out_path=config.held_out_path,
+        held_out_fraction=config.held_out_fraction,
+        text_field=config.text_field,
+        template=template,
+        most=most,
+    )
+
+
 def make_dataset(
     config: DataConfig,
     tokenizer: Tokenizer,
@@ -159,15 +180,7 @@ def make_dataset(
     rule = f"rows={rows} must be one or more of the rows 0 to {config.batch_size - 1} of a batch"
     fits = len(rows) > 0 and min(rows) >= 0 and max(rows) < config.batch_size
     check(fits, f"{rule}: DataConfig.batch_size={config.batch_size}.")
-    store = open_store(
-        cache_dir,
-        tokenizer,
-        path=config.path,
-        held_out_path=config.held_out_path,
-        held_out_fraction=config.held_out_fraction,
-        text_field=config.text_field,
-        template=template,
-    )
+    store = open_tokens(config, tokenizer, cache_dir, template=template)
     few = "give more documents, or --held-out (DataConfig.held_out_path)"
     remedy = few if split == "held_out" else "lower --held-out-fraction (DataConfig.held_out_fraction)"
     check(store.counts(split).documents > 0, f"the split {split!r} of the data is empty: {remedy}.", DataError)

@@ -8,10 +8,10 @@ import numpy as np
 from eqx_decoders.io.chat import ChatTemplate, load_chat_template
 from eqx_decoders.io.hub import resolve
 from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, train_bpe
-from eqx_decoders.training.data import training_texts
+from eqx_decoders.training.data import open_tokens, training_texts
 from eqx_decoders.training.runs import SOURCE, resume_settings, run_template
 from eqx_decoders.training.settings import TrainConfig
-from eqx_decoders.training.token_store import TokenStore, open_store
+from eqx_decoders.training.token_store import TokenStore
 
 
 SHOWN, TOKENS = 3, 400  # documents, and tokens of each
@@ -29,16 +29,8 @@ def describe_data(settings: TrainConfig, *, colours: bool = False) -> str:
     tokenizer, template = _tokenizer_and_template(settings, run)
     made = (run / "data" / "manifest.json").exists()
     with tempfile.TemporaryDirectory() as scratch:
-        store = open_store(
-            run / "data" if made else scratch,
-            tokenizer,
-            path=data.path,
-            held_out_path=data.held_out_path,
-            held_out_fraction=data.held_out_fraction,
-            text_field=data.text_field,
-            template=template,
-            most=None if made else MOST,
-        )
+        folder, most = (run / "data", None) if made else (scratch, MOST)
+        store = open_tokens(data, tokenizer, folder, template=template, most=most)
         chosen = store.documents("train")
         shown = [_document(store, tokenizer, document, MARKS[colours]) for document in chosen[:SHOWN].tolist()]
         return "\n\n".join([*shown, _counts(store, data.seq_len, not made and len(store) >= MOST)])

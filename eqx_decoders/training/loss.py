@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.block import BlockStats
-from eqx_decoders.decoder import Decoder, check_inputs
+from eqx_decoders.decoder import Decoder
 from eqx_decoders.eager import compiled_alone
+from eqx_decoders.inputs import check_inputs
 from eqx_decoders.layers.embedding import padded_positions
 from eqx_decoders.layers.router import RoutingStats
 from eqx_decoders.mtp import same_document, shift_left

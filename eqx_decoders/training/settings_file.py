@@ -53,7 +53,7 @@ def _yaml(text: str, path: Path) -> Any:
     except ImportError as error:
         raise need_extra("pyyaml", "train") from error
 
-    class Loader(yaml.BaseLoader):  # which makes texts of all scalars
+    class Loader(yaml.BaseLoader):  # which makes nothing but texts, lists and mappings
         def construct_scalar(self, node: Any) -> str:
             word = super().construct_scalar(node)
             return word if node.style else _Plain(word)
