@@ -165,12 +165,12 @@ def test_hostile_templates_end_in_a_sentence(name, monkeypatch):
 
 
 def test_a_template_has_a_second_of_processor_time():
-    """Of processor time: other programs may keep the machine busy."""
+    """Of processor time: other programs may keep the machine busy. (The limit's clock and the one read here differ a little.)"""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with pytest.raises(ConversionError, match="takes more than 1 s of processor time"):
         ChatTemplate(source=HOSTILE["nested ranges"][0]).render(HELLO)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert 1 < (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 5
+    assert 0.8 < (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < 5
 
 
 def test_the_time_is_that_of_each_and_of_all(monkeypatch):
