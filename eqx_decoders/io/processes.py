@@ -28,6 +28,7 @@ from eqx_decoders.io.waiting import Waiting, delete_partial, duration
 
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+AHEAD = 2  # steps, or batches of an evaluation, that are computed before the results of the first of them are read
 WAIT = 1800.0  # seconds for the others to come where all have the same to do
 BEAT, SILENT, SUSPECT = 2.0, 30.0, 10.0  # seconds: between two signs of life; without one; without one, after an error
 GRACE, LAST = 10.0, 20.0  # seconds: to come to the same error; that the first process waits for the others to leave
@@ -95,9 +96,9 @@ def wait_for(there: Callable[[], bool], otherwise: str, seconds: int | float = 6
 class Stop:
     """Whether all processes stop now, because one of them was asked to.
 
-    All must call it at the same points, and compute something together between two of them. Who is asked to stop says
-    that it will at the next point. The others read that there, at the latest: they can't come to it without this one,
-    which had said so before it went on.
+    All must call it at the same points, compute something together between two of them, and read its results before
+    `AHEAD` more such things are begun. Who is asked to stop says that it will `AHEAD + 1` points later. The others read
+    that there, at the latest: they can't come to it without this one, which had said so before it went on.
     """
 
     _numbers = itertools.count()
@@ -113,7 +114,7 @@ class Stop:
         self._point += 1
         told = _read(self._key)
         if told is None and self._requested():
-            told = _write_first(self._key, self._point + 1)
+            told = _write_first(self._key, self._point + 1 + AHEAD)
         self.agreed = told is not None and self._point >= told
         return self.agreed
 

@@ -7,7 +7,7 @@ import itertools
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from eqx_decoders.errors import DataError, EqxDecodersError, check
 from eqx_decoders.io.checkpoint import Checkpoints
 from eqx_decoders.io.huggingface import abstract_hf
 from eqx_decoders.io.peft import save_peft
-from eqx_decoders.io.processes import Stop, first_then_all, from_first, gather, wait_for, wait_for_verdict
+from eqx_decoders.io.processes import AHEAD, Stop, first_then_all, from_first, gather, wait_for, wait_for_verdict
 from eqx_decoders.io.rundir import EXIT_SIGTERM, Interrupt, RunLock
 from eqx_decoders.io.tokenizer import Tokenizer
 from eqx_decoders.io.waiting import Waiting, showing
@@ -27,7 +27,8 @@ from eqx_decoders.training.balance import relative_loads, routing_report
 from eqx_decoders.training.data import Batch, Batches, make_dataset, prepare_tokenizer
 from eqx_decoders.training.evaluation import HeldOut, evaluate, sample_text
 from eqx_decoders.training.flops import device_flops, flops_per_token
-from eqx_decoders.training.metrics import MetricsRow
+from eqx_decoders.training.goodput import Goodput, WallTime
+from eqx_decoders.training.metrics import MetricsRow, read_metrics
 from eqx_decoders.training.plots import plot_loads, plot_losses
 from eqx_decoders.training.processes import host_rows, place
 from eqx_decoders.training.progress import Progress
@@ -76,6 +77,20 @@ def train(config: TrainConfig) -> int:
         raise EqxDecodersError(run.out_of_memory(str(error))) from error
 
 
+class Taken(NamedTuple):
+    """A step that was given to the devices, and that may not be done yet.
+
+    `begun` and `waited`: when the host began with it, and for how many seconds the devices waited for its batch.
+    """
+
+    step: int
+    metrics: StepMetrics
+    routing: Any
+    epochs: float
+    begun: float
+    waited: float
+
+
 class Run:
     """One process's part of a run. `train` prepares everything, takes the steps and finishes the run."""
 
@@ -89,8 +104,13 @@ class Run:
         self.stop = Stop(lambda: self.interrupt.requested)
         self.skipped_in_a_row = 0
         self.expert_counts: collections.deque[np.ndarray] = collections.deque(maxlen=LOAD_STEPS)
+        self.taken: collections.deque[Taken] = collections.deque()  # whose metrics were not read yet
+        self.read_at = 0.0  # when those of a step were read last
+        self.row: MetricsRow = {}
+        self.seconds: collections.deque[float] = collections.deque(maxlen=8)  # of the last steps
         self.tracing = False
         self.step_bytes: int | None = None
+        self.time = WallTime("starting")
 
     def train(self) -> int:
         """The whole run; the exit code."""
@@ -110,10 +130,13 @@ class Run:
                     if before is not None:
                         settings.write_bytes(before)
                 raise
+            self.goodput = self._goodput(start + 1)
             self.metrics = stack.enter_context(contextlib.closing(self._trackers(start + 1)))
             try:
                 with Progress(self.config.steps, start=start) as self.progress:
-                    state, step, stopped = self._steps(state, start)
+                    with self.time.doing("steps"):
+                        state, step, stopped = self._steps(state, start)
+                    self.time.switch("ending")
                     result = None if stopped else self._evaluate(state.averaged, step)
                     sample = "" if stopped else self._sample(state.averaged)
                 codes = gather("stopped", self.interrupt.exit_code)
@@ -254,6 +277,10 @@ class Run:
         part = f", {counts.targets:,} of them targets" * self.data.store.has_targets
         print_status(f"{counts.documents:,} documents, {counts.tokens:,} tokens{part}, {epoch:,} sequences an epoch")
 
+    def _goodput(self, first_step: int) -> Goodput:
+        path = self.dir / "metrics.jsonl"
+        return Goodput(read_metrics(path) if self.writes and path.exists() else (), start=first_step)
+
     def _trackers(self, first_step: int) -> Trackers:
         if not self.writes:
             return Trackers()
@@ -263,55 +290,99 @@ class Run:
     # --- steps --------------------------------------------------------------------------------------------------------
 
     def _steps(self, state: TrainState, step: int) -> tuple[TrainState, int, bool]:
-        """Steps until the last one or a signal: the state, the steps taken, and whether it was a signal."""
-        config = self.config
+        """Steps until the last one or a signal: the state, the steps taken, and whether it was a signal.
+
+        The devices never wait for the host: while they compute a step, the next batch is put there, the next step
+        follows, and the metrics of the one before the last are read.
+        """
+        config, batch = self.config, None
+        self.data_state = self.data.get_state()
         while step < config.steps:
             if self.stop():
+                self._read(state, step)
                 return state, step, True
             begun = time.perf_counter()
-            batch = place(next(self.data), self.layout, config.dataset.batch_size)
-            self._trace(step + 1)
+            batch, waited = batch or self._next_batch()
+            self._trace(state, step + 1)
             if self.interrupt.at_once:
                 self._compile(state, batch)
+                begun = time.perf_counter()
             state, metrics = self.trainer.step(state, batch)
-            metrics = jax.device_get(metrics)
             self.interrupt.at_once = False
             step += 1
-            self._report(step, state, metrics, time.perf_counter() - begun)
-            self._trace(step + 1)
-            if config.eval_every and step % config.eval_every == 0 and step < config.steps:
-                self._evaluate(state.averaged, step)
-                if (sample := self._sample(state.averaged)) and self.writes:
-                    self.progress.message(sample)
-            if step % config.checkpoint_every == 0 or step == config.steps:
+            self.data_state = self.data.get_state()  # before the batch of the next step is taken
+            self.taken.append(Taken(step, metrics, self._routing(metrics), self.data.epochs, begun, waited))
+            evaluates = config.eval_every and step % config.eval_every == 0 and step < config.steps
+            saves = step % config.checkpoint_every == 0 or step == config.steps
+            batch = None if step == config.steps else self._next_batch()
+            self._read(state, step, behind=0 if evaluates or saves else AHEAD)
+            self._trace(state, step + 1)
+            if evaluates:
+                with self.time.doing("evaluating"):
+                    self._evaluate(state.averaged, step)
+                    if (sample := self._sample(state.averaged)) and self.writes:
+                        self.progress.message(sample)
+            if saves:
                 self._save(step, state)
         return state, step, False
 
+    def _next_batch(self) -> tuple[Batch, float]:
+        """The next batch on the devices, and the seconds that these waited for it: none, if they had still work."""
+        begun = time.perf_counter()
+        with self.time.doing("waiting for data"):
+            rows = next(self.data)
+        waited = time.perf_counter() - begun
+        last: Any = self.taken[-1].metrics.loss if self.taken else None
+        busy = last is not None and not last.is_ready()
+        return place(rows, self.layout, self.config.dataset.batch_size), 0.0 if busy else waited
+
     def _compile(self, state: TrainState, batch: Batch) -> None:
-        with Waiting("compiling the first step", kept=self._kept(), show=self.progress.wait):
+        waiting = Waiting("compiling the first step", kept=self._kept(), show=self.progress.wait)
+        with self.time.doing("compiling"), waiting:
             self.step_bytes = self.trainer.compile(state, batch)
 
-    def _report(self, step: int, state: TrainState, metrics: StepMetrics, seconds: float) -> None:
-        """Write and show the metrics of a step; end the run after too many steps that were not finite."""
-        row = self._row(step, metrics, seconds)
-        self.metrics.write(row)
-        self.progress.update(step, row)
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if metrics.skipped else 0
+    def _routing(self, metrics: StepMetrics) -> Any:
+        """The report of the routing; computed now, since it would stand behind the next steps on the devices."""
+        if metrics.stats is None or metrics.stats.routing is None:
+            return None
+        return _routing_report(self.target.config, metrics.stats.routing)
+
+    def _read(self, state: TrainState, step: int, *, behind: int = 0) -> None:
+        """Read the metrics of all steps but so many; end the run after too many steps that were not finite."""
+        while len(self.taken) > behind:
+            self._report(self.taken.popleft())
+            if self.skipped_in_a_row >= self.config.max_skipped:
+                behind = 0  # if one of those under way is finite, the run goes on
         if self.skipped_in_a_row >= self.config.max_skipped:
             self._save(step, state)
             raise EqxDecodersError(
-                f"{self.skipped_in_a_row} steps in a row were not finite (loss={row['loss']}, "
-                f"grad_norm={row['grad_norm']}). The weights are still those of step {step - self.skipped_in_a_row}, "
-                f"saved as step {step}. Lower optimizer.learning_rate or look at the data, and start again."
+                f"{self.skipped_in_a_row} steps in a row were not finite (loss={self.row['loss']}, "
+                f"grad_norm={self.row['grad_norm']}). The weights are still those of step "
+                f"{step - self.skipped_in_a_row}, saved as step {step}. Lower optimizer.learning_rate or look at the "
+                "data, and start again."
             )
 
-    def _row(self, step: int, metrics: StepMetrics, seconds: float) -> MetricsRow:
+    def _report(self, taken: Taken) -> None:
+        """Write and show the metrics of a step, as soon as it is done."""
+        taken = taken._replace(**jax.device_get({"metrics": taken.metrics, "routing": taken.routing}))
+        now = time.perf_counter()
+        seconds, self.read_at = max(1e-9, now - max(self.read_at, taken.begun)), now
+        self.row = self._row(taken, seconds)
+        self.metrics.write(self.row)
+        self.progress.update(taken.step, self.row)
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if taken.metrics.skipped else 0
+
+    def _row(self, taken: Taken, seconds: float) -> MetricsRow:
+        metrics = taken.metrics
         names = ("loss", "nll", "accuracy", "tokens", "grad_norm", "learning_rate", "skipped")
-        row = {"step": step} | {name: getattr(metrics, name) for name in names}
-        row |= {"step_seconds": seconds, "epochs": self.data.epochs}
-        rate = self.step_flops / seconds
-        self.peak_flops = max(self.peak_flops, rate)  # what was seen can be done
-        row["mfu"] = rate / self.peak_flops
+        row = {"step": taken.step} | {name: getattr(metrics, name) for name in names}
+        row |= {"step_seconds": seconds, "data_wait": min(1.0, taken.waited / seconds), "epochs": taken.epochs}
+        row |= self.goodput.add(row)
+        self.seconds.append(seconds)
+        # what was seen can be done: over several steps, since a host that was late reads two at a time
+        best = self.step_flops * len(self.seconds) / sum(self.seconds)
+        self.peak_flops = max(self.peak_flops, best)
+        row["mfu"] = min(1.0, self.step_flops / seconds / self.peak_flops)
         used = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", self.step_bytes)
         if used is not None:
             row["peak_memory_gb"] = used / 1e9
@@ -320,7 +391,7 @@ class Run:
         if metrics.stats is not None and metrics.stats.activations is not None:
             row |= {f"activations/{name}": value for name, value in vars(metrics.stats.activations).items()}
         if metrics.stats is not None and metrics.stats.routing is not None:
-            row |= jax.device_get(_routing_report(self.target.config, metrics.stats.routing))
+            row |= taken.routing
             self.expert_counts.append(np.asarray(metrics.stats.routing.counts))
         return row
 
@@ -351,14 +422,18 @@ class Run:
         return sample_text(model, self.tokenizer, config.prompt, max_new_tokens=new, seed=seed)
 
     def _save(self, step: int, state: TrainState) -> None:
-        self.checkpoints.save(step, state, data_state=self.data.get_state(), config=settings_json(self.config))
+        with self.time.doing("saving"):
+            self.checkpoints.save(step, state, data_state=self.data_state, config=settings_json(self.config))
 
-    def _trace(self, step: int) -> None:
+    def _trace(self, state: TrainState, step: int) -> None:
         """Start the profiler before the first step of `profile`, and stop it after the last."""
         wanted = self.config.profile is not None and self.config.profile[0] <= step <= self.config.profile[1]
-        if wanted and not self.tracing:
+        if wanted == self.tracing:
+            return
+        self._read(state, step - 1)  # nothing is under way where a trace begins and ends
+        if wanted:
             jax.profiler.start_trace(str(self.dir / "profile"))
-        elif self.tracing and not wanted:
+        else:
             jax.profiler.stop_trace()
         self.tracing = wanted
 
@@ -379,6 +454,8 @@ class Run:
         loads = relative_loads(self.target.config, np.sum(self.expert_counts, axis=0)) if self.expert_counts else {}
         if loads:
             plot_loads(loads, self.dir / "expert_load.png")
+        goodput = f"; goodput of the run {self.row['goodput']:.0%}" if self.row else ""
+        print_status(f"time of this process: {self.time.text()}{goodput}")
         print(f"\ncheckpoints, metrics.jsonl, loss.png{' and expert_load.png' * bool(loads)} are in {self.dir}")
         if loads:
             worst, steps = ", ".join(f"{load.max():.2f}" for load in loads.values()), len(self.expert_counts)

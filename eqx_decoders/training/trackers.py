@@ -1,12 +1,16 @@
 """Where else the metrics of a run go: TensorBoard, Weights & Biases, MLflow, or any other tracker.
 
-A run that is resumed goes on in the same run of its trackers, whose ids it keeps in `trackers.json`. Rows that a killed
-process had written behind its last checkpoint are computed again and are not logged twice.
+They get their rows from a thread, so that a slow service doesn't slow the training. A run that is resumed goes on in
+the same run of its trackers, whose ids it keeps in `trackers.json`. Rows that a killed process had written behind its
+last checkpoint are computed again and are not logged twice; the last few may be missing there, never in
+`metrics.jsonl`.
 """
 
 import json
 import logging
 import os
+import queue
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -111,28 +115,52 @@ class MLflow:
 
 
 class Trackers:
-    """Several trackers as one. One that fails is reported and left out; the metrics file is tried again instead."""
+    """Several trackers as one: the metrics file gets a row at once, the others get it from a thread of their own.
+
+    One that fails is reported and left out; the metrics file is tried again instead.
+    """
 
     def __init__(self, *trackers: Tracker, warn: Callable[[str], None] = _log.warning):
-        self._trackers = list(trackers)
+        self._files = [tracker for tracker in trackers if isinstance(tracker, MetricsFile)]
+        self._services = [tracker for tracker in trackers if not isinstance(tracker, MetricsFile)]
         self._warn = warn
         self._failed: set[int] = set()
+        self._rows: queue.Queue[MetricsRow | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._log_rows, daemon=True)
 
     def write(self, row: MetricsRow) -> None:
-        for tracker in tuple(self._trackers):
-            self._try(tracker, lambda tracker=tracker: tracker.write(row))
+        """Log a row, whose values must not change afterwards."""
+        for file in self._files:
+            self._try(file, lambda file=file: file.write(row))
+        if self._services:
+            if self._thread.ident is None:
+                self._thread.start()
+            self._rows.put(row)
+
+    def flush(self) -> None:
+        """Wait until all have the rows that were written."""
+        self._rows.join()
 
     def close(self) -> None:
-        for tracker in tuple(self._trackers):
+        if self._thread.ident is not None:
+            self._rows.put(None)
+            self._thread.join()
+        for tracker in (*self._files, *self._services):
             self._try(tracker, tracker.close)
+
+    def _log_rows(self) -> None:
+        while (row := self._rows.get()) is not None:
+            for tracker in tuple(self._services):
+                self._try(tracker, lambda tracker=tracker, row=row: tracker.write(row))
+            self._rows.task_done()
 
     def _try(self, tracker: Tracker, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception as error:
-            lasting = isinstance(tracker, MetricsFile)
+            lasting = tracker in self._files
             if not lasting:
-                self._trackers.remove(tracker)
+                self._services.remove(tracker)
             if id(tracker) not in self._failed:
                 self._failed.add(id(tracker))
                 fate = "may miss rows" if lasting else "is left out from here"

@@ -62,9 +62,9 @@ def check_batches():
 def train(name, *more):
     return program.main(["--distributed", "--run-dir", str(folder / name), *words, *more])
 
-def interrupted(self, step, *rest, report=Run._report):
-    report(self, step, *rest)
-    if number == 1 and step == 1:  # the signal comes to one process alone
+def interrupted(self, taken, report=Run._report):
+    report(self, taken)
+    if number == 1 and taken.step == 1:  # the signal comes to one process alone
         self.interrupt._handle(15, None)
 
 def torn(path, read=checkpoint._read_manifest):

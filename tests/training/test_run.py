@@ -28,9 +28,10 @@ from eqx_decoders.training.evaluation import evaluate
 from eqx_decoders.training.lora import LoRAConfig
 from eqx_decoders.training.metrics import read_metrics
 from eqx_decoders.training.optimizer import OptimizerConfig
+from eqx_decoders.training.run import Run
 from eqx_decoders.training.runs import load_run, resume_settings
 from eqx_decoders.training.settings import MeshConfig, TrainConfig, load_settings
-from eqx_decoders.training.step import StepConfig
+from eqx_decoders.training.step import StepConfig, Trainer
 from tests.commands import ROOT, call, flags, steps_of, write_corpus
 
 
@@ -254,12 +255,62 @@ def test_a_run_in_half_precision_gets_running_means_with_which_it_is_evaluated(f
 
 @shows("TrainConfig.max_skipped")
 def test_too_many_steps_that_are_not_finite_end_the_run(folder):
+    """Those that were begun before it was known end, too, and are told of."""
     options = dict(optimizer__learning_rate=1e30, max_skipped=2, steps=9, held_out_fraction=0, sample_tokens=0)
-    run = Trained(folder / "skipped", data=folder / "texts", code=1, **options)
-    assert run.column("skipped") == [False, True, True]
-    sentence = r"error: 2 steps in a row were not finite \(loss=nan, .* The weights are still those of step 1, saved as"
+    run = Trained(folder / "skipped", data=folder / "texts", code=1, **options, checkpoint_every=9, eval_every=0)
+    assert run.column("skipped") == [False, True, True, True, True]
+    sentence = r"error: 4 steps in a row were not finite \(loss=nan, .* The weights are still those of step 1, saved as"
     assert re.search(sentence, run.err), run.err
-    assert Checkpoints(run.dir / "checkpoints").latest == 3
+    assert Checkpoints(run.dir / "checkpoints").latest == 5
+
+
+def test_the_devices_do_not_wait_for_the_host(folder):
+    """A step is begun before the metrics of the last two are read; all are read before a checkpoint, in order."""
+    seen = []
+    step, report, save = Trainer.step, Run._report, Run._save
+
+    def begun(self, state, batch):
+        seen.append("step")
+        assert isinstance(batch.tokens, jax.Array)
+        return step(self, state, batch)
+
+    def read(self, taken):
+        seen.append(taken.step)
+        report(self, taken)
+
+    def saved(self, *args):
+        seen.append("save")
+        save(self, *args)
+
+    options = QUICK | {"--steps": 6, "--checkpoint-every": 4, "--data": folder / "texts"}
+    with mock.patch.multiple(Run, _report=read, _save=saved), mock.patch.object(Trainer, "step", begun):
+        call("train", "--run-dir", folder / "ahead", *flags(OPTIONS | options))
+    assert seen == [*("step", "step", "step", 1, "step", 2, 3, 4, "save"), *("step", "step", 5, 6, "save")]
+
+
+def test_a_run_tells_where_its_time_goes(folder):
+    """Of both starts; what was computed twice counts once."""
+    options = QUICK | {"--checkpoint-every": 2, "--data": folder / "texts"}
+    run, words = folder / "time", flags(OPTIONS | options)
+    save = Run._save
+
+    def killed(self, step, state):
+        assert step < 4
+        save(self, step, state)
+
+    with mock.patch.object(Run, "_save", killed), pytest.raises(AssertionError):
+        call("train", "--run-dir", run, *words)
+    before = steps_of(run)
+    assert [row["step"] for row in before] == [1, 2, 3, 4]
+    _, err = call("train", "--run-dir", run, *words)
+    rows = steps_of(run)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and rows[:2] == before[:2]
+    assert rows[2]["run_seconds"] > before[3]["run_seconds"], "of both starts"
+    productive = sum(row["step_seconds"] * (1 - row["data_wait"]) for row in rows)
+    assert rows[3]["goodput"] == pytest.approx(productive / rows[3]["run_seconds"], rel=1e-6)
+    assert all(0 <= row["data_wait"] <= 1 for row in rows)
+    share = round(100 * rows[3]["goodput"])
+    assert re.search(rf"time of this process: starting \d+%, .*; goodput of the run {share}%", err), err
 
 
 @shows("TrainConfig.mtp_depths", "TrainConfig.bpe_vocab_size")

@@ -3,6 +3,7 @@
 import importlib.machinery
 import json
 import sys
+import threading
 import types
 
 import jax.numpy as jnp
@@ -166,8 +167,10 @@ def test_one_that_fails_later_is_reported_once_and_left_out(service, tmp_path):
     said = []
     trackers = open_trackers(("wandb", "tensorboard"), tmp_path, SETTINGS, start=1, warn=said.append)
     trackers.write(row(1))
+    trackers.flush()
     service.broken = True
     trackers.write(row(2))
+    trackers.flush()
     service.broken = False
     trackers.write(row(3))
     trackers.close()
@@ -177,6 +180,26 @@ def test_one_that_fails_later_is_reported_once_and_left_out(service, tmp_path):
     ]
     assert [step for step, *_ in service.runs["w0"]] == [1] and "finished" not in service.seen
     assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_slow_service_does_not_slow_the_training(tmp_path):
+    answered, got = threading.Event(), []
+
+    class Slow:
+        def write(self, row):
+            assert answered.wait(60)
+            got.append(row["step"])
+
+        def close(self):
+            got.append("closed")
+
+    trackers = Trackers(MetricsFile(tmp_path / "m.jsonl"), Slow())
+    for step in (1, 2, 3):
+        trackers.write(row(step))
+    assert [r["step"] for r in read_metrics(tmp_path / "m.jsonl")] == [1, 2, 3] and not got
+    answered.set()
+    trackers.close()
+    assert got == [1, 2, 3, "closed"]
 
 
 def test_the_metrics_file_is_tried_again(tmp_path):
