@@ -7,6 +7,7 @@ Each training step is measured in a process of its own, so that its peak memory 
 """
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import os
@@ -28,7 +29,7 @@ from eqx_decoders.families.llama import llama
 from eqx_decoders.families.shape import Shape
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.grouped import grouped_products
-from eqx_decoders.training.data import Batch
+from eqx_decoders.training.data import Batch, DataConfig
 from eqx_decoders.training.flops import flops_per_token, measured_flops
 from eqx_decoders.training.memory import keep_memory
 from eqx_decoders.training.optimizer import OptimizerConfig
@@ -86,6 +87,44 @@ def step(dtype: str, remat: str, repeats: int) -> dict[str, float]:
         "gflops": roof / 1e9,
         "mfu": flops / best[0] / roof,
     }
+
+
+def loop(model: str, batch_size: int, seq_len: int) -> dict[str, float]:
+    """Seconds of a step in a run, and of the same compiled step alone, a batch after the other; they take turns."""
+    from eqx_decoders.training.run import Run
+    from eqx_decoders.training.settings import TrainConfig
+
+    runs: dict[str, list[float]] = {"run": [], "alone": []}
+    steps = 20
+
+    class Timed(Run):
+        def _steps(self, state, step):
+            for _ in range(7):
+                self.config = dataclasses.replace(self.config, steps=step + steps)
+                begin = time.perf_counter()
+                state, step, _ = super()._steps(state, step)
+                runs["run"].append((time.perf_counter() - begin) / steps)
+                batch = self._next_batch()[0]
+                begin = time.perf_counter()
+                for _ in range(steps):
+                    state, metrics = self.trainer.step(state, batch)
+                jax.block_until_ready((state, metrics))
+                runs["alone"].append((time.perf_counter() - begin) / steps)
+            return state, step, False
+
+        def _save(self, step, state):
+            pass
+
+    data = DataConfig(batch_size=batch_size, seq_len=seq_len)
+    with tempfile.TemporaryDirectory() as folder:
+        config = TrainConfig(run_dir=folder, model=model, dataset=data, eval_every=0, sample_tokens=0, steps=steps)
+        config = dataclasses.replace(
+            config, checkpoint_every=10**9, dataset=dataclasses.replace(data, held_out_fraction=0)
+        )
+        Timed(config).train()
+    best = {name: min(seconds[1:]) for name, seconds in runs.items()}  # the first turn compiles
+    ratios = [run / alone for run, alone in zip(runs["run"][1:], runs["alone"][1:], strict=True)]
+    return {**best, "ratio": statistics.median(ratios)}
 
 
 def compile_seconds(layers: int) -> dict[str, float]:
@@ -273,6 +312,7 @@ def alone(*words: str, **environment: str) -> dict[str, Any]:
 
 ONE = {
     "step": lambda dtype, remat, repeats: step(dtype, remat, int(repeats)),
+    "loop": lambda model, rows, length: loop(model, int(rows), int(length)),
     "compile": lambda layers: compile_seconds(int(layers)),
     "decode": lambda batch: decode(int(batch)),
     "experts": lambda repeats: experts(int(repeats)),
@@ -294,6 +334,17 @@ def show_step(options: argparse.Namespace) -> None:
                 f"{row['peak_gb']:6.2f} {row['gflops']:13.0f} {row['mfu']:6.3f}",
                 flush=True,
             )
+
+
+def show_loop(options: argparse.Namespace) -> None:
+    print("\nwhat a run adds to its compiled step")
+    for model, rows, length in (("gpt3-52k", "8", "256"), ("tiny", "1", "64"), ("tiny", "8", "256")):
+        row = alone("loop", model, rows, length)
+        print(
+            f"{model}, {rows} x {length}: the step alone {1000 * row['alone']:.1f} ms, in a run "
+            f"{1000 * row['run']:.1f} ms; median of the ratios {row['ratio']:.3f}",
+            flush=True,
+        )
 
 
 def show_compile(options: argparse.Namespace) -> None:
@@ -349,6 +400,7 @@ def show_aot_experts(options: argparse.Namespace) -> None:
 
 SHOWN = {
     "step": show_step,
+    "loop": show_loop,
     "compile": show_compile,
     "decode": show_decode,
     "experts": show_experts,

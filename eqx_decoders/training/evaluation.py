@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import numpy as np
 
@@ -56,7 +55,7 @@ def sample_text(model: Decoder, tokenizer: Tokenizer, prompt: str, *, max_new_to
     return prompt + tokenizer.decode([token for token in np.asarray(new)[0].tolist() if token not in stops])
 
 
-_sums = eqx.filter_jit(evaluation_sums)
+_sums = jax.jit(evaluation_sums)  # not eqx.filter_jit, which returns when all is computed
 
 
 def evaluate(

@@ -26,19 +26,18 @@ def host_rows(layout: Layout, rows: int, process_index: int | None = None) -> Se
 
 def place(batch: Batch, layout: Layout, rows: int) -> Batch:
     """The batch of `rows` sequences over all devices, from this process's `host_rows` of it in NumPy."""
+    length = batch.tokens.shape[1]
+    sharding = layout.activation_sharding("batch length", (rows, length))
+    if jax.process_count() == 1:
+        return jax.device_put(batch, sharding)
     held = host_rows(layout, rows)
 
     def one(leaf):
-        shape = (rows, *leaf.shape[1:])
-        sharding = layout.activation_sharding("batch length", shape)
-        if jax.process_count() == 1:
-            return jax.device_put(leaf, sharding)
-
         def part(index: Any) -> np.ndarray:
             wanted = range(rows)[index[0]]
             first = bisect.bisect_left(held, wanted.start)
             return leaf[first : first + len(wanted), *index[1:]]
 
-        return jax.make_array_from_callback(shape, sharding, part)
+        return jax.make_array_from_callback((rows, length), sharding, part)
 
     return jax.tree.map(one, batch)

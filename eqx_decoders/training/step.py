@@ -1,6 +1,7 @@
 """Training state and the compiled step: microbatches, clipping, and a guard against what is not finite."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -167,7 +168,10 @@ class Trainer(eqx.Module):
         return TrainState(model=model, optimizer=optimizer, step=scalar, skipped=scalar, key=like_key, ema=ema)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        """One optimizer step, compiled; `state` is donated: its buffers are those of the new state."""
+        """One optimizer step, compiled; `state` is donated: its buffers are those of the new state.
+
+        Returns as soon as the devices have it to do: several steps may be begun before a metric is read.
+        """
         rows, parts = batch.tokens.shape[0], self.config.gradient_accumulation_steps
         rule = f"A batch of {rows} sequences can't be cut into StepConfig.gradient_accumulation_steps={parts} parts."
         check(rows % parts == 0, rule)
@@ -175,8 +179,7 @@ class Trainer(eqx.Module):
 
     def compile(self, state: TrainState, batch: Batch) -> int | None:
         """Compile `step` for what looks like these. The bytes of a device that it needs, where the compiler tells."""
-        step: Any = _compiled_step
-        sizes = step.lower((self, batch), state).compile().compiled.memory_analysis()
+        sizes = _compiled_step.lower((self, batch), state).compile().memory_analysis()
         if sizes is None:
             return None
         held = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
@@ -267,7 +270,7 @@ class Trainer(eqx.Module):
         return jax.tree_util.tree_map_with_path(lambda path, leaf: weights.get(path_name(path), leaf), model)
 
 
-@eqx.filter_jit(donate="all-except-first")
+@functools.partial(jax.jit, donate_argnums=1)  # not eqx.filter_jit, which returns when all is computed
 def _compiled_step(kept: tuple[Trainer, Batch], state: TrainState) -> tuple[TrainState, StepMetrics]:
     trainer, batch = kept
     return trainer.advance(state, batch)
