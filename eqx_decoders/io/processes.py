@@ -1,14 +1,15 @@
 """What the processes of one run tell each other: through JAX's coordinator, never through their devices.
 
 Waiting for another process's devices has no end and names nobody. Here each wait is of the hosts alone, and ends with
-the names of those that did not come. Beside it a thread hears when another process has failed, or is heard of no more,
-and ends this one with the same sentence and exit code: nothing that waits for a lost process would end by itself.
+the names of those that did not come. Beside it a thread hears when another process has failed, hangs, or is heard of no
+more, and ends this one with the same sentence and exit code: nothing that waits for a lost process would end by itself.
 
 The coordinator is the service that `jax.distributed.initialize` starts in process 0: a small store of keys and values.
 """
 
 import collections
 import contextlib
+import faulthandler
 import itertools
 import json
 import os
@@ -19,12 +20,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
 from eqx_decoders.errors import ConfigError, EqxDecodersError, check
-from eqx_decoders.io.waiting import Waiting, delete_partial, duration
+from eqx_decoders.io.waiting import Waiting, delete_partial, duration, takes_time
 
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -35,7 +36,11 @@ GRACE, LAST = 10.0, 20.0  # seconds: to come to the same error; that the first p
 
 T = TypeVar("T")
 
+ON_FAILURE: list[Callable[[], None]] = []  # called before this process ends because another one has failed
+
 _calls: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
+_points = itertools.count(1)  # of the program at which this process has been: agreements, steps
+_point = 0
 _leaving, _lost = threading.Event(), threading.Event()
 
 
@@ -50,6 +55,7 @@ def gather(name: str, value: Any = None, *, seconds: int | float = WAIT) -> list
     count, index = jax.process_count(), jax.process_index()
     if count == 1:
         return [value]
+    _pass_point()
     client, number = _client(), next(_calls[name])
     key = f"{name}.{number}"
     client.key_value_set(f"{key}/{index}", json.dumps(value))
@@ -111,12 +117,18 @@ class Stop:
         if jax.process_count() == 1:
             self.agreed = self.agreed or self._requested()
             return self.agreed
+        _pass_point()
         self._point += 1
         told = _read(self._key)
         if told is None and self._requested():
             told = _write_first(self._key, self._point + 1 + AHEAD)
         self.agreed = told is not None and self._point >= told
         return self.agreed
+
+
+def _pass_point() -> None:
+    global _point
+    _point = next(_points)
 
 
 # --- begin and end ----------------------------------------------------------------------------------------------------
@@ -195,43 +207,69 @@ def _watch(done: threading.Event) -> None:
     """Give signs of life and look for those of others, until `done`."""
     client, state = _client(), _state()
     own = f"{socket.gethostname()}, pid {os.getpid()}"
-    seen: dict[str, tuple[str, float]] = {}
+    seen: dict[int, _Beat] = {}
     for number in itertools.count():
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            client.key_value_set(f"beat/{state.process_id}", f"{number} {own}", allow_overwrite=True)
+            if takes_time():  # it may need hours for what it does, while the others wait
+                _pass_point()
+            beat = json.dumps([number, _point, own])
+            client.key_value_set(f"beat/{state.process_id}", beat, allow_overwrite=True)
             failure = _read("failed")
             if failure is None and state.process_id == 0:
-                failure = _silent(dict(client.key_value_dir_get("beat/")), seen)
+                beats = client.key_value_dir_get("beat/")
+                text = _missed({int(key.rpartition("/")[2]): json.loads(beat) for key, beat in beats}, seen)
+                failure = None if text is None else _write_first("failed", text)
             if failure is not None:
                 return _hear(failure)
         if done.wait(BEAT):
             return None
 
 
-def _silent(beats: dict[str, str], seen: dict[str, tuple[str, float]]) -> dict[str, Any] | None:
-    """What is told of processes that have given no sign of life for too long."""
+class _Beat(NamedTuple):
+    """The last sign of life of a process, its place in the program, and since when both are what they are."""
+
+    number: int
+    alive: float
+    point: int
+    there: float
+
+
+def _missed(beats: dict[int, list[Any]], seen: dict[int, _Beat]) -> dict[str, Any] | None:
+    """What is told of processes that have given no sign of life for too long, or for which all others wait."""
     now, limit = time.monotonic(), SUSPECT if _lost.is_set() else SILENT
-    for who, beat in beats.items():
-        if seen.get(who, ("", 0.0))[0] != beat:
-            seen[who] = beat, now
-    silent = {int(who.rpartition("/")[2]): beat for who, (beat, since) in seen.items() if now - since > limit}
-    if not silent:
+    for who, (number, point, _) in beats.items():
+        was = seen.get(who, _Beat(-1, now, -1, now))
+        alive, there = was.alive if was.number == number else now, was.there if was.point == point else now
+        seen[who] = _Beat(number, alive, point, there)
+    silent = [who for who, beat in seen.items() if now - beat.alive > limit]
+    first, last = (pick(beat.point for beat in seen.values()) for pick in (min, max))
+    moved = max(beat.there for beat in seen.values())
+    stuck = [who for who, beat in seen.items() if beat.point == first < last and now - moved > WAIT]
+    if not silent and not stuck:
         return None
-    names = " and ".join(f"process {who} ({beat.partition(' ')[2]})" for who, beat in sorted(silent.items()))
+    names = " and ".join(f"process {who} ({beats[who][2]})" for who in sorted(silent or stuck))
+    what = f"died, or is heard of no more since {duration(limit)}"
+    if not silent:
+        what = f"hangs: the others have waited for it for {duration(WAIT)}. Where it is stands in its log"
     remedy = "start all processes again with the same command, and the run goes on from its last checkpoint"
-    text = f"{names} died, or is heard of no more since {duration(limit)}: {remedy}."
-    failure = {"process": 0, "host": socket.gethostname(), "text": text, "code": 1, "silent": len(silent)}
-    return _write_first("failed", failure)
+    text = f"{names} {what}: {remedy}."
+    told = {"process": 0, "host": socket.gethostname(), "text": text, "code": 1}
+    return told | ({"silent": len(silent)} if silent else {"stuck": stuck})
 
 
 def _hear(failure: dict[str, Any]) -> None:
     """End this process, unless it comes to an end of its own first."""
     end = time.monotonic() + GRACE
-    while time.monotonic() < end and not _lost.is_set() and "silent" not in failure:
+    lost = "silent" in failure or "stuck" in failure
+    while time.monotonic() < end and not _lost.is_set() and not lost:
         if _leaving.wait(0.1):
             return
     delete_partial()
-    by = "" if "silent" in failure else f"process {failure['process']} ({failure['host']}): "
+    if _state().process_id in failure.get("stuck", ()):
+        faulthandler.dump_traceback()
+    for call in () if lost else ON_FAILURE:
+        call()
+    by = "" if lost else f"process {failure['process']} ({failure['host']}): "
     print(f"error: {by}{failure['text']}", file=sys.stderr, flush=True)
     leave(failure["text"], failure["code"])
 

@@ -99,6 +99,11 @@ class Waiting:
             print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
 
 
+def takes_time() -> bool:
+    """Whether this process is at something that takes time."""
+    return bool(_open)
+
+
 def stopped_text() -> str:
     """The sentence for a process that a signal ends at this moment."""
     waits = list(_open)

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import json
 import sys
 import time
 from pathlib import Path
@@ -18,7 +19,16 @@ from eqx_decoders.errors import DataError, EqxDecodersError, check
 from eqx_decoders.io.checkpoint import Checkpoints
 from eqx_decoders.io.huggingface import abstract_hf
 from eqx_decoders.io.peft import save_peft
-from eqx_decoders.io.processes import AHEAD, Stop, first_then_all, from_first, gather, wait_for, wait_for_verdict
+from eqx_decoders.io.processes import (
+    AHEAD,
+    ON_FAILURE,
+    Stop,
+    first_then_all,
+    from_first,
+    gather,
+    wait_for,
+    wait_for_verdict,
+)
 from eqx_decoders.io.rundir import EXIT_SIGTERM, Interrupt, RunLock
 from eqx_decoders.io.tokenizer import Tokenizer
 from eqx_decoders.io.waiting import Waiting, showing
@@ -121,15 +131,23 @@ class Run:
                 stack.enter_context(showing())
             settings = self.dir / "settings.json"
             before = settings.read_bytes() if settings.is_file() else None
+
+            def undo() -> None:
+                """A start that fails leaves nothing behind."""
+                if lock is not None:
+                    lock.undo()
+                    if before is not None:
+                        settings.write_bytes(before)
+
+            ON_FAILURE.append(undo)  # of another process
             try:
                 self._open_model_and_data(stack)
                 state, start = self._first_state()
             except Exception:
-                if lock is not None:  # a start that fails leaves nothing behind
-                    lock.undo()
-                    if before is not None:
-                        settings.write_bytes(before)
+                undo()
                 raise
+            finally:
+                ON_FAILURE.remove(undo)
             self.goodput = self._goodput(start + 1)
             self.metrics = stack.enter_context(contextlib.closing(self._trackers(start + 1)))
             try:
@@ -198,9 +216,10 @@ class Run:
 
     def _check_same(self) -> None:
         """All processes must have been started with the same settings, on one run directory."""
-        own = settings_json(dataclasses.replace(self.config, run_dir="", distributed_timeout=1))
+        config = dataclasses.replace(self.config, run_dir="", distributed_timeout=1)
+        own = json.loads(json.dumps(flat_settings(config)))
         first = from_first("settings", own)
-        others = [name for name in first if own.get(name) != first[name]]
+        others = [flag(name) for name in first if own.get(name) != first[name]]
         rule = "must be the same in all processes, started with one command and one version of this library"
         check(own.keys() == first.keys() and not others, f"{', '.join(others) or 'the settings'} {rule}.")
         if jax.process_count() > 1:

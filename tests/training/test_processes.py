@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from eqx_decoders.errors import ConfigError, EqxDecodersError
+from eqx_decoders.io import processes
 from eqx_decoders.io.processes import VARIABLES, _meet, _places
 from eqx_decoders.layout import Layout
 from eqx_decoders.training import host_rows
@@ -99,22 +100,25 @@ with connected(60):
 """
 
 
-def launch(folder, options, worker=False, **settings):
-    """Two processes of `worker`, by default the training program itself."""
+def launch(folder, options, worker=False, each=({}, {}), **settings):
+    """Two processes of `worker`, by default the training program itself; `each` has further options of its own."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     settings = {"JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(ROOT), "JAX_NUM_PROCESSES": "2", **settings}
     settings["JAX_COORDINATOR_ADDRESS"] = f"localhost:{port}"
     settings |= {f"JAX_PERSISTENT_CACHE_MIN_{name}": "-1" for name in ("COMPILE_TIME_SECS", "ENTRY_SIZE_BYTES")}
-    words = list(map(str, flags(options)))
-    command = (
-        ["-c", WORKER, str(folder), json.dumps(words)] if worker else ["scripts/train.py", "--distributed", *words]
-    )
+    found = []
+    for own in each:
+        words = list(map(str, flags(options | own)))
+        started = ["scripts/train.py", "--distributed", *words]
+        found.append(["-c", WORKER, str(folder), json.dumps(words)] if worker else started)
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
     return [
-        subprocess.Popen([sys.executable, *command], env=ENVIRONMENT | settings | {"JAX_PROCESS_ID": number}, **pipes)
-        for number in "01"
+        subprocess.Popen(
+            [sys.executable, *words], env=ENVIRONMENT | settings | {"JAX_PROCESS_ID": str(number)}, **pipes
+        )
+        for number, words in enumerate(found)
     ]
 
 
@@ -145,9 +149,9 @@ def two(tmp_path_factory):
     """The folder in which two processes have trained, the options of their runs, and what they printed."""
     folder = tmp_path_factory.mktemp("two")
     options = settings(folder)
-    processes = launch(folder, options, worker=True)
-    outputs = finish(processes, 400)
-    for number, (process, output) in enumerate(zip(processes, outputs, strict=True)):
+    both = launch(folder, options, worker=True)
+    outputs = finish(both, 400)
+    for number, (process, output) in enumerate(zip(both, outputs, strict=True)):
         assert process.returncode == 3 and f"done {number}" in output, output[-4000:]
     return folder, options, outputs
 
@@ -223,6 +227,43 @@ def test_processes_that_do_not_come_are_named(monkeypatch, tmp_path):
     assert f"error: process 0 of 2 did not start, or does not reach {address}, within 1s" in err
 
 
+def test_who_is_silent_or_waited_for_is_named(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(processes.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(processes, "_lost", threading.Event())
+    seen = {}
+
+    def after(seconds, *points, silent=()):
+        """Of the signs of life so many seconds later."""
+        now[0] += seconds
+        return processes._missed(
+            {who: [0 if who in silent else now[0], point, f"host{who}, pid {who}"] for who, point in enumerate(points)},
+            seen,
+        )
+
+    assert after(0, 4, 4, 4) is None and after(processes.WAIT + 1, 4, 4, 4) is None, "all are at the same place"
+    assert after(1, 7, 5, 7) is None and after(processes.WAIT, 7, 5, 7) is None
+    assert after(1, 8, 5, 8) is None, "some still move"
+    assert after(processes.WAIT, 8, 5, 8) is None
+    told = after(1, 8, 5, 8)
+    assert (
+        told["stuck"] == [1] and "process 1 (host1, pid 1) hangs: the others have waited for it for 30m" in told["text"]
+    )
+    assert after(1, 8, 6, 8) is None
+    after(1, 9, 9, 9, silent=(2,))
+    assert after(processes.SILENT, 9, 9, 9, silent=(2,)) is None
+    told = after(1, 9, 9, 9, silent=(2,))
+    assert told["silent"] == 1 and "process 2 (host2, pid 2) died, or is heard of no more since 30s" in told["text"]
+
+
+def test_a_start_that_fails_in_another_process_leaves_nothing_behind(tmp_path):
+    run = tmp_path / "run"
+    both = launch(tmp_path, settings(tmp_path) | {"--run-dir": run}, each=({}, {"--seq-len": 32}))
+    outputs = finish(both, 100)
+    assert [process.returncode for process in both] == [2, 2] and not run.exists(), outputs
+    assert all("--seq-len must be the same in all processes" in output for output in outputs), outputs
+
+
 @pytest.mark.parametrize(
     "given, sentence",
     [
@@ -244,18 +285,18 @@ def test_without_a_cluster_the_environment_must_say_all(given, sentence, monkeyp
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_ends_the_other_and_both_go_on(victim, tmp_path):
     options = settings(tmp_path) | {"--run-dir": tmp_path / "run", "--steps": 400, "--eval-every": 0}
-    processes = launch(tmp_path, options)
+    both = launch(tmp_path, options)
     while len(steps_of(tmp_path / "run") if (tmp_path / "run" / "metrics.jsonl").exists() else []) < 5:
-        assert all(process.poll() is None for process in processes)
+        assert all(process.poll() is None for process in both)
         time.sleep(0.1)
-    processes[victim].send_signal(signal.SIGKILL)
-    outputs = finish(processes, 60)
-    assert processes[1 - victim].returncode != 0
+    both[victim].send_signal(signal.SIGKILL)
+    outputs = finish(both, 60)
+    assert both[1 - victim].returncode != 0
     assert victim == 0 or ("process 1 (" in outputs[0] and "died, or is heard of no more" in outputs[0])
     saved = max(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdecimal())
-    processes = launch(tmp_path, options | {"--steps": saved + 3})
-    outputs = finish(processes, 200)
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    both = launch(tmp_path, options | {"--steps": saved + 3})
+    outputs = finish(both, 200)
+    assert [process.returncode for process in both] == [0, 0], outputs
     assert [row["step"] for row in steps_of(tmp_path / "run")] == list(range(1, saved + 4))
 
 
