@@ -100,7 +100,7 @@ with connected(60):
 """
 
 
-def launch(folder, options, worker=False, each=({}, {}), **settings):
+def launch(folder, options, worker=None, each=({}, {}), **settings):
     """Two processes of `worker`, by default the training program itself; `each` has further options of its own."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -112,7 +112,7 @@ def launch(folder, options, worker=False, each=({}, {}), **settings):
     for own in each:
         words = list(map(str, flags(options | own)))
         started = ["scripts/train.py", "--distributed", *words]
-        found.append(["-c", WORKER, str(folder), json.dumps(words)] if worker else started)
+        found.append(started if worker is None else ["-c", worker, str(folder), json.dumps(words)])
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
     return [
         subprocess.Popen(
@@ -149,7 +149,7 @@ def two(tmp_path_factory):
     """The folder in which two processes have trained, the options of their runs, and what they printed."""
     folder = tmp_path_factory.mktemp("two")
     options = settings(folder)
-    both = launch(folder, options, worker=True)
+    both = launch(folder, options, worker=WORKER)
     outputs = finish(both, 400)
     for number, (process, output) in enumerate(zip(both, outputs, strict=True)):
         assert process.returncode == 3 and f"done {number}" in output, output[-4000:]
