@@ -99,6 +99,7 @@ def test_killed_at_any_time_no_step_is_lost_or_taken_twice(tmp_path, seed):
     """In the start, in a step, in a save: whichever process it is, the other ends, and all go on."""
     pick = random.Random(seed)
     options = settings(tmp_path) | {"--steps": 40, "--checkpoint-every": 3, "--eval-every": 7}
+    options |= {"--distributed-timeout": 30}  # that one waits for the other that was killed before they met
     begun = time.monotonic()
     both = launch(tmp_path, options | {"--run-dir": tmp_path / "whole"})
     outputs = finish(both, 300)
