@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
-from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
 from eqx_decoders.axes import named_leaves
@@ -28,6 +27,7 @@ from eqx_decoders.io.directory import FLOATS, Directory, parse_json
 from eqx_decoders.io.files import write_json
 from eqx_decoders.io.hub import TOKENIZER_FILES
 from eqx_decoders.io.huggingface import copy_in_pieces, given_sizes
+from eqx_decoders.io.pieces import pieces
 from eqx_decoders.io.processes import from_first, gather
 
 
@@ -159,7 +159,7 @@ def _write_tensors(
         index |= dict.fromkeys(shard, file)
         made = {name: tensors[name]() for name in shard}
         if folder is not None:
-            save_tensors(made, folder / file)
+            save_tensors({name: tensor for name, tensor in made.items() if tensor is not None}, folder / file)
     if folder is not None and len(shards) > 1:
         content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
         write_json(folder / "model.safetensors.index.json", content, sort_keys=True)
@@ -167,8 +167,11 @@ def _write_tensors(
 
 def exported(
     leaves: Mapping[str, Any], mappings: Mapping[str, WeightMapping], dtype: np.dtype | None = None
-) -> dict[str, Callable[[], np.ndarray]]:
-    """For the name of every tensor of a checkpoint a function that makes it; None keeps the dtype of the weight."""
+) -> dict[str, Callable[[], np.ndarray | None]]:
+    """For the name of every tensor of a checkpoint a function that makes it; None keeps the dtype of the weight.
+
+    In a run of several processes all must call them, in one order; only the first gets the tensors.
+    """
     holders: dict[str, dict[int, tuple[WeightMapping, Any, tuple[int, ...]]]] = {}
     for path, mapping in mappings.items():
         for place in itertools.product(*map(range, mapping.stack)):
@@ -176,21 +179,20 @@ def exported(
     return {name: functools.partial(_tensor, parts, dtype) for name, parts in holders.items()}
 
 
-def _tensor(parts: Mapping[int, tuple[WeightMapping, Any, tuple[int, ...]]], dtype: np.dtype | None) -> np.ndarray:
-    """One tensor of a checkpoint, on the host, from the weights that share it."""
-    mapping = parts[0][0]
-    found = [on_host(leaf[place] if place else leaf) for _, (_, leaf, place) in sorted(parts.items())]
-    x = found[0] if mapping.part is None else np.stack(found)
-    x = rearrange(x, mapping.backwards, **given_sizes(mapping, mapping.sizes))
-    tensor = np.empty(x.shape, x.dtype if dtype is None else dtype)
-    copy_in_pieces(tensor, x)
+def _tensor(
+    parts: Mapping[int, tuple[WeightMapping, Any, tuple[int, ...]]], dtype: np.dtype | None
+) -> np.ndarray | None:
+    """One tensor of a checkpoint, filled with the weights that share it; None in all processes but the first."""
+    mapping, leaf, _ = parts[0]
+    assert len(parts) == mapping.sizes.get("part", 1), mapping
+    tensor = np.empty(mapping.shape, leaf.dtype if dtype is None else dtype) if jax.process_index() == 0 else None
+    # The same memory in our order: what is written into it needs no copy in between.
+    ours = None if tensor is None else rearrange(tensor, mapping.pattern, **given_sizes(mapping, mapping.sizes))
+    for part, (_, leaf, place) in sorted(parts.items()):
+        for cut, piece in pieces(leaf, place):
+            if ours is not None:
+                copy_in_pieces((ours if mapping.part is None else ours[part])[cut], piece)
     return tensor
-
-
-def on_host(x: Any) -> np.ndarray:
-    """A whole array as NumPy's; of several processes all must call it."""
-    whole = not isinstance(x, jax.Array) or x.is_fully_addressable
-    return np.asarray(x if whole else multihost_utils.process_allgather(x, tiled=True))
 
 
 def save_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:

@@ -21,8 +21,9 @@ from eqx_decoders.errors import ConversionError, check
 from eqx_decoders.families.family import WeightMapping
 from eqx_decoders.families.fields import Fields
 from eqx_decoders.io.directory import Directory, StoredTensor, check_dtypes, check_tensors, stored_tensors
-from eqx_decoders.io.export import export_config, new_directory, on_host, save_tensors
+from eqx_decoders.io.export import export_config, new_directory, save_tensors
 from eqx_decoders.io.files import write_json
+from eqx_decoders.io.pieces import on_first_host
 from eqx_decoders.numerics import LowRank, low_rank_weights
 
 
@@ -122,7 +123,8 @@ def save_peft(model: Decoder, directory: str | Path, *, base_model: str = "") ->
         tensors: dict[str, np.ndarray] = {}
         for path, node in nodes.items():
             for name, factor in weights[path].factors.items():
-                tensors |= factor.stored(on_host(getattr(node, name)))
+                whole = on_first_host(getattr(node, name))
+                tensors |= {} if whole is None else factor.stored(whole)
         if folder is not None:
             write_json(folder / CONFIG, _config(*kinds.pop(), nodes, weights, base_model), sort_keys=True)
             save_tensors(tensors, folder / TENSORS)

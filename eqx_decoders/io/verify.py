@@ -111,7 +111,9 @@ def compare_tensors(directory: str | Path) -> tuple[int, list[str]]:
     dtypes = {"float32" if isinstance(tensor, QUANTIZED) else FLOATS[tensor.dtype] for tensor in stored.values()}
     model = load_hf(directory, dtype=dtypes.pop() if len(dtypes) == 1 else "float32")
     again = exported(named_leaves(model), mappings)
-    different = [name for name, tensor in stored.items() if not _same_bits(again[name](), tensor.read_all())]
+    different = [
+        name for name, tensor in stored.items() if not _same_bits(np.asarray(again[name]()), tensor.read_all())
+    ]
     return len(stored), different
 
 
