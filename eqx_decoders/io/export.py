@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from einops import rearrange
 from jax.typing import DTypeLike
 
 from eqx_decoders.axes import named_leaves
-from eqx_decoders.decoder import Decoder, DecoderConfig, Origin
+from eqx_decoders.decoder import Decoder, DecoderConfig
 from eqx_decoders.errors import ConversionError, check, check_integer, check_word, need_extra
 from eqx_decoders.families import FAMILIES
 from eqx_decoders.families.family import Family, WeightMapping, for_inference
@@ -29,6 +30,9 @@ from eqx_decoders.io.hub import TOKENIZER_FILES
 from eqx_decoders.io.huggingface import copy_in_pieces, given_sizes
 from eqx_decoders.io.pieces import pieces
 from eqx_decoders.io.processes import from_first, gather
+
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def save_hf(
@@ -57,26 +61,52 @@ def save_hf(
     must call it; the first one writes.
     """
     check_integer("save_hf: shard_bytes", shard_bytes)
-    kind, config = export_config(model, family)
-    origin = model.origin or Origin(family=kind.model_type)
-    # explicit nulls: the classes of transformers have token ids of their own as defaults
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    config = ids | json.loads(origin.settings) | config | dict(settings or {})
-    leaves = named_leaves(model)
-    stored = leaves["embedding.table"].dtype if dtype is None else jnp.dtype(dtype)
-    check_word("save_hf: dtype", stored.name, FLOATS.values(), ConversionError)
-    config |= {"dtype": stored.name, "torch_dtype": stored.name}
-    _check_settings(kind, config, model.config)
+    own = None if model.origin is None else model.origin.directory
+    kind, config, stored = export_plan(model, dtype=dtype, family=family, settings=settings)
     with new_directory(directory) as partial:
-        _write_tensors(partial, leaves, kind.bind(model), kind.copied(model.config), stored, shard_bytes)
+        copies = kind.copied(model.config)
+        _write_tensors(partial, named_leaves(model), kind.bind(model), copies, stored, shard_bytes)
         if partial is None:
             return
         write_json(partial / "config.json", config, sort_keys=True)
-        copy_tokenizer(origin.directory if tokenizer is None else tokenizer, partial)
+        copy_tokenizer(own if tokenizer is None else tokenizer, partial)
         if not (partial / "generation_config.json").exists():
-            known = {key: config[key] for key in ids if config[key] is not None}
+            known = {key: config[key] for key in TOKEN_IDS if config[key] is not None}
             write_json(partial / "generation_config.json", known, sort_keys=True)
         (partial / "README.md").write_text(_card(Path(directory).absolute().name, model, kind, stored))
+
+
+def export_plan(
+    model: Decoder,
+    *,
+    dtype: DTypeLike | None = None,
+    family: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> tuple[Family, dict[str, Any], np.dtype]:
+    """The family as which `save_hf` writes a model (of arrays or shapes), its `config.json`, and the tensors' dtype.
+
+    Raises all that can be known before anything is written: that no family has the model, that `settings` change it,
+    and that the package that writes safetensors is missing.
+    """
+    safetensors()
+    kind, config = export_config(model, family)
+    # explicit nulls: the classes of transformers have token ids of their own as defaults
+    kept = {} if model.origin is None else json.loads(model.origin.settings)
+    config = dict.fromkeys(TOKEN_IDS) | kept | config | dict(settings or {})
+    stored = named_leaves(model)["embedding.table"].dtype if dtype is None else jnp.dtype(dtype)
+    check_word("save_hf: dtype", stored.name, FLOATS.values(), ConversionError)
+    config |= {"dtype": stored.name, "torch_dtype": stored.name}
+    _check_settings(kind, config, model.config)
+    kind.bind(model)
+    return kind, config, stored
+
+
+def check_new_directory(directory: str | Path) -> None:
+    """Raise ConversionError where `new_directory` could not make a directory."""
+    folder = Path(directory).absolute()
+    above = next(path for path in folder.parents if path.exists())
+    writable = above.is_dir() and os.access(above, os.W_OK | os.X_OK)
+    check(writable, f"{folder} cannot be made: {above} is not a directory that may be written to.", ConversionError)
 
 
 @contextlib.contextmanager
@@ -91,6 +121,7 @@ def new_directory(directory: str | Path) -> Iterator[Path | None]:
     check(from_first("export", free), f"{folder} is not empty: give a new directory.", ConversionError)
     with contextlib.ExitStack() as stack:
         if jax.process_index() == 0:
+            check_new_directory(folder)
             folder.parent.mkdir(parents=True, exist_ok=True)
             partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
             stack.callback(shutil.rmtree, partial, ignore_errors=True)  # what is left of it after an error
@@ -127,7 +158,7 @@ def export_config(model: Decoder, family: str | None = None) -> tuple[Family, di
         try:
             return kind, kind.encode(model.config)
         except ConversionError as error:
-            refusals.append(str(error))
+            refusals.append(textwrap.shorten(str(error), 160, placeholder=" …"))
     raise ConversionError("No family of Hugging Face has this model.\n  " + "\n  ".join(refusals))
 
 
@@ -197,11 +228,16 @@ def _tensor(
 
 def save_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
     """Write a safetensors file."""
+    safetensors().save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 asks for this word
+
+
+def safetensors() -> Any:
+    """The module that writes safetensors files. Raises MissingPackage where it is not installed."""
     try:
-        from safetensors.numpy import save_file
+        import safetensors.numpy as module
     except ImportError as error:
         raise need_extra("safetensors", "hf") from error
-    save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 asks for this word
+    return module
 
 
 def copy_tokenizer(source: str | Path | None, folder: Path) -> None:

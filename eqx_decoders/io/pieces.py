@@ -147,7 +147,7 @@ def gathered_rows(x: Array, where: Array, sharding: NamedSharding, axis: int, st
         here, mine = [], jnp.bool_(True)
         for index, size, each in zip(where[:lead], block.shape[:lead], names, strict=True):
             index = index - size * (jax.lax.axis_index(each) if each else 0)
-            mine &= (0 <= index) & (index < size)
+            mine &= (index >= 0) & (index < size)
             here.append(jnp.clip(index, 0, size - 1))
         rows = _cut(block, jnp.stack([*here, where[lead]]), axis, step)
         if not holders:

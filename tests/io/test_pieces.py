@@ -1,4 +1,4 @@
-"""Arrays of devices on the host: every bit, from every sharding, and no device holds more than a piece beside its part."""
+"""Arrays of devices on the host: every bit, from every sharding, and no device holds more than a piece beside."""
 
 import jax
 import jax.numpy as jnp
