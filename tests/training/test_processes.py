@@ -99,8 +99,8 @@ with connected(60):
 """
 
 
-def launch(folder, options, worker=False, **settings):
-    """Two processes of `worker`, by default the training program itself."""
+def launch(folder, options, worker="", **settings):
+    """Two processes of the text `worker`, by default of the training program itself."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -109,7 +109,7 @@ def launch(folder, options, worker=False, **settings):
     settings |= {f"JAX_PERSISTENT_CACHE_MIN_{name}": "-1" for name in ("COMPILE_TIME_SECS", "ENTRY_SIZE_BYTES")}
     words = list(map(str, flags(options)))
     command = (
-        ["-c", WORKER, str(folder), json.dumps(words)] if worker else ["scripts/train.py", "--distributed", *words]
+        ["-c", worker, str(folder), json.dumps(words)] if worker else ["scripts/train.py", "--distributed", *words]
     )
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
     return [
@@ -145,7 +145,7 @@ def two(tmp_path_factory):
     """The folder in which two processes have trained, the options of their runs, and what they printed."""
     folder = tmp_path_factory.mktemp("two")
     options = settings(folder)
-    processes = launch(folder, options, worker=True)
+    processes = launch(folder, options, worker=WORKER)
     outputs = finish(processes, 400)
     for number, (process, output) in enumerate(zip(processes, outputs, strict=True)):
         assert process.returncode == 3 and f"done {number}" in output, output[-4000:]
