@@ -182,6 +182,6 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
         args=args, prog=prog, description=__doc__, config=(tyro.conf.PositionalRequiredArgs,)
     )
     with own_errors():
-        command = tyro.extras.subcommand_cli_from_dict(commands, **options)
-    with command.connected() if isinstance(command, Devices) else contextlib.nullcontext():
+        command: Import | Export | Verify = tyro.extras.subcommand_cli_from_dict(commands, **options)
+    with contextlib.nullcontext() if isinstance(command, Verify) else command.connected():
         return command()

@@ -191,6 +191,7 @@ def _write_tensors(
         made = {name: tensors[name]() for name in shard}
         if folder is not None:
             save_tensors({name: tensor for name, tensor in made.items() if tensor is not None}, folder / file)
+        gather("written")  # what waits for a disk waits here: programs of several processes may not wait for long
     if folder is not None and len(shards) > 1:
         content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
         write_json(folder / "model.safetensors.index.json", content, sort_keys=True)
