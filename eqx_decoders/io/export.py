@@ -102,26 +102,32 @@ def export_plan(
 
 
 def check_new_directory(directory: str | Path) -> None:
-    """Raise ConversionError where `new_directory` could not make a directory."""
+    """Raise ConversionError where `new_directory` could not make a directory, as the first process sees it."""
     folder = Path(directory).absolute()
+    refusal = from_first("export", _refusal(folder) if jax.process_index() == 0 else None)
+    check(refusal is None, f"{folder} {refusal}.", ConversionError)
+
+
+def _refusal(folder: Path) -> str | None:
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        return "is not empty: give a new directory"
     above = next(path for path in folder.parents if path.exists())
-    writable = above.is_dir() and os.access(above, os.W_OK | os.X_OK)
-    check(writable, f"{folder} cannot be made: {above} is not a directory that may be written to.", ConversionError)
+    if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+        return f"cannot be made: {above} is not a directory that may be written to"
+    return None
 
 
 @contextlib.contextmanager
 def new_directory(directory: str | Path) -> Iterator[Path | None]:
     """A directory to be filled, which gets its name when all is written; None in all processes but the first.
 
-    Raises ConversionError where `directory` is anything but an empty directory or a new name. All processes wait for
-    each other at the end.
+    Raises ConversionError where `directory` is anything but an empty directory or a new name, or may not be written.
+    All processes wait for each other at the end.
     """
     folder, partial = Path(directory).absolute(), None
-    free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-    check(from_first("export", free), f"{folder} is not empty: give a new directory.", ConversionError)
+    check_new_directory(folder)
     with contextlib.ExitStack() as stack:
         if jax.process_index() == 0:
-            check_new_directory(folder)
             folder.parent.mkdir(parents=True, exist_ok=True)
             partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
             stack.callback(shutil.rmtree, partial, ignore_errors=True)  # what is left of it after an error

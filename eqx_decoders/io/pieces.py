@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
 
 
@@ -33,7 +33,7 @@ def pieces(x: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[Cut, np.ndarra
     first = jax.process_index() == 0
     if not isinstance(x, jax.Array):
         yield from [((), np.asarray(x)[place])] * first
-    elif x.is_fully_addressable or _is_held_by_first(x):
+    elif x.is_fully_addressable or _is_held_by_first(x.sharding, x.shape):
         yield from _from_own_devices(x, place) if first else ()
     else:
         yield from _from_all_devices(x, place)
@@ -48,11 +48,11 @@ def on_first_host(x: Any) -> np.ndarray | None:
     return whole
 
 
-def _is_held_by_first(x: jax.Array) -> bool:
+@functools.lru_cache(maxsize=1024)  # asked for every tensor, of which models with experts have tens of thousands
+def _is_held_by_first(sharding: Sharding, shape: tuple[int, ...]) -> bool:
     """Whether the devices of the first process have all parts of an array: the others' are copies."""
-    held = x.sharding.devices_indices_map(x.shape)
-    own = {_box(index, x.shape) for device, index in held.items() if device.process_index == 0}
-    return own == {_box(index, x.shape) for index in held.values()}
+    held = [(device.process_index, _box(index, shape)) for device, index in sharding.devices_indices_map(shape).items()]
+    return {box for process, box in held if process == 0} == {box for _, box in held}
 
 
 def _box(index: Cut, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:

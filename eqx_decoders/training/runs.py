@@ -28,6 +28,7 @@ from eqx_decoders.io.export import check_new_directory, copy_tokenizer, export_c
 from eqx_decoders.io.files import new_directory, write_atomically, write_json
 from eqx_decoders.io.huggingface import abstract_hf, decode_config, load_hf, read_config
 from eqx_decoders.io.peft import adapter_plan, save_peft
+from eqx_decoders.io.processes import from_first
 from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from eqx_decoders.training.lora import add_lora, merge_lora
 from eqx_decoders.training.optimizer import matching
@@ -265,7 +266,7 @@ def check_exports(target: Decoder, settings: TrainConfig, run_dir: str | Path) -
     }
     for field, plan in plans.items():
         directory = getattr(settings, field)
-        if directory is None or not is_new(directory):
+        if directory is None or not from_first("is_new", is_new(directory)):
             continue
         try:
             check_new_directory(directory)
