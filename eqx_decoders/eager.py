@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -32,7 +33,9 @@ def is_staged() -> bool:
 
 
 def concrete(x: Array | np.ndarray | None) -> np.ndarray | None:
-    """The numbers of an array; None where it is traced, or lies on devices of other processes."""
-    if x is None or isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True):
+    """The numbers of an array; None where it is traced, or parts of it are only on devices of other processes."""
+    if x is None or isinstance(x, Tracer):
+        return None
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
         return None
     return np.asarray(x)

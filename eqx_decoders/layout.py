@@ -194,6 +194,12 @@ class Layout:
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
+    def replicate(self, x: Array) -> Array:
+        """Tell XLA to give every device all of an array: of several processes each can then read it."""
+        if self.mesh is None or self.single:
+            return x
+        return jax.lax.with_sharding_constraint(x, self.replicated())
+
     def constrain_weight(self, x: Array, words: str) -> Array:
         """`constrain` by the table of weights: for their gradients."""
         if self.mesh is None or self.single:

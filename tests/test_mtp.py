@@ -331,6 +331,20 @@ def test_guesses_with_caches_are_those_of_the_whole_text(name):
         assert np.asarray(result.tokens[row]).tolist() == text[length : length + NEW]
 
 
+@pytest.mark.slow
+def test_guesses_on_a_mesh_are_those_of_one_device():
+    """And every device has what the host reads of them."""
+    model = filled(small(2))
+    placed = model.place(ed.Layout.create(data=2, fsdp=2, tensor=2))
+    prompt, options = np.asarray(prompts(32))[:2, :5], dict(max_new_tokens=6, num_draft_tokens=2)
+    want = np.asarray(ed.generate(model, prompt, **options))
+    np.testing.assert_array_equal(np.stack(list(ed.stream(placed, prompt, **options)), axis=1), want)
+    lengths = jnp.asarray([5, 5])
+    found = speculated(placed, prompt, lengths, 6, 2)
+    np.testing.assert_array_equal(found.tokens[:, :6], want)
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(found))
+
+
 def test_guesses_are_refused_where_they_can_not_be_made():
     model, prompt = filled(small(1)), jnp.zeros((1, 2), jnp.int32)
     for options, words in (

@@ -3,30 +3,41 @@
 python scripts/convert.py import Qwen/Qwen3-0.6B runs/qwen
 python scripts/convert.py export runs/tiny exported/tiny --dtype bfloat16
 python scripts/convert.py verify exported/tiny
+
+A model that is larger than one device is split by a mesh (--mesh.fsdp -1), also over several processes (--distributed),
+which must see the same directories.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
+import numpy as np
+from jaxtyping import Float, Int
+
 from eqx_decoders.cli import flags_of, own_errors, program, require
+from eqx_decoders.cli.devices import ONE_DEVICE, Devices, layout_of, mesh_flags
 from eqx_decoders.create import count_parameters
 from eqx_decoders.errors import CheckpointError, check, check_integer, check_number
 from eqx_decoders.io import verify
 from eqx_decoders.io.checkpoint import Checkpoints
+from eqx_decoders.io.export import check_new_directory
 from eqx_decoders.io.hub import resolve
 from eqx_decoders.io.huggingface import load_hf, read_config
+from eqx_decoders.io.processes import from_first
 from eqx_decoders.io.rundir import RunLock
 from eqx_decoders.training.runs import export_run, keep_source, load_run
-from eqx_decoders.training.settings import TrainConfig, load_settings, save_settings, settings_json
+from eqx_decoders.training.settings import MeshConfig, TrainConfig, load_settings, save_settings, settings_json
 
 
 DIFFERENT = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Import:
+class Import(Devices):
     """A Hugging Face directory becomes a run directory: weights as the checkpoint of step 0, description, tokenizer."""
 
     source: str
@@ -35,23 +46,25 @@ class Import:
     """A new run directory."""
 
     def __call__(self) -> int:
-        run, local = Path(self.run_dir), Path(self.source).exists()
-        used = (run / "settings.json").exists() or (run / "checkpoints").exists()
+        run, local, writes = Path(self.run_dir), Path(self.source).exists(), jax.process_index() == 0
+        used = from_first("used", (run / "settings.json").exists() or (run / "checkpoints").exists())
         check(not used, f"{run} is a run directory already: choose another one.", CheckpointError)
         folder = resolve(self.source).path
-        model = load_hf(folder)
+        model = load_hf(folder, layout=self.layout())
         settings = TrainConfig(run_dir=self.run_dir, init_from=str(folder.resolve()) if local else self.source)
-        with RunLock(run):
-            keep_source(model, run)
+        with RunLock(run) if writes else contextlib.nullcontext():
+            if writes:
+                keep_source(model, run)
             with Checkpoints(run / "checkpoints") as checkpoints:
                 checkpoints.save(0, {"model": model}, data_state={}, config=settings_json(settings))
-            save_settings(settings, run / "settings.json")
-        print(f"{count_parameters(model.config):,} weights of {self.source} are step 0 of {run}")
+            if writes:
+                save_settings(settings, run / "settings.json")
+                print(f"{count_parameters(model.config):,} weights of {self.source} are step 0 of {run}")
         return 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Export:
+class Export(Devices):
     """The weights of a run, adapters merged, and its tokenizer become a directory for from_pretrained and load_hf."""
 
     run_dir: str
@@ -68,14 +81,17 @@ class Export:
     """Size of a file at most."""
 
     def __post_init__(self):
+        super().__post_init__()
         check_number("shard_gb", self.shard_gb, above=0)
 
     def __call__(self) -> int:
         run = Path(self.run_dir)
         settings = load_settings(run / "settings.json")
-        model = load_run(run, self.step, ema=self.ema)
+        check_new_directory(self.directory)
+        model = load_run(run, self.step, ema=self.ema, layout=self.layout())
         export_run(model, settings, run, self.directory, dtype=self.dtype, shard_bytes=max(1, int(self.shard_gb * 1e9)))
-        print(f"{count_parameters(model.config):,} weights of {run} are in {self.directory}")
+        if jax.process_index() == 0:
+            print(f"{count_parameters(model.config):,} weights of {run} are in {self.directory}")
         return 0
 
 
@@ -99,6 +115,7 @@ class Verify:
     """Ids of a sequence."""
     seed: int = 0
     """Seed of the ids."""
+    mesh: MeshConfig = ONE_DEVICE
 
     def __post_init__(self):
         check_number("tolerance", self.tolerance, least=0)
@@ -114,12 +131,12 @@ class Verify:
     def _transformers(self, folder: Path) -> int:
         print(f"{folder} here and in transformers:")
         ids = self._ids(folder)
-        ours = verify.our_logits(load_hf(folder), ids)  # first: what our reader refuses is not shown to another
+        ours = self._logits(folder, ids)  # first: what our reader refuses is not shown to another
         return self._judge(verify.compare_logits(ours, verify.transformers_logits(folder, ids)))
 
     def _tensors(self, folder: Path) -> int:
         print(f"{folder}: transformers is not installed, so its tensors are compared, not its logits:")
-        count, different = verify.compare_tensors(folder)
+        count, different = verify.compare_tensors(folder, layout_of(self.mesh))
         if different:
             print(f"different: {len(different)} of {count} tensors change when loaded and exported: {_some(different)}")
             return DIFFERENT
@@ -134,9 +151,12 @@ class Verify:
             print(f"different: {_some(wrong)}")
             return DIFFERENT
         ids = self._ids(one)
-        return self._judge(verify.compare_logits(*(verify.our_logits(load_hf(here), ids) for here in (one, other))))
+        return self._judge(verify.compare_logits(*(self._logits(here, ids) for here in (one, other))))
 
-    def _ids(self, folder: Path):
+    def _logits(self, folder: Path, ids: Int[np.ndarray, "rows length"]) -> Float[np.ndarray, "rows length vocab"]:
+        return verify.our_logits(load_hf(folder, layout=layout_of(self.mesh)), ids)
+
+    def _ids(self, folder: Path) -> Int[np.ndarray, "rows length"]:
         return verify.random_ids(read_config(folder)[0], self.rows, self.length, self.seed)
 
     def _judge(self, found: verify.Difference) -> int:
@@ -151,7 +171,7 @@ def _some(lines: list[str], most: int = 10) -> str:
     return "; ".join(lines[:most]) + more
 
 
-@program(lambda: flags_of(Import, Export, Verify))
+@program(lambda: flags_of(Import, Export, Verify) | mesh_flags())
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Convert as the command line says; the exit code."""
     require("tyro")
@@ -162,5 +182,6 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
         args=args, prog=prog, description=__doc__, config=(tyro.conf.PositionalRequiredArgs,)
     )
     with own_errors():
-        command = tyro.extras.subcommand_cli_from_dict(commands, **options)
-    return command()
+        command: Import | Export | Verify = tyro.extras.subcommand_cli_from_dict(commands, **options)
+    with contextlib.nullcontext() if isinstance(command, Verify) else command.connected():
+        return command()

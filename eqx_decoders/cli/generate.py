@@ -2,9 +2,11 @@
 
     python scripts/generate.py --run-dir runs/tiny --prompt "def main("
     python scripts/generate.py --model Qwen/Qwen3-0.6B --prompt "What is a decoder?"
+    python scripts/generate.py --model path/to/Llama-3.1-70B-Instruct --mesh.tensor 8
 
 A model with a chat template takes the prompt as a message and answers; others, or with `--no-chat`, continue it as a
-text. Without a prompt it asks for one after another, and a conversation remembers what was said.
+text. Without a prompt it asks for one after another, and a conversation remembers what was said. A model that is larger
+than one device is split by a mesh. Of several processes the first one asks and prints.
 """
 
 import dataclasses
@@ -16,8 +18,10 @@ from typing import Literal
 import jax
 
 from eqx_decoders.cli import flags_of, own_errors, program, require
+from eqx_decoders.cli.devices import Devices, mesh_flags
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.inference.text import Prompt, TextModel, load_text_model
+from eqx_decoders.io.processes import from_first
 from eqx_decoders.io.waiting import Waiting
 from eqx_decoders.numerics import Precision
 from eqx_decoders.sampling import GenerationConfig
@@ -25,7 +29,7 @@ from eqx_decoders.training.runs import load_text_run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateConfig:
+class GenerateConfig(Devices):
     """Let a model write; without a prompt, ask for one after another."""
 
     run_dir: str | None = None
@@ -58,6 +62,7 @@ class GenerateConfig:
     """Tokens that multi-token prediction drafts for each step (speculative decoding); needs --temperature 0."""
 
     def __post_init__(self):
+        super().__post_init__()
         alone = self.run_dir is None or self.model is None
         check(alone, f"model={self.model!r} and run_dir={self.run_dir!r} exclude each other: leave one out.")
         check(self.step is None or self.model is None, f"step={self.step} is of a run, not of model={self.model!r}.")
@@ -73,7 +78,7 @@ class GenerateConfig:
         return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
 
-@program(lambda: flags_of(GenerateConfig))
+@program(lambda: flags_of(GenerateConfig) | mesh_flags())
 def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Write as the command line says; the exit code."""
     require("tyro")
@@ -81,23 +86,24 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
 
     with own_errors():
         config = tyro.cli(GenerateConfig, args=args, prog=prog, description=__doc__)
-    text = load(config)
-    answer = Chat(text, config) if config.chat and text.chat is not None else Continuation(text, config)
-    if config.prompt is not None:
-        answer(config.prompt)
-    else:
-        read_prompts(answer)
+    with config.connected():
+        text = load(config)
+        answer = Chat(text, config) if config.chat and text.chat is not None else Continuation(text, config)
+        if config.prompt is not None:
+            answer(config.prompt)
+        else:
+            read_prompts(answer)
     return 0
 
 
 def load(config: GenerateConfig) -> TextModel:
     """The model and the tokenizer that were asked for."""
-    dtype = None if config.dtype == "auto" else config.dtype
+    dtype, layout = None if config.dtype == "auto" else config.dtype, config.layout()
     if config.model is not None:
-        text = load_text_model(config.model, dtype)
+        text = load_text_model(config.model, dtype, layout=layout)
     else:
-        compute = dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-        text = load_text_run(config.run_dir or "runs/tiny", config.step, precision=Precision(compute=compute))
+        precision = Precision(compute=dtype or ("float32" if layout.platform == "cpu" else "bfloat16"))
+        text = load_text_run(config.run_dir or "runs/tiny", config.step, precision=precision, layout=layout)
     check(
         config.system is None or text.chat is not None,
         f"system={config.system!r} needs a chat template, and this model has none: put it into the prompt.",
@@ -107,15 +113,22 @@ def load(config: GenerateConfig) -> TextModel:
 
 def read_prompts(answer: Callable[[str], None]) -> None:
     """Pass each line of the standard input on, until its end."""
-    terminal = sys.stdin.isatty()
-    while True:
-        if terminal:
-            print("prompt> ", end="", flush=True)
-        line = sys.stdin.readline()
-        if not line:
-            return
+    while line := from_first("line", read_line() if jax.process_index() == 0 else None, seconds=1e6):
         if line.strip():
             answer(line.rstrip("\n"))
+
+
+def read_line() -> str:
+    """A line of the standard input; empty at its end."""
+    if sys.stdin.isatty():
+        print("prompt> ", end="", flush=True)
+    return sys.stdin.readline()
+
+
+def show(text: str) -> None:
+    """Print a piece, if this is the process that prints."""
+    if jax.process_index() == 0:
+        print(text, end="", flush=True)
 
 
 class Continuation:
@@ -125,7 +138,7 @@ class Continuation:
         self.text, self.config = text, config
 
     def __call__(self, prompt: str) -> None:
-        print(prompt, end="", flush=True)
+        show(prompt)
         write(self.text, self.config, prompt)
 
 
@@ -156,6 +169,6 @@ def write(text: TextModel, config: GenerateConfig, prompt: Prompt) -> str:
     pieces = []
     for piece in itertools.chain([first], written):
         pieces.append(piece)
-        print(piece, end="", flush=True)
-    print()
+        show(piece)
+    show("\n")
     return "".join(pieces)

@@ -1,8 +1,8 @@
 """A family of checkpoints: how `config.json` is read and written, and a table of its weights.
 
-The table tells which tensor of a checkpoint is which weight here, with an einops pattern that is run forwards for
-import and backwards for export. `read` and `write` translate the configuration; an export is refused unless `read`
-gives the same configuration back from what `write` wrote.
+The table tells which tensor of a checkpoint is which weight here, with an einops pattern by which a tensor is seen in
+our order: to be read for import, and to be filled for export. `read` and `write` translate the configuration; an export
+is refused unless `read` gives the same configuration back from what `write` wrote.
 """
 
 import dataclasses
@@ -92,12 +92,6 @@ class WeightMapping:
     def words(self) -> tuple[str, ...]:
         """The words of our dimensions, without those of `stack`."""
         return tuple(word for word in self.pattern.split("->")[1].split() if word != "part")
-
-    @property
-    def backwards(self) -> str:
-        """The pattern from ours to the checkpoint's."""
-        left, right = self.pattern.split("->")
-        return f"{right.strip()} -> {left.strip()}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Text generation: one compiled loop on the device, or a stream of tokens."""
 
+import dataclasses
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -58,6 +59,9 @@ def generate(
     The new tokens. One program: prefill, then a loop on the device that ends when all rows have stopped. Prompts and
     budgets are rounded up to few sizes (`bucket`), so few programs are compiled. Raises ConfigError for arguments that
     do not fit the model.
+
+    On a mesh the rows are split over the axes that divide them; the others compute the same rows. In a run of several
+    processes all of them must call this, with the same arguments, and all get the tokens.
     """
     asked = _Request.create(model, prompt, max_new_tokens, sampler, key, prompt_lengths, stop_ids, num_draft_tokens)
     if num_draft_tokens > 0:
@@ -216,12 +220,20 @@ def _decode_step(model: Decoder, sampler, key, step, stop_ids, pad_id, row: _Sta
     return _State(token=token, done=row.done | is_stop(token, stop_ids), cache=cache)
 
 
-_first = eqx.filter_jit(_prefill)
+def _readable(model: Decoder, row: _State) -> _State:
+    """The state, with what the host reads of it on every device."""
+    replicate = model.execution.layout.replicate
+    return dataclasses.replace(row, token=replicate(row.token), done=replicate(row.done))
+
+
+@eqx.filter_jit
+def _first(model: Decoder, asked: _Request) -> _State:
+    return _readable(model, _prefill(model, asked))
 
 
 @eqx.filter_jit(donate="all-except-first")
 def _next(inputs: tuple[Decoder, Any, Any, Any, Any, Any], row: _State) -> _State:
-    return _decode_step(*inputs, row)
+    return _readable(inputs[0], _decode_step(*inputs, row))
 
 
 @eqx.filter_jit
@@ -239,7 +251,8 @@ def _generate(model: Decoder, asked: _Request, pad_id: int) -> Int[Array, "batch
         row = _decode_step(model, asked.sampler, asked.key, step, asked.stop_ids, pad_id, row)
         return step + 1, row, tokens.at[:, step].set(row.token)
 
-    return jax.lax.while_loop(going, body, (jnp.int32(1), row, tokens))[2]
+    tokens = jax.lax.while_loop(going, body, (jnp.int32(1), row, tokens))[2]
+    return model.execution.layout.replicate(tokens)
 
 
 def _at_step(key: PRNGKeyArray | None, step: Any) -> PRNGKeyArray | None:

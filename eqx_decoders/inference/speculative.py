@@ -4,6 +4,7 @@ A draft token is kept only where the model says the same (Leviathan et al. 2023)
 decoding, in fewer steps.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -113,7 +114,8 @@ def speculate(
     state = jax.lax.while_loop(
         lambda state: ~jnp.all(state.done), lambda state: _decode_step(model, max_new_tokens, stop_ids, state), state
     )
-    return Speculation(state.tokens, state.steps, state.steps * num_draft_tokens, state.accepted)
+    found = Speculation(state.tokens, state.steps, state.steps * num_draft_tokens, state.accepted)
+    return jax.tree.map(model.execution.layout.replicate, found)
 
 
 def _prefill(model, prompt, lengths, max_new_tokens, room, num_draft_tokens, stop_ids, pad_id) -> _State:
@@ -179,12 +181,21 @@ def _decode_step(model, max_new_tokens, stop_ids, state: _State) -> _State:
     )
 
 
-_first = eqx.filter_jit(_prefill)
+def _readable(model: Decoder, state: _State) -> _State:
+    """The state, with what the host reads of it on every device."""
+    replicate = model.execution.layout.replicate
+    shown = {name: replicate(getattr(state, name)) for name in ("tokens", "count", "done")}
+    return dataclasses.replace(state, **shown)
+
+
+@eqx.filter_jit
+def _first(model, *asked) -> _State:
+    return _readable(model, _prefill(model, *asked))
 
 
 @eqx.filter_jit(donate="all-except-first")
 def _next(inputs: tuple[Decoder, Any, Any], state: _State) -> _State:
-    return _decode_step(*inputs, state)
+    return _readable(inputs[0], _decode_step(*inputs, state))
 
 
 def _draft(

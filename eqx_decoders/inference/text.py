@@ -19,6 +19,7 @@ from eqx_decoders.io.chat import ChatTemplate, load_chat_template
 from eqx_decoders.io.generation_config import parse_token_ids
 from eqx_decoders.io.hub import resolve
 from eqx_decoders.io.huggingface import load_hf
+from eqx_decoders.io.processes import from_first
 from eqx_decoders.io.tokenizer import Ids, JsonTokenizer, Tokenizer, load_tokenizer
 from eqx_decoders.layers.embedding import LearnedPositions
 from eqx_decoders.sampling import Sampler
@@ -119,8 +120,11 @@ class TextModel:
         `num_draft_tokens` as in `generate`.
 
         Raises ConfigError for an empty prompt, or for one that fills all learned positions; a text ends where these do.
+        In a run of several processes all must call this and take all pieces; the prompt is that of the first.
         """
-        ids = self.encode(prompt)
+        # Only what the first one makes of it counts: some templates ask for the date, which may differ.
+        first = jax.process_index() == 0
+        ids = np.asarray(from_first("prompt", self.encode(prompt).tolist() if first else None), np.int32)
         check(len(ids) > 0, "prompt='' is empty, and the tokenizer has no token that begins a text: give some text.")
         tokens = stream(
             self.model,

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from einops import rearrange
-from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
 from eqx_decoders.axes import named_leaves
-from eqx_decoders.decoder import Decoder, DecoderConfig, Origin
+from eqx_decoders.decoder import Decoder, DecoderConfig
 from eqx_decoders.errors import ConversionError, check, check_integer, check_word, need_extra
 from eqx_decoders.families import FAMILIES
 from eqx_decoders.families.family import Family, WeightMapping, for_inference
@@ -28,7 +28,11 @@ from eqx_decoders.io.directory import FLOATS, Directory, parse_json
 from eqx_decoders.io.files import write_json
 from eqx_decoders.io.hub import TOKENIZER_FILES
 from eqx_decoders.io.huggingface import copy_in_pieces, given_sizes
+from eqx_decoders.io.pieces import pieces
 from eqx_decoders.io.processes import from_first, gather
+
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def save_hf(
@@ -57,38 +61,71 @@ def save_hf(
     must call it; the first one writes.
     """
     check_integer("save_hf: shard_bytes", shard_bytes)
-    kind, config = export_config(model, family)
-    origin = model.origin or Origin(family=kind.model_type)
-    # explicit nulls: the classes of transformers have token ids of their own as defaults
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    config = ids | json.loads(origin.settings) | config | dict(settings or {})
-    leaves = named_leaves(model)
-    stored = leaves["embedding.table"].dtype if dtype is None else jnp.dtype(dtype)
-    check_word("save_hf: dtype", stored.name, FLOATS.values(), ConversionError)
-    config |= {"dtype": stored.name, "torch_dtype": stored.name}
-    _check_settings(kind, config, model.config)
+    own = None if model.origin is None else model.origin.directory
+    kind, config, stored = export_plan(model, dtype=dtype, family=family, settings=settings)
     with new_directory(directory) as partial:
-        _write_tensors(partial, leaves, kind.bind(model), kind.copied(model.config), stored, shard_bytes)
+        copies = kind.copied(model.config)
+        _write_tensors(partial, named_leaves(model), kind.bind(model), copies, stored, shard_bytes)
         if partial is None:
             return
         write_json(partial / "config.json", config, sort_keys=True)
-        copy_tokenizer(origin.directory if tokenizer is None else tokenizer, partial)
+        copy_tokenizer(own if tokenizer is None else tokenizer, partial)
         if not (partial / "generation_config.json").exists():
-            known = {key: config[key] for key in ids if config[key] is not None}
+            known = {key: config[key] for key in TOKEN_IDS if config[key] is not None}
             write_json(partial / "generation_config.json", known, sort_keys=True)
         (partial / "README.md").write_text(_card(Path(directory).absolute().name, model, kind, stored))
+
+
+def export_plan(
+    model: Decoder,
+    *,
+    dtype: DTypeLike | None = None,
+    family: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> tuple[Family, dict[str, Any], np.dtype]:
+    """The family as which `save_hf` writes a model (of arrays or shapes), its `config.json`, and the tensors' dtype.
+
+    Raises all that can be known before anything is written: that no family has the model, that `settings` change it,
+    and that the package that writes safetensors is missing.
+    """
+    safetensors()
+    kind, config = export_config(model, family)
+    # explicit nulls: the classes of transformers have token ids of their own as defaults
+    kept = {} if model.origin is None else json.loads(model.origin.settings)
+    config = dict.fromkeys(TOKEN_IDS) | kept | config | dict(settings or {})
+    stored = named_leaves(model)["embedding.table"].dtype if dtype is None else jnp.dtype(dtype)
+    check_word("save_hf: dtype", stored.name, FLOATS.values(), ConversionError)
+    config |= {"dtype": stored.name, "torch_dtype": stored.name}
+    _check_settings(kind, config, model.config)
+    kind.bind(model)
+    return kind, config, stored
+
+
+def check_new_directory(directory: str | Path) -> None:
+    """Raise ConversionError where `new_directory` could not make a directory, as the first process sees it."""
+    folder = Path(directory).absolute()
+    refusal = from_first("export", _refusal(folder) if jax.process_index() == 0 else None)
+    check(refusal is None, f"{folder} {refusal}.", ConversionError)
+
+
+def _refusal(folder: Path) -> str | None:
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        return "is not empty: give a new directory"
+    above = next(path for path in folder.parents if path.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+        return f"cannot be made: {above} is not a directory that may be written to"
+    return None
 
 
 @contextlib.contextmanager
 def new_directory(directory: str | Path) -> Iterator[Path | None]:
     """A directory to be filled, which gets its name when all is written; None in all processes but the first.
 
-    Raises ConversionError where `directory` is anything but an empty directory or a new name. All processes wait for
-    each other at the end.
+    Raises ConversionError where `directory` is anything but an empty directory or a new name, or may not be written.
+    All processes wait for each other at the end.
     """
     folder, partial = Path(directory).absolute(), None
-    free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-    check(from_first("export", free), f"{folder} is not empty: give a new directory.", ConversionError)
+    check_new_directory(folder)
     with contextlib.ExitStack() as stack:
         if jax.process_index() == 0:
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -127,7 +164,7 @@ def export_config(model: Decoder, family: str | None = None) -> tuple[Family, di
         try:
             return kind, kind.encode(model.config)
         except ConversionError as error:
-            refusals.append(str(error))
+            refusals.append(textwrap.shorten(str(error), 160, placeholder=" …"))
     raise ConversionError("No family of Hugging Face has this model.\n  " + "\n  ".join(refusals))
 
 
@@ -159,7 +196,8 @@ def _write_tensors(
         index |= dict.fromkeys(shard, file)
         made = {name: tensors[name]() for name in shard}
         if folder is not None:
-            save_tensors(made, folder / file)
+            save_tensors({name: tensor for name, tensor in made.items() if tensor is not None}, folder / file)
+        gather("written")  # what waits for a disk waits here: programs of several processes may not wait for long
     if folder is not None and len(shards) > 1:
         content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
         write_json(folder / "model.safetensors.index.json", content, sort_keys=True)
@@ -167,8 +205,11 @@ def _write_tensors(
 
 def exported(
     leaves: Mapping[str, Any], mappings: Mapping[str, WeightMapping], dtype: np.dtype | None = None
-) -> dict[str, Callable[[], np.ndarray]]:
-    """For the name of every tensor of a checkpoint a function that makes it; None keeps the dtype of the weight."""
+) -> dict[str, Callable[[], np.ndarray | None]]:
+    """For the name of every tensor of a checkpoint a function that makes it; None keeps the dtype of the weight.
+
+    In a run of several processes all must call them, in one order; only the first gets the tensors.
+    """
     holders: dict[str, dict[int, tuple[WeightMapping, Any, tuple[int, ...]]]] = {}
     for path, mapping in mappings.items():
         for place in itertools.product(*map(range, mapping.stack)):
@@ -176,30 +217,34 @@ def exported(
     return {name: functools.partial(_tensor, parts, dtype) for name, parts in holders.items()}
 
 
-def _tensor(parts: Mapping[int, tuple[WeightMapping, Any, tuple[int, ...]]], dtype: np.dtype | None) -> np.ndarray:
-    """One tensor of a checkpoint, on the host, from the weights that share it."""
-    mapping = parts[0][0]
-    found = [on_host(leaf[place] if place else leaf) for _, (_, leaf, place) in sorted(parts.items())]
-    x = found[0] if mapping.part is None else np.stack(found)
-    x = rearrange(x, mapping.backwards, **given_sizes(mapping, mapping.sizes))
-    tensor = np.empty(x.shape, x.dtype if dtype is None else dtype)
-    copy_in_pieces(tensor, x)
+def _tensor(
+    parts: Mapping[int, tuple[WeightMapping, Any, tuple[int, ...]]], dtype: np.dtype | None
+) -> np.ndarray | None:
+    """One tensor of a checkpoint, filled with the weights that share it; None in all processes but the first."""
+    mapping, leaf, _ = parts[0]
+    assert len(parts) == mapping.sizes.get("part", 1), mapping
+    tensor = np.empty(mapping.shape, leaf.dtype if dtype is None else dtype) if jax.process_index() == 0 else None
+    # The same memory in our order: what is written into it needs no copy in between.
+    ours = None if tensor is None else rearrange(tensor, mapping.pattern, **given_sizes(mapping, mapping.sizes))
+    for part, (_, leaf, place) in sorted(parts.items()):
+        for cut, piece in pieces(leaf, place):
+            if ours is not None:
+                copy_in_pieces((ours if mapping.part is None else ours[part])[cut], piece)
     return tensor
-
-
-def on_host(x: Any) -> np.ndarray:
-    """A whole array as NumPy's; of several processes all must call it."""
-    whole = not isinstance(x, jax.Array) or x.is_fully_addressable
-    return np.asarray(x if whole else multihost_utils.process_allgather(x, tiled=True))
 
 
 def save_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
     """Write a safetensors file."""
+    safetensors().save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 asks for this word
+
+
+def safetensors() -> Any:
+    """The module that writes safetensors files. Raises MissingPackage where it is not installed."""
     try:
-        from safetensors.numpy import save_file
+        import safetensors.numpy as module
     except ImportError as error:
         raise need_extra("safetensors", "hf") from error
-    save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 asks for this word
+    return module
 
 
 def copy_tokenizer(source: str | Path | None, folder: Path) -> None:

@@ -34,7 +34,7 @@ from eqx_decoders.io.generation_config import parse_token_ids, read_generation_c
 from eqx_decoders.io.hub import resolve
 from eqx_decoders.io.quantized import checkpoint_tensors, read_scheme
 from eqx_decoders.io.waiting import Waiting
-from eqx_decoders.layout import Layout
+from eqx_decoders.layout import Layout, device_bytes
 from eqx_decoders.numerics import Precision
 
 
@@ -88,9 +88,8 @@ def load_hf(
     target, mappings, tensors = _target(resolve(source, revision), dtype, layout, dict(execution))
     shapes, static = eqx.partition(target, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     names = iter(named_leaves(shapes))
-    with Waiting(
-        "loading weights", total=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-    ) as waiting:
+    total = sum(len(_holders(leaf)) * device_bytes(leaf) for leaf in jax.tree.leaves(shapes))
+    with Waiting("loading weights", total=total) as waiting:
         arrays = jax.tree.map(lambda leaf: _load(leaf, mappings[next(names)], tensors, waiting), shapes)
     return eqx.combine(arrays, static)
 
@@ -211,19 +210,24 @@ def _load(
     leaf: jax.ShapeDtypeStruct, mapping: WeightMapping, tensors: Mapping[str, StoredTensor], waiting: Waiting
 ) -> jax.Array:
     """A weight on its devices, one device's part after another."""
+    parts: list[jax.Array] = []
     sharding: Any = leaf.sharding
-    if isinstance(sharding, SingleDeviceSharding):  # uncommitted, like those of `init`
-        whole = tuple(range(size) for size in leaf.shape)
-        return jax.device_put(_block(whole, leaf.dtype, mapping, tensors, waiting))
+    for index, devices in _holders(leaf).items():
+        block = _block(index, leaf.dtype, mapping, tensors, waiting)
+        if isinstance(sharding, SingleDeviceSharding):  # uncommitted, like those of `init`
+            return jax.device_put(block)
+        parts += [jax.device_put(block, device) for device in devices]
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
+
+
+def _holders(leaf: jax.ShapeDtypeStruct) -> dict[tuple[range, ...], list[Any]]:
+    """The different parts of a weight on devices of this process, and which devices hold each."""
     holders: dict[tuple[range, ...], list[Any]] = {}
+    sharding: Any = leaf.sharding
     for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
         whole = tuple(range(*cut.indices(size)) for cut, size in zip(index, leaf.shape, strict=True))
         holders.setdefault(whole, []).append(device)
-    parts = []
-    for index, devices in holders.items():
-        block = _block(index, leaf.dtype, mapping, tensors, waiting)
-        parts += [jax.device_put(block, device) for device in devices]
-    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, parts)
+    return holders
 
 
 def _block(

@@ -21,8 +21,9 @@ from eqx_decoders.errors import ConversionError, check
 from eqx_decoders.families.family import WeightMapping
 from eqx_decoders.families.fields import Fields
 from eqx_decoders.io.directory import Directory, StoredTensor, check_dtypes, check_tensors, stored_tensors
-from eqx_decoders.io.export import export_config, new_directory, on_host, save_tensors
+from eqx_decoders.io.export import export_config, new_directory, safetensors, save_tensors
 from eqx_decoders.io.files import write_json
+from eqx_decoders.io.pieces import on_first_host
 from eqx_decoders.numerics import LowRank, low_rank_weights
 
 
@@ -111,6 +112,24 @@ def save_peft(model: Decoder, directory: str | Path, *, base_model: str = "") ->
     Raises ConversionError where there is no pair, or one that PEFT has no name for. In a run of several processes all
     of them must call it; the first one writes.
     """
+    nodes, weights = adapter_plan(model)
+    with new_directory(directory) as folder:
+        tensors: dict[str, np.ndarray] = {}
+        for path, node in nodes.items():
+            for name, factor in weights[path].factors.items():
+                whole = on_first_host(getattr(node, name))
+                tensors |= {} if whole is None else factor.stored(whole)
+        if folder is not None:
+            write_json(folder / CONFIG, _config(nodes, weights, base_model), sort_keys=True)
+            save_tensors(tensors, folder / TENSORS)
+
+
+def adapter_plan(model: Decoder) -> tuple[dict[str, LowRank], dict[str, "_AdaptableWeight"]]:
+    """The pairs of a model (of arrays or shapes), and what PEFT can adapt of it, both by the paths of the weights.
+
+    Raises all that can be known before `save_peft` writes anything.
+    """
+    safetensors()
     nodes = low_rank_weights(model)
     check(bool(nodes), "save_peft: the model has no low-rank pairs. Add them with add_lora.", ConversionError)
     kinds = {(node.lora_a.shape[-1], node.scale) for node in nodes.values()}
@@ -118,14 +137,7 @@ def save_peft(model: Decoder, directory: str | Path, *, base_model: str = "") ->
     weights = _adaptable(replaced(model, {path: node.base for path, node in nodes.items()}))
     lost = sorted(nodes.keys() - weights.keys())
     check(not lost, f"save_peft: PEFT has no module for {', '.join(lost)}: merge or remove its pair.", ConversionError)
-    with new_directory(directory) as folder:
-        tensors: dict[str, np.ndarray] = {}
-        for path, node in nodes.items():
-            for name, factor in weights[path].factors.items():
-                tensors |= factor.stored(on_host(getattr(node, name)))
-        if folder is not None:
-            write_json(folder / CONFIG, _config(*kinds.pop(), nodes, weights, base_model), sort_keys=True)
-            save_tensors(tensors, folder / TENSORS)
+    return nodes, weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,10 +230,10 @@ def _read_config(fields: Fields) -> tuple[int, float]:
     return rank, alpha / (math.sqrt(rank) if stabilized else rank)
 
 
-def _config(
-    rank: int, scale: float, adapted: Iterable[str], weights: Mapping[str, _AdaptableWeight], base_model: str
-) -> dict[str, Any]:
+def _config(nodes: Mapping[str, LowRank], weights: Mapping[str, _AdaptableWeight], base_model: str) -> dict[str, Any]:
     """The content of `adapter_config.json`."""
+    node = next(iter(nodes.values()))
+    rank, scale = node.lora_a.shape[-1], node.scale
     alpha, stabilized = _alpha(rank, scale)
     return {
         "peft_type": "LORA",
@@ -232,8 +244,8 @@ def _config(
         "use_rslora": stabilized,
         "lora_dropout": 0.0,
         "bias": "none",
-        "fan_in_fan_out": any(weights[path].inputs_first for path in adapted),
-        "target_modules": _target_modules(adapted, weights),
+        "fan_in_fan_out": any(weights[path].inputs_first for path in nodes),
+        "target_modules": _target_modules(nodes, weights),
         "inference_mode": True,
     }
 

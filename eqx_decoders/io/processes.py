@@ -71,9 +71,9 @@ def gather(name: str, value: Any = None, *, seconds: int | float = WAIT) -> list
     return [found[str(each)] for each in range(count)]
 
 
-def from_first(name: str, value: Any) -> Any:
+def from_first(name: str, value: Any, *, seconds: int | float = WAIT) -> Any:
     """What the first process says; the others' `value` is not used."""
-    return gather(name, value if jax.process_index() == 0 else None)[0]
+    return gather(name, value if jax.process_index() == 0 else None, seconds=seconds)[0]
 
 
 def first_then_all(name: str, make: Callable[[], T], path: Path) -> T:

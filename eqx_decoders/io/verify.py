@@ -18,6 +18,7 @@ from eqx_decoders.io.export import exported, save_hf
 from eqx_decoders.io.huggingface import abstract_hf, load_hf, read_config, stored_weights
 from eqx_decoders.io.quantized import QUANTIZED, checkpoint_tensors
 from eqx_decoders.layers.embedding import LearnedPositions
+from eqx_decoders.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,16 +103,18 @@ def transformers_logits(
             return model.float().eval()(torch.from_numpy(ids.astype(np.int64)), use_cache=False).logits.numpy()
 
 
-def compare_tensors(directory: str | Path) -> tuple[int, list[str]]:
+def compare_tensors(directory: str | Path, layout: Layout | None = None) -> tuple[int, list[str]]:
     """Load a directory, turn each weight back into the tensor of its file, and compare the bits.
 
     Returns the number of tensors and the names of those that differ. One tensor at a time is read beside the model.
     """
     mappings, stored = stored_weights(directory)
     dtypes = {"float32" if isinstance(tensor, QUANTIZED) else FLOATS[tensor.dtype] for tensor in stored.values()}
-    model = load_hf(directory, dtype=dtypes.pop() if len(dtypes) == 1 else "float32")
+    model = load_hf(directory, dtype=dtypes.pop() if len(dtypes) == 1 else "float32", layout=layout)
     again = exported(named_leaves(model), mappings)
-    different = [name for name, tensor in stored.items() if not _same_bits(again[name](), tensor.read_all())]
+    different = [
+        name for name, tensor in stored.items() if not _same_bits(np.asarray(again[name]()), tensor.read_all())
+    ]
     return len(stored), different
 
 

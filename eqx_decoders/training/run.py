@@ -18,7 +18,6 @@ from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import DataError, EqxDecodersError, check
 from eqx_decoders.io.checkpoint import Checkpoints
 from eqx_decoders.io.huggingface import abstract_hf
-from eqx_decoders.io.peft import save_peft
 from eqx_decoders.io.processes import (
     AHEAD,
     ON_FAILURE,
@@ -45,6 +44,8 @@ from eqx_decoders.training.progress import Progress
 from eqx_decoders.training.runs import (
     SOURCE,
     abstract_run,
+    check_exports,
+    export_adapter,
     export_run,
     is_imported,
     keep_config,
@@ -198,6 +199,7 @@ class Run:
             keep_source(abstract_hf(config.init_from), self.dir)
         gather("source")
         self.target = abstract_run(config, self.dir, self.execution)
+        check_exports(self.target, config, self.dir)
         self.tokenizer = first_then_all("tokenizer", self._tokenizer, self.dir / "tokenizer")
         tokens = self.dir / "data" / "manifest.json"
         self.data = stack.enter_context(first_then_all("tokens", lambda: self._batches("train"), tokens))
@@ -463,7 +465,7 @@ class Run:
         config = self.config
         model = dataclasses.replace(model, origin=self.target.origin)
         if config.export_adapter is not None and from_first("is_new", is_new(config.export_adapter)):
-            save_peft(model, config.export_adapter, base_model=config.init_from or "")
+            export_adapter(model, config, config.export_adapter)
         if config.export is not None and from_first("is_new", is_new(config.export)):
             export_run(model, config, self.dir, config.export)
 

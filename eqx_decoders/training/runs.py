@@ -6,7 +6,7 @@ sampled and exported when the checkpoint is gone. Others keep their configuratio
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -18,19 +18,28 @@ from eqx_decoders.config_json import with_fields
 from eqx_decoders.context import Execution, ExecutionOptions
 from eqx_decoders.create import abstract, add_mtp, init
 from eqx_decoders.decoder import Decoder, DecoderConfig
-from eqx_decoders.errors import CheckpointError, ConfigError
+from eqx_decoders.errors import CheckpointError, ConfigError, ConversionError
 from eqx_decoders.families import get_config
 from eqx_decoders.inference.text import TextModel, published_model
 from eqx_decoders.io.chat import JINJA, ChatTemplate, load_chat_template, read_chat_template
 from eqx_decoders.io.checkpoint import Checkpoints, Restored, load_weights
 from eqx_decoders.io.directory import parse_json
-from eqx_decoders.io.export import copy_tokenizer, export_config, save_hf
+from eqx_decoders.io.export import check_new_directory, copy_tokenizer, export_config, export_plan, save_hf
 from eqx_decoders.io.files import new_directory, write_atomically, write_json
 from eqx_decoders.io.huggingface import abstract_hf, decode_config, load_hf, read_config
+from eqx_decoders.io.peft import adapter_plan, save_peft
+from eqx_decoders.io.processes import from_first
 from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from eqx_decoders.training.lora import add_lora, merge_lora
 from eqx_decoders.training.optimizer import matching
-from eqx_decoders.training.settings import Changes, TrainConfig, changed_settings, check_changes, load_settings
+from eqx_decoders.training.settings import (
+    Changes,
+    TrainConfig,
+    changed_settings,
+    check_changes,
+    is_new,
+    load_settings,
+)
 from eqx_decoders.training.step import Trainer
 
 
@@ -246,6 +255,26 @@ def load_text_run(run_dir: str | Path, step: int | None = None, **execution: Unp
     return TextModel(model=model, tokenizer=tokenizer, chat=chat)
 
 
+def check_exports(target: Decoder, settings: TrainConfig, run_dir: str | Path) -> None:
+    """Raise at the start of a run what would keep `settings.export` and `export_adapter` from being written at its end.
+
+    `target` is that of `abstract_run`.
+    """
+    plans: dict[str, Callable[[], Any]] = {
+        "export": lambda: export_plan(_exported(target, settings), settings=_further_keys(settings, Path(run_dir))),
+        "export_adapter": lambda: adapter_plan(_without_added(target, settings)),
+    }
+    for field, plan in plans.items():
+        directory = getattr(settings, field)
+        if directory is None or not from_first("is_new", is_new(directory)):
+            continue
+        try:
+            check_new_directory(directory)
+            plan()
+        except ConversionError as error:
+            raise ConversionError(f"{field}={directory!r} would fail after the last step. {error}") from error
+
+
 def export_run(
     model: Decoder, settings: TrainConfig, run_dir: str | Path, directory: str | Path, **options: Any
 ) -> None:
@@ -254,13 +283,30 @@ def export_run(
     `options` are those of `save_hf`.
     """
     run = Path(run_dir)
-    kept = run / SOURCE
     own = settings.init_from is None or settings.tokenizer is not None
-    more = {} if kept.exists() else {"max_position_embeddings": settings.dataset.seq_len}
+    keys, tokenizer = _further_keys(settings, run), run / ("tokenizer" if own else SOURCE)
     if own:
-        more |= special_token_ids(load_tokenizer(run / "tokenizer"))
-    model = model.without_mtp() if settings.mtp_depths > 0 else model
-    save_hf(merge_lora(model), directory, settings=more, tokenizer=run / "tokenizer" if own else kept, **options)
+        keys |= special_token_ids(load_tokenizer(tokenizer))
+    save_hf(_exported(model, settings), directory, settings=keys, tokenizer=tokenizer, **options)
+
+
+def export_adapter(model: Decoder, settings: TrainConfig, directory: str | Path) -> None:
+    """Write the low-rank pairs of a run's model as an adapter of PEFT."""
+    save_peft(_without_added(model, settings), directory, base_model=settings.init_from or "")
+
+
+def _exported(model: Decoder, settings: TrainConfig) -> Decoder:
+    """The model of a run as it is exported: adapters merged, without what the run added."""
+    return merge_lora(_without_added(model, settings))
+
+
+def _without_added(model: Decoder, settings: TrainConfig) -> Decoder:
+    return model.without_mtp() if settings.mtp_depths > 0 else model
+
+
+def _further_keys(settings: TrainConfig, run: Path) -> dict[str, Any]:
+    """Keys of `config.json` that a run's model has besides those of its source."""
+    return {} if (run / SOURCE).exists() else {"max_position_embeddings": settings.dataset.seq_len}
 
 
 def special_token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:

@@ -235,6 +235,11 @@ class TrainConfig:
         check(taken, f"init_weights={self.init_weights} needs init_from, where they come from.")
         adapted = self.lora_rank is not None or self.export_adapter is None
         check(adapted, f"export_adapter={self.export_adapter!r} needs lora_rank: there are no adapters without.")
+        if self.export is not None and self.export_adapter is not None:
+            one, other = Path(self.export).absolute(), Path(self.export_adapter).absolute()
+            apart = one not in (other, *other.parents) and other not in one.parents
+            text = f"export={self.export!r} and export_adapter={self.export_adapter!r}"
+            check(apart, f"{text} must not be in one another: give two directories.")
         patterns = self.optimizer.trainable
         free = self.lora_rank is None or patterns == ("*",)
         check(free, f"optimizer.trainable={patterns} and lora_rank={self.lora_rank} exclude each other: leave one out.")

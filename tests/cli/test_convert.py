@@ -71,6 +71,17 @@ def test_import_then_generate_then_export_is_the_directory_again(tmp_path, witho
     assert code == 1 and "different: 0." in out and "11 tensors differ: model.embed_tokens.weight: by up to" in out
 
 
+def test_on_a_mesh_all_is_as_on_one_device(tmp_path, without_transformers):
+    mesh = ("--mesh.fsdp", "4", "--mesh.data", "2")
+    for command in (("import", CHAT, tmp_path / "run"), ("export", tmp_path / "run", tmp_path / "out")):
+        code, _, err = outcome("convert", *command, *mesh, devices=8)
+        assert code == 0, err
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (CHAT / "model.safetensors").read_bytes()
+    for words in ((), ("--against", CHAT)):
+        code, out, _ = outcome("convert", "verify", tmp_path / "out", *words, *mesh, devices=8)
+        assert code == 0 and "the same: " in out
+
+
 def test_the_export_of_a_run_with_running_means(tmp_path):
     """These by default, for weights that have some; --no-ema: the weights."""
     run, model, name = tmp_path / "run", ed.load_hf(CHAT), "embedding.table"
@@ -144,6 +155,8 @@ def test_another_meaning_of_the_settings_is_reported(tmp_path, config, says):
         (("import", FIXTURES / "nothing", "x"), 4, "does not exist"),
         (("export", FIXTURES, "x"), 2, "is no run directory"),
         (("export", FIXTURES, "x", "--shard-gb", "0"), 2, "--shard-gb=0.0"),
+        (("export", FIXTURES, "x", "--mesh.fsdp", "0"), 2, "is no run directory"),
+        (("verify", CHAT, "--mesh.tensor", "0"), 2, "--mesh.tensor=0 must be"),
     ],
 )
 def test_mistakes_of_convert(arguments, code, says):

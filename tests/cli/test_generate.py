@@ -1,15 +1,17 @@
 """The generate program on Hugging Face directories; the models' answers are made up."""
 
+import contextlib
 import dataclasses
 import json
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from eqx_decoders.cli import generate
+from eqx_decoders.cli import devices, generate
 from eqx_decoders.inference.text import TextModel
 from tests.commands import ROOT, call, outcome
 
@@ -62,6 +64,9 @@ def test_no_chat_continues_texts(wrote):
         (("--model", CHAT, "--no-chat", "--system", "x"), 2, "needs a chat"),
         (("--model", CHAT, "--temperature", "-1"), 2, "--temperature=-1.0"),
         (("--model", CHAT, "--top-p", "2"), 2, "top_p=2.0"),
+        (("--model", CHAT, "--mesh.fsdp", "2"), 2, "--mesh.fsdp=2 needs 2 devices, but 1 are given"),
+        (("--model", CHAT, "--distributed"), 2, "--distributed=True needs a mesh over the devices of all processes"),
+        (("--model", CHAT, "--distributed-timeout", "0"), 2, "--distributed-timeout=0 must be"),
         (("--model", FIXTURES / "gpt2"), 3, "holds no tokenizer.json"),
         (("--model", FIXTURES / "nothing"), 4, "does not exist"),
         (("--run-dir", FIXTURES), 2, "is no run directory"),
@@ -96,6 +101,9 @@ EFFECTS = {
     "num_draft_tokens": (["--num-draft-tokens", "1"], lambda options, prompt: options["num_draft_tokens"] == 1),
 }
 ELSEWHERE = {
+    "mesh": "by test_a_model_on_a_mesh_writes_the_same",
+    "distributed": "by tests/cli/test_two_processes.py",
+    "distributed_timeout": "by test_processes_meet_in_time_and_have_the_same_flags",
     "model": "by all of these",
     "run_dir": "by test_a_run_and_its_step_are_loaded",
     "step": "by test_a_run_and_its_step_are_loaded",
@@ -117,7 +125,7 @@ def test_every_setting_has_an_effect(wrote):
 def test_a_run_and_its_step_are_loaded(wrote, monkeypatch):
     loaded = []
 
-    def load_text_run(run_dir, step, *, precision):
+    def load_text_run(run_dir, step, *, precision, layout):
         loaded.append((run_dir, step, precision.compute))
         return generate.load_text_model(CHAT)
 
@@ -125,3 +133,25 @@ def test_a_run_and_its_step_are_loaded(wrote, monkeypatch):
     call("generate", "--run-dir", "runs/a", "--step", "3", "--dtype", "bfloat16", "--prompt", "x")
     call("generate", "--prompt", "x")
     assert loaded == [("runs/a", 3, jnp.bfloat16), ("runs/tiny", None, jnp.float32)]
+
+
+def test_a_model_on_a_mesh_writes_the_same(wrote):
+    """Its weights are split; what it writes is compared in tests/inference/test_generate.py."""
+    models = []
+    with mock.patch.object(TextModel, "write", lambda self, *args, **options: models.append(self.model) or iter(["x"])):
+        for words in ((), ("--mesh.fsdp", 4, "--mesh.data", -1)):
+            call("generate", "--model", CHAT, "--prompt", "x", *words, devices=8)
+    one, split = (model.embedding.table for model in models)
+    assert len(one.devices()) == 1 and len(split.devices()) == 8 and {"fsdp"} <= set(split.sharding.spec)
+    assert one.tolist() == split.tolist()
+
+
+def test_processes_meet_in_time_and_have_the_same_flags(wrote, monkeypatch):
+    met = []
+    monkeypatch.setattr(devices, "connected", lambda seconds: met.append(seconds) or contextlib.nullcontext())
+    monkeypatch.setattr(devices, "from_first", lambda name, own: own | {"seed": 7})
+    words = ("--model", CHAT, "--prompt", "x", "--distributed", "--distributed-timeout", 9, "--mesh.fsdp", 4)
+    _, err = call("generate", *words, "--seed", 5, devices=4, code=2)
+    assert "--seed=5, but 7 in the first process: all processes must be started with one command" in err
+    call("generate", *words, "--seed", 7, devices=4)
+    assert met == [9, 9] and len(wrote) == 1

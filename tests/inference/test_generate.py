@@ -11,6 +11,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.decoder import Origin
+from eqx_decoders.inference import generate as generate_module
 from eqx_decoders.inference.generate import bucket
 from eqx_decoders.layers.embedding import LearnedPositions
 from eqx_decoders.sampling import GenerationConfig
@@ -129,6 +130,38 @@ def test_within_a_program_prompts_are_taken_as_they_are(model):
     prompt = some_tokens(2, 5)
     inside = jax.jit(lambda tokens: ed.generate(model, tokens, max_new_tokens=3))(prompt)
     np.testing.assert_array_equal(inside, ed.generate(model, prompt, max_new_tokens=3))
+
+
+SHARDED = [
+    (1, ed.Greedy(), dict(fsdp=4, tensor=2)),  # one row for all: no axis divides it
+    (3, ed.Sample(temperature=0.8, top_k=12), dict(data=2, fsdp=2, tensor=2)),
+    pytest.param(8, ed.Sample(temperature=0.8, top_p=0.9), dict(data=2, fsdp=2, context=2), marks=pytest.mark.slow),
+    pytest.param(2, ed.Greedy(), dict(data=2, expert=2, tensor_sequence=2), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("rows, sampler, sizes", SHARDED, ids=str)
+def test_a_sharded_model_writes_what_one_device_writes(model, rows, sampler, sizes):
+    """Rows that the axes divide, and those that they don't: these are the same on several devices."""
+    placed = model.place(ed.Layout.create(**sizes))
+    prompt = [[5, 6, 7, 8, 9][: 2 + row % 3] for row in range(rows)]
+    options = dict(max_new_tokens=9, sampler=sampler, key=jax.random.key(3), stop_ids=(3,))
+    want = np.asarray(ed.generate(model, prompt, **options))
+    got = ed.generate(placed, prompt, **options)
+    np.testing.assert_array_equal(got, want)
+    pieces = np.stack(list(ed.stream(placed, prompt, **options)), axis=1)
+    np.testing.assert_array_equal(pieces, want[:, : pieces.shape[1]])
+
+
+def test_what_the_host_reads_is_on_every_device(model):
+    """Or one of several processes could not read it: tokens, and of a stream's state what it shows."""
+    placed = model.place(ed.Layout.create(data=4, tensor=2))
+    asked = generate_module._Request.create(placed, some_tokens(4, 5), 6, None, None, None, None, 0)
+    assert generate_module._generate(placed, asked, 0).sharding.is_fully_replicated
+    row = generate_module._first(placed, asked)
+    here = asked.sampler, asked.key, np.asarray(1, np.int32), asked.stop_ids, np.asarray(0, np.int32)
+    for state in (row, generate_module._next((placed, *here), row)):
+        assert state.token.sharding.is_fully_replicated and state.done.sharding.is_fully_replicated
 
 
 def test_what_was_published_with_a_model_is_used_unless_overruled(model):

@@ -376,6 +376,7 @@ def test_a_resumed_run_keeps_what_is_not_given_and_tells_what_changes(folder):
         ({"--data": "no/where"}, 3),
         ({"--tokenizer": "no/where"}, 3),
         ({"--export": "tests"}, 2),
+        ({"--export": "README.md/out"}, 4),
         ({"--seq-len": 4096}, 2),
     ],
     ids=lambda value: str(value),
@@ -388,6 +389,35 @@ def test_a_start_that_fails_leaves_nothing_behind(folder, tmp_path, options, cod
     words = flags(OPTIONS | QUICK | {"--data": folder / "texts", "--run-dir": run} | options)
     call("train", *words, code=code)
     assert [path.name for path in run.iterdir()] == list(there) if there else not run.exists()
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"--model": "tiny", "--set": "logit_soft_cap=3.0"}, "DecoderConfig.logit_soft_cap=3.0 would have to be None"),
+        ({"--model": "tiny", "--mtp-depths": 1}, None),  # which is left out
+        ({"--model": "tiny", "--lora-rank": 2, "--lora-targets": "*.mlp.*"}, None),
+    ],
+    ids=str,
+)
+def test_a_model_that_cannot_be_exported_is_found_before_its_data_are_read(tmp_path, options, says):
+    """Merged, and as an adapter."""
+    words = flags(OPTIONS | QUICK | {"--data": "no/where", "--run-dir": tmp_path / "run"} | options)
+    names = ["export"] + ["export-adapter"] * ("--lora-rank" in options or says is not None)
+    for name in names:
+        adapted = ["--lora-rank", 2, "--lora-targets", "*.mlp.*"] if name == "export-adapter" else []
+        _, err = call("train", *words, *adapted, f"--{name}", tmp_path / "out", code=3 if says is None else 4)
+        assert (f"--{name}='{tmp_path}/out' would fail after the last step. No family" in err) == (says is not None)
+        assert "no/where" in err if says is None else says in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_writes_exports_must_be_installed_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    words = flags(OPTIONS | QUICK | {"--data": "no/where", "--run-dir": tmp_path / "run", "--model": "tiny"})
+    for more in (["--export"], ["--lora-rank", 2, "--lora-targets", "*.mlp.*", "--export-adapter"]):
+        _, err = call("train", *words, *more, tmp_path / "out", code=1)
+        assert "This needs the package 'safetensors'" in err
 
 
 @shows("TrainConfig.model_config", "TrainConfig.set")

@@ -1,0 +1,136 @@
+"""Two real processes, two CPU devices each, which hold a model together: exported, imported and sampled as by one."""
+
+import json
+
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.axes import named_leaves
+from eqx_decoders.config_json import with_fields
+from eqx_decoders.io.checkpoint import load_weights
+from eqx_decoders.io.peft import save_peft
+from eqx_decoders.training.runs import abstract_run
+from eqx_decoders.training.settings import load_settings
+from tests.commands import call, write_corpus
+from tests.training.test_processes import finish, launch
+
+
+PIECE = 3000  # bytes: less than a layer's matrix, or the table
+# Each process: (folder, arguments of the training program as JSON).
+WORKER = f"""
+import io, json, os, pathlib, sys
+from unittest import mock
+folder, words, number = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2]), int(os.environ["JAX_PROCESS_ID"])
+import jax
+from eqx_decoders.cli import convert, generate, train
+from eqx_decoders.io import pieces
+from eqx_decoders.training import connected
+
+sizes = []
+
+def gathered(*args, gather=pieces.gathered_rows):
+    rows = gather(*args)
+    sizes.append([rows.nbytes, max(leaf.nbytes for leaf in jax.live_arrays() if leaf.is_fully_replicated)])
+    return rows
+
+def call(program, *args):
+    assert program.main([*map(str, args)]) == 0
+
+def written(program, *args):
+    with mock.patch.object(sys, "stdout", io.StringIO()) as out:
+        call(program, *args)
+    return out.getvalue()
+
+with connected(60), mock.patch.object(pieces, "PIECE", {PIECE}), mock.patch.object(pieces, "gathered_rows", gathered):
+    call(train, "--distributed", "--mesh.data", 1, "--mesh.fsdp", 2, "--mesh.tensor", 2, *words)
+    (folder / f"sizes{{number}}.json").write_text(json.dumps(sizes))
+    both = ("--distributed", "--mesh.fsdp", 2, "--mesh.tensor", 2)
+    told = [written(convert, "export", folder / "run", folder / "again" / "merged", "--distributed", "--mesh.fsdp", -1)]
+    told.append(written(convert, "import", folder / "two" / "merged", folder / "imported", *both))
+    lines = iter(["the\\n", "old\\n", ""])
+    asked = mock.Mock(isatty=lambda: False, readline=(lambda: next(lines)) if number == 0 else None)
+    with mock.patch.object(sys, "stdin", asked):
+        told.append(written(generate, "--run-dir", folder / "imported", "--max-new-tokens", 4, "--seed", 3, *both))
+    (folder / f"told{{number}}.json").write_text(json.dumps(told))
+    print("done", number, flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder in which two processes have worked."""
+    folder = tmp_path_factory.mktemp("two")
+    sizes = (
+        "num_layers=3",
+        "embed_dim=32",
+        "mlp_dim=48",
+        "num_heads=4",
+        "num_kv_heads=2",
+        "head_dim=8",
+        "vocab_size=260",
+    )
+    (folder / "model.json").write_text(with_fields(ed.get_config("tiny"), sizes).to_json())
+    options = {
+        "--run-dir": folder / "run",
+        "--data": write_corpus(folder / "corpus", 12, 40),
+        "--model-config": folder / "model.json",
+        "--tokenizer": "bytes",
+        "--steps": 2,
+        "--batch-size": 4,
+        "--seq-len": 16,
+        "--eval-every": 0,
+        "--sample-tokens": 0,
+        "--held-out-fraction": 0,
+        "--lora-rank": 2,
+        "--optimizer.learning-rate": 0.1,
+        "--export": folder / "two" / "merged",
+        "--export-adapter": folder / "two" / "adapter",
+    }
+    processes = launch(folder, options, worker=WORKER)
+    outputs = finish(processes, 300)
+    for number, (process, output) in enumerate(zip(processes, outputs, strict=True)):
+        assert process.returncode == 0 and f"done {number}" in output, output[-4000:]
+    return folder
+
+
+def same_files(one, other) -> None:
+    """Byte for byte."""
+    assert {path.name for path in one.iterdir()} == {path.name for path in other.iterdir()}
+    for path in one.iterdir():
+        assert path.read_bytes() == (other / path.name).read_bytes(), path
+
+
+def test_exports_of_two_processes_are_those_of_one(folder):
+    """At the end of the run, and of its checkpoint on another mesh; merged, and the adapter."""
+    call("convert", "export", folder / "run", folder / "one" / "merged")
+    same_files(folder / "two" / "merged", folder / "one" / "merged")
+    same_files(folder / "again" / "merged", folder / "one" / "merged")
+    run = folder / "run"
+    model = load_weights(run / "checkpoints", abstract_run(load_settings(run / "settings.json"), run))
+    save_peft(model, folder / "one" / "adapter")
+    same_files(folder / "two" / "adapter", folder / "one" / "adapter")
+    assert any(np.any(leaf) for name, leaf in named_leaves(model).items() if name.endswith("lora_b"))
+
+
+def test_what_devices_get_is_a_piece(folder):
+    """Neither a layer nor the table: what is on all devices is a piece, or as small."""
+    layer = 4 * 32 * 48
+    for number in (0, 1):
+        sizes = np.asarray(json.loads((folder / f"sizes{number}.json").read_text()))
+        assert len(sizes) > 30 and sizes[:, 0].max() <= PIECE < layer and sizes[:, 1].max() < 2 * layer
+
+
+def test_weights_are_loaded_by_both_as_by_one(folder):
+    call("convert", "export", folder / "imported", folder / "back" / "merged")
+    one, other = (named_leaves(ed.load_hf(folder / name / "merged")) for name in ("two", "back"))
+    assert one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_the_first_process_asks_and_prints_what_one_alone_would(folder):
+    told, silence = (json.loads((folder / f"told{number}.json").read_text()) for number in (0, 1))
+    assert silence == ["", "", ""]
+    assert all(" weights of " in line for line in told[:2])
+    words = ("--run-dir", folder / "imported", "--max-new-tokens", 4, "--seed", 3)
+    assert told[2] == call("generate", *words, stdin="the\nold\n")[0]
+    assert told[2].startswith("the") and "\nold" in told[2]
