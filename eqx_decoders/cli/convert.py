@@ -18,7 +18,7 @@ from eqx_decoders.io.checkpoint import Checkpoints
 from eqx_decoders.io.hub import resolve
 from eqx_decoders.io.huggingface import load_hf, read_config
 from eqx_decoders.io.rundir import RunLock
-from eqx_decoders.training.runs import export_run, keep_source, load_run
+from eqx_decoders.training.runs import export_run, keep_source, load_run, local_run
 from eqx_decoders.training.settings import TrainConfig, load_settings, save_settings, settings_json
 
 
@@ -55,7 +55,7 @@ class Export:
     """The weights of a run, adapters merged, and its tokenizer become a directory for from_pretrained and load_hf."""
 
     run_dir: str
-    """Run directory of scripts/train.py."""
+    """Run directory of scripts/train.py, or gs://…: the checkpoint directory of a run."""
     directory: str
     """A new directory."""
     step: int | None = None
@@ -71,11 +71,11 @@ class Export:
         check_number("shard_gb", self.shard_gb, above=0)
 
     def __call__(self) -> int:
-        run = Path(self.run_dir)
+        run = local_run(self.run_dir)
         settings = load_settings(run / "settings.json")
         model = load_run(run, self.step, ema=self.ema)
         export_run(model, settings, run, self.directory, dtype=self.dtype, shard_bytes=max(1, int(self.shard_gb * 1e9)))
-        print(f"{count_parameters(model.config):,} weights of {run} are in {self.directory}")
+        print(f"{count_parameters(model.config):,} weights of {self.run_dir} are in {self.directory}")
         return 0
 
 

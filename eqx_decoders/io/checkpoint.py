@@ -43,7 +43,7 @@ class Restored(NamedTuple):
 class Checkpoints:
     """The numbered steps in a directory: saved asynchronously, the last `max_checkpoints` of them kept.
 
-    The directory is a path, or `gs://bucket/path` (extra `gcs`) or `s3://bucket/path` (extra `s3`).
+    The directory is a path or `gs://bucket/path` (extra `gcs`).
 
     Saving requires that this process is the only writer (see `rundir.RunLock`); reading is always safe. Steps that
     cannot be read are reported through `warn`, by default as a warning of the logger `eqx_decoders`.

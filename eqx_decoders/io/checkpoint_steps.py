@@ -9,6 +9,7 @@ a process that was killed has left is deleted by this marker alone, never becaus
 
 import itertools
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -23,19 +24,17 @@ COMMITTED = "commit_success.txt"
 SET_ASIDE = "CORRUPT"  # a file in a step that cannot be renamed
 WRITTEN = "_CHECKPOINT_METADATA"  # what Orbax writes last before it commits
 
-BUCKETS = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}  # the package that lists and deletes files, and its extra
-
 
 def open_path(directory: str | os.PathLike[str]) -> epath.Path:
-    """A directory on a disk, absolute, or in a bucket; raises CheckpointError for other places."""
+    """A directory on a disk, absolute, or in a bucket of Google Cloud; raises CheckpointError for other places."""
     text = os.fspath(directory)
-    scheme, colon, rest = text.partition(":/")
-    if not colon or len(scheme) < 2:  # one letter is a drive of Windows
+    if not re.match(r"\w\w+:/", text):  # one letter is a drive of Windows
         return epath.Path(Path(text).expanduser().resolve())
-    good = scheme in BUCKETS and rest.startswith("/") and rest.strip("/") != ""
-    rule = "must be a path, gs://bucket/path or s3://bucket/path (a text: pathlib drops one of the slashes)"
-    check(good, f"directory={text!r} {rule}.", CheckpointError)
-    _remember_no_listings(text, *BUCKETS[scheme])
+    good = re.fullmatch(r"gs://[\w.-]+(/[\w.=@+,-]+)+/?", text) is not None  # no patterns, which fsspec would expand
+    rule = "must be a path, or gs://bucket/path without blanks and special characters"
+    remedy = "Give it as a text (pathlib drops a slash). Orbax writes into no other buckets: mount those"
+    check(good, f"directory={text!r} {rule}. {remedy}.", CheckpointError)
+    _remember_no_listings(text)
     return epath.Path(text.rstrip("/"))
 
 
@@ -142,13 +141,13 @@ def _delete(directory: epath.Path) -> None:
         directory.rmtree(missing_ok=True)
 
 
-def _remember_no_listings(url: str, package: str, extra: str) -> None:
-    """Let fsspec ask a bucket each time: TensorStore and other hosts write there, too, and it would not notice."""
+def _remember_no_listings(url: str) -> None:
+    """Let fsspec ask the bucket each time: TensorStore and other hosts write there, too, and it would not notice."""
     from etils.epath import backend
 
     try:
         listings = backend.fsspec_backend.fs(url).dircache
     except ImportError as error:
-        raise need_extra(package, extra) from error
+        raise need_extra("gcsfs", "gcs") from error
     listings.use_listings_cache = False
     listings.clear()
