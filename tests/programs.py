@@ -52,11 +52,11 @@ def compilations() -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def no_renames() -> Iterator[None]:
-    """Checkpoints are written in place, as in a bucket, and who renames a directory nevertheless hears of it."""
+    """Checkpoints are written in place, as in a bucket, and who renames a step nevertheless hears of it."""
 
     def files_only(call: Callable) -> Callable:
         def rename(source: Any, target: Any, **options: Any) -> None:
-            if os.path.isdir(source):
+            if os.path.isdir(source) and os.path.basename(source)[0].isdecimal():
                 raise OSError(f"{source} is a directory, and cannot be renamed here")
             call(source, target, **options)
 

@@ -4,6 +4,7 @@ There an error would leave it waiting: they tell each other how it went, and go 
 """
 
 import errno
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -88,13 +89,14 @@ def _together(read: Callable[[], T]) -> T:
 def _verified(steps: Steps, manifest: dict[str, Any], template: PyTree, prefix: str, verify: bool) -> dict[str, Any]:
     """The arrays of a step, compared with their fingerprints; those that differ are read a second time.
 
-    Fingerprints are equal in all processes, so all of them raise `Damaged`, or none.
+    All processes do so, or none: of an array that each of them has whole, one alone may have read what is not there.
     """
     bad, sums, saved = [], {}, manifest["arrays"]
     for _ in range(2):
         loaded = _together(lambda: _load(steps, manifest, template, prefix))
         sums = fingerprints(loaded) if verify else {}
-        bad = [name for name in sums if sums[name] != saved[name]["fingerprint"]]
+        own = [name for name in sums if sums[name] != saved[name]["fingerprint"]]
+        bad = list(dict.fromkeys(itertools.chain.from_iterable(gather("verified", own))))
         if not bad:
             return loaded
         del loaded  # there may be no room for two

@@ -56,7 +56,7 @@ class Steps:
 
     def committed(self) -> tuple[int, ...]:
         """The steps that are whole, oldest first. Raises CheckpointError where that cannot be found out."""
-        steps = [int(name) for name in _names(self.directory) if name.isdecimal() and str(int(name)) == name]
+        steps = [int(name) for name in names_in(self.directory) if name.isdecimal() and str(int(name)) == name]
         whole = self._is_whole if self.in_place else lambda step: self.path(step).is_dir()
         return tuple(sorted(filter(whole, steps)))
 
@@ -74,7 +74,7 @@ class Steps:
         if self.in_place:
             marker = self._marker(step)
             marker.write_text("")
-            if _names(self.path(step)):  # one that was set aside: it is in the way
+            if names_in(self.path(step)):  # one that was set aside: it is in the way
                 _delete(self.path(step))
 
     def uncommit(self, step: int) -> None:
@@ -87,12 +87,12 @@ class Steps:
 
     def clean(self) -> None:
         """Delete what is not whole, of a process that was killed, too, while it wrote or deleted."""
-        for name in _names(self.directory):
+        for name in names_in(self.directory):
             number, found, _ = name.partition(TEMPORARY)
             if found and not self.in_place:
                 shutil.rmtree(self.directory / name, ignore_errors=True)
             elif found and number.isdecimal():
-                if COMMITTED not in _names(self.directory / number):
+                if COMMITTED not in names_in(self.directory / number):
                     _delete(self.directory / number)
                 (self.directory / name).unlink(missing_ok=True)
 
@@ -112,11 +112,11 @@ class Steps:
         return self.directory / f"{step}{TEMPORARY}"
 
     def _is_whole(self, step: int) -> bool:
-        names = _names(self.path(step))
+        names = names_in(self.path(step))
         if COMMITTED in names or WRITTEN not in names or SET_ASIDE in names:
             return COMMITTED in names
         # Being written or deleted; or a part of what was copied here, and leaving it out would begin the run anew.
-        busy, names = self._marker(step).name in _names(self.directory), _names(self.path(step))
+        busy, names = self._marker(step).name in names_in(self.directory), names_in(self.path(step))
         foreign = not busy and WRITTEN in names and COMMITTED not in names
         rule = f"{self.path(step)} is a step without {COMMITTED}, as if copied in part"
         remedy = "copy it again, put an empty file of that name into it if it is whole, or move it away"
@@ -124,7 +124,7 @@ class Steps:
         return COMMITTED in names
 
 
-def _names(directory: epath.Path) -> set[str]:
+def names_in(directory: epath.Path) -> set[str]:
     """What a directory holds; nothing if there is none."""
     try:
         return {path.name for path in directory.iterdir() if path != directory}

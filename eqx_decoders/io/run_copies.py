@@ -5,17 +5,19 @@ goes on: settings, model, tokenizer and metrics are brought back, tokens are mad
 of the run that saves into the directory; the lock of a run directory is not seen by other machines.
 """
 
+import contextlib
 import datetime
 import json
 import os
 import secrets
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 from etils import epath
 
 from eqx_decoders.errors import CheckpointError, check
-from eqx_decoders.io.checkpoint_steps import open_path
+from eqx_decoders.io.checkpoint_steps import names_in, open_path
 from eqx_decoders.io.files import write_atomically
 
 
@@ -23,6 +25,7 @@ FOLDER = "run"  # in the directory of the checkpoints
 GROWING = ("metrics.jsonl", "trackers.json")
 COPIED = ("model.json", "source", "tokenizer", *GROWING, "settings.json")  # the last one says that the others are there
 OWNER = "owner.json"
+PROBE = "probe"
 
 
 class RunCopies:
@@ -36,25 +39,28 @@ class RunCopies:
     @property
     def there(self) -> bool:
         """Whether there are all that a run directory needs."""
-        return self.folder is not None and (self.folder / COPIED[-1]).exists()
+        return self.folder is not None and COPIED[-1] in names_in(self.folder)
 
     def bring_back(self) -> None:
-        """Copy what is there into the run directory."""
+        """Copy what is there into the run directory. Raises CheckpointError where it cannot be read."""
         if self.folder is not None and self.there:
-            for name in COPIED:
-                _copy(self.folder / name, epath.Path(self.run / name))
+            with self._told("you may read there"):
+                for name in COPIED:
+                    _copy(self.folder / name, epath.Path(self.run / name))
 
     def keep(self, names: tuple[str, ...] = COPIED) -> None:
         """Copy these from the run directory. Raises CheckpointError where they cannot be written."""
-        if self.folder is None:
-            return
-        try:
-            for name in names:
-                _copy(epath.Path(self.run / name), self.folder / name)
-        except Exception as error:  # the packages for buckets raise their own kinds
-            remedy = "check its name, and that you may write there"
-            told = f"{type(error).__name__}: {str(error).strip()[:300]}"
-            raise CheckpointError(f"checkpoint_dir={str(self.folder.parent)!r} ({told}): {remedy}.") from error
+        if self.folder is not None:
+            with self._told("you may write there"):
+                for name in names:
+                    _copy(epath.Path(self.run / name), self.folder / name)
+
+    def try_out(self) -> None:
+        """Raise CheckpointError if nothing can be written there: now, not after the tokens of the run were made."""
+        if self.folder is not None:
+            with self._told("you may write and delete there"):
+                _write(self.folder / PROBE, b"")
+                (self.folder / PROBE).unlink()
 
     def claim(self) -> None:
         """Say that from now on this start of the run saves there; an earlier one stops at its next `check_owner`."""
@@ -74,6 +80,15 @@ class RunCopies:
             return
         rule = f"checkpoint_dir={str(self.folder.parent)!r} is in use by {owner}, which was started after this run"
         check(who["id"] == self._id, f"{rule}: give one of them another directory.", CheckpointError)
+
+    @contextlib.contextmanager
+    def _told(self, rule: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # the packages for buckets raise their own kinds
+            where = "" if self.folder is None else str(self.folder.parent)
+            told = f"{type(error).__name__}: {str(error).strip()[:300]}"
+            raise CheckpointError(f"checkpoint_dir={where!r} ({told}): check its name, and that {rule}.") from error
 
 
 def _copy(source: epath.Path, target: epath.Path) -> None:

@@ -148,6 +148,8 @@ class Run:
 
     def _open_model_and_data(self, stack: contextlib.ExitStack) -> None:
         self.copies = RunCopies(self.dir, self.config.checkpoint_dir)
+        if self.writes:
+            self.copies.try_out()
         if self.writes and not is_begun(self.dir):
             self.copies.bring_back()
         gather("brought back")

@@ -128,6 +128,10 @@ def test_what_cannot_be_copied_is_told_at_the_start(tmp_path):
     (tmp_path / "settings.json").touch()
     with pytest.raises(CheckpointError, match=r"checkpoint_dir='.*/file/there' \(.*: check its name"):
         RunCopies(tmp_path, str(tmp_path / "file/there")).keep()
+    options = {"run_dir": str(tmp_path / "run"), "checkpoint_dir": str(tmp_path / "file/there")}
+    with pytest.raises(CheckpointError, match="that you may write and delete there"):
+        Run(TrainConfig(**options, dataset=DataConfig(path="nowhere"))).train()
+    assert not (tmp_path / "run").exists()
 
 
 def test_copies_come_back_as_they_were(tmp_path):
