@@ -372,6 +372,21 @@ def test_places_that_are_no_directories(place):
         Checkpoints(place)
 
 
+def test_what_is_set_aside_is_kept_although_its_save_was_killed_at_the_very_end(tmp_path):
+    with no_renames():
+        with Checkpoints(tmp_path) as checkpoints:
+            for step in (1, 2):
+                checkpoints.save(step, {"x": jnp.ones(2)}, data_state={}, config={})
+        (tmp_path / f"2{TEMPORARY}").touch()
+        (tmp_path / "2/manifest/data.json").unlink()
+        with Checkpoints(tmp_path, warn=lambda text: None) as checkpoints:
+            assert checkpoints.restore({"x": jnp.zeros(2)}).step == 1
+            checkpoints.save(3, {"x": jnp.ones(2)}, data_state={}, config={})
+        assert (
+            checkpoints.steps == (1, 3) and (tmp_path / "2" / SET_ASIDE).exists() and (tmp_path / "2/arrays").exists()
+        )
+
+
 def test_a_bucket_needs_its_package(monkeypatch):
     monkeypatch.setattr("etils.epath.backend.fsspec_backend.fs", mock.Mock(side_effect=ImportError("gcsfs")))
     with pytest.raises(MissingPackage, match=r"'gcsfs': pip install 'eqx_decoders\[gcs\]'"):
