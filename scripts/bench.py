@@ -264,9 +264,9 @@ def restart(folder: Path, steps: int, **environment: str) -> float:
     options = ["--tokenizer", "bytes", "--data", str(Path(__file__).parents[1] / "README.md"), "--trackers"]
     options += ["--held-out-fraction", "0", "--sample-tokens", "0", "--steps", str(steps)]
     rows = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-    quiet = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ | environment)
-    begun, seconds = time.perf_counter(), 0.0
-    process = subprocess.Popen([*command, "--run-dir", str(folder), *options], **quiet)
+    command += ["--run-dir", str(folder), *options]
+    begun, seconds, nowhere = time.perf_counter(), 0.0, subprocess.DEVNULL
+    process = subprocess.Popen(command, stdout=nowhere, stderr=nowhere, env=os.environ | environment)
     while process.poll() is None:
         if not seconds and metrics.exists() and metrics.read_bytes().count(b"\n") > rows:
             seconds = time.perf_counter() - begun

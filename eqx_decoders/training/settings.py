@@ -366,9 +366,8 @@ def with_file(settings: TrainConfig, path: str | Path) -> TrainConfig:
     """
     values = read_mapping(path)
     if Path(path).suffix == ".json":
-        values = {
-            name: value for name, value in values.items() if name not in ("history", "checkpoint_dir", *_OF_A_START)
-        }
+        own = ("history", *_OF_A_START, *["checkpoint_dir"] * ("run_dir" in values))
+        values = {name: value for name, value in values.items() if name not in own}
         values = {name: value for name, value in values.items() if not _is_written(name, value)}
     check("config" not in values, f"{path}: config={values.get('config')!r} can't be read from there: give one file.")
     return with_settings(settings, _typed(values, path) | {"config": str(path)}, checked=False)
