@@ -1,4 +1,4 @@
-"""Measure the training step (seconds, CPU seconds, memory, MFU), trace and compile time, decoding, experts and loading.
+"""Measure the training step (seconds, CPU seconds, memory, MFU), compile time, decoding, experts, loading and restarts.
 
     make bench                        # the 58 M Llama on this machine
     python scripts/bench.py --only step
@@ -297,6 +297,23 @@ def load_checkpoint(directory: str) -> dict[str, float]:
     return {"seconds": seconds, "size_mb": size / 1e6, "peak_mb": peak / 1e6, "tensor_mb": tensor / 1e6}
 
 
+def restart(folder: Path, steps: int, **environment: str) -> float:
+    """Seconds from the start of the training program, resumed for one step more, to the row of its first step."""
+    metrics, command = folder / "metrics.jsonl", [sys.executable, str(Path(__file__).with_name("train.py"))]
+    options = ["--tokenizer", "bytes", "--data", str(Path(__file__).parents[1] / "README.md"), "--trackers"]
+    options += ["--held-out-fraction", "0", "--sample-tokens", "0", "--steps", str(steps)]
+    rows = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+    command += ["--run-dir", str(folder), *options]
+    begun, seconds, nowhere = time.perf_counter(), 0.0, subprocess.DEVNULL
+    process = subprocess.Popen(command, stdout=nowhere, stderr=nowhere, env=os.environ | environment)
+    while process.poll() is None:
+        if not seconds and metrics.exists() and metrics.read_bytes().count(b"\n") > rows:
+            seconds = time.perf_counter() - begun
+        time.sleep(0.02)
+    assert process.returncode == 0 and seconds
+    return seconds
+
+
 def memory(field: str) -> int:
     """Bytes of a field of Linux's account of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -387,6 +404,17 @@ def show_load(options: argparse.Namespace) -> None:
     )
 
 
+def show_restart(options: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run, cache = Path(folder) / "run", {"JAX_COMPILATION_CACHE_DIR": f"{folder}/programs"}
+        restart(run, 1)
+        plain = min(restart(run, steps) for steps in (2, 3, 4))
+        restart(run, 5, **cache)
+        kept = min(restart(run, steps, **cache) for steps in (6, 7, 8))
+    print("\nfrom the start of the program to the first step of a resumed run of tiny, best of three")
+    print(f"{plain:.1f} s; {kept:.1f} s with JAX_COMPILATION_CACHE_DIR", flush=True)
+
+
 def show_aot_experts(options: argparse.Namespace) -> None:
     if importlib.util.find_spec("libtpu") is None:
         print("\ncompilation for TPUs needs libtpu (extra `aot`), which is not installed: left out")
@@ -405,6 +433,7 @@ SHOWN = {
     "decode": show_decode,
     "experts": show_experts,
     "load": show_load,
+    "restart": show_restart,
     "aot-experts": show_aot_experts,
 }
 

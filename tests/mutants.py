@@ -40,7 +40,7 @@ PACKAGE = "eqx_decoders"
 TIMEOUT = -1
 TARGETS = [
     "layers/*.py", "block.py", "stack.py", "decoder.py", "training/step.py", "training/loss.py",
-    "training/cross_entropy.py", "training/optimizer.py", "io/checkpoint.py", "inference/*.py",
+    "training/cross_entropy.py", "training/optimizer.py", "io/checkpoint*.py", "inference/*.py",
 ]  # fmt: skip
 
 COMPARISONS = {

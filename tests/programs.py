@@ -1,9 +1,11 @@
-"""Compiled programs: how many are held, how many are made, and for which devices they are."""
+"""Compiled programs: how many are held, how many are made, for which devices they are. Disks that are like buckets."""
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import jax
 import pytest
@@ -46,6 +48,25 @@ def compilations() -> Iterator[list[str]]:
         yield found
     finally:
         found += _compiled[begin:]
+
+
+@contextlib.contextmanager
+def no_renames() -> Iterator[None]:
+    """Checkpoints are written in place, as in a bucket, and who renames a step nevertheless hears of it."""
+
+    def files_only(call: Callable) -> Callable:
+        def rename(source: Any, target: Any, **options: Any) -> None:
+            if os.path.isdir(source) and os.path.basename(source)[0].isdecimal():
+                raise OSError(f"{source} is a directory, and cannot be renamed here")
+            call(source, target, **options)
+
+        return rename
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch("eqx_decoders.io.checkpoint_steps.can_rename", lambda directory: False))
+        for name in ("rename", "replace"):
+            stack.enter_context(mock.patch(f"os.{name}", files_only(getattr(os, name))))
+        yield
 
 
 def _listen(name: str, _: float, **details: object) -> None:

@@ -29,7 +29,7 @@ from eqx_decoders.io.hub import resolve
 from eqx_decoders.io.huggingface import load_hf, read_config
 from eqx_decoders.io.processes import from_first
 from eqx_decoders.io.rundir import RunLock
-from eqx_decoders.training.runs import export_run, keep_source, load_run
+from eqx_decoders.training.runs import export_run, keep_source, load_run, local_run
 from eqx_decoders.training.settings import MeshConfig, TrainConfig, load_settings, save_settings, settings_json
 
 
@@ -68,7 +68,7 @@ class Export(Devices):
     """The weights of a run, adapters merged, and its tokenizer become a directory for from_pretrained and load_hf."""
 
     run_dir: str
-    """Run directory of scripts/train.py."""
+    """Run directory of scripts/train.py, or gs://…: the checkpoint directory of a run."""
     directory: str
     """A new directory."""
     step: int | None = None
@@ -85,13 +85,13 @@ class Export(Devices):
         check_number("shard_gb", self.shard_gb, above=0)
 
     def __call__(self) -> int:
-        run = Path(self.run_dir)
+        run = local_run(self.run_dir)
         settings = load_settings(run / "settings.json")
         check_new_directory(self.directory)
         model = load_run(run, self.step, ema=self.ema, layout=self.layout())
         export_run(model, settings, run, self.directory, dtype=self.dtype, shard_bytes=max(1, int(self.shard_gb * 1e9)))
         if jax.process_index() == 0:
-            print(f"{count_parameters(model.config):,} weights of {run} are in {self.directory}")
+            print(f"{count_parameters(model.config):,} weights of {self.run_dir} are in {self.directory}")
         return 0
 
 

@@ -33,7 +33,7 @@ class GenerateConfig(Devices):
     """Let a model write; without a prompt, ask for one after another."""
 
     run_dir: str | None = None
-    """Run directory of scripts/train.py; without this and --model: runs/tiny."""
+    """Run directory of scripts/train.py, or gs://…, a run's --checkpoint-dir; without this and --model: runs/tiny."""
     model: str | None = None
     """Directory of a Hugging Face checkpoint, or "org/name" on huggingface.co; instead of a run directory."""
     prompt: str | None = None

@@ -18,8 +18,9 @@ from eqx_decoders.io.processes import leave
 from eqx_decoders.io.waiting import ON_ENTER, delete_partial, stopped_text
 
 
-# What a run writes into its directory before its first step.
+# What a run writes into its directory before its first step, or brings back from where its checkpoints are.
 RUN_FILES = ("settings.json", "model.json", "source", "tokenizer", "data", "checkpoints", ".lock")
+RUN_FILES += ("metrics.jsonl", "trackers.json")
 
 EXIT_CONFIG = 2
 EXIT_DATA = 3

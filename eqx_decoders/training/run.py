@@ -15,7 +15,7 @@ import numpy as np
 
 from eqx_decoders.axes import named_leaves
 from eqx_decoders.decoder import Decoder
-from eqx_decoders.errors import DataError, EqxDecodersError, check
+from eqx_decoders.errors import CheckpointError, DataError, EqxDecodersError, check
 from eqx_decoders.io.checkpoint import Checkpoints
 from eqx_decoders.io.huggingface import abstract_hf
 from eqx_decoders.io.processes import (
@@ -28,6 +28,7 @@ from eqx_decoders.io.processes import (
     wait_for,
     wait_for_verdict,
 )
+from eqx_decoders.io.run_copies import GROWING, RunCopies
 from eqx_decoders.io.rundir import EXIT_SIGTERM, Interrupt, RunLock
 from eqx_decoders.io.tokenizer import Tokenizer
 from eqx_decoders.io.waiting import Waiting, showing
@@ -45,8 +46,10 @@ from eqx_decoders.training.runs import (
     SOURCE,
     abstract_run,
     check_exports,
+    checkpoints_of,
     export_adapter,
     export_run,
+    is_begun,
     is_imported,
     keep_config,
     keep_source,
@@ -186,6 +189,12 @@ class Run:
     # --- before the first step ----------------------------------------------------------------------------------------
 
     def _open_model_and_data(self, stack: contextlib.ExitStack) -> None:
+        self.copies = RunCopies(self.dir, self.config.checkpoint_dir)
+        if self.writes:
+            self.copies.try_out()
+        if self.writes and not is_begun(self.dir):
+            self.copies.bring_back()
+        gather("brought back")
         self.config, self.changes = resume_settings(self.config, self.dir)
         config, settings = self.config, self.dir / "settings.json"
         for name, (was, now) in self.changes.items():
@@ -193,7 +202,7 @@ class Run:
         self._check_same()
         if self.writes:
             keep_config(config, self.dir)
-        if self.writes and not self.changes and not Checkpoints(self.dir / "checkpoints").steps:
+        if self.writes and not self.changes and not checkpoints_of(config, self.dir).steps:
             save_settings(config, settings)  # now: they say what the tokenizer and the tokens are made with
         if self.writes and config.init_from is not None and not (self.dir / SOURCE).exists():
             keep_source(abstract_hf(config.init_from), self.dir)
@@ -207,8 +216,8 @@ class Run:
         rule = f"tokenizer and tokens of process {jax.process_index()} are others than those of the first"
         check(made == from_first("made", made), f"{rule}: run_dir must be a directory that they share.", DataError)
         self.held_out = stack.enter_context(self._batches("held_out")) if config.dataset.evaluates else None
-        checkpoints = Checkpoints(self.dir / "checkpoints", max_checkpoints=config.max_checkpoints)
-        self.checkpoints = stack.enter_context(checkpoints)
+        directory = config.checkpoint_dir or self.dir / "checkpoints"
+        self.checkpoints = stack.enter_context(Checkpoints(directory, max_checkpoints=config.max_checkpoints))
         self.trainer = Trainer.create(config.optimizer_config(), self.target, steps=config.steps, config=config.step)
         self.peak_flops = device_flops(self.layout, self.execution.precision.compute, config.peak_tflops)
         tokens = config.dataset.batch_size * config.dataset.seq_len
@@ -263,7 +272,7 @@ class Run:
         """The state of the newest checkpoint, or a new one, and the steps that it has taken."""
         config, key = self.config, jax.random.key(self.config.dataset.seed)
         self._describe()
-        if from_first("new", self.checkpoints.latest is None or is_imported(self.dir)):
+        if from_first("new", self.checkpoints.latest is None or is_imported(config, self.dir)):
             with Waiting("making the model", kept=self._kept()):
                 model = new_model(config, self.dir, self.execution)
                 state, start = self.trainer.init(model, key=jax.random.fold_in(key, 1)), 0
@@ -279,6 +288,8 @@ class Run:
             check(from_first(field, free), f"{field}={directory!r} is not empty: give a new directory.")
         if self.writes:
             save_settings(config, self.dir / "settings.json", changes=self.changes, step=start)
+            self.copies.keep()
+            self.copies.claim()
         return state, start
 
     def _kept(self) -> str:
@@ -444,6 +455,12 @@ class Run:
 
     def _save(self, step: int, state: TrainState) -> None:
         with self.time.doing("saving"):
+            if self.writes:
+                self.copies.check_owner()
+                try:
+                    self.copies.keep(GROWING)
+                except CheckpointError as error:  # the copies are a convenience, the checkpoint is not
+                    print_status(f"warning: {error}")
             self.checkpoints.save(step, state, data_state=self.data_state, config=settings_json(self.config))
 
     def _trace(self, state: TrainState, step: int) -> None:
@@ -477,7 +494,9 @@ class Run:
             plot_loads(loads, self.dir / "expert_load.png")
         goodput = f"; goodput of the run {self.row['goodput']:.0%}" if self.row else ""
         print_status(f"time of this process: {self.time.text()}{goodput}")
-        print(f"\ncheckpoints, metrics.jsonl, loss.png{' and expert_load.png' * bool(loads)} are in {self.dir}")
+        files = f"metrics.jsonl, loss.png{' and expert_load.png' * bool(loads)} are in {self.dir}"
+        elsewhere = self.config.checkpoint_dir
+        print(f"\ncheckpoints, {files}" if elsewhere is None else f"\ncheckpoints are in {elsewhere}; {files}")
         if loads:
             worst, steps = ", ".join(f"{load.max():.2f}" for load in loads.values()), len(self.expert_counts)
             print(f"largest load of an expert over the mean, layer by layer, last {steps} steps: {worst}")

@@ -4,8 +4,11 @@ A run that began from a checkpoint keeps its `config.json` and tokenizer in `sou
 sampled and exported when the checkpoint is gone. Others keep their configuration in `model.json`.
 """
 
+import atexit
 import dataclasses
 import json
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Unpack
@@ -18,7 +21,7 @@ from eqx_decoders.config_json import with_fields
 from eqx_decoders.context import Execution, ExecutionOptions
 from eqx_decoders.create import abstract, add_mtp, init
 from eqx_decoders.decoder import Decoder, DecoderConfig
-from eqx_decoders.errors import CheckpointError, ConfigError, ConversionError
+from eqx_decoders.errors import CheckpointError, ConfigError, ConversionError, check
 from eqx_decoders.families import get_config
 from eqx_decoders.inference.text import TextModel, published_model
 from eqx_decoders.io.chat import JINJA, ChatTemplate, load_chat_template, read_chat_template
@@ -29,6 +32,7 @@ from eqx_decoders.io.files import new_directory, write_atomically, write_json
 from eqx_decoders.io.huggingface import abstract_hf, decode_config, load_hf, read_config
 from eqx_decoders.io.peft import adapter_plan, save_peft
 from eqx_decoders.io.processes import from_first
+from eqx_decoders.io.run_copies import RunCopies
 from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from eqx_decoders.training.lora import add_lora, merge_lora
 from eqx_decoders.training.optimizer import matching
@@ -39,6 +43,7 @@ from eqx_decoders.training.settings import (
     check_changes,
     is_new,
     load_settings,
+    save_settings,
 )
 from eqx_decoders.training.step import Trainer
 
@@ -105,16 +110,65 @@ def resume_settings(settings: TrainConfig, run_dir: str | Path) -> tuple[TrainCo
     old = load_settings(run / "settings.json")
     if settings.init_from is None and settings.model == old.model:
         settings = dataclasses.replace(settings, init_from=old.init_from)
-    if is_imported(run_dir):
+    if is_imported(settings, run_dir):
         return settings, {}
     if settings.init_from is None and old.init_from is None and not _same_model(old, settings):
         kept, same = run_config(old, run), _same_model(dataclasses.replace(old, set=settings.set), settings)
         if kept == (with_fields(kept, settings.set) if same else model_config(settings)):  # the same in other words
             settings = dataclasses.replace(settings, model=old.model, model_config=old.model_config, set=old.set)
     changes = changed_settings(old, settings)
-    trained = Checkpoints(run / "checkpoints").latest is not None
-    check_changes(changes, run_dir, allowed=settings.allow_changes, trained=trained)
+    trained = checkpoints_of(old, run).latest
+    check_changes(changes, run_dir, allowed=settings.allow_changes, trained=trained is not None)
+    if "checkpoint_dir" in changes and trained is not None:
+        _check_moved(old, settings, run, trained)
     return settings, changes
+
+
+def _check_moved(old: TrainConfig, settings: TrainConfig, run: Path, trained: int) -> None:
+    """A run whose checkpoints are in another directory from now on must find its own there."""
+    was, now = (str(_checkpoint_dir(each, run)) for each in (old, settings))
+    rule = f"checkpoint_dir={settings.checkpoint_dir!r}, but step {trained} of {run} is in {was}"
+    there = Checkpoints(now).latest
+    check(there is not None and there >= trained, f"{rule}: copy {was} to {now}, or leave checkpoint_dir as it was.")
+    copied = local_copy(now)
+    if copied is not None:
+        other = load_settings(copied / "settings.json")
+        check_changes(changed_settings(other, settings), now, allowed=settings.allow_changes, trained=True)
+
+
+def _checkpoint_dir(settings: TrainConfig, run_dir: str | Path) -> str | Path:
+    return settings.checkpoint_dir or Path(run_dir) / "checkpoints"
+
+
+def checkpoints_of(settings: TrainConfig, run_dir: str | Path) -> Checkpoints:
+    """The checkpoints of a run, to be read: where the settings say, or what the convert program put into the run."""
+    elsewhere = Checkpoints(_checkpoint_dir(settings, run_dir))
+    if settings.checkpoint_dir is None or elsewhere.latest is not None:
+        return elsewhere
+    return Checkpoints(Path(run_dir) / "checkpoints")
+
+
+def local_copy(checkpoint_dir: str) -> Path | None:
+    """What a run keeps beside its checkpoints as a run directory, until this process ends; None if there is none."""
+    if not RunCopies("", checkpoint_dir).there:
+        return None
+    folder = Path(tempfile.mkdtemp(prefix="eqx_decoders-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    RunCopies(folder, checkpoint_dir).bring_back()
+    settings = load_settings(folder / "settings.json")
+    save_settings(dataclasses.replace(settings, checkpoint_dir=checkpoint_dir), folder / "settings.json")
+    return folder
+
+
+def local_run(run_dir: str | Path) -> Path:
+    """A run directory, of which a copy is made if it is `gs://…`, the directory of the checkpoints of a run."""
+    if "://" not in str(run_dir):
+        return Path(run_dir)
+    folder = local_copy(str(run_dir))
+    if folder is None:
+        rule = f"run_dir={str(run_dir)!r} is no checkpoint_dir of a run"
+        raise CheckpointError(f"{rule}: it has no run/settings.json. Give the run's directory, or its checkpoint_dir.")
+    return folder
 
 
 def is_begun(run_dir: str | Path) -> bool:
@@ -123,9 +177,9 @@ def is_begun(run_dir: str | Path) -> bool:
     return (run / "settings.json").is_file() and ((run / "tokenizer").exists() or (run / "checkpoints").exists())
 
 
-def is_imported(run_dir: str | Path) -> bool:
+def is_imported(settings: TrainConfig, run_dir: str | Path) -> bool:
     """Whether the checkpoint of a run is weights alone, from the convert program."""
-    checkpoints = Checkpoints(Path(run_dir) / "checkpoints")
+    checkpoints = checkpoints_of(settings, run_dir)
     return checkpoints.latest == 0 and checkpoints.manifest(0)["data_state"] == {}
 
 
@@ -162,7 +216,7 @@ def _new_base(settings: TrainConfig, run_dir: str | Path, execution: Execution, 
     options = vars(execution)
     if settings.init_from is None:
         return init(run_config(settings, run_dir), key=key, **options)
-    if is_imported(run_dir):
+    if is_imported(settings, run_dir):
         target = _abstract_base(settings, run_dir, _with_params(execution, "float32"))  # as they were imported
         model = load_weights(Path(run_dir) / "checkpoints", target, 0).replace(precision=execution.precision)
         model = jax.tree.map(lambda leaf: leaf.astype(execution.precision.params), model)
@@ -215,17 +269,19 @@ def load_run(
 ) -> Decoder:
     """The newest weights of a run, or those of `step`, with adapters merged into them.
 
-    They are the running means where the run keeps them, unless `ema` is False.
+    They are the running means where the run keeps them, unless `ema` is False. `run_dir` may also be the
+    `checkpoint_dir` of a run, as `gs://…`.
     """
-    run, checkpoints = Path(run_dir), Path(run_dir) / "checkpoints"
+    run = local_run(run_dir)
     settings = load_settings(run / "settings.json")
+    checkpoints = checkpoints_of(settings, run)
     target = abstract_run(settings, run, _with_params(Execution(**execution), settings.params_dtype))
-    model = load_weights(checkpoints, target, step)
+    model = load_weights(checkpoints.directory, target, step)
     if ema and settings.optimizer.ema_decay is not None:
         weights = named_leaves(model)
-        names = _means(Checkpoints(checkpoints).manifest(step)["arrays"])
+        names = _means(checkpoints.manifest(step)["arrays"])
         like = {name: jax.ShapeDtypeStruct(x.shape, "float32", sharding=x.sharding) for name, x in weights.items()}
-        means = load_weights(checkpoints, {name: like[name] for name in names}, step, prefix="ema.")
+        means = load_weights(checkpoints.directory, {name: like[name] for name in names}, step, prefix="ema.")
         model = replaced(model, {name: mean.astype(weights[name].dtype) for name, mean in means.items()})
     return merge_lora(model)
 
@@ -244,7 +300,7 @@ def load_text_run(run_dir: str | Path, step: int | None = None, **execution: Unp
 
     One that was trained with the tokenizer of a published model has its chat template and its defaults, too.
     """
-    run = Path(run_dir)
+    run = local_run(run_dir)
     settings = load_settings(run / "settings.json")
     model = load_run(run, step, **execution)
     source = run / SOURCE

@@ -97,6 +97,9 @@ class TrainConfig:
 
     run_dir: str = "runs/tiny"
     """Directory for checkpoints, metrics.jsonl, tokenizer and pictures of losses and of experts' loads."""
+    checkpoint_dir: str | None = None
+    """Directory for checkpoints instead of <run-dir>/checkpoints: gs://bucket/path, or a path. What is small of the run
+    is copied there, too, so that a new machine with an empty run directory goes on."""
     config: str | None = None
     """YAML or JSON file of settings, in the names of flags or of a run's settings.json; flags come before it."""
     model: str = "tiny"
@@ -182,6 +185,9 @@ class TrainConfig:
     step: StepConfig = StepConfig()
 
     def __post_init__(self):
+        rule = "must be a path: its lock and its metrics need a file system"
+        here = "://" not in self.run_dir
+        check(here, f"run_dir={self.run_dir!r} {rule}. Give a path, and checkpoint_dir={self.run_dir!r} beside it.")
         check_word("model", self.model, list_models())
         for field in (
             "steps",
@@ -360,11 +366,13 @@ def load_settings(path: Path) -> TrainConfig:
 def with_file(settings: TrainConfig, path: str | Path) -> TrainConfig:
     """The settings with those of a file over them, in the names of flags or fields; unchecked until flags are added.
 
-    Of a JSON file, which may be the `settings.json` of another run, what belongs to that run's starts is left out.
+    Of a JSON file, which may be the `settings.json` of another run, what belongs to that run's starts is left out, and
+    where its checkpoints are.
     """
     values = read_mapping(path)
     if Path(path).suffix == ".json":
-        values = {name: value for name, value in values.items() if name not in ("history", *_OF_A_START)}
+        own = ("history", *_OF_A_START, *["checkpoint_dir"] * ("run_dir" in values))
+        values = {name: value for name, value in values.items() if name not in own}
         values = {name: value for name, value in values.items() if not _is_written(name, value)}
     check("config" not in values, f"{path}: config={values.get('config')!r} can't be read from there: give one file.")
     return with_settings(settings, _typed(values, path) | {"config": str(path)}, checked=False)

@@ -43,6 +43,7 @@ def test_a_missing_package_is_named(monkeypatch, program):
 
 FLAGS = """
 --config --model-config --set
+--checkpoint-dir
 --run-dir --model --init-from --init-weights --export --export-adapter --mtp-depths --lora-rank --lora-alpha
 --lora-targets --steps --data --held-out --held-out-fraction --text-field --chat-template --batch-size --seq-len --seed
 --pack --no-pack --tokenizer --bpe-vocab-size --checkpoint-every --max-checkpoints --eval-every --eval-batches

@@ -14,6 +14,7 @@ import pytest
 
 from eqx_decoders.errors import ConfigError, EqxDecodersError
 from eqx_decoders.io import processes
+from eqx_decoders.io.checkpoint_steps import COMMITTED
 from eqx_decoders.io.processes import VARIABLES, _meet, _places
 from eqx_decoders.layout import Layout
 from eqx_decoders.training import host_rows
@@ -33,12 +34,13 @@ from eqx_decoders.training import connected
 import numpy as np
 from eqx_decoders.cli import train as program
 from eqx_decoders.errors import DataError
-from eqx_decoders.io import checkpoint
+from eqx_decoders.io import checkpoint_reading
 from eqx_decoders.io.processes import first_then_all, from_first, gather
 from eqx_decoders.layout import Layout
 from eqx_decoders.training import Batch, host_rows, place
 from eqx_decoders.training.data import Batches
 from eqx_decoders.training.run import Run
+from tests.programs import no_renames
 
 def check_batches():
     assert jax.process_count() == 2 and len(jax.devices()) == 4
@@ -68,17 +70,25 @@ def interrupted(self, taken, report=Run._report):
     if number == 1 and taken.step == 1:  # the signal comes to one process alone
         self.interrupt._handle(15, None)
 
-def torn(path, read=checkpoint._read_manifest):
-    if number == 1 and path.name == "3":
-        raise checkpoint._Damaged("torn")
-    return read(path)
+def torn(steps, step, read=checkpoint_reading.read_manifest):
+    if number == 1 and step == 3:
+        raise checkpoint_reading.Damaged("torn")
+    return read(steps, step)
 
-tries = iter(range(100))
+tries, loads = iter(range(100)), iter(range(100))
 
-def flaky(path, read=checkpoint._read_manifest):
+def flaky(steps, step, read=checkpoint_reading.read_manifest):
     if number == 1 and next(tries) == 0:
-        raise checkpoint._Unread("flaky")
-    return read(path)
+        raise checkpoint_reading.Unread("flaky")
+    return read(steps, step)
+
+def flipped(*what, load=checkpoint_reading._load):
+    found = load(*what)
+    if number == 1 and next(loads) == 0:  # each process has all of an array; one of them has read something else
+        name = max(found, key=lambda name: found[name].size)
+        parts = [shard.data + 1 for shard in found[name].addressable_shards]
+        found[name] = jax.make_array_from_single_device_arrays(found[name].shape, found[name].sharding, parts)
+    return found
 
 def broken(self, batch=Batches.__next__):
     if number == 1 and self._row >= 8 * 4:
@@ -88,12 +98,15 @@ def broken(self, batch=Batches.__next__):
 with connected(60):
     check_batches()
     assert train("steps") == 0
-    with mock.patch.object(Run, "_report", interrupted):
-        assert train("stopped") == 143
-    with mock.patch.object(checkpoint, "_read_manifest", flaky), mock.patch.object(checkpoint, "PAUSES", (0.1,)):
-        assert train("stopped") == 0  # the step that could not be read at once is not set aside
-    with mock.patch.object(checkpoint, "_read_manifest", torn):
-        assert train("stopped", "--steps", "4") == 0
+    with no_renames():  # as in a bucket
+        with mock.patch.object(Run, "_report", interrupted):
+            assert train("stopped") == 143
+        again = mock.patch.object(checkpoint_reading, "_load", flipped)
+        read = mock.patch.object(checkpoint_reading, "read_manifest", flaky)
+        with again, read, mock.patch.object(checkpoint_reading, "PAUSES", (0.1,)):
+            assert train("stopped") == 0  # the step that could not be read at once is not set aside
+        with mock.patch.object(checkpoint_reading, "read_manifest", torn):
+            assert train("stopped", "--steps", "4") == 0
     print("done", number, flush=True)
     with mock.patch.object(Batches, "__next__", broken):
         train("steps", "--steps", "6")
@@ -193,7 +206,10 @@ def test_all_go_back_to_the_step_that_each_of_them_can_read(two):
     folder, _, outputs = two
     assert all(output.count("resumed at step 2") == 2 for output in outputs)
     assert all("torn Falling back to step 2" in output for output in outputs)
-    assert {path.name for path in (folder / "stopped" / "checkpoints").iterdir()} == {"2", "3.corrupt", "4"}
+    steps = folder / "stopped" / "checkpoints"
+    assert {path.name for path in steps.iterdir()} == {"2", "3", "4"}
+    assert {step for step in "234" if (steps / step / COMMITTED).exists()} == {"2", "4"}
+    assert {path.name for path in (folder / "steps" / "checkpoints").iterdir()} == {"2", "3"}
 
 
 def test_an_error_in_one_process_ends_both_with_its_sentence_and_exit_code(two):

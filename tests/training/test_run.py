@@ -542,6 +542,9 @@ ELSEWHERE = {
     "TrainConfig.attention": "tests/training/test_settings.py::test_execution_carries_every_choice",
     # in a process of its own: the profiler writes down every program that a process holds
     "TrainConfig.profile": "tests/test_scripts.py::test_train_trains",
+    "TrainConfig.checkpoint_dir": (
+        "tests/training/test_checkpoint_dir.py::test_a_new_machine_goes_on_with_what_is_beside_the_checkpoints"
+    ),
     "TrainConfig.distributed_timeout": "tests/training/test_processes.py::test_processes_that_do_not_come_are_named",
     "TrainConfig.distributed": "tests/training/test_processes.py::test_a_run_of_two_processes_is_that_of_one",
     **{

@@ -168,17 +168,21 @@ def test_one_path_is_a_text_and_several_are_a_tuple(tmp_path):
 
 
 def test_the_settings_of_another_run_are_a_file_of_settings(tmp_path):
-    """But not its directory, history, what was asked of its start, and an export that was written."""
+    """But not its directories, history, what was asked of its start, and an export that was written."""
     (tmp_path / "written").mkdir()
     (tmp_path / "written" / "x").write_text("")
     other = dataclasses.replace(FULL, config="a.yaml", export=str(tmp_path / "written"), allow_changes=True)
+    other = dataclasses.replace(other, checkpoint_dir="gs://bucket/other")
     path = tmp_path / "settings.json"
     save_settings(other, path, changes={"steps": (1, 77)}, step=1)
     start = TrainConfig(run_dir="mine", max_checkpoints=9)
     want = dataclasses.replace(FULL, run_dir="mine", config=str(path))
     assert with_settings(with_file(start, path), {}) == want
-    (tmp_path / "new.json").write_text('{"export": "no/where", "optimizer": {"clip_norm": null}}')
+    (tmp_path / "new.json").write_text(
+        '{"export": "no/where", "checkpoint_dir": "a", "optimizer": {"clip_norm": null}}'
+    )
     found = with_file(start, tmp_path / "new.json")
+    assert found.checkpoint_dir == "a"  # of a file that is not a run's
     assert found.export == "no/where" and found.optimizer.max_grad_norm is None and found.max_checkpoints == 9
     (tmp_path / "run.yaml").write_text("config: other.yaml")
     with pytest.raises(ConfigError, match=r"run\.yaml: config='other\.yaml' can't be read from there"):

@@ -1,0 +1,46 @@
+"""How Orbax is called here, and what its errors say."""
+
+import logging
+import traceback
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+
+def orbax_context(*, in_place: bool, alone: bool = False) -> ocp.Context:
+    """How Orbax works here.
+
+    in_place: steps are not renamed, a file in them says that they are whole. alone: without the other processes.
+    """
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_is_not_orbax)  # adding it twice does nothing
+    registry = ocp.handlers.local_registry()
+    registry.add(ocp.handlers.JsonHandler, checkpointable_name="manifest")
+    context = ocp.Context()
+    context.checkpointables.registry = registry
+    modes = ocp.options.AtomicityMode
+    context.atomicity.mode = modes.COMMIT_FILE if in_place else modes.ATOMIC_RENAME
+    if alone:
+        context.multiprocessing.primary_host = None
+        context.multiprocessing.active_processes = {jax.process_index()}
+        context.multiprocessing.barrier_sync_key_prefix = str(jax.process_index())
+    context.pytree.loading.partial_load = True  # for `load_weights`; the trees are compared before
+    return context
+
+
+def causes(error: BaseException) -> list[BaseException]:
+    """The error and what it was raised from, innermost last: Orbax wraps whatever happens as a missing handler."""
+    return [error, *(causes(error.__cause__) if error.__cause__ is not None else ())]
+
+
+def summary(error: Exception) -> str:
+    """The first line of the innermost cause; there may be pages."""
+    cause = causes(error)[-1]
+    line = next(iter(str(cause).strip().splitlines()), "")
+    return f"{type(cause).__name__}: {line[:300].rstrip('.')}"
+
+
+def _is_not_orbax(record: logging.LogRecord) -> bool:
+    """False for Orbax's logs: pages of tracebacks of the errors that it also raises, which are reported here."""
+    frames = traceback.extract_tb(record.exc_info[2] if record.exc_info else None)
+    return not any("orbax" in name for name in (record.pathname, *(frame.filename for frame in frames)))

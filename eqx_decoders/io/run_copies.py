@@ -1,0 +1,108 @@
+"""What is small of a run, copied beside checkpoints that are elsewhere than its run directory.
+
+Where checkpoints are in a bucket, a machine that is lost takes the run directory with it. With these copies a new one
+goes on: settings, model, tokenizer and metrics are brought back, tokens are made again. A file there names the start
+of the run that saves into the directory; the lock of a run directory is not seen by other machines.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from etils import epath
+
+from eqx_decoders.errors import CheckpointError, check
+from eqx_decoders.io.checkpoint_steps import names_in, open_path
+from eqx_decoders.io.files import write_atomically
+
+
+FOLDER = "run"  # in the directory of the checkpoints
+GROWING = ("metrics.jsonl", "trackers.json")
+COPIED = ("model.json", "source", "tokenizer", *GROWING, "settings.json")  # the last one says that the others are there
+OWNER = "owner.json"
+PROBE = "probe"
+
+
+class RunCopies:
+    """The copies of a run's files in `<checkpoint_dir>/run`; without a `checkpoint_dir` there are none to be made."""
+
+    def __init__(self, run_dir: str | Path, checkpoint_dir: str | None):
+        self.run = Path(run_dir)
+        self.folder = None if checkpoint_dir is None else open_path(checkpoint_dir) / FOLDER
+        self._id = secrets.token_hex(8)
+
+    @property
+    def there(self) -> bool:
+        """Whether there are all that a run directory needs."""
+        return self.folder is not None and COPIED[-1] in names_in(self.folder)
+
+    def bring_back(self) -> None:
+        """Copy what is there into the run directory. Raises CheckpointError where it cannot be read."""
+        if self.folder is not None and self.there:
+            with self._told("you may read there"):
+                for name in COPIED:
+                    _copy(self.folder / name, epath.Path(self.run / name))
+
+    def keep(self, names: tuple[str, ...] = COPIED) -> None:
+        """Copy these from the run directory. Raises CheckpointError where they cannot be written."""
+        if self.folder is not None:
+            with self._told("you may write there"):
+                for name in names:
+                    _copy(epath.Path(self.run / name), self.folder / name)
+
+    def try_out(self) -> None:
+        """Raise CheckpointError if nothing can be written there: now, not after the tokens of the run were made."""
+        if self.folder is not None:
+            with self._told("you may write and delete there"):
+                _write(self.folder / PROBE, b"")
+                (self.folder / PROBE).unlink()
+
+    def claim(self) -> None:
+        """Say that from now on this start of the run saves there; an earlier one stops at its next `check_owner`."""
+        if self.folder is not None:
+            now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+            who = {"id": self._id, "pid": os.getpid(), "host": socket.gethostname(), "since": now}
+            _write(self.folder / OWNER, json.dumps(who).encode() + b"\n")
+
+    def check_owner(self) -> None:
+        """Raise CheckpointError if another start, on this machine or another one, has claimed the directory since."""
+        if self.folder is None:
+            return
+        try:
+            who = json.loads((self.folder / OWNER).read_bytes())
+            owner = f"pid {who['pid']} on {who['host']} since {who['since']}"
+        except Exception:  # it cannot be read now: no reason to stop
+            return
+        rule = f"checkpoint_dir={str(self.folder.parent)!r} is in use by {owner}, which was started after this run"
+        check(who["id"] == self._id, f"{rule}: give one of them another directory.", CheckpointError)
+
+    @contextlib.contextmanager
+    def _told(self, rule: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # the packages for buckets raise their own kinds
+            where = "" if self.folder is None else str(self.folder.parent)
+            told = f"{type(error).__name__}: {str(error).strip()[:300]}"
+            raise CheckpointError(f"checkpoint_dir={where!r} ({told}): check its name, and that {rule}.") from error
+
+
+def _copy(source: epath.Path, target: epath.Path) -> None:
+    """A file or a directory of files; nothing if there is none."""
+    if source.is_dir():
+        for path in source.iterdir():
+            if path != source:
+                _copy(path, target / path.name)
+    elif source.exists():
+        _write(target, source.read_bytes())
+
+
+def _write(path: epath.Path, content: bytes) -> None:
+    if "://" in str(path):
+        path.write_bytes(content)  # an object is there whole or not at all
+    else:
+        write_atomically(Path(path), content)
