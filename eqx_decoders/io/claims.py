@@ -1,8 +1,8 @@
 """Who does what of a list of work, among all processes that share a directory: each piece once, also after a kill.
 
-A claim is a file that its maker creates exclusively and touches every few seconds as long as it is at work. One that has
-not been touched for `LEASE` seconds, or whose process has ended on this machine, may be taken over. Times are those of
-the file system, which all machines share: a file of one's own, touched, tells what time it is there.
+A claim is a file that its maker creates exclusively and touches every few seconds as long as it is at work. One that
+has not been touched for `LEASE` seconds, or whose process has ended on this machine, may be taken over. Times are those
+of the file system, which all machines share: a file of one's own, touched, tells what time it is there.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ class Claims:
             ...
             claims.release("part 7")
 
-    `partial("part 7")` is a file of this claim alone, to be written to and moved away when it is whole: whoever takes the
-    claim over deletes it.
+    `partial("part 7")` is a file of this claim alone, to be written to and moved away when it is whole: whoever takes
+    the claim over deletes it.
     """
 
     def __init__(self, folder: Path):

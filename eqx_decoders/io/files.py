@@ -16,11 +16,14 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Write a file, flush it to the disk and move it into place; makes the directory if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")  # others may write it, too
-    with partial.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(partial, path)
+    try:
+        with partial.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, sort_keys: bool = False) -> None:

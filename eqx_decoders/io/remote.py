@@ -1,4 +1,4 @@
-"""Files that lie elsewhere (`gs://`, `s3://`, `https://`, …), read through fsspec; what fails for a while is tried again.
+"""Files that lie elsewhere (`gs://`, `s3://`, `https://`, …), read through fsspec; what fails is tried again.
 
 A `RemoteFile` has of `pathlib.Path` what reading needs (`name`, `stem`, `suffix`, `open`), so that readers take both.
 """
@@ -28,7 +28,14 @@ CHECKSUMS = ("md5Hash", "Content-MD5", "crc32c", "ETag", "etag", "blob_id")
 # Errors that another try does not help: the file, or the request for it, is not as it must be.
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, NotImplementedError)
 _LASTING += (TypeError, ValueError, AttributeError, EqxDecodersError)
-_PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "http": "aiohttp", "https": "aiohttp", "hf": "huggingface_hub"}
+_PACKAGES = {
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "s3": "s3fs",
+    "http": "aiohttp",
+    "https": "aiohttp",
+    "hf": "huggingface_hub",
+}
 
 T = TypeVar("T")
 

@@ -65,8 +65,8 @@ class DataConfig:
     """What is trained on."""
 
     path: str | Sequence[str] | None = None
-    """Files, directories or globs: text, .jsonl, .json, also with .gz or .zst, .parquet, .arrayrecord, tokens in .bin or
-    .npy; also at gs://, s3://, https://. Datasets: hf://datasets/org/name[/config][:split], or a directory that
+    """Files, directories or globs: text, .jsonl, .json, also with .gz or .zst, .parquet, .arrayrecord, tokens in .bin
+    or .npy; also at gs://, s3://, https://. Datasets: hf://datasets/org/name[/config][:split], or a directory that
     `save_to_disk` wrote. None: the text of Python's own library."""
     held_out_path: str | Sequence[str] | None = None
     """Data for evaluation, of the same kinds; None: a part of the training data, cut off by document."""
@@ -78,8 +78,8 @@ class DataConfig:
     chat_template: str | None = None
     """File of the chat template (Jinja) that writes conversations as texts; None: that of init_from."""
     cache_dir: str | None = None
-    """Directory in which tokens are kept for all runs; None: $EQX_DECODERS_CACHE, else eqx_decoders in the user's folder
-    for caches ($XDG_CACHE_HOME or ~/.cache)."""
+    """Directory in which tokens are kept for all runs; None: $EQX_DECODERS_CACHE, else eqx_decoders in the user's
+    folder for caches ($XDG_CACHE_HOME or ~/.cache)."""
     batch_size: int = 8
     """Sequences per step, over all devices and processes."""
     seq_len: int = 256
@@ -152,8 +152,13 @@ def open_tokens(
 
     With `most`, those of so many documents, in `folder` itself (see `open_sample`).
     """
-    source = dict(path=config.path, held_out_path=config.held_out_path, held_out_fraction=config.held_out_fraction)
-    source |= dict(text_field=config.text_field, template=template)
+    source: dict[str, Any] = {
+        "path": config.path,
+        "held_out_path": config.held_out_path,
+        "held_out_fraction": config.held_out_fraction,
+        "text_field": config.text_field,
+        "template": template,
+    }
     if most is not None:
         return open_sample(folder, tokenizer, most, **source)
     return open_store(folder, tokenizer, cache_dir=config.cache_dir, **source)

@@ -1,8 +1,8 @@
 """The documents of one source, whole or a part of it: plain text, JSON, Parquet, ArrayRecord, tokens, datasets.
 
 Large sources are cut into parts that different processes read. A part is a pair of numbers, from the first up to the
-second: bytes of plain text and of JSON lines, row groups of Parquet, records of ArrayRecord, rows of a saved dataset, and
-files of one that is streamed. The documents of the parts, one after the other, are those of the whole.
+second: bytes of plain text and of JSON lines, row groups of Parquet, records of ArrayRecord, rows of a saved dataset,
+and files of one that is streamed. The documents of the parts, one after the other, are those of the whole.
 """
 
 import contextlib
@@ -27,11 +27,10 @@ from eqx_decoders.training.records import (
     row_documents,
     used_columns,
 )
-from eqx_decoders.training.sources import ARRAY_RECORDS, Place, Source
+from eqx_decoders.training.sources import ARRAY_RECORDS, File, Place, Source
 
 
 Part = tuple[int, int]
-File = Path | RemoteFile
 
 # A plain text above LONG bytes is read as documents of about PIECE bytes, cut at line ends: one book can then be split
 # into training and held-out text, and no tokenizer gets a gigabyte at once.
@@ -57,7 +56,7 @@ def read_source(source: Source, reading: Reading, part: Part | None = None) -> I
     - plain text: a file is a document (beyond 256 KiB: pieces of 64 KiB, cut at line ends);
     - `.jsonl`, `.json`, `.parquet` and datasets: a line, member of the list or row is a document: the text in the field
       or column `text_field`, else the conversation in `messages`, else a `prompt` and its `completion`;
-    - `.arrayrecord`, `.array_record`: a record is a document, a text or, where the first one is a JSON object, one of those;
+    - `.arrayrecord`, `.array_record`: a record is a document: a text or, where the first is one, such a JSON object;
     - `.bin` (raw) and `.npy`: a list of uint16 or uint32 tokens; a document ends at the tokenizer's `eos_id`.
 
     Raises DataError with file and line for what cannot be read.
@@ -69,7 +68,9 @@ def read_source(source: Source, reading: Reading, part: Part | None = None) -> I
 def parts_of(source: Source, size: int | None) -> list[Part | None]:
     """The parts of a source of so many bytes, which follow from its content alone; [None] for one that stays whole."""
     most = min(LARGEST_PART, max(SMALLEST_PART, (size or 0) // PARTS))
-    if (size is not None and size <= 2 * SMALLEST_PART) or (isinstance(source.file, File) and is_compressed(source.file)):
+    if (size is not None and size <= 2 * SMALLEST_PART) or (
+        isinstance(source.file, File) and is_compressed(source.file)
+    ):
         return [None]
     cuts = _READERS[kind_of(source.file)].cuts(source.file, size, most)
     return [None] if len(cuts) < 3 else list(itertools.pairwise(cuts))

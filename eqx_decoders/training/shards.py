@@ -7,10 +7,11 @@ as its chat template writes it, with nothing around it: the template knows how c
 
 Of these two only a part is trained on: `targets` then tells for every token of the shard whether it is a target.
 
-The file has sections, each an array that begins at a multiple of eight bytes: `tokens`; for each document where it begins
-(`offsets`, and the end of the last one), the number that decides whether it is held out (`draws`), bytes of UTF-8 that
-are trained on (`bytes`, -1 where it came as tokens) and, only where some document has spans, how many tokens are targets
-(`target_counts`, and `targets` for each token). Behind them stands a description in JSON, its length and a mark.
+The file has sections, each an array that begins at a multiple of eight bytes: `tokens`; for each document where it
+begins (`offsets`, and the end of the last one), the number that decides whether it is held out (`draws`), bytes of
+UTF-8 that are trained on (`bytes`, -1 where it came as tokens) and, only where some document has spans, how many tokens
+are targets (`target_counts`, and `targets` for each token). Behind them stand a description in JSON, its length and a
+mark.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from eqx_decoders.errors import DataError, check
+from eqx_decoders.errors import DataError
 from eqx_decoders.io.chat import ChatTemplate
 from eqx_decoders.io.tokenizer import Tokenizer
 from eqx_decoders.training.chats import encode_spans, render_documents
@@ -275,5 +276,6 @@ class _Writer:
 
     def _section(self, name: str) -> IO[bytes]:
         if name not in self._sections:
-            self._sections[name] = self._stack.enter_context(tempfile.SpooledTemporaryFile(IN_MEMORY))
+            section = tempfile.SpooledTemporaryFile(IN_MEMORY)  # noqa: SIM115 - closed with the writer
+            self._sections[name] = self._stack.enter_context(section)
         return self._sections[name]

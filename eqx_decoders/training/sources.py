@@ -26,7 +26,8 @@ from eqx_decoders.training.hub_datasets import HubDataset, hub_dataset, saved_fi
 
 
 Paths = str | Sequence[str] | None
-Place = Path | RemoteFile | HubDataset
+File = Path | RemoteFile
+Place = File | HubDataset
 Entry = dict[str, Any]  # what is kept of a source: its size, the time of its last change, and the hash of its content
 
 DATA, HELD_OUT = "--data (DataConfig.path)", "--held-out (DataConfig.held_out_path)"  # for error messages
@@ -40,7 +41,7 @@ TEXTS = (
 
 # Which files of a directory are its corpus: the first of these that chooses any. `.json` is late, since a folder of
 # texts or records often has settings beside them.
-PREFERENCES: tuple[Callable[[Path | RemoteFile], bool], ...] = (
+PREFERENCES: tuple[Callable[[File], bool], ...] = (
     lambda file: file.suffix in RECORDS[:-1],
     lambda file: is_compressed(file) and plain_suffix(file) == ".jsonl",
     lambda file: file.suffix in TEXTS,
@@ -84,7 +85,7 @@ def _dataset(path: str) -> HubDataset | None:
 
 
 def find_sources(path: Paths, flag: str = DATA) -> tuple[Source, ...]:
-    """The sources at `path`: one or several, each a file, a directory, a glob or a dataset (None: the standard library).
+    """The sources at `path`: one or several, each a file, directory, glob or dataset (None: the standard library).
 
     Addresses such as `gs://…` and `https://…` are read through fsspec, `hf://datasets/org/name[/config][:split]` is a
     dataset of the hub, and a directory may be one that the `save_to_disk` of `datasets` wrote.
@@ -133,13 +134,15 @@ def _find_elsewhere(path: str, flag: str) -> Sequence[Source]:
 
 def _chosen(found: Sequence[Source], path: str, flag: str) -> Sequence[Source]:
     """The files of a directory that are its corpus."""
-    files = next(filter(None, ([one for one in found if is_chosen(one.file)] for is_chosen in PREFERENCES)), [])
+    files: list[Source] = []
+    for is_chosen in PREFERENCES:
+        files = files or [one for one in found if isinstance(one.file, File) and is_chosen(one.file)]
     known = " ".join(RECORDS + TEXTS)
     check(bool(files), f"{flag} {path!r} holds no file that can be read; known endings: {known}.", DataError)
     return files
 
 
-def _check_files(files: Sequence[Path | RemoteFile], path: str, flag: str) -> None:
+def _check_files(files: Sequence[File], path: str, flag: str) -> None:
     rule = "it must be a file, a directory or a pattern that matches files"
     check(bool(files), f"{flag} {path!r} does not exist: {rule}.", DataError)
     for file in files:
@@ -233,7 +236,7 @@ def _size_and_time(file: Path) -> tuple[int, int]:
     return sum(one.st_size for one in stats), max((one.st_mtime_ns for one in stats), default=0)
 
 
-def _hash(file: Path | RemoteFile, waiting: Waiting | None) -> str:
+def _hash(file: File, waiting: Waiting | None) -> str:
     digest = hashlib.blake2b()
     with file.open("rb") as stream:
         while chunk := stream.read(CHUNK):

@@ -1,8 +1,8 @@
 """Tokens of a corpus, made once for all runs: shards in a shared cache, and in the run's directory which of them.
 
-A corpus is a list of sources, a source one shard or, if it is large, several (`training.shards`). The documents are those
-of the training data in their order, then those of held-out data of its own. Which of the former are held out follows from
-a number that each draws by its hash, so another share of them needs no new tokens.
+A corpus is a list of sources, a source one shard or, if it is large, several (`training.shards`). The documents are
+those of the training data in their order, then those of held-out data of its own. Which of the former are held out
+follows from a number that each draws by its hash, so another share of them needs no new tokens.
 
 The manifest in the run's directory has the sources with their hashes and the shards with their numbers of documents. A
 run that goes on with it has the same data; shards that the cache has lost are made again.
@@ -48,7 +48,9 @@ class TokenStore:
 
     def __init__(self, manifest: Mapping[str, Any], folder: Path):
         self.manifest, self._folder = manifest, folder
-        self._shards: list[tuple[str, str, int]] = [(one["source"], one["key"], one["documents"]) for one in _rows(manifest)]
+        self._shards: list[tuple[str, str, int]] = [
+            (one["source"], one["key"], one["documents"]) for one in _rows(manifest)
+        ]
         self._ends = np.cumsum([documents for _, _, documents in self._shards], dtype=np.int64)
         self._draws: tuple[float, float | None] = (manifest["held_out"]["below"], manifest["held_out"]["equal"])
         self.has_targets: bool = manifest["has_targets"]
@@ -285,7 +287,9 @@ def _counts(store: TokenStore, jobs: list[Job], recipe: Recipe, cache: Path) -> 
 def _info(shards: Path, job: Job) -> ShardInfo:
     info = read_info(shard_path(shards, job))
     if info is None:
-        raise DataError(f"{shard_path(shards, job)} was made and is gone: does something delete the cache? Start again.")
+        raise DataError(
+            f"{shard_path(shards, job)} was made and is gone: does something delete the cache? Start again."
+        )
     return info
 
 
@@ -313,7 +317,9 @@ def _check_unchanged(
     changes += [f"{name} is gone" for name in old if name not in entries]
     changes += [f"{name} is new" for name in entries if name not in old]
     changes += [
-        f"{name} has other contents" for name, now in entries.items() if name in old and old[name]["hash"] != now["hash"]
+        f"{name} has other contents"
+        for name, now in entries.items()
+        if name in old and old[name]["hash"] != now["hash"]
     ]
     if changes:
         listed = "; ".join(changes[:8]) + (f"; and {len(changes) - 8} more" if len(changes) > 8 else "")

@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eqx_decoders import errors
-from eqx_decoders.errors import EqxDecodersError
+from eqx_decoders.errors import ConfigError, ConversionError, DataError, EqxDecodersError, MissingPackage
 from eqx_decoders.io.chat import ChatTemplate
 from eqx_decoders.io.claims import Claims
 from eqx_decoders.io.processes import processes_here
@@ -35,6 +34,7 @@ from eqx_decoders.training.sources import Entry, Source, as_place
 
 SMALL = 16_000_000  # bytes of sources up to which processes of their own would take longer to start than to work
 POLL = 0.05, 1.0  # seconds between two looks at what others are making, at first and at most
+ERRORS = {kind.__name__: kind for kind in (ConfigError, ConversionError, DataError, MissingPackage)}  # of processes
 KEPT = "the tokens of finished parts are kept"
 
 
@@ -262,7 +262,7 @@ class _Worker:
                 case {"made": True}:
                     return
                 case {"error": [str(kind), str(text)]}:
-                    raise getattr(errors, kind, EqxDecodersError)(text)
+                    raise ERRORS.get(kind, EqxDecodersError)(text)
         if not self._ended:
             code, where = self._process.wait(), f"tokenising {job.source.file}"
             hint = ": was there enough memory?" if code == -9 else ""
@@ -275,7 +275,8 @@ class _Worker:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError, ValueError):  # what was not sent, or is being read
-                pipe and pipe.close()
+                if pipe is not None:
+                    pipe.close()
 
     def _say(self, words: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):  # its end is seen where it is to answer

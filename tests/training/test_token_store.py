@@ -244,14 +244,19 @@ def test_a_run_that_kept_its_own_tokens_goes_on(corpus, made):
     """The manifest of an earlier version: with settings, sources and fingerprint, and without shards."""
     want = build(corpus, "new")
     manifest = {name: want.manifest[name] for name in ("format", "tokenizer", "text_field", "held_out_fraction")}
-    manifest |= {"own_held_out_path": False, "dtype": "<u2", "sizes": {"tokens.bin": 3}, "counts": want.manifest["counts"]}
+    manifest |= {
+        "own_held_out_path": False,
+        "dtype": "<u2",
+        "sizes": {"tokens.bin": 3},
+        "counts": want.manifest["counts"],
+    }
     manifest |= {"sources": want.manifest["sources"], "fingerprint": "as it was"}
     run = corpus.parent / "run"
     run.mkdir()
     for name in ("tokens.bin", "offsets.npy", "held_out.npy"):
         (run / name).write_bytes(b"old")
     (run / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(DataError, match="--held-out-fraction was 0.05 and is 0.5"):
+    with pytest.raises(DataError, match=r"--held-out-fraction was 0\.05 and is 0\.5"):
         build(corpus, held_out_fraction=0.5)
     store = build(corpus)
     assert store.content_hash == "as it was" == build(corpus).content_hash and all_tokens(store) == all_tokens(want)
