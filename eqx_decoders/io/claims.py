@@ -77,6 +77,10 @@ class Claims:
         for path in self.folder.glob("*.claim"):
             if self._is_dead(path) and self._take_over(path):
                 self.release(path.name.removesuffix(".claim"))
+        for clock in self.folder.glob("*.clock"):
+            with contextlib.suppress(FileNotFoundError):
+                if self._now() - clock.stat().st_mtime > LEASE:
+                    clock.unlink()
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.claim"

@@ -274,17 +274,15 @@ def _array_record(path: Path, named: Place) -> Iterator[Any]:
         from array_record.python.array_record_module import ArrayRecordReader
     except ImportError as error:
         raise need_extra("array_record", "data") from error
-    with contextlib.ExitStack() as stack:
-        try:
-            reader = ArrayRecordReader(str(path))
-            stack.callback(reader.close)
-            reader.num_records()
-        except (RuntimeError, ValueError, OSError) as error:
-            raise DataError(f"{named} is not an ArrayRecord file that can be read: {error}.") from error
-        try:
-            yield reader
-        except (RuntimeError, IndexError, OSError) as error:
-            raise DataError(f"{named} is damaged: {error}. Write it again.") from error
+    reader = ArrayRecordReader(str(path))
+    try:
+        if not reader.ok():
+            reader.close()  # which tells why
+            raise ValueError("its end is missing")
+        yield reader
+        reader.close()
+    except (RuntimeError, ValueError, IndexError, OSError) as error:
+        raise DataError(f"{named} is not an ArrayRecord file that can be read: {error}.") from error
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
