@@ -30,8 +30,8 @@ import numpy as np
 import eqx_decoders as ed
 from eqx_decoders.families.llama import llama
 from eqx_decoders.families.shape import Shape
-from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.io.tokenizer import load_tokenizer, train_bpe
+from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.grouped import grouped_products
 from eqx_decoders.training.corpus import read_documents
 from eqx_decoders.training.data import Batch
@@ -268,7 +268,7 @@ def load_checkpoint(directory: str) -> dict[str, float]:
 
 
 def make_text(folder: Path, size: int) -> None:
-    """JSON lines of so many bytes: pieces of the standard library's text, and a tokenizer of 32,000 ids trained on it."""
+    """JSON lines of so many bytes from the standard library's text, and a tokenizer of 32,000 ids trained on it."""
     text = "".join(document.text or "" for document in read_documents(None))
     train_bpe(itertools.islice((one.text or "" for one in read_documents(None)), 300), 32_000).save(folder)
     generator, written = random.Random(0), 0
@@ -294,7 +294,7 @@ def encode(folder: str, begin: int, end: int) -> dict[str, float]:
 
 
 def tokenise(folder: str) -> dict[str, float]:
-    """Bytes of text a second of a token store that is made, start of its processes and counting included; and memory."""
+    """Bytes of text a second of a store that is made, start of its processes and counting included; and memory."""
     peak, done = [0], threading.Event()
     watch = threading.Thread(target=watch_memory, args=(peak, done))
     watch.start()
