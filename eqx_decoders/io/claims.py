@@ -6,6 +6,7 @@ of the file system, which all machines share: a file of one's own, touched, tell
 """
 
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -35,6 +36,7 @@ class Claims:
     def __init__(self, folder: Path):
         self.folder = folder
         self._word = secrets.token_hex(6)
+        self._claim = json.dumps({"word": self._word, **_own_process()}).encode()
         self._held: set[str] = set()
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True)
@@ -91,7 +93,7 @@ class Claims:
         except FileExistsError:
             return False
         with os.fdopen(file, "wb") as stream:
-            stream.write(json.dumps({"word": self._word, **_own_process()}).encode())
+            stream.write(self._claim)
         return True
 
     def _take_over(self, path: Path) -> bool:
@@ -142,6 +144,7 @@ def _own_process() -> dict[str, object]:
     return {"machine": _machine(), "pid": os.getpid(), "started": _started(os.getpid())}
 
 
+@functools.cache
 def _machine() -> str:
     """Equal for processes that see each other's ids: those of one start of one machine, and of one container on it."""
     parts = [platform.node()]

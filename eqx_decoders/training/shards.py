@@ -11,11 +11,12 @@ The file has sections, each an array that begins at a multiple of eight bytes: `
 begins (`offsets`, and the end of the last one), the number that decides whether it is held out (`draws`), bytes of
 UTF-8 that are trained on (`bytes`, -1 where it came as tokens) and, only where some document has spans, how many tokens
 are targets (`target_counts`, and `targets` for each token). Behind them stand a description in JSON, its length and a
-mark.
+mark, which are written last.
 """
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import shutil
@@ -37,6 +38,7 @@ from eqx_decoders.training.records import Document
 FORMAT = 1  # of shards; with another one, all are made again
 CHARACTERS_AT_ONCE, DOCUMENTS_AT_ONCE = 1 << 20, 1 << 14  # that are tokenised together
 IN_MEMORY = 1 << 20  # bytes of a section, beyond which it waits in a temporary file
+CHECKED = 1 << 20  # bytes of a shard up to which its content is verified when it is opened
 
 _MARK, _TAIL = b"eqxshard", struct.Struct("<q8s")
 _DTYPES = {"offsets": "<i8", "draws": "<f8", "bytes": "<i8", "target_counts": "<i8", "targets": "|b1"}
@@ -60,7 +62,7 @@ class ShardInfo(NamedTuple):
 
 
 def read_info(path: Path) -> ShardInfo | None:
-    """The description of a shard; None if there is none, or it has not its whole length."""
+    """The description of a shard; None if there is none, or it is not whole."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -71,7 +73,11 @@ def read_info(path: Path) -> ShardInfo | None:
                 return None
             file.seek(begin)
             found = json.loads(file.read(length))
-            return ShardInfo(**found["info"]) if found["begin"] == begin else None
+            whole = found["begin"] == begin
+            if whole and found["digest"] is not None:
+                file.seek(0)
+                whole = _digest(file.read(begin)) == found["digest"]
+            return ShardInfo(**found["info"]) if whole else None
     except (OSError, struct.error, ValueError, KeyError, TypeError):
         return None
 
@@ -117,6 +123,10 @@ class Shard:
         return self._map[begin : begin + length * np.dtype(dtype).itemsize].view(dtype)
 
 
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
 def separators(tokenizer: Tokenizer) -> tuple[int, int | None]:
     """The tokens before and after a document; the latter is None for a tokenizer without eos."""
     start = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
@@ -133,11 +143,12 @@ def write_shard(
     template: ChatTemplate | None = None,
     done: Callable[[int], None] = lambda characters: None,
 ) -> ShardInfo:
-    """Write the documents, conversations as `template` has it, into a new file, and flush it to the disk.
+    """Write the documents, conversations as `template` has it, into a new file.
 
+    It is flushed to the disk, which may take longer than all else for a small file: that has a checksum instead.
     `done` is told how many characters have been written more.
     """
-    with path.open("wb") as file, _Writer(file, tokenizer, done) as writer:
+    with path.open("w+b") as file, _Writer(file, tokenizer, done) as writer:
         for document in render_documents(writer.seen(documents), template):
             writer.add(document)
         return writer.finish()
@@ -204,10 +215,15 @@ class _Writer:
         total = self._bytes if self._all_bytes else None
         counts = (self._documents, self._tokens, self._targets, total)
         info = ShardInfo(*counts, self._smallest, self._largest, self._has_chats, places)
-        description = json.dumps({"begin": self._file.tell(), "info": info._asdict()}).encode()
+        begin, digest = self._file.tell(), None
+        if begin <= CHECKED:
+            self._file.seek(0)
+            digest = _digest(self._file.read())
+        description = json.dumps({"begin": begin, "digest": digest, "info": info._asdict()}).encode()
         self._file.write(description + _TAIL.pack(len(description), _MARK))
         self._file.flush()
-        os.fsync(self._file.fileno())
+        if digest is None:
+            os.fsync(self._file.fileno())
         return info
 
     def _encode(self) -> None:

@@ -52,6 +52,7 @@ PREFERENCES: tuple[Callable[[File], bool], ...] = (
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 BUILD_SETTINGS = "_sysconfigdata"  # the file that describes the machine on which Python was compiled
 
+KEPT = "the tokens that were made are kept"
 CHUNK = 1 << 20  # bytes that are hashed at once
 JUST_NOW = 2_000_000_000  # nanoseconds: a file that was changed so lately may change once more at the same time
 
@@ -184,7 +185,7 @@ def describe_sources(sources: Mapping[str, Source], known: Mapping[str, Entry], 
         return {name: entry for name, entry in found.items() if entry is not None}
     names = json.dumps([str(_absolute(source.file)) for source in sources.values()]).encode()
     memory = cache / "sources" / f"{hashlib.blake2b(names, digest_size=16).hexdigest()}.json"
-    with locked(memory.with_suffix(".lock")), Waiting("reading the text") as waiting:
+    with Waiting("reading the text", kept=KEPT) as waiting, locked(memory.with_suffix(".lock")):
         remembered = _read_json(memory)
         found = {
             name: found[name] or _as_known(source, remembered.get(str(_absolute(source.file))))

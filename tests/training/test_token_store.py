@@ -298,20 +298,23 @@ def test_many_changes_are_counted(corpus):
         build(corpus)
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "no manifest", "half a manifest"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "no manifest", "half a manifest"])
 def test_what_is_lost_is_made_again(corpus, made, damage):
     first = build(corpus)
     want, manifest = all_tokens(first), corpus.parent / "run" / "manifest.json"
     shard = next((corpus.parent / "cache" / "tokens").glob("*/*.tokens"))
     if damage == "cut":
         shard.write_bytes(shard.read_bytes()[:-3])
+    elif damage == "flipped":
+        content = shard.read_bytes()
+        shard.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     elif damage == "gone":
         shard.unlink()
     else:
         manifest.write_bytes(manifest.read_bytes()[: 100 * (damage == "half a manifest")])
     again = build(corpus)
     assert all_tokens(again) == want and again.content_hash == first.content_hash
-    assert len(made) == 12 + (damage in ("cut", "gone"))
+    assert len(made) == 12 + (damage in ("cut", "flipped", "gone"))
 
 
 @pytest.mark.parametrize("moment", ["writing", "moving", "manifest"])
