@@ -462,6 +462,7 @@ ELSEWHERE = {
     # in a process of its own: the profiler writes down every program that a process holds
     "TrainConfig.profile": "tests/test_scripts.py::test_train_trains",
     "TrainConfig.distributed_timeout": "tests/training/test_processes.py::test_processes_that_do_not_come_are_named",
+    "DataConfig.cache_dir": "tests/training/test_token_store.py::test_where_the_cache_is",
     "TrainConfig.distributed": "tests/training/test_processes.py::test_a_run_of_two_processes_is_that_of_one",
     **{
         f"OptimizerConfig.{name}": "tests/training/test_optimizer.py::test_adamw_equals_numpy_and_decays_by_path"

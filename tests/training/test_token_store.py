@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eqx_decoders.errors import DataError
+from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.io.chat import ChatTemplate
 from eqx_decoders.io.tokenizer import ByteTokenizer, load_tokenizer
 from eqx_decoders.training import sources, tokenise
@@ -167,6 +167,27 @@ def test_only_so_many_documents(mixed, tmp_path):
     assert len(store) == 3 and store.counts("train").documents == 3 and store.manifest["sources"] == {}
     assert all_tokens(store) == all_tokens(whole)[:3] and store.has_targets
     assert store.targets(2).tolist() == whole.targets(2).tolist()
+
+
+def test_where_the_cache_is(corpus, tmp_path, monkeypatch):
+    def made_in(cache_dir, **environment):
+        for name in ("EQX_DECODERS_CACHE", "XDG_CACHE_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, str(value))
+        config = DataConfig(path=str(corpus), cache_dir=None if cache_dir is None else str(cache_dir))
+        store = open_tokens(config, BYTES, tmp_path / "run")
+        (folder,) = {file.parents[2] for file in tmp_path.glob("**/tokens/*/*.tokens")}
+        shutil.rmtree(folder)
+        return folder if len(store) == 12 else None
+
+    own, users = {"EQX_DECODERS_CACHE": tmp_path / "own"}, {"XDG_CACHE_HOME": tmp_path / "users"}
+    assert made_in(tmp_path / "given", **own, **users) == tmp_path / "given"
+    assert made_in(None, **own, **users) == tmp_path / "own"
+    assert made_in(None, **users) == tmp_path / "users" / "eqx_decoders"
+    assert made_in(None, HOME=tmp_path / "home") == tmp_path / "home" / ".cache" / "eqx_decoders"
+    with pytest.raises(ConfigError, match=r"DataConfig\.cache_dir='gs://x' must be a directory of a file system"):
+        made_in("gs://x")
 
 
 # --- made once --------------------------------------------------------------------------------------------------------
