@@ -62,7 +62,10 @@ def count(store: "TokenStore", jobs: Sequence[Job] | None, recipe: Recipe) -> di
         sizes = [None if one is None or more is None else one + more for one, more in zip(sizes, known, strict=True)]
     nats = [None, gzip.nats_per_byte() if totals[1, 0] and jobs is not None else None]
     rows = zip(SPLITS, totals.tolist(), sizes, nats, strict=True)
-    return {split: Counts(*row, size, nat)._asdict() for split, row, size, nat in rows}
+    return {
+        split: Counts(documents, tokens, targets, size, nat)._asdict()
+        for split, (documents, tokens, targets), size, nat in rows
+    }
 
 
 def _of_shard(shard: Shard, held_out: np.ndarray) -> np.ndarray:
@@ -89,13 +92,13 @@ def _texts(job: Job, recipe: Recipe, held_out: np.ndarray) -> Iterator[bytes]:
     for document, chosen in zip(documents, held_out, strict=True):
         if chosen:
             text = trained_text(document)
-            yield (recipe.tokenizer.decode(document.tokens) if text is None else text).encode()
+            yield (recipe.tokenizer.decode(np.asarray(document.tokens)) if text is None else text).encode()
 
 
 def _decoded(shard: Shard, tokenizer: Tokenizer, held_out: np.ndarray) -> Iterator[bytes]:
     """The held-out text of documents that came as tokens, and of the others as many bytes as they have."""
     end = separators(tokenizer)[1]
-    for document in np.flatnonzero(held_out):
+    for document in np.flatnonzero(held_out).tolist():
         size = int(shard.bytes[document])
         tokens = shard[document][1 : None if end is None else -1]
         yield tokenizer.decode(tokens).encode() if size < 0 else bytes(size)

@@ -97,6 +97,15 @@ def test_of_many_that_see_a_dead_claim_one_gets_it(tmp_path):
     assert sorted(taken, key=int) == list(map(str, range(20)))
 
 
+def test_who_finds_a_dead_claim_looks_again_before_taking_it(tmp_path):
+    path = tmp_path / "a.claim"
+    path.write_text("{}")
+    os.utime(path, (1, 1))
+    with Claims(tmp_path) as one, Claims(tmp_path) as other:
+        assert one._is_dead(path) and other._is_dead(path)
+        assert one._take_over(path) and not other._take_over(path)
+
+
 def test_a_number_that_another_process_got_is_no_sign_of_life(tmp_path):
     own = claims._own_process()
     if own["started"] is None:

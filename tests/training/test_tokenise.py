@@ -12,6 +12,7 @@ import pytest
 
 from eqx_decoders.errors import DataError, EqxDecodersError
 from eqx_decoders.io.chat import ChatTemplate
+from eqx_decoders.io.claims import Claims
 from eqx_decoders.io.tokenizer import ByteTokenizer, load_tokenizer
 from eqx_decoders.training import readers, tokenise
 from eqx_decoders.training.sources import Source
@@ -186,6 +187,31 @@ def test_a_killed_process_leaves_what_is_finished_and_nothing_else(corpus, numbe
     assert {file.suffix for file in (corpus / "cache" / "tokens").glob("*/*")} <= {".tokens", ".lock", ".clock"}
     other = open_store(corpus / "other", cache_dir=corpus / "new", **options)
     assert again.content_hash == other.content_hash and all_tokens(again) == all_tokens(other)
+
+
+def test_a_shard_that_was_finished_at_this_moment_is_not_made_again(tmp_path, monkeypatch):
+    write_corpus(tmp_path / "corpus", 3, 20)
+    made, real, take = [], tokenise.make_shard, Claims.take
+    monkeypatch.setattr(tokenise, "make_shard", lambda *rest: (real(*rest), made.append(rest[1].source.name)))
+    options = dict(path=str(tmp_path / "corpus"), cache_dir=tmp_path / "cache")
+
+    def late(self, name):
+        monkeypatch.setattr(Claims, "take", take)
+        open_store(tmp_path / "other", ByteTokenizer(), **options)
+        return take(self, name)
+
+    monkeypatch.setattr(Claims, "take", late)
+    open_store(tmp_path / "run", ByteTokenizer(), **options)
+    assert sorted(made) == ["0.txt", "1.txt", "2.txt"]
+
+
+def test_a_process_ends_with_its_input():
+    command = [sys.executable, "-m", "eqx_decoders.training.tokenise_worker"]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)})
+    words = b'{"tokenizer": "x", "text_field": "x", "template": null, "folder": "x"}\n'
+    with subprocess.Popen(command, **pipes) as process:
+        out, _ = process.communicate(words, timeout=60)
+    assert process.returncode == 0 and out == b""
 
 
 def test_two_runs_at_the_same_time_share_the_work(corpus):
