@@ -69,8 +69,10 @@ class RemoteFile:
     @property
     def size(self) -> int | None:
         """Bytes; None if the server doesn't tell, and then parts of the file can't be asked for either."""
-        size = self._info().get("size")
-        return None if size is None or self._info().get("partial") is False else int(size)
+        info = self._info()
+        size = info.get("size")
+        in_parts = info.get("partial", urlsplit(self.url).scheme not in WITHOUT_LISTS)
+        return int(size) if size is not None and in_parts else None
 
     @property
     def checksum(self) -> str | None:
@@ -208,7 +210,8 @@ class _Reader(io.RawIOBase):
     def _at_place(self) -> Any:
         if self._handle is None:
             system, path = file_system(self._file.url)
-            self._handle = system.open(path, "rb")
+            whole = self._size is None and urlsplit(self._file.url).scheme in WITHOUT_LISTS
+            self._handle = system.open(path, "rb", **({"block_size": 0} if whole else {}))
         place = self._handle.tell()
         if place != self._place and self._size is not None:
             self._handle.seek(self._place)

@@ -122,7 +122,7 @@ class _Queue:
     """The shards that are left to be made, in their order; `jobs` gives each to one that asks."""
 
     def __init__(self, folder: Path, jobs: list[Job], claims: Claims, waiting: Waiting):
-        self._folder, self._claims, self._waiting = folder, claims, waiting
+        self._folder, self.claims, self.waiting = folder, claims, waiting
         self._left = collections.deque(jobs)
         self._count, self._done = len(jobs), 0
         self._lock = threading.Lock()
@@ -134,13 +134,13 @@ class _Queue:
             try:
                 yield job
             finally:
-                self._claims.release(job.key)
+                self.claims.release(job.key)
 
     def done(self, job: Job) -> None:
         """The shard of the job is there."""
         self._done += 1
         if self._count > 1:
-            self._waiting.what = f"tokenising, {self._done} of {self._count} parts done"
+            self.waiting.what = f"tokenising, {self._done} of {self._count} parts done"
 
     def _next(self) -> Job | None:
         with self._lock:  # who waits for others does so for all
@@ -150,10 +150,10 @@ class _Queue:
                 if self._is_made(job):
                     self.done(job)
                     refused = 0
-                elif self._claims.take(job.key):
+                elif self.claims.take(job.key):
                     if not self._is_made(job):  # by one who has just released it
                         return job
-                    self._claims.release(job.key)
+                    self.claims.release(job.key)
                     self.done(job)
                 else:
                     self._left.append(job)
@@ -212,7 +212,7 @@ def _in_processes(folder: Path, queue: _Queue, words: dict[str, Any], jobs: int)
     def work(worker: _Worker) -> None:
         try:
             for job in queue.jobs():
-                worker.make(job, queue._claims.partial(job.key), queue._waiting.add)
+                worker.make(job, queue.claims.partial(job.key), queue.waiting.add)
                 queue.done(job)
         except Exception as error:
             found.append(error)

@@ -1,8 +1,11 @@
 """Files elsewhere, in fsspec's memory: found, read from any place, and again after errors that pass."""
 
+import functools
+import http.server
 import io
 import random
 import sys
+import threading
 
 import pytest
 
@@ -29,6 +32,20 @@ def memory(monkeypatch):
 def file(memory):
     memory.pipe_file("/a/b.bin", CONTENT)
     return RemoteFile("memory://a/b.bin")
+
+
+def test_a_web_server_that_sends_whole_files_only(tmp_path, monkeypatch):
+    pytest.importorskip("aiohttp")
+    (tmp_path / "a.bin").write_bytes(CONTENT * 4)
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    monkeypatch.setattr(http.server.SimpleHTTPRequestHandler, "log_message", lambda *_: None)
+    with http.server.ThreadingHTTPServer(("localhost", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        file = RemoteFile(f"http://localhost:{server.server_port}/a.bin")
+        assert file.size is None and find_remote(file.url, "--data") == (None, [file])
+        with file.open() as stream:
+            assert stream.read(10) + stream.read() == CONTENT * 4
+        server.shutdown()
 
 
 def test_names_are_those_of_paths():
