@@ -1,4 +1,4 @@
-"""Measure the training step (seconds, CPU seconds, memory, MFU), compile time, decoding, experts, loading and restarts.
+"""Measure training steps (seconds, CPU seconds, memory, MFU), compiling, decoding, experts, loading, tokenising …
 
     make bench                        # the 58 M Llama on this machine
     python scripts/bench.py --only step
@@ -7,15 +7,19 @@ Each training step is measured in a process of its own, so that its peak memory 
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import importlib.util
+import itertools
 import json
 import os
+import random
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,13 +31,18 @@ import numpy as np
 import eqx_decoders as ed
 from eqx_decoders.families.llama import llama
 from eqx_decoders.families.shape import Shape
+from eqx_decoders.io.tokenizer import load_tokenizer, train_bpe
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.grouped import grouped_products
+from eqx_decoders.training.corpus import read_documents
 from eqx_decoders.training.data import Batch, DataConfig
 from eqx_decoders.training.flops import flops_per_token, measured_flops
 from eqx_decoders.training.memory import keep_memory
 from eqx_decoders.training.optimizer import OptimizerConfig
+from eqx_decoders.training.readers import Reading, read_source
+from eqx_decoders.training.sources import Source
 from eqx_decoders.training.step import Trainer
+from eqx_decoders.training.token_store import open_store
 
 
 BATCH, LENGTH = 2, 512
@@ -314,9 +323,68 @@ def restart(folder: Path, steps: int, **environment: str) -> float:
     return seconds
 
 
-def memory(field: str) -> int:
-    """Bytes of a field of Linux's account of this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+def make_text(folder: Path, size: int) -> None:
+    """JSON lines of so many bytes from the standard library's text, and a tokenizer of 32,000 ids trained on it."""
+    text = "".join(document.text or "" for document in read_documents(None))
+    train_bpe(itertools.islice((one.text or "" for one in read_documents(None)), 300), 32_000).save(folder)
+    generator, written = random.Random(0), 0
+    with (folder / "text.jsonl").open("w") as file:
+        while written < size:
+            begin = generator.randrange(len(text) - 8000)
+            written += file.write(json.dumps({"text": text[begin : begin + generator.randrange(100, 8000)]}) + "\n")
+
+
+def encode(folder: str, begin: int, end: int) -> dict[str, float]:
+    """Bytes a second, and a second of the processor, of `encode_batch_fast` alone over a part of the text."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
+    documents = read_source(Source("text.jsonl", Path(folder, "text.jsonl")), Reading(), (begin, end))
+    seconds = processor = size = 0
+    while batch := [document.text or "" for document in itertools.islice(documents, 256)]:
+        start, used = time.perf_counter(), time.process_time()
+        tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+        seconds += time.perf_counter() - start
+        processor += time.process_time() - used
+        size += sum(len(text.encode()) for text in batch)
+    return {"rate": size / seconds, "processor_rate": size / processor}
+
+
+def tokenise(folder: str) -> dict[str, float]:
+    """Bytes of text a second of a store that is made, start of its processes and counting included; and memory."""
+    peak, done = [0], threading.Event()
+    watch = threading.Thread(target=watch_memory, args=(peak, done))
+    watch.start()
+    begin = time.perf_counter()
+    tokenizer, path = load_tokenizer(folder), f"{folder}/text.jsonl"
+    store = open_store(f"{folder}/run", tokenizer, path=path, cache_dir=f"{folder}/cache")
+    seconds = time.perf_counter() - begin
+    done.set()
+    watch.join()
+    counts = [store.counts(split) for split in ("train", "held_out")]
+    size, tokens = sum(count.bytes or 0 for count in counts), sum(count.tokens for count in counts)
+    used = os.times()
+    processor = used.user + used.system + used.children_user + used.children_system
+    rates = {"rate": size / seconds, "processor_rate": size / processor}
+    return rates | {"seconds": seconds, "tokens": tokens, "peak_mb": peak[0] / 1e6}
+
+
+def watch_memory(peak: list[int], done: threading.Event) -> None:
+    """Keep the most that this process and those that it started have in memory together."""
+    while not done.wait(0.25):
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        sizes = []
+        for pid in ("self", *children):
+            try:
+                sizes.append(memory("VmRSS", pid))
+            except (OSError, StopIteration):  # it has just ended
+                continue
+        peak[0] = max(peak[0], sum(sizes))
+
+
+def memory(field: str, pid: str = "self") -> int:
+    """Bytes of a field of Linux's account of a process."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
@@ -336,6 +404,8 @@ ONE = {
     "aot-experts": aot_experts,
     "load": load_checkpoint,
     "make": make_checkpoint,
+    "encode": lambda folder, begin, end: encode(folder, int(begin), int(end)),
+    "tokenise": tokenise,
 }
 
 
@@ -415,6 +485,28 @@ def show_restart(options: argparse.Namespace) -> None:
     print(f"{plain:.1f} s; {kept:.1f} s with JAX_COMPILATION_CACHE_DIR", flush=True)
 
 
+def show_tokenise(options: argparse.Namespace) -> None:
+    cores = os.cpu_count() or 1
+    with tempfile.TemporaryDirectory() as folder:
+        make_text(Path(folder), round(1e9 * options.gigabytes))
+        size = Path(folder, "text.jsonl").stat().st_size
+        cuts = [size * core // cores for core in range(cores + 1)]
+        with concurrent.futures.ThreadPoolExecutor(cores) as pool:
+            parts = [
+                pool.submit(alone, "encode", folder, str(begin), str(end), RAYON_NUM_THREADS="1")
+                for begin, end in itertools.pairwise(cuts)
+            ]
+            best = sum(part.result()["rate"] for part in parts)
+            processor = statistics.mean(part.result()["processor_rate"] for part in parts)
+        row = alone("tokenise", folder)
+    print(f"\ntokenising {size / 1e9:.2f} GB of JSON lines, {row['tokens'] / 1e6:,.0f} M tokens, by {cores} processes")
+    of_processor = "MB in a second of processor time"  # which does not depend on what else the machine does
+    alone_, here = processor / 1e6, row["processor_rate"] / 1e6
+    print(f"`encode_batch_fast` alone, a process for each core: {best / 1e6:.2f} MB/s, {alone_:.2f} {of_processor}")
+    print(f"a token store: {row['rate'] / 1e6:.2f} MB/s ({row['rate'] / best:.0%}), {here:.2f} ({here / alone_:.0%})")
+    print(f"in {row['seconds']:.0f} s; peak of all processes together {row['peak_mb']:,.0f} MB", flush=True)
+
+
 def show_aot_experts(options: argparse.Namespace) -> None:
     if importlib.util.find_spec("libtpu") is None:
         print("\ncompilation for TPUs needs libtpu (extra `aot`), which is not installed: left out")
@@ -434,6 +526,7 @@ SHOWN = {
     "experts": show_experts,
     "load": show_load,
     "restart": show_restart,
+    "tokenise": show_tokenise,
     "aot-experts": show_aot_experts,
 }
 
@@ -443,6 +536,7 @@ def main() -> int:
     parser.add_argument("--only", choices=SHOWN, help="measure one thing, not all")
     parser.add_argument("--repeats", type=int, default=7, help="steps that are timed")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--gigabytes", type=float, default=2.0, help="text for tokenise")
     parser.add_argument("--topology", default="v5p:8x8x8", help="what aot-experts compiles for")
     parser.add_argument("--mesh", default='{"fsdp": 64, "expert": 8}', help="its mesh, as JSON")
     parser.add_argument("--models", nargs="+", default=["deepseek3-671b", "llama4-17b-128e"], help="its models")

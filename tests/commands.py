@@ -18,7 +18,13 @@ from eqx_decoders.training.metrics import read_metrics
 
 
 ROOT = Path(__file__).parents[1]
-KEPT = ("JAX_PLATFORMS", "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT", "XLA_FLAGS")  # one device, and no strictness
+KEPT = (
+    "JAX_PLATFORMS",
+    "JAX_COMPILATION_CACHE_DIR",
+    "JAX_PERSISTENT",
+    "XLA_FLAGS",
+    "EQX_DECODERS_CACHE",
+)  # one device, and no strictness
 ENVIRONMENT = {
     **{name: os.environ[name] for name in os.environ if name.startswith(KEPT) or name[:3] not in ("JAX", "XLA", "EQX")},
     "COLUMNS": "120",

@@ -6,6 +6,8 @@ import os
 import pathlib
 import platform
 import secrets
+import shutil
+import tempfile
 import time
 
 import jaxlib.version
@@ -34,6 +36,9 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_directory()))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("FRESH_SEED", str(secrets.randbelow(1_000_000)))  # of `make test-slow`; the same in all workers
+# Tokens of tests: in a folder of each run of pytest, which the process that made it deletes.
+OWN_CACHE = None if "PYTEST_XDIST_WORKER" in os.environ else tempfile.mkdtemp(prefix="eqx_decoders_cache_")
+os.environ["EQX_DECODERS_CACHE"] = OWN_CACHE or os.environ["EQX_DECODERS_CACHE"]
 if not AS_USERS_RUN:
     # Most of a test's time is the compiler's, on programs that run once or twice. XLA's own passes are not touched, but
     # the way in which older versions wrote the code of fusions takes half of the time.
@@ -67,6 +72,11 @@ MOST_CACHED = 2_000_000_000  # bytes
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         _drop_large_cache(pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"]))
+
+
+def pytest_unconfigure() -> None:
+    if OWN_CACHE is not None:
+        shutil.rmtree(OWN_CACHE, ignore_errors=True)
 
 
 def _drop_large_cache(folder: pathlib.Path) -> None:

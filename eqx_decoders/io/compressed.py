@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eqx_decoders.errors import DataError, need_extra
+from eqx_decoders.io.remote import RemoteFile
 
 
 COMPRESSED = (".gz", ".zst")
@@ -17,18 +18,18 @@ CHUNK = 1 << 20
 MOST_WINDOW = 1 << 31  # `zstd --long=31` looks that far back; the package's own limit is 128 MB
 
 
-def plain_suffix(file: Path) -> str:
+def plain_suffix(file: Path | RemoteFile) -> str:
     """The ending in lower case, without that of a compression: `.jsonl` of `a.jsonl.gz`."""
     return Path(file.stem if is_compressed(file) else file.name).suffix.lower()
 
 
-def is_compressed(file: Path) -> bool:
+def is_compressed(file: Path | RemoteFile) -> bool:
     """Whether the name says so."""
     return file.suffix.lower() in COMPRESSED
 
 
 @contextlib.contextmanager
-def open_stream(file: Path) -> Iterator[Any]:
+def open_stream(file: Path | RemoteFile) -> Iterator[Any]:
     """The content of a file as a binary stream, decompressed. Raises DataError if it can't be, or ends early."""
     if not is_compressed(file):
         with file.open("rb") as stream:
@@ -36,10 +37,16 @@ def open_stream(file: Path) -> Iterator[Any]:
         return
     kinds: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile, *_zstd_errors())
     try:
-        with gzip.open(file, "rb") if file.suffix.lower() == ".gz" else _open_zstd(file) as stream:
+        with _open_gzip(file) if file.suffix.lower() == ".gz" else _open_zstd(file) as stream:
             yield stream
     except kinds as error:
         raise DataError(f"{file} cannot be decompressed: {error}. Download it again.") from error
+
+
+@contextlib.contextmanager
+def _open_gzip(file: Path | RemoteFile) -> Iterator[Any]:
+    with file.open("rb") as inner, gzip.open(inner, "rb") as stream:
+        yield stream
 
 
 def _zstd() -> Any:
@@ -59,19 +66,19 @@ def _zstd_errors() -> tuple[type[Exception], ...]:
     return () if (zstd := _zstd()) is None else (zstd.ZstdError,)
 
 
-def _open_zstd(file: Path) -> Any:
+def _open_zstd(file: Path | RemoteFile) -> Any:
     zstd = _zstd()
     if zstd is None:
         raise need_extra("zstandard", "train")
     if hasattr(zstd, "DecompressionParameter"):
-        return zstd.open(file, "rb", options={zstd.DecompressionParameter.window_log_max: 31})
+        return zstd.open(file.open("rb"), "rb", options={zstd.DecompressionParameter.window_log_max: 31})
     return io.BufferedReader(_Frames(file, zstd.ZstdDecompressor(max_window_size=MOST_WINDOW)), CHUNK)
 
 
 class _Frames(io.RawIOBase):
     """All frames of a file. The package's own readers take a file that was cut off for a shorter one."""
 
-    def __init__(self, file: Path, decompressor: Any):
+    def __init__(self, file: Path | RemoteFile, decompressor: Any):
         self._file = file.open("rb")
         self._decompressor = decompressor
         self._frame: Any = None

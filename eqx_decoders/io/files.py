@@ -3,21 +3,27 @@
 import contextlib
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from eqx_decoders.errors import check
+
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Write a file, flush it to the disk and move it into place; makes the directory if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    with partial.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(partial, path)
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")  # others may write it, too
+    try:
+        with partial.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: Mapping[str, Any], *, sort_keys: bool = False) -> None:
@@ -36,3 +42,13 @@ def new_directory(path: Path) -> Iterator[Path]:
         partial.rename(path)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def cache_directory(given: str | Path | None = None) -> Path:
+    """Where this library keeps what all runs share: `given`, $EQX_DECODERS_CACHE, or the user's folder for caches."""
+    own = given or os.environ.get("EQX_DECODERS_CACHE")
+    local = "://" not in str(own)
+    check(local, f"DataConfig.cache_dir={str(own)!r} must be a directory of a file system: tokens are mapped from it.")
+    if own:
+        return Path(own).expanduser().resolve()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eqx_decoders"

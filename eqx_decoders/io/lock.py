@@ -1,12 +1,24 @@
 """An exclusive lock on an open file, on every system. The system releases it when the process ends, however it ends."""
 
+import contextlib
 import importlib
 import os
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 
 _LOCKED_BYTE = 1 << 30  # behind the content of any lock file: on Windows no other process can read a locked byte
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Around what one process at a time may do: the lock of the file `path`, which is made if needed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        lock_file(file.fileno(), wait=True)
+        yield
 
 
 def lock_file(descriptor: int, *, wait: bool) -> None:

@@ -45,7 +45,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
     batch, size = [], 0
     for document in documents:
         batch.append(document)
-        size += len(document.text or "") + (0 if document.chat is None else len(str(document.chat)))
+        size += document.size + (0 if document.chat is None else len(str(document.chat)))
         if size >= CHARACTERS_AT_ONCE or len(batch) >= CHATS_AT_ONCE:
             yield batch
             batch, size = [], 0

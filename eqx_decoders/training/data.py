@@ -40,9 +40,9 @@ from eqx_decoders.io.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from eqx_decoders.io.waiting import Waiting
 from eqx_decoders.training.chats import render_documents
 from eqx_decoders.training.corpus import held_out_rule, read_documents
+from eqx_decoders.training.counts import SPLITS
 from eqx_decoders.training.packing import Plan, permutation, plan_overlapping, plan_packed, plan_padded, plan_whole
-from eqx_decoders.training.token_store import TokenStore, open_store
-from eqx_decoders.training.token_writer import SPLITS
+from eqx_decoders.training.token_store import TokenStore, open_sample, open_store
 
 
 class Batch(eqx.Module):
@@ -65,8 +65,9 @@ class DataConfig:
     """What is trained on."""
 
     path: str | Sequence[str] | None = None
-    """Files, directories or globs: text, .jsonl, .json, also with .gz or .zst, .parquet, tokens in .bin/.npy; None: the
-    text of Python's own library."""
+    """Files, directories or globs: text, .jsonl, .json, also with .gz or .zst, .parquet, .arrayrecord, tokens in .bin
+    or .npy; also at gs://, s3://, https://. Datasets: hf://datasets/org/name[/config][:split], or a directory that
+    `save_to_disk` wrote. None: the text of Python's own library."""
     held_out_path: str | Sequence[str] | None = None
     """Data for evaluation, of the same kinds; None: a part of the training data, cut off by document."""
     held_out_fraction: float = 0.05
@@ -76,6 +77,9 @@ class DataConfig:
     have `messages`, or `prompt` and `completion`."""
     chat_template: str | None = None
     """File of the chat template (Jinja) that writes conversations as texts; None: that of init_from."""
+    cache_dir: str | None = None
+    """Directory in which tokens are kept for all runs; None: $EQX_DECODERS_CACHE, else eqx_decoders in the user's
+    folder for caches ($XDG_CACHE_HOME or ~/.cache)."""
     batch_size: int = 8
     """Sequences per step, over all devices and processes."""
     seq_len: int = 256
@@ -144,17 +148,20 @@ def open_tokens(
     template: ChatTemplate | None = None,
     most: int | None = None,
 ) -> TokenStore:
-    """The tokens of the data, made in `folder` if they are not there (see `open_store`)."""
-    return open_store(
-        folder,
-        tokenizer,
-        path=config.path,
-        held_out_path=config.held_out_path,
-        held_out_fraction=config.held_out_fraction,
-        text_field=config.text_field,
-        template=template,
-        most=most,
-    )
+    """The tokens of the data, made if they are not in the cache (see `open_store`); `folder` keeps which they are.
+
+    With `most`, those of so many documents, in `folder` itself (see `open_sample`).
+    """
+    source: dict[str, Any] = {
+        "path": config.path,
+        "held_out_path": config.held_out_path,
+        "held_out_fraction": config.held_out_fraction,
+        "text_field": config.text_field,
+        "template": template,
+    }
+    if most is not None:
+        return open_sample(folder, tokenizer, most, **source)
+    return open_store(folder, tokenizer, cache_dir=config.cache_dir, **source)
 
 
 def make_dataset(
@@ -170,7 +177,8 @@ def make_dataset(
 
     In a run of several processes each takes its own `host_rows(layout, batch_size)`. "train" never ends and is in
     another order in each epoch; "held_out" is one pass, its last batch filled up with padding. The tokens are made
-    once, in `cache_dir` (see `open_store`), and mapped into memory. `template` writes conversations as texts.
+    once, in `DataConfig.cache_dir`, and mapped into memory; the folder `cache_dir` keeps which they are (see
+    `open_store`). `template` writes conversations as texts.
 
     Raises ConfigError for rows that a batch does not have, DataError if the data cannot be read, have changed or
     leave the split empty.
@@ -297,8 +305,9 @@ class Batches:
             return self._plan(epoch).pieces(place)
 
     def _make_plan(self, epoch: int) -> Plan:
-        documents, config = self.store.documents(self._split), self._config
-        sizes = self.store.sizes[documents]
+        store, config = self.store, self._config
+        documents = np.flatnonzero(store.is_held_out(0, len(store)) == (self._split == "held_out"))
+        sizes = store.sizes(0, len(store))[documents]
         pack = plan_whole if self.store.has_targets else plan_overlapping if self._split == "held_out" else plan_packed
         make = pack if config.pack else plan_padded
         if self._split == "held_out":

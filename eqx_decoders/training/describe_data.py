@@ -1,6 +1,8 @@
 """Some of what a run is trained on, for people: its first documents, with the targets marked, and how much there is."""
 
+import itertools
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +13,13 @@ from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, 
 from eqx_decoders.training.data import open_tokens, training_texts
 from eqx_decoders.training.runs import SOURCE, resume_settings, run_template
 from eqx_decoders.training.settings import TrainConfig
-from eqx_decoders.training.token_store import TokenStore
+from eqx_decoders.training.token_store import TokenStore, is_made
+from eqx_decoders.training.tokenise import Recipe
 
 
 SHOWN, TOKENS = 3, 400  # documents, and tokens of each
 MOST, BYTES = 1000, 1 << 22  # documents that are read where there are no tokens yet, and bytes for a tokenizer
+AT_ONCE = 1 << 20  # documents whose sizes are looked at together
 MARKS = {True: ("\x1b[32m", "\x1b[0m"), False: ("⟦", "⟧")}  # around targets, with colours and without
 
 
@@ -27,12 +31,12 @@ def describe_data(settings: TrainConfig, *, colours: bool = False) -> str:
     settings, _ = resume_settings(settings, settings.run_dir)
     run, data = Path(settings.run_dir), settings.dataset
     tokenizer, template = _tokenizer_and_template(settings, run)
-    made = (run / "data" / "manifest.json").exists()
+    made = is_made(run / "data", data.cache_dir, Recipe(tokenizer, data.text_field, template))
     with tempfile.TemporaryDirectory() as scratch:
         folder, most = (run / "data", None) if made else (scratch, MOST)
         store = open_tokens(data, tokenizer, folder, template=template, most=most)
-        chosen = store.documents("train")
-        shown = [_document(store, tokenizer, document, MARKS[colours]) for document in chosen[:SHOWN].tolist()]
+        chosen = itertools.islice(itertools.chain.from_iterable(_trained(store)), SHOWN)
+        shown = [_document(store, tokenizer, int(document), MARKS[colours]) for document in chosen]
         return "\n\n".join([*shown, _counts(store, data.seq_len, not made and len(store) >= MOST)])
 
 
@@ -68,12 +72,23 @@ def _document(store: TokenStore, tokenizer: Tokenizer, document: int, marks: tup
     return f"--- document {document}: {len(tokens):,} tokens, {int(targets.sum()):,} targets ---\n{text}{rest}"
 
 
+def _trained(store: TokenStore) -> Iterator[np.ndarray]:
+    """The numbers of the documents that are trained on, some at a time."""
+    for start in range(0, len(store), AT_ONCE):
+        yield start + np.flatnonzero(~store.is_held_out(start, min(start + AT_ONCE, len(store))))
+
+
 def _counts(store: TokenStore, seq_len: int, cut_short: bool) -> str:
-    counts, lengths = store.counts("train"), store.sizes[store.documents("train")]
+    counts = store.counts("train")
     share = f"{counts.targets:,} of them targets ({counts.targets / max(counts.tokens, 1):.1%})"
     first = f", of the first {len(store):,}" * cut_short
     lines = [f"{counts.documents:,} documents to train on{first}, {counts.tokens:,} tokens, {share}"]
     if store.has_targets:
-        longer = int((lengths > seq_len).sum())
+        starts = range(0, len(store), AT_ONCE)
+        sizes = (store.sizes(start, min(start + AT_ONCE, len(store))) for start in starts)
+        longer = sum(
+            int((size[documents - start] > seq_len).sum())
+            for start, size, documents in zip(starts, sizes, _trained(store), strict=True)
+        )
         lines.append(f"{longer:,} are longer than --seq-len {seq_len}, and are cut; the others stay whole")
     return "\n".join(lines)

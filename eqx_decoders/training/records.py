@@ -1,15 +1,13 @@
-"""Records (JSON lines, a JSON list, Parquet) as documents: texts, conversations, prompts with their completions."""
+"""Records (JSON objects, rows of tables) as documents: texts, conversations, prompts with their completions."""
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from eqx_decoders.errors import DataError, check, need_extra
-from eqx_decoders.io.compressed import open_stream, plain_suffix
+from eqx_decoders.errors import DataError, check
 
 
 SET_FIELD = "Set --text-field (DataConfig.text_field)"
@@ -41,6 +39,11 @@ class Document(NamedTuple):
     spans: tuple[tuple[int, int], ...] | None = None
     chat: Chat | None = None
 
+    @property
+    def size(self) -> int:
+        """Characters of its text, or bytes of its tokens."""
+        return len(self.text or "") if self.tokens is None else self.tokens.nbytes
+
     def draw(self) -> float:
         """A number in [0, 1) from the hash of the document: equal on every machine, uniform over documents."""
         if self.key is not None:
@@ -54,52 +57,41 @@ class Document(NamedTuple):
         return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest(), "big") / 2**48
 
 
-def read_json(file: Path, field: str) -> Iterator[Document]:
-    """The documents of JSON lines, or of a file that holds one list of records, which is read at once."""
-    with open_stream(file) as stream:
-        for where, record in _json_records(stream, file):
-            check(isinstance(record, dict), f"{where} must hold a JSON object with the field {field!r}.", DataError)
-            yield _document(record, field, where)
+def record_documents(records: Iterable[tuple[str, Any]], field: str) -> Iterator[Document]:
+    """The documents of records of JSON, each with where it is from."""
+    for where, record in records:
+        check(isinstance(record, dict), f"{where} must hold a JSON object with the field {field!r}.", DataError)
+        yield _document(record, field, where)
 
 
-def _json_records(stream: Any, file: Path) -> Iterator[tuple[str, Any]]:
-    may_be_list = plain_suffix(file) == ".json"
-    for number, line in enumerate(stream, 1):
-        if may_be_list and line.lstrip().startswith(b"["):
-            records = _parsed(line + stream.read(), str(file))
-            yield from ((f"{file}, record {place}", record) for place, record in enumerate(records, 1))
-        elif line.strip():
-            may_be_list = False
-            yield f"{file}:{number}", _parsed(line, f"{file}:{number}")
+def row_documents(rows: Iterable[tuple[str, Mapping[str, Any]]], field: str) -> Iterator[Document]:
+    """The documents of rows of a table, each with where it is from.
+
+    Keys without a value are left out of messages: a column gives every row all keys.
+    """
+    for where, row in rows:
+        yield _document(_without_none(row, keep=(field,)), field, where)
 
 
-def _parsed(content: bytes, where: str) -> Any:
+def used_columns(columns: Sequence[str], field: str, where: str) -> list[str]:
+    """The columns of a table that documents are made of. Raises DataError if it has none of them."""
+    known = [name for name in (field, *CHAT_FIELDS) if name in columns]
+    rule = f"has no column {field!r}; its columns: {', '.join(columns)}"
+    check(_form(known, field) is not None, f"{where} {rule}. {SET_FIELD}.", DataError)
+    return known
+
+
+def is_record(value: Any, field: str) -> bool:
+    """Whether a document can be made of the object."""
+    return isinstance(value, dict) and _form([name for name in value if value[name] is not None], field) is not None
+
+
+def parsed(content: bytes, where: str) -> Any:
+    """The value of JSON, else DataError."""
     try:
         return json.loads(decode(content, where))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not valid JSON: {error}.") from error
-
-
-def read_parquet(file: Path, field: str) -> Iterator[Document]:
-    """A document for each row. Keys without a value are left out of messages: a column gives every row all keys."""
-    try:
-        import pyarrow.parquet as parquet
-        from pyarrow import ArrowException
-    except ImportError as error:
-        raise need_extra("pyarrow", "train") from error
-    try:
-        with parquet.ParquetFile(file) as table:
-            columns = table.schema_arrow.names
-            known = [name for name in (field, *CHAT_FIELDS) if name in columns]
-            rule = f"has no column {field!r}; its columns: {', '.join(columns)}"
-            check(_form(known, field) is not None, f"{file} {rule}. {SET_FIELD}.", DataError)
-            row = 0
-            for batch in table.iter_batches(batch_size=512, columns=known):  # one row group at a time
-                for record in batch.to_pylist():
-                    yield _document(_without_none(record, keep=(field,)), field, f"{file}, row {row}")
-                    row += 1
-    except (ArrowException, OSError) as error:
-        raise DataError(f"{file} is not a Parquet file that can be read: {error}") from error
 
 
 def _without_none(value: Any, keep: tuple[str, ...] = ()) -> Any:
@@ -155,7 +147,7 @@ def _variables(record: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The variables of the template on a record; `tools` may be a text of JSON."""
     found = {name: record[name] for name in VARIABLES if record.get(name)}
     if isinstance(found.get("tools"), str):
-        found["tools"] = _parsed(found["tools"].encode(), f"{where}: field 'tools'")
+        found["tools"] = parsed(found["tools"].encode(), f"{where}: field 'tools'")
     more = found.pop("chat_template_kwargs", {})
     check(isinstance(more, dict), f"{where}: field 'chat_template_kwargs' must be a JSON object.", DataError)
     return {**found, **more}

@@ -210,8 +210,11 @@ class Run:
         self.target = abstract_run(config, self.dir, self.execution)
         check_exports(self.target, config, self.dir)
         self.tokenizer = first_then_all("tokenizer", self._tokenizer, self.dir / "tokenizer")
-        tokens = self.dir / "data" / "manifest.json"
-        self.data = stack.enter_context(first_then_all("tokens", lambda: self._batches("train"), tokens))
+        self.data = stack.enter_context(self._batches("train"))  # whose tokens all processes make together
+        with (
+            Waiting("waiting for the other processes (tokens)") if jax.process_count() > 1 else contextlib.nullcontext()
+        ):
+            gather("tokens", seconds=1e6)
         made = [self.tokenizer.content_hash, self.data.store.content_hash]
         rule = f"tokenizer and tokens of process {jax.process_index()} are others than those of the first"
         check(made == from_first("made", made), f"{rule}: run_dir must be a directory that they share.", DataError)

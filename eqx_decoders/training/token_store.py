@@ -1,74 +1,125 @@
-"""Tokens of a corpus, made once: a memory-mapped file, an index of its documents and a manifest of what they are.
+"""Tokens of a corpus, made once for all runs: shards in a shared cache, and in the run's directory which of them.
 
-A document is stored as `[start] tokens [end]`, where `end` is the tokenizer's eos and `start` its bos (eos, if it has
-none). The model thus predicts the first real token from the separator and learns where documents end. A prompt with its
-completion is stored like that, too, but gets no second `start` or `end` where its text has one. A conversation stands
-as its chat template writes it, with nothing around it: the template knows how conversations begin and end.
+A corpus is a list of sources, a source one shard or, if it is large, several (`training.shards`). The documents are
+those of the training data in their order, then those of held-out data of its own. Which of the former are held out
+follows from a number that each draws by its hash, so another share of them needs no new tokens.
 
-Of these two only a part is trained on: `targets.bin` then tells for every token of the corpus whether it is a target.
+The manifest in the run's directory has the sources with their hashes and the shards with their numbers of documents. A
+run that goes on with it has the same data; shards that the cache has lost are made again.
 """
 
-import contextlib
+import functools
+import hashlib
+import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from eqx_decoders.errors import DataError
+from eqx_decoders.errors import DataError, check
 from eqx_decoders.io.chat import ChatTemplate
-from eqx_decoders.io.lock import lock_file
+from eqx_decoders.io.files import cache_directory, write_atomically
+from eqx_decoders.io.lock import locked
 from eqx_decoders.io.tokenizer import Tokenizer
-from eqx_decoders.training.corpus import HELD_OUT, Paths, find_sources
-from eqx_decoders.training.token_writer import TARGETS, Counts, describe_file, write_store
+from eqx_decoders.io.waiting import Waiting
+from eqx_decoders.training.corpus import held_out_draws, read_documents
+from eqx_decoders.training.counts import Counts, count
+from eqx_decoders.training.readers import parts_of
+from eqx_decoders.training.shards import Shard, ShardInfo, read_info, write_shard
+from eqx_decoders.training.sources import DATA, HELD_OUT, Entry, Paths, Source, describe_sources, find_sources
+from eqx_decoders.training.tokenise import Job, Recipe, job_of, make_shards, shard_path
 
 
 FORMAT = 1
+MOST_OPEN = 1024  # shards that are mapped into memory at a time
 FLAGS = {
     name: "--" + name.replace("_", "-") for name in ("tokenizer", "text_field", "held_out_fraction", "chat_template")
 } | {"own_held_out_path": "whether --held-out is given"}
+TRAIN, OWN = "train:", "held_out:"  # before the names of sources
 
 
 class TokenStore:
-    """The finished tokens of a corpus; `store[i]` are those of document `i`."""
+    """The finished tokens of a corpus; `store[i]` are those of document `i`.
 
-    def __init__(self, folder: Path):
-        self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_bytes())
-        self.offsets: np.ndarray = np.load(folder / "offsets.npy", mmap_mode="r", allow_pickle=False)
-        self.held_out: np.ndarray = np.load(folder / "held_out.npy", allow_pickle=False)
-        self.tokens: np.ndarray = np.memmap(folder / "tokens.bin", self.manifest["dtype"], "r")
-        self.has_targets: bool = TARGETS in self.manifest["sizes"]
-        self._targets = np.memmap(folder / TARGETS, bool, "r") if self.has_targets else None
+    Of the documents only as much is in memory as is asked for; files are opened when they are needed.
+    """
+
+    def __init__(self, manifest: Mapping[str, Any], folder: Path):
+        self.manifest, self._folder = manifest, folder
+        self._shards: list[tuple[str, str, int]] = [
+            (one["source"], one["key"], one["documents"]) for one in _rows(manifest)
+        ]
+        self._ends = np.cumsum([documents for _, _, documents in self._shards], dtype=np.int64)
+        self._draws: tuple[float, float | None] = (manifest["held_out"]["below"], manifest["held_out"]["equal"])
+        self.has_targets: bool = manifest["has_targets"]
+        self.shard = functools.lru_cache(MOST_OPEN)(self._open)
 
     def __len__(self) -> int:
-        return len(self.held_out)
+        return int(self._ends[-1]) if len(self._ends) else 0
 
     def __getitem__(self, document: int | np.integer) -> np.ndarray:
-        return self.tokens[self.offsets[document] : self.offsets[document + 1]]
+        shard, number = self._find(document)
+        return shard[number]
 
     def targets(self, document: int | np.integer) -> np.ndarray:
         """Which tokens of `document` are targets; the first never is."""
-        place = slice(self.offsets[document], self.offsets[document + 1])
-        return np.arange(place.stop - place.start) > 0 if self._targets is None else self._targets[place]
+        shard, number = self._find(document)
+        return shard.targets(number)
 
-    @property
-    def sizes(self) -> np.ndarray:
-        """Tokens of each document, with its separators."""
-        return np.diff(self.offsets)
+    def sizes(self, start: int, stop: int) -> np.ndarray:
+        """Tokens of each of the documents from `start` up to `stop`, with its separators, as int64."""
+        return self._over(start, stop, lambda number, begin, end: self.shard(number).sizes(begin, end), np.int64)
+
+    def is_held_out(self, start: int, stop: int) -> np.ndarray:
+        """Whether each of the documents from `start` up to `stop` is held out."""
+
+        def chosen(number: int, begin: int, end: int) -> np.ndarray:
+            if self._shards[number][0].startswith(OWN):
+                return np.ones(end - begin, bool)
+            draws, (below, equal) = self.shard(number).draws[begin:end], self._draws
+            return (draws < below) | (draws == equal) if equal is not None else draws < below
+
+        return self._over(start, stop, chosen, np.bool_)
 
     @property
     def content_hash(self) -> str:
         """Equal for equal documents, tokenizers and chat templates, wherever and whenever they were read."""
         return self.manifest["fingerprint"]
 
-    def documents(self, split: str) -> np.ndarray:
-        """The numbers of the documents of `split`."""
-        return np.flatnonzero(self.held_out == (split == "held_out"))
-
     def counts(self, split: str) -> Counts:
         """How much there is of `split`."""
         return Counts(**self.manifest["counts"][split])
+
+    @property
+    def shard_count(self) -> int:
+        """How many shards there are; `shard(number)` opens one."""
+        return len(self._shards)
+
+    def _open(self, number: int) -> Shard:
+        return Shard(self._folder / f"{self._shards[number][1]}.tokens")
+
+    def _find(self, document: int | np.integer) -> tuple[Shard, int]:
+        if not 0 <= document < len(self):
+            raise IndexError(f"document {document} of {len(self)}")
+        number = int(np.searchsorted(self._ends, document, "right"))
+        return self.shard(number), int(document) - self._begin(number)
+
+    def _begin(self, number: int) -> int:
+        return int(self._ends[number]) - self._shards[number][2]
+
+    def _over(self, start: int, stop: int, read: Any, dtype: Any) -> np.ndarray:
+        """`read(shard, begin, end)` of the shards in which the documents are, one behind the other."""
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"documents {start} to {stop} of {len(self)}")
+        parts, number = [np.zeros(0, dtype)], int(np.searchsorted(self._ends, start, "right"))
+        while start < stop:
+            begin, end = self._begin(number), min(stop, int(self._ends[number]))
+            if end > start:
+                parts.append(read(number, start - begin, end - begin))
+            start, number = max(start, end), number + 1
+        return np.concatenate(parts)
 
 
 def open_store(
@@ -80,19 +131,17 @@ def open_store(
     held_out_fraction: float = 0.05,
     text_field: str = "text",
     template: ChatTemplate | None = None,
-    most: int | None = None,
+    cache_dir: str | Path | None = None,
 ) -> TokenStore:
-    """Open the tokens of a corpus in `folder`, making them first if they aren't there.
+    """Open the tokens of a corpus, making those that the cache doesn't have.
 
-    The manifest is written last, by a rename: a store without it was interrupted and is made again. One process at a
-    time makes it (a file lock), others wait and then open it. `template` writes conversations as texts. `most` takes
-    only so many documents into a new store, to look at them: it is not opened again.
+    `folder`, of the run, keeps which data they are; `cache_dir` (None: that of the user) the tokens themselves. All
+    processes that share the cache take part in making them. `template` writes conversations as texts.
 
     Raises DataError if the files, the tokenizer, the split or, where there are conversations, the template are not
-    those from which an existing store was made, and says what changed.
+    those of the manifest in `folder`, and says what changed.
     """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder, cache = Path(folder), cache_directory(cache_dir)
     request = {
         "format": FORMAT,
         "tokenizer": tokenizer.content_hash,
@@ -100,60 +149,181 @@ def open_store(
         "held_out_fraction": 0.0 if held_out_path else held_out_fraction,
         "own_held_out_path": held_out_path is not None,
     }
-    files = {f"train:{one.name}": one.file for one in find_sources(path)}
-    held_out = find_sources(held_out_path, HELD_OUT) if held_out_path else ()
-    files |= {f"held_out:{one.name}": one.file for one in held_out}
-    with _locked(folder / "lock"):
-        manifest = _read_manifest(folder)
-        if manifest is None:
-            write_store(folder, tokenizer, path, held_out_path, request, files, template, most)
-        else:
-            if "chat_template" in manifest:
-                request["chat_template"] = None if template is None else template.content_hash
-            _check_unchanged(folder, manifest, request, files)
-    return TokenStore(folder)
+    recipe = Recipe(tokenizer, text_field, template)
+    shards = cache / "tokens" / recipe.digest
+    sources = {TRAIN + one.name: one for one in find_sources(path)}
+    sources |= {OWN + one.name: one for one in (find_sources(held_out_path, HELD_OUT) if held_out_path else ())}
+    manifest = read_manifest(folder)
+    entries = describe_sources(sources, manifest["sources"] if manifest else {}, cache)
+    if manifest is not None:
+        _check_unchanged(folder, manifest, request, entries, template)
+    jobs = _jobs(sources, entries, manifest)
+    make_shards(shards, [job for _, job in jobs], recipe)
+    with locked(folder / "lock"):
+        made = read_manifest(folder)
+        if made is None or "shards" not in made:
+            made = _new_manifest(shards, jobs, recipe, request, entries, cache, repr(path))
+            made["fingerprint"] = manifest["fingerprint"] if manifest else made["fingerprint"]
+            write_atomically(folder / "manifest.json", json.dumps(made, indent=1).encode())
+            for name in EARLIER_FILES:
+                (folder / name).unlink(missing_ok=True)
+        elif manifest is None:  # written by another process meanwhile
+            _check_unchanged(folder, made, request, entries, template)
+    return TokenStore(made, shards)
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("wb") as file:
-        lock_file(file.fileno(), wait=True)
-        yield
+EARLIER_FILES = ("tokens.bin", "targets.bin", "offsets.npy", "held_out.npy")  # of runs that kept their own tokens
 
 
-def _read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a complete store; None if a file is missing or has another length."""
+def open_sample(
+    folder: str | Path,
+    tokenizer: Tokenizer,
+    most: int,
+    *,
+    path: Paths = None,
+    held_out_path: Paths = None,
+    held_out_fraction: float = 0.05,
+    text_field: str = "text",
+    template: ChatTemplate | None = None,
+) -> TokenStore:
+    """The first `most` documents of a corpus, to look at them: their tokens are written to `folder` and not kept."""
+    folder, recipe = Path(folder), Recipe(tokenizer, text_field, template)
+    folder.mkdir(parents=True, exist_ok=True)
+    infos: list[tuple[str, str, ShardInfo]] = []
+    for name, each, flag in ((TRAIN, path, DATA), (OWN, held_out_path, HELD_OUT)):
+        if name == TRAIN or each:
+            found = read_documents(each, text_field=text_field, tokenizer=tokenizer, flag=flag)
+            file, key = folder / f"{name[:-1]}.tokens", name[:-1]
+            infos.append((name, key, write_shard(file, itertools.islice(found, most), tokenizer, template)))
+    rows = [{"source": name, "part": None, "key": key, "documents": info.documents} for name, key, info in infos]
+    fraction = 0.0 if held_out_path else held_out_fraction
+    manifest = _described([info for _, _, info in infos], infos[0][2:], fraction) | {"shards": rows, "sources": {}}
+    _check_any(rows, repr(path))
+    manifest["counts"] = count(TokenStore(manifest, folder), None, recipe)
+    return TokenStore(manifest | {"fingerprint": ""}, folder)
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """What a run's directory says of its data; None if it says nothing."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_bytes())
-        sizes = {name: (folder / name).stat().st_size for name in manifest["sizes"]}
-    except (OSError, ValueError, KeyError, TypeError):
+        found = json.loads((folder / "manifest.json").read_bytes())
+        return found if {"sources", "fingerprint"} <= found.keys() else None
+    except (OSError, ValueError, AttributeError):
         return None
-    return manifest if sizes == manifest["sizes"] else None
+
+
+def is_made(folder: Path, cache_dir: str | Path | None, recipe: Recipe) -> bool:
+    """Whether the tokens of a run's manifest are all in the cache."""
+    manifest, shards = read_manifest(folder), cache_directory(cache_dir) / "tokens" / recipe.digest
+    rows = _rows(manifest) if manifest is not None and "shards" in manifest else []
+    return bool(rows) and all(read_info(shards / f"{row['key']}.tokens") is not None for row in rows)
+
+
+def _rows(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return manifest["shards"]
+
+
+def _jobs(
+    sources: Mapping[str, Source], entries: Mapping[str, Entry], manifest: Mapping[str, Any] | None
+) -> list[tuple[str, Job]]:
+    """A job for each part of each source, as the manifest has cut them."""
+    parts: dict[str, list[Any]] = {}
+    for row in _rows(manifest) if manifest is not None and "shards" in manifest else []:
+        parts.setdefault(row["source"], []).append(None if row["part"] is None else tuple(row["part"]))
+    found = []
+    for name, source in sources.items():
+        here = parts.get(name) or parts_of(source, entries[name]["size"])
+        found += [(name, job_of(source, entries[name], part, len(here))) for part in here]
+    return found
+
+
+def _new_manifest(
+    shards: Path,
+    jobs: list[tuple[str, Job]],
+    recipe: Recipe,
+    request: Mapping[str, Any],
+    entries: Mapping[str, Entry],
+    cache: Path,
+    path: str,
+) -> dict[str, Any]:
+    infos = [_info(shards, job) for _, job in jobs]
+    rows = [
+        {"source": name, "part": job.part, "key": job.key, "documents": info.documents}
+        for (name, job), info in zip(jobs, infos, strict=True)
+    ]
+    _check_any(rows, path)
+    trained = [info for (name, _), info in zip(jobs, infos, strict=True) if name.startswith(TRAIN)]
+    described = _described(infos, trained, request["held_out_fraction"])
+    if recipe.template is not None and any(info.has_chats for info in infos):
+        request = {**request, "chat_template": recipe.template.content_hash}
+    content = json.dumps([request, {name: one["hash"] for name, one in entries.items()}], sort_keys=True)
+    fingerprint = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+    manifest = {**request, **described, "sources": dict(entries), "fingerprint": fingerprint, "shards": rows}
+    manifest["counts"] = _counts(TokenStore(manifest, shards), [job for _, job in jobs], recipe, cache)
+    return manifest
+
+
+def _described(infos: list[ShardInfo], trained: Any, fraction: float) -> dict[str, Any]:
+    """What a store needs to know of its shards beside their numbers of documents."""
+    smallest = min((info.smallest for info in trained), default=1.0)
+    largest = max((info.largest for info in trained), default=0.0)
+    below, equal = held_out_draws(fraction, smallest, largest)
+    has_targets = any("targets" in info.sections for info in infos)
+    return {"held_out": {"below": below, "equal": equal}, "has_targets": has_targets}
+
+
+def _counts(store: TokenStore, jobs: list[Job], recipe: Recipe, cache: Path) -> dict[str, Any]:
+    """The counts of a corpus, which are kept beside its tokens."""
+    file = cache / "counts" / f"{store.content_hash}.{recipe.digest}.json"
+    try:
+        return json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        with Waiting("counting", kept="the tokens are kept"):
+            found = count(store, jobs, recipe)
+        write_atomically(file, json.dumps(found).encode())
+        return found
+
+
+def _info(shards: Path, job: Job) -> ShardInfo:
+    info = read_info(shard_path(shards, job))
+    if info is None:
+        raise DataError(
+            f"{shard_path(shards, job)} was made and is gone: does something delete the cache? Start again."
+        )
+    return info
+
+
+def _check_any(rows: list[dict[str, Any]], path: str) -> None:
+    some = any(row["documents"] for row in rows)
+    check(some, f"{DATA} {path} holds no text, or nothing that is trained on.", DataError)
 
 
 def _check_unchanged(
-    folder: Path, manifest: dict[str, Any], request: dict[str, Any], files: Mapping[str, Path]
+    folder: Path,
+    manifest: Mapping[str, Any],
+    request: Mapping[str, Any],
+    entries: Mapping[str, Entry],
+    template: ChatTemplate | None,
 ) -> None:
-    """Raise DataError with every difference between the store and what is asked for."""
+    """Raise DataError with every difference between the run's data and what is asked for."""
+    if "chat_template" in manifest:
+        request = {**request, "chat_template": None if template is None else template.content_hash}
     changes = [
         f"{FLAGS.get(key, key)} was {manifest.get(key)!r} and is {now!r}"
         for key, now in request.items()
         if manifest.get(key) != now
     ]
     old = manifest["sources"]
-    changes += [f"{name} is gone" for name in old if name not in files]
-    changes += [f"{name} is new" for name in files if name not in old]
-    changes += [f"{name} has other contents" for name in files if name in old and _file_changed(files[name], old[name])]
+    changes += [f"{name} is gone" for name in old if name not in entries]
+    changes += [f"{name} is new" for name in entries if name not in old]
+    changes += [
+        f"{name} has other contents"
+        for name, now in entries.items()
+        if name in old and old[name]["hash"] != now["hash"]
+    ]
     if changes:
         listed = "; ".join(changes[:8]) + (f"; and {len(changes) - 8} more" if len(changes) > 8 else "")
         raise DataError(
             f"the data are not those of the tokens in {folder}: {listed}. "
             "Restore them to go on with this run, or start another run directory."
         )
-
-
-def _file_changed(file: Path, old: dict[str, Any]) -> bool:
-    stat = file.stat()
-    if stat.st_size == old["size"] and stat.st_mtime_ns == old["mtime_ns"]:
-        return False
-    return stat.st_size != old["size"] or describe_file(file)["hash"] != old["hash"]

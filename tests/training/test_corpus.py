@@ -9,8 +9,10 @@ import pytest
 
 from eqx_decoders.errors import DataError
 from eqx_decoders.io.tokenizer import ByteTokenizer
-from eqx_decoders.training.corpus import LONG, find_sources, held_out_rule, read_documents
+from eqx_decoders.training.corpus import held_out_rule, read_documents
+from eqx_decoders.training.readers import LONG
 from eqx_decoders.training.records import Document
+from eqx_decoders.training.sources import find_sources
 from eqx_decoders.training.token_store import open_store
 
 
@@ -120,7 +122,7 @@ def test_parquet(tmp_path):
 
 @pytest.mark.parametrize("kind", ["npy16", "npy32", "bin"])
 def test_packed_tokens(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr("eqx_decoders.training.corpus.TOKENS_AT_ONCE", 5)
+    monkeypatch.setattr("eqx_decoders.training.readers.TOKENS_AT_ONCE", 5)
     documents = [np.arange(n, dtype=np.uint16) for n in (1, 4, 5, 6, 13, 2)]
     parts = [
         np.concatenate([[256], tokens, [257]]) if i % 2 else np.append(tokens, 257)

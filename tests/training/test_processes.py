@@ -26,7 +26,7 @@ from tests.commands import ENVIRONMENT, ROOT, call, flags, steps_of, write_corpu
 
 # Each process: (folder, arguments of the training program as JSON).
 WORKER = """
-import json, os, pathlib, sys
+import json, os, pathlib, sys, time
 from unittest import mock
 folder, words, number = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2]), int(os.environ["JAX_PROCESS_ID"])
 import jax
@@ -35,7 +35,7 @@ import numpy as np
 from eqx_decoders.cli import train as program
 from eqx_decoders.errors import DataError
 from eqx_decoders.io import checkpoint_reading
-from eqx_decoders.io.processes import first_then_all, from_first, gather
+from eqx_decoders.io.processes import first_then_all, from_first, gather, processes_here
 from eqx_decoders.layout import Layout
 from eqx_decoders.training import Batch, host_rows, place
 from eqx_decoders.training.data import Batches
@@ -45,6 +45,10 @@ from tests.programs import no_renames
 def check_batches():
     assert jax.process_count() == 2 and len(jax.devices()) == 4
     assert gather("numbers", number) == [0, 1] and from_first("first", number) == 0
+    end = time.monotonic() + 30
+    while processes_here() < 2 and time.monotonic() < end:
+        time.sleep(0.1)
+    assert processes_here() == 2
     file = folder / "file"
     made = first_then_all("file", lambda: file.read_text() if file.exists() else file.write_text("x"), file)
     assert made == (1, "x")[number]

@@ -5,16 +5,22 @@ import json
 import pytest
 
 from eqx_decoders.errors import DataError
-from eqx_decoders.training.records import Chat, read_json, read_parquet
+from eqx_decoders.training.readers import Reading, read_source
+from eqx_decoders.training.records import Chat
+from eqx_decoders.training.sources import Source
 
 
 USER, ASSISTANT = ({"role": role, "content": role[0]} for role in ("user", "assistant"))
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
+def read_file(file, field):
+    return list(read_source(Source(file.name, file), Reading(field)))
+
+
 def read(tmp_path, *records, field="text", name="a.jsonl"):
     (tmp_path / name).write_text("\n".join(json.dumps(record) for record in records))
-    return list(read_json(tmp_path / name, field))
+    return read_file(tmp_path / name, field)
 
 
 def test_what_a_record_is_made_of(tmp_path):
@@ -62,18 +68,18 @@ def test_a_list_of_records_and_lines_in_a_json_file(tmp_path):
         "lines.json": "\n".join(json.dumps({"text": text}) for text in texts),
     }.items():
         (tmp_path / name).write_text(content)
-        found = list(read_json(tmp_path / name, "text"))
+        found = read_file(tmp_path / name, "text")
         assert [one.text for one in found] == texts, name
     assert found[1].where.endswith("lines.json:2")
     (tmp_path / "list.json").write_text('{"text": "a"}\n[{"text": "b"}]')
     with pytest.raises(DataError, match=r"list\.json:2 must hold a JSON object"):
-        list(read_json(tmp_path / "list.json", "text"))
+        read_file(tmp_path / "list.json", "text")
     (tmp_path / "list.json").write_text('[{"text": "a"}, {"body": "b"}]')
     with pytest.raises(DataError, match=r"list\.json, record 2 has no field 'text'; its fields: body"):
-        list(read_json(tmp_path / "list.json", "text"))
+        read_file(tmp_path / "list.json", "text")
     (tmp_path / "list.json").write_text('[{"text": "a"},')
     with pytest.raises(DataError, match=r"list\.json is not valid JSON"):
-        list(read_json(tmp_path / "list.json", "text"))
+        read_file(tmp_path / "list.json", "text")
 
 
 @pytest.mark.parametrize(
@@ -107,8 +113,8 @@ def test_columns_of_conversations(tmp_path):
     other = {**ASSISTANT, "tool_calls": [{"function": {"name": "g", "arguments": {"y": "z"}}}]}
     rows = [{"id": 1, "messages": [USER, call]}, {"id": 2, "messages": [USER, other]}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    found = list(read_parquet(tmp_path / "a.parquet", "text"))
+    found = read_file(tmp_path / "a.parquet", "text")
     assert [one.chat for one in found] == [Chat([USER, call], 0, {}), Chat([USER, other], 0, {})]
     assert found[1].where.endswith("a.parquet, row 1")
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "completion": ["bc"]}), tmp_path / "b.parquet")
-    assert [(one.text, one.spans) for one in read_parquet(tmp_path / "b.parquet", "text")] == [("abc", ((1, 3),))]
+    assert [(one.text, one.spans) for one in read_file(tmp_path / "b.parquet", "text")] == [("abc", ((1, 3),))]
