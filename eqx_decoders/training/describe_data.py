@@ -1,6 +1,8 @@
 """Some of what a run is trained on, for people: its first documents, with the targets marked, and how much there is."""
 
+import itertools
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +10,7 @@ import numpy as np
 from eqx_decoders.io.chat import ChatTemplate, load_chat_template
 from eqx_decoders.io.hub import resolve
 from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, train_bpe
-from eqx_decoders.training.data import open_tokens, training_texts
+from eqx_decoders.training.data import open_tokens, token_folders, training_texts
 from eqx_decoders.training.runs import SOURCE, resume_settings, run_template
 from eqx_decoders.training.settings import TrainConfig
 from eqx_decoders.training.token_store import TokenStore
@@ -16,6 +18,7 @@ from eqx_decoders.training.token_store import TokenStore
 
 SHOWN, TOKENS = 3, 400  # documents, and tokens of each
 MOST, BYTES = 1000, 1 << 22  # documents that are read where there are no tokens yet, and bytes for a tokenizer
+AT_ONCE = 1 << 20  # documents that are looked at together
 MARKS = {True: ("\x1b[32m", "\x1b[0m"), False: ("⟦", "⟧")}  # around targets, with colours and without
 
 
@@ -27,13 +30,16 @@ def describe_data(settings: TrainConfig, *, colours: bool = False) -> str:
     settings, _ = resume_settings(settings, settings.run_dir)
     run, data = Path(settings.run_dir), settings.dataset
     tokenizer, template = _tokenizer_and_template(settings, run)
-    made = (run / "data" / "manifest.json").exists()
+    made = all((folder / "manifest.json").exists() for folder in token_folders(data, run / "data").values())
+    parts = []
     with tempfile.TemporaryDirectory() as scratch:
         folder, most = (run / "data", None) if made else (scratch, MOST)
-        store = open_tokens(data, tokenizer, folder, template=template, most=most)
-        chosen = store.documents("train")
-        shown = [_document(store, tokenizer, document, MARKS[colours]) for document in chosen[:SHOWN].tolist()]
-        return "\n\n".join([*shown, _counts(store, data.seq_len, not made and len(store) >= MOST)])
+        for name, store in open_tokens(data, tokenizer, folder, template=template, most=most).items():
+            chosen = itertools.islice(_documents(store), SHOWN)
+            parts += [f"=== {name} ==="] * bool(name)
+            parts += [_document(store, tokenizer, document, MARKS[colours]) for document in chosen]
+            parts.append(_counts(store, data.seq_len, not made and len(store) >= MOST))
+        return "\n\n".join(parts)
 
 
 def _tokenizer_and_template(settings: TrainConfig, run: Path) -> tuple[Tokenizer, ChatTemplate | None]:
@@ -56,6 +62,17 @@ def _tokenizer_and_template(settings: TrainConfig, run: Path) -> tuple[Tokenizer
         return tokenizer, load_chat_template(scratch, file=settings.dataset.chat_template)
 
 
+def _documents(store: TokenStore) -> Iterator[int]:
+    """The documents that are trained on."""
+    for start, stop in _ranges(store):
+        yield from (start + np.flatnonzero(~store.is_held_out(start, stop))).tolist()
+
+
+def _ranges(store: TokenStore) -> Iterator[tuple[int, int]]:
+    for start in range(0, len(store), AT_ONCE):
+        yield start, min(start + AT_ONCE, len(store))
+
+
 def _document(store: TokenStore, tokenizer: Tokenizer, document: int, marks: tuple[str, str]) -> str:
     tokens, targets = store[document], store.targets(document)
     text, cuts = "", np.flatnonzero(np.diff(targets[:TOKENS])) + 1
@@ -69,11 +86,12 @@ def _document(store: TokenStore, tokenizer: Tokenizer, document: int, marks: tup
 
 
 def _counts(store: TokenStore, seq_len: int, cut_short: bool) -> str:
-    counts, lengths = store.counts("train"), store.sizes[store.documents("train")]
+    counts = store.counts("train")
     share = f"{counts.targets:,} of them targets ({counts.targets / max(counts.tokens, 1):.1%})"
     first = f", of the first {len(store):,}" * cut_short
     lines = [f"{counts.documents:,} documents to train on{first}, {counts.tokens:,} tokens, {share}"]
     if store.has_targets:
-        longer = int((lengths > seq_len).sum())
+        parts = [store.sizes(*part)[~store.is_held_out(*part)] for part in _ranges(store)]
+        longer = sum(int((sizes > seq_len).sum()) for sizes in parts)
         lines.append(f"{longer:,} are longer than --seq-len {seq_len}, and are cut; the others stay whole")
     return "\n".join(lines)

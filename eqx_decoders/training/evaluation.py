@@ -1,7 +1,7 @@
 """Held-out evaluation: the sums over a whole split, counted once."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import equinox as eqx
@@ -13,9 +13,10 @@ from eqx_decoders.inference.generate import generate
 from eqx_decoders.inference.text import prompt_ids
 from eqx_decoders.io.tokenizer import Tokenizer
 from eqx_decoders.sampling import GenerationConfig
-from eqx_decoders.training.data import Batch
+from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.loss import evaluation_sums
 from eqx_decoders.training.processes import place
+from eqx_decoders.training.token_writer import Counts
 
 
 class HeldOut(NamedTuple):
@@ -37,6 +38,22 @@ class HeldOut(NamedTuple):
     def nats_per_byte(self, count: int) -> float:
         """The same sum per byte of the text: comparable between tokenizers, and with compressors."""
         return self.nats / max(count, 1)
+
+
+def describe_held_out(name: str, result: HeldOut, counts: Sequence[Counts]) -> list[str]:
+    """Lines about the loss of a set: per token and, where all of it was evaluated, per byte beside what gzip needs."""
+    what = f"held-out loss{name and f' of {name}'}"
+    whole = result.tokens == sum(one.targets for one in counts)
+    lines = [f"{what}: {result.loss:.4f} nats per token, of {'all' if whole else 'the first'} {result.tokens:,} tokens"]
+    sizes = [one.bytes or 0 for one in counts]
+    if whole and all(sizes):
+        size = sum(sizes)
+        lines.append(f"{what}: {result.nats_per_byte(size):.4f} nats per byte, of {size:,} bytes")
+        rates = [one.gzip_nats_per_byte for one in counts]
+        if None not in rates:
+            rate = sum(count * (rate or 0) for count, rate in zip(sizes, rates, strict=True)) / size
+            lines.append(f"gzip -9 needs: {rate:.4f} nats per byte, for the same text")
+    return lines
 
 
 def sample_text(model: Decoder, tokenizer: Tokenizer, prompt: str, *, max_new_tokens: int, seed: int) -> str:
@@ -64,14 +81,25 @@ def evaluate(
 
     `stop` is asked after each batch and ends the evaluation early; it must say the same in all processes.
     """
-    layout = model.execution.layout
+    return evaluate_sets(model, {"": batches}, rows, stop=stop)[0]
+
+
+def evaluate_sets(
+    model: Decoder, sets: Mapping[str, Iterable[Batch]], rows: int, *, stop: Callable[[], bool] = lambda: False
+) -> tuple[HeldOut, dict[str, HeldOut]]:
+    """The loss on every target token of all sets together, and that of each by its name; see `evaluate`."""
     depths = 0 if model.config.mtp is None else model.config.mtp.num_depths
-    total = np.zeros((2 + 2 * depths,), np.float64)
-    for batch in batches:
-        sums = jax.device_get(_sums(model, place(batch, layout, rows)))
-        total += np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(sums)])
+    totals = {name: np.zeros((2 + 2 * depths,), np.float64) for name in sets}
+    for name, batch in ((name, batch) for name, batches in sets.items() for batch in batches):
+        sums = jax.device_get(_sums(model, place(batch, model.execution.layout, rows)))
+        totals[name] += np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(sums)])
         if stop():
             break
+    whole = sum(totals.values(), np.zeros((2 + 2 * depths,), np.float64))
+    return _held_out(whole, depths), {name: _held_out(total, depths) for name, total in totals.items()}
+
+
+def _held_out(total: np.ndarray, depths: int) -> HeldOut:
     nats, tokens, *rest = total.tolist()
     rates = tuple(a / max(p, 1.0) for a, p in zip(rest[:depths], rest[depths:], strict=True))
     return HeldOut(loss=nats / max(tokens, 1.0), tokens=int(tokens), nats=nats, acceptance=rates)

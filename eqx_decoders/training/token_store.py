@@ -36,13 +36,13 @@ class TokenStore:
     def __init__(self, folder: Path):
         self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_bytes())
         self.offsets: np.ndarray = np.load(folder / "offsets.npy", mmap_mode="r", allow_pickle=False)
-        self.held_out: np.ndarray = np.load(folder / "held_out.npy", allow_pickle=False)
+        self._held_out: np.ndarray = np.load(folder / "held_out.npy", mmap_mode="r", allow_pickle=False)
         self.tokens: np.ndarray = np.memmap(folder / "tokens.bin", self.manifest["dtype"], "r")
         self.has_targets: bool = TARGETS in self.manifest["sizes"]
         self._targets = np.memmap(folder / TARGETS, bool, "r") if self.has_targets else None
 
     def __len__(self) -> int:
-        return len(self.held_out)
+        return len(self._held_out)
 
     def __getitem__(self, document: int | np.integer) -> np.ndarray:
         return self.tokens[self.offsets[document] : self.offsets[document + 1]]
@@ -52,19 +52,18 @@ class TokenStore:
         place = slice(self.offsets[document], self.offsets[document + 1])
         return np.arange(place.stop - place.start) > 0 if self._targets is None else self._targets[place]
 
-    @property
-    def sizes(self) -> np.ndarray:
-        """Tokens of each document, with its separators."""
-        return np.diff(self.offsets)
+    def sizes(self, start: int, stop: int) -> np.ndarray:
+        """Tokens of each of the documents from `start` to before `stop`, with their separators."""
+        return np.diff(self.offsets[start : stop + 1])
+
+    def is_held_out(self, start: int, stop: int) -> np.ndarray:
+        """Which of these documents are held out."""
+        return np.asarray(self._held_out[start:stop])
 
     @property
     def content_hash(self) -> str:
         """Equal for equal documents, tokenizers and chat templates, wherever and whenever they were read."""
         return self.manifest["fingerprint"]
-
-    def documents(self, split: str) -> np.ndarray:
-        """The numbers of the documents of `split`."""
-        return np.flatnonzero(self.held_out == (split == "held_out"))
 
     def counts(self, split: str) -> Counts:
         """How much there is of `split`."""

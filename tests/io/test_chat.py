@@ -165,7 +165,7 @@ def test_hostile_templates_end_in_a_sentence(name, monkeypatch):
 
 
 def test_a_template_has_a_second_of_processor_time():
-    """Of processor time: other programs may keep the machine busy. (The limit's clock and the one read here differ a little.)"""
+    """Of processor time: other programs may keep the machine busy. The limit's clock and this one differ a little."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with pytest.raises(ConversionError, match="takes more than 1 s of processor time"):
         ChatTemplate(source=HOSTILE["nested ranges"][0]).render(HELLO)

@@ -18,8 +18,10 @@ import pytest
 from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.io.chat import ChatTemplate
 from eqx_decoders.io.tokenizer import ByteTokenizer
+from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.compression import Gzip
-from eqx_decoders.training.data import Batch, DataConfig, make_dataset, training_texts
+from eqx_decoders.training.data import DataConfig, make_dataset, training_texts
+from tests.stores import documents
 
 
 SEQ_LEN, BATCH = 16, 4
@@ -99,7 +101,7 @@ def test_an_epoch_has_every_token(make, pack):
     assert epoch % BATCH, "the test wants a batch across the end of an epoch"
     found = rows(take(batches, 3 * epoch // BATCH + 1))
     everything = collections.Counter(
-        np.concatenate([batches.store[i] for i in batches.store.documents("train")]).tolist()
+        np.concatenate([batches.store[i] for i in documents(batches.store, "train")]).tolist()
     )
     orders = []
     for start in (0, epoch, 2 * epoch):
@@ -315,8 +317,8 @@ def test_texts_for_the_tokenizer_are_those_of_the_training_split(tmp_path):
     with make_dataset(config, tokenizer, cache_dir=tmp_path / "cache") as batches:
         store = batches.store
     seen = list(training_texts(config))
-    assert seen == [tokenizer.decode(store[i]) for i in store.documents("train")]
-    held_out = {tokenizer.decode(store[i]) for i in store.documents("held_out")}
+    assert seen == [tokenizer.decode(store[i]) for i in documents(store, "train")]
+    held_out = {tokenizer.decode(store[i]) for i in documents(store, "held_out")}
     assert held_out and held_out.isdisjoint(seen) and len(held_out) + len(seen) == 40
 
 
@@ -374,7 +376,7 @@ def test_every_target_of_a_conversation_counts_once_an_epoch(make_chats, split, 
     batches = make_chats(split, pack=pack, seq_len=seq_len, batch_size=1)
     store, epoch = batches.store, batches.rows_per_epoch
     want = collections.Counter()
-    for document in store.documents(split):
+    for document in documents(store, split):
         want.update(store[document][store.targets(document)].tolist())
     assert sum(want.values()) == store.counts(split).targets
     found = rows(take(batches, epoch * (2 if split == "train" else 1)))
@@ -392,7 +394,7 @@ def test_a_conversation_that_fits_is_never_cut(make_chats, split):
             whole[tuple(row["tokens"][here].tolist())] += 1
             np.testing.assert_array_equal(row["positions"][here], np.arange(here.sum()))
     store, cut = batches.store, 0
-    for document in store.documents(split):
+    for document in documents(store, split):
         tokens = tuple(store[document].tolist())
         assert (whole[tokens] == 1) == (len(tokens) <= SEQ_LEN), document
         cut += len(tokens) > SEQ_LEN

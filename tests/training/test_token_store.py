@@ -15,6 +15,7 @@ from eqx_decoders.io.tokenizer import ByteTokenizer, load_tokenizer
 from eqx_decoders.training import token_store, token_writer
 from eqx_decoders.training.corpus import read_documents
 from eqx_decoders.training.token_store import open_store
+from tests.stores import documents
 
 
 BYTES = ByteTokenizer()
@@ -42,9 +43,9 @@ def test_the_store_holds_the_documents_in_order(corpus):
     assert all(store[i][0] == BYTES.bos_id and store[i][-1] == BYTES.eos_id for i in range(len(store)))
     counts = [store.counts(split) for split in ("train", "held_out")]
     for split, count in zip(("train", "held_out"), counts, strict=True):
-        chosen = store.documents(split)
+        chosen = documents(store, split)
         assert count.documents == len(chosen) > 0
-        assert count.tokens == store.sizes[chosen].sum() == count.bytes + 2 * count.documents
+        assert count.tokens == store.sizes(0, len(store))[chosen].sum() == count.bytes + 2 * count.documents
         assert count.targets == count.bytes + count.documents
     assert counts[0].documents + counts[1].documents == 12
     assert set(os.listdir(corpus.parent / "cache")) == {
@@ -98,7 +99,9 @@ def test_targets_are_stored_where_only_a_part_is_trained_on(mixed):
     )
     counts = store.counts("train")
     assert counts.targets == sum(store.targets(i).sum() for i in range(5)) == 4 + 4 + 6 + 2 + 6
-    assert counts.tokens == store.sizes.sum() and counts.bytes == 3 + 3 + 6 + 1 + 5, "bytes of what is trained on"
+    assert counts.tokens == store.sizes(0, len(store)).sum() and counts.bytes == 3 + 3 + 6 + 1 + 5, (
+        "bytes of what is trained on"
+    )
     assert set(os.listdir(store.tokens.filename.parent)) >= {"targets.bin", "tokens.bin"}
 
 
@@ -270,7 +273,7 @@ def test_held_out_tokens_count_their_bytes(tmp_path):
     np.save(tmp_path / "a.npy", packed.astype(np.uint16))
     store = open_store(tmp_path / "cache", BYTES, path=str(tmp_path / "a.npy"), held_out_fraction=0.3)
     counts = store.counts("held_out")
-    assert counts.bytes == sum(len(BYTES.decode(store[i]).encode()) for i in store.documents("held_out")) > 0
+    assert counts.bytes == sum(len(BYTES.decode(store[i]).encode()) for i in documents(store, "held_out")) > 0
     assert counts.gzip_nats_per_byte > 0 and store.counts("train").bytes is None
 
 
