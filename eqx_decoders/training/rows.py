@@ -130,16 +130,16 @@ class TrainingRows:
         _, _, begins = self._epoch(epoch)
         number = int(np.searchsorted(begins, place, "right")) - 1
         window, place = self._window(epoch, number), place - int(begins[number])
-        self._plan_ahead(epoch, number, place / len(window.order))
+        self._plan_ahead(epoch, number, 2 * place - len(window.order), len(window.order))
         return window.pieces(place)
 
-    def _plan_ahead(self, epoch: int, number: int, done: float) -> None:
-        """Plan a block of the next window now and then, so that its first rows needn't wait for all of them."""
-        if done < 0.5:
+    def _plan_ahead(self, epoch: int, number: int, done: int, of: int) -> None:
+        """In the second half of a window, plan a block of the next one now and then: its rows needn't wait for all."""
+        if done < 0:
             return
         last = number + 1 == len(self._epoch(epoch)[2])
         window = self._window(epoch + 1, 0) if last else self._window(epoch, number + 1)
-        window.plan(int((2 * done - 1) * len(window.blocks)))
+        window.plan(done * len(window.blocks) // of)
 
     def _make_epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The blocks (numbers among those with rows) in their order; of each window its first block and first row."""
