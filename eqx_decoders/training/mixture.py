@@ -53,7 +53,7 @@ def find_sets(paths: Paths) -> Mapping[str, tuple[str, ...]]:
     A text under which there is a file is a path. Names are of letters, digits and `_.-`; what has the same name is one
     set. Raises ConfigError if only some have a name.
     """
-    pairs = [] if paths is None else _split(paths, NAME)
+    pairs = _split(paths, NAME)
     plain = [name for name, path in pairs if path is None]
     if len(plain) == len(pairs):
         return {}
@@ -64,17 +64,17 @@ def find_sets(paths: Paths) -> Mapping[str, tuple[str, ...]]:
     return found
 
 
-def weights_of(paths: Paths) -> dict[str, Fraction]:
-    """The share of each source of a mixture, by its name."""
-    sources = find_mixture(paths)
-    return {one.name: one.weight / sum(each.weight for each in sources) for one in sources}
+def shares_of(paths: Paths) -> list[Fraction]:
+    """The share of each source of a mixture."""
+    weights = [one.weight for one in find_mixture(paths)]
+    return [weight / sum(weights) for weight in weights]
 
 
 def _split(paths: Paths, form: re.Pattern[str]) -> list[tuple[str, str | None]]:
     """The two sides of the `=` in each text; the text and None where there is none, or a file of that name."""
     found = []
-    for text in as_paths(paths):
-        match = None if text is None or glob.glob(text) else form.fullmatch(text)
+    for text in filter(None, as_paths(paths)):
+        match = None if glob.glob(text) else form.fullmatch(text)
         found.append((text, None) if match is None else match.groups())
     return found
 

@@ -21,7 +21,7 @@ from eqx_decoders.numerics import Precision
 from eqx_decoders.remat import POLICIES, Remat
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.lora import LORA_WEIGHTS, LoRAConfig
-from eqx_decoders.training.mixture import weights_of
+from eqx_decoders.training.mixture import shares_of
 from eqx_decoders.training.optimizer import OptimizerConfig, make_schedule
 from eqx_decoders.training.settings_file import flat_settings, read_mapping, typed_settings, with_settings
 from eqx_decoders.training.step import StepConfig
@@ -296,7 +296,7 @@ def check_changes(changes: Changes, run_dir: str | Path, *, allowed: bool, train
     """
     fixed, learning = (_matching(changes, patterns) for patterns in (_IDENTITY, _LEARNING))
     was, now = changes.get("dataset.path", (None, None))
-    if weights_of(was) != weights_of(now):  # other paths may be the same data in another place
+    if shares_of(was) != shares_of(now):  # other paths may be the same data in another place
         learning = {**learning, "dataset.path": (was, now)}
     check(not fixed, f"{_listed(fixed, f'but {run_dir} was begun with')}: choose another run_dir.")
     remedy = "leave it out to keep the run's, or give allow_changes to go on with the new one"
