@@ -48,7 +48,7 @@ lint: $(STAMP)  ## ruff: style and format
 typecheck: $(STAMP)  ## pyright
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-bench: $(AOT)  ## training step, compile time, decoding, experts, loading; compilation for a TPU pod (17 minutes)
+bench: $(AOT)  ## training step, compile time, decoding, experts, loading, plans; compilation for a TPU pod (17 minutes)
 	$(CPU) $(BIN)/python scripts/bench.py $(ARGS)
 
 clean:  ## remove the environment, caches and runs
