@@ -26,7 +26,9 @@ from eqx_decoders.io.waiting import Waiting
 from eqx_decoders.training.packing import Plan, count_rows, permutation
 
 
-BLOCK = 1 << 14  # documents that are planned together; below this number all is as if there were no blocks
+# Documents that are planned together: a run keeps this number in its state, and goes on with its own. WINDOW has to
+# stay as it is, or the runs that there are would go on in another order.
+BLOCK = 1 << 14
 WINDOW = 1 << 20  # pieces whose rows are shuffled together, of some 20 bytes each
 
 Pieces = Iterator[tuple[int, int, int]]  # document, start, stop

@@ -139,9 +139,9 @@ class TrainConfig:
     eval_every: int = 100
     """Steps between held-out evaluations, each with a sample; 0: only at the end."""
     eval_batches: int = 16
-    """Batches of each held-out set in an evaluation during the run."""
+    """Batches of each held-out set, the first ones, in an evaluation during the run."""
     final_eval_batches: int | None = None
-    """Batches of each held-out set in the evaluation at the end; None: all."""
+    """The same for the evaluation at the end; None: all."""
     sample_tokens: int = 120
     """Tokens of a sample; 0: none."""
     prompt: str = "class Reader:\n    def"

@@ -54,7 +54,7 @@ class TokenStore:
 
     def sizes(self, start: int, stop: int) -> np.ndarray:
         """Tokens of each of the documents from `start` to before `stop`, with their separators."""
-        return np.diff(self.offsets[start : stop + 1])
+        return np.diff(np.asarray(self.offsets[start : stop + 1]))
 
     def is_held_out(self, start: int, stop: int) -> np.ndarray:
         """Which of these documents are held out."""
