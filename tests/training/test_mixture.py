@@ -11,7 +11,7 @@ from eqx_decoders.training.mixture import Mixture, find_mixture, find_sets, shar
 
 
 @given(weights=st.lists(st.integers(1, 30), min_size=1, max_size=7))
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_each_source_has_its_share_to_within_one_after_any_number_of_rows(weights):
     mixture, taken = Mixture([Fraction(weight) for weight in weights]), [0] * len(weights)
     for row in range(2 * sum(weights) + 3):

@@ -106,7 +106,7 @@ def check_tiling(pieces, corpus, held_out, overlap):
 
 @pytest.mark.parametrize("make", MAKES)
 @given(documents=DOCUMENTS, seq_len=st.integers(2, 12), size=st.integers(1, 9), window=st.integers(1, 50))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_an_epoch_of_many_blocks_has_every_token_once(make, documents, seq_len, size, window):
     corpus = Corpus(*zip(*documents, strict=True))
     if corpus.held.all():
@@ -130,7 +130,7 @@ def test_an_epoch_of_many_blocks_has_every_token_once(make, documents, seq_len, 
 
 @pytest.mark.parametrize("make", [plan_overlapping, plan_padded, plan_whole])
 @given(documents=DOCUMENTS, seq_len=st.integers(2, 12), size=st.integers(1, 9))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_held_out_blocks_have_every_token_once(make, documents, seq_len, size):
     corpus = Corpus(*zip(*documents, strict=True))
     rows = HeldOutRows(Blocks(corpus, True, make, seq_len, size))
@@ -152,7 +152,7 @@ def test_only_blocks_that_are_needed_are_looked_at():
 
 
 @given(sizes=st.lists(st.integers(1, 50), max_size=40), seq_len=st.integers(2, 20))
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_rows_are_counted_without_a_plan(sizes, seq_len):
     sizes = np.array(sizes, np.int64)
     for make in (*MAKES, plan_overlapping):

@@ -79,6 +79,16 @@ def test_each_source_has_its_own_epochs(make):
         assert len(orders) > 2 and orders[0] != orders[1] != orders[2]
 
 
+def test_sources_of_equal_sizes_have_orders_of_their_own(make, folder):
+    for name, base in (("d", 1), ("e", 1001)):
+        lines = [json.dumps({"text": str(number)}) for number in range(base, base + 40)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    paths = [f"{folder / name}.jsonl=1" for name in "de"]
+    found = rows(take(make(path=paths, held_out_fraction=0.0, cache="equal"), 4))
+    orders = [np.concatenate([used(row) for row in found if source_of(row) == source]) % 1000 for source in range(2)]
+    assert sorted(orders[0]) == sorted(orders[1]) and orders[0].tolist() != orders[1].tolist()
+
+
 @pytest.mark.parametrize("share", [[1], [3, 0]])
 def test_a_mixture_resumes_anywhere_with_any_batches_and_processes(make, share):
     straight = rows(take(make(0.5, 0.3, 0.2, batch_size=1), 60))
