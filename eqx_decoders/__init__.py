@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     from eqx_decoders.io.export import save_hf as save_hf
     from eqx_decoders.io.huggingface import abstract_hf as abstract_hf, load_hf as load_hf
     from eqx_decoders.training.balance import update_router_bias as update_router_bias
-    from eqx_decoders.training.data import Batch as Batch
+    from eqx_decoders.training.batches import Batch as Batch
     from eqx_decoders.training.loss import LossMetrics as LossMetrics, next_token_loss as next_token_loss
 
 __getattr__, _late = lazy(
@@ -78,7 +78,7 @@ __getattr__, _late = lazy(
         "io.export": "save_hf",
         "io.huggingface": "abstract_hf load_hf",
         "training.balance": "update_router_bias",
-        "training.data": "Batch",
+        "training.batches": "Batch",
         "training.loss": "LossMetrics next_token_loss",
     },
     "families inference io training",

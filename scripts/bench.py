@@ -34,8 +34,10 @@ from eqx_decoders.families.shape import Shape
 from eqx_decoders.io.tokenizer import load_tokenizer, train_bpe
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.grouped import grouped_products
+from eqx_decoders.training.batches import Batch, Batches, Part
 from eqx_decoders.training.corpus import read_documents
-from eqx_decoders.training.data import Batch, DataConfig
+from eqx_decoders.training.counts import Counts
+from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.flops import flops_per_token, measured_flops
 from eqx_decoders.training.memory import keep_memory
 from eqx_decoders.training.optimizer import OptimizerConfig
@@ -306,6 +308,66 @@ def load_checkpoint(directory: str) -> dict[str, float]:
     return {"seconds": seconds, "size_mb": size / 1e6, "peak_mb": peak / 1e6, "tensor_mb": tensor / 1e6}
 
 
+class EndlessCorpus:
+    """So many documents of about 1000 tokens, whose sizes repeat after a million of them."""
+
+    content_hash, has_targets = "endless", False
+
+    def __init__(self, documents: int):
+        generator, self._documents = np.random.default_rng(0), documents
+        self._sizes = np.clip(generator.lognormal(6.5, 0.9, 1 << 20), 2, 100_000).astype(np.int64)
+        self._held_out = generator.random(1 << 20) < 0.001
+        self._tokens = np.zeros(100_000, np.uint16)
+
+    def __len__(self) -> int:
+        return self._documents
+
+    def __getitem__(self, document: int) -> np.ndarray:
+        return self._tokens[: self._sizes[document % len(self._sizes)]]
+
+    def counts(self, split: str) -> Counts:
+        return Counts(documents=self._documents, tokens=0, targets=0, bytes=None)
+
+    def sizes(self, start: int, stop: int) -> np.ndarray:
+        return self._part(self._sizes, start, stop)
+
+    def is_held_out(self, start: int, stop: int) -> np.ndarray:
+        return self._part(self._held_out, start, stop)
+
+    def _part(self, values: np.ndarray, start: int, stop: int) -> np.ndarray:
+        first = start % len(values)
+        last = first + stop - start
+        return values[first:last] if last <= len(values) else np.append(values[first:], values[: last - len(values)])
+
+
+def plan(documents: int) -> dict[str, float]:
+    """Batches of 256 x 2048 of so many documents, whose tokens are not read: seconds, rows a second, memory."""
+    seconds, corpus = {}, EndlessCorpus(documents)
+    with tempfile.TemporaryDirectory() as folder:
+        part = Part("", corpus, False, Path(folder))  # pyright: ignore[reportArgumentType]
+        settings = {"split": "train", "rows": range(256), "batch_size": 256, "seq_len": 2048, "seed": 0, "pack": True}
+        for what in ("count", "open"):
+            begin = time.perf_counter()
+            batches = Batches([part], **settings)
+            seconds[what] = time.perf_counter() - begin
+        with batches:
+            begin = time.perf_counter()
+            next(batches)
+            seconds["first batch"] = time.perf_counter() - begin
+            begin, count = time.perf_counter(), 1000
+            for _ in range(count):
+                next(batches)
+            rate, rows = 256 * count / (time.perf_counter() - begin), batches.rows_per_epoch
+        (plans,) = batches._plans
+        for row in range(max(0, rows - 400_000), rows + 10_000):
+            begin = time.perf_counter()
+            list(plans.pieces(row))
+            if row >= rows - 10_000:
+                seconds["epoch"] = max(seconds.get("epoch", 0.0), time.perf_counter() - begin)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    return {"documents": documents, "rows": rows, "rate": rate, "peak_gb": peak, **seconds}
+
+
 def restart(folder: Path, steps: int, **environment: str) -> float:
     """Seconds from the start of the training program, resumed for one step more, to the row of its first step."""
     metrics, command = folder / "metrics.jsonl", [sys.executable, str(Path(__file__).with_name("train.py"))]
@@ -406,6 +468,7 @@ ONE = {
     "make": make_checkpoint,
     "encode": lambda folder, begin, end: encode(folder, int(begin), int(end)),
     "tokenise": tokenise,
+    "plan": lambda documents: plan(int(documents)),
 }
 
 
@@ -507,6 +570,18 @@ def show_tokenise(options: argparse.Namespace) -> None:
     print(f"in {row['seconds']:.0f} s; peak of all processes together {row['peak_mb']:,.0f} MB", flush=True)
 
 
+def show_plan(options: argparse.Namespace) -> None:
+    print("\nplans of batches of 256 x 2048 (sizes of documents computed, tokens not read)")
+    for documents in ("16000", "500000000"):
+        row = alone("plan", documents)
+        print(
+            f"{row['documents']:,} documents: rows counted in {row['count']:.2f} s; opened in {row['open']:.2f} s, "
+            f"first batch after {row['first batch']:.2f} s, {row['rate']:,.0f} rows/s; around the end of an epoch the "
+            f"slowest row takes {row['epoch']:.3f} s; peak of the process {row['peak_gb']:.2f} GB",
+            flush=True,
+        )
+
+
 def show_aot_experts(options: argparse.Namespace) -> None:
     if importlib.util.find_spec("libtpu") is None:
         print("\ncompilation for TPUs needs libtpu (extra `aot`), which is not installed: left out")
@@ -527,6 +602,7 @@ SHOWN = {
     "load": show_load,
     "restart": show_restart,
     "tokenise": show_tokenise,
+    "plan": show_plan,
     "aot-experts": show_aot_experts,
 }
 

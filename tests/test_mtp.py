@@ -20,7 +20,7 @@ from eqx_decoders.layers.mask import SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.router import RouterConfig
-from eqx_decoders.training.data import Batch
+from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.evaluation import evaluate
 from eqx_decoders.training.loss import mtp_targets, next_token_loss, next_tokens
 from eqx_decoders.training.optimizer import OptimizerConfig

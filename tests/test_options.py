@@ -32,7 +32,7 @@ from eqx_decoders.layers.rope import LinearRope, Llama3Rope, Rope, YarnRope
 from eqx_decoders.layers.router import RouterConfig
 from eqx_decoders.mtp import MTPConfig
 from eqx_decoders.training.balance import update_router_bias
-from eqx_decoders.training.data import Batch
+from eqx_decoders.training.batches import Batch
 
 
 RMS = RMSNormConfig()

@@ -14,8 +14,18 @@ if TYPE_CHECKING:
         Tokenizer as Tokenizer,
         load_tokenizer as load_tokenizer,
     )
-    from eqx_decoders.training.data import Batch as Batch, DataConfig as DataConfig, make_dataset as make_dataset
-    from eqx_decoders.training.evaluation import HeldOut as HeldOut, evaluate as evaluate, sample_text as sample_text
+    from eqx_decoders.training.batches import Batch as Batch, Batches as Batches
+    from eqx_decoders.training.data import (
+        DataConfig as DataConfig,
+        make_dataset as make_dataset,
+        make_held_out_sets as make_held_out_sets,
+    )
+    from eqx_decoders.training.evaluation import (
+        HeldOut as HeldOut,
+        evaluate as evaluate,
+        evaluate_sets as evaluate_sets,
+        sample_text as sample_text,
+    )
     from eqx_decoders.training.lora import (
         LORA_WEIGHTS as LORA_WEIGHTS,
         LoRAConfig as LoRAConfig,
@@ -47,8 +57,9 @@ __getattr__, _late = lazy(
         "inference.text": "StreamDecoder prompt_ids",
         "io.processes": "connected",
         "io.tokenizer": "ByteTokenizer Tokenizer load_tokenizer",
-        "training.data": "Batch DataConfig make_dataset",
-        "training.evaluation": "HeldOut evaluate sample_text",
+        "training.batches": "Batch Batches",
+        "training.data": "DataConfig make_dataset make_held_out_sets",
+        "training.evaluation": "HeldOut evaluate evaluate_sets sample_text",
         "training.lora": "LORA_WEIGHTS LoRAConfig add_lora merge_lora",
         "training.loss": "LossMetrics next_token_loss token_loss_sum",
         "training.optimizer": "OptimizerConfig make_optimizer make_schedule",

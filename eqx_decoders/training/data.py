@@ -1,63 +1,26 @@
-"""Batches for training and evaluation, read by grain from a token store; exactly resumable, for any process count.
+"""What is trained on and evaluated with, by the settings: tokenizer, tokens, and the `Batches` made of them.
 
-Rows are planned, not streamed: which piece of which document stands in which row of an epoch follows from the seed
-alone. So a row is found by its number, the state of the iterator is that number, and each process makes just those rows
-of the same global batches that its devices hold. grain reads and prefetches the batches; its own packing and shuffling
-are not used, since they are streams, whose rows cannot be found by number.
-
-**Packing** is concatenate, then split: the documents of an epoch, in an order drawn from the seed, are one long text
-that is cut into rows of `seq_len`. Only the end of the last row is wasted, whereas fitting whole documents into rows
-leaves gaps and has to cut long documents anyway. Segment ids keep the documents apart.
-
-**Targets.** Token `t` is predicted from token `t-1` of its segment; the loss finds the targets in `tokens` itself.
-`loss_mask[t]` says that token `t` is a target: all but padding and the first token of a segment. In training a cut
-costs one target (another one in each epoch, since the order changes). Held-out pieces, and those of `pack=False`,
-overlap by one token, so that every token of a document behind its leading separator, the closing one included, is a
-target exactly once, and `total loss / bytes` are honest nats per byte.
-
-**Conversations, and prompts with completions,** are trained on in part, and what comes before is its context. In a
-corpus that has any, documents of up to `seq_len` tokens are never cut: whole documents are fitted into rows. Longer
-ones are cut into pieces that overlap by one token; a piece may hold no target at all.
+Tokens are made once, in `cache_dir`: those of a corpus in the directory itself, of a mixture in `train/<source>`, of
+held-out data that are corpora of their own in `held_out/<name>`.
 """
 
 import dataclasses
-import functools
-import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
-import numpy as np
-from jaxtyping import Bool, Float, Int
-
-from eqx_decoders.axes import AnyArray
-from eqx_decoders.errors import DataError, check, check_integer, check_number, check_word, need_extra
+from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.io.chat import ChatTemplate, read_chat_template
 from eqx_decoders.io.files import new_directory
 from eqx_decoders.io.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from eqx_decoders.io.waiting import Waiting
+from eqx_decoders.training.batches import Batches, Part
 from eqx_decoders.training.chats import render_documents
 from eqx_decoders.training.corpus import held_out_rule, read_documents
 from eqx_decoders.training.counts import SPLITS
-from eqx_decoders.training.packing import Plan, permutation, plan_overlapping, plan_packed, plan_padded, plan_whole
+from eqx_decoders.training.mixture import find_mixture, find_sets
+from eqx_decoders.training.sources import HELD_OUT, Paths, find_sources
 from eqx_decoders.training.token_store import TokenStore, open_sample, open_store
-
-
-class Batch(eqx.Module):
-    """Sequences for one step, of numpy or JAX arrays.
-
-    - `tokens`: ids, 0 where there is padding.
-    - `segment_ids`: 1, 2, … for the documents within a row, 0 for padding. None: each row is one document.
-    - `positions`: place in the document's piece, from 0. None: 0, 1, …
-    - `loss_mask`: weight of token `t` *as a target*, predicted from token `t-1`. None: all count.
-    """
-
-    tokens: Int[AnyArray, "batch length"]
-    segment_ids: Int[AnyArray, "batch length"] | None = None
-    positions: Int[AnyArray, "batch length"] | None = None
-    loss_mask: Float[AnyArray, "batch length"] | Bool[AnyArray, "batch length"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,9 +30,11 @@ class DataConfig:
     path: str | Sequence[str] | None = None
     """Files, directories or globs: text, .jsonl, .json, also with .gz or .zst, .parquet, .arrayrecord, tokens in .bin
     or .npy; also at gs://, s3://, https://. Datasets: hf://datasets/org/name[/config][:split], or a directory that
-    `save_to_disk` wrote. None: the text of Python's own library."""
+    `save_to_disk` wrote. None: the text of Python's own library. `path=weight` for each: a mixture, whose sequences
+    they share by their weights."""
     held_out_path: str | Sequence[str] | None = None
-    """Data for evaluation, of the same kinds; None: a part of the training data, cut off by document."""
+    """Data for evaluation, of the same kinds; None: a part of the training data, cut off by document, a set for each
+    source of a mixture. `name=path` for each: sets of these names, whose losses are told apart."""
     held_out_fraction: float = 0.05
     """Share of the documents that is held out, chosen by hash, where evaluation has no data of its own; 0: none."""
     text_field: str = "text"
@@ -109,11 +74,23 @@ class DataConfig:
 
 
 def training_texts(config: DataConfig, *, max_bytes: int = 1 << 28) -> Iterator[str]:
-    """The first `max_bytes` of the training documents, for `train_bpe`: none that is held out is among them."""
+    """The first `max_bytes` of the training documents, for `train_bpe`: none that is held out is among them.
+
+    Of a mixture each source gives its share of them.
+    """
+    mixture = find_mixture(config.path)
+    total = sum(one.weight for one in mixture)
+    for one in mixture:
+        yield from _texts_of(config, one.path, int(max_bytes * one.weight / total))
+    if not mixture:
+        yield from _texts_of(config, config.path, max_bytes)
+
+
+def _texts_of(config: DataConfig, path: Paths, max_bytes: int) -> Iterator[str]:
     fraction = 0.0 if config.held_out_path else config.held_out_fraction
-    is_held_out = held_out_rule(read_documents(config.path, text_field=config.text_field), fraction)
+    is_held_out = held_out_rule(read_documents(path, text_field=config.text_field), fraction)
     template = None if config.chat_template is None else read_chat_template(config.chat_template)
-    documents = (one for one in read_documents(config.path, text_field=config.text_field) if not is_held_out(one))
+    documents = (one for one in read_documents(path, text_field=config.text_field) if not is_held_out(one))
     size = 0
     for document in render_documents(documents, template):
         text = document.text or ""
@@ -140,28 +117,53 @@ def prepare_tokenizer(folder: Path, spec: str, config: DataConfig, vocab_size: i
     return tokenizer
 
 
+def token_folders(config: DataConfig, cache_dir: str | Path) -> Mapping[str, Path]:
+    """Where the tokens of each source of a mixture are made, by its name; for what is no mixture "" and `cache_dir`."""
+    names = [one.name for one in find_mixture(config.path)]
+    return {name: Path(cache_dir) / "train" / name for name in names} or {"": Path(cache_dir)}
+
+
+def held_out_folders(config: DataConfig, cache_dir: str | Path) -> Mapping[str, Path]:
+    """The same of the held-out sets: `cache_dir` or that of their source, unless they are files of their own."""
+    if not config.evaluates:
+        return {}
+    own = {name: Path(cache_dir) / "held_out" / (name or "all") for name in _own_sets(config)}
+    return own or token_folders(config, cache_dir)
+
+
 def open_tokens(
     config: DataConfig,
     tokenizer: Tokenizer,
-    folder: str | Path,
+    cache_dir: str | Path,
     *,
     template: ChatTemplate | None = None,
     most: int | None = None,
-) -> TokenStore:
-    """The tokens of the data, made if they are not in the cache (see `open_store`); `folder` keeps which they are.
+) -> Mapping[str, TokenStore]:
+    """The tokens of each source, made if they are not in the cache (see `open_store`); its folder keeps which they are.
 
-    With `most`, those of so many documents, in `folder` itself (see `open_sample`).
+    With `most`, those of so many documents, in the folders themselves (see `open_sample`).
     """
-    source: dict[str, Any] = {
-        "path": config.path,
-        "held_out_path": config.held_out_path,
-        "held_out_fraction": config.held_out_fraction,
+    paths: dict[str, Paths] = {one.name: one.path for one in find_mixture(config.path)} or {"": config.path}
+    apart = bool(_own_sets(config))
+    options: dict[str, Any] = {
+        "held_out_path": None if apart else config.held_out_path,
+        "held_out_fraction": 0.0 if apart else config.held_out_fraction,
         "text_field": config.text_field,
         "template": template,
     }
+    folders = token_folders(config, cache_dir)
     if most is not None:
-        return open_sample(folder, tokenizer, most, **source)
-    return open_store(folder, tokenizer, cache_dir=config.cache_dir, **source)
+        return {name: open_sample(folders[name], tokenizer, most, path=paths[name], **options) for name in paths}
+    options["cache_dir"] = config.cache_dir
+    return {name: open_store(folders[name], tokenizer, path=paths[name], **options) for name in paths}
+
+
+def _own_sets(config: DataConfig) -> Mapping[str, Paths]:
+    """The held-out sets that are corpora of their own: those with names, and any beside a mixture."""
+    sets = find_sets(config.held_out_path)
+    if sets or config.held_out_path is None or not find_mixture(config.path):
+        return sets
+    return {"": config.held_out_path}
 
 
 def make_dataset(
@@ -172,7 +174,7 @@ def make_dataset(
     split: str = "train",
     rows: Sequence[int] | None = None,
     template: ChatTemplate | None = None,
-) -> "Batches":
+) -> Batches:
     """The batches of a split, `[batch_size, seq_len]`, or only these `rows` of each of them, `[len(rows), seq_len]`.
 
     In a run of several processes each takes its own `host_rows(layout, batch_size)`. "train" never ends and is in
@@ -180,138 +182,55 @@ def make_dataset(
     once, in `DataConfig.cache_dir`, and mapped into memory; the folder `cache_dir` keeps which they are (see
     `open_store`). `template` writes conversations as texts.
 
-    Raises ConfigError for rows that a batch does not have, DataError if the data cannot be read, have changed or
-    leave the split empty.
+    Raises ConfigError for rows that a batch does not have or several held-out sets, DataError if the data cannot be
+    read, have changed or leave the split empty.
     """
     check_word("split", split, SPLITS)
+    rows = _checked_rows(config, rows)
+    if split == "held_out":
+        sets = make_held_out_sets(config, tokenizer, cache_dir=cache_dir, rows=rows, template=template)
+        check(len(sets) > 0, "there is no held-out data: DataConfig.held_out_fraction=0 and no held_out_path.")
+        check(len(sets) == 1, f"there are several held-out sets, {', '.join(sets)}: use make_held_out_sets.")
+        return next(iter(sets.values()))
+    folders = token_folders(config, cache_dir)
+    stores = open_tokens(config, tokenizer, cache_dir, template=template)
+    parts = [Part(name, store, held_out=False, folder=folders[name]) for name, store in stores.items()]
+    return _batches(config, parts, split, rows, weights=[one.weight for one in find_mixture(config.path)])
+
+
+def make_held_out_sets(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    cache_dir: str | Path,
+    rows: Sequence[int] | None = None,
+    template: ChatTemplate | None = None,
+) -> dict[str, Batches]:
+    """The batches of each held-out set by its name, which is "" where there is one without; see `make_dataset`."""
+    rows = _checked_rows(config, rows)
+    if not config.evaluates:
+        return {}
+    own = _own_sets(config)
+    if own:
+        for paths in own.values():
+            find_sources(paths, HELD_OUT)  # whose errors name that flag
+        options: dict[str, Any] = {"text_field": config.text_field, "template": template, "held_out_fraction": 0.0}
+        folders = held_out_folders(config, cache_dir)
+        stores = {name: open_store(folders[name], tokenizer, path=paths, **options) for name, paths in own.items()}
+    else:
+        folders, stores = token_folders(config, cache_dir), open_tokens(config, tokenizer, cache_dir, template=template)
+    parts = [Part(name, store, held_out=not own, folder=folders[name]) for name, store in stores.items()]
+    return {part.name: _batches(config, [part], "held_out", rows) for part in parts}
+
+
+def _batches(config: DataConfig, parts: Sequence[Part], split: str, rows: Sequence[int], **options: Any) -> Batches:
+    sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
+    return Batches(parts, split=split, rows=rows, seed=config.seed, pack=config.pack, **sizes, **options)
+
+
+def _checked_rows(config: DataConfig, rows: Sequence[int] | None) -> Sequence[int]:
     rows = range(config.batch_size) if rows is None else tuple(rows)
     rule = f"rows={rows} must be one or more of the rows 0 to {config.batch_size - 1} of a batch"
     fits = len(rows) > 0 and min(rows) >= 0 and max(rows) < config.batch_size
     check(fits, f"{rule}: DataConfig.batch_size={config.batch_size}.")
-    store = open_tokens(config, tokenizer, cache_dir, template=template)
-    few = "give more documents, or --held-out (DataConfig.held_out_path)"
-    remedy = few if split == "held_out" else "lower --held-out-fraction (DataConfig.held_out_fraction)"
-    check(store.counts(split).documents > 0, f"the split {split!r} of the data is empty: {remedy}.", DataError)
-    return Batches(store, config, split, rows)
-
-
-class Batches:
-    """Iterator over `Batch`es of numpy arrays. Close it (or use `with`) to end its reading thread."""
-
-    def __init__(self, store: TokenStore, config: DataConfig, split: str, rows: Sequence[int]):
-        self.store = store
-        self._config = config
-        self._split = split
-        self._rows = rows
-        self._planning = threading.Lock()
-        self._plan = functools.lru_cache(2)(self._make_plan)  # a batch may stand across the end of an epoch
-        self.rows_per_epoch: int = len(self._plan(0).order)
-        self._row = 0
-        self._iterator: Any = None
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        if self._iterator is None:
-            self._iterator = self._start()
-        batch = Batch(**next(self._iterator))
-        self._row += self._config.batch_size
-        return batch
-
-    def __enter__(self) -> "Batches":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the reading thread. The iterator may go on afterwards: it starts another one."""
-        if self._iterator is not None:
-            self._iterator.close()
-        self._iterator = None
-
-    def rewind(self) -> "Batches":
-        """Start again from the first batch: `for batch in held_out.rewind(): …` is one pass."""
-        self.close()
-        self._row = 0
-        return self
-
-    def get_state(self) -> dict[str, Any]:
-        """Where the iterator stands, as plain JSON: the number of sequences taken and what they depend on."""
-        return {"row": self._row, **self._identity()}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Go on exactly where `get_state` was called; `batch_size` and the number of processes may differ.
-
-        Raises DataError if the sequences of `state` are others than these.
-        """
-        pairs = {key: (state.get(key), now) for key, now in self._identity().items()}
-        changes = [f"{key} was {old!r} and is {now!r}" for key, (old, now) in pairs.items() if old != now]
-        remedy = "go on with the data and settings of the checkpoint, or start another run directory"
-        check(not changes, f"the checkpoint's data differ: {'; '.join(changes)}: {remedy}.", DataError)
-        self.close()
-        self._row = int(state["row"])
-
-    @property
-    def epochs(self) -> float:
-        """Passes over the data so far."""
-        return self._row / self.rows_per_epoch
-
-    def _identity(self) -> dict[str, Any]:
-        config = self._config
-        settings = {"seed": config.seed, "seq_len": config.seq_len, "pack": config.pack}
-        return {"split": self._split, "data": self.store.content_hash, **settings}
-
-    def _start(self) -> Any:
-        try:
-            import grain
-        except ImportError as error:
-            raise need_extra("grain", "train") from error
-        left = sys.maxsize
-        if self._split == "held_out":
-            left = max(0, -(-(self.rows_per_epoch - self._row) // self._config.batch_size))
-        make = functools.partial(self._batch, self._row)
-        # One thread that reads ahead; worker processes would only copy what is mapped into memory anyway.
-        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)
-        return iter(grain.MapDataset.range(left).map(make).to_iter_dataset(options))
-
-    def _batch(self, first_row: int, number: int) -> dict[str, np.ndarray]:
-        start = first_row + number * self._config.batch_size
-        rows = [self._fill(start + row) for row in self._rows]
-        names = ("tokens", "segment_ids", "positions", "loss_mask")
-        return {name: np.stack(arrays) for name, arrays in zip(names, zip(*rows, strict=True), strict=True)}
-
-    def _fill(self, row: int) -> tuple[np.ndarray, ...]:
-        """Tokens, segment ids, positions and loss mask of one sequence."""
-        tokens, segments, positions = np.zeros((3, self._config.seq_len), np.int32)
-        targets = np.zeros(self._config.seq_len, bool)
-        used = 0
-        for segment, (document, start, stop) in enumerate(self._pieces(row), 1):
-            here = slice(used, used + stop - start)
-            tokens[here] = self.store[document][start:stop]
-            segments[here] = segment
-            positions[here] = np.arange(stop - start)
-            targets[here] = self.store.targets(document)[start:stop]
-            targets[here.start] = False  # nothing of its piece predicts it
-            used = here.stop
-        return tokens, segments, positions, targets
-
-    def _pieces(self, row: int) -> Iterator[tuple[int, int, int]]:
-        epoch, place = divmod(row, self.rows_per_epoch)
-        if self._split == "held_out" and epoch > 0:  # behind the last row there is padding
-            return iter(())
-        with self._planning:  # else two threads might make the same plan
-            return self._plan(epoch).pieces(place)
-
-    def _make_plan(self, epoch: int) -> Plan:
-        store, config = self.store, self._config
-        documents = np.flatnonzero(store.is_held_out(0, len(store)) == (self._split == "held_out"))
-        sizes = store.sizes(0, len(store))[documents]
-        pack = plan_whole if self.store.has_targets else plan_overlapping if self._split == "held_out" else plan_packed
-        make = pack if config.pack else plan_padded
-        if self._split == "held_out":
-            return make(documents, sizes, config.seq_len)
-        order = permutation(len(documents), f"{config.seed}/{epoch}/documents")
-        plan = make(documents[order], sizes[order], config.seq_len)
-        return plan._replace(order=permutation(len(plan.order), f"{config.seed}/{epoch}/rows"))
+    return rows

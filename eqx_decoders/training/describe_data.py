@@ -10,7 +10,7 @@ import numpy as np
 from eqx_decoders.io.chat import ChatTemplate, load_chat_template
 from eqx_decoders.io.hub import resolve
 from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, train_bpe
-from eqx_decoders.training.data import open_tokens, training_texts
+from eqx_decoders.training.data import open_tokens, token_folders, training_texts
 from eqx_decoders.training.runs import SOURCE, resume_settings, run_template
 from eqx_decoders.training.settings import TrainConfig
 from eqx_decoders.training.token_store import TokenStore, is_made
@@ -31,13 +31,17 @@ def describe_data(settings: TrainConfig, *, colours: bool = False) -> str:
     settings, _ = resume_settings(settings, settings.run_dir)
     run, data = Path(settings.run_dir), settings.dataset
     tokenizer, template = _tokenizer_and_template(settings, run)
-    made = is_made(run / "data", data.cache_dir, Recipe(tokenizer, data.text_field, template))
+    recipe, folders = Recipe(tokenizer, data.text_field, template), token_folders(data, run / "data").values()
+    made = all(is_made(folder, data.cache_dir, recipe) for folder in folders)
+    parts = []
     with tempfile.TemporaryDirectory() as scratch:
         folder, most = (run / "data", None) if made else (scratch, MOST)
-        store = open_tokens(data, tokenizer, folder, template=template, most=most)
-        chosen = itertools.islice(itertools.chain.from_iterable(_trained(store)), SHOWN)
-        shown = [_document(store, tokenizer, int(document), MARKS[colours]) for document in chosen]
-        return "\n\n".join([*shown, _counts(store, data.seq_len, not made and len(store) >= MOST)])
+        for name, store in open_tokens(data, tokenizer, folder, template=template, most=most).items():
+            chosen = itertools.islice(_documents(store), SHOWN)
+            parts += [f"=== {name} ==="] * bool(name)
+            parts += [_document(store, tokenizer, document, MARKS[colours]) for document in chosen]
+            parts.append(_counts(store, data.seq_len, not made and len(store) >= MOST))
+        return "\n\n".join(parts)
 
 
 def _tokenizer_and_template(settings: TrainConfig, run: Path) -> tuple[Tokenizer, ChatTemplate | None]:
@@ -58,6 +62,17 @@ def _tokenizer_and_template(settings: TrainConfig, run: Path) -> tuple[Tokenizer
         tokenizer = train_bpe(training_texts(settings.dataset, max_bytes=BYTES), settings.bpe_vocab_size or 4096)
         tokenizer.save(scratch)
         return tokenizer, load_chat_template(scratch, file=settings.dataset.chat_template)
+
+
+def _documents(store: TokenStore) -> Iterator[int]:
+    """The documents that are trained on."""
+    for start, stop in _ranges(store):
+        yield from (start + np.flatnonzero(~store.is_held_out(start, stop))).tolist()
+
+
+def _ranges(store: TokenStore) -> Iterator[tuple[int, int]]:
+    for start in range(0, len(store), AT_ONCE):
+        yield start, min(start + AT_ONCE, len(store))
 
 
 def _document(store: TokenStore, tokenizer: Tokenizer, document: int, marks: tuple[str, str]) -> str:
@@ -84,11 +99,7 @@ def _counts(store: TokenStore, seq_len: int, cut_short: bool) -> str:
     first = f", of the first {len(store):,}" * cut_short
     lines = [f"{counts.documents:,} documents to train on{first}, {counts.tokens:,} tokens, {share}"]
     if store.has_targets:
-        starts = range(0, len(store), AT_ONCE)
-        sizes = (store.sizes(start, min(start + AT_ONCE, len(store))) for start in starts)
-        longer = sum(
-            int((size[documents - start] > seq_len).sum())
-            for start, size, documents in zip(starts, sizes, _trained(store), strict=True)
-        )
+        parts = [store.sizes(*part)[~store.is_held_out(*part)] for part in _ranges(store)]
+        longer = sum(int((sizes > seq_len).sum()) for sizes in parts)
         lines.append(f"{longer:,} are longer than --seq-len {seq_len}, and are cut; the others stay whole")
     return "\n".join(lines)

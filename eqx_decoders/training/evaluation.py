@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,8 @@ from eqx_decoders.inference.text import prompt_ids
 from eqx_decoders.io.processes import AHEAD
 from eqx_decoders.io.tokenizer import Tokenizer
 from eqx_decoders.sampling import GenerationConfig
-from eqx_decoders.training.data import Batch
+from eqx_decoders.training.batches import Batch
+from eqx_decoders.training.counts import Counts
 from eqx_decoders.training.loss import evaluation_sums
 from eqx_decoders.training.processes import place
 
@@ -38,6 +39,22 @@ class HeldOut(NamedTuple):
     def nats_per_byte(self, count: int) -> float:
         """The same sum per byte of the text: comparable between tokenizers, and with compressors."""
         return self.nats / max(count, 1)
+
+
+def describe_held_out(name: str, result: HeldOut, counts: Sequence[Counts]) -> list[str]:
+    """Lines about the loss of a set: per token and, where all of it was evaluated, per byte beside what gzip needs."""
+    what = f"held-out loss{name and f' of {name}'}"
+    whole = result.tokens == sum(one.targets for one in counts)
+    lines = [f"{what}: {result.loss:.4f} nats per token, of {'all' if whole else 'the first'} {result.tokens:,} tokens"]
+    sizes = [one.bytes or 0 for one in counts]
+    if whole and all(sizes):
+        size = sum(sizes)
+        lines.append(f"{what}: {result.nats_per_byte(size):.4f} nats per byte, of {size:,} bytes")
+        rates = [one.gzip_nats_per_byte for one in counts]
+        if None not in rates:
+            rate = sum(count * (rate or 0) for count, rate in zip(sizes, rates, strict=True)) / size
+            lines.append(f"gzip -9 needs: {rate:.4f} nats per byte, for the same text")
+    return lines
 
 
 def sample_text(model: Decoder, tokenizer: Tokenizer, prompt: str, *, max_new_tokens: int, seed: int) -> str:
@@ -65,24 +82,36 @@ def evaluate(
 
     `stop` is asked after each batch and ends the evaluation early; it must say the same in all processes.
     """
-    layout = model.execution.layout
+    return evaluate_sets(model, {"": batches}, rows, stop=stop)[0]
+
+
+def evaluate_sets(
+    model: Decoder, sets: Mapping[str, Iterable[Batch]], rows: int, *, stop: Callable[[], bool] = lambda: False
+) -> tuple[HeldOut, dict[str, HeldOut]]:
+    """The loss on every target token of all sets together, and that of each by its name; see `evaluate`."""
     depths = 0 if model.config.mtp is None else model.config.mtp.num_depths
-    total = np.zeros((2 + 2 * depths,), np.float64)
+    layout = model.execution.layout
+    totals = {name: np.zeros((2 + 2 * depths,), np.float64) for name in sets}
     # CPUs that talk to each other hang where two programs that don't need each other's results run at a time
     alone = layout.platform != "cpu" or layout.mesh is None
-    waiting: collections.deque[Any] = collections.deque()
+    waiting: collections.deque[tuple[str, Any]] = collections.deque()
 
     def read(behind: int = 0) -> None:
         while len(waiting) > behind:
-            sums = jax.device_get(waiting.popleft())
-            total[:] += np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(sums)])
+            name, sums = waiting.popleft()
+            totals[name] += np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(sums))])
 
-    for batch in batches:
-        waiting.append(_sums(model, place(batch, layout, rows)))
+    for name, batch in ((name, batch) for name, batches in sets.items() for batch in batches):
+        waiting.append((name, _sums(model, place(batch, layout, rows))))
         read(behind=AHEAD if alone else 0)
         if stop():
             break
     read()
+    whole = sum(totals.values(), np.zeros((2 + 2 * depths,), np.float64))
+    return _held_out(whole, depths), {name: _held_out(total, depths) for name, total in totals.items()}
+
+
+def _held_out(total: np.ndarray, depths: int) -> HeldOut:
     nats, tokens, *rest = total.tolist()
     rates = tuple(a / max(p, 1.0) for a, p in zip(rest[:depths], rest[depths:], strict=True))
     return HeldOut(loss=nats / max(tokens, 1.0), tokens=int(tokens), nats=nats, acceptance=rates)

@@ -17,8 +17,8 @@ from eqx_decoders.layers.router import RoutingStats
 from eqx_decoders.mtp import same_document, shift_left
 from eqx_decoders.stack import join_layer_stats
 from eqx_decoders.training.balance import expert_configs, has_routing_loss, routing_loss
+from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.cross_entropy import cross_entropy, linear_argmax, linear_cross_entropy
-from eqx_decoders.training.data import Batch
 
 
 class MTPLossSums(eqx.Module):

@@ -1,4 +1,4 @@
-"""Which piece of which document stands in which row: plans of one epoch, as a few arrays.
+"""Which piece of which document stands in which row: the plan of some documents, as a few arrays.
 
 grain can pack, too, but as a stream: its rows cannot be found by number, on which exact resuming relies here.
 Every document is `size` tokens long, its separators included; `documents` and `sizes` come in the order of the epoch.
@@ -6,7 +6,7 @@ Every document is `size` tokens long, its separators included; `documents` and `
 
 import bisect
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +31,23 @@ class Plan(NamedTuple):
         for piece in range(first, last):
             yield int(self.documents[piece]), int(self.starts[piece]), int(self.stops[piece])
 
+    def compact(self) -> "Plan":
+        """The same in half of the bytes, where the numbers are small enough."""
+        return Plan(*(x.astype(np.int32) if x.max(initial=0) < 2**31 - 1 else x for x in self))
+
+
+def count_rows(plan: Callable[..., Plan], sizes: Int[np.ndarray, "docs"], seq_len: int) -> int:
+    """How many rows `plan` makes of documents of these sizes; their order matters to `plan_overlapping` only."""
+    if len(sizes) == 0:
+        return 0
+    if plan is plan_packed:
+        return -(-int(sizes.sum()) // seq_len)
+    if plan is plan_padded:
+        return int(_count_pieces(sizes, seq_len).sum())
+    if plan is plan_whole:
+        return _count_whole(sizes, seq_len)
+    return len(plan(np.arange(len(sizes)), sizes, seq_len).order)
+
 
 def plan_packed(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs"], seq_len: int) -> Plan:
     """Concatenate, then split: cut the epoch's tokens every `seq_len`. Only the last row can have padding."""
@@ -45,12 +62,16 @@ def plan_packed(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs
 
 def plan_padded(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs"], seq_len: int) -> Plan:
     """One piece a row. The pieces of a document overlap by one token, so that each token is a target once."""
-    stride = seq_len - 1
-    counts = np.maximum(1, -(-(sizes - 1) // stride))
+    counts = _count_pieces(sizes, seq_len)
     which = np.repeat(np.arange(len(documents)), counts)
     rows = np.arange(len(which))
-    starts = (rows - (np.cumsum(counts) - counts)[which]) * stride
+    starts = (rows - (np.cumsum(counts) - counts)[which]) * (seq_len - 1)
     return Plan(rows, documents[which], starts, np.minimum(starts + seq_len, sizes[which]), rows)
+
+
+def _count_pieces(sizes: Int[np.ndarray, "docs"], seq_len: int) -> Int[np.ndarray, "docs"]:
+    """Pieces of up to `seq_len` tokens that overlap by one."""
+    return np.maximum(1, -(-(sizes - 1) // (seq_len - 1)))
 
 
 def plan_overlapping(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs"], seq_len: int) -> Plan:
@@ -110,6 +131,31 @@ def plan_whole(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs"
             open_rows(room - last * size, used[-1:])
     order = np.argsort(rows, kind="stable")
     return Plan(rows[order], cut.documents[order], cut.starts[order], cut.stops[order], np.arange(count))
+
+
+def _count_whole(sizes: Int[np.ndarray, "docs"], seq_len: int) -> int:
+    """The rows of `plan_whole`, by the same steps with numbers of rows and pieces in place of their lists."""
+    before = _count_pieces(sizes, seq_len) - 1  # pieces of a document before its last one: each fills a row
+    counts = np.bincount(sizes - before * (seq_len - 1), minlength=seq_len + 1)
+    counts[seq_len] += before.sum()
+    rooms, with_room, rows = list[int](), dict[int, int](), 0
+    for size in np.flatnonzero(counts)[::-1].tolist():
+        left = int(counts[size])
+        while left > 0:
+            place = bisect.bisect_left(rooms, size)
+            room = rooms.pop(place) if place < len(rooms) else seq_len
+            each = room // size
+            found = with_room.pop(room) if room in with_room else -(-left // each)
+            rows += found if room == seq_len else 0
+            used = min(found, -(-left // each))
+            last = min(left - (used - 1) * each, each)
+            left -= (used - 1) * each + last
+            for rest, many in ((room, found - used), (room - each * size, used - 1), (room - last * size, 1)):
+                if many > 0 and rest not in with_room:
+                    bisect.insort(rooms, rest)
+                if many > 0:
+                    with_room[rest] = with_room.get(rest, 0) + many
+    return rows
 
 
 def permutation(size: int, seed: str) -> Int[np.ndarray, "size"]:

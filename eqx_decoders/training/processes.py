@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from eqx_decoders.layout import Layout
-from eqx_decoders.training.data import Batch
+from eqx_decoders.training.batches import Batch
 
 
 def host_rows(layout: Layout, rows: int, process_index: int | None = None) -> Sequence[int]:

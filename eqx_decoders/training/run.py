@@ -34,8 +34,13 @@ from eqx_decoders.io.tokenizer import Tokenizer
 from eqx_decoders.io.waiting import Waiting, showing
 from eqx_decoders.layout import device_bytes
 from eqx_decoders.training.balance import relative_loads, routing_report
-from eqx_decoders.training.data import Batch, Batches, make_dataset, prepare_tokenizer
-from eqx_decoders.training.evaluation import HeldOut, evaluate, sample_text
+from eqx_decoders.training.batches import Batch, Batches
+from eqx_decoders.training.data import (
+    make_dataset,
+    make_held_out_sets,
+    prepare_tokenizer,
+)
+from eqx_decoders.training.evaluation import HeldOut, describe_held_out, evaluate_sets, sample_text
 from eqx_decoders.training.flops import device_flops, flops_per_token
 from eqx_decoders.training.goodput import Goodput, WallTime
 from eqx_decoders.training.metrics import MetricsRow, read_metrics
@@ -94,13 +99,14 @@ def train(config: TrainConfig) -> int:
 class Taken(NamedTuple):
     """A step that was given to the devices, and that may not be done yet.
 
+    `epochs`: passes over the data so far, also of each source of a mixture, by their names in a row of metrics.
     `begun` and `waited`: when the host began with it, and for how many seconds the devices waited for its batch.
     """
 
     step: int
     metrics: StepMetrics
     routing: Any
-    epochs: float
+    epochs: dict[str, float]
     begun: float
     waited: float
 
@@ -159,7 +165,7 @@ class Run:
                     with self.time.doing("steps"):
                         state, step, stopped = self._steps(state, start)
                     self.time.switch("ending")
-                    result = None if stopped else self._evaluate(state.averaged, step)
+                    results = {} if stopped else self._evaluate(state.averaged, step)
                     sample = "" if stopped else self._sample(state.averaged)
                 codes = gather("stopped", self.interrupt.exit_code)
                 if self.stop.agreed or any(codes):
@@ -171,7 +177,7 @@ class Run:
                 wait_for_verdict()
                 raise
             if self.writes:
-                self._summarise(result, sample)
+                self._summarise(results, sample)
         return 0
 
     def out_of_memory(self, told: str) -> str:
@@ -210,15 +216,17 @@ class Run:
         self.target = abstract_run(config, self.dir, self.execution)
         check_exports(self.target, config, self.dir)
         self.tokenizer = first_then_all("tokenizer", self._tokenizer, self.dir / "tokenizer")
-        self.data = stack.enter_context(self._batches("train"))  # whose tokens all processes make together
-        with (
-            Waiting("waiting for the other processes (tokens)") if jax.process_count() > 1 else contextlib.nullcontext()
-        ):
+        self.data = stack.enter_context(self._batches())  # whose tokens all processes make together
+        self.held_out = self._held_out_sets()
+        for batches in self.held_out.values():
+            stack.enter_context(batches)
+        alone = jax.process_count() == 1
+        with contextlib.nullcontext() if alone else Waiting("waiting for the other processes (tokens)"):
             gather("tokens", seconds=1e6)
-        made = [self.tokenizer.content_hash, self.data.store.content_hash]
+        parts = [part for batches in (self.data, *self.held_out.values()) for part in batches.parts]
+        made = [self.tokenizer.content_hash, *(part.store.content_hash for part in parts)]
         rule = f"tokenizer and tokens of process {jax.process_index()} are others than those of the first"
         check(made == from_first("made", made), f"{rule}: run_dir must be a directory that they share.", DataError)
-        self.held_out = stack.enter_context(self._batches("held_out")) if config.dataset.evaluates else None
         directory = config.checkpoint_dir or self.dir / "checkpoints"
         self.checkpoints = stack.enter_context(Checkpoints(directory, max_checkpoints=config.max_checkpoints))
         self.trainer = Trainer.create(config.optimizer_config(), self.target, steps=config.steps, config=config.step)
@@ -260,16 +268,16 @@ class Run:
         check(tokenizer.vocab_size <= size, f"tokenizer={spec!r} has {tokenizer.vocab_size} ids, {rule}.")
         return tokenizer
 
-    def _batches(self, split: str) -> Batches:
-        dataset = self.config.dataset
-        return make_dataset(
-            dataset,
-            self.tokenizer,
-            cache_dir=self.dir / "data",
-            split=split,
-            rows=host_rows(self.layout, dataset.batch_size),
-            template=run_template(self.config, self.dir),
-        )
+    def _batches(self) -> Batches:
+        return make_dataset(self.config.dataset, self.tokenizer, **self._of_data())
+
+    def _held_out_sets(self) -> dict[str, Batches]:
+        return make_held_out_sets(self.config.dataset, self.tokenizer, **self._of_data())
+
+    def _of_data(self) -> dict[str, Any]:
+        """Where tokens are, which rows of a batch are of this process, and what writes conversations as texts."""
+        rows = host_rows(self.layout, self.config.dataset.batch_size)
+        return {"cache_dir": self.dir / "data", "rows": rows, "template": run_template(self.config, self.dir)}
 
     def _first_state(self) -> tuple[TrainState, int]:
         """The state of the newest checkpoint, or a new one, and the steps that it has taken."""
@@ -284,6 +292,7 @@ class Run:
                 state, data_state, start = restore_state(self.checkpoints, self.trainer, self.target, key)
             self.data.set_state(data_state)
             print_status(f"resumed at step {start}")
+        print_status(self.data.describe(start, config.steps))
         check(start <= config.steps, f"steps={config.steps}, but {self.dir} has done {start} already: ask for more.")
         for field in ("export", "export_adapter"):  # checked before the training, not after it
             directory = getattr(config, field)
@@ -308,9 +317,6 @@ class Run:
         name, devices = self.config.init_from or self.config.model_config, describe_devices(self.layout)
         name = " ".join((name or self.config.model, *self.config.set))
         print_status(f"{name}: {weights:,} weights{part} on {devices}")
-        counts, epoch = self.data.store.counts("train"), self.data.rows_per_epoch
-        part = f", {counts.targets:,} of them targets" * self.data.store.has_targets
-        print_status(f"{counts.documents:,} documents, {counts.tokens:,} tokens{part}, {epoch:,} sequences an epoch")
 
     def _goodput(self, first_step: int) -> Goodput:
         path = self.dir / "metrics.jsonl"
@@ -346,7 +352,9 @@ class Run:
             self.interrupt.at_once = False
             step += 1
             self.data_state = self.data.get_state()  # before the batch of the next step is taken
-            self.taken.append(Taken(step, metrics, self._routing(metrics), self.data.epochs, begun, waited))
+            epochs = {f"epochs/{name}": passes for name, passes in self.data.source_epochs().items()}
+            epochs["epochs"] = self.data.epochs
+            self.taken.append(Taken(step, metrics, self._routing(metrics), epochs, begun, waited))
             evaluates = config.eval_every and step % config.eval_every == 0 and step < config.steps
             saves = step % config.checkpoint_every == 0 or step == config.steps
             batch = None if step == config.steps else self._next_batch()
@@ -411,7 +419,7 @@ class Run:
         metrics = taken.metrics
         names = ("loss", "nll", "accuracy", "tokens", "grad_norm", "learning_rate", "skipped")
         row = {"step": taken.step} | {name: getattr(metrics, name) for name in names}
-        row |= {"step_seconds": seconds, "data_wait": min(1.0, taken.waited / seconds), "epochs": taken.epochs}
+        row |= {"step_seconds": seconds, "data_wait": min(1.0, taken.waited / seconds)} | taken.epochs
         row |= self.goodput.add(row)
         self.seconds.append(seconds)
         # what was seen can be done: over several steps, since a host that was late reads two at a time
@@ -430,24 +438,30 @@ class Run:
             self.expert_counts.append(np.asarray(metrics.stats.routing.counts))
         return row
 
-    def _evaluate(self, model: Decoder, step: int) -> HeldOut | None:
-        """The held-out loss, of some batches during the run and of all at its end; None if a signal came meanwhile."""
-        if self.held_out is None:
-            return None
-        batches = self.held_out.rewind()
-        if step < self.config.steps:
-            batches = itertools.islice(batches, self.config.eval_batches)
-        result = evaluate(model, batches, self.config.dataset.batch_size, stop=self.stop)
-        if self.stop.agreed:
-            return None
+    def _evaluate(self, model: Decoder, step: int) -> dict[str, HeldOut]:
+        """The held-out loss of all as "", and of each set with a name; nothing if a signal came meanwhile.
+
+        It is that of some batches of each set during the run, and of all in the end unless the settings limit them.
+        """
+        config = self.config
+        most = config.eval_batches if step < config.steps else config.final_eval_batches
+        sets = {name: itertools.islice(batches.rewind(), most) for name, batches in self.held_out.items()}
+        result, named = evaluate_sets(model, sets, config.dataset.batch_size, stop=self.stop)
+        for batches in self.held_out.values():
+            batches.close()
+        if self.stop.agreed or not sets:
+            return {}
+        named = {name: each for name, each in named.items() if name}
         row: dict[str, Any] = {"step": step, "eval_loss": result.loss}
+        row |= {f"eval_loss/{name}": each.loss for name, each in named.items()}
         message = f"step {step}: held-out loss {result.loss:.4f} nats per token"
+        message += f" ({', '.join(f'{name} {each.loss:.4f}' for name, each in named.items())})" if named else ""
         if result.acceptance:
             row["mtp_acceptance"] = result.acceptance
             message += f", draft tokens accepted {', '.join(f'{rate:.1%}' for rate in result.acceptance)}"
         self.metrics.write(row)
         self.progress.message(message)
-        return result
+        return {"": result, **named}
 
     def _sample(self, model: Decoder) -> str:
         config = self.config
@@ -489,8 +503,8 @@ class Run:
         if config.export is not None and from_first("is_new", is_new(config.export)):
             export_run(model, config, self.dir, config.export)
 
-    def _summarise(self, result: HeldOut | None, sample: str) -> None:
-        """Draw the pictures, print the held-out loss and a sample."""
+    def _summarise(self, results: dict[str, HeldOut], sample: str) -> None:
+        """Draw the pictures, print the held-out losses and a sample."""
         plot_losses(self.dir / "metrics.jsonl", self.dir / "loss.png")
         loads = relative_loads(self.target.config, np.sum(self.expert_counts, axis=0)) if self.expert_counts else {}
         if loads:
@@ -503,14 +517,10 @@ class Run:
         if loads:
             worst, steps = ", ".join(f"{load.max():.2f}" for load in loads.values()), len(self.expert_counts)
             print(f"largest load of an expert over the mean, layer by layer, last {steps} steps: {worst}")
-        if result is not None and self.held_out is not None:
-            counts = self.held_out.store.counts("held_out")
-            print(f"held-out loss: {result.loss:.4f} nats per token, of all {result.tokens:,} tokens")
-            if counts.bytes:
-                print(
-                    f"held-out loss: {result.nats_per_byte(counts.bytes):.4f} nats per byte, of {counts.bytes:,} bytes"
-                )
-                print(f"gzip -9 needs: {counts.gzip_nats_per_byte:.4f} nats per byte, for the same text")
+        sets = {name: batches.parts[0] for name, batches in self.held_out.items()}
+        for name, result in results.items():
+            counts = [part.counts for part in ([sets[name]] if name else sets.values())]
+            print("\n".join(describe_held_out(name, result, counts)))
         if sample:
             print(f"sample:\n{sample}")
 

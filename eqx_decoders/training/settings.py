@@ -21,6 +21,7 @@ from eqx_decoders.numerics import Precision
 from eqx_decoders.remat import POLICIES, Remat
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.lora import LORA_WEIGHTS, LoRAConfig
+from eqx_decoders.training.mixture import shares_of
 from eqx_decoders.training.optimizer import OptimizerConfig, make_schedule
 from eqx_decoders.training.settings_file import flat_settings, read_mapping, typed_settings, with_settings
 from eqx_decoders.training.step import StepConfig
@@ -128,7 +129,7 @@ class TrainConfig:
     steps: int = 400
     """Optimizer steps in all."""
     allow_changes: bool = False
-    """Go on with a run whose optimizer, batch_size or step.z_loss were others so far."""
+    """Go on with a run whose optimizer, batch_size, step.z_loss or weights of a mixture were others so far."""
     dataset: DataConfig = DataConfig()
     tokenizer: str | None = None
     """"bpe": trained on the run's own text; "bytes"; a path to a tokenizer.json; None: that of init_from, else bpe."""
@@ -141,7 +142,9 @@ class TrainConfig:
     eval_every: int = 100
     """Steps between held-out evaluations, each with a sample; 0: only at the end."""
     eval_batches: int = 16
-    """Batches of a held-out evaluation during the run; the one at the end takes all."""
+    """Batches of each held-out set, the first ones, in an evaluation during the run."""
+    final_eval_batches: int | None = None
+    """The same for the evaluation at the end; None: all."""
     sample_tokens: int = 120
     """Tokens of a sample; 0: none."""
     prompt: str = "class Reader:\n    def"
@@ -202,8 +205,9 @@ class TrainConfig:
             check_integer(field, getattr(self, field), 0)
         if self.peak_tflops is not None:
             check_number("peak_tflops", self.peak_tflops, above=0)
-        if self.bpe_vocab_size is not None:
-            check_integer("bpe_vocab_size", self.bpe_vocab_size)
+        for field in ("bpe_vocab_size", "final_eval_batches"):
+            if getattr(self, field) is not None:
+                check_integer(field, getattr(self, field))
         check_word("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         check_word("params_dtype", self.params_dtype, ("float32", "bfloat16"))
         check_word("remat", self.remat, (*POLICIES, "custom"))
@@ -302,6 +306,9 @@ def check_changes(changes: Changes, run_dir: str | Path, *, allowed: bool, train
     The latter may be `allowed`. More steps always are: a schedule that depends on them takes their course from here.
     """
     fixed, learning = (_matching(changes, patterns) for patterns in (_IDENTITY, _LEARNING))
+    was, now = changes.get("dataset.path", (None, None))
+    if shares_of(was) != shares_of(now):  # other paths may be the same data in another place
+        learning = {**learning, "dataset.path": (was, now)}
     check(not fixed, f"{_listed(fixed, f'but {run_dir} was begun with')}: choose another run_dir.")
     remedy = "leave it out to keep the run's, or give allow_changes to go on with the new one"
     free = allowed or not trained or not learning

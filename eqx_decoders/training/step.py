@@ -17,7 +17,7 @@ from eqx_decoders.block import BlockStats
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.training.balance import expert_configs, update_router_bias
-from eqx_decoders.training.data import Batch
+from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.loss import LossMetrics, token_loss_sum
 from eqx_decoders.training.optimizer import OptimizerConfig, make_optimizer, make_schedule, matching, widened
 

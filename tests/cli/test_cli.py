@@ -47,7 +47,7 @@ FLAGS = """
 --run-dir --model --init-from --init-weights --export --export-adapter --mtp-depths --lora-rank --lora-alpha
 --lora-targets --steps --data --held-out --held-out-fraction --text-field --chat-template --cache-dir --batch-size
 --seq-len --seed --pack --no-pack --tokenizer --bpe-vocab-size --checkpoint-every --max-checkpoints --eval-every
---eval-batches --sample-tokens --prompt --dtype --remat
+--eval-batches --final-eval-batches --sample-tokens --prompt --dtype --remat
 --remat-save --remat-offload --attention --layer-stats --no-layer-stats --trackers --describe
 --no-describe --describe-data --no-describe-data --max-skipped --distributed --no-distributed
 --distributed-timeout --profile --list-models --no-list-models --allow-changes --no-allow-changes --peak-tflops

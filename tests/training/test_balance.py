@@ -17,7 +17,7 @@ from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.router import RouterConfig, load_balance_loss, router_z_loss
 from eqx_decoders.training.balance import expert_configs, relative_loads, routing_report, update_router_bias
-from eqx_decoders.training.data import Batch
+from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.loss import next_token_loss
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.processes import place

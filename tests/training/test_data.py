@@ -18,8 +18,9 @@ import pytest
 from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.io.chat import ChatTemplate
 from eqx_decoders.io.tokenizer import ByteTokenizer
+from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.compression import Gzip
-from eqx_decoders.training.data import Batch, DataConfig, make_dataset, training_texts
+from eqx_decoders.training.data import DataConfig, make_dataset, training_texts
 from tests.stores import documents_of
 
 

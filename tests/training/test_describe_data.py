@@ -20,7 +20,7 @@ def settings(tmp_path):
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": CHAT, "id": i}) + "\n" for i in range(9)))
 
     def build(name="chats.jsonl", data=(), **options):
-        data = DataConfig(path=str(tmp_path / name), held_out_fraction=0.0, **dict(data))
+        data = DataConfig(**{"path": str(tmp_path / name), "held_out_fraction": 0.0} | dict(data))
         return TrainConfig(run_dir=str(tmp_path / "run"), dataset=data, **options)
 
     return build
@@ -60,3 +60,12 @@ def test_a_template_of_ones_own(settings, tmp_path):
                                       "{% if add_generation_prompt %}assistant:\n{% endif %}")  # fmt: skip
     text = describe_data(settings(data={"chat_template": str(tmp_path / "t.jinja")}))
     assert "user:\nhello<|endoftext|>assistant:\n⟦she sells\ufffd[2J<|endoftext|>⟧" in text
+
+
+def test_each_source_of_a_mixture_is_shown(settings, tmp_path):
+    (tmp_path / "a.txt").write_text("one two three " * 9)
+    paths = [f"{tmp_path / 'a.txt'}=1", f"{tmp_path / 'chats.jsonl'}=3"]
+    text = describe_data(settings(init_from=FIXTURE, data={"path": paths}))
+    a, chats = text.split("=== chats ===")
+    assert a.startswith("=== a ===\n\n--- document 0") and "1 documents to train on" in a and "one two" in a
+    assert chats.count("⟦she sells") == 3 and "9 documents to train on" in chats

@@ -14,7 +14,7 @@ from eqx_decoders.layers.attention import AttentionConfig
 from eqx_decoders.layers.learned_init import kernels_of
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
-from eqx_decoders.training.data import Batch
+from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.llama_lti import llama_lti, materialise, with_teacher
 from eqx_decoders.training.lora import LoRAConfig, add_lora
 from eqx_decoders.training.optimizer import OptimizerConfig

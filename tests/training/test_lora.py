@@ -18,7 +18,7 @@ from eqx_decoders.layers.attention import AttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.numerics import LowRank, einsum, low_rank_weights
-from eqx_decoders.training.data import Batch
+from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.lora import LORA_WEIGHTS, LoRAConfig, add_lora, merge_lora
 from eqx_decoders.training.optimizer import OptimizerConfig, matching, muon_dimensions
 from eqx_decoders.training.step import StepConfig, Trainer

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from eqx_decoders.layers.attention import AttentionConfig
-from eqx_decoders.training.data import Batch
+from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.evaluation import HeldOut, evaluate
 from eqx_decoders.training.loss import evaluation_sums, next_token_loss, next_tokens
 from tests.compare import assert_close

@@ -18,7 +18,7 @@ from eqx_decoders.io.checkpoint_steps import COMMITTED
 from eqx_decoders.io.processes import VARIABLES, _meet, _places
 from eqx_decoders.layout import Layout
 from eqx_decoders.training import host_rows
-from eqx_decoders.training.data import Batch
+from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.metrics import read_metrics
 from eqx_decoders.training.processes import place
 from tests.commands import ENVIRONMENT, ROOT, call, flags, steps_of, write_corpus
@@ -38,7 +38,7 @@ from eqx_decoders.io import checkpoint_reading
 from eqx_decoders.io.processes import first_then_all, from_first, gather, processes_here
 from eqx_decoders.layout import Layout
 from eqx_decoders.training import Batch, host_rows, place
-from eqx_decoders.training.data import Batches
+from eqx_decoders.training.batches import Batches
 from eqx_decoders.training.run import Run
 from tests.programs import no_renames
 

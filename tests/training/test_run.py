@@ -228,6 +228,39 @@ def test_the_share_of_the_peak_is_at_most_all_of_it(folder):
     assert max(run.column("mfu")) == 1
 
 
+@shows("TrainConfig.final_eval_batches")
+def test_a_run_on_a_mixture_tells_of_each_source_and_goes_on_with_other_weights(folder):
+    """Each has a held-out set; of how many batches of them the last loss is can be set."""
+    options = dict(steps=2, eval_every=0, sample_tokens=0)
+    (folder / "numbers.txt").write_text("\n".join(str(number) for number in range(90_000)))  # many documents
+    words = ("--data", f"{folder / 'texts'}=0.75", f"{folder / 'numbers.txt'}=0.25")
+    run = Trained(folder / "mixture", *words, final_eval_batches=1, **options)
+    for part in (r"texts: \d+ documents, .* weight 0.75, [\d.e-]+ epochs in 2 steps", "numbers: .* weight 0.25, "):
+        assert re.search(part, run.err), part
+    rows = read_metrics(run.dir / "metrics.jsonl")
+    (losses,) = (
+        {name: row[name] for name in row if name.startswith("eval_loss")} for row in rows if "eval_loss" in row
+    )
+    assert list(losses) == ["eval_loss", "eval_loss/texts", "eval_loss/numbers"]
+    assert min(losses.values()) < losses["eval_loss"] < max(losses.values())
+    shown = ", ".join(f"{name} {losses[f'eval_loss/{name}']:.4f}" for name in ("texts", "numbers"))
+    assert f"held-out loss {losses['eval_loss']:.4f} nats per token ({shown})" in run.err
+    assert re.search(r"held-out loss: [\d.]+ nats per token, of the first \d+ tokens", run.out)
+    assert "held-out loss of numbers:" in run.out and "per byte" not in run.out
+    assert set(run.rows[0]) >= {"epochs", "epochs/texts", "epochs/numbers"}
+    assert run.rows[1]["epochs/texts"] == 2 * run.rows[0]["epochs/texts"] > 0
+    other = ("train", "--run-dir", run.dir, "--steps", 4, "--data", words[1], words[2].replace("0.25", "2.25"))
+    _, err = call(*other, code=2)
+    assert "--data=" in err and "was trained with" in err and "give --allow-changes" in err
+    _, err = call(*other, "--allow-changes", "--final-eval-batches", "None")
+    assert "resumed at step 2" in err and "changed: --data" in err
+    assert run.rows[3]["epochs/numbers"] - run.rows[1]["epochs/numbers"] == pytest.approx(
+        3 * run.rows[1]["epochs/numbers"]
+    )
+    last = read_metrics(run.dir / "metrics.jsonl")[-1]
+    assert last["step"] == 4 and abs(last["eval_loss/texts"] - losses["eval_loss/texts"]) > 1e-4
+
+
 @shows("TrainConfig.params_dtype", "OptimizerConfig.moments_dtype", "OptimizerConfig.ema_decay")
 def test_a_run_in_half_precision_gets_running_means_with_which_it_is_evaluated(folder):
     """Weights and moments are kept in bfloat16, the means in float32; they begin where that is asked for."""

@@ -59,6 +59,7 @@ BAD = [
     ("sample_tokens", -1, "at least 0"),
     ("bpe_vocab_size", 0, "at least 1"),
     ("bpe_vocab_size", -3, "at least 1"),
+    ("final_eval_batches", 0, "at least 1"),
     ("held_out_fraction", 1.0, "below 1"),
     ("held_out_fraction", -0.1, "at least 0"),
     ("dtype", "float23", "Did you mean 'float32'"),

@@ -20,7 +20,7 @@ from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.router import RouterConfig
 from eqx_decoders.mtp import MTPConfig
 from eqx_decoders.training import step as step_module
-from eqx_decoders.training.data import Batch
+from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.loss import next_token_loss, token_loss_sum
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.processes import place
