@@ -10,7 +10,7 @@ import pytest
 from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.training import batches as module, rows as rows_module
 from eqx_decoders.training.data import DataConfig, make_dataset, make_held_out_sets, training_texts
-from tests.stores import documents
+from tests.stores import documents_of
 from tests.training.test_data import FIELDS, Numbers, equal, rows, take, targets_of, used
 
 
@@ -69,7 +69,7 @@ def test_each_source_has_its_own_epochs(make):
     found = rows(take(batches, 60))
     for source, part in enumerate(batches.parts):
         own, epoch = [row for row in found if source_of(row) == source], batches._plans[source].per_epoch
-        chosen = documents(part.store, "train")
+        chosen = documents_of(part.store, "train")
         everything = collections.Counter(np.concatenate([part.store[i] for i in chosen]).tolist())
         orders = []
         for start in range(0, len(own) - epoch + 1, epoch):
@@ -144,7 +144,7 @@ def test_the_held_out_parts_of_a_mixture_are_sets(make, folder):
         assert part.store.content_hash == batches.store.content_hash and batches.parts[0].folder.name == name
         found = targets_of(rows(list(batches)))
         held_out = collections.Counter()
-        for document in documents(batches.store, "held_out"):
+        for document in documents_of(batches.store, "held_out"):
             held_out.update(batches.store[document][1:].tolist())
         assert found == held_out and sum(found.values()) == batches.parts[0].counts.targets > 0
     with pytest.raises(ConfigError, match="several held-out sets, a, b: use make_held_out_sets"):
@@ -215,7 +215,7 @@ def test_batches_of_many_blocks(make, small_blocks, folder, pack):
     batches = make(**options)
     epoch = batches.rows_per_epoch
     straight = rows(take(batches, 2 * epoch // 4 + 2))
-    everything = np.concatenate([batches.store[i] for i in documents(batches.store, "train")]).tolist()
+    everything = np.concatenate([batches.store[i] for i in documents_of(batches.store, "train")]).tolist()
     for start in (0, epoch):
         tokens = np.concatenate([used(row) for row in straight[start : start + epoch]]).tolist()
         assert set(tokens) == set(everything) and (not pack or sorted(tokens) == sorted(everything))
