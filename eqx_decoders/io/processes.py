@@ -104,7 +104,7 @@ def processes_here() -> int:
     if _state().client is None:
         return 1
     with contextlib.suppress(jax.errors.JaxRuntimeError):
-        beats = (beat.partition(" ")[2] for _, beat in _client().key_value_dir_get("beat/"))
+        beats = (json.loads(beat)[2] for _, beat in _client().key_value_dir_get("beat/"))
         return max(1, sum(beat.rpartition(", pid ")[0] == socket.gethostname() for beat in beats))
     return 1
 

@@ -45,7 +45,7 @@ def written(program, *args):
 with connected(60), mock.patch.object(pieces, "PIECE", {PIECE}), mock.patch.object(pieces, "gathered_rows", gathered):
     call(train, "--distributed", "--mesh.data", 1, "--mesh.fsdp", 2, "--mesh.tensor", 2, *words)
     (folder / f"sizes{{number}}.json").write_text(json.dumps(sizes))
-    both = ("--distributed", "--mesh.fsdp", 2, "--mesh.tensor", 2)
+    both = ("--distributed", "--distributed-timeout", 60, "--mesh.fsdp", 2, "--mesh.tensor", 2)
     told = [written(convert, "export", folder / "run", folder / "again" / "merged", "--distributed", "--mesh.fsdp", -1)]
     told.append(written(convert, "import", folder / "two" / "merged", folder / "imported", *both))
     lines = iter(["the\\n", "old\\n", ""])

@@ -163,7 +163,7 @@ def test_a_store_of_conversations_is_of_one_template(mixed, tmp_path, made):
 def test_only_so_many_documents(mixed, tmp_path):
     config = DataConfig(path=str(tmp_path / "a.jsonl"), held_out_fraction=0.0)
     whole = mixed()
-    store = open_tokens(config, BYTES, tmp_path / "sample", template=ChatTemplate(source=CHATML), most=3)
+    store = open_tokens(config, BYTES, tmp_path / "sample", template=ChatTemplate(source=CHATML), most=3)[""]
     assert len(store) == 3 and store.counts("train").documents == 3 and store.manifest["sources"] == {}
     assert all_tokens(store) == all_tokens(whole)[:3] and store.has_targets
     assert store.targets(2).tolist() == whole.targets(2).tolist()
@@ -176,7 +176,7 @@ def test_where_the_cache_is(corpus, tmp_path, monkeypatch):
         for name, value in environment.items():
             monkeypatch.setenv(name, str(value))
         config = DataConfig(path=str(corpus), cache_dir=None if cache_dir is None else str(cache_dir))
-        store = open_tokens(config, BYTES, tmp_path / "run")
+        store = open_tokens(config, BYTES, tmp_path / "run")[""]
         (folder,) = {file.parents[2] for file in tmp_path.glob("**/tokens/*/*.tokens")}
         shutil.rmtree(folder)
         return folder if len(store) == 12 else None
