@@ -115,7 +115,7 @@ def loop(model: str, batch_size: int, seq_len: int) -> dict[str, float]:
                 begin = time.perf_counter()
                 state, step, _ = super()._steps(state, step)
                 runs["run"].append((time.perf_counter() - begin) / steps)
-                batch = self._next_batch()[0]
+                batch = self._next_batch()
                 begin = time.perf_counter()
                 for _ in range(steps):
                     state, _ = self.trainer.step(state, batch)

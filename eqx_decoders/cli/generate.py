@@ -122,7 +122,8 @@ def read_line() -> str:
     """A line of the standard input; empty at its end."""
     if sys.stdin.isatty():
         print("prompt> ", end="", flush=True)
-    return sys.stdin.readline()
+    with Waiting("waiting for a prompt", show=lambda text: None):  # the other processes wait for as long as it takes
+        return sys.stdin.readline()
 
 
 def show(text: str) -> None:

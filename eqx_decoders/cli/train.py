@@ -11,7 +11,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import jax
@@ -26,7 +25,7 @@ from eqx_decoders.training.describe_data import describe_data
 from eqx_decoders.training.memory import keep_memory
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.run import train
-from eqx_decoders.training.runs import abstract_run, is_begun, local_copy
+from eqx_decoders.training.runs import abstract_run, begun_run
 from eqx_decoders.training.settings import TrainConfig, flags, load_settings, of_a_new_start, with_file
 from eqx_decoders.training.settings_file import with_settings
 from eqx_decoders.training.trackers import check_installed
@@ -105,7 +104,7 @@ def _defaults(args: Sequence[str] | None) -> TrainConfig:
     given = finder.parse_known_args(args)[0]
     new = TrainConfig() if given.config is None else with_file(TrainConfig(), given.config)
     run_dir, elsewhere = given.run_dir or new.run_dir, given.checkpoint_dir or new.checkpoint_dir
-    begun = Path(run_dir) if is_begun(run_dir) else None if elsewhere is None else local_copy(elsewhere)
+    begun = begun_run(run_dir, elsewhere)
     if begun is None:
         return new
     run = of_a_new_start(load_settings(begun / "settings.json"), run_dir)

@@ -96,7 +96,7 @@ class Checkpoints:
         check_integer("step", step, minimum=0)
         self.wait()
         _same_operation()
-        steps = from_first("steps", self.steps)
+        steps = from_first("steps", self.steps if jax.process_index() == 0 else None)
         if step == self._own and step in steps:
             return False
         newest = max(steps, default=-1)

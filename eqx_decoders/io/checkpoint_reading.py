@@ -46,10 +46,13 @@ def load_newest(
     steps: Steps, template: PyTree, step: int | None, prefix: str, verify: bool, warn: Callable[[str], None]
 ) -> tuple[PyTree, dict[str, Any], list[int]]:
     """The tree and the manifest of `step`, or of the newest sound one, and the newer steps, which are damaged."""
-    newest, damaged = steps.existing(step), {}
-    for candidate in from_first("candidates", (newest,) if step is not None else steps.committed()[::-1]):
+    candidates, damaged = None, {}
+    if jax.process_index() == 0:
+        newest = steps.existing(step)
+        candidates = (newest,) if step is not None else steps.committed()[::-1]
+    for candidate in from_first("candidates", candidates):
         try:
-            manifest = _together(lambda candidate=candidate: read_manifest(steps, candidate))
+            manifest = together(lambda candidate=candidate: read_manifest(steps, candidate))
             arrays = _verified(steps, manifest, template, prefix, verify)
         except Damaged as error:
             damaged[candidate] = str(error)
@@ -61,7 +64,7 @@ def load_newest(
     raise CheckpointError("\n".join([f"No step in {steps.directory} can be loaded.", *damaged.values()]))
 
 
-def _together(read: Callable[[], T]) -> T:
+def together(read: Callable[[], T]) -> T:
     """What `read` returns in this process, if no process finds damage; otherwise all of them raise `Damaged`.
 
     What cannot be read may be sound, on a disk or in a network that is out of order: it is read again, by all, before
@@ -93,7 +96,7 @@ def _verified(steps: Steps, manifest: dict[str, Any], template: PyTree, prefix: 
     """
     bad, sums, saved = [], {}, manifest["arrays"]
     for _ in range(2):
-        loaded = _together(lambda: _load(steps, manifest, template, prefix))
+        loaded = together(lambda: _load(steps, manifest, template, prefix))
         sums = fingerprints(loaded) if verify else {}
         own = [name for name in sums if sums[name] != saved[name]["fingerprint"]]
         bad = list(dict.fromkeys(itertools.chain.from_iterable(gather("verified", own))))

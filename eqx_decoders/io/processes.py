@@ -62,8 +62,10 @@ def gather(name: str, value: Any = None, *, seconds: int | float = WAIT) -> list
     try:
         client.wait_at_barrier(key, round(1000 * seconds))
     except jax.errors.JaxRuntimeError as error:
+        if "DEADLINE_EXCEEDED" not in str(error):
+            raise
         there = {int(where.rpartition("/")[2]) for where, _ in client.key_value_dir_get(f"{key}/")}
-        told = f"{_names(set(range(count)) - there)} did not come to {name!r} within {duration(seconds)}"
+        told = f"{_names(set(range(count)) - there) or 'a process'} did not come to {name!r} within {duration(seconds)}"
         raise EqxDecodersError(f"{told}: look at its log, then start all of them again.") from error
     found = {where.rpartition("/")[2]: json.loads(text) for where, text in client.key_value_dir_get(f"{key}/")}
     if number > 0:  # which all have read, or they would not have come to this one
@@ -112,9 +114,10 @@ def processes_here() -> int:
 class Stop:
     """Whether all processes stop now, because one of them was asked to.
 
-    All must call it at the same points, compute something together between two of them, and read its results before
-    `AHEAD` more such things are begun. Who is asked to stop says that it will `AHEAD + 1` points later. The others read
-    that there, at the latest: they can't come to it without this one, which had said so before it went on.
+    All must call it at the same points, compute something together between two of them (but for the end of an
+    evaluation, behind which there may be another point at once), and read its results before `AHEAD` more such things
+    are begun. Who is asked to stop says that it will `AHEAD + 2` points later. The others read that there, at the
+    latest: they can't come to it without this one, which had said so before it went on.
     """
 
     _numbers = itertools.count()
@@ -131,7 +134,7 @@ class Stop:
         self._point += 1
         told = _read(self._key)
         if told is None and self._requested():
-            told = _write_first(self._key, self._point + 1 + AHEAD)
+            told = _write_first(self._key, self._point + 2 + AHEAD)
         self.agreed = told is not None and self._point >= told
         return self.agreed
 
@@ -218,11 +221,11 @@ def _watch(done: threading.Event) -> None:
     client, state = _client(), _state()
     own = f"{socket.gethostname()}, pid {os.getpid()}"
     seen: dict[int, _Beat] = {}
+    busy = 0
     for number in itertools.count():
         with contextlib.suppress(jax.errors.JaxRuntimeError):
-            if takes_time():  # it may need hours for what it does, while the others wait
-                _pass_point()
-            beat = json.dumps([number, _point, own])
+            busy += takes_time()  # it may need hours for what it does, while the others wait
+            beat = json.dumps([number, [_point, busy], own])
             client.key_value_set(f"beat/{state.process_id}", beat, allow_overwrite=True)
             failure = _read("failed")
             if failure is None and state.process_id == 0:
@@ -236,25 +239,28 @@ def _watch(done: threading.Event) -> None:
 
 
 class _Beat(NamedTuple):
-    """The last sign of life of a process, its place in the program, and since when both are what they are."""
+    """The last sign of life of a process, its place in the program, and since when both are what they are.
+
+    The place is the number of points that it has passed, and of signs of life within things that take time.
+    """
 
     number: int
     alive: float
-    point: int
+    place: list[int]
     there: float
 
 
 def _missed(beats: dict[int, list[Any]], seen: dict[int, _Beat]) -> dict[str, Any] | None:
     """What is told of processes that have given no sign of life for too long, or for which all others wait."""
     now, limit = time.monotonic(), SUSPECT if _lost.is_set() else SILENT
-    for who, (number, point, _) in beats.items():
-        was = seen.get(who, _Beat(-1, now, -1, now))
-        alive, there = was.alive if was.number == number else now, was.there if was.point == point else now
-        seen[who] = _Beat(number, alive, point, there)
+    for who, (number, place, _) in beats.items():
+        was = seen.get(who, _Beat(-1, now, [], now))
+        alive, there = was.alive if was.number == number else now, was.there if was.place == place else now
+        seen[who] = _Beat(number, alive, place, there)
     silent = [who for who, beat in seen.items() if now - beat.alive > limit]
-    first, last = (pick(beat.point for beat in seen.values()) for pick in (min, max))
+    first, last = (pick(beat.place[0] for beat in seen.values()) for pick in (min, max))
     moved = max(beat.there for beat in seen.values())
-    stuck = [who for who, beat in seen.items() if beat.point == first < last and now - moved > WAIT]
+    stuck = [who for who, beat in seen.items() if beat.place[0] == first < last and now - moved > WAIT]
     if not silent and not stuck:
         return None
     names = " and ".join(f"process {who} ({beats[who][2]})" for who in sorted(silent or stuck))
@@ -364,7 +370,7 @@ def _report(host: str, port: int, index: int, end: int | float) -> set[int]:
 
 
 def _names(processes: set[int]) -> str:
-    return f"process{'es' * (len(processes) > 1)} {', '.join(map(str, sorted(processes)))}"
+    return "" if not processes else f"process{'es' * (len(processes) > 1)} {', '.join(map(str, sorted(processes)))}"
 
 
 # --- keys and values --------------------------------------------------------------------------------------------------

@@ -41,6 +41,14 @@ class RunCopies:
         """Whether there are all that a run directory needs."""
         return self.folder is not None and COPIED[-1] in names_in(self.folder)
 
+    @property
+    def taken_over(self) -> bool:
+        """Whether the run was started with another run directory since it was started with this one."""
+        if self.folder is None or not self.there:
+            return False
+        theirs, own = _owner_of(self.folder), _owner_of(epath.Path(self.run))
+        return theirs is not None and theirs != own
+
     def bring_back(self) -> None:
         """Copy what is there into the run directory. Raises CheckpointError where it cannot be read."""
         if self.folder is not None and self.there:
@@ -67,7 +75,8 @@ class RunCopies:
         if self.folder is not None:
             now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
             who = {"id": self._id, "pid": os.getpid(), "host": socket.gethostname(), "since": now}
-            _write(self.folder / OWNER, json.dumps(who).encode() + b"\n")
+            for folder in (self.folder, epath.Path(self.run)):
+                _write(folder / OWNER, json.dumps(who).encode() + b"\n")
 
     def check_owner(self) -> None:
         """Raise CheckpointError if another start, on this machine or another one, has claimed the directory since."""
@@ -89,6 +98,14 @@ class RunCopies:
             where = "" if self.folder is None else str(self.folder.parent)
             told = f"{type(error).__name__}: {str(error).strip()[:300]}"
             raise CheckpointError(f"checkpoint_dir={where!r} ({told}): check its name, and that {rule}.") from error
+
+
+def _owner_of(folder: epath.Path) -> str | None:
+    """Which start has claimed a directory, as far as it says; also the one whose run directory this is."""
+    try:
+        return json.loads((folder / OWNER).read_bytes())["id"]
+    except Exception:  # there is none, or it cannot be read now
+        return None
 
 
 def _copy(source: epath.Path, target: epath.Path) -> None:

@@ -19,7 +19,7 @@ from eqx_decoders.io.waiting import ON_ENTER, delete_partial, stopped_text
 
 
 # What a run writes into its directory before its first step, or brings back from where its checkpoints are.
-RUN_FILES = ("settings.json", "model.json", "source", "tokenizer", "data", "checkpoints", ".lock")
+RUN_FILES = ("settings.json", "model.json", "source", "tokenizer", "data", "checkpoints", "owner.json", ".lock")
 RUN_FILES += ("metrics.jsonl", "trackers.json")
 
 EXIT_CONFIG = 2

@@ -16,15 +16,16 @@ class Goodput:
     `metrics.jsonl` tell of earlier starts: `run_seconds` is the time of the run up to a row, kept or not. The time
     between two starts, when nothing ran, does not count, nor that of a start that was killed before its first step.
 
-    before: rows of earlier starts. start: the first step to come, from which on rows are not kept.
+    before: rows of earlier starts. start: the first step to come, from which on rows are not kept. begun: when this
+    start began, in seconds since 1970.
     """
 
-    def __init__(self, before: Iterable[MetricsRow] = (), *, start: int = 0):
+    def __init__(self, before: Iterable[MetricsRow] = (), *, start: int = 0, begun: float):
         rows = [row for row in before if "step_seconds" in row]
         self.productive = sum(map(_productive, (row for row in rows if row["step"] < start)))
         told = (row.get("run_seconds", 0.0) for row in rows)
         self._earlier = max((*told, self.productive))
-        self._begun = process_start()
+        self._begun = begun
 
     @property
     def run_seconds(self) -> float:
@@ -43,11 +44,11 @@ def _productive(row: MetricsRow) -> float:
 
 
 class WallTime:
-    """Seconds of this process by what it does, from its start on; what is nested counts for itself alone."""
+    """Seconds of this process by what it does, since it has `begun`; what is nested counts for itself alone."""
 
-    def __init__(self, part: str):
+    def __init__(self, part: str, begun: float):
         self.seconds: dict[str, float] = {}
-        self._part, self._since = part, process_start()
+        self._part, self._since = part, begun
 
     def switch(self, part: str) -> str:
         """From now on it does something else; what it did so far."""
@@ -71,6 +72,16 @@ class WallTime:
         whole = sum(self.seconds.values())
         shares = sorted(((seconds / whole, part) for part, seconds in self.seconds.items()), reverse=True)
         return ", ".join(f"{part} {share:.0%}" for share, part in shares if share >= 0.005)
+
+
+_first = True  # whether no run has begun in this process
+
+
+def run_start() -> float:
+    """When a run that is about to begin in this process has begun: with the process, or now if it had one before."""
+    global _first
+    begun, _first = process_start() if _first else time.time(), False
+    return begun
 
 
 def process_start() -> float:

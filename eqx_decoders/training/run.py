@@ -5,8 +5,11 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +45,7 @@ from eqx_decoders.training.data import (
 )
 from eqx_decoders.training.evaluation import HeldOut, describe_held_out, evaluate_sets, sample_text
 from eqx_decoders.training.flops import device_flops, flops_per_token
-from eqx_decoders.training.goodput import Goodput, WallTime
+from eqx_decoders.training.goodput import Goodput, WallTime, run_start
 from eqx_decoders.training.metrics import MetricsRow, read_metrics
 from eqx_decoders.training.plots import plot_loads, plot_losses
 from eqx_decoders.training.processes import host_rows, place
@@ -51,6 +54,7 @@ from eqx_decoders.training.runs import (
     SOURCE,
     abstract_run,
     check_exports,
+    check_found,
     checkpoints_of,
     export_adapter,
     export_run,
@@ -100,7 +104,7 @@ class Taken(NamedTuple):
     """A step that was given to the devices, and that may not be done yet.
 
     `epochs`: passes over the data so far, also of each source of a mixture, by their names in a row of metrics.
-    `begun` and `waited`: when the host began with it, and for how many seconds the devices waited for its batch.
+    `begun`: when the host began with it.
     """
 
     step: int
@@ -108,13 +112,14 @@ class Taken(NamedTuple):
     routing: Any
     epochs: dict[str, float]
     begun: float
-    waited: float
 
 
 class Run:
     """One process's part of a run. `train` prepares everything, takes the steps and finishes the run."""
 
     def __init__(self, config: TrainConfig):
+        if config.checkpoint_dir is not None and "://" not in config.checkpoint_dir:
+            config = dataclasses.replace(config, checkpoint_dir=os.path.abspath(config.checkpoint_dir))
         self.config = config
         self.dir = Path(config.run_dir)
         self.execution = config.execution()
@@ -130,7 +135,10 @@ class Run:
         self.seconds: collections.deque[float] = collections.deque(maxlen=8)  # of the last steps
         self.tracing = False
         self.step_bytes: int | None = None
-        self.time = WallTime("starting")
+        self.begun = run_start()
+        self.time = WallTime("starting", self.begun)
+        self.waited = 0.0  # seconds for which the devices had no batch, since the metrics of a step were read
+        self.done_at = 0.0  # when the last step was done, as far as it is
 
     def train(self) -> int:
         """The whole run; the exit code."""
@@ -153,6 +161,7 @@ class Run:
             try:
                 self._open_model_and_data(stack)
                 state, start = self._first_state()
+                gather("started")
             except Exception:
                 undo()
                 raise
@@ -160,9 +169,10 @@ class Run:
                 ON_FAILURE.remove(undo)
             self.goodput = self._goodput(start + 1)
             self.metrics = stack.enter_context(contextlib.closing(self._trackers(start + 1)))
+            self._copy()
             try:
                 with Progress(self.config.steps, start=start) as self.progress:
-                    with self.time.doing("steps"):
+                    with self.time.doing("steps"), self._traces():
                         state, step, stopped = self._steps(state, start)
                     self.time.switch("ending")
                     results = {} if stopped else self._evaluate(state.averaged, step)
@@ -170,9 +180,12 @@ class Run:
                 codes = gather("stopped", self.interrupt.exit_code)
                 if self.stop.agreed or any(codes):
                     self._save(step, state)
+                    self.checkpoints.wait()
                     print_status(f"stopped, saved at step {step}")
                     return next(filter(None, codes), EXIT_SIGTERM)
+                self._copy()
                 self._export(state.averaged)
+                self.checkpoints.wait()
             except jax.errors.JaxRuntimeError:
                 wait_for_verdict()
                 raise
@@ -198,10 +211,12 @@ class Run:
         self.copies = RunCopies(self.dir, self.config.checkpoint_dir)
         if self.writes:
             self.copies.try_out()
-        if self.writes and not is_begun(self.dir):
+        if self.writes and (not is_begun(self.dir) or self.copies.taken_over):
             self.copies.bring_back()
         gather("brought back")
         self.config, self.changes = resume_settings(self.config, self.dir)
+        if self.writes:
+            check_found(self.config, self.changes, self.dir)
         config, settings = self.config, self.dir / "settings.json"
         for name, (was, now) in self.changes.items():
             print_status(f"changed: {flag(name)} {_shown(was)} -> {_shown(now)}")
@@ -283,7 +298,7 @@ class Run:
         """The state of the newest checkpoint, or a new one, and the steps that it has taken."""
         config, key = self.config, jax.random.key(self.config.dataset.seed)
         self._describe()
-        if from_first("new", self.checkpoints.latest is None or is_imported(config, self.dir)):
+        if from_first("new", self.writes and (self.checkpoints.latest is None or is_imported(config, self.dir))):
             with Waiting("making the model", kept=self._kept()):
                 model = new_model(config, self.dir, self.execution)
                 state, start = self.trainer.init(model, key=jax.random.fold_in(key, 1)), 0
@@ -320,7 +335,8 @@ class Run:
 
     def _goodput(self, first_step: int) -> Goodput:
         path = self.dir / "metrics.jsonl"
-        return Goodput(read_metrics(path) if self.writes and path.exists() else (), start=first_step)
+        rows = read_metrics(path) if self.writes and path.exists() else ()
+        return Goodput(rows, start=first_step, begun=self.begun)
 
     def _trackers(self, first_step: int) -> Trackers:
         if not self.writes:
@@ -343,7 +359,7 @@ class Run:
                 self._read(state, step)
                 return state, step, True
             begun = time.perf_counter()
-            batch, waited = batch or self._next_batch()
+            batch = batch or self._next_batch()
             self._trace(state, step + 1)
             if self.interrupt.at_once:
                 self._compile(state, batch)
@@ -354,10 +370,11 @@ class Run:
             self.data_state = self.data.get_state()  # before the batch of the next step is taken
             epochs = {f"epochs/{name}": passes for name, passes in self.data.source_epochs().items()}
             epochs["epochs"] = self.data.epochs
-            self.taken.append(Taken(step, metrics, self._routing(metrics), epochs, begun, waited))
+            self.taken.append(Taken(step, metrics, self._routing(metrics), epochs, begun))
             evaluates = config.eval_every and step % config.eval_every == 0 and step < config.steps
             saves = step % config.checkpoint_every == 0 or step == config.steps
-            batch = None if step == config.steps else self._next_batch()
+            # where a checkpoint is due, it comes first: the next batch may be an error
+            batch = None if evaluates or saves else self._next_batch()
             self._read(state, step, behind=0 if evaluates or saves else AHEAD)
             self._trace(state, step + 1)
             if evaluates:
@@ -369,15 +386,23 @@ class Run:
                 self._save(step, state)
         return state, step, False
 
-    def _next_batch(self) -> tuple[Batch, float]:
-        """The next batch on the devices, and the seconds that these waited for it: none, if they had still work."""
+    def _next_batch(self) -> Batch:
+        """The next batch, on the devices. It counts as waiting for data from when these have nothing left to do."""
         begun = time.perf_counter()
+        thread = None
+        if self.taken:
+            thread = threading.Thread(target=self._note_done, args=(self.taken[-1].metrics.loss,), daemon=True)
+            thread.start()
         with self.time.doing("waiting for data"):
             rows = next(self.data)
-        waited = time.perf_counter() - begun
-        last: Any = self.taken[-1].metrics.loss if self.taken else None
-        busy = last is not None and not last.is_ready()
-        return place(rows, self.layout, self.config.dataset.batch_size), 0.0 if busy else waited
+        if thread is None or not thread.is_alive():
+            self.waited += time.perf_counter() - max(begun, self.done_at)
+        return place(rows, self.layout, self.config.dataset.batch_size)
+
+    def _note_done(self, loss: Any) -> None:
+        with contextlib.suppress(Exception):  # of the step; whoever reads its metrics hears of it
+            loss.block_until_ready()
+        self.done_at = time.perf_counter()
 
     def _compile(self, state: TrainState, batch: Batch) -> None:
         waiting = Waiting("compiling the first step", kept=self._kept(), show=self.progress.wait)
@@ -411,6 +436,7 @@ class Run:
         now = time.perf_counter()
         seconds, self.read_at = max(1e-9, now - max(self.read_at, taken.begun)), now
         self.row = self._row(taken, seconds)
+        self.waited = 0.0
         self.metrics.write(self.row)
         self.progress.update(taken.step, self.row)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if taken.metrics.skipped else 0
@@ -419,7 +445,7 @@ class Run:
         metrics = taken.metrics
         names = ("loss", "nll", "accuracy", "tokens", "grad_norm", "learning_rate", "skipped")
         row = {"step": taken.step} | {name: getattr(metrics, name) for name in names}
-        row |= {"step_seconds": seconds, "data_wait": min(1.0, taken.waited / seconds)} | taken.epochs
+        row |= {"step_seconds": seconds, "data_wait": min(1.0, self.waited / seconds)} | taken.epochs
         row |= self.goodput.add(row)
         self.seconds.append(seconds)
         # what was seen can be done: over several steps, since a host that was late reads two at a time
@@ -474,11 +500,26 @@ class Run:
         with self.time.doing("saving"):
             if self.writes:
                 self.copies.check_owner()
-                try:
-                    self.copies.keep(GROWING)
-                except CheckpointError as error:  # the copies are a convenience, the checkpoint is not
-                    print_status(f"warning: {error}")
+            self._copy()
             self.checkpoints.save(step, state, data_state=self.data_state, config=settings_json(self.config))
+
+    @contextlib.contextmanager
+    def _traces(self) -> Iterator[None]:
+        """Around the steps: a trace that is under way where they end is written."""
+        try:
+            yield
+        finally:
+            if self.tracing:
+                jax.profiler.stop_trace()
+                self.tracing = False
+
+    def _copy(self) -> None:
+        """Copy what grows beside checkpoints that are elsewhere: a convenience, which the checkpoint is not."""
+        try:
+            if self.writes:
+                self.copies.keep(GROWING)
+        except CheckpointError as error:
+            print_status(f"warning: {error}")
 
     def _trace(self, state: TrainState, step: int) -> None:
         """Start the profiler before the first step of `profile`, and stop it after the last."""

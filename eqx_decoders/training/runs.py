@@ -26,6 +26,7 @@ from eqx_decoders.families import get_config
 from eqx_decoders.inference.text import TextModel, published_model
 from eqx_decoders.io.chat import JINJA, ChatTemplate, load_chat_template, read_chat_template
 from eqx_decoders.io.checkpoint import Checkpoints, Restored, load_weights
+from eqx_decoders.io.checkpoint_reading import Damaged, together
 from eqx_decoders.io.directory import parse_json
 from eqx_decoders.io.export import check_new_directory, copy_tokenizer, export_config, export_plan, save_hf
 from eqx_decoders.io.files import new_directory, write_atomically, write_json
@@ -130,7 +131,7 @@ def _check_moved(old: TrainConfig, settings: TrainConfig, run: Path, trained: in
     rule = f"checkpoint_dir={settings.checkpoint_dir!r}, but step {trained} of {run} is in {was}"
     there = Checkpoints(now).latest
     check(there is not None and there >= trained, f"{rule}: copy {was} to {now}, or leave checkpoint_dir as it was.")
-    copied = local_copy(now)
+    copied = copied_run(now)
     if copied is not None:
         other = load_settings(copied / "settings.json")
         check_changes(changed_settings(other, settings), now, allowed=settings.allow_changes, trained=True)
@@ -148,7 +149,7 @@ def checkpoints_of(settings: TrainConfig, run_dir: str | Path) -> Checkpoints:
     return Checkpoints(Path(run_dir) / "checkpoints")
 
 
-def local_copy(checkpoint_dir: str) -> Path | None:
+def copied_run(checkpoint_dir: str) -> Path | None:
     """What a run keeps beside its checkpoints as a run directory, until this process ends; None if there is none."""
     if not RunCopies("", checkpoint_dir).there:
         return None
@@ -164,11 +165,34 @@ def local_run(run_dir: str | Path) -> Path:
     """A run directory, of which a copy is made if it is `gs://…`, the directory of the checkpoints of a run."""
     if "://" not in str(run_dir):
         return Path(run_dir)
-    folder = local_copy(str(run_dir))
+    folder = copied_run(str(run_dir))
     if folder is None:
         rule = f"run_dir={str(run_dir)!r} is no checkpoint_dir of a run"
         raise CheckpointError(f"{rule}: it has no run/settings.json. Give the run's directory, or its checkpoint_dir.")
     return folder
+
+
+def begun_run(run_dir: str | Path, checkpoint_dir: str | None) -> Path | None:
+    """Where the files of a run are that was begun: its directory, or a copy of those beside its checkpoints.
+
+    The latter where there is no such directory on this machine, or the run was started on another one since.
+    """
+    run = Path(run_dir)
+    if is_begun(run):
+        checkpoint_dir = checkpoint_dir or load_settings(run / "settings.json").checkpoint_dir
+        if not RunCopies(run, checkpoint_dir).taken_over:
+            return run
+    return None if checkpoint_dir is None else copied_run(checkpoint_dir)
+
+
+def check_found(settings: TrainConfig, changes: Changes, run_dir: str | Path) -> None:
+    """Raise CheckpointError if a run that has taken steps finds nothing of it in its checkpoint_dir: not mounted?"""
+    metrics = Path(run_dir) / "metrics.jsonl"
+    if settings.checkpoint_dir is None or "checkpoint_dir" in changes or not metrics.exists():
+        return
+    there = metrics.stat().st_size == 0 or RunCopies(run_dir, settings.checkpoint_dir).there
+    rule = f"checkpoint_dir={settings.checkpoint_dir!r} is empty, but {run_dir} has saved there"
+    check(there, f"{rule}: is it mounted? To begin anew, choose another run_dir.", CheckpointError)
 
 
 def is_begun(run_dir: str | Path) -> bool:
@@ -256,9 +280,9 @@ def restore_state(checkpoints: Checkpoints, trainer: Trainer, model: Decoder, ke
     A state that was saved without running means begins them at its weights; those that are no longer kept are dropped.
     """
     try:
-        arrays = checkpoints.manifest()["arrays"]
+        arrays = together(checkpoints.manifest)["arrays"]
         saved = dataclasses.replace(trainer, ema_decay=0.5 if _means(arrays) else None)
-    except CheckpointError:  # it is damaged, and `restore` looks for an older one
+    except Damaged:  # `restore` looks for an older one
         saved = trainer
     state, data_state, step = checkpoints.restore(saved.abstract(model, key=key))
     return Restored(trainer.with_ema(state), data_state, step)

@@ -1,6 +1,7 @@
 """Runs whose checkpoints are elsewhere than their run directory: in a bucket, or on another disk."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -91,6 +92,33 @@ def test_the_run_that_was_started_last_has_the_directory(elsewhere, corpus, tmp_
     _, err = begin(tmp_path / "run", corpus, checkpoint_dir=place, code=4)
     assert f"--checkpoint-dir={place!r} is in use by pid" in err and "which was started after this run" in err
     assert Checkpoints(place).steps == (2,)
+
+
+def test_a_machine_that_comes_back_goes_on_from_where_the_other_one_was(elsewhere, corpus, tmp_path):
+    """Its own metrics are not those of the run any more."""
+    place = f"{elsewhere}-back"
+    begin(tmp_path / "one", corpus, checkpoint_dir=place, steps=2)
+    train(tmp_path / "two", checkpoint_dir=place, steps=4)
+    _, err = train(tmp_path / "one", steps=6)
+    assert "resumed at step 4" in err and "changed: --steps 4 -> 6" in err
+    one, two = (steps_of(tmp_path / name) for name in ("one", "two"))
+    assert [row["step"] for row in one] == [1, 2, 3, 4, 5, 6] and one[:4] == two
+    _, err = train(tmp_path / "one")
+    assert "changed" not in err
+
+
+def test_checkpoints_that_are_gone_are_not_begun_anew(corpus, tmp_path):
+    """As on a disk that is not mounted."""
+    place, run = tmp_path / "disk", tmp_path / "run"
+    begin(run, corpus, checkpoint_dir=place / "run", steps=2)
+    rows = steps_of(run)
+    place.rename(tmp_path / "away")
+    _, err = train(run, steps=4, code=4)
+    assert "is empty, but" in err and "is it mounted?" in err and steps_of(run) == rows
+    shutil.rmtree(place)
+    (tmp_path / "away").rename(place)
+    _, err = train(run, steps=4)
+    assert "resumed at step 2" in err
 
 
 def test_checkpoints_that_are_moved_must_be_there_and_the_run_s_own(elsewhere, tmp_path):

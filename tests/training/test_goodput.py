@@ -16,7 +16,6 @@ def clock(monkeypatch):
     """A time that is set by hand; this process began at 1000."""
     now = [1000.0]
     monkeypatch.setattr(goodput.time, "time", lambda: now[0])
-    monkeypatch.setattr(goodput, "process_start", lambda: 1000.0)
     return now
 
 
@@ -25,7 +24,7 @@ def row(step, seconds, **more):
 
 
 def test_goodput_is_the_share_of_the_time_of_steps_that_were_kept(clock):
-    found = Goodput()
+    found = Goodput(begun=1000.0)
     clock[0] = 1010
     assert found.add(row(1, 4.0)) == {"run_seconds": 10, "goodput": 0.4}
     clock[0] = 1020
@@ -35,15 +34,15 @@ def test_goodput_is_the_share_of_the_time_of_steps_that_were_kept(clock):
 def test_earlier_starts_count_and_what_was_lost_with_them_does_not(clock):
     """Steps 1 to 4 were taken in 30 s; the run goes on behind step 2."""
     before = [row(n, 5.0, run_seconds=10.0 + 5 * n) for n in range(1, 5)] + [{"step": 4, "eval_loss": 2.0}]
-    found = Goodput(before, start=3)
+    found = Goodput(before, start=3, begun=1000.0)
     clock[0] = 1010
     assert found.add(row(3, 5.0)) == {"run_seconds": 40, "goodput": 15 / 40}
-    old = Goodput([row(1, 5.0), row(2, 5.0)], start=3)  # of a version that did not write the time
+    old = Goodput([row(1, 5.0), row(2, 5.0)], start=3, begun=1000.0)  # of a version that did not write the time
     assert old.add(row(3, 5.0)) == {"run_seconds": 20, "goodput": 15 / 20}
 
 
 def test_what_is_nested_counts_for_itself(clock):
-    time = WallTime("starting")
+    time = WallTime("starting", 1000.0)
     clock[0] += 10
     with time.doing("steps"):
         clock[0] += 60

@@ -253,11 +253,14 @@ def test_who_is_silent_or_waited_for_is_named(monkeypatch):
     monkeypatch.setattr(processes, "_lost", threading.Event())
     seen = {}
 
-    def after(seconds, *points, silent=()):
+    def after(seconds, *points, silent=(), busy=0):
         """Of the signs of life so many seconds later."""
         now[0] += seconds
         return processes._missed(
-            {who: [0 if who in silent else now[0], point, f"host{who}, pid {who}"] for who, point in enumerate(points)},
+            {
+                who: [0 if who in silent else now[0], [point, busy], f"host{who}, pid {who}"]
+                for who, point in enumerate(points)
+            },
             seen,
         )
 
@@ -269,6 +272,7 @@ def test_who_is_silent_or_waited_for_is_named(monkeypatch):
     assert (
         told["stuck"] == [1] and "process 1 (host1, pid 1) hangs: the others have waited for it for 30m" in told["text"]
     )
+    assert after(1, 8, 5, 8, busy=1) is None, "at something that takes time"
     assert after(1, 8, 6, 8) is None
     after(1, 9, 9, 9, silent=(2,))
     assert after(processes.SILENT, 9, 9, 9, silent=(2,)) is None

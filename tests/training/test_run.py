@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 import sys
+import time
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +18,13 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.config_json import with_fields
-from eqx_decoders.errors import ConfigError
+from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.io.checkpoint import Checkpoints
 from eqx_decoders.io.huggingface import read_config
 from eqx_decoders.io.rundir import RunLock
 from eqx_decoders.io.tokenizer import load_tokenizer
 from eqx_decoders.training import loss as loss_module, step as step_module
+from eqx_decoders.training.batches import Batches
 from eqx_decoders.training.data import DataConfig, make_dataset
 from eqx_decoders.training.evaluation import evaluate
 from eqx_decoders.training.lora import LoRAConfig
@@ -321,6 +323,38 @@ def test_the_devices_do_not_wait_for_the_host(folder):
     assert seen == [*("step", "step", "step", 1, "step", 2, 3, 4, "save"), *("step", "step", 5, 6, "save")]
 
 
+def test_waiting_for_data_is_the_time_in_which_the_devices_have_nothing_to_do(folder):
+    """A slow reader: most of a step's time, in the row of the step within which it was; before the first, too."""
+    real = Batches.__next__
+
+    def slow(self):
+        time.sleep(0.3)
+        return real(self)
+
+    options = QUICK | {"--steps": 6, "--checkpoint-every": 9, "--data": folder / "texts"}
+    with mock.patch.object(Batches, "__next__", slow):
+        call("train", "--run-dir", folder / "slow", *flags(OPTIONS | options))
+    rows = steps_of(folder / "slow")
+    waits = [row["data_wait"] * row["step_seconds"] for row in rows]
+    assert 0.3 < sum(waits) < 2.5 and all(row["data_wait"] <= 1 for row in rows)
+    assert sum(waits) > 0.5 * sum(row["step_seconds"] for row in rows), waits
+
+
+def test_an_error_of_the_data_comes_after_the_checkpoint_that_is_due(folder):
+    real = Batches.__next__
+
+    def torn(self):
+        if self._row >= 4 * 8:
+            raise DataError("row 32 is torn")
+        return real(self)
+
+    options = QUICK | {"--steps": 6, "--data": folder / "texts"}
+    with mock.patch.object(Batches, "__next__", torn):
+        _, err = call("train", "--run-dir", folder / "torn", *flags(OPTIONS | options), code=3)
+    assert "row 32 is torn" in err and Checkpoints(folder / "torn" / "checkpoints").latest == 4
+    assert [row["step"] for row in steps_of(folder / "torn")] == [1, 2, 3, 4]
+
+
 def test_a_run_tells_where_its_time_goes(folder):
     """Of both starts; what was computed twice counts once."""
     options = QUICK | {"--checkpoint-every": 2, "--data": folder / "texts"}
@@ -343,7 +377,7 @@ def test_a_run_tells_where_its_time_goes(folder):
     assert rows[3]["goodput"] == pytest.approx(productive / rows[3]["run_seconds"], rel=1e-6)
     assert all(0 <= row["data_wait"] <= 1 for row in rows)
     share = round(100 * rows[3]["goodput"])
-    assert re.search(rf"time of this process: starting \d+%.*; goodput of the run {share}%", err), err
+    assert re.search(rf"time of this process: .*starting \d+%.*; goodput of the run {share}%", err), err
 
 
 @shows("TrainConfig.mtp_depths", "TrainConfig.bpe_vocab_size")
