@@ -48,7 +48,7 @@ lint: $(STAMP)  ## ruff: style and format
 typecheck: $(STAMP)  ## pyright
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-bench: $(AOT)  ## training step, compile time, decoding, experts, loading, data; a TPU pod (17 minutes, and 2 GB of text twice)
+bench: $(AOT)  ## training step, loop, compile time, decoding, experts, loading, restart, data; a TPU pod (half an hour)
 	$(CPU) $(BIN)/python scripts/bench.py $(ARGS)
 
 clean:  ## remove the environment, caches and runs
