@@ -280,9 +280,18 @@ def test_who_is_silent_or_waited_for_is_named(monkeypatch):
     assert told["silent"] == 1 and "process 2 (host2, pid 2) died, or is heard of no more since 30s" in told["text"]
 
 
+IMPATIENT = """
+import json, sys
+from eqx_decoders.cli import train
+from eqx_decoders.io import processes
+processes.GRACE = 1.0  # seconds to come to the error of the other one
+sys.exit(train.main(["--distributed", *json.loads(sys.argv[2])]))
+"""
+
+
 def test_a_start_that_fails_in_another_process_leaves_nothing_behind(tmp_path):
     run = tmp_path / "run"
-    both = launch(tmp_path, settings(tmp_path) | {"--run-dir": run}, each=({}, {"--seq-len": 32}))
+    both = launch(tmp_path, settings(tmp_path) | {"--run-dir": run}, worker=IMPATIENT, each=({}, {"--seq-len": 32}))
     outputs = finish(both, 100)
     assert [process.returncode for process in both] == [2, 2] and not run.exists(), outputs
     assert all("--seq-len must be the same in all processes" in output for output in outputs), outputs
