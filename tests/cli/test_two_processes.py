@@ -16,6 +16,9 @@ from tests.commands import call, write_corpus
 from tests.training.test_processes import finish, launch
 
 
+pytestmark = pytest.mark.slow
+
+
 PIECE = 3000  # bytes: less than a layer's matrix, or the table
 # Each process: (folder, arguments of the training program as JSON).
 WORKER = f"""
