@@ -169,7 +169,7 @@ def open_tokens(
         plain = {**options, "template": hashes, "path": path, "folder": folders[name].absolute()}
         key = tuple(plain.items())
         store = _in_use.get(key) if may_be_in_use else None
-        found[name] = store or open_store(folders[name], tokenizer, path=path, **options)
+        found[name] = open_store(folders[name], tokenizer, path=path, **options) if store is None else store
         _in_use[key] = found[name]
     return found
 

@@ -66,14 +66,9 @@ def read_source(source: Source, reading: Reading, part: Part | None = None) -> I
 
     Raises DataError for what cannot be read, with the file and, where it is the content, the line.
     """
-    try:
-        for one in _READERS[kind_of(source.file)].read(source, reading, part):
-            if one.text or one.chat or (one.tokens is not None and len(one.tokens)):
-                yield one
-    except EqxDecodersError:
-        raise
-    except Exception as error:  # the packages that read files raise their own kinds
-        raise DataError(f"{source.file} cannot be read: {type(error).__name__}: {error}.") from error
+    with _told(source.file):
+        found = _READERS[kind_of(source.file)].read(source, reading, part)
+        yield from (one for one in found if one.text or one.chat or (one.tokens is not None and len(one.tokens)))
 
 
 def parts_of(source: Source, size: int | None) -> list[Part | None]:
@@ -83,8 +78,20 @@ def parts_of(source: Source, size: int | None) -> list[Part | None]:
         isinstance(source.file, File) and is_compressed(source.file)
     ):
         return [None]
-    cuts = _READERS[kind_of(source.file)].cuts(source.file, size, most)
+    with _told(source.file):
+        cuts = _READERS[kind_of(source.file)].cuts(source.file, size, most)
     return [None] if len(cuts) < 3 else list(itertools.pairwise(cuts))
+
+
+@contextlib.contextmanager
+def _told(file: Place) -> Iterator[None]:
+    """The packages that read files raise errors of their own kinds: DataError with the file for all of them."""
+    try:
+        yield
+    except EqxDecodersError:
+        raise
+    except Exception as error:
+        raise DataError(f"{file} cannot be read: {type(error).__name__}: {error}.") from error
 
 
 def kind_of(file: Place) -> str:

@@ -26,6 +26,7 @@ from eqx_decoders.io.tokenizer import Tokenizer
 from eqx_decoders.io.waiting import Waiting
 from eqx_decoders.training.corpus import held_out_draws, read_documents
 from eqx_decoders.training.counts import Counts, count
+from eqx_decoders.training.document_list import DOCUMENT, open_list
 from eqx_decoders.training.readers import Part, parts_of
 from eqx_decoders.training.shards import Shard, ShardInfo, read_info, write_shard
 from eqx_decoders.training.sources import DATA, HELD_OUT, Entry, Paths, Source, describe_sources, find_sources
@@ -33,7 +34,7 @@ from eqx_decoders.training.tokenise import Job, Recipe, job_of, make_shards, sha
 
 
 FORMAT = 1
-MOST_OPEN = 1024  # shards that are mapped into memory at a time
+MOST_OPEN = 1024  # shards that are mapped into memory at a time; of more there is a list of documents
 FLAGS = {name: "--" + name.replace("_", "-") for name in ("tokenizer", "text_field", "chat_template")}
 TRAIN, OWN = "train:", "held_out:"  # before the names of sources
 
@@ -45,7 +46,7 @@ class TokenStore:
     """
 
     def __init__(self, manifest: Mapping[str, Any], folder: Path):
-        self.manifest = manifest
+        self.manifest, self._folder = manifest, folder
         self._shards: list[tuple[str, str, int]] = [
             (one["source"], one["key"], one["documents"]) for one in _rows(manifest)
         ]
@@ -69,18 +70,18 @@ class TokenStore:
 
     def sizes(self, start: int, stop: int) -> np.ndarray:
         """Tokens of each of the documents from `start` up to `stop`, with its separators, as int64."""
+        if self._list is not None:
+            return self._listed("size", start, stop)
         return self._over(start, stop, lambda number, begin, end: self.shard(number).sizes(begin, end), np.int64)
 
     def is_held_out(self, start: int, stop: int) -> np.ndarray:
         """Whether each of the documents from `start` up to `stop` is held out."""
-
-        def chosen(number: int, begin: int, end: int) -> np.ndarray:
-            if self._shards[number][0].startswith(OWN):
-                return np.ones(end - begin, bool)
-            draws, (below, equal) = self.shard(number).draws[begin:end], self._draws
-            return (draws < below) | (draws == equal) if equal is not None else draws < below
-
-        return self._over(start, stop, chosen, np.bool_)
+        if self._list is None:
+            draws = self._over(start, stop, self._draws_of, np.float64)
+        else:
+            draws = self._listed("draw", start, stop)
+        below, equal = self._draws
+        return (draws < below) | (draws == equal) if equal is not None else draws < below
 
     @property
     def content_hash(self) -> str:
@@ -109,6 +110,31 @@ class TokenStore:
     def shard_count(self) -> int:
         """How many shards there are; `shard(number)` opens one."""
         return len(self._shards)
+
+    def _draws_of(self, number: int, begin: int, end: int) -> np.ndarray:
+        """The draws of some documents of a shard; of held-out data of its own one that is below all others."""
+        own = self._shards[number][0].startswith(OWN)
+        return np.full(end - begin, -1.0) if own else self.shard(number).draws[begin:end]
+
+    @functools.cached_property
+    def _list(self) -> np.ndarray | None:
+        """Sizes and draws of all documents, where there are too many shards to look into each of them."""
+        if len(self._shards) <= MOST_OPEN:
+            return None
+        file = self._folder / f"{_digest(json.dumps([(name[:1], key) for name, key, _ in self._shards]))}.documents"
+        return open_list(file, len(self), map(self._documents_in, range(len(self._shards))))
+
+    def _documents_in(self, number: int) -> np.ndarray:
+        found = np.empty(self._shards[number][2], DOCUMENT)
+        found["size"] = self.shard(number).sizes(0, len(found))
+        found["draw"] = self._draws_of(number, 0, len(found))
+        return found
+
+    def _listed(self, name: str, start: int, stop: int) -> np.ndarray:
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"documents {start} to {stop} of {len(self)}")
+        assert self._list is not None
+        return np.array(self._list[name][start:stop])
 
     def _find(self, document: int | np.integer) -> tuple[Shard, int]:
         if not 0 <= document < len(self):

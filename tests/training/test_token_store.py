@@ -96,6 +96,33 @@ def test_few_files_are_open_at_a_time(corpus, monkeypatch):
     assert all_tokens(store) == all_tokens(build(corpus)) and store.shard.cache_info().currsize == 3
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_list_of_documents_says_what_the_shards_say(corpus, tmp_path, monkeypatch, own):
+    """Of few and of none of a shard, those of held-out data of its own among them."""
+    (corpus / "05.txt").write_text("")
+    lines = "".join(json.dumps({"text": f"record {number}"}) + "\n" for number in range(7))
+    (tmp_path / "v.jsonl").write_text(lines)
+    held_out = {"held_out_path": str(tmp_path / "v.jsonl")} if own else {"held_out_fraction": 0.3}
+    want = build(corpus, **held_out)
+    monkeypatch.setattr("eqx_decoders.training.token_store.MOST_OPEN", 3)
+    held_out["cache_dir"] = tmp_path / "another"
+    store = build(corpus, "other", **held_out)
+    (file,) = (tmp_path / "another" / "tokens").glob("*/*.documents")
+    assert store.manifest["counts"] == want.manifest["counts"] and len(store) == (18 if own else 11)
+    again = build(corpus, "other", **held_out)
+    monkeypatch.setattr("eqx_decoders.training.token_store.Shard", None)  # nor is one opened
+    for start, stop in ((0, len(want)), (3, 9), (4, 4), (len(want) - 1, len(want))):
+        assert again.sizes(start, stop).tolist() == want.sizes(start, stop).tolist()
+        assert again.is_held_out(start, stop).tolist() == want.is_held_out(start, stop).tolist()
+    for wrong in ((0, 99), (-1, 2), (3, 2)):
+        with pytest.raises(IndexError):
+            again.sizes(*wrong)
+    monkeypatch.undo()
+    monkeypatch.setattr("eqx_decoders.training.token_store.MOST_OPEN", 3)
+    file.write_bytes(file.read_bytes()[:-3])
+    assert build(corpus, "other", **held_out).sizes(0, 11).tolist() == want.sizes(0, 11).tolist()
+
+
 def test_what_stores_were_made_of_earlier_is_known_by_the_same_hash(corpus, tmp_path):
     """As they were before there were conversations: with another hash their runs could not be resumed."""
     assert build(corpus).content_hash == "f0dd11016b4d8a2fc1bbf1793d0e7b7c"
