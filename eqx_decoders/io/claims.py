@@ -31,7 +31,7 @@ class Claims:
             claims.release("part 7")
 
     `partial("part 7")` is a file of this claim alone, to be written to and moved away when it is whole: whoever takes
-    the claim over deletes it, and what is `beside` it. Then it is gone when its maker, asleep for so long, moves it.
+    the claim over deletes it, and what is `beside` it. A holder that wakes up after that no longer finds it.
     """
 
     def __init__(self, folder: Path):

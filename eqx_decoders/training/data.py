@@ -25,7 +25,7 @@ from eqx_decoders.training.sources import Paths
 from eqx_decoders.training.token_store import TokenStore, open_sample, open_store
 
 
-# What `make_dataset` opened in this process and is still in use, by all that it was opened with.
+# What `open_tokens` opened in this process and is still in use, by all that it was opened with.
 _in_use: weakref.WeakValueDictionary[tuple[Any, ...], TokenStore] = weakref.WeakValueDictionary()
 
 

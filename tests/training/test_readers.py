@@ -17,7 +17,7 @@ from eqx_decoders.training import hub_datasets, readers
 from eqx_decoders.training.corpus import read_documents
 from eqx_decoders.training.hub_datasets import HubDataset
 from eqx_decoders.training.readers import Reading, parts_of, read_source
-from eqx_decoders.training.sources import Source, as_place, describe, find_sources
+from eqx_decoders.training.sources import Source, as_place, describe, find_sources, is_as_described
 from eqx_decoders.training.token_store import open_store
 from tests.stores import all_tokens
 
@@ -312,3 +312,15 @@ def test_remote_files_that_are_needed_here_are_copied_to_where_they_are_deleted(
         assert copy.exists()
         found.close()
         assert not copy.exists()
+
+
+def test_whether_a_remote_file_is_another_one_meanwhile_is_told_by_its_checksum(memory, monkeypatch):
+    memory.pipe_file("/a.txt", b"x")
+    file, told = remote.RemoteFile("memory://a.txt"), ["one"]
+    monkeypatch.setattr(remote.RemoteFile, "checksum", property(lambda self: told[-1]))
+    digest = describe(file)["hash"]
+    assert is_as_described(file, digest, None)
+    told.append("two")
+    assert not is_as_described(file, digest, None)
+    told.append(None)  # nothing is said: it would have to be read once more
+    assert is_as_described(file, digest, None)

@@ -436,13 +436,14 @@ def test_one_separator_is_enough(corpus, bos, eos, first, last):
     assert {(int(store[i][0]), int(store[i][-1])) for i in range(len(store))} == {(first, last)}
 
 
-def test_held_out_tokens_count_their_bytes(tmp_path):
+@pytest.mark.parametrize("fraction", [0.3, 1.0])
+def test_held_out_tokens_count_their_bytes(tmp_path, fraction):
     packed = np.concatenate([np.append(BYTES.encode(f"naïve text {i} 🙂"), 257) for i in range(30)])
     np.save(tmp_path / "a.npy", packed.astype(np.uint16))
-    store = open_store(tmp_path / "run", BYTES, path=str(tmp_path / "a.npy"), held_out_fraction=0.3)
+    store = open_store(tmp_path / "run", BYTES, path=str(tmp_path / "a.npy"), held_out_fraction=fraction)
     counts = store.counts("held_out")
     assert counts.bytes == sum(len(BYTES.decode(store[i]).encode()) for i in documents_of(store, "held_out")) > 0
-    assert counts.gzip_nats_per_byte > 0 and store.counts("train").bytes is None
+    assert counts.gzip_nats_per_byte > 0 and store.counts("train").bytes == (None if fraction < 1 else 0)
 
 
 def test_held_out_documents_without_text_have_no_baseline(tmp_path):
