@@ -34,7 +34,7 @@ from eqx_decoders.families.shape import Shape
 from eqx_decoders.io.tokenizer import load_tokenizer, train_bpe
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.grouped import grouped_products
-from eqx_decoders.training.batches import Batch, Batches, Part
+from eqx_decoders.training.batches import Batch, Batches, Corpus
 from eqx_decoders.training.corpus import read_documents
 from eqx_decoders.training.counts import Counts
 from eqx_decoders.training.data import DataConfig
@@ -344,7 +344,7 @@ def plan(documents: int) -> dict[str, float]:
     """Batches of 256 x 2048 of so many documents, whose tokens are not read: seconds, rows a second, memory."""
     seconds, corpus = {}, EndlessCorpus(documents)
     with tempfile.TemporaryDirectory() as folder:
-        part = Part("", corpus, False, Path(folder))  # pyright: ignore[reportArgumentType]
+        part = Corpus("", corpus, False, Path(folder))  # pyright: ignore[reportArgumentType]
         settings = {"split": "train", "rows": range(256), "batch_size": 256, "seq_len": 2048, "seed": 0, "pack": True}
         for what in ("count", "open"):
             begin = time.perf_counter()

@@ -1,8 +1,9 @@
 """Who does what of a list of work, among all processes that share a directory: each piece once, also after a kill.
 
-A claim is a file that its maker creates exclusively and touches every few seconds as long as it is at work. One that
-has not been touched for `LEASE` seconds, or whose process has ended on this machine, may be taken over. Times are those
-of the file system, which all machines share: a file of one's own, touched, tells what time it is there.
+A claim is a file that its maker creates exclusively and touches every few seconds as long as it is at work. One whose
+process has ended on this machine may be taken over, and so may one of another machine (or one of which that can't be
+told) that has not been touched for `LEASE` seconds. Times are those of the file system, which all machines share: a
+file of one's own, touched, tells what time it is there.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ class Claims:
             claims.release("part 7")
 
     `partial("part 7")` is a file of this claim alone, to be written to and moved away when it is whole: whoever takes
-    the claim over deletes it.
+    the claim over deletes it, and what is `beside` it. A holder that wakes up after that no longer finds it.
     """
 
     def __init__(self, folder: Path):
@@ -66,7 +67,7 @@ class Claims:
         """Give a claim up, and delete what is unfinished."""
         with self._lock:
             self._held.discard(name)
-        self.partial(name).unlink(missing_ok=True)
+        _delete(self.partial(name))
         if _read(self._path(name)).get("word") == self._word:
             self._path(name).unlink(missing_ok=True)
 
@@ -103,14 +104,15 @@ class Claims:
                 if not self._is_dead(path):
                     return False
                 if word := _read(path).get("word"):
-                    path.with_name(f"{path.name.removesuffix('.claim')}.{word}.partial").unlink(missing_ok=True)
+                    _delete(path.with_name(f"{path.name.removesuffix('.claim')}.{word}.partial"))
                 path.unlink(missing_ok=True)
             return self._create(path)
 
     def _is_dead(self, path: Path) -> bool:
         who = _read(path)
-        if who.get("machine") == _machine() and not _is_alive(who.get("pid"), who.get("started")):
-            return True
+        alive = _is_alive(who.get("pid"), who.get("started")) if who.get("machine") == _machine() else None
+        if alive is not None:
+            return not alive  # however long it has been asleep
         try:
             return self._now() - path.stat().st_mtime > LEASE
         except FileNotFoundError:
@@ -129,6 +131,16 @@ class Claims:
                 for name in self._held:
                     with contextlib.suppress(OSError):
                         os.utime(self._path(name))
+
+
+def beside(partial: Path) -> Path:
+    """A second file of the same claim, for what is not to be moved away."""
+    return partial.with_suffix(".beside")
+
+
+def _delete(partial: Path) -> None:
+    for path in (partial, beside(partial)):
+        path.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> dict[str, object]:
@@ -153,17 +165,18 @@ def _machine() -> str:
     return " ".join(parts)
 
 
-def _is_alive(pid: object, started: object) -> bool:
-    """Whether a process of this machine lives, as far as that can be told."""
+def _is_alive(pid: object, started: object) -> bool | None:
+    """Whether a process of this machine lives; None if that cannot be told."""
     if not isinstance(pid, int) or sys.platform == "win32":  # where a signal 0 would end it
-        return True
+        return None
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:
-        return True
-    return _started(pid) in (None, started)  # otherwise another one has got its number
+    except OSError:  # another user's
+        pass
+    now = _started(pid)
+    return None if now is None or started is None else now == started  # else another one has got its number
 
 
 def _started(pid: int) -> str | None:

@@ -1,6 +1,7 @@
 """Files and directories that are there whole or not at all."""
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -9,7 +10,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from eqx_decoders.errors import check
+from eqx_decoders.errors import DataError, check
+
+
+CACHE = "EQX_DECODERS_CACHE"  # the variable that names the directory of `cache_directory`
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -32,6 +37,20 @@ def write_json(path: Path, content: Mapping[str, Any], *, sort_keys: bool = Fals
 
 
 @contextlib.contextmanager
+def writing_to(cache: Path) -> Iterator[None]:
+    """Around what writes into `cache`, or a folder in it: DataError where that fails, with the remedy."""
+    try:
+        yield
+    except OSError as error:
+        where = str(error.filename or "")
+        if error.errno not in FULL and not where.startswith(str(cache)):
+            raise
+        told = f"{where or cache} cannot be written: {error.strerror or error}"
+        remedy = "Make room there, or give a directory that you may write: --cache-dir (DataConfig.cache_dir)"
+        raise DataError(f"{told}. {remedy}.") from error
+
+
+@contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
     """A directory to be filled, which is moved to `path` when the block ends without an error."""
     partial = path.with_name(f"{path.name}.partial")
@@ -46,9 +65,9 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 def cache_directory(given: str | Path | None = None) -> Path:
     """Where this library keeps what all runs share: `given`, $EQX_DECODERS_CACHE, or the user's folder for caches."""
-    own = given or os.environ.get("EQX_DECODERS_CACHE")
+    own, named = given or os.environ.get(CACHE), "DataConfig.cache_dir" if given else f"${CACHE}"
     local = "://" not in str(own)
-    check(local, f"DataConfig.cache_dir={str(own)!r} must be a directory of a file system: tokens are mapped from it.")
+    check(local, f"{named}={str(own)!r} must be a directory of a file system: tokens are mapped from it.")
     if own:
         return Path(own).expanduser().resolve()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eqx_decoders"

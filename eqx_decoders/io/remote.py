@@ -23,7 +23,8 @@ BUFFER = 1 << 20
 WITHOUT_LISTS = ("http", "https")  # servers that do not say which files they have
 
 # What says that the content is the same, by the names that file systems give it.
-CHECKSUMS = ("md5Hash", "Content-MD5", "crc32c", "ETag", "etag", "blob_id")
+ETAGS = ("ETag", "etag")
+CHECKSUMS = ("md5Hash", "Content-MD5", "crc32c", *ETAGS, "blob_id")
 
 # Errors that another try does not help: the file, or the request for it, is not as it must be.
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, NotImplementedError)
@@ -76,11 +77,17 @@ class RemoteFile:
 
     @property
     def checksum(self) -> str | None:
-        """What its file system says of its content, with the size; None if it says nothing that can be relied on."""
+        """What its file system says of its content, with the size; None if it says nothing that can be relied on.
+
+        An ETag of a web server tells versions of one file apart, not files: then the address is part of it.
+        """
         info = self._info()
         given = ((name, str(info[name])) for name in CHECKSUMS if info.get(name))
         name, value = next(given, ("", "W/"))
-        return None if value.startswith("W/") else f"{info.get('size')} {name} {value}"  # W/: only about the same
+        if value.startswith("W/"):  # only about the same
+            return None
+        where = f"{self.url} " if urlsplit(self.url).scheme in WITHOUT_LISTS and name in ETAGS else ""
+        return f"{where}{info.get('size')} {name} {value}"
 
     def open(self, mode: str = "rb") -> io.BufferedReader:
         """Its bytes as a stream, which can be moved in where the size is known."""
@@ -137,13 +144,18 @@ def find_remote(path: str, flag: str) -> tuple[str | None, list[RemoteFile]]:
 
 
 @contextlib.contextmanager
-def local_copy(file: "Path | RemoteFile") -> Iterator[Path]:
-    """The file on this machine, for readers that need it there; a copy of a remote one is deleted afterwards."""
+def local_copy(file: "Path | RemoteFile", target: Path | None = None) -> Iterator[Path]:
+    """The file on this machine, for readers that need it there; a copy of a remote one is deleted afterwards.
+
+    target: the copy, where somebody will delete it if this process is killed; None: in the folder for temporary files.
+    """
     if isinstance(file, Path):
         yield file
         return
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder, file.name)
+    with contextlib.ExitStack() as stack:
+        if target is None:
+            target = Path(stack.enter_context(tempfile.TemporaryDirectory()), file.name)
+        stack.callback(target.unlink, missing_ok=True)
         with file.open() as stream, target.open("wb") as out:
             shutil.copyfileobj(stream, out, BUFFER)
         yield target

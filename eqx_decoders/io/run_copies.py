@@ -1,8 +1,9 @@
 """What is small of a run, copied beside checkpoints that are elsewhere than its run directory.
 
 Where checkpoints are in a bucket, a machine that is lost takes the run directory with it. With these copies a new one
-goes on: settings, model, tokenizer and metrics are brought back, tokens are made again. A file there names the start
-of the run that saves into the directory; the lock of a run directory is not seen by other machines.
+goes on: settings, model, tokenizer, metrics and which data are trained on are brought back, tokens are made again. A
+file there names the start of the run that saves into the directory; the lock of a run directory is not seen by other
+machines.
 """
 
 import contextlib
@@ -23,7 +24,8 @@ from eqx_decoders.io.files import write_atomically
 
 FOLDER = "run"  # in the directory of the checkpoints
 GROWING = ("metrics.jsonl", "trackers.json")
-COPIED = ("model.json", "source", "tokenizer", *GROWING, "settings.json")  # the last one says that the others are there
+COPIED = ("model.json", "source", "tokenizer", "data", *GROWING, "settings.json")  # with the last one all are there
+ONLY = {"data": "manifest.json"}  # the one kind of files that is copied of a directory
 OWNER = "owner.json"
 PROBE = "probe"
 
@@ -54,14 +56,14 @@ class RunCopies:
         if self.folder is not None and self.there:
             with self._told("you may read there"):
                 for name in COPIED:
-                    _copy(self.folder / name, epath.Path(self.run / name))
+                    _copy(self.folder / name, epath.Path(self.run / name), ONLY.get(name))
 
     def keep(self, names: tuple[str, ...] = COPIED) -> None:
         """Copy these from the run directory. Raises CheckpointError where they cannot be written."""
         if self.folder is not None:
             with self._told("you may write there"):
                 for name in names:
-                    _copy(epath.Path(self.run / name), self.folder / name)
+                    _copy(epath.Path(self.run / name), self.folder / name, ONLY.get(name))
 
     def try_out(self) -> None:
         """Raise CheckpointError if nothing can be written there: now, not after the tokens of the run were made."""
@@ -108,13 +110,13 @@ def _owner_of(folder: epath.Path) -> str | None:
         return None
 
 
-def _copy(source: epath.Path, target: epath.Path) -> None:
-    """A file or a directory of files; nothing if there is none."""
+def _copy(source: epath.Path, target: epath.Path, only: str | None = None) -> None:
+    """A file or a directory of files, or of those with the name `only`; nothing if there is none."""
     if source.is_dir():
         for path in source.iterdir():
             if path != source:
-                _copy(path, target / path.name)
-    elif source.exists():
+                _copy(path, target / path.name, only)
+    elif source.exists() and only in (None, source.name):
         _write(target, source.read_bytes())
 
 

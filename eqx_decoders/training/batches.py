@@ -23,6 +23,7 @@ corpus that has any, documents of up to `seq_len` tokens are never cut: whole do
 ones are cut into pieces that overlap by one token; a piece may hold no target at all.
 """
 
+import contextlib
 import functools
 import sys
 import threading
@@ -59,8 +60,8 @@ class Batch(eqx.Module):
     loss_mask: Float[AnyArray, "batch length"] | Bool[AnyArray, "batch length"] | None = None
 
 
-class Part(NamedTuple):
-    """A corpus of which batches are made, and which side of its split. folder: where its tokens are."""
+class Corpus(NamedTuple):
+    """What batches are made of, and which side of its split. folder: of the run, with the manifest of its tokens."""
 
     name: str
     store: TokenStore
@@ -84,7 +85,7 @@ class Batches:
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[Corpus],
         *,
         split: str,
         rows: Sequence[int],
@@ -100,13 +101,10 @@ class Batches:
             where = f"the split {split!r} of the data{part.name and f' {part.name!r}'} is empty"
             check(part.counts.documents > 0, f"{where}: {remedy}.", DataError)
         self.parts = tuple(parts)
-        self.mixture = Mixture(weights) if weights else None
+        self.mixture = Mixture.of_weights(weights) if weights else None
         self._split, self._rows, self._batch_size = split, rows, batch_size
         self._seq_len, self._seed, self._pack = seq_len, seed, pack
-        self._since, self._before = (
-            0,
-            [0] * len(parts),
-        )  # the row at which weights changed, and what was taken till then
+        self._since, self._before = 0, [0] * len(parts)  # the row of the last change of weights, and what was taken
         self._planning = threading.Lock()
         self._row = 0
         self._iterator: Any = None
@@ -166,7 +164,10 @@ class Batches:
         With other weights each source of a mixture goes on where it was. Raises DataError if the sequences of `state`
         are others than these.
         """
-        pairs = {key: (state.get(key), now) for key, now in self._identity().items()}
+        identity = self._identity()
+        if "order" not in state:  # of an earlier version
+            del identity["order"]
+        pairs = {key: (state.get(key), now) for key, now in identity.items()}
         changes = [f"{key} was {old!r} and is {now!r}" for key, (old, now) in pairs.items() if old != now]
         remedy = "go on with the data and settings of the checkpoint, or start another run directory"
         check(not changes, f"the checkpoint's data differ: {'; '.join(changes)}: {remedy}.", DataError)
@@ -175,7 +176,7 @@ class Batches:
         if self.mixture is not None:
             self._since, self._before = int(state["since"]), list(state["before"])
             if state["parts"] != self.mixture.parts:
-                old = Mixture([Fraction(part) for part in state["parts"]])
+                old = Mixture(state["parts"])
                 self._before = self._taken(old)
                 self._since = self._row
         size = state.get("block", len(self.parts[0].store))  # earlier versions planned the corpus as a whole
@@ -191,7 +192,8 @@ class Batches:
     @property
     def rows_per_epoch(self) -> int:
         """Sequences of a pass over the data; of a mixture, over each source once."""
-        with self._planning:
+        counted = self._split == "train"  # from the start: it is asked after each step, and must not wait for a plan
+        with contextlib.nullcontext() if counted else self._planning:
             return sum(plan.per_epoch for plan in self._plans)
 
     @property
@@ -231,9 +233,13 @@ class Batches:
         return [old + new for old, new in zip(self._before, since, strict=True)]
 
     def _identity(self) -> dict[str, Any]:
-        hashes = [part.store.content_hash for part in self.parts]
+        found = {
+            "data": [part.store.content_hash for part in self.parts],
+            "order": [part.store.order_hash for part in self.parts],
+        }
         settings = {"seed": self._seed, "seq_len": self._seq_len, "pack": self._pack}
-        return {"split": self._split, "data": hashes[0] if self.mixture is None else hashes, **settings}
+        named = {name: hashes[0] if self.mixture is None else hashes for name, hashes in found.items()}
+        return {"split": self._split, **named, **settings}
 
     def _start(self) -> Any:
         try:

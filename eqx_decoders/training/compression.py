@@ -9,14 +9,14 @@ class Gzip:
 
     def __init__(self):
         self._compressor = zlib.compressobj(9, zlib.DEFLATED, 31)
-        self._read = self._written = 0
+        self.read = self._written = 0  # bytes
 
     def add(self, content: bytes) -> None:
         """Compress the next bytes."""
-        self._read += len(content)
+        self.read += len(content)
         self._written += len(self._compressor.compress(content))
 
     def nats_per_byte(self) -> float | None:
         """`8 ln 2 · compressed bytes / bytes`, None if there were no bytes; ends the stream."""
         self._written += len(self._compressor.flush())
-        return 8 * math.log(2) * self._written / self._read if self._read else None
+        return 8 * math.log(2) * self._written / self.read if self.read else None

@@ -35,7 +35,10 @@ def held_out_rule(documents: Iterable[Document], fraction: float) -> Callable[[D
 
 
 def held_out_draws(fraction: float, smallest: float, largest: float) -> tuple[float, float | None]:
-    """Of documents whose draws are between these: held out are those that draw less than the first, or the second."""
-    if fraction <= 0 or smallest < fraction <= largest:
+    """Of documents whose draws are between these: held out are those that draw less than the first, or the second.
+
+    Of a fraction of 1 that is all, also of few.
+    """
+    if fraction <= 0 or fraction >= 1 or smallest < fraction <= largest:
         return fraction, None
     return 0.0, None if smallest >= largest else smallest

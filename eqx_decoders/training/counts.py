@@ -34,6 +34,7 @@ class Counts(NamedTuple):
     targets: int
     bytes: int | None
     gzip_nats_per_byte: float | None = None
+    gzip_bytes: int | None = None  # of the text that gzip got; None in counts of earlier versions
 
 
 def count(store: "TokenStore", jobs: Sequence[Job] | None, recipe: Recipe) -> dict[str, dict[str, Any]]:
@@ -50,7 +51,7 @@ def count(store: "TokenStore", jobs: Sequence[Job] | None, recipe: Recipe) -> di
         texts: Iterable[bytes] = ()
         if jobs is not None and compressed:
             texts = _texts(jobs[number], recipe, held_out)
-            read += jobs[number].size or 0
+            read += jobs[number].size or shard.info.bytes or 4 * shard.info.tokens
         elif known[1] is None:
             texts = _decoded(shard, recipe.tokenizer, held_out)
         length = 0
@@ -60,11 +61,11 @@ def count(store: "TokenStore", jobs: Sequence[Job] | None, recipe: Recipe) -> di
                 gzip.add(text)
         known[1] = length if known[1] is None else known[1]
         sizes = [None if one is None or more is None else one + more for one, more in zip(sizes, known, strict=True)]
-    nats = [None, gzip.nats_per_byte() if totals[1, 0] and jobs is not None else None]
-    rows = zip(SPLITS, totals.tolist(), sizes, nats, strict=True)
+    baselines = [(None, None), (gzip.nats_per_byte(), gzip.read) if totals[1, 0] and jobs is not None else (None, None)]
+    rows = zip(SPLITS, totals.tolist(), sizes, baselines, strict=True)
     return {
-        split: Counts(documents, tokens, targets, size, nat)._asdict()
-        for split, (documents, tokens, targets), size, nat in rows
+        split: Counts(documents, tokens, targets, size, *baseline)._asdict()
+        for split, (documents, tokens, targets), size, baseline in rows
     }
 
 

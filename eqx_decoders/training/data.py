@@ -1,10 +1,12 @@
 """What is trained on and evaluated with, by the settings: tokenizer, tokens, and the `Batches` made of them.
 
-Tokens are made once, in `cache_dir`: those of a corpus in the directory itself, of a mixture in `train/<source>`, of
-held-out data that are corpora of their own in `held_out/<name>`.
+Tokens are made once, in the cache that runs share (`DataConfig.cache_dir`). A run's `folder` keeps which they are, in a
+manifest for each corpus: in the folder itself, for a mixture in `train/<source>`, for held-out data that are corpora of
+their own in `held_out/<name>`.
 """
 
 import dataclasses
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,17 @@ from eqx_decoders.io.chat import ChatTemplate, read_chat_template
 from eqx_decoders.io.files import new_directory
 from eqx_decoders.io.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from eqx_decoders.io.waiting import Waiting
-from eqx_decoders.training.batches import Batches, Part
+from eqx_decoders.training.batches import Batches, Corpus
 from eqx_decoders.training.chats import render_documents
 from eqx_decoders.training.corpus import held_out_rule, read_documents
 from eqx_decoders.training.counts import SPLITS
 from eqx_decoders.training.mixture import find_mixture, find_sets
-from eqx_decoders.training.sources import HELD_OUT, Paths, find_sources
+from eqx_decoders.training.sources import Paths
 from eqx_decoders.training.token_store import TokenStore, open_sample, open_store
+
+
+# What `open_tokens` opened in this process and is still in use, by all that it was opened with.
+_in_use: weakref.WeakValueDictionary[tuple[Any, ...], TokenStore] = weakref.WeakValueDictionary()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,31 +123,33 @@ def prepare_tokenizer(folder: Path, spec: str, config: DataConfig, vocab_size: i
     return tokenizer
 
 
-def token_folders(config: DataConfig, cache_dir: str | Path) -> Mapping[str, Path]:
-    """Where the tokens of each source of a mixture are made, by its name; for what is no mixture "" and `cache_dir`."""
+def token_folders(config: DataConfig, folder: str | Path) -> Mapping[str, Path]:
+    """Where the manifest of each source of a mixture is, by its name; for what is no mixture "" and `folder`."""
     names = [one.name for one in find_mixture(config.path)]
-    return {name: Path(cache_dir) / "train" / name for name in names} or {"": Path(cache_dir)}
+    return {name: Path(folder) / "train" / name for name in names} or {"": Path(folder)}
 
 
-def held_out_folders(config: DataConfig, cache_dir: str | Path) -> Mapping[str, Path]:
-    """The same of the held-out sets: `cache_dir` or that of their source, unless they are files of their own."""
+def held_out_folders(config: DataConfig, folder: str | Path) -> Mapping[str, Path]:
+    """The same of the held-out sets: `folder` or that of their source, unless they are files of their own."""
     if not config.evaluates:
         return {}
-    own = {name: Path(cache_dir) / "held_out" / (name or "all") for name in _own_sets(config)}
-    return own or token_folders(config, cache_dir)
+    own = {name: Path(folder) / "held_out" / (name or "all") for name in _own_sets(config)}
+    return own or token_folders(config, folder)
 
 
 def open_tokens(
     config: DataConfig,
     tokenizer: Tokenizer,
-    cache_dir: str | Path,
+    folder: str | Path,
     *,
     template: ChatTemplate | None = None,
     most: int | None = None,
+    may_be_in_use: bool = False,
 ) -> Mapping[str, TokenStore]:
     """The tokens of each source, made if they are not in the cache (see `open_store`); its folder keeps which they are.
 
-    With `most`, those of so many documents, in the folders themselves (see `open_sample`).
+    With `most`, those of so many documents, in the folders themselves (see `open_sample`). `may_be_in_use`: stores that
+    this process has open are taken as they are, and their sources not asked once more.
     """
     paths: dict[str, Paths] = {one.name: one.path for one in find_mixture(config.path)} or {"": config.path}
     apart = bool(_own_sets(config))
@@ -151,11 +159,19 @@ def open_tokens(
         "text_field": config.text_field,
         "template": template,
     }
-    folders = token_folders(config, cache_dir)
+    folders = token_folders(config, folder)
     if most is not None:
         return {name: open_sample(folders[name], tokenizer, most, path=paths[name], **options) for name in paths}
     options["cache_dir"] = config.cache_dir
-    return {name: open_store(folders[name], tokenizer, path=paths[name], **options) for name in paths}
+    found = {}
+    for name, path in paths.items():
+        hashes = tokenizer.content_hash, None if template is None else template.content_hash
+        plain = {**options, "template": hashes, "path": path, "folder": folders[name].absolute()}
+        key = tuple(plain.items())
+        store = _in_use.get(key) if may_be_in_use else None
+        found[name] = open_store(folders[name], tokenizer, path=path, **options) if store is None else store
+        _in_use[key] = found[name]
+    return found
 
 
 def _own_sets(config: DataConfig) -> Mapping[str, Paths]:
@@ -170,7 +186,7 @@ def make_dataset(
     config: DataConfig,
     tokenizer: Tokenizer,
     *,
-    cache_dir: str | Path,
+    folder: str | Path,
     split: str = "train",
     rows: Sequence[int] | None = None,
     template: ChatTemplate | None = None,
@@ -179,7 +195,7 @@ def make_dataset(
 
     In a run of several processes each takes its own `host_rows(layout, batch_size)`. "train" never ends and is in
     another order in each epoch; "held_out" is one pass, its last batch filled up with padding. The tokens are made
-    once, in `DataConfig.cache_dir`, and mapped into memory; the folder `cache_dir` keeps which they are (see
+    once, in `DataConfig.cache_dir`, and mapped into memory; `folder`, of the run, keeps which they are (see
     `open_store`). `template` writes conversations as texts.
 
     Raises ConfigError for rows that a batch does not have or several held-out sets, DataError if the data cannot be
@@ -188,13 +204,13 @@ def make_dataset(
     check_word("split", split, SPLITS)
     rows = _checked_rows(config, rows)
     if split == "held_out":
-        sets = make_held_out_sets(config, tokenizer, cache_dir=cache_dir, rows=rows, template=template)
+        sets = make_held_out_sets(config, tokenizer, folder=folder, rows=rows, template=template)
         check(len(sets) > 0, "there is no held-out data: DataConfig.held_out_fraction=0 and no held_out_path.")
         check(len(sets) == 1, f"there are several held-out sets, {', '.join(sets)}: use make_held_out_sets.")
         return next(iter(sets.values()))
-    folders = token_folders(config, cache_dir)
-    stores = open_tokens(config, tokenizer, cache_dir, template=template)
-    parts = [Part(name, store, held_out=False, folder=folders[name]) for name, store in stores.items()]
+    folders = token_folders(config, folder)
+    stores = open_tokens(config, tokenizer, folder, template=template)
+    parts = [Corpus(name, store, held_out=False, folder=folders[name]) for name, store in stores.items()]
     return _batches(config, parts, split, rows, weights=[one.weight for one in find_mixture(config.path)])
 
 
@@ -202,28 +218,29 @@ def make_held_out_sets(
     config: DataConfig,
     tokenizer: Tokenizer,
     *,
-    cache_dir: str | Path,
+    folder: str | Path,
     rows: Sequence[int] | None = None,
     template: ChatTemplate | None = None,
 ) -> dict[str, Batches]:
-    """The batches of each held-out set by its name, which is "" where there is one without; see `make_dataset`."""
+    """The batches of each held-out set by its name, which is "" where there is one without; see `make_dataset`.
+
+    Those of data that `make_dataset` has open in this process, in the same `folder`, are of the same tokens.
+    """
     rows = _checked_rows(config, rows)
     if not config.evaluates:
         return {}
-    own = _own_sets(config)
+    own, folders = _own_sets(config), held_out_folders(config, folder)
     if own:
-        for paths in own.values():
-            find_sources(paths, HELD_OUT)  # whose errors name that flag
-        options: dict[str, Any] = {"text_field": config.text_field, "template": template, "held_out_fraction": 0.0}
-        folders = held_out_folders(config, cache_dir)
+        options: dict[str, Any] = {"text_field": config.text_field, "template": template, "held_out_fraction": 1.0}
+        options["cache_dir"] = config.cache_dir
         stores = {name: open_store(folders[name], tokenizer, path=paths, **options) for name, paths in own.items()}
     else:
-        folders, stores = token_folders(config, cache_dir), open_tokens(config, tokenizer, cache_dir, template=template)
-    parts = [Part(name, store, held_out=not own, folder=folders[name]) for name, store in stores.items()]
+        stores = open_tokens(config, tokenizer, folder, template=template, may_be_in_use=True)
+    parts = [Corpus(name, store, held_out=True, folder=folders[name]) for name, store in stores.items()]
     return {part.name: _batches(config, [part], "held_out", rows) for part in parts}
 
 
-def _batches(config: DataConfig, parts: Sequence[Part], split: str, rows: Sequence[int], **options: Any) -> Batches:
+def _batches(config: DataConfig, parts: Sequence[Corpus], split: str, rows: Sequence[int], **options: Any) -> Batches:
     sizes = {"batch_size": config.batch_size, "seq_len": config.seq_len}
     return Batches(parts, split=split, rows=rows, seed=config.seed, pack=config.pack, **sizes, **options)
 

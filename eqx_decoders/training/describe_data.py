@@ -13,7 +13,7 @@ from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, 
 from eqx_decoders.training.data import open_tokens, token_folders, training_texts
 from eqx_decoders.training.runs import SOURCE, resume_settings, run_template
 from eqx_decoders.training.settings import TrainConfig
-from eqx_decoders.training.token_store import TokenStore, is_made
+from eqx_decoders.training.token_store import TRAIN, TokenStore, is_made
 from eqx_decoders.training.tokenise import Recipe
 
 
@@ -40,7 +40,7 @@ def describe_data(settings: TrainConfig, *, colours: bool = False) -> str:
             chosen = itertools.islice(_documents(store), SHOWN)
             parts += [f"=== {name} ==="] * bool(name)
             parts += [_document(store, tokenizer, document, MARKS[colours]) for document in chosen]
-            parts.append(_counts(store, data.seq_len, not made and len(store) >= MOST))
+            parts.append(_counts(store, data.seq_len, None if made else MOST))
         return "\n\n".join(parts)
 
 
@@ -87,16 +87,11 @@ def _document(store: TokenStore, tokenizer: Tokenizer, document: int, marks: tup
     return f"--- document {document}: {len(tokens):,} tokens, {int(targets.sum()):,} targets ---\n{text}{rest}"
 
 
-def _trained(store: TokenStore) -> Iterator[np.ndarray]:
-    """The numbers of the documents that are trained on, some at a time."""
-    for start in range(0, len(store), AT_ONCE):
-        yield start + np.flatnonzero(~store.is_held_out(start, min(start + AT_ONCE, len(store))))
-
-
-def _counts(store: TokenStore, seq_len: int, cut_short: bool) -> str:
-    counts = store.counts("train")
+def _counts(store: TokenStore, seq_len: int, most: int | None) -> str:
+    """How much there is, in a store of `most` documents (None: of all), those of held-out data of its own left out."""
+    counts, read = store.counts("train"), store.documents_of(TRAIN)
     share = f"{counts.targets:,} of them targets ({counts.targets / max(counts.tokens, 1):.1%})"
-    first = f", of the first {len(store):,}" * cut_short
+    first = f", of the first {read:,}" * (most is not None and read >= most)
     lines = [f"{counts.documents:,} documents to train on{first}, {counts.tokens:,} tokens, {share}"]
     if store.has_targets:
         parts = [store.sizes(*part)[~store.is_held_out(*part)] for part in _ranges(store)]

@@ -53,7 +53,10 @@ def describe_held_out(name: str, result: HeldOut, counts: Sequence[Counts]) -> l
         rates = [one.gzip_nats_per_byte for one in counts]
         if None not in rates:
             rate = sum(count * (rate or 0) for count, rate in zip(sizes, rates, strict=True)) / size
-            lines.append(f"gzip -9 needs: {rate:.4f} nats per byte, for the same text")
+            parts = [one.gzip_bytes for one in counts]
+            read = sum(size if part is None else part for size, part in zip(sizes, parts, strict=True))
+            text = "the same text" if read == size else f"{read:,} bytes of the same text"
+            lines.append(f"gzip -9 needs{name and f' of {name}'}: {rate:.4f} nats per byte, for {text}")
     return lines
 
 
@@ -93,7 +96,7 @@ def evaluate_sets(
     layout = model.execution.layout
     totals = {name: np.zeros((2 + 2 * depths,), np.float64) for name in sets}
     # CPUs that talk to each other hang where two programs that don't need each other's results run at a time
-    alone = layout.platform != "cpu" or layout.mesh is None
+    may_run_ahead = layout.platform != "cpu" or layout.mesh is None
     waiting: collections.deque[tuple[str, Any]] = collections.deque()
 
     def read(behind: int = 0) -> None:
@@ -103,7 +106,7 @@ def evaluate_sets(
 
     for name, batch in ((name, batch) for name, batches in sets.items() for batch in batches):
         waiting.append((name, _sums(model, place(batch, layout, rows))))
-        read(behind=AHEAD if alone else 0)
+        read(behind=AHEAD if may_run_ahead else 0)
         if stop():
             break
     read()

@@ -11,39 +11,45 @@ from typing import NamedTuple
 import numpy as np
 
 from eqx_decoders.errors import check
+from eqx_decoders.io.remote import is_remote
 from eqx_decoders.training.sources import DATA, HELD_OUT, Paths, as_paths
 
 
 LONGEST = 100_000  # sequences after which a mixture begins anew, at most: weights are taken to five digits
 WEIGHT = re.compile(r"(.+)=([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)", re.IGNORECASE)
 NAME = re.compile(r"([\w.-]+)=(.+)")
+QUERY = re.compile(r"[?&][\w-]+$")  # before the `=` of `https://…?v=2`
+PARTITION = re.compile(r"[^/]/[\w-]+$")  # before that of `s3://…/year=2024`; files have endings
 
 
-class Source(NamedTuple):
-    """One corpus of a mixture. The share of its sequences is its weight over the sum of all."""
+class Weighted(NamedTuple):
+    """One corpus of a mixture by its path. The share of its sequences is its weight over the sum of all."""
 
     name: str
     path: str
     weight: Fraction
 
 
-def find_mixture(paths: Paths) -> tuple[Source, ...]:
+def find_mixture(paths: Paths) -> tuple[Weighted, ...]:
     """The sources of `path=weight`, …, each with a name from its path; none if the paths have no weights.
 
-    A text under which there is a file is a path, also where it ends in `=` and a number. Raises ConfigError if only
-    some paths have a weight, if one is not above 0, or a path is there twice.
+    A text under which there is a file is a path, also where it ends in `=` and a number; so is an address that ends in
+    a query, `https://…?v=2`. Raises ConfigError if only some paths have a weight, if one is not above 0, if a path is
+    there twice, or for an address such as `s3://…/year=2024`, which may mean either.
     """
     pairs = _split(paths, WEIGHT)
+    for path, weight in pairs:
+        _check_no_partition(path, weight)
     plain = [path for path, weight in pairs if weight is None]
     if len(plain) == len(pairs):
         return ()
     check(not plain, f"{DATA} {' '.join(map(repr, plain))} without a weight, among others with =weight: give all one.")
-    found: list[Source] = []
+    found: list[Weighted] = []
     for path, weight in pairs:
         check(all(path != one.path for one in found), f"{DATA} {path!r} is there twice: add the weights up.")
         above = Fraction(weight or 0) > 0
         check(above, f"{DATA} '{path}={weight}' must have a weight above 0: leave it out if it is not to be used.")
-        found.append(Source(_name(path, {one.name for one in found}), path, Fraction(weight or 0)))
+        found.append(Weighted(_name(path, {one.name for one in found}), path, Fraction(weight or 0)))
     return tuple(found)
 
 
@@ -75,8 +81,17 @@ def _split(paths: Paths, form: re.Pattern[str]) -> list[tuple[str, str | None]]:
     found = []
     for text in filter(None, as_paths(paths)):
         match = None if glob.glob(text) else form.fullmatch(text)
-        found.append((text, None) if match is None else match.groups())
+        is_query = match is not None and is_remote(text) and QUERY.search(match[1]) is not None
+        found.append((text, None) if match is None or is_query else match.groups())
     return found
+
+
+def _check_no_partition(path: str, weight: str | None) -> None:
+    """Directories elsewhere are not looked for here: which of the two `s3://…/year=2024` means can't be told."""
+    doubtful = weight is not None and is_remote(path) and weight.isdecimal() and PARTITION.search(path) is not None
+    text = f"{path}={weight}"
+    told = f"{DATA} {text!r} reads as the path {path!r} with the weight {weight}, and may mean a directory of that name"
+    check(not doubtful, f"{told}: write '{text}=1' for the directory, '{path}/={weight}' for the weight.")
 
 
 def _name(path: str, taken: set[str]) -> str:
@@ -96,18 +111,25 @@ class Mixture:
     Each step takes, of the sources that lag behind, the one whose next sequence is due first (Tijdeman 1980, "The
     chairman assignment problem": no other order keeps closer to the shares in the worst case). The shares are fractions
     with a common denominator, after which the order begins anew, so that any place of it can be looked up.
+
+    parts: how many of the sequences up to there are of each source.
     """
 
-    def __init__(self, weights: Sequence[Fraction]):
-        total = sum(weights, Fraction(0))
-        shares = [weight / total for weight in weights]
-        length = math.lcm(*(share.denominator for share in shares))
-        self.parts = [max(1, round(share * min(length, LONGEST))) for share in shares]
+    def __init__(self, parts: Sequence[int]):
+        self.parts = list(parts)
         self._order = np.array(_fair_order(self.parts), np.int32)
         self._numbers = np.empty_like(self._order)  # among those of the same source
         for source in range(len(self.parts)):
             chosen = self._order == source
             self._numbers[chosen] = np.arange(chosen.sum())
+
+    @classmethod
+    def of_weights(cls, weights: Sequence[Fraction]) -> "Mixture":
+        """That of these shares, to five digits."""
+        total = sum(weights, Fraction(0))
+        shares = [weight / total for weight in weights]
+        length = min(LONGEST, math.lcm(*(share.denominator for share in shares)))
+        return cls([max(1, round(share * length)) for share in shares])
 
     def find(self, row: int) -> tuple[int, int]:
         """The source of sequence `row`, and which of its sequences it is, both counted from 0."""

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eqx_decoders.errors import DataError, check, need_extra
+from eqx_decoders.errors import DataError, EqxDecodersError, check, need_extra
 from eqx_decoders.io.compressed import is_compressed, open_stream, plain_suffix
 from eqx_decoders.io.remote import RemoteFile, local_copy
 from eqx_decoders.io.tokenizer import Tokenizer
+from eqx_decoders.io.waiting import Waiting
 from eqx_decoders.training.hub_datasets import HubDataset, open_saved, saved_rows
 from eqx_decoders.training.records import (
     Document,
@@ -27,7 +28,7 @@ from eqx_decoders.training.records import (
     row_documents,
     used_columns,
 )
-from eqx_decoders.training.sources import ARRAY_RECORDS, File, Place, Source
+from eqx_decoders.training.sources import ARRAY_RECORDS, KEPT, File, Place, Source
 
 
 Part = tuple[int, int]
@@ -44,10 +45,14 @@ SMALLEST_PART, PARTS, LARGEST_PART = 1 << 24, 32, 1 << 28
 
 
 class Reading(NamedTuple):
-    """What readers need beside the source: the field of records, and the tokenizer of files that hold tokens."""
+    """What readers need beside the source: the field of records, and the tokenizer of files that hold tokens.
+
+    copy: where a remote file is copied to that is needed on this machine; None: in the folder for temporary files.
+    """
 
     text_field: str = "text"
     tokenizer: Tokenizer | None = None
+    copy: Path | None = None
 
 
 def read_source(source: Source, reading: Reading, part: Part | None = None) -> Iterator[Document]:
@@ -59,10 +64,11 @@ def read_source(source: Source, reading: Reading, part: Part | None = None) -> I
     - `.arrayrecord`, `.array_record`: a record is a document: a text or, where the first is one, such a JSON object;
     - `.bin` (raw) and `.npy`: a list of uint16 or uint32 tokens; a document ends at the tokenizer's `eos_id`.
 
-    Raises DataError with file and line for what cannot be read.
+    Raises DataError for what cannot be read, with the file and, where it is the content, the line.
     """
-    found = _READERS[kind_of(source.file)].read(source, reading, part)
-    yield from (one for one in found if one.text or one.chat or (one.tokens is not None and len(one.tokens)))
+    with _told(source.file):
+        found = _READERS[kind_of(source.file)].read(source, reading, part)
+        yield from (one for one in found if one.text or one.chat or (one.tokens is not None and len(one.tokens)))
 
 
 def parts_of(source: Source, size: int | None) -> list[Part | None]:
@@ -72,8 +78,20 @@ def parts_of(source: Source, size: int | None) -> list[Part | None]:
         isinstance(source.file, File) and is_compressed(source.file)
     ):
         return [None]
-    cuts = _READERS[kind_of(source.file)].cuts(source.file, size, most)
+    with _told(source.file):
+        cuts = _READERS[kind_of(source.file)].cuts(source.file, size, most)
     return [None] if len(cuts) < 3 else list(itertools.pairwise(cuts))
+
+
+@contextlib.contextmanager
+def _told(file: Place) -> Iterator[None]:
+    """The packages that read files raise errors of their own kinds: DataError with the file for all of them."""
+    try:
+        yield
+    except EqxDecodersError:
+        raise
+    except Exception as error:
+        raise DataError(f"{file} cannot be read: {type(error).__name__}: {error}.") from error
 
 
 def kind_of(file: Place) -> str:
@@ -113,7 +131,7 @@ def _text_cuts(file: Place, size: int | None, most: int) -> list[int]:
     if not isinstance(file, Path) or size is None:
         return []
     cuts, place = [0], 0
-    with file.open("rb") as stream:
+    with Waiting("finding where documents begin", kept=KEPT), file.open("rb") as stream:
         while place < size:
             stream.seek(place + PIECE)  # as `readlines(PIECE)` has it: the line that goes beyond is the last one
             place = min(place + PIECE, size) + len(stream.readline())
@@ -164,7 +182,7 @@ def _even_cuts(size: int | None, most: int) -> list[int]:
 
 def _read_parquet(source: Source, reading: Reading, part: Part | None) -> Iterator[Document]:
     file, field = _file(source), reading.text_field
-    with _parquet(file) as table:
+    with _parquet(file, reading.copy) as table:
         known = used_columns(table.schema_arrow.names, field, str(file))
         first, last = part or (0, table.num_row_groups)
         begin = sum(table.metadata.row_group(group).num_rows for group in range(first))
@@ -188,7 +206,7 @@ def _parquet_cuts(file: Place, size: int | None, most: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def _parquet(file: Any) -> Iterator[Any]:
+def _parquet(file: Any, copy: Path | None = None) -> Iterator[Any]:
     try:
         import pyarrow.parquet as parquet
         from pyarrow import ArrowException
@@ -197,7 +215,7 @@ def _parquet(file: Any) -> Iterator[Any]:
     try:
         with contextlib.ExitStack() as stack:
             if isinstance(file, RemoteFile) and file.size is None:
-                file = stack.enter_context(local_copy(file))
+                file = stack.enter_context(local_copy(file, copy))
             opened = stack.enter_context(file.open("rb")) if isinstance(file, RemoteFile) else file
             yield stack.enter_context(parquet.ParquetFile(opened))
     except (ArrowException, OSError) as error:
@@ -235,7 +253,7 @@ def _streamed_cuts(file: Place, size: int | None, most: int) -> list[int]:
 
 def _read_array_record(source: Source, reading: Reading, part: Part | None) -> Iterator[Document]:
     file = _file(source)
-    with local_copy(file) as path, _array_record(path, file) as reader:
+    with local_copy(file, reading.copy) as path, _array_record(path, file) as reader:
         start, stop = part or (0, reader.num_records())
         if start == stop:
             return
@@ -293,7 +311,7 @@ def _read_tokens(source: Source, reading: Reading, part: Part | None) -> Iterato
     rule = f"{file} holds tokens: they need their tokenizer, with an eos_id that ends documents"
     if tokenizer is None or tokenizer.eos_id is None:
         raise DataError(f"{rule}.")
-    with local_copy(file) as path:
+    with local_copy(file, reading.copy) as path:
         tokens = _open_tokens(path, file, tokenizer.vocab_size)
         parts: list[np.ndarray] = []
         for start in range(0, len(tokens), TOKENS_AT_ONCE):
@@ -316,7 +334,7 @@ def _token_document(file: File, parts: list[np.ndarray], tokenizer: Tokenizer) -
 
 
 def _open_tokens(path: Path, file: File, vocab_size: int) -> np.ndarray:
-    if path.suffix == ".npy":
+    if file.suffix == ".npy":
         try:
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, OSError) as error:
@@ -360,7 +378,7 @@ class _Reader(NamedTuple):
     cuts: Callable[[Place, int | None, int], list[int]]
 
 
-_KINDS = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".bin": "tokens", ".npy": "tokens"}
+_KINDS = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".bin": "tokens", ".npy": "npy"}
 _KINDS |= dict.fromkeys(ARRAY_RECORDS, "arrayrecord")
 _READERS = {
     "text": _Reader(_read_text, _text_cuts),
@@ -369,6 +387,7 @@ _READERS = {
     "parquet": _Reader(_read_parquet, _parquet_cuts),
     "arrayrecord": _Reader(_read_array_record, _array_record_cuts),
     "tokens": _Reader(_read_tokens, lambda file, size, most: []),
+    "npy": _Reader(_read_tokens, lambda file, size, most: []),
     "saved dataset": _Reader(_read_saved, _saved_cuts),
     "streamed dataset": _Reader(_read_streamed, _streamed_cuts),
 }

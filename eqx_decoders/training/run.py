@@ -292,7 +292,7 @@ class Run:
     def _of_data(self) -> dict[str, Any]:
         """Where tokens are, which rows of a batch are of this process, and what writes conversations as texts."""
         rows = host_rows(self.layout, self.config.dataset.batch_size)
-        return {"cache_dir": self.dir / "data", "rows": rows, "template": run_template(self.config, self.dir)}
+        return {"folder": self.dir / "data", "rows": rows, "template": run_template(self.config, self.dir)}
 
     def _first_state(self) -> tuple[TrainState, int]:
         """The state of the newest checkpoint, or a new one, and the steps that it has taken."""

@@ -211,16 +211,36 @@ def _describe_all(sources: Mapping[str, Source], waiting: Waiting) -> dict[str, 
 
 
 def describe(file: Place, waiting: Waiting | None = None) -> Entry:
-    """Size, time of the last change (None for what has none that can be relied on) and hash of a source."""
+    """Size, time of the last change (None for what has none that can be relied on) and hash of a source.
+
+    Raises DataError for what cannot be read.
+    """
     if isinstance(file, HubDataset):
         commit = file.with_commit()
         return {"size": None, "mtime_ns": None, "hash": _short([str(commit)]), "revision": commit.revision}
     if isinstance(file, RemoteFile):
         checksum = file.checksum
         return {"size": file.size, "mtime_ns": None, "hash": _short([checksum]) if checksum else _hash(file, waiting)}
-    size, changed = _size_and_time(file)
-    digest = _short([_hash(one, waiting) for one in saved_files(file)]) if file.is_dir() else _hash(file, waiting)
+    try:
+        size, changed = _size_and_time(file)
+        digest = _short([_hash(one, waiting) for one in saved_files(file)]) if file.is_dir() else _hash(file, waiting)
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}.") from error
     return {"size": size, "mtime_ns": changed, "hash": digest}
+
+
+def is_as_described(file: Place, digest: str, seen: tuple[int, int] | None) -> bool:
+    """Whether a source is still that of an entry with this hash, as far as that is told without reading it.
+
+    seen: the entry's size and time of the last change, where it has both.
+    """
+    if isinstance(file, RemoteFile):
+        checksum = file.checksum
+        return checksum is None or _short([checksum]) == digest
+    try:
+        return seen is None or isinstance(file, HubDataset) or _size_and_time(file) == seen
+    except OSError:
+        return False
 
 
 def _as_known(source: Source, entry: Entry | None) -> Entry | None:

@@ -20,23 +20,22 @@ import numpy as np
 
 from eqx_decoders.errors import DataError, check
 from eqx_decoders.io.chat import ChatTemplate
-from eqx_decoders.io.files import cache_directory, write_atomically
+from eqx_decoders.io.files import cache_directory, write_atomically, writing_to
 from eqx_decoders.io.lock import locked
 from eqx_decoders.io.tokenizer import Tokenizer
 from eqx_decoders.io.waiting import Waiting
 from eqx_decoders.training.corpus import held_out_draws, read_documents
 from eqx_decoders.training.counts import Counts, count
-from eqx_decoders.training.readers import parts_of
+from eqx_decoders.training.document_list import DOCUMENT, open_list
+from eqx_decoders.training.readers import Part, parts_of
 from eqx_decoders.training.shards import Shard, ShardInfo, read_info, write_shard
 from eqx_decoders.training.sources import DATA, HELD_OUT, Entry, Paths, Source, describe_sources, find_sources
 from eqx_decoders.training.tokenise import Job, Recipe, job_of, make_shards, shard_path
 
 
 FORMAT = 1
-MOST_OPEN = 1024  # shards that are mapped into memory at a time
-FLAGS = {
-    name: "--" + name.replace("_", "-") for name in ("tokenizer", "text_field", "held_out_fraction", "chat_template")
-} | {"own_held_out_path": "whether --held-out is given"}
+MOST_OPEN = 1024  # shards that are mapped into memory at a time; of more there is a list of documents
+FLAGS = {name: "--" + name.replace("_", "-") for name in ("tokenizer", "text_field", "chat_template")}
 TRAIN, OWN = "train:", "held_out:"  # before the names of sources
 
 
@@ -54,7 +53,8 @@ class TokenStore:
         self._ends = np.cumsum([documents for _, _, documents in self._shards], dtype=np.int64)
         self._draws: tuple[float, float | None] = (manifest["held_out"]["below"], manifest["held_out"]["equal"])
         self.has_targets: bool = manifest["has_targets"]
-        self.shard = functools.lru_cache(MOST_OPEN)(self._open)
+        keys = [key for _, key, _ in self._shards]  # of which a cache refers to no more than to these
+        self.shard = functools.lru_cache(MOST_OPEN)(lambda number: Shard(folder / f"{keys[number]}.tokens"))
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -70,35 +70,71 @@ class TokenStore:
 
     def sizes(self, start: int, stop: int) -> np.ndarray:
         """Tokens of each of the documents from `start` up to `stop`, with its separators, as int64."""
+        if self._list is not None:
+            return self._listed("size", start, stop)
         return self._over(start, stop, lambda number, begin, end: self.shard(number).sizes(begin, end), np.int64)
 
     def is_held_out(self, start: int, stop: int) -> np.ndarray:
         """Whether each of the documents from `start` up to `stop` is held out."""
-
-        def chosen(number: int, begin: int, end: int) -> np.ndarray:
-            if self._shards[number][0].startswith(OWN):
-                return np.ones(end - begin, bool)
-            draws, (below, equal) = self.shard(number).draws[begin:end], self._draws
-            return (draws < below) | (draws == equal) if equal is not None else draws < below
-
-        return self._over(start, stop, chosen, np.bool_)
+        if self._list is None:
+            draws = self._over(start, stop, self._draws_of, np.float64)
+        else:
+            draws = self._listed("draw", start, stop)
+        below, equal = self._draws
+        return (draws < below) | (draws == equal) if equal is not None else draws < below
 
     @property
     def content_hash(self) -> str:
-        """Equal for equal documents, tokenizers and chat templates, wherever and whenever they were read."""
+        """Equal for equal settings, tokenizers and sources, wherever, whenever and in which order they were read.
+
+        The settings are the text field, which documents are held out and, where there are conversations, the chat
+        template; of sources their names and contents.
+        """
         return self.manifest["fingerprint"]
+
+    @property
+    def order_hash(self) -> str:
+        """Equal for equal contents in the same order."""
+        names = dict.fromkeys(name for name, _, _ in self._shards)
+        return _digest(" ".join(self.manifest["sources"][name]["hash"] for name in names))
 
     def counts(self, split: str) -> Counts:
         """How much there is of `split`."""
         return Counts(**self.manifest["counts"][split])
+
+    def documents_of(self, kind: str) -> int:
+        """Documents of the data that are trained on and held out by share (TRAIN), or of held-out data (OWN)."""
+        return sum(documents for source, _, documents in self._shards if source.startswith(kind))
 
     @property
     def shard_count(self) -> int:
         """How many shards there are; `shard(number)` opens one."""
         return len(self._shards)
 
-    def _open(self, number: int) -> Shard:
-        return Shard(self._folder / f"{self._shards[number][1]}.tokens")
+    def _draws_of(self, number: int, begin: int, end: int) -> np.ndarray:
+        """The draws of some documents of a shard; of held-out data of its own one that is below all others."""
+        own = self._shards[number][0].startswith(OWN)
+        return np.full(end - begin, -1.0) if own else self.shard(number).draws[begin:end]
+
+    @functools.cached_property
+    def _list(self) -> np.ndarray | None:
+        """Sizes and draws of all documents, where there are too many shards to look into each of them."""
+        if len(self._shards) <= MOST_OPEN:
+            return None
+        file = self._folder / f"{_digest(json.dumps([(name[:1], key) for name, key, _ in self._shards]))}.documents"
+        return open_list(file, len(self), map(self._documents_in, range(len(self._shards))))
+
+    def _documents_in(self, number: int) -> np.ndarray:
+        found = np.empty(self._shards[number][2], DOCUMENT)
+        found["size"] = self.shard(number).sizes(0, len(found))
+        found["draw"] = self._draws_of(number, 0, len(found))
+        return found
+
+    def _listed(self, name: str, start: int, stop: int) -> np.ndarray:
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"documents {start} to {stop} of {len(self)}")
+        assert self._list is not None
+        return np.array(self._list[name][start:stop])
 
     def _find(self, document: int | np.integer) -> tuple[Shard, int]:
         if not 0 <= document < len(self):
@@ -136,40 +172,48 @@ def open_store(
     """Open the tokens of a corpus, making those that the cache doesn't have.
 
     `folder`, of the run, keeps which data they are; `cache_dir` (None: that of the user) the tokens themselves. All
-    processes that share the cache take part in making them. `template` writes conversations as texts.
+    processes that share the cache take part in making them. `template` writes conversations as texts. With a
+    `held_out_fraction` of 1 all documents are held out, and errors name the flag of held-out data.
 
     Raises DataError if the files, the tokenizer, the split or, where there are conversations, the template are not
     those of the manifest in `folder`, and says what changed.
     """
-    folder, cache = Path(folder), cache_directory(cache_dir)
+    folder, cache, all_held_out = Path(folder), cache_directory(cache_dir), held_out_fraction >= 1
     request = {
         "format": FORMAT,
         "tokenizer": tokenizer.content_hash,
         "text_field": text_field,
-        "held_out_fraction": 0.0 if held_out_path else held_out_fraction,
+        "held_out_fraction": 0.0 if held_out_path or all_held_out else held_out_fraction,
         "own_held_out_path": held_out_path is not None,
     }
     recipe = Recipe(tokenizer, text_field, template)
     shards = cache / "tokens" / recipe.digest
-    sources = {TRAIN + one.name: one for one in find_sources(path)}
+    flag = HELD_OUT if all_held_out else DATA
+    sources = {TRAIN + one.name: one for one in find_sources(path, flag)}
     sources |= {OWN + one.name: one for one in (find_sources(held_out_path, HELD_OUT) if held_out_path else ())}
     manifest = read_manifest(folder)
-    entries = describe_sources(sources, manifest["sources"] if manifest else {}, cache)
+    with writing_to(cache):
+        entries = describe_sources(sources, manifest["sources"] if manifest else {}, cache)
     if manifest is not None:
         _check_unchanged(folder, manifest, request, entries, template)
     jobs = _jobs(sources, entries, manifest)
-    make_shards(shards, [job for _, job in jobs], recipe)
+    with writing_to(cache):
+        make_shards(shards, [job for _, job in jobs], recipe)
     with locked(folder / "lock"):
         made = read_manifest(folder)
-        if made is None or "shards" not in made:
-            made = _new_manifest(shards, jobs, recipe, request, entries, cache, repr(path))
+        counted = made is not None and "shards" in made and (not all_held_out or made["held_out"]["below"] >= 1)
+        if made is None or not counted:  # earlier versions did not count what is held out as such
+            _check_any([_info(shards, job).documents for _, job in jobs], flag, path)
+            made = _new_manifest(shards, jobs, recipe, request, entries, cache, all_held_out)
             made["fingerprint"] = manifest["fingerprint"] if manifest else made["fingerprint"]
             write_atomically(folder / "manifest.json", json.dumps(made, indent=1).encode())
             for name in EARLIER_FILES:
                 (folder / name).unlink(missing_ok=True)
         elif manifest is None:  # written by another process meanwhile
             _check_unchanged(folder, made, request, entries, template)
-    return TokenStore(made, shards)
+    keys = {(name, job.part): job.key for name, job in jobs}  # that earlier versions had others for
+    rows = [row | {"key": keys.get((row["source"], _part(row)), row["key"])} for row in _rows(made)]
+    return TokenStore(made | {"shards": rows}, shards)
 
 
 EARLIER_FILES = ("tokens.bin", "targets.bin", "offsets.npy", "held_out.npy")  # of runs that kept their own tokens
@@ -198,7 +242,7 @@ def open_sample(
     rows = [{"source": name, "part": None, "key": key, "documents": info.documents} for name, key, info in infos]
     fraction = 0.0 if held_out_path else held_out_fraction
     manifest = _described([info for _, _, info in infos], infos[0][2:], fraction) | {"shards": rows, "sources": {}}
-    _check_any(rows, repr(path))
+    _check_any([info.documents for _, _, info in infos], DATA, path)
     manifest["counts"] = count(TokenStore(manifest, folder), None, recipe)
     return TokenStore(manifest | {"fingerprint": ""}, folder)
 
@@ -223,13 +267,17 @@ def _rows(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
     return manifest["shards"]
 
 
+def _part(row: Mapping[str, Any]) -> Part | None:
+    return None if row["part"] is None else (row["part"][0], row["part"][1])
+
+
 def _jobs(
     sources: Mapping[str, Source], entries: Mapping[str, Entry], manifest: Mapping[str, Any] | None
 ) -> list[tuple[str, Job]]:
     """A job for each part of each source, as the manifest has cut them."""
-    parts: dict[str, list[Any]] = {}
+    parts: dict[str, list[Part | None]] = {}
     for row in _rows(manifest) if manifest is not None and "shards" in manifest else []:
-        parts.setdefault(row["source"], []).append(None if row["part"] is None else tuple(row["part"]))
+        parts.setdefault(row["source"], []).append(_part(row))
     found = []
     for name, source in sources.items():
         here = parts.get(name) or parts_of(source, entries[name]["size"])
@@ -244,22 +292,22 @@ def _new_manifest(
     request: Mapping[str, Any],
     entries: Mapping[str, Entry],
     cache: Path,
-    path: str,
+    all_held_out: bool,
 ) -> dict[str, Any]:
     infos = [_info(shards, job) for _, job in jobs]
     rows = [
         {"source": name, "part": job.part, "key": job.key, "documents": info.documents}
         for (name, job), info in zip(jobs, infos, strict=True)
     ]
-    _check_any(rows, path)
     trained = [info for (name, _), info in zip(jobs, infos, strict=True) if name.startswith(TRAIN)]
-    described = _described(infos, trained, request["held_out_fraction"])
+    described = _described(infos, trained, 1.0 if all_held_out else request["held_out_fraction"])
     if recipe.template is not None and any(info.has_chats for info in infos):
         request = {**request, "chat_template": recipe.template.content_hash}
     content = json.dumps([request, {name: one["hash"] for name, one in entries.items()}], sort_keys=True)
-    fingerprint = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+    fingerprint = _digest(content)
     manifest = {**request, **described, "sources": dict(entries), "fingerprint": fingerprint, "shards": rows}
-    manifest["counts"] = _counts(TokenStore(manifest, shards), [job for _, job in jobs], recipe, cache)
+    file = cache / "counts" / f"{fingerprint}.{recipe.digest}{'.held_out' * all_held_out}.json"
+    manifest["counts"] = _counts(TokenStore(manifest, shards), [job for _, job in jobs], recipe, file)
     return manifest
 
 
@@ -272,16 +320,20 @@ def _described(infos: list[ShardInfo], trained: Any, fraction: float) -> dict[st
     return {"held_out": {"below": below, "equal": equal}, "has_targets": has_targets}
 
 
-def _counts(store: TokenStore, jobs: list[Job], recipe: Recipe, cache: Path) -> dict[str, Any]:
-    """The counts of a corpus, which are kept beside its tokens."""
-    file = cache / "counts" / f"{store.content_hash}.{recipe.digest}.json"
+def _counts(store: TokenStore, jobs: list[Job], recipe: Recipe, file: Path) -> dict[str, Any]:
+    """The counts of a corpus, which are kept in the cache, too."""
     try:
         return json.loads(file.read_bytes())
     except (OSError, ValueError):
         with Waiting("counting", kept="the tokens are kept"):
             found = count(store, jobs, recipe)
-        write_atomically(file, json.dumps(found).encode())
+        with writing_to(file.parent):
+            write_atomically(file, json.dumps(found).encode())
         return found
+
+
+def _digest(content: str) -> str:
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def _info(shards: Path, job: Job) -> ShardInfo:
@@ -293,9 +345,13 @@ def _info(shards: Path, job: Job) -> ShardInfo:
     return info
 
 
-def _check_any(rows: list[dict[str, Any]], path: str) -> None:
-    some = any(row["documents"] for row in rows)
-    check(some, f"{DATA} {path} holds no text, or nothing that is trained on.", DataError)
+def _check_any(documents: list[int], flag: str, path: Paths) -> None:
+    check(any(documents), f"{flag} {path!r} holds no text, or nothing that is trained on.", DataError)
+
+
+def _held_out_part(settings: Mapping[str, Any]) -> str:
+    own = settings.get("own_held_out_path")
+    return "the data of --held-out" if own else f"--held-out-fraction {settings.get('held_out_fraction')}"
 
 
 def _check_unchanged(
@@ -311,9 +367,14 @@ def _check_unchanged(
     changes = [
         f"{FLAGS.get(key, key)} was {manifest.get(key)!r} and is {now!r}"
         for key, now in request.items()
-        if manifest.get(key) != now
+        if manifest.get(key) != now and key not in ("held_out_fraction", "own_held_out_path")
     ]
+    was, now = _held_out_part(manifest), _held_out_part(request)
+    changes += [f"held out was {was} and is {now}"] * (was != now)
     old = manifest["sources"]
+    if was != now:  # a file that comes or goes with them is no change of its own
+        old = {name: entry for name, entry in old.items() if not name.startswith(OWN)}
+        entries = {name: entry for name, entry in entries.items() if not name.startswith(OWN)}
     changes += [f"{name} is gone" for name in old if name not in entries]
     changes += [f"{name} is new" for name in entries if name not in old]
     changes += [

@@ -20,16 +20,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eqx_decoders.errors import ConfigError, ConversionError, DataError, EqxDecodersError, MissingPackage
+from eqx_decoders.errors import ConfigError, ConversionError, DataError, EqxDecodersError, MissingPackage, check
 from eqx_decoders.io.chat import ChatTemplate
-from eqx_decoders.io.claims import Claims
+from eqx_decoders.io.claims import Claims, beside
+from eqx_decoders.io.files import writing_to
 from eqx_decoders.io.processes import processes_here
 from eqx_decoders.io.tokenizer import Tokenizer, load_tokenizer
 from eqx_decoders.io.waiting import Waiting
 from eqx_decoders.training.hub_datasets import HubDataset
 from eqx_decoders.training.readers import LONG, PIECE, Part, Reading, kind_of, read_source
 from eqx_decoders.training.shards import FORMAT, read_info, separators, write_shard
-from eqx_decoders.training.sources import Entry, Source, as_place
+from eqx_decoders.training.sources import Entry, Source, as_place, is_as_described
 
 
 SMALL = 16_000_000  # bytes of sources up to which processes of their own would take longer to start than to work
@@ -61,12 +62,17 @@ class Recipe:
 
 
 class Job(NamedTuple):
-    """A source, or a part of it, whose tokens become one shard. `size`: bytes of the source; None: unknown."""
+    """A source, or a part of it, whose tokens become one shard.
+
+    size: bytes of the source or part; None: unknown. seen: bytes and time of the last change of the whole source when
+    its content was hashed, where they are known.
+    """
 
     source: Source
     part: Part | None
     content_hash: str
     size: int | None
+    seen: tuple[int, int] | None = None
 
     @property
     def key(self) -> str:
@@ -79,8 +85,9 @@ def job_of(source: Source, entry: Entry, part: Part | None, parts: int) -> Job:
     """The job for a part of a source that `entry` describes, one of so many."""
     if isinstance(source.file, HubDataset):
         source = source._replace(file=source.file._replace(revision=entry["revision"]))
-    size = entry["size"]
-    return Job(source, part, entry["hash"], size if size is None else -(-size // parts))
+    size, changed = entry["size"], entry["mtime_ns"]
+    seen = None if changed is None else (size, changed)
+    return Job(source, part, entry["hash"], size if size is None else -(-size // parts), seen)
 
 
 def shard_path(folder: Path, job: Job) -> Path:
@@ -112,10 +119,25 @@ def make_shards(folder: Path, jobs: Sequence[Job], recipe: Recipe) -> None:
 
 
 def make_shard(folder: Path, job: Job, recipe: Recipe, partial: Path, done: Callable[[int], None]) -> None:
-    """Write one shard to `partial` and move it to its place."""
-    documents = read_source(job.source, recipe.reading, job.part)
-    write_shard(partial, documents, recipe.tokenizer, recipe.template, done)
-    os.replace(partial, shard_path(folder, job))
+    """Write one shard to `partial` and move it to its place.
+
+    Raises DataError if the source cannot be read or is another one meanwhile, or if the cache cannot be written.
+    """
+    target, reading = shard_path(folder, job), recipe.reading._replace(copy=beside(partial))
+    with writing_to(folder):
+        for again in (True, False):
+            try:
+                documents = read_source(job.source, reading, job.part)
+                write_shard(partial, documents, recipe.tokenizer, recipe.template, done)
+                same = is_as_described(job.source.file, job.content_hash, job.seen)
+                rule = f"{job.source.file} was changed while it was read"
+                check(same, f"{rule}: start again when it stays as it is.", DataError)
+                return os.replace(partial, target)
+            except FileNotFoundError:  # another machine took the claim, as this one had been asleep for too long
+                if read_info(target) is not None:
+                    return
+                if not again:
+                    raise
 
 
 class _Queue:
@@ -199,7 +221,8 @@ def loaded_job(words: dict[str, Any]) -> Job:
     """The job of `job_words`."""
     name, file, by_name = words["source"]
     part = None if words["part"] is None else tuple(words["part"])
-    return Job(Source(name, as_place(file), by_name), part, words["content_hash"], words["size"])
+    seen = None if words["seen"] is None else tuple(words["seen"])
+    return Job(Source(name, as_place(file), by_name), part, words["content_hash"], words["size"], seen)
 
 
 def _in_processes(folder: Path, queue: _Queue, words: dict[str, Any], jobs: int) -> None:
@@ -207,7 +230,8 @@ def _in_processes(folder: Path, queue: _Queue, words: dict[str, Any], jobs: int)
     cores = max(1, _cores() // processes_here())
     count = min(cores, jobs)
     found: list[BaseException] = []
-    workers = [_Worker({**words, "folder": str(folder)}, max(1, cores // count)) for _ in range(count)]
+    workers: list[_Worker] = []
+    threads: list[threading.Thread] = []
 
     def work(worker: _Worker) -> None:
         try:
@@ -218,10 +242,11 @@ def _in_processes(folder: Path, queue: _Queue, words: dict[str, Any], jobs: int)
             found.append(error)
             queue.ended.set()
 
-    threads = [threading.Thread(target=work, args=(worker,), daemon=True) for worker in workers]
     try:
-        for thread in threads:
-            thread.start()
+        for _ in range(count):
+            workers.append(_Worker({**words, "folder": str(folder)}, max(1, cores // count)))
+            threads.append(threading.Thread(target=work, args=(workers[-1],), daemon=True))
+            threads[-1].start()
         while not found and any(thread.is_alive() for thread in threads):
             time.sleep(POLL[0])  # here signals are heard
     finally:

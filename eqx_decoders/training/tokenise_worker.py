@@ -11,10 +11,12 @@ import queue
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any, TextIO
 
 from eqx_decoders.errors import EqxDecodersError
+from eqx_decoders.io.claims import beside
 from eqx_decoders.training.tokenise import loaded_job, loaded_recipe, make_shard
 
 
@@ -33,15 +35,19 @@ def main() -> None:
     while True:
         told = lines.get()
         partials[:] = [Path(told["partial"])]
+        job = loaded_job(told)
         try:
             recipe = recipe or loaded_recipe(words)
             progress = _Progress(answers)
-            make_shard(Path(words["folder"]), loaded_job(told), recipe, partials[0], progress.add)
+            make_shard(Path(words["folder"]), job, recipe, partials[0], progress.add)
             progress.tell()
             _answer(answers, {"made": True})
-        except (EqxDecodersError, OSError) as error:
-            kind = type(error).__name__ if isinstance(error, EqxDecodersError) else "DataError"
-            _answer(answers, {"error": [kind, str(error)]})
+        except EqxDecodersError as error:
+            _answer(answers, {"error": [type(error).__name__, str(error)]})
+        except Exception as error:
+            traceback.print_exc()
+            sentence = f"{job.source.file} cannot be tokenised: {type(error).__name__}: {error}."
+            _answer(answers, {"error": ["DataError", sentence]})
 
 
 def _listen(lines: "queue.Queue[dict[str, Any]]", partials: list[Path]) -> None:
@@ -49,7 +55,8 @@ def _listen(lines: "queue.Queue[dict[str, Any]]", partials: list[Path]) -> None:
     for line in sys.stdin:
         lines.put(json.loads(line))
     for partial in partials:
-        partial.unlink(missing_ok=True)
+        for file in (partial, beside(partial)):
+            file.unlink(missing_ok=True)
     os._exit(0)
 
 

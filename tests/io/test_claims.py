@@ -28,15 +28,17 @@ def test_what_is_unfinished_goes_with_the_claim(tmp_path):
     with Claims(tmp_path) as one:
         one.take("a")
         one.partial("a").write_bytes(b"half")
+        claims.beside(one.partial("a")).write_bytes(b"a copy")
     assert list(tmp_path.iterdir()) == []
 
 
 HOLDER = """
 import os, pathlib, sys
-from eqx_decoders.io.claims import Claims
+from eqx_decoders.io.claims import Claims, beside
 claims = Claims(pathlib.Path(sys.argv[1])).__enter__()
 assert claims.take("a")
 claims.partial("a").write_bytes(b"half")
+beside(claims.partial("a")).write_bytes(b"a copy")
 print("taken", flush=True)
 sys.stdin.read()
 """
@@ -46,7 +48,7 @@ def test_the_claim_of_a_killed_process_is_taken_at_once(tmp_path):
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)})
     with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], **pipes) as process, Claims(tmp_path) as own:
         assert process.stdout.readline() == b"taken\n"
-        assert not own.take("a") and len(list(tmp_path.glob("a.*"))) == 2
+        assert not own.take("a") and len(list(tmp_path.glob("a.*"))) == 3
         process.kill()
         process.wait()
         assert own.take("a") and [file.suffix for file in tmp_path.glob("a.*")] == [".claim"]
@@ -114,3 +116,14 @@ def test_a_number_that_another_process_got_is_no_sign_of_life(tmp_path):
     (tmp_path / "b.claim").write_text(json.dumps(own | {"word": "x"}))
     with Claims(tmp_path) as new:
         assert new.take("a") and not new.take("b")
+
+
+def test_a_holder_that_lives_here_keeps_its_claim_however_long_it_sleeps(tmp_path):
+    own = claims._own_process()
+    if own["started"] is None:
+        pytest.skip("this system does not tell when a process began")
+    for name, who in (("a", own | {"word": "x"}), ("b", own | {"word": "x", "started": None})):
+        (tmp_path / f"{name}.claim").write_text(json.dumps(who))
+        os.utime(tmp_path / f"{name}.claim", (1, 1))
+    with Claims(tmp_path) as new:
+        assert not new.take("a") and new.take("b"), "of b it cannot be told"

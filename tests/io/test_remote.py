@@ -172,3 +172,18 @@ def test_unknown_schemes_and_missing_packages_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(ImportError, match=r"'fsspec': pip install 'eqx_decoders\[data\]'"):
         file_system("memory://a")
+
+
+def test_an_etag_of_a_web_server_is_of_one_file(monkeypatch):
+    """Servers make them of sizes and times; what is a hash of the content serves for all addresses."""
+    urls = ["https://h.org/a.txt", "https://h.org/b.txt"]
+    for info, same in (({"ETag": '"x"'}, False), ({"ETag": '"x"', "Content-MD5": "y"}, True)):
+        monkeypatch.setattr(RemoteFile, "_info", lambda self, info=info: {"size": 3, **info})
+        one, other = (RemoteFile(url).checksum for url in urls)
+        assert (one == other) == same and one == RemoteFile(urls[0]).checksum
+
+
+def test_a_copy_is_where_it_is_wanted_and_goes(file, tmp_path):
+    with local_copy(file, tmp_path / "copy") as path:
+        assert path == tmp_path / "copy" and path.read_bytes() == CONTENT
+    assert list(tmp_path.iterdir()) == []

@@ -78,7 +78,7 @@ def test_ids_and_targets_are_those_of_transformers(name, marked, tokenizer, tmp_
     counts = store.counts("train")
     assert counts.tokens == sum(map(len, ids)) and counts.targets == sum(map(np.sum, masks))
     config = DataConfig(path=path, held_out_fraction=0.0, batch_size=1, seq_len=int(store.sizes(0, len(store)).max()))
-    with make_dataset(config, tokenizer, cache_dir=tmp_path / "s", template=template) as batches:
+    with make_dataset(config, tokenizer, folder=tmp_path / "s", template=template) as batches:
         found = []
         for _ in range(batches.rows_per_epoch):
             batch = next(batches)

@@ -166,7 +166,9 @@ def test_copies_come_back_as_they_were(tmp_path):
     (tmp_path / "run/source/deep").mkdir(parents=True)
     (tmp_path / "run/source/deep/a").write_bytes(b"\x00")
     (tmp_path / "run/settings.json").write_text(json.dumps({}))
-    (tmp_path / "run/data").mkdir()
+    (tmp_path / "run/data/train/web").mkdir(parents=True)
+    for name in ("manifest.json", "lock", "train/web/manifest.json", "train/web/rows-1.npy"):
+        (tmp_path / "run/data" / name).write_text(name)
     copies = RunCopies(tmp_path / "run", str(tmp_path / "there"))
     assert not copies.there
     copies.keep()
@@ -174,5 +176,7 @@ def test_copies_come_back_as_they_were(tmp_path):
     found = {
         str(path.relative_to(tmp_path / "new")): path for path in Path(tmp_path / "new").rglob("*") if path.is_file()
     }
-    assert found.keys() == {"source/deep/a", "settings.json"} and found["source/deep/a"].read_bytes() == b"\x00"
+    data = {"data/manifest.json", "data/train/web/manifest.json"}
+    assert found.keys() == {"source/deep/a", "settings.json", *data}
+    assert found["source/deep/a"].read_bytes() == b"\x00"
     RunCopies(tmp_path / "run", None).keep()  # without a directory elsewhere there is nothing to do

@@ -66,7 +66,7 @@ def make(corpus):
         settings = {"batch_size": BATCH, "seq_len": SEQ_LEN, "seed": 7, **settings}
         paths = {"path": str(corpus / "train.jsonl"), "held_out_path": str(corpus / "held_out.jsonl")}
         config = DataConfig(**{**paths, **settings})
-        made.append(make_dataset(config, Numbers(), cache_dir=corpus / "cache", split=split, rows=share))
+        made.append(make_dataset(config, Numbers(), folder=corpus / "cache", split=split, rows=share))
         return made[-1]
 
     yield build
@@ -231,7 +231,7 @@ def test_states_of_other_data_are_refused(make, change):
 def test_states_of_other_text_are_refused(make, corpus, tmp_path):
     config = DataConfig(path=str(corpus / "held_out.jsonl"), batch_size=BATCH, seq_len=SEQ_LEN, seed=7)
     with (
-        make_dataset(config, Numbers(), cache_dir=tmp_path) as other,
+        make_dataset(config, Numbers(), folder=tmp_path) as other,
         pytest.raises(DataError, match="differ: data was"),
     ):
         other.set_state(make().get_state())
@@ -259,8 +259,8 @@ def test_an_empty_split_is_refused(tmp_path):
     (tmp_path / "one.txt").write_text("only one document")
     config = DataConfig(path=str(tmp_path / "one.txt"))
     with pytest.raises(DataError, match=r"split 'held_out' of the data is empty: .* or --held-out"):
-        make_dataset(config, ByteTokenizer(), cache_dir=tmp_path / "cache", split="held_out")
-    with make_dataset(config, ByteTokenizer(), cache_dir=tmp_path / "cache") as batches:
+        make_dataset(config, ByteTokenizer(), folder=tmp_path / "cache", split="held_out")
+    with make_dataset(config, ByteTokenizer(), folder=tmp_path / "cache") as batches:
         row = next(batches)
     assert ByteTokenizer().decode(row.tokens[0][row.segment_ids[0] > 0]) == "only one document"
     assert row.tokens[0, 0] == 256 and row.tokens[0, 18] == 257 and row.loss_mask.sum() == 8 * 18
@@ -314,7 +314,7 @@ def test_the_missing_package_is_named(make, monkeypatch):
 def test_texts_for_the_tokenizer_are_those_of_the_training_split(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"text {i}"}) for i in range(40)))
     config, tokenizer = DataConfig(path=str(tmp_path / "a.jsonl"), held_out_fraction=0.2), ByteTokenizer()
-    with make_dataset(config, tokenizer, cache_dir=tmp_path / "cache") as batches:
+    with make_dataset(config, tokenizer, folder=tmp_path / "cache") as batches:
         store = batches.store
     seen = list(training_texts(config))
     assert seen == [tokenizer.decode(store[i]) for i in documents_of(store, "train")]
@@ -352,7 +352,7 @@ def make_chats(chats):
         settings = {"batch_size": BATCH, "seq_len": SEQ_LEN, "seed": 7, "held_out_fraction": 0.3, **settings}
         config = DataConfig(path=str(chats / "a.jsonl"), **settings)
         cache = chats / f"cache {config.held_out_fraction}"
-        made.append(make_dataset(config, Numbers(), cache_dir=cache, split=split, template=TALK, rows=share))
+        made.append(make_dataset(config, Numbers(), folder=cache, split=split, template=TALK, rows=share))
         return made[-1]
 
     yield build

@@ -69,3 +69,15 @@ def test_each_source_of_a_mixture_is_shown(settings, tmp_path):
     a, chats = text.split("=== chats ===")
     assert a.startswith("=== a ===\n\n--- document 0") and "1 documents to train on" in a and "one two" in a
     assert chats.count("⟦she sells") == 3 and "9 documents to train on" in chats
+
+
+def test_held_out_data_of_ones_own_are_not_among_the_first(settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MOST", 6)
+    for name, count in (("few", 4), ("many", 9)):
+        lines = [json.dumps({"text": f"{name} {number}"}) for number in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    data = {"held_out_path": str(tmp_path / "many.jsonl")}
+    assert "4 documents to train on, " in (text := describe_data(settings("few.jsonl", data, tokenizer="bytes")))
+    assert "of the first" not in text
+    data = {"held_out_path": str(tmp_path / "few.jsonl")}
+    assert "6 documents to train on, of the first 6," in describe_data(settings("many.jsonl", data, tokenizer="bytes"))

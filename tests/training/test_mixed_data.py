@@ -3,12 +3,13 @@
 import collections
 import itertools
 import json
+import threading
 
 import numpy as np
 import pytest
 
 from eqx_decoders.errors import ConfigError, DataError
-from eqx_decoders.training import batches as module, rows as rows_module
+from eqx_decoders.training import batches as module, rows as rows_module, token_store
 from eqx_decoders.training.data import DataConfig, make_dataset, make_held_out_sets, training_texts
 from tests.stores import documents_of
 from tests.training.test_data import FIELDS, Numbers, equal, rows, take, targets_of, used
@@ -37,7 +38,7 @@ def make(folder):
         settings = {"batch_size": 4, "seq_len": 16, "seed": 7, "held_out_fraction": 0.3, "path": paths, **settings}
         config, where = DataConfig(**settings), folder / (cache or f"cache {len(weights)} {settings}"[:80])
         build = make_held_out_sets if sets else make_dataset
-        found = build(config, Numbers(), cache_dir=where, rows=share)
+        found = build(config, Numbers(), folder=where, rows=share)
         made.extend(found.values() if sets else [found])
         return found
 
@@ -149,7 +150,7 @@ def test_the_held_out_parts_of_a_mixture_are_sets(make, folder):
         assert found == held_out and sum(found.values()) == batches.parts[0].counts.targets > 0
     with pytest.raises(ConfigError, match="several held-out sets, a, b: use make_held_out_sets"):
         config = DataConfig(path=[f"{folder / name}.jsonl=1" for name in "ab"], held_out_fraction=0.3)
-        make_dataset(config, Numbers(), cache_dir=folder / "other", split="held_out")
+        make_dataset(config, Numbers(), folder=folder / "other", split="held_out")
 
 
 @pytest.mark.parametrize("weights", [(), (1, 2)])
@@ -177,7 +178,7 @@ def test_no_held_out_data(make, folder):
     assert make(1, 1, sets=True, held_out_fraction=0.0) == {}
     with pytest.raises(ConfigError, match="there is no held-out data"):
         config = DataConfig(path=str(folder / "a.jsonl"), held_out_fraction=0.0)
-        make_dataset(config, Numbers(), cache_dir=folder / "none", split="held_out")
+        make_dataset(config, Numbers(), folder=folder / "none", split="held_out")
 
 
 def test_missing_data_are_named_by_their_flag(make, folder):
@@ -247,3 +248,61 @@ def test_a_run_of_an_earlier_version_goes_on_as_it_was_planned(make, monkeypatch
     once_more.set_state(again.get_state())
     equal(take(once_more, 3), take(straight, 3))
     assert make(**options).rows_per_epoch != straight.rows_per_epoch
+
+
+# --- what is asked once, and what a state tells -----------------------------------------------------------------------
+
+
+def test_the_sources_of_held_out_parts_are_asked_once(make, monkeypatch):
+    options = {"cache": "once", "sets": False}
+    train = make(0.7, 0.3, **options)
+    with monkeypatch.context() as patch:
+        patch.setattr(token_store, "describe_sources", None)
+        sets = make(0.7, 0.3, **options | {"sets": True})
+    assert [one.store for one in sets.values()] == [part.store for part in train.parts]
+    with pytest.raises(DataError, match=r"held out was --held-out-fraction 0\.3 and is --held-out-fraction 0\.2"):
+        make(0.7, 0.3, **options | {"sets": True, "held_out_fraction": 0.2})
+
+
+def test_sets_of_their_own_are_kept_in_the_given_cache_and_held_out(make, folder):
+    options = {"held_out_path": [f"x={folder / 'c.jsonl'}"], "cache_dir": str(folder / "given"), "cache": "given run"}
+    (batches,) = make(path=str(folder / "a.jsonl"), sets=True, **options).values()
+    assert len(list((folder / "given" / "tokens").glob("*/*.tokens"))) == 1
+    counts = batches.parts[0].counts
+    assert counts.documents == 5 and counts.gzip_nats_per_byte > 0 and counts.gzip_bytes == counts.bytes
+    assert batches.store.counts("train").documents == 0
+    with pytest.raises(DataError, match=r"--held-out \(DataConfig.held_out_path\) .*empty\.jsonl'.* holds no text"):
+        (folder / "empty.jsonl").write_text("")
+        make(path=str(folder / "a.jsonl"), sets=True, held_out_path=[f"x={folder / 'empty.jsonl'}"], cache="empty set")
+
+
+def test_a_state_of_the_same_sources_in_another_order_is_refused(make, folder):
+    paths = [str(folder / f"{name}.jsonl") for name in "ab"]
+    one, other = make(path=paths, cache="ordered"), make(path=paths[::-1], cache="turned")
+    assert one.store.content_hash == other.store.content_hash
+    state = one.get_state()
+    with pytest.raises(DataError, match=r"the checkpoint's data differ: order was '.*' and is '"):
+        other.set_state(state)
+    del state["order"]  # of an earlier version
+    other.set_state(state)
+    again = make(path=paths[::-1], cache="ordered")  # as its manifest says
+    again.set_state(one.get_state())
+    equal(take(again, 2), take(one, 2))
+
+
+def test_the_number_of_epochs_waits_for_no_plan(make):
+    batches, found = make(1, 1), []
+    with batches._planning:
+        thread = threading.Thread(target=lambda: found.append((batches.epochs, batches.source_epochs())), daemon=True)
+        thread.start()
+        thread.join(10)
+    assert found == [(0.0, {"a": 0.0, "b": 0.0})]
+
+
+def test_weights_of_many_digits_resume_as_they_were(make):
+    weights = ("0.123456789", "0.876543211", "1e-12")
+    first, other = make(*weights), make(1, 1, 1)
+    assert sum(first.mixture.parts) == 100_001
+    first._row = 10**9
+    other.set_state(first.get_state())
+    assert other._before == first._taken(first.mixture)

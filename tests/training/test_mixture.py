@@ -13,7 +13,7 @@ from eqx_decoders.training.mixture import Mixture, find_mixture, find_sets, shar
 @given(weights=st.lists(st.integers(1, 30), min_size=1, max_size=7))
 @settings(max_examples=60)
 def test_each_source_has_its_share_to_within_one_after_any_number_of_rows(weights):
-    mixture, taken = Mixture([Fraction(weight) for weight in weights]), [0] * len(weights)
+    mixture, taken = Mixture.of_weights([Fraction(weight) for weight in weights]), [0] * len(weights)
     for row in range(2 * sum(weights) + 3):
         source, number = mixture.find(row)
         assert number == taken[source], "each of its sequences once, in order"
@@ -26,8 +26,8 @@ def test_each_source_has_its_share_to_within_one_after_any_number_of_rows(weight
 
 
 def test_orders_are_fixed_for_all_times():
-    assert [Mixture([Fraction("0.7"), Fraction("0.3")]).find(row)[0] for row in range(10)] == TWO
-    assert [Mixture([Fraction(1), Fraction(1), Fraction(4)]).find(row)[0] for row in range(6)] == THREE
+    assert [Mixture.of_weights([Fraction("0.7"), Fraction("0.3")]).find(row)[0] for row in range(10)] == TWO
+    assert [Mixture.of_weights([Fraction(1), Fraction(1), Fraction(4)]).find(row)[0] for row in range(6)] == THREE
 
 
 TWO = [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
@@ -36,11 +36,30 @@ THREE = [2, 2, 0, 2, 1, 2]
 
 def test_any_weights_have_an_order():
     """Of any ratio and number of digits: then to five of them."""
-    mixture = Mixture([Fraction("0.123456789"), Fraction("0.876543211"), Fraction("1e-12")])
+    mixture = Mixture.of_weights([Fraction("0.123456789"), Fraction("0.876543211"), Fraction("1e-12")])
     assert sum(mixture.parts) == 100_001 and mixture.parts[2] == 1
     counts = collections.Counter(mixture.find(row)[0] for row in range(100_001))
     assert [counts[source] for source in range(3)] == mixture.parts
     assert counts[0] / 100_001 == pytest.approx(0.12345, abs=1e-5)
+
+
+def test_a_mixture_of_given_parts_is_taken_as_it_is():
+    """Also of those to which weights were rounded: their sum may be above that of any weights."""
+    mixture = Mixture.of_weights([Fraction("0.123456789"), Fraction("0.876543211"), Fraction("1e-12")])
+    again = Mixture(mixture.parts)
+    assert again.parts == mixture.parts and again.find(99_999) == mixture.find(99_999)
+
+
+def test_addresses_that_end_in_a_number():
+    for plain in ("https://h/a.jsonl?v=2", ("https://h/a?x=y&part=03", "s3://b/c")):
+        assert find_mixture(plain) == ()
+    found = find_mixture(("https://h/a.jsonl?v=2=3", "s3://b/year=2024=1", "gs://b/web/=2", "gs://b/x=0.5", "gs://c=7"))
+    paths = ["https://h/a.jsonl?v=2", "s3://b/year=2024", "gs://b/web/", "gs://b/x", "gs://c"]
+    assert [one.path for one in found] == paths and [float(one.weight) for one in found] == [3, 1, 2, 0.5, 7]
+    rule = r"'s3://b/year=2024' reads as the path 's3://b/year' with the weight 2024, .*: write 's3://b/year=2024=1'"
+    for doubtful in ("s3://b/year=2024", ("s3://b/year=2023=1", "s3://b/year=2024"), ("s3://b/year=2024", "s3://b/x")):
+        with pytest.raises(ConfigError, match=rule):
+            find_mixture(doubtful)
 
 
 def test_weights_stand_behind_paths_and_names_come_from_them(tmp_path, monkeypatch):

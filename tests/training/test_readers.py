@@ -7,6 +7,7 @@ import json
 import random
 import sys
 
+import numpy as np
 import pytest
 
 from eqx_decoders.errors import DataError
@@ -16,7 +17,7 @@ from eqx_decoders.training import hub_datasets, readers
 from eqx_decoders.training.corpus import read_documents
 from eqx_decoders.training.hub_datasets import HubDataset
 from eqx_decoders.training.readers import Reading, parts_of, read_source
-from eqx_decoders.training.sources import Source, as_place, describe, find_sources
+from eqx_decoders.training.sources import Source, as_place, describe, find_sources, is_as_described
 from eqx_decoders.training.token_store import open_store
 from tests.stores import all_tokens
 
@@ -286,3 +287,40 @@ def test_a_hub_that_is_not_reached_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r"'datasets': pip install 'eqx_decoders\[data\]'"):
         list(read_documents("hf://datasets/o/n"))
+
+
+def test_what_a_package_raises_has_a_sentence(tmp_path, monkeypatch):
+    def broken(*_):
+        yield from ()
+        raise KeyError("of its own")
+
+    (tmp_path / "a.txt").write_text("x")
+    monkeypatch.setitem(readers._READERS, "text", readers._Reader(broken, lambda *_: []))
+    with pytest.raises(DataError, match=r"a\.txt cannot be read: KeyError: 'of its own'"):
+        list(read_documents(str(tmp_path)))
+
+
+def test_remote_files_that_are_needed_here_are_copied_to_where_they_are_deleted(tmp_path, memory, monkeypatch):
+    write_array_record(tmp_path / "a.arrayrecord", ["one", "two"])
+    memory.pipe_file("/a.arrayrecord", (tmp_path / "a.arrayrecord").read_bytes())
+    np.save(tmp_path / "b.npy", np.array([5, 257], np.uint16))
+    memory.pipe_file("/b.npy", (tmp_path / "b.npy").read_bytes())
+    copy = tmp_path / "x.beside"
+    for name in ("a.arrayrecord", "b.npy"):
+        found = read_source(Source(name, as_place(f"memory://{name}")), Reading(tokenizer=BYTES, copy=copy))
+        next(found)
+        assert copy.exists()
+        found.close()
+        assert not copy.exists()
+
+
+def test_whether_a_remote_file_is_another_one_meanwhile_is_told_by_its_checksum(memory, monkeypatch):
+    memory.pipe_file("/a.txt", b"x")
+    file, told = remote.RemoteFile("memory://a.txt"), ["one"]
+    monkeypatch.setattr(remote.RemoteFile, "checksum", property(lambda self: told[-1]))
+    digest = describe(file)["hash"]
+    assert is_as_described(file, digest, None)
+    told.append("two")
+    assert not is_as_described(file, digest, None)
+    told.append(None)  # nothing is said: it would have to be read once more
+    assert is_as_described(file, digest, None)

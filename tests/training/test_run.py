@@ -280,7 +280,7 @@ def test_a_run_in_half_precision_gets_running_means_with_which_it_is_evaluated(f
     assert {dtype for name, dtype in arrays.items() if not name.startswith("ema.")} == {"bfloat16"}
     assert {dtype for name, dtype in arrays.items() if name.startswith("ema.")} == {"float32"}
     config, tokenizer = load_settings(run.dir / "settings.json"), load_tokenizer(run.dir / "tokenizer")
-    with make_dataset(config.dataset, tokenizer, cache_dir=run.dir / "data", split="held_out") as data:
+    with make_dataset(config.dataset, tokenizer, folder=run.dir / "data", split="held_out") as data:
         models = [load_run(run.dir), load_run(run.dir, ema=False)]
         losses = [evaluate(model, data.rewind(), config.dataset.batch_size).loss for model in models]
     assert losses[0] == pytest.approx(run.held_out[4], rel=1e-5) and abs(losses[1] - losses[0]) > 1e-4

@@ -1,5 +1,8 @@
 """The token store: made once for all runs, as it was for one; changes of its data are named."""
 
+import contextlib
+import errno
+import itertools
 import json
 import os
 import shutil
@@ -12,7 +15,7 @@ import pytest
 from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.io.chat import ChatTemplate
 from eqx_decoders.io.tokenizer import ByteTokenizer, load_tokenizer
-from eqx_decoders.training import sources, tokenise
+from eqx_decoders.training import counts as counts_module, sources, token_store, tokenise
 from eqx_decoders.training.compression import Gzip
 from eqx_decoders.training.corpus import held_out_rule, read_documents
 from eqx_decoders.training.data import DataConfig, open_tokens
@@ -91,6 +94,35 @@ def test_few_files_are_open_at_a_time(corpus, monkeypatch):
     monkeypatch.setattr("eqx_decoders.training.token_store.MOST_OPEN", 3)
     store = build(corpus)
     assert all_tokens(store) == all_tokens(build(corpus)) and store.shard.cache_info().currsize == 3
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_list_of_documents_says_what_the_shards_say(corpus, tmp_path, monkeypatch, own):
+    """Of few and of none of a shard, those of held-out data of its own among them."""
+    (corpus / "05.txt").write_text("")
+    lines = "".join(json.dumps({"text": f"record {number}"}) + "\n" for number in range(7))
+    (tmp_path / "v.jsonl").write_text(lines)
+    held_out = {"held_out_path": str(tmp_path / "v.jsonl")} if own else {"held_out_fraction": 0.3}
+    first = build(corpus, **held_out)
+    sizes, chosen = (each(0, len(first)).tolist() for each in (first.sizes, first.is_held_out))
+    assert chosen == [False] * 11 + [True] * 7 or not own
+    monkeypatch.setattr("eqx_decoders.training.token_store.MOST_OPEN", 3)
+    held_out["cache_dir"] = tmp_path / "another"
+    store = build(corpus, "other", **held_out)
+    (file,) = (tmp_path / "another" / "tokens").glob("*/*.documents")
+    assert store.manifest["counts"] == first.manifest["counts"] and len(store) == (18 if own else 11)
+    again = build(corpus, "other", **held_out)
+    monkeypatch.setattr("eqx_decoders.training.token_store.Shard", None)  # nor is one opened
+    for start, stop in ((0, 11), (3, 9), (4, 4), (10, 11), (0, len(sizes))):
+        assert again.sizes(start, stop).tolist() == sizes[start:stop]
+        assert again.is_held_out(start, stop).tolist() == chosen[start:stop]
+    for wrong in ((0, 99), (-1, 2), (3, 2)):
+        with pytest.raises(IndexError):
+            again.sizes(*wrong)
+    monkeypatch.undo()
+    monkeypatch.setattr("eqx_decoders.training.token_store.MOST_OPEN", 3)
+    file.write_bytes(file.read_bytes()[:-3])
+    assert build(corpus, "other", **held_out).sizes(0, 11).tolist() == sizes[:11]
 
 
 def test_what_stores_were_made_of_earlier_is_known_by_the_same_hash(corpus, tmp_path):
@@ -188,6 +220,8 @@ def test_where_the_cache_is(corpus, tmp_path, monkeypatch):
     assert made_in(None, HOME=tmp_path / "home") == tmp_path / "home" / ".cache" / "eqx_decoders"
     with pytest.raises(ConfigError, match=r"DataConfig\.cache_dir='gs://x' must be a directory of a file system"):
         made_in("gs://x")
+    with pytest.raises(ConfigError, match=r"\$EQX_DECODERS_CACHE='gs://y' must be a directory of a file system"):
+        made_in(None, EQX_DECODERS_CACHE="gs://y")
 
 
 # --- made once --------------------------------------------------------------------------------------------------------
@@ -277,7 +311,7 @@ def test_a_run_that_kept_its_own_tokens_goes_on(corpus, made):
     for name in ("tokens.bin", "offsets.npy", "held_out.npy"):
         (run / name).write_bytes(b"old")
     (run / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(DataError, match=r"--held-out-fraction was 0\.05 and is 0\.5"):
+    with pytest.raises(DataError, match=r"held out was --held-out-fraction 0\.05 and is --held-out-fraction 0\.5"):
         build(corpus, held_out_fraction=0.5)
     store = build(corpus)
     assert store.content_hash == "as it was" == build(corpus).content_hash and all_tokens(store) == all_tokens(want)
@@ -296,7 +330,7 @@ class Other(ByteTokenizer):
         (lambda folder: (folder / "99.txt").write_text("new"), "train:99.txt is new"),
         (lambda folder: (folder / "00.txt").unlink(), "train:00.txt is gone"),
         ({"tokenizer": Other()}, "--tokenizer was 'bytes-1' and is 'other'"),
-        ({"held_out_fraction": 0.5}, "--held-out-fraction was 0.05 and is 0.5"),
+        ({"held_out_fraction": 0.5}, "held out was --held-out-fraction 0.05 and is --held-out-fraction 0.5"),
         ({"text_field": "body"}, "--text-field was 'text' and is 'body'"),
     ],
 )
@@ -402,13 +436,14 @@ def test_one_separator_is_enough(corpus, bos, eos, first, last):
     assert {(int(store[i][0]), int(store[i][-1])) for i in range(len(store))} == {(first, last)}
 
 
-def test_held_out_tokens_count_their_bytes(tmp_path):
+@pytest.mark.parametrize("fraction", [0.3, 1.0])
+def test_held_out_tokens_count_their_bytes(tmp_path, fraction):
     packed = np.concatenate([np.append(BYTES.encode(f"naïve text {i} 🙂"), 257) for i in range(30)])
     np.save(tmp_path / "a.npy", packed.astype(np.uint16))
-    store = open_store(tmp_path / "run", BYTES, path=str(tmp_path / "a.npy"), held_out_fraction=0.3)
+    store = open_store(tmp_path / "run", BYTES, path=str(tmp_path / "a.npy"), held_out_fraction=fraction)
     counts = store.counts("held_out")
     assert counts.bytes == sum(len(BYTES.decode(store[i]).encode()) for i in documents_of(store, "held_out")) > 0
-    assert counts.gzip_nats_per_byte > 0 and store.counts("train").bytes is None
+    assert counts.gzip_nats_per_byte > 0 and store.counts("train").bytes == (None if fraction < 1 else 0)
 
 
 def test_held_out_documents_without_text_have_no_baseline(tmp_path):
@@ -419,3 +454,94 @@ def test_held_out_documents_without_text_have_no_baseline(tmp_path):
     store = open_store(tmp_path / "run", BYTES, path=str(tmp_path / "a.txt"), held_out_path=held_out)
     counts = store.counts("held_out")
     assert (counts.documents, counts.bytes, counts.gzip_nats_per_byte) == (4, 0, None)
+
+
+# --- all held out -----------------------------------------------------------------------------------------------------
+
+
+def test_all_documents_can_be_held_out(corpus, tmp_path):
+    trained, held_out = build(corpus, held_out_fraction=0.0), build(corpus, "set", held_out_fraction=1.0)
+    assert held_out.is_held_out(0, 12).all() and not trained.is_held_out(0, 12).any()
+    assert held_out.content_hash == trained.content_hash, "as it was when all was counted as training data"
+    counts = held_out.counts("held_out")
+    assert counts[:4] == trained.counts("train")[:4] and counts.gzip_nats_per_byte > 0
+    assert (
+        held_out.counts("train").documents == 0 == build(corpus, "third", held_out_fraction=0.0).counts("held_out")[0]
+    )
+    one = tmp_path / "one.txt"
+    one.write_text("a single one")
+    assert build(one, "single", held_out_fraction=1.0).is_held_out(0, 1).all()
+
+
+def test_a_set_that_was_counted_as_training_data_is_counted_anew(corpus, made):
+    old = build(corpus, held_out_fraction=0.0)
+    manifest = corpus.parent / "run" / "manifest.json"
+    content = json.loads(manifest.read_bytes()) | {"fingerprint": "as it was"}
+    manifest.write_text(json.dumps(content))
+    new = build(corpus, held_out_fraction=1.0)
+    assert new.content_hash == "as it was" and new.counts("held_out").documents == 12 and len(made) == 12
+    assert all_tokens(build(corpus, held_out_fraction=1.0)) == all_tokens(old)
+
+
+def test_gzip_gets_the_first_of_large_corpora_also_where_sizes_are_not_known(corpus, monkeypatch):
+    monkeypatch.setattr(counts_module, "COMPRESSED", 300)
+    monkeypatch.setattr(tokenise, "_setup", lambda recipe: contextlib.nullcontext())  # makes them in this process
+    real = token_store.job_of
+    monkeypatch.setattr(token_store, "job_of", lambda *rest: real(*rest)._replace(size=None))
+    counts = build(corpus, held_out_fraction=1.0).counts("held_out")
+    sizes = [len(file.read_bytes()) for file in sorted(corpus.iterdir())]
+    assert counts.bytes == sum(sizes)
+    assert counts.gzip_bytes == next(total for total in itertools.accumulate(sizes) if total >= 300)
+
+
+# --- what cannot be read or written -----------------------------------------------------------------------------------
+
+
+def test_a_cache_that_cannot_be_written_is_named(corpus, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    rule = r"/file.* cannot be written: .*--cache-dir \(DataConfig\.cache_dir\)"
+    with pytest.raises(DataError, match=rule):
+        build(corpus, cache_dir=tmp_path / "file")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tokenise, "write_shard", full)
+    with pytest.raises(DataError, match=r"/cache/tokens/\w+ cannot be written: No space left on device\. Make room"):
+        build(corpus)
+    assert not list((tmp_path / "cache").glob("tokens/*/*"))
+    monkeypatch.setattr(sources, "_hash", lambda *_: (tmp_path / "nowhere").read_bytes())
+    with pytest.raises(DataError, match=r"corpus/00\.txt cannot be read: No such file"):
+        build(corpus)
+
+
+def test_a_file_of_tokens_is_not_known_by_its_content_alone(tmp_path):
+    """A list of tokens in .npy has a header, which in .bin would be tokens."""
+
+    class Wide(ByteTokenizer):
+        vocab_size = 1 << 16
+
+    np.save(tmp_path / "a.npy", np.array([1, 2, 257], np.uint16))
+    (tmp_path / "b.bin").write_bytes((tmp_path / "a.npy").read_bytes())
+    paths = [str(tmp_path / name) for name in ("a.npy", "b.bin")]
+    store = open_store(tmp_path / "run", Wide(), path=paths, held_out_fraction=0.0)
+    assert len(store) == 2 and store[0].tolist() == [256, 1, 2, 257] and len(store[1]) > 60
+
+
+def test_a_manifest_with_other_names_of_shards_goes_on(corpus):
+    first = build(corpus)
+    manifest = corpus.parent / "run" / "manifest.json"
+    content = json.loads(manifest.read_bytes())
+    content["shards"][3]["key"] = "of an earlier version"
+    manifest.write_text(json.dumps(content))
+    again = build(corpus)
+    assert all_tokens(again) == all_tokens(first) and again.order_hash == first.order_hash
+
+
+def test_held_out_data_of_ones_own_are_one_change(corpus, tmp_path):
+    build(corpus)
+    (tmp_path / "v.txt").write_text("v")
+    with pytest.raises(DataError) as error:
+        build(corpus, held_out_path=str(tmp_path / "v.txt"))
+    changes = str(error.value).split(" of the tokens in ")[1].split(": ", 1)[1]
+    assert changes.startswith("held out was --held-out-fraction 0.05 and is the data of --held-out. Restore")

@@ -154,7 +154,7 @@ def test_what_a_process_is_told_is_what_was_meant():
     for file in (Path("/a/b.txt"), Path("/a/b"), "memory://a.jsonl", "hf://datasets/o/n@c/d:train"):
         place = file if isinstance(file, Path) else tokenise.as_place(file)
         for part in (None, (3, 5)):
-            job = Job(Source("name", place, part is None), part, "hash", 7)
+            job = Job(Source("name", place, part is None), part, "hash", 7, part and (9, 8))
             again = loaded_job(json.loads(json.dumps(job_words(job))))
             assert again == job and again.key == job.key
 
@@ -219,3 +219,58 @@ def test_two_runs_at_the_same_time_share_the_work(corpus):
     one, two = map(result, processes)
     assert sorted(one["made"] + two["made"]) == [f"{number:02}.txt" for number in range(COUNT)]
     assert one["made"] and two["made"] and one["hash"] == two["hash"] and one["tokens"] == two["tokens"]
+
+
+def test_a_file_that_changes_while_it_is_read_makes_no_shard(corpus, monkeypatch):
+    real = tokenise.write_shard
+
+    def late(*rest):
+        found = real(*rest)
+        (corpus / "corpus" / "03.txt").write_text("changed")
+        return found
+
+    monkeypatch.setattr(tokenise, "write_shard", late)
+    options = dict(path=str(corpus / "corpus" / "03.txt"), cache_dir=corpus / "cache")
+    with pytest.raises(DataError, match=r"03\.txt was changed while it was read: start again"):
+        open_store(corpus / "run", ByteTokenizer(), **options)
+    assert not shards(corpus)
+    monkeypatch.setattr(tokenise, "write_shard", real)
+    store = open_store(corpus / "run", ByteTokenizer(), **options)
+    assert ByteTokenizer().decode(store[0]) == "changed"
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_shard_whose_beginning_was_taken_away_is_made_once_more_or_is_there(corpus, monkeypatch, made):
+    """By another machine, which believed this one dead."""
+    real, calls = tokenise.write_shard, []
+
+    def taken(partial, *rest):
+        real(partial, *rest)
+        calls.append(partial)
+        if len(calls) == 1:
+            if made:
+                partial.rename(partial.with_name(partial.name.split(".")[0] + ".tokens"))
+            else:
+                partial.unlink()
+
+    monkeypatch.setattr(tokenise, "write_shard", taken)
+    path = str(corpus / "corpus" / "03.txt")
+    store = open_store(corpus / "run", ByteTokenizer(), path=path, cache_dir=corpus / "cache")
+    assert len(store) == 1 and len(calls) == (1 if made else 2) and len(shards(corpus)) == 1
+
+
+def test_processes_are_ended_where_one_of_them_cannot_be_started(corpus, monkeypatch):
+    started, real = [], subprocess.Popen
+
+    def second(*args, **kwargs):
+        if started:
+            raise OSError("no more processes")
+        started.append(real(*args, **kwargs))
+        return started[-1]
+
+    monkeypatch.setattr(tokenise, "SMALL", 0)
+    monkeypatch.setattr(tokenise, "_cores", lambda: 2)
+    monkeypatch.setattr(tokenise.subprocess, "Popen", second)
+    with pytest.raises(OSError, match="no more processes"):
+        open_store(corpus / "run", ByteTokenizer(), path=str(corpus / "corpus"), cache_dir=corpus / "cache")
+    assert len(started) == 1 and started[0].poll() is not None

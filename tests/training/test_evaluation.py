@@ -1,0 +1,18 @@
+"""What is said of held-out losses."""
+
+from eqx_decoders.training.counts import Counts
+from eqx_decoders.training.evaluation import HeldOut, describe_held_out
+
+
+def test_the_baseline_is_named_with_its_set_and_with_what_it_is_of():
+    result = HeldOut(loss=1.0, tokens=30, nats=30.0)
+    whole, part = Counts(1, 20, 20, 100, 2.0, 100), Counts(1, 12, 10, 300, 1.0, 60)
+    assert describe_held_out("web", result._replace(tokens=20), [whole])[-1] == (
+        "gzip -9 needs of web: 2.0000 nats per byte, for the same text"
+    )
+    assert describe_held_out("", result, [whole, part])[-1] == (
+        "gzip -9 needs: 1.2500 nats per byte, for 160 bytes of the same text"
+    )
+    old = whole._replace(gzip_bytes=None)
+    assert describe_held_out("", result._replace(tokens=20), [old])[-1].endswith("for the same text")
+    assert len(describe_held_out("", result._replace(tokens=20), [whole, part])) == 1, "not all was evaluated"
