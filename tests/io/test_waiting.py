@@ -50,7 +50,8 @@ def test_plain_lines_come_only_where_they_are_asked_for(quick, monkeypatch):
     assert stream.getvalue() == "" and threading.active_count() < 50
     with showing(), Waiting("outside"), Waiting("compiling"):
         wait_for(stream, "compiling: 0s\ncompiling: 0s\n")
-    assert "\x1b" not in stream.getvalue() and "\r" not in stream.getvalue() and "outside" not in stream.getvalue()
+        shown = stream.getvalue()
+    assert "\x1b" not in shown and "\r" not in shown and "outside" not in shown
 
 
 def test_a_terminal_shows_one_line_that_goes_away(quick, monkeypatch):
