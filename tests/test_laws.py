@@ -18,7 +18,7 @@ from tests.programs import drop_compiled_programs
 
 COVERING = covering_array()
 REPRESENTATIVE = representative(COVERING)
-QUICK = REPRESENTATIVE[:6]  # of `make test`
+QUICK = REPRESENTATIVE[:5]  # of `make test`
 FRESH = 24
 
 

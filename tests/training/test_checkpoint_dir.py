@@ -94,6 +94,7 @@ def test_the_run_that_was_started_last_has_the_directory(elsewhere, corpus, tmp_
     assert Checkpoints(place).steps == (2,)
 
 
+@pytest.mark.slow
 def test_a_machine_that_comes_back_goes_on_from_where_the_other_one_was(elsewhere, corpus, tmp_path):
     """Its own metrics are not those of the run any more."""
     place = f"{elsewhere}-back"
