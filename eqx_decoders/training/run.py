@@ -363,7 +363,7 @@ class Run:
             self._trace(state, step + 1)
             if self.interrupt.at_once:
                 self._compile(state, batch)
-                begun = time.perf_counter()
+                begun, self.waited = time.perf_counter(), 0.0  # the first batch was waited for before that
             state, metrics = self.trainer.step(state, batch)
             self.interrupt.at_once = False
             step += 1
