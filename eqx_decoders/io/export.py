@@ -63,7 +63,7 @@ def save_hf(
     check_integer("save_hf: shard_bytes", shard_bytes)
     own = None if model.origin is None else model.origin.directory
     kind, config, stored = export_plan(model, dtype=dtype, family=family, settings=settings)
-    with new_directory(directory) as partial:
+    with exported_directory(directory) as partial:
         copies = kind.copied(model.config)
         _write_tensors(partial, named_leaves(model), kind.bind(model), copies, stored, shard_bytes)
         if partial is None:
@@ -102,7 +102,7 @@ def export_plan(
 
 
 def check_new_directory(directory: str | Path) -> None:
-    """Raise ConversionError where `new_directory` could not make a directory, as the first process sees it."""
+    """Raise ConversionError where `exported_directory` could not make a directory, as the first process sees it."""
     folder = Path(directory).absolute()
     refusal = from_first("export", _refusal(folder) if jax.process_index() == 0 else None)
     check(refusal is None, f"{folder} {refusal}.", ConversionError)
@@ -118,7 +118,7 @@ def _refusal(folder: Path) -> str | None:
 
 
 @contextlib.contextmanager
-def new_directory(directory: str | Path) -> Iterator[Path | None]:
+def exported_directory(directory: str | Path) -> Iterator[Path | None]:
     """A directory to be filled, which gets its name when all is written; None in all processes but the first.
 
     Raises ConversionError where `directory` is anything but an empty directory or a new name, or may not be written.

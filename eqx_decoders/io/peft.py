@@ -21,7 +21,7 @@ from eqx_decoders.errors import ConversionError, check
 from eqx_decoders.families.family import WeightMapping
 from eqx_decoders.families.fields import Fields
 from eqx_decoders.io.directory import Directory, StoredTensor, check_dtypes, check_tensors, stored_tensors
-from eqx_decoders.io.export import export_config, new_directory, safetensors, save_tensors
+from eqx_decoders.io.export import export_config, exported_directory, safetensors, save_tensors
 from eqx_decoders.io.files import write_json
 from eqx_decoders.io.pieces import on_first_host
 from eqx_decoders.numerics import LowRank, low_rank_weights
@@ -113,7 +113,7 @@ def save_peft(model: Decoder, directory: str | Path, *, base_model: str = "") ->
     of them must call it; the first one writes.
     """
     nodes, weights = adapter_plan(model)
-    with new_directory(directory) as folder:
+    with exported_directory(directory) as folder:
         tensors: dict[str, np.ndarray] = {}
         for path, node in nodes.items():
             for name, factor in weights[path].factors.items():

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -223,7 +223,7 @@ def _parquet(file: Any, copy: Path | None = None) -> Iterator[Any]:
 
 
 def _read_saved(source: Source, reading: Reading, part: Part | None) -> Iterator[Document]:
-    dataset = open_saved(_folder(source))
+    dataset = open_saved(cast(Path, source.file))
     where, field = str(source.file), reading.text_field
     columns = used_columns(dataset.column_names, field, where)
     start, stop = part or (0, dataset.num_rows)
@@ -237,15 +237,14 @@ def _saved_cuts(file: Place, size: int | None, most: int) -> list[int]:
 
 
 def _read_streamed(source: Source, reading: Reading, part: Part | None) -> Iterator[Document]:
-    assert isinstance(source.file, HubDataset)
-    where, files = str(source.file), "" if part is None else f" of files {part[0]} to {part[1] - 1}"
-    rows = ((f"{where}, row {row}{files}", one) for row, one in enumerate(source.file.rows(part)))
+    dataset = cast(HubDataset, source.file)  # as its kind says
+    where, files = str(dataset), "" if part is None else f" of files {part[0]} to {part[1] - 1}"
+    rows = ((f"{where}, row {row}{files}", one) for row, one in enumerate(dataset.rows(part)))
     yield from row_documents(rows, reading.text_field)
 
 
 def _streamed_cuts(file: Place, size: int | None, most: int) -> list[int]:
-    assert isinstance(file, HubDataset)
-    return list(range(file.open().num_shards + 1))
+    return list(range(cast(HubDataset, file).open().num_shards + 1))
 
 
 # --- ArrayRecord ------------------------------------------------------------------------------------------------------
@@ -362,13 +361,8 @@ def _check_ids(tokens: np.ndarray, start: int, file: File, vocab_size: int) -> N
 
 
 def _file(source: Source) -> File:
-    assert isinstance(source.file, Path | RemoteFile)
-    return source.file
-
-
-def _folder(source: Source) -> Path:
-    assert isinstance(source.file, Path)
-    return source.file
+    """Of any kind but datasets, as a source's kind says."""
+    return cast(File, source.file)
 
 
 class _Reader(NamedTuple):

@@ -1,20 +1,17 @@
 """A training run: steps, evaluations, checkpoints and metrics in one run directory."""
 
-import collections
 import contextlib
 import dataclasses
 import itertools
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
 
 from eqx_decoders.axes import named_leaves
 from eqx_decoders.decoder import Decoder
@@ -36,13 +33,8 @@ from eqx_decoders.io.rundir import EXIT_SIGTERM, Interrupt, RunLock
 from eqx_decoders.io.tokenizer import Tokenizer
 from eqx_decoders.io.waiting import Waiting, showing
 from eqx_decoders.layout import device_bytes
-from eqx_decoders.training.balance import relative_loads, routing_report
 from eqx_decoders.training.batches import Batch, Batches
-from eqx_decoders.training.data import (
-    make_dataset,
-    make_held_out_sets,
-    prepare_tokenizer,
-)
+from eqx_decoders.training.data import make_dataset, make_held_out_sets, prepare_tokenizer
 from eqx_decoders.training.evaluation import HeldOut, describe_held_out, evaluate_sets, sample_text
 from eqx_decoders.training.flops import device_flops, flops_per_token
 from eqx_decoders.training.goodput import Goodput, WallTime, run_start
@@ -77,12 +69,9 @@ from eqx_decoders.training.settings import (
     settings_json,
 )
 from eqx_decoders.training.settings_file import flat_settings
-from eqx_decoders.training.step import StepMetrics, Trainer, TrainState
+from eqx_decoders.training.step import Trainer, TrainState
+from eqx_decoders.training.step_log import StepLog
 from eqx_decoders.training.trackers import Trackers, open_trackers
-
-
-LOAD_STEPS = 50  # at the end of a run, whose mean loads of experts are drawn
-_routing_report = jax.jit(routing_report, static_argnums=0)
 
 
 def train(config: TrainConfig) -> int:
@@ -100,20 +89,6 @@ def train(config: TrainConfig) -> int:
         raise EqxDecodersError(run.out_of_memory(str(error))) from error
 
 
-class Taken(NamedTuple):
-    """A step that was given to the devices, and that may not be done yet.
-
-    `epochs`: passes over the data so far, also of each source of a mixture, by their names in a row of metrics.
-    `begun`: when the host began with it.
-    """
-
-    step: int
-    metrics: StepMetrics
-    routing: Any
-    epochs: dict[str, float]
-    begun: float
-
-
 class Run:
     """One process's part of a run. `train` prepares everything, takes the steps and finishes the run."""
 
@@ -128,17 +103,9 @@ class Run:
         self.interrupt = Interrupt(at_once=True)  # until there are steps to be saved
         self.stop = Stop(lambda: self.interrupt.requested)
         self.skipped_in_a_row = 0
-        self.expert_counts: collections.deque[np.ndarray] = collections.deque(maxlen=LOAD_STEPS)
-        self.taken: collections.deque[Taken] = collections.deque()  # whose metrics were not read yet
-        self.read_at = 0.0  # when those of a step were read last
-        self.row: MetricsRow = {}
-        self.seconds: collections.deque[float] = collections.deque(maxlen=8)  # of the last steps
         self.tracing = False
-        self.step_bytes: int | None = None
         self.begun = run_start()
         self.time = WallTime("starting", self.begun)
-        self.waited = 0.0  # seconds for which the devices had no batch, since the metrics of a step were read
-        self.done_at = 0.0  # when the last step was done, as far as it is
 
     def train(self) -> int:
         """The whole run; the exit code."""
@@ -167,7 +134,7 @@ class Run:
                 raise
             finally:
                 ON_FAILURE.remove(undo)
-            self.goodput = self._goodput(start + 1)
+            self.log = self._step_log(start + 1)
             self.metrics = stack.enter_context(contextlib.closing(self._trackers(start + 1)))
             self._copy()
             try:
@@ -245,11 +212,6 @@ class Run:
         directory = config.checkpoint_dir or self.dir / "checkpoints"
         self.checkpoints = stack.enter_context(Checkpoints(directory, max_checkpoints=config.max_checkpoints))
         self.trainer = Trainer.create(config.optimizer_config(), self.target, steps=config.steps, config=config.step)
-        self.peak_flops = device_flops(self.layout, self.execution.precision.compute, config.peak_tflops)
-        tokens = config.dataset.batch_size * config.dataset.seq_len
-        self.step_flops = tokens * flops_per_token(
-            self.target, config.dataset.seq_len, trainable=self.trainer.trainable
-        )
 
     def _check_same(self) -> None:
         """All processes must have been started with the same settings, on one run directory."""
@@ -333,10 +295,16 @@ class Run:
         name = " ".join((name or self.config.model, *self.config.set))
         print_status(f"{name}: {weights:,} weights{part} on {devices}")
 
-    def _goodput(self, first_step: int) -> Goodput:
-        path = self.dir / "metrics.jsonl"
+    def _step_log(self, first_step: int) -> StepLog:
+        config, length, path = self.config, self.config.dataset.seq_len, self.dir / "metrics.jsonl"
         rows = read_metrics(path) if self.writes and path.exists() else ()
-        return Goodput(rows, start=first_step, begun=self.begun)
+        flops = flops_per_token(self.target, length, trainable=self.trainer.trainable)
+        return StepLog(
+            self.target.config,
+            step_flops=config.dataset.batch_size * length * flops,
+            peak_flops=device_flops(self.layout, self.execution.precision.compute, config.peak_tflops),
+            goodput=Goodput(rows, start=first_step, begun=self.begun),
+        )
 
     def _trackers(self, first_step: int) -> Trackers:
         if not self.writes:
@@ -363,14 +331,15 @@ class Run:
             self._trace(state, step + 1)
             if self.interrupt.at_once:
                 self._compile(state, batch)
-                begun, self.waited = time.perf_counter(), 0.0  # the first batch was waited for before that
+                begun = time.perf_counter()
+                self.log.forget_waiting()
             state, metrics = self.trainer.step(state, batch)
             self.interrupt.at_once = False
             step += 1
             self.data_state = self.data.get_state()  # before the batch of the next step is taken
             epochs = {f"epochs/{name}": passes for name, passes in self.data.source_epochs().items()}
             epochs["epochs"] = self.data.epochs
-            self.taken.append(Taken(step, metrics, self._routing(metrics), epochs, begun))
+            self.log.take(step, metrics, epochs, begun)
             evaluates = config.eval_every and step % config.eval_every == 0 and step < config.steps
             saves = step % config.checkpoint_every == 0 or step == config.steps
             # where a checkpoint is due, it comes first: the next batch may be an error
@@ -387,82 +356,36 @@ class Run:
         return state, step, False
 
     def _next_batch(self) -> Batch:
-        """The next batch, on the devices. It counts as waiting for data from when these have nothing left to do."""
-        begun = time.perf_counter()
-        thread = None
-        if self.taken:
-            thread = threading.Thread(target=self._note_done, args=(self.taken[-1].metrics.loss,), daemon=True)
-            thread.start()
-        with self.time.doing("waiting for data"):
+        """The next batch, on the devices."""
+        with self.log.waiting(), self.time.doing("waiting for data"):
             rows = next(self.data)
-        if thread is None or not thread.is_alive():
-            self.waited += time.perf_counter() - max(begun, self.done_at)
         return place(rows, self.layout, self.config.dataset.batch_size)
-
-    def _note_done(self, loss: Any) -> None:
-        with contextlib.suppress(Exception):  # of the step; whoever reads its metrics hears of it
-            loss.block_until_ready()
-        self.done_at = time.perf_counter()
 
     def _compile(self, state: TrainState, batch: Batch) -> None:
         waiting = Waiting("compiling the first step", kept=self._kept(), show=self.progress.wait)
         with self.time.doing("compiling"), waiting:
-            self.step_bytes = self.trainer.compile(state, batch)
-
-    def _routing(self, metrics: StepMetrics) -> Any:
-        """The report of the routing; computed now, since it would stand behind the next steps on the devices."""
-        if metrics.stats is None or metrics.stats.routing is None:
-            return None
-        return _routing_report(self.target.config, metrics.stats.routing)
+            self.log.step_bytes = self.trainer.compile(state, batch)
 
     def _read(self, state: TrainState, step: int, *, behind: int = 0) -> None:
         """Read the metrics of all steps but so many; end the run after too many steps that were not finite."""
-        while len(self.taken) > behind:
-            self._report(self.taken.popleft())
+        while len(self.log) > behind:
+            self._report(self.log.read())
             if self.skipped_in_a_row >= self.config.max_skipped:
                 behind = 0  # if one of those under way is finite, the run goes on
         if self.skipped_in_a_row >= self.config.max_skipped:
             self._save(step, state)
             raise EqxDecodersError(
-                f"{self.skipped_in_a_row} steps in a row were not finite (loss={self.row['loss']}, "
-                f"grad_norm={self.row['grad_norm']}). The weights are still those of step "
+                f"{self.skipped_in_a_row} steps in a row were not finite (loss={self.log.last['loss']}, "
+                f"grad_norm={self.log.last['grad_norm']}). The weights are still those of step "
                 f"{step - self.skipped_in_a_row}, saved as step {step}. Lower optimizer.learning_rate or look at the "
                 "data, and start again."
             )
 
-    def _report(self, taken: Taken) -> None:
-        """Write and show the metrics of a step, as soon as it is done."""
-        taken = taken._replace(**jax.device_get({"metrics": taken.metrics, "routing": taken.routing}))
-        now = time.perf_counter()
-        seconds, self.read_at = max(1e-9, now - max(self.read_at, taken.begun)), now
-        self.row = self._row(taken, seconds)
-        self.waited = 0.0
-        self.metrics.write(self.row)
-        self.progress.update(taken.step, self.row)
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if taken.metrics.skipped else 0
-
-    def _row(self, taken: Taken, seconds: float) -> MetricsRow:
-        metrics = taken.metrics
-        names = ("loss", "nll", "accuracy", "tokens", "grad_norm", "learning_rate", "skipped")
-        row = {"step": taken.step} | {name: getattr(metrics, name) for name in names}
-        row |= {"step_seconds": seconds, "data_wait": min(1.0, self.waited / seconds)} | taken.epochs
-        row |= self.goodput.add(row)
-        self.seconds.append(seconds)
-        # what was seen can be done: over several steps, since a host that was late reads two at a time
-        best = self.step_flops * len(self.seconds) / sum(self.seconds)
-        self.peak_flops = max(self.peak_flops, best)
-        row["mfu"] = min(1.0, self.step_flops / seconds / self.peak_flops)
-        used = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", self.step_bytes)
-        if used is not None:
-            row["peak_memory_gb"] = used / 1e9
-        if metrics.mtp_nll is not None:
-            row["mtp_nll"] = metrics.mtp_nll
-        if metrics.stats is not None and metrics.stats.activations is not None:
-            row |= {f"activations/{name}": value for name, value in vars(metrics.stats.activations).items()}
-        if metrics.stats is not None and metrics.stats.routing is not None:
-            row |= taken.routing
-            self.expert_counts.append(np.asarray(metrics.stats.routing.counts))
-        return row
+    def _report(self, row: MetricsRow) -> None:
+        """Write and show the metrics of a step."""
+        self.metrics.write(row)
+        self.progress.update(row["step"], row)
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if row["skipped"] else 0
 
     def _evaluate(self, model: Decoder, step: int) -> dict[str, HeldOut]:
         """The held-out loss of all as "", and of each set with a name; nothing if a signal came meanwhile.
@@ -547,16 +470,16 @@ class Run:
     def _summarise(self, results: dict[str, HeldOut], sample: str) -> None:
         """Draw the pictures, print the held-out losses and a sample."""
         plot_losses(self.dir / "metrics.jsonl", self.dir / "loss.png")
-        loads = relative_loads(self.target.config, np.sum(self.expert_counts, axis=0)) if self.expert_counts else {}
+        loads, steps = self.log.loads()
         if loads:
             plot_loads(loads, self.dir / "expert_load.png")
-        goodput = f"; goodput of the run {self.row['goodput']:.0%}" if self.row else ""
+        goodput = f"; goodput of the run {self.log.last['goodput']:.0%}" if self.log.last else ""
         print_status(f"time of this process: {self.time.text()}{goodput}")
         files = f"metrics.jsonl, loss.png{' and expert_load.png' * bool(loads)} are in {self.dir}"
         elsewhere = self.config.checkpoint_dir
         print(f"\ncheckpoints, {files}" if elsewhere is None else f"\ncheckpoints are in {elsewhere}; {files}")
         if loads:
-            worst, steps = ", ".join(f"{load.max():.2f}" for load in loads.values()), len(self.expert_counts)
+            worst = ", ".join(f"{load.max():.2f}" for load in loads.values())
             print(f"largest load of an expert over the mean, layer by layer, last {steps} steps: {worst}")
         sets = {name: batches.parts[0] for name, batches in self.held_out.items()}
         for name, result in results.items():

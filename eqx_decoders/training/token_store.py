@@ -71,7 +71,7 @@ class TokenStore:
     def sizes(self, start: int, stop: int) -> np.ndarray:
         """Tokens of each of the documents from `start` up to `stop`, with its separators, as int64."""
         if self._list is not None:
-            return self._listed("size", start, stop)
+            return self._listed(self._list["size"], start, stop)
         return self._over(start, stop, lambda number, begin, end: self.shard(number).sizes(begin, end), np.int64)
 
     def is_held_out(self, start: int, stop: int) -> np.ndarray:
@@ -79,7 +79,7 @@ class TokenStore:
         if self._list is None:
             draws = self._over(start, stop, self._draws_of, np.float64)
         else:
-            draws = self._listed("draw", start, stop)
+            draws = self._listed(self._list["draw"], start, stop)
         below, equal = self._draws
         return (draws < below) | (draws == equal) if equal is not None else draws < below
 
@@ -130,11 +130,10 @@ class TokenStore:
         found["draw"] = self._draws_of(number, 0, len(found))
         return found
 
-    def _listed(self, name: str, start: int, stop: int) -> np.ndarray:
+    def _listed(self, values: np.ndarray, start: int, stop: int) -> np.ndarray:
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"documents {start} to {stop} of {len(self)}")
-        assert self._list is not None
-        return np.array(self._list[name][start:stop])
+        return np.array(values[start:stop])
 
     def _find(self, document: int | np.integer) -> tuple[Shard, int]:
         if not 0 <= document < len(self):

@@ -83,9 +83,9 @@ def test_the_run_that_was_started_last_has_the_directory(elsewhere, corpus, tmp_
     """A machine that was believed to be lost stops at its next save, before it writes anything."""
     place, report = f"{elsewhere}-two", Run._report
 
-    def another(self, taken):
-        report(self, taken)
-        if taken.step == 3:
+    def another(self, row):
+        report(self, row)
+        if row["step"] == 3:
             RunCopies(tmp_path / "run", place).claim()
 
     monkeypatch.setattr(Run, "_report", another)

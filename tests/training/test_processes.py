@@ -69,9 +69,9 @@ def check_batches():
 def train(name, *more):
     return program.main(["--distributed", "--run-dir", str(folder / name), *words, *more])
 
-def interrupted(self, taken, report=Run._report):
-    report(self, taken)
-    if number == 1 and taken.step == 1:  # the signal comes to one process alone
+def interrupted(self, row, report=Run._report):
+    report(self, row)
+    if number == 1 and row["step"] == 1:  # the signal comes to one process alone
         self.interrupt._handle(15, None)
 
 def torn(steps, step, read=checkpoint_reading.read_manifest):
