@@ -13,13 +13,11 @@ import importlib.util
 import itertools
 import json
 import os
-import random
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -27,24 +25,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench_data import encode, make_text, memory, plan, restart, tokenise
 
 import eqx_decoders as ed
 from eqx_decoders.families.llama import llama
 from eqx_decoders.families.shape import Shape
-from eqx_decoders.io.tokenizer import load_tokenizer, train_bpe
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.grouped import grouped_products
-from eqx_decoders.training.batches import Batch, Batches, Corpus
-from eqx_decoders.training.corpus import read_documents
-from eqx_decoders.training.counts import Counts
+from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.flops import flops_per_token, measured_flops
 from eqx_decoders.training.memory import keep_memory
 from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.readers import Reading, read_source
-from eqx_decoders.training.sources import Source
 from eqx_decoders.training.step import Trainer
-from eqx_decoders.training.token_store import open_store
 
 
 BATCH, LENGTH = 2, 512
@@ -306,148 +299,6 @@ def load_checkpoint(directory: str) -> dict[str, float]:
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
     tensor = target.embedding.table.size * 4
     return {"seconds": seconds, "size_mb": size / 1e6, "peak_mb": peak / 1e6, "tensor_mb": tensor / 1e6}
-
-
-class EndlessCorpus:
-    """So many documents of about 1000 tokens, whose sizes repeat after a million of them."""
-
-    content_hash, has_targets = "endless", False
-
-    def __init__(self, documents: int):
-        generator, self._documents = np.random.default_rng(0), documents
-        self._sizes = np.clip(generator.lognormal(6.5, 0.9, 1 << 20), 2, 100_000).astype(np.int64)
-        self._held_out = generator.random(1 << 20) < 0.001
-        self._tokens = np.zeros(100_000, np.uint16)
-
-    def __len__(self) -> int:
-        return self._documents
-
-    def __getitem__(self, document: int) -> np.ndarray:
-        return self._tokens[: self._sizes[document % len(self._sizes)]]
-
-    def counts(self, split: str) -> Counts:
-        return Counts(documents=self._documents, tokens=0, targets=0, bytes=None)
-
-    def sizes(self, start: int, stop: int) -> np.ndarray:
-        return self._part(self._sizes, start, stop)
-
-    def is_held_out(self, start: int, stop: int) -> np.ndarray:
-        return self._part(self._held_out, start, stop)
-
-    def _part(self, values: np.ndarray, start: int, stop: int) -> np.ndarray:
-        first = start % len(values)
-        last = first + stop - start
-        return values[first:last] if last <= len(values) else np.append(values[first:], values[: last - len(values)])
-
-
-def plan(documents: int) -> dict[str, float]:
-    """Batches of 256 x 2048 of so many documents, whose tokens are not read: seconds, rows a second, memory."""
-    seconds, corpus = {}, EndlessCorpus(documents)
-    with tempfile.TemporaryDirectory() as folder:
-        part = Corpus("", corpus, False, Path(folder))  # pyright: ignore[reportArgumentType]
-        settings = {"split": "train", "rows": range(256), "batch_size": 256, "seq_len": 2048, "seed": 0, "pack": True}
-        for what in ("count", "open"):
-            begin = time.perf_counter()
-            batches = Batches([part], **settings)
-            seconds[what] = time.perf_counter() - begin
-        with batches:
-            begin = time.perf_counter()
-            next(batches)
-            seconds["first batch"] = time.perf_counter() - begin
-            begin, count = time.perf_counter(), 1000
-            for _ in range(count):
-                next(batches)
-            rate, rows = 256 * count / (time.perf_counter() - begin), batches.rows_per_epoch
-        (plans,) = batches._plans
-        for row in range(max(0, rows - 400_000), rows + 10_000):
-            begin = time.perf_counter()
-            list(plans.pieces(row))
-            if row >= rows - 10_000:
-                seconds["epoch"] = max(seconds.get("epoch", 0.0), time.perf_counter() - begin)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    return {"documents": documents, "rows": rows, "rate": rate, "peak_gb": peak, **seconds}
-
-
-def restart(folder: Path, steps: int, **environment: str) -> float:
-    """Seconds from the start of the training program, resumed for one step more, to the row of its first step."""
-    metrics, command = folder / "metrics.jsonl", [sys.executable, str(Path(__file__).with_name("train.py"))]
-    options = ["--tokenizer", "bytes", "--data", str(Path(__file__).parents[1] / "README.md"), "--trackers"]
-    options += ["--held-out-fraction", "0", "--sample-tokens", "0", "--steps", str(steps)]
-    rows = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-    command += ["--run-dir", str(folder), *options]
-    begun, seconds, nowhere = time.perf_counter(), 0.0, subprocess.DEVNULL
-    process = subprocess.Popen(command, stdout=nowhere, stderr=nowhere, env=os.environ | environment)
-    while process.poll() is None:
-        if not seconds and metrics.exists() and metrics.read_bytes().count(b"\n") > rows:
-            seconds = time.perf_counter() - begun
-        time.sleep(0.02)
-    assert process.returncode == 0 and seconds
-    return seconds
-
-
-def make_text(folder: Path, size: int) -> None:
-    """JSON lines of so many bytes from the standard library's text, and a tokenizer of 32,000 ids trained on it."""
-    text = "".join(document.text or "" for document in read_documents(None))
-    train_bpe(itertools.islice((one.text or "" for one in read_documents(None)), 300), 32_000).save(folder)
-    generator, written = random.Random(0), 0
-    with (folder / "text.jsonl").open("w") as file:
-        while written < size:
-            begin = generator.randrange(len(text) - 8000)
-            written += file.write(json.dumps({"text": text[begin : begin + generator.randrange(100, 8000)]}) + "\n")
-
-
-def encode(folder: str, begin: int, end: int) -> dict[str, float]:
-    """Bytes a second, and a second of the processor, of `encode_batch_fast` alone over a part of the text."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
-    documents = read_source(Source("text.jsonl", Path(folder, "text.jsonl")), Reading(), (begin, end))
-    seconds = processor = size = 0
-    while batch := [document.text or "" for document in itertools.islice(documents, 256)]:
-        start, used = time.perf_counter(), time.process_time()
-        tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-        seconds += time.perf_counter() - start
-        processor += time.process_time() - used
-        size += sum(len(text.encode()) for text in batch)
-    return {"rate": size / seconds, "processor_rate": size / processor}
-
-
-def tokenise(folder: str) -> dict[str, float]:
-    """Bytes of text a second of a store that is made, start of its processes and counting included; and memory."""
-    peak, done = [0], threading.Event()
-    watch = threading.Thread(target=watch_memory, args=(peak, done))
-    watch.start()
-    begin = time.perf_counter()
-    tokenizer, path = load_tokenizer(folder), f"{folder}/text.jsonl"
-    store = open_store(f"{folder}/run", tokenizer, path=path, cache_dir=f"{folder}/cache")
-    seconds = time.perf_counter() - begin
-    done.set()
-    watch.join()
-    counts = [store.counts(split) for split in ("train", "held_out")]
-    size, tokens = sum(count.bytes or 0 for count in counts), sum(count.tokens for count in counts)
-    used = os.times()
-    processor = used.user + used.system + used.children_user + used.children_system
-    rates = {"rate": size / seconds, "processor_rate": size / processor}
-    return rates | {"seconds": seconds, "tokens": tokens, "peak_mb": peak[0] / 1e6}
-
-
-def watch_memory(peak: list[int], done: threading.Event) -> None:
-    """Keep the most that this process and those that it started have in memory together."""
-    while not done.wait(0.25):
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        sizes = []
-        for pid in ("self", *children):
-            try:
-                sizes.append(memory("VmRSS", pid))
-            except (OSError, StopIteration):  # it has just ended
-                continue
-        peak[0] = max(peak[0], sum(sizes))
-
-
-def memory(field: str, pid: str = "self") -> int:
-    """Bytes of a field of Linux's account of a process."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def alone(*words: str, **environment: str) -> dict[str, Any]:
