@@ -25,6 +25,7 @@ AXES: dict[str, str] = {
     "slots": "places of a cache, or of an expert",
     "embed": "features of the residual stream",
     "vocab": "token ids",
+    "dimensions": "dimensions of a position: time, height, width",
     "positions": "rows of a table of learned positions",
     "heads": "query heads",
     "kv_heads": "key and value heads",
@@ -32,6 +33,7 @@ AXES: dict[str, str] = {
     "head_dim": "features of one head",
     "qk_dim": "features of a query or key head where values have others",
     "value_dim": "features of a value head where queries and keys have others",
+    "key_dim": "features of a key head of a linear recurrence",
     "kv_dim": "features of a key head without its rotary ones, and of a value head",
     "q_rank": "features of the latent that queries are made from",
     "kv_rank": "features of the latent that keys and values are made from",
@@ -45,6 +47,11 @@ AXES: dict[str, str] = {
     "teacher_heads": "query heads of a frozen teacher",
     "teacher_kv_heads": "key and value heads of a frozen teacher",
     "teacher_head_dim": "features of one head of a frozen teacher",
+    "streams": "residual streams side by side",
+    "taps": "tokens that a convolution looks back",
+    "channels": "features of a convolution's input",
+    "decay_dim": "decays of a head of a linear recurrence: one, or one of each key feature",
+    "one": "a single number",
     "layers": "equal layers of a stack",
 }
 

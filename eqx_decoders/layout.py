@@ -53,6 +53,7 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "kv_heads": ("tensor", "tensor_sequence"),
     "qkv_heads": ("tensor", "tensor_sequence"),
     "mlp": ("tensor", "tensor_sequence"),
+    "channels": ("tensor", "tensor_sequence"),
     "vocab": ("tensor", "tensor_sequence"),
     "length": ("context", "tensor_sequence"),
 }
