@@ -42,6 +42,7 @@ WEIGHTS: dict[str, tuple[str, ...]] = {
     "experts": ("expert",),
     "mlp": ("fsdp_transpose", "tensor", "tensor_sequence"),
     "embed": ("fsdp", "fsdp_transpose", "context", "expert"),
+    "stream_embed": ("fsdp", "fsdp_transpose", "context", "expert"),
     "q_rank": ("fsdp", "fsdp_transpose", "context", "expert"),
     "kv_rank": ("fsdp", "fsdp_transpose", "context", "expert"),
     "layers": ("stage",),
