@@ -21,7 +21,7 @@ DEFAULTS = {
     "QKNorm": dict(norm=RMSNormConfig(), over="head", when="before_rope"),
     "QueryTemperature": dict(scale=0.1, length=8192),
     "AttentionConfig": dict(mask=Causal(), rope=Rope()),
-    "CacheShape": dict(values=True),
+    "KVShape": dict(values=True),
     "SinusoidalPositions": dict(max_timescale=10_000.0),
     "ExpertsConfig": dict(router=RouterConfig(), activation="silu"),
     "Kernel": dict(

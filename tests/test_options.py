@@ -346,7 +346,7 @@ SHOWN_IN = {
 }
 # What is passed between functions and what families are made of: data, and no settings of a user.
 DATA = {
-    "Blocks", "CacheShape", "ChatTemplate", "Difference", "Family", "GenerationConfig", "Greedy", "Kernel", "Origin",
+    "Blocks", "KVShape", "ChatTemplate", "Difference", "Family", "GenerationConfig", "Greedy", "Kernel", "Origin",
     "Recipe", "RemoteFile", "Shape", "StoredTensor", "MXFP4Tensor", "BlockScaledTensor", "TextModel", "Weight",
     "WeightMapping",
 }  # fmt: skip

@@ -12,6 +12,7 @@ from eqx_decoders.families.qwen3_moe import qwen3_moe
 from eqx_decoders.families.shape import Shape, attentions
 from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
 from eqx_decoders.layers.rope import Rope
+from eqx_decoders.wiring.residual import Chained, Parallel, Plain
 
 
 BASE = Shape(
@@ -26,7 +27,7 @@ def default(shape: Shape = BASE, *, rope: Rope = Rope(), dropout: float = 0.0) -
         mixer=shape.attention(rope=rope),
         mlp=shape.mlp(dropout=dropout),
         pre_mixer_norm=shape.norm,
-        wiring="parallel",
+        wiring=Parallel(),
         dropout=dropout,
     )
     return shape.decoder(block, dropout=dropout)
@@ -34,13 +35,13 @@ def default(shape: Shape = BASE, *, rope: Rope = Rope(), dropout: float = 0.0) -
 
 def simple(shape: Shape = BASE) -> DecoderConfig:
     """`W x`: one matrix a layer, without norm or residual connection."""
-    return shape.decoder(BlockConfig(mixer=None, mlp=LinearConfig(), wiring="plain"))
+    return shape.decoder(BlockConfig(mixer=None, mlp=LinearConfig(), wiring=Plain()))
 
 
 def simple_mlp(shape: Shape = BASE) -> DecoderConfig:
     """`W2 (W1 x)`: an MLP without activation, norm or residual connection."""
     mlp = MLPConfig(mlp_dim=shape.mlp_dim, activation="identity", gated=False)
-    return shape.decoder(BlockConfig(mixer=None, mlp=mlp, wiring="plain"))
+    return shape.decoder(BlockConfig(mixer=None, mlp=mlp, wiring=Plain()))
 
 
 def qwen3_custom_moe(shape: Shape, *, latent_dim: int, **options: Any) -> DecoderConfig:
@@ -51,7 +52,7 @@ def qwen3_custom_moe(shape: Shape, *, latent_dim: int, **options: Any) -> Decode
     """
     plain = qwen3_moe(shape, **options)
     mixer = dataclasses.replace(attentions(plain)[0], out_dim=latent_dim)
-    return shape.decoder(dataclasses.replace(plain.blocks[0], mixer=mixer, wiring="chained"))
+    return shape.decoder(dataclasses.replace(plain.blocks[0], mixer=mixer, wiring=Chained()))
 
 
 _QWEN3 = Shape(

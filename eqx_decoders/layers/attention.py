@@ -10,9 +10,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
-from eqx_decoders.layers.cache import CacheShape, Entries, Past, cache_shape
+from eqx_decoders.layers.branch import BranchResult
 from eqx_decoders.layers.kernel import attend, merge, with_sink
 from eqx_decoders.layers.mask import Causal, Mask
+from eqx_decoders.layers.memory import Entries, KVShape, Past, kv_shape
 from eqx_decoders.layers.mlp import add_bias
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope, rotate
@@ -124,9 +125,9 @@ class AttentionConfig:
         if self.rope is not None:
             self.rope.rotated(self.head_dim)
 
-    def cache_shape(self, max_length: int) -> CacheShape:
+    def memory(self, max_length: int) -> KVShape:
         """A ring of `size` slots for a window or chunk, else a slot for each position."""
-        return cache_shape(self.mask, max_length, kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        return kv_shape(self.mask, max_length, kv_heads=self.num_kv_heads, head_dim=self.head_dim)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Attention":
         keys = jax.random.split(key, 5)
@@ -186,6 +187,9 @@ class Attention(eqx.Module):
         out, entries = self._attend_heads(x, ctx, past)
         out = ctx.einsum("batch length heads head_dim, heads head_dim embed -> batch length embed", out, self.out)
         return save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj"), entries
+
+    def branch(self, x: Array, ctx: Context, past: Past | None, key: PRNGKeyArray | None) -> BranchResult:
+        return BranchResult(*self(x, ctx, past))
 
     def _attend_heads(self, x: Array, ctx: Context, past: Past | None) -> tuple[Array, Entries]:
         """What the heads found, before the output projection."""

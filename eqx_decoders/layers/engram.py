@@ -97,6 +97,7 @@ class EngramConfig:
     - `eps`: of the norms.
     """
 
+    reads_streams: ClassVar[bool] = True
     embed_dim: int
     vocab_size: int
     layers: tuple[int, ...]
@@ -193,7 +194,6 @@ class EngramConfig:
 class Engram(eqx.Module):
     """`v + silu(convolution(norm(v)))`, `v = sigmoid(root(<norm(x), norm(key e)> / sqrt(embed))) value e`."""
 
-    reads_streams: ClassVar[bool] = True
     table: Float[Array, "ngrams ngram_dim"]
     key: Float[Array, "ngram_features streams embed"]
     key_bias: Float[Array, "streams embed"]

@@ -17,5 +17,5 @@ from eqx_decoders.layers.mask import Causal, Chunked, SlidingWindow
 )
 def test_cache_shapes(mask, max_length, slots, ring):
     config = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=4, mask=mask)
-    shape = config.cache_shape(max_length)
+    shape = config.memory(max_length)
     assert (shape.slots, shape.ring, shape.kv_heads, shape.head_dim) == (slots, ring, 2, 4)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.hyper_connections import HyperConnections
 from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.wiring.base import BranchFunction
+from eqx_decoders.wiring.hyper_connections import HyperConnections
 from tests.compare import assert_close
 from tests.oracles import wide
 
@@ -33,7 +34,7 @@ def drawn(config: HyperConnections, branches: int = 2):
 
 
 def run(wiring, x, branches=BRANCHES):
-    return wiring(x, branches, lambda y: y, CTX)
+    return wiring(x, [BranchFunction(branch) for branch in branches], lambda y: y, CTX)
 
 
 def sigmoid(x):
@@ -129,6 +130,13 @@ def test_streams_have_no_order():
         run(other, jnp.asarray(X[:, :, order]), BRANCHES[:1]), run(wiring, jnp.asarray(X), BRANCHES[:1])[:, :, order]
     )
     assert np.ptp(X, axis=2).min() > 1e-3
+
+
+def test_a_branch_of_all_streams_is_added():
+    wiring = drawn(SINKHORN, branches=1)
+    double = BranchFunction(lambda x: 2 * x, reads_streams=True)
+    got = wiring(jnp.asarray(X), [double, BranchFunction(BRANCHES[0])], lambda y: y, CTX)
+    assert_close(got, run(wiring, jnp.asarray(3 * X), BRANCHES[:1]))
 
 
 def test_expand_copies_and_reduce_adds():

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import equinox as eqx
@@ -21,16 +21,17 @@ from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.numerics import fan_in
+from eqx_decoders.wiring.base import BranchFunction, Dropout, Wiring
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HyperConnections:
+class HyperConnections(Wiring):
     """`x_m <- sum_k mix_km x_k + write_m branch(sum_k read_k x_k)` for each branch and each stream m.
 
     Where `h = kernel^T norm(x_1 … x_n)` are numbers of the token, `read = sigmoid(scale h + bias) + eps`,
     `write = 2 sigmoid(scale h + bias)`, and `mix` is a doubly stochastic matrix made of `scale h + bias`, with a scale
     and a bias for each of the three. The streams begin as copies of the embedding and are added up behind the last
-    layer.
+    layer. A branch that reads and writes all streams by itself (an Engram) is added to them.
 
     **Arguments:**
 
@@ -43,7 +44,7 @@ class HyperConnections:
     - `eps`: added to `read` and in each division.
     """
 
-    streams: int = 4
+    streams: int = 4  # pyright: ignore[reportIncompatibleVariableOverride] - other wirings have one, always
     mixing: Literal["sinkhorn", "permutations"] = "sinkhorn"
     iterations: int = 20
     norm: NormConfig = RMSNormConfig()
@@ -123,7 +124,7 @@ class Connection(eqx.Module):
 
 
 class HyperConnected(eqx.Module):
-    """The wiring of one block: a connection for each of its branches."""
+    """The wiring of one block: a connection for each of its branches, but for those that read all streams."""
 
     connections: tuple[Connection, ...]
     config: HyperConnections = eqx.field(static=True)
@@ -131,13 +132,17 @@ class HyperConnected(eqx.Module):
     def __call__(
         self,
         x: Float[Array, "batch length streams embed"],
-        branches: Sequence[Callable[[Array], Array]],
-        drop: Callable[[Array], Array],
+        branches: Sequence[BranchFunction],
+        drop: Dropout,
         ctx: Context,
     ) -> Float[Array, "batch length streams embed"]:
         """The streams behind all branches, one after the other; `drop` is the block's dropout."""
-        for connection, branch in zip(self.connections, branches, strict=True):
-            coefficients = connection(x, ctx)
+        connections = iter(self.connections)
+        for branch in branches:
+            if branch.reads_streams:
+                x = x + branch(x)
+                continue
+            coefficients = next(connections)(x, ctx)
             x = _mixed(x, branch(_read(x, coefficients.read)), coefficients)
         return drop(x)
 
