@@ -196,12 +196,13 @@ class Family:
             raise fields.error(
                 f"architectures={abbreviate(named)} must name {self.architecture}: other heads are not implemented."
             )
-        for key, allowed in ALLOWED_VALUES.items():
-            fields.allow_only(key, *allowed)
         try:
             config = self.read(fields)
         except ConfigError as error:
             raise fields.error(str(error)) from error
+        for key, allowed in ALLOWED_VALUES.items():
+            if not fields.is_read(key):
+                fields.allow_only(key, *allowed)
         ignored = {**IGNORED_KEYS, **self.ignored_keys}
         fields.finish(ignored)
         internal = ("_", "attn_implementation")  # how transformers runs a model: no part of an export
