@@ -1,7 +1,6 @@
 """A decoder block: layers with their norms, wired to the residual stream."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -16,7 +15,7 @@ from eqx_decoders.layers.kinds import Channel, ChannelConfig, FurtherConfig, Mix
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.remat import save
 from eqx_decoders.stats import ActivationStats, BlockStats
-from eqx_decoders.wiring.base import WiringModule
+from eqx_decoders.wiring.base import BranchFunction, WiringModule
 from eqx_decoders.wiring.kinds import WIRINGS, WiringOrName
 from eqx_decoders.wiring.residual import Sequential
 
@@ -116,6 +115,7 @@ class BlockConfig:
                 config.build(embed_dim, key=jax.random.fold_in(key, index)) for index, config in enumerate(configs)
             )
 
+        single = sum(not _reads_streams(layer) for layer in self.branches().values())
         return Block(
             before=further(self.before, before_key),
             mixer=None if self.mixer is None else self.mixer.build(embed_dim, key=mixer_key),
@@ -125,7 +125,7 @@ class BlockConfig:
             post_mixer_norm=norm(self.post_mixer_norm),
             pre_mlp_norm=norm(self.pre_mlp_norm),
             post_mlp_norm=norm(self.post_mlp_norm),
-            wiring=self.wiring.build(embed_dim, branches=len(self.branches()), inner_dim=inner, key=wiring_key),
+            wiring=self.wiring.build(embed_dim, branches=single, inner_dim=inner, key=wiring_key),
             config=self,
         )
 
@@ -157,7 +157,7 @@ class Block(eqx.Module):
         entries: dict[str, Any] = {}
         stats: dict[str, Any] = {}
 
-        def branch(name: str, layer: BranchLayer, pre: Norm | None, post: Norm | None) -> Callable[[Array], Array]:
+        def branch(name: str, layer: BranchLayer, pre: Norm | None, post: Norm | None) -> BranchFunction:
             def run(y: Array) -> Array:
                 own = mlp_key if name == "mlp" or mlp_key is None else jax.random.fold_in(mlp_key, len(entries) + 1)
                 here = None if past is None else past.get(name)
@@ -166,7 +166,7 @@ class Block(eqx.Module):
                 stats.update(result.stats)
                 return result.out if post is None else post(result.out)
 
-            return run
+            return BranchFunction(run, _reads_streams(self.config.branches()[name]))
 
         words = "batch length embed" if x.ndim == 3 else "batch length streams embed"
         x = save(ctx.constrain(x, words), "decoder_layer_input")
@@ -186,3 +186,8 @@ class Block(eqx.Module):
         named += [("mlp", self.mlp, pre_mlp, self.post_mlp_norm)]
         named += [(f"after.{i}", each.layer, each.pre_norm, each.post_norm) for i, each in enumerate(self.after)]
         return [part for part in named if part[1] is not None]
+
+
+def _reads_streams(layer: Any) -> bool:
+    """Whether a layer reads and writes all residual streams, which else each wiring reads and writes for it."""
+    return getattr(layer, "reads_streams", False)

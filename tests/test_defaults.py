@@ -16,7 +16,7 @@ from eqx_decoders.sampling import GenerationConfig
 from eqx_decoders.wiring.residual import Sequential
 
 
-ROPE = dict(theta=10_000.0, fraction=1.0, pairing="half")
+ROPE = dict(theta=10_000.0, fraction=1.0, pairing="half", sections=())
 # Of each class the defaults that are not None, False or 0.
 DEFAULTS = {
     "QKNorm": dict(norm=RMSNormConfig(), over="head", when="before_rope"),
@@ -35,6 +35,7 @@ DEFAULTS = {
     "LayerNormConfig": dict(eps=1e-5, bias=True),
     "Rope": ROPE,
     "LinearRope": ROPE,
+    "ProportionalRope": ROPE | dict(factor=1.0),
     "Llama3Rope": ROPE
     | dict(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192),
     "YarnRope": ROPE | dict(beta_fast=32.0, beta_slow=1.0, truncate=True),

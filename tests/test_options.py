@@ -28,7 +28,7 @@ from eqx_decoders.layers.learned_init import LearnedInitConfig
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
 from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
-from eqx_decoders.layers.rope import LinearRope, Llama3Rope, Rope, YarnRope
+from eqx_decoders.layers.rope import LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
 from eqx_decoders.layers.router import RouterConfig
 from eqx_decoders.mtp import MTPConfig
 from eqx_decoders.training.balance import update_router_bias
@@ -76,22 +76,35 @@ OPTIONS: dict[type, tuple] = {
         lambda c: decoder(final_norm=c),
         dict(eps=0.1, bias=False, offset=0.5),
     ),
-    Rope: (Rope(), lambda c: mixer(rope=c), dict(theta=100.0, fraction=0.5, pairing="interleaved")),
+    Rope: (Rope(), lambda c: mixer(rope=c), dict(theta=100.0, fraction=0.5, pairing="interleaved", sections=(1, 0))),
     LinearRope: (
         LinearRope(factor=2.0),
         lambda c: mixer(rope=c),
-        dict(theta=100.0, fraction=0.5, pairing="interleaved", factor=4.0),
+        dict(theta=100.0, fraction=0.5, pairing="interleaved", sections=(1, 0), factor=4.0),
+    ),
+    ProportionalRope: (
+        ProportionalRope(theta=100.0, fraction=0.75),
+        lambda c: mixer(rope=c),
+        dict(theta=50.0, fraction=0.5, pairing="interleaved", sections=(1, 0), factor=4.0),
     ),
     Llama3Rope: (
         Llama3Rope(theta=100.0, original_length=64),
         lambda c: mixer(rope=c),
-        dict(theta=50.0, fraction=0.5, pairing="interleaved", factor=4.0, low_frequency_factor=2.0)
+        dict(theta=50.0, fraction=0.5, pairing="interleaved", sections=(1, 0), factor=4.0, low_frequency_factor=2.0)
         | dict(high_frequency_factor=8.0, original_length=32),
     ),
     YarnRope: (
         YarnRope(theta=100.0, factor=4.0, original_length=64, beta_fast=5.0, beta_slow=0.5),
         lambda c: mixer(rope=c),
-        dict(theta=50.0, fraction=0.5, pairing="interleaved", factor=8.0, original_length=16, beta_fast=2.0)
+        dict(
+            theta=50.0,
+            fraction=0.5,
+            pairing="interleaved",
+            sections=(1, 0),
+            factor=8.0,
+            original_length=16,
+            beta_fast=2.0,
+        )
         | dict(beta_slow=1.5, truncate=False, mscale=2.0, mscale_all_dim=2.0, attention_factor=2.0),
     ),
     QKNorm: (
@@ -259,6 +272,9 @@ def test_every_option_is_read(kind, field):
         np.testing.assert_allclose(tables[0] * 0.3 / base.init_std, tables[1], rtol=1e-5)
         return
     plain, other = logits(before), logits(after)
+    if field == "sections":  # of positions with several dimensions; text has one
+        np.testing.assert_array_equal(plain, other)
+        return
     np.testing.assert_array_equal(plain, logits(before, keyed=True))  # without a rate the key is not read
     assert np.all(np.isfinite(other))
     if field in ("dropout", "random"):
@@ -360,7 +376,7 @@ SHOWN_IN = {
 DATA = {
     "Blocks", "KVShape", "ChatTemplate", "Difference", "Family", "GenerationConfig", "Greedy", "Kernel", "Origin",
     "Recipe", "RemoteFile", "Shape", "StateShape", "StoredTensor", "MXFP4Tensor", "BlockScaledTensor", "TailShape",
-    "TextModel", "Weight", "WeightMapping", "Wiring",
+    "TextModel", "Weight", "WeightMapping", "Wiring", "Part", "Section",
 }  # fmt: skip
 
 
@@ -416,6 +432,8 @@ BAD = [
     (Rope, {}, dict(fraction=0.0), "above 0"),
     (Rope, {}, dict(fraction=1.5), "at most 1"),
     (Rope, {}, dict(pairing="halves"), "Did you mean 'half'"),
+    (Rope, {}, dict(sections=(4, -1)), "integers of at least 0"),
+    (ProportionalRope, {}, dict(factor=0.5), "at least 1"),
     (LinearRope, dict(factor=2.0), dict(theta=0.0), "above 0"),
     (LinearRope, {}, dict(factor=0.5), "at least 1"),
     (LinearRope, {}, dict(factor=INF), "finite"),
@@ -449,6 +467,7 @@ BAD = [
     (AttentionConfig, ATTENTION, dict(head_dim=7), "must be even"),
     (AttentionConfig, ATTENTION | dict(rope=Rope(fraction=0.4)), dict(head_dim=8), "= 3 must be even"),
     (AttentionConfig, ATTENTION | dict(rope=Rope(fraction=0.1)), dict(head_dim=8), "= 0 must be even"),
+    (AttentionConfig, ATTENTION | dict(rope=ProportionalRope()), dict(head_dim=7), "head_dim=7 must be even"),
     (AttentionConfig, ATTENTION, dict(query_scale=0.0), "above 0"),
     (AttentionConfig, ATTENTION, dict(query_scale=NAN), "finite"),
     (AttentionConfig, ATTENTION, dict(soft_cap=-30.0), "above 0"),

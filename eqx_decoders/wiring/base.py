@@ -13,7 +13,20 @@ from jaxtyping import Array, Float
 from eqx_decoders.context import Context
 
 
-BranchFunction = Callable[[Array], Array]
+@dataclasses.dataclass(frozen=True)
+class BranchFunction:
+    """A layer of a block with its norms, from what it reads to what it returns.
+
+    - `reads_streams`: whether it reads and returns all residual streams; else one.
+    """
+
+    run: Callable[[Array], Array]
+    reads_streams: bool = False
+
+    def __call__(self, x: Array) -> Array:
+        return self.run(x)
+
+
 Dropout = Callable[[Array], Array]
 
 

@@ -2,10 +2,11 @@
 
 from typing import TYPE_CHECKING, Literal
 
+from eqx_decoders.wiring.hyper_connections import HyperConnections
 from eqx_decoders.wiring.residual import Chained, Parallel, Plain, Sequential
 
 
-WiringConfig = Sequential | Parallel | Plain | Chained
+WiringConfig = Sequential | Parallel | Plain | Chained | HyperConnections
 
 WIRINGS: dict[str, WiringConfig] = {
     "sequential": Sequential(),
