@@ -16,7 +16,7 @@ from eqx_decoders.layers.mask import Causal, Mask
 from eqx_decoders.layers.memory import Entries, KVShape, Past, kv_shape
 from eqx_decoders.layers.mlp import add_bias
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
-from eqx_decoders.layers.rope import Rope, rotate
+from eqx_decoders.layers.rope import Rope, rotary_positions, rotate
 from eqx_decoders.numerics import fan_in
 from eqx_decoders.remat import save
 
@@ -75,6 +75,7 @@ class AttentionConfig:
 
     - `num_heads`, `num_kv_heads`, `head_dim`: query heads, key and value heads (a divisor), features of a head.
     - `mask`: which keys a query sees.
+    - `spans`: whether the tokens of a span (an image, say) see each other whole, whatever the mask.
     - `rope`: rotary embedding; None for none.
     - `query_scale`: multiplies queries; None for `head_dim ** -0.5`.
     - `temperature`: lets queries grow with their position; None for none.
@@ -92,6 +93,7 @@ class AttentionConfig:
     num_kv_heads: int
     head_dim: int
     mask: Mask = Causal()
+    spans: bool = False
     rope: Rope | None = Rope()
     query_scale: float | None = None
     temperature: QueryTemperature | None = None
@@ -221,7 +223,8 @@ class Attention(eqx.Module):
         if norm is not None and norm.when == "before_rope":
             query, key = self._normalize(query, self.query_norm), self._normalize(key, self.key_norm)
         if config.rope is not None:
-            query, key = rotate(query, ctx.positions, config.rope), rotate(key, ctx.positions, config.rope)
+            places = rotary_positions(ctx, config.rope)
+            query, key = rotate(query, places, config.rope), rotate(key, places, config.rope)
         if norm is not None and norm.when == "after_rope":
             query, key = self._normalize(query, self.query_norm), self._normalize(key, self.key_norm)
         query = query * (config.head_dim**-0.5 if config.query_scale is None else config.query_scale)
@@ -244,6 +247,7 @@ class Attention(eqx.Module):
         common: dict[str, Any] = dict(
             mask=self.config.mask,
             query_positions=ctx.positions,
+            query_spans=ctx.spans if self.config.spans else None,
             soft_cap=self.config.soft_cap,
             kernel=execution.attention,
             platform=execution.layout.platform,
