@@ -12,7 +12,7 @@ from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.layers.branch import BranchResult
 from eqx_decoders.layers.kernel import attend, merge, with_sink
-from eqx_decoders.layers.mask import Causal, Mask
+from eqx_decoders.layers.mask import Causal, Mask, seen_keys
 from eqx_decoders.layers.memory import Entries, KVShape, Past, kv_shape
 from eqx_decoders.layers.mlp import add_bias
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
@@ -130,6 +130,10 @@ class AttentionConfig:
     def memory(self, max_length: int) -> KVShape:
         """A ring of `size` slots for a window or chunk, else a slot for each position."""
         return kv_shape(self.mask, max_length, kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+
+    def token_products(self, length: int) -> int:
+        """Multiplications per token beside those of the weights: scores and mixtures."""
+        return self.num_heads * seen_keys(self.mask, length) * 2 * self.head_dim
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Attention":
         keys = jax.random.split(key, 5)
