@@ -22,13 +22,9 @@ if os.environ.get("EQX_DECODERS_TYPECHECK", "0") not in ("", "0"):
     # the tower: whole numbers are welcome where a float is asked for
     install_import_hook("eqx_decoders", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
-from eqx_decoders.block import (
-    ActivationStats as ActivationStats,
-    Block as Block,
-    BlockConfig as BlockConfig,
-    BlockStats as BlockStats,
-)
-from eqx_decoders.context import Context as Context, Execution as Execution
+from eqx_decoders.block import Block as Block, BlockConfig as BlockConfig, BranchConfig as BranchConfig
+from eqx_decoders.cache import Cache as Cache
+from eqx_decoders.context import Context as Context, Execution as Execution, Inputs as Inputs
 from eqx_decoders.create import (
     abstract as abstract,
     abstract_cache as abstract_cache,
@@ -38,7 +34,7 @@ from eqx_decoders.create import (
     init_cache as init_cache,
     with_mtp as with_mtp,
 )
-from eqx_decoders.decoder import Cache as Cache, Decoder as Decoder, DecoderConfig as DecoderConfig, Output as Output
+from eqx_decoders.decoder import Decoder as Decoder, DecoderConfig as DecoderConfig, Output as Output
 from eqx_decoders.errors import (
     CheckpointError as CheckpointError,
     ConfigError as ConfigError,
@@ -58,6 +54,7 @@ from eqx_decoders.numerics import Precision as Precision
 from eqx_decoders.remat import Remat as Remat
 from eqx_decoders.sampling import Greedy as Greedy, Sample as Sample
 from eqx_decoders.stack import Segment as Segment, segments as segments
+from eqx_decoders.stats import ActivationStats as ActivationStats, BlockStats as BlockStats
 
 
 # Imported when they are asked for: a model alone needs none of them.

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.axes import AnyArray
-from eqx_decoders.block import BlockConfig, BlockStats
+from eqx_decoders.block import BlockConfig
+from eqx_decoders.cache import Cache, Proposal
 from eqx_decoders.config_json import from_plain, to_plain
-from eqx_decoders.context import Context, Execution, ExecutionOptions
+from eqx_decoders.context import Context, Execution, ExecutionOptions, Inputs
 from eqx_decoders.eager import compiled_alone
 from eqx_decoders.errors import ConfigError, check, check_integer, check_number
 from eqx_decoders.inputs import check_inputs, check_shapes
-from eqx_decoders.layers.cache import Entries, KVCache
+from eqx_decoders.layer_inputs import LayerInputs
 from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.layers.embedding import (
     Head,
@@ -29,12 +30,15 @@ from eqx_decoders.layers.embedding import (
     logits,
     padded_positions,
 )
+from eqx_decoders.layers.mask import spans_of
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.layout import Layout
 from eqx_decoders.mtp import MTP, MTPConfig, MTPOutput, same_document, shift_left
 from eqx_decoders.numerics import normal
 from eqx_decoders.sampling import GenerationConfig
-from eqx_decoders.stack import Segment, join_layer_stats, segments
+from eqx_decoders.stack import Segment, segments
+from eqx_decoders.stats import BlockStats, join_layer_stats
+from eqx_decoders.wiring.kinds import WiringConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,12 +79,20 @@ class DecoderConfig:
         check(len(self.blocks) > 0, "DecoderConfig.blocks=() must hold at least one BlockConfig.")
         for index, block in enumerate(self.blocks):
             check(isinstance(block, BlockConfig), f"DecoderConfig.blocks[{index}]={block!r} must be a BlockConfig.")
+        streams = {block.wiring.streams for block in self.blocks}
+        rule = "must have as many residual streams in all layers"
+        check(len(streams) == 1, f"DecoderConfig.blocks {rule}, not {' and '.join(map(str, sorted(streams)))}.")
         check_number("DecoderConfig.embedding_scale", self.embedding_scale, above=0)
         check_number("DecoderConfig.dropout", self.dropout, least=0)
         check(self.dropout < 1, f"DecoderConfig.dropout={self.dropout} must be below 1.")
         check_number("DecoderConfig.init_std", self.init_std, above=0)
         if self.logit_soft_cap is not None:
             check_number("DecoderConfig.logit_soft_cap", self.logit_soft_cap, above=0)
+
+    @property
+    def wiring(self) -> WiringConfig:
+        """That of the first layer, which says how many residual streams there are."""
+        return self.blocks[0].wiring
 
     def to_json(self) -> str:
         """The configuration as JSON, for `from_json`; repeated layers are written once: `{"repeat": 4, "blocks": …}`.
@@ -152,37 +164,6 @@ class Origin:
     generation: GenerationConfig = GenerationConfig()
 
 
-class Cache(eqx.Module):
-    """What a decoder remembers of the tokens it has seen.
-
-    **Arguments:**
-
-    - `segments`: for each segment, and each block of its unit, the cache of its layers (None where it needs none).
-    - `length`: the next position of each row.
-    """
-
-    segments: tuple[tuple[KVCache | None, ...], ...]
-    length: Int[Array, "batch"]
-
-    def commit(self, entries: tuple[tuple[Entries | None, ...], ...], positions: Int[Array, "batch length"]) -> "Cache":
-        """Write the entries proposed by all layers at `positions`; where these are -1 nothing is written."""
-        written = tuple(
-            tuple(
-                None if old is None or new is None else old.commit(new, positions)
-                for old, new in zip(caches, news, strict=True)
-            )
-            for caches, news in zip(self.segments, entries, strict=True)
-        )
-        return Cache(segments=written, length=jnp.maximum(self.length, jnp.max(positions, axis=1) + 1))
-
-
-class Proposal(eqx.Module):
-    """What a call proposes to a cache: the entries of every block's layers, and the positions of its tokens."""
-
-    entries: tuple[tuple[Entries | None, ...], ...]
-    positions: Int[Array, "batch length"]
-
-
 class Output(eqx.Module):
     """What a decoder returns.
 
@@ -225,6 +206,7 @@ class Decoder(eqx.Module):
         key: PRNGKeyArray | None = None,
         *,
         embeds: Float[AnyArray, "batch length embed"] | None = None,
+        inputs: Inputs | None = None,
     ) -> Output:
         """Logits for the token after each token. Outside of `jax.jit` it is compiled, too, for each shape once.
 
@@ -241,9 +223,10 @@ class Decoder(eqx.Module):
         - `cache`: of earlier tokens; `Output.cache` then holds these too. Tokens beyond its length aren't stored.
         - `key`: for dropout; None for none.
         - `embeds`: in place of tokens, what `embed_tokens` makes of them, for example to differentiate by it.
+        - `inputs`: what layers read beside these.
         """
         check_inputs(self.config, tokens, positions, segment_ids, embeds=embeds)
-        return _whole(self, tokens, positions, segment_ids, cache, key, embeds)
+        return _whole(self, tokens, positions, segment_ids, cache, key, embeds, inputs)
 
     def run(
         self,
@@ -254,11 +237,12 @@ class Decoder(eqx.Module):
         key: PRNGKeyArray | None = None,
         *,
         embeds: Float[AnyArray, "batch length embed"] | None = None,
+        inputs: Inputs | None = None,
         cache_is_empty: bool = False,
     ) -> tuple[Float[Array, "batch length embed"], Cache | None, BlockStats]:
         """Everything but the head: `Output`'s hidden, cache and stats. With `cache_is_empty` nothing of it is read."""
-        inputs = tokens, positions, segment_ids, cache, key
-        hidden, proposal, stats = self.propose(*inputs, embeds=embeds, cache_is_empty=cache_is_empty)
+        options: Any = dict(embeds=embeds, inputs=inputs, cache_is_empty=cache_is_empty, keeps_all=True)
+        hidden, proposal, stats = self.propose(tokens, positions, segment_ids, cache, key, **options)
         return hidden, None if cache is None else cache.commit(proposal.entries, proposal.positions), stats
 
     def propose(
@@ -270,9 +254,14 @@ class Decoder(eqx.Module):
         key: PRNGKeyArray | None = None,
         *,
         embeds: Float[AnyArray, "batch length embed"] | None = None,
+        inputs: Inputs | None = None,
         cache_is_empty: bool = False,
+        keeps_all: bool = False,
     ) -> tuple[Float[Array, "batch length embed"], Proposal, BlockStats]:
-        """`run` up to what the cache would take, for `cache.commit`, which rejects tokens at a position of -1."""
+        """`run` up to what the cache would take, for `cache.commit`, which rejects tokens at a position of -1.
+
+        With `keeps_all` it may reject none: then recurrent layers propose their state, and nothing per token.
+        """
         rows, length = check_shapes(self.config, tokens, positions, segment_ids, embeds=embeds)
         tokens, positions, segment_ids, embeds = (
             None if x is None else jnp.asarray(x) for x in (tokens, positions, segment_ids, embeds)
@@ -282,22 +271,37 @@ class Decoder(eqx.Module):
         begin = None if cache is None else cache.length
         positions = padded_positions(positions, segment_ids, (rows, length), begin)
         segment_ids = None if cache is not None else segment_ids
+        inputs = Inputs() if inputs is None else inputs
         ctx = Context(
-            positions=positions, segment_ids=segment_ids, execution=self.execution, cache_is_empty=cache_is_empty
+            positions=positions,
+            segment_ids=segment_ids,
+            execution=self.execution,
+            cache_is_empty=cache_is_empty,
+            keeps_all=keeps_all,
+            tokens=tokens,
+            spans=None if inputs.spans is None else spans_of(jnp.asarray(inputs.spans), positions),
+            rotary_positions=None if inputs.rotary_positions is None else jnp.asarray(inputs.rotary_positions),
         )
         embed_key, block_key, _ = self._keys(key)
         given = self.embedding(jnp.asarray(tokens), ctx) if embeds is None else embeds
-        x = self._inputs(given, ctx, key=embed_key)
+        x = self.config.wiring.expand(self._inputs(given, ctx, key=embed_key))
         layer_keys = None if block_key is None else jax.random.split(block_key, len(self.config.blocks))
-        entries, stats, begin = [], [], 0
+        entries, stats, begin, by_layer = [], [], 0, LayerInputs(inputs.by_layer)
         for index, segment in enumerate(self.segments):
-            count = segment.repeats * len(segment.unit)
+            count, unit = segment.repeats * len(segment.unit), tuple(block.config for block in segment.unit)
             keys = None if layer_keys is None else layer_keys[begin : begin + count]
-            x, entry, stat = segment(x, ctx, None if cache is None else cache.segments[index], keys=keys)
-            entries.append(entry)
-            stats.append(stat)
+            own = by_layer.cut(unit, segment.repeats)
+            found = segment(x, ctx, None if cache is None else cache.segments[index], keys=keys, inputs=own)
+            x, ctx = found.x, dataclasses.replace(ctx, shared=found.shared)
+            entries.append(found.entries)
+            stats.append(found.stats)
             begin += count
-        return x, Proposal(entries=tuple(entries), positions=positions), join_layer_stats(stats)
+        by_layer.finish()
+        return (
+            self.config.wiring.reduce(x),
+            Proposal(entries=tuple(entries), positions=positions),
+            join_layer_stats(stats),
+        )
 
     def embed(
         self, tokens: Int[Array, "batch length"], ctx: Context, *, key: PRNGKeyArray | None = None
@@ -413,8 +417,8 @@ class Decoder(eqx.Module):
 
 
 @compiled_alone
-def _whole(model: Decoder, tokens, positions, segment_ids, cache, key, embeds) -> Output:
-    hidden, cache, stats = model.run(tokens, positions, segment_ids, cache, key, embeds=embeds)
+def _whole(model: Decoder, tokens, positions, segment_ids, cache, key, embeds, inputs) -> Output:
+    hidden, cache, stats = model.run(tokens, positions, segment_ids, cache, key, embeds=embeds, inputs=inputs)
     return Output(logits=model.logits(hidden, key=key), hidden=hidden, cache=cache, stats=stats)
 
 

@@ -42,17 +42,22 @@ WEIGHTS: dict[str, tuple[str, ...]] = {
     "experts": ("expert",),
     "mlp": ("fsdp_transpose", "tensor", "tensor_sequence"),
     "embed": ("fsdp", "fsdp_transpose", "context", "expert"),
+    "stream_embed": ("fsdp", "fsdp_transpose", "context", "expert"),
+    "ngram_dim": ("fsdp", "fsdp_transpose", "context", "expert"),
+    "ngram_features": ("tensor", "tensor_sequence"),
     "q_rank": ("fsdp", "fsdp_transpose", "context", "expert"),
     "kv_rank": ("fsdp", "fsdp_transpose", "context", "expert"),
     "layers": ("stage",),
 }
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "experts": ("expert",),
+    "ngram_dim": ("fsdp", "fsdp_transpose", "context", "expert"),
     "batch": ("data", "fsdp", "fsdp_transpose", "expert"),
     "heads": ("tensor", "tensor_sequence"),
     "kv_heads": ("tensor", "tensor_sequence"),
     "qkv_heads": ("tensor", "tensor_sequence"),
     "mlp": ("tensor", "tensor_sequence"),
+    "channels": ("tensor", "tensor_sequence"),
     "vocab": ("tensor", "tensor_sequence"),
     "length": ("context", "tensor_sequence"),
 }

@@ -10,12 +10,13 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
-from eqx_decoders.layers.cache import CacheShape, Entries, Past, cache_shape
+from eqx_decoders.layers.branch import BranchResult
 from eqx_decoders.layers.kernel import attend, merge, with_sink
 from eqx_decoders.layers.mask import Causal, Mask
+from eqx_decoders.layers.memory import Entries, KVShape, Past, kv_shape
 from eqx_decoders.layers.mlp import add_bias
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
-from eqx_decoders.layers.rope import Rope, rotate
+from eqx_decoders.layers.rope import Rope, rotary_positions, rotate
 from eqx_decoders.numerics import fan_in
 from eqx_decoders.remat import save
 
@@ -74,6 +75,7 @@ class AttentionConfig:
 
     - `num_heads`, `num_kv_heads`, `head_dim`: query heads, key and value heads (a divisor), features of a head.
     - `mask`: which keys a query sees.
+    - `spans`: whether the tokens of a span (an image, say) see each other whole, whatever the mask.
     - `rope`: rotary embedding; None for none.
     - `query_scale`: multiplies queries; None for `head_dim ** -0.5`.
     - `temperature`: lets queries grow with their position; None for none.
@@ -91,6 +93,7 @@ class AttentionConfig:
     num_kv_heads: int
     head_dim: int
     mask: Mask = Causal()
+    spans: bool = False
     rope: Rope | None = Rope()
     query_scale: float | None = None
     temperature: QueryTemperature | None = None
@@ -124,9 +127,9 @@ class AttentionConfig:
         if self.rope is not None:
             self.rope.rotated(self.head_dim)
 
-    def cache_shape(self, max_length: int) -> CacheShape:
+    def memory(self, max_length: int) -> KVShape:
         """A ring of `size` slots for a window or chunk, else a slot for each position."""
-        return cache_shape(self.mask, max_length, kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        return kv_shape(self.mask, max_length, kv_heads=self.num_kv_heads, head_dim=self.head_dim)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Attention":
         keys = jax.random.split(key, 5)
@@ -187,6 +190,9 @@ class Attention(eqx.Module):
         out = ctx.einsum("batch length heads head_dim, heads head_dim embed -> batch length embed", out, self.out)
         return save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj"), entries
 
+    def branch(self, x: Array, ctx: Context, past: Past | None, key: PRNGKeyArray | None) -> BranchResult:
+        return BranchResult(*self(x, ctx, past))
+
     def _attend_heads(self, x: Array, ctx: Context, past: Past | None) -> tuple[Array, Entries]:
         """What the heads found, before the output projection."""
         query, key, value = self._normalize_and_rotate(*self._project(x, ctx), ctx)
@@ -217,7 +223,8 @@ class Attention(eqx.Module):
         if norm is not None and norm.when == "before_rope":
             query, key = self._normalize(query, self.query_norm), self._normalize(key, self.key_norm)
         if config.rope is not None:
-            query, key = rotate(query, ctx.positions, config.rope), rotate(key, ctx.positions, config.rope)
+            places = rotary_positions(ctx, config.rope)
+            query, key = rotate(query, places, config.rope), rotate(key, places, config.rope)
         if norm is not None and norm.when == "after_rope":
             query, key = self._normalize(query, self.query_norm), self._normalize(key, self.key_norm)
         query = query * (config.head_dim**-0.5 if config.query_scale is None else config.query_scale)
@@ -240,6 +247,7 @@ class Attention(eqx.Module):
         common: dict[str, Any] = dict(
             mask=self.config.mask,
             query_positions=ctx.positions,
+            query_spans=ctx.spans if self.config.spans else None,
             soft_cap=self.config.soft_cap,
             kernel=execution.attention,
             platform=execution.layout.platform,

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
+from eqx_decoders.layers.branch import BranchResult
 from eqx_decoders.layers.exchange import combine, dispatch, run_on_mesh, scale_rows, sort_by_expert
 from eqx_decoders.layers.grouped import block_rows, grouped_products
 from eqx_decoders.layers.mlp import ACTIVATIONS, MLP, MLPConfig
@@ -136,6 +137,10 @@ class Experts(eqx.Module):
         if self.shared is not None:
             out = out + self._shared(self.shared, x, ctx, shared_key)
         return ctx.constrain(out, "batch length embed"), dataclasses.replace(stats, dropped=dropped)
+
+    def branch(self, x: Array, ctx: Context, past: None, key: PRNGKeyArray | None) -> BranchResult:
+        out, routing = self(x, ctx, key=key)
+        return BranchResult(out, stats={"routing": routing})
 
     def _implementation(self, ctx: Context) -> Callable[..., tuple[Array, Array]]:
         """How the experts are run: a function to the layer's output and how many choices it dropped."""

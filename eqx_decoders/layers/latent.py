@@ -16,9 +16,10 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number
-from eqx_decoders.layers.cache import CacheShape, Entries, Past, cache_shape
+from eqx_decoders.layers.branch import BranchResult
 from eqx_decoders.layers.kernel import Result, attend, merge
 from eqx_decoders.layers.mask import Causal, Mask
+from eqx_decoders.layers.memory import Entries, KVShape, Past, kv_shape
 from eqx_decoders.layers.mlp import add_bias
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope, rotate
@@ -94,9 +95,9 @@ class LatentAttentionConfig:
         """
         return self.latent_dim if self.latent_dim < LANE else -(-self.latent_dim // LANE) * LANE
 
-    def cache_shape(self, max_length: int) -> CacheShape:
+    def memory(self, max_length: int) -> KVShape:
         """One head of latents and rotary keys, without values."""
-        return cache_shape(self.mask, max_length, kv_heads=1, head_dim=self.cached_dim, values=False)
+        return kv_shape(self.mask, max_length, kv_heads=1, head_dim=self.cached_dim, values=False)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "LatentAttention":
         keys = jax.random.split(key, 5)
@@ -151,6 +152,9 @@ class LatentAttention(eqx.Module):
         out = ctx.einsum("batch length heads value_dim, heads value_dim embed -> batch length embed", mixed, self.out)
         out = save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj")
         return out, Entries(key=latent, value=None)
+
+    def branch(self, x: Array, ctx: Context, past: Past | None, key: PRNGKeyArray | None) -> BranchResult:
+        return BranchResult(*self(x, ctx, past))
 
     def _query(self, x: Array, ctx: Context) -> Float[Array, "batch length heads qk_dim"]:
         """Scaled queries, `[nope | rope]`."""

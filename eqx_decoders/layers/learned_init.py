@@ -15,8 +15,9 @@ from eqx_decoders.axes import FROZEN
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer
 from eqx_decoders.layers.attention import Attention, AttentionConfig
-from eqx_decoders.layers.cache import CacheShape, Entries, Past
+from eqx_decoders.layers.branch import BranchResult
 from eqx_decoders.layers.mask import Mask
+from eqx_decoders.layers.memory import Entries, KVShape, Past
 from eqx_decoders.layout import Layout
 from eqx_decoders.numerics import fan_in
 
@@ -69,9 +70,9 @@ class LearnedInitConfig:
         """Which keys a query sees."""
         return self.attention.mask
 
-    def cache_shape(self, max_length: int) -> CacheShape:
+    def memory(self, max_length: int) -> KVShape:
         """That of the student's attention."""
-        return self.attention.cache_shape(max_length)
+        return self.attention.memory(max_length)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "LearnedInit":
         """Until it is given a teacher, the teacher's kernels are random ones of the usual variance."""
@@ -150,6 +151,9 @@ class LearnedInit(eqx.Module):
     ) -> tuple[Float[Array, "batch length embed"], Entries]:
         """The attention's output, and the keys and values that it proposes for a cache."""
         return self.materialised(ctx.execution.layout)(x, ctx, past)
+
+    def branch(self, x: Array, ctx: Context, past: Past | None, key: PRNGKeyArray | None) -> BranchResult:
+        return BranchResult(*self(x, ctx, past))
 
     def materialised(self, layout: Layout) -> Attention:
         """The attention with its kernels, computed in float32. No gradient reaches the teacher's."""

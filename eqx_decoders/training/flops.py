@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from eqx_decoders.axes import axes, named_leaves
-from eqx_decoders.block import MixerConfig
 from eqx_decoders.create import abstract
 from eqx_decoders.decoder import Decoder, DecoderConfig
+from eqx_decoders.layers.kinds import MixerConfig
 from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.mask import Chunked, SlidingWindow
 from eqx_decoders.layout import Layout

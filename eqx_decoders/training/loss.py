@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int, PRNGKeyArray
 
-from eqx_decoders.block import BlockStats
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.eager import compiled_alone
 from eqx_decoders.inputs import check_inputs
 from eqx_decoders.layers.embedding import padded_positions
 from eqx_decoders.layers.router import RoutingStats
 from eqx_decoders.mtp import same_document, shift_left
-from eqx_decoders.stack import join_layer_stats
+from eqx_decoders.stats import BlockStats, join_layer_stats
 from eqx_decoders.training.balance import expert_configs, has_routing_loss, routing_loss
 from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.cross_entropy import cross_entropy, linear_argmax, linear_cross_entropy

@@ -13,9 +13,9 @@ import optax
 from jaxtyping import Array, Bool, Float32, Int32, Key, PRNGKeyArray, PyTree
 
 from eqx_decoders.axes import AnyArray, axes, frozen, named_leaves, path_name, replaced
-from eqx_decoders.block import BlockStats
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.stats import BlockStats
 from eqx_decoders.training.balance import expert_configs, update_router_bias
 from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.loss import LossMetrics, token_loss_sum

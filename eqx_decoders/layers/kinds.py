@@ -1,0 +1,18 @@
+"""Which layers can stand where in a block: a new layer is added here."""
+
+from eqx_decoders.layers.attention import Attention, AttentionConfig
+from eqx_decoders.layers.engram import EngramConfig
+from eqx_decoders.layers.experts import Experts, ExpertsConfig
+from eqx_decoders.layers.latent import LatentAttention, LatentAttentionConfig
+from eqx_decoders.layers.learned_init import LearnedInit, LearnedInitConfig
+from eqx_decoders.layers.mlp import MLP, Linear, LinearConfig, MLPConfig
+
+
+MixerConfig = AttentionConfig | LatentAttentionConfig | LearnedInitConfig
+Mixer = Attention | LatentAttention | LearnedInit
+
+ChannelConfig = MLPConfig | LinearConfig | ExpertsConfig
+Channel = MLP | Linear | Experts
+
+# further branches, before the mixer or after the MLP
+FurtherConfig = MLPConfig | LinearConfig | ExpertsConfig | EngramConfig
