@@ -13,6 +13,7 @@ from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.layers.router import RouterConfig
 from eqx_decoders.sampling import GenerationConfig
+from eqx_decoders.wiring.residual import Sequential
 
 
 ROPE = dict(theta=10_000.0, fraction=1.0, pairing="half", sections=())
@@ -42,7 +43,8 @@ DEFAULTS = {
         score="softmax", order="select_first", num_groups=1, groups_per_token=1, group_score="max", scaling_factor=1.0,
         balance_form="switch",
     ),
-    "BlockConfig": dict(wiring="sequential"),
+    "BlockConfig": dict(wiring=Sequential(), before=(), after=()),
+    "Sequential": dict(residual_scale=1.0),
     "DecoderConfig": dict(embedding_scale=1.0, init_std=0.02),
     "Origin": dict(settings="{}", generation=GenerationConfig()),
     "GenerationConfig": dict(stop_ids=()),
@@ -58,7 +60,7 @@ DEFAULTS = {
 
 def test_every_default_is_the_one_that_is_written_down():
     modules = [f"layers.{module.name}" for module in pkgutil.iter_modules(layers.__path__)]
-    modules += ["block", "decoder", "sampling", "training.step", "training.optimizer"]
+    modules += ["wiring.residual", "block", "decoder", "sampling", "training.step", "training.optimizer"]
     found = {}
     for module in (importlib.import_module(f"eqx_decoders.{name}") for name in modules):
         for name, kind in inspect.getmembers(module, inspect.isclass):

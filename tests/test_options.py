@@ -33,6 +33,7 @@ from eqx_decoders.layers.router import RouterConfig
 from eqx_decoders.mtp import MTPConfig
 from eqx_decoders.training.balance import update_router_bias
 from eqx_decoders.training.batches import Batch
+from eqx_decoders.wiring.residual import Chained, Parallel, Plain, Sequential
 
 
 RMS = RMSNormConfig()
@@ -44,6 +45,8 @@ MLP = MLPConfig(mlp_dim=12)
 EXPERTS = ExpertsConfig(num_experts=8, num_experts_per_token=2, mlp_dim=6)
 BLOCK = ed.BlockConfig(mixer=MIXER, mlp=MLP, pre_mixer_norm=RMS, pre_mlp_norm=RMS)
 EMPTY = ed.BlockConfig(mixer=None, mlp=None)
+SMALL = MLPConfig(mlp_dim=4)
+FURTHER = ed.BranchConfig(layer=MLP, pre_norm=RMS)
 SOFT = dataclasses.replace(BLOCK, mlp=dataclasses.replace(MLP, activation="relu"))
 AHEAD = MTPConfig(num_depths=1, block=BLOCK, norm=RMS)
 DECODER = ed.DecoderConfig(vocab_size=16, embed_dim=8, blocks=(BLOCK,), final_norm=RMS)
@@ -161,8 +164,15 @@ OPTIONS: dict[type, tuple] = {
         dataclasses.replace(BLOCK, pre_mixer_norm=None, pre_mlp_norm=None),
         lambda c: decoder(blocks=(c,)),
         dict(mixer=None, mlp=None, pre_mixer_norm=RMS, post_mixer_norm=RMS, pre_mlp_norm=RMS, post_mlp_norm=RMS)
-        | dict(wiring="parallel", dropout=0.5),
+        | dict(wiring="parallel", dropout=0.5, before=(FURTHER,), after=(FURTHER,), publishes="name"),
     ),
+    ed.BranchConfig: (FURTHER, lambda c: block(before=(c,)), dict(layer=SMALL, pre_norm=None, post_norm=RMS)),
+    Sequential: (
+        Sequential(),
+        lambda c: decoder(blocks=block(wiring=c).blocks * 2),
+        dict(residual_scale=0.5, output_scale=True),
+    ),
+    **{kind: (kind(), lambda c: block(wiring=c), {}) for kind in (Parallel, Plain, Chained)},
     LearnedPositions: (LearnedPositions(max_positions=8), lambda c: decoder(positions=c), dict(max_positions=3)),
     SinusoidalPositions: (SinusoidalPositions(), lambda c: decoder(positions=c), dict(max_timescale=100.0)),
     ed.DecoderConfig: (
@@ -270,6 +280,8 @@ def test_every_option_is_read(kind, field):
     if field in ("dropout", "random"):
         np.testing.assert_array_equal(plain, other)  # without a key it is not read
         assert differ(plain, logits(after, keyed=True))
+    elif field == "publishes":  # a name, of use to layers that borrow
+        np.testing.assert_array_equal(plain, other)
     elif field in ("balance_loss", "balance_form", "z_loss", "mtp") or kind is MTPConfig:
         np.testing.assert_array_equal(plain, other)
         assert abs(trained(before)[0] - trained(after)[0]) > 1e-3
@@ -363,8 +375,8 @@ SHOWN_IN = {
 # What is passed between functions and what families are made of: data, and no settings of a user.
 DATA = {
     "Blocks", "KVShape", "ChatTemplate", "Difference", "Family", "GenerationConfig", "Greedy", "Kernel", "Origin",
-    "Part", "Recipe", "RemoteFile", "Section", "Shape", "StoredTensor", "MXFP4Tensor", "BlockScaledTensor",
-    "TextModel", "Weight", "WeightMapping",
+    "Part", "Recipe", "RemoteFile", "Section", "Shape", "StateShape", "StoredTensor", "MXFP4Tensor",
+    "BlockScaledTensor", "TailShape", "TextModel", "Weight", "WeightMapping", "Wiring",
 }  # fmt: skip
 
 
@@ -562,7 +574,7 @@ def test_bad_configurations_are_refused_by_name(kind, valid, wrong, rule):
 @pytest.mark.parametrize("field", ["fused_qkv", "shared_kv"])
 def test_learned_kernels_are_those_of_separate_projections(field):
     attention = dataclasses.replace(MIXER, **{field: True})
-    with pytest.raises(ed.ConfigError, match=f"LearnedInitConfig.attention has {field}=True: .* Set it to False"):
+    with pytest.raises(ed.ConfigError, match=f"LearnedInitConfig.attention has {field}=True: .* Leave it out"):
         LearnedInitConfig(**(TAUGHT | dict(attention=attention)))
 
 

@@ -169,9 +169,14 @@ class KVCache(Memory):
         if row.positions.shape[1] == self.positions.shape[1] and row.ring == self.ring:
             return super().with_row(index, row)
         # a memory of another length: its tokens are written where they belong here
-        turned = jax.tree.map(lambda stored: stored.swapaxes(2, 3), Entries(key=row.key, value=row.value))
+        turned = jax.vmap(_entries)(*row.slices())
         empty = self.row(index).reset(jnp.ones((1,), bool))
         return super().with_row(index, empty.commit(turned, row.positions))
+
+
+def _entries(key: Array, value: Array | None) -> Entries:
+    """What one layer's slice would have been proposed as."""
+    return Entries(key=key.swapaxes(1, 2), value=None if value is None else value.swapaxes(1, 2))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
