@@ -9,6 +9,7 @@ from typing import Any
 
 from eqx_decoders.block import BlockConfig, BranchConfig
 from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.family import Family, Weight
 from eqx_decoders.families.fields import Fields, activation_name
 from eqx_decoders.families.gemma2 import IGNORED_ACTIVATION_KEY
@@ -160,6 +161,8 @@ def _read_heads(fields: Fields, shape: Shape, masks: tuple[Mask, ...], shared_kv
     if "per_layer_config" not in fields.content:
         wide = (kv_heads if shared_kv and kv_heads is not None else shape.num_kv_heads, head_dim)
         return tuple(wide if isinstance(mask, Causal) else own for mask in masks)
+    if table is not None:  # transformers writes numbers of equal length: 04, 09
+        table.content = {key.lstrip("0") or key[:1]: value for key, value in table.content.items()}
     found = []
     for index in range(len(masks)):
         layer = None if table is None else table.table(str(index))
@@ -188,7 +191,7 @@ def _read_experts(fields: Fields) -> dict[str, int] | None:
 
 def _read_per_layer(fields: Fields, shape: Shape) -> PerLayerEmbeddingConfig | None:
     features = fields.integer("hidden_size_per_layer_input", 256, null=0, least=0)
-    vocab_size = fields.integer("vocab_size_per_layer_input", 262_144)
+    vocab_size = fields.integer("vocab_size_per_layer_input", 262_144, least=1 if features else 0)
     return _per_layer(shape, features, vocab_size) if features else None
 
 
@@ -198,10 +201,8 @@ def _per_layer(shape: Shape, features: int = 256, vocab_size: int = 262_144) -> 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
     mixers, per_layer = attentions(config), config.per_layer_embedding
-    first, last = config.blocks[0].mlp, config.blocks[-1].mlp
-    experts = first if isinstance(first, ExpertsConfig) else None
-    dense, wide = (mlp.shared if isinstance(mlp, ExpertsConfig) else mlp for mlp in (first, last))
-    assert isinstance(dense, MLPConfig) and isinstance(wide, MLPConfig)
+    experts = next((block.mlp for block in config.blocks if isinstance(block.mlp, ExpertsConfig)), None)
+    dense, wide = (_dense(config.blocks[index]) for index in (0, -1))
     borrowing = sum(mixer.borrows is not None for mixer in mixers)
     return (
         write_sizes(config, _KEYS)
@@ -225,6 +226,14 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     )
 
 
+def _dense(block: BlockConfig) -> MLPConfig:
+    """The MLP of a block, with or without experts beside it."""
+    mlp = block.mlp.shared if isinstance(block.mlp, ExpertsConfig) else block.mlp
+    if not isinstance(mlp, MLPConfig):
+        raise ConversionError(f"BlockConfig.mlp={block.mlp!r} must be or have an MLP.")
+    return mlp
+
+
 def _write_heads(mixers: tuple[AttentionConfig, ...]) -> dict[str, dict[str, int]]:
     """What layers have otherwise than the first."""
     found: dict[str, dict[str, int]] = {}
@@ -234,6 +243,12 @@ def _write_heads(mixers: tuple[AttentionConfig, ...]) -> dict[str, dict[str, int
         other = {key: size for key, size in sizes.items() if size != first[key]}
         found |= {str(index): other} if other else {}
     return found
+
+
+def _ignored(config: DecoderConfig) -> str:
+    """Published files have keys and values of layers that borrow them, which nothing reads."""
+    layers = "|".join(str(index) for index, mixer in enumerate(attentions(config)) if mixer.borrows is not None)
+    return rf"model\.layers\.({layers})\.self_attn\.[kv]_(proj|norm)\.(weight|bias)"
 
 
 _LAYER = "model.layers.{layer}."
@@ -247,7 +262,7 @@ FAMILY = Family(
         *gated_mlp(_LAYER + "mlp.", "mlp.shared."),
         *fused_experts(_LAYER, router="router.proj"),
         *norm_weights(
-            _LAYER + "",
+            _LAYER,
             **{
                 "mlp.norms.pre_shared": "pre_feedforward_layernorm",
                 "mlp.norms.post_shared": "post_feedforward_layernorm_1",
@@ -282,6 +297,7 @@ FAMILY = Family(
         Weight("model.per_layer_projection_norm.weight", "per_layer_embedding.norm.scale", "norm -> norm"),
     ),
     ignored_keys=IGNORED_ACTIVATION_KEY | IGNORED_ROUTER_KEYS,
+    ignored_tensors=_ignored,
 )
 
 _shape = functools.partial(Shape, vocab_size=262_144, tied=True, activation="gelu_tanh", head_dim=256)
