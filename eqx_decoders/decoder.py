@@ -31,6 +31,7 @@ from eqx_decoders.layers.embedding import (
     logits,
     padded_positions,
 )
+from eqx_decoders.layers.mask import spans_of
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.layers.per_layer_embedding import (
     INPUT,
@@ -316,7 +317,8 @@ class Decoder(eqx.Module):
             cache_is_empty=cache_is_empty,
             keeps_all=keeps_all,
             tokens=tokens,
-            rotary_positions=inputs.rotary_positions,
+            spans=None if inputs.spans is None else spans_of(jnp.asarray(inputs.spans), positions),
+            rotary_positions=None if inputs.rotary_positions is None else jnp.asarray(inputs.rotary_positions),
         )
         embed_key, block_key, _ = self._keys(key)
         given = self.embedding(jnp.asarray(tokens), ctx) if embeds is None else embeds

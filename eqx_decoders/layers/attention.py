@@ -12,11 +12,11 @@ from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.layers.branch import BranchResult
 from eqx_decoders.layers.kernel import attend, merge, with_sink
-from eqx_decoders.layers.mask import Causal, Mask
+from eqx_decoders.layers.mask import Causal, Mask, seen_keys
 from eqx_decoders.layers.memory import Entries, KVShape, Past, kv_shape
 from eqx_decoders.layers.mlp import add_bias
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
-from eqx_decoders.layers.rope import Rope, rotate
+from eqx_decoders.layers.rope import Rope, rotary_positions, rotate
 from eqx_decoders.numerics import fan_in
 from eqx_decoders.remat import save
 
@@ -75,6 +75,7 @@ class AttentionConfig:
 
     - `num_heads`, `num_kv_heads`, `head_dim`: query heads, key and value heads (a divisor), features of a head.
     - `mask`: which keys a query sees.
+    - `spans`: whether the tokens of a span (an image, say) see each other whole, whatever the mask.
     - `rope`: rotary embedding; None for none.
     - `query_scale`: multiplies queries; None for `head_dim ** -0.5`.
     - `temperature`: lets queries grow with their position; None for none.
@@ -95,6 +96,7 @@ class AttentionConfig:
     num_kv_heads: int
     head_dim: int
     mask: Mask = Causal()
+    spans: bool = False
     rope: Rope | None = Rope()
     query_scale: float | None = None
     temperature: QueryTemperature | None = None
@@ -138,6 +140,10 @@ class AttentionConfig:
         if self.borrows is not None:
             return None
         return kv_shape(self.mask, max_length, kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+
+    def token_products(self, length: int) -> int:
+        """Multiplications per token beside those of the weights: scores and mixtures."""
+        return self.num_heads * seen_keys(self.mask, length) * 2 * self.head_dim
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Attention":
         keys = jax.random.split(key, 5)
@@ -259,7 +265,8 @@ class Attention(eqx.Module):
         """Queries or keys, normalised and rotated."""
         late = self.config.qk_norm is not None and self.config.qk_norm.when == "after_rope"
         x = x if late else self._normalize(x, norm)
-        x = x if self.config.rope is None else rotate(x, ctx.positions, self.config.rope)
+        rope = self.config.rope
+        x = x if rope is None else rotate(x, rotary_positions(ctx, rope), rope)
         return self._normalize(x, norm) if late else x
 
     def _normalize(self, x: Array, norm: Norm | None) -> Array:
@@ -275,6 +282,7 @@ class Attention(eqx.Module):
         common: dict[str, Any] = dict(
             mask=self.config.mask,
             query_positions=ctx.positions,
+            query_spans=ctx.spans if self.config.spans else None,
             soft_cap=self.config.soft_cap,
             kernel=execution.attention,
             platform=execution.layout.platform,

@@ -75,6 +75,10 @@ class LearnedInitConfig:
         """That of the student's attention."""
         return self.attention.memory(max_length)
 
+    def token_products(self, length: int) -> int:
+        """Those of the student's attention."""
+        return self.attention.token_products(length)
+
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "LearnedInit":
         """Until it is given a teacher, the teacher's kernels are random ones of the usual variance."""
         teacher_key, map_key, own_key = jax.random.split(key, 3)
