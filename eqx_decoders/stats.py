@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
+from eqx_decoders.layers.indexer import IndexerStats
 from eqx_decoders.layers.router import RoutingStats
 
 
@@ -32,6 +33,7 @@ class BlockStats(eqx.Module):
 
     activations: ActivationStats | None = None
     routing: RoutingStats | None = None
+    indexer: IndexerStats | None = None
 
 
 def join_layer_stats(per_segment: Sequence[tuple[BlockStats, ...]]) -> BlockStats:
