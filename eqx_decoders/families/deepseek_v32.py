@@ -66,7 +66,7 @@ FAMILY = dataclasses.replace(
         Weight(_INDEXER + "k_norm.bias", "mixer.indexer.key_norm.bias", "norm -> norm"),
         Weight(_INDEXER + "weights_proj.weight", "mixer.indexer.head_weight", "heads embed -> embed heads"),
     ),
-    ignored_keys=deepseek_v3.FAMILY.ignored_keys | {"mlp_bias": "transformers' MLP of this model never has one"},
+    ignored_keys={**deepseek_v3.FAMILY.ignored_keys, "mlp_bias": "transformers' MLP of this model never has one"},
     aliases=(),
 )
 

@@ -19,7 +19,7 @@ from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.layers.branch import BranchResult
 from eqx_decoders.layers.indexer import CachedChoice, Index, Indexer, IndexerConfig, Teacher
-from eqx_decoders.layers.kernel import attend, merge
+from eqx_decoders.layers.kernel import attend, max_scores, merge
 from eqx_decoders.layers.mask import Causal, Mask
 from eqx_decoders.layers.memory import Entries, KVShape, Past, StackedPast, kv_shape
 from eqx_decoders.layers.mlp import add_bias
@@ -241,11 +241,14 @@ class LatentAttention(eqx.Module):
         key = jnp.concatenate([nope, jnp.broadcast_to(rope, (*nope.shape[:3], config.rope_dim))], axis=-1)
         key = save(ctx.constrain(key, "batch length heads qk_dim"), "key_proj")
         value = save(ctx.constrain(value, "batch length heads value_dim"), "value_proj")
-        selected, stats = None, {}
+        selected: Any = None
+        stats: dict[str, Any] = {}
         if self.indexer is not None and index is not None:
             teacher = Teacher(query, key) if self.indexer.config.loss_weight > 0 else None
             selected, learned = self.indexer.choose(index, config.mask, ctx, teacher)
             stats = {} if learned is None else {"indexer": learned}
+        if ctx.execution.attention_maxima:
+            stats["max_scores"] = jnp.max(max_scores(query, key, **self._present(ctx, selected)), axis=0)
         return self._attend(query, key, value, ctx, selected)[0], stats
 
     def _absorbed(
@@ -278,18 +281,20 @@ class LatentAttention(eqx.Module):
         self, query: Array, key: Array, value: Array, ctx: Context, selected: Bool[Array, "..."] | None = None
     ) -> Result:
         """Attention over the tokens of this call."""
-        segments: dict[str, Any] = dict(query_segments=ctx.segment_ids, key_segments=ctx.segment_ids)
-        return attend(
-            query,
-            key,
-            value,
+        return attend(query, key, value, **self._present(ctx, selected), kernel=ctx.execution.attention)
+
+    def _present(self, ctx: Context, selected: Bool[Array, "..."] | None) -> dict[str, Any]:
+        """What the tokens of this call see of each other."""
+        return dict(
+            mask=self.config.mask,
             query_positions=ctx.positions,
             key_positions=ctx.positions,
+            query_segments=ctx.segment_ids,
+            key_segments=ctx.segment_ids,
             query_spans=ctx.spans,
             selected=selected,
             aligned=True,
-            **segments,
-            **self._options(ctx),
+            platform=ctx.execution.layout.platform,
         )
 
     def _attend_past(self, query: Array, past: Past, selected: Bool[Array, "..."] | None, ctx: Context) -> Result:
