@@ -39,6 +39,7 @@ ALL = dataclasses.replace(RICH, num_experts=4, num_experts_per_token=4)
 SCALED = dataclasses.replace(
     RICH, num_experts_per_token=1, bias=False, router=RouterConfig(bias=True, score="sigmoid", input_scaling=True)
 )
+NARROW = dataclasses.replace(RICH, gated=False, latent_dim=8, up_offset=0.0, limit=None)
 MESHES = [
     dict(expert=8),
     dict(expert=4, fsdp=2),
@@ -55,6 +56,7 @@ CASES = {
     "ring": (RICH, True, dict(expert=2, fsdp=2, tensor=2), "gather"),
     "travel": (SCALED, False, dict(expert=8), "all_to_all"),
     "fsdp": (RICH, False, dict(fsdp=8), "auto"),
+    "latent": (NARROW, False, dict(expert=2, fsdp=2, tensor=2), "gather"),
 }
 
 
