@@ -580,7 +580,7 @@ def test_bad_configurations_are_refused_by_name(kind, valid, wrong, rule):
 @pytest.mark.parametrize("field", ["fused_qkv", "shared_kv"])
 def test_learned_kernels_are_those_of_separate_projections(field):
     attention = dataclasses.replace(MIXER, **{field: True})
-    with pytest.raises(ed.ConfigError, match=f"LearnedInitConfig.attention has {field}=True: .* Set it to False"):
+    with pytest.raises(ed.ConfigError, match=f"LearnedInitConfig.attention has {field}=True: .* Leave it out"):
         LearnedInitConfig(**(TAUGHT | dict(attention=attention)))
 
 

@@ -18,7 +18,7 @@ from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.layers.branch import BranchResult
 from eqx_decoders.layers.kernel import Result, attend, merge
-from eqx_decoders.layers.mask import Causal, Mask
+from eqx_decoders.layers.mask import Causal, Mask, seen_keys
 from eqx_decoders.layers.memory import Entries, KVShape, Past, kv_shape
 from eqx_decoders.layers.mlp import add_bias
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
@@ -101,6 +101,10 @@ class LatentAttentionConfig:
     def memory(self, max_length: int) -> KVShape:
         """One head of latents and rotary keys, without values."""
         return kv_shape(self.mask, max_length, kv_heads=1, head_dim=self.cached_dim, values=False)
+
+    def token_products(self, length: int) -> int:
+        """Multiplications per token beside those of the weights: scores and mixtures."""
+        return self.num_heads * seen_keys(self.mask, length) * (self.head_dim + self.value_dim)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "LatentAttention":
         keys = jax.random.split(key, 5)
