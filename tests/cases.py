@@ -177,6 +177,7 @@ EXCLUDED: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
     ("channel", ("capacity",), "cache", CACHED),  # a piece has fewer places than the whole
     ("dropout", (0.25,), "accumulation", (2,)),  # other microbatches draw other masks
     ("mtp", (1,), "mesh", ("stage",)),  # one depth can't be split over two stages
+    ("borrows", (True,), "mesh", ("stage",)),  # nor the layer that lends
 ]
 
 
