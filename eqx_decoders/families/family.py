@@ -20,6 +20,7 @@ from eqx_decoders.decoder import Decoder, DecoderConfig
 from eqx_decoders.errors import ConfigError, ConversionError, check
 from eqx_decoders.families.fields import ALLOWED_VALUES, IGNORED_KEYS, Fields, abbreviate
 from eqx_decoders.layers.experts import ExpertsConfig
+from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.router import RouterConfig
 from eqx_decoders.mtp import MTPConfig
@@ -341,8 +342,14 @@ def for_inference(config: DecoderConfig) -> DecoderConfig:
             )
         return mlp
 
+    def inference_mixer(mixer: Any) -> Any:
+        if isinstance(mixer, LatentAttentionConfig) and mixer.indexer is not None:
+            return dataclasses.replace(mixer, indexer=dataclasses.replace(mixer.indexer, loss_weight=0.0, warmup=False))
+        return mixer
+
     def inference_block(block: BlockConfig) -> BlockConfig:
-        return dataclasses.replace(block, dropout=0.0, mlp=inference_mlp(block.mlp))
+        mixer, mlp = inference_mixer(block.mixer), inference_mlp(block.mlp)
+        return dataclasses.replace(block, dropout=0.0, mixer=mixer, mlp=mlp)
 
     blocks = {block: inference_block(block) for block in dict.fromkeys(config.blocks)}
     mtp = config.mtp
