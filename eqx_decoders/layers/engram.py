@@ -23,6 +23,7 @@ from eqx_decoders.context import Context
 from eqx_decoders.errors import ConfigError, check, check_integer, check_number
 from eqx_decoders.layers.branch import BranchResult
 from eqx_decoders.layers.convolution import causal_convolution
+from eqx_decoders.layers.lookup import look_up
 from eqx_decoders.layers.memory import NewTail, TailInputs, TailShape, last_inputs
 from eqx_decoders.layers.mlp import add_bias
 from eqx_decoders.layers.norm import RMSNormConfig
@@ -192,7 +193,7 @@ class EngramConfig:
 class Engram(eqx.Module):
     """`v + silu(convolution(norm(v)))`, `v = sigmoid(root(<norm(x), norm(key e)> / sqrt(embed))) value e`."""
 
-    table: Float[Array, "ngrams ngram_dim"]
+    table: Float[Array, "rows row_dim"]
     key: Float[Array, "ngram_features streams embed"]
     key_bias: Float[Array, "streams embed"]
     value: Float[Array, "ngram_features embed"]
@@ -226,10 +227,8 @@ class Engram(eqx.Module):
         tokens = _tokens(ctx)
         tail = jnp.full((len(tokens), self.config.max_ngram - 1, 1), -1, jnp.int32) if tail is None else tail
         rows = ngram_rows(self.config, tokens, tail[..., 0], ctx.positions, ctx.segment_ids)
-        # A device holds some features of all rows. It finds those of all tokens, and gives each token's to its device.
-        found = jnp.take(self.table, rows, axis=0).astype(ctx.execution.precision.compute)
-        found = ctx.constrain(found, "batch length ngram_heads ngram_dim").reshape(*rows.shape[:2], -1)
-        return ctx.constrain(found, "batch length ngram_features")
+        found = look_up(self.table, rows, "rows row_dim", ctx)
+        return found.reshape(*rows.shape[:2], -1)
 
     def _values(self, x: Array, vectors: Array, ctx: Context) -> Float[Array, "batch length streams embed"]:
         """What the vectors say, as far as each stream wants to hear it."""
@@ -261,7 +260,7 @@ def ngram_rows(
     tail: Int[Array, "batch taps"],
     positions: Int[Array, "batch length"],
     segment_ids: Int[Array, "batch length"] | None = None,
-) -> Int32[Array, "batch length ngram_heads"]:
+) -> Int32[Array, "batch length hashes"]:
     """The rows of the table for the n-grams that end at each token, those of two tokens first.
 
     `tail` are the tokens before, -1 where there are none.
