@@ -30,7 +30,7 @@ DEFAULTS = {
     "PerLayerEmbeddingConfig": dict(norm=RMSNormConfig(), init_std=0.02),
     "PerLayerInputConfig": dict(activation="gelu_tanh"),
     "HyperConnections": dict(streams=4, mixing="sinkhorn", iterations=20, norm=RMSNormConfig(), eps=1e-6),
-    "ExpertsConfig": dict(router=RouterConfig(), activation="silu"),
+    "ExpertsConfig": dict(router=RouterConfig(), activation="silu", gated=True),
     "Kernel": dict(
         masks=(Causal, SlidingWindow, Chunked, Bidirectional), soft_cap=True, segments=True, unequal_value_dim=True,
         platforms=("cpu", "gpu", "tpu"),
@@ -51,7 +51,7 @@ DEFAULTS = {
     ),
     "BlockConfig": dict(wiring=Sequential(), before=(), after=()),
     "Sequential": dict(residual_scale=1.0),
-    "DecoderConfig": dict(embedding_scale=1.0, init_std=0.02),
+    "DecoderConfig": dict(embedding_scale=1.0, logit_divisor=1.0, init_std=0.02),
     "Origin": dict(settings="{}", generation=GenerationConfig()),
     "GenerationConfig": dict(stop_ids=()),
     "Sample": dict(temperature=1.0),

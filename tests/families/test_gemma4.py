@@ -20,11 +20,11 @@ from tests.models import filled
 
 
 SHAPE = Shape(
-    vocab_size=32, embed_dim=16, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=24, tied=True,
+    vocab_size=32, embed_dim=16, num_layers=4, num_heads=4, num_kv_heads=4, head_dim=4, mlp_dim=24, tied=True,
     activation="gelu_tanh",
 )  # fmt: skip
 MASKS = (SlidingWindow(4), Causal(), SlidingWindow(4), Causal())
-HEADS = ((2, 4), (1, 8), (2, 4), (1, 8))
+HEADS = ((4, 4), (2, 8), (4, 4), (2, 8))
 MODELS = {
     "small": gemma4(
         SHAPE, masks=MASKS, heads=HEADS, num_borrowing=2, double_wide=True,

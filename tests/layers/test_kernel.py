@@ -544,7 +544,9 @@ def test_spans_across_padding():
     qkv = make(900, heads=1, kv_heads=1)
     seen = np.asarray(visible(SlidingWindow(5), *(places[name] for name in ("query_positions", "key_positions"))))
     within = (positions >= 20) & (positions < 100)
-    np.testing.assert_allclose(dot[0][0], oracle(qkv, (seen | within[:, :, None] & within[:, None])[:, None])[0], atol=1e-5)
+    np.testing.assert_allclose(
+        dot[0][0], oracle(qkv, (seen | within[:, :, None] & within[:, None])[:, None])[0], atol=1e-5
+    )
 
 
 def selection(length, kv_length, heads, seed=3):
@@ -592,7 +594,9 @@ def test_largest_scores(length, heads):
     places = packed_places(length, spans=True) | {"selected": selection(length, length, heads)}
     options = dict(mask=SlidingWindow(30), soft_cap=3.0, aligned=True)
     names = ("query_positions", "key_positions", "query_segments", "key_segments", "query_spans")
-    seen = np.asarray(visible(SlidingWindow(30), *(places[name] for name in names)))[:, None] & np.asarray(places["selected"])
+    seen = np.asarray(visible(SlidingWindow(30), *(places[name] for name in names)))[:, None] & np.asarray(
+        places["selected"]
+    )
     found = max_scores(query, key, **places, **options)
     np.testing.assert_allclose(found, oracle((query, key, key), seen, 3.0)[2], rtol=1e-5)
     places["selected"] = places["selected"].at[1].set(False)

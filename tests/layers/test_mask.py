@@ -113,7 +113,9 @@ def loop_of_spans(ids, positions):
 def test_spans_are_the_runs():
     """Ids that touch, come again, stand at both ends, across padding and across two documents."""
     ids = np.array([[1, 1, 0, 1, 1, 2, 2, 2, 0, 3], [0, 4, 4, 4, 4, 4, 0, 0, 1, 1], [1, 0, 2, 2, 2, 2, 0, 0, 0, 0]])
-    positions = np.array([[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [0, 1, 2, -1, 3, 0, 1, 2, 3, -1], [7, 8, 9, 0, 1, -1, -1, 2, 3, 4]])
+    positions = np.array(
+        [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [0, 1, 2, -1, 3, 0, 1, 2, 3, -1], [7, 8, 9, 0, 1, -1, -1, 2, 3, 4]]
+    )
     spans = spans_of(jnp.asarray(ids, jnp.int32), jnp.asarray(positions, jnp.int32))
     expected = [loop_of_spans(*row) for row in zip(ids, positions, strict=True)]
     np.testing.assert_array_equal(spans.first, np.stack([first for first, _ in expected]))
