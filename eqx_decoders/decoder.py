@@ -15,9 +15,10 @@ from eqx_decoders.cache import Cache, Proposal
 from eqx_decoders.config_json import from_plain, to_plain
 from eqx_decoders.context import Context, Execution, ExecutionOptions, Inputs
 from eqx_decoders.eager import compiled_alone
-from eqx_decoders.errors import ConfigError, check, check_integer, check_number
+from eqx_decoders.errors import ConfigError, check, check_integer, check_number, check_word
 from eqx_decoders.inputs import check_inputs, check_shapes
 from eqx_decoders.layer_inputs import LayerInputs
+from eqx_decoders.layers.attention import AttentionConfig
 from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.layers.embedding import (
     Head,
@@ -30,7 +31,14 @@ from eqx_decoders.layers.embedding import (
     logits,
     padded_positions,
 )
+from eqx_decoders.layers.mask import spans_of
 from eqx_decoders.layers.norm import Norm, NormConfig
+from eqx_decoders.layers.per_layer_embedding import (
+    INPUT,
+    PerLayerEmbedding,
+    PerLayerEmbeddingConfig,
+    PerLayerInputConfig,
+)
 from eqx_decoders.layout import Layout
 from eqx_decoders.mtp import MTP, MTPConfig, MTPOutput, same_document, shift_left
 from eqx_decoders.numerics import normal
@@ -56,6 +64,7 @@ class DecoderConfig:
     - `logit_soft_cap`: logits become `cap * tanh(logits / cap)`; None for none.
     - `dropout`: rate on the embeddings and before the head.
     - `init_std`: standard deviation of a new embedding table.
+    - `per_layer_embedding`: what makes the embeddings that layers get each for themselves; None for none.
     - `mtp`: multi-token prediction beside the head; None for none. It changes no logits.
     """
 
@@ -69,6 +78,7 @@ class DecoderConfig:
     logit_soft_cap: float | None = None
     dropout: float = 0.0
     init_std: float = 0.02
+    per_layer_embedding: PerLayerEmbeddingConfig | None = None
     mtp: MTPConfig | None = None
 
     def __post_init__(self):
@@ -87,6 +97,32 @@ class DecoderConfig:
         check_number("DecoderConfig.init_std", self.init_std, above=0)
         if self.logit_soft_cap is not None:
             check_number("DecoderConfig.logit_soft_cap", self.logit_soft_cap, above=0)
+        self._check_borrowing()
+        made = set() if self.per_layer_embedding is None else {self.per_layer_embedding.features}
+        taken = {layer.features for layer in self._per_layer_inputs()}
+        rule = f"makes {sorted(made)} features, but layers take {sorted(taken)}: give both, equal, or neither"
+        check(made == taken, f"DecoderConfig.per_layer_embedding {rule}.")
+
+    def _check_borrowing(self) -> None:
+        """Keys and values must have been published by an earlier layer of the same sizes."""
+        known: dict[str, Any] = {}
+        for index, block in enumerate(self.blocks):
+            mixer, where = block.mixer, f"DecoderConfig.blocks[{index}].mixer.borrows"
+            if isinstance(mixer, AttentionConfig) and mixer.borrows is not None:
+                check_word(where, mixer.borrows, known)
+                sizes = (mixer.num_kv_heads, mixer.head_dim)
+                rule = "has other num_kv_heads, head_dim than the layer that publishes it"
+                check(sizes == known[mixer.borrows], f"{where}={mixer.borrows!r} {rule}: {sizes}.")
+            if block.publishes is not None:
+                good = isinstance(mixer, AttentionConfig) and mixer.borrows is None
+                rule = "needs attention with keys and values of its own as mixer"
+                check(good, f"DecoderConfig.blocks[{index}].publishes={block.publishes!r} {rule}.")
+                known[block.publishes] = (getattr(mixer, "num_kv_heads", None), getattr(mixer, "head_dim", None))
+
+    def _per_layer_inputs(self) -> list[PerLayerInputConfig]:
+        """Those layers that get an embedding of their own."""
+        layers = (layer for block in self.blocks for layer in block.branches().values())
+        return [layer for layer in layers if isinstance(layer, PerLayerInputConfig)]
 
     @property
     def wiring(self) -> WiringConfig:
@@ -125,17 +161,19 @@ class DecoderConfig:
     def build(self, *, key: PRNGKeyArray, execution: Execution = Execution()) -> "Decoder":
         """A new decoder in float32 on the default device; `init` puts it where and in what dtype it belongs."""
         table_key, position_key, head_key, block_key = jax.random.split(key, 4)
-        mtp_key = jax.random.fold_in(key, 4)
+        mtp_key, per_layer_key = jax.random.fold_in(key, 4), jax.random.fold_in(key, 5)
         keys = jax.random.split(block_key, len(self.blocks))
         stack, begin = [], 0
         for unit, repeats in segments(self.blocks):
             count = len(unit) * repeats
             stack.append(Segment.build(unit, self.embed_dim, keys=keys[begin : begin + count]))
             begin += count
+        further, takers = self.per_layer_embedding, len(self._per_layer_inputs())
         table = normal(table_key, (self.vocab_size, self.embed_dim), jnp.float32, self.init_std)
         return Decoder(
             embedding=TokenEmbedding(table=table, scale=self.embedding_scale),
             positions=None if self.positions is None else self.positions.build(self.embed_dim, key=position_key),
+            per_layer_embedding=None if further is None else further.build(self.embed_dim, takers, key=per_layer_key),
             segments=tuple(stack),
             final_norm=None if self.final_norm is None else self.final_norm.build(self.embed_dim),
             head=None if self.tied else build_head(self.embed_dim, self.vocab_size, key=head_key),
@@ -188,6 +226,7 @@ class Decoder(eqx.Module):
 
     embedding: TokenEmbedding
     positions: LearnedPositionTable | Sinusoids | None
+    per_layer_embedding: PerLayerEmbedding | None
     segments: tuple[Segment, ...]
     final_norm: Norm | None
     head: Head | None
@@ -278,13 +317,15 @@ class Decoder(eqx.Module):
             cache_is_empty=cache_is_empty,
             keeps_all=keeps_all,
             tokens=tokens,
-            rotary_positions=inputs.rotary_positions,
+            spans=None if inputs.spans is None else spans_of(jnp.asarray(inputs.spans), positions),
+            rotary_positions=None if inputs.rotary_positions is None else jnp.asarray(inputs.rotary_positions),
         )
         embed_key, block_key, _ = self._keys(key)
         given = self.embedding(jnp.asarray(tokens), ctx) if embeds is None else embeds
         x = self.config.wiring.expand(self._inputs(given, ctx, key=embed_key))
         layer_keys = None if block_key is None else jax.random.split(block_key, len(self.config.blocks))
-        entries, stats, begin, by_layer = [], [], 0, LayerInputs(inputs.by_layer)
+        made = {} if self.per_layer_embedding is None else {INPUT: self.per_layer_embedding(tokens, given, ctx)}
+        entries, stats, begin, by_layer = [], [], 0, LayerInputs(inputs.by_layer | made)
         for index, segment in enumerate(self.segments):
             count, unit = segment.repeats * len(segment.unit), tuple(block.config for block in segment.unit)
             keys = None if layer_keys is None else layer_keys[begin : begin + count]

@@ -44,6 +44,7 @@ WEIGHTS: dict[str, tuple[str, ...]] = {
     "embed": ("fsdp", "fsdp_transpose", "context", "expert"),
     "stream_embed": ("fsdp", "fsdp_transpose", "context", "expert"),
     "ngram_dim": ("fsdp", "fsdp_transpose", "context", "expert"),
+    "per_layer_dim": ("fsdp", "fsdp_transpose", "context", "expert"),
     "ngram_features": ("tensor", "tensor_sequence"),
     "q_rank": ("fsdp", "fsdp_transpose", "context", "expert"),
     "kv_rank": ("fsdp", "fsdp_transpose", "context", "expert"),
@@ -52,6 +53,7 @@ WEIGHTS: dict[str, tuple[str, ...]] = {
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "experts": ("expert",),
     "ngram_dim": ("fsdp", "fsdp_transpose", "context", "expert"),
+    "per_layer_dim": ("fsdp", "fsdp_transpose", "context", "expert"),
     "batch": ("data", "fsdp", "fsdp_transpose", "expert"),
     "heads": ("tensor", "tensor_sequence"),
     "kv_heads": ("tensor", "tensor_sequence"),

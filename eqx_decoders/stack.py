@@ -93,8 +93,12 @@ class Segment(eqx.Module):
         weights, static = eqx.partition(self.unit, eqx.is_array)
         reads = None if memories is None or ctx.cache_is_empty else slices(kept)
 
+        # what others have published is carried only if it is published again: a scan keeps its carry for the gradient
+        again = {name for name in ctx.shared if any(block.config.publishes == name for block in self.unit)}
+
         def step(carry, here):
             (x, shared), (weights, reads, keys, inputs) = carry, here
+            shared = ctx.shared | shared
             past: Any = (None,) * len(self.unit) if reads is None else pasts(kept, reads)
             entries, stats = [], []
             for place, block in enumerate(eqx.combine(weights, static)):
@@ -104,20 +108,20 @@ class Segment(eqx.Module):
                     shared = shared | {block.config.publishes: (past[place], entry)}
                 entries.append({name: entry[name] for name in kept[place]})
                 stats.append(stat)
-            known = {name: shared[name] for name in ctx.shared}
-            published = {name: shared[name] for name in shared if name not in known}
+            known = {name: shared[name] for name in again}
+            published = {name: shared[name] for name in shared if name not in ctx.shared}
             return (x, known), (tuple(entries), tuple(stats), published)
 
-        carry, xs = (x, ctx.shared), (weights, reads, keys, inputs)
+        carry, xs = (x, {name: ctx.shared[name] for name in again}), (weights, reads, keys, inputs)
         if scanned:
             (x, known), (entries, stats, published) = jax.lax.scan(step, carry, xs, length=self.repeats)
-            return SegmentOutput(x, entries, stats, known | at_layer(published, -1))
+            return SegmentOutput(x, entries, stats, ctx.shared | known | at_layer(published, -1))
         results = []
         for index in range(self.repeats):
             carry, result = step(carry, at_layer(xs, index))
             results.append(result)
         entries, stats, published = jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
-        return SegmentOutput(carry[0], entries, stats, carry[1] | at_layer(published, -1))
+        return SegmentOutput(carry[0], entries, stats, ctx.shared | carry[1] | at_layer(published, -1))
 
 
 class SegmentOutput(NamedTuple):

@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parent.parent / "eqx_decoders"
 ORDER = [
     "errors", "lazy", "eager", "inputs", "axes", "layout", "numerics", "prng", "sampling", "remat", "context", "layers",
     "stats", "wiring", "block", "layer_inputs", "stack", "mtp", "config_json", "cache", "decoder", "create", "families",
-    "io", "inference", "describe", "training", "cli",
+    "io", "inference", "describe", "model_info", "training", "cli",
 ]  # fmt: skip
 
 

@@ -126,7 +126,7 @@ OPTIONS: dict[type, tuple] = {
         lambda c: block(mixer=c, wiring="chained"),  # where its output may have features of its own
         dict(num_heads=2, num_kv_heads=4, head_dim=4, mask=SlidingWindow(2), rope=None, query_scale=0.1, soft_cap=0.5)
         | dict(sinks=True, qk_norm=QKNorm(), qkv_bias=True, out_bias=True, fused_qkv=True, shared_kv=True)
-        | dict(output_gate=True, temperature=QueryTemperature(scale=0.5, length=2), out_dim=6),
+        | dict(output_gate=True, temperature=QueryTemperature(scale=0.5, length=2), out_dim=6, spans=True),
     ),
     LatentAttentionConfig: (
         LATENT,
@@ -243,7 +243,8 @@ def named_draws(config) -> ed.Decoder:
 def logits(config, keyed: bool = False) -> np.ndarray:
     """Logits without and with a key, which dropout and random routing need."""
     key = jax.random.key(0) if keyed else None
-    return np.asarray(named_draws(config)(jnp.asarray([[3, 1, 4, 1, 5]]), key=key).logits)
+    spans = ed.Inputs(spans=jnp.asarray([[0, 1, 1, 1, 0]]))
+    return np.asarray(named_draws(config)(jnp.asarray([[3, 1, 4, 1, 5]]), key=key, inputs=spans).logits)
 
 
 @functools.cache
@@ -574,7 +575,7 @@ def test_bad_configurations_are_refused_by_name(kind, valid, wrong, rule):
 @pytest.mark.parametrize("field", ["fused_qkv", "shared_kv"])
 def test_learned_kernels_are_those_of_separate_projections(field):
     attention = dataclasses.replace(MIXER, **{field: True})
-    with pytest.raises(ed.ConfigError, match=f"LearnedInitConfig.attention has {field}=True: .* Set it to False"):
+    with pytest.raises(ed.ConfigError, match=f"LearnedInitConfig.attention has {field}=True: .* Leave it out"):
         LearnedInitConfig(**(TAUGHT | dict(attention=attention)))
 
 

@@ -19,6 +19,7 @@ from eqx_decoders.layers.branch import BranchResult
 from eqx_decoders.layers.exchange import combine, dispatch, run_on_mesh, scale_rows, sort_by_expert
 from eqx_decoders.layers.grouped import block_rows, grouped_products
 from eqx_decoders.layers.mlp import ACTIVATIONS, MLP, MLPConfig
+from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.layers.router import Router, RouterConfig, RoutingStats
 from eqx_decoders.numerics import fan_in
 from eqx_decoders.remat import save
@@ -42,6 +43,8 @@ class ExpertsConfig:
     - `bias`: whether all projections have a bias.
     - `shared`: an MLP that every token uses; None for none.
     - `shared_gate`: the shared MLP is multiplied by `sigmoid(gate x)`, one number a token (Qwen3-Next).
+    - `norms`: shared and other experts have norms of their own before and after them, and the router reads what none of
+        these has normalised (Gemma 4): give the block no norm before such a layer. None for none; needs `shared`.
     - `capacity_factor`: of a sequence of S tokens an expert takes `int(max(ceil(S k / E) * factor, factor))`, the
         earliest ones; the others are dropped. None for no limit.
     """
@@ -56,6 +59,7 @@ class ExpertsConfig:
     bias: bool = False
     shared: MLPConfig | None = None
     shared_gate: bool = False
+    norms: NormConfig | None = None
     capacity_factor: float | None = None
 
     def __post_init__(self):
@@ -75,6 +79,10 @@ class ExpertsConfig:
         check(
             self.shared is not None or not self.shared_gate,
             "ExpertsConfig.shared_gate=True needs an MLPConfig as shared: there is nothing to gate.",
+        )
+        check(
+            self.shared is not None or self.norms is None,
+            "ExpertsConfig.norms needs an MLPConfig as shared: else the block's norms are those of the experts.",
         )
 
     @property
@@ -106,8 +114,18 @@ class ExpertsConfig:
             down_bias=zeros(embed_dim),
             shared=None if self.shared is None else self.shared.build(embed_dim, key=keys[4]),
             shared_gate=fan_in(keys[5], (embed_dim,), jnp.float32, embed_dim) if self.shared_gate else None,
+            norms=None if self.norms is None else ExpertNorms(*(self.norms.build(embed_dim) for _ in range(4))),
             config=self,
         )
+
+
+class ExpertNorms(eqx.Module):
+    """Norms around shared experts, and around the others."""
+
+    pre_shared: Norm
+    post_shared: Norm
+    pre_routed: Norm
+    post_routed: Norm
 
 
 class Experts(eqx.Module):
@@ -125,6 +143,7 @@ class Experts(eqx.Module):
     down_bias: Float[Array, "experts embed"] | None
     shared: MLP | None
     shared_gate: Float[Array, "embed"] | None
+    norms: ExpertNorms | None
     config: ExpertsConfig = eqx.field(static=True)
 
     def __call__(
@@ -133,9 +152,13 @@ class Experts(eqx.Module):
         """The layer's output and how its tokens were routed. The key is for random routing and dropout."""
         router_key, shared_key = (None, None) if key is None else jax.random.split(key)
         indices, weights, stats = self.router(x, ctx, key=router_key)
-        out, dropped = self._implementation(ctx)(x, indices, weights, ctx)
+        norms = self.norms
+        out, dropped = self._implementation(ctx)(x if norms is None else norms.pre_routed(x), indices, weights, ctx)
+        if norms is not None:
+            out, x = norms.post_routed(out), norms.pre_shared(x)
         if self.shared is not None:
-            out = out + self._shared(self.shared, x, ctx, shared_key)
+            shared = self._shared(self.shared, x, ctx, shared_key)
+            out = out + (shared if norms is None else norms.post_shared(shared))
         return ctx.constrain(out, "batch length embed"), dataclasses.replace(stats, dropped=dropped)
 
     def branch(self, x: Array, ctx: Context, past: None, key: PRNGKeyArray | None) -> BranchResult:

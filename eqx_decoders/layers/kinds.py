@@ -6,6 +6,7 @@ from eqx_decoders.layers.experts import Experts, ExpertsConfig
 from eqx_decoders.layers.latent import LatentAttention, LatentAttentionConfig
 from eqx_decoders.layers.learned_init import LearnedInit, LearnedInitConfig
 from eqx_decoders.layers.mlp import MLP, Linear, LinearConfig, MLPConfig
+from eqx_decoders.layers.per_layer_embedding import PerLayerInputConfig
 
 
 MixerConfig = AttentionConfig | LatentAttentionConfig | LearnedInitConfig
@@ -15,4 +16,4 @@ ChannelConfig = MLPConfig | LinearConfig | ExpertsConfig
 Channel = MLP | Linear | Experts
 
 # further branches, before the mixer or after the MLP
-FurtherConfig = MLPConfig | LinearConfig | ExpertsConfig | EngramConfig
+FurtherConfig = MLPConfig | LinearConfig | ExpertsConfig | EngramConfig | PerLayerInputConfig

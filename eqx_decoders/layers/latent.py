@@ -20,7 +20,7 @@ from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.layers.branch import BranchResult
 from eqx_decoders.layers.indexer import CachedChoice, Index, Indexer, IndexerConfig, Teacher
 from eqx_decoders.layers.kernel import attend, max_scores, merge
-from eqx_decoders.layers.mask import Causal, Mask
+from eqx_decoders.layers.mask import Causal, Mask, seen_keys
 from eqx_decoders.layers.memory import Entries, KVShape, Past, StackedPast, kv_shape
 from eqx_decoders.layers.mlp import add_bias
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
@@ -119,6 +119,14 @@ class LatentAttentionConfig:
             return latents
         index = kv_shape(self.mask, max_length, kv_heads=1, head_dim=self.indexer.head_dim, values=False)
         return {"latents": dataclasses.replace(latents, by_slot=True), "index": index}
+
+    def token_products(self, length: int) -> int:
+        """Multiplications per token beside those of the weights: scores, of an indexer too, and mixtures."""
+        seen, scores = seen_keys(self.mask, length), 0
+        if self.indexer is not None:
+            scores = self.indexer.num_heads * self.indexer.head_dim * seen
+            seen = seen if self.indexer.warmup else min(self.indexer.top_k, seen)
+        return self.num_heads * seen * (self.head_dim + self.value_dim) + scores
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "LatentAttention":
         keys = jax.random.split(key, 5)
@@ -291,7 +299,6 @@ class LatentAttention(eqx.Module):
             key_positions=ctx.positions,
             query_segments=ctx.segment_ids,
             key_segments=ctx.segment_ids,
-            query_spans=ctx.spans,
             selected=selected,
             aligned=True,
             platform=ctx.execution.layout.platform,

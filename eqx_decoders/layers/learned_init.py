@@ -46,9 +46,10 @@ class LearnedInitConfig:
     def __post_init__(self):
         for field in ("teacher_heads", "teacher_kv_heads", "teacher_head_dim"):
             check_integer(f"LearnedInitConfig.{field}", getattr(self, field))
-        for field in ("fused_qkv", "shared_kv"):
-            rule = "the kernels of query, key and value are computed one by one. Set it to False"
-            check(not getattr(self.attention, field), f"LearnedInitConfig.attention has {field}=True: {rule}.")
+        for field in ("fused_qkv", "shared_kv", "borrows"):
+            rule = "the kernels of query, key and value are computed one by one. Leave it out"
+            value = getattr(self.attention, field)
+            check(not value, f"LearnedInitConfig.attention has {field}={value!r}: {rule}.")
 
     @property
     def num_heads(self) -> int:
@@ -70,9 +71,13 @@ class LearnedInitConfig:
         """Which keys a query sees."""
         return self.attention.mask
 
-    def memory(self, max_length: int) -> KVShape:
+    def memory(self, max_length: int) -> KVShape | None:
         """That of the student's attention."""
         return self.attention.memory(max_length)
+
+    def token_products(self, length: int) -> int:
+        """Those of the student's attention."""
+        return self.attention.token_products(length)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "LearnedInit":
         """Until it is given a teacher, the teacher's kernels are random ones of the usual variance."""
@@ -148,7 +153,7 @@ class LearnedInit(eqx.Module):
 
     def __call__(
         self, x: Float[Array, "batch length embed"], ctx: Context, past: Past | None = None
-    ) -> tuple[Float[Array, "batch length embed"], Entries]:
+    ) -> tuple[Float[Array, "batch length embed"], Entries | None]:
         """The attention's output, and the keys and values that it proposes for a cache."""
         return self.materialised(ctx.execution.layout)(x, ctx, past)
 

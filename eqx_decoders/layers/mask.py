@@ -109,6 +109,11 @@ def lookback(mask: Mask) -> int | None:
     return mask.size if isinstance(mask, SlidingWindow | Chunked) else None
 
 
+def seen_keys(mask: Mask, length: int) -> int:
+    """How many keys a query of a long document sees: those of its window, else all `length` of them."""
+    return min(lookback(mask) or length, length)
+
+
 def contiguous(positions: Int[Array, "batch length"], segments: Int[Array, "batch length"] | None) -> Bool[Array, ""]:
     """Whether documents stand in rows without a gap: then a key `n` places back is at least `n` positions back.
 

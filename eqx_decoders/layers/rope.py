@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 
 
@@ -221,6 +222,12 @@ class YarnRope(Rope):
     def _pair_of(self, turns: float, dim: int) -> float:
         """The (fractional) pair that makes so many turns over the original context."""
         return dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+
+
+def rotary_positions(ctx: Context, rope: Rope) -> Int[Array, "batch length *axes"]:
+    """The positions by which heads are turned: of several dimensions if they are given and `rope` has sections."""
+    given = ctx.rotary_positions if rope.sections else None
+    return ctx.positions if given is None else given
 
 
 def rotate(
