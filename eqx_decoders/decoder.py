@@ -61,6 +61,7 @@ class DecoderConfig:
     - `tied`: whether the embedding table is the head.
     - `embedding_scale`: multiplies embeddings (Gemma: `embed_dim ** 0.5`).
     - `positions`: absolute positions added to the embeddings; None for none.
+    - `logit_divisor`: logits are divided by it (Granite).
     - `logit_soft_cap`: logits become `cap * tanh(logits / cap)`; None for none.
     - `dropout`: rate on the embeddings and before the head.
     - `init_std`: standard deviation of a new embedding table.
@@ -75,6 +76,7 @@ class DecoderConfig:
     tied: bool = False
     embedding_scale: float = 1.0
     positions: PositionsConfig | None = None
+    logit_divisor: float = 1.0
     logit_soft_cap: float | None = None
     dropout: float = 0.0
     init_std: float = 0.02
@@ -92,6 +94,7 @@ class DecoderConfig:
         rule = "must have as many residual streams in all layers"
         check(len(streams) == 1, f"DecoderConfig.blocks {rule}, not {' and '.join(map(str, sorted(streams)))}.")
         check_number("DecoderConfig.embedding_scale", self.embedding_scale, above=0)
+        check_number("DecoderConfig.logit_divisor", self.logit_divisor, above=0)
         check_number("DecoderConfig.dropout", self.dropout, least=0)
         check(self.dropout < 1, f"DecoderConfig.dropout={self.dropout} must be below 1.")
         check_number("DecoderConfig.init_std", self.init_std, above=0)
@@ -400,12 +403,18 @@ class Decoder(eqx.Module):
     def head_input(
         self, hidden: Float[Array, "batch length embed"], *, key: PRNGKeyArray | None = None, depth: int = 0
     ) -> Float[Array, "batch length embed"]:
-        """What the head reads: the final norm (and dropout) of `hidden`; with `depth` that of `MTPOutput.hidden`."""
+        """What the head reads: the final norm (and dropout) of `hidden`; with `depth` that of `MTPOutput.hidden`.
+
+        Divided by what logits are divided by: so no loss needs to know of it.
+        """
         norm = self.final_norm
         if depth > 0:
             assert self.mtp is not None
             norm = self.mtp.unstacked()[depth - 1].final_norm
-        return dropout(hidden if norm is None else norm(hidden), self.config.dropout, self._keys(key)[2])
+        hidden = hidden if norm is None else norm(hidden)
+        if self.config.logit_divisor != 1.0:
+            hidden = hidden / self.config.logit_divisor
+        return dropout(hidden, self.config.dropout, self._keys(key)[2])
 
     def logits(
         self, hidden: Float[Array, "batch length embed"], *, key: PRNGKeyArray | None = None, depth: int = 0

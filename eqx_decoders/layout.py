@@ -37,6 +37,7 @@ WEIGHTS: dict[str, tuple[str, ...]] = {
     "heads": ("tensor", "tensor_sequence"),
     "kv_heads": ("tensor", "tensor_sequence"),
     "qkv_heads": ("tensor", "tensor_sequence"),
+    "key_heads": ("tensor", "tensor_sequence"),
     "teacher_heads": ("tensor", "tensor_sequence"),
     "teacher_kv_heads": ("tensor", "tensor_sequence"),
     "experts": ("expert",),
@@ -48,6 +49,7 @@ WEIGHTS: dict[str, tuple[str, ...]] = {
     "ngram_features": ("tensor", "tensor_sequence"),
     "q_rank": ("fsdp", "fsdp_transpose", "context", "expert"),
     "kv_rank": ("fsdp", "fsdp_transpose", "context", "expert"),
+    "latent": ("fsdp", "fsdp_transpose", "context", "expert"),
     "layers": ("stage",),
 }
 ACTIVATIONS: dict[str, tuple[str, ...]] = {
@@ -58,6 +60,7 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "heads": ("tensor", "tensor_sequence"),
     "kv_heads": ("tensor", "tensor_sequence"),
     "qkv_heads": ("tensor", "tensor_sequence"),
+    "key_heads": ("tensor", "tensor_sequence"),
     "mlp": ("tensor", "tensor_sequence"),
     "channels": ("tensor", "tensor_sequence"),
     "vocab": ("tensor", "tensor_sequence"),

@@ -24,7 +24,7 @@ DEFAULTS = {
     "AttentionConfig": dict(mask=Causal(), rope=Rope()),
     "KVShape": dict(values=True),
     "SinusoidalPositions": dict(max_timescale=10_000.0),
-    "ExpertsConfig": dict(router=RouterConfig(), activation="silu"),
+    "ExpertsConfig": dict(router=RouterConfig(), activation="silu", gated=True),
     "Kernel": dict(
         masks=(Causal, SlidingWindow, Chunked, Bidirectional), soft_cap=True, segments=True, spans=True,
         selection=True, unequal_value_dim=True, platforms=("cpu", "gpu", "tpu"),
@@ -46,7 +46,7 @@ DEFAULTS = {
     ),
     "BlockConfig": dict(wiring=Sequential(), before=(), after=()),
     "Sequential": dict(residual_scale=1.0),
-    "DecoderConfig": dict(embedding_scale=1.0, init_std=0.02),
+    "DecoderConfig": dict(embedding_scale=1.0, logit_divisor=1.0, init_std=0.02),
     "Origin": dict(settings="{}", generation=GenerationConfig()),
     "GenerationConfig": dict(stop_ids=()),
     "Sample": dict(temperature=1.0),

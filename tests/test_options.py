@@ -134,7 +134,7 @@ OPTIONS: dict[type, tuple] = {
         LATENT,
         lambda c: block(mixer=c),
         dict(num_heads=2, q_rank=None, kv_rank=4, nope_dim=2, rope_dim=2, value_dim=3, mask=SlidingWindow(2))
-        | dict(rope=Rope(), query_scale=0.1, norm=RMSNormConfig(eps=0.5), bias=True, indexer=INDEXER),
+        | dict(rope=None, query_scale=0.1, norm=RMSNormConfig(eps=0.5), bias=True, indexer=INDEXER),
     ),
     IndexerConfig: (
         INDEXER,
@@ -157,6 +157,7 @@ OPTIONS: dict[type, tuple] = {
         EXPERTS,
         lambda c: block(mlp=c),
         dict(num_experts=4, num_experts_per_token=3, mlp_dim=5, router=RouterConfig(bias=True), activation="relu")
+        | dict(gated=False, latent_dim=3)
         | dict(up_offset=1.0, limit=0.1, bias=True, shared=MLP, shared_gate=True, capacity_factor=0.5),
     ),
     RouterConfig: (
@@ -186,7 +187,8 @@ OPTIONS: dict[type, tuple] = {
         DECODER,
         itself,
         dict(vocab_size=15, embed_dim=6, blocks=(BLOCK, BLOCK), final_norm=None, tied=True, embedding_scale=3.0)
-        | dict(positions=SinusoidalPositions(), logit_soft_cap=0.5, dropout=0.5, init_std=0.3, mtp=AHEAD),
+        | dict(positions=SinusoidalPositions(), logit_divisor=2.0, logit_soft_cap=0.5, dropout=0.5)
+        | dict(init_std=0.3, mtp=AHEAD),
     ),
     MTPConfig: (
         AHEAD,
@@ -507,6 +509,8 @@ BAD = [
     (ExpertsConfig, SPARSE, dict(num_experts_per_token=True), "integer"),
     (ExpertsConfig, SPARSE, dict(num_experts_per_token=9), "at most num_experts=8"),
     (ExpertsConfig, SPARSE, dict(mlp_dim=0), "at least 1"),
+    (ExpertsConfig, SPARSE, dict(latent_dim=0), "at least 1"),
+    (ExpertsConfig, SPARSE | dict(limit=1.0), dict(gated=False), "excludes limit: they are about gated experts"),
     (ExpertsConfig, SPARSE, dict(activation="silo"), "Did you mean 'silu'"),
     (ExpertsConfig, SPARSE, dict(up_offset=INF), "finite"),
     (ExpertsConfig, SPARSE, dict(limit=0.0), "above 0"),
@@ -547,6 +551,7 @@ BAD = [
     (ed.DecoderConfig, PLAIN, dict(vocab_size=0), "at least 1"),
     (ed.DecoderConfig, PLAIN, dict(vocab_size=32e3), "integer"),
     (ed.DecoderConfig, PLAIN, dict(embed_dim=-8), "at least 1"),
+    (ed.DecoderConfig, PLAIN, dict(logit_divisor=0.0), "above 0"),
     (ed.DecoderConfig, PLAIN, dict(embed_dim=True), "integer"),
     (ed.DecoderConfig, PLAIN, dict(blocks=()), "at least one BlockConfig"),
     (ed.DecoderConfig, PLAIN, dict(embedding_scale=0.0), "above 0"),
@@ -606,7 +611,7 @@ def test_blocks_of_a_wrong_type_are_refused(blocks):
         (AttentionConfig, ATTENTION | dict(rope="llama3")),
         (AttentionConfig, ATTENTION | dict(qk_norm=RMS)),
         (AttentionConfig, ATTENTION | dict(sinks="no")),
-        (LatentAttentionConfig, RANKS | dict(rope=None)),
+        (LatentAttentionConfig, RANKS | dict(rope="yarn")),
         (LatentAttentionConfig, RANKS | dict(bias="no")),
         (LearnedInitConfig, TAUGHT | dict(attention=MLP)),
         (LearnedInitConfig, TAUGHT | dict(general=1)),

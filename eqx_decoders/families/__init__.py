@@ -11,6 +11,7 @@ from eqx_decoders.families import (
     gemma,
     gemma2,
     gemma3,
+    gemma4,
     gpt2,
     gpt3,
     gpt_oss,
@@ -29,7 +30,7 @@ from eqx_decoders.families.family import Family
 
 # In the order in which they are tried for a model that does not say what it came from.
 _PUBLISHED = (
-    *(llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, olmo3, gpt2),
+    *(llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, gemma4, olmo3, gpt2),
     *(mixtral, qwen3_moe, gpt_oss, llama4, deepseek_v3, deepseek_v32, deepseek_v2),
 )
 _MODELS: dict[str, Callable[[], DecoderConfig]] = {

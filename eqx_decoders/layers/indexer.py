@@ -58,6 +58,10 @@ class IndexerConfig:
             check_integer(f"IndexerConfig.{field}", getattr(self, field))
         check_number("IndexerConfig.loss_weight", self.loss_weight, least=0)
 
+    def token_products(self, keys: int) -> int:
+        """Multiplications per token of its scores over so many keys."""
+        return self.num_heads * self.head_dim * keys
+
     def build(self, embed_dim: int, q_rank: int, *, key: PRNGKeyArray) -> "Indexer":
         keys, heads, head_dim = jax.random.split(key, 3), self.num_heads, self.head_dim
         return Indexer(

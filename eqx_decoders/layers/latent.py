@@ -49,8 +49,8 @@ class LatentAttentionConfig:
         heads share the rotary part of the key.
     - `value_dim`: features of a head's value.
     - `mask`: which keys a query sees.
-    - `rope`: rotary embedding of the `rope_dim` features.
-    - `query_scale`: multiplies queries; None for `(nope_dim + rope_dim) ** -0.5 * rope.score_scale`.
+    - `rope`: rotary embedding of the `rope_dim` features; None leaves them as they are (Kimi Linear).
+    - `query_scale`: multiplies queries; None for `(nope_dim + rope_dim) ** -0.5`, times `rope.score_scale`.
     - `norm`: of both latents; the shared rotary key has none.
     - `bias`: biases of the projections into the latents and of the output projection.
     - `indexer`: chooses some of the keys that a query sees; None takes all.
@@ -63,7 +63,7 @@ class LatentAttentionConfig:
     rope_dim: int
     value_dim: int
     mask: Mask = Causal()
-    rope: Rope = Rope()
+    rope: Rope | None = Rope()
     query_scale: float | None = None
     norm: NormConfig = RMSNormConfig()
     bias: bool = False
@@ -76,9 +76,11 @@ class LatentAttentionConfig:
             check_integer("LatentAttentionConfig.q_rank", self.q_rank)
         if self.query_scale is not None:
             check_number("LatentAttentionConfig.query_scale", self.query_scale, above=0)
-        check(self.rope_dim % 2 == 0, f"LatentAttentionConfig.rope_dim={self.rope_dim} must be even.")
-        self.rope.rotated(self.rope_dim)
+        if self.rope is not None:
+            check(self.rope_dim % 2 == 0, f"LatentAttentionConfig.rope_dim={self.rope_dim} must be even.")
+            self.rope.rotated(self.rope_dim)
         if self.indexer is not None:
+            check(self.rope is not None, "LatentAttentionConfig.indexer needs rope: it rotates its keys.")
             causal, fits = isinstance(self.mask, Causal), self.indexer.head_dim >= self.rope_dim
             rule = f"LatentAttentionConfig.indexer needs mask=Causal(), not {self.mask}"
             check(causal, f"{rule}: of a window it would choose by slots that turn round.")
@@ -96,7 +98,9 @@ class LatentAttentionConfig:
     @property
     def scale(self) -> float:
         """By which queries are multiplied."""
-        return self.head_dim**-0.5 * self.rope.score_scale if self.query_scale is None else self.query_scale
+        if self.query_scale is not None:
+            return self.query_scale
+        return self.head_dim**-0.5 * (1.0 if self.rope is None else self.rope.score_scale)
 
     @property
     def latent_dim(self) -> int:
@@ -122,11 +126,11 @@ class LatentAttentionConfig:
 
     def token_products(self, length: int) -> int:
         """Multiplications per token beside those of the weights: scores, of an indexer too, and mixtures."""
-        seen, scores = seen_keys(self.mask, length), 0
-        if self.indexer is not None:
-            scores = self.indexer.num_heads * self.indexer.head_dim * seen
-            seen = seen if self.indexer.warmup else min(self.indexer.top_k, seen)
-        return self.num_heads * seen * (self.head_dim + self.value_dim) + scores
+        seen = seen_keys(self.mask, length)
+        if self.indexer is None:
+            return self.num_heads * seen * (self.head_dim + self.value_dim)
+        chosen = seen if self.indexer.warmup else min(seen, self.indexer.top_k)
+        return self.num_heads * chosen * (self.head_dim + self.value_dim) + self.indexer.token_products(seen)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "LatentAttention":
         keys = jax.random.split(key, 5)
@@ -189,7 +193,7 @@ class LatentAttention(eqx.Module):
         low = self._query_input(x, ctx)
         query, latent = self._query(low, ctx), self._latent(x, ctx)
         config, entries, stats = self.config, Entries(key=latent, value=None), {}
-        if self.indexer is not None:
+        if self.indexer is not None and config.rope is not None:
             index = self.indexer(x, low, config.rope, config.rope_dim, ctx)
             entries = {"latents": entries, "index": index.entries}
             if isinstance(past, dict) and isinstance(past["index"], Past):
@@ -226,7 +230,7 @@ class LatentAttention(eqx.Module):
             pattern = "batch length q_rank, q_rank heads qk_dim -> batch length heads qk_dim"
             query = ctx.einsum(pattern, low, self.query_up)
         nope, rope = jnp.split(query, [config.nope_dim], axis=-1)
-        query = jnp.concatenate([nope, rotate(rope, ctx.positions, config.rope)], axis=-1)
+        query = jnp.concatenate([nope, self._rotated(rope, ctx)], axis=-1)
         query = query * config.scale
         return save(ctx.constrain(query, "batch length heads qk_dim"), "query_proj")
 
@@ -236,7 +240,10 @@ class LatentAttention(eqx.Module):
         low = save(add_bias(low, self.kv_down_bias), "kv_wa_proj")
         latent, rope = jnp.split(low[:, :, None], [self.config.kv_rank], axis=-1)
         latent = save(self.kv_norm(latent), "mla_kv")
-        return self._padded(latent, rotate(rope, ctx.positions, self.config.rope), ctx)
+        return self._padded(latent, self._rotated(rope, ctx), ctx)
+
+    def _rotated(self, x: Array, ctx: Context) -> Array:
+        return x if self.config.rope is None else rotate(x, ctx.positions, self.config.rope)
 
     def _expanded(
         self, query: Array, latent: Array, ctx: Context, index: Index | None = None
