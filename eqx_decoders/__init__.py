@@ -22,13 +22,9 @@ if os.environ.get("EQX_DECODERS_TYPECHECK", "0") not in ("", "0"):
     # the tower: whole numbers are welcome where a float is asked for
     install_import_hook("eqx_decoders", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
-from eqx_decoders.block import (
-    ActivationStats as ActivationStats,
-    Block as Block,
-    BlockConfig as BlockConfig,
-    BlockStats as BlockStats,
-)
-from eqx_decoders.context import Context as Context, Execution as Execution
+from eqx_decoders.block import Block as Block, BlockConfig as BlockConfig, BranchConfig as BranchConfig
+from eqx_decoders.cache import Cache as Cache
+from eqx_decoders.context import Context as Context, Execution as Execution, Inputs as Inputs
 from eqx_decoders.create import (
     abstract as abstract,
     abstract_cache as abstract_cache,
@@ -38,7 +34,7 @@ from eqx_decoders.create import (
     init_cache as init_cache,
     with_mtp as with_mtp,
 )
-from eqx_decoders.decoder import Cache as Cache, Decoder as Decoder, DecoderConfig as DecoderConfig, Output as Output
+from eqx_decoders.decoder import Decoder as Decoder, DecoderConfig as DecoderConfig, Output as Output
 from eqx_decoders.errors import (
     CheckpointError as CheckpointError,
     ConfigError as ConfigError,
@@ -58,6 +54,7 @@ from eqx_decoders.numerics import Precision as Precision
 from eqx_decoders.remat import Remat as Remat
 from eqx_decoders.sampling import Greedy as Greedy, Sample as Sample
 from eqx_decoders.stack import Segment as Segment, segments as segments
+from eqx_decoders.stats import ActivationStats as ActivationStats, BlockStats as BlockStats
 
 
 # Imported when they are asked for: a model alone needs none of them.
@@ -66,6 +63,7 @@ if TYPE_CHECKING:
     from eqx_decoders.inference.generate import generate as generate, stream as stream
     from eqx_decoders.io.export import save_hf as save_hf
     from eqx_decoders.io.huggingface import abstract_hf as abstract_hf, load_hf as load_hf
+    from eqx_decoders.model_info import ModelInfo as ModelInfo, describe_model as describe_model
     from eqx_decoders.training.balance import update_router_bias as update_router_bias
     from eqx_decoders.training.batches import Batch as Batch
     from eqx_decoders.training.loss import LossMetrics as LossMetrics, next_token_loss as next_token_loss
@@ -77,6 +75,7 @@ __getattr__, _late = lazy(
         "inference.generate": "generate stream",
         "io.export": "save_hf",
         "io.huggingface": "abstract_hf load_hf",
+        "model_info": "ModelInfo describe_model",
         "training.balance": "update_router_bias",
         "training.batches": "Batch",
         "training.loss": "LossMetrics next_token_loss",

@@ -1,39 +1,49 @@
-"""A decoder block: a token mixer and a channel mixer wired to the residual stream."""
+"""A decoder block: layers with their norms, wired to the residual stream."""
 
 import dataclasses
-from typing import Literal
+from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, PRNGKeyArray
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_number, check_word
-from eqx_decoders.layers.attention import Attention, AttentionConfig
-from eqx_decoders.layers.cache import Entries, Past
+from eqx_decoders.layers.branch import BranchLayer
 from eqx_decoders.layers.dropout import dropout
-from eqx_decoders.layers.experts import Experts, ExpertsConfig
-from eqx_decoders.layers.latent import LatentAttention, LatentAttentionConfig
-from eqx_decoders.layers.learned_init import LearnedInit, LearnedInitConfig
-from eqx_decoders.layers.mlp import MLP, Linear, LinearConfig, MLPConfig
+from eqx_decoders.layers.kinds import Channel, ChannelConfig, FurtherConfig, Mixer, MixerConfig
 from eqx_decoders.layers.norm import Norm, NormConfig
-from eqx_decoders.layers.router import RoutingStats
-from eqx_decoders.numerics import fan_in
 from eqx_decoders.remat import save
+from eqx_decoders.stats import ActivationStats, BlockStats
+from eqx_decoders.wiring.base import BranchFunction, WiringModule
+from eqx_decoders.wiring.kinds import WIRINGS, WiringOrName
+from eqx_decoders.wiring.residual import Sequential
 
 
-MixerConfig = AttentionConfig | LatentAttentionConfig | LearnedInitConfig
-Mixer = Attention | LatentAttention | LearnedInit
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BranchConfig:
+    """A further layer of a block, with a norm before it and one on its output."""
+
+    layer: FurtherConfig
+    pre_norm: NormConfig | None = None
+    post_norm: NormConfig | None = None
+
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Branch":
+        norms = (None if norm is None else norm.build(embed_dim) for norm in (self.pre_norm, self.post_norm))
+        return Branch(self.layer.build(embed_dim, key=key), *norms)
+
+
+class Branch(eqx.Module):
+    """A further layer of a block."""
+
+    layer: BranchLayer
+    pre_norm: Norm | None
+    post_norm: Norm | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """Sequential: `x += post(mixer(pre(x)))`, then `x += post(mlp(pre(x)))`. Parallel: both read the same `x`.
-
-    Plain: `x = post(mixer(pre(x)))`, then `x = post(mlp(pre(x)))`: no residual stream (MaxText's `simple` blocks).
-    Chained: `x += up(post(mlp(pre(post(mixer(pre(x)))))))`; after the mixer features are its `out_dim`, which the
-    matrix `up` turns into those of the stream again (MaxText's `qwen3_custom_moe`).
+    """A token mixer and a channel mixer, each `post(layer(pre(x)))`, and how they are wired to the stream.
 
     **Arguments:**
 
@@ -41,21 +51,29 @@ class BlockConfig:
     - `mlp`: the channel mixer; None for none.
     - `pre_mixer_norm`, `post_mixer_norm`, `pre_mlp_norm`, `post_mlp_norm`: norms before a layer and on its output.
         In a parallel block without `pre_mlp_norm` the MLP reads the mixer's normalised input.
-    - `wiring`: `"sequential"`, `"parallel"`, `"plain"` or `"chained"`.
+    - `wiring`: one of `eqx_decoders.wiring`, or the name of one: `"sequential"`, `"parallel"`, `"plain"`, `"chained"`.
     - `dropout`: rate; on the sum of a parallel block's branches, on the whole output of any other block (MaxText).
+    - `before`, `after`: further branches before the mixer and after the MLP.
+    - `publishes`: a name under which later layers find what this layer's mixer remembers; None for none.
     """
 
     mixer: MixerConfig | None
-    mlp: MLPConfig | LinearConfig | ExpertsConfig | None
+    mlp: ChannelConfig | None
     pre_mixer_norm: NormConfig | None = None
     post_mixer_norm: NormConfig | None = None
     pre_mlp_norm: NormConfig | None = None
     post_mlp_norm: NormConfig | None = None
-    wiring: Literal["sequential", "parallel", "plain", "chained"] = "sequential"
+    wiring: WiringOrName = Sequential()
     dropout: float = 0.0
+    before: tuple[BranchConfig, ...] = ()
+    after: tuple[BranchConfig, ...] = ()
+    publishes: str | None = None
 
     def __post_init__(self):
-        check_word("BlockConfig.wiring", self.wiring, ("sequential", "parallel", "plain", "chained"))
+        if isinstance(self.wiring, str):
+            object.__setattr__(self, "wiring", WIRINGS[check_word("BlockConfig.wiring", self.wiring, WIRINGS)])
+        for name in ("before", "after"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         check_number("BlockConfig.dropout", self.dropout, least=0)
         check(self.dropout < 1, f"BlockConfig.dropout={self.dropout} must be below 1.")
         for part in ("mixer", "mlp"):
@@ -64,125 +82,112 @@ class BlockConfig:
                 getattr(self, part) is not None or not idle,
                 f"BlockConfig.{part}=None leaves {' and '.join(idle)} without a layer. Set {part} or leave them out.",
             )
-        chained = self.wiring == "chained"
-        check(
-            not chained or (self.mixer is not None and self.mlp is not None),
-            "BlockConfig.wiring='chained' needs a mixer and an mlp: one feeds the other.",
-        )
-        check(
-            chained or self._mixer_out is None,
-            f"AttentionConfig.out_dim={self._mixer_out} needs BlockConfig.wiring='chained': other blocks add the "
-            "output to the stream.",
-        )
+        only_two = self.mixer is not None and self.mlp is not None and not self.before and not self.after
+        rule = "needs a mixer and an mlp, and nothing else: one feeds the other"
+        check(only_two or not self.wiring.chains, f"BlockConfig.wiring='chained' {rule}.")
+        out_dim = getattr(self.mixer, "out_dim", None)
+        rule = f"AttentionConfig.out_dim={out_dim} needs BlockConfig.wiring='chained': other blocks add the output to"
+        check(out_dim is None or self.wiring.chains, f"{rule} the stream.")
 
-    @property
-    def _mixer_out(self) -> int | None:
-        """Features of the mixer's output where they are not those of the stream."""
-        return self.mixer.out_dim if isinstance(self.mixer, AttentionConfig) else None
+    def branches(self) -> dict[str, Any]:
+        """The configurations of its layers by name, in order: `before.0`, …, `mixer`, `mlp`, `after.0`, …."""
+        named = {f"before.{index}": branch.layer for index, branch in enumerate(self.before)}
+        named |= {"mixer": self.mixer, "mlp": self.mlp}
+        named |= {f"after.{index}": branch.layer for index, branch in enumerate(self.after)}
+        return {name: layer for name, layer in named.items() if layer is not None}
+
+    def memory(self, max_length: int) -> dict[str, Any]:
+        """The shapes of what its layers remember, by the names of `branches`."""
+        asked = {name: getattr(layer, "memory", None) for name, layer in self.branches().items()}
+        found = {name: shape(max_length) for name, shape in asked.items() if shape is not None}
+        return {name: shapes for name, shapes in found.items() if shapes is not None}
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Block":
         mixer_key, mlp_key = jax.random.split(key)
-        inner = self._mixer_out or embed_dim
-        up_key = jax.random.fold_in(key, 2)
+        inner = getattr(self.mixer, "out_dim", None) or embed_dim
+        wiring_key, before_key, after_key = (jax.random.fold_in(key, number) for number in (2, 3, 4))
 
         def norm(config, size=inner):
             return None if config is None else config.build(size)
 
+        def further(configs, key):
+            return tuple(
+                config.build(embed_dim, key=jax.random.fold_in(key, index)) for index, config in enumerate(configs)
+            )
+
+        single = sum(not _reads_streams(layer) for layer in self.branches().values())
         return Block(
+            before=further(self.before, before_key),
             mixer=None if self.mixer is None else self.mixer.build(embed_dim, key=mixer_key),
             mlp=None if self.mlp is None else self.mlp.build(inner, key=mlp_key),
+            after=further(self.after, after_key),
             pre_mixer_norm=norm(self.pre_mixer_norm, embed_dim),
             post_mixer_norm=norm(self.post_mixer_norm),
             pre_mlp_norm=norm(self.pre_mlp_norm),
             post_mlp_norm=norm(self.post_mlp_norm),
-            up=fan_in(up_key, (inner, embed_dim), jnp.float32, inner) if self.wiring == "chained" else None,
+            wiring=self.wiring.build(embed_dim, branches=single, inner_dim=inner, key=wiring_key),
             config=self,
         )
 
 
-class ActivationStats(eqx.Module):
-    """Mean, standard deviation and fraction of zeros of a block's output; a leading `layers` axis once stacked."""
-
-    mean: Float32[Array, "*layers"]
-    std: Float32[Array, "*layers"]
-    zero_fraction: Float32[Array, "*layers"]
-
-
-class BlockStats(eqx.Module):
-    """What one block tells about its forward pass; None where it is not asked for, or where there are no experts."""
-
-    activations: ActivationStats | None = None
-    routing: RoutingStats | None = None
-
-
 class Block(eqx.Module):
-    """A token mixer and a channel mixer wired to the residual stream."""
+    """Layers with their norms, wired to the residual stream."""
 
+    before: tuple[Branch, ...]
     mixer: Mixer | None
-    mlp: MLP | Linear | Experts | None
+    mlp: Channel | None
+    after: tuple[Branch, ...]
     pre_mixer_norm: Norm | None
     post_mixer_norm: Norm | None
     pre_mlp_norm: Norm | None
     post_mlp_norm: Norm | None
-    up: Float[Array, "latent embed"] | None
+    wiring: WiringModule
     config: BlockConfig = eqx.field(static=True)
 
     def __call__(
         self,
-        x: Float[Array, "batch length embed"],
+        x: Float[Array, "batch length *streams embed"],
         ctx: Context,
-        past: Past | None = None,
+        past: dict[str, Any] | None = None,
         *,
         key: PRNGKeyArray | None = None,
-    ) -> tuple[Float[Array, "batch length embed"], Entries | None, BlockStats]:
-        """The new residual stream, the entries proposed for a cache, and statistics."""
+    ) -> tuple[Float[Array, "batch length *streams embed"], dict[str, Any], BlockStats]:
+        """The new residual stream, what each layer proposes to its memory, and statistics."""
         mlp_key, out_key = (None, None) if key is None else jax.random.split(key)
-        x = save(ctx.constrain(x, "batch length embed"), "decoder_layer_input")
-        mixer_out, entries, normed = self._mixer_branch(x, ctx, past)
-        if self.config.wiring == "parallel":
-            mlp_out, routing = self._mlp_branch(x if self.pre_mlp_norm is not None else normed, ctx, mlp_key)
-            x = x + dropout(mixer_out + mlp_out, self.config.dropout, out_key)
-        elif self.up is not None:
-            mlp_out, routing = self._mlp_branch(mixer_out, ctx, mlp_key)
-            mlp_out = ctx.einsum("batch length latent, latent embed -> batch length embed", mlp_out, self.up)
-            x = dropout(x + mlp_out, self.config.dropout, out_key)
-        else:
-            x = self._add_branch(x, mixer_out, self.mixer)
-            mlp_out, routing = self._mlp_branch(x, ctx, mlp_key)
-            x = self._add_branch(x, mlp_out, self.mlp)
-            x = dropout(x, self.config.dropout, out_key)
-        x = ctx.constrain(x, "batch length embed")
-        activations = _activation_stats(x) if ctx.execution.layer_stats else None
-        return x, entries, BlockStats(activations=activations, routing=routing)
+        entries: dict[str, Any] = {}
+        stats: dict[str, Any] = {}
 
-    def _mixer_branch(self, x: Array, ctx: Context, past: Past | None) -> tuple[Array, Entries | None, Array]:
-        """The mixer's branch, its entries, and what it read."""
-        normed = _normalize(self.pre_mixer_norm, x)
-        if self.mixer is None:
-            return jnp.zeros_like(x), None, normed
-        mixer_out, entries = self.mixer(normed, ctx, past)
-        return _normalize(self.post_mixer_norm, mixer_out), entries, normed
+        def branch(name: str, layer: BranchLayer, pre: Norm | None, post: Norm | None) -> BranchFunction:
+            def run(y: Array) -> Array:
+                own = mlp_key if name == "mlp" or mlp_key is None else jax.random.fold_in(mlp_key, len(entries) + 1)
+                here = None if past is None else past.get(name)
+                result = layer.branch(y if pre is None else pre(y), ctx, here, own)
+                entries[name] = result.entries
+                stats.update(result.stats)
+                return result.out if post is None else post(result.out)
 
-    def _mlp_branch(self, x: Array, ctx: Context, key: PRNGKeyArray | None) -> tuple[Array, RoutingStats | None]:
-        """The MLP's branch, and how experts were used."""
-        if self.mlp is None:
-            return jnp.zeros_like(x), None
-        out, routing = self.mlp(_normalize(self.pre_mlp_norm, x), ctx, key=key), None
-        if isinstance(out, tuple):
-            out, routing = out
-        return _normalize(self.post_mlp_norm, out), routing
+            return BranchFunction(run, _reads_streams(self.config.branches()[name]))
 
-    def _add_branch(self, x: Array, branch: Array, layer: eqx.Module | None) -> Array:
-        """The stream after a branch; where there is no layer it passes through."""
-        if self.config.wiring == "plain":
-            return x if layer is None else branch
-        return x + branch
+        words = "batch length embed" if x.ndim == 3 else "batch length streams embed"
+        x = save(ctx.constrain(x, words), "decoder_layer_input")
+        branches = [branch(*parts) for parts in self._parts()]
+        x = self.wiring(x, branches, lambda y: dropout(y, self.config.dropout, out_key), ctx)
+        x = ctx.constrain(x, words)
+        if ctx.execution.layer_stats:
+            stats["activations"] = ActivationStats.of(x)
+        return x, {name: entry for name, entry in entries.items() if entry is not None}, BlockStats(**stats)
+
+    def _parts(self) -> list[tuple[str, Any, Norm | None, Norm | None]]:
+        """The name, layer and norms of each branch, in order."""
+        shared = self.pre_mixer_norm if self.config.wiring.shares_norm else None
+        pre_mlp = shared if self.pre_mlp_norm is None else self.pre_mlp_norm
+        named = [(f"before.{i}", each.layer, each.pre_norm, each.post_norm) for i, each in enumerate(self.before)]
+        named += [("mixer", self.mixer, self.pre_mixer_norm, self.post_mixer_norm)]
+        named += [("mlp", self.mlp, pre_mlp, self.post_mlp_norm)]
+        named += [(f"after.{i}", each.layer, each.pre_norm, each.post_norm) for i, each in enumerate(self.after)]
+        return [part for part in named if part[1] is not None]
 
 
-def _normalize(norm: Norm | None, x: Array) -> Array:
-    return x if norm is None else norm(x)
-
-
-def _activation_stats(x: Array) -> ActivationStats:
-    y = x.astype(jnp.float32)
-    return ActivationStats(mean=jnp.mean(y), std=jnp.std(y), zero_fraction=jnp.mean((y == 0).astype(jnp.float32)))
+def _reads_streams(layer: Any) -> bool:
+    """Whether a layer reads and writes all residual streams, which else each wiring reads and writes for it."""
+    return getattr(layer, "reads_streams", False)

@@ -6,6 +6,7 @@ from typing import Any, Literal, TypedDict, get_args
 import equinox as eqx
 from jaxtyping import Array, Int
 
+from eqx_decoders.axes import AnyArray
 from eqx_decoders.errors import check_word
 from eqx_decoders.layout import Layout
 from eqx_decoders.numerics import LowRank, Precision, einsum
@@ -28,6 +29,7 @@ class RunOptions(TypedDict, total=False):
     expert_exchange: ExchangeName
     scan: bool
     layer_stats: bool
+    attention_maxima: bool
     lookup: LookupName
 
 
@@ -65,6 +67,8 @@ class Execution:
         not divide) stay where they are, and results are added.
     - `scan`: one `lax.scan` over equal layers; False runs them one by one.
     - `layer_stats`: whether `Output.stats` describes each layer's activations.
+    - `attention_maxima`: whether `Output.stats` has the largest attention score of each head of latent attention, which
+        QK-clip needs. They cost the products of the scores once more.
     - `lookup`: how tokens find their embeddings: `"gather"`, or `"one_hot"`, a product of the table with one-hot rows.
         The product suits tables that are split over the vocabulary: each device multiplies its own rows and the results
         are added, no table is gathered. It costs as many operations as the head.
@@ -78,6 +82,7 @@ class Execution:
     expert_exchange: ExchangeName = "auto"
     scan: bool = True
     layer_stats: bool = False
+    attention_maxima: bool = False
     lookup: LookupName = "gather"
 
     def __post_init__(self):
@@ -92,6 +97,21 @@ class Execution:
         object.__setattr__(self, "remat", get_remat(self.remat))
 
 
+class Inputs(eqx.Module):
+    """What layers may read beside the residual stream; None or absent: nothing.
+
+    **Arguments:**
+
+    - `spans`: of each token the number of its span (an image, say), whose tokens see each other whole; 0 for none.
+    - `rotary_positions`: positions of several dimensions, for rotary embeddings that have them.
+    - `by_layer`: what single layers get, by name: an array for each of the layers that take it, in their order.
+    """
+
+    spans: Int[AnyArray, "batch length"] | None = None
+    rotary_positions: Int[AnyArray, "batch length dimensions"] | None = None
+    by_layer: dict[str, Any] = eqx.field(default_factory=dict)
+
+
 class Context(eqx.Module):
     """Positions, documents and execution of one forward pass; every layer receives it.
 
@@ -102,12 +122,24 @@ class Context(eqx.Module):
     - `segment_ids`: which tokens of a row belong together; None when each row is one document.
     - `execution`: how the pass is run.
     - `cache_is_empty`: whether caches are known to be empty, so that nothing of the past is read.
+    - `keeps_all`: whether none of the tokens will be rejected, so that a recurrent layer may propose its state.
+    - `tokens`: their ids; None where embeddings were given.
+    - `spans`: of each token the first and the last position of its span, -1 for none; None where there are none.
+    - `rotary_positions`: positions of several dimensions; None where they are those of `positions`.
+    - `layer_inputs`: what this layer alone gets, by name.
+    - `shared`: what earlier layers remember and propose, by the name under which they publish it.
     """
 
     positions: Int[Array, "batch length"]
     segment_ids: Int[Array, "batch length"] | None = None
     execution: Execution = eqx.field(static=True, default=Execution())
     cache_is_empty: bool = eqx.field(static=True, default=False)
+    keeps_all: bool = eqx.field(static=True, default=False)
+    tokens: Int[Array, "batch length"] | None = None
+    spans: Any = None
+    rotary_positions: Int[Array, "batch length dimensions"] | None = None
+    layer_inputs: dict[str, Any] = eqx.field(default_factory=dict)
+    shared: dict[str, Any] = eqx.field(default_factory=dict)
 
     def constrain(self, x: Array, words: str) -> Array:
         """`layout.constrain`: how an activation is split over the mesh."""

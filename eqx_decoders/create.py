@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 import equinox as eqx
 import jax
@@ -12,10 +12,10 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from eqx_decoders.block import BlockConfig
+from eqx_decoders.cache import Cache
 from eqx_decoders.context import Execution, RunOptions
-from eqx_decoders.decoder import Cache, Decoder, DecoderConfig
+from eqx_decoders.decoder import Decoder, DecoderConfig
 from eqx_decoders.errors import check, check_integer
-from eqx_decoders.layers.cache import KVCache
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layout import Layout, out_shardings
 from eqx_decoders.mtp import MTPConfig
@@ -112,18 +112,17 @@ def init_cache(
 
 
 def _build_cache(config: DecoderConfig, batch_size: int, max_length: int, dtype: DTypeLike) -> Cache:
-    caches = tuple(
-        tuple(block_cache(block, repeats, batch_size, max_length, dtype) for block in unit)
+    memories = tuple(
+        tuple(block_memory(block, repeats, batch_size, max_length, dtype) for block in unit)
         for unit, repeats in segments(config.blocks)
     )
-    return Cache(segments=caches, length=jnp.zeros((batch_size,), jnp.int32))
+    return Cache(segments=memories, length=jnp.zeros((batch_size,), jnp.int32))
 
 
-def block_cache(block: BlockConfig, layers: int, batch_size: int, max_length: int, dtype: DTypeLike) -> KVCache | None:
-    """An empty cache for equal layers; None where they need none."""
-    if block.mixer is None:
-        return None
-    return block.mixer.cache_shape(max_length).build(layers, batch_size, jnp.dtype(dtype))
+def block_memory(block: BlockConfig, layers: int, batch_size: int, max_length: int, dtype: DTypeLike) -> dict[str, Any]:
+    """What the layers of so many equal blocks remember, empty, by the names of the branches."""
+    shapes = block.memory(max_length)
+    return jax.tree.map(lambda shape: shape.build(layers, batch_size, jnp.dtype(dtype)), shapes)
 
 
 def count_parameters(config: DecoderConfig) -> int:

@@ -10,13 +10,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.axes import AnyArray
-from eqx_decoders.block import BlockConfig, BlockStats
+from eqx_decoders.block import BlockConfig
+from eqx_decoders.cache import Cache, Proposal
 from eqx_decoders.config_json import from_plain, to_plain
-from eqx_decoders.context import Context, Execution, ExecutionOptions
+from eqx_decoders.context import Context, Execution, ExecutionOptions, Inputs
 from eqx_decoders.eager import compiled_alone
-from eqx_decoders.errors import ConfigError, check, check_integer, check_number
+from eqx_decoders.errors import ConfigError, check, check_integer, check_number, check_word
 from eqx_decoders.inputs import check_inputs, check_shapes
-from eqx_decoders.layers.cache import Entries, KVCache
+from eqx_decoders.layer_inputs import LayerInputs
+from eqx_decoders.layers.attention import AttentionConfig
 from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.layers.embedding import (
     Head,
@@ -29,12 +31,21 @@ from eqx_decoders.layers.embedding import (
     logits,
     padded_positions,
 )
+from eqx_decoders.layers.mask import spans_of
 from eqx_decoders.layers.norm import Norm, NormConfig
+from eqx_decoders.layers.per_layer_embedding import (
+    INPUT,
+    PerLayerEmbedding,
+    PerLayerEmbeddingConfig,
+    PerLayerInputConfig,
+)
 from eqx_decoders.layout import Layout
 from eqx_decoders.mtp import MTP, MTPConfig, MTPOutput, same_document, shift_left
 from eqx_decoders.numerics import normal
 from eqx_decoders.sampling import GenerationConfig
-from eqx_decoders.stack import Segment, join_layer_stats, segments
+from eqx_decoders.stack import Segment, segments
+from eqx_decoders.stats import BlockStats, join_layer_stats
+from eqx_decoders.wiring.kinds import WiringConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,9 +61,11 @@ class DecoderConfig:
     - `tied`: whether the embedding table is the head.
     - `embedding_scale`: multiplies embeddings (Gemma: `embed_dim ** 0.5`).
     - `positions`: absolute positions added to the embeddings; None for none.
+    - `logit_divisor`: logits are divided by it (Granite).
     - `logit_soft_cap`: logits become `cap * tanh(logits / cap)`; None for none.
     - `dropout`: rate on the embeddings and before the head.
     - `init_std`: standard deviation of a new embedding table.
+    - `per_layer_embedding`: what makes the embeddings that layers get each for themselves; None for none.
     - `mtp`: multi-token prediction beside the head; None for none. It changes no logits.
     """
 
@@ -63,9 +76,11 @@ class DecoderConfig:
     tied: bool = False
     embedding_scale: float = 1.0
     positions: PositionsConfig | None = None
+    logit_divisor: float = 1.0
     logit_soft_cap: float | None = None
     dropout: float = 0.0
     init_std: float = 0.02
+    per_layer_embedding: PerLayerEmbeddingConfig | None = None
     mtp: MTPConfig | None = None
 
     def __post_init__(self):
@@ -75,12 +90,47 @@ class DecoderConfig:
         check(len(self.blocks) > 0, "DecoderConfig.blocks=() must hold at least one BlockConfig.")
         for index, block in enumerate(self.blocks):
             check(isinstance(block, BlockConfig), f"DecoderConfig.blocks[{index}]={block!r} must be a BlockConfig.")
+        streams = {block.wiring.streams for block in self.blocks}
+        rule = "must have as many residual streams in all layers"
+        check(len(streams) == 1, f"DecoderConfig.blocks {rule}, not {' and '.join(map(str, sorted(streams)))}.")
         check_number("DecoderConfig.embedding_scale", self.embedding_scale, above=0)
+        check_number("DecoderConfig.logit_divisor", self.logit_divisor, above=0)
         check_number("DecoderConfig.dropout", self.dropout, least=0)
         check(self.dropout < 1, f"DecoderConfig.dropout={self.dropout} must be below 1.")
         check_number("DecoderConfig.init_std", self.init_std, above=0)
         if self.logit_soft_cap is not None:
             check_number("DecoderConfig.logit_soft_cap", self.logit_soft_cap, above=0)
+        self._check_borrowing()
+        made = set() if self.per_layer_embedding is None else {self.per_layer_embedding.features}
+        taken = {layer.features for layer in self._per_layer_inputs()}
+        rule = f"makes {sorted(made)} features, but layers take {sorted(taken)}: give both, equal, or neither"
+        check(made == taken, f"DecoderConfig.per_layer_embedding {rule}.")
+
+    def _check_borrowing(self) -> None:
+        """Keys and values must have been published by an earlier layer of the same sizes."""
+        known: dict[str, Any] = {}
+        for index, block in enumerate(self.blocks):
+            mixer, where = block.mixer, f"DecoderConfig.blocks[{index}].mixer.borrows"
+            if isinstance(mixer, AttentionConfig) and mixer.borrows is not None:
+                check_word(where, mixer.borrows, known)
+                sizes = (mixer.num_kv_heads, mixer.head_dim)
+                rule = "has other num_kv_heads, head_dim than the layer that publishes it"
+                check(sizes == known[mixer.borrows], f"{where}={mixer.borrows!r} {rule}: {sizes}.")
+            if block.publishes is not None:
+                good = isinstance(mixer, AttentionConfig) and mixer.borrows is None
+                rule = "needs attention with keys and values of its own as mixer"
+                check(good, f"DecoderConfig.blocks[{index}].publishes={block.publishes!r} {rule}.")
+                known[block.publishes] = (getattr(mixer, "num_kv_heads", None), getattr(mixer, "head_dim", None))
+
+    def _per_layer_inputs(self) -> list[PerLayerInputConfig]:
+        """Those layers that get an embedding of their own."""
+        layers = (layer for block in self.blocks for layer in block.branches().values())
+        return [layer for layer in layers if isinstance(layer, PerLayerInputConfig)]
+
+    @property
+    def wiring(self) -> WiringConfig:
+        """That of the first layer, which says how many residual streams there are."""
+        return self.blocks[0].wiring
 
     def to_json(self) -> str:
         """The configuration as JSON, for `from_json`; repeated layers are written once: `{"repeat": 4, "blocks": …}`.
@@ -114,17 +164,19 @@ class DecoderConfig:
     def build(self, *, key: PRNGKeyArray, execution: Execution = Execution()) -> "Decoder":
         """A new decoder in float32 on the default device; `init` puts it where and in what dtype it belongs."""
         table_key, position_key, head_key, block_key = jax.random.split(key, 4)
-        mtp_key = jax.random.fold_in(key, 4)
+        mtp_key, per_layer_key = jax.random.fold_in(key, 4), jax.random.fold_in(key, 5)
         keys = jax.random.split(block_key, len(self.blocks))
         stack, begin = [], 0
         for unit, repeats in segments(self.blocks):
             count = len(unit) * repeats
             stack.append(Segment.build(unit, self.embed_dim, keys=keys[begin : begin + count]))
             begin += count
+        further, takers = self.per_layer_embedding, len(self._per_layer_inputs())
         table = normal(table_key, (self.vocab_size, self.embed_dim), jnp.float32, self.init_std)
         return Decoder(
             embedding=TokenEmbedding(table=table, scale=self.embedding_scale),
             positions=None if self.positions is None else self.positions.build(self.embed_dim, key=position_key),
+            per_layer_embedding=None if further is None else further.build(self.embed_dim, takers, key=per_layer_key),
             segments=tuple(stack),
             final_norm=None if self.final_norm is None else self.final_norm.build(self.embed_dim),
             head=None if self.tied else build_head(self.embed_dim, self.vocab_size, key=head_key),
@@ -152,37 +204,6 @@ class Origin:
     generation: GenerationConfig = GenerationConfig()
 
 
-class Cache(eqx.Module):
-    """What a decoder remembers of the tokens it has seen.
-
-    **Arguments:**
-
-    - `segments`: for each segment, and each block of its unit, the cache of its layers (None where it needs none).
-    - `length`: the next position of each row.
-    """
-
-    segments: tuple[tuple[KVCache | None, ...], ...]
-    length: Int[Array, "batch"]
-
-    def commit(self, entries: tuple[tuple[Entries | None, ...], ...], positions: Int[Array, "batch length"]) -> "Cache":
-        """Write the entries proposed by all layers at `positions`; where these are -1 nothing is written."""
-        written = tuple(
-            tuple(
-                None if old is None or new is None else old.commit(new, positions)
-                for old, new in zip(caches, news, strict=True)
-            )
-            for caches, news in zip(self.segments, entries, strict=True)
-        )
-        return Cache(segments=written, length=jnp.maximum(self.length, jnp.max(positions, axis=1) + 1))
-
-
-class Proposal(eqx.Module):
-    """What a call proposes to a cache: the entries of every block's layers, and the positions of its tokens."""
-
-    entries: tuple[tuple[Entries | None, ...], ...]
-    positions: Int[Array, "batch length"]
-
-
 class Output(eqx.Module):
     """What a decoder returns.
 
@@ -208,6 +229,7 @@ class Decoder(eqx.Module):
 
     embedding: TokenEmbedding
     positions: LearnedPositionTable | Sinusoids | None
+    per_layer_embedding: PerLayerEmbedding | None
     segments: tuple[Segment, ...]
     final_norm: Norm | None
     head: Head | None
@@ -225,6 +247,7 @@ class Decoder(eqx.Module):
         key: PRNGKeyArray | None = None,
         *,
         embeds: Float[AnyArray, "batch length embed"] | None = None,
+        inputs: Inputs | None = None,
     ) -> Output:
         """Logits for the token after each token. Outside of `jax.jit` it is compiled, too, for each shape once.
 
@@ -241,9 +264,10 @@ class Decoder(eqx.Module):
         - `cache`: of earlier tokens; `Output.cache` then holds these too. Tokens beyond its length aren't stored.
         - `key`: for dropout; None for none.
         - `embeds`: in place of tokens, what `embed_tokens` makes of them, for example to differentiate by it.
+        - `inputs`: what layers read beside these.
         """
         check_inputs(self.config, tokens, positions, segment_ids, embeds=embeds)
-        return _whole(self, tokens, positions, segment_ids, cache, key, embeds)
+        return _whole(self, tokens, positions, segment_ids, cache, key, embeds, inputs)
 
     def run(
         self,
@@ -254,11 +278,12 @@ class Decoder(eqx.Module):
         key: PRNGKeyArray | None = None,
         *,
         embeds: Float[AnyArray, "batch length embed"] | None = None,
+        inputs: Inputs | None = None,
         cache_is_empty: bool = False,
     ) -> tuple[Float[Array, "batch length embed"], Cache | None, BlockStats]:
         """Everything but the head: `Output`'s hidden, cache and stats. With `cache_is_empty` nothing of it is read."""
-        inputs = tokens, positions, segment_ids, cache, key
-        hidden, proposal, stats = self.propose(*inputs, embeds=embeds, cache_is_empty=cache_is_empty)
+        options: Any = dict(embeds=embeds, inputs=inputs, cache_is_empty=cache_is_empty, keeps_all=True)
+        hidden, proposal, stats = self.propose(tokens, positions, segment_ids, cache, key, **options)
         return hidden, None if cache is None else cache.commit(proposal.entries, proposal.positions), stats
 
     def propose(
@@ -270,9 +295,14 @@ class Decoder(eqx.Module):
         key: PRNGKeyArray | None = None,
         *,
         embeds: Float[AnyArray, "batch length embed"] | None = None,
+        inputs: Inputs | None = None,
         cache_is_empty: bool = False,
+        keeps_all: bool = False,
     ) -> tuple[Float[Array, "batch length embed"], Proposal, BlockStats]:
-        """`run` up to what the cache would take, for `cache.commit`, which rejects tokens at a position of -1."""
+        """`run` up to what the cache would take, for `cache.commit`, which rejects tokens at a position of -1.
+
+        With `keeps_all` it may reject none: then recurrent layers propose their state, and nothing per token.
+        """
         rows, length = check_shapes(self.config, tokens, positions, segment_ids, embeds=embeds)
         tokens, positions, segment_ids, embeds = (
             None if x is None else jnp.asarray(x) for x in (tokens, positions, segment_ids, embeds)
@@ -282,22 +312,38 @@ class Decoder(eqx.Module):
         begin = None if cache is None else cache.length
         positions = padded_positions(positions, segment_ids, (rows, length), begin)
         segment_ids = None if cache is not None else segment_ids
+        inputs = Inputs() if inputs is None else inputs
         ctx = Context(
-            positions=positions, segment_ids=segment_ids, execution=self.execution, cache_is_empty=cache_is_empty
+            positions=positions,
+            segment_ids=segment_ids,
+            execution=self.execution,
+            cache_is_empty=cache_is_empty,
+            keeps_all=keeps_all,
+            tokens=tokens,
+            spans=None if inputs.spans is None else spans_of(jnp.asarray(inputs.spans), positions),
+            rotary_positions=None if inputs.rotary_positions is None else jnp.asarray(inputs.rotary_positions),
         )
         embed_key, block_key, _ = self._keys(key)
         given = self.embedding(jnp.asarray(tokens), ctx) if embeds is None else embeds
-        x = self._inputs(given, ctx, key=embed_key)
+        x = self.config.wiring.expand(self._inputs(given, ctx, key=embed_key))
         layer_keys = None if block_key is None else jax.random.split(block_key, len(self.config.blocks))
-        entries, stats, begin = [], [], 0
+        made = {} if self.per_layer_embedding is None else {INPUT: self.per_layer_embedding(tokens, given, ctx)}
+        entries, stats, begin, by_layer = [], [], 0, LayerInputs(inputs.by_layer | made)
         for index, segment in enumerate(self.segments):
-            count = segment.repeats * len(segment.unit)
+            count, unit = segment.repeats * len(segment.unit), tuple(block.config for block in segment.unit)
             keys = None if layer_keys is None else layer_keys[begin : begin + count]
-            x, entry, stat = segment(x, ctx, None if cache is None else cache.segments[index], keys=keys)
-            entries.append(entry)
-            stats.append(stat)
+            own = by_layer.cut(unit, segment.repeats)
+            found = segment(x, ctx, None if cache is None else cache.segments[index], keys=keys, inputs=own)
+            x, ctx = found.x, dataclasses.replace(ctx, shared=found.shared)
+            entries.append(found.entries)
+            stats.append(found.stats)
             begin += count
-        return x, Proposal(entries=tuple(entries), positions=positions), join_layer_stats(stats)
+        by_layer.finish()
+        return (
+            self.config.wiring.reduce(x),
+            Proposal(entries=tuple(entries), positions=positions),
+            join_layer_stats(stats),
+        )
 
     def embed(
         self, tokens: Int[Array, "batch length"], ctx: Context, *, key: PRNGKeyArray | None = None
@@ -357,12 +403,18 @@ class Decoder(eqx.Module):
     def head_input(
         self, hidden: Float[Array, "batch length embed"], *, key: PRNGKeyArray | None = None, depth: int = 0
     ) -> Float[Array, "batch length embed"]:
-        """What the head reads: the final norm (and dropout) of `hidden`; with `depth` that of `MTPOutput.hidden`."""
+        """What the head reads: the final norm (and dropout) of `hidden`; with `depth` that of `MTPOutput.hidden`.
+
+        Divided by what logits are divided by: so no loss needs to know of it.
+        """
         norm = self.final_norm
         if depth > 0:
             assert self.mtp is not None
             norm = self.mtp.unstacked()[depth - 1].final_norm
-        return dropout(hidden if norm is None else norm(hidden), self.config.dropout, self._keys(key)[2])
+        hidden = hidden if norm is None else norm(hidden)
+        if self.config.logit_divisor != 1.0:
+            hidden = hidden / self.config.logit_divisor
+        return dropout(hidden, self.config.dropout, self._keys(key)[2])
 
     def logits(
         self, hidden: Float[Array, "batch length embed"], *, key: PRNGKeyArray | None = None, depth: int = 0
@@ -413,8 +465,8 @@ class Decoder(eqx.Module):
 
 
 @compiled_alone
-def _whole(model: Decoder, tokens, positions, segment_ids, cache, key, embeds) -> Output:
-    hidden, cache, stats = model.run(tokens, positions, segment_ids, cache, key, embeds=embeds)
+def _whole(model: Decoder, tokens, positions, segment_ids, cache, key, embeds, inputs) -> Output:
+    hidden, cache, stats = model.run(tokens, positions, segment_ids, cache, key, embeds=embeds, inputs=inputs)
     return Output(logits=model.logits(hidden, key=key), hidden=hidden, cache=cache, stats=stats)
 
 

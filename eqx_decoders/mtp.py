@@ -4,20 +4,20 @@ Depth k reads at token t what depth k - 1 made of it and the embedding of token 
 """
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from eqx_decoders.block import Block, BlockConfig, BlockStats
+from eqx_decoders.block import Block, BlockConfig
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check_integer, check_number
-from eqx_decoders.layers.cache import Entries, Past
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.numerics import fan_in
 from eqx_decoders.stack import at_layer, checkpointed
+from eqx_decoders.stats import BlockStats
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,14 +73,16 @@ class MTPDepth(eqx.Module):
         stream: Float[Array, "batch length embed"],
         embedded: Float[Array, "batch length embed"],
         ctx: Context,
-        past: Past | None = None,
+        past: dict[str, Any] | None = None,
         *,
         key: PRNGKeyArray | None = None,
-    ) -> tuple[Float[Array, "batch length embed"], Entries | None, BlockStats]:
+    ) -> tuple[Float[Array, "batch length embed"], dict[str, Any], BlockStats]:
         """The stream of this depth, from that of the last one and the embeddings of later tokens."""
         joined = jnp.concatenate([self.embed_norm(embedded), self.stream_norm(stream)], axis=-1)
         x = ctx.einsum("batch length joined, joined embed -> batch length embed", joined, self.kernel)
-        return checkpointed(ctx, prevent_cse=True)(self.block, x, ctx, past, key)
+        wiring = self.block.config.wiring
+        x, entries, stats = checkpointed(ctx, prevent_cse=True)(self.block, wiring.expand(x), ctx, past, key)
+        return wiring.reduce(x), entries, stats
 
 
 class MTP(eqx.Module):

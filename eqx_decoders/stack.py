@@ -2,18 +2,18 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from eqx_decoders.block import Block, BlockConfig, BlockStats
+from eqx_decoders.block import Block, BlockConfig
 from eqx_decoders.context import Context
-from eqx_decoders.layers.cache import Entries, KVCache, Past
+from eqx_decoders.layers.memory import pasts, slices
 from eqx_decoders.remat import get_remat
+from eqx_decoders.stats import BlockStats
 
 
 @functools.lru_cache(maxsize=256)
@@ -70,49 +70,74 @@ class Segment(eqx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "batch length embed"],
+        x: Float[Array, "batch length *streams embed"],
         ctx: Context,
-        caches: tuple[KVCache | None, ...] | None = None,
+        memories: tuple[dict[str, Any], ...] | None = None,
         *,
         keys: Key[Array, "layers"] | None = None,
-    ) -> tuple[Float[Array, "batch length embed"], tuple[Entries | None, ...], tuple[BlockStats, ...]]:
+        inputs: tuple[dict[str, Array], ...] | None = None,
+    ) -> "SegmentOutput":
         """Run all layers.
 
         **Arguments:**
 
-        - `caches`: for each block of the unit the cache of its layers; None reads no past and proposes no entries.
+        - `memories`: for each block of the unit what its layers remember; None reads no past and proposes nothing.
         - `keys`: one key per layer, for dropout.
-
-        **Returns:**
-
-        The residual stream; for each block of the unit the proposed entries and the statistics, stacked over layers.
+        - `inputs`: for each block of the unit what its layers get each for themselves, `repeats` first.
         """
-        caches = (None,) * len(self.unit) if caches is None else caches
+        kept = ({},) * len(self.unit) if memories is None else memories
+        inputs = ({},) * len(self.unit) if inputs is None else inputs
         keys = None if keys is None else keys.reshape(self.repeats, len(self.unit))
         scanned = ctx.execution.scan and self.repeats > 1
+        run = checkpointed(ctx, prevent_cse=not scanned)
         weights, static = eqx.partition(self.unit, eqx.is_array)
-        reads = tuple(None if cache is None or ctx.cache_is_empty else (cache.key, cache.value) for cache in caches)
+        reads = None if memories is None or ctx.cache_is_empty else slices(kept)
 
-        def step(x, here):
-            weights, reads, keys = here
+        # what others have published is carried only if it is published again: a scan keeps its carry for the gradient
+        again = {name for name in ctx.shared if any(block.config.publishes == name for block in self.unit)}
+
+        def step(carry, here):
+            (x, shared), (weights, reads, keys, inputs) = carry, here
+            shared = ctx.shared | shared
+            past: Any = (None,) * len(self.unit) if reads is None else pasts(kept, reads)
             entries, stats = [], []
-            for place, (block, cache) in enumerate(zip(eqx.combine(weights, static), caches, strict=True)):
-                past = None if cache is None or ctx.cache_is_empty else Past(*reads[place], positions=cache.positions)
-                run = checkpointed(ctx, prevent_cse=not scanned)
-                x, entry, stat = run(block, x, ctx, past, None if keys is None else keys[place])
-                entries.append(None if cache is None else entry)
+            for place, block in enumerate(eqx.combine(weights, static)):
+                own = dataclasses.replace(ctx, shared=shared, layer_inputs=inputs[place])
+                x, entry, stat = run(block, x, own, past[place], None if keys is None else keys[place])
+                if block.config.publishes is not None:
+                    shared = shared | {block.config.publishes: (past[place], entry)}
+                entries.append({name: entry[name] for name in kept[place]})
                 stats.append(stat)
-            return x, (tuple(entries), tuple(stats))
+            known = {name: shared[name] for name in again}
+            published = {name: shared[name] for name in shared if name not in ctx.shared}
+            return (x, known), (tuple(entries), tuple(stats), published)
 
+        carry, xs = (x, {name: ctx.shared[name] for name in again}), (weights, reads, keys, inputs)
         if scanned:
-            x, (entries, stats) = jax.lax.scan(step, x, (weights, reads, keys), length=self.repeats)
-            return x, entries, stats
+            (x, known), (entries, stats, published) = jax.lax.scan(step, carry, xs, length=self.repeats)
+            return SegmentOutput(x, entries, stats, ctx.shared | known | at_layer(published, -1))
         results = []
         for index in range(self.repeats):
-            x, result = step(x, at_layer((weights, reads, keys), index))
+            carry, result = step(carry, at_layer(xs, index))
             results.append(result)
-        entries, stats = jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
-        return x, entries, stats
+        entries, stats, published = jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
+        return SegmentOutput(carry[0], entries, stats, ctx.shared | carry[1] | at_layer(published, -1))
+
+
+class SegmentOutput(NamedTuple):
+    """What a segment returns.
+
+    **Arguments:**
+
+    - `x`: the residual stream.
+    - `entries`, `stats`: for each block of the unit, stacked over layers.
+    - `shared`: what layers have published up to here: their past and what they propose.
+    """
+
+    x: Array
+    entries: tuple[dict[str, Any], ...]
+    stats: tuple[BlockStats, ...]
+    shared: dict[str, Any]
 
 
 def at_layer(tree: Any, index: int) -> Any:
@@ -131,29 +156,3 @@ def checkpointed(ctx: Context, *, prevent_cse: bool) -> Any:
         return run
     # inside a scan nothing can be shared between the forward and the backward loop, so XLA need not be kept from it
     return eqx.filter_checkpoint(run, policy=remat.policy(), prevent_cse=prevent_cse)
-
-
-def join_layer_stats(per_segment: Sequence[tuple[BlockStats, ...]]) -> BlockStats:
-    """Join what segments return, for each block of the unit stacked over repeats, into one leading axis of layers.
-
-    Each field is that of the layers that have it, in their order; None if there are none. Where layers differ in their
-    number of experts, the shorter ones are filled up with zeros.
-    """
-
-    def joined(name: str) -> Any:
-        stacked = []
-        for unit in per_segment:
-            trees = [tree for stats in unit if (tree := getattr(stats, name)) is not None]
-            if trees:
-                columns = jax.tree.map(lambda *leaves: jnp.stack(_pad_to_widest(leaves), axis=1), *trees)
-                stacked.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), columns))
-        return jax.tree.map(lambda *leaves: jnp.concatenate(_pad_to_widest(leaves)), *stacked) if stacked else None
-
-    return BlockStats(**{field.name: joined(field.name) for field in dataclasses.fields(BlockStats)})
-
-
-def _pad_to_widest(leaves: Sequence[Array]) -> list[Array]:
-    """Arrays of a leading axis and perhaps one more, which then gets the same size in all of them."""
-    size = max(leaf.shape[-1] for leaf in leaves)
-    pads = [((0, 0),) * (leaf.ndim - 1) + ((0, size - leaf.shape[-1]),) for leaf in leaves]
-    return [jnp.pad(leaf, pad) if leaf.ndim > 1 else leaf for leaf, pad in zip(leaves, pads, strict=True)]

@@ -20,18 +20,25 @@ import eqx_decoders as ed
 from eqx_decoders.axes import named_leaves
 from eqx_decoders.layers.attention import AttentionConfig, QKNorm, QueryTemperature
 from eqx_decoders.layers.embedding import LearnedPositions, SinusoidalPositions
+from eqx_decoders.layers.engram import EngramConfig
 from eqx_decoders.layers.experts import ExpertsConfig
+from eqx_decoders.layers.gated_delta_net import GatedDeltaNetConfig
+from eqx_decoders.layers.kimi_delta import KimiDeltaAttentionConfig
 from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.learned_init import LearnedInitConfig
+from eqx_decoders.layers.mamba2 import Mamba2Config
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
 from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
+from eqx_decoders.layers.per_layer_embedding import PerLayerEmbeddingConfig, PerLayerInputConfig
 from eqx_decoders.layers.rope import LinearRope, Llama3Rope, Rope, YarnRope
 from eqx_decoders.layers.router import RouterConfig
 from eqx_decoders.mtp import MTPConfig
 from eqx_decoders.training.loss import token_loss_sum
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.step import StepConfig, Trainer
+from eqx_decoders.wiring.hyper_connections import HyperConnections
+from eqx_decoders.wiring.residual import Sequential
 from tests.compare import assert_close, root_mean_square
 from tests.models import EMBED, VOCAB, filled
 
@@ -102,6 +109,11 @@ CHANNELS = {
         shared_gate=True,
     ),
 }
+WIRINGS = {
+    **{name: name for name in ("sequential", "parallel", "plain", "chained")},
+    "scaled": Sequential(residual_scale=0.5, output_scale=True),
+    "hyper-connections": HyperConnections(streams=3, iterations=3),
+}
 MESHES = {
     "one device": None,
     "data": dict(data=8),
@@ -114,19 +126,31 @@ MESHES = {
     "expert": dict(expert=4, tensor=2),
     "stage": dict(stage=2, fsdp=4),
 }
+ENGRAM = EngramConfig(
+    embed_dim=EMBED, vocab_size=VOCAB, layers=(0,), layer=0, num_heads=2, head_dim=4, vocab_bases=(20, 30), taps=2
+)
+PER_LAYER = PerLayerEmbeddingConfig(features=4, vocab_size=VOCAB)
+FURTHER = {"mlp": MLPConfig(mlp_dim=8), "per layer": PerLayerInputConfig(features=4)}
+RECURRENT = {
+    "delta net": GatedDeltaNetConfig(num_key_heads=2, num_heads=4, key_dim=6, value_dim=5, taps=3),
+    "mamba2": Mamba2Config(num_heads=4, value_dim=5, num_groups=2, key_dim=6, dt_min=0.3),
+    "kimi delta": KimiDeltaAttentionConfig(num_heads=4, head_dim=6, gate_rank=8, taps=3),
+}
 SPLITS_HEADS = ("fsdp x tensor", "transpose", "sequence", "context", "expert")
 FACTORS: dict[str, tuple[Any, ...]] = {
     "mesh": tuple(MESHES),
     "channel": tuple(CHANNELS),
-    "mixer": (*MIXERS, "latent", "learned"),
+    "mixer": (*MIXERS, "latent", "learned", *RECURRENT),
     "rope": tuple(ROPES),
     "length": (1, 13, 32, 64, 97, 130),
     "norm": tuple(NORMS),
     "remat": ("none", "full", "save_qkv_proj", "minimal_with_context", "minimal_offloaded"),
     "mask": tuple(MASKS),
     "qk_norm": tuple(QK_NORMS),
-    "wiring": ("sequential", "parallel", "plain", "chained"),
-    "cache": ("none", "token by token", "pieces"),
+    "wiring": tuple(WIRINGS),
+    "further": ("none", "engram", *FURTHER),
+    "borrows": (False, True),
+    "cache": ("none", "token by token", "pieces", "rejected"),
     "heads": tuple(HEADS),
     "kernel": ("dot", "chunked", "auto"),
     "packing": ("whole", "packed", "left padding"),
@@ -139,15 +163,20 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "dropout": (0.0, 0.25),
 }
 
+CACHED = FACTORS["cache"][1:]
+
 # Pairs that no decoder has, and why.
 EXCLUDED: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
     ("heads", ("multi-query",), "mesh", SPLITS_HEADS),  # one head can't be split
-    ("mask", ("bidirectional",), "cache", ("token by token", "pieces")),  # its past would change with every token
+    ("mask", ("bidirectional",), "cache", CACHED),  # its past would change with every token
     ("mixer", ("latent",), "heads", ("grouped", "multi-query")),  # all its heads share one latent
     ("mixer", ("latent",), "qk_norm", tuple(QK_NORMS)[1:]),  # its norms are those of the latents
+    ("wiring", ("chained",), "mixer", tuple(RECURRENT)),  # whose output has the features of the stream
     ("mixer", ("latent",), "rope", ("none",)),  # it always has rotary features
     ("wiring", ("chained",), "channel", ("none",)),  # one layer feeds the other
-    ("channel", ("capacity",), "cache", ("token by token", "pieces")),  # a piece has fewer places than the whole
+    ("wiring", ("chained",), "further", ("engram", "mlp", "per layer")),  # and no other
+    ("borrows", (True,), "mixer", ("latent", "learned", *RECURRENT)),  # they lend nothing
+    ("channel", ("capacity",), "cache", CACHED),  # a piece has fewer places than the whole
     ("dropout", (0.25,), "accumulation", (2,)),  # other microbatches draw other masks
     ("mtp", (1,), "mesh", ("stage",)),  # one depth can't be split over two stages
 ]
@@ -210,7 +239,7 @@ def random_cases(seed: int) -> Iterator[dict[str, Any]]:
 
 
 def decoder_config(case: Case) -> ed.DecoderConfig:
-    """Two equal layers of the case's kind."""
+    """Two equal layers of the case's kind, or one and two that borrow its keys and values."""
     pre, post = NORMS[case["norm"]]
     channel, mixer = _channel(case), _mixer(case)
     after = case["norm"] == "after only"
@@ -222,25 +251,43 @@ def decoder_config(case: Case) -> ed.DecoderConfig:
         post_mixer_norm=post,
         pre_mlp_norm=parallel_norm if channel else None,
         post_mlp_norm=post if channel else None,
-        wiring=case["wiring"],
+        wiring=WIRINGS[case["wiring"]],
         dropout=case["dropout"],
     )
-    depths = case["mtp"]
+    depths, alone = case["mtp"], block
+    block = dataclasses.replace(block, **_further(case))
+    blocks = (block, block)
+    if case["borrows"]:
+        narrow = dataclasses.replace(mixer, fused_qkv=False, shared_kv=False, borrows="first")
+        blocks = (dataclasses.replace(block, publishes="first"), *(dataclasses.replace(block, mixer=narrow),) * 2)
     return ed.DecoderConfig(
         vocab_size=VOCAB,
         embed_dim=EMBED,
-        blocks=(block, block),
+        blocks=blocks,
         final_norm=RMSNormConfig(),
         tied=case["tied"],
         embedding_scale=2.0 if case["tied"] else 1.0,
         positions={"none": LearnedPositions(max_positions=100), "plain": SinusoidalPositions()}.get(case["rope"]),
         logit_soft_cap=3.0 if case["loss"] == "fused" else None,
         dropout=case["dropout"],
-        mtp=MTPConfig(num_depths=depths, block=block, norm=RMSNormConfig()) if depths else None,
+        per_layer_embedding=PerLayerEmbeddingConfig(features=4, vocab_size=VOCAB)
+        if case["further"] == "per layer"
+        else None,
+        mtp=MTPConfig(num_depths=depths, block=alone, norm=RMSNormConfig()) if depths else None,
     )
 
 
+def _further(case: Case) -> dict[str, Any]:
+    """Branches beside mixer and MLP."""
+    streams = WIRINGS["hyper-connections"].streams if case["wiring"] == "hyper-connections" else 1
+    layers = dict(before=dataclasses.replace(ENGRAM, streams=streams), after=FURTHER.get(case["further"]))
+    place = {"none": None, "engram": "before"}.get(case["further"], "after")
+    return {} if place is None else {place: (ed.BranchConfig(layer=layers[place], pre_norm=RMSNormConfig()),)}
+
+
 def _mixer(case: Case):
+    if case["mixer"] in RECURRENT:
+        return RECURRENT[case["mixer"]]
     mask, rope = MASKS[case["mask"]], ROPES[case["rope"]]
     if case["mixer"] == "latent":
         ranks = dict(q_rank=8 if case["tied"] else None, kv_rank=8, nope_dim=6, rope_dim=8, value_dim=5)
@@ -351,6 +398,9 @@ def logits_of(model: ed.Decoder, batch: ed.Batch, cache: str):
     if cache == "token by token":
         _, logits = jax.lax.scan(feed, memory, tokens.T[:, :, None])
         return jnp.swapaxes(logits[:, :, 0], 0, 1)
+    if cache == "rejected":
+        _, logits = jax.lax.scan(lambda memory, some: _guessing(model, memory, some), memory, tokens.T[:, :, None])
+        return jnp.swapaxes(logits[:, :, 0], 0, 1)
     pieces, begin = [], 0
     for size in (length // 2, 1, length):  # the first half, a token, the rest
         some = tokens[:, begin : begin + size]
@@ -359,6 +409,14 @@ def logits_of(model: ed.Decoder, batch: ed.Batch, cache: str):
             pieces.append(logits)
         begin += size
     return jnp.concatenate(pieces, axis=1)
+
+
+def _guessing(model: ed.Decoder, memory: ed.Cache, token: jax.Array):
+    """One token with two wrong guesses behind it, which are rejected."""
+    wrong = [(token + shift) % VOCAB for shift in (3, 5)]
+    hidden, proposal, _ = model.propose(jnp.concatenate([token, *wrong], axis=1), cache=memory)
+    kept = jnp.where(jnp.arange(3)[None] == 0, proposal.positions, -1)
+    return memory.commit(proposal.entries, kept), model.logits(hidden[:, :1])
 
 
 def check(case: Case, seed: int = 0) -> None:

@@ -141,11 +141,17 @@ def expert_by_hand(layer, e, x):
         n: 0.0 if getattr(layer, n) is None else wide(getattr(layer, n))[e]
         for n in ("gate_bias", "up_bias", "down_bias")
     }
-    gate, up = x @ wide(layer.gate)[e] + bias["gate_bias"], x @ wide(layer.up)[e] + bias["up_bias"]
-    if c.limit is not None:
-        gate, up = np.minimum(gate, c.limit), np.maximum(np.minimum(up, c.limit), -c.limit)
-    hidden = np.vectorize(BY_HAND[c.activation])(gate) * (up + c.up_offset)
-    return hidden @ wide(layer.down)[e] + bias["down_bias"]
+    x = x if layer.latent_in is None else x @ wide(layer.latent_in)
+    up, act = x @ wide(layer.up)[e] + bias["up_bias"], np.vectorize(BY_HAND[c.activation])
+    if layer.gate is None:
+        hidden = act(up)
+    else:
+        gate = x @ wide(layer.gate)[e] + bias["gate_bias"]
+        if c.limit is not None:
+            gate, up = np.minimum(gate, c.limit), np.maximum(np.minimum(up, c.limit), -c.limit)
+        hidden = act(gate) * (up + c.up_offset)
+    out = hidden @ wide(layer.down)[e] + bias["down_bias"]
+    return out if layer.latent_out is None else out @ wide(layer.latent_out)
 
 
 def experts_by_hand(layer, x, positions, room=math.inf):

@@ -381,7 +381,7 @@ def test_layers_are_of_use_alone(getkey):
     block = ed.BlockConfig(mixer=None, mlp=MLPConfig(mlp_dim=16)).build(16, key=getkey())
     y, nothing, stats = block(x, ctx)
     assert_close(y, x + block.mlp(x, ctx))
-    assert nothing is None
+    assert nothing == {}
     assert stats == ed.BlockStats()
 
 
@@ -394,3 +394,43 @@ def test_a_rejected_token_leaves_nothing_in_the_cache():
     assert kept.length.tolist() == [6]
     want = run(jnp.concatenate([tokens[:, :6], tokens[:, 8:]], axis=1)).logits[:, -1:]
     np.testing.assert_allclose(run(tokens[:, 8:], cache=kept).logits, want, atol=2e-5)
+
+
+# --- inputs beside the tokens ---
+
+
+def test_spans_and_positions_of_several_dimensions_reach_every_layer():
+    """Scanned, one by one and rematerialised, whole and over a cache."""
+    mixer = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, spans=True, rope=Rope(sections=(2, 1, 1)))
+    block = ed.BlockConfig(mixer=mixer, mlp=None, pre_mixer_norm=RMSNormConfig())
+    config = ed.DecoderConfig(vocab_size=VOCAB, embed_dim=EMBED, blocks=(block,) * 3, final_norm=RMSNormConfig())
+    model, tokens = filled(config), some_tokens(2, 9)
+    places = jnp.stack([jnp.arange(9), jnp.arange(9) // 2, 8 - jnp.arange(9)], axis=-1)[None].repeat(2, axis=0)
+    inputs = ed.Inputs(spans=jnp.asarray([[0, 0, 1, 1, 1, 0, 2, 2, 0]] * 2), rotary_positions=places)
+    run = eqx.filter_jit(lambda model, tokens, inputs, cache=None: model(tokens, cache=cache, inputs=inputs))
+    want = run(model, tokens, inputs).logits
+    for other in (model.replace(scan=False, remat="full"), model.replace(attention="chunked")):
+        assert_close(run(other, tokens, inputs).logits, want)
+    cache, pieces = ed.init_cache(config, 2, 9, dtype=jnp.float32), []
+    for begin, end in ((0, 1), (1, 5), (5, 9)):  # a span is in one call
+        here = ed.Inputs(spans=inputs.spans[:, begin:end], rotary_positions=places[:, begin:end])
+        out = run(model, tokens[:, begin:end], here, cache)
+        pieces, cache = [*pieces, out.logits], out.cache
+    assert_close(jnp.concatenate(pieces, axis=1), want)
+    later = jnp.where(jnp.arange(9) == 4, (tokens + 1) % VOCAB, tokens)
+    moved = np.abs(run(model, later, inputs).logits - want).max(axis=(0, 2)) > 1e-6
+    assert moved.tolist() == [False, False, True, True, True, True, True, True, True]
+    plain = run(model, tokens, ed.Inputs()).logits
+    same = dataclasses.replace(
+        inputs, spans=None, rotary_positions=jnp.arange(9)[None, :, None].repeat(2, 0).repeat(3, 2)
+    )
+    assert_close(run(model, tokens, same).logits, plain)
+    assert np.abs(plain - want).max() > 1e-2
+
+
+def test_inputs_by_layer_must_be_as_many_as_take_them():
+    model = filled(rich_decoder(2))
+    with pytest.raises(
+        ed.ConfigError, match=r"by_layer\['nobody'\] of shape \(2, 1, 3, 4\) must have an array for each"
+    ):
+        model(some_tokens(1, 3), inputs=ed.Inputs(by_layer={"nobody": jnp.zeros((2, 1, 3, 4))}))

@@ -13,17 +13,18 @@ from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.layers.router import RouterConfig
 from eqx_decoders.sampling import GenerationConfig
+from eqx_decoders.wiring.residual import Sequential
 
 
-ROPE = dict(theta=10_000.0, fraction=1.0, pairing="half")
+ROPE = dict(theta=10_000.0, fraction=1.0, pairing="half", sections=())
 # Of each class the defaults that are not None, False or 0.
 DEFAULTS = {
     "QKNorm": dict(norm=RMSNormConfig(), over="head", when="before_rope"),
     "QueryTemperature": dict(scale=0.1, length=8192),
     "AttentionConfig": dict(mask=Causal(), rope=Rope()),
-    "CacheShape": dict(values=True),
+    "KVShape": dict(values=True),
     "SinusoidalPositions": dict(max_timescale=10_000.0),
-    "ExpertsConfig": dict(router=RouterConfig(), activation="silu"),
+    "ExpertsConfig": dict(router=RouterConfig(), activation="silu", gated=True),
     "Kernel": dict(
         masks=(Causal, SlidingWindow, Chunked, Bidirectional), soft_cap=True, segments=True, unequal_value_dim=True,
         platforms=("cpu", "gpu", "tpu"),
@@ -34,6 +35,7 @@ DEFAULTS = {
     "LayerNormConfig": dict(eps=1e-5, bias=True),
     "Rope": ROPE,
     "LinearRope": ROPE,
+    "ProportionalRope": ROPE | dict(factor=1.0),
     "Llama3Rope": ROPE
     | dict(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192),
     "YarnRope": ROPE | dict(beta_fast=32.0, beta_slow=1.0, truncate=True),
@@ -41,8 +43,9 @@ DEFAULTS = {
         score="softmax", order="select_first", num_groups=1, groups_per_token=1, group_score="max", scaling_factor=1.0,
         balance_form="switch",
     ),
-    "BlockConfig": dict(wiring="sequential"),
-    "DecoderConfig": dict(embedding_scale=1.0, init_std=0.02),
+    "BlockConfig": dict(wiring=Sequential(), before=(), after=()),
+    "Sequential": dict(residual_scale=1.0),
+    "DecoderConfig": dict(embedding_scale=1.0, logit_divisor=1.0, init_std=0.02),
     "Origin": dict(settings="{}", generation=GenerationConfig()),
     "GenerationConfig": dict(stop_ids=()),
     "Sample": dict(temperature=1.0),
@@ -57,7 +60,7 @@ DEFAULTS = {
 
 def test_every_default_is_the_one_that_is_written_down():
     modules = [f"layers.{module.name}" for module in pkgutil.iter_modules(layers.__path__)]
-    modules += ["block", "decoder", "sampling", "training.step", "training.optimizer"]
+    modules += ["wiring.residual", "block", "decoder", "sampling", "training.step", "training.optimizer"]
     found = {}
     for module in (importlib.import_module(f"eqx_decoders.{name}") for name in modules):
         for name, kind in inspect.getmembers(module, inspect.isclass):

@@ -15,8 +15,8 @@ ROOT = pathlib.Path(__file__).parent.parent / "eqx_decoders"
 # Each part may import from itself and from those that stand before it.
 ORDER = [
     "errors", "lazy", "eager", "inputs", "axes", "layout", "numerics", "prng", "sampling", "remat", "context", "layers",
-    "block", "stack", "mtp", "config_json", "decoder", "create", "families", "io", "inference", "describe", "training",
-    "cli",
+    "stats", "wiring", "block", "layer_inputs", "stack", "mtp", "config_json", "cache", "decoder", "create", "families",
+    "io", "inference", "describe", "model_info", "training", "cli",
 ]  # fmt: skip
 
 

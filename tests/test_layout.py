@@ -67,7 +67,7 @@ def test_abstract_takes_no_memory():
 def test_cache_is_split_over_batch_and_heads():
     layout = ed.Layout.create(data=4, tensor=2)
     cache = ed.init_cache(rich_decoder(), 4, 16, layout=layout)
-    keys = cache.segments[0][1].key
+    keys = cache.segments[0][1]["mixer"].key
     assert keys.sharding.spec == P(None, ("data",), ("tensor",), None, None)
     abstract = ed.abstract_cache(rich_decoder(), 4, 16, layout=layout)
     assert jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), cache) == jax.tree.map(

@@ -28,11 +28,12 @@ from eqx_decoders.layers.learned_init import LearnedInitConfig
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
 from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
-from eqx_decoders.layers.rope import LinearRope, Llama3Rope, Rope, YarnRope
+from eqx_decoders.layers.rope import LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
 from eqx_decoders.layers.router import RouterConfig
 from eqx_decoders.mtp import MTPConfig
 from eqx_decoders.training.balance import update_router_bias
 from eqx_decoders.training.batches import Batch
+from eqx_decoders.wiring.residual import Chained, Parallel, Plain, Sequential
 
 
 RMS = RMSNormConfig()
@@ -44,6 +45,8 @@ MLP = MLPConfig(mlp_dim=12)
 EXPERTS = ExpertsConfig(num_experts=8, num_experts_per_token=2, mlp_dim=6)
 BLOCK = ed.BlockConfig(mixer=MIXER, mlp=MLP, pre_mixer_norm=RMS, pre_mlp_norm=RMS)
 EMPTY = ed.BlockConfig(mixer=None, mlp=None)
+SMALL = MLPConfig(mlp_dim=4)
+FURTHER = ed.BranchConfig(layer=MLP, pre_norm=RMS)
 SOFT = dataclasses.replace(BLOCK, mlp=dataclasses.replace(MLP, activation="relu"))
 AHEAD = MTPConfig(num_depths=1, block=BLOCK, norm=RMS)
 DECODER = ed.DecoderConfig(vocab_size=16, embed_dim=8, blocks=(BLOCK,), final_norm=RMS)
@@ -73,22 +76,35 @@ OPTIONS: dict[type, tuple] = {
         lambda c: decoder(final_norm=c),
         dict(eps=0.1, bias=False, offset=0.5),
     ),
-    Rope: (Rope(), lambda c: mixer(rope=c), dict(theta=100.0, fraction=0.5, pairing="interleaved")),
+    Rope: (Rope(), lambda c: mixer(rope=c), dict(theta=100.0, fraction=0.5, pairing="interleaved", sections=(1, 0))),
     LinearRope: (
         LinearRope(factor=2.0),
         lambda c: mixer(rope=c),
-        dict(theta=100.0, fraction=0.5, pairing="interleaved", factor=4.0),
+        dict(theta=100.0, fraction=0.5, pairing="interleaved", sections=(1, 0), factor=4.0),
+    ),
+    ProportionalRope: (
+        ProportionalRope(theta=100.0, fraction=0.75),
+        lambda c: mixer(rope=c),
+        dict(theta=50.0, fraction=0.5, pairing="interleaved", sections=(1, 0), factor=4.0),
     ),
     Llama3Rope: (
         Llama3Rope(theta=100.0, original_length=64),
         lambda c: mixer(rope=c),
-        dict(theta=50.0, fraction=0.5, pairing="interleaved", factor=4.0, low_frequency_factor=2.0)
+        dict(theta=50.0, fraction=0.5, pairing="interleaved", sections=(1, 0), factor=4.0, low_frequency_factor=2.0)
         | dict(high_frequency_factor=8.0, original_length=32),
     ),
     YarnRope: (
         YarnRope(theta=100.0, factor=4.0, original_length=64, beta_fast=5.0, beta_slow=0.5),
         lambda c: mixer(rope=c),
-        dict(theta=50.0, fraction=0.5, pairing="interleaved", factor=8.0, original_length=16, beta_fast=2.0)
+        dict(
+            theta=50.0,
+            fraction=0.5,
+            pairing="interleaved",
+            sections=(1, 0),
+            factor=8.0,
+            original_length=16,
+            beta_fast=2.0,
+        )
         | dict(beta_slow=1.5, truncate=False, mscale=2.0, mscale_all_dim=2.0, attention_factor=2.0),
     ),
     QKNorm: (
@@ -110,13 +126,13 @@ OPTIONS: dict[type, tuple] = {
         lambda c: block(mixer=c, wiring="chained"),  # where its output may have features of its own
         dict(num_heads=2, num_kv_heads=4, head_dim=4, mask=SlidingWindow(2), rope=None, query_scale=0.1, soft_cap=0.5)
         | dict(sinks=True, qk_norm=QKNorm(), qkv_bias=True, out_bias=True, fused_qkv=True, shared_kv=True)
-        | dict(output_gate=True, temperature=QueryTemperature(scale=0.5, length=2), out_dim=6),
+        | dict(output_gate=True, temperature=QueryTemperature(scale=0.5, length=2), out_dim=6, spans=True),
     ),
     LatentAttentionConfig: (
         LATENT,
         lambda c: block(mixer=c),
         dict(num_heads=2, q_rank=None, kv_rank=4, nope_dim=2, rope_dim=2, value_dim=3, mask=SlidingWindow(2))
-        | dict(rope=Rope(), query_scale=0.1, norm=RMSNormConfig(eps=0.5), bias=True),
+        | dict(rope=None, query_scale=0.1, norm=RMSNormConfig(eps=0.5), bias=True),
     ),
     LearnedInitConfig: (
         LEARNED,
@@ -134,6 +150,7 @@ OPTIONS: dict[type, tuple] = {
         EXPERTS,
         lambda c: block(mlp=c),
         dict(num_experts=4, num_experts_per_token=3, mlp_dim=5, router=RouterConfig(bias=True), activation="relu")
+        | dict(gated=False, latent_dim=3)
         | dict(up_offset=1.0, limit=0.1, bias=True, shared=MLP, shared_gate=True, capacity_factor=0.5),
     ),
     RouterConfig: (
@@ -148,15 +165,23 @@ OPTIONS: dict[type, tuple] = {
         dataclasses.replace(BLOCK, pre_mixer_norm=None, pre_mlp_norm=None),
         lambda c: decoder(blocks=(c,)),
         dict(mixer=None, mlp=None, pre_mixer_norm=RMS, post_mixer_norm=RMS, pre_mlp_norm=RMS, post_mlp_norm=RMS)
-        | dict(wiring="parallel", dropout=0.5),
+        | dict(wiring="parallel", dropout=0.5, before=(FURTHER,), after=(FURTHER,), publishes="name"),
     ),
+    ed.BranchConfig: (FURTHER, lambda c: block(before=(c,)), dict(layer=SMALL, pre_norm=None, post_norm=RMS)),
+    Sequential: (
+        Sequential(),
+        lambda c: decoder(blocks=block(wiring=c).blocks * 2),
+        dict(residual_scale=0.5, output_scale=True),
+    ),
+    **{kind: (kind(), lambda c: block(wiring=c), {}) for kind in (Parallel, Plain, Chained)},
     LearnedPositions: (LearnedPositions(max_positions=8), lambda c: decoder(positions=c), dict(max_positions=3)),
     SinusoidalPositions: (SinusoidalPositions(), lambda c: decoder(positions=c), dict(max_timescale=100.0)),
     ed.DecoderConfig: (
         DECODER,
         itself,
         dict(vocab_size=15, embed_dim=6, blocks=(BLOCK, BLOCK), final_norm=None, tied=True, embedding_scale=3.0)
-        | dict(positions=SinusoidalPositions(), logit_soft_cap=0.5, dropout=0.5, init_std=0.3, mtp=AHEAD),
+        | dict(positions=SinusoidalPositions(), logit_divisor=2.0, logit_soft_cap=0.5, dropout=0.5)
+        | dict(init_std=0.3, mtp=AHEAD),
     ),
     MTPConfig: (
         AHEAD,
@@ -220,7 +245,8 @@ def named_draws(config) -> ed.Decoder:
 def logits(config, keyed: bool = False) -> np.ndarray:
     """Logits without and with a key, which dropout and random routing need."""
     key = jax.random.key(0) if keyed else None
-    return np.asarray(named_draws(config)(jnp.asarray([[3, 1, 4, 1, 5]]), key=key).logits)
+    spans = ed.Inputs(spans=jnp.asarray([[0, 1, 1, 1, 0]]))
+    return np.asarray(named_draws(config)(jnp.asarray([[3, 1, 4, 1, 5]]), key=key, inputs=spans).logits)
 
 
 @functools.cache
@@ -249,11 +275,16 @@ def test_every_option_is_read(kind, field):
         np.testing.assert_allclose(tables[0] * 0.3 / base.init_std, tables[1], rtol=1e-5)
         return
     plain, other = logits(before), logits(after)
+    if field == "sections":  # of positions with several dimensions; text has one
+        np.testing.assert_array_equal(plain, other)
+        return
     np.testing.assert_array_equal(plain, logits(before, keyed=True))  # without a rate the key is not read
     assert np.all(np.isfinite(other))
     if field in ("dropout", "random"):
         np.testing.assert_array_equal(plain, other)  # without a key it is not read
         assert differ(plain, logits(after, keyed=True))
+    elif field == "publishes":  # a name, of use to layers that borrow
+        np.testing.assert_array_equal(plain, other)
     elif field in ("balance_loss", "balance_form", "z_loss", "mtp") or kind is MTPConfig:
         np.testing.assert_array_equal(plain, other)
         assert abs(trained(before)[0] - trained(after)[0]) > 1e-3
@@ -346,9 +377,9 @@ SHOWN_IN = {
 }
 # What is passed between functions and what families are made of: data, and no settings of a user.
 DATA = {
-    "Blocks", "CacheShape", "ChatTemplate", "Difference", "Family", "GenerationConfig", "Greedy", "Kernel", "Origin",
-    "Recipe", "RemoteFile", "Shape", "StoredTensor", "MXFP4Tensor", "BlockScaledTensor", "TextModel", "Weight",
-    "WeightMapping",
+    "Blocks", "KVShape", "ChatTemplate", "Difference", "Family", "GenerationConfig", "Greedy", "Kernel", "Origin",
+    "Recipe", "RemoteFile", "Shape", "StateShape", "StoredTensor", "MXFP4Tensor", "BlockScaledTensor", "TailShape",
+    "TextModel", "Weight", "WeightMapping", "Wiring", "Part", "Section",
 }  # fmt: skip
 
 
@@ -404,6 +435,8 @@ BAD = [
     (Rope, {}, dict(fraction=0.0), "above 0"),
     (Rope, {}, dict(fraction=1.5), "at most 1"),
     (Rope, {}, dict(pairing="halves"), "Did you mean 'half'"),
+    (Rope, {}, dict(sections=(4, -1)), "integers of at least 0"),
+    (ProportionalRope, {}, dict(factor=0.5), "at least 1"),
     (LinearRope, dict(factor=2.0), dict(theta=0.0), "above 0"),
     (LinearRope, {}, dict(factor=0.5), "at least 1"),
     (LinearRope, {}, dict(factor=INF), "finite"),
@@ -437,6 +470,7 @@ BAD = [
     (AttentionConfig, ATTENTION, dict(head_dim=7), "must be even"),
     (AttentionConfig, ATTENTION | dict(rope=Rope(fraction=0.4)), dict(head_dim=8), "= 3 must be even"),
     (AttentionConfig, ATTENTION | dict(rope=Rope(fraction=0.1)), dict(head_dim=8), "= 0 must be even"),
+    (AttentionConfig, ATTENTION | dict(rope=ProportionalRope()), dict(head_dim=7), "head_dim=7 must be even"),
     (AttentionConfig, ATTENTION, dict(query_scale=0.0), "above 0"),
     (AttentionConfig, ATTENTION, dict(query_scale=NAN), "finite"),
     (AttentionConfig, ATTENTION, dict(soft_cap=-30.0), "above 0"),
@@ -464,6 +498,8 @@ BAD = [
     (ExpertsConfig, SPARSE, dict(num_experts_per_token=True), "integer"),
     (ExpertsConfig, SPARSE, dict(num_experts_per_token=9), "at most num_experts=8"),
     (ExpertsConfig, SPARSE, dict(mlp_dim=0), "at least 1"),
+    (ExpertsConfig, SPARSE, dict(latent_dim=0), "at least 1"),
+    (ExpertsConfig, SPARSE | dict(limit=1.0), dict(gated=False), "excludes limit: they are about gated experts"),
     (ExpertsConfig, SPARSE, dict(activation="silo"), "Did you mean 'silu'"),
     (ExpertsConfig, SPARSE, dict(up_offset=INF), "finite"),
     (ExpertsConfig, SPARSE, dict(limit=0.0), "above 0"),
@@ -504,6 +540,7 @@ BAD = [
     (ed.DecoderConfig, PLAIN, dict(vocab_size=0), "at least 1"),
     (ed.DecoderConfig, PLAIN, dict(vocab_size=32e3), "integer"),
     (ed.DecoderConfig, PLAIN, dict(embed_dim=-8), "at least 1"),
+    (ed.DecoderConfig, PLAIN, dict(logit_divisor=0.0), "above 0"),
     (ed.DecoderConfig, PLAIN, dict(embed_dim=True), "integer"),
     (ed.DecoderConfig, PLAIN, dict(blocks=()), "at least one BlockConfig"),
     (ed.DecoderConfig, PLAIN, dict(embedding_scale=0.0), "above 0"),
@@ -543,7 +580,7 @@ def test_bad_configurations_are_refused_by_name(kind, valid, wrong, rule):
 @pytest.mark.parametrize("field", ["fused_qkv", "shared_kv"])
 def test_learned_kernels_are_those_of_separate_projections(field):
     attention = dataclasses.replace(MIXER, **{field: True})
-    with pytest.raises(ed.ConfigError, match=f"LearnedInitConfig.attention has {field}=True: .* Set it to False"):
+    with pytest.raises(ed.ConfigError, match=f"LearnedInitConfig.attention has {field}=True: .* Leave it out"):
         LearnedInitConfig(**(TAUGHT | dict(attention=attention)))
 
 
@@ -563,7 +600,7 @@ def test_blocks_of_a_wrong_type_are_refused(blocks):
         (AttentionConfig, ATTENTION | dict(rope="llama3")),
         (AttentionConfig, ATTENTION | dict(qk_norm=RMS)),
         (AttentionConfig, ATTENTION | dict(sinks="no")),
-        (LatentAttentionConfig, RANKS | dict(rope=None)),
+        (LatentAttentionConfig, RANKS | dict(rope="yarn")),
         (LatentAttentionConfig, RANKS | dict(bias="no")),
         (LearnedInitConfig, TAUGHT | dict(attention=MLP)),
         (LearnedInitConfig, TAUGHT | dict(general=1)),

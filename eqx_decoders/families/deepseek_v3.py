@@ -12,7 +12,6 @@ from eqx_decoders.families.deepseek import MLP, WEIGHTS, deepseek, read_deepseek
 from eqx_decoders.families.family import Family, Weight
 from eqx_decoders.families.fields import Fields
 from eqx_decoders.families.shape import Shape
-from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import YarnRope
 from eqx_decoders.layers.router import RouterConfig
@@ -57,7 +56,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     mixer = config.blocks[0].mixer
     return write_deepseek(config) | {
         "norm_topk_prob": moe.experts_of(config).router.renormalize,
-        "rope_interleave": isinstance(mixer, LatentAttentionConfig) and mixer.rope.pairing == "interleaved",
+        "rope_interleave": getattr(getattr(mixer, "rope", None), "pairing", None) == "interleaved",
         "num_nextn_predict_layers": 0 if config.mtp is None else config.mtp.num_depths,
     }
 

@@ -12,16 +12,37 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from eqx_decoders.axes import Axes, axes, named_leaves
 from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import Decoder, DecoderConfig
 from eqx_decoders.errors import ConfigError, ConversionError, check
 from eqx_decoders.families.fields import ALLOWED_VALUES, IGNORED_KEYS, Fields, abbreviate
 from eqx_decoders.layers.experts import ExpertsConfig
+from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.router import RouterConfig
 from eqx_decoders.mtp import MTPConfig
 from eqx_decoders.stack import segments
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """Which one of several weights that share a tensor: they stand one after the other along one of its dimensions.
+
+    **Arguments:**
+
+    - `index`, `count`: which of them this is, counted from 0, and how many they are.
+    - `axis`: the dimension.
+    - `within`: an axis of the layer, of whose size the dimension has equal blocks, each with a share of every weight in
+        turn, as where a query head stands beside its gate; None for one block.
+    """
+
+    index: int
+    count: int
+    axis: int = 0
+    within: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,21 +53,54 @@ class Weight:
 
     - `name`: the tensor's name in a checkpoint; `{layer}` and `{expert}` stand for numbers.
     - `path`: the weight's path here, within a block if `name` has a layer, else within the decoder.
-    - `pattern`: from the tensor's dimensions to ours, for `einops.rearrange`. Of weights that share a tensor, ours
-        begin with the word `part`.
-    - `part`: which of them this is, counted from 0, and how many they are.
+    - `pattern`: from the tensor's dimensions to ours, for `einops.rearrange`. Of a part of a tensor it is written as if
+        this were the whole.
+    - `part`: where several weights share the tensor.
     """
 
     name: str
     path: str
     pattern: str
-    part: tuple[int, int] | None = None
+    part: Part | None = None
 
     def fits(self, words: Axes) -> bool:
         """Whether this is the row of a weight with these axes: an MLP's and its experts' gates have the same path."""
         stacked = [word for word in ("layers", "experts") if f"{{{word[:-1]}}}" in self.name]
-        own = [word for word in self.pattern.split("->")[1].split() if word != "part"]
-        return (*stacked, *own) == words
+        return (*stacked, *self.pattern.split("->")[1].split()) == words
+
+
+def sharing(name: str, *rows: tuple[str, str], axis: int = 0, within: str | None = None) -> tuple[Weight, ...]:
+    """Rows of weights that share the tensor `name`, in their order, each with its path and its pattern."""
+    return tuple(
+        Weight(name, path, pattern, Part(index=index, count=len(rows), axis=axis, within=within))
+        for index, (path, pattern) in enumerate(rows)
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Section:
+    """Which part of a tensor's dimension is one weight's: the same rows of each of its equal blocks.
+
+    **Arguments:**
+
+    - `index`: which of the weights that share the tensor it is.
+    - `axis`: the dimension.
+    - `blocks`: how many it has.
+    - `begin`, `size`: the weight's rows in each block, of `block_size` rows that it has.
+    """
+
+    index: int
+    axis: int
+    blocks: int
+    begin: int
+    size: int
+    block_size: int
+
+    def of(self, x: np.ndarray) -> np.ndarray:
+        """The weight's rows of some whole blocks, without a copy: `[..., blocks, size, ...]`."""
+        before, after = x.shape[: self.axis], x.shape[self.axis + 1 :]
+        own = slice(self.begin, self.begin + self.size)
+        return x.reshape(*before, -1, self.block_size, *after)[(*[slice(None)] * (self.axis + 1), own)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,16 +111,16 @@ class WeightMapping:
 
     - `names`: the tensors that hold it, in the order of its leading axes.
     - `stack`: the sizes of these axes: none, the layers, or the layers and the experts.
-    - `pattern`: of one of the tensors.
-    - `sizes`: of every word in `pattern`.
-    - `part`: which part of the tensor it is; None for all of it.
+    - `pattern`: of one of the tensors, or of its section.
+    - `sizes`: of every word in `pattern`, 1 among them.
+    - `section`: the part of each tensor that is this weight's; None for all of it.
     """
 
     names: tuple[str, ...]
     stack: tuple[int, ...]
     pattern: str
     sizes: Mapping[str, int]
-    part: int | None = None
+    section: Section | None = None
 
     def name(self, place: tuple[int, ...]) -> str:
         """The tensor at a place of the leading axes."""
@@ -80,6 +134,14 @@ class WeightMapping:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of each tensor in the checkpoint."""
+        shape, section = self.own_shape, self.section
+        if section is None:
+            return shape
+        return (*shape[: section.axis], section.blocks * section.block_size, *shape[section.axis + 1 :])
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape that each tensor would have without the other weights in it."""
         return tuple(math.prod(self.sizes[word] for word in group) for group in self.groups)
 
     @property
@@ -91,7 +153,7 @@ class WeightMapping:
     @property
     def words(self) -> tuple[str, ...]:
         """The words of our dimensions, without those of `stack`."""
-        return tuple(word for word in self.pattern.split("->")[1].split() if word != "part")
+        return tuple(self.pattern.split("->")[1].split())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +168,8 @@ class Family:
     - `weights`: the table.
     - `prefix`: of the base model; files saved without a head may lack it.
     - `ignored_keys`: keys of `config.json` that have no effect here, besides `IGNORED_KEYS`, each with the reason.
-    - `ignored_tensors`: regular expression of tensors that hold nothing learned, such as tables of frequencies.
+    - `ignored_tensors`: regular expression of tensors that hold nothing learned, such as tables of frequencies; or a
+        function that makes it of a configuration.
     - `aliases`: further words for `model_type`; none of them is written.
     - `fused`: rows in place of some of `weights` where all experts of a layer share a tensor.
     - `copies`: tensors that repeat others, `{layer}` being a layer of multi-token prediction.
@@ -119,7 +182,7 @@ class Family:
     weights: tuple[Weight, ...]
     prefix: str = "model."
     ignored_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    ignored_tensors: str = r".*rotary_emb\.inv_freq"
+    ignored_tensors: str | Callable[[DecoderConfig], str] = r".*rotary_emb\.inv_freq"
     aliases: tuple[str, ...] = ()
     fused: tuple[Weight, ...] = ()
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -135,12 +198,13 @@ class Family:
             raise fields.error(
                 f"architectures={abbreviate(named)} must name {self.architecture}: other heads are not implemented."
             )
-        for key, allowed in ALLOWED_VALUES.items():
-            fields.allow_only(key, *allowed)
         try:
             config = self.read(fields)
         except ConfigError as error:
             raise fields.error(str(error)) from error
+        for key, allowed in ALLOWED_VALUES.items():
+            if not fields.is_read(key):
+                fields.allow_only(key, *allowed)
         ignored = {**IGNORED_KEYS, **self.ignored_keys}
         fields.finish(ignored)
         internal = ("_", "attn_implementation")  # how transformers runs a model: no part of an export
@@ -171,24 +235,31 @@ class Family:
         for stack, layer in _places(model.config):
             stacks.setdefault(stack, []).append(layer)
         words, leaves = axes(model), named_leaves(model)
-        found: dict[str, WeightMapping] = {}
+        rows: dict[str, tuple[Weight, str]] = {}
         for weight in self.weights:
-            layered = "{layer}" in weight.name
-            for stack, layers in stacks.items() if layered else [("", [0])]:
-                path = f"{stack}.{weight.path}" if layered else weight.path
+            for stack in stacks if "{layer}" in weight.name else [""]:
+                path = f"{stack}.{weight.path}".strip(".")
                 if path in leaves and weight.fits(words[path]):
-                    found[path] = _mapping(weight, layers if layered else None, words[path], leaves[path].shape)
-        lacking = sorted(set(leaves) - set(found))
+                    rows[path] = (weight, stack)
+        lacking = sorted(set(leaves) - set(rows))
         check(not lacking, f"{self.architecture} has no tensor for {', '.join(lacking[:5])}.", ConversionError)
+        sizes = {path: dict(zip(words[path], leaf.shape, strict=True)) for path, leaf in leaves.items()}
+        found = {path: _mapping(weight, stacks.get(stack), sizes[path]) for path, (weight, stack) in rows.items()}
+        for path, section in _sections(rows, found, sizes).items():
+            found[path] = dataclasses.replace(found[path], section=section)
         return found
+
+    def is_ignored(self, tensor: str, config: DecoderConfig) -> bool:
+        """Whether a tensor of such a model holds nothing that it reads."""
+        rule = self.ignored_tensors
+        return re.fullmatch(rule if isinstance(rule, str) else rule(config), tensor) is not None
 
     def copied(self, config: DecoderConfig) -> dict[str, str]:
         """Tensors that repeat others, each with the name of the one that it repeats."""
         return {copy.format(layer=layer): name for layer in depth_layers(config) for copy, name in self.copies.items()}
 
 
-def _mapping(weight: Weight, layers: list[int] | None, words: Axes, shape: tuple[int, ...]) -> WeightMapping:
-    sizes = dict(zip(words, shape, strict=True)) | ({} if weight.part is None else {"part": weight.part[1]})
+def _mapping(weight: Weight, layers: list[int] | None, sizes: Mapping[str, int]) -> WeightMapping:
     numbers = [("layer", layers)] if layers is not None else []
     if "{expert}" in weight.name:
         numbers.append(("expert", list(range(sizes["experts"]))))
@@ -197,9 +268,45 @@ def _mapping(weight: Weight, layers: list[int] | None, words: Axes, shape: tuple
         names=tuple(weight.name.format(**dict(zip((k for k, _ in numbers), place, strict=True))) for place in places),
         stack=tuple(len(values) for _, values in numbers),
         pattern=weight.pattern,
-        sizes=sizes,
-        part=None if weight.part is None else weight.part[0],
+        sizes={**sizes, "1": 1},
     )
+
+
+def _sections(
+    rows: Mapping[str, tuple[Weight, str]],
+    mappings: Mapping[str, WeightMapping],
+    sizes: Mapping[str, Mapping[str, int]],
+) -> dict[str, Section]:
+    """Where the weights that share tensors stand in them: it follows from the sizes of all of them."""
+    together: dict[tuple[str, str], dict[int, str]] = {}
+    for path, (weight, stack) in rows.items():
+        if weight.part is not None:
+            together.setdefault((weight.name, stack), {})[weight.part.index] = path
+    found: dict[str, Section] = {}
+    for (name, _), paths in together.items():
+        sections, begin = {}, 0
+        for index, path in sorted(paths.items()):
+            part = rows[path][0].part
+            assert part is not None
+            rule = f"{name} holds {part.count} weights, and the model has {len(paths)} of them"
+            check(len(paths) == part.count, f"{path}: {rule}.", ConversionError)
+            blocks = 1 if part.within is None else _size_beside(path, part.within, sizes)
+            size, rest = divmod(mappings[path].own_shape[part.axis], blocks)
+            check(
+                rest == 0, f"{path}: its rows in {name} must be a multiple of {part.within}={blocks}.", ConversionError
+            )
+            sections[path] = Section(index=index, axis=part.axis, blocks=blocks, begin=begin, size=size, block_size=0)
+            begin += size
+        found |= {path: dataclasses.replace(section, block_size=begin) for path, section in sections.items()}
+    return found
+
+
+def _size_beside(path: str, word: str, sizes: Mapping[str, Mapping[str, int]]) -> int:
+    """The size of an axis of the weights in the module of the one at `path`."""
+    module = path.rpartition(".")[0] + "."
+    beside = [known[word] for other, known in sizes.items() if other.startswith(module) and word in known]
+    check(bool(beside), f"{path}: no weight of its module has the axis {word}.", ConversionError)
+    return beside[0]
 
 
 def depth_layers(config: DecoderConfig) -> range:
@@ -235,8 +342,14 @@ def for_inference(config: DecoderConfig) -> DecoderConfig:
             )
         return mlp
 
+    def inference_mixer(mixer: Any) -> Any:
+        if isinstance(mixer, LatentAttentionConfig) and mixer.indexer is not None:
+            return dataclasses.replace(mixer, indexer=dataclasses.replace(mixer.indexer, loss_weight=0.0, warmup=False))
+        return mixer
+
     def inference_block(block: BlockConfig) -> BlockConfig:
-        return dataclasses.replace(block, dropout=0.0, mlp=inference_mlp(block.mlp))
+        mixer, mlp = inference_mixer(block.mixer), inference_mlp(block.mlp)
+        return dataclasses.replace(block, dropout=0.0, mixer=mixer, mlp=mlp)
 
     blocks = {block: inference_block(block) for block in dict.fromkeys(config.blocks)}
     mtp = config.mtp

@@ -94,6 +94,10 @@ class Fields:
     def unknown(self, setting: str, word: Any, known: Iterable[str]) -> ConversionError:
         return self.error(f"{setting} is not known here.{_near(word, known)} Known: {', '.join(known)}.")
 
+    def is_read(self, key: str) -> bool:
+        """Whether `key` has been asked for."""
+        return key in self._read
+
     def take(self, key: str, default: Any = _REQUIRED, null: Any = _REQUIRED) -> Any:
         """The raw value of `key`."""
         self._read.add(key)

@@ -6,7 +6,7 @@ from typing import Any
 
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families import moe
-from eqx_decoders.families.family import Family, Weight
+from eqx_decoders.families.family import Family, Weight, sharing
 from eqx_decoders.families.fields import Fields
 from eqx_decoders.families.ropes import read_rope, write_rope
 from eqx_decoders.families.shape import Shape, llama_weights, read_cycle_masks, read_shape, write_masks, write_sizes
@@ -64,18 +64,23 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
 
 _LAYER = "model.layers.{layer}."
 _MLP = _LAYER + "mlp."
-_GATE_UP, _GATE_UP_BIAS = "experts embed (mlp part)", "experts (mlp part) -> part experts mlp"
+_EXPERTS = moe.fused_experts(_MLP, "router", gate_up="experts embed mlp", down="experts mlp embed", within="mlp")
+_BIAS = "experts mlp -> experts mlp"
 FAMILY = Family(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
     read=_read,
     write=_write,
     weights=(
-        *llama_weights(mlp=moe.fused_experts(_MLP, "router", gate_up=_GATE_UP, down="experts mlp embed")),
+        *llama_weights(mlp=_EXPERTS),
         Weight(_LAYER + "self_attn.sinks", "mixer.sink", "heads -> heads"),
         Weight(_MLP + "router.bias", "mlp.router.bias", "experts -> experts"),
-        Weight(_MLP + "experts.gate_up_proj_bias", "mlp.gate_bias", _GATE_UP_BIAS, part=(0, 2)),
-        Weight(_MLP + "experts.gate_up_proj_bias", "mlp.up_bias", _GATE_UP_BIAS, part=(1, 2)),
+        *sharing(
+            _MLP + "experts.gate_up_proj_bias",
+            *(("mlp.gate_bias", _BIAS), ("mlp.up_bias", _BIAS)),
+            axis=1,
+            within="mlp",
+        ),
         Weight(_MLP + "experts.down_proj_bias", "mlp.down_bias", "experts embed -> experts embed"),
     ),
     ignored_keys=moe.IGNORED_ROUTER_KEYS | {"initial_context_length": "rope_scaling says it"},

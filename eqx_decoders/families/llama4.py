@@ -118,7 +118,7 @@ FAMILY = Family(
     read=_read,
     write=_write,
     weights=llama_weights(
-        mlp=moe.fused_experts(_MLP, "router", gate_up="experts embed (part mlp)", down="experts mlp embed")
+        mlp=moe.fused_experts(_MLP, "router", gate_up="experts embed mlp", down="experts mlp embed")
         + gated_mlp(_MLP + "shared_expert.", "mlp.shared.")
         + gated_mlp(_MLP)
     ),

@@ -1,4 +1,4 @@
-"""The blocks that MaxText alone has: its default, two without a residual stream, and a variant of Qwen3 with experts.
+"""What MaxText alone has: its default block, two without a residual stream, and variants of Qwen3 and of DeepSeek-V3.
 
 Sizes are those of its base configuration. The final norm and the output head are as in every other decoder.
 """
@@ -6,12 +6,17 @@ Sizes are those of its base configuration. The final norm and the output head ar
 import dataclasses
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
+from eqx_decoders.block import BlockConfig, BranchConfig
 from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.families.deepseek import deepseek
+from eqx_decoders.families.deepseek_v3 import v3_router
 from eqx_decoders.families.qwen3_moe import qwen3_moe
 from eqx_decoders.families.shape import Shape, attentions
+from eqx_decoders.layers.engram import EngramConfig
 from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
-from eqx_decoders.layers.rope import Rope
+from eqx_decoders.layers.rope import Rope, YarnRope
+from eqx_decoders.wiring.hyper_connections import HyperConnections
+from eqx_decoders.wiring.residual import Chained, Parallel, Plain
 
 
 BASE = Shape(
@@ -26,7 +31,7 @@ def default(shape: Shape = BASE, *, rope: Rope = Rope(), dropout: float = 0.0) -
         mixer=shape.attention(rope=rope),
         mlp=shape.mlp(dropout=dropout),
         pre_mixer_norm=shape.norm,
-        wiring="parallel",
+        wiring=Parallel(),
         dropout=dropout,
     )
     return shape.decoder(block, dropout=dropout)
@@ -34,13 +39,13 @@ def default(shape: Shape = BASE, *, rope: Rope = Rope(), dropout: float = 0.0) -
 
 def simple(shape: Shape = BASE) -> DecoderConfig:
     """`W x`: one matrix a layer, without norm or residual connection."""
-    return shape.decoder(BlockConfig(mixer=None, mlp=LinearConfig(), wiring="plain"))
+    return shape.decoder(BlockConfig(mixer=None, mlp=LinearConfig(), wiring=Plain()))
 
 
 def simple_mlp(shape: Shape = BASE) -> DecoderConfig:
     """`W2 (W1 x)`: an MLP without activation, norm or residual connection."""
     mlp = MLPConfig(mlp_dim=shape.mlp_dim, activation="identity", gated=False)
-    return shape.decoder(BlockConfig(mixer=None, mlp=mlp, wiring="plain"))
+    return shape.decoder(BlockConfig(mixer=None, mlp=mlp, wiring=Plain()))
 
 
 def qwen3_custom_moe(shape: Shape, *, latent_dim: int, **options: Any) -> DecoderConfig:
@@ -51,7 +56,37 @@ def qwen3_custom_moe(shape: Shape, *, latent_dim: int, **options: Any) -> Decode
     """
     plain = qwen3_moe(shape, **options)
     mixer = dataclasses.replace(attentions(plain)[0], out_dim=latent_dim)
-    return shape.decoder(dataclasses.replace(plain.blocks[0], mixer=mixer, wiring="chained"))
+    return shape.decoder(dataclasses.replace(plain.blocks[0], mixer=mixer, wiring=Chained()))
+
+
+def deepseek_custom(
+    plain: DecoderConfig, *, streams: int, engram_layers: tuple[int, ...], **engram: Any
+) -> DecoderConfig:
+    """A DeepSeek decoder with hyper-connections, in which some layers (counted from 0) begin with an Engram.
+
+    `engram` are fields of `EngramConfig`. MaxText hashes classes of tokens, which depend on the tokenizer: without
+    `token_classes` each id is its own.
+    """
+    sizes = dict(embed_dim=plain.embed_dim, vocab_size=plain.vocab_size, streams=streams, layers=engram_layers)
+
+    def block(index: int, block: BlockConfig) -> BlockConfig:
+        here = EngramConfig(layer=index, **{**sizes, **engram}) if index in engram_layers else None
+        before = () if here is None else (BranchConfig(layer=here, pre_norm=block.pre_mixer_norm),)
+        return dataclasses.replace(block, wiring=HyperConnections(streams=streams), before=before)
+
+    return dataclasses.replace(plain, blocks=tuple(block(*each) for each in enumerate(plain.blocks)))
+
+
+def _deepseek() -> DecoderConfig:
+    """MaxText's deepseek-custom without its indexer of sparse attention: every query sees the whole past."""
+    shape = Shape(
+        vocab_size=129_280, embed_dim=1024, num_layers=6, num_heads=16, num_kv_heads=16, head_dim=48, mlp_dim=2048
+    )
+    rope = YarnRope(factor=1.0, original_length=4096, mscale=1.0, mscale_all_dim=1.0, pairing="interleaved")
+    router = v3_router(groups=1, groups_per_token=1, scaling_factor=2.5)
+    experts: dict[str, Any] = dict(num_experts=16, num_experts_per_token=2, num_shared=1, expert_dim=512)
+    heads: dict[str, Any] = dict(q_rank=384, kv_rank=128, nope_dim=32, value_dim=128)
+    return deepseek(shape, router=router, num_dense_layers=1, rope=rope, **experts, **heads)
 
 
 _QWEN3 = Shape(
@@ -63,4 +98,5 @@ MODELS = {
     "maxtext-simple": simple,
     "maxtext-simple-mlp": simple_mlp,
     "qwen3-custom-30b-a3b": lambda: qwen3_custom_moe(_QWEN3, expert_dim=2048, latent_dim=768, rope=Rope(theta=1e7)),
+    "deepseek-custom": lambda: deepseek_custom(_deepseek(), streams=4, engram_layers=(1, 4), head_dim=512),
 }

@@ -4,7 +4,7 @@ from typing import Any
 
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families.family import Weight
+from eqx_decoders.families.family import Weight, sharing
 from eqx_decoders.families.fields import Fields, activation_name
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.mlp import MLPConfig
@@ -55,13 +55,20 @@ def separate_experts(
 
 
 def fused_experts(
-    prefix: str, router: str = "gate", gate_up: str = "experts (part mlp) embed", down: str = "experts embed mlp"
+    prefix: str,
+    router: str = "gate",
+    gate_up: str = "experts mlp embed",
+    down: str = "experts embed mlp",
+    within: str | None = None,
 ) -> tuple[Weight, ...]:
-    """Rows of a router, and of experts that share tensors with these dimensions, as transformers holds them."""
+    """Rows of a router, and of experts that share tensors with these dimensions, as transformers holds them.
+
+    Gates and up projections are halves of `mlp` or, `within` each of its places, neighbours.
+    """
+    pattern, axis = f"{gate_up} -> experts embed mlp", gate_up.split().index("mlp")
     return (
         Weight(prefix + f"{router}.weight", "mlp.router.kernel", "experts embed -> embed experts"),
-        Weight(prefix + "experts.gate_up_proj", "mlp.gate", f"{gate_up} -> part experts embed mlp", part=(0, 2)),
-        Weight(prefix + "experts.gate_up_proj", "mlp.up", f"{gate_up} -> part experts embed mlp", part=(1, 2)),
+        *sharing(prefix + "experts.gate_up_proj", ("mlp.gate", pattern), ("mlp.up", pattern), axis=axis, within=within),
         Weight(prefix + "experts.down_proj", "mlp.down", f"{down} -> experts mlp embed"),
     )
 

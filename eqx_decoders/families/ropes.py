@@ -8,10 +8,16 @@ from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.fields import Fields
 from eqx_decoders.families.shape import LAYER_TYPES, attentions
 from eqx_decoders.layers.mask import Causal, SlidingWindow
-from eqx_decoders.layers.rope import LinearRope, Llama3Rope, Rope, YarnRope
+from eqx_decoders.layers.rope import LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
 
 
-_TYPES = {Rope: "default", LinearRope: "linear", Llama3Rope: "llama3", YarnRope: "yarn"}
+_TYPES = {
+    Rope: "default",
+    LinearRope: "linear",
+    Llama3Rope: "llama3",
+    YarnRope: "yarn",
+    ProportionalRope: "proportional",
+}
 # Keys of a table and fields of a configuration.
 _KEYS = {
     "rope_theta": "theta",
@@ -23,9 +29,27 @@ _KEYS = {
 }
 
 
-def read_rope(fields: Fields, *, theta: float = 10_000.0, pairing: Literal["half", "interleaved"] = "half") -> Rope:
-    """The rotary embedding of all layers, from `rope_parameters` or the older `rope_theta` and `rope_scaling`."""
-    outer = _Outer(fields.number("rope_theta", None), theta, fields.integer("max_position_embeddings", None))
+def read_rope(
+    fields: Fields,
+    *,
+    theta: float = 10_000.0,
+    pairing: Literal["half", "interleaved"] = "half",
+    fraction: float | None = None,
+    sections: tuple[int, ...] = (),
+) -> Rope:
+    """The rotary embedding of all layers, from `rope_parameters` or the older `rope_theta` and `rope_scaling`.
+
+    Partial rotation and positions of several dimensions are refused unless their defaults, `fraction` and `sections`,
+    are given.
+    """
+    outer = _Outer(
+        theta=fields.number("rope_theta", None),
+        default=theta,
+        length=fields.integer("max_position_embeddings", None),
+        fraction=None if fraction is None else fields.number("partial_rotary_factor", None),
+        default_fraction=fraction,
+        sections=sections,
+    )
     original = fields.integer("original_max_position_embeddings", None)
     tables = [fields.table(key) for key in ("rope_parameters", "rope_scaling")]
     for table in tables:
@@ -50,21 +74,37 @@ def read_ropes(fields: Fields, *, theta: float, local_theta: float, local_key: s
     if parameters is not None:
         parameters.finish()
     local = None if local_key is None else fields.number(local_key, None)
-    outer = _Outer(fields.number("rope_theta", None), theta, length, nested=True)
+    outer = _Outer(theta=fields.number("rope_theta", None), default=theta, length=length, nested=True)
+    local_outer = _Outer(theta=local, default=local_theta, length=length, nested=True)
     return {
         "full_attention": _agreeing(fields, [full, scaling], outer),
-        "sliding_attention": _agreeing(fields, [sliding], _Outer(local, local_theta, length, nested=True)),
+        "sliding_attention": _agreeing(fields, [sliding], local_outer),
     }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Outer:
-    """What stands outside of a table: theta or, without it, the default; the context length; whether layers differ."""
+    """What stands outside of a table, and what is taken where nothing is said.
+
+    `nested`: layers of different types have tables of their own. A `default_fraction` of None: all features are
+    rotated; no `sections`: positions have one dimension.
+    """
 
     theta: float | None
     default: float
     length: int | None
     nested: bool = False
+    fraction: float | None = None
+    default_fraction: float | None = None
+    sections: tuple[int, ...] = ()
+
+    def common(self, theta: float | None, fraction: float | None) -> dict[str, Any]:
+        """The fields that all kinds of rotary embeddings have, with what a table says of two of them."""
+        return {
+            "theta": theta or self.theta or self.default,
+            "fraction": fraction or self.fraction or self.default_fraction or 1.0,
+            "sections": self.sections,
+        }
 
 
 def _agreeing(fields: Fields, tables: list[Fields | None], outer: _Outer) -> Rope:
@@ -72,35 +112,52 @@ def _agreeing(fields: Fields, tables: list[Fields | None], outer: _Outer) -> Rop
     found = [_rope(table, outer) for table in tables if table is not None]
     if any(rope != found[0] for rope in found):
         raise fields.error("rope_parameters and rope_scaling say different things: remove one of them.")
-    return found[0] if found else Rope(theta=outer.theta or outer.default)
+    return found[0] if found else Rope(**outer.common(None, None))
 
 
 def _rope(fields: Fields, outer: _Outer) -> Rope:
     """One table of rotary settings."""
-    own = fields.number("rope_theta", None)
-    if own is not None and outer.theta is not None and own != outer.theta:
-        raise fields.error(f"rope_theta={own}, but {outer.theta} outside of it: make them equal.")
-    theta = own or outer.theta or outer.default
-    fields.allow_only("partial_rotary_factor", 1, 1.0)
     kind = fields.word("rope_type", {name: name for name in _TYPES.values()}, "default")
+    partial = outer.default_fraction is not None or kind == _TYPES[ProportionalRope]
+    common = outer.common(
+        _inner(fields, "rope_theta", outer.theta),
+        _inner(fields, "partial_rotary_factor", outer.fraction) if partial else None,
+    )
+    if not partial:
+        fields.allow_only("partial_rotary_factor", 1, 1.0)
+    if outer.sections:
+        fields.allow_only("mrope_interleaved", True)
+        common["sections"] = tuple(fields.numbers("mrope_section", outer.sections))
+        if len(common["sections"]) != len(outer.sections):
+            raise fields.error(f"mrope_section must have {len(outer.sections)} numbers: time, height and width.")
     ignored = ["max_position_embeddings", "finetuned"]
     if kind == "default":
-        rope, ignored = Rope(theta=theta), [*ignored, "factor", "original_max_position_embeddings"]
+        rope, ignored = Rope(**common), [*ignored, "factor", "original_max_position_embeddings"]
     elif kind == "linear":
-        rope = LinearRope(theta=theta, factor=fields.number("factor"))
+        rope = LinearRope(**common, factor=fields.number("factor"))
         ignored = [*ignored, "original_max_position_embeddings"]
+    elif kind == "proportional":
+        rope = ProportionalRope(**common, factor=fields.number("factor", 1.0))
     elif kind == "llama3":
         rope = Llama3Rope(
-            theta=theta,
+            **common,
             original_length=_original_length(fields, outer),
             factor=fields.number("factor"),
             low_frequency_factor=fields.number("low_freq_factor"),
             high_frequency_factor=fields.number("high_freq_factor"),
         )
     else:
-        rope = _yarn_rope(fields, theta, outer)
+        rope = _yarn_rope(fields, common, outer)
     fields.finish(dict.fromkeys(ignored, "has no effect on this type"))
     return rope
+
+
+def _inner(fields: Fields, key: str, outside: float | None) -> float | None:
+    """A number of a table, which must be that outside of it where both are given."""
+    own = fields.number(key, None)
+    if own is not None and outside is not None and own != outside:
+        raise fields.error(f"{key}={own}, but {outside} outside of it: make them equal.")
+    return own
 
 
 def _original_length(fields: Fields, outer: _Outer) -> int:
@@ -110,7 +167,7 @@ def _original_length(fields: Fields, outer: _Outer) -> int:
     return original
 
 
-def _yarn_rope(fields: Fields, theta: float, outer: _Outer) -> YarnRope:
+def _yarn_rope(fields: Fields, common: dict[str, Any], outer: _Outer) -> YarnRope:
     original = _original_length(fields, outer)
     # an explicit null stands for the ratio of the two lengths
     factor = fields.number("factor", null=None if outer.length is None else outer.length / original)
@@ -120,7 +177,7 @@ def _yarn_rope(fields: Fields, theta: float, outer: _Outer) -> YarnRope:
     mscale, mscale_all_dim = fields.number("mscale", None), fields.number("mscale_all_dim", None)
     truncate = fields.flag("truncate", True)
     return YarnRope(
-        theta=theta,
+        **common,
         factor=factor,
         original_length=original,
         beta_fast=fields.number("beta_fast", 32.0),
@@ -134,13 +191,17 @@ def _yarn_rope(fields: Fields, theta: float, outer: _Outer) -> YarnRope:
     )
 
 
-def write_rope(config: DecoderConfig) -> dict[str, Any]:
-    """The rotary embedding of all layers, as `rope_parameters` and in the spelling that transformers 4 reads."""
+def write_rope(config: DecoderConfig, *, partial: bool = False) -> dict[str, Any]:
+    """The rotary embedding of all layers, as `rope_parameters` and in the spelling that transformers 4 reads.
+
+    `partial` is for families whose `fraction` has a default: it is always written.
+    """
     mixer = next((block.mixer for block in config.blocks if getattr(block.mixer, "rope", None)), None)
-    table = _table(getattr(mixer, "rope", None))
-    scaling = {key: value for key, value in table.items() if key != "rope_theta"}
-    old = {"rope_scaling": scaling} if scaling["rope_type"] != "default" else {}
-    return {"rope_parameters": table, "rope_theta": table["rope_theta"]} | old
+    table = _table(getattr(mixer, "rope", None), partial)
+    outside = {key: table[key] for key in ("rope_theta", "partial_rotary_factor") if key in table}
+    scaling = {key: value for key, value in table.items() if key not in outside}
+    old = {"rope_scaling": scaling} if scaling != {"rope_type": "default"} else {}
+    return {"rope_parameters": table} | outside | old
 
 
 def write_ropes(config: DecoderConfig) -> dict[str, Any]:
@@ -149,11 +210,17 @@ def write_ropes(config: DecoderConfig) -> dict[str, Any]:
     return {"rope_parameters": {LAYER_TYPES[kind]: _table(rope) for kind, rope in kinds.items()}}
 
 
-def _table(rope: Rope | None) -> dict[str, Any]:
+def _table(rope: Rope | None, partial: bool = False) -> dict[str, Any]:
     """The table of one rotary embedding, as transformers 5 writes it."""
     if rope is None:
         raise ConversionError("AttentionConfig.rope=None: there must be a rotary embedding.")
     table: dict[str, Any] = {key: getattr(rope, field, None) for key, field in _KEYS.items()}
     if table["truncate"]:
         del table["truncate"]  # the default
+    if isinstance(rope, ProportionalRope) and rope.factor == 1.0:
+        del table["factor"]  # likewise
+    if partial or rope.fraction != 1.0:
+        table["partial_rotary_factor"] = rope.fraction
+    if rope.sections:
+        table |= {"mrope_section": list(rope.sections), "mrope_interleaved": True}
     return {"rope_type": _TYPES[type(rope)]} | {key: value for key, value in table.items() if value is not None}

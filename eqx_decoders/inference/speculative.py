@@ -15,12 +15,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from eqx_decoders.axes import AnyArray
+from eqx_decoders.cache import Cache
 from eqx_decoders.context import Context
-from eqx_decoders.create import block_cache, init_cache
-from eqx_decoders.decoder import Cache, Decoder
+from eqx_decoders.create import block_memory, init_cache
+from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer
-from eqx_decoders.layers.cache import KVCache, Past
+from eqx_decoders.layers import memory
 from eqx_decoders.sampling import Greedy, Sampler, is_stop
+from eqx_decoders.stack import at_layer
 
 
 class Speculation(NamedTuple):
@@ -40,13 +42,13 @@ class Speculation(NamedTuple):
 
 
 class _Depths(eqx.Module):
-    """What the depths remember: their caches, and what depth k last made of token p - k, p being the next position.
+    """What the depths remember: their memories, and what depth k last made of token p - k, p being the next position.
 
     Depth k can store token t once token t + k is known, so it is k - 1 tokens behind the first depth, whose entries
     are as many as the model's.
     """
 
-    caches: tuple[KVCache | None, ...]
+    memories: tuple[dict[str, Any], ...]
     last: tuple[Float[Array, "batch 1 embed"], ...]
 
 
@@ -132,7 +134,7 @@ def _prefill(model, prompt, lengths, max_new_tokens, room, num_draft_tokens, sto
     following = jnp.where(index == lengths[:, None] - 1, token[:, None], following)
     nothing = jnp.zeros((batch, 1, config.embed_dim), hidden.dtype)
     depths = _Depths(
-        caches=tuple(block_cache(config.mtp.block, 1, batch, room, dtype) for _ in range(num_draft_tokens)),
+        memories=tuple(block_memory(config.mtp.block, 1, batch, room, dtype) for _ in range(num_draft_tokens)),
         last=(nothing,) * (num_draft_tokens - 1),
     )
     depths, draft = _draft(model, depths, hidden, following, jnp.zeros_like(lengths), lengths, cache_is_empty=True)
@@ -218,8 +220,8 @@ def _draft(
     """
     assert model.mtp is not None
     length, each = hidden.shape[1], model.mtp.unstacked()
-    stream, drafted, caches, last = model.mtp_input(hidden), [], [], []
-    for index, cache in enumerate(depths.caches):
+    stream, drafted, memories, last = model.mtp_input(hidden), [], [], []
+    for index, kept in enumerate(depths.memories):
         # from `index` tokens further back, where the last call could not yet go: stream and tokens are one longer
         if index > 0:
             stream = jnp.concatenate([depths.last[index - 1], stream], axis=1)
@@ -230,16 +232,16 @@ def _draft(
         positions = jnp.where(real, positions, -1)
         ctx = Context(positions=positions, execution=model.execution, cache_is_empty=cache_is_empty)
         later = Context(positions=jnp.where(real, positions + index + 1, -1), execution=model.execution)
-        past = None if cache is None or cache_is_empty else _past(cache)
+        past = None if cache_is_empty else memory.pasts(kept, at_layer(memory.slices(kept), 0))
         stream, entries, _ = each[index](stream, model.embed(following, later), ctx, past)
         # only where the token that it read is no draft
         stored = jnp.where(offset < known[:, None], positions, -1)
-        caches.append(cache if cache is None else cache.commit(jax.tree.map(lambda x: x[None], entries), stored))
+        memories.append(memory.commit(kept, jax.tree.map(lambda x: x[None], entries), stored))
         end = jnp.maximum(known - 1, 0)[:, None, None]
         tip = jnp.take_along_axis(stream, end + index, axis=1)
         drafted.append(jnp.argmax(model.logits(tip, depth=index + 1)[:, 0], axis=-1).astype(jnp.int32))
         last.append(jnp.take_along_axis(stream, end, axis=1))
-    return _Depths(tuple(caches), tuple(last[: len(depths.last)])), jnp.stack(drafted, axis=1)
+    return _Depths(tuple(memories), tuple(last[: len(depths.last)])), jnp.stack(drafted, axis=1)
 
 
 def _with_draft(
@@ -249,12 +251,6 @@ def _with_draft(
     longer = jnp.pad(following, ((0, 0), (0, 1)))
     index = jnp.arange(longer.shape[1], dtype=jnp.int32)[None]
     return jnp.where(index == where[:, None], token[:, None], longer)
-
-
-def _past(cache: KVCache) -> Past:
-    """A cache of one layer, as that layer reads it."""
-    value = None if cache.value is None else cache.value[0]
-    return Past(key=cache.key[0], value=value, positions=cache.positions)
 
 
 def _until_stop(

@@ -213,7 +213,8 @@ def exported(
     holders: dict[str, dict[int, tuple[WeightMapping, Any, tuple[int, ...]]]] = {}
     for path, mapping in mappings.items():
         for place in itertools.product(*map(range, mapping.stack)):
-            holders.setdefault(mapping.name(place), {})[mapping.part or 0] = (mapping, leaves[path], place)
+            index = 0 if mapping.section is None else mapping.section.index
+            holders.setdefault(mapping.name(place), {})[index] = (mapping, leaves[path], place)
     return {name: functools.partial(_tensor, parts, dtype) for name, parts in holders.items()}
 
 
@@ -222,14 +223,17 @@ def _tensor(
 ) -> np.ndarray | None:
     """One tensor of a checkpoint, filled with the weights that share it; None in all processes but the first."""
     mapping, leaf, _ = parts[0]
-    assert len(parts) == mapping.sizes.get("part", 1), mapping
     tensor = np.empty(mapping.shape, leaf.dtype if dtype is None else dtype) if jax.process_index() == 0 else None
-    # The same memory in our order: what is written into it needs no copy in between.
-    ours = None if tensor is None else rearrange(tensor, mapping.pattern, **given_sizes(mapping, mapping.sizes))
-    for part, (_, leaf, place) in sorted(parts.items()):
+    for _, (mapping, leaf, place) in sorted(parts.items()):
+        section = tensor if tensor is None or mapping.section is None else mapping.section.of(tensor)
+        # The same memory in our order, where it can be: what is written into it needs no copy in between.
+        own = None if section is None else section.reshape(mapping.own_shape)
+        ours = None if own is None else rearrange(own, mapping.pattern, **given_sizes(mapping, mapping.sizes))
         for cut, piece in pieces(leaf, place):
             if ours is not None:
-                copy_in_pieces((ours if mapping.part is None else ours[part])[cut], piece)
+                copy_in_pieces(ours[cut], piece)
+        if section is not None and own is not None and not np.may_share_memory(own, section):
+            section[...] = own.reshape(section.shape)
     return tensor
 
 

@@ -28,7 +28,7 @@ from eqx_decoders.create import abstract
 from eqx_decoders.decoder import Decoder, DecoderConfig, Origin
 from eqx_decoders.errors import ConversionError, check
 from eqx_decoders.families import find_family
-from eqx_decoders.families.family import Family, WeightMapping, depth_layers
+from eqx_decoders.families.family import Family, Section, WeightMapping, depth_layers
 from eqx_decoders.io.directory import FLOATS, Directory, StoredTensor, check_dtypes, check_tensors
 from eqx_decoders.io.generation_config import parse_token_ids, read_generation_config
 from eqx_decoders.io.hub import resolve
@@ -105,7 +105,7 @@ def _target(
 ) -> tuple[Decoder, dict[str, WeightMapping], dict[str, StoredTensor]]:
     """The model's shapes, what each weight is made of, and the tensors."""
     config, origin, family = _read_config(directory)
-    tensors = _without_ignored(checkpoint_tensors(directory), family)
+    tensors = _without_ignored(checkpoint_tensors(directory), family, config)
     family = family.stored_as(tensors)
     check_dtypes(tensors)
     if config.tied and _HEAD in tensors:
@@ -177,11 +177,13 @@ def _without_copies(tensors: dict[str, StoredTensor], copies: Mapping[str, str])
     return {name: stored for name, stored in tensors.items() if copies.get(name) not in tensors}
 
 
-def _without_ignored(tensors: dict[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
+def _without_ignored(
+    tensors: dict[str, StoredTensor], family: Family, config: DecoderConfig
+) -> dict[str, StoredTensor]:
     """Under their full names, without those that hold no information."""
     if not any(name.startswith(family.prefix) for name in tensors):  # saved from the base model
         tensors = {name if name == _HEAD else family.prefix + name: stored for name, stored in tensors.items()}
-    return {name: stored for name, stored in tensors.items() if not re.fullmatch(family.ignored_tensors, name)}
+    return {name: stored for name, stored in tensors.items() if not family.is_ignored(name, config)}
 
 
 def _untied(config: DecoderConfig, tensors: dict[str, StoredTensor], family: Family) -> DecoderConfig:
@@ -255,7 +257,9 @@ def _pieces(mapping: WeightMapping, index: tuple[range, ...]) -> Iterator[tuple[
     word = mapping.groups[0][0]
     axis = mapping.words.index(word) if word in mapping.words else 0
     whole = index[axis]
-    row_bytes = 4 * mapping.sizes.get("part", 1) * math.prod(map(len, index)) // max(1, len(whole))
+    row_bytes = 4 * math.prod(map(len, index)) // max(1, len(whole))
+    if (section := mapping.section) is not None and section.blocks > 1:  # the others' rows between are read, too
+        row_bytes = row_bytes * section.block_size // section.size
     step = max(1, _READ // max(1, row_bytes))
     for begin in range(0, len(whole), step):
         first = tuple(begin if place == axis else 0 for place in range(len(index)))
@@ -284,19 +288,31 @@ def copy_in_pieces(target: np.ndarray, source: np.ndarray) -> None:
 def _part(tensor: StoredTensor, mapping: WeightMapping, index: tuple[range, ...]) -> np.ndarray:
     """The part `index` of one layer's weight: what can be cut out of the file is cut there, the rest afterwards."""
     wanted = dict(zip(mapping.words, index, strict=True))
-    if mapping.part is not None:
-        wanted["part"] = range(mapping.part, mapping.part + 1)
     sizes, cuts = dict(mapping.sizes), []
     for first, *rest in mapping.groups:
-        cut, inner = wanted.pop(first), math.prod(mapping.sizes[word] for word in rest)
+        cut, inner = wanted.pop(first, range(mapping.sizes[first])), math.prod(mapping.sizes[word] for word in rest)
         cuts.append(slice(cut.start * inner, cut.stop * inner))
         sizes[first] = len(cut)
-    x = tensor.read(tuple(cuts))
+    x = _read(tensor, mapping.section, tuple(cuts))
     x = rearrange(x, mapping.pattern, **given_sizes(mapping, sizes))
     rest = {word: slice(cut.start, cut.stop) for word, cut in wanted.items()}
-    if mapping.part is not None:
-        x = x[rest.pop("part").start if "part" in rest else 0]
     return x[tuple(rest.get(word, slice(None)) for word in mapping.words)]
+
+
+def _read(tensor: StoredTensor, section: Section | None, cuts: tuple[slice, ...]) -> np.ndarray:
+    """What the `cuts` say of a tensor or, where there is one, of its section, as if that were all of the tensor."""
+    if section is None:
+        return tensor.read(cuts)
+    before, rows, after = cuts[: section.axis], cuts[section.axis], cuts[section.axis + 1 :]
+    first, last = rows.start // section.size, -(-rows.stop // section.size)
+    if last - first <= 1:
+        shift = first * (section.block_size - section.size) + section.begin
+        return tensor.read((*before, slice(rows.start + shift, rows.stop + shift), *after))
+    blocks = slice(first * section.block_size, last * section.block_size)
+    x = section.of(tensor.read((*before, blocks, *after)))
+    x = x.reshape(*x.shape[: section.axis], -1, *x.shape[section.axis + 2 :])
+    begin = rows.start - first * section.size
+    return x[(*[slice(None)] * section.axis, slice(begin, begin + rows.stop - rows.start))]
 
 
 def given_sizes(mapping: WeightMapping, sizes: Mapping[str, int]) -> dict[str, int]:

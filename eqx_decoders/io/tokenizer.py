@@ -140,6 +140,10 @@ class JsonTokenizer:
         """The text of `ids`; special tokens are left out, or with `special` stand as their names."""
         return self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=not special)
 
+    def name_of(self, index: int) -> str | None:
+        """What the vocabulary calls one id; None for an id that has no name."""
+        return self._inner.id_to_token(index)
+
     def save(self, directory: str | Path) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json`."""
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": self._bos, "eos_token": self._eos}

@@ -6,7 +6,12 @@ from eqx_decoders.layers.embedding import (
     SinusoidalPositions as SinusoidalPositions,
 )
 from eqx_decoders.layers.experts import Experts as Experts, ExpertsConfig as ExpertsConfig
-from eqx_decoders.layers.kernel import KERNELS as KERNELS, Kernel as Kernel, attend as attend
+from eqx_decoders.layers.kernel import (
+    KERNELS as KERNELS,
+    Kernel as Kernel,
+    attend as attend,
+    max_scores as max_scores,
+)
 from eqx_decoders.layers.latent import (
     LatentAttention as LatentAttention,
     LatentAttentionConfig as LatentAttentionConfig,
@@ -17,6 +22,8 @@ from eqx_decoders.layers.mask import (
     Causal as Causal,
     Chunked as Chunked,
     SlidingWindow as SlidingWindow,
+    Spans as Spans,
+    spans_of as spans_of,
 )
 from eqx_decoders.layers.mlp import MLP as MLP, Linear as Linear, LinearConfig as LinearConfig, MLPConfig as MLPConfig
 from eqx_decoders.layers.norm import (

@@ -10,12 +10,13 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
-from eqx_decoders.layers.cache import CacheShape, Entries, Past, cache_shape
+from eqx_decoders.layers.branch import BranchResult
 from eqx_decoders.layers.kernel import attend, merge, with_sink
-from eqx_decoders.layers.mask import Causal, Mask
+from eqx_decoders.layers.mask import Causal, Mask, seen_keys
+from eqx_decoders.layers.memory import Entries, KVShape, Past, kv_shape
 from eqx_decoders.layers.mlp import add_bias
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
-from eqx_decoders.layers.rope import Rope, rotate
+from eqx_decoders.layers.rope import Rope, rotary_positions, rotate
 from eqx_decoders.numerics import fan_in
 from eqx_decoders.remat import save
 
@@ -74,6 +75,7 @@ class AttentionConfig:
 
     - `num_heads`, `num_kv_heads`, `head_dim`: query heads, key and value heads (a divisor), features of a head.
     - `mask`: which keys a query sees.
+    - `spans`: whether the tokens of a span (an image, say) see each other whole, whatever the mask.
     - `rope`: rotary embedding; None for none.
     - `query_scale`: multiplies queries; None for `head_dim ** -0.5`.
     - `temperature`: lets queries grow with their position; None for none.
@@ -83,6 +85,9 @@ class AttentionConfig:
     - `qkv_bias`, `out_bias`: biases of the projections.
     - `fused_qkv`: one product for queries, keys and values.
     - `shared_kv`: values are the raw key projection; there is no value projection.
+    - `value_norm`: normalisation of each head's values; None for none.
+    - `borrows`: keys and values are those of an earlier layer, the latest whose `BlockConfig.publishes` is this word
+        (Gemma 4); the layer has no projections for them and remembers nothing. None: its own.
     - `output_gate`: the result of each head is multiplied by `sigmoid(gate x)` (Qwen3-Next).
     - `out_dim`: features of the output; None for those of the input. Another number needs a chained block.
     """
@@ -91,6 +96,7 @@ class AttentionConfig:
     num_kv_heads: int
     head_dim: int
     mask: Mask = Causal()
+    spans: bool = False
     rope: Rope | None = Rope()
     query_scale: float | None = None
     temperature: QueryTemperature | None = None
@@ -103,6 +109,8 @@ class AttentionConfig:
     shared_kv: bool = False
     output_gate: bool = False
     out_dim: int | None = None
+    value_norm: NormConfig | None = None
+    borrows: str | None = None
 
     def __post_init__(self):
         for field in ("num_heads", "num_kv_heads", "head_dim"):
@@ -121,12 +129,21 @@ class AttentionConfig:
             not (self.fused_qkv and self.shared_kv),
             "AttentionConfig.fused_qkv=True and shared_kv=True exclude each other: no values to fuse.",
         )
+        for field in ("fused_qkv", "shared_kv", "value_norm"):
+            rule = f"borrows={self.borrows!r} excludes {field}={getattr(self, field)}: keys and values are another's"
+            check(self.borrows is None or not getattr(self, field), f"AttentionConfig.{rule}.")
         if self.rope is not None:
             self.rope.rotated(self.head_dim)
 
-    def cache_shape(self, max_length: int) -> CacheShape:
+    def memory(self, max_length: int) -> KVShape | None:
         """A ring of `size` slots for a window or chunk, else a slot for each position."""
-        return cache_shape(self.mask, max_length, kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        if self.borrows is not None:
+            return None
+        return kv_shape(self.mask, max_length, kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+
+    def token_products(self, length: int) -> int:
+        """Multiplications per token beside those of the weights: scores and mixtures."""
+        return self.num_heads * seen_keys(self.mask, length) * 2 * self.head_dim
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Attention":
         keys = jax.random.split(key, 5)
@@ -138,23 +155,25 @@ class AttentionConfig:
         def zeros(count, wanted=True):
             return jnp.zeros((count, head_dim)) if self.qkv_bias and wanted else None
 
-        split, own_value = not self.fused_qkv, not (self.fused_qkv or self.shared_kv)
+        split, own = not self.fused_qkv, self.borrows is None
+        own_key, own_value = split and own, split and own and not self.shared_kv
         norm, group = self.qk_norm, self.qk_norm is not None and self.qk_norm.over == "heads"
         out_dim = self.out_dim or embed_dim
         return (Attention if self.out_dim is None else NarrowAttention)(
             query=into(keys[0], heads, split),
-            key=into(keys[1], kv_heads, split),
+            key=into(keys[1], kv_heads, own_key),
             value=into(keys[2], kv_heads, own_value),
             qkv=into(keys[0], heads + 2 * kv_heads, self.fused_qkv),
             gate=into(keys[3], heads, self.output_gate),
             out=fan_in(keys[4], (heads, head_dim, out_dim), jnp.float32, heads * head_dim, "normal"),
             query_bias=zeros(heads, split),
-            key_bias=zeros(kv_heads, split),
+            key_bias=zeros(kv_heads, own_key),
             value_bias=zeros(kv_heads, own_value),
             qkv_bias=zeros(heads + 2 * kv_heads, self.fused_qkv),
             out_bias=jnp.zeros((out_dim,)) if self.out_bias else None,
             query_norm=norm.norm.build(heads * head_dim if group else head_dim) if norm else None,
-            key_norm=norm.norm.build(kv_heads * head_dim if group else head_dim) if norm else None,
+            key_norm=norm.norm.build(kv_heads * head_dim if group else head_dim) if norm and own else None,
+            value_norm=self.value_norm.build(head_dim) if self.value_norm else None,
             sink=jnp.zeros((heads,)) if self.sinks else None,
             config=self,
         )
@@ -176,56 +195,79 @@ class Attention(eqx.Module):
     out_bias: Float[Array, "embed"] | None
     query_norm: Norm | None
     key_norm: Norm | None
+    value_norm: Norm | None
     sink: Float[Array, "heads"] | None
     config: AttentionConfig = eqx.field(static=True)
 
     def __call__(
         self, x: Float[Array, "batch length embed"], ctx: Context, past: Past | None = None
-    ) -> tuple[Float[Array, "batch length embed"], Entries]:
+    ) -> tuple[Float[Array, "batch length embed"], Entries | None]:
         """The layer's output, and the keys and values that it proposes for a cache."""
         out, entries = self._attend_heads(x, ctx, past)
         out = ctx.einsum("batch length heads head_dim, heads head_dim embed -> batch length embed", out, self.out)
         return save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj"), entries
 
-    def _attend_heads(self, x: Array, ctx: Context, past: Past | None) -> tuple[Array, Entries]:
+    def branch(self, x: Array, ctx: Context, past: Past | None, key: PRNGKeyArray | None) -> BranchResult:
+        return BranchResult(*self(x, ctx, past))
+
+    def _attend_heads(self, x: Array, ctx: Context, past: Past | None) -> tuple[Array, Entries | None]:
         """What the heads found, before the output projection."""
-        query, key, value = self._normalize_and_rotate(*self._project(x, ctx), ctx)
-        out = self._attend(query, key, value, past, ctx)
+        query, own = self._normalize_and_rotate(*self._project(x, ctx), ctx)
+        past, entries = self._borrowed(ctx) if own is None else (past, own)
+        out = self._attend(query, entries, past, ctx)
         out = save(ctx.constrain(out, "batch length heads head_dim"), "attention_out")
         if self.gate is not None:
             gate = ctx.einsum("batch length embed, embed heads head_dim -> batch length heads head_dim", x, self.gate)
             out = out * jax.nn.sigmoid(gate)
-        return out, Entries(key=key, value=value)
+        return out, own
 
-    def _project(self, x: Array, ctx: Context) -> tuple[Array, Array, Array]:
+    def _borrowed(self, ctx: Context) -> tuple[Past | None, Entries]:
+        """What the mixer of an earlier layer remembers and proposes."""
+        name = self.config.borrows or ""
+        past, entries = ctx.shared[check_word("AttentionConfig.borrows", name, ctx.shared)]
+        return None if past is None else past["mixer"], entries["mixer"]
+
+    def _project(self, x: Array, ctx: Context) -> tuple[Array, Array | None, Array | None]:
+        """Queries, keys and values; no keys and values where they are borrowed."""
         config = self.config
         if self.qkv is not None:
             pattern = "batch length embed, embed qkv_heads head_dim -> batch length qkv_heads head_dim"
             qkv = save(add_bias(ctx.einsum(pattern, x, self.qkv), self.qkv_bias), "qkv_proj")
             query, key, value = jnp.split(qkv, [config.num_heads, config.num_heads + config.num_kv_heads], axis=2)
             return query, key, value
-        assert self.query is not None and self.key is not None
+        assert self.query is not None
         pattern = "batch length embed, embed heads head_dim -> batch length heads head_dim"
         query = add_bias(ctx.einsum(pattern, x, self.query), self.query_bias)
+        if self.key is None:
+            return query, None, None
         key = add_bias(ctx.einsum(pattern, x, self.key), self.key_bias)
         value = key if self.value is None else add_bias(ctx.einsum(pattern, x, self.value), self.value_bias)
         return query, key, value
 
-    def _normalize_and_rotate(self, query: Array, key: Array, value: Array, ctx: Context) -> tuple[Array, Array, Array]:
-        """Normalise, rotate and scale."""
-        config, norm = self.config, self.config.qk_norm
-        if norm is not None and norm.when == "before_rope":
-            query, key = self._normalize(query, self.query_norm), self._normalize(key, self.key_norm)
-        if config.rope is not None:
-            query, key = rotate(query, ctx.positions, config.rope), rotate(key, ctx.positions, config.rope)
-        if norm is not None and norm.when == "after_rope":
-            query, key = self._normalize(query, self.query_norm), self._normalize(key, self.key_norm)
+    def _normalize_and_rotate(
+        self, query: Array, key: Array | None, value: Array | None, ctx: Context
+    ) -> tuple[Array, Entries | None]:
+        """Queries, ready for the kernel, and keys and values, if they are the layer's own."""
+        config = self.config
+        query = self._turned(query, self.query_norm, ctx)
         query = query * (config.head_dim**-0.5 if config.query_scale is None else config.query_scale)
         if config.temperature is not None:
             query = config.temperature(query, ctx.positions)
         query = save(ctx.constrain(query, "batch length heads head_dim"), "query_proj")
-        key = save(ctx.constrain(key, "batch length kv_heads head_dim"), "key_proj")
-        return query, key, save(ctx.constrain(value, "batch length kv_heads head_dim"), "value_proj")
+        if key is None or value is None:
+            return query, None
+        key = save(ctx.constrain(self._turned(key, self.key_norm, ctx), "batch length kv_heads head_dim"), "key_proj")
+        value = value if self.value_norm is None else self.value_norm(value)
+        value = save(ctx.constrain(value, "batch length kv_heads head_dim"), "value_proj")
+        return query, Entries(key=key, value=value)
+
+    def _turned(self, x: Array, norm: Norm | None, ctx: Context) -> Array:
+        """Queries or keys, normalised and rotated."""
+        late = self.config.qk_norm is not None and self.config.qk_norm.when == "after_rope"
+        x = x if late else self._normalize(x, norm)
+        rope = self.config.rope
+        x = x if rope is None else rotate(x, rotary_positions(ctx, rope), rope)
+        return self._normalize(x, norm) if late else x
 
     def _normalize(self, x: Array, norm: Norm | None) -> Array:
         if norm is None:
@@ -234,18 +276,22 @@ class Attention(eqx.Module):
             return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
         return norm(x)
 
-    def _attend(self, query: Array, key: Array, value: Array, past: Past | None, ctx: Context) -> Array:
+    def _attend(self, query: Array, entries: Entries, past: Past | None, ctx: Context) -> Array:
         """Attention over the tokens of this call and those of the past, merged by their log-sum-exp."""
         execution = ctx.execution
         common: dict[str, Any] = dict(
             mask=self.config.mask,
             query_positions=ctx.positions,
+            query_spans=ctx.spans if self.config.spans else None,
             soft_cap=self.config.soft_cap,
             kernel=execution.attention,
             platform=execution.layout.platform,
         )
         segments: dict[str, Any] = dict(query_segments=ctx.segment_ids, key_segments=ctx.segment_ids)
-        parts = [attend(query, key, value, key_positions=ctx.positions, aligned=True, **segments, **common)]
+        assert entries.value is not None
+        parts = [
+            attend(query, entries.key, entries.value, key_positions=ctx.positions, aligned=True, **segments, **common)
+        ]
         if past is not None:  # a row of a cache is one document: no segments
             assert past.value is not None
             keys, values = (x.astype(query.dtype).transpose(0, 2, 1, 3) for x in (past.key, past.value))
@@ -262,7 +308,7 @@ class NarrowAttention(Attention):
 
     def __call__(
         self, x: Float[Array, "batch length embed"], ctx: Context, past: Past | None = None
-    ) -> tuple[Float[Array, "batch length latent"], Entries]:
+    ) -> tuple[Float[Array, "batch length latent"], Entries | None]:
         """The layer's output, and the keys and values that it proposes for a cache."""
         out, entries = self._attend_heads(x, ctx, past)
         out = ctx.einsum("batch length heads head_dim, heads head_dim latent -> batch length latent", out, self.out)

@@ -6,10 +6,10 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 
 def dropout(
-    x: Float[Array, "batch length features"], rate: float, key: PRNGKeyArray | None
-) -> Float[Array, "batch length features"]:
+    x: Float[Array, "batch length *features"], rate: float, key: PRNGKeyArray | None
+) -> Float[Array, "batch length *features"]:
     """`x * keep / (1 - rate)`; the mask is shared along the length. Without a key or rate: `x`."""
     if key is None or rate == 0:
         return x
-    keep = jax.random.bernoulli(key, 1 - rate, (x.shape[0], 1, x.shape[2]))
+    keep = jax.random.bernoulli(key, 1 - rate, (x.shape[0], 1, *x.shape[2:]))
     return jnp.where(keep, x / (1 - rate), jnp.zeros((), x.dtype))

@@ -121,6 +121,7 @@ def _rows(x: Array, index: Array) -> Array:
 # What a device makes of tokens with some experts, `sum of gate * expert(x)`, and one expert for each row without gates.
 # Experts are numbered from its first one; any other number is an expert of another device, or an empty row.
 LocalExperts = Callable[[Any, Array, Array, Array | None], Array]
+RESULTS = (("experts", "embed"), ("experts", "latent"))  # axes of biases of what experts give back
 
 
 def run_on_mesh(
@@ -153,7 +154,7 @@ def run_on_mesh(
         name = path_name(path)
         leaf = _gather_weight(leaf, layout.weight_spec(words[name]), plan.split_axes, x.dtype)
         # a bias of results counts once among those who add up their parts of a result
-        return jnp.where(plan.adds_bias(), leaf, 0.0) if plan.hidden and words[name] == ("experts", "embed") else leaf
+        return jnp.where(plan.adds_bias(), leaf, 0.0) if plan.hidden and words[name] in RESULTS else leaf
 
     def run(weights, x, chosen, gates):
         mine = partial(own, jax.tree_util.tree_map_with_path(ready, weights))

@@ -15,9 +15,11 @@ from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
+from eqx_decoders.layers.branch import BranchResult
 from eqx_decoders.layers.exchange import combine, dispatch, run_on_mesh, scale_rows, sort_by_expert
 from eqx_decoders.layers.grouped import block_rows, grouped_products
 from eqx_decoders.layers.mlp import ACTIVATIONS, MLP, MLPConfig
+from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.layers.router import Router, RouterConfig, RoutingStats
 from eqx_decoders.numerics import fan_in
 from eqx_decoders.remat import save
@@ -36,11 +38,16 @@ class ExpertsConfig:
     - `mlp_dim`: hidden features of one expert.
     - `router`: how they are chosen.
     - `activation`: one of `ACTIVATIONS`.
+    - `gated`: whether a second input projection is multiplied in; without it an expert is `down_e(act(up_e x))`.
+    - `latent_dim`: features that all experts read and write, between a projection from the stream and one back to it;
+        router and shared MLP read the stream (Nemotron 3). None: experts read the stream.
     - `up_offset`: added to the up projection.
     - `limit`: gate projections are cut off above it, up projections beyond it on both sides; None for no limit.
     - `bias`: whether all projections have a bias.
     - `shared`: an MLP that every token uses; None for none.
     - `shared_gate`: the shared MLP is multiplied by `sigmoid(gate x)`, one number a token (Qwen3-Next).
+    - `norms`: shared and other experts have norms of their own before and after them, and the router reads what none of
+        these has normalised (Gemma 4): give the block no norm before such a layer. None for none; needs `shared`.
     - `capacity_factor`: of a sequence of S tokens an expert takes `int(max(ceil(S k / E) * factor, factor))`, the
         earliest ones; the others are dropped. None for no limit.
     """
@@ -50,11 +57,14 @@ class ExpertsConfig:
     mlp_dim: int
     router: RouterConfig = RouterConfig()
     activation: str = "silu"
+    gated: bool = True
+    latent_dim: int | None = None
     up_offset: float = 0.0
     limit: float | None = None
     bias: bool = False
     shared: MLPConfig | None = None
     shared_gate: bool = False
+    norms: NormConfig | None = None
     capacity_factor: float | None = None
 
     def __post_init__(self):
@@ -68,12 +78,21 @@ class ExpertsConfig:
         self.router.check_experts(self.num_experts, self.num_experts_per_token)
         check_word("ExpertsConfig.activation", self.activation, ACTIVATIONS)
         check_number("ExpertsConfig.up_offset", self.up_offset)
+        if self.latent_dim is not None:
+            check_integer("ExpertsConfig.latent_dim", self.latent_dim)
+        idle = [field for field in ("up_offset", "limit") if getattr(self, field)]
+        rule = f"excludes {' and '.join(idle)}: they are about gated experts"
+        check(self.gated or not idle, f"ExpertsConfig.gated=False {rule}.")
         for field in ("limit", "capacity_factor"):
             if getattr(self, field) is not None:
                 check_number(f"ExpertsConfig.{field}", getattr(self, field), above=0)
         check(
             self.shared is not None or not self.shared_gate,
             "ExpertsConfig.shared_gate=True needs an MLPConfig as shared: there is nothing to gate.",
+        )
+        check(
+            self.shared is not None or self.norms is None,
+            "ExpertsConfig.norms needs an MLPConfig as shared: else the block's norms are those of the experts.",
         )
 
     @property
@@ -89,24 +108,39 @@ class ExpertsConfig:
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Experts":
         keys = jax.random.split(key, 6)
-        experts, mlp = self.num_experts, self.mlp_dim
+        experts, mlp, inner = self.num_experts, self.mlp_dim, self.latent_dim or embed_dim
 
-        def zeros(size):
-            return jnp.zeros((experts, size)) if self.bias else None
+        def zeros(size, wanted=True):
+            return jnp.zeros((experts, size)) if self.bias and wanted else None
+
+        def outer(number, rows, columns):
+            return fan_in(jax.random.fold_in(key, number), (rows, columns), jnp.float32, rows)
 
         # variances by what one expert contracts; MaxText also counts the experts, and starts with far smaller ones
-        return Experts(
+        return (Experts if self.latent_dim is None else LatentExperts)(
             router=self.router.build(embed_dim, experts, self.num_experts_per_token, key=keys[0]),
-            gate=fan_in(keys[1], (experts, embed_dim, mlp), jnp.float32, embed_dim),
-            up=fan_in(keys[2], (experts, embed_dim, mlp), jnp.float32, embed_dim),
-            down=fan_in(keys[3], (experts, mlp, embed_dim), jnp.float32, mlp),
-            gate_bias=zeros(mlp),
+            latent_in=None if self.latent_dim is None else outer(6, embed_dim, inner),
+            latent_out=None if self.latent_dim is None else outer(7, inner, embed_dim),
+            gate=fan_in(keys[1], (experts, inner, mlp), jnp.float32, inner) if self.gated else None,
+            up=fan_in(keys[2], (experts, inner, mlp), jnp.float32, inner),
+            down=fan_in(keys[3], (experts, mlp, inner), jnp.float32, mlp),
+            gate_bias=zeros(mlp, self.gated),
             up_bias=zeros(mlp),
-            down_bias=zeros(embed_dim),
+            down_bias=zeros(inner),
             shared=None if self.shared is None else self.shared.build(embed_dim, key=keys[4]),
             shared_gate=fan_in(keys[5], (embed_dim,), jnp.float32, embed_dim) if self.shared_gate else None,
+            norms=None if self.norms is None else ExpertNorms(*(self.norms.build(embed_dim) for _ in range(4))),
             config=self,
         )
+
+
+class ExpertNorms(eqx.Module):
+    """Norms around shared experts, and around the others."""
+
+    pre_shared: Norm
+    post_shared: Norm
+    pre_routed: Norm
+    post_routed: Norm
 
 
 class Experts(eqx.Module):
@@ -116,7 +150,9 @@ class Experts(eqx.Module):
     """
 
     router: Router
-    gate: Float[Array, "experts embed mlp"]
+    latent_in: Float[Array, "embed latent"] | None
+    latent_out: Float[Array, "latent embed"] | None
+    gate: Float[Array, "experts embed mlp"] | None
     up: Float[Array, "experts embed mlp"]
     down: Float[Array, "experts mlp embed"]
     gate_bias: Float[Array, "experts mlp"] | None
@@ -124,6 +160,7 @@ class Experts(eqx.Module):
     down_bias: Float[Array, "experts embed"] | None
     shared: MLP | None
     shared_gate: Float[Array, "embed"] | None
+    norms: ExpertNorms | None
     config: ExpertsConfig = eqx.field(static=True)
 
     def __call__(
@@ -132,10 +169,27 @@ class Experts(eqx.Module):
         """The layer's output and how its tokens were routed. The key is for random routing and dropout."""
         router_key, shared_key = (None, None) if key is None else jax.random.split(key)
         indices, weights, stats = self.router(x, ctx, key=router_key)
-        out, dropped = self._implementation(ctx)(x, indices, weights, ctx)
+        norms = self.norms
+        out, dropped = self._routed(x if norms is None else norms.pre_routed(x), indices, weights, ctx)
+        if norms is not None:
+            out, x = norms.post_routed(out), norms.pre_shared(x)
         if self.shared is not None:
-            out = out + self._shared(self.shared, x, ctx, shared_key)
+            shared = self._shared(self.shared, x, ctx, shared_key)
+            out = out + (shared if norms is None else norms.post_shared(shared))
         return ctx.constrain(out, "batch length embed"), dataclasses.replace(stats, dropped=dropped)
+
+    def branch(self, x: Array, ctx: Context, past: None, key: PRNGKeyArray | None) -> BranchResult:
+        out, routing = self(x, ctx, key=key)
+        return BranchResult(out, stats={"routing": routing})
+
+    def _routed(self, x: Array, indices: Array, weights: Array, ctx: Context) -> tuple[Array, Array]:
+        """What the chosen experts give, and how many choices were dropped."""
+        if self.latent_in is not None:
+            x = ctx.einsum("batch length embed, embed latent -> batch length latent", x, self.latent_in)
+        out, dropped = self._implementation(ctx)(x, indices, weights, ctx)
+        if self.latent_out is not None:
+            out = ctx.einsum("batch length latent, latent embed -> batch length embed", out, self.latent_out)
+        return out, dropped
 
     def _implementation(self, ctx: Context) -> Callable[..., tuple[Array, Array]]:
         """How the experts are run: a function to the layer's output and how many choices it dropped."""
@@ -152,9 +206,11 @@ class Experts(eqx.Module):
         gate = ctx.einsum("batch length embed, embed -> batch length", x, self.shared_gate)
         return out * jax.nn.sigmoid(gate)[..., None]
 
-    def _hidden(self, gate: Array, up: Array) -> Array:
+    def _hidden(self, gate: Array | None, up: Array) -> Array:
         """What the down projection reads."""
         config = self.config
+        if gate is None:
+            return ACTIVATIONS[config.activation](save(save(up, "mlpwi_0"), "moe_mlpwi_0"))
         gate = save(save(gate, "mlpwi_0"), "moe_mlpwi_0")
         up = save(save(up, "mlpwi_1"), "moe_mlpwi_1")
         if config.limit is not None:
@@ -185,10 +241,8 @@ class Experts(eqx.Module):
         def plus(y, bias):
             return y if bias is None else y + bias.astype(y.dtype)[:, None, None]
 
-        gate, up = (
-            plus(ctx.einsum(into, x, self.gate), self.gate_bias),
-            plus(ctx.einsum(into, x, self.up), self.up_bias),
-        )
+        gate = None if self.gate is None else plus(ctx.einsum(into, x, self.gate), self.gate_bias)
+        up = plus(ctx.einsum(into, x, self.up), self.up_bias)
         out = plus(ctx.einsum(out_of, self._hidden(gate, up), self.down), self.down_bias)
         return save(save(out, "mlpwo"), "moe_mlpwo")
 
@@ -200,8 +254,10 @@ class Experts(eqx.Module):
         if ctx.execution.layout.single:
             rows, chosen, factors = (each.reshape(-1, each.shape[-1]) for each in (x, indices, weights))
             return self._local_experts(rows, chosen, factors, ctx).reshape(x.shape), none
-        rest = (None, None, None)
-        alone = eqx.tree_at(lambda m: (m.router, m.shared, m.shared_gate), self, rest, is_leaf=lambda m: m is None)
+        rest = dict(router=None, shared=None, shared_gate=None, norms=None, latent_in=None, latent_out=None)
+        alone = eqx.tree_at(
+            lambda m: [getattr(m, name) for name in rest], self, list(rest.values()), is_leaf=lambda m: m is None
+        )
         own, scale_inputs = partial(Experts._local_experts, ctx=ctx), self.config.router.input_scaling
         return run_on_mesh(own, alone, x, indices, weights, ctx.execution, scale_inputs=scale_inputs), none
 
@@ -213,7 +269,7 @@ class Experts(eqx.Module):
         ctx: Context,
     ) -> Float[Array, "tokens embed"]:
         """The weighted sum over chosen experts that are here; without weights each token has one expert."""
-        experts = len(jax.tree.leaves(self.gate)[0])
+        experts = len(jax.tree.leaves(self.down)[0])
         block = None if ctx.execution.layout.platform == "tpu" else block_rows(chosen.size, self.config.num_experts)
         places, sources = sort_by_expert(chosen, experts, 0 if block is None else block)
         rows = dispatch(x, places, sources)
@@ -238,8 +294,12 @@ class Experts(eqx.Module):
             pattern = "rows experts, experts features -> rows features"
             return y if bias is None else y + ctx.einsum(pattern, mine.astype(y.dtype), bias)
 
-        gate, up = product(rows, (self.gate, self.up))
-        hidden = self._hidden(plus(gate, self.gate_bias), plus(up, self.up_bias))
+        if self.gate is None:
+            gate, up = None, product(rows, (self.up,))[0]
+        else:
+            gate, up = product(rows, (self.gate, self.up))
+            gate = plus(gate, self.gate_bias)
+        hidden = self._hidden(gate, plus(up, self.up_bias))
         out = plus(product(hidden, (self.down,))[0], self.down_bias)
         return save(save(out, "mlpwo"), "moe_mlpwo")
 
@@ -263,6 +323,15 @@ class Experts(eqx.Module):
         out = ctx.constrain(out, "experts batch slots embed").transpose(1, 0, 2, 3).reshape(len(x), experts * room, -1)
         out = jax.vmap(combine)(ctx.constrain(out, "batch slots embed"), weights, places, sources).astype(x.dtype)
         return out, routed - jnp.sum(places < experts * room, dtype=jnp.float32)
+
+
+class LatentExperts(Experts):
+    """Experts that read and write a latent, between two projections that all of them share."""
+
+    gate: Float[Array, "experts latent mlp"] | None
+    up: Float[Array, "experts latent mlp"]
+    down: Float[Array, "experts mlp latent"]
+    down_bias: Float[Array, "experts latent"] | None
 
 
 def _assign_places(

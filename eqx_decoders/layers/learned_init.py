@@ -15,8 +15,9 @@ from eqx_decoders.axes import FROZEN
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer
 from eqx_decoders.layers.attention import Attention, AttentionConfig
-from eqx_decoders.layers.cache import CacheShape, Entries, Past
+from eqx_decoders.layers.branch import BranchResult
 from eqx_decoders.layers.mask import Mask
+from eqx_decoders.layers.memory import Entries, KVShape, Past
 from eqx_decoders.layout import Layout
 from eqx_decoders.numerics import fan_in
 
@@ -45,9 +46,10 @@ class LearnedInitConfig:
     def __post_init__(self):
         for field in ("teacher_heads", "teacher_kv_heads", "teacher_head_dim"):
             check_integer(f"LearnedInitConfig.{field}", getattr(self, field))
-        for field in ("fused_qkv", "shared_kv"):
-            rule = "the kernels of query, key and value are computed one by one. Set it to False"
-            check(not getattr(self.attention, field), f"LearnedInitConfig.attention has {field}=True: {rule}.")
+        for field in ("fused_qkv", "shared_kv", "borrows"):
+            rule = "the kernels of query, key and value are computed one by one. Leave it out"
+            value = getattr(self.attention, field)
+            check(not value, f"LearnedInitConfig.attention has {field}={value!r}: {rule}.")
 
     @property
     def num_heads(self) -> int:
@@ -69,9 +71,13 @@ class LearnedInitConfig:
         """Which keys a query sees."""
         return self.attention.mask
 
-    def cache_shape(self, max_length: int) -> CacheShape:
+    def memory(self, max_length: int) -> KVShape | None:
         """That of the student's attention."""
-        return self.attention.cache_shape(max_length)
+        return self.attention.memory(max_length)
+
+    def token_products(self, length: int) -> int:
+        """Those of the student's attention."""
+        return self.attention.token_products(length)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "LearnedInit":
         """Until it is given a teacher, the teacher's kernels are random ones of the usual variance."""
@@ -147,9 +153,12 @@ class LearnedInit(eqx.Module):
 
     def __call__(
         self, x: Float[Array, "batch length embed"], ctx: Context, past: Past | None = None
-    ) -> tuple[Float[Array, "batch length embed"], Entries]:
+    ) -> tuple[Float[Array, "batch length embed"], Entries | None]:
         """The attention's output, and the keys and values that it proposes for a cache."""
         return self.materialised(ctx.execution.layout)(x, ctx, past)
+
+    def branch(self, x: Array, ctx: Context, past: Past | None, key: PRNGKeyArray | None) -> BranchResult:
+        return BranchResult(*self(x, ctx, past))
 
     def materialised(self, layout: Layout) -> Attention:
         """The attention with its kernels, computed in float32. No gradient reaches the teacher's."""

@@ -1,10 +1,12 @@
 """Which key a query sees, from absolute positions alone: training, prefill and decoding are one function.
 
-Every mask is an interval: a query at position q sees the keys whose positions lie in [first(q), last(q)]. A position
-below 0 means "no token here" (padding, an empty cache slot): it neither sees nor is seen.
+Every mask is an interval: a query at position q sees the keys whose positions lie in [first(q), last(q)]. A span, whose
+tokens see each other whole, only widens it. A position below 0 means "no token here" (padding, an empty cache slot): it
+neither sees nor is seen.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +48,52 @@ class Bidirectional:
 Mask = Causal | SlidingWindow | Chunked | Bidirectional
 
 
-def interval(mask: Mask, positions: Int[Array, "*shape"]) -> tuple[Int[Array, "*shape"], Int[Array, "*shape"]]:
+class Spans(NamedTuple):
+    """The first and last position of the span that holds each query; -1 for a query in none.
+
+    The tokens of a span (an image, say) see each other, whatever the mask. They must be in one call: what a query has
+    not got beside it, and not in its cache, it cannot see.
+    """
+
+    first: Int[Array, "batch length"]
+    last: Int[Array, "batch length"]
+
+
+def spans_of(span_ids: Int[Array, "batch length"], positions: Int[Array, "batch length"]) -> Spans:
+    """The spans of tokens that follow one another and have the same id; id 0 is no span.
+
+    Tokens follow one another if their positions do: a new document begins a new span, padding in between none.
+    """
+    inside = (positions >= 0) & (span_ids > 0)
+    first = _run_starts(span_ids, positions, 1)
+    last = jnp.flip(_run_starts(jnp.flip(span_ids, 1), jnp.flip(positions, 1), -1), 1)
+    return Spans(jnp.where(inside, first, -1), jnp.where(inside, last, -1))
+
+
+def _run_starts(ids: Array, positions: Array, step: int) -> Int[Array, "batch length"]:
+    """For each token the position at which its run of equal ids began, positions moving by `step`."""
+    index = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+    latest = jax.lax.cummax(jnp.where(positions >= 0, index, -1), axis=1)
+    before = jnp.pad(latest, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    id_before, place_before = (jnp.take_along_axis(x, jnp.maximum(before, 0), axis=1) for x in (ids, positions))
+    goes_on = (before >= 0) & (ids == id_before) & (positions == place_before + step)
+    start = jax.lax.cummax(jnp.where((positions >= 0) & ~goes_on, index, 0), axis=1)
+    return jnp.take_along_axis(positions, start, axis=1)
+
+
+def interval(
+    mask: Mask, positions: Int[Array, "*shape"], spans: Spans | None = None
+) -> tuple[Int[Array, "*shape"], Int[Array, "*shape"]]:
     """The first and the last position that each query sees; last < first where there is no token."""
+    first, last = _mask_interval(mask, positions)
+    if spans is None:
+        return first, last
+    inside = (positions >= 0) & (spans.first >= 0)
+    wider = jnp.minimum(first, spans.first), jnp.maximum(last, spans.last)
+    return jnp.where(inside, wider[0], first), jnp.where(inside, wider[1], last)
+
+
+def _mask_interval(mask: Mask, positions: Array) -> tuple[Array, Array]:
     first = jnp.zeros_like(positions)
     if isinstance(mask, Bidirectional):
         return first, jnp.where(positions < 0, -1, jnp.iinfo(positions.dtype).max)
@@ -61,6 +107,11 @@ def interval(mask: Mask, positions: Int[Array, "*shape"]) -> tuple[Int[Array, "*
 def lookback(mask: Mask) -> int | None:
     """How many positions back a causal mask can look, the query's own among them; None is without bound."""
     return mask.size if isinstance(mask, SlidingWindow | Chunked) else None
+
+
+def seen_keys(mask: Mask, length: int) -> int:
+    """How many keys a query of a long document sees: those of its window, else all `length` of them."""
+    return min(lookback(mask) or length, length)
 
 
 def contiguous(positions: Int[Array, "batch length"], segments: Int[Array, "batch length"] | None) -> Bool[Array, ""]:
@@ -82,15 +133,26 @@ def visible(
     key_positions: Int[Array, "batch kv_length"],
     query_segments: Int[Array, "batch length"] | None = None,
     key_segments: Int[Array, "batch kv_length"] | None = None,
+    spans: Spans | None = None,
 ) -> Bool[Array, "batch length kv_length"]:
     """Whether each query sees each key. Segments, where given, must be equal (both are given, or neither)."""
     check_segments(query_segments, key_segments)
-    first, last = interval(mask, query_positions)
+    first, last = interval(mask, query_positions, spans)
     keys = key_positions[:, None, :]
     seen = (keys >= first[:, :, None]) & (keys <= last[:, :, None])
     if query_segments is not None and key_segments is not None:
         seen &= query_segments[:, :, None] == key_segments[:, None, :]
     return seen
+
+
+class AttentionPositions(NamedTuple):
+    """Where queries and keys stand."""
+
+    query_positions: Int[Array, "batch length"]
+    key_positions: Int[Array, "batch kv_length"]
+    query_segments: Int[Array, "batch length"] | None = None
+    key_segments: Int[Array, "batch kv_length"] | None = None
+    query_spans: Spans | None = None
 
 
 def check_segments(query_segments: Array | None, key_segments: Array | None) -> None:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
+from eqx_decoders.layers.branch import BranchResult
 from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.numerics import fan_in
 from eqx_decoders.remat import save
@@ -96,6 +97,9 @@ class MLP(eqx.Module):
         out = ctx.einsum("batch length mlp, mlp embed -> batch length embed", hidden, self.down)
         return save(ctx.constrain(add_bias(out, self.down_bias), "batch length embed"), "mlpwo")
 
+    def branch(self, x: Array, ctx: Context, past: None, key: PRNGKeyArray | None) -> BranchResult:
+        return BranchResult(self(x, ctx, key=key))
+
     def _inputs(self, x: Array, ctx: Context) -> tuple[Array | None, Array]:
         """Gate (None when not gated) and up projections, before the activation."""
         pattern = "batch length embed, embed mlp -> batch length mlp"
@@ -129,6 +133,9 @@ class Linear(eqx.Module):
     ) -> Float[Array, "batch length embed"]:
         out = ctx.einsum("batch length embed, embed mlp -> batch length mlp", x, self.kernel)
         return save(ctx.constrain(out, "batch length embed"), "mlpwo")
+
+    def branch(self, x: Array, ctx: Context, past: None, key: PRNGKeyArray | None) -> BranchResult:
+        return BranchResult(self(x, ctx, key=key))
 
 
 def add_bias(x: Array, bias: Array | None) -> Array:

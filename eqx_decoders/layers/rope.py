@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 
 
@@ -24,11 +25,15 @@ class Rope:
     - `theta`: the base.
     - `fraction`: the part of a head's features that is rotated, the first ones.
     - `pairing`: `"half"` or `"interleaved"`.
+    - `sections`: for positions of several dimensions (time, height and width of a picture's patches: Qwen3-VL's
+        interleaved M-RoPE), how many pairs turn by each of them: pairs take turns, and the first dimension has what is
+        left. Where all dimensions are equal, as in text, nothing depends on it. Empty: there is one dimension.
     """
 
     theta: float = 10_000.0
     fraction: float = 1.0
     pairing: Literal["half", "interleaved"] = "half"
+    sections: tuple[int, ...] = ()
 
     def __post_init__(self):
         name = type(self).__name__
@@ -36,6 +41,8 @@ class Rope:
         check_number(f"{name}.fraction", self.fraction, above=0)
         check(self.fraction <= 1, f"{name}.fraction={self.fraction} must be at most 1.")
         check_word(f"{name}.pairing", self.pairing, ("half", "interleaved"))
+        whole = all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in self.sections)
+        check(whole, f"{name}.sections={self.sections!r} must be integers of at least 0.")
 
     def rotated(self, head_dim: int) -> int:
         """How many features of a head are rotated: an even number."""
@@ -49,6 +56,23 @@ class Rope:
     def frequencies(self, dim: int) -> np.ndarray:
         """`dim / 2` angles per position, in radians."""
         return self.theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
+
+    def angles(self, positions: Int[Array, "batch length *axes"], dim: int) -> Float[Array, "batch length pairs"]:
+        """The angle of each pair; positions below 0 count as 0, and have one dimension or several."""
+        frequencies = jnp.asarray(self.frequencies(dim), jnp.float32)[None, None]
+        real = jnp.maximum(positions, 0).astype(jnp.float32)
+        if real.ndim == 2:
+            return real[..., None] * frequencies
+        name, count = type(self).__name__, real.shape[-1]
+        rule = f"must have a number for each of the {count} dimensions of the positions"
+        check(count == len(self.sections), f"{name}.sections={self.sections} {rule}.")
+        return real[..., self._axis_of_pairs(dim)] * frequencies
+
+    def _axis_of_pairs(self, dim: int) -> np.ndarray:
+        """By which dimension of a position each pair turns."""
+        pairs, count = np.arange(dim // 2), len(self.sections)
+        axis = pairs % count
+        return np.where(pairs < count * np.asarray(self.sections)[axis], axis, 0)
 
     @property
     def magnitude(self) -> float:
@@ -73,6 +97,28 @@ class LinearRope(Rope):
 
     def frequencies(self, dim: int) -> np.ndarray:
         return super().frequencies(dim) / self.factor
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProportionalRope(Rope):
+    """Gemma 4's partial rotation: the first `fraction` of the pairs turn as in plain RoPE, the others not at all.
+
+    Pairs span the whole head, and frequencies are those of the whole head: `theta^(-2k/head_dim) / factor`.
+    """
+
+    factor: float = 1.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_number("ProportionalRope.factor", self.factor, least=1)
+
+    def rotated(self, head_dim: int) -> int:
+        check(head_dim % 2 == 0, f"ProportionalRope: head_dim={head_dim} must be even.")
+        return head_dim
+
+    def frequencies(self, dim: int) -> np.ndarray:
+        turning = np.arange(dim // 2) < int(self.fraction * dim // 2)
+        return np.where(turning, super().frequencies(dim) / self.factor, 0.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,13 +224,18 @@ class YarnRope(Rope):
         return dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
+def rotary_positions(ctx: Context, rope: Rope) -> Int[Array, "batch length *axes"]:
+    """The positions by which heads are turned: of several dimensions if they are given and `rope` has sections."""
+    given = ctx.rotary_positions if rope.sections else None
+    return ctx.positions if given is None else given
+
+
 def rotate(
-    x: Float[Array, "batch length heads head_dim"], positions: Int[Array, "batch length"], rope: Rope
+    x: Float[Array, "batch length heads head_dim"], positions: Int[Array, "batch length *axes"], rope: Rope
 ) -> Float[Array, "batch length heads head_dim"]:
     """Rotate the features of every head by its token's position; float32 inside. Positions below 0 count as 0."""
     count = rope.rotated(x.shape[-1])
-    frequencies = jnp.asarray(rope.frequencies(count), jnp.float32)
-    angles = jnp.maximum(positions, 0).astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None, :]
+    angles = rope.angles(positions, count)[:, :, None]
     cos, sin = jnp.cos(angles) * rope.magnitude, jnp.sin(angles) * rope.magnitude
     turned = x[..., :count].astype(jnp.float32)
     if rope.pairing == "half":

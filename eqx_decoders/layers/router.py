@@ -17,6 +17,7 @@ from eqx_decoders.axes import FROZEN
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.layers.mlp import add_bias
+from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.numerics import fan_in
 
 
@@ -30,7 +31,7 @@ class RouterConfig:
     Mixtral, GPT-OSS: `order="select_first"` (GPT-OSS with `bias`). Qwen3: `order="score_first"`, with `renormalize`.
     DeepSeek-V2: `order="score_first"` and groups by `"max"`; V3: also `score="sigmoid"`, `renormalize`,
     `selection_bias` and groups by `"top2_sum"`. Llama 4: `score="sigmoid"`, `input_scaling`. Gemma 4:
-    `order="score_first"`, `renormalize`, `per_expert_scale`.
+    `order="score_first"`, `renormalize`, `per_expert_scale`, `input_norm`.
 
     **Arguments:**
 
@@ -47,6 +48,7 @@ class RouterConfig:
         its best two together, `"top2_sum"`, and other groups are out of question.
     - `scaling_factor`: multiplies the weights.
     - `per_expert_scale`: weights are multiplied by a learned number of their expert.
+    - `input_norm`: the router reads `norm(x) / sqrt(embed)`; None: x.
     - `input_scaling`: weights multiply what goes into the experts; what comes out is added up as it is.
     - `random`: with a key, experts are drawn at random, without repetition; to measure balanced loads.
     - `balance_loss`, `balance_form`: weight of `load_balance_loss` in the training loss, and which form of it.
@@ -64,6 +66,7 @@ class RouterConfig:
     group_score: Literal["max", "top2_sum"] = "max"
     scaling_factor: float = 1.0
     per_expert_scale: bool = False
+    input_norm: NormConfig | None = None
     input_scaling: bool = False
     random: bool = False
     balance_loss: float = 0.0
@@ -123,6 +126,7 @@ class RouterConfig:
             bias=zeros if self.bias else None,
             selection_bias=zeros if self.selection_bias else None,
             per_expert_scale=jnp.ones((num_experts,)) if self.per_expert_scale else None,
+            input_norm=None if self.input_norm is None else self.input_norm.build(embed_dim),
             num_experts_per_token=num_experts_per_token,
             config=self,
         )
@@ -181,6 +185,7 @@ class Router(eqx.Module):
     bias: Float[Array, "experts"] | None
     selection_bias: Float[Array, "experts"] | None = eqx.field(metadata=FROZEN)
     per_expert_scale: Float[Array, "experts"] | None
+    input_norm: Norm | None
     num_experts_per_token: int = eqx.field(static=True)
     config: RouterConfig = eqx.field(static=True)
 
@@ -202,6 +207,8 @@ class Router(eqx.Module):
 
     def _logits(self, x: Array, ctx: Context) -> Float[Array, "batch length experts"]:
         wide = x.astype(np.promote_types(x.dtype, np.float32))
+        if self.input_norm is not None:
+            wide = self.input_norm(wide) * x.shape[-1] ** -0.5
         # few columns, and they decide: not rounded on any platform
         with jax.default_matmul_precision("highest"):
             logits = ctx.einsum("batch length embed, embed experts -> batch length experts", wide, self.kernel)

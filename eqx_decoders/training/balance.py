@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32
 
-from eqx_decoders.block import BlockStats
 from eqx_decoders.decoder import Decoder, DecoderConfig
 from eqx_decoders.errors import check
 from eqx_decoders.layers.experts import Experts, ExpertsConfig
 from eqx_decoders.layers.router import Router, RoutingStats, load_balance_loss, router_z_loss
+from eqx_decoders.stats import BlockStats
 
 
 def expert_configs(config: DecoderConfig) -> tuple[ExpertsConfig, ...]:

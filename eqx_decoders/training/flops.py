@@ -5,18 +5,17 @@ import math
 import sys
 import time
 from collections.abc import Collection
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from eqx_decoders.axes import axes, named_leaves
-from eqx_decoders.block import MixerConfig
 from eqx_decoders.create import abstract
 from eqx_decoders.decoder import Decoder, DecoderConfig
-from eqx_decoders.layers.latent import LatentAttentionConfig
-from eqx_decoders.layers.mask import Chunked, SlidingWindow
 from eqx_decoders.layout import Layout
+from eqx_decoders.model_info import active_parameters
 from eqx_decoders.stack import segments
 
 
@@ -53,28 +52,13 @@ def matmul_parameters(config: DecoderConfig) -> int:
 
 def _products(model: Decoder) -> dict[str, int]:
     """By the path of each matrix, how many of its weights multiply a token."""
-    config, words, found = model.config, axes(model), {}
-    for name, leaf in named_leaves(model).items():
+    config, words, active, found = model.config, axes(model), active_parameters(model), {}
+    for name, size in active.items():
         inside = [word for word in words[name] if word != "layers"]
         looked_up = name == "positions.table" or (name == "embedding.table" and not config.tied)
-        if len(inside) >= 2 and not looked_up and not name.endswith("_bias"):
-            size = math.prod(leaf.shape)
-            if inside[0] == "experts":
-                size = size * _experts_of(name, config) // leaf.shape[words[name].index("experts")]
-            if "vocab" in inside and config.mtp is not None:
-                size *= 1 + config.mtp.num_depths
-            found[name] = size
+        if len(inside) >= 2 and size > 0 and not looked_up and not name.endswith("_bias"):
+            found[name] = size * (1 + config.mtp.num_depths) if "vocab" in inside and config.mtp is not None else size
     return found
-
-
-def _experts_of(name: str, config: DecoderConfig) -> int:
-    """How many experts a token uses in the layers that have the weight of this path."""
-    part, index, _, place, *_ = (*name.split("."), "", "", "")
-    if part == "segments":
-        block = segments(config.blocks)[int(index)][0][int(place)]
-    else:
-        block = config.blocks[-1] if config.mtp is None else config.mtp.block
-    return getattr(block.mlp, "num_experts_per_token", 0)
 
 
 def flops_per_token(
@@ -88,8 +72,8 @@ def flops_per_token(
 
     N are the weights that multiply; keys are `seq_len`, or the window where there is one (Chowdhery et al. 2022,
     appendix B: a causal mask is not counted as half). head_dim is the mean of a query's and a value's, keys and values
-    of latent attention being made from their latent. Recomputation is not counted. Without `backward` a third of it,
-    and no multi-token prediction.
+    of latent attention being made from their latent; of a recurrent layer the products with its state count.
+    Recomputation is not counted. Without `backward` a third of it, and no multi-token prediction.
 
     `trainable` are the paths of the weights that are trained, None for all. Others cost 4 and not 6: forward, and the
     gradient through them to what is trained before them; where nothing is, 2.
@@ -107,11 +91,8 @@ def flops_per_token(
     ahead = () if config.mtp is None else (config.mtp.block,) * config.mtp.num_depths
     for place, blocks in (*stacks, (_HEAD, ahead)):
         for block in blocks:
-            if block.mixer is not None:
-                mask = block.mixer.mask
-                keys = min(seq_len, mask.size) if isinstance(mask, SlidingWindow | Chunked) else seq_len
-                scores = block.mixer.num_heads * keys * _scored_and_mixed(block.mixer)
-                total += scores * (6 if place >= first else 2)
+            counts = (layer.token_products(seq_len) for layer in block.branches().values() if _mixes(layer))
+            total += sum(counts) * (6 if place >= first else 2)
     return float(total)
 
 
@@ -121,9 +102,9 @@ def _place(name: str) -> int:
     return 1 + int(index) if part == "segments" else {"embedding": 0, "positions": 0}.get(part, _HEAD)
 
 
-def _scored_and_mixed(mixer: MixerConfig) -> int:
-    """Features of a head's query and of its value together."""
-    return mixer.head_dim + (mixer.value_dim if isinstance(mixer, LatentAttentionConfig) else mixer.head_dim)
+def _mixes(layer: Any) -> bool:
+    """Whether a layer multiplies tokens with tokens, or with a state, beside its weights."""
+    return hasattr(layer, "token_products")
 
 
 def device_flops(layout: Layout, dtype: DTypeLike, peak_tflops: float | None = None) -> float:

@@ -45,6 +45,6 @@ def test_gates_and_up_projections_take_turns_in_a_tensor():
         for part, path in enumerate(("gate", "up")):
             mapping = found[f"segments.0.unit.0.mlp.{path}{ending}"]
             stored = np.arange(np.prod(mapping.shape)).reshape(mapping.shape)
-            sizes = {word: mapping.sizes[word] for word in ("part", "mlp")}
-            np.testing.assert_array_equal(rearrange(stored, mapping.pattern, **sizes)[part], stored[..., part::2])
-            assert mapping.part == part and mapping.name((0,)).endswith(f".experts.{tensor}")
+            own = mapping.section.of(stored).reshape(mapping.own_shape)
+            np.testing.assert_array_equal(rearrange(own, mapping.pattern), stored[..., part::2])
+            assert mapping.section.index == part and mapping.name((0,)).endswith(f".experts.{tensor}")

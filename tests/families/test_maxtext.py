@@ -22,6 +22,7 @@ from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.lora import LoRAConfig, add_lora
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.step import Trainer
+from eqx_decoders.wiring.residual import Chained
 from tests.compare import assert_close
 from tests.models import filled, packed, some_tokens
 from tests.oracles import attention_by_hand, experts_by_hand, mlp_by_hand, norm_by_hand, wide
@@ -218,7 +219,7 @@ def test_sizes_of_the_custom_model_are_those_of_maxtext():
     assert block.mixer == AttentionConfig(
         num_heads=16, num_kv_heads=2, head_dim=256, rope=Rope(theta=1e7), qk_norm=QKNorm(norm=norm), out_dim=768
     )
-    assert (block.wiring, block.pre_mixer_norm, block.post_mixer_norm) == ("chained", norm, None)
+    assert (block.wiring, block.pre_mixer_norm, block.post_mixer_norm) == (Chained(), norm, None)
     assert (block.pre_mlp_norm, block.post_mlp_norm) == (norm, None)
     experts = block.mlp
     assert (experts.num_experts, experts.num_experts_per_token, experts.mlp_dim) == (128, 8, 2048)
@@ -234,7 +235,7 @@ def test_one_residual_connection_is_around_both_layers(custom, logits):
         latent = attention_by_hand(block.mixer, normed(block.pre_mixer_norm, x), POSITIONS, SAME_SEGMENT)
         assert latent.shape == (2, 4, 4)
         fed, _ = experts_by_hand(block.mlp, normed(block.pre_mlp_norm, latent), POSITIONS)
-        x = x + fed @ wide(block.up)
+        x = x + fed @ wide(block.wiring.up)
     assert_close(logits, normed(custom.final_norm, x) @ wide(custom.head.kernel))
 
 
@@ -251,7 +252,7 @@ def test_both_new_matrices_are_matrices(custom):
     words = axes(custom)
     prefix = "segments.0.unit.0."
     assert product_axes(words[f"{prefix}mixer.out"]) == (("heads", "head_dim"), ("latent",))
-    assert product_axes(words[f"{prefix}up"]) == (("latent",), ("embed",))
+    assert product_axes(words[f"{prefix}wiring.up"]) == (("latent",), ("embed",))
     adapted = add_lora(custom, LoRAConfig(rank=2, targets=("*.mixer.out", "*.up")), key=jax.random.key(0))
     assert any(name.endswith("up.lora_a") for name in named_leaves(adapted))
 

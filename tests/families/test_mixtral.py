@@ -30,6 +30,6 @@ def test_the_matrices_of_experts_have_numbers():
     fused = FAMILIES["mixtral"].stored_as(["model.layers.0.mlp.experts.gate_up_proj"]).bind(model)
     for path, part in (("gate", 0), ("up", 1)):
         mapping = fused[f"segments.0.unit.0.mlp.{path}"]
-        assert (mapping.name((1,)), mapping.part) == ("model.layers.1.mlp.experts.gate_up_proj", part)
+        assert (mapping.name((1,)), mapping.section.index) == ("model.layers.1.mlp.experts.gate_up_proj", part)
         assert mapping.shape == (5, 24, 24)
     assert FAMILIES["mixtral"].stored_as(["lm_head.weight"]) == FAMILIES["mixtral"]

@@ -8,6 +8,7 @@ from einops import rearrange
 
 import eqx_decoders as ed
 from eqx_decoders.families import moe
+from eqx_decoders.families.family import Part
 from tests.families.samples import decode, sample
 
 
@@ -40,9 +41,9 @@ def test_experts_that_share_a_tensor_have_their_gates_in_its_first_half():
     )
     stored = np.arange(3 * 8 * 5).reshape(3, 8, 5)
     for half, row in enumerate((gate, up)):
-        parts = rearrange(stored, row.pattern, part=2)
-        assert row.part == (half, 2) and row.name == gate.name
-        np.testing.assert_array_equal(parts[half], np.swapaxes(stored[:, 4 * half : 4 * half + 4], 1, 2))
+        assert row.part == Part(index=half, count=2, axis=1) and row.name == gate.name
+        own = stored[:, 4 * half : 4 * half + 4]
+        np.testing.assert_array_equal(rearrange(own, row.pattern), np.swapaxes(own, 1, 2))
     stored = np.arange(3 * 5 * 4).reshape(3, 5, 4)
     np.testing.assert_array_equal(rearrange(stored, down.pattern), np.swapaxes(stored, 1, 2))
 

@@ -9,9 +9,9 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.layers.attention import AttentionConfig, QKNorm, QueryTemperature
-from eqx_decoders.layers.cache import Past
 from eqx_decoders.layers.kernel import attend
 from eqx_decoders.layers.mask import Bidirectional, Chunked, SlidingWindow
+from eqx_decoders.layers.memory import Past
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope

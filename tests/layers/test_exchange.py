@@ -39,6 +39,7 @@ ALL = dataclasses.replace(RICH, num_experts=4, num_experts_per_token=4)
 SCALED = dataclasses.replace(
     RICH, num_experts_per_token=1, bias=False, router=RouterConfig(bias=True, score="sigmoid", input_scaling=True)
 )
+NARROW = dataclasses.replace(RICH, gated=False, latent_dim=8, up_offset=0.0, limit=None)
 MESHES = [
     dict(expert=8),
     dict(expert=4, fsdp=2),
@@ -55,6 +56,7 @@ CASES = {
     "ring": (RICH, True, dict(expert=2, fsdp=2, tensor=2), "gather"),
     "travel": (SCALED, False, dict(expert=8), "all_to_all"),
     "fsdp": (RICH, False, dict(fsdp=8), "auto"),
+    "latent": (NARROW, False, dict(expert=2, fsdp=2, tensor=2), "gather"),
 }
 
 
@@ -285,7 +287,7 @@ def test_no_device_chooses_for_all_tokens(name):
 @pytest.mark.parametrize("name", CASES)
 def test_every_device_sorts_its_own_tokens(name):
     """No token of a device that does not share experts with it."""
-    most = dict(ring=24 * 3, travel=8 * 6, fsdp=6 * 3)[name]
+    most = dict(ring=24 * 3, travel=8 * 6, fsdp=6 * 3, latent=24 * 3)[name]
     sizes = [shape[0] for shape in shapes(name, "sort")]
     assert sizes and max(sizes) <= most
 

@@ -40,6 +40,19 @@ CASES = {
         ),
         (2, 4),
     ),
+    "nemotron": (
+        dataclasses.replace(
+            PLAIN,
+            gated=False,
+            latent_dim=6,
+            activation="relu2",
+            bias=True,
+            router=DEEPSEEK,
+            num_experts=8,
+            shared=MLPConfig(mlp_dim=3, gated=False, activation="relu2"),
+        ),
+        (2, 4),
+    ),
     "llama4, all of three": (
         dataclasses.replace(
             PLAIN, num_experts=3, num_experts_per_token=3, router=RouterConfig(score="sigmoid", input_scaling=True)
@@ -251,14 +264,17 @@ def layers(draw, capacity: bool = True) -> ExpertsConfig:
     experts = draw(st.sampled_from([4, 6, 10] if router.num_groups > 1 else [1, 2, 3, 5, 7, 12]))
     most = experts // router.num_groups * router.groups_per_token
     shared = draw(st.sampled_from([None, MLPConfig(mlp_dim=3), MLPConfig(mlp_dim=2, gated=False, bias=True)]))
+    gated = draw(st.booleans())
     return ExpertsConfig(
         num_experts=experts,
         num_experts_per_token=draw(st.sampled_from(sorted({1, min(2, most), most}))),
         mlp_dim=draw(st.sampled_from([1, 4, 7])),
         router=router,
         activation=draw(st.sampled_from(["silu", "quick_gelu", "gelu_tanh"])),
-        up_offset=draw(st.sampled_from([0.0, 1.0])),
-        limit=draw(st.sampled_from([None, 0.7])),
+        gated=gated,
+        latent_dim=draw(st.sampled_from([None, 6])),
+        up_offset=draw(st.sampled_from([0.0, 1.0])) if gated else 0.0,
+        limit=draw(st.sampled_from([None, 0.7])) if gated else None,
         bias=draw(st.booleans()),
         shared=shared,
         shared_gate=shared is not None and draw(st.booleans()),

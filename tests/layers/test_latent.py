@@ -14,10 +14,10 @@ import eqx_decoders as ed
 from eqx_decoders.axes import axes, named_leaves, product_axes, replaced
 from eqx_decoders.describe import describe
 from eqx_decoders.layers.attention import AttentionConfig
-from eqx_decoders.layers.cache import Past
 from eqx_decoders.layers.kernel import attend
 from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.mask import Bidirectional, Chunked, SlidingWindow
+from eqx_decoders.layers.memory import Past
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope, YarnRope
 from eqx_decoders.layout import device_bytes
@@ -148,7 +148,7 @@ def test_zeros_fill_the_last_lane_of_a_cache():
     assert np.all(entries.key[..., :130]) and not np.any(entries.key[..., 130:])
     for rank, rope, cached in ((512, 64, 640), (6, 4, 10), (123, 4, 127), (124, 4, 128), (125, 4, 256)):
         config = dataclasses.replace(layer.config, kv_rank=rank, rope_dim=rope)
-        assert config.cached_dim == config.cache_shape(4).head_dim == cached
+        assert config.cached_dim == config.memory(4).head_dim == cached
 
 
 def test_gradients_are_the_differences_of_the_formula():
@@ -324,13 +324,14 @@ def test_generation_goes_from_one_form_to_the_other():
 
 def test_the_cache_is_one_short_vector_a_token():
     layout = ed.Layout.create(data=4, tensor=2)
-    ((full, local),) = ed.abstract_cache(decoder(), 4, 16, layout=layout).segments
+    ((first, second),) = ed.abstract_cache(decoder(), 4, 16, layout=layout).segments
+    full, local = first["mixer"], second["mixer"]
     assert (local.key.shape, local.ring) == ((2, 4, 1, 5, 12), True)
     assert (full.key.shape, full.ring) == ((2, 4, 1, 16, 12), False)
     assert local.value is None and full.value is None
     assert full.key.sharding.spec == P(None, ("data",), None, None, None)
     with pytest.raises(ed.ConfigError, match="bidirectional attention layer has no cache"):
-        LatentAttentionConfig(**SIZES | dict(mask=Bidirectional())).cache_shape(4)
+        LatentAttentionConfig(**SIZES | dict(mask=Bidirectional())).memory(4)
 
 
 @pytest.mark.slow

@@ -97,7 +97,7 @@ def test_the_layer_is_attention_with_these_kernels(layer):
     (got, entries), (want, same) = eqx.filter_jit(lambda: (layer(x, CTX), plain(x, CTX)))()
     assert_close(got, np.asarray(want), units=128)
     assert_close(entries.key, np.asarray(same.key), units=128)
-    assert layer.config.cache_shape(7) == RICH.cache_shape(7)
+    assert layer.config.memory(7) == RICH.memory(7)
 
 
 def test_kernels_are_float32_in_bfloat16_models(layer):

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_decoders.layers.rope import LinearRope, Llama3Rope, Rope, YarnRope, rotate
+import eqx_decoders as ed
+from eqx_decoders.layers.rope import LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope, rotate
 from tests.compare import assert_close
 from tests.layers.common import normal
 from tests.oracles import (
@@ -24,6 +25,9 @@ ROPES = [
     (Rope(fraction=0.5), plain_frequencies(1e4, 4), 1.0),
     (Rope(fraction=0.25, pairing="interleaved"), [1.0], 1.0),
     (LinearRope(factor=4.0), [f / 4 for f in plain_frequencies(1e4, 8)], 1.0),
+    # Gemma 4: pairs over the whole head, of which the last ones rest; a part of a pair counts as none
+    (ProportionalRope(fraction=0.5), [*plain_frequencies(1e4, 8)[:2], 0.0, 0.0], 1.0),
+    (ProportionalRope(fraction=0.7, factor=2.0), [*(f / 2 for f in plain_frequencies(1e4, 8)[:2]), 0.0, 0.0], 1.0),
 ]
 LLAMA3 = [
     Llama3Rope(theta=500_000.0),
@@ -103,3 +107,48 @@ def test_far_positions_are_turned_by_float32_angles(rope):
     for dtype, tolerance in ((jnp.float32, 0.03), (jnp.bfloat16, 0.06)):
         got = rotate(jnp.asarray(x, dtype), jnp.asarray(positions), rope)
         np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=tolerance)
+
+
+SECTIONS = [
+    # of 8 pairs, 0 to 7: the first dimension has what the others leave
+    ((3, 3, 2), [0, 1, 2, 0, 1, 2, 0, 1]),
+    ((4, 2, 2), [0, 1, 2, 0, 1, 2, 0, 0]),
+    ((6, 1, 1), [0, 1, 2, 0, 0, 0, 0, 0]),
+    ((0, 3, 2), [0, 1, 2, 0, 1, 2, 0, 1]),
+    ((4, 4), [0, 1, 0, 1, 0, 1, 0, 1]),
+]
+
+
+@pytest.mark.parametrize("sections, axes", SECTIONS, ids=str)
+@pytest.mark.parametrize("kind", [Rope(theta=100.0, fraction=0.5), YARN[2]], ids=["plain", "yarn"])
+def test_pairs_turn_by_the_dimensions_in_turn(kind, sections, axes):
+    rope = dataclasses.replace(kind, sections=sections)
+    x, positions = (
+        normal(2, 3, 2, 32 if kind.fraction < 1 else 16),
+        np.arange(18).reshape(2, 3, 3)[..., : len(sections)] - 1,
+    )
+    want = np.array(x, np.float64)
+    frequencies = kind.frequencies(16)
+    for b, t, h, pair in np.ndindex(2, 3, 2, 8):
+        angle = max(positions[b, t, axes[pair]], 0) * frequencies[pair]
+        one, other = x[b, t, h, pair], x[b, t, h, pair + 8]
+        want[b, t, h, pair] = rope.magnitude * (one * math.cos(angle) - other * math.sin(angle))
+        want[b, t, h, pair + 8] = rope.magnitude * (other * math.cos(angle) + one * math.sin(angle))
+    assert_close(rotate(jnp.asarray(x), jnp.asarray(positions), rope), want, units=128)
+
+
+def test_equal_dimensions_are_one():
+    x, positions = jnp.asarray(normal(2, 3, 2, 16)), jnp.asarray([[0, 1, 7], [-1, 30, 5]])
+    rope = Rope(sections=(3, 3, 2))
+    plain = rotate(x, positions, dataclasses.replace(rope, sections=()))
+    np.testing.assert_array_equal(rotate(x, positions, rope), plain)
+    np.testing.assert_array_equal(rotate(x, jnp.stack([positions] * 3, axis=-1), rope), plain)
+
+
+def test_positions_must_have_the_dimensions_of_the_sections():
+    x, positions = jnp.zeros((1, 2, 1, 8)), jnp.zeros((1, 2, 3), jnp.int32)
+    for sections in ((), (2, 2)):
+        with pytest.raises(
+            ed.ConfigError, match=r"Rope\.sections=\(.*\) must have a number for each of the 3 dimensions"
+        ):
+            rotate(x, positions, Rope(sections=sections))

@@ -1,0 +1,52 @@
+"""What a decoder remembers, and what a call proposes to it."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from eqx_decoders.layers import memory
+from eqx_decoders.layers.memory import is_memory
+
+
+class Cache(eqx.Module):
+    """What a decoder remembers of the tokens it has seen.
+
+    **Arguments:**
+
+    - `segments`: for each segment, and each block of its unit, the memories of its layers by the names of its branches.
+    - `length`: the next position of each row.
+    """
+
+    segments: tuple[tuple[dict[str, Any], ...], ...]
+    length: Int[Array, "batch"]
+
+    def commit(self, entries: Any, positions: Int[Array, "batch length"]) -> "Cache":
+        """Write the entries proposed by all layers at `positions`; where these are -1 nothing is written."""
+        written = memory.commit(self.segments, entries, positions)
+        return Cache(segments=written, length=jnp.maximum(self.length, jnp.max(positions, axis=1) + 1))
+
+    def reset(self, rows: Bool[Array, "batch"]) -> "Cache":
+        """The cache with these rows empty."""
+        emptied = jax.tree.map(lambda each: each.reset(rows), self.segments, is_leaf=is_memory)
+        return Cache(segments=emptied, length=jnp.where(rows, 0, self.length))
+
+    def with_row(self, row: int | Int[Array, ""], source: "Cache", source_row: int | Int[Array, ""] = 0) -> "Cache":
+        """The cache with a row of another cache of the same decoder, perhaps of another length, in place of `row`."""
+
+        def copied(mine: Any, other: Any) -> Any:
+            return mine.with_row(row, other.row(source_row))
+
+        return Cache(
+            segments=jax.tree.map(copied, self.segments, source.segments, is_leaf=is_memory),
+            length=self.length.at[row].set(source.length[source_row]),
+        )
+
+
+class Proposal(eqx.Module):
+    """What a call proposes to a cache: the entries of every block's layers, and the positions of its tokens."""
+
+    entries: Any
+    positions: Int[Array, "batch length"]

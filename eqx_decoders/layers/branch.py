@@ -1,0 +1,33 @@
+"""What a block asks of each of its layers."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from jaxtyping import Array, PRNGKeyArray
+
+from eqx_decoders.context import Context
+
+
+class BranchResult(NamedTuple):
+    """What a layer gives back to its block.
+
+    **Arguments:**
+
+    - `out`: features for the residual stream.
+    - `entries`: what it proposes to its memory, a tree like that of the memory; None where it remembers nothing.
+    - `stats`: values for fields of `BlockStats`, by name.
+    """
+
+    out: Array
+    entries: Any = None
+    stats: Mapping[str, Any] = MappingProxyType({})
+
+
+@runtime_checkable
+class BranchLayer(Protocol):
+    """A layer that can stand in a block."""
+
+    def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
+        """Its output, given what it remembers (None: nothing)."""
+        ...

@@ -1,0 +1,113 @@
+"""One residual stream: what branches make is added to it, or takes its place."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from eqx_decoders.context import Context
+from eqx_decoders.errors import check_number
+from eqx_decoders.numerics import fan_in
+from eqx_decoders.wiring.base import BranchFunction, Dropout, Wiring
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sequential(Wiring):
+    """`x += residual_scale * branch(x)`, one branch after another; then `x *= scale`.
+
+    **Arguments:**
+
+    - `residual_scale`: multiplies what every branch returns (Granite).
+    - `output_scale`: whether the layer's output is multiplied by a learned number (Gemma 4).
+    """
+
+    residual_scale: float = 1.0
+    output_scale: bool = False
+
+    def __post_init__(self):
+        check_number("Sequential.residual_scale", self.residual_scale, above=0)
+
+    def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "SequentialWiring":
+        return SequentialWiring(scale=jnp.ones((1,)) if self.output_scale else None, config=self)
+
+
+class SequentialWiring(eqx.Module):
+    """`x += residual_scale * branch(x)`, one branch after another; then `x *= scale`."""
+
+    scale: Float[Array, "one"] | None
+    config: Sequential = eqx.field(static=True)
+
+    def __call__(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Array:
+        for branch in branches:
+            x = x + _scaled(branch(x), self.config.residual_scale)
+        x = drop(x)
+        return x if self.scale is None else x * self.scale.astype(x.dtype).reshape((1,) * x.ndim)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parallel(Wiring):
+    """`x += dropout(mixer(n(x)) + mlp(n(x)))`: all branches read the same stream (Wang & Komatsuzaki 2021; PaLM)."""
+
+    shares_norm: ClassVar[bool] = True
+
+    def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "ParallelWiring":
+        return ParallelWiring()
+
+
+class ParallelWiring(eqx.Module):
+    """`x += dropout(sum of the branches of x)`."""
+
+    def __call__(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Array:
+        total, *more = [branch(x) for branch in branches] or [jnp.zeros_like(x)]
+        for out in more:
+            total = total + out
+        return x + drop(total)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plain(Wiring):
+    """`x = branch(x)`, one branch after another: no residual connection (MaxText's `simple` blocks)."""
+
+    def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "PlainWiring":
+        return PlainWiring()
+
+
+class PlainWiring(eqx.Module):
+    """`x = branch(x)`, one branch after another."""
+
+    def __call__(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Array:
+        for branch in branches:
+            x = branch(x)
+        return drop(x)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chained(Wiring):
+    """`x += up(mlp(mixer(x)))`: one residual connection around both layers (MaxText's `qwen3_custom_moe`).
+
+    After the mixer features are its `out_dim`, which the matrix `up` turns into those of the stream again.
+    """
+
+    chains: ClassVar[bool] = True
+
+    def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "ChainedWiring":
+        return ChainedWiring(up=fan_in(key, (inner_dim, embed_dim), jnp.float32, inner_dim))
+
+
+class ChainedWiring(eqx.Module):
+    """`x += up(mlp(mixer(x)))`."""
+
+    up: Float[Array, "latent embed"]
+
+    def __call__(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Array:
+        inner = x
+        for branch in branches:
+            inner = branch(inner)
+        return drop(x + ctx.einsum("batch length latent, latent embed -> batch length embed", inner, self.up))
+
+
+def _scaled(x: Array, factor: float) -> Array:
+    return x if factor == 1.0 else x * factor

@@ -1,0 +1,60 @@
+"""The laws of a whole decoder, for families that have parts of their own: each fast form equals the plain one."""
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+
+import eqx_decoders as ed
+from eqx_decoders.decoder import Decoder
+from tests.compare import assert_close
+from tests.models import packed, run, some_tokens
+
+
+forward = eqx.filter_jit(lambda model, *inputs: model(*inputs).logits)
+extend = eqx.filter_jit(lambda model, tokens, cache: model(tokens, cache=cache))
+
+
+def check_pieces(model: Decoder, pieces: tuple[int, ...]) -> None:
+    """A cache filled piece by piece gives the logits of one call."""
+    tokens = some_tokens(2, sum(pieces))
+    whole, begin, found = forward(model, tokens), 0, []
+    cache = ed.init_cache(model.config, 2, tokens.shape[1], dtype=jnp.float32)
+    for piece in pieces:
+        out = extend(model, tokens[:, begin : begin + piece], cache)
+        cache, begin = out.cache, begin + piece
+        found.append(out.logits)
+    assert_close(jnp.concatenate(found, axis=1), whole)
+
+
+def check_documents(model: Decoder) -> None:
+    """Packed documents equal each alone, and nothing of one reaches the next."""
+    tokens, segments = packed(1)
+    logits = forward(model, tokens, None, segments)
+    for begin, end in ((0, 5), (5, 6), (6, 10)):
+        assert_close(logits[:, begin:end], forward(model, tokens[:, begin:end]))
+    other = forward(model, tokens.at[:, :2].set((tokens[:, :2] + 3) % 32), None, segments)
+    np.testing.assert_array_equal(logits[:, 5:10], other[:, 5:10])
+
+
+def check_rejection(model: Decoder) -> None:
+    """Tokens that are proposed and then rejected leave no trace."""
+    tokens = some_tokens(2, 9)
+    propose = eqx.filter_jit(lambda model, tokens, cache: model.propose(tokens, cache=cache)[1])
+    cache = extend(model, tokens[:, :4], ed.init_cache(model.config, 2, 12, dtype=jnp.float32)).cache
+    proposal = propose(model, tokens[:, 4:7], cache)
+    kept = cache.commit(
+        proposal.entries, jnp.where(jnp.arange(3)[None] < jnp.asarray([[1], [2]]), proposal.positions, -1)
+    )
+    for row, count in enumerate((5, 6)):
+        plain = extend(model, tokens[:, :count], ed.init_cache(model.config, 2, 12, dtype=jnp.float32)).cache
+        got, want = (extend(model, tokens[:, 7:], each).logits[row] for each in (kept, plain))
+        assert_close(got, want)
+
+
+def check_execution(model: Decoder, **mesh: int) -> None:
+    """Loop, remat and a mesh change neither logits nor gradients."""
+    tokens, segments = packed(4)
+    want = run(model, tokens, segments)
+    assert_close(run(model.replace(scan=False), tokens, segments), want, units=256)
+    assert_close(run(model.replace(remat="full"), tokens, segments), want, units=256)
+    assert_close(run(model.place(ed.Layout.create(**mesh)), tokens, segments), want, units=256)

@@ -1,0 +1,32 @@
+"""A model in numbers, against sums by hand."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+import eqx_decoders as ed
+from tests.models import rich_decoder
+
+
+@pytest.mark.parametrize(
+    "name, total, active",
+    [("llama3-8b", 8.03, 8.03), ("qwen3-30b-a3b", 30.53, 3.35), ("deepseek3-671b", 671.03, 37.55)],
+)
+def test_published_sizes(name, total, active):
+    info = ed.describe_model(name)
+    assert (info.parameters / 1e9, info.active_parameters / 1e9) == pytest.approx((total, active), abs=0.006)
+    assert info.name == name and info.parameters == ed.count_parameters(ed.get_config(name))
+    assert str(info).startswith(f"{name}: {total:,.2f} B weights, {active:,.2f} B active; a cache in bfloat16 holds ")
+
+
+def test_what_a_cache_holds():
+    """Of each token keys and values of full layers and its position; of each sequence those of windows."""
+    config = rich_decoder(4)  # two layers with a window of 5, two without; 2 heads of 8 features
+    info = ed.describe_model(config, dtype=jnp.float32)
+    keys_and_values = 2 * 2 * 8 * 4
+    assert info.bytes_per_token == 2 * keys_and_values + 4
+    assert info.bytes_per_sequence == 5 * (2 * keys_and_values + 4) + 4  # and the length of the row
+    assert info.layers == {"Attention (window 5)": 2, "Attention": 2}
+    assert info.name is None and info.dtype == "float32"
+    assert ed.describe_model(dataclasses.replace(config, blocks=config.blocks[:1])).bytes_per_token == 0
