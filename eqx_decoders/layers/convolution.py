@@ -56,18 +56,6 @@ def causal_convolution(
     return y.astype(x.dtype)
 
 
-def new_tail(
-    tail: Float[Array, "batch tail channels"],
-    inputs: Float[Array, "batch length channels"],
-    positions: Int[Array, "batch length"],
-) -> Float[Array, "batch tail channels"]:
-    """The last inputs after a call, padding left out, in the dtype of `tail`."""
-    size, real = tail.shape[1], positions >= 0
-    count, place = _places(real, size)
-    wanted = place(count[:, None] - size + jnp.arange(size)[None])
-    return jnp.take_along_axis(jnp.concatenate([tail, inputs.astype(tail.dtype)], 1), wanted[:, :, None], axis=1)
-
-
 def document_starts(
     positions: Int[Array, "batch length"], segment_ids: Int[Array, "batch length"] | None
 ) -> Bool[Array, "batch length"] | None:

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_decoders.layers.convolution import causal_convolution, document_starts, new_tail
+from eqx_decoders.layers.convolution import causal_convolution, document_starts
+from eqx_decoders.layers.memory import last_inputs
 
 
 BATCH, CHANNELS, TAPS = 3, 5, 4
@@ -72,7 +73,7 @@ def test_everywhere(length, dilation):
             inner = (grads[1] * kernel).sum() + (grads[2] * bias).sum()
             np.testing.assert_allclose(inner, loss, atol=1e-4)
             if segments is None:
-                found = new_tail(jnp.asarray(past), jnp.asarray(x), jnp.asarray(positions))
+                found = last_inputs(jnp.asarray(past), jnp.asarray(x), jnp.asarray(positions))
                 np.testing.assert_array_equal(found, last)
 
 
@@ -83,7 +84,7 @@ def test_calls_are_the_whole():
     for start, end in ((0, 1), (1, 3), (3, 17)):
         here = x[:, start:end], positions[:, start:end]
         parts.append(causal_convolution(here[0], kernel, None, tail, here[1], None))
-        tail = new_tail(tail, *here)
+        tail = last_inputs(tail, *here)
     whole = causal_convolution(x, kernel, None, None, positions, None)
     np.testing.assert_allclose(jnp.concatenate(parts, 1), whole, atol=1e-5)
 
