@@ -29,6 +29,7 @@ AXES: dict[str, str] = {
     "positions": "rows of a table of learned positions",
     "heads": "query heads",
     "kv_heads": "key and value heads",
+    "key_heads": "query and key heads of a linear recurrence, where values have others",
     "qkv_heads": "query, key and value heads of a fused projection",
     "head_dim": "features of one head",
     "qk_dim": "features of a query or key head where values have others",

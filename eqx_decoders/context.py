@@ -29,6 +29,7 @@ class RunOptions(TypedDict, total=False):
     expert_exchange: ExchangeName
     scan: bool
     layer_stats: bool
+    attention_maxima: bool
     lookup: LookupName
 
 
@@ -66,6 +67,8 @@ class Execution:
         not divide) stay where they are, and results are added.
     - `scan`: one `lax.scan` over equal layers; False runs them one by one.
     - `layer_stats`: whether `Output.stats` describes each layer's activations.
+    - `attention_maxima`: whether `Output.stats` has the largest attention score of each head of latent attention, which
+        QK-clip needs. They cost the products of the scores once more.
     - `lookup`: how tokens find their embeddings: `"gather"`, or `"one_hot"`, a product of the table with one-hot rows.
         The product suits tables that are split over the vocabulary: each device multiplies its own rows and the results
         are added, no table is gathered. It costs as many operations as the head.
@@ -79,6 +82,7 @@ class Execution:
     expert_exchange: ExchangeName = "auto"
     scan: bool = True
     layer_stats: bool = False
+    attention_maxima: bool = False
     lookup: LookupName = "gather"
 
     def __post_init__(self):

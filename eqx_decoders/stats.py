@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
+from eqx_decoders.layers.indexer import IndexerStats
 from eqx_decoders.layers.router import RoutingStats
 
 
@@ -28,10 +29,25 @@ class ActivationStats(eqx.Module):
 
 
 class BlockStats(eqx.Module):
-    """What one block tells about its forward pass; None where it is not asked for, or where there is no such layer."""
+    """What one block tells about its forward pass; None where it is not asked for, or where there is no such layer.
+
+    `max_scores` are the largest scores of the heads of latent attention, over rows and tokens.
+    """
 
     activations: ActivationStats | None = None
     routing: RoutingStats | None = None
+    indexer: IndexerStats | None = None
+    max_scores: Float32[Array, "*layers heads"] | None = None
+
+
+def add_stats(one: BlockStats | None, other: BlockStats | None) -> BlockStats | None:
+    """Of two parts of a batch: sums, and of largest scores the larger one."""
+    if one is None or other is None:
+        return None
+    maxima = None
+    if one.max_scores is not None and other.max_scores is not None:
+        maxima = jnp.maximum(one.max_scores, other.max_scores)
+    return dataclasses.replace(jax.tree.map(jnp.add, one, other), max_scores=maxima)
 
 
 def join_layer_stats(per_segment: Sequence[tuple[BlockStats, ...]]) -> BlockStats:

@@ -22,8 +22,10 @@ from eqx_decoders.layers.attention import AttentionConfig, QKNorm, QueryTemperat
 from eqx_decoders.layers.embedding import LearnedPositions, SinusoidalPositions
 from eqx_decoders.layers.engram import EngramConfig
 from eqx_decoders.layers.experts import ExpertsConfig
+from eqx_decoders.layers.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.learned_init import LearnedInitConfig
+from eqx_decoders.layers.mamba2 import Mamba2Config
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
 from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
@@ -128,12 +130,15 @@ ENGRAM = EngramConfig(
 )
 PER_LAYER = PerLayerEmbeddingConfig(features=4, vocab_size=VOCAB)
 FURTHER = {"mlp": MLPConfig(mlp_dim=8), "per layer": PerLayerInputConfig(features=4)}
-RECURRENT = ()
+RECURRENT = {
+    "delta net": GatedDeltaNetConfig(num_key_heads=2, num_heads=4, key_dim=6, value_dim=5, taps=3),
+    "mamba2": Mamba2Config(num_heads=4, value_dim=5, num_groups=2, key_dim=6, dt_min=0.3),
+}
 SPLITS_HEADS = ("fsdp x tensor", "transpose", "sequence", "context", "expert")
 FACTORS: dict[str, tuple[Any, ...]] = {
     "mesh": tuple(MESHES),
     "channel": tuple(CHANNELS),
-    "mixer": (*MIXERS, "latent", "learned"),
+    "mixer": (*MIXERS, "latent", "learned", *RECURRENT),
     "rope": tuple(ROPES),
     "length": (1, 13, 32, 64, 97, 130),
     "norm": tuple(NORMS),
@@ -164,6 +169,7 @@ EXCLUDED: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
     ("mask", ("bidirectional",), "cache", CACHED),  # its past would change with every token
     ("mixer", ("latent",), "heads", ("grouped", "multi-query")),  # all its heads share one latent
     ("mixer", ("latent",), "qk_norm", tuple(QK_NORMS)[1:]),  # its norms are those of the latents
+    ("wiring", ("chained",), "mixer", tuple(RECURRENT)),  # whose output has the features of the stream
     ("mixer", ("latent",), "rope", ("none",)),  # it always has rotary features
     ("wiring", ("chained",), "channel", ("none",)),  # one layer feeds the other
     ("wiring", ("chained",), "further", ("engram", "mlp", "per layer")),  # and no other
@@ -278,6 +284,8 @@ def _further(case: Case) -> dict[str, Any]:
 
 
 def _mixer(case: Case):
+    if case["mixer"] in RECURRENT:
+        return RECURRENT[case["mixer"]]
     mask, rope = MASKS[case["mask"]], ROPES[case["rope"]]
     if case["mixer"] == "latent":
         ranks = dict(q_rank=8 if case["tied"] else None, kv_rank=8, nope_dim=6, rope_dim=8, value_dim=5)

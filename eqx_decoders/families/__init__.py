@@ -7,9 +7,11 @@ from eqx_decoders.errors import ConversionError, check_word
 from eqx_decoders.families import (
     deepseek_v2,
     deepseek_v3,
+    deepseek_v32,
     gemma,
     gemma2,
     gemma3,
+    gemma4,
     gpt2,
     gpt3,
     gpt_oss,
@@ -28,8 +30,8 @@ from eqx_decoders.families.family import Family
 
 # In the order in which they are tried for a model that does not say what it came from.
 _PUBLISHED = (
-    *(llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, olmo3, gpt2),
-    *(mixtral, qwen3_moe, gpt_oss, llama4, deepseek_v3, deepseek_v2),
+    *(llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, gemma4, olmo3, gpt2),
+    *(mixtral, qwen3_moe, gpt_oss, llama4, deepseek_v3, deepseek_v32, deepseek_v2),
 )
 _MODELS: dict[str, Callable[[], DecoderConfig]] = {
     name: make for module in (*_PUBLISHED, gpt3, maxtext) for name, make in module.MODELS.items()

@@ -20,6 +20,7 @@ from eqx_decoders.decoder import Decoder, DecoderConfig
 from eqx_decoders.errors import ConfigError, ConversionError, check
 from eqx_decoders.families.fields import ALLOWED_VALUES, IGNORED_KEYS, Fields, abbreviate
 from eqx_decoders.layers.experts import ExpertsConfig
+from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.router import RouterConfig
 from eqx_decoders.mtp import MTPConfig
@@ -186,7 +187,8 @@ class Family:
     - `weights`: the table.
     - `prefix`: of the base model; files saved without a head may lack it.
     - `ignored_keys`: keys of `config.json` that have no effect here, besides `IGNORED_KEYS`, each with the reason.
-    - `ignored_tensors`: regular expression of tensors that hold nothing learned, such as tables of frequencies.
+    - `ignored_tensors`: regular expression of tensors that hold nothing learned, such as tables of frequencies; or a
+        function that makes it of a configuration.
     - `aliases`: further words for `model_type`; none of them is written.
     - `fused`: rows in place of some of `weights` where all experts of a layer share a tensor.
     - `copies`: tensors that repeat others, `{layer}` being a layer of multi-token prediction.
@@ -202,7 +204,7 @@ class Family:
     weights: tuple[Weight, ...]
     prefix: str = "model."
     ignored_keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    ignored_tensors: str = r".*rotary_emb\.inv_freq"
+    ignored_tensors: str | Callable[[DecoderConfig], str] = r".*rotary_emb\.inv_freq"
     aliases: tuple[str, ...] = ()
     fused: tuple[Weight, ...] = ()
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -274,6 +276,11 @@ class Family:
         for path, section in _sections(rows, found, sizes).items():
             found[path] = dataclasses.replace(found[path], section=section)
         return found
+
+    def is_ignored(self, tensor: str, config: DecoderConfig) -> bool:
+        """Whether a tensor of such a model holds nothing that it reads."""
+        rule = self.ignored_tensors
+        return re.fullmatch(rule if isinstance(rule, str) else rule(config), tensor) is not None
 
     def copied(self, config: DecoderConfig) -> dict[str, str]:
         """Tensors that repeat others, each with the name of the one that it repeats."""
@@ -365,8 +372,14 @@ def for_inference(config: DecoderConfig) -> DecoderConfig:
             )
         return mlp
 
+    def inference_mixer(mixer: Any) -> Any:
+        if isinstance(mixer, LatentAttentionConfig) and mixer.indexer is not None:
+            return dataclasses.replace(mixer, indexer=dataclasses.replace(mixer.indexer, loss_weight=0.0, warmup=False))
+        return mixer
+
     def inference_block(block: BlockConfig) -> BlockConfig:
-        return dataclasses.replace(block, dropout=0.0, mlp=inference_mlp(block.mlp))
+        mixer, mlp = inference_mixer(block.mixer), inference_mlp(block.mlp)
+        return dataclasses.replace(block, dropout=0.0, mixer=mixer, mlp=mlp)
 
     blocks = {block: inference_block(block) for block in dict.fromkeys(config.blocks)}
     mtp = config.mtp

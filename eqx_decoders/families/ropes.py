@@ -217,6 +217,8 @@ def _table(rope: Rope | None, partial: bool = False) -> dict[str, Any]:
     table: dict[str, Any] = {key: getattr(rope, field, None) for key, field in _KEYS.items()}
     if table["truncate"]:
         del table["truncate"]  # the default
+    if isinstance(rope, ProportionalRope) and rope.factor == 1.0:
+        del table["factor"]  # likewise
     if partial or rope.fraction != 1.0:
         table["partial_rotary_factor"] = rope.fraction
     if rope.sections:

@@ -105,7 +105,7 @@ def _target(
 ) -> tuple[Decoder, dict[str, WeightMapping], dict[str, StoredTensor]]:
     """The model's shapes, what each weight is made of, and the tensors."""
     config, origin, family = _read_config(directory)
-    tensors = _without_ignored(checkpoint_tensors(directory), family)
+    tensors = _without_ignored(checkpoint_tensors(directory), family, config)
     family = family.stored_as(tensors)
     check_dtypes(tensors)
     if config.tied and _HEAD in tensors:
@@ -165,7 +165,7 @@ def _with_stored_depths(config: DecoderConfig, directory: Directory, family: Fam
     further = config if config.mtp is not None or family.with_depth is None else family.with_depth(config)
     if further.mtp is None or not any(map(directory.has, ("model.safetensors", "model.safetensors.index.json"))):
         return config
-    tensors = _without_ignored(checkpoint_tensors(directory), family)
+    tensors = _without_ignored(checkpoint_tensors(directory), family, further)
     weights = family.stored_as(tensors).bind(abstract(further))
     names = {name for path, mapping in weights.items() if path.startswith("mtp.") for name in mapping.names}
     return further if names & tensors.keys() else dataclasses.replace(config, mtp=None)
@@ -182,13 +182,15 @@ def _without_copies(tensors: dict[str, StoredTensor], copies: Mapping[str, str])
     return {name: stored for name, stored in tensors.items() if copies.get(name) not in tensors}
 
 
-def _without_ignored(tensors: dict[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
+def _without_ignored(
+    tensors: dict[str, StoredTensor], family: Family, config: DecoderConfig
+) -> dict[str, StoredTensor]:
     """Under their full names, as the family's rows have them, without those that hold no information."""
     for pattern, name in family.renamed.items():
         tensors = {re.sub(pattern, name, stored): tensor for stored, tensor in tensors.items()}
     if not any(name.startswith(family.prefix) for name in tensors):  # saved from the base model
         tensors = {name if name == _HEAD else family.prefix + name: stored for name, stored in tensors.items()}
-    return {name: stored for name, stored in tensors.items() if not re.fullmatch(family.ignored_tensors, name)}
+    return {name: stored for name, stored in tensors.items() if not family.is_ignored(name, config)}
 
 
 def _untied(config: DecoderConfig, tensors: dict[str, StoredTensor], family: Family) -> DecoderConfig:

@@ -2,8 +2,9 @@
 
     c = norm(W_c x),  r = rotate(W_r x);  per head: k = [W_k c | r],  v = W_v c,  softmax(scale * q k^T + mask) v
 
-Only [c | r] is cached. Over a cache attention runs in the absorbed form: as q k^T = [W_k^T q_nope | q_rope] [c | r]^T,
-all heads share the one key [c | r], mix latents, and W_v turns the mixture into values. It never expands the past.
+Only [c | r] is cached, and the key of an indexer beside it. Over a cache attention runs in the absorbed form: as
+q k^T = [W_k^T q_nope | q_rope] [c | r]^T, all heads share the one key [c | r], mix latents, and W_v turns the mixture
+into values. It never expands the past.
 """
 
 import dataclasses
@@ -12,20 +13,25 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.layers.branch import BranchResult
-from eqx_decoders.layers.kernel import Result, attend, merge
+from eqx_decoders.layers.indexer import CachedChoice, Index, Indexer, IndexerConfig, Teacher
+from eqx_decoders.layers.kernel import attend, max_scores, merge
 from eqx_decoders.layers.mask import Causal, Mask, seen_keys
-from eqx_decoders.layers.memory import Entries, KVShape, Past, kv_shape
+from eqx_decoders.layers.memory import Entries, KVShape, Past, StackedPast, kv_shape
 from eqx_decoders.layers.mlp import add_bias
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope, rotate
+from eqx_decoders.layers.scores import Result
 from eqx_decoders.numerics import LowRank, fan_in
 from eqx_decoders.remat import save
 
+
+LatentPast = Past | dict[str, Past | StackedPast]
+LatentEntries = Entries | dict[str, Entries]
 
 LANE = 128  # features that a TPU keeps together
 
@@ -47,6 +53,7 @@ class LatentAttentionConfig:
     - `query_scale`: multiplies queries; None for `(nope_dim + rope_dim) ** -0.5`, times `rope.score_scale`.
     - `norm`: of both latents; the shared rotary key has none.
     - `bias`: biases of the projections into the latents and of the output projection.
+    - `indexer`: chooses some of the keys that a query sees; None takes all.
     """
 
     num_heads: int
@@ -60,6 +67,7 @@ class LatentAttentionConfig:
     query_scale: float | None = None
     norm: NormConfig = RMSNormConfig()
     bias: bool = False
+    indexer: IndexerConfig | None = None
 
     def __post_init__(self):
         for field in ("num_heads", "kv_rank", "nope_dim", "rope_dim", "value_dim"):
@@ -71,6 +79,16 @@ class LatentAttentionConfig:
         if self.rope is not None:
             check(self.rope_dim % 2 == 0, f"LatentAttentionConfig.rope_dim={self.rope_dim} must be even.")
             self.rope.rotated(self.rope_dim)
+        if self.indexer is not None:
+            check(self.rope is not None, "LatentAttentionConfig.indexer needs rope: it rotates its keys.")
+            causal, fits = isinstance(self.mask, Causal), self.indexer.head_dim >= self.rope_dim
+            rule = f"LatentAttentionConfig.indexer needs mask=Causal(), not {self.mask}"
+            check(causal, f"{rule}: of a window it would choose by slots that turn round.")
+            check(
+                self.q_rank is not None, "LatentAttentionConfig.indexer needs q_rank: it reads the latent of queries."
+            )
+            rule = f"LatentAttentionConfig.indexer.head_dim={self.indexer.head_dim} must be at least"
+            check(fits, f"{rule} rope_dim={self.rope_dim}: so many of its features are rotated.")
 
     @property
     def head_dim(self) -> int:
@@ -98,13 +116,21 @@ class LatentAttentionConfig:
         """
         return self.latent_dim if self.latent_dim < LANE else -(-self.latent_dim // LANE) * LANE
 
-    def memory(self, max_length: int) -> KVShape:
-        """One head of latents and rotary keys, without values."""
-        return kv_shape(self.mask, max_length, kv_heads=1, head_dim=self.cached_dim, values=False)
+    def memory(self, max_length: int) -> KVShape | dict[str, KVShape]:
+        """One head of latents and rotary keys, without values; with an indexer its keys beside them."""
+        latents = kv_shape(self.mask, max_length, kv_heads=1, head_dim=self.cached_dim, values=False)
+        if self.indexer is None:
+            return latents
+        index = kv_shape(self.mask, max_length, kv_heads=1, head_dim=self.indexer.head_dim, values=False)
+        return {"latents": dataclasses.replace(latents, by_slot=True), "index": index}
 
     def token_products(self, length: int) -> int:
         """Multiplications per token beside those of the weights: scores and mixtures."""
-        return self.num_heads * seen_keys(self.mask, length) * (self.head_dim + self.value_dim)
+        seen = seen_keys(self.mask, length)
+        if self.indexer is None:
+            return self.num_heads * seen * (self.head_dim + self.value_dim)
+        chosen = min(seen, self.indexer.top_k)
+        return self.num_heads * chosen * (self.head_dim + self.value_dim) + self.indexer.token_products(seen)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "LatentAttention":
         keys = jax.random.split(key, 5)
@@ -129,8 +155,14 @@ class LatentAttentionConfig:
             query_down_bias=zeros(q_rank),
             kv_down_bias=zeros(self.latent_dim),
             out_bias=zeros(embed_dim),
+            indexer=self._build_indexer(embed_dim, jax.random.fold_in(key, 5)),
             config=self,
         )
+
+    def _build_indexer(self, embed_dim: int, key: PRNGKeyArray) -> Indexer | None:
+        if self.indexer is None or self.q_rank is None:
+            return None
+        return self.indexer.build(embed_dim, self.q_rank, key=key)
 
 
 class LatentAttention(eqx.Module):
@@ -147,33 +179,54 @@ class LatentAttention(eqx.Module):
     query_down_bias: Float[Array, "q_rank"] | None
     kv_down_bias: Float[Array, "latent"] | None
     out_bias: Float[Array, "embed"] | None
+    indexer: Indexer | None
     config: LatentAttentionConfig = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: Context, past: Past | None = None
-    ) -> tuple[Float[Array, "batch length embed"], Entries]:
+        self, x: Float[Array, "batch length embed"], ctx: Context, past: LatentPast | None = None
+    ) -> tuple[Float[Array, "batch length embed"], LatentEntries]:
         """The layer's output, and the latents and rotary keys that it proposes for a cache."""
-        query, latent = self._query(x, ctx), self._latent(x, ctx)
-        mixed = self._expanded(query, latent, ctx) if past is None else self._absorbed(query, latent, past, ctx)
+        result = self.branch(x, ctx, past, None)
+        return result.out, result.entries
+
+    def branch(self, x: Array, ctx: Context, past: LatentPast | None, key: PRNGKeyArray | None) -> BranchResult:
+        low = self._query_input(x, ctx)
+        query, latent = self._query(low, ctx), self._latent(x, ctx)
+        config, entries, stats = self.config, Entries(key=latent, value=None), {}
+        if self.indexer is not None and config.rope is not None:
+            index = self.indexer(x, low, config.rope, config.rope_dim, ctx)
+            entries = {"latents": entries, "index": index.entries}
+            if isinstance(past, dict) and isinstance(past["index"], Past):
+                choice = self.indexer.choose_cached(index, past["index"], config.mask, ctx)
+                mixed = self._absorbed(query, latent, past["latents"], ctx, choice)
+            else:
+                mixed, stats = self._expanded(query, latent, ctx, index)
+        elif isinstance(past, Past):
+            mixed = self._absorbed(query, latent, past, ctx)
+        else:
+            mixed, stats = self._expanded(query, latent, ctx)
         mixed = save(ctx.constrain(mixed, "batch length heads value_dim"), "attention_out")
         out = ctx.einsum("batch length heads value_dim, heads value_dim embed -> batch length embed", mixed, self.out)
-        out = save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj")
-        return out, Entries(key=latent, value=None)
+        return BranchResult(
+            save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj"), entries, stats
+        )
 
-    def branch(self, x: Array, ctx: Context, past: Past | None, key: PRNGKeyArray | None) -> BranchResult:
-        return BranchResult(*self(x, ctx, past))
+    def _query_input(self, x: Array, ctx: Context) -> Float[Array, "batch length features"]:
+        """What queries are made from: their latent, or `x` itself."""
+        if self.query_down is None or self.query_norm is None:
+            return x
+        low = ctx.einsum("batch length embed, embed q_rank -> batch length q_rank", x, self.query_down)
+        low = save(add_bias(low, self.query_down_bias), "query_wa_proj")
+        return save(self.query_norm(low), "mla_q")
 
-    def _query(self, x: Array, ctx: Context) -> Float[Array, "batch length heads qk_dim"]:
+    def _query(self, low: Array, ctx: Context) -> Float[Array, "batch length heads qk_dim"]:
         """Scaled queries, `[nope | rope]`."""
         config = self.config
         if self.query is not None:
             pattern = "batch length embed, embed heads qk_dim -> batch length heads qk_dim"
-            query = ctx.einsum(pattern, x, self.query)
+            query = ctx.einsum(pattern, low, self.query)
         else:
-            assert self.query_down is not None and self.query_norm is not None and self.query_up is not None
-            low = ctx.einsum("batch length embed, embed q_rank -> batch length q_rank", x, self.query_down)
-            low = save(add_bias(low, self.query_down_bias), "query_wa_proj")
-            low = save(self.query_norm(low), "mla_q")
+            assert self.query_up is not None
             pattern = "batch length q_rank, q_rank heads qk_dim -> batch length heads qk_dim"
             query = ctx.einsum(pattern, low, self.query_up)
         nope, rope = jnp.split(query, [config.nope_dim], axis=-1)
@@ -192,8 +245,10 @@ class LatentAttention(eqx.Module):
     def _rotated(self, x: Array, ctx: Context) -> Array:
         return x if self.config.rope is None else rotate(x, ctx.positions, self.config.rope)
 
-    def _expanded(self, query: Array, latent: Array, ctx: Context) -> Float[Array, "batch length heads value_dim"]:
-        """Every head's own keys and values: the fewest operations where there are many queries."""
+    def _expanded(
+        self, query: Array, latent: Array, ctx: Context, index: Index | None = None
+    ) -> tuple[Float[Array, "batch length heads value_dim"], dict[str, Any]]:
+        """Every head's own keys and values: the fewest operations where there are many queries. With statistics."""
         config = self.config
         low, rope, _ = jnp.split(latent, [config.kv_rank, config.latent_dim], axis=-1)
         pattern = "batch length kv_rank, kv_rank heads kv_dim -> batch length heads kv_dim"
@@ -201,10 +256,18 @@ class LatentAttention(eqx.Module):
         key = jnp.concatenate([nope, jnp.broadcast_to(rope, (*nope.shape[:3], config.rope_dim))], axis=-1)
         key = save(ctx.constrain(key, "batch length heads qk_dim"), "key_proj")
         value = save(ctx.constrain(value, "batch length heads value_dim"), "value_proj")
-        return self._attend(query, key, value, ctx)[0]
+        selected: Any = None
+        stats: dict[str, Any] = {}
+        if self.indexer is not None and index is not None:
+            teacher = Teacher(query, key) if self.indexer.config.loss_weight > 0 else None
+            selected, learned = self.indexer.choose(index, config.mask, ctx, teacher)
+            stats = {} if learned is None else {"indexer": learned}
+        if ctx.execution.attention_maxima:
+            stats["max_scores"] = jnp.max(max_scores(query, key, **self._present(ctx, selected)), axis=0)
+        return self._attend(query, key, value, ctx, selected)[0], stats
 
     def _absorbed(
-        self, query: Array, latent: Array, past: Past, ctx: Context
+        self, query: Array, latent: Array, past: Past | StackedPast, ctx: Context, choice: CachedChoice | None = None
     ) -> Float[Array, "batch length heads value_dim"]:
         """Past and present, merged by their log-sum-exp while they are latents.
 
@@ -215,9 +278,13 @@ class LatentAttention(eqx.Module):
         config = self.config
         nope, rope = jnp.split(query, [config.nope_dim], axis=-1)
         query = self._padded(_into_latents(nope, self.kv_up, ctx), rope, ctx)
-        keys = past.key.astype(query.dtype).transpose(0, 2, 1, 3)
-        parts = [self._attend(query, latent, latent, ctx), self._attend(query, keys, keys, ctx, past.positions)]
-        mixed, _ = merge(parts)
+        present = self._attend(query, latent, latent, ctx, None if choice is None else choice.present)
+        if choice is not None and choice.slots is not None and isinstance(past, StackedPast):
+            earlier = self._attend_slots(query, past, choice.slots, ctx)
+        else:
+            whole = past.whole() if isinstance(past, StackedPast) else past
+            earlier = self._attend_past(query, whole, None if choice is None else choice.past, ctx)
+        mixed, _ = merge([present, earlier])
         return _into_values(mixed[..., : config.kv_rank], self.kv_up, config.nope_dim, ctx)
 
     def _padded(self, latent: Array, rope: Array, ctx: Context) -> Float[Array, "batch length heads cached"]:
@@ -226,25 +293,55 @@ class LatentAttention(eqx.Module):
         return ctx.constrain(jnp.concatenate([latent, rope, zeros], axis=-1), "batch length heads latent")
 
     def _attend(
-        self, query: Array, key: Array, value: Array, ctx: Context, places: Int[Array, "batch slots"] | None = None
+        self, query: Array, key: Array, value: Array, ctx: Context, selected: Bool[Array, "..."] | None = None
     ) -> Result:
-        """Attention over the tokens of this call, or over a past whose tokens stand at `places`."""
-        execution = ctx.execution
-        if places is None:
-            own: dict[str, Any] = dict(query_segments=ctx.segment_ids, key_segments=ctx.segment_ids, aligned=True)
-        else:
-            own = {}  # a row of a cache is one document: no segments
-        return attend(
-            query,
-            key,
-            value,
+        """Attention over the tokens of this call."""
+        return attend(query, key, value, **self._present(ctx, selected), kernel=ctx.execution.attention)
+
+    def _present(self, ctx: Context, selected: Bool[Array, "..."] | None) -> dict[str, Any]:
+        """What the tokens of this call see of each other."""
+        return dict(
             mask=self.config.mask,
             query_positions=ctx.positions,
-            key_positions=ctx.positions if places is None else places,
-            kernel=execution.attention,
-            platform=execution.layout.platform,
-            **own,
+            key_positions=ctx.positions,
+            query_segments=ctx.segment_ids,
+            key_segments=ctx.segment_ids,
+            query_spans=ctx.spans,
+            selected=selected,
+            aligned=True,
+            platform=ctx.execution.layout.platform,
         )
+
+    def _attend_past(self, query: Array, past: Past, selected: Bool[Array, "..."] | None, ctx: Context) -> Result:
+        """Attention over all of a past. A row of it is one document: there are no segments."""
+        keys = past.key.astype(query.dtype).transpose(0, 2, 1, 3)
+        places: dict[str, Any] = dict(query_positions=ctx.positions, key_positions=past.positions)
+        return attend(query, keys, keys, selected=selected, **places, **self._options(ctx))
+
+    def _attend_slots(
+        self, query: Array, past: StackedPast, slots: Int[Array, "batch length chosen"], ctx: Context
+    ) -> Result:
+        """Attention of each query over some slots of a past, and nothing else of it is read."""
+        batch, length, count = slots.shape
+        keys, places = past.at(slots.reshape(batch, -1))
+
+        def alone(x: Array) -> Array:  # each query in a row of its own, with the keys that it chose
+            return x.reshape(batch * length, -1, *x.shape[2:])
+
+        keys = keys.astype(query.dtype).reshape(batch * length, count, 1, -1)
+        out, lse = attend(
+            alone(query),
+            keys,
+            keys,
+            query_positions=alone(ctx.positions),
+            key_positions=places.reshape(batch * length, count),
+            **self._options(ctx),
+        )
+        return out.reshape(batch, length, *out.shape[2:]), lse.reshape(batch, length, -1)
+
+    def _options(self, ctx: Context) -> dict[str, Any]:
+        execution = ctx.execution
+        return dict(mask=self.config.mask, kernel=execution.attention, platform=execution.layout.platform)
 
 
 # The two halves of `kv_up`, used head by head. Of a weight in parts the second factor has the heads: it comes first on

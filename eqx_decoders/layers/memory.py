@@ -122,6 +122,32 @@ class Past(eqx.Module):
     positions: Int[Array, "batch slots"]
 
 
+class StackedPast(eqx.Module):
+    """What one attention layer reads that looks for single slots: the cache of all layers, and which of them it is.
+
+    A layer's slice would be copied before slots are gathered from it, which costs more than reading it.
+    """
+
+    key: Float[Array, "layers batch kv_heads slots head_dim"]
+    layer: Int[Array, ""]
+    positions: Int[Array, "batch slots"]
+
+    def whole(self) -> Past:
+        """The layer's slice."""
+        key = jax.lax.dynamic_index_in_dim(self.key, self.layer, keepdims=False)
+        return Past(key=key, value=None, positions=self.positions)
+
+    def at(
+        self, slots: Int[Array, "batch chosen"]
+    ) -> tuple[Float[Array, "batch chosen kv_heads head_dim"], Int[Array, "batch chosen"]]:
+        """Keys and positions of some slots; position -1 for a slot beyond the last."""
+        last, rows = self.positions.shape[1] - 1, jnp.arange(slots.shape[0])[:, None]
+        inside = jnp.minimum(slots, last)
+        places = self.positions.at[rows, inside].get(mode="promise_in_bounds")
+        key = self.key.at[self.layer, rows, :, inside].get(mode="promise_in_bounds")
+        return key, jnp.where(slots <= last, places, -1)
+
+
 class KVCache(Memory):
     """Keys and values of equal layers.
 
@@ -130,6 +156,7 @@ class KVCache(Memory):
     - `key`, `value`: one row of slots for each layer and sequence; no values where keys are all that there is.
     - `positions`: the position of each slot's token, -1 where there is none. Masks are computed from them alone.
     - `ring`: whether position p is stored in slot `p mod slots`; else in slot p, and later positions are dropped.
+    - `by_slot`: whether layers look for single slots, and so read a `StackedPast`.
 
     Heads stand before slots: a TPU's products then read a layer's slice in place, without a copy in another order.
     """
@@ -138,11 +165,14 @@ class KVCache(Memory):
     value: Float[Array, "layers batch kv_heads slots head_dim"] | None
     positions: Int[Array, "batch slots"]
     ring: bool = eqx.field(static=True)
+    by_slot: bool = eqx.field(static=True, default=False)
 
     def slices(self) -> Any:
-        return self.key, self.value
+        return jnp.arange(self.key.shape[0]) if self.by_slot else (self.key, self.value)
 
-    def past(self, slices: Any) -> Past:
+    def past(self, slices: Any) -> Past | StackedPast:
+        if self.by_slot:
+            return StackedPast(key=self.key, layer=slices, positions=self.positions)
         return Past(*slices, positions=self.positions)
 
     def commit(self, entries: Entries, positions: Int[Array, "batch length"]) -> "KVCache":
@@ -163,6 +193,7 @@ class KVCache(Memory):
             value=None if self.value is None else write(self.value, entries.value),
             positions=self.positions.at[rows, slot].set(positions, mode="drop"),
             ring=self.ring,
+            by_slot=self.by_slot,
         )
 
     def with_row(self, index: int | Int[Array, ""], row: Any) -> "Memory":
@@ -181,13 +212,17 @@ def _entries(key: Array, value: Array | None) -> Entries:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVShape:
-    """How large the cache of one attention layer is, in slots, heads and features; `values`: whether it has values."""
+    """How large the cache of one attention layer is, in slots, heads and features.
+
+    `values`: whether it has values; `by_slot`: whether single slots are looked for (then it has none).
+    """
 
     slots: int
     kv_heads: int
     head_dim: int
     ring: bool
     values: bool = True
+    by_slot: bool = False
 
     def build(self, layers: int, batch_size: int, dtype: Any) -> KVCache:
         """An empty cache for `layers` equal layers."""
@@ -197,6 +232,7 @@ class KVShape:
             value=jnp.zeros(shape, dtype) if self.values else None,
             positions=jnp.full((batch_size, self.slots), -1, jnp.int32),
             ring=self.ring,
+            by_slot=self.by_slot,
         )
 
 

@@ -1,6 +1,7 @@
 """The loss of a language model: cross-entropy of each next token of the same document."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -8,16 +9,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int, PRNGKeyArray
 
-from eqx_decoders.decoder import Decoder
+from eqx_decoders.decoder import Decoder, DecoderConfig
 from eqx_decoders.eager import compiled_alone
 from eqx_decoders.inputs import check_inputs
 from eqx_decoders.layers.embedding import padded_positions
+from eqx_decoders.layers.indexer import IndexerStats
 from eqx_decoders.layers.router import RoutingStats
 from eqx_decoders.mtp import same_document, shift_left
-from eqx_decoders.stats import BlockStats, join_layer_stats
+from eqx_decoders.stats import BlockStats, add_stats, join_layer_stats
 from eqx_decoders.training.balance import expert_configs, has_routing_loss, routing_loss
 from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.cross_entropy import cross_entropy, linear_argmax, linear_cross_entropy
+from eqx_decoders.training.indexing import indexer_configs, indexer_loss
 
 
 class MTPLossSums(eqx.Module):
@@ -42,8 +45,8 @@ class LossMetrics(eqx.Module):
     - `nll`: negative log-likelihood, nats.
     - `correct`: targets that had the highest logit.
     - `tokens`: targets (or the sum of their weights).
-    - `stats`: of the layers: of their activations if asked for, of routing where there are experts; None for neither.
-        The layers of multi-token prediction come last.
+    - `stats`: of the layers: of their activations and largest scores if asked for, of routing where there are experts,
+        of indexers that learn; None for none of these. The layers of multi-token prediction come last.
     - `mtp`: of multi-token prediction; None where there is none.
     """
 
@@ -53,6 +56,11 @@ class LossMetrics(eqx.Module):
     tokens: Float32[Array, ""]
     stats: BlockStats | None = None
     mtp: MTPLossSums | None = None
+
+    def add(self, other: "LossMetrics") -> "LossMetrics":
+        """Those of both together."""
+        summed = jax.tree.map(jnp.add, *(dataclasses.replace(each, stats=None) for each in (self, other)))
+        return dataclasses.replace(summed, stats=add_stats(self.stats, other.stats))
 
 
 def next_tokens(batch: Batch) -> tuple[Int[Array, "batch length"], Float32[Array, "batch length"]]:
@@ -90,11 +98,12 @@ def token_loss_sum(
     key: PRNGKeyArray | None = None,
     full_batch: Batch | None = None,
 ) -> tuple[Float32[Array, ""], LossMetrics]:
-    """`sum over targets of -log p(target) + z_loss * log(Z)^2 + routing_loss + mtp_loss`, and metrics.
+    """`sum over targets of -log p(target) + z_loss * log(Z)^2 + routing_loss + indexer_loss + mtp_loss`,
+    and metrics.
 
     `fused` computes the head and the loss together, some positions at a time, so that all logits never exist at once.
     Gradients of sums can be added over microbatches; divide by `metrics.tokens` at the end. `full_batch` is the batch
-    of which this one is a part: what routing and multi-token prediction add are means over all of it.
+    of which this one is a part: what routing, indexers and multi-token prediction add are means over all of it.
     """
     targets, weights = next_tokens(batch)
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
@@ -108,7 +117,9 @@ def token_loss_sum(
         loss = loss + more
     if stats.routing is not None and has_routing_loss(model.config):
         loss = loss + _routing_loss_sum(model, stats.routing, full_batch)
-    kept = stats if model.execution.layer_stats or stats.routing is not None else None
+    if stats.indexer is not None:
+        loss = loss + _indexer_loss_sum(model, stats.indexer, full_batch)
+    kept = stats if jax.tree.leaves(stats) else None
     return loss, LossMetrics(loss=loss, nll=nll, correct=correct, tokens=jnp.sum(weights), stats=kept, mtp=mtp)
 
 
@@ -162,16 +173,27 @@ def _mtp_loss_sum(
     return scale * sum(losses), MTPLossSums(nll=jax.lax.stop_gradient(jnp.stack(nll)), tokens=jnp.stack(tokens))
 
 
+def _indexer_loss_sum(model: Decoder, stats: IndexerStats, full_batch: Batch) -> Float32[Array, ""]:
+    """This part's share of the indexers' loss of the whole batch, times the targets there."""
+    tokens = jnp.sum(_real_tokens(model, full_batch, indexer_configs)[: stats.tokens.shape[0]], axis=(1, 2))
+    everything = dataclasses.replace(stats, tokens=tokens)
+    return jnp.sum(next_tokens(full_batch)[1]) * indexer_loss(model.config, everything)
+
+
+def _real_tokens(
+    model: Decoder, batch: Batch, configs: Callable[[DecoderConfig], Sequence[Any]]
+) -> Float32[Array, "layers batch length"]:
+    """Which tokens each of the layers reads that `configs` finds: those of multi-token prediction come last."""
+    positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
+    positions = padded_positions(positions, segments, batch.tokens.shape)
+    count = len(configs(dataclasses.replace(model.config, mtp=None)))
+    ahead = [same_document(positions, segments, depth + 1) for depth in range(len(configs(model.config)) - count)]
+    return jnp.stack([positions >= 0] * count + ahead).astype(jnp.float32)
+
+
 def _routing_loss_sum(model: Decoder, stats: RoutingStats, full_batch: Batch) -> Float32[Array, ""]:
     """This part's share of the routing loss of the whole batch, times the targets there."""
-    positions, segments = (
-        None if x is None else jnp.asarray(x) for x in (full_batch.positions, full_batch.segment_ids)
-    )
-    positions = padded_positions(positions, segments, full_batch.tokens.shape)
-    depths = 0 if model.config.mtp is None else model.config.mtp.num_depths
-    ahead = [same_document(positions, segments, depth) for depth in range(1, depths + 1)]
-    reals = [positions >= 0] * len(expert_configs(dataclasses.replace(model.config, mtp=None))) + ahead
-    reals = jnp.stack(reals[: stats.tokens.shape[0]]).astype(jnp.float32)  # of each layer with experts
+    reals = _real_tokens(model, full_batch, expert_configs)[: stats.tokens.shape[0]]
     sums = jnp.sum(reals, axis=(1, 2)), jnp.sum(jnp.max(reals, axis=2), axis=1)
     everything = eqx.tree_at(lambda s: (s.tokens, s.sequences), stats, sums)
     return jnp.sum(next_tokens(full_batch)[1]) * routing_loss(model.config, everything)
@@ -182,7 +204,8 @@ def next_token_loss(
 ) -> tuple[Float32[Array, ""], LossMetrics]:
     """The mean of `token_loss_sum` over the batch's target tokens (0 if there are none), and its sums.
 
-    Where routers say so it includes their balance loss and z-loss, each the mean over layers with experts; with
+    Where routers say so it includes their balance loss and z-loss, each the mean over layers with experts, and where
+    indexers say so theirs, the mean over layers that have one; with
     multi-token prediction the mean over the targets of all its depths, by `MTPConfig.loss_weight`.
 
     Outside of `jax.jit` it is compiled, too. Raises ConfigError for a batch of arrays with wrong shapes or dtypes or,

@@ -57,7 +57,7 @@ _IDENTITY = (
     "optimizer.moments_dtype",
 )
 # How the run learns: changed only where that is asked for.
-_LEARNING = ("optimizer.*", "dataset.batch_size", "step.z_loss")
+_LEARNING = ("optimizer.*", "dataset.batch_size", "step.z_loss", "step.qk_clip_threshold")
 # Of one start, not of the run.
 _OF_A_START = (
     "run_dir",

@@ -15,11 +15,13 @@ from jaxtyping import Array, Bool, Float32, Int32, Key, PRNGKeyArray, PyTree
 from eqx_decoders.axes import AnyArray, axes, frozen, named_leaves, path_name, replaced
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.layers.scores import EMPTY
 from eqx_decoders.stats import BlockStats
 from eqx_decoders.training.balance import expert_configs, update_router_bias
 from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.loss import LossMetrics, token_loss_sum
 from eqx_decoders.training.optimizer import OptimizerConfig, make_optimizer, make_schedule, matching, widened
+from eqx_decoders.training.qk_clip import latent_attentions, qk_clip
 
 
 class TrainState(eqx.Module):
@@ -85,10 +87,15 @@ class StepConfig:
     """Weight of log(Z)^2 in the loss; 1e-4 is usual."""
     fused_loss: bool = True
     """Compute head and loss tile by tile, so that all logits never exist at once."""
+    qk_clip_threshold: float | None = None
+    """Scale the weights of a head of latent attention down after a step in which one of its scores was above this (100
+    is usual); None: never."""
 
     def __post_init__(self):
         check_integer("StepConfig.gradient_accumulation_steps", self.gradient_accumulation_steps)
         check_number("StepConfig.z_loss", self.z_loss, least=0)
+        if self.qk_clip_threshold is not None:
+            check_number("StepConfig.qk_clip_threshold", self.qk_clip_threshold, above=0)
 
 
 class Trainer(eqx.Module):
@@ -113,6 +120,9 @@ class Trainer(eqx.Module):
 
         Weights that their layer declares frozen are left out, whatever the patterns say.
         """
+        clips = config.qk_clip_threshold is None or any(True for _ in latent_attentions(model))
+        rule = f"StepConfig.qk_clip_threshold={config.qk_clip_threshold} needs latent attention: this model has none."
+        check(clips, rule)
         kept = frozen(model)
         words = {name: here for name, here in axes(model).items() if name not in kept}
         trainable = matching(words, optimizer.trainable, "OptimizerConfig.trainable")
@@ -212,8 +222,9 @@ class Trainer(eqx.Module):
         # a branch, not `where` on every leaf: that would hold old and new weights and states at the same time
         old = self._weights(state.model), state.optimizer, state.ema
         weights, optimizer, ema = jax.lax.cond(finite, move, lambda *same: same, *old)
+        model = _with_router_biases(self._with_weights(state.model, weights), sums.stats, finite)
         new = TrainState(
-            model=_with_router_biases(self._with_weights(state.model, weights), sums.stats, finite),
+            model=self._clipped(model, sums.stats, finite),
             optimizer=optimizer,
             step=state.step + 1,
             skipped=state.skipped + jnp.where(finite, 0, 1),
@@ -239,6 +250,7 @@ class Trainer(eqx.Module):
 
         def loss(weights, rows, key):
             here, fused = self._with_weights(model, weights), config.fused_loss
+            here = here if config.qk_clip_threshold is None else here.replace(attention_maxima=True)
             return token_loss_sum(here, rows, z_loss=config.z_loss, fused=fused, key=key, full_batch=batch)
 
         def part(rows, key):
@@ -255,13 +267,21 @@ class Trainer(eqx.Module):
             rows, key = here
             rows = jax.tree.map(lambda leaf: layout.constrain(leaf, "batch length"), rows)
             gradient, metrics = part(rows, key)
-            return jax.tree.map(jnp.add, total, (jax.tree.map(_as_float32, gradient), metrics)), None
+            gradient = jax.tree.map(lambda sum, leaf: sum + _as_float32(leaf), total[0], gradient)
+            return (gradient, total[1].add(metrics)), None
 
         shapes = jax.eval_shape(part, *jax.tree.map(lambda leaf: leaf[0], (pieces, keys)))
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
+        zeros = (zeros[0], _without_maxima(zeros[1]))
         total, _ = jax.lax.scan(add, zeros, (pieces, keys))
         gradient, metrics = total
         return gradient, dataclasses.replace(metrics, stats=_mean_activations(metrics.stats, count))
+
+    def _clipped(self, model: Decoder, stats: BlockStats | None, finite: Array) -> Decoder:
+        """The model with QK-clip, where it is asked for and the step changed anything."""
+        if self.config.qk_clip_threshold is None or stats is None or stats.max_scores is None:
+            return model
+        return qk_clip(model, jnp.where(finite, stats.max_scores, EMPTY), self.config.qk_clip_threshold)
 
     def _weights(self, model: Decoder) -> dict[str, Any]:
         return {name: leaf for name, leaf in named_leaves(model).items() if name in self.trainable}
@@ -294,10 +314,17 @@ def _uses_key(model: Decoder) -> bool:
 
 
 def _mean_activations(stats: BlockStats | None, count: int) -> BlockStats | None:
-    """Statistics added up over microbatches: those of activations are means, those of routing sums."""
+    """Statistics added up over microbatches: those of activations are means, others sums or maxima."""
     if stats is None:
         return None
-    return BlockStats(activations=jax.tree.map(lambda leaf: leaf / count, stats.activations), routing=stats.routing)
+    return dataclasses.replace(stats, activations=jax.tree.map(lambda leaf: leaf / count, stats.activations))
+
+
+def _without_maxima(zeros: LossMetrics) -> LossMetrics:
+    """Zeros to be added to; of maxima what is below all."""
+    if zeros.stats is None or zeros.stats.max_scores is None:
+        return zeros
+    return eqx.tree_at(lambda metrics: metrics.stats.max_scores, zeros, jnp.full_like(zeros.stats.max_scores, EMPTY))
 
 
 def _with_router_biases(model: Decoder, stats: BlockStats | None, finite: Array) -> Decoder:

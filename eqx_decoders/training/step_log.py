@@ -111,6 +111,10 @@ class StepLog:
             row["mtp_nll"] = metrics.mtp_nll
         if metrics.stats is not None and metrics.stats.activations is not None:
             row |= {f"activations/{name}": value for name, value in vars(metrics.stats.activations).items()}
+        if metrics.stats is not None and metrics.stats.indexer is not None:
+            row["indexer_loss"] = metrics.stats.indexer.loss / np.maximum(metrics.stats.indexer.tokens, 1.0)
+        if metrics.stats is not None and metrics.stats.max_scores is not None:
+            row["max_score"] = metrics.stats.max_scores.max(-1)
         if metrics.stats is not None and metrics.stats.routing is not None:
             row |= taken.routing
             self._expert_counts.append(np.asarray(metrics.stats.routing.counts))

@@ -1,0 +1,73 @@
+"""DeepSeek-V3.2 (DeepSeek-AI 2025): V3's blocks, whose attention reads the keys that an indexer chooses."""
+
+import dataclasses
+from typing import Any
+
+from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.families import deepseek_v3
+from eqx_decoders.families.family import Weight
+from eqx_decoders.families.fields import Fields
+from eqx_decoders.layers.indexer import IndexerConfig
+from eqx_decoders.layers.latent import LatentAttentionConfig
+
+
+def _with_indexer(config: DecoderConfig, indexer: IndexerConfig | None) -> DecoderConfig:
+    """The decoder with this indexer in all layers, those of multi-token prediction among them."""
+
+    def changed(block):
+        return dataclasses.replace(block, mixer=dataclasses.replace(block.mixer, indexer=indexer))
+
+    blocks = {block: changed(block) for block in dict.fromkeys(config.blocks)}
+    mtp = None if config.mtp is None else dataclasses.replace(config.mtp, block=changed(config.mtp.block))
+    return dataclasses.replace(config, blocks=tuple(blocks[block] for block in config.blocks), mtp=mtp)
+
+
+def _read(fields: Fields) -> DecoderConfig:
+    indexer = IndexerConfig(
+        num_heads=fields.integer("index_n_heads", 64),
+        head_dim=fields.integer("index_head_dim", 128),
+        top_k=fields.integer("index_topk", 2048),
+    )
+    layers = fields.layers("num_hidden_layers", 61)
+    dense = min(fields.integer("first_k_dense_replace", 3, least=0), layers)
+    fields.allow_only("layer_types", ["indexed_attention"] * layers)
+    fields.allow_only("mlp_layer_types", ["dense"] * dense + ["sparse"] * (layers - dense))
+    fields.allow_only("rope_interleave", True)
+    return _with_indexer(deepseek_v3.FAMILY.read(fields), indexer)
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    mixer = config.blocks[0].mixer
+    if not isinstance(mixer, LatentAttentionConfig) or mixer.indexer is None:
+        return {}
+    settings = deepseek_v3.FAMILY.write(config)
+    dense, layers = settings["first_k_dense_replace"], len(config.blocks)
+    return settings | {
+        "index_n_heads": mixer.indexer.num_heads,
+        "index_head_dim": mixer.indexer.head_dim,
+        "index_topk": mixer.indexer.top_k,
+        "layer_types": ["indexed_attention"] * layers,
+        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense),
+    }
+
+
+_INDEXER = "model.layers.{layer}.self_attn.indexer."
+FAMILY = dataclasses.replace(
+    deepseek_v3.FAMILY,
+    model_type="deepseek_v32",
+    architecture="DeepseekV32ForCausalLM",
+    read=_read,
+    write=_write,
+    weights=(
+        *deepseek_v3.FAMILY.weights,
+        Weight(_INDEXER + "wq_b.weight", "mixer.indexer.query", "(heads head_dim) q_rank -> q_rank heads head_dim"),
+        Weight(_INDEXER + "wk.weight", "mixer.indexer.key", "head_dim embed -> embed head_dim"),
+        Weight(_INDEXER + "k_norm.weight", "mixer.indexer.key_norm.scale", "norm -> norm"),
+        Weight(_INDEXER + "k_norm.bias", "mixer.indexer.key_norm.bias", "norm -> norm"),
+        Weight(_INDEXER + "weights_proj.weight", "mixer.indexer.head_weight", "heads embed -> embed heads"),
+    ),
+    ignored_keys={**deepseek_v3.FAMILY.ignored_keys, "mlp_bias": "transformers' MLP of this model never has one"},
+    aliases=(),
+)
+
+MODELS = {"deepseek32-671b": lambda: _with_indexer(deepseek_v3.MODELS["deepseek3-671b"](), IndexerConfig())}

@@ -1,0 +1,329 @@
+"""Gemma 4, text (Gemma Team 2026): Gemma 3's layers with wider heads where the whole past is seen.
+
+The larger models have values that are normalised keys, and perhaps experts beside the MLP; the smaller ones embeddings
+for each layer, and last layers that read the keys and values of earlier ones.
+"""
+
+import functools
+from typing import Any
+
+from eqx_decoders.block import BlockConfig, BranchConfig
+from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.errors import ConversionError
+from eqx_decoders.families.family import Family, Weight
+from eqx_decoders.families.fields import Fields, activation_name
+from eqx_decoders.families.gemma2 import IGNORED_ACTIVATION_KEY
+from eqx_decoders.families.moe import IGNORED_ROUTER_KEYS, fused_experts
+from eqx_decoders.families.ropes import read_ropes, write_ropes
+from eqx_decoders.families.shape import (
+    LAYER_TYPES,
+    Shape,
+    attentions,
+    gated_mlp,
+    llama_weights,
+    norm_weights,
+    read_masks,
+    read_shape,
+    write_masks,
+    write_sizes,
+)
+from eqx_decoders.layers.attention import AttentionConfig, QKNorm
+from eqx_decoders.layers.experts import ExpertsConfig
+from eqx_decoders.layers.mask import Causal, Mask
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.per_layer_embedding import PerLayerEmbeddingConfig, PerLayerInputConfig
+from eqx_decoders.layers.rope import ProportionalRope, Rope
+from eqx_decoders.layers.router import RouterConfig
+from eqx_decoders.wiring.residual import Sequential
+
+
+ROPES: dict[str, Rope] = {
+    "full_attention": ProportionalRope(theta=1e6, fraction=0.25),
+    "sliding_attention": Rope(theta=10_000.0),
+}
+Heads = tuple[int, int]  # key and value heads, and the features of one
+
+
+def gemma4(
+    shape: Shape,
+    *,
+    masks: tuple[Mask, ...],
+    heads: tuple[Heads, ...],
+    ropes: dict[str, Rope] = ROPES,
+    shared_kv: bool = False,
+    num_borrowing: int = 0,
+    double_wide: bool = False,
+    experts: dict[str, int] | None = None,
+    per_layer: PerLayerEmbeddingConfig | None = None,
+    logit_cap: float | None = 30.0,
+) -> DecoderConfig:
+    """A decoder of Gemma 4 blocks.
+
+    **Arguments:**
+
+    - `shape`: sizes of all layers.
+    - `masks`, `heads`: of each layer.
+    - `ropes`: rotary embeddings by the type of the layer.
+    - `shared_kv`: whether values are keys in layers without a window.
+    - `num_borrowing`: how many of the last layers read the keys and values of the last one of their type before them.
+    - `double_wide`: whether these have an MLP of twice the width.
+    - `experts`: `num_experts`, `num_experts_per_token` and `mlp_dim` of experts beside the MLP; None for none.
+    - `per_layer`: embeddings for each layer; None for none.
+    - `logit_cap`: soft cap of the logits.
+    """
+    types = [LAYER_TYPES[type(mask)] for mask in masks]
+    first = len(masks) - num_borrowing
+    givers = {
+        kind: max(i for i in range(first) if types[i] == kind) for kind in set(types[first:]) & set(types[:first])
+    }
+
+    def mixer(layer: int) -> AttentionConfig:
+        num_kv_heads, head_dim = heads[layer]
+        borrows = types[layer] if layer >= first else None
+        return shape.attention(
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            mask=masks[layer],
+            rope=ropes[types[layer]],
+            query_scale=1.0,
+            qk_norm=QKNorm(norm=shape.norm),
+            shared_kv=shared_kv and isinstance(masks[layer], Causal) and borrows is None,
+            value_norm=RMSNormConfig(eps=shape.eps, scale=False) if borrows is None else None,
+            borrows=borrows,
+        )
+
+    def mlp(layer: int) -> MLPConfig | ExpertsConfig:
+        width = shape.mlp_dim * (2 if double_wide and layer >= first else 1)
+        dense = MLPConfig(mlp_dim=width, activation=shape.activation)
+        if experts is None:
+            return dense
+        router = RouterConfig(order="score_first", renormalize=True, per_expert_scale=True, input_norm=shape.norm)
+        return shape.experts(router=router, shared=dense, norms=shape.norm, **experts)
+
+    def block(layer: int) -> BlockConfig:
+        further = None if per_layer is None else PerLayerInputConfig(
+            features=per_layer.features, activation=shape.activation
+        )  # fmt: skip
+        return BlockConfig(
+            mixer=mixer(layer),
+            mlp=mlp(layer),
+            pre_mixer_norm=shape.norm,
+            post_mixer_norm=shape.norm,
+            pre_mlp_norm=shape.norm if experts is None else None,
+            post_mlp_norm=shape.norm,
+            after=() if further is None else (BranchConfig(layer=further, post_norm=shape.norm),),
+            wiring=Sequential(output_scale=True),
+            publishes=types[layer] if layer in givers.values() else None,
+        )
+
+    scale = shape.embed_dim**0.5
+    options: dict[str, Any] = dict(embedding_scale=scale, logit_soft_cap=logit_cap, per_layer_embedding=per_layer)
+    return shape.decoder(map(block, range(len(masks))), **options)
+
+
+# --- config.json ---
+
+_KEYS = {"hidden_act": "hidden_activation"}
+
+
+def _read(fields: Fields) -> DecoderConfig:
+    fields.allow_only("use_bidirectional_attention", "vision")  # it is about the tokens of pictures
+    shape = read_shape(fields, num_kv_heads=4, head_dim=256, tied=True, activation="gelu_pytorch_tanh", keys=_KEYS)
+    local = [(index + 1) % 6 != 0 for index in range(shape.num_layers)]
+    masks = (*read_masks(fields, fields.integer("sliding_window", 512), local)[:-1], Causal())  # as transformers has it
+    shared_kv = fields.flag("attention_k_eq_v", False)
+    borrowing = fields.integer("num_kv_shared_layers", 0, least=0)
+    alone = {type(mask) for mask in masks} - {type(mask) for mask in masks[: shape.num_layers - borrowing]}
+    if alone:
+        raise fields.error(f"num_kv_shared_layers={borrowing} leaves no layer of each type with keys of its own.")
+    given = fields.content.get("rope_parameters") is not None
+    return gemma4(
+        shape,
+        masks=masks,
+        heads=_read_heads(fields, shape, masks, shared_kv),
+        ropes=read_ropes(fields, theta=1e6, local_theta=10_000.0, local_key=None) if given else ROPES,
+        shared_kv=shared_kv,
+        num_borrowing=borrowing,
+        double_wide=fields.flag("use_double_wide_mlp", False),
+        experts=_read_experts(fields),
+        per_layer=_read_per_layer(fields, shape),
+        logit_cap=fields.number("final_logit_softcapping", None),
+    )
+
+
+def _read_heads(fields: Fields, shape: Shape, masks: tuple[Mask, ...], shared_kv: bool) -> tuple[Heads, ...]:
+    """By layer in `per_layer_config`; in older files `global_…` keys say what layers without a window have."""
+    head_dim = fields.integer("global_head_dim", 512)
+    kv_heads = fields.integer("num_global_key_value_heads", None)
+    own = (shape.num_kv_heads, shape.head_dim)
+    table = fields.table("per_layer_config")
+    if "per_layer_config" not in fields.content:
+        wide = (kv_heads if shared_kv and kv_heads is not None else shape.num_kv_heads, head_dim)
+        return tuple(wide if isinstance(mask, Causal) else own for mask in masks)
+    if table is not None:  # transformers writes numbers of equal length: 04, 09
+        table.content = {key.lstrip("0") or key[:1]: value for key, value in table.content.items()}
+    found = []
+    for index in range(len(masks)):
+        layer = None if table is None else table.table(str(index))
+        if layer is None:
+            found.append(own)
+            continue
+        found.append((layer.integer("num_key_value_heads", own[0]), layer.integer("head_dim", own[1])))
+        layer.finish()
+    if table is not None:
+        table.finish()
+    return tuple(found)
+
+
+def _read_experts(fields: Fields) -> dict[str, int] | None:
+    keys = {
+        "num_experts": "num_experts",
+        "top_k_experts": "num_experts_per_token",
+        "moe_intermediate_size": "mlp_dim",
+    }
+    if not fields.flag("enable_moe_block", False):
+        for key in keys:  # without effect
+            fields.take(key, None)
+        return None
+    return {name: fields.integer(key) for key, name in keys.items()}
+
+
+def _read_per_layer(fields: Fields, shape: Shape) -> PerLayerEmbeddingConfig | None:
+    features = fields.integer("hidden_size_per_layer_input", 256, null=0, least=0)
+    vocab_size = fields.integer("vocab_size_per_layer_input", 262_144, least=1 if features else 0)
+    return _per_layer(shape, features, vocab_size) if features else None
+
+
+def _per_layer(shape: Shape, features: int = 256, vocab_size: int = 262_144) -> PerLayerEmbeddingConfig:
+    return PerLayerEmbeddingConfig(features=features, vocab_size=vocab_size, norm=shape.norm, init_std=shape.init_std)
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    mixers, per_layer = attentions(config), config.per_layer_embedding
+    experts = next((block.mlp for block in config.blocks if isinstance(block.mlp, ExpertsConfig)), None)
+    dense, wide = (_dense(config.blocks[index]) for index in (0, -1))
+    borrowing = sum(mixer.borrows is not None for mixer in mixers)
+    return (
+        write_sizes(config, _KEYS)
+        | write_masks(config, default=512)
+        | write_ropes(config)
+        | {
+            "intermediate_size": dense.mlp_dim,
+            "hidden_activation": activation_name(dense.activation),
+            "final_logit_softcapping": config.logit_soft_cap,
+            "per_layer_config": _write_heads(mixers),
+            "attention_k_eq_v": any(mixer.shared_kv for mixer in mixers),
+            "num_kv_shared_layers": borrowing,
+            "use_double_wide_mlp": borrowing > 0 and wide.mlp_dim != dense.mlp_dim,
+            "enable_moe_block": experts is not None,
+            "num_experts": None if experts is None else experts.num_experts,
+            "top_k_experts": None if experts is None else experts.num_experts_per_token,
+            "moe_intermediate_size": None if experts is None else experts.mlp_dim,
+            "hidden_size_per_layer_input": 0 if per_layer is None else per_layer.features,
+            "vocab_size_per_layer_input": config.vocab_size if per_layer is None else per_layer.vocab_size,
+        }
+    )
+
+
+def _dense(block: BlockConfig) -> MLPConfig:
+    """The MLP of a block, with or without experts beside it."""
+    mlp = block.mlp.shared if isinstance(block.mlp, ExpertsConfig) else block.mlp
+    if not isinstance(mlp, MLPConfig):
+        raise ConversionError(f"BlockConfig.mlp={block.mlp!r} must be or have an MLP.")
+    return mlp
+
+
+def _write_heads(mixers: tuple[AttentionConfig, ...]) -> dict[str, dict[str, int]]:
+    """What layers have otherwise than the first."""
+    found: dict[str, dict[str, int]] = {}
+    for index, mixer in enumerate(mixers):
+        sizes = {"head_dim": mixer.head_dim, "num_key_value_heads": mixer.num_kv_heads}
+        first = {"head_dim": mixers[0].head_dim, "num_key_value_heads": mixers[0].num_kv_heads}
+        other = {key: size for key, size in sizes.items() if size != first[key]}
+        found |= {str(index): other} if other else {}
+    return found
+
+
+def _ignored(config: DecoderConfig) -> str:
+    """Published files have keys and values of layers that borrow them, which nothing reads."""
+    layers = "|".join(str(index) for index, mixer in enumerate(attentions(config)) if mixer.borrows is not None)
+    return rf"model\.layers\.({layers})\.self_attn\.[kv]_(proj|norm)\.(weight|bias)"
+
+
+_LAYER = "model.layers.{layer}."
+FAMILY = Family(
+    model_type="gemma4_text",
+    architecture="Gemma4ForCausalLM",
+    read=_read,
+    write=_write,
+    weights=(
+        *llama_weights(norms="sandwich"),
+        *gated_mlp(_LAYER + "mlp.", "mlp.shared."),
+        *fused_experts(_LAYER, router="router.proj"),
+        *norm_weights(
+            _LAYER,
+            **{
+                "mlp.norms.pre_shared": "pre_feedforward_layernorm",
+                "mlp.norms.post_shared": "post_feedforward_layernorm_1",
+                "mlp.norms.pre_routed": "pre_feedforward_layernorm_2",
+                "mlp.norms.post_routed": "post_feedforward_layernorm_2",
+                "after.0.post_norm": "post_per_layer_input_norm",
+            },
+        ),
+        Weight(_LAYER + "router.scale", "mlp.router.input_norm.scale", "norm -> norm"),
+        Weight(_LAYER + "router.per_expert_scale", "mlp.router.per_expert_scale", "experts -> experts"),
+        Weight(
+            _LAYER + "per_layer_input_gate.weight",
+            "after.0.layer.gate",
+            "per_layer_input embed -> embed per_layer_input",
+        ),
+        Weight(
+            _LAYER + "per_layer_projection.weight",
+            "after.0.layer.out",
+            "embed per_layer_input -> per_layer_input embed",
+        ),
+        Weight(_LAYER + "layer_scalar", "wiring.scale", "one -> one"),
+        Weight(
+            "model.embed_tokens_per_layer.weight",
+            "per_layer_embedding.table",
+            "vocab (per_layer per_layer_dim) -> vocab per_layer per_layer_dim",
+        ),
+        Weight(
+            "model.per_layer_model_projection.weight",
+            "per_layer_embedding.projection",
+            "(per_layer per_layer_dim) embed -> embed per_layer per_layer_dim",
+        ),
+        Weight("model.per_layer_projection_norm.weight", "per_layer_embedding.norm.scale", "norm -> norm"),
+    ),
+    ignored_keys=IGNORED_ACTIVATION_KEY | IGNORED_ROUTER_KEYS,
+    ignored_tensors=_ignored,
+)
+
+_shape = functools.partial(Shape, vocab_size=262_144, tied=True, activation="gelu_tanh", head_dim=256)
+_E2B = _shape(embed_dim=1536, num_layers=35, num_heads=8, num_kv_heads=1, mlp_dim=6144)
+_E4B = _shape(embed_dim=2560, num_layers=42, num_heads=8, num_kv_heads=2, mlp_dim=10_240)
+_26B = _shape(embed_dim=2816, num_layers=30, num_heads=16, num_kv_heads=8, mlp_dim=2112)
+_31B = _shape(embed_dim=5376, num_layers=60, num_heads=32, num_kv_heads=16, mlp_dim=21_504)
+
+
+def _published(shape: Shape, *, window: int, period: int, full_kv_heads: int, **options: Any) -> DecoderConfig:
+    masks = shape.cycle_masks(window, period)
+    wide = (full_kv_heads, 512)
+    heads = tuple(wide if isinstance(mask, Causal) else (shape.num_kv_heads, shape.head_dim) for mask in masks)
+    return gemma4(shape, masks=masks, heads=heads, **options)
+
+
+MODELS = {
+    "gemma4-e2b": lambda: _published(
+        _E2B, window=512, period=5, full_kv_heads=1, num_borrowing=20, double_wide=True, per_layer=_per_layer(_E2B)
+    ),
+    "gemma4-e4b": lambda: _published(
+        _E4B, window=512, period=6, full_kv_heads=2, num_borrowing=18, per_layer=_per_layer(_E4B)
+    ),
+    "gemma4-26b": lambda: _published(
+        _26B, window=1024, period=6, full_kv_heads=2, shared_kv=True,
+        experts=dict(num_experts=128, num_experts_per_token=8, mlp_dim=704),
+    ),
+    "gemma4-31b": lambda: _published(_31B, window=1024, period=6, full_kv_heads=4, shared_kv=True),
+}  # fmt: skip

@@ -1,0 +1,353 @@
+"""What the delta rule and the linear recurrence share: both run chunk by chunk, as products of matrices.
+
+    S_t = Diag(exp(g_t)) S_{t-1} + k_t u_t^T,    o_t = S_t^T q_t
+
+With G the running sum of g within a chunk that begins in the state S, this is
+
+    O = (exp(G) Q) S + P U,    P_ij = sum_d q_id k_jd exp(G_id - G_jd)  for j <= i,
+    S' = exp(G_last) S + (exp(G_last - G) K)^T U.
+
+The linear recurrence is given U; the delta rule finds it from U = B (V - (exp(G) K) S) - A U, where B = Diag(beta) and
+A_ij = beta_i sum_d k_id k_jd exp(G_id - G_jd) for j < i (the WY form of Yang et al., 2024 and 2025). Its inverse
+(I + A)^-1 does not depend on the state: all chunks find theirs at once, and a scan then carries the state.
+
+No exponent here is above 0, so no decay overflows. All is in f32.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from eqx_decoders.errors import check
+
+
+LEAST = 16  # tokens of the smallest chunk, and of the blocks in which a triangle is inverted row by row
+_FORGOTTEN = -100.0  # exp of it is 0 in f32: nothing smaller is needed, and a sum of such keeps its digits
+_EXACT = jax.lax.Precision.HIGHEST  # sums in exponents, and inverses: not on units of 16 bits
+
+
+class Tokens(NamedTuple):
+    """What a chunk holds of each token; in all chunks, `chunks` stands in front.
+
+    Value head h belongs to the key head h // groups.
+    """
+
+    query: Float32[Array, "*chunks batch key_heads chunk key_dim"]
+    key: Float32[Array, "*chunks batch key_heads chunk key_dim"]
+    value: Float32[Array, "*chunks batch key_heads chunk groups value_dim"]
+    log_decay: Float32[Array, "*chunks batch key_heads groups chunk decay_dim"]
+    beta: Float32[Array, "*chunks batch key_heads groups chunk"] | None
+    document: Int[Array, "*chunks batch chunk"] | None  # counted from the chunk's start; None: one
+
+
+class _Decays(NamedTuple):
+    """Factors between the tokens of a chunk and the states before and after it; 0 where a document begins between.
+
+    One number a head stands at the values' side, as `chunk groups 1`; one a channel at the keys', as `chunk key_dim`.
+    """
+
+    enter: Array  # from the state before to each token
+    leave: Array  # from each token to the state after
+    keep: Array  # from the state before to the state after: [..., key_dim or 1, groups, 1]
+
+
+def check_heads(key_heads: int, heads: int) -> None:
+    """Raise ConfigError unless value heads can share key heads."""
+    check(heads % key_heads == 0, f"value heads={heads} must be a multiple of key heads={key_heads}.")
+
+
+def run_chunks(
+    query: Float[Array, "batch length key_heads key_dim"],
+    key: Float[Array, "batch length key_heads key_dim"],
+    value: Float[Array, "batch length heads value_dim"],
+    log_decay: Float[Array, "batch length heads decay_dim"],
+    beta: Float[Array, "batch length heads"] | None,
+    state: Float32[Array, "batch heads key_dim value_dim"] | None,
+    resets: Bool[Array, "batch length"] | None,
+    chunk: int,
+) -> tuple[
+    Float32[Array, "batch length heads value_dim"],
+    Float32[Array, "batch length heads value_dim"],
+    Float32[Array, "batch heads key_dim value_dim"],
+]:
+    """Outputs, written values and the last state: of the delta rule, or of the linear recurrence if `beta` is None."""
+    batch, length, heads, value_dim = value.shape
+    check_heads(key.shape[2], heads)
+    check(chunk >= LEAST and (chunk & (chunk - 1)) == 0, f"chunk={chunk} must be {LEAST} times a power of two.")
+    if log_decay.shape[3] > 1 and key.shape[2] < heads:  # each channel of each value head decays by itself
+        query, key = (jnp.repeat(x, heads // key.shape[2], axis=2) for x in (query, key))
+    while chunk > LEAST and chunk >= 2 * length:
+        chunk //= 2
+    key_heads, key_dim = key.shape[2:]
+    tokens = _split(query, key, value, log_decay, beta, resets, chunk)
+    start = jnp.zeros((batch, heads, key_dim, value_dim), jnp.float32) if state is None else state
+    start = start.reshape(batch, key_heads, -1, key_dim, value_dim).transpose(0, 1, 3, 2, 4)
+    products, inverse = _within(tokens)
+    end, (out, written) = jax.lax.scan(jax.checkpoint(_advance), start, (tokens, products, inverse))
+    end = end.transpose(0, 1, 3, 2, 4).reshape(batch, heads, key_dim, value_dim)
+    return _joined(out, length), _joined(written, length), end
+
+
+# --- into chunks and back ---
+
+
+def _split(query, key, value, log_decay, beta, resets, chunk: int) -> Tokens:
+    """Chunks first; what fills the last one is the identity."""
+    groups = value.shape[2] // key.shape[2]
+    log_decay = jnp.maximum(log_decay.astype(jnp.float32), _FORGOTTEN)
+    document = None
+    if resets is not None:
+        log_decay = jnp.where(resets[:, :, None, None], 0.0, log_decay)  # what it would fade is forgotten anyway
+        document = jnp.cumsum(_chunks(resets.astype(jnp.int32), chunk), axis=2)
+    each = tuple(_chunks(x.astype(jnp.float32), chunk).swapaxes(2, 3) for x in (query, key))
+    decay = _chunks(log_decay, chunk)
+    decay = decay.reshape(*decay.shape[:3], -1, groups, decay.shape[4]).transpose(0, 1, 3, 4, 2, 5)
+    value = _chunks(value.astype(jnp.float32), chunk)
+    value = value.reshape(*value.shape[:3], -1, groups, value.shape[4]).transpose(0, 1, 3, 2, 4, 5)
+    if beta is not None:
+        beta = _chunks(beta.astype(jnp.float32), chunk)
+        beta = beta.reshape(*beta.shape[:3], -1, groups).transpose(0, 1, 3, 4, 2)
+    return Tokens(*each, value, decay, beta, document)
+
+
+def _chunks(x: Array, chunk: int) -> Array:
+    """[batch, length, ...] -> [chunks, batch, chunk, ...]"""
+    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % chunk)] + [(0, 0)] * (x.ndim - 2))
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
+
+
+def _joined(x: Array, length: int) -> Array:
+    """[chunks, batch, key_heads, chunk, groups, d] -> [batch, length, heads, d]"""
+    x = x.transpose(1, 0, 3, 2, 4, 5)
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], -1, x.shape[5])[:, :length]
+
+
+# --- what does not depend on the state ---
+
+
+@jax.checkpoint
+def _within(tokens: Tokens) -> tuple[Array, tuple[Array, Array] | None]:
+    """P of every chunk; for the delta rule A and (I + A)^-1, too. [chunks, batch, key_heads, groups, chunk, chunk]"""
+    total, same = _running(tokens), _same(tokens)
+    if tokens.log_decay.shape[5] > 1:
+        document = jnp.zeros(tokens.key.shape[:-1], jnp.int32)
+        document = (document if tokens.document is None else document + tokens.document[:, :, None])[..., None]
+        pairs = _decayed_pairs(tokens.query, tokens.key, total[:, :, :, 0], document)
+        pairs = [x[:, :, :, None] for x in pairs]
+    else:
+        total = total[..., 0]
+        fade = jnp.exp(jnp.where(same, total[..., :, None] - total[..., None, :], -jnp.inf))
+        pairs = [_product(x, tokens.key, "ik,jk->ij")[:, :, :, None] * fade for x in (tokens.query, tokens.key)]
+    if tokens.beta is None:
+        return pairs[0], None
+    system = jnp.tril(pairs[1], -1) * tokens.beta[..., None]
+    return pairs[0], (system, jax.lax.stop_gradient(_inverse(system)))
+
+
+def _same(tokens: Tokens) -> Array:
+    """Whether token j stands in the document of token i, and not behind it: [chunks, batch, 1, 1, i, j]"""
+    chunk = tokens.key.shape[-2]
+    lower = jnp.tril(jnp.ones((chunk, chunk), bool)).reshape((1,) * (tokens.key.ndim - 1) + (chunk, chunk))
+    if tokens.document is None:
+        return lower
+    document = tokens.document[..., None, None, :]
+    return lower & (document[..., :, None] == document[..., None, :])
+
+
+def _running(tokens: Tokens) -> Array:
+    """The running sum of log decays, from the start of a token's document on.
+
+    As a product with zeros, so that what stands in another document does not even change the rounding.
+    """
+    same = _same(tokens)[..., 0, 0, :, :].astype(jnp.float32)
+    if tokens.document is None:
+        same = same.reshape(same.shape[-2:])
+        return jnp.einsum("ij,...jd->...id", same, tokens.log_decay, precision=_EXACT)
+    return jnp.einsum("...ij,...hrjd->...hrid", same, tokens.log_decay, precision=_EXACT)
+
+
+@jax.custom_vjp
+def _decayed_pairs(query: Array, key: Array, total: Array, document: Array) -> tuple[Array, Array]:
+    """sum_d q_id k_jd exp(G_id - G_jd) for j <= i, and the same of keys with keys for j < i.
+
+    Rows of a block have decayed since its first token, and columns before it decay up to it; what stands in the block
+    itself is done in the same way in blocks of a quarter. So a channel has no exponent for each pair.
+    """
+    arrays, pairs = _blocks(query, key, total, document), 0.0
+    for size in _sizes(key):
+        rows, columns, _ = _factors(arrays, size)
+        part = _product(rows, columns, "id,jd->ij")
+        part = jnp.moveaxis(part.reshape(*part.shape[:-2], 2, size, -1), -3, 0)
+        pairs = pairs + _spread(part.reshape(*part.shape[:-3], -1, part.shape[-1]), key.shape[-2])
+        arrays = _blocks(*arrays, size=size)
+    diagonal = (query * key).sum(-1)[..., None, None]
+    return pairs[0] + _spread(diagonal, key.shape[-2]), pairs[1]
+
+
+def _sizes(key: Array) -> list[int]:
+    """16, 4, 1 for chunks of 64."""
+    sizes = [key.shape[-2]]
+    while sizes[-1] > 1:
+        sizes.append(max(sizes[-1] // 4, 1))
+    return sizes[1:]
+
+
+def _blocks(*arrays: Array, size: int | None = None) -> list[Array]:
+    """[..., n, block, d] -> [..., more n, size, d]; to begin with, n is 1."""
+    if size is None:
+        return [x[..., None, :, :] for x in arrays]
+    return [x.reshape(*x.shape[:-3], -1, size, x.shape[-1]) for x in arrays]
+
+
+def _spread(blocks: Array, chunk: int) -> Array:
+    """Blocks on the diagonal of whole chunks: [..., n, size, size] -> [..., chunk, chunk]"""
+    count = blocks.shape[-3]
+    return (blocks[..., None, :] * _eye(count, blocks.ndim + 1)).reshape(*blocks.shape[:-3], chunk, chunk)
+
+
+def _gathered(pairs: Array, size: int) -> Array:
+    """What `_spread` put there."""
+    count = pairs.shape[-1] // size
+    blocks = pairs.reshape(*pairs.shape[:-2], count, size, count, size)
+    return (blocks * _eye(count, blocks.ndim)).sum(-2)
+
+
+def _eye(count: int, ndim: int) -> Array:
+    """The identity as [..., count, 1, count, 1]."""
+    return jnp.eye(count).reshape((1,) * (ndim - 4) + (count, 1, count, 1))
+
+
+def _factors(arrays: list[Array], size: int):
+    """For blocks of `size` tokens in larger ones: decayed queries and keys as rows, keys as columns, and both decays."""
+    query, key, total, document = arrays
+
+    def rows(x):
+        return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
+
+    first, place = rows(total)[..., :1, :], rows(document)[..., :1, :]
+    block, count = key.shape[-2], key.shape[-2] // size
+    earlier = jnp.arange(block)[None, :, None] < size * jnp.arange(count)[:, None, None]
+    after = jnp.exp(jnp.where(rows(document) == place, rows(total) - first, -jnp.inf))
+    before = (document[..., None, :, :] == place) & earlier.reshape((1,) * (key.ndim - 2) + earlier.shape)
+    before = jnp.exp(jnp.where(before, first - total[..., None, :, :], -jnp.inf))
+    pair = jnp.concatenate([rows(query) * after, rows(key) * after], -2)
+    return pair, key[..., None, :, :] * before, (after, before)
+
+
+def _decayed_pairs_forward(query: Array, key: Array, total: Array, document: Array):
+    return _decayed_pairs(query, key, total, document), (query, key, total, document)
+
+
+def _decayed_pairs_backward(kept: tuple, bars: tuple[Array, Array]):
+    """G' is q q' + k k' of keys as rows - k k' of keys as columns: a decay stands beside them wherever they stand."""
+    query, key, total, document = kept
+    query_bar = row_bar = column_bar = jnp.zeros_like(key)
+    arrays, pair_bar = _blocks(query, key, total, document), jnp.stack(bars)
+    block = key.shape[-2]
+    for size in _sizes(key):
+        rows, columns, (after, before) = _factors(arrays, size)
+        part = _gathered(pair_bar, block)
+        part = jnp.moveaxis(part.reshape(*part.shape[:-2], -1, size, block), 0, -3)
+        part = part.reshape(*part.shape[:-3], 2 * size, block)
+        to_query, to_key = jnp.split(_product(part, columns, "ij,jd->id"), 2, axis=-2)
+        query_bar += (to_query * after).reshape(key.shape)
+        row_bar += (to_key * after).reshape(key.shape)
+        column_bar += (_product(part, rows, "ij,id->jd") * before).sum(-3).reshape(key.shape)
+        arrays, block = _blocks(*arrays, size=size), size
+    total_bar = query * query_bar + key * (row_bar - column_bar)
+    diagonal = _gathered(bars[0], 1)[..., 0]
+    return query_bar + diagonal * key, row_bar + column_bar + diagonal * query, total_bar, None
+
+
+_decayed_pairs.defvjp(_decayed_pairs_forward, _decayed_pairs_backward)
+
+
+def _with_corner(blocks: Array, corner: Array) -> Array:
+    """Pairs of lower triangles [..., 2 n, s, s] and what stands below the first of each, as triangles [..., n, 2s, 2s]."""
+    top, bottom = blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
+    upper = jnp.concatenate([top, jnp.zeros_like(top)], -1)
+    return jnp.concatenate([upper, jnp.concatenate([corner, bottom], -1)], -2)
+
+
+def _inverse(system: Array) -> Array:
+    """(I + A)^-1 of strictly lower triangles: row by row in small blocks, which are then joined in pairs."""
+    chunk, size = system.shape[-1], LEAST
+    blocks = jnp.stack([system[..., at : at + size, at : at + size] for at in range(0, chunk, size)], -3)
+    inverse = jnp.broadcast_to(jnp.eye(size), blocks.shape)
+    for at in range(size - 1):
+        inverse = inverse - blocks[..., :, at, None] * inverse[..., at, None, :]
+    while size < chunk:
+        places = range(0, chunk, 2 * size)
+        corner = jnp.stack([system[..., at + size : at + 2 * size, at : at + size] for at in places], -3)
+        corner = jnp.matmul(inverse[..., 1::2, :, :], corner, precision=_EXACT)
+        inverse = _with_corner(inverse, -jnp.matmul(corner, inverse[..., 0::2, :, :], precision=_EXACT))
+        size *= 2
+    return inverse[..., 0, :, :]
+
+
+@jax.custom_vjp
+def _solve(system: Array, inverse: Array, right: Array) -> Array:
+    """U with (I + A) U = R, given (I + A)^-1; the gradient goes to A."""
+    return _product(inverse, right, "rij,jrv->irv")
+
+
+def _solve_forward(system: Array, inverse: Array, right: Array):
+    solution = _solve(system, inverse, right)
+    return solution, (inverse, solution)
+
+
+def _solve_backward(kept: tuple[Array, Array], solution_bar: Array):
+    """R' = (I + A)^-T U',  A' = -R' U^T"""
+    inverse, solution = kept
+    right_bar = _product(inverse, solution_bar, "rji,jrv->irv")
+    return -_product(right_bar, solution, "irv,jrv->rij"), None, right_bar
+
+
+_solve.defvjp(_solve_forward, _solve_backward)
+
+
+# --- from chunk to chunk ---
+
+
+def _decays(tokens: Tokens) -> _Decays:
+    total = _running(tokens)
+    last = total[..., -1:, :]
+    enter, leave, keep = total, last - total, last
+    if tokens.document is not None:
+        document = tokens.document[:, None, None, :, None]
+        end = document[..., -1:, :]
+        enter = jnp.where(document == 0, enter, -jnp.inf)
+        leave = jnp.where(document == end, leave, -jnp.inf)
+        keep = jnp.where(end == 0, keep, -jnp.inf)
+    enter, leave, keep = (jnp.exp(x) for x in (enter, leave, keep))
+    keep = keep.transpose(0, 1, 4, 2, 3)  # batch key_heads key_dim groups 1
+    if total.shape[-1] > 1:
+        return _Decays(enter[:, :, 0], leave[:, :, 0], keep)
+    return _Decays(enter.swapaxes(2, 3), leave.swapaxes(2, 3), keep)
+
+
+def _advance(state: Array, each: tuple[Tokens, Array, tuple[Array, Array] | None]) -> tuple[Array, tuple[Array, Array]]:
+    """A chunk: the state after it; its outputs and the values it wrote."""
+    tokens, products, inverse = each
+    decays, by_channel = _decays(tokens), tokens.log_decay.shape[-1] > 1
+
+    def read(x: Array) -> Array:
+        if by_channel:
+            return _product(x * decays.enter, state, "ik,krv->irv")
+        return _product(x, state, "ik,krv->irv") * decays.enter
+
+    written = tokens.value
+    if inverse is not None and tokens.beta is not None:
+        right = (tokens.value - read(tokens.key)) * tokens.beta.swapaxes(2, 3)[..., None]
+        written = _solve(*inverse, right)
+    out = read(tokens.query) + _product(products, written, "rij,jrv->irv")
+    key, value = (tokens.key * decays.leave, written) if by_channel else (tokens.key, written * decays.leave)
+    return state * decays.keep + _product(key, value, "ik,irv->krv"), (out, written)
+
+
+def _product(left: Array, right: Array, pattern: str) -> Array:
+    """An einsum over the dimensions behind `batch key_heads`, in f32."""
+    a, b, out = pattern.replace("->", ",").split(",")
+    return jnp.einsum(f"...{a},...{b}->...{out}", left, right, preferred_element_type=jnp.float32)

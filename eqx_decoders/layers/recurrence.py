@@ -1,0 +1,123 @@
+"""Recurrences over a matrix per head, whose size does not depend on how many tokens it has seen.
+
+    S_t = Diag(exp(g_t)) S_{t-1} + k_t u_t^T,    o_t = S_t^T q_t
+
+g has one number a head or one for each channel of a key. The linear recurrence is given u (Mamba-2: Dao & Gu, 2024). The
+gated delta rule writes what corrects the answer to a key (Yang et al., 2025; by channel: Kimi Linear, 2025):
+
+    u_t = beta_t (v_t - (Diag(exp(g_t)) S_{t-1})^T k_t)
+
+A token with key 0, beta 0 and log decay 0 leaves the state as it is. Value head h uses key head h // (heads //
+key_heads). Each has two forms with equal results: token by token, and in chunks, for more than one token.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32
+
+from eqx_decoders.layers.chunked_recurrence import check_heads, run_chunks
+
+
+def delta_rule(
+    query: Float[Array, "batch length key_heads key_dim"],
+    key: Float[Array, "batch length key_heads key_dim"],
+    value: Float[Array, "batch length heads value_dim"],
+    log_decay: Float[Array, "batch length heads decay_dim"],
+    beta: Float[Array, "batch length heads"],
+    state: Float32[Array, "batch heads key_dim value_dim"] | None = None,
+    resets: Bool[Array, "batch length"] | None = None,
+    chunk: int = 64,
+) -> tuple[
+    Float[Array, "batch length heads value_dim"],
+    Float32[Array, "batch length heads value_dim"],
+    Float32[Array, "batch heads key_dim value_dim"],
+]:
+    """Outputs in the dtype of `value`, the written values u, and the state after the last token.
+
+    Memory, that of gradients too, grows with the length: a state is kept for each chunk, none for a token.
+
+    **Arguments:**
+
+    - `log_decay`: g, at most 0; `decay_dim` is 1 or `key_dim`.
+    - `state`: before the first token; None for zeros.
+    - `resets`: the first tokens of documents: what came before them is forgotten.
+    - `chunk`: tokens that are computed at once, 16 times a power of two.
+    """
+    if value.shape[1] == 1:
+        return delta_rule_recurrent(query, key, value, log_decay, beta, state, resets)
+    out, written, end = run_chunks(query, key, value, log_decay, beta, state, resets, chunk)
+    return out.astype(value.dtype), written, end
+
+
+def delta_rule_recurrent(
+    query: Float[Array, "batch length key_heads key_dim"],
+    key: Float[Array, "batch length key_heads key_dim"],
+    value: Float[Array, "batch length heads value_dim"],
+    log_decay: Float[Array, "batch length heads decay_dim"],
+    beta: Float[Array, "batch length heads"],
+    state: Float32[Array, "batch heads key_dim value_dim"] | None = None,
+    resets: Bool[Array, "batch length"] | None = None,
+) -> tuple[
+    Float[Array, "batch length heads value_dim"],
+    Float32[Array, "batch length heads value_dim"],
+    Float32[Array, "batch heads key_dim value_dim"],
+]:
+    """`delta_rule` token by token: the definition, and the form for decoding."""
+    out, written, end = _run_tokens(query, key, value, log_decay, beta, state, resets)
+    return out.astype(value.dtype), written, end
+
+
+def linear_recurrence(
+    query: Float[Array, "batch length key_heads key_dim"],
+    key: Float[Array, "batch length key_heads key_dim"],
+    value: Float[Array, "batch length heads value_dim"],
+    log_decay: Float[Array, "batch length heads 1"],
+    state: Float32[Array, "batch heads key_dim value_dim"] | None = None,
+    resets: Bool[Array, "batch length"] | None = None,
+    chunk: int = 64,
+) -> tuple[Float[Array, "batch length heads value_dim"], Float32[Array, "batch heads key_dim value_dim"]]:
+    """Outputs in the dtype of `value`, which is what is written, and the last state; else as `delta_rule`."""
+    if value.shape[1] == 1:
+        return linear_recurrence_recurrent(query, key, value, log_decay, state, resets)
+    out, _, end = run_chunks(query, key, value, log_decay, None, state, resets, chunk)
+    return out.astype(value.dtype), end
+
+
+def linear_recurrence_recurrent(
+    query: Float[Array, "batch length key_heads key_dim"],
+    key: Float[Array, "batch length key_heads key_dim"],
+    value: Float[Array, "batch length heads value_dim"],
+    log_decay: Float[Array, "batch length heads 1"],
+    state: Float32[Array, "batch heads key_dim value_dim"] | None = None,
+    resets: Bool[Array, "batch length"] | None = None,
+) -> tuple[Float[Array, "batch length heads value_dim"], Float32[Array, "batch heads key_dim value_dim"]]:
+    """`linear_recurrence` token by token: the definition, and the form for decoding."""
+    out, _, end = _run_tokens(query, key, value, log_decay, None, state, resets)
+    return out.astype(value.dtype), end
+
+
+def _run_tokens(query, key, value, log_decay, beta, state, resets) -> tuple[Array, Array, Array]:
+    batch, length, heads, value_dim = value.shape
+    key_heads, key_dim = key.shape[2:]
+    check_heads(key_heads, heads)
+    resets = jnp.zeros((batch, length), bool) if resets is None else resets
+    fade = jnp.where(resets[:, :, None, None], 0.0, jnp.exp(log_decay.astype(jnp.float32)))
+    shared = jnp.stack([query, key], 3).astype(jnp.float32)
+    split = (batch, length, key_heads, heads // key_heads)
+    value, fade = (x.astype(jnp.float32).reshape(*split, x.shape[3]) for x in (value, fade))
+    beta = None if beta is None else beta.astype(jnp.float32).reshape(*split, 1)
+    start = jnp.zeros((batch, heads, key_dim, value_dim), jnp.float32) if state is None else state
+
+    def step(state, token):
+        pair, value, fade, beta = token
+        state = state * fade[..., None]
+        # both answers in one product: decoding reads the state once
+        found, answer = jnp.moveaxis(jnp.einsum("bhxk,bhrkv->bhrxv", pair, state), 3, 0)
+        written = value if beta is None else beta * (value - answer)
+        out = found + (pair[:, :, 0] * pair[:, :, 1]).sum(-1)[:, :, None, None] * written
+        return state + pair[:, :, None, 1, :, None] * written[..., None, :], (out, written)
+
+    tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (shared, value, fade, beta))
+    end, results = jax.lax.scan(step, start.reshape(batch, *split[2:], key_dim, value_dim), tokens)
+    out, written = (jnp.moveaxis(x, 0, 1).reshape(batch, length, heads, value_dim) for x in results)
+    return out, written, end.reshape(batch, heads, key_dim, value_dim)
