@@ -266,4 +266,4 @@ def _80b() -> DecoderConfig:
     return qwen3_next(shape, delta=delta_net(shape), full=every_fourth(48), mlps=(experts,) * 48)
 
 
-MODELS = {"qwen3-next-80b-a3b": _80b}
+MODELS = {"qwen3-next-80b": _80b}
