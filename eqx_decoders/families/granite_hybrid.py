@@ -136,7 +136,6 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     settings = {
         "num_local_experts": 0,
         "num_experts_per_tok": 0,
-        "intermediate_size": mlp.mlp_dim,
         "hidden_act": activation_name(mlp.activation),
         "shared_intermediate_size": shared.mlp_dim if shared else 0,
         "attention_multiplier": attention.query_scale,
@@ -148,7 +147,8 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     if isinstance(mlp, ExpertsConfig):
         settings |= moe.write_experts(config, count="num_local_experts", width="intermediate_size")
     mambas = [block.mixer for block in config.blocks if isinstance(block.mixer, Mamba2Config)]
-    rope = {} if attention.rope is None else write_rope(config)
+    # which transformers writes even where nothing is rotated
+    rope = write_rope(config) if attention.rope else {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     sizes = {key: value for key, value in write_sizes(config).items() if key != "head_dim"}
     layers = write_hybrid_layers(config, AttentionConfig)
     return sizes | settings | layers | _write_mamba(config, mambas[0] if mambas else None) | rope

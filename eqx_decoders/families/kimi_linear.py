@@ -177,7 +177,8 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "mla_use_nope": True,
     }
     sizes = moe.write_experts(config, count="num_local_experts", width="moe_intermediate_size")
-    return write_outer(config) | sizes | settings | _write_delta(config)
+    written = write_outer(config) | sizes | settings | _write_delta(config) | {"attention_bias": False}
+    return written | {old: written[new] for old, new in _RENAMED.items()}
 
 
 def _write_delta(config: DecoderConfig) -> dict[str, Any]:

@@ -55,7 +55,8 @@ def nemotron_experts(
 def _read(fields: Fields) -> DecoderConfig:
     for old, new in _RENAMED.items():
         fields.rename(old, new)
-    fields.content.pop("time_step_limit", None)  # transformers does not read it, and it may be infinite
+    if fields.content.get("time_step_limit") == [0.0, float("inf")]:  # which an export could not write
+        del fields.content["time_step_limit"]
     fields.content = _DEFAULTS | fields.content
     pattern = _read_pattern(fields)
     fields.content["num_hidden_layers"] = len(pattern)  # which transformers does not read
@@ -112,6 +113,9 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "layers_block_type": [_LETTERS[letter] for letter in pattern],
         "hybrid_override_pattern": pattern,
         "head_dim": attention.head_dim,
+        "mamba_hidden_act": "silu",
+        "mlp_bias": False,
+        "use_bias": False,
     }
     if dense is not None:
         settings |= {"intermediate_size": dense.mlp_dim, "mlp_hidden_act": activation_name(dense.activation)}
@@ -171,7 +175,7 @@ _RENAMED = {
 }
 _IGNORED = {
     "transformers does not read it": "attention_bias mamba_proj_bias sliding_window rope_theta rope_parameters "
-    "rope_scaling partial_rotary_factor mamba_dt_limit num_hidden_layers norm_eps rms_norm_eps",
+    "rope_scaling partial_rotary_factor time_step_limit mamba_dt_limit num_hidden_layers norm_eps rms_norm_eps",
     "how it is run": "chunk_size mamba_chunk_size use_mamba_kernels mamba_ssm_cache_dtype num_logits_to_keep "
     "moe_shared_expert_overlap residual_in_fp32 expand mamba_expand",
     "how it was begun": "rescale_prenorm_residual time_step_max time_step_floor mamba_dt_max mamba_dt_init_floor",
