@@ -38,6 +38,7 @@ AXES: dict[str, str] = {
     "kv_dim": "features of a key head without its rotary ones, and of a value head",
     "q_rank": "features of the latent that queries are made from",
     "kv_rank": "features of the latent that keys and values are made from",
+    "gate_rank": "features of the latent that gates and decays of a recurrence are made from",
     "latent": "features of a latent: of keys and values with the rotary key beside it, or inside of a chained block",
     "joined": "features of an embedding and of the residual stream, one after the other",
     "mlp": "hidden features of a feed-forward layer",
@@ -68,6 +69,8 @@ AXES: dict[str, str] = {
 FROZEN: dict[str, bool] = {"frozen": True}
 
 Axes = tuple[str, ...]
+
+_LATENTS = ("q_rank", "kv_rank", "gate_rank", "latent")
 
 # What a tree may hold where a type says array: also NumPy's, and the shape of one that is yet to be.
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
@@ -120,7 +123,7 @@ def product_axes(words: Axes) -> tuple[Axes, Axes] | None:
     `layers embed heads head_dim` goes from `embed` to `heads head_dim`, `heads head_dim embed` back. `experts` in front
     are so many matrices, like layers. None for what is no matrix inside a block: tables, output heads, norms, biases.
     """
-    inner, ends = tuple(word for word in words if word != "layers"), {"embed", "rank", "q_rank", "kv_rank", "latent"}
+    inner, ends = tuple(word for word in words if word != "layers"), {*_LATENTS, "embed", "rank"}
     inner = inner[1:] if inner[:1] == ("experts",) else inner
     if len(inner) < 2 or not ends & set(inner) or {"vocab", "positions"} & set(inner):
         return None

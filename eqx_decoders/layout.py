@@ -48,6 +48,7 @@ WEIGHTS: dict[str, tuple[str, ...]] = {
     "ngram_features": ("tensor", "tensor_sequence"),
     "q_rank": ("fsdp", "fsdp_transpose", "context", "expert"),
     "kv_rank": ("fsdp", "fsdp_transpose", "context", "expert"),
+    "gate_rank": ("fsdp", "fsdp_transpose", "context", "expert"),
     "latent": ("fsdp", "fsdp_transpose", "context", "expert"),
     "layers": ("stage",),
 }

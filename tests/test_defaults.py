@@ -9,7 +9,7 @@ import equinox as eqx
 
 from eqx_decoders import layers
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
-from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.layers.router import RouterConfig
 from eqx_decoders.sampling import GenerationConfig
@@ -32,9 +32,10 @@ DEFAULTS = {
     "HyperConnections": dict(streams=4, mixing="sinkhorn", iterations=20, norm=RMSNormConfig(), eps=1e-6),
     "ExpertsConfig": dict(router=RouterConfig(), activation="silu", gated=True),
     "Kernel": dict(
-        masks=(Causal, SlidingWindow, Chunked, Bidirectional), soft_cap=True, segments=True, unequal_value_dim=True,
-        platforms=("cpu", "gpu", "tpu"),
+        masks=(Causal, SlidingWindow, Chunked, Bidirectional), soft_cap=True, segments=True, spans=True,
+        selection=True, unequal_value_dim=True, platforms=("cpu", "gpu", "tpu"),
     ),
+    "IndexerConfig": dict(num_heads=64, head_dim=128, top_k=2048, norm=LayerNormConfig(eps=1e-6)),
     "LatentAttentionConfig": dict(mask=Causal(), rope=Rope(), norm=RMSNormConfig()),
     "MLPConfig": dict(activation="silu", gated=True),
     "RMSNormConfig": dict(eps=1e-6, scale=True),

@@ -24,6 +24,7 @@ from eqx_decoders.layers.attention import AttentionConfig, QKNorm, QueryTemperat
 from eqx_decoders.layers.embedding import LearnedPositions, SinusoidalPositions
 from eqx_decoders.layers.engram import EngramConfig, TokenClasses
 from eqx_decoders.layers.experts import ExpertsConfig
+from eqx_decoders.layers.indexer import IndexerConfig
 from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.learned_init import LearnedInitConfig
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
@@ -44,6 +45,7 @@ MIXER = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, rope=Rope(theta
 LEARNED = LearnedInitConfig(attention=MIXER, teacher_heads=6, teacher_kv_heads=3, teacher_head_dim=6)
 RANKS = dict(num_heads=4, q_rank=6, kv_rank=5, nope_dim=3, rope_dim=4, value_dim=2)
 LATENT = LatentAttentionConfig(rope=Rope(theta=100.0), **RANKS)
+INDEXER = IndexerConfig(num_heads=3, head_dim=4, top_k=2)
 MLP = MLPConfig(mlp_dim=12)
 EXPERTS = ExpertsConfig(num_experts=8, num_experts_per_token=2, mlp_dim=6)
 BLOCK = ed.BlockConfig(mixer=MIXER, mlp=MLP, pre_mixer_norm=RMS, pre_mlp_norm=RMS)
@@ -157,7 +159,12 @@ OPTIONS: dict[type, tuple] = {
         LATENT,
         lambda c: block(mixer=c),
         dict(num_heads=2, q_rank=None, kv_rank=4, nope_dim=2, rope_dim=2, value_dim=3, mask=SlidingWindow(2))
-        | dict(rope=None, query_scale=0.1, norm=RMSNormConfig(eps=0.5), bias=True),
+        | dict(rope=None, query_scale=0.1, norm=RMSNormConfig(eps=0.5), bias=True, indexer=INDEXER),
+    ),
+    IndexerConfig: (
+        INDEXER,
+        lambda c: block(mixer=dataclasses.replace(LATENT, indexer=c)),
+        dict(num_heads=5, head_dim=6, top_k=3, norm=LayerNormConfig(bias=False), loss_weight=0.5, warmup=True),
     ),
     LearnedInitConfig: (
         LEARNED,
@@ -257,6 +264,7 @@ NEEDS: dict[tuple[type, str], dict] = {
     (RouterConfig, "balance_form"): GROUPED | dict(balance_loss=0.5),
     (RouterConfig, "bias_update_rate"): dict(order="score_first", selection_bias=True),
 }
+LEARNS = (IndexerConfig, "loss_weight")
 CASES = [(kind, field) for kind, (_, _, values) in OPTIONS.items() for field in values]
 
 
@@ -308,7 +316,7 @@ def trained(config) -> tuple[float, np.ndarray | None]:
     """The training loss, and the selection biases after a step."""
     model, tokens = named_draws(config), jnp.asarray([[3, 1, 4, 1, 5]])
     loss, metrics = ed.next_token_loss(model, Batch(tokens=tokens))
-    if metrics.stats is None:
+    if metrics.stats is None or metrics.stats.routing is None:
         return float(loss), None
     moved = named_leaves(update_router_bias(model, metrics.stats))
     return float(loss), next((np.asarray(moved[name]) for name in moved if name.endswith("selection_bias")), None)
@@ -343,7 +351,7 @@ def test_every_option_is_read(kind, field):
         assert differ(plain, logits(after, keyed=True))
     elif field == "publishes":  # a name, of use to layers that borrow
         np.testing.assert_array_equal(plain, other)
-    elif field in ("balance_loss", "balance_form", "z_loss", "mtp") or kind is MTPConfig:
+    elif field in ("balance_loss", "balance_form", "z_loss", "mtp") or kind is MTPConfig or (kind, field) == LEARNS:
         np.testing.assert_array_equal(plain, other)
         assert abs(trained(before)[0] - trained(after)[0]) > 1e-3
     elif field == "bias_update_rate":
@@ -372,6 +380,7 @@ EXECUTION = dict(
     attention=lambda: "chunked",
     scan=lambda: False,
     layer_stats=lambda: True,
+    attention_maxima=lambda: True,
     lookup=lambda: "one_hot",
     experts=lambda: "dense",
     expert_exchange=lambda: "all_to_all",
@@ -398,7 +407,9 @@ def test_every_choice_of_execution_changes_the_program():
     assert program(model.replace(remat="none", scan=True)) == plain
     split = model.replace(layout=ed.Layout.create(expert=8))  # what exchanges tokens
     assert program(split) == program(split.replace(expert_exchange="gather"))
+    latent = named_draws(block(mixer=LATENT)).replace(attention="auto")
     bases = dict.fromkeys(EXECUTION, (model, plain)) | {"expert_exchange": (split, program(split))}
+    bases["attention_maxima"] = (latent, program(latent))
     texts = {name: program(bases[name][0].replace(**{name: value()})) for name, value in EXECUTION.items()}
     assert [name for name, text in texts.items() if text == bases[name][1]] == []
     assert "sharding_constraint" in texts["layout"] and "sharding_constraint" not in plain

@@ -170,14 +170,14 @@ class Indexer(eqx.Module):
         if not selects and not learns:
             return None, None
         of_keys = (index.key[:, :, 0], ctx.positions, ctx.segment_ids, None if teacher is None else teacher.key)
-        of_queries = (index.query, index.weight, ctx.positions, ctx.segment_ids, ctx.spans)
+        of_queries = (index.query, index.weight, ctx.positions, ctx.segment_ids)
         of_queries = (*of_queries, None if teacher is None else teacher.query)
 
         @functools.partial(jax.checkpoint, prevent_cse=False)
         def block(of_queries, of_keys):
-            query, weight, places, segments, spans, teaching = of_queries
+            query, weight, places, segments, teaching = of_queries
             key, key_places, key_segments, taught = of_keys
-            seen = visible(mask, places, key_places, segments, key_segments, spans)
+            seen = visible(mask, places, key_places, segments, key_segments)
             scores = jnp.where(seen, _scores(query, weight, key), -jnp.inf)
             chosen = best_of_each(scores, config.top_k) & seen if selects else seen
             loss = None
@@ -277,7 +277,7 @@ def _over_blocks(block, of_queries, of_keys, length: int, count: int):
     size = -(-length // count)
 
     def cut(x):
-        nothing = -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0  # no position, no span
+        nothing = -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0  # no position
         x = jnp.pad(x, [(0, 0), (0, -length % size)] + [(0, 0)] * (x.ndim - 2), constant_values=nothing)
         return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
 

@@ -125,11 +125,11 @@ class LatentAttentionConfig:
         return {"latents": dataclasses.replace(latents, by_slot=True), "index": index}
 
     def token_products(self, length: int) -> int:
-        """Multiplications per token beside those of the weights: scores and mixtures."""
+        """Multiplications per token beside those of the weights: scores, of an indexer too, and mixtures."""
         seen = seen_keys(self.mask, length)
         if self.indexer is None:
             return self.num_heads * seen * (self.head_dim + self.value_dim)
-        chosen = min(seen, self.indexer.top_k)
+        chosen = seen if self.indexer.warmup else min(seen, self.indexer.top_k)
         return self.num_heads * chosen * (self.head_dim + self.value_dim) + self.indexer.token_products(seen)
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "LatentAttention":
@@ -306,7 +306,6 @@ class LatentAttention(eqx.Module):
             key_positions=ctx.positions,
             query_segments=ctx.segment_ids,
             key_segments=ctx.segment_ids,
-            query_spans=ctx.spans,
             selected=selected,
             aligned=True,
             platform=ctx.execution.layout.platform,

@@ -522,7 +522,8 @@ def test_dropout_draws_anew_each_step_and_in_each_microbatch():
 
 
 def test_every_setting_of_a_step_reaches_it(monkeypatch):
-    """All fields of `StepConfig`, and the norm of `OptimizerConfig`; for its other fields see test_optimizer.py."""
+    """All fields of `StepConfig` (of QK-clip in test_qk_clip.py), and the norm of `OptimizerConfig`; for its other
+    fields see test_optimizer.py."""
     model = filled(dataclasses.replace(BARE, dropout=0.5))
     batch = Batch(tokens=some_tokens(4, 5))
 
@@ -533,7 +534,9 @@ def test_every_setting_of_a_step_reaches_it(monkeypatch):
     plain = moved()
     norm = moved(dataclasses.replace(PLAIN, max_grad_norm=None))
     others = dict(gradient_accumulation_steps=moved(gradient_accumulation_steps=2), z_loss=moved(z_loss=0.5))
-    assert others.keys() | {"fused_loss"} == {field.name for field in dataclasses.fields(StepConfig)}
+    assert others.keys() | {"fused_loss", "qk_clip_threshold"} == {
+        field.name for field in dataclasses.fields(StepConfig)
+    }
     for other in (norm, *others.values()):  # with microbatches dropout draws otherwise
         assert any(float(jnp.abs(plain[name] - other[name]).max()) > 1e-5 for name in plain)
 
