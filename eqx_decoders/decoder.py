@@ -102,30 +102,29 @@ class DecoderConfig:
             check_number("DecoderConfig.logit_soft_cap", self.logit_soft_cap, above=0)
         self._check_borrowing()
         made = set() if self.per_layer_embedding is None else {self.per_layer_embedding.features}
-        taken = {layer.features for layer in self._per_layer_inputs()}
+        taken = {layer.features for layer in _takers(self.blocks)}
         rule = f"makes {sorted(made)} features, but layers take {sorted(taken)}: give both, equal, or neither"
         check(made == taken, f"DecoderConfig.per_layer_embedding {rule}.")
 
     def _check_borrowing(self) -> None:
-        """Keys and values must have been published by an earlier layer of the same sizes."""
+        """Keys and values must have been published by an earlier layer of the same sizes and mask."""
         known: dict[str, Any] = {}
         for index, block in enumerate(self.blocks):
             mixer, where = block.mixer, f"DecoderConfig.blocks[{index}].mixer.borrows"
             if isinstance(mixer, AttentionConfig) and mixer.borrows is not None:
                 check_word(where, mixer.borrows, known)
-                sizes = (mixer.num_kv_heads, mixer.head_dim)
-                rule = "has other num_kv_heads, head_dim than the layer that publishes it"
-                check(sizes == known[mixer.borrows], f"{where}={mixer.borrows!r} {rule}: {sizes}.")
+                own = (mixer.num_kv_heads, mixer.head_dim, mixer.mask)
+                rule = "has another num_kv_heads, head_dim or mask than the layer that publishes it"
+                check(own == known[mixer.borrows], f"{where}={mixer.borrows!r} {rule}: {own}.")
             if block.publishes is not None:
-                good = isinstance(mixer, AttentionConfig) and mixer.borrows is None
                 rule = "needs attention with keys and values of its own as mixer"
-                check(good, f"DecoderConfig.blocks[{index}].publishes={block.publishes!r} {rule}.")
-                known[block.publishes] = (getattr(mixer, "num_kv_heads", None), getattr(mixer, "head_dim", None))
-
-    def _per_layer_inputs(self) -> list[PerLayerInputConfig]:
-        """Those layers that get an embedding of their own."""
-        layers = (layer for block in self.blocks for layer in block.branches().values())
-        return [layer for layer in layers if isinstance(layer, PerLayerInputConfig)]
+                where = f"DecoderConfig.blocks[{index}].publishes={block.publishes!r}"
+                if not isinstance(mixer, AttentionConfig) or mixer.borrows is not None:
+                    raise ConfigError(f"{where} {rule}.")
+                known[block.publishes] = (mixer.num_kv_heads, mixer.head_dim, mixer.mask)
+        ahead = None if self.mtp is None else self.mtp.block
+        alone = ahead is None or not (getattr(ahead.mixer, "borrows", None) or _takers((ahead,)))
+        check(alone, "DecoderConfig.mtp.block can't borrow keys and values, or take an embedding of its own.")
 
     @property
     def wiring(self) -> WiringConfig:
@@ -171,7 +170,7 @@ class DecoderConfig:
             count = len(unit) * repeats
             stack.append(Segment.build(unit, self.embed_dim, keys=keys[begin : begin + count]))
             begin += count
-        further, takers = self.per_layer_embedding, len(self._per_layer_inputs())
+        further, takers = self.per_layer_embedding, len(_takers(self.blocks))
         table = normal(table_key, (self.vocab_size, self.embed_dim), jnp.float32, self.init_std)
         return Decoder(
             embedding=TokenEmbedding(table=table, scale=self.embedding_scale),
@@ -462,6 +461,12 @@ class Decoder(eqx.Module):
 
     def _keys(self, key: PRNGKeyArray | None) -> tuple[PRNGKeyArray | None, ...]:
         return (None, None, None) if key is None else tuple(jax.random.split(key, 3))
+
+
+def _takers(blocks: tuple[BlockConfig, ...]) -> list[PerLayerInputConfig]:
+    """The layers that get an embedding of their own."""
+    layers = (layer for block in blocks for layer in block.branches().values())
+    return [layer for layer in layers if isinstance(layer, PerLayerInputConfig)]
 
 
 @compiled_alone

@@ -112,6 +112,8 @@ def best(values, count, among=None):
 def route_by_hand(router, x):
     """The experts of one token and their weights; and all its logits and scores."""
     c, count = router.config, router.num_experts_per_token
+    if router.input_norm is not None:
+        x = norm_by_hand(router.input_norm, x) / math.sqrt(len(x))
     logits = list(x @ wide(router.kernel) + (0.0 if router.bias is None else wide(router.bias)))
     scores = scored_by_hand(logits, c.score)
     choice = list(logits if c.order == "select_first" else scores)
@@ -157,21 +159,27 @@ def expert_by_hand(layer, e, x):
 def experts_by_hand(layer, x, positions, room=math.inf):
     """Token by token. An expert takes `room` tokens of a row; the number of those that found none comes along."""
     out, dropped = np.zeros_like(x), 0
+
+    def normed(name, y):
+        return y if layer.norms is None else norm_by_hand(getattr(layer.norms, name), y)
+
     for b in range(len(x)):
         taken = [0] * layer.config.num_experts
         for t in range(x.shape[1]):
+            routed, shared = normed("pre_routed", x[b, t]), normed("pre_shared", x[b, t])
             if positions[b, t] >= 0:
                 for e, weight in zip(*route_by_hand(layer.router, x[b, t])[:2], strict=True):
                     taken[e] += 1
                     if taken[e] > room:
                         dropped += 1
                     elif layer.config.router.input_scaling:
-                        out[b, t] += expert_by_hand(layer, e, weight * x[b, t])
+                        out[b, t] += expert_by_hand(layer, e, weight * routed)
                     else:
-                        out[b, t] += weight * expert_by_hand(layer, e, x[b, t])
+                        out[b, t] += weight * expert_by_hand(layer, e, routed)
+            out[b, t] = normed("post_routed", out[b, t])
             if layer.shared is not None:
                 gate = 1.0 if layer.shared_gate is None else 1 / (1 + math.exp(-x[b, t] @ wide(layer.shared_gate)))
-                out[b, t] += gate * mlp_by_hand(layer.shared, x[b, t])
+                out[b, t] += normed("post_shared", gate * mlp_by_hand(layer.shared, shared))
     return out, dropped
 
 
@@ -225,6 +233,8 @@ def attention_by_hand(layer, x, positions, segments):
     query, key, value = heads_by_hand(layer, x)
     query = ready_by_hand(layer, query, layer.query_norm, positions)
     key = ready_by_hand(layer, key, layer.key_norm, positions)
+    if layer.value_norm is not None:
+        value = np.apply_along_axis(lambda vector: norm_by_hand(layer.value_norm, vector), -1, value)
     mixed = np.zeros_like(query)
     for b, t, h in np.ndindex(query.shape[:3]):
         kv = h // (c.num_heads // c.num_kv_heads)

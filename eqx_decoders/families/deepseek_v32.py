@@ -11,7 +11,7 @@ from eqx_decoders.layers.indexer import IndexerConfig
 from eqx_decoders.layers.latent import LatentAttentionConfig
 
 
-def _with_indexer(config: DecoderConfig, indexer: IndexerConfig | None) -> DecoderConfig:
+def with_indexer(config: DecoderConfig, indexer: IndexerConfig | None) -> DecoderConfig:
     """The decoder with this indexer in all layers, those of multi-token prediction among them."""
 
     def changed(block):
@@ -33,7 +33,7 @@ def _read(fields: Fields) -> DecoderConfig:
     fields.allow_only("layer_types", ["indexed_attention"] * layers)
     fields.allow_only("mlp_layer_types", ["dense"] * dense + ["sparse"] * (layers - dense))
     fields.allow_only("rope_interleave", True)
-    return _with_indexer(deepseek_v3.FAMILY.read(fields), indexer)
+    return with_indexer(deepseek_v3.FAMILY.read(fields), indexer)
 
 
 def _write(config: DecoderConfig) -> dict[str, Any]:
@@ -70,4 +70,4 @@ FAMILY = dataclasses.replace(
     aliases=(),
 )
 
-MODELS = {"deepseek32-671b": lambda: _with_indexer(deepseek_v3.MODELS["deepseek3-671b"](), IndexerConfig())}
+MODELS = {"deepseek32-671b": lambda: with_indexer(deepseek_v3.MODELS["deepseek3-671b"](), IndexerConfig())}

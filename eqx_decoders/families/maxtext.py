@@ -10,9 +10,11 @@ from eqx_decoders.block import BlockConfig, BranchConfig
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families.deepseek import deepseek
 from eqx_decoders.families.deepseek_v3 import v3_router
+from eqx_decoders.families.deepseek_v32 import with_indexer
 from eqx_decoders.families.qwen3_moe import qwen3_moe
 from eqx_decoders.families.shape import Shape, attentions
 from eqx_decoders.layers.engram import EngramConfig
+from eqx_decoders.layers.indexer import IndexerConfig
 from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
 from eqx_decoders.layers.rope import Rope, YarnRope
 from eqx_decoders.wiring.hyper_connections import HyperConnections
@@ -78,7 +80,7 @@ def deepseek_custom(
 
 
 def _deepseek() -> DecoderConfig:
-    """MaxText's deepseek-custom without its indexer of sparse attention: every query sees the whole past."""
+    """DeepSeek-V3.2 in small: latent attention to the keys that an indexer chooses, and experts."""
     shape = Shape(
         vocab_size=129_280, embed_dim=1024, num_layers=6, num_heads=16, num_kv_heads=16, head_dim=48, mlp_dim=2048
     )
@@ -86,7 +88,8 @@ def _deepseek() -> DecoderConfig:
     router = v3_router(groups=1, groups_per_token=1, scaling_factor=2.5)
     experts: dict[str, Any] = dict(num_experts=16, num_experts_per_token=2, num_shared=1, expert_dim=512)
     heads: dict[str, Any] = dict(q_rank=384, kv_rank=128, nope_dim=32, value_dim=128)
-    return deepseek(shape, router=router, num_dense_layers=1, rope=rope, **experts, **heads)
+    plain = deepseek(shape, router=router, num_dense_layers=1, rope=rope, **experts, **heads)
+    return with_indexer(plain, IndexerConfig(num_heads=16, head_dim=64, top_k=256))
 
 
 _QWEN3 = Shape(

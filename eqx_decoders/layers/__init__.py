@@ -5,6 +5,7 @@ from eqx_decoders.layers.embedding import (
     LearnedPositions as LearnedPositions,
     SinusoidalPositions as SinusoidalPositions,
 )
+from eqx_decoders.layers.engram import Engram as Engram, EngramConfig as EngramConfig, TokenClasses as TokenClasses
 from eqx_decoders.layers.experts import Experts as Experts, ExpertsConfig as ExpertsConfig
 from eqx_decoders.layers.kernel import (
     KERNELS as KERNELS,
@@ -31,6 +32,10 @@ from eqx_decoders.layers.norm import (
     LayerNormConfig as LayerNormConfig,
     RMSNorm as RMSNorm,
     RMSNormConfig as RMSNormConfig,
+)
+from eqx_decoders.layers.per_layer_embedding import (
+    PerLayerEmbeddingConfig as PerLayerEmbeddingConfig,
+    PerLayerInputConfig as PerLayerInputConfig,
 )
 from eqx_decoders.layers.rope import (
     LinearRope as LinearRope,

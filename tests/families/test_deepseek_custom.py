@@ -36,6 +36,7 @@ def model():
 def test_parameters_are_those_of_the_formula():
     vocab, embed, heads, streams = 129_280, 1024, 16, 4
     attention = embed * 384 + 384 + 384 * heads * 48 + embed * 144 + 128 + 128 * heads * 160 + heads * 128 * embed
+    attention += 384 * 16 * 64 + embed * 64 + 2 * 64 + embed * 16  # its indexer
     experts = embed * 16 + 16 + 16 * 3 * embed * 512 + 3 * embed * 512
     connection = streams * embed * (1 + 2 * streams + streams**2) + 3 + 2 * streams + streams**2
     layers = 6 * (attention + 2 * embed + 2 * connection) + 3 * embed * 2048 + 5 * experts

@@ -3,6 +3,7 @@
 import dataclasses
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ ATTENTIONS = [
     dict(qk_norm=QKNorm(norm=LAYER, when="after_rope"), fused_qkv=True, soft_cap=2.0, output_gate=True),
     dict(shared_kv=True, sinks=True, output_gate=True, qk_norm=QKNorm(norm=RMS)),
     dict(num_kv_heads=1, head_dim=6, out_dim=5, out_bias=True, sinks=True),
+    dict(shared_kv=True, qk_norm=QKNorm(norm=RMS), value_norm=RMSNormConfig(eps=0.1, scale=False), query_scale=1.0),
 ]  # fmt: skip
 POSITIONS = np.array([[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, -1]])
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 0]])
@@ -55,6 +57,27 @@ def test_attention_is_the_loop(options):
     out, entries = apply(layer, jnp.asarray(x), context(POSITIONS, SEGMENTS, attention="dot"))
     assert_close(out, want, units=128)
     assert entries.key.shape == entries.value.shape == (2, 7, layer.config.num_kv_heads, layer.config.head_dim)
+
+
+def test_borrowed_keys_and_values_are_those_of_the_other_layer():
+    """With the same queries and output: the same result, and nothing to remember."""
+    giver = drawn(lambda key: attention(qk_norm=QKNorm(norm=RMS), qkv_bias=True).build(6, key=key))
+    taker = attention(qk_norm=QKNorm(norm=RMS), qkv_bias=True, borrows="giver")
+    layer = drawn(lambda key: taker.build(6, key=key))
+    own = [layer.query, layer.query_bias, layer.query_norm.scale, layer.out]
+    assert len(jax.tree.leaves(layer)) == len(own) and taker.memory(8) is None
+    layer = eqx.tree_at(
+        lambda each: (each.query, each.query_bias, each.query_norm, each.out),
+        layer,
+        (giver.query, giver.query_bias, giver.query_norm, giver.out),
+    )
+    ctx, x = context(POSITIONS, SEGMENTS), jnp.asarray(normal(2, 7, 6))
+    want, entries = apply(giver, x, ctx)
+    out, proposed = apply(layer, x, dataclasses.replace(ctx, shared={"giver": (None, {"mixer": entries})}))
+    assert_close(out, want)
+    assert proposed is None
+    with pytest.raises(ed.ConfigError, match=r"AttentionConfig.borrows='giver' is not known"):
+        layer(x, ctx)
 
 
 def test_queries_grow_with_their_positions():

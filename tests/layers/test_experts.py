@@ -14,6 +14,7 @@ import eqx_decoders as ed
 from eqx_decoders.axes import axes, product_axes
 from eqx_decoders.layers.experts import Experts, ExpertsConfig
 from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.router import RouterConfig
 from eqx_decoders.numerics import LowRank
 from eqx_decoders.training.optimizer import muon_dimensions
@@ -52,6 +53,15 @@ CASES = {
             shared=MLPConfig(mlp_dim=3, gated=False, activation="relu2"),
         ),
         (2, 4),
+    ),
+    "gemma4": (
+        dataclasses.replace(
+            PLAIN,
+            router=RouterConfig(order="score_first", per_expert_scale=True, input_norm=RMSNormConfig(eps=0.1)),
+            shared=MLPConfig(mlp_dim=3),
+            norms=RMSNormConfig(eps=0.1),
+        ),
+        (2, 5),
     ),
     "llama4, all of three": (
         dataclasses.replace(

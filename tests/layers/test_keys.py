@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.block import BlockConfig
+from eqx_decoders.block import BlockConfig, BranchConfig
 from eqx_decoders.layers.attention import AttentionConfig
 from eqx_decoders.layers.embedding import LearnedPositions
+from eqx_decoders.layers.engram import EngramConfig
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.learned_init import LearnedInitConfig
 from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
+from eqx_decoders.layers.per_layer_embedding import PerLayerInputConfig
+from eqx_decoders.wiring.hyper_connections import HyperConnections
 
 
 ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4, output_gate=True)
@@ -22,6 +25,8 @@ EXPERTS = ExpertsConfig(
     num_experts=2, num_experts_per_token=1, mlp_dim=3, shared=MLPConfig(mlp_dim=3), shared_gate=True
 )
 TEACHER = dict(teacher_heads=3, teacher_kv_heads=1, teacher_head_dim=2)
+ENGRAM = EngramConfig(embed_dim=4, vocab_size=4, layers=(0,), layer=0, num_heads=1, head_dim=2, vocab_bases=(3,))
+FURTHER = BranchConfig(layer=MLPConfig(mlp_dim=3))
 # a layer, and how many weights it draws
 LAYERS = {
     "attention": (ATTENTION, 5),
@@ -35,6 +40,12 @@ LAYERS = {
     "fused mlp": (MLPConfig(mlp_dim=3, fused=True), 3),
     "linear": (LinearConfig(), 1),
     "experts": (EXPERTS, 8),
+    "engram": (ENGRAM, 3),
+    "per-layer input": (PerLayerInputConfig(features=2), 2),
+    "hyper-connections": (
+        BlockConfig(mixer=None, mlp=LinearConfig(), after=(FURTHER,), wiring=HyperConnections(streams=2)),
+        1 + 3 + 2,
+    ),
     "block": (BlockConfig(mixer=ATTENTION, mlp=EXPERTS, wiring="chained"), 14),
 }
 

@@ -12,6 +12,7 @@ from jaxtyping import TypeCheckError
 
 import eqx_decoders as ed
 from eqx_decoders.axes import frozen
+from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.router import Router, RouterConfig, load_balance_loss, router_z_loss
 from tests.oracles import best, route_by_hand
 
@@ -31,7 +32,7 @@ VARIANTS = {
     "kimi_k2": DEEPSEEK,
     "deepseek_v4": DEEPSEEK | dict(score="sqrt_softplus"),
     "llama4": dict(score="sigmoid", input_scaling=True),
-    "gemma4": dict(order="score_first", renormalize=True, per_expert_scale=True),
+    "gemma4": dict(order="score_first", renormalize=True, per_expert_scale=True, input_norm=RMSNormConfig(eps=0.1)),
     "of everything": dict(bias=True, per_expert_scale=True, **DEEPSEEK, **GROUPS),
 }
 POSITIONS = np.array([[0, 1, 2, 3, 4], [0, 1, -1, -1, 2], [-1] * 5])
@@ -164,7 +165,8 @@ def test_gradients_are_those_of_the_formula(name):
         return jnp.sum(jnp.sin(weights)) + 0.3 * switch + 0.01 * z
 
     def by_formula(router):
-        logits = jnp.einsum("bte,ef->btf", x, router.kernel)
+        read = x if router.input_norm is None else router.input_norm(x) / math.sqrt(EMBED)
+        logits = jnp.einsum("bte,ef->btf", read, router.kernel)
         logits = logits if router.bias is None else logits + router.bias[None, None]
         scores = jax.nn.softmax(logits) if config.score == "softmax" else jax.nn.sigmoid(logits)
         if config.order == "select_first":
