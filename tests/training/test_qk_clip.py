@@ -82,7 +82,7 @@ def test_a_step_clips_after_the_optimizer():
 
     def stepped(threshold, parts):
         config = StepConfig(qk_clip_threshold=threshold, gradient_accumulation_steps=parts)
-        trainer = Trainer.create(OptimizerConfig(learning_rate=1e-2, warmup_steps=0), model, steps=4, config=config)
+        trainer = Trainer.create(OptimizerConfig(eps=1.0, warmup_steps=0), model, steps=4, config=config)
         return eqx.filter_jit(trainer.advance)(trainer.init(model, key=jax.random.key(0)), batch)
 
     for parts in (1, 2):
