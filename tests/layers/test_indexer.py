@@ -10,8 +10,8 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.axes import named_leaves
-from eqx_decoders.layers import indexer as module
-from eqx_decoders.layers.indexer import Index, IndexerConfig, best_of_each
+from eqx_decoders.layers import indexer as module, selection
+from eqx_decoders.layers.indexer import Index, IndexerConfig
 from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.mask import Causal, SlidingWindow
 from eqx_decoders.layers.memory import KVShape, Past
@@ -121,7 +121,7 @@ def test_the_best_of_each_row():
     draws[2] = np.where(np.abs(draws[2]) < 0.7, np.copysign(0.0, draws[2]), draws[2])
     draws[3][:, 5:] = -np.inf
     for count in (1, 7, 36, 37, 40):
-        found = np.asarray(best_of_each(jnp.asarray(draws), count))
+        found = np.asarray(selection.best_of_each(jnp.asarray(draws), count))
         for at in np.ndindex(draws.shape[:2]):
             assert set(np.flatnonzero(found[at])) == set(best(list(draws[at]), count)), (at, count)
 
@@ -135,12 +135,12 @@ def learning(warmup: bool, top_k: int = 2, weight: float = 0.5) -> IndexerConfig
 
 @pytest.mark.parametrize(
     "warmup, top_k, tile",
-    [(False, 2, module.TILE), (False, 2, 40), (True, 2, 40), (False, 20, module.TILE)],
+    [(False, 2, selection.TILE), (False, 2, 40), (True, 2, 40), (False, 20, selection.TILE)],
     ids=["sparse", "sparse in blocks", "warmup", "few keys"],
 )
 def test_it_learns_from_the_attention_over_what_is_attended_to(warmup, top_k, tile, monkeypatch):
     """The divergence by a loop; its gradient moves the indexer alone, by differences of the loop."""
-    monkeypatch.setattr(module, "TILE", tile)
+    monkeypatch.setattr(selection, "TILE", tile)
     layer = drawn(indexer=learning(warmup, top_k))
 
     def loss(both):
