@@ -38,19 +38,18 @@ AXES: dict[str, str] = {
     "kv_dim": "features of a key head without its rotary ones, and of a value head",
     "q_rank": "features of the latent that queries are made from",
     "kv_rank": "features of the latent that keys and values are made from",
+    "gate_rank": "features of the latent that gates and decays of a recurrence are made from",
     "latent": "features of a latent: of keys and values with the rotary key beside it, or inside of a chained block",
     "joined": "features of an embedding and of the residual stream, one after the other",
     "mlp": "hidden features of a feed-forward layer",
     "inputs": "input projections of a fused feed-forward layer",
     "experts": "experts: feed-forward layers of which each token uses a few",
     "norm": "features of a normalised vector",
-    "ngrams": "rows of a table of n-grams",
-    "ngram_dim": "features of the vector of an n-gram",
-    "ngram_heads": "vectors of n-grams that end at a token",
-    "ngram_features": "features of all these vectors, one after the other",
+    "rows": "rows of a table beside the embedding, in which tokens find something",
+    "row_dim": "features of such a row",
+    "ngram_features": "features of the vectors of all n-grams that end at a token",
     "per_layer": "layers that get an embedding of their own",
-    "per_layer_dim": "features of such an embedding, in a table of all layers",
-    "per_layer_input": "features of such an embedding, in a layer",
+    "per_layer_input": "features of such an embedding",
     "stream_embed": "features of all residual streams, one stream after the other",
     "coefficients": "numbers by which a token's residual streams are read, written and mixed",
     "coefficient_kinds": "those that read, those that write and those that mix",
@@ -70,6 +69,8 @@ AXES: dict[str, str] = {
 FROZEN: dict[str, bool] = {"frozen": True}
 
 Axes = tuple[str, ...]
+
+_LATENTS = ("q_rank", "kv_rank", "gate_rank", "latent")
 
 # What a tree may hold where a type says array: also NumPy's, and the shape of one that is yet to be.
 _ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
@@ -122,7 +123,7 @@ def product_axes(words: Axes) -> tuple[Axes, Axes] | None:
     `layers embed heads head_dim` goes from `embed` to `heads head_dim`, `heads head_dim embed` back. `experts` in front
     are so many matrices, like layers. None for what is no matrix inside a block: tables, output heads, norms, biases.
     """
-    inner, ends = tuple(word for word in words if word != "layers"), {"embed", "rank", "q_rank", "kv_rank", "latent"}
+    inner, ends = tuple(word for word in words if word != "layers"), {*_LATENTS, "embed", "rank"}
     inner = inner[1:] if inner[:1] == ("experts",) else inner
     if len(inner) < 2 or not ends & set(inner) or {"vocab", "positions"} & set(inner):
         return None

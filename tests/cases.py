@@ -23,6 +23,7 @@ from eqx_decoders.layers.embedding import LearnedPositions, SinusoidalPositions
 from eqx_decoders.layers.engram import EngramConfig
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.gated_delta_net import GatedDeltaNetConfig
+from eqx_decoders.layers.kimi_delta import KimiDeltaAttentionConfig
 from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.learned_init import LearnedInitConfig
 from eqx_decoders.layers.mamba2 import Mamba2Config
@@ -133,6 +134,7 @@ FURTHER = {"mlp": MLPConfig(mlp_dim=8), "per layer": PerLayerInputConfig(feature
 RECURRENT = {
     "delta net": GatedDeltaNetConfig(num_key_heads=2, num_heads=4, key_dim=6, value_dim=5, taps=3),
     "mamba2": Mamba2Config(num_heads=4, value_dim=5, num_groups=2, key_dim=6, dt_min=0.3),
+    "kimi delta": KimiDeltaAttentionConfig(num_heads=4, head_dim=6, gate_rank=8, taps=3),
 }
 SPLITS_HEADS = ("fsdp x tensor", "transpose", "sequence", "context", "expert")
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -177,6 +179,7 @@ EXCLUDED: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
     ("channel", ("capacity",), "cache", CACHED),  # a piece has fewer places than the whole
     ("dropout", (0.25,), "accumulation", (2,)),  # other microbatches draw other masks
     ("mtp", (1,), "mesh", ("stage",)),  # one depth can't be split over two stages
+    ("borrows", (True,), "mesh", ("stage",)),  # nor the layer that lends
 ]
 
 

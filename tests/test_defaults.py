@@ -24,6 +24,12 @@ DEFAULTS = {
     "AttentionConfig": dict(mask=Causal(), rope=Rope()),
     "KVShape": dict(values=True),
     "SinusoidalPositions": dict(max_timescale=10_000.0),
+    "EngramConfig": dict(
+        streams=1, num_heads=8, head_dim=1280, vocab_bases=(226_240, 226_240), taps=4, eps=1e-6
+    ),
+    "PerLayerEmbeddingConfig": dict(norm=RMSNormConfig(), init_std=0.02),
+    "PerLayerInputConfig": dict(activation="gelu_tanh"),
+    "HyperConnections": dict(streams=4, mixing="sinkhorn", iterations=20, norm=RMSNormConfig(), eps=1e-6),
     "ExpertsConfig": dict(router=RouterConfig(), activation="silu", gated=True),
     "Kernel": dict(
         masks=(Causal, SlidingWindow, Chunked, Bidirectional), soft_cap=True, segments=True, spans=True,
@@ -53,7 +59,8 @@ DEFAULTS = {
     "StepConfig": dict(gradient_accumulation_steps=1, fused_loss=True),
     "OptimizerConfig": dict(
         name="adamw", learning_rate=3e-4, schedule="cosine", decay_fraction=0.2, min_lr_ratio=0.1, weight_decay=0.1,
-        no_decay=("*norm*", "*bias*", "*sink", "*scale", "embedding.*", "positions.*"), trainable=("*",), beta1=0.9,
+        no_decay=("*norm*", "*bias*", "*sink", "*scale", "embedding.*", "positions.*", "*.table"), trainable=("*",),
+        beta1=0.9,
         beta2=0.95, eps=1e-8, momentum=0.95, max_grad_norm=1.0, lr_multipliers=(), moments_dtype="float32",
     ),
 }  # fmt: skip
@@ -61,7 +68,15 @@ DEFAULTS = {
 
 def test_every_default_is_the_one_that_is_written_down():
     modules = [f"layers.{module.name}" for module in pkgutil.iter_modules(layers.__path__)]
-    modules += ["wiring.residual", "block", "decoder", "sampling", "training.step", "training.optimizer"]
+    modules += [
+        "wiring.residual",
+        "wiring.hyper_connections",
+        "block",
+        "decoder",
+        "sampling",
+        "training.step",
+        "training.optimizer",
+    ]
     found = {}
     for module in (importlib.import_module(f"eqx_decoders.{name}") for name in modules):
         for name, kind in inspect.getmembers(module, inspect.isclass):

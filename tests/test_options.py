@@ -22,6 +22,7 @@ import eqx_decoders as ed
 from eqx_decoders.axes import named_leaves
 from eqx_decoders.layers.attention import AttentionConfig, QKNorm, QueryTemperature
 from eqx_decoders.layers.embedding import LearnedPositions, SinusoidalPositions
+from eqx_decoders.layers.engram import EngramConfig, TokenClasses
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.indexer import IndexerConfig
 from eqx_decoders.layers.latent import LatentAttentionConfig
@@ -29,11 +30,13 @@ from eqx_decoders.layers.learned_init import LearnedInitConfig
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
 from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
+from eqx_decoders.layers.per_layer_embedding import PerLayerEmbeddingConfig, PerLayerInputConfig
 from eqx_decoders.layers.rope import LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
 from eqx_decoders.layers.router import RouterConfig
 from eqx_decoders.mtp import MTPConfig
 from eqx_decoders.training.balance import update_router_bias
 from eqx_decoders.training.batches import Batch
+from eqx_decoders.wiring.hyper_connections import HyperConnections
 from eqx_decoders.wiring.residual import Chained, Parallel, Plain, Sequential
 
 
@@ -51,6 +54,12 @@ SMALL = MLPConfig(mlp_dim=4)
 FURTHER = ed.BranchConfig(layer=MLP, pre_norm=RMS)
 SOFT = dataclasses.replace(BLOCK, mlp=dataclasses.replace(MLP, activation="relu"))
 AHEAD = MTPConfig(num_depths=1, block=BLOCK, norm=RMS)
+GIVER = dataclasses.replace(BLOCK, publishes="giver")
+CLASSES = TokenClasses.of([index // 2 for index in range(16)])
+ENGRAM = EngramConfig(
+    embed_dim=8, vocab_size=16, layers=(2, 0), layer=0, num_heads=2, head_dim=3, vocab_bases=(5, 7), taps=3
+)
+PER_LAYER = PerLayerEmbeddingConfig(features=4, vocab_size=16)
 DECODER = ed.DecoderConfig(vocab_size=16, embed_dim=8, blocks=(BLOCK,), final_norm=RMS)
 
 
@@ -64,6 +73,20 @@ def block(**changes):
 
 def mixer(**changes):
     return block(mixer=dataclasses.replace(MIXER, **changes))
+
+
+def engram(config: EngramConfig):
+    """A decoder that begins with it, with as many residual streams as it has."""
+    wiring = HyperConnections(streams=config.streams) if config.streams > 1 else Sequential()
+    return dataclasses.replace(
+        block(before=(ed.BranchConfig(layer=config),), wiring=wiring), embed_dim=config.embed_dim
+    )
+
+
+def per_layer(config: PerLayerEmbeddingConfig, **changes):
+    """A decoder with a layer that takes an embedding of its own."""
+    taker = ed.BranchConfig(layer=PerLayerInputConfig(features=config.features, **changes))
+    return decoder(blocks=(dataclasses.replace(BLOCK, after=(taker,)),), per_layer_embedding=config)
 
 
 def itself(config):
@@ -125,10 +148,12 @@ OPTIONS: dict[type, tuple] = {
     Chunked: (Chunked(3), lambda c: mixer(mask=c), dict(size=2)),
     AttentionConfig: (
         MIXER,
-        lambda c: block(mixer=c, wiring="chained"),  # where its output may have features of its own
+        # where its output may have features of its own, and behind a layer that lends its keys and values
+        lambda c: decoder(blocks=(GIVER, dataclasses.replace(BLOCK, mixer=c, wiring="chained"))),
         dict(num_heads=2, num_kv_heads=4, head_dim=4, mask=SlidingWindow(2), rope=None, query_scale=0.1, soft_cap=0.5)
         | dict(sinks=True, qk_norm=QKNorm(), qkv_bias=True, out_bias=True, fused_qkv=True, shared_kv=True)
-        | dict(output_gate=True, temperature=QueryTemperature(scale=0.5, length=2), out_dim=6, spans=True),
+        | dict(output_gate=True, temperature=QueryTemperature(scale=0.5, length=2), out_dim=6, spans=True)
+        | dict(value_norm=RMS, borrows="giver"),
     ),
     LatentAttentionConfig: (
         LATENT,
@@ -157,7 +182,7 @@ OPTIONS: dict[type, tuple] = {
         EXPERTS,
         lambda c: block(mlp=c),
         dict(num_experts=4, num_experts_per_token=3, mlp_dim=5, router=RouterConfig(bias=True), activation="relu")
-        | dict(gated=False, latent_dim=3)
+        | dict(gated=False, latent_dim=3, norms=RMS)
         | dict(up_offset=1.0, limit=0.1, bias=True, shared=MLP, shared_gate=True, capacity_factor=0.5),
     ),
     RouterConfig: (
@@ -166,7 +191,33 @@ OPTIONS: dict[type, tuple] = {
         dict(score="sigmoid", order="score_first", renormalize=True, bias=True, selection_bias=True, num_groups=4)
         | dict(groups_per_token=2, group_score="top2_sum", scaling_factor=2.0, per_expert_scale=True)
         | dict(input_scaling=True, random=True, balance_loss=0.5, balance_form="megatron", z_loss=0.5)
-        | dict(bias_update_rate=0.1),
+        | dict(bias_update_rate=0.1, input_norm=RMS),
+    ),
+    EngramConfig: (
+        ENGRAM,
+        engram,
+        dict(embed_dim=6, vocab_size=15, layers=(0, 2), layer=2, streams=2, num_heads=1, head_dim=2, vocab_bases=(5,))
+        | dict(taps=2, seed=1, pad_token=1, token_classes=CLASSES, eps=0.5),
+    ),
+    TokenClasses: (
+        CLASSES,
+        lambda c: engram(dataclasses.replace(ENGRAM, token_classes=c)),
+        dict(packed=TokenClasses.of([index // 3 for index in range(16)]).packed),
+    ),
+    HyperConnections: (
+        HyperConnections(streams=2),
+        lambda c: block(wiring=c),
+        dict(streams=3, mixing="permutations", iterations=1, norm=RMSNormConfig(eps=0.5), eps=0.5),
+    ),
+    PerLayerEmbeddingConfig: (
+        PER_LAYER,
+        per_layer,
+        dict(features=3, vocab_size=2, norm=RMSNormConfig(eps=0.5), init_std=0.3),
+    ),
+    PerLayerInputConfig: (
+        PerLayerInputConfig(features=4),
+        lambda c: per_layer(dataclasses.replace(PER_LAYER, features=c.features), activation=c.activation),
+        dict(features=3, activation="relu"),
     ),
     ed.BlockConfig: (
         dataclasses.replace(BLOCK, pre_mixer_norm=None, pre_mlp_norm=None),
@@ -188,6 +239,7 @@ OPTIONS: dict[type, tuple] = {
         itself,
         dict(vocab_size=15, embed_dim=6, blocks=(BLOCK, BLOCK), final_norm=None, tied=True, embedding_scale=3.0)
         | dict(positions=SinusoidalPositions(), logit_divisor=2.0, logit_soft_cap=0.5, dropout=0.5)
+        | dict(per_layer_embedding=dataclasses.replace(PER_LAYER, norm=RMSNormConfig(eps=0.5)))
         | dict(init_std=0.3, mtp=AHEAD),
     ),
     MTPConfig: (
@@ -202,6 +254,8 @@ NEEDS: dict[tuple[type, str], dict] = {
     (YarnRope, "mscale"): dict(mscale=1.0, mscale_all_dim=1.0),
     (YarnRope, "mscale_all_dim"): dict(mscale=1.0, mscale_all_dim=1.0),
     (ExpertsConfig, "shared_gate"): dict(shared=MLP),
+    (ExpertsConfig, "norms"): dict(shared=MLP),
+    (ed.DecoderConfig, "per_layer_embedding"): dict(per_layer_embedding=PER_LAYER, blocks=per_layer(PER_LAYER).blocks),
     (RouterConfig, "renormalize"): dict(order="score_first"),
     (RouterConfig, "selection_bias"): dict(order="score_first"),
     (RouterConfig, "num_groups"): dict(order="score_first"),
@@ -277,6 +331,10 @@ def test_every_option_is_read(kind, field):
     base, place, values = OPTIONS[kind]
     base = dataclasses.replace(base, **NEEDS.get((kind, field), {}))
     before, after = place(base), place(dataclasses.replace(base, **{field: values[field]}))
+    if kind is PerLayerEmbeddingConfig and field == "init_std":
+        tables = [config.per_layer_embedding.build(8, 1, key=jax.random.key(0)).table for config in (before, after)]
+        np.testing.assert_allclose(tables[0] * 0.3 / base.init_std, tables[1], rtol=1e-5)
+        return
     if field == "init_std":
         short = [dataclasses.replace(config, blocks=(EMPTY,), tied=True) for config in (before, after)]
         tables = [config.build(key=jax.random.key(0)).embedding.table for config in short]
@@ -391,6 +449,7 @@ DATA = {
     "Blocks", "KVShape", "ChatTemplate", "Difference", "Family", "GenerationConfig", "Greedy", "Kernel", "Origin",
     "Recipe", "RemoteFile", "Shape", "StateShape", "StoredTensor", "MXFP4Tensor", "BlockScaledTensor", "TailShape",
     "TextModel", "Weight", "WeightMapping", "Wiring", "Part", "Section",
+    "BranchFunction",
 }  # fmt: skip
 
 
@@ -473,6 +532,7 @@ BAD = [
     (SlidingWindow, {}, dict(size=2.0), "integer"),
     (Chunked, {}, dict(size=-4), "at least 1"),
     (AttentionConfig, ATTENTION, dict(num_heads=0), "at least 1"),
+    (AttentionConfig, ATTENTION | dict(shared_kv=True), dict(borrows="full"), "excludes shared_kv=True"),
     (AttentionConfig, ATTENTION, dict(num_heads=True), "integer"),
     (AttentionConfig, ATTENTION, dict(num_kv_heads="2"), "integer"),
     (AttentionConfig, ATTENTION, dict(num_kv_heads=-2), "at least 1"),

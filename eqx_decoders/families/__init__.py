@@ -23,7 +23,10 @@ from eqx_decoders.families import (
     olmo3,
     qwen2,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
 )
 from eqx_decoders.families.family import Family
 
@@ -32,6 +35,7 @@ from eqx_decoders.families.family import Family
 _PUBLISHED = (
     *(llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, gemma4, olmo3, gpt2),
     *(mixtral, qwen3_moe, gpt_oss, llama4, deepseek_v3, deepseek_v32, deepseek_v2),
+    *(qwen3_next, qwen3_5, qwen3_5_moe),
 )
 _MODELS: dict[str, Callable[[], DecoderConfig]] = {
     name: make for module in (*_PUBLISHED, gpt3, maxtext) for name, make in module.MODELS.items()

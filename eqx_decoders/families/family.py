@@ -51,7 +51,8 @@ class Weight:
 
     **Arguments:**
 
-    - `name`: the tensor's name in a checkpoint; `{layer}` and `{expert}` stand for numbers.
+    - `name`: the tensor's name in a checkpoint; `{layer}` and `{expert}` stand for numbers, and `{depth}` for that of a
+        layer of multi-token prediction where these are counted by themselves.
     - `path`: the weight's path here, within a block if `name` has a layer, else within the decoder.
     - `pattern`: from the tensor's dimensions to ours, for `einops.rearrange`. Of a part of a tensor it is written as if
         this were the whole.
@@ -65,8 +66,26 @@ class Weight:
 
     def fits(self, words: Axes) -> bool:
         """Whether this is the row of a weight with these axes: an MLP's and its experts' gates have the same path."""
-        stacked = [word for word in ("layers", "experts") if f"{{{word[:-1]}}}" in self.name]
+        stacked = ["layers"] * ("{layer}" in self.name or self.is_of_depths)
+        stacked += ["experts"] * ("{expert}" in self.name)
         return (*stacked, *self.pattern.split("->")[1].split()) == words
+
+    @property
+    def is_of_depths(self) -> bool:
+        """Whether it tells of layers of multi-token prediction alone."""
+        return self.path.startswith(_DEPTHS)
+
+
+_DEPTHS = "mtp.depth."
+
+
+def at_depths(weights: Iterable[Weight], layer: str, depth: str) -> tuple[Weight, ...]:
+    """The rows whose names begin with `layer`, for layers of multi-token prediction, whose names begin with `depth`."""
+    return tuple(
+        dataclasses.replace(weight, name=weight.name.replace(layer, depth), path=f"{_DEPTHS}block.{weight.path}")
+        for weight in weights
+        if weight.name.startswith(layer)
+    )
 
 
 def sharing(name: str, *rows: tuple[str, str], axis: int = 0, within: str | None = None) -> tuple[Weight, ...]:
@@ -173,6 +192,9 @@ class Family:
     - `aliases`: further words for `model_type`; none of them is written.
     - `fused`: rows in place of some of `weights` where all experts of a layer share a tensor.
     - `copies`: tensors that repeat others, `{layer}` being a layer of multi-token prediction.
+    - `with_depth`: the configuration with a layer of multi-token prediction, for checkpoints that store one and don't
+        say so in `config.json`.
+    - `renamed`: regular expressions of tensors' names, and what is read in their place.
     """
 
     model_type: str
@@ -186,6 +208,8 @@ class Family:
     aliases: tuple[str, ...] = ()
     fused: tuple[Weight, ...] = ()
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    with_depth: Callable[[DecoderConfig], DecoderConfig] | None = None
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def decode(self, content: Mapping[str, Any]) -> tuple[DecoderConfig, dict[str, Any]]:
         """The configuration that `config.json` describes, and the keys that it ignores. Raises ConversionError."""
@@ -244,7 +268,11 @@ class Family:
         lacking = sorted(set(leaves) - set(rows))
         check(not lacking, f"{self.architecture} has no tensor for {', '.join(lacking[:5])}.", ConversionError)
         sizes = {path: dict(zip(words[path], leaf.shape, strict=True)) for path, leaf in leaves.items()}
-        found = {path: _mapping(weight, stacks.get(stack), sizes[path]) for path, (weight, stack) in rows.items()}
+        depths = list(range(0 if model.config.mtp is None else model.config.mtp.num_depths))
+        found = {
+            path: _mapping(weight, depths if weight.is_of_depths else stacks.get(stack), sizes[path])
+            for path, (weight, stack) in rows.items()
+        }
         for path, section in _sections(rows, found, sizes).items():
             found[path] = dataclasses.replace(found[path], section=section)
         return found
@@ -260,7 +288,9 @@ class Family:
 
 
 def _mapping(weight: Weight, layers: list[int] | None, sizes: Mapping[str, int]) -> WeightMapping:
-    numbers = [("layer", layers)] if layers is not None else []
+    numbers = [] if layers is None else [("depth" if weight.is_of_depths else "layer", layers)]
+    single = weight.is_of_depths and "{depth}" not in weight.name and len(layers or ()) > 1
+    check(not single, f"{weight.name} has room for one layer of multi-token prediction.", ConversionError)
     if "{expert}" in weight.name:
         numbers.append(("expert", list(range(sizes["experts"]))))
     places = itertools.product(*(values for _, values in numbers))

@@ -287,12 +287,12 @@ FAMILY = Family(
         Weight(
             "model.embed_tokens_per_layer.weight",
             "per_layer_embedding.table",
-            "vocab (per_layer per_layer_dim) -> vocab per_layer per_layer_dim",
+            "rows (per_layer row_dim) -> rows per_layer row_dim",
         ),
         Weight(
             "model.per_layer_model_projection.weight",
             "per_layer_embedding.projection",
-            "(per_layer per_layer_dim) embed -> embed per_layer per_layer_dim",
+            "(per_layer per_layer_input) embed -> embed per_layer per_layer_input",
         ),
         Weight("model.per_layer_projection_norm.weight", "per_layer_embedding.norm.scale", "norm -> norm"),
     ),

@@ -37,7 +37,7 @@ def _read(fields: Fields) -> DecoderConfig:
     for llama_key in ("hidden_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers"):
         fields.rename(llama_key, str(_KEYS[llama_key]))  # which transformers takes as well
     fields.content = _DEFAULTS | fields.content
-    if fields.take("n_inner") is None:
+    if fields.take("n_inner", None) is None:
         fields.content["n_inner"] = 4 * fields.integer("n_embd")
     shape = read_shape(fields, eps=1e-5, tied=True, activation="gelu_new", keys=_KEYS)
     return gpt2(

@@ -11,7 +11,7 @@ from eqx_decoders.families.family import Weight
 from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
 from eqx_decoders.layers.attention import AttentionConfig
 from eqx_decoders.layers.experts import ExpertsConfig
-from eqx_decoders.layers.latent import LatentAttentionConfig
+from eqx_decoders.layers.kinds import MixerConfig
 from eqx_decoders.layers.mask import Causal, Chunked, Mask, SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import NormConfig, RMSNormConfig
@@ -68,7 +68,7 @@ class Shape:
 
     def block(
         self,
-        mixer: AttentionConfig | LatentAttentionConfig,
+        mixer: MixerConfig,
         mlp: MLPConfig | ExpertsConfig | None = None,
         norm: NormConfig | None = None,
         norms: NormPlaces = "pre",
@@ -160,7 +160,7 @@ def write_shape(config: DecoderConfig, keys: Mapping[str, str | None] = {}) -> d
 
 def write_sizes(config: DecoderConfig, keys: Mapping[str, str | None] = {}) -> dict[str, Any]:
     """What `read_shape` reads with these `keys`, without those of the MLP."""
-    mixer = attentions(config)[0]
+    mixer = first_mixer(config, AttentionConfig)
     heads = {
         "num_attention_heads": mixer.num_heads,
         "num_key_value_heads": mixer.num_kv_heads,
@@ -187,6 +187,14 @@ def write_outer(config: DecoderConfig) -> dict[str, Any]:
         "tie_word_embeddings": config.tied,
         "initializer_range": config.init_std,
     }
+
+
+def first_mixer(config: DecoderConfig, kind: type[T]) -> T:
+    """The first mixer of this class; ConversionError where there is none."""
+    found = next((block.mixer for block in config.blocks if isinstance(block.mixer, kind)), None)
+    if found is None:
+        raise ConversionError(f"DecoderConfig.blocks: no layer has a mixer with an {kind.__name__}.")
+    return found
 
 
 def attentions(config: DecoderConfig) -> tuple[AttentionConfig, ...]:
@@ -223,6 +231,26 @@ def read_masks(
     return tuple(mask if flag else Causal() for flag in local)
 
 
+HYBRID_TYPES = ("linear_attention", "full_attention")
+
+
+def read_hybrid_layers(fields: Fields, layers: int, interval: int | None) -> tuple[bool, ...]:
+    """Which layers have attention, the others having a recurrence: as `layer_types` says, or every `interval`-th."""
+    legacy = {"mamba": HYBRID_TYPES[0], "attention": HYBRID_TYPES[1]}
+    types = fields.words("layer_types", (*HYBRID_TYPES, *legacy), layers)
+    if types is None:
+        types = [HYBRID_TYPES[interval is not None and (index + 1) % interval == 0] for index in range(layers)]
+    full = tuple(legacy.get(kind, kind) == HYBRID_TYPES[1] for kind in types)
+    if not any(full):
+        raise fields.error("no layer has attention: check layer_types.")
+    return full
+
+
+def write_hybrid_layers(config: DecoderConfig, *attention: type) -> dict[str, Any]:
+    """`layer_types`; the classes are those of attention."""
+    return {"layer_types": [HYBRID_TYPES[isinstance(block.mixer, attention)] for block in config.blocks]}
+
+
 def write_masks(
     config: DecoderConfig, kind: LocalMask = SlidingWindow, key: str = "sliding_window", *, default: int | None = None
 ) -> dict[str, Any]:
@@ -243,19 +271,24 @@ ENDS = (
     Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
 )
 _LAYER = "model.layers.{layer}."
-_SELF_ATTENTION = _LAYER + "self_attn."
-_ATTENTION = (
-    Weight(_SELF_ATTENTION + "q_proj.weight", "mixer.query", "(heads head_dim) embed -> embed heads head_dim"),
-    Weight(_SELF_ATTENTION + "q_proj.bias", "mixer.query_bias", "(heads head_dim) -> heads head_dim"),
-    Weight(_SELF_ATTENTION + "k_proj.weight", "mixer.key", "(kv_heads head_dim) embed -> embed kv_heads head_dim"),
-    Weight(_SELF_ATTENTION + "k_proj.bias", "mixer.key_bias", "(kv_heads head_dim) -> kv_heads head_dim"),
-    Weight(_SELF_ATTENTION + "v_proj.weight", "mixer.value", "(kv_heads head_dim) embed -> embed kv_heads head_dim"),
-    Weight(_SELF_ATTENTION + "v_proj.bias", "mixer.value_bias", "(kv_heads head_dim) -> kv_heads head_dim"),
-    Weight(_SELF_ATTENTION + "o_proj.weight", "mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
-    Weight(_SELF_ATTENTION + "o_proj.bias", "mixer.out_bias", "embed -> embed"),
-    Weight(_SELF_ATTENTION + "q_norm.weight", "mixer.query_norm.scale", "norm -> norm"),
-    Weight(_SELF_ATTENTION + "k_norm.weight", "mixer.key_norm.scale", "norm -> norm"),
-)
+
+
+def self_attention(prefix: str) -> tuple[Weight, ...]:
+    """Rows for attention."""
+    own = prefix + "self_attn."
+    into = {"q_proj": ("query", "heads"), "k_proj": ("key", "kv_heads"), "v_proj": ("value", "kv_heads")}
+    rows: list[Weight] = []
+    for name, (path, heads) in into.items():
+        pattern = f"({heads} head_dim) embed -> embed {heads} head_dim"
+        rows.append(Weight(f"{own}{name}.weight", f"mixer.{path}", pattern))
+        rows.append(Weight(f"{own}{name}.bias", f"mixer.{path}_bias", f"({heads} head_dim) -> {heads} head_dim"))
+    return (
+        *rows,
+        Weight(own + "o_proj.weight", "mixer.out", "embed (heads head_dim) -> heads head_dim embed"),
+        Weight(own + "o_proj.bias", "mixer.out_bias", "embed -> embed"),
+        Weight(own + "q_norm.weight", "mixer.query_norm.scale", "norm -> norm"),
+        Weight(own + "k_norm.weight", "mixer.key_norm.scale", "norm -> norm"),
+    )
 
 
 def gated_mlp(prefix: str, path: str = "mlp.") -> tuple[Weight, ...]:
@@ -296,4 +329,4 @@ _NORMS: dict[NormPlaces, tuple[Weight, ...]] = {
 
 def llama_weights(norms: NormPlaces = "pre", mlp: tuple[Weight, ...] = GATED_MLP) -> tuple[Weight, ...]:
     """The table of a Llama, with its norms at these places of a block and with these rows for MLP or experts."""
-    return ENDS + _ATTENTION + _NORMS[norms] + mlp
+    return ENDS + self_attention(_LAYER) + _NORMS[norms] + mlp

@@ -28,7 +28,7 @@ from eqx_decoders.create import abstract
 from eqx_decoders.decoder import Decoder, DecoderConfig, Origin
 from eqx_decoders.errors import ConversionError, check
 from eqx_decoders.families import find_family
-from eqx_decoders.families.family import Family, Section, WeightMapping, depth_layers
+from eqx_decoders.families.family import Family, Section, WeightMapping
 from eqx_decoders.io.directory import FLOATS, Directory, StoredTensor, check_dtypes, check_tensors
 from eqx_decoders.io.generation_config import parse_token_ids, read_generation_config
 from eqx_decoders.io.hub import resolve
@@ -131,8 +131,7 @@ def _target(
 def _read_config(directory: Directory) -> tuple[DecoderConfig, Origin, Family]:
     content = directory.json("config.json")
     config, settings, family = decode_config(content, f"{directory.path}/config.json")
-    if config.mtp is not None and not _has_depths(directory, config):
-        config = dataclasses.replace(config, mtp=None)  # transformers leaves them out, and the setting as it is
+    config = _with_stored_depths(config, directory, family)
     generation = read_generation_config(directory.path)
     if not generation.stop_ids:
         stops = parse_token_ids("config.json: eos_token_id", content.get("eos_token_id"))
@@ -158,12 +157,18 @@ def decode_config(content: Mapping[str, Any], path: str) -> tuple[DecoderConfig,
     return config, settings, family
 
 
-def _has_depths(directory: Directory, config: DecoderConfig) -> bool:
-    """Whether the layers of multi-token prediction are stored; where nothing is, whatever config.json says."""
-    if not directory.has("model.safetensors") and not directory.has("model.safetensors.index.json"):
-        return True
-    layers = "|".join(map(str, depth_layers(config)))
-    return any(re.search(rf"(^|\.)layers\.({layers})\.", name) for name in checkpoint_tensors(directory))
+def _with_stored_depths(config: DecoderConfig, directory: Directory, family: Family) -> DecoderConfig:
+    """With layers of multi-token prediction if they are stored; where nothing is, as config.json says.
+
+    transformers leaves them out, and the setting as it is; some files have them, and no setting.
+    """
+    further = config if config.mtp is not None or family.with_depth is None else family.with_depth(config)
+    if further.mtp is None or not any(map(directory.has, ("model.safetensors", "model.safetensors.index.json"))):
+        return config
+    tensors = _without_ignored(checkpoint_tensors(directory), family, further)
+    weights = family.stored_as(tensors).bind(abstract(further))
+    names = {name for path, mapping in weights.items() if path.startswith("mtp.") for name in mapping.names}
+    return further if names & tensors.keys() else dataclasses.replace(config, mtp=None)
 
 
 def _without_copies(tensors: dict[str, StoredTensor], copies: Mapping[str, str]) -> dict[str, StoredTensor]:
@@ -180,7 +185,9 @@ def _without_copies(tensors: dict[str, StoredTensor], copies: Mapping[str, str])
 def _without_ignored(
     tensors: dict[str, StoredTensor], family: Family, config: DecoderConfig
 ) -> dict[str, StoredTensor]:
-    """Under their full names, without those that hold no information."""
+    """Under their full names, as the family's rows have them, without those that hold no information."""
+    for pattern, name in family.renamed.items():
+        tensors = {re.sub(pattern, name, stored): tensor for stored, tensor in tensors.items()}
     if not any(name.startswith(family.prefix) for name in tensors):  # saved from the base model
         tensors = {name if name == _HEAD else family.prefix + name: stored for name, stored in tensors.items()}
     return {name: stored for name, stored in tensors.items() if not family.is_ignored(name, config)}

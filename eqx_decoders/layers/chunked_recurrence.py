@@ -14,7 +14,8 @@ A_ij = beta_i sum_d k_id k_jd exp(G_id - G_jd) for j < i (the WY form of Yang et
 No exponent here is above 0, so no decay overflows. All is in f32.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from eqx_decoders.errors import check
 
 
 LEAST = 16  # tokens of the smallest chunk, and of the blocks in which a triangle is inverted row by row
+AT_ONCE = 4  # chunks whose decays between tokens are looked at together: by channel they take far more room than keys
 _FORGOTTEN = -100.0  # exp of it is 0 in f32: nothing smaller is needed, and a sum of such keeps its digits
 _EXACT = jax.lax.Precision.HIGHEST  # sums in exponents, and inverses: not on units of 16 bits
 
@@ -84,7 +86,7 @@ def run_chunks(
     tokens = _split(query, key, value, log_decay, beta, resets, chunk)
     start = jnp.zeros((batch, heads, key_dim, value_dim), jnp.float32) if state is None else state
     start = start.reshape(batch, key_heads, -1, key_dim, value_dim).transpose(0, 1, 3, 2, 4)
-    products, inverse = _within(tokens)
+    products, inverse = jax.lax.map(jax.checkpoint(_within), tokens, batch_size=AT_ONCE)
     end, (out, written) = jax.lax.scan(jax.checkpoint(_advance), start, (tokens, products, inverse))
     end = end.transpose(0, 1, 3, 2, 4).reshape(batch, heads, key_dim, value_dim)
     return _joined(out, length), _joined(written, length), end
@@ -101,7 +103,7 @@ def _split(query, key, value, log_decay, beta, resets, chunk: int) -> Tokens:
     if resets is not None:
         log_decay = jnp.where(resets[:, :, None, None], 0.0, log_decay)  # what it would fade is forgotten anyway
         document = jnp.cumsum(_chunks(resets.astype(jnp.int32), chunk), axis=2)
-    each = tuple(_chunks(x.astype(jnp.float32), chunk).swapaxes(2, 3) for x in (query, key))
+    query, key = (_chunks(x.astype(jnp.float32), chunk).swapaxes(2, 3) for x in (query, key))
     decay = _chunks(log_decay, chunk)
     decay = decay.reshape(*decay.shape[:3], -1, groups, decay.shape[4]).transpose(0, 1, 3, 4, 2, 5)
     value = _chunks(value.astype(jnp.float32), chunk)
@@ -109,7 +111,7 @@ def _split(query, key, value, log_decay, beta, resets, chunk: int) -> Tokens:
     if beta is not None:
         beta = _chunks(beta.astype(jnp.float32), chunk)
         beta = beta.reshape(*beta.shape[:3], -1, groups).transpose(0, 1, 3, 4, 2)
-    return Tokens(*each, value, decay, beta, document)
+    return Tokens(query, key, value, decay, beta, document)
 
 
 def _chunks(x: Array, chunk: int) -> Array:
@@ -127,61 +129,76 @@ def _joined(x: Array, length: int) -> Array:
 # --- what does not depend on the state ---
 
 
-@jax.checkpoint
+class _Sums(NamedTuple):
+    """The running sum of log decays, from the start of a token's document on: coarse + fine.
+
+    Multiples of 2^-10 add up without rounding, and what they leave is small: a difference of two sums, which may be far
+    below 0, then has all its digits.
+    """
+
+    coarse: Array
+    fine: Array
+
+    def since(self, other: "_Sums") -> Array:
+        """This sum less another one."""
+        return (self.coarse - other.coarse) + (self.fine - other.fine)
+
+    def map(self, function: Callable[[Array], Array]) -> "_Sums":
+        """Both parts, cut or reshaped."""
+        return _Sums(function(self.coarse), function(self.fine))
+
+
+def _running(tokens: Tokens) -> _Sums:
+    """As products with zeros, so that what stands in another document does not even change the rounding."""
+    coarse = jax.lax.stop_gradient(jnp.round(tokens.log_decay * 1024) / 1024)
+    same = _same(tokens)[:, 0, 0].astype(jnp.float32)
+    pattern = "bij,bhrjd->bhrid" if tokens.document is not None else "ij,bhrjd->bhrid"
+    same = same if tokens.document is not None else same[0]
+    return _Sums(*(jnp.einsum(pattern, same, x, precision=_EXACT) for x in (coarse, tokens.log_decay - coarse)))
+
+
+def _same(tokens: Tokens) -> Array:
+    """Whether token j stands in the document of token i, and not behind it: [batch, 1, 1, i, j]"""
+    chunk = tokens.key.shape[2]
+    lower = jnp.tril(jnp.ones((chunk, chunk), bool))[None, None, None]
+    if tokens.document is None:
+        return lower
+    return lower & (tokens.document[:, None, None, :, None] == tokens.document[:, None, None, None, :])
+
+
 def _within(tokens: Tokens) -> tuple[Array, tuple[Array, Array] | None]:
-    """P of every chunk; for the delta rule A and (I + A)^-1, too. [chunks, batch, key_heads, groups, chunk, chunk]"""
-    total, same = _running(tokens), _same(tokens)
-    if tokens.log_decay.shape[5] > 1:
+    """P; for the delta rule A and (I + A)^-1, too: each [batch, key_heads, groups, chunk, chunk]."""
+    sums = _running(tokens)
+    if tokens.log_decay.shape[4] > 1:
         document = jnp.zeros(tokens.key.shape[:-1], jnp.int32)
-        document = (document if tokens.document is None else document + tokens.document[:, :, None])[..., None]
-        pairs = _decayed_pairs(tokens.query, tokens.key, total[:, :, :, 0], document)
-        pairs = [x[:, :, :, None] for x in pairs]
+        document = (document if tokens.document is None else document + tokens.document[:, None])[..., None]
+        pairs = _decayed_pairs(tokens.query, tokens.key, sums.map(lambda x: x[:, :, 0]), document)
+        pairs = [x[:, :, None] for x in pairs]
     else:
-        total = total[..., 0]
-        fade = jnp.exp(jnp.where(same, total[..., :, None] - total[..., None, :], -jnp.inf))
-        pairs = [_product(x, tokens.key, "ik,jk->ij")[:, :, :, None] * fade for x in (tokens.query, tokens.key)]
+        fade = sums.since(sums.map(lambda x: x.swapaxes(-1, -2)))
+        fade = jnp.exp(jnp.where(_same(tokens), fade, -jnp.inf))
+        pairs = [_product(x, tokens.key, "ik,jk->ij")[:, :, None] * fade for x in (tokens.query, tokens.key)]
     if tokens.beta is None:
         return pairs[0], None
     system = jnp.tril(pairs[1], -1) * tokens.beta[..., None]
     return pairs[0], (system, jax.lax.stop_gradient(_inverse(system)))
 
 
-def _same(tokens: Tokens) -> Array:
-    """Whether token j stands in the document of token i, and not behind it: [chunks, batch, 1, 1, i, j]"""
-    chunk = tokens.key.shape[-2]
-    lower = jnp.tril(jnp.ones((chunk, chunk), bool)).reshape((1,) * (tokens.key.ndim - 1) + (chunk, chunk))
-    if tokens.document is None:
-        return lower
-    document = tokens.document[..., None, None, :]
-    return lower & (document[..., :, None] == document[..., None, :])
-
-
-def _running(tokens: Tokens) -> Array:
-    """The running sum of log decays, from the start of a token's document on.
-
-    As a product with zeros, so that what stands in another document does not even change the rounding.
-    """
-    same = _same(tokens)[..., 0, 0, :, :].astype(jnp.float32)
-    if tokens.document is None:
-        same = same.reshape(same.shape[-2:])
-        return jnp.einsum("ij,...jd->...id", same, tokens.log_decay, precision=_EXACT)
-    return jnp.einsum("...ij,...hrjd->...hrid", same, tokens.log_decay, precision=_EXACT)
-
-
 @jax.custom_vjp
-def _decayed_pairs(query: Array, key: Array, total: Array, document: Array) -> tuple[Array, Array]:
+def _decayed_pairs(query: Array, key: Array, sums: _Sums, document: Array) -> tuple[Array, Array]:
     """sum_d q_id k_jd exp(G_id - G_jd) for j <= i, and the same of keys with keys for j < i.
 
     Rows of a block have decayed since its first token, and columns before it decay up to it; what stands in the block
     itself is done in the same way in blocks of a quarter. So a channel has no exponent for each pair.
     """
-    arrays, pairs = _blocks(query, key, total, document), 0.0
+    chunk = key.shape[-2]
+    arrays, pairs = _blocks((query, key, sums, document)), jnp.zeros((2, *key.shape[:-1], chunk))
     for size in _sizes(key):
         rows, columns, _ = _factors(arrays, size)
         part = _product(rows, columns, "id,jd->ij")
         part = jnp.moveaxis(part.reshape(*part.shape[:-2], 2, size, -1), -3, 0)
         pairs = pairs + _spread(part.reshape(*part.shape[:-3], -1, part.shape[-1]), key.shape[-2])
-        arrays = _blocks(*arrays, size=size)
+        arrays = _blocks(arrays, size)
     diagonal = (query * key).sum(-1)[..., None, None]
     return pairs[0] + _spread(diagonal, key.shape[-2]), pairs[1]
 
@@ -194,11 +211,11 @@ def _sizes(key: Array) -> list[int]:
     return sizes[1:]
 
 
-def _blocks(*arrays: Array, size: int | None = None) -> list[Array]:
+def _blocks(arrays: Any, size: int | None = None) -> Any:
     """[..., n, block, d] -> [..., more n, size, d]; to begin with, n is 1."""
     if size is None:
-        return [x[..., None, :, :] for x in arrays]
-    return [x.reshape(*x.shape[:-3], -1, size, x.shape[-1]) for x in arrays]
+        return jax.tree.map(lambda x: x[..., None, :, :], arrays)
+    return jax.tree.map(lambda x: x.reshape(*x.shape[:-3], -1, size, x.shape[-1]), arrays)
 
 
 def _spread(blocks: Array, chunk: int) -> Array:
@@ -219,32 +236,34 @@ def _eye(count: int, ndim: int) -> Array:
     return jnp.eye(count).reshape((1,) * (ndim - 4) + (count, 1, count, 1))
 
 
-def _factors(arrays: list[Array], size: int):
-    """For blocks of `size` tokens in larger ones: decayed queries and keys as rows, keys as columns, and both decays."""
-    query, key, total, document = arrays
+def _factors(arrays: tuple[Array, Array, _Sums, Array], size: int):
+    """For blocks of `size` tokens: decayed queries and keys as rows, keys before the block as columns, both decays."""
+    query, key, sums, document = arrays
 
     def rows(x):
         return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
 
-    first, place = rows(total)[..., :1, :], rows(document)[..., :1, :]
+    def columns(x):
+        return x[..., None, :, :]
+
+    first, place = sums.map(lambda x: rows(x)[..., :1, :]), rows(document)[..., :1, :]
     block, count = key.shape[-2], key.shape[-2] // size
     earlier = jnp.arange(block)[None, :, None] < size * jnp.arange(count)[:, None, None]
-    after = jnp.exp(jnp.where(rows(document) == place, rows(total) - first, -jnp.inf))
-    before = (document[..., None, :, :] == place) & earlier.reshape((1,) * (key.ndim - 2) + earlier.shape)
-    before = jnp.exp(jnp.where(before, first - total[..., None, :, :], -jnp.inf))
-    pair = jnp.concatenate([rows(query) * after, rows(key) * after], -2)
-    return pair, key[..., None, :, :] * before, (after, before)
+    after = jnp.exp(jnp.where(rows(document) == place, sums.map(rows).since(first), -jnp.inf))
+    before = (columns(document) == place) & earlier.reshape((1,) * (key.ndim - 2) + earlier.shape)
+    before = jnp.exp(jnp.where(before, first.since(sums.map(columns)), -jnp.inf))
+    return jnp.concatenate([rows(query) * after, rows(key) * after], -2), columns(key) * before, (after, before)
 
 
-def _decayed_pairs_forward(query: Array, key: Array, total: Array, document: Array):
-    return _decayed_pairs(query, key, total, document), (query, key, total, document)
+def _decayed_pairs_forward(query: Array, key: Array, sums: _Sums, document: Array):
+    return _decayed_pairs(query, key, sums, document), (query, key, sums, document)
 
 
 def _decayed_pairs_backward(kept: tuple, bars: tuple[Array, Array]):
     """G' is q q' + k k' of keys as rows - k k' of keys as columns: a decay stands beside them wherever they stand."""
-    query, key, total, document = kept
+    query, key, sums, document = kept
     query_bar = row_bar = column_bar = jnp.zeros_like(key)
-    arrays, pair_bar = _blocks(query, key, total, document), jnp.stack(bars)
+    arrays, pair_bar = _blocks((query, key, sums, document)), jnp.stack(bars)
     block = key.shape[-2]
     for size in _sizes(key):
         rows, columns, (after, before) = _factors(arrays, size)
@@ -255,17 +274,17 @@ def _decayed_pairs_backward(kept: tuple, bars: tuple[Array, Array]):
         query_bar += (to_query * after).reshape(key.shape)
         row_bar += (to_key * after).reshape(key.shape)
         column_bar += (_product(part, rows, "ij,id->jd") * before).sum(-3).reshape(key.shape)
-        arrays, block = _blocks(*arrays, size=size), size
-    total_bar = query * query_bar + key * (row_bar - column_bar)
+        arrays, block = _blocks(arrays, size), size
+    fine = query * query_bar + key * (row_bar - column_bar)
     diagonal = _gathered(bars[0], 1)[..., 0]
-    return query_bar + diagonal * key, row_bar + column_bar + diagonal * query, total_bar, None
+    return query_bar + diagonal * key, row_bar + column_bar + diagonal * query, _Sums(jnp.zeros_like(fine), fine), None
 
 
 _decayed_pairs.defvjp(_decayed_pairs_forward, _decayed_pairs_backward)
 
 
 def _with_corner(blocks: Array, corner: Array) -> Array:
-    """Pairs of lower triangles [..., 2 n, s, s] and what stands below the first of each, as triangles [..., n, 2s, 2s]."""
+    """Pairs of triangles [..., 2 n, s, s] and what stands below the first of each: triangles [..., n, 2s, 2s]."""
     top, bottom = blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
     upper = jnp.concatenate([top, jnp.zeros_like(top)], -1)
     return jnp.concatenate([upper, jnp.concatenate([corner, bottom], -1)], -2)
@@ -312,9 +331,9 @@ _solve.defvjp(_solve_forward, _solve_backward)
 
 
 def _decays(tokens: Tokens) -> _Decays:
-    total = _running(tokens)
-    last = total[..., -1:, :]
-    enter, leave, keep = total, last - total, last
+    sums = _running(tokens)
+    last = sums.map(lambda x: x[..., -1:, :])
+    enter, leave, keep = sums.coarse + sums.fine, last.since(sums), last.coarse + last.fine
     if tokens.document is not None:
         document = tokens.document[:, None, None, :, None]
         end = document[..., -1:, :]
@@ -323,7 +342,7 @@ def _decays(tokens: Tokens) -> _Decays:
         keep = jnp.where(end == 0, keep, -jnp.inf)
     enter, leave, keep = (jnp.exp(x) for x in (enter, leave, keep))
     keep = keep.transpose(0, 1, 4, 2, 3)  # batch key_heads key_dim groups 1
-    if total.shape[-1] > 1:
+    if enter.shape[-1] > 1:
         return _Decays(enter[:, :, 0], leave[:, :, 0], keep)
     return _Decays(enter.swapaxes(2, 3), leave.swapaxes(2, 3), keep)
 

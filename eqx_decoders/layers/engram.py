@@ -23,6 +23,7 @@ from eqx_decoders.context import Context
 from eqx_decoders.errors import ConfigError, check, check_integer, check_number
 from eqx_decoders.layers.branch import BranchResult
 from eqx_decoders.layers.convolution import causal_convolution
+from eqx_decoders.layers.lookup import look_up
 from eqx_decoders.layers.memory import NewTail, TailInputs, TailShape, last_inputs
 from eqx_decoders.layers.mlp import add_bias
 from eqx_decoders.layers.norm import RMSNormConfig
@@ -75,7 +76,7 @@ def _unpack(packed: str) -> np.ndarray:
 class EngramConfig:
     """`v + silu(convolution(norm(v)))`, `v = sigmoid(root(<norm(x), norm(key e)> / sqrt(embed))) value e`.
 
-    `e` are the vectors of the n-grams that end at a token, one for each order from 2 to `max_ngram` and each head, side
+    `e` are the vectors of the n-grams that end at a token, one for each order (pairs, triples, …) and each head, side
     by side; `root(s) = sign(s) sqrt(|s|)`. With several residual streams each has a key, norms and a convolution of its
     own. Give its `BranchConfig` a norm, and place it before the mixer.
 
@@ -86,11 +87,10 @@ class EngramConfig:
     - `layers`: all layers that have an Engram, in order; no two tables of them have the same size.
     - `layer`: which of them this is.
     - `streams`: residual streams.
-    - `max_ngram`: the longest n-grams.
     - `num_heads`: hashes of each order.
     - `head_dim`: features of one vector.
-    - `vocab_bases`: for each order, what the sizes of its tables begin at; they are primes.
-    - `taps`: inputs of the convolution, `max_ngram` tokens apart.
+    - `vocab_bases`: for each order from 2 on, what the sizes of its tables begin at; they are primes.
+    - `taps`: inputs of the convolution, as many tokens apart as the longest n-grams have.
     - `seed`: of the hashes.
     - `pad_token`: what stands before the first token.
     - `token_classes`: which ids count as the same; None: each is its own.
@@ -103,7 +103,6 @@ class EngramConfig:
     layers: tuple[int, ...]
     layer: int
     streams: int = 1
-    max_ngram: int = 3
     num_heads: int = 8
     head_dim: int = 1280
     vocab_bases: tuple[int, ...] = (226_240, 226_240)
@@ -118,8 +117,7 @@ class EngramConfig:
             object.__setattr__(self, field, tuple(getattr(self, field)))
         for field in ("embed_dim", "vocab_size", "streams", "num_heads", "head_dim"):
             check_integer(f"EngramConfig.{field}", getattr(self, field))
-        for field in ("max_ngram", "taps"):
-            check_integer(f"EngramConfig.{field}", getattr(self, field), 2)
+        check_integer("EngramConfig.taps", self.taps, 2)
         check_integer("EngramConfig.pad_token", self.pad_token, 0)
         check_number("EngramConfig.eps", self.eps, above=0)
         for name, values in (("layers", self.layers), ("vocab_bases", self.vocab_bases)):
@@ -129,11 +127,7 @@ class EngramConfig:
             self.layer in self.layers and len(set(self.layers)) == len(self.layers),
             f"EngramConfig.layer={self.layer} must be one of layers={self.layers}, which must differ from each other.",
         )
-        check(
-            len(self.vocab_bases) == self.max_ngram - 1,
-            f"EngramConfig.vocab_bases={self.vocab_bases} must have a number for each order from 2 to "
-            f"max_ngram={self.max_ngram}.",
-        )
+        check(len(self.vocab_bases) > 0, "EngramConfig.vocab_bases=() must have a number for each order from 2 on.")
         check(
             self.pad_token < self.vocab_size,
             f"EngramConfig.pad_token={self.pad_token} must be below vocab_size={self.vocab_size}.",
@@ -143,6 +137,11 @@ class EngramConfig:
             known == self.vocab_size,
             f"EngramConfig.token_classes has {known} ids, but vocab_size={self.vocab_size}: give one class for each.",
         )
+
+    @property
+    def max_ngram(self) -> int:
+        """How many tokens the longest n-grams have."""
+        return len(self.vocab_bases) + 1
 
     @property
     def num_classes(self) -> int:
@@ -194,7 +193,7 @@ class EngramConfig:
 class Engram(eqx.Module):
     """`v + silu(convolution(norm(v)))`, `v = sigmoid(root(<norm(x), norm(key e)> / sqrt(embed))) value e`."""
 
-    table: Float[Array, "ngrams ngram_dim"]
+    table: Float[Array, "rows row_dim"]
     key: Float[Array, "ngram_features streams embed"]
     key_bias: Float[Array, "streams embed"]
     value: Float[Array, "ngram_features embed"]
@@ -228,10 +227,8 @@ class Engram(eqx.Module):
         tokens = _tokens(ctx)
         tail = jnp.full((len(tokens), self.config.max_ngram - 1, 1), -1, jnp.int32) if tail is None else tail
         rows = ngram_rows(self.config, tokens, tail[..., 0], ctx.positions, ctx.segment_ids)
-        # A device holds some features of all rows. It finds those of all tokens, and gives each token's to its device.
-        found = jnp.take(self.table, rows, axis=0).astype(ctx.execution.precision.compute)
-        found = ctx.constrain(found, "batch length ngram_heads ngram_dim").reshape(*rows.shape[:2], -1)
-        return ctx.constrain(found, "batch length ngram_features")
+        found = look_up(self.table, rows, "rows row_dim", ctx)
+        return found.reshape(*rows.shape[:2], -1)
 
     def _values(self, x: Array, vectors: Array, ctx: Context) -> Float[Array, "batch length streams embed"]:
         """What the vectors say, as far as each stream wants to hear it."""
@@ -263,7 +260,7 @@ def ngram_rows(
     tail: Int[Array, "batch taps"],
     positions: Int[Array, "batch length"],
     segment_ids: Int[Array, "batch length"] | None = None,
-) -> Int32[Array, "batch length ngram_heads"]:
+) -> Int32[Array, "batch length hashes"]:
     """The rows of the table for the n-grams that end at each token, those of two tokens first.
 
     `tail` are the tokens before, -1 where there are none.

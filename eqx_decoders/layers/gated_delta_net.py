@@ -16,10 +16,11 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer
 from eqx_decoders.layers.branch import BranchResult
+from eqx_decoders.layers.convolution import document_starts
 from eqx_decoders.layers.memory import StateShape, TailShape
 from eqx_decoders.layers.norm import Norm, RMSNormConfig
 from eqx_decoders.layers.recurrence import delta_rule
-from eqx_decoders.layers.recurrent import convolved, document_starts, of_past, only_tokens, proposed_state, unit
+from eqx_decoders.layers.recurrent import convolved, of_past, only_tokens, proposed_state, unit
 from eqx_decoders.numerics import fan_in
 from eqx_decoders.remat import save
 
@@ -126,7 +127,7 @@ class GatedDeltaNet(eqx.Module):
         query, key = unit(query) * config.key_dim**-0.5, only_tokens(unit(key), ctx.positions)
         log_decay, beta = self._decay_and_beta(x, ctx)
         answer, written, state = delta_rule(
-            query, key, value, log_decay, beta, of_past(past, "state"), document_starts(ctx)
+            query, key, value, log_decay, beta, of_past(past, "state"), document_starts(ctx.positions, ctx.segment_ids)
         )
         entries["state"] = proposed_state(config.state, log_decay, key, written, state, ctx)
         answer = save(ctx.constrain(answer, "batch length heads value_dim"), "attention_out")

@@ -4,6 +4,7 @@ from eqx_decoders.layers.attention import Attention, AttentionConfig
 from eqx_decoders.layers.engram import EngramConfig
 from eqx_decoders.layers.experts import Experts, ExpertsConfig
 from eqx_decoders.layers.gated_delta_net import GatedDeltaNet, GatedDeltaNetConfig
+from eqx_decoders.layers.kimi_delta import KimiDeltaAttention, KimiDeltaAttentionConfig
 from eqx_decoders.layers.latent import LatentAttention, LatentAttentionConfig
 from eqx_decoders.layers.learned_init import LearnedInit, LearnedInitConfig
 from eqx_decoders.layers.mamba2 import Mamba2, Mamba2Config
@@ -11,8 +12,15 @@ from eqx_decoders.layers.mlp import MLP, Linear, LinearConfig, MLPConfig
 from eqx_decoders.layers.per_layer_embedding import PerLayerInputConfig
 
 
-MixerConfig = AttentionConfig | LatentAttentionConfig | LearnedInitConfig | GatedDeltaNetConfig | Mamba2Config
-Mixer = Attention | LatentAttention | LearnedInit | GatedDeltaNet | Mamba2
+MixerConfig = (
+    AttentionConfig
+    | LatentAttentionConfig
+    | LearnedInitConfig
+    | GatedDeltaNetConfig
+    | Mamba2Config
+    | KimiDeltaAttentionConfig
+)
+Mixer = Attention | LatentAttention | LearnedInit | GatedDeltaNet | Mamba2 | KimiDeltaAttention
 
 ChannelConfig = MLPConfig | LinearConfig | ExpertsConfig
 Channel = MLP | Linear | Experts

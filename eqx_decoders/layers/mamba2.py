@@ -16,9 +16,10 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.layers.branch import BranchResult
+from eqx_decoders.layers.convolution import document_starts
 from eqx_decoders.layers.memory import StateShape, TailShape
 from eqx_decoders.layers.recurrence import linear_recurrence
-from eqx_decoders.layers.recurrent import convolved, document_starts, of_past, only_tokens, proposed_state
+from eqx_decoders.layers.recurrent import convolved, of_past, only_tokens, proposed_state
 from eqx_decoders.numerics import fan_in
 from eqx_decoders.remat import save
 
@@ -154,7 +155,7 @@ class Mamba2(eqx.Module):
         key = only_tokens(streams["key"].astype(jnp.float32), ctx.positions)
         written = dt[..., None] * value
         log_decay = (-jnp.exp(self.a_log.astype(jnp.float32))[None, None] * dt)[..., None]
-        starts, state = document_starts(ctx), of_past(past, "state")
+        starts, state = document_starts(ctx.positions, ctx.segment_ids), of_past(past, "state")
         query = streams["query"].astype(jnp.float32)
         answer, state = linear_recurrence(query, key, written, log_decay, state, starts)
         entries["state"] = proposed_state(self.config.state, log_decay, key, written, state, ctx)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from eqx_decoders.context import Context
 from eqx_decoders.errors import ConfigError, check_integer, check_number, check_word
 from eqx_decoders.layers.branch import BranchResult
+from eqx_decoders.layers.lookup import look_up
 from eqx_decoders.layers.mlp import ACTIVATIONS
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.numerics import fan_in, normal
@@ -57,8 +58,8 @@ class PerLayerEmbeddingConfig:
 class PerLayerEmbedding(eqx.Module):
     """`(norm(project_l(x) / sqrt(embed)) + sqrt(features) table_l[token]) / sqrt(2)` for each layer l."""
 
-    table: Float[Array, "vocab per_layer per_layer_dim"]
-    projection: Float[Array, "embed per_layer per_layer_dim"]
+    table: Float[Array, "rows per_layer row_dim"]
+    projection: Float[Array, "embed per_layer per_layer_input"]
     norm: Norm
     config: PerLayerEmbeddingConfig = eqx.field(static=True)
 
@@ -68,12 +69,9 @@ class PerLayerEmbedding(eqx.Module):
         """What each layer gets."""
         if tokens is None:
             raise ConfigError("Per-layer embeddings are looked up: call the model with tokens, not with embeddings.")
-        # Like Engram's: a device finds its features of all tokens' rows, and gives each token's to its device.
-        found = jnp.take(self.table, tokens, axis=0, mode="clip").astype(x.dtype)
-        found = ctx.constrain(found, "batch length per_layer per_layer_dim")
-        found = ctx.constrain(found, "batch length per_layer per_layer_input")
+        found = look_up(self.table, tokens, "rows per_layer row_dim", ctx)
         found = found * jnp.asarray(self.config.features**0.5, x.dtype)
-        pattern = "batch length embed, embed per_layer per_layer_dim -> batch length per_layer per_layer_dim"
+        pattern = "batch length embed, embed per_layer per_layer_input -> batch length per_layer per_layer_input"
         projected = self.norm(ctx.einsum(pattern, x, self.projection) * x.shape[-1] ** -0.5)
         return jnp.moveaxis((projected + found) * 2**-0.5, 2, 0)
 

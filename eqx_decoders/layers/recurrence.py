@@ -2,8 +2,8 @@
 
     S_t = Diag(exp(g_t)) S_{t-1} + k_t u_t^T,    o_t = S_t^T q_t
 
-g has one number a head or one for each channel of a key. The linear recurrence is given u (Mamba-2: Dao & Gu, 2024). The
-gated delta rule writes what corrects the answer to a key (Yang et al., 2025; by channel: Kimi Linear, 2025):
+g has one number a head or one for each channel of a key. The linear recurrence is given u (Mamba-2: Dao & Gu, 2024).
+The gated delta rule writes what corrects the answer to a key (Yang et al., 2025; by channel: Kimi Linear, 2025):
 
     u_t = beta_t (v_t - (Diag(exp(g_t)) S_{t-1})^T k_t)
 
@@ -71,7 +71,7 @@ def linear_recurrence(
     query: Float[Array, "batch length key_heads key_dim"],
     key: Float[Array, "batch length key_heads key_dim"],
     value: Float[Array, "batch length heads value_dim"],
-    log_decay: Float[Array, "batch length heads 1"],
+    log_decay: Float[Array, "batch length heads decay_dim"],
     state: Float32[Array, "batch heads key_dim value_dim"] | None = None,
     resets: Bool[Array, "batch length"] | None = None,
     chunk: int = 64,
@@ -87,7 +87,7 @@ def linear_recurrence_recurrent(
     query: Float[Array, "batch length key_heads key_dim"],
     key: Float[Array, "batch length key_heads key_dim"],
     value: Float[Array, "batch length heads value_dim"],
-    log_decay: Float[Array, "batch length heads 1"],
+    log_decay: Float[Array, "batch length heads decay_dim"],
     state: Float32[Array, "batch heads key_dim value_dim"] | None = None,
     resets: Bool[Array, "batch length"] | None = None,
 ) -> tuple[Float[Array, "batch length heads value_dim"], Float32[Array, "batch heads key_dim value_dim"]]:

@@ -1,10 +1,10 @@
-"""What recurrent mixers share: where documents begin, convolutions over short tails, and what they propose."""
+"""What recurrent mixers share: convolutions over short tails, and what they propose."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from eqx_decoders.context import Context
 from eqx_decoders.layers.convolution import causal_convolution
@@ -16,18 +16,6 @@ from eqx_decoders.layers.memory import (
     TailInputs,
     last_inputs,
 )
-
-
-def document_starts(ctx: Context) -> Bool[Array, "batch length"] | None:
-    """The first tokens of documents, at which a recurrence begins anew; None where each row is one document."""
-    if ctx.segment_ids is None:
-        return None
-    real, segments = ctx.positions >= 0, ctx.segment_ids
-    index = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32)[None], segments.shape)
-    latest = jax.lax.cummax(jnp.where(real, index, -1), axis=1)
-    before = jnp.pad(latest[:, :-1], ((0, 0), (1, 0)), constant_values=-1)  # the real token before
-    follows = (before >= 0) & (jnp.take_along_axis(segments, jnp.maximum(before, 0), axis=1) == segments)
-    return real & ~follows
 
 
 def only_tokens(x: Float[Array, "batch length *dims"], positions: Int[Array, "batch length"]) -> Array:

@@ -99,7 +99,11 @@ def flops_per_token(
 def _place(name: str) -> int:
     """Where a weight stands on the way from tokens to logits: tables, then one segment of layers after another."""
     part, index, *_ = (*name.split("."), "")
-    return 1 + int(index) if part == "segments" else {"embedding": 0, "positions": 0}.get(part, _HEAD)
+    return (
+        1 + int(index)
+        if part == "segments"
+        else {"embedding": 0, "positions": 0, "per_layer_embedding": 0}.get(part, _HEAD)
+    )
 
 
 def _mixes(layer: Any) -> bool:

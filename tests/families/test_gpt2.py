@@ -37,3 +37,10 @@ def test_gpt2_scales_its_scores():
     assert scales(**keys) == [1 / (index + 1) for index in range(len(by_layer))]
     both = decode(sample("gpt2") | keys)
     assert FAMILIES["gpt2"].decode(FAMILIES["gpt2"].encode(both))[0] == both
+
+
+def test_the_width_of_the_mlp_may_be_left_out():
+    """It is null in published files: four times the width of the stream."""
+    content = sample("gpt2")
+    wide = decode(content | dict(n_inner=4 * content["n_embd"]))
+    assert decode(content | dict(n_inner=None)) == decode(sample("gpt2", "n_inner")) == wide

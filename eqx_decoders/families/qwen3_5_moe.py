@@ -1,0 +1,63 @@
+"""Qwen3.5 with experts, text (Qwen Team 2026): Qwen3.5's layers, and experts whose weights always sum to 1."""
+
+import functools
+from typing import Any
+
+from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.families import moe
+from eqx_decoders.families.family import Family
+from eqx_decoders.families.fields import Fields
+from eqx_decoders.families.qwen3_5 import IGNORED_KEYS, WEIGHTS, qwen3_5, read_qwen3_5, write_qwen3_5
+from eqx_decoders.families.qwen3_next import (
+    DEPTH,
+    EXPERTS,
+    FUSED_EXPERTS,
+    delta_net,
+    qwen_experts,
+    read_experts,
+    with_depth,
+    with_depths,
+    write_experts,
+)
+from eqx_decoders.families.shape import ENDS, NO_BIAS, Shape, read_shape
+
+
+def _read(fields: Fields) -> DecoderConfig:
+    # there is no dense layer, and so no width of one
+    fields.content["intermediate_size"] = fields.integer("moe_intermediate_size", 512)
+    shape = read_shape(fields, num_kv_heads=2, head_dim=256, keys=NO_BIAS)
+    return read_qwen3_5(fields, shape, read_experts(fields, shape, renormalize=True, num=256, per_token=8))
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    return write_qwen3_5(config) | write_experts(config)
+
+
+FAMILY = Family(
+    model_type="qwen3_5_moe_text",
+    architecture="Qwen3_5MoeForCausalLM",
+    read=_read,
+    write=_write,
+    weights=(*ENDS, *with_depths((*WEIGHTS, *EXPERTS)), *DEPTH),
+    fused=with_depths(FUSED_EXPERTS),
+    ignored_keys=moe.IGNORED_ROUTER_KEYS | IGNORED_KEYS,
+    with_depth=with_depth,
+)
+
+_shape = functools.partial(Shape, vocab_size=248_320, num_kv_heads=2, head_dim=256)
+
+
+def _sparse(shape: Shape, heads: int, **experts: Any) -> DecoderConfig:
+    own = qwen_experts(shape, dim=shape.mlp_dim, shared_dim=shape.mlp_dim, **experts)
+    return qwen3_5(shape, delta=delta_net(shape, heads=heads), mlp=own)
+
+
+_35B = _shape(embed_dim=2048, num_layers=40, num_heads=16, mlp_dim=512)
+_122B = _shape(embed_dim=3072, num_layers=48, num_heads=32, mlp_dim=1024)
+_397B = _shape(embed_dim=4096, num_layers=60, num_heads=32, mlp_dim=1024)
+
+MODELS = {
+    "qwen3.5-35b-a3b": lambda: _sparse(_35B, 32, num_experts=256, num_experts_per_token=8),
+    "qwen3.5-122b-a10b": lambda: _sparse(_122B, 64, num_experts=256, num_experts_per_token=8),
+    "qwen3.5-397b-a17b": lambda: _sparse(_397B, 64, num_experts=512, num_experts_per_token=10),
+}
