@@ -108,6 +108,17 @@ def test_tokens_and_chunks_decode_as_the_whole():
         assert_close(logits[:, 0], jnp.take_along_axis(want, here[:, :, None], axis=1)[:, 0], units=256)
 
 
+def test_blocks_without_tokens_are_not_taken():
+    """Positions leave blocks out: over a cache as in the whole."""
+    tokens, places = some_tokens(2, 11), jnp.asarray([[0, 1, 2, 3, 4, 5, 15, 16, 17, 18, 19]] * 2)
+    model = filled(decoder())
+    want = eqx.filter_jit(model)(tokens, positions=places).logits
+    cache = ed.init_cache(model.config, 2, 20, dtype=jnp.float32)
+    for begin, end in ((0, 7), (7, 11)):
+        logits, cache = extend(model, tokens[:, begin:end], cache, places[:, begin:end])
+        assert_close(logits, want[:, begin:end], units=256)
+
+
 def test_what_does_not_fit_is_refused():
     for options in (dict(mask=SlidingWindow(3)), dict(spans=True)):
         with pytest.raises(ed.ConfigError, match=r"blocks needs mask=Causal\(\) and spans=False"):
