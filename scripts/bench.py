@@ -30,8 +30,11 @@ from bench_data import encode, make_text, memory, plan, restart, tokenise
 import eqx_decoders as ed
 from eqx_decoders.families.llama import llama
 from eqx_decoders.families.shape import Shape
+from eqx_decoders.layers import recurrence
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.grouped import grouped_products
+from eqx_decoders.layers.kernel import attend
+from eqx_decoders.layers.mask import Causal
 from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.flops import flops_per_token, measured_flops
@@ -206,6 +209,38 @@ def experts(repeats: int) -> dict[str, list[float]]:
     return seconds
 
 
+def delta_rule(length: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds, forward and backward, of two rows of so many tokens in four heads of 64, in f32; all take turns."""
+    shape = (2, length, 4, 64)
+    query, key, value, decay = (jax.random.normal(jax.random.key(seed), shape) for seed in range(4))
+    key, decay = key / jnp.linalg.norm(key, axis=-1, keepdims=True), -jax.nn.softplus(decay)
+    beta, places = jnp.full(shape[:3], 0.5), jnp.tile(jnp.arange(length), (2, 1))
+    options: dict[str, Any] = dict(mask=Causal(), query_positions=places, key_positions=places, aligned=True)
+    forms = {
+        "attention": lambda q, k, v: attend(q, k, v, kernel="chunked", **options)[0],
+        "delta rule": lambda q, k, v: recurrence.delta_rule(q, k, v, decay[..., :1], beta)[0],
+        "delta rule by channel": lambda q, k, v: recurrence.delta_rule(q, k, v, decay, beta)[0],
+        "linear recurrence": lambda q, k, v: recurrence.linear_recurrence(q, k, v, decay[..., :1])[0],
+    }
+
+    def both(function):
+        def pair(*args):
+            out, back = jax.vjp(function, *args)
+            return back(out)
+
+        return jax.jit(pair).lower(query, key, value).compile()
+
+    programs = {name: both(function) for name, function in forms.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for turn in range(repeats + 1):
+        for name, program in programs.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(program(query, key, value))
+            if turn > 0:
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
 def aot_experts(name: str, topology: str, mesh: str, exchange: Any) -> dict[str, float]:
     """Compile a training step for a TPU topology, one sequence of 4096 tokens a device: bytes of a device, seconds.
 
@@ -314,6 +349,7 @@ ONE = {
     "compile": lambda layers: compile_seconds(int(layers)),
     "decode": lambda batch: decode(int(batch)),
     "experts": lambda repeats: experts(int(repeats)),
+    "delta-rule": lambda length, repeats: delta_rule(int(length), int(repeats)),
     "aot-experts": aot_experts,
     "load": load_checkpoint,
     "make": make_checkpoint,
@@ -374,6 +410,14 @@ def show_experts(options: argparse.Namespace) -> None:
     for name, seconds in rows.items():
         median = statistics.median(seconds)
         print(f"{name:27} {min(seconds):7.3f} {median:7.3f} {median / yardstick:6.2f}", flush=True)
+
+
+def show_delta_rule(options: argparse.Namespace) -> None:
+    print("\nrecurrences beside attention, two rows, four heads of 64, forward and backward, float32: milliseconds")
+    for length in (512, 1024, 2048, 4096, 8192):
+        rows = alone("delta-rule", str(length), str(options.repeats))
+        text = ", ".join(f"{name} {1000 * min(seconds):.1f}" for name, seconds in rows.items())
+        print(f"{length:5} tokens: {text}", flush=True)
 
 
 def show_load(options: argparse.Namespace) -> None:
@@ -450,6 +494,7 @@ SHOWN = {
     "compile": show_compile,
     "decode": show_decode,
     "experts": show_experts,
+    "delta-rule": show_delta_rule,
     "load": show_load,
     "restart": show_restart,
     "tokenise": show_tokenise,

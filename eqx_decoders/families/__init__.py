@@ -15,11 +15,14 @@ from eqx_decoders.families import (
     gpt2,
     gpt3,
     gpt_oss,
+    granite_hybrid,
+    kimi_linear,
     llama,
     llama4,
     maxtext,
     mistral,
     mixtral,
+    nemotron_h,
     olmo3,
     qwen2,
     qwen3,
@@ -35,7 +38,7 @@ from eqx_decoders.families.family import Family
 _PUBLISHED = (
     *(llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, gemma4, olmo3, gpt2),
     *(mixtral, qwen3_moe, gpt_oss, llama4, deepseek_v3, deepseek_v32, deepseek_v2),
-    *(qwen3_next, qwen3_5, qwen3_5_moe),
+    *(qwen3_next, qwen3_5, qwen3_5_moe, nemotron_h, granite_hybrid, kimi_linear),
 )
 _MODELS: dict[str, Callable[[], DecoderConfig]] = {
     name: make for module in (*_PUBLISHED, gpt3, maxtext) for name, make in module.MODELS.items()

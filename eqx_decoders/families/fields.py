@@ -156,8 +156,8 @@ class Fields:
         value = self._checked(key, None, _REQUIRED, lambda x: isinstance(x, dict), "an object")
         return None if value is None else Fields(value, f"{self.where}: {key}")
 
-    def words(self, key: str, known: tuple[str, ...], length: int) -> list[str] | None:
-        """A list of `length` known words; None where there is none."""
+    def words(self, key: str, known: tuple[str, ...], length: int | None) -> list[str] | None:
+        """A list of `length` known words, of any length where that is None; None where there is no list."""
         rule = "a list of words"
         value = self._checked(
             key, None, _REQUIRED, lambda x: isinstance(x, list) and all(isinstance(word, str) for word in x), rule
@@ -167,7 +167,7 @@ class Fields:
         for word in value:
             if word not in known:
                 raise self.unknown(f"{key}: {abbreviate(word)}", word, known)
-        if len(value) != length:
+        if length is not None and len(value) != length:
             raise self.error(f"{key} has {len(value)} entries, but there are {length} layers: give one for each.")
         return value
 

@@ -134,6 +134,7 @@ def write_hybrid(config: DecoderConfig) -> dict[str, Any]:
         "linear_key_head_dim": delta.key_dim,
         "linear_value_head_dim": delta.value_dim,
         "linear_conv_kernel_dim": delta.taps,
+        "attention_bias": False,
     }
     layers = write_hybrid_layers(config, AttentionConfig)
     return write_sizes(config, NO_BIAS) | sizes | layers | write_rope(config, partial=True)

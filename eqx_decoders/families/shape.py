@@ -273,15 +273,15 @@ ENDS = (
 _LAYER = "model.layers.{layer}."
 
 
-def self_attention(prefix: str) -> tuple[Weight, ...]:
-    """Rows for attention."""
-    own = prefix + "self_attn."
+def self_attention(prefix: str, name: str = "self_attn.") -> tuple[Weight, ...]:
+    """Rows for attention, which is called `name` in a layer."""
+    own = prefix + name
     into = {"q_proj": ("query", "heads"), "k_proj": ("key", "kv_heads"), "v_proj": ("value", "kv_heads")}
     rows: list[Weight] = []
-    for name, (path, heads) in into.items():
+    for tensor, (path, heads) in into.items():
         pattern = f"({heads} head_dim) embed -> embed {heads} head_dim"
-        rows.append(Weight(f"{own}{name}.weight", f"mixer.{path}", pattern))
-        rows.append(Weight(f"{own}{name}.bias", f"mixer.{path}_bias", f"({heads} head_dim) -> {heads} head_dim"))
+        rows.append(Weight(f"{own}{tensor}.weight", f"mixer.{path}", pattern))
+        rows.append(Weight(f"{own}{tensor}.bias", f"mixer.{path}_bias", f"({heads} head_dim) -> {heads} head_dim"))
     return (
         *rows,
         Weight(own + "o_proj.weight", "mixer.out", "embed (heads head_dim) -> heads head_dim embed"),

@@ -86,8 +86,8 @@ def run_chunks(
     tokens = _split(query, key, value, log_decay, beta, resets, chunk)
     start = jnp.zeros((batch, heads, key_dim, value_dim), jnp.float32) if state is None else state
     start = start.reshape(batch, key_heads, -1, key_dim, value_dim).transpose(0, 1, 3, 2, 4)
-    products, inverse = jax.lax.map(jax.checkpoint(_within), tokens, batch_size=AT_ONCE)
-    end, (out, written) = jax.lax.scan(jax.checkpoint(_advance), start, (tokens, products, inverse))
+    within = jax.lax.map(jax.checkpoint(_within), tokens, batch_size=AT_ONCE)
+    end, (out, written) = jax.lax.scan(jax.checkpoint(_advance), start, (tokens, *within))
     end = end.transpose(0, 1, 3, 2, 4).reshape(batch, heads, key_dim, value_dim)
     return _joined(out, length), _joined(written, length), end
 
@@ -150,11 +150,10 @@ class _Sums(NamedTuple):
 
 def _running(tokens: Tokens) -> _Sums:
     """As products with zeros, so that what stands in another document does not even change the rounding."""
-    coarse = jax.lax.stop_gradient(jnp.round(tokens.log_decay * 1024) / 1024)
-    same = _same(tokens)[:, 0, 0].astype(jnp.float32)
-    pattern = "bij,bhrjd->bhrid" if tokens.document is not None else "ij,bhrjd->bhrid"
-    same = same if tokens.document is not None else same[0]
-    return _Sums(*(jnp.einsum(pattern, same, x, precision=_EXACT) for x in (coarse, tokens.log_decay - coarse)))
+    decay = tokens.log_decay
+    coarse = jax.lax.stop_gradient(jnp.round(decay * 1024) / 1024)
+    same = jnp.broadcast_to(_same(tokens).astype(jnp.float32), (*decay.shape[:3], decay.shape[3], decay.shape[3]))
+    return _Sums(*(jnp.matmul(same, x, precision=_EXACT) for x in (coarse, decay - coarse)))
 
 
 def _same(tokens: Tokens) -> Array:
@@ -166,8 +165,8 @@ def _same(tokens: Tokens) -> Array:
     return lower & (tokens.document[:, None, None, :, None] == tokens.document[:, None, None, None, :])
 
 
-def _within(tokens: Tokens) -> tuple[Array, tuple[Array, Array] | None]:
-    """P; for the delta rule A and (I + A)^-1, too: each [batch, key_heads, groups, chunk, chunk]."""
+def _within(tokens: Tokens) -> tuple[_Decays, Array, tuple[Array, Array] | None]:
+    """Decays; P; for the delta rule A and (I + A)^-1, too: each [batch, key_heads, groups, chunk, chunk]."""
     sums = _running(tokens)
     if tokens.log_decay.shape[4] > 1:
         document = jnp.zeros(tokens.key.shape[:-1], jnp.int32)
@@ -178,10 +177,27 @@ def _within(tokens: Tokens) -> tuple[Array, tuple[Array, Array] | None]:
         fade = sums.since(sums.map(lambda x: x.swapaxes(-1, -2)))
         fade = jnp.exp(jnp.where(_same(tokens), fade, -jnp.inf))
         pairs = [_product(x, tokens.key, "ik,jk->ij")[:, :, None] * fade for x in (tokens.query, tokens.key)]
+    decays = _decays(tokens, sums)
     if tokens.beta is None:
-        return pairs[0], None
+        return decays, pairs[0], None
     system = jnp.tril(pairs[1], -1) * tokens.beta[..., None]
-    return pairs[0], (system, jax.lax.stop_gradient(_inverse(system)))
+    return decays, pairs[0], (system, jax.lax.stop_gradient(_inverse(system)))
+
+
+def _decays(tokens: Tokens, sums: _Sums) -> _Decays:
+    last = sums.map(lambda x: x[..., -1:, :])
+    enter, leave, keep = sums.coarse + sums.fine, last.since(sums), last.coarse + last.fine
+    if tokens.document is not None:
+        document = tokens.document[:, None, None, :, None]
+        end = document[..., -1:, :]
+        enter = jnp.where(document == 0, enter, -jnp.inf)
+        leave = jnp.where(document == end, leave, -jnp.inf)
+        keep = jnp.where(end == 0, keep, -jnp.inf)
+    enter, leave, keep = (jnp.exp(x) for x in (enter, leave, keep))
+    keep = keep.transpose(0, 1, 4, 2, 3)  # batch key_heads key_dim groups 1
+    if enter.shape[-1] > 1:
+        return _Decays(enter[:, :, 0], leave[:, :, 0], keep)
+    return _Decays(enter.swapaxes(2, 3), leave.swapaxes(2, 3), keep)
 
 
 @jax.custom_vjp
@@ -330,27 +346,12 @@ _solve.defvjp(_solve_forward, _solve_backward)
 # --- from chunk to chunk ---
 
 
-def _decays(tokens: Tokens) -> _Decays:
-    sums = _running(tokens)
-    last = sums.map(lambda x: x[..., -1:, :])
-    enter, leave, keep = sums.coarse + sums.fine, last.since(sums), last.coarse + last.fine
-    if tokens.document is not None:
-        document = tokens.document[:, None, None, :, None]
-        end = document[..., -1:, :]
-        enter = jnp.where(document == 0, enter, -jnp.inf)
-        leave = jnp.where(document == end, leave, -jnp.inf)
-        keep = jnp.where(end == 0, keep, -jnp.inf)
-    enter, leave, keep = (jnp.exp(x) for x in (enter, leave, keep))
-    keep = keep.transpose(0, 1, 4, 2, 3)  # batch key_heads key_dim groups 1
-    if enter.shape[-1] > 1:
-        return _Decays(enter[:, :, 0], leave[:, :, 0], keep)
-    return _Decays(enter.swapaxes(2, 3), leave.swapaxes(2, 3), keep)
-
-
-def _advance(state: Array, each: tuple[Tokens, Array, tuple[Array, Array] | None]) -> tuple[Array, tuple[Array, Array]]:
+def _advance(
+    state: Array, each: tuple[Tokens, _Decays, Array, tuple[Array, Array] | None]
+) -> tuple[Array, tuple[Array, Array]]:
     """A chunk: the state after it; its outputs and the values it wrote."""
-    tokens, products, inverse = each
-    decays, by_channel = _decays(tokens), tokens.log_decay.shape[-1] > 1
+    tokens, decays, products, inverse = each
+    by_channel = tokens.log_decay.shape[-1] > 1
 
     def read(x: Array) -> Array:
         if by_channel:

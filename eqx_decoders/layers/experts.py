@@ -21,8 +21,13 @@ from eqx_decoders.layers.grouped import block_rows, grouped_products
 from eqx_decoders.layers.mlp import ACTIVATIONS, MLP, MLPConfig
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.layers.router import Router, RouterConfig, RoutingStats
-from eqx_decoders.numerics import fan_in
+from eqx_decoders.numerics import LowRank, fan_in
 from eqx_decoders.remat import save
+
+
+# So few tokens (a decoding step's) go through all experts on a TPU: reading the weights takes longer than multiplying,
+# and the grouped product would first copy those of all experts of a layer out of the stack.
+FEW_TOKENS = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,18 +191,24 @@ class Experts(eqx.Module):
         """What the chosen experts give, and how many choices were dropped."""
         if self.latent_in is not None:
             x = ctx.einsum("batch length embed, embed latent -> batch length latent", x, self.latent_in)
-        out, dropped = self._implementation(ctx)(x, indices, weights, ctx)
+        out, dropped = self._implementation(ctx, x.shape[0] * x.shape[1])(x, indices, weights, ctx)
         if self.latent_out is not None:
             out = ctx.einsum("batch length latent, latent embed -> batch length embed", out, self.latent_out)
         return out, dropped
 
-    def _implementation(self, ctx: Context) -> Callable[..., tuple[Array, Array]]:
+    def _implementation(self, ctx: Context, tokens: int) -> Callable[..., tuple[Array, Array]]:
         """How the experts are run: a function to the layer's output and how many choices it dropped."""
         chosen, limited = ctx.execution.experts, self.config.capacity_factor is not None
         if chosen == "auto":
-            chosen = "capacity" if limited else "dropless"
+            few = ctx.execution.layout.platform == "tpu" and tokens <= FEW_TOKENS and not self._in_parts()
+            chosen = "capacity" if limited else "few" if few else "dropless"
         check(limited or chosen != "capacity", "Execution.experts='capacity' needs ExpertsConfig.capacity_factor.")
-        return {"dense": self._dense, "dropless": self._dropless, "capacity": self._capacity}[chosen]
+        forms = {"dense": self._dense, "few": self._few, "dropless": self._dropless, "capacity": self._capacity}
+        return forms[chosen]
+
+    def _in_parts(self) -> bool:
+        """Whether a weight is one of several arrays."""
+        return any(isinstance(weight, LowRank) for weight in (self.gate, self.up, self.down))
 
     def _shared(self, mlp: MLP, x: Array, ctx: Context, key: PRNGKeyArray | None) -> Array:
         out = mlp(x, ctx, key=key)
@@ -230,6 +241,29 @@ class Experts(eqx.Module):
             matrix = jnp.any(chosen, axis=2).transpose(2, 0, 1)[..., None].astype(weights.dtype)
         out = ctx.constrain(self._batched_mlp(inputs, ctx), "experts batch length embed").astype(weights.dtype) * matrix
         return jnp.sum(out, axis=0).astype(x.dtype), jnp.zeros((), jnp.float32)
+
+    def _few(self, x: Array, indices: Array, weights: Array, ctx: Context) -> tuple[Array, Array]:
+        """`_dense` of a few tokens, which are not repeated for each expert, nor is what each makes of them."""
+        experts = self.config.num_experts
+        chosen = indices[..., None] == jnp.arange(experts, dtype=indices.dtype).reshape(1, 1, 1, -1)
+        shares = jnp.sum(jnp.where(chosen, weights[..., None], 0.0), axis=2).astype(x.dtype)
+        into = "batch length embed, experts embed mlp -> batch length experts mlp"
+        scales = shares[..., None] if self.config.router.input_scaling else None
+
+        def projected(weight: Array, bias: Array | None) -> Array:
+            y = ctx.constrain(ctx.einsum(into, x, weight), "batch length experts mlp")
+            y = y if scales is None else y * scales
+            return y if bias is None else y + bias.astype(y.dtype)[None, None]
+
+        gate = None if self.gate is None else projected(self.gate, self.gate_bias)
+        hidden = self._hidden(gate, projected(self.up, self.up_bias))
+        if scales is not None:
+            shares = jnp.any(chosen, axis=2).astype(x.dtype)
+        out_of = "batch length experts mlp, experts mlp embed -> batch length embed"
+        out = ctx.einsum(out_of, hidden * shares[..., None], self.down)
+        if self.down_bias is not None:
+            out += jnp.einsum("ble,ed->bld", shares, self.down_bias.astype(x.dtype))
+        return ctx.constrain(out, "batch length embed"), jnp.zeros((), jnp.float32)
 
     def _batched_mlp(
         self, x: Float[Array, "experts batch places embed"], ctx: Context

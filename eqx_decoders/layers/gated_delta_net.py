@@ -126,9 +126,9 @@ class GatedDeltaNet(eqx.Module):
         value, entries["value"] = self._stream(x, self.value, self.value_taps, "value", past, ctx)
         query, key = unit(query) * config.key_dim**-0.5, only_tokens(unit(key), ctx.positions)
         log_decay, beta = self._decay_and_beta(x, ctx)
-        answer, written, state = delta_rule(
-            query, key, value, log_decay, beta, of_past(past, "state"), document_starts(ctx.positions, ctx.segment_ids)
-        )
+        starts, state = document_starts(ctx.positions, ctx.segment_ids), of_past(past, "state")
+        platform = ctx.execution.layout.platform
+        answer, written, state = delta_rule(query, key, value, log_decay, beta, state, starts, platform=platform)
         entries["state"] = proposed_state(config.state, log_decay, key, written, state, ctx)
         answer = save(ctx.constrain(answer, "batch length heads value_dim"), "attention_out")
         pattern = "batch length embed, embed heads value_dim -> batch length heads value_dim"

@@ -122,15 +122,9 @@ class KimiDeltaAttention(eqx.Module):
         query = unit(streams["query"]) * self.config.head_dim**-0.5
         key = only_tokens(unit(streams["key"]), ctx.positions)
         log_decay, beta = self._decay_and_beta(x, ctx)
-        answer, written, state = delta_rule(
-            query,
-            key,
-            streams["value"],
-            log_decay,
-            beta,
-            of_past(past, "state"),
-            document_starts(ctx.positions, ctx.segment_ids),
-        )
+        starts, state = document_starts(ctx.positions, ctx.segment_ids), of_past(past, "state")
+        inputs, platform = (query, key, streams["value"], log_decay, beta, state, starts), ctx.execution.layout.platform
+        answer, written, state = delta_rule(*inputs, platform=platform)
         entries["state"] = proposed_state(self.config.state, log_decay, key, written, state, ctx)
         answer = save(ctx.constrain(answer, "batch length heads head_dim"), "attention_out")
         gate = jax.nn.sigmoid(self._low_rank(x, self.gate_down, self.gate_up, ctx).astype(jnp.float32))

@@ -157,7 +157,8 @@ class Mamba2(eqx.Module):
         log_decay = (-jnp.exp(self.a_log.astype(jnp.float32))[None, None] * dt)[..., None]
         starts, state = document_starts(ctx.positions, ctx.segment_ids), of_past(past, "state")
         query = streams["query"].astype(jnp.float32)
-        answer, state = linear_recurrence(query, key, written, log_decay, state, starts)
+        inputs, platform = (query, key, written, log_decay, state, starts), ctx.execution.layout.platform
+        answer, state = linear_recurrence(*inputs, platform=platform)
         entries["state"] = proposed_state(self.config.state, log_decay, key, written, state, ctx)
         answer = answer + self.skip.astype(jnp.float32)[None, None, :, None] * value
         answer = save(ctx.constrain(answer.astype(x.dtype), "batch length heads value_dim"), "attention_out")

@@ -27,6 +27,7 @@ def delta_rule(
     state: Float32[Array, "batch heads key_dim value_dim"] | None = None,
     resets: Bool[Array, "batch length"] | None = None,
     chunk: int = 64,
+    platform: str = "cpu",
 ) -> tuple[
     Float[Array, "batch length heads value_dim"],
     Float32[Array, "batch length heads value_dim"],
@@ -42,9 +43,10 @@ def delta_rule(
     - `state`: before the first token; None for zeros.
     - `resets`: the first tokens of documents: what came before them is forgotten.
     - `chunk`: tokens that are computed at once, 16 times a power of two.
+    - `platform`: of the devices, which decides how one token asks a state.
     """
     if value.shape[1] == 1:
-        return delta_rule_recurrent(query, key, value, log_decay, beta, state, resets)
+        return delta_rule_recurrent(query, key, value, log_decay, beta, state, resets, platform)
     out, written, end = run_chunks(query, key, value, log_decay, beta, state, resets, chunk)
     return out.astype(value.dtype), written, end
 
@@ -57,13 +59,14 @@ def delta_rule_recurrent(
     beta: Float[Array, "batch length heads"],
     state: Float32[Array, "batch heads key_dim value_dim"] | None = None,
     resets: Bool[Array, "batch length"] | None = None,
+    platform: str = "cpu",
 ) -> tuple[
     Float[Array, "batch length heads value_dim"],
     Float32[Array, "batch length heads value_dim"],
     Float32[Array, "batch heads key_dim value_dim"],
 ]:
     """`delta_rule` token by token: the definition, and the form for decoding."""
-    out, written, end = _run_tokens(query, key, value, log_decay, beta, state, resets)
+    out, written, end = _run_tokens(query, key, value, log_decay, beta, state, resets, platform)
     return out.astype(value.dtype), written, end
 
 
@@ -75,10 +78,11 @@ def linear_recurrence(
     state: Float32[Array, "batch heads key_dim value_dim"] | None = None,
     resets: Bool[Array, "batch length"] | None = None,
     chunk: int = 64,
+    platform: str = "cpu",
 ) -> tuple[Float[Array, "batch length heads value_dim"], Float32[Array, "batch heads key_dim value_dim"]]:
     """Outputs in the dtype of `value`, which is what is written, and the last state; else as `delta_rule`."""
     if value.shape[1] == 1:
-        return linear_recurrence_recurrent(query, key, value, log_decay, state, resets)
+        return linear_recurrence_recurrent(query, key, value, log_decay, state, resets, platform)
     out, _, end = run_chunks(query, key, value, log_decay, None, state, resets, chunk)
     return out.astype(value.dtype), end
 
@@ -90,13 +94,14 @@ def linear_recurrence_recurrent(
     log_decay: Float[Array, "batch length heads decay_dim"],
     state: Float32[Array, "batch heads key_dim value_dim"] | None = None,
     resets: Bool[Array, "batch length"] | None = None,
+    platform: str = "cpu",
 ) -> tuple[Float[Array, "batch length heads value_dim"], Float32[Array, "batch heads key_dim value_dim"]]:
     """`linear_recurrence` token by token: the definition, and the form for decoding."""
-    out, _, end = _run_tokens(query, key, value, log_decay, None, state, resets)
+    out, _, end = _run_tokens(query, key, value, log_decay, None, state, resets, platform)
     return out.astype(value.dtype), end
 
 
-def _run_tokens(query, key, value, log_decay, beta, state, resets) -> tuple[Array, Array, Array]:
+def _run_tokens(query, key, value, log_decay, beta, state, resets, platform) -> tuple[Array, Array, Array]:
     batch, length, heads, value_dim = value.shape
     key_heads, key_dim = key.shape[2:]
     check_heads(key_heads, heads)
@@ -107,17 +112,26 @@ def _run_tokens(query, key, value, log_decay, beta, state, resets) -> tuple[Arra
     value, fade = (x.astype(jnp.float32).reshape(*split, x.shape[3]) for x in (value, fade))
     beta = None if beta is None else beta.astype(jnp.float32).reshape(*split, 1)
     start = jnp.zeros((batch, heads, key_dim, value_dim), jnp.float32) if state is None else state
+    start = start.reshape(batch, *split[2:], key_dim, value_dim)
 
     def step(state, token):
         pair, value, fade, beta = token
-        state = state * fade[..., None]
-        # both answers in one product: decoding reads the state once
-        found, answer = jnp.moveaxis(jnp.einsum("bhxk,bhrkv->bhrxv", pair, state), 3, 0)
+        # the decay goes with the questions, and both are one product: decoding reads the state as it stands, and once
+        asked = pair[:, :, None] * fade[..., None, :]
+        if platform == "tpu":  # a product would want a copy of the state in another order
+            found, answer = ((asked[:, :, :, x, :, None] * state).sum(-2) for x in (0, 1))
+        else:
+            found, answer = jnp.moveaxis(jnp.einsum("bhrxk,bhrkv->bhrxv", asked, state), 3, 0)
         written = value if beta is None else beta * (value - answer)
         out = found + (pair[:, :, 0] * pair[:, :, 1]).sum(-1)[:, :, None, None] * written
-        return state + pair[:, :, None, 1, :, None] * written[..., None, :], (out, written)
+        end = state * fade[..., None] + pair[:, :, None, 1, :, None] * written[..., None, :]
+        return end, (out, written)
 
     tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (shared, value, fade, beta))
-    end, results = jax.lax.scan(step, start.reshape(batch, *split[2:], key_dim, value_dim), tokens)
+    if length == 1:  # without a loop, so that a slice of all layers' states is read where it is
+        end, results = step(start, jax.tree.map(lambda x: x[0], tokens))
+        results = jax.tree.map(lambda x: x[None], results)
+    else:
+        end, results = jax.lax.scan(step, start, tokens)
     out, written = (jnp.moveaxis(x, 0, 1).reshape(batch, length, heads, value_dim) for x in results)
     return out, written, end.reshape(batch, heads, key_dim, value_dim)

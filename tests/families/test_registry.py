@@ -79,6 +79,16 @@ PARAMETERS = {
     "deepseek2-236b": 235_741_434_880,
     "deepseek3-671b": 671_026_419_200,
     "kimi-k2-1t": 1_026_408_232_448,
+    "qwen3-next-80b": 79_674_391_296,
+    "nemotron-h-8b": 8_100_852_736,
+    "nemotron-nano2-9b": 8_888_227_328,
+    "nemotron-nano2-12b": 12_310_001_152,
+    "nemotron3-nano-30b-a3b": 31_577_940_288,
+    "nemotron3-super-120b-a12b": 123_611_033_088 - 2_942_324_736 - 512,  # without multi-token prediction
+    "granite4-h-micro": 3_191_396_096,
+    "granite4-h-tiny": 6_939_037_248,
+    "granite4-h-small": 32_207_337_984,
+    "kimi-linear-48b-a3b": 49_122_681_728,
 }
 
 
@@ -198,6 +208,30 @@ SCOUT = COMMON | dict(
     rope_theta=500000.0, router_aux_loss_coef=0.001, router_jitter_noise=0.0, transformers_version="4.51.0.dev0",
     use_qk_norm=True, vocab_size=202048,
 )  # fmt: skip
+QWEN3_NEXT = COMMON | dict(
+    architectures=["Qwen3NextForCausalLM"], model_type="qwen3_next", bos_token_id=151643, decoder_sparse_step=1,
+    eos_token_id=151645, full_attention_interval=4, head_dim=256, hidden_size=2048, intermediate_size=5120,
+    linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_num_key_heads=16, linear_num_value_heads=32,
+    linear_value_head_dim=128, max_position_embeddings=262144, mlp_only_layers=[], moe_intermediate_size=512,
+    norm_topk_prob=True, num_attention_heads=16, num_experts=512, num_experts_per_tok=10, num_hidden_layers=48,
+    num_key_value_heads=2, output_router_logits=False, partial_rotary_factor=0.25, rms_norm_eps=1e-06,
+    rope_scaling=None, rope_theta=10000000, router_aux_loss_coef=0.001, shared_expert_intermediate_size=512,
+    vocab_size=151936,
+)  # fmt: skip
+KIMI_LINEAR = COMMON | dict(
+    architectures=["KimiLinearForCausalLM"], model_type="kimi_linear", eos_token_id=163586, first_k_dense_replace=1,
+    head_dim=72, hidden_size=2304, intermediate_size=9216, kv_lora_rank=512,
+    linear_attn_config=dict(
+        full_attn_layers=[4, 8, 12, 16, 20, 24, 27], head_dim=128, num_heads=32, short_conv_kernel_size=4,
+        kda_layers=[1, 2, 3, 5, 6, 7, 9, 10, 11, 13, 14, 15, 17, 18, 19, 21, 22, 23, 25, 26],
+    ),
+    mla_use_nope=True, model_max_length=1048576, moe_intermediate_size=1024, moe_layer_freq=1, moe_renormalize=True,
+    moe_router_activation_func="sigmoid", num_attention_heads=32, num_expert_group=1, num_experts=256,
+    num_experts_per_token=8, num_hidden_layers=27, num_key_value_heads=32, num_nextn_predict_layers=0,
+    num_shared_experts=1, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, rms_norm_eps=1e-05,
+    rope_scaling=None, rope_theta=10000.0, routed_scaling_factor=2.446, topk_group=1, use_grouped_topk=True,
+    v_head_dim=128, vocab_size=163840,
+)  # fmt: skip
 MAVERICK = {key: value for key, value in SCOUT.items() if key != "moe_layers"} | dict(
     attn_temperature_tuning=True, interleave_moe_layer_step=2, max_position_embeddings=1048576, no_rope_layers=[],
     num_local_experts=128, rope_scaling=None, use_qk_norm=False,
@@ -263,6 +297,8 @@ PUBLISHED = {
     "deepseek-ai/DeepSeek-V3": ("deepseek3-671b", V3),
     "deepseek-ai/DeepSeek-V3.1": ("deepseek3-671b", V3_1),
     "moonshotai/Kimi-K2-Instruct": ("kimi-k2-1t", KIMI),
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": ("qwen3-next-80b", QWEN3_NEXT),
+    "moonshotai/Kimi-Linear-48B-A3B-Instruct": ("kimi-linear-48b-a3b", KIMI_LINEAR),
 }
 
 

@@ -1,0 +1,301 @@
+"""Nemotron-H, Nemotron Nano 2 and Nemotron 3 (NVIDIA 2025): Mamba-2, few layers of attention, squared ReLU.
+
+A layer has one branch only: a recurrence, attention, an MLP or experts. Nothing knows positions but the recurrence.
+"""
+
+import functools
+from typing import Any
+
+from eqx_decoders.block import BlockConfig
+from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.errors import ConversionError
+from eqx_decoders.families import moe
+from eqx_decoders.families.deepseek_v3 import v3_router
+from eqx_decoders.families.family import Family, Weight, sharing
+from eqx_decoders.families.fields import Fields, activation_name
+from eqx_decoders.families.shape import NO_BIAS, Shape, first_mixer, read_shape, self_attention, write_sizes
+from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.layers.experts import ExpertsConfig
+from eqx_decoders.layers.mamba2 import Mamba2Config
+from eqx_decoders.layers.mlp import MLPConfig
+
+
+_LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+_LEGACY = {"mamba": "linear_attention", "attention": "full_attention"}
+
+
+def nemotron_h(
+    shape: Shape, pattern: str, *, mamba: Mamba2Config | None, experts: ExpertsConfig | None = None
+) -> DecoderConfig:
+    """A decoder of layers with one branch each: M(amba), * (attention), - (an MLP) or E(xperts)."""
+    norm, mixers = shape.norm, {"M": mamba, "*": shape.attention(rope=None)}
+    channels = {"-": shape.mlp(gated=False), "E": experts}
+
+    def block(letter: str) -> BlockConfig:
+        mixer, mlp = mixers.get(letter), channels.get(letter)
+        if mixer is None:
+            return BlockConfig(mixer=None, mlp=mlp, pre_mlp_norm=norm)
+        return BlockConfig(mixer=mixer, mlp=None, pre_mixer_norm=norm)
+
+    return shape.decoder(map(block, pattern))
+
+
+def nemotron_experts(
+    shape: Shape, *, dim: int, shared_dim: int, scaling_factor: float, groups: int = 1, groups_per_token: int = 1,
+    renormalize: bool = True, **options: Any,
+) -> ExpertsConfig:  # fmt: skip
+    """Experts of width `dim` without gates, and one of `shared_dim` that every token uses."""
+    router = v3_router(
+        groups=groups, groups_per_token=groups_per_token, scaling_factor=scaling_factor, renormalize=renormalize
+    )
+    shared = MLPConfig(mlp_dim=shared_dim, activation=shape.activation, gated=False)
+    return shape.experts(mlp_dim=dim, gated=False, router=router, shared=shared, **options)
+
+
+def _read(fields: Fields) -> DecoderConfig:
+    for old, new in _RENAMED.items():
+        fields.rename(old, new)
+    if fields.content.get("time_step_limit") == [0.0, float("inf")]:  # which an export could not write
+        del fields.content["time_step_limit"]
+    fields.content = _DEFAULTS | fields.content
+    pattern = _read_pattern(fields)
+    fields.content["num_hidden_layers"] = len(pattern)  # which transformers does not read
+    shape = read_shape(fields, num_kv_heads=8, head_dim=128, eps=1e-5, activation="relu2", keys=_KEYS)
+    fields.allow_only("mlp_bias", False)
+    fields.allow_only("use_bias", False)
+    fields.allow_only("mamba_hidden_act", "silu")
+    fields.allow_only("n_shared_experts", 1)
+    mamba = Mamba2Config(
+        num_heads=fields.integer("mamba_num_heads", 128),
+        value_dim=fields.integer("mamba_head_dim", 64),
+        num_groups=fields.integer("n_groups", 8),
+        key_dim=fields.integer("ssm_state_size", 128),
+        taps=fields.integer("conv_kernel", 4),
+        taps_bias=fields.flag("use_conv_bias", True),
+        dt_min=fields.number("time_step_min", 0.001),  # with which transformers limits steps; vLLM does not
+        eps=shape.eps,
+    )
+    experts = nemotron_experts(
+        shape,
+        num_experts=fields.integer("n_routed_experts", 8),
+        num_experts_per_token=fields.integer("num_experts_per_tok", 2),
+        dim=fields.integer("moe_intermediate_size", 7688),
+        shared_dim=fields.integer("moe_shared_expert_intermediate_size", 7688),
+        latent_dim=fields.integer("moe_latent_size", None),
+        scaling_factor=fields.number("routed_scaling_factor", 1.0),
+        groups=fields.integer("n_group", 1),
+        groups_per_token=fields.integer("topk_group", 1),
+        renormalize=fields.flag("norm_topk_prob", True),
+    ) if "E" in pattern else None  # fmt: skip
+    return nemotron_h(shape, pattern, mamba=mamba if "M" in pattern else None, experts=experts)
+
+
+def _read_pattern(fields: Fields) -> str:
+    """One letter for each layer."""
+    pattern = fields.take("hybrid_override_pattern", None)
+    names = fields.words("layers_block_type", (*_LETTERS.values(), *_LEGACY), None)
+    if names is not None:  # it counts where both are given
+        letters = {name: letter for letter, name in _LETTERS.items()}
+        pattern = "".join(letters[_LEGACY.get(name, name)] for name in names)
+    if not isinstance(pattern, str) or not pattern or set(pattern) - set(_LETTERS):
+        raise fields.error(f"hybrid_override_pattern must have one of {' '.join(_LETTERS)} for each layer.")
+    if "*" not in pattern:
+        raise fields.error("no layer has attention: check hybrid_override_pattern and layers_block_type.")
+    return pattern
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    pattern = "".join(map(_letter, config.blocks))
+    attention = first_mixer(config, AttentionConfig)
+    mlps = [block.mlp for block in config.blocks]
+    dense = next((mlp for mlp in mlps if isinstance(mlp, MLPConfig)), None)
+    settings: dict[str, Any] = {
+        "layers_block_type": [_LETTERS[letter] for letter in pattern],
+        "hybrid_override_pattern": pattern,
+        "head_dim": attention.head_dim,
+        "mamba_hidden_act": "silu",
+        "mlp_bias": False,
+        "use_bias": False,
+    }
+    if dense is not None:
+        settings |= {"intermediate_size": dense.mlp_dim, "mlp_hidden_act": activation_name(dense.activation)}
+    if "M" in pattern:
+        settings |= _write_mamba(first_mixer(config, Mamba2Config))
+    if "E" in pattern:
+        settings |= _write_experts(config)
+    return write_sizes(config, _KEYS) | settings
+
+
+def _letter(block: BlockConfig) -> str:
+    kinds = {AttentionConfig: "*", Mamba2Config: "M", MLPConfig: "-", ExpertsConfig: "E", type(None): ""}
+    letter = "".join(kinds.get(type(part), "?") for part in (block.mixer, block.mlp))
+    if letter not in _LETTERS:
+        raise ConversionError(
+            f"DecoderConfig.blocks: a layer must have one of the branches that Nemotron-H has: {block!r}."
+        )
+    return letter
+
+
+def _write_mamba(mamba: Mamba2Config) -> dict[str, Any]:
+    return {
+        "mamba_num_heads": mamba.num_heads,
+        "mamba_head_dim": mamba.value_dim,
+        "n_groups": mamba.num_groups,
+        "ssm_state_size": mamba.key_dim,
+        "conv_kernel": mamba.taps,
+        "use_conv_bias": mamba.taps_bias,
+        "time_step_min": mamba.dt_min,
+    }
+
+
+def _write_experts(config: DecoderConfig) -> dict[str, Any]:
+    experts = moe.experts_of(config)
+    sizes = moe.write_experts(config, count="n_routed_experts", width="moe_intermediate_size")
+    sizes["mlp_hidden_act"] = sizes.pop("hidden_act")
+    return sizes | {
+        "n_shared_experts": 1,
+        "moe_shared_expert_intermediate_size": experts.shared.mlp_dim if experts.shared else 0,
+        "moe_latent_size": experts.latent_dim,
+        "routed_scaling_factor": experts.router.scaling_factor,
+        "n_group": experts.router.num_groups,
+        "topk_group": experts.router.groups_per_token,
+        "norm_topk_prob": experts.router.renormalize,
+    }
+
+
+_KEYS = {"rms_norm_eps": "layer_norm_epsilon", "hidden_act": "mlp_hidden_act", **NO_BIAS}
+_DEFAULTS = dict(vocab_size=131_072, hidden_size=4096, num_attention_heads=32, intermediate_size=21_504)
+# the names that transformers reads as well
+_RENAMED = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_dt_min": "time_step_min",
+    "mamba_conv_bias": "use_conv_bias",
+    "attention_head_dim": "head_dim",
+}
+_IGNORED = {
+    "transformers does not read it": "attention_bias mamba_proj_bias sliding_window rope_theta rope_parameters "
+    "rope_scaling partial_rotary_factor time_step_limit mamba_dt_limit num_hidden_layers norm_eps rms_norm_eps",
+    "how it is run": "chunk_size mamba_chunk_size use_mamba_kernels mamba_ssm_cache_dtype num_logits_to_keep "
+    "moe_shared_expert_overlap residual_in_fp32 expand mamba_expand",
+    "how it was begun": "rescale_prenorm_residual time_step_max time_step_floor mamba_dt_max mamba_dt_init_floor",
+    "layers of multi-token prediction are not read": "num_nextn_predict_layers mtp_hybrid_override_pattern "
+    "mtp_layers_block_type",
+    "names code in the same directory, which is not run": "auto_map",
+}
+_LAYER = "backbone.layers.{layer}."
+_MIXER = _LAYER + "mixer."
+
+
+def mamba_weights(prefix: str) -> tuple[Weight, ...]:
+    """Rows of Mamba-2: gates, values, keys, queries and steps share one tensor, those with taps another."""
+    streams = {"value": "(heads value_dim)", "key": "(key_heads key_dim)", "query": "(key_heads key_dim)"}
+    into = [("gate", "(heads value_dim)"), *streams.items()]
+    return (
+        *sharing(
+            prefix + "in_proj.weight",
+            *((f"mixer.{name}", f"{rows} embed -> embed {rows.strip('()')}") for name, rows in into),
+            ("mixer.dt", "heads embed -> embed heads"),
+        ),
+        *sharing(
+            prefix + "conv1d.weight",
+            *((f"mixer.{name}_taps", f"{rows} 1 taps -> {rows.strip('()')} taps") for name, rows in streams.items()),
+        ),
+        *sharing(
+            prefix + "conv1d.bias",
+            *((f"mixer.{name}_taps_bias", f"{rows} -> {rows.strip('()')}") for name, rows in streams.items()),
+        ),
+        Weight(prefix + "A_log", "mixer.a_log", "heads -> heads"),
+        Weight(prefix + "D", "mixer.skip", "heads -> heads"),
+        Weight(prefix + "dt_bias", "mixer.dt_bias", "heads -> heads"),
+        Weight(prefix + "norm.weight", "mixer.norm_scale", "(heads value_dim) -> heads value_dim"),
+        Weight(prefix + "out_proj.weight", "mixer.out", "embed (heads value_dim) -> heads value_dim embed"),
+    )
+
+
+def _plain_mlp(prefix: str, path: str) -> tuple[Weight, ...]:
+    return (
+        Weight(prefix + "up_proj.weight", path + "up", "mlp embed -> embed mlp"),
+        Weight(prefix + "down_proj.weight", path + "down", "embed mlp -> mlp embed"),
+    )
+
+
+FAMILY = Family(
+    model_type="nemotron_h",
+    architecture="NemotronHForCausalLM",
+    read=_read,
+    write=_write,
+    weights=(
+        Weight("backbone.embeddings.weight", "embedding.table", "vocab embed -> vocab embed"),
+        Weight(_LAYER + "norm.weight", "pre_mixer_norm.scale", "norm -> norm"),
+        Weight(_LAYER + "norm.weight", "pre_mlp_norm.scale", "norm -> norm"),
+        *mamba_weights(_MIXER),
+        *self_attention(_LAYER, "mixer."),
+        *_plain_mlp(_MIXER, "mlp."),
+        *_plain_mlp(_MIXER + "experts.{expert}.", "mlp."),
+        Weight(_MIXER + "experts.{expert}.up_proj.weight", "mlp.up", "mlp latent -> latent mlp"),
+        Weight(_MIXER + "experts.{expert}.down_proj.weight", "mlp.down", "latent mlp -> mlp latent"),
+        Weight(_MIXER + "fc1_latent_proj.weight", "mlp.latent_in", "latent embed -> embed latent"),
+        Weight(_MIXER + "fc2_latent_proj.weight", "mlp.latent_out", "embed latent -> latent embed"),
+        Weight(_MIXER + "gate.weight", "mlp.router.kernel", "experts embed -> embed experts"),
+        Weight(_MIXER + "gate.e_score_correction_bias", "mlp.router.selection_bias", "experts -> experts"),
+        *_plain_mlp(_MIXER + "shared_experts.", "mlp.shared."),
+        Weight("backbone.norm_f.weight", "final_norm.scale", "norm -> norm"),
+        Weight("lm_head.weight", "head.kernel", "vocab embed -> embed vocab"),
+    ),
+    prefix="backbone.",
+    ignored_keys={key: reason for reason, keys in _IGNORED.items() for key in keys.split()} | moe.IGNORED_ROUTER_KEYS,
+    ignored_tensors=r"(backbone\.)?mtp\..*",
+    renamed={r"^model\.": "backbone."},
+)
+
+_shape = functools.partial(
+    Shape, vocab_size=131_072, num_kv_heads=8, head_dim=128, activation="relu2", eps=1e-5
+)  # fmt: skip
+
+
+def _published(shape: Shape, pattern: str, heads: int, value_dim: int = 64, key_dim: int = 128, **experts: Any):
+    mamba = Mamba2Config(
+        num_heads=heads, value_dim=value_dim, num_groups=8, key_dim=key_dim, dt_min=0.001, eps=shape.eps
+    )
+    own = nemotron_experts(shape, dim=shape.mlp_dim, **experts) if experts else None
+    return nemotron_h(shape, pattern, mamba=mamba, experts=own)
+
+
+_SMALL = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
+_47B = "M-M-M-M-M-M-M-M-M*-M-M-M-M-M-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-M-M---MM---M-M*-M-M-M-M-M-"
+_56B = "M-M-M-M" + "*-M-M-M-M-M" * 10 + "-"
+_NANO = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
+_NANO_12B = "M-M-M-M" + "*-M-M-M-M" * 6 + "-"
+_NANO_30B = "MEMEM*E" + "MEMEM*E" * 4 + "MEMEMEM*EMEMEMEME"
+_SUPER = "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
+
+
+def _sized(pattern: str, **sizes: Any) -> Shape:
+    return _shape(num_layers=len(pattern), **sizes)
+
+
+MODELS = {
+    "nemotron-h-4b": lambda: _published(_sized(_SMALL, embed_dim=3072, num_heads=32, mlp_dim=12_288), _SMALL, 112),
+    "nemotron-h-8b": lambda: _published(_sized(_SMALL, embed_dim=4096, num_heads=32, mlp_dim=21_504), _SMALL, 128),
+    "nemotron-h-47b": lambda: _published(
+        _sized(_47B, embed_dim=8192, num_heads=64, mlp_dim=30_720), _47B, 256, key_dim=256
+    ),
+    "nemotron-h-56b": lambda: _published(
+        _sized(_56B, embed_dim=8192, num_heads=64, mlp_dim=32_768), _56B, 256, key_dim=256
+    ),
+    "nemotron-nano2-9b": lambda: _published(
+        _sized(_NANO, embed_dim=4480, num_heads=40, mlp_dim=15_680), _NANO, 128, value_dim=80
+    ),
+    "nemotron-nano2-12b": lambda: _published(
+        _sized(_NANO_12B, embed_dim=5120, num_heads=40, mlp_dim=20_480), _NANO_12B, 128, value_dim=80
+    ),
+    "nemotron3-nano-30b-a3b": lambda: _published(
+        _sized(_NANO_30B, embed_dim=2688, num_heads=32, num_kv_heads=2, mlp_dim=1856), _NANO_30B, 64,
+        num_experts=128, num_experts_per_token=6, shared_dim=3712, scaling_factor=2.5,
+    ),
+    "nemotron3-super-120b-a12b": lambda: _published(
+        _sized(_SUPER, embed_dim=4096, num_heads=32, num_kv_heads=2, mlp_dim=2688), _SUPER, 128,
+        num_experts=512, num_experts_per_token=22, shared_dim=5376, scaling_factor=5.0, latent_dim=1024,
+    ),
+}  # fmt: skip
