@@ -35,6 +35,7 @@ DEFAULTS = {
         masks=(Causal, SlidingWindow, Chunked, Bidirectional), soft_cap=True, segments=True, spans=True,
         selection=True, unequal_value_dim=True, platforms=("cpu", "gpu", "tpu"),
     ),
+    "BlockSelection": dict(size=1024, top_k=8),
     "IndexerConfig": dict(num_heads=64, head_dim=128, top_k=2048, norm=LayerNormConfig(eps=1e-6)),
     "LatentAttentionConfig": dict(mask=Causal(), rope=Rope(), norm=RMSNormConfig()),
     "MLPConfig": dict(activation="silu", gated=True),

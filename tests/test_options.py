@@ -21,6 +21,7 @@ from jaxtyping import TypeCheckError
 import eqx_decoders as ed
 from eqx_decoders.axes import named_leaves
 from eqx_decoders.layers.attention import AttentionConfig, QKNorm, QueryTemperature
+from eqx_decoders.layers.block_selection import BlockSelection
 from eqx_decoders.layers.embedding import LearnedPositions, SinusoidalPositions
 from eqx_decoders.layers.engram import EngramConfig, TokenClasses
 from eqx_decoders.layers.experts import ExpertsConfig
@@ -153,7 +154,12 @@ OPTIONS: dict[type, tuple] = {
         dict(num_heads=2, num_kv_heads=4, head_dim=4, mask=SlidingWindow(2), rope=None, query_scale=0.1, soft_cap=0.5)
         | dict(sinks=True, qk_norm=QKNorm(), qkv_bias=True, out_bias=True, fused_qkv=True, shared_kv=True)
         | dict(output_gate=True, temperature=QueryTemperature(scale=0.5, length=2), out_dim=6, spans=True)
-        | dict(value_norm=RMS, borrows="giver"),
+        | dict(value_norm=RMS, borrows="giver", blocks=BlockSelection(size=1, top_k=2)),
+    ),
+    BlockSelection: (
+        BlockSelection(size=1, top_k=2),
+        lambda c: mixer(blocks=c),
+        dict(size=2, top_k=3),
     ),
     LatentAttentionConfig: (
         LATENT,

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
+from eqx_decoders.layers.block_selection import BlockSelection, CachedBlocks
 from eqx_decoders.layers.branch import BranchResult
 from eqx_decoders.layers.kernel import attend, merge, with_sink
 from eqx_decoders.layers.mask import Causal, Mask, seen_keys
@@ -75,6 +76,7 @@ class AttentionConfig:
 
     - `num_heads`, `num_kv_heads`, `head_dim`: query heads, key and value heads (a divisor), features of a head.
     - `mask`: which keys a query sees.
+    - `blocks`: of the keys that it sees each query head takes those in a few blocks (MoBA); None takes all.
     - `spans`: whether the tokens of a span (an image, say) see each other whole, whatever the mask.
     - `rope`: rotary embedding; None for none.
     - `query_scale`: multiplies queries; None for `head_dim ** -0.5`.
@@ -110,6 +112,7 @@ class AttentionConfig:
     output_gate: bool = False
     out_dim: int | None = None
     value_norm: NormConfig | None = None
+    blocks: BlockSelection | None = None
     borrows: str | None = None
 
     def __post_init__(self):
@@ -132,6 +135,9 @@ class AttentionConfig:
         for field in ("fused_qkv", "shared_kv", "value_norm"):
             rule = f"borrows={self.borrows!r} excludes {field}={getattr(self, field)}: keys and values are another's"
             check(self.borrows is None or not getattr(self, field), f"AttentionConfig.{rule}.")
+        plain = isinstance(self.mask, Causal) and not self.spans
+        rule = "AttentionConfig.blocks needs mask=Causal() and spans=False: blocks are chosen of what came before"
+        check(self.blocks is None or plain, f"{rule}.")
         if self.rope is not None:
             self.rope.rotated(self.head_dim)
 
@@ -143,7 +149,10 @@ class AttentionConfig:
 
     def token_products(self, length: int) -> int:
         """Multiplications per token beside those of the weights: scores and mixtures."""
-        return self.num_heads * seen_keys(self.mask, length) * 2 * self.head_dim
+        keys = seen_keys(self.mask, length)
+        if self.blocks is not None:
+            keys = min(keys, self.blocks.size * self.blocks.top_k)
+        return self.num_heads * keys * 2 * self.head_dim
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Attention":
         keys = jax.random.split(key, 5)
@@ -289,15 +298,24 @@ class Attention(eqx.Module):
         )
         segments: dict[str, Any] = dict(query_segments=ctx.segment_ids, key_segments=ctx.segment_ids)
         assert entries.value is not None
-        parts = [
-            attend(query, entries.key, entries.value, key_positions=ctx.positions, aligned=True, **segments, **common)
-        ]
+        chosen = self._choose_blocks(query, entries.key, past, ctx)
+        own: dict[str, Any] = dict(key_positions=ctx.positions, selected=chosen.present, aligned=True, **segments)
+        parts = [attend(query, entries.key, entries.value, **own, **common)]
         if past is not None:  # a row of a cache is one document: no segments
             assert past.value is not None
             keys, values = (x.astype(query.dtype).transpose(0, 2, 1, 3) for x in (past.key, past.value))
-            parts.append(attend(query, keys, values, key_positions=past.positions, **common))
+            parts.append(attend(query, keys, values, key_positions=past.positions, selected=chosen.past, **common))
         out, lse = merge(parts) if len(parts) > 1 else parts[0]
         return out if self.sink is None else with_sink(out, lse, self.sink)
+
+    def _choose_blocks(self, query: Array, key: Array, past: Past | None, ctx: Context) -> CachedBlocks:
+        """Which tokens of this call and of the past are in the blocks that each query takes."""
+        blocks = self.config.blocks
+        if blocks is None:
+            return CachedBlocks(None, None)
+        if past is None:
+            return CachedBlocks(blocks.choose(query, key, ctx.positions, ctx.segment_ids), None)
+        return blocks.choose_cached(query, key, ctx.positions, past)
 
 
 class NarrowAttention(Attention):

@@ -17,7 +17,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int, PRNGKeyArray, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check_integer, check_number
@@ -26,10 +26,8 @@ from eqx_decoders.layers.memory import Entries, Past
 from eqx_decoders.layers.norm import LayerNorm, LayerNormConfig
 from eqx_decoders.layers.rope import Rope, rotate
 from eqx_decoders.layers.scores import EMPTY
+from eqx_decoders.layers.selection import best_of_each, map_queries
 from eqx_decoders.numerics import fan_in
-
-
-TILE = 2**24  # scores of one row that exist at a time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,13 +184,13 @@ class Indexer(eqx.Module):
             return (chosen if selects else None), loss
 
         heads = max(config.num_heads, 0 if teacher is None else teacher.query.shape[2])
-        count = -(-length * length * heads // TILE)
-        chosen, loss = _over_blocks(block, of_queries, of_keys, length, min(count, length))
-        stats = None
-        if loss is not None:
-            tokens = jnp.sum((ctx.positions >= 0).astype(jnp.float32))
-            stats = IndexerStats(loss=loss, tokens=tokens)
-        return None if chosen is None else chosen[:, None], stats
+        chosen, losses = map_queries(lambda queries: block(queries, of_keys), of_queries, length, heads)
+        if chosen is not None:
+            chosen = jnp.moveaxis(chosen, 0, 1).reshape(chosen.shape[1], 1, -1, length)[:, :, :length]
+        if losses is None:
+            return chosen, None
+        tokens = jnp.sum((ctx.positions >= 0).astype(jnp.float32))
+        return chosen, IndexerStats(loss=jnp.sum(losses), tokens=tokens)
 
     def choose_cached(self, index: Index, past: Past, mask: Mask, ctx: Context) -> CachedChoice | None:
         """Which tokens of a call and of a past are attended to; None: all that are seen.
@@ -216,32 +214,6 @@ class Indexer(eqx.Module):
             return CachedChoice(present=jnp.any(own, axis=2)[:, None], past=None, slots=best)
         chosen = best_of_each(scores, top_k)[:, None]
         return CachedChoice(present=chosen[..., slots:], past=chosen[..., :slots], slots=None)
-
-
-def best_of_each(scores: Float32[Array, "*rows keys"], count: int) -> Bool[Array, "*rows keys"]:
-    """Which scores are among the best `count` of their row; of equals those that come first.
-
-    The last of them is found bit by bit, as the largest number that `count` scores reach: a TPU would sort a row in
-    many more passes, and what a mesh splits stays where it is.
-    """
-    if count >= scores.shape[-1]:
-        return jnp.ones(scores.shape, bool)
-    ordered = _ordered_bits(jax.lax.stop_gradient(scores))
-
-    def narrow(i, last):
-        higher = last | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
-        return jnp.where(jnp.sum(ordered >= higher, axis=-1, keepdims=True) >= count, higher, last)
-
-    last = jax.lax.fori_loop(0, 32, narrow, jnp.zeros((*scores.shape[:-1], 1), jnp.uint32))
-    above, equal = ordered > last, ordered == last
-    left = count - jnp.sum(above, axis=-1, keepdims=True)
-    return above | (equal & (jnp.cumsum(equal, axis=-1) <= left))
-
-
-def _ordered_bits(x: Float32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    """Integers in the order of the numbers, both zeros being one."""
-    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def _scores(
@@ -268,21 +240,3 @@ def _log_softmax(scores: Array, chosen: Bool[Array, "..."]) -> Array:
     top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, initial=EMPTY))
     total = jnp.sum(jnp.exp(scores - top), axis=-1, keepdims=True)
     return scores - top - jnp.log(jnp.where(total > 0, total, 1.0))
-
-
-def _over_blocks(block, of_queries, of_keys, length: int, count: int):
-    """`block` over `count` blocks of queries: a mask for each query, joined, and a loss, summed."""
-    if count == 1:
-        return block(of_queries, of_keys)
-    size = -(-length // count)
-
-    def cut(x):
-        nothing = -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0  # no position
-        x = jnp.pad(x, [(0, 0), (0, -length % size)] + [(0, 0)] * (x.ndim - 2), constant_values=nothing)
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
-
-    cuts = jax.tree.map(cut, of_queries)
-    chosen, losses = jax.lax.map(lambda queries: block(queries, of_keys), cuts)
-    if chosen is not None:
-        chosen = jnp.moveaxis(chosen, 0, 1).reshape(chosen.shape[1], -1, chosen.shape[-1])[:, :length]
-    return chosen, None if losses is None else jnp.sum(losses)

@@ -10,11 +10,11 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.axes import named_leaves
-from eqx_decoders.layers import indexer as module
-from eqx_decoders.layers.indexer import Index, IndexerConfig, best_of_each
+from eqx_decoders.layers import indexer as module, selection
+from eqx_decoders.layers.indexer import Index, IndexerConfig
 from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.mask import Causal, SlidingWindow
-from eqx_decoders.layers.memory import KVShape, Past
+from eqx_decoders.layers.memory import KVShape, Past, StackedPast
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.training.batches import Batch
@@ -121,7 +121,7 @@ def test_the_best_of_each_row():
     draws[2] = np.where(np.abs(draws[2]) < 0.7, np.copysign(0.0, draws[2]), draws[2])
     draws[3][:, 5:] = -np.inf
     for count in (1, 7, 36, 37, 40):
-        found = np.asarray(best_of_each(jnp.asarray(draws), count))
+        found = np.asarray(selection.best_of_each(jnp.asarray(draws), count))
         for at in np.ndindex(draws.shape[:2]):
             assert set(np.flatnonzero(found[at])) == set(best(list(draws[at]), count)), (at, count)
 
@@ -135,12 +135,12 @@ def learning(warmup: bool, top_k: int = 2, weight: float = 0.5) -> IndexerConfig
 
 @pytest.mark.parametrize(
     "warmup, top_k, tile",
-    [(False, 2, module.TILE), (False, 2, 40), (True, 2, 40), (False, 20, module.TILE)],
+    [(False, 2, selection.TILE), (False, 2, 80), (True, 2, 40), (False, 20, selection.TILE)],
     ids=["sparse", "sparse in blocks", "warmup", "few keys"],
 )
 def test_it_learns_from_the_attention_over_what_is_attended_to(warmup, top_k, tile, monkeypatch):
     """The divergence by a loop; its gradient moves the indexer alone, by differences of the loop."""
-    monkeypatch.setattr(module, "TILE", tile)
+    monkeypatch.setattr(selection, "TILE", tile)
     layer = drawn(indexer=learning(warmup, top_k))
 
     def loss(both):
@@ -225,6 +225,9 @@ def test_warmup_leaves_attention_dense():
         for name, options in {"dense": dict(top_k=13), "warmup": dict(warmup=True), "sparse": {}}.items()
     }
     assert_close(logits["warmup"], logits["dense"])
+    model = filled(decoder(warmup=True))
+    _, cache = extend(model, tokens[:, :12], ed.init_cache(model.config, 2, 13, dtype=jnp.float32))
+    assert_close(extend(model, tokens[:, 12:], cache)[0], logits["dense"][:, 12:], units=256)
     assert np.abs(logits["sparse"] - logits["dense"]).max() > 1e-2
 
 
@@ -290,6 +293,17 @@ def test_generation_chooses_like_the_whole():
     tokens = ed.generate(model, prompt, max_new_tokens=5)
     whole = jnp.concatenate([prompt, tokens], axis=1)
     np.testing.assert_array_equal(tokens, jnp.argmax(eqx.filter_jit(model)(whole).logits, axis=-1)[:, 5:-1])
+
+
+def test_single_slots_are_read_from_the_cache_of_all_layers():
+    """A slot beyond the last is none, though the last one holds a token."""
+    draws = jnp.asarray(np.random.default_rng(0).normal(size=(3, 2, 1, 4, 5)), jnp.float32)
+    past = StackedPast(key=draws, layer=jnp.asarray(1), positions=jnp.asarray([[0, 1, 2, 3], [0, 1, -1, 7]]))
+    key, positions = past.at(jnp.asarray([[3, 5, 0], [4, 3, 2]]))
+    assert positions.tolist() == [[3, -1, 0], [-1, 7, -1]]
+    np.testing.assert_array_equal(key[0, [0, 2], 0], draws[1, 0, 0, jnp.asarray([3, 0])])
+    np.testing.assert_array_equal(key[1, 1:, 0], draws[1, 1, 0, jnp.asarray([3, 2])])
+    np.testing.assert_array_equal(past.whole().key, draws[1])
 
 
 def test_it_is_remembered_beside_the_latents():

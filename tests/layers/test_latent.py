@@ -14,6 +14,7 @@ import eqx_decoders as ed
 from eqx_decoders.axes import axes, named_leaves, product_axes, replaced
 from eqx_decoders.describe import describe
 from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.layers.indexer import IndexerConfig
 from eqx_decoders.layers.kernel import attend
 from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.mask import Bidirectional, Chunked, SlidingWindow
@@ -335,13 +336,17 @@ def test_the_cache_is_one_short_vector_a_token():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mixer", ["latent", "one-head-a-device"])
+@pytest.mark.parametrize("mixer", ["latent", "indexed", "one-head-a-device"])
 def test_a_decoding_step_on_tpu_does_not_copy_the_cache(mixer):
     """Compiled for a v5p, without one: temporaries are far less than the cache."""
     layout = ed.Layout.create(data=2, tensor=2, devices=tpu_devices("v5p:2x2x1"))
     sizes = dict(num_heads=16, q_rank=None, kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
-    latent, heads = LatentAttentionConfig(**sizes), AttentionConfig(num_heads=16, num_kv_heads=2, head_dim=128)
-    block = ed.BlockConfig(mixer=latent if mixer == "latent" else heads, mlp=None, pre_mixer_norm=RMSNormConfig())
+    mixers = {
+        "latent": LatentAttentionConfig(**sizes),
+        "indexed": LatentAttentionConfig(**sizes | dict(q_rank=512, indexer=IndexerConfig())),
+        "one-head-a-device": AttentionConfig(num_heads=16, num_kv_heads=2, head_dim=128),
+    }
+    block = ed.BlockConfig(mixer=mixers[mixer], mlp=None, pre_mixer_norm=RMSNormConfig())
     config = ed.DecoderConfig(vocab_size=VOCAB, embed_dim=1024, blocks=(block,) * 16, final_norm=None)
     precision = ed.Precision(params=jnp.bfloat16, compute=jnp.bfloat16)
     model = ed.abstract(config, layout=layout, precision=precision)

@@ -82,7 +82,7 @@ def test_a_step_clips_after_the_optimizer():
 
     def stepped(threshold, parts):
         config = StepConfig(qk_clip_threshold=threshold, gradient_accumulation_steps=parts)
-        trainer = Trainer.create(OptimizerConfig(learning_rate=1e-2, warmup_steps=0), model, steps=4, config=config)
+        trainer = Trainer.create(OptimizerConfig(eps=1.0, warmup_steps=0), model, steps=4, config=config)
         return eqx.filter_jit(trainer.advance)(trainer.init(model, key=jax.random.key(0)), batch)
 
     for parts in (1, 2):
@@ -92,6 +92,17 @@ def test_a_step_clips_after_the_optimizer():
         assert_close(metrics.stats.max_scores, largest, units=64)
         assert_close(named_leaves(state.model), named_leaves(qk_clip(plain.model, largest, 1.0)), units=256)
     assert_close(named_leaves(stepped(1e4, parts)[0].model), named_leaves(plain.model), units=256)
+
+
+def test_largest_scores_may_be_negative():
+    """Of documents of one token; over microbatches, too."""
+    tokens = jnp.asarray([[3], [5]])
+    model = filled(decoder())
+    largest = maxima(model, tokens, jnp.ones_like(tokens))
+    assert np.any(largest < 0)
+    config = StepConfig(qk_clip_threshold=1e4, gradient_accumulation_steps=2)
+    trainer = Trainer.create(OptimizerConfig(), model, steps=4, config=config)
+    assert_close(eqx.filter_jit(trainer._gradient)(model, Batch(tokens=tokens), None)[1].stats.max_scores, largest)
 
 
 def test_layers_of_multi_token_prediction_are_clipped():
