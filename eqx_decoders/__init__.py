@@ -22,7 +22,7 @@ if os.environ.get("EQX_DECODERS_TYPECHECK", "0") not in ("", "0"):
     # the tower: whole numbers are welcome where a float is asked for
     install_import_hook("eqx_decoders", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
-from eqx_decoders.block import Block as Block, BlockConfig as BlockConfig, BranchConfig as BranchConfig
+from eqx_decoders.block import Block as Block, BlockConfig as BlockConfig
 from eqx_decoders.cache import Cache as Cache
 from eqx_decoders.context import Context as Context, Execution as Execution, Inputs as Inputs
 from eqx_decoders.create import (
@@ -42,6 +42,7 @@ from eqx_decoders.errors import (
     DataError as DataError,
     EqxDecodersError as EqxDecodersError,
 )
+from eqx_decoders.further import BranchConfig as BranchConfig
 from eqx_decoders.layers.router import (
     RoutingStats as RoutingStats,
     load_balance_loss as load_balance_loss,

@@ -9,36 +9,16 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_number, check_word
+from eqx_decoders.further import Branch, BranchConfig
 from eqx_decoders.layers.branch import BranchLayer
 from eqx_decoders.layers.dropout import dropout
-from eqx_decoders.layers.kinds import Channel, ChannelConfig, FurtherConfig, Mixer, MixerConfig
+from eqx_decoders.layers.kinds import Channel, ChannelConfig, Mixer, MixerConfig
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.remat import save
 from eqx_decoders.stats import ActivationStats, BlockStats
 from eqx_decoders.wiring.base import BranchFunction, WiringModule
 from eqx_decoders.wiring.kinds import WIRINGS, WiringOrName
 from eqx_decoders.wiring.residual import Sequential
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BranchConfig:
-    """A further layer of a block, with a norm before it and one on its output."""
-
-    layer: FurtherConfig
-    pre_norm: NormConfig | None = None
-    post_norm: NormConfig | None = None
-
-    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Branch":
-        norms = (None if norm is None else norm.build(embed_dim) for norm in (self.pre_norm, self.post_norm))
-        return Branch(self.layer.build(embed_dim, key=key), *norms)
-
-
-class Branch(eqx.Module):
-    """A further layer of a block."""
-
-    layer: BranchLayer
-    pre_norm: Norm | None
-    post_norm: Norm | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,9 +25,12 @@ from eqx_decoders.layers.block_selection import BlockSelection
 from eqx_decoders.layers.embedding import LearnedPositions, SinusoidalPositions
 from eqx_decoders.layers.engram import EngramConfig, TokenClasses
 from eqx_decoders.layers.experts import ExpertsConfig
+from eqx_decoders.layers.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.indexer import IndexerConfig
+from eqx_decoders.layers.kimi_delta import KimiDeltaAttentionConfig
 from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.learned_init import LearnedInitConfig
+from eqx_decoders.layers.mamba2 import Mamba2Config
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
 from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
@@ -177,6 +180,22 @@ OPTIONS: dict[type, tuple] = {
         lambda c: block(mixer=c),
         dict(attention=dataclasses.replace(MIXER, rope=None), teacher_heads=2, teacher_kv_heads=6, teacher_head_dim=4)
         | dict(general=True),
+    ),
+    GatedDeltaNetConfig: (
+        GatedDeltaNetConfig(num_key_heads=2, num_heads=4, key_dim=4, value_dim=3),
+        lambda c: block(mixer=c),
+        dict(num_key_heads=1, num_heads=8, key_dim=6, value_dim=5, taps=2, norm=RMSNormConfig(eps=0.5)),
+    ),
+    Mamba2Config: (
+        Mamba2Config(num_heads=4, value_dim=3, num_groups=2, key_dim=4),
+        lambda c: block(mixer=c),
+        dict(num_heads=8, value_dim=5, num_groups=1, key_dim=6, taps=2, taps_bias=False, dt_min=2.0, dt_max=0.1)
+        | dict(eps=0.5),
+    ),
+    KimiDeltaAttentionConfig: (
+        KimiDeltaAttentionConfig(num_heads=2, head_dim=4, gate_rank=3),
+        lambda c: block(mixer=c),
+        dict(num_heads=3, head_dim=6, gate_rank=2, taps=2, norm=RMSNormConfig(eps=0.5)),
     ),
     LinearConfig: (LinearConfig(), lambda c: block(mlp=c), {}),
     MLPConfig: (
@@ -452,10 +471,9 @@ SHOWN_IN = {
 }
 # What is passed between functions and what families are made of: data, and no settings of a user.
 DATA = {
-    "Blocks", "KVShape", "ChatTemplate", "Difference", "Family", "GenerationConfig", "Greedy", "Kernel", "Origin",
-    "Recipe", "RemoteFile", "Shape", "StateShape", "StoredTensor", "MXFP4Tensor", "BlockScaledTensor", "TailShape",
-    "TextModel", "Weight", "WeightMapping", "Wiring", "Part", "Section",
-    "BranchFunction",
+    "Blocks", "KVShape", "ChatTemplate", "Difference", "Family", "GenerationConfig", "Greedy", "Kernel", "ModelInfo",
+    "Origin", "Recipe", "RemoteFile", "Shape", "StateShape", "StoredTensor", "MXFP4Tensor", "BlockScaledTensor",
+    "TailShape", "TextModel", "Weight", "WeightMapping", "Wiring", "Part", "Section", "BranchFunction",
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ for each layer, and last layers that read the keys and values of earlier ones.
 import functools
 from typing import Any
 
-from eqx_decoders.block import BlockConfig, BranchConfig
+from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.family import Family, Weight
@@ -27,6 +27,7 @@ from eqx_decoders.families.shape import (
     write_masks,
     write_sizes,
 )
+from eqx_decoders.further import BranchConfig
 from eqx_decoders.layers.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.mask import Causal, Mask

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.block import BlockConfig, BranchConfig
+from eqx_decoders.block import BlockConfig
+from eqx_decoders.further import BranchConfig
 from eqx_decoders.layers.attention import AttentionConfig
 from eqx_decoders.layers.embedding import LearnedPositions
 from eqx_decoders.layers.engram import EngramConfig

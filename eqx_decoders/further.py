@@ -1,0 +1,31 @@
+"""Further layers of a block, beside its mixer and its MLP."""
+
+import dataclasses
+
+import equinox as eqx
+from jaxtyping import PRNGKeyArray
+
+from eqx_decoders.layers.branch import BranchLayer
+from eqx_decoders.layers.kinds import FurtherConfig
+from eqx_decoders.layers.norm import Norm, NormConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BranchConfig:
+    """A further layer of a block, with a norm before it and one on its output."""
+
+    layer: FurtherConfig
+    pre_norm: NormConfig | None = None
+    post_norm: NormConfig | None = None
+
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Branch":
+        norms = (None if norm is None else norm.build(embed_dim) for norm in (self.pre_norm, self.post_norm))
+        return Branch(self.layer.build(embed_dim, key=key), *norms)
+
+
+class Branch(eqx.Module):
+    """A further layer of a block."""
+
+    layer: BranchLayer
+    pre_norm: Norm | None
+    post_norm: Norm | None
