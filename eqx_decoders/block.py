@@ -14,7 +14,7 @@ from eqx_decoders.layers.branch import BranchLayer
 from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.layers.kinds import Channel, ChannelConfig, Mixer, MixerConfig
 from eqx_decoders.layers.norm import Norm, NormConfig
-from eqx_decoders.remat import save
+from eqx_decoders.remat import get_remat, save
 from eqx_decoders.stats import ActivationStats, BlockStats
 from eqx_decoders.wiring.base import BranchFunction, WiringModule
 from eqx_decoders.wiring.kinds import WIRINGS, WiringOrName
@@ -171,3 +171,16 @@ class Block(eqx.Module):
 def _reads_streams(layer: Any) -> bool:
     """Whether a layer reads and writes all residual streams, which else each wiring reads and writes for it."""
     return getattr(layer, "reads_streams", False)
+
+
+def checkpointed(ctx: Context, *, prevent_cse: bool) -> Any:
+    """One block's call under the remat policy: what it does not name is computed again in the backward pass."""
+
+    def run(block, x, ctx, past, key):
+        return block(x, ctx, past, key=key)
+
+    remat = get_remat(ctx.execution.remat)
+    if remat is None:
+        return run
+    # inside a scan nothing can be shared between the forward and the backward loop, so XLA need not be kept from it
+    return eqx.filter_checkpoint(run, policy=remat.policy(), prevent_cse=prevent_cse)

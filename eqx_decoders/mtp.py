@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from eqx_decoders.block import Block, BlockConfig
+from eqx_decoders.block import Block, BlockConfig, checkpointed
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check_integer, check_number
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.numerics import fan_in
-from eqx_decoders.stack import at_layer, checkpointed
+from eqx_decoders.stack import at_layer
 from eqx_decoders.stats import BlockStats
 
 

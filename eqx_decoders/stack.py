@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from eqx_decoders.block import Block, BlockConfig
+from eqx_decoders.block import Block, BlockConfig, checkpointed
 from eqx_decoders.context import Context
 from eqx_decoders.layers.memory import pasts, slices
-from eqx_decoders.remat import get_remat
 from eqx_decoders.stats import BlockStats
 
 
@@ -92,27 +91,32 @@ class Segment(eqx.Module):
         run = checkpointed(ctx, prevent_cse=not scanned)
         weights, static = eqx.partition(self.unit, eqx.is_array)
         reads = None if memories is None or ctx.cache_is_empty else slices(kept)
+        late = scanned and memories is not None
 
         # what others have published is carried only if it is published again: a scan keeps its carry for the gradient
         again = {name for name in ctx.shared if any(block.config.publishes == name for block in self.unit)}
 
         def step(carry, here):
-            (x, shared), (weights, reads, keys, inputs) = carry, here
+            (x, shared), (layer, keys, inputs) = carry, here
             shared = ctx.shared | shared
-            past: Any = (None,) * len(self.unit) if reads is None else pasts(kept, reads)
             entries, stats = [], []
-            for place, block in enumerate(eqx.combine(weights, static)):
+            for place, block in enumerate(static):
                 own = dataclasses.replace(ctx, shared=shared, layer_inputs=inputs[place])
-                x, entry, stat = run(block, x, own, past[place], None if keys is None else keys[place])
+                part = stacked[place] if late else layer[place]
+                arrays, cut = _late(part, layer, x) if late else part
+                past = None if cut is None else pasts(kept[place], cut)
+                x, entry, stat = run(eqx.combine(arrays, block), x, own, past, None if keys is None else keys[place])
                 if block.config.publishes is not None:
-                    shared = shared | {block.config.publishes: (past[place], entry)}
+                    shared = shared | {block.config.publishes: (past, entry)}
                 entries.append({name: entry[name] for name in kept[place]})
                 stats.append(stat)
             known = {name: shared[name] for name in again}
             published = {name: shared[name] for name in shared if name not in ctx.shared}
             return (x, known), (tuple(entries), tuple(stats), published)
 
-        carry, xs = (x, {name: ctx.shared[name] for name in again}), (weights, reads, keys, inputs)
+        stacked = tuple(zip(weights, (None,) * len(self.unit) if reads is None else reads, strict=True))
+        carry = x, {name: ctx.shared[name] for name in again}
+        xs = jnp.arange(self.repeats) if late else stacked, keys, inputs
         if scanned:
             (x, known), (entries, stats, published) = jax.lax.scan(step, carry, xs, length=self.repeats)
             return SegmentOutput(x, entries, stats, ctx.shared | known | at_layer(published, -1))
@@ -140,19 +144,15 @@ class SegmentOutput(NamedTuple):
     shared: dict[str, Any]
 
 
+def _late(stacked: Any, index: Array, x: Array) -> Any:
+    """Layer `index` of a stacked tree, cut out after `x` is known.
+
+    Cut by the scan, the weights of a unit's blocks may all be copied at its begin: for one token that is much memory.
+    """
+    index, _ = jax.lax.optimization_barrier((index, x))
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, keepdims=False), stacked)
+
+
 def at_layer(tree: Any, index: int) -> Any:
     """Layer `index` of a stacked tree."""
     return jax.tree.map(lambda leaf: leaf[index] if eqx.is_array(leaf) else leaf, tree)
-
-
-def checkpointed(ctx: Context, *, prevent_cse: bool) -> Any:
-    """One block's call under the remat policy: what it does not name is computed again in the backward pass."""
-
-    def run(block, x, ctx, past, key):
-        return block(x, ctx, past, key=key)
-
-    remat = get_remat(ctx.execution.remat)
-    if remat is None:
-        return run
-    # inside a scan nothing can be shared between the forward and the backward loop, so XLA need not be kept from it
-    return eqx.filter_checkpoint(run, policy=remat.policy(), prevent_cse=prevent_cse)
