@@ -131,13 +131,19 @@ def count_parameters(config: DecoderConfig) -> int:
 
 
 def with_mtp(config: DecoderConfig, num_depths: int, *, loss_weight: float = 0.1) -> DecoderConfig:
-    """The configuration with multi-token prediction: so many depths of blocks and norms like its last ones."""
+    """The configuration with multi-token prediction: so many depths of blocks and norms like its last ones.
+
+    The block is the last one that mixes tokens with keys and values, or a state, of its own; without further branches.
+    """
     return dataclasses.replace(config, mtp=_mtp_like(config, num_depths, loss_weight))
 
 
 def _mtp_like(config: DecoderConfig, num_depths: int, loss_weight: float) -> MTPConfig:
     norm = RMSNormConfig() if config.final_norm is None else config.final_norm
-    return MTPConfig(num_depths=num_depths, block=config.blocks[-1], norm=norm, loss_weight=loss_weight)
+    # the last that mixes tokens and stands by itself
+    able = [block for block in config.blocks if block.mixer is not None and not getattr(block.mixer, "borrows", None)]
+    alone = dataclasses.replace((able or config.blocks)[-1], before=(), after=(), publishes=None)
+    return MTPConfig(num_depths=num_depths, block=alone, norm=norm, loss_weight=loss_weight)
 
 
 def add_mtp(model: Decoder, num_depths: int, *, loss_weight: float = 0.1, key: PRNGKeyArray) -> Decoder:

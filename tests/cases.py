@@ -19,10 +19,12 @@ from allpairspy import AllPairs
 import eqx_decoders as ed
 from eqx_decoders.axes import named_leaves
 from eqx_decoders.layers.attention import AttentionConfig, QKNorm, QueryTemperature
+from eqx_decoders.layers.block_selection import BlockSelection
 from eqx_decoders.layers.embedding import LearnedPositions, SinusoidalPositions
 from eqx_decoders.layers.engram import EngramConfig
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.gated_delta_net import GatedDeltaNetConfig
+from eqx_decoders.layers.indexer import IndexerConfig
 from eqx_decoders.layers.kimi_delta import KimiDeltaAttentionConfig
 from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.learned_init import LearnedInitConfig
@@ -68,6 +70,7 @@ MIXERS = {
     "fused": dict(fused_qkv=True, qkv_bias=True, sinks=True),
     "shared": dict(shared_kv=True, output_gate=True, query_scale=0.2),
     "tempered": dict(temperature=QueryTemperature(scale=0.5, length=4), soft_cap=2.0),
+    "selecting": dict(blocks=BlockSelection(size=3, top_k=2)),
 }
 NORMS = {  # before and after a layer
     "RMSNorm": (RMSNormConfig(), None),
@@ -140,7 +143,7 @@ SPLITS_HEADS = ("fsdp x tensor", "transpose", "sequence", "context", "expert")
 FACTORS: dict[str, tuple[Any, ...]] = {
     "mesh": tuple(MESHES),
     "channel": tuple(CHANNELS),
-    "mixer": (*MIXERS, "latent", "learned", *RECURRENT),
+    "mixer": (*MIXERS, "latent", "indexed", "learned", *RECURRENT),
     "rope": tuple(ROPES),
     "length": (1, 13, 32, 64, 97, 130),
     "norm": tuple(NORMS),
@@ -169,13 +172,15 @@ CACHED = FACTORS["cache"][1:]
 EXCLUDED: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
     ("heads", ("multi-query",), "mesh", SPLITS_HEADS),  # one head can't be split
     ("mask", ("bidirectional",), "cache", CACHED),  # its past would change with every token
-    ("mixer", ("latent",), "heads", ("grouped", "multi-query")),  # all its heads share one latent
-    ("mixer", ("latent",), "qk_norm", tuple(QK_NORMS)[1:]),  # its norms are those of the latents
+    ("mixer", ("selecting",), "mask", ("window", "chunked", "bidirectional")),  # it selects from the whole past
+    ("mixer", ("indexed",), "mask", ("window", "chunked", "bidirectional")),
+    ("mixer", ("latent", "indexed"), "heads", ("grouped", "multi-query")),  # all its heads share one latent
+    ("mixer", ("latent", "indexed"), "qk_norm", tuple(QK_NORMS)[1:]),  # its norms are those of the latents
     ("wiring", ("chained",), "mixer", tuple(RECURRENT)),  # whose output has the features of the stream
-    ("mixer", ("latent",), "rope", ("none",)),  # it always has rotary features
+    ("mixer", ("latent", "indexed"), "rope", ("none",)),  # it always has rotary features
     ("wiring", ("chained",), "channel", ("none",)),  # one layer feeds the other
     ("wiring", ("chained",), "further", ("engram", "mlp", "per layer")),  # and no other
-    ("borrows", (True,), "mixer", ("latent", "learned", *RECURRENT)),  # they lend nothing
+    ("borrows", (True,), "mixer", ("latent", "indexed", "learned", *RECURRENT)),  # they lend nothing
     ("channel", ("capacity",), "cache", CACHED),  # a piece has fewer places than the whole
     ("dropout", (0.25,), "accumulation", (2,)),  # other microbatches draw other masks
     ("mtp", (1,), "mesh", ("stage",)),  # one depth can't be split over two stages
@@ -290,9 +295,10 @@ def _mixer(case: Case):
     if case["mixer"] in RECURRENT:
         return RECURRENT[case["mixer"]]
     mask, rope = MASKS[case["mask"]], ROPES[case["rope"]]
-    if case["mixer"] == "latent":
-        ranks = dict(q_rank=8 if case["tied"] else None, kv_rank=8, nope_dim=6, rope_dim=8, value_dim=5)
-        return LatentAttentionConfig(num_heads=4, mask=mask, rope=rope, bias=True, **ranks)
+    if case["mixer"] in ("latent", "indexed"):
+        indexer = IndexerConfig(num_heads=12, head_dim=10, top_k=4) if case["mixer"] == "indexed" else None
+        ranks = dict(q_rank=8 if case["tied"] or indexer else None, kv_rank=8, nope_dim=6, rope_dim=8, value_dim=5)
+        return LatentAttentionConfig(num_heads=4, mask=mask, rope=rope, bias=True, indexer=indexer, **ranks)
     heads, kv_heads, head_dim = HEADS[case["heads"]]
     learned = case["mixer"] == "learned"
     attention = AttentionConfig(
