@@ -70,7 +70,7 @@ MIXERS = {
     "fused": dict(fused_qkv=True, qkv_bias=True, sinks=True),
     "shared": dict(shared_kv=True, output_gate=True, query_scale=0.2),
     "tempered": dict(temperature=QueryTemperature(scale=0.5, length=4), soft_cap=2.0),
-    "selecting": dict(blocks=BlockSelection(size=3, top_k=2)),
+    "selecting": dict(selection=BlockSelection(size=3, top_k=2)),
 }
 NORMS = {  # before and after a layer
     "RMSNorm": (RMSNormConfig(), None),

@@ -157,11 +157,11 @@ OPTIONS: dict[type, tuple] = {
         dict(num_heads=2, num_kv_heads=4, head_dim=4, mask=SlidingWindow(2), rope=None, query_scale=0.1, soft_cap=0.5)
         | dict(sinks=True, qk_norm=QKNorm(), qkv_bias=True, out_bias=True, fused_qkv=True, shared_kv=True)
         | dict(output_gate=True, temperature=QueryTemperature(scale=0.5, length=2), out_dim=6, spans=True)
-        | dict(value_norm=RMS, borrows="giver", blocks=BlockSelection(size=1, top_k=2)),
+        | dict(value_norm=RMS, borrows="giver", selection=BlockSelection(size=1, top_k=2)),
     ),
     BlockSelection: (
         BlockSelection(size=1, top_k=2),
-        lambda c: mixer(blocks=c),
+        lambda c: mixer(selection=c),
         dict(size=2, top_k=3),
     ),
     LatentAttentionConfig: (

@@ -76,7 +76,7 @@ class AttentionConfig:
 
     - `num_heads`, `num_kv_heads`, `head_dim`: query heads, key and value heads (a divisor), features of a head.
     - `mask`: which keys a query sees.
-    - `blocks`: of the keys that it sees each query head takes those in a few blocks (MoBA); None takes all.
+    - `selection`: of the keys that it sees each query head takes those in a few blocks (MoBA); None takes all.
     - `spans`: whether the tokens of a span (an image, say) see each other whole, whatever the mask.
     - `rope`: rotary embedding; None for none.
     - `query_scale`: multiplies queries; None for `head_dim ** -0.5`.
@@ -112,7 +112,7 @@ class AttentionConfig:
     output_gate: bool = False
     out_dim: int | None = None
     value_norm: NormConfig | None = None
-    blocks: BlockSelection | None = None
+    selection: BlockSelection | None = None
     borrows: str | None = None
 
     def __post_init__(self):
@@ -136,8 +136,8 @@ class AttentionConfig:
             rule = f"borrows={self.borrows!r} excludes {field}={getattr(self, field)}: keys and values are another's"
             check(self.borrows is None or not getattr(self, field), f"AttentionConfig.{rule}.")
         plain = isinstance(self.mask, Causal) and not self.spans
-        rule = "AttentionConfig.blocks needs mask=Causal() and spans=False: blocks are chosen of what came before"
-        check(self.blocks is None or plain, f"{rule}.")
+        rule = "AttentionConfig.selection needs mask=Causal() and spans=False: blocks are chosen of what came before"
+        check(self.selection is None or plain, f"{rule}.")
         if self.rope is not None:
             self.rope.rotated(self.head_dim)
 
@@ -150,8 +150,8 @@ class AttentionConfig:
     def token_products(self, length: int) -> int:
         """Multiplications per token beside those of the weights: scores and mixtures."""
         keys = seen_keys(self.mask, length)
-        if self.blocks is not None:
-            keys = min(keys, self.blocks.size * self.blocks.top_k)
+        if self.selection is not None:
+            keys = min(keys, self.selection.size * self.selection.top_k)
         return self.num_heads * keys * 2 * self.head_dim
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Attention":
@@ -310,7 +310,7 @@ class Attention(eqx.Module):
 
     def _choose_blocks(self, query: Array, key: Array, past: Past | None, ctx: Context) -> CachedBlocks:
         """Which tokens of this call and of the past are in the blocks that each query takes."""
-        blocks = self.config.blocks
+        blocks = self.config.selection
         if blocks is None:
             return CachedBlocks(None, None)
         if past is None:

@@ -61,7 +61,7 @@ def test_json_gives_the_same_configuration():
     assert len(text) < 20_000
 
 
-@pytest.mark.parametrize("pieces", [(1,) * 7, (5, 1, 3)], ids=str)
+@pytest.mark.parametrize("pieces", [pytest.param((1,) * 7, marks=pytest.mark.slow), (5, 1, 3)], ids=str)
 def test_pieces_equal_the_whole(model, pieces):
     check_pieces(model, pieces)
 

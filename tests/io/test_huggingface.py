@@ -52,7 +52,13 @@ def rewritten(directory, change) -> pathlib.Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=NAMES)
+# further checkpoints of kinds of which another is tried in the quick tests
+MORE = ("qwen3_5_dense", "qwen3_5_moe", "gemma4_dense", "nemotron_h_latent", "granite_hybrid_dense")
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.slow if name in MORE else ()) for name in NAMES]
+)
 def loaded(request):
     directory = FIXTURES / request.param
     return directory, ed.load_hf(directory), np.load(directory / "expected.npz")

@@ -67,7 +67,7 @@ def test_blocks_are_those_of_the_loop(tile, monkeypatch):
 
 def decoder(**options) -> ed.DecoderConfig:
     norm, blocks = RMSNormConfig(), BlockSelection(size=3, top_k=2)
-    mixer = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, blocks=blocks)
+    mixer = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, selection=blocks)
     block = ed.BlockConfig(
         mixer=dataclasses.replace(mixer, **options), mlp=MLPConfig(mlp_dim=8), pre_mixer_norm=norm, pre_mlp_norm=norm
     )
@@ -80,7 +80,7 @@ def test_fast_is_plain():
     want = run(model, tokens, segments)
     fast = model.replace(scan=True, attention="chunked", remat="full").place(ed.Layout.create(fsdp=4, tensor=2))
     assert_close(run(fast, tokens, segments), want, units=256)
-    dense = run(filled(decoder(blocks=None)), tokens, segments)[0]
+    dense = run(filled(decoder(selection=None)), tokens, segments)[0]
     assert np.abs(dense - want[0]).max() > 1e-2
 
 

@@ -242,7 +242,7 @@ def test_rows_travel_as_they_are_on_tpu(monkeypatch):
     monkeypatch.setattr(lax, "ragged_all_to_all", exchange)
     config, layout = dataclasses.replace(RICH, num_experts_per_token=2), ed.Layout.create(expert=4, fsdp=2)
     x, positions = tokens(8, 6)
-    check_equal(program(ed.Execution(layout=layout)), layer(config), x, positions, layout)
+    check_equal(program(ed.Execution(layout=layout, experts="dropless")), layer(config), x, positions, layout)
     assert exchange.called
 
 

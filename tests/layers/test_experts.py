@@ -1,6 +1,7 @@
 """Experts: three forms of the same sum against a loop over tokens in NumPy, and what is dropped; then random layers."""
 
 import dataclasses
+from unittest.mock import Mock
 
 import equinox as eqx
 import jax
@@ -117,6 +118,20 @@ def test_all_forms_are_the_loop_in_values_and_each_other_in_gradients(name):
         assert_close((stats, gradient), results["dense"][1:], units=256)
     assert float(results["capacity"][1].dropped) == 0
     assert np.any(results["dropless"][2][0].down)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "llama4, all of three"])
+def test_few_tokens_on_tpu_go_through_all_experts(name, monkeypatch):
+    """The form that a decoding step has there, on CPU: without copies of tokens and of what experts make of them."""
+    config, shape = CASES[name]
+    layer, (x, positions) = drawn(dataclasses.replace(config, capacity_factor=None)), tokens(shape)
+    want = run(layer, jnp.asarray(x), jnp.asarray(positions), "dense")
+    monkeypatch.setattr(ed.Layout, "platform", "tpu")
+    few = Mock(side_effect=Experts._few)
+    monkeypatch.setattr(Experts, "_few", lambda *args: few(*args))
+    found = eqx.filter_jit(lambda *inputs: run.__wrapped__(*inputs, "auto"))(layer, x, jnp.asarray(positions))
+    assert_close(found, want, units=256)
+    assert few.called
 
 
 @pytest.mark.parametrize("form", ["dropless", "capacity"])

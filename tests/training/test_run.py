@@ -619,6 +619,7 @@ ELSEWHERE = {
         f"OptimizerConfig.{name}": "tests/training/test_optimizer.py::test_adamw_equals_numpy_and_decays_by_path"
         for name in ("weight_decay", "no_decay", "beta1", "beta2")
     },
+    "StepConfig.qk_clip_threshold": "tests/training/test_qk_clip.py::test_a_step_clips_after_the_optimizer",
     "OptimizerConfig.lr_multipliers": (
         "tests/training/test_optimizer.py::test_multiplied_rates_are_those_of_two_optimizers"
     ),
