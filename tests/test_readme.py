@@ -21,7 +21,13 @@ events = []
 jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: events.append(name))
 """
 # Programs of each example: a new model, a step, what generates, and small ones such as zeros for an optimizer.
-MOST_PROGRAMS = {"count by fives": 30, "Layout.create(fsdp=4, tensor=2)": 55, "save_peft": 35, "runs/tiny": 20}
+MOST_PROGRAMS = {
+    "count by fives": 30,
+    "Layout.create(fsdp=4, tensor=2)": 55,
+    "save_peft": 35,
+    "runs/tiny": 20,
+    "class ShortConvolution(": 15,
+}
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
@@ -82,8 +88,15 @@ def test_a_run_of_ones_own_is_read_and_writes(tmp_path):
     assert len(told) == 2 and len("".join(out[2:])) > 10
 
 
+def test_layers_of_ones_own_remember_what_they_say():
+    out, told = run_example("class ShortConvolution(")
+    assert_told(out, told)
+    assert out[-1] == "with a cache as without: True"
+
+
 def test_every_kind_of_user_has_an_example():
-    assert len(EXAMPLES) == 4  # a loop of one's own, many devices, a checkpoint of others, a run of one's own
+    # a loop of one's own, many devices, a checkpoint of others, a run of one's own, layers of one's own
+    assert len(EXAMPLES) == 5
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"`make ([a-z-]+)`", README))))
