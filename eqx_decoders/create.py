@@ -143,6 +143,10 @@ def _mtp_like(config: DecoderConfig, num_depths: int, loss_weight: float) -> MTP
     # the last that mixes tokens and stands by itself
     able = [block for block in config.blocks if block.mixer is not None and not getattr(block.mixer, "borrows", None)]
     alone = dataclasses.replace((able or config.blocks)[-1], before=(), after=(), publishes=None)
+    if alone.mlp is None:  # layers of one branch: both kinds together
+        fed = next((block for block in reversed(config.blocks) if block.mlp is not None), alone)
+        norms = dict(pre_mlp_norm=fed.pre_mlp_norm, post_mlp_norm=fed.post_mlp_norm)
+        alone = dataclasses.replace(alone, mlp=fed.mlp, **norms)
     return MTPConfig(num_depths=num_depths, block=alone, norm=norm, loss_weight=loss_weight)
 
 

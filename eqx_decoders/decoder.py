@@ -123,8 +123,9 @@ class DecoderConfig:
                     raise ConfigError(f"{where} {rule}.")
                 known[block.publishes] = (mixer.num_kv_heads, mixer.head_dim, mixer.mask)
         ahead = None if self.mtp is None else self.mtp.block
-        alone = ahead is None or not (getattr(ahead.mixer, "borrows", None) or _takers((ahead,)))
-        check(alone, "DecoderConfig.mtp.block can't borrow keys and values, or take an embedding of its own.")
+        alone = ahead is None or not (getattr(ahead.mixer, "borrows", None) or _takers((ahead,)) or ahead.before)
+        rule = "can't borrow keys and values, take an embedding of its own, or have branches before its mixer"
+        check(alone, f"DecoderConfig.mtp.block {rule}.")
 
     @property
     def wiring(self) -> WiringConfig:

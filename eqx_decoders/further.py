@@ -5,6 +5,7 @@ import dataclasses
 import equinox as eqx
 from jaxtyping import PRNGKeyArray
 
+from eqx_decoders.errors import check
 from eqx_decoders.layers.branch import BranchLayer
 from eqx_decoders.layers.kinds import FurtherConfig
 from eqx_decoders.layers.norm import Norm, NormConfig
@@ -17,6 +18,10 @@ class BranchConfig:
     layer: FurtherConfig
     pre_norm: NormConfig | None = None
     post_norm: NormConfig | None = None
+
+    def __post_init__(self):
+        rule = "must be one of layers.kinds.FurtherConfig: what experts tell of their loads is told of the MLP's alone"
+        check(isinstance(self.layer, FurtherConfig), f"BranchConfig.layer={self.layer!r} {rule}.")
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Branch":
         norms = (None if norm is None else norm.build(embed_dim) for norm in (self.pre_norm, self.post_norm))

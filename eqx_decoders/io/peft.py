@@ -195,7 +195,11 @@ def _adaptable(model: Decoder) -> dict[str, _AdaptableWeight]:
     words, found = axes(model), {}
     for path, mapping in family.bind(model).items():
         split = product_axes(words[path])
-        whole = mapping.section is None and all(name.endswith(_WEIGHT) for name in mapping.names)
+        whole = (
+            mapping.section is None
+            and "experts" not in words[path]
+            and all(name.endswith(_WEIGHT) for name in mapping.names)
+        )
         if split is not None and whole:
             inputs, outputs = mapping.words[: len(split[0])], mapping.words[len(split[0]) :]
             if {frozenset(inputs), frozenset(outputs)} == set(map(frozenset, mapping.groups)):

@@ -26,4 +26,4 @@ ChannelConfig = MLPConfig | LinearConfig | ExpertsConfig
 Channel = MLP | Linear | Experts
 
 # further branches, before the mixer or after the MLP
-FurtherConfig = MLPConfig | LinearConfig | ExpertsConfig | EngramConfig | PerLayerInputConfig
+FurtherConfig = MLPConfig | LinearConfig | EngramConfig | PerLayerInputConfig

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from eqx_decoders.context import Context
+from eqx_decoders.errors import check
 
 
 def look_up(
@@ -22,6 +23,8 @@ def look_up(
     layout, dtype = ctx.execution.layout, ctx.execution.precision.compute
     spec = layout.weight_spec(words, table.shape, "table")
     names = _names(spec[-1])
+    rule = f"Layout.weights splits {words.split()[0]!r} of a table that is looked up; only {words.split()[-1]!r} may be"
+    check(not any(spec[:-1]), f"{rule} split: give the others no mesh axis.")
     if layout.single or not names:
         return jnp.take(table, rows, axis=0, mode="clip").astype(dtype)
     tokens = layout.activation_spec("batch length", rows.shape[:2])

@@ -200,7 +200,7 @@ class KVCache(Memory):
         if row.positions.shape[1] == self.positions.shape[1] and row.ring == self.ring:
             return super().with_row(index, row)
         # a memory of another length: its tokens are written where they belong here
-        turned = jax.vmap(_entries)(*row.slices())
+        turned = jax.vmap(_entries)(row.key, row.value)
         empty = self.row(index).reset(jnp.ones((1,), bool))
         return super().with_row(index, empty.commit(turned, row.positions))
 
@@ -279,13 +279,13 @@ class StateCache(Memory):
         if isinstance(entries, NewState):
             return StateCache(state=entries.state)
         kept = (positions >= 0)[None, :, :, None, None]
-        decay = jnp.where(kept, entries.log_decay, 0.0)
+        # e^-100 is 0 in float32; far below it, differences of sums would lose what is small
+        decay = jnp.where(kept, jnp.maximum(entries.log_decay, -100.0), 0.0)
         key = jnp.where(kept, entries.key.astype(jnp.float32), 0.0)
         value = entries.value.astype(jnp.float32)
-        sums = jnp.cumsum(decay, axis=2)
-        total, later = sums[:, :, -1], jnp.exp(sums[:, :, -1:] - sums)
-        key = key * later
-        state = jnp.exp(total)[..., None] * self.state
+        sums = jnp.flip(jnp.cumsum(jnp.flip(decay, 2), axis=2), 2)  # of a token and all that follow
+        key = key * jnp.exp(jnp.pad(sums[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0), (0, 0))))
+        state = jnp.exp(sums[:, :, 0])[..., None] * self.state
         if key.shape[2] > 8:
             return StateCache(state=state + jnp.einsum("nblhk,nblhv->nbhkv", key, value))
         for token in range(key.shape[2]):  # written out, it is one pass over the state, in place

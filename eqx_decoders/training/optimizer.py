@@ -50,7 +50,17 @@ class OptimizerConfig:
     """cosine, wsd, linear: learning rate at the end, as a share of the peak."""
     weight_decay: float = 0.1
     """Decoupled weight decay, times the learning rate."""
-    no_decay: tuple[str, ...] = ("*norm*", "*bias*", "*sink", "*scale", "embedding.*", "positions.*", "*.table")
+    no_decay: tuple[str, ...] = (
+        "*norm*",
+        "*bias*",
+        "*sink",
+        "*scale",
+        "embedding.*",
+        "positions.*",
+        "*.table",
+        "*.a_log",
+        "*.skip",
+    )
     """Patterns of weights' paths without weight decay."""
     trainable: tuple[str, ...] = ("*",)
     """Patterns of weights' paths that are trained; the rest has no optimizer state."""

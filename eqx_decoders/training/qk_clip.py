@@ -54,6 +54,14 @@ def qk_clip(
     return model
 
 
+def clipped_weights(model: Decoder) -> list[str]:
+    """The paths of the weights that `qk_clip` scales."""
+    found = []
+    for path, find, _ in latent_attentions(model):
+        found += [f"{path}.kv_up", f"{path}.query" if find(model).query_up is None else f"{path}.query_up"]
+    return found
+
+
 def latent_attentions(model: Decoder) -> Iterator[tuple[str, Callable[[Decoder], LatentAttention], slice]]:
     """For each stack of latent attention its path, where it is, and which rows of the statistics are of its layers."""
     begin = 0

@@ -21,7 +21,7 @@ from eqx_decoders.training.balance import expert_configs, update_router_bias
 from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.loss import LossMetrics, token_loss_sum
 from eqx_decoders.training.optimizer import OptimizerConfig, make_optimizer, make_schedule, matching, widened
-from eqx_decoders.training.qk_clip import latent_attentions, qk_clip
+from eqx_decoders.training.qk_clip import clipped_weights, latent_attentions, qk_clip
 
 
 class TrainState(eqx.Module):
@@ -126,6 +126,10 @@ class Trainer(eqx.Module):
         kept = frozen(model)
         words = {name: here for name, here in axes(model).items() if name not in kept}
         trainable = matching(words, optimizer.trainable, "OptimizerConfig.trainable")
+        if config.qk_clip_threshold is not None:
+            fixed = sorted(set(clipped_weights(model)) - trainable)
+            rule = f"StepConfig.qk_clip_threshold={config.qk_clip_threshold} would change {', '.join(fixed[:3])}"
+            check(not fixed, f"{rule}, which OptimizerConfig.trainable leaves out: train them, or leave it out.")
         return cls(
             optimizer=make_optimizer(optimizer, {name: words[name] for name in words if name in trainable}, steps),
             schedule=make_schedule(optimizer, steps),

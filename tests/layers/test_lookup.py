@@ -8,6 +8,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.layers.lookup import look_up
+from eqx_decoders.layout import WEIGHTS
 from tests.compare import assert_close
 
 
@@ -47,6 +48,12 @@ def test_rows_and_gradients_are_those_of_one_device(mesh, shape):
     np.testing.assert_array_equal(run(TABLE, ed.Layout())[1], TABLE[jnp.minimum(rows, 299)])
     placed = jax.device_put(TABLE, jax.NamedSharding(layout.mesh, layout.weight_spec(WORDS)))
     assert_close(run(placed, layout), run(TABLE, ed.Layout()))
+
+
+def test_rows_of_a_table_are_not_split():
+    layout = ed.Layout.create(fsdp=4, tensor=2, weights=WEIGHTS | {"rows": ("tensor",)})
+    with pytest.raises(ed.ConfigError, match=r"Layout\.weights splits 'rows' of a table that is looked up"):
+        found(layout, drawn(8, 4))
 
 
 def test_no_device_gets_the_table():

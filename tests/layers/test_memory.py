@@ -24,6 +24,7 @@ from tests.models import extend, filled, rich_decoder, some_tokens
 
 
 LAYERS, BATCH = 2, 3
+ORDER = jnp.arange(7)[None]
 
 
 @pytest.mark.parametrize(
@@ -80,6 +81,7 @@ def test_a_tail_is_the_last_kept_inputs(dtype):
     "shape",
     [
         KVShape(slots=4, kv_heads=1, head_dim=2, ring=True),
+        KVShape(slots=4, kv_heads=1, head_dim=2, ring=False, values=False, by_slot=True),
         StateShape(heads=1, key_dim=2, value_dim=2),
         TailShape(taps=2, channels=2, dtype="int32"),
     ],
@@ -98,6 +100,10 @@ def test_rows_are_reset_and_copied_alone(shape):
 
 @pytest.mark.parametrize("slots, ring", [(3, True), (12, False), (5, True)])
 def test_a_row_of_another_length_is_written_where_it_belongs(slots, ring):
+    by_slot = dict(kv_heads=2, head_dim=3, ring=False, values=False, by_slot=True)
+    single = KVShape(slots=8, **by_slot).build(LAYERS, 1, jnp.float32)
+    single = single.commit(jax.vmap(lambda key: Entries(key=key, value=None))(jnp.ones((LAYERS, 1, 7, 2, 3))), ORDER)
+    assert KVShape(slots=12, **by_slot).build(LAYERS, 2, jnp.float32).with_row(1, single).key.sum() == LAYERS * 7 * 6
     source = KVShape(slots=8, kv_heads=2, head_dim=3, ring=False).build(LAYERS, 1, jnp.float32)
     key, value = (jnp.asarray(normal(LAYERS, 1, 7, 2, 3, seed=seed)) for seed in (1, 2))
     source = source.commit(jax.vmap(Entries)(key, value), jnp.arange(7)[None])

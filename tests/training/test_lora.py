@@ -389,6 +389,8 @@ def test_bad_settings_are_refused_by_name(field, value):
 def test_what_is_a_matrix():
     assert product_axes(("layers", "embed", "heads", "head_dim")) == (("embed",), ("heads", "head_dim"))
     assert product_axes(("heads", "head_dim", "embed")) == (("heads", "head_dim"), ("embed",))
+    assert product_axes(("ngram_features", "streams", "embed")) == (("ngram_features",), ("streams", "embed"))
+    assert product_axes(("streams", "embed")) is None  # biases of so many streams
     assert product_axes(("embed", "inputs", "mlp")) == (("embed",), ("inputs", "mlp"))
     for words in ("vocab embed", "embed vocab", "layers norm", "layers heads head_dim", "layers embed"):
         assert product_axes(tuple(words.split())) is None
