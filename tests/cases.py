@@ -172,6 +172,7 @@ CACHED = FACTORS["cache"][1:]
 EXCLUDED: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
     ("heads", ("multi-query",), "mesh", SPLITS_HEADS),  # one head can't be split
     ("mask", ("bidirectional",), "cache", CACHED),  # its past would change with every token
+    ("mixer", ("selecting", "indexed"), "dtype", ("bfloat16",)),  # rounded scores choose other keys
     ("mixer", ("selecting",), "mask", ("window", "chunked", "bidirectional")),  # it selects from the whole past
     ("mixer", ("indexed",), "mask", ("window", "chunked", "bidirectional")),
     ("mixer", ("latent", "indexed"), "heads", ("grouped", "multi-query")),  # all its heads share one latent

@@ -13,7 +13,10 @@ from tests.cases import covering_array, decoder_config
 from tests.models import rich_decoder
 
 
-@pytest.mark.parametrize("name", ed.list_models())
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if number % 3 else ()) for number, name in enumerate(ed.list_models())],
+)
 def test_every_model_comes_back(name):
     config = ed.get_config(name)
     assert ed.DecoderConfig.from_json(config.to_json()) == config

@@ -76,10 +76,10 @@ class BlockSelection:
         query, key, keys = jax.lax.stop_gradient((query, key, past.key))
         own, others = positions // self.size, past.positions // self.size
         sums, totals = 0.0, 0.0
-        for blocks, some, pattern in ((others, keys, "bsc,bnsd->bcnd"), (own, key, "bsc,bsnd->bcnd")):
-            inside = jax.nn.one_hot(blocks, count, dtype=some.dtype)
+        for blocks, some, pattern in ((others, keys, "bcs,bnsd->bcnd"), (own, key, "bcs,bsnd->bcnd")):
+            inside = jax.nn.one_hot(blocks, count, dtype=some.dtype, axis=1)  # another order CPUs have no product for
             sums += jnp.einsum(pattern, inside, some, preferred_element_type=jnp.float32)
-            totals += jnp.sum(inside, axis=1, dtype=jnp.float32)
+            totals += jnp.sum(inside, axis=2, dtype=jnp.float32)
         means = sums / jnp.maximum(totals, 1.0)[:, :, None, None]
         index = jnp.arange(count)[None, None]
         earlier = (index < own[:, :, None]) & (totals > 0)[:, None]

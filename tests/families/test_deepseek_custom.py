@@ -61,11 +61,13 @@ def test_json_gives_the_same_configuration():
     assert len(text) < 20_000
 
 
-@pytest.mark.parametrize("pieces", [pytest.param((1,) * 7, marks=pytest.mark.slow), (5, 1, 3)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("pieces", [(1,) * 7, (5, 1, 3)], ids=str)
 def test_pieces_equal_the_whole(model, pieces):
     check_pieces(model, pieces)
 
 
+@pytest.mark.slow
 def test_packed_documents_are_alone(model):
     check_documents(model)
 

@@ -30,7 +30,12 @@ def test_there_and_back(name):
 UNPUBLISHED = ("gpt3", "maxtext", "qwen3-custom", "deepseek-custom", "tiny-moe")
 
 
-@pytest.mark.parametrize("name", [name for name in ed.list_models() if not name.startswith(UNPUBLISHED)])
+PUBLISHED = [name for name in ed.list_models() if not name.startswith(UNPUBLISHED)]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if number % 3 else ()) for number, name in enumerate(PUBLISHED)]
+)
 def test_every_published_model_has_a_config_json(name):
     config = ed.get_config(name)
     written = []

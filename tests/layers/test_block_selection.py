@@ -13,6 +13,7 @@ from eqx_decoders.layers import selection
 from eqx_decoders.layers.attention import AttentionConfig
 from eqx_decoders.layers.block_selection import BlockSelection
 from eqx_decoders.layers.mask import SlidingWindow
+from eqx_decoders.layers.memory import Past
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from tests.compare import assert_close
@@ -119,9 +120,25 @@ def test_blocks_without_tokens_are_not_taken():
         assert_close(logits, want[:, begin:end], units=256)
 
 
+def test_scores_of_rounded_keys_are_not_rounded():
+    """Of the same keys and queries in 16 bits, over a cache, the same blocks."""
+    draws = np.random.default_rng(1)
+    shapes = (2, 3, 4, 8), (2, 3, 2, 8), (2, 2, 9, 8)
+    query, key, keys = (jnp.asarray(draws.normal(size=shape), jnp.bfloat16) for shape in shapes)
+    past = jnp.broadcast_to(jnp.arange(9), (2, 9))
+    positions = past[:, :3] + 9
+
+    def chosen(dtype):
+        given = Past(key=keys.astype(dtype), value=None, positions=past)
+        return BlockSelection(size=3, top_k=2).choose_cached(query.astype(dtype), key.astype(dtype), positions, given)
+
+    for rounded, exact in zip(jax.jit(chosen, static_argnums=0)(jnp.bfloat16), chosen(jnp.float32), strict=True):
+        np.testing.assert_array_equal(rounded, exact)
+
+
 def test_what_does_not_fit_is_refused():
     for options in (dict(mask=SlidingWindow(3)), dict(spans=True)):
-        with pytest.raises(ed.ConfigError, match=r"blocks needs mask=Causal\(\) and spans=False"):
+        with pytest.raises(ed.ConfigError, match=r"selection needs mask=Causal\(\) and spans=False"):
             decoder(**options)
     with pytest.raises(ed.ConfigError, match=r"BlockSelection\.top_k=0"):
         BlockSelection(top_k=0)
