@@ -7,6 +7,7 @@ must agree.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -217,8 +218,9 @@ def covering_array() -> list[dict[str, Any]]:
     missing = legal_pairs().difference(*map(pairs, cases))
     while missing:  # where its greedy choices ended in exclusions
         a, x, b, y = min(missing, key=repr)
-        drawn = (draw(generator) | {a: x, b: y} for _ in range(200))
-        cases.append(max(filter(legal, drawn), key=lambda case: len(pairs(case) & missing)))
+        drawn = (draw(generator) | {a: x, b: y} for _ in itertools.count())
+        some = itertools.islice(filter(legal, drawn), 10)
+        cases.append(max(some, key=lambda case: len(pairs(case) & missing)))
         missing -= pairs(cases[-1])
     return cases
 

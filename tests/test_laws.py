@@ -10,7 +10,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.remat import POLICIES
-from tests.cases import MESHES, check, covering_array, legal_pairs, pairs, random_cases, representative
+from tests.cases import MESHES, RECURRENT, check, covering_array, legal_pairs, pairs, random_cases, representative
 from tests.compare import assert_close
 from tests.models import VOCAB, extend, filled, packed, rich_decoder, run, some_tokens
 from tests.programs import drop_compiled_programs
@@ -18,7 +18,8 @@ from tests.programs import drop_compiled_programs
 
 COVERING = covering_array()
 REPRESENTATIVE = representative(COVERING)
-QUICK = REPRESENTATIVE[:5]  # of `make test`
+# of `make test`: one of them with a state
+QUICK = [*REPRESENTATIVE[:5], next(case for case in REPRESENTATIVE[5:] if case["mixer"] in RECURRENT)]
 FRESH = 24
 
 
