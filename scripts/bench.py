@@ -194,7 +194,7 @@ def experts(repeats: int) -> dict[str, list[float]]:
         return jax.jit(pair).lower(*args).compile(), args
 
     weights = (layer.gate, layer.up, layer.down, rows)
-    plain = both(products, *(each[:1] for each in weights[:3]), rows)
+    plain = both(products, *(each[:1] for each in weights[:3] if each is not None), rows)
     cases = {"dense products": plain, "dropless": both(run("dropless"), layer, x)}
     cases |= {"capacity 1.25": both(run("capacity"), layer, x), "ragged_dot, products alone": both(ragged, *weights)}
     seconds: dict[str, list[float]] = {name: [] for name in cases}

@@ -1,23 +1,34 @@
 """The layers, each with its configuration; weightless maths (rope, mask, kernels) are functions."""
 
 from eqx_decoders.layers.attention import Attention as Attention, AttentionConfig as AttentionConfig, QKNorm as QKNorm
+from eqx_decoders.layers.block_selection import BlockSelection as BlockSelection
 from eqx_decoders.layers.embedding import (
     LearnedPositions as LearnedPositions,
     SinusoidalPositions as SinusoidalPositions,
 )
 from eqx_decoders.layers.engram import Engram as Engram, EngramConfig as EngramConfig, TokenClasses as TokenClasses
 from eqx_decoders.layers.experts import Experts as Experts, ExpertsConfig as ExpertsConfig
+from eqx_decoders.layers.gated_delta_net import (
+    GatedDeltaNet as GatedDeltaNet,
+    GatedDeltaNetConfig as GatedDeltaNetConfig,
+)
+from eqx_decoders.layers.indexer import Indexer as Indexer, IndexerConfig as IndexerConfig
 from eqx_decoders.layers.kernel import (
     KERNELS as KERNELS,
     Kernel as Kernel,
     attend as attend,
     max_scores as max_scores,
 )
+from eqx_decoders.layers.kimi_delta import (
+    KimiDeltaAttention as KimiDeltaAttention,
+    KimiDeltaAttentionConfig as KimiDeltaAttentionConfig,
+)
 from eqx_decoders.layers.latent import (
     LatentAttention as LatentAttention,
     LatentAttentionConfig as LatentAttentionConfig,
 )
 from eqx_decoders.layers.learned_init import LearnedInit as LearnedInit, LearnedInitConfig as LearnedInitConfig
+from eqx_decoders.layers.mamba2 import Mamba2 as Mamba2, Mamba2Config as Mamba2Config
 from eqx_decoders.layers.mask import (
     Bidirectional as Bidirectional,
     Causal as Causal,
@@ -37,9 +48,11 @@ from eqx_decoders.layers.per_layer_embedding import (
     PerLayerEmbeddingConfig as PerLayerEmbeddingConfig,
     PerLayerInputConfig as PerLayerInputConfig,
 )
+from eqx_decoders.layers.recurrence import delta_rule as delta_rule, linear_recurrence as linear_recurrence
 from eqx_decoders.layers.rope import (
     LinearRope as LinearRope,
     Llama3Rope as Llama3Rope,
+    ProportionalRope as ProportionalRope,
     Rope as Rope,
     YarnRope as YarnRope,
 )
