@@ -385,6 +385,7 @@ def test_layers_are_of_use_alone(getkey):
     assert stats == ed.BlockStats()
 
 
+@pytest.mark.slow
 def test_a_rejected_token_leaves_nothing_in_the_cache():
     model, tokens = filled(rich_decoder(2)), some_tokens(1, 9)
     run = eqx.filter_jit(model)

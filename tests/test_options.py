@@ -293,6 +293,7 @@ LEARNS = (IndexerConfig, "loss_weight")
 CASES = [(kind, field) for kind, (_, _, values) in OPTIONS.items() for field in values]
 # where a field that nothing reads would fail a comparison with a checkpoint, or a law, too
 ELSEWHERE_TOO = (GatedDeltaNetConfig, Mamba2Config, KimiDeltaAttentionConfig, EngramConfig, HyperConnections)
+ELSEWHERE_TOO += (IndexerConfig, LatentAttentionConfig, Llama3Rope, YarnRope, LinearRope, LearnedInitConfig, MTPConfig)
 READ = [pytest.param(kind, field, marks=pytest.mark.slow if kind in ELSEWHERE_TOO else ()) for kind, field in CASES]
 
 

@@ -51,6 +51,7 @@ def experts():
     return dataclasses.replace(config, blocks=(block,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_every_legal_name_is_saved_somewhere(capsys, name):
     execution = dict(precision=ed.Precision(compute=jnp.bfloat16)) if name == "quantization" else {}

@@ -155,6 +155,7 @@ def test_pieces_equal_the_whole(model, pieces):
     check_pieces(model, pieces)
 
 
+@pytest.mark.slow
 def test_packed_documents_are_alone(model):
     check_documents(model)
 

@@ -88,7 +88,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("piece", [huggingface._READ, 4 * 24], ids=["whole", "pieces"])
+@pytest.mark.parametrize(
+    "piece", [huggingface._READ, pytest.param(4 * 24, marks=pytest.mark.slow)], ids=["whole", "pieces"]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_read_as_it_was_written(saved, layout, piece, monkeypatch, tmp_path):
     _, model, directory = saved

@@ -178,6 +178,7 @@ def decoder(layers: int = 2, top_k: int = 3, **options) -> ed.DecoderConfig:
     )
 
 
+@pytest.mark.slow
 def test_fast_is_plain():
     """Scanned, blockwise, rematerialised and sharded, with packed rows, in values and gradients."""
     tokens, segments = packed(4)
@@ -187,6 +188,7 @@ def test_fast_is_plain():
     assert_close(run(fast.place(ed.Layout.create(fsdp=4, tensor=2)), tokens, segments), want, units=256)
 
 
+@pytest.mark.slow
 def test_documents_of_a_row_choose_as_if_alone():
     tokens = some_tokens(1, 13)
     segments = jnp.asarray([[1] * 6 + [2] * 7])
@@ -196,6 +198,7 @@ def test_documents_of_a_row_choose_as_if_alone():
     assert_close(whole, jnp.concatenate(alone, axis=1), units=256)
 
 
+@pytest.mark.slow
 def test_the_loss_of_training_is_the_mean_over_layers_and_tokens():
     """With a weight per layer; and microbatches of unequal length give the gradient of the whole."""
     tokens, segments = packed(4)
@@ -218,6 +221,7 @@ def test_the_loss_of_training_is_the_mean_over_layers_and_tokens():
     assert all(np.any(leaf) for leaf in found[0][0].values())
 
 
+@pytest.mark.slow
 def test_warmup_leaves_attention_dense():
     tokens = some_tokens(2, 13)
     logits = {
@@ -252,6 +256,7 @@ def test_tokens_and_chunks_decode_as_the_whole():
         assert_close(logits[:, 0], jnp.take_along_axis(want, here[:, :, None], axis=1)[:, 0], units=256)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "slots", "top_k", "form"), [
     (1, 8, 3, "gathers"), (2, 9, 4, "gathers"), (3, 9, 3, "masks"), (4, 3, 3, "masks"), (2, 3, 5, "takes all"),
 ])  # fmt: skip

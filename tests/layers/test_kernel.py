@@ -469,6 +469,7 @@ def test_selections_of_parts_merge():
     same(*jax.jit(lambda: (merge([part(0, 34, "dot"), part(34, 40, "chunked")]), part(0, 40, "dot")))())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [40, 561])
 @pytest.mark.parametrize("heads", [1, 4])
 def test_largest_scores(length, heads):
@@ -488,6 +489,7 @@ def test_largest_scores(length, heads):
     assert not any(grad.any() for grad in grads)
 
 
+@pytest.mark.slow
 def test_packed_documents_are_not_compared():
     """A block of queries takes no block of keys from before its documents: the second half of a row costs no more."""
     from eqx_decoders.layers.blockwise import _plan, _reach

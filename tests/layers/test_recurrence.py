@@ -173,6 +173,7 @@ def test_equal_keys_are_solved():
     same(all_of(args, None, "head", 64), all_of(args, None, "head", None), tolerance=5e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_half_precision_stays_near(kind):
     args = make(97, kind)
@@ -183,6 +184,7 @@ def test_half_precision_stays_near(kind):
     same(jax.tree.map(lambda x: x.astype(jnp.float32), near), exact, tolerance=2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_long_rows_stay_finite(kind):
     args = make(2048, kind, batch=1, key_heads=1, heads=1)
@@ -190,6 +192,7 @@ def test_long_rows_stay_finite(kind):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((results, grads)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_memory_grows_with_the_length_alone(kind):
     def bytes_at(length):
@@ -202,6 +205,7 @@ def test_memory_grows_with_the_length_alone(kind):
     assert long < 5 * short and long < 4096 * 64 * 4 * 32  # a state for each token would be 64 such arrays
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["head", "channel"])
 def test_sharded_is_single_device(kind):
     """Batch over `data`, heads over `tensor`: the same numbers, and no array is gathered or moved."""

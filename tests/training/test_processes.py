@@ -173,6 +173,7 @@ def two(tmp_path_factory):
     return folder, options, outputs
 
 
+@pytest.mark.slow
 def test_every_process_places_the_rows_of_its_devices(two):
     total = sum(range(48))
     for number in (0, 1):

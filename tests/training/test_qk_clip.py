@@ -74,6 +74,7 @@ def test_each_layer_and_head_has_its_own():
             assert_close(ratio[..., 6:], np.broadcast_to(second, ratio[..., 6:].shape), units=8)
 
 
+@pytest.mark.slow
 def test_a_step_clips_after_the_optimizer():
     """With microbatches: by the largest score over all of them. A threshold above all scores changes nothing."""
     tokens, segments = packed(4)
