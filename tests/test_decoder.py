@@ -294,6 +294,7 @@ def at(model, tokens, *positions):
     return run(model, tokens, jnp.broadcast_to(jnp.asarray(positions), tokens.shape)).logits
 
 
+@pytest.mark.slow
 def test_tokens_beyond_a_cache_are_not_stored(model, overflowed):
     """Tokens 4 and 5 are answered rightly in their own call, and are unknown to all later ones."""
     tokens, first = overflowed

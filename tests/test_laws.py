@@ -19,7 +19,7 @@ from tests.programs import drop_compiled_programs
 COVERING = covering_array()
 REPRESENTATIVE = representative(COVERING)
 # of `make test`: one of them with a state
-QUICK = [*REPRESENTATIVE[:4], next(case for case in REPRESENTATIVE[5:] if case["mixer"] in RECURRENT)]
+QUICK = [*REPRESENTATIVE[:3], next(case for case in REPRESENTATIVE[5:] if case["mixer"] in RECURRENT)]
 FRESH = 24
 
 
@@ -33,7 +33,7 @@ def test_the_quick_cases_have_most_options():
     everything, few, quick = (
         {item for c in cases for item in c.items()} for cases in (COVERING, REPRESENTATIVE, QUICK)
     )
-    assert few == everything and len(quick) > 0.7 * len(everything)
+    assert few == everything and len(quick) > 0.6 * len(everything)
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,7 @@ def expert_states():
     return model, found
 
 
+@pytest.mark.slow
 def test_experts_of_the_depths_are_counted_and_balanced(expert_states):
     """Their rows of the statistics come last, and without tokens whose later one is of another document."""
     model, ((state, metrics), _) = expert_states

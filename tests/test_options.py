@@ -428,6 +428,7 @@ def program(model) -> str:
     return re.sub(r"0x[0-9a-f]+", "", text)
 
 
+@pytest.mark.slow
 def test_every_choice_of_execution_changes_the_program():
     assert set(EXECUTION) == {field.name for field in dataclasses.fields(ed.Execution)}
     sparse = dataclasses.replace(BLOCK, mlp=EXPERTS)

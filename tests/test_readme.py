@@ -65,6 +65,7 @@ def test_a_loop_of_ones_own_learns_to_count():
     assert out[-1] == "[[20 25 30 35 40 45 50 55]]"
 
 
+@pytest.mark.slow
 def test_many_devices_train_save_and_restore():
     out, told = run_example("Layout.create(fsdp=4, tensor=2)", devices=8)
     assert_told(out, told)

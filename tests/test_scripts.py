@@ -47,6 +47,7 @@ def test_train_trains(trained):
     assert list((folder / "profile").rglob("*.xplane.pb"))
 
 
+@pytest.mark.slow
 def test_a_run_killed_and_started_again_has_the_losses_of_one_that_was_not(trained, corpus, tmp_path):
     """SIGTERM behind the first checkpoint: it saves and exits with 143, and goes on from there, bit for bit."""
     folder = tmp_path / "b"
@@ -69,6 +70,7 @@ def test_a_run_killed_and_started_again_has_the_losses_of_one_that_was_not(train
         assert [row[name] for row in again] == [row[name] for row in whole], name
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_a_tokenizer_is_trained_ends_it_at_once(tmp_path):
     """In a call that does not return to Python: what is kept is said, and the same command starts again."""
     lines = (json.dumps({"text": " ".join(map(str, range(n, n + 200)))}) for n in range(0, 2_000_000, 200))
@@ -95,6 +97,7 @@ def test_generate_continues_each_line_of_its_input(trained):
     assert first.startswith("the quick") and len(first) > len("the quick") and len(second) > 1
 
 
+@pytest.mark.slow
 def test_convert_converts_and_mistakes_have_a_code(tmp_path):
     out, _ = run("convert.py", "import", CHAT, tmp_path / "run")
     assert "12,360 weights" in out

@@ -140,6 +140,7 @@ SHARDED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows, sampler, sizes", SHARDED, ids=str)
 def test_a_sharded_model_writes_what_one_device_writes(model, rows, sampler, sizes):
     """Rows that the axes divide, and those that they don't: these are the same on several devices."""

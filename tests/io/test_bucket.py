@@ -28,6 +28,7 @@ def names(directory):
     return {path.name for path in epath.Path(directory).iterdir()}
 
 
+@pytest.mark.slow
 def test_save_keep_and_restore(directory):
     with Checkpoints(directory, max_checkpoints=2) as checkpoints:
         assert checkpoints.steps == ()

@@ -154,6 +154,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_templates_end_in_a_sentence(name, monkeypatch):
     monkeypatch.setattr(chat, "SECONDS", 0.3)

@@ -457,6 +457,7 @@ def operations(limit: int, patch: pytest.MonkeyPatch) -> list[str]:
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remove", ["first", "last"])
 def test_a_kill_at_any_point_of_a_deletion_leaves_no_half_step(mode, tmp_path, monkeypatch, remove):
     """Which file of a directory goes first is not known: the one that says that the step is whole, or all others."""
@@ -617,6 +618,7 @@ with writing, Checkpoints(sys.argv[1], max_checkpoints=2) as checkpoints:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trials", [1, pytest.param(25, marks=pytest.mark.slow)])
 def test_sigkill_while_saving_leaves_a_loadable_step(tmp_path, mode, trials):
     pick, template = random.Random(1), {"x": jnp.zeros(1 << 20), "n": jnp.int32(0)}

@@ -311,6 +311,7 @@ def check_model(mesh, exchange):
     assert_close(loss(many, ed.Batch(tokens=tokens, segment_ids=segments)), want, units=512)
 
 
+@pytest.mark.slow
 def test_a_model_on_a_mesh_equals_one_device():
     """Scanned and with its activations computed again; statistics and the losses made of them too."""
     check_model(dict(expert=2, fsdp=2, tensor=2), "gather")

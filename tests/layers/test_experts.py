@@ -329,6 +329,7 @@ def check_forms(config, shape, seed):
         assert_close((out, stats, gradient), dense, units=256)
 
 
+@pytest.mark.slow
 @given(config=layers(), shape=shapes, seed=seeds)
 @few
 def test_dense_dropless_and_capacity_are_equal(config, shape, seed):

@@ -415,6 +415,7 @@ def test_spans(mask, length):
     np.testing.assert_allclose(chunked[0][0], expected[0], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_spans_across_padding():
     """Padding in the midst of a span, as long as several blocks, hides nothing of it."""
     positions, ids = np.full((2, 900), -1, np.int32), np.zeros((2, 900), np.int32)

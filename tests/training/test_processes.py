@@ -173,7 +173,6 @@ def two(tmp_path_factory):
     return folder, options, outputs
 
 
-@pytest.mark.slow
 def test_every_process_places_the_rows_of_its_devices(two):
     total = sum(range(48))
     for number in (0, 1):
@@ -290,6 +289,7 @@ sys.exit(train.main(["--distributed", *json.loads(sys.argv[2])]))
 """
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_in_another_process_leaves_nothing_behind(tmp_path):
     run = tmp_path / "run"
     both = launch(tmp_path, settings(tmp_path) | {"--run-dir": run}, worker=IMPATIENT, each=({}, {"--seq-len": 32}))

@@ -230,6 +230,7 @@ def test_the_share_of_the_peak_is_at_most_all_of_it(folder):
     assert max(run.column("mfu")) == 1
 
 
+@pytest.mark.slow
 @shows("TrainConfig.final_eval_batches")
 def test_a_run_on_a_mixture_tells_of_each_source_and_goes_on_with_other_weights(folder):
     """Each has a held-out set; of how many batches of them the last loss is can be set."""
@@ -263,6 +264,7 @@ def test_a_run_on_a_mixture_tells_of_each_source_and_goes_on_with_other_weights(
     assert last["step"] == 4 and abs(last["eval_loss/texts"] - losses["eval_loss/texts"]) > 1e-4
 
 
+@pytest.mark.slow
 @shows("TrainConfig.params_dtype", "OptimizerConfig.moments_dtype", "OptimizerConfig.ema_decay")
 def test_a_run_in_half_precision_gets_running_means_with_which_it_is_evaluated(folder):
     """Weights and moments are kept in bfloat16, the means in float32; they begin where that is asked for."""
@@ -380,6 +382,7 @@ def test_a_run_tells_where_its_time_goes(folder):
     assert re.search(rf"time of this process: .*starting \d+%.*; goodput of the run {share}%", err), err
 
 
+@pytest.mark.slow
 @shows("TrainConfig.mtp_depths", "TrainConfig.bpe_vocab_size")
 def test_a_run_with_experts_and_draft_tokens_reports_both(folder):
     """Each row has a figure for each layer with experts; the picture and the last loads come at the end."""
