@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
 from eqx_decoders.errors import ConfigError, check, check_integer, check_word
+from eqx_decoders.stack import segments
 
 
 T = TypeVar("T")
@@ -47,6 +48,32 @@ def from_plain(value: Any, hint: Any, where: str) -> Any:
         if value in typing.get_args(kind) if typing.get_origin(kind) is Literal else type(value) is kind:
             return value
     raise ConfigError(f"{where}={value!r} must be {_named(kinds)}.")
+
+
+def decoder_to_json(config: Any) -> str:
+    """A `DecoderConfig` as JSON; repeated layers are written once: `{"repeat": 4, "blocks": …}`."""
+    runs = [
+        {"repeat": repeats, "blocks": [to_plain(block) for block in unit]} for unit, repeats in segments(config.blocks)
+    ]
+    return json.dumps(to_plain(config) | {"blocks": runs}, indent=2) + "\n"
+
+
+def decoder_from_json(text: str, kind: type[T]) -> T:
+    """What `decoder_to_json` was given, a `DecoderConfig` by its class; ConfigError for anything else."""
+    try:
+        plain = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"a configuration must be JSON: {str(error)[:200]}.") from error
+    good = isinstance(plain, dict) and isinstance(plain.get("blocks"), list)
+    check(good, "a configuration must be a JSON object with a list of blocks.")
+    blocks = []
+    for entry in plain["blocks"]:
+        repeated = isinstance(entry, dict) and set(entry) == {"repeat", "blocks"}
+        if repeated:
+            check_integer("DecoderConfig.blocks: repeat", entry["repeat"])
+            check(isinstance(entry["blocks"], list), "DecoderConfig.blocks: repeat needs a list of blocks.")
+        blocks += entry["blocks"] * entry["repeat"] if repeated else [entry]
+    return from_plain(plain | {"blocks": blocks}, kind, "DecoderConfig")
 
 
 def with_fields(config: T, pairs: Sequence[str]) -> T:

@@ -11,14 +11,14 @@ from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.block import BlockConfig
+from eqx_decoders.borrowing import check_borrowing
 from eqx_decoders.cache import Cache, Proposal
-from eqx_decoders.config_json import from_plain, to_plain
+from eqx_decoders.config_json import decoder_from_json, decoder_to_json
 from eqx_decoders.context import Context, Execution, ExecutionOptions, Inputs
 from eqx_decoders.eager import compiled_alone
-from eqx_decoders.errors import ConfigError, check, check_integer, check_number, check_word
+from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.inputs import check_inputs, check_shapes
-from eqx_decoders.layer_inputs import LayerInputs
-from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.layer_inputs import LayerInputs, check_per_layer, takers
 from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.layers.embedding import (
     Head,
@@ -37,11 +37,11 @@ from eqx_decoders.layers.per_layer_embedding import (
     INPUT,
     PerLayerEmbedding,
     PerLayerEmbeddingConfig,
-    PerLayerInputConfig,
 )
 from eqx_decoders.layout import Layout
 from eqx_decoders.mtp import MTP, MTPConfig, MTPOutput, same_document, shift_left
 from eqx_decoders.numerics import normal
+from eqx_decoders.origin import Origin
 from eqx_decoders.sampling import GenerationConfig
 from eqx_decoders.stack import Segment, segments
 from eqx_decoders.stats import BlockStats, join_layer_stats
@@ -100,32 +100,8 @@ class DecoderConfig:
         check_number("DecoderConfig.init_std", self.init_std, above=0)
         if self.logit_soft_cap is not None:
             check_number("DecoderConfig.logit_soft_cap", self.logit_soft_cap, above=0)
-        self._check_borrowing()
-        made = set() if self.per_layer_embedding is None else {self.per_layer_embedding.features}
-        taken = {layer.features for layer in _takers(self.blocks)}
-        rule = f"makes {sorted(made)} features, but layers take {sorted(taken)}: give both, equal, or neither"
-        check(made == taken, f"DecoderConfig.per_layer_embedding {rule}.")
-
-    def _check_borrowing(self) -> None:
-        """Keys and values must have been published by an earlier layer of the same sizes and mask."""
-        known: dict[str, Any] = {}
-        for index, block in enumerate(self.blocks):
-            mixer, where = block.mixer, f"DecoderConfig.blocks[{index}].mixer.borrows"
-            if isinstance(mixer, AttentionConfig) and mixer.borrows is not None:
-                check_word(where, mixer.borrows, known)
-                own = (mixer.num_kv_heads, mixer.head_dim, mixer.mask)
-                rule = "has another num_kv_heads, head_dim or mask than the layer that publishes it"
-                check(own == known[mixer.borrows], f"{where}={mixer.borrows!r} {rule}: {own}.")
-            if block.publishes is not None:
-                rule = "needs attention with keys and values of its own as mixer"
-                where = f"DecoderConfig.blocks[{index}].publishes={block.publishes!r}"
-                if not isinstance(mixer, AttentionConfig) or mixer.borrows is not None:
-                    raise ConfigError(f"{where} {rule}.")
-                known[block.publishes] = (mixer.num_kv_heads, mixer.head_dim, mixer.mask)
-        ahead = None if self.mtp is None else self.mtp.block
-        alone = ahead is None or not (getattr(ahead.mixer, "borrows", None) or _takers((ahead,)) or ahead.before)
-        rule = "can't borrow keys and values, take an embedding of its own, or have branches before its mixer"
-        check(alone, f"DecoderConfig.mtp.block {rule}.")
+        check_borrowing(self.blocks, None if self.mtp is None else self.mtp.block)
+        check_per_layer(self.blocks, self.per_layer_embedding)
 
     @property
     def wiring(self) -> WiringConfig:
@@ -137,29 +113,12 @@ class DecoderConfig:
 
         Every field is there, whatever its default, so that it means the same in later versions.
         """
-        runs = [
-            {"repeat": repeats, "blocks": [to_plain(block) for block in unit]}
-            for unit, repeats in segments(self.blocks)
-        ]
-        return json.dumps(to_plain(self) | {"blocks": runs}, indent=2) + "\n"
+        return decoder_to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> "DecoderConfig":
         """The configuration in the words of `to_json`; ConfigError for classes, fields and values that are none."""
-        try:
-            plain = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"a configuration must be JSON: {str(error)[:200]}.") from error
-        good = isinstance(plain, dict) and isinstance(plain.get("blocks"), list)
-        check(good, "a configuration must be a JSON object with a list of blocks.")
-        blocks = []
-        for entry in plain["blocks"]:
-            repeated = isinstance(entry, dict) and set(entry) == {"repeat", "blocks"}
-            if repeated:
-                check_integer("DecoderConfig.blocks: repeat", entry["repeat"])
-                check(isinstance(entry["blocks"], list), "DecoderConfig.blocks: repeat needs a list of blocks.")
-            blocks += entry["blocks"] * entry["repeat"] if repeated else [entry]
-        return from_plain(plain | {"blocks": blocks}, cls, "DecoderConfig")
+        return decoder_from_json(text, cls)
 
     def build(self, *, key: PRNGKeyArray, execution: Execution = Execution()) -> "Decoder":
         """A new decoder in float32 on the default device; `init` puts it where and in what dtype it belongs."""
@@ -171,12 +130,12 @@ class DecoderConfig:
             count = len(unit) * repeats
             stack.append(Segment.build(unit, self.embed_dim, keys=keys[begin : begin + count]))
             begin += count
-        further, takers = self.per_layer_embedding, len(_takers(self.blocks))
+        further, layers = self.per_layer_embedding, len(takers(self.blocks))
         table = normal(table_key, (self.vocab_size, self.embed_dim), jnp.float32, self.init_std)
         return Decoder(
             embedding=TokenEmbedding(table=table, scale=self.embedding_scale),
             positions=None if self.positions is None else self.positions.build(self.embed_dim, key=position_key),
-            per_layer_embedding=None if further is None else further.build(self.embed_dim, takers, key=per_layer_key),
+            per_layer_embedding=None if further is None else further.build(self.embed_dim, layers, key=per_layer_key),
             segments=tuple(stack),
             final_norm=None if self.final_norm is None else self.final_norm.build(self.embed_dim),
             head=None if self.tied else build_head(self.embed_dim, self.vocab_size, key=head_key),
@@ -184,24 +143,6 @@ class DecoderConfig:
             config=self,
             execution=execution,
         )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Origin:
-    """Where a model was loaded from: what an export needs beyond its configuration.
-
-    **Arguments:**
-
-    - `family`: the `model_type` of its checkpoint.
-    - `settings`: JSON text of those of its settings that don't change what it computes, such as token ids.
-    - `directory`: where its tokenizer is; None if there is none.
-    - `generation`: sampling and stop ids that were published with it.
-    """
-
-    family: str
-    settings: str = "{}"
-    directory: str | None = None
-    generation: GenerationConfig = GenerationConfig()
 
 
 class Output(eqx.Module):
@@ -462,12 +403,6 @@ class Decoder(eqx.Module):
 
     def _keys(self, key: PRNGKeyArray | None) -> tuple[PRNGKeyArray | None, ...]:
         return (None, None, None) if key is None else tuple(jax.random.split(key, 3))
-
-
-def _takers(blocks: tuple[BlockConfig, ...]) -> list[PerLayerInputConfig]:
-    """The layers that get an embedding of their own."""
-    layers = (layer for block in blocks for layer in block.branches().values())
-    return [layer for layer in layers if isinstance(layer, PerLayerInputConfig)]
 
 
 @compiled_alone

@@ -6,6 +6,7 @@ from jaxtyping import Array
 
 from eqx_decoders.block import BlockConfig
 from eqx_decoders.errors import check
+from eqx_decoders.layers.per_layer_embedding import PerLayerEmbeddingConfig, PerLayerInputConfig
 
 
 class LayerInputs:
@@ -45,3 +46,17 @@ class LayerInputs:
 def _taken(block: BlockConfig) -> set[str]:
     """The names of what a block's layers take: each configuration's `takes`."""
     return {name for layer in block.branches().values() for name in getattr(layer, "takes", ())}
+
+
+def check_per_layer(blocks: tuple[BlockConfig, ...], embedding: PerLayerEmbeddingConfig | None) -> None:
+    """Raise ConfigError unless layers take just what the per-layer embedding makes."""
+    made = set() if embedding is None else {embedding.features}
+    taken = {layer.features for layer in takers(blocks)}
+    rule = f"makes {sorted(made)} features, but layers take {sorted(taken)}: give both, equal, or neither"
+    check(made == taken, f"DecoderConfig.per_layer_embedding {rule}.")
+
+
+def takers(blocks: tuple[BlockConfig, ...]) -> list[PerLayerInputConfig]:
+    """The layers that get an embedding of their own."""
+    layers = (layer for block in blocks for layer in block.branches().values())
+    return [layer for layer in layers if isinstance(layer, PerLayerInputConfig)]

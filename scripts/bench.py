@@ -26,15 +26,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from bench_data import encode, make_text, memory, plan, restart, tokenise
+from bench_layers import delta_rule, experts
 
 import eqx_decoders as ed
 from eqx_decoders.families.llama import llama
 from eqx_decoders.families.shape import Shape
-from eqx_decoders.layers import recurrence
-from eqx_decoders.layers.experts import ExpertsConfig
-from eqx_decoders.layers.grouped import grouped_products
-from eqx_decoders.layers.kernel import attend
-from eqx_decoders.layers.mask import Causal
 from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.flops import flops_per_token, measured_flops
@@ -160,85 +156,6 @@ def decode(batch_size: int, new: int = 128) -> dict[str, float]:
         ed.generate(model, prompt, max_new_tokens=new).block_until_ready()
         seconds.append(time.perf_counter() - begin)
     return {"batch": batch_size, "tokens_per_second": batch_size * new / min(seconds)}
-
-
-def experts(repeats: int) -> dict[str, list[float]]:
-    """Seconds, forward and backward, of 64 experts of which each of 2048 tokens uses four, by how they are run.
-
-    All take turns, so that what else the machine does slows all of them. The first is the yardstick: the same active
-    work as three plain products.
-    """
-    tokens, count, chosen, embed, mlp = 2048, 64, 4, 512, 256
-    config = ExpertsConfig(num_experts=count, num_experts_per_token=chosen, mlp_dim=mlp, capacity_factor=1.25)
-    layer = config.build(embed, key=jax.random.key(0))
-    x = jax.random.normal(jax.random.key(1), (1, tokens, embed))
-    rows = jax.random.normal(jax.random.key(2), (tokens * chosen, embed))
-    counts = jnp.full((count,), len(rows) // count, jnp.int32)
-
-    def products(gate, up, down, rows):
-        return (jax.nn.silu(rows @ gate[0]) * (rows @ up[0])) @ down[0]
-
-    def ragged(gate, up, down, rows):
-        gates, ups = grouped_products(rows, (gate, up), counts, block=None)
-        return grouped_products(jax.nn.silu(gates) * ups, (down,), counts, block=None)[0]
-
-    def run(form):
-        ctx = ed.Context(positions=jnp.arange(tokens)[None], execution=ed.Execution(experts=form))
-        return lambda layer, x: layer(x, ctx)[0]
-
-    def both(function, *args):
-        def pair(*args):
-            out, back = jax.vjp(function, *args)
-            return back(out)
-
-        return jax.jit(pair).lower(*args).compile(), args
-
-    weights = (layer.gate, layer.up, layer.down, rows)
-    plain = both(products, *(each[:1] for each in weights[:3] if each is not None), rows)
-    cases = {"dense products": plain, "dropless": both(run("dropless"), layer, x)}
-    cases |= {"capacity 1.25": both(run("capacity"), layer, x), "ragged_dot, products alone": both(ragged, *weights)}
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    for turn in range(repeats + 1):
-        for name, (function, args) in cases.items():
-            if turn > 1 and name.startswith("ragged"):  # a hundred times slower
-                continue
-            begin = time.perf_counter()
-            jax.block_until_ready(function(*args))
-            if turn > 0:  # the first one pays for cache_is_empty memory
-                seconds[name].append(time.perf_counter() - begin)
-    return seconds
-
-
-def delta_rule(length: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds, forward and backward, of two rows of so many tokens in four heads of 64, in f32; all take turns."""
-    shape = (2, length, 4, 64)
-    query, key, value, decay = (jax.random.normal(jax.random.key(seed), shape) for seed in range(4))
-    key, decay = key / jnp.linalg.norm(key, axis=-1, keepdims=True), -jax.nn.softplus(decay)
-    beta, places = jnp.full(shape[:3], 0.5), jnp.tile(jnp.arange(length), (2, 1))
-    options: dict[str, Any] = dict(mask=Causal(), query_positions=places, key_positions=places, aligned=True)
-    forms = {
-        "attention": lambda q, k, v: attend(q, k, v, kernel="chunked", **options)[0],
-        "delta rule": lambda q, k, v: recurrence.delta_rule(q, k, v, decay[..., :1], beta)[0],
-        "delta rule by channel": lambda q, k, v: recurrence.delta_rule(q, k, v, decay, beta)[0],
-        "linear recurrence": lambda q, k, v: recurrence.linear_recurrence(q, k, v, decay[..., :1])[0],
-    }
-
-    def both(function):
-        def pair(*args):
-            out, back = jax.vjp(function, *args)
-            return back(out)
-
-        return jax.jit(pair).lower(query, key, value).compile()
-
-    programs = {name: both(function) for name, function in forms.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for turn in range(repeats + 1):
-        for name, program in programs.items():
-            begin = time.perf_counter()
-            jax.block_until_ready(program(query, key, value))
-            if turn > 0:
-                seconds[name].append(time.perf_counter() - begin)
-    return seconds
 
 
 def aot_experts(name: str, topology: str, mesh: str, exchange: Any) -> dict[str, float]:

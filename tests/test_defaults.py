@@ -79,6 +79,7 @@ def test_every_default_is_the_one_that_is_written_down():
         "wiring.hyper_connections",
         "block",
         "decoder",
+        "origin",
         "sampling",
         "training.step",
         "training.optimizer",

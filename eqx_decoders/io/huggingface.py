@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from eqx_decoders.axes import named_leaves
 from eqx_decoders.context import PrecisionOptions
 from eqx_decoders.create import abstract
-from eqx_decoders.decoder import Decoder, DecoderConfig, Origin
+from eqx_decoders.decoder import Decoder, DecoderConfig
 from eqx_decoders.errors import ConversionError, check
 from eqx_decoders.families import find_family
 from eqx_decoders.families.family import Family, Section, WeightMapping
@@ -36,6 +36,7 @@ from eqx_decoders.io.quantized import checkpoint_tensors, read_scheme
 from eqx_decoders.io.waiting import Waiting
 from eqx_decoders.layout import Layout, device_bytes
 from eqx_decoders.numerics import Precision
+from eqx_decoders.origin import Origin
 
 
 _HEAD = "lm_head.weight"

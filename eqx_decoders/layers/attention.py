@@ -217,6 +217,7 @@ class Attention(eqx.Module):
         return save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj"), entries
 
     def branch(self, x: Array, ctx: Context, past: Past | None, key: PRNGKeyArray | None) -> BranchResult:
+        """`__call__` for a block."""
         return BranchResult(*self(x, ctx, past))
 
     def _attend_heads(self, x: Array, ctx: Context, past: Past | None) -> tuple[Array, Entries | None]:

@@ -184,6 +184,7 @@ class Experts(eqx.Module):
         return ctx.constrain(out, "batch length embed"), dataclasses.replace(stats, dropped=dropped)
 
     def branch(self, x: Array, ctx: Context, past: None, key: PRNGKeyArray | None) -> BranchResult:
+        """`__call__` for a block."""
         out, routing = self(x, ctx, key=key)
         return BranchResult(out, stats={"routing": routing})
 

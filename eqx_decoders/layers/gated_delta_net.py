@@ -17,10 +17,10 @@ from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer
 from eqx_decoders.layers.branch import BranchResult
 from eqx_decoders.layers.convolution import document_starts
-from eqx_decoders.layers.memory import StateShape, TailShape
+from eqx_decoders.layers.memory import StateShape
 from eqx_decoders.layers.norm import Norm, RMSNormConfig
 from eqx_decoders.layers.recurrence import delta_rule
-from eqx_decoders.layers.recurrent import convolved, of_past, only_tokens, proposed_state, unit
+from eqx_decoders.layers.recurrent import of_past, only_tokens, projected_streams, proposed_state, remembered, unit
 from eqx_decoders.numerics import fan_in
 from eqx_decoders.remat import save
 
@@ -60,10 +60,7 @@ class GatedDeltaNetConfig:
     def memory(self, max_length: int) -> dict[str, Any]:
         """A state, and the last inputs of the convolutions, whatever the length."""
         keys, values = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
-        channels = {"query": keys, "key": keys, "value": values}
-        return {"state": self.state} | {
-            name: TailShape(taps=self.taps - 1, channels=count) for name, count in channels.items()
-        }
+        return remembered(self.state, self.taps, query=keys, key=keys, value=values)
 
     def token_products(self, length: int) -> int:
         """Multiplications per token beside those of the weights: the state is asked twice and written once."""
@@ -120,15 +117,13 @@ class GatedDeltaNet(eqx.Module):
         self, x: Float[Array, "batch length embed"], ctx: Context, past: dict[str, Any] | None = None
     ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
         """The layer's output, and what it proposes for its state and for the tails of its convolutions."""
-        config, entries = self.config, {}
-        query, entries["query"] = self._stream(x, self.query, self.query_taps, "query", past, ctx)
-        key, entries["key"] = self._stream(x, self.key, self.key_taps, "key", past, ctx)
-        value, entries["value"] = self._stream(x, self.value, self.value_taps, "value", past, ctx)
-        query, key = unit(query) * config.key_dim**-0.5, only_tokens(unit(key), ctx.positions)
+        config, keys = self.config, "key_heads key_dim"
+        streams, entries = projected_streams(self, x, dict(query=keys, key=keys, value="heads value_dim"), past, ctx)
+        query, key = unit(streams["query"]) * config.key_dim**-0.5, only_tokens(unit(streams["key"]), ctx.positions)
         log_decay, beta = self._decay_and_beta(x, ctx)
         starts, state = document_starts(ctx.positions, ctx.segment_ids), of_past(past, "state")
-        platform = ctx.execution.layout.platform
-        answer, written, state = delta_rule(query, key, value, log_decay, beta, state, starts, platform=platform)
+        inputs, platform = (query, key, streams["value"], log_decay, beta, state, starts), ctx.execution.layout.platform
+        answer, written, state = delta_rule(*inputs, platform=platform)
         entries["state"] = proposed_state(config.state, log_decay, key, written, state, ctx)
         answer = save(ctx.constrain(answer, "batch length heads value_dim"), "attention_out")
         pattern = "batch length embed, embed heads value_dim -> batch length heads value_dim"
@@ -140,15 +135,6 @@ class GatedDeltaNet(eqx.Module):
     def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
         """`__call__` for a block."""
         return BranchResult(*self(x, ctx, past))
-
-    def _stream(
-        self, x: Array, weight: Array, taps: Array, name: str, past: dict[str, Any] | None, ctx: Context
-    ) -> tuple[Float[Array, "batch length heads dims"], Any]:
-        """Queries, keys or values behind their convolution, and what is proposed for its tail."""
-        heads = "heads value_dim" if name == "value" else "key_heads key_dim"
-        projected = ctx.einsum(f"batch length embed, embed {heads} -> batch length {heads}", x, weight)
-        projected = save(ctx.constrain(projected, f"batch length {heads}"), f"{name}_proj")
-        return convolved(projected, taps, None, of_past(past, name), ctx)
 
     def _decay_and_beta(
         self, x: Array, ctx: Context

@@ -17,10 +17,18 @@ from eqx_decoders.context import Context
 from eqx_decoders.errors import check_integer
 from eqx_decoders.layers.branch import BranchResult
 from eqx_decoders.layers.convolution import document_starts
-from eqx_decoders.layers.memory import StateShape, TailShape
+from eqx_decoders.layers.memory import StateShape
 from eqx_decoders.layers.norm import Norm, RMSNormConfig
 from eqx_decoders.layers.recurrence import delta_rule
-from eqx_decoders.layers.recurrent import convolved, of_past, only_tokens, proposed_state, unit
+from eqx_decoders.layers.recurrent import (
+    new_steps,
+    of_past,
+    only_tokens,
+    projected_streams,
+    proposed_state,
+    remembered,
+    unit,
+)
 from eqx_decoders.numerics import fan_in
 from eqx_decoders.remat import save
 
@@ -55,8 +63,8 @@ class KimiDeltaAttentionConfig:
 
     def memory(self, max_length: int) -> dict[str, Any]:
         """A state, and the last inputs of the convolutions, whatever the length."""
-        tail = TailShape(taps=self.taps - 1, channels=self.num_heads * self.head_dim)
-        return {"state": self.state, "query": tail, "key": tail, "value": tail}
+        channels = self.num_heads * self.head_dim
+        return remembered(self.state, self.taps, query=channels, key=channels, value=channels)
 
     def token_products(self, length: int) -> int:
         """Multiplications per token beside those of the weights: the state is asked twice and written once."""
@@ -71,8 +79,6 @@ class KimiDeltaAttentionConfig:
         def taps(key):
             return fan_in(key, (*heads, self.taps), jnp.float32, self.taps)
 
-        # steps from 0.001 to 0.1, whose softplus is inverted, and rates from 1 to 16
-        steps = jnp.exp(jax.random.uniform(keys[11], heads, minval=jnp.log(1e-3), maxval=jnp.log(1e-1)))
         rates = jax.random.uniform(keys[12], heads[:1], minval=1.0, maxval=16.0)
         return KimiDeltaAttention(
             query=new(keys[0], embed_dim, embed_dim, *heads),
@@ -87,7 +93,7 @@ class KimiDeltaAttentionConfig:
             gate_up=new(keys[9], rank, rank, *heads),
             beta=new(keys[10], embed_dim, embed_dim, self.num_heads),
             a_log=jnp.log(rates),
-            dt_bias=steps + jnp.log(-jnp.expm1(-steps)),
+            dt_bias=new_steps(keys[11], *heads),
             norm=self.norm.build(self.head_dim),
             out=new(keys[13], heads[0] * heads[1], *heads, embed_dim),
             config=self,
@@ -118,7 +124,8 @@ class KimiDeltaAttention(eqx.Module):
         self, x: Float[Array, "batch length embed"], ctx: Context, past: dict[str, Any] | None = None
     ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
         """The layer's output, and what it proposes for its state and for the tails of its convolutions."""
-        streams, entries = self._streams(x, ctx, past)
+        words: dict[str, str] = dict.fromkeys(("query", "key", "value"), "heads head_dim")
+        streams, entries = projected_streams(self, x, words, past, ctx)
         query = unit(streams["query"]) * self.config.head_dim**-0.5
         key = only_tokens(unit(streams["key"]), ctx.positions)
         log_decay, beta = self._decay_and_beta(x, ctx)
@@ -135,16 +142,6 @@ class KimiDeltaAttention(eqx.Module):
     def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
         """`__call__` for a block."""
         return BranchResult(*self(x, ctx, past))
-
-    def _streams(self, x: Array, ctx: Context, past: dict[str, Any] | None) -> tuple[dict[str, Array], dict[str, Any]]:
-        """Queries, keys and values behind their convolutions, and what is proposed for their tails."""
-        results = {}
-        for name in ("query", "key", "value"):
-            pattern = "batch length embed, embed heads head_dim -> batch length heads head_dim"
-            projected = ctx.constrain(ctx.einsum(pattern, x, getattr(self, name)), "batch length heads head_dim")
-            taps = getattr(self, f"{name}_taps")
-            results[name] = convolved(save(projected, f"{name}_proj"), taps, None, of_past(past, name), ctx)
-        return {name: out for name, (out, _) in results.items()}, {name: tail for name, (_, tail) in results.items()}
 
     def _low_rank(self, x: Array, down: Array, up: Array, ctx: Context) -> Float[Array, "batch length heads head_dim"]:
         low = ctx.einsum("batch length embed, embed gate_rank -> batch length gate_rank", x, down)

@@ -190,6 +190,7 @@ class LatentAttention(eqx.Module):
         return result.out, result.entries
 
     def branch(self, x: Array, ctx: Context, past: LatentPast | None, key: PRNGKeyArray | None) -> BranchResult:
+        """For a block: the output, what is proposed for a cache, and statistics."""
         low = self._query_input(x, ctx)
         query, latent = self._query(low, ctx), self._latent(x, ctx)
         config, entries, stats = self.config, Entries(key=latent, value=None), {}

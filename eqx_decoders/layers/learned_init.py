@@ -158,6 +158,7 @@ class LearnedInit(eqx.Module):
         return self.materialised(ctx.execution.layout)(x, ctx, past)
 
     def branch(self, x: Array, ctx: Context, past: Past | None, key: PRNGKeyArray | None) -> BranchResult:
+        """`__call__` for a block."""
         return BranchResult(*self(x, ctx, past))
 
     def materialised(self, layout: Layout) -> Attention:

@@ -17,9 +17,16 @@ from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.layers.branch import BranchResult
 from eqx_decoders.layers.convolution import document_starts
-from eqx_decoders.layers.memory import StateShape, TailShape
+from eqx_decoders.layers.memory import StateShape
 from eqx_decoders.layers.recurrence import linear_recurrence
-from eqx_decoders.layers.recurrent import convolved, of_past, only_tokens, proposed_state
+from eqx_decoders.layers.recurrent import (
+    new_steps,
+    of_past,
+    only_tokens,
+    projected_streams,
+    proposed_state,
+    remembered,
+)
 from eqx_decoders.numerics import fan_in
 from eqx_decoders.remat import save
 
@@ -69,21 +76,16 @@ class Mamba2Config:
     def memory(self, max_length: int) -> dict[str, Any]:
         """A state, and the last inputs of the convolutions, whatever the length."""
         keys, values = self.num_groups * self.key_dim, self.num_heads * self.value_dim
-        channels = {"query": keys, "key": keys, "value": values}
-        return {"state": self.state} | {
-            name: TailShape(taps=self.taps - 1, channels=count) for name, count in channels.items()
-        }
+        return remembered(self.state, self.taps, query=keys, key=keys, value=values)
 
     def token_products(self, length: int) -> int:
         """Multiplications per token beside those of the weights: the state is asked once and written once."""
         return 2 * self.num_heads * self.key_dim * self.value_dim
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Mamba2":
-        keys, heads, groups = (
-            jax.random.split(key, 11),
-            (self.num_heads, self.value_dim),
-            (self.num_groups, self.key_dim),
-        )
+        keys = jax.random.split(key, 11)
+        heads = self.num_heads, self.value_dim
+        groups = self.num_groups, self.key_dim
 
         def into(key, *shape):
             return fan_in(key, (embed_dim, *shape), jnp.float32, embed_dim, "normal")
@@ -94,8 +96,6 @@ class Mamba2Config:
         def zeros(*shape):
             return jnp.zeros(shape) if self.taps_bias else None
 
-        # steps from 0.001 to 0.1, whose softplus is inverted, and rates from 1 to 16, as the paper has them
-        steps = jnp.exp(jax.random.uniform(keys[8], (self.num_heads,), minval=jnp.log(1e-3), maxval=jnp.log(1e-1)))
         rates = jax.random.uniform(keys[9], (self.num_heads,), minval=1.0, maxval=16.0)
         return Mamba2(
             gate=into(keys[0], *heads),
@@ -110,7 +110,7 @@ class Mamba2Config:
             key_taps_bias=zeros(*groups),
             query_taps_bias=zeros(*groups),
             a_log=jnp.log(rates),
-            dt_bias=steps + jnp.log(-jnp.expm1(-steps)),
+            dt_bias=new_steps(keys[8], self.num_heads),
             skip=jnp.ones((self.num_heads,)),
             norm_scale=jnp.ones(heads),
             out=fan_in(keys[10], (*heads, embed_dim), jnp.float32, heads[0] * heads[1], "normal"),
@@ -143,14 +143,8 @@ class Mamba2(eqx.Module):
         self, x: Float[Array, "batch length embed"], ctx: Context, past: dict[str, Any] | None = None
     ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
         """The layer's output, and what it proposes for its state and for the tails of its convolutions."""
-        streams: dict[str, Array] = {}
-        entries: dict[str, Any] = {}
-        for name, heads in (("value", "heads value_dim"), ("key", "key_heads key_dim"), ("query", "key_heads key_dim")):
-            pattern = f"batch length embed, embed {heads} -> batch length {heads}"
-            projected = ctx.constrain(ctx.einsum(pattern, x, getattr(self, name)), f"batch length {heads}")
-            taps, bias = getattr(self, f"{name}_taps"), getattr(self, f"{name}_taps_bias")
-            inputs = save(projected, f"{name}_proj"), taps, bias, of_past(past, name)
-            streams[name], entries[name] = convolved(*inputs, ctx)
+        words = dict(value="heads value_dim", key="key_heads key_dim", query="key_heads key_dim")
+        streams, entries = projected_streams(self, x, words, past, ctx)
         value, dt = streams["value"].astype(jnp.float32), self._step(x, ctx)
         key = only_tokens(streams["key"].astype(jnp.float32), ctx.positions)
         written = dt[..., None] * value

@@ -98,6 +98,7 @@ class MLP(eqx.Module):
         return save(ctx.constrain(add_bias(out, self.down_bias), "batch length embed"), "mlpwo")
 
     def branch(self, x: Array, ctx: Context, past: None, key: PRNGKeyArray | None) -> BranchResult:
+        """`__call__` for a block."""
         return BranchResult(self(x, ctx, key=key))
 
     def _inputs(self, x: Array, ctx: Context) -> tuple[Array | None, Array]:
@@ -135,6 +136,7 @@ class Linear(eqx.Module):
         return save(ctx.constrain(out, "batch length embed"), "mlpwo")
 
     def branch(self, x: Array, ctx: Context, past: None, key: PRNGKeyArray | None) -> BranchResult:
+        """`__call__` for a block."""
         return BranchResult(self(x, ctx, key=key))
 
 

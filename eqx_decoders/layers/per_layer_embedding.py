@@ -120,4 +120,5 @@ class PerLayerInput(eqx.Module):
         return ctx.constrain(out, "batch length embed")
 
     def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
+        """`__call__` for a block."""
         return BranchResult(self(x, ctx))

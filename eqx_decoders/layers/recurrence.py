@@ -23,10 +23,10 @@ def delta_rule(
     key: Float[Array, "batch length key_heads key_dim"],
     value: Float[Array, "batch length heads value_dim"],
     log_decay: Float[Array, "batch length heads decay_dim"],
-    beta: Float[Array, "batch length heads"],
+    beta: Float[Array, "batch length heads"] | None,
     state: Float32[Array, "batch heads key_dim value_dim"] | None = None,
     resets: Bool[Array, "batch length"] | None = None,
-    chunk: int = 64,
+    chunk: int | None = 64,
     platform: str = "cpu",
 ) -> tuple[
     Float[Array, "batch length heads value_dim"],
@@ -40,33 +40,17 @@ def delta_rule(
     **Arguments:**
 
     - `log_decay`: g, at most 0; `decay_dim` is 1 or `key_dim`.
+    - `beta`: how much of the correction is written; None: `value` itself is written, and nothing is corrected.
     - `state`: before the first token; None for zeros.
     - `resets`: the first tokens of documents: what came before them is forgotten.
-    - `chunk`: tokens that are computed at once, 16 times a power of two.
+    - `chunk`: tokens that are computed at once, 16 times a power of two; None: one by one, the definition.
     - `platform`: of the devices, which decides how one token asks a state.
     """
-    if value.shape[1] == 1:
-        return delta_rule_recurrent(query, key, value, log_decay, beta, state, resets, platform)
-    out, written, end = run_chunks(query, key, value, log_decay, beta, state, resets, chunk)
-    return out.astype(value.dtype), written, end
-
-
-def delta_rule_recurrent(
-    query: Float[Array, "batch length key_heads key_dim"],
-    key: Float[Array, "batch length key_heads key_dim"],
-    value: Float[Array, "batch length heads value_dim"],
-    log_decay: Float[Array, "batch length heads decay_dim"],
-    beta: Float[Array, "batch length heads"],
-    state: Float32[Array, "batch heads key_dim value_dim"] | None = None,
-    resets: Bool[Array, "batch length"] | None = None,
-    platform: str = "cpu",
-) -> tuple[
-    Float[Array, "batch length heads value_dim"],
-    Float32[Array, "batch length heads value_dim"],
-    Float32[Array, "batch heads key_dim value_dim"],
-]:
-    """`delta_rule` token by token: the definition, and the form for decoding."""
-    out, written, end = _run_tokens(query, key, value, log_decay, beta, state, resets, platform)
+    inputs = query, key, value, log_decay, beta, state, resets
+    if chunk is None or value.shape[1] == 1:
+        out, written, end = _run_tokens(*inputs, platform)
+    else:
+        out, written, end = run_chunks(*inputs, chunk)
     return out.astype(value.dtype), written, end
 
 
@@ -77,28 +61,12 @@ def linear_recurrence(
     log_decay: Float[Array, "batch length heads decay_dim"],
     state: Float32[Array, "batch heads key_dim value_dim"] | None = None,
     resets: Bool[Array, "batch length"] | None = None,
-    chunk: int = 64,
+    chunk: int | None = 64,
     platform: str = "cpu",
 ) -> tuple[Float[Array, "batch length heads value_dim"], Float32[Array, "batch heads key_dim value_dim"]]:
-    """Outputs in the dtype of `value`, which is what is written, and the last state; else as `delta_rule`."""
-    if value.shape[1] == 1:
-        return linear_recurrence_recurrent(query, key, value, log_decay, state, resets, platform)
-    out, _, end = run_chunks(query, key, value, log_decay, None, state, resets, chunk)
-    return out.astype(value.dtype), end
-
-
-def linear_recurrence_recurrent(
-    query: Float[Array, "batch length key_heads key_dim"],
-    key: Float[Array, "batch length key_heads key_dim"],
-    value: Float[Array, "batch length heads value_dim"],
-    log_decay: Float[Array, "batch length heads decay_dim"],
-    state: Float32[Array, "batch heads key_dim value_dim"] | None = None,
-    resets: Bool[Array, "batch length"] | None = None,
-    platform: str = "cpu",
-) -> tuple[Float[Array, "batch length heads value_dim"], Float32[Array, "batch heads key_dim value_dim"]]:
-    """`linear_recurrence` token by token: the definition, and the form for decoding."""
-    out, _, end = _run_tokens(query, key, value, log_decay, None, state, resets, platform)
-    return out.astype(value.dtype), end
+    """Outputs, and the last state, where `value` is what is written: `delta_rule` without a correction."""
+    out, _, end = delta_rule(query, key, value, log_decay, None, state, resets, chunk, platform)
+    return out, end
 
 
 def _run_tokens(query, key, value, log_decay, beta, state, resets, platform) -> tuple[Array, Array, Array]:

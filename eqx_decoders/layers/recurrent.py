@@ -1,10 +1,12 @@
-"""What recurrent mixers share: convolutions over short tails, and what they propose."""
+"""What recurrent mixers share: what they remember, convolutions over short tails, and what they propose."""
 
+from collections.abc import Mapping
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.layers.convolution import causal_convolution
@@ -14,14 +16,48 @@ from eqx_decoders.layers.memory import (
     StateShape,
     StateWrites,
     TailInputs,
+    TailShape,
     last_inputs,
 )
+from eqx_decoders.remat import save
 
 
 def only_tokens(x: Float[Array, "batch length *dims"], positions: Int[Array, "batch length"]) -> Array:
     """Zero where there is no token."""
     real = (positions >= 0).reshape(*positions.shape, *(1,) * (x.ndim - 2))
     return jnp.where(real, x, jnp.zeros((), x.dtype))
+
+
+def remembered(state: StateShape, taps: int, **channels: int) -> dict[str, Any]:
+    """The shapes of what a mixer remembers, whatever the length: a state, and the last inputs of its convolutions."""
+    tails = {name: TailShape(taps=taps - 1, channels=count) for name, count in channels.items()}
+    return {"state": state} | tails
+
+
+def projected_streams(
+    layer: eqx.Module,
+    x: Float[Array, "batch length embed"],
+    heads: Mapping[str, str],
+    past: dict[str, Any] | None,
+    ctx: Context,
+) -> tuple[dict[str, Array], dict[str, Any]]:
+    """Queries, keys and values of a layer behind their convolutions, and what is proposed for their tails.
+
+    `heads` has the words of each; its weights are the layer's `query`, `query_taps` and perhaps `query_taps_bias`.
+    """
+    found = {}
+    for name, words in heads.items():
+        pattern = f"batch length embed, embed {words} -> batch length {words}"
+        projected = ctx.constrain(ctx.einsum(pattern, x, getattr(layer, name)), f"batch length {words}")
+        taps, bias = getattr(layer, f"{name}_taps"), getattr(layer, f"{name}_taps_bias", None)
+        found[name] = convolved(save(projected, f"{name}_proj"), taps, bias, of_past(past, name), ctx)
+    return {name: out for name, (out, _) in found.items()}, {name: tail for name, (_, tail) in found.items()}
+
+
+def new_steps(key: PRNGKeyArray, *shape: int) -> Float32[Array, "..."]:
+    """Biases of steps from 0.001 to 0.1, whose softplus is inverted, as Mamba has them."""
+    steps = jnp.exp(jax.random.uniform(key, shape, minval=jnp.log(1e-3), maxval=jnp.log(1e-1)))
+    return steps + jnp.log(-jnp.expm1(-steps))
 
 
 def convolved(

@@ -1,9 +1,8 @@
-"""DeepSeek with hyper-connections and Engram: sizes, and the laws of whole decoders."""
+"""DeepSeek with hyper-connections and Engram: sizes, and dropout of several streams."""
 
 import dataclasses
 
 import jax
-import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.families.deepseek import deepseek
@@ -12,7 +11,6 @@ from eqx_decoders.families.maxtext import deepseek_custom
 from eqx_decoders.families.shape import Shape
 from eqx_decoders.layers.engram import TokenClasses
 from eqx_decoders.layers.rope import Rope
-from tests.families.laws import check_documents, check_execution, check_pieces, check_rejection
 from tests.models import filled, some_tokens
 
 
@@ -26,11 +24,6 @@ SMALL = deepseek_custom(
     streams=2, engram_layers=(1,), num_heads=2, head_dim=4, vocab_bases=(11, 17), taps=2,
     token_classes=TokenClasses.of([index // 2 for index in range(32)]),
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model():
-    return filled(SMALL)
 
 
 def test_parameters_are_those_of_the_formula():
@@ -59,27 +52,6 @@ def test_json_gives_the_same_configuration():
     text = SMALL.to_json()
     assert ed.DecoderConfig.from_json(text) == SMALL
     assert len(text) < 20_000
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pieces", [(1,) * 7, (5, 1, 3)], ids=str)
-def test_pieces_equal_the_whole(model, pieces):
-    check_pieces(model, pieces)
-
-
-@pytest.mark.slow
-def test_packed_documents_are_alone(model):
-    check_documents(model)
-
-
-@pytest.mark.slow
-def test_rejected_tokens_leave_no_trace(model):
-    check_rejection(model)
-
-
-@pytest.mark.slow
-def test_every_execution_is_the_same(model):
-    check_execution(model, fsdp=2, tensor=2, data=2)
 
 
 def test_dropout_of_streams():

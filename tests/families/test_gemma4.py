@@ -14,7 +14,6 @@ from eqx_decoders.families.shape import Shape
 from eqx_decoders.layers.mask import Causal, SlidingWindow
 from eqx_decoders.layers.per_layer_embedding import PerLayerEmbeddingConfig
 from eqx_decoders.layers.rope import ProportionalRope, Rope
-from tests.families.laws import check_documents, check_execution, check_pieces, check_rejection
 from tests.families.samples import FIXTURES, decode, mixers, sample
 from tests.models import filled
 
@@ -35,11 +34,6 @@ MODELS = {
         experts=dict(num_experts=4, num_experts_per_token=2, mlp_dim=8),
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module", params=MODELS)
-def model(request):
-    return filled(MODELS[request.param])
 
 
 # --- sizes ---
@@ -145,29 +139,6 @@ def test_other_models_are_no_gemma4():
     for name in ("tiny", "gemma3-1b", "deepseek-custom"):
         with pytest.raises(ed.ConversionError, match="is no Gemma4ForCausalLM"):
             FAMILIES["gemma4_text"].encode(ed.get_config(name))
-
-
-# --- laws ---
-
-
-@pytest.mark.parametrize("pieces", [(1,) * 9, pytest.param((6, 1, 3), marks=pytest.mark.slow)], ids=str)
-def test_pieces_equal_the_whole(model, pieces):
-    check_pieces(model, pieces)
-
-
-@pytest.mark.slow
-def test_packed_documents_are_alone(model):
-    check_documents(model)
-
-
-@pytest.mark.slow
-def test_rejected_tokens_leave_no_trace(model):
-    check_rejection(model)
-
-
-@pytest.mark.slow
-def test_every_execution_is_the_same(model):
-    check_execution(model, fsdp=2, tensor=2, data=2)
 
 
 # --- errors ---

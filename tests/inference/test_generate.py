@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.decoder import Origin
 from eqx_decoders.inference import generate as generate_module
 from eqx_decoders.inference.generate import bucket
 from eqx_decoders.layers.embedding import LearnedPositions
+from eqx_decoders.origin import Origin
 from eqx_decoders.sampling import GenerationConfig
 from tests.models import filled, rich_decoder, some_tokens
 from tests.programs import compilations

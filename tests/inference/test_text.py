@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from eqx_decoders.block import BlockConfig
 from eqx_decoders.create import abstract
-from eqx_decoders.decoder import DecoderConfig, Origin
+from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.errors import ConfigError, ConversionError
 from eqx_decoders.inference import text as text_module
 from eqx_decoders.inference.text import StreamDecoder, TextModel, load_text_model
@@ -22,6 +22,7 @@ from eqx_decoders.io.tokenizer import ByteTokenizer, JsonTokenizer, load_tokeniz
 from eqx_decoders.layers.embedding import LearnedPositions
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.origin import Origin
 from eqx_decoders.sampling import Greedy, Sample
 
 

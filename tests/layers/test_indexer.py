@@ -21,6 +21,7 @@ from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.step import StepConfig, Trainer
 from tests.compare import assert_close
+from tests.laws import check_ragged_pieces
 from tests.layers.common import context
 from tests.layers.test_latent import (
     POSITIONS,
@@ -240,20 +241,7 @@ def test_warmup_leaves_attention_dense():
 
 def test_tokens_and_chunks_decode_as_the_whole():
     """A padded prefill in chunks, which mask the past, then tokens, which gather what they choose of it."""
-    tokens, lengths = some_tokens(4, 13), jnp.asarray([9, 1, 5, 8])
-    model, layout = filled(decoder()), ed.Layout.create(data=2, fsdp=2, tensor=2)
-    want = eqx.filter_jit(model)(tokens).logits
-    model = model.place(layout)
-    cache = ed.init_cache(model.config, 4, 13, dtype=jnp.float32, layout=layout)
-    for begin in (0, 5):
-        here = jnp.arange(begin, begin + 5)[None]
-        logits, cache = extend(model, tokens[:, begin : begin + 5], cache, jnp.where(here < lengths[:, None], here, -1))
-        for row, length in enumerate(np.clip(lengths - begin, 0, 5)):
-            assert_close(logits[row, :length], want[row, begin : begin + length], units=256)
-    for _ in range(4):
-        here = cache.length[:, None]
-        logits, cache = extend(model, jnp.take_along_axis(tokens, here, axis=1), cache)
-        assert_close(logits[:, 0], jnp.take_along_axis(want, here[:, :, None], axis=1)[:, 0], units=256)
+    check_ragged_pieces(filled(decoder()), ed.Layout.create(data=2, fsdp=2, tensor=2))
 
 
 @pytest.mark.slow

@@ -26,7 +26,8 @@ from eqx_decoders.numerics import LowRank, low_rank_weights
 from eqx_decoders.training.flops import flops_per_token
 from eqx_decoders.training.lora import LoRAConfig, add_lora
 from tests.compare import assert_close
-from tests.models import EMBED, VOCAB, extend, filled, packed, run, some_tokens
+from tests.laws import check_ragged_pieces
+from tests.models import EMBED, VOCAB, filled, packed, run, some_tokens
 from tests.oracles import plain_frequencies, rotate_by_hand, sees, wide, yarn_by_hand
 from tests.programs import tpu_devices
 
@@ -298,21 +299,7 @@ def test_chunks_and_ragged_rows_decode_as_the_whole():
 
     On a mesh that splits heads, and no latent.
     """
-    tokens, lengths = some_tokens(4, 13), jnp.asarray([9, 1, 5, 8])
-    model, layout = filled(decoder()), ed.Layout.create(data=2, fsdp=2, tensor=2)
-    want = eqx.filter_jit(model)(tokens).logits
-    model = model.place(layout)
-    cache = ed.init_cache(model.config, 4, 13, dtype=jnp.float32, layout=layout)
-    for begin in (0, 5):
-        here = jnp.arange(begin, begin + 5)[None]
-        logits, cache = extend(model, tokens[:, begin : begin + 5], cache, jnp.where(here < lengths[:, None], here, -1))
-        for row, length in enumerate(np.clip(lengths - begin, 0, 5)):
-            assert_close(logits[row, :length], want[row, begin : begin + length], units=256)
-    for _ in range(4):
-        here = cache.length[:, None]
-        logits, cache = extend(model, jnp.take_along_axis(tokens, here, axis=1), cache)
-        assert_close(logits[:, 0], jnp.take_along_axis(want, here[:, :, None], axis=1)[:, 0], units=256)
-    assert cache.length.tolist() == [13, 5, 9, 12]
+    check_ragged_pieces(filled(decoder()), ed.Layout.create(data=2, fsdp=2, tensor=2))
 
 
 def test_generation_goes_from_one_form_to_the_other():

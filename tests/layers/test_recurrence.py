@@ -9,12 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.layers.recurrence import (
-    delta_rule,
-    delta_rule_recurrent,
-    linear_recurrence,
-    linear_recurrence_recurrent,
-)
+from eqx_decoders.layers.recurrence import delta_rule, linear_recurrence
 
 
 KINDS = ["head", "channel", "linear"]  # decay by head or by channel, and no delta rule
@@ -37,8 +32,6 @@ def make(length, kind="head", *, batch=2, key_heads=2, heads=4, key_dim=8, value
 
 
 def form(kind, chunk):
-    if chunk is None:
-        return linear_recurrence_recurrent if kind == "linear" else delta_rule_recurrent
     return functools.partial(linear_recurrence if kind == "linear" else delta_rule, chunk=chunk)
 
 
@@ -105,10 +98,10 @@ def test_definition():
             k = key[row, at, head // 2]
             matrix = matrix + np.outer(k, beta[row, at, head] * (value[row, at, head] - matrix.T @ k))
             expected[row, at, head] = matrix.T @ query[row, at, head // 2]
-    out, written, _ = delta_rule_recurrent(*make(9, "channel"))
+    out, written, _ = delta_rule(*make(9, "channel"), chunk=None)
     np.testing.assert_allclose(out, expected, atol=1e-5)
     args = make(9, "channel")
-    again, _ = linear_recurrence_recurrent(*args[:2], written, *args[3:4], args[5])
+    again, _ = linear_recurrence(*args[:2], written, *args[3:4], args[5], chunk=None)
     np.testing.assert_allclose(again, expected, atol=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""The laws of a whole decoder, for families that have parts of their own: each fast form equals the plain one."""
+"""The laws of a whole decoder, for those that have parts of their own: each fast form equals the plain one."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import numpy as np
 import eqx_decoders as ed
 from eqx_decoders.decoder import Decoder
 from tests.compare import assert_close
-from tests.models import packed, run, some_tokens
+from tests.models import extend as extend_at, packed, run, some_tokens
 
 
 forward = eqx.filter_jit(lambda model, *inputs: model(*inputs).logits)
@@ -24,6 +24,25 @@ def check_pieces(model: Decoder, pieces: tuple[int, ...]) -> None:
         cache, begin = out.cache, begin + piece
         found.append(out.logits)
     assert_close(jnp.concatenate(found, axis=1), whole)
+
+
+def check_ragged_pieces(model: Decoder, layout: ed.Layout) -> None:
+    """Two pieces of a padded prefill, then each row at its own place, on a mesh: the logits of one call."""
+    tokens, lengths = some_tokens(4, 13), jnp.asarray([9, 1, 5, 8])
+    want = forward(model, tokens)
+    model = model.place(layout)
+    cache = ed.init_cache(model.config, 4, 13, dtype=jnp.float32, layout=layout)
+    for begin in (0, 5):
+        here = jnp.arange(begin, begin + 5)[None]
+        positions = jnp.where(here < lengths[:, None], here, -1)
+        logits, cache = extend_at(model, tokens[:, begin : begin + 5], cache, positions)
+        for row, length in enumerate(np.clip(lengths - begin, 0, 5)):
+            assert_close(logits[row, :length], want[row, begin : begin + length], units=256)
+    for _ in range(4):
+        here = cache.length[:, None]
+        logits, cache = extend_at(model, jnp.take_along_axis(tokens, here, axis=1), cache)
+        assert_close(logits[:, 0], jnp.take_along_axis(want, here[:, :, None], axis=1)[:, 0], units=256)
+    assert cache.length.tolist() == [13, 5, 9, 12]
 
 
 def check_documents(model: Decoder) -> None:

@@ -1,0 +1,92 @@
+"""Measurements of single layers for `bench.py`: experts by how they are run, and recurrences beside attention."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import eqx_decoders as ed
+from eqx_decoders.layers.experts import ExpertsConfig
+from eqx_decoders.layers.grouped import grouped_products
+from eqx_decoders.layers.kernel import attend
+from eqx_decoders.layers.mask import Causal
+from eqx_decoders.layers.recurrence import delta_rule as gated_delta_rule, linear_recurrence
+
+
+def both(function: Callable, *args: Any) -> Callable:
+    """The compiled gradient of a function by all arguments, as a function without any."""
+
+    def pair(*args):
+        out, back = jax.vjp(function, *args)
+        return back(out)
+
+    program = jax.jit(pair).lower(*args).compile()
+    return lambda: program(*args)
+
+
+def in_turns(programs: dict[str, Callable], repeats: int, once: tuple[str, ...] = ()) -> dict[str, list[float]]:
+    """Seconds of each program, `repeats` times; all take turns, so that what else the machine does slows all of them.
+
+    Those in `once` are timed once.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for turn in range(repeats + 1):
+        for name, program in programs.items():
+            if turn > 1 and name in once:
+                continue
+            begin = time.perf_counter()
+            jax.block_until_ready(program())
+            if turn > 0:  # the first one pays for empty memory
+                seconds[name].append(time.perf_counter() - begin)
+    return seconds
+
+
+def experts(repeats: int) -> dict[str, list[float]]:
+    """Seconds, forward and backward, of 64 experts of which each of 2048 tokens uses four, by how they are run.
+
+    The first is the yardstick: the same active work as three plain products.
+    """
+    tokens, count, chosen, embed, mlp = 2048, 64, 4, 512, 256
+    config = ExpertsConfig(num_experts=count, num_experts_per_token=chosen, mlp_dim=mlp, capacity_factor=1.25)
+    layer = config.build(embed, key=jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (1, tokens, embed))
+    rows = jax.random.normal(jax.random.key(2), (tokens * chosen, embed))
+    counts = jnp.full((count,), len(rows) // count, jnp.int32)
+
+    def products(gate, up, down, rows):
+        return (jax.nn.silu(rows @ gate[0]) * (rows @ up[0])) @ down[0]
+
+    def ragged(gate, up, down, rows):
+        gates, ups = grouped_products(rows, (gate, up), counts, block=None)
+        return grouped_products(jax.nn.silu(gates) * ups, (down,), counts, block=None)[0]
+
+    def run(form):
+        ctx = ed.Context(positions=jnp.arange(tokens)[None], execution=ed.Execution(experts=form))
+        return lambda layer, x: layer(x, ctx)[0]
+
+    weights = (layer.gate, layer.up, layer.down)
+    cases = {
+        "dense products": both(products, *(each[:1] for each in weights if each is not None), rows),
+        "dropless": both(run("dropless"), layer, x),
+        "capacity 1.25": both(run("capacity"), layer, x),
+        "ragged_dot, products alone": both(ragged, *weights, rows),
+    }
+    return in_turns(cases, repeats, once=("ragged_dot, products alone",))  # a hundred times slower
+
+
+def delta_rule(length: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds, forward and backward, of two rows of so many tokens in four heads of 64, in f32."""
+    shape = (2, length, 4, 64)
+    query, key, value, decay = (jax.random.normal(jax.random.key(seed), shape) for seed in range(4))
+    key, decay = key / jnp.linalg.norm(key, axis=-1, keepdims=True), -jax.nn.softplus(decay)
+    beta, places = jnp.full(shape[:3], 0.5), jnp.tile(jnp.arange(length), (2, 1))
+    options: dict[str, Any] = dict(mask=Causal(), query_positions=places, key_positions=places, aligned=True)
+    forms = {
+        "attention": lambda q, k, v: attend(q, k, v, kernel="chunked", **options)[0],
+        "delta rule": lambda q, k, v: gated_delta_rule(q, k, v, decay[..., :1], beta)[0],
+        "delta rule by channel": lambda q, k, v: gated_delta_rule(q, k, v, decay, beta)[0],
+        "linear recurrence": lambda q, k, v: linear_recurrence(q, k, v, decay[..., :1])[0],
+    }
+    return in_turns({name: both(form, query, key, value) for name, form in forms.items()}, repeats)
