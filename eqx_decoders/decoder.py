@@ -207,7 +207,8 @@ class Decoder(eqx.Module):
         - `embeds`: in place of tokens, what `embed_tokens` makes of them, for example to differentiate by it.
         - `inputs`: what layers read beside these.
         """
-        check_inputs(self.config, tokens, positions, segment_ids, embeds=embeds)
+        spans = None if inputs is None else inputs.spans
+        check_inputs(self.config, tokens, positions, segment_ids, embeds=embeds, spans=spans)
         return _whole(self, tokens, positions, segment_ids, cache, key, embeds, inputs)
 
     def run(
@@ -261,8 +262,7 @@ class Decoder(eqx.Module):
             cache_is_empty=cache_is_empty,
             keeps_all=keeps_all,
             tokens=tokens,
-            spans=None if inputs.spans is None else spans_of(jnp.asarray(inputs.spans), positions),
-            rotary_positions=None if inputs.rotary_positions is None else jnp.asarray(inputs.rotary_positions),
+            **_seen_by_layers(inputs, positions),
         )
         embed_key, block_key, _ = self._keys(key)
         given = self.embedding(jnp.asarray(tokens), ctx) if embeds is None else embeds
@@ -309,11 +309,14 @@ class Decoder(eqx.Module):
         positions: Int[AnyArray, "batch length"] | None = None,
         segment_ids: Int[AnyArray, "batch length"] | None = None,
         key: PRNGKeyArray | None = None,
+        *,
+        inputs: Inputs | None = None,
     ) -> MTPOutput:
         """Multi-token prediction over whole sequences: the streams of all depths, of which `logits` makes scores.
 
         At token t depth k predicts token t + k + 1, from the tokens up to t + k. Where that one belongs to another
-        document, the depth sees padding. `hidden` is `Output.hidden` of the same tokens, positions and segment ids.
+        document, the depth sees padding. `hidden` is `Output.hidden` of the same tokens, positions, segment ids and
+        inputs.
         """
         check(
             self.mtp is not None,
@@ -324,12 +327,13 @@ class Decoder(eqx.Module):
         segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
         given = None if positions is None else jnp.asarray(positions)
         positions = padded_positions(given, segment_ids, tokens.shape)
+        seen = _seen_by_layers(Inputs() if inputs is None else inputs, positions)
         x, hiddens, reals, stats = self.mtp_input(hidden), [], [], []
         for count, depth in enumerate(self.mtp.unstacked(), 1):
             embed_key, block_key = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, 3 + count))
             real = same_document(positions, segment_ids, count)
             later = Context(positions=shift_left(positions, count), execution=self.execution)
-            here = Context(jnp.where(real, positions, -1), segment_ids, self.execution)
+            here = Context(jnp.where(real, positions, -1), segment_ids, self.execution, **seen)
             x, _, stat = depth(x, self.embed(shift_left(tokens, count), later, key=embed_key), here, key=block_key)
             hiddens.append(x)
             reals.append(real)
@@ -414,3 +418,12 @@ def _whole(model: Decoder, tokens, positions, segment_ids, cache, key, embeds, i
 @compiled_alone
 def _embeddings(model: Decoder, tokens: Array) -> Array:
     return model.embedding(tokens, Context(positions=jnp.zeros(tokens.shape, jnp.int32), execution=model.execution))
+
+
+def _seen_by_layers(inputs: Inputs, positions: Array) -> dict[str, Any]:
+    """The fields of a `Context` that every layer reads of the inputs."""
+    turned = None if inputs.rotary_positions is None else jnp.asarray(inputs.rotary_positions)
+    return dict(
+        spans=None if inputs.spans is None else spans_of(jnp.asarray(inputs.spans), positions),
+        rotary_positions=turned,
+    )

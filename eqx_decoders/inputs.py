@@ -27,6 +27,7 @@ def check_shapes(
     segment_ids: Any = None,
     *,
     embeds: Any = None,
+    spans: Any = None,
     name: str = "tokens",
     **weights: Any,
 ) -> tuple[int, int]:
@@ -44,7 +45,8 @@ def check_shapes(
         remedy = f": add the batch, {name}[None]" if len(shape) == 1 else ""
         check(len(shape) == 2, f"{name} of shape {shape} must be [batch, length]{remedy}.")
         _check_integers(name, tokens)
-    for other, array in {"positions": positions, "segment_ids": segment_ids, **weights}.items():
+    integers = dict(positions=positions, segment_ids=segment_ids, spans=spans)
+    for other, array in (integers | weights).items():
         if array is not None:
             rule = f"must be shaped like {name}, {shape[:2]}"
             check(np.shape(array) == shape[:2], f"{other} of shape {np.shape(array)} {rule}.")

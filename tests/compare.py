@@ -1,6 +1,7 @@
 """How equal two results must be: one rule for all tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,30 +34,29 @@ def assert_close(
     dtype: DTypeLike | None = None,
     floor: float = FLOOR,
     measure: Callable[[np.ndarray], float] = largest,
-    rounded=None,
+    rounded: Sequence[Any] = (),
 ) -> None:
     """Two trees of arrays are finite, of the same structure and shapes, and equal up to rounding.
 
     Each array may differ by `units` times the dtype's unit times its own size. Where all of an array is small because
     large numbers cancel in it (a bias that softmax ignores), `floor` times the size of the whole tree's largest array
     counts as its size. `dtype` is that in which the results were computed; default: that of each array itself.
-    `rounded`, if given, is `want` computed in that dtype in the plainest way: twice what it lost is granted, too.
+    `rounded` are `want` computed in the plainest way with other roundings: twice the most that one lost is granted.
     """
-    trees = (got, want, want if rounded is None else rounded)
-    got, want, rounded = (jax.tree_util.tree_leaves_with_path(jax.device_get(tree)) for tree in trees)
-    assert [path for path, _ in got] == [path for path, _ in want] == [path for path, _ in rounded]
+    got, want, *rounded = (jax.tree_util.tree_leaves_with_path(jax.device_get(tree)) for tree in (got, want, *rounded))
+    assert all([path for path, _ in tree] == [path for path, _ in want] for tree in (got, *rounded))
     sizes = [measure(np.asarray(array, np.float64)) for _, array in want]
     top = max(sizes, default=0.0)
-    for (path, one), (_, other), (_, lossy), size in zip(got, want, rounded, sizes, strict=True):
+    for (path, one), (_, other), size, *lossy in zip(got, want, sizes, *rounded, strict=True):
         name = jax.tree_util.keystr(path)
-        one, other, lossy = np.asarray(one), np.asarray(other), np.asarray(lossy)
+        one, other = np.asarray(one), np.asarray(other)
         assert one.shape == other.shape, f"{name}: {one.shape} != {other.shape}"
         if not jax.numpy.issubdtype(other.dtype, np.floating):
             np.testing.assert_array_equal(one, other, err_msg=name)
             continue
         assert np.all(np.isfinite(one)), f"{name} is not finite"
         exact = np.asarray(other, np.float64)
-        lost = measure(np.asarray(lossy, np.float64) - exact)
+        lost = max((measure(np.asarray(array, np.float64) - exact) for _, array in lossy), default=0.0)
         bound = units * unit(dtype or one.dtype) * max(size, floor * top) + 2 * lost
         gap = measure(np.asarray(one, np.float64) - exact)
         assert gap <= bound, f"{name}: differs by {gap:.3g}, more than {bound:.3g}; its size is {size:.3g}"

@@ -79,6 +79,7 @@ def test_a_checkpoint_is_tuned_exported_and_answers():
     assert out[-1] == "hello, friend" != out[0]
 
 
+@pytest.mark.slow
 def test_a_run_of_ones_own_is_read_and_writes(tmp_path):
     """A smaller model than the README's: only the words are the same, not the numbers."""
     small = ("--model", "gpt3-52k", "--tokenizer", "bytes", "--steps", 1, "--batch-size", 4, "--seq-len", 32)

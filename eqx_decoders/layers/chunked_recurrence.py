@@ -86,7 +86,7 @@ def run_chunks(
     tokens = _split(query, key, value, log_decay, beta, resets, chunk)
     start = jnp.zeros((batch, heads, key_dim, value_dim), jnp.float32) if state is None else state
     start = start.reshape(batch, key_heads, -1, key_dim, value_dim).transpose(0, 1, 3, 2, 4)
-    within = jax.lax.map(jax.checkpoint(_within), tokens, batch_size=AT_ONCE)
+    within = _within_each(tokens)
     end, (out, written) = jax.lax.scan(jax.checkpoint(_advance), start, (tokens, *within))
     end = end.transpose(0, 1, 3, 2, 4).reshape(batch, heads, key_dim, value_dim)
     return _joined(out, length), _joined(written, length), end
@@ -165,6 +165,14 @@ def _same(tokens: Tokens) -> Array:
     return lower & (tokens.document[:, None, None, :, None] == tokens.document[:, None, None, None, :])
 
 
+def _within_each(tokens: Tokens) -> Any:
+    """`_within`, some chunks at once."""
+    within = jax.checkpoint(_within)
+    if tokens.key.shape[0] == 1:
+        return jax.tree.map(lambda x: x[None], within(jax.tree.map(lambda x: x[0], tokens)))
+    return jax.lax.map(within, tokens, batch_size=AT_ONCE)
+
+
 def _within(tokens: Tokens) -> tuple[_Decays, Array, tuple[Array, Array] | None]:
     """Decays; P; for the delta rule A and (I + A)^-1, too: each [batch, key_heads, groups, chunk, chunk]."""
     sums = _running(tokens)
@@ -205,7 +213,7 @@ def _decayed_pairs(query: Array, key: Array, sums: _Sums, document: Array) -> tu
     """sum_d q_id k_jd exp(G_id - G_jd) for j <= i, and the same of keys with keys for j < i.
 
     Rows of a block have decayed since its first token, and columns before it decay up to it; what stands in the block
-    itself is done in the same way in blocks of a quarter. So a channel has no exponent for each pair.
+    itself is done in the same way in smaller blocks. So a channel has no exponent for each pair.
     """
     chunk = key.shape[-2]
     arrays, pairs = _blocks((query, key, sums, document)), jnp.zeros((2, *key.shape[:-1], chunk))
@@ -220,11 +228,11 @@ def _decayed_pairs(query: Array, key: Array, sums: _Sums, document: Array) -> tu
 
 
 def _sizes(key: Array) -> list[int]:
-    """16, 4, 1 for chunks of 64."""
-    sizes = [key.shape[-2]]
-    while sizes[-1] > 1:
-        sizes.append(max(sizes[-1] // 4, 1))
-    return sizes[1:]
+    """16, 4, 1 for chunks of 64 and of 32.
+
+    Not 8, 2, 1: XLA for CPU (jax 0.10) crashes in the sum over two blocks of each of several.
+    """
+    return [4**power for power in reversed(range(key.shape[-2].bit_length())) if 4**power < key.shape[-2]]
 
 
 def _blocks(arrays: Any, size: int | None = None) -> Any:
@@ -242,9 +250,10 @@ def _spread(blocks: Array, chunk: int) -> Array:
 
 def _gathered(pairs: Array, size: int) -> Array:
     """What `_spread` put there."""
-    count = pairs.shape[-1] // size
-    blocks = pairs.reshape(*pairs.shape[:-2], count, size, count, size)
-    return (blocks * _eye(count, blocks.ndim)).sum(-2)
+    chunk = pairs.shape[-1]
+    columns = pairs.reshape(*pairs.shape[:-1], chunk // size, size)
+    own = jnp.repeat(jnp.eye(chunk // size), size, axis=0).reshape((1,) * (pairs.ndim - 2) + (chunk, -1, 1))
+    return (columns * own).sum(-2).reshape(*pairs.shape[:-2], -1, size, size)
 
 
 def _eye(count: int, ndim: int) -> Array:

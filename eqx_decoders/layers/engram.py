@@ -236,7 +236,9 @@ class Engram(eqx.Module):
         into = "batch length ngram_features, ngram_features streams embed -> batch length streams embed"
         key = _normed(add_bias(ctx.einsum(into, vectors, self.key), self.key_bias), self.key_scale, eps)
         into = "batch length ngram_features, ngram_features embed -> batch length embed"
-        value = add_bias(ctx.einsum(into, vectors, self.value), self.value_bias)
+        # split as asked before a memory splits it otherwise: XLA (jax 0.10) has a wrong product for both at once
+        value = ctx.constrain(ctx.einsum(into, vectors, self.value), "batch length embed")
+        value = add_bias(value, self.value_bias)
         query = _normed(x, self.query_scale, eps)
         score = jnp.sum(query.astype(jnp.float32) * key.astype(jnp.float32), axis=-1) * x.shape[-1] ** -0.5
         gate = jax.nn.sigmoid(jnp.sign(score) * jnp.sqrt(jnp.maximum(jnp.abs(score), 1e-6)))

@@ -37,6 +37,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from eqx_decoders.axes import AnyArray
+from eqx_decoders.context import Inputs
 from eqx_decoders.errors import DataError, check, need_extra
 from eqx_decoders.training.counts import SPLITS, Counts
 from eqx_decoders.training.mixture import Mixture
@@ -52,12 +53,20 @@ class Batch(eqx.Module):
     - `segment_ids`: 1, 2, … for the documents within a row, 0 for padding. None: each row is one document.
     - `positions`: place in the document's piece, from 0. None: 0, 1, …
     - `loss_mask`: weight of token `t` *as a target*, predicted from token `t-1`. None: all count.
+    - `spans`: of each token the number of its span, whose tokens see each other whole where a layer says so
+        (`AttentionConfig.spans`); 0 for none. A token in a span sees the next one: only its last should have a target.
     """
 
     tokens: Int[AnyArray, "batch length"]
     segment_ids: Int[AnyArray, "batch length"] | None = None
     positions: Int[AnyArray, "batch length"] | None = None
     loss_mask: Float[AnyArray, "batch length"] | Bool[AnyArray, "batch length"] | None = None
+    spans: Int[AnyArray, "batch length"] | None = None
+
+    @property
+    def inputs(self) -> Inputs:
+        """What layers read beside tokens, positions and documents."""
+        return Inputs(spans=self.spans)
 
 
 class Corpus(NamedTuple):

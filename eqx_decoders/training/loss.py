@@ -107,11 +107,11 @@ def token_loss_sum(
     """
     targets, weights = next_tokens(batch)
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
-    hidden, _, stats = model.run(jnp.asarray(batch.tokens), positions, segments, key=key)
+    hidden, _, stats = model.run(jnp.asarray(batch.tokens), positions, segments, key=key, inputs=batch.inputs)
     full_batch, mtp = batch if full_batch is None else full_batch, None
     loss, nll, correct = _head_loss(model, hidden, targets, weights, z_loss=z_loss, fused=fused, key=key)
     if model.mtp is not None and model.mtp.config.loss_weight > 0:
-        streams = model.predict_further(hidden, batch.tokens, positions, segments, key)
+        streams = model.predict_further(hidden, batch.tokens, positions, segments, key, inputs=batch.inputs)
         stats = join_layer_stats([(stats,), (streams.stats,)])
         more, mtp = _mtp_loss_sum(model, streams.hidden, batch, full_batch, fused=fused, key=key)
         loss = loss + more
@@ -214,13 +214,13 @@ def next_token_loss(
     **Arguments:**
 
     - `model`: a decoder.
-    - `batch`: tokens, and where known segment ids, positions and which tokens count as targets.
+    - `batch`: tokens, and where known segment ids, positions, spans and which tokens count as targets.
     - `z_loss`: weight of `log(Z)^2`, which keeps the normaliser near 1 (PaLM, 2022).
     - `fused`: whether head and loss are computed together, tile by tile.
     - `key`: for dropout.
     """
-    given = batch.positions, batch.segment_ids
-    check_inputs(model.config, batch.tokens, *given, name="Batch.tokens", loss_mask=batch.loss_mask)
+    more = dict(loss_mask=batch.loss_mask, spans=batch.spans)
+    check_inputs(model.config, batch.tokens, batch.positions, batch.segment_ids, name="Batch.tokens", **more)
     return _mean_loss(model, batch, z_loss, fused, key)
 
 
@@ -250,14 +250,15 @@ def evaluation_sums(model: Decoder, batch: Batch) -> EvaluationSums:
     """The sums of one batch; a fraction of targets counts as so much of a token."""
     targets, weights = next_tokens(batch)
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
-    hidden, _, _ = model.run(jnp.asarray(batch.tokens), positions, segments)
+    hidden, _, _ = model.run(jnp.asarray(batch.tokens), positions, segments, inputs=batch.inputs)
     _, nll, _ = _head_loss(model, hidden, targets, weights, fused=True, key=None)
     sums = EvaluationSums(nll=nll, tokens=jnp.sum(weights))
     if model.mtp is None:
         return sums
     said = _argmax_tokens(model, hidden, 0)
     accepted, proposed = [], []
-    for depth, x in enumerate(model.predict_further(hidden, batch.tokens, positions, segments).hidden, 1):
+    further = model.predict_further(hidden, batch.tokens, positions, segments, inputs=batch.inputs).hidden
+    for depth, x in enumerate(further, 1):
         weights = mtp_targets(batch, depth)[1]
         accepted.append(
             jnp.sum(weights * (_argmax_tokens(model, x, depth) == shift_left(said, depth)).astype(jnp.float32))

@@ -11,7 +11,9 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.layers.engram import EngramConfig, TokenClasses, ngram_rows
 from eqx_decoders.layers.memory import last_inputs
+from eqx_decoders.layers.mlp import LinearConfig
 from tests.compare import assert_close
+from tests.models import filled
 from tests.oracles import wide
 
 
@@ -195,6 +197,21 @@ def test_padding_changes_nothing(layer, places):
         tail = jnp.zeros((2, taps, entries[name].inputs.shape[-1]), entries[name].inputs.dtype)
         want = last_inputs(tail, short[name].inputs, context(TOKENS[:, real]).positions)
         assert_close(last_inputs(tail, entries[name].inputs, jnp.asarray(positions)), want)
+
+
+def test_tokens_over_a_memory_on_a_mesh():
+    """The memory splits the features of what a product adds up over split weights."""
+    config = dataclasses.replace(SMALL, embed_dim=16, streams=1, head_dim=8)
+    block = ed.BlockConfig(mlp=LinearConfig(), mixer=None, before=(ed.BranchConfig(layer=config),))
+    model = filled(ed.DecoderConfig(vocab_size=VOCAB, embed_dim=16, blocks=(block,), final_norm=None))
+    many = model.place(ed.Layout.create(data=2, fsdp=2, tensor=2))
+    tokens = jnp.asarray(np.random.default_rng(5).integers(0, VOCAB, (8, 3)), jnp.int32)
+    cache = ed.init_cache(model.config, 8, 3, dtype=jnp.float32, layout=many.execution.layout)
+    want = model(tokens).logits
+    for at in range(3):
+        out = eqx.filter_jit(many)(tokens[:, at : at + 1], cache=cache)
+        cache = out.cache
+        assert_close(out.logits, want[:, at : at + 1])
 
 
 def test_every_weight_has_a_gradient(layer):

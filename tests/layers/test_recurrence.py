@@ -76,6 +76,12 @@ def test_chunks_are_tokens(kind, length):
     same(all_of(args, resets, kind, 64), all_of(args, resets, kind, None))
 
 
+def test_a_single_short_chunk_of_a_wide_layer():
+    """In which XLA for CPU crashed."""
+    args = make(31, "channel", key_heads=4, key_dim=64, value_dim=64)
+    same(all_of(args, None, "channel", 64), all_of(args, None, "channel", None), tolerance=2e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", [16, 32, 64, 128])

@@ -188,6 +188,7 @@ def test_other_settings_compute_something_else(base, other):
     assert other.column("nll")[0] != pytest.approx(base.column("nll")[0], abs=1e-4), "other weights"
 
 
+@pytest.mark.slow
 @shows("OptimizerConfig.max_grad_norm", "OptimizerConfig.eps", "OptimizerConfig.momentum", "OptimizerConfig.name")
 def test_optimizers_move_the_weights_as_asked(base, folder):
     """With eps = 1 AdamW's step is nearly the gradient, so that its norm shows."""
@@ -490,6 +491,7 @@ def test_what_writes_exports_must_be_installed_at_the_start(tmp_path, monkeypatc
         assert "This needs the package 'safetensors'" in err
 
 
+@pytest.mark.slow
 @shows("TrainConfig.model_config", "TrainConfig.set")
 def test_a_run_of_own_sizes_keeps_them(folder, tmp_path):
     """From a file of Hugging Face or of `to_json`; resumed, written from and exported without these flags and files."""
@@ -535,6 +537,7 @@ CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 CHATML += "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
+@pytest.mark.slow
 @shows("DataConfig.chat_template", "TrainConfig.describe_data")
 def test_a_run_on_conversations_with_a_template_of_its_own(folder):
     """Each has 6 + 1 + 11 + 3 bytes, of which 3 are trained on; the template is kept."""
