@@ -207,8 +207,7 @@ class Decoder(eqx.Module):
         - `embeds`: in place of tokens, what `embed_tokens` makes of them, for example to differentiate by it.
         - `inputs`: what layers read beside these.
         """
-        spans = None if inputs is None else inputs.spans
-        check_inputs(self.config, tokens, positions, segment_ids, embeds=embeds, spans=spans)
+        check_inputs(self.config, tokens, positions, segment_ids, embeds=embeds)
         return _whole(self, tokens, positions, segment_ids, cache, key, embeds, inputs)
 
     def run(
@@ -245,7 +244,9 @@ class Decoder(eqx.Module):
 
         With `keeps_all` it may reject none: then recurrent layers propose their state, and nothing per token.
         """
-        rows, length = check_shapes(self.config, tokens, positions, segment_ids, embeds=embeds)
+        inputs = Inputs() if inputs is None else inputs
+        given = tokens, positions, segment_ids
+        rows, length = check_shapes(self.config, *given, embeds=embeds, spans=inputs.spans)
         tokens, positions, segment_ids, embeds = (
             None if x is None else jnp.asarray(x) for x in (tokens, positions, segment_ids, embeds)
         )
@@ -254,7 +255,6 @@ class Decoder(eqx.Module):
         begin = None if cache is None else cache.length
         positions = padded_positions(positions, segment_ids, (rows, length), begin)
         segment_ids = None if cache is not None else segment_ids
-        inputs = Inputs() if inputs is None else inputs
         ctx = Context(
             positions=positions,
             segment_ids=segment_ids,
@@ -422,8 +422,5 @@ def _embeddings(model: Decoder, tokens: Array) -> Array:
 
 def _seen_by_layers(inputs: Inputs, positions: Array) -> dict[str, Any]:
     """The fields of a `Context` that every layer reads of the inputs."""
-    turned = None if inputs.rotary_positions is None else jnp.asarray(inputs.rotary_positions)
-    return dict(
-        spans=None if inputs.spans is None else spans_of(jnp.asarray(inputs.spans), positions),
-        rotary_positions=turned,
-    )
+    spans, rotary = (None if x is None else jnp.asarray(x) for x in (inputs.spans, inputs.rotary_positions))
+    return dict(spans=None if spans is None else spans_of(spans, positions), rotary_positions=rotary)

@@ -166,7 +166,7 @@ def _same(tokens: Tokens) -> Array:
 
 
 def _within_each(tokens: Tokens) -> Any:
-    """`_within`, some chunks at once."""
+    """`_within`, some chunks at once; a single one without a map, in which XLA for CPU crashed (jax 0.10)."""
     within = jax.checkpoint(_within)
     if tokens.key.shape[0] == 1:
         return jax.tree.map(lambda x: x[None], within(jax.tree.map(lambda x: x[0], tokens)))
@@ -250,10 +250,9 @@ def _spread(blocks: Array, chunk: int) -> Array:
 
 def _gathered(pairs: Array, size: int) -> Array:
     """What `_spread` put there."""
-    chunk = pairs.shape[-1]
-    columns = pairs.reshape(*pairs.shape[:-1], chunk // size, size)
-    own = jnp.repeat(jnp.eye(chunk // size), size, axis=0).reshape((1,) * (pairs.ndim - 2) + (chunk, -1, 1))
-    return (columns * own).sum(-2).reshape(*pairs.shape[:-2], -1, size, size)
+    count = pairs.shape[-1] // size
+    blocks = pairs.reshape(*pairs.shape[:-2], count, size, count, size)
+    return (blocks * _eye(count, blocks.ndim)).sum(-2)
 
 
 def _eye(count: int, ndim: int) -> Array:

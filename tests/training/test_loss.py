@@ -8,8 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import eqx_decoders as ed
+from eqx_decoders.inputs import check_inputs
 from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.mtp import MTPConfig
 from eqx_decoders.training.batches import Batch
+from eqx_decoders.training.cross_entropy import cross_entropy
 from eqx_decoders.training.evaluation import HeldOut, evaluate
 from eqx_decoders.training.loss import evaluation_sums, next_token_loss, next_tokens
 from tests.compare import assert_close
@@ -174,3 +179,32 @@ def test_layer_stats_only_when_asked_for():
         model = filled(one_block(), layer_stats=asked)
         _, metrics = jax.eval_shape(next_token_loss, model, batch)
         assert (metrics.stats is not None) == asked
+
+
+def test_spans_reach_the_layers_and_those_of_multi_token_prediction():
+    config = one_block()
+    mixer = dataclasses.replace(config.blocks[0].mixer, spans=True)
+    seeing = dataclasses.replace(config.blocks[0], mixer=mixer)
+    tokens, spans = some_tokens(2, 6), jnp.asarray([[0, 1, 1, 1, 0, 0], [2, 2, 0, 0, 3, 3]])
+    plain, wide = Batch(tokens=tokens), Batch(tokens=tokens, spans=spans)
+    for blocks, block, changed in (((seeing,), config.blocks[0], (True, True)), (config.blocks, seeing, (False, True))):
+        mtp = MTPConfig(num_depths=1, block=block, norm=RMSNormConfig())
+        model = filled(dataclasses.replace(config, blocks=blocks, mtp=mtp))
+        sums = [value_and_gradient(model, batch, 0.0, True)[0][1] for batch in (plain, wide)]
+        one, other = ((each.nll, each.mtp.nll[0]) for each in sums)
+        assert tuple(abs(float(a - b)) > 1e-3 for a, b in zip(one, other, strict=True)) == changed
+    logits = model(tokens, inputs=ed.Inputs(spans=spans)).logits
+    assert_close(sums[1].nll, jnp.sum(cross_entropy(logits[:, :-1], tokens[:, 1:])))
+
+
+@pytest.mark.parametrize(
+    ("spans", "sentence"),
+    [
+        (jnp.zeros((2, 5), jnp.int32), r"spans of shape \(2, 5\) must be shaped like Batch\.tokens, \(2, 6\)"),
+        (jnp.zeros((2, 6)), r"spans of dtype float32 must be integers"),
+    ],
+)
+def test_spans_that_do_not_fit(spans, sentence):
+    """Where types are not checked, as users have it."""
+    with pytest.raises(ed.ConfigError, match=sentence):
+        check_inputs(one_block(), some_tokens(2, 6), spans=spans, name="Batch.tokens")
