@@ -6,8 +6,8 @@ from typing import Any, Literal, TypedDict, get_args
 import equinox as eqx
 from jaxtyping import Array, Int
 
-from eqx_decoders.axes import AnyArray
-from eqx_decoders.errors import check_word
+from eqx_decoders.axes import AXES, AnyArray, Axes
+from eqx_decoders.errors import check_integer, check_word
 from eqx_decoders.layout import Layout
 from eqx_decoders.numerics import LowRank, Precision, einsum
 from eqx_decoders.remat import Remat, RematName, get_remat
@@ -18,6 +18,9 @@ ExpertsName = Literal["auto", "dense", "dropless", "capacity"]
 ExchangeName = Literal["auto", "gather", "all_to_all"]
 LookupName = Literal["gather", "one_hot"]
 _WORDS = dict(attention=AttentionName, experts=ExpertsName, expert_exchange=ExchangeName, lookup=LookupName)
+
+# About 2 % of a step are saved for models whose head fits.
+_HEAD_BYTES = 2 * 10**9
 
 
 class RunOptions(TypedDict, total=False):
@@ -31,6 +34,7 @@ class RunOptions(TypedDict, total=False):
     layer_stats: bool
     attention_maxima: bool
     lookup: LookupName
+    head_bytes: int
 
 
 class PrecisionOptions(RunOptions, total=False):
@@ -72,6 +76,9 @@ class Execution:
     - `lookup`: how tokens find their embeddings: `"gather"`, or `"one_hot"`, a product of the table with one-hot rows.
         The product suits tables that are split over the vocabulary: each device multiplies its own rows and the results
         are added, no table is gathered. It costs as many operations as the head.
+    - `head_bytes`: what a device of a mesh may take for the head's kernel, gathered, and its gradient while the fused
+        loss runs. Where both need more, the vocabulary is gone through in parts, which costs a fourth product of the
+        size of the head beside three.
     """
 
     layout: Layout = dataclasses.field(default_factory=Layout)
@@ -84,16 +91,12 @@ class Execution:
     layer_stats: bool = False
     attention_maxima: bool = False
     lookup: LookupName = "gather"
+    head_bytes: int = _HEAD_BYTES
 
     def __post_init__(self):
-        words = {
-            "attention": AttentionName,
-            "experts": ExpertsName,
-            "expert_exchange": ExchangeName,
-            "lookup": LookupName,
-        }
-        for field, known in words.items():
+        for field, known in _WORDS.items():
             check_word(f"Execution.{field}", getattr(self, field), get_args(known))
+        check_integer("Execution.head_bytes", self.head_bytes)
         object.__setattr__(self, "remat", get_remat(self.remat))
 
 
@@ -149,7 +152,15 @@ class Context(eqx.Module):
         """`numerics.einsum` in the form that suits the layout's devices.
 
         Flattened products are faster on one CPU; elsewhere XLA lays products out itself, and flattening dimensions that
-        are split over different mesh axes would cost communication.
+        are split over different mesh axes would cost communication. On a mesh a weight that is no larger than the
+        activation is gathered; by a larger one XLA may multiply where its parts are.
         """
         layout = self.execution.layout
-        return einsum(pattern, x, weight, flatten=layout.single and layout.platform == "cpu", **options)
+        if layout.single:
+            return einsum(pattern, x, weight, flatten=layout.platform == "cpu", **options)
+
+        def gather(weight: Array, words: Axes) -> Array:
+            known = all(word in AXES for word in words)
+            return layout.gather_weight(weight, words) if known and weight.size <= x.size else weight
+
+        return einsum(pattern, x, weight, gather=gather, **options)

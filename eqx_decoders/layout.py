@@ -5,6 +5,7 @@ Weights and activations need a table each: `embed` of a weight and `batch` of an
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -214,10 +215,28 @@ class Layout:
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.weight_spec(words)))
 
+    def gather_weight(self, x: Array, words: str | Axes) -> Array:
+        """Tell XLA to gather a weight where it is used: split as activations are, whole where they are not.
+
+        Its gradient is split like the weight: devices add theirs up and keep their parts (reduce-scatter). Left alone,
+        XLA may send a large weight round in a ring of small pieces, twice as many bytes, and more programs.
+        """
+        if self.mesh is None or self.single:
+            return x
+        stored, rows = self.weight_spec(words), dict(self.activations)
+        kept = (
+            tuple(name for name in names_of(group) if name in rows.get(word, ())) or None
+            for word, group in zip(check_axes("weight", words), stored, strict=True)
+        )
+        whole = PartitionSpec(*kept)
+        if whole == stored:
+            return x
+        return _gather(NamedSharding(self.mesh, whole), NamedSharding(self.mesh, stored), x)
+
     def activation_parts(self, words: str, shape: Sequence[int]) -> int:
         """Into how many parts an activation is split."""
         spec = self.activation_spec(words, shape)
-        return math.prod(self.sizes[name] for names in spec if names for name in np.atleast_1d(names).tolist())
+        return math.prod(self.sizes[name] for group in spec for name in names_of(group))
 
     def shardings(self, tree: PyTree) -> PyTree:
         """The sharding of every weight in a tree of modules (arrays or `ShapeDtypeStruct`s), as a tree."""
@@ -258,6 +277,28 @@ class Layout:
             if size % math.prod(self.sizes[n] for n in (*kept, name)) == 0:
                 kept += (name,)
         return kept
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather(whole: NamedSharding, stored: NamedSharding, x: Array) -> Array:
+    """`x` split as `whole`; its gradient split as `stored`."""
+    return jax.lax.with_sharding_constraint(x, whole)
+
+
+def _gather_forward(whole, stored, x):
+    return _gather(whole, stored, x), None
+
+
+def _gather_backward(whole, stored, _, gradient):
+    return (jax.lax.with_sharding_constraint(gradient, stored),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def names_of(group: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes in one entry of a `PartitionSpec`."""
+    return (group,) if isinstance(group, str) else group or ()
 
 
 def _resolve_sizes(sizes: dict[str, int], devices: int, platform: str) -> dict[str, int]:

@@ -7,7 +7,9 @@ forms with equal results: the plain one, and a flattened one that XLA's CPU back
 import dataclasses
 import math
 import string
+from collections.abc import Callable
 from functools import lru_cache, partial
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -188,6 +190,7 @@ def einsum(
     *,
     flatten: bool = False,
     out_dtype: DTypeLike | None = None,
+    gather: Callable[[Array, tuple[str, ...]], Array] | None = None,
 ) -> Float[Array, "..."]:
     """The product of an activation and a weight, such as `"batch length embed, embed mlp -> batch length mlp"`.
 
@@ -198,17 +201,21 @@ def einsum(
     out]`, so that the gradients contract one dimension too. It merges dimensions, which costs communication where these
     are sharded over several axes; on TPU and GPU leave it off. Patterns that are not of this form run plainly.
 
+    `gather(weight, words)` brings the cast weight to the devices that multiply by it, where there are several.
+
     A weight in parts is never put together: `x base + scale (x lora_a) lora_b`.
 
     A malformed pattern, or shapes that do not fit it, raise ConfigError.
     """
     if isinstance(weight, LowRank):
-        return _low_rank(pattern, x, weight, flatten, out_dtype)
+        return _low_rank(pattern, x, weight, out_dtype, dict(flatten=flatten, gather=gather))
     plan = _plan(pattern)
     _check_shapes(plan, x.shape, weight.shape)
     dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
     if not flatten or plan.contracted is None:
-        return jnp.einsum(plan.letters, x, cast_weight(weight, x.dtype), preferred_element_type=dtype)
+        weight = cast_weight(weight, x.dtype)
+        weight = weight if gather is None else gather(weight, plan.right)
+        return jnp.einsum(plan.letters, x, weight, preferred_element_type=dtype)
     split = len(weight.shape) - plan.contracted if plan.transposed else plan.contracted
     first, last = weight.shape[:split], weight.shape[split:]
     inside, outside = (last, first) if plan.transposed else (first, last)
@@ -218,11 +225,11 @@ def einsum(
     return product(flat, matrix, transposed=plan.transposed, out_dtype=dtype).reshape(*rows, *outside)
 
 
-def _low_rank(pattern: str, x: Array, weight: LowRank, flatten: bool, out_dtype: DTypeLike | None) -> Array:
+def _low_rank(pattern: str, x: Array, weight: LowRank, out_dtype: DTypeLike | None, options: dict[str, Any]) -> Array:
     into, out_of = _pair_patterns(pattern)
-    y = einsum(pattern, x, lax.stop_gradient(weight.base), flatten=flatten, out_dtype=out_dtype)
-    low = einsum(into, x, weight.lora_a, flatten=flatten)
-    return y + einsum(out_of, weight.scale * low, weight.lora_b, flatten=flatten, out_dtype=out_dtype)
+    y = einsum(pattern, x, lax.stop_gradient(weight.base), out_dtype=out_dtype, **options)
+    low = einsum(into, x, weight.lora_a, **options)
+    return y + einsum(out_of, weight.scale * low, weight.lora_b, out_dtype=out_dtype, **options)
 
 
 @lru_cache(maxsize=512)

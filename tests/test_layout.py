@@ -75,6 +75,20 @@ def test_cache_is_split_over_batch_and_heads():
     )
 
 
+@pytest.mark.parametrize("length, gathered", [(64, True), (1, False)])
+def test_a_weight_is_gathered_by_many_tokens(length, gathered):
+    """And its gradient comes back split; for a few tokens XLA decides."""
+    layout = ed.Layout.create(fsdp=4, tensor=2)
+    ctx = ed.Context(positions=jnp.zeros((4, length), jnp.int32), execution=ed.Execution(layout=layout))
+
+    def loss(x, weight):
+        return ctx.einsum("batch length embed, embed mlp -> batch length mlp", x, weight).sum()
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, length, 8), (8, 16))]
+    text = str(jax.make_jaxpr(jax.grad(loss, argnums=1))(*shapes))
+    assert ("P(None, 'tensor')" in text) == ("P('fsdp', 'tensor')" in text) == gathered
+
+
 def test_tables_can_be_replaced():
     table = WEIGHTS | {"embed": "data"}
     layout = ed.Layout.create(data=4, tensor=2, weights=table, activations=ACTIVATIONS | {"batch": ()})

@@ -413,14 +413,17 @@ EXECUTION = dict(
     lookup=lambda: "one_hot",
     experts=lambda: "dense",
     expert_exchange=lambda: "all_to_all",
+    head_bytes=lambda: 1,
 )
 
 
-def program(model) -> str:
-    """The text of the loss's gradient, without addresses."""
+def program(model, fused=False) -> str:
+    """The text of the gradient of a loss, of the fused one or of a sum of logits; without addresses."""
     arrays, static = eqx.partition(model, eqx.is_array)
 
     def loss(arrays, tokens):
+        if fused:
+            return ed.next_token_loss(eqx.combine(arrays, static), ed.Batch(tokens=tokens))
         out = eqx.combine(arrays, static)(tokens)
         return out.logits.sum(), out.stats
 
@@ -440,7 +443,12 @@ def test_every_choice_of_execution_changes_the_program():
     latent = named_draws(block(mixer=LATENT)).replace(attention="auto")
     bases = dict.fromkeys(EXECUTION, (model, plain)) | {"expert_exchange": (split, program(split))}
     bases["attention_maxima"] = (latent, program(latent))
-    texts = {name: program(bases[name][0].replace(**{name: value()})) for name, value in EXECUTION.items()}
+    wide = named_draws(decoder(vocab_size=300)).replace(layout=ed.Layout.create(fsdp=8))
+    bases["head_bytes"] = (wide, program(wide, fused=True))
+    texts = {
+        name: program(bases[name][0].replace(**{name: value()}), name == "head_bytes")
+        for name, value in EXECUTION.items()
+    }
     assert [name for name, text in texts.items() if text == bases[name][1]] == []
     assert "sharding_constraint" in texts["layout"] and "sharding_constraint" not in plain
     assert "bf16" in texts["precision"] and "bf16" not in plain
@@ -478,7 +486,7 @@ SHOWN_IN = {
 DATA = {
     "Blocks", "KVShape", "ChatTemplate", "Difference", "Family", "GenerationConfig", "Greedy", "Kernel", "ModelInfo",
     "Origin", "Recipe", "RemoteFile", "Shape", "StateShape", "StoredTensor", "MXFP4Tensor", "BlockScaledTensor",
-    "TailShape", "TextModel", "Weight", "WeightMapping", "Wiring", "Part", "Section", "BranchFunction",
+    "TailShape", "TextModel", "Weight", "WeightMapping", "Wiring", "Part", "Section", "BranchFunction", "HeadSplit",
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check_integer, check_number
+from eqx_decoders.layers.lookup import look_up
 from eqx_decoders.numerics import fan_in, normal
 
 
@@ -21,15 +22,11 @@ class TokenEmbedding(eqx.Module):
 
     def __call__(self, tokens: Int[Array, "batch length"], ctx: Context) -> Float[Array, "batch length embed"]:
         compute = ctx.execution.precision.compute
-        rows = self._product(tokens, ctx) if ctx.execution.lookup == "one_hot" else self._gathered(tokens, ctx)
+        one_hot = ctx.execution.lookup == "one_hot"
+        rows = self._product(tokens, ctx) if one_hot else look_up(self.table, tokens, "vocab embed", ctx)
         x = ctx.constrain(rows, "batch length embed")
         # the factor is rounded to the dtype first, as Hugging Face does it
         return x if self.scale == 1.0 else x * jnp.asarray(self.scale, compute)
-
-    def _gathered(self, tokens: Array, ctx: Context) -> Array:
-        # gathered over fsdp first: a lookup in a table whose features are split would move every row twice
-        table = ctx.constrain(self.table, "vocab embed")
-        return jnp.take(table, tokens, axis=0, mode="clip").astype(ctx.execution.precision.compute)
 
     def _product(self, tokens: Array, ctx: Context) -> Array:
         size = self.table.shape[0]

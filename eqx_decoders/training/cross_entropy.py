@@ -1,21 +1,25 @@
 """Cross-entropy of next tokens: the plain form, and one fused with the output head that never holds all logits."""
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.layout import Layout
 from eqx_decoders.numerics import matmul, row_major_transpose, wants_row_major
+from eqx_decoders.training.head_split import HeadSplit, VocabPart
 
 
 # Bytes of one tile of logits in f32: small beside the weights, large enough that few gradients of the kernel are added.
-_TILE_BYTES = 64 * 2**20
+# An accelerator reads and writes the gradient's sum as fast as it multiplies from about a thousand positions on.
+_TILE_BYTES = {"cpu": 64 * 2**20, "gpu": 256 * 2**20, "tpu": 256 * 2**20}
 
 # Positions below which a tile is not worth reading the whole kernel for.
 _TILE_LEAST = 64
@@ -54,15 +58,20 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     tile: int | None = None,
     flatten: bool = False,
+    head_bytes: int | None = None,
     layout: Layout | None = None,
 ) -> tuple[Float[Array, ""], LossSums]:
     """`sum(weights * cross_entropy(cap(hidden @ kernel), targets))`, with logits of `tile` positions at a time.
 
     `cap(x) = soft_cap * tanh(x / soft_cap)`. The kernel is `[vocab, embed]` if `tied`, the table of the embedding. When
     differentiated, the gradients are computed along with the loss (Liger, Hsu et al. 2024): three products, not four.
-    `tile` counts positions of each sequence, by default so many that their logits take 64 MB on a device. `flatten` as
-    in `numerics.einsum`. With a `layout` each tile's logits are split by it, and so is the kernel's gradient that the
-    tiles add up: each device holds its part of it only.
+    `tile` counts positions of each sequence on a device, by default so many that their logits take 64 MB there, 256 MB
+    on a TPU or GPU. `flatten` as in `numerics.einsum`.
+
+    On the mesh of a `layout` tokens and vocabulary are split by it. A device gathers the features of its part of the
+    vocabulary once, and adds the gradient of that part up in f32 over all its tiles; then devices share the sums once
+    (reduce-scatter). Where that would take more than `head_bytes`, it goes through its part of the vocabulary in
+    several pieces, twice: for the normalisers, then for the gradients. That is four products.
 
     Where a weight is zero the target may be anything, and that weight gets no gradient; elsewhere a target outside the
     vocabulary gives NaN. Options out of range raise ConfigError.
@@ -77,12 +86,11 @@ def linear_cross_entropy(
         check_number("linear_cross_entropy soft_cap", soft_cap, above=0.0)
     if tile is not None:
         check_integer("linear_cross_entropy tile", tile)
-    layout = Layout() if layout is None else layout
-    head = _Head(tied, soft_cap, z_loss, flatten, layout)
+    if head_bytes is not None:
+        check_integer("linear_cross_entropy head_bytes", head_bytes)
+    head = _Head(tied, soft_cap, z_loss, flatten, tile, head_bytes, Layout() if layout is None else layout)
     targets = jnp.where(weights == 0, jnp.zeros_like(targets), targets)
-    batch, length = targets.shape
-    size = _tile_length(batch, length, kernel.shape[0 if tied else 1], tile, layout)
-    loss, sums = _fused(head, _cut(hidden, size), kernel, _cut(targets, size), _cut(weights.astype(jnp.float32), size))
+    loss, sums = _fused(head, hidden, kernel, targets, weights.astype(jnp.float32))
     return loss, lax.stop_gradient(sums)
 
 
@@ -92,25 +100,49 @@ def linear_argmax(
     *,
     tied: bool,
     flatten: bool = False,
+    head_bytes: int | None = None,
     layout: Layout | None = None,
 ) -> Int[Array, "batch length"]:
     """`argmax(hidden @ kernel)`, some positions at a time, as in `linear_cross_entropy`."""
-    layout = Layout() if layout is None else layout
-    head = _Head(tied, None, 0.0, flatten, layout)
-    batch, length, _ = hidden.shape
-    size = _tile_length(batch, length, kernel.shape[0 if tied else 1], None, layout)
-    (kernel, _), (dimension, _) = head.kernels(kernel, hidden.dtype)
-    best = lax.map(lambda tile: jnp.argmax(head.logits(tile, kernel, dimension), axis=-1), _cut(hidden, size))
-    return jnp.moveaxis(best, 0, 1).reshape(batch, -1)[:, :length].astype(jnp.int32)
+    head = _Head(tied, None, 0.0, flatten, None, head_bytes, Layout() if layout is None else layout)
+    split = head.split(hidden, kernel)
+    return split.mapped(functools.partial(_argmax, head, split), split.tokens)(hidden, kernel)
 
 
-def _tile_length(batch: int, length: int, vocab: int, tile: int | None, layout: Layout = Layout()) -> int:
+def _argmax(head: "_Head", split: HeadSplit, hidden: Array, kernel: Array) -> Array:
+    count, width = head.parts(split, hidden, kernel)
+    tiles = _cut(hidden, head.tile_length(hidden, width))
+
+    def over_part(best, index):
+        part = split.gathered(kernel, index, width, hidden.dtype)
+        (forth, _), (dimension, _) = head.kernels(part.kernel)
+
+        def over_tile(_, tile):
+            hidden, highest, where = tile
+            logits = head.logits(hidden, forth, dimension)
+            top = jnp.max(logits, axis=-1)
+            better, here = top > highest, part.first + jnp.argmax(logits, axis=-1)  # of equals the lowest id
+            return None, (jnp.where(better, top, highest), jnp.where(better, here, where))
+
+        return lax.scan(over_tile, None, (tiles, *best))[1], None
+
+    begin = jnp.full(tiles.shape[:3], -jnp.inf), jnp.zeros(tiles.shape[:3], jnp.int32)
+    highest, where = _over_parts(over_part, begin, count)[0]
+    where = split.lowest(jnp.where(highest == split.highest(highest), where, jnp.iinfo(where.dtype).max))
+    return _joined(where, hidden.shape[1])
+
+
+def _tile_length(batch: int, length: int, vocab: int, tile: int | None, platform: str = "cpu") -> int:
     """The asked length, or the largest one within the bound (but no sliver), evened out over the tiles."""
     if tile is None:
-        parts = layout.activation_parts("batch vocab", (batch, vocab))
-        tile = max(_TILE_LEAST, _TILE_BYTES * parts // max(1, 4 * batch * vocab))
+        tile = max(_TILE_LEAST, _TILE_BYTES[platform] // max(1, 4 * batch * vocab))
         tile = math.ceil(length / max(1, math.ceil(length / tile)))
     return max(1, min(tile, length))
+
+
+def _over_parts(step: Any, carry: Any, count: int) -> Any:
+    """A scan over the parts of the vocabulary; a single one is no loop."""
+    return step(carry, 0) if count == 1 else lax.scan(step, carry, jnp.arange(count))
 
 
 def _cut(x: Any, tile: int) -> Any:
@@ -121,6 +153,12 @@ def _cut(x: Any, tile: int) -> Any:
     return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // tile, tile, *x.shape[2:]), 1, 0)
 
 
+def _joined(tiles: Any, length: int) -> Any:
+    """`_cut` undone."""
+    x = jnp.moveaxis(tiles, 0, 1)
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])[:, :length]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Head:
     """From hidden states to logits, and back from the gradient of logits to that of the raw product."""
@@ -129,28 +167,39 @@ class _Head:
     soft_cap: float | None
     z_loss: float
     flatten: bool
+    tile: int | None
+    head_bytes: int | None
     layout: Layout
 
-    def kernels(self, kernel, dtype):
+    def split(self, hidden: Array, kernel: Array) -> HeadSplit:
+        return HeadSplit.create(self.layout, self.tied, hidden.shape, kernel.shape)
+
+    def parts(self, split: HeadSplit, hidden: Array, kernel: Array) -> tuple[int, int]:
+        return split.parts(kernel, hidden.dtype, self.head_bytes)
+
+    def tile_length(self, hidden: Array, vocab: int) -> int:
+        return _tile_length(hidden.shape[0], hidden.shape[1], vocab, self.tile, self.layout.platform)
+
+    def kernels(self, kernel):
         """The kernel as the logits want it and as the gradient of hidden wants it, with the dimensions to contract."""
-        kernel, inside = kernel.astype(dtype), 1 if self.tied else 0
+        inside = 1 if self.tied else 0
         if self.flatten and wants_row_major(kernel.dtype):
             pair = (row_major_transpose(kernel), kernel)
             return (pair if self.tied else pair[::-1]), (0, 0)
         return (kernel, kernel), (inside, 1 - inside)
 
     def logits(self, hidden, kernel, dimension):
-        logits = self.layout.constrain(self.times(hidden, kernel, dimension), "batch length vocab")
+        logits = self.times(hidden, kernel, dimension)
         return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
 
-    def raw_gradient(self, gradient, logits):
+    def gradient(self, logits, normaliser, here, weights):
+        """That of the raw products: `weight * ((1 + 2 z_loss normaliser) softmax - one_hot)`, through the cap."""
+        slope = weights * (1 + 2 * self.z_loss * normaliser)
+        hits = lax.broadcasted_iota(here.dtype, logits.shape, 2) == here[..., None]
+        gradient = slope[..., None] * jnp.exp(logits - normaliser[..., None]) - jnp.where(hits, weights[..., None], 0.0)
         if self.soft_cap is not None:
             gradient = gradient * (1 - (logits / self.soft_cap) ** 2)
         return gradient
-
-    def split(self, to_kernel):
-        """The kernel's gradient, split like the kernel."""
-        return self.layout.constrain_weight(to_kernel, "vocab embed" if self.tied else "embed vocab")
 
     def times(self, x, kernel, dimension):
         """`[batch, tile, n]` by the kernel over n, in f32."""
@@ -169,62 +218,173 @@ class _Head:
         return matmul(a.reshape(rows, a.shape[2]), b.reshape(rows, b.shape[2]), (0, 0), jnp.float32)
 
 
+class _Scores(NamedTuple):
+    """Of each token over some ids: the highest logit, `sum exp(logit - highest)`, and the target's logit if there."""
+
+    highest: Array
+    total: Array
+    picked: Array
+
+    @classmethod
+    def of(cls, logits, targets, part: VocabPart) -> "_Scores":
+        logits, here = part.without_repeated(logits, -jnp.inf), targets - part.first
+        inside = (here >= part.repeated) & (here < logits.shape[-1])
+        highest = jnp.max(logits, axis=-1)
+        total = jnp.sum(jnp.exp(logits - highest[..., None]), axis=-1)
+        return cls(highest, total, jnp.where(inside, _found(logits, here), 0.0))
+
+    @classmethod
+    def none(cls, shape: tuple[int, ...]) -> "_Scores":
+        return cls(jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(shape))
+
+    def joined(self, other: "_Scores") -> "_Scores":
+        """Those over both; `other` are over some ids, not none."""
+        top = jnp.maximum(self.highest, other.highest)
+        one, two = (each.total * jnp.exp(each.highest - top) for each in (self, other))
+        return _Scores(top, one + two, self.picked + other.picked)
+
+    def losses(self, split: HeadSplit, known, z_loss):
+        """(loss, nll, correct) of each token, and its normaliser. A tie for the highest logit counts as correct."""
+        highest = split.highest(self.highest)
+        total = split.over_ids(self.total * jnp.exp(self.highest - highest)) if split.ids else self.total
+        normaliser = highest + jnp.log(total)
+        picked = jnp.where(known, split.over_ids(self.picked), jnp.nan)
+        nll = normaliser - picked
+        return (_with_z_loss(nll, normaliser, z_loss), nll, (picked >= highest).astype(jnp.float32)), normaliser
+
+
 def _pick(logits, targets):
     """`logits[target]`; NaN for a target outside, which would otherwise be taken from the other end."""
-    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
-    return jnp.where((targets >= 0) & (targets < logits.shape[-1]), picked, jnp.nan)
+    return jnp.where((targets >= 0) & (targets < logits.shape[-1]), _found(logits, targets), jnp.nan)
+
+
+def _found(logits, targets):
+    return jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
 
 
 def _with_z_loss(nll, normaliser, z_loss):
     return nll + z_loss * normaliser**2 if z_loss else nll  # the square may overflow
 
 
-def _softmax_parts(head, logits, targets):
-    """(loss, nll, correct, normaliser) of each token of a tile. A tie for the highest logit counts as correct."""
-    highest = jnp.max(logits, axis=-1)
-    normaliser = highest + jnp.log(jnp.sum(jnp.exp(logits - highest[..., None]), axis=-1))
-    picked = _pick(logits, targets)
-    nll = normaliser - picked
-    return (_with_z_loss(nll, normaliser, head.z_loss), nll, (picked >= highest).astype(jnp.float32)), normaliser
-
-
-def _sums(losses, weights):
-    loss, nll, correct = (jnp.sum(weights * each) for each in losses)
+def _sums(split, losses, weights):
+    # in one array: XLA can't print a TPU's program in which several are added up together
+    loss, nll, correct = split.over_rows(jnp.stack([jnp.sum(weights * each) for each in losses]))
     return loss, LossSums(nll, correct)
 
 
 def _loss_alone(head, hidden, kernel, targets, weights) -> tuple[Any, LossSums]:
-    (kernel, _), (dimension, _) = head.kernels(kernel, hidden.dtype)
+    split = head.split(hidden, kernel)
 
-    def step(carry, tile):
-        hidden, targets = tile
-        losses, _ = _softmax_parts(head, head.logits(hidden, kernel, dimension), targets)
-        return carry, losses
+    def here(hidden, kernel, targets, weights):
+        tiles = _Tiles.of(head, split, hidden, kernel, targets, weights)
+        losses, _ = _losses(head, split, tiles, kernel)
+        return _sums(split, losses, tiles.weights)
 
-    _, losses = lax.scan(step, None, (hidden, targets))
-    return _sums(losses, weights)
+    return split.mapped(here, PartitionSpec())(hidden, kernel, targets, weights)
 
 
 def _fused_forward(head, hidden, kernel, targets, weights):
-    (forth, back), (dimension, other) = head.kernels(kernel, hidden.dtype)
+    split = head.split(hidden, kernel)
 
-    def step(total, tile):
-        hidden, targets, weights = tile
+    def here(hidden, kernel, targets, weights):
+        tiles, length = _Tiles.of(head, split, hidden, kernel, targets, weights), hidden.shape[1]
+        make = _gradients if head.parts(split, hidden, kernel)[0] == 1 else _gradients_in_parts
+        losses, to_hidden, to_kernel = make(head, split, tiles, kernel)
+        to_weights = jnp.where(tiles.weights == 0, 0.0, losses[0])
+        return _sums(split, losses, tiles.weights), (_joined(to_hidden, length), to_kernel, _joined(to_weights, length))
+
+    outputs = (PartitionSpec(), (split.tokens, split.kernel, split.tokens))
+    sums, gradients = split.mapped(here, outputs)(hidden, kernel, targets, weights)
+    like = (jnp.zeros((0,), hidden.dtype), jnp.zeros((0,), kernel.dtype))
+    return sums, (*gradients, like)
+
+
+class _Tiles(NamedTuple):
+    """A device's tokens, tile by tile: `[tiles, batch, tile, ...]`."""
+
+    hidden: Array
+    targets: Array
+    weights: Array
+
+    @classmethod
+    def of(cls, head: _Head, split: HeadSplit, hidden: Array, kernel: Array, *others: Array) -> "_Tiles":
+        size = head.tile_length(hidden, head.parts(split, hidden, kernel)[1])
+        return cls(*(_cut(x, size) for x in (hidden, *others)))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.targets.shape
+
+    def known(self, split: HeadSplit, kernel: Array) -> Array:
+        """Whether the target is in the vocabulary."""
+        return (self.targets >= 0) & (self.targets < split.vocab(kernel))
+
+
+def _losses(head: _Head, split: HeadSplit, tiles: _Tiles, kernel: Array) -> Any:
+    """`_Scores.losses` of all tiles, over all parts of the vocabulary."""
+    count, width = head.parts(split, tiles.hidden, kernel)
+
+    def over_part(scores, index):
+        part = split.gathered(kernel, index, width, tiles.hidden.dtype)
+        (forth, _), (dimension, _) = head.kernels(part.kernel)
+
+        def over_tile(_, tile):
+            (hidden, targets, _), before = tile
+            return None, before.joined(_Scores.of(head.logits(hidden, forth, dimension), targets, part))
+
+        return lax.scan(over_tile, None, (tiles, scores))[1], None
+
+    scores = _over_parts(over_part, _Scores.none(tiles.shape), count)[0]
+    return scores.losses(split, tiles.known(split, kernel), head.z_loss)
+
+
+def _gradients(head: _Head, split: HeadSplit, tiles: _Tiles, kernel: Array) -> tuple[Any, Array, Array]:
+    """Losses of tokens and the gradients of their sum by hidden states and kernel: three products for each tile."""
+    whole = split.gathered(kernel, 0, kernel.shape[1 - split.inside], tiles.hidden.dtype)
+    (forth, back), (dimension, other) = head.kernels(whole.kernel)
+
+    def over_tile(total, tile):
+        (hidden, targets, weights), known = tile
         logits = head.logits(hidden, forth, dimension)
-        losses, normaliser = _softmax_parts(head, logits, targets)
-        slope = weights * (1 + 2 * head.z_loss * normaliser)
-        hits = lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
-        gradient = slope[..., None] * jnp.exp(logits - normaliser[..., None]) - jnp.where(hits, weights[..., None], 0.0)
-        gradient = head.raw_gradient(gradient, logits).astype(hidden.dtype)
-        return total + head.split(head.outer(hidden, gradient)), (losses, head.times(gradient, back, other))
+        losses, normaliser = _Scores.of(logits, targets, whole).losses(split, known, head.z_loss)
+        gradient = head.gradient(logits, normaliser, targets - whole.first, weights).astype(hidden.dtype)
+        return total + head.outer(hidden, gradient), (losses, split.over_ids(head.times(gradient, back, other)))
 
     # Written out, the first addition of the kernel's gradient disappears and the last one joins what follows. (Not
     # where memory is short: the tiles could then be worked on at the same time.)
-    unroll = head.flatten and hidden.shape[0] <= _UNROLLED
-    tiles = (hidden, targets, weights)
-    total, (losses, to_hidden) = lax.scan(step, head.split(jnp.zeros(kernel.shape, jnp.float32)), tiles, unroll=unroll)
-    like = (jnp.zeros((0,), hidden.dtype), jnp.zeros((0,), kernel.dtype))
-    return _sums(losses, weights), (to_hidden, total, jnp.where(weights == 0, 0.0, losses[0]), like)
+    unroll = head.flatten and tiles.shape[0] <= _UNROLLED
+    total, (losses, to_hidden) = lax.scan(
+        over_tile, jnp.zeros(whole.kernel.shape, jnp.float32), (tiles, tiles.known(split, kernel)), unroll=unroll
+    )
+    return losses, to_hidden, split.scattered(total)
+
+
+def _gradients_in_parts(head: _Head, split: HeadSplit, tiles: _Tiles, kernel: Array) -> tuple[Any, Array, Array]:
+    """`_gradients`, for some ids after another: the logits are computed twice, and each part is gathered twice."""
+    (count, width), dtype = head.parts(split, tiles.hidden, kernel), tiles.hidden.dtype
+    losses, normalisers = _losses(head, split, tiles, kernel)
+
+    def over_part(carry, index):
+        part = split.gathered(kernel, index, width, dtype)
+        (forth, back), (dimension, other) = head.kernels(part.kernel)
+
+        def over_tile(total, tile):
+            (hidden, targets, weights), normaliser, to_hidden = tile
+            logits = head.logits(hidden, forth, dimension)
+            gradient = head.gradient(logits, normaliser, targets - part.first, weights)
+            gradient = part.without_repeated(gradient, 0.0).astype(dtype)
+            return total + head.outer(hidden, gradient), to_hidden + head.times(gradient, back, other)
+
+        begin, (to_hidden, to_kernel) = jnp.zeros(part.kernel.shape, jnp.float32), carry
+        total, to_hidden = lax.scan(over_tile, begin, (tiles, normalisers, to_hidden))
+        before = lax.dynamic_slice_in_dim(to_kernel, part.begin, width, 1 - split.inside)
+        total = before + split.scattered(total)
+        to_kernel = lax.dynamic_update_slice_in_dim(to_kernel, total, part.begin, 1 - split.inside)
+        return (to_hidden, to_kernel), None
+
+    begin = jnp.zeros(tiles.hidden.shape, jnp.float32), jnp.zeros(kernel.shape, jnp.float32)
+    to_hidden, to_kernel = _over_parts(over_part, begin, count)[0]
+    return losses, split.over_ids(to_hidden), to_kernel
 
 
 def _fused_backward(head, saved, cotangents):

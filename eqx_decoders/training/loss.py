@@ -153,8 +153,9 @@ def _head_loss(
 
 
 def _head_options(model: Decoder) -> dict[str, Any]:
-    layout = model.execution.layout
-    return dict(tied=model.head is None, flatten=layout.single and layout.platform == "cpu", layout=layout)
+    layout, head_bytes = model.execution.layout, model.execution.head_bytes
+    flatten = layout.single and layout.platform == "cpu"
+    return dict(tied=model.head is None, flatten=flatten, head_bytes=head_bytes, layout=layout)
 
 
 def _mtp_loss_sum(

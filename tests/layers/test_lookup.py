@@ -50,10 +50,25 @@ def test_rows_and_gradients_are_those_of_one_device(mesh, shape):
     assert_close(run(placed, layout), run(TABLE, ed.Layout()))
 
 
-def test_rows_of_a_table_are_not_split():
-    layout = ed.Layout.create(fsdp=4, tensor=2, weights=WEIGHTS | {"rows": ("tensor",)})
-    with pytest.raises(ed.ConfigError, match=r"Layout\.weights splits 'rows' of a table that is looked up"):
-        found(layout, drawn(8, 4))
+ROWS = WEIGHTS | {"rows": ("tensor", "expert"), "row_dim": ("fsdp", "context")}
+
+
+@pytest.mark.parametrize(
+    "mesh", [dict(fsdp=4, tensor=2), dict(data=2, tensor=2, expert=2), dict(context=2, expert=4)], ids=str
+)
+def test_rows_that_are_split_are_those_of_one_device(mesh):
+    """Each device has some of the rows; tokens that are split by the same axis, too."""
+    rows, layout = drawn(8, 4), ed.Layout.create(**mesh, weights=ROWS)
+    weight = jnp.asarray(np.random.default_rng(2).normal(size=(8, 4, 3, 8)), jnp.float32)
+    run = eqx.filter_jit(eqx.filter_value_and_grad(lambda table, layout: jnp.sum(found(layout, rows, table) * weight)))
+    assert_close(run(TABLE, layout), run(TABLE, ed.Layout()))
+
+
+def test_only_rows_and_features_are_split():
+    layout = ed.Layout.create(fsdp=4, tensor=2, weights=WEIGHTS | {"per_layer": ("tensor",)})
+    table = jnp.zeros((300, 8, 8))
+    with pytest.raises(ed.ConfigError, match=r"Layout\.weights splits 'per_layer' of a table that is looked up"):
+        found(layout, drawn(8, 4), table)
 
 
 def test_no_device_gets_the_table():

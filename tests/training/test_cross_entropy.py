@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
 
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layout import Layout
@@ -180,25 +179,71 @@ def test_nothing_and_one_token(shape):
         assert_close(jax.tree.leaves(each), jax.tree.leaves(expected), units=128)
 
 
-@pytest.mark.parametrize("flatten", [False, True])
-def test_on_a_mesh_with_constrained_tiles(flatten):
-    layout = Layout.create(fsdp=4, tensor=2, weights={"embed": "fsdp"})
-    arguments = make(True, batch=4)
-
-    def run(*arguments, **options):
-        return jax.jit(lambda *a: both(lambda *a: linear_cross_entropy(*a, tied=True, tile=4, **options), *a))(
-            *arguments
-        )
-
-    specs = (P("fsdp"), P(None, "fsdp"), P("fsdp"), P("fsdp"))
-    placed = [jax.device_put(a, NamedSharding(layout.mesh, spec)) for a, spec in zip(arguments, specs, strict=True)]
-    assert_close(run(*placed, flatten=flatten, layout=layout), run(*arguments), units=128)
+MESHES = [
+    dict(fsdp=4, tensor=2),
+    dict(context=2, fsdp=2, tensor=2),
+    dict(data=2, expert=2, tensor_sequence=2),
+    dict(fsdp_transpose=2, stage=2, context=2),
+    dict(data=8),
+]
+PARTS = 128 * EMBED * 8  # bytes for 128 ids: a few parts, of which the last one overlaps
 
 
-def test_the_default_tile_counts_what_a_device_holds():
-    layout = Layout.create(fsdp=4, tensor=2)
-    assert _tile_length(64, 8192, 128_000, None) == 64  # no sliver, however large the batch
-    assert _tile_length(8, 8192, 32_000, None, layout) == 512  # eight devices hold 65 MB each
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_on_a_mesh(mesh, tied):
+    """Kernel and gradient at once and in parts: losses, gradients and predictions of one device."""
+    draws = np.random.default_rng(0)
+    vocab, layout = 600, Layout.create(**mesh)
+    hidden = jnp.asarray(draws.standard_normal((8, LENGTH + 1, EMBED)), jnp.float32)
+    kernel = jnp.asarray(draws.standard_normal((vocab, EMBED) if tied else (EMBED, vocab)), jnp.float32)
+    targets = jnp.asarray(draws.integers(0, vocab, hidden.shape[:2]), jnp.int32)
+    weights = jnp.asarray(draws.random(hidden.shape[:2]), jnp.float32)
+
+    def run(form, **options):
+        def one(**options):
+            fused = lambda *a: linear_cross_entropy(*a, tied=tied, tile=3, **ALL, **options)  # noqa: E731
+            arguments = hidden, kernel, targets, weights
+            return both(fused, *arguments), fused(*arguments), linear_argmax(*arguments[:2], tied=tied, **options)
+
+        return jax.jit(lambda: [one(**options, **each) for each in form])()
+
+    (want,) = run([{}])
+    for got in run([{}, {"head_bytes": PARTS}], layout=layout):
+        assert_close(got[:2], want[:2], units=128)
+        np.testing.assert_array_equal(got[2], want[2])
+
+
+def collectives(jaxpr, within=()):
+    """(primitive, loops around it) of all collectives over named axes."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name in ("all_gather", "reduce_scatter") or (name.startswith("psum") and equation.invars[0].aval.ndim > 1):
+            yield name, within
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                loop = (equation.params["length"],) if name == "scan" else ()
+                yield from collectives(inner, within + loop)
+
+
+@pytest.mark.parametrize("head_bytes, parts", [(None, 1), (PARTS, 5)])
+def test_the_head_travels_once(head_bytes, parts):
+    """Gathered before the tiles, and its gradient shared after them; in parts each of them is gathered twice."""
+    layout, vocab = Layout.create(data=2, fsdp=4), 600
+    hidden, kernel = jnp.zeros((8, 32, EMBED)), jnp.zeros((EMBED, vocab))
+    targets, weights = jnp.zeros((8, 32), jnp.int32), jnp.ones((8, 32))
+
+    def loss(hidden, kernel):
+        options = dict(tied=False, tile=4, layout=layout, head_bytes=head_bytes)
+        return linear_cross_entropy(hidden, kernel, targets, weights, **options)[0]
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(hidden, kernel).jaxpr
+    loops = () if parts == 1 else (parts,)
+    gathers = [("all_gather", loops)] * (1 if parts == 1 else 2)
+    shared = [("psum", loops), ("reduce_scatter", loops)]
+    found = sorted((name.replace("psum_invariant", "psum"), within) for name, within in collectives(jaxpr))
+    assert found == gathers + shared
 
 
 def test_logits_are_never_whole():
@@ -216,11 +261,13 @@ def test_default_tile():
     assert _tile_length(2, 512, 32000, None) == 256  # two tiles of 65 MB
     assert _tile_length(2, 512, 32000, 4096) == 512
     assert _tile_length(512, 3, 10**6, None) == 3
+    assert _tile_length(1, 8192, 128_000, None) == 131 and _tile_length(1, 8192, 128_000, None, "tpu") == 512
+    assert _tile_length(64, 8192, 128_000, None) == 64  # no sliver, however large the batch
 
 
 def test_argmax_is_that_of_all_logits(monkeypatch):
     """In tiles that don't divide the length, in each form; of equals the lowest id."""
-    monkeypatch.setattr("eqx_decoders.training.cross_entropy._TILE_BYTES", 4 * BATCH * VOCAB * 3)
+    monkeypatch.setattr("eqx_decoders.training.cross_entropy._TILE_BYTES", {"cpu": 4 * BATCH * VOCAB * 3})
     monkeypatch.setattr("eqx_decoders.training.cross_entropy._TILE_LEAST", 1)
     assert _tile_length(BATCH, LENGTH, VOCAB, None) == 3
     for tied in (False, True):
@@ -244,7 +291,9 @@ def test_cross_entropy_is_its_formula(getkey):
     np.testing.assert_allclose(losses, normaliser - picked + 0.3 * normaliser**2, rtol=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"soft_cap": 0.0}, {"tile": 0}, {"z_loss": -1.0}, {"tied": True}])
+@pytest.mark.parametrize(
+    "options", [{"soft_cap": 0.0}, {"tile": 0}, {"z_loss": -1.0}, {"tied": True}, {"head_bytes": 0}]
+)
 def test_options_out_of_range(options):
     with pytest.raises(ConfigError):
         linear_cross_entropy(*make(False), **({"tied": False} | options))
