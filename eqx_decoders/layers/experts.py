@@ -7,6 +7,7 @@ as many places as a capacity allows, where tokens that find none are dropped.
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -18,6 +19,7 @@ from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.layers.branch import BranchResult
 from eqx_decoders.layers.exchange import combine, dispatch, run_on_mesh, scale_rows, sort_by_expert
 from eqx_decoders.layers.grouped import block_rows, grouped_products
+from eqx_decoders.layers.in_pieces import sum_of_pieces
 from eqx_decoders.layers.mlp import ACTIVATIONS, MLP, MLPConfig
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.layers.router import Router, RouterConfig, RoutingStats
@@ -303,10 +305,47 @@ class Experts(eqx.Module):
         weights: Float[Array, "tokens slots"] | None,
         ctx: Context,
     ) -> Float[Array, "tokens embed"]:
-        """The weighted sum over chosen experts that are here; without weights each token has one expert."""
+        """The weighted sum over chosen experts that are here; without weights each token has one expert.
+
+        There may be rows for all choices, but usually there are as many as this device's share of the experts: rows are
+        worked on in pieces of a quarter more, as many as it takes.
+        """
         experts = len(jax.tree.leaves(self.down)[0])
         block = None if ctx.execution.layout.platform == "tpu" else block_rows(chosen.size, self.config.num_experts)
-        places, sources = sort_by_expert(chosen, experts, 0 if block is None else block)
+        spare = 0 if block is None else block
+        piece = -(-5 * chosen.size * experts // (4 * self.config.num_experts * 8)) * 8
+        if weights is None or 2 * piece > len(chosen) * min(chosen.shape[1], experts):
+            places, sources = sort_by_expert(chosen, experts, spare)
+            return self._sorted_experts(x, chosen, weights, places, sources, block, ctx)
+        places, sources = sort_by_expert(chosen, experts)
+        count = jnp.sum(sources < chosen.size, dtype=jnp.int32)
+        sources = jnp.pad(sources, (0, -len(sources) % piece), constant_values=chosen.size)
+        arrays, static = eqx.partition(self, eqx.is_array)
+
+        def run(index: Array, inputs: Any, indices: Any) -> Array:
+            (arrays, x, weights), (chosen, places, sources, count) = inputs, indices
+            here = places - index * piece
+            places = jnp.where((here >= 0) & (here < piece) & (places < count), here, piece + spare)
+            sources = jax.lax.dynamic_slice_in_dim(sources, index * piece, piece)
+            sources = jnp.pad(sources, (0, spare), constant_values=chosen.size)
+            own = eqx.combine(arrays, static)
+            return own._sorted_experts(x, chosen, weights, places, sources, block, ctx)
+
+        # nothing that is traced may be in a function's closure if it has a gradient of its own
+        return sum_of_pieces(run, -(-count // piece), (arrays, x, weights), (chosen, places, sources, count))
+
+    def _sorted_experts(
+        self,
+        x: Float[Array, "tokens embed"],
+        chosen: Int32[Array, "tokens slots"],
+        weights: Float[Array, "tokens slots"] | None,
+        places: Int32[Array, "tokens slots"],
+        sources: Int32[Array, "places"],
+        block: int | None,
+        ctx: Context,
+    ) -> Float[Array, "tokens embed"]:
+        """`_local_experts` of the choices that have a place."""
+        experts = len(jax.tree.leaves(self.down)[0])
         rows = dispatch(x, places, sources)
         if self.config.router.input_scaling and weights is not None:
             rows, weights = scale_rows(rows, weights, places, sources)

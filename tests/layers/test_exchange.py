@@ -19,6 +19,8 @@ from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.layers.attention import AttentionConfig
 from eqx_decoders.layers.exchange import sort_by_expert
 from eqx_decoders.layers.experts import Experts, ExpertsConfig
+from eqx_decoders.layers.grouped import block_rows
+from eqx_decoders.layers.in_pieces import sum_of_pieces
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.router import RouterConfig
@@ -56,7 +58,7 @@ CASES = {
     "ring": (RICH, True, dict(expert=2, fsdp=2, tensor=2), "gather"),
     "travel": (SCALED, False, dict(expert=8), "all_to_all"),
     "fsdp": (RICH, False, dict(fsdp=8), "auto"),
-    "latent": (NARROW, False, dict(expert=2, fsdp=2, tensor=2), "gather"),
+    "pieces": (NARROW, False, dict(expert=4, tensor=2), "gather"),
 }
 
 
@@ -246,6 +248,36 @@ def test_rows_travel_as_they_are_on_tpu(monkeypatch):
     assert exchange.called
 
 
+# --- pieces ---
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_a_sum_of_pieces_and_its_gradient(number):
+    def piece(index, inputs, indices):
+        scale, x = inputs
+        return jnp.sin(scale * x + jnp.asarray(index, jnp.float32)) + indices
+
+    inputs, indices = (jnp.float32(0.7), jnp.arange(4.0)), jnp.arange(4.0)
+
+    def fast(inputs):
+        return jnp.sum(jnp.cos(indices) * sum_of_pieces(piece, jnp.int32(number), inputs, indices))
+
+    def plain(inputs):
+        return jnp.sum(jnp.cos(indices) * sum((piece(i, inputs, indices) for i in range(number)), jnp.zeros(4)))
+
+    assert_close(jax.jit(jax.value_and_grad(fast))(inputs), jax.jit(jax.value_and_grad(plain))(inputs))
+
+
+def test_rows_exist_piece_by_piece():
+    """Of 48 tokens, three choices each, 96 may be of a device's two experts of eight; it takes 48 at a time."""
+    config, _, mesh, exchange = CASES["pieces"]
+    x, positions = tokens(8, 6)
+    execution = ed.Execution(layout=ed.Layout.create(**mesh), expert_exchange=exchange)
+    gradient = str(jax.make_jaxpr(jax.grad(lambda x: call((layer(config), x), positions, execution)[0]))(x))
+    block = block_rows(48 * 3, config.num_experts)
+    assert f"f32[{48 + block},{MLP // 2}]" in gradient and f"f32[{96 + block},{MLP // 2}]" not in gradient
+
+
 # --- what is sent ---
 
 
@@ -287,7 +319,7 @@ def test_no_device_chooses_for_all_tokens(name):
 @pytest.mark.parametrize("name", CASES)
 def test_every_device_sorts_its_own_tokens(name):
     """No token of a device that does not share experts with it."""
-    most = dict(ring=24 * 3, travel=8 * 6, fsdp=6 * 3, latent=24 * 3)[name]
+    most = dict(ring=24 * 3, travel=8 * 6, fsdp=6 * 3, pieces=48 * 3)[name]
     sizes = [shape[0] for shape in shapes(name, "sort")]
     assert sizes and max(sizes) <= most
 
