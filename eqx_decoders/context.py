@@ -35,6 +35,7 @@ class RunOptions(TypedDict, total=False):
     attention_maxima: bool
     lookup: LookupName
     head_bytes: int
+    exchange_bytes: int
 
 
 class PrecisionOptions(RunOptions, total=False):
@@ -79,6 +80,8 @@ class Execution:
     - `head_bytes`: what a device of a mesh may take for the head's kernel, gathered, and its gradient while the fused
         loss runs. Where both need more, the vocabulary is gone through in parts, which costs a fourth product of the
         size of the head beside three.
+    - `exchange_bytes`: what a device of a mesh may take for the tokens that it gathers for its experts, or has room for
+        if rows travel. Where these are more, a device's tokens go in several rounds, and experts see fewer at a time.
     """
 
     layout: Layout = dataclasses.field(default_factory=Layout)
@@ -92,11 +95,13 @@ class Execution:
     attention_maxima: bool = False
     lookup: LookupName = "gather"
     head_bytes: int = _HEAD_BYTES
+    exchange_bytes: int = 10**9
 
     def __post_init__(self):
         for field, known in _WORDS.items():
             check_word(f"Execution.{field}", getattr(self, field), get_args(known))
-        check_integer("Execution.head_bytes", self.head_bytes)
+        for field in ("head_bytes", "exchange_bytes"):
+            check_integer(f"Execution.{field}", getattr(self, field))
         object.__setattr__(self, "remat", get_remat(self.remat))
 
 

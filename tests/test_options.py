@@ -414,6 +414,7 @@ EXECUTION = dict(
     experts=lambda: "dense",
     expert_exchange=lambda: "all_to_all",
     head_bytes=lambda: 1,
+    exchange_bytes=lambda: 1,
 )
 
 
@@ -441,7 +442,9 @@ def test_every_choice_of_execution_changes_the_program():
     split = model.replace(layout=ed.Layout.create(expert=8))  # what exchanges tokens
     assert program(split) == program(split.replace(expert_exchange="gather"))
     latent = named_draws(block(mixer=LATENT)).replace(attention="auto")
-    bases = dict.fromkeys(EXECUTION, (model, plain)) | {"expert_exchange": (split, program(split))}
+    bases = dict.fromkeys(EXECUTION, (model, plain)) | dict.fromkeys(
+        ("expert_exchange", "exchange_bytes"), (split, program(split))
+    )
     bases["attention_maxima"] = (latent, program(latent))
     wide = named_draws(decoder(vocab_size=300)).replace(layout=ed.Layout.create(fsdp=8))
     bases["head_bytes"] = (wide, program(wide, fused=True))

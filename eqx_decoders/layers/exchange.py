@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int32, PyTree
 from eqx_decoders.axes import axes, path_name
 from eqx_decoders.context import Execution
 from eqx_decoders.numerics import cast_weight
-from eqx_decoders.remat import save
+from eqx_decoders.remat import get_remat, save
 
 
 # --- within a device ---
@@ -141,7 +141,8 @@ def run_on_mesh(
     experts or hidden features. Where such an axis splits tokens too, these are gathered over it first, and sums are
     scattered. With `Execution.expert_exchange="all_to_all"` rows travel over the experts' axes instead.
 
-    No routing loses a token: there is room for the worst case. `scale_inputs`: gates multiply what goes into experts.
+    No routing loses a token: there is room for the worst case. Where that is much, a device's tokens go in several
+    rounds (`Execution.exchange_bytes`). `scale_inputs`: gates multiply what goes into experts.
     """
     layout, words = execution.layout, axes(weights)
     plan = _make_plan(execution, x.shape, chosen.shape[2], jax.tree.leaves(weights)[0].shape[0])
@@ -158,12 +159,21 @@ def run_on_mesh(
 
     def run(weights, x, chosen, gates):
         mine = partial(own, jax.tree_util.tree_map_with_path(ready, weights))
-        rows, slots, factors = (plan.gather(each.reshape(-1, each.shape[-1])) for each in (x, chosen, gates))
-        if plan.all_to_all:
-            out = _exchange_all_to_all(mine, rows, slots, factors, plan, scale_inputs)
-        else:
-            out = _exchange_by_gather(mine, rows, slots, factors, plan)
-        return plan.reduce(out).reshape(x.shape)
+
+        def one(tokens: tuple[Array, Array, Array]) -> Array:
+            rows, slots, factors = (plan.gather(each) for each in tokens)
+            if plan.all_to_all:
+                return plan.reduce(_exchange_all_to_all(mine, rows, slots, factors, plan, scale_inputs))
+            return plan.reduce(_exchange_by_gather(mine, rows, slots, factors, plan))
+
+        tokens = tuple(each.reshape(-1, each.shape[-1]) for each in (x, chosen, gates))
+        count = plan.rounds(len(tokens[0]), chosen.shape[2], x.shape[2] * x.dtype.itemsize, execution.exchange_bytes)
+        if count == 1:
+            return one(tokens).reshape(x.shape)
+        remat = get_remat(execution.remat)
+        one = one if remat is None else jax.checkpoint(one, policy=remat.policy(), prevent_cse=False)
+        cut = jax.tree.map(lambda each: each.reshape(count, -1, each.shape[1]), tokens)
+        return lax.map(one, cut).reshape(x.shape)
 
     # unchecked: that what all have gathered is the same everywhere can't be seen from types
     specs = jax.tree_util.tree_map_with_path(spec, weights)
@@ -186,6 +196,7 @@ class _Plan:
     - `all_to_all`: whether rows travel over `owners`.
     - `ragged`: whether they travel as they are, or in pieces of one size.
     - `experts`, `parts`: how many experts a device has, and how many devices have different ones.
+    - `sharing`: how many devices gather their tokens together.
     """
 
     tokens: PartitionSpec
@@ -197,10 +208,18 @@ class _Plan:
     ragged: bool
     experts: int
     parts: int
+    sharing: int
 
     @property
     def split_axes(self) -> tuple[str, ...]:
         return self.owners + self.hidden
+
+    def rounds(self, tokens: int, slots: int, row: int, most: int) -> int:
+        """In how many rounds a device's tokens, of `row` bytes each, meet the experts: the least number that divides
+        them so that what it gathers or may get fits `most` bytes."""
+        sharing = self.parts * min(slots, self.experts) if self.all_to_all else self.sharing
+        wanted = min(tokens, -(-tokens * sharing * row // most))
+        return next(count for count in range(max(1, wanted), tokens + 1) if tokens % count == 0) if tokens else 1
 
     def adds_bias(self) -> Array:
         """Whether this device is the first of those that have other hidden features of the same experts."""
@@ -227,7 +246,8 @@ def _make_plan(execution: Execution, shape: tuple[int, ...], slots: int, experts
     routed = bool(owners) and set(owners) <= set(splitting) and _sends_rows(execution, slots, parts, ragged)
     shared = tuple(name for name in owners + hidden if name in splitting and not (routed and name in owners))
     summed = tuple(name for name in owners + hidden if name not in splitting)
-    return _Plan(tokens, owners, hidden, shared, summed, routed, ragged, experts // parts, parts)
+    sharing = math.prod(layout.sizes[name] for name in shared)
+    return _Plan(tokens, owners, hidden, shared, summed, routed, ragged, experts // parts, parts, sharing)
 
 
 def _names(spec: PartitionSpec) -> list[tuple[str, ...]]:

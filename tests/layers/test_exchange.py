@@ -53,12 +53,12 @@ MESHES = [
     dict(expert=2, context=2, tensor=2),
 ]
 EXCHANGES = ["gather", "all_to_all"]
-# a layer, whether it has low-rank pairs, a mesh and how its experts get their tokens
+# a layer, whether it has low-rank pairs, a mesh and how its experts get their tokens, in how many rounds
 CASES = {
-    "ring": (RICH, True, dict(expert=2, fsdp=2, tensor=2), "gather"),
-    "travel": (SCALED, False, dict(expert=8), "all_to_all"),
-    "fsdp": (RICH, False, dict(fsdp=8), "auto"),
-    "pieces": (NARROW, False, dict(expert=4, tensor=2), "gather"),
+    "ring": (RICH, True, dict(expert=2, fsdp=2, tensor=2), "gather", 1),
+    "travel": (SCALED, False, dict(expert=8), "all_to_all", 3),
+    "fsdp": (RICH, False, dict(fsdp=8), "auto", 1),
+    "pieces": (NARROW, False, dict(expert=4, tensor=2), "gather", 2),
 }
 
 
@@ -128,11 +128,18 @@ def check_equal(run, module, x, positions, layout):
         assert np.any(want[1][0].down if places is positions else 0) == (places is positions)
 
 
+def execution(name: str) -> ed.Execution:
+    """That of a case: as many bytes as what a device gathers or has room for in a round."""
+    config, _, mesh, exchange, rounds = CASES[name]
+    some = dict(exchange_bytes=48 * (config.latent_dim or EMBED) * 4 // rounds) if rounds > 1 else {}
+    return ed.Execution(layout=ed.Layout.create(**mesh), expert_exchange=exchange, **some)
+
+
 @functools.cache
 def compiled(name: str):
-    config, pairs, mesh, exchange = CASES[name]
+    config, pairs, mesh, *_ = CASES[name]
     layout, (x, positions) = ed.Layout.create(**mesh), tokens(8, 6)
-    run = program(ed.Execution(layout=layout, expert_exchange=exchange))
+    run = program(execution(name))
     return layout, run.lower(placed(layer(config, pairs), x, layout), positions).compile()
 
 
@@ -268,14 +275,13 @@ def test_a_sum_of_pieces_and_its_gradient(number):
     assert_close(jax.jit(jax.value_and_grad(fast))(inputs), jax.jit(jax.value_and_grad(plain))(inputs))
 
 
-def test_rows_exist_piece_by_piece():
-    """Of 48 tokens, three choices each, 96 may be of a device's two experts of eight; it takes 48 at a time."""
-    config, _, mesh, exchange = CASES["pieces"]
-    x, positions = tokens(8, 6)
-    execution = ed.Execution(layout=ed.Layout.create(**mesh), expert_exchange=exchange)
-    gradient = str(jax.make_jaxpr(jax.grad(lambda x: call((layer(config), x), positions, execution)[0]))(x))
-    block = block_rows(48 * 3, config.num_experts)
-    assert f"f32[{48 + block},{MLP // 2}]" in gradient and f"f32[{96 + block},{MLP // 2}]" not in gradient
+def test_rows_exist_round_by_round_and_piece_by_piece():
+    """Of 24 tokens, three choices each, 48 may be of a device's two experts of eight; it takes 24 at a time."""
+    (config, *_), (x, positions) = CASES["pieces"], tokens(8, 6)
+    gradient = jax.grad(lambda x: call((layer(config), x), positions, execution("pieces"))[0])
+    text, block = str(jax.make_jaxpr(gradient)(x)), block_rows(24 * 3, config.num_experts)
+    assert f"f32[{24 + block},{MLP // 2}]" in text and f"f32[{48 + block},{MLP // 2}]" not in text
+    assert f"f32[24,{config.latent_dim}]" in text and f"f32[48,{config.latent_dim}]" not in text
 
 
 # --- what is sent ---
@@ -305,7 +311,7 @@ def test_the_ring_gathers_tokens_and_scatters_sums():
 
 def test_rows_travel_and_weights_stay():
     swapped = shapes("travel", "all-to-all")
-    assert (6, EMBED) in swapped  # room for all tokens of a device
+    assert (2, EMBED) in swapped  # room for all tokens of a device in a round
     assert not any({EMBED, MLP} <= set(shape) for shape in shapes("travel", "all-gather"))
     assert not any(shape[-1:] == (EMBED,) and len(shape) == 2 for shape in shapes("travel", "all-gather"))
 
