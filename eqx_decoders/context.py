@@ -13,7 +13,7 @@ from eqx_decoders.numerics import LowRank, Precision, einsum
 from eqx_decoders.remat import Remat, RematName, get_remat
 
 
-AttentionName = Literal["auto", "dot", "chunked"]
+AttentionName = Literal["auto", "dot", "chunked", "interval"]
 ExpertsName = Literal["auto", "dense", "dropless", "capacity"]
 ExchangeName = Literal["auto", "gather", "all_to_all"]
 LookupName = Literal["gather", "one_hot"]
@@ -60,7 +60,8 @@ class Execution:
     - `layout`: where weights and activations live.
     - `precision`: dtypes of weights and activations.
     - `remat`: a policy's name, a `Remat`, or None (= `"none"`).
-    - `attention`: an attention kernel's name, or `"auto"`.
+    - `attention`: an attention kernel's name: `"dot"`, all scores at once; `"chunked"`, block by block; `"interval"`, a
+        Pallas kernel for TPU; or `"auto"`, the one that suits platform and shapes.
     - `experts`: how experts are run: `"dense"`, all on all tokens; `"dropless"`, sorted by expert; `"capacity"`, which
         drops tokens beyond `ExpertsConfig.capacity_factor`; `"auto"`, capacity where there is such a factor, else
         dropless. The first two ignore the factor.

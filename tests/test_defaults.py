@@ -33,7 +33,7 @@ DEFAULTS = {
     "ExpertsConfig": dict(router=RouterConfig(), activation="silu", gated=True),
     "Kernel": dict(
         masks=(Causal, SlidingWindow, Chunked, Bidirectional), soft_cap=True, segments=True, spans=True,
-        selection=True, unequal_value_dim=True, platforms=("cpu", "gpu", "tpu"),
+        selection=True, unequal_value_dim=True, float16=True, platforms=("cpu", "gpu", "tpu"),
     ),
     "GatedDeltaNetConfig": dict(taps=4, norm=RMSNormConfig()),
     "Mamba2Config": dict(taps=4, taps_bias=True, eps=1e-5),

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from eqx_decoders.errors import check, check_number, check_word
 from eqx_decoders.layers.blockwise import blockwise, blockwise_max
+from eqx_decoders.layers.interval_kernel import interval_attention
 from eqx_decoders.layers.mask import AttentionPositions, Mask, Spans, check_segments, visible
 from eqx_decoders.layers.scores import EMPTY, Result, cap_scores
 
@@ -67,6 +68,7 @@ class Kernel:
     spans: bool = True
     selection: bool = True
     unequal_value_dim: bool = True
+    float16: bool = True
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
 
     def lacks(self, mask: Mask, platform: str, wanted: frozenset[str]) -> str | None:
@@ -85,6 +87,7 @@ _ABILITIES = {
     "spans": "spans",
     "selection": "a selection of keys",
     "unequal_value_dim": "value_dim unlike head_dim",
+    "float16": "float16",
 }
 
 
@@ -102,6 +105,7 @@ def attend(
     selected: Bool[Array, "batch selected_heads length kv_length"] | None = None,
     soft_cap: float | None = None,
     aligned: bool = False,
+    local: bool = False,
     kernel: str = "auto",
     platform: str = "cpu",
 ) -> tuple[Float[Array, "batch length heads value_dim"], Float32[Array, "batch length heads"]]:
@@ -111,8 +115,9 @@ def attend(
     out = 0 and lse = EMPTY. The tokens of one of `query_spans` see each other whatever the mask. Of what a query sees
     only the keys that are `selected` count, for all heads alike or for each. `aligned` is the caller's promise that
     queries and keys are the same tokens in the same order, with positions that increase strictly within a segment:
-    kernels may then skip blocks. `kernel` is a name in KERNELS or "auto", which goes by `platform` and the shapes.
-    Raises ConfigError where the kernel cannot do it.
+    kernels may then skip blocks. `local` says that the arrays are one device's own: inside `shard_map`, or without a
+    mesh. `kernel` is a name in KERNELS or "auto", which goes by `platform`, the shapes and `local`: XLA cannot split
+    kernels of Pallas. Raises ConfigError where the kernel cannot do it.
     """
     places = AttentionPositions(query_positions, key_positions, query_segments, key_segments, query_spans)
     _check(query, key, places, selected, soft_cap, aligned)
@@ -122,13 +127,16 @@ def attend(
         "spans": query_spans is not None,
         "selection": selected is not None,
         "unequal_value_dim": key.shape[3] != value.shape[3],
+        "float16": any(x.dtype == jnp.float16 for x in (query, key, value)),
     }
     needs = (mask, platform, frozenset(field for field, is_asked in asked.items() if is_asked))
-    chosen = _choose(platform, query.shape[1], key.shape[1]) if kernel == "auto" else kernel
+    able = [name for name, other in KERNELS.items() if other.lacks(*needs) is None]
+    chosen = (
+        _choose(platform, query.shape[1], key.shape[1], local and "interval" in able) if kernel == "auto" else kernel
+    )
     check_word("kernel", chosen, (*KERNELS, "auto"))
     lacking = KERNELS[chosen].lacks(*needs)
-    able = ", ".join(name for name, other in KERNELS.items() if other.lacks(*needs) is None)
-    check(lacking is None, f"kernel={chosen!r} cannot do {lacking} (mask={mask}). These can: {able}.")
+    check(lacking is None, f"kernel={chosen!r} cannot do {lacking} (mask={mask}). These can: {', '.join(able)}.")
     options = dict(mask=mask, selected=selected, soft_cap=soft_cap, aligned=aligned, platform=platform)
     return KERNELS[chosen].function(query, key, value, places, **options)
 
@@ -178,9 +186,11 @@ def _check(
         check(count in (1, heads), f"selected has {count} heads: give one for all heads, or each of heads={heads}.")
 
 
-def _choose(platform: str, length: int, kv_length: int) -> str:
-    """Blocks pay once the scores of a head are too many to keep."""
-    return "chunked" if min(length, kv_length) >= (32 if platform == "cpu" else 512) else "dot"
+def _choose(platform: str, length: int, kv_length: int, interval: bool) -> str:
+    """Blocks pay once the scores of a head are too many to keep. `interval`: whether that kernel can be had."""
+    if min(length, kv_length) < (32 if platform == "cpu" else 512):
+        return "dot"
+    return "interval" if interval else "chunked"
 
 
 # --- dot: the plain one ---
@@ -222,4 +232,7 @@ def _dot(
 KERNELS: dict[str, Kernel] = {
     "dot": Kernel(name="dot", function=_dot),
     "chunked": Kernel(name="chunked", function=blockwise),
+    "interval": Kernel(
+        name="interval", function=interval_attention, selection=False, float16=False, platforms=("tpu",)
+    ),
 }

@@ -158,7 +158,7 @@ def test_rows_that_see_nothing(kernel, dtype):
 
 def test_no_keys_at_all():
     places = {"query_positions": plain(3), "key_positions": jnp.zeros((2, 0), jnp.int32)}
-    for kernel in KERNELS:
+    for kernel in ("dot", "chunked"):
         out, lse = attend(*make(3, 0), **places, mask=Causal(), kernel=kernel)
         assert not out.any() and (lse == EMPTY).all()
 

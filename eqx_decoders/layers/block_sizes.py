@@ -1,0 +1,52 @@
+"""Sizes of the interval kernel's blocks, for each generation of TPUs."""
+
+import dataclasses
+
+import jax
+
+
+LANES = 128  # blocks are multiples of a vector register's width
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockSizes:
+    """Blocks of a kernel that holds one block of sums and streams the blocks of the other side past it.
+
+    **Arguments:**
+
+    - `held`: queries where their results are summed, keys where the gradients of keys and values are. Each streamed
+        block is read once per held block, so the memory's speed sets how large it has to be.
+    - `streamed`: the other side. A tile of scores is `held x streamed` in f32.
+    - `vmem_bytes`: how much of the vector memory the kernel may take; None for XLA's own limit.
+    """
+
+    held: int
+    streamed: int
+    vmem_bytes: int | None = None
+
+    def fit(self, length: int) -> "BlockSizes":
+        """The smallest blocks of this shape of which as few hold `length` as of these."""
+        ratio, count = self.held // self.streamed, max(1, -(-length // self.held))
+        streamed = -(-length // (count * ratio * LANES)) * LANES
+        return dataclasses.replace(self, held=max(LANES, streamed) * ratio, streamed=max(LANES, streamed))
+
+
+MIB = 2**20
+SAFE = BlockSizes(held=512, streamed=512)  # within XLA's own limit on every TPU
+# By `device_kind`: the faster the products against the memory (v6e, v7x), the more is held. MaxText and Tokamax take
+# 1024 to 2048 queries, and compute on 256 to 512 keys at a time. They compile; they have not been timed.
+BLOCK_SIZES: dict[str, BlockSizes] = {
+    "TPU v5 lite": BlockSizes(held=1024, streamed=512, vmem_bytes=64 * MIB),
+    "TPU v5": BlockSizes(held=1024, streamed=512, vmem_bytes=64 * MIB),
+    "TPU v6 lite": BlockSizes(held=2048, streamed=512, vmem_bytes=64 * MIB),
+    "TPU7x": BlockSizes(held=2048, streamed=512, vmem_bytes=48 * MIB),
+}
+
+
+def block_sizes() -> BlockSizes:
+    """Those of the devices of the mesh in whose `shard_map` this is traced, else of the first device there is.
+
+    What is not in the table gets SAFE ones.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    return BLOCK_SIZES.get(device.device_kind, SAFE)

@@ -1,0 +1,505 @@
+"""Attention in Pallas kernels for TPU, for exactly the masks that there are: an interval of positions per query.
+
+Flash attention (Dao et al., 2022): tiles of scores exist in vector memory alone. Laid out as JAX's splash attention: a
+kernel holds one block of sums while blocks of the other side stream past it.
+
+    forward:  S = Q K',  out = softmax(S) V,  lse = logsumexp S
+    backward: P = exp(S - lse),  D = sum(out * dO) - dlse,  dS = P * (dO V' - D)
+              dQ = dS K  (blocks of queries held),  dK = dS' Q,  dV = P' dO  (blocks of keys held)
+
+What a tile needs of the mask follows from the extremes of its queries' intervals and of its keys' positions and
+segments: either no query sees a key of it, and it is skipped; or all see all, and no mask is applied; or segments and
+positions are compared. This holds for any order of positions. Only the blocks from the first to the last that a
+held block sees are read at all.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Int
+
+from eqx_decoders.layers.block_sizes import BlockSizes, block_sizes
+from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Mask, interval, seen_keys
+from eqx_decoders.layers.scores import EMPTY, Result, cap_scores
+
+
+MOST = jnp.iinfo(jnp.int32).max
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What is static about one call."""
+
+    mask: Mask
+    soft_cap: float | None
+    segments: bool
+    interpret: bool
+    query_blocks: BlockSizes
+    key_blocks: BlockSizes
+
+    def keys_seen(self, kv_length: int) -> int:
+        """By a query, about: what the compiler is told of the cost."""
+        before = kv_length if isinstance(self.mask, Bidirectional) else kv_length // 2
+        return min(seen_keys(self.mask, kv_length), before)
+
+    def scores(self, left: Array, right: Array) -> Array:
+        return cap_scores(_product(left, right, 1, 1), self.soft_cap)
+
+    def seen(self, intervals: Sequence[Array], positions: Sequence[Array]) -> Bool[Array, "rows columns"]:
+        """One side as rows, the other as columns."""
+        (first, last, segment), (position, key_segment) = intervals, positions
+        seen = (position >= first) & (position <= last)
+        return seen & (segment == key_segment) if self.segments else seen
+
+
+def _product(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
+    """In f32. Products of bfloat16 are exact, whatever precision is the default."""
+    return jax.lax.dot_general(
+        left,
+        right,
+        (((left_axis,), (right_axis,)), ((), ())),
+        precision=jax.lax.Precision.DEFAULT if left.dtype == jnp.bfloat16 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+# --- what a tile needs of the mask ---
+
+
+_POSITIONS, _SEGMENTS = 2**20, 2**11
+
+
+def _code(plan: _Plan, position: Array, segment: Array) -> Array:
+    """A number that keeps the order of positions within a segment, and of segments.
+
+    Positions beyond 2^20 have one number, and segments 2^11 apart the same: then tiles may be visited in vain, no more.
+    """
+    if not plan.segments:
+        return position
+    return (segment % _SEGMENTS) * _POSITIONS + jnp.minimum(position, _POSITIONS - 1)
+
+
+class _Schedule(NamedTuple):
+    """What is known of whole blocks, [batch, blocks] each; with `MOST` and -1 where nothing of a block counts.
+
+    - `reach`: of each block that is held the first block that it sees, and how many there are up to the last.
+    - `queries`: the least code of a first position, last position and segment; the largest code of a last position,
+        first position and segment; whether all queries see anything.
+    - `keys`: the least code, position and segment; the largest; whether all are tokens.
+    """
+
+    reach: list[Array]
+    queries: list[Array]
+    keys: list[Array]
+
+
+def _schedule(
+    plan: _Plan, intervals: Array, positions: Array, query_block: int, key_block: int, keys_held: bool
+) -> _Schedule:
+    first, last, segment = (intervals[:, i] for i in range(3))
+    least, largest = (_code(plan, first, segment), last, segment), (_code(plan, last, segment), first, segment)
+    queries = _extremes(least, largest, first <= last, query_block)
+    position, segment = positions[:, 0], positions[:, 1]
+    row = (_code(plan, position, segment), position, segment)
+    keys = _extremes(row, row, position >= 0, key_block)
+    sees = _sees([x[:, :, None] for x in queries], [x[:, None, :] for x in keys])
+    return _Schedule(_reach(sees.swapaxes(1, 2) if keys_held else sees), queries, keys)
+
+
+def _extremes(
+    least: Sequence[Array], largest: Sequence[Array], counts: Bool[Array, "batch length"], block: int
+) -> list[Array]:
+    """Of what counts in each block the least and the largest of some numbers, and whether all of it does."""
+
+    def blocks(x: Array) -> Array:
+        return x.reshape(x.shape[0], -1, block)
+
+    counts = blocks(counts)
+    fields = [jnp.where(counts, blocks(x), MOST).min(-1) for x in least]
+    fields += [jnp.where(counts, blocks(x), -1).max(-1) for x in largest]
+    return [*fields, counts.all(-1).astype(jnp.int32)]
+
+
+def _sees(queries: Sequence[Array], keys: Sequence[Array]) -> Array:
+    """Whether a query of a block may see a key of a block, from their extremes."""
+    return (queries[0] <= keys[3]) & (keys[0] <= queries[3])
+
+
+def _sees_all(queries: Sequence[Array], keys: Sequence[Array]) -> Array:
+    """Whether every query of a block sees every key of a block."""
+    _, last, segment, _, first, last_segment, all_queries = queries
+    _, position, key_segment, _, last_position, last_key_segment, all_keys = keys
+    inside = (first <= position) & (last_position <= last) & (all_queries + all_keys == 2)
+    return inside & (segment == last_key_segment) & (key_segment == last_segment) & (segment == last_segment)
+
+
+def _reach(sees: Bool[Array, "batch held streamed"]) -> list[Array]:
+    index = jnp.arange(sees.shape[2], dtype=jnp.int32)[None, None]
+    start, end = jnp.where(sees, index, sees.shape[2]).min(2), jnp.where(sees, index + 1, 0).max(2)
+    return [jnp.where(end > 0, start, 0), jnp.maximum(end - start, 0)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Tiles:
+    """Which tile a step of a grid works on, by the schedule as one row of numbers in scalar memory (where the last of
+    several dimensions would be padded).
+
+    The grid is (batch, heads, blocks of queries, steps), or (batch, key heads, blocks of keys, groups, steps).
+    """
+
+    batch: int
+    groups: int
+    query_block: int
+    key_block: int
+    rows: int  # blocks of queries
+    columns: int  # blocks of keys
+    keys_held: bool
+
+    def entry(self, table: Any, field: int, batch: Any, block: Any) -> Any:
+        """Fields 0 and 1 are the schedule's reach, then come 7 of the queries and 7 of the keys."""
+        counts = [self.columns if self.keys_held else self.rows] * 2 + [self.rows] * 7 + [self.columns] * 7
+        return table[self.batch * sum(counts[:field]) + batch * counts[field] + block]
+
+    def streamed(self, table: Any, batch: Any, held: Any, step: Any) -> Any:
+        """The block that is read. Where a row ends before others do its last block stays, and is not read again."""
+        start, count = (self.entry(table, field, batch, held) for field in range(2))
+        return start + jnp.minimum(step, jnp.maximum(count - 1, 0))
+
+    def visit(self, table: Any, batch: Any, held: Any, step: Any, add: Callable[[bool], None]) -> None:
+        """Run `add(masked)` if the step's tile has anything that is seen."""
+        start, count = (self.entry(table, field, batch, held) for field in range(2))
+
+        @pl.when(step < count)
+        def _():
+            i, j = (start + step, held) if self.keys_held else (held, start + step)
+            queries = [self.entry(table, field, batch, i) for field in range(2, 9)]
+            keys = [self.entry(table, field, batch, j) for field in range(9, 16)]
+            sees, sees_all = _sees(queries, keys), _sees_all(queries, keys)
+            pl.when(sees & sees_all)(lambda: add(False))
+            pl.when(sees & ~sees_all)(lambda: add(True))
+
+    def spec(self, place: str, dims: tuple[int, ...]) -> pl.BlockSpec:
+        """The block of an array that lies in a place."""
+        shape = {
+            "queries": (1, 1, self.query_block, dims[-1]),
+            "keys": (1, 1, self.key_block, dims[-1]),
+            "intervals": (1, dims[-2], self.query_block),
+            "positions": (1, dims[-2], self.key_block),
+            "rows": (1, 1, dims[-2], self.query_block),
+        }[place]
+
+        def index(*ids: Any) -> tuple:
+            batch, head, kv_head, i, j = self._at(*ids)
+            return {
+                "queries": (batch, head, i, 0),
+                "keys": (batch, kv_head, j, 0),
+                "intervals": (batch, 0, i),
+                "positions": (batch, 0, j),
+                "rows": (batch, head, 0, i),
+            }[place]
+
+        return pl.BlockSpec(shape, index)
+
+    def _at(self, *ids: Any) -> tuple[Any, Any, Any, Any, Any]:
+        """(batch, head, key head, block of queries, block of keys)"""
+        *at, table = ids
+        if self.keys_held:
+            batch, kv_head, held, group, step = at
+            return batch, kv_head * self.groups + group, kv_head, self.streamed(table, batch, held, step), held
+        batch, head, held, step = at
+        return batch, head, jax.lax.div(head, self.groups), held, self.streamed(table, batch, held, step)
+
+
+# --- the kernels ---
+
+
+def _split(x: Any, axis: int) -> list[Array]:
+    """The rows (axis 0) or columns (axis 1) of an array or of a reference to one."""
+    return [x[i : i + 1, :] if axis == 0 else x[:, i : i + 1] for i in range(x.shape[axis])]
+
+
+def _forward_kernel(plan, tiles, table, query, key, value, intervals, positions, out, lse, columns, top, total, sums):
+    batch, held, step = (pl.program_id(i) for i in (0, 2, 3))
+
+    @pl.when(step == 0)
+    def _():
+        columns[...] = intervals[0].T
+        top[...], total[...], sums[...] = jnp.full_like(top, EMPTY), jnp.zeros_like(total), jnp.zeros_like(sums)
+
+    def add(masked):
+        scores = plan.scores(query[0, 0], key[0, 0])
+        if masked:
+            scores = jnp.where(plan.seen(_split(columns, 1), _split(positions[0], 0)), scores, -jnp.inf)
+        new_top = jnp.maximum(top[...], scores.max(1, keepdims=True))
+        fade, weights = jnp.exp(top[...] - new_top), jnp.exp(scores - new_top)
+        top[...] = new_top
+        total[...] = total[...] * fade + weights.sum(1, keepdims=True)
+        sums[...] = sums[...] * fade + _product(weights.astype(value.dtype), value[0, 0], 1, 0)
+
+    tiles.visit(table, batch, held, step, add)
+
+    @pl.when(step == pl.num_programs(3) - 1)
+    def _():
+        safe = jnp.where(total[...] > 0, total[...], 1.0)
+        out[0, 0] = (sums[...] / safe).astype(out.dtype)
+        lse[0, 0] = jnp.where(total[...] > 0, top[...] + jnp.log(safe), EMPTY).T
+
+
+def _slopes(
+    plan: _Plan, left: Array, right: Array, bars: tuple[Array, Array], lse_delta: Sequence[Array], seen: Array | None
+) -> tuple[Array, Array]:
+    """P and dS of a tile, queries or keys on the left; `bars` are dO and V in the same order."""
+    lse, delta = lse_delta
+    scores = plan.scores(left, right)
+    weights = jnp.exp((scores if seen is None else jnp.where(seen, scores, -jnp.inf)) - lse)
+    slopes = weights * (_product(*bars, 1, 1) - delta)
+    return weights, slopes if plan.soft_cap is None else slopes * (1 - jnp.square(scores / plan.soft_cap))
+
+
+def _query_kernel(
+    plan, tiles, table, query, key, value, out_bar, intervals, positions, lse_delta, query_bar,
+    columns, lse_delta_columns, sums
+):  # fmt: skip
+    batch, held, step = (pl.program_id(i) for i in (0, 2, 3))
+
+    @pl.when(step == 0)
+    def _():
+        columns[...], lse_delta_columns[...] = intervals[0].T, lse_delta[0, 0].T
+        sums[...] = jnp.zeros_like(sums)
+
+    def add(masked):
+        seen = plan.seen(_split(columns, 1), _split(positions[0], 0)) if masked else None
+        bars = out_bar[0, 0], value[0, 0]
+        _, slopes = _slopes(plan, query[0, 0], key[0, 0], bars, _split(lse_delta_columns, 1), seen)
+        sums[...] += _product(slopes.astype(key.dtype), key[0, 0], 1, 0)
+
+    tiles.visit(table, batch, held, step, add)
+
+    @pl.when(step == pl.num_programs(3) - 1)
+    def _():
+        query_bar[0, 0] = sums[...].astype(query_bar.dtype)
+
+
+def _key_kernel(
+    plan, tiles, table, query, key, value, out_bar, intervals, positions, lse_delta, key_bar, value_bar,
+    columns, key_sums, value_sums
+):  # fmt: skip
+    batch, held, group, step = (pl.program_id(i) for i in (0, 2, 3, 4))
+
+    @pl.when((group == 0) & (step == 0))
+    def _():
+        columns[...] = positions[0].T
+        key_sums[...], value_sums[...] = jnp.zeros_like(key_sums), jnp.zeros_like(value_sums)
+
+    def add(masked):
+        seen = plan.seen(_split(intervals[0], 0), _split(columns, 1)) if masked else None
+        bars = value[0, 0], out_bar[0, 0]
+        weights, slopes = _slopes(plan, key[0, 0], query[0, 0], bars, _split(lse_delta[0, 0], 0), seen)
+        key_sums[...] += _product(slopes.astype(query.dtype), query[0, 0], 1, 0)
+        value_sums[...] += _product(weights.astype(out_bar.dtype), out_bar[0, 0], 1, 0)
+
+    tiles.visit(table, batch, held, step, add)
+
+    @pl.when((group == tiles.groups - 1) & (step == pl.num_programs(4) - 1))
+    def _():
+        key_bar[0, 0], value_bar[0, 0] = key_sums[...].astype(key_bar.dtype), value_sums[...].astype(value_bar.dtype)
+
+
+# --- their calls: arrays are [batch, heads, length, dim], in whole blocks ---
+
+
+def _call(
+    plan: _Plan,
+    kernel: Callable,
+    operands: Sequence[tuple[str, Array]],
+    results: Sequence[tuple[str, tuple[int, ...], Any]],
+    scratch: Sequence[tuple[int, Any]],
+    *,
+    features: int,
+    keys_held: bool = False,
+) -> Sequence[Array]:
+    """One `pallas_call`.
+
+    **Arguments:**
+
+    - `operands`, `results`: arrays, or shapes and dtypes, with the places of their blocks; query and key come first.
+    - `scratch`: what is kept beside a held block from step to step: columns and dtypes.
+    - `features`: of all products of a tile together.
+    - `keys_held`: whether blocks of keys are held and blocks of queries stream.
+    """
+    arrays = [array for _, array in operands]
+    (batch, heads, length, _), (_, kv_heads, kv_length, _) = arrays[0].shape, arrays[1].shape
+    held = plan.key_blocks.held if keys_held else plan.query_blocks.held
+    query_block, key_block = (plan.query_blocks.streamed, held) if keys_held else (held, plan.key_blocks.streamed)
+    rows, columns, groups = length // query_block, kv_length // key_block, heads // kv_heads
+    tiles = _Tiles(
+        batch=batch,
+        groups=groups,
+        query_block=query_block,
+        key_block=key_block,
+        rows=rows,
+        columns=columns,
+        keys_held=keys_held,
+    )
+    named = dict(operands)
+    schedule = _schedule(plan, named["intervals"], named["positions"], query_block, key_block, keys_held)
+    # compiled, the grid ends with the longest row of tiles; the interpreter's grids are static
+    steps = (rows if keys_held else columns) if plan.interpret else jnp.maximum(schedule.reach[1].max(), 1)
+    grid = (batch, kv_heads, columns, groups, steps) if keys_held else (batch, heads, rows, steps)
+    shapes = [jax.ShapeDtypeStruct(*result[1:]) for result in results]
+    pairs = batch * heads * length * plan.keys_seen(kv_length)
+    return pl.pallas_call(
+        functools.partial(kernel, plan, tiles),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=grid,
+            in_specs=[tiles.spec(place, array.shape) for place, array in operands],
+            out_specs=[tiles.spec(place, shape) for place, shape, _ in results],
+            scratch_shapes=[pltpu.VMEM((held, count), dtype) for count, dtype in scratch],
+        ),
+        out_shape=shapes,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",) * 3 + ("arbitrary",) * (len(grid) - 3),
+            vmem_limit_bytes=plan.query_blocks.vmem_bytes,
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * pairs * features,
+            transcendentals=pairs if plan.soft_cap is None else 2 * pairs,
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*arrays, *shapes)),
+        ),
+        interpret=plan.interpret,
+        name=f"interval_attention{kernel.__name__}",
+    )(jnp.concatenate([x.reshape(-1) for x in jax.tree.leaves(schedule)]), *arrays)
+
+
+@functools.partial(jax.jit, static_argnums=0)  # a Pallas call by itself is never dropped from a backward pass
+def _forward(
+    plan: _Plan, query: Array, key: Array, value: Array, intervals: Array, positions: Array
+) -> tuple[Array, Array]:
+    """out, and lse as a row of each head: [batch, heads, 1, length]."""
+    dim, places = value.shape[3], ("queries", "keys", "keys", "intervals", "positions")
+    out, lse = _call(
+        plan,
+        _forward_kernel,
+        list(zip(places, (query, key, value, intervals, positions), strict=True)),
+        [
+            ("queries", (*query.shape[:3], dim), query.dtype),
+            ("rows", (*query.shape[:2], 1, query.shape[2]), jnp.float32),
+        ],
+        [(3, jnp.int32), (1, jnp.float32), (1, jnp.float32), (dim, jnp.float32)],
+        features=query.shape[3] + dim,
+    )
+    return out, lse
+
+
+def _backward(
+    plan: _Plan, query: Array, key: Array, value: Array, out_bar: Array, intervals: Array, positions: Array, rows: Array
+) -> tuple[Array, Array, Array]:
+    """Gradients of query, key and value; `rows` are lse and D of each head: [batch, heads, 2, length]."""
+    dim, value_dim = query.shape[3], value.shape[3]
+    places = ("queries", "keys", "keys", "queries", "intervals", "positions", "rows")
+    operands = list(zip(places, (query, key, value, out_bar, intervals, positions, rows), strict=True))
+    (query_bar,) = _call(
+        plan,
+        _query_kernel,
+        operands,
+        [("queries", query.shape, query.dtype)],
+        [(3, jnp.int32), (2, jnp.float32), (dim, jnp.float32)],
+        features=2 * dim + value_dim,
+    )
+    key_bar, value_bar = _call(
+        plan,
+        _key_kernel,
+        operands,
+        [("keys", key.shape, key.dtype), ("keys", value.shape, value.dtype)],
+        [(2, jnp.int32), (dim, jnp.float32), (value_dim, jnp.float32)],
+        features=2 * dim + 2 * value_dim,
+        keys_held=True,
+    )
+    return query_bar, key_bar, value_bar
+
+
+# The backward pass gets positions, not what follows from them: that may then leave a loop over layers.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _softmax(plan: _Plan, query: Array, key: Array, value: Array, places: AttentionPositions) -> tuple[Array, Array]:
+    return _forward(plan, query, key, value, *_intervals_and_positions(plan, places))
+
+
+def _softmax_fwd(plan: _Plan, query: Array, key: Array, value: Array, places: AttentionPositions):
+    results = _forward(plan, query, key, value, *_intervals_and_positions(plan, places))
+    out, lse = (checkpoint_name(x, "context") for x in results)
+    return (out, lse), (query, key, value, places, out, lse)
+
+
+def _softmax_bwd(plan: _Plan, kept: tuple, bars: tuple):
+    query, key, value, places, out, lse = kept
+    out_bar, lse_bar = bars
+    delta = (out.astype(jnp.float32) * out_bar.astype(jnp.float32)).sum(-1)[:, :, None] - lse_bar
+    rows = jnp.concatenate([lse, delta], 2)
+    grads = _backward(plan, query, key, value, out_bar.astype(out.dtype), *_intervals_and_positions(plan, places), rows)
+    return *grads, None
+
+
+_softmax.defvjp(_softmax_fwd, _softmax_bwd)
+
+
+def interval_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    places: AttentionPositions,
+    *,
+    mask: Mask,
+    selected: Array | None,
+    soft_cap: float | None,
+    aligned: bool,
+    platform: str,
+) -> Result:
+    """Attention as `attend` defines it, for TPUs; on any other platform it is interpreted, slowly.
+
+    Under remat, saving "context" (out and lse) saves the whole forward pass.
+    """
+    length, sizes = query.shape[1], block_sizes()
+    plan = _Plan(
+        mask=mask,
+        soft_cap=soft_cap,
+        segments=places.query_segments is not None,
+        interpret=platform != "tpu",
+        query_blocks=sizes.fit(length),
+        key_blocks=sizes.fit(key.shape[1]),
+    )
+    query = _fill(query.swapaxes(1, 2), plan.query_blocks, 2)
+    key, value = (_fill(x.swapaxes(1, 2), plan.key_blocks, 2) for x in (key, value))
+    results: Any = _softmax(plan, query, key, value, places)
+    out, lse = results
+    return out[:, :, :length].swapaxes(1, 2), lse[:, :, 0, :length].swapaxes(1, 2)
+
+
+def _intervals_and_positions(
+    plan: _Plan, places: AttentionPositions
+) -> tuple[Int[Array, "batch 3 length"], Int[Array, "batch 2 kv_length"]]:
+    """The first and last position that each query sees, and its segment; the position and segment of each key."""
+
+    def stack(blocks: BlockSizes, segments: Array | None, *rows: tuple[Array, int]) -> Array:
+        rows = (*rows, (jnp.zeros_like(rows[0][0]) if segments is None else segments, 0))
+        return jnp.stack([_fill(x.astype(jnp.int32), blocks, 1, value) for x, value in rows], 1)
+
+    first, last = interval(plan.mask, places.query_positions, places.query_spans)
+    intervals = stack(plan.query_blocks, places.query_segments, (first, 0), (last, -1))
+    return intervals, stack(plan.key_blocks, places.key_segments, (places.key_positions, -1))
+
+
+def _fill(x: Array, blocks: BlockSizes, axis: int, value: int = 0) -> Array:
+    """Padded to whole blocks, at least one."""
+    more = [(0, 0)] * x.ndim
+    more[axis] = (0, blocks.held * max(1, -(-x.shape[axis] // blocks.held)) - x.shape[axis])
+    return jnp.pad(x, more, constant_values=value)
