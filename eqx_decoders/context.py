@@ -17,7 +17,7 @@ AttentionName = Literal["auto", "dot", "chunked"]
 ExpertsName = Literal["auto", "dense", "dropless", "capacity"]
 ExchangeName = Literal["auto", "gather", "all_to_all"]
 LookupName = Literal["gather", "one_hot"]
-_WORDS = dict(attention=AttentionName, experts=ExpertsName, expert_exchange=ExchangeName, lookup=LookupName)
+ContextOrder = Literal["plain", "zigzag"]
 
 
 class RunOptions(TypedDict, total=False):
@@ -31,6 +31,7 @@ class RunOptions(TypedDict, total=False):
     layer_stats: bool
     attention_maxima: bool
     lookup: LookupName
+    context_order: ContextOrder
 
 
 class PrecisionOptions(RunOptions, total=False):
@@ -72,6 +73,10 @@ class Execution:
     - `lookup`: how tokens find their embeddings: `"gather"`, or `"one_hot"`, a product of the table with one-hot rows.
         The product suits tables that are split over the vocabulary: each device multiplies its own rows and the results
         are added, no table is gathered. It costs as many operations as the head.
+    - `context_order`: how losses order the tokens of rows that a mesh splits: `"plain"`, or `"zigzag"`, each device a
+        piece from the front and one from the end. Under causal masks the last device of the first has nearly twice the
+        average to do, of the second all have the same. It needs layers that go by positions alone: no recurrences,
+        convolutions, n-grams, multi-token prediction, chosen blocks or capacities.
     """
 
     layout: Layout = dataclasses.field(default_factory=Layout)
@@ -84,6 +89,7 @@ class Execution:
     layer_stats: bool = False
     attention_maxima: bool = False
     lookup: LookupName = "gather"
+    context_order: ContextOrder = "plain"
 
     def __post_init__(self):
         words = {
@@ -91,6 +97,7 @@ class Execution:
             "experts": ExpertsName,
             "expert_exchange": ExchangeName,
             "lookup": LookupName,
+            "context_order": ContextOrder,
         }
         for field, known in words.items():
             check_word(f"Execution.{field}", getattr(self, field), get_args(known))
