@@ -73,10 +73,10 @@ class Execution:
     - `lookup`: how tokens find their embeddings: `"gather"`, or `"one_hot"`, a product of the table with one-hot rows.
         The product suits tables that are split over the vocabulary: each device multiplies its own rows and the results
         are added, no table is gathered. It costs as many operations as the head.
-    - `context_order`: how losses order the tokens of rows that a mesh splits: `"plain"`, or `"zigzag"`, each device a
-        piece from the front and one from the end. Under causal masks the last device of the first has nearly twice the
-        average to do, of the second all have the same. It needs layers that go by positions alone: no recurrences,
-        convolutions, n-grams, multi-token prediction, chosen blocks or capacities.
+    - `context_order`: how losses order the tokens of rows that a mesh splits: `"plain"`, or `"zigzag"`, where each
+        device has a piece from the front and one from the end. Of causal attention the last device has nearly twice the
+        average to do in the first; all have the same in the second. That needs layers that go by positions alone: no
+        recurrence, convolution, n-grams, multi-token prediction, selected blocks or capacities.
     """
 
     layout: Layout = dataclasses.field(default_factory=Layout)

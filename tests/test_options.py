@@ -413,6 +413,7 @@ EXECUTION = dict(
     lookup=lambda: "one_hot",
     experts=lambda: "dense",
     expert_exchange=lambda: "all_to_all",
+    context_order=lambda: "zigzag",
 )
 
 
@@ -440,6 +441,8 @@ def test_every_choice_of_execution_changes_the_program():
     latent = named_draws(block(mixer=LATENT)).replace(attention="auto")
     bases = dict.fromkeys(EXECUTION, (model, plain)) | {"expert_exchange": (split, program(split))}
     bases["attention_maxima"] = (latent, program(latent))
+    long = model.replace(layout=ed.Layout.create(data=4, context=2))
+    bases["context_order"] = (long, program(long))
     texts = {name: program(bases[name][0].replace(**{name: value()})) for name, value in EXECUTION.items()}
     assert [name for name, text in texts.items() if text == bases[name][1]] == []
     assert "sharding_constraint" in texts["layout"] and "sharding_constraint" not in plain
@@ -631,6 +634,7 @@ BAD = [
     (ed.BlockConfig, dict(mixer=MIXER, mlp=None), dict(wiring="chained"), "needs a mixer and an mlp"),
     (AttentionConfig, vars(MIXER), dict(out_dim=0), "AttentionConfig.out_dim=0 must be an integer of at least 1"),
     (ed.Execution, {}, dict(lookup="onehot"), "Did you mean 'one_hot'"),
+    (ed.Execution, {}, dict(context_order="zig-zag"), "Did you mean 'zigzag'"),
     (ed.Execution, {}, dict(experts="drop_less"), "Did you mean 'dropless'"),
     (LearnedPositions, {}, dict(max_positions=0), "at least 1"),
     (LearnedPositions, {}, dict(max_positions="64"), "integer"),

@@ -55,14 +55,15 @@ def attend_on_mesh(
     gathered = _names(layout.activation_spec(f"batch {key_axis} kv_heads head_dim", key.shape)[1])
     kv_heads, repeats = _split_kv_heads(layout, _names(heads), key.shape[2])
     gathered = tuple(name for name in gathered if name not in kv_heads)
-    parts, zigzag = math.prod(layout.sizes[name] for name in gathered), execution.context_order == "zigzag"
+    parts = math.prod(layout.sizes[name] for name in gathered)
+    turned = execution.context_order == "zigzag" and key.shape[1] % (2 * parts) == 0
     groups = query.shape[2] // key.shape[2]
 
     def run(query, key, value, selected, of_queries, of_keys):
         key, value = (_own_heads(x, query.shape[2], groups, repeats) for x in (key, value))
         if gathered:
             key, value = (lax.all_gather(x, gathered, axis=1, tiled=True) for x in (key, value))
-        if gathered and zigzag:
+        if gathered and turned:
             key, value, of_keys = jax.tree.map(lambda x: _in_order(x, parts, 1), (key, value, of_keys))
             selected = None if selected is None else _in_order(selected, parts, 3)
         whole = aligned and not gathered
@@ -106,6 +107,11 @@ def _own_heads(x: Array, heads: int, groups: int, repeats: tuple[str, ...]) -> A
 
 
 # --- the order of tokens ---
+
+
+def context_parts(layout: Layout) -> int:
+    """How many devices have different tokens of a row, in attention."""
+    return math.prod(layout.sizes[name] for name in _names(layout.activation_spec("batch length heads")[1]))
 
 
 def zigzag(length: int, parts: int) -> np.ndarray:
