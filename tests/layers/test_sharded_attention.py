@@ -124,6 +124,19 @@ def test_the_slots_of_a_cache(split):
     check(ALL | dict(activations=table), make(8, 24), places, mask=Causal(), aligned=False, key_axis="slots")
 
 
+@pytest.mark.parametrize("length", [16, pytest.param(12, marks=pytest.mark.slow)])
+def test_rows_need_not_stand_in_the_order_that_is_said(length):
+    """Positions decide. Twelve tokens are in no zig-zag over four devices."""
+    check(LONG, make(length), packed_places(length), mask=Causal(), order="zigzag", aligned=False, kernel="dot")
+
+
+@pytest.mark.slow
+def test_keys_that_the_table_splits_by_length_are_split_by_heads():
+    """A mesh axis that splits the heads of queries cannot split the length of keys, too."""
+    table = {name: row for name, row in ed.layout.ACTIVATIONS.items() if name != "kv_heads"}
+    check(SEQUENCE | dict(activations=table), make(16), packed_places(16), mask=Causal())
+
+
 def lines(text: str, operation: str) -> list[str]:
     return [line for line in text.splitlines() if f" {operation}(" in line or f" {operation}-start(" in line]
 
