@@ -508,6 +508,11 @@ def test_packed_documents_are_not_compared():
     ranges = [(0, 1), (0, 1), (0, 2), (0, 2), (2, 3), (2, 3), (2, 4), (2, 4)]
     assert reach_of(Causal(), 128, 256, places) == ranges
     assert reach_of(Bidirectional(), 128, 256, places) == [(0, 2)] * 4 + [(2, 4)] * 4
+    positions = jnp.asarray([[*range(576), *range(448)]], jnp.int32)  # the fifth block has the end of one, and another
+    places |= dict.fromkeys(("query_positions", "key_positions"), positions)
+    places |= dict.fromkeys(("query_segments", "key_segments"), jnp.asarray([[1] * 576 + [2] * 448], jnp.int32))
+    ranges = [(0, 1), (0, 2), (1, 3), (2, 4), (3, 5), (4, 6), (5, 7), (6, 8)]
+    assert reach_of(SlidingWindow(50), 128, 128, places) == ranges
 
 
 def test_queries_apart_from_their_keys_reach_few_blocks():
