@@ -18,6 +18,7 @@ ExpertsName = Literal["auto", "dense", "dropless", "capacity"]
 ExchangeName = Literal["auto", "gather", "all_to_all"]
 LookupName = Literal["gather", "one_hot"]
 ContextOrder = Literal["plain", "zigzag"]
+ContextForm = Literal["gather", "all_to_all"]
 
 
 class RunOptions(TypedDict, total=False):
@@ -32,6 +33,7 @@ class RunOptions(TypedDict, total=False):
     attention_maxima: bool
     lookup: LookupName
     context_order: ContextOrder
+    context_form: ContextForm
 
 
 class PrecisionOptions(RunOptions, total=False):
@@ -77,6 +79,10 @@ class Execution:
         device has a piece from the front and one from the end. Of causal attention the last device has nearly twice the
         average to do in the first; all have the same in the second. That needs layers that go by positions alone: no
         recurrence, convolution, n-grams, multi-token prediction, selected blocks or capacities.
+    - `context_form`: what devices get that a row is split over: `"gather"`, the keys and values of all its tokens;
+        `"all_to_all"`, queries, keys and values of all its tokens, but of fewer heads, whose results travel back. That
+        moves less where fewer than three query heads share a head of keys, and causal work is equal, too. Where these
+        devices do not divide the heads of keys that each has, it is the former.
     """
 
     layout: Layout = dataclasses.field(default_factory=Layout)
@@ -90,6 +96,7 @@ class Execution:
     attention_maxima: bool = False
     lookup: LookupName = "gather"
     context_order: ContextOrder = "plain"
+    context_form: ContextForm = "gather"
 
     def __post_init__(self):
         words = {
@@ -98,6 +105,7 @@ class Execution:
             "expert_exchange": ExchangeName,
             "lookup": LookupName,
             "context_order": ContextOrder,
+            "context_form": ContextForm,
         }
         for field, known in words.items():
             check_word(f"Execution.{field}", getattr(self, field), get_args(known))

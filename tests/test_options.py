@@ -414,6 +414,7 @@ EXECUTION = dict(
     experts=lambda: "dense",
     expert_exchange=lambda: "all_to_all",
     context_order=lambda: "zigzag",
+    context_form=lambda: "all_to_all",
 )
 
 
@@ -442,7 +443,7 @@ def test_every_choice_of_execution_changes_the_program():
     bases = dict.fromkeys(EXECUTION, (model, plain)) | {"expert_exchange": (split, program(split))}
     bases["attention_maxima"] = (latent, program(latent))
     long = model.replace(layout=ed.Layout.create(data=4, context=2))
-    bases["context_order"] = (long, program(long))
+    bases["context_order"] = bases["context_form"] = (long, program(long))
     texts = {name: program(bases[name][0].replace(**{name: value()})) for name, value in EXECUTION.items()}
     assert [name for name, text in texts.items() if text == bases[name][1]] == []
     assert "sharding_constraint" in texts["layout"] and "sharding_constraint" not in plain
@@ -635,6 +636,7 @@ BAD = [
     (AttentionConfig, vars(MIXER), dict(out_dim=0), "AttentionConfig.out_dim=0 must be an integer of at least 1"),
     (ed.Execution, {}, dict(lookup="onehot"), "Did you mean 'one_hot'"),
     (ed.Execution, {}, dict(context_order="zig-zag"), "Did you mean 'zigzag'"),
+    (ed.Execution, {}, dict(context_form="all_to_al"), "Did you mean 'all_to_all'"),
     (ed.Execution, {}, dict(experts="drop_less"), "Did you mean 'dropless'"),
     (LearnedPositions, {}, dict(max_positions=0), "at least 1"),
     (LearnedPositions, {}, dict(max_positions="64"), "integer"),

@@ -102,9 +102,9 @@ def attend(
     selected: Bool[Array, "batch selected_heads length kv_length"] | None = None,
     soft_cap: float | None = None,
     aligned: bool = False,
+    local: bool = False,
     kernel: str = "auto",
     platform: str = "cpu",
-    local: bool = False,
 ) -> tuple[Float[Array, "batch length heads value_dim"], Float32[Array, "batch length heads"]]:
     """Softmax attention of scaled queries: (out in the query's dtype, log-sum-exp of the scores in f32).
 
@@ -112,8 +112,8 @@ def attend(
     out = 0 and lse = EMPTY. The tokens of one of `query_spans` see each other whatever the mask. Of what a query sees
     only the keys that are `selected` count, for all heads alike or for each. `aligned` is the caller's promise that
     queries and keys are the same tokens in the same order, with positions that increase strictly within a segment.
-    `kernel` is a name in KERNELS or "auto", which goes by `platform` and the shapes. `local`: these arrays are one
-    device's own, no mesh splits them. Raises ConfigError where the kernel cannot do it.
+    `local` says that the arrays are one device's own: inside `shard_map`, or without a mesh. `kernel` is a name in
+    KERNELS or "auto", which goes by `platform` and the shapes. Raises ConfigError where the kernel cannot do it.
     """
     places = AttentionPositions(query_positions, key_positions, query_segments, key_segments, query_spans)
     _check(query, key, places, selected, soft_cap, aligned)

@@ -37,9 +37,12 @@ def results(function, options, qkv, weights, places):
     return found, grads
 
 
-def check(sizes, qkv, places, *, kernel="chunked", order="plain", aligned=True, key_axis="length", **options):
+def check(
+    sizes, qkv, places, *, kernel="chunked", order="plain", form="gather", aligned=True, key_axis="length", **options
+):
     """`attend_on_mesh` against the plainest kernel on one device."""
-    execution = Execution(layout=ed.Layout.create(**sizes), attention=kernel, context_order=order)
+    layout = ed.Layout.create(**sizes)
+    execution = Execution(layout=layout, attention=kernel, context_order=order, context_form=form)
     meshed = options | dict(execution=execution, aligned=aligned, key_axis=key_axis)
     weights = weights_for(qkv)
     many = results(attend_on_mesh, tuple(meshed.items()), qkv, weights, places)
@@ -137,19 +140,41 @@ def test_keys_that_the_table_splits_by_length_are_split_by_heads():
     check(SEQUENCE | dict(activations=table), make(16, kv_heads=4), packed_places(16), mask=Causal())
 
 
+@pytest.mark.parametrize(
+    ("sizes", "heads", "kv_heads", "options"),
+    [
+        (ALL, 8, 4, dict(mask=Causal(), soft_cap=2.0)),
+        pytest.param(dict(context=2, tensor=4), 12, 3, dict(mask=SlidingWindow(9)), marks=pytest.mark.slow),
+        pytest.param(dict(context=2, data=4), 4, 2, dict(mask=Bidirectional(), order="zigzag"), marks=pytest.mark.slow),
+        pytest.param(ALL, 4, 1, dict(mask=Causal()), marks=pytest.mark.slow),
+        pytest.param(CONTEXT, 8, 8, dict(mask=Chunked(9)), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_heads_for_tokens(sizes, heads, kv_heads, options, chosen):
+    """Each device attends with all tokens of some heads; where these cannot be divided, by gathering."""
+    places = packed_places(32, spans=True)
+    places |= {"selected": selection(heads if options["mask"] == Causal() else 1, 32, 32)} if chosen else {}
+    qkv = make(32, heads=heads, kv_heads=kv_heads, value_dim=5)
+    check(sizes, qkv, places, form="all_to_all", aligned="order" not in options, **options)
+
+
 def lines(text: str, operation: str) -> list[str]:
     return [line for line in text.splitlines() if f" {operation}(" in line or f" {operation}-start(" in line]
 
 
-def test_keys_and_values_are_gathered_and_queries_are_not():
-    """Of a step on context=4: two gathers, and two sums that are scattered, of one head each; and nothing else."""
+def step_text(heads: int, kv_heads: int, form: str) -> str:
+    """The program of a step on context=4."""
     layout = ed.Layout.create(**LONG)
-    execution = Execution(layout=layout, attention="chunked")
-    shapes = [jax.ShapeDtypeStruct((2, 64, heads, 4), jnp.float32) for heads in (6, 1, 1)]
-    split = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.activation_sharding(f"batch length {word} head_dim"))
-        for x, word in zip(shapes, ("heads", "kv_heads", "kv_heads"), strict=True)
-    ]
+    execution = Execution(layout=layout, attention="chunked", context_form=form)
+    counts = {"heads": heads, "kv_heads": kv_heads}
+    query, key = (
+        jax.ShapeDtypeStruct(
+            (2, 64, count, 4), jnp.float32, sharding=layout.activation_sharding(f"batch length {word} head_dim")
+        )
+        for word, count in counts.items()
+    )
     places = jax.ShapeDtypeStruct((2, 64), jnp.int32, sharding=layout.activation_sharding("batch length"))
 
     def step(query, key, value, places):
@@ -159,8 +184,19 @@ def test_keys_and_values_are_gathered_and_queries_are_not():
 
         return jax.grad(loss, (0, 1, 2))(query, key, value)
 
-    out = tuple(x.sharding for x in split)
-    text = jax.jit(step, out_shardings=out).lower(*split, places).compile().as_text()
+    shardings = tuple(x.sharding for x in (query, key, key))
+    return jax.jit(step, out_shardings=shardings).lower(query, key, key, places).compile().as_text()
+
+
+def test_heads_travel_and_nothing_is_gathered():
+    text = step_text(8, 4, "all_to_all")
+    assert lines(text, "all-to-all") and not any("f32" in line for line in lines(text, "all-gather"))
+    assert not any(lines(text, other) for other in ("all-reduce", "reduce-scatter", "collective-permute"))
+
+
+def test_keys_and_values_are_gathered_and_queries_are_not():
+    """Of a step on context=4: two gathers, and two sums that are scattered, of one head each; and nothing else."""
+    text = step_text(6, 1, "gather")
     gathers = lines(text, "all-gather")
     assert sum("f32" in line for line in gathers) == 2, gathers
     assert all("f32[1,64,1,4]" in line or "s32" in line for line in gathers), gathers
