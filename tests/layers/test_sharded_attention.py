@@ -205,6 +205,29 @@ def test_keys_and_values_are_gathered_and_queries_are_not():
     assert not any(lines(text, other) for other in ("all-reduce", "all-to-all", "collective-permute"))
 
 
+def test_context_saves_the_recomputation():
+    """Names are saved out of what is mapped: as on one device the backward pass has five products, not seven."""
+    execution = Execution(layout=ed.Layout.create(**LONG), attention="chunked")
+    positions = plain(32)
+
+    def loss(policy):
+        def layer(x, qkv):
+            options = dict(execution=execution, mask=Causal(), query_positions=positions, key_positions=positions)
+            return jnp.sin(attend_on_mesh(jnp.sin(x), *qkv, **options)[0])
+
+        saved = jax.checkpoint(layer, policy=policy)
+        return jax.grad(lambda query, *qkv: saved(saved(query, qkv), qkv).sum())
+
+    policies = jax.checkpoint_policies
+    found = {
+        name: str(jax.make_jaxpr(loss(policy))(*make(32))).count("dot_general[")
+        for name, policy in dict(
+            context=policies.save_only_these_names("context"), nothing=policies.nothing_saveable
+        ).items()
+    }
+    assert found == {"context": 14, "nothing": 18}
+
+
 # --- the order of tokens ---
 
 
