@@ -137,7 +137,7 @@ def _make_plan(execution: Execution, queries: tuple[int, ...], keys: tuple[int, 
     while keys[2] % _size(layout, kv_heads) != 0:
         kv_heads = kv_heads[:-1]
     shared = _names(layout.activation_spec(f"batch {key_axis} kv_heads head_dim", keys)[1])
-    shared = tuple(name for name in shared if name not in kv_heads)
+    shared = tuple(name for name in shared if name not in heads)
     parts, own_heads, groups = _size(layout, shared), queries[2] // _size(layout, heads), queries[2] // keys[2]
     divided = own_heads // math.gcd(own_heads, groups) % parts == 0
     return _Plan(

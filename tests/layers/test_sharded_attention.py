@@ -134,10 +134,12 @@ def test_rows_need_not_stand_in_the_order_that_is_said(length):
 
 
 @pytest.mark.slow
-def test_keys_that_the_table_splits_by_length_are_split_by_heads():
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (12, 3)])
+def test_keys_that_the_table_splits_by_length_are_split_by_heads(heads, kv_heads):
     """A mesh axis that splits the heads of queries cannot split the length of keys, too."""
     table = {name: row for name, row in ed.layout.ACTIVATIONS.items() if name != "kv_heads"}
-    check(SEQUENCE | dict(activations=table), make(16, kv_heads=4), packed_places(16), mask=Causal())
+    qkv = make(16, heads=heads, kv_heads=kv_heads)
+    check(SEQUENCE | dict(activations=table), qkv, packed_places(16), mask=Causal())
 
 
 @pytest.mark.parametrize(
