@@ -17,7 +17,16 @@ AttentionName = Literal["auto", "dot", "chunked", "interval"]
 ExpertsName = Literal["auto", "dense", "dropless", "capacity"]
 ExchangeName = Literal["auto", "gather", "all_to_all"]
 LookupName = Literal["gather", "one_hot"]
-_WORDS = dict(attention=AttentionName, experts=ExpertsName, expert_exchange=ExchangeName, lookup=LookupName)
+ContextOrder = Literal["plain", "zigzag"]
+ContextForm = Literal["gather", "all_to_all"]
+_WORDS = {
+    "attention": AttentionName,
+    "experts": ExpertsName,
+    "expert_exchange": ExchangeName,
+    "lookup": LookupName,
+    "context_order": ContextOrder,
+    "context_form": ContextForm,
+}
 
 # About 2 % of a step are saved for models whose head fits.
 _HEAD_BYTES = 2 * 10**9
@@ -36,6 +45,8 @@ class RunOptions(TypedDict, total=False):
     lookup: LookupName
     head_bytes: int
     exchange_bytes: int
+    context_order: ContextOrder
+    context_form: ContextForm
 
 
 class PrecisionOptions(RunOptions, total=False):
@@ -83,6 +94,14 @@ class Execution:
         size of the head beside three.
     - `exchange_bytes`: what a device of a mesh may take for the tokens that it gathers for its experts, or has room for
         if rows travel. Where these are more, a device's tokens go in several rounds, and experts see fewer at a time.
+    - `context_order`: how losses order the tokens of rows that a mesh splits: `"plain"`, or `"zigzag"`, where each
+        device has a piece from the front and one from the end. Of causal attention the last device has nearly twice the
+        average to do in the first; all have the same in the second. That needs layers that go by positions alone: no
+        recurrence, convolution, n-grams, multi-token prediction, selected blocks or capacities.
+    - `context_form`: what devices get that a row is split over: `"gather"`, the keys and values of all its tokens;
+        `"all_to_all"`, queries, keys and values of all its tokens, but of fewer heads, whose results travel back. That
+        moves less where fewer than three query heads share a head of keys, and causal work is equal, too. Where these
+        devices do not divide the heads of keys that each has, it is the former.
     """
 
     layout: Layout = dataclasses.field(default_factory=Layout)
@@ -97,6 +116,8 @@ class Execution:
     lookup: LookupName = "gather"
     head_bytes: int = _HEAD_BYTES
     exchange_bytes: int = 10**9
+    context_order: ContextOrder = "plain"
+    context_form: ContextForm = "gather"
 
     def __post_init__(self):
         for field, known in _WORDS.items():

@@ -415,6 +415,8 @@ EXECUTION = dict(
     expert_exchange=lambda: "all_to_all",
     head_bytes=lambda: 1,
     exchange_bytes=lambda: 1,
+    context_order=lambda: "zigzag",
+    context_form=lambda: "all_to_all",
 )
 
 
@@ -448,9 +450,11 @@ def test_every_choice_of_execution_changes_the_program():
     bases["attention_maxima"] = (latent, program(latent))
     wide = named_draws(decoder(vocab_size=300)).replace(layout=ed.Layout.create(fsdp=8))
     bases["head_bytes"] = (wide, program(wide, fused=True))
+    long = model.replace(layout=ed.Layout.create(data=4, context=2))
+    bases["context_order"], bases["context_form"] = (long, program(long, fused=True)), (long, program(long))
+    in_losses = ("head_bytes", "context_order")
     texts = {
-        name: program(bases[name][0].replace(**{name: value()}), name == "head_bytes")
-        for name, value in EXECUTION.items()
+        name: program(bases[name][0].replace(**{name: value()}), name in in_losses) for name, value in EXECUTION.items()
     }
     assert [name for name, text in texts.items() if text == bases[name][1]] == []
     assert "sharding_constraint" in texts["layout"] and "sharding_constraint" not in plain
@@ -642,6 +646,8 @@ BAD = [
     (ed.BlockConfig, dict(mixer=MIXER, mlp=None), dict(wiring="chained"), "needs a mixer and an mlp"),
     (AttentionConfig, vars(MIXER), dict(out_dim=0), "AttentionConfig.out_dim=0 must be an integer of at least 1"),
     (ed.Execution, {}, dict(lookup="onehot"), "Did you mean 'one_hot'"),
+    (ed.Execution, {}, dict(context_order="zig-zag"), "Did you mean 'zigzag'"),
+    (ed.Execution, {}, dict(context_form="all_to_al"), "Did you mean 'all_to_all'"),
     (ed.Execution, {}, dict(experts="drop_less"), "Did you mean 'dropless'"),
     (LearnedPositions, {}, dict(max_positions=0), "at least 1"),
     (LearnedPositions, {}, dict(max_positions="64"), "integer"),

@@ -12,12 +12,13 @@ from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.layers.block_selection import BlockSelection, CachedBlocks
 from eqx_decoders.layers.branch import BranchResult
-from eqx_decoders.layers.kernel import attend, merge, with_sink
+from eqx_decoders.layers.kernel import merge, with_sink
 from eqx_decoders.layers.mask import Causal, Mask, seen_keys
 from eqx_decoders.layers.memory import Entries, KVShape, Past, kv_shape
 from eqx_decoders.layers.mlp import add_bias
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope, rotary_positions, rotate
+from eqx_decoders.layers.sharded_attention import attend_on_mesh
 from eqx_decoders.numerics import fan_in
 from eqx_decoders.remat import save
 
@@ -288,24 +289,24 @@ class Attention(eqx.Module):
 
     def _attend(self, query: Array, entries: Entries, past: Past | None, ctx: Context) -> Array:
         """Attention over the tokens of this call and those of the past, merged by their log-sum-exp."""
-        execution = ctx.execution
         common: dict[str, Any] = dict(
+            execution=ctx.execution,
             mask=self.config.mask,
             query_positions=ctx.positions,
             query_spans=ctx.spans if self.config.spans else None,
             soft_cap=self.config.soft_cap,
-            kernel=execution.attention,
-            platform=execution.layout.platform,
         )
         segments: dict[str, Any] = dict(query_segments=ctx.segment_ids, key_segments=ctx.segment_ids)
         assert entries.value is not None
         chosen = self._choose_blocks(query, entries.key, past, ctx)
-        own: dict[str, Any] = dict(key_positions=ctx.positions, selected=chosen.present, aligned=True, **segments)
-        parts = [attend(query, entries.key, entries.value, **own, **common)]
+        own: dict[str, Any] = dict(key_positions=ctx.positions, selected=chosen.present, **segments)
+        own["aligned"] = ctx.execution.context_order == "plain"
+        parts = [attend_on_mesh(query, entries.key, entries.value, **own, **common)]
         if past is not None:  # a row of a cache is one document: no segments
             assert past.value is not None
             keys, values = (x.astype(query.dtype).transpose(0, 2, 1, 3) for x in (past.key, past.value))
-            parts.append(attend(query, keys, values, key_positions=past.positions, selected=chosen.past, **common))
+            earlier: dict[str, Any] = dict(key_positions=past.positions, selected=chosen.past, key_axis="slots")
+            parts.append(attend_on_mesh(query, keys, values, **earlier, **common))
         out, lse = merge(parts) if len(parts) > 1 else parts[0]
         return out if self.sink is None else with_sink(out, lse, self.sink)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float32
 
-from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Mask, contiguous, interval
+from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Mask, interval
 from eqx_decoders.layers.scores import EMPTY, Result, cap_scores
 
 
@@ -31,9 +31,9 @@ class _Plan:
     kv_block: int | None  # None: each block of queries takes all its keys at once, and the blocks are written out
 
     @property
-    def bounded(self) -> bool:
-        """Whether a block of queries may need less than all keys."""
-        return self.aligned and not isinstance(self.mask, Bidirectional)
+    def looks_ahead(self) -> bool:
+        """Whether a query may see keys that stand behind it in the row, as far as is known when the program is made."""
+        return not self.aligned or self.spans or isinstance(self.mask, Bidirectional)
 
     def fill_queries(self, x: Array, axis: int = 1, value: int = 0) -> Array:
         """Padded to whole blocks of queries where these are a loop."""
@@ -45,14 +45,11 @@ class _Plan:
 
     def over_keys(self, step: Callable, carry: Any, at: Any, queries: int, seen: "_Seen") -> Any:
         """Fold `step(carry, at_key, keys)` over the blocks of keys that the queries [at, at + queries) may see."""
-        kv_length = seen.places.shape[1]
-        if self.kv_block is None:
-            ahead = not self.bounded or self.spans
-            return step(carry, 0, kv_length if ahead else min(at + queries, kv_length))
-        size, start, end = self.kv_block, 0, kv_length
-        if seen.reach is not None:
-            start, end = (bound[at // self.block] for bound in seen.reach)
-        return jax.lax.fori_loop(start // size, -(-end // size), lambda i, carry: step(carry, i * size, size), carry)
+        if self.kv_block is None or seen.reach is None:
+            kv_length = seen.places.shape[1]
+            return step(carry, 0, kv_length if self.looks_ahead else min(at + queries, kv_length))
+        size, (start, end) = self.kv_block, (bound[at // self.block] for bound in seen.reach)
+        return jax.lax.fori_loop(start, end, lambda i, carry: step(carry, i * size, size), carry)
 
     def over_queries(self, row: Callable, carry: Any, length: int) -> tuple[Any, Any]:
         """Fold `row(carry, at, queries) -> (carry, results)` over the blocks of queries; join the results on axis 3."""
@@ -77,7 +74,7 @@ class _Plan:
 class _Seen(NamedTuple):
     """What each query sees: keys at positions in [first, last], of its own segment, that are selected.
 
-    `reach`: for each block of queries the first key that one of them may see, and the one behind the last.
+    `reach`: for each block of queries the first block of keys that one of them may see, and the one behind the last.
     """
 
     first: Array
@@ -330,29 +327,57 @@ def _seen(plan: _Plan, query: Array, key: Array, places: AttentionPositions, sel
         selected = selected.reshape(selected.shape[0], *split, *selected.shape[2:])
         selected = plan.fill_keys(plan.fill_queries(selected, axis=3), axis=4)
     segments = places.query_segments, places.key_segments
-    return _Seen(
+    seen = _Seen(
         first=plan.fill_queries(first),
         last=plan.fill_queries(last, value=-1),
         places=plan.fill_keys(places.key_positions, value=-1),
         query_segments=None if segments[0] is None else plan.fill_queries(segments[0]),
         key_segments=None if segments[1] is None else plan.fill_keys(segments[1]),
         selected=selected,
-        reach=_reach(plan, places, first, last) if plan.bounded and plan.kv_block is not None else None,
+        reach=None,
     )
+    return seen if plan.kv_block is None else seen._replace(reach=_reach(seen, plan.block, plan.kv_block))
 
 
-def _reach(plan: _Plan, places: AttentionPositions, first: Array, last: Array) -> tuple[Array, Array]:
-    """For each block of queries the first key that one of them may see, and the one behind the last.
+def _reach(seen: _Seen, block: int, kv_block: int) -> tuple[Array, Array]:
+    """For each block of queries the first block of keys that one of them may see, and the one behind the last.
 
-    Where documents stand without a gap a key `n` positions away stands `n` places away. With gaps, which are known only
-    when the program runs, a query may see any key before it, and with spans behind it, too.
+    By pairs (segment, position), in their order: some query of a block may see a key of another only if it looks no
+    further back than the block's last pair, and no less far ahead than its first. So queries and keys may stand in any
+    order; the closer to that of the pairs, the fewer blocks.
     """
-    positions, length = places.query_positions, first.shape[1]
-    index, whole = jnp.arange(length)[None], contiguous(positions, places.query_segments)
-    starts = jnp.where(whole, jnp.maximum(index - (positions - first), 0), 0)
-    ends = jnp.minimum(index + 1 + (last - positions), length)
-    ends = jnp.where(whole, ends, length) if plan.spans else ends
-    starts, ends = jnp.where(positions < 0, length, starts), jnp.where(positions < 0, 0, ends)
-    starts, ends = plan.fill_queries(starts, value=length), plan.fill_queries(ends)
-    starts, ends = (x.reshape(x.shape[0], -1, plan.block) for x in (starts, ends))
-    return starts.min((0, 2)), ends.max((0, 2))
+    queries, keys = seen.first <= seen.last, seen.places >= 0
+    low, _ = _ends(queries, seen.query_segments, seen.first, block)
+    _, high = _ends(queries, seen.query_segments, seen.last, block)
+    first, last = _ends(keys, seen.key_segments, seen.places, kv_block)
+    meets = _not_after(low, last) & _not_after(first, high).swapaxes(1, 2)  # [batch, blocks, kv_blocks]
+    meets, count = jnp.any(meets, axis=0), meets.shape[2]
+    index = jnp.arange(count, dtype=jnp.int32)[None]
+    starts = jnp.min(jnp.where(meets, index, count), axis=1, initial=count)
+    return starts, jnp.max(jnp.where(meets, index + 1, 0), axis=1, initial=0)
+
+
+_Pair = tuple[Array, Array]  # [batch, blocks]: segment and position
+
+
+def _ends(real: Array, segments: Array | None, places: Array, size: int) -> tuple[_Pair, _Pair]:
+    """Of each block the least and the greatest pair (segment, position) of those that are real.
+
+    Without any the first is above the second, and above all others.
+    """
+    segments = jnp.zeros_like(places) if segments is None else segments
+    real, segments, places = (x.reshape(x.shape[0], -1, size) for x in (real, segments, places))
+
+    def least(segments: Array, places: Array) -> _Pair:
+        most = jnp.iinfo(places.dtype).max
+        segment = jnp.min(jnp.where(real, segments, most), axis=2)
+        return segment, jnp.min(jnp.where(real & (segments == segment[..., None]), places, most), axis=2)
+
+    segment, place = least(-segments, -places)
+    return least(segments, places), (-segment, -place)
+
+
+def _not_after(one: _Pair, other: _Pair) -> Array:
+    """Whether a block's pair comes before that of another, or is the same: [batch, blocks, other blocks]."""
+    (segment, place), (other_segment, other_place) = ([x[:, :, None] for x in one], [x[:, None] for x in other])
+    return (segment < other_segment) | ((segment == other_segment) & (place <= other_place))

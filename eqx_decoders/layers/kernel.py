@@ -114,10 +114,10 @@ def attend(
     Query head h uses key head h // (heads // kv_heads). Positions below 0 are no tokens; a query that sees nothing has
     out = 0 and lse = EMPTY. The tokens of one of `query_spans` see each other whatever the mask. Of what a query sees
     only the keys that are `selected` count, for all heads alike or for each. `aligned` is the caller's promise that
-    queries and keys are the same tokens in the same order, with positions that increase strictly within a segment:
-    kernels may then skip blocks. `local` says that the arrays are one device's own: inside `shard_map`, or without a
-    mesh. `kernel` is a name in KERNELS or "auto", which goes by `platform`, the shapes and `local`: XLA cannot split
-    kernels of Pallas. Raises ConfigError where the kernel cannot do it.
+    queries and keys are the same tokens in the same order, with positions that increase strictly within a segment.
+    `local` says that the arrays are one device's own: inside `shard_map`, or without a mesh. `kernel` is a name in
+    KERNELS or "auto", which goes by `platform`, the shapes and `local`: XLA cannot split kernels of Pallas. Raises
+    ConfigError where the kernel cannot do it.
     """
     places = AttentionPositions(query_positions, key_positions, query_segments, key_segments, query_spans)
     _check(query, key, places, selected, soft_cap, aligned)

@@ -19,13 +19,14 @@ from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.layers.branch import BranchResult
 from eqx_decoders.layers.indexer import CachedChoice, Index, Indexer, IndexerConfig, Teacher
-from eqx_decoders.layers.kernel import attend, max_scores, merge
+from eqx_decoders.layers.kernel import max_scores, merge
 from eqx_decoders.layers.mask import Causal, Mask, seen_keys
 from eqx_decoders.layers.memory import Entries, KVShape, Past, StackedPast, kv_shape
 from eqx_decoders.layers.mlp import add_bias
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope, rotate
 from eqx_decoders.layers.scores import Result
+from eqx_decoders.layers.sharded_attention import attend_on_mesh
 from eqx_decoders.numerics import LowRank, fan_in
 from eqx_decoders.remat import save
 
@@ -264,7 +265,9 @@ class LatentAttention(eqx.Module):
             selected, learned = self.indexer.choose(index, config.mask, ctx, teacher)
             stats = {} if learned is None else {"indexer": learned}
         if ctx.execution.attention_maxima:
-            stats["max_scores"] = jnp.max(max_scores(query, key, **self._present(ctx, selected)), axis=0)
+            platform = ctx.execution.layout.platform
+            scores = max_scores(query, key, platform=platform, **self._present(ctx, selected))
+            stats["max_scores"] = jnp.max(scores, axis=0)
         return self._attend(query, key, value, ctx, selected)[0], stats
 
     def _absorbed(
@@ -297,7 +300,7 @@ class LatentAttention(eqx.Module):
         self, query: Array, key: Array, value: Array, ctx: Context, selected: Bool[Array, "..."] | None = None
     ) -> Result:
         """Attention over the tokens of this call."""
-        return attend(query, key, value, **self._present(ctx, selected), kernel=ctx.execution.attention)
+        return attend_on_mesh(query, key, value, execution=ctx.execution, **self._present(ctx, selected))
 
     def _present(self, ctx: Context, selected: Bool[Array, "..."] | None) -> dict[str, Any]:
         """What the tokens of this call see of each other."""
@@ -308,15 +311,14 @@ class LatentAttention(eqx.Module):
             query_segments=ctx.segment_ids,
             key_segments=ctx.segment_ids,
             selected=selected,
-            aligned=True,
-            platform=ctx.execution.layout.platform,
+            aligned=ctx.execution.context_order == "plain",
         )
 
     def _attend_past(self, query: Array, past: Past, selected: Bool[Array, "..."] | None, ctx: Context) -> Result:
         """Attention over all of a past. A row of it is one document: there are no segments."""
         keys = past.key.astype(query.dtype).transpose(0, 2, 1, 3)
         places: dict[str, Any] = dict(query_positions=ctx.positions, key_positions=past.positions)
-        return attend(query, keys, keys, selected=selected, **places, **self._options(ctx))
+        return attend_on_mesh(query, keys, keys, selected=selected, **places, **self._options(ctx))
 
     def _attend_slots(
         self, query: Array, past: StackedPast, slots: Int[Array, "batch length chosen"], ctx: Context
@@ -329,7 +331,7 @@ class LatentAttention(eqx.Module):
             return x.reshape(batch * length, -1, *x.shape[2:])
 
         keys = keys.astype(query.dtype).reshape(batch * length, count, 1, -1)
-        out, lse = attend(
+        out, lse = attend_on_mesh(
             alone(query),
             keys,
             keys,
@@ -340,8 +342,7 @@ class LatentAttention(eqx.Module):
         return out.reshape(batch, length, *out.shape[2:]), lse.reshape(batch, length, -1)
 
     def _options(self, ctx: Context) -> dict[str, Any]:
-        execution = ctx.execution
-        return dict(mask=self.config.mask, kernel=execution.attention, platform=execution.layout.platform)
+        return dict(mask=self.config.mask, execution=ctx.execution, key_axis="slots")
 
 
 # The two halves of `kv_up`, used head by head. Of a weight in parts the second factor has the heads: it comes first on

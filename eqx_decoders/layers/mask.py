@@ -114,19 +114,6 @@ def seen_keys(mask: Mask, length: int) -> int:
     return min(lookback(mask) or length, length)
 
 
-def contiguous(positions: Int[Array, "batch length"], segments: Int[Array, "batch length"] | None) -> Bool[Array, ""]:
-    """Whether documents stand in rows without a gap: then a key `n` places back is at least `n` positions back.
-
-    True if each token follows its predecessor's position in the same segment, or begins a segment not seen before.
-    """
-    segments = jnp.zeros_like(positions) if segments is None else segments
-    known = jax.lax.cummax(jnp.where(positions < 0, -1, segments), axis=1)
-    before = jnp.pad(known, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
-    shifted = [jnp.pad(x, ((0, 0), (1, 0)), constant_values=-2)[:, :-1] for x in (positions, segments)]
-    follows = (positions == shifted[0] + 1) & (segments == shifted[1]) & (shifted[0] >= 0)
-    return jnp.all((positions < 0) | follows | (segments > before))
-
-
 def visible(
     mask: Mask,
     query_positions: Int[Array, "batch length"],

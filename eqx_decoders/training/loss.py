@@ -19,6 +19,7 @@ from eqx_decoders.mtp import same_document, shift_left
 from eqx_decoders.stats import BlockStats, add_stats, join_layer_stats
 from eqx_decoders.training.balance import expert_configs, has_routing_loss, routing_loss
 from eqx_decoders.training.batches import Batch
+from eqx_decoders.training.context_order import in_context_order
 from eqx_decoders.training.cross_entropy import cross_entropy, linear_argmax, linear_cross_entropy
 from eqx_decoders.training.indexing import indexer_configs, indexer_loss
 
@@ -105,10 +106,10 @@ def token_loss_sum(
     Gradients of sums can be added over microbatches; divide by `metrics.tokens` at the end. `full_batch` is the batch
     of which this one is a part: what routing, indexers and multi-token prediction add are means over all of it.
     """
-    targets, weights = next_tokens(batch)
+    full_batch, mtp = batch if full_batch is None else full_batch, None
+    batch, targets, weights = in_context_order(model, batch, *next_tokens(batch))
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
     hidden, _, stats = model.run(jnp.asarray(batch.tokens), positions, segments, key=key, inputs=batch.inputs)
-    full_batch, mtp = batch if full_batch is None else full_batch, None
     loss, nll, correct = _head_loss(model, hidden, targets, weights, z_loss=z_loss, fused=fused, key=key)
     if model.mtp is not None and model.mtp.config.loss_weight > 0:
         streams = model.predict_further(hidden, batch.tokens, positions, segments, key, inputs=batch.inputs)
@@ -249,7 +250,7 @@ class EvaluationSums(eqx.Module):
 
 def evaluation_sums(model: Decoder, batch: Batch) -> EvaluationSums:
     """The sums of one batch; a fraction of targets counts as so much of a token."""
-    targets, weights = next_tokens(batch)
+    batch, targets, weights = in_context_order(model, batch, *next_tokens(batch))
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
     hidden, _, _ = model.run(jnp.asarray(batch.tokens), positions, segments, inputs=batch.inputs)
     _, nll, _ = _head_loss(model, hidden, targets, weights, fused=True, key=None)

@@ -162,6 +162,12 @@ class TrainConfig:
     """custom: names of tensors kept in the host's memory."""
     attention: str = "auto"
     """Attention kernel."""
+    context_order: Literal["plain", "zigzag"] = "plain"
+    """Order of the tokens of rows that `mesh.context` splits. zigzag: each device has a piece from the front and one
+    from the end, so that causal attention is as much work for all; for models of attention alone."""
+    context_form: Literal["gather", "all_to_all"] = "gather"
+    """What devices that `mesh.context` splits rows over get: keys and values of all tokens, or all tokens of some
+    heads."""
     peak_tflops: float | None = None
     """10^12 operations a second that a device can do (a CPU's all count as one), for mfu; None: its data sheet's."""
     layer_stats: bool = False
@@ -212,6 +218,8 @@ class TrainConfig:
         check_word("params_dtype", self.params_dtype, ("float32", "bfloat16"))
         check_word("remat", self.remat, (*POLICIES, "custom"))
         check_word("attention", self.attention, ("auto", *KERNELS))
+        check_word("context_order", self.context_order, ("plain", "zigzag"))
+        check_word("context_form", self.context_form, ("gather", "all_to_all"))
         for tracker in self.trackers or ():
             check_word("trackers", tracker, PACKAGES)
         custom = self.remat == "custom"
@@ -291,6 +299,8 @@ class TrainConfig:
             remat=remat,
             attention=attention,
             layer_stats=self.layer_stats,
+            context_order=self.context_order,
+            context_form=self.context_form,
         )
 
 

@@ -106,12 +106,12 @@ def test_the_kernel_knows_how_it_is_to_run(monkeypatch):
         told.append(tuple(options.get(name) for name in ("kernel", "platform", "aligned", "mask")))
         return attend(*arrays, **options)
 
-    monkeypatch.setattr("eqx_decoders.layers.attention.attend", recording)
+    monkeypatch.setattr("eqx_decoders.layers.sharded_attention.attend", recording)
     monkeypatch.setattr(ed.Layout, "platform", property(lambda self: "tpu"))
     layer = drawn(lambda key: attention(mask=SlidingWindow(3)).build(6, key=key))
     past = Past(jnp.ones((2, 2, 3, 4)), jnp.ones((2, 2, 3, 4)), positions=jnp.zeros((2, 3), jnp.int32))
     eqx.filter_eval_shape(layer, jnp.ones((2, 7, 6)), context(POSITIONS, attention="chunked"), past)
-    assert told == [("chunked", "tpu", aligned, SlidingWindow(3)) for aligned in (True, None)]
+    assert told == [("chunked", "tpu", aligned, SlidingWindow(3)) for aligned in (True, False)]
 
 
 def test_fused_attention_equals_unfused():

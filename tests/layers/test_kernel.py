@@ -490,15 +490,49 @@ def test_largest_scores(length, heads):
     assert not any(grad.any() for grad in grads)
 
 
-@pytest.mark.slow
+def reach_of(mask, block, kv_block, places):
+    from eqx_decoders.layers.blockwise import _reach, _Seen
+    from eqx_decoders.layers.mask import interval
+
+    first, last = interval(mask, places["query_positions"], places.get("query_spans"))
+    segments = places.get("query_segments"), places.get("key_segments")
+    starts, ends = _reach(_Seen(first, last, places["key_positions"], *segments, None, None), block, kv_block)
+    return list(zip(starts.tolist(), ends.tolist(), strict=True))
+
+
 def test_packed_documents_are_not_compared():
     """A block of queries takes no block of keys from before its documents: the second half of a row costs no more."""
-    from eqx_decoders.layers.blockwise import _plan, _reach
-    from eqx_decoders.layers.mask import AttentionPositions, interval
-
     positions, segments = (jnp.asarray(x, jnp.int32) for x in ([list(range(512)) * 2], [[1] * 512 + [2] * 512]))
-    places, query = AttentionPositions(positions, positions, segments, segments), make(1024, batch=1)[0]
-    plan = _plan(query, query, places, Causal(), None, True, "cpu")
-    starts, ends = _reach(plan, places, *interval(Causal(), positions))
-    np.testing.assert_array_equal(starts, [0, 0, 0, 0, 512, 512, 512, 512])
-    np.testing.assert_array_equal(ends, np.arange(128, 1025, 128))
+    places = {"query_positions": positions, "key_positions": positions}
+    places |= {"query_segments": segments, "key_segments": segments}
+    ranges = [(0, 1), (0, 1), (0, 2), (0, 2), (2, 3), (2, 3), (2, 4), (2, 4)]
+    assert reach_of(Causal(), 128, 256, places) == ranges
+    assert reach_of(Bidirectional(), 128, 256, places) == [(0, 2)] * 4 + [(2, 4)] * 4
+    positions = jnp.asarray([[*range(576), *range(448)]], jnp.int32)  # the fifth block has the end of one, and another
+    places |= dict.fromkeys(("query_positions", "key_positions"), positions)
+    places |= dict.fromkeys(("query_segments", "key_segments"), jnp.asarray([[1] * 576 + [2] * 448], jnp.int32))
+    ranges = [(0, 1), (0, 2), (1, 3), (2, 4), (3, 5), (4, 6), (5, 7), (6, 8)]
+    assert reach_of(SlidingWindow(50), 128, 128, places) == ranges
+
+
+def test_queries_apart_from_their_keys_reach_few_blocks():
+    """Some of the queries and keys in any order: a window looks at what is near, and padding at nothing."""
+    places = {"query_positions": plain(256, 1, start=512).at[0, 128:].add(128), "key_positions": plain(1024, 1)}
+    assert reach_of(Causal(), 64, 128, places) == [(0, 5), (0, 5), (0, 7), (0, 7)]
+    assert reach_of(SlidingWindow(50), 64, 128, places) == [(3, 5), (4, 5), (5, 7), (6, 7)]
+    places["key_positions"] = jnp.flip(places["key_positions"], 1).at[0, :256].set(-1)
+    assert reach_of(Causal(), 64, 128, places) == [(3, 8), (3, 8), (2, 8), (2, 8)]
+    places["query_positions"] = places["query_positions"].at[0, 64:128].set(-1)
+    assert [start < end for start, end in reach_of(Causal(), 64, 128, places)] == [True, False, True, True]
+
+
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(90), Bidirectional()], ids=str)
+def test_some_of_the_queries_in_any_order(mask):
+    """Half of a row's queries, from both ends, against all its keys in another order: loops over blocks are dot."""
+    places = packed_places(1100, spans=mask != Causal())
+    order = np.concatenate([np.arange(275), np.arange(825, 1100)])
+    keys = np.roll(np.arange(1100), 300)
+    query, key, value = make(1100, heads=2, kv_heads=1, dim=4)
+    turns = {name: order if name.startswith("query") else keys for name in places}
+    moved = {name: jax.tree.map(lambda x, turn=turns[name]: x[:, turn], x) for name, x in places.items()}
+    same(*both((query[:, order], key[:, keys], value[:, keys]), moved, mask=mask, soft_cap=None))

@@ -239,12 +239,12 @@ def test_the_kernel_knows_how_it_is_to_run(monkeypatch):
         told.append(tuple(options.get(name) for name in ("kernel", "platform", "aligned", "mask")))
         return attend(*arrays, **options)
 
-    monkeypatch.setattr("eqx_decoders.layers.latent.attend", recording)
+    monkeypatch.setattr("eqx_decoders.layers.sharded_attention.attend", recording)
     monkeypatch.setattr(ed.Layout, "platform", property(lambda self: "tpu"))
     layer = drawn(mask=Chunked(2))
     for past in (None, nothing()):
         eqx.filter_eval_shape(layer, jnp.asarray(X), context(attention="chunked"), past)
-    assert told == [("chunked", "tpu", aligned, Chunked(2)) for aligned in (True, True, None)]
+    assert told == [("chunked", "tpu", aligned, Chunked(2)) for aligned in (True, True, False)]
 
 
 def nothing() -> Past:

@@ -127,6 +127,7 @@ def other(folder):
     options = dict(seed=1, dtype="bfloat16", step__z_loss=0.1, text_field="body", held_out=folder / "held_out")
     options |= dict(optimizer__schedule="wsd", optimizer__warmup_steps=1, optimizer__decay_fraction=0.5)
     options |= dict(optimizer__min_lr_ratio=0.2, optimizer__learning_rate=1e-2, mesh__data=4, mesh__context=2)
+    options |= dict(context_order="zigzag", context_form="all_to_all")
     (folder / "held_out.jsonl").write_text(json.dumps({"body": "x" * 100}))
     options |= dict(held_out=folder / "held_out.jsonl", sample_tokens=0)
     return Trained(folder / "other", "--no-pack", devices=8, data=folder / "short.jsonl", **options)
@@ -175,11 +176,13 @@ def test_every_way_to_compute_gives_the_same_losses(base, sharded):
 @shows("DataConfig.seed", "DataConfig.text_field", "DataConfig.held_out_path", "DataConfig.pack", "TrainConfig.dtype")
 @shows("StepConfig.z_loss", "MeshConfig.data", "MeshConfig.context", "OptimizerConfig.schedule")
 @shows("OptimizerConfig.warmup_steps", "OptimizerConfig.decay_fraction", "OptimizerConfig.min_lr_ratio")
-@shows("OptimizerConfig.learning_rate")
+@shows("OptimizerConfig.learning_rate", "TrainConfig.context_order", "TrainConfig.context_form")
 def test_other_settings_compute_something_else(base, other):
     assert "bf16[" in other.program and "bf16[" not in base.program
     assert all(row["loss"] > row["nll"] + 1 for row in other.rows)  # 0.1 log(Z)^2 with Z of 1024 logits near zero
     assert "data=4 x context=2" in other.err
+    assert "sizes=(4, 4, 4, 4)" in other.program and "sizes=(4, 4, 4, 4)" not in base.program  # rows of sixteen tokens
+    assert " all_to_all[" in other.program and " all_to_all[" not in base.program
     assert "50 documents" in other.err and "50 sequences an epoch" in other.err  # 9 tokens each, and none together
     assert set(other.column("tokens")) == {8 * 8.0}
     np.testing.assert_allclose(other.column("learning_rate"), [1e-2, 1e-2, 1e-2, 6e-3], rtol=1e-6)

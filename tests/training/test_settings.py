@@ -121,6 +121,8 @@ def test_execution_carries_every_choice():
         mesh=MeshConfig(data=2, fsdp=4),
         dtype="bfloat16",
         attention="dot",
+        context_order="zigzag",
+        context_form="all_to_all",
         layer_stats=True,
         remat="save_out_proj",
     )
@@ -128,6 +130,7 @@ def test_execution_carries_every_choice():
     assert run.layout.mesh is not None and run.layout.mesh.shape["data"] == 2 and run.layout.mesh.shape["fsdp"] == 4
     assert run.precision.compute == jnp.bfloat16 and run.precision.params == jnp.float32
     assert (run.attention, run.layer_stats, run.remat) == ("dot", True, Remat(save=("out_proj",)))
+    assert (run.context_order, run.context_form) == ("zigzag", "all_to_all")
     plain = TrainConfig(dataset=SIXTEEN).execution()
     assert plain.precision.compute == jnp.float32 and plain.remat is None  # auto, on CPU
     custom = TrainConfig(dataset=SIXTEEN, remat="custom", remat_save=("out_proj",), remat_offload=("context",))

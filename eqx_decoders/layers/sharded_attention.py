@@ -1,0 +1,184 @@
+"""Attention on a mesh: each device attends with its own queries, by its own heads, to the keys of all.
+
+Queries stay split over batch, length and heads. Of keys and values a device gathers the length, and computes blocks
+that its queries may see: positions say which, so rows may stand in any order. Gradients of keys and values are added
+and scattered over the devices among which they were gathered. Or queries, keys and values are exchanged, so that a
+device has all of a row and fewer heads (DeepSpeed-Ulysses; Jacobs et al., 2023), and results are exchanged back.
+"""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from eqx_decoders.context import Execution
+from eqx_decoders.errors import check
+from eqx_decoders.layers.kernel import attend
+from eqx_decoders.layers.mask import Mask, Spans
+from eqx_decoders.layers.scores import Result
+from eqx_decoders.layout import Layout
+
+
+def attend_on_mesh(
+    query: Float[Array, "batch length heads head_dim"],
+    key: Float[Array, "batch kv_length kv_heads head_dim"],
+    value: Float[Array, "batch kv_length kv_heads value_dim"],
+    *,
+    execution: Execution,
+    mask: Mask,
+    query_positions: Int[Array, "batch length"],
+    key_positions: Int[Array, "batch kv_length"],
+    query_segments: Int[Array, "batch length"] | None = None,
+    key_segments: Int[Array, "batch kv_length"] | None = None,
+    query_spans: Spans | None = None,
+    selected: Bool[Array, "batch selected_heads length kv_length"] | None = None,
+    soft_cap: float | None = None,
+    aligned: bool = False,
+    key_axis: Literal["length", "slots"] = "length",
+) -> Result:
+    """`attend`, by the kernel and on the mesh that `execution` says.
+
+    `key_axis` says how keys are split: like tokens of a call, or like the slots of a cache.
+    """
+    layout = execution.layout
+    options: dict[str, Any] = dict(mask=mask, soft_cap=soft_cap, kernel=execution.attention, platform=layout.platform)
+    of_queries = dict(query_positions=query_positions, query_segments=query_segments, query_spans=query_spans)
+    of_keys = dict(key_positions=key_positions, key_segments=key_segments)
+    if layout.single:
+        places = of_queries | of_keys
+        return attend(query, key, value, **places, selected=selected, aligned=aligned, local=True, **options)
+    plan = _make_plan(execution, query.shape, key.shape, key_axis)
+    options["aligned"] = aligned and (plan.exchanges or not plan.shared)
+
+    def run(query, key, value, selected, of_queries, of_keys):
+        key, value = (plan.in_order(plan.needed_keys(x)) for x in (key, value))
+        of_keys = jax.tree.map(plan.in_order, of_keys)
+        selected = None if selected is None else plan.in_order(selected, axis=3)
+        places = of_queries | of_keys
+        out, lse = attend(plan.needed_queries(query), key, value, selected=selected, local=True, **places, **options)
+        return plan.own_results(out), plan.own_results(lse)
+
+    rows, length, heads = plan.rows, plan.length, plan.heads
+    own, keys = PartitionSpec(rows, length, heads), PartitionSpec(rows, plan.shared, plan.kv_heads)
+    if plan.exchanges:
+        length, heads = (), heads + plan.shared
+    chosen = PartitionSpec(rows, () if selected is None or selected.shape[1] == 1 else heads, length)
+    specs = (own, keys, keys, chosen, PartitionSpec(rows, length), PartitionSpec(rows))
+    # unchecked: that all have gathered the same can't be seen from types
+    mapped = jax.shard_map(run, mesh=layout.mesh, in_specs=specs, out_specs=(own, own), check_vma=False)
+    return mapped(query, key, value, selected, of_queries, of_keys)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """How attention runs on a mesh; names are those of mesh axes.
+
+    **Arguments:**
+
+    - `rows`, `length`, `heads`: what splits queries.
+    - `kv_heads`: what splits the heads of keys and values: the first ones of `heads`.
+    - `shared`: what splits their length, which a device needs whole.
+    - `parts`: over how many devices it is split.
+    - `own_heads`, `groups`: how many query heads a device has, and how many of them share a head of keys.
+    - `exchanges`: whether a device gets all tokens of some heads.
+    - `turned`: whether tokens stand in zig-zag.
+    """
+
+    rows: tuple[str, ...]
+    length: tuple[str, ...]
+    heads: tuple[str, ...]
+    kv_heads: tuple[str, ...]
+    shared: tuple[str, ...]
+    parts: int
+    own_heads: int
+    groups: int
+    exchanges: bool
+    turned: bool
+
+    def needed_queries(self, query: Array) -> Array:
+        return self._exchange(query, 2, 1) if self.exchanges else query
+
+    def own_results(self, result: Array) -> Array:
+        return self._exchange(result, 1, 2) if self.exchanges else result
+
+    def needed_keys(self, key: Array) -> Array:
+        """Keys or values of all tokens, and of the heads that a device's query heads use."""
+        others = self.heads[len(self.kv_heads) :]  # over these every device has the same heads
+        if others:
+            size = math.gcd(self.own_heads, self.groups)  # so many of its query heads surely share one
+            first = lax.axis_index(others) * self.own_heads
+            key = jnp.take(key, (first + size * jnp.arange(self.own_heads // size)) // self.groups, axis=2)
+        if self.exchanges:
+            return self._exchange(key, 2, 1)
+        return lax.all_gather(key, self.shared, axis=1, tiled=True) if self.shared else key
+
+    def in_order(self, x: Array, axis: int = 1) -> Array:
+        """Keys, each where it belongs in its row: the blocks that a query sees then follow one another."""
+        if not self.turned:
+            return x
+        pieces = jnp.split(x, 2 * self.parts, axis)
+        return jnp.concatenate([pieces[index] for index in np.argsort(zigzag(2 * self.parts, self.parts))], axis)
+
+    def _exchange(self, x: Array, split: int, joined: int) -> Array:
+        """All of one axis for a part of another: each device gets its part from all, and gives them theirs."""
+        return lax.all_to_all(x, self.shared, split_axis=split, concat_axis=joined, tiled=True)
+
+
+def _make_plan(execution: Execution, queries: tuple[int, ...], keys: tuple[int, ...], key_axis: str) -> _Plan:
+    layout = execution.layout
+    rows, length, heads = map(_names, layout.activation_spec("batch length heads head_dim", queries)[:3])
+    kv_heads = heads
+    while keys[2] % _size(layout, kv_heads) != 0:
+        kv_heads = kv_heads[:-1]
+    shared = _names(layout.activation_spec(f"batch {key_axis} kv_heads head_dim", keys)[1])
+    shared = tuple(name for name in shared if name not in heads)
+    parts, own_heads, groups = _size(layout, shared), queries[2] // _size(layout, heads), queries[2] // keys[2]
+    divided = own_heads // math.gcd(own_heads, groups) % parts == 0
+    return _Plan(
+        # named, too, are mesh axes of one device: over what no name splits gradients are summed
+        rows=(*rows, *(name for name, size in layout.mesh.shape.items() if size == 1)),
+        length=length,
+        heads=heads,
+        kv_heads=kv_heads,
+        shared=shared,
+        parts=parts,
+        own_heads=own_heads,
+        groups=groups,
+        exchanges=execution.context_form == "all_to_all" and bool(shared) and shared == length and divided,
+        turned=execution.context_order == "zigzag" and bool(shared) and keys[1] % (2 * parts) == 0,
+    )
+
+
+def _names(group: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes in one entry of a `PartitionSpec`."""
+    return (group,) if isinstance(group, str) else group or ()
+
+
+def _size(layout: Layout, names: tuple[str, ...]) -> int:
+    """How many devices some mesh axes have."""
+    return math.prod(layout.sizes[name] for name in names)
+
+
+# --- the order of tokens ---
+
+
+def context_parts(layout: Layout) -> int:
+    """How many devices have different tokens of a row, in attention."""
+    return _size(layout, _names(layout.activation_spec("batch length heads")[1]))
+
+
+def zigzag(length: int, parts: int) -> np.ndarray:
+    """Which token stands where in a row of which each of `parts` devices has an equal part, if their work is balanced.
+
+    Device i has chunks i and 2 parts - 1 - i of 2 parts: under a causal mask all have as many keys to look at.
+    """
+    rule = f"a length of {length} must be a multiple of {2 * parts}, twice the devices that split it"
+    check(length % (2 * parts) == 0, f"context_order='zigzag': {rule}.")
+    pairs = np.stack([np.arange(parts), 2 * parts - 1 - np.arange(parts)], axis=1)
+    return np.arange(length).reshape(2 * parts, -1)[pairs.reshape(-1)].reshape(-1)

@@ -1,0 +1,161 @@
+"""Tokens in zig-zag: the loss, its gradients and evaluation are those of tokens in order."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.layers import sharded_attention
+from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.layers.block_selection import BlockSelection
+from eqx_decoders.layers.engram import EngramConfig
+from eqx_decoders.layers.experts import ExpertsConfig
+from eqx_decoders.layers.gated_delta_net import GatedDeltaNetConfig
+from eqx_decoders.layers.kernel import max_scores
+from eqx_decoders.layers.latent import LatentAttentionConfig
+from eqx_decoders.layers.mask import Causal, SlidingWindow
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.mtp import MTPConfig
+from eqx_decoders.training.context_order import in_context_order
+from eqx_decoders.training.loss import evaluation_sums, next_tokens
+from tests.compare import assert_close
+from tests.models import EMBED, VOCAB, filled, packed, rich_decoder
+
+
+@eqx.filter_jit
+def results(model, batch):
+    """Loss, metrics, gradient, and what evaluation adds up."""
+    loss = eqx.filter_value_and_grad(ed.next_token_loss, has_aux=True)
+    return loss(model, batch), evaluation_sums(model, batch)
+
+
+def rows(length=32):
+    tokens, segments = packed(4, length)
+    mask = np.random.default_rng(0).random((4, length)) < 0.7
+    return ed.Batch(tokens=tokens, segment_ids=segments, loss_mask=jnp.asarray(mask))
+
+
+def rich(latent: bool) -> ed.Decoder:
+    config = rich_decoder(2)
+    if latent:
+        mixer = LatentAttentionConfig(num_heads=4, q_rank=None, kv_rank=8, nope_dim=4, rope_dim=4, value_dim=4)
+        config = dataclasses.replace(config, blocks=(dataclasses.replace(config.blocks[0], mixer=mixer),))
+    return filled(config, attention="chunked", attention_maxima=True)
+
+
+@pytest.mark.parametrize(
+    ("latent", "sizes"),
+    [
+        (False, dict(context=4, tensor=2)),
+        pytest.param(True, dict(context=2, data=4), marks=pytest.mark.slow),
+        pytest.param(False, dict(context=2, tensor_sequence=2, data=2), marks=pytest.mark.slow),
+    ],
+)
+def test_zigzag_equals_plain(latent, sizes):
+    batch, model = rows(), rich(latent)
+    many = model.place(ed.Layout.create(**sizes)).replace(context_order="zigzag")
+    (got, got_bar), got_sums = results(many, batch)
+    (want, want_bar), want_sums = results(model, batch)
+    same = [eqx.filter(x, eqx.is_array) for x in (got_bar, want_bar)]
+    assert_close([x.astype(jnp.float32) for x in jax.tree.leaves(same[0])], jax.tree.leaves(same[1]), units=256)
+    assert_close((got, got_sums), (want, want_sums))
+
+
+def test_tokens_stand_in_zigzag_and_keys_in_order(monkeypatch):
+    """Each device has tokens of the front and of the end, with their targets; the keys that it gathers are in order."""
+    layout = ed.Layout.create(context=4, data=2)
+    model = rich(False).place(layout).replace(context_order="zigzag")
+    batch = ed.Batch(tokens=jnp.arange(32, dtype=jnp.int32)[None].repeat(2, 0))
+    turned, targets, weights = in_context_order(model, batch, *next_tokens(batch))
+    pieces = [*range(4), *range(28, 32), *range(4, 8), *range(24, 28)]
+    np.testing.assert_array_equal(turned.tokens[0, :16], pieces)
+    np.testing.assert_array_equal(turned.positions[1, :16], pieces)
+    np.testing.assert_array_equal(targets[0, :16], [(token + 1) % 32 for token in pieces])
+    np.testing.assert_array_equal(weights[0, :16], [token != 31 for token in pieces])
+
+    def told(query, key, value, *, key_positions, selected, **options):
+        rising = jnp.all(key_positions == jnp.arange(32)[None]) & jnp.all(jnp.diff(key[0, :, 0, 0]) == 1)
+        rising &= jnp.all(selected[0, 0] == (jnp.arange(32) < 5)[None])
+        return query + rising.astype(query.dtype), jnp.zeros(query.shape[:3])
+
+    monkeypatch.setattr(sharded_attention, "attend", told)
+    key = turned.tokens.astype(jnp.float32)[:, :, None, None]
+    places = dict(query_positions=turned.positions, key_positions=turned.positions, mask=Causal())
+    chosen = jnp.broadcast_to(turned.tokens[:, None, None] < 5, (2, 1, 32, 32))
+    out = sharded_attention.attend_on_mesh(
+        jnp.zeros((2, 32, 1, 1)), key, key, selected=chosen, execution=model.execution, **places
+    )
+    np.testing.assert_array_equal(out[0], 1.0)
+
+
+@pytest.mark.parametrize("order", ["plain", "zigzag"])
+def test_largest_scores_are_found_in_the_order_that_is_said(monkeypatch, order):
+    told = []
+
+    def recording(*arrays, **options):
+        told.append(options["aligned"])
+        return max_scores(*arrays, **options)
+
+    monkeypatch.setattr("eqx_decoders.layers.latent.max_scores", recording)
+    model = rich(True).replace(layout=ed.Layout.create(context=2, data=4), context_order=order)
+    eqx.filter_eval_shape(evaluation_sums, model, rows())
+    assert told == [order == "plain"]
+
+
+def changed(**layers) -> ed.DecoderConfig:
+    config = rich_decoder(1)
+    return dataclasses.replace(config, blocks=(dataclasses.replace(config.blocks[0], **layers),))
+
+
+ATTENTION = dict(num_heads=2, num_kv_heads=1, head_dim=4)
+ENGRAM = EngramConfig(
+    embed_dim=EMBED, vocab_size=VOCAB, layers=(0,), layer=0, num_heads=2, head_dim=8, vocab_bases=(20, 30), taps=2
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (
+            lambda: changed(mixer=GatedDeltaNetConfig(num_key_heads=2, num_heads=2, key_dim=4, value_dim=4)),
+            r"blocks\[0\].mixer \(GatedDeltaNetConfig\)",
+        ),
+        (
+            lambda: changed(mixer=AttentionConfig(**ATTENTION, selection=BlockSelection(size=4, top_k=2))),
+            r"blocks\[0\].mixer",
+        ),
+        (lambda: changed(before=(ed.BranchConfig(layer=ENGRAM),)), r"blocks\[0\].before.0 \(EngramConfig\)"),
+        (
+            lambda: dataclasses.replace(
+                rich_decoder(1), mtp=MTPConfig(num_depths=1, block=rich_decoder(1).blocks[0], norm=RMSNormConfig())
+            ),
+            "mtp",
+        ),
+    ],
+    ids=["recurrence", "blocks", "n-grams", "further tokens"],
+)
+def test_layers_that_go_by_the_order_of_tokens_are_refused(config, named):
+    model = ed.abstract(config(), context_order="zigzag")
+    with pytest.raises(ConfigError, match=rf"needs layers that go by positions alone, but DecoderConfig\.{named}"):
+        in_context_order(model, rows(), *next_tokens(rows()))
+
+
+def test_capacities_and_spans_are_refused():
+    sparse = changed(mlp=ExpertsConfig(num_experts=4, num_experts_per_token=2, mlp_dim=8, capacity_factor=1.0))
+    model = ed.abstract(sparse, context_order="zigzag")
+    with pytest.raises(ConfigError, match="ExpertsConfig"):
+        in_context_order(model, rows(), *next_tokens(rows()))
+    model = model.replace(experts="dropless")
+    in_context_order(model, rows(), *next_tokens(rows()))
+    spans = dataclasses.replace(rows(), spans=rows().tokens)
+    with pytest.raises(ConfigError, match="batches without spans"):
+        in_context_order(model, spans, *next_tokens(spans))
+    with pytest.raises(ConfigError, match="a length of 12 must be a multiple of 8"):
+        in_context_order(model.replace(layout=ed.Layout.create(context=4, data=2)), rows(12), *next_tokens(rows(12)))
+    window = ed.abstract(changed(mixer=AttentionConfig(**ATTENTION, mask=SlidingWindow(3))), context_order="zigzag")
+    in_context_order(window, rows(), *next_tokens(rows()))
