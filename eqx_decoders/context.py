@@ -10,6 +10,7 @@ from eqx_decoders.axes import AnyArray
 from eqx_decoders.errors import check_word
 from eqx_decoders.layout import Layout
 from eqx_decoders.numerics import LowRank, Precision, einsum
+from eqx_decoders.pipeline import Pipeline
 from eqx_decoders.remat import Remat, RematName, get_remat
 
 
@@ -31,6 +32,7 @@ class RunOptions(TypedDict, total=False):
     layer_stats: bool
     attention_maxima: bool
     lookup: LookupName
+    pipeline: Pipeline | None
 
 
 class PrecisionOptions(RunOptions, total=False):
@@ -72,6 +74,9 @@ class Execution:
     - `lookup`: how tokens find their embeddings: `"gather"`, or `"one_hot"`, a product of the table with one-hot rows.
         The product suits tables that are split over the vocabulary: each device multiplies its own rows and the results
         are added, no table is gathered. It costs as many operations as the head.
+    - `pipeline`: how layers run over the mesh axis `stage`, without a cache; what runs before and after then has the
+        batch split over `stage`, too. None: `stage` splits the weights of layers, and each device gathers them all.
+        Microbatches draw dropout each for themselves.
     """
 
     layout: Layout = dataclasses.field(default_factory=Layout)
@@ -84,6 +89,7 @@ class Execution:
     layer_stats: bool = False
     attention_maxima: bool = False
     lookup: LookupName = "gather"
+    pipeline: Pipeline | None = None
 
     def __post_init__(self):
         words = {
@@ -95,6 +101,8 @@ class Execution:
         for field, known in words.items():
             check_word(f"Execution.{field}", getattr(self, field), get_args(known))
         object.__setattr__(self, "remat", get_remat(self.remat))
+        if self.pipeline is not None:
+            object.__setattr__(self, "layout", self.layout.with_batch_over_stage())
 
 
 class Inputs(eqx.Module):

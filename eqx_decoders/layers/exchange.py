@@ -168,7 +168,12 @@ def run_on_mesh(
     # unchecked: that what all have gathered is the same everywhere can't be seen from types
     specs = jax.tree_util.tree_map_with_path(spec, weights)
     mapped = jax.shard_map(
-        run, mesh=layout.mesh, in_specs=(specs, *(plan.tokens,) * 3), out_specs=plan.tokens, check_vma=False
+        run,
+        mesh=layout.mesh_here,
+        axis_names=layout.axes_here,
+        in_specs=(specs, *(plan.tokens,) * 3),
+        out_specs=plan.tokens,
+        check_vma=False,
     )
     return mapped(weights, x, chosen, gates)
 

@@ -44,7 +44,14 @@ def look_up(
         return found.reshape(*rows.shape, *found.shape[flat.ndim :])
 
     # unchecked: that all have gathered the same can't be seen from types
-    mapped = jax.shard_map(find, mesh=layout.mesh, in_specs=(spec, tokens), out_specs=tokens, check_vma=False)
+    mapped = jax.shard_map(
+        find,
+        mesh=layout.mesh_here,
+        axis_names=layout.axes_here,
+        in_specs=(spec, tokens),
+        out_specs=tokens,
+        check_vma=False,
+    )
     return mapped(table, rows)
 
 

@@ -360,6 +360,9 @@ def test_refusals(monkeypatch):
         r"kernel='limited' cannot do spans": {"query_spans": Spans(plain(3), plain(3))},
         r"kernel='limited' cannot do a selection of keys": {"selected": jnp.ones((2, 1, 3, 3), bool)},
         r"selected has 2 heads: give one for all heads, or each of heads=4": {"selected": jnp.ones((2, 2, 3, 3), bool)},
+        r"kernel='limited' cannot do spans": {"query_spans": Spans(plain(3), plain(3))},
+        r"kernel='limited' cannot do a selection of keys": {"selected": jnp.ones((2, 1, 3, 3), bool)},
+        r"selected has 2 heads: give one for all heads, or each of heads=4": {"selected": jnp.ones((2, 2, 3, 3), bool)},
         r"kernel='limited' cannot do the platform 'tpu'": {"platform": "tpu"},
         r"Did you mean 'chunked'\?": {"kernel": "chunk"},
         r"soft_cap=0.0 must be a finite number above 0": {"soft_cap": 0.0},
@@ -491,6 +494,116 @@ def test_largest_scores(length, heads):
 
 
 @pytest.mark.slow
+def test_packed_documents_are_not_compared():
+    """A block of queries takes no block of keys from before its documents: the second half of a row costs no more."""
+    from eqx_decoders.layers.blockwise import _plan, _reach
+    from eqx_decoders.layers.mask import AttentionPositions, interval
+
+    positions, segments = (jnp.asarray(x, jnp.int32) for x in ([list(range(512)) * 2], [[1] * 512 + [2] * 512]))
+    places, query = AttentionPositions(positions, positions, segments, segments), make(1024, batch=1)[0]
+    plan = _plan(query, query, places, Causal(), None, True, "cpu")
+    starts, ends = _reach(plan, places, *interval(Causal(), positions))
+    np.testing.assert_array_equal(starts, [0, 0, 0, 0, 512, 512, 512, 512])
+    np.testing.assert_array_equal(ends, np.arange(128, 1025, 128))
+
+
+def oracle(qkv, seen, soft_cap=None):
+    """Softmax over what is seen, in NumPy; seen: [batch, heads or 1, length, kv_length]."""
+    query, key, value = (np.asarray(x, np.float64) for x in qkv)
+    key, value = (np.repeat(x, query.shape[2] // key.shape[2], 2) for x in (key, value))
+    scores = np.einsum("bthd,bshd->bhts", query, key)
+    scores = scores if soft_cap is None else soft_cap * np.tanh(scores / soft_cap)
+    weights = np.where(seen, np.exp(scores), 0.0)
+    total = weights.sum(-1)
+    out = np.einsum("bhts,bshv->bthv", weights / np.where(total > 0, total, 1.0)[..., None], value)
+    lse = np.where(total > 0, np.log(np.where(total > 0, total, 1.0)), EMPTY)
+    return out, lse.transpose(0, 2, 1), np.where(seen, scores, EMPTY).max((2, 3))
+
+
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(20), Chunked(100), Bidirectional()], ids=str)
+@pytest.mark.parametrize("length", [301, 561])
+def test_spans(mask, length):
+    """Both kernels are the union of the mask and the spans, and documents stay apart; blocks ahead are not skipped."""
+    qkv, places = make(length, heads=2, kv_heads=1), packed_places(length, spans=True)
+    chunked, dot = both(qkv, places, mask=mask, soft_cap=None, aligned=True)
+    same(chunked, dot)
+    positions, ids = np.asarray(places["query_positions"]), np.asarray(places["query_spans"].first)
+    together = (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None]
+    same_segment = np.asarray(places["query_segments"])[:, :, None] == np.asarray(places["query_segments"])[:, None, :]
+    alone = np.asarray(visible(mask, positions, positions))
+    expected = oracle(qkv, ((alone | together) & same_segment)[:, None])
+    np.testing.assert_allclose(chunked[0][0], expected[0], atol=1e-5)
+
+
+def test_spans_across_padding():
+    """Padding in the midst of a span, as long as several blocks, hides nothing of it."""
+    positions, ids = np.full((2, 900), -1, np.int32), np.zeros((2, 900), np.int32)
+    positions[:, :60], positions[:, 820:880] = np.arange(60), np.arange(60, 120)
+    ids[:, 20:860] = 1
+    places = dict.fromkeys(("query_positions", "key_positions"), jnp.asarray(positions))
+    places["query_spans"] = spans_of(jnp.asarray(ids), places["query_positions"])
+    chunked, dot = both(make(900, heads=1, kv_heads=1), places, mask=SlidingWindow(5), soft_cap=None, aligned=True)
+    same(chunked, dot)
+    qkv = make(900, heads=1, kv_heads=1)
+    seen = np.asarray(visible(SlidingWindow(5), *(places[name] for name in ("query_positions", "key_positions"))))
+    within = (positions >= 20) & (positions < 100)
+    np.testing.assert_allclose(dot[0][0], oracle(qkv, (seen | within[:, :, None] & within[:, None])[:, None])[0], atol=1e-5)
+
+
+def selection(length, kv_length, heads, seed=3):
+    chosen = np.random.default_rng(seed).random((2, heads, length, kv_length)) < 0.1
+    chosen[0, :, 5], chosen[1, :, :, :40] = False, False
+    return jnp.asarray(chosen)
+
+
+@pytest.mark.parametrize(("heads", "length", "soft_cap"), [(1, 301, None), (4, 301, 2.0), (4, 561, None)])
+def test_selected_keys(heads, length, soft_cap):
+    """Both kernels see what the mask, the segment and the selection allow, per head or for all heads."""
+    qkv, places, chosen = make(length, value_dim=5), packed_places(length), selection(length, length, heads)
+    weights, options = weights_for(qkv), dict(mask=Causal(), soft_cap=soft_cap)
+    places["selected"] = chosen
+    chunked = all_of(qkv, weights, places, kernel="chunked", aligned=True, **options)
+    dot = all_of(qkv, weights, places, kernel="dot", **options)
+    same(chunked, dot)
+    names = ("query_positions", "key_positions", "query_segments", "key_segments")
+    seen = np.asarray(visible(Causal(), *(places[name] for name in names)))[:, None] & np.asarray(chosen)
+    expected = oracle(qkv, seen, soft_cap)
+    for result in (chunked, dot):
+        np.testing.assert_allclose(result[0][0], expected[0], atol=1e-5)
+        np.testing.assert_allclose(result[0][1], expected[1], atol=1e-5)
+        assert not result[0][0][0, 5].any() and result[1][1][1, 40:].any() and not result[1][1][1, :40].any()
+
+
+def test_selections_of_parts_merge():
+    """A selection over past and present, of which rows select none on one side or on either, is that of the whole."""
+    query, key, value = make(6, 40)
+    places = {"mask": Causal(), "query_positions": plain(6, start=34)}
+    chosen = selection(6, 40, 1).at[1, :, 2, :34].set(False).at[0, :, 1, 34:].set(False)
+
+    def part(start, end, kernel):
+        keys = {"key_positions": plain(end - start, start=start), "selected": chosen[..., start:end]}
+        return attend(query, key[:, start:end], value[:, start:end], **places, **keys, kernel=kernel)
+
+    same(merge([part(0, 34, "dot"), part(34, 40, "chunked")]), part(0, 40, "dot"))
+
+
+@pytest.mark.parametrize("length", [40, 561])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_largest_scores(length, heads):
+    """Of what is seen alone; EMPTY where nothing is; without gradient."""
+    query, key, _ = make(length)
+    places = packed_places(length, spans=True) | {"selected": selection(length, length, heads)}
+    options = dict(mask=SlidingWindow(30), soft_cap=3.0, aligned=True)
+    names = ("query_positions", "key_positions", "query_segments", "key_segments", "query_spans")
+    seen = np.asarray(visible(SlidingWindow(30), *(places[name] for name in names)))[:, None] & np.asarray(places["selected"])
+    found = max_scores(query, key, **places, **options)
+    np.testing.assert_allclose(found, oracle((query, key, key), seen, 3.0)[2], rtol=1e-5)
+    places["selected"] = places["selected"].at[1].set(False)
+    assert (max_scores(query, key, **places, **options)[1] == EMPTY).all()
+    grads = jax.grad(lambda q, k: max_scores(q, k, **places, **options).sum(), (0, 1))(query, key)
+    assert not any(grad.any() for grad in grads)
+
+
 def test_packed_documents_are_not_compared():
     """A block of queries takes no block of keys from before its documents: the second half of a row costs no more."""
     from eqx_decoders.layers.blockwise import _plan, _reach

@@ -95,3 +95,45 @@ def test_a_span_is_seen_whole_by_its_tokens(mask):
     assert (last[0, 7] < first[0, 7]) and not seen[0, 7].any()
     nothing = Spans(*(jnp.full_like(positions, -1),) * 2)
     np.testing.assert_array_equal(visible(mask, *places, nothing), visible(mask, *places))
+
+
+def loop_of_spans(ids, positions):
+    """First and last position of each token's span, by walking over the tokens of a row."""
+    first, last = np.full(len(ids), -1), np.full(len(ids), -1)
+    real = [i for i in range(len(ids)) if positions[i] >= 0]
+    run: list[int] = []
+    for before, at in zip([None, *real], [*real, None]):
+        ends = at is None or before is None or ids[at] != ids[before] or positions[at] != positions[before] + 1
+        if ends and run and ids[run[0]] > 0:
+            first[run], last[run] = positions[run[0]], positions[run[-1]]
+        run = ([at] if ends else [*run, at]) if at is not None else []
+    return first, last
+
+
+def test_spans_are_the_runs():
+    """Ids that touch, come again, stand at both ends, across padding and across two documents."""
+    ids = np.array([[1, 1, 0, 1, 1, 2, 2, 2, 0, 3], [0, 4, 4, 4, 4, 4, 0, 0, 1, 1], [1, 0, 2, 2, 2, 2, 0, 0, 0, 0]])
+    positions = np.array([[0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [0, 1, 2, -1, 3, 0, 1, 2, 3, -1], [7, 8, 9, 0, 1, -1, -1, 2, 3, 4]])
+    spans = spans_of(jnp.asarray(ids, jnp.int32), jnp.asarray(positions, jnp.int32))
+    expected = [loop_of_spans(*row) for row in zip(ids, positions, strict=True)]
+    np.testing.assert_array_equal(spans.first, np.stack([first for first, _ in expected]))
+    np.testing.assert_array_equal(spans.last, np.stack([last for _, last in expected]))
+    assert list(np.asarray(spans.last[1])) == [-1, 3, 3, -1, 3, 0, -1, -1, 3, -1]
+
+
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(2), Chunked(4), Bidirectional()], ids=str)
+def test_a_span_is_seen_whole_by_its_tokens(mask):
+    """The union of the mask and of "both in the same span"; it is an interval; documents stay apart."""
+    positions = jnp.asarray([[0, 1, 2, 3, 4, 5, 6, -1, 0, 1, 2, 3]], jnp.int32)
+    segments = jnp.asarray([[1] * 8 + [2] * 4], jnp.int32)
+    ids = jnp.asarray([[0, 1, 1, 1, 0, 2, 2, 2, 2, 2, 2, 0]], jnp.int32)
+    span = np.array([0, 1, 1, 1, 0, 2, 2, 0, 3, 3, 3, 0])
+    spans = spans_of(ids, positions)
+    places = (positions, positions, segments, segments)
+    seen = np.asarray(visible(mask, *places, spans))
+    inside = (span[:, None] == span) & (span[:, None] > 0)
+    np.testing.assert_array_equal(seen, np.asarray(visible(mask, *places)) | inside)
+    first, last = (np.asarray(x) for x in interval(mask, positions, spans))
+    assert (last[0, 7] < first[0, 7]) and not seen[0, 7].any()
+    nothing = Spans(*(jnp.full_like(positions, -1),) * 2)
+    np.testing.assert_array_equal(visible(mask, *places, nothing), visible(mask, *places))

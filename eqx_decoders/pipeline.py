@@ -1,0 +1,327 @@
+"""A pipeline over the mesh axis `stage`: microbatches pass from stage to stage, each of which holds some of the layers.
+
+The schedule is circular (Narayanan et al. 2021, praxis, MaxText): with `repeats` a stage has several pieces of the
+stack, and each microbatch passes all stages so many times. In iteration i stage s works on item `n = i - lag * s`:
+microbatch `n mod microbatches` in repeat `n div microbatches`. What is no item (n < 0 or beyond the last) is a bubble.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, PyTree
+
+from eqx_decoders.errors import check, check_integer, check_word
+from eqx_decoders.layout import Layout
+
+
+AXIS = "stage"
+GatherName = Literal["iteration", "repeat", "once"]
+
+# `stage(weights, by_layer, by_row, x, microbatch)` runs a piece of the stack: the stream after it, and statistics.
+Stage = Callable[[PyTree, PyTree, PyTree, Array, Array], tuple[Array, PyTree]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """How the layers of a model run as a pipeline over `Layout.stage` devices.
+
+    Layers are cut into `stages * repeats` pieces of so many layers; piece c is run by stage `c mod stages`. What does
+    not fill all pieces runs after them, as without a pipeline. Of the batch each microbatch takes every so manieth row.
+
+    **Arguments:**
+
+    - `microbatches`: parts of the batch; at least as many as stages, with `delay` twice as many.
+    - `repeats`: how often a microbatch passes all stages: more repeats have a smaller share of bubbles and send more.
+        Weights are stored so that none moves for one repeat; with more, each moves to its stage once in a step.
+    - `delay`: results are sent while the next ones are computed, and read an iteration later; twice the bubbles.
+    - `gather`: when a stage gathers the weights that `fsdp` and such split: in each `"iteration"`, what least memory
+        needs; once in each `"repeat"`, two pieces being held; or `"once"` for all pieces.
+    """
+
+    microbatches: int
+    repeats: int = 1
+    delay: bool = False
+    gather: GatherName = "iteration"
+
+    def __post_init__(self):
+        check_integer("Pipeline.microbatches", self.microbatches)
+        check_integer("Pipeline.repeats", self.repeats)
+        check_word("Pipeline.gather", self.gather, get_args(GatherName))
+
+    @property
+    def lag(self) -> int:
+        """Iterations from a stage's work on a microbatch to that of the next stage."""
+        return 2 if self.delay else 1
+
+    @property
+    def items(self) -> int:
+        """How often each stage works on a microbatch."""
+        return self.repeats * self.microbatches
+
+    def bubbles(self, stages: int) -> int:
+        """Iterations in which a stage has nothing to do."""
+        return self.lag * (stages - 1)
+
+    def bubble_share(self, stages: int) -> float:
+        """The share of the iterations in which a stage has nothing to do."""
+        return self.bubbles(stages) / (self.items + self.bubbles(stages))
+
+    def check_fits(self, rows: int, stages: int) -> None:
+        """Raise ConfigError for a batch or a mesh that this pipeline can't have."""
+        least, count = self.lag * stages, self.microbatches
+        rule = "with delay=True twice " if self.delay else ""
+        text = f"Pipeline.microbatches={count} must be at least {least}, {rule}Layout.stage={stages}"
+        check(count >= least, f"{text}: a stage would wait for what comes back. Give more microbatches or fewer stages.")
+        rule = f"must be a multiple of Pipeline.microbatches={count}"
+        check(rows % count == 0, f"A batch of {rows} rows {rule}. Choose another size or number of microbatches.")
+
+
+def cut_rows(x: Float[Array, "batch ..."], count: int) -> Float[Array, "microbatches rows ..."]:
+    """Microbatches: number m has rows m, m + count, …, so that each has as many of every device's rows."""
+    return jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1)
+
+
+def join_rows(x: Float[Array, "microbatches rows ..."]) -> Float[Array, "batch ..."]:
+    """The batch that `cut_rows` has cut."""
+    return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
+
+
+def run_pipeline(
+    stage: Stage,
+    weights: PyTree,
+    by_layer: PyTree,
+    by_row: PyTree,
+    x: Float[Array, "batch length *streams embed"],
+    *,
+    pipeline: Pipeline,
+    layout: Layout,
+    contiguous: bool = False,
+    gathered: Callable[[PyTree], PyTree] = lambda weights: weights,
+    policy: Callable[..., bool] | None = None,
+) -> tuple[Float[Array, "batch length *streams embed"], PyTree]:
+    """All layers, one piece after the other, over the stages of a mesh.
+
+    Returns the stream, and for each layer the statistics of each microbatch: `[layers, microbatches, ...]`.
+
+    **Arguments:**
+
+    - `stage`: runs a piece of the stack: `stage(weights, by_layer, by_row, x, microbatch)`, the first two with the
+        piece's layers in front, the others those of the microbatch with this number.
+    - `weights`, `by_layer`: arrays with all layers in front, so many that they fill all pieces.
+    - `by_row`: arrays cut by `cut_rows`.
+    - `contiguous`: whether the layers of weights are stored split over `stage`.
+    - `gathered`: weights as they come, with all that `fsdp` and such split in one place.
+    - `policy`: of `jax.checkpoint` around `stage`; None for no checkpoint.
+    """
+    stages = layout.sizes[AXIS]
+    pipeline.check_fits(x.shape[0], stages)
+    border = _Border.of(layout, x, pipeline.microbatches)
+
+    def cut(leaf: Array) -> Array:
+        pieces = pipeline.repeats * stages
+        return leaf.reshape(pipeline.repeats, stages, leaf.shape[0] // pieces, *leaf.shape[1:])
+
+    def on_stage(weights, by_layer, by_row, x):
+        own = _own_pieces(weights, pipeline.repeats, stages) if contiguous else _first(weights)
+        by_row = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), by_row, dtypes)
+        schedule = _Schedule(stage, pipeline, stages, gathered, policy)
+        y, stats = schedule.run(own, _first(by_layer), by_row, border.queue(x))
+        return border.share(y, stages), jax.tree.map(lambda leaf: leaf[:, None], stats)
+
+    split, dtypes = PartitionSpec(None, AXIS), jax.tree.map(lambda leaf: leaf.dtype, by_row)
+    run = jax.shard_map(
+        on_stage,
+        mesh=layout.mesh_here,
+        axis_names={AXIS},
+        in_specs=(PartitionSpec(AXIS) if contiguous else split, split, PartitionSpec(), border.spec),
+        out_specs=(border.spec, split),
+        check_vma=False,  # layers make zeros, which are the same on all stages, and add to them what is not
+    )
+    by_row = jax.tree.map(lambda leaf: _wide(leaf, layout), by_row)
+    weights, by_layer = weights if contiguous else jax.tree.map(cut, weights), jax.tree.map(cut, by_layer)
+    y, stats = run(weights, by_layer, by_row, border.enter(x))
+    return border.leave(y), jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), stats)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Schedule:
+    """The iterations of one stage, inside of `jax.shard_map`."""
+
+    stage: Stage
+    pipeline: Pipeline
+    stages: int
+    gathered: Callable[[PyTree], PyTree]
+    policy: Callable[..., bool] | None
+
+    def run(self, weights: PyTree, by_layer: PyTree, by_row: PyTree, queue: Array) -> tuple[Array, PyTree]:
+        """What the last stage has in the end of all microbatches, `queue` being what the first one begins with.
+
+        Weights and `by_layer` come as `[repeats, layers, ...]`, and so do statistics: `[repeats, layers, microbatches,
+        ...]`.
+        """
+        setup, me = self.pipeline, lax.axis_index(AXIS)
+        last, lag, items, count = self.stages - 1, setup.lag, setup.items, setup.microbatches
+        # the last stage's results come back to the first one only if there is something left to do
+        steps = [(s, s + 1) for s in range(last)] + [(last, 0)] * (setup.repeats > 1)
+        weights = self.gathered(weights) if setup.gather == "once" else weights
+        work = self._work if self.policy is None else jax.checkpoint(self._work, policy=self.policy, prevent_cse=False)
+
+        def iterate(pieces, carry, i):
+            """`pieces(repeat)` gives weights and where to find those of that repeat."""
+            queue, here, before = carry
+            item = jnp.maximum(i - lag * me, 0)
+            repeat = jnp.minimum(item // count, setup.repeats - 1)
+            x = jnp.where(me == 0, queue[i % count], here)
+            y, stats = work(*pieces(repeat), by_layer, by_row, x, repeat, item % count)
+            arrived = lax.ppermute(before if setup.delay else y, AXIS, steps)
+            # the last stage keeps what it has made, the first one what has come back
+            done = i - lag * last
+            number = jnp.where(me == last, done, done - (lag - 1))
+            keeps = (number >= 0) & ((me == last) | ((me == 0) & (setup.repeats > 1)))
+            kept = jnp.where(keeps, jnp.where(me == last, y, arrived), queue[number % count])
+            queue = lax.dynamic_update_index_in_dim(queue, kept, number % count, 0)
+            return (queue, arrived, y if setup.delay else before), stats
+
+        # what a stage reads before anything has come is a microbatch, too: of zeros some gradients are not finite
+        start = queue, queue[0], queue[0] if setup.delay else None
+        total = items + setup.bubbles(self.stages)
+        numbers = jnp.arange(total, dtype=jnp.int32)
+        (queue, _, _), stats = lax.scan(functools.partial(iterate, lambda repeat: (weights, repeat)), start, numbers)
+        return queue, jax.tree.map(lambda leaf: self._of_items(leaf, lag * me), stats)
+
+    def _work(
+        self, weights: PyTree, place: Array, by_layer: PyTree, by_row: PyTree, x: Array, repeat: Array, number: Array
+    ) -> tuple[Array, PyTree]:
+        """One item's; cut out here, so that none of it is kept for the gradient."""
+        own, layers, rows = _at(weights, place), _at(by_layer, repeat), _at(by_row, number)
+        return self.stage(own, layers, rows, x, number)
+
+    def _of_items(self, leaf: Array, begin: Array) -> Array:
+        """`[iterations, layers, ...]` -> `[repeats, layers, microbatches, ...]`, without those of bubbles."""
+        valid = lax.dynamic_slice_in_dim(leaf, begin, self.pipeline.items)
+        return jnp.moveaxis(valid.reshape(self.pipeline.repeats, -1, *leaf.shape[1:]), 1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Border:
+    """How the batch gets onto the first stage, and from the last one back to where it was.
+
+    **Arguments:**
+
+    - `shape`, `dtype`: of the batch.
+    - `outside`: how it is split over the mesh.
+    - `shared`: whether that is over stages, too.
+    - `count`: microbatches.
+    """
+
+    layout: Layout
+    shape: tuple[int, ...]
+    dtype: Any
+    outside: PartitionSpec
+    shared: bool
+    count: int
+
+    @classmethod
+    def of(cls, layout: Layout, x: Array, count: int) -> "_Border":
+        outside = layout.activation_spec(_words(x.ndim), x.shape)
+        return cls(layout, x.shape, x.dtype, outside, AXIS in _names(outside[0]), count)
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """How the batch is split over stages where it enters and leaves."""
+        return PartitionSpec(None, AXIS) if self.shared else PartitionSpec()
+
+    def enter(self, x: Array) -> Array:
+        """The batch, as `queue` takes it: `[parts, stages, rows, ...]` if stages have rows of their own."""
+        if not self.shared:
+            return _wide(x, self.layout)
+        x = x.reshape(self._parts, self.layout.sizes[AXIS], -1, *x.shape[1:])
+        spec = PartitionSpec(self._others or None, AXIS, None, *self.outside[1:])
+        return lax.with_sharding_constraint(_wide(x, self.layout), NamedSharding(self.layout.mesh_here, spec))
+
+    def queue(self, x: Array) -> Array:
+        """All microbatches, on every stage."""
+        x = lax.all_gather(x, AXIS, axis=1, tiled=True) if self.shared else x
+        return self._constrained(cut_rows(x.astype(self.dtype).reshape(self.shape), self.count))
+
+    def share(self, queue: Array, stages: int) -> Array:
+        """The last stage's microbatches as a batch, split as it came."""
+        mine = jnp.where(lax.axis_index(AXIS) == stages - 1, self._constrained(queue), 0)
+        y = _wide(join_rows(mine), self.layout)
+        if not self.shared:
+            return lax.psum(y, AXIS)
+        y = y.reshape(self._parts, stages, -1, *y.shape[1:])
+        return lax.psum_scatter(y, AXIS, scatter_dimension=1, tiled=True)
+
+    def leave(self, x: Array) -> Array:
+        """The batch in its shape."""
+        x = x.astype(self.dtype).reshape(self.shape)
+        return lax.with_sharding_constraint(x, NamedSharding(self.layout.mesh_here, self.outside))
+
+    @property
+    def _others(self) -> tuple[str, ...]:
+        """The mesh axes but `stage` over which rows are split."""
+        return tuple(name for name in _names(self.outside[0]) if name != AXIS)
+
+    @property
+    def _parts(self) -> int:
+        return math.prod(self.layout.sizes[name] for name in self._others)
+
+    def _constrained(self, queue: Array) -> Array:
+        spec = self.layout.activation_spec(_words(queue.ndim - 1), queue.shape[1:])
+        return lax.with_sharding_constraint(queue, NamedSharding(self.layout.mesh_here, PartitionSpec(None, *spec)))
+
+
+def _own_pieces(weights: PyTree, repeats: int, stages: int) -> PyTree:
+    """From a stage's part of the stored layers to the pieces that it runs, `[repeats, layers, ...]`.
+
+    Stage s has pieces `s * repeats, …` and runs pieces `s, s + stages, …`. In round t each stage sends one and gets
+    one: as `repeats * s` has the same remainder for stages that are `stages / gcd` apart, these take turns.
+    """
+    cut = jax.tree.map(lambda leaf: leaf.reshape(repeats, -1, *leaf.shape[1:]), weights)
+    if repeats == 1:
+        return cut
+    me, apart = lax.axis_index(AXIS), stages // math.gcd(repeats, stages)
+    arrived, order = [], [[0] * repeats for _ in range(stages)]
+    for turn in range(repeats):
+        sent = [(turn + source // apart) % repeats for source in range(stages)]
+        pieces = [source * repeats + number for source, number in enumerate(sent)]
+        for piece in pieces:
+            order[piece % stages][piece // stages] = turn
+        ways = [(source, piece % stages) for source, piece in enumerate(pieces)]
+        here = _at(cut, jnp.asarray(sent, jnp.int32)[me])
+        arrived.append(jax.tree.map(lambda leaf, ways=ways: lax.ppermute(leaf, AXIS, ways), here))
+    turns = jnp.asarray(order, jnp.int32)[me]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves)[turns], *arrived)
+
+
+def _first(tree: PyTree) -> PyTree:
+    """A stage's own part of arrays `[repeats, stages, ...]`."""
+    return jax.tree.map(lambda leaf: leaf[:, 0], tree)
+
+
+def _at(tree: PyTree, index: Array) -> PyTree:
+    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), tree)
+
+
+def _wide(x: Array, layout: Layout) -> Array:
+    """XLA on CPU ends the process at a sum of 16 bits over some axes of a mesh inside of `jax.shard_map`."""
+    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2
+    return x.astype(jnp.float32) if narrow and layout.platform == "cpu" else x
+
+
+def _words(dimensions: int) -> str:
+    """The axes of a stream."""
+    return "batch length embed" if dimensions == 3 else "batch length streams embed"
+
+
+def _names(group: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes in one entry of a `PartitionSpec`."""
+    return (group,) if isinstance(group, str) else group or ()
