@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, PyTree, Shaped
 
 from eqx_decoders.errors import check, check_integer, check_word
 from eqx_decoders.layout import Layout
@@ -83,12 +83,12 @@ class Pipeline:
         check(rows % count == 0, f"A batch of {rows} rows {rule}. Choose another size or number of microbatches.")
 
 
-def cut_rows(x: Float[Array, "batch ..."], count: int) -> Float[Array, "microbatches rows ..."]:
+def cut_rows(x: Shaped[Array, "batch ..."], count: int) -> Shaped[Array, "microbatches rows ..."]:
     """Microbatches: number m has rows m, m + count, …, so that each has as many of every device's rows."""
     return jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1)
 
 
-def join_rows(x: Float[Array, "microbatches rows ..."]) -> Float[Array, "batch ..."]:
+def join_rows(x: Shaped[Array, "microbatches rows ..."]) -> Shaped[Array, "batch ..."]:
     """The batch that `cut_rows` has cut."""
     return jnp.swapaxes(x, 0, 1).reshape(-1, *x.shape[2:])
 
