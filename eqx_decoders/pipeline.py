@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PyTree, Shaped
 
@@ -22,6 +23,7 @@ from eqx_decoders.layout import Layout
 
 
 AXIS = "stage"
+STAGE_INPUT = "stage_input"
 GatherName = Literal["iteration", "repeat", "once"]
 
 # `stage(weights, by_layer, by_row, x, microbatch)` runs a piece of the stack: the stream after it, and statistics.
@@ -170,16 +172,15 @@ class _Schedule:
         last, lag, items, count = self.stages - 1, setup.lag, setup.items, setup.microbatches
         # the last stage's results come back to the first one only if there is something left to do
         steps = [(s, s + 1) for s in range(last)] + [(last, 0)] * (setup.repeats > 1)
-        weights = self.gathered(weights) if setup.gather == "once" else weights
         work = self._work if self.policy is None else jax.checkpoint(self._work, policy=self.policy, prevent_cse=False)
 
-        def iterate(pieces, carry, i):
-            """`pieces(repeat)` gives weights and where to find those of that repeat."""
-            queue, here, before = carry
+        def iterate(pieces, by_layer, by_row, carry, i):
+            """`pieces` are weights and the repeat of the first of them."""
+            (weights, first), (queue, here, before) = pieces, carry
             item = jnp.maximum(i - lag * me, 0)
             repeat = jnp.minimum(item // count, setup.repeats - 1)
-            x = jnp.where(me == 0, queue[i % count], here)
-            y, stats = work(*pieces(repeat), by_layer, by_row, x, repeat, item % count)
+            x = checkpoint_name(jnp.where(me == 0, queue[i % count], here), STAGE_INPUT)
+            y, stats = work(weights, jnp.maximum(repeat - first, 0), by_layer, by_row, x, repeat, item % count)
             arrived = lax.ppermute(before if setup.delay else y, AXIS, steps)
             # the last stage keeps what it has made, the first one what has come back
             done = i - lag * last
@@ -189,12 +190,45 @@ class _Schedule:
             queue = lax.dynamic_update_index_in_dim(queue, kept, number % count, 0)
             return (queue, arrived, y if setup.delay else before), stats
 
+        def loop(pieces, by_layer, by_row, carry, begin, length):
+            numbers = begin + jnp.arange(length, dtype=jnp.int32)
+            return lax.scan(functools.partial(iterate, pieces, by_layer, by_row), carry, numbers)
+
         # what a stage reads before anything has come is a microbatch, too: of zeros some gradients are not finite
-        start = queue, queue[0], queue[0] if setup.delay else None
-        total = items + setup.bubbles(self.stages)
-        numbers = jnp.arange(total, dtype=jnp.int32)
-        (queue, _, _), stats = lax.scan(functools.partial(iterate, lambda repeat: (weights, repeat)), start, numbers)
-        return queue, jax.tree.map(lambda leaf: self._of_items(leaf, lag * me), stats)
+        carry = queue, queue[0], queue[0] if setup.delay else None
+        if setup.gather == "repeat":
+            carry, stats = self._by_repeat(loop, weights, by_layer, by_row, carry)
+        else:
+            weights = self.gathered(weights) if setup.gather == "once" else weights
+            carry, stats = loop((weights, 0), by_layer, by_row, carry, 0, items + setup.bubbles(self.stages))
+        return carry[0], jax.tree.map(lambda leaf: self._of_items(leaf, lag * me), stats)
+
+    def _by_repeat(
+        self, loop: Callable[..., Any], weights: PyTree, by_layer: PyTree, by_row: PyTree, carry: Any
+    ) -> tuple[Any, PyTree]:
+        """The loop over iterations in parts, before each of which two pieces of weights are gathered: the later stages
+        are in the repeat before for a while. They are gathered again for the gradient."""
+        setup = self.pipeline
+
+        def part(weights, by_layer, by_row, carry, repeat, length):
+            first = jnp.maximum(repeat - 1, 0)
+            both = jnp.stack([first, jnp.minimum(first + 1, setup.repeats - 1)])
+            pieces = self.gathered(jax.tree.map(lambda leaf: leaf[both], weights))
+            return loop((pieces, first), by_layer, by_row, carry, repeat * setup.microbatches, length)
+
+        if self.policy is not None:
+            policy, inputs = self.policy, jax.checkpoint_policies.save_only_these_names(STAGE_INPUT)
+            kept = lambda *args, **params: inputs(*args, **params) or policy(*args, **params)  # noqa: E731
+            part = jax.checkpoint(part, policy=kept, prevent_cse=False, static_argnums=5)
+
+        def step(carry, repeat):
+            return part(weights, by_layer, by_row, carry, repeat, setup.microbatches)
+
+        repeats = jnp.arange(setup.repeats, dtype=jnp.int32)
+        carry, stats = lax.scan(step, carry, repeats)
+        end = jnp.asarray(setup.repeats, jnp.int32)
+        carry, rest = part(weights, by_layer, by_row, carry, end, setup.bubbles(self.stages))
+        return carry, jax.tree.map(lambda a, b: jnp.concatenate([a.reshape(-1, *a.shape[2:]), b]), stats, rest)
 
     def _work(
         self, weights: PyTree, place: Array, by_layer: PyTree, by_row: PyTree, x: Array, repeat: Array, number: Array

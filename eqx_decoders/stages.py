@@ -1,6 +1,8 @@
 """A segment of a stack as a pipeline: which of its layers run on which stage, and what they get there."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -89,6 +91,8 @@ def _piped(
     rows, others = eqx.partition(dataclasses.replace(ctx, layer_inputs={}, execution=inner), eqx.is_array)
 
     def stage(weights, by_layer, rows, x, number):
+        if setup.gather != "iteration":
+            weights = _scattering(functools.partial(_split_like, layout, segment), weights)
         keys, inputs = by_layer
         if keys is not None:
             keys = jax.vmap(jax.random.fold_in, (0, None))(keys.reshape(-1), number)
@@ -108,7 +112,7 @@ def _piped(
         pipeline=setup,
         layout=layout,
         contiguous=_contiguous(segment, layers * stages * setup.repeats, layout),
-        gathered=lambda weights: _gathered(weights, segment, layout),
+        gathered=functools.partial(_split_like, layout.without_fsdp(), segment),
         policy=None if remat is None else remat.policy(),
     )
     return x, tuple(join_parts(stat) for stat in stats)
@@ -119,13 +123,24 @@ def _contiguous(segment: Segment, layers: int, layout: Layout) -> bool:
     return layers == segment.repeats and layout.weight_spec("layers", (layers,))[0] is not None
 
 
-def _gathered(weights: PyTree, segment: Segment, layout: Layout) -> PyTree:
-    """Pieces of a segment's weights, whole where `fsdp` and such split them; experts stay on their devices."""
-    words, whole = axes(segment), layout.without_fsdp()
+def _split_like(layout: Layout, segment: Segment, weights: PyTree) -> PyTree:
+    """Pieces of a segment's weights, split as a layout says, whatever leading axes they have."""
+    words = axes(segment)
 
     def one(path, leaf):
-        inner = whole.weight_spec(words[f"unit.{path_name(path)}"])[1:]
+        inner = layout.weight_spec(words[f"unit.{path_name(path)}"])[1:]
         spec = PartitionSpec(*(None,) * (leaf.ndim - len(inner)), *inner)
         return jax.lax.with_sharding_constraint(leaf, NamedSharding(layout.mesh_here, spec))
 
     return jax.tree_util.tree_map_with_path(one, weights)
+
+
+def _scattering(split: Callable[[PyTree], PyTree], weights: PyTree) -> PyTree:
+    """Gathered weights as they are; their gradients are split before they are added up."""
+
+    @jax.custom_vjp
+    def same(weights):
+        return weights
+
+    same.defvjp(lambda weights: (weights, None), lambda _, gradients: (split(gradients),))
+    return same(weights)
