@@ -21,7 +21,10 @@ from eqx_decoders.layers.per_layer_embedding import PerLayerEmbeddingConfig, Per
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.layers.router import RouterConfig
 from eqx_decoders.pipeline import run_pipeline
+from eqx_decoders.stages import run_segment
+from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.optimizer import OptimizerConfig
+from eqx_decoders.training.settings import MeshConfig, PipelineConfig, TrainConfig, describe_pipeline
 from eqx_decoders.training.step import StepConfig, Trainer
 from tests.cases import check, draw, legal
 from tests.compare import assert_close
@@ -259,8 +262,6 @@ def test_dropout_is_that_of_microbatches_run_one_by_one():
         return jnp.sum(jnp.sin(3 * y)), y
 
     def piped(model, x):
-        from eqx_decoders.stages import run_segment
-
         ctx = ed.Context(positions=positions, execution=model.execution)
         y = run_segment(model.segments[0], x, ctx, keys=keys, inputs=({},)).x
         return jnp.sum(jnp.sin(3 * y)), y
@@ -315,6 +316,21 @@ def test_errors_say_what_to_change():
         run(model, microbatches=3, delay=True)
     with pytest.raises(ed.ConfigError, match=r"needs 6 equal layers, or repeats .* this model has 4"):
         run(model, microbatches=3, repeats=3)
+
+
+def test_settings_of_a_run_say_how_layers_are_piped():
+    mesh, dataset = MeshConfig(stage=2, fsdp=2), DataConfig(batch_size=16)
+    pipeline = PipelineConfig(microbatches=4, repeats=2, delay=True, gather="once")
+    run = TrainConfig(mesh=mesh, dataset=dataset, pipeline=pipeline).execution()
+    assert run.pipeline == ed.Pipeline(microbatches=4, repeats=2, delay=True, gather="once")
+    assert run.layout.sizes["stage"] == 2
+    assert run.layout.activation_spec("batch length") == PartitionSpec(("data", "fsdp", "stage"), None)
+    assert describe_pipeline(run) == "pipeline: 2 stages x 2 repeats, 4 microbatches, 20.0 % bubbles"
+    assert describe_pipeline(TrainConfig(mesh=mesh, dataset=dataset).execution()) is None
+    with pytest.raises(ed.ConfigError, match=r"batch_size=8 / pipeline.microbatches=4 must be a multiple of 4"):
+        TrainConfig(mesh=mesh, dataset=DataConfig(batch_size=8), pipeline=pipeline).execution()
+    with pytest.raises(ed.ConfigError, match=r"needs mesh.stage, the number of stages"):
+        TrainConfig(pipeline=pipeline)
 
 
 def test_layers_that_stages_do_not_divide_are_split_like_embeddings():
