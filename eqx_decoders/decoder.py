@@ -277,7 +277,8 @@ class Decoder(eqx.Module):
             count, unit = segment.repeats * len(segment.unit), tuple(block.config for block in segment.unit)
             keys = None if layer_keys is None else layer_keys[begin : begin + count]
             own = by_layer.cut(unit, segment.repeats)
-            found = run_segment(segment, x, ctx, None if cache is None else cache.segments[index], keys=keys, inputs=own)
+            memories = None if cache is None else cache.segments[index]
+            found = run_segment(segment, x, ctx, memories, keys=keys, inputs=own)
             x, ctx = found.x, dataclasses.replace(ctx, shared=found.shared)
             entries.append(found.entries)
             stats.append(found.stats)

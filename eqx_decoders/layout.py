@@ -292,10 +292,10 @@ class Layout:
 
     def with_batch_over_stage(self) -> "Layout":
         """The layout whose activations are split over `stage` as well: outside of a pipeline it splits the batch."""
-        if self.sizes.get("stage", 1) == 1:
+        if self.sizes.get("stage", 1) == 1 or "stage" in dict(self.activations).get("batch", ()):
             return self
         rows = {word: (*names, "stage") if word == "batch" else names for word, names in self.activations}
-        return self if "stage" in dict(self.activations).get("batch", ()) else dataclasses.replace(self, activations=rows)
+        return dataclasses.replace(self, activations=rows)
 
     def _split(self, table: Table, words: Axes) -> list[tuple[str, ...]]:
         """The mesh axes of every dimension; each mesh axis at most once, earlier rows of the table first."""

@@ -80,7 +80,7 @@ class Pipeline:
         least, count = self.lag * stages, self.microbatches
         rule = "with delay=True twice " if self.delay else ""
         text = f"Pipeline.microbatches={count} must be at least {least}, {rule}Layout.stage={stages}"
-        check(count >= least, f"{text}: a stage would wait for what comes back. Give more microbatches or fewer stages.")
+        check(count >= least, f"{text}: else stages wait for what comes back. Give more of them or fewer stages.")
         rule = f"must be a multiple of Pipeline.microbatches={count}"
         check(rows % count == 0, f"A batch of {rows} rows {rule}. Choose another size or number of microbatches.")
 
@@ -132,21 +132,22 @@ def run_pipeline(
 
     def on_stage(weights, by_layer, by_row, x):
         own = _own_pieces(weights, pipeline.repeats, stages) if contiguous else _first(weights)
-        by_row = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), by_row, dtypes)
+        by_row, queue = jax.tree.map(lambda leaf: leaf[0], (by_row, x))
         schedule = _Schedule(stage, pipeline, stages, gathered, policy)
-        y, stats = schedule.run(own, _first(by_layer), by_row, border.queue(x))
-        return border.share(y, stages), jax.tree.map(lambda leaf: leaf[:, None], stats)
+        y, stats = schedule.run(own, _first(by_layer), by_row, queue)
+        return y[None], jax.tree.map(lambda leaf: leaf[:, None], stats)
 
-    split, dtypes = PartitionSpec(None, AXIS), jax.tree.map(lambda leaf: leaf.dtype, by_row)
+    own, split = PartitionSpec(AXIS), PartitionSpec(None, AXIS)
     run = jax.shard_map(
         on_stage,
         mesh=layout.mesh_here,
         axis_names={AXIS},
-        in_specs=(PartitionSpec(AXIS) if contiguous else split, split, PartitionSpec(), border.spec),
-        out_specs=(border.spec, split),
+        in_specs=(own if contiguous else split, split, own, own),
+        out_specs=(own, split),
         check_vma=False,  # layers make zeros, which are the same on all stages, and add to them what is not
     )
-    by_row = jax.tree.map(lambda leaf: _wide(leaf, layout), by_row)
+    # as many copies as stages, one on each: of what is the same on all XLA adds up the gradients, on CPU only in 32 bits
+    by_row = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[None], (stages, *leaf.shape)), by_row)
     weights, by_layer = weights if contiguous else jax.tree.map(cut, weights), jax.tree.map(cut, by_layer)
     y, stats = run(weights, by_layer, by_row, border.enter(x))
     return border.leave(y), jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[3:]), stats)
@@ -245,72 +246,71 @@ class _Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class _Border:
-    """How the batch gets onto the first stage, and from the last one back to where it was.
+    """How the batch gets onto the stages, and back to where it was: in between it is `[stages, microbatches, ...]`.
 
     **Arguments:**
 
-    - `shape`, `dtype`: of the batch.
-    - `outside`: how it is split over the mesh.
-    - `shared`: whether that is over stages, too.
     - `count`: microbatches.
+    - `outside`, `inside`: how the batch is split there, and a microbatch here.
+    - `shared`: whether stages have rows of their own outside, and these pass the border by one collective.
     """
 
     layout: Layout
-    shape: tuple[int, ...]
-    dtype: Any
-    outside: PartitionSpec
-    shared: bool
     count: int
+    outside: PartitionSpec
+    inside: PartitionSpec
+    shared: bool
 
     @classmethod
     def of(cls, layout: Layout, x: Array, count: int) -> "_Border":
-        outside = layout.activation_spec(_words(x.ndim), x.shape)
-        return cls(layout, x.shape, x.dtype, outside, AXIS in _names(outside[0]), count)
-
-    @property
-    def spec(self) -> PartitionSpec:
-        """How the batch is split over stages where it enters and leaves."""
-        return PartitionSpec(None, AXIS) if self.shared else PartitionSpec()
+        words = "batch length embed" if x.ndim == 3 else "batch length streams embed"
+        outside = layout.activation_spec(words, x.shape)
+        inside = layout.activation_spec(words, (x.shape[0] // count, *x.shape[1:]))
+        there, here = _names(outside[0]), tuple(name for name in _names(inside[0]) if name != AXIS)
+        inside = PartitionSpec(here or None, *inside[1:])
+        return cls(layout, count, outside, inside, there == (*here, AXIS) and inside[1:] == outside[1:])
 
     def enter(self, x: Array) -> Array:
-        """The batch, as `queue` takes it: `[parts, stages, rows, ...]` if stages have rows of their own."""
+        """All microbatches on every stage."""
         if not self.shared:
-            return _wide(x, self.layout)
-        x = x.reshape(self._parts, self.layout.sizes[AXIS], -1, *x.shape[1:])
-        spec = PartitionSpec(self._others or None, AXIS, None, *self.outside[1:])
-        return lax.with_sharding_constraint(_wide(x, self.layout), NamedSharding(self.layout.mesh_here, spec))
+            x = jnp.broadcast_to(cut_rows(x, self.count)[None], self._shape(x))
+            return lax.with_sharding_constraint(x, NamedSharding(self.layout.mesh_here, self._spec))
 
-    def queue(self, x: Array) -> Array:
-        """All microbatches, on every stage."""
-        x = lax.all_gather(x, AXIS, axis=1, tiled=True) if self.shared else x
-        return self._constrained(cut_rows(x.astype(self.dtype).reshape(self.shape), self.count))
+        def spread(x):
+            return cut_rows(lax.all_gather(x, AXIS, tiled=True), self.count)[None]
 
-    def share(self, queue: Array, stages: int) -> Array:
-        """The last stage's microbatches as a batch, split as it came."""
-        mine = jnp.where(lax.axis_index(AXIS) == stages - 1, self._constrained(queue), 0)
-        y = _wide(join_rows(mine), self.layout)
-        if not self.shared:
-            return lax.psum(y, AXIS)
-        y = y.reshape(self._parts, stages, -1, *y.shape[1:])
-        return lax.psum_scatter(y, AXIS, scatter_dimension=1, tiled=True)
+        return self._mapped(spread, self.outside, self._spec)(x)
 
     def leave(self, x: Array) -> Array:
-        """The batch in its shape."""
-        x = x.astype(self.dtype).reshape(self.shape)
-        return lax.with_sharding_constraint(x, NamedSharding(self.layout.mesh_here, self.outside))
+        """The last stage's microbatches as a batch."""
+        if not self.shared:
+            x = join_rows(x[-1])
+            return lax.with_sharding_constraint(x, NamedSharding(self.layout.mesh_here, self.outside))
+
+        last = len(x) - 1
+
+        def share(x):
+            mine = jnp.where(lax.axis_index(AXIS) == last, x[0], 0)
+            return lax.psum_scatter(join_rows(mine), AXIS, tiled=True)
+
+        return self._mapped(share, self._spec, self.outside)(x)
+
+    def _mapped(self, run: Callable[[Array], Array], before: PartitionSpec, after: PartitionSpec) -> Callable:
+        """Over all axes: of collectives over `stage` alone XLA does not split the other dimensions."""
+        return jax.shard_map(
+            run,
+            mesh=self.layout.mesh_here,
+            axis_names=self.layout.axes_here,
+            in_specs=before,
+            out_specs=after,
+        )
+
+    def _shape(self, x: Array) -> tuple[int, ...]:
+        return self.layout.sizes[AXIS], self.count, x.shape[0] // self.count, *x.shape[1:]
 
     @property
-    def _others(self) -> tuple[str, ...]:
-        """The mesh axes but `stage` over which rows are split."""
-        return tuple(name for name in _names(self.outside[0]) if name != AXIS)
-
-    @property
-    def _parts(self) -> int:
-        return math.prod(self.layout.sizes[name] for name in self._others)
-
-    def _constrained(self, queue: Array) -> Array:
-        spec = self.layout.activation_spec(_words(queue.ndim - 1), queue.shape[1:])
-        return lax.with_sharding_constraint(queue, NamedSharding(self.layout.mesh_here, PartitionSpec(None, *spec)))
+    def _spec(self) -> PartitionSpec:
+        return PartitionSpec(AXIS, None, *self.inside)
 
 
 def _own_pieces(weights: PyTree, repeats: int, stages: int) -> PyTree:
@@ -343,17 +343,6 @@ def _first(tree: PyTree) -> PyTree:
 
 def _at(tree: PyTree, index: Array) -> PyTree:
     return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, index, keepdims=False), tree)
-
-
-def _wide(x: Array, layout: Layout) -> Array:
-    """XLA on CPU ends the process at a sum of 16 bits over some axes of a mesh inside of `jax.shard_map`."""
-    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize == 2
-    return x.astype(jnp.float32) if narrow and layout.platform == "cpu" else x
-
-
-def _words(dimensions: int) -> str:
-    """The axes of a stream."""
-    return "batch length embed" if dimensions == 3 else "batch length streams embed"
 
 
 def _names(group: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -16,8 +16,8 @@ ROOT = pathlib.Path(__file__).parent.parent / "eqx_decoders"
 ORDER = [
     "errors", "lazy", "eager", "inputs", "axes", "layout", "numerics", "prng", "sampling", "origin", "remat",
     "pipeline", "context", "layers", "stats", "wiring", "further", "block", "layer_inputs", "borrowing", "stack",
-    "stages", "mtp", "config_json", "cache", "decoder", "create", "families", "io", "inference", "describe", "model_info", "training",
-    "cli",
+    "stages", "mtp", "config_json", "cache", "decoder", "create", "families", "io", "inference", "describe",
+    "model_info", "training", "cli",
 ]  # fmt: skip
 
 

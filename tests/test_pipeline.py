@@ -224,9 +224,7 @@ def test_experts_on_several_devices(experts, exchange):
 @pytest.mark.slow
 def test_with_gradient_accumulation():
     model = filled(decoder(*(SPARSE,) * 4), layer_stats=True)
-    check_equal(
-        model, ed.Layout.create(**MIXED), ed.Pipeline(microbatches=2), gradient_accumulation_steps=2, rows=16
-    )
+    check_equal(model, ed.Layout.create(**MIXED), ed.Pipeline(microbatches=2), gradient_accumulation_steps=2, rows=16)
 
 
 @pytest.mark.slow
@@ -291,7 +289,8 @@ def test_a_fresh_case_equals_the_plain_one(number):
     drop_compiled_programs()
     seed = int(os.environ["FRESH_SEED"])
     generator = np.random.default_rng([seed, number])
-    drawn = (draw(generator) | dict(dropout=0.0, cache="none", mesh="one device", borrows=False) for _ in itertools.count())
+    fixed = dict(dropout=0.0, cache="none", mesh="one device", borrows=False)
+    drawn = (draw(generator) | fixed for _ in itertools.count())
     case = next(case for case in drawn if legal(case) and case["heads"] != "multi-query") | dict(mesh="stage")
     print(f"repeat with FRESH_SEED={seed}: {case}")
     check(case, seed, pipeline=ed.Pipeline(microbatches=2, delay=False))

@@ -640,7 +640,8 @@ ELSEWHERE = {
         for field in dataclasses.fields(LoRAConfig)
     },
 }
-GROUPS = {f"TrainConfig.{name}" for name in ("dataset", "mesh", "pipeline", "optimizer", "step")}  # their fields stand for them
+# their fields stand for them
+GROUPS = {f"TrainConfig.{name}" for name in ("dataset", "mesh", "pipeline", "optimizer", "step")}
 
 
 def test_every_setting_has_an_effect_in_some_test():
