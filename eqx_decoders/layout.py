@@ -216,14 +216,16 @@ class Layout:
     def _sharding(self, spec: PartitionSpec) -> Sharding:
         return SingleDeviceSharding(jax.devices()[0]) if self.mesh is None else NamedSharding(self.mesh, spec)
 
+    def without_stage(self) -> "Layout":
+        """The layout of one stage: for what runs in a `jax.shard_map` over `stage`."""
+        tables = {name: {word: _dropped(names, {"stage"}) for word, names in getattr(self, name)} for name in _TABLES}
+        return dataclasses.replace(self, **tables)
+
     def without_fsdp(self) -> "Layout":
         """The layout whose weights are whole where they are gathered to be used; experts stay split."""
         drop = {"fsdp", "fsdp_transpose", "context"}
-
-        def kept(word: str, names: tuple[str, ...]) -> tuple[str, ...]:
-            return tuple(name for name in names if name not in (drop if word == "experts" else drop | {"expert"}))
-
-        return dataclasses.replace(self, weights={word: kept(word, names) for word, names in self.weights})
+        rows = {word: _dropped(n, drop if word == "experts" else drop | {"expert"}) for word, n in self.weights}
+        return dataclasses.replace(self, weights=rows)
 
     def constrain(self, x: Array, words: str) -> Array:
         """Tell XLA how to split an activation: `layout.constrain(x, "batch length embed")`."""
@@ -285,10 +287,8 @@ class Layout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Devices along each mesh axis; empty without a mesh. Axes mapped by a `jax.shard_map` around split no more."""
-        if self.mesh is None:
-            return {}
-        return {str(name): 1 if name in self._mapped else size for name, size in self.mesh.shape.items()}
+        """Devices along each mesh axis; empty without a mesh."""
+        return {} if self.mesh is None else {str(name): size for name, size in self.mesh.shape.items()}
 
     def with_batch_over_stage(self) -> "Layout":
         """The layout whose activations are split over `stage` as well: outside of a pipeline it splits the batch."""
@@ -314,6 +314,13 @@ class Layout:
             if size % math.prod(self.sizes[n] for n in (*kept, name)) == 0:
                 kept += (name,)
         return kept
+
+
+_TABLES = ("weights", "activations")
+
+
+def _dropped(names: tuple[str, ...], drop: set[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in drop)
 
 
 def _resolve_sizes(sizes: dict[str, int], devices: int, platform: str) -> dict[str, int]:

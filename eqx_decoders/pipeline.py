@@ -265,10 +265,9 @@ class _Border:
     def of(cls, layout: Layout, x: Array, count: int) -> "_Border":
         words = "batch length embed" if x.ndim == 3 else "batch length streams embed"
         outside = layout.activation_spec(words, x.shape)
-        inside = layout.activation_spec(words, (x.shape[0] // count, *x.shape[1:]))
-        there, here = _names(outside[0]), tuple(name for name in _names(inside[0]) if name != AXIS)
-        inside = PartitionSpec(here or None, *inside[1:])
-        return cls(layout, count, outside, inside, there == (*here, AXIS) and inside[1:] == outside[1:])
+        inside = layout.without_stage().activation_spec(words, (x.shape[0] // count, *x.shape[1:]))
+        shared = _names(outside[0]) == (*_names(inside[0]), AXIS) and inside[1:] == outside[1:]
+        return cls(layout, count, outside, inside, shared)
 
     def enter(self, x: Array) -> Array:
         """All microbatches on every stage."""

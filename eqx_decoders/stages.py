@@ -87,12 +87,13 @@ def _piped(
     setup.check_fits(x.shape[0], stages)
     layers = len(jax.tree.leaves(weights)[0]) // (stages * setup.repeats)
     # the checkpoint around a stage's work is that of its layer if there is one only
-    inner = dataclasses.replace(execution, remat=execution.remat if layers * len(static) > 1 else None)
+    remat, here = execution.remat if layers * len(static) > 1 else None, layout.without_stage()
+    inner = dataclasses.replace(execution, remat=remat, layout=here, pipeline=None)
     rows, others = eqx.partition(dataclasses.replace(ctx, layer_inputs={}, execution=inner), eqx.is_array)
 
     def stage(weights, by_layer, rows, x, number):
         if setup.gather != "iteration":
-            weights = _scattering(functools.partial(_split_like, layout, segment), weights)
+            weights = _scattering(functools.partial(_split_like, here, segment), weights)
         keys, inputs = by_layer
         if keys is not None:
             keys = jax.vmap(jax.random.fold_in, (0, None))(keys.reshape(-1), number)
@@ -102,7 +103,6 @@ def _piped(
         return out.x, out.stats
 
     cut = jax.vmap(lambda leaf: cut_rows(leaf, count))
-    remat = get_remat(execution.remat)
     x, stats = run_pipeline(
         stage,
         weights,
@@ -112,8 +112,8 @@ def _piped(
         pipeline=setup,
         layout=layout,
         contiguous=_contiguous(segment, layers * stages * setup.repeats, layout),
-        gathered=functools.partial(_split_like, layout.without_fsdp(), segment),
-        policy=None if remat is None else remat.policy(),
+        gathered=functools.partial(_split_like, here.without_fsdp(), segment),
+        policy=None if (outer := get_remat(execution.remat)) is None else outer.policy(),
     )
     return x, tuple(join_parts(stat) for stat in stats)
 

@@ -248,10 +248,10 @@ def test_dropout_is_that_of_microbatches_run_one_by_one():
         (segment,) = model.segments
         parts = []
         for number in range(count):
-            folded = [jax.random.fold_in(key, number) for key in keys]
+            folded = [jax.random.fold_in(keys[layer], number) for layer in range(4)]
             y = x[number::count]
             ctx = ed.Context(positions=positions[number::count], execution=model.execution)
-            for block, key in zip(segment.unstacked()[:4], folded, strict=False):
+            for block, key in zip(segment.unstacked()[:4], folded, strict=True):
                 y, _, _ = block(y, ctx, key=key)
             parts.append(y)
         y = jnp.stack(parts, axis=1).reshape(x.shape)
