@@ -146,7 +146,7 @@ def run_pipeline(
         out_specs=(own, split),
         check_vma=False,  # layers make zeros, which are the same on all stages, and add to them what is not
     )
-    # as many copies as stages, one on each: of what is the same on all XLA adds up the gradients, on CPU only in 32 bits
+    # a copy for each stage: the gradients of what all share would be added up inside, where XLA on CPU can't in 16 bits
     by_row = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[None], (stages, *leaf.shape)), by_row)
     weights, by_layer = weights if contiguous else jax.tree.map(cut, weights), jax.tree.map(cut, by_layer)
     y, stats = run(weights, by_layer, by_row, border.enter(x))

@@ -33,6 +33,7 @@ from tests.programs import drop_compiled_programs
 
 
 SHAPES = [(2, 2, 1, False), (2, 4, 2, False), (4, 4, 1, False), (2, 3, 2, False), (4, 5, 2, False), (2, 4, 2, True)]
+GATHERS = ["iteration", pytest.param("repeat", marks=pytest.mark.slow), pytest.param("once", marks=pytest.mark.slow)]
 # repeats of one, of fewer than stages, of a number without a common divisor, of more
 ORDERS = [*SHAPES, (4, 8, 3, False), (4, 8, 6, True), (8, 9, 2, False), (2, 5, 1, True)]
 
@@ -73,8 +74,9 @@ def test_the_share_of_bubbles():
     assert ed.Pipeline(microbatches=1).bubble_share(1) == 0
 
 
-@pytest.mark.parametrize("contiguous", [False, True])
-@pytest.mark.parametrize("stages, count, repeats, delay", ORDERS)
+@pytest.mark.parametrize(
+    "stages, count, repeats, delay, contiguous", [(*order, True) for order in ORDERS] + [(2, 4, 2, False, False)]
+)
 def test_the_pipeline_keeps_the_schedule(stages, count, repeats, delay, contiguous):
     """Each stage writes a digit of its layer's number: in the end rows say in which order they passed which layers."""
     layout = ed.Layout.create(stage=stages, data=8 // stages)
@@ -101,7 +103,7 @@ def test_the_pipeline_keeps_the_schedule(stages, count, repeats, delay, contiguo
     np.testing.assert_array_equal(told, jnp.stack([each, each, each, own], axis=-1))
 
 
-@pytest.mark.parametrize("gather", ["iteration", "repeat", "once"])
+@pytest.mark.parametrize("gather", GATHERS)
 @pytest.mark.parametrize("stages, count, repeats, delay", SHAPES)
 def test_gradients_equal_those_of_a_scan(stages, count, repeats, delay, gather):
     layout = ed.Layout.create(stage=stages, fsdp=8 // stages).with_batch_over_stage()
@@ -183,11 +185,13 @@ def test_a_model_equals_itself_without_a_pipeline():
     check_equal(model, ed.Layout.create(**MIXED), ed.Pipeline(microbatches=2, repeats=2))
 
 
-def test_statistics_of_experts_are_those_of_the_whole_batch():
-    """Behind a dense layer: a prefix of one that runs as ever; with multi-token prediction."""
-    mtp = ed.MTPConfig(num_depths=1, block=SPARSE, norm=NORM)
+@pytest.mark.slow
+@pytest.mark.parametrize("depths", [0, 1])
+def test_statistics_of_experts_are_those_of_the_whole_batch(depths):
+    """Behind a dense layer: a prefix of one that runs as ever; and before multi-token prediction."""
+    mtp = ed.MTPConfig(num_depths=1, block=SPARSE, norm=NORM) if depths else None
     model = filled(decoder(DENSE, *(SPARSE,) * 4, mtp=mtp), remat="save_qkv_proj", experts="dropless")
-    check_equal(model, ed.Layout.create(stage=2, expert=2, data=2), ed.Pipeline(microbatches=2, repeats=2))
+    check_equal(model, ed.Layout.create(stage=2, expert=2, fsdp=2), ed.Pipeline(microbatches=2, repeats=2))
 
 
 @pytest.mark.slow

@@ -316,8 +316,10 @@ class TrainConfig:
         )
 
     def _pipeline(self) -> Pipeline | None:
-        count = self.pipeline.microbatches
-        return None if count is None else Pipeline(**dataclasses.asdict(self.pipeline) | {"microbatches": count})
+        asked = self.pipeline
+        if asked.microbatches is None:
+            return None
+        return Pipeline(microbatches=asked.microbatches, repeats=asked.repeats, delay=asked.delay, gather=asked.gather)
 
 
 def changed_settings(old: TrainConfig, new: TrainConfig) -> Changes:
