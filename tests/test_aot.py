@@ -1,5 +1,7 @@
 """Compilation for TPU topologies, without a TPU: needs libtpu (extra "aot")."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,4 +76,21 @@ def test_experts_on_several_devices_compile(devices, sizes, exchange, kind):
     program = str(traced.jaxpr)
     assert f" {kind}[" in program and " ragged_dot_general[" in program
     assert (" ragged_all_to_all[" in program) == (exchange == "all_to_all")
+    assert traced.lower().compile().memory_analysis().temp_size_in_bytes < 1e9
+
+
+def test_a_pipeline_sends_microbatches_alone(devices):
+    """Of one repeat no weight moves from stage to stage: streams are sent, in the forward and the backward loop."""
+    layout = ed.Layout.create(stage=2, fsdp=2, devices=devices)
+    config = ed.get_config("tiny")
+    config = dataclasses.replace(config, blocks=config.blocks[:1] * 4)
+    precision, pipeline = ed.Precision(compute=jnp.bfloat16), ed.Pipeline(microbatches=4)
+    model = ed.abstract(config, layout=layout, precision=precision, remat="full", pipeline=pipeline)
+    trainer = Trainer.create(OptimizerConfig(), model, steps=100)
+    state = trainer.abstract(model, key=jax.random.key(0))
+    split = model.execution.layout.activation_sharding("batch length", (16, 128))
+    tokens = jax.ShapeDtypeStruct((16, 128), jnp.int32, sharding=split)
+    traced = jax.jit(trainer.advance, donate_argnums=0).trace(state, ed.Batch(tokens=tokens))
+    sent = [line for line in str(traced.jaxpr).splitlines() if " ppermute[" in line]
+    assert len(sent) == 2 and all(f"bf16[4,128,{config.embed_dim}]" in line for line in sent)
     assert traced.lower().compile().memory_analysis().temp_size_in_bytes < 1e9
