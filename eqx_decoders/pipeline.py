@@ -35,7 +35,7 @@ class Pipeline:
     """How the layers of a model run as a pipeline over `Layout.stage` devices.
 
     Layers are cut into `stages * repeats` pieces of so many layers; piece c is run by stage `c mod stages`. What does
-    not fill all pieces runs after them, as without a pipeline. Of the batch each microbatch takes every so manieth row.
+    not fill all pieces runs after them, as without a pipeline. Microbatch m has rows m, m + microbatches, ….
 
     **Arguments:**
 

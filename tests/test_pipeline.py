@@ -240,7 +240,7 @@ def test_remat_policies(policy):
 
 @pytest.mark.slow
 def test_dropout_is_that_of_microbatches_run_one_by_one():
-    """Keys of layers are folded by the number of the microbatch, whose rows are every so manieth of the batch."""
+    """Keys of layers are folded by the number of the microbatch, which has every fourth row."""
     count, layers, layout = 4, 5, ed.Layout.create(stage=2, fsdp=2, tensor=2)
     block = dataclasses.replace(DENSE, dropout=0.25, mlp=MLPConfig(mlp_dim=24, dropout=0.25))
     model = filled(decoder(*(block,) * layers), remat="full")
