@@ -10,6 +10,7 @@ from eqx_decoders.axes import AXES, AnyArray, Axes
 from eqx_decoders.errors import check_integer, check_word
 from eqx_decoders.layout import Layout
 from eqx_decoders.numerics import LowRank, Precision, einsum
+from eqx_decoders.pipeline import Pipeline
 from eqx_decoders.remat import Remat, RematName, get_remat
 
 
@@ -47,6 +48,7 @@ class RunOptions(TypedDict, total=False):
     exchange_bytes: int
     context_order: ContextOrder
     context_form: ContextForm
+    pipeline: Pipeline | None
 
 
 class PrecisionOptions(RunOptions, total=False):
@@ -102,6 +104,9 @@ class Execution:
         `"all_to_all"`, queries, keys and values of all its tokens, but of fewer heads, whose results travel back. That
         moves less where fewer than three query heads share a head of keys, and causal work is equal, too. Where these
         devices do not divide the heads of keys that each has, it is the former.
+    - `pipeline`: how layers run over the mesh axis `stage`, without a cache; what runs before and after then has the
+        batch split over `stage`, too. None: `stage` splits the weights of layers, and each device gathers them all.
+        Microbatches draw dropout each for themselves.
     """
 
     layout: Layout = dataclasses.field(default_factory=Layout)
@@ -118,6 +123,7 @@ class Execution:
     exchange_bytes: int = 10**9
     context_order: ContextOrder = "plain"
     context_form: ContextForm = "gather"
+    pipeline: Pipeline | None = None
 
     def __post_init__(self):
         for field, known in _WORDS.items():
@@ -125,6 +131,8 @@ class Execution:
         for field in ("head_bytes", "exchange_bytes"):
             check_integer(f"Execution.{field}", getattr(self, field))
         object.__setattr__(self, "remat", get_remat(self.remat))
+        if self.pipeline is not None:
+            object.__setattr__(self, "layout", self.layout.with_batch_over_stage())
 
 
 class Inputs(eqx.Module):

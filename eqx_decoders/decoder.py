@@ -44,6 +44,7 @@ from eqx_decoders.numerics import normal
 from eqx_decoders.origin import Origin
 from eqx_decoders.sampling import GenerationConfig
 from eqx_decoders.stack import Segment, segments
+from eqx_decoders.stages import check_pipeline, run_segment
 from eqx_decoders.stats import BlockStats, join_layer_stats
 from eqx_decoders.wiring.kinds import WiringConfig
 
@@ -264,6 +265,8 @@ class Decoder(eqx.Module):
             tokens=tokens,
             **_seen_by_layers(inputs, positions),
         )
+        if cache is None:
+            check_pipeline(self.segments, ctx)
         embed_key, block_key, _ = self._keys(key)
         given = self.embedding(jnp.asarray(tokens), ctx) if embeds is None else embeds
         x = self.config.wiring.expand(self._inputs(given, ctx, key=embed_key))
@@ -274,7 +277,8 @@ class Decoder(eqx.Module):
             count, unit = segment.repeats * len(segment.unit), tuple(block.config for block in segment.unit)
             keys = None if layer_keys is None else layer_keys[begin : begin + count]
             own = by_layer.cut(unit, segment.repeats)
-            found = segment(x, ctx, None if cache is None else cache.segments[index], keys=keys, inputs=own)
+            memories = None if cache is None else cache.segments[index]
+            found = run_segment(segment, x, ctx, memories, keys=keys, inputs=own)
             x, ctx = found.x, dataclasses.replace(ctx, shared=found.shared)
             entries.append(found.entries)
             stats.append(found.stats)

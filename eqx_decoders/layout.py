@@ -23,7 +23,7 @@ from eqx_decoders.errors import ConfigError, check, check_integer, check_word
 
 MESH_AXES: dict[str, str] = {
     "data": "the batch; weights are replicated",
-    "stage": "pipeline stages",
+    "stage": "layers: stages of a pipeline",
     "fsdp": "the batch and the weights' embed axis: gathered where they are used (ZeRO-3)",
     "fsdp_transpose": "the batch and the weights' mlp axis",
     "context": "the length of sequences",
@@ -164,9 +164,15 @@ class Layout:
         return self.mesh is None or self.mesh.size == 1
 
     def weight_spec(self, words: str | Axes, shape: Sequence[int] | None = None, name: str = "weight") -> PartitionSpec:
-        """The partition of a weight. Raises when `shape` is given and the mesh does not divide it."""
-        split = self._split(self.weights, check_axes(name, words))
-        for word, size, names in zip(check_axes(name, words), shape or (), split, strict=shape is not None):
+        """The partition of a weight. Raises when `shape` is given and the mesh does not divide it.
+
+        Layers that `stage` does not divide stay together, and it splits the dimension that `fsdp` splits, if it can.
+        """
+        words = check_axes(name, words)
+        split = self._split(self.weights, words)
+        if shape is not None:
+            split = self._without_uneven_layers(words, shape, split)
+        for word, size, names in zip(words, shape or (), split, strict=shape is not None):
             parts = math.prod(self.sizes[axis] for axis in names)
             text = " x ".join(f"Layout.{n}={self.sizes[n]}" for n in names)
             check(
@@ -175,6 +181,21 @@ class Layout:
                 "Choose another mesh or replace that row of Layout.weights.",
             )
         return PartitionSpec(*(names or None for names in split))
+
+    def _without_uneven_layers(
+        self, words: Axes, shape: Sequence[int], split: list[tuple[str, ...]]
+    ) -> list[tuple[str, ...]]:
+        """`split`, with `stage` elsewhere or nowhere where it does not divide the layers."""
+        stages, rows = self.sizes.get("stage", 1), dict(self.weights)
+        for index, (word, size, names) in enumerate(zip(words, shape, split, strict=True)):
+            if word == "layers" and "stage" in names and size % stages:
+                split[index] = tuple(name for name in names if name != "stage")
+                for other, (here, room) in enumerate(zip(words, shape, strict=True)):
+                    parts = stages * math.prod(self.sizes[name] for name in split[other])
+                    if "fsdp" in rows.get(here, ()) and room % parts == 0:
+                        split[other] += ("stage",)
+                        break
+        return split
 
     def activation_spec(self, words: str | Axes, shape: Sequence[int] | None = None) -> PartitionSpec:
         """The partition of an activation. Mesh axes that do not divide `shape` are left out: it's a hint."""
@@ -196,24 +217,35 @@ class Layout:
     def _sharding(self, spec: PartitionSpec) -> Sharding:
         return SingleDeviceSharding(jax.devices()[0]) if self.mesh is None else NamedSharding(self.mesh, spec)
 
+    def without_stage(self) -> "Layout":
+        """The layout of one stage: for what runs in a `jax.shard_map` over `stage`."""
+        tables = {name: {word: _dropped(names, {"stage"}) for word, names in getattr(self, name)} for name in _TABLES}
+        return dataclasses.replace(self, **tables)
+
+    def without_fsdp(self) -> "Layout":
+        """The layout whose weights are whole where they are gathered to be used; experts stay split."""
+        drop = {"fsdp", "fsdp_transpose", "context"}
+        rows = {word: _dropped(n, drop if word == "experts" else drop | {"expert"}) for word, n in self.weights}
+        return dataclasses.replace(self, weights=rows)
+
     def constrain(self, x: Array, words: str) -> Array:
         """Tell XLA how to split an activation: `layout.constrain(x, "batch length embed")`."""
         spec = self.activation_spec(words, x.shape)
         if self.mesh is None or self.single:
             return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh_here, spec))
 
     def replicate(self, x: Array) -> Array:
         """Tell XLA to give every device all of an array: of several processes each can then read it."""
         if self.mesh is None or self.single:
             return x
-        return jax.lax.with_sharding_constraint(x, self.replicated())
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh_here, PartitionSpec()))
 
     def constrain_weight(self, x: Array, words: str) -> Array:
         """`constrain` by the table of weights: for their gradients."""
         if self.mesh is None or self.single:
             return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.weight_spec(words)))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh_here, self.weight_spec(words)))
 
     def gather_weight(self, x: Array, words: str | Axes) -> Array:
         """Tell XLA to gather a weight where it is used: split as activations are, whole where they are not.
@@ -231,7 +263,7 @@ class Layout:
         whole = PartitionSpec(*kept)
         if whole == stored:
             return x
-        return _gather(NamedSharding(self.mesh, whole), NamedSharding(self.mesh, stored), x)
+        return _gather(NamedSharding(self.mesh_here, whole), NamedSharding(self.mesh_here, stored), x)
 
     def activation_parts(self, words: str, shape: Sequence[int]) -> int:
         """Into how many parts an activation is split."""
@@ -256,9 +288,41 @@ class Layout:
         return jax.tree_util.tree_map_with_path(one, tree)
 
     @property
+    def mesh_here(self) -> Any:
+        """The mesh to name in constraints and in `jax.shard_map`, also inside of one that maps some of its axes."""
+        return jax.sharding.get_abstract_mesh() if self._mapped else self.mesh
+
+    @property
+    def axes_here(self) -> frozenset[str]:
+        """The mesh axes that a `jax.shard_map` here may map: those that none around it does."""
+        return frozenset(str(name) for name in self.mesh.axis_names) - self._mapped
+
+    @property
+    def _mapped(self) -> frozenset[str]:
+        """The mesh axes of the `jax.shard_map`s around this place in a program."""
+        if self.mesh is None:
+            return frozenset()
+        return frozenset(jax.sharding.get_abstract_mesh().manual_axes) & frozenset(self.mesh.axis_names)
+
+    def shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """`jax.shard_map` over all mesh axes that none around it maps already.
+
+        Unchecked: that all devices of an axis have gathered the same can't be seen from types.
+        """
+        where: dict[str, Any] = dict(mesh=self.mesh_here, axis_names=self.axes_here, check_vma=False)
+        return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, **where)
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Devices along each mesh axis; empty without a mesh."""
         return {} if self.mesh is None else {str(name): size for name, size in self.mesh.shape.items()}
+
+    def with_batch_over_stage(self) -> "Layout":
+        """The layout whose activations are split over `stage` as well: outside of a pipeline it splits the batch."""
+        if self.sizes.get("stage", 1) == 1 or "stage" in dict(self.activations).get("batch", ()):
+            return self
+        rows = {word: (*names, "stage") if word == "batch" else names for word, names in self.activations}
+        return dataclasses.replace(self, activations=rows)
 
     def _split(self, table: Table, words: Axes) -> list[tuple[str, ...]]:
         """The mesh axes of every dimension; each mesh axis at most once, earlier rows of the table first."""
@@ -299,6 +363,13 @@ _gather.defvjp(_gather_forward, _gather_backward)
 def names_of(group: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """The mesh axes in one entry of a `PartitionSpec`."""
     return (group,) if isinstance(group, str) else group or ()
+
+
+_TABLES = ("weights", "activations")
+
+
+def _dropped(names: tuple[str, ...], drop: set[str]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in drop)
 
 
 def _resolve_sizes(sizes: dict[str, int], devices: int, platform: str) -> dict[str, int]:

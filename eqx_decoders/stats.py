@@ -50,6 +50,19 @@ def add_stats(one: BlockStats | None, other: BlockStats | None) -> BlockStats | 
     return dataclasses.replace(jax.tree.map(jnp.add, one, other), max_scores=maxima)
 
 
+def join_parts(stats: BlockStats) -> BlockStats:
+    """Of equal parts of a batch, on the second axis of each array, what the whole batch has."""
+    found = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=1), dataclasses.replace(stats, activations=None))
+    if stats.max_scores is not None:
+        found = dataclasses.replace(found, max_scores=jnp.max(stats.max_scores, axis=1))
+    if stats.activations is None:
+        return found
+    parts, means = stats.activations, jax.tree.map(lambda leaf: jnp.mean(leaf, axis=1), stats.activations)
+    # the variance of the whole is the mean of the parts' variances and the variance of their means
+    std = jnp.sqrt(jnp.mean(parts.std**2, axis=1) + jnp.var(parts.mean, axis=1))
+    return dataclasses.replace(found, activations=dataclasses.replace(means, std=std))
+
+
 def join_layer_stats(per_segment: Sequence[tuple[BlockStats, ...]]) -> BlockStats:
     """Join what segments return, for each block of the unit stacked over repeats, into one leading axis of layers.
 

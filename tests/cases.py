@@ -461,15 +461,17 @@ def _jittered(model: ed.Decoder, size: float, seed: int) -> ed.Decoder:
     return jax.tree.unflatten(structure, moved)
 
 
-def check(case: Case, seed: int = 0) -> None:
+def check(case: Case, seed: int = 0, **execution: Any) -> None:
     """The fast form of a case equals the plain one in float32, up to the rounding of the case's own dtype.
+
+    `execution` are further ways in which the fast form runs.
 
     Some decoders (a recurrence under a few norms) blow rounding errors up a thousandfold: what the plain form itself
     makes of weights that are rounded in other ways is granted, too.
     """
     model, batch, key = filled(decoder_config(case), seed), batch_of(case, seed + 3), key_of(case)
     plain = model.replace(scan=False, attention="dot", experts="capacity" if case["channel"] == "capacity" else "dense")
-    fast = fast_form(case, model)
+    fast = fast_form(case, model).replace(**execution)
     config = StepConfig(
         gradient_accumulation_steps=case["accumulation"], z_loss=Z_LOSS, fused_loss=case["loss"] == "fused"
     )

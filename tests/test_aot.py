@@ -1,5 +1,6 @@
 """Compilation for TPU topologies, without a TPU: needs libtpu (extra "aot")."""
 
+import dataclasses
 import math
 import re
 
@@ -110,3 +111,20 @@ def test_split_rows_gather_keys_and_values_once(devices, order):
     assert [math.prod(map(int, shape.split(","))) for shape in gathered] == [8192 * 8 * 128] * 2, gathered
     assert not re.findall(r" all-to-all(?:-start)?\(", text)
     assert program.memory_analysis().temp_size_in_bytes < 2**28
+
+
+def test_a_pipeline_sends_microbatches_alone(devices):
+    """Of one repeat no weight moves from stage to stage: streams are sent, in the forward and the backward loop."""
+    layout = ed.Layout.create(stage=2, fsdp=2, devices=devices)
+    config = ed.get_config("tiny")
+    config = dataclasses.replace(config, blocks=config.blocks[:1] * 4)
+    precision, pipeline = ed.Precision(compute=jnp.bfloat16), ed.Pipeline(microbatches=4)
+    model = ed.abstract(config, layout=layout, precision=precision, remat="full", pipeline=pipeline)
+    trainer = Trainer.create(OptimizerConfig(), model, steps=100)
+    state = trainer.abstract(model, key=jax.random.key(0))
+    split = model.execution.layout.activation_sharding("batch length", (16, 128))
+    tokens = jax.ShapeDtypeStruct((16, 128), jnp.int32, sharding=split)
+    traced = jax.jit(trainer.advance, donate_argnums=0).trace(state, ed.Batch(tokens=tokens))
+    sent = [line for line in str(traced.jaxpr).splitlines() if " ppermute[" in line]
+    assert len(sent) == 2 and all(f"bf16[4,128,{config.embed_dim}]" in line for line in sent)
+    assert traced.lower().compile().memory_analysis().temp_size_in_bytes < 1e9

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int32, PyTree
 
 from eqx_decoders.axes import axes, path_name
 from eqx_decoders.context import Execution
+from eqx_decoders.layout import names_of
 from eqx_decoders.numerics import cast_weight
 from eqx_decoders.remat import get_remat, save
 
@@ -175,11 +176,8 @@ def run_on_mesh(
         cut = jax.tree.map(lambda each: each.reshape(count, -1, each.shape[1]), tokens)
         return lax.map(one, cut).reshape(x.shape)
 
-    # unchecked: that what all have gathered is the same everywhere can't be seen from types
     specs = jax.tree_util.tree_map_with_path(spec, weights)
-    mapped = jax.shard_map(
-        run, mesh=layout.mesh, in_specs=(specs, *(plan.tokens,) * 3), out_specs=plan.tokens, check_vma=False
-    )
+    mapped = layout.shard_map(run, (specs, *(plan.tokens,) * 3), plan.tokens)
     return mapped(weights, x, chosen, gates)
 
 
@@ -238,9 +236,9 @@ class _Plan:
 def _make_plan(execution: Execution, shape: tuple[int, ...], slots: int, experts: int) -> _Plan:
     layout = execution.layout
     tokens = layout.activation_spec("batch length", shape[:2])
-    splitting = sum(_names(tokens), ())
-    owners, _, mlp = _names(layout.weight_spec("experts embed mlp"))
-    (stays,) = _names(layout.activation_spec("mlp"))
+    splitting = sum(map(names_of, tokens), ())
+    owners, _, mlp = map(names_of, layout.weight_spec("experts embed mlp"))
+    (stays,) = map(names_of, layout.activation_spec("mlp"))
     hidden = tuple(name for name in mlp if name in stays and name not in owners)
     parts, ragged = math.prod(layout.sizes[name] for name in owners), layout.platform == "tpu"
     routed = bool(owners) and set(owners) <= set(splitting) and _sends_rows(execution, slots, parts, ragged)
@@ -248,11 +246,6 @@ def _make_plan(execution: Execution, shape: tuple[int, ...], slots: int, experts
     summed = tuple(name for name in owners + hidden if name not in splitting)
     sharing = math.prod(layout.sizes[name] for name in shared)
     return _Plan(tokens, owners, hidden, shared, summed, routed, ragged, experts // parts, parts, sharing)
-
-
-def _names(spec: PartitionSpec) -> list[tuple[str, ...]]:
-    """The mesh axes of every dimension."""
-    return [(names,) if isinstance(names, str) else tuple(names or ()) for names in spec]
 
 
 def _sends_rows(execution: Execution, slots: int, parts: int, ragged: bool) -> bool:
@@ -265,7 +258,7 @@ def _sends_rows(execution: Execution, slots: int, parts: int, ragged: bool) -> b
 
 def _gather_weight(leaf: Array, spec: PartitionSpec, kept: tuple[str, ...], dtype: np.dtype) -> Array:
     """A weight with all of its dimensions whole but for the axes in `kept`; it is cast first."""
-    for dimension, names in enumerate(_names(spec)):
+    for dimension, names in enumerate(map(names_of, spec)):
         missing = tuple(name for name in names if name not in kept)
         if missing:
             leaf = lax.all_gather(cast_weight(leaf, dtype), missing, axis=dimension, tiled=True)

@@ -48,9 +48,7 @@ def look_up(
         found = jax.lax.psum(found, parts) if parts else found
         return found.reshape(*rows.shape, *found.shape[flat.ndim :])
 
-    # unchecked: that all have gathered the same can't be seen from types
-    mapped = jax.shard_map(find, mesh=layout.mesh, in_specs=(spec, tokens), out_specs=tokens, check_vma=False)
-    return mapped(table, rows)
+    return layout.shard_map(find, (spec, tokens), tokens)(table, rows)
 
 
 def _own(table: Array, rows: Array, parts: tuple[str, ...]) -> Array:

@@ -22,7 +22,7 @@ from eqx_decoders.errors import check
 from eqx_decoders.layers.kernel import attend
 from eqx_decoders.layers.mask import Mask, Spans
 from eqx_decoders.layers.scores import Result
-from eqx_decoders.layout import Layout
+from eqx_decoders.layout import Layout, names_of
 
 
 def attend_on_mesh(
@@ -70,8 +70,7 @@ def attend_on_mesh(
         length, heads = (), heads + plan.shared
     chosen = PartitionSpec(rows, () if selected is None or selected.shape[1] == 1 else heads, length)
     specs = (own, keys, keys, chosen, PartitionSpec(rows, length), PartitionSpec(rows))
-    # unchecked: that all have gathered the same can't be seen from types
-    mapped = jax.shard_map(run, mesh=layout.mesh, in_specs=specs, out_specs=(own, own), check_vma=False)
+    mapped = layout.shard_map(run, specs, (own, own))
     return mapped(query, key, value, selected, of_queries, of_keys)
 
 
@@ -132,11 +131,11 @@ class _Plan:
 
 def _make_plan(execution: Execution, queries: tuple[int, ...], keys: tuple[int, ...], key_axis: str) -> _Plan:
     layout = execution.layout
-    rows, length, heads = map(_names, layout.activation_spec("batch length heads head_dim", queries)[:3])
+    rows, length, heads = map(names_of, layout.activation_spec("batch length heads head_dim", queries)[:3])
     kv_heads = heads
     while keys[2] % _size(layout, kv_heads) != 0:
         kv_heads = kv_heads[:-1]
-    shared = _names(layout.activation_spec(f"batch {key_axis} kv_heads head_dim", keys)[1])
+    shared = names_of(layout.activation_spec(f"batch {key_axis} kv_heads head_dim", keys)[1])
     shared = tuple(name for name in shared if name not in heads)
     parts, own_heads, groups = _size(layout, shared), queries[2] // _size(layout, heads), queries[2] // keys[2]
     divided = own_heads // math.gcd(own_heads, groups) % parts == 0
@@ -155,11 +154,6 @@ def _make_plan(execution: Execution, queries: tuple[int, ...], keys: tuple[int, 
     )
 
 
-def _names(group: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes in one entry of a `PartitionSpec`."""
-    return (group,) if isinstance(group, str) else group or ()
-
-
 def _size(layout: Layout, names: tuple[str, ...]) -> int:
     """How many devices some mesh axes have."""
     return math.prod(layout.sizes[name] for name in names)
@@ -170,7 +164,7 @@ def _size(layout: Layout, names: tuple[str, ...]) -> int:
 
 def context_parts(layout: Layout) -> int:
     """How many devices have different tokens of a row, in attention."""
-    return _size(layout, _names(layout.activation_spec("batch length heads")[1]))
+    return _size(layout, names_of(layout.activation_spec("batch length heads")[1]))
 
 
 def zigzag(length: int, parts: int) -> np.ndarray:

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -77,9 +76,7 @@ class HeadSplit:
 
         def everywhere(hidden, kernel, *others):
             specs = (self.tokens, self.kernel, *(self.tokens for _ in others))
-            # unchecked: that all have gathered the same can't be seen from types
-            run = jax.shard_map(function, mesh=self.layout.mesh, in_specs=specs, out_specs=outputs, check_vma=False)
-            return run(hidden, kernel, *others)
+            return self.layout.shard_map(function, specs, outputs)(hidden, kernel, *others)
 
         return everywhere
 

@@ -63,6 +63,7 @@ from eqx_decoders.training.runs import (
 from eqx_decoders.training.settings import (
     TrainConfig,
     describe_devices,
+    describe_pipeline,
     flag,
     is_new,
     save_settings,
@@ -294,6 +295,8 @@ class Run:
         name, devices = self.config.init_from or self.config.model_config, describe_devices(self.layout)
         name = " ".join((name or self.config.model, *self.config.set))
         print_status(f"{name}: {weights:,} weights{part} on {devices}")
+        if (pipeline := describe_pipeline(self.execution)) is not None:
+            print_status(pipeline)
 
     def _step_log(self, first_step: int) -> StepLog:
         config, length, path = self.config, self.config.dataset.seq_len, self.dir / "metrics.jsonl"

@@ -18,6 +18,7 @@ from eqx_decoders.io.files import write_json
 from eqx_decoders.layers.kernel import KERNELS
 from eqx_decoders.layout import Layout
 from eqx_decoders.numerics import Precision
+from eqx_decoders.pipeline import AXIS, GatherName, Pipeline
 from eqx_decoders.remat import POLICIES, Remat
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.lora import LORA_WEIGHTS, LoRAConfig
@@ -78,6 +79,8 @@ class MeshConfig:
 
     data: int = -1
     """Copies of the model, each with its part of the batch."""
+    stage: int = 1
+    """Parts into which layers are cut: stages of `pipeline`, or weights that are gathered where they are used."""
     fsdp: int = 1
     """Parts into which weights and batch are cut; weights are gathered where they are used."""
     fsdp_transpose: int = 1
@@ -90,6 +93,20 @@ class MeshConfig:
     """Like tensor, with the length cut between the layers."""
     expert: int = 1
     """Parts into which experts are cut."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How layers run as a pipeline over `mesh.stage`."""
+
+    microbatches: int | None = None
+    """Parts of the batch that pass the stages one behind the other, at least as many as stages; None: no pipeline."""
+    repeats: int = 1
+    """How often each part passes all stages: more repeats leave less time unused and send more."""
+    delay: bool = False
+    """Send results while the next ones are computed; needs twice as many parts."""
+    gather: GatherName = "iteration"
+    """When a stage gathers weights that are cut by fsdp: for each part, once for all parts in each repeat, or once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,6 +207,7 @@ class TrainConfig:
     list_models: bool = False
     """Print the names of the models and exit."""
     mesh: MeshConfig = MeshConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     step: StepConfig = StepConfig()
 
@@ -229,6 +247,8 @@ class TrainConfig:
         )
         if custom:
             Remat(save=self.remat_save, offload=self.remat_offload)
+        piped = self.pipeline == PipelineConfig() or (self.mesh.stage != 1 and self.pipeline.microbatches is not None)
+        check(piped, f"{self.pipeline} needs mesh.stage, the number of stages, and pipeline.microbatches: give both.")
         if self.profile is not None:
             first, last = self.profile
             good = 0 < first <= last <= self.steps
@@ -281,9 +301,10 @@ class TrainConfig:
         split = [axis for axis in ("data", "fsdp", "fsdp_transpose", "expert") if layout.sizes[axis] > 1]
         parts = math.prod(layout.sizes[axis] for axis in split)
         count = self.step.gradient_accumulation_steps
-        rows = self.dataset.batch_size // count
+        pieces = self.pipeline.microbatches or 1
         cut = f"batch_size={self.dataset.batch_size}" + f" / gradient_accumulation_steps={count}" * (count > 1)
-        fits = self.describe or rows % parts == 0
+        cut += f" / pipeline.microbatches={pieces}" * (pieces > 1)
+        fits = self.describe or self.dataset.batch_size % (count * pieces * parts) == 0
         along = " x ".join(f"mesh.{axis}" for axis in split)
         check(fits, f"{cut} must be a multiple of {parts}, the devices along {along}.")
         compute = self.dtype
@@ -301,7 +322,14 @@ class TrainConfig:
             layer_stats=self.layer_stats,
             context_order=self.context_order,
             context_form=self.context_form,
+            pipeline=self._pipeline(),
         )
+
+    def _pipeline(self) -> Pipeline | None:
+        asked = self.pipeline
+        if asked.microbatches is None:
+            return None
+        return Pipeline(microbatches=asked.microbatches, repeats=asked.repeats, delay=asked.delay, gather=asked.gather)
 
 
 def changed_settings(old: TrainConfig, new: TrainConfig) -> Changes:
@@ -428,3 +456,12 @@ def describe_devices(layout: Layout) -> str:
         return f"{jax.devices()[0].device_kind}, one device"
     axes = " x ".join(f"{name}={size}" for name, size in layout.mesh.shape.items() if size > 1) or "one device"
     return f"{layout.mesh.devices.flat[0].device_kind}, {axes}"
+
+
+def describe_pipeline(execution: Execution) -> str | None:
+    """`"pipeline: 2 stages x 2 repeats, 4 microbatches, 11.1 % bubbles"`; None for none."""
+    setup, stages = execution.pipeline, execution.layout.sizes.get(AXIS, 1)
+    if setup is None:
+        return None
+    text = f"pipeline: {stages} stages x {setup.repeats} repeats, {setup.microbatches} microbatches"
+    return f"{text}, {setup.bubble_share(stages):.1%} bubbles".replace("%", " %")

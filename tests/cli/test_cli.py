@@ -52,6 +52,7 @@ FLAGS = """
 --no-describe --describe-data --no-describe-data --max-skipped --distributed --no-distributed
 --distributed-timeout --profile --list-models --no-list-models --allow-changes --no-allow-changes --peak-tflops
 --mesh.data --mesh.fsdp --mesh.fsdp-transpose --mesh.context --mesh.tensor --mesh.tensor-sequence --mesh.expert
+--mesh.stage --pipeline.microbatches --pipeline.repeats --pipeline.delay --pipeline.no-delay --pipeline.gather
 --optimizer.name --optimizer.learning-rate --optimizer.schedule --optimizer.warmup-steps --optimizer.decay-fraction
 --optimizer.min-lr-ratio --optimizer.weight-decay --optimizer.no-decay --optimizer.trainable --optimizer.beta1
 --optimizer.beta2 --optimizer.eps --optimizer.momentum --optimizer.max-grad-norm

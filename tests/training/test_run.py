@@ -32,7 +32,7 @@ from eqx_decoders.training.metrics import read_metrics
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.run import Run
 from eqx_decoders.training.runs import load_run, resume_settings
-from eqx_decoders.training.settings import MeshConfig, TrainConfig, load_settings
+from eqx_decoders.training.settings import MeshConfig, PipelineConfig, TrainConfig, load_settings
 from eqx_decoders.training.step import StepConfig, Trainer
 from tests.commands import ROOT, call, flags, steps_of, write_corpus
 
@@ -633,16 +633,22 @@ ELSEWHERE = {
         "tests/training/test_optimizer.py::test_multiplied_rates_are_those_of_two_optimizers"
     ),
     "OptimizerConfig.trainable": f"{STEP}::test_frozen_weights_keep_their_bits_and_have_no_optimizer_state",
+    "MeshConfig.stage": "tests/test_pipeline.py::test_settings_of_a_run_say_how_layers_are_piped",
+    **{
+        f"PipelineConfig.{field.name}": "tests/test_pipeline.py::test_settings_of_a_run_say_how_layers_are_piped"
+        for field in dataclasses.fields(PipelineConfig)
+    },
     **{
         f"LoRAConfig.{field.name}": "tests/training/test_lora.py::test_every_setting_is_read"
         for field in dataclasses.fields(LoRAConfig)
     },
 }
-GROUPS = {f"TrainConfig.{name}" for name in ("dataset", "mesh", "optimizer", "step")}  # their fields stand for them
+# their fields stand for them
+GROUPS = {f"TrainConfig.{name}" for name in ("dataset", "mesh", "pipeline", "optimizer", "step")}
 
 
 def test_every_setting_has_an_effect_in_some_test():
-    configs = (TrainConfig, DataConfig, MeshConfig, StepConfig, OptimizerConfig, LoRAConfig)
+    configs = (TrainConfig, DataConfig, MeshConfig, PipelineConfig, StepConfig, OptimizerConfig, LoRAConfig)
     fields = {f"{config.__name__}.{field.name}" for config in configs for field in dataclasses.fields(config)}
     assert fields - SHOWN - ELSEWHERE.keys() == GROUPS
     assert SHOWN | ELSEWHERE.keys() <= fields and not SHOWN & ELSEWHERE.keys()
