@@ -417,6 +417,7 @@ EXECUTION = dict(
     exchange_bytes=lambda: 1,
     context_order=lambda: "zigzag",
     context_form=lambda: "all_to_all",
+    pipeline=lambda: ed.Pipeline(microbatches=2),
 )
 
 
@@ -452,6 +453,8 @@ def test_every_choice_of_execution_changes_the_program():
     bases["head_bytes"] = (wide, program(wide, fused=True))
     long = model.replace(layout=ed.Layout.create(data=4, context=2))
     bases["context_order"], bases["context_form"] = (long, program(long, fused=True)), (long, program(long))
+    staged = model.replace(layout=ed.Layout.create(stage=2, data=4))
+    bases["pipeline"] = (staged, program(staged))
     in_losses = ("head_bytes", "context_order")
     texts = {
         name: program(bases[name][0].replace(**{name: value()}), name in in_losses) for name, value in EXECUTION.items()
@@ -488,12 +491,14 @@ SHOWN_IN = {
     "OptimizerConfig": "training/test_optimizer.py",
     "StepConfig": "training/test_step.py",
     **dict.fromkeys(("DataConfig", "MeshConfig", "TrainConfig"), "training/test_run.py"),
+    **dict.fromkeys(("Pipeline", "PipelineConfig"), "test_pipeline.py"),
 }
 # What is passed between functions and what families are made of: data, and no settings of a user.
 DATA = {
     "Blocks", "KVShape", "ChatTemplate", "Difference", "Family", "GenerationConfig", "Greedy", "Kernel", "ModelInfo",
     "Origin", "Recipe", "RemoteFile", "Shape", "StateShape", "StoredTensor", "MXFP4Tensor", "BlockScaledTensor",
-    "TailShape", "TextModel", "Weight", "WeightMapping", "Wiring", "Part", "Section", "BranchFunction", "HeadSplit",
+    "TailShape", "TextModel", "Weight", "WeightMapping", "Wiring", "Part", "Section", "BranchFunction",
+    "BlockSizes", "HeadSplit",
 }  # fmt: skip
 
 

@@ -185,6 +185,11 @@ class TrainConfig:
     context_form: Literal["gather", "all_to_all"] = "gather"
     """What devices that `mesh.context` splits rows over get: keys and values of all tokens, or all tokens of some
     heads."""
+    head_bytes: int = 2 * 10**9
+    """What a device of a mesh may take for the output head's weights and their gradient in the loss; if they need more
+    it goes through the vocabulary in parts, for a third more work there."""
+    exchange_bytes: int = 10**9
+    """What a device may take for the tokens that its experts get from others at a time."""
     peak_tflops: float | None = None
     """10^12 operations a second that a device can do (a CPU's all count as one), for mfu; None: its data sheet's."""
     layer_stats: bool = False
@@ -237,6 +242,8 @@ class TrainConfig:
         check_word("remat", self.remat, (*POLICIES, "custom"))
         check_word("attention", self.attention, ("auto", *KERNELS))
         check_word("context_order", self.context_order, ("plain", "zigzag"))
+        for field in ("head_bytes", "exchange_bytes"):
+            check_integer(field, getattr(self, field))
         check_word("context_form", self.context_form, ("gather", "all_to_all"))
         for tracker in self.trackers or ():
             check_word("trackers", tracker, PACKAGES)
@@ -322,6 +329,8 @@ class TrainConfig:
             layer_stats=self.layer_stats,
             context_order=self.context_order,
             context_form=self.context_form,
+            head_bytes=self.head_bytes,
+            exchange_bytes=self.exchange_bytes,
             pipeline=self._pipeline(),
         )
 

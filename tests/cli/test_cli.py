@@ -48,6 +48,7 @@ FLAGS = """
 --lora-targets --steps --data --held-out --held-out-fraction --text-field --chat-template --cache-dir --batch-size
 --seq-len --seed --pack --no-pack --tokenizer --bpe-vocab-size --checkpoint-every --max-checkpoints --eval-every
 --eval-batches --final-eval-batches --sample-tokens --prompt --dtype --remat
+--context-order --context-form --head-bytes --exchange-bytes
 --remat-save --remat-offload --attention --layer-stats --no-layer-stats --trackers --describe
 --no-describe --describe-data --no-describe-data --max-skipped --distributed --no-distributed
 --distributed-timeout --profile --list-models --no-list-models --allow-changes --no-allow-changes --peak-tflops

@@ -191,6 +191,14 @@ def test_other_settings_compute_something_else(base, other):
     assert other.column("nll")[0] != pytest.approx(base.column("nll")[0], abs=1e-4), "other weights"
 
 
+@shows("TrainConfig.head_bytes", "TrainConfig.exchange_bytes")
+def test_bounds_of_memory_reach_the_model():
+    execution = TrainConfig(head_bytes=5, exchange_bytes=7).execution()
+    assert (execution.head_bytes, execution.exchange_bytes) == (5, 7)
+    with pytest.raises(ed.ConfigError, match="exchange_bytes=0"):
+        TrainConfig(exchange_bytes=0)
+
+
 @pytest.mark.slow
 @shows("OptimizerConfig.max_grad_norm", "OptimizerConfig.eps", "OptimizerConfig.momentum", "OptimizerConfig.name")
 def test_optimizers_move_the_weights_as_asked(base, folder):
