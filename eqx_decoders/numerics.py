@@ -213,7 +213,7 @@ def einsum(
     _check_shapes(plan, x.shape, weight.shape)
     dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
     if not flatten or plan.contracted is None:
-        weight = cast_weight(weight, x.dtype)
+        weight = cast_in_loop(weight, x.dtype)
         weight = weight if gather is None else gather(weight, plan.right)
         return jnp.einsum(plan.letters, x, weight, preferred_element_type=dtype)
     split = len(weight.shape) - plan.contracted if plan.transposed else plan.contracted
@@ -251,6 +251,15 @@ def _pair_patterns(pattern: str) -> tuple[str, str]:
 def cast_weight(weight: Float[Array, "..."], dtype: np.dtype) -> Float[Array, "..."]:
     """The weight in the dtype of its product; a real cast is named, so that remat may keep the copy."""
     return weight if weight.dtype == dtype else checkpoint_name(weight.astype(dtype), "quantization")
+
+
+def cast_in_loop(weight: Float[Array, "..."], dtype: np.dtype) -> Float[Array, "..."]:
+    """`cast_weight` for TPU and GPU, where XLA would cast the weights of all layers before a loop over them: a copy of
+    half of their size, kept for the whole step. Rounding first, it is done where it stands; the numbers are the same.
+    """
+    if weight.dtype == jnp.float32 and dtype == jnp.bfloat16:
+        weight = lax.reduce_precision(weight, exponent_bits=8, mantissa_bits=7)
+    return cast_weight(weight, dtype)
 
 
 def product(

@@ -218,7 +218,7 @@ class _Schedule:
             return loop((pieces, first), by_layer, by_row, carry, repeat * setup.microbatches, length)
 
         if self.policy is not None:
-            policy, inputs = self.policy, jax.checkpoint_policies.save_only_thesenames_of(STAGE_INPUT)
+            policy, inputs = self.policy, jax.checkpoint_policies.save_only_these_names(STAGE_INPUT)
             kept = lambda *args, **params: inputs(*args, **params) or policy(*args, **params)  # noqa: E731
             part = jax.checkpoint(part, policy=kept, prevent_cse=False, static_argnums=5)
 

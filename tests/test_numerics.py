@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.numerics import Precision, einsum, fan_in, normal
+from eqx_decoders.numerics import Precision, cast_in_loop, einsum, fan_in, normal
 from tests.compare import assert_close
 
 
@@ -220,3 +220,15 @@ def test_initialisers_draw_in_f32(getkey):
         fan_in(key, (4,), jnp.float32, 4, "truncate")
     with pytest.raises(ConfigError, match="fan"):
         fan_in(key, (4,), jnp.float32, 0)
+
+
+def test_a_cast_in_a_loop_is_a_cast():
+    """For all kinds of numbers, and its gradient is not rounded more than once."""
+    sizes = np.float32(10.0) ** np.arange(-38, 38, dtype=np.float32)[:, None]
+    draws = np.random.default_rng(0).standard_normal(1000).astype(np.float32) * sizes
+    odd = np.asarray([0.0, -0.0, np.inf, -np.inf, 1e-45, 3.4e38, 1 + 2**-8, 1 + 3 * 2**-8], np.float32)
+    for x in map(jnp.asarray, (draws, odd)):
+        got, want = cast_in_loop(x, jnp.dtype("bfloat16")), x.astype(jnp.bfloat16)
+        np.testing.assert_array_equal(got.view(jnp.uint16), want.view(jnp.uint16))
+    gradient = jax.grad(lambda x: cast_in_loop(x, jnp.dtype("bfloat16")).astype(jnp.float32).sum() / 3)(jnp.ones(2))
+    np.testing.assert_array_equal(gradient, jnp.float32(1 / 3).astype(jnp.bfloat16))

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int32, PyTree
 from eqx_decoders.axes import axes, path_name
 from eqx_decoders.context import Execution
 from eqx_decoders.layout import names_of
-from eqx_decoders.numerics import cast_weight
+from eqx_decoders.numerics import cast_in_loop
 from eqx_decoders.remat import get_remat, save
 
 
@@ -261,7 +261,7 @@ def _gather_weight(leaf: Array, spec: PartitionSpec, kept: tuple[str, ...], dtyp
     for dimension, names in enumerate(map(names_of, spec)):
         missing = tuple(name for name in names if name not in kept)
         if missing:
-            leaf = lax.all_gather(cast_weight(leaf, dtype), missing, axis=dimension, tiled=True)
+            leaf = lax.all_gather(cast_in_loop(leaf, dtype), missing, axis=dimension, tiled=True)
     return leaf
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from eqx_decoders.numerics import LowRank, cast_weight, matmul, row_major_transpose
+from eqx_decoders.numerics import LowRank, cast_in_loop, cast_weight, matmul, row_major_transpose
 
 
 def grouped_products(
@@ -62,7 +62,7 @@ def _ragged(x: Array, weights: tuple[Array, ...], counts: Array) -> tuple[Array,
     # products of 16-bit numbers are exact, and TPU's kernel refuses "highest", which a user may have set for all of JAX
     precision = lax.Precision.DEFAULT if x.dtype.itemsize < 4 else None
     product = partial(lax.ragged_dot, group_sizes=sizes, precision=precision, preferred_element_type=x.dtype)
-    outs = (product(x, cast_weight(w, x.dtype)) for w in weights)
+    outs = (product(x, cast_in_loop(w, x.dtype)) for w in weights)
     return tuple(jnp.where(inside, out, zero) for out in outs)
 
 
