@@ -130,7 +130,11 @@ def groups_of(attributes: str, devices: int) -> Groups:
     """
     start = re.search(r"\b(?:replica_groups|source_target_pairs)=", attributes)
     everyone = (tuple(range(devices)),)
-    return _groups(attributes[start.end() : start.end() + 100_000].split("metadata=")[0]) or everyone if start else everyone
+    return (
+        _groups(attributes[start.end() : start.end() + 100_000].split("metadata=")[0]) or everyone
+        if start
+        else everyone
+    )
 
 
 @functools.lru_cache(maxsize=1024)

@@ -104,7 +104,9 @@ class Program(NamedTuple):
             return int(known[1])
         condition = re.search(r"\bcondition=%?([\w.\-]+)", loop.rest)
         ops = self.computations.get(condition[1], []) if condition else []
-        constants = {op.name: int(op.rest.split(")")[0]) for op in ops if op.kind == "constant" and op.rest[:1].isdigit()}
+        constants = {
+            op.name: int(op.rest.split(")")[0]) for op in ops if op.kind == "constant" and op.rest[:1].isdigit()
+        }
         roots = [op for op in ops if op.root]
         bounds = [constants[name] for op in roots for name in op.operands if name in constants]
         return bounds[0] if len(bounds) == 1 else None

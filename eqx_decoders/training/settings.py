@@ -5,7 +5,7 @@ import datetime
 import fnmatch
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -267,9 +267,9 @@ class TrainConfig:
             return self.optimizer
         return dataclasses.replace(self.optimizer, trainable=LORA_WEIGHTS)
 
-    def execution(self) -> Execution:
-        """Layout, dtypes and remat on the devices that are there."""
-        layout = Layout.create(**dataclasses.asdict(self.mesh), abstract=self.describe)
+    def execution(self, devices: Sequence[Any] | None = None) -> Execution:
+        """Layout, dtypes and remat on these devices, or on those that are there."""
+        layout = Layout.create(**dataclasses.asdict(self.mesh), devices=devices, abstract=self.describe)
         split = [axis for axis in ("data", "fsdp", "fsdp_transpose", "expert") if layout.sizes[axis] > 1]
         parts = math.prod(layout.sizes[axis] for axis in split)
         count = self.step.gradient_accumulation_steps

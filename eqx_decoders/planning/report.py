@@ -1,0 +1,129 @@
+"""A plan as text, and as data."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from eqx_decoders.planning.collectives import Collective
+from eqx_decoders.planning.plan import Plan
+
+
+_WIDTH = 40  # of a bar
+
+
+def report(plan: Plan, advised: Iterable[str], *, rows: int = 12) -> str:
+    """A plan for reading: memory, collectives, operations, time; `rows` collectives at most."""
+    parts = [_memory(plan), _collectives(plan, rows), _time(plan)]
+    said = "\n".join(f"- {sentence}" for sentence in advised)
+    return "\n\n".join([*filter(None, parts), *([f"advice\n{said}"] if said else [])])
+
+
+def as_data(plan: Plan, advised: Iterable[str]) -> dict[str, Any]:
+    """A plan as plain JSON values: bytes, operations and seconds."""
+    memory, line, done, machine = plan.memory, plan.roofline, plan.operations, plan.machine
+    low, high = line.mfu
+    found = None if plan.collectives is None else [_row(one) for one in plan.collectives]
+    return {
+        "chip": dataclasses.asdict(machine.chip),
+        "devices": len(machine.places),
+        "tokens": plan.tokens,
+        "memory": dataclasses.asdict(memory) | {"rows": memory.rows(), "total": memory.total, "fits": memory.fits},
+        "operations": dataclasses.asdict(done),
+        "collectives": found,
+        "seconds": {
+            "parts": line.parts,
+            "bound": line.bound,
+            "overlapped": line.overlapped,
+            "one_by_one": line.one_by_one,
+        },
+        "mfu": {"one_by_one": low, "overlapped": high},
+        "compile_seconds": plan.seconds,
+        "told": plan.told,
+        "advice": list(advised),
+    }
+
+
+def by_kind(found: Iterable[Collective]) -> dict[tuple[str, str], int]:
+    """Bytes of a step by kind and axes, the most first."""
+    total: dict[tuple[str, str], int] = {}
+    for one in found:
+        name = one.kind, " x ".join(one.axes)
+        total[name] = total.get(name, 0) + one.total
+    return dict(sorted(total.items(), key=lambda item: -item[1]))
+
+
+def _row(one: Collective) -> dict[str, Any]:
+    row = dataclasses.asdict(one)
+    del row["groups"]
+    return row | {"devices": one.size, "total": one.total}
+
+
+def _memory(plan: Plan) -> str:
+    memory = plan.memory
+    lines = [f"memory of a device ({memory.capacity / 1e9:,.0f} GB)"]
+    rows = memory.rows()
+    if memory.temporaries is None:
+        rows = {name: rows[name] for name in ("parameters", "optimizer state", "running means") if name in rows}
+        rows["gradients"] = memory.gradients
+    lines += [_bar(name, size, memory.capacity) for name, size in rows.items()]
+    lines.append(_bar("together", sum(rows.values()), memory.capacity))
+    if memory.peak is not None:
+        lines.append(_bar("peak", memory.peak, memory.capacity))
+        lines.append(f"  (among the temporaries are gradients, {memory.gradients / 1e9:,.2f} GB when all are there)")
+    else:
+        lines.append(f"  it does not fit: {plan.told}")
+    return "\n".join(lines)
+
+
+def _bar(name: str, size: int, capacity: int) -> str:
+    filled = size / capacity * _WIDTH
+    bar = ("█" * round(min(filled, _WIDTH)) or ("▏" if size else "")) + ("▶" if filled > _WIDTH else "")
+    return f"  {name:18}{size / 1e9:10,.2f} GB {size / capacity:6.1%}  {bar}"
+
+
+def _collectives(plan: Plan, rows: int) -> str:
+    if plan.collectives is None:
+        return ""
+    total = sum(one.total for one in plan.collectives)
+    lines = [f"collectives of a device in a step: {total / 1e9:,.2f} GB"]
+    kinds = (
+        f"{kind} along {axes} {size / 1e9:,.2f}"
+        for (kind, axes), size in by_kind(plan.collectives).items()
+        if size > 1e-3 * total
+    )
+    lines.append("  " + ", ".join(kinds)) if total else None
+    for one in plan.collectives[:rows]:
+        lines.append(
+            f"  {one.total / 1e9:8.2f} GB {one.times:5} x {one.kind:18} {' x '.join(one.axes):16} {one.shape:24} "
+            f"{one.phase:10} {one.cause}"
+        )
+    rest = plan.collectives[rows:]
+    if rest:
+        lines.append(f"  {sum(one.total for one in rest) / 1e9:8.2f} GB in {len(rest)} others")
+    return "\n".join(lines)
+
+
+def _time(plan: Plan) -> str:
+    line, done, chip = plan.roofline, plan.operations, plan.machine.chip
+    low, high = line.mfu
+    lines = [
+        f"operations of a step: the model's {done.model / 1e12:,.1f} TFLOP ({done.model / done.six_nd:.2f} x 6ND, attention "
+        f"{done.attention / done.model:.0%}), computed {done.computed / 1e12:,.1f} ({done.computed / done.six_nd:.2f} x 6ND)",
+        "",
+        f"time of a step, estimated by published figures of {chip.name} ({chip.source})",
+    ]
+    notes = {
+        "compute": "products at the peak",
+        "memory": "a lower bound: state, gradients, what is kept, weights of products",
+    }
+    for name, seconds in line.parts.items():
+        mark = "  <- the bound" if name == line.bound else ""
+        lines.append(f"  {name:22}{seconds:10.4f} s  {notes.get(name, 'ring formulas')}{mark}")
+    if plan.collectives is None:
+        lines.append("  networks              unknown: the compiled program cannot be read")
+    lines.append(
+        f"  a step takes {line.overlapped:.3f} s if all overlaps, {line.one_by_one:.3f} s if nothing does: MFU {high:.0%} to {low:.0%},"
+        f" {plan.tokens / len(plan.machine.places) / line.overlapped:,.0f} to"
+        f" {plan.tokens / len(plan.machine.places) / line.one_by_one:,.0f} tokens/s a device"
+    )
+    return "\n".join(lines)
