@@ -30,13 +30,13 @@ class Chip:
     link_bandwidth: float
     ring: int = 0
     node: int = 0
-    network_bandwidth: float = 50e9
+    network_bandwidth: float
     source: str
 
 
 _CLOUD = "cloud.google.com/tpu/docs"
 _NVIDIA = "data sheet of NVIDIA"
-_NIC = dict(node=8, network_bandwidth=50e9)  # a network card of 400 Gb/s for each GPU
+_NIC = 400e9 / 8  # a network card for each GPU
 
 # Links of v4 and the multiples in which a torus closes: "How to Scale Your Model" (jax-ml.github.io/scaling-book).
 # The network between slices is given in Gb/s for a chip; that of v4 isn't: 25 Gb/s as v5e's.
@@ -54,11 +54,11 @@ CHIPS: tuple[Chip, ...] = (
          memory_bandwidth=7.38e12, links=6, link_bandwidth=100e9, ring=4, network_bandwidth=100e9 / 8,
          source=f"{_CLOUD}/tpu7x"),
     Chip(name="h100", kinds=("NVIDIA H100",), bf16=989e12, eight_bit=1979e12, memory=80e9, memory_bandwidth=3.35e12,
-         links=1, link_bandwidth=450e9, source=f"{_NVIDIA} (SXM)", **_NIC),
+         links=1, link_bandwidth=450e9, source=f"{_NVIDIA} (SXM)", node=8, network_bandwidth=_NIC),
     Chip(name="h200", kinds=("NVIDIA H200",), bf16=989e12, eight_bit=1979e12, memory=141e9, memory_bandwidth=4.8e12,
-         links=1, link_bandwidth=450e9, source=f"{_NVIDIA} (SXM)", **_NIC),
+         links=1, link_bandwidth=450e9, source=f"{_NVIDIA} (SXM)", node=8, network_bandwidth=_NIC),
     Chip(name="b200", kinds=("NVIDIA B200",), bf16=2250e12, eight_bit=4500e12, memory=192e9, memory_bandwidth=8e12,
-         links=1, link_bandwidth=900e9, source=f"{_NVIDIA} (HGX)", **_NIC),
+         links=1, link_bandwidth=900e9, source=f"{_NVIDIA} (HGX)", node=8, network_bandwidth=_NIC),
 )  # fmt: skip
 
 

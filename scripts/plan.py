@@ -7,7 +7,7 @@ import sys
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
-from eqx_decoders.cli.plan import main  # noqa: E402
+from eqx_decoders.cli.plan import main
 
 
 if __name__ == "__main__":

@@ -113,9 +113,11 @@ def tpu_devices(topology: str, slices: int = 1) -> list[Any]:
 
     jax.devices()  # XLA:CPU has read XLA_FLAGS now; libtpu ends the process at one that it does not know
     os.environ.pop("XLA_FLAGS", None)
-    several = {"num_slices": slices} if slices > 1 else {}
+    more: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
+    if topology.startswith("v4"):  # whose chips are two cores each, which JAX takes as one device
+        more["chip_config_name"] = "megacore"
     try:
-        return topologies.get_topology_desc(topology_name=topology, platform="tpu", **several).devices
+        return topologies.get_topology_desc(topology_name=topology, platform="tpu", **more).devices
     except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
         known = "Give a generation and the chips along its axes, such as v5p:2x2x4, v5e:4x4 or tpu7x:2x2x1"
         raise ConfigError(
@@ -159,8 +161,8 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     else:
         tokens = f"{config.batch_size} x {config.seq_len:,} tokens"
         print(
-            f"{config.model_config or config.model} on {config.topology} ({describe_devices(execution.layout)}), {tokens}, "
-            f"remat {config.remat}; compiled in {made.seconds:.0f} s\n"
+            f"{config.model_config or config.model} on {config.topology} ({describe_devices(execution.layout)}), "
+            f"{tokens}, remat {config.remat}; compiled in {made.seconds:.0f} s\n"
         )
         print(report(made, advised, rows=config.rows))
     return 0 if made.memory.fits else 1

@@ -1,7 +1,9 @@
 """Options of XLA for TPUs that differ from its defaults, each with a reason, and where programs get them from.
 
-Only what others use in large runs, and what changes no result. Left out are options that were reported to give wrong
-losses: sums that SparseCores do (`…_sparse_core_collective_offload_reduce_scatter` and `…_all_reduce`, v6e and v7x).
+Only what others use in large runs, and what changes no result. Left out are sums that SparseCores do
+(`…_sparse_core_collective_offload_reduce_scatter` and `…_all_reduce`), which were reported to give wrong losses on v6e
+and v7x. Gathers that are asynchronous and fused into products are for v5e alone: elsewhere libtpu refuses the two
+together, as they may give wrong results.
 """
 
 import os
@@ -24,20 +26,19 @@ class Option(NamedTuple):
     chips: tuple[str, ...] = ()
 
 
-_TORUS = ("v5e", "v5p", "v6e")
 _BOTH = "MaxText, axlearn"
 _BESIDE = "gathers of weights go on beside products"
+_GATHERS = ("v5e", "v5p", "v6e")
 
 OPTIONS: tuple[Option, ...] = (
-    Option("xla_tpu_scoped_vmem_limit_kib", "81920", "larger tiles of products; also experts find room",
+    Option("xla_tpu_scoped_vmem_limit_kib", "81920", "larger tiles of products; experts' kernels find room, too",
            "MaxText (of experts; of dense models 98304)", ("v5p", "v6e")),
     Option("xla_tpu_scoped_vmem_limit_kib", "65536", "larger tiles of products", "MaxText", ("v7x",)),
-    Option("xla_enable_async_all_gather", "true", _BESIDE, _BOTH, _TORUS),
-    Option("xla_tpu_enable_async_collective_fusion", "true", _BESIDE, _BOTH, _TORUS),
-    Option("xla_tpu_enable_async_collective_fusion_fuse_all_gather", "true", _BESIDE, _BOTH, _TORUS),
+    Option("xla_enable_async_all_gather", "true", _BESIDE, _BOTH, _GATHERS),
+    Option("xla_tpu_overlap_compute_collective_tc", "true", _BESIDE, _BOTH, _GATHERS),
+    Option("xla_tpu_enable_async_collective_fusion_fuse_all_gather", "true", _BESIDE, _BOTH, ("v5e",)),
     Option("xla_tpu_enable_async_collective_fusion_multiple_steps", "true", "one gather beside several products", _BOTH,
-           _TORUS),
-    Option("xla_tpu_overlap_compute_collective_tc", "true", _BESIDE, _BOTH, _TORUS),
+           ("v5e",)),
     Option("xla_jf_spmd_threshold_for_windowed_einsum_mib", "1000000",
            "no products in rings of small pieces, which are slower there", _BOTH, ("v6e",)),
     Option("xla_tpu_enable_sparse_core_collective_offload_all_gather", "true",
@@ -49,16 +50,7 @@ OPTIONS: tuple[Option, ...] = (
 )  # fmt: skip
 
 # How accelerator types begin, and the devices that Google's chips are on the PCI bus (jax._src.hardware_utils).
-_TYPES = {
-    "v4": "v4",
-    "v5litepod": "v5e",
-    "v5e": "v5e",
-    "v5p": "v5p",
-    "v6e": "v6e",
-    "tpu7x": "v7x",
-    "tpu7": "v7x",
-    "v7x": "v7x",
-}
+_TYPES = {"v4": "v4", "v5litepod": "v5e", "v5e": "v5e", "v5p": "v5p", "v6e": "v6e", "tpu7": "v7x", "v7x": "v7x"}
 _PCI = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "v7x"}
 _GOOGLE = "0x1ae0"
 
@@ -69,7 +61,7 @@ def options(chip: str | None) -> dict[str, str]:
 
 
 def generation(environ: Mapping[str, str] = os.environ, bus: Path = Path("/sys/bus/pci/devices")) -> str | None:
-    """Which TPU this host has, before JAX starts: by the variables of its VM, else by its PCI bus; None where neither."""
+    """Which TPU this host has, before JAX starts: by its VM's variables, else by its PCI bus; None where neither."""
     told = environ.get("TPU_ACCELERATOR_TYPE") or environ.get("ACCELERATOR_TYPE") or ""
     named = next((chip for begin, chip in _TYPES.items() if told.lower().startswith(begin)), None)
     if named is not None:

@@ -20,8 +20,9 @@ _KEEPING = (
 )
 _WEIGHTS = ("fsdp", "fsdp_transpose", "expert", "context")  # along which weights are gathered
 _HEADS = ("tensor", "tensor_sequence")  # along which activations are added up
-_ROOM = 0.6  # of a device's memory: below it there is room for more
-_LARGE = 1.1  # recomputation worth a word
+_ROOM = 0.4  # of a device's memory: so much free is worth a word
+_AGAIN = 0.1  # and so much recomputation
+_MUCH = 0.2  # and such a share of state and gradients
 
 
 def advice(plan: Plan, execution: Execution) -> list[str]:
@@ -30,82 +31,91 @@ def advice(plan: Plan, execution: Execution) -> list[str]:
 
 
 def _memory(plan: Plan, execution: Execution) -> Iterator[str]:
-    memory = plan.memory
-    sizes = execution.layout.sizes
+    memory, fsdp = plan.memory, execution.layout.sizes["fsdp"]
+    state = memory.state + memory.gradients
     if memory.fits:
         return
     if memory.needed is None:
-        yield f"The step was compiled, but its peak of {_gb(memory.peak or 0)} is above the {_gb(memory.capacity)} of the data sheet."
+        yield f"It was compiled, but its peak of {_gb(memory.peak or 0)} is above {_gb(memory.capacity)}."
     else:
-        yield f"It does not fit: the compiler needs {_gb(memory.needed)} of {_gb(memory.capacity)} for a part of it or all."
-    if memory.state + memory.gradients > memory.capacity:
+        yield f"It does not fit: the compiler asks for {_gb(memory.needed)}, and a device has {_gb(memory.capacity)}."
+    if state > memory.capacity:
         yield (
-            f"State and gradients alone are {_gb(memory.state + memory.gradients)} a device: cut them further (mesh.fsdp is "
-            f"{sizes['fsdp']}) or take more devices; params_dtype=bfloat16 and optimizer.moments_dtype=bfloat16 halve them."
+            f"State and gradients alone are {_gb(state)} a device: cut them further (mesh.fsdp is {fsdp}) or take more "
+            "devices; params_dtype=bfloat16 and optimizer.moments_dtype=bfloat16 halve them."
         )
         return
     stronger = _neighbour(execution, 1)
     if stronger:
         yield f"Keep less for the backward pass: remat={stronger}."
     yield (
-        "Fewer tokens at a time need less: a smaller batch_size, more step.gradient_accumulation_steps, or mesh.context, "
-        "which cuts the sequences."
+        "Fewer tokens at a time need less: a smaller batch_size, more step.gradient_accumulation_steps, or "
+        "mesh.context, which cuts the sequences."
     )
-    if memory.gradients > 0.05 * memory.capacity:
-        yield f"State and gradients are {_gb(memory.state + memory.gradients)} a device: a larger mesh.fsdp cuts them."
+    if state > _MUCH * memory.capacity:
+        yield f"State and gradients are {_gb(state)} a device: a larger mesh.fsdp (now {fsdp}) cuts them."
 
 
 def _time(plan: Plan, execution: Execution) -> Iterator[str]:
-    line, sizes = plan.roofline, execution.layout.sizes
-    devices = len(plan.machine.places)
-    if line.bound == ACROSS:
-        yield (
-            f"The network between slices is the bound: {line.networks[ACROSS]:.3f} s beside {line.compute:.3f} s of products. "
-            "What crosses it does not grow with the batch: give more tokens a step."
-        )
-    elif line.bound in line.networks:
-        axes, seconds = line.bound.split(" x "), line.networks[line.bound]
-        begin = f"The links along {line.bound} are the bound: {seconds:.3f} s beside {line.compute:.3f} s of products."
-        if any(axis in _HEADS for axis in axes):
-            smaller = " and ".join(f"mesh.{axis}={sizes[axis]}" for axis in axes if axis in _HEADS)
-            yield f"{begin} Activations are added up there in every layer: {smaller} smaller, mesh.fsdp larger."
-        elif any(axis in _WEIGHTS for axis in axes):
-            exchanged = any("all-to-all" in one.kind for one in (plan.collectives or ()) if one.total > 1e8)
-            yield (
-                f"{begin} Weights are gathered there for {plan.tokens // devices:,} tokens a device; what is sent does not grow "
-                "with them: give a larger batch_size, or fewer step.gradient_accumulation_steps."
-                + (" Of experts, tokens travel, too: a smaller mesh.expert sends less." if exchanged else "")
-            )
-        else:
-            yield f"{begin} Gradients are added up there once a step: a larger batch_size hides it."
+    line, memory = plan.roofline, plan.memory
+    if line.bound in line.networks:
+        yield _network(plan, execution)
     elif line.bound == "memory":
         yield (
-            f"Memory is the bound: {line.memory:.3f} s beside {line.compute:.3f} s of products. Weights and state are read for "
-            f"{plan.tokens // devices:,} tokens a device: give more of them."
+            f"Memory is the bound: {line.memory:.3g} s, beside {line.compute:.3g} s of products. Weights and state are "
+            f"read for {_tokens(plan):,} tokens a device: give more of them."
         )
-    again = plan.operations.computed / plan.operations.model
-    weaker = _neighbour(execution, -1)
-    free = plan.memory.fits and (plan.memory.peak or plan.memory.capacity) < _ROOM * plan.memory.capacity
-    if free and again > _LARGE and weaker:
+    again, weaker = plan.operations.computed / plan.operations.model - 1, _neighbour(execution, -1)
+    free = memory.capacity - (memory.capacity if memory.peak is None else memory.peak)
+    if free > _ROOM * memory.capacity and again > _AGAIN and weaker:
         yield (
-            f"{_gb(plan.memory.capacity - (plan.memory.peak or 0))} are free, and {again - 1:.0%} of the products are computed "
-            f"beside the model's own: remat={weaker} keeps more."
+            f"{_gb(free)} are free, and {again:.0%} are computed beside the model's own operations: remat={weaker} "
+            "keeps more."
         )
-    elif free and line.bound not in ("compute",):
-        yield f"{_gb(plan.memory.capacity - (plan.memory.peak or 0))} are free: a larger batch_size fits."
-    if execution.head_bytes < 10**9 and any("head" in one.cause for one in (plan.collectives or ())[:3]):
-        yield f"The head is gone through in parts, head_bytes={execution.head_bytes:,}: more needs fewer of them."
+    elif free > _ROOM * memory.capacity and line.bound != "compute":
+        yield f"{_gb(free)} are free: a larger batch_size fits."
+
+
+def _network(plan: Plan, execution: Execution) -> str:
+    line, sizes, axes = plan.roofline, execution.layout.sizes, plan.roofline.bound.split(" x ")
+    beside = f"{line.networks[line.bound]:.3g} s, beside {line.compute:.3g} s of products"
+    if line.bound == ACROSS:
+        return (
+            f"The network between slices is the bound: {beside}. What crosses it does not grow with the batch: give "
+            "more tokens a step."
+        )
+    begin = f"The links along {line.bound} are the bound: {beside}."
+    found = {one.kind for one in plan.collectives or () if one.axes == tuple(axes)}
+    if any(axis in _HEADS for axis in axes):
+        smaller = " and ".join(f"mesh.{axis} (now {sizes[axis]})" for axis in axes if axis in _HEADS)
+        return f"{begin} Activations are added up along it in all layers: make {smaller} smaller, mesh.fsdp larger."
+    if found & {"all-to-all", "ragged-all-to-all"} and "expert" in axes:
+        return (
+            f"{begin} Tokens travel to their experts along it: a smaller mesh.expert (now {sizes['expert']}), with a "
+            "larger mesh.fsdp, sends fewer; exchange_bytes says only in how many rounds."
+        )
+    if any(axis in _WEIGHTS for axis in axes):
+        return (
+            f"{begin} Weights are gathered along it for {_tokens(plan):,} tokens a device, however many these are: give "
+            "a larger batch_size, or fewer step.gradient_accumulation_steps."
+        )
+    return f"{begin} Gradients are added up along it once a step: a larger batch_size hides it."
 
 
 def _unread(plan: Plan) -> Iterator[str]:
     if plan.collectives is None and plan.memory.needed is None:
         yield (
-            f"The compiled program cannot be printed, so its collectives are not known and the estimate lacks them ({plan.told}). "
-            "As a rule jaxlib is older than libtpu: install the pair that belongs together, pip install 'jax[tpu]'."
+            "The compiled program cannot be printed, so its collectives are not known, and the estimate lacks them "
+            f"(XLA: {plan.told[:200]}). As a rule libtpu is newer than jaxlib: take the pair that belongs together, "
+            "pip install --upgrade 'jax[tpu]'."
         )
     unknown = [one for one in plan.collectives or () if one.unknown]
     if unknown:
-        yield f"{len(unknown)} collectives are in loops whose number of trips the program does not say: each counts once."
+        yield f"{len(unknown)} collectives are in loops of which the program does not say how long: each counts once."
+
+
+def _tokens(plan: Plan) -> int:
+    return plan.tokens // len(plan.machine.places)
 
 
 def _neighbour(execution: Execution, step: int) -> str | None:

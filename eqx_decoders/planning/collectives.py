@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -114,7 +115,7 @@ def axes_of(groups: Groups, mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...
     """The axes of the mesh along which members of a group differ."""
     places = np.unravel_index([member for group in groups for member in group], [size for _, size in mesh] or [1])
     bounds = np.cumsum([0, *map(len, groups)])
-    pairs = list(zip(bounds[:-1], bounds[1:], strict=True))
+    pairs = list(itertools.pairwise(bounds))
     return tuple(
         name
         for (name, _), place in zip(mesh, places, strict=True)
@@ -158,7 +159,7 @@ def _named_groups(text: str) -> Groups:
     count = math.prod(sizes.values())
     order = np.arange(count) if ids is None else _order("<=" + ids[1])
     shape, kept, axis = [], [], 0
-    chosen = {name: part for name, part in re.findall(r"'([^']+)'((?::\(\d+\)\d+)?)", along[1])}
+    chosen = dict(re.findall(r"'([^']+)'((?::\(\d+\)\d+)?)", along[1]))
     for name, size in sizes.items():
         if chosen.get(name):  # of an axis the factor between `before` and what is left
             before, taken = map(int, re.findall(r"\d+", chosen[name]))

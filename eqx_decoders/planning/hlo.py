@@ -62,7 +62,7 @@ class Run(NamedTuple):
 
 
 class Program(NamedTuple):
-    """Operations of every computation, by its name, in order; the name of the one that is run; whose functions they are.
+    """Operations of every computation, by its name, in order, and the name of the one that is run.
 
     functions: by the number of a stack frame, which function of this library it is of.
     """
@@ -180,7 +180,7 @@ def shape_bytes(shape: str) -> int:
 
 
 def members(shape: str) -> list[str]:
-    """The members of a tuple's shape: `"(f32[2]{0:T(8,128)}, (s32[], u8[4]))"` are two. One of another shape is alone."""
+    """The members of a tuple's shape: `"(f32[2]{0:T(8,128)}, (s32[], u8[4]))"` are two; another shape's is itself."""
     text = re.sub(r"/\*.*?\*/", "", shape).strip()
     if not text.startswith("("):
         return [text]

@@ -9,6 +9,7 @@ from eqx_decoders.planning.plan import Plan
 
 
 _WIDTH = 40  # of a bar
+_LITTLE = 1e-3  # of all: not worth a word
 
 
 def report(plan: Plan, advised: Iterable[str], *, rows: int = 12) -> str:
@@ -69,7 +70,7 @@ def _memory(plan: Plan) -> str:
     lines.append(_bar("together", sum(rows.values()), memory.capacity))
     if memory.peak is not None:
         lines.append(_bar("peak", memory.peak, memory.capacity))
-        lines.append(f"  (among the temporaries are gradients, {memory.gradients / 1e9:,.2f} GB when all are there)")
+        lines.append(f"  (among the temporaries are gradients, {_size(memory.gradients)} when all are there)")
     else:
         lines.append(f"  it does not fit: {plan.told}")
     return "\n".join(lines)
@@ -78,37 +79,38 @@ def _memory(plan: Plan) -> str:
 def _bar(name: str, size: int, capacity: int) -> str:
     filled = size / capacity * _WIDTH
     bar = ("█" * round(min(filled, _WIDTH)) or ("▏" if size else "")) + ("▶" if filled > _WIDTH else "")
-    return f"  {name:18}{size / 1e9:10,.2f} GB {size / capacity:6.1%}  {bar}"
+    return f"  {name:18}{_size(size):>12} {size / capacity:6.1%}  {bar}"
 
 
 def _collectives(plan: Plan, rows: int) -> str:
     if plan.collectives is None:
         return ""
     total = sum(one.total for one in plan.collectives)
-    lines = [f"collectives of a device in a step: {total / 1e9:,.2f} GB"]
+    lines = [f"collectives of a device in a step: {_size(total)}"]
     kinds = (
-        f"{kind} along {axes} {size / 1e9:,.2f}"
+        f"{kind} along {axes} {_size(size)}"
         for (kind, axes), size in by_kind(plan.collectives).items()
-        if size > 1e-3 * total
+        if size > _LITTLE * total
     )
     lines.append("  " + ", ".join(kinds)) if total else None
     for one in plan.collectives[:rows]:
         lines.append(
-            f"  {one.total / 1e9:8.2f} GB {one.times:5} x {one.kind:18} {' x '.join(one.axes):16} {one.shape:24} "
+            f"  {_size(one.total):>11} {one.times:5} x {one.kind:18} {' x '.join(one.axes):16} {one.shape:24} "
             f"{one.phase:10} {one.cause}"
         )
     rest = plan.collectives[rows:]
     if rest:
-        lines.append(f"  {sum(one.total for one in rest) / 1e9:8.2f} GB in {len(rest)} others")
+        lines.append(f"  {_size(sum(one.total for one in rest)):>11} in {len(rest)} others")
     return "\n".join(lines)
 
 
 def _time(plan: Plan) -> str:
     line, done, chip = plan.roofline, plan.operations, plan.machine.chip
     low, high = line.mfu
+    model, computed, share = done.model / done.six_nd, done.computed / done.six_nd, done.attention / done.model
     lines = [
-        f"operations of a step: the model's {done.model / 1e12:,.1f} TFLOP ({done.model / done.six_nd:.2f} x 6ND, attention "
-        f"{done.attention / done.model:.0%}), computed {done.computed / 1e12:,.1f} ({done.computed / done.six_nd:.2f} x 6ND)",
+        f"operations of a step: of the model {done.model / 1e12:,.1f} TFLOP ({model:.2f} x 6ND, {share:.0%} attention), "
+        f"computed {done.computed / 1e12:,.1f} ({computed:.2f} x 6ND)",
         "",
         f"time of a step, estimated by published figures of {chip.name} ({chip.source})",
     ]
@@ -118,12 +120,17 @@ def _time(plan: Plan) -> str:
     }
     for name, seconds in line.parts.items():
         mark = "  <- the bound" if name == line.bound else ""
-        lines.append(f"  {name:22}{seconds:10.4f} s  {notes.get(name, 'ring formulas')}{mark}")
+        lines.append(f"  {name:22}{seconds:10.3g} s  {notes.get(name, 'ring formulas')}{mark}")
     if plan.collectives is None:
         lines.append("  networks              unknown: the compiled program cannot be read")
-    lines.append(
-        f"  a step takes {line.overlapped:.3f} s if all overlaps, {line.one_by_one:.3f} s if nothing does: MFU {high:.0%} to {low:.0%},"
-        f" {plan.tokens / len(plan.machine.places) / line.overlapped:,.0f} to"
-        f" {plan.tokens / len(plan.machine.places) / line.one_by_one:,.0f} tokens/s a device"
-    )
+    each = plan.tokens / len(plan.machine.places)
+    lines += [
+        f"  a step takes {line.overlapped:.3g} s if all overlaps: MFU {high:.0%}, {each / line.overlapped:,.0f} tokens/s "
+        "a device",
+        f"               {line.one_by_one:.3g} s if nothing does: MFU {low:.0%}, {each / line.one_by_one:,.0f}",
+    ]
     return "\n".join(lines)
+
+
+def _size(size: float) -> str:
+    return f"{size / 1e9:,.2f} GB" if size >= 1e8 else f"{size / 1e6:,.2f} MB"
