@@ -10,7 +10,8 @@ class Chip:
     **Arguments:**
 
     - `name`: as topologies begin, such as `v5p` in `v5p:4x4x4`.
-    - `kinds`: how `jax.Device.device_kind` begins.
+    - `kinds`: what `jax.Device.device_kind` is.
+    - `devices`: JAX devices on a chip.
     - `bf16`, `eight_bit`: dense operations a second, without sparsity.
     - `memory`, `memory_bandwidth`: bytes, and bytes a second.
     - `links`, `link_bandwidth`: connections to neighbours, and the bytes a second that each carries in one direction.
@@ -22,6 +23,7 @@ class Chip:
 
     name: str
     kinds: tuple[str, ...]
+    devices: int = 1
     bf16: float
     eight_bit: float
     memory: float
@@ -46,15 +48,15 @@ CHIPS: tuple[Chip, ...] = (
     Chip(name="v5e", kinds=("TPU v5 lite", "TPU v5e"), bf16=197e12, eight_bit=393e12, memory=16e9,
          memory_bandwidth=819e9, links=4, link_bandwidth=50e9, ring=16, network_bandwidth=25e9 / 8,
          source=f"{_CLOUD}/v5e"),
-    Chip(name="v5p", kinds=("TPU v5",), bf16=459e12, eight_bit=918e12, memory=95e9, memory_bandwidth=2.765e12,
-         links=6, link_bandwidth=100e9, ring=4, network_bandwidth=50e9 / 8, source=f"{_CLOUD}/v5p"),
-    Chip(name="v6e", kinds=("TPU v6",), bf16=918e12, eight_bit=1836e12, memory=32e9, memory_bandwidth=1.638e12,
+    Chip(name="v5p", kinds=("TPU v5", "TPU v5p"), bf16=459e12, eight_bit=918e12, memory=95e9,
+         memory_bandwidth=2.765e12, links=6, link_bandwidth=100e9, ring=4, network_bandwidth=50e9 / 8, source=f"{_CLOUD}/v5p"),
+    Chip(name="v6e", kinds=("TPU v6 lite", "TPU v6e"), bf16=918e12, eight_bit=1836e12, memory=32e9, memory_bandwidth=1.638e12,
          links=4, link_bandwidth=100e9, ring=16, network_bandwidth=100e9 / 8, source=f"{_CLOUD}/v6e"),
-    Chip(name="v7x", kinds=("TPU7x", "TPU v7"), bf16=2307e12, eight_bit=4614e12, memory=192e9,
+    Chip(name="v7x", kinds=("TPU7x",), devices=2, bf16=2307e12, eight_bit=4614e12, memory=192e9,
          memory_bandwidth=7.38e12, links=6, link_bandwidth=100e9, ring=4, network_bandwidth=100e9 / 8,
          source=f"{_CLOUD}/tpu7x"),
-    Chip(name="h100", kinds=("NVIDIA H100",), bf16=989e12, eight_bit=1979e12, memory=80e9, memory_bandwidth=3.35e12,
-         links=1, link_bandwidth=450e9, source=f"{_NVIDIA} (SXM)", node=8, network_bandwidth=_NIC),
+    Chip(name="h100", kinds=("NVIDIA H100 80GB HBM3",), bf16=989e12, eight_bit=1979e12, memory=80e9,
+         memory_bandwidth=3.35e12, links=1, link_bandwidth=450e9, source=f"{_NVIDIA} (SXM)", node=8, network_bandwidth=_NIC),
     Chip(name="h200", kinds=("NVIDIA H200",), bf16=989e12, eight_bit=1979e12, memory=141e9, memory_bandwidth=4.8e12,
          links=1, link_bandwidth=450e9, source=f"{_NVIDIA} (SXM)", node=8, network_bandwidth=_NIC),
     Chip(name="b200", kinds=("NVIDIA B200",), bf16=2250e12, eight_bit=4500e12, memory=192e9, memory_bandwidth=8e12,
@@ -64,5 +66,4 @@ CHIPS: tuple[Chip, ...] = (
 
 def chip_of(device_kind: str) -> Chip | None:
     """The chip whose devices are called so; None for one without figures here."""
-    found = [(len(kind), chip) for chip in CHIPS for kind in chip.kinds if device_kind.startswith(kind)]
-    return max(found, key=lambda each: each[0])[1] if found else None
+    return next((chip for chip in CHIPS if device_kind in chip.kinds), None)

@@ -14,8 +14,8 @@ ROOT = pathlib.Path(__file__).parent.parent / "eqx_decoders"
 
 # Each part may import from itself and from those that stand before it.
 ORDER = [
-    "errors", "lazy", "eager", "hardware", "inputs", "axes", "layout", "numerics", "prng", "sampling", "origin", "remat",
-    "context", "layers", "stats", "wiring", "further", "block", "layer_inputs", "borrowing", "stack", "mtp",
+    "errors", "hardware", "lazy", "eager", "inputs", "axes", "layout", "numerics", "prng", "sampling", "origin",
+    "remat", "context", "layers", "stats", "wiring", "further", "block", "layer_inputs", "borrowing", "stack", "mtp",
     "config_json", "cache", "decoder", "create", "families", "io", "inference", "describe", "model_info", "training",
     "planning", "cli",
 ]  # fmt: skip

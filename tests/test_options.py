@@ -476,6 +476,7 @@ SHOWN_IN = {
     "Remat": "test_remat.py",
     "Sample": "test_sampling.py",
     "GenerateConfig": "cli/test_generate.py",
+    "PlanConfig": "cli/test_plan.py",
     "Import": "cli/test_convert.py",
     "Export": "cli/test_convert.py",
     "Verify": "cli/test_convert.py",
@@ -490,6 +491,7 @@ DATA = {
     "Blocks", "KVShape", "ChatTemplate", "Difference", "Family", "GenerationConfig", "Greedy", "Kernel", "ModelInfo",
     "Origin", "Recipe", "RemoteFile", "Shape", "StateShape", "StoredTensor", "MXFP4Tensor", "BlockScaledTensor",
     "TailShape", "TextModel", "Weight", "WeightMapping", "Wiring", "Part", "Section", "BranchFunction", "HeadSplit",
+    "Chip", "Collective", "Machine", "Memory", "Operations", "Plan", "Roofline", "Route",
 }  # fmt: skip
 
 

@@ -88,7 +88,7 @@ def _network(plan: Plan, execution: Execution) -> str:
     found = {one.kind for one in plan.collectives or () if one.axes == tuple(axes)}
     if any(axis in _HEADS for axis in axes):
         smaller = " and ".join(f"mesh.{axis} (now {sizes[axis]})" for axis in axes if axis in _HEADS)
-        return f"{begin} Activations are added up along it in all layers: make {smaller} smaller, mesh.fsdp larger."
+        return f"{begin} All layers add activations along it: make {smaller} smaller, mesh.fsdp larger."
     if found & {"all-to-all", "ragged-all-to-all"} and "expert" in axes:
         return (
             f"{begin} Tokens travel to their experts along it: a smaller mesh.expert (now {sizes['expert']}), with a "

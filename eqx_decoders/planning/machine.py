@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from eqx_decoders.errors import check
+from eqx_decoders.errors import ConfigError
 from eqx_decoders.hardware import CHIPS, Chip, chip_of
 
 
@@ -50,10 +50,9 @@ class Machine:
         """Of the devices of a TPU topology, in the order of the mesh."""
         kind = devices[0].device_kind
         chip = chip_of(kind)
-        known = ", ".join(chip.name for chip in CHIPS)
         if chip is None:
-            check(False, f"topology: no figures are known for {kind!r}. Known: {known}.")
-            raise AssertionError
+            known = ", ".join(chip.name for chip in CHIPS)
+            raise ConfigError(f"topology: there are no figures of {kind!r}. Known: {known}.")
         places = tuple(
             (getattr(device, "slice_index", None) or 0, tuple(device.coords), int(device.core_on_chip))
             for device in devices
@@ -61,24 +60,19 @@ class Machine:
         return cls(chip, places, tuple(1 + max(column) for column in zip(*(place[1] for place in places), strict=True)))
 
     @property
-    def per_chip(self) -> int:
-        """JAX devices on one chip."""
-        return 1 + max(place[2] for place in self.places)
-
-    @property
     def flops(self) -> float:
         """Dense bf16 products of one device a second."""
-        return self.chip.bf16 / self.per_chip
+        return self.chip.bf16 / self.chip.devices
 
     @property
     def memory(self) -> float:
         """Bytes of one device."""
-        return self.chip.memory / self.per_chip
+        return self.chip.memory / self.chip.devices
 
     @property
     def memory_bandwidth(self) -> float:
         """Bytes a second between one device and its memory."""
-        return self.chip.memory_bandwidth / self.per_chip
+        return self.chip.memory_bandwidth / self.chip.devices
 
     def route(self, group: Sequence[int]) -> Route:
         """How these devices, by their places in the mesh, reach each other."""
@@ -96,5 +90,8 @@ class Machine:
         if bandwidth == 0 and len(inside) > 1:  # on one chip
             bandwidth, hops = _DIE_TO_DIE * self.chip.link_bandwidth, 1
         return Route(
-            bandwidth=bandwidth / (self.per_chip if max(spans) > 1 else 1), hops=hops, members=len(inside), parts=parts
+            bandwidth=bandwidth / (self.chip.devices if max(spans) > 1 else 1),
+            hops=hops,
+            members=len(inside),
+            parts=parts,
         )

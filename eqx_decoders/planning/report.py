@@ -109,14 +109,14 @@ def _time(plan: Plan) -> str:
     low, high = line.mfu
     model, computed, share = done.model / done.six_nd, done.computed / done.six_nd, done.attention / done.model
     lines = [
-        f"operations of a step: of the model {done.model / 1e12:,.1f} TFLOP ({model:.2f} x 6ND, {share:.0%} attention), "
+        f"operations of a step: the model's {done.model / 1e12:,.1f} TFLOP ({model:.2f} x 6ND, {share:.0%} attention), "
         f"computed {done.computed / 1e12:,.1f} ({computed:.2f} x 6ND)",
         "",
         f"time of a step, estimated by published figures of {chip.name} ({chip.source})",
     ]
     notes = {
         "compute": "products at the peak",
-        "memory": "a lower bound: state, gradients, what is kept, weights of products",
+        "memory": "at least: state, gradients, what is kept, weights",
     }
     for name, seconds in line.parts.items():
         mark = "  <- the bound" if name == line.bound else ""

@@ -89,7 +89,7 @@ def collective_seconds(one: Collective, machine: Machine) -> dict[str, float]:
     if route.parts > 1:
         share = whole / one.size if "all-to-all" in one.kind else whole / route.members
         found[ACROSS] = (
-            passes * share * (route.parts - 1) / route.parts / (machine.chip.network_bandwidth / machine.per_chip)
+            passes * share * (route.parts - 1) / route.parts / (machine.chip.network_bandwidth / machine.chip.devices)
         )
     return found
 

@@ -162,6 +162,9 @@ class TrainConfig:
     """custom: names of tensors kept in the host's memory."""
     attention: str = "auto"
     """Attention kernel."""
+    xla_flags: Literal["auto", "none"] = "auto"
+    """Options of XLA on TPUs: auto, those that others use on such chips (see `cli.xla_flags`), but never one that
+    LIBTPU_INIT_ARGS or XLA_FLAGS has; none: XLA's defaults."""
     peak_tflops: float | None = None
     """10^12 operations a second that a device can do (a CPU's all count as one), for mfu; None: its data sheet's."""
     layer_stats: bool = False
@@ -208,6 +211,7 @@ class TrainConfig:
         for field in ("bpe_vocab_size", "final_eval_batches"):
             if getattr(self, field) is not None:
                 check_integer(field, getattr(self, field))
+        check_word("xla_flags", self.xla_flags, ("auto", "none"))
         check_word("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         check_word("params_dtype", self.params_dtype, ("float32", "bfloat16"))
         check_word("remat", self.remat, (*POLICIES, "custom"))
