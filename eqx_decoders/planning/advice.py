@@ -96,7 +96,7 @@ def _network(plan: Plan, execution: Execution) -> str:
         )
     if any(axis in _WEIGHTS for axis in axes):
         return (
-            f"{begin} Weights are gathered along it for {_tokens(plan):,} tokens a device, however many these are: give "
+            f"{begin} Weights are gathered along it for {_tokens(plan):,} tokens a device, as for more of them: give "
             "a larger batch_size, or fewer step.gradient_accumulation_steps."
         )
     return f"{begin} Gradients are added up along it once a step: a larger batch_size hides it."
@@ -127,5 +127,5 @@ def _neighbour(execution: Execution, step: int) -> str | None:
     return _KEEPING[place] if 0 <= place < len(_KEEPING) else None
 
 
-def _gb(size: float) -> str:
+def _gb(size: int | float) -> str:
     return f"{size / 1e9:,.1f} GB"

@@ -86,9 +86,9 @@ class Machine:
             if span > 1:
                 ring = self.chip.ring > 0 and span == extent and span % self.chip.ring == 0
                 bandwidth += self.chip.link_bandwidth * (2 if ring else 1)
-                hops = max(hops, span / 2 if ring else span - 1)
+                hops = max(hops, span / 2 if ring else span - 1.0)
         if bandwidth == 0 and len(inside) > 1:  # on one chip
-            bandwidth, hops = _DIE_TO_DIE * self.chip.link_bandwidth, 1
+            bandwidth, hops = _DIE_TO_DIE * self.chip.link_bandwidth, 1.0
         return Route(
             bandwidth=bandwidth / (self.chip.devices if max(spans) > 1 else 1),
             hops=hops,

@@ -75,7 +75,7 @@ class Memory:
         return sum(self.rows().values())
 
 
-def state_memory(trainer: Trainer, state: TrainState, capacity: float) -> Memory:
+def state_memory(trainer: Trainer, state: TrainState, capacity: int | float) -> Memory:
     """What is known without compiling: the shares of the state that a device holds."""
     weights = named_leaves(state.model)
     return Memory(

@@ -124,13 +124,11 @@ def _time(plan: Plan) -> str:
     if plan.collectives is None:
         lines.append("  networks              unknown: the compiled program cannot be read")
     each = plan.tokens / len(plan.machine.places)
-    lines += [
-        f"  a step takes {line.overlapped:.3g} s if all overlaps: MFU {high:.0%}, {each / line.overlapped:,.0f} tokens/s "
-        "a device",
-        f"               {line.one_by_one:.3g} s if nothing does: MFU {low:.0%}, {each / line.one_by_one:,.0f}",
-    ]
+    for case, seconds, mfu in (("all overlaps", line.overlapped, high), ("nothing does", line.one_by_one, low)):
+        rate = f"MFU {mfu:.0%}, {each / seconds:,.0f} tokens/s a device"
+        lines.append(f"  a step takes {seconds:.3g} s if {case}: {rate}")
     return "\n".join(lines)
 
 
-def _size(size: float) -> str:
+def _size(size: int | float) -> str:
     return f"{size / 1e9:,.2f} GB" if size >= 1e8 else f"{size / 1e6:,.2f} MB"
