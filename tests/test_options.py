@@ -492,6 +492,7 @@ DATA = {
     "Origin", "Recipe", "RemoteFile", "Shape", "StateShape", "StoredTensor", "MXFP4Tensor", "BlockScaledTensor",
     "TailShape", "TextModel", "Weight", "WeightMapping", "Wiring", "Part", "Section", "BranchFunction", "HeadSplit",
     "Chip", "Collective", "Machine", "Memory", "Operations", "Plan", "Roofline", "Route",
+    "Estimate",
 }  # fmt: skip
 
 

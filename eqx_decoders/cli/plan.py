@@ -2,6 +2,7 @@
 
     python scripts/plan.py llama3-8b --topology v5p:2x2x4 --mesh.fsdp 16 --batch-size 16 --remat save_qkv_proj
     python scripts/plan.py llama3-8b --topology v5p:4x4x4 --mesh fsdp=16 tensor=4 --json
+    python scripts/plan.py llama3-8b --topology v5p:4x4x4 --search 3
 
 It needs libtpu and no TPU. Times are estimates by published figures; memory and collectives are the compiler's.
 """
@@ -11,7 +12,7 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from eqx_decoders.cli import own_errors, program, require
@@ -19,11 +20,14 @@ from eqx_decoders.cli.devices import mesh_flags
 from eqx_decoders.cli.xla_flags import FlagsName, options
 from eqx_decoders.context import Execution
 from eqx_decoders.create import abstract, with_mtp
-from eqx_decoders.errors import ConfigError, check_integer, need_extra
+from eqx_decoders.decoder import Decoder
+from eqx_decoders.errors import ConfigError, check, check_integer, check_word, need_extra
 from eqx_decoders.planning.advice import advice
 from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.plan import Plan, make_plan
 from eqx_decoders.planning.report import as_data, report
+from eqx_decoders.planning.search import estimate, meshes
+from eqx_decoders.training.balance import expert_configs
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.runs import model_config
@@ -32,6 +36,7 @@ from eqx_decoders.training.step import StepConfig, Trainer
 
 
 _DEFAULT = Execution()
+_KEEPING_LESS = ("none", "minimal_with_context", "save_qkv_proj", "full")  # what a search tries, from there on
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +77,9 @@ class PlanConfig:
     """What a device may take for tokens that it gets for its experts."""
     xla_flags: FlagsName = "auto"
     """Options of XLA: auto, those that `train` sets on such TPUs; none: XLA's defaults."""
+    search: int = 0
+    """Look for a mesh: so many of those that an estimate ranks first are compiled, each with the first policy from
+    `remat` on that fits; 0: plan the one that is given."""
     rows: int = 12
     """Collectives to print."""
     json: bool = False
@@ -83,8 +91,10 @@ class PlanConfig:
     def __post_init__(self):
         for field in ("slices", "batch_size", "seq_len", "head_bytes", "exchange_bytes"):
             check_integer(field, getattr(self, field))
-        for field in ("rows", "mtp_depths"):
+        for field in ("rows", "mtp_depths", "search"):
             check_integer(field, getattr(self, field), 0)
+        if self.search:
+            check_word("search: remat", self.remat, _KEEPING_LESS)
         self.training()
 
     def training(self) -> TrainConfig:
@@ -125,18 +135,78 @@ def tpu_devices(topology: str, slices: int = 1) -> list[Any]:
         ) from None
 
 
-def plan(config: PlanConfig) -> tuple[Plan, list[str], Execution]:
-    """The plan of a step, what to change, and how the step is run."""
-    execution = config.execution(tpu_devices(config.topology, config.slices))
+def plan(config: PlanConfig, devices: Sequence[Any] | None = None) -> tuple[Plan, list[str], Execution]:
+    """The plan of a step, what to change, and how the step is run. devices: those of the topology, if known."""
+    devices = tpu_devices(config.topology, config.slices) if devices is None else devices
+    model, trainer, machine = _parts(config, devices)
+    flags = {} if config.xla_flags == "none" else options(machine.chip.name)
+    made = make_plan(model, trainer, machine, batch_size=config.batch_size, seq_len=config.seq_len, options=flags)
+    return made, advice(made, model.execution), model.execution
+
+
+def _parts(config: PlanConfig, devices: Sequence[Any]) -> tuple[Decoder, Trainer, Machine]:
+    """The model as shapes on a mesh of these devices, what trains it, and the machine."""
+    execution = config.execution(devices)
     described = model_config(config.training())
     if config.mtp_depths:
         described = with_mtp(described, config.mtp_depths)
     model = abstract(described, **vars(execution))
     trainer = Trainer.create(config.optimizer, model, steps=config.training().steps, config=config.step)
-    machine = Machine.of_tpus(list(execution.layout.mesh.devices.flat))
-    flags = {} if config.xla_flags == "none" else options(machine.chip.name)
-    made = make_plan(model, trainer, machine, batch_size=config.batch_size, seq_len=config.seq_len, options=flags)
-    return made, advice(made, execution), execution
+    return model, trainer, Machine.of_tpus(list(execution.layout.mesh.devices.flat))
+
+
+Found = tuple[PlanConfig, Plan, list[str], Execution]
+
+
+def search(config: PlanConfig, say: Callable[[str], None]) -> Found:
+    """The settings with the mesh and policy whose step is the shortest of those that were compiled, and its plan."""
+    devices = tpu_devices(config.topology, config.slices)
+    ranked = _ranked(config, devices)
+    say(f"{len(ranked)} meshes can hold the state; {min(config.search, len(ranked))} are compiled\n")
+    found = [made for _, one in ranked[: config.search] if (made := _first_that_fits(one, devices)) is not None]
+    check(bool(found), "None of the meshes that were compiled fits: take more devices, or a smaller batch_size.")
+    found.sort(key=lambda each: each[1].roofline.one_by_one)
+    say(f"{'mesh':30} {'remat':21} {'peak':>9} {'sent':>9} {'all overlaps':>13} {'nothing does':>13}")
+    for tried, made, *_ in found:
+        line, sent = made.roofline, sum(one.total for one in made.collectives or ())
+        say(
+            f"{_mesh(tried):30} {tried.remat:21} {(made.memory.peak or 0) / 1e9:6.1f} GB {sent / 1e9:6.1f} GB "
+            f"{line.overlapped:11.3g} s {line.one_by_one:11.3g} s"
+        )
+    say("")
+    return found[0]
+
+
+def _first_that_fits(config: PlanConfig, devices: Sequence[Any]) -> Found | None:
+    """The plan with the first policy, from the one that is given on, whose step fits."""
+    for remat in _KEEPING_LESS[_KEEPING_LESS.index(config.remat) :]:
+        tried = dataclasses.replace(config, remat=remat)
+        made, advised, execution = plan(tried, devices)
+        if made.memory.fits:
+            return tried, made, advised, execution
+    return None
+
+
+def _ranked(config: PlanConfig, devices: Sequence[Any]) -> list[tuple[float, PlanConfig]]:
+    """The meshes that these devices can be, that divide model and batch and can hold the state; fastest first."""
+    experts = bool(expert_configs(model_config(config.training())))
+    axes = ("data", "fsdp", "tensor", *["expert"] * experts)
+    found = []
+    for sizes in meshes(len(devices), config.slices, axes):
+        one = dataclasses.replace(config, mesh=MeshConfig(**sizes))
+        try:
+            model, trainer, machine = _parts(one, devices)
+            guess = estimate(model, trainer, machine, batch_size=one.batch_size, seq_len=one.seq_len)
+        except ConfigError:  # sizes that do not divide, or a mesh that the torus cannot be
+            continue
+        if guess.state <= machine.memory:
+            found.append((guess.seconds, one))
+    return sorted(found, key=lambda each: each[0])
+
+
+def _mesh(config: PlanConfig) -> str:
+    sizes = dataclasses.asdict(config.mesh)
+    return " ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "data=1"
 
 
 def _flags() -> dict[str, str]:
@@ -155,7 +225,10 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     require("tyro")
     config = parse(args, prog)
     with contextlib.redirect_stdout(sys.stderr) if config.json else contextlib.nullcontext():
-        made, advised, execution = plan(config)
+        if config.search:
+            config, made, advised, execution = search(config, print)
+        else:
+            made, advised, execution = plan(config)
     if config.json:
         print(json.dumps(as_data(made, advised), indent=1))
     else:

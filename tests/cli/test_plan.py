@@ -1,5 +1,6 @@
 """The plan program: its flags, the options of XLA, and plans for TPUs."""
 
+import dataclasses
 import json
 
 import jax
@@ -14,6 +15,9 @@ from eqx_decoders.cli.plan import parse, single_flags
 from eqx_decoders.cli.xla_flags import OPTIONS, generation, options, set_options
 from eqx_decoders.hardware import CHIPS
 from eqx_decoders.planning.machine import Machine
+from eqx_decoders.planning.memory import Memory
+from eqx_decoders.planning.plan import Operations, Plan
+from eqx_decoders.planning.roofline import Roofline
 from eqx_decoders.training.settings import MeshConfig
 from tests.commands import call, run
 
@@ -82,6 +86,36 @@ def test_both_spellings_of_a_mesh():
     ]  # fmt: skip
     assert parse(["tiny", "--mesh", "fsdp=2"]).mesh == parse(["tiny", "--mesh.fsdp", "2"]).mesh == MeshConfig(fsdp=2)
     assert parse(["--set", "a=b", "--rows", "3", "tiny", "--json"]).rows == 3
+
+
+def test_a_search_compiles_what_is_ranked_first_and_keeps_less_until_it_fits(monkeypatch):
+    """Meshes of eight devices; what is kept without checkpoints does not fit anywhere."""
+    chip = {chip.name: chip for chip in CHIPS}["v5p"]
+    places = tuple((0, (i,), 0) for i in range(8))
+    monkeypatch.setattr(program, "tpu_devices", lambda topology, slices: jax.devices())
+    monkeypatch.setattr(Machine, "of_tpus", classmethod(lambda cls, devices: cls(chip, places, (8,))))
+    made, said = [], []
+
+    def make_plan(model, trainer, machine, **given):
+        made.append((model.execution.layout.sizes, model.execution.remat))
+        line = Roofline(compute=1.0, memory=1.0, networks={"fsdp": 9.0 / len(made)}, model_flops_seconds=1.0)
+        known = Memory(parameters=1, optimizer=2, means=0, gradients=1, capacity=10, peak=5)
+        memory = dataclasses.replace(known, needed=20 if model.execution.remat is None else None)
+        done = Operations(model=1.0, attention=0.0, computed=1.0, six_nd=1.0)
+        return Plan(
+            machine=machine, memory=memory, operations=done, collectives=(), roofline=line, seconds=1.0, told="",
+            tokens=8,
+        )  # fmt: skip
+
+    monkeypatch.setattr(program, "make_plan", make_plan)
+    config = parse(["tiny", "--search", "2", "--batch-size", "8", "--mesh.data", "1", "--seq-len", "64"])
+    best, plan, _, execution = program.search(config, said.append)
+    assert [remat is None for _, remat in made] == [True, False, True, False]
+    assert best.remat == "minimal_with_context" and plan.roofline.networks == {
+        "fsdp": 9 / 4
+    }  # the last was the fastest
+    assert execution.layout.sizes == made[-1][0] and made[0][0] != made[-1][0]
+    assert "2 are compiled" in said[0] and len(said) == 5
 
 
 def test_mistakes_are_sentences():
