@@ -21,6 +21,7 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
+_BETWEEN = re.compile(r'_xla_megascale_transfer_type="(\w+)"')  # how XLA:TPU sends between slices
 _SCATTERS = "all-reduce-scatter"  # how XLA:TPU names a computation that reduces and keeps a part
 
 Groups = tuple[tuple[int, ...], ...]
@@ -71,8 +72,9 @@ def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collective]:
     """
     found: dict[Collective, int] = {}
     for run in program.runs():
-        if run.op.base in KINDS and not run.op.kind.endswith(("-done", "-update")):
-            one = _collective(program, run, mesh)
+        between = _BETWEEN.search(run.op.rest) if run.op.kind == "send" else None
+        if between or (run.op.base in KINDS and not run.op.kind.endswith(("-done", "-update"))):
+            one = _collective(program, run, mesh) if between is None else _between(program, run, mesh, between[1])
             if one.size > 1:
                 once = dataclasses.replace(one, times=1)
                 found[once] = found.get(once, 0) + one.times
@@ -100,6 +102,37 @@ def _collective(program: Program, run: Run, mesh: Mapping[str, int]) -> Collecti
         cause=program.function(told) or shortened(told.cause),
         unknown=run.unknown,
     )
+
+
+def _between(program: Program, run: Run, mesh: Mapping[str, int], name: str) -> Collective:
+    """What hosts exchange for devices of several slices, after the devices of each have done their part.
+
+    Slices follow one another along the first axis of the mesh that is as large, as `Layout.create` arranges them.
+    """
+    op, devices = run.op, math.prod(mesh.values())
+    target = re.search(r'_xla_megascale_target="\{([\d,:]+)\}', op.rest)
+    slices = max(2, sum(_count(part) for part in target[1].split(",")) if target else 2)
+    step = devices // slices
+    groups = tuple(tuple(range(first, devices, step)) for first in range(step))
+    shape = members(op.shape)[0]
+    kind = name.lower().replace("_", "-")
+    return Collective(
+        kind=kind,
+        bytes=shape_bytes(shape) * (slices if kind in ("all-gather", "reduce-scatter") else 1),
+        times=run.times,
+        groups=groups,
+        axes=axes_of(groups, tuple(mesh.items())),
+        shape=shape.split("{")[0],
+        phase=phase_of(op.cause),
+        cause=program.function(op) or shortened(op.cause),
+        unknown=run.unknown,
+    )
+
+
+def _count(part: str) -> int:
+    """How many numbers `3` or `0:3` stands for."""
+    bounds = _numbers(part)
+    return bounds[-1] - bounds[0] + 1
 
 
 def _arrays(op: Op) -> list[str]:

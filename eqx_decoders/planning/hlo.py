@@ -15,6 +15,7 @@ _HEAD = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _CALLED = re.compile(r"\b(?:body|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_SEVERAL = re.compile(r"\bcalled_computations=\{([^}]*)\}")
 _EITHER = re.compile(r"\b(?:true|false)_computation=%?([\w.\-]+)")
 # what these apply to every pair of numbers is no program of its own
 _REDUCERS = ("all-reduce", "reduce-scatter", "reduce", "reduce-window", "sort", "scatter", "map", "select-and-scatter")
@@ -91,10 +92,10 @@ class Program(NamedTuple):
                 yield from max(choices, key=_weight)
             elif op.kind == "while":
                 trips = self.trips(op)
-                for called in _CALLED.findall(op.rest):
+                for called in _called(op):
                     yield from inside(called, times * (trips or 1), depth + 1, unknown=unknown or trips is None)
             elif op.base not in _REDUCERS:
-                for called in _CALLED.findall(op.rest):
+                for called in _called(op):
                     yield from inside(called, times, depth, unknown=unknown)
 
     def trips(self, loop: Op) -> int | None:
@@ -206,6 +207,11 @@ def _closing(rest: str) -> int:
         if depth == 0:
             return place
     return len(rest)
+
+
+def _called(op: Op) -> list[str]:
+    several = _SEVERAL.search(op.rest)
+    return _CALLED.findall(op.rest) + (re.findall(r"%?([\w.\-]+)", several[1]) if several else [])
 
 
 def _branches(op: Op) -> list[str]:

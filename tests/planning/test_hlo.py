@@ -78,6 +78,11 @@ FileNames
   ROOT %gather.7 = f32[4] all-gather(%p), replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}
 }
 
+%offloaded (p: f32[8]) -> f32[16] {
+  %p = f32[8] parameter(0)
+  ROOT %gather.8 = f32[16] all-gather(%p), replica_groups=[2,2]<=[4], dimensions={0}
+}
+
 %while_data_decide (p: (f32[4])) -> (f32[4]) {
   %p = (f32[4]) parameter(0)
   %x = f32[4] get-tuple-element(%p), index=0
@@ -97,6 +102,11 @@ ENTRY %main (x: f32[4]) -> f32[4] {
   %begin = ((f32[2]), f32[4], u32[]) async-start(%x), calls=%wrapped
   %more = ((f32[2]), f32[4], u32[]) async-update(%begin), calls=%wrapped
   %end = f32[4] async-done(%more), calls=%wrapped
+  %core = ((f32[8]), f32[16]) custom-call-start(%x), called_computations={%offloaded}
+  %core.1 = ((f32[8]), f32[16]) custom-call-update(%core), called_computations={%offloaded}
+  %core.2 = f32[16] custom-call-done(%core.1), called_computations={%offloaded}
+  %token = token[] after-all()
+  %send = (bf16[6]{0:T(128)}, u32[], token[]) send(%x, %token), channel_id=4, is_host_transfer=true, frontend_attributes={_xla_megascale_reduce_operation="SUM",_xla_megascale_target="{1,2}x{0:1}",_xla_megascale_transfer_type="ALL_REDUCE"}
   %start = (f32[2]{0:T(128)}, f32[4]{0:T(128)}, u32[]{:S(2)}) all-gather-start(%x), replica_groups=mesh['a'=2,'b'=2] {'b'}, dimensions={0}
   %done = f32[4]{0:T(128)} all-gather-done(%start)
   %part = f32[2,3] reduce-scatter(%x), replica_groups={{0,1},{2,3}}, dimensions={0}, to_apply=%add
@@ -119,6 +129,8 @@ def test_every_collective_is_counted_as_often_as_it_runs():
         ("all-reduce", 1, 64, ("data", "tensor"), "update", ""),
         ("all-reduce", 1, 68, ("data", "tensor"), "update", ""),
         ("all-gather", 1, 16, ("data",), "update", ""),
+        ("all-gather", 1, 64, ("tensor",), "update", ""),
+        ("all-reduce", 1, 12, ("data",), "update", ""),  # between slices
         ("all-gather", 1, 16, ("tensor",), "update", ""),
         ("reduce-scatter", 1, 48, ("tensor",), "update", ""),
         ("collective-permute", 1, 16, ("data",), "update", ""),
