@@ -483,6 +483,7 @@ SHOWN_IN = {
     "Remat": "test_remat.py",
     "Sample": "test_sampling.py",
     "GenerateConfig": "cli/test_generate.py",
+    "PlanConfig": "cli/test_plan.py",
     "Import": "cli/test_convert.py",
     "Export": "cli/test_convert.py",
     "Verify": "cli/test_convert.py",
@@ -497,8 +498,8 @@ SHOWN_IN = {
 DATA = {
     "Blocks", "KVShape", "ChatTemplate", "Difference", "Family", "GenerationConfig", "Greedy", "Kernel", "ModelInfo",
     "Origin", "Recipe", "RemoteFile", "Shape", "StateShape", "StoredTensor", "MXFP4Tensor", "BlockScaledTensor",
-    "TailShape", "TextModel", "Weight", "WeightMapping", "Wiring", "Part", "Section", "BranchFunction",
-    "BlockSizes", "HeadSplit",
+    "TailShape", "TextModel", "Weight", "WeightMapping", "Wiring", "Part", "Section", "BranchFunction", "HeadSplit",
+    "BlockSizes", "Chip", "Collective", "Machine", "Memory", "Operations", "Plan", "Roofline", "Route", "Estimate",
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The programs: `eqx-decoders train`, `generate` and `convert`, which `scripts/` starts, too."""
+"""The programs: `eqx-decoders train`, `generate`, `convert` and `plan`, which `scripts/` starts, too."""
 
 import contextlib
 import dataclasses
@@ -21,6 +21,7 @@ PROGRAMS = {
     "train": "train a decoder on text",
     "generate": "let a model write",
     "convert": "between Hugging Face directories and run directories",
+    "plan": "what a training step will need of TPUs that are not here",
 }
 
 

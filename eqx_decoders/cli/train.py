@@ -16,6 +16,7 @@ from typing import Annotated
 import jax
 
 from eqx_decoders.cli import own_errors, program, require
+from eqx_decoders.cli.xla_flags import set_options
 from eqx_decoders.describe import describe
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.families import list_models
@@ -43,6 +44,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
         print(describe_data(config, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
         return 0
     check_installed(config.trackers)
+    set_options(config.xla_flags)  # before JAX looks for devices
     with connected(config.distributed_timeout) if config.distributed else contextlib.nullcontext():
         return _train(config)
 

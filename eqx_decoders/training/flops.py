@@ -14,21 +14,13 @@ from jax.typing import DTypeLike
 from eqx_decoders.axes import axes, named_leaves
 from eqx_decoders.create import abstract
 from eqx_decoders.decoder import Decoder, DecoderConfig
+from eqx_decoders.hardware import chip_of
 from eqx_decoders.layout import Layout
 from eqx_decoders.model_info import active_parameters
 from eqx_decoders.stack import segments
 
 
-# Dense bf16 products of one JAX device, from the vendors' data sheets (without sparsity).
-_TPU_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5e": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "TPU v6e": 918e12,
-}
+# Dense bf16 products of GPUs, from the vendor's data sheets (without sparsity); those of TPUs are in `hardware`.
 _GPU_FLOPS = (  # the first that begins the name; SXM where nothing else is said
     ("NVIDIA A100", 312e12),
     ("NVIDIA H100 PCIe", 756e12),
@@ -124,8 +116,9 @@ def device_flops(layout: Layout, dtype: DTypeLike, peak_tflops: float | None = N
 
 def peak_flops(device_kind: str) -> float | None:
     """Dense bf16 FLOP/s of one device, by its `jax.Device.device_kind`; None where no data sheet says it."""
-    if device_kind in _TPU_FLOPS:
-        return _TPU_FLOPS[device_kind]
+    chip = chip_of(device_kind)
+    if chip is not None:
+        return chip.bf16 / chip.devices
     return next((flops for name, flops in _GPU_FLOPS if device_kind.startswith(name)), None)
 
 

@@ -5,7 +5,7 @@ import datetime
 import fnmatch
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -190,6 +190,9 @@ class TrainConfig:
     it goes through the vocabulary in parts, for a third more work there."""
     exchange_bytes: int = 10**9
     """What a device may take for the tokens that its experts get from others at a time."""
+    xla_flags: Literal["auto", "none"] = "auto"
+    """Options of XLA on TPUs: auto, those that others use on such chips (see `cli.xla_flags`), but never one that
+    LIBTPU_INIT_ARGS or XLA_FLAGS has; none: XLA's defaults."""
     peak_tflops: float | None = None
     """10^12 operations a second that a device can do (a CPU's all count as one), for mfu; None: its data sheet's."""
     layer_stats: bool = False
@@ -237,6 +240,7 @@ class TrainConfig:
         for field in ("bpe_vocab_size", "final_eval_batches"):
             if getattr(self, field) is not None:
                 check_integer(field, getattr(self, field))
+        check_word("xla_flags", self.xla_flags, ("auto", "none"))
         check_word("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         check_word("params_dtype", self.params_dtype, ("float32", "bfloat16"))
         check_word("remat", self.remat, (*POLICIES, "custom"))
@@ -302,9 +306,9 @@ class TrainConfig:
             return self.optimizer
         return dataclasses.replace(self.optimizer, trainable=LORA_WEIGHTS)
 
-    def execution(self) -> Execution:
-        """Layout, dtypes and remat on the devices that are there."""
-        layout = Layout.create(**dataclasses.asdict(self.mesh), abstract=self.describe)
+    def execution(self, devices: Sequence[Any] | None = None) -> Execution:
+        """Layout, dtypes and remat on these devices, or on those that are there."""
+        layout = Layout.create(**dataclasses.asdict(self.mesh), devices=devices, abstract=self.describe)
         split = [axis for axis in ("data", "fsdp", "fsdp_transpose", "expert") if layout.sizes[axis] > 1]
         parts = math.prod(layout.sizes[axis] for axis in split)
         count = self.step.gradient_accumulation_steps

@@ -30,10 +30,12 @@ def test_the_command_runs_its_programs(capsys):
 def test_without_a_program_it_lists_them(capsys, args, code):
     assert cli.main(args) == code
     shown = capsys.readouterr()
-    assert all(name in (shown.err if code else shown.out) for name in ("usage:", "train", "generate", "convert"))
+    assert all(
+        name in (shown.err if code else shown.out) for name in ("usage:", "train", "generate", "convert", "plan")
+    )
 
 
-@pytest.mark.parametrize("program", ["train", "generate", "convert"])
+@pytest.mark.parametrize("program", ["train", "generate", "convert", "plan"])
 def test_a_missing_package_is_named(monkeypatch, program):
     find = cli.find_spec
     monkeypatch.setattr(cli, "find_spec", lambda name: None if name == "tyro" else find(name))
@@ -49,7 +51,7 @@ FLAGS = """
 --seq-len --seed --pack --no-pack --tokenizer --bpe-vocab-size --checkpoint-every --max-checkpoints --eval-every
 --eval-batches --final-eval-batches --sample-tokens --prompt --dtype --remat
 --context-order --context-form --head-bytes --exchange-bytes
---remat-save --remat-offload --attention --layer-stats --no-layer-stats --trackers --describe
+--remat-save --remat-offload --attention --xla-flags --layer-stats --no-layer-stats --trackers --describe
 --no-describe --describe-data --no-describe-data --max-skipped --distributed --no-distributed
 --distributed-timeout --profile --list-models --no-list-models --allow-changes --no-allow-changes --peak-tflops
 --mesh.data --mesh.fsdp --mesh.fsdp-transpose --mesh.context --mesh.tensor --mesh.tensor-sequence --mesh.expert

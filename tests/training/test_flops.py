@@ -115,6 +115,7 @@ def test_peak_flops():
         "TPU v5 lite": 197e12,
         "TPU v5p": 459e12,
         "TPU v6 lite": 918e12,
+        "TPU7x": 1153.5e12,  # two devices a chip
         "NVIDIA A100-SXM4-80GB": 312e12,
         "NVIDIA H100 80GB HBM3": 989e12,
         "NVIDIA H100 PCIe": 756e12,

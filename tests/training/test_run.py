@@ -623,6 +623,7 @@ ELSEWHERE = {
     "TrainConfig.lora_targets": "tests/test_finetuning.py::test_an_imported_directory_can_be_trained",
     "TrainConfig.remat_save": "tests/test_remat.py::test_custom_lists_reach_the_model",
     "TrainConfig.remat_offload": "tests/test_remat.py::test_custom_lists_reach_the_model",
+    "TrainConfig.xla_flags": "tests/cli/test_plan.py::test_train_sets_them_before_jax_starts",
     "TrainConfig.attention": "tests/training/test_settings.py::test_execution_carries_every_choice",
     # in a process of its own: the profiler writes down every program that a process holds
     "TrainConfig.profile": "tests/test_scripts.py::test_train_trains",

@@ -1,0 +1,268 @@
+"""Say what a training step will hold, send and compute on TPUs that are not here: the step is compiled for them.
+
+    python scripts/plan.py llama3-8b --topology v5p:2x2x4 --mesh.fsdp 16 --batch-size 16 --remat save_qkv_proj
+    python scripts/plan.py llama3-8b --topology v5p:4x4x4 --mesh fsdp=16 tensor=4 --json
+    python scripts/plan.py llama3-8b --topology v5p:4x4x4 --search 3
+
+It needs libtpu and no TPU. Times are estimates by published figures; memory and collectives are the compiler's.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
+
+from eqx_decoders.cli import own_errors, program, require
+from eqx_decoders.cli.devices import mesh_flags
+from eqx_decoders.cli.xla_flags import FlagsName, options
+from eqx_decoders.context import Execution
+from eqx_decoders.create import abstract, with_mtp
+from eqx_decoders.decoder import Decoder
+from eqx_decoders.errors import ConfigError, check, check_integer, check_word, need_extra
+from eqx_decoders.planning.advice import advice
+from eqx_decoders.planning.machine import Machine
+from eqx_decoders.planning.plan import Plan, make_plan
+from eqx_decoders.planning.report import as_data, report
+from eqx_decoders.planning.search import estimate, meshes
+from eqx_decoders.training.balance import expert_configs
+from eqx_decoders.training.data import DataConfig
+from eqx_decoders.training.optimizer import OptimizerConfig
+from eqx_decoders.training.runs import model_config
+from eqx_decoders.training.settings import MeshConfig, TrainConfig, describe_devices
+from eqx_decoders.training.step import StepConfig, Trainer
+
+
+_DEFAULT = Execution()
+_KEEPING_LESS = ("none", "minimal_with_context", "save_qkv_proj", "full")  # what a search tries, from there on
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """Compile a training step for TPUs that are not here."""
+
+    model: str
+    """Name of a model, as `train --list-models` prints them."""
+    topology: str = "v5p:2x2x1"
+    """Generation and shape of a slice: v4:2x2x1, v5e:4x4, v5p:4x4x4, v6e:8x8, tpu7x:4x4x4."""
+    slices: int = 1
+    """How many of them; mesh.data crosses the slower network between them."""
+    model_config: str | None = None
+    """Instead of the model of that name: JSON of a `DecoderConfig`, or a `config.json` of Hugging Face."""
+    set: tuple[str, ...] = ()
+    """Fields of the model that are others, such as num_layers=4."""
+    mtp_depths: int = 0
+    """Depths of multi-token prediction to add."""
+    batch_size: int = 16
+    """Sequences per step."""
+    seq_len: int = 2048
+    """Tokens per sequence."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Dtype of activations; auto: bfloat16."""
+    params_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which weights are kept."""
+    remat: str = "none"
+    """Rematerialisation policy, or "custom" with the two lists below."""
+    remat_save: tuple[str, ...] = ()
+    """custom: names of tensors kept on the device."""
+    remat_offload: tuple[str, ...] = ()
+    """custom: names of tensors kept in the host's memory."""
+    attention: str = "auto"
+    """Attention kernel."""
+    head_bytes: int = _DEFAULT.head_bytes
+    """What a device may take for the head, gathered, and its gradient."""
+    exchange_bytes: int = _DEFAULT.exchange_bytes
+    """What a device may take for tokens that it gets for its experts."""
+    xla_flags: FlagsName = "auto"
+    """Options of XLA: auto, those that `train` sets on such TPUs; none: XLA's defaults."""
+    search: int = 0
+    """Look for a mesh: so many of those that an estimate ranks first are compiled, each with the first policy from
+    `remat` on that fits; 0: plan the one that is given."""
+    rows: int = 12
+    """Collectives to print."""
+    json: bool = False
+    """Print data instead of text."""
+    mesh: MeshConfig = MeshConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    step: StepConfig = StepConfig()
+
+    def __post_init__(self):
+        for field in ("slices", "batch_size", "seq_len", "head_bytes", "exchange_bytes"):
+            check_integer(field, getattr(self, field))
+        for field in ("rows", "mtp_depths", "search"):
+            check_integer(field, getattr(self, field), 0)
+        if self.search:
+            check_word("search: remat", self.remat, _KEEPING_LESS)
+        self.training()
+
+    def training(self) -> TrainConfig:
+        """The settings of a run of such steps, checked as a run checks them."""
+        shared = {field.name for field in dataclasses.fields(TrainConfig)} & {f.name for f in dataclasses.fields(self)}
+        settings = {name: getattr(self, name) for name in shared}
+        if self.model_config is not None:
+            settings["model"] = "tiny"
+        return TrainConfig(dataset=DataConfig(batch_size=self.batch_size, seq_len=self.seq_len), **settings)
+
+    def execution(self, devices: Sequence[Any]) -> Execution:
+        """Layout, dtypes and remat on these devices."""
+        run = self.training().execution(devices)
+        return dataclasses.replace(run, head_bytes=self.head_bytes, exchange_bytes=self.exchange_bytes)
+
+
+def tpu_devices(topology: str, slices: int = 1) -> list[Any]:
+    """The devices of a TPU topology, which need not be there."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    try:
+        import libtpu  # noqa: F401
+    except ImportError as error:
+        raise need_extra("libtpu", "aot") from error
+    import jax
+    from jax.experimental import topologies
+
+    jax.devices()  # XLA:CPU has read XLA_FLAGS now; libtpu ends the process at one that it does not know
+    os.environ.pop("XLA_FLAGS", None)
+    more: dict[str, Any] = {"num_slices": slices} if slices > 1 else {}
+    if topology.startswith("v4"):  # whose chips are two cores each, which JAX takes as one device
+        more["chip_config_name"] = "megacore"
+    try:
+        return topologies.get_topology_desc(topology_name=topology, platform="tpu", **more).devices
+    except (jax.errors.JaxRuntimeError, ValueError, NotImplementedError) as error:
+        known = "Give a generation and the chips along its axes, such as v5p:2x2x4, v5e:4x4 or tpu7x:2x2x1"
+        raise ConfigError(
+            f"topology={topology!r} is none that libtpu knows ({str(error).splitlines()[0]}). {known}."
+        ) from None
+
+
+def plan(config: PlanConfig, devices: Sequence[Any] | None = None) -> tuple[Plan, list[str], Execution]:
+    """The plan of a step, what to change, and how the step is run. devices: those of the topology, if known."""
+    devices = tpu_devices(config.topology, config.slices) if devices is None else devices
+    model, trainer, machine = _parts(config, devices)
+    flags = {} if config.xla_flags == "none" else options(machine.chip.name)
+    made = make_plan(model, trainer, machine, batch_size=config.batch_size, seq_len=config.seq_len, options=flags)
+    return made, advice(made, model.execution), model.execution
+
+
+def _parts(config: PlanConfig, devices: Sequence[Any]) -> tuple[Decoder, Trainer, Machine]:
+    """The model as shapes on a mesh of these devices, what trains it, and the machine."""
+    execution = config.execution(devices)
+    described = model_config(config.training())
+    if config.mtp_depths:
+        described = with_mtp(described, config.mtp_depths)
+    model = abstract(described, **vars(execution))
+    trainer = Trainer.create(config.optimizer, model, steps=config.training().steps, config=config.step)
+    return model, trainer, Machine.of_tpus(list(execution.layout.mesh.devices.flat))
+
+
+Found = tuple[PlanConfig, Plan, list[str], Execution]
+
+
+def search(config: PlanConfig, say: Callable[[str], None]) -> Found:
+    """The settings with the mesh and policy whose step is the shortest of those that were compiled, and its plan."""
+    devices = tpu_devices(config.topology, config.slices)
+    ranked = _ranked(config, devices)
+    say(f"{len(ranked)} meshes can hold the state; {min(config.search, len(ranked))} are compiled\n")
+    found = [made for _, one in ranked[: config.search] if (made := _first_that_fits(one, devices)) is not None]
+    check(bool(found), "None of the meshes that were compiled fits: take more devices, or a smaller batch_size.")
+    found.sort(key=lambda each: each[1].roofline.one_by_one)
+    say(f"{'mesh':30} {'remat':21} {'peak':>9} {'sent':>9} {'all overlaps':>13} {'nothing does':>13}")
+    for tried, made, *_ in found:
+        line, sent = made.roofline, sum(one.total for one in made.collectives or ())
+        say(
+            f"{_mesh(tried):30} {tried.remat:21} {(made.memory.peak or 0) / 1e9:6.1f} GB {sent / 1e9:6.1f} GB "
+            f"{line.overlapped:11.3g} s {line.one_by_one:11.3g} s"
+        )
+    say("")
+    return found[0]
+
+
+def _first_that_fits(config: PlanConfig, devices: Sequence[Any]) -> Found | None:
+    """The plan with the first policy, from the one that is given on, whose step fits."""
+    for remat in _KEEPING_LESS[_KEEPING_LESS.index(config.remat) :]:
+        tried = dataclasses.replace(config, remat=remat)
+        made, advised, execution = plan(tried, devices)
+        if made.memory.fits:
+            return tried, made, advised, execution
+    return None
+
+
+def _ranked(config: PlanConfig, devices: Sequence[Any]) -> list[tuple[float, PlanConfig]]:
+    """The meshes that these devices can be, that divide model and batch and can hold the state; fastest first."""
+    experts = bool(expert_configs(model_config(config.training())))
+    axes = ("data", "fsdp", "tensor", *["expert"] * experts)
+    found = []
+    for sizes in meshes(len(devices), config.slices, axes):
+        one = dataclasses.replace(config, mesh=MeshConfig(**sizes))
+        try:
+            model, trainer, machine = _parts(one, devices)
+            guess = estimate(model, trainer, machine, batch_size=one.batch_size, seq_len=one.seq_len)
+        except ConfigError:  # sizes that do not divide, or a mesh that the torus cannot be
+            continue
+        if guess.state <= machine.memory:
+            found.append((guess.seconds, one))
+    return sorted(found, key=lambda each: each[0])
+
+
+def _mesh(config: PlanConfig) -> str:
+    sizes = dataclasses.asdict(config.mesh)
+    return " ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "data=1"
+
+
+def _flags() -> dict[str, str]:
+    fields = [field.name for field in dataclasses.fields(PlanConfig) if field.name not in ("mesh", "optimizer", "step")]
+    found = {name: "--" + name.replace("_", "-") for name in fields} | mesh_flags()
+    for group, kind, config in (("optimizer", "OptimizerConfig", OptimizerConfig), ("step", "StepConfig", StepConfig)):
+        for field in dataclasses.fields(config):
+            flag = f"--{group}.{field.name.replace('_', '-')}"
+            found |= {f"{group}.{field.name}": flag, f"{kind}.{field.name}": flag}
+    return found
+
+
+@program(_flags)
+def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Plan as the command line says; the exit code: 1 where the step does not fit."""
+    require("tyro")
+    config = parse(args, prog)
+    with contextlib.redirect_stdout(sys.stderr) if config.json else contextlib.nullcontext():
+        if config.search:
+            config, made, advised, execution = search(config, print)
+        else:
+            made, advised, execution = plan(config)
+    if config.json:
+        print(json.dumps(as_data(made, advised), indent=1))
+    else:
+        tokens = f"{config.batch_size} x {config.seq_len:,} tokens"
+        print(
+            f"{config.model_config or config.model} on {config.topology} ({describe_devices(execution.layout)}), "
+            f"{tokens}, remat {config.remat}; compiled in {made.seconds:.0f} s\n"
+        )
+        print(report(made, advised, rows=config.rows))
+    return 0 if made.memory.fits else 1
+
+
+def parse(args: Sequence[str] | None = None, prog: str | None = None) -> PlanConfig:
+    """The settings in the arguments of a command line; exits with 2 for what it doesn't know."""
+    import tyro
+
+    PlanConfig.__annotations__["model"] = tyro.conf.Positional[str]
+    PlanConfig.__annotations__["set"] = Annotated[tuple[str, ...], tyro.conf.UseAppendAction]
+    words = single_flags(sys.argv[1:] if args is None else args)
+    with own_errors():
+        return tyro.cli(PlanConfig, args=words, prog=prog, description=__doc__)
+
+
+def single_flags(args: Sequence[str]) -> list[str]:
+    """`--mesh fsdp=16 tensor=4` as `--mesh.fsdp 16 --mesh.tensor 4`; the rest as it is."""
+    found: list[str] = []
+    inside = False
+    for word in args:
+        name, equals, size = word.partition("=")
+        if word == "--mesh":
+            inside = True
+        elif inside and equals and not word.startswith("-"):
+            found += [f"--mesh.{name.replace('_', '-')}", size]
+        else:
+            inside = False
+            found.append(word)
+    return found

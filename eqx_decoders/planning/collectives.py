@@ -1,0 +1,238 @@
+"""The collectives of a compiled program: which arrays, how often, along which axes of the mesh, and why."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from eqx_decoders.planning.hlo import Op, Program, Run, members, shape_bytes
+
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+_BETWEEN = re.compile(r'_xla_megascale_transfer_type="(\w+)"')  # how XLA:TPU sends between slices
+_SCATTERS = "all-reduce-scatter"  # how XLA:TPU names a computation that reduces and keeps a part
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective of a program, on one device.
+
+    **Arguments:**
+
+    - `kind`: one of `KINDS`.
+    - `bytes`: of its largest buffer on a device: what a gather returns, what a reduction takes.
+    - `times`: how often a step runs it.
+    - `groups`: the places in the mesh that take part together; of a permutation the pairs.
+    - `axes`: the axes of the mesh along which these differ.
+    - `shape`: the largest array, without its layout.
+    - `phase`: "forward", "recomputed", "backward" or "update".
+    - `cause`: the function of this library that it is from, or else the end of the path of what was traced.
+    - `unknown`: whether a loop around it runs a number of times that the program does not say.
+    """
+
+    kind: str
+    bytes: int
+    times: int
+    groups: Groups
+    axes: tuple[str, ...]
+    shape: str
+    phase: str
+    cause: str
+    unknown: bool
+
+    @property
+    def total(self) -> int:
+        """Bytes of a step."""
+        return self.bytes * self.times
+
+    @property
+    def size(self) -> int:
+        """How many devices take part together."""
+        return max(map(len, self.groups), default=1)
+
+
+def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collective]:
+    """All collectives that a step runs, the heaviest first, in a mesh of these sizes (the first axis slowest).
+
+    Those that XLA made alike of several arrays of one shape and one cause are one, with their times added up.
+    """
+    found: dict[Collective, int] = {}
+    for run in program.runs():
+        between = _BETWEEN.search(run.op.rest) if run.op.kind == "send" else None
+        if between or (run.op.base in KINDS and not run.op.kind.endswith(("-done", "-update"))):
+            one = _collective(program, run, mesh) if between is None else _between(program, run, mesh, between[1])
+            if one.size > 1:
+                once = dataclasses.replace(one, times=1)
+                found[once] = found.get(once, 0) + one.times
+    merged = [dataclasses.replace(one, times=times) for one, times in found.items()]
+    return sorted(merged, key=lambda one: one.total, reverse=True)
+
+
+def _collective(program: Program, run: Run, mesh: Mapping[str, int]) -> Collective:
+    op, caller = run.op, run.caller
+    scatters = op.base == "all-reduce" and run.computation.startswith(_SCATTERS)
+    kind, groups = "reduce-scatter" if scatters else op.base, groups_of(op.rest, math.prod(mesh.values()))
+    arrays = _arrays(op)
+    size = sum(map(shape_bytes, arrays))
+    if op.base == "reduce-scatter":
+        size *= max(map(len, groups), default=1)  # its result is one part
+    told = caller if not op.cause and caller is not None and caller.kind == "fusion" else op
+    return Collective(
+        kind=kind,
+        bytes=size,
+        times=run.times,
+        groups=groups,
+        axes=axes_of(groups, tuple(mesh.items())),
+        shape=max(arrays, key=shape_bytes, default="").split("{")[0],
+        phase=phase_of(told.cause),
+        cause=program.function(told) or shortened(told.cause),
+        unknown=run.unknown,
+    )
+
+
+def _between(program: Program, run: Run, mesh: Mapping[str, int], name: str) -> Collective:
+    """What hosts exchange for devices of several slices, after the devices of each have done their part.
+
+    Slices follow one another along the first axis of the mesh that is as large, as `Layout.create` arranges them.
+    """
+    op, devices = run.op, math.prod(mesh.values())
+    target = re.search(r'_xla_megascale_target="\{([\d,:]+)\}', op.rest)
+    slices = max(2, sum(_count(part) for part in target[1].split(",")) if target else 2)
+    step = devices // slices
+    groups = tuple(tuple(range(first, devices, step)) for first in range(step))
+    shape = members(op.shape)[0]
+    kind = name.lower().replace("_", "-")
+    return Collective(
+        kind=kind,
+        bytes=shape_bytes(shape) * (slices if kind in ("all-gather", "reduce-scatter") else 1),
+        times=run.times,
+        groups=groups,
+        axes=axes_of(groups, tuple(mesh.items())),
+        shape=shape.split("{")[0],
+        phase=phase_of(op.cause),
+        cause=program.function(op) or shortened(op.cause),
+        unknown=run.unknown,
+    )
+
+
+def _count(part: str) -> int:
+    """How many numbers `3` or `0:3` stands for."""
+    bounds = _numbers(part)
+    return bounds[-1] - bounds[0] + 1
+
+
+def _arrays(op: Op) -> list[str]:
+    """The shapes of the results; of a start, which returns operands beside them, of these alone."""
+    parts = members(op.shape)
+    if op.kind in ("all-gather-start", "collective-permute-start") and len(parts) > 1:
+        return members(parts[1])
+    return parts
+
+
+@functools.lru_cache(maxsize=1024)
+def axes_of(groups: Groups, mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+    """The axes of the mesh along which members of a group differ."""
+    places = np.unravel_index([member for group in groups for member in group], [size for _, size in mesh] or [1])
+    bounds = np.cumsum([0, *map(len, groups)])
+    pairs = list(itertools.pairwise(bounds))
+    return tuple(
+        name
+        for (name, _), place in zip(mesh, places, strict=True)
+        if any(len(set(place[begin:end].tolist())) > 1 for begin, end in pairs)
+    )
+
+
+def groups_of(attributes: str, devices: int) -> Groups:
+    """The groups in the text of a collective's attributes; all devices together where it names none.
+
+    `replica_groups={{0,1},{2,3}}`, `[2,2]<=[2,2]T(1,0)` and `mesh['a'=2,'b'=2] {'b'}` are understood, and
+    `source_target_pairs={{0,1},{1,0}}`.
+    """
+    start = re.search(r"\b(?:replica_groups|source_target_pairs)=", attributes)
+    everyone = (tuple(range(devices)),)
+    return (
+        _groups(attributes[start.end() : start.end() + 100_000].split("metadata=")[0]) or everyone
+        if start
+        else everyone
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _groups(text: str) -> Groups:
+    if text.startswith("mesh["):
+        return _named_groups(text)
+    if text.startswith("["):
+        found = re.match(r"\[([\d,]+)\](<=\[[\d,]+\](?:T\([\d,]+\))?)", text)
+        return () if found is None else _rows(_order(found[2]).reshape(_numbers(found[1])))
+    listed = re.match(r"\{(\{[\d,{} ]*\})\}", text)
+    return tuple(tuple(_numbers(each)) for each in re.findall(r"\{([\d, ]+)\}", listed[1])) if listed else ()
+
+
+def _named_groups(text: str) -> Groups:
+    """`mesh['a'=2,'b'=4], device_ids=([2,4]T(1,0)) {'b':(2)2}`: along these axes, or a factor of one."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", text[: text.index("]")])}
+    ids = re.search(r"\]\s*,\s*device_ids=\((\[[\d,]+\](?:T\([\d,]+\))?)\)", text)
+    along = re.search(r"\{('[^}]*)\}", text)
+    if along is None:
+        return ()
+    count = math.prod(sizes.values())
+    order = np.arange(count) if ids is None else _order("<=" + ids[1])
+    shape, kept, axis = [], [], 0
+    chosen = dict(re.findall(r"'([^']+)'((?::\(\d+\)\d+)?)", along[1]))
+    for name, size in sizes.items():
+        if chosen.get(name):  # of an axis the factor between `before` and what is left
+            before, taken = map(int, re.findall(r"\d+", chosen[name]))
+            parts = [before, taken, size // (before * taken)]
+        else:
+            parts = [size]
+        shape += parts
+        if name in chosen:
+            kept.append(axis + (1 if len(parts) == 3 else 0))
+        axis += len(parts)
+    grid = order.reshape(shape)
+    others = [place for place in range(len(shape)) if place not in kept]
+    members = math.prod(shape[place] for place in kept)
+    return _rows(grid.transpose([*others, *kept]).reshape(-1, members))
+
+
+def _order(text: str) -> np.ndarray:
+    """`<=[2,4]T(1,0)`: 0 to 7 as two rows of four, transposed, one after the other."""
+    shape, _, turned = text.removeprefix("<=").partition("T")
+    grid = np.arange(math.prod(_numbers(shape))).reshape(_numbers(shape))
+    return (grid.transpose(_numbers(turned)) if turned else grid).reshape(-1)
+
+
+def _rows(grid: np.ndarray) -> Groups:
+    return tuple(tuple(int(each) for each in row) for row in grid.reshape(grid.shape[0], -1))
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+def phase_of(cause: str) -> str:
+    """Which part of a step the path of an operation belongs to."""
+    if "transpose(" in cause:
+        return "recomputed" if "rematted_computation" in cause else "backward"
+    return "forward" if "jvp(" in cause else "update"
+
+
+def shortened(cause: str) -> str:
+    """The end of the path of an operation, without what every path has."""
+    idle = ("while", "body", "eval_jaxpr", "closed_call", "checkpoint", "rematted_computation", "shard_map")
+    parts = [part for part in cause.split("/") if part not in idle and "jvp(" not in part]
+    return "/".join(parts[1:][-2:])

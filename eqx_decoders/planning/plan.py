@@ -1,0 +1,167 @@
+"""A plan of a training step: compiled for a machine that is not there, counted, and estimated."""
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from eqx_decoders.decoder import Decoder
+from eqx_decoders.layout import Layout
+from eqx_decoders.planning.collectives import Collective, collectives
+from eqx_decoders.planning.hlo import Program, parse
+from eqx_decoders.planning.machine import Machine
+from eqx_decoders.planning.memory import Memory, compiled_memory, needed_bytes, state_memory
+from eqx_decoders.planning.products import products
+from eqx_decoders.planning.roofline import Roofline, network_seconds
+from eqx_decoders.training.batches import Batch
+from eqx_decoders.training.flops import flops_per_token, matmul_parameters
+from eqx_decoders.training.step import Trainer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operations:
+    """Floating-point operations of a step on all devices together.
+
+    **Arguments:**
+
+    - `model`: of the model, forward and backward, as MFU counts them.
+    - `attention`: the share of them that is not of weights.
+    - `computed`: all products that the program has, recomputation included; of attention whose loops data decide, as
+        many as the model has.
+    - `six_nd`: 6 * weights that multiply * tokens.
+    """
+
+    model: float
+    attention: float
+    computed: float
+    six_nd: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a step needs.
+
+    **Arguments:**
+
+    - `machine`: where it runs.
+    - `memory`: of a device.
+    - `operations`: of all devices.
+    - `collectives`: of a device; None where the compiled program can't be read.
+    - `roofline`: the estimate.
+    - `seconds`: how long compiling took.
+    - `told`: what the compiler said where it did not compile the step, or print it.
+    - `tokens`: of a step.
+    """
+
+    machine: Machine
+    memory: Memory
+    operations: Operations
+    collectives: tuple[Collective, ...] | None
+    roofline: Roofline
+    seconds: float
+    told: str
+    tokens: int
+
+
+def make_plan(
+    model: Decoder,
+    trainer: Trainer,
+    machine: Machine,
+    *,
+    batch_size: int,
+    seq_len: int,
+    options: Mapping[str, str] | None = None,
+) -> Plan:
+    """Compile the step of `model` (of shapes, on a mesh of the machine's devices) and count.
+
+    **Arguments:**
+
+    - `options`: of XLA's compiler.
+    """
+    layout = model.execution.layout
+    state, batch = trainer.abstract(model, key=jax.random.key(0)), abstract_batch(layout, batch_size, seq_len)
+    traced = jax.jit(trainer.advance, donate_argnums=0).trace(state, batch)
+    done = operations(model, trainer, traced.jaxpr, batch_size, seq_len)
+    known = state_memory(trainer, state, machine.memory)
+    begun = time.perf_counter()
+    memory, program, told = _compiled(traced, known, dict(options or {}))
+    found = None if program is None else tuple(collectives(program, layout.sizes))
+    devices = len(machine.places)
+    line = Roofline(
+        compute=done.computed / devices / machine.flops,
+        memory=moved_bytes(model, memory) / machine.memory_bandwidth,
+        networks=network_seconds(found or (), machine),
+        model_flops_seconds=done.model / devices / machine.flops,
+    )
+    return Plan(
+        machine=machine,
+        memory=memory,
+        operations=done,
+        collectives=found,
+        roofline=line,
+        seconds=time.perf_counter() - begun,
+        told=told,
+        tokens=batch_size * seq_len,
+    )
+
+
+def _compiled(traced: Any, known: Memory, options: dict[str, str]) -> tuple[Memory, Program | None, str]:
+    """The memory of the compiled step, its program where it can be printed, and what the compiler said else."""
+    try:
+        compiled = traced.lower().compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        told = str(error)
+        if "RESOURCE_EXHAUSTED" not in told:
+            raise
+        line = next(line for line in told.splitlines() if "RESOURCE_EXHAUSTED" in line)
+        needed = needed_bytes(told)
+        return dataclasses.replace(known, needed=known.capacity if needed is None else needed), None, line
+    try:
+        program, told = parse(compiled.as_text()), ""
+    except jax.errors.JaxRuntimeError as error:
+        program, told = None, str(error).splitlines()[0]
+    return compiled_memory(known, compiled.memory_analysis(), program), program, told
+
+
+def abstract_batch(layout: Layout, batch_size: int, seq_len: int) -> Batch:
+    """A batch of a run as shapes, split over the mesh as a run splits it."""
+    shape = (batch_size, seq_len)
+    split = layout.activation_sharding("batch length", shape)
+
+    def like(dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=split)
+
+    return Batch(tokens=like(jnp.int32), segment_ids=like(jnp.int32), positions=like(jnp.int32), loss_mask=like(bool))
+
+
+def operations(model: Decoder, trainer: Trainer, jaxpr: Any, batch_size: int, seq_len: int) -> Operations:
+    """Of the model by counting its weights, and of the traced step by its products."""
+    tokens = batch_size * seq_len
+    whole = tokens * flops_per_token(model, seq_len, trainable=trainer.trainable)
+    attention = whole - tokens * flops_per_token(model, 0, trainable=trainer.trainable)
+    found = products(jaxpr)
+    return Operations(
+        model=whole,
+        attention=attention,
+        computed=found.counted + (attention if found.uncounted else 0.0),
+        six_nd=6.0 * tokens * matmul_parameters(model.config),
+    )
+
+
+def moved_bytes(model: Decoder, memory: Memory) -> int:
+    """What a device surely reads or writes in a step; a lower bound of what goes through its memory.
+
+    The state is read and written, gradients and what is kept are written and read, and each product's weights, in the
+    dtype of products, are read in the forward pass, for the gradient of its input, and once more if recomputed.
+    """
+    layout, dtype = model.execution.layout, jnp.dtype(model.execution.precision.compute)
+    gathered = ("fsdp", "fsdp_transpose", "context")
+    parts = 1
+    for axis, size in layout.sizes.items():
+        parts *= size if axis not in gathered and axis != "data" else 1
+    weights = sum(leaf.size for leaf in jax.tree.leaves(model)) * dtype.itemsize // parts
+    passes = 2 if model.execution.remat is None else 3
+    return 2 * memory.state + 2 * memory.gradients + 2 * (memory.kept or 0) + passes * weights

@@ -1,0 +1,72 @@
+"""Counting the products that a traced program computes, recomputation included."""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+
+class Products(NamedTuple):
+    """Floating-point operations of the matrix products of a program, on all devices together.
+
+    counted: those in loops whose trips are known. uncounted: whether others are in loops that data decide.
+    """
+
+    counted: float
+    uncounted: bool
+
+
+def products(jaxpr: Any) -> Products:
+    """Those of a traced function: `jax.jit(f).trace(x).jaxpr`. Of the branches of a condition the largest counts."""
+    counted, uncounted = 0.0, False
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        own = _product(eqn)
+        parts = [products(inner) for inner in _inner(eqn)]
+        name = eqn.primitive.name
+        if name == "while":
+            uncounted |= any(part.counted > 0 or part.uncounted for part in parts)
+            continue
+        inside = [part.counted for part in parts]
+        both = max(inside, default=0.0) if name == "cond" else sum(inside)
+        counted += own + both * _times(eqn)
+        uncounted |= any(part.uncounted for part in parts)
+    return Products(counted, uncounted)
+
+
+def _product(eqn: Any) -> float:
+    """`2 * size of one operand * what the other has beside what is contracted or shared`; 0 for other operations."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "dot_general":
+        (_, contracted), (_, shared) = params["dimension_numbers"]
+        return 2.0 * eqn.invars[0].aval.size * _free(eqn.invars[1].aval.shape, (*contracted, *shared))
+    if name in ("ragged_dot_general", "ragged_dot"):
+        numbers = params["ragged_dot_dimension_numbers"]
+        (_, contracted), (_, shared) = numbers.dot_dimension_numbers
+        groups = tuple(numbers.rhs_group_dimensions)
+        return 2.0 * eqn.invars[0].aval.size * _free(eqn.invars[1].aval.shape, (*contracted, *shared, *groups))
+    return 0.0
+
+
+def _free(shape: tuple[int, ...], without: tuple[int, ...]) -> int:
+    return math.prod(size for axis, size in enumerate(shape) if axis not in without)
+
+
+def _times(eqn: Any) -> int:
+    """How often what is inside an equation is run, on all devices together."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "scan":
+        return params["length"]
+    if name == "shard_map":  # whose shapes are those of one device
+        mesh = params["mesh"]
+        return math.prod(mesh.shape[axis] for axis in params.get("manual_axes", mesh.axis_names))
+    if name == "pallas_call":
+        grid = params["grid_mapping"].grid
+        return math.prod(size for size in grid if isinstance(size, int))
+    return 1
+
+
+def _inner(eqn: Any) -> Iterator[Any]:
+    """The programs inside an equation."""
+    for value in eqn.params.values():
+        for each in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(getattr(each, "jaxpr", each), "eqns"):
+                yield each

@@ -1,0 +1,103 @@
+"""Which meshes are worth compiling: all that the devices can be, ranked by an estimate that needs no compiler."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eqx_decoders.axes import axes as axes_of_weights, named_leaves
+from eqx_decoders.decoder import Decoder
+from eqx_decoders.layout import Layout, device_bytes, names_of
+from eqx_decoders.planning.collectives import Collective
+from eqx_decoders.planning.machine import Machine
+from eqx_decoders.planning.memory import state_memory
+from eqx_decoders.planning.plan import moved_bytes
+from eqx_decoders.planning.roofline import Roofline, collective_seconds
+from eqx_decoders.training.flops import flops_per_token
+from eqx_decoders.training.step import Trainer
+
+
+_SUMS = 4  # of activations in a layer whose heads and mlp are split: two forward, two backward
+_AGAIN = 4 / 3  # operations, where a layer is computed again
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Of a mesh, without compiling: seconds of a step if nothing overlaps, and bytes of state and gradients."""
+
+    seconds: float
+    state: int
+
+
+def meshes(devices: int, slices: int, axes: Sequence[str]) -> list[dict[str, int]]:
+    """All sizes along `axes` whose product is the number of devices; `data` is a multiple of the slices."""
+    divisors = [size for size in range(1, devices + 1) if devices % size == 0]
+    found = [dict(zip(axes, sizes, strict=True)) for sizes in itertools.product(divisors, repeat=len(axes))]
+    return [mesh for mesh in found if math.prod(mesh.values()) == devices and mesh.get("data", 1) % slices == 0]
+
+
+def estimate(model: Decoder, trainer: Trainer, machine: Machine, *, batch_size: int, seq_len: int) -> Estimate:
+    """What a step costs by counting alone.
+
+    Weights are gathered twice and their gradients scattered once along what splits them but not the activations; of
+    layers whose heads are split, activations are added up; gradients are added up along `data`. What else is sent
+    (tokens to experts, the head's tiles) is left to the compiler.
+    """
+    execution = model.execution
+    layout, sizes, tokens = execution.layout, execution.layout.sizes, batch_size * seq_len
+    devices = len(machine.places)
+    memory = state_memory(trainer, trainer.abstract(model, key=jax.random.key(0)), machine.memory)
+    seconds: dict[str, float] = {}
+
+    def send(kind: str, bytes: int, axes: tuple[str, ...], times: int = 1) -> None:
+        group = _group(layout, axes)
+        if len(group) > 1 and bytes > 0:
+            one = Collective(
+                kind=kind, bytes=bytes, times=1, groups=(group,), axes=axes, shape="", phase="", cause="",
+                unknown=False,
+            )  # fmt: skip
+            for name, time in collective_seconds(one, machine).items():
+                seconds[name] = seconds.get(name, 0.0) + times * time
+
+    for axes, size in _gathered(model).items():
+        send("all-gather", size, axes, times=3)
+    parts = layout.activation_parts("batch length embed", (batch_size, seq_len, model.config.embed_dim))
+    activations = tokens * model.config.embed_dim * jnp.dtype(execution.precision.compute).itemsize // parts
+    heads = tuple(axis for axis in ("tensor", "tensor_sequence") if sizes[axis] > 1)
+    send("all-reduce", activations, heads, times=_SUMS * len(model.config.blocks))
+    send("all-reduce", memory.gradients, ("data",) if sizes["data"] > 1 else ())
+    compute = tokens * flops_per_token(model, seq_len, trainable=trainer.trainable) / devices / machine.flops
+    line = Roofline(
+        compute=compute * (1.0 if execution.remat is None else _AGAIN),
+        memory=moved_bytes(model, memory) / machine.memory_bandwidth,
+        networks=seconds,
+        model_flops_seconds=compute,
+    )
+    return Estimate(seconds=line.one_by_one, state=memory.state + memory.gradients)
+
+
+def _gathered(model: Decoder) -> dict[tuple[str, ...], int]:
+    """By the axes along which weights are gathered, the bytes that a device then has, in the dtype of products."""
+    words = axes_of_weights(model)
+    layout, dtype = model.execution.layout, jnp.dtype(model.execution.precision.compute)
+    found: dict[tuple[str, ...], int] = {}
+    for name, leaf in named_leaves(model).items():
+        axes = [axis for group in leaf.sharding.spec for axis in names_of(group)]
+        kept = {"tensor", "tensor_sequence", "stage"} | ({"expert"} if "experts" in words[name] else set())
+        along = tuple(axis for axis in layout.sizes if axis in axes and axis not in kept)
+        whole = device_bytes(leaf) // leaf.dtype.itemsize * math.prod(layout.sizes[axis] for axis in along)
+        if along:
+            found[along] = found.get(along, 0) + whole * dtype.itemsize
+    return found
+
+
+def _group(layout: Layout, axes: tuple[str, ...]) -> tuple[int, ...]:
+    """The places in the mesh of the first device and of those that it meets along these axes."""
+    sizes = layout.sizes
+    places = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+    chosen = places[tuple(slice(None) if name in axes else 0 for name in sizes)]
+    return tuple(int(place) for place in chosen.reshape(-1))

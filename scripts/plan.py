@@ -1,0 +1,14 @@
+"""Plan a training step for TPUs that are not here: the program `eqx-decoders plan`."""
+
+import os
+import sys
+
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+
+from eqx_decoders.cli.plan import main
+
+
+if __name__ == "__main__":
+    sys.exit(main())

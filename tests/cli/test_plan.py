@@ -1,0 +1,264 @@
+"""The plan program: its flags, the options of XLA, and plans for TPUs."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import eqx_decoders as ed
+from eqx_decoders.cli import plan as program
+from eqx_decoders.cli.plan import parse, single_flags
+from eqx_decoders.cli.xla_flags import OPTIONS, generation, options, set_options
+from eqx_decoders.hardware import CHIPS
+from eqx_decoders.planning.machine import Machine
+from eqx_decoders.planning.memory import Memory
+from eqx_decoders.planning.plan import Operations, Plan
+from eqx_decoders.planning.roofline import Roofline
+from eqx_decoders.training.settings import MeshConfig
+from tests.commands import call, run
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """The CPU's eight devices as if they were chips of a v5p; what `make_plan` is asked for instead of its result."""
+    asked = []
+
+    class Asked(Exception):
+        pass
+
+    def make_plan(model, trainer, machine, **given):
+        asked.append((model, trainer, machine, given))
+        raise Asked
+
+    chip = {chip.name: chip for chip in CHIPS}["v5p"]
+    monkeypatch.setattr(
+        program, "tpu_devices", lambda topology, slices: asked.append((topology, slices)) or jax.devices()
+    )
+    places = tuple((0, (i,), 0) for i in range(8))
+    monkeypatch.setattr(Machine, "of_tpus", classmethod(lambda cls, devices: cls(chip, places, (8,))))
+    monkeypatch.setattr(program, "make_plan", make_plan)
+
+    def ask(*words):
+        asked.clear()
+        with pytest.raises(Asked):
+            program.plan(parse([str(word) for word in words]))
+        return asked
+
+    return ask
+
+
+def test_flags_become_a_plan(here):
+    words = ("--topology", "v5p:2x2x2", "--slices", 2, "--mesh", "fsdp=4", "tensor=2", "--batch-size", 4)
+    more = ("--seq-len", 64, "--remat", "custom", "--remat-save", "out_proj", "--remat-offload", "context")
+    others = ("--optimizer.moments-dtype", "bfloat16", "--step.gradient-accumulation-steps", 1, "--head-bytes", 5)
+    (topology, slices), (model, trainer, machine, given) = here("tiny", *words, *more, *others, "--exchange-bytes", 6)
+    assert (topology, slices, machine.chip.name) == ("v5p:2x2x2", 2, "v5p")
+    execution = model.execution
+    assert execution.layout.sizes["fsdp"] == 4 and execution.layout.sizes["tensor"] == 2
+    assert (execution.head_bytes, execution.exchange_bytes) == (5, 6)
+    assert execution.remat.save == ("out_proj",) and execution.remat.offload == ("context",)
+    assert given == {"batch_size": 4, "seq_len": 64, "options": options("v5p")}
+    state = trainer.abstract(model, key=jax.random.key(0))
+    assert any(leaf.dtype == "bfloat16" for leaf in jax.tree.leaves(state.optimizer))
+
+
+def test_the_model_is_the_one_that_is_described(here, tmp_path):
+    def config(*words):
+        return here(*words, "--batch-size", 8, "--xla-flags", "none")[1][0]
+
+    assert len(config("tiny", "--set", "num_layers=2").config.blocks) == 2
+    assert config("tiny", "--mtp-depths", 1).config.mtp.num_depths == 1
+    file = tmp_path / "config.json"
+    file.write_text(config("gpt3-52k").config.to_json())
+    assert config("any", "--model-config", file).config == config("gpt3-52k").config
+    other = config("tiny", "--dtype", "bfloat16", "--params-dtype", "bfloat16", "--attention", "dot").execution
+    assert (other.attention, other.precision.params, other.precision.compute) == ("dot", "bfloat16", "bfloat16")
+    assert here("tiny", "--batch-size", 8, "--xla-flags", "none")[1][3]["options"] == {}
+
+
+def test_both_spellings_of_a_mesh():
+    assert single_flags(["m", "--mesh", "fsdp=16", "tensor_sequence=4", "--remat", "full"]) == [
+        "m", "--mesh.fsdp", "16", "--mesh.tensor-sequence", "4", "--remat", "full",
+    ]  # fmt: skip
+    assert parse(["tiny", "--mesh", "fsdp=2"]).mesh == parse(["tiny", "--mesh.fsdp", "2"]).mesh == MeshConfig(fsdp=2)
+    assert parse(["--set", "a=b", "--rows", "3", "tiny", "--json"]).rows == 3
+
+
+def test_a_search_compiles_what_is_ranked_first_and_keeps_less_until_it_fits(monkeypatch):
+    """Meshes of eight devices; what is kept without checkpoints does not fit anywhere."""
+    chip = {chip.name: chip for chip in CHIPS}["v5p"]
+    places = tuple((0, (i,), 0) for i in range(8))
+    monkeypatch.setattr(program, "tpu_devices", lambda topology, slices: jax.devices())
+    monkeypatch.setattr(Machine, "of_tpus", classmethod(lambda cls, devices: cls(chip, places, (8,))))
+    made, said = [], []
+
+    def make_plan(model, trainer, machine, **given):
+        made.append((model.execution.layout.sizes, model.execution.remat))
+        line = Roofline(compute=1.0, memory=1.0, networks={"fsdp": 9.0 / len(made)}, model_flops_seconds=1.0)
+        known = Memory(parameters=1, optimizer=2, means=0, gradients=1, capacity=10, peak=5)
+        memory = dataclasses.replace(known, needed=20 if model.execution.remat is None else None)
+        done = Operations(model=1.0, attention=0.0, computed=1.0, six_nd=1.0)
+        return Plan(
+            machine=machine, memory=memory, operations=done, collectives=(), roofline=line, seconds=1.0, told="",
+            tokens=8,
+        )  # fmt: skip
+
+    monkeypatch.setattr(program, "make_plan", make_plan)
+    config = parse(["tiny", "--search", "2", "--batch-size", "8", "--mesh.data", "1", "--seq-len", "64"])
+    best, plan, _, execution = program.search(config, said.append)
+    assert [remat is None for _, remat in made] == [True, False, True, False]
+    assert best.remat == "minimal_with_context" and plan.roofline.networks == {
+        "fsdp": 9 / 4
+    }  # the last was the fastest
+    assert execution.layout.sizes == made[-1][0] and made[0][0] != made[-1][0]
+    assert "2 are compiled" in said[0] and len(said) == 5
+
+
+def test_mistakes_are_sentences():
+    assert "model='tinny' is not known. Did you mean 'tiny'?" in call("plan", "tinny", code=2)[1]
+    assert "--batch-size=0 must be an integer of at least 1" in call("plan", "tiny", "--batch-size", "0", code=2)[1]
+
+
+# --- options of XLA ---
+
+
+def test_every_option_has_a_reason_and_known_chips():
+    names = {chip.name for chip in CHIPS}
+    assert all(option.reason and option.source and set(option.chips) <= names for option in OPTIONS)
+    for chip in (*names, None):
+        mine = [option.name for option in OPTIONS if not option.chips or chip in option.chips]
+        assert len(mine) == len(set(mine)) == len(options(chip))
+    assert options(None).items() <= options("v5p").items() and "xla_enable_async_all_gather" in options("v5p")
+    wrong = ("offload_reduce_scatter", "offload_all_reduce")  # losses were reported to be wrong with them
+    assert not [option.name for option in OPTIONS if option.name.endswith(wrong)]
+
+
+def test_what_users_have_set_stays(monkeypatch):
+    monkeypatch.setattr("eqx_decoders.cli.xla_flags.find_spec", lambda name: name)
+    own = {"LIBTPU_INIT_ARGS": "--xla_enable_async_all_gather=false --a=1", "TPU_ACCELERATOR_TYPE": "v5p-8"}
+    own["XLA_FLAGS"] = "--xla_tpu_overlap_compute_collective_tc=false"
+    added = set_options("auto", own)
+    assert added.keys() == options("v5p").keys() - {
+        "xla_enable_async_all_gather", "xla_tpu_overlap_compute_collective_tc",
+    }  # fmt: skip
+    words = own["LIBTPU_INIT_ARGS"].split()
+    assert words[:2] == ["--xla_enable_async_all_gather=false", "--a=1"]
+    assert words[2:] == [f"--{name}={value}" for name, value in added.items()]
+    assert set_options("auto", own) == {}  # once
+    for other in ({"JAX_PLATFORMS": "cpu"}, {"JAX_PLATFORMS": "cuda,cpu"}):
+        assert set_options("auto", other) == {} and "LIBTPU_INIT_ARGS" not in other
+    own = {}
+    assert set_options("none", own) == {} == own
+    monkeypatch.setattr("eqx_decoders.cli.xla_flags.find_spec", lambda name: None)
+    assert set_options("auto", own) == {} == own
+
+
+def test_train_sets_them_before_jax_starts(monkeypatch, tmp_path):
+    """`--xla-flags none` sets none (TrainConfig.xla_flags)."""
+    from eqx_decoders.cli import train
+
+    seen = []
+    monkeypatch.setattr(train, "set_options", seen.append)
+    monkeypatch.setattr(train, "_train", lambda config: seen.append("trains") or 0)
+    call("train", "--run-dir", tmp_path)
+    call("train", "--run-dir", tmp_path, "--xla-flags", "none")
+    assert seen == ["auto", "trains", "none", "trains"]
+
+
+@pytest.mark.parametrize(
+    "told, chip",
+    [("v5p-128", "v5p"), ("v5litepod-16", "v5e"), ("v6e-8", "v6e"), ("v4-8", "v4"), ("tpu7x-8", "v7x"), ("v99", None)],
+)
+def test_generations_by_the_name_of_the_machine(told, chip, tmp_path):
+    assert (
+        generation({"TPU_ACCELERATOR_TYPE": told}, tmp_path) == chip == generation({"ACCELERATOR_TYPE": told}, tmp_path)
+    )
+
+
+def test_generations_by_the_bus(tmp_path):
+    assert generation({}, tmp_path / "nothing") is None
+    for name, vendor, device in (("0", "0x8086", "0x0062"), ("1", "0x1ae0", "0x9999"), ("2", "0x1ae0", "0x006f")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "vendor").write_text(vendor + "\n")
+        (tmp_path / name / "device").write_text(device + "\n")
+    assert generation({}, tmp_path) == "v6e"
+
+
+# --- TPUs ---
+
+TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", sorted(TOPOLOGIES))
+def test_programs_compile_with_the_options_of_their_chip(chip):
+    """Each alone and all together: layers whose weights are gathered."""
+    pytest.importorskip("libtpu")
+    devices = program.tpu_devices(TOPOLOGIES[chip])
+    machine = Machine.of_tpus(devices)
+    assert machine.chip.name == chip and machine.chip.devices * machine.extents[0] * machine.extents[1] == len(devices)
+    mesh = Mesh(np.array(devices), ("fsdp",), axis_types=(AxisType.Auto,))
+    whole, split, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), (None, "fsdp"), ("fsdp",)))
+
+    def layers(x, weights):
+        def layer(x, w):
+            return jnp.tanh(x @ jax.lax.with_sharding_constraint(w, whole)), None
+
+        return jax.lax.scan(layer, x, weights)[0]
+
+    x = jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16, sharding=rows)
+    lowered = jax.jit(layers).lower(x, jax.ShapeDtypeStruct((4, 1024, 1024), jnp.bfloat16, sharding=split))
+    mine = options(chip)
+    for some in ({}, mine, *({name: value} for name, value in mine.items())):
+        lowered.compile(compiler_options=some)
+
+
+def plan_of(*words: object, code: int = 0) -> dict:
+    """What the script says of a step on four v5p, as data."""
+    pytest.importorskip("libtpu")
+    common = ("--topology", "v5p:2x2x1", "--mesh", "data=1", "fsdp=2", "tensor=2", "--remat", "save_qkv_proj", "--json")
+    return json.loads(run("plan.py", *words, *common, code=code)[0])
+
+
+def check_sums(data: dict, count: int) -> None:
+    memory = data["memory"]
+    assert sum(memory["rows"].values()) == memory["total"]
+    assert memory["parameters"] == pytest.approx(4 * count / 4, rel=0.01)
+    assert memory["optimizer"] == pytest.approx(2 * memory["parameters"], rel=0.01)
+    assert memory["fits"] and memory["peak"] == pytest.approx(memory["total"], rel=0.3)
+    if data["collectives"] is None:  # jaxlib is older than libtpu
+        assert "cannot be printed" in " ".join(data["advice"])
+        return
+    assert 0 < memory["kept"] < memory["temporaries"]
+    assert {axis for row in data["collectives"] for axis in row["axes"]} == {"fsdp", "tensor"}
+    networks = [name for name in data["seconds"]["parts"] if name not in ("compute", "memory")]
+    assert sum(data["seconds"]["parts"][name] for name in networks) < data["seconds"]["one_by_one"]
+
+
+@pytest.mark.slow
+def test_a_small_model_is_planned():
+    check_sums(plan_of("tiny", "--batch-size", 8, "--seq-len", 256), ed.count_parameters(ed.get_config("tiny")))
+
+
+@pytest.mark.slow
+def test_llama_1b_is_planned():
+    """Gathers of all weights of the layers in bf16, forward and again, are known bytes."""
+    data = plan_of("llama3.2-1b", "--batch-size", 8, "--seq-len", 2048)
+    check_sums(data, ed.count_parameters(ed.get_config("llama3.2-1b")))
+    if data["collectives"] is not None:
+        layers = 16 * (2048 * 64 * (32 + 8 + 8) + 32 * 64 * 2048 + 3 * 2048 * 8192) * 2 / 2
+        rows = [row for row in data["collectives"] if row["phase"] == "forward" and "head" not in row["cause"]]
+        gathered = sum(row["total"] for row in rows if row["kind"] == "all-gather")
+        assert gathered == pytest.approx(layers, rel=0.02)
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_said():
+    pytest.importorskip("libtpu")
+    words = ("llama3-8b", "--topology", "v5e:2x2", "--mesh.data", 1, "--mesh.fsdp", 4, "--set", "num_layers=2")
+    out, _ = run("plan.py", *words, "--batch-size", 64, "--seq-len", 8192, code=1)
+    assert "does not fit" in out and "the compiler asks for" in out
