@@ -31,7 +31,7 @@ from eqx_decoders.training.balance import expert_configs
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.runs import model_config
-from eqx_decoders.training.settings import MeshConfig, TrainConfig, describe_devices
+from eqx_decoders.training.settings import MeshConfig, PipelineConfig, TrainConfig, describe_devices
 from eqx_decoders.training.step import StepConfig, Trainer
 
 
@@ -71,6 +71,10 @@ class PlanConfig:
     """custom: names of tensors kept in the host's memory."""
     attention: str = "auto"
     """Attention kernel."""
+    context_order: Literal["plain", "zigzag"] = "plain"
+    """Order of the tokens of rows that mesh.context splits; zigzag gives all devices equal work."""
+    context_form: Literal["gather", "all_to_all"] = "gather"
+    """What devices that mesh.context splits rows over get: keys and values, or all tokens of some heads."""
     head_bytes: int = _DEFAULT.head_bytes
     """What a device may take for the head, gathered, and its gradient."""
     exchange_bytes: int = _DEFAULT.exchange_bytes
@@ -85,6 +89,7 @@ class PlanConfig:
     json: bool = False
     """Print data instead of text."""
     mesh: MeshConfig = MeshConfig()
+    pipeline: PipelineConfig = PipelineConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     step: StepConfig = StepConfig()
 
@@ -107,8 +112,7 @@ class PlanConfig:
 
     def execution(self, devices: Sequence[Any]) -> Execution:
         """Layout, dtypes and remat on these devices."""
-        run = self.training().execution(devices)
-        return dataclasses.replace(run, head_bytes=self.head_bytes, exchange_bytes=self.exchange_bytes)
+        return self.training().execution(devices)
 
 
 def tpu_devices(topology: str, slices: int = 1) -> list[Any]:

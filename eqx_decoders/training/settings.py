@@ -308,7 +308,8 @@ class TrainConfig:
 
     def execution(self, devices: Sequence[Any] | None = None) -> Execution:
         """Layout, dtypes and remat on these devices, or on those that are there."""
-        layout = Layout.create(**dataclasses.asdict(self.mesh), devices=devices, abstract=self.describe)
+        given: dict[str, Any] = {} if devices is None else {"devices": devices}
+        layout = Layout.create(**dataclasses.asdict(self.mesh), **given, abstract=self.describe)
         split = [axis for axis in ("data", "fsdp", "fsdp_transpose", "expert") if layout.sizes[axis] > 1]
         parts = math.prod(layout.sizes[axis] for axis in split)
         count = self.step.gradient_accumulation_steps
