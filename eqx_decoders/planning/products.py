@@ -56,8 +56,7 @@ def _times(eqn: Any) -> int:
     if name == "scan":
         return params["length"]
     if name == "shard_map":  # whose shapes are those of one device
-        mesh = params["mesh"]
-        return math.prod(mesh.shape[axis] for axis in params.get("manual_axes", mesh.axis_names))
+        return math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
     if name == "pallas_call":
         grid = params["grid_mapping"].grid
         return math.prod(size for size in grid if isinstance(size, int))

@@ -6,6 +6,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import eqx_decoders as ed
 from eqx_decoders.config_json import with_fields
@@ -125,6 +126,15 @@ def test_products_of_loops_branches_and_devices():
     assert again.counted == 10 * one  # four products, there and back, and of each pair the first again
     grouped = jax.make_jaxpr(jax.lax.ragged_dot)(jnp.zeros((4, 3)), jnp.zeros((2, 3, 5)), jnp.array([1, 3]))
     assert products(grouped) == Products(2 * 4 * 3 * 5, False)
+
+    # over one of two mesh axes, and inside over the other one: shapes are those of a device
+    layout = ed.Layout.create(stage=2, fsdp=4)
+    inside = jax.shard_map(
+        lambda x, w: layout.shard_map(lambda x, w: x @ w, (P("fsdp"), P()), P("fsdp"))(x, w),
+        mesh=layout.mesh, axis_names={"stage"}, in_specs=(P(), P()), out_specs=P(), check_vma=False,
+    )  # fmt: skip
+    found = products(jax.make_jaxpr(jax.jit(inside))(jnp.zeros((8, 3)), w))
+    assert found == Products(2 * 2 * 8 * 3 * 3, False)  # each stage multiplies all of them
 
 
 # --- memory and advice ---
