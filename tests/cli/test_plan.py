@@ -66,6 +66,15 @@ def test_flags_become_a_plan(here):
     assert any(leaf.dtype == "bfloat16" for leaf in jax.tree.leaves(state.optimizer))
 
 
+def test_long_rows_and_pipelines_are_planned_as_asked(here):
+    """`context_order`, `context_form`, `pipeline`."""
+    words = ("--context-order", "zigzag", "--context-form", "all_to_all", "--pipeline.microbatches", 4)
+    model = here("tiny", "--mesh", "context=2", "stage=2", "data=2", "--batch-size", 8, *words)[1][0]
+    execution = model.execution
+    assert (execution.context_order, execution.context_form) == ("zigzag", "all_to_all")
+    assert execution.pipeline is not None and execution.pipeline.microbatches == 4
+
+
 def test_the_model_is_the_one_that_is_described(here, tmp_path):
     def config(*words):
         return here(*words, "--batch-size", 8, "--xla-flags", "none")[1][0]
