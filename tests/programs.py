@@ -32,6 +32,7 @@ def tpu_devices(topology: str, **options: int) -> list:
     from jax.experimental import topologies
 
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # tests run in two processes; none has a TPU
     jax.devices()  # XLA:CPU has read XLA_FLAGS now; libtpu ends the process at one that it does not know
     os.environ.pop("XLA_FLAGS", None)
     return topologies.get_topology_desc(topology_name=topology, platform="tpu", **options).devices
