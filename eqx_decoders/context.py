@@ -29,9 +29,6 @@ _WORDS = {
     "context_form": ContextForm,
 }
 
-# About 2 % of a step are saved for models whose head fits.
-_HEAD_BYTES = 2 * 10**9
-
 
 class RunOptions(TypedDict, total=False):
     """The fields of `Execution` that say nothing of devices and dtypes, as keywords of functions."""
@@ -119,7 +116,7 @@ class Execution:
     layer_stats: bool = False
     attention_maxima: bool = False
     lookup: LookupName = "gather"
-    head_bytes: int = _HEAD_BYTES
+    head_bytes: int = 2 * 10**9
     exchange_bytes: int = 10**9
     context_order: ContextOrder = "plain"
     context_form: ContextForm = "gather"

@@ -3,22 +3,20 @@
 Weights and activations need a table each: `embed` of a weight and `batch` of an activation both want `fsdp`.
 """
 
-import contextlib
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 from jaxtyping import Array, PyTree
 
 from eqx_decoders.axes import AXES, Axes, axes, check_axes, path_name
-from eqx_decoders.errors import ConfigError, check, check_integer, check_word
+from eqx_decoders.device_grid import device_grid, resolve_sizes
+from eqx_decoders.errors import ConfigError, check, check_word
 
 
 MESH_AXES: dict[str, str] = {
@@ -147,11 +145,11 @@ class Layout:
         count = len(devices)
         if abstract and (count % taken != 0 or -1 not in sizes.values()):
             count = taken
-        sizes = _resolve_sizes(sizes, count, devices[0].platform)
+        sizes = resolve_sizes(sizes, count, devices[0].platform)
         names, shape, auto = tuple(sizes), tuple(sizes.values()), (AxisType.Auto,) * len(sizes)
         if abstract:
             return cls(AbstractMesh(shape, names, axis_types=auto), weights, activations)
-        return cls(Mesh(_device_grid(sizes, devices), names, axis_types=auto), weights, activations)
+        return cls(Mesh(device_grid(sizes, devices), names, axis_types=auto), weights, activations)
 
     @property
     def platform(self) -> str:
@@ -222,12 +220,6 @@ class Layout:
         tables = {name: {word: _dropped(names, {"stage"}) for word, names in getattr(self, name)} for name in _TABLES}
         return dataclasses.replace(self, **tables)
 
-    def without_fsdp(self) -> "Layout":
-        """The layout whose weights are whole where they are gathered to be used; experts stay split."""
-        drop = {"fsdp", "fsdp_transpose", "context"}
-        rows = {word: _dropped(n, drop if word == "experts" else drop | {"expert"}) for word, n in self.weights}
-        return dataclasses.replace(self, weights=rows)
-
     def constrain(self, x: Array, words: str) -> Array:
         """Tell XLA how to split an activation: `layout.constrain(x, "batch length embed")`."""
         spec = self.activation_spec(words, x.shape)
@@ -247,6 +239,25 @@ class Layout:
             return x
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh_here, self.weight_spec(words)))
 
+    def used_spec(self, words: str | Axes) -> PartitionSpec:
+        """The partition of a weight where activations are multiplied by it: gathered along what splits their tokens.
+
+        What splits the same dimension of activations stays, as it does for experts and heads; so do stacked layers.
+        """
+        rows = dict(self.activations)
+        tokens = {*rows.get("batch", ()), *rows.get("length", ())}
+
+        def kept(word: str, names: tuple[str, ...]) -> tuple[str, ...] | None:
+            stays = (name for name in names if word == "layers" or name not in tokens or name in rows.get(word, ()))
+            return tuple(stays) or None
+
+        return PartitionSpec(
+            *(
+                kept(word, names_of(group))
+                for word, group in zip(check_axes("weight", words), self.weight_spec(words), strict=True)
+            )
+        )
+
     def gather_weight(self, x: Array, words: str | Axes) -> Array:
         """Tell XLA to gather a weight where it is used: split as activations are, whole where they are not.
 
@@ -255,12 +266,7 @@ class Layout:
         """
         if self.mesh is None or self.single:
             return x
-        stored, rows = self.weight_spec(words), dict(self.activations)
-        kept = (
-            tuple(name for name in names_of(group) if name in rows.get(word, ())) or None
-            for word, group in zip(check_axes("weight", words), stored, strict=True)
-        )
-        whole = PartitionSpec(*kept)
+        stored, whole = self.weight_spec(words), self.used_spec(words)
         if whole == stored:
             return x
         return _gather(NamedSharding(self.mesh_here, whole), NamedSharding(self.mesh_here, stored), x)
@@ -370,85 +376,6 @@ _TABLES = ("weights", "activations")
 
 def _dropped(names: tuple[str, ...], drop: set[str]) -> tuple[str, ...]:
     return tuple(name for name in names if name not in drop)
-
-
-def _resolve_sizes(sizes: dict[str, int], devices: int, platform: str) -> dict[str, int]:
-    """Replace the one -1 and check that the mesh has as many places as there are devices."""
-    free = [name for name, size in sizes.items() if size == -1]
-    check(len(free) <= 1, f"Layout: only one mesh axis can be -1, not {', '.join(free)}.")
-    for name, size in sizes.items():
-        if name not in free:
-            check_integer(f"Layout.{name}", size)
-    taken = math.prod(size for size in sizes.values() if size != -1)
-    text = " x ".join(f"Layout.{name}={size}" for name, size in sizes.items() if size > 1) or "Layout.data=1"
-    more = taken > devices and platform == "cpu"
-    eight = " XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight of a CPU." if more else ""
-    if free:
-        rule = f"{text} needs {taken} devices or a multiple of it for Layout.{free[0]}=-1, but {devices} are given"
-        check(devices % taken == 0, f"{rule}: choose other sizes.{eight}")
-        return sizes | {free[0]: devices // taken}
-    check(
-        taken == devices,
-        f"{text} needs {taken} devices, but {devices} are given. Set one axis to -1 to use all, "
-        f"or pass devices=jax.devices()[:{taken}].{eight}",
-    )
-    return sizes
-
-
-def _device_grid(sizes: dict[str, int], devices: list[Any]) -> np.ndarray:
-    """The devices in a mesh of these sizes, neighbours in it being neighbours in the machine as far as possible.
-
-    Slices of TPUs are joined by a slower network: `data` crosses it, or else `stage`, and every other axis stays within
-    one slice. Raises ConfigError, with the nearest meshes that these devices can be, if they cannot be this one.
-    """
-    try:
-        return _arrange(sizes, devices)
-    except (ValueError, NotImplementedError, AssertionError) as error:
-        text = " x ".join(f"Layout.{name}={size}" for name, size in sizes.items() if size > 1)
-        slices = len(_slices(devices))
-        reason = f"{slices} slices, which data or stage must cross" if slices > 1 else str(error).split(". ")[0]
-        near = " or ".join(itertools.islice(_nearest(sizes, devices), 3))
-        remedy = f"The nearest that can: {near}" if near else "Give other sizes"
-        raise ConfigError(f"{text} does not fit on {len(devices)} devices ({reason}). {remedy}.") from error
-
-
-def _arrange(sizes: dict[str, int], devices: list[Any]) -> np.ndarray:
-    shape, slices = tuple(sizes.values()), len(_slices(devices))
-    if slices > 1:
-        data = math.gcd(sizes["data"], slices)
-        across = dict.fromkeys(sizes, 1) | {"data": data, "stage": slices // data}
-        within = tuple(size // across[name] for name, size in sizes.items())
-        if any(size % across[name] for name, size in sizes.items()):
-            raise ValueError("slices do not divide data x stage")
-        return mesh_utils.create_hybrid_device_mesh(
-            within, tuple(across.values()), devices, allow_split_physical_axes=True
-        )
-    try:
-        if slices == 0:  # no torus: neighbours are those whose numbers are
-            return mesh_utils.create_device_mesh(shape, devices)
-        return jax.make_mesh(shape, tuple(sizes), devices=devices).devices
-    except NotImplementedError:  # an axis that is no product of whole axes of the torus: some links are not used
-        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-
-
-def _slices(devices: list[Any]) -> set[int]:
-    """The slices of TPUs that the devices belong to; other platforms have no such thing, or none that matters."""
-    return {getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"}
-
-
-def _nearest(sizes: dict[str, int], devices: list[Any]) -> Iterator[str]:
-    """Meshes with other sizes along the same axes and along `data`, the most similar ones first."""
-    names = [name for name, size in sizes.items() if size > 1 or name == "data"]
-    divisors = [size for size in range(1, len(devices) + 1) if len(devices) % size == 0]
-    found = [each for each in itertools.product(divisors, repeat=len(names)) if math.prod(each) == len(devices)]
-
-    def distance(each: tuple[int, ...]) -> float:
-        return sum(abs(math.log(size / sizes[name])) for name, size in zip(names, each, strict=True))
-
-    for each in sorted(found, key=distance)[:100]:
-        with contextlib.suppress(ValueError, NotImplementedError, AssertionError):
-            _arrange(sizes | dict(zip(names, each, strict=True)), devices)
-            yield " x ".join(f"{name}={size}" for name, size in zip(names, each, strict=True) if size > 1)
 
 
 def out_shardings(shapes: PyTree) -> PyTree:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Key, PyTree
 
-from eqx_decoders.axes import axes, path_name
+from eqx_decoders.axes import Axes, axes, path_name
 from eqx_decoders.block import Block
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check
@@ -93,7 +93,7 @@ def _piped(
 
     def stage(weights, by_layer, rows, x, number):
         if setup.gather != "iteration":
-            weights = _scattering(functools.partial(_split_like, here, segment), weights)
+            weights = _scattering(functools.partial(_split, here, here.weight_spec, segment), weights)
         keys, inputs = by_layer
         if keys is not None:
             keys = jax.vmap(jax.random.fold_in, (0, None))(keys.reshape(-1), number)
@@ -112,7 +112,7 @@ def _piped(
         pipeline=setup,
         layout=layout,
         contiguous=_contiguous(segment, layers * stages * setup.repeats, layout),
-        gathered=functools.partial(_split_like, here.without_fsdp(), segment),
+        gathered=functools.partial(_split, here, here.used_spec, segment),
         policy=None if (outer := get_remat(execution.remat)) is None else outer.policy(),
     )
     return x, tuple(join_parts(stat) for stat in stats)
@@ -123,12 +123,12 @@ def _contiguous(segment: Segment, layers: int, layout: Layout) -> bool:
     return layers == segment.repeats and layout.weight_spec("layers", (layers,))[0] is not None
 
 
-def _split_like(layout: Layout, segment: Segment, weights: PyTree) -> PyTree:
-    """Pieces of a segment's weights, split as a layout says, whatever leading axes they have."""
+def _split(layout: Layout, spec_of: Callable[[Axes], PartitionSpec], segment: Segment, weights: PyTree) -> PyTree:
+    """Pieces of a segment's weights, split as `spec_of` says of their words, whatever leading axes they have."""
     words = axes(segment)
 
     def one(path, leaf):
-        inner = layout.weight_spec(words[f"unit.{path_name(path)}"])[1:]
+        inner = spec_of(words[f"unit.{path_name(path)}"])[1:]
         spec = PartitionSpec(*(None,) * (leaf.ndim - len(inner)), *inner)
         return jax.lax.with_sharding_constraint(leaf, NamedSharding(layout.mesh_here, spec))
 

@@ -26,16 +26,13 @@ def drop_compiled_programs() -> None:
         jax.clear_caches()
 
 
-def tpu_devices(topology: str, **options: int) -> list:
-    """The devices of a TPU topology, or of `num_slices` of it, to compile for: needs libtpu (extra "aot"), no TPU."""
+def tpu_devices(topology: str, slices: int = 1) -> list:
+    """The devices of a TPU topology, or of several of it, to compile for: needs libtpu (extra "aot"), no TPU."""
     pytest.importorskip("libtpu")
-    from jax.experimental import topologies
+    from eqx_decoders.cli import plan  # not before the tests' type hook is there
 
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # tests run in two processes; none has a TPU
-    jax.devices()  # XLA:CPU has read XLA_FLAGS now; libtpu ends the process at one that it does not know
-    os.environ.pop("XLA_FLAGS", None)
-    return topologies.get_topology_desc(topology_name=topology, platform="tpu", **options).devices
+    return plan.tpu_devices(topology, slices)
 
 
 @contextlib.contextmanager

@@ -75,6 +75,16 @@ def test_cache_is_split_over_batch_and_heads():
     )
 
 
+def test_weights_are_gathered_along_what_splits_their_tokens():
+    layout = ed.Layout.create(expert=2, fsdp=2, tensor=2)
+    assert layout.used_spec("embed mlp") == P(None, "tensor")
+    assert layout.used_spec("experts embed mlp") == P("expert", None, "tensor")  # tokens travel
+    assert layout.used_spec("ngram_features embed") == P("tensor", None)  # sums of parts
+    long = ed.Layout.create(stage=2, fsdp_transpose=2, tensor_sequence=2)
+    assert long.used_spec("layers embed heads head_dim") == P("stage", None, "tensor_sequence", None)
+    assert long.used_spec("mlp embed") == P("tensor_sequence", None)
+
+
 @pytest.mark.parametrize("length, gathered", [(64, True), (1, False)])
 def test_a_weight_is_gathered_by_many_tokens(length, gathered):
     """And its gradient comes back split; for a few tokens XLA decides."""
@@ -204,7 +214,7 @@ def test_the_hosts_of_a_slice_hold_every_row_of_a_batch(sizes, rows, first):
 
 @pytest.mark.slow
 def test_between_slices_there_are_only_copies_or_stages():
-    devices = tpu_devices("v5p:2x2x4", num_slices=2)
+    devices = tpu_devices("v5p:2x2x4", slices=2)
     for sizes in (dict(data=2, fsdp=16), dict(data=4, fsdp=4, tensor=2), dict(stage=2, fsdp=16)):
         layout = ed.Layout.create(**sizes, devices=devices)
         name = "data" if "data" in sizes else "stage"

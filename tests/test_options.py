@@ -499,7 +499,8 @@ DATA = {
     "Blocks", "KVShape", "ChatTemplate", "Difference", "Family", "GenerationConfig", "Greedy", "Kernel", "ModelInfo",
     "Origin", "Recipe", "RemoteFile", "Shape", "StateShape", "StoredTensor", "MXFP4Tensor", "BlockScaledTensor",
     "TailShape", "TextModel", "Weight", "WeightMapping", "Wiring", "Part", "Section", "BranchFunction", "HeadSplit",
-    "BlockSizes", "Chip", "Collective", "Machine", "Memory", "Operations", "Plan", "Roofline", "Route", "Estimate",
+    "BlockSizes", "Tiles", "Chip", "Collective", "Machine", "Memory", "Operations", "Plan", "Roofline", "Route",
+    "Estimate",
 }  # fmt: skip
 
 

@@ -23,8 +23,9 @@ from eqx_decoders.layers.router import RouterConfig
 from eqx_decoders.pipeline import run_pipeline
 from eqx_decoders.stages import run_segment
 from eqx_decoders.training.data import DataConfig
+from eqx_decoders.training.mesh_settings import MeshConfig, PipelineConfig, describe_pipeline
 from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.settings import MeshConfig, PipelineConfig, TrainConfig, describe_pipeline
+from eqx_decoders.training.settings import TrainConfig
 from eqx_decoders.training.step import StepConfig, Trainer
 from tests.cases import check, draw, legal
 from tests.compare import assert_close

@@ -29,8 +29,9 @@ from eqx_decoders.io.hub import resolve
 from eqx_decoders.io.huggingface import load_hf, read_config
 from eqx_decoders.io.processes import from_first
 from eqx_decoders.io.rundir import RunLock
+from eqx_decoders.training.mesh_settings import MeshConfig
 from eqx_decoders.training.runs import export_run, keep_source, load_run, local_run
-from eqx_decoders.training.settings import MeshConfig, TrainConfig, load_settings, save_settings, settings_json
+from eqx_decoders.training.settings import TrainConfig, load_settings, save_settings, settings_json
 
 
 DIFFERENT = 1

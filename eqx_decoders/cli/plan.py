@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from eqx_decoders.cli import own_errors, program, require
 from eqx_decoders.cli.devices import mesh_flags
 from eqx_decoders.cli.xla_flags import FlagsName, options
-from eqx_decoders.context import Execution
+from eqx_decoders.context import ContextForm, ContextOrder, Execution
 from eqx_decoders.create import abstract, with_mtp
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import ConfigError, check, check_integer, check_word, need_extra
@@ -29,13 +29,13 @@ from eqx_decoders.planning.report import as_data, report
 from eqx_decoders.planning.search import estimate, meshes
 from eqx_decoders.training.balance import expert_configs
 from eqx_decoders.training.data import DataConfig
+from eqx_decoders.training.mesh_settings import MeshConfig, PipelineConfig, describe_devices
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.runs import model_config
-from eqx_decoders.training.settings import MeshConfig, PipelineConfig, TrainConfig, describe_devices
+from eqx_decoders.training.settings import TrainConfig
 from eqx_decoders.training.step import StepConfig, Trainer
 
 
-_DEFAULT = Execution()
 _KEEPING_LESS = ("none", "minimal_with_context", "save_qkv_proj", "full")  # what a search tries, from there on
 
 
@@ -71,13 +71,13 @@ class PlanConfig:
     """custom: names of tensors kept in the host's memory."""
     attention: str = "auto"
     """Attention kernel."""
-    context_order: Literal["plain", "zigzag"] = "plain"
+    context_order: ContextOrder = Execution.context_order
     """Order of the tokens of rows that mesh.context splits; zigzag gives all devices equal work."""
-    context_form: Literal["gather", "all_to_all"] = "gather"
+    context_form: ContextForm = Execution.context_form
     """What devices that mesh.context splits rows over get: keys and values, or all tokens of some heads."""
-    head_bytes: int = _DEFAULT.head_bytes
+    head_bytes: int = Execution.head_bytes
     """What a device may take for the head, gathered, and its gradient."""
-    exchange_bytes: int = _DEFAULT.exchange_bytes
+    exchange_bytes: int = Execution.exchange_bytes
     """What a device may take for tokens that it gets for its experts."""
     xla_flags: FlagsName = "auto"
     """Options of XLA: auto, those that `train` sets on such TPUs; none: XLA's defaults."""

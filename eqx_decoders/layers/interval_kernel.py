@@ -6,17 +6,12 @@ kernel holds one block of sums while blocks of the other side stream past it.
     forward:  S = Q K',  out = softmax(S) V,  lse = logsumexp S
     backward: P = exp(S - lse),  D = sum(out * dO) - dlse,  dS = P * (dO V' - D)
               dQ = dS K  (blocks of queries held),  dK = dS' Q,  dV = P' dO  (blocks of keys held)
-
-What a tile needs of the mask follows from the extremes of its queries' intervals and of its keys' positions and
-segments: either no query sees a key of it, and it is skipped; or all see all, and no mask is applied; or segments and
-positions are compared. This holds for any order of positions. Only the blocks from the first to the last that a
-held block sees are read at all.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +21,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Int
 
 from eqx_decoders.layers.block_sizes import BlockSizes, block_sizes
+from eqx_decoders.layers.interval_tiles import Tiles, make_schedule
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Mask, interval, seen_keys
 from eqx_decoders.layers.scores import EMPTY, Result, cap_scores
-
-
-MOST = jnp.iinfo(jnp.int32).max
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,153 +61,6 @@ def _product(left: Array, right: Array, left_axis: int, right_axis: int) -> Arra
         precision=jax.lax.Precision.DEFAULT if left.dtype == jnp.bfloat16 else None,
         preferred_element_type=jnp.float32,
     )
-
-
-# --- what a tile needs of the mask ---
-
-
-_POSITIONS, _SEGMENTS = 2**20, 2**11
-
-
-def _code(plan: _Plan, position: Array, segment: Array) -> Array:
-    """A number that keeps the order of positions within a segment, and of segments.
-
-    Positions beyond 2^20 have one number, and segments 2^11 apart the same: then tiles may be visited in vain, no more.
-    """
-    if not plan.segments:
-        return position
-    return (segment % _SEGMENTS) * _POSITIONS + jnp.minimum(position, _POSITIONS - 1)
-
-
-class _Schedule(NamedTuple):
-    """What is known of whole blocks, [batch, blocks] each; with `MOST` and -1 where nothing of a block counts.
-
-    - `reach`: of each block that is held the first block that it sees, and how many there are up to the last.
-    - `queries`: the least code of a first position, last position and segment; the largest code of a last position,
-        first position and segment; whether all queries see anything.
-    - `keys`: the least code, position and segment; the largest; whether all are tokens.
-    """
-
-    reach: list[Array]
-    queries: list[Array]
-    keys: list[Array]
-
-
-def _schedule(
-    plan: _Plan, intervals: Array, positions: Array, query_block: int, key_block: int, keys_held: bool
-) -> _Schedule:
-    first, last, segment = (intervals[:, i] for i in range(3))
-    least, largest = (_code(plan, first, segment), last, segment), (_code(plan, last, segment), first, segment)
-    queries = _extremes(least, largest, first <= last, query_block)
-    position, segment = positions[:, 0], positions[:, 1]
-    row = (_code(plan, position, segment), position, segment)
-    keys = _extremes(row, row, position >= 0, key_block)
-    sees = _sees([x[:, :, None] for x in queries], [x[:, None, :] for x in keys])
-    return _Schedule(_reach(sees.swapaxes(1, 2) if keys_held else sees), queries, keys)
-
-
-def _extremes(
-    least: Sequence[Array], largest: Sequence[Array], counts: Bool[Array, "batch length"], block: int
-) -> list[Array]:
-    """Of what counts in each block the least and the largest of some numbers, and whether all of it does."""
-
-    def blocks(x: Array) -> Array:
-        return x.reshape(x.shape[0], -1, block)
-
-    counts = blocks(counts)
-    fields = [jnp.where(counts, blocks(x), MOST).min(-1) for x in least]
-    fields += [jnp.where(counts, blocks(x), -1).max(-1) for x in largest]
-    return [*fields, counts.all(-1).astype(jnp.int32)]
-
-
-def _sees(queries: Sequence[Array], keys: Sequence[Array]) -> Array:
-    """Whether a query of a block may see a key of a block, from their extremes."""
-    return (queries[0] <= keys[3]) & (keys[0] <= queries[3])
-
-
-def _sees_all(queries: Sequence[Array], keys: Sequence[Array]) -> Array:
-    """Whether every query of a block sees every key of a block."""
-    _, last, segment, _, first, last_segment, all_queries = queries
-    _, position, key_segment, _, last_position, last_key_segment, all_keys = keys
-    inside = (first <= position) & (last_position <= last) & (all_queries + all_keys == 2)
-    return inside & (segment == last_key_segment) & (key_segment == last_segment) & (segment == last_segment)
-
-
-def _reach(sees: Bool[Array, "batch held streamed"]) -> list[Array]:
-    index = jnp.arange(sees.shape[2], dtype=jnp.int32)[None, None]
-    start, end = jnp.where(sees, index, sees.shape[2]).min(2), jnp.where(sees, index + 1, 0).max(2)
-    return [jnp.where(end > 0, start, 0), jnp.maximum(end - start, 0)]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Tiles:
-    """Which tile a step of a grid works on, by the schedule as one row of numbers in scalar memory (where the last of
-    several dimensions would be padded).
-
-    The grid is (batch, heads, blocks of queries, steps), or (batch, key heads, blocks of keys, groups, steps).
-    """
-
-    batch: int
-    groups: int
-    query_block: int
-    key_block: int
-    rows: int  # blocks of queries
-    columns: int  # blocks of keys
-    keys_held: bool
-
-    def entry(self, table: Any, field: int, batch: Any, block: Any) -> Any:
-        """Fields 0 and 1 are the schedule's reach, then come 7 of the queries and 7 of the keys."""
-        counts = [self.columns if self.keys_held else self.rows] * 2 + [self.rows] * 7 + [self.columns] * 7
-        return table[self.batch * sum(counts[:field]) + batch * counts[field] + block]
-
-    def streamed(self, table: Any, batch: Any, held: Any, step: Any) -> Any:
-        """The block that is read. Where a row ends before others do its last block stays, and is not read again."""
-        start, count = (self.entry(table, field, batch, held) for field in range(2))
-        return start + jnp.minimum(step, jnp.maximum(count - 1, 0))
-
-    def visit(self, table: Any, batch: Any, held: Any, step: Any, add: Callable[[bool], None]) -> None:
-        """Run `add(masked)` if the step's tile has anything that is seen."""
-        start, count = (self.entry(table, field, batch, held) for field in range(2))
-
-        @pl.when(step < count)
-        def _():
-            i, j = (start + step, held) if self.keys_held else (held, start + step)
-            queries = [self.entry(table, field, batch, i) for field in range(2, 9)]
-            keys = [self.entry(table, field, batch, j) for field in range(9, 16)]
-            sees, sees_all = _sees(queries, keys), _sees_all(queries, keys)
-            pl.when(sees & sees_all)(lambda: add(False))
-            pl.when(sees & ~sees_all)(lambda: add(True))
-
-    def spec(self, place: str, dims: tuple[int, ...]) -> pl.BlockSpec:
-        """The block of an array that lies in a place."""
-        shape = {
-            "queries": (1, 1, self.query_block, dims[-1]),
-            "keys": (1, 1, self.key_block, dims[-1]),
-            "intervals": (1, dims[-2], self.query_block),
-            "positions": (1, dims[-2], self.key_block),
-            "rows": (1, 1, dims[-2], self.query_block),
-        }[place]
-
-        def index(*ids: Any) -> tuple:
-            batch, head, kv_head, i, j = self._at(*ids)
-            return {
-                "queries": (batch, head, i, 0),
-                "keys": (batch, kv_head, j, 0),
-                "intervals": (batch, 0, i),
-                "positions": (batch, 0, j),
-                "rows": (batch, head, 0, i),
-            }[place]
-
-        return pl.BlockSpec(shape, index)
-
-    def _at(self, *ids: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """(batch, head, key head, block of queries, block of keys)"""
-        *at, table = ids
-        if self.keys_held:
-            batch, kv_head, held, group, step = at
-            return batch, kv_head * self.groups + group, kv_head, self.streamed(table, batch, held, step), held
-        batch, head, held, step = at
-        return batch, head, jax.lax.div(head, self.groups), held, self.streamed(table, batch, held, step)
 
 
 # --- the kernels ---
@@ -315,6 +161,23 @@ def _key_kernel(
 # --- their calls: arrays are [batch, heads, length, dim], in whole blocks ---
 
 
+def _tiles(plan: _Plan, query: tuple[int, ...], key: tuple[int, ...], keys_held: bool) -> Tiles:
+    """Of arrays with these shapes."""
+    if keys_held:
+        query_block, key_block = plan.query_blocks.streamed, plan.key_blocks.held
+    else:
+        query_block, key_block = plan.query_blocks.held, plan.key_blocks.streamed
+    return Tiles(
+        batch=query[0],
+        groups=query[1] // key[1],
+        query_block=query_block,
+        key_block=key_block,
+        rows=query[2] // query_block,
+        columns=key[2] // key_block,
+        keys_held=keys_held,
+    )
+
+
 def _call(
     plan: _Plan,
     kernel: Callable,
@@ -334,25 +197,16 @@ def _call(
     - `features`: of all products of a tile together.
     - `keys_held`: whether blocks of keys are held and blocks of queries stream.
     """
-    arrays = [array for _, array in operands]
-    (batch, heads, length, _), (_, kv_heads, kv_length, _) = arrays[0].shape, arrays[1].shape
-    held = plan.key_blocks.held if keys_held else plan.query_blocks.held
-    query_block, key_block = (plan.query_blocks.streamed, held) if keys_held else (held, plan.key_blocks.streamed)
-    rows, columns, groups = length // query_block, kv_length // key_block, heads // kv_heads
-    tiles = _Tiles(
-        batch=batch,
-        groups=groups,
-        query_block=query_block,
-        key_block=key_block,
-        rows=rows,
-        columns=columns,
-        keys_held=keys_held,
-    )
-    named = dict(operands)
-    schedule = _schedule(plan, named["intervals"], named["positions"], query_block, key_block, keys_held)
+    arrays, named = [array for _, array in operands], dict(operands)
+    tiles = _tiles(plan, arrays[0].shape, arrays[1].shape, keys_held)
+    blocks = tiles.query_block, tiles.key_block
+    schedule = make_schedule(plan.segments, named["intervals"], named["positions"], *blocks, keys_held)
     # compiled, the grid ends with the longest row of tiles; the interpreter's grids are static
-    steps = (rows if keys_held else columns) if plan.interpret else jnp.maximum(schedule.reach[1].max(), 1)
-    grid = (batch, kv_heads, columns, groups, steps) if keys_held else (batch, heads, rows, steps)
+    longest = tiles.rows if keys_held else tiles.columns
+    steps = longest if plan.interpret else jnp.maximum(schedule.reach[1].max(), 1)
+    (batch, heads, length, _), (_, kv_heads, kv_length, _) = arrays[0].shape, arrays[1].shape
+    grid = (batch, kv_heads, tiles.columns, tiles.groups) if keys_held else (batch, heads, tiles.rows)
+    held, grid = tiles.key_block if keys_held else tiles.query_block, (*grid, steps)
     shapes = [jax.ShapeDtypeStruct(*result[1:]) for result in results]
     pairs = batch * heads * length * plan.keys_seen(kv_length)
     return pl.pallas_call(

@@ -131,9 +131,8 @@ def attend(
     }
     needs = (mask, platform, frozenset(field for field, is_asked in asked.items() if is_asked))
     able = [name for name, other in KERNELS.items() if other.lacks(*needs) is None]
-    chosen = (
-        _choose(platform, query.shape[1], key.shape[1], local and "interval" in able) if kernel == "auto" else kernel
-    )
+    lengths, interval = (query.shape[1], key.shape[1]), local and "interval" in able
+    chosen = _choose(platform, *lengths, interval) if kernel == "auto" else kernel
     check_word("kernel", chosen, (*KERNELS, "auto"))
     lacking = KERNELS[chosen].lacks(*needs)
     check(lacking is None, f"kernel={chosen!r} cannot do {lacking} (mask={mask}). These can: {', '.join(able)}.")

@@ -9,18 +9,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from eqx_decoders.planning.hlo import Op, Program, Run, members, shape_bytes
+from eqx_decoders.planning.hlo import KINDS, Op, Program, Run, members, shape_bytes
 
 
-KINDS = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
 _BETWEEN = re.compile(r'_xla_megascale_transfer_type="(\w+)"')  # how XLA:TPU sends between slices
 _SCATTERS = "all-reduce-scatter"  # how XLA:TPU names a computation that reduces and keeps a part
 
@@ -33,7 +24,7 @@ class Collective:
 
     **Arguments:**
 
-    - `kind`: one of `KINDS`.
+    - `kind`: one of `hlo.KINDS`.
     - `bytes`: of its largest buffer on a device: what a gather returns, what a reduction takes.
     - `times`: how often a step runs it.
     - `groups`: the places in the mesh that take part together; of a permutation the pairs.

@@ -21,6 +21,18 @@ _EITHER = re.compile(r"\b(?:true|false)_computation=%?([\w.\-]+)")
 _REDUCERS = ("all-reduce", "reduce-scatter", "reduce", "reduce-window", "sort", "scatter", "map", "select-and-scatter")
 
 
+# collectives
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+
 class Op(NamedTuple):
     """One operation: `%name = shape kind(rest`, the rest being operands and attributes. root: what is returned."""
 
@@ -222,16 +234,5 @@ def _branches(op: Op) -> list[str]:
 
 def _weight(runs: list[Run]) -> tuple[int, int]:
     """Of branches the one that communicates most counts, then the longest."""
-    moved = sum(run.times * shape_bytes(run.op.shape) for run in runs if run.op.base in _COMMUNICATING)
+    moved = sum(run.times * shape_bytes(run.op.shape) for run in runs if run.op.base in KINDS)
     return moved, len(runs)
-
-
-_COMMUNICATING = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-    "ragged-all-to-all",
-    "collective-broadcast",
-)

@@ -1,6 +1,7 @@
 """A plan of a training step: compiled for a machine that is not there, counted, and estimated."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -8,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from eqx_decoders.axes import axes, named_leaves
 from eqx_decoders.decoder import Decoder
-from eqx_decoders.layout import Layout
+from eqx_decoders.layout import Layout, names_of
 from eqx_decoders.planning.collectives import Collective, collectives
 from eqx_decoders.planning.hlo import Program, parse
 from eqx_decoders.planning.machine import Machine
@@ -157,11 +159,10 @@ def moved_bytes(model: Decoder, memory: Memory) -> int:
     The state is read and written, gradients and what is kept are written and read, and each product's weights, in the
     dtype of products, are read in the forward pass, for the gradient of its input, and once more if recomputed.
     """
-    layout, dtype = model.execution.layout, jnp.dtype(model.execution.precision.compute)
-    gathered = ("fsdp", "fsdp_transpose", "context")
-    parts = 1
-    for axis, size in layout.sizes.items():
-        parts *= size if axis not in gathered and axis != "data" else 1
-    weights = sum(leaf.size for leaf in jax.tree.leaves(model)) * dtype.itemsize // parts
+    layout, dtype, words = model.execution.layout, jnp.dtype(model.execution.precision.compute), axes(model)
+    weights = 0
+    for name, leaf in named_leaves(model).items():
+        axes_left = [axis for group in layout.used_spec(words[name]) for axis in names_of(group)]
+        weights += leaf.size * dtype.itemsize // math.prod(layout.sizes[axis] for axis in axes_left)
     passes = 2 if model.execution.remat is None else 3
     return 2 * memory.state + 2 * memory.gradients + 2 * (memory.kept or 0) + passes * weights

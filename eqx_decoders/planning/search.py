@@ -86,9 +86,9 @@ def _gathered(model: Decoder) -> dict[tuple[str, ...], int]:
     layout, dtype = model.execution.layout, jnp.dtype(model.execution.precision.compute)
     found: dict[tuple[str, ...], int] = {}
     for name, leaf in named_leaves(model).items():
-        axes = [axis for group in leaf.sharding.spec for axis in names_of(group)]
-        kept = {"tensor", "tensor_sequence", "stage"} | ({"expert"} if "experts" in words[name] else set())
-        along = tuple(axis for axis in layout.sizes if axis in axes and axis not in kept)
+        stored, used = ([axis for group in spec for axis in names_of(group)]
+                        for spec in (leaf.sharding.spec, layout.used_spec(words[name])))  # fmt: skip
+        along = tuple(axis for axis in layout.sizes if axis in stored and axis not in used)
         whole = device_bytes(leaf) // leaf.dtype.itemsize * math.prod(layout.sizes[axis] for axis in along)
         if along:
             found[along] = found.get(along, 0) + whole * dtype.itemsize

@@ -246,7 +246,7 @@ class _Scores(NamedTuple):
     def losses(self, split: HeadSplit, known, z_loss):
         """(loss, nll, correct) of each token, and its normaliser. A tie for the highest logit counts as correct."""
         highest = split.highest(self.highest)
-        total = split.over_ids(self.total * jnp.exp(self.highest - highest)) if split.ids else self.total
+        total = split.over_ids(self.total * jnp.exp(self.highest - highest))
         normaliser = highest + jnp.log(total)
         picked = jnp.where(known, split.over_ids(self.picked), jnp.nan)
         nll = normaliser - picked
@@ -267,7 +267,7 @@ def _with_z_loss(nll, normaliser, z_loss):
 
 
 def _sums(split, losses, weights):
-    # in one array: XLA can't print a TPU's program in which several are added up together
+    # in one array, so that devices meet once
     loss, nll, correct = split.over_rows(jnp.stack([jnp.sum(weights * each) for each in losses]))
     return loss, LossSums(nll, correct)
 

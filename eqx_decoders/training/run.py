@@ -38,6 +38,7 @@ from eqx_decoders.training.data import make_dataset, make_held_out_sets, prepare
 from eqx_decoders.training.evaluation import HeldOut, describe_held_out, evaluate_sets, sample_text
 from eqx_decoders.training.flops import device_flops, flops_per_token
 from eqx_decoders.training.goodput import Goodput, WallTime, run_start
+from eqx_decoders.training.mesh_settings import describe_devices, describe_pipeline
 from eqx_decoders.training.metrics import MetricsRow, read_metrics
 from eqx_decoders.training.plots import plot_loads, plot_losses
 from eqx_decoders.training.processes import host_rows, place
@@ -62,8 +63,6 @@ from eqx_decoders.training.runs import (
 )
 from eqx_decoders.training.settings import (
     TrainConfig,
-    describe_devices,
-    describe_pipeline,
     flag,
     is_new,
     save_settings,

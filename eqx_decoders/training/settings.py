@@ -7,21 +7,20 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-import jax
-
-from eqx_decoders.context import Execution
+from eqx_decoders.context import ContextForm, ContextOrder, Execution
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.families import list_models
 from eqx_decoders.io.files import write_json
 from eqx_decoders.layers.kernel import KERNELS
 from eqx_decoders.layout import Layout
 from eqx_decoders.numerics import Precision
-from eqx_decoders.pipeline import AXIS, GatherName, Pipeline
+from eqx_decoders.pipeline import Pipeline
 from eqx_decoders.remat import POLICIES, Remat
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.lora import LORA_WEIGHTS, LoRAConfig
+from eqx_decoders.training.mesh_settings import MeshConfig, PipelineConfig
 from eqx_decoders.training.mixture import shares_of
 from eqx_decoders.training.optimizer import OptimizerConfig, make_schedule
 from eqx_decoders.training.settings_file import flat_settings, read_mapping, typed_settings, with_settings
@@ -71,42 +70,6 @@ _OF_A_START = (
 )
 
 Changes = Mapping[str, tuple[Any, Any]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MeshConfig:
-    """Devices along each axis of the mesh; one of them may be -1: all that the others leave."""
-
-    data: int = -1
-    """Copies of the model, each with its part of the batch."""
-    stage: int = 1
-    """Parts into which layers are cut: stages of `pipeline`, or weights that are gathered where they are used."""
-    fsdp: int = 1
-    """Parts into which weights and batch are cut; weights are gathered where they are used."""
-    fsdp_transpose: int = 1
-    """The same along the weights' mlp axis."""
-    context: int = 1
-    """Parts into which sequences are cut."""
-    tensor: int = 1
-    """Parts into which heads, mlp and vocab are cut."""
-    tensor_sequence: int = 1
-    """Like tensor, with the length cut between the layers."""
-    expert: int = 1
-    """Parts into which experts are cut."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PipelineConfig:
-    """How layers run as a pipeline over `mesh.stage`."""
-
-    microbatches: int | None = None
-    """Parts of the batch that pass the stages one behind the other, at least as many as stages; None: no pipeline."""
-    repeats: int = 1
-    """How often each part passes all stages: more repeats leave less time unused and send more."""
-    delay: bool = False
-    """Send results while the next ones are computed; needs twice as many parts."""
-    gather: GatherName = "iteration"
-    """When a stage gathers weights that are cut by fsdp: for each part, once for all parts in each repeat, or once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,16 +142,16 @@ class TrainConfig:
     """custom: names of tensors kept in the host's memory."""
     attention: str = "auto"
     """Attention kernel."""
-    context_order: Literal["plain", "zigzag"] = "plain"
+    context_order: ContextOrder = Execution.context_order
     """Order of the tokens of rows that `mesh.context` splits. zigzag: each device has a piece from the front and one
     from the end, so that causal attention is as much work for all; for models of attention alone."""
-    context_form: Literal["gather", "all_to_all"] = "gather"
+    context_form: ContextForm = Execution.context_form
     """What devices that `mesh.context` splits rows over get: keys and values of all tokens, or all tokens of some
     heads."""
-    head_bytes: int = 2 * 10**9
+    head_bytes: int = Execution.head_bytes
     """What a device of a mesh may take for the output head's weights and their gradient in the loss; if they need more
     it goes through the vocabulary in parts, for a third more work there."""
-    exchange_bytes: int = 10**9
+    exchange_bytes: int = Execution.exchange_bytes
     """What a device may take for the tokens that its experts get from others at a time."""
     xla_flags: Literal["auto", "none"] = "auto"
     """Options of XLA on TPUs: auto, those that others use on such chips (see `cli.xla_flags`), but never one that
@@ -245,10 +208,10 @@ class TrainConfig:
         check_word("params_dtype", self.params_dtype, ("float32", "bfloat16"))
         check_word("remat", self.remat, (*POLICIES, "custom"))
         check_word("attention", self.attention, ("auto", *KERNELS))
-        check_word("context_order", self.context_order, ("plain", "zigzag"))
+        check_word("context_order", self.context_order, get_args(ContextOrder))
+        check_word("context_form", self.context_form, get_args(ContextForm))
         for field in ("head_bytes", "exchange_bytes"):
             check_integer(field, getattr(self, field))
-        check_word("context_form", self.context_form, ("gather", "all_to_all"))
         for tracker in self.trackers or ():
             check_word("trackers", tracker, PACKAGES)
         custom = self.remat == "custom"
@@ -340,10 +303,7 @@ class TrainConfig:
         )
 
     def _pipeline(self) -> Pipeline | None:
-        asked = self.pipeline
-        if asked.microbatches is None:
-            return None
-        return Pipeline(microbatches=asked.microbatches, repeats=asked.repeats, delay=asked.delay, gather=asked.gather)
+        return None if self.pipeline.microbatches is None else Pipeline(**dataclasses.asdict(self.pipeline))
 
 
 def changed_settings(old: TrainConfig, new: TrainConfig) -> Changes:
@@ -462,20 +422,3 @@ def _read_settings(path: Path) -> dict[str, Any]:
     """The JSON of a run's settings, without its history."""
     check(path.is_file(), f"{path} is not there: {path.parent} is no run directory of scripts/train.py.")
     return {name: value for name, value in read_mapping(path).items() if name != "history"}
-
-
-def describe_devices(layout: Layout) -> str:
-    """`"cpu, data=2 x fsdp=4"`."""
-    if layout.mesh is None:
-        return f"{jax.devices()[0].device_kind}, one device"
-    axes = " x ".join(f"{name}={size}" for name, size in layout.mesh.shape.items() if size > 1) or "one device"
-    return f"{layout.mesh.devices.flat[0].device_kind}, {axes}"
-
-
-def describe_pipeline(execution: Execution) -> str | None:
-    """`"pipeline: 2 stages x 2 repeats, 4 microbatches, 11.1 % bubbles"`; None for none."""
-    setup, stages = execution.pipeline, execution.layout.sizes.get(AXIS, 1)
-    if setup is None:
-        return None
-    text = f"pipeline: {stages} stages x {setup.repeats} repeats, {setup.microbatches} microbatches"
-    return f"{text}, {setup.bubble_share(stages):.1%} bubbles".replace("%", " %")

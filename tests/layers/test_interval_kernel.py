@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.layers import interval_kernel
+from eqx_decoders.layers import interval_kernel, interval_tiles
 from eqx_decoders.layers.block_sizes import BLOCK_SIZES, SAFE, BlockSizes, block_sizes
 from eqx_decoders.layers.kernel import EMPTY, KERNELS, attend
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Causal, Chunked, SlidingWindow, Spans, visible
@@ -144,9 +144,9 @@ def schedule(places, *, mask, keys_held):
     )
     sizes = (16, 32) if keys_held else (32, 16)
     rows = interval_kernel._intervals_and_positions(plan, AttentionPositions(**places))
-    (start, count), queries, keys = interval_kernel._schedule(plan, *rows, *sizes, keys_held)
+    (start, count), queries, keys = interval_tiles.make_schedule(plan.segments, *rows, *sizes, keys_held)
     tables = [x[:, :, None] for x in queries], [x[:, None, :] for x in keys]
-    sees, sees_all = interval_kernel._sees(*tables), interval_kernel._sees_all(*tables)
+    sees, sees_all = interval_tiles.may_see(*tables), interval_tiles.all_see(*tables)
     index = jnp.arange(sees.shape[1 if keys_held else 2])[None, None]
     read = (index >= start[:, :, None]) & (index < (start + count)[:, :, None])
     return read.swapaxes(1, 2) if keys_held else read, sees, sees_all

@@ -11,11 +11,11 @@ import pytest
 
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.remat import Remat
-from eqx_decoders.training import data, optimizer, settings, step
+from eqx_decoders.training import data, mesh_settings, optimizer, settings, step
 from eqx_decoders.training.data import DataConfig
+from eqx_decoders.training.mesh_settings import MeshConfig, PipelineConfig
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.settings import (
-    MeshConfig,
     TrainConfig,
     changed_settings,
     flags,
@@ -272,7 +272,8 @@ def test_run_directories_of_earlier_versions_are_read(tmp_path):
 
 CLASSES = [
     (settings, TrainConfig),
-    (settings, MeshConfig),
+    (mesh_settings, MeshConfig),
+    (mesh_settings, PipelineConfig),
     (optimizer, OptimizerConfig),
     (step, StepConfig),
     (data, DataConfig),

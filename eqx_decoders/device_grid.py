@@ -1,0 +1,92 @@
+"""How many devices there are along each axis of a mesh, and which stands where."""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+
+from eqx_decoders.errors import ConfigError, check, check_integer
+
+
+def resolve_sizes(sizes: dict[str, int], devices: int, platform: str) -> dict[str, int]:
+    """Replace the one -1 and check that the mesh has as many places as there are devices."""
+    free = [name for name, size in sizes.items() if size == -1]
+    check(len(free) <= 1, f"Layout: only one mesh axis can be -1, not {', '.join(free)}.")
+    for name, size in sizes.items():
+        if name not in free:
+            check_integer(f"Layout.{name}", size)
+    taken = math.prod(size for size in sizes.values() if size != -1)
+    text = " x ".join(f"Layout.{name}={size}" for name, size in sizes.items() if size > 1) or "Layout.data=1"
+    more = taken > devices and platform == "cpu"
+    eight = " XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight of a CPU." if more else ""
+    if free:
+        rule = f"{text} needs {taken} devices or a multiple of it for Layout.{free[0]}=-1, but {devices} are given"
+        check(devices % taken == 0, f"{rule}: choose other sizes.{eight}")
+        return sizes | {free[0]: devices // taken}
+    check(
+        taken == devices,
+        f"{text} needs {taken} devices, but {devices} are given. Set one axis to -1 to use all, "
+        f"or pass devices=jax.devices()[:{taken}].{eight}",
+    )
+    return sizes
+
+
+def device_grid(sizes: dict[str, int], devices: list[Any]) -> np.ndarray:
+    """The devices in a mesh of these sizes, neighbours in it being neighbours in the machine as far as possible.
+
+    Slices of TPUs are joined by a slower network: `data` crosses it, or else `stage`, and every other axis stays within
+    one slice. Raises ConfigError, with the nearest meshes that these devices can be, if they cannot be this one.
+    """
+    try:
+        return _arrange(sizes, devices)
+    except (ValueError, NotImplementedError, AssertionError) as error:
+        text = " x ".join(f"Layout.{name}={size}" for name, size in sizes.items() if size > 1)
+        slices = len(_slices(devices))
+        reason = f"{slices} slices, which data or stage must cross" if slices > 1 else str(error).split(". ")[0]
+        near = " or ".join(itertools.islice(_nearest(sizes, devices), 3))
+        remedy = f"The nearest that can: {near}" if near else "Give other sizes"
+        raise ConfigError(f"{text} does not fit on {len(devices)} devices ({reason}). {remedy}.") from error
+
+
+def _arrange(sizes: dict[str, int], devices: list[Any]) -> np.ndarray:
+    shape, slices = tuple(sizes.values()), len(_slices(devices))
+    if slices > 1:
+        data = math.gcd(sizes["data"], slices)
+        across = dict.fromkeys(sizes, 1) | {"data": data, "stage": slices // data}
+        within = tuple(size // across[name] for name, size in sizes.items())
+        if any(size % across[name] for name, size in sizes.items()):
+            raise ValueError("slices do not divide data x stage")
+        return mesh_utils.create_hybrid_device_mesh(
+            within, tuple(across.values()), devices, allow_split_physical_axes=True
+        )
+    try:
+        if slices == 0:  # no torus: neighbours are those whose numbers are
+            return mesh_utils.create_device_mesh(shape, devices)
+        return jax.make_mesh(shape, tuple(sizes), devices=devices).devices
+    except NotImplementedError:  # an axis that is no product of whole axes of the torus: some links are not used
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+
+
+def _slices(devices: list[Any]) -> set[int]:
+    """The slices of TPUs that the devices belong to; other platforms have no such thing, or none that matters."""
+    return {getattr(device, "slice_index", 0) for device in devices if device.platform == "tpu"}
+
+
+def _nearest(sizes: dict[str, int], devices: list[Any]) -> Iterator[str]:
+    """Meshes with other sizes along the same axes and along `data`, the most similar ones first."""
+    names = [name for name, size in sizes.items() if size > 1 or name == "data"]
+    divisors = [size for size in range(1, len(devices) + 1) if len(devices) % size == 0]
+    found = [each for each in itertools.product(divisors, repeat=len(names)) if math.prod(each) == len(devices)]
+
+    def distance(each: tuple[int, ...]) -> float:
+        return sum(abs(math.log(size / sizes[name])) for name, size in zip(names, each, strict=True))
+
+    for each in sorted(found, key=distance)[:100]:
+        with contextlib.suppress(ValueError, NotImplementedError, AssertionError):
+            _arrange(sizes | dict(zip(names, each, strict=True)), devices)
+            yield " x ".join(f"{name}={size}" for name, size in zip(names, each, strict=True) if size > 1)
