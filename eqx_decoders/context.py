@@ -14,7 +14,7 @@ from eqx_decoders.pipeline import Pipeline
 from eqx_decoders.remat import Remat, RematName, get_remat
 
 
-AttentionName = Literal["auto", "dot", "chunked", "interval"]
+AttentionName = Literal["auto", "dot", "chunked", "interval", "splash", "cudnn"]
 ExpertsName = Literal["auto", "dense", "dropless", "capacity"]
 ExchangeName = Literal["auto", "gather", "all_to_all"]
 LookupName = Literal["gather", "one_hot"]
@@ -70,8 +70,11 @@ class Execution:
     - `layout`: where weights and activations live.
     - `precision`: dtypes of weights and activations.
     - `remat`: a policy's name, a `Remat`, or None (= `"none"`).
-    - `attention`: an attention kernel's name: `"dot"`, all scores at once; `"chunked"`, block by block; `"interval"`, a
-        Pallas kernel for TPU; or `"auto"`, the one that suits platform and shapes.
+    - `attention`: an attention kernel's name: `"dot"`, all scores at once; `"chunked"`, block by block; for TPU
+        `"interval"`, a Pallas kernel of our own, or `"splash"`, JAX's, which can do less; for NVIDIA's GPUs `"cudnn"`,
+        fused kernels for 16-bit numbers, without soft caps, sinks and a past; or `"auto"`, the one that suits platform
+        and shapes: `dot` for a few tokens, else `interval` on TPU, `cudnn` on GPU where it is exact, and `chunked`
+        everywhere else.
     - `experts`: how experts are run: `"dense"`, all on all tokens; `"dropless"`, sorted by expert; `"capacity"`, which
         drops tokens beyond `ExpertsConfig.capacity_factor`; `"auto"`, capacity where there is such a factor, else
         dropless. The first two ignore the factor.
@@ -158,6 +161,7 @@ class Context(eqx.Module):
     - `execution`: how the pass is run.
     - `cache_is_empty`: whether caches are known to be empty, so that nothing of the past is read.
     - `keeps_all`: whether none of the tokens will be rejected, so that a recurrent layer may propose its state.
+    - `gapless`: whether each row is known to be one document at positions 0, 1, 2, …, without padding.
     - `tokens`: their ids; None where embeddings were given.
     - `spans`: of each token the first and the last position of its span, -1 for none; None where there are none.
     - `rotary_positions`: positions of several dimensions; None where they are those of `positions`.
@@ -170,6 +174,7 @@ class Context(eqx.Module):
     execution: Execution = eqx.field(static=True, default=Execution())
     cache_is_empty: bool = eqx.field(static=True, default=False)
     keeps_all: bool = eqx.field(static=True, default=False)
+    gapless: bool = eqx.field(static=True, default=False)
     tokens: Int[Array, "batch length"] | None = None
     spans: Any = None
     rotary_positions: Int[Array, "batch length dimensions"] | None = None

@@ -295,12 +295,14 @@ class Attention(eqx.Module):
             query_positions=ctx.positions,
             query_spans=ctx.spans if self.config.spans else None,
             soft_cap=self.config.soft_cap,
+            needs_lse=past is not None or self.sink is not None,
         )
         segments: dict[str, Any] = dict(query_segments=ctx.segment_ids, key_segments=ctx.segment_ids)
         assert entries.value is not None
         chosen = self._choose_blocks(query, entries.key, past, ctx)
         own: dict[str, Any] = dict(key_positions=ctx.positions, selected=chosen.present, **segments)
         own["aligned"] = ctx.execution.context_order == "plain"
+        own["gapless"] = ctx.gapless and own["aligned"]
         parts = [attend_on_mesh(query, entries.key, entries.value, **own, **common)]
         if past is not None:  # a row of a cache is one document: no segments
             assert past.value is not None

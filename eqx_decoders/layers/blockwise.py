@@ -257,6 +257,7 @@ def blockwise(
     selected: Array | None,
     soft_cap: float | None,
     aligned: bool,
+    gapless: bool,
     platform: str,
 ) -> Result:
     """Attention as `attend` defines it. Under remat, saving "context" (out and lse) saves the whole forward pass."""

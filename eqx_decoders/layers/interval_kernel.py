@@ -316,6 +316,7 @@ def interval_attention(
     selected: Array | None,
     soft_cap: float | None,
     aligned: bool,
+    gapless: bool,
     platform: str,
 ) -> Result:
     """Attention as `attend` defines it, for TPUs; on any other platform it is interpreted, slowly.

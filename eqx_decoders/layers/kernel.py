@@ -17,7 +17,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from eqx_decoders.errors import check, check_number, check_word
+from eqx_decoders.errors import ConfigError, check, check_number, check_word
+from eqx_decoders.layers import cudnn_attention, splash_attention
+from eqx_decoders.layers.attention_call import Call
 from eqx_decoders.layers.blockwise import blockwise, blockwise_max
 from eqx_decoders.layers.interval_kernel import interval_attention
 from eqx_decoders.layers.mask import AttentionPositions, Mask, Spans, check_segments, visible
@@ -56,8 +58,8 @@ def with_sink(
 class Kernel:
     """One way to compute attention, and what it can do.
 
-    `function(query, key, value, places, *, mask, selected, soft_cap, aligned, platform) -> (out, lse)` with `attend`'s
-    meaning; `places` are the positions, segments and spans.
+    `function(query, key, value, places, *, mask, selected, soft_cap, aligned, gapless, platform) -> (out, lse)` with
+    `attend`'s meaning; `places` are the positions, segments and spans. `refusal` says what else it cannot do.
     """
 
     name: str
@@ -69,16 +71,21 @@ class Kernel:
     selection: bool = True
     unequal_value_dim: bool = True
     float16: bool = True
+    lse: bool = True
+    refusal: Callable[[Call], str | None] = lambda call: None
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
 
-    def lacks(self, mask: Mask, platform: str, wanted: frozenset[str]) -> str | None:
-        """The first of these things that this kernel cannot do, in words, or None; `wanted` are names of fields."""
-        if not isinstance(mask, self.masks):
-            return f"the mask {mask}"
+    def lacks(self, call: Call) -> str | None:
+        """The first thing about a call that this kernel cannot do, in words, or None."""
+        if not isinstance(call.mask, self.masks):
+            return f"the mask {call.mask}"
+        asks = call.asks
         lacking = next(
-            (words for field, words in _ABILITIES.items() if field in wanted and not getattr(self, field)), None
+            (words for field, words in _ABILITIES.items() if field in asks and not getattr(self, field)), None
         )
-        return lacking or (None if platform in self.platforms else f"the platform {platform!r}")
+        if lacking is None and call.platform not in self.platforms:
+            lacking = f"the platform {call.platform!r}"
+        return lacking or self.refusal(call)
 
 
 _ABILITIES = {
@@ -88,6 +95,7 @@ _ABILITIES = {
     "selection": "a selection of keys",
     "unequal_value_dim": "value_dim unlike head_dim",
     "float16": "float16",
+    "lse": "a log-sum-exp that is merged or has a gradient",
 }
 
 
@@ -105,6 +113,8 @@ def attend(
     selected: Bool[Array, "batch selected_heads length kv_length"] | None = None,
     soft_cap: float | None = None,
     aligned: bool = False,
+    gapless: bool = False,
+    needs_lse: bool = True,
     local: bool = False,
     kernel: str = "auto",
     platform: str = "cpu",
@@ -114,29 +124,40 @@ def attend(
     Query head h uses key head h // (heads // kv_heads). Positions below 0 are no tokens; a query that sees nothing has
     out = 0 and lse = EMPTY. The tokens of one of `query_spans` see each other whatever the mask. Of what a query sees
     only the keys that are `selected` count, for all heads alike or for each. `aligned` is the caller's promise that
-    queries and keys are the same tokens in the same order, with positions that increase strictly within a segment.
-    `local` says that the arrays are one device's own: inside `shard_map`, or without a mesh. `kernel` is a name in
-    KERNELS or "auto", which goes by `platform`, the shapes and `local`: XLA cannot split kernels of Pallas. Raises
-    ConfigError where the kernel cannot do it.
+    queries and keys are the same tokens in the same order, with positions that increase strictly within a segment;
+    `gapless` promises, beside that, that each row is one document at positions 0, 1, 2, …, without padding. Without
+    `needs_lse` nothing reads lse, which may then be NaN. `local` says that the arrays are one device's own: inside
+    `shard_map`, or without a mesh. `kernel` is a name in KERNELS or "auto": see `choose`. Raises ConfigError where the
+    kernel cannot do it.
     """
     places = AttentionPositions(query_positions, key_positions, query_segments, key_segments, query_spans)
     _check(query, key, places, selected, soft_cap, aligned)
-    asked = {
-        "soft_cap": soft_cap is not None,
-        "segments": query_segments is not None,
-        "spans": query_spans is not None,
-        "selection": selected is not None,
-        "unequal_value_dim": key.shape[3] != value.shape[3],
-        "float16": any(x.dtype == jnp.float16 for x in (query, key, value)),
-    }
-    needs = (mask, platform, frozenset(field for field, is_asked in asked.items() if is_asked))
-    able = [name for name, other in KERNELS.items() if other.lacks(*needs) is None]
-    lengths, interval = (query.shape[1], key.shape[1]), local and "interval" in able
-    chosen = _choose(platform, *lengths, interval) if kernel == "auto" else kernel
+    check(aligned or not gapless, "gapless=True needs aligned=True: it is about queries that are the keys.")
+    call = Call(
+        mask=mask,
+        platform=platform,
+        batch=query.shape[0],
+        length=query.shape[1],
+        kv_length=key.shape[1],
+        head_dim=query.shape[3],
+        value_dim=value.shape[3],
+        dtypes=(query.dtype, key.dtype, value.dtype),
+        soft_cap=soft_cap is not None,
+        segments=query_segments is not None,
+        spans=query_spans is not None,
+        selected_heads=0 if selected is None else selected.shape[1],
+        aligned=aligned,
+        gapless=gapless,
+        local=local,
+        needs_lse=needs_lse,
+    )
+    chosen = choose(call) if kernel == "auto" else kernel
     check_word("kernel", chosen, (*KERNELS, "auto"))
-    lacking = KERNELS[chosen].lacks(*needs)
-    check(lacking is None, f"kernel={chosen!r} cannot do {lacking} (mask={mask}). These can: {', '.join(able)}.")
-    options = dict(mask=mask, selected=selected, soft_cap=soft_cap, aligned=aligned, platform=platform)
+    lacking = KERNELS[chosen].lacks(call)
+    if lacking is not None:
+        able = ", ".join(name for name, other in KERNELS.items() if other.lacks(call) is None)
+        raise ConfigError(f"kernel={chosen!r} cannot do {lacking} (mask={mask}). These can: {able}.")
+    options = dict(mask=mask, selected=selected, soft_cap=soft_cap, aligned=aligned, gapless=gapless, platform=platform)
     return KERNELS[chosen].function(query, key, value, places, **options)
 
 
@@ -185,11 +206,19 @@ def _check(
         check(count in (1, heads), f"selected has {count} heads: give one for all heads, or each of heads={heads}.")
 
 
-def _choose(platform: str, length: int, kv_length: int, interval: bool) -> str:
-    """Blocks pay once the scores of a head are too many to keep. `interval`: whether that kernel can be had."""
-    if min(length, kv_length) < (32 if platform == "cpu" else 512):
+FUSED = {"tpu": "interval", "gpu": "cudnn"}  # by platform: what "auto" takes before "chunked"
+
+
+def choose(call: Call) -> str:
+    """The kernel that "auto" takes: one that can do all of this call.
+
+    Blocks pay once the scores of a head are too many to keep. A platform's own kernel needs arrays of one device: XLA
+    cannot split it.
+    """
+    if min(call.length, call.kv_length) < (32 if call.platform == "cpu" else 512):
         return "dot"
-    return "interval" if interval else "chunked"
+    fused = FUSED.get(call.platform)
+    return fused if fused is not None and call.local and KERNELS[fused].lacks(call) is None else "chunked"
 
 
 # --- dot: the plain one ---
@@ -205,6 +234,7 @@ def _dot(
     selected: Array | None,
     soft_cap: float | None,
     aligned: bool,
+    gapless: bool,
     platform: str,
 ) -> Result:
     """All scores at once: the definition, and the fastest for a few queries. Memory grows with length x kv_length."""
@@ -233,5 +263,24 @@ KERNELS: dict[str, Kernel] = {
     "chunked": Kernel(name="chunked", function=blockwise),
     "interval": Kernel(
         name="interval", function=interval_attention, selection=False, float16=False, platforms=("tpu",)
+    ),
+    "splash": Kernel(
+        name="splash",
+        function=splash_attention.splash_attention,
+        spans=False,
+        selection=False,
+        float16=False,
+        lse=False,
+        refusal=splash_attention.refusal,
+        platforms=("tpu",),
+    ),
+    "cudnn": Kernel(
+        name="cudnn",
+        function=cudnn_attention.cudnn_attention,
+        soft_cap=False,
+        unequal_value_dim=False,
+        lse=False,
+        refusal=cudnn_attention.refusal,
+        platforms=("gpu",),
     ),
 }

@@ -268,7 +268,8 @@ class LatentAttention(eqx.Module):
             platform = ctx.execution.layout.platform
             scores = max_scores(query, key, platform=platform, **self._present(ctx, selected))
             stats["max_scores"] = jnp.max(scores, axis=0)
-        return self._attend(query, key, value, ctx, selected)[0], stats
+        out, _ = self._attend(query, key, value, ctx, selected, needs_lse=False)
+        return out, stats
 
     def _absorbed(
         self, query: Array, latent: Array, past: Past | StackedPast, ctx: Context, choice: CachedChoice | None = None
@@ -297,10 +298,18 @@ class LatentAttention(eqx.Module):
         return ctx.constrain(jnp.concatenate([latent, rope, zeros], axis=-1), "batch length heads latent")
 
     def _attend(
-        self, query: Array, key: Array, value: Array, ctx: Context, selected: Bool[Array, "..."] | None = None
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        ctx: Context,
+        selected: Bool[Array, "..."] | None = None,
+        needs_lse: bool = True,
     ) -> Result:
         """Attention over the tokens of this call."""
-        return attend_on_mesh(query, key, value, execution=ctx.execution, **self._present(ctx, selected))
+        present = self._present(ctx, selected)
+        present |= dict(needs_lse=needs_lse, gapless=ctx.gapless and present["aligned"])
+        return attend_on_mesh(query, key, value, execution=ctx.execution, **present)
 
     def _present(self, ctx: Context, selected: Bool[Array, "..."] | None) -> dict[str, Any]:
         """What the tokens of this call see of each other."""

@@ -40,6 +40,8 @@ def attend_on_mesh(
     selected: Bool[Array, "batch selected_heads length kv_length"] | None = None,
     soft_cap: float | None = None,
     aligned: bool = False,
+    gapless: bool = False,
+    needs_lse: bool = True,
     key_axis: Literal["length", "slots"] = "length",
 ) -> Result:
     """`attend`, by the kernel and on the mesh that `execution` says.
@@ -48,13 +50,17 @@ def attend_on_mesh(
     """
     layout = execution.layout
     options: dict[str, Any] = dict(mask=mask, soft_cap=soft_cap, kernel=execution.attention, platform=layout.platform)
+    options["needs_lse"] = needs_lse
     of_queries = dict(query_positions=query_positions, query_segments=query_segments, query_spans=query_spans)
     of_keys = dict(key_positions=key_positions, key_segments=key_segments)
     if layout.single:
         places = of_queries | of_keys
-        return attend(query, key, value, **places, selected=selected, aligned=aligned, local=True, **options)
+        return attend(
+            query, key, value, **places, selected=selected, aligned=aligned, gapless=gapless, local=True, **options
+        )
     plan = _make_plan(execution, query.shape, key.shape, key_axis)
-    options["aligned"] = aligned and (plan.exchanges or not plan.shared)
+    whole = plan.exchanges or not plan.shared
+    options |= dict(aligned=aligned and whole, gapless=gapless and whole)
 
     def run(query, key, value, selected, of_queries, of_keys):
         key, value = (plan.in_order(plan.needed_keys(x)) for x in (key, value))
