@@ -24,7 +24,7 @@ MESH_AXES: dict[str, str] = {
     "stage": "layers: stages of a pipeline",
     "fsdp": "the batch and the weights' embed axis: gathered where they are used (ZeRO-3)",
     "fsdp_transpose": "the batch and the weights' mlp axis",
-    "context": "the length of sequences",
+    "context": "the length of sequences, and the slots of caches",
     "tensor": "heads, mlp and vocab of weights and activations (Megatron)",
     "tensor_sequence": "like tensor for weights; between the layers the length is split instead",
     "expert": "experts; for all other weights like fsdp",
@@ -62,6 +62,7 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "channels": ("tensor", "tensor_sequence"),
     "vocab": ("tensor", "tensor_sequence"),
     "length": ("context", "tensor_sequence"),
+    "slots": ("context",),
 }
 
 Table = tuple[tuple[str, tuple[str, ...]], ...]

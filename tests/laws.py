@@ -26,23 +26,23 @@ def check_pieces(model: Decoder, pieces: tuple[int, ...]) -> None:
     assert_close(jnp.concatenate(found, axis=1), whole)
 
 
-def check_ragged_pieces(model: Decoder, layout: ed.Layout) -> None:
+def check_ragged_pieces(model: Decoder, layout: ed.Layout, piece: int = 5, slots: int = 13) -> None:
     """Two pieces of a padded prefill, then each row at its own place, on a mesh: the logits of one call."""
-    tokens, lengths = some_tokens(4, 13), jnp.asarray([9, 1, 5, 8])
+    tokens, lengths = some_tokens(4, 13), jnp.minimum(jnp.asarray([9, 1, 5, 8]), 2 * piece)
     want = forward(model, tokens)
     model = model.place(layout)
-    cache = ed.init_cache(model.config, 4, 13, dtype=jnp.float32, layout=layout)
-    for begin in (0, 5):
-        here = jnp.arange(begin, begin + 5)[None]
+    cache = ed.init_cache(model.config, 4, slots, dtype=jnp.float32, layout=layout)
+    for begin in (0, piece):
+        here = jnp.arange(begin, begin + piece)[None]
         positions = jnp.where(here < lengths[:, None], here, -1)
-        logits, cache = extend_at(model, tokens[:, begin : begin + 5], cache, positions)
-        for row, length in enumerate(np.clip(lengths - begin, 0, 5)):
+        logits, cache = extend_at(model, tokens[:, begin : begin + piece], cache, positions)
+        for row, length in enumerate(np.clip(lengths - begin, 0, piece)):
             assert_close(logits[row, :length], want[row, begin : begin + length], units=256)
     for _ in range(4):
         here = cache.length[:, None]
         logits, cache = extend_at(model, jnp.take_along_axis(tokens, here, axis=1), cache)
         assert_close(logits[:, 0], jnp.take_along_axis(want, here[:, :, None], axis=1)[:, 0], units=256)
-    assert cache.length.tolist() == [13, 5, 9, 12]
+    assert cache.length.tolist() == (lengths + 4).tolist()
 
 
 def check_documents(model: Decoder) -> None:

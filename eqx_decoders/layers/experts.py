@@ -391,11 +391,11 @@ class Experts(eqx.Module):
         if self.config.router.input_scaling:
             rows, weights = jax.vmap(scale_rows)(rows, weights, places, sources)
         # found and collected where the tokens are; between the two, all-to-all
-        rows = ctx.constrain(save(rows, "moe_x_sorted"), "batch slots embed")
+        rows = ctx.constrain(save(rows, "moe_x_sorted"), "batch places embed")
         rows = rows.reshape(len(x), experts, room, -1).transpose(1, 0, 2, 3)
-        out = self._batched_mlp(ctx.constrain(rows, "experts batch slots embed"), ctx)
-        out = ctx.constrain(out, "experts batch slots embed").transpose(1, 0, 2, 3).reshape(len(x), experts * room, -1)
-        out = jax.vmap(combine)(ctx.constrain(out, "batch slots embed"), weights, places, sources).astype(x.dtype)
+        out = self._batched_mlp(ctx.constrain(rows, "experts batch places embed"), ctx)
+        out = ctx.constrain(out, "experts batch places embed").transpose(1, 0, 2, 3).reshape(len(x), experts * room, -1)
+        out = jax.vmap(combine)(ctx.constrain(out, "batch places embed"), weights, places, sources).astype(x.dtype)
         return out, routed - jnp.sum(places < experts * room, dtype=jnp.float32)
 
 

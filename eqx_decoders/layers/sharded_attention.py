@@ -4,6 +4,9 @@ Queries stay split over batch, length and heads. Of keys and values a device gat
 that its queries may see: positions say which, so rows may stand in any order. Gradients of keys and values are added
 and scattered over the devices among which they were gathered. Or queries, keys and values are exchanged, so that a
 device has all of a row and fewer heads (DeepSpeed-Ulysses; Jacobs et al., 2023), and results are exchanged back.
+
+The slots of a cache stay where they are: each device attends to its own, with the queries of all, and results are
+merged by their log-sum-exp (flash decoding across devices; Dao et al., 2023).
 """
 
 import dataclasses
@@ -46,36 +49,36 @@ def attend_on_mesh(
 ) -> Result:
     """`attend`, by the kernel and on the mesh that `execution` says.
 
-    `key_axis` says how keys are split: like tokens of a call, or like the slots of a cache.
+    `key_axis` says how keys are split: like tokens of a call, or like the slots of a cache, which are not gathered.
     """
     layout = execution.layout
     options: dict[str, Any] = dict(mask=mask, soft_cap=soft_cap, kernel=execution.attention, platform=layout.platform)
-    options["needs_lse"] = needs_lse
+    options |= dict(aligned=aligned, gapless=gapless, needs_lse=needs_lse, local=True)
     of_queries = dict(query_positions=query_positions, query_segments=query_segments, query_spans=query_spans)
     of_keys = dict(key_positions=key_positions, key_segments=key_segments)
     if layout.single:
-        places = of_queries | of_keys
-        return attend(
-            query, key, value, **places, selected=selected, aligned=aligned, gapless=gapless, local=True, **options
-        )
+        return attend(query, key, value, selected=selected, **of_queries, **of_keys, **options)
     plan = _make_plan(execution, query.shape, key.shape, key_axis)
     whole = plan.exchanges or not plan.shared
-    options |= dict(aligned=aligned and whole, gapless=gapless and whole)
+    options |= dict(aligned=aligned and whole, gapless=gapless and whole, needs_lse=needs_lse or plan.merges)
 
     def run(query, key, value, selected, of_queries, of_keys):
         key, value = (plan.in_order(plan.needed_keys(x)) for x in (key, value))
         of_keys = jax.tree.map(plan.in_order, of_keys)
         selected = None if selected is None else plan.in_order(selected, axis=3)
         places = of_queries | of_keys
-        out, lse = attend(plan.needed_queries(query), key, value, selected=selected, local=True, **places, **options)
+        out, lse = attend(plan.needed_queries(query), key, value, selected=selected, **places, **options)
+        if plan.merges:
+            return _merge_over(plan.shared, out, lse)
         return plan.own_results(out), plan.own_results(lse)
 
     rows, length, heads = plan.rows, plan.length, plan.heads
     own, keys = PartitionSpec(rows, length, heads), PartitionSpec(rows, plan.shared, plan.kv_heads)
     if plan.exchanges:
         length, heads = (), heads + plan.shared
-    chosen = PartitionSpec(rows, () if selected is None or selected.shape[1] == 1 else heads, length)
-    specs = (own, keys, keys, chosen, PartitionSpec(rows, length), PartitionSpec(rows))
+    slots = plan.shared if plan.merges else ()
+    chosen = PartitionSpec(rows, () if selected is None or selected.shape[1] == 1 else heads, length, slots)
+    specs = (own, keys, keys, chosen, PartitionSpec(rows, length), PartitionSpec(rows, slots))
     mapped = layout.shard_map(run, specs, (own, own))
     return mapped(query, key, value, selected, of_queries, of_keys)
 
@@ -88,10 +91,11 @@ class _Plan:
 
     - `rows`, `length`, `heads`: what splits queries.
     - `kv_heads`: what splits the heads of keys and values: the first ones of `heads`.
-    - `shared`: what splits their length, which a device needs whole.
+    - `shared`: what splits their length, which a device needs whole unless results are merged.
     - `parts`: over how many devices it is split.
     - `own_heads`, `groups`: how many query heads a device has, and how many of them share a head of keys.
     - `exchanges`: whether a device gets all tokens of some heads.
+    - `merges`: whether each device attends to its own keys alone, and results are merged.
     - `turned`: whether tokens stand in zig-zag.
     """
 
@@ -104,6 +108,7 @@ class _Plan:
     own_heads: int
     groups: int
     exchanges: bool
+    merges: bool
     turned: bool
 
     def needed_queries(self, query: Array) -> Array:
@@ -121,7 +126,7 @@ class _Plan:
             key = jnp.take(key, (first + size * jnp.arange(self.own_heads // size)) // self.groups, axis=2)
         if self.exchanges:
             return self._exchange(key, 2, 1)
-        return lax.all_gather(key, self.shared, axis=1, tiled=True) if self.shared else key
+        return lax.all_gather(key, self.shared, axis=1, tiled=True) if self.shared and not self.merges else key
 
     def in_order(self, x: Array, axis: int = 1) -> Array:
         """Keys, each where it belongs in its row: the blocks that a query sees then follow one another."""
@@ -144,6 +149,9 @@ def _make_plan(execution: Execution, queries: tuple[int, ...], keys: tuple[int, 
     shared = names_of(layout.activation_spec(f"batch {key_axis} kv_heads head_dim", keys)[1])
     shared = tuple(name for name in shared if name not in heads)
     parts, own_heads, groups = _size(layout, shared), queries[2] // _size(layout, heads), queries[2] // keys[2]
+    merges = key_axis == "slots" and bool(shared)
+    if merges:
+        length = tuple(name for name in length if name not in shared)
     divided = own_heads // math.gcd(own_heads, groups) % parts == 0
     return _Plan(
         # named, too, are mesh axes of one device: over what no name splits gradients are summed
@@ -156,8 +164,17 @@ def _make_plan(execution: Execution, queries: tuple[int, ...], keys: tuple[int, 
         own_heads=own_heads,
         groups=groups,
         exchanges=execution.context_form == "all_to_all" and bool(shared) and shared == length and divided,
-        turned=execution.context_order == "zigzag" and bool(shared) and keys[1] % (2 * parts) == 0,
+        merges=merges,
+        turned=execution.context_order == "zigzag" and bool(shared) and not merges and keys[1] % (2 * parts) == 0,
     )
+
+
+def _merge_over(names: tuple[str, ...], out: Array, lse: Array) -> Result:
+    """`kernel.merge` of the results that these mesh axes' devices have of the same queries."""
+    top = lax.pmax(lax.stop_gradient(lse), names)
+    weight = jnp.exp(lse - top)
+    total, sums = lax.psum((weight, out.astype(jnp.float32) * weight[..., None]), names)
+    return (sums / total[..., None]).astype(out.dtype), top + jnp.log(total)
 
 
 def _size(layout: Layout, names: tuple[str, ...]) -> int:

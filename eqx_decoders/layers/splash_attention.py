@@ -33,7 +33,7 @@ def refusal(call: Call) -> str | None:
         return "queries that are not the keys, in the same order"
     if isinstance(call.mask, SlidingWindow) and not call.gapless:
         return "a window over positions that may have gaps"
-    precision = jax.config.jax_default_matmul_precision
+    precision = getattr(jax.config, "jax_default_matmul_precision", None)
     if precision not in EXACT_IN_16_BITS and any(jnp.dtype(dtype).itemsize < 4 for dtype in call.dtypes):
         return f"jax_default_matmul_precision={precision!r} for 16-bit numbers"
     return None

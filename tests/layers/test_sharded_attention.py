@@ -117,14 +117,51 @@ def test_what_the_mesh_does_not_divide_stays_whole(sizes, batch, length):
     check(sizes, make(length, batch=batch), places, mask=Causal())
 
 
-@pytest.mark.parametrize("split", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_the_slots_of_a_cache(split):
-    """Keys in any order, some of them empty; each device has all of them unless a row of the table splits slots."""
+@pytest.mark.parametrize(
+    ("length", "kv_heads", "options"),
+    [
+        (1, 2, dict(mask=SlidingWindow(9))),
+        (8, 1, dict(mask=Causal(), soft_cap=2.0)),
+        pytest.param(8, 2, dict(mask=Causal(), split=False), marks=pytest.mark.slow),
+        pytest.param(8, 4, dict(mask=Chunked(7), order="zigzag", form="all_to_all"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_slots_of_a_cache(length, kv_heads, options):
+    """Keys in any order, some of them empty, all of a device's, too; each device has its own, unless a row of the table
+    says that all have all. Of queries that see nothing nothing comes."""
     order = np.random.default_rng(0).permutation(24)
-    slots = jnp.asarray(np.where(order % 7 == 3, -1, order)[None].repeat(2, 0), jnp.int32)
-    places = {"query_positions": plain(8, start=12), "key_positions": slots, "selected": selection(1, 8, 24)}
-    table = ed.layout.ACTIVATIONS | ({"slots": ("context",)} if split else {})
-    check(ALL | dict(activations=table), make(8, 24), places, mask=Causal(), aligned=False, key_axis="slots")
+    slots = jnp.asarray(
+        np.where((order % 7 == 3) | (np.arange(24) < 12)[::-1], -1, order)[None].repeat(2, 0), jnp.int32
+    )
+    slots = slots.at[1].set(-1).at[1, 3].set(13)
+    places = {"query_positions": plain(length, start=12), "key_positions": slots, "selected": selection(1, length, 24)}
+    table = ed.layout.ACTIVATIONS | ({} if options.pop("split", True) else {"slots": ()})
+    qkv = make(length, 24, kv_heads=kv_heads, value_dim=5)
+    check(ALL | dict(activations=table), qkv, places, aligned=False, key_axis="slots", **options)
+
+
+def test_slots_stay_where_they_are():
+    """Of a step with a past on context=4: results of all queries are added up, and none of the past is gathered."""
+    layout = ed.Layout.create(**LONG)
+    execution = Execution(layout=layout)
+
+    def like(words, shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.activation_sharding(words, shape))
+
+    query, places = like("batch length heads head_dim", (2, 8, 4, 4)), like("batch length", (2, 8), jnp.int32)
+    key, slots = like("batch slots kv_heads head_dim", (2, 64, 2, 4)), like("batch slots", (2, 64), jnp.int32)
+
+    def step(query, key, value, places, slots):
+        past = dict(query_positions=places, key_positions=slots, key_axis="slots")
+        return attend_on_mesh(query, key, value, execution=execution, mask=Causal(), **past)
+
+    text = jax.jit(step).lower(query, key, key, places, slots).compile().as_text()
+    gathers = lines(text, "all-gather")
+    assert sum("f32[" in line for line in gathers) == 1 and any("f32[1,8,4,4]" in line for line in gathers), gathers
+    assert not any("64" in line.split(" = ")[1].split("{")[0] for line in gathers), gathers
+    assert len(lines(text, "all-reduce")) == 2
+    assert not any(lines(text, other) for other in ("all-to-all", "reduce-scatter", "collective-permute"))
 
 
 @pytest.mark.parametrize("length", [16, pytest.param(12, marks=pytest.mark.slow)])

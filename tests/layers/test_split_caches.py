@@ -1,0 +1,74 @@
+"""Caches whose slots are split over `context`: prefill in pieces, and decoding, for every kind of attention."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.layers.block_selection import BlockSelection
+from eqx_decoders.layers.indexer import IndexerConfig
+from eqx_decoders.layers.latent import LatentAttentionConfig
+from eqx_decoders.layers.mask import Chunked, SlidingWindow
+from tests.laws import check_ragged_pieces
+from tests.models import filled, rich_decoder
+
+
+FULL = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=4)
+LATENT = LatentAttentionConfig(num_heads=2, q_rank=None, kv_rank=8, nope_dim=5, rope_dim=4, value_dim=3)
+INDEXED = dataclasses.replace(LATENT, q_rank=12, indexer=IndexerConfig(num_heads=3, head_dim=4, top_k=3))
+MIXERS = {
+    "keys": (dataclasses.replace(FULL, sinks=True), dataclasses.replace(FULL, mask=SlidingWindow(4), soft_cap=5.0)),
+    "chunks": (dataclasses.replace(FULL, mask=Chunked(8)), dataclasses.replace(FULL, num_kv_heads=1)),
+    "blocks": (dataclasses.replace(FULL, selection=BlockSelection(size=3, top_k=2)),),
+    "latents": (LATENT,),
+    "indexed": (INDEXED,),
+}
+
+
+def decoder(kind: str) -> ed.DecoderConfig:
+    config = rich_decoder(1)
+    blocks = tuple(dataclasses.replace(config.blocks[0], mixer=mixer) for mixer in MIXERS[kind])
+    return dataclasses.replace(config, blocks=blocks * 2)
+
+
+@pytest.mark.parametrize("kind", ["keys", *(pytest.param(k, marks=pytest.mark.slow) for k in list(MIXERS)[1:])])
+@pytest.mark.parametrize("piece", [4, pytest.param(5, marks=pytest.mark.slow)])
+def test_pieces_and_tokens_are_one_call(kind, piece):
+    """Pieces that the mesh divides and that it does not; rows at different places, rings that have turned."""
+    layout = ed.Layout.create(context=4, data=2)
+    cache = ed.abstract_cache(decoder(kind), 4, 16, layout=layout)
+    split = [leaf for leaf in jax.tree.leaves(cache) if "context" in str(leaf.sharding.spec)]
+    assert len(split) >= 2, cache
+    check_ragged_pieces(filled(decoder(kind)), layout, piece, slots=16)
+
+
+@pytest.mark.slow
+def test_many_devices_write_what_one_writes():
+    model = filled(decoder("keys"))
+    prompt = [[5, 6, 7, 8, 9, 10, 11], [3, 1, 2]]
+    want = ed.generate(model, prompt, max_new_tokens=9)
+    for sizes in (dict(context=8), dict(context=2, tensor=2, data=2)):
+        got = ed.generate(model.place(ed.Layout.create(**sizes)), prompt, max_new_tokens=9)
+        assert got.tolist() == want.tolist()
+
+
+def test_a_decoding_step_gathers_no_slots():
+    """Neither to read nor to write them: no result of a collective has a device's slots, or all."""
+    layout = ed.Layout.create(context=4, tensor=2)
+    config = decoder("keys")
+    model, cache = ed.abstract(config, layout=layout), ed.abstract_cache(config, 2, 4 * 208, layout=layout)
+    tokens = jax.ShapeDtypeStruct((2, 1), jnp.int32, sharding=layout.activation_sharding("batch length", (2, 1)))
+
+    def step(model, cache, tokens):
+        out = model(tokens, cache=cache)
+        return out.logits, out.cache
+
+    program = jax.jit(step).lower(model, cache, tokens).compile()
+    moved = re.findall(r" = (.*?) (?:all-|reduce-scatter|collective-permute)[\w-]*\(", program.as_text())
+    assert moved and not any(size in each for each in moved for size in ("208", "832")), moved
+    kept = [leaf for leaf in jax.tree.leaves(program.output_shardings[1]) if "context" in str(leaf.spec)]
+    assert len(kept) >= 2, program.output_shardings
