@@ -44,9 +44,10 @@ BLOCK_SIZES: dict[str, BlockSizes] = {
 
 
 def block_sizes() -> BlockSizes:
-    """Those of the devices of the mesh in whose `shard_map` this is traced, else of the first device there is.
+    """Those of the devices here; what is not in the table gets SAFE ones."""
+    return BLOCK_SIZES.get(device_kind(), SAFE)
 
-    What is not in the table gets SAFE ones.
-    """
-    device = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
-    return BLOCK_SIZES.get(device.device_kind, SAFE)
+
+def device_kind() -> str:
+    """That of the devices of the mesh in whose `shard_map` this is traced, else of the first device there is."""
+    return (jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]).device_kind

@@ -1,7 +1,8 @@
 """Products of sorted rows with a weight per group: the rows of one expert stand together, in the order of the experts.
 
-On TPU this is `jax.lax.ragged_dot`. Elsewhere XLA multiplies every row by every weight and drops most of it, so there
-a loop runs over blocks of rows of one group: its work grows with the rows, not with the number of groups.
+On TPU this is `jax.lax.ragged_dot`, or a Pallas kernel where XLA has none for it. Elsewhere XLA multiplies every row by
+every weight and drops most of it, so there a loop runs over blocks of rows of one group: its work grows with the rows,
+not with the number of groups.
 """
 
 from functools import partial
@@ -13,6 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32
 
+from eqx_decoders.layers.grouped_kernel import has_kernel, kernel_product
 from eqx_decoders.numerics import LowRank, cast_in_loop, cast_weight, matmul, row_major_transpose
 
 
@@ -29,7 +31,7 @@ def grouped_products(
     gradients do so there. Weights are cast to the dtype of `x` at their use; sums are accumulated in f32 (at least).
 
     `block` is how many rows are multiplied at a time, and the last `block` rows must belong to no group. None is
-    `jax.lax.ragged_dot`, which is what a TPU wants and needs no such rows.
+    `jax.lax.ragged_dot` or a kernel in its place, which is what a TPU wants and needs no such rows.
     """
     plain = tuple(lax.stop_gradient(w.base) if isinstance(w, LowRank) else w for w in weights)
     outs: Any = _ragged(x, plain, counts) if block is None else _blocked(block, x, plain, counts)
@@ -61,8 +63,13 @@ def _ragged(x: Array, weights: tuple[Array, ...], counts: Array) -> tuple[Array,
     x, sizes, zero = jnp.where(inside, x, jnp.zeros((), x.dtype)), counts.astype(jnp.int32), jnp.zeros((), x.dtype)
     # products of 16-bit numbers are exact, and TPU's kernel refuses "highest", which a user may have set for all of JAX
     precision = lax.Precision.DEFAULT if x.dtype.itemsize < 4 else None
-    product = partial(lax.ragged_dot, group_sizes=sizes, precision=precision, preferred_element_type=x.dtype)
-    outs = (product(x, cast_in_loop(w, x.dtype)) for w in weights)
+
+    def product(weight: Array) -> Array:
+        if has_kernel(x.dtype):
+            return kernel_product(False, x, weight, sizes)
+        return lax.ragged_dot(x, weight, sizes, precision=precision, preferred_element_type=x.dtype)
+
+    outs = (product(cast_in_loop(w, x.dtype)) for w in weights)
     return tuple(jnp.where(inside, out, zero) for out in outs)
 
 
