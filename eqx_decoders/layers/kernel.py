@@ -1,4 +1,4 @@
-"""Attention kernels: one signature, a registry, and the plainest of them.
+"""Attention kernels: one signature, and a registry.
 
 For each query with scaled scores s_j = q . k_j over the keys that it sees,
 
@@ -14,14 +14,14 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from eqx_decoders.errors import check, check_number, check_word
-from eqx_decoders.layers.blockwise import blockwise, blockwise_max
-from eqx_decoders.layers.interval_kernel import interval_attention
-from eqx_decoders.layers.mask import AttentionPositions, Mask, Spans, check_segments, visible
-from eqx_decoders.layers.scores import EMPTY, Result, cap_scores
+from eqx_decoders.layers.blockwise import blockwise, blockwise_gradients, blockwise_max
+from eqx_decoders.layers.dot import dot, dot_gradients
+from eqx_decoders.layers.interval_kernel import interval_attention, interval_gradients
+from eqx_decoders.layers.mask import AttentionPositions, Mask, Spans, check_segments
+from eqx_decoders.layers.scores import EMPTY as EMPTY, Cotangents, Gradients, Result
 
 
 # --- results over different keys ---
@@ -57,11 +57,13 @@ class Kernel:
     """One way to compute attention, and what it can do.
 
     `function(query, key, value, places, *, mask, selected, soft_cap, aligned, platform) -> (out, lse)` with `attend`'s
-    meaning; `places` are the positions, segments and spans.
+    meaning; `places` are the positions, segments and spans. `gradients` is called alike, with `Cotangents` behind the
+    places, and does what `attend_gradients` says.
     """
 
     name: str
     function: Callable[..., Result]
+    gradients: Callable[..., Gradients]
     masks: tuple[type, ...] = get_args(Mask)
     soft_cap: bool = True
     segments: bool = True
@@ -121,23 +123,39 @@ def attend(
     """
     places = AttentionPositions(query_positions, key_positions, query_segments, key_segments, query_spans)
     _check(query, key, places, selected, soft_cap, aligned)
-    asked = {
-        "soft_cap": soft_cap is not None,
-        "segments": query_segments is not None,
-        "spans": query_spans is not None,
-        "selection": selected is not None,
-        "unequal_value_dim": key.shape[3] != value.shape[3],
-        "float16": any(x.dtype == jnp.float16 for x in (query, key, value)),
-    }
-    needs = (mask, platform, frozenset(field for field, is_asked in asked.items() if is_asked))
-    able = [name for name, other in KERNELS.items() if other.lacks(*needs) is None]
-    lengths, interval = (query.shape[1], key.shape[1]), local and "interval" in able
-    chosen = _choose(platform, *lengths, interval) if kernel == "auto" else kernel
-    check_word("kernel", chosen, (*KERNELS, "auto"))
-    lacking = KERNELS[chosen].lacks(*needs)
-    check(lacking is None, f"kernel={chosen!r} cannot do {lacking} (mask={mask}). These can: {', '.join(able)}.")
-    options = dict(mask=mask, selected=selected, soft_cap=soft_cap, aligned=aligned, platform=platform)
-    return KERNELS[chosen].function(query, key, value, places, **options)
+    options: dict[str, Any] = dict(mask=mask, selected=selected, soft_cap=soft_cap, aligned=aligned, platform=platform)
+    return _find(kernel, query, key, value, places, local, **options).function(query, key, value, places, **options)
+
+
+def attend_gradients(
+    query: Float[Array, "batch length heads head_dim"],
+    key: Float[Array, "batch kv_length kv_heads head_dim"],
+    value: Float[Array, "batch kv_length kv_heads value_dim"],
+    known: Cotangents,
+    *,
+    mask: Mask,
+    query_positions: Int[Array, "batch length"],
+    key_positions: Int[Array, "batch kv_length"],
+    query_segments: Int[Array, "batch length"] | None = None,
+    key_segments: Int[Array, "batch kv_length"] | None = None,
+    query_spans: Spans | None = None,
+    selected: Bool[Array, "batch selected_heads length kv_length"] | None = None,
+    soft_cap: float | None = None,
+    aligned: bool = False,
+    local: bool = False,
+    kernel: str = "auto",
+    platform: str = "cpu",
+) -> Gradients:
+    """Of queries, keys and values, in f32, where these keys are a part of those that queries see.
+
+    With `known` of the results over all keys, the gradients of queries are the sum of those of all parts. Options are
+    those of `attend`.
+    """
+    places = AttentionPositions(query_positions, key_positions, query_segments, key_segments, query_spans)
+    _check(query, key, places, selected, soft_cap, aligned)
+    options: dict[str, Any] = dict(mask=mask, selected=selected, soft_cap=soft_cap, aligned=aligned, platform=platform)
+    found = _find(kernel, query, key, value, places, local, **options)
+    return found.gradients(query, key, value, places, known, **options)
 
 
 def max_scores(
@@ -185,6 +203,39 @@ def _check(
         check(count in (1, heads), f"selected has {count} heads: give one for all heads, or each of heads={heads}.")
 
 
+def _find(
+    kernel: str,
+    query: Array,
+    key: Array,
+    value: Array,
+    places: AttentionPositions,
+    local: bool,
+    *,
+    mask: Mask,
+    selected: Array | None,
+    soft_cap: float | None,
+    aligned: bool,
+    platform: str,
+) -> Kernel:
+    """The kernel of this name, or for "auto" the one that suits; raises ConfigError where it cannot do it."""
+    asked = {
+        "soft_cap": soft_cap is not None,
+        "segments": places.query_segments is not None,
+        "spans": places.query_spans is not None,
+        "selection": selected is not None,
+        "unequal_value_dim": key.shape[3] != value.shape[3],
+        "float16": any(x.dtype == jnp.float16 for x in (query, key, value)),
+    }
+    needs = (mask, platform, frozenset(field for field, is_asked in asked.items() if is_asked))
+    able = [name for name, other in KERNELS.items() if other.lacks(*needs) is None]
+    lengths, interval = (query.shape[1], key.shape[1]), local and "interval" in able
+    chosen = _choose(platform, *lengths, interval) if kernel == "auto" else kernel
+    check_word("kernel", chosen, (*KERNELS, "auto"))
+    lacking = KERNELS[chosen].lacks(*needs)
+    check(lacking is None, f"kernel={chosen!r} cannot do {lacking} (mask={mask}). These can: {', '.join(able)}.")
+    return KERNELS[chosen]
+
+
 def _choose(platform: str, length: int, kv_length: int, interval: bool) -> str:
     """Blocks pay once the scores of a head are too many to keep. `interval`: whether that kernel can be had."""
     if min(length, kv_length) < (32 if platform == "cpu" else 512):
@@ -192,46 +243,15 @@ def _choose(platform: str, length: int, kv_length: int, interval: bool) -> str:
     return "interval" if interval else "chunked"
 
 
-# --- dot: the plain one ---
-
-
-def _dot(
-    query: Array,
-    key: Array,
-    value: Array,
-    places: AttentionPositions,
-    *,
-    mask: Mask,
-    selected: Array | None,
-    soft_cap: float | None,
-    aligned: bool,
-    platform: str,
-) -> Result:
-    """All scores at once: the definition, and the fastest for a few queries. Memory grows with length x kv_length."""
-    groups = query.shape[2] // key.shape[2]
-    batch, length, heads, head_dim = query.shape
-    seen = visible(mask, *places)[:, None, None]
-    if selected is not None:
-        split = (1, 1) if selected.shape[1] == 1 else (heads // groups, groups)
-        seen &= selected.reshape(batch, *split, *selected.shape[2:])
-    split = query.reshape(batch, length, heads // groups, groups, head_dim)
-    scores = jnp.einsum("btngd,bsnd->bngts", split, key, preferred_element_type=jnp.float32)
-    scores = jnp.where(seen, cap_scores(scores, soft_cap), -jnp.inf)
-    top = jax.lax.stop_gradient(scores.max(-1, keepdims=True, initial=EMPTY))
-    weights = jnp.exp(scores - top)
-    total = weights.sum(-1, keepdims=True)
-    safe = jnp.where(total > 0, total, 1.0)
-    out = jnp.einsum("bngts,bsnv->btngv", (weights / safe).astype(value.dtype), value)
-    lse = jnp.where(total > 0, top + jnp.log(safe), EMPTY)
-    lse = lse[..., 0].transpose(0, 3, 1, 2).reshape(batch, length, heads)
-    out = out.reshape(batch, length, heads, -1).astype(query.dtype)
-    return checkpoint_name(out, "context"), checkpoint_name(lse, "context")
-
-
 KERNELS: dict[str, Kernel] = {
-    "dot": Kernel(name="dot", function=_dot),
-    "chunked": Kernel(name="chunked", function=blockwise),
+    "dot": Kernel(name="dot", function=dot, gradients=dot_gradients),
+    "chunked": Kernel(name="chunked", function=blockwise, gradients=blockwise_gradients),
     "interval": Kernel(
-        name="interval", function=interval_attention, selection=False, float16=False, platforms=("tpu",)
+        name="interval",
+        function=interval_attention,
+        gradients=interval_gradients,
+        selection=False,
+        float16=False,
+        platforms=("tpu",),
     ),
 }
