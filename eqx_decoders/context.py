@@ -96,7 +96,7 @@ class Execution:
     - `context_order`: how losses order the tokens of rows that a mesh splits: `"plain"`, or `"zigzag"`, where each
         device has a piece from the front and one from the end. Of causal attention the last device has nearly twice the
         average to do in the first; all have the same in the second. That needs layers that go by positions alone: no
-        recurrence, convolution, n-grams, multi-token prediction, selected blocks or capacities.
+        recurrence, convolution, n-grams, selected blocks or capacities.
     - `context_form`: what devices get that a row is split over: `"gather"`, the keys and values of all its tokens;
         `"all_to_all"`, queries, keys and values of all its tokens, but of fewer heads, whose results travel back. That
         moves less where fewer than three query heads share a head of keys, and causal work is equal, too. Where these
