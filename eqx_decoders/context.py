@@ -19,7 +19,7 @@ ExpertsName = Literal["auto", "dense", "dropless", "capacity"]
 ExchangeName = Literal["auto", "gather", "all_to_all"]
 LookupName = Literal["gather", "one_hot"]
 ContextOrder = Literal["plain", "zigzag"]
-ContextForm = Literal["gather", "all_to_all"]
+ContextForm = Literal["gather", "all_to_all", "ring", "ring_all_to_all"]
 _WORDS = {
     "attention": AttentionName,
     "experts": ExpertsName,
@@ -99,11 +99,14 @@ class Execution:
     - `context_order`: how losses order the tokens of rows that a mesh splits: `"plain"`, or `"zigzag"`, where each
         device has a piece from the front and one from the end. Of causal attention the last device has nearly twice the
         average to do in the first; all have the same in the second. That needs layers that go by positions alone: no
-        recurrence, convolution, n-grams, multi-token prediction, selected blocks or capacities.
+        recurrence, convolution, n-grams, selected blocks or capacities.
     - `context_form`: what devices get that a row is split over: `"gather"`, the keys and values of all its tokens;
         `"all_to_all"`, queries, keys and values of all its tokens, but of fewer heads, whose results travel back. That
         moves less where fewer than three query heads share a head of keys, and causal work is equal, too. Where these
-        devices do not divide the heads of keys that each has, it is the former.
+        devices do not divide the heads of keys that each has, it is the former. `"ring"`, keys and values of one other
+        device at a time, which are sent while others are attended to: no device ever has a whole row of them, and
+        behind a window only the devices send that are that close. `"ring_all_to_all"`, both: devices side by side, as
+        many as divide the heads of keys, exchange heads, and keys and values go round among such groups.
     - `pipeline`: how layers run over the mesh axis `stage`, without a cache; what runs before and after then has the
         batch split over `stage`, too. None: `stage` splits the weights of layers, and each device gathers them all.
         Microbatches draw dropout each for themselves.

@@ -7,6 +7,7 @@ from typing import Any, Unpack
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.axes import AnyArray
@@ -319,12 +320,13 @@ class Decoder(eqx.Module):
         key: PRNGKeyArray | None = None,
         *,
         inputs: Inputs | None = None,
+        order: np.ndarray | None = None,
     ) -> MTPOutput:
         """Multi-token prediction over whole sequences: the streams of all depths, of which `logits` makes scores.
 
         At token t depth k predicts token t + k + 1, from the tokens up to t + k. Where that one belongs to another
         document, the depth sees padding. `hidden` is `Output.hidden` of the same tokens, positions, segment ids and
-        inputs.
+        inputs. `order` says which token of its text stands where in a row, if they do not follow one another.
         """
         check(
             self.mtp is not None,
@@ -339,10 +341,11 @@ class Decoder(eqx.Module):
         x, hiddens, reals, stats = self.mtp_input(hidden), [], [], []
         for count, depth in enumerate(self.mtp.unstacked(), 1):
             embed_key, block_key = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, 3 + count))
-            real = same_document(positions, segment_ids, count)
-            later = Context(positions=shift_left(positions, count), execution=self.execution)
+            real = same_document(positions, segment_ids, count, order)
+            later = Context(positions=shift_left(positions, count, order), execution=self.execution)
             here = Context(jnp.where(real, positions, -1), segment_ids, self.execution, **seen)
-            x, _, stat = depth(x, self.embed(shift_left(tokens, count), later, key=embed_key), here, key=block_key)
+            embedded = self.embed(shift_left(tokens, count, order), later, key=embed_key)
+            x, _, stat = depth(x, embedded, here, key=block_key)
             hiddens.append(x)
             reals.append(real)
             stats.append(stat)

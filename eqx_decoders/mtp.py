@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from eqx_decoders.block import Block, BlockConfig, checkpointed
@@ -112,20 +113,30 @@ class MTPOutput(eqx.Module):
     stats: BlockStats
 
 
-def shift_left(x: Array, count: int) -> Array:
-    """`y[:, t] = x[:, t + count]`, zeros at the end."""
+def shift_left(x: Array, count: int, order: np.ndarray | None = None) -> Array:
+    """What stands `count` places on in the text, zeros at its end.
+
+    `order` says which token of the text stands where in a row; None: `y[:, t] = x[:, t + count]`.
+    """
     length = x.shape[1]
-    return jnp.pad(x[:, count:], ((0, 0), (0, min(count, length))) + ((0, 0),) * (x.ndim - 2))
+    if order is None:
+        return jnp.pad(x[:, count:], ((0, 0), (0, min(count, length))) + ((0, 0),) * (x.ndim - 2))
+    places, later = np.argsort(order), order + count
+    inside = (later < length).reshape(1, length, *(1,) * (x.ndim - 2))
+    return jnp.where(inside, x[:, places[np.minimum(later, length - 1)]], jnp.zeros((), x.dtype))
 
 
 def same_document(
-    positions: Int[Array, "batch length"], segment_ids: Int[Array, "batch length"] | None, count: int
+    positions: Int[Array, "batch length"],
+    segment_ids: Int[Array, "batch length"] | None,
+    count: int,
+    order: np.ndarray | None = None,
 ) -> Bool[Array, "batch length"]:
     """Whether a token and the one `count` places on are of one document; from the given ids, so that none is crossed.
 
-    Padding is at position -1.
+    Padding is at position -1; `order` as in `shift_left`.
     """
-    inside = (positions >= 0) & (shift_left(positions + 1, count) > 0)
+    inside = (positions >= 0) & (shift_left(positions + 1, count, order) > 0)
     if segment_ids is None:
         return inside
-    return inside & (segment_ids == shift_left(segment_ids, count))
+    return inside & (segment_ids == shift_left(segment_ids, count, order))

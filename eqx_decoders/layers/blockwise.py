@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float32
+from jaxtyping import Array, Bool, Float32
 
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Mask, interval
-from eqx_decoders.layers.scores import EMPTY, Result, cap_scores
+from eqx_decoders.layers.scores import EMPTY, Cotangents, Gradients, Result, cap_scores, cap_slopes, cotangents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,16 +169,14 @@ def _forward(plan: _Plan, query: Array, key: Array, value: Array, seen: _Seen) -
     return _join_heads(out), _join_heads(lse)[..., 0]
 
 
-def _backward(plan: _Plan, kept: tuple, out_bar: Array, lse_bar: Array) -> tuple[Array, Array, Array]:
+def _backward(plan: _Plan, query: Array, key: Array, value: Array, seen: _Seen, known: Cotangents) -> Gradients:
     """Recompute each tile's weights P from lse, keys first: no product then has to transpose a tile.
 
-    With D = sum(out * out_bar) - lse_bar:  dV = P dO,  dS = P * (V dO' - D),  dK = dS Q,  dQ' = K' dS.
+    With D = delta:  dV = P dO,  dS = P * (V dO' - D),  dK = dS Q,  dQ' = K' dS.
     """
-    query, key, value, seen, out, lse = kept
     length, groups = query.shape[1], query.shape[2] // key.shape[2]
-    delta = (out.astype(jnp.float32) * out_bar.astype(jnp.float32)).sum(-1) - lse_bar
-    query, out_bar = _split_heads(query, groups), _split_heads(out_bar.astype(value.dtype), groups)
-    lse, delta = (_split_heads(x[..., None], groups).transpose(0, 1, 4, 2, 3) for x in (lse, delta))
+    query, out_bar = _split_heads(query, groups), _split_heads(known.out_bar.astype(value.dtype), groups)
+    lse, delta = (_split_heads(x[..., None], groups).transpose(0, 1, 4, 2, 3) for x in (known.lse, known.delta))
     key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
     key_t = key.swapaxes(2, 3)
 
@@ -196,8 +194,7 @@ def _backward(plan: _Plan, kept: tuple, out_bar: Array, lse_bar: Array) -> tuple
             tile = plan.once(seen.tile(at, queries, at_key, keys).transpose(0, 1, 4, 2, 3))
             weights = jnp.exp(jnp.where(tile, scores, -jnp.inf) - lse_b)
             slope = weights * (_product(_cut(value, at_key, keys, 2), out_t).reshape(shape) - delta_b)
-            if plan.soft_cap is not None:
-                slope *= 1 - jnp.square(scores / plan.soft_cap)
+            slope = cap_slopes(slope, scores, plan.soft_cap)
             weights, slope = weights.astype(value.dtype).reshape(flat), slope.astype(key.dtype).reshape(flat)
             query_bar += _product(_cut(key_t, at_key, keys, 3), slope)
             return (
@@ -226,7 +223,8 @@ def _softmax_fwd(plan: _Plan, query: Array, key: Array, value: Array, seen: _See
 
 
 def _softmax_bwd(plan: _Plan, kept: tuple, bars: tuple):
-    grads = _backward(plan, kept, *bars)
+    query, key, value, seen, out, lse = kept
+    grads = _backward(plan, query, key, value, seen, cotangents((out, lse), bars))
     query_bar, key_bar, value_bar = (grad.astype(x.dtype) for grad, x in zip(grads, kept[:3], strict=True))
     return query_bar, key_bar, value_bar, None
 
@@ -268,6 +266,37 @@ def blockwise(
     results: Any = _softmax(plan, query, key, value, seen)
     out, lse = results
     return out[:, :length], lse[:, :length]
+
+
+def blockwise_gradients(
+    query: Array,
+    key: Array,
+    value: Array,
+    places: AttentionPositions,
+    known: Cotangents,
+    *,
+    mask: Mask,
+    selected: Array | None,
+    soft_cap: float | None,
+    aligned: bool,
+    platform: str,
+) -> Gradients:
+    """Gradients as `attend_gradients` defines them."""
+    length, kv_length = query.shape[1], key.shape[1]
+    plan = _plan(query, key, places, mask, soft_cap, aligned, platform)
+    seen = _seen(plan, query, key, places, selected)
+    query, key, value = plan.fill_queries(query), plan.fill_keys(key), plan.fill_keys(value)
+    known = Cotangents(*map(plan.fill_queries, known))
+    query_bar, key_bar, value_bar = _backward(plan, query, key, value, seen, known)
+    return query_bar[:, :length], key_bar[:, :kv_length], value_bar[:, :kv_length]
+
+
+def may_see(mask: Mask, places: AttentionPositions) -> Bool[Array, ""]:
+    """Whether a query may see a key, from the least and the greatest of what they see and of where they stand."""
+    first, last = interval(mask, places.query_positions, places.query_spans)
+    seen = _Seen(first, last, places.key_positions, places.query_segments, places.key_segments, None, None)
+    starts, ends = _reach(seen, places.query_positions.shape[1], places.key_positions.shape[1])
+    return jnp.any(starts < ends)
 
 
 def blockwise_max(

@@ -28,7 +28,7 @@ def causal_convolution(
     size = (kernel.shape[1] - 1) * dilation
     before = jnp.zeros((batch, size, channels), x.dtype) if tail is None else tail.astype(x.dtype)
     real = positions >= 0
-    document, (_, place) = _documents(real, segment_ids), _places(real, size)
+    document, (_, place) = document_numbers(real, segment_ids), _places(real, size)
     stream = jnp.concatenate([before, jnp.where(real[:, :, None], x, 0)], axis=1)
     owner = jnp.concatenate([jnp.zeros((batch, size), jnp.int32), document], axis=1)
     lags = [tap * dilation for tap in range(kernel.shape[1])]
@@ -69,7 +69,7 @@ def document_starts(
     return real & (last >= 0) & (known != segment_ids)
 
 
-def _documents(real: Array, segment_ids: Array | None) -> Int[Array, "batch length"]:
+def document_numbers(real: Array, segment_ids: Array | None) -> Int[Array, "batch length"]:
     """The number of each token's document in its row."""
     starts = document_starts(jnp.where(real, 0, -1), segment_ids)
     return jnp.zeros(real.shape, jnp.int32) if starts is None else jnp.cumsum(starts.astype(jnp.int32), axis=1)

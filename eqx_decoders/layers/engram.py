@@ -22,11 +22,11 @@ from jaxtyping import Array, Float, Int, Int32, PRNGKeyArray
 from eqx_decoders.context import Context
 from eqx_decoders.errors import ConfigError, check, check_integer, check_number
 from eqx_decoders.layers.branch import BranchResult
-from eqx_decoders.layers.convolution import causal_convolution
 from eqx_decoders.layers.lookup import look_up
 from eqx_decoders.layers.memory import NewTail, TailInputs, TailShape, last_inputs
 from eqx_decoders.layers.mlp import add_bias
 from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.sharded_convolution import convolve_on_mesh
 from eqx_decoders.numerics import fan_in
 
 
@@ -212,8 +212,9 @@ class Engram(eqx.Module):
         values = self._values(streams, self._vectors(ctx, None if past is None else past["tokens"]), ctx)
         inputs = _normed(values, self.value_scale, self.config.eps).reshape(*x.shape[:2], -1)
         tail = self._tail(inputs, None if past is None else past["values"])
-        smooth = causal_convolution(
-            inputs, self.convolution, None, tail, ctx.positions, ctx.segment_ids, dilation=self.config.max_ngram
+        places, dilation = (ctx.positions, ctx.segment_ids), self.config.max_ngram
+        smooth = convolve_on_mesh(
+            inputs, self.convolution, None, tail, *places, dilation=dilation, execution=ctx.execution
         )
         out = values + jax.nn.silu(smooth).reshape(values.shape)
         return out.reshape(x.shape), self._entries(inputs, tail, ctx)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Int
 from eqx_decoders.layers.block_sizes import BlockSizes, block_sizes
 from eqx_decoders.layers.interval_tiles import Tiles, make_schedule
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Mask, interval, seen_keys
-from eqx_decoders.layers.scores import EMPTY, Result, cap_scores
+from eqx_decoders.layers.scores import EMPTY, Cotangents, Gradients, Result, cap_scores, cap_slopes, cotangents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ def _slopes(
     scores = plan.scores(left, right)
     weights = jnp.exp((scores if seen is None else jnp.where(seen, scores, -jnp.inf)) - lse)
     slopes = weights * (_product(*bars, 1, 1) - delta)
-    return weights, slopes if plan.soft_cap is None else slopes * (1 - jnp.square(scores / plan.soft_cap))
+    return weights, cap_slopes(slopes, scores, plan.soft_cap)
 
 
 def _query_kernel(
@@ -254,17 +254,28 @@ def _forward(
 
 
 def _backward(
-    plan: _Plan, query: Array, key: Array, value: Array, out_bar: Array, intervals: Array, positions: Array, rows: Array
+    plan: _Plan,
+    query: Array,
+    key: Array,
+    value: Array,
+    places: AttentionPositions,
+    known: Cotangents,
+    dtype: Any = None,
 ) -> tuple[Array, Array, Array]:
-    """Gradients of query, key and value; `rows` are lse and D of each head: [batch, heads, 2, length]."""
+    """Gradients of query, key and value, in a dtype or in theirs.
+
+    Of `known`, lse and delta are a row of each head: [batch, heads, 1, length].
+    """
     dim, value_dim = query.shape[3], value.shape[3]
-    places = ("queries", "keys", "keys", "queries", "intervals", "positions", "rows")
-    operands = list(zip(places, (query, key, value, out_bar, intervals, positions, rows), strict=True))
+    rows = jnp.concatenate([known.lse, known.delta], 2)
+    arrays = query, key, value, known.out_bar, *_intervals_and_positions(plan, places), rows
+    kinds = ("queries", "keys", "keys", "queries", "intervals", "positions", "rows")
+    operands = list(zip(kinds, arrays, strict=True))
     (query_bar,) = _call(
         plan,
         _query_kernel,
         operands,
-        [("queries", query.shape, query.dtype)],
+        [("queries", query.shape, dtype or query.dtype)],
         [(3, jnp.int32), (2, jnp.float32), (dim, jnp.float32)],
         features=2 * dim + value_dim,
     )
@@ -272,7 +283,7 @@ def _backward(
         plan,
         _key_kernel,
         operands,
-        [("keys", key.shape, key.dtype), ("keys", value.shape, value.dtype)],
+        [("keys", key.shape, dtype or key.dtype), ("keys", value.shape, dtype or value.dtype)],
         [(2, jnp.int32), (dim, jnp.float32), (value_dim, jnp.float32)],
         features=2 * dim + 2 * value_dim,
         keys_held=True,
@@ -296,11 +307,9 @@ def _softmax_fwd(plan: _Plan, query: Array, key: Array, value: Array, places: At
 
 def _softmax_bwd(plan: _Plan, kept: tuple, bars: tuple):
     query, key, value, places, out, lse = kept
-    out_bar, lse_bar = bars
-    delta = (out.astype(jnp.float32) * out_bar.astype(jnp.float32)).sum(-1)[:, :, None] - lse_bar
-    rows = jnp.concatenate([lse, delta], 2)
-    grads = _backward(plan, query, key, value, out_bar.astype(out.dtype), *_intervals_and_positions(plan, places), rows)
-    return *grads, None
+    known = cotangents((out, lse[:, :, 0]), (bars[0], bars[1][:, :, 0]))
+    known = known._replace(lse=lse, delta=known.delta[:, :, None])
+    return *_backward(plan, query, key, value, places, known), None
 
 
 _softmax.defvjp(_softmax_fwd, _softmax_bwd)
@@ -323,20 +332,54 @@ def interval_attention(
 
     Under remat, saving "context" (out and lse) saves the whole forward pass.
     """
-    length, sizes = query.shape[1], block_sizes()
-    plan = _Plan(
+    length = query.shape[1]
+    plan = _plan(query, key, places, mask, soft_cap, platform)
+    results: Any = _softmax(plan, *_heads_first(plan, query, key, value), places)
+    out, lse = results
+    return out[:, :, :length].swapaxes(1, 2), lse[:, :, 0, :length].swapaxes(1, 2)
+
+
+def interval_gradients(
+    query: Array,
+    key: Array,
+    value: Array,
+    places: AttentionPositions,
+    known: Cotangents,
+    *,
+    mask: Mask,
+    selected: Array | None,
+    soft_cap: float | None,
+    aligned: bool,
+    platform: str,
+) -> Gradients:
+    """Gradients as `attend_gradients` defines them."""
+    length, kv_length = query.shape[1], key.shape[1]
+    plan = _plan(query, key, places, mask, soft_cap, platform)
+    out_bar, *rows = (_fill(x.swapaxes(1, 2), plan.query_blocks, 2) for x in known)
+    rows = [x[:, :, None] for x in rows]
+    grads = _backward(plan, *_heads_first(plan, query, key, value), places, Cotangents(out_bar, *rows), jnp.float32)
+    query_bar, key_bar, value_bar = (x.swapaxes(1, 2) for x in grads)
+    return query_bar[:, :length], key_bar[:, :kv_length], value_bar[:, :kv_length]
+
+
+def _plan(
+    query: Array, key: Array, places: AttentionPositions, mask: Mask, soft_cap: float | None, platform: str
+) -> _Plan:
+    sizes = block_sizes()
+    return _Plan(
         mask=mask,
         soft_cap=soft_cap,
         segments=places.query_segments is not None,
         interpret=platform != "tpu",
-        query_blocks=sizes.fit(length),
+        query_blocks=sizes.fit(query.shape[1]),
         key_blocks=sizes.fit(key.shape[1]),
     )
-    query = _fill(query.swapaxes(1, 2), plan.query_blocks, 2)
+
+
+def _heads_first(plan: _Plan, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
+    """[batch, heads, length, dim], in whole blocks."""
     key, value = (_fill(x.swapaxes(1, 2), plan.key_blocks, 2) for x in (key, value))
-    results: Any = _softmax(plan, query, key, value, places)
-    out, lse = results
-    return out[:, :, :length].swapaxes(1, 2), lse[:, :, 0, :length].swapaxes(1, 2)
+    return _fill(query.swapaxes(1, 2), plan.query_blocks, 2), key, value
 
 
 def _intervals_and_positions(

@@ -1,4 +1,4 @@
-"""Attention kernels: one signature, a registry, and the plainest of them.
+"""Attention kernels: one signature, and a registry.
 
 For each query with scaled scores s_j = q . k_j over the keys that it sees,
 
@@ -14,16 +14,16 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from eqx_decoders.errors import ConfigError, check, check_number, check_word
 from eqx_decoders.layers import cudnn_attention, splash_attention
 from eqx_decoders.layers.attention_call import Call
-from eqx_decoders.layers.blockwise import blockwise, blockwise_max
-from eqx_decoders.layers.interval_kernel import interval_attention
-from eqx_decoders.layers.mask import AttentionPositions, Mask, Spans, check_segments, visible
-from eqx_decoders.layers.scores import EMPTY, Result, cap_scores
+from eqx_decoders.layers.blockwise import blockwise, blockwise_gradients, blockwise_max
+from eqx_decoders.layers.dot import dot, dot_gradients
+from eqx_decoders.layers.interval_kernel import interval_attention, interval_gradients
+from eqx_decoders.layers.mask import AttentionPositions, Mask, Spans, check_segments
+from eqx_decoders.layers.scores import EMPTY as EMPTY, Cotangents, Gradients, Result
 
 
 # --- results over different keys ---
@@ -54,16 +54,24 @@ def with_sink(
 # --- the registry ---
 
 
+def no_gradients(*args: Any, **options: Any) -> Gradients:
+    """Of kernels without lse."""
+    raise ConfigError("This kernel has no gradients under a log-sum-exp that is given.")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
     """One way to compute attention, and what it can do.
 
     `function(query, key, value, places, *, mask, selected, soft_cap, aligned, gapless, platform) -> (out, lse)` with
-    `attend`'s meaning; `places` are the positions, segments and spans. `refusal` says what else it cannot do.
+    `attend`'s meaning; `places` are the positions, segments and spans. `gradients` is called alike, but for `gapless`,
+    with `Cotangents` behind the places, and does what `attend_gradients` says; kernels without lse have none. `refusal`
+    says what else a kernel cannot do.
     """
 
     name: str
     function: Callable[..., Result]
+    gradients: Callable[..., Gradients] = no_gradients
     masks: tuple[type, ...] = get_args(Mask)
     soft_cap: bool = True
     segments: bool = True
@@ -133,32 +141,41 @@ def attend(
     places = AttentionPositions(query_positions, key_positions, query_segments, key_segments, query_spans)
     _check(query, key, places, selected, soft_cap, aligned)
     check(aligned or not gapless, "gapless=True needs aligned=True: it is about queries that are the keys.")
-    call = Call(
-        mask=mask,
-        platform=platform,
-        batch=query.shape[0],
-        length=query.shape[1],
-        kv_length=key.shape[1],
-        head_dim=query.shape[3],
-        value_dim=value.shape[3],
-        dtypes=(query.dtype, key.dtype, value.dtype),
-        soft_cap=soft_cap is not None,
-        segments=query_segments is not None,
-        spans=query_spans is not None,
-        selected_heads=0 if selected is None else selected.shape[1],
-        aligned=aligned,
-        gapless=gapless,
-        local=local,
-        needs_lse=needs_lse,
-    )
-    chosen = choose(call) if kernel == "auto" else kernel
-    check_word("kernel", chosen, (*KERNELS, "auto"))
-    lacking = KERNELS[chosen].lacks(call)
-    if lacking is not None:
-        able = ", ".join(name for name, other in KERNELS.items() if other.lacks(call) is None)
-        raise ConfigError(f"kernel={chosen!r} cannot do {lacking} (mask={mask}). These can: {able}.")
-    options = dict(mask=mask, selected=selected, soft_cap=soft_cap, aligned=aligned, gapless=gapless, platform=platform)
-    return KERNELS[chosen].function(query, key, value, places, **options)
+    options: dict[str, Any] = dict(mask=mask, selected=selected, soft_cap=soft_cap, aligned=aligned, platform=platform)
+    promised = dict(gapless=gapless, needs_lse=needs_lse, local=local)
+    chosen = _find(kernel, query, key, value, places, **options, **promised)
+    return chosen.function(query, key, value, places, gapless=gapless, **options)
+
+
+def attend_gradients(
+    query: Float[Array, "batch length heads head_dim"],
+    key: Float[Array, "batch kv_length kv_heads head_dim"],
+    value: Float[Array, "batch kv_length kv_heads value_dim"],
+    known: Cotangents,
+    *,
+    mask: Mask,
+    query_positions: Int[Array, "batch length"],
+    key_positions: Int[Array, "batch kv_length"],
+    query_segments: Int[Array, "batch length"] | None = None,
+    key_segments: Int[Array, "batch kv_length"] | None = None,
+    query_spans: Spans | None = None,
+    selected: Bool[Array, "batch selected_heads length kv_length"] | None = None,
+    soft_cap: float | None = None,
+    aligned: bool = False,
+    local: bool = False,
+    kernel: str = "auto",
+    platform: str = "cpu",
+) -> Gradients:
+    """Of queries, keys and values, in f32, where these keys are a part of those that queries see.
+
+    With `known` of the results over all keys, the gradients of queries are the sum of those of all parts. Options are
+    those of `attend`; kernels that can't give lse can't do this.
+    """
+    places = AttentionPositions(query_positions, key_positions, query_segments, key_segments, query_spans)
+    _check(query, key, places, selected, soft_cap, aligned)
+    options: dict[str, Any] = dict(mask=mask, selected=selected, soft_cap=soft_cap, aligned=aligned, platform=platform)
+    chosen = _find(kernel, query, key, value, places, **options, gapless=False, needs_lse=True, local=local)
+    return chosen.gradients(query, key, value, places, known, **options)
 
 
 def max_scores(
@@ -206,6 +223,40 @@ def _check(
         check(count in (1, heads), f"selected has {count} heads: give one for all heads, or each of heads={heads}.")
 
 
+def _find(
+    kernel: str,
+    query: Array,
+    key: Array,
+    value: Array,
+    places: AttentionPositions,
+    *,
+    selected: Array | None,
+    soft_cap: float | None,
+    **facts: Any,
+) -> Kernel:
+    """The kernel of this name, or for "auto" the one that suits; raises ConfigError where it cannot do it."""
+    call = Call(
+        batch=query.shape[0],
+        length=query.shape[1],
+        kv_length=key.shape[1],
+        head_dim=query.shape[3],
+        value_dim=value.shape[3],
+        dtypes=(query.dtype, key.dtype, value.dtype),
+        soft_cap=soft_cap is not None,
+        segments=places.query_segments is not None,
+        spans=places.query_spans is not None,
+        selected_heads=0 if selected is None else selected.shape[1],
+        **facts,
+    )
+    chosen = choose(call) if kernel == "auto" else kernel
+    check_word("kernel", chosen, (*KERNELS, "auto"))
+    lacking = KERNELS[chosen].lacks(call)
+    if lacking is not None:
+        able = ", ".join(name for name, other in KERNELS.items() if other.lacks(call) is None)
+        raise ConfigError(f"kernel={chosen!r} cannot do {lacking} (mask={call.mask}). These can: {able}.")
+    return KERNELS[chosen]
+
+
 FUSED = {"tpu": "interval", "gpu": "cudnn"}  # by platform: what "auto" takes before "chunked"
 
 
@@ -221,48 +272,16 @@ def choose(call: Call) -> str:
     return fused if fused is not None and call.local and KERNELS[fused].lacks(call) is None else "chunked"
 
 
-# --- dot: the plain one ---
-
-
-def _dot(
-    query: Array,
-    key: Array,
-    value: Array,
-    places: AttentionPositions,
-    *,
-    mask: Mask,
-    selected: Array | None,
-    soft_cap: float | None,
-    aligned: bool,
-    gapless: bool,
-    platform: str,
-) -> Result:
-    """All scores at once: the definition, and the fastest for a few queries. Memory grows with length x kv_length."""
-    groups = query.shape[2] // key.shape[2]
-    batch, length, heads, head_dim = query.shape
-    seen = visible(mask, *places)[:, None, None]
-    if selected is not None:
-        split = (1, 1) if selected.shape[1] == 1 else (heads // groups, groups)
-        seen &= selected.reshape(batch, *split, *selected.shape[2:])
-    split = query.reshape(batch, length, heads // groups, groups, head_dim)
-    scores = jnp.einsum("btngd,bsnd->bngts", split, key, preferred_element_type=jnp.float32)
-    scores = jnp.where(seen, cap_scores(scores, soft_cap), -jnp.inf)
-    top = jax.lax.stop_gradient(scores.max(-1, keepdims=True, initial=EMPTY))
-    weights = jnp.exp(scores - top)
-    total = weights.sum(-1, keepdims=True)
-    safe = jnp.where(total > 0, total, 1.0)
-    out = jnp.einsum("bngts,bsnv->btngv", (weights / safe).astype(value.dtype), value)
-    lse = jnp.where(total > 0, top + jnp.log(safe), EMPTY)
-    lse = lse[..., 0].transpose(0, 3, 1, 2).reshape(batch, length, heads)
-    out = out.reshape(batch, length, heads, -1).astype(query.dtype)
-    return checkpoint_name(out, "context"), checkpoint_name(lse, "context")
-
-
 KERNELS: dict[str, Kernel] = {
-    "dot": Kernel(name="dot", function=_dot),
-    "chunked": Kernel(name="chunked", function=blockwise),
+    "dot": Kernel(name="dot", function=dot, gradients=dot_gradients),
+    "chunked": Kernel(name="chunked", function=blockwise, gradients=blockwise_gradients),
     "interval": Kernel(
-        name="interval", function=interval_attention, selection=False, float16=False, platforms=("tpu",)
+        name="interval",
+        function=interval_attention,
+        gradients=interval_gradients,
+        selection=False,
+        float16=False,
+        platforms=("tpu",),
     ),
     "splash": Kernel(
         name="splash",

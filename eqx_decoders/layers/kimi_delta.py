@@ -19,7 +19,6 @@ from eqx_decoders.layers.branch import BranchResult
 from eqx_decoders.layers.convolution import document_starts
 from eqx_decoders.layers.memory import StateShape
 from eqx_decoders.layers.norm import Norm, RMSNormConfig
-from eqx_decoders.layers.recurrence import delta_rule
 from eqx_decoders.layers.recurrent import (
     new_steps,
     of_past,
@@ -29,6 +28,7 @@ from eqx_decoders.layers.recurrent import (
     remembered,
     unit,
 )
+from eqx_decoders.layers.sharded_recurrence import recur_on_mesh
 from eqx_decoders.numerics import fan_in
 from eqx_decoders.remat import save
 
@@ -130,8 +130,8 @@ class KimiDeltaAttention(eqx.Module):
         key = only_tokens(unit(streams["key"]), ctx.positions)
         log_decay, beta = self._decay_and_beta(x, ctx)
         starts, state = document_starts(ctx.positions, ctx.segment_ids), of_past(past, "state")
-        inputs, platform = (query, key, streams["value"], log_decay, beta, state, starts), ctx.execution.layout.platform
-        answer, written, state = delta_rule(*inputs, platform=platform)
+        inputs = query, key, streams["value"], log_decay, beta, state, starts
+        answer, written, state = recur_on_mesh(*inputs, execution=ctx.execution)
         entries["state"] = proposed_state(self.config.state, log_decay, key, written, state, ctx)
         answer = save(ctx.constrain(answer, "batch length heads head_dim"), "attention_out")
         gate = jax.nn.sigmoid(self._low_rank(x, self.gate_down, self.gate_up, ctx).astype(jnp.float32))

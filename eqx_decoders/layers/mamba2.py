@@ -18,7 +18,6 @@ from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.layers.branch import BranchResult
 from eqx_decoders.layers.convolution import document_starts
 from eqx_decoders.layers.memory import StateShape
-from eqx_decoders.layers.recurrence import linear_recurrence
 from eqx_decoders.layers.recurrent import (
     new_steps,
     of_past,
@@ -27,6 +26,7 @@ from eqx_decoders.layers.recurrent import (
     proposed_state,
     remembered,
 )
+from eqx_decoders.layers.sharded_recurrence import recur_on_mesh
 from eqx_decoders.numerics import fan_in
 from eqx_decoders.remat import save
 
@@ -151,8 +151,8 @@ class Mamba2(eqx.Module):
         log_decay = (-jnp.exp(self.a_log.astype(jnp.float32))[None, None] * dt)[..., None]
         starts, state = document_starts(ctx.positions, ctx.segment_ids), of_past(past, "state")
         query = streams["query"].astype(jnp.float32)
-        inputs, platform = (query, key, written, log_decay, state, starts), ctx.execution.layout.platform
-        answer, state = linear_recurrence(*inputs, platform=platform)
+        inputs = query, key, written, log_decay, None, state, starts
+        answer, _, state = recur_on_mesh(*inputs, execution=ctx.execution)
         entries["state"] = proposed_state(self.config.state, log_decay, key, written, state, ctx)
         answer = answer + self.skip.astype(jnp.float32)[None, None, :, None] * value
         answer = save(ctx.constrain(answer.astype(x.dtype), "batch length heads value_dim"), "attention_out")

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.layers.convolution import causal_convolution
 from eqx_decoders.layers.memory import (
     NewState,
     NewTail,
@@ -19,6 +18,7 @@ from eqx_decoders.layers.memory import (
     TailShape,
     last_inputs,
 )
+from eqx_decoders.layers.sharded_convolution import convolve_on_mesh
 from eqx_decoders.remat import save
 
 
@@ -71,7 +71,7 @@ def convolved(
     channels, taps = kernel.shape[0] * kernel.shape[1], kernel.shape[2]
     flat = ctx.constrain(x.reshape(*x.shape[:2], channels), "batch length channels")
     weights = kernel.reshape(channels, taps), None if bias is None else bias.reshape(channels)
-    smooth = causal_convolution(flat, *weights, tail, ctx.positions, ctx.segment_ids)
+    smooth = convolve_on_mesh(flat, *weights, tail, ctx.positions, ctx.segment_ids, execution=ctx.execution)
     if ctx.keeps_all and x.shape[1] >= taps:
         tail = jnp.zeros((x.shape[0], taps - 1, channels), x.dtype) if tail is None else tail
         return jax.nn.silu(smooth).reshape(x.shape), NewTail(tail=last_inputs(tail, flat, ctx.positions))

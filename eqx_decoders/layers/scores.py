@@ -1,4 +1,6 @@
-"""What all attention kernels share: their results, and what is done to scores."""
+"""What all attention kernels share: their results, what is done to scores, and what a backward pass starts from."""
+
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
@@ -7,8 +9,44 @@ from jaxtyping import Array, Float, Float32
 EMPTY = -1e30  # lse of a query that sees nothing: finite, so that differences and gradients stay finite
 
 Result = tuple[Float[Array, "batch length heads value_dim"], Float32[Array, "batch length heads"]]
+Gradients = tuple[
+    Float32[Array, "batch length heads head_dim"],
+    Float32[Array, "batch kv_length kv_heads head_dim"],
+    Float32[Array, "batch kv_length kv_heads value_dim"],
+]
+
+
+class Cotangents(NamedTuple):
+    """What the gradients of queries, keys and values need of each query; the same for any part of its keys.
+
+    With it a key's weight is P = exp(S - lse), and the slope of its score dS = P * (dO V' - delta).
+
+    **Arguments:**
+
+    - `out_bar`: the gradient dO of its result.
+    - `lse`: of the scores of all keys that it sees.
+    - `delta`: sum(out * dO) - dlse, of the results over all keys.
+    """
+
+    out_bar: Float[Array, "batch length heads value_dim"]
+    lse: Float32[Array, "batch length heads"]
+    delta: Float32[Array, "batch length heads"]
+
+
+def cotangents(results: Result, bars: Result) -> Cotangents:
+    """Of `attend`'s results and their gradients."""
+    (out, lse), (out_bar, lse_bar) = results, bars
+    delta = (out.astype(jnp.float32) * out_bar.astype(jnp.float32)).sum(-1) - lse_bar
+    return Cotangents(out_bar.astype(out.dtype), lse, delta)
 
 
 def cap_scores(scores: Float[Array, "*shape"], soft_cap: float | None) -> Float[Array, "*shape"]:
     """`cap * tanh(scores / cap)`; None leaves them."""
     return scores if soft_cap is None else jnp.tanh(scores / soft_cap) * soft_cap
+
+
+def cap_slopes(
+    slopes: Float[Array, "*shape"], scores: Float[Array, "*shape"], soft_cap: float | None
+) -> Float[Array, "*shape"]:
+    """The gradient of scores, from that of capped ones, `scores`."""
+    return slopes if soft_cap is None else slopes * (1 - jnp.square(scores / soft_cap))

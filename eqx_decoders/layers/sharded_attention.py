@@ -3,7 +3,9 @@
 Queries stay split over batch, length and heads. Of keys and values a device gathers the length, and computes blocks
 that its queries may see: positions say which, so rows may stand in any order. Gradients of keys and values are added
 and scattered over the devices among which they were gathered. Or queries, keys and values are exchanged, so that a
-device has all of a row and fewer heads (DeepSpeed-Ulysses; Jacobs et al., 2023), and results are exchanged back.
+device has all of a row and fewer heads (DeepSpeed-Ulysses; Jacobs et al., 2023), and results are exchanged back. Or
+keys and values go round (`ring_attention`). Or both: devices side by side exchange heads, and keys go round among such
+groups (Fang & Zhao, 2024).
 
 The slots of a cache stay where they are: each device attends to its own, with the queries of all, and results are
 merged by their log-sum-exp (flash decoding across devices; Dao et al., 2023).
@@ -23,7 +25,8 @@ from jaxtyping import Array, Bool, Float, Int
 from eqx_decoders.context import Execution
 from eqx_decoders.errors import check
 from eqx_decoders.layers.kernel import attend
-from eqx_decoders.layers.mask import Mask, Spans
+from eqx_decoders.layers.mask import AttentionPositions, Mask, Spans, lookback
+from eqx_decoders.layers.ring_attention import Ring, attend_in_ring
 from eqx_decoders.layers.scores import Result
 from eqx_decoders.layout import Layout, names_of
 
@@ -53,32 +56,39 @@ def attend_on_mesh(
     """
     layout = execution.layout
     options: dict[str, Any] = dict(mask=mask, soft_cap=soft_cap, kernel=execution.attention, platform=layout.platform)
-    options |= dict(aligned=aligned, gapless=gapless, needs_lse=needs_lse, local=True)
+    promises = dict(aligned=aligned, gapless=gapless, needs_lse=needs_lse, local=True)
     of_queries = dict(query_positions=query_positions, query_segments=query_segments, query_spans=query_spans)
     of_keys = dict(key_positions=key_positions, key_segments=key_segments)
     if layout.single:
-        return attend(query, key, value, selected=selected, **of_queries, **of_keys, **options)
+        return attend(query, key, value, selected=selected, **of_queries, **of_keys, **options, **promises)
     plan = _make_plan(execution, query.shape, key.shape, key_axis)
     whole = plan.exchanges or not plan.shared
-    options |= dict(aligned=aligned and whole, gapless=gapless and whole, needs_lse=needs_lse or plan.merges)
+    promises |= dict(aligned=aligned and whole, gapless=gapless and whole, needs_lse=needs_lse or plan.merges)
+    in_order = aligned and plan.goes_round and not plan.turned
+    pieces = _pieces_seen(plan.pieces, mask, key.shape[1] // plan.pieces, in_order and query_spans is None)
 
     def run(query, key, value, selected, of_queries, of_keys):
-        key, value = (plan.in_order(plan.needed_keys(x)) for x in (key, value))
-        of_keys = jax.tree.map(plan.in_order, of_keys)
-        selected = None if selected is None else plan.in_order(selected, axis=3)
-        places = of_queries | of_keys
-        out, lse = attend(plan.needed_queries(query), key, value, selected=selected, **places, **options)
+        query, key, value = plan.needed_queries(query), plan.needed_keys(key), plan.needed_keys(value)
+        key, value = (plan.in_order(x) for x in (key, value))
+        selected = None if selected is None else plan.in_order(plan.needed_selection(selected), 3, plan.pieces)
+        of_keys = jax.tree.map(lambda x: plan.in_order(x, 1, plan.pieces), of_keys)
+        if plan.goes_round:
+            places = AttentionPositions(**jax.tree.map(plan.own_places, of_queries), **of_keys)
+            ring = plan.ring(pieces=pieces, aligned=in_order, **options)
+            results = attend_in_ring(ring, query, key, value, places, selected)
+        else:
+            places = of_queries | of_keys
+            results = attend(query, key, value, selected=selected, **places, **options, **promises)
         if plan.merges:
-            return _merge_over(plan.shared, out, lse)
-        return plan.own_results(out), plan.own_results(lse)
+            return _merge_over(plan.shared, *results)
+        return jax.tree.map(plan.own_results, results)
 
     rows, length, heads = plan.rows, plan.length, plan.heads
     own, keys = PartitionSpec(rows, length, heads), PartitionSpec(rows, plan.shared, plan.kv_heads)
-    if plan.exchanges:
-        length, heads = (), heads + plan.shared
     slots = plan.shared if plan.merges else ()
     chosen = PartitionSpec(rows, () if selected is None or selected.shape[1] == 1 else heads, length, slots)
-    specs = (own, keys, keys, chosen, PartitionSpec(rows, length), PartitionSpec(rows, slots))
+    of_query = PartitionSpec(rows, () if plan.exchanges else length)
+    specs = (own, keys, keys, chosen, of_query, PartitionSpec(rows, slots))
     mapped = layout.shard_map(run, specs, (own, own))
     return mapped(query, key, value, selected, of_queries, of_keys)
 
@@ -94,7 +104,8 @@ class _Plan:
     - `shared`: what splits their length, which a device needs whole unless results are merged.
     - `parts`: over how many devices it is split.
     - `own_heads`, `groups`: how many query heads a device has, and how many of them share a head of keys.
-    - `exchanges`: whether a device gets all tokens of some heads.
+    - `exchanging`: how many devices side by side exchange tokens for heads; 1: none.
+    - `goes_round`: whether keys travel in a ring, else a device has all of the row.
     - `merges`: whether each device attends to its own keys alone, and results are merged.
     - `turned`: whether tokens stand in zig-zag.
     """
@@ -107,9 +118,24 @@ class _Plan:
     parts: int
     own_heads: int
     groups: int
-    exchanges: bool
+    exchanging: int
+    goes_round: bool
     merges: bool
     turned: bool
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether a device gets more tokens of fewer heads."""
+        return self.exchanging > 1
+
+    @property
+    def pieces(self) -> int:
+        """In how many pieces a row's keys are, of which a device has one at a time."""
+        return self.parts // self.exchanging if self.goes_round else 1
+
+    def ring(self, **options: Any) -> Ring:
+        """The ring in which keys travel."""
+        return Ring(axes=self.shared, devices=self.parts, group=self.exchanging, **options)
 
     def needed_queries(self, query: Array) -> Array:
         return self._exchange(query, 2, 1) if self.exchanges else query
@@ -121,23 +147,57 @@ class _Plan:
         """Keys or values of all tokens, and of the heads that a device's query heads use."""
         others = self.heads[len(self.kv_heads) :]  # over these every device has the same heads
         if others:
-            size = math.gcd(self.own_heads, self.groups)  # so many of its query heads surely share one
-            first = lax.axis_index(others) * self.own_heads
-            key = jnp.take(key, (first + size * jnp.arange(self.own_heads // size)) // self.groups, axis=2)
+            key = used_heads(key, others, self.own_heads, self.groups)
         if self.exchanges:
             return self._exchange(key, 2, 1)
-        return lax.all_gather(key, self.shared, axis=1, tiled=True) if self.shared and not self.merges else key
+        gathers = self.shared and not self.goes_round and not self.merges
+        return lax.all_gather(key, self.shared, axis=1, tiled=True) if gathers else key
 
-    def in_order(self, x: Array, axis: int = 1) -> Array:
-        """Keys, each where it belongs in its row: the blocks that a query sees then follow one another."""
-        if not self.turned:
+    def needed_selection(self, selected: Array) -> Array:
+        """What is selected for the queries that a device has then, of all keys."""
+        if not self.exchanges:
+            return selected
+        if selected.shape[1] > 1:
+            return self._exchange(selected, 1, 2)
+        return lax.all_gather(selected, self.shared, axis=2, tiled=True, axis_index_groups=self._exchanging)
+
+    def own_places(self, x: Array) -> Array:
+        """Where the queries of a device stand, which has those of several."""
+        if not self.exchanges:
             return x
-        pieces = jnp.split(x, 2 * self.parts, axis)
-        return jnp.concatenate([pieces[index] for index in np.argsort(zigzag(2 * self.parts, self.parts))], axis)
+        size = x.shape[1] // self.pieces
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(self.shared) // self.exchanging * size, size, 1)
+
+    def in_order(self, x: Array, axis: int = 1, pieces: int = 1) -> Array:
+        """Keys, each where it belongs in its piece: the blocks that a query sees then follow one another."""
+        parts = self.parts // self.pieces
+        if not self.turned or parts == 1:
+            return x
+        order = np.argsort(zigzag(2 * parts, parts)) + 2 * parts * np.arange(pieces)[:, None]
+        chunks = jnp.split(x, order.size, axis)
+        return jnp.concatenate([chunks[index] for index in order.reshape(-1)], axis)
 
     def _exchange(self, x: Array, split: int, joined: int) -> Array:
         """All of one axis for a part of another: each device gets its part from all, and gives them theirs."""
-        return lax.all_to_all(x, self.shared, split_axis=split, concat_axis=joined, tiled=True)
+        groups = self._exchanging
+        return lax.all_to_all(x, self.shared, split, joined, tiled=True, axis_index_groups=groups)
+
+    @property
+    def _exchanging(self) -> list[list[int]] | None:
+        """Which devices exchange with one another; None: all."""
+        if self.exchanging == self.parts:
+            return None
+        return np.arange(self.parts).reshape(-1, self.exchanging).tolist()
+
+
+def used_heads(key: Array, axes: tuple[str, ...], own_heads: int, groups: int) -> Array:
+    """Of the heads of keys that all devices of some mesh axes have, those that a device's `own_heads` use.
+
+    `groups` heads that follow one another share a head of keys.
+    """
+    size = math.gcd(own_heads, groups)  # so many of them surely share one
+    first = lax.axis_index(axes) * own_heads
+    return jnp.take(key, (first + size * jnp.arange(own_heads // size)) // groups, axis=2)
 
 
 def _make_plan(execution: Execution, queries: tuple[int, ...], keys: tuple[int, ...], key_axis: str) -> _Plan:
@@ -152,7 +212,12 @@ def _make_plan(execution: Execution, queries: tuple[int, ...], keys: tuple[int, 
     merges = key_axis == "slots" and bool(shared)
     if merges:
         length = tuple(name for name in length if name not in shared)
-    divided = own_heads // math.gcd(own_heads, groups) % parts == 0
+    alike = bool(shared) and shared == length
+    needed = own_heads // math.gcd(own_heads, groups)  # heads of keys that a device's query heads use
+    exchanging = math.gcd(needed, parts) if alike and "all_to_all" in execution.context_form else 1
+    goes_round = alike and "ring" in execution.context_form and exchanging < parts
+    if execution.context_form == "all_to_all" and exchanging < parts:
+        exchanging = 1
     return _Plan(
         # named, too, are mesh axes of one device: over what no name splits gradients are summed
         rows=(*rows, *(name for name, size in layout.mesh.shape.items() if size == 1)),
@@ -163,10 +228,20 @@ def _make_plan(execution: Execution, queries: tuple[int, ...], keys: tuple[int, 
         parts=parts,
         own_heads=own_heads,
         groups=groups,
-        exchanges=execution.context_form == "all_to_all" and bool(shared) and shared == length and divided,
+        exchanging=exchanging,
+        goes_round=goes_round,
         merges=merges,
         turned=execution.context_order == "zigzag" and bool(shared) and not merges and keys[1] % (2 * parts) == 0,
     )
+
+
+def _pieces_seen(pieces: int, mask: Mask, size: int, plain: bool) -> int:
+    """How many of a row's pieces of `size` tokens a query may see: its own and some before it.
+
+    In `plain` order a token that stands n places before another is at least n positions before it.
+    """
+    back = lookback(mask)
+    return pieces if back is None or not plain else min(pieces, 1 + -(-(back - 1) // size))
 
 
 def _merge_over(names: tuple[str, ...], out: Array, lse: Array) -> Result:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float32, Int
 
 from eqx_decoders.context import Execution
@@ -33,14 +34,13 @@ def in_context_order(
     ordered = next(_need_order(model.config, execution), None)
     check(ordered is None, f"{rule} layers that go by positions alone, but {ordered} goes by the order of tokens.")
     check(batch.spans is None, f"{rule} batches without spans: these are found from the order of tokens.")
-    parts = context_parts(execution.layout)
-    if parts == 1:
+    order = row_order(execution, batch.tokens.shape[1])
+    if order is None:
         return batch, targets, weights
     tokens, segments, positions = (
         None if x is None else jnp.asarray(x) for x in (batch.tokens, batch.segment_ids, batch.positions)
     )
     positions = padded_positions(positions, segments, batch.tokens.shape)
-    order = zigzag(batch.tokens.shape[1], parts)
 
     def turned(x: Any) -> Any:
         return None if x is None else execution.layout.constrain(x[:, order], "batch length")
@@ -49,14 +49,21 @@ def in_context_order(
     return turned_batch, turned(targets), turned(weights)
 
 
+def row_order(execution: Execution, length: int) -> np.ndarray | None:
+    """Which token of its text stands where in a row, by `Execution.context_order`; None: in their order."""
+    parts = 1 if execution.context_order == "plain" else context_parts(execution.layout)
+    return None if parts == 1 else zigzag(length, parts)
+
+
 def _need_order(config: DecoderConfig, execution: Execution) -> Iterator[str]:
     """What of a model would be another with its tokens in another order, whatever their positions."""
+    blocks = {f"DecoderConfig.blocks[{index}]": block for index, block in enumerate(config.blocks)}
     if config.mtp is not None:
-        yield "DecoderConfig.mtp"
-    for index, block in enumerate(config.blocks):
+        blocks["DecoderConfig.mtp.block"] = config.mtp.block
+    for place, block in blocks.items():
         for name, layer in block.branches().items():
             if _needs_order(layer, execution):
-                yield f"DecoderConfig.blocks[{index}].{name} ({type(layer).__name__})"
+                yield f"{place}.{name} ({type(layer).__name__})"
 
 
 def _needs_order(layer: Any, execution: Execution) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.decoder import Decoder, DecoderConfig
@@ -19,7 +20,7 @@ from eqx_decoders.mtp import same_document, shift_left
 from eqx_decoders.stats import BlockStats, add_stats, join_layer_stats
 from eqx_decoders.training.balance import expert_configs, has_routing_loss, routing_loss
 from eqx_decoders.training.batches import Batch
-from eqx_decoders.training.context_order import in_context_order
+from eqx_decoders.training.context_order import in_context_order, row_order
 from eqx_decoders.training.cross_entropy import cross_entropy, linear_argmax, linear_cross_entropy
 from eqx_decoders.training.indexing import indexer_configs, indexer_loss
 
@@ -81,13 +82,19 @@ def next_tokens(batch: Batch) -> tuple[Int[Array, "batch length"], Float32[Array
     return jnp.where(weights == 0, 0, targets), weights  # what does not count may be anything, even -100
 
 
-def mtp_targets(batch: Batch, depth: int) -> tuple[Int[Array, "batch length"], Float32[Array, "batch length"]]:
-    """The targets of a depth of multi-token prediction: those of the token `depth` places on, if of one document."""
+def mtp_targets(
+    batch: Batch, depth: int, order: np.ndarray | None = None
+) -> tuple[Int[Array, "batch length"], Float32[Array, "batch length"]]:
+    """The targets of a depth of multi-token prediction: those of the token `depth` places on, if of one document.
+
+    `order`: in which they are wanted; None: that of the batch.
+    """
     targets, weights = (shift_left(x, depth) for x in next_tokens(batch))
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
     positions = padded_positions(positions, segments, targets.shape)
     weights = jnp.where(same_document(positions, segments, depth), weights, 0.0)
-    return jnp.where(weights == 0, 0, targets), weights
+    targets = jnp.where(weights == 0, 0, targets)
+    return (targets, weights) if order is None else (targets[:, order], weights[:, order])
 
 
 def token_loss_sum(
@@ -107,14 +114,16 @@ def token_loss_sum(
     of which this one is a part: what routing, indexers and multi-token prediction add are means over all of it.
     """
     full_batch, mtp = batch if full_batch is None else full_batch, None
+    plain, order = batch, row_order(model.execution, batch.tokens.shape[1])
     batch, targets, weights = in_context_order(model, batch, *next_tokens(batch))
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
     hidden, _, stats = model.run(jnp.asarray(batch.tokens), positions, segments, key=key, inputs=batch.inputs)
     loss, nll, correct = _head_loss(model, hidden, targets, weights, z_loss=z_loss, fused=fused, key=key)
     if model.mtp is not None and model.mtp.config.loss_weight > 0:
-        streams = model.predict_further(hidden, batch.tokens, positions, segments, key, inputs=batch.inputs)
+        places = positions, segments
+        streams = model.predict_further(hidden, batch.tokens, *places, key, inputs=batch.inputs, order=order)
         stats = join_layer_stats([(stats,), (streams.stats,)])
-        more, mtp = _mtp_loss_sum(model, streams.hidden, batch, full_batch, fused=fused, key=key)
+        more, mtp = _mtp_loss_sum(model, streams.hidden, plain, full_batch, fused=fused, key=key)
         loss = loss + more
     if stats.routing is not None and has_routing_loss(model.config):
         loss = loss + _routing_loss_sum(model, stats.routing, full_batch)
@@ -164,9 +173,9 @@ def _mtp_loss_sum(
 ) -> tuple[Array, MTPLossSums]:
     """This part's share of `loss_weight * mean over all depths' targets of -log p`, times the targets there."""
     assert model.mtp is not None
-    sums, tokens = [], []
+    order, sums, tokens = row_order(model.execution, batch.tokens.shape[1]), [], []
     for depth, x in enumerate(hidden, 1):
-        targets, weights = mtp_targets(batch, depth)
+        targets, weights = mtp_targets(batch, depth, order)
         sums.append(_head_loss(model, x, targets, weights, fused=fused, key=key, depth=depth)[:2])
         tokens.append(jnp.sum(weights))
     losses, nll = zip(*sums, strict=True)
@@ -250,6 +259,7 @@ class EvaluationSums(eqx.Module):
 
 def evaluation_sums(model: Decoder, batch: Batch) -> EvaluationSums:
     """The sums of one batch; a fraction of targets counts as so much of a token."""
+    plain, order = batch, row_order(model.execution, batch.tokens.shape[1])
     batch, targets, weights = in_context_order(model, batch, *next_tokens(batch))
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
     hidden, _, _ = model.run(jnp.asarray(batch.tokens), positions, segments, inputs=batch.inputs)
@@ -259,12 +269,12 @@ def evaluation_sums(model: Decoder, batch: Batch) -> EvaluationSums:
         return sums
     said = _argmax_tokens(model, hidden, 0)
     accepted, proposed = [], []
-    further = model.predict_further(hidden, batch.tokens, positions, segments, inputs=batch.inputs).hidden
+    places = positions, segments
+    further = model.predict_further(hidden, batch.tokens, *places, inputs=batch.inputs, order=order).hidden
     for depth, x in enumerate(further, 1):
-        weights = mtp_targets(batch, depth)[1]
-        accepted.append(
-            jnp.sum(weights * (_argmax_tokens(model, x, depth) == shift_left(said, depth)).astype(jnp.float32))
-        )
+        weights = mtp_targets(plain, depth, order)[1]
+        right = _argmax_tokens(model, x, depth) == shift_left(said, depth, order)
+        accepted.append(jnp.sum(weights * right.astype(jnp.float32)))
         proposed.append(jnp.sum(weights))
     return dataclasses.replace(sums, accepted=jnp.stack(accepted), proposed=jnp.stack(proposed))
 

@@ -339,6 +339,7 @@ def test_refusals(monkeypatch):
     limited = Kernel(
         name="limited",
         function=KERNELS["dot"].function,
+        gradients=KERNELS["dot"].gradients,
         masks=(Causal,),
         soft_cap=False,
         platforms=("cpu",),

@@ -1,6 +1,7 @@
 """Tokens in zig-zag: the loss, its gradients and evaluation are those of tokens in order."""
 
 import dataclasses
+import re
 
 import equinox as eqx
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.create import with_mtp
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers import sharded_attention
 from eqx_decoders.layers.attention import AttentionConfig
@@ -20,7 +22,8 @@ from eqx_decoders.layers.kernel import max_scores
 from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.mask import Causal, SlidingWindow
 from eqx_decoders.layers.norm import RMSNormConfig
-from eqx_decoders.mtp import MTPConfig
+from eqx_decoders.layers.sharded_attention import zigzag
+from eqx_decoders.mtp import MTPConfig, shift_left
 from eqx_decoders.training.context_order import in_context_order
 from eqx_decoders.training.loss import evaluation_sums, next_tokens
 from tests.compare import assert_close
@@ -64,6 +67,49 @@ def test_zigzag_equals_plain(latent, sizes):
     same = [eqx.filter(x, eqx.is_array) for x in (got_bar, want_bar)]
     assert_close([x.astype(jnp.float32) for x in jax.tree.leaves(same[0])], jax.tree.leaves(same[1]), units=256)
     assert_close((got, got_sums), (want, want_sums))
+
+
+def with_depths() -> ed.Decoder:
+    config = with_mtp(dataclasses.replace(rich_decoder(1), embed_dim=EMBED), 2)
+    return filled(dataclasses.replace(config, mtp=dataclasses.replace(config.mtp, loss_weight=0.5)), attention="dot")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(dict(context_order="zigzag"), marks=pytest.mark.slow),
+        pytest.param(dict(context_order="plain"), marks=pytest.mark.slow),
+        pytest.param(dict(context_order="zigzag", context_form="ring"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_later_tokens_are_those_of_the_text(options):
+    """Multi-token prediction over rows that are split: losses of all depths, gradients, and what evaluation adds up."""
+    batch, model = rows(), with_depths()
+    many = model.place(ed.Layout.create(context=4, data=2)).replace(**options)
+    (got, got_bar), got_sums = results(many, batch)
+    (want, want_bar), want_sums = results(model, batch)
+    same = [jax.tree.leaves(eqx.filter(x, eqx.is_array)) for x in (got_bar, want_bar)]
+    assert_close([x.astype(jnp.float32) for x in same[0]], same[1], units=256)
+    assert_close((got, got_sums), (want, want_sums))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["plain", "zigzag"])
+def test_no_device_has_the_streams_of_a_row(order):
+    """Of a step with two depths: only numbers of tokens are gathered along a row, and streams are not."""
+    model = with_depths().place(ed.Layout.create(context=4, data=2)).replace(context_order=order, context_form="ring")
+    arrays, static = eqx.partition((model, rows(64)), eqx.is_array)
+    text = jax.jit(lambda arrays: results(*eqx.combine(arrays, static))).lower(arrays).compile().as_text()
+    moved = re.findall(r" = \(?f32\[([\d,]+)\]\S* (?:all-gather|all-to-all|all-reduce)", text)
+    assert moved and not [shape for shape in moved if {"64", str(EMBED)} <= set(shape.split(","))], moved
+
+
+def test_tokens_further_on_in_another_order():
+    order, x = zigzag(24, 3), jnp.arange(1, 25)[None, :, None]
+    for count in (0, 1, 5, 30):
+        wanted = shift_left(x, count)[:, order]
+        np.testing.assert_array_equal(shift_left(x[:, order], count, order), wanted)
 
 
 def test_tokens_stand_in_zigzag_and_keys_in_order(monkeypatch):
@@ -113,6 +159,7 @@ def changed(**layers) -> ed.DecoderConfig:
 
 
 ATTENTION = dict(num_heads=2, num_kv_heads=1, head_dim=4)
+DELTA = GatedDeltaNetConfig(num_key_heads=2, num_heads=2, key_dim=4, value_dim=4)
 ENGRAM = EngramConfig(
     embed_dim=EMBED, vocab_size=VOCAB, layers=(0,), layer=0, num_heads=2, head_dim=8, vocab_bases=(20, 30), taps=2
 )
@@ -122,7 +169,7 @@ ENGRAM = EngramConfig(
     ("config", "named"),
     [
         (
-            lambda: changed(mixer=GatedDeltaNetConfig(num_key_heads=2, num_heads=2, key_dim=4, value_dim=4)),
+            lambda: changed(mixer=DELTA),
             r"blocks\[0\].mixer \(GatedDeltaNetConfig\)",
         ),
         (
@@ -132,9 +179,9 @@ ENGRAM = EngramConfig(
         (lambda: changed(before=(ed.BranchConfig(layer=ENGRAM),)), r"blocks\[0\].before.0 \(EngramConfig\)"),
         (
             lambda: dataclasses.replace(
-                rich_decoder(1), mtp=MTPConfig(num_depths=1, block=rich_decoder(1).blocks[0], norm=RMSNormConfig())
+                rich_decoder(1), mtp=MTPConfig(num_depths=1, block=changed(mixer=DELTA).blocks[0], norm=RMSNormConfig())
             ),
-            "mtp",
+            r"mtp.block.mixer \(GatedDeltaNetConfig\)",
         ),
     ],
     ids=["recurrence", "blocks", "n-grams", "further tokens"],
