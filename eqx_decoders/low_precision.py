@@ -77,8 +77,8 @@ class LowPrecision:
         activations with 4 bits of exponent and 3 of mantissa (e4m3), gradients with 5 and 2 (e5m2).
     - `weights`: patterns of the weights' paths (`*` stands for anything). Of what they match, the matrices inside of
         blocks: no tables, heads, routers, norms, biases, low-rank pairs, and no gates with one number per head.
-    - `weight_gradient`: whether gradients of weights are such products, too (`"same"`), or products of the unrounded
-        activations and gradients (`"float"`): a third of a step's products then, and half the error of the gradient.
+    - `weight_gradient`: whether gradients of weights are such products, too (`"same"`), or of activations and
+        gradients as they are (`"float"`): a third of the products, for which activations are kept as they are.
     - `gradient_rounding`: `"nearest"`, or `"stochastic"`: up with a probability by which the mean is exact, where a
         pass has a key, as `Trainer` then gives; for whole numbers.
     """
@@ -103,6 +103,11 @@ class LowPrecision:
     def formats(self) -> Formats:
         """Those of activations, weights and gradients."""
         return FORMATS[self.mode]
+
+    @property
+    def format(self) -> str:
+        """Of which numbers its products are: `"int8"` or `"fp8"`."""
+        return "fp8" if self.mode == "fp8" else "int8"
 
     @property
     def draws(self) -> bool:
