@@ -76,7 +76,8 @@ class LowPrecision:
     - `mode`: `"int8"`, whole numbers up to 127; `"w4a8"`, weights up to 7 and all else up to 127; `"fp8"`, weights and
         activations with 4 bits of exponent and 3 of mantissa (e4m3), gradients with 5 and 2 (e5m2).
     - `weights`: patterns of the weights' paths (`*` stands for anything). Of what they match, the matrices inside of
-        blocks: no tables, heads, routers, norms, biases, low-rank pairs, and no gates with one number per head.
+        blocks: no tables, heads, routers, norms, biases, low-rank pairs, and nothing that makes decays or one number
+        per head.
     - `weight_gradient`: whether gradients of weights are such products, too (`"same"`), or of activations and
         gradients as they are (`"float"`): a third of the products, for which activations are kept as they are.
     - `gradient_rounding`: `"nearest"`, or `"stochastic"`: up with a probability by which the mean is exact, where a
@@ -124,7 +125,7 @@ class LowPrecision:
                 bool(fitting),
                 f"LowPrecision.weights={pattern!r} matches {min(matched)}, which is no matrix of a block that is "
                 "multiplied in 8 bits: tables, heads, routers, norms, biases and low-rank pairs aren't, nor is what "
-                "makes one number per head. Write another pattern.",
+                "makes decays or one number per head. Write another pattern.",
             )
             found |= dict.fromkeys(fitting)
         return list(found)
@@ -133,9 +134,11 @@ class LowPrecision:
 def _fits(path: str, words: Axes) -> bool:
     split = product_axes(words)
     inside = path.startswith(("segments.", "mtp."))
-    # what makes one number per expert or head (routers, decays, gates) is little work, and is computed in f32
-    few = split is not None and split[1] in (("experts",), ("heads",), ("key_heads",))
-    return inside and split is not None and not few and not any(w == "rank" or w.startswith("teacher") for w in words)
+    if split is None or not inside:
+        return False
+    # what makes decays, or one number per expert or head, is little work, and is computed in f32
+    little = split[1] in (("experts",), ("heads",), ("key_heads",)) or {"rank", "gate_rank"} & set(words)
+    return not little and not any(word.startswith("teacher") for word in words)
 
 
 class Rounded(eqx.Module):
@@ -280,11 +283,15 @@ class _Product:
         return tuple(word for word in self.left if word not in self.right)
 
     def gather(self, quantised: Array) -> Array:
-        """The quantised weight where it is multiplied: 8 bits of each number travel."""
+        """The quantised weight where it is multiplied: 8 bits of each number travel.
+
+        As bytes. XLA would send parts of what is multiplied as it comes round in a ring, which is twice as much.
+        """
         if self.places is None:
             return quantised
         whole, stored = self.places
-        return lax.with_sharding_constraint(lax.with_sharding_constraint(quantised, stored), whole)
+        octets = lax.with_sharding_constraint(lax.bitcast_convert_type(quantised, jnp.uint8), stored)
+        return lax.bitcast_convert_type(lax.with_sharding_constraint(octets, whole), quantised.dtype)
 
     def scatter(self, gradient: Array) -> Array:
         """The weight's gradient, split as the weight is."""

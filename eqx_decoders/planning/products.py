@@ -14,7 +14,7 @@ class Products(NamedTuple):
 
     counted: float
     uncounted: bool
-    eight_bit: float
+    eight_bit: float = 0.0
 
 
 def products(jaxpr: Any) -> Products:
