@@ -420,7 +420,7 @@ def multiply(x: Array, left: Axes, y: Array, right: Axes, out: Axes, *, native: 
     """The product of two arrays by the words of their dimensions, in f32 (at least); of 8-bit ones as devices do it."""
     batch = [word for word in left if word in right and word in out]
     summed = [word for word in left if word in right and word not in out]
-    numbers = tuple(_places(tuple(words), side) for words in (summed, batch) for side in (left, right))
+    numbers: Any = tuple(tuple(_places(tuple(words), side) for side in (left, right)) for words in (summed, batch))
     sums = jnp.result_type(jnp.float32)
     if x.dtype.itemsize == 1:
         sums = jnp.int32 if native and jnp.issubdtype(x.dtype, jnp.integer) else sums
@@ -429,9 +429,7 @@ def multiply(x: Array, left: Axes, y: Array, right: Axes, out: Axes, *, native: 
         sums = np.promote_types(x.dtype, np.float32)
     # products of few bits are exact, whatever a user may have set for all of JAX
     precision = lax.Precision.DEFAULT if x.dtype.itemsize < 4 else None
-    found = lax.dot_general(
-        x, y, (numbers[:2], numbers[2:]), precision=precision, preferred_element_type=np.dtype(sums)
-    )
+    found = lax.dot_general(x, y, numbers, precision=precision, preferred_element_type=np.dtype(sums))
     made = [*batch, *(word for word in left if word not in right), *(word for word in right if word not in left)]
     found = found.transpose([made.index(word) for word in out])
     return found.astype(jnp.float32) if sums == jnp.int32 else found

@@ -1,6 +1,7 @@
 """Products in 8 bits are those of a NumPy reference, and how they are run changes nothing."""
 
 import dataclasses
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -245,28 +246,28 @@ def model():
     return filled(rich_decoder(), low_precision=INT8)
 
 
-def assert_same(got, want, plain, most=0.1):
-    """Up to a few numbers that, an ulp apart, are rounded to neighbours: to a tenth of what rounding itself costs."""
-    for one, other, exact in zip(*map(jax.tree.leaves, (got, want, plain)), strict=True):
-        gap, cost = (float(jnp.linalg.norm(jnp.ravel(each - other))) for each in (jnp.asarray(one), exact))
-        assert gap <= most * cost + 1e-5 * float(jnp.linalg.norm(jnp.ravel(other)))
+def assert_same(got, want, *, most=0.02):
+    """Up to a few numbers that, an ulp apart, are rounded to neighbours. Rounding itself costs three times as much."""
+    for one, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        gap, size = (np.linalg.norm(np.ravel(each)) for each in (one - np.asarray(other), other))
+        assert gap <= most * size
 
 
 def test_loop_remat_and_mesh_change_nothing(model):
     """All together; `packed` has rows of padding."""
     tokens, segments = packed(4)
     other = model.place(ed.Layout.create(data=2, fsdp=2, tensor=2)).replace(scan=False, remat="full")
-    assert_same(*(run(each, tokens, segments) for each in (other, model, model.replace(low_precision=None))))
+    assert_same(*(run(each, tokens, segments) for each in (other, model)))
 
 
 @pytest.mark.slow
 def test_each_alone_changes_nothing(model):
     tokens, segments = packed(4)
-    want, plain = run(model, tokens, segments), run(model.replace(low_precision=None), tokens, segments)
-    meshes = dict(fsdp=8), dict(fsdp_transpose=2, context=4), dict(tensor_sequence=2, data=4)
+    want = run(model, tokens, segments)
+    meshes: list[dict[str, Any]] = [dict(fsdp=8), dict(fsdp_transpose=2, context=4), dict(tensor_sequence=2, data=4)]
     others = [model.replace(scan=False), model.replace(remat="minimal_with_quantization")]
     for other in (*others, *(model.place(ed.Layout.create(**sizes)) for sizes in meshes)):
-        assert_same(run(other, tokens, segments), want, plain)
+        assert_same(run(other, tokens, segments), want)
 
 
 def test_documents_and_one_token_after_the_other(model):
@@ -316,8 +317,6 @@ def test_what_is_no_matrix_of_a_block_is_refused(model, weights, said):
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(ConfigError, match="Did you mean 'int8'"):
-        LowPrecision(mode="int4")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="must name a weight"):
         LowPrecision(weights=())
     with pytest.raises(ConfigError, match="for whole numbers"):
@@ -328,8 +327,8 @@ def test_low_rank_pairs_are_trained_beside_a_rounded_base(model):
     """The base is rounded, the pair is not; no gradient reaches the base."""
     pair = LowRank(base=draw(1, (8, 6)), lora_a=draw(2, (8, 2)), lora_b=draw(3, (2, 6)), scale=1.5)
     x = draw(0, (5, 8))
-    with_base = lambda base: dataclasses.replace(pair, base=base)  # noqa: E731
-    got, back = jax.vjp(lambda pair: einsum("l d, d f -> l f", x, pair), with_base(Rounded(pair.base, None, INT8)))
+    rounded_pair = eqx.tree_at(lambda pair: pair.base, pair, Rounded(pair.base, None, INT8))
+    got, back = jax.vjp(lambda pair: einsum("l d, d f -> l f", x, pair), rounded_pair)
     alone = einsum("l d, d f -> l f", x, Rounded(pair.base, None, INT8))
     assert_close(got, alone + 1.5 * (x @ pair.lora_a) @ pair.lora_b, units=8)
     (gradient,) = back(got)
@@ -355,31 +354,31 @@ def experts_decoder(**changes):
 
 def test_all_forms_of_experts_round_alike():
     """Rows have scales of their own. Gradients of weights have those of all rows of a product, which differ."""
-    model, (tokens, segments) = filled(experts_decoder()), packed(2)
-    plain, model = run(model, tokens, segments), model.replace(low_precision=FLOAT_GRADIENT)
+    model, (tokens, segments) = filled(experts_decoder(), low_precision=FLOAT_GRADIENT), packed(2)
     dense = run(model.replace(experts="dense"), tokens, segments)
     for form in ("dropless", "capacity"):
-        assert_same(run(model.replace(experts=form), tokens, segments), dense, plain)
+        assert_same(run(model.replace(experts=form), tokens, segments), dense)
 
 
 @pytest.mark.slow
 def test_experts_on_a_mesh():
-    model, (tokens, segments) = filled(experts_decoder(capacity_factor=None)), packed(4)
-    plain, model = run(model, tokens, segments), model.replace(low_precision=FLOAT_GRADIENT)
+    config = experts_decoder(capacity_factor=None)
+    model, (tokens, segments) = filled(config, low_precision=FLOAT_GRADIENT), packed(4)
     want = run(model, tokens, segments)
-    for sizes in (dict(fsdp=2, expert=4), dict(data=2, fsdp=2, tensor=2)):
+    meshes: list[dict[str, Any]] = [dict(fsdp=2, expert=4), dict(data=2, fsdp=2, tensor=2)]
+    for sizes in meshes:
         # a device has a part of an expert's hidden features: rows of the last product have a scale on each
-        most = 0.1 if "expert" in sizes else 1.5
-        assert_same(run(model.place(ed.Layout.create(**sizes)), tokens, segments), want, plain, most=most)
+        most = 0.02 if "expert" in sizes else 0.1
+        assert_same(run(model.place(ed.Layout.create(**sizes)), tokens, segments), want, most=most)
 
 
 @pytest.mark.slow
 def test_stages_of_a_pipeline():
-    plain, (tokens, segments) = filled(rich_decoder()), packed(4)
-    model = plain.replace(low_precision=dataclasses.replace(FLOAT_GRADIENT, gradient_rounding="stochastic"))
+    rounding = dataclasses.replace(FLOAT_GRADIENT, gradient_rounding="stochastic")
+    model, (tokens, segments) = filled(rich_decoder(), low_precision=rounding), packed(4)
     layout = ed.Layout.create(stage=2, fsdp=2, data=2)
     piped = model.place(layout).replace(pipeline=ed.Pipeline(microbatches=2))
-    assert_same(*(run(each, tokens, segments) for each in (piped, model, plain)))
+    assert_same(*(run(each, tokens, segments) for each in (piped, model)))
     assert np.isfinite(run(piped, tokens, segments, jax.random.key(0))[1].head.kernel).all()  # seeds go along
 
 
@@ -411,6 +410,7 @@ def steps(model, config=StepConfig()):
     return trainer.step(trainer.init(model, key=jax.random.key(0)), Batch(tokens=some_tokens(4, 12)))[1]
 
 
+@pytest.mark.slow
 def test_gradients_of_microbatches_add_up(model):
     """Rows have scales of their own, and gradients of weights are not rounded here: as of the whole batch."""
     model = model.replace(low_precision=LowPrecision(weight_gradient="float"))
@@ -418,6 +418,7 @@ def test_gradients_of_microbatches_add_up(model):
     np.testing.assert_allclose((two.loss, two.grad_norm), (one.loss, one.grad_norm), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_step_with_stochastic_rounding_draws_anew(model):
     rounding = LowPrecision(gradient_rounding="stochastic")
     first, nearest = steps(model.replace(low_precision=rounding)), steps(model)

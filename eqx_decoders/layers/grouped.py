@@ -38,7 +38,7 @@ def grouped_products(
     bases = tuple(lax.stop_gradient(w.base) if isinstance(w, LowRank) else w for w in weights)
     plain = tuple(w for w in bases if not isinstance(w, Rounded))
     floats = iter((_ragged(x, plain, counts) if block is None else _blocked(block, x, plain, counts)) if plain else ())
-    outs = tuple(
+    outs: tuple[Any, ...] = tuple(
         _rounded(block, w.config, x, w.array, w.seed, counts) if isinstance(w, Rounded) else next(floats) for w in bases
     )
     return tuple(
