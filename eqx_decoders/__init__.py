@@ -7,7 +7,8 @@
 - `model(tokens)` returns logits and more (`Output`), with a cache from `init_cache` if there is one.
   `generate` and `stream` let it write, `Greedy()` or a `Sample(...)` choosing the tokens.
 - `next_token_loss(model, Batch(tokens=...))` is what is trained; `eqx_decoders.training` has optimizers, steps, data.
-- `Execution`, `Layout`, `Precision` and `Remat` say how and where it runs: `model.replace(remat="full")`.
+- `Execution`, `Layout`, `Precision`, `LowPrecision` and `Remat` say how and where it runs:
+  `model.replace(remat="full")`.
 
 `EQX_DECODERS_TYPECHECK=1` checks every signature's shapes and dtypes at trace time (jaxtyping with beartype).
 """
@@ -50,6 +51,7 @@ from eqx_decoders.layers.router import (
 )
 from eqx_decoders.layout import Layout as Layout
 from eqx_decoders.lazy import lazy
+from eqx_decoders.low_precision import LowPrecision as LowPrecision
 from eqx_decoders.mtp import MTPConfig as MTPConfig
 from eqx_decoders.numerics import Precision as Precision
 from eqx_decoders.pipeline import Pipeline as Pipeline

@@ -5,9 +5,10 @@ they are the sharding vocabulary (`layout.py`), the table of `--describe` and th
 """
 
 import dataclasses
+import fnmatch
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import equinox as eqx
@@ -175,6 +176,18 @@ def _name(value: Any, path: str, stacked: Axes, words: Axes, found: dict[str, Ax
             _name(getattr(value, part), f"{path}.{part}", stacked, inner, found)
     elif value is not None:
         found[path] = stacked + words
+
+
+def matching(names: Iterable[str], patterns: Sequence[str], field: str) -> frozenset[str]:
+    """The weights' paths that match one of the patterns (`*` stands for anything). Each pattern must match one."""
+    names = tuple(names)
+    found: set[str] = set()
+    for pattern in patterns:
+        here = fnmatch.filter(names, pattern)
+        if not here:
+            raise ConfigError(f"{field}: no weight matches {pattern!r}. Paths look like {', '.join(names[:3])}, …")
+        found.update(here)
+    return frozenset(found)
 
 
 def frozen(tree: PyTree) -> frozenset[str]:

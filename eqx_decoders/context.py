@@ -6,9 +6,10 @@ from typing import Any, Literal, TypedDict, get_args
 import equinox as eqx
 from jaxtyping import Array, Int
 
-from eqx_decoders.axes import AXES, AnyArray, Axes
+from eqx_decoders.axes import AnyArray
 from eqx_decoders.errors import check_integer, check_word
 from eqx_decoders.layout import Layout
+from eqx_decoders.low_precision import LowPrecision, Rounded
 from eqx_decoders.numerics import LowRank, Precision, einsum
 from eqx_decoders.pipeline import Pipeline
 from eqx_decoders.remat import Remat, RematName, get_remat
@@ -46,6 +47,7 @@ class RunOptions(TypedDict, total=False):
     context_order: ContextOrder
     context_form: ContextForm
     pipeline: Pipeline | None
+    low_precision: LowPrecision | None
 
 
 class PrecisionOptions(RunOptions, total=False):
@@ -62,8 +64,8 @@ class ExecutionOptions(PrecisionOptions, total=False):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How a model runs, apart from what it computes: no choice here changes a value by more than rounding, except that
-    `experts` decides whether a capacity is kept.
+    """How a model runs, apart from what it computes: no choice here changes a value by more than rounding, which with
+    `low_precision` is that to 8 bits, except that `experts` decides whether a capacity is kept.
 
     **Arguments:**
 
@@ -110,6 +112,7 @@ class Execution:
     - `pipeline`: how layers run over the mesh axis `stage`, without a cache; what runs before and after then has the
         batch split over `stage`, too. None: `stage` splits the weights of layers, and each device gathers them all.
         Microbatches draw dropout each for themselves.
+    - `low_precision`: which weights are multiplied in 8 bits, and how; None for none.
     """
 
     layout: Layout = dataclasses.field(default_factory=Layout)
@@ -127,6 +130,7 @@ class Execution:
     context_order: ContextOrder = "plain"
     context_form: ContextForm = "gather"
     pipeline: Pipeline | None = None
+    low_precision: LowPrecision | None = None
 
     def __post_init__(self):
         for field, known in _WORDS.items():
@@ -188,19 +192,11 @@ class Context(eqx.Module):
         """`layout.constrain`: how an activation is split over the mesh."""
         return self.execution.layout.constrain(x, words)
 
-    def einsum(self, pattern: str, x: Array, weight: Array | LowRank, **options: Any) -> Array:
+    def einsum(self, pattern: str, x: Array, weight: Array | LowRank | Rounded, **options: Any) -> Array:
         """`numerics.einsum` in the form that suits the layout's devices.
 
         Flattened products are faster on one CPU; elsewhere XLA lays products out itself, and flattening dimensions that
-        are split over different mesh axes would cost communication. On a mesh a weight that is no larger than the
-        activation is gathered; by a larger one XLA may multiply where its parts are.
+        are split over different mesh axes would cost communication.
         """
         layout = self.execution.layout
-        if layout.single:
-            return einsum(pattern, x, weight, flatten=layout.platform == "cpu", **options)
-
-        def gather(weight: Array, words: Axes) -> Array:
-            known = all(word in AXES for word in words)
-            return layout.gather_weight(weight, words) if known and weight.size <= x.size else weight
-
-        return einsum(pattern, x, weight, gather=gather, **options)
+        return einsum(pattern, x, weight, layout=layout, flatten=layout.single and layout.platform == "cpu", **options)

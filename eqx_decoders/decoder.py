@@ -40,6 +40,7 @@ from eqx_decoders.layers.per_layer_embedding import (
     PerLayerEmbeddingConfig,
 )
 from eqx_decoders.layout import Layout
+from eqx_decoders.low_precision import round_weights
 from eqx_decoders.mtp import MTP, MTPConfig, MTPOutput, same_document, shift_left
 from eqx_decoders.numerics import normal
 from eqx_decoders.origin import Origin
@@ -278,7 +279,7 @@ class Decoder(eqx.Module):
         layer_keys = None if block_key is None else jax.random.split(block_key, len(self.config.blocks))
         made = {} if self.per_layer_embedding is None else {INPUT: self.per_layer_embedding(tokens, given, ctx)}
         entries, stats, begin, by_layer = [], [], 0, LayerInputs(inputs.by_layer | made)
-        for index, segment in enumerate(self.segments):
+        for index, segment in enumerate(self._rounded("segments", key).segments):
             count, unit = segment.repeats * len(segment.unit), tuple(block.config for block in segment.unit)
             keys = None if layer_keys is None else layer_keys[begin : begin + count]
             own = by_layer.cut(unit, segment.repeats)
@@ -339,7 +340,8 @@ class Decoder(eqx.Module):
         positions = padded_positions(given, segment_ids, tokens.shape)
         seen = _seen_by_layers(Inputs() if inputs is None else inputs, positions)
         x, hiddens, reals, stats = self.mtp_input(hidden), [], [], []
-        for count, depth in enumerate(self.mtp.unstacked(), 1):
+        rounded = self._rounded("mtp", key).mtp or self.mtp
+        for count, depth in enumerate(rounded.unstacked(), 1):
             embed_key, block_key = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, 3 + count))
             real = same_document(positions, segment_ids, count, order)
             later = Context(positions=shift_left(positions, count, order), execution=self.execution)
@@ -415,6 +417,11 @@ class Decoder(eqx.Module):
     def unstacked(self) -> tuple[Any, ...]:
         """All blocks one by one, in the order of the layers."""
         return tuple(block for segment in self.segments for block in segment.unstacked())
+
+    def _rounded(self, below: str, key: PRNGKeyArray | None) -> "Decoder":
+        """The model whose weights there are multiplied in 8 bits where `Execution.low_precision` says so."""
+        key = None if key is None else jax.random.fold_in(key, 2**16)
+        return round_weights(self, self.execution.low_precision, below=below, key=key)
 
     def _keys(self, key: PRNGKeyArray | None) -> tuple[PRNGKeyArray | None, ...]:
         return (None, None, None) if key is None else tuple(jax.random.split(key, 3))

@@ -13,6 +13,8 @@ class Chip:
     - `kinds`: what `jax.Device.device_kind` is.
     - `devices`: JAX devices on a chip.
     - `bf16`, `eight_bit`: dense operations a second, without sparsity.
+    - `formats`: of which numbers of 8 bits `eight_bit` are: `int8`, `fp8`. Products of others are right, but no faster
+        than those of bf16.
     - `memory`, `memory_bandwidth`: bytes, and bytes a second.
     - `links`, `link_bandwidth`: connections to neighbours, and the bytes a second that each carries in one direction.
     - `ring`: along which multiples of chips a torus is closed, so that an axis sends both ways; 0: a switch, no torus.
@@ -26,6 +28,7 @@ class Chip:
     devices: int = 1
     bf16: float
     eight_bit: float
+    formats: tuple[str, ...] = ()
     memory: float
     memory_bandwidth: float
     links: int
@@ -40,30 +43,32 @@ _CLOUD = "cloud.google.com/tpu/docs"
 _NVIDIA = "data sheet of NVIDIA"
 _NIC = 400e9 / 8  # a network card for each GPU
 
+# Formats of TPUs: `jax.experimental.pallas.tpu.TpuInfo` of jax 0.12, which has no rate of int8 for v4 and v7x, and only
+# for v7x one of fp8 above that of bf16; of GPUs: their data sheets.
 # Links of v4 and the multiples in which a torus closes: "How to Scale Your Model" (jax-ml.github.io/scaling-book).
 # The network between slices is given in Gb/s for a chip; that of v4 isn't: 25 Gb/s as v5e's.
 CHIPS: tuple[Chip, ...] = (
     Chip(name="v4", kinds=("TPU v4",), bf16=275e12, eight_bit=275e12, memory=32e9, memory_bandwidth=1.2e12,
          links=6, link_bandwidth=45e9, ring=4, network_bandwidth=25e9 / 8, source=f"{_CLOUD}/v4, scaling book"),
-    Chip(name="v5e", kinds=("TPU v5 lite", "TPU v5e"), bf16=197e12, eight_bit=393e12,
+    Chip(name="v5e", kinds=("TPU v5 lite", "TPU v5e"), bf16=197e12, eight_bit=393e12, formats=("int8",),
          memory=16e9, memory_bandwidth=819e9,
          links=4, link_bandwidth=50e9, ring=16, network_bandwidth=25e9 / 8, source=f"{_CLOUD}/v5e"),
-    Chip(name="v5p", kinds=("TPU v5", "TPU v5p"), bf16=459e12, eight_bit=918e12,
+    Chip(name="v5p", kinds=("TPU v5", "TPU v5p"), bf16=459e12, eight_bit=918e12, formats=("int8",),
          memory=95e9, memory_bandwidth=2.765e12,
          links=6, link_bandwidth=100e9, ring=4, network_bandwidth=50e9 / 8, source=f"{_CLOUD}/v5p"),
-    Chip(name="v6e", kinds=("TPU v6 lite", "TPU v6e"), bf16=918e12, eight_bit=1836e12,
+    Chip(name="v6e", kinds=("TPU v6 lite", "TPU v6e"), bf16=918e12, eight_bit=1836e12, formats=("int8",),
          memory=32e9, memory_bandwidth=1.638e12,
          links=4, link_bandwidth=100e9, ring=16, network_bandwidth=100e9 / 8, source=f"{_CLOUD}/v6e"),
-    Chip(name="v7x", kinds=("TPU7x",), devices=2, bf16=2307e12, eight_bit=4614e12,
+    Chip(name="v7x", kinds=("TPU7x",), devices=2, bf16=2307e12, eight_bit=4614e12, formats=("fp8",),
          memory=192e9, memory_bandwidth=7.38e12,
          links=6, link_bandwidth=100e9, ring=4, network_bandwidth=100e9 / 8, source=f"{_CLOUD}/tpu7x"),
-    Chip(name="h100", kinds=("NVIDIA H100 80GB HBM3",), bf16=989e12, eight_bit=1979e12,
+    Chip(name="h100", kinds=("NVIDIA H100 80GB HBM3",), bf16=989e12, eight_bit=1979e12, formats=("int8", "fp8"),
          memory=80e9, memory_bandwidth=3.35e12,
          links=1, link_bandwidth=450e9, node=8, network_bandwidth=_NIC, source=f"{_NVIDIA} (SXM)"),
-    Chip(name="h200", kinds=("NVIDIA H200",), bf16=989e12, eight_bit=1979e12,
+    Chip(name="h200", kinds=("NVIDIA H200",), bf16=989e12, eight_bit=1979e12, formats=("int8", "fp8"),
          memory=141e9, memory_bandwidth=4.8e12,
          links=1, link_bandwidth=450e9, node=8, network_bandwidth=_NIC, source=f"{_NVIDIA} (SXM)"),
-    Chip(name="b200", kinds=("NVIDIA B200",), bf16=2250e12, eight_bit=4500e12,
+    Chip(name="b200", kinds=("NVIDIA B200",), bf16=2250e12, eight_bit=4500e12, formats=("int8", "fp8"),
          memory=192e9, memory_bandwidth=8e12,
          links=1, link_bandwidth=900e9, node=8, network_bandwidth=_NIC, source=f"{_NVIDIA} (HGX)"),
 )  # fmt: skip

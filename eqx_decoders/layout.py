@@ -265,12 +265,17 @@ class Layout:
         Its gradient is split like the weight: devices add theirs up and keep their parts (reduce-scatter). Left alone,
         XLA may send a large weight round in a ring of small pieces, twice as many bytes, and more programs.
         """
+        places = self.gather_places(words)
+        return x if places is None else _gather(*places, x)
+
+    def gather_places(self, words: str | Axes) -> tuple[NamedSharding, NamedSharding] | None:
+        """How a weight is split where it is used, and where it is stored; None where that is the same."""
         if self.mesh is None or self.single:
-            return x
+            return None
         stored, whole = self.weight_spec(words), self.used_spec(words)
         if whole == stored:
-            return x
-        return _gather(NamedSharding(self.mesh_here, whole), NamedSharding(self.mesh_here, stored), x)
+            return None
+        return NamedSharding(self.mesh_here, whole), NamedSharding(self.mesh_here, stored)
 
     def activation_parts(self, words: str, shape: Sequence[int]) -> int:
         """Into how many parts an activation is split."""

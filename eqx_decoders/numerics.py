@@ -7,7 +7,6 @@ forms with equal results: the plain one, and a flattened one that XLA's CPU back
 import dataclasses
 import math
 import string
-from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -21,8 +20,10 @@ from jax.experimental.layout import Layout as MemoryLayout, with_layout_constrai
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from eqx_decoders.axes import FROZEN, AnyArray, Axes, path_name, product_axes
+from eqx_decoders.axes import AXES, FROZEN, AnyArray, Axes, path_name, product_axes
 from eqx_decoders.errors import ConfigError, check, check_integer, check_number, check_word
+from eqx_decoders.layout import Layout
+from eqx_decoders.low_precision import Rounded, rounded_product
 
 
 # From jax 0.11 XLA's CPU backend runs 16-bit products on matrix units, but only those of plain row-major operands.
@@ -117,6 +118,15 @@ class _Plan:
     contracted: int | None
     transposed: bool
 
+    def spelled(self, dimensions: int) -> tuple[Axes, Axes, Axes]:
+        """The words of x, of the weight and of the result, with one for each dimension that `...` stands for."""
+        more = tuple(f"... {index}" for index in range(dimensions - len(self.left) + 1))
+        out = tuple(self.pattern.split("->")[1].split())
+        left, result = (
+            tuple(word for each in side for word in (more if each == "..." else (each,))) for side in (self.left, out)
+        )
+        return left, self.right, result
+
 
 @lru_cache(maxsize=512)
 def _plan(pattern: str) -> _Plan:
@@ -186,11 +196,11 @@ def _spread(plan: _Plan, what: str, words: tuple[str, ...], shape: tuple[int, ..
 def einsum(
     pattern: str,
     x: Float[Array, "..."],
-    weight: Float[Array, "..."] | LowRank,
+    weight: Float[Array, "..."] | LowRank | Rounded,
     *,
     flatten: bool = False,
     out_dtype: DTypeLike | None = None,
-    gather: Callable[[Array, tuple[str, ...]], Array] | None = None,
+    layout: Layout | None = None,
 ) -> Float[Array, "..."]:
     """The product of an activation and a weight, such as `"batch length embed, embed mlp -> batch length mlp"`.
 
@@ -201,27 +211,36 @@ def einsum(
     out]`, so that the gradients contract one dimension too. It merges dimensions, which costs communication where these
     are sharded over several axes; on TPU and GPU leave it off. Patterns that are not of this form run plainly.
 
-    `gather(weight, words)` brings the cast weight to the devices that multiply by it, where there are several.
+    `layout` says which devices multiply. On a mesh a weight that is no larger than the activation is gathered; by a
+    larger one XLA may multiply where its parts are.
 
-    A weight in parts is never put together: `x base + scale (x lora_a) lora_b`.
+    A weight in parts is never put together: `x base + scale (x lora_a) lora_b`. A rounded one is multiplied in 8 bits.
 
     A malformed pattern, or shapes that do not fit it, raise ConfigError.
     """
     if isinstance(weight, LowRank):
-        return _low_rank(pattern, x, weight, out_dtype, dict(flatten=flatten, gather=gather))
-    plan = _plan(pattern)
-    _check_shapes(plan, x.shape, weight.shape)
+        return _low_rank(pattern, x, weight, out_dtype, dict(flatten=flatten, layout=layout))
+    plan, array = _plan(pattern), weight.array if isinstance(weight, Rounded) else weight
+    _check_shapes(plan, x.shape, array.shape)
     dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
+    gathers = layout is not None and all(word in AXES for word in plan.right) and array.size <= x.size
     if not flatten or plan.contracted is None:
+        if isinstance(weight, Rounded):
+            words = plan.spelled(x.ndim)
+            return rounded_product(words, x, weight, dtype=dtype, layout=layout, gathers=gathers)
         weight = cast_in_loop(weight, x.dtype)
-        weight = weight if gather is None else gather(weight, plan.right)
+        weight = layout.gather_weight(weight, plan.right) if layout is not None and gathers else weight
         return jnp.einsum(plan.letters, x, weight, preferred_element_type=dtype)
-    split = len(weight.shape) - plan.contracted if plan.transposed else plan.contracted
-    first, last = weight.shape[:split], weight.shape[split:]
+    split = len(array.shape) - plan.contracted if plan.transposed else plan.contracted
+    first, last = array.shape[:split], array.shape[split:]
     inside, outside = (last, first) if plan.transposed else (first, last)
     rows = x.shape[: x.ndim - plan.contracted]
     flat = x.reshape(math.prod(rows), math.prod(inside))
-    matrix = weight.reshape(math.prod(first), math.prod(last))
+    matrix = array.reshape(math.prod(first), math.prod(last))
+    if isinstance(weight, Rounded):
+        words = ("rows", "inner"), ("outer", "inner") if plan.transposed else ("inner", "outer"), ("rows", "outer")
+        matrix = Rounded(array=matrix, seed=weight.seed, config=weight.config)
+        return rounded_product(words, flat, matrix, dtype=dtype, layout=layout).reshape(*rows, *outside)
     return product(flat, matrix, transposed=plan.transposed, out_dtype=dtype).reshape(*rows, *outside)
 
 

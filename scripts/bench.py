@@ -1,4 +1,4 @@
-"""Measure training steps (seconds, CPU seconds, memory, MFU), compiling, decoding, experts, loading, tokenising …
+"""Measure training steps (seconds, CPU seconds, memory, MFU), losses, compiling, decoding, experts, loading, …
 
     make bench                        # the 58 M Llama on this machine
     python scripts/bench.py --only step
@@ -35,6 +35,7 @@ from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.flops import flops_per_token, measured_flops
 from eqx_decoders.training.memory import keep_memory
+from eqx_decoders.training.mesh_settings import LowPrecisionConfig
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.step import Trainer
 
@@ -128,6 +129,45 @@ def loop(model: str, batch_size: int, seq_len: int) -> dict[str, float]:
     best = {name: min(seconds[1:]) for name, seconds in runs.items()}  # the first turn compiles
     ratios = [run / alone for run, alone in zip(runs["run"][1:], runs["alone"][1:], strict=True)]
     return {**best, "ratio": statistics.median(ratios)}
+
+
+ROUNDINGS = {
+    "bfloat16": LowPrecisionConfig(),
+    "int8": LowPrecisionConfig(mode="int8"),
+    "int8, float gradients of weights": LowPrecisionConfig(mode="int8", weight_gradient="float"),
+    "fp8": LowPrecisionConfig(mode="fp8"),
+    "int8, stochastic": LowPrecisionConfig(mode="int8", gradient_rounding="stochastic"),
+    "w4a8": LowPrecisionConfig(mode="w4a8"),
+}
+
+
+def losses(name: str, folder: str, steps: int, every: int) -> dict[str, list[float]]:
+    """Losses of a run of tiny: the mean of the last 20 steps before every so many, and held-out in the end."""
+    from eqx_decoders.training.run import Run
+    from eqx_decoders.training.settings import TrainConfig
+
+    run, tokenizer = Path(folder) / name.replace(" ", "_"), Path(folder) / "bfloat16/tokenizer"
+    config = TrainConfig(
+        run_dir=str(run),
+        tokenizer=str(tokenizer) if tokenizer.exists() else None,
+        dataset=DataConfig(batch_size=8, seq_len=128),
+        dtype="bfloat16",
+        low_precision=ROUNDINGS[name],
+        steps=steps,
+        checkpoint_every=10**9,
+        eval_every=0,
+        final_eval_batches=32,
+        sample_tokens=0,
+        trackers=(),
+    )
+    Run(config).train()
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    taken = [row["loss"] for row in rows if "step_seconds" in row]
+    held_out = [row["eval_loss"] for row in rows if "eval_loss" in row]
+    return {
+        "losses": [statistics.mean(taken[e - 20 : e]) for e in range(every, steps + 1, every)],
+        "held_out": held_out,
+    }
 
 
 def compile_seconds(layers: int) -> dict[str, float]:
@@ -262,6 +302,7 @@ def alone(*words: str, **environment: str) -> dict[str, Any]:
 
 ONE = {
     "step": lambda dtype, remat, repeats: step(dtype, remat, int(repeats)),
+    "losses": lambda name, folder, steps, every: losses(name, folder, int(steps), int(every)),
     "loop": lambda model, rows, length: loop(model, int(rows), int(length)),
     "compile": lambda layers: compile_seconds(int(layers)),
     "decode": lambda batch: decode(int(batch)),
@@ -299,6 +340,15 @@ def show_loop(options: argparse.Namespace) -> None:
             f"{1000 * row['run']:.1f} ms; median of the ratios {row['ratio']:.3f}",
             flush=True,
         )
+
+
+def show_losses(options: argparse.Namespace) -> None:
+    steps, every = 150, 50
+    print(f"\nlosses of tiny, 8 x 128 tokens, {steps} steps: means of 20 steps up to every {every}, and held-out")
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ROUNDINGS:
+            row = alone("losses", name, folder, str(steps), str(every))
+            print(f"{name:33} {'  '.join(f'{loss:.3f}' for loss in row['losses'] + row['held_out'])}", flush=True)
 
 
 def show_compile(options: argparse.Namespace) -> None:
@@ -407,6 +457,7 @@ def show_aot_experts(options: argparse.Namespace) -> None:
 
 SHOWN = {
     "step": show_step,
+    "losses": show_losses,
     "loop": show_loop,
     "compile": show_compile,
     "decode": show_decode,

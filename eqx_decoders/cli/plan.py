@@ -29,7 +29,7 @@ from eqx_decoders.planning.report import as_data, report
 from eqx_decoders.planning.search import estimate, meshes
 from eqx_decoders.training.balance import expert_configs
 from eqx_decoders.training.data import DataConfig
-from eqx_decoders.training.mesh_settings import MeshConfig, PipelineConfig, describe_devices
+from eqx_decoders.training.mesh_settings import LowPrecisionConfig, MeshConfig, PipelineConfig, describe_devices
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.runs import model_config
 from eqx_decoders.training.settings import TrainConfig
@@ -90,6 +90,7 @@ class PlanConfig:
     """Print data instead of text."""
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    low_precision: LowPrecisionConfig = LowPrecisionConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     step: StepConfig = StepConfig()
 

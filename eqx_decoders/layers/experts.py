@@ -23,6 +23,7 @@ from eqx_decoders.layers.in_pieces import sum_of_pieces
 from eqx_decoders.layers.mlp import ACTIVATIONS, MLP, MLPConfig
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.layers.router import Router, RouterConfig, RoutingStats
+from eqx_decoders.low_precision import Rounded
 from eqx_decoders.numerics import LowRank, fan_in
 from eqx_decoders.remat import save
 
@@ -210,8 +211,8 @@ class Experts(eqx.Module):
         return forms[chosen]
 
     def _in_parts(self) -> bool:
-        """Whether a weight is one of several arrays."""
-        return any(isinstance(weight, LowRank) for weight in (self.gate, self.up, self.down))
+        """Whether a weight is one of several arrays, or rounded for each expert."""
+        return any(isinstance(weight, LowRank | Rounded) for weight in (self.gate, self.up, self.down))
 
     def _shared(self, mlp: MLP, x: Array, ctx: Context, key: PRNGKeyArray | None) -> Array:
         out = mlp(x, ctx, key=key)

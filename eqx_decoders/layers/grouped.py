@@ -12,15 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from eqx_decoders.layers.grouped_kernel import has_kernel, kernel_product
+from eqx_decoders.low_precision import LowPrecision, Rounded, quantise, seeds_of
 from eqx_decoders.numerics import LowRank, cast_in_loop, cast_weight, matmul, row_major_transpose
 
 
 def grouped_products(
     x: Float[Array, "rows inner"],
-    weights: tuple[Array | LowRank, ...],
+    weights: tuple[Array | LowRank | Rounded, ...],
     counts: Int[Array, "groups"],
     *,
     block: int | None,
@@ -31,10 +34,15 @@ def grouped_products(
     gradients do so there. Weights are cast to the dtype of `x` at their use; sums are accumulated in f32 (at least).
 
     `block` is how many rows are multiplied at a time, and the last `block` rows must belong to no group. None is
-    `jax.lax.ragged_dot` or a kernel in its place, which is what a TPU wants and needs no such rows.
+    `jax.lax.ragged_dot` or a kernel in its place, which is what a TPU wants and needs no such rows. Each column of a
+    group has a scale of its own if the weight is rounded; gradients have one for a column of all groups.
     """
-    plain = tuple(lax.stop_gradient(w.base) if isinstance(w, LowRank) else w for w in weights)
-    outs: Any = _ragged(x, plain, counts) if block is None else _blocked(block, x, plain, counts)
+    bases = tuple(lax.stop_gradient(w.base) if isinstance(w, LowRank) else w for w in weights)
+    plain = tuple(w for w in bases if not isinstance(w, Rounded))
+    floats = iter((_ragged(x, plain, counts) if block is None else _blocked(block, x, plain, counts)) if plain else ())
+    outs: tuple[Any, ...] = tuple(
+        _rounded(block, w.config, x, w.array, w.seed, counts) if isinstance(w, Rounded) else next(floats) for w in bases
+    )
     return tuple(
         out + _low_rank_update(x, w, counts, block) if isinstance(w, LowRank) else out
         for out, w in zip(outs, weights, strict=True)
@@ -59,7 +67,7 @@ def _low_rank_update(x: Array, weight: LowRank, counts: Array, block: int | None
 
 def _ragged(x: Array, weights: tuple[Array, ...], counts: Array) -> tuple[Array, ...]:
     # on TPU rows beyond the groups may come out as anything, NaN too; masked on both sides they stay out of gradients
-    inside = (jnp.arange(x.shape[0]) < jnp.sum(counts))[:, None]
+    inside = _inside(x, counts)
     x, sizes, zero = jnp.where(inside, x, jnp.zeros((), x.dtype)), counts.astype(jnp.int32), jnp.zeros((), x.dtype)
     # products of 16-bit numbers are exact, and TPU's kernel refuses "highest", which a user may have set for all of JAX
     precision = lax.Precision.DEFAULT if x.dtype.itemsize < 4 else None
@@ -71,6 +79,11 @@ def _ragged(x: Array, weights: tuple[Array, ...], counts: Array) -> tuple[Array,
 
     outs = (product(cast_in_loop(w, x.dtype)) for w in weights)
     return tuple(jnp.where(inside, out, zero) for out in outs)
+
+
+def _inside(x: Array, counts: Array) -> Bool[Array, "rows 1"]:
+    """Which rows belong to a group."""
+    return (jnp.arange(x.shape[0]) < jnp.sum(counts))[:, None]
 
 
 class _Blocks(NamedTuple):
@@ -113,19 +126,26 @@ def _blocked(block: int, x: Array, weights: tuple[Array, ...], counts: Array) ->
 
 
 def _blocked_forward(block, x, weights, counts):
-    cast, blocks = tuple(cast_weight(w, x.dtype) for w in weights), _split_blocks(counts, block, x.shape[0])
+    cast = tuple(cast_weight(w, x.dtype) for w in weights)
+    # empty arrays carry the dtypes of the weights' gradients
+    likes = tuple(jnp.zeros((0,), w.dtype) for w in weights)
+    return _multiply_blocks(block, x, cast, counts, x.dtype), (x, cast, counts, likes)
+
+
+def _multiply_blocks(
+    block: int, x: Array, weights: tuple[Array, ...], counts: Array, dtype: DTypeLike
+) -> tuple[Array, ...]:
+    blocks = _split_blocks(counts, block, x.shape[0])
 
     def step(index, outs):
         begin, group = blocks.begin[index], blocks.group[index]
         piece = lax.dynamic_slice_in_dim(x, begin, block)
-        news = (matmul(piece, _group_weight(w, group), (1, 0), x.dtype) for w in cast)
+        news = (matmul(piece, _group_weight(w, group), (1, 0), dtype) for w in weights)
         # what a block writes beyond its group, the next one overwrites
         return tuple(lax.dynamic_update_slice_in_dim(o, new, begin, 0) for o, new in zip(outs, news, strict=True))
 
-    start = _zeros(counts, 0, *((x.shape[0], w.shape[2], x.dtype) for w in cast))
-    # empty arrays carry the dtypes of the weights' gradients
-    likes = tuple(jnp.zeros((0,), w.dtype) for w in weights)
-    return lax.fori_loop(0, blocks.number, step, start), (x, cast, counts, likes)
+    start = _zeros(counts, 0, *((x.shape[0], w.shape[2], dtype) for w in weights))
+    return lax.fori_loop(0, blocks.number, step, start)
 
 
 def _blocked_backward(block, saved, gradients):
@@ -155,6 +175,95 @@ def _blocked_backward(block, saved, gradients):
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)
+
+
+# --- in 8 bits (see `low_precision`) ---
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _rounded(
+    block: int | None, config: LowPrecision, x: Array, weight: Array, seed: Array | None, counts: Array
+) -> Array:
+    return _rounded_forward(block, config, x, weight, seed, counts)[0]
+
+
+def _rounded_forward(block, config, x, weight, seed, counts):
+    x = jnp.where(_inside(x, counts), x, jnp.zeros((), x.dtype))
+    rounded, a = quantise(x, (1,), config.formats.activation)
+    kernel, b = (checkpoint_name(each, "quantization") for each in quantise(weight, (1,), config.formats.weight))
+    y = _rows_times_groups(block, rounded, kernel, counts, x.dtype) * a * _of_rows(b[:, 0], x, counts)
+    likes = jnp.zeros((0,), x.dtype), jnp.zeros((0,), weight.dtype)
+    keeps = config.weight_gradient == "float"
+    return y.astype(x.dtype), ((x if keeps else rounded), a, kernel, b, seed, counts, likes)
+
+
+def _rounded_backward(block, config, saved, g):
+    x, a, kernel, b, seed, counts, (like_x, like_w) = saved
+    form, (first, second) = config.formats.gradient, seeds_of(seed)
+    g = jnp.where(_inside(g, counts), g, jnp.zeros((), g.dtype))
+    wide = g.astype(a.dtype)
+    rounded, c = quantise(wide * _of_rows(b[:, 0], g, counts), (1,), form, first)
+    to_x = _rows_times_groups(block, rounded, kernel.transpose(0, 2, 1), counts, like_x.dtype) * c
+    if config.weight_gradient == "float":
+        to_weight = _columns_times_rows(block, x, g, counts, x.dtype)
+    else:
+        rounded, c = quantise(wide * a, (0,), form, second)
+        to_weight = _columns_times_rows(block, x, rounded, counts, like_x.dtype) * c[None]
+    to_seed = None if seed is None else jnp.zeros_like(seed)
+    return to_x.astype(like_x.dtype), to_weight.astype(like_w.dtype), to_seed, None
+
+
+_rounded.defvjp(_rounded_forward, _rounded_backward)
+
+
+def _of_rows(table: Float[Array, "groups outer"], x: Array, counts: Array) -> Float[Array, "rows outer"]:
+    """For each row what stands in a table for its group."""
+    ends = jnp.cumsum(counts)
+    owners = jnp.sum((ends[None] <= jnp.arange(x.shape[0], dtype=ends.dtype)[:, None]), axis=1, dtype=jnp.int32)
+    return table.at[owners].get(mode="clip")
+
+
+def _sums(x: Array) -> np.dtype:
+    """The dtype in which `jax.lax.ragged_dot` sums."""
+    return np.dtype(np.int32 if x.dtype == np.int8 else np.promote_types(x.dtype, np.float32))
+
+
+def _rows_times_groups(block: int | None, x: Array, weight: Array, counts: Array, dtype: DTypeLike) -> Array:
+    """The sums of each row's products with its group's weight, in f32. Loops multiply 8-bit numbers as `dtype`, which
+    has them all."""
+    if block is None:
+        sizes, sums = counts.astype(jnp.int32), _sums(x)
+        out = lax.ragged_dot(x, weight, sizes, preferred_element_type=sums, precision=lax.Precision.DEFAULT)
+        return jnp.where(_inside(x, counts), out, jnp.zeros((), sums)).astype(jnp.float32)
+    wide = np.promote_types(dtype, np.float32)
+    return _multiply_blocks(block, x.astype(dtype), (weight.astype(dtype),), counts, wide)[0]
+
+
+def _columns_times_rows(block: int | None, x: Array, g: Array, counts: Array, dtype: DTypeLike) -> Array:
+    """For each group `x^T g` of its rows, in f32; beyond the groups rows are zero."""
+    if block is None:
+        numbers = lax.RaggedDotDimensionNumbers(
+            dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+        )
+        sizes, sums = counts.astype(jnp.int32), _sums(x)
+        out = lax.ragged_dot_general(x, g, sizes, numbers, preferred_element_type=sums, precision=lax.Precision.DEFAULT)
+        return out.astype(jnp.float32)
+    wide, blocks = np.promote_types(dtype, np.float32), _split_blocks(counts, block, x.shape[0])
+    x, g = x.astype(dtype), g.astype(dtype)
+
+    def step(index, carry):
+        total, own = carry
+        begin, group = blocks.begin[index], blocks.group[index]
+        inside = (jnp.arange(block, dtype=jnp.int32) < blocks.size[index])[:, None]
+        piece = lax.dynamic_slice_in_dim(g, begin, block)
+        piece = jnp.where(inside, piece, jnp.zeros((), dtype))
+        own = jnp.where(blocks.first[index], jnp.zeros((), wide), own)
+        own = own + matmul(lax.dynamic_slice_in_dim(x, begin, block), piece, (0, 0), wide)
+        return lax.dynamic_update_index_in_dim(total, own, group, 0), own
+
+    shape = x.shape[1], g.shape[1]
+    start = _zeros(counts, 8, (len(counts), *shape, wide))[0], jnp.zeros(shape, wide)
+    return lax.fori_loop(0, blocks.number, step, start)[0]
 
 
 def _group_weight(weights: Float[Array, "groups inner outer"], group: Int32[Array, ""]) -> Float[Array, "inner outer"]:

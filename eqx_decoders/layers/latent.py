@@ -27,6 +27,7 @@ from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope, rotate
 from eqx_decoders.layers.scores import Result
 from eqx_decoders.layers.sharded_attention import attend_on_mesh
+from eqx_decoders.low_precision import unrounded
 from eqx_decoders.numerics import LowRank, fan_in
 from eqx_decoders.remat import save
 
@@ -282,7 +283,8 @@ class LatentAttention(eqx.Module):
         """
         config = self.config
         nope, rope = jnp.split(query, [config.nope_dim], axis=-1)
-        query = self._padded(_into_latents(nope, self.kv_up, ctx), rope, ctx)
+        kv_up = unrounded(self.kv_up, 0)  # it is not contracted as in the expanded form, but the same numbers
+        query = self._padded(_into_latents(nope, kv_up, ctx), rope, ctx)
         present = self._attend(query, latent, latent, ctx, None if choice is None else choice.present)
         if choice is not None and choice.slots is not None and isinstance(past, StackedPast):
             earlier = self._attend_slots(query, past, choice.slots, ctx)
@@ -290,7 +292,7 @@ class LatentAttention(eqx.Module):
             whole = past.whole() if isinstance(past, StackedPast) else past
             earlier = self._attend_past(query, whole, None if choice is None else choice.past, ctx)
         mixed, _ = merge([present, earlier])
-        return _into_values(mixed[..., : config.kv_rank], self.kv_up, config.nope_dim, ctx)
+        return _into_values(mixed[..., : config.kv_rank], kv_up, config.nope_dim, ctx)
 
     def _padded(self, latent: Array, rope: Array, ctx: Context) -> Float[Array, "batch length heads cached"]:
         """Side by side, as wide as in a cache; of queries in the absorbed form, too."""

@@ -62,7 +62,11 @@ class Machine:
     @property
     def flops(self) -> float:
         """Dense bf16 products of one device a second."""
-        return self.chip.bf16 / self.chip.devices
+        return self.product_flops()
+
+    def product_flops(self, format: str | None = None) -> float:
+        """Dense products of one device a second, of numbers of 8 bits in a format, or of bf16."""
+        return (self.chip.eight_bit if format in self.chip.formats else self.chip.bf16) / self.chip.devices
 
     @property
     def memory(self) -> float:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from eqx_decoders.axes import axes, named_leaves
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.layout import Layout, names_of
+from eqx_decoders.low_precision import LowPrecision
 from eqx_decoders.planning.collectives import Collective, collectives
 from eqx_decoders.planning.hlo import Program, parse
 from eqx_decoders.planning.machine import Machine
@@ -34,12 +35,14 @@ class Operations:
     - `computed`: all products that the program has, recomputation included; of attention whose loops data decide, as
         many as the model has.
     - `six_nd`: 6 * weights that multiply * tokens.
+    - `eight_bit`: how many of those computed are of numbers of 8 bits.
     """
 
     model: float
     attention: float
     computed: float
     six_nd: float
+    eight_bit: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +96,7 @@ def make_plan(
     found = None if program is None else tuple(collectives(program, layout.sizes))
     devices = len(machine.places)
     line = Roofline(
-        compute=done.computed / devices / machine.flops,
+        compute=_compute_seconds(done, machine, model.execution.low_precision),
         memory=moved_bytes(model, memory) / machine.memory_bandwidth,
         networks=network_seconds(found or (), machine),
         model_flops_seconds=done.model / devices / machine.flops,
@@ -108,6 +111,12 @@ def make_plan(
         told=told,
         tokens=batch_size * seq_len,
     )
+
+
+def _compute_seconds(done: Operations, machine: Machine, rounding: LowPrecision | None) -> float:
+    """All products at their peaks, that of 8 bits where the chip has it for these numbers."""
+    rate = machine.product_flops(None if rounding is None else rounding.format)
+    return ((done.computed - done.eight_bit) / machine.flops + done.eight_bit / rate) / len(machine.places)
 
 
 def _compiled(traced: Any, known: Memory, options: dict[str, str]) -> tuple[Memory, Program | None, str]:
@@ -150,6 +159,7 @@ def operations(model: Decoder, trainer: Trainer, jaxpr: Any, batch_size: int, se
         attention=attention,
         computed=found.counted + (attention if found.uncounted else 0.0),
         six_nd=6.0 * tokens * matmul_parameters(model.config),
+        eight_bit=found.eight_bit,
     )
 
 

@@ -8,16 +8,18 @@ from typing import Any, NamedTuple
 class Products(NamedTuple):
     """Floating-point operations of the matrix products of a program, on all devices together.
 
-    counted: those in loops whose trips are known. uncounted: whether others are in loops that data decide.
+    counted: those in loops whose trips are known. uncounted: whether others are in loops that data decide. eight_bit:
+    how many of those counted are of numbers of 8 bits.
     """
 
     counted: float
     uncounted: bool
+    eight_bit: float = 0.0
 
 
 def products(jaxpr: Any) -> Products:
     """Those of a traced function: `jax.jit(f).trace(x).jaxpr`. Of the branches of a condition the largest counts."""
-    counted, uncounted = 0.0, False
+    counted, eight_bit, uncounted = 0.0, 0.0, False
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         own = _product(eqn)
         parts = [products(inner) for inner in _inner(eqn)]
@@ -25,11 +27,12 @@ def products(jaxpr: Any) -> Products:
         if name == "while":
             uncounted |= any(part.counted > 0 or part.uncounted for part in parts)
             continue
-        inside = [part.counted for part in parts]
-        both = max(inside, default=0.0) if name == "cond" else sum(inside)
-        counted += own + both * _times(eqn)
+        inside = [(part.counted, part.eight_bit) for part in parts]
+        inside = [max(inside, default=(0.0, 0.0))] if name == "cond" else inside
+        counted += own + sum(part[0] for part in inside) * _times(eqn)
+        eight_bit += own * _is_eight_bit(eqn) + sum(part[1] for part in inside) * _times(eqn)
         uncounted |= any(part.uncounted for part in parts)
-    return Products(counted, uncounted)
+    return Products(counted, uncounted, eight_bit)
 
 
 def _product(eqn: Any) -> float:
@@ -44,6 +47,10 @@ def _product(eqn: Any) -> float:
         groups = tuple(numbers.rhs_group_dimensions)
         return 2.0 * eqn.invars[0].aval.size * _free(eqn.invars[1].aval.shape, (*contracted, *shared, *groups))
     return 0.0
+
+
+def _is_eight_bit(eqn: Any) -> bool:
+    return eqn.invars[0].aval.dtype.itemsize == 1 if _product(eqn) else False
 
 
 def _free(shape: tuple[int, ...], without: tuple[int, ...]) -> int:

@@ -108,9 +108,10 @@ def _time(plan: Plan) -> str:
     line, done, chip = plan.roofline, plan.operations, plan.machine.chip
     low, high = line.mfu
     model, computed, share = done.model / done.six_nd, done.computed / done.six_nd, done.attention / done.model
+    eight = f", {done.eight_bit / done.computed:.0%} in 8 bits" if done.eight_bit else ""
     lines = [
         f"operations of a step: the model's {done.model / 1e12:,.1f} TFLOP ({model:.2f} x 6ND, {share:.0%} attention), "
-        f"computed {done.computed / 1e12:,.1f} ({computed:.2f} x 6ND)",
+        f"computed {done.computed / 1e12:,.1f} ({computed:.2f} x 6ND{eight})",
         "",
         f"time of a step, estimated by published figures of {chip.name} ({chip.source})",
     ]

@@ -18,7 +18,7 @@ class Roofline:
 
     **Arguments:**
 
-    - `compute`: all products at the peak of bf16.
+    - `compute`: all products at the peak of bf16, or of 8 bits where they are such and the chip has one.
     - `memory`: what is surely read or written, at the memory's bandwidth: a lower bound.
     - `networks`: collectives by the axes of the mesh that they go along; those between slices by themselves.
     - `model_flops_seconds`: the model's own operations at the peak, without recomputation: what MFU counts.

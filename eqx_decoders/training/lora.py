@@ -16,12 +16,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, PRNGKeyArray
 
-from eqx_decoders.axes import Axes, axes, frozen, named_leaves, product_axes, replaced
+from eqx_decoders.axes import Axes, axes, frozen, matching, named_leaves, product_axes, replaced
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.layout import out_shardings
 from eqx_decoders.numerics import LowRank, low_rank_weights
-from eqx_decoders.training.optimizer import matching
 
 
 LORA_WEIGHTS = ("*.lora_a", "*.lora_b")

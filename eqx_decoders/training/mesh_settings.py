@@ -1,11 +1,13 @@
-"""Settings of meshes and pipelines, and what a run says of its devices."""
+"""Settings of meshes, pipelines and products in 8 bits, and what a run says of its devices."""
 
 import dataclasses
 
 import jax
 
 from eqx_decoders.context import Execution
+from eqx_decoders.hardware import chip_of
 from eqx_decoders.layout import Layout
+from eqx_decoders.low_precision import LowPrecision, ModeName, RoundingName, WeightGradientName
 from eqx_decoders.pipeline import AXIS, GatherName
 
 
@@ -45,6 +47,20 @@ class PipelineConfig:
     """When a stage gathers weights that are cut by fsdp: for each part, once for all parts in each repeat, or once."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LowPrecisionConfig:
+    """Which products of the layers are of 8-bit numbers."""
+
+    mode: ModeName | None = None
+    """int8; w4a8, weights of 4 bits and all else of 8; fp8, with e5m2 for gradients; None: no such products."""
+    weights: tuple[str, ...] = LowPrecision.weights
+    """Patterns of the paths of weights; of what they match, the matrices inside of layers."""
+    weight_gradient: WeightGradientName = LowPrecision.weight_gradient
+    """float: gradients of weights, a third of the products, are computed without rounding."""
+    gradient_rounding: RoundingName = LowPrecision.gradient_rounding
+    """stochastic: gradients are rounded up or down by chance, so that the mean is exact; not for fp8."""
+
+
 def describe_devices(layout: Layout) -> str:
     """`"cpu, data=2 x fsdp=4"`."""
     if layout.mesh is None:
@@ -60,3 +76,15 @@ def describe_pipeline(execution: Execution) -> str | None:
         return None
     text = f"pipeline: {stages} stages x {setup.repeats} repeats, {setup.microbatches} microbatches"
     return f"{text}, {setup.bubble_share(stages):.1%} bubbles".replace("%", " %")
+
+
+def describe_low_precision(execution: Execution) -> str | None:
+    """`"int8 products of segments.*; cpu multiplies no int8: right, but not faster"`; None for none."""
+    rounding, layout = execution.low_precision, execution.layout
+    if rounding is None:
+        return None
+    text = f"{rounding.mode} products of {', '.join(rounding.weights)}"
+    device = jax.devices()[0] if layout.mesh is None else layout.mesh.devices.flat[0]
+    chip = chip_of(device.device_kind)
+    slower = device.platform == "cpu" or (chip is not None and rounding.format not in chip.formats)
+    return text + f"; {device.device_kind} multiplies no {rounding.format}: right, but not faster" * slower

@@ -3,7 +3,7 @@
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from eqx_decoders.axes import Axes, path_name, product_axes
-from eqx_decoders.errors import ConfigError, check, check_integer, check_number, check_word
+from eqx_decoders.axes import Axes, matching, path_name, product_axes
+from eqx_decoders.errors import check, check_integer, check_number, check_word
 
 
 Schedule = Callable[[Any], Any]
@@ -148,18 +148,6 @@ def _promoting(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args)
 
     return call
-
-
-def matching(names: Iterable[str], patterns: Sequence[str], field: str) -> frozenset[str]:
-    """The weights' paths that match one of the patterns (`*` stands for anything). Each pattern must match one."""
-    names = tuple(names)
-    found: set[str] = set()
-    for pattern in patterns:
-        here = fnmatch.filter(names, pattern)
-        if not here:
-            raise ConfigError(f"{field}: no weight matches {pattern!r}. Paths look like {', '.join(names[:3])}, …")
-        found.update(here)
-    return frozenset(found)
 
 
 def make_optimizer(config: OptimizerConfig, words: Mapping[str, Axes], steps: int) -> optax.GradientTransformation:

@@ -38,7 +38,7 @@ from eqx_decoders.training.data import make_dataset, make_held_out_sets, prepare
 from eqx_decoders.training.evaluation import HeldOut, describe_held_out, evaluate_sets, sample_text
 from eqx_decoders.training.flops import device_flops, flops_per_token
 from eqx_decoders.training.goodput import Goodput, WallTime, run_start
-from eqx_decoders.training.mesh_settings import describe_devices, describe_pipeline
+from eqx_decoders.training.mesh_settings import describe_devices, describe_low_precision, describe_pipeline
 from eqx_decoders.training.metrics import MetricsRow, read_metrics
 from eqx_decoders.training.plots import plot_loads, plot_losses
 from eqx_decoders.training.processes import host_rows, place
@@ -296,6 +296,8 @@ class Run:
         print_status(f"{name}: {weights:,} weights{part} on {devices}")
         if (pipeline := describe_pipeline(self.execution)) is not None:
             print_status(pipeline)
+        if (rounding := describe_low_precision(self.execution)) is not None:
+            print_status(rounding)
 
     def _step_log(self, first_step: int) -> StepLog:
         config, length, path = self.config, self.config.dataset.seq_len, self.dir / "metrics.jsonl"

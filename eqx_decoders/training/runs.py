@@ -16,7 +16,7 @@ from typing import Any, Unpack
 import jax
 from jaxtyping import PRNGKeyArray
 
-from eqx_decoders.axes import named_leaves, replaced
+from eqx_decoders.axes import matching, named_leaves, replaced
 from eqx_decoders.config_json import with_fields
 from eqx_decoders.context import Execution, ExecutionOptions
 from eqx_decoders.create import abstract, add_mtp, init
@@ -36,7 +36,6 @@ from eqx_decoders.io.processes import from_first
 from eqx_decoders.io.run_copies import RunCopies
 from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from eqx_decoders.training.lora import add_lora, merge_lora
-from eqx_decoders.training.optimizer import matching
 from eqx_decoders.training.settings import (
     Changes,
     TrainConfig,

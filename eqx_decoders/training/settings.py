@@ -15,12 +15,13 @@ from eqx_decoders.families import list_models
 from eqx_decoders.io.files import write_json
 from eqx_decoders.layers.kernel import KERNELS
 from eqx_decoders.layout import Layout
+from eqx_decoders.low_precision import LowPrecision
 from eqx_decoders.numerics import Precision
 from eqx_decoders.pipeline import Pipeline
 from eqx_decoders.remat import POLICIES, Remat
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.lora import LORA_WEIGHTS, LoRAConfig
-from eqx_decoders.training.mesh_settings import MeshConfig, PipelineConfig
+from eqx_decoders.training.mesh_settings import LowPrecisionConfig, MeshConfig, PipelineConfig
 from eqx_decoders.training.mixture import shares_of
 from eqx_decoders.training.optimizer import OptimizerConfig, make_schedule
 from eqx_decoders.training.settings_file import flat_settings, read_mapping, typed_settings, with_settings
@@ -179,6 +180,7 @@ class TrainConfig:
     """Print the names of the models and exit."""
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    low_precision: LowPrecisionConfig = LowPrecisionConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     step: StepConfig = StepConfig()
 
@@ -232,6 +234,9 @@ class TrainConfig:
             )
         rows, parts = self.dataset.batch_size, self.step.gradient_accumulation_steps
         check(rows % parts == 0, f"batch_size={rows} must be a multiple of step.gradient_accumulation_steps={parts}.")
+        rounded = self.low_precision == LowPrecisionConfig() or self.low_precision.mode is not None
+        check(rounded, f"{self.low_precision} needs low_precision.mode, such as 'int8': give it, too.")
+        self._low_precision()
         self._check_model()
         make_schedule(self.optimizer, self.steps)
 
@@ -300,10 +305,15 @@ class TrainConfig:
             head_bytes=self.head_bytes,
             exchange_bytes=self.exchange_bytes,
             pipeline=self._pipeline(),
+            low_precision=self._low_precision(),
         )
 
     def _pipeline(self) -> Pipeline | None:
         return None if self.pipeline.microbatches is None else Pipeline(**dataclasses.asdict(self.pipeline))
+
+    def _low_precision(self) -> LowPrecision | None:
+        given = vars(self.low_precision)
+        return None if self.low_precision.mode is None else LowPrecision(**given)
 
 
 def changed_settings(old: TrainConfig, new: TrainConfig) -> Changes:
@@ -347,6 +357,7 @@ def flags() -> dict[str, str]:
     found = {name: flag(name) for name in names}
     found |= {name.removeprefix("dataset."): value for name, value in found.items()}
     classes = {"dataset": "DataConfig", "optimizer": "OptimizerConfig", "step": "StepConfig", "mesh": "Layout"}
+    classes |= {"low_precision": "LowPrecision"}
     for group, kind in classes.items():
         found |= {name.replace(f"{group}.", f"{kind}."): flag(name) for name in names if name.startswith(f"{group}.")}
     for group, kind in (("lora", "LoRAConfig"), ("remat", "Remat")):

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float32, Int32, Key, PRNGKeyArray, PyTree
 
-from eqx_decoders.axes import AnyArray, axes, frozen, named_leaves, path_name, replaced
+from eqx_decoders.axes import AnyArray, axes, frozen, matching, named_leaves, path_name, replaced
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.layers.scores import EMPTY
@@ -20,7 +20,7 @@ from eqx_decoders.stats import BlockStats
 from eqx_decoders.training.balance import expert_configs, update_router_bias
 from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.loss import LossMetrics, token_loss_sum
-from eqx_decoders.training.optimizer import OptimizerConfig, make_optimizer, make_schedule, matching, widened
+from eqx_decoders.training.optimizer import OptimizerConfig, make_optimizer, make_schedule, widened
 from eqx_decoders.training.qk_clip import clipped_weights, latent_attentions, qk_clip
 
 
@@ -310,8 +310,10 @@ def _microbatches(x: Array, count: int) -> Array:
 
 
 def _uses_key(model: Decoder) -> bool:
-    """Whether the model has any dropout or random routing, and so needs a key."""
-    config = model.config
+    """Whether the model has any dropout, random routing or stochastic rounding, and so needs a key."""
+    config, rounding = model.config, model.execution.low_precision
+    if rounding is not None and rounding.draws:
+        return True
     blocks = config.blocks if config.mtp is None else (*config.blocks, config.mtp.block)
     rates = [config.dropout, *(rate for b in blocks for rate in (b.dropout, getattr(b.mlp, "dropout", 0.0)))]
     return max(rates) > 0 or any(layer.draws for layer in expert_configs(config))

@@ -66,6 +66,13 @@ def test_flags_become_a_plan(here):
     assert any(leaf.dtype == "bfloat16" for leaf in jax.tree.leaves(state.optimizer))
 
 
+def test_products_in_8_bits_are_planned_as_asked(here):
+    """`low_precision`."""
+    words = ("--low-precision.mode", "int8", "--low-precision.weights", "*.mlp.*", "--mesh.fsdp", 8, "--batch-size", 8)
+    model = here("tiny", *words)[1][0]
+    assert model.execution.low_precision == ed.LowPrecision(mode="int8", weights=("*.mlp.*",))
+
+
 def test_long_rows_and_pipelines_are_planned_as_asked(here):
     """`context_order`, `context_form`, `pipeline`."""
     words = ("--context-order", "zigzag", "--context-form", "all_to_all", "--pipeline.microbatches", 4)

@@ -1,12 +1,16 @@
 """What compiled steps of meshes of TPUs send: no more than they did. Needs libtpu, and a jaxlib that can print."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import eqx_decoders as ed
+from eqx_decoders.low_precision import Rounded
+from eqx_decoders.numerics import einsum
 from eqx_decoders.planning.collectives import collectives
 from eqx_decoders.planning.hlo import parse
 from eqx_decoders.planning.plan import abstract_batch
@@ -48,3 +52,47 @@ def test_a_step_sends_no_more(name):
     sent = sum(each.total for each in found) / 1e9
     print(f"{name}: {sent:.3f} GB")
     assert sent <= 1.02 * most
+
+
+@pytest.mark.parametrize(("topology", "mode"), [("v5p:2x2x1", "int8"), ("tpu7x:2x2x1", "fp8")])
+@pytest.mark.parametrize("axis", ["fsdp", "tensor"])
+def test_products_in_8_bits_send_weights_as_bytes_and_sums_in_16_bits(topology, mode, axis):
+    """Of two products and their gradients: every product is of 8-bit numbers, and no sum travels in 32 bits."""
+    devices = tpu_devices(topology)
+    layout = ed.Layout.create(
+        fsdp=len(devices) // 2,
+        **({} if axis == "fsdp" else {axis: 2}),
+        devices=devices[: len(devices) // (2 if axis == "fsdp" else 1)],
+    )
+    config = ed.LowPrecision(mode=mode)
+
+    def loss(weights, x):
+        def layer(x, weights):
+            up, down = (Rounded(array=each, seed=None, config=config) for each in weights)
+            y = einsum("batch length embed, embed mlp -> batch length mlp", x, up, layout=layout)
+            y = layout.constrain(y, "batch length mlp")
+            y = einsum("batch length mlp, mlp embed -> batch length embed", y, down, layout=layout)
+            return layout.constrain(y, "batch length embed"), None
+
+        return jnp.sum(jax.lax.scan(layer, x, weights)[0].astype(jnp.float32) ** 2)
+
+    def like(shape, dtype, spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(layout.mesh, spec))
+
+    words = ("embed", "mlp"), ("mlp", "embed")
+    weights = tuple(like((4, 1024, 1024), jnp.float32, P(None, *layout.weight_spec(" ".join(each)))) for each in words)
+    x = like((8, 1024, 1024), jnp.bfloat16, layout.activation_spec("batch length embed"))
+    split = jax.tree.map(lambda leaf: leaf.sharding, (weights, x))
+    program = jax.jit(jax.grad(loss, argnums=(0, 1)), out_shardings=split).lower(weights, x).compile().as_text()
+    sums = "s32" if mode == "int8" else "f32"
+    assert set(re.findall(r"= (\w+)\[\S* (?:convolution|dot)\(", program)) == {sums}
+    sent = {}
+    for each in collectives(parse(program), layout.sizes):
+        kind = each.kind, re.sub(r"\[.*", "", each.shape)
+        sent[kind] = sent.get(kind, 0) + each.total
+    print(topology, mode, axis, sent)
+    parts = 2 if axis == "tensor" else 1
+    # both weights of four layers, once forwards, and as much again where they are not kept; as bytes
+    assert sent["all-gather", "u8"] <= 2 * 2 * 4 * 1024 * 1024 / parts
+    rest = sum(size for (_, dtype), size in sent.items() if dtype not in ("u8", "bf16"))
+    assert rest < 0.02 * sum(sent.values())  # the largest numbers of rows and columns

@@ -93,6 +93,7 @@ def test_devices_that_share_a_chip_share_its_figures():
     v7x = {chip.name: chip for chip in CHIPS}["v7x"]
     machine = Machine(v7x, tuple((0, (i,), core) for i in range(2) for core in range(2)), (2,))
     assert machine.flops == 2307e12 / 2 and machine.memory == 96e9
+    assert machine.product_flops("fp8") == 2307e12 and machine.product_flops("int8") == machine.flops
     assert machine.route((0, 1)).bandwidth > machine.route((0, 2)).bandwidth == 50e9
 
 
@@ -126,6 +127,8 @@ def test_products_of_loops_branches_and_devices():
     assert again.counted == 10 * one  # four products, there and back, and of each pair the first again
     grouped = jax.make_jaxpr(jax.lax.ragged_dot)(jnp.zeros((4, 3)), jnp.zeros((2, 3, 5)), jnp.array([1, 3]))
     assert products(grouped) == Products(2 * 4 * 3 * 5, False)
+    bytes_ = jnp.zeros((2, 3), jnp.int8)
+    assert count(lambda x, w: bytes_ @ bytes_.T + (x @ w)[:, :2].astype(jnp.int8)) == Products(one + 24, False, 24)
 
     # over one of two mesh axes, and inside over the other one: shapes are those of a device
     layout = ed.Layout.create(stage=2, fsdp=4)

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from eqx_decoders.axes import axes
+from eqx_decoders.axes import axes, matching
 from eqx_decoders.create import abstract
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.embedding import LearnedPositions
@@ -19,7 +19,6 @@ from eqx_decoders.training.optimizer import (
     OptimizerConfig,
     make_optimizer,
     make_schedule,
-    matching,
     muon_dimensions,
 )
 from tests.models import filled, rich_decoder

@@ -13,7 +13,7 @@ from eqx_decoders.errors import ConfigError
 from eqx_decoders.remat import Remat
 from eqx_decoders.training import data, mesh_settings, optimizer, settings, step
 from eqx_decoders.training.data import DataConfig
-from eqx_decoders.training.mesh_settings import MeshConfig, PipelineConfig
+from eqx_decoders.training.mesh_settings import LowPrecisionConfig, MeshConfig, PipelineConfig
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.settings import (
     TrainConfig,
@@ -274,6 +274,7 @@ CLASSES = [
     (settings, TrainConfig),
     (mesh_settings, MeshConfig),
     (mesh_settings, PipelineConfig),
+    (mesh_settings, LowPrecisionConfig),
     (optimizer, OptimizerConfig),
     (step, StepConfig),
     (data, DataConfig),
