@@ -89,11 +89,14 @@ class Layout:
         `MESH_AXES`; None for one device.
     - `weights`, `activations`: which mesh axes split which logical axis, most important row first. Pass, for example,
         `WEIGHTS | {"embed": ("fsdp",)}`. A logical axis without a row is replicated.
+    - `gradients_over_data`: whether gradients of weights are split over `data`, too, as `state_spec` says. A `Trainer`
+        sets it for its gradients where `OptimizerConfig.shard_over_data` asks for it.
     """
 
     mesh: Any = None
     weights: Any = tuple(WEIGHTS.items())
     activations: Any = tuple(ACTIVATIONS.items())
+    gradients_over_data: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "weights", _table("weights", self.weights))
@@ -195,6 +198,25 @@ class Layout:
                         break
         return split
 
+    def state_spec(self, words: str | Axes, shape: Sequence[int], name: str = "weight") -> PartitionSpec:
+        """`weight_spec` with `data` beside it: of the optimizer's state, over copies of its weight (ZeRO-1).
+
+        `data` splits the first dimension that it divides further. Stacked layers come last: their gradients are made
+        one layer at a time, and each would be on some devices only. Without such a dimension it is `weight_spec`.
+        """
+        words = check_axes(name, words)
+        split = [names_of(group) for group in self.weight_spec(words, shape, name)]
+        if self.sizes.get("data", 1) > 1 and "data" not in {axis for names in split for axis in names}:
+            for index in sorted(range(len(words)), key=lambda index: words[index] == "layers"):
+                if shape[index] % math.prod(self.sizes[axis] for axis in (*split[index], "data")) == 0:
+                    split[index] += ("data",)
+                    break
+        return PartitionSpec(*(names or None for names in split))
+
+    def gradient_spec(self, words: str | Axes, shape: Sequence[int]) -> PartitionSpec:
+        """The partition of a weight's gradient: that of its optimizer's state if `gradients_over_data`."""
+        return self.state_spec(words, shape) if self.gradients_over_data else self.weight_spec(words)
+
     def activation_spec(self, words: str | Axes, shape: Sequence[int] | None = None) -> PartitionSpec:
         """The partition of an activation. Mesh axes that do not divide `shape` are left out: it's a hint."""
         words = check_axes("activation", words)
@@ -266,7 +288,7 @@ class Layout:
         """
         if self.mesh is None or self.single:
             return x
-        stored, whole = self.weight_spec(words), self.used_spec(words)
+        stored, whole = self.gradient_spec(words, x.shape), self.used_spec(words)
         if whole == stored:
             return x
         return _gather(NamedSharding(self.mesh_here, whole), NamedSharding(self.mesh_here, stored), x)
@@ -279,6 +301,10 @@ class Layout:
     def shardings(self, tree: PyTree) -> PyTree:
         """The sharding of every weight in a tree of modules (arrays or `ShapeDtypeStruct`s), as a tree."""
         return self._shardings(tree, self.weight_spec)
+
+    def state_shardings(self, tree: PyTree) -> PyTree:
+        """`shardings` with `data` splitting what it can: for the optimizer's state of these weights."""
+        return self._shardings(tree, self.state_spec)
 
     def activation_shardings(self, tree: PyTree) -> PyTree:
         """`shardings` by the table of activations: for caches."""

@@ -77,12 +77,12 @@ class Memory:
 
 def state_memory(trainer: Trainer, state: TrainState, capacity: int | float) -> Memory:
     """What is known without compiling: the shares of the state that a device holds."""
-    weights = named_leaves(state.model)
+    weights, places = named_leaves(state.model), trainer.state_shardings(state.model)
     return Memory(
         parameters=_bytes(state.model),
         optimizer=_bytes(state.optimizer),
         means=_bytes(state.ema),
-        gradients=sum(device_bytes(leaf) for name, leaf in weights.items() if name in trainer.trainable),
+        gradients=sum(device_bytes(weights[name].update(sharding=place)) for name, place in places.items()),
         capacity=int(capacity),
     )
 

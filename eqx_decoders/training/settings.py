@@ -58,6 +58,8 @@ _IDENTITY = (
 )
 # How the run learns: changed only where that is asked for.
 _LEARNING = ("optimizer.*", "dataset.batch_size", "step.z_loss", "step.qk_clip_threshold")
+# Where it is kept, not what: changed at will.
+_PLACES = ("optimizer.shard_over_data",)
 # Of one start, not of the run.
 _OF_A_START = (
     "run_dir",
@@ -317,7 +319,8 @@ def check_changes(changes: Changes, run_dir: str | Path, *, allowed: bool, train
 
     The latter may be `allowed`. More steps always are: a schedule that depends on them takes their course from here.
     """
-    fixed, learning = (_matching(changes, patterns) for patterns in (_IDENTITY, _LEARNING))
+    kept = {name: pair for name, pair in changes.items() if name not in _PLACES}
+    fixed, learning = (_matching(kept, patterns) for patterns in (_IDENTITY, _LEARNING))
     was, now = changes.get("dataset.path", (None, None))
     if shares_of(was) != shares_of(now):  # other paths may be the same data in another place
         learning = {**learning, "dataset.path": (was, now)}

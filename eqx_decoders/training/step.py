@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -16,6 +16,7 @@ from eqx_decoders.axes import AnyArray, axes, frozen, named_leaves, path_name, r
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.layers.scores import EMPTY
+from eqx_decoders.layout import Layout
 from eqx_decoders.stats import BlockStats
 from eqx_decoders.training.balance import expert_configs, update_router_bias
 from eqx_decoders.training.batches import Batch
@@ -110,6 +111,7 @@ class Trainer(eqx.Module):
     trainable: frozenset[str] = eqx.field(static=True)
     max_grad_norm: float | None = eqx.field(static=True)
     ema_decay: float | None = eqx.field(static=True)
+    shard_over_data: bool = eqx.field(static=True)
     config: StepConfig = eqx.field(static=True)
 
     @classmethod
@@ -136,6 +138,7 @@ class Trainer(eqx.Module):
             trainable=trainable,
             max_grad_norm=optimizer.max_grad_norm,
             ema_decay=optimizer.ema_decay,
+            shard_over_data=optimizer.shard_over_data,
             config=config,
         )
 
@@ -156,7 +159,7 @@ class Trainer(eqx.Module):
         if self.ema_decay is None or state.ema is not None:
             return dataclasses.replace(state, ema=None if self.ema_decay is None else state.ema)
         weights = self._weights(state.model)
-        places = {name: leaf.sharding for name, leaf in weights.items()}
+        places = self.state_shardings(state.model)
         # copies: a donated step must not be handed one buffer twice
         copies = jax.jit(
             lambda weights: jax.tree.map(lambda leaf: jnp.copy(widened(leaf)), weights), out_shardings=places
@@ -166,20 +169,26 @@ class Trainer(eqx.Module):
     def abstract(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
         """`init` as a tree of `jax.ShapeDtypeStruct` with shardings: what a checkpoint is restored into."""
         everywhere = _replicated(model)
-        weights = self._weights(model)
+        weights, places = self._weights(model), self.state_shardings(model)
 
         def like(path, leaf):
-            owner = next((name for name in weights if path_name(path).endswith(f".{name}")), None)
-            same = owner is not None and weights[owner].shape == leaf.shape
-            sharding = weights[owner].sharding if owner is not None and same else everywhere
+            owner = _owner(path, leaf, weights)
+            sharding = everywhere if owner is None else places[owner]
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         optimizer = jax.tree_util.tree_map_with_path(like, jax.eval_shape(self.optimizer.init, weights))
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
         like_key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=everywhere)
-        means = {name: jax.eval_shape(widened, leaf).update(sharding=leaf.sharding) for name, leaf in weights.items()}
+        means = {name: jax.eval_shape(widened, leaf).update(sharding=places[name]) for name, leaf in weights.items()}
         ema = None if self.ema_decay is None else means
         return TrainState(model=model, optimizer=optimizer, step=scalar, skipped=scalar, key=like_key, ema=ema)
+
+    def state_shardings(self, model: Decoder) -> dict[str, jax.sharding.Sharding]:
+        """Where the optimizer's state and the running mean of each trainable weight live: beside it, or in parts."""
+        weights = self._weights(model)
+        if not self.shard_over_data:
+            return {name: leaf.sharding for name, leaf in weights.items()}
+        return self._weights(model.execution.layout.state_shardings(model))
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         """One optimizer step, compiled; `state` is donated: its buffers are those of the new state.
@@ -211,17 +220,20 @@ class Trainer(eqx.Module):
         if self.max_grad_norm is not None:
             scale = scale * jnp.minimum(1.0, self.max_grad_norm / jnp.maximum(norm, 1e-12))
 
+        parts = functools.partial(self._in_parts, state.model)
+
         def move(weights, optimizer, ema):
             scaled = {
                 name: (_as_float32(leaf) * scale).astype(widened(weights[name]).dtype)
                 for name, leaf in gradient.items()
             }
+            weights = parts(weights)
             updates, optimizer = self.optimizer.update(scaled, optimizer, weights)
             with jax.numpy_dtype_promotion("standard"):  # updates are in f32, whatever the weights are in
-                weights = optax.apply_updates(weights, updates)
+                weights = parts(optax.apply_updates(weights, updates))
             if self.ema_decay is not None:
-                ema = optax.incremental_update(jax.tree.map(widened, weights), ema, 1 - self.ema_decay)
-            return weights, optimizer, ema
+                ema = parts(optax.incremental_update(jax.tree.map(widened, weights), ema, 1 - self.ema_decay))
+            return self._gathered(state.model, weights), parts(optimizer), ema
 
         # a branch, not `where` on every leaf: that would hold old and new weights and states at the same time
         old = self._weights(state.model), state.optimizer, state.ema
@@ -254,12 +266,13 @@ class Trainer(eqx.Module):
 
         def loss(weights, rows, key):
             here, fused = self._with_weights(model, weights), config.fused_loss
+            here = here if not self.shard_over_data else here.replace(layout=_gradients_over_data(here))
             here = here if config.qk_clip_threshold is None else here.replace(attention_maxima=True)
             return token_loss_sum(here, rows, z_loss=config.z_loss, fused=fused, key=key, full_batch=batch)
 
         def part(rows, key):
             (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(self._weights(model), rows, key)
-            return gradient, metrics
+            return self._in_parts(model, gradient), metrics
 
         if count == 1:
             return part(batch, key)
@@ -276,10 +289,30 @@ class Trainer(eqx.Module):
 
         shapes = jax.eval_shape(part, *jax.tree.map(lambda leaf: leaf[0], (pieces, keys)))
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
-        zeros = (zeros[0], _without_maxima(zeros[1]))
+        zeros = (self._in_parts(model, zeros[0]), _without_maxima(zeros[1]))
         total, _ = jax.lax.scan(add, zeros, (pieces, keys))
         gradient, metrics = total
         return gradient, dataclasses.replace(metrics, stats=_mean_activations(metrics.stats, count))
+
+    def _in_parts(self, model: Decoder, tree: PyTree) -> PyTree:
+        """Tell XLA to keep what belongs to a weight as its optimizer's state is kept, if that is split over `data`."""
+        layout = model.execution.layout
+        if not self.shard_over_data or layout.single:
+            return tree
+        weights, places = self._weights(model), self.state_shardings(model)
+
+        def one(path, leaf):
+            owner = _owner(path, leaf, weights)
+            return leaf if owner is None else jax.lax.with_sharding_constraint(leaf, places[owner])
+
+        return jax.tree_util.tree_map_with_path(one, tree)
+
+    def _gathered(self, model: Decoder, weights: dict[str, Any]) -> dict[str, Any]:
+        """Tell XLA to give each device the new weights that it had before, in their own dtype."""
+        layout = model.execution.layout
+        if not self.shard_over_data or layout.single:
+            return weights
+        return jax.lax.with_sharding_constraint(weights, self._weights(layout.shardings(model)))
 
     def _clipped(self, model: Decoder, stats: BlockStats | None, finite: Array) -> Decoder:
         """The model with QK-clip, where it is asked for and the step changed anything."""
@@ -298,6 +331,18 @@ class Trainer(eqx.Module):
 def _compiled_step(kept: tuple[Trainer, Batch], state: TrainState) -> tuple[TrainState, StepMetrics]:
     trainer, batch = kept
     return trainer.advance(state, batch)
+
+
+def _owner(path: tuple[Any, ...], leaf: Any, weights: Mapping[str, Any]) -> str | None:
+    """The weight of its shape to which a leaf of the optimizer's state, or of a dictionary of weights, belongs."""
+    name = path_name(path)
+    found = (owner for owner in weights if name == owner or name.endswith(f".{owner}"))
+    owner = next(found, None)
+    return owner if owner is not None and weights[owner].shape == leaf.shape else None
+
+
+def _gradients_over_data(model: Decoder) -> Layout:
+    return dataclasses.replace(model.execution.layout, gradients_over_data=True)
 
 
 def _as_float32(x: Array) -> Array:
