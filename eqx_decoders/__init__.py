@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from eqx_decoders.io.export import save_hf as save_hf
     from eqx_decoders.io.huggingface import abstract_hf as abstract_hf, load_hf as load_hf
     from eqx_decoders.model_info import ModelInfo as ModelInfo, describe_model as describe_model
+    from eqx_decoders.replication import replicated_share as replicated_share
     from eqx_decoders.training.balance import update_router_bias as update_router_bias
     from eqx_decoders.training.batches import Batch as Batch
     from eqx_decoders.training.loss import LossMetrics as LossMetrics, next_token_loss as next_token_loss
@@ -78,6 +79,7 @@ __getattr__, _late = lazy(
         "io.export": "save_hf",
         "io.huggingface": "abstract_hf load_hf",
         "model_info": "ModelInfo describe_model",
+        "replication": "replicated_share",
         "training.balance": "update_router_bias",
         "training.batches": "Batch",
         "training.loss": "LossMetrics next_token_loss",

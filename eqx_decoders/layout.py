@@ -201,13 +201,16 @@ class Layout:
     def state_spec(self, words: str | Axes, shape: Sequence[int], name: str = "weight") -> PartitionSpec:
         """`weight_spec` with `data` beside it: of the optimizer's state, over copies of its weight (ZeRO-1).
 
-        `data` splits the first dimension that it divides further. Stacked layers come last: their gradients are made
-        one layer at a time, and each would be on some devices only. Without such a dimension it is `weight_spec`.
+        `data` splits further what axes that split the batch split already, so that one reduce-scatter serves both, else
+        the first dimension that it divides. Stacked layers come last: their gradients are made one layer at a time, and
+        each would be on some devices only. Without such a dimension it is `weight_spec`.
         """
         words = check_axes(name, words)
         split = [names_of(group) for group in self.weight_spec(words, shape, name)]
         if self.sizes.get("data", 1) > 1 and "data" not in {axis for names in split for axis in names}:
-            for index in sorted(range(len(words)), key=lambda index: words[index] == "layers"):
+            rows = set(dict(self.activations).get("batch", ()))
+            preferred = lambda index: (words[index] == "layers", rows.isdisjoint(split[index]))  # noqa: E731
+            for index in sorted(range(len(words)), key=preferred):
                 if shape[index] % math.prod(self.sizes[axis] for axis in (*split[index], "data")) == 0:
                     split[index] += ("data",)
                     break

@@ -17,7 +17,7 @@ ORDER = [
     "errors", "hardware", "lazy", "eager", "inputs", "axes", "device_grid", "layout", "numerics", "prng", "sampling",
     "origin", "remat", "pipeline", "context", "layers", "stats", "wiring", "further", "block", "layer_inputs",
     "borrowing", "stack", "stages", "mtp", "config_json", "cache", "decoder", "create", "families", "io", "inference",
-    "describe", "model_info", "training", "planning", "cli",
+    "describe", "replication", "model_info", "training", "planning", "cli",
 ]  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.plan import Plan, make_plan
 from eqx_decoders.planning.report import as_data, report
 from eqx_decoders.planning.search import estimate, meshes
+from eqx_decoders.replication import check_replicated
 from eqx_decoders.training.balance import expert_configs
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.mesh_settings import MeshConfig, PipelineConfig, describe_devices
@@ -79,6 +80,8 @@ class PlanConfig:
     """What a device may take for the head, gathered, and its gradient."""
     exchange_bytes: int = Execution.exchange_bytes
     """What a device may take for tokens that it gets for its experts."""
+    replicated_tolerance: float = 0.02
+    """Share of the weights that may be whole along an axis of the mesh that splits others."""
     xla_flags: FlagsName = "auto"
     """Options of XLA: auto, those that `train` sets on such TPUs; none: XLA's defaults."""
     search: int = 0
@@ -155,6 +158,7 @@ def _parts(config: PlanConfig, devices: Sequence[Any]) -> tuple[Decoder, Trainer
     if config.mtp_depths:
         described = with_mtp(described, config.mtp_depths)
     model = abstract(described, **vars(execution))
+    check_replicated(model, execution.layout, config.replicated_tolerance)
     trainer = Trainer.create(config.optimizer, model, steps=config.training().steps, config=config.step)
     return model, trainer, Machine.of_tpus(list(execution.layout.mesh.devices.flat))
 

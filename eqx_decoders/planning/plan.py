@@ -18,6 +18,7 @@ from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.memory import Memory, compiled_memory, needed_bytes, state_memory
 from eqx_decoders.planning.products import products
 from eqx_decoders.planning.roofline import Roofline, network_seconds
+from eqx_decoders.replication import replicated_share
 from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.flops import flops_per_token, matmul_parameters
 from eqx_decoders.training.step import Trainer
@@ -56,6 +57,7 @@ class Plan:
     - `seconds`: how long compiling took.
     - `told`: what the compiler said where it did not compile the step, or print it.
     - `tokens`: of a step.
+    - `replicated`: the share of the weights that is whole along an axis of the mesh that splits others.
     """
 
     machine: Machine
@@ -66,6 +68,7 @@ class Plan:
     seconds: float
     told: str
     tokens: int
+    replicated: float = 0.0
 
 
 def make_plan(
@@ -107,6 +110,7 @@ def make_plan(
         seconds=time.perf_counter() - begun,
         told=told,
         tokens=batch_size * seq_len,
+        replicated=replicated_share(model, layout),
     )
 
 

@@ -155,6 +155,9 @@ class TrainConfig:
     it goes through the vocabulary in parts, for a third more work there."""
     exchange_bytes: int = Execution.exchange_bytes
     """What a device may take for the tokens that its experts get from others at a time."""
+    replicated_tolerance: float = 0.02
+    """Share of the weights that may be whole along an axis of the mesh that splits others (norms and biases always
+    are): a run with more is refused, if its model has ten million weights."""
     xla_flags: Literal["auto", "none"] = "auto"
     """Options of XLA on TPUs: auto, those that others use on such chips (see `cli.xla_flags`), but never one that
     LIBTPU_INIT_ARGS or XLA_FLAGS has; none: XLA's defaults."""
@@ -205,6 +208,7 @@ class TrainConfig:
         for field in ("bpe_vocab_size", "final_eval_batches"):
             if getattr(self, field) is not None:
                 check_integer(field, getattr(self, field))
+        check_number("replicated_tolerance", self.replicated_tolerance, least=0)
         check_word("xla_flags", self.xla_flags, ("auto", "none"))
         check_word("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         check_word("params_dtype", self.params_dtype, ("float32", "bfloat16"))

@@ -27,16 +27,28 @@ from tests.commands import AS_USERS_RUN, ROOT
 from tests.compare import assert_close
 from tests.models import filled, rich_decoder
 from tests.programs import tpu_devices
-from tests.training.test_step import ANY, BARE, CONFIG, OPTIMIZERS, advanced, batch_of, first_state, same_bits, trainer_of
+from tests.training.test_step import (
+    ANY,
+    BARE,
+    CONFIG,
+    OPTIMIZERS,
+    advanced,
+    batch_of,
+    first_state,
+    same_bits,
+    trainer_of,
+)
 
 
 AS_THEY_RUN_IT = os.environ.get("AS_USERS_RUN") == "1"
 
 
-def test_data_splits_the_first_dimension_that_it_divides_further():
+def test_data_splits_what_the_batch_splits_or_the_first_dimension_that_it_divides():
     layout = ed.Layout.create(data=2, fsdp=2, tensor=2)
     assert layout.state_spec("layers embed mlp", (4, 8, 16)) == P(None, ("fsdp", "data"), "tensor")
     assert layout.state_spec("layers embed mlp", (4, 6, 16)) == P(None, "fsdp", ("tensor", "data"))
+    assert layout.state_spec("layers mlp embed", (4, 16, 8)) == P(None, "tensor", ("fsdp", "data"))
+    assert ed.Layout.create(data=8).state_spec("mlp embed", (16, 8)) == P("data", None)
     assert layout.state_spec("layers norm", (4, 5)) == P("data", None)  # stacked layers last
     assert layout.state_spec("norm", (5,)) == layout.weight_spec("norm") == P(None)
     own = dataclasses.replace(layout, weights=WEIGHTS | {"embed": ("data",)})
@@ -137,9 +149,9 @@ def test_tpus_scatter_gradients_and_gather_weights():
         step = jax.jit(trainer.advance, donate_argnums=0).trace(state, abstract_batch(layout, 8, 512))
         compiled, known = step.lower().compile(), state_memory(trainer, state, 1)
         sent: dict[str, int] = {}
-        for each in collectives(parse(compiled.as_text()), layout.sizes):
+        for each in collectives(parse(compiled.as_text() or ""), layout.sizes):
             sent[each.kind] = sent.get(each.kind, 0) + each.total
-        found[over_data] = sent, known, compiled.memory_analysis().peak_memory_in_bytes
+        found[over_data] = sent, known, getattr(compiled.memory_analysis(), "peak_memory_in_bytes", 0)
     (whole, before, peak), (split, after, less) = found[False], found[True]
     assert after.optimizer == pytest.approx(before.optimizer / 4, rel=0.01)
     assert after.gradients == pytest.approx(before.gradients / 4, rel=0.01)
