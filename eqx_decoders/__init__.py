@@ -52,6 +52,7 @@ from eqx_decoders.layout import Layout as Layout
 from eqx_decoders.lazy import lazy
 from eqx_decoders.mtp import MTPConfig as MTPConfig
 from eqx_decoders.numerics import Precision as Precision
+from eqx_decoders.offload import Offload as Offload
 from eqx_decoders.pipeline import Pipeline as Pipeline
 from eqx_decoders.remat import Remat as Remat
 from eqx_decoders.sampling import Greedy as Greedy, Sample as Sample

@@ -22,6 +22,7 @@ from eqx_decoders.context import ContextForm, ContextOrder, Execution
 from eqx_decoders.create import abstract, with_mtp
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import ConfigError, check, check_integer, check_word, need_extra
+from eqx_decoders.offload import Offload
 from eqx_decoders.planning.advice import advice
 from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.plan import Plan, make_plan
@@ -93,6 +94,7 @@ class PlanConfig:
     """Print data instead of text."""
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    offload: Offload = Offload()
     optimizer: OptimizerConfig = OptimizerConfig()
     step: StepConfig = StepConfig()
 
@@ -218,9 +220,11 @@ def _mesh(config: PlanConfig) -> str:
 
 
 def _flags() -> dict[str, str]:
-    fields = [field.name for field in dataclasses.fields(PlanConfig) if field.name not in ("mesh", "optimizer", "step")]
+    groups = ("mesh", "offload", "optimizer", "step")
+    fields = [field.name for field in dataclasses.fields(PlanConfig) if field.name not in groups]
     found = {name: "--" + name.replace("_", "-") for name in fields} | mesh_flags()
-    for group, kind, config in (("optimizer", "OptimizerConfig", OptimizerConfig), ("step", "StepConfig", StepConfig)):
+    kinds = {"offload": Offload, "optimizer": OptimizerConfig, "step": StepConfig}
+    for group, kind, config in ((group, config.__name__, config) for group, config in kinds.items()):
         for field in dataclasses.fields(config):
             flag = f"--{group}.{field.name.replace('_', '-')}"
             found |= {f"{group}.{field.name}": flag, f"{kind}.{field.name}": flag}

@@ -88,7 +88,7 @@ def make_plan(
     """
     layout = model.execution.layout
     state, batch = trainer.abstract(model, key=jax.random.key(0)), abstract_batch(layout, batch_size, seq_len)
-    traced = jax.jit(trainer.advance, donate_argnums=0).trace(state, batch)
+    traced = trainer.trace(state, batch)
     done = operations(model, trainer, traced.jaxpr, batch_size, seq_len)
     known = state_memory(trainer, state, machine.memory)
     begun = time.perf_counter()

@@ -69,6 +69,8 @@ def _memory(plan: Plan) -> str:
         rows["gradients"] = memory.gradients
     lines += [_bar(name, size, memory.capacity) for name, size in rows.items()]
     lines.append(_bar("together", sum(rows.values()), memory.capacity))
+    if memory.host:
+        lines.append(f"  (the host keeps {_size(memory.host)} of the state for each device)")
     if plan.replicated:
         lines.append(f"  ({plan.replicated:.2%} of the weights are whole along an axis that splits others)")
     if memory.peak is not None:

@@ -16,6 +16,7 @@ from eqx_decoders.io.files import write_json
 from eqx_decoders.layers.kernel import KERNELS
 from eqx_decoders.layout import Layout
 from eqx_decoders.numerics import Precision
+from eqx_decoders.offload import Offload
 from eqx_decoders.pipeline import Pipeline
 from eqx_decoders.remat import POLICIES, Remat
 from eqx_decoders.training.data import DataConfig
@@ -184,6 +185,7 @@ class TrainConfig:
     """Print the names of the models and exit."""
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    offload: Offload = Offload()
     optimizer: OptimizerConfig = OptimizerConfig()
     step: StepConfig = StepConfig()
 
@@ -278,7 +280,7 @@ class TrainConfig:
     def execution(self, devices: Sequence[Any] | None = None) -> Execution:
         """Layout, dtypes and remat on these devices, or on those that are there."""
         given: dict[str, Any] = {} if devices is None else {"devices": devices}
-        layout = Layout.create(**dataclasses.asdict(self.mesh), **given, abstract=self.describe)
+        layout = Layout.create(**dataclasses.asdict(self.mesh), **given, abstract=self.describe, offload=self.offload)
         split = [axis for axis in ("data", "fsdp", "fsdp_transpose", "expert") if layout.sizes[axis] > 1]
         parts = math.prod(layout.sizes[axis] for axis in split)
         count = self.step.gradient_accumulation_steps
@@ -353,7 +355,13 @@ def flags() -> dict[str, str]:
     names = flat_settings(TrainConfig())
     found = {name: flag(name) for name in names}
     found |= {name.removeprefix("dataset."): value for name, value in found.items()}
-    classes = {"dataset": "DataConfig", "optimizer": "OptimizerConfig", "step": "StepConfig", "mesh": "Layout"}
+    classes = {
+        "dataset": "DataConfig",
+        "optimizer": "OptimizerConfig",
+        "step": "StepConfig",
+        "mesh": "Layout",
+        "offload": "Offload",
+    }
     for group, kind in classes.items():
         found |= {name.replace(f"{group}.", f"{kind}."): flag(name) for name in names if name.startswith(f"{group}.")}
     for group, kind in (("lora", "LoRAConfig"), ("remat", "Remat")):

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -17,12 +17,14 @@ from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.layers.scores import EMPTY
 from eqx_decoders.layout import Layout
+from eqx_decoders.offload import Offload, is_on_host
 from eqx_decoders.stats import BlockStats
 from eqx_decoders.training.balance import expert_configs, update_router_bias
 from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.loss import LossMetrics, token_loss_sum
 from eqx_decoders.training.optimizer import OptimizerConfig, make_optimizer, make_schedule, matching, widened
 from eqx_decoders.training.qk_clip import clipped_weights, latent_attentions, qk_clip
+from eqx_decoders.training.streamed import by_layer, check_offload, square_sum
 
 
 class TrainState(eqx.Module):
@@ -125,6 +127,12 @@ class Trainer(eqx.Module):
         clips = config.qk_clip_threshold is None or any(True for _ in latent_attentions(model))
         rule = f"StepConfig.qk_clip_threshold={config.qk_clip_threshold} needs latent attention: this model has none."
         check(clips, rule)
+        check_offload(model.execution.layout.offload, axes(model), optimizer.name)
+        fetched = not model.execution.layout.offload.weights
+        rule = f"Offload.weights={model.execution.layout.offload.weights} needs"
+        check(fetched or config.qk_clip_threshold is None, f"{rule} StepConfig.qk_clip_threshold=None: leave one out.")
+        single = fetched or config.gradient_accumulation_steps == 1
+        check(single, f"{rule} StepConfig.gradient_accumulation_steps=1: gradients of the host's weights lie there.")
         kept = frozen(model)
         words = {name: here for name, here in axes(model).items() if name not in kept}
         trainable = matching(words, optimizer.trainable, "OptimizerConfig.trainable")
@@ -185,10 +193,10 @@ class Trainer(eqx.Module):
 
     def state_shardings(self, model: Decoder) -> dict[str, jax.sharding.Sharding]:
         """Where the optimizer's state and the running mean of each trainable weight live: beside it, or in parts."""
-        weights = self._weights(model)
-        if not self.shard_over_data:
-            return {name: leaf.sharding for name, leaf in weights.items()}
-        return self._weights(model.execution.layout.state_shardings(model))
+        layout = model.execution.layout
+        if not self.shard_over_data and layout.offload == Offload():
+            return {name: leaf.sharding for name, leaf in self._weights(model).items()}
+        return self._weights(layout.state_shardings(model, over_data=self.shard_over_data))
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         """One optimizer step, compiled; `state` is donated: its buffers are those of the new state.
@@ -198,15 +206,28 @@ class Trainer(eqx.Module):
         rows, parts = batch.tokens.shape[0], self.config.gradient_accumulation_steps
         rule = f"A batch of {rows} sequences can't be cut into StepConfig.gradient_accumulation_steps={parts} parts."
         check(rows % parts == 0, rule)
-        return _compiled_step((self, batch), state)
+        return _program(self._places(state))((self, batch), state)
 
     def compile(self, state: TrainState, batch: Batch) -> int | None:
         """Compile `step` for what looks like these. The bytes of a device that it needs, where the compiler tells."""
-        sizes = _compiled_step.lower((self, batch), state).compile().memory_analysis()
+        sizes = _program(self._places(state)).lower((self, batch), state).compile().memory_analysis()
         if sizes is None:
             return None
         held = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
         return held + sizes.temp_size_in_bytes
+
+    def trace(self, state: TrainState, batch: Batch) -> Any:
+        """`step` as `jax.jit(...).trace` gives it, for states and batches that may be shapes."""
+        places = self._places(state)
+        places = None if places is None else _unflattened(places)
+        return jax.jit(self.advance, donate_argnums=0, out_shardings=places).trace(state, batch)
+
+    def _places(self, state: TrainState) -> "_Places | None":
+        """Where the results of a step go; None leaves it to XLA, which may not tell memory of the host from others."""
+        if state.model.execution.layout.offload == Offload():
+            return None
+        leaves, tree = jax.tree.flatten(jax.tree.map(lambda leaf: leaf.sharding, state))
+        return _Places(tuple(leaves), tree, _replicated(state.model))
 
     def advance(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         """`step` as a plain function, to be put into a program of one's own."""
@@ -214,7 +235,7 @@ class Trainer(eqx.Module):
         gradient, sums = self._gradient(state.model, batch, key)
         tokens = jnp.maximum(sums.tokens, 1.0)
         # in f32, also for weights in half precision: there a sum of squares would lose most of its digits
-        norm = optax.tree.norm(jax.tree.map(_as_float32, gradient)) / tokens
+        norm = jnp.sqrt(square_sum(gradient)) / tokens
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
         scale = 1.0 / tokens
         if self.max_grad_norm is not None:
@@ -222,7 +243,7 @@ class Trainer(eqx.Module):
 
         parts = functools.partial(self._in_parts, state.model)
 
-        def move(weights, optimizer, ema):
+        def move(weights, gradient, optimizer, ema):
             scaled = {
                 name: (_as_float32(leaf) * scale).astype(widened(weights[name]).dtype)
                 for name, leaf in gradient.items()
@@ -236,8 +257,10 @@ class Trainer(eqx.Module):
             return self._gathered(state.model, weights), parts(optimizer), ema
 
         # a branch, not `where` on every leaf: that would hold old and new weights and states at the same time
-        old = self._weights(state.model), state.optimizer, state.ema
-        weights, optimizer, ema = jax.lax.cond(finite, move, lambda *same: same, *old)
+        old = self._weights(state.model)
+        groups = self._streamed(state.model)
+        names = tuple(name for name in old if not any(name in group for group in groups.values()))
+        weights, optimizer, ema = by_layer(move, groups, names, finite, old, gradient, state.optimizer, state.ema)
         model = _with_router_biases(self._with_weights(state.model, weights), sums.stats, finite)
         new = TrainState(
             model=self._clipped(model, sums.stats, finite),
@@ -299,11 +322,13 @@ class Trainer(eqx.Module):
         layout = model.execution.layout
         if not self.shard_over_data or layout.single:
             return tree
-        weights, places = self._weights(model), self.state_shardings(model)
+        weights = self._weights(model)
+        places = self._weights(layout.on_device.state_shardings(model, over_data=True))
 
         def one(path, leaf):
             owner = _owner(path, leaf, weights)
-            return leaf if owner is None else jax.lax.with_sharding_constraint(leaf, places[owner])
+            # what is on the host stays where it is
+            return leaf if owner is None or is_on_host(leaf) else jax.lax.with_sharding_constraint(leaf, places[owner])
 
         return jax.tree_util.tree_map_with_path(one, tree)
 
@@ -312,7 +337,20 @@ class Trainer(eqx.Module):
         layout = model.execution.layout
         if not self.shard_over_data or layout.single:
             return weights
-        return jax.lax.with_sharding_constraint(weights, self._weights(layout.shardings(model)))
+        places = self._weights(layout.on_device.shardings(model))
+        whole = self._weights(model)  # a layer alone is not constrained
+        return {
+            name: jax.lax.with_sharding_constraint(leaf, places[name]) if leaf.shape == whole[name].shape else leaf
+            for name, leaf in weights.items()
+        }
+
+    def _streamed(self, model: Decoder) -> dict[int, tuple[str, ...]]:
+        """By a number of layers the weights that are moved one layer at a time: those with anything on the host."""
+        words, offload, found = axes(model), model.execution.layout.offload, {}
+        for name, leaf in self._weights(model).items():
+            if any(offload.holds(field, name, words[name]) for field in ("weights", "optimizer")):
+                found[leaf.shape[0]] = (*found.get(leaf.shape[0], ()), name)
+        return found
 
     def _clipped(self, model: Decoder, stats: BlockStats | None, finite: Array) -> Decoder:
         """The model with QK-clip, where it is asked for and the step changed anything."""
@@ -327,10 +365,33 @@ class Trainer(eqx.Module):
         return jax.tree_util.tree_map_with_path(lambda path, leaf: weights.get(path_name(path), leaf), model)
 
 
-@functools.partial(jax.jit, donate_argnums=1)  # not eqx.filter_jit, which returns when all is computed
-def _compiled_step(kept: tuple[Trainer, Batch], state: TrainState) -> tuple[TrainState, StepMetrics]:
+class _Places(NamedTuple):
+    """Shardings of a state, and of metrics."""
+
+    leaves: tuple[jax.sharding.Sharding, ...]
+    tree: Any
+    metrics: jax.sharding.Sharding
+
+
+def _unflattened(places: _Places) -> tuple[TrainState, jax.sharding.Sharding]:
+    return jax.tree.unflatten(places.tree, places.leaves), places.metrics
+
+
+def _step(kept: tuple[Trainer, Batch], state: TrainState) -> tuple[TrainState, StepMetrics]:
     trainer, batch = kept
     return trainer.advance(state, batch)
+
+
+_compiled_step = jax.jit(_step, donate_argnums=1)  # not eqx.filter_jit, which returns when all is computed
+
+
+def _program(places: _Places | None) -> Any:
+    return _compiled_step if places is None else _placed_step(places)
+
+
+@functools.lru_cache(maxsize=8)
+def _placed_step(places: _Places) -> Any:
+    return jax.jit(_step, donate_argnums=1, out_shardings=_unflattened(places))
 
 
 def _owner(path: tuple[Any, ...], leaf: Any, weights: Mapping[str, Any]) -> str | None:
