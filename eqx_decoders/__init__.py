@@ -54,6 +54,7 @@ from eqx_decoders.lazy import lazy
 from eqx_decoders.low_precision import LowPrecision as LowPrecision
 from eqx_decoders.mtp import MTPConfig as MTPConfig
 from eqx_decoders.numerics import Precision as Precision
+from eqx_decoders.offload import Offload as Offload
 from eqx_decoders.pipeline import Pipeline as Pipeline
 from eqx_decoders.remat import Remat as Remat
 from eqx_decoders.sampling import Greedy as Greedy, Sample as Sample
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
     from eqx_decoders.io.export import save_hf as save_hf
     from eqx_decoders.io.huggingface import abstract_hf as abstract_hf, load_hf as load_hf
     from eqx_decoders.model_info import ModelInfo as ModelInfo, describe_model as describe_model
+    from eqx_decoders.replication import replicated_share as replicated_share
     from eqx_decoders.training.balance import update_router_bias as update_router_bias
     from eqx_decoders.training.batches import Batch as Batch
     from eqx_decoders.training.loss import LossMetrics as LossMetrics, next_token_loss as next_token_loss
@@ -80,6 +82,7 @@ __getattr__, _late = lazy(
         "io.export": "save_hf",
         "io.huggingface": "abstract_hf load_hf",
         "model_info": "ModelInfo describe_model",
+        "replication": "replicated_share",
         "training.balance": "update_router_bias",
         "training.batches": "Batch",
         "training.loss": "LossMetrics next_token_loss",

@@ -14,6 +14,7 @@ from eqx_decoders.layers.branch import BranchLayer
 from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.layers.kinds import Channel, ChannelConfig, Mixer, MixerConfig
 from eqx_decoders.layers.norm import Norm, NormConfig
+from eqx_decoders.offload import to_device
 from eqx_decoders.remat import get_remat, save
 from eqx_decoders.stats import ActivationStats, BlockStats
 from eqx_decoders.wiring.base import BranchFunction, WiringModule
@@ -177,7 +178,8 @@ def checkpointed(ctx: Context, *, prevent_cse: bool) -> Any:
     """One block's call under the remat policy: what it does not name is computed again in the backward pass."""
 
     def run(block, x, ctx, past, key):
-        return block(x, ctx, past, key=key)
+        # here, so that the backward pass fetches the host's weights again instead of keeping all of them
+        return to_device(block)(x, ctx, past, key=key)
 
     remat = get_remat(ctx.execution.remat)
     if remat is None:

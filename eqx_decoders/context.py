@@ -7,7 +7,7 @@ import equinox as eqx
 from jaxtyping import Array, Int
 
 from eqx_decoders.axes import AnyArray
-from eqx_decoders.errors import check_integer, check_word
+from eqx_decoders.errors import check, check_integer, check_word
 from eqx_decoders.layout import Layout
 from eqx_decoders.low_precision import LowPrecision, Rounded
 from eqx_decoders.numerics import LowRank, Precision, einsum
@@ -138,6 +138,9 @@ class Execution:
         for field in ("head_bytes", "exchange_bytes"):
             check_integer(f"Execution.{field}", getattr(self, field))
         object.__setattr__(self, "remat", get_remat(self.remat))
+        kept = self.pipeline is None or not self.layout.offload.weights
+        rule = "exclude each other: a pipeline's stages hold their weights"
+        check(kept, f"Offload.weights={self.layout.offload.weights} and Execution.pipeline {rule}. Leave one out.")
         if self.pipeline is not None:
             object.__setattr__(self, "layout", self.layout.with_batch_over_stage())
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, PyTree
 from eqx_decoders.axes import AXES, Axes, axes, check_axes, path_name
 from eqx_decoders.device_grid import device_grid, resolve_sizes
 from eqx_decoders.errors import ConfigError, check, check_word
+from eqx_decoders.offload import HOST, Offload
 
 
 MESH_AXES: dict[str, str] = {
@@ -90,11 +91,16 @@ class Layout:
         `MESH_AXES`; None for one device.
     - `weights`, `activations`: which mesh axes split which logical axis, most important row first. Pass, for example,
         `WEIGHTS | {"embed": ("fsdp",)}`. A logical axis without a row is replicated.
+    - `gradients_over_data`: whether gradients of weights are split over `data`, too, as `state_spec` says. A `Trainer`
+        sets it for its gradients where `OptimizerConfig.shard_over_data` asks for it.
+    - `offload`: which weights, and which weights' optimizer states, are in the memory of the host.
     """
 
     mesh: Any = None
     weights: Any = tuple(WEIGHTS.items())
     activations: Any = tuple(ACTIVATIONS.items())
+    gradients_over_data: bool = False
+    offload: Offload = Offload()
 
     def __post_init__(self):
         object.__setattr__(self, "weights", _table("weights", self.weights))
@@ -114,6 +120,7 @@ class Layout:
         tables["activations"] = (self.activations, _table("activations", ACTIVATIONS))
         shown = {name: dict(rows) for name, (rows, default) in tables.items() if rows != default}
         mesh = {} if self.mesh is None else {"mesh": self.mesh}
+        shown |= {} if self.offload == Offload() else {"offload": self.offload}
         return f"Layout({', '.join(f'{name}={value!r}' for name, value in (mesh | shown).items())})"
 
     @classmethod
@@ -130,6 +137,7 @@ class Layout:
         expert: int = 1,
         devices: Sequence[Any] | None = None,
         abstract: bool = False,
+        offload: Offload = Offload(),
         weights: Mapping[str, str | Sequence[str]] | Table = tuple(WEIGHTS.items()),
         activations: Mapping[str, str | Sequence[str]] | Table = tuple(ACTIVATIONS.items()),
     ) -> "Layout":
@@ -149,8 +157,9 @@ class Layout:
         sizes = resolve_sizes(sizes, count, devices[0].platform)
         names, shape, auto = tuple(sizes), tuple(sizes.values()), (AxisType.Auto,) * len(sizes)
         if abstract:
-            return cls(AbstractMesh(shape, names, axis_types=auto), weights, activations)
-        return cls(Mesh(device_grid(sizes, devices), names, axis_types=auto), weights, activations)
+            return cls(AbstractMesh(shape, names, axis_types=auto), weights, activations, offload=offload)
+        mesh = Mesh(device_grid(sizes, devices), names, axis_types=auto)
+        return cls(mesh, weights, activations, offload=offload)
 
     @property
     def platform(self) -> str:
@@ -195,6 +204,28 @@ class Layout:
                         split[other] += ("stage",)
                         break
         return split
+
+    def state_spec(self, words: str | Axes, shape: Sequence[int], name: str = "weight") -> PartitionSpec:
+        """`weight_spec` with `data` beside it: of the optimizer's state, over copies of its weight (ZeRO-1).
+
+        `data` splits further what axes that split the batch split already, so that one reduce-scatter serves both, else
+        the first dimension that it divides. Stacked layers come last: their gradients are made one layer at a time, and
+        each would be on some devices only. Without such a dimension it is `weight_spec`.
+        """
+        words = check_axes(name, words)
+        split = [names_of(group) for group in self.weight_spec(words, shape, name)]
+        if self.sizes.get("data", 1) > 1 and "data" not in {axis for names in split for axis in names}:
+            rows = set(dict(self.activations).get("batch", ()))
+            preferred = lambda index: (words[index] == "layers", rows.isdisjoint(split[index]))  # noqa: E731
+            for index in sorted(range(len(words)), key=preferred):
+                if shape[index] % math.prod(self.sizes[axis] for axis in (*split[index], "data")) == 0:
+                    split[index] += ("data",)
+                    break
+        return PartitionSpec(*(names or None for names in split))
+
+    def gradient_spec(self, words: str | Axes, shape: Sequence[int]) -> PartitionSpec:
+        """The partition of a weight's gradient: that of its optimizer's state if `gradients_over_data`."""
+        return self.state_spec(words, shape) if self.gradients_over_data else self.weight_spec(words)
 
     def activation_spec(self, words: str | Axes, shape: Sequence[int] | None = None) -> PartitionSpec:
         """The partition of an activation. Mesh axes that do not divide `shape` are left out: it's a hint."""
@@ -265,14 +296,14 @@ class Layout:
         Its gradient is split like the weight: devices add theirs up and keep their parts (reduce-scatter). Left alone,
         XLA may send a large weight round in a ring of small pieces, twice as many bytes, and more programs.
         """
-        places = self.gather_places(words)
+        places = self.gather_places(words, x.shape)
         return x if places is None else _gather(*places, x)
 
-    def gather_places(self, words: str | Axes) -> tuple[NamedSharding, NamedSharding] | None:
-        """How a weight is split where it is used, and where it is stored; None where that is the same."""
+    def gather_places(self, words: str | Axes, shape: Sequence[int]) -> tuple[NamedSharding, NamedSharding] | None:
+        """How a weight is split where it is used, and how its gradient is; None where that is the same."""
         if self.mesh is None or self.single:
             return None
-        stored, whole = self.weight_spec(words), self.used_spec(words)
+        stored, whole = self.gradient_spec(words, shape), self.used_spec(words)
         if whole == stored:
             return None
         return NamedSharding(self.mesh_here, whole), NamedSharding(self.mesh_here, stored)
@@ -283,19 +314,38 @@ class Layout:
         return math.prod(self.sizes[name] for group in spec for name in names_of(group))
 
     def shardings(self, tree: PyTree) -> PyTree:
-        """The sharding of every weight in a tree of modules (arrays or `ShapeDtypeStruct`s), as a tree."""
-        return self._shardings(tree, self.weight_spec)
+        """The sharding of every weight in a tree of modules (arrays or `ShapeDtypeStruct`s), as a tree.
+
+        Those that `offload.weights` names are in the memory of the host.
+        """
+        return self._shardings(tree, self.weight_spec, "weights")
+
+    def state_shardings(self, tree: PyTree, *, over_data: bool) -> PyTree:
+        """`shardings` for the optimizer's state of these weights: on the host where `offload.optimizer` says so.
+
+        `over_data` splits it over copies of the weights, too, as `state_spec` says.
+        """
+        return self._shardings(tree, self.state_spec if over_data else self.weight_spec, "optimizer")
+
+    @property
+    def on_device(self) -> "Layout":
+        """The layout without `offload`."""
+        return dataclasses.replace(self, offload=Offload())
 
     def activation_shardings(self, tree: PyTree) -> PyTree:
         """`shardings` by the table of activations: for caches."""
         return self._shardings(tree, lambda words, shape, name: self.activation_spec(words, shape))
 
-    def _shardings(self, tree: PyTree, spec: Callable[[Axes, Sequence[int], str], PartitionSpec]) -> PyTree:
+    def _shardings(
+        self, tree: PyTree, spec: Callable[[Axes, Sequence[int], str], PartitionSpec], kind: str | None = None
+    ) -> PyTree:
         words = axes(tree)
 
         def one(path, leaf):
             name = path_name(path)
-            return self._sharding(spec(words[name], leaf.shape, name))
+            place = self._sharding(spec(words[name], leaf.shape, name))
+            host = kind is not None and self.offload.holds(kind, name, words[name])
+            return place.with_memory_kind(HOST) if host else place
 
         return jax.tree_util.tree_map_with_path(one, tree)
 
@@ -391,7 +441,7 @@ def out_shardings(shapes: PyTree) -> PyTree:
     second step be compiled again.
     """
     leaves = jax.tree.leaves(shapes)
-    single = all(isinstance(leaf.sharding, SingleDeviceSharding) for leaf in leaves)
+    single = all(isinstance(x.sharding, SingleDeviceSharding) and x.sharding.memory_kind != HOST for x in leaves)
     return None if single else jax.tree.map(lambda leaf: leaf.sharding, shapes)
 
 

@@ -315,7 +315,10 @@ def rounded_product(
     platform = jax.default_backend() if layout is None else layout.platform
     parts, places = (), None
     if layout is not None and gathers:
-        parts, places = _parts(left, right, x.shape, weight.array.shape, layout), layout.gather_places(right)
+        parts, places = (
+            _parts(left, right, x.shape, weight.array.shape, layout),
+            layout.gather_places(right, weight.array.shape),
+        )
     how = _Product(left, right, out, weight.config, np.dtype(dtype), platform != "cpu", parts, places)
     return _product(how, x, weight.array, weight.seed)
 

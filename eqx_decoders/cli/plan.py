@@ -22,11 +22,13 @@ from eqx_decoders.context import ContextForm, ContextOrder, Execution
 from eqx_decoders.create import abstract, with_mtp
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import ConfigError, check, check_integer, check_word, need_extra
+from eqx_decoders.offload import Offload
 from eqx_decoders.planning.advice import advice
 from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.plan import Plan, make_plan
 from eqx_decoders.planning.report import as_data, report
 from eqx_decoders.planning.search import estimate, meshes
+from eqx_decoders.replication import check_replicated
 from eqx_decoders.training.balance import expert_configs
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.mesh_settings import LowPrecisionConfig, MeshConfig, PipelineConfig, describe_devices
@@ -79,6 +81,8 @@ class PlanConfig:
     """What a device may take for the head, gathered, and its gradient."""
     exchange_bytes: int = Execution.exchange_bytes
     """What a device may take for tokens that it gets for its experts."""
+    replicated_tolerance: float = 0.02
+    """Share of the weights that may be whole along an axis of the mesh that splits others."""
     xla_flags: FlagsName = "auto"
     """Options of XLA: auto, those that `train` sets on such TPUs; none: XLA's defaults."""
     search: int = 0
@@ -91,6 +95,7 @@ class PlanConfig:
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
     low_precision: LowPrecisionConfig = LowPrecisionConfig()
+    offload: Offload = Offload()
     optimizer: OptimizerConfig = OptimizerConfig()
     step: StepConfig = StepConfig()
 
@@ -156,6 +161,7 @@ def _parts(config: PlanConfig, devices: Sequence[Any]) -> tuple[Decoder, Trainer
     if config.mtp_depths:
         described = with_mtp(described, config.mtp_depths)
     model = abstract(described, **vars(execution))
+    check_replicated(model, execution.layout, config.replicated_tolerance)
     trainer = Trainer.create(config.optimizer, model, steps=config.training().steps, config=config.step)
     return model, trainer, Machine.of_tpus(list(execution.layout.mesh.devices.flat))
 
@@ -215,9 +221,11 @@ def _mesh(config: PlanConfig) -> str:
 
 
 def _flags() -> dict[str, str]:
-    fields = [field.name for field in dataclasses.fields(PlanConfig) if field.name not in ("mesh", "optimizer", "step")]
+    groups = ("mesh", "offload", "optimizer", "step")
+    fields = [field.name for field in dataclasses.fields(PlanConfig) if field.name not in groups]
     found = {name: "--" + name.replace("_", "-") for name in fields} | mesh_flags()
-    for group, kind, config in (("optimizer", "OptimizerConfig", OptimizerConfig), ("step", "StepConfig", StepConfig)):
+    kinds = {"offload": Offload, "optimizer": OptimizerConfig, "step": StepConfig}
+    for group, kind, config in ((group, config.__name__, config) for group, config in kinds.items()):
         for field in dataclasses.fields(config):
             flag = f"--{group}.{field.name.replace('_', '-')}"
             found |= {f"{group}.{field.name}": flag, f"{kind}.{field.name}": flag}

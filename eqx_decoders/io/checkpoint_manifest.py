@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Shaped, UInt32
 
 from eqx_decoders.errors import CheckpointError, check
+from eqx_decoders.offload import to_device
 
 
 FORMAT_VERSION = 1
@@ -22,6 +23,7 @@ def fingerprint(array: Shaped[Array, "*shape"]) -> UInt32[Array, ""]:
 
     Any single flipped bit b changes it, by ±2ᵇ times an odd number, never 0 modulo 2³².
     """
+    array = to_device(array)  # where the host has it
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     if jnp.issubdtype(array.dtype, jnp.complexfloating):

@@ -56,7 +56,7 @@ def attend_on_mesh(
     """
     layout = execution.layout
     options: dict[str, Any] = dict(mask=mask, soft_cap=soft_cap, kernel=execution.attention, platform=layout.platform)
-    promises = dict(aligned=aligned, gapless=gapless, needs_lse=needs_lse, local=True)
+    promises: dict[str, Any] = dict(aligned=aligned, gapless=gapless, needs_lse=needs_lse, local=True)
     of_queries = dict(query_positions=query_positions, query_segments=query_segments, query_spans=query_spans)
     of_keys = dict(key_positions=key_positions, key_segments=key_segments)
     if layout.single:

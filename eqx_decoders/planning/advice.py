@@ -31,7 +31,7 @@ def advice(plan: Plan, execution: Execution) -> list[str]:
 
 
 def _memory(plan: Plan, execution: Execution) -> Iterator[str]:
-    memory, fsdp = plan.memory, execution.layout.sizes["fsdp"]
+    memory, fsdp, data = plan.memory, execution.layout.sizes["fsdp"], execution.layout.sizes["data"]
     state = memory.state + memory.gradients
     if memory.fits:
         return
@@ -42,7 +42,8 @@ def _memory(plan: Plan, execution: Execution) -> Iterator[str]:
     if state > memory.capacity:
         yield (
             f"State and gradients alone are {_gb(state)} a device: cut them further (mesh.fsdp is {fsdp}) or take more "
-            "devices; params_dtype=bfloat16 and optimizer.moments_dtype=bfloat16 halve them."
+            "devices; params_dtype=bfloat16 and optimizer.moments_dtype=bfloat16 halve them"
+            + (", and optimizer.shard_over_data splits the optimizer's over mesh.data." if data > 1 else ".")
         )
         return
     stronger = _neighbour(execution, 1)

@@ -8,6 +8,7 @@ import jax
 
 from eqx_decoders.axes import named_leaves
 from eqx_decoders.layout import device_bytes
+from eqx_decoders.offload import HOST
 from eqx_decoders.planning.hlo import Program, shape_bytes
 from eqx_decoders.training.step import Trainer, TrainState
 
@@ -35,6 +36,7 @@ class Memory:
     - `outputs`: results that do not take the place of arguments.
     - `peak`: as the compiler says; else what all needs together.
     - `capacity`: of a device.
+    - `host`: of the state, what the host keeps for the device; it is in none of the others.
     - `needed`: what the compiler said it would need where the step does not fit.
     """
 
@@ -43,6 +45,7 @@ class Memory:
     means: int
     gradients: int
     capacity: int
+    host: int = 0
     batch: int | None = None
     kept: int | None = None
     temporaries: int | None = None
@@ -77,12 +80,13 @@ class Memory:
 
 def state_memory(trainer: Trainer, state: TrainState, capacity: int | float) -> Memory:
     """What is known without compiling: the shares of the state that a device holds."""
-    weights = named_leaves(state.model)
+    weights, places = named_leaves(state.model), trainer.state_shardings(state.model)
     return Memory(
         parameters=_bytes(state.model),
         optimizer=_bytes(state.optimizer),
         means=_bytes(state.ema),
-        gradients=sum(device_bytes(leaf) for name, leaf in weights.items() if name in trainer.trainable),
+        gradients=_bytes([_like_gradient(weights[name], place) for name, place in places.items()]),
+        host=_host_bytes(state),
         capacity=int(capacity),
     )
 
@@ -98,7 +102,7 @@ def compiled_memory(known: Memory, sizes: Any, program: Program | None) -> Memor
         kept=kept,
         temporaries=temporaries,
         outputs=outputs,
-        peak=getattr(sizes, "peak_memory_in_bytes", 0) or held,
+        peak=held if known.host else getattr(sizes, "peak_memory_in_bytes", 0) or held,  # XLA adds the host's to it
     )
 
 
@@ -120,5 +124,14 @@ def needed_bytes(message: str) -> int | None:
     return None
 
 
+def _like_gradient(weight: Any, place: Any) -> Any:
+    """That of a weight on the host goes there; no other does, wherever the optimizer's state is."""
+    return weight.update(sharding=place.with_memory_kind(weight.sharding.memory_kind))
+
+
 def _bytes(tree: Any) -> int:
-    return sum(device_bytes(leaf) for leaf in jax.tree.leaves(tree))
+    return sum(device_bytes(leaf) for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind != HOST)
+
+
+def _host_bytes(tree: Any) -> int:
+    return sum(device_bytes(leaf) for leaf in jax.tree.leaves(tree) if leaf.sharding.memory_kind == HOST)

@@ -19,6 +19,7 @@ from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.memory import Memory, compiled_memory, needed_bytes, state_memory
 from eqx_decoders.planning.products import products
 from eqx_decoders.planning.roofline import Roofline, network_seconds
+from eqx_decoders.replication import replicated_share
 from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.flops import flops_per_token, matmul_parameters
 from eqx_decoders.training.step import Trainer
@@ -59,6 +60,7 @@ class Plan:
     - `seconds`: how long compiling took.
     - `told`: what the compiler said where it did not compile the step, or print it.
     - `tokens`: of a step.
+    - `replicated`: the share of the weights that is whole along an axis of the mesh that splits others.
     """
 
     machine: Machine
@@ -69,6 +71,7 @@ class Plan:
     seconds: float
     told: str
     tokens: int
+    replicated: float = 0.0
 
 
 def make_plan(
@@ -88,7 +91,7 @@ def make_plan(
     """
     layout = model.execution.layout
     state, batch = trainer.abstract(model, key=jax.random.key(0)), abstract_batch(layout, batch_size, seq_len)
-    traced = jax.jit(trainer.advance, donate_argnums=0).trace(state, batch)
+    traced = trainer.trace(state, batch)
     done = operations(model, trainer, traced.jaxpr, batch_size, seq_len)
     known = state_memory(trainer, state, machine.memory)
     begun = time.perf_counter()
@@ -110,6 +113,7 @@ def make_plan(
         seconds=time.perf_counter() - begun,
         told=told,
         tokens=batch_size * seq_len,
+        replicated=replicated_share(model, layout),
     )
 
 

@@ -28,6 +28,7 @@ def as_data(plan: Plan, advised: Iterable[str]) -> dict[str, Any]:
         "chip": dataclasses.asdict(machine.chip),
         "devices": len(machine.places),
         "tokens": plan.tokens,
+        "replicated": plan.replicated,
         "memory": dataclasses.asdict(memory) | {"rows": memory.rows(), "total": memory.total, "fits": memory.fits},
         "operations": dataclasses.asdict(done),
         "collectives": found,
@@ -68,6 +69,10 @@ def _memory(plan: Plan) -> str:
         rows["gradients"] = memory.gradients
     lines += [_bar(name, size, memory.capacity) for name, size in rows.items()]
     lines.append(_bar("together", sum(rows.values()), memory.capacity))
+    if memory.host:
+        lines.append(f"  (the host keeps {_size(memory.host)} of the state for each device)")
+    if plan.replicated:
+        lines.append(f"  ({plan.replicated:.2%} of the weights are whole along an axis that splits others)")
     if memory.peak is not None:
         lines.append(_bar("peak", memory.peak, memory.capacity))
         lines.append(f"  (among the temporaries are gradients, {_size(memory.gradients)} when all are there)")

@@ -293,7 +293,7 @@ def _fused_forward(head, hidden, kernel, targets, weights):
         to_weights = jnp.where(tiles.weights == 0, 0.0, losses[0])
         return _sums(split, losses, tiles.weights), (_joined(to_hidden, length), to_kernel, _joined(to_weights, length))
 
-    outputs = (PartitionSpec(), (split.tokens, split.kernel, split.tokens))
+    outputs = (PartitionSpec(), (split.tokens, split.gradient, split.tokens))
     sums, gradients = split.mapped(here, outputs)(hidden, kernel, targets, weights)
     like = (jnp.zeros((0,), hidden.dtype), jnp.zeros((0,), kernel.dtype))
     return sums, (*gradients, like)
@@ -356,7 +356,7 @@ def _gradients(head: _Head, split: HeadSplit, tiles: _Tiles, kernel: Array) -> t
     total, (losses, to_hidden) = lax.scan(
         over_tile, jnp.zeros(whole.kernel.shape, jnp.float32), (tiles, tiles.known(split, kernel)), unroll=unroll
     )
-    return losses, to_hidden, split.scattered(total)
+    return losses, to_hidden, split.summed(split.scattered(total))
 
 
 def _gradients_in_parts(head: _Head, split: HeadSplit, tiles: _Tiles, kernel: Array) -> tuple[Any, Array, Array]:
@@ -384,7 +384,7 @@ def _gradients_in_parts(head: _Head, split: HeadSplit, tiles: _Tiles, kernel: Ar
 
     begin = jnp.zeros(tiles.hidden.shape, jnp.float32), jnp.zeros(kernel.shape, jnp.float32)
     to_hidden, to_kernel = _over_parts(over_part, begin, count)[0]
-    return losses, split.over_ids(to_hidden), to_kernel
+    return losses, split.over_ids(to_hidden), split.summed(to_kernel)
 
 
 def _fused_backward(head, saved, cotangents):

@@ -47,6 +47,7 @@ class HeadSplit:
     - `layout`: the mesh and its tables.
     - `inside`: the dimension of the kernel that is contracted, 1 if it is the embedding's table.
     - `tokens`, `kernel`: how `[batch, length]` and the kernel are split.
+    - `gradient`: how the kernel's gradient is split: like the kernel, or in dimension `spread` over `data`, too.
     - `ids`, `features`, `rows`: mesh axes that split the vocabulary, the kernel's features and the tokens.
     """
 
@@ -54,6 +55,8 @@ class HeadSplit:
     inside: int
     tokens: PartitionSpec
     kernel: PartitionSpec
+    gradient: PartitionSpec
+    spread: int | None
     ids: tuple[str, ...]
     features: tuple[str, ...]
     rows: tuple[str, ...]
@@ -63,11 +66,16 @@ class HeadSplit:
         inside = 1 if tied else 0
         tokens = layout.activation_spec("batch length vocab", (*hidden[:2], kernel[1 - inside]))
         *rows, ids = (names_of(group) for group in tokens)
-        spec = layout.weight_spec("vocab embed" if tied else "embed vocab", kernel, "kernel")
+        words = "vocab embed" if tied else "embed vocab"
+        spec = layout.weight_spec(words, kernel, "kernel")
         features = tuple(name for name in names_of(spec[inside]) if name not in ids)
         split = (ids or None, features or None) if tied else (features or None, ids or None)
         specs = PartitionSpec(*tokens[:2]), PartitionSpec(*split)
-        return cls(layout, inside, *specs, ids=ids, features=features, rows=sum(rows, ()))
+        rows, further = sum(rows, ()), layout.gradient_spec(words, kernel)
+        new = [index for index in range(2) if "data" in rows and further[index] != spec[index]]
+        gradient = (names_of(group) + ("data",) * (index in new) for index, group in enumerate(split))
+        specs = *specs, PartitionSpec(*(names or None for names in gradient))
+        return cls(layout, inside, *specs, spread=next(iter(new), None), ids=ids, features=features, rows=rows)
 
     def mapped(self, function: Callable[..., Any], outputs: Any) -> Callable[..., Any]:
         """`function(hidden, kernel, *of tokens)` of what each device has; `outputs` are the specs of results."""
@@ -109,14 +117,21 @@ class HeadSplit:
         return VocabPart(kernel, begin, begin + (lax.axis_index(self.ids) * own if self.ids else 0), repeated)
 
     def scattered(self, gradient: Array) -> Array:
-        """Of the sum over all devices' tokens this device's features."""
+        """Of the sum over devices that share the kernel's features this device's features."""
         for name in self.features:
             if name in self.rows:
                 gradient = lax.psum_scatter(gradient, name, scatter_dimension=self.inside, tiled=True)
             else:  # its devices have the same tokens
                 size = gradient.shape[self.inside] // self.layout.sizes[name]
                 gradient = lax.dynamic_slice_in_dim(gradient, lax.axis_index(name) * size, size, self.inside)
+        return gradient
+
+    def summed(self, gradient: Array) -> Array:
+        """The sum of what is scattered over all other devices' tokens, or this device's part of it."""
         others = tuple(name for name in self.rows if name not in self.features)
+        if self.spread is not None:
+            gradient = lax.psum_scatter(gradient, "data", scatter_dimension=self.spread, tiled=True)
+            others = tuple(name for name in others if name != "data")
         return lax.psum(gradient, others) if others else gradient
 
     def over_ids(self, x: Any) -> Any:

@@ -80,6 +80,9 @@ class OptimizerConfig:
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
     """adamw, lion, muon: dtype in which moments are kept; all is computed in float32. In bfloat16 a moment whose decay
     is above 0.996 can't follow: what it gains is below half a unit."""
+    shard_over_data: bool = False
+    """Split the state (moments, running means) over the copies of the weights along `mesh.data`, too (ZeRO-1): each
+    updates its part, and the new weights are gathered. Checkpoints are the same with and without."""
     ema_decay: float | None = None
     """Decay of a running mean of the weights, kept in float32 from their first values on, with which evaluations,
     samples and exports are made; None: none."""

@@ -33,6 +33,7 @@ from eqx_decoders.io.rundir import EXIT_SIGTERM, Interrupt, RunLock
 from eqx_decoders.io.tokenizer import Tokenizer
 from eqx_decoders.io.waiting import Waiting, showing
 from eqx_decoders.layout import device_bytes
+from eqx_decoders.replication import check_replicated
 from eqx_decoders.training.batches import Batch, Batches
 from eqx_decoders.training.data import make_dataset, make_held_out_sets, prepare_tokenizer
 from eqx_decoders.training.evaluation import HeldOut, describe_held_out, evaluate_sets, sample_text
@@ -196,6 +197,7 @@ class Run:
             keep_source(abstract_hf(config.init_from), self.dir)
         gather("source")
         self.target = abstract_run(config, self.dir, self.execution)
+        check_replicated(self.target, self.layout, config.replicated_tolerance)
         check_exports(self.target, config, self.dir)
         self.tokenizer = first_then_all("tokenizer", self._tokenizer, self.dir / "tokenizer")
         self.data = stack.enter_context(self._batches())  # whose tokens all processes make together

@@ -17,6 +17,7 @@ from eqx_decoders.layers.kernel import KERNELS
 from eqx_decoders.layout import Layout
 from eqx_decoders.low_precision import LowPrecision
 from eqx_decoders.numerics import Precision
+from eqx_decoders.offload import Offload
 from eqx_decoders.pipeline import Pipeline
 from eqx_decoders.remat import POLICIES, Remat
 from eqx_decoders.training.data import DataConfig
@@ -59,6 +60,8 @@ _IDENTITY = (
 )
 # How the run learns: changed only where that is asked for.
 _LEARNING = ("optimizer.*", "dataset.batch_size", "step.z_loss", "step.qk_clip_threshold")
+# Where it is kept, not what: changed at will.
+_PLACES = ("optimizer.shard_over_data",)
 # Of one start, not of the run.
 _OF_A_START = (
     "run_dir",
@@ -154,6 +157,9 @@ class TrainConfig:
     it goes through the vocabulary in parts, for a third more work there."""
     exchange_bytes: int = Execution.exchange_bytes
     """What a device may take for the tokens that its experts get from others at a time."""
+    replicated_tolerance: float = 0.02
+    """Share of the weights that may be whole along an axis of the mesh that splits others (norms and biases always
+    are): a run with more is refused, if its model has ten million weights."""
     xla_flags: Literal["auto", "none"] = "auto"
     """Options of XLA on TPUs: auto, those that others use on such chips (see `cli.xla_flags`), but never one that
     LIBTPU_INIT_ARGS or XLA_FLAGS has; none: XLA's defaults."""
@@ -181,6 +187,7 @@ class TrainConfig:
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
     low_precision: LowPrecisionConfig = LowPrecisionConfig()
+    offload: Offload = Offload()
     optimizer: OptimizerConfig = OptimizerConfig()
     step: StepConfig = StepConfig()
 
@@ -205,6 +212,7 @@ class TrainConfig:
         for field in ("bpe_vocab_size", "final_eval_batches"):
             if getattr(self, field) is not None:
                 check_integer(field, getattr(self, field))
+        check_number("replicated_tolerance", self.replicated_tolerance, least=0)
         check_word("xla_flags", self.xla_flags, ("auto", "none"))
         check_word("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         check_word("params_dtype", self.params_dtype, ("float32", "bfloat16"))
@@ -277,7 +285,7 @@ class TrainConfig:
     def execution(self, devices: Sequence[Any] | None = None) -> Execution:
         """Layout, dtypes and remat on these devices, or on those that are there."""
         given: dict[str, Any] = {} if devices is None else {"devices": devices}
-        layout = Layout.create(**dataclasses.asdict(self.mesh), **given, abstract=self.describe)
+        layout = Layout.create(**dataclasses.asdict(self.mesh), **given, abstract=self.describe, offload=self.offload)
         split = [axis for axis in ("data", "fsdp", "fsdp_transpose", "expert") if layout.sizes[axis] > 1]
         parts = math.prod(layout.sizes[axis] for axis in split)
         count = self.step.gradient_accumulation_steps
@@ -327,7 +335,8 @@ def check_changes(changes: Changes, run_dir: str | Path, *, allowed: bool, train
 
     The latter may be `allowed`. More steps always are: a schedule that depends on them takes their course from here.
     """
-    fixed, learning = (_matching(changes, patterns) for patterns in (_IDENTITY, _LEARNING))
+    kept = {name: pair for name, pair in changes.items() if name not in _PLACES}
+    fixed, learning = (_matching(kept, patterns) for patterns in (_IDENTITY, _LEARNING))
     was, now = changes.get("dataset.path", (None, None))
     if shares_of(was) != shares_of(now):  # other paths may be the same data in another place
         learning = {**learning, "dataset.path": (was, now)}
@@ -356,8 +365,14 @@ def flags() -> dict[str, str]:
     names = flat_settings(TrainConfig())
     found = {name: flag(name) for name in names}
     found |= {name.removeprefix("dataset."): value for name, value in found.items()}
-    classes = {"dataset": "DataConfig", "optimizer": "OptimizerConfig", "step": "StepConfig", "mesh": "Layout"}
-    classes |= {"low_precision": "LowPrecision"}
+    classes = {
+        "dataset": "DataConfig",
+        "optimizer": "OptimizerConfig",
+        "step": "StepConfig",
+        "mesh": "Layout",
+        "low_precision": "LowPrecision",
+        "offload": "Offload",
+    }
     for group, kind in classes.items():
         found |= {name.replace(f"{group}.", f"{kind}."): flag(name) for name in names if name.startswith(f"{group}.")}
     for group, kind in (("lora", "LoRAConfig"), ("remat", "Remat")):

@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -16,12 +16,15 @@ from eqx_decoders.axes import AnyArray, axes, frozen, matching, named_leaves, pa
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.layers.scores import EMPTY
+from eqx_decoders.layout import Layout
+from eqx_decoders.offload import Offload, is_on_host
 from eqx_decoders.stats import BlockStats
 from eqx_decoders.training.balance import expert_configs, update_router_bias
 from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.loss import LossMetrics, token_loss_sum
 from eqx_decoders.training.optimizer import OptimizerConfig, make_optimizer, make_schedule, widened
 from eqx_decoders.training.qk_clip import clipped_weights, latent_attentions, qk_clip
+from eqx_decoders.training.streamed import by_layer, check_offload, square_sum
 
 
 class TrainState(eqx.Module):
@@ -110,6 +113,7 @@ class Trainer(eqx.Module):
     trainable: frozenset[str] = eqx.field(static=True)
     max_grad_norm: float | None = eqx.field(static=True)
     ema_decay: float | None = eqx.field(static=True)
+    shard_over_data: bool = eqx.field(static=True)
     config: StepConfig = eqx.field(static=True)
 
     @classmethod
@@ -123,6 +127,12 @@ class Trainer(eqx.Module):
         clips = config.qk_clip_threshold is None or any(True for _ in latent_attentions(model))
         rule = f"StepConfig.qk_clip_threshold={config.qk_clip_threshold} needs latent attention: this model has none."
         check(clips, rule)
+        check_offload(model.execution.layout.offload, axes(model), optimizer.name)
+        fetched = not model.execution.layout.offload.weights
+        rule = f"Offload.weights={model.execution.layout.offload.weights} needs"
+        check(fetched or config.qk_clip_threshold is None, f"{rule} StepConfig.qk_clip_threshold=None: leave one out.")
+        single = fetched or config.gradient_accumulation_steps == 1
+        check(single, f"{rule} StepConfig.gradient_accumulation_steps=1: gradients of the host's weights lie there.")
         kept = frozen(model)
         words = {name: here for name, here in axes(model).items() if name not in kept}
         trainable = matching(words, optimizer.trainable, "OptimizerConfig.trainable")
@@ -136,6 +146,7 @@ class Trainer(eqx.Module):
             trainable=trainable,
             max_grad_norm=optimizer.max_grad_norm,
             ema_decay=optimizer.ema_decay,
+            shard_over_data=optimizer.shard_over_data,
             config=config,
         )
 
@@ -156,7 +167,7 @@ class Trainer(eqx.Module):
         if self.ema_decay is None or state.ema is not None:
             return dataclasses.replace(state, ema=None if self.ema_decay is None else state.ema)
         weights = self._weights(state.model)
-        places = {name: leaf.sharding for name, leaf in weights.items()}
+        places = self.state_shardings(state.model)
         # copies: a donated step must not be handed one buffer twice
         copies = jax.jit(
             lambda weights: jax.tree.map(lambda leaf: jnp.copy(widened(leaf)), weights), out_shardings=places
@@ -166,20 +177,26 @@ class Trainer(eqx.Module):
     def abstract(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
         """`init` as a tree of `jax.ShapeDtypeStruct` with shardings: what a checkpoint is restored into."""
         everywhere = _replicated(model)
-        weights = self._weights(model)
+        weights, places = self._weights(model), self.state_shardings(model)
 
         def like(path, leaf):
-            owner = next((name for name in weights if path_name(path).endswith(f".{name}")), None)
-            same = owner is not None and weights[owner].shape == leaf.shape
-            sharding = weights[owner].sharding if owner is not None and same else everywhere
+            owner = _owner(path, leaf, weights)
+            sharding = everywhere if owner is None else places[owner]
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         optimizer = jax.tree_util.tree_map_with_path(like, jax.eval_shape(self.optimizer.init, weights))
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
         like_key = jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=everywhere)
-        means = {name: jax.eval_shape(widened, leaf).update(sharding=leaf.sharding) for name, leaf in weights.items()}
+        means = {name: jax.eval_shape(widened, leaf).update(sharding=places[name]) for name, leaf in weights.items()}
         ema = None if self.ema_decay is None else means
         return TrainState(model=model, optimizer=optimizer, step=scalar, skipped=scalar, key=like_key, ema=ema)
+
+    def state_shardings(self, model: Decoder) -> dict[str, jax.sharding.Sharding]:
+        """Where the optimizer's state and the running mean of each trainable weight live: beside it, or in parts."""
+        layout = model.execution.layout
+        if not self.shard_over_data and layout.offload == Offload():
+            return {name: leaf.sharding for name, leaf in self._weights(model).items()}
+        return self._weights(layout.state_shardings(model, over_data=self.shard_over_data))
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         """One optimizer step, compiled; `state` is donated: its buffers are those of the new state.
@@ -189,15 +206,28 @@ class Trainer(eqx.Module):
         rows, parts = batch.tokens.shape[0], self.config.gradient_accumulation_steps
         rule = f"A batch of {rows} sequences can't be cut into StepConfig.gradient_accumulation_steps={parts} parts."
         check(rows % parts == 0, rule)
-        return _compiled_step((self, batch), state)
+        return _program(self._places(state))((self, batch), state)
 
     def compile(self, state: TrainState, batch: Batch) -> int | None:
         """Compile `step` for what looks like these. The bytes of a device that it needs, where the compiler tells."""
-        sizes = _compiled_step.lower((self, batch), state).compile().memory_analysis()
+        sizes = _program(self._places(state)).lower((self, batch), state).compile().memory_analysis()
         if sizes is None:
             return None
         held = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
         return held + sizes.temp_size_in_bytes
+
+    def trace(self, state: TrainState, batch: Batch) -> Any:
+        """`step` as `jax.jit(...).trace` gives it, for states and batches that may be shapes."""
+        places = self._places(state)
+        places = None if places is None else _unflattened(places)
+        return jax.jit(self.advance, donate_argnums=0, out_shardings=places).trace(state, batch)
+
+    def _places(self, state: TrainState) -> "_Places | None":
+        """Where the results of a step go; None leaves it to XLA, which may not tell memory of the host from others."""
+        if state.model.execution.layout.offload == Offload():
+            return None
+        leaves, tree = jax.tree.flatten(jax.tree.map(lambda leaf: leaf.sharding, state))
+        return _Places(tuple(leaves), tree, _replicated(state.model))
 
     def advance(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         """`step` as a plain function, to be put into a program of one's own."""
@@ -205,27 +235,32 @@ class Trainer(eqx.Module):
         gradient, sums = self._gradient(state.model, batch, key)
         tokens = jnp.maximum(sums.tokens, 1.0)
         # in f32, also for weights in half precision: there a sum of squares would lose most of its digits
-        norm = optax.tree.norm(jax.tree.map(_as_float32, gradient)) / tokens
+        norm = jnp.sqrt(square_sum(gradient)) / tokens
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
         scale = 1.0 / tokens
         if self.max_grad_norm is not None:
             scale = scale * jnp.minimum(1.0, self.max_grad_norm / jnp.maximum(norm, 1e-12))
 
-        def move(weights, optimizer, ema):
+        parts = functools.partial(self._in_parts, state.model)
+
+        def move(weights, gradient, optimizer, ema):
             scaled = {
                 name: (_as_float32(leaf) * scale).astype(widened(weights[name]).dtype)
                 for name, leaf in gradient.items()
             }
+            weights = parts(weights)
             updates, optimizer = self.optimizer.update(scaled, optimizer, weights)
             with jax.numpy_dtype_promotion("standard"):  # updates are in f32, whatever the weights are in
-                weights = optax.apply_updates(weights, updates)
+                weights = parts(optax.apply_updates(weights, updates))
             if self.ema_decay is not None:
-                ema = optax.incremental_update(jax.tree.map(widened, weights), ema, 1 - self.ema_decay)
-            return weights, optimizer, ema
+                ema = parts(optax.incremental_update(jax.tree.map(widened, weights), ema, 1 - self.ema_decay))
+            return self._gathered(state.model, weights), parts(optimizer), ema
 
         # a branch, not `where` on every leaf: that would hold old and new weights and states at the same time
-        old = self._weights(state.model), state.optimizer, state.ema
-        weights, optimizer, ema = jax.lax.cond(finite, move, lambda *same: same, *old)
+        old = self._weights(state.model)
+        groups = self._streamed(state.model)
+        names = tuple(name for name in old if not any(name in group for group in groups.values()))
+        weights, optimizer, ema = by_layer(move, groups, names, finite, old, gradient, state.optimizer, state.ema)
         model = _with_router_biases(self._with_weights(state.model, weights), sums.stats, finite)
         new = TrainState(
             model=self._clipped(model, sums.stats, finite),
@@ -254,12 +289,13 @@ class Trainer(eqx.Module):
 
         def loss(weights, rows, key):
             here, fused = self._with_weights(model, weights), config.fused_loss
+            here = here if not self.shard_over_data else here.replace(layout=_gradients_over_data(here))
             here = here if config.qk_clip_threshold is None else here.replace(attention_maxima=True)
             return token_loss_sum(here, rows, z_loss=config.z_loss, fused=fused, key=key, full_batch=batch)
 
         def part(rows, key):
             (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(self._weights(model), rows, key)
-            return gradient, metrics
+            return self._in_parts(model, gradient), metrics
 
         if count == 1:
             return part(batch, key)
@@ -276,10 +312,45 @@ class Trainer(eqx.Module):
 
         shapes = jax.eval_shape(part, *jax.tree.map(lambda leaf: leaf[0], (pieces, keys)))
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
-        zeros = (zeros[0], _without_maxima(zeros[1]))
+        zeros = (self._in_parts(model, zeros[0]), _without_maxima(zeros[1]))
         total, _ = jax.lax.scan(add, zeros, (pieces, keys))
         gradient, metrics = total
         return gradient, dataclasses.replace(metrics, stats=_mean_activations(metrics.stats, count))
+
+    def _in_parts(self, model: Decoder, tree: PyTree) -> PyTree:
+        """Tell XLA to keep what belongs to a weight as its optimizer's state is kept, if that is split over `data`."""
+        layout = model.execution.layout
+        if not self.shard_over_data or layout.single:
+            return tree
+        weights = self._weights(model)
+        places = self._weights(layout.on_device.state_shardings(model, over_data=True))
+
+        def one(path, leaf):
+            owner = _owner(path, leaf, weights)
+            # what is on the host stays where it is
+            return leaf if owner is None or is_on_host(leaf) else jax.lax.with_sharding_constraint(leaf, places[owner])
+
+        return jax.tree_util.tree_map_with_path(one, tree)
+
+    def _gathered(self, model: Decoder, weights: dict[str, Any]) -> dict[str, Any]:
+        """Tell XLA to give each device the new weights that it had before, in their own dtype."""
+        layout = model.execution.layout
+        if not self.shard_over_data or layout.single:
+            return weights
+        places = self._weights(layout.on_device.shardings(model))
+        whole = self._weights(model)  # a layer alone is not constrained
+        return {
+            name: jax.lax.with_sharding_constraint(leaf, places[name]) if leaf.shape == whole[name].shape else leaf
+            for name, leaf in weights.items()
+        }
+
+    def _streamed(self, model: Decoder) -> dict[int, tuple[str, ...]]:
+        """By a number of layers the weights that are moved one layer at a time: those with anything on the host."""
+        words, offload, found = axes(model), model.execution.layout.offload, {}
+        for name, leaf in self._weights(model).items():
+            if any(offload.holds(field, name, words[name]) for field in ("weights", "optimizer")):
+                found[leaf.shape[0]] = (*found.get(leaf.shape[0], ()), name)
+        return found
 
     def _clipped(self, model: Decoder, stats: BlockStats | None, finite: Array) -> Decoder:
         """The model with QK-clip, where it is asked for and the step changed anything."""
@@ -294,10 +365,45 @@ class Trainer(eqx.Module):
         return jax.tree_util.tree_map_with_path(lambda path, leaf: weights.get(path_name(path), leaf), model)
 
 
-@functools.partial(jax.jit, donate_argnums=1)  # not eqx.filter_jit, which returns when all is computed
-def _compiled_step(kept: tuple[Trainer, Batch], state: TrainState) -> tuple[TrainState, StepMetrics]:
+class _Places(NamedTuple):
+    """Shardings of a state, and of metrics."""
+
+    leaves: tuple[jax.sharding.Sharding, ...]
+    tree: Any
+    metrics: jax.sharding.Sharding
+
+
+def _unflattened(places: _Places) -> tuple[TrainState, jax.sharding.Sharding]:
+    return jax.tree.unflatten(places.tree, places.leaves), places.metrics
+
+
+def _step(kept: tuple[Trainer, Batch], state: TrainState) -> tuple[TrainState, StepMetrics]:
     trainer, batch = kept
     return trainer.advance(state, batch)
+
+
+_compiled_step = jax.jit(_step, donate_argnums=1)  # not eqx.filter_jit, which returns when all is computed
+
+
+def _program(places: _Places | None) -> Any:
+    return _compiled_step if places is None else _placed_step(places)
+
+
+@functools.lru_cache(maxsize=8)
+def _placed_step(places: _Places) -> Any:
+    return jax.jit(_step, donate_argnums=1, out_shardings=_unflattened(places))
+
+
+def _owner(path: tuple[Any, ...], leaf: Any, weights: Mapping[str, Any]) -> str | None:
+    """The weight of its shape to which a leaf of the optimizer's state, or of a dictionary of weights, belongs."""
+    name = path_name(path)
+    found = (owner for owner in weights if name == owner or name.endswith(f".{owner}"))
+    owner = next(found, None)
+    return owner if owner is not None and weights[owner].shape == leaf.shape else None
+
+
+def _gradients_over_data(model: Decoder) -> Layout:
+    return dataclasses.replace(model.execution.layout, gradients_over_data=True)
 
 
 def _as_float32(x: Array) -> Array:

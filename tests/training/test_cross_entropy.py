@@ -1,5 +1,7 @@
 """The fused loss is the plain one, in value and in both gradients, whatever the tile, the form and the cotangent."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -227,10 +229,12 @@ def collectives(jaxpr, within=()):
                 yield from collectives(inner, within + loop)
 
 
+@pytest.mark.parametrize("over_data", [False, True])
 @pytest.mark.parametrize("head_bytes, parts", [(None, 1), (PARTS, 5)])
-def test_the_head_travels_once(head_bytes, parts):
-    """Gathered before the tiles, and its gradient shared after them; in parts each of them is gathered twice."""
-    layout, vocab = Layout.create(data=2, fsdp=4), 600
+def test_the_head_travels_once(head_bytes, parts, over_data):
+    """Gathered before the tiles, and its gradient shared after them; in parts each of them is gathered twice. Between
+    copies of the head its gradient is added up once, or each gets its part of it."""
+    layout, vocab = dataclasses.replace(Layout.create(data=2, fsdp=4), gradients_over_data=over_data), 600
     hidden, kernel = jnp.zeros((8, 32, EMBED)), jnp.zeros((EMBED, vocab))
     targets, weights = jnp.zeros((8, 32), jnp.int32), jnp.ones((8, 32))
 
@@ -241,7 +245,7 @@ def test_the_head_travels_once(head_bytes, parts):
     jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(hidden, kernel).jaxpr
     loops = () if parts == 1 else (parts,)
     gathers = [("all_gather", loops)] * (1 if parts == 1 else 2)
-    shared = [("psum", loops), ("reduce_scatter", loops)]
+    shared = sorted([("reduce_scatter" if over_data else "psum", ()), ("reduce_scatter", loops)])
     found = sorted((name.replace("psum_invariant", "psum"), within) for name, within in collectives(jaxpr))
     assert found == gathers + shared
 

@@ -166,7 +166,7 @@ CHANGES = {
 
 def test_every_setting_moves_the_weights_differently():
     """All fields; what the step reads itself is tested in test_step.py."""
-    by_the_step = {"trainable", "max_grad_norm", "ema_decay"}
+    by_the_step = {"trainable", "max_grad_norm", "ema_decay", "shard_over_data"}
     assert CHANGES.keys() | by_the_step == {field.name for field in dataclasses.fields(OptimizerConfig)}
     weights, gradients = some_weights(0), [some_weights(seed) for seed in (1, 2, 3)]
 

@@ -23,6 +23,7 @@ from eqx_decoders.io.checkpoint import Checkpoints
 from eqx_decoders.io.huggingface import read_config
 from eqx_decoders.io.rundir import RunLock
 from eqx_decoders.io.tokenizer import load_tokenizer
+from eqx_decoders.offload import Offload
 from eqx_decoders.training import loss as loss_module, step as step_module
 from eqx_decoders.training.batches import Batches
 from eqx_decoders.training.data import DataConfig, make_dataset
@@ -609,9 +610,17 @@ def test_mistakes_have_a_sentence_and_a_code(folder, tmp_path, options, sentence
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
+def test_a_mesh_that_leaves_weights_whole_is_refused_at_once(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("eqx_decoders.replication.FEW", 0)
+    given = OPTIONS | QUICK | {"--data": folder / "texts", "--run-dir": tmp_path / "run"}
+    _, err = call("train", *flags(given | {"--mesh.fsdp": 2, "--replicated-tolerance": 0.0}), devices=2, code=2)
+    assert "--replicated-tolerance=0.0: 0." in err and "--mesh.fsdp=2" in err and "norm" in err
+    assert not (tmp_path / "run" / "tokenizer").exists()
+
+
 # --- every setting ----------------------------------------------------------------------------------------------------
 
-STEP = "tests/training/test_step.py"
+STEP, RUN, OVER_DATA = (f"tests/training/test_{name}.py" for name in ("step", "run", "state_over_data"))
 # Settings whose effect a test of another file asserts.
 ELSEWHERE = {
     "TrainConfig.init_from": "tests/test_finetuning.py::test_a_full_run_is_exported_as_it_was_trained",
@@ -623,6 +632,10 @@ ELSEWHERE = {
     "TrainConfig.lora_targets": "tests/test_finetuning.py::test_an_imported_directory_can_be_trained",
     "TrainConfig.remat_save": "tests/test_remat.py::test_custom_lists_reach_the_model",
     "TrainConfig.remat_offload": "tests/test_remat.py::test_custom_lists_reach_the_model",
+    "TrainConfig.replicated_tolerance": f"{RUN}::test_a_mesh_that_leaves_weights_whole_is_refused_at_once",
+    "OptimizerConfig.shard_over_data": f"{OVER_DATA}::test_three_steps_are_the_same_in_fewer_bytes",
+    "Offload.weights": "tests/training/test_offload.py::test_steps_are_the_same",
+    "Offload.optimizer": "tests/training/test_offload.py::test_steps_are_the_same",
     "TrainConfig.xla_flags": "tests/cli/test_plan.py::test_train_sets_them_before_jax_starts",
     "TrainConfig.attention": "tests/training/test_settings.py::test_execution_carries_every_choice",
     # in a process of its own: the profiler writes down every program that a process holds
@@ -653,11 +666,11 @@ ELSEWHERE = {
     },
 }
 # their fields stand for them
-GROUPS = {f"TrainConfig.{name}" for name in ("dataset", "mesh", "pipeline", "optimizer", "step")}
+GROUPS = {f"TrainConfig.{name}" for name in ("dataset", "mesh", "pipeline", "offload", "optimizer", "step")}
 
 
 def test_every_setting_has_an_effect_in_some_test():
-    configs = (TrainConfig, DataConfig, MeshConfig, PipelineConfig, StepConfig, OptimizerConfig, LoRAConfig)
+    configs = (TrainConfig, DataConfig, MeshConfig, PipelineConfig, Offload, StepConfig, OptimizerConfig, LoRAConfig)
     fields = {f"{config.__name__}.{field.name}" for config in configs for field in dataclasses.fields(config)}
     assert fields - SHOWN - ELSEWHERE.keys() == GROUPS
     assert SHOWN | ELSEWHERE.keys() <= fields and not SHOWN & ELSEWHERE.keys()
