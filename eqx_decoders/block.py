@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from eqx_decoders.batch_split import run_in_parts
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_number, check_word
 from eqx_decoders.further import Branch, BranchConfig
@@ -173,12 +174,16 @@ def _reads_streams(layer: Any) -> bool:
     return getattr(layer, "reads_streams", False)
 
 
-def checkpointed(ctx: Context, *, prevent_cse: bool) -> Any:
-    """One block's call under the remat policy: what it does not name is computed again in the backward pass."""
+def checkpointed(ctx: Context, *, prevent_cse: bool, split: bool = False) -> Any:
+    """One block's call under the remat policy: what it does not name is computed again in the backward pass.
 
-    def run(block, x, ctx, past, key):
+    With `split` it takes and returns the parts of a batch.
+    """
+
+    def whole(block, x, ctx, past, key):
         return block(x, ctx, past, key=key)
 
+    run = run_in_parts if split else whole
     remat = get_remat(ctx.execution.remat)
     if remat is None:
         return run

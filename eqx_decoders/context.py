@@ -45,6 +45,7 @@ class RunOptions(TypedDict, total=False):
     exchange_bytes: int
     context_order: ContextOrder
     context_form: ContextForm
+    batch_split: int
     pipeline: Pipeline | None
 
 
@@ -101,6 +102,10 @@ class Execution:
         `"all_to_all"`, queries, keys and values of all its tokens, but of fewer heads, whose results travel back. That
         moves less where fewer than three query heads share a head of keys, and causal work is equal, too. Where these
         devices do not divide the heads of keys that each has, it is the former.
+    - `batch_split`: into how many parts a batch is cut that pass each layer one behind the other, where there is no
+        cache: what one sends to other devices travels while another is multiplied. Weights are gathered once for all
+        parts. Each device needs a multiple of so many rows, or of each microbatch of a pipeline. Parts draw dropout
+        each for themselves, and have capacities of their own.
     - `pipeline`: how layers run over the mesh axis `stage`, without a cache; what runs before and after then has the
         batch split over `stage`, too. None: `stage` splits the weights of layers, and each device gathers them all.
         Microbatches draw dropout each for themselves.
@@ -120,12 +125,13 @@ class Execution:
     exchange_bytes: int = 10**9
     context_order: ContextOrder = "plain"
     context_form: ContextForm = "gather"
+    batch_split: int = 1
     pipeline: Pipeline | None = None
 
     def __post_init__(self):
         for field, known in _WORDS.items():
             check_word(f"Execution.{field}", getattr(self, field), get_args(known))
-        for field in ("head_bytes", "exchange_bytes"):
+        for field in ("head_bytes", "exchange_bytes", "batch_split"):
             check_integer(f"Execution.{field}", getattr(self, field))
         object.__setattr__(self, "remat", get_remat(self.remat))
         if self.pipeline is not None:

@@ -153,6 +153,9 @@ class TrainConfig:
     it goes through the vocabulary in parts, for a third more work there."""
     exchange_bytes: int = Execution.exchange_bytes
     """What a device may take for the tokens that its experts get from others at a time."""
+    batch_split: int = Execution.batch_split
+    """Parts of a batch that pass each layer one behind the other, so that one's communication takes place during
+    another's products; each device needs a multiple of so many sequences."""
     xla_flags: Literal["auto", "none"] = "auto"
     """Options of XLA on TPUs: auto, those that others use on such chips (see `cli.xla_flags`), but never one that
     LIBTPU_INIT_ARGS or XLA_FLAGS has; none: XLA's defaults."""
@@ -210,7 +213,7 @@ class TrainConfig:
         check_word("attention", self.attention, ("auto", *KERNELS))
         check_word("context_order", self.context_order, get_args(ContextOrder))
         check_word("context_form", self.context_form, get_args(ContextForm))
-        for field in ("head_bytes", "exchange_bytes"):
+        for field in ("head_bytes", "exchange_bytes", "batch_split"):
             check_integer(field, getattr(self, field))
         for tracker in self.trackers or ():
             check_word("trackers", tracker, PACKAGES)
@@ -299,6 +302,7 @@ class TrainConfig:
             context_form=self.context_form,
             head_bytes=self.head_bytes,
             exchange_bytes=self.exchange_bytes,
+            batch_split=self.batch_split,
             pipeline=self._pipeline(),
         )
 
