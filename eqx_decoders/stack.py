@@ -117,19 +117,23 @@ class Segment(eqx.Module):
             return (x, known), (tuple(entries), tuple(stats), published)
 
         stacked = tuple(zip(weights, (None,) * len(self.unit) if reads is None else reads, strict=True))
-        carry = cut_batch(x, ctx.execution) if split else x, {name: ctx.shared[name] for name in again}
+        stream: Any = cut_batch(x, ctx.execution) if split else x
+        carry = stream, {name: ctx.shared[name] for name in again}
         xs = jnp.arange(self.repeats) if late else stacked, keys, inputs
         if scanned:
-            (x, known), (entries, stats, published) = jax.lax.scan(step, carry, xs, length=self.repeats)
+            (stream, known), (entries, stats, published) = jax.lax.scan(step, carry, xs, length=self.repeats)
         else:
             results = []
             for index in range(self.repeats):
                 carry, result = step(carry, at_layer(xs, index))
                 results.append(result)
-            (x, known), (entries, stats, published) = carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
+            (stream, known), (entries, stats, published) = (
+                carry,
+                jax.tree.map(lambda *leaves: jnp.stack(leaves), *results),
+            )
         if split:
-            x, stats = join_batch(x), tuple(join_parts(stat) for stat in stats)
-        return SegmentOutput(x, entries, stats, ctx.shared | known | at_layer(published, -1))
+            stream, stats = join_batch(stream), tuple(join_parts(stat) for stat in stats)
+        return SegmentOutput(stream, entries, stats, ctx.shared | known | at_layer(published, -1))
 
 
 class SegmentOutput(NamedTuple):

@@ -133,7 +133,7 @@ def test_each_device_keeps_its_rows():
 def test_a_cache_has_all_rows_at_once():
     model = filled(rich_decoder(2))
     tokens = some_tokens(3, 4)
-    cache = model.init_cache(3, 8)
+    cache = ed.init_cache(model.config, 3, 8)
     whole, split = (each(tokens, cache=cache).logits for each in (model, model.replace(batch_split=2)))
     np.testing.assert_array_equal(whole, split)
 
