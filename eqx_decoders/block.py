@@ -1,23 +1,26 @@
 """A decoder block: layers with their norms, wired to the residual stream."""
 
 import dataclasses
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import equinox as eqx
 import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from eqx_decoders.batch_split import run_in_parts, run_in_turn
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_number, check_word
 from eqx_decoders.further import Branch, BranchConfig
-from eqx_decoders.layers.branch import BranchLayer
+from eqx_decoders.layers.branch import BranchInputs, BranchLayer, BranchResult
 from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.layers.kinds import Channel, ChannelConfig, Mixer, MixerConfig
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.offload import to_device
 from eqx_decoders.remat import get_remat, save
 from eqx_decoders.stats import ActivationStats, BlockStats
-from eqx_decoders.wiring.base import BranchFunction, WiringModule
+from eqx_decoders.wiring.base import BranchFunction, SteppedWiring, Steps, WiringModule
 from eqx_decoders.wiring.kinds import WIRINGS, WiringOrName
 from eqx_decoders.wiring.residual import Sequential
 
@@ -134,29 +137,30 @@ class Block(eqx.Module):
         key: PRNGKeyArray | None = None,
     ) -> tuple[Float[Array, "batch length *streams embed"], dict[str, Any], BlockStats]:
         """The new residual stream, what each layer proposes to its memory, and statistics."""
-        mlp_key, out_key = (None, None) if key is None else jax.random.split(key)
-        entries: dict[str, Any] = {}
-        stats: dict[str, Any] = {}
+        passed = _Pass(self, ctx, past, key)
+        return passed.leave(self.wiring(passed.enter(x), passed.branches(), passed.drop, ctx))
 
-        def branch(name: str, layer: BranchLayer, pre: Norm | None, post: Norm | None) -> BranchFunction:
-            def run(y: Array) -> Array:
-                own = mlp_key if name == "mlp" or mlp_key is None else jax.random.fold_in(mlp_key, len(entries) + 1)
-                here = None if past is None else past.get(name)
-                result = layer.branch(y if pre is None else pre(y), ctx, here, own)
-                entries[name] = result.entries
-                stats.update(result.stats)
-                return result.out if post is None else post(result.out)
+    def in_parts(
+        self,
+        parts: Sequence[Float[Array, "rows length *streams embed"]],
+        contexts: Sequence[Context],
+        keys: Sequence[PRNGKeyArray | None],
+    ) -> "list[BlockResult]":
+        """`__call__` for each part of a batch, without memories: they meet in layers that send.
 
-            return BranchFunction(run, _reads_streams(self.config.branches()[name]))
+        With a wiring of one's own that runs its branches itself, parts have nothing to do with each other.
+        """
+        passes = [_Pass(self, ctx, None, key) for ctx, key in zip(contexts, keys, strict=True)]
+        wiring = self.wiring
+        if not isinstance(wiring, SteppedWiring):
+            return [self(x, each.ctx, key=each.key) for each, x in zip(passes, parts, strict=True)]
 
-        words = "batch length embed" if x.ndim == 3 else "batch length streams embed"
-        x = save(ctx.constrain(x, words), "decoder_layer_input")
-        branches = [branch(*parts) for parts in self._parts()]
-        x = self.wiring(x, branches, lambda y: dropout(y, self.config.dropout, out_key), ctx)
-        x = ctx.constrain(x, words)
-        if ctx.execution.layer_stats:
-            stats["activations"] = ActivationStats.of(x)
-        return x, {name: entry for name, entry in entries.items() if entry is not None}, BlockStats(**stats)
+        def begin(passed: _Pass, x: Array) -> Steps:
+            return wiring.steps(passed.enter(x), passed.branches(), passed.drop, passed.ctx)
+
+        begins = [partial(begin, each) for each in passes]
+        streams = run_in_turn(begins, parts, contexts[0].execution.layout)
+        return [each.leave(x) for each, x in zip(passes, streams, strict=True)]
 
     def _parts(self) -> list[tuple[str, Any, Norm | None, Norm | None]]:
         """The name, layer and norms of each branch, in order."""
@@ -169,17 +173,83 @@ class Block(eqx.Module):
         return [part for part in named if part[1] is not None]
 
 
+BlockResult = tuple[Array, dict[str, Any], BlockStats]
+
+
+class _Pass:
+    """One pass of a block: what its layers get beside the stream, and what they give beside it."""
+
+    def __init__(self, block: Block, ctx: Context, past: dict[str, Any] | None, key: PRNGKeyArray | None):
+        self.block, self.ctx, self.past, self.key = block, ctx, past, key
+        self.layer_key, self.out_key = (None, None) if key is None else jax.random.split(key)
+        self.entries: dict[str, Any] = {}
+        self.stats: dict[str, Any] = {}
+
+    def enter(self, x: Array) -> Array:
+        """The stream, as its first layer finds it."""
+        return save(self.ctx.constrain(x, self._words(x)), "decoder_layer_input")
+
+    def branches(self) -> list[BranchFunction]:
+        """Its layers in order, as functions from what they read to what they return."""
+        configs = self.block.config.branches()
+        return [
+            BranchFunction(_LayerRun(self, *part), _reads_streams(configs[part[0]])) for part in self.block._parts()
+        ]
+
+    def drop(self, y: Array) -> Array:
+        """The block's dropout."""
+        return dropout(y, self.block.config.dropout, self.out_key)
+
+    def leave(self, x: Array) -> BlockResult:
+        """The stream after the block, what its layers propose to their memories, and statistics."""
+        x = self.ctx.constrain(x, self._words(x))
+        if self.ctx.execution.layer_stats:
+            self.stats["activations"] = ActivationStats.of(x)
+        entries = {name: entry for name, entry in self.entries.items() if entry is not None}
+        return x, entries, BlockStats(**self.stats)
+
+    def _words(self, x: Array) -> str:
+        return "batch length embed" if x.ndim == 3 else "batch length streams embed"
+
+
+class _LayerRun:
+    """A layer of a block with its norms in one pass, from what it reads to what it returns."""
+
+    def __init__(self, passed: _Pass, name: str, layer: BranchLayer, pre: Norm | None, post: Norm | None):
+        self.passed, self.name, self.layer, self.pre, self.post = passed, name, layer, pre, post
+
+    def __call__(self, y: Array) -> Array:
+        return self.after(self.layer.branch(*self.before(y)))
+
+    def before(self, y: Array) -> BranchInputs:
+        """What the layer is called with."""
+        passed, key = self.passed, self.passed.layer_key
+        own = key if self.name == "mlp" or key is None else jax.random.fold_in(key, len(passed.entries) + 1)
+        here = None if passed.past is None else passed.past.get(self.name)
+        return BranchInputs(y if self.pre is None else self.pre(y), passed.ctx, here, own)
+
+    def after(self, result: BranchResult) -> Array:
+        """What of its results goes to the stream; the rest is kept."""
+        self.passed.entries[self.name] = result.entries
+        self.passed.stats.update(result.stats)
+        return result.out if self.post is None else self.post(result.out)
+
+
 def _reads_streams(layer: Any) -> bool:
     """Whether a layer reads and writes all residual streams, which else each wiring reads and writes for it."""
     return getattr(layer, "reads_streams", False)
 
 
-def checkpointed(ctx: Context, *, prevent_cse: bool) -> Any:
-    """One block's call under the remat policy: what it does not name is computed again in the backward pass."""
+def checkpointed(ctx: Context, *, prevent_cse: bool, split: bool = False) -> Any:
+    """One block's call under the remat policy: what it does not name is computed again in the backward pass.
+
+    With `split` it takes and returns the parts of a batch.
+    """
 
     def run(block, x, ctx, past, key):
         # here, so that the backward pass fetches the host's weights again instead of keeping all of them
-        return to_device(block)(x, ctx, past, key=key)
+        block = to_device(block)
+        return run_in_parts(block, x, ctx, past, key) if split else block(x, ctx, past, key=key)
 
     remat = get_remat(ctx.execution.remat)
     if remat is None:

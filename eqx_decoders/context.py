@@ -46,6 +46,7 @@ class RunOptions(TypedDict, total=False):
     exchange_bytes: int
     context_order: ContextOrder
     context_form: ContextForm
+    batch_split: int
     pipeline: Pipeline | None
     low_precision: LowPrecision | None
 
@@ -109,6 +110,10 @@ class Execution:
         device at a time, which are sent while others are attended to: no device ever has a whole row of them, and
         behind a window only the devices send that are that close. `"ring_all_to_all"`, both: devices side by side, as
         many as divide the heads of keys, exchange heads, and keys and values go round among such groups.
+    - `batch_split`: into how many parts a batch is cut that pass each layer one behind the other, where there is no
+        cache: what one sends to other devices travels while another is multiplied. Weights are gathered once for all
+        parts. Each device needs a multiple of so many rows, or of each microbatch of a pipeline. Parts draw dropout
+        each for themselves, and have capacities of their own.
     - `pipeline`: how layers run over the mesh axis `stage`, without a cache; what runs before and after then has the
         batch split over `stage`, too. None: `stage` splits the weights of layers, and each device gathers them all.
         Microbatches draw dropout each for themselves.
@@ -129,13 +134,14 @@ class Execution:
     exchange_bytes: int = 10**9
     context_order: ContextOrder = "plain"
     context_form: ContextForm = "gather"
+    batch_split: int = 1
     pipeline: Pipeline | None = None
     low_precision: LowPrecision | None = None
 
     def __post_init__(self):
         for field, known in _WORDS.items():
             check_word(f"Execution.{field}", getattr(self, field), get_args(known))
-        for field in ("head_bytes", "exchange_bytes"):
+        for field in ("head_bytes", "exchange_bytes", "batch_split"):
             check_integer(f"Execution.{field}", getattr(self, field))
         object.__setattr__(self, "remat", get_remat(self.remat))
         kept = self.pipeline is None or not self.layout.offload.weights

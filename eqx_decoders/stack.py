@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from eqx_decoders.batch_split import cut_batch, join_batch
 from eqx_decoders.block import Block, BlockConfig, checkpointed
 from eqx_decoders.context import Context
 from eqx_decoders.layers.memory import pasts, slices
-from eqx_decoders.stats import BlockStats
+from eqx_decoders.stats import BlockStats, join_parts
 
 
 @functools.lru_cache(maxsize=256)
@@ -88,7 +89,8 @@ class Segment(eqx.Module):
         inputs = ({},) * len(self.unit) if inputs is None else inputs
         keys = None if keys is None else keys.reshape(self.repeats, len(self.unit))
         scanned = ctx.execution.scan and self.repeats > 1
-        run = checkpointed(ctx, prevent_cse=not scanned)
+        split = memories is None and ctx.execution.batch_split > 1
+        run = checkpointed(ctx, prevent_cse=not scanned, split=split)
         weights, static = eqx.partition(self.unit, eqx.is_array)
         reads = None if memories is None or ctx.cache_is_empty else slices(kept)
         late = scanned and memories is not None
@@ -115,17 +117,23 @@ class Segment(eqx.Module):
             return (x, known), (tuple(entries), tuple(stats), published)
 
         stacked = tuple(zip(weights, (None,) * len(self.unit) if reads is None else reads, strict=True))
-        carry = x, {name: ctx.shared[name] for name in again}
+        stream: Any = cut_batch(x, ctx.execution) if split else x
+        carry = stream, {name: ctx.shared[name] for name in again}
         xs = jnp.arange(self.repeats) if late else stacked, keys, inputs
         if scanned:
-            (x, known), (entries, stats, published) = jax.lax.scan(step, carry, xs, length=self.repeats)
-            return SegmentOutput(x, entries, stats, ctx.shared | known | at_layer(published, -1))
-        results = []
-        for index in range(self.repeats):
-            carry, result = step(carry, at_layer(xs, index))
-            results.append(result)
-        entries, stats, published = jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
-        return SegmentOutput(carry[0], entries, stats, ctx.shared | carry[1] | at_layer(published, -1))
+            (stream, known), (entries, stats, published) = jax.lax.scan(step, carry, xs, length=self.repeats)
+        else:
+            results = []
+            for index in range(self.repeats):
+                carry, result = step(carry, at_layer(xs, index))
+                results.append(result)
+            (stream, known), (entries, stats, published) = (
+                carry,
+                jax.tree.map(lambda *leaves: jnp.stack(leaves), *results),
+            )
+        if split:
+            stream, stats = join_batch(stream), tuple(join_parts(stat) for stat in stats)
+        return SegmentOutput(stream, entries, stats, ctx.shared | known | at_layer(published, -1))
 
 
 class SegmentOutput(NamedTuple):

@@ -415,6 +415,7 @@ EXECUTION = dict(
     expert_exchange=lambda: "all_to_all",
     head_bytes=lambda: 1,
     exchange_bytes=lambda: 1,
+    batch_split=lambda: 2,
     context_order=lambda: "zigzag",
     context_form=lambda: "all_to_all",
     pipeline=lambda: ed.Pipeline(microbatches=2),

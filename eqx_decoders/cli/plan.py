@@ -81,6 +81,8 @@ class PlanConfig:
     """What a device may take for the head, gathered, and its gradient."""
     exchange_bytes: int = Execution.exchange_bytes
     """What a device may take for tokens that it gets for its experts."""
+    batch_split: int = Execution.batch_split
+    """Parts of a batch that pass each layer one behind the other."""
     replicated_tolerance: float = 0.02
     """Share of the weights that may be whole along an axis of the mesh that splits others."""
     xla_flags: FlagsName = "auto"
@@ -100,7 +102,7 @@ class PlanConfig:
     step: StepConfig = StepConfig()
 
     def __post_init__(self):
-        for field in ("slices", "batch_size", "seq_len", "head_bytes", "exchange_bytes"):
+        for field in ("slices", "batch_size", "seq_len", "head_bytes", "exchange_bytes", "batch_split"):
             check_integer(field, getattr(self, field))
         for field in ("rows", "mtp_depths", "search"):
             check_integer(field, getattr(self, field), 0)

@@ -9,10 +9,11 @@ al. 2020; without loss, as in MegaBlocks, Gale et al. 2022).
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,16 +126,15 @@ LocalExperts = Callable[[Any, Array, Array, Array | None], Array]
 RESULTS = (("experts", "embed"), ("experts", "latent"))  # axes of biases of what experts give back
 
 
+# Tokens, the experts that each has chosen, and with what weights.
+Tokens = tuple[
+    Float[Array, "batch length embed"], Int32[Array, "batch length slots"], Float[Array, "batch length slots"]
+]
+
+
 def run_on_mesh(
-    own: LocalExperts,
-    weights: PyTree,
-    x: Float[Array, "batch length embed"],
-    chosen: Int32[Array, "batch length slots"],
-    gates: Float[Array, "batch length slots"],
-    execution: Execution,
-    *,
-    scale_inputs: bool = False,
-) -> Float[Array, "batch length embed"]:
+    own: LocalExperts, weights: PyTree, parts: Sequence[Tokens], execution: Execution, *, scale_inputs: bool = False
+) -> list[Float[Array, "batch length embed"]]:
     """`own` on every device of the mesh, for tokens that are there and with experts that are there.
 
     Weights come as the layout splits them. A device gathers what it lacks, in the dtype of `x`, but for the experts and
@@ -144,8 +144,11 @@ def run_on_mesh(
 
     No routing loses a token: there is room for the worst case. Where that is much, a device's tokens go in several
     rounds (`Execution.exchange_bytes`). `scale_inputs`: gates multiply what goes into experts.
+
+    Of several parts of a batch, equal in size, one travels while the device works on another.
     """
     layout, words = execution.layout, axes(weights)
+    (x, chosen, _), *_ = parts
     plan = _make_plan(execution, x.shape, chosen.shape[2], jax.tree.leaves(weights)[0].shape[0])
 
     def spec(path: Any, leaf: Array) -> PartitionSpec:
@@ -158,27 +161,46 @@ def run_on_mesh(
         # a bias of results counts once among those who add up their parts of a result
         return jnp.where(plan.adds_bias(), leaf, 0.0) if plan.hidden and words[name] in RESULTS else leaf
 
-    def run(weights, x, chosen, gates):
+    def run(weights, parts):
         mine = partial(own, jax.tree_util.tree_map_with_path(ready, weights))
-
-        def one(tokens: tuple[Array, Array, Array]) -> Array:
-            rows, slots, factors = (plan.gather(each) for each in tokens)
-            if plan.all_to_all:
-                return plan.reduce(_exchange_all_to_all(mine, rows, slots, factors, plan, scale_inputs))
-            return plan.reduce(_exchange_by_gather(mine, rows, slots, factors, plan))
-
-        tokens = tuple(each.reshape(-1, each.shape[-1]) for each in (x, chosen, gates))
-        count = plan.rounds(len(tokens[0]), chosen.shape[2], x.shape[2] * x.dtype.itemsize, execution.exchange_bytes)
+        way = (_AllToAll if plan.all_to_all else _Gathered)(mine, plan, scale_inputs)
+        flat = [tuple(each.reshape(-1, each.shape[-1]) for each in part) for part in parts]
+        (rows, slots, _), *_ = flat
+        count = plan.rounds(len(rows), slots.shape[1], rows.shape[1] * rows.dtype.itemsize, execution.exchange_bytes)
         if count == 1:
-            return one(tokens).reshape(x.shape)
+            return [out.reshape(part[0].shape) for out, part in zip(_in_turn(way, flat), parts, strict=True)]
         remat = get_remat(execution.remat)
+        one = lambda tokens: _in_turn(way, [tokens])[0]  # noqa: E731
         one = one if remat is None else jax.checkpoint(one, policy=remat.policy(), prevent_cse=False)
-        cut = jax.tree.map(lambda each: each.reshape(count, -1, each.shape[1]), tokens)
-        return lax.map(one, cut).reshape(x.shape)
+        cut = [jax.tree.map(lambda each: each.reshape(count, -1, each.shape[1]), part) for part in flat]
+        return [lax.map(one, each).reshape(part[0].shape) for each, part in zip(cut, parts, strict=True)]
 
     specs = jax.tree_util.tree_map_with_path(spec, weights)
-    mapped = layout.shard_map(run, (specs, *(plan.tokens,) * 3), plan.tokens)
-    return mapped(weights, x, chosen, gates)
+    mapped = layout.shard_map(run, (specs, plan.tokens), plan.tokens)
+    return mapped(weights, list(parts))
+
+
+def _in_turn(way: "_Gathered | _AllToAll", parts: Sequence[tuple[Array, Array, Array]]) -> list[Array]:
+    """What experts make of a device's tokens, part by part.
+
+    A part's rows are on their way while the part before is worked on, and so is what experts made of the one before
+    that: `optimization_barrier` keeps XLA from sending all of them first and working on all of them then.
+    """
+    waiting, outs = list(parts[1:]), []
+    sent, made = way.send(*parts[0]), None
+    while True:
+        later = None
+        if waiting:
+            # the next part's tokens leave when this one's are there, and work on these begins when those are ready
+            sent, tokens = lax.optimization_barrier((sent, waiting.pop(0)))
+            later = way.send(*tokens)
+        if made is not None:
+            sent, made = lax.optimization_barrier((sent, made))
+            outs.append(way.receive(made))
+        made = way.work(sent)
+        if later is None:
+            return [*outs, way.receive(made)]
+        sent = later
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,47 +296,79 @@ def _psum(x: Array, names: tuple[str, ...]) -> Array:
 _psum.defvjp(lambda x, names: (_psum(x, names), None), lambda names, _, gradient: (gradient * lax.psum(1, names),))
 
 
-def _exchange_by_gather(
-    own: Callable[..., Array],
-    x: Float[Array, "tokens embed"],
-    chosen: Int32[Array, "tokens slots"],
-    gates: Float[Array, "tokens slots"],
-    plan: _Plan,
-) -> Float[Array, "tokens embed"]:
-    """What this device's experts make of tokens."""
-    if plan.owners:
-        chosen = chosen - lax.axis_index(plan.owners).astype(chosen.dtype) * plan.experts
-        chosen = jnp.where((chosen >= 0) & (chosen < plan.experts), chosen, plan.experts)
-    return own(x, chosen, gates)
+class _Gathered(NamedTuple):
+    """Each device gets the tokens of all that share experts, and adds up what its own make of them."""
+
+    own: Callable[..., Array]
+    plan: _Plan
+    scale_inputs: bool
+
+    def send(self, x: Array, chosen: Array, gates: Array) -> tuple[Array, ...]:
+        """Tokens, the number of each choice among a device's experts (one beyond the last for others), and weights."""
+        x, chosen, gates = (self.plan.gather(each) for each in (x, chosen, gates))
+        if self.plan.owners:
+            chosen = chosen - lax.axis_index(self.plan.owners).astype(chosen.dtype) * self.plan.experts
+            chosen = jnp.where((chosen >= 0) & (chosen < self.plan.experts), chosen, self.plan.experts)
+        return x, chosen, gates
+
+    def work(self, sent: tuple[Array, ...]) -> tuple[Array, ...]:
+        return (self.own(*sent),)
+
+    def receive(self, made: tuple[Array, ...]) -> Array:
+        return self.plan.reduce(*made)
 
 
-def _exchange_all_to_all(
-    own: Callable[..., Array],
-    x: Float[Array, "tokens embed"],
-    chosen: Int32[Array, "tokens slots"],
-    gates: Float[Array, "tokens slots"],
-    plan: _Plan,
-    scale_inputs: bool,
-) -> Float[Array, "tokens embed"]:
+class _AllToAll(NamedTuple):
     """Rows go to the devices that have their experts, and what these make of them comes back to be added up."""
-    route = (_ragged_route if plan.ragged else _padded_route)(chosen, plan)
-    rows = dispatch(x, route.places, route.sources)
-    if scale_inputs:
-        rows, gates = scale_rows(rows, gates, route.places, route.sources)
-    # below zero: a row that receives nothing holds 0, which must not be the number of an expert
-    owners = chosen.reshape(-1, 1) % plan.experts - plan.experts
-    arrived = route.send(_rows(owners, route.sources)) + plan.experts
-    out = route.receive(own(route.send(rows), arrived, None))
-    return combine(out, gates, route.places, route.sources).astype(x.dtype)
+
+    own: Callable[..., Array]
+    plan: _Plan
+    scale_inputs: bool
+
+    def send(self, x: Array, chosen: Array, gates: Array) -> tuple[Any, ...]:
+        """Rows that have arrived and their experts, weights, and the way back."""
+        plan = self.plan
+        x, chosen, gates = (plan.gather(each) for each in (x, chosen, gates))
+        route = (_ragged_route if plan.ragged else _padded_route)(chosen, plan)
+        rows = dispatch(x, route.places, route.sources)
+        if self.scale_inputs:
+            rows, gates = scale_rows(rows, gates, route.places, route.sources)
+        # below zero: a row that receives nothing holds 0, which must not be the number of an expert
+        owners = chosen.reshape(-1, 1) % plan.experts - plan.experts
+        arrived = route.send(_rows(owners, route.sources)) + plan.experts
+        return route.send(rows), arrived, gates, route
+
+    def work(self, sent: tuple[Any, ...]) -> tuple[Any, ...]:
+        rows, arrived, gates, route = sent
+        return self.own(rows, arrived, None), gates, route
+
+    def receive(self, made: tuple[Any, ...]) -> Array:
+        out, gates, route = made
+        out = combine(route.receive(out), gates, route.places, route.sources).astype(out.dtype)
+        return self.plan.reduce(out)
 
 
-class _Route(NamedTuple):
-    """Where choices stand before they travel, and the way `send` and `receive`; each is the other's gradient."""
+class _Route(eqx.Module):
+    """Where choices stand before they travel, and the way `send` and `receive`; each is the other's gradient.
+
+    Without a way, pieces of one size are swapped; else it is what `_ragged` needs for both directions.
+    """
 
     places: Int32[Array, "tokens slots"]
     sources: Int32[Array, "places"]
-    send: Callable[[Array], Array]
-    receive: Callable[[Array], Array]
+    ways: Any
+    owners: tuple[str, ...] = eqx.field(static=True)
+    room: int = eqx.field(static=True)
+
+    def send(self, rows: Array) -> Array:
+        if self.ways is None:
+            return lax.all_to_all(rows, self.owners, 0, 0, tiled=True)
+        return _ragged(self.owners, (self.sources.size, self.room), rows, *self.ways)
+
+    def receive(self, rows: Array) -> Array:
+        if self.ways is None:
+            return lax.all_to_all(rows, self.owners, 0, 0, tiled=True)
+        return _ragged(self.owners, (self.room, self.sources.size), rows, *self.ways[::-1])
 
 
 def _padded_route(chosen: Int32[Array, "tokens slots"], plan: _Plan) -> _Route:
@@ -327,11 +381,7 @@ def _padded_route(chosen: Int32[Array, "tokens slots"], plan: _Plan) -> _Route:
     here = sources.at[starts[:, None] + inside].get(mode="fill", fill_value=chosen.size)
     sources = jnp.where(inside < counts[:, None], here, chosen.size).reshape(-1)
     places = jnp.where(owner < plan.parts, owner * room + places - _rows(starts, owner), sources.size)
-
-    def swap(rows: Array) -> Array:
-        return lax.all_to_all(rows, plan.owners, 0, 0, tiled=True)
-
-    return _Route(places, sources, swap, swap)
+    return _Route(places, sources, None, plan.owners, sources.size)
 
 
 def _ragged_route(chosen: Int32[Array, "tokens slots"], plan: _Plan) -> _Route:
@@ -343,13 +393,7 @@ def _ragged_route(chosen: Int32[Array, "tokens slots"], plan: _Plan) -> _Route:
     leaves, lands = jnp.cumsum(sent, axis=1) - sent, jnp.cumsum(sent, axis=0) - sent
     there = leaves[me], sent[me], lands[me], sent[:, me]
     back = lands[:, me], sent[:, me], leaves[:, me], sent[me]
-    sizes = sources.size, room
-    return _Route(
-        places,
-        sources,
-        lambda rows: _ragged(plan.owners, sizes, rows, there, back),
-        lambda rows: _ragged(plan.owners, sizes[::-1], rows, back, there),
-    )
+    return _Route(places, sources, (there, back), plan.owners, room)
 
 
 def _count_by_part(chosen: Array, plan: _Plan) -> tuple[Int32[Array, "tokens slots"], Int32[Array, "parts"]]:

@@ -5,7 +5,7 @@ as many places as a capacity allows, where tokens that find none are dropped.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
-from eqx_decoders.layers.branch import BranchResult
+from eqx_decoders.layers.branch import BranchInputs, BranchResult
 from eqx_decoders.layers.exchange import combine, dispatch, run_on_mesh, scale_rows, sort_by_expert
 from eqx_decoders.layers.grouped import block_rows, grouped_products
 from eqx_decoders.layers.in_pieces import sum_of_pieces
@@ -175,40 +175,64 @@ class Experts(eqx.Module):
         self, x: Float[Array, "batch length embed"], ctx: Context, *, key: PRNGKeyArray | None = None
     ) -> tuple[Float[Array, "batch length embed"], RoutingStats]:
         """The layer's output and how its tokens were routed. The key is for random routing and dropout."""
-        router_key, shared_key = (None, None) if key is None else jax.random.split(key)
-        indices, weights, stats = self.router(x, ctx, key=router_key)
-        norms = self.norms
-        out, dropped = self._routed(x if norms is None else norms.pre_routed(x), indices, weights, ctx)
-        if norms is not None:
-            out, x = norms.post_routed(out), norms.pre_shared(x)
-        if self.shared is not None:
-            shared = self._shared(self.shared, x, ctx, shared_key)
-            out = out + (shared if norms is None else norms.post_shared(shared))
-        return ctx.constrain(out, "batch length embed"), dataclasses.replace(stats, dropped=dropped)
+        result = self.branch(x, ctx, None, key)
+        return result.out, result.stats["routing"]
 
     def branch(self, x: Array, ctx: Context, past: None, key: PRNGKeyArray | None) -> BranchResult:
         """`__call__` for a block."""
-        out, routing = self(x, ctx, key=key)
-        return BranchResult(out, stats={"routing": routing})
+        inputs = BranchInputs(x, ctx, past, key)
+        (result,) = self.finish([inputs], [self.begin(inputs)])
+        return result
 
-    def _routed(self, x: Array, indices: Array, weights: Array, ctx: Context) -> tuple[Array, Array]:
-        """What the chosen experts give, and how many choices were dropped."""
-        if self.latent_in is not None:
-            x = ctx.einsum("batch length embed, embed latent -> batch length latent", x, self.latent_in)
-        out, dropped = self._implementation(ctx, x.shape[0] * x.shape[1])(x, indices, weights, ctx)
-        if self.latent_out is not None:
-            out = ctx.einsum("batch length latent, latent embed -> batch length embed", out, self.latent_out)
-        return out, dropped
+    def begin(self, inputs: BranchInputs) -> "tuple[Tokens, RoutingStats]":
+        """Where the tokens of a part of the batch are to go."""
+        x, ctx, _, key = inputs
+        indices, weights, stats = self.router(x, ctx, key=None if key is None else jax.random.split(key)[0])
+        return (self._into_experts(x, ctx), indices, weights), stats
 
-    def _implementation(self, ctx: Context, tokens: int) -> Callable[..., tuple[Array, Array]]:
-        """How the experts are run: a function to the layer's output and how many choices it dropped."""
+    def finish(
+        self, parts: Sequence[BranchInputs], begun: "Sequence[tuple[Tokens, RoutingStats]]"
+    ) -> list[BranchResult]:
+        """What experts make of each part: while tokens of one travel, they work on another."""
+        tokens, norms = [tokens for tokens, _ in begun], self.norms
+        (rows, _, _), *_ = tokens
+        made = self._implementation(parts[0].ctx, rows.shape[0] * rows.shape[1])(tokens, parts[0].ctx)
+        results = []
+        for (x, ctx, _, key), (out, dropped), (_, stats) in zip(parts, made, begun, strict=True):
+            out = self._out_of_experts(out, ctx)
+            if norms is not None:
+                out, x = norms.post_routed(out), norms.pre_shared(x)
+            if self.shared is not None:
+                shared = self._shared(self.shared, x, ctx, None if key is None else jax.random.split(key)[1])
+                out = out + (shared if norms is None else norms.post_shared(shared))
+            routing = dataclasses.replace(stats, dropped=dropped)
+            results.append(BranchResult(ctx.constrain(out, "batch length embed"), stats={"routing": routing}))
+        return results
+
+    def _into_experts(self, x: Array, ctx: Context) -> Array:
+        """What the chosen experts read."""
+        x = x if self.norms is None else self.norms.pre_routed(x)
+        if self.latent_in is None:
+            return x
+        return ctx.einsum("batch length embed, embed latent -> batch length latent", x, self.latent_in)
+
+    def _out_of_experts(self, x: Array, ctx: Context) -> Array:
+        """What they return to the stream."""
+        if self.latent_out is None:
+            return x
+        return ctx.einsum("batch length latent, latent embed -> batch length embed", x, self.latent_out)
+
+    def _implementation(self, ctx: Context, tokens: int) -> "Callable[[list[Tokens], Context], list[Made]]":
+        """How the experts are run: a function from parts of the batch to outputs and how many choices were dropped."""
         chosen, limited = ctx.execution.experts, self.config.capacity_factor is not None
         if chosen == "auto":
             few = ctx.execution.layout.platform == "tpu" and tokens <= FEW_TOKENS and not self._in_parts()
             chosen = "capacity" if limited else "few" if few else "dropless"
         check(limited or chosen != "capacity", "Execution.experts='capacity' needs ExpertsConfig.capacity_factor.")
-        forms = {"dense": self._dense, "few": self._few, "dropless": self._dropless, "capacity": self._capacity}
-        return forms[chosen]
+        if chosen == "dropless":
+            return self._dropless
+        form = {"dense": self._dense, "few": self._few, "capacity": self._capacity}[chosen]
+        return lambda parts, ctx: [form(*part, ctx) for part in parts]
 
     def _in_parts(self) -> bool:
         """Whether a weight is one of several arrays, or rounded for each expert."""
@@ -286,18 +310,20 @@ class Experts(eqx.Module):
 
     # --- sorted rows ---
 
-    def _dropless(self, x: Array, indices: Array, weights: Array, ctx: Context) -> tuple[Array, Array]:
+    def _dropless(self, parts: "list[Tokens]", ctx: Context) -> "list[Made]":
         """Rows sorted by expert, a product per expert, and back to their tokens: each device for itself."""
         none = jnp.zeros((), jnp.float32)
         if ctx.execution.layout.single:
-            rows, chosen, factors = (each.reshape(-1, each.shape[-1]) for each in (x, indices, weights))
-            return self._local_experts(rows, chosen, factors, ctx).reshape(x.shape), none
+            flat = [[each.reshape(-1, each.shape[-1]) for each in part] for part in parts]
+            made = [self._local_experts(x, chosen, weights, ctx) for x, chosen, weights in flat]
+            return [(out.reshape(part[0].shape), none) for out, part in zip(made, parts, strict=True)]
         rest = dict(router=None, shared=None, shared_gate=None, norms=None, latent_in=None, latent_out=None)
         alone = eqx.tree_at(
             lambda m: [getattr(m, name) for name in rest], self, list(rest.values()), is_leaf=lambda m: m is None
         )
         own, scale_inputs = partial(Experts._local_experts, ctx=ctx), self.config.router.input_scaling
-        return run_on_mesh(own, alone, x, indices, weights, ctx.execution, scale_inputs=scale_inputs), none
+        outs = run_on_mesh(own, alone, parts, ctx.execution, scale_inputs=scale_inputs)
+        return [(out, none) for out in outs]
 
     def _local_experts(
         self,
@@ -398,6 +424,11 @@ class Experts(eqx.Module):
         out = ctx.constrain(out, "experts batch places embed").transpose(1, 0, 2, 3).reshape(len(x), experts * room, -1)
         out = jax.vmap(combine)(ctx.constrain(out, "batch places embed"), weights, places, sources).astype(x.dtype)
         return out, routed - jnp.sum(places < experts * room, dtype=jnp.float32)
+
+
+# Tokens, the experts that each chose and with what weights; and what these made of them, and how many were dropped.
+Tokens = tuple[Array, Array, Array]
+Made = tuple[Array, Array]
 
 
 class LatentExperts(Experts):

@@ -142,7 +142,7 @@ def attend(
     _check(query, key, places, selected, soft_cap, aligned)
     check(aligned or not gapless, "gapless=True needs aligned=True: it is about queries that are the keys.")
     options: dict[str, Any] = dict(mask=mask, selected=selected, soft_cap=soft_cap, aligned=aligned, platform=platform)
-    promised = dict(gapless=gapless, needs_lse=needs_lse, local=local)
+    promised: dict[str, Any] = dict(gapless=gapless, needs_lse=needs_lse, local=local)
     chosen = _find(kernel, query, key, value, places, **options, **promised)
     return chosen.function(query, key, value, places, gapless=gapless, **options)
 

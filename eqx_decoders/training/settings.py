@@ -157,6 +157,9 @@ class TrainConfig:
     it goes through the vocabulary in parts, for a third more work there."""
     exchange_bytes: int = Execution.exchange_bytes
     """What a device may take for the tokens that its experts get from others at a time."""
+    batch_split: int = Execution.batch_split
+    """Parts of a batch that pass each layer one behind the other, so that one's communication takes place during
+    another's products; each device needs a multiple of so many sequences."""
     replicated_tolerance: float = 0.02
     """Share of the weights that may be whole along an axis of the mesh that splits others (norms and biases always
     are): a run with more is refused, if its model has ten million weights."""
@@ -220,7 +223,7 @@ class TrainConfig:
         check_word("attention", self.attention, ("auto", *KERNELS))
         check_word("context_order", self.context_order, get_args(ContextOrder))
         check_word("context_form", self.context_form, get_args(ContextForm))
-        for field in ("head_bytes", "exchange_bytes"):
+        for field in ("head_bytes", "exchange_bytes", "batch_split"):
             check_integer(field, getattr(self, field))
         for tracker in self.trackers or ():
             check_word("trackers", tracker, PACKAGES)
@@ -312,6 +315,7 @@ class TrainConfig:
             context_form=self.context_form,
             head_bytes=self.head_bytes,
             exchange_bytes=self.exchange_bytes,
+            batch_split=self.batch_split,
             pipeline=self._pipeline(),
             low_precision=self._low_precision(),
         )

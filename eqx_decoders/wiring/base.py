@@ -5,9 +5,10 @@ for which there is no layer are left out) and with the block's dropout.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import ClassVar, Protocol, runtime_checkable
 
+import equinox as eqx
 from jaxtyping import Array, Float
 
 from eqx_decoders.context import Context
@@ -28,6 +29,9 @@ class BranchFunction:
 
 
 Dropout = Callable[[Array], Array]
+
+# Yields a branch and what it is to read, is sent what it returns, and returns the stream after the layer.
+Steps = Generator[tuple[BranchFunction, Array], Array, Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,3 +63,22 @@ class WiringModule(Protocol):
     def __call__(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Array:
         """The stream after the layer."""
         ...
+
+
+class SteppedWiring(eqx.Module):
+    """A wiring that says what is to be run instead of running it, so that parts of a batch may take turns."""
+
+    def steps(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Steps:
+        """Yields each branch with what it reads, is sent what it returns, and returns the stream after the layer."""
+        raise TypeError(f"{type(self).__name__} has no steps.")
+        yield
+
+    def __call__(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Array:
+        """The stream after the layer."""
+        walk, sent = self.steps(x, branches, drop, ctx), None
+        while True:
+            try:
+                branch, y = walk.send(sent)  # pyright: ignore[reportArgumentType]
+            except StopIteration as end:
+                return end.value
+            sent = branch(y)

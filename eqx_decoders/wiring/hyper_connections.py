@@ -21,7 +21,7 @@ from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.numerics import fan_in
-from eqx_decoders.wiring.base import BranchFunction, Dropout, Wiring
+from eqx_decoders.wiring.base import BranchFunction, Dropout, SteppedWiring, Steps, Wiring
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,27 +123,28 @@ class Connection(eqx.Module):
         return Coefficients(read=jax.nn.sigmoid(read) + config.eps, write=2 * jax.nn.sigmoid(write), mix=mixing)
 
 
-class HyperConnected(eqx.Module):
+class HyperConnected(SteppedWiring):
     """The wiring of one block: a connection for each of its branches, but for those that read all streams."""
 
     connections: tuple[Connection, ...]
     config: HyperConnections = eqx.field(static=True)
 
-    def __call__(
+    def steps(
         self,
         x: Float[Array, "batch length streams embed"],
         branches: Sequence[BranchFunction],
         drop: Dropout,
         ctx: Context,
-    ) -> Float[Array, "batch length streams embed"]:
+    ) -> Steps:
         """The streams behind all branches, one after the other; `drop` is the block's dropout."""
         connections = iter(self.connections)
         for branch in branches:
             if branch.reads_streams:
-                x = x + branch(x)
+                x = x + (yield branch, x)
                 continue
             coefficients = next(connections)(x, ctx)
-            x = _mixed(x, branch(_read(x, coefficients.read)), coefficients)
+            out = yield branch, _read(x, coefficients.read)
+            x = _mixed(x, out, coefficients)
         return drop(x)
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check_number
 from eqx_decoders.numerics import fan_in
-from eqx_decoders.wiring.base import BranchFunction, Dropout, Wiring
+from eqx_decoders.wiring.base import BranchFunction, Dropout, SteppedWiring, Steps, Wiring
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,15 +34,15 @@ class Sequential(Wiring):
         return SequentialWiring(scale=jnp.ones((1,)) if self.output_scale else None, config=self)
 
 
-class SequentialWiring(eqx.Module):
+class SequentialWiring(SteppedWiring):
     """`x += residual_scale * branch(x)`, one branch after another; then `x *= scale`."""
 
     scale: Float[Array, "one"] | None
     config: Sequential = eqx.field(static=True)
 
-    def __call__(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Array:
+    def steps(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Steps:
         for branch in branches:
-            x = x + _scaled(branch(x), self.config.residual_scale)
+            x = x + _scaled((yield branch, x), self.config.residual_scale)
         x = drop(x)
         return x if self.scale is None else x * self.scale.astype(x.dtype).reshape((1,) * x.ndim)
 
@@ -57,14 +57,15 @@ class Parallel(Wiring):
         return ParallelWiring()
 
 
-class ParallelWiring(eqx.Module):
+class ParallelWiring(SteppedWiring):
     """`x += dropout(sum of the branches of x)`."""
 
-    def __call__(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Array:
-        total, *more = [branch(x) for branch in branches] or [jnp.zeros_like(x)]
-        for out in more:
-            total = total + out
-        return x + drop(total)
+    def steps(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Steps:
+        total = None
+        for branch in branches:
+            out = yield branch, x
+            total = out if total is None else total + out
+        return x + drop(jnp.zeros_like(x) if total is None else total)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,12 +76,12 @@ class Plain(Wiring):
         return PlainWiring()
 
 
-class PlainWiring(eqx.Module):
+class PlainWiring(SteppedWiring):
     """`x = branch(x)`, one branch after another."""
 
-    def __call__(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Array:
+    def steps(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Steps:
         for branch in branches:
-            x = branch(x)
+            x = yield branch, x
         return drop(x)
 
 
@@ -97,15 +98,15 @@ class Chained(Wiring):
         return ChainedWiring(up=fan_in(key, (inner_dim, embed_dim), jnp.float32, inner_dim))
 
 
-class ChainedWiring(eqx.Module):
+class ChainedWiring(SteppedWiring):
     """`x += up(mlp(mixer(x)))`."""
 
     up: Float[Array, "latent embed"]
 
-    def __call__(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Array:
+    def steps(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Steps:
         inner = x
         for branch in branches:
-            inner = branch(inner)
+            inner = yield branch, inner
         return drop(x + ctx.einsum("batch length latent, latent embed -> batch length embed", inner, self.up))
 
 

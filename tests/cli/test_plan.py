@@ -55,11 +55,12 @@ def test_flags_become_a_plan(here):
     words = ("--topology", "v5p:2x2x2", "--slices", 2, "--mesh", "fsdp=4", "tensor=2", "--batch-size", 4)
     more = ("--seq-len", 64, "--remat", "custom", "--remat-save", "out_proj", "--remat-offload", "context")
     others = ("--optimizer.moments-dtype", "bfloat16", "--step.gradient-accumulation-steps", 1, "--head-bytes", 5)
-    (topology, slices), (model, trainer, machine, given) = here("tiny", *words, *more, *others, "--exchange-bytes", 6)
+    last = ("--exchange-bytes", 6, "--batch-split", 2)
+    (topology, slices), (model, trainer, machine, given) = here("tiny", *words, *more, *others, *last)
     assert (topology, slices, machine.chip.name) == ("v5p:2x2x2", 2, "v5p")
     execution = model.execution
     assert execution.layout.sizes["fsdp"] == 4 and execution.layout.sizes["tensor"] == 2
-    assert (execution.head_bytes, execution.exchange_bytes) == (5, 6)
+    assert (execution.head_bytes, execution.exchange_bytes, execution.batch_split) == (5, 6, 2)
     assert execution.remat.save == ("out_proj",) and execution.remat.offload == ("context",)
     assert given == {"batch_size": 4, "seq_len": 64, "options": options("v5p")}
     state = trainer.abstract(model, key=jax.random.key(0))

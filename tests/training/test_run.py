@@ -192,10 +192,10 @@ def test_other_settings_compute_something_else(base, other):
     assert other.column("nll")[0] != pytest.approx(base.column("nll")[0], abs=1e-4), "other weights"
 
 
-@shows("TrainConfig.head_bytes", "TrainConfig.exchange_bytes")
+@shows("TrainConfig.head_bytes", "TrainConfig.exchange_bytes", "TrainConfig.batch_split")
 def test_bounds_of_memory_reach_the_model():
-    execution = TrainConfig(head_bytes=5, exchange_bytes=7).execution()
-    assert (execution.head_bytes, execution.exchange_bytes) == (5, 7)
+    execution = TrainConfig(head_bytes=5, exchange_bytes=7, batch_split=3).execution()
+    assert (execution.head_bytes, execution.exchange_bytes, execution.batch_split) == (5, 7, 3)
     with pytest.raises(ed.ConfigError, match="exchange_bytes=0"):
         TrainConfig(exchange_bytes=0)
 
