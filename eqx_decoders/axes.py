@@ -178,6 +178,49 @@ def _name(value: Any, path: str, stacked: Axes, words: Axes, found: dict[str, Ax
         found[path] = stacked + words
 
 
+def output_axes(value: Any, hint: Any) -> dict[str, Axes]:
+    """The words of all arrays that a function returns, by path, from the type that it says it returns.
+
+    Only those whose types name axes. What is stacked has fewer words than dimensions: they are those of the last ones.
+    """
+    found: dict[str, Axes] = {}
+    _collect_declared(value, hint, "", found)
+    return found
+
+
+def _collect_declared(value: Any, hint: Any, path: str, found: dict[str, Axes]) -> None:
+    if isinstance(value, _ARRAYS):
+        words = _words(hint)
+        if words is not None:
+            found[path] = tuple(word for word in words.split() if not word.startswith("*"))
+        return
+    if isinstance(value, eqx.Module):
+        hints = _hints(type(value))
+        parts = {field.name: (getattr(value, field.name), hints[field.name]) for field in dataclasses.fields(value)}
+    elif isinstance(value, dict):
+        parts = {str(key): (part, None) for key, part in value.items()}
+    elif isinstance(value, tuple | list):
+        named = getattr(value, "_fields", tuple(map(str, range(len(value)))))
+        hints = (
+            _hints(type(value))
+            if hasattr(value, "_fields")
+            else dict(zip(named, _parts(hint, len(value)), strict=True))
+        )
+        parts = {name: (part, hints[name]) for name, part in zip(named, value, strict=True)}
+    else:
+        return
+    for name, (part, here) in parts.items():
+        _collect_declared(part, here, f"{path}.{name}".lstrip("."), found)
+
+
+def _parts(hint: Any, count: int) -> tuple[Any, ...]:
+    """The types of the parts of a tuple."""
+    given = typing.get_args(hint) if typing.get_origin(hint) is tuple else ()
+    if len(given) == 2 and given[1] is Ellipsis:
+        return given[:1] * count
+    return given if len(given) == count else (None,) * count
+
+
 def matching(names: Iterable[str], patterns: Sequence[str], field: str) -> frozenset[str]:
     """The weights' paths that match one of the patterns (`*` stands for anything). Each pattern must match one."""
     names = tuple(names)

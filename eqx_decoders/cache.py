@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from eqx_decoders.explicit import keeping_types
 from eqx_decoders.layers import memory
 from eqx_decoders.layers.memory import is_memory
 
@@ -23,16 +24,19 @@ class Cache(eqx.Module):
     segments: tuple[tuple[dict[str, Any], ...], ...]
     length: Int[Array, "batch"]
 
+    @keeping_types
     def commit(self, entries: Any, positions: Int[Array, "batch length"]) -> "Cache":
         """Write the entries proposed by all layers at `positions`; where these are -1 nothing is written."""
         written = memory.commit(self.segments, entries, positions)
         return Cache(segments=written, length=jnp.maximum(self.length, jnp.max(positions, axis=1) + 1))
 
+    @keeping_types
     def reset(self, rows: Bool[Array, "batch"]) -> "Cache":
         """The cache with these rows empty."""
         emptied = jax.tree.map(lambda each: each.reset(rows), self.segments, is_leaf=is_memory)
         return Cache(segments=emptied, length=jnp.where(rows, 0, self.length))
 
+    @keeping_types
     def with_row(self, row: int | Int[Array, ""], source: "Cache", source_row: int | Int[Array, ""] = 0) -> "Cache":
         """The cache with a row of another cache of the same decoder, perhaps of another length, in place of `row`."""
 

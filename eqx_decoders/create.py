@@ -17,7 +17,7 @@ from eqx_decoders.context import Execution, RunOptions
 from eqx_decoders.decoder import Decoder, DecoderConfig
 from eqx_decoders.errors import check, check_integer
 from eqx_decoders.layers.norm import RMSNormConfig
-from eqx_decoders.layout import Layout, out_shardings
+from eqx_decoders.layout import Layout, out_shardings, partitions
 from eqx_decoders.mtp import MTPConfig
 from eqx_decoders.numerics import Precision
 from eqx_decoders.prng import fast_key
@@ -65,10 +65,10 @@ def init(
     - `execution`: further fields of `Execution`, such as `remat="full"`.
     """
     target = abstract(config, layout=layout, precision=precision, **execution)
-    return _materialize(target, lambda key: config.build(key=key, execution=target.execution), key)
+    return _materialize(target, lambda key: config.build(key=key, execution=target.execution), key, layout)
 
 
-def _materialize(target: T, build: Callable[[PRNGKeyArray], T], key: PRNGKeyArray) -> T:
+def _materialize(target: T, build: Callable[[PRNGKeyArray], T], key: PRNGKeyArray, layout: Layout) -> T:
     """The result of `build(key)` with the dtypes and shardings of `target`."""
     shapes, static = eqx.partition(target, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
 
@@ -76,7 +76,8 @@ def _materialize(target: T, build: Callable[[PRNGKeyArray], T], key: PRNGKeyArra
         built = eqx.filter(build(fast_key(key)), eqx.is_array)
         return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), built, shapes)
 
-    return eqx.combine(jax.jit(arrays, out_shardings=out_shardings(shapes))(key), static)
+    made = layout.automatically(arrays, lambda _: partitions(shapes))
+    return eqx.combine(jax.jit(made, out_shardings=out_shardings(shapes))(key), static)
 
 
 def abstract_cache(
@@ -108,7 +109,10 @@ def init_cache(
 ) -> Cache:
     """An empty cache for `batch_size` rows of up to `max_length` tokens, created sharded."""
     target = abstract_cache(config, batch_size, max_length, dtype=dtype, layout=layout)
-    return jax.jit(lambda: _build_cache(config, batch_size, max_length, dtype), out_shardings=out_shardings(target))()
+    made = layout.automatically(
+        lambda: _build_cache(config, batch_size, max_length, dtype), lambda _: partitions(target)
+    )
+    return jax.jit(made, out_shardings=out_shardings(target))()
 
 
 def _build_cache(config: DecoderConfig, batch_size: int, max_length: int, dtype: DTypeLike) -> Cache:
@@ -160,5 +164,5 @@ def add_mtp(model: Decoder, num_depths: int, *, loss_weight: float = 0.1, key: P
     config = dataclasses.replace(model.config, mtp=mtp)
     depths = abstract(config, **vars(model.execution)).mtp
     if not isinstance(model.embedding.table, jax.ShapeDtypeStruct):
-        depths = _materialize(depths, lambda key: mtp.build(config.embed_dim, key=key), key)
+        depths = _materialize(depths, lambda key: mtp.build(config.embed_dim, key=key), key, model.execution.layout)
     return dataclasses.replace(model, mtp=depths, config=config)

@@ -18,6 +18,7 @@ from eqx_decoders.config_json import decoder_from_json, decoder_to_json
 from eqx_decoders.context import Context, Execution, ExecutionOptions, Inputs
 from eqx_decoders.eager import compiled_alone
 from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.explicit import typed
 from eqx_decoders.inputs import check_inputs, check_shapes
 from eqx_decoders.layer_inputs import LayerInputs, check_per_layer, takers
 from eqx_decoders.layers.dropout import dropout
@@ -213,6 +214,7 @@ class Decoder(eqx.Module):
         check_inputs(self.config, tokens, positions, segment_ids, embeds=embeds)
         return _whole(self, tokens, positions, segment_ids, cache, key, embeds, inputs)
 
+    @typed
     def run(
         self,
         tokens: Int[AnyArray, "batch length"] | None = None,
@@ -230,6 +232,7 @@ class Decoder(eqx.Module):
         hidden, proposal, stats = self.propose(tokens, positions, segment_ids, cache, key, **options)
         return hidden, None if cache is None else cache.commit(proposal.entries, proposal.positions), stats
 
+    @typed
     def propose(
         self,
         tokens: Int[AnyArray, "batch length"] | None = None,
@@ -312,6 +315,7 @@ class Decoder(eqx.Module):
         x = x if self.positions is None else self.positions(x, ctx)
         return ctx.constrain(x, "batch length embed")
 
+    @typed
     def predict_further(
         self,
         hidden: Float[Array, "batch length embed"],
@@ -353,11 +357,13 @@ class Decoder(eqx.Module):
             stats.append(stat)
         return MTPOutput(tuple(hiddens), tuple(reals), jax.tree.map(lambda *leaves: jnp.stack(leaves), *stats))
 
+    @typed
     def mtp_input(self, hidden: Float[Array, "batch length embed"]) -> Float[Array, "batch length embed"]:
         """What the first depth of multi-token prediction reads."""
         assert self.mtp is not None
         return self.final_norm(hidden) if self.mtp.config.normed_stream and self.final_norm is not None else hidden
 
+    @typed
     def head_input(
         self, hidden: Float[Array, "batch length embed"], *, key: PRNGKeyArray | None = None, depth: int = 0
     ) -> Float[Array, "batch length embed"]:
@@ -374,6 +380,7 @@ class Decoder(eqx.Module):
             hidden = hidden / self.config.logit_divisor
         return dropout(hidden, self.config.dropout, self._keys(key)[2])
 
+    @typed
     def logits(
         self, hidden: Float[Array, "batch length embed"], *, key: PRNGKeyArray | None = None, depth: int = 0
     ) -> Float32[Array, "batch length vocab"]:
@@ -428,13 +435,15 @@ class Decoder(eqx.Module):
 
 
 @compiled_alone
+@typed
 def _whole(model: Decoder, tokens, positions, segment_ids, cache, key, embeds, inputs) -> Output:
     hidden, cache, stats = model.run(tokens, positions, segment_ids, cache, key, embeds=embeds, inputs=inputs)
     return Output(logits=model.logits(hidden, key=key), hidden=hidden, cache=cache, stats=stats)
 
 
 @compiled_alone
-def _embeddings(model: Decoder, tokens: Array) -> Array:
+@typed
+def _embeddings(model: Decoder, tokens: Array) -> Float[Array, "batch length embed"]:
     return model.embedding(tokens, Context(positions=jnp.zeros(tokens.shape, jnp.int32), execution=model.execution))
 
 

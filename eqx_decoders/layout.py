@@ -7,16 +7,26 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+    reshard,
+)
 from jaxtyping import Array, PyTree
 
-from eqx_decoders.axes import AXES, Axes, axes, check_axes, path_name
+from eqx_decoders.axes import AXES, Axes, axes, check_axes, output_axes, path_name
 from eqx_decoders.device_grid import device_grid, resolve_sizes
 from eqx_decoders.errors import ConfigError, check, check_word
+from eqx_decoders.explicit import declared, in_auto_mode, is_explicit, with_auto_axes, works_in_auto_mode
 from eqx_decoders.offload import HOST, Offload
 
 
@@ -67,6 +77,8 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
 }
 
 Table = tuple[tuple[str, tuple[str, ...]], ...]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def _table(name: str, rows: Mapping[str, str | Sequence[str]] | Table) -> Table:
@@ -87,8 +99,8 @@ class Layout:
 
     **Arguments:**
 
-    - `mesh`: a `jax.sharding.Mesh` (or `AbstractMesh`, for shapes alone) whose axes are of type Auto and named as in
-        `MESH_AXES`; None for one device.
+    - `mesh`: a `jax.sharding.Mesh` (or `AbstractMesh`, for shapes alone) whose axes are named as in `MESH_AXES`, all of
+        type Auto or all of type Explicit; None for one device.
     - `weights`, `activations`: which mesh axes split which logical axis, most important row first. Pass, for example,
         `WEIGHTS | {"embed": ("fsdp",)}`. A logical axis without a row is replicated.
     - `gradients_over_data`: whether gradients of weights are split over `data`, too, as `state_spec` says. A `Trainer`
@@ -108,11 +120,14 @@ class Layout:
         if self.mesh is not None:
             for name in self.mesh.axis_names:
                 check_word("Layout.mesh axis", str(name), MESH_AXES)
-            if any(kind != AxisType.Auto for kind in self.mesh.axis_types):
+            if {*self.mesh.axis_types} not in ({AxisType.Auto}, {AxisType.Explicit}):
                 raise ConfigError(
-                    f"Layout.mesh has axis_types={self.mesh.axis_types}: sharding constraints need Auto axes. "
+                    f"Layout.mesh has axis_types={self.mesh.axis_types}: they must be all Auto, or all Explicit. "
                     "Use Layout.create(...) or make_mesh(..., axis_types=(AxisType.Auto,) * n)."
                 )
+            able = not self.explicit or self.offload == Offload()
+            rule = "needs a mesh of Auto axes: types of explicit ones say nothing of the memory of the host"
+            check(able, f"{self.offload} {rule}. Leave out explicit=True.")
 
     def __repr__(self) -> str:
         """Without the tables, unless they are others than the defaults."""
@@ -137,6 +152,7 @@ class Layout:
         expert: int = 1,
         devices: Sequence[Any] | None = None,
         abstract: bool = False,
+        explicit: bool = False,
         offload: Offload = Offload(),
         weights: Mapping[str, str | Sequence[str]] | Table = tuple(WEIGHTS.items()),
         activations: Mapping[str, str | Sequence[str]] | Table = tuple(ACTIVATIONS.items()),
@@ -144,6 +160,9 @@ class Layout:
         """A layout over `devices` (default: all). One size may be -1: whatever the others leave.
 
         An `abstract` one has shapes and shardings on any machine, but no arrays: as many devices as the sizes ask for.
+
+        With `explicit` the types of arrays say how they are split (`jax.typeof(x).sharding`), and JAX checks what is
+        done with them. The library gives the same results by the same programs: `automatically`.
         """
         sizes = dict(
             data=data, stage=stage, fsdp=fsdp, fsdp_transpose=fsdp_transpose,
@@ -155,10 +174,11 @@ class Layout:
         if abstract and (count % taken != 0 or -1 not in sizes.values()):
             count = taken
         sizes = resolve_sizes(sizes, count, devices[0].platform)
-        names, shape, auto = tuple(sizes), tuple(sizes.values()), (AxisType.Auto,) * len(sizes)
+        names, shape = tuple(sizes), tuple(sizes.values())
+        kinds = (AxisType.Explicit if explicit else AxisType.Auto,) * len(sizes)
         if abstract:
-            return cls(AbstractMesh(shape, names, axis_types=auto), weights, activations, offload=offload)
-        mesh = Mesh(device_grid(sizes, devices), names, axis_types=auto)
+            return cls(AbstractMesh(shape, names, axis_types=kinds), weights, activations, offload=offload)
+        mesh = Mesh(device_grid(sizes, devices), names, axis_types=kinds)
         return cls(mesh, weights, activations, offload=offload)
 
     @property
@@ -170,6 +190,34 @@ class Layout:
     def single(self) -> bool:
         """Whether there is one device only."""
         return self.mesh is None or self.mesh.size == 1
+
+    @property
+    def explicit(self) -> bool:
+        """Whether the types of arrays say how they are split."""
+        return is_explicit(self.mesh)
+
+    def automatically(self, function: Callable[P, T], places: Callable[[T], PyTree] | None = None) -> Callable[P, T]:
+        """The function; on an explicit mesh done in Auto mode, where this layout's constraints and shardings belong.
+
+        **Arguments:**
+
+        - `places`: the partitions of the arrays in its result, as a tree like it. Default: by the words of the types
+            that it says it returns; those with a batch are split as activations, all others not at all.
+        """
+
+        def declared_specs(result: T) -> PyTree:
+            words = output_axes(result, declared(function))
+            return jax.tree_util.tree_map_with_path(
+                lambda path, leaf: self._output_spec(words.get(path_name(path), ()), leaf), result
+            )
+
+        return in_auto_mode(self.mesh, function, places or declared_specs)
+
+    def _output_spec(self, words: Axes, leaf: Any) -> PartitionSpec:
+        if "batch" not in words:
+            return PartitionSpec()
+        stacked = leaf.ndim - len(words)
+        return PartitionSpec(*(None,) * stacked, *self._activation_spec(words, leaf.shape[stacked:]))
 
     def weight_spec(self, words: str | Axes, shape: Sequence[int] | None = None, name: str = "weight") -> PartitionSpec:
         """The partition of a weight. Raises when `shape` is given and the mesh does not divide it.
@@ -230,9 +278,13 @@ class Layout:
     def activation_spec(self, words: str | Axes, shape: Sequence[int] | None = None) -> PartitionSpec:
         """The partition of an activation. Mesh axes that do not divide `shape` are left out: it's a hint."""
         words = check_axes("activation", words)
-        split = self._split(self.activations, words)
         if shape is not None:
             check(len(shape) == len(words), f"An activation of shape {tuple(shape)} can't be {' '.join(words)!r}.")
+        return self._activation_spec(words, shape)
+
+    def _activation_spec(self, words: Axes, shape: Sequence[int] | None) -> PartitionSpec:
+        split = self._split(self.activations, words)
+        if shape is not None:
             split = [self._dividing(names, size) for names, size in zip(split, shape, strict=True)]
         return PartitionSpec(*(names or None for names in split))
 
@@ -245,7 +297,7 @@ class Layout:
         return self._sharding(PartitionSpec())
 
     def _sharding(self, spec: PartitionSpec) -> Sharding:
-        return SingleDeviceSharding(jax.devices()[0]) if self.mesh is None else NamedSharding(self.mesh, spec)
+        return SingleDeviceSharding(jax.devices()[0]) if self.mesh is None else NamedSharding(self._mesh, spec)
 
     def without_stage(self) -> "Layout":
         """The layout of one stage: for what runs in a `jax.shard_map` over `stage`."""
@@ -254,22 +306,22 @@ class Layout:
 
     def constrain(self, x: Array, words: str) -> Array:
         """Tell XLA how to split an activation: `layout.constrain(x, "batch length embed")`."""
-        spec = self.activation_spec(words, x.shape)
-        if self.mesh is None or self.single:
-            return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh_here, spec))
+        return self._constrained(x, self.activation_spec(words, x.shape))
 
     def replicate(self, x: Array) -> Array:
         """Tell XLA to give every device all of an array: of several processes each can then read it."""
-        if self.mesh is None or self.single:
-            return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh_here, PartitionSpec()))
+        return self._constrained(x, PartitionSpec())
 
     def constrain_weight(self, x: Array, words: str) -> Array:
         """`constrain` by the table of weights: for their gradients."""
+        return x if self.single else self._constrained(x, self.weight_spec(words))
+
+    def _constrained(self, x: Array, spec: PartitionSpec) -> Array:
         if self.mesh is None or self.single:
             return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh_here, self.weight_spec(words)))
+        if self.explicit and not works_in_auto_mode():
+            return reshard(x, NamedSharding(self.mesh, spec))  # a type is no hint
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh_here, spec))
 
     def used_spec(self, words: str | Axes) -> PartitionSpec:
         """The partition of a weight where activations are multiplied by it: gathered along what splits their tokens.
@@ -352,7 +404,14 @@ class Layout:
     @property
     def mesh_here(self) -> Any:
         """The mesh to name in constraints and in `jax.shard_map`, also inside of one that maps some of its axes."""
-        return jax.sharding.get_abstract_mesh() if self._mapped else self.mesh
+        rule = "on an explicit mesh only inside of layout.automatically, where the calls of a model are already"
+        check(not self.explicit or works_in_auto_mode(), f"Layers and constraints work {rule}.")
+        return jax.sharding.get_abstract_mesh() if self._mapped else self._mesh
+
+    @property
+    def _mesh(self) -> Any:
+        """The mesh with axes of the type that they have here."""
+        return with_auto_axes(self.mesh) if self.explicit and works_in_auto_mode() else self.mesh
 
     @property
     def axes_here(self) -> frozenset[str]:
@@ -443,6 +502,11 @@ def out_shardings(shapes: PyTree) -> PyTree:
     leaves = jax.tree.leaves(shapes)
     single = all(isinstance(x.sharding, SingleDeviceSharding) and x.sharding.memory_kind != HOST for x in leaves)
     return None if single else jax.tree.map(lambda leaf: leaf.sharding, shapes)
+
+
+def partitions(shapes: PyTree) -> PyTree:
+    """How arrays or shapes on a mesh are split, for `Layout.automatically`."""
+    return jax.tree.map(lambda leaf: leaf.sharding.spec, shapes)
 
 
 def device_bytes(array: Any) -> int:

@@ -2,16 +2,19 @@
 
 import dataclasses
 import functools
+import operator
 from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Key
 
 from eqx_decoders.batch_split import cut_batch, join_batch
 from eqx_decoders.block import Block, BlockConfig, checkpointed
 from eqx_decoders.context import Context
+from eqx_decoders.explicit import in_auto_mode, mesh_of, spec_of
 from eqx_decoders.layers.memory import pasts, slices
 from eqx_decoders.stats import BlockStats, join_parts
 
@@ -163,4 +166,9 @@ def _late(stacked: Any, index: Array, x: Array) -> Any:
 
 def at_layer(tree: Any, index: int) -> Any:
     """Layer `index` of a stacked tree."""
-    return jax.tree.map(lambda leaf: leaf[index] if eqx.is_array(leaf) else leaf, tree)
+
+    def cut(leaf: Any) -> Any:
+        take = in_auto_mode(mesh_of(leaf), operator.getitem, lambda _: PartitionSpec(*spec_of(leaf)[1:]))
+        return take(leaf, index)
+
+    return jax.tree.map(lambda leaf: cut(leaf) if eqx.is_array(leaf) else leaf, tree)

@@ -125,7 +125,7 @@ def test_minus_one_takes_the_rest():
         (lambda: ed.Layout().constrain(jnp.zeros((2, 3)), "batch lenght"), ["'lenght'", "'length'"]),
         (lambda: ed.Layout().constrain(jnp.zeros((2, 3)), "batch length embed"), ["(2, 3)", "batch length embed"]),
         (
-            lambda: ed.Layout(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))),
+            lambda: ed.Layout(jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(AxisType.Explicit, AxisType.Auto))),
             ["Explicit", "Auto", "Layout.create"],
         ),
         (

@@ -16,6 +16,7 @@ from eqx_decoders.create import init_cache
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.eager import concrete
 from eqx_decoders.errors import ConfigError, check, check_integer
+from eqx_decoders.explicit import typed
 from eqx_decoders.inference.speculative import check_draft, speculate, stream_speculative
 from eqx_decoders.inputs import check_inputs, check_shapes
 from eqx_decoders.layers.embedding import LearnedPositions
@@ -198,6 +199,7 @@ def _stream(model, asked, max_new_tokens, pad_id):
         row = _next((model, *here), row)
 
 
+@typed
 def _prefill(model: Decoder, asked: _Request) -> _State:
     """Prefill, and the first new token."""
     execution, lengths = model.execution, asked.lengths
@@ -211,6 +213,7 @@ def _prefill(model: Decoder, asked: _Request) -> _State:
     return _State(token=token, done=is_stop(token, asked.stop_ids), cache=cache)
 
 
+@typed
 def _decode_step(model: Decoder, sampler, key, step, stop_ids, pad_id, row: _State) -> _State:
     """Feed the token that was chosen, choose the next. Rows that have stopped store nothing more."""
     positions = jnp.where(row.done, -1, row.cache.length)[:, None]
@@ -238,6 +241,11 @@ def _next(inputs: tuple[Decoder, Any, Any, Any, Any, Any], row: _State) -> _Stat
 
 @eqx.filter_jit
 def _generate(model: Decoder, asked: _Request, pad_id: int) -> Int[Array, "batch new"]:
+    return model.execution.layout.replicate(_all_tokens(model, asked, pad_id))
+
+
+@typed
+def _all_tokens(model: Decoder, asked: _Request, pad_id: int) -> Int[Array, "batch new"]:
     row = _prefill(model, asked)
     batch, width = asked.prompt.shape
     tokens = jnp.full((batch, asked.room - width), pad_id, jnp.int32).at[:, 0].set(row.token)
@@ -251,8 +259,7 @@ def _generate(model: Decoder, asked: _Request, pad_id: int) -> Int[Array, "batch
         row = _decode_step(model, asked.sampler, asked.key, step, asked.stop_ids, pad_id, row)
         return step + 1, row, tokens.at[:, step].set(row.token)
 
-    tokens = jax.lax.while_loop(going, body, (jnp.int32(1), row, tokens))[2]
-    return model.execution.layout.replicate(tokens)
+    return jax.lax.while_loop(going, body, (jnp.int32(1), row, tokens))[2]
 
 
 def _at_step(key: PRNGKeyArray | None, step: Any) -> PRNGKeyArray | None:

@@ -20,6 +20,7 @@ from eqx_decoders.context import Context
 from eqx_decoders.create import block_memory, init_cache
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer
+from eqx_decoders.explicit import typed
 from eqx_decoders.layers import memory
 from eqx_decoders.sampling import Greedy, Sampler, is_stop
 from eqx_decoders.stack import at_layer
@@ -112,14 +113,20 @@ def speculate(
     pad_id: int,
 ) -> Speculation:
     """Continue every prompt greedily, drafting `num_draft_tokens` at each step: one program, as in `generate`."""
+    asked = prompt, lengths, max_new_tokens, room, num_draft_tokens, stop_ids, pad_id
+    return jax.tree.map(model.execution.layout.replicate, _speculation(model, *asked))
+
+
+@typed
+def _speculation(model, prompt, lengths, max_new_tokens, room, num_draft_tokens, stop_ids, pad_id) -> Speculation:
     state = _prefill(model, prompt, lengths, max_new_tokens, room, num_draft_tokens, stop_ids, pad_id)
     state = jax.lax.while_loop(
         lambda state: ~jnp.all(state.done), lambda state: _decode_step(model, max_new_tokens, stop_ids, state), state
     )
-    found = Speculation(state.tokens, state.steps, state.steps * num_draft_tokens, state.accepted)
-    return jax.tree.map(model.execution.layout.replicate, found)
+    return Speculation(state.tokens, state.steps, state.steps * num_draft_tokens, state.accepted)
 
 
+@typed
 def _prefill(model, prompt, lengths, max_new_tokens, room, num_draft_tokens, stop_ids, pad_id) -> _State:
     """Prefill of the model and of the depths."""
     config, layout, dtype = model.config, model.execution.layout, model.execution.precision.compute
@@ -152,6 +159,7 @@ def _prefill(model, prompt, lengths, max_new_tokens, room, num_draft_tokens, sto
     )
 
 
+@typed
 def _decode_step(model, max_new_tokens, stop_ids, state: _State) -> _State:
     """Verify the draft, keep its right tokens and the model's own next token, and draft again."""
     batch, count = state.draft.shape

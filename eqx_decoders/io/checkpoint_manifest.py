@@ -8,9 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Shaped, UInt32
 
 from eqx_decoders.errors import CheckpointError, check
+from eqx_decoders.explicit import in_auto_mode, mesh_of
 from eqx_decoders.offload import to_device
 
 
@@ -23,6 +25,10 @@ def fingerprint(array: Shaped[Array, "*shape"]) -> UInt32[Array, ""]:
 
     Any single flipped bit b changes it, by ±2ᵇ times an odd number, never 0 modulo 2³².
     """
+    return in_auto_mode(mesh_of(array), _bit_sum, lambda _: PartitionSpec())(array)
+
+
+def _bit_sum(array: Array) -> UInt32[Array, ""]:
     array = to_device(array)  # where the host has it
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)

@@ -11,6 +11,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array
 
+from eqx_decoders.explicit import untyped
+
 
 PIECE = 128_000_000  # bytes; a device holds up to four times as many beside its part of the array, while it gathers
 _SEEN_BY_NUMPY = ("cpu",)  # platforms whose arrays are in the host's memory
@@ -103,6 +105,7 @@ def _cut(block: Array, where: Array, axis: int, step: int) -> Array:
 
 def _from_all_devices(x: jax.Array, place: tuple[int, ...]) -> Iterator[tuple[Cut, np.ndarray]]:
     """Rows of all parts at a time, which every device gets, one time after another."""
+    x = untyped(x)
     axis, step, begins = gathering(x, len(place))
     size = x.sharding.shard_shape(x.shape)[len(place) + axis]
     everything = (slice(None),) * axis

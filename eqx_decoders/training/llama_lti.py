@@ -14,7 +14,9 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from eqx_decoders.axes import axes, path_name
 from eqx_decoders.block import Block, BlockConfig
 from eqx_decoders.decoder import Decoder, DecoderConfig
 from eqx_decoders.errors import ConfigError, check
@@ -117,7 +119,15 @@ def _plain(block: BlockConfig) -> BlockConfig:
 def _computed(mixer: LearnedInit, layout: Layout) -> Attention:
     """Stacked plain attention, whose kernels have the dtype of the maps."""
     dtype = jax.tree.leaves(mixer.maps)[0].dtype
-    attention = eqx.filter_vmap(lambda layer: layer.materialised(layout))(mixer)
+
+    def places(attention: Attention) -> Attention:
+        words = axes(attention)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: PartitionSpec(None, *layout.weight_spec(words[path_name(path)])), attention
+        )
+
+    made = layout.automatically(eqx.filter_vmap(lambda layer: layer.materialised(layout)), places)
+    attention = made(mixer)
     return eqx.tree_at(kernels_of, attention, tuple(kernel.astype(dtype) for kernel in kernels_of(attention)))
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, PRNGKeyArray
 from eqx_decoders.axes import Axes, axes, frozen, matching, named_leaves, product_axes, replaced
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer, check_number, check_word
-from eqx_decoders.layout import out_shardings
+from eqx_decoders.layout import out_shardings, partitions
 from eqx_decoders.numerics import LowRank, low_rank_weights
 
 
@@ -98,8 +98,11 @@ def merge_lora(model: Decoder) -> Decoder:
     if any(isinstance(node.base, jax.ShapeDtypeStruct) for node in nodes.values()):
         return replaced(model, {path: node.base for path, node in nodes.items()})
     like = out_shardings({path: node.base for path, node in nodes.items()})
-    merge = jax.jit(lambda nodes: {path: node.merged() for path, node in nodes.items()}, out_shardings=like)
-    return replaced(model, merge(nodes)) if nodes else model
+    merged = model.execution.layout.automatically(
+        lambda nodes: {path: node.merged() for path, node in nodes.items()},
+        lambda _: partitions({path: node.base for path, node in nodes.items()}),
+    )
+    return replaced(model, jax.jit(merged, out_shardings=like)(nodes)) if nodes else model
 
 
 def _targets(config: LoRAConfig, words: Mapping[str, Axes]) -> list[str]:

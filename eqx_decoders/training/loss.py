@@ -12,6 +12,7 @@ from jaxtyping import Array, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.decoder import Decoder, DecoderConfig
 from eqx_decoders.eager import compiled_alone
+from eqx_decoders.explicit import typed
 from eqx_decoders.inputs import check_inputs
 from eqx_decoders.layers.embedding import padded_positions
 from eqx_decoders.layers.indexer import IndexerStats
@@ -97,6 +98,7 @@ def mtp_targets(
     return (targets, weights) if order is None else (targets[:, order], weights[:, order])
 
 
+@typed
 def token_loss_sum(
     model: Decoder,
     batch: Batch,
@@ -236,6 +238,7 @@ def next_token_loss(
 
 
 @compiled_alone
+@typed
 def _mean_loss(model: Decoder, batch: Batch, z_loss: float, fused: bool, key: PRNGKeyArray | None):
     loss, metrics = token_loss_sum(model, batch, z_loss=z_loss, fused=fused, key=key)
     return loss / jnp.maximum(metrics.tokens, 1.0), metrics
@@ -257,6 +260,7 @@ class EvaluationSums(eqx.Module):
     proposed: Float32[Array, "depths"] | None = None
 
 
+@typed
 def evaluation_sums(model: Decoder, batch: Batch) -> EvaluationSums:
     """The sums of one batch; a fraction of targets counts as so much of a token."""
     plain, order = batch, row_order(model.execution, batch.tokens.shape[1])

@@ -160,6 +160,8 @@ class TrainConfig:
     batch_split: int = Execution.batch_split
     """Parts of a batch that pass each layer one behind the other, so that one's communication takes place during
     another's products; each device needs a multiple of so many sequences."""
+    axis_types: Literal["auto", "explicit"] = "auto"
+    """Whether arrays' types say how the mesh splits them, for code of one's own around a run; steps are the same."""
     replicated_tolerance: float = 0.02
     """Share of the weights that may be whole along an axis of the mesh that splits others (norms and biases always
     are): a run with more is refused, if its model has ten million weights."""
@@ -217,6 +219,7 @@ class TrainConfig:
                 check_integer(field, getattr(self, field))
         check_number("replicated_tolerance", self.replicated_tolerance, least=0)
         check_word("xla_flags", self.xla_flags, ("auto", "none"))
+        check_word("axis_types", self.axis_types, ("auto", "explicit"))
         check_word("dtype", self.dtype, ("auto", "float32", "bfloat16"))
         check_word("params_dtype", self.params_dtype, ("float32", "bfloat16"))
         check_word("remat", self.remat, (*POLICIES, "custom"))
@@ -288,7 +291,8 @@ class TrainConfig:
     def execution(self, devices: Sequence[Any] | None = None) -> Execution:
         """Layout, dtypes and remat on these devices, or on those that are there."""
         given: dict[str, Any] = {} if devices is None else {"devices": devices}
-        layout = Layout.create(**dataclasses.asdict(self.mesh), **given, abstract=self.describe, offload=self.offload)
+        given |= dict(abstract=self.describe, explicit=self.axis_types == "explicit", offload=self.offload)
+        layout = Layout.create(**dataclasses.asdict(self.mesh), **given)
         split = [axis for axis in ("data", "fsdp", "fsdp_transpose", "expert") if layout.sizes[axis] > 1]
         parts = math.prod(layout.sizes[axis] for axis in split)
         count = self.step.gradient_accumulation_steps

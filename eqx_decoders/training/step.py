@@ -10,13 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float32, Int32, Key, PRNGKeyArray, PyTree
 
 from eqx_decoders.axes import AnyArray, axes, frozen, matching, named_leaves, path_name, replaced
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.explicit import spec_of
 from eqx_decoders.layers.scores import EMPTY
-from eqx_decoders.layout import Layout
+from eqx_decoders.layout import Layout, partitions
 from eqx_decoders.offload import Offload, is_on_host
 from eqx_decoders.stats import BlockStats
 from eqx_decoders.training.balance import expert_configs, update_router_bias
@@ -156,7 +158,8 @@ class Trainer(eqx.Module):
         target = self.abstract(model, key=key).optimizer
         weights = self._weights(model)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
-        optimizer = jax.jit(self.optimizer.init, out_shardings=shardings)(weights)
+        start = model.execution.layout.automatically(self.optimizer.init, lambda _: partitions(target))
+        optimizer = jax.jit(start, out_shardings=shardings)(weights)
         # counters of their own: a donated step must not be handed one buffer twice
         zero, none = (jax.make_array_from_callback((), _replicated(model), _no_steps) for _ in range(2))
         key = jax.jit(jax.random.clone, out_shardings=_replicated(model))(key)  # device_put can't, over processes
@@ -231,6 +234,13 @@ class Trainer(eqx.Module):
 
     def advance(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         """`step` as a plain function, to be put into a program of one's own."""
+
+        def places(result: tuple[TrainState, StepMetrics]) -> PyTree:
+            return jax.tree.map(spec_of, state), jax.tree.map(lambda _: PartitionSpec(), result[1])
+
+        return state.model.execution.layout.automatically(self._advance, places)(state, batch)
+
+    def _advance(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(state.key, state.step) if _uses_key(state.model) else None
         gradient, sums = self._gradient(state.model, batch, key)
         tokens = jnp.maximum(sums.tokens, 1.0)
