@@ -21,6 +21,7 @@ from eqx_decoders.explicit import spec_of
 from eqx_decoders.io.checkpoint import Checkpoints
 from eqx_decoders.io.pieces import _from_all_devices
 from eqx_decoders.layers.experts import ExpertsConfig
+from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.low_precision import LowPrecision
 from eqx_decoders.mtp import MTPConfig
 from eqx_decoders.planning.plan import abstract_batch
@@ -48,7 +49,7 @@ SPARSE = dataclasses.replace(
         ),
     ),
 )
-FURTHER = dataclasses.replace(CONFIG, mtp=MTPConfig(num_depths=1, block=CONFIG.blocks[0], norm=CONFIG.final_norm))
+FURTHER = dataclasses.replace(CONFIG, mtp=MTPConfig(num_depths=1, block=CONFIG.blocks[0], norm=RMSNormConfig()))
 
 
 def both(sizes: Any, config=CONFIG, **execution):
@@ -195,7 +196,7 @@ def test_what_is_made_and_generated_is_the_same():
 def test_streams_and_drafts_are_the_same(draft):
     prompt, found = np.arange(16).reshape(8, 2), []
     for model in both(CUBE, FURTHER):
-        options = dict(max_new_tokens=4, num_draft_tokens=draft)
+        options: Any = dict(max_new_tokens=4, num_draft_tokens=draft)
         streamed = np.stack(list(ed.stream(model, prompt, **options)), axis=1)
         assert np.array_equal(streamed, ed.generate(model, prompt, **options))
         found.append(streamed)
