@@ -13,6 +13,7 @@ import optax
 
 from eqx_decoders.axes import Axes, matching, path_name, product_axes
 from eqx_decoders.errors import check, check_integer, check_number, check_word
+from eqx_decoders.training.moments import Counted, from_eight_bits, is_eight_bits, to_eight_bits
 
 
 Schedule = Callable[[Any], Any]
@@ -77,9 +78,10 @@ class OptimizerConfig:
     lr_multipliers: tuple[tuple[str, float], ...] = ()
     """Patterns of weights' paths whose learning rate, and with it their decay, is multiplied by a factor, such as
     '*.mlp.*=2'; the first that matches counts."""
-    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    moments_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """adamw, lion, muon: dtype in which moments are kept; all is computed in float32. In bfloat16 a moment whose decay
-    is above 0.996 can't follow: what it gains is below half a unit."""
+    is above 0.996 can't follow: what it gains is below half a unit. In int8 it can: numbers are rounded by chance, with
+    one scale for each row."""
     shard_over_data: bool = False
     """Split the state (moments, running means) over the copies of the weights along `mesh.data`, too (ZeRO-1): each
     updates its part, and the new weights are gathered. Checkpoints are the same with and without."""
@@ -107,7 +109,7 @@ class OptimizerConfig:
             rule = f"OptimizerConfig.lr_multipliers={self.lr_multipliers!r}: the factor of {pattern!r} must be a number"
             good = isinstance(factor, int | float) and 0 < factor < math.inf
             check(good, f"{rule} above 0. Weights that are not to be trained are left out of trainable.")
-        check_word("OptimizerConfig.moments_dtype", self.moments_dtype, ("float32", "bfloat16"))
+        check_word("OptimizerConfig.moments_dtype", self.moments_dtype, ("float32", "bfloat16", "int8"))
         if self.ema_decay is not None:
             check_number("OptimizerConfig.ema_decay", self.ema_decay, above=0)
             check(self.ema_decay < 1, f"OptimizerConfig.ema_decay={self.ema_decay} must be below 1.")
@@ -170,6 +172,8 @@ def make_optimizer(config: OptimizerConfig, words: Mapping[str, Axes], steps: in
         return jax.tree_util.tree_map_with_path(cast, state)
 
     owners = tuple(f".{name}" for name in words)
+    if config.moments_dtype == "int8":
+        return _in_eight_bits(optimizer, owners, factors)
 
     def init(weights):
         return moments(optimizer.init(weights), config.moments_dtype)
@@ -179,6 +183,41 @@ def make_optimizer(config: OptimizerConfig, words: Mapping[str, Axes], steps: in
         weights = jax.tree.map(widened, weights)
         updates, state = optimizer.update(gradients, moments(state, jnp.float32), weights)
         return {name: update * factors[name] for name, update in updates.items()}, moments(state, config.moments_dtype)
+
+    return optax.GradientTransformation(_promoting(init), _promoting(update))
+
+
+def _in_eight_bits(
+    optimizer: optax.GradientTransformation, owners: tuple[str, ...], factors: Mapping[str, float]
+) -> optax.GradientTransformation:
+    """The optimizer with its moments in 8 bits between steps."""
+
+    def packed(state, steps):
+        key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), steps)
+        names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+        keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
+
+        def one(path, leaf):
+            name = path_name(path)
+            if not name.endswith(owners) or leaf.dtype != jnp.float32:
+                return leaf
+            return to_eight_bits(leaf, keys[name], positive=any(f".nu{owner}" in f".{name}" for owner in owners))
+
+        return jax.tree_util.tree_map_with_path(one, state)
+
+    def init(weights):
+        weights = jax.tree.map(widened, weights)
+        return Counted(jnp.int32(0), packed(optimizer.init(weights), jnp.int32(0)))
+
+    def update(gradients, state, weights):
+        updates: Any
+        weights = jax.tree.map(widened, weights)
+        moments = jax.tree.map(
+            lambda x: from_eight_bits(x) if is_eight_bits(x) else x, state.state, is_leaf=is_eight_bits
+        )
+        updates, new = optimizer.update(gradients, moments, weights)
+        steps = state.steps + 1
+        return {name: update * factors[name] for name, update in updates.items()}, Counted(steps, packed(new, steps))
 
     return optax.GradientTransformation(_promoting(init), _promoting(update))
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float32, Int32, Key, PRNGKeyArray, PyTree
 
 from eqx_decoders.axes import AnyArray, axes, frozen, matching, named_leaves, path_name, replaced
@@ -24,6 +24,7 @@ from eqx_decoders.stats import BlockStats
 from eqx_decoders.training.balance import expert_configs, update_router_bias
 from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.loss import LossMetrics, token_loss_sum
+from eqx_decoders.training.moments import EightBits
 from eqx_decoders.training.optimizer import OptimizerConfig, make_optimizer, make_schedule, widened
 from eqx_decoders.training.qk_clip import clipped_weights, latent_attentions, qk_clip
 from eqx_decoders.training.streamed import by_layer, check_offload, square_sum
@@ -129,7 +130,7 @@ class Trainer(eqx.Module):
         clips = config.qk_clip_threshold is None or any(True for _ in latent_attentions(model))
         rule = f"StepConfig.qk_clip_threshold={config.qk_clip_threshold} needs latent attention: this model has none."
         check(clips, rule)
-        check_offload(model.execution.layout.offload, axes(model), optimizer.name)
+        check_offload(model.execution.layout.offload, axes(model), optimizer)
         fetched = not model.execution.layout.offload.weights
         rule = f"Offload.weights={model.execution.layout.offload.weights} needs"
         check(fetched or config.qk_clip_threshold is None, f"{rule} StepConfig.qk_clip_threshold=None: leave one out.")
@@ -183,8 +184,7 @@ class Trainer(eqx.Module):
         weights, places = self._weights(model), self.state_shardings(model)
 
         def like(path, leaf):
-            owner = _owner(path, leaf, weights)
-            sharding = everywhere if owner is None else places[owner]
+            sharding = _place(path, leaf, weights, places) or everywhere
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         optimizer = jax.tree_util.tree_map_with_path(like, jax.eval_shape(self.optimizer.init, weights))
@@ -336,9 +336,9 @@ class Trainer(eqx.Module):
         places = self._weights(layout.on_device.state_shardings(model, over_data=True))
 
         def one(path, leaf):
-            owner = _owner(path, leaf, weights)
+            place = _place(path, leaf, weights, places)
             # what is on the host stays where it is
-            return leaf if owner is None or is_on_host(leaf) else jax.lax.with_sharding_constraint(leaf, places[owner])
+            return leaf if place is None or is_on_host(leaf) else jax.lax.with_sharding_constraint(leaf, place)
 
         return jax.tree_util.tree_map_with_path(one, tree)
 
@@ -404,12 +404,21 @@ def _placed_step(places: _Places) -> Any:
     return jax.jit(_step, donate_argnums=1, out_shardings=_unflattened(places))
 
 
-def _owner(path: tuple[Any, ...], leaf: Any, weights: Mapping[str, Any]) -> str | None:
-    """The weight of its shape to which a leaf of the optimizer's state, or of a dictionary of weights, belongs."""
-    name = path_name(path)
-    found = (owner for owner in weights if name == owner or name.endswith(f".{owner}"))
-    owner = next(found, None)
-    return owner if owner is not None and weights[owner].shape == leaf.shape else None
+def _place(path: tuple[Any, ...], leaf: Any, weights: Mapping[str, Any], places: Mapping[str, Any]) -> Any:
+    """Where a leaf of the optimizer's state, or of a dictionary of weights, lives: beside the weight of its shape to
+    which it belongs, or, with one number for each row, beside its rows. None for what belongs to none."""
+    *_, last = path
+    part = last.name if isinstance(last, jax.tree_util.GetAttrKey) else None
+    name = path_name(path[:-1] if part in EightBits._fields else path)
+    owner = next((owner for owner in weights if name == owner or name.endswith(f".{owner}")), None)
+    if owner is None:
+        return None
+    shape, place = weights[owner].shape, places[owner]
+    if leaf.shape == shape:
+        return place
+    if part != "largest" or leaf.shape != (*shape[:-1], 1):
+        return None
+    return place.update(spec=PartitionSpec(*place.spec[:-1], None)) if isinstance(place, NamedSharding) else place
 
 
 def _gradients_over_data(model: Decoder) -> Layout:

@@ -10,21 +10,24 @@ from jaxtyping import Array, Float32, PyTree
 from eqx_decoders.axes import Axes
 from eqx_decoders.errors import check
 from eqx_decoders.offload import Offload, is_on_host, may_stream, to_device, to_home
-from eqx_decoders.training.optimizer import matching
+from eqx_decoders.training.optimizer import OptimizerConfig, matching
 
 
 Update = Callable[[dict[str, Array], dict[str, Array], PyTree, PyTree], tuple[dict[str, Array], PyTree, PyTree]]
 
 
-def check_offload(offload: Offload, words: Mapping[str, Axes], optimizer: str) -> None:
+def check_offload(offload: Offload, words: Mapping[str, Axes], optimizer: OptimizerConfig) -> None:
     """Raise ConfigError for patterns that match nothing, and for optimizers that see more than one layer."""
     if offload == Offload():
         return
     able = tuple(name for name, here in words.items() if may_stream(name, here))
     matching(able, offload.weights, "Offload.weights")
     matching(able, offload.optimizer, "Offload.optimizer")
-    rule = f"OptimizerConfig.name={optimizer!r} can't move one layer at a time, as {offload} asks for"
-    check(optimizer in ("adamw", "lion"), f"{rule}. Take adamw or lion, or leave it on the device.")
+    rule = f"can't move one layer at a time, as {offload} asks for"
+    able = optimizer.name in ("adamw", "lion")
+    check(able, f"OptimizerConfig.name={optimizer.name!r} {rule}. Take adamw or lion, or leave it on the device.")
+    rule = f"OptimizerConfig.moments_dtype='int8' {rule}: it draws for all layers at once"
+    check(optimizer.moments_dtype != "int8", f"{rule}. Take bfloat16, or leave it on the device.")
 
 
 def square_sum(tree: dict[str, Array]) -> Float32[Array, ""]:
