@@ -23,10 +23,11 @@ from eqx_decoders.create import abstract, with_mtp
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import ConfigError, check, check_integer, check_word, need_extra
 from eqx_decoders.planning.advice import advice
+from eqx_decoders.planning.assigned import abandoned
 from eqx_decoders.planning.machine import Machine
-from eqx_decoders.planning.plan import Plan, make_plan
+from eqx_decoders.planning.plan import Plan, Until, make_plan
 from eqx_decoders.planning.report import as_data, report
-from eqx_decoders.planning.search import estimate, meshes
+from eqx_decoders.planning.search import estimate, meshes, predicted_bytes
 from eqx_decoders.training.balance import expert_configs
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.mesh_settings import MeshConfig, PipelineConfig, describe_devices
@@ -84,6 +85,9 @@ class PlanConfig:
     search: int = 0
     """Look for a mesh: so many of those that an estimate ranks first are compiled, each with the first policy from
     `remat` on that fits; 0: plan the one that is given."""
+    until: Until = "code"
+    """When the compiler is left: at the end; or when memory is assigned, before there is machine code, in a fraction of
+    the time. What only shows then (a kernel that finds no room) is not found."""
     rows: int = 12
     """Collectives to print."""
     json: bool = False
@@ -144,7 +148,8 @@ def plan(config: PlanConfig, devices: Sequence[Any] | None = None) -> tuple[Plan
     devices = tpu_devices(config.topology, config.slices) if devices is None else devices
     model, trainer, machine = _parts(config, devices)
     flags = {} if config.xla_flags == "none" else options(machine.chip.name)
-    made = make_plan(model, trainer, machine, batch_size=config.batch_size, seq_len=config.seq_len, options=flags)
+    shape = dict(batch_size=config.batch_size, seq_len=config.seq_len)
+    made = make_plan(model, trainer, machine, **shape, options=flags, until=config.until)
     return made, advice(made, model.execution), model.execution
 
 
@@ -182,13 +187,24 @@ def search(config: PlanConfig, say: Callable[[str], None]) -> Found:
 
 
 def _first_that_fits(config: PlanConfig, devices: Sequence[Any]) -> Found | None:
-    """The plan with the first policy, from the one that is given on, whose step fits."""
-    for remat in _KEEPING_LESS[_KEEPING_LESS.index(config.remat) :]:
-        tried = dataclasses.replace(config, remat=remat)
+    """The plan with the first policy, from the one that is given on, whose step fits.
+
+    Policies that keep more than there is room for, by counting, are not compiled; the last one is in any case.
+    """
+    *others, last = (
+        dataclasses.replace(config, remat=remat) for remat in _KEEPING_LESS[_KEEPING_LESS.index(config.remat) :]
+    )
+    for tried in [*filter(lambda one: _may_fit(one, devices), others), last]:
         made, advised, execution = plan(tried, devices)
         if made.memory.fits:
             return tried, made, advised, execution
     return None
+
+
+def _may_fit(config: PlanConfig, devices: Sequence[Any]) -> bool:
+    model, trainer, machine = _parts(config, devices)
+    needed = predicted_bytes(model, trainer, machine, batch_size=config.batch_size, seq_len=config.seq_len)
+    return needed <= machine.memory
 
 
 def _ranked(config: PlanConfig, devices: Sequence[Any]) -> list[tuple[float, PlanConfig]]:
@@ -213,6 +229,12 @@ def _mesh(config: PlanConfig) -> str:
     return " ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "data=1"
 
 
+def _settings(config: PlanConfig, execution: Execution) -> dict[str, Any]:
+    """What was planned, as plain values."""
+    asked = {name: getattr(config, name) for name in ("model", "topology", "batch_size", "seq_len", "remat")}
+    return asked | {"mesh": {name: size for name, size in execution.layout.sizes.items() if size > 1}}
+
+
 def _flags() -> dict[str, str]:
     fields = [field.name for field in dataclasses.fields(PlanConfig) if field.name not in ("mesh", "optimizer", "step")]
     found = {name: "--" + name.replace("_", "-") for name in fields} | mesh_flags()
@@ -234,7 +256,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
         else:
             made, advised, execution = plan(config)
     if config.json:
-        print(json.dumps(as_data(made, advised), indent=1))
+        print(json.dumps({"settings": _settings(config, execution)} | as_data(made, advised), indent=1))
     else:
         tokens = f"{config.batch_size} x {config.seq_len:,} tokens"
         print(
@@ -242,7 +264,11 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
             f"{tokens}, remat {config.remat}; compiled in {made.seconds:.0f} s\n"
         )
         print(report(made, advised, rows=config.rows))
-    return 0 if made.memory.fits else 1
+    code = 0 if made.memory.fits else 1
+    if abandoned:  # the compiler goes on, and cannot be ended otherwise
+        sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
 def parse(args: Sequence[str] | None = None, prog: str | None = None) -> PlanConfig:

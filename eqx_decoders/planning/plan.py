@@ -4,7 +4,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from eqx_decoders.axes import axes, named_leaves
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.layout import Layout, names_of
+from eqx_decoders.planning.assigned import compile_until_assigned
 from eqx_decoders.planning.collectives import Collective, collectives
 from eqx_decoders.planning.hlo import Program, parse
 from eqx_decoders.planning.machine import Machine
@@ -21,6 +22,9 @@ from eqx_decoders.planning.roofline import Roofline, network_seconds
 from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.flops import flops_per_token, matmul_parameters
 from eqx_decoders.training.step import Trainer
+
+
+Until = Literal["code", "memory"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,12 +80,15 @@ def make_plan(
     batch_size: int,
     seq_len: int,
     options: Mapping[str, str] | None = None,
+    until: Until = "code",
 ) -> Plan:
     """Compile the step of `model` (of shapes, on a mesh of the machine's devices) and count.
 
     **Arguments:**
 
     - `options`: of XLA's compiler.
+    - `until`: "memory" ends the compilation for a TPU when memory is assigned, before there is machine code: a fraction
+        of the time. What only shows then (a kernel that finds no room) is not found.
     """
     layout = model.execution.layout
     state, batch = trainer.abstract(model, key=jax.random.key(0)), abstract_batch(layout, batch_size, seq_len)
@@ -89,7 +96,7 @@ def make_plan(
     done = operations(model, trainer, traced.jaxpr, batch_size, seq_len)
     known = state_memory(trainer, state, machine.memory)
     begun = time.perf_counter()
-    memory, program, told = _compiled(traced, known, dict(options or {}))
+    memory, program, told = _compiled(traced, known, dict(options or {}), until)
     found = None if program is None else tuple(collectives(program, layout.sizes))
     devices = len(machine.places)
     line = Roofline(
@@ -110,9 +117,13 @@ def make_plan(
     )
 
 
-def _compiled(traced: Any, known: Memory, options: dict[str, str]) -> tuple[Memory, Program | None, str]:
+def _compiled(traced: Any, known: Memory, options: dict[str, str], until: Until) -> tuple[Memory, Program | None, str]:
     """The memory of the compiled step, its program where it can be printed, and what the compiler said else."""
     try:
+        if until == "memory":
+            sizes, text = compile_until_assigned(traced.lower(), options)
+            program = parse(text)
+            return compiled_memory(known, sizes, program), program, ""
         compiled = traced.lower().compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         told = str(error)

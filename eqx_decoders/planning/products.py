@@ -20,7 +20,7 @@ def products(jaxpr: Any) -> Products:
     counted, uncounted = 0.0, False
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         own = _product(eqn)
-        parts = [products(inner) for inner in _inner(eqn)]
+        parts = [products(inner) for inner in inner_programs(eqn)]
         name = eqn.primitive.name
         if name == "while":
             uncounted |= any(part.counted > 0 or part.uncounted for part in parts)
@@ -63,7 +63,7 @@ def _times(eqn: Any) -> int:
     return 1
 
 
-def _inner(eqn: Any) -> Iterator[Any]:
+def inner_programs(eqn: Any) -> Iterator[Any]:
     """The programs inside an equation."""
     for value in eqn.params.values():
         for each in value if isinstance(value, tuple | list) else (value,):
