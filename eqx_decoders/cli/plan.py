@@ -3,6 +3,7 @@
     python scripts/plan.py llama3-8b --topology v5p:2x2x4 --mesh.fsdp 16 --batch-size 16 --remat save_qkv_proj
     python scripts/plan.py llama3-8b --topology v5p:4x4x4 --mesh fsdp=16 tensor=4 --json
     python scripts/plan.py llama3-8b --topology v5p:4x4x4 --search 3
+    python scripts/plan.py llama3-8b --topology h100:4x8 --mesh data=4 fsdp=8 --until memory
 
 It needs libtpu and no TPU. Times are estimates by published figures; memory and collectives are the compiler's.
 """
@@ -24,6 +25,7 @@ from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import ConfigError, check, check_integer, check_word, need_extra
 from eqx_decoders.planning.advice import advice
 from eqx_decoders.planning.assigned import abandoned
+from eqx_decoders.planning.gpus import counted_memory, gpus_of, on_gpus
 from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.plan import Plan, Until, make_plan
 from eqx_decoders.planning.report import as_data, report
@@ -47,7 +49,8 @@ class PlanConfig:
     model: str
     """Name of a model, as `train --list-models` prints them."""
     topology: str = "v5p:2x2x1"
-    """Generation and shape of a slice: v4:2x2x1, v5e:4x4, v5p:4x4x4, v6e:8x8, tpu7x:4x4x4."""
+    """Generation and shape of a slice: v4:2x2x1, v5e:4x4, v5p:4x4x4, v6e:8x8, tpu7x:4x4x4; or nodes of GPUs: h100:4x8
+    are four of eight. For these memory is counted, and collectives are of a step compiled for as many TPUs."""
     slices: int = 1
     """How many of them; mesh.data crosses the slower network between them."""
     model_config: str | None = None
@@ -145,12 +148,22 @@ def tpu_devices(topology: str, slices: int = 1) -> list[Any]:
 
 def plan(config: PlanConfig, devices: Sequence[Any] | None = None) -> tuple[Plan, list[str], Execution]:
     """The plan of a step, what to change, and how the step is run. devices: those of the topology, if known."""
-    devices = tpu_devices(config.topology, config.slices) if devices is None else devices
+    devices = planned_devices(config) if devices is None else devices
+    gpus = gpus_of(config.topology)
     model, trainer, machine = _parts(config, devices)
-    flags = {} if config.xla_flags == "none" else options(machine.chip.name)
+    flags = options(machine.chip.name) if gpus is None else gpus.options
+    flags = {} if config.xla_flags == "none" else flags
     shape = dict(batch_size=config.batch_size, seq_len=config.seq_len)
     made = make_plan(model, trainer, machine, **shape, options=flags, until=config.until)
+    if gpus is not None:
+        made = on_gpus(made, counted_memory(model, trainer, machine, **shape), gpus)
     return made, advice(made, model.execution), model.execution
+
+
+def planned_devices(config: PlanConfig) -> list[Any]:
+    """The devices that a step is compiled for: those of the topology, or as many TPUs in place of GPUs."""
+    gpus = gpus_of(config.topology)
+    return tpu_devices(config.topology, config.slices) if gpus is None else tpu_devices(gpus.stand_in, 1)
 
 
 def _parts(config: PlanConfig, devices: Sequence[Any]) -> tuple[Decoder, Trainer, Machine]:
@@ -161,7 +174,9 @@ def _parts(config: PlanConfig, devices: Sequence[Any]) -> tuple[Decoder, Trainer
         described = with_mtp(described, config.mtp_depths)
     model = abstract(described, **vars(execution))
     trainer = Trainer.create(config.optimizer, model, steps=config.training().steps, config=config.step)
-    return model, trainer, Machine.of_tpus(list(execution.layout.mesh.devices.flat))
+    gpus = gpus_of(config.topology)
+    machine = Machine.of_tpus(list(execution.layout.mesh.devices.flat)) if gpus is None else gpus.machine
+    return model, trainer, machine
 
 
 Found = tuple[PlanConfig, Plan, list[str], Execution]
@@ -169,7 +184,7 @@ Found = tuple[PlanConfig, Plan, list[str], Execution]
 
 def search(config: PlanConfig, say: Callable[[str], None]) -> Found:
     """The settings with the mesh and policy whose step is the shortest of those that were compiled, and its plan."""
-    devices = tpu_devices(config.topology, config.slices)
+    devices = planned_devices(config)
     ranked = _ranked(config, devices)
     say(f"{len(ranked)} meshes can hold the state; {min(config.search, len(ranked))} are compiled\n")
     found = [made for _, one in ranked[: config.search] if (made := _first_that_fits(one, devices)) is not None]
@@ -229,6 +244,11 @@ def _mesh(config: PlanConfig) -> str:
     return " ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "data=1"
 
 
+def _devices(config: PlanConfig, execution: Execution) -> str:
+    gpus = gpus_of(config.topology)
+    return describe_devices(execution.layout) if gpus is None else f"{gpus.nodes * gpus.each} GPUs, {_mesh(config)}"
+
+
 def _settings(config: PlanConfig, execution: Execution) -> dict[str, Any]:
     """What was planned, as plain values."""
     asked = {name: getattr(config, name) for name in ("model", "topology", "batch_size", "seq_len", "remat")}
@@ -260,7 +280,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     else:
         tokens = f"{config.batch_size} x {config.seq_len:,} tokens"
         print(
-            f"{config.model_config or config.model} on {config.topology} ({describe_devices(execution.layout)}), "
+            f"{config.model_config or config.model} on {config.topology} ({_devices(config, execution)}), "
             f"{tokens}, remat {config.remat}; compiled in {made.seconds:.0f} s\n"
         )
         print(report(made, advised, rows=config.rows))

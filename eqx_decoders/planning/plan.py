@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from eqx_decoders.axes import axes, named_leaves
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.layout import Layout, names_of
+from eqx_decoders.model_info import active_parameters
 from eqx_decoders.planning.assigned import compile_until_assigned
 from eqx_decoders.planning.collectives import Collective, collectives
 from eqx_decoders.planning.hlo import Program, parse
@@ -25,6 +26,7 @@ from eqx_decoders.training.step import Trainer
 
 
 Until = Literal["code", "memory"]
+_AGAIN = 4 / 3  # products of experts, where the forward pass is computed again
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,7 @@ class Operations:
     - `model`: of the model, forward and backward, as MFU counts them.
     - `attention`: the share of them that is not of weights.
     - `computed`: all products that the program has, recomputation included; of attention whose loops data decide, as
-        many as the model has.
+        many as the model has, and of experts on rows that have room for the worst case, as many as all tokens need.
     - `six_nd`: 6 * weights that multiply * tokens.
     """
 
@@ -60,6 +62,7 @@ class Plan:
     - `seconds`: how long compiling took.
     - `told`: what the compiler said where it did not compile the step, or print it.
     - `tokens`: of a step.
+    - `note`: what is from where, if not from the compiler of these devices.
     """
 
     machine: Machine
@@ -70,6 +73,7 @@ class Plan:
     seconds: float
     told: str
     tokens: int
+    note: str = ""
 
 
 def make_plan(
@@ -156,11 +160,20 @@ def operations(model: Decoder, trainer: Trainer, jaxpr: Any, batch_size: int, se
     whole = tokens * flops_per_token(model, seq_len, trainable=trainer.trainable)
     attention = whole - tokens * flops_per_token(model, 0, trainable=trainer.trainable)
     found = products(jaxpr)
+    roomy = max(0.0, found.ragged - _AGAIN * 6.0 * tokens * _expert_weights(model))
     return Operations(
         model=whole,
         attention=attention,
-        computed=found.counted + (attention if found.uncounted else 0.0),
+        computed=found.counted - roomy + (attention if found.uncounted else 0.0),
         six_nd=6.0 * tokens * matmul_parameters(model.config),
+    )
+
+
+def _expert_weights(model: Decoder) -> int:
+    """Weights of experts that a token uses."""
+    words = axes(model)
+    return sum(
+        size for name, size in active_parameters(model).items() if {"experts", "embed", "mlp"} <= set(words[name])
     )
 
 

@@ -8,16 +8,18 @@ from typing import Any, NamedTuple
 class Products(NamedTuple):
     """Floating-point operations of the matrix products of a program, on all devices together.
 
-    counted: those in loops whose trips are known. uncounted: whether others are in loops that data decide.
+    counted: those in loops whose trips are known. uncounted: whether others are in loops that data decide. ragged: of
+    those counted the ones of groups, whose rows may have room for the worst case.
     """
 
     counted: float
     uncounted: bool
+    ragged: float = 0.0
 
 
 def products(jaxpr: Any) -> Products:
     """Those of a traced function: `jax.jit(f).trace(x).jaxpr`. Of the branches of a condition the largest counts."""
-    counted, uncounted = 0.0, False
+    counted, uncounted, ragged = 0.0, False, 0.0
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         own = _product(eqn)
         parts = [products(inner) for inner in inner_programs(eqn)]
@@ -25,11 +27,12 @@ def products(jaxpr: Any) -> Products:
         if name == "while":
             uncounted |= any(part.counted > 0 or part.uncounted for part in parts)
             continue
-        inside = [part.counted for part in parts]
-        both = max(inside, default=0.0) if name == "cond" else sum(inside)
-        counted += own + both * _times(eqn)
         uncounted |= any(part.uncounted for part in parts)
-    return Products(counted, uncounted)
+        if name == "cond":
+            parts = [max(parts, key=lambda part: part.counted)]
+        counted += own + sum(part.counted for part in parts) * _times(eqn)
+        ragged += own * name.startswith("ragged") + sum(part.ragged for part in parts) * _times(eqn)
+    return Products(counted, uncounted, ragged)
 
 
 def _product(eqn: Any) -> float:

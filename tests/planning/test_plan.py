@@ -125,7 +125,7 @@ def test_products_of_loops_branches_and_devices():
     assert plain.counted == 4 * one  # two products, there and back
     assert again.counted == 10 * one  # four products, there and back, and of each pair the first again
     grouped = jax.make_jaxpr(jax.lax.ragged_dot)(jnp.zeros((4, 3)), jnp.zeros((2, 3, 5)), jnp.array([1, 3]))
-    assert products(grouped) == Products(2 * 4 * 3 * 5, False)
+    assert products(grouped) == Products(2 * 4 * 3 * 5, False, ragged=2 * 4 * 3 * 5)
 
     # over one of two mesh axes, and inside over the other one: shapes are those of a device
     layout = ed.Layout.create(stage=2, fsdp=4)
@@ -178,7 +178,7 @@ def bound_by(name: str, kind: str = "all-gather") -> Plan:
         (bound_by("tensor", "all-reduce"), "full", ["mesh.tensor (now 2) smaller"]),
         (bound_by("expert", "ragged-all-to-all"), "full", ["travel to their experts", "mesh.expert (now 1)"]),
         (bound_by("data", "all-reduce"), "full", ["added up along it once"]),
-        (bound_by(ACROSS, "all-reduce"), "full", ["network between slices is the bound"]),
+        (bound_by(ACROSS, "all-reduce"), "full", ["network between slices, nodes is the bound"]),
         (planned(collectives=None, told="INTERNAL: no"), "full", ["cannot be printed", "INTERNAL: no", "jax[tpu]"]),
         (planned(collectives=(collective("all-gather", (0, 1), unknown=True),)), "full", ["1 collectives are in"]),
     ],
