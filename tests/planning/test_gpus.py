@@ -66,7 +66,7 @@ def test_a_plan_says_what_is_from_where(monkeypatch):
 
     monkeypatch.setattr(program, "make_plan", compiled)
     words = ("--topology", "h100:2x4", "--mesh", "data=2", "fsdp=4", "--batch-size", "8", "--seq-len", "32")
-    config = parse(["gpt3-52k", *words, "--remat", "full", "--set", "num_layers=3"])
+    config = parse(["gpt3-52k", *words, "--remat", "full", "--set", "num_layers=3", "--dtype", "bfloat16"])
     plan, _, execution = program.plan(config)
     assert plan.machine.chip.name == "h100" and asked["xla_tpu_max_hbm_size_mib"] == str(80 * 10**9 // 2**20)
     memory = plan.memory
