@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from eqx_decoders.families import list_models
-from eqx_decoders.planning.sizes import flags, sized, spread, table
+from eqx_decoders.planning.sizes import flags, rows_tried, sized, spread, table
 
 
 def plan_sizes(file: Path, only: list[str] | None = None) -> None:
@@ -18,7 +18,7 @@ def plan_sizes(file: Path, only: list[str] | None = None) -> None:
     wanted = [name for name in only or spread(sizes) if name not in known]
     for place, name in enumerate(wanted, 1):
         print(f"{place} of {len(wanted)}: {name}", file=sys.stderr, flush=True)
-        row = {"model": name, "parameters": sizes[name], **planned(flags(name, sizes[name]))}
+        row = {"model": name, "parameters": sizes[name], **planned(name, sizes[name])}
         with file.open("a") as out:
             out.write(json.dumps(row) + "\n")
     print(table(read_rows(file)))
@@ -31,11 +31,15 @@ def read_rows(file: Path) -> list[dict]:
     return list({row["model"]: row for row in rows}.values())
 
 
-def planned(words: list[str]) -> dict:
-    """The plan, or the error: the last line that was said."""
-    command = [sys.executable, str(Path(__file__).with_name("plan.py")), *words]
-    done = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
-    if done.returncode == 0:
-        return {"plan": json.loads(done.stdout)}
-    said = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()
-    return {"error": said[-1][:500]}
+def planned(name: str, weights: int) -> dict:
+    """The plan with the most rows that fit, or the error: the last line that was said."""
+    said = ""
+    for rows in rows_tried(weights):
+        command = [sys.executable, str(Path(__file__).with_name("plan.py")), *flags(name, weights, rows)]
+        done = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
+        if done.returncode == 0:
+            return {"plan": json.loads(done.stdout)}
+        said = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1][:500]
+        if "fits" not in said:
+            break
+    return {"error": said}

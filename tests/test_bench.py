@@ -45,11 +45,11 @@ def test_without_an_accelerator_it_says_what_it_needs(script):
 
 
 def test_sizes_go_on_with_the_rows_that_are_there(script, monkeypatch, tmp_path, capsys):
-    """Errors are tried again, a line that was cut off counts for nothing."""
+    """Errors are tried again, fewer rows if none fits; a line that was cut off counts for nothing."""
     bench, file, asked = script("bench_sizes"), tmp_path / "rows.jsonl", []
     monkeypatch.setattr(bench, "table", lambda rows: f"{len(rows)} rows")
     plan = {"settings": {}}
-    ends = [(2, "", "so\nno"), (0, json.dumps(plan), "")]
+    ends = [(2, "", "so\nno"), (2, "", "None fits"), (0, json.dumps(plan), "")]
     results = iter(subprocess.CompletedProcess([], *end) for end in ends)
     monkeypatch.setattr(bench.subprocess, "run", lambda command, **_: asked.append(command) or next(results))
     bench.plan_sizes(file, ["gemma3-1b"])
@@ -58,7 +58,7 @@ def test_sizes_go_on_with_the_rows_that_are_there(script, monkeypatch, tmp_path,
         out.write('{"model": "cut')
     bench.plan_sizes(file, ["gemma3-1b"])
     bench.plan_sizes(file, ["gemma3-1b"])
-    assert len(asked) == 2 and "1 rows" in capsys.readouterr().out
+    assert len(asked) == 3 and asked[1] != asked[2] and "1 rows" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -37,8 +37,9 @@ class Operations:
 
     - `model`: of the model, forward and backward, as MFU counts them.
     - `attention`: the share of them that is not of weights.
-    - `computed`: all products that the program has, recomputation included; of attention whose loops data decide, as
-        many as the model has, and of experts on rows that have room for the worst case, as many as all tokens need.
+    - `computed`: all products that the program has, recomputation included. Of attention whose loops data decide, as
+        many as the model has; of experts in such loops, or on rows that have room for the worst case, as many as the
+        tokens need.
     - `six_nd`: 6 * weights that multiply * tokens.
     """
 
@@ -160,11 +161,12 @@ def operations(model: Decoder, trainer: Trainer, jaxpr: Any, batch_size: int, se
     whole = tokens * flops_per_token(model, seq_len, trainable=trainer.trainable)
     attention = whole - tokens * flops_per_token(model, 0, trainable=trainer.trainable)
     found = products(jaxpr)
-    roomy = max(0.0, found.ragged - _AGAIN * 6.0 * tokens * _expert_weights(model))
+    needed = 6.0 * tokens * _expert_weights(model) * (1.0 if model.execution.remat is None else _AGAIN)
+    experts = needed if found.loose else min(found.ragged, needed)
     return Operations(
         model=whole,
         attention=attention,
-        computed=found.counted - roomy + (attention if found.uncounted else 0.0),
+        computed=found.counted - found.ragged + experts + (attention if found.uncounted else 0.0),
         six_nd=6.0 * tokens * matmul_parameters(model.config),
     )
 

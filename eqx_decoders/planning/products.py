@@ -9,30 +9,34 @@ class Products(NamedTuple):
     """Floating-point operations of the matrix products of a program, on all devices together.
 
     counted: those in loops whose trips are known. uncounted: whether others are in loops that data decide. ragged: of
-    those counted the ones of groups, whose rows may have room for the worst case.
+    those counted the ones of groups, whose rows may have room for the worst case. loose: whether products of groups are
+    in loops that data decide.
     """
 
     counted: float
     uncounted: bool
     ragged: float = 0.0
+    loose: bool = False
 
 
 def products(jaxpr: Any) -> Products:
     """Those of a traced function: `jax.jit(f).trace(x).jaxpr`. Of the branches of a condition the largest counts."""
-    counted, uncounted, ragged = 0.0, False, 0.0
+    counted, uncounted, ragged, loose = 0.0, False, 0.0, False
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         own = _product(eqn)
         parts = [products(inner) for inner in inner_programs(eqn)]
         name = eqn.primitive.name
         if name == "while":
-            uncounted |= any(part.counted > 0 or part.uncounted for part in parts)
+            uncounted |= any(part.counted > part.ragged or part.uncounted for part in parts)
+            loose |= any(part.ragged > 0 or part.loose for part in parts)
             continue
         uncounted |= any(part.uncounted for part in parts)
+        loose |= any(part.loose for part in parts)
         if name == "cond":
             parts = [max(parts, key=lambda part: part.counted)]
         counted += own + sum(part.counted for part in parts) * _times(eqn)
         ragged += own * name.startswith("ragged") + sum(part.ragged for part in parts) * _times(eqn)
-    return Products(counted, uncounted, ragged)
+    return Products(counted, uncounted, ragged, loose)
 
 
 def _product(eqn: Any) -> float:

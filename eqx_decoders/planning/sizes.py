@@ -57,14 +57,19 @@ def slice_of(weights: int) -> Slice:
     return next(each for each in SLICES if weights <= each.weights)
 
 
-def flags(name: str, weights: int) -> list[str]:
-    """The words with which `scripts/plan.py` plans a model on its slice."""
+def rows_tried(weights: int) -> list[int]:
+    """Rows of a batch for each device, from those of the slice to half of them, and so on."""
+    return [rows for rows in (4, 2, 1) if rows <= slice_of(weights).rows]
+
+
+def flags(name: str, weights: int, rows: int) -> list[str]:
+    """The words with which `scripts/plan.py` plans a model on its slice with so many rows for each device."""
     place, positions = slice_of(weights), get_config(name).positions
     longest = positions.max_positions if isinstance(positions, LearnedPositions) else SEQ_LEN
-    rows = place.rows * place.devices
     seq_len = min(SEQ_LEN, longest)
+    batch_size = rows * place.devices * (SEQ_LEN // seq_len)
     return [
-        *(name, "--topology", place.topology, "--batch-size", str(rows * (SEQ_LEN // seq_len))),
+        *(name, "--topology", place.topology, "--batch-size", str(batch_size)),
         *("--seq-len", str(seq_len), "--search", "1", "--until", "memory", "--json"),
     ]
 

@@ -3,12 +3,13 @@
 import math
 
 from eqx_decoders.cli.plan import parse
-from eqx_decoders.planning.sizes import SLICES, family, flags, sized, slice_of, spread, table
+from eqx_decoders.planning.sizes import SLICES, family, flags, rows_tried, sized, slice_of, spread, table
 
 
 def test_sizes_from_1b_to_1t_have_a_slice():
     sizes = sized(["kimi-k2-1t", "tiny", "llama3-8b", "gemma3-1b", "gpt2"])
     assert list(sizes) == ["gemma3-1b", "llama3-8b", "kimi-k2-1t"]
+    assert rows_tried(10**9) == [4, 2, 1] and rows_tried(10**12) == [2, 1]
     assert slice_of(sizes["llama3-8b"]).devices < slice_of(sizes["kimi-k2-1t"]).devices
     for each in SLICES:
         assert math.prod(map(int, each.topology.split(":")[1].split("x"))) == each.devices
@@ -21,9 +22,9 @@ def test_one_of_each_family_comes_first():
 
 
 def test_flags_are_those_of_the_program_and_rows_no_longer_than_positions():
-    config = parse(flags("llama3-8b", 8 * 10**9))
+    config = parse(flags("llama3-8b", 8 * 10**9, 4))
     assert (config.model, config.search, config.json, config.seq_len) == ("llama3-8b", 1, True, 4096)
-    short = parse(flags("gpt2-xl", 2 * 10**9))
+    short = parse(flags("gpt2-xl", 2 * 10**9, 4))
     assert short.seq_len == 1024 and short.batch_size * 1024 == config.batch_size * 4096
 
 
