@@ -5,12 +5,16 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 
+_GROUPED = ("gmm", "tgmm")  # JAX's kernels of grouped products
+
+
 class Products(NamedTuple):
     """Floating-point operations of the matrix products of a program, on all devices together.
 
-    counted: those in loops whose trips are known. uncounted: whether others are in loops, or grids of kernels, that data
-    decide. eight_bit: how many of those counted are of numbers of 8 bits. ragged: of those counted the ones of groups, whose rows may have
-    room for the worst case. loose: whether products of groups are in loops that data decide.
+    counted: those in loops whose trips are known. uncounted: whether others are in loops, or in grids of kernels, that
+    data decide. eight_bit: how many of those counted are of numbers of 8 bits. ragged: of those counted the ones of
+    groups, whose rows may have room for the worst case. loose: whether products of groups are in loops or grids that
+    data decide.
     """
 
     counted: float
@@ -31,9 +35,11 @@ def products(jaxpr: Any) -> Products:
             uncounted |= any(part.counted > part.ragged or part.uncounted for part in parts)
             loose |= any(part.ragged > 0 or part.loose for part in parts)
             continue
+        if eqn.params.get("name") in _GROUPED:
+            loose = True
+            continue
         if name == "pallas_call" and not all(isinstance(size, int) for size in eqn.params["grid_mapping"].grid):
-            of_groups = "gmm" in str(eqn.params.get("name_and_src_info") or eqn.params.get("name"))
-            uncounted, loose = uncounted or not of_groups, loose or of_groups
+            uncounted = True
             continue
         uncounted |= any(part.uncounted for part in parts)
         loose |= any(part.loose for part in parts)

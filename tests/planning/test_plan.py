@@ -12,6 +12,9 @@ import eqx_decoders as ed
 from eqx_decoders.config_json import with_fields
 from eqx_decoders.context import Execution
 from eqx_decoders.hardware import CHIPS, chip_of
+from eqx_decoders.layers.grouped_kernel import kernel_product
+from eqx_decoders.layers.kernel import attend
+from eqx_decoders.layers.mask import Causal
 from eqx_decoders.planning.advice import advice
 from eqx_decoders.planning.collectives import Collective
 from eqx_decoders.planning.machine import Machine
@@ -134,6 +137,12 @@ def test_products_of_loops_branches_and_devices():
         jnp.zeros((4, 3)), jnp.zeros((2, 3, 3)), jnp.array([1, 3])
     )
     assert products(looped) == Products(0, False, loose=True)
+    kernel = jax.make_jaxpr(lambda x, w, n: kernel_product(False, x, w, n))
+    assert products(kernel(jnp.zeros((128, 128)), jnp.zeros((2, 128, 128)), jnp.array([64, 64]))).loose
+    places = jnp.broadcast_to(jnp.arange(512)[None], (1, 512))
+    own = dict(query_positions=places, key_positions=places, kernel="interval", platform="tpu", local=True)
+    q = jnp.zeros((1, 512, 1, 128), jnp.bfloat16)
+    assert products(jax.make_jaxpr(lambda q: attend(q, q, q, mask=Causal(), **own))(q)) == Products(0, True)
 
     # over one of two mesh axes, and inside over the other one: shapes are those of a device
     layout = ed.Layout.create(stage=2, fsdp=4)
