@@ -16,8 +16,8 @@ ROOT = pathlib.Path(__file__).parent.parent / "eqx_decoders"
 ORDER = [
     "errors", "hardware", "lazy", "eager", "inputs", "axes", "device_grid", "offload", "layout", "low_precision",
     "numerics", "prng", "sampling", "origin", "remat", "pipeline", "context", "layers", "stats", "wiring", "further",
-    "block", "layer_inputs", "borrowing", "stack", "stages", "mtp", "config_json", "cache", "decoder", "create",
-    "families", "io", "inference", "describe", "replication", "model_info", "training", "planning", "cli",
+    "batch_split", "block", "layer_inputs", "borrowing", "stack", "stages", "mtp", "config_json", "cache", "decoder",
+    "create", "families", "io", "inference", "describe", "replication", "model_info", "training", "planning", "cli",
 ]  # fmt: skip
 
 
