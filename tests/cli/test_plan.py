@@ -75,6 +75,13 @@ def test_products_in_8_bits_are_planned_as_asked(here):
     assert model.execution.low_precision == ed.LowPrecision(mode="int8", weights=("*.mlp.*",))
 
 
+def test_copies_of_weights_are_refused_as_a_run_refuses_them(here):
+    """`replicated_tolerance`."""
+    here("llama3-8b", "--mesh", "tensor=8", "--batch-size", 8)
+    with pytest.raises(ed.ConfigError, match=r"replicated_tolerance=0.0: 0.0% of the weights .* Layout.tensor=8"):
+        program.plan(parse(["llama3-8b", "--mesh", "tensor=8", "--batch-size", "8", "--replicated-tolerance", "0"]))
+
+
 def test_long_rows_and_pipelines_are_planned_as_asked(here):
     """`context_order`, `context_form`, `pipeline`."""
     words = ("--context-order", "zigzag", "--context-form", "all_to_all", "--pipeline.microbatches", 4)
