@@ -60,6 +60,7 @@ def check_equal(model: ed.Decoder, layout: ed.Layout, parts: int = 2, rows: int 
     assert_close(got, want, units=256)
 
 
+@pytest.mark.slow
 def test_a_model_equals_itself_in_one_part():
     """Weights of five repeats and of one more layer; on a mesh that splits batch, weights and heads."""
     model = filled(rich_decoder(5), remat="full", layer_stats=True)

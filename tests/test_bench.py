@@ -18,6 +18,7 @@ def script(monkeypatch):
     return importlib.import_module
 
 
+@pytest.mark.slow
 def test_everything_runs_small(script):
     """A line with a time for each program; 64 tokens see 64 * 65 / 2 pairs, and less through a window."""
     bench = script("bench_accelerator")

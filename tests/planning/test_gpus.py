@@ -55,6 +55,7 @@ def test_other_topologies_are_no_gpus_and_wrong_ones_are_told():
         _ = gpus_of("h100:3x8").stand_in
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_is_from_where(monkeypatch):
     """State, gradients and kept are those of the compiled step of this mesh; capacity and rates are the GPU's."""
     monkeypatch.setattr(program, "tpu_devices", lambda topology, slices: jax.devices())

@@ -56,6 +56,7 @@ def test_policies_keep_what_they_name(remat, widths):
     )
 
 
+@pytest.mark.slow
 def test_a_prediction_is_of_what_is_compiled():
     """Kept is what the program keeps; with state and gradients and a layer it is about what the program needs."""
     model, trainer = stepped("save_qkv_proj", fsdp=8)
