@@ -12,10 +12,10 @@ OPTIMIZER ?= --optimizer.name muon --optimizer.learning-rate 3e-3 --optimizer.we
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-slow mutants lint typecheck bench clean
+.PHONY: help install train test test-slow mutants lint typecheck bench bench-accelerator bench-sizes clean
 
 help:  ## list what can be made
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 20
 	@echo "PYTHON=python3.12 chooses the interpreter, VENV=.venv312 the environment, MODEL=… and ARGS='…' go to scripts/train.py."
 
 $(STAMP): pyproject.toml
@@ -50,6 +50,12 @@ typecheck: $(STAMP)  ## pyright
 
 bench: $(AOT)  ## training step, loop, compile time, decoding, experts, loading, restart, data; a TPU pod (half an hour)
 	$(CPU) $(BIN)/python scripts/bench.py $(ARGS)
+
+bench-accelerator: $(STAMP)  ## where a TPU or GPU is: MFU of a training step, attention kernels, decoding
+	$(BIN)/python scripts/bench.py --only accelerator $(ARGS)
+
+bench-sizes: $(AOT)  ## plan all sizes from 1b to 1t for slices of TPUs (hours); ARGS='--rows FILE' goes on with what is there
+	$(CPU) $(BIN)/python scripts/bench.py --only sizes $(ARGS)
 
 clean:  ## remove the environment, caches and runs
 	rm -rf $(VENV) runs build dist .pytest_cache .ruff_cache .hypothesis

@@ -25,8 +25,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench_accelerator import accelerator
 from bench_data import encode, make_text, memory, plan, restart, tokenise
 from bench_layers import delta_rule, experts
+from bench_sizes import plan_sizes
 
 import eqx_decoders as ed
 from eqx_decoders.families.llama import llama
@@ -449,10 +451,19 @@ def show_aot_experts(options: argparse.Namespace) -> None:
         print("\ncompilation for TPUs needs libtpu (extra `aot`), which is not installed: left out")
         return
     print(f"\ntraining step for {options.topology}, {options.mesh}, 4096 tokens a device, bfloat16, remat full")
-    for name in options.models:
+    for name in options.models or ("deepseek3-671b", "llama4-17b-128e"):
         for exchange in ("gather", "all_to_all"):
             words = (name, options.topology, options.mesh, exchange)
             print_aot(name, exchange, alone("aot-experts", *words, JAX_PLATFORMS="cpu"))
+
+
+def show_sizes(options: argparse.Namespace) -> None:
+    print("\ntraining steps of all sizes, compiled for TPUs: estimates, nothing was run on a TPU")
+    plan_sizes(options.rows, options.models)
+
+
+def show_accelerator(options: argparse.Namespace) -> None:
+    accelerator(options.repeats)
 
 
 SHOWN = {
@@ -469,17 +480,19 @@ SHOWN = {
     "plan": show_plan,
     "aot-experts": show_aot_experts,
 }
+ASKED_FOR = {"sizes": show_sizes, "accelerator": show_accelerator}  # hours; what is not everywhere
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", choices=SHOWN, help="measure one thing, not all")
+    parser.add_argument("--only", choices=[*SHOWN, *ASKED_FOR], help="measure one thing, not all; sizes takes hours")
     parser.add_argument("--repeats", type=int, default=7, help="steps that are timed")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--gigabytes", type=float, default=2.0, help="text for tokenise")
     parser.add_argument("--topology", default="v5p:8x8x8", help="what aot-experts compiles for")
     parser.add_argument("--mesh", default='{"fsdp": 64, "expert": 8}', help="its mesh, as JSON")
-    parser.add_argument("--models", nargs="+", default=["deepseek3-671b", "llama4-17b-128e"], help="its models")
+    parser.add_argument("--models", nargs="+", help="models of aot-experts and sizes")
+    parser.add_argument("--rows", type=Path, default=Path("sizes.jsonl"), help="where sizes keeps its rows")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -488,7 +501,7 @@ def main() -> int:
         return 0
     print(f"jax {jax.__version__}, Python {sys.version.split()[0]}, {os.cpu_count()} CPUs, {jax.default_backend()}")
     for name in [options.only] if options.only else SHOWN:
-        SHOWN[name](options)
+        (SHOWN | ASKED_FOR)[name](options)
     return 0
 
 

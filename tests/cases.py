@@ -138,6 +138,18 @@ MESHES = {
     "expert": dict(expert=4, tensor=2),
     "stage": dict(stage=2, fsdp=4),
 }
+# Further ways to run on meshes: sizes, and fields of `Execution`.
+FORMS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "exchanged heads": (dict(data=4, context=2), dict(context_form="all_to_all")),
+    "ring": (dict(context=2, fsdp=2, tensor=2), dict(context_form="ring")),
+    "long ring": (dict(data=2, context=4), dict(context_form="ring")),
+    "ring of groups": (dict(data=2, context=4), dict(context_form="ring_all_to_all")),
+    "pipeline": (dict(stage=2, fsdp=4), dict(pipeline=ed.Pipeline(microbatches=2))),
+    "pipeline and tensor": (dict(stage=2, fsdp=2, tensor=2), dict(pipeline=ed.Pipeline(microbatches=2, gather="once"))),
+    "split batch": (dict(fsdp=2, context=2, tensor=2), dict(batch_split=2)),
+    "split batch and experts": (dict(expert=2, context=2, tensor=2), dict(batch_split=2)),
+    "small pieces": (dict(expert=4, tensor=2), dict(exchange_bytes=256, head_bytes=4096)),
+}
 ENGRAM = EngramConfig(
     embed_dim=EMBED, vocab_size=VOCAB, layers=(0,), layer=0, num_heads=2, head_dim=8, vocab_bases=(20, 30), taps=2
 )
@@ -148,7 +160,11 @@ RECURRENT = {
     "mamba2": Mamba2Config(num_heads=4, value_dim=5, num_groups=2, key_dim=6, dt_min=0.3),
     "kimi delta": KimiDeltaAttentionConfig(num_heads=4, head_dim=6, gate_rank=8, taps=3),
 }
-SPLITS_HEADS = ("fsdp x tensor", "transpose", "sequence", "context", "expert")
+SPLITS_HEADS = (
+    *("fsdp x tensor", "transpose", "sequence", "context", "expert"),
+    *(name for name, (sizes, _) in FORMS.items() if "tensor" in sizes),
+)
+OWN_DROPOUT = tuple(name for name, (_, run) in FORMS.items() if {"pipeline", "batch_split"} & set(run))
 FACTORS: dict[str, tuple[Any, ...]] = {
     "mesh": tuple(MESHES),
     "channel": tuple(CHANNELS),
@@ -195,8 +211,7 @@ EXCLUDED: list[tuple[str, tuple[Any, ...], str, tuple[Any, ...]]] = [
     ("borrows", (True,), "mixer", ("latent", "indexed", "learned", *RECURRENT)),  # they lend nothing
     ("channel", ("capacity",), "cache", CACHED),  # a piece has fewer places than the whole
     ("dropout", (0.25,), "accumulation", (2,)),  # other microbatches draw other masks
-    ("mtp", (1,), "mesh", ("stage",)),  # one depth can't be split over two stages
-    ("borrows", (True,), "mesh", ("stage",)),  # nor the layer that lends
+    ("dropout", (0.25,), "mesh", OWN_DROPOUT),  # parts of a batch draw masks of their own
 ]
 
 
@@ -233,6 +248,15 @@ def covering_array() -> list[dict[str, Any]]:
         cases.append(max(some, key=lambda case: len(pairs(case) & missing)))
         missing -= pairs(cases[-1])
     return cases
+
+
+def array_of_forms(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of these cases those in which each of `FORMS` meets every value that it may meet there."""
+    chosen = []
+    for form in FORMS:
+        able = [case | {"mesh": form} for case in cases if legal(case | {"mesh": form})]
+        chosen += representative(able)
+    return chosen
 
 
 def representative(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -379,8 +403,8 @@ def fast_form(case: Case, model: ed.Decoder) -> ed.Decoder:
         lookup="one_hot" if case["tied"] and case["loss"] == "fused" else "gather",
         precision=ed.Precision(compute=case["dtype"]),
     )
-    mesh = MESHES[case["mesh"]]
-    return model if mesh is None else model.place(ed.Layout.create(**mesh))
+    mesh, run = FORMS.get(case["mesh"]) or (MESHES[case["mesh"]], {})
+    return model if mesh is None else model.replace(**run).place(ed.Layout.create(**mesh))
 
 
 Z_LOSS = 1e-2

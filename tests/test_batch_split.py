@@ -1,6 +1,7 @@
 """A batch in parts: the law that it equals the whole in values, gradients and statistics."""
 
 import dataclasses
+import re
 
 import equinox as eqx
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.batch_split import cut_batch, join_batch
+from eqx_decoders.cli.xla_flags import options as xla_options
 from eqx_decoders.layers.attention import AttentionConfig
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.mlp import MLPConfig
@@ -21,6 +23,7 @@ from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.step import StepConfig, Trainer
 from tests.compare import assert_close, root_mean_square
 from tests.models import EMBED, VOCAB, filled, packed, rich_decoder, some_tokens
+from tests.programs import tpu_devices
 
 
 NORM = RMSNormConfig()
@@ -57,6 +60,7 @@ def check_equal(model: ed.Decoder, layout: ed.Layout, parts: int = 2, rows: int 
     assert_close(got, want, units=256)
 
 
+@pytest.mark.slow
 def test_a_model_equals_itself_in_one_part():
     """Weights of five repeats and of one more layer; on a mesh that splits batch, weights and heads."""
     model = filled(rich_decoder(5), remat="full", layer_stats=True)
@@ -157,3 +161,45 @@ def test_errors_say_what_to_change():
         model.place(ed.Layout.create(data=8))(some_tokens(8, 4))
     with pytest.raises(ed.ConfigError, match="batch_split=0"):
         ed.Execution(batch_split=0)
+
+
+# --- what travels meanwhile ---
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jaxlib 0.10 can't print programs of today's libtpu")
+def test_rows_travel_while_others_are_worked_on():
+    """The order in a compiled program: rows of one part go to the experts while the other attends, rows of the other
+    while experts work on those of the first, and results of the first come back while they work on the second."""
+    layout = ed.Layout.create(expert=8, devices=tpu_devices("tpu7x:2x2x1"))
+    experts = ExpertsConfig(num_experts=16, num_experts_per_token=2, mlp_dim=256, router=RouterConfig())
+    attention = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=128, rope=Rope())
+    blocks = (dataclasses.replace(SPARSE, mixer=attention, mlp=experts),) * 2
+    config = dataclasses.replace(decoder(*blocks), embed_dim=512)
+    precision = ed.Precision(compute=jnp.bfloat16)
+    model = ed.abstract(config, layout=layout, precision=precision, batch_split=2)
+    arrays, static = eqx.partition(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    sharding = layout.activation_sharding("batch length embed")
+    x = jax.ShapeDtypeStruct((16, 1024, 512), jnp.bfloat16, sharding=sharding)
+    run = jax.jit(lambda arrays, x: eqx.combine(arrays, static).run(embeds=x)[0])
+    # gathers inside of the experts' loops would take the SparseCores, which send
+    options = {**xla_options("v7x"), "xla_tpu_offload_gather_to_sparsecore": "false"}
+    text = run.trace(arrays, x).lower().compile(compiler_options=options).as_text()
+    body = next(part.splitlines() for part in text.split("\n\n") if len(re.findall("%gmm.* = ", part)) > 3)
+
+    def at(pattern: str) -> list[int]:
+        return [number for number, line in enumerate(body) if re.search(pattern, line)]
+
+    attends, products = at(r"%interval_attention_forward\S* = .*custom-call\("), at(r"%gmm\S* = .*custom-call\(")
+    assert (len(attends), len(products)) == (2, 6)
+    names = [re.search(r"%(\S+)\.call-done = bf16", body[number]) for number in at("%ragged-all-to-all.*call-done = ")]
+    travels = [[at(rf"%{name[1]}\.call-{end} = ")[0] for end in ("update", "done")] for name in names if name]
+    assert len(travels) == 4
+
+    def beside(first: int, last: int) -> bool:
+        return any(begin < first and last < end for begin, end in travels)
+
+    assert beside(attends[1], attends[1])
+    assert beside(products[0], products[2])
+    assert sum(begin < products[3] and products[5] < end for begin, end in travels) == 1
+    assert not beside(attends[0], attends[0])

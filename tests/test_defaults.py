@@ -8,6 +8,7 @@ import pkgutil
 import equinox as eqx
 
 from eqx_decoders import layers
+from eqx_decoders.layers.kernel import no_gradients, no_refusal
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope
@@ -34,7 +35,9 @@ DEFAULTS = {
     "Kernel": dict(
         masks=(Causal, SlidingWindow, Chunked, Bidirectional), soft_cap=True, segments=True, spans=True,
         selection=True, unequal_value_dim=True, float16=True, platforms=("cpu", "gpu", "tpu"),
+        lse=True, gradients=no_gradients, refusal=no_refusal,
     ),
+    "Call": dict(local=True, needs_lse=True),
     "GatedDeltaNetConfig": dict(taps=4, norm=RMSNormConfig()),
     "Mamba2Config": dict(taps=4, taps_bias=True, eps=1e-5),
     "KimiDeltaAttentionConfig": dict(taps=4, norm=RMSNormConfig()),

@@ -10,13 +10,26 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.remat import POLICIES
-from tests.cases import MESHES, check, covering_array, legal_pairs, pairs, random_cases, representative
+from tests.cases import (
+    FACTORS,
+    FORMS,
+    MESHES,
+    array_of_forms,
+    check,
+    covering_array,
+    legal,
+    legal_pairs,
+    pairs,
+    random_cases,
+    representative,
+)
 from tests.compare import assert_close
 from tests.models import VOCAB, extend, filled, packed, rich_decoder, run, some_tokens
 from tests.programs import drop_compiled_programs
 
 
 COVERING = covering_array()
+OF_FORMS = array_of_forms(COVERING)
 REPRESENTATIVE = representative(COVERING)
 # Cheap ones, of `make test`; and one with a state, which is in no cheap one of them.
 QUICK = [REPRESENTATIVE[number] for number in (0, 2, 3, 4)]
@@ -28,6 +41,13 @@ def test_every_legal_pair_of_options_is_in_a_case():
     want, have = legal_pairs(), set().union(*map(pairs, COVERING))
     assert have == want
     assert len(want) > 3_500 and len(COVERING) < 130
+
+
+def test_every_form_meets_every_option():
+    have = {(case["mesh"], name, value) for case in OF_FORMS for name, value in case.items()}
+    single = [(name, value) for name, values in FACTORS.items() if name != "mesh" for value in values]
+    want = {(form, name, value) for form in FORMS for name, value in single if legal({"mesh": form, name: value})}
+    assert want <= have and len(OF_FORMS) < 130
 
 
 def test_the_quick_cases_have_most_options():
@@ -49,6 +69,14 @@ def test_the_fast_form_of_a_case_equals_the_plain_one(case, record_property):
     drop_compiled_programs()
     check(case)
     record_property("compared cases of the covering array", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [pytest.param(case, id=f"{n}-{case['mesh']}") for n, case in enumerate(OF_FORMS)])
+def test_every_form_on_a_mesh_equals_the_plain_one(case, record_property):
+    drop_compiled_programs()
+    check(case)
+    record_property("compared cases of forms on meshes", 1)
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """Meshes, tables, born-sharded models, and what is refused."""
 
+import dataclasses
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,19 @@ def test_tables_split_weights_and_activations():
     assert layout.weight_spec("norm") == P(None)
     assert layout.activation_spec("batch length embed") == P(("fsdp", "fsdp_transpose"), None, None)
     assert layout.activation_spec("batch length mlp") == P(("fsdp", "fsdp_transpose"), None, ("tensor",))
+
+
+def test_gradients_and_states_may_live_elsewhere_than_weights():
+    layout = ed.Layout.create(data=2, fsdp=4)
+    split = dataclasses.replace(layout, gradients_over_data=True)
+    assert layout.gradient_spec("embed mlp", (16, 24)) == layout.weight_spec("embed mlp") == P(("fsdp",), None)
+    assert split.gradient_spec("embed mlp", (16, 24)) == P(("fsdp", "data"), None)
+    assert split.gradient_spec("norm", (3,)) == P(None)  # what `data` does not divide
+    away = ed.Layout.create(fsdp=8, offload=ed.Offload(weights=("*.mlp.up",), optimizer=("*",)))
+    model = ed.abstract(rich_decoder(2), layout=away)
+    kinds = {name: leaf.sharding.memory_kind for name, leaf in named_leaves(model).items()}
+    assert {name for name, kind in kinds.items() if kind == "pinned_host"} == {"segments.0.unit.0.mlp.up"}
+    assert "pinned_host" in {leaf.memory_kind for leaf in jax.tree.leaves(away.state_shardings(model, over_data=False))}
 
 
 def test_a_mesh_axis_serves_one_dimension():

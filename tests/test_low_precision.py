@@ -397,7 +397,7 @@ def test_latents_are_read_with_the_same_weights():
     cache = step(model, tokens[:, :5], cache).cache
     last = step(model, tokens[:, 5:], cache).logits[:, 0]
     size, cost = (float(jnp.linalg.norm(each)) for each in (plain[:, 5], whole[:, 5] - plain[:, 5]))
-    assert float(jnp.linalg.norm(last - whole[:, 5])) < cost < 0.05 * size
+    assert float(jnp.linalg.norm(last - whole[:, 5])) < 2 * cost < 0.1 * size
 
 
 # --- training ---

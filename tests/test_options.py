@@ -416,6 +416,7 @@ EXECUTION = dict(
     head_bytes=lambda: 1,
     exchange_bytes=lambda: 1,
     batch_split=lambda: 2,
+    low_precision=lambda: ed.LowPrecision(mode="int8"),
     context_order=lambda: "zigzag",
     context_form=lambda: "all_to_all",
     pipeline=lambda: ed.Pipeline(microbatches=2),
@@ -494,6 +495,8 @@ SHOWN_IN = {
     "StepConfig": "training/test_step.py",
     **dict.fromkeys(("DataConfig", "MeshConfig", "TrainConfig"), "training/test_run.py"),
     **dict.fromkeys(("Pipeline", "PipelineConfig"), "test_pipeline.py"),
+    **dict.fromkeys(("LowPrecision", "LowPrecisionConfig"), "test_low_precision.py"),
+    "Offload": "training/test_offload.py",
 }
 # What is passed between functions and what families are made of: data, and no settings of a user.
 DATA = {
@@ -501,7 +504,7 @@ DATA = {
     "Origin", "Recipe", "RemoteFile", "Shape", "StateShape", "StoredTensor", "MXFP4Tensor", "BlockScaledTensor",
     "TailShape", "TextModel", "Weight", "WeightMapping", "Wiring", "Part", "Section", "BranchFunction", "HeadSplit",
     "BlockSizes", "Tiles", "Chip", "Collective", "Machine", "Memory", "Operations", "Plan", "Roofline", "Route",
-    "Estimate",
+    "Estimate", "Call", "Ring",
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
     python scripts/plan.py llama3-8b --topology v5p:2x2x4 --mesh.fsdp 16 --batch-size 16 --remat save_qkv_proj
     python scripts/plan.py llama3-8b --topology v5p:4x4x4 --mesh fsdp=16 tensor=4 --json
     python scripts/plan.py llama3-8b --topology v5p:4x4x4 --search 3
+    python scripts/plan.py llama3-8b --topology h100:4x8 --mesh data=4 fsdp=8 --until memory
 
 It needs libtpu and no TPU. Times are estimates by published figures; memory and collectives are the compiler's.
 """
@@ -24,10 +25,12 @@ from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import ConfigError, check, check_integer, check_word, need_extra
 from eqx_decoders.offload import Offload
 from eqx_decoders.planning.advice import advice
+from eqx_decoders.planning.assigned import abandoned
+from eqx_decoders.planning.gpus import counted_memory, gpus_of, on_gpus
 from eqx_decoders.planning.machine import Machine
-from eqx_decoders.planning.plan import Plan, make_plan
+from eqx_decoders.planning.plan import Plan, Until, make_plan
 from eqx_decoders.planning.report import as_data, report
-from eqx_decoders.planning.search import estimate, meshes
+from eqx_decoders.planning.search import estimate, meshes, predicted_bytes
 from eqx_decoders.replication import check_replicated
 from eqx_decoders.training.balance import expert_configs
 from eqx_decoders.training.data import DataConfig
@@ -48,7 +51,8 @@ class PlanConfig:
     model: str
     """Name of a model, as `train --list-models` prints them."""
     topology: str = "v5p:2x2x1"
-    """Generation and shape of a slice: v4:2x2x1, v5e:4x4, v5p:4x4x4, v6e:8x8, tpu7x:4x4x4."""
+    """Generation and shape of a slice: v4:2x2x1, v5e:4x4, v5p:4x4x4, v6e:8x8, tpu7x:4x4x4; or nodes of GPUs: h100:4x8
+    are four of eight. For these memory is counted, and collectives are of a step compiled for as many TPUs."""
     slices: int = 1
     """How many of them; mesh.data crosses the slower network between them."""
     model_config: str | None = None
@@ -90,6 +94,9 @@ class PlanConfig:
     search: int = 0
     """Look for a mesh: so many of those that an estimate ranks first are compiled, each with the first policy from
     `remat` on that fits; 0: plan the one that is given."""
+    until: Until = "code"
+    """When the compiler is left: at the end; or when memory is assigned, before there is machine code, in a fraction of
+    the time. What only shows then (a kernel that finds no room) is not found."""
     rows: int = 12
     """Collectives to print."""
     json: bool = False
@@ -149,11 +156,22 @@ def tpu_devices(topology: str, slices: int = 1) -> list[Any]:
 
 def plan(config: PlanConfig, devices: Sequence[Any] | None = None) -> tuple[Plan, list[str], Execution]:
     """The plan of a step, what to change, and how the step is run. devices: those of the topology, if known."""
-    devices = tpu_devices(config.topology, config.slices) if devices is None else devices
+    devices = planned_devices(config) if devices is None else devices
+    gpus = gpus_of(config.topology)
     model, trainer, machine = _parts(config, devices)
-    flags = {} if config.xla_flags == "none" else options(machine.chip.name)
-    made = make_plan(model, trainer, machine, batch_size=config.batch_size, seq_len=config.seq_len, options=flags)
+    flags = options(machine.chip.name) if gpus is None else gpus.options
+    flags = {} if config.xla_flags == "none" else flags
+    shape = dict(batch_size=config.batch_size, seq_len=config.seq_len)
+    made = make_plan(model, trainer, machine, **shape, options=flags, until=config.until)
+    if gpus is not None:
+        made = on_gpus(made, counted_memory(model, trainer, machine, **shape), gpus)
     return made, advice(made, model.execution), model.execution
+
+
+def planned_devices(config: PlanConfig) -> list[Any]:
+    """The devices that a step is compiled for: those of the topology, or as many TPUs in place of GPUs."""
+    gpus = gpus_of(config.topology)
+    return tpu_devices(config.topology, config.slices) if gpus is None else tpu_devices(gpus.stand_in, 1)
 
 
 def _parts(config: PlanConfig, devices: Sequence[Any]) -> tuple[Decoder, Trainer, Machine]:
@@ -165,7 +183,9 @@ def _parts(config: PlanConfig, devices: Sequence[Any]) -> tuple[Decoder, Trainer
     model = abstract(described, **vars(execution))
     check_replicated(model, execution.layout, config.replicated_tolerance)
     trainer = Trainer.create(config.optimizer, model, steps=config.training().steps, config=config.step)
-    return model, trainer, Machine.of_tpus(list(execution.layout.mesh.devices.flat))
+    gpus = gpus_of(config.topology)
+    machine = Machine.of_tpus(list(execution.layout.mesh.devices.flat)) if gpus is None else gpus.machine
+    return model, trainer, machine
 
 
 Found = tuple[PlanConfig, Plan, list[str], Execution]
@@ -173,7 +193,7 @@ Found = tuple[PlanConfig, Plan, list[str], Execution]
 
 def search(config: PlanConfig, say: Callable[[str], None]) -> Found:
     """The settings with the mesh and policy whose step is the shortest of those that were compiled, and its plan."""
-    devices = tpu_devices(config.topology, config.slices)
+    devices = planned_devices(config)
     ranked = _ranked(config, devices)
     say(f"{len(ranked)} meshes can hold the state; {min(config.search, len(ranked))} are compiled\n")
     found = [made for _, one in ranked[: config.search] if (made := _first_that_fits(one, devices)) is not None]
@@ -191,13 +211,24 @@ def search(config: PlanConfig, say: Callable[[str], None]) -> Found:
 
 
 def _first_that_fits(config: PlanConfig, devices: Sequence[Any]) -> Found | None:
-    """The plan with the first policy, from the one that is given on, whose step fits."""
-    for remat in _KEEPING_LESS[_KEEPING_LESS.index(config.remat) :]:
-        tried = dataclasses.replace(config, remat=remat)
+    """The plan with the first policy, from the one that is given on, whose step fits.
+
+    Policies that keep more than there is room for, by counting, are not compiled; the last one is in any case.
+    """
+    *others, last = (
+        dataclasses.replace(config, remat=remat) for remat in _KEEPING_LESS[_KEEPING_LESS.index(config.remat) :]
+    )
+    for tried in [*filter(lambda one: _may_fit(one, devices), others), last]:
         made, advised, execution = plan(tried, devices)
         if made.memory.fits:
             return tried, made, advised, execution
     return None
+
+
+def _may_fit(config: PlanConfig, devices: Sequence[Any]) -> bool:
+    model, trainer, machine = _parts(config, devices)
+    needed = predicted_bytes(model, trainer, machine, batch_size=config.batch_size, seq_len=config.seq_len)
+    return needed <= machine.memory
 
 
 def _ranked(config: PlanConfig, devices: Sequence[Any]) -> list[tuple[float, PlanConfig]]:
@@ -220,6 +251,17 @@ def _ranked(config: PlanConfig, devices: Sequence[Any]) -> list[tuple[float, Pla
 def _mesh(config: PlanConfig) -> str:
     sizes = dataclasses.asdict(config.mesh)
     return " ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "data=1"
+
+
+def _devices(config: PlanConfig, execution: Execution) -> str:
+    gpus = gpus_of(config.topology)
+    return describe_devices(execution.layout) if gpus is None else f"{gpus.nodes * gpus.each} GPUs, {_mesh(config)}"
+
+
+def _settings(config: PlanConfig, execution: Execution) -> dict[str, Any]:
+    """What was planned, as plain values."""
+    asked = {name: getattr(config, name) for name in ("model", "topology", "batch_size", "seq_len", "remat")}
+    return asked | {"mesh": {name: size for name, size in execution.layout.sizes.items() if size > 1}}
 
 
 def _flags() -> dict[str, str]:
@@ -245,15 +287,19 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
         else:
             made, advised, execution = plan(config)
     if config.json:
-        print(json.dumps(as_data(made, advised), indent=1))
+        print(json.dumps({"settings": _settings(config, execution)} | as_data(made, advised), indent=1))
     else:
         tokens = f"{config.batch_size} x {config.seq_len:,} tokens"
         print(
-            f"{config.model_config or config.model} on {config.topology} ({describe_devices(execution.layout)}), "
+            f"{config.model_config or config.model} on {config.topology} ({_devices(config, execution)}), "
             f"{tokens}, remat {config.remat}; compiled in {made.seconds:.0f} s\n"
         )
         print(report(made, advised, rows=config.rows))
-    return 0 if made.memory.fits else 1
+    code = 0 if made.memory.fits else 1
+    if abandoned:  # the compiler goes on, and cannot be ended otherwise
+        sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
 def parse(args: Sequence[str] | None = None, prog: str | None = None) -> PlanConfig:

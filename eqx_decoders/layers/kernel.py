@@ -59,6 +59,10 @@ def no_gradients(*args: Any, **options: Any) -> Gradients:
     raise ConfigError("This kernel has no gradients under a log-sum-exp that is given.")
 
 
+def no_refusal(call: Call) -> None:
+    """Of kernels that can do all that they say."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kernel:
     """One way to compute attention, and what it can do.
@@ -80,7 +84,7 @@ class Kernel:
     unequal_value_dim: bool = True
     float16: bool = True
     lse: bool = True
-    refusal: Callable[[Call], str | None] = lambda call: None
+    refusal: Callable[[Call], str | None] = no_refusal
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
 
     def lacks(self, call: Call) -> str | None:

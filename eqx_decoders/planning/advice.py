@@ -82,7 +82,7 @@ def _network(plan: Plan, execution: Execution) -> str:
     beside = f"{line.networks[line.bound]:.3g} s, beside {line.compute:.3g} s of products"
     if line.bound == ACROSS:
         return (
-            f"The network between slices is the bound: {beside}. What crosses it does not grow with the batch: give "
+            f"The network {ACROSS} is the bound: {beside}. What crosses it does not grow with the batch: give "
             "more tokens a step."
         )
     begin = f"The links along {line.bound} are the bound: {beside}."

@@ -25,7 +25,8 @@ class Collective:
     **Arguments:**
 
     - `kind`: one of `hlo.KINDS`.
-    - `bytes`: of its largest buffer on a device: what a gather returns, what a reduction takes.
+    - `bytes`: of its largest buffer on a device: what a gather returns, what a reduction takes. Of a ragged exchange
+        the rows of its smaller side: the other one has room for the worst case.
     - `times`: how often a step runs it.
     - `groups`: the places in the mesh that take part together; of a permutation the pairs.
     - `axes`: the axes of the mesh along which these differ.
@@ -78,6 +79,8 @@ def _collective(program: Program, run: Run, mesh: Mapping[str, int]) -> Collecti
     scatters = op.base == "all-reduce" and run.computation.startswith(_SCATTERS)
     kind, groups = "reduce-scatter" if scatters else op.base, groups_of(op.rest, math.prod(mesh.values()))
     arrays = _arrays(op)
+    if op.base == "ragged-all-to-all":  # the larger side has room for the worst case
+        arrays = min(arrays, _operand(program, run), key=lambda shapes: sum(map(shape_bytes, shapes)))
     size = sum(map(shape_bytes, arrays))
     if op.base == "reduce-scatter":
         size *= max(map(len, groups), default=1)  # its result is one part
@@ -132,6 +135,12 @@ def _arrays(op: Op) -> list[str]:
     if op.kind in ("all-gather-start", "collective-permute-start") and len(parts) > 1:
         return members(parts[1])
     return parts
+
+
+def _operand(program: Program, run: Run) -> list[str]:
+    """The shape of the first operand; that of the result where it isn't found."""
+    ops = program.computations.get(run.computation, [])
+    return [op.shape for op in ops if op.name == run.op.operands[0]] or _arrays(run.op)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -90,7 +90,7 @@ class Machine:
             if span > 1:
                 ring = self.chip.ring > 0 and span == extent and span % self.chip.ring == 0
                 bandwidth += self.chip.link_bandwidth * (2 if ring else 1)
-                hops = max(hops, span / 2 if ring else span - 1.0)
+                hops = max(hops, 1.0 if self.chip.node else span / 2 if ring else span - 1.0)  # a switch is one hop
         if bandwidth == 0 and len(inside) > 1:  # on one chip
             bandwidth, hops = _DIE_TO_DIE * self.chip.link_bandwidth, 1.0
         return Route(

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ from eqx_decoders.axes import axes, named_leaves
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.layout import Layout, names_of
 from eqx_decoders.low_precision import LowPrecision
+from eqx_decoders.model_info import active_parameters
+from eqx_decoders.planning.assigned import compile_until_assigned
 from eqx_decoders.planning.collectives import Collective, collectives
 from eqx_decoders.planning.hlo import Program, parse
 from eqx_decoders.planning.machine import Machine
@@ -25,6 +27,10 @@ from eqx_decoders.training.flops import flops_per_token, matmul_parameters
 from eqx_decoders.training.step import Trainer
 
 
+Until = Literal["code", "memory"]
+_AGAIN = 4 / 3  # products of experts, where the forward pass is computed again
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Operations:
     """Floating-point operations of a step on all devices together.
@@ -33,8 +39,9 @@ class Operations:
 
     - `model`: of the model, forward and backward, as MFU counts them.
     - `attention`: the share of them that is not of weights.
-    - `computed`: all products that the program has, recomputation included; of attention whose loops data decide, as
-        many as the model has.
+    - `computed`: all products that the program has, recomputation included. Of attention whose loops data decide, as
+        many as the model has; of experts in such loops, or on rows that have room for the worst case, as many as the
+        tokens need.
     - `six_nd`: 6 * weights that multiply * tokens.
     - `eight_bit`: how many of those computed are of numbers of 8 bits.
     """
@@ -61,6 +68,7 @@ class Plan:
     - `told`: what the compiler said where it did not compile the step, or print it.
     - `tokens`: of a step.
     - `replicated`: the share of the weights that is whole along an axis of the mesh that splits others.
+    - `note`: what is from where, if not from the compiler of these devices.
     """
 
     machine: Machine
@@ -72,6 +80,7 @@ class Plan:
     told: str
     tokens: int
     replicated: float = 0.0
+    note: str = ""
 
 
 def make_plan(
@@ -82,12 +91,15 @@ def make_plan(
     batch_size: int,
     seq_len: int,
     options: Mapping[str, str] | None = None,
+    until: Until = "code",
 ) -> Plan:
     """Compile the step of `model` (of shapes, on a mesh of the machine's devices) and count.
 
     **Arguments:**
 
     - `options`: of XLA's compiler.
+    - `until`: "memory" ends the compilation for a TPU when memory is assigned, before there is machine code: a fraction
+        of the time. What only shows then (a kernel that finds no room) is not found.
     """
     layout = model.execution.layout
     state, batch = trainer.abstract(model, key=jax.random.key(0)), abstract_batch(layout, batch_size, seq_len)
@@ -95,7 +107,7 @@ def make_plan(
     done = operations(model, trainer, traced.jaxpr, batch_size, seq_len)
     known = state_memory(trainer, state, machine.memory)
     begun = time.perf_counter()
-    memory, program, told = _compiled(traced, known, dict(options or {}))
+    memory, program, told = _compiled(traced, known, dict(options or {}), until)
     found = None if program is None else tuple(collectives(program, layout.sizes))
     devices = len(machine.places)
     line = Roofline(
@@ -123,9 +135,13 @@ def _compute_seconds(done: Operations, machine: Machine, rounding: LowPrecision 
     return ((done.computed - done.eight_bit) / machine.flops + done.eight_bit / rate) / len(machine.places)
 
 
-def _compiled(traced: Any, known: Memory, options: dict[str, str]) -> tuple[Memory, Program | None, str]:
+def _compiled(traced: Any, known: Memory, options: dict[str, str], until: Until) -> tuple[Memory, Program | None, str]:
     """The memory of the compiled step, its program where it can be printed, and what the compiler said else."""
     try:
+        if until == "memory":
+            sizes, text = compile_until_assigned(traced.lower(), options)
+            program = parse(text)
+            return compiled_memory(known, sizes, program), program, ""
         compiled = traced.lower().compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         told = str(error)
@@ -158,12 +174,22 @@ def operations(model: Decoder, trainer: Trainer, jaxpr: Any, batch_size: int, se
     whole = tokens * flops_per_token(model, seq_len, trainable=trainer.trainable)
     attention = whole - tokens * flops_per_token(model, 0, trainable=trainer.trainable)
     found = products(jaxpr)
+    needed = 6.0 * tokens * _expert_weights(model) * (1.0 if model.execution.remat is None else _AGAIN)
+    experts = needed if found.loose else min(found.ragged, needed)
     return Operations(
         model=whole,
         attention=attention,
-        computed=found.counted + (attention if found.uncounted else 0.0),
+        computed=found.counted - found.ragged + experts + (attention if found.uncounted else 0.0),
         six_nd=6.0 * tokens * matmul_parameters(model.config),
         eight_bit=found.eight_bit,
+    )
+
+
+def _expert_weights(model: Decoder) -> int:
+    """Weights of experts that a token uses."""
+    words = axes(model)
+    return sum(
+        size for name, size in active_parameters(model).items() if {"experts", "embed", "mlp"} <= set(words[name])
     )
 
 

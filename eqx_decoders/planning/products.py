@@ -5,34 +5,50 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 
+_GROUPED = ("gmm", "tgmm")  # JAX's kernels of grouped products
+
+
 class Products(NamedTuple):
     """Floating-point operations of the matrix products of a program, on all devices together.
 
-    counted: those in loops whose trips are known. uncounted: whether others are in loops that data decide. eight_bit:
-    how many of those counted are of numbers of 8 bits.
+    counted: those in loops whose trips are known. uncounted: whether others are in loops, or in grids of kernels, that
+    data decide. eight_bit: how many of those counted are of numbers of 8 bits. ragged: of those counted the ones of
+    groups, whose rows may have room for the worst case. loose: whether products of groups are in loops or grids that
+    data decide.
     """
 
     counted: float
     uncounted: bool
     eight_bit: float = 0.0
+    ragged: float = 0.0
+    loose: bool = False
 
 
 def products(jaxpr: Any) -> Products:
     """Those of a traced function: `jax.jit(f).trace(x).jaxpr`. Of the branches of a condition the largest counts."""
-    counted, eight_bit, uncounted = 0.0, 0.0, False
+    counted, eight_bit, ragged, uncounted, loose = 0.0, 0.0, 0.0, False, False
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         own = _product(eqn)
-        parts = [products(inner) for inner in _inner(eqn)]
+        parts = [products(inner) for inner in inner_programs(eqn)]
         name = eqn.primitive.name
         if name == "while":
-            uncounted |= any(part.counted > 0 or part.uncounted for part in parts)
+            uncounted |= any(part.counted > part.ragged or part.uncounted for part in parts)
+            loose |= any(part.ragged > 0 or part.loose for part in parts)
             continue
-        inside = [(part.counted, part.eight_bit) for part in parts]
-        inside = [max(inside, default=(0.0, 0.0))] if name == "cond" else inside
-        counted += own + sum(part[0] for part in inside) * _times(eqn)
-        eight_bit += own * _is_eight_bit(eqn) + sum(part[1] for part in inside) * _times(eqn)
+        if eqn.params.get("name") in _GROUPED:
+            loose = True
+            continue
+        if name == "pallas_call" and not all(isinstance(size, int) for size in eqn.params["grid_mapping"].grid):
+            uncounted = True
+            continue
         uncounted |= any(part.uncounted for part in parts)
-    return Products(counted, uncounted, eight_bit)
+        loose |= any(part.loose for part in parts)
+        if name == "cond":
+            parts = [max(parts, key=lambda part: part.counted)]
+        counted += own + sum(part.counted for part in parts) * _times(eqn)
+        eight_bit += own * _is_eight_bit(eqn) + sum(part.eight_bit for part in parts) * _times(eqn)
+        ragged += own * name.startswith("ragged") + sum(part.ragged for part in parts) * _times(eqn)
+    return Products(counted, uncounted, eight_bit, ragged, loose)
 
 
 def _product(eqn: Any) -> float:
@@ -70,7 +86,7 @@ def _times(eqn: Any) -> int:
     return 1
 
 
-def _inner(eqn: Any) -> Iterator[Any]:
+def inner_programs(eqn: Any) -> Iterator[Any]:
     """The programs inside an equation."""
     for value in eqn.params.values():
         for each in value if isinstance(value, tuple | list) else (value,):

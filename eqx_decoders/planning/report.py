@@ -14,7 +14,7 @@ _LITTLE = 1e-3  # of all: not worth a word
 
 def report(plan: Plan, advised: Iterable[str], *, rows: int = 12) -> str:
     """A plan for reading: memory, collectives, operations, time; `rows` collectives at most."""
-    parts = [_memory(plan), _collectives(plan, rows), _time(plan)]
+    parts = [plan.note, _memory(plan), _collectives(plan, rows), _time(plan)]
     said = "\n".join(f"- {sentence}" for sentence in advised)
     return "\n\n".join([*filter(None, parts), *([f"advice\n{said}"] if said else [])])
 
@@ -41,6 +41,7 @@ def as_data(plan: Plan, advised: Iterable[str]) -> dict[str, Any]:
         "mfu": {"one_by_one": low, "overlapped": high},
         "compile_seconds": plan.seconds,
         "told": plan.told,
+        "note": plan.note,
         "advice": list(advised),
     }
 

@@ -9,7 +9,7 @@ from eqx_decoders.planning.machine import Machine
 
 _HOP = 1e-6  # seconds from one chip to the next, at least
 
-ACROSS = "between slices"  # the slower network
+ACROSS = "between slices, nodes"  # the slower network
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

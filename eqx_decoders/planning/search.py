@@ -3,7 +3,8 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +12,23 @@ import numpy as np
 
 from eqx_decoders.axes import axes as axes_of_weights, named_leaves
 from eqx_decoders.decoder import Decoder
+from eqx_decoders.layers.exchange import sends_rows
 from eqx_decoders.layout import Layout, device_bytes, names_of
 from eqx_decoders.planning.collectives import Collective
+from eqx_decoders.planning.kept import kept_arrays, kept_share
 from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.memory import state_memory
-from eqx_decoders.planning.plan import moved_bytes
+from eqx_decoders.planning.plan import abstract_batch, moved_bytes
 from eqx_decoders.planning.roofline import Roofline, collective_seconds
+from eqx_decoders.training.balance import expert_configs
 from eqx_decoders.training.flops import flops_per_token
 from eqx_decoders.training.step import Trainer
 
 
 _SUMS = 4  # of activations in a layer whose heads and mlp are split: two forward, two backward
 _AGAIN = 4 / 3  # operations, where a layer is computed again
+_FEATURES = ("tensor", "tensor_sequence")  # along which heads and mlp are split
+_BOTH = 2  # what a layer makes, and the gradients of it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,8 +50,8 @@ def estimate(model: Decoder, trainer: Trainer, machine: Machine, *, batch_size: 
     """What a step costs by counting alone.
 
     Weights are gathered twice and their gradients scattered once along what splits them but not the activations; of
-    layers whose heads are split, activations are added up; gradients are added up along `data`. What else is sent
-    (tokens to experts, the head's tiles) is left to the compiler.
+    layers whose heads are split, activations are added up; gradients are added up along `data`; tokens travel to
+    experts and back. What else is sent (the head's tiles) is left to the compiler.
     """
     execution = model.execution
     layout, sizes, tokens = execution.layout, execution.layout.sizes, batch_size * seq_len
@@ -67,8 +73,10 @@ def estimate(model: Decoder, trainer: Trainer, machine: Machine, *, batch_size: 
         send("all-gather", size, axes, times=3)
     parts = layout.activation_parts("batch length embed", (batch_size, seq_len, model.config.embed_dim))
     activations = tokens * model.config.embed_dim * jnp.dtype(execution.precision.compute).itemsize // parts
-    heads = tuple(axis for axis in ("tensor", "tensor_sequence") if sizes[axis] > 1)
+    heads = tuple(axis for axis in _FEATURES if sizes[axis] > 1)
     send("all-reduce", activations, heads, times=_SUMS * len(model.config.blocks))
+    for kind, size, times in _to_experts(model, activations):
+        send(kind, size, ("expert",) if sizes["expert"] > 1 else (), times=times)
     send("all-reduce", memory.gradients, ("data",) if sizes["data"] > 1 else ())
     compute = tokens * flops_per_token(model, seq_len, trainable=trainer.trainable) / devices / machine.flops
     line = Roofline(
@@ -78,6 +86,42 @@ def estimate(model: Decoder, trainer: Trainer, machine: Machine, *, batch_size: 
         model_flops_seconds=compute,
     )
     return Estimate(seconds=line.one_by_one, state=memory.state + memory.gradients)
+
+
+def predicted_bytes(model: Decoder, trainer: Trainer, machine: Machine, *, batch_size: int, seq_len: int) -> int:
+    """What a device needs, by tracing alone: state, gradients, what is kept, and what one layer makes at a time."""
+    memory = state_memory(trainer, trainer.abstract(model, key=jax.random.key(0)), machine.memory)
+    kept = kept_by_device(model, trainer, batch_size=batch_size, seq_len=seq_len)
+    whole = model.replace(remat=None)
+    layer = kept_by_device(whole, trainer, batch_size=batch_size, seq_len=seq_len) // len(model.config.blocks)
+    return memory.state + memory.gradients + kept + _BOTH * layer
+
+
+def kept_by_device(model: Decoder, trainer: Trainer, *, batch_size: int, seq_len: int) -> int:
+    """Bytes that the loops over layers keep for the backward pass on a device, by tracing alone."""
+    layout, sizes = model.execution.layout, model.execution.layout.sizes
+    state, batch = trainer.abstract(model, key=jax.random.key(0)), abstract_batch(layout, batch_size, seq_len)
+    arrays = kept_arrays(jax.jit(trainer.advance).trace(state, batch).jaxpr)
+    tokens = layout.activation_parts("batch length embed", (batch_size, seq_len, model.config.embed_dim))
+    features = math.prod(sizes[name] for name in _FEATURES)
+    return kept_share(arrays, model.config.embed_dim, tokens=tokens, features=features)
+
+
+def _to_experts(model: Decoder, activations: int) -> Iterator[tuple[str, int, int]]:
+    """Kind, bytes and times of what layers with experts send if a device's tokens are so many bytes.
+
+    Forward, recomputed and backward; there tokens are sent, or gathered, and results are sent back, or scattered.
+    """
+    execution = model.execution
+    parts, platform = execution.layout.sizes["expert"], execution.layout.platform
+    for config, times in Counter(expert_configs(model.config)).items():
+        slots = config.num_experts_per_token
+        passes = times * (2 if execution.remat is None else 3)
+        if sends_rows(execution, slots, parts, platform == "tpu"):
+            yield "all-to-all", activations * slots, 2 * passes
+        else:
+            yield "all-gather", activations * parts, passes
+            yield "reduce-scatter", activations * parts, passes
 
 
 def _gathered(model: Decoder) -> dict[tuple[str, ...], int]:

@@ -54,6 +54,7 @@ def here(monkeypatch):
 def test_flags_become_a_plan(here):
     words = ("--topology", "v5p:2x2x2", "--slices", 2, "--mesh", "fsdp=4", "tensor=2", "--batch-size", 4)
     more = ("--seq-len", 64, "--remat", "custom", "--remat-save", "out_proj", "--remat-offload", "context")
+    assert here("tiny", "--until", "memory")[1][3]["until"] == "memory"
     others = ("--optimizer.moments-dtype", "bfloat16", "--step.gradient-accumulation-steps", 1, "--head-bytes", 5)
     last = ("--exchange-bytes", 6, "--batch-split", 2)
     (topology, slices), (model, trainer, machine, given) = here("tiny", *words, *more, *others, *last)
@@ -62,7 +63,7 @@ def test_flags_become_a_plan(here):
     assert execution.layout.sizes["fsdp"] == 4 and execution.layout.sizes["tensor"] == 2
     assert (execution.head_bytes, execution.exchange_bytes, execution.batch_split) == (5, 6, 2)
     assert execution.remat.save == ("out_proj",) and execution.remat.offload == ("context",)
-    assert given == {"batch_size": 4, "seq_len": 64, "options": options("v5p")}
+    assert given == {"batch_size": 4, "seq_len": 64, "options": options("v5p"), "until": "code"}
     state = trainer.abstract(model, key=jax.random.key(0))
     assert any(leaf.dtype == "bfloat16" for leaf in jax.tree.leaves(state.optimizer))
 
@@ -72,6 +73,13 @@ def test_products_in_8_bits_are_planned_as_asked(here):
     words = ("--low-precision.mode", "int8", "--low-precision.weights", "*.mlp.*", "--mesh.fsdp", 8, "--batch-size", 8)
     model = here("tiny", *words)[1][0]
     assert model.execution.low_precision == ed.LowPrecision(mode="int8", weights=("*.mlp.*",))
+
+
+def test_copies_of_weights_are_refused_as_a_run_refuses_them(here):
+    """`replicated_tolerance`."""
+    here("llama3-8b", "--mesh", "tensor=8", "--batch-size", 8)
+    with pytest.raises(ed.ConfigError, match=r"replicated_tolerance=0.0: 0.0% of the weights .* Layout.tensor=8"):
+        program.plan(parse(["llama3-8b", "--mesh", "tensor=8", "--batch-size", "8", "--replicated-tolerance", "0"]))
 
 
 def test_long_rows_and_pipelines_are_planned_as_asked(here):
@@ -271,6 +279,19 @@ def test_llama_1b_is_planned():
         rows = [row for row in data["collectives"] if row["phase"] == "forward" and "head" not in row["cause"]]
         gathered = sum(row["total"] for row in rows if row["kind"] == "all-gather")
         assert gathered == pytest.approx(layers, rel=0.02)
+
+
+@pytest.mark.slow
+def test_a_plan_until_memory_is_assigned_is_that_of_the_whole_compilation():
+    """Its peak is what all needs together, a little above the compiler's."""
+    words = ("tiny", "--batch-size", 8, "--seq-len", 256)
+    whole, early = plan_of(*words), plan_of(*words, "--until", "memory")
+    assert early["compile_seconds"] < whole["compile_seconds"]
+    assert early["memory"]["temporaries"] == pytest.approx(whole["memory"]["temporaries"], rel=0.01)
+    assert early["memory"]["peak"] == pytest.approx(whole["memory"]["total"], rel=0.01)
+    if whole["collectives"] is not None:
+        sent = [sum(row["total"] for row in data["collectives"]) for data in (early, whole)]
+        assert sent[0] == pytest.approx(sent[1], rel=0.01) and sent[0] > 0
 
 
 @pytest.mark.slow

@@ -218,6 +218,7 @@ def test_what_travels(form, mask, count):
     assert not any(lines(text, other) for other in ("all-reduce", "reduce-scatter"))
 
 
+@pytest.mark.slow
 def test_context_saves_the_ring():
     """With out and lse saved the backward pass does not go round for them again."""
     execution = Execution(layout=ed.Layout.create(**FOUR), attention="chunked", context_form="ring")

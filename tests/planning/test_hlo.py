@@ -140,6 +140,19 @@ def test_every_collective_is_counted_as_often_as_it_runs():
     assert max(found, key=lambda one: one.total).shape == "f32[8]"
 
 
+def test_of_ragged_exchanges_the_smaller_side_counts():
+    """There and back: the larger buffer has room for the worst case."""
+    text = """ENTRY %main (x: bf16[4,8]) -> bf16[4,8] {
+  %x = bf16[4,8] parameter(0)
+  %room = bf16[64,8] broadcast(%x)
+  %there = bf16[64,8] ragged-all-to-all(%x, %room), replica_groups={{0,1},{2,3}}
+  ROOT %back = bf16[4,8] ragged-all-to-all(%there, %x), replica_groups={{0,1},{2,3}}
+}
+"""
+    (found,) = collectives(parse(text), MESH)
+    assert (found.kind, found.bytes, found.times, found.axes) == ("ragged-all-to-all", 64, 2, ("tensor",))
+
+
 def test_what_a_loop_keeps_is_what_it_writes_piece_by_piece():
     """Three pieces of 16 bytes; the weights that it reads, of three pieces, too, are none."""
     program = parse(TEXT)

@@ -12,11 +12,14 @@ import eqx_decoders as ed
 from eqx_decoders.config_json import with_fields
 from eqx_decoders.context import Execution
 from eqx_decoders.hardware import CHIPS, chip_of
+from eqx_decoders.layers.grouped_kernel import kernel_product
+from eqx_decoders.layers.kernel import attend
+from eqx_decoders.layers.mask import Causal
 from eqx_decoders.planning.advice import advice
 from eqx_decoders.planning.collectives import Collective
 from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.memory import Memory, needed_bytes
-from eqx_decoders.planning.plan import Operations, Plan, make_plan
+from eqx_decoders.planning.plan import Operations, Plan, make_plan, operations
 from eqx_decoders.planning.products import Products, products
 from eqx_decoders.planning.report import as_data, by_kind, report
 from eqx_decoders.planning.roofline import ACROSS, Roofline, collective_seconds
@@ -126,9 +129,20 @@ def test_products_of_loops_branches_and_devices():
     assert plain.counted == 4 * one  # two products, there and back
     assert again.counted == 10 * one  # four products, there and back, and of each pair the first again
     grouped = jax.make_jaxpr(jax.lax.ragged_dot)(jnp.zeros((4, 3)), jnp.zeros((2, 3, 5)), jnp.array([1, 3]))
-    assert products(grouped) == Products(2 * 4 * 3 * 5, False)
+    assert products(grouped) == Products(2 * 4 * 3 * 5, False, ragged=2 * 4 * 3 * 5)
     bytes_ = jnp.zeros((2, 3), jnp.int8)
     assert count(lambda x, w: bytes_ @ bytes_.T + (x @ w)[:, :2].astype(jnp.int8)) == Products(one + 24, False, 24)
+
+    looped = jax.make_jaxpr(lambda x, w, n: jax.lax.fori_loop(0, n[0], lambda _, x: jax.lax.ragged_dot(x, w, n), x))(
+        jnp.zeros((4, 3)), jnp.zeros((2, 3, 3)), jnp.array([1, 3])
+    )
+    assert products(looped) == Products(0, False, loose=True)
+    kernel = jax.make_jaxpr(lambda x, w, n: kernel_product(False, x, w, n))
+    assert products(kernel(jnp.zeros((128, 128)), jnp.zeros((2, 128, 128)), jnp.array([64, 64]))).loose
+    places = jnp.broadcast_to(jnp.arange(512)[None], (1, 512))
+    own = dict(query_positions=places, key_positions=places, kernel="interval", platform="tpu", local=True)
+    q = jnp.zeros((1, 512, 1, 128), jnp.bfloat16)
+    assert products(jax.make_jaxpr(lambda q: attend(q, q, q, mask=Causal(), **own))(q)) == Products(0, True)
 
     # over one of two mesh axes, and inside over the other one: shapes are those of a device
     layout = ed.Layout.create(stage=2, fsdp=4)
@@ -138,6 +152,24 @@ def test_products_of_loops_branches_and_devices():
     )  # fmt: skip
     found = products(jax.make_jaxpr(jax.jit(inside))(jnp.zeros((8, 3)), w))
     assert found == Products(2 * 2 * 8 * 3 * 3, False)  # each stage multiplies all of them
+
+
+@pytest.mark.parametrize("remat, again", [("none", 1), ("full", 4 / 3)])
+def test_experts_compute_what_tokens_need(remat, again, monkeypatch):
+    """However much room their rows have, and in loops that data decide, too: three products of each of its experts."""
+    config = ed.get_config("tiny-moe")
+    model, mlp = ed.abstract(config, remat=remat), config.blocks[-1].mlp
+    trainer = Trainer.create(OptimizerConfig(), model, steps=10)
+    weights = len(config.blocks) * mlp.num_experts_per_token * 3 * config.embed_dim * mlp.mlp_dim
+    needed = again * 6 * 8 * 64 * weights
+
+    def computed(found: Products) -> float:
+        monkeypatch.setattr("eqx_decoders.planning.plan.products", lambda _: found)
+        return operations(model, trainer, None, 8, 64).computed
+
+    assert computed(Products(1e12 + 7, False, ragged=1e12)) == pytest.approx(7 + needed)
+    assert computed(Products(20.0, False, ragged=5.0)) == 20.0  # fewer than that are all there are
+    assert computed(Products(7.0, False, loose=True)) == pytest.approx(7 + needed)
 
 
 # --- memory and advice ---
@@ -181,7 +213,7 @@ def bound_by(name: str, kind: str = "all-gather") -> Plan:
         (bound_by("tensor", "all-reduce"), "full", ["mesh.tensor (now 2) smaller"]),
         (bound_by("expert", "ragged-all-to-all"), "full", ["travel to their experts", "mesh.expert (now 1)"]),
         (bound_by("data", "all-reduce"), "full", ["added up along it once"]),
-        (bound_by(ACROSS, "all-reduce"), "full", ["network between slices is the bound"]),
+        (bound_by(ACROSS, "all-reduce"), "full", ["network between slices, nodes is the bound"]),
         (planned(collectives=None, told="INTERNAL: no"), "full", ["cannot be printed", "INTERNAL: no", "jax[tpu]"]),
         (planned(collectives=(collective("all-gather", (0, 1), unknown=True),)), "full", ["1 collectives are in"]),
     ],

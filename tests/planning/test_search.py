@@ -7,7 +7,7 @@ import eqx_decoders as ed
 from eqx_decoders.axes import named_leaves
 from eqx_decoders.hardware import CHIPS
 from eqx_decoders.planning.machine import Machine
-from eqx_decoders.planning.search import _gathered, estimate, meshes
+from eqx_decoders.planning.search import _gathered, _to_experts, estimate, meshes
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.step import Trainer
 
@@ -37,6 +37,18 @@ def test_weights_are_gathered_along_what_splits_them_alone():
     moe = model("tiny-moe", expert=4, data=2)
     shared = sum(leaf.size for name, leaf in named_leaves(moe).items() if ".mlp." not in name or ".shared." in name)
     assert _gathered(moe)[("expert",)] == pytest.approx(2 * shared, rel=0.02)  # experts stay where they are
+
+
+def test_tokens_travel_to_experts_and_back():
+    """On a CPU they are gathered, and results scattered, in all five layers: forward and backward, and once again."""
+    moe = model("tiny-moe", expert=4, data=2)
+    assert list(_to_experts(moe, 100)) == [("all-gather", 400, 10), ("reduce-scatter", 400, 10)]
+    again = moe.replace(remat="full")
+    assert list(_to_experts(again, 100)) == [("all-gather", 400, 15), ("reduce-scatter", 400, 15)]
+    rows = moe.replace(expert_exchange="all_to_all")
+    slots = moe.config.blocks[-1].mlp.num_experts_per_token
+    assert list(_to_experts(rows, 100)) == [("all-to-all", 100 * slots, 20)]
+    assert list(_to_experts(model(fsdp=8), 100)) == []
 
 
 def _leaves(model):

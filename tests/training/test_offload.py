@@ -63,7 +63,8 @@ def test_steps_are_the_same(sizes, offload, optimizer, remat):
     optimizer = dataclasses.replace(ANY, **optimizer)
     plain, rows = run(layout, optimizer, remat=remat)
     host, others = run(dataclasses.replace(layout, offload=offload), optimizer, remat=remat)
-    assert_close((host.model, host.optimizer, host.ema), (plain.model, plain.optimizer, plain.ema), units=64)
+    if AS_THEY_RUN_IT or optimizer.moments_dtype == "float32":  # else sums in another order may round to another number
+        assert_close((host.model, host.optimizer, host.ema), (plain.model, plain.optimizer, plain.ema), units=64)
     for (name, one), other in zip(named_leaves(host).items(), jax.tree.leaves(plain), strict=True):
         assert same_bits(one, other) or not AS_THEY_RUN_IT, name
     np.testing.assert_allclose([row.grad_norm for row in others], [row.grad_norm for row in rows], rtol=1e-6)
@@ -97,6 +98,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
     assert row.skipped and same_bits((state.model, state.optimizer), before) and "_step" not in programs
 
 
+@pytest.mark.slow
 def test_checkpoints_save_and_restore_what_the_host_has(tmp_path):
     """And what was saved with it is restored without."""
     host = dataclasses.replace(ed.Layout.create(fsdp=4, data=2), offload=ALL)
@@ -112,6 +114,7 @@ def test_checkpoints_save_and_restore_what_the_host_has(tmp_path):
             assert (HOST in kinds(back).values()) == (layout is host)
 
 
+@pytest.mark.slow
 def test_weights_on_the_host_generate_as_others_do():
     model = filled(rich_decoder(2))
     moved = model.place(dataclasses.replace(ed.Layout(), offload=Offload(weights=("*",))))

@@ -666,7 +666,9 @@ ELSEWHERE = {
     },
 }
 # their fields stand for them
-GROUPS = {f"TrainConfig.{name}" for name in ("dataset", "mesh", "pipeline", "offload", "optimizer", "step")}
+GROUPS = {
+    f"TrainConfig.{name}" for name in ("dataset", "mesh", "pipeline", "low_precision", "offload", "optimizer", "step")
+}
 
 
 def test_every_setting_has_an_effect_in_some_test():

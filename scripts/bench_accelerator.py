@@ -1,0 +1,281 @@
+"""What an accelerator does of what it could: a training step, attention kernels and decoding, beside its data sheet.
+
+Each measurement is a program of shapes: it can be compiled for devices that are not here, and is run where they are.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+import eqx_decoders as ed
+from eqx_decoders.axes import named_leaves
+from eqx_decoders.context import AttentionName
+from eqx_decoders.hardware import Chip, chip_of
+from eqx_decoders.layers.attention_call import Call
+from eqx_decoders.layers.kernel import KERNELS, attend
+from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
+from eqx_decoders.layout import device_bytes
+from eqx_decoders.planning.plan import abstract_batch
+from eqx_decoders.training.batches import Batch
+from eqx_decoders.training.flops import flops_per_token
+from eqx_decoders.training.optimizer import OptimizerConfig
+from eqx_decoders.training.step import Trainer
+
+
+NEEDED = "This needs a TPU or a GPU that JAX sees: pip install '.[tpu]' or '.[cuda]', without JAX_PLATFORMS=cpu."
+_SCORES = 5e9  # bytes: `dot` is left out where all its scores take more
+
+
+class Attention(NamedTuple):
+    """Shapes of one layer's attention."""
+
+    batch: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mask: Mask = Causal()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """What is measured.
+
+    **Arguments:**
+
+    - `model`: whose steps are made, with `rows` of `seq_len` tokens a device.
+    - `attention`: each by all kernels of the platform.
+    - `decoding`: rows that are decoded together, each with `past` tokens behind it.
+    """
+
+    model: str = "llama3.2-1b"
+    rows: int = 2
+    seq_len: int = 4096
+    attention: tuple[Attention, ...] = (
+        Attention(4, 2048, 32, 8, 64),
+        Attention(2, 4096, 32, 8, 128),
+        Attention(1, 16_384, 32, 8, 128),
+        Attention(1, 16_384, 32, 8, 128, SlidingWindow(1024)),
+        Attention(1, 4096, 16, 16, 256),
+    )
+    decoding: tuple[int, ...] = (1, 16)
+    past: int = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A function of shapes.
+
+    **Arguments:**
+
+    - `name`: what it is.
+    - `function`: compiled by JAX; with `carried` arguments, it returns as many results that take their places.
+    - `arguments`: trees of `jax.ShapeDtypeStruct` with shardings.
+    - `flops`, `bytes`: what a device computes, and reads at least; 0 where it isn't told.
+    - `tokens`: of all devices.
+    """
+
+    name: str
+    function: Any
+    arguments: tuple[Any, ...]
+    flops: float = 0.0
+    bytes: float = 0.0
+    tokens: int = 0
+    carried: int = 0
+
+
+def programs(devices: Sequence[Any], shapes: Shapes = Shapes()) -> Iterator[Program]:
+    """All of them: the step on all devices, the rest on the first."""
+    yield training(devices, shapes)
+    platform = devices[0].platform
+    for case in shapes.attention:
+        for name in kernels(case, platform):
+            yield from attention(case, name, devices[0])
+    for rows in shapes.decoding:
+        yield decoding(rows, devices[0], shapes)
+
+
+def training(devices: Sequence[Any], shapes: Shapes) -> Program:
+    """A step with AdamW, state in float32, activations in bfloat16, weights and rows split over the devices."""
+    layout, rows = ed.Layout.create(fsdp=-1, devices=list(devices)), shapes.rows * len(devices)
+    precision = ed.Precision(compute=jnp.bfloat16)
+    model = ed.abstract(ed.get_config(shapes.model), layout=layout, precision=precision, remat="save_qkv_proj")
+    trainer = Trainer.create(OptimizerConfig(), model, steps=1000)
+    state = trainer.abstract(model, key=jax.random.key(0))
+
+    def step(state, tokens):
+        places = jnp.broadcast_to(jnp.arange(shapes.seq_len, dtype=jnp.int32), tokens.shape)
+        batch = Batch(tokens=tokens, segment_ids=jnp.ones_like(tokens), positions=places)
+        return trainer.advance(state, batch)
+
+    tokens = rows * shapes.seq_len
+    return Program(
+        f"training step of {shapes.model}, {rows} x {shapes.seq_len}",
+        jax.jit(step, donate_argnums=0),
+        (state, abstract_batch(layout, rows, shapes.seq_len).tokens),
+        flops=tokens * flops_per_token(model, shapes.seq_len) / len(devices),
+        tokens=tokens,
+        carried=1,
+    )
+
+
+def kernels(case: Attention, platform: str) -> list[str]:
+    """The names of the kernels that can do it on such a platform."""
+    names = [name for name in get_args(AttentionName) if name != "auto"]
+    scores = 4 * case.batch * case.heads * case.length**2
+    call = Call(
+        mask=case.mask,
+        platform=platform,
+        batch=case.batch,
+        length=case.length,
+        kv_length=case.length,
+        head_dim=case.head_dim,
+        value_dim=case.head_dim,
+        dtypes=(jnp.bfloat16,) * 3,
+        aligned=True,
+        gapless=True,
+        needs_lse=False,
+    )
+    able = [name for name in names if KERNELS[name].lacks(call) is None]
+    return [name for name in able if name != "dot" or scores < _SCORES]
+
+
+def attention(case: Attention, kernel: str, device: Any) -> Iterator[Program]:
+    """Forward, and forward with backward. Operations are those of scores that the mask leaves, 2 and 7 products."""
+    here = SingleDeviceSharding(device)
+
+    def like(heads: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((case.batch, case.length, heads, case.head_dim), jnp.bfloat16, sharding=here)
+
+    def forward(query, key, value):
+        places = jnp.broadcast_to(jnp.arange(query.shape[1], dtype=jnp.int32), query.shape[:2])
+        own: dict[str, Any] = dict(query_positions=places, key_positions=places, aligned=True, local=True)
+        own |= dict(gapless=True, needs_lse=False)
+        return attend(query, key, value, mask=case.mask, kernel=kernel, platform=device.platform, **own)[0]
+
+    def both(query, key, value):
+        out, back = jax.vjp(forward, query, key, value)
+        return back(out)
+
+    arguments = (like(case.heads), like(case.kv_heads), like(case.kv_heads))
+    product = 2.0 * case.batch * case.heads * case.head_dim * seen(case)
+    about = f"{kernel}, {case.batch} x {case.length}, {case.heads} heads of {case.head_dim}, {case.kv_heads} of keys"
+    about += f", window {case.mask.size}" if isinstance(case.mask, SlidingWindow) else ""
+    yield Program(f"{about}: forward", jax.jit(forward), arguments, flops=2 * product)
+    yield Program(f"{about}: both", jax.jit(both), arguments, flops=7 * product)
+
+
+def seen(case: Attention) -> int:
+    """Pairs of a query and a key that it sees, in one row."""
+    window = case.mask.size if isinstance(case.mask, SlidingWindow) else case.length
+    full = min(window, case.length)
+    return full * (full + 1) // 2 + (case.length - full) * full
+
+
+def decoding(rows: int, device: Any, shapes: Shapes) -> Program:
+    """One token for each row, weights and cache in bfloat16: all weights and the whole cache are read."""
+    layout = ed.Layout.create(devices=[device])
+    precision = ed.Precision(params=jnp.bfloat16, compute=jnp.bfloat16)
+    config = ed.get_config(shapes.model)
+    model = ed.abstract(config, layout=layout, precision=precision)
+    cache = ed.abstract_cache(config, rows, shapes.past + 1, layout=layout)
+    here = layout.activation_sharding("batch length", (rows, 1))
+    tokens = jax.ShapeDtypeStruct((rows, 1), jnp.int32, sharding=here)
+
+    def step(cache, model, tokens):
+        positions = jnp.full_like(tokens, shapes.past)
+        out = model(tokens, positions=positions, cache=cache)
+        return out.cache, out.logits
+
+    weights = sum(device_bytes(leaf) for leaf in named_leaves(model).values())
+    if not config.tied:
+        weights -= device_bytes(model.embedding.table)  # of which a row for each token is read
+    read = weights + sum(device_bytes(leaf) for leaf in jax.tree.leaves(cache))
+    name = f"decoding by {shapes.model}, {rows} rows, {shapes.past} tokens behind each"
+    return Program(name, jax.jit(step, donate_argnums=0), (cache, model, tokens), bytes=read, tokens=rows, carried=1)
+
+
+def filled(tree: Any) -> Any:
+    """Arrays in place of shapes: small random numbers; ones where integers are asked for."""
+
+    def array(like: Any) -> jax.Array:
+        def make() -> jax.Array:
+            if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+                return jax.random.key(0)
+            if jnp.issubdtype(like.dtype, jnp.floating):
+                return 0.02 * jax.random.normal(jax.random.key(0), like.shape, like.dtype)
+            return jnp.ones(like.shape, like.dtype)
+
+        return jax.jit(make, out_shardings=like.sharding)()
+
+    return jax.tree.map(array, tree, is_leaf=lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+
+
+def seconds(program: Program, repeats: int, calls: int = 10) -> float:
+    """Median time of a call, of which several are given to the device one behind the other."""
+    arguments = [filled(each) for each in program.arguments]
+
+    def call() -> Any:
+        out = program.function(*arguments)
+        if program.carried:
+            arguments[0] = out[0]
+        return out
+
+    jax.block_until_ready(call())
+    taken = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        for _ in range(calls - 1):
+            call()
+        out = call()
+        jax.block_until_ready(out)
+        taken.append((time.perf_counter() - begin) / calls)
+    return statistics.median(taken)
+
+
+def told(program: Program, time: float, chip: Chip | None) -> str:
+    """One line: milliseconds, and what share of the chip's peak or bandwidth that is."""
+    line = f"{program.name}: {1000 * time:.3f} ms"
+    if program.tokens:
+        line += f", {program.tokens / time:,.0f} tokens/s"
+    if program.flops:
+        line += f", {program.flops / time / 1e12:.1f} TFLOP/s a device"
+    if program.flops and chip is not None:
+        share = program.flops / time / (chip.bf16 / chip.devices)
+        line += f", MFU {share:.1%}" if program.tokens else f", {share:.1%} of the peak"
+    if program.bytes:
+        line += f", {program.bytes / time / 1e9:,.0f} GB/s"
+        line += (
+            ""
+            if chip is None
+            else f", {program.bytes / time / (chip.memory_bandwidth / chip.devices):.1%} of its bandwidth"
+        )
+    return line
+
+
+def accelerator(repeats: int, shapes: Shapes = Shapes(), say: Callable[[str], None] = print) -> bool:
+    """Run everything on the devices that are here. What a program fails with is said, and the next one is run."""
+    devices = jax.devices()
+    if devices[0].platform == "cpu":
+        say(NEEDED)
+        return False
+    measure(devices, repeats, shapes, say)
+    return True
+
+
+def measure(devices: Sequence[Any], repeats: int, shapes: Shapes, say: Callable[[str], None]) -> None:
+    """A line for each program."""
+    chip = chip_of(devices[0].device_kind)
+    known = f"figures: {chip.source}" if chip is not None else "no figures of it are known"
+    say(f"{len(devices)} x {devices[0].device_kind} ({known})")
+    for program in programs(devices, shapes):
+        try:
+            say(told(program, seconds(program, repeats), chip))
+        except (jax.errors.JaxRuntimeError, ed.ConfigError) as error:
+            say(f"{program.name}: {str(error).splitlines()[0][:200]}")

@@ -1,0 +1,45 @@
+"""Plan all published sizes for slices of TPUs, each in a process of its own; rows are kept, and not made again."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from eqx_decoders.families import list_models
+from eqx_decoders.planning.sizes import flags, rows_tried, sized, spread, table
+
+
+def plan_sizes(file: Path, only: list[str] | None = None) -> None:
+    """Plan those of `only`, or of all, of which `file` has no plan; then print the table of all rows."""
+    sizes, rows = sized(only or list_models()), read_rows(file)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    known = {row["model"] for row in rows if "plan" in row}
+    wanted = [name for name in only or spread(sizes) if name not in known]
+    for place, name in enumerate(wanted, 1):
+        print(f"{place} of {len(wanted)}: {name}", file=sys.stderr, flush=True)
+        row = {"model": name, "parameters": sizes[name], **planned(name, sizes[name])}
+        with file.open("a") as out:
+            out.write(json.dumps(row) + "\n")
+    print(table(read_rows(file)))
+
+
+def read_rows(file: Path) -> list[dict]:
+    """The last row of each model; a line that was cut off is none."""
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return list({row["model"]: row for row in rows}.values())
+
+
+def planned(name: str, weights: int) -> dict:
+    """The plan with the most rows that fit, or the error: the last line that was said."""
+    said = ""
+    for rows in rows_tried(weights):
+        command = [sys.executable, str(Path(__file__).with_name("plan.py")), *flags(name, weights, rows)]
+        done = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
+        if done.returncode == 0:
+            return {"plan": json.loads(done.stdout)}
+        said = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1][:500]
+        if "fits" not in said:
+            break
+    return {"error": said}

@@ -1,0 +1,94 @@
+"""GPUs are counted: their nodes, their networks, the stand-in that is compiled, and what a device holds."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.cli import plan as program
+from eqx_decoders.cli.plan import parse
+from eqx_decoders.config_json import with_fields
+from eqx_decoders.planning.collectives import Collective
+from eqx_decoders.planning.gpus import counted_memory, gpus_of
+from eqx_decoders.planning.plan import make_plan
+from eqx_decoders.planning.report import as_data, report
+from eqx_decoders.planning.roofline import ACROSS, collective_seconds
+from eqx_decoders.planning.search import kept_by_device
+from eqx_decoders.training.optimizer import OptimizerConfig
+from eqx_decoders.training.step import Trainer
+from tests.commands import run
+
+
+def test_nodes_and_gpus_of_a_node():
+    """Eight GPUs of a node meet over NVLink, those of four nodes each over its card."""
+    gpus = gpus_of("h100:4x8")
+    machine = gpus.machine
+    assert (gpus.chip.name, len(machine.places), machine.memory) == ("h100", 32, 80e9)
+    inside = machine.route(tuple(range(8)))
+    assert (inside.bandwidth, inside.hops, inside.members, inside.parts) == (450e9, 1.0, 8, 1)
+    assert machine.route((0, 8, 16, 24)).parts == 4 and machine.route((0, 8, 16, 24)).members == 1
+    whole = Collective(
+        kind="all-gather", bytes=8 * 10**9, times=1, groups=(tuple(range(32)),), axes=("fsdp",), shape="", phase="",
+        cause="", unknown=False,
+    )  # fmt: skip
+    found = collective_seconds(whole, machine)
+    assert found["fsdp"] == pytest.approx(8e9 * 7 / 8 / 450e9)
+    assert found[ACROSS] == pytest.approx(8e9 / 8 * 3 / 4 / 50e9)
+
+
+@pytest.mark.parametrize("text, shape", [("h100:1x4", "2x2x1"), ("h100:1x8", "2x2x2"), ("b200:4x8", "2x4x4"),
+                                         ("h200:16x8", "4x4x8"), ("h100:128x8", "8x8x16")])  # fmt: skip
+def test_the_stand_in_has_as_many_devices(text, shape):
+    gpus = gpus_of(text)
+    assert gpus.stand_in == f"v5p:{shape}" and math.prod(map(int, shape.split("x"))) == gpus.nodes * gpus.each
+
+
+def test_other_topologies_are_no_gpus_and_wrong_ones_are_told():
+    assert gpus_of("v5p:2x2x1") is None and gpus_of("tpu7x:2x2x1") is None
+    for wrong in ("h100:8", "h100:2x16", "h100:0x8", "h100"):
+        with pytest.raises(ed.ConfigError, match="nodes x GPUs of a node"):
+            gpus_of(wrong)
+    with pytest.raises(ed.ConfigError, match="power of two"):
+        _ = gpus_of("h100:3x8").stand_in
+
+
+@pytest.mark.slow
+def test_a_plan_says_what_is_from_where(monkeypatch):
+    """State, gradients and kept are those of the compiled step of this mesh; capacity and rates are the GPU's."""
+    monkeypatch.setattr(program, "tpu_devices", lambda topology, slices: jax.devices())
+    asked = {}
+
+    def compiled(*args, options, **given):
+        asked.update(options)
+        return make_plan(*args, **given)
+
+    monkeypatch.setattr(program, "make_plan", compiled)
+    words = ("--topology", "h100:2x4", "--mesh", "data=2", "fsdp=4", "--batch-size", "8", "--seq-len", "32")
+    config = parse(["gpt3-52k", *words, "--remat", "full", "--set", "num_layers=3", "--dtype", "bfloat16"])
+    plan, _, execution = program.plan(config)
+    assert plan.machine.chip.name == "h100" and asked["xla_tpu_max_hbm_size_mib"] == str(80 * 10**9 // 2**20)
+    memory = plan.memory
+    assert memory.capacity == 80e9 and memory.total == memory.peak and memory.fits
+    assert memory.state + memory.gradients + memory.kept < memory.peak
+    assert ACROSS in plan.roofline.networks and "fsdp" in plan.roofline.networks
+    assert "no compiler for h100" in report(plan, []) and json.loads(json.dumps(as_data(plan, [])))["note"] == plan.note
+    other = ed.Precision(compute=jnp.bfloat16)
+    described = with_fields(ed.get_config("gpt3-52k"), ("num_layers=3",))
+    model = ed.abstract(described, layout=execution.layout, precision=other, remat="full")
+    trainer = Trainer.create(OptimizerConfig(), model, steps=10)
+    shape = dict(batch_size=8, seq_len=32)
+    assert counted_memory(model, trainer, plan.machine, **shape) == memory
+    assert kept_by_device(model, trainer, **shape) == memory.kept > 0
+
+
+@pytest.mark.slow
+def test_llama_1b_is_planned_for_gpus():
+    pytest.importorskip("libtpu")
+    words = ("llama3.2-1b", "--topology", "h100:2x8", "--mesh", "data=2", "fsdp=8", "--seq-len", 2048, "--json")
+    data = json.loads(run("plan.py", *words, "--remat", "full", "--until", "memory")[0])
+    assert data["chip"]["name"] == "h100" and data["devices"] == 16 and "2x2x4" in data["note"]
+    assert {axis for row in data["collectives"] for axis in row["axes"]} == {"data", "fsdp"}
+    assert not [row for row in data["collectives"] if row["kind"] == "collective-permute"]

@@ -1,0 +1,73 @@
+"""The benchmarks of accelerators and of sizes: run small on the CPU, and compiled for TPUs."""
+
+import importlib
+import json
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from tests.commands import ROOT
+from tests.programs import tpu_devices
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module
+
+
+@pytest.mark.slow
+def test_everything_runs_small(script):
+    """A line with a time for each program; 64 tokens see 64 * 65 / 2 pairs, and less through a window."""
+    bench = script("bench_accelerator")
+    case = bench.Attention(1, 64, 4, 2, 16)
+    shapes = bench.Shapes(model="gpt3-52k", rows=1, seq_len=16, attention=(case,), decoding=(2,), past=15)
+    lines = []
+    bench.measure(jax.devices()[:2], 1, shapes, lines.append)
+    assert len(lines) == 1 + 1 + 2 * 2 + 1 and all(" ms" in line for line in lines[1:])
+    assert "tokens/s" in lines[1] and "dot" in lines[2] and "chunked" in lines[4] and "GB/s" in lines[-1]
+    assert bench.seen(case) == 2080
+    assert bench.seen(case._replace(mask=bench.SlidingWindow(2))) == 1 + 63 * 2
+
+
+def test_shares_are_of_the_data_sheet(script):
+    bench = script("bench_accelerator")
+    chip = bench.chip_of("TPU v5")
+    line = bench.told(bench.Program("p", None, (), flops=4.59e12, bytes=2.765e10, tokens=5), 0.1, chip)
+    assert "50 tokens/s" in line and "MFU 10.0%" in line and "10.0% of its bandwidth" in line
+
+
+def test_without_an_accelerator_it_says_what_it_needs(script):
+    lines = []
+    assert not script("bench_accelerator").accelerator(1, say=lines.append)
+    assert len(lines) == 1 and "TPU or a GPU" in lines[0]
+
+
+def test_sizes_go_on_with_the_rows_that_are_there(script, monkeypatch, tmp_path, capsys):
+    """Errors are tried again, fewer rows if none fits; a line that was cut off counts for nothing."""
+    bench, file, asked = script("bench_sizes"), tmp_path / "rows.jsonl", []
+    monkeypatch.setattr(bench, "table", lambda rows: f"{len(rows)} rows")
+    plan = {"settings": {}}
+    ends = [(2, "", "so\nno"), (2, "", "None fits"), (0, json.dumps(plan), "")]
+    results = iter(subprocess.CompletedProcess([], *end) for end in ends)
+    monkeypatch.setattr(bench.subprocess, "run", lambda command, **_: asked.append(command) or next(results))
+    bench.plan_sizes(file, ["gemma3-1b"])
+    assert bench.read_rows(file)[0]["error"] == "no" and asked[0][0] == sys.executable and "gemma3-1b" in asked[0]
+    with file.open("a") as out:
+        out.write('{"model": "cut')
+    bench.plan_sizes(file, ["gemma3-1b"])
+    bench.plan_sizes(file, ["gemma3-1b"])
+    assert len(asked) == 3 and asked[1] != asked[2] and "1 rows" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
+def test_everything_compiles_for_tpus(script, topology):
+    bench = script("bench_accelerator")
+    made = list(bench.programs(tpu_devices(topology)))
+    assert {"interval", "chunked", "dot"} <= {program.name.split(",")[0] for program in made}
+    for program in made:
+        sizes = program.function.lower(*program.arguments).compile().memory_analysis()
+        print(f"{program.name}: {(sizes.argument_size_in_bytes + sizes.temp_size_in_bytes) / 1e9:.2f} GB")
