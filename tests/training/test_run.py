@@ -633,6 +633,7 @@ ELSEWHERE = {
     "TrainConfig.remat_save": "tests/test_remat.py::test_custom_lists_reach_the_model",
     "TrainConfig.remat_offload": "tests/test_remat.py::test_custom_lists_reach_the_model",
     "TrainConfig.replicated_tolerance": f"{RUN}::test_a_mesh_that_leaves_weights_whole_is_refused_at_once",
+    "TrainConfig.axis_types": "tests/test_explicit.py::test_settings_say_so",
     "OptimizerConfig.shard_over_data": f"{OVER_DATA}::test_three_steps_are_the_same_in_fewer_bytes",
     "Offload.weights": "tests/training/test_offload.py::test_steps_are_the_same",
     "Offload.optimizer": "tests/training/test_offload.py::test_steps_are_the_same",
