@@ -157,6 +157,7 @@ def test_calls_and_gradients_are_the_same(models):
     assert spec_of(out.hidden) == P(("data", "fsdp"), None, None)
 
 
+@pytest.mark.slow
 def test_caches_keep_their_types(models):
     """What one proposes may be committed in a program of one's own, and rows of caches be emptied and copied."""
     found = []
@@ -178,6 +179,7 @@ def test_caches_keep_their_types(models):
     assert specs(cache.reset(jnp.arange(8) < 3)) == specs(empty)
 
 
+@pytest.mark.slow
 def test_what_is_made_and_generated_is_the_same():
     """Every process can read the new tokens: they are whole."""
     prompt, found = np.arange(16).reshape(8, 2), []
@@ -203,6 +205,7 @@ def test_streams_and_drafts_are_the_same(draft):
     assert np.array_equal(*found)
 
 
+@pytest.mark.slow
 def test_checkpoints_serve_both(models, tmp_path):
     _, explicit = models
     state = first_state(trainer_of(explicit), explicit)
@@ -213,6 +216,7 @@ def test_checkpoints_serve_both(models, tmp_path):
             assert same_bits(back, state) and specs(back.model) == specs(model)
 
 
+@pytest.mark.slow
 def test_layers_one_by_one_and_in_pieces():
     """Also those that `stage` splits; and what processes send each other to write it."""
     auto, explicit = both(dict(stage=2, fsdp=4), DEEP)

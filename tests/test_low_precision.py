@@ -253,6 +253,7 @@ def assert_same(got, want, *, most=0.02):
         assert gap <= most * size
 
 
+@pytest.mark.slow
 def test_loop_remat_and_mesh_change_nothing(model):
     """All together; `packed` has rows of padding."""
     tokens, segments = packed(4)
@@ -270,6 +271,7 @@ def test_each_alone_changes_nothing(model):
         assert_same(run(other, tokens, segments), want)
 
 
+@pytest.mark.slow
 def test_documents_and_one_token_after_the_other(model):
     """Every token's row has a scale of its own: what else is in the batch changes none."""
     check_pieces(model, (3, 1))
@@ -323,6 +325,7 @@ def test_what_cannot_be_is_refused():
         LowPrecision(mode="fp8", gradient_rounding="stochastic")
 
 
+@pytest.mark.slow
 def test_low_rank_pairs_are_trained_beside_a_rounded_base(model):
     """The base is rounded, the pair is not; no gradient reaches the base."""
     pair = LowRank(base=draw(1, (8, 6)), lora_a=draw(2, (8, 2)), lora_b=draw(3, (2, 6)), scale=1.5)
@@ -352,6 +355,7 @@ def experts_decoder(**changes):
     return ed.DecoderConfig(vocab_size=32, embed_dim=16, blocks=(block,) * 2, final_norm=RMS)
 
 
+@pytest.mark.slow
 def test_all_forms_of_experts_round_alike():
     """Rows have scales of their own. Gradients of weights have those of all rows of a product, which differ."""
     model, (tokens, segments) = filled(experts_decoder(), low_precision=FLOAT_GRADIENT), packed(2)

@@ -60,7 +60,7 @@ FLAGS = """
 --optimizer.min-lr-ratio --optimizer.weight-decay --optimizer.no-decay --optimizer.trainable --optimizer.beta1
 --optimizer.beta2 --optimizer.eps --optimizer.momentum --optimizer.max-grad-norm
 --optimizer.lr-multipliers --optimizer.moments-dtype --optimizer.ema-decay --params-dtype
---offload.weights --offload.optimizer --batch-split --low-precision.mode --low-precision.weights
+--offload.weights --offload.optimizer --axis-types --batch-split --low-precision.mode --low-precision.weights
 --low-precision.weight-gradient --low-precision.gradient-rounding
 --replicated-tolerance --optimizer.shard-over-data --optimizer.no-shard-over-data
 --step.gradient-accumulation-steps --step.qk-clip-threshold --step.z-loss --step.fused-loss --step.no-fused-loss

@@ -105,6 +105,7 @@ def test_a_small_problem_is_solved_as_with_float32():
     assert losses["float32"] < 1e-3 and losses["int8"] < 1e-3, losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lion", "muon"))])
 def test_steps_on_a_mesh_are_those_of_one_device(name):
     """Codes may differ by one, where a number that was added up in another order was rounded the other way."""
@@ -131,6 +132,7 @@ def test_steps_on_a_mesh_are_those_of_one_device(name):
     assert sum(device_bytes(node.codes) for node in split) < 0.2 * sum(node.codes.nbytes for node in split)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_them_in_an_eighth_of_the_bytes_of_two_moments(tmp_path):
     """But for the scales; restored elsewhere they are the same."""
     models = [filled(BARE).place(layout) for layout in (ed.Layout.create(data=4, fsdp=2), ed.Layout())]
