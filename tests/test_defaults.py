@@ -37,7 +37,7 @@ DEFAULTS = {
         selection=True, unequal_value_dim=True, float16=True, platforms=("cpu", "gpu", "tpu"),
         lse=True, gradients=no_gradients, refusal=no_refusal,
     ),
-    "Call": dict(local=True, needs_lse=True),
+    "Call": dict(platform="cpu", needs_lse=True),
     "GatedDeltaNetConfig": dict(taps=4, norm=RMSNormConfig()),
     "Mamba2Config": dict(taps=4, taps_bias=True, eps=1e-5),
     "KimiDeltaAttentionConfig": dict(taps=4, norm=RMSNormConfig()),

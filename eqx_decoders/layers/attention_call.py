@@ -1,11 +1,12 @@
-"""What is static about one call of attention: by it a kernel says what it cannot do, and "auto" chooses."""
+"""What is static about one call of attention: kernels read it, say by it what they cannot do, and "auto" chooses."""
 
 import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import Array
 
-from eqx_decoders.layers.mask import Mask
+from eqx_decoders.layers.mask import AttentionPositions, Mask
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -14,35 +15,53 @@ class Call:
 
     **Arguments:**
 
-    - `mask`, `platform`, `aligned`, `gapless`, `local`, `needs_lse`: as `attend` has them.
+    - `mask`, `soft_cap`, `platform`, `aligned`, `gapless`, `local`, `needs_lse`: as `attend` has them.
     - `batch`, `length`, `kv_length`, `head_dim`, `value_dim`: sizes.
     - `dtypes`: of queries, keys and values.
-    - `soft_cap`, `segments`, `spans`: whether there are any.
+    - `segments`, `spans`: whether there are any.
     - `selected_heads`: for how many heads keys are selected; 0: all keys count.
     """
 
     mask: Mask
-    platform: str
+    platform: str = "cpu"
     batch: int
     length: int
     kv_length: int
     head_dim: int
     value_dim: int
     dtypes: tuple[Any, ...]
-    soft_cap: bool = False
+    soft_cap: float | None = None
     segments: bool = False
     spans: bool = False
     selected_heads: int = 0
     aligned: bool = False
     gapless: bool = False
-    local: bool = True
+    local: bool = False
     needs_lse: bool = True
+
+    @classmethod
+    def of(
+        cls, query: Array, key: Array, value: Array, places: AttentionPositions, selected: Array | None, **given: Any
+    ) -> "Call":
+        """That of these arrays; `given` are the facts that they do not tell."""
+        return cls(
+            batch=query.shape[0],
+            length=query.shape[1],
+            kv_length=key.shape[1],
+            head_dim=query.shape[3],
+            value_dim=value.shape[3],
+            dtypes=(query.dtype, key.dtype, value.dtype),
+            segments=places.query_segments is not None,
+            spans=places.query_spans is not None,
+            selected_heads=0 if selected is None else selected.shape[1],
+            **given,
+        )
 
     @property
     def asks(self) -> frozenset[str]:
         """What not every kernel can do, by the names of `Kernel`'s fields."""
         asked = {
-            "soft_cap": self.soft_cap,
+            "soft_cap": self.soft_cap is not None,
             "segments": self.segments,
             "spans": self.spans,
             "selection": self.selected_heads > 0,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float32
 
+from eqx_decoders.layers.attention_call import Call
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Mask, interval
 from eqx_decoders.layers.scores import EMPTY, Cotangents, Gradients, Result, cap_scores, cap_slopes, cotangents
 
@@ -250,17 +251,12 @@ def blockwise(
     key: Array,
     value: Array,
     places: AttentionPositions,
-    *,
-    mask: Mask,
     selected: Array | None,
-    soft_cap: float | None,
-    aligned: bool,
-    gapless: bool,
-    platform: str,
+    call: Call,
 ) -> Result:
     """Attention as `attend` defines it. Under remat, saving "context" (out and lse) saves the whole forward pass."""
     length = query.shape[1]
-    plan = _plan(query, key, places, mask, soft_cap, aligned, platform)
+    plan = _plan(call)
     seen = _seen(plan, query, key, places, selected)
     query, key, value = plan.fill_queries(query), plan.fill_keys(key), plan.fill_keys(value)
     results: Any = _softmax(plan, query, key, value, seen)
@@ -273,17 +269,13 @@ def blockwise_gradients(
     key: Array,
     value: Array,
     places: AttentionPositions,
-    known: Cotangents,
-    *,
-    mask: Mask,
     selected: Array | None,
-    soft_cap: float | None,
-    aligned: bool,
-    platform: str,
+    call: Call,
+    known: Cotangents,
 ) -> Gradients:
     """Gradients as `attend_gradients` defines them."""
     length, kv_length = query.shape[1], key.shape[1]
-    plan = _plan(query, key, places, mask, soft_cap, aligned, platform)
+    plan = _plan(call)
     seen = _seen(plan, query, key, places, selected)
     query, key, value = plan.fill_queries(query), plan.fill_keys(key), plan.fill_keys(value)
     known = Cotangents(*map(plan.fill_queries, known))
@@ -303,15 +295,11 @@ def blockwise_max(
     query: Array,
     key: Array,
     places: AttentionPositions,
-    *,
-    mask: Mask,
     selected: Array | None,
-    soft_cap: float | None,
-    aligned: bool,
-    platform: str,
+    call: Call,
 ) -> Float32[Array, "batch heads"]:
     """The largest score of each row and head, EMPTY where there is none."""
-    plan = _plan(query, key, places, mask, soft_cap, aligned, platform)
+    plan = _plan(call)
     seen = _seen(plan, query, key, places, selected)
     query, key = plan.fill_queries(query), plan.fill_keys(key)
     query = _split_heads(query, query.shape[2] // key.shape[2])
@@ -332,19 +320,16 @@ def blockwise_max(
     return top.reshape(top.shape[0], -1)
 
 
-def _plan(
-    query: Array,
-    key: Array,
-    places: AttentionPositions,
-    mask: Mask,
-    soft_cap: float | None,
-    aligned: bool,
-    platform: str,
-) -> _Plan:
-    block, kv_block = _blocks(platform, query.dtype, query.shape[1], key.shape[1])
-    spans = places.query_spans is not None
+def _plan(call: Call) -> _Plan:
+    block, kv_block = _blocks(call.platform, call.dtypes[0], call.length, call.kv_length)
     return _Plan(
-        mask=mask, soft_cap=soft_cap, aligned=aligned, spans=spans, platform=platform, block=block, kv_block=kv_block
+        mask=call.mask,
+        soft_cap=call.soft_cap,
+        aligned=call.aligned,
+        spans=call.spans,
+        platform=call.platform,
+        block=block,
+        kv_block=kv_block,
     )
 
 

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from eqx_decoders.layers.attention_call import Call
-from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Chunked, Mask, SlidingWindow, visible
+from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Chunked, SlidingWindow, visible
 from eqx_decoders.layers.scores import Result
 
 
@@ -28,7 +28,7 @@ def refusal(call: Call) -> str | None:
         return "dtypes other than bfloat16 or float16, one for all"
     if call.head_dim % 8 or call.head_dim > largest_head_dim():
         return f"head_dim={call.head_dim}"
-    if not _needs_mask(call.mask, call.gapless, call.segments, call.spans, call.selected_heads > 0):
+    if not _needs_mask(call):
         return None
     if call.length % 2 or call.kv_length % 2:
         return "a mask of an odd length"
@@ -42,8 +42,9 @@ def largest_head_dim() -> int:
     return 0 if capability is None else 256 if int(capability[1]) >= 9 else 128
 
 
-def _needs_mask(mask: Mask, gapless: bool, segments: bool, spans: bool, selection: bool) -> bool:
-    return not gapless or segments or spans or selection or isinstance(mask, Chunked)
+def _needs_mask(call: Call) -> bool:
+    asked = call.segments or call.spans or call.selected_heads > 0
+    return not call.gapless or asked or isinstance(call.mask, Chunked)
 
 
 def cudnn_attention(
@@ -51,24 +52,18 @@ def cudnn_attention(
     key: Array,
     value: Array,
     places: AttentionPositions,
-    *,
-    mask: Mask,
     selected: Array | None,
-    soft_cap: float | None,
-    aligned: bool,
-    gapless: bool,
-    platform: str,
+    call: Call,
 ) -> Result:
     """Attention as `attend` defines it; lse is NaN. Under remat it is computed again: what it keeps has no name."""
     options: dict = dict(scale=1.0, implementation=IMPLEMENTATION)
-    segments, spans = places.query_segments is not None, places.query_spans is not None
     lse = jnp.full(query.shape[:3], jnp.nan, jnp.float32)
-    if not _needs_mask(mask, gapless, segments, spans, selected is not None):
-        window = (mask.size - 1, 0) if isinstance(mask, SlidingWindow) else None
-        causal = not isinstance(mask, Bidirectional)
+    if not _needs_mask(call):
+        window = (call.mask.size - 1, 0) if isinstance(call.mask, SlidingWindow) else None
+        causal = not isinstance(call.mask, Bidirectional)
         out = jax.nn.dot_product_attention(query, key, value, is_causal=causal, local_window_size=window, **options)
         return checkpoint_name(out, "context"), lse
-    seen = visible(mask, *places)[:, None]
+    seen = visible(call.mask, *places)[:, None]
     seen = seen if selected is None else seen & selected
     out = jax.nn.dot_product_attention(query, key, value, mask=seen, **options)
     some = seen.any(3).swapaxes(1, 2)[..., None]  # of nothing cuDNN would make a mean of all values

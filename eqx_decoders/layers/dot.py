@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float32
 
+from eqx_decoders.layers.attention_call import Call
 from eqx_decoders.layers.mask import AttentionPositions, Mask, visible
 from eqx_decoders.layers.scores import EMPTY, Cotangents, Gradients, Result, cap_scores, cap_slopes
 
@@ -17,18 +18,13 @@ def dot(
     key: Array,
     value: Array,
     places: AttentionPositions,
-    *,
-    mask: Mask,
     selected: Array | None,
-    soft_cap: float | None,
-    aligned: bool,
-    gapless: bool,
-    platform: str,
+    call: Call,
 ) -> Result:
     """Attention as `attend` defines it."""
     batch, length, heads, _ = query.shape
-    scores = _scores(query, key, soft_cap)
-    scores = jnp.where(_seen(query, key, places, mask, selected), scores, -jnp.inf)
+    scores = _scores(query, key, call.soft_cap)
+    scores = jnp.where(_seen(query, key, places, call.mask, selected), scores, -jnp.inf)
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True, initial=EMPTY))
     weights = jnp.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
@@ -45,23 +41,19 @@ def dot_gradients(
     key: Array,
     value: Array,
     places: AttentionPositions,
-    known: Cotangents,
-    *,
-    mask: Mask,
     selected: Array | None,
-    soft_cap: float | None,
-    aligned: bool,
-    platform: str,
+    call: Call,
+    known: Cotangents,
 ) -> Gradients:
     """Gradients as `attend_gradients` defines them."""
     kv_heads = key.shape[2]
     lse, delta = (_grouped(x, kv_heads).transpose(0, 2, 3, 1)[..., None] for x in (known.lse, known.delta))
     query_g, out_bar = (_grouped(x, kv_heads) for x in (query, known.out_bar.astype(value.dtype)))
-    scores = _scores(query, key, soft_cap)
-    seen = _seen(query, key, places, mask, selected)
+    scores = _scores(query, key, call.soft_cap)
+    seen = _seen(query, key, places, call.mask, selected)
     weights = jnp.exp(jnp.where(seen, scores, -jnp.inf) - lse)
     slopes = weights * (jnp.einsum("btngv,bsnv->bngts", out_bar, value, preferred_element_type=jnp.float32) - delta)
-    slopes = cap_slopes(slopes, scores, soft_cap).astype(key.dtype)
+    slopes = cap_slopes(slopes, scores, call.soft_cap).astype(key.dtype)
     query_bar = jnp.einsum("bngts,bsnd->btngd", slopes, key, preferred_element_type=jnp.float32)
     key_bar = jnp.einsum("bngts,btngd->bsnd", slopes, query_g, preferred_element_type=jnp.float32)
     weights = weights.astype(value.dtype)

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Int
 
+from eqx_decoders.layers.attention_call import Call
 from eqx_decoders.layers.block_sizes import BlockSizes, block_sizes
 from eqx_decoders.layers.interval_tiles import Tiles, make_schedule
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Mask, interval, seen_keys
@@ -320,20 +321,15 @@ def interval_attention(
     key: Array,
     value: Array,
     places: AttentionPositions,
-    *,
-    mask: Mask,
     selected: Array | None,
-    soft_cap: float | None,
-    aligned: bool,
-    gapless: bool,
-    platform: str,
+    call: Call,
 ) -> Result:
     """Attention as `attend` defines it, for TPUs; on any other platform it is interpreted, slowly.
 
     Under remat, saving "context" (out and lse) saves the whole forward pass.
     """
     length = query.shape[1]
-    plan = _plan(query, key, places, mask, soft_cap, platform)
+    plan = _plan(call)
     results: Any = _softmax(plan, *_heads_first(plan, query, key, value), places)
     out, lse = results
     return out[:, :, :length].swapaxes(1, 2), lse[:, :, 0, :length].swapaxes(1, 2)
@@ -344,17 +340,13 @@ def interval_gradients(
     key: Array,
     value: Array,
     places: AttentionPositions,
-    known: Cotangents,
-    *,
-    mask: Mask,
     selected: Array | None,
-    soft_cap: float | None,
-    aligned: bool,
-    platform: str,
+    call: Call,
+    known: Cotangents,
 ) -> Gradients:
     """Gradients as `attend_gradients` defines them."""
     length, kv_length = query.shape[1], key.shape[1]
-    plan = _plan(query, key, places, mask, soft_cap, platform)
+    plan = _plan(call)
     out_bar, *rows = (_fill(x.swapaxes(1, 2), plan.query_blocks, 2) for x in known)
     rows = [x[:, :, None] for x in rows]
     grads = _backward(plan, *_heads_first(plan, query, key, value), places, Cotangents(out_bar, *rows), jnp.float32)
@@ -362,17 +354,15 @@ def interval_gradients(
     return query_bar[:, :length], key_bar[:, :kv_length], value_bar[:, :kv_length]
 
 
-def _plan(
-    query: Array, key: Array, places: AttentionPositions, mask: Mask, soft_cap: float | None, platform: str
-) -> _Plan:
+def _plan(call: Call) -> _Plan:
     sizes = block_sizes()
     return _Plan(
-        mask=mask,
-        soft_cap=soft_cap,
-        segments=places.query_segments is not None,
-        interpret=platform != "tpu",
-        query_blocks=sizes.fit(query.shape[1]),
-        key_blocks=sizes.fit(key.shape[1]),
+        mask=call.mask,
+        soft_cap=call.soft_cap,
+        segments=call.segments,
+        interpret=call.platform != "tpu",
+        query_blocks=sizes.fit(call.length),
+        key_blocks=sizes.fit(call.kv_length),
     )
 
 

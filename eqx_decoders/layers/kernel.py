@@ -54,7 +54,7 @@ def with_sink(
 # --- the registry ---
 
 
-def no_gradients(*args: Any, **options: Any) -> Gradients:
+def no_gradients(*args: Any) -> Gradients:
     """Of kernels without lse."""
     raise ConfigError("This kernel has no gradients under a log-sum-exp that is given.")
 
@@ -67,10 +67,9 @@ def no_refusal(call: Call) -> None:
 class Kernel:
     """One way to compute attention, and what it can do.
 
-    `function(query, key, value, places, *, mask, selected, soft_cap, aligned, gapless, platform) -> (out, lse)` with
-    `attend`'s meaning; `places` are the positions, segments and spans. `gradients` is called alike, but for `gapless`,
-    with `Cotangents` behind the places, and does what `attend_gradients` says; kernels without lse have none. `refusal`
-    says what else a kernel cannot do.
+    `function(query, key, value, places, selected, call) -> (out, lse)` with `attend`'s meaning; `places` are the
+    positions, segments and spans, `call` is all that is static. `gradients` is called alike, with `Cotangents` behind,
+    and does what `attend_gradients` says; kernels without lse have none. `refusal` says what else a kernel cannot do.
     """
 
     name: str
@@ -143,12 +142,18 @@ def attend(
     kernel cannot do it.
     """
     places = AttentionPositions(query_positions, key_positions, query_segments, key_segments, query_spans)
-    _check(query, key, places, selected, soft_cap, aligned)
     check(aligned or not gapless, "gapless=True needs aligned=True: it is about queries that are the keys.")
-    options: dict[str, Any] = dict(mask=mask, selected=selected, soft_cap=soft_cap, aligned=aligned, platform=platform)
-    promised: dict[str, Any] = dict(gapless=gapless, needs_lse=needs_lse, local=local)
-    chosen = _find(kernel, query, key, value, places, **options, **promised)
-    return chosen.function(query, key, value, places, gapless=gapless, **options)
+    call = _checked_call(
+        *(query, key, value, places, selected),
+        mask=mask,
+        soft_cap=soft_cap,
+        aligned=aligned,
+        gapless=gapless,
+        needs_lse=needs_lse,
+        local=local,
+        platform=platform,
+    )
+    return _find(kernel, call).function(query, key, value, places, selected, call)
 
 
 def attend_gradients(
@@ -156,30 +161,19 @@ def attend_gradients(
     key: Float[Array, "batch kv_length kv_heads head_dim"],
     value: Float[Array, "batch kv_length kv_heads value_dim"],
     known: Cotangents,
-    *,
-    mask: Mask,
-    query_positions: Int[Array, "batch length"],
-    key_positions: Int[Array, "batch kv_length"],
-    query_segments: Int[Array, "batch length"] | None = None,
-    key_segments: Int[Array, "batch kv_length"] | None = None,
-    query_spans: Spans | None = None,
+    places: AttentionPositions,
     selected: Bool[Array, "batch selected_heads length kv_length"] | None = None,
-    soft_cap: float | None = None,
-    aligned: bool = False,
-    local: bool = False,
+    *,
     kernel: str = "auto",
-    platform: str = "cpu",
+    **options: Any,
 ) -> Gradients:
     """Of queries, keys and values, in f32, where these keys are a part of those that queries see.
 
     With `known` of the results over all keys, the gradients of queries are the sum of those of all parts. Options are
     those of `attend`; kernels that can't give lse can't do this.
     """
-    places = AttentionPositions(query_positions, key_positions, query_segments, key_segments, query_spans)
-    _check(query, key, places, selected, soft_cap, aligned)
-    options: dict[str, Any] = dict(mask=mask, selected=selected, soft_cap=soft_cap, aligned=aligned, platform=platform)
-    chosen = _find(kernel, query, key, value, places, **options, gapless=False, needs_lse=True, local=local)
-    return chosen.gradients(query, key, value, places, known, **options)
+    call = _checked_call(query, key, value, places, selected, **options)
+    return _find(kernel, call).gradients(query, key, value, places, selected, call, known)
 
 
 def max_scores(
@@ -202,56 +196,31 @@ def max_scores(
     Without gradient, and block by block: no more than a tile of scores exists at a time.
     """
     places = AttentionPositions(query_positions, key_positions, query_segments, key_segments, query_spans)
-    _check(query, key, places, selected, soft_cap, aligned)
-    options: dict[str, Any] = dict(selected=selected, soft_cap=soft_cap, aligned=aligned, platform=platform)
-    return blockwise_max(*jax.lax.stop_gradient((query, key)), places, mask=mask, **options)
+    options: dict[str, Any] = dict(mask=mask, soft_cap=soft_cap, aligned=aligned, platform=platform)
+    call = _checked_call(query, key, key, places, selected, **options)
+    return blockwise_max(*jax.lax.stop_gradient((query, key)), places, selected, call)
 
 
-def _check(
-    query: Array,
-    key: Array,
-    places: AttentionPositions,
-    selected: Array | None,
-    soft_cap: float | None,
-    aligned: bool,
-) -> None:
-    heads, kv_heads = query.shape[2], key.shape[2]
+def _checked_call(
+    query: Array, key: Array, value: Array, places: AttentionPositions, selected: Array | None, **given: Any
+) -> Call:
+    """What is static about a call; raises ConfigError for arrays and options that do not fit one another."""
+    call, heads, kv_heads = Call.of(query, key, value, places, selected, **given), query.shape[2], key.shape[2]
     check(heads % kv_heads == 0, f"heads={heads} must be a multiple of kv_heads={kv_heads}.")
-    same = not aligned or query.shape[1] == key.shape[1]
-    check(same, f"aligned=True needs as many queries as keys, not {query.shape[1]} and {key.shape[1]}: leave it out.")
+    lengths = f"{call.length} and {call.kv_length}"
+    same = not call.aligned or call.length == call.kv_length
+    check(same, f"aligned=True needs as many queries as keys, not {lengths}: leave it out.")
     check_segments(places.query_segments, places.key_segments)
-    if soft_cap is not None:
-        check_number("soft_cap", soft_cap, above=0.0)
+    if call.soft_cap is not None:
+        check_number("soft_cap", call.soft_cap, above=0.0)
     if selected is not None:
-        count = selected.shape[1]
+        count = call.selected_heads
         check(count in (1, heads), f"selected has {count} heads: give one for all heads, or each of heads={heads}.")
+    return call
 
 
-def _find(
-    kernel: str,
-    query: Array,
-    key: Array,
-    value: Array,
-    places: AttentionPositions,
-    *,
-    selected: Array | None,
-    soft_cap: float | None,
-    **facts: Any,
-) -> Kernel:
+def _find(kernel: str, call: Call) -> Kernel:
     """The kernel of this name, or for "auto" the one that suits; raises ConfigError where it cannot do it."""
-    call = Call(
-        batch=query.shape[0],
-        length=query.shape[1],
-        kv_length=key.shape[1],
-        head_dim=query.shape[3],
-        value_dim=value.shape[3],
-        dtypes=(query.dtype, key.dtype, value.dtype),
-        soft_cap=soft_cap is not None,
-        segments=places.query_segments is not None,
-        spans=places.query_spans is not None,
-        selected_heads=0 if selected is None else selected.shape[1],
-        **facts,
-    )
     chosen = choose(call) if kernel == "auto" else kernel
     check_word("kernel", chosen, (*KERNELS, "auto"))
     lacking = KERNELS[chosen].lacks(call)

@@ -122,7 +122,7 @@ def _forward(ring, query, key, value, places, selected) -> Result:
 def _backward(ring, query, key, value, places, selected, known) -> tuple[Array, Array, Array]:
     def gradients(keys: tuple[Array, Array], before: Any, own: bool = False):
         here, chosen = _of_piece(ring.piece(before), key.shape[1], places, selected)
-        return attend_gradients(query, *keys, known, selected=chosen, **here._asdict(), **ring.options(own))
+        return attend_gradients(query, *keys, known, here, chosen, **ring.options(own))
 
     def add(keys: tuple[Array, Array], before: Any, sums: Any):
         def more():

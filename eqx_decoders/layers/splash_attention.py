@@ -44,13 +44,8 @@ def splash_attention(
     key: Array,
     value: Array,
     places: AttentionPositions,
-    *,
-    mask: Mask,
     selected: Array | None,
-    soft_cap: float | None,
-    aligned: bool,
-    gapless: bool,
-    platform: str,
+    call: Call,
 ) -> Result:
     """Attention as `attend` defines it; lse, which would have no gradient, is NaN. Interpreted where there is no TPU.
 
@@ -63,16 +58,16 @@ def splash_attention(
     block = next(n for n in range(min(BLOCK, size), 0, -LANES) if size % n == 0)
     names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
     kernel = splash.make_splash_mha(
-        masks.MultiHeadMask([_mask(mask, size)] * heads),
+        masks.MultiHeadMask([_mask(call.mask, size)] * heads),
         head_shards=1,
         q_seq_shards=1,
         block_sizes=splash.BlockSizes(**dict.fromkeys(names, block)),
-        attn_logits_soft_cap=soft_cap,
+        attn_logits_soft_cap=call.soft_cap,
         residual_checkpoint_name="context",
-        interpret=platform != "tpu",
+        interpret=call.platform != "tpu",
     )
     real = places.query_positions >= 0
-    ids = jnp.pad(_ids(mask, places), ((0, 0), (0, more)), constant_values=PADDING)
+    ids = jnp.pad(_ids(call.mask, places), ((0, 0), (0, more)), constant_values=PADDING)
     arrays = (jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, more), (0, 0))) for x in (query, key, value))
     out: Any = jax.vmap(kernel)(*arrays, splash.SegmentIds(ids, ids))
     out = out[:, :, :length].swapaxes(1, 2)

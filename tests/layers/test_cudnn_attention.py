@@ -100,7 +100,7 @@ def test_what_cudnn_is_asked_for(hopper, monkeypatch, places):
 
 USUAL = dict(
     mask=Causal(), platform="gpu", batch=1, length=4096, kv_length=4096, head_dim=128, value_dim=128,
-    dtypes=(jnp.bfloat16,) * 3, aligned=True, needs_lse=False,
+    dtypes=(jnp.bfloat16,) * 3, aligned=True, local=True, needs_lse=False,
 )  # fmt: skip
 
 
@@ -127,7 +127,7 @@ VARIANTS = dict(
     sizes=[dict(), dict(head_dim=256, value_dim=256), dict(head_dim=264, value_dim=264), dict(value_dim=64),
            dict(head_dim=100, value_dim=100), dict(batch=17)],
     dtypes=[(jnp.bfloat16,) * 3, (jnp.float16,) * 3, (jnp.float32,) * 3, (jnp.bfloat16, jnp.bfloat16, jnp.float16)],
-    rest=[dict(), dict(needs_lse=True), dict(soft_cap=True), dict(local=False), dict(selected_heads=1),
+    rest=[dict(), dict(needs_lse=True), dict(soft_cap=2.0), dict(local=False), dict(selected_heads=1),
           dict(selected_heads=32)],
     platform=["gpu", "tpu", "cpu"],
 )  # fmt: skip

@@ -145,7 +145,7 @@ def test_gradients_of_parts_of_the_keys(kernel, interpreted):
         for part in (slice(0, 50), slice(50, 160)):
             there = {name: x[:, part] if "key" in name else x for name, x in places.items()}
             keys = (x[:, part] for x in qkv[1:])
-            found.append(attend_gradients(qkv[0], *keys, known, **there, **options, kernel=kernel))
+            found.append(attend_gradients(qkv[0], *keys, known, AttentionPositions(**there), **options, kernel=kernel))
         (query, *first), (more, *second) = found
         return query + more, *(jnp.concatenate(pair, 1) for pair in zip(first, second, strict=True))
 
