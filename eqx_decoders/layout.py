@@ -23,74 +23,26 @@ from jax.sharding import (
 )
 from jaxtyping import Array, PyTree
 
-from eqx_decoders.axes import AXES, Axes, axes, check_axes, output_axes, path_name
+from eqx_decoders.axes import Axes, axes, check_axes, output_axes, path_name
 from eqx_decoders.device_grid import device_grid, resolve_sizes
 from eqx_decoders.errors import ConfigError, check, check_word
 from eqx_decoders.explicit import declared, in_auto_mode, is_explicit, with_auto_axes, works_in_auto_mode
 from eqx_decoders.offload import HOST, Offload
+from eqx_decoders.partition import (
+    ACTIVATIONS as ACTIVATIONS,
+    MESH_AXES as MESH_AXES,
+    WEIGHTS as WEIGHTS,
+    Table,
+    checked_table,
+    dividing,
+    names_of,
+    split_dimensions,
+    without_uneven_layers,
+)
 
 
-MESH_AXES: dict[str, str] = {
-    "data": "the batch; weights are replicated",
-    "stage": "layers: stages of a pipeline",
-    "fsdp": "the batch and the weights' embed axis: gathered where they are used (ZeRO-3)",
-    "fsdp_transpose": "the batch and the weights' mlp axis",
-    "context": "the length of sequences, and the slots of caches",
-    "tensor": "heads, mlp and vocab of weights and activations (Megatron)",
-    "tensor_sequence": "like tensor for weights; between the layers the length is split instead",
-    "expert": "experts; for all other weights like fsdp",
-}
-
-# A mesh axis serves one dimension of an array: where two dimensions want it, the row that stands first gets it.
-WEIGHTS: dict[str, tuple[str, ...]] = {
-    "vocab": ("tensor", "tensor_sequence"),
-    "heads": ("tensor", "tensor_sequence"),
-    "kv_heads": ("tensor", "tensor_sequence"),
-    "qkv_heads": ("tensor", "tensor_sequence"),
-    "key_heads": ("tensor", "tensor_sequence"),
-    "teacher_heads": ("tensor", "tensor_sequence"),
-    "teacher_kv_heads": ("tensor", "tensor_sequence"),
-    "experts": ("expert",),
-    "mlp": ("fsdp_transpose", "tensor", "tensor_sequence"),
-    "embed": ("fsdp", "fsdp_transpose", "context", "expert"),
-    "stream_embed": ("fsdp", "fsdp_transpose", "context", "expert"),
-    "row_dim": ("fsdp", "fsdp_transpose", "context", "expert"),
-    "ngram_features": ("tensor", "tensor_sequence"),
-    "q_rank": ("fsdp", "fsdp_transpose", "context", "expert"),
-    "kv_rank": ("fsdp", "fsdp_transpose", "context", "expert"),
-    "gate_rank": ("fsdp", "fsdp_transpose", "context", "expert"),
-    "latent": ("fsdp", "fsdp_transpose", "context", "expert"),
-    "layers": ("stage",),
-}
-ACTIVATIONS: dict[str, tuple[str, ...]] = {
-    "experts": ("expert",),
-    "batch": ("data", "fsdp", "fsdp_transpose", "expert"),
-    "heads": ("tensor", "tensor_sequence"),
-    "kv_heads": ("tensor", "tensor_sequence"),
-    "qkv_heads": ("tensor", "tensor_sequence"),
-    "key_heads": ("tensor", "tensor_sequence"),
-    "mlp": ("tensor", "tensor_sequence"),
-    "channels": ("tensor", "tensor_sequence"),
-    "vocab": ("tensor", "tensor_sequence"),
-    "length": ("context", "tensor_sequence"),
-    "slots": ("context",),
-}
-
-Table = tuple[tuple[str, tuple[str, ...]], ...]
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def _table(name: str, rows: Mapping[str, str | Sequence[str]] | Table) -> Table:
-    """Check a table and make it hashable."""
-    table = []
-    for word, names in rows.items() if isinstance(rows, Mapping) else rows:
-        check_word(f"Layout.{name}: axis", word, AXES)
-        names = (names,) if isinstance(names, str) else tuple(names)
-        for mesh_axis in names:
-            check_word(f"Layout.{name}[{word!r}]", mesh_axis, MESH_AXES)
-        table.append((word, names))
-    return tuple(table)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +67,8 @@ class Layout:
     offload: Offload = Offload()
 
     def __post_init__(self):
-        object.__setattr__(self, "weights", _table("weights", self.weights))
-        object.__setattr__(self, "activations", _table("activations", self.activations))
+        object.__setattr__(self, "weights", checked_table("weights", self.weights))
+        object.__setattr__(self, "activations", checked_table("activations", self.activations))
         if self.mesh is not None:
             for name in self.mesh.axis_names:
                 check_word("Layout.mesh axis", str(name), MESH_AXES)
@@ -131,8 +83,8 @@ class Layout:
 
     def __repr__(self) -> str:
         """Without the tables, unless they are others than the defaults."""
-        tables = {"weights": (self.weights, _table("weights", WEIGHTS))}
-        tables["activations"] = (self.activations, _table("activations", ACTIVATIONS))
+        tables = {"weights": (self.weights, checked_table("weights", WEIGHTS))}
+        tables["activations"] = (self.activations, checked_table("activations", ACTIVATIONS))
         shown = {name: dict(rows) for name, (rows, default) in tables.items() if rows != default}
         mesh = {} if self.mesh is None else {"mesh": self.mesh}
         shown |= {} if self.offload == Offload() else {"offload": self.offload}
@@ -225,9 +177,9 @@ class Layout:
         Layers that `stage` does not divide stay together, and it splits the dimension that `fsdp` splits, if it can.
         """
         words = check_axes(name, words)
-        split = self._split(self.weights, words)
+        split = split_dimensions(self.weights, words, self.sizes)
         if shape is not None:
-            split = self._without_uneven_layers(words, shape, split)
+            split = without_uneven_layers(self.weights, words, shape, split, self.sizes)
         for word, size, names in zip(words, shape or (), split, strict=shape is not None):
             parts = math.prod(self.sizes[axis] for axis in names)
             text = " x ".join(f"Layout.{n}={self.sizes[n]}" for n in names)
@@ -237,21 +189,6 @@ class Layout:
                 "Choose another mesh or replace that row of Layout.weights.",
             )
         return PartitionSpec(*(names or None for names in split))
-
-    def _without_uneven_layers(
-        self, words: Axes, shape: Sequence[int], split: list[tuple[str, ...]]
-    ) -> list[tuple[str, ...]]:
-        """`split`, with `stage` elsewhere or nowhere where it does not divide the layers."""
-        stages, rows = self.sizes.get("stage", 1), dict(self.weights)
-        for index, (word, size, names) in enumerate(zip(words, shape, split, strict=True)):
-            if word == "layers" and "stage" in names and size % stages:
-                split[index] = tuple(name for name in names if name != "stage")
-                for other, (here, room) in enumerate(zip(words, shape, strict=True)):
-                    parts = stages * math.prod(self.sizes[name] for name in split[other])
-                    if "fsdp" in rows.get(here, ()) and room % parts == 0:
-                        split[other] += ("stage",)
-                        break
-        return split
 
     def state_spec(self, words: str | Axes, shape: Sequence[int], name: str = "weight") -> PartitionSpec:
         """`weight_spec` with `data` beside it: of the optimizer's state, over copies of its weight (ZeRO-1).
@@ -283,9 +220,9 @@ class Layout:
         return self._activation_spec(words, shape)
 
     def _activation_spec(self, words: Axes, shape: Sequence[int] | None) -> PartitionSpec:
-        split = self._split(self.activations, words)
+        split = split_dimensions(self.activations, words, self.sizes)
         if shape is not None:
-            split = [self._dividing(names, size) for names, size in zip(split, shape, strict=True)]
+            split = [dividing(names, size, self.sizes) for names, size in zip(split, shape, strict=True)]
         return PartitionSpec(*(names or None for names in split))
 
     def activation_sharding(self, words: str | Axes, shape: Sequence[int] | None = None) -> Sharding:
@@ -301,8 +238,11 @@ class Layout:
 
     def without_stage(self) -> "Layout":
         """The layout of one stage: for what runs in a `jax.shard_map` over `stage`."""
-        tables = {name: {word: _dropped(names, {"stage"}) for word, names in getattr(self, name)} for name in _TABLES}
-        return dataclasses.replace(self, **tables)
+
+        def kept(table: Table) -> Table:
+            return tuple((word, tuple(name for name in names if name != "stage")) for word, names in table)
+
+        return dataclasses.replace(self, weights=kept(self.weights), activations=kept(self.activations))
 
     def constrain(self, x: Array, words: str) -> Array:
         """Tell XLA how to split an activation: `layout.constrain(x, "batch length embed")`."""
@@ -445,24 +385,6 @@ class Layout:
         rows = {word: (*names, "stage") if word == "batch" else names for word, names in self.activations}
         return dataclasses.replace(self, activations=rows)
 
-    def _split(self, table: Table, words: Axes) -> list[tuple[str, ...]]:
-        """The mesh axes of every dimension; each mesh axis at most once, earlier rows of the table first."""
-        sizes, used = self.sizes, set()
-        split: list[tuple[str, ...]] = [()] * len(words)
-        for word, names in table:
-            for index, here in enumerate(words):
-                if here == word:
-                    split[index] = tuple(n for n in names if sizes.get(n, 1) > 1 and n not in used)
-                    used.update(split[index])
-        return split
-
-    def _dividing(self, names: tuple[str, ...], size: int) -> tuple[str, ...]:
-        kept: tuple[str, ...] = ()
-        for name in names:
-            if size % math.prod(self.sizes[n] for n in (*kept, name)) == 0:
-                kept += (name,)
-        return kept
-
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gather(whole: NamedSharding, stored: NamedSharding, x: Array) -> Array:
@@ -479,18 +401,6 @@ def _gather_backward(whole, stored, _, gradient):
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
-
-
-def names_of(group: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes in one entry of a `PartitionSpec`."""
-    return (group,) if isinstance(group, str) else group or ()
-
-
-_TABLES = ("weights", "activations")
-
-
-def _dropped(names: tuple[str, ...], drop: set[str]) -> tuple[str, ...]:
-    return tuple(name for name in names if name not in drop)
 
 
 def out_shardings(shapes: PyTree) -> PyTree:

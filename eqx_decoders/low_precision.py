@@ -31,7 +31,8 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from eqx_decoders.axes import AXES, AnyArray, Axes, axes, matching, named_leaves, product_axes, replaced
 from eqx_decoders.errors import check, check_word
-from eqx_decoders.layout import Layout, names_of
+from eqx_decoders.layout import Layout
+from eqx_decoders.partition import names_of
 
 
 ModeName = Literal["int8", "w4a8", "fp8"]

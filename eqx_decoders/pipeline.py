@@ -19,7 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from eqx_decoders.errors import check, check_integer, check_word
-from eqx_decoders.layout import Layout, names_of
+from eqx_decoders.layout import Layout
+from eqx_decoders.partition import names_of
 
 
 AXIS = "stage"

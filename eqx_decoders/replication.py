@@ -6,7 +6,8 @@ from jaxtyping import PyTree
 
 from eqx_decoders.axes import axes, named_leaves
 from eqx_decoders.errors import check
-from eqx_decoders.layout import Layout, names_of
+from eqx_decoders.layout import Layout
+from eqx_decoders.partition import names_of
 
 
 FEW = 10**7  # weights of a model that fits anywhere: of so few, norms and positions may be a large share

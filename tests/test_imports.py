@@ -14,11 +14,11 @@ ROOT = pathlib.Path(__file__).parent.parent / "eqx_decoders"
 
 # Each part may import from itself and from those that stand before it.
 ORDER = [
-    "errors", "hardware", "lazy", "eager", "inputs", "axes", "explicit", "device_grid", "offload", "layout",
-    "low_precision", "numerics", "prng", "sampling", "origin", "remat", "pipeline", "context", "layers", "stats",
-    "wiring", "further", "batch_split", "block", "layer_inputs", "borrowing", "stack", "stages", "mtp", "config_json",
-    "cache", "decoder", "create", "families", "io", "inference", "describe", "replication", "model_info", "training",
-    "planning", "cli",
+    "errors", "hardware", "lazy", "eager", "inputs", "axes", "explicit", "device_grid", "offload", "partition",
+    "layout", "low_precision", "numerics", "prng", "sampling", "origin", "remat", "pipeline", "context", "layers",
+    "stats", "wiring", "further", "batch_split", "block", "layer_inputs", "borrowing", "stack", "stages", "mtp",
+    "config_json", "cache", "decoder", "create", "families", "io", "inference", "describe", "replication", "model_info",
+    "training", "planning", "cli",
 ]  # fmt: skip
 
 

@@ -24,8 +24,8 @@ from jaxtyping import Array, Float, Int32, PyTree
 
 from eqx_decoders.axes import axes, path_name
 from eqx_decoders.context import Execution
-from eqx_decoders.layout import names_of
 from eqx_decoders.numerics import cast_in_loop
+from eqx_decoders.partition import names_of
 from eqx_decoders.remat import get_remat, save
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check
-from eqx_decoders.layout import names_of
+from eqx_decoders.partition import names_of
 
 
 def look_up(

@@ -28,7 +28,8 @@ from eqx_decoders.layers.kernel import attend
 from eqx_decoders.layers.mask import AttentionPositions, Mask, Spans, lookback
 from eqx_decoders.layers.ring_attention import Ring, attend_in_ring
 from eqx_decoders.layers.scores import Result
-from eqx_decoders.layout import Layout, names_of
+from eqx_decoders.layout import Layout
+from eqx_decoders.partition import names_of
 
 
 def attend_on_mesh(

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 from eqx_decoders.context import Execution
 from eqx_decoders.layers.convolution import causal_convolution, document_numbers
 from eqx_decoders.layers.memory import last_inputs
-from eqx_decoders.layout import names_of
+from eqx_decoders.partition import names_of
 
 
 def convolve_on_mesh(

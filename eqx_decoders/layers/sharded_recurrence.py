@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32
 from eqx_decoders.context import Execution
 from eqx_decoders.layers.recurrence import delta_rule
 from eqx_decoders.layers.sharded_attention import used_heads
-from eqx_decoders.layout import names_of
+from eqx_decoders.partition import names_of
 
 
 _EXACT = lax.Precision.HIGHEST  # states are handed on from piece to piece

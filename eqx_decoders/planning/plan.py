@@ -11,9 +11,10 @@ import jax.numpy as jnp
 
 from eqx_decoders.axes import axes, named_leaves
 from eqx_decoders.decoder import Decoder
-from eqx_decoders.layout import Layout, names_of
+from eqx_decoders.layout import Layout
 from eqx_decoders.low_precision import LowPrecision
 from eqx_decoders.model_info import active_parameters
+from eqx_decoders.partition import names_of
 from eqx_decoders.planning.assigned import compile_until_assigned
 from eqx_decoders.planning.collectives import Collective, collectives
 from eqx_decoders.planning.hlo import Program, parse

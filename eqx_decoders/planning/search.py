@@ -13,7 +13,8 @@ import numpy as np
 from eqx_decoders.axes import axes as axes_of_weights, named_leaves
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.layers.exchange import sends_rows
-from eqx_decoders.layout import Layout, device_bytes, names_of
+from eqx_decoders.layout import Layout, device_bytes
+from eqx_decoders.partition import names_of
 from eqx_decoders.planning.collectives import Collective
 from eqx_decoders.planning.kept import kept_arrays, kept_share
 from eqx_decoders.planning.machine import Machine

@@ -10,7 +10,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from eqx_decoders.layout import Layout, names_of
+from eqx_decoders.layout import Layout
+from eqx_decoders.partition import names_of
 
 
 class VocabPart(NamedTuple):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float32, Int32, Key, PRNGKeyArray, PyTree
 
 from eqx_decoders.axes import AnyArray, axes, frozen, matching, named_leaves, path_name, replaced
@@ -19,14 +19,14 @@ from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.explicit import spec_of
 from eqx_decoders.layers.scores import EMPTY
 from eqx_decoders.layout import Layout, partitions
-from eqx_decoders.offload import Offload, is_on_host
+from eqx_decoders.offload import Offload
 from eqx_decoders.stats import BlockStats
 from eqx_decoders.training.balance import expert_configs, update_router_bias
 from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.loss import LossMetrics, token_loss_sum
-from eqx_decoders.training.moments import EightBits
 from eqx_decoders.training.optimizer import OptimizerConfig, make_optimizer, make_schedule, widened
 from eqx_decoders.training.qk_clip import clipped_weights, latent_attentions, qk_clip
+from eqx_decoders.training.state_layout import StateLayout
 from eqx_decoders.training.streamed import by_layer, check_offload, square_sum
 
 
@@ -181,10 +181,11 @@ class Trainer(eqx.Module):
     def abstract(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
         """`init` as a tree of `jax.ShapeDtypeStruct` with shardings: what a checkpoint is restored into."""
         everywhere = _replicated(model)
-        weights, places = self._weights(model), self.state_shardings(model)
+        weights, beside = self._weights(model), self._state_layout(model)
+        places = beside.shardings()
 
         def like(path, leaf):
-            sharding = _place(path, leaf, weights, places) or everywhere
+            sharding = beside.place(path, leaf, places) or everywhere
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         optimizer = jax.tree_util.tree_map_with_path(like, jax.eval_shape(self.optimizer.init, weights))
@@ -196,10 +197,10 @@ class Trainer(eqx.Module):
 
     def state_shardings(self, model: Decoder) -> dict[str, jax.sharding.Sharding]:
         """Where the optimizer's state and the running mean of each trainable weight live: beside it, or in parts."""
-        layout = model.execution.layout
-        if not self.shard_over_data and layout.offload == Offload():
-            return {name: leaf.sharding for name, leaf in self._weights(model).items()}
-        return self._weights(layout.state_shardings(model, over_data=self.shard_over_data))
+        return self._state_layout(model).shardings()
+
+    def _state_layout(self, model: Decoder) -> StateLayout:
+        return StateLayout(model, self.trainable, self.shard_over_data)
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         """One optimizer step, compiled; `state` is donated: its buffers are those of the new state.
@@ -251,7 +252,8 @@ class Trainer(eqx.Module):
         if self.max_grad_norm is not None:
             scale = scale * jnp.minimum(1.0, self.max_grad_norm / jnp.maximum(norm, 1e-12))
 
-        parts = functools.partial(self._in_parts, state.model)
+        beside = self._state_layout(state.model)
+        parts = beside.in_parts
 
         def move(weights, gradient, optimizer, ema):
             scaled = {
@@ -264,11 +266,11 @@ class Trainer(eqx.Module):
                 weights = parts(optax.apply_updates(weights, updates))
             if self.ema_decay is not None:
                 ema = parts(optax.incremental_update(jax.tree.map(widened, weights), ema, 1 - self.ema_decay))
-            return self._gathered(state.model, weights), parts(optimizer), ema
+            return beside.gathered(weights), parts(optimizer), ema
 
         # a branch, not `where` on every leaf: that would hold old and new weights and states at the same time
         old = self._weights(state.model)
-        groups = self._streamed(state.model)
+        groups = beside.streamed()
         names = tuple(name for name in old if not any(name in group for group in groups.values()))
         weights, optimizer, ema = by_layer(move, groups, names, finite, old, gradient, state.optimizer, state.ema)
         model = _with_router_biases(self._with_weights(state.model, weights), sums.stats, finite)
@@ -295,7 +297,7 @@ class Trainer(eqx.Module):
 
     def _gradient(self, model: Decoder, batch: Batch, key: PRNGKeyArray | None) -> tuple[PyTree, LossMetrics]:
         """The gradient of the summed loss, and its metrics, added up over the microbatches."""
-        count, config = self.config.gradient_accumulation_steps, self.config
+        count, config, beside = self.config.gradient_accumulation_steps, self.config, self._state_layout(model)
 
         def loss(weights, rows, key):
             here, fused = self._with_weights(model, weights), config.fused_loss
@@ -305,7 +307,7 @@ class Trainer(eqx.Module):
 
         def part(rows, key):
             (_, metrics), gradient = jax.value_and_grad(loss, has_aux=True)(self._weights(model), rows, key)
-            return self._in_parts(model, gradient), metrics
+            return beside.in_parts(gradient), metrics
 
         if count == 1:
             return part(batch, key)
@@ -322,45 +324,10 @@ class Trainer(eqx.Module):
 
         shapes = jax.eval_shape(part, *jax.tree.map(lambda leaf: leaf[0], (pieces, keys)))
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
-        zeros = (self._in_parts(model, zeros[0]), _without_maxima(zeros[1]))
+        zeros = (beside.in_parts(zeros[0]), _without_maxima(zeros[1]))
         total, _ = jax.lax.scan(add, zeros, (pieces, keys))
         gradient, metrics = total
         return gradient, dataclasses.replace(metrics, stats=_mean_activations(metrics.stats, count))
-
-    def _in_parts(self, model: Decoder, tree: PyTree) -> PyTree:
-        """Tell XLA to keep what belongs to a weight as its optimizer's state is kept, if that is split over `data`."""
-        layout = model.execution.layout
-        if not self.shard_over_data or layout.single:
-            return tree
-        weights = self._weights(model)
-        places = self._weights(layout.on_device.state_shardings(model, over_data=True))
-
-        def one(path, leaf):
-            place = _place(path, leaf, weights, places)
-            # what is on the host stays where it is
-            return leaf if place is None or is_on_host(leaf) else jax.lax.with_sharding_constraint(leaf, place)
-
-        return jax.tree_util.tree_map_with_path(one, tree)
-
-    def _gathered(self, model: Decoder, weights: dict[str, Any]) -> dict[str, Any]:
-        """Tell XLA to give each device the new weights that it had before, in their own dtype."""
-        layout = model.execution.layout
-        if not self.shard_over_data or layout.single:
-            return weights
-        places = self._weights(layout.on_device.shardings(model))
-        whole = self._weights(model)  # a layer alone is not constrained
-        return {
-            name: jax.lax.with_sharding_constraint(leaf, places[name]) if leaf.shape == whole[name].shape else leaf
-            for name, leaf in weights.items()
-        }
-
-    def _streamed(self, model: Decoder) -> dict[int, tuple[str, ...]]:
-        """By a number of layers the weights that are moved one layer at a time: those with anything on the host."""
-        words, offload, found = axes(model), model.execution.layout.offload, {}
-        for name, leaf in self._weights(model).items():
-            if any(offload.holds(field, name, words[name]) for field in ("weights", "optimizer")):
-                found[leaf.shape[0]] = (*found.get(leaf.shape[0], ()), name)
-        return found
 
     def _clipped(self, model: Decoder, stats: BlockStats | None, finite: Array) -> Decoder:
         """The model with QK-clip, where it is asked for and the step changed anything."""
@@ -402,23 +369,6 @@ def _program(places: _Places | None) -> Any:
 @functools.lru_cache(maxsize=8)
 def _placed_step(places: _Places) -> Any:
     return jax.jit(_step, donate_argnums=1, out_shardings=_unflattened(places))
-
-
-def _place(path: tuple[Any, ...], leaf: Any, weights: Mapping[str, Any], places: Mapping[str, Any]) -> Any:
-    """Where a leaf of the optimizer's state, or of a dictionary of weights, lives: beside the weight of its shape to
-    which it belongs, or, with one number for each row, beside its rows. None for what belongs to none."""
-    *_, last = path
-    part = last.name if isinstance(last, jax.tree_util.GetAttrKey) else None
-    name = path_name(path[:-1] if part in EightBits._fields else path)
-    owner = next((owner for owner in weights if name == owner or name.endswith(f".{owner}")), None)
-    if owner is None:
-        return None
-    shape, place = weights[owner].shape, places[owner]
-    if leaf.shape == shape:
-        return place
-    if part != "largest" or leaf.shape != (*shape[:-1], 1):
-        return None
-    return place.update(spec=PartitionSpec(*place.spec[:-1], None)) if isinstance(place, NamedSharding) else place
 
 
 def _gradients_over_data(model: Decoder) -> Layout:
