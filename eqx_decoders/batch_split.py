@@ -67,11 +67,8 @@ def run_in_turn(begins: Sequence[Callable[[Array], Steps]], parts: Sequence[Arra
     """
     waits, walks = not _sends_inside(layout), []
 
-    def advance(number: int, value: Array, before: Any) -> tuple[Any, Any]:
-        """Part `number` from `value` on to its next meeting or its end, and the part before it."""
-        if waits and before is not None:
-            value, kept = lax.optimization_barrier((value, _arrays_of(before)))
-            before = _with_arrays(before, kept)
+    def advance(number: int, value: Array) -> Any:
+        """Part `number` from `value` on to its next meeting, or its stream at its end."""
         sent: Any = value
         if number == len(walks):
             walks.append(begins[number](value))
@@ -80,18 +77,20 @@ def run_in_turn(begins: Sequence[Callable[[Array], Steps]], parts: Sequence[Arra
             try:
                 branch, y = walks[number].send(sent)
             except StopIteration as end:
-                return end.value, before
+                return end.value
             inputs = branch.run.before(y)
             if isinstance(branch.run.layer, StaggeredLayer):
-                return _Meeting(branch.run, inputs, branch.run.layer.begin(inputs)), before
+                return _Meeting(branch.run, inputs, branch.run.layer.begin(inputs))
             sent = branch.run.after(branch.run.layer.branch(*inputs))
 
     values: Sequence[Array] = parts
     while True:
         reached: list[Any] = []
         for number, value in enumerate(values):
-            here, before = advance(number, value, reached[-1] if reached else None)
-            reached = [*reached[:-1], before, here] if reached else [here]
+            if waits and reached:
+                value, kept = lax.optimization_barrier((value, _arrays_of(reached[-1])))
+                reached[-1] = _with_arrays(reached[-1], kept)
+            reached.append(advance(number, value))
         if not isinstance(reached[0], _Meeting):
             return reached
         results = reached[0].run.layer.finish([each.inputs for each in reached], [each.begun for each in reached])

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import equinox as eqx
@@ -123,20 +124,22 @@ class Segment(eqx.Module):
         stream: Any = cut_batch(x, ctx.execution) if split else x
         carry = stream, {name: ctx.shared[name] for name in again}
         xs = jnp.arange(self.repeats) if late else stacked, keys, inputs
-        if scanned:
-            (stream, known), (entries, stats, published) = jax.lax.scan(step, carry, xs, length=self.repeats)
-        else:
-            results = []
-            for index in range(self.repeats):
-                carry, result = step(carry, at_layer(xs, index))
-                results.append(result)
-            (stream, known), (entries, stats, published) = (
-                carry,
-                jax.tree.map(lambda *leaves: jnp.stack(leaves), *results),
-            )
+        carry, results = _over_layers(step, carry, xs, self.repeats, scanned)
+        (stream, known), (entries, stats, published) = carry, results
         if split:
             stream, stats = join_batch(stream), tuple(join_parts(stat) for stat in stats)
         return SegmentOutput(stream, entries, stats, ctx.shared | known | at_layer(published, -1))
+
+
+def _over_layers(step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, repeats: int, scanned: bool) -> Any:
+    """`jax.lax.scan`, or the same layer by layer: the last carry, and what each step returned, stacked."""
+    if scanned:
+        return jax.lax.scan(step, carry, xs, length=repeats)
+    results = []
+    for index in range(repeats):
+        carry, result = step(carry, at_layer(xs, index))
+        results.append(result)
+    return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
 
 
 class SegmentOutput(NamedTuple):

@@ -14,42 +14,13 @@ from eqx_decoders.batch_split import cut_batch, join_batch
 from eqx_decoders.cli.xla_flags import options as xla_options
 from eqx_decoders.layers.attention import AttentionConfig
 from eqx_decoders.layers.experts import ExpertsConfig
-from eqx_decoders.layers.mlp import MLPConfig
-from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.per_layer_embedding import PerLayerEmbeddingConfig, PerLayerInputConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.layers.router import RouterConfig
-from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.step import StepConfig, Trainer
 from tests.compare import assert_close, root_mean_square
-from tests.models import EMBED, VOCAB, filled, packed, rich_decoder, some_tokens
+from tests.models import VOCAB, filled, packed, rich_decoder, some_tokens
 from tests.programs import tpu_devices
-
-
-NORM = RMSNormConfig()
-ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, rope=Rope())
-ROUTED = ExpertsConfig(
-    num_experts=4,
-    num_experts_per_token=2,
-    mlp_dim=8,
-    router=RouterConfig(score="sigmoid", order="score_first", selection_bias=True, balance_loss=0.1, z_loss=0.01),
-)
-SPARSE = ed.BlockConfig(mixer=ATTENTION, mlp=ROUTED, pre_mixer_norm=NORM, pre_mlp_norm=NORM)
-DENSE = dataclasses.replace(SPARSE, mlp=MLPConfig(mlp_dim=24))
-
-
-def decoder(*blocks: ed.BlockConfig, **changes) -> ed.DecoderConfig:
-    return ed.DecoderConfig(vocab_size=VOCAB, embed_dim=EMBED, blocks=blocks, final_norm=NORM, **changes)
-
-
-@eqx.filter_jit
-def step_of(trainer: Trainer, model: ed.Decoder, batch: ed.Batch, key):
-    return trainer._gradient(model, batch, key)
-
-
-def results(model: ed.Decoder, batch: ed.Batch, key=None, **step):
-    trainer = Trainer.create(OptimizerConfig(), model, steps=1, config=StepConfig(**step))
-    return step_of(trainer, model, batch, key)
+from tests.steps import ATTENTION, DENSE, NORM, SPARSE, decoder, results
 
 
 def check_equal(model: ed.Decoder, layout: ed.Layout, parts: int = 2, rows: int = 8, **changes):

@@ -13,24 +13,18 @@ from jax.sharding import PartitionSpec
 
 import eqx_decoders as ed
 from eqx_decoders.axes import named_leaves
-from eqx_decoders.layers.attention import AttentionConfig
-from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.mlp import MLPConfig
-from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.per_layer_embedding import PerLayerEmbeddingConfig, PerLayerInputConfig
-from eqx_decoders.layers.rope import Rope
-from eqx_decoders.layers.router import RouterConfig
 from eqx_decoders.pipeline import run_pipeline
 from eqx_decoders.stages import run_segment
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.mesh_settings import MeshConfig, PipelineConfig, describe_pipeline
-from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.settings import TrainConfig
-from eqx_decoders.training.step import StepConfig, Trainer
 from tests.cases import check, draw, legal
 from tests.compare import assert_close
 from tests.models import EMBED, VOCAB, filled, packed, rich_decoder, some_tokens
 from tests.programs import drop_compiled_programs
+from tests.steps import ATTENTION, DENSE, NORM, ROUTED, SPARSE, decoder, results
 
 
 SHAPES = [(2, 2, 1, False), (2, 4, 2, False), (4, 4, 1, False), (2, 3, 2, False), (4, 5, 2, False), (2, 4, 2, True)]
@@ -145,32 +139,7 @@ def test_gradients_equal_those_of_a_scan(stages, count, repeats, delay, gather):
 
 # --- models ---
 
-NORM = RMSNormConfig()
-ATTENTION = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, rope=Rope())
-ROUTED = ExpertsConfig(
-    num_experts=4,
-    num_experts_per_token=2,
-    mlp_dim=8,
-    router=RouterConfig(score="sigmoid", order="score_first", selection_bias=True, balance_loss=0.1, z_loss=0.01),
-)
-SPARSE = ed.BlockConfig(mixer=ATTENTION, mlp=ROUTED, pre_mixer_norm=NORM, pre_mlp_norm=NORM)
-DENSE = dataclasses.replace(SPARSE, mlp=MLPConfig(mlp_dim=24))
 MIXED = dict(stage=2, fsdp=2, tensor=2)
-
-
-def decoder(*blocks: ed.BlockConfig, **changes) -> ed.DecoderConfig:
-    return ed.DecoderConfig(vocab_size=VOCAB, embed_dim=EMBED, blocks=blocks, final_norm=NORM, **changes)
-
-
-@eqx.filter_jit
-def step_of(trainer: Trainer, model: ed.Decoder, batch: ed.Batch, key):
-    """Gradients, loss and statistics of a training step."""
-    return trainer._gradient(model, batch, key)
-
-
-def results(model: ed.Decoder, batch: ed.Batch, key=None, **step):
-    trainer = Trainer.create(OptimizerConfig(), model, steps=1, config=StepConfig(**step))
-    return step_of(trainer, model, batch, key)
 
 
 def check_equal(model: ed.Decoder, layout: ed.Layout, pipeline: ed.Pipeline, rows: int = 8, units: float = 256, **step):

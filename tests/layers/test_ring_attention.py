@@ -17,7 +17,7 @@ from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Causal, 
 from eqx_decoders.layers.scores import cotangents
 from eqx_decoders.layers.sharded_attention import attend_on_mesh, zigzag
 from tests.layers.test_kernel import make, packed_places, plain, same, weights_for
-from tests.layers.test_sharded_attention import check, lines, results, selection
+from tests.layers.test_sharded_attention import check, lines, products_with_and_without_context, results, selection
 
 
 TWO, FOUR, EIGHT = dict(context=2, data=2, tensor=2), dict(context=4, fsdp=2), dict(context=8)
@@ -222,21 +222,4 @@ def test_what_travels(form, mask, count):
 def test_context_saves_the_ring():
     """With out and lse saved the backward pass does not go round for them again."""
     execution = Execution(layout=ed.Layout.create(**FOUR), attention="chunked", context_form="ring")
-    positions = plain(32)
-
-    def loss(policy):
-        def layer(x, qkv):
-            options = dict(execution=execution, mask=Causal(), query_positions=positions, key_positions=positions)
-            return jnp.sin(attend_on_mesh(jnp.sin(x), *qkv, **options)[0])
-
-        saved = jax.checkpoint(layer, policy=policy)
-        return jax.grad(lambda query, *qkv: saved(saved(query, qkv), qkv).sum())
-
-    policies = jax.checkpoint_policies
-    found = {
-        name: str(jax.make_jaxpr(loss(policy))(*make(32))).count("dot_general[")
-        for name, policy in dict(
-            context=policies.save_only_these_names("context"), nothing=policies.nothing_saveable
-        ).items()
-    }
-    assert found == {"context": 38, "nothing": 46}
+    assert products_with_and_without_context(execution) == {"context": 38, "nothing": 46}

@@ -9,10 +9,8 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.context import Execution
-from eqx_decoders.errors import ConfigError
-from eqx_decoders.layers.blockwise import _reach, _Seen
 from eqx_decoders.layers.kernel import EMPTY, attend
-from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow, interval
+from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
 from eqx_decoders.layers.sharded_attention import attend_on_mesh, zigzag
 from tests.layers.test_kernel import make, packed_places, plain, same, weights_for
 
@@ -244,9 +242,8 @@ def test_keys_and_values_are_gathered_and_queries_are_not():
     assert not any(lines(text, other) for other in ("all-reduce", "all-to-all", "collective-permute"))
 
 
-def test_context_saves_the_recomputation():
-    """Names are saved out of what is mapped: as on one device the backward pass has five products, not seven."""
-    execution = Execution(layout=ed.Layout.create(**LONG), attention="chunked")
+def products_with_and_without_context(execution: Execution) -> dict[str, int]:
+    """How many products the gradient of two layers has that save "context", or nothing."""
     positions = plain(32)
 
     def loss(policy):
@@ -258,35 +255,11 @@ def test_context_saves_the_recomputation():
         return jax.grad(lambda query, *qkv: saved(saved(query, qkv), qkv).sum())
 
     policies = jax.checkpoint_policies
-    found = {
-        name: str(jax.make_jaxpr(loss(policy))(*make(32))).count("dot_general[")
-        for name, policy in dict(
-            context=policies.save_only_these_names("context"), nothing=policies.nothing_saveable
-        ).items()
-    }
-    assert found == {"context": 14, "nothing": 18}
+    saving = dict(context=policies.save_only_these_names("context"), nothing=policies.nothing_saveable)
+    return {name: str(jax.make_jaxpr(loss(policy))(*make(32))).count("dot_general[") for name, policy in saving.items()}
 
 
-# --- the order of tokens ---
-
-
-def visited(order, length=8192, parts=4, block=512):
-    """Tiles of queries and keys that each device computes of a causal row."""
-    positions = jnp.asarray(order, jnp.int32)[None]
-    keys, counts = plain(length, 1), []
-    for queries in jnp.split(positions, parts, axis=1):
-        first, last = interval(Causal(), queries)
-        starts, ends = _reach(_Seen(first, last, keys, None, None, None, None), block, block)
-        counts.append(int((ends - starts).sum()))
-    return counts
-
-
-def test_zigzag_gives_all_devices_the_same_work():
-    order = zigzag(24, 2)
-    np.testing.assert_array_equal(order, [*range(6), *range(18, 24), *range(6, 18)])
-    np.testing.assert_array_equal(zigzag(7 * 2, 1), np.arange(14))
-    assert sorted(zigzag(48, 3)) == list(range(48))
-    assert visited(np.arange(8192)) == [10, 26, 42, 58]
-    assert visited(zigzag(8192, 4)) == [34] * 4
-    with pytest.raises(ConfigError, match="a length of 12 must be a multiple of 8, twice the devices"):
-        zigzag(12, 4)
+def test_context_saves_the_recomputation():
+    """Names are saved out of what is mapped: as on one device the backward pass has five products, not seven."""
+    execution = Execution(layout=ed.Layout.create(**LONG), attention="chunked")
+    assert products_with_and_without_context(execution) == {"context": 14, "nothing": 18}
