@@ -258,10 +258,8 @@ class Decoder(eqx.Module):
         )
         kept = rows if cache is None else cache.length.shape[0]
         check(kept == rows, f"cache has {kept} rows, but tokens {rows}: make one with init_cache.")
-        begin, gapless = (
-            None if cache is None else cache.length,
-            all(x is None for x in (positions, segment_ids, cache)),
-        )
+        begin = None if cache is None else cache.length
+        gapless = all(x is None for x in (positions, segment_ids, cache))
         positions = padded_positions(positions, segment_ids, (rows, length), begin)
         segment_ids = None if cache is not None else segment_ids
         ctx = Context(

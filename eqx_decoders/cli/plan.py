@@ -87,7 +87,7 @@ class PlanConfig:
     """What a device may take for tokens that it gets for its experts."""
     batch_split: int = Execution.batch_split
     """Parts of a batch that pass each layer one behind the other."""
-    replicated_tolerance: float = 0.02
+    replicated_tolerance: float = TrainConfig.replicated_tolerance
     """Share of the weights that may be whole along an axis of the mesh that splits others."""
     xla_flags: FlagsName = "auto"
     """Options of XLA: auto, those that `train` sets on such TPUs; none: XLA's defaults."""

@@ -247,12 +247,7 @@ def _even(length: int, most: int) -> int:
 
 
 def blockwise(
-    query: Array,
-    key: Array,
-    value: Array,
-    places: AttentionPositions,
-    selected: Array | None,
-    call: Call,
+    query: Array, key: Array, value: Array, places: AttentionPositions, selected: Array | None, call: Call
 ) -> Result:
     """Attention as `attend` defines it. Under remat, saving "context" (out and lse) saves the whole forward pass."""
     length = query.shape[1]

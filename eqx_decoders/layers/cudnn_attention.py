@@ -48,12 +48,7 @@ def _needs_mask(call: Call) -> bool:
 
 
 def cudnn_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    places: AttentionPositions,
-    selected: Array | None,
-    call: Call,
+    query: Array, key: Array, value: Array, places: AttentionPositions, selected: Array | None, call: Call
 ) -> Result:
     """Attention as `attend` defines it; lse is NaN. Under remat it is computed again: what it keeps has no name."""
     options: dict = dict(scale=1.0, implementation=IMPLEMENTATION)

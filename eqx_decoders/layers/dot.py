@@ -14,12 +14,7 @@ from eqx_decoders.layers.scores import EMPTY, Cotangents, Gradients, Result, cap
 
 
 def dot(
-    query: Array,
-    key: Array,
-    value: Array,
-    places: AttentionPositions,
-    selected: Array | None,
-    call: Call,
+    query: Array, key: Array, value: Array, places: AttentionPositions, selected: Array | None, call: Call
 ) -> Result:
     """Attention as `attend` defines it."""
     batch, length, heads, _ = query.shape

@@ -317,12 +317,7 @@ _softmax.defvjp(_softmax_fwd, _softmax_bwd)
 
 
 def interval_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    places: AttentionPositions,
-    selected: Array | None,
-    call: Call,
+    query: Array, key: Array, value: Array, places: AttentionPositions, selected: Array | None, call: Call
 ) -> Result:
     """Attention as `attend` defines it, for TPUs; on any other platform it is interpreted, slowly.
 

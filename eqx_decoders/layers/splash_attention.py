@@ -40,12 +40,7 @@ def refusal(call: Call) -> str | None:
 
 
 def splash_attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    places: AttentionPositions,
-    selected: Array | None,
-    call: Call,
+    query: Array, key: Array, value: Array, places: AttentionPositions, selected: Array | None, call: Call
 ) -> Result:
     """Attention as `attend` defines it; lse, which would have no gradient, is NaN. Interpreted where there is no TPU.
 
