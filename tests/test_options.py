@@ -504,7 +504,7 @@ DATA = {
     "Origin", "Recipe", "RemoteFile", "Shape", "StateShape", "StoredTensor", "MXFP4Tensor", "BlockScaledTensor",
     "TailShape", "TextModel", "Weight", "WeightMapping", "Wiring", "Part", "Section", "BranchFunction", "HeadSplit",
     "BlockSizes", "Tiles", "Chip", "Collective", "Machine", "Memory", "Operations", "Plan", "Roofline", "Route",
-    "Estimate", "Call", "Ring",
+    "Estimate", "Call", "Ring", "StateLayout",
 }  # fmt: skip
 
 
