@@ -26,7 +26,7 @@ from eqx_decoders.errors import check
 
 LEAST = 16  # tokens of the smallest chunk, and of the blocks in which a triangle is inverted row by row
 AT_ONCE = 4  # chunks whose decays between tokens are looked at together: by channel they take far more room than keys
-_FORGOTTEN = -100.0  # exp of it is 0 in f32: nothing smaller is needed, and a sum of such keeps its digits
+FORGOTTEN = -100.0  # exp of it is 0 in f32: nothing smaller is needed, and a sum of such keeps its digits
 _EXACT = jax.lax.Precision.HIGHEST  # sums in exponents, and inverses: not on units of 16 bits
 
 
@@ -98,7 +98,7 @@ def run_chunks(
 def _split(query, key, value, log_decay, beta, resets, chunk: int) -> Tokens:
     """Chunks first; what fills the last one is the identity."""
     groups = value.shape[2] // key.shape[2]
-    log_decay = jnp.maximum(log_decay.astype(jnp.float32), _FORGOTTEN)
+    log_decay = jnp.maximum(log_decay.astype(jnp.float32), FORGOTTEN)
     document = None
     if resets is not None:
         log_decay = jnp.where(resets[:, :, None, None], 0.0, log_decay)  # what it would fade is forgotten anyway
@@ -251,8 +251,8 @@ def _spread(blocks: Array, chunk: int) -> Array:
 def _gathered(pairs: Array, size: int) -> Array:
     """What `_spread` put there."""
     count = pairs.shape[-1] // size
-    blocks = pairs.reshape(*pairs.shape[:-2], count, size, count, size)
-    return (blocks * _eye(count, blocks.ndim)).sum(-2)
+    blocks = pairs.reshape(-1, count, size, count, size)  # in more dimensions XLA for CPU crashes (jax 0.10)
+    return (blocks * _eye(count, blocks.ndim)).sum(-2).reshape(*pairs.shape[:-2], count, size, size)
 
 
 def _eye(count: int, ndim: int) -> Array:

@@ -5,6 +5,8 @@
 A token sees tokens of its own document alone, and padding (a position below 0) is skipped: it is no zero in between.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -21,39 +23,57 @@ def causal_convolution(
 ) -> Float[Array, "batch length channels"]:
     """The convolution, summed in f32, in the dtype of `x`.
 
-    `tail` are the `(taps - 1) dilation` inputs before this call, oldest first; None for zeros. Tokens that stand in a
-    row without gaps are shifted, others gathered: that is known only when the program runs.
+    `tail` are the `(taps - 1) dilation` inputs before this call, oldest first; None for zeros. Tokens are moved
+    together where a row has gaps between them: that is known only when the program runs.
     """
-    batch, length, channels = x.shape
     size = (kernel.shape[1] - 1) * dilation
-    before = jnp.zeros((batch, size, channels), x.dtype) if tail is None else tail.astype(x.dtype)
     real = positions >= 0
-    document, (_, place) = document_numbers(real, segment_ids), _places(real, size)
-    stream = jnp.concatenate([before, jnp.where(real[:, :, None], x, 0)], axis=1)
-    owner = jnp.concatenate([jnp.zeros((batch, size), jnp.int32), document], axis=1)
-    lags = [tap * dilation for tap in range(kernel.shape[1])]
+    document = document_numbers(real, segment_ids)
 
-    def shifted(lag: int) -> Array:
-        start = size - lag
-        seen = jax.lax.slice_in_dim(owner, start, start + length, axis=1) == document
-        return jnp.where(seen[:, :, None], jax.lax.slice_in_dim(stream, start, start + length, axis=1), 0)
+    @jax.checkpoint  # a stream is kept for the gradient, not a term in f32 for each tap
+    def together(x: Array, kernel: Array, bias: Array | None, tail: Array | None, document: Array) -> Array:
+        batch, length, channels = x.shape
+        before = jnp.zeros((batch, size, channels), x.dtype) if tail is None else tail.astype(x.dtype)
+        stream = jnp.concatenate([before, x], axis=1)
+        owner = jnp.concatenate([jnp.zeros((batch, size), jnp.int32), document], axis=1)
+        y = jnp.zeros((), jnp.float32) if bias is None else bias.astype(jnp.float32)[None, None]
+        for tap, weight in enumerate(kernel.astype(jnp.float32).T[:, None, None]):
+            start = tap * dilation
+            seen = jax.lax.slice_in_dim(owner, start, start + length, axis=1) == document
+            term = jax.lax.slice_in_dim(stream, start, start + length, axis=1).astype(jnp.float32)
+            y = y + jnp.where(seen[:, :, None], term * weight, 0.0)
+        return y.astype(x.dtype)
 
-    def gathered(lag: int) -> Array:
-        at = place(jnp.cumsum(real, axis=1) - 1 - lag)
-        seen = jnp.take_along_axis(owner, at, axis=1) == document
-        return jnp.where(seen[:, :, None], jnp.take_along_axis(stream, at[:, :, None], axis=1), 0)
+    def apart(x: Array, *others: Any) -> Array:
+        order = jnp.argsort(~real, axis=1, stable=True)
+        back = jnp.argsort(order, axis=1)
+        x = _permuted(x, order, back)
+        return _permuted(together(x, *others, jnp.take_along_axis(document, order, axis=1)), back, order)
 
-    def total(source):
-        weights = kernel.astype(jnp.float32)[:, ::-1].T[:, None, None]
-        terms = [source(lag).astype(jnp.float32) * weight for lag, weight in zip(lags, weights, strict=True)]
-        return sum(terms[1:], terms[0])
+    x = jnp.where(real[:, :, None], x, 0)
+    if x.shape[1] == 1 or size == 0:
+        return together(x, kernel, bias, tail, document)
+    gapless = _gapless(real, tail is None)
+    return jax.lax.cond(gapless, lambda *arrays: together(*arrays, document), apart, x, kernel, bias, tail)
 
-    if length == 1 or size == 0:
-        y = total(shifted)
-    else:
-        y = jax.lax.cond(_gapless(real, tail is None), lambda: total(shifted), lambda: total(gathered))
-    y = y if bias is None else y + bias.astype(jnp.float32)[None, None]
-    return y.astype(x.dtype)
+
+@jax.custom_vjp
+def _permuted(
+    x: Float[Array, "batch length channels"], order: Int[Array, "batch length"], back: Int[Array, "batch length"]
+) -> Array:
+    """Tokens in another order, `back` being its inverse; the gradient is taken back, and not added up."""
+    return jnp.take_along_axis(x, order[:, :, None], axis=1)
+
+
+def _permuted_forward(x: Array, order: Array, back: Array) -> tuple[Array, Array]:
+    return _permuted(x, order, back), back
+
+
+def _permuted_backward(back: Array, bar: Array) -> tuple[Array, None, None]:
+    return jnp.take_along_axis(bar, back[:, :, None], axis=1), None, None
+
+
+_permuted.defvjp(_permuted_forward, _permuted_backward)
 
 
 def document_starts(
@@ -80,14 +100,3 @@ def _gapless(real: Array, anywhere: bool) -> Bool[Array, ""]:
     ended = jnp.cumsum(real[:, :-1] & ~real[:, 1:], axis=1) > 0
     together = jnp.all(~(real[:, 1:] & ended))
     return together if anywhere else together & jnp.all(real[:, 0] | ~real.any(axis=1))
-
-
-def _places(real: Array, size: int):
-    """How many tokens each row has, and where the n-th of them stands behind a tail (n < 0: in the tail)."""
-    order = jnp.argsort(~real, axis=1, stable=True)
-
-    def place(rank: Array) -> Array:
-        inside = jnp.take_along_axis(order, jnp.maximum(rank, 0), axis=1)
-        return jnp.where(rank >= 0, inside + size, jnp.maximum(rank + size, 0))
-
-    return real.sum(axis=1), place

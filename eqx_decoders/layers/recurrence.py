@@ -8,13 +8,15 @@ The gated delta rule writes what corrects the answer to a key (Yang et al., 2025
     u_t = beta_t (v_t - (Diag(exp(g_t)) S_{t-1})^T k_t)
 
 A token with key 0, beta 0 and log decay 0 leaves the state as it is. Value head h uses key head h // (heads //
-key_heads). Each has two forms with equal results: token by token, and in chunks, for more than one token.
+key_heads). Each has forms with equal results: token by token; in chunks, for more than one token; and chunks in a
+kernel, on TPUs.
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
+from eqx_decoders.layers import recurrence_kernel
 from eqx_decoders.layers.chunked_recurrence import check_heads, run_chunks
 
 
@@ -43,12 +45,16 @@ def delta_rule(
     - `beta`: how much of the correction is written; None: `value` itself is written, and nothing is corrected.
     - `state`: before the first token; None for zeros.
     - `resets`: the first tokens of documents: what came before them is forgotten.
-    - `chunk`: tokens that are computed at once, 16 times a power of two; None: one by one, the definition.
-    - `platform`: of the devices, which decides how one token asks a state.
+    - `chunk`: tokens that are computed at once, 16 times a power of two; None: one by one, the definition. A kernel has
+        a size of its own.
+    - `platform`: of the devices, which decides how one token asks a state, and whether there is a kernel for many: then
+        arrays are a device's own.
     """
     inputs = query, key, value, log_decay, beta, state, resets
     if chunk is None or value.shape[1] == 1:
         out, written, end = _run_tokens(*inputs, platform)
+    elif platform == "tpu" and recurrence_kernel.fits(key, value, log_decay):
+        out, written, end = recurrence_kernel.run_kernel(*inputs)
     else:
         out, written, end = run_chunks(*inputs, chunk)
     return out.astype(value.dtype), written, end

@@ -43,7 +43,8 @@ def recur_on_mesh(
     """`delta_rule`, on the mesh that `execution` says."""
     layout, arrays = execution.layout, (query, key, value, log_decay, beta, state, resets)
     rows, length, heads = map(names_of, layout.activation_spec("batch length heads value_dim", value.shape)[:3])
-    if layout.single or not length:
+    has_kernel = layout.platform == "tpu" and value.shape[1] > 1  # which sees a device's own arrays
+    if layout.single or not (length or has_kernel):
         return delta_rule(*arrays, platform=layout.platform)
     key_heads = names_of(layout.activation_spec("batch length key_heads key_dim", key.shape)[2])
     others, groups = heads[len(key_heads) :], value.shape[2] // key.shape[2]
@@ -54,6 +55,8 @@ def recur_on_mesh(
         if others:
             query, key = (used_heads(x, others, value.shape[2], groups) for x in (query, key))
         platform, shape = layout.platform, (value.shape[0], value.shape[2], key.shape[3], value.shape[3])
+        if not length:
+            return delta_rule(query, key, value, log_decay, beta, state, resets, platform=platform)
         start = jnp.zeros(shape, jnp.float32) if state is None else state
         piece = _run_piece(query, key, value, log_decay, beta, resets, platform)
         start, end = _states(start, piece, length)
