@@ -30,6 +30,7 @@ def cache_directory() -> pathlib.Path:
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # tests run in two processes; none has a TPU
 # Threads of XLA. With as many as there are devices, collectives may wait for ever for one that another task holds.
 os.environ.setdefault("NPROC", "32")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_directory()))

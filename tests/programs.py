@@ -31,7 +31,6 @@ def tpu_devices(topology: str, slices: int = 1) -> list:
     pytest.importorskip("libtpu")
     from eqx_decoders.cli import plan  # not before the tests' type hook is there
 
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # tests run in two processes; none has a TPU
     return plan.tpu_devices(topology, slices)
 
 
