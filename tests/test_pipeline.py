@@ -188,6 +188,18 @@ def test_every_mesh_equals_one_device(sizes, microbatches, repeats, delay, gathe
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("form", ["ring", "all_to_all", "ring_all_to_all"])
+def test_rows_that_are_split_within_stages(form):
+    """Keys go round, or heads are exchanged, among the devices of a stage."""
+    tokens, segments = packed(24, 16)
+    batch, model = ed.Batch(tokens=tokens, segment_ids=segments), filled(rich_decoder(9), remat="full")
+    setup = ed.Pipeline(microbatches=2, repeats=2)
+    layout = ed.Layout.create(stage=2, context=4 if form == "ring_all_to_all" else 2, fsdp=-1)
+    piped = model.replace(pipeline=setup, context_form=form).place(layout)
+    assert_close(results(piped, batch), results(model, batch), units=256)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", ["dropless", "capacity", "dense"])
 @pytest.mark.parametrize("exchange", ["gather", "all_to_all"])
 def test_experts_on_several_devices(experts, exchange):

@@ -24,7 +24,7 @@ def causal_convolution(
     """The convolution, summed in f32, in the dtype of `x`.
 
     `tail` are the `(taps - 1) dilation` inputs before this call, oldest first; None for zeros. Tokens are moved
-    together where a row has gaps between them: that is known only when the program runs.
+    together where a row has gaps between them: that is known only when the program runs. Padding gives 0.
     """
     size = (kernel.shape[1] - 1) * dilation
     real = positions >= 0
@@ -52,9 +52,11 @@ def causal_convolution(
 
     x = jnp.where(real[:, :, None], x, 0)
     if x.shape[1] == 1 or size == 0:
-        return together(x, kernel, bias, tail, document)
-    gapless = _gapless(real, tail is None)
-    return jax.lax.cond(gapless, lambda *arrays: together(*arrays, document), apart, x, kernel, bias, tail)
+        y = together(x, kernel, bias, tail, document)
+    else:
+        gapless = _gapless(real, tail is None)
+        y = jax.lax.cond(gapless, lambda *arrays: together(*arrays, document), apart, x, kernel, bias, tail)
+    return jnp.where(real[:, :, None], y, 0)
 
 
 @jax.custom_vjp

@@ -24,6 +24,7 @@ pytestmark = [
     pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="jaxlib 0.10 can't print programs of today's libtpu"),
 ]
 
+PIPELINE = dict(stage=2, fsdp=2)
 # GB that a device sends in a step of four layers of Llama 3.2 1B (0.24 billion weights and a table of 0.26), 8 x 2048
 MOST: dict[str, tuple[dict[str, int], dict[str, object], float]] = {
     "data": (dict(data=4), {}, 2.588),
@@ -33,16 +34,28 @@ MOST: dict[str, tuple[dict[str, int], dict[str, object], float]] = {
     "fsdp and tensor": (dict(fsdp=2, tensor=2), {}, 2.365),
     "context": (dict(context=4), {}, 3.487),
     "context, exchanged heads": (dict(fsdp=2, context=2), dict(context_form="all_to_all"), 4.113),
-    "pipeline": (dict(stage=2, fsdp=2), dict(pipeline=ed.Pipeline(microbatches=4)), 7.246),
+    "pipeline": (PIPELINE, dict(pipeline=ed.Pipeline(microbatches=4)), 7.246),
+    "pipeline, weights once a repeat": (PIPELINE, dict(pipeline=ed.Pipeline(microbatches=4, gather="repeat")), 99),
+    "pipeline, weights once": (PIPELINE, dict(pipeline=ed.Pipeline(microbatches=4, gather="once")), 99),
+    "pipeline, late": (PIPELINE, dict(pipeline=ed.Pipeline(microbatches=4, delay=True)), 99),
+    "pipeline, two repeats": (PIPELINE, dict(pipeline=ed.Pipeline(microbatches=4, repeats=2)), 99),
+    "pipeline, a layer outside": (PIPELINE, dict(pipeline=ed.Pipeline(microbatches=4), layers=5), 99),
+    "pipeline and context": (
+        dict(stage=2, context=2),
+        dict(pipeline=ed.Pipeline(microbatches=4), context_form="ring"),
+        99,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MOST)
 def test_a_step_sends_no_more(name):
     sizes, options, most = MOST[name]
+    options = dict(options)
+    layers = options.pop("layers", 4)
     layout = ed.Layout.create(**sizes, devices=tpu_devices("v5p:2x2x1"))
     config = ed.get_config("llama3.2-1b")
-    config = dataclasses.replace(config, blocks=config.blocks[:4])
+    config = dataclasses.replace(config, blocks=config.blocks[:layers])
     precision = ed.Precision(compute=jnp.bfloat16)
     model = ed.abstract(config, layout=layout, precision=precision, remat="full", **options)
     trainer = Trainer.create(OptimizerConfig(), model, steps=100)
