@@ -4,6 +4,7 @@ Each measurement is a program of shapes: it can be compiled for devices that are
 """
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,8 @@ from eqx_decoders.hardware import Chip, chip_of
 from eqx_decoders.layers.attention_call import Call
 from eqx_decoders.layers.kernel import KERNELS, attend
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
+from eqx_decoders.layers.recurrence import delta_rule
+from eqx_decoders.layers.recurrence_kernel import run_kernel
 from eqx_decoders.layout import device_bytes
 from eqx_decoders.planning.plan import abstract_batch
 from eqx_decoders.training.batches import Batch
@@ -43,6 +46,18 @@ class Attention(NamedTuple):
     mask: Mask = Causal()
 
 
+class Recurrence(NamedTuple):
+    """Shapes of one layer's recurrence; with `delta`, written values are corrected."""
+
+    batch: int
+    length: int
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    delta: bool
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shapes:
     """What is measured.
@@ -51,6 +66,7 @@ class Shapes:
 
     - `model`: whose steps are made, with `rows` of `seq_len` tokens a device.
     - `attention`: each by all kernels of the platform.
+    - `recurrences`: each in chunks by XLA, and in a kernel where the platform has one.
     - `decoding`: rows that are decoded together, each with `past` tokens behind it.
     """
 
@@ -63,6 +79,10 @@ class Shapes:
         Attention(1, 16_384, 32, 8, 128),
         Attention(1, 16_384, 32, 8, 128, SlidingWindow(1024)),
         Attention(1, 4096, 16, 16, 256),
+    )
+    recurrences: tuple[Recurrence, ...] = (
+        Recurrence(1, 8192, 16, 32, 128, 128, delta=True),  # Qwen3-Next
+        Recurrence(1, 8192, 8, 128, 128, 64, delta=False),  # Nemotron-H
     )
     decoding: tuple[int, ...] = (1, 16)
     past: int = 8192
@@ -97,6 +117,10 @@ def programs(devices: Sequence[Any], shapes: Shapes = Shapes()) -> Iterator[Prog
     for case in shapes.attention:
         for name in kernels(case, platform):
             yield from attention(case, name, devices[0])
+    for case in shapes.recurrences:
+        yield from recurrence(case, devices[0], kernel=False)
+        if platform == "tpu":
+            yield from recurrence(case, devices[0], kernel=True)
     for rows in shapes.decoding:
         yield decoding(rows, devices[0], shapes)
 
@@ -169,6 +193,30 @@ def attention(case: Attention, kernel: str, device: Any) -> Iterator[Program]:
     about += f", window {case.mask.size}" if isinstance(case.mask, SlidingWindow) else ""
     yield Program(f"{about}: forward", jax.jit(forward), arguments, flops=2 * product)
     yield Program(f"{about}: both", jax.jit(both), arguments, flops=7 * product)
+
+
+def recurrence(case: Recurrence, device: Any, kernel: bool) -> Iterator[Program]:
+    """Forward, and forward with backward: the operations of the definition, token by token, and thrice as many."""
+    here = SingleDeviceSharding(device)
+
+    def like(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((case.batch, case.length, *shape), jnp.float32, sharding=here)
+
+    def forward(query, key, value, log_decay, beta):
+        run = run_kernel if kernel else functools.partial(delta_rule, platform="cpu")
+        return run(query, key, value, -jnp.abs(log_decay), beta if case.delta else None)[0]
+
+    def both(*arrays):
+        out, back = jax.vjp(forward, *arrays)
+        return back(out)
+
+    keys, rates = like(case.key_heads, case.key_dim), like(case.heads)
+    arguments = (keys, keys, like(case.heads, case.value_dim), like(case.heads, 1), rates)
+    operations = 2.0 * (3 if case.delta else 2) * case.batch * case.length * case.heads * case.key_dim * case.value_dim
+    name = "delta rule" if case.delta else "linear recurrence"
+    about = f"{name} in {'a kernel' if kernel else 'chunks'}, {case.batch} x {case.length}, {case.heads} heads"
+    yield Program(f"{about}: forward", jax.jit(forward), arguments, flops=operations)
+    yield Program(f"{about}: both", jax.jit(both), arguments, flops=3 * operations)
 
 
 def seen(case: Attention) -> int:

@@ -23,10 +23,11 @@ def test_everything_runs_small(script):
     """A line with a time for each program; 64 tokens see 64 * 65 / 2 pairs, and less through a window."""
     bench = script("bench_accelerator")
     case = bench.Attention(1, 64, 4, 2, 16)
-    shapes = bench.Shapes(model="gpt3-52k", rows=1, seq_len=16, attention=(case,), decoding=(2,), past=15)
+    some = dict(attention=(case,), recurrences=(bench.Recurrence(1, 20, 1, 2, 8, 8, True),), decoding=(2,), past=15)
+    shapes = bench.Shapes(model="gpt3-52k", rows=1, seq_len=16, **some)
     lines = []
     bench.measure(jax.devices()[:2], 1, shapes, lines.append)
-    assert len(lines) == 1 + 1 + 2 * 2 + 1 and all(" ms" in line for line in lines[1:])
+    assert len(lines) == 1 + 1 + 2 * 2 + 2 + 1 and all(" ms" in line for line in lines[1:])
     assert "tokens/s" in lines[1] and "dot" in lines[2] and "chunked" in lines[4] and "GB/s" in lines[-1]
     assert bench.seen(case) == 2080
     assert bench.seen(case._replace(mask=bench.SlidingWindow(2))) == 1 + 63 * 2
@@ -67,7 +68,8 @@ def test_sizes_go_on_with_the_rows_that_are_there(script, monkeypatch, tmp_path,
 def test_everything_compiles_for_tpus(script, topology):
     bench = script("bench_accelerator")
     made = list(bench.programs(tpu_devices(topology)))
-    assert {"interval", "chunked", "dot"} <= {program.name.split(",")[0] for program in made}
+    kinds = {program.name.split(",")[0] for program in made}
+    assert {"interval", "chunked", "dot", "delta rule in a kernel", "linear recurrence in chunks"} <= kinds
     for program in made:
         sizes = program.function.lower(*program.arguments).compile().memory_analysis()
         print(f"{program.name}: {(sizes.argument_size_in_bytes + sizes.temp_size_in_bytes) / 1e9:.2f} GB")

@@ -338,8 +338,8 @@ def run_kernel(
     value: Float[Array, "batch length heads value_dim"],
     log_decay: Float[Array, "batch length heads 1"],
     beta: Float[Array, "batch length heads"] | None,
-    state: Float32[Array, "batch heads key_dim value_dim"] | None,
-    resets: Bool[Array, "batch length"] | None,
+    state: Float32[Array, "batch heads key_dim value_dim"] | None = None,
+    resets: Bool[Array, "batch length"] | None = None,
     chunk: int = CHUNK,
     interpret: bool = False,
 ) -> tuple[
