@@ -240,15 +240,18 @@ def _reads_streams(layer: Any) -> bool:
     return getattr(layer, "reads_streams", False)
 
 
-def checkpointed(ctx: Context, *, prevent_cse: bool, split: bool = False) -> Any:
+def checkpointed(ctx: Context, *, prevent_cse: bool, split: bool = False, in_turn: bool = False) -> Any:
     """One block's call under the remat policy: what it does not name is computed again in the backward pass.
 
-    With `split` it takes and returns the parts of a batch.
+    With `split` it takes and returns the parts of a batch. With `in_turn` the backward pass hands on the gradient of
+    `x` when those of the weights are there, added up over devices: for several blocks in the body of a loop.
     """
 
     def run(block, x, ctx, past, key):
         # here, so that the backward pass fetches the host's weights again instead of keeping all of them
         block = to_device(block)
+        if in_turn:
+            block, x = _in_turn(block, x)
         return run_in_parts(block, x, ctx, past, key) if split else block(x, ctx, past, key=key)
 
     remat = get_remat(ctx.execution.remat)
@@ -256,3 +259,20 @@ def checkpointed(ctx: Context, *, prevent_cse: bool, split: bool = False) -> Any
         return run
     # inside a scan nothing can be shared between the forward and the backward loop, so XLA need not be kept from it
     return eqx.filter_checkpoint(run, policy=remat.policy(), prevent_cse=prevent_cse)
+
+
+def _in_turn(block: Any, x: Any) -> tuple[Any, Any]:
+    """Both as they are; their gradients leave together.
+
+    Nothing else needs those of weights before the loop goes on, and the compiler might leave them to its end: what they
+    are made of is then kept for all blocks at once (gemma3-12b, six blocks a turn: 38 instead of 21 GB of temporaries).
+    """
+
+    @jax.custom_vjp
+    def together(weights, x):
+        return weights, x
+
+    together.defvjp(lambda *both: (both, None), lambda _, bars: jax.lax.optimization_barrier(bars))
+    weights, rest = eqx.partition(block, eqx.is_inexact_array)
+    weights, x = together(weights, x)
+    return eqx.combine(weights, rest), x

@@ -94,10 +94,9 @@ class Segment(eqx.Module):
         keys = None if keys is None else keys.reshape(self.repeats, len(self.unit))
         scanned = ctx.execution.scan and self.repeats > 1
         split = memories is None and ctx.execution.batch_split > 1
-        side_by_side = not scanned or len(self.unit) > 1  # in a loop's body, or without a loop
-        run = checkpointed(ctx, prevent_cse=side_by_side, split=split)
-        if side_by_side and not split and memories is None and ctx.execution.remat is not None:
-            run = _in_turn(run)
+        several = scanned and len(self.unit) > 1
+        in_turn = several and not split and memories is None
+        run = checkpointed(ctx, prevent_cse=several or not scanned, split=split, in_turn=in_turn)
         weights, static = eqx.partition(self.unit, eqx.is_array)
         reads = None if memories is None or ctx.cache_is_empty else slices(kept)
         late = scanned and memories is not None
@@ -159,27 +158,6 @@ class SegmentOutput(NamedTuple):
     entries: tuple[dict[str, Any], ...]
     stats: tuple[BlockStats, ...]
     shared: dict[str, Any]
-
-
-def _in_turn(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run`, whose backward pass hands on the gradient of `x` when those of the weights are there.
-
-    Nothing else needs these before the loop goes on, and the compiler might leave them to the end: what they are made
-    of is then kept for all blocks at once.
-    """
-
-    @jax.custom_vjp
-    def together(x, weights):
-        return x, weights
-
-    together.defvjp(lambda *both: (both, None), lambda _, bars: jax.lax.optimization_barrier(bars))
-
-    def called(block, x, *others):
-        weights, rest = eqx.partition(block, eqx.is_inexact_array)
-        x, weights = together(x, weights)
-        return run(eqx.combine(weights, rest), x, *others)
-
-    return called
 
 
 def _late(stacked: Any, index: Array, x: Array) -> Any:

@@ -55,11 +55,6 @@ class _Decays(NamedTuple):
     keep: Array  # from the state before to the state after: [..., key_dim or 1, groups, 1]
 
 
-def check_heads(key_heads: int, heads: int) -> None:
-    """Raise ConfigError unless value heads can share key heads."""
-    check(heads % key_heads == 0, f"value heads={heads} must be a multiple of key heads={key_heads}.")
-
-
 def run_chunks(
     query: Float[Array, "batch length key_heads key_dim"],
     key: Float[Array, "batch length key_heads key_dim"],
@@ -76,7 +71,6 @@ def run_chunks(
 ]:
     """Outputs, written values and the last state: of the delta rule, or of the linear recurrence if `beta` is None."""
     batch, length, heads, value_dim = value.shape
-    check_heads(key.shape[2], heads)
     check(chunk >= LEAST and (chunk & (chunk - 1)) == 0, f"chunk={chunk} must be {LEAST} times a power of two.")
     if log_decay.shape[3] > 1 and key.shape[2] < heads:  # each channel of each value head decays by itself
         query, key = (jnp.repeat(x, heads // key.shape[2], axis=2) for x in (query, key))

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32
 
+from eqx_decoders.errors import check
 from eqx_decoders.layers import recurrence_kernel
-from eqx_decoders.layers.chunked_recurrence import check_heads, run_chunks
+from eqx_decoders.layers.chunked_recurrence import run_chunks
 
 
 def delta_rule(
@@ -50,6 +51,8 @@ def delta_rule(
     - `platform`: of the devices, which decides how one token asks a state, and whether there is a kernel for many: then
         arrays are a device's own.
     """
+    heads, key_heads = value.shape[2], key.shape[2]
+    check(heads % key_heads == 0, f"value heads={heads} must be a multiple of key heads={key_heads}.")
     inputs = query, key, value, log_decay, beta, state, resets
     if chunk is None or value.shape[1] == 1:
         out, written, end = _run_tokens(*inputs, platform)
@@ -78,7 +81,6 @@ def linear_recurrence(
 def _run_tokens(query, key, value, log_decay, beta, state, resets, platform) -> tuple[Array, Array, Array]:
     batch, length, heads, value_dim = value.shape
     key_heads, key_dim = key.shape[2:]
-    check_heads(key_heads, heads)
     resets = jnp.zeros((batch, length), bool) if resets is None else resets
     fade = jnp.where(resets[:, :, None, None], 0.0, jnp.exp(log_decay.astype(jnp.float32)))
     shared = jnp.stack([query, key], 3).astype(jnp.float32)

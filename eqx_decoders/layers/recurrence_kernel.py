@@ -22,8 +22,9 @@ from eqx_decoders.layers.chunked_recurrence import FORGOTTEN
 
 CHUNK = 128  # tokens: half as many states are kept as with 64, and products fill the units
 _WIDEST = 512  # columns of the values of a program: value heads that share a key head
+_MOST = 8, 1024  # heads of a program, each of which is code of its own, and columns where no fewer heads fill lanes
 _SMALLEST = 8  # rows of the blocks that are inverted as a short sum of powers
-_VMEM = 64 * 2**20
+_VMEM = 32 * 2**20
 _EXACT = jax.lax.Precision.HIGHEST
 
 
@@ -69,8 +70,9 @@ def fits(
 
 
 def _heads_at_once(groups: int, value_dim: int) -> int | None:
-    """Most heads of a group whose values fill whole lanes, and are not too wide."""
+    """Heads of a group whose values fill whole lanes: most that are not wide, or fewest; None if those are too many."""
     fitting = [n for n in range(1, groups + 1) if groups % n == 0 and n * value_dim % LANES == 0]
+    fitting = [n for n in fitting if n <= _MOST[0] and n * value_dim <= _MOST[1]]
     return max((n for n in fitting if n == fitting[0] or n * value_dim <= _WIDEST), default=None)
 
 
@@ -84,7 +86,7 @@ def _product(left: Array, right: Array, axes: tuple[int, int] = (1, 0), precisio
     )
 
 
-def _places(size: int) -> tuple[Array, Array]:
+def _rows_and_columns(size: int) -> tuple[Array, Array]:
     """Of each element of a square: its row and its column."""
     row, column = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
     return row, column
@@ -95,7 +97,7 @@ def _inverse(system: Array) -> Array:
 
     Of a block of eight the eighth power is zero, and (I - A)(I + A^2)(I + A^4) is the sum of all before.
     """
-    row, column = _places(system.shape[0])
+    row, column = _rows_and_columns(system.shape[0])
 
     def multiply(left: Array, right: Array) -> Array:
         return _product(left, right, precision=_EXACT)
@@ -150,7 +152,7 @@ def _chunk(
     beta: Float32[Array, "heads chunk"] | None = None,
 ) -> tuple[Array, Array, Array]:
     """The state after a chunk, its outputs, and the values that it wrote."""
-    row, column = _places(plan.chunk)
+    row, column = _rows_and_columns(plan.chunk)
 
     def upright(x: Array) -> Array:
         return jnp.where(row == column, x, 0.0).sum(1, keepdims=True)
@@ -168,7 +170,7 @@ def _chunk(
     for head in range(plan.heads):
         decay, features = log_decay[head : head + 1], slice(head * plan.value_dim, (head + 1) * plan.value_dim)
         # multiples of 2^-10 add up without rounding, so that differences of two sums have all their digits
-        coarse = jax.lax.stop_gradient(jnp.floor(decay * 1024) * 2.0**-10)
+        coarse = jax.lax.stop_gradient(jnp.floor(decay * 1024 + 0.5) * 2.0**-10)
         fade = total = jnp.zeros((), jnp.float32)
         for part in (coarse, decay - coarse):
             since = jnp.where(before, part, 0.0).sum(1, keepdims=True)
@@ -215,9 +217,9 @@ def _forward_kernel(plan: _Plan, *refs: Any) -> None:
 
 
 def _backward_kernel(plan: _Plan, *refs: Any) -> None:
-    inputs, (start_bar, *bars), state_bar = _cut(refs, len(plan.places) + 3 + plan.delta)
-    document, _, *tokens = inputs[: len(plan.places)]
-    states, end_bar, out_bar, *written_bar = inputs[len(plan.places) :]
+    inputs, (start_bar, *bars), state_bar = _cut(refs, len(plan.places) + 2 + plan.delta)
+    document, *tokens = inputs[: len(plan.places) - 1]
+    states, end_bar, out_bar, *written_bar = inputs[len(plan.places) - 1 :]
 
     @pl.when(pl.program_id(2) == 0)
     def _():
@@ -315,7 +317,8 @@ def _recurrence_backward(plan: _Plan, kept: tuple, bars: tuple[Array, ...]) -> t
     arrays, states = kept
     out_bar, end_bar, *written_bar = bars
     _, start, query, _, value, *rows = arrays
-    operands = [*zip(plan.places, arrays, strict=True), ("states", states), ("state", end_bar), ("values", out_bar)]
+    operands = [each for each in zip(plan.places, arrays, strict=True) if each[0] != "state"]
+    operands += [("states", states), ("state", end_bar), ("values", out_bar)]
     operands += [("values", x) for x in written_bar]
     programs = (*query.shape[:2], start.shape[1] * plan.key_dim)
     shapes = start.shape, programs, programs, value.shape, *(x.shape for x in rows)
@@ -347,7 +350,10 @@ def run_kernel(
     Float32[Array, "batch length heads value_dim"],
     Float32[Array, "batch heads key_dim value_dim"],
 ]:
-    """Outputs, written values and the last state, as `run_chunks` gives them, where `fits` says so."""
+    """Outputs, written values and the last state, as `run_chunks` gives them, where `fits` says so.
+
+    `chunk` is a power of two, at least 8.
+    """
     (batch, length, heads, value_dim), (key_heads, key_dim) = value.shape, key.shape[2:]
     at_once = _heads_at_once(heads // key_heads, value_dim) or heads // key_heads
     programs = heads // at_once

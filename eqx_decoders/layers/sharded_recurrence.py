@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32
 
 from eqx_decoders.context import Execution
 from eqx_decoders.layers.recurrence import delta_rule
+from eqx_decoders.layers.recurrence_kernel import CHUNK
 from eqx_decoders.layers.sharded_attention import used_heads
 from eqx_decoders.partition import names_of
 
@@ -43,8 +44,9 @@ def recur_on_mesh(
     """`delta_rule`, on the mesh that `execution` says."""
     layout, arrays = execution.layout, (query, key, value, log_decay, beta, state, resets)
     rows, length, heads = map(names_of, layout.activation_spec("batch length heads value_dim", value.shape)[:3])
-    has_kernel = layout.platform == "tpu" and value.shape[1] > 1  # which sees a device's own arrays
-    if layout.single or not (length or has_kernel):
+    # a kernel sees a device's own arrays, and by their shapes it is chosen
+    may_have_kernel = layout.platform == "tpu" and log_decay.shape[3] == 1 and value.shape[1] >= CHUNK
+    if layout.single or not (length or may_have_kernel):
         return delta_rule(*arrays, platform=layout.platform)
     key_heads = names_of(layout.activation_spec("batch length key_heads key_dim", key.shape)[2])
     others, groups = heads[len(key_heads) :], value.shape[2] // key.shape[2]

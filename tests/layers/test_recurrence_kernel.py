@@ -31,8 +31,8 @@ def inputs(length, kind, **options):
 @pytest.mark.parametrize(
     ("length", "kind", "options"),
     [
-        (41, "head", {}),
-        (41, "linear", dict(key_heads=1)),
+        (33, "head", {}),
+        (33, "linear", dict(key_heads=1)),
         pytest.param(16, "head", dict(key_heads=4), marks=slow),
         pytest.param(3, "linear", {}, marks=slow),
         pytest.param(97, "head", dict(key_heads=1, heads=3), marks=slow),
@@ -74,14 +74,28 @@ def test_half_precision_is_read_as_it_is():
     *args, _ = inputs(20, "head", batch=1)
     halves = [x.astype(jnp.bfloat16) for x in args[:3]]
     out, pull = jax.vjp(lambda *x: run_kernel(*x, *args[3:], None, None, 16, True)[0], *halves)
-    want = delta_rule(*(x.astype(jnp.float32) for x in halves), *args[3:], chunk=None)[0]
-    assert out.dtype == jnp.bfloat16 and {x.dtype for x in pull(out)} == {jnp.dtype(jnp.bfloat16)}
-    same(out.astype(jnp.float32), want, tolerance=2**-8)
+    wide = [x.astype(jnp.float32) for x in halves]
+    want, pull_wide = jax.vjp(lambda *x: delta_rule(*x, *args[3:], chunk=None)[0], *wide)
+    got = out, *pull(out)
+    assert {x.dtype for x in got} == {jnp.dtype(jnp.bfloat16)}
+    got = tuple(x.astype(jnp.float32) for x in got)
+    same(got, (want, *pull_wide(got[0])), tolerance=2**-7)
 
 
 @slow
+@pytest.mark.parametrize("kind", ["head", "linear"])
+def test_chunks_as_large_as_on_a_tpu(kind):
+    """Documents that begin with a chunk or within one; no state before."""
+    *args, _ = inputs(200, kind, batch=1)
+    starts = jnp.isin(jnp.arange(200), jnp.array([0, 128, 150]))[None]
+    want = results(delta_rule, (*args, None), (starts,), (("chunk", None),))
+    same(results(run_kernel, (*args, None), (starts,), (("interpret", True),)), want)
+
+
+@slow
+@pytest.mark.parametrize("kind", ["head", "linear"])
 @pytest.mark.parametrize("sizes", [dict(data=4, tensor=2), dict(data=2, tensor=4), dict(context=4, tensor=2)], ids=str)
-def test_on_a_mesh_each_device_has_its_own(sizes, monkeypatch):
+def test_on_a_mesh_each_device_has_its_own(sizes, kind, monkeypatch):
     """Behind `recur_on_mesh`, with value heads that share a key head on two devices, and with pieces of rows."""
     calls, layout = [], ed.Layout.create(**sizes)
 
@@ -89,7 +103,7 @@ def test_on_a_mesh_each_device_has_its_own(sizes, monkeypatch):
         calls.append(args[2].shape)
         return run_kernel(*args, *dict(INTERPRETED).values())
 
-    args, starts = inputs(64, "head"), documents(64)
+    args, starts = inputs(128, kind), documents(128)
     want = results(delta_rule, args, (starts,), (("chunk", None),))
     monkeypatch.setattr(recurrence.recurrence_kernel, "fits", lambda *_: True)
     monkeypatch.setattr(recurrence.recurrence_kernel, "run_kernel", call)
@@ -118,9 +132,8 @@ def test_what_kernels_can(shape, wanted):
 
 
 def test_heads_at_once():
-    assert [recurrence_kernel._heads_at_once(*each) for each in ((2, 128), (48, 64), (14, 80), (3, 64), (4, 256))] == [
-        2, 8, None, None, 2,
-    ]  # fmt: skip
+    wanted = {(2, 128): 2, (48, 64): 8, (14, 80): None, (16, 80): 8, (32, 100): None, (3, 64): None, (4, 256): 2}
+    assert {each: recurrence_kernel._heads_at_once(*each) for each in wanted} == wanted
 
 
 @slow
