@@ -38,7 +38,8 @@ def test_a_model_equals_itself_in_one_part():
     check_equal(model, ed.Layout.create(data=2, fsdp=2, tensor=2))
 
 
-@pytest.mark.parametrize("exchange", ["gather", pytest.param("all_to_all", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["gather", "all_to_all"])
 def test_statistics_of_experts_are_those_of_the_whole_batch(exchange):
     model = filled(decoder(*(SPARSE,) * 3), remat="save_qkv_proj", experts="dropless", expert_exchange=exchange)
     check_equal(model, ed.Layout.create(expert=2, fsdp=2, tensor=2))
