@@ -21,8 +21,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from eqx_decoders.errors import check
-
 
 LEAST = 16  # tokens of the smallest chunk, and of the blocks in which a triangle is inverted row by row
 AT_ONCE = 4  # chunks whose decays between tokens are looked at together: by channel they take far more room than keys
@@ -71,7 +69,6 @@ def run_chunks(
 ]:
     """Outputs, written values and the last state: of the delta rule, or of the linear recurrence if `beta` is None."""
     batch, length, heads, value_dim = value.shape
-    check(chunk >= LEAST and (chunk & (chunk - 1)) == 0, f"chunk={chunk} must be {LEAST} times a power of two.")
     if log_decay.shape[3] > 1 and key.shape[2] < heads:  # each channel of each value head decays by itself
         query, key = (jnp.repeat(x, heads // key.shape[2], axis=2) for x in (query, key))
     while chunk > LEAST and chunk >= 2 * length:

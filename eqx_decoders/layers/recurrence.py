@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32
 
 from eqx_decoders.errors import check
 from eqx_decoders.layers import recurrence_kernel
-from eqx_decoders.layers.chunked_recurrence import run_chunks
+from eqx_decoders.layers.chunked_recurrence import LEAST, run_chunks
 
 
 def delta_rule(
@@ -53,6 +53,8 @@ def delta_rule(
     """
     heads, key_heads = value.shape[2], key.shape[2]
     check(heads % key_heads == 0, f"value heads={heads} must be a multiple of key heads={key_heads}.")
+    rule = f"must be {LEAST} times a power of two"
+    check(chunk is None or (chunk >= LEAST and chunk & (chunk - 1) == 0), f"chunk={chunk} {rule}.")
     inputs = query, key, value, log_decay, beta, state, resets
     if chunk is None or value.shape[1] == 1:
         out, written, end = _run_tokens(*inputs, platform)

@@ -352,7 +352,7 @@ def run_kernel(
 ]:
     """Outputs, written values and the last state, as `run_chunks` gives them, where `fits` says so.
 
-    `chunk` is a power of two, at least 8.
+    `chunk` is a power of two, at least 8. Interpreted, a kernel has any shape: all heads of a group at once.
     """
     (batch, length, heads, value_dim), (key_heads, key_dim) = value.shape, key.shape[2:]
     at_once = _heads_at_once(heads // key_heads, value_dim) or heads // key_heads
