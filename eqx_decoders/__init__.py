@@ -36,6 +36,9 @@ from eqx_decoders.create import (
     with_mtp as with_mtp,
 )
 from eqx_decoders.decoder import Decoder as Decoder, DecoderConfig as DecoderConfig, Output as Output
+from eqx_decoders.encoders.encoder import EncoderConfig as EncoderConfig
+from eqx_decoders.encoders.media import Media as Media
+from eqx_decoders.encoders.media_config import MediaConfig as MediaConfig
 from eqx_decoders.errors import (
     CheckpointError as CheckpointError,
     ConfigError as ConfigError,

@@ -61,6 +61,18 @@ AXES: dict[str, str] = {
     "teacher_head_dim": "features of one head of a frozen teacher",
     "streams": "residual streams side by side",
     "taps": "tokens that a convolution looks back",
+    "patch": "numbers of a patch of a picture",
+    "frames": "pictures of a patch, one behind the other in time",
+    "patch_rows": "rows of pixels of a patch",
+    "patch_columns": "columns of pixels of a patch",
+    "coordinates": "column and row of a patch",
+    "filters": "features that a convolution over a spectrum makes",
+    "input_filters": "features that it reads",
+    "kernel_rows": "bands that it looks at",
+    "kernel_columns": "frames that it looks at",
+    "mel": "bands of a spectrum",
+    "inner": "features that a projector reads",
+    "outer": "features that a projector makes",
     "channels": "features of a convolution's input",
     "decay_dim": "decays of a head of a linear recurrence: one, or one of each key feature",
     "one": "a single number",
@@ -125,7 +137,7 @@ def product_axes(words: Axes) -> tuple[Axes, Axes] | None:
     `layers embed heads head_dim` goes from `embed` to `heads head_dim`, `heads head_dim embed` back. `experts` in front
     are so many matrices, like layers. None for what is no matrix inside a block: tables, output heads, norms, biases.
     """
-    inner, ends = tuple(word for word in words if word != "layers"), {*_LATENTS, "embed", "rank", "ngram_features"}
+    inner, ends = tuple(word for word in words if word != "layers"), {*_LATENTS, "embed", "rank", "ngram_features", "inner"}
     inner = inner[1:] if inner[:1] == ("experts",) else inner
     if len(inner) < 2 or not ends & set(inner) or {"vocab", "positions"} & set(inner) or inner[0] == "streams":
         return None

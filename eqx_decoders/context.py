@@ -4,13 +4,13 @@ import dataclasses
 from typing import Any, Literal, TypedDict, get_args
 
 import equinox as eqx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Num
 
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.errors import check, check_integer, check_word
 from eqx_decoders.layout import Layout
 from eqx_decoders.low_precision import LowPrecision, Rounded
-from eqx_decoders.numerics import LowRank, Precision, einsum
+from eqx_decoders.numerics import ClippedWeight, LowRank, Precision, einsum
 from eqx_decoders.pipeline import Pipeline
 from eqx_decoders.remat import Remat, RematName, get_remat
 
@@ -162,7 +162,7 @@ class Inputs(eqx.Module):
     """
 
     spans: Int[AnyArray, "batch length"] | None = None
-    rotary_positions: Int[AnyArray, "batch length dimensions"] | None = None
+    rotary_positions: Num[AnyArray, "batch length dimensions"] | None = None
     by_layer: dict[str, Any] = eqx.field(default_factory=dict)
 
 
@@ -193,7 +193,7 @@ class Context(eqx.Module):
     gapless: bool = eqx.field(static=True, default=False)
     tokens: Int[Array, "batch length"] | None = None
     spans: Any = None
-    rotary_positions: Int[Array, "batch length dimensions"] | None = None
+    rotary_positions: Num[Array, "batch length dimensions"] | None = None
     layer_inputs: dict[str, Any] = eqx.field(default_factory=dict)
     shared: dict[str, Any] = eqx.field(default_factory=dict)
 
@@ -201,7 +201,9 @@ class Context(eqx.Module):
         """`layout.constrain`: how an activation is split over the mesh."""
         return self.execution.layout.constrain(x, words)
 
-    def einsum(self, pattern: str, x: Array, weight: Array | LowRank | Rounded, **options: Any) -> Array:
+    def einsum(
+        self, pattern: str, x: Array, weight: Array | LowRank | ClippedWeight | Rounded, **options: Any
+    ) -> Array:
         """`numerics.einsum` in the form that suits the layout's devices.
 
         Flattened products are faster on one CPU; elsewhere XLA lays products out itself, and flattening dimensions that

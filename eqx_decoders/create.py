@@ -120,7 +120,8 @@ def _build_cache(config: DecoderConfig, batch_size: int, max_length: int, dtype:
         tuple(block_memory(block, repeats, batch_size, max_length, dtype) for block in unit)
         for unit, repeats in segments(config.blocks)
     )
-    return Cache(segments=memories, length=jnp.zeros((batch_size,), jnp.int32))
+    offset = jnp.zeros((batch_size,), jnp.float32) if config.has_grid_positions else None
+    return Cache(segments=memories, length=jnp.zeros((batch_size,), jnp.int32), rope_offset=offset)
 
 
 def block_memory(block: BlockConfig, layers: int, batch_size: int, max_length: int, dtype: DTypeLike) -> dict[str, Any]:

@@ -17,6 +17,18 @@ from eqx_decoders.cache import Cache, Proposal
 from eqx_decoders.config_json import decoder_from_json, decoder_to_json
 from eqx_decoders.context import Context, Execution, ExecutionOptions, Inputs
 from eqx_decoders.eager import compiled_alone
+from eqx_decoders.encoders.beside import (
+    beside,
+    check_media,
+    check_tokens,
+    encode,
+    stacked_deepstack,
+    with_offsets,
+    without_placeholders,
+)
+from eqx_decoders.encoders.encoder import Encoder
+from eqx_decoders.encoders.media import Encoded, Media, merge_features
+from eqx_decoders.encoders.media_config import MediaConfig
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.explicit import typed
 from eqx_decoders.inputs import check_inputs, check_shapes
@@ -71,6 +83,7 @@ class DecoderConfig:
     - `init_std`: standard deviation of a new embedding table.
     - `per_layer_embedding`: what makes the embeddings that layers get each for themselves; None for none.
     - `mtp`: multi-token prediction beside the head; None for none. It changes no logits.
+    - `media`: encoders of pictures and sounds, and which tokens their features replace; None for none.
     """
 
     vocab_size: int
@@ -86,6 +99,7 @@ class DecoderConfig:
     init_std: float = 0.02
     per_layer_embedding: PerLayerEmbeddingConfig | None = None
     mtp: MTPConfig | None = None
+    media: MediaConfig | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "blocks", tuple(self.blocks))
@@ -106,11 +120,17 @@ class DecoderConfig:
             check_number("DecoderConfig.logit_soft_cap", self.logit_soft_cap, above=0)
         check_borrowing(self.blocks, None if self.mtp is None else self.mtp.block)
         check_per_layer(self.blocks, self.per_layer_embedding)
+        check_media(self.media, self.blocks, self.embed_dim)
 
     @property
     def wiring(self) -> WiringConfig:
         """That of the first layer, which says how many residual streams there are."""
         return self.blocks[0].wiring
+
+    @property
+    def has_grid_positions(self) -> bool:
+        """Whether rotary positions have time, row and column."""
+        return self.media is not None and self.media.positions is not None
 
     def to_json(self) -> str:
         """The configuration as JSON, for `from_json`; repeated layers are written once: `{"repeat": 4, "blocks": …}`.
@@ -128,6 +148,8 @@ class DecoderConfig:
         """A new decoder in float32 on the default device; `init` puts it where and in what dtype it belongs."""
         table_key, position_key, head_key, block_key = jax.random.split(key, 4)
         mtp_key, per_layer_key = jax.random.fold_in(key, 4), jax.random.fold_in(key, 5)
+        vision_key, audio_key = jax.random.fold_in(key, 6), jax.random.fold_in(key, 7)
+        vision, audio = (None, None) if self.media is None else (self.media.vision, self.media.audio)
         keys = jax.random.split(block_key, len(self.blocks))
         stack, begin = [], 0
         for unit, repeats in segments(self.blocks):
@@ -144,6 +166,8 @@ class DecoderConfig:
             final_norm=None if self.final_norm is None else self.final_norm.build(self.embed_dim),
             head=None if self.tied else build_head(self.embed_dim, self.vocab_size, key=head_key),
             mtp=None if self.mtp is None else self.mtp.build(self.embed_dim, key=mtp_key),
+            vision=None if vision is None else vision.build(key=vision_key),
+            audio=None if audio is None else audio.build(key=audio_key),
             config=self,
             execution=execution,
         )
@@ -167,9 +191,28 @@ class Output(eqx.Module):
 
 
 class Decoder(eqx.Module):
-    """`head(norm(block_n(... block_1(embed(tokens)))))`, an immutable pytree.
+    """`head(norm(block_n(... block_1(embed(tokens)))))`, an immutable pytree, with encoders if it sees or hears.
 
     Made by `init`, `abstract` or `load_*`. `model.replace(remat="full")` is the same model run another way.
+
+    Who knows MaxText's `Transformer` finds each argument of its call here:
+
+    | MaxText | here |
+    |---|---|
+    | `decoder_input_tokens`, `decoder_positions`, `decoder_segment_ids` | `tokens`, `positions`, `segment_ids` |
+    | `encoder_images`, `encoder_image_masks`, `encoder_audios` | `media`, by `Media.create`; no padded tiles |
+    | bidirectional masks of pictures | `media.spans`, in layers with `AttentionConfig.spans` |
+    | deepstack embeddings | made by `encode`, added by `AddedFeaturesConfig`, with and without scan |
+    | `enable_dropout`, rngs | `key`; None is without |
+    | `model_mode="train"` | no `cache` |
+    | `model_mode="prefill"`, `"autoregressive"` | a `cache`, empty or not; any number of tokens at a time |
+    | `previous_chunk` | the `cache`: a chunk is a call that goes on with it |
+    | `true_length` | positions of -1, or segment 0, for padding; `prompt_lengths` of `generate` |
+    | `slot` | a row of the cache: `cache.with_row`, `cache.reset` |
+    | `page_state` | none: rows of a cache are contiguous |
+    | `decoder_target_tokens`, `decoder_target_mask` | `Batch` and `next_token_loss`; `predict_further` alone |
+    | `kv_caches`, `attention_metadata` | `propose`, which writes nothing, and `cache.commit` |
+    | `nnx_method`, intermediates | methods (`run`, `logits`, `head_input`), and `Output.stats` |
     """
 
     embedding: TokenEmbedding
@@ -179,6 +222,8 @@ class Decoder(eqx.Module):
     final_norm: Norm | None
     head: Head | None
     mtp: MTP | None
+    vision: Encoder | None
+    audio: Encoder | None
     config: DecoderConfig = eqx.field(static=True)
     execution: Execution = eqx.field(static=True)
     origin: Origin | None = eqx.field(static=True, default=None)
@@ -193,6 +238,7 @@ class Decoder(eqx.Module):
         *,
         embeds: Float[AnyArray, "batch length embed"] | None = None,
         inputs: Inputs | None = None,
+        media: Media | None = None,
     ) -> Output:
         """Logits for the token after each token. Outside of `jax.jit` it is compiled, too, for each shape once.
 
@@ -210,9 +256,16 @@ class Decoder(eqx.Module):
         - `key`: for dropout; None for none.
         - `embeds`: in place of tokens, what `embed_tokens` makes of them, for example to differentiate by it.
         - `inputs`: what layers read beside these.
+        - `media`: pictures, films and sounds, made by `Media.create` for these tokens; a placeholder may then be
+            outside of the vocabulary. With a cache they are this call's, as its tokens are.
         """
-        check_inputs(self.config, tokens, positions, segment_ids, embeds=embeds)
-        return _whole(self, tokens, positions, segment_ids, cache, key, embeds, inputs)
+        known = tokens if media is None else without_placeholders(tokens, media)
+        check_inputs(self.config, known, positions, segment_ids, embeds=embeds)
+        return _whole(self, tokens, positions, segment_ids, cache, key, embeds, inputs, media)
+
+    def encode(self, media: Media) -> Encoded:
+        """The features of pictures and sounds, which stand for placeholder tokens."""
+        return _encoded(self, media)
 
     @typed
     def run(
@@ -225,12 +278,15 @@ class Decoder(eqx.Module):
         *,
         embeds: Float[AnyArray, "batch length embed"] | None = None,
         inputs: Inputs | None = None,
+        media: Media | None = None,
         cache_is_empty: bool = False,
     ) -> tuple[Float[Array, "batch length embed"], Cache | None, BlockStats]:
         """Everything but the head: `Output`'s hidden, cache and stats. With `cache_is_empty` nothing of it is read."""
-        options: Any = dict(embeds=embeds, inputs=inputs, cache_is_empty=cache_is_empty, keeps_all=True)
+        options: Any = dict(embeds=embeds, inputs=inputs, media=media, cache_is_empty=cache_is_empty, keeps_all=True)
         hidden, proposal, stats = self.propose(tokens, positions, segment_ids, cache, key, **options)
-        return hidden, None if cache is None else cache.commit(proposal.entries, proposal.positions), stats
+        if cache is not None:
+            cache = cache.commit(proposal.entries, proposal.positions, proposal.rope_offset)
+        return hidden, cache, stats
 
     @typed
     def propose(
@@ -243,6 +299,7 @@ class Decoder(eqx.Module):
         *,
         embeds: Float[AnyArray, "batch length embed"] | None = None,
         inputs: Inputs | None = None,
+        media: Media | None = None,
         cache_is_empty: bool = False,
         keeps_all: bool = False,
     ) -> tuple[Float[Array, "batch length embed"], Proposal, BlockStats]:
@@ -251,6 +308,9 @@ class Decoder(eqx.Module):
         With `keeps_all` it may reject none: then recurrent layers propose their state, and nothing per token.
         """
         inputs = Inputs() if inputs is None else inputs
+        if media is not None:
+            check_tokens(tokens, media)
+            encoded, (inputs, segment_ids) = _encode(self, media), beside(media, inputs, segment_ids)
         given = tokens, positions, segment_ids
         rows, length = check_shapes(self.config, *given, embeds=embeds, spans=inputs.spans)
         tokens, positions, segment_ids, embeds = (
@@ -262,6 +322,7 @@ class Decoder(eqx.Module):
         gapless = all(x is None for x in (positions, segment_ids, cache))
         positions = padded_positions(positions, segment_ids, (rows, length), begin)
         segment_ids = None if cache is not None else segment_ids
+        inputs, rope_offset = with_offsets(inputs, positions, cache)
         ctx = Context(
             positions=positions,
             segment_ids=segment_ids,
@@ -276,10 +337,16 @@ class Decoder(eqx.Module):
             check_pipeline(self.segments, ctx)
         embed_key, block_key, _ = self._keys(key)
         given = self.embedding(jnp.asarray(tokens), ctx) if embeds is None else embeds
+        further: dict[str, Array] = {}
+        if media is not None:
+            index = jnp.asarray(media.index)
+            given = ctx.constrain(merge_features(given, encoded.by_group, index), "batch length embed")
+            further = stacked_deepstack(encoded, index)
+            tokens = None if tokens is None else jnp.where(index >= 0, self.config.media.lookup_token, tokens)
         x = self.config.wiring.expand(self._inputs(given, ctx, key=embed_key))
         layer_keys = None if block_key is None else jax.random.split(block_key, len(self.config.blocks))
         made = {} if self.per_layer_embedding is None else {INPUT: self.per_layer_embedding(tokens, given, ctx)}
-        entries, stats, begin, by_layer = [], [], 0, LayerInputs(inputs.by_layer | made)
+        entries, stats, begin, by_layer = [], [], 0, LayerInputs(inputs.by_layer | further | made)
         for index, segment in enumerate(self._rounded("segments", key).segments):
             count, unit = segment.repeats * len(segment.unit), tuple(block.config for block in segment.unit)
             keys = None if layer_keys is None else layer_keys[begin : begin + count]
@@ -293,7 +360,7 @@ class Decoder(eqx.Module):
         by_layer.finish()
         return (
             self.config.wiring.reduce(x),
-            Proposal(entries=tuple(entries), positions=positions),
+            Proposal(entries=tuple(entries), positions=positions, rope_offset=rope_offset),
             join_layer_stats(stats),
         )
 
@@ -434,8 +501,9 @@ class Decoder(eqx.Module):
 
 @compiled_alone
 @typed
-def _whole(model: Decoder, tokens, positions, segment_ids, cache, key, embeds, inputs) -> Output:
-    hidden, cache, stats = model.run(tokens, positions, segment_ids, cache, key, embeds=embeds, inputs=inputs)
+def _whole(model: Decoder, tokens, positions, segment_ids, cache, key, embeds, inputs, media) -> Output:
+    further: Any = dict(embeds=embeds, inputs=inputs, media=media)
+    hidden, cache, stats = model.run(tokens, positions, segment_ids, cache, key, **further)
     return Output(logits=model.logits(hidden, key=key), hidden=hidden, cache=cache, stats=stats)
 
 
@@ -443,6 +511,17 @@ def _whole(model: Decoder, tokens, positions, segment_ids, cache, key, embeds, i
 @typed
 def _embeddings(model: Decoder, tokens: Array) -> Float[Array, "batch length embed"]:
     return model.embedding(tokens, Context(positions=jnp.zeros(tokens.shape, jnp.int32), execution=model.execution))
+
+
+def _encode(model: Decoder, media: Media) -> Encoded:
+    rounded = model._rounded("vision", None)._rounded("audio", None)
+    return encode(rounded.vision, rounded.audio, media, model.execution, model.config)
+
+
+@compiled_alone
+@typed
+def _encoded(model: Decoder, media: Media) -> Encoded:
+    return _encode(model, media)
 
 
 def _seen_by_layers(inputs: Inputs, positions: Array) -> dict[str, Any]:

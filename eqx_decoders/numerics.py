@@ -8,7 +8,7 @@ import dataclasses
 import math
 import string
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
@@ -20,11 +20,23 @@ from jax.experimental.layout import Layout as MemoryLayout, with_layout_constrai
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from eqx_decoders.axes import AXES, FROZEN, AnyArray, Axes, path_name, product_axes
+from eqx_decoders.axes import (
+    AXES,
+    FROZEN,
+    AnyArray,
+    Axes,
+    axes,
+    named_leaves,
+    path_name,
+    product_axes,
+    replaced,
+)
 from eqx_decoders.errors import ConfigError, check, check_integer, check_number, check_word
 from eqx_decoders.layout import Layout
 from eqx_decoders.low_precision import Rounded, rounded_product
 
+
+T = TypeVar("T")
 
 # From jax 0.11 XLA's CPU backend runs 16-bit products on matrix units, but only those of plain row-major operands.
 _MATRIX_UNITS = jax.__version_info__ >= (0, 11)
@@ -102,6 +114,48 @@ def low_rank_weights(tree: PyTree) -> dict[str, LowRank]:
     """The weights of a tree that have a pair, by dotted path."""
     places = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, LowRank))
     return {path_name(path): node for path, node in places if isinstance(node, LowRank)}
+
+
+class ClippedWeight(eqx.Module):
+    """A weight whose product is kept within bounds on both sides: `clip(clip(x) w)` (Gemma 4's encoders).
+
+    It stands wherever `einsum` takes a weight. Gradients pass to what lies within its bounds, ends included. None
+    reaches the bounds, which are measured and not trained.
+
+    **Arguments:**
+
+    - `weight`: an array, or a weight in parts.
+    - `input_min`, `input_max`: bounds of x, one number for each layer; infinite ones clip nothing.
+    - `output_min`, `output_max`: those of the product.
+    """
+
+    weight: Float[AnyArray, "..."] | LowRank | Rounded
+    input_min: Float[AnyArray, "..."] = eqx.field(metadata=FROZEN)
+    input_max: Float[AnyArray, "..."] = eqx.field(metadata=FROZEN)
+    output_min: Float[AnyArray, "..."] = eqx.field(metadata=FROZEN)
+    output_max: Float[AnyArray, "..."] = eqx.field(metadata=FROZEN)
+
+    @staticmethod
+    def part_axes(words: Axes) -> dict[str, Axes]:
+        """The words of the five arrays, given those of the weight."""
+        return {"weight": words, "input_min": (), "input_max": (), "output_min": (), "output_max": ()}
+
+
+def with_bounds(tree: T) -> T:
+    """A tree of modules whose matrices are each in a `ClippedWeight`, with bounds that clip nothing."""
+    leaves, nodes = named_leaves(tree), {}
+    for path, words in axes(tree).items():
+        if product_axes(words) is not None:
+            stack = leaves[path].shape[: words.count("layers")]
+            low, high = jnp.full(stack, -jnp.inf), jnp.full(stack, jnp.inf)
+            nodes[path] = ClippedWeight(leaves[path], input_min=low, input_max=high, output_min=low, output_max=high)
+    return replaced(tree, nodes)
+
+
+def _within(x: Array, low: Array, high: Array) -> Array:
+    """`x` between two numbers; with `jnp.clip` alone half of a gradient would be lost at the ends."""
+    low, high = lax.stop_gradient((low.astype(x.dtype), high.astype(x.dtype)))
+    return jnp.where((x >= low) & (x <= high), x, jnp.clip(x, low, high))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +250,7 @@ def _spread(plan: _Plan, what: str, words: tuple[str, ...], shape: tuple[int, ..
 def einsum(
     pattern: str,
     x: Float[Array, "..."],
-    weight: Float[Array, "..."] | LowRank | Rounded,
+    weight: Float[Array, "..."] | LowRank | ClippedWeight | Rounded,
     *,
     flatten: bool = False,
     out_dtype: DTypeLike | None = None,
@@ -215,9 +269,14 @@ def einsum(
     larger one XLA may multiply where its parts are.
 
     A weight in parts is never put together: `x base + scale (x lora_a) lora_b`. A rounded one is multiplied in 8 bits.
+    Of one with bounds `x` and the product are clipped.
 
     A malformed pattern, or shapes that do not fit it, raise ConfigError.
     """
+    if isinstance(weight, ClippedWeight):
+        x = _within(x, weight.input_min, weight.input_max)
+        y = einsum(pattern, x, weight.weight, flatten=flatten, out_dtype=out_dtype, layout=layout)
+        return _within(y, weight.output_min, weight.output_max)
     if isinstance(weight, LowRank):
         return _low_rank(pattern, x, weight, out_dtype, dict(flatten=flatten, layout=layout))
     plan, array = _plan(pattern), weight.array if isinstance(weight, Rounded) else weight

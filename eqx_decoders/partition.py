@@ -30,6 +30,8 @@ WEIGHTS: dict[str, tuple[str, ...]] = {
     "experts": ("expert",),
     "mlp": ("fsdp_transpose", "tensor", "tensor_sequence"),
     "embed": ("fsdp", "fsdp_transpose", "context", "expert"),
+    "outer": ("tensor", "tensor_sequence"),
+    "inner": ("fsdp", "fsdp_transpose", "context", "expert"),
     "stream_embed": ("fsdp", "fsdp_transpose", "context", "expert"),
     "row_dim": ("fsdp", "fsdp_transpose", "context", "expert"),
     "ngram_features": ("tensor", "tensor_sequence"),

@@ -189,7 +189,9 @@ def sees(mask, q, k, same):
         return causal and q - k < mask.size
     if isinstance(mask, Chunked):
         return causal and q // mask.size == k // mask.size
-    return min(q, k) >= 0 and same if isinstance(mask, Bidirectional) else causal
+    if isinstance(mask, Bidirectional):
+        return min(q, k) >= 0 and same and (mask.size is None or q // mask.size == k // mask.size)
+    return causal
 
 
 def project(x, weight, bias):

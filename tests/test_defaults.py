@@ -17,7 +17,7 @@ from eqx_decoders.sampling import GenerationConfig
 from eqx_decoders.wiring.residual import Sequential
 
 
-ROPE = dict(theta=10_000.0, fraction=1.0, pairing="half", sections=())
+ROPE = dict(theta=10_000.0, fraction=1.0, pairing="half", sections=(), in_turn=True)
 # Of each class the defaults that are not None, False or 0.
 DEFAULTS = {
     "QKNorm": dict(norm=RMSNormConfig(), over="head", when="before_rope"),
@@ -49,6 +49,7 @@ DEFAULTS = {
     "LayerNormConfig": dict(eps=1e-5, bias=True),
     "Rope": ROPE,
     "LinearRope": ROPE,
+    "AxialRope": ROPE,
     "ProportionalRope": ROPE | dict(factor=1.0),
     "Llama3Rope": ROPE
     | dict(factor=8.0, low_frequency_factor=1.0, high_frequency_factor=4.0, original_length=8192),

@@ -20,6 +20,7 @@ from jaxtyping import TypeCheckError
 
 import eqx_decoders as ed
 from eqx_decoders.axes import named_leaves
+from eqx_decoders.layers.added_features import AddedFeaturesConfig
 from eqx_decoders.layers.attention import AttentionConfig, QKNorm, QueryTemperature
 from eqx_decoders.layers.block_selection import BlockSelection
 from eqx_decoders.layers.embedding import LearnedPositions, SinusoidalPositions
@@ -105,21 +106,21 @@ OPTIONS: dict[type, tuple] = {
         lambda c: decoder(final_norm=c),
         dict(eps=0.1, bias=False, offset=0.5),
     ),
-    Rope: (Rope(), lambda c: mixer(rope=c), dict(theta=100.0, fraction=0.5, pairing="interleaved", sections=(1, 0))),
+    Rope: (Rope(), lambda c: mixer(rope=c), dict(theta=100.0, fraction=0.5, pairing="interleaved", sections=(1, 0), in_turn=False)),
     LinearRope: (
         LinearRope(factor=2.0),
         lambda c: mixer(rope=c),
-        dict(theta=100.0, fraction=0.5, pairing="interleaved", sections=(1, 0), factor=4.0),
+        dict(theta=100.0, fraction=0.5, pairing="interleaved", sections=(1, 0), in_turn=False, factor=4.0),
     ),
     ProportionalRope: (
         ProportionalRope(theta=100.0, fraction=0.75),
         lambda c: mixer(rope=c),
-        dict(theta=50.0, fraction=0.5, pairing="interleaved", sections=(1, 0), factor=4.0),
+        dict(theta=50.0, fraction=0.5, pairing="interleaved", sections=(1, 0), in_turn=False, factor=4.0),
     ),
     Llama3Rope: (
         Llama3Rope(theta=100.0, original_length=64),
         lambda c: mixer(rope=c),
-        dict(theta=50.0, fraction=0.5, pairing="interleaved", sections=(1, 0), factor=4.0, low_frequency_factor=2.0)
+        dict(theta=50.0, fraction=0.5, pairing="interleaved", sections=(1, 0), in_turn=False, factor=4.0, low_frequency_factor=2.0)
         | dict(high_frequency_factor=8.0, original_length=32),
     ),
     YarnRope: (
@@ -129,7 +130,7 @@ OPTIONS: dict[type, tuple] = {
             theta=50.0,
             fraction=0.5,
             pairing="interleaved",
-            sections=(1, 0),
+            sections=(1, 0), in_turn=False,
             factor=8.0,
             original_length=16,
             beta_fast=2.0,
@@ -147,7 +148,7 @@ OPTIONS: dict[type, tuple] = {
         dict(scale=2.0, length=3),
     ),
     Causal: (Causal(), lambda c: mixer(mask=c), {}),
-    Bidirectional: (Bidirectional(), lambda c: mixer(mask=c), {}),
+    Bidirectional: (Bidirectional(), lambda c: mixer(mask=c), dict(size=2)),
     SlidingWindow: (SlidingWindow(3), lambda c: mixer(mask=c), dict(size=2)),
     Chunked: (Chunked(3), lambda c: mixer(mask=c), dict(size=2)),
     AttentionConfig: (
@@ -239,6 +240,7 @@ OPTIONS: dict[type, tuple] = {
         per_layer,
         dict(features=3, vocab_size=2, norm=RMSNormConfig(eps=0.5), init_std=0.3),
     ),
+    AddedFeaturesConfig: (AddedFeaturesConfig(), lambda c: block(after=(ed.BranchConfig(layer=c),)), {}),
     PerLayerInputConfig: (
         PerLayerInputConfig(features=4),
         lambda c: per_layer(dataclasses.replace(PER_LAYER, features=c.features), activation=c.activation),
@@ -311,7 +313,9 @@ def reachable(kind, found: dict) -> dict:
 
 def test_every_field_of_every_configuration_is_in_the_table():
     listed = {kind: set(values) for kind, (_, _, values) in OPTIONS.items()}
-    assert listed == reachable(ed.DecoderConfig, {})
+    of_encoders = {kind: set(values) for kind, (_, _, values) in ENCODER_OPTIONS.items()}
+    listed[ed.DecoderConfig].add("media")
+    assert listed | of_encoders == reachable(ed.DecoderConfig, {})
 
 
 @pytest.mark.parametrize("kind, field", CASES, ids=lambda x: getattr(x, "__name__", x))
@@ -370,7 +374,7 @@ def test_every_option_is_read(kind, field):
         np.testing.assert_allclose(tables[0] * 0.3 / base.init_std, tables[1], rtol=1e-5)
         return
     plain, other = logits(before), logits(after)
-    if field == "sections":  # of positions with several dimensions; text has one
+    if field in ("sections", "in_turn"):  # of positions with several dimensions; text has one
         np.testing.assert_array_equal(plain, other)
         return
     np.testing.assert_array_equal(plain, logits(before, keyed=True))  # without a rate the key is not read

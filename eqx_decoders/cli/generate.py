@@ -2,6 +2,7 @@
 
     python scripts/generate.py --run-dir runs/tiny --prompt "def main("
     python scripts/generate.py --model Qwen/Qwen3-0.6B --prompt "What is a decoder?"
+    python scripts/generate.py --model Qwen/Qwen3-VL-2B-Instruct --image cat.png --prompt "What is this?"
     python scripts/generate.py --model path/to/Llama-3.1-70B-Instruct --mesh.tensor 8
 
 A model with a chat template takes the prompt as a message and answers; others, or with `--no-chat`, continue it as a
@@ -13,14 +14,14 @@ import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
 from eqx_decoders.cli import flags_of, own_errors, program, require
 from eqx_decoders.cli.devices import Devices, mesh_flags
 from eqx_decoders.errors import check, check_integer, check_number
-from eqx_decoders.inference.text import Prompt, TextModel, load_text_model
+from eqx_decoders.inference.text import Files, Prompt, TextModel, load_text_model
 from eqx_decoders.io.processes import from_first
 from eqx_decoders.io.waiting import Waiting
 from eqx_decoders.numerics import Precision
@@ -40,6 +41,12 @@ class GenerateConfig(Devices):
     """Message to answer, or text to continue; None: read them from the terminal, a line each."""
     chat: bool = True
     """Take prompts as messages, if the model has a chat template."""
+    image: tuple[str, ...] = ()
+    """File of a picture that the model sees before the (first) prompt; once for each."""
+    video: tuple[str, ...] = ()
+    """File of a film; once for each."""
+    audio: tuple[str, ...] = ()
+    """File of a sound; once for each."""
     system: str | None = None
     """Message of the system, before all others."""
     step: int | None = None
@@ -73,6 +80,11 @@ class GenerateConfig(Devices):
             check_number("temperature", self.temperature, least=0)
         GenerationConfig().sampler(**self.sampling())
 
+    @property
+    def files(self) -> Files:
+        """The files beside the first prompt."""
+        return Files(images=self.image, videos=self.video, sounds=self.audio)
+
     def sampling(self) -> dict[str, int | float | None]:
         """The settings of the sampler that were given; None for the others."""
         return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
@@ -85,7 +97,8 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     import tyro
 
     with own_errors():
-        config = tyro.cli(GenerateConfig, args=args, prog=prog, description=__doc__)
+        options = (tyro.conf.UseAppendAction,)  # --image a.png --image b.png
+        config = tyro.cli(GenerateConfig, args=args, prog=prog, description=__doc__, config=options)
     with config.connected():
         text = load(config)
         answer = Chat(text, config) if config.chat and text.chat is not None else Continuation(text, config)
@@ -140,7 +153,7 @@ class Continuation:
 
     def __call__(self, prompt: str) -> None:
         show(prompt)
-        write(self.text, self.config, prompt)
+        write(self.text, self.config, prompt, self.config.files)
 
 
 class Chat:
@@ -148,15 +161,22 @@ class Chat:
 
     def __init__(self, text: TextModel, config: GenerateConfig):
         self.text, self.config = text, config
-        self.messages = [] if config.system is None else [{"role": "system", "content": config.system}]
+        self.messages: list[dict[str, Any]] = []
+        if config.system is not None:
+            self.messages.append({"role": "system", "content": config.system})
 
     def __call__(self, prompt: str) -> None:
-        self.messages.append({"role": "user", "content": prompt})
+        content: Any = prompt
+        if self.config.files and not any(one["role"] == "user" for one in self.messages):
+            names = {"image": self.config.image, "video": self.config.video, "audio": self.config.audio}
+            content = [{"type": kind, kind: file} for kind, files in names.items() for file in files]
+            content.append({"type": "text", "text": prompt})
+        self.messages.append({"role": "user", "content": content})
         answer = write(self.text, self.config, self.messages)
         self.messages.append({"role": "assistant", "content": answer})
 
 
-def write(text: TextModel, config: GenerateConfig, prompt: Prompt) -> str:
+def write(text: TextModel, config: GenerateConfig, prompt: Prompt, files: Files = Files()) -> str:
     """Print what the model writes, piece by piece."""
     written = text.write(
         prompt,
@@ -164,6 +184,7 @@ def write(text: TextModel, config: GenerateConfig, prompt: Prompt) -> str:
         sampler=text.model.generation_config.sampler(**config.sampling()),
         key=jax.random.key(config.seed),
         num_draft_tokens=config.num_draft_tokens,
+        files=files,
     )
     with Waiting("compiling"):
         first = next(written, "")

@@ -28,6 +28,7 @@ from eqx_decoders.planning.advice import advice
 from eqx_decoders.planning.assigned import abandoned
 from eqx_decoders.planning.gpus import counted_memory, gpus_of, on_gpus
 from eqx_decoders.planning.machine import Machine
+from eqx_decoders.planning.pictures import abstract_media
 from eqx_decoders.planning.plan import Plan, Until, make_plan
 from eqx_decoders.planning.report import as_data, report
 from eqx_decoders.planning.search import estimate, meshes, predicted_bytes
@@ -65,6 +66,10 @@ class PlanConfig:
     """Sequences per step."""
     seq_len: int = 2048
     """Tokens per sequence."""
+    pictures: int = 0
+    """Pictures at the beginning of each sequence, for a model that sees."""
+    picture_side: int = 896
+    """Rows and columns of pixels of each, for models that take any size."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of activations; auto: bfloat16."""
     params_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -109,9 +114,9 @@ class PlanConfig:
     step: StepConfig = StepConfig()
 
     def __post_init__(self):
-        for field in ("slices", "batch_size", "seq_len", "head_bytes", "exchange_bytes", "batch_split"):
+        for field in ("slices", "batch_size", "seq_len", "head_bytes", "exchange_bytes", "batch_split", "picture_side"):
             check_integer(field, getattr(self, field))
-        for field in ("rows", "mtp_depths", "search"):
+        for field in ("rows", "mtp_depths", "search", "pictures"):
             check_integer(field, getattr(self, field), 0)
         if self.search:
             check_word("search: remat", self.remat, _KEEPING_LESS)
@@ -162,7 +167,9 @@ def plan(config: PlanConfig, devices: Sequence[Any] | None = None) -> tuple[Plan
     flags = options(machine.chip.name) if gpus is None else gpus.options
     flags = {} if config.xla_flags == "none" else flags
     shape = dict(batch_size=config.batch_size, seq_len=config.seq_len)
-    made = make_plan(model, trainer, machine, **shape, options=flags, until=config.until)
+    seen = dict(pictures=config.pictures, side=config.picture_side)
+    media = abstract_media(model.config, model.execution.layout, **shape, **seen) if config.pictures else None
+    made = make_plan(model, trainer, machine, **shape, media=media, options=flags, until=config.until)
     if gpus is not None:
         made = on_gpus(made, counted_memory(model, trainer, machine, **shape), gpus)
     return made, advice(made, model.execution), model.execution

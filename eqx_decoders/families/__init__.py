@@ -11,25 +11,38 @@ from eqx_decoders.families import (
     gemma,
     gemma2,
     gemma3,
+    gemma3_vision,
     gemma4,
+    gemma4_vision,
     gpt2,
     gpt3,
     gpt_oss,
     granite_hybrid,
+    idefics3,
     kimi_linear,
     llama,
     llama4,
+    llama4_vision,
     maxtext,
     mistral,
+    mistral3,
     mixtral,
     nemotron_h,
     olmo3,
     qwen2,
+    qwen2_5_vl,
     qwen3,
     qwen3_5,
     qwen3_5_moe,
+    qwen3_5_moe_vision,
+    qwen3_5_vision,
     qwen3_moe,
     qwen3_next,
+    qwen3_omni,
+    qwen3_vl,
+    qwen3_vl_moe,
+    smolvlm,
+    tiny_vision,
 )
 from eqx_decoders.families.family import Family
 
@@ -39,9 +52,12 @@ _PUBLISHED = (
     *(llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3, gemma4, olmo3, gpt2),
     *(mixtral, qwen3_moe, gpt_oss, llama4, deepseek_v3, deepseek_v32, deepseek_v2),
     *(qwen3_next, qwen3_5, qwen3_5_moe, nemotron_h, granite_hybrid, kimi_linear),
+    *(qwen3_vl, qwen3_vl_moe, qwen3_5_vision, qwen3_5_moe_vision, qwen3_omni, qwen2_5_vl),
+    *(gemma3_vision, gemma4_vision),
+    *(llama4_vision, mistral3, smolvlm, idefics3),
 )
 _MODELS: dict[str, Callable[[], DecoderConfig]] = {
-    name: make for module in (*_PUBLISHED, gpt3, maxtext) for name, make in module.MODELS.items()
+    name: make for module in (*_PUBLISHED, gpt3, maxtext, tiny_vision) for name, make in module.MODELS.items()
 }
 
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _PUBLISHED}

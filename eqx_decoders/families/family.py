@@ -18,7 +18,7 @@ from eqx_decoders.axes import Axes, axes, named_leaves
 from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import Decoder, DecoderConfig
 from eqx_decoders.errors import ConfigError, ConversionError, check
-from eqx_decoders.families.fields import ALLOWED_VALUES, IGNORED_KEYS, Fields, abbreviate
+from eqx_decoders.families.fields import IGNORED_KEYS, Fields, abbreviate
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
@@ -53,7 +53,8 @@ class Weight:
 
     - `name`: the tensor's name in a checkpoint; `{layer}` and `{expert}` stand for numbers, and `{depth}` for that of a
         layer of multi-token prediction where these are counted by themselves.
-    - `path`: the weight's path here, within a block if `name` has a layer, else within the decoder.
+    - `path`: the weight's path here, within a block if `name` has a layer, else within the decoder. In a block of an
+        encoder it begins with the encoder's name: `vision.mixer.query`.
     - `pattern`: from the tensor's dimensions to ours, for `einops.rearrange`. Of a part of a tensor it is written as if
         this were the whole.
     - `part`: where several weights share the tensor.
@@ -75,7 +76,19 @@ class Weight:
         """Whether it tells of layers of multi-token prediction alone."""
         return self.path.startswith(_DEPTHS)
 
+    @property
+    def owner(self) -> str:
+        """The encoder that the weight belongs to; empty for the decoder."""
+        first = self.path.split(".")[0]
+        return first if first in ENCODERS else ""
 
+    def inside(self, stack: str) -> str:
+        """Its path in a block of a stack, or in the model where that is empty."""
+        inner = self.path.removeprefix(f"{self.owner}.") if stack and self.owner else self.path
+        return f"{stack}.{inner}".strip(".")
+
+
+ENCODERS = ("vision", "audio")
 _DEPTHS = "mtp.depth."
 
 
@@ -195,6 +208,13 @@ class Family:
     - `with_depth`: the configuration with a layer of multi-token prediction, for checkpoints that store one and don't
         say so in `config.json`.
     - `renamed`: regular expressions of tensors' names, and what is read in their place.
+    - `text`: of a family with encoders, that of its decoder alone.
+    - `text_names`: how the tensors of `text` begin, and how they do here.
+    - `auto_class`: the class of transformers that opens such a directory.
+    - `own_settings`: of all settings of a `config.json` those of the family, as `read` has them: for files that spell
+        them otherwise, or describe more than this model.
+    - `stored_rows`: rows in place of some of `weights`, for tensors of these names and shapes.
+    - `default_settings`: ignored keys that transformers cannot do without, and that a new model has none of.
     """
 
     model_type: str
@@ -210,10 +230,19 @@ class Family:
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     with_depth: Callable[[DecoderConfig], DecoderConfig] | None = None
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    text: "Family | None" = None
+    text_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    auto_class: str = "AutoModelForCausalLM"
+    own_settings: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+    stored_rows: Callable[[Mapping[str, Any]], tuple[Weight, ...]] | None = None
+    default_settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def decode(self, content: Mapping[str, Any]) -> tuple[DecoderConfig, dict[str, Any]]:
         """The configuration that `config.json` describes, and the keys that it ignores. Raises ConversionError."""
-        fields = Fields(content)
+        return self.decode_fields(Fields(self.own_settings(content)))
+
+    def decode_fields(self, fields: Fields) -> tuple[DecoderConfig, dict[str, Any]]:
+        """`decode` of an object that may stand in another one."""
         for key in ("model_type", "dtype", "torch_dtype", "quantization_config"):  # they say how tensors are stored
             fields.take(key, None)
         named = fields.take("architectures", [self.architecture])
@@ -226,20 +255,13 @@ class Family:
             config = self.read(fields)
         except ConfigError as error:
             raise fields.error(str(error)) from error
-        for key, allowed in ALLOWED_VALUES.items():
-            if not fields.is_read(key):
-                fields.allow_only(key, *allowed)
-        ignored = {**IGNORED_KEYS, **self.ignored_keys}
-        fields.finish(ignored)
-        internal = ("_", "attn_implementation")  # how transformers runs a model: no part of an export
-        kept = {key: value for key, value in fields.content.items() if key in ignored and not key.startswith(internal)}
-        return config, kept
+        return config, fields.kept({**IGNORED_KEYS, **self.ignored_keys})
 
     def encode(self, config: DecoderConfig) -> dict[str, Any]:
         """The settings that describe `config`; ConversionError with the differences where none do."""
         config = for_inference(config)
         try:
-            written = {"architectures": [self.architecture], "model_type": self.model_type, **self.write(config)}
+            written = self.named(self.write(config))
             again, _ = self.decode(written)
         except (AttributeError, TypeError, IndexError, ConversionError) as error:  # other classes than it expects
             raise ConversionError(f"This model is no {self.architecture}: {error}") from error
@@ -247,8 +269,29 @@ class Family:
         check(not different, f"This model is no {self.architecture}: {'; '.join(different)}.", ConversionError)
         return written
 
+    def named(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings with what says whose they are."""
+        return {"architectures": [self.architecture], "model_type": self.model_type, **settings}
+
+    @property
+    def head(self) -> str:
+        """The tensor of the output head."""
+        return next(weight.name for weight in self.weights if weight.path == "head.kernel")
+
+    def text_tensor(self, name: str) -> str | None:
+        """The name that a tensor of the decoder has in `text`; None for those of encoders."""
+        for text, here in self.text_names.items():
+            if name.startswith(here):
+                return text + name.removeprefix(here)
+        return None
+
     def stored_as(self, names: Iterable[str]) -> "Family":
-        """The family with its rows for fused experts, if the names of a checkpoint's tensors are those."""
+        """The family with its rows for fused experts, if the names of a checkpoint's tensors are those.
+
+        Where these are given with shapes, also with the rows that these tell.
+        """
+        if self.stored_rows is not None and isinstance(names, Mapping):
+            return dataclasses.replace(self, weights=self.weights + self.stored_rows(names), stored_rows=None)
         endings = {weight.name.rpartition(".")[2] for weight in self.fused if weight.part is not None}
         together = any(name.rpartition(".")[2] in endings for name in names)
         return dataclasses.replace(self, weights=self.weights + self.fused, fused=()) if together else self
@@ -258,11 +301,13 @@ class Family:
         stacks: dict[str, list[int]] = {}
         for stack, layer in _places(model.config):
             stacks.setdefault(stack, []).append(layer)
+        owners = {stack: stack.split(".")[0] if stack.startswith(ENCODERS) else "" for stack in stacks}
         words, leaves = axes(model), named_leaves(model)
         rows: dict[str, tuple[Weight, str]] = {}
         for weight in self.weights:
-            for stack in stacks if "{layer}" in weight.name else [""]:
-                path = f"{stack}.{weight.path}".strip(".")
+            own = [stack for stack in stacks if owners[stack] == weight.owner]
+            for stack in own if "{layer}" in weight.name else [""]:
+                path = weight.inside(stack)
                 if path in leaves and weight.fits(words[path]):
                     rows[path] = (weight, stack)
         lacking = sorted(set(leaves) - set(rows))
@@ -350,11 +395,19 @@ def _places(config: DecoderConfig) -> Iterator[tuple[str, int]]:
     for layer in depth_layers(config):
         yield "mtp.depth", layer
         yield "mtp.depth.block", layer
+    yield from _places_in("", segments(config.blocks))
+    for name in ENCODERS:
+        encoder = None if config.media is None else getattr(config.media, name)
+        if encoder is not None:
+            yield from _places_in(f"{name}.", encoder.parts)
+
+
+def _places_in(path: str, parts: Iterable[tuple[tuple[BlockConfig, ...], int]]) -> Iterator[tuple[str, int]]:
     begin = 0
-    for index, (unit, repeats) in enumerate(segments(config.blocks)):
+    for index, (unit, repeats) in enumerate(parts):
         for place in range(len(unit)):
             for repeat in range(repeats):
-                yield f"segments.{index}.unit.{place}", begin + repeat * len(unit) + place
+                yield f"{path}segments.{index}.unit.{place}", begin + repeat * len(unit) + place
         begin += len(unit) * repeats
 
 

@@ -87,6 +87,7 @@ class Fields:
         self.content = dict(content)
         self.where = where
         self._read: set[str] = set()
+        self._kept: dict[str, Any] = {}
 
     def error(self, sentence: str) -> ConversionError:
         return ConversionError(f"{self.where}: {sentence}")
@@ -155,6 +156,20 @@ class Fields:
         """A nested object; None where there is none."""
         value = self._checked(key, None, _REQUIRED, lambda x: isinstance(x, dict), "an object")
         return None if value is None else Fields(value, f"{self.where}: {key}")
+
+    def keep(self, key: str, kept: Mapping[str, Any]) -> None:
+        """What a nested object has that changes nothing here: `kept` tells of it, too."""
+        self._kept[key] = dict(kept)
+
+    def kept(self, ignored: Mapping[str, str]) -> dict[str, Any]:
+        """The keys that change nothing here, for an export. Refuses those that nothing has read and that may do so."""
+        for key, allowed in ALLOWED_VALUES.items():
+            if not self.is_read(key):
+                self.allow_only(key, *allowed)
+        self.finish(ignored)
+        internal = ("_", "attn_implementation")  # how transformers runs a model: no part of an export
+        kept = {key: value for key, value in self.content.items() if key in ignored and not key.startswith(internal)}
+        return kept | self._kept
 
     def words(self, key: str, known: tuple[str, ...], length: int | None) -> list[str] | None:
         """A list of `length` known words, of any length where that is None; None where there is no list."""

@@ -5,6 +5,7 @@ for each layer, and last layers that read the keys and values of earlier ones.
 """
 
 import functools
+import re
 from typing import Any
 
 from eqx_decoders.block import BlockConfig
@@ -246,10 +247,10 @@ def _write_heads(mixers: tuple[AttentionConfig, ...]) -> dict[str, dict[str, int
     return found
 
 
-def _ignored(config: DecoderConfig) -> str:
+def ignored_tensors(config: DecoderConfig, prefix: str = "model.") -> str:
     """Published files have keys and values of layers that borrow them, which nothing reads."""
     layers = "|".join(str(index) for index, mixer in enumerate(attentions(config)) if mixer.borrows is not None)
-    return rf"model\.layers\.({layers})\.self_attn\.[kv]_(proj|norm)\.(weight|bias)"
+    return rf"{re.escape(prefix)}layers\.({layers})\.self_attn\.[kv]_(proj|norm)\.(weight|bias)"
 
 
 _LAYER = "model.layers.{layer}."
@@ -298,7 +299,7 @@ FAMILY = Family(
         Weight("model.per_layer_projection_norm.weight", "per_layer_embedding.norm.scale", "norm -> norm"),
     ),
     ignored_keys=IGNORED_ACTIVATION_KEY | IGNORED_ROUTER_KEYS,
-    ignored_tensors=_ignored,
+    ignored_tensors=ignored_tensors,
 )
 
 _shape = functools.partial(Shape, vocab_size=262_144, tied=True, activation="gelu_tanh", head_dim=256)

@@ -1,5 +1,6 @@
 """What the sparse families share: settings and names of routers and experts."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from eqx_decoders.decoder import DecoderConfig
@@ -71,6 +72,15 @@ def fused_experts(
         *sharing(prefix + "experts.gate_up_proj", ("mlp.gate", pattern), ("mlp.up", pattern), axis=axis, within=within),
         Weight(prefix + "experts.down_proj", "mlp.down", f"{down} -> experts mlp embed"),
     )
+
+
+def are_transposed(tensors: Mapping[str, Any]) -> bool:
+    """Whether fused experts are stored as matrices `[in, out]`, and not `[out, in]`: their shapes tell."""
+    for name, down in tensors.items():
+        gate_up = tensors.get(name.removesuffix("down_proj") + "gate_up_proj")
+        if gate_up is not None and len(down.shape) == 3:
+            return gate_up.shape[1:] == (down.shape[2], 2 * down.shape[1])
+    return False
 
 
 def write_experts(config: DecoderConfig, *, count: str, width: str) -> dict[str, Any]:

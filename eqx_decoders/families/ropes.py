@@ -36,11 +36,12 @@ def read_rope(
     pairing: Literal["half", "interleaved"] = "half",
     fraction: float | None = None,
     sections: tuple[int, ...] = (),
+    in_turn: bool = True,
 ) -> Rope:
     """The rotary embedding of all layers, from `rope_parameters` or the older `rope_theta` and `rope_scaling`.
 
     Partial rotation and positions of several dimensions are refused unless their defaults, `fraction` and `sections`,
-    are given.
+    are given. `in_turn` says how the family's pairs are divided among the dimensions.
     """
     outer = _Outer(
         theta=fields.number("rope_theta", None),
@@ -49,6 +50,7 @@ def read_rope(
         fraction=None if fraction is None else fields.number("partial_rotary_factor", None),
         default_fraction=fraction,
         sections=sections,
+        in_turn=in_turn,
     )
     original = fields.integer("original_max_position_embeddings", None)
     tables = [fields.table(key) for key in ("rope_parameters", "rope_scaling")]
@@ -56,8 +58,16 @@ def read_rope(
         if table is not None and original is not None:
             table.supply("original_max_position_embeddings", original)
         if table is not None:
+            _plain_mrope(table, sections)
             table.rename("type", "rope_type")
     return dataclasses.replace(_agreeing(fields, tables, outer), pairing=pairing)
+
+
+def _plain_mrope(table: Fields, sections: tuple[int, ...]) -> None:
+    """Old files call a plain embedding of several dimensions `mrope`, some of them under one of two keys."""
+    for key in ("type", "rope_type") if sections else ():
+        if table.content.get(key) == "mrope":
+            table.content[key] = _TYPES[Rope]
 
 
 def read_ropes(fields: Fields, *, theta: float, local_theta: float, local_key: str | None) -> dict[str, Rope]:
@@ -87,7 +97,7 @@ class _Outer:
     """What stands outside of a table, and what is taken where nothing is said.
 
     `nested`: layers of different types have tables of their own. A `default_fraction` of None: all features are
-    rotated; no `sections`: positions have one dimension.
+    rotated; no `sections`: positions have one dimension, else pairs turn by these `in_turn` or not.
     """
 
     theta: float | None
@@ -97,6 +107,7 @@ class _Outer:
     fraction: float | None = None
     default_fraction: float | None = None
     sections: tuple[int, ...] = ()
+    in_turn: bool = True
 
     def common(self, theta: float | None, fraction: float | None) -> dict[str, Any]:
         """The fields that all kinds of rotary embeddings have, with what a table says of two of them."""
@@ -104,6 +115,7 @@ class _Outer:
             "theta": theta or self.theta or self.default,
             "fraction": fraction or self.fraction or self.default_fraction or 1.0,
             "sections": self.sections,
+            "in_turn": self.in_turn,
         }
 
 
@@ -126,7 +138,8 @@ def _rope(fields: Fields, outer: _Outer) -> Rope:
     if not partial:
         fields.allow_only("partial_rotary_factor", 1, 1.0)
     if outer.sections:
-        fields.allow_only("mrope_interleaved", True)
+        for key in ("mrope_interleaved", "interleaved"):
+            fields.allow_only(key, outer.in_turn)
         common["sections"] = tuple(fields.numbers("mrope_section", outer.sections))
         if len(common["sections"]) != len(outer.sections):
             raise fields.error(f"mrope_section must have {len(outer.sections)} numbers: time, height and width.")
@@ -222,5 +235,7 @@ def _table(rope: Rope | None, partial: bool = False) -> dict[str, Any]:
     if partial or rope.fraction != 1.0:
         table["partial_rotary_factor"] = rope.fraction
     if rope.sections:
-        table |= {"mrope_section": list(rope.sections), "mrope_interleaved": True}
+        table["mrope_section"] = list(rope.sections)
+    if rope.sections and rope.in_turn:
+        table["mrope_interleaved"] = True
     return {"rope_type": _TYPES[type(rope)]} | {key: value for key, value in table.items() if value is not None}

@@ -15,6 +15,8 @@ from eqx_decoders.axes import AnyArray
 from eqx_decoders.create import init_cache
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.eager import concrete
+from eqx_decoders.encoders.beside import check_tokens, without_placeholders
+from eqx_decoders.encoders.media import Media
 from eqx_decoders.errors import ConfigError, check, check_integer
 from eqx_decoders.explicit import typed
 from eqx_decoders.inference.speculative import check_draft, speculate, stream_speculative
@@ -42,6 +44,7 @@ def generate(
     stop_ids: tuple[int, ...] | None = None,
     pad_id: int = 0,
     num_draft_tokens: int = 0,
+    media: Media | None = None,
 ) -> Int[Array, "batch new"]:
     """Continue every prompt by `max_new_tokens` tokens.
 
@@ -54,6 +57,7 @@ def generate(
     - `stop_ids`: a row ends with one of these; what follows is `pad_id`. Default: those of `model.generation_config`.
     - `num_draft_tokens`: how many tokens multi-token prediction drafts at each step, for the model to verify:
         the same tokens in fewer steps, greedily.
+    - `media`: pictures, films and sounds, made by `Media.create` for an array of prompts. They are encoded once.
 
     **Returns:**
 
@@ -64,7 +68,8 @@ def generate(
     On a mesh the rows are split over the axes that divide them; the others compute the same rows. In a run of several
     processes all of them must call this, with the same arguments, and all get the tokens.
     """
-    asked = _Request.create(model, prompt, max_new_tokens, sampler, key, prompt_lengths, stop_ids, num_draft_tokens)
+    options = (prompt_lengths, stop_ids, num_draft_tokens, media)
+    asked = _Request.create(model, prompt, max_new_tokens, sampler, key, *options)
     if num_draft_tokens > 0:
         tokens = speculate(model, *asked.draft, num_draft_tokens, asked.stop_ids, pad_id).tokens
     else:
@@ -86,10 +91,12 @@ def stream(
     stop_ids: tuple[int, ...] | None = None,
     pad_id: int = 0,
     num_draft_tokens: int = 0,
+    media: Media | None = None,
 ) -> Iterator[np.ndarray]:
     """The tokens of `generate` one by one, each an array with one id per row, as soon as they are known."""
     # now, not at the first token
-    asked = _Request.create(model, prompt, max_new_tokens, sampler, key, prompt_lengths, stop_ids, num_draft_tokens)
+    options = (prompt_lengths, stop_ids, num_draft_tokens, media)
+    asked = _Request.create(model, prompt, max_new_tokens, sampler, key, *options)
     if num_draft_tokens > 0:
         return stream_speculative(model, *asked.draft, num_draft_tokens, asked.stop_ids, pad_id)
     return _stream(model, asked, max_new_tokens, pad_id)
@@ -119,10 +126,11 @@ class _Request(eqx.Module):
     sampler: SamplerArrays | None
     key: PRNGKeyArray | None
     stop_ids: Int[AnyArray, "stops"]
+    media: Media | None
     room: int = eqx.field(static=True)
 
     @classmethod
-    def create(cls, model, prompt, new, sampler, key, lengths, stop_ids, num_draft_tokens) -> "_Request":
+    def create(cls, model, prompt, new, sampler, key, lengths, stop_ids, num_draft_tokens, media) -> "_Request":
         """Check everything that can be known before compiling."""
         check_integer("generate: max_new_tokens", new)
         config = model.generation_config
@@ -132,7 +140,12 @@ class _Request(eqx.Module):
         drawn = isinstance(sampler, Greedy) or key is not None
         check(drawn, f"{sampler} draws at random: pass key=jax.random.key(seed), or sampler=Greedy().")
         if not hasattr(prompt, "shape"):
+            rule = "generate: media belongs to an array of prompts, the one that Media.create was called with"
+            check(media is None, f"{rule}: pad lists on the right, and give prompt_lengths.")
             prompt, lengths = _from_lists(prompt, lengths)
+        elif media is not None:
+            check_tokens(prompt, media)
+            check(num_draft_tokens == 0, "generate: num_draft_tokens > 0 with media: drafts see no pictures. Leave it 0.")
         rows, width = check_shapes(model.config, prompt, name="generate: prompt")
         check(width > 0, "generate: prompt has length 0; give at least one token, such as the tokenizer's bos_id.")
         known = concrete(prompt)
@@ -145,7 +158,8 @@ class _Request(eqx.Module):
             check(good, f"generate: prompt_lengths={counts.tolist()} must be {rows} numbers from 1 to {width}.")
         if known is not None and counts is not None:
             real = np.where(np.arange(width)[None] < counts[:, None], 0, -1)
-            check_inputs(model.config, known, real, name="generate: prompt")
+            ids = known if media is None else without_placeholders(known, media)
+            check_inputs(model.config, ids, real, name="generate: prompt")
         longest = width if counts is None else int(counts.max())
         _check_positions(model, longest, new)
         stops = np.asarray(config.stop_ids if stop_ids is None else stop_ids, np.int32)
@@ -156,8 +170,9 @@ class _Request(eqx.Module):
             prompt = np.zeros((rows, padded), np.int32)
             prompt[:, :longest] = known[:, :longest]
             room = bucket(padded + new)
+            media = None if media is None else media.cut(longest).padded(padded)
         numbers, lengths = SamplerArrays.of(sampler), lengths.astype(np.int32)
-        return cls(prompt, lengths, np.asarray(new, np.int32), numbers, key, stops, room)
+        return cls(prompt, lengths, np.asarray(new, np.int32), numbers, key, stops, media, room)
 
     @property
     def draft(self):
@@ -207,7 +222,7 @@ def _prefill(model: Decoder, asked: _Request) -> _State:
     cache = init_cache(model.config, batch, asked.room, dtype=execution.precision.compute, layout=execution.layout)
     index = jnp.arange(width, dtype=jnp.int32)[None]
     positions = jnp.where(index < lengths[:, None], index, -1)
-    hidden, cache, _ = model.run(asked.prompt, positions=positions, cache=cache, cache_is_empty=True)
+    hidden, cache, _ = model.run(asked.prompt, positions, cache=cache, media=asked.media, cache_is_empty=True)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
     token = sample_token(asked.sampler, model.logits(last)[:, 0], _at_step(asked.key, 0))
     return _State(token=token, done=is_stop(token, asked.stop_ids), cache=cache)

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import numpy as np
@@ -13,6 +13,7 @@ from jaxtyping import Int, PRNGKeyArray
 
 from eqx_decoders.context import ExecutionOptions
 from eqx_decoders.decoder import Decoder
+from eqx_decoders.encoders.media import Media
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.inference.generate import stream
 from eqx_decoders.io.chat import ChatTemplate, load_chat_template
@@ -26,6 +27,24 @@ from eqx_decoders.sampling import Sampler
 
 
 Prompt = str | Sequence[Mapping[str, Any]]
+
+
+class Files(NamedTuple):
+    """Files beside a prompt: pictures, films and sounds."""
+
+    images: tuple[str, ...] = ()
+    videos: tuple[str, ...] = ()
+    sounds: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return any(map(len, self))
+
+
+def _has_parts(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a message holds more than text."""
+    contents = [one.get("content") for one in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts)
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str) -> Int[np.ndarray, "length"]:
@@ -100,6 +119,34 @@ class TextModel:
             return self.tokenizer.encode_prompt(prompt)
         return prompt_ids(self.tokenizer, prompt)
 
+    def prepare(self, prompt: Prompt, files: Files = Files()) -> tuple[Int[np.ndarray, "length"], Media | None]:
+        """The ids of a prompt, and what the model sees and hears beside them; None for text alone.
+
+        **Arguments:**
+
+        - `prompt`: a text; where it has no placeholders for pictures, films and sounds, they stand before it. Or
+            messages, whose contents are texts or lists of parts that carry files of their own.
+        - `files`: beside a text.
+        """
+        if not files and (isinstance(prompt, str) or not _has_parts(prompt)):
+            return self.encode(prompt), None
+        rule = "This model takes text alone, and files are given: leave them out, or choose a model that sees and hears"
+        check(self.model.config.media is not None, f"{rule}.")
+        check(jax.process_count() == 1, "files beside a prompt need a run of one process.")
+        origin = self.model.origin
+        if origin is None or origin.directory is None:
+            raise ConfigError("This model has no directory with a preprocessor_config.json, which says how files are read.")
+        from eqx_decoders.io.processors.processor import Processor
+
+        tokenizer = self.tokenizer if isinstance(self.tokenizer, JsonTokenizer) else None
+        processor = Processor.load(origin.directory, tokenizer=tokenizer)
+        given: dict[str, Any] = {name: found for name, found in files._asdict().items() if found}
+        if isinstance(prompt, str):
+            prompt = processor.with_placeholders(prompt, **{name: len(found) for name, found in given.items()})
+        prepared = processor(prompt, **given)
+        media = Media.create(self.model.config, prepared.input_ids, **prepared.arrays) if prepared.arrays else None
+        return prepared.input_ids[0], media
+
     def _conversation(self, messages: Sequence[Mapping[str, Any]]) -> Int[np.ndarray, "length"]:
         if self.chat is None or not isinstance(self.tokenizer, JsonTokenizer):
             raise ConfigError("This model has no chat template: give a text to be continued.")
@@ -114,17 +161,18 @@ class TextModel:
         sampler: Sampler,
         key: PRNGKeyArray | None = None,
         num_draft_tokens: int = 0,
+        files: Files = Files(),
     ) -> Iterator[str]:
         """What the model makes of a prompt, piece by piece as it comes; all pieces together are the text.
 
-        `num_draft_tokens` as in `generate`.
+        `num_draft_tokens` as in `generate`, `files` as in `prepare`.
 
         Raises ConfigError for an empty prompt, or for one that fills all learned positions; a text ends where these do.
         In a run of several processes all must call this and take all pieces; the prompt is that of the first.
         """
         # Only what the first one makes of it counts: some templates ask for the date, which may differ.
-        first = jax.process_index() == 0
-        ids = np.asarray(from_first("prompt", self.encode(prompt).tolist() if first else None), np.int32)
+        found, media = self.prepare(prompt, files) if jax.process_index() == 0 else (None, None)
+        ids = np.asarray(from_first("prompt", None if found is None else found.tolist()), np.int32)
         check(len(ids) > 0, "prompt='' is empty, and the tokenizer has no token that begins a text: give some text.")
         tokens = stream(
             self.model,
@@ -134,6 +182,7 @@ class TextModel:
             key=key,
             stop_ids=self.stop_ids,
             num_draft_tokens=num_draft_tokens,
+            media=media,
         )
         return self._decoded(tokens)
 

@@ -92,13 +92,25 @@ def export_plan(
     kind, config = export_config(model, family)
     # explicit nulls: the classes of transformers have token ids of their own as defaults
     kept = {} if model.origin is None else json.loads(model.origin.settings)
-    config = dict.fromkeys(TOKEN_IDS) | kept | config | dict(settings or {})
+    config = dict.fromkeys(TOKEN_IDS) | dict(kind.default_settings) | merged(kept, config) | dict(settings or {})
     stored = named_leaves(model)["embedding.table"].dtype if dtype is None else jnp.dtype(dtype)
     check_word("save_hf: dtype", stored.name, FLOATS.values(), ConversionError)
     config |= {"dtype": stored.name, "torch_dtype": stored.name}
     _check_settings(kind, config, model.config)
     kind.bind(model)
     return kind, config, stored
+
+
+def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Both objects' keys, those of the second where both have one; objects in them likewise."""
+
+    def value(key: str) -> Any:
+        first, second = one.get(key), other.get(key)
+        if isinstance(first, dict) and isinstance(second, dict):
+            return merged(first, second)
+        return other[key] if key in other else first
+
+    return {key: value(key) for key in one | other}
 
 
 def check_new_directory(directory: str | Path) -> None:
@@ -231,7 +243,7 @@ def _tensor(
         ours = None if own is None else rearrange(own, mapping.pattern, **given_sizes(mapping, mapping.sizes))
         for cut, piece in pieces(leaf, place):
             if ours is not None:
-                copy_in_pieces(ours[cut], piece)
+                copy_in_pieces(ours[(*cut, ...)], piece)
         if section is not None and own is not None and not np.may_share_memory(own, section):
             section[...] = own.reshape(section.shape)
     return tensor
@@ -265,7 +277,7 @@ def _card(name: str, model: Decoder, family: Family, dtype: np.dtype) -> str:
     config, count = model.config, sum(leaf.size for leaf in named_leaves(model).values())
     return f"""---
 library_name: transformers
-pipeline_tag: text-generation
+pipeline_tag: {"text-generation" if family.text is None else "image-text-to-text"}
 tags: [{family.model_type}, eqx_decoders]
 ---
 
@@ -276,7 +288,7 @@ tags: [{family.model_type}, eqx_decoders]
 Exported by [eqx_decoders](https://pypi.org/project/eqx_decoders/).
 
 ```python
-model = transformers.AutoModelForCausalLM.from_pretrained("{name}")
+model = transformers.{family.auto_class}.from_pretrained("{name}")
 model = eqx_decoders.load_hf("{name}")
 ```
 """

@@ -7,7 +7,8 @@ from eqx_decoders.errors import ConversionError, need_extra
 from eqx_decoders.io.directory import Directory, exists
 
 
-# What a tokenizer may consist of; copied into an export, never interpreted here but for the .json files.
+# What a tokenizer, and a processor of pictures and sounds, may consist of; copied into an export, never interpreted here
+# but for the .json files.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -18,6 +19,9 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
 )
 
 

@@ -29,6 +29,8 @@ from eqx_decoders.decoder import Decoder, DecoderConfig
 from eqx_decoders.errors import ConversionError, check
 from eqx_decoders.families import find_family
 from eqx_decoders.families.family import Family, Section, WeightMapping
+from eqx_decoders.families.fields import Fields
+from eqx_decoders.families.multimodal import text_fields
 from eqx_decoders.io.directory import FLOATS, Directory, StoredTensor, check_dtypes, check_tensors
 from eqx_decoders.io.generation_config import parse_token_ids, read_generation_config
 from eqx_decoders.io.hub import resolve
@@ -39,15 +41,14 @@ from eqx_decoders.numerics import Precision
 from eqx_decoders.origin import Origin
 
 
-_HEAD = "lm_head.weight"
 _PIECE = 256 * 1024  # bytes of a tensor that are copied together
 _READ = 64_000_000  # bytes in float32 of a tensor that are read together
 _ALIGNMENT = 64  # bytes: JAX takes over a NumPy array that begins at a multiple of it without a copy
 
 
-def read_config(directory: str | Path) -> tuple[DecoderConfig, Origin]:
+def read_config(directory: str | Path, *, text_only: bool = False) -> tuple[DecoderConfig, Origin]:
     """The configuration in a directory's `config.json`, and what an export of the model needs besides."""
-    config, origin, _ = _read_config(Directory(directory))
+    config, origin, _ = _read_config(Directory(directory), text_only)
     return config, origin
 
 
@@ -57,10 +58,11 @@ def abstract_hf(
     layout: Layout | None = None,
     *,
     revision: str | None = None,
+    text_only: bool = False,
     **execution: Unpack[PrecisionOptions],
 ) -> Decoder:
     """`load_hf` as a tree of `jax.ShapeDtypeStruct` with shardings: reads no weights."""
-    target, _, _ = _target(resolve(source, revision), dtype, layout, dict(execution))
+    target, _, _ = _target(resolve(source, revision), dtype, layout, dict(execution), text_only)
     return target
 
 
@@ -70,6 +72,7 @@ def load_hf(
     layout: Layout | None = None,
     *,
     revision: str | None = None,
+    text_only: bool = False,
     **execution: Unpack[PrecisionOptions],
 ) -> Decoder:
     """The model in a Hugging Face directory, each weight created on its devices.
@@ -81,12 +84,13 @@ def load_hf(
     - `dtype`: of weights and activations; None for that of the files.
     - `layout`: where the weights live; None for one device.
     - `revision`: branch, tag or commit of a repository.
+    - `text_only`: whether encoders of pictures and sounds are left out; the model is then one of its text family.
     - `execution`: further fields of `Execution`, such as `remat="full"`; `precision` wins over `dtype`.
 
     Raises ConversionError, before any weight is loaded, where the directory is not a complete checkpoint of a known
     family, or says anything that is not understood.
     """
-    target, mappings, tensors = _target(resolve(source, revision), dtype, layout, dict(execution))
+    target, mappings, tensors = _target(resolve(source, revision), dtype, layout, dict(execution), text_only)
     shapes, static = eqx.partition(target, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     names = iter(named_leaves(shapes))
     total = sum(len(_holders(leaf)) * device_bytes(leaf) for leaf in jax.tree.leaves(shapes))
@@ -102,14 +106,18 @@ def stored_weights(directory: str | Path) -> tuple[dict[str, WeightMapping], dic
 
 
 def _target(
-    directory: Directory, dtype: DTypeLike | None, layout: Layout | None, execution: dict[str, Any]
+    directory: Directory,
+    dtype: DTypeLike | None,
+    layout: Layout | None,
+    execution: dict[str, Any],
+    text_only: bool = False,
 ) -> tuple[Decoder, dict[str, WeightMapping], dict[str, StoredTensor]]:
     """The model's shapes, what each weight is made of, and the tensors."""
-    config, origin, family = _read_config(directory)
-    tensors = _without_ignored(checkpoint_tensors(directory), family, config)
+    config, origin, family = _read_config(directory, text_only)
+    tensors = _without_ignored(_stored(directory, text_only), family, config)
     family = family.stored_as(tensors)
     check_dtypes(tensors)
-    if config.tied and _HEAD in tensors:
+    if config.tied and family.head in tensors:
         config = _untied(config, tensors, family)
     if dtype is None:
         dtype = functools.reduce(jnp.promote_types, {FLOATS[stored.dtype] for stored in tensors.values()})
@@ -129,10 +137,21 @@ def _target(
     return target, mappings, tensors
 
 
-def _read_config(directory: Directory) -> tuple[DecoderConfig, Origin, Family]:
+def _stored(directory: Directory, text_only: bool) -> dict[str, StoredTensor]:
+    """The tensors of a directory; with `text_only` those of the decoder, under their names in its own family."""
+    tensors = checkpoint_tensors(directory)
+    family = find_family(str(directory.json("config.json").get("model_type")))
+    if not text_only or family.text is None:
+        return tensors
+    tensors = _renamed(tensors, family)
+    named = {family.text_tensor(name): tensor for name, tensor in tensors.items()}
+    return {name: tensor for name, tensor in named.items() if name is not None}
+
+
+def _read_config(directory: Directory, text_only: bool = False) -> tuple[DecoderConfig, Origin, Family]:
     content = directory.json("config.json")
-    config, settings, family = decode_config(content, f"{directory.path}/config.json")
-    config = _with_stored_depths(config, directory, family)
+    config, settings, family = decode_config(content, f"{directory.path}/config.json", text_only=text_only)
+    config = _with_stored_depths(config, directory, family, text_only)
     generation = read_generation_config(directory.path)
     if not generation.stop_ids:
         stops = parse_token_ids("config.json: eos_token_id", content.get("eos_token_id"))
@@ -146,19 +165,27 @@ def _read_config(directory: Directory) -> tuple[DecoderConfig, Origin, Family]:
     return config, origin, family
 
 
-def decode_config(content: Mapping[str, Any], path: str) -> tuple[DecoderConfig, dict[str, Any], Family]:
-    """The configuration in a `config.json`, those of its settings that change nothing here, and its family."""
+def decode_config(
+    content: Mapping[str, Any], path: str, *, text_only: bool = False
+) -> tuple[DecoderConfig, dict[str, Any], Family]:
+    """The configuration in a `config.json`, those of its settings that change nothing here, and its family.
+
+    With `text_only` those of the decoder alone.
+    """
     kind = content.get("model_type")
     check(isinstance(kind, str), f"{path}: model_type={kind!r} must name the family.", ConversionError)
-    if "text_config" in content:
-        raise ConversionError(f"config.json: model_type={kind} has a text_config: vision and audio are not read.")
     family = find_family(str(kind))
     read_scheme(content)
+    if text_only and family.text is not None:
+        config, settings = family.text.decode_fields(text_fields(Fields(family.own_settings(content))))
+        return config, settings, family.text
     config, settings = family.decode(content)
     return config, settings, family
 
 
-def _with_stored_depths(config: DecoderConfig, directory: Directory, family: Family) -> DecoderConfig:
+def _with_stored_depths(
+    config: DecoderConfig, directory: Directory, family: Family, text_only: bool = False
+) -> DecoderConfig:
     """With layers of multi-token prediction if they are stored; where nothing is, as config.json says.
 
     transformers leaves them out, and the setting as it is; some files have them, and no setting.
@@ -166,7 +193,7 @@ def _with_stored_depths(config: DecoderConfig, directory: Directory, family: Fam
     further = config if config.mtp is not None or family.with_depth is None else family.with_depth(config)
     if further.mtp is None or not any(map(directory.has, ("model.safetensors", "model.safetensors.index.json"))):
         return config
-    tensors = _without_ignored(checkpoint_tensors(directory), family, further)
+    tensors = _without_ignored(_stored(directory, text_only), family, further)
     weights = family.stored_as(tensors).bind(abstract(further))
     names = {name for path, mapping in weights.items() if path.startswith("mtp.") for name in mapping.names}
     return further if names & tensors.keys() else dataclasses.replace(config, mtp=None)
@@ -187,24 +214,29 @@ def _without_ignored(
     tensors: dict[str, StoredTensor], family: Family, config: DecoderConfig
 ) -> dict[str, StoredTensor]:
     """Under their full names, as the family's rows have them, without those that hold no information."""
+    tensors = _renamed(tensors, family)
+    if not any(name.startswith(family.prefix) for name in tensors):  # saved from the base model
+        tensors = {name if name == family.head else family.prefix + name: stored for name, stored in tensors.items()}
+    return {name: stored for name, stored in tensors.items() if not family.is_ignored(name, config)}
+
+
+def _renamed(tensors: dict[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
     for pattern, name in family.renamed.items():
         tensors = {re.sub(pattern, name, stored): tensor for stored, tensor in tensors.items()}
-    if not any(name.startswith(family.prefix) for name in tensors):  # saved from the base model
-        tensors = {name if name == _HEAD else family.prefix + name: stored for name, stored in tensors.items()}
-    return {name: stored for name, stored in tensors.items() if not family.is_ignored(name, config)}
+    return tensors
 
 
 def _untied(config: DecoderConfig, tensors: dict[str, StoredTensor], family: Family) -> DecoderConfig:
     """A head is stored beside a table that is said to be the head: it counts, unless it is the same."""
     table = next(weight.name for weight in family.weights if weight.path == "embedding.table")
     if table not in tensors:
-        tensors[table] = tensors.pop(_HEAD)
+        tensors[table] = tensors.pop(family.head)
         return config
-    one, other = tensors[table], tensors[_HEAD]
+    one, other = tensors[table], tensors[family.head]
     if one.shape == other.shape == (config.vocab_size, config.embed_dim) and not _same(one, other):
         return dataclasses.replace(config, tied=False)
     if one.shape == other.shape:
-        del tensors[_HEAD]  # the same, or both of a wrong shape, of which it is enough to tell once
+        del tensors[family.head]  # the same, or both of a wrong shape, of which it is enough to tell once
     return config
 
 
@@ -254,7 +286,7 @@ def _block(
         own = tuple(number - cut.start for number, cut in zip(place, lead, strict=True))
         for begin, piece in _pieces(mapping, rest):
             cut = tuple(slice(first, first + len(part)) for first, part in zip(begin, piece, strict=True))
-            target = block[own][cut]
+            target = block[(*own, ...)][(*cut, ...)]  # a view, also of a single number
             copy_in_pieces(target, _part(tensors[mapping.name(place)], mapping, piece))
             waiting.add(target.nbytes)
     return block
@@ -262,6 +294,9 @@ def _block(
 
 def _pieces(mapping: WeightMapping, index: tuple[range, ...]) -> Iterator[tuple[tuple[int, ...], tuple[range, ...]]]:
     """The part `index` of a tensor, some rows of the file at a time: where each piece begins in it, and the piece."""
+    if not index:  # a single number
+        yield (), ()
+        return
     word = mapping.groups[0][0]
     axis = mapping.words.index(word) if word in mapping.words else 0
     whole = index[axis]
@@ -286,6 +321,9 @@ def copy_in_pieces(target: np.ndarray, source: np.ndarray) -> None:
 
     A transposed copy as a whole misses the cache with every element, and takes five times as long.
     """
+    if source.ndim == 0:
+        target[...] = source
+        return
     axis = int(np.argmax(source.strides))
     step = max(1, _PIECE // max(source.strides[axis], 1))
     for begin in range(0, source.shape[axis], step):
@@ -304,7 +342,7 @@ def _part(tensor: StoredTensor, mapping: WeightMapping, index: tuple[range, ...]
     x = _read(tensor, mapping.section, tuple(cuts))
     x = rearrange(x, mapping.pattern, **given_sizes(mapping, sizes))
     rest = {word: slice(cut.start, cut.stop) for word, cut in wanted.items()}
-    return x[tuple(rest.get(word, slice(None)) for word in mapping.words)]
+    return x[(*(rest.get(word, slice(None)) for word in mapping.words), ...)]
 
 
 def _read(tensor: StoredTensor, section: Section | None, cuts: tuple[slice, ...]) -> np.ndarray:

@@ -26,7 +26,7 @@ def pieces(x: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[Cut, np.ndarra
     **Arguments:**
 
     - `x`: of any sharding over the devices of any processes; or an array of NumPy.
-    - `place`: indices of its first dimensions, but not of all.
+    - `place`: indices of its first dimensions.
 
     In a run of several processes all must take all pieces, of the same arrays in one order. Only the first process gets
     any; what it has on its own devices does not travel. Copies of `x` are not made: neither on a device, nor by JAX on
@@ -34,7 +34,12 @@ def pieces(x: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[Cut, np.ndarra
     """
     first = jax.process_index() == 0
     if not isinstance(x, jax.Array):
-        yield from [((), np.asarray(x)[place])] * first
+        yield from [((), np.asarray(x)[(*place, ...)])] * first
+    elif place and len(place) == x.ndim:  # a single number: of the piece that has it
+        for cuts, piece in pieces(x, place[:-1]):
+            begin, end, _ = cuts[0].indices(x.shape[-1])
+            if begin <= place[-1] < end:
+                yield (), piece[place[-1] - begin, ...]
     elif x.is_fully_addressable or _is_held_by_first(x.sharding, x.shape):
         yield from _from_own_devices(x, place) if first else ()
     else:

@@ -44,7 +44,8 @@ def largest_head_dim() -> int:
 
 def _needs_mask(call: Call) -> bool:
     asked = call.segments or call.spans or call.selected_heads > 0
-    return not call.gapless or asked or isinstance(call.mask, Chunked)
+    blocks = isinstance(call.mask, Chunked) or (isinstance(call.mask, Bidirectional) and call.mask.size is not None)
+    return not call.gapless or asked or blocks
 
 
 def cudnn_attention(

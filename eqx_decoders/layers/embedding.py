@@ -82,12 +82,17 @@ class Sinusoids(eqx.Module):
     config: SinusoidalPositions = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch length embed"]:
-        count = x.shape[-1] // 2
-        rates = jnp.exp(-math.log(self.config.max_timescale) / max(count - 1, 1) * jnp.arange(count, dtype=jnp.float32))
-        angles = jnp.maximum(ctx.positions, 0).astype(jnp.float32)[:, :, None] * rates[None, None]
-        signal = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
-        odd = x.shape[-1] - 2 * count  # an odd last feature gets no signal
-        return x + jnp.pad(signal, ((0, 0), (0, 0), (0, odd))).astype(x.dtype)
+        return x + sinusoids(ctx.positions, x.shape[-1], self.config.max_timescale).astype(x.dtype)
+
+
+def sinusoids(positions: Int[Array, "*dims"], size: int, max_timescale: float) -> Float32[Array, "*dims size"]:
+    """`[sin(p w_k), cos(p w_k)]`; an odd last feature gets 0, and positions below 0 count as 0."""
+    count = size // 2
+    rates = jnp.exp(-math.log(max_timescale) / max(count - 1, 1) * jnp.arange(count, dtype=jnp.float32))
+    real = jnp.maximum(positions, 0).astype(jnp.float32)[..., None]
+    angles = real * rates.reshape((1,) * (real.ndim - 1) + (-1,))
+    signal = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+    return jnp.pad(signal, ((0, 0),) * positions.ndim + ((0, size - 2 * count),))
 
 
 PositionsConfig = LearnedPositions | SinusoidalPositions

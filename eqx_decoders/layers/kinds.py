@@ -1,5 +1,6 @@
 """Which layers can stand where in a block: a new layer is added here."""
 
+from eqx_decoders.layers.added_features import AddedFeaturesConfig
 from eqx_decoders.layers.attention import Attention, AttentionConfig
 from eqx_decoders.layers.engram import EngramConfig
 from eqx_decoders.layers.experts import Experts, ExpertsConfig
@@ -26,4 +27,4 @@ ChannelConfig = MLPConfig | LinearConfig | ExpertsConfig
 Channel = MLP | Linear | Experts
 
 # further branches, before the mixer or after the MLP
-FurtherConfig = MLPConfig | LinearConfig | EngramConfig | PerLayerInputConfig
+FurtherConfig = MLPConfig | LinearConfig | EngramConfig | PerLayerInputConfig | AddedFeaturesConfig

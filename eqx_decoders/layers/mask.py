@@ -1,7 +1,7 @@
 """Which key a query sees, from absolute positions alone: training, prefill and decoding are one function.
 
 Every mask is an interval: a query at position q sees the keys whose positions lie in [first(q), last(q)]. A span, whose
-tokens see each other whole, only widens it. A position below 0 means "no token here" (padding, an empty cache slot): it
+tokens see each other's future, only moves its end. A position below 0 means "no token here" (padding, an empty cache slot): it
 neither sees nor is seen.
 """
 
@@ -42,20 +42,26 @@ class Chunked:
 
 @dataclasses.dataclass(frozen=True)
 class Bidirectional:
-    """Every token."""
+    """Every token, or every one of the query's own block of `size` positions: k // size == q // size."""
+
+    size: int | None = None
+
+    def __post_init__(self):
+        if self.size is not None:
+            check_integer("Bidirectional.size", self.size)
 
 
 Mask = Causal | SlidingWindow | Chunked | Bidirectional
 
 
 class Spans(NamedTuple):
-    """The first and last position of the span that holds each query; -1 for a query in none.
+    """The last position of the span that holds each query; -1 for a query in none.
 
-    The tokens of a span (an image, say) see each other, whatever the mask. They must be in one call: what a query has
-    not got beside it, and not in its cache, it cannot see.
+    The tokens of a span (an image, say) also see those of its tokens that come later; how far back they see says the
+    mask, as in transformers. They must be in one call: what a query has not got beside it, and not in its cache, it
+    cannot see.
     """
 
-    first: Int[Array, "batch length"]
     last: Int[Array, "batch length"]
 
 
@@ -65,18 +71,17 @@ def spans_of(span_ids: Int[Array, "batch length"], positions: Int[Array, "batch 
     Tokens follow one another if their positions do: a new document begins a new span, padding in between none.
     """
     inside = (positions >= 0) & (span_ids > 0)
-    first = _run_starts(span_ids, positions, 1)
-    last = jnp.flip(_run_starts(jnp.flip(span_ids, 1), jnp.flip(positions, 1), -1), 1)
-    return Spans(jnp.where(inside, first, -1), jnp.where(inside, last, -1))
+    last = jnp.flip(_run_ends(jnp.flip(span_ids, 1), jnp.flip(positions, 1)), 1)
+    return Spans(jnp.where(inside, last, -1))
 
 
-def _run_starts(ids: Array, positions: Array, step: int) -> Int[Array, "batch length"]:
-    """For each token the position at which its run of equal ids began, positions moving by `step`."""
+def _run_ends(ids: Array, positions: Array) -> Int[Array, "batch length"]:
+    """For each token the position at which its run of equal ids ends, of rows written backwards."""
     index = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
     latest = jax.lax.cummax(jnp.where(positions >= 0, index, -1), axis=1)
     before = jnp.pad(latest, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
     id_before, place_before = (jnp.take_along_axis(x, jnp.maximum(before, 0), axis=1) for x in (ids, positions))
-    goes_on = (before >= 0) & (ids == id_before) & (positions == place_before + step)
+    goes_on = (before >= 0) & (ids == id_before) & (positions == place_before - 1)
     start = jax.lax.cummax(jnp.where((positions >= 0) & ~goes_on, index, 0), axis=1)
     return jnp.take_along_axis(positions, start, axis=1)
 
@@ -88,15 +93,17 @@ def interval(
     first, last = _mask_interval(mask, positions)
     if spans is None:
         return first, last
-    inside = (positions >= 0) & (spans.first >= 0)
-    wider = jnp.minimum(first, spans.first), jnp.maximum(last, spans.last)
-    return jnp.where(inside, wider[0], first), jnp.where(inside, wider[1], last)
+    inside = (positions >= 0) & (spans.last >= 0)
+    return first, jnp.where(inside, jnp.maximum(last, spans.last), last)
 
 
 def _mask_interval(mask: Mask, positions: Array) -> tuple[Array, Array]:
     first = jnp.zeros_like(positions)
     if isinstance(mask, Bidirectional):
-        return first, jnp.where(positions < 0, -1, jnp.iinfo(positions.dtype).max)
+        if mask.size is not None:
+            first = jnp.maximum(positions // mask.size * mask.size, 0)
+        last = jnp.iinfo(positions.dtype).max if mask.size is None else first + (mask.size - 1)
+        return first, jnp.where(positions < 0, -1, last)
     if isinstance(mask, SlidingWindow):
         first = jnp.maximum(positions - (mask.size - 1), 0)
     elif isinstance(mask, Chunked):
@@ -110,8 +117,9 @@ def lookback(mask: Mask) -> int | None:
 
 
 def seen_keys(mask: Mask, length: int) -> int:
-    """How many keys a query of a long document sees: those of its window, else all `length` of them."""
-    return min(lookback(mask) or length, length)
+    """How many keys a query of a long document sees: those of its window or block, else all `length` of them."""
+    block = mask.size if isinstance(mask, Bidirectional) else None
+    return min(lookback(mask) or block or length, length)
 
 
 def visible(

@@ -6,11 +6,11 @@ k + dim/2, with `interleaved` pairing the features 2k and 2k + 1.
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Num
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
@@ -25,22 +25,26 @@ class Rope:
     - `theta`: the base.
     - `fraction`: the part of a head's features that is rotated, the first ones.
     - `pairing`: `"half"` or `"interleaved"`.
-    - `sections`: for positions of several dimensions (time, height and width of a picture's patches: Qwen3-VL's
-        interleaved M-RoPE), how many pairs turn by each of them: pairs take turns, and the first dimension has what is
-        left. Where all dimensions are equal, as in text, nothing depends on it. Empty: there is one dimension.
+    - `sections`: for positions of several dimensions (time, height and width of a picture's patches: M-RoPE), how many
+        pairs turn by each of them. Where all dimensions are equal, as in text, nothing depends on it. Empty: there is
+        one dimension.
+    - `in_turn`: whether pairs take turns, and the first dimension has what is left (Qwen3-VL), or those of a dimension
+        stand together (Qwen2-VL).
     """
 
     theta: float = 10_000.0
     fraction: float = 1.0
     pairing: Literal["half", "interleaved"] = "half"
     sections: tuple[int, ...] = ()
+    in_turn: bool = True
 
     def __post_init__(self):
         name = type(self).__name__
         check_number(f"{name}.theta", self.theta, above=0)
         check_number(f"{name}.fraction", self.fraction, above=0)
         check(self.fraction <= 1, f"{name}.fraction={self.fraction} must be at most 1.")
-        check_word(f"{name}.pairing", self.pairing, ("half", "interleaved"))
+        pairings = get_args(get_type_hints(type(self))["pairing"])
+        check_word(f"{name}.pairing", self.pairing, pairings)
         whole = all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in self.sections)
         check(whole, f"{name}.sections={self.sections!r} must be integers of at least 0.")
 
@@ -57,7 +61,12 @@ class Rope:
         """`dim / 2` angles per position, in radians."""
         return self.theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
 
-    def angles(self, positions: Int[Array, "batch length *axes"], dim: int) -> Float[Array, "batch length pairs"]:
+    @property
+    def dimensions(self) -> int:
+        """How many numbers a position has; 0 for one number that says where the token stands."""
+        return len(self.sections)
+
+    def angles(self, positions: Num[Array, "batch length *axes"], dim: int) -> Float[Array, "batch length pairs"]:
         """The angle of each pair; positions below 0 count as 0, and have one dimension or several."""
         frequencies = jnp.asarray(self.frequencies(dim), jnp.float32)[None, None]
         real = jnp.maximum(positions, 0).astype(jnp.float32)
@@ -65,12 +74,16 @@ class Rope:
             return real[..., None] * frequencies
         name, count = type(self).__name__, real.shape[-1]
         rule = f"must have a number for each of the {count} dimensions of the positions"
-        check(count == len(self.sections), f"{name}.sections={self.sections} {rule}.")
+        check(count == self.dimensions, f"{name}.sections={self.sections} {rule}.")
         return real[..., self._axis_of_pairs(dim)] * frequencies
 
     def _axis_of_pairs(self, dim: int) -> np.ndarray:
         """By which dimension of a position each pair turns."""
         pairs, count = np.arange(dim // 2), len(self.sections)
+        if not self.in_turn:
+            together = f"{self.sections} must have {dim // 2} pairs together: each turns by one dimension"
+            check(sum(self.sections) == dim // 2, f"{type(self).__name__}.sections={together}.")
+            return np.repeat(np.arange(count), self.sections)
         axis = pairs % count
         return np.where(pairs < count * np.asarray(self.sections)[axis], axis, 0)
 
@@ -83,6 +96,45 @@ class Rope:
     def score_scale(self) -> float:
         """By which latent attention multiplies its scores in addition."""
         return 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AxialRope(Rope):
+    """Heads turned by the coordinates of a patch: the first half of the pairs by one of them, the rest by the other.
+
+    Each half has the frequencies of plain RoPE for half a head: `theta^(-4k/dim)`, `k < dim / 4`.
+
+    **Arguments:**
+
+    - `pairing`: of the whole head, `"half"` (Qwen) or `"interleaved"` (Llama 4), or `"half_of_axis"`: each coordinate
+        has half of the head's features, and pairs the two halves of these (Gemma 4).
+    - `staggered`: whether the frequencies are those of plain RoPE for the whole head, in turn for one coordinate and
+        for the other (Pixtral).
+    """
+
+    pairing: Literal["half", "interleaved", "half_of_axis"] = "half"
+    staggered: bool = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        check(not self.sections, f"AxialRope.sections={self.sections} must be empty: each coordinate has half the pairs.")
+
+    @property
+    def dimensions(self) -> int:
+        return 2
+
+    def rotated(self, head_dim: int) -> int:
+        count = super().rotated(head_dim)
+        check(count % 4 == 0, f"AxialRope: head_dim={head_dim} x fraction={self.fraction} must be a multiple of 4.")
+        return count
+
+    def frequencies(self, dim: int) -> np.ndarray:
+        if self.staggered:
+            return super().frequencies(dim).reshape(-1, 2).T.reshape(-1)
+        return np.tile(super().frequencies(dim // 2), 2)
+
+    def _axis_of_pairs(self, dim: int) -> np.ndarray:
+        return np.arange(dim // 2) // (dim // 4)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,23 +276,26 @@ class YarnRope(Rope):
         return dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
 
 
-def rotary_positions(ctx: Context, rope: Rope) -> Int[Array, "batch length *axes"]:
-    """The positions by which heads are turned: of several dimensions if they are given and `rope` has sections."""
-    given = ctx.rotary_positions if rope.sections else None
+def rotary_positions(ctx: Context, rope: Rope) -> Num[Array, "batch length *axes"]:
+    """The positions by which heads are turned: of several dimensions if they are given and `rope` has such."""
+    given = ctx.rotary_positions if rope.dimensions else None
     return ctx.positions if given is None else given
 
 
 def rotate(
-    x: Float[Array, "batch length heads head_dim"], positions: Int[Array, "batch length *axes"], rope: Rope
+    x: Float[Array, "batch length heads head_dim"], positions: Num[Array, "batch length *axes"], rope: Rope
 ) -> Float[Array, "batch length heads head_dim"]:
     """Rotate the features of every head by its token's position; float32 inside. Positions below 0 count as 0."""
     count = rope.rotated(x.shape[-1])
     angles = rope.angles(positions, count)[:, :, None]
     cos, sin = jnp.cos(angles) * rope.magnitude, jnp.sin(angles) * rope.magnitude
     turned = x[..., :count].astype(jnp.float32)
-    if rope.pairing == "half":
+    if rope.pairing != "interleaved":
+        parts = 2 if rope.pairing == "half_of_axis" else 1
+        turned, cos, sin = (y.reshape(*y.shape[:-1], parts, y.shape[-1] // parts) for y in (turned, cos, sin))
         first, second = jnp.split(turned, 2, axis=-1)
         turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        turned = turned.reshape(*x.shape[:-1], count)
     else:
         first, second = turned[..., 0::2], turned[..., 1::2]
         turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1).reshape(turned.shape)

@@ -82,7 +82,7 @@ def _ids(mask: Mask, places: AttentionPositions) -> Int[Array, "batch length"]:
     """A number of what a token's document, or its chunk of a document, has in common; -1 for padding."""
     positions, segments = places.query_positions, places.query_segments
     ids = jnp.zeros_like(positions) if segments is None else segments.astype(jnp.int32)
-    if isinstance(mask, Chunked):
+    if isinstance(mask, Chunked | Bidirectional) and mask.size is not None:
         ids = _ranks(ids, positions // mask.size)
     return jnp.where(positions >= 0, ids, PADDING)
 

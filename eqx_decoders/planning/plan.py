@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from eqx_decoders.axes import axes, named_leaves
 from eqx_decoders.decoder import Decoder
+from eqx_decoders.encoders.media import Media
 from eqx_decoders.layout import Layout
 from eqx_decoders.low_precision import LowPrecision
 from eqx_decoders.model_info import active_parameters
@@ -91,6 +92,7 @@ def make_plan(
     *,
     batch_size: int,
     seq_len: int,
+    media: Media | None = None,
     options: Mapping[str, str] | None = None,
     until: Until = "code",
 ) -> Plan:
@@ -98,12 +100,14 @@ def make_plan(
 
     **Arguments:**
 
+    - `media`: pictures beside the tokens (see `abstract_media`); operations are those of the decoder alone.
     - `options`: of XLA's compiler.
     - `until`: "memory" ends the compilation for a TPU when memory is assigned, before there is machine code: a fraction
         of the time. What only shows then (a kernel that finds no room) is not found.
     """
     layout = model.execution.layout
     state, batch = trainer.abstract(model, key=jax.random.key(0)), abstract_batch(layout, batch_size, seq_len)
+    batch = dataclasses.replace(batch, media=media)
     traced = trainer.trace(state, batch)
     done = operations(model, trainer, traced.jaxpr, batch_size, seq_len)
     known = state_memory(trainer, state, machine.memory)

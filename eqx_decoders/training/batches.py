@@ -38,8 +38,10 @@ from jaxtyping import Bool, Float, Int
 
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.context import Inputs
+from eqx_decoders.encoders.media import HasMedia, Media
 from eqx_decoders.errors import DataError, check, need_extra
 from eqx_decoders.training.counts import SPLITS, Counts
+from eqx_decoders.training.media_data import MediaReader
 from eqx_decoders.training.mixture import Mixture
 from eqx_decoders.training.packing import plan_overlapping, plan_packed, plan_padded, plan_whole
 from eqx_decoders.training.rows import BLOCK, Blocks, HeldOutRows, TrainingRows
@@ -55,6 +57,7 @@ class Batch(eqx.Module):
     - `loss_mask`: weight of token `t` *as a target*, predicted from token `t-1`. None: all count.
     - `spans`: of each token the number of its span, whose tokens see each other whole where a layer says so
         (`AttentionConfig.spans`); 0 for none. A token in a span sees the next one: only its last should have a target.
+    - `media`: pictures and sounds of these tokens, whose placeholders are no targets.
     """
 
     tokens: Int[AnyArray, "batch length"]
@@ -62,6 +65,7 @@ class Batch(eqx.Module):
     positions: Int[AnyArray, "batch length"] | None = None
     loss_mask: Float[AnyArray, "batch length"] | Bool[AnyArray, "batch length"] | None = None
     spans: Int[AnyArray, "batch length"] | None = None
+    media: Media | None = None
 
     @property
     def inputs(self) -> Inputs:
@@ -103,6 +107,8 @@ class Batches:
         seed: int,
         pack: bool,
         weights: Sequence[Fraction] = (),
+        media: tuple[HasMedia, MediaReader] | None = None,
+        groups: int = 1,
     ):
         few = "give more documents, or --held-out (DataConfig.held_out_path)"
         remedy = few if split == "held_out" else "lower --held-out-fraction (DataConfig.held_out_fraction)"
@@ -112,6 +118,7 @@ class Batches:
         self.parts = tuple(parts)
         self.mixture = Mixture.of_weights(weights) if weights else None
         self._split, self._rows, self._batch_size = split, rows, batch_size
+        self._media, self._groups = media, groups
         self._seq_len, self._seed, self._pack = seq_len, seed, pack
         self._since, self._before = 0, [0] * len(parts)  # the row of the last change of weights, and what was taken
         self._planning = threading.Lock()
@@ -269,16 +276,28 @@ class Batches:
         start, shape = first_row + number * self._batch_size, (len(self._rows), self._seq_len)
         batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "segment_ids", "positions")}
         batch["loss_mask"] = np.zeros(shape, bool)
+        references: list[str] = []
         for place, row in enumerate(self._rows):
-            self._fill(start + row, *(array[place] for array in batch.values()))
-        return batch
+            references += self._fill(start + row, *(array[place] for array in batch.values()))
+        if self._media is None:
+            return batch
+        return batch | {"media": self._seen(batch, references)}
+
+    def _seen(self, batch: Mapping[str, np.ndarray], references: Sequence[str]) -> Media:
+        """The pictures of a batch."""
+        assert self._media is not None
+        config, reader = self._media
+        given = reader.arrays(references) if references else {}
+        options = dict(segment_ids=batch["segment_ids"], groups=self._groups)
+        return Media.create(config, batch["tokens"], **options, **given)
 
     def _fill(
         self, row: int, tokens: np.ndarray, segments: np.ndarray, positions: np.ndarray, targets: np.ndarray
-    ) -> None:
-        """Write one sequence into arrays of zeros."""
+    ) -> list[str]:
+        """Write one sequence into arrays of zeros; what its documents say of their pictures."""
         source, number = self._find(row)
         store, used = self.parts[source].store, 0
+        references: list[str] = []
         with self._planning:  # else two threads might make the same plan
             pieces = self._plans[source].pieces(number)
         for segment, (document, start, stop) in enumerate(pieces, 1):
@@ -289,6 +308,13 @@ class Batches:
             targets[here] = store.targets(document)[start:stop] if store.has_targets else True
             targets[used] = False  # nothing of its piece predicts it
             used = here.stop
+            if self._media is not None and (own := store.media(document)):
+                whole = len(store[document])
+                rule = f"has {whole} tokens with its pictures, and they must stand in one sequence"
+                fits = stop - start == whole
+                check(fits, f"document {document} of the data {rule}: raise --seq-len ({self._seq_len}).", DataError)
+                references += own
+        return references
 
     def _find(self, row: int) -> tuple[int, int]:
         """Of which part a row is, and which of its rows."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from eqx_decoders.errors import ConversionError, DataError, check
 from eqx_decoders.io.chat import ChatTemplate, Conversation, Rendered, check_messages
+from eqx_decoders.io.processors.prompts import check_parts
 from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer
 from eqx_decoders.training.records import Document
 
@@ -57,9 +58,10 @@ def _rendered(documents: Sequence[Document], template: ChatTemplate | None) -> I
         rule = "is a conversation, and there is no chat template that writes it as a text"
         remedy = "Start from a chat model (--init-from), or give a file of Jinja with --chat-template"
         raise DataError(f"{documents[0].where} {rule}. {remedy} (DataConfig.chat_template).")
+    checked = [_checked(one.chat.messages, one.where) for one in documents if one.chat is not None]
     chats = [
-        Conversation(check_messages(one.chat.messages, f"{one.where}: messages"), one.chat.variables)
-        for one in documents
+        Conversation(messages, one.chat.variables)
+        for (messages, _), one in zip(checked, documents, strict=True)
         if one.chat is not None
     ]
     kinds = {_kind(chat.variables): chat.variables for chat in chats}
@@ -70,7 +72,8 @@ def _rendered(documents: Sequence[Document], template: ChatTemplate | None) -> I
         raise ConversionError(f"in {documents[0].where} to {documents[-1].where}: {error}") from error
     answers = (texts[3 * number : 3 * number + 3] for number in range(len(kinds)))
     headers = dict(zip(kinds, map(_header, answers), strict=True))
-    for document, chat, text in zip(documents, chats, texts[len(probes) :], strict=True):
+    pictures = (found for _, found in checked)
+    for document, chat, text, found in zip(documents, chats, texts[len(probes) :], pictures, strict=True):
         if isinstance(text, ConversionError):
             raise DataError(f"{document.where}: {text}") from text
         first = 0 if document.chat is None else document.chat.first
@@ -82,7 +85,23 @@ def _rendered(documents: Sequence[Document], template: ChatTemplate | None) -> I
         rule = f"the assistant's turns cannot be told from the others in what {template.where} writes"
         remedy = "Mark them there with {% generation %}, or leave the conversation out"
         check(spans is not None, f"{document.where}: {rule}. {remedy}.", DataError)
-        yield document._replace(text=text.text, spans=spans)
+        yield document._replace(text=text.text, spans=spans, media=document.media or found)
+
+
+def _checked(messages: Sequence[Any], where: str) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """Messages as a template takes them, and the pictures that their parts name."""
+    if not any(isinstance(one, Mapping) and isinstance(one.get("content"), list) for one in messages):
+        return check_messages(messages, f"{where}: messages"), ()
+    try:
+        found, files = check_parts(messages)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+    others = [kind for kind, some in files.items() if some and kind != "image"]
+    rule = "has parts of type {}: of files beside text only pictures are trained on"
+    check(not others, f"{where}: {rule.format(', '.join(others))}.", DataError)
+    named = all(isinstance(one, str) for one in files["image"])
+    check(named, f"{where}: parts of type 'image' must name files.", DataError)
+    return found, tuple(files["image"])
 
 
 def _marked(text: Rendered, first: int, turns: Sequence[int]) -> tuple[Span, ...] | None:

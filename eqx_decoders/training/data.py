@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eqx_decoders.encoders.media import HasMedia
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.io.chat import ChatTemplate, read_chat_template
 from eqx_decoders.io.files import new_directory
@@ -20,6 +21,7 @@ from eqx_decoders.training.batches import Batches, Corpus
 from eqx_decoders.training.chats import render_documents
 from eqx_decoders.training.corpus import held_out_rule, read_documents
 from eqx_decoders.training.counts import SPLITS
+from eqx_decoders.training.media_data import MediaReader
 from eqx_decoders.training.mixture import find_mixture, find_sets
 from eqx_decoders.training.sources import Paths
 from eqx_decoders.training.token_store import TokenStore, open_sample, open_store
@@ -143,6 +145,7 @@ def open_tokens(
     folder: str | Path,
     *,
     template: ChatTemplate | None = None,
+    media: MediaReader | None = None,
     most: int | None = None,
     may_be_in_use: bool = False,
 ) -> Mapping[str, TokenStore]:
@@ -158,6 +161,7 @@ def open_tokens(
         "held_out_fraction": 0.0 if apart else config.held_out_fraction,
         "text_field": config.text_field,
         "template": template,
+        "media": media,
     }
     folders = token_folders(config, folder)
     if most is not None:
@@ -190,13 +194,16 @@ def make_dataset(
     split: str = "train",
     rows: Sequence[int] | None = None,
     template: ChatTemplate | None = None,
+    media: tuple[HasMedia, MediaReader] | None = None,
+    groups: int = 1,
 ) -> Batches:
     """The batches of a split, `[batch_size, seq_len]`, or only these `rows` of each of them, `[len(rows), seq_len]`.
 
     In a run of several processes each takes its own `host_rows(layout, batch_size)`. "train" never ends and is in
     another order in each epoch; "held_out" is one pass, its last batch filled up with padding. The tokens are made
     once, in `DataConfig.cache_dir`, and mapped into memory; `folder`, of the run, keeps which they are (see
-    `open_store`). `template` writes conversations as texts.
+    `open_store`). `template` writes conversations as texts. `media`, a model's configuration and what reads pictures,
+    puts those of documents beside their tokens, `groups` of rows having each their own.
 
     Raises ConfigError for rows that a batch does not have or several held-out sets, DataError if the data cannot be
     read, have changed or leave the split empty.
@@ -204,14 +211,15 @@ def make_dataset(
     check_word("split", split, SPLITS)
     rows = _checked_rows(config, rows)
     if split == "held_out":
-        sets = make_held_out_sets(config, tokenizer, folder=folder, rows=rows, template=template)
+        sets = make_held_out_sets(config, tokenizer, folder=folder, rows=rows, template=template, media=media, groups=groups)
         check(len(sets) > 0, "there is no held-out data: DataConfig.held_out_fraction=0 and no held_out_path.")
         check(len(sets) == 1, f"there are several held-out sets, {', '.join(sets)}: use make_held_out_sets.")
         return next(iter(sets.values()))
     folders = token_folders(config, folder)
-    stores = open_tokens(config, tokenizer, folder, template=template)
+    stores = open_tokens(config, tokenizer, folder, template=template, media=_reader(media))
     parts = [Corpus(name, store, held_out=False, folder=folders[name]) for name, store in stores.items()]
-    return _batches(config, parts, split, rows, weights=[one.weight for one in find_mixture(config.path)])
+    weights = [one.weight for one in find_mixture(config.path)]
+    return _batches(config, parts, split, rows, weights=weights, media=media, groups=groups)
 
 
 def make_held_out_sets(
@@ -221,6 +229,8 @@ def make_held_out_sets(
     folder: str | Path,
     rows: Sequence[int] | None = None,
     template: ChatTemplate | None = None,
+    media: tuple[HasMedia, MediaReader] | None = None,
+    groups: int = 1,
 ) -> dict[str, Batches]:
     """The batches of each held-out set by its name, which is "" where there is one without; see `make_dataset`.
 
@@ -232,12 +242,16 @@ def make_held_out_sets(
     own, folders = _own_sets(config), held_out_folders(config, folder)
     if own:
         options: dict[str, Any] = {"text_field": config.text_field, "template": template, "held_out_fraction": 1.0}
-        options["cache_dir"] = config.cache_dir
+        options |= {"cache_dir": config.cache_dir, "media": _reader(media)}
         stores = {name: open_store(folders[name], tokenizer, path=paths, **options) for name, paths in own.items()}
     else:
-        stores = open_tokens(config, tokenizer, folder, template=template, may_be_in_use=True)
+        stores = open_tokens(config, tokenizer, folder, template=template, media=_reader(media), may_be_in_use=True)
     parts = [Corpus(name, store, held_out=True, folder=folders[name]) for name, store in stores.items()]
-    return {part.name: _batches(config, [part], "held_out", rows) for part in parts}
+    return {part.name: _batches(config, [part], "held_out", rows, media=media, groups=groups) for part in parts}
+
+
+def _reader(media: tuple[HasMedia, MediaReader] | None) -> MediaReader | None:
+    return None if media is None else media[1]
 
 
 def _batches(config: DataConfig, parts: Sequence[Corpus], split: str, rows: Sequence[int], **options: Any) -> Batches:

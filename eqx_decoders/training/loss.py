@@ -12,6 +12,7 @@ from jaxtyping import Array, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.decoder import Decoder, DecoderConfig
 from eqx_decoders.eager import compiled_alone
+from eqx_decoders.encoders.beside import without_placeholders
 from eqx_decoders.explicit import typed
 from eqx_decoders.inputs import check_inputs
 from eqx_decoders.layers.embedding import padded_positions
@@ -119,7 +120,8 @@ def token_loss_sum(
     plain, order = batch, row_order(model.execution, batch.tokens.shape[1])
     batch, targets, weights = in_context_order(model, batch, *next_tokens(batch))
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
-    hidden, _, stats = model.run(jnp.asarray(batch.tokens), positions, segments, key=key, inputs=batch.inputs)
+    beside: Any = dict(inputs=batch.inputs, media=batch.media)
+    hidden, _, stats = model.run(jnp.asarray(batch.tokens), positions, segments, key=key, **beside)
     loss, nll, correct = _head_loss(model, hidden, targets, weights, z_loss=z_loss, fused=fused, key=key)
     if model.mtp is not None and model.mtp.config.loss_weight > 0:
         places = positions, segments
@@ -233,7 +235,8 @@ def next_token_loss(
     - `key`: for dropout.
     """
     more = dict(loss_mask=batch.loss_mask, spans=batch.spans)
-    check_inputs(model.config, batch.tokens, batch.positions, batch.segment_ids, name="Batch.tokens", **more)
+    tokens = batch.tokens if batch.media is None else without_placeholders(batch.tokens, batch.media)
+    check_inputs(model.config, tokens, batch.positions, batch.segment_ids, name="Batch.tokens", **more)
     return _mean_loss(model, batch, z_loss, fused, key)
 
 
@@ -266,7 +269,7 @@ def evaluation_sums(model: Decoder, batch: Batch) -> EvaluationSums:
     plain, order = batch, row_order(model.execution, batch.tokens.shape[1])
     batch, targets, weights = in_context_order(model, batch, *next_tokens(batch))
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
-    hidden, _, _ = model.run(jnp.asarray(batch.tokens), positions, segments, inputs=batch.inputs)
+    hidden, _, _ = model.run(jnp.asarray(batch.tokens), positions, segments, inputs=batch.inputs, media=batch.media)
     _, nll, _ = _head_loss(model, hidden, targets, weights, fused=True, key=None)
     sums = EvaluationSums(nll=nll, tokens=jnp.sum(weights))
     if model.mtp is None:

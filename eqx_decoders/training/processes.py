@@ -1,12 +1,14 @@
 """Which rows of a batch each process of a run holds, and batches made of them."""
 
 import bisect
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from eqx_decoders.errors import check
 from eqx_decoders.layout import Layout
 from eqx_decoders.training.batches import Batch
 
@@ -29,7 +31,10 @@ def place(batch: Batch, layout: Layout, rows: int) -> Batch:
     length = batch.tokens.shape[1]
     sharding = layout.activation_sharding("batch length", (rows, length))
     if jax.process_count() == 1:
-        return jax.device_put(batch, sharding)
+        media = None if batch.media is None else jax.tree.map(lambda leaf: _along_rows(leaf, layout), batch.media)
+        return dataclasses.replace(jax.device_put(dataclasses.replace(batch, media=None), sharding), media=media)
+    rule = "pictures and sounds in a run of several processes: each would pack its own into other shapes"
+    check(batch.media is None, f"Batch.media is given: {rule}. Train them in one process.")
     held = host_rows(layout, rows)
 
     def one(leaf):
@@ -41,3 +46,8 @@ def place(batch: Batch, layout: Layout, rows: int) -> Batch:
         return jax.make_array_from_callback((rows, length), sharding, part)
 
     return jax.tree.map(one, batch)
+
+
+def _along_rows(leaf: Any, layout: Layout) -> Any:
+    """An array of a batch's pictures, split along its rows where the mesh divides them."""
+    return jax.device_put(leaf, layout.activation_sharding("batch", leaf.shape[:1]))

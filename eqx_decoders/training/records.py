@@ -29,7 +29,7 @@ class Document(NamedTuple):
     """One document: its text, its tokens without special ones around them, or a conversation.
 
     `where` is for error messages. `spans` are the characters of `text` that are trained on, as (start, stop); None: all
-    of it. A conversation gets its text from a chat template (see `training.chats`).
+    of it. A conversation gets its text from a chat template (see `training.chats`). `media` refers to its pictures.
     """
 
     where: str
@@ -38,6 +38,7 @@ class Document(NamedTuple):
     key: str | None = None  # hashed instead of the content to decide whether the document is held out
     spans: tuple[tuple[int, int], ...] | None = None
     chat: Chat | None = None
+    media: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -54,6 +55,8 @@ class Document(NamedTuple):
             content = json.dumps(self.chat, sort_keys=True).encode()
         else:
             content = (self.text or "").encode()
+        if self.media:  # many pictures have the same question
+            content += json.dumps(self.media).encode()
         return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest(), "big") / 2**48
 
 
@@ -106,7 +109,7 @@ def _document(record: dict[str, Any], field: str, where: str) -> Document:
     """The document of a record: of its text field, else of its `messages`, else of its `prompt` and `completion`."""
     form = _form([name for name, value in record.items() if value is not None], field)
     if form is not None:
-        return form(record, field, where)
+        return form(record, field, where)._replace(media=_pictures(record, where))
     if field not in record:
         raise DataError(f"{where} has no field {field!r}; its fields: {', '.join(record)}. {SET_FIELD}.")
     raise DataError(f"{where}: field {field!r} must be {NO_TEXT}, not NoneType.")
@@ -140,7 +143,15 @@ def _pair(record: dict[str, Any], field: str, where: str) -> Document:
 
 # Fields of a record beside its text field, with the names of TRL's conversational formats.
 VARIABLES = ("tools", "documents", "chat_template_kwargs")
-CHAT_FIELDS = ("messages", "prompt", "completion", *VARIABLES)
+PICTURES = "images"  # a list of references, in the order of their placeholders
+CHAT_FIELDS = ("messages", "prompt", "completion", PICTURES, *VARIABLES)
+
+
+def _pictures(record: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    found = record.get(PICTURES)
+    good = found is None or (isinstance(found, list) and all(isinstance(one, str) for one in found))
+    check(good, f"{where}: field {PICTURES!r} must be a list of texts, each naming a picture.", DataError)
+    return tuple(found or ())
 
 
 def _variables(record: Mapping[str, Any], where: str) -> dict[str, Any]:

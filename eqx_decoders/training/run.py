@@ -39,9 +39,10 @@ from eqx_decoders.training.data import make_dataset, make_held_out_sets, prepare
 from eqx_decoders.training.evaluation import HeldOut, describe_held_out, evaluate_sets, sample_text
 from eqx_decoders.training.flops import device_flops, flops_per_token
 from eqx_decoders.training.goodput import Goodput, WallTime, run_start
+from eqx_decoders.training.media_run import answers, describe_answers, placeholders, with_pictures
 from eqx_decoders.training.mesh_settings import describe_devices, describe_low_precision, describe_pipeline
 from eqx_decoders.training.metrics import MetricsRow, read_metrics
-from eqx_decoders.training.plots import plot_loads, plot_losses
+from eqx_decoders.training.plots import plot_answers, plot_loads, plot_losses
 from eqx_decoders.training.processes import host_rows, place
 from eqx_decoders.training.progress import Progress
 from eqx_decoders.training.runs import (
@@ -73,6 +74,9 @@ from eqx_decoders.training.settings_file import flat_settings
 from eqx_decoders.training.step import Trainer, TrainState
 from eqx_decoders.training.step_log import StepLog
 from eqx_decoders.training.trackers import Trackers, open_trackers
+
+
+ANSWERS_DRAWN = 24  # pictures with answers in the run directory
 
 
 def train(config: TrainConfig) -> int:
@@ -144,7 +148,7 @@ class Run:
                         state, step, stopped = self._steps(state, start)
                     self.time.switch("ending")
                     results = {} if stopped else self._evaluate(state.averaged, step)
-                    sample = "" if stopped else self._sample(state.averaged)
+                    sample = "" if stopped else self._sample(state.averaged, last=True)
                 codes = gather("stopped", self.interrupt.exit_code)
                 if self.stop.agreed or any(codes):
                     self._save(step, state)
@@ -199,6 +203,7 @@ class Run:
         self.target = abstract_run(config, self.dir, self.execution)
         check_replicated(self.target, self.layout, config.replicated_tolerance)
         check_exports(self.target, config, self.dir)
+        self.dataset, self.reader = with_pictures(config.dataset, self.target.config, self.dir / SOURCE)
         self.tokenizer = first_then_all("tokenizer", self._tokenizer, self.dir / "tokenizer")
         self.data = stack.enter_context(self._batches())  # whose tokens all processes make together
         self.held_out = self._held_out_sets()
@@ -233,8 +238,8 @@ class Run:
         """The tokenizer of the run, of the checkpoint that it starts from, or a new one."""
         config, size = self.config, self.target.config.vocab_size
         spec = config.tokenizer or ("bpe" if config.init_from is None else str(self.dir / SOURCE))
-        limit = min(size, config.bpe_vocab_size or size)
-        tokenizer = prepare_tokenizer(self.dir / "tokenizer", spec, config.dataset, limit)
+        limit = min(size, config.bpe_vocab_size or size, *placeholders(self.target.config))
+        tokenizer = prepare_tokenizer(self.dir / "tokenizer", spec, self.dataset, limit)
         if self.writes:
             keep_template(config, self.dir)
         length = config.dataset.seq_len
@@ -248,15 +253,20 @@ class Run:
         return tokenizer
 
     def _batches(self) -> Batches:
-        return make_dataset(self.config.dataset, self.tokenizer, **self._of_data())
+        return make_dataset(self.dataset, self.tokenizer, **self._of_data())
 
     def _held_out_sets(self) -> dict[str, Batches]:
-        return make_held_out_sets(self.config.dataset, self.tokenizer, **self._of_data())
+        return make_held_out_sets(self.dataset, self.tokenizer, **self._of_data())
 
     def _of_data(self) -> dict[str, Any]:
         """Where tokens are, which rows of a batch are of this process, and what writes conversations as texts."""
         rows = host_rows(self.layout, self.config.dataset.batch_size)
-        return {"folder": self.dir / "data", "rows": rows, "template": run_template(self.config, self.dir)}
+        given = {"folder": self.dir / "data", "rows": rows, "template": run_template(self.config, self.dir)}
+        if self.reader is None:
+            return given
+        apart = self.config.step.gradient_accumulation_steps > 1 or not self.layout.single
+        groups = self.config.dataset.batch_size if apart else 1
+        return given | {"media": (self.target.config, self.reader), "groups": groups}
 
     def _first_state(self) -> tuple[TrainState, int]:
         """The state of the newest checkpoint, or a new one, and the steps that it has taken."""
@@ -418,10 +428,19 @@ class Run:
         self.progress.message(message)
         return {"": result, **named}
 
-    def _sample(self, model: Decoder) -> str:
+    def _sample(self, model: Decoder, *, last: bool = False) -> str:
+        """What the model writes; of one that sees, what it says to held-out pictures."""
         config = self.config
         if config.sample_tokens == 0 or self.stop.agreed:
             return ""
+        if self.reader is not None and self.held_out:
+            found = answers(model, self.reader, self.tokenizer, next(iter(self.held_out.values())))
+            if last and self.writes and found:
+                some = found[:ANSWERS_DRAWN]
+                pixels = self.reader.arrays([one.reference for one in some])["pixel_values"] / 2 + 0.5
+                titles = [f"{one.question}\n{one.said}" for one in some]
+                plot_answers(pixels, titles, [one.right for one in some], self.dir / "answers.png")
+            return describe_answers(found)
         new, seed = config.sample_tokens, config.dataset.seed
         return sample_text(model, self.tokenizer, config.prompt, max_new_tokens=new, seed=seed)
 

@@ -28,7 +28,14 @@ from eqx_decoders.io.chat import JINJA, ChatTemplate, load_chat_template, read_c
 from eqx_decoders.io.checkpoint import Checkpoints, Restored, load_weights
 from eqx_decoders.io.checkpoint_reading import Damaged, together
 from eqx_decoders.io.directory import parse_json
-from eqx_decoders.io.export import check_new_directory, copy_tokenizer, export_config, export_plan, save_hf
+from eqx_decoders.io.export import (
+    check_new_directory,
+    copy_tokenizer,
+    export_config,
+    export_plan,
+    merged,
+    save_hf,
+)
 from eqx_decoders.io.files import new_directory, write_atomically, write_json
 from eqx_decoders.io.huggingface import abstract_hf, decode_config, load_hf, read_config
 from eqx_decoders.io.peft import adapter_plan, save_peft
@@ -60,7 +67,7 @@ def keep_source(model: Decoder, run_dir: str | Path) -> None:
     _, settings = export_config(model)
     with new_directory(folder) as partial:
         copy_tokenizer(model.origin.directory, partial)
-        write_json(partial / "config.json", json.loads(model.origin.settings) | settings)
+        write_json(partial / "config.json", merged(json.loads(model.origin.settings), settings))
 
 
 def model_config(settings: TrainConfig) -> DecoderConfig:

@@ -10,7 +10,8 @@ Of these two only a part is trained on: `targets` then tells for every token of 
 The file has sections, each an array that begins at a multiple of eight bytes: `tokens`; for each document where it
 begins (`offsets`, and the end of the last one), the number that decides whether it is held out (`draws`), bytes of
 UTF-8 that are trained on (`bytes`, -1 where it came as tokens) and, only where some document has spans, how many tokens
-are targets (`target_counts`, and `targets` for each token). Behind them stand a description in JSON, its length and a
+are targets (`target_counts`, and `targets` for each token), and, only where some document has pictures, what it says
+of them (`media`, in JSON, from `media_offsets` on). Behind them stand a description in JSON, its length and a
 mark, which are written last.
 """
 
@@ -32,6 +33,7 @@ from eqx_decoders.errors import DataError
 from eqx_decoders.io.chat import ChatTemplate
 from eqx_decoders.io.tokenizer import Tokenizer
 from eqx_decoders.training.chats import encode_spans, render_documents
+from eqx_decoders.training.media_data import MediaReader
 from eqx_decoders.training.records import Document
 
 
@@ -42,6 +44,7 @@ CHECKED = 1 << 20  # bytes of a shard up to which its content is verified when i
 
 _MARK, _TAIL = b"eqxshard", struct.Struct("<q8s")
 _DTYPES = {"offsets": "<i8", "draws": "<f8", "bytes": "<i8", "target_counts": "<i8", "targets": "|b1"}
+_DTYPES |= {"media": "|u1", "media_offsets": "<i8"}
 
 
 class ShardInfo(NamedTuple):
@@ -104,6 +107,13 @@ class Shard:
         place = slice(int(self.offsets[document]), int(self.offsets[document + 1]))
         return np.arange(place.stop - place.start) > 0 if self._targets is None else self._targets[place]
 
+    def media(self, document: int) -> tuple[str, ...]:
+        """What a document says of its pictures."""
+        if "media" not in self.info.sections:
+            return ()
+        begin, end = self._section("media_offsets")[document : document + 2]
+        return tuple(json.loads(self._section("media")[begin:end].tobytes() or b"[]"))
+
     def target_counts(self, start: int, stop: int) -> np.ndarray:
         """How many tokens of each document are targets."""
         if self._targets is None:
@@ -142,13 +152,14 @@ def write_shard(
     tokenizer: Tokenizer,
     template: ChatTemplate | None = None,
     done: Callable[[int], None] = lambda characters: None,
+    media: MediaReader | None = None,
 ) -> ShardInfo:
     """Write the documents, conversations as `template` has it, into a new file.
 
     It is flushed to the disk, which may take longer than all else for a small file: that has a checksum instead.
-    `done` is told how many characters have been written more.
+    `done` is told how many characters have been written more. `media` reads the pictures that documents refer to.
     """
-    with path.open("w+b") as file, _Writer(file, tokenizer, done) as writer:
+    with path.open("w+b") as file, _Writer(file, tokenizer, done, media) as writer:
         for document in render_documents(writer.seen(documents), template):
             writer.add(document)
         return writer.finish()
@@ -164,9 +175,13 @@ def trained_text(document: Document) -> str | None:
 class _Writer:
     """Appends documents to the tokens and keeps what the other sections will hold."""
 
-    def __init__(self, file: IO[bytes], tokenizer: Tokenizer, done: Callable[[int], None]):
+    def __init__(
+        self, file: IO[bytes], tokenizer: Tokenizer, done: Callable[[int], None], media: MediaReader | None = None
+    ):
+        self._media = media
         start, end = separators(tokenizer)
-        self._dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+        largest = max(tokenizer.vocab_size, 0 if media is None else media.token + 1)
+        self._dtype = np.dtype("<u2" if largest <= 1 << 16 else "<u4")
         self._start = np.array([start], self._dtype)
         self._end = np.array([] if end is None else [end], self._dtype)
         self._file, self._tokenizer, self._done = file, tokenizer, done
@@ -196,6 +211,14 @@ class _Writer:
 
     def add(self, document: Document) -> None:
         """Take the next document."""
+        if document.media:
+            if self._media is None:
+                rule = "has pictures, and nothing reads them: train a model that sees"
+                raise DataError(f"{document.where} {rule}, or leave the field 'images' out.")
+            text, spans = self._media.written(
+                document.text or "", document.spans or (), document.media, document.where
+            )
+            document = document._replace(text=text, spans=None if document.spans is None else spans)
         self._waiting.append(document)
         self._waiting_size += document.size
         if self._waiting_size >= CHARACTERS_AT_ONCE or len(self._waiting) >= DOCUMENTS_AT_ONCE:
@@ -256,6 +279,11 @@ class _Writer:
 
     def _append(self, document: Document, tokens: np.ndarray, targets: np.ndarray | None) -> None:
         """`targets` are None where all tokens are some."""
+        if document.media and self._media is not None:
+            targets = np.ones(len(tokens), bool) if targets is None else targets
+            tokens, targets = self._media.placed((tokens, targets), document.media, document.where)
+        if document.media or "media" in self._sections:
+            self._append_media(document.media)
         if targets is not None and "targets" not in self._sections:
             self._begin_targets()
         count = max(0, len(tokens) - 1)  # nothing predicts the first token of a document
@@ -275,6 +303,13 @@ class _Writer:
         self._all_bytes = self._all_bytes and text is not None
         for name, value in (("offsets", self._tokens), ("draws", document.draw()), ("bytes", size)):
             self._write(name, value)
+
+    def _append_media(self, media: tuple[str, ...]) -> None:
+        if "media" not in self._sections:  # the documents before have none
+            self._section("media")
+            self._section("media_offsets").write(bytes(8 * (self._documents + 1)))
+        self._section("media").write(json.dumps(media).encode() if media else b"")
+        self._write("media_offsets", self._section("media").tell())
 
     def _begin_targets(self) -> None:
         """Of the documents before, all tokens but their first are targets."""

@@ -313,16 +313,17 @@ class Trainer(eqx.Module):
             return part(batch, key)
         layout = model.execution.layout
         keys = None if key is None else jax.random.split(key, count)
-        pieces = jax.tree.map(lambda leaf: _microbatches(jnp.asarray(leaf), count), batch)
+        pieces = _cut(batch, count)
+
+        def one(rows, key):
+            return part(_joined(rows, layout), key)
 
         def add(total, here):
-            rows, key = here
-            rows = jax.tree.map(lambda leaf: layout.constrain(leaf, "batch length"), rows)
-            gradient, metrics = part(rows, key)
+            gradient, metrics = one(*here)
             gradient = jax.tree.map(lambda sum, leaf: sum + _as_float32(leaf), total[0], gradient)
             return (gradient, total[1].add(metrics)), None
 
-        shapes = jax.eval_shape(part, *jax.tree.map(lambda leaf: leaf[0], (pieces, keys)))
+        shapes = jax.eval_shape(one, *jax.tree.map(lambda leaf: leaf[0], (pieces, keys)))
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), shapes)
         zeros = (beside.in_parts(zeros[0]), _without_maxima(zeros[1]))
         total, _ = jax.lax.scan(add, zeros, (pieces, keys))
@@ -382,6 +383,31 @@ def _as_float32(x: Array) -> Array:
 def _microbatches(x: Array, count: int) -> Array:
     """`[batch, length]` -> `[count, batch / count, length]`, each device keeping its own rows."""
     return jnp.swapaxes(x.reshape(x.shape[0] // count, count, *x.shape[1:]), 0, 1)
+
+
+def _cut(batch: Batch, count: int) -> Batch:
+    """The batch with microbatches in front; pictures and sounds by the rows that they belong to."""
+    rows, groups = batch.tokens.shape[0], None if batch.media is None else batch.media.order.shape[0]
+    rule = f"microbatches need a group of pictures for each of the {rows} rows: Media.create(…, groups={rows})"
+    check(groups in (None, rows), f"Batch.media has {groups} groups, but {rule}.")
+
+    def cut(path: Any, leaf: Any) -> Array:
+        by_row = leaf.reshape(rows, -1, *leaf.shape[1:]) if _is_media(path) else leaf
+        return _microbatches(jnp.asarray(by_row), count)
+
+    return jax.tree_util.tree_map_with_path(cut, batch)
+
+
+def _joined(batch: Batch, layout: Layout) -> Batch:
+    """One of the microbatches of `_cut`, as a batch."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf.reshape(-1, *leaf.shape[2:]) if _is_media(path) else layout.constrain(leaf, "batch length"),
+        batch,
+    )
+
+
+def _is_media(path: Any) -> bool:
+    return path_name(path).startswith("media.")
 
 
 def _uses_key(model: Decoder) -> bool:

@@ -27,6 +27,7 @@ from eqx_decoders.io.waiting import Waiting
 from eqx_decoders.training.corpus import held_out_draws, read_documents
 from eqx_decoders.training.counts import Counts, count
 from eqx_decoders.training.document_list import DOCUMENT, open_list
+from eqx_decoders.training.media_data import MediaReader
 from eqx_decoders.training.readers import Part, parts_of
 from eqx_decoders.training.shards import Shard, ShardInfo, read_info, write_shard
 from eqx_decoders.training.sources import DATA, HELD_OUT, Entry, Paths, Source, describe_sources, find_sources
@@ -67,6 +68,11 @@ class TokenStore:
         """Which tokens of `document` are targets; the first never is."""
         shard, number = self._find(document)
         return shard.targets(number)
+
+    def media(self, document: int | np.integer) -> tuple[str, ...]:
+        """What `document` says of its pictures."""
+        shard, number = self._find(document)
+        return shard.media(number)
 
     def sizes(self, start: int, stop: int) -> np.ndarray:
         """Tokens of each of the documents from `start` up to `stop`, with its separators, as int64."""
@@ -167,6 +173,7 @@ def open_store(
     text_field: str = "text",
     template: ChatTemplate | None = None,
     cache_dir: str | Path | None = None,
+    media: MediaReader | None = None,
 ) -> TokenStore:
     """Open the tokens of a corpus, making those that the cache doesn't have.
 
@@ -185,7 +192,7 @@ def open_store(
         "held_out_fraction": 0.0 if held_out_path or all_held_out else held_out_fraction,
         "own_held_out_path": held_out_path is not None,
     }
-    recipe = Recipe(tokenizer, text_field, template)
+    recipe = Recipe(tokenizer, text_field, template, media)
     shards = cache / "tokens" / recipe.digest
     flag = HELD_OUT if all_held_out else DATA
     sources = {TRAIN + one.name: one for one in find_sources(path, flag)}
@@ -228,16 +235,18 @@ def open_sample(
     held_out_fraction: float = 0.05,
     text_field: str = "text",
     template: ChatTemplate | None = None,
+    media: MediaReader | None = None,
 ) -> TokenStore:
     """The first `most` documents of a corpus, to look at them: their tokens are written to `folder` and not kept."""
-    folder, recipe = Path(folder), Recipe(tokenizer, text_field, template)
+    folder, recipe = Path(folder), Recipe(tokenizer, text_field, template, media)
     folder.mkdir(parents=True, exist_ok=True)
     infos: list[tuple[str, str, ShardInfo]] = []
     for name, each, flag in ((TRAIN, path, DATA), (OWN, held_out_path, HELD_OUT)):
         if name == TRAIN or each:
             found = read_documents(each, text_field=text_field, tokenizer=tokenizer, flag=flag)
             file, key = folder / f"{name[:-1]}.tokens", name[:-1]
-            infos.append((name, key, write_shard(file, itertools.islice(found, most), tokenizer, template)))
+            some = itertools.islice(found, most)
+            infos.append((name, key, write_shard(file, some, tokenizer, template, media=media)))
     rows = [{"source": name, "part": None, "key": key, "documents": info.documents} for name, key, info in infos]
     fraction = 0.0 if held_out_path else held_out_fraction
     manifest = _described([info for _, _, info in infos], infos[0][2:], fraction) | {"shards": rows, "sources": {}}

@@ -28,6 +28,7 @@ from eqx_decoders.io.processes import processes_here
 from eqx_decoders.io.tokenizer import Tokenizer, load_tokenizer
 from eqx_decoders.io.waiting import Waiting
 from eqx_decoders.training.hub_datasets import HubDataset
+from eqx_decoders.training.media_data import MediaReader, loaded_reader, reader_digest
 from eqx_decoders.training.readers import LONG, PIECE, Part, Reading, kind_of, read_source
 from eqx_decoders.training.shards import FORMAT, read_info, separators, write_shard
 from eqx_decoders.training.sources import Entry, Source, as_place, is_as_described
@@ -46,13 +47,14 @@ class Recipe:
     tokenizer: Tokenizer
     text_field: str
     template: ChatTemplate | None
+    media: MediaReader | None = None
 
     @property
     def digest(self) -> str:
         """Equal for equal recipes."""
         one = self.tokenizer
         template = None if self.template is None else self.template.content_hash
-        form = [FORMAT, LONG, PIECE]
+        form = [FORMAT, LONG, PIECE] + ([] if self.media is None else [reader_digest(self.media)])
         return _digest([form, one.content_hash, one.vocab_size, separators(one), one.bos_id, self.text_field, template])
 
     @property
@@ -128,7 +130,7 @@ def make_shard(folder: Path, job: Job, recipe: Recipe, partial: Path, done: Call
         for again in (True, False):
             try:
                 documents = read_source(job.source, reading, job.part)
-                write_shard(partial, documents, recipe.tokenizer, recipe.template, done)
+                write_shard(partial, documents, recipe.tokenizer, recipe.template, done, recipe.media)
                 same = is_as_described(job.source.file, job.content_hash, job.seen)
                 rule = f"{job.source.file} was changed while it was read"
                 check(same, f"{rule}: start again when it stays as it is.", DataError)
@@ -202,13 +204,16 @@ def _setup(recipe: Recipe) -> Iterator[dict[str, Any] | None]:
             same = dataclasses.replace(recipe, tokenizer=load_tokenizer(folder)).digest == recipe.digest
         except EqxDecodersError:
             same = False
-        yield {"tokenizer": folder, "text_field": recipe.text_field, "template": template} if same else None
+        words = {"tokenizer": folder, "text_field": recipe.text_field, "template": template}
+        words["media"] = None if recipe.media is None else recipe.media.words()
+        yield words if same else None
 
 
 def loaded_recipe(words: dict[str, Any]) -> Recipe:
     """The recipe that a process was told."""
     template = None if words["template"] is None else ChatTemplate(**words["template"])
-    return Recipe(load_tokenizer(words["tokenizer"]), words["text_field"], template)
+    media = None if words["media"] is None else loaded_reader(words["media"])
+    return Recipe(load_tokenizer(words["tokenizer"]), words["text_field"], template, media)
 
 
 def job_words(job: Job) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from tests.layers.test_kernel import make, packed_places, plain, same, selection
 from tests.models import filled
 
 
-MASKS = [Causal(), SlidingWindow(7), Chunked(9), Bidirectional()]
+MASKS = [Causal(), SlidingWindow(7), Chunked(9), Bidirectional(), Bidirectional(9)]
 SPLIT = {"query_positions": plain(32, start=20), "key_positions": jnp.roll(plain(56).at[:, 3:6].set(-1), 5, 1)}
 ORDERED = dict.fromkeys(("query_positions", "key_positions"), plain(40))
 

@@ -80,7 +80,7 @@ def test_keys_are_not_the_queries(spans):
     places = {"query_positions": plain(140, start=150), "key_positions": jnp.asarray(slots, jnp.int32)}
     if spans:
         first = jnp.where(plain(140) < 60, 190, jnp.where(plain(140) < 70, -1, 225))
-        places["query_spans"] = Spans(first, jnp.where(first < 0, -1, first + 60))
+        places["query_spans"] = Spans(jnp.where(first < 0, -1, first + 60))
     same(*both(qkv, places, mask=SlidingWindow(40)))
 
 
@@ -152,7 +152,7 @@ def schedule(places, *, mask, keys_held):
     return read.swapaxes(1, 2) if keys_held else read, sees, sees_all
 
 
-@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(40), Chunked(32), Bidirectional()], ids=str)
+@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(40), Chunked(32), Bidirectional(), Bidirectional(48)], ids=str)
 def test_tiles_are_those_that_are_seen(mask):
     """Against a count in NumPy: none is missed, and those that all see are known, also past the numbers of `_code`."""
     for at, places in enumerate(layouts(416)):
@@ -214,7 +214,7 @@ def test_auto_takes_it_where_it_can(monkeypatch):
         q, k = (jnp.zeros((1, case[n], 1, 2), case["dtype"]) for n in ("length", "kv_length"))
         places = {"query_positions": plain(q.shape[1], 1), "key_positions": plain(k.shape[1], 1)}
         if case.get("spans"):
-            places["query_spans"] = Spans(plain(q.shape[1], 1), plain(q.shape[1], 1))
+            places["query_spans"] = Spans(plain(q.shape[1], 1))
         selected = jnp.zeros((1, 1, q.shape[1], k.shape[1]), bool) if case.get("selected") else None
         options = dict(local=case["local"], platform=case["platform"], soft_cap=case.get("soft_cap"), mask=Causal())
         attend(q, k, k, **places, **options, selected=selected)

@@ -15,8 +15,8 @@ from eqx_decoders.layers.kernel import EMPTY, KERNELS, Kernel, attend, max_score
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow, Spans, spans_of, visible
 
 
-MASKS = [Causal(), SlidingWindow(7), SlidingWindow(150), Chunked(9), Bidirectional()]
-CAPS = [None, 2.0, None, 2.0, 2.0]
+MASKS = [Causal(), SlidingWindow(7), SlidingWindow(150), Chunked(9), Bidirectional(), Bidirectional(40)]
+CAPS = [None, 2.0, None, 2.0, 2.0, None]
 
 
 def make(length, kv_length=None, *, heads=4, kv_heads=2, dim=8, value_dim=8, dtype=jnp.float32, seed=0, batch=2):
@@ -358,7 +358,7 @@ def test_refusals(monkeypatch):
             "mask": SlidingWindow(2)
         },
         r"kernel='limited' cannot do a soft cap": {"soft_cap": 3.0},
-        r"kernel='limited' cannot do spans": {"query_spans": Spans(plain(3), plain(3))},
+        r"kernel='limited' cannot do spans": {"query_spans": Spans(plain(3))},
         r"kernel='limited' cannot do a selection of keys": {"selected": jnp.ones((2, 1, 3, 3), bool)},
         r"selected has 2 heads: give one for all heads, or each of heads=4": {"selected": jnp.ones((2, 2, 3, 3), bool)},
         r"kernel='limited' cannot do the platform 'tpu'": {"platform": "tpu"},
@@ -404,12 +404,12 @@ def oracle(qkv, seen, soft_cap=None):
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(20), Chunked(100), Bidirectional()], ids=str)
 @pytest.mark.parametrize("length", [301, 561])
 def test_spans(mask, length):
-    """Both kernels are the union of the mask and the spans, and documents stay apart; blocks ahead are not skipped."""
+    """Tokens see those behind them in their span, and documents stay apart; blocks ahead are not skipped."""
     qkv, places = make(length, heads=2, kv_heads=1), packed_places(length, spans=True)
     chunked, dot = both(qkv, places, mask=mask, soft_cap=None, aligned=True)
     same(chunked, dot)
-    ids = np.asarray(places["query_spans"].first)
-    together = (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None]
+    ids, place = np.asarray(places["query_spans"].last), np.asarray(places["query_positions"])
+    together = (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None] & (place[:, None] >= place[:, :, None])
     same_segment = np.asarray(places["query_segments"])[:, :, None] == np.asarray(places["query_segments"])[:, None, :]
     alone = np.asarray(visible(mask, *(places[name] for name in ("query_positions", "key_positions"))))
     expected = oracle(qkv, ((alone | together) & same_segment)[:, None])

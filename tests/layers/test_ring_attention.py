@@ -158,15 +158,15 @@ def test_pieces_that_nothing_is_seen_of():
     """Whether a query may see a key: True where one does, False where a piece is behind, ahead or another document."""
     places = packed_places(64)
     positions, segments = places["query_positions"], places["query_segments"]
-    for mask in (Causal(), SlidingWindow(7), Chunked(9), Bidirectional()):
+    for mask in (Causal(), SlidingWindow(7), Chunked(9), Bidirectional(), Bidirectional(11)):
         both = jax.jit(lambda here, mask=mask: (may_see(mask, here), visible(mask, *here).any()))
         for i, j in np.ndindex(4, 4):
             queries, keys = (np.s_[:, 16 * at : 16 * (at + 1)] for at in (i, j))
             here = AttentionPositions(positions[queries], positions[keys], segments[queries], segments[keys])
             found, wanted = both(here)
             assert found == wanted, (mask, i, j)
-    alone = Spans(jnp.full((2, 16), -1), jnp.full((2, 16), -1))
-    looks = Spans(alone.first.at[1, 3].set(3), alone.last.at[1, 3].set(20))
+    alone = Spans(jnp.full((2, 16), -1))
+    looks = Spans(alone.last.at[1, 3].set(20))
     row = plain(64)
     for spans, seen in ((alone, False), (looks, True)):
         here = AttentionPositions(row[:, :16], row[:, 16:32], None, None, spans)

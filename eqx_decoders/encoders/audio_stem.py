@@ -1,0 +1,100 @@
+"""What an encoder makes of sounds: convolutions over chunks of log-mel spectra (Qwen3-Omni)."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from eqx_decoders.context import Context
+from eqx_decoders.encoders.rows import ChunkRows
+from eqx_decoders.errors import check_integer, check_word
+from eqx_decoders.layers.embedding import sinusoids
+from eqx_decoders.layers.mlp import ACTIVATIONS
+from eqx_decoders.numerics import fan_in
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AudioStemConfig:
+    """Each chunk by itself: `convolutions` of 3 x 3 in steps of 2 over bands and frames, then one matrix, and positions.
+
+    **Arguments:**
+
+    - `mel_bands`: of a frame.
+    - `chunk_frames`: of a chunk.
+    - `filters`: of each convolution.
+    - `convolutions`: how many.
+    - `activation`: behind each of them, one of `ACTIVATIONS`.
+    """
+
+    mel_bands: int
+    chunk_frames: int
+    filters: int
+    convolutions: int = 3
+    activation: str = "gelu"
+
+    def __post_init__(self):
+        for name in ("mel_bands", "chunk_frames", "filters", "convolutions"):
+            check_integer(f"AudioStemConfig.{name}", getattr(self, name))
+        check_word("AudioStemConfig.activation", self.activation, ACTIVATIONS)
+
+    group = 1  # tokens that become one row of features
+
+    def halved(self, size: int) -> int:
+        """What the convolutions leave of so many frames or bands."""
+        for _ in range(self.convolutions):
+            size = (size + 1) // 2
+        return size
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a whole chunk."""
+        return self.halved(self.chunk_frames)
+
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "AudioStem":
+        *keys, out_key = jax.random.split(key, self.convolutions + 1)
+        inputs = (1, *(self.filters,) * (self.convolutions - 1))
+        bands = self.halved(self.mel_bands)
+        return AudioStem(
+            convolutions=tuple(_convolution(count, self.filters, key) for count, key in zip(inputs, keys, strict=True)),
+            out=fan_in(out_key, (self.filters, bands, embed_dim), jnp.float32, self.filters * bands),
+            config=self,
+        )
+
+
+class Convolution(eqx.Module):
+    """`kernel * x + bias` over 3 x 3 neighbours, in steps of 2."""
+
+    kernel: Float[Array, "filters input_filters kernel_rows kernel_columns"]
+    bias: Float[Array, "filters"]
+
+    def __call__(self, x: Float[Array, "chunks input_filters mel frames"]) -> Float[Array, "chunks filters rows columns"]:
+        kernel, edges = self.kernel.astype(x.dtype), ((1, 1), (1, 1))
+        y = jax.lax.conv_general_dilated(x, kernel, (2, 2), edges, dimension_numbers=("NCHW", "OIHW", "NCHW"))
+        return y + self.bias.astype(x.dtype)[None, :, None, None]
+
+
+def _convolution(inputs: int, filters: int, key: PRNGKeyArray) -> Convolution:
+    return Convolution(kernel=fan_in(key, (filters, inputs, 3, 3), jnp.float32, 9 * inputs), bias=jnp.zeros((filters,)))
+
+
+class AudioStem(eqx.Module):
+    """Convolutions, one matrix, and positions within a chunk."""
+
+    convolutions: tuple[Convolution, ...]
+    out: Float[Array, "filters mel embed"]
+    config: AudioStemConfig = eqx.field(static=True)
+
+    def __call__(self, rows: ChunkRows, ctx: Context) -> Float[Array, "batch length embed"]:
+        dtype = ctx.execution.precision.compute
+        given = jnp.asarray(rows.chunks).astype(dtype)
+        batch, count = given.shape[:2]
+        x = given.reshape(batch * count, 1, *given.shape[2:])
+        for convolution in self.convolutions:
+            x = ACTIVATIONS[self.config.activation](convolution(x))
+        x = jnp.moveaxis(x, 3, 1).reshape(batch, -1, *x.shape[1:3])
+        x = ctx.einsum("batch length filters mel, filters mel embed -> batch length embed", x, self.out)
+        places = jnp.tile(jnp.arange(x.shape[1] // count), count)
+        signal = sinusoids(places, x.shape[-1], 10_000.0)
+        return ctx.constrain(x + signal.astype(dtype)[None], "batch length embed")

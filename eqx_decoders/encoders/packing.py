@@ -1,0 +1,122 @@
+"""Pictures and sounds of different sizes in rows of one size: nothing is padded to a square.
+
+Their number and sizes are data, a program's shapes are not: rows and their lengths are rounded up to few sizes.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from eqx_decoders.encoders.pictures import Picture, coordinates, in_windows, learned_places
+from eqx_decoders.encoders.rows import ChunkRows, PatchRows
+from eqx_decoders.encoders.stem import PatchStemConfig
+
+
+def few_sizes(count: int) -> int:
+    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, …: two an octave."""
+    power = 1 << max(0, count - 1).bit_length()
+    return power * 3 // 4 if count <= power * 3 // 4 and power >= 4 else power
+
+
+def finer_sizes(length: int) -> int:
+    """The next of few lengths: eight an octave."""
+    step = max(1, 1 << max(0, (length - 1).bit_length() - 4))
+    return -(-length // step) * step
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """Where each item stands: its row, and its first place there.
+
+    **Arguments:**
+
+    - `rows`, `length`: of the array.
+    - `places`: row and first place of each item, in order.
+    """
+
+    rows: int
+    length: int
+    places: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, groups: Sequence[Sequence[int]], unit: int = 1) -> "Packing":
+        """First fit of items of these lengths, multiples of `unit`; each group of items has equally many rows."""
+        lengths = {length for group in groups for length in group}
+        longest = max(lengths, default=0)
+        length = longest if len(lengths) < 2 else finer_sizes(longest // unit) * unit
+        taken: list[list[int]] = []
+        found: list[list[tuple[int, int]]] = []
+        for group in groups:
+            rows: list[int] = []
+            places = []
+            for size in group:
+                row = next((index for index, used in enumerate(rows) if used + size <= length), len(rows))
+                rows += [0] if row == len(rows) else []
+                places.append((row, rows[row]))
+                rows[row] += size
+            taken.append(rows)
+            found.append(places)
+        each = few_sizes(max(map(len, taken), default=0)) if lengths else 0
+        where = ((group * each + row, begin) for group, places in enumerate(found) for row, begin in places)
+        return cls(each * len(groups), length, tuple(where))
+
+
+def pack_pictures(stem: PatchStemConfig, groups: Sequence[Sequence[Picture]]) -> tuple[PatchRows, list[np.ndarray]]:
+    """The rows, and for each picture which of the rows' groups of patches its tokens are, in their order."""
+    further = stem.group if stem.class_token else 0  # a class token has a group of its own
+    pictures = [picture for group in groups for picture in group]
+    packing = Packing.of([[len(each.patches) + further for each in group] for group in groups], stem.group)
+    shape = packing.rows, packing.length
+    patches = np.zeros((*shape, int(np.prod(stem.shape))), np.float32)
+    positions, segments = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
+    where = np.zeros((*shape, 2), np.int32)
+    classes = np.zeros(shape, bool) if stem.class_token else None
+    learned = [learned_places(stem, each) for each in pictures]
+    taps = learned[0][0].shape[1] if learned and learned[0] is not None else 0
+    places, weights = np.zeros((*shape, taps), np.int32), np.zeros((*shape, taps), np.float32)
+    rows_of, number = [], np.zeros(packing.rows, np.int64)
+    for picture, (row, begin), at in zip(pictures, packing.places, learned, strict=True):
+        order, own = in_windows(stem, picture)
+        count, here = len(picture.patches), np.s_[row, begin : begin + len(picture.patches)]
+        patches[here], positions[here] = picture.patches[order], own
+        segments[here] = number[row] + 1 + picture.frames[order]
+        where[here] = coordinates(stem, picture)[order]
+        if at is not None:
+            places[here], weights[here] = at[0][order], at[1][order]
+        if classes is not None:
+            token = row, begin + count
+            classes[token], positions[token], segments[token] = True, count, segments[row, begin]
+            places[token], weights[token] = stem.class_place, 1.0
+        number[row] += picture.grid[0]
+        first = (row * packing.length + begin) // stem.group
+        back = np.argsort(order[:: stem.group] // stem.group)  # windows are made of whole groups
+        rows_of.append(first + back)
+    # rows that are one whole picture each need no segments; empty ones have no tokens
+    whole = number.max(initial=0) <= 1
+    return PatchRows(
+        patches=patches,
+        positions=positions,
+        segment_ids=None if whole else segments,
+        coordinates=where,
+        places=places if taps else None,
+        place_weights=weights if taps else None,
+        class_tokens=classes,
+    ), rows_of
+
+
+def pack_sounds(groups: Sequence[Sequence[tuple[np.ndarray, int]]], chunk_tokens: int) -> tuple[ChunkRows, list[np.ndarray]]:
+    """The rows, and for each sound which of their tokens are its own. A sound is its chunks and its tokens' number."""
+    sounds = [sound for group in groups for sound in group]
+    packing = Packing.of([[len(chunks) for chunks, _ in group] for group in groups])
+    chunks = np.zeros((packing.rows, packing.length, *sounds[0][0].shape[1:]), np.float32)
+    shape = packing.rows, packing.length * chunk_tokens
+    positions, segments = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
+    rows_of, number = [], np.zeros(packing.rows, np.int64)
+    for (own, count), (row, begin) in zip(sounds, packing.places, strict=True):
+        first, number[row] = begin * chunk_tokens, number[row] + 1
+        chunks[row, begin : begin + len(own)] = own
+        positions[row, first : first + count] = np.arange(count)
+        segments[row, first : first + count] = number[row]
+        rows_of.append(row * shape[1] + first + np.arange(count))
+    return ChunkRows(chunks=chunks, positions=positions, segment_ids=segments), rows_of

@@ -1,0 +1,225 @@
+"""Pictures and films, as processors of transformers give them, cut into patches that stand in groups.
+
+On the host, in NumPy: how many patches a picture has is data, and everything here is about that.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from eqx_decoders.encoders.stem import LearnedAxes, LearnedGrid, PatchStemConfig
+from eqx_decoders.errors import DataError, check
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Picture:
+    """Patches of a picture or a film, `merge x merge` neighbours one behind the other.
+
+    **Arguments:**
+
+    - `patches`: `[patches, numbers]`.
+    - `grid`: frames, rows and columns of patches.
+    - `rows`, `columns`, `frames`: where each patch stands; -1 where one fills a group up.
+    """
+
+    patches: np.ndarray
+    grid: tuple[int, int, int]
+    rows: np.ndarray
+    columns: np.ndarray
+    frames: np.ndarray
+
+
+def from_pixels(
+    stem: PatchStemConfig, pixels: Any, name: str = "pixel_values", *, sizes: Any = None, mask: Any = None
+) -> list[Picture]:
+    """Pictures that are padded to one size: `[pictures, channels, height, width]`.
+
+    Or `[batch, pictures, channels, height, width]`, of which those that are 0 everywhere are none. Rows and columns of
+    pixels behind the last whole patch are not read, as those behind the last whole step of a convolution.
+
+    **Arguments:**
+
+    - `sizes`: height and width of each of them, `[pictures, 2]`.
+    - `mask`: 0 where a pixel is padding: the shape of the pixels without their channels. Of a patch one must be real.
+    """
+    pixels, size = np.asarray(pixels), stem.size
+    shape = pixels.shape
+    rule = f"must be [pictures, {stem.channels}, height, width], or [batch, pictures, {stem.channels}, height, width]"
+    good = pixels.ndim in (4, 5) and shape[-3] == stem.channels
+    check(good, f"Media.create: {name} of shape {shape} {rule}.", DataError)
+    pixels = pixels.reshape(-1, *shape[-3:])
+    grids = np.tile([side // size for side in shape[-2:]], (len(pixels), 1))
+    if sizes is not None:
+        grids = _sizes_of(sizes, pixels, name) // size
+    given = np.flatnonzero(pixels.any(axis=(1, 2, 3))) if len(shape) == 5 else np.arange(len(pixels))
+    if mask is not None:
+        real, wanted = np.asarray(mask), (*shape[:-3], *shape[-2:])
+        rule = f"must be {wanted}: a number for each pixel of {name}"
+        check(real.shape == wanted, f"Media.create: pixel_attention_mask of shape {real.shape} {rule}.", DataError)
+        for index in given:
+            grids[index] = _real_grid(real.reshape(-1, *shape[-2:])[index], size)
+    return [_cut(stem, pixels[index], grids[index].tolist(), name) for index in given]
+
+
+def _sizes_of(sizes: Any, pixels: np.ndarray, name: str) -> np.ndarray:
+    """Height and width of each picture, as they are given."""
+    found, most = np.asarray(sizes), pixels.shape[2:]
+    good = found.shape == (len(pixels), 2) and bool(np.all((found > 0) & (found <= most)))
+    rule = f"must be height and width of the {len(pixels)} pictures of {name}, at most {list(most)}"
+    check(good, f"Media.create: image_sizes={found.tolist()} {rule}.", DataError)
+    return found
+
+
+def _real_grid(mask: np.ndarray, size: int) -> tuple[int, int]:
+    """Rows and columns of the patches of which a pixel is real."""
+    rows, columns = (side // size for side in mask.shape)
+    split = mask[: rows * size, : columns * size].reshape(rows, size, columns, size)
+    real = np.asarray(split.any(axis=(1, 3)))
+    height, width = (len(np.unique(places)) for places in np.nonzero(real))
+    rule = "must leave a picture whole, from its first row and column on: one rectangle of patches"
+    counts = {int(np.count_nonzero(each)) for each in (real, real[:height, :width])}
+    whole = height > 0 and counts == {height * width}
+    check(whole, f"Media.create: pixel_attention_mask {rule}.", DataError)
+    return height, width
+
+
+def _cut(stem: PatchStemConfig, pixels: np.ndarray, grid: Sequence[int], name: str) -> Picture:
+    """The patches of one picture, `[channels, height, width]`, that has so many rows and columns of them."""
+    (rows, columns), size, merge = grid, stem.size, stem.merge
+    rule = f"must be multiples of {merge}, as many as become one token"
+    good = rows > 0 and columns > 0 and rows % merge == columns % merge == 0
+    told = f"Media.create: {name}: {rows} rows and {columns} columns of patches of {size} x {size} pixels"
+    check(good, f"{told} {rule}.", DataError)
+    pixels = pixels[:, : rows * size, : columns * size]
+    split = pixels.reshape(len(pixels), rows // merge, merge, size, columns // merge, merge, size)
+    split = split.transpose(1, 4, 2, 5, 0, 3, 6).reshape(rows * columns, -1)
+    return _on_grid(split, (1, rows, columns), merge)
+
+
+def from_patches(stem: PatchStemConfig, patches: Any, grids: Any, name: str, grid_name: str) -> list[Picture]:
+    """Patches of all pictures one behind the other, in groups already: `[patches, numbers]`, grids `[pictures, 3]`."""
+    patches, grids, merge = np.asarray(patches), np.asarray(grids), stem.merge
+    good = grids.ndim == 2 and grids.shape[1] == 3 and bool(np.all(grids > 0))
+    check(good, f"Media.create: {grid_name} of shape {grids.shape} must be [pictures, 3], above 0.", DataError)
+    even = bool(np.all(grids[:, 1:] % merge == 0))
+    rule = f"must be multiples of {merge}, as many patches as become one token"
+    check(even, f"Media.create: rows and columns of {grid_name}={grids.tolist()} {rule}.", DataError)
+    counts, numbers = grids.prod(axis=1), int(np.prod(stem.shape))
+    rule = f"must be [{counts.sum()}, {numbers}]: so many patches have {grid_name}={grids.tolist()}"
+    check(patches.shape == (counts.sum(), numbers), f"Media.create: {name} of shape {patches.shape} {rule}.", DataError)
+    parts = np.split(patches, np.cumsum(counts)[:-1])
+    return [_on_grid(part, (int(t), int(h), int(w)), merge) for part, (t, h, w) in zip(parts, grids, strict=True)]
+
+
+def from_positions(stem: PatchStemConfig, patches: Any, positions: Any, name: str, place_name: str) -> list[Picture]:
+    """Patches of each picture in any order, padded: `[pictures, patches, numbers]`, and where they stand, -1 if not.
+
+    Positions are `[pictures, patches, 2]`: column and row. A pixel's channels follow one another (Gemma 4).
+    """
+    patches, positions = np.asarray(patches), np.asarray(positions)
+    numbers = int(np.prod(stem.shape))
+    good = patches.ndim == 3 and patches.shape[2] == numbers and positions.shape == (*patches.shape[:2], 2)
+    rule = f"must be [pictures, patches, {numbers}], and [pictures, patches, 2]"
+    check(good, f"Media.create: {name} of shape {patches.shape}, {place_name} of {positions.shape} {rule}.", DataError)
+    patches = patches.reshape(*patches.shape[:2], stem.frames, stem.size, stem.size, stem.channels)
+    patches = np.moveaxis(patches, -1, 2).reshape(*patches.shape[:2], numbers)
+    return [_in_groups(stem, own, where, place_name) for own, where in zip(patches, positions, strict=True)]
+
+
+def _in_groups(stem: PatchStemConfig, patches: np.ndarray, positions: np.ndarray, name: str) -> Picture:
+    real = (positions >= 0).all(axis=1)
+    patches, columns, rows = patches[real], positions[real, 0], positions[real, 1]
+    height, width = (int(x.max(initial=-1)) + 1 for x in (rows, columns))
+    whole = len(patches) == height * width and len({*zip(rows.tolist(), columns.tolist(), strict=True)}) == len(patches)
+    check(whole and len(patches) > 0, f"Media.create: {name}: a picture's patches must fill rows and columns.", DataError)
+    merge = stem.merge
+    rule = f"must be multiples of {merge}, as many patches as become one token"
+    check(height % merge == width % merge == 0, f"Media.create: {name}: {height} rows and {width} columns {rule}.", DataError)
+    raster = np.empty_like(patches)
+    raster[rows * width + columns] = patches
+    split = raster.reshape(height // merge, merge, width // merge, merge, -1).swapaxes(1, 2)
+    return _on_grid(split.reshape(height * width, -1), (1, height, width), merge)
+
+
+def _on_grid(patches: np.ndarray, grid: tuple[int, int, int], merge: int) -> Picture:
+    frames, height, width = grid
+    place = np.arange(height * width).reshape(height // merge, merge, width // merge, merge).swapaxes(1, 2).reshape(-1)
+    return Picture(
+        patches=patches,
+        grid=grid,
+        rows=np.tile(place // width, frames),
+        columns=np.tile(place % width, frames),
+        frames=np.repeat(np.arange(frames), height * width),
+    )
+
+
+def learned_places(stem: PatchStemConfig, picture: Picture) -> tuple[np.ndarray, np.ndarray] | None:
+    """The rows of the table of positions that each patch finds, and what each of them counts."""
+    positions, (_, height, width) = stem.positions, picture.grid
+    if positions is None:
+        return None
+    if isinstance(positions, LearnedAxes):
+        largest = max(height, width)
+        rule = f"must be at most LearnedAxes.size={positions.size}"
+        check(largest <= positions.size, f"Media.create: a picture of {height} x {width} patches {rule}.", DataError)
+        index = np.stack([picture.columns, picture.rows + positions.size], axis=1)
+        return index, np.ones(index.shape, np.float32)
+    side = positions.side
+    if positions.resample == "bilinear":
+        return _bilinear(side, (picture.rows, height), (picture.columns, width))
+    if positions.resample == "fraction":
+        rows, columns = (_at_fraction(side, *axis) for axis in ((picture.rows, height), (picture.columns, width)))
+    else:
+        rule = f"must have LearnedGrid.side={side} rows and columns: its positions are not resampled"
+        check(height == width == side, f"Media.create: a picture of {height} x {width} patches {rule}.", DataError)
+        rows, columns = picture.rows, picture.columns
+    return (rows * side + columns)[:, None], np.ones((len(rows), 1), np.float32)
+
+
+def _bilinear(side: int, *axes: tuple[np.ndarray, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Four neighbours of each patch, corners on corners."""
+    ends = []
+    for place, count in axes:
+        real = place.astype(np.float32) * np.float32(side - 1) / np.float32(max(count - 1, 1))
+        low = np.floor(real).astype(np.int64)
+        far = real - low
+        ends.append(((low, 1 - far), (np.minimum(low + 1, side - 1), far)))
+    pairs = [(row, column) for row in ends[0] for column in ends[1]]
+    index = np.stack([row * side + column for (row, _), (column, _) in pairs], axis=1)
+    return index, np.stack([one * other for (_, one), (_, other) in pairs], axis=1).astype(np.float32)
+
+
+def _at_fraction(side: int, place: np.ndarray, count: int) -> np.ndarray:
+    """The position of the table at the same fraction of its side: the largest k with `k / side <= place / count`.
+
+    In float32 as transformers has it, since rounding decides where both are equal: `place * (1 / count)`.
+    """
+    bounds = (np.arange(1, side) / side).astype(np.float32)
+    fraction = np.minimum(place.astype(np.float32) * (np.float32(1) / np.float32(count)), np.float32(1 - 1e-6))
+    return np.searchsorted(bounds, fraction, side="right")
+
+
+def in_windows(stem: PatchStemConfig, picture: Picture) -> tuple[np.ndarray, np.ndarray]:
+    """The order of a picture's patches by windows, and their positions: each window has a block of its own.
+
+    Without windows the order is theirs, and positions are 0, 1, 2, … in each frame.
+    """
+    _, height, width = picture.grid
+    if stem.window is None:
+        return np.arange(len(picture.patches)), np.arange(len(picture.patches)) % (height * width)
+    side, room = stem.window * stem.merge, (stem.window * stem.merge) ** 2
+    window = picture.rows // side * -(-width // side) + picture.columns // side
+    order = np.lexsort((np.arange(len(window)), window, picture.frames))
+    frame, window = picture.frames[order], window[order]
+    new = np.concatenate([[True], (window[1:] != window[:-1]) | (frame[1:] != frame[:-1])])
+    index = np.arange(len(window))
+    return order, window * room + index - np.maximum.accumulate(np.where(new, index, 0))
+
+
+def coordinates(stem: PatchStemConfig, picture: Picture) -> np.ndarray:
+    """What rotary embeddings turn by: `[patches, 2]`."""
+    axes: Sequence[np.ndarray] = (picture.rows, picture.columns)
+    axes = axes if stem.coordinates == "row_column" else axes[::-1]
+    return np.stack(axes, axis=1) + stem.first_coordinate

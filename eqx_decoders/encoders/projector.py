@@ -1,0 +1,138 @@
+"""From an encoder's features to rows that stand where placeholder tokens are: patches joined, normed, multiplied."""
+
+import dataclasses
+from typing import Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from eqx_decoders.context import Context
+from eqx_decoders.errors import check, check_integer, check_number, check_word
+from eqx_decoders.layers.mlp import ACTIVATIONS, add_bias
+from eqx_decoders.layers.norm import Norm, NormConfig
+from eqx_decoders.numerics import fan_in
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProjectionConfig:
+    """`act(kernel^T x + bias)`.
+
+    **Arguments:**
+
+    - `dim`: features that it makes.
+    - `bias`: whether there is one.
+    - `activation`: one of `ACTIVATIONS`.
+    """
+
+    dim: int
+    bias: bool = False
+    activation: str = "identity"
+
+    def __post_init__(self):
+        check_integer("ProjectionConfig.dim", self.dim)
+        check_word("ProjectionConfig.activation", self.activation, ACTIVATIONS)
+
+    def build(self, input_dim: int, *, key: PRNGKeyArray) -> "Projection":
+        kernel = fan_in(key, (input_dim, self.dim), jnp.float32, input_dim)
+        return Projection(kernel=kernel, bias=jnp.zeros((self.dim,)) if self.bias else None, config=self)
+
+
+class Projection(eqx.Module):
+    """`act(kernel^T x + bias)`."""
+
+    kernel: Float[Array, "inner outer"]
+    bias: Float[Array, "outer"] | None
+    config: ProjectionConfig = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "batch length inner"], ctx: Context) -> Float[Array, "batch length outer"]:
+        y = ctx.einsum("batch length inner, inner outer -> batch length outer", x, self.kernel)
+        return ACTIVATIONS[self.config.activation](add_bias(y, self.bias))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProjectorConfig:
+    """Groups of `group` patches become one row each: `layers(norm(combine(patches)))`.
+
+    **Arguments:**
+
+    - `group`: patches of a row, which stand one behind the other.
+    - `combine`: `"join"`, their features one after the other; `"interleave"`, the first feature of each, then the
+        second (Mistral 3); or `"mean"`.
+    - `norm`: of the features; None for none.
+    - `norm_of`: `"patches"`, before they are combined, or `"groups"`, after it.
+    - `scale`: multiplies what is combined (Gemma 4: the root of its features).
+    - `standardize`: whether a learned bias is subtracted from it then, and a learned scale multiplied (Gemma 4).
+    - `layers`: one after the other; the last one makes features of the residual stream.
+    """
+
+    group: int = 1
+    combine: Literal["join", "interleave", "mean"] = "join"
+    norm: NormConfig | None = None
+    norm_of: Literal["patches", "groups"] = "groups"
+    scale: float = 1.0
+    standardize: bool = False
+    layers: tuple[ProjectionConfig, ...]
+
+    def __post_init__(self):
+        object.__setattr__(self, "layers", tuple(self.layers))
+        check_integer("ProjectorConfig.group", self.group)
+        check_word("ProjectorConfig.combine", self.combine, ("join", "interleave", "mean"))
+        check_word("ProjectorConfig.norm_of", self.norm_of, ("patches", "groups"))
+        check_number("ProjectorConfig.scale", self.scale, above=0)
+        check(len(self.layers) > 0, "ProjectorConfig.layers=() must hold at least one ProjectionConfig.")
+
+    @property
+    def out_dim(self) -> int:
+        """Features of a row."""
+        return self.layers[-1].dim
+
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Projector":
+        size = embed_dim * (1 if self.combine == "mean" else self.group)
+        sizes = [size, *(layer.dim for layer in self.layers)]
+        keys = jax.random.split(key, len(self.layers))
+        made = zip(self.layers, sizes, keys, strict=False)
+        normed = embed_dim if self.norm_of == "patches" else size
+        return Projector(
+            norm=None if self.norm is None else self.norm.build(normed),
+            bias=jnp.zeros((size,)) if self.standardize else None,
+            scale=jnp.ones((size,)) if self.standardize else None,
+            layers=tuple(layer.build(size, key=key) for layer, size, key in made),
+            config=self,
+        )
+
+
+class Projector(eqx.Module):
+    """`layers(norm(combine(patches)))`."""
+
+    norm: Norm | None
+    bias: Float[Array, "norm"] | None
+    scale: Float[Array, "norm"] | None
+    layers: tuple[Projection, ...]
+    config: ProjectorConfig = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch rows features"]:
+        """Rows of features of every group of patches."""
+        config, first = self.config, self.norm is not None and self.config.norm_of == "patches"
+        x = self.norm(x) if first and self.norm is not None else x
+        x = self._combined(x)
+        x = self.norm(x) if self.norm is not None and not first else x
+        for layer in self.layers:
+            x = layer(x, ctx)
+        check(x.shape[-1] == config.out_dim, "Projector: its layers make other features than its configuration says.")
+        return x
+
+    def _combined(self, x: Array) -> Array:
+        config, dtype = self.config, x.dtype
+        x = x.reshape(x.shape[0], x.shape[1] // config.group, config.group, x.shape[2])
+        if config.combine != "mean":
+            x = x.swapaxes(2, 3) if config.combine == "interleave" else x
+            x = x.reshape(*x.shape[:2], -1)
+        if config.combine == "mean" or config.scale != 1.0 or self.bias is not None:
+            x = x.astype(jnp.float32)
+            x = jnp.mean(x, axis=2) if config.combine == "mean" else x
+            x = x * config.scale
+        if self.bias is not None and self.scale is not None:
+            x = (x - self.bias.astype(jnp.float32)[None, None]) * self.scale.astype(jnp.float32)[None, None]
+        return x.astype(dtype)

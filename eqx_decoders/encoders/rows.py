@@ -1,0 +1,43 @@
+"""What encoders read: patches of any number of pictures, or pieces of any number of sounds, packed into rows."""
+
+import equinox as eqx
+from jaxtyping import Bool, Float, Int, Num
+
+from eqx_decoders.axes import AnyArray
+
+
+class PatchRows(eqx.Module):
+    """Patches of pictures, several of which may share a row.
+
+    **Arguments:**
+
+    - `patches`: the numbers of each patch.
+    - `positions`: of a patch in its picture, or among its windows; -1 where there is none.
+    - `segment_ids`: the number of a picture, or of a film's frame, in its row; None where each row is one whole picture.
+    - `coordinates`: row and column, or column and row, of each patch.
+    - `places`, `place_weights`: rows of the table of learned positions, and what each of them counts.
+    - `class_tokens`: where a class token stands; None where there is none.
+    """
+
+    patches: Num[AnyArray, "batch length patch"]
+    positions: Int[AnyArray, "batch length"]
+    segment_ids: Int[AnyArray, "batch length"] | None
+    coordinates: Int[AnyArray, "batch length dimensions"]
+    places: Int[AnyArray, "batch length places"] | None = None
+    place_weights: Float[AnyArray, "batch length places"] | None = None
+    class_tokens: Bool[AnyArray, "batch length"] | None = None
+
+
+class ChunkRows(eqx.Module):
+    """Spectra of sounds, cut into chunks of equally many frames; several sounds may share a row.
+
+    **Arguments:**
+
+    - `chunks`: mel bands of each frame of each chunk.
+    - `positions`: of a token, one of several of a chunk, in its sound; -1 where there is none.
+    - `segment_ids`: the number of a sound in its row.
+    """
+
+    chunks: Float[AnyArray, "batch chunks mel frames"]
+    positions: Int[AnyArray, "batch length"]
+    segment_ids: Int[AnyArray, "batch length"]

@@ -1,0 +1,188 @@
+"""What an encoder makes of patches of pictures: features, and where they stand in a picture."""
+
+import dataclasses
+from typing import Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from eqx_decoders.context import Context
+from eqx_decoders.encoders.rows import PatchRows
+from eqx_decoders.errors import check, check_integer, check_number, check_word
+from eqx_decoders.layers.mlp import add_bias
+from eqx_decoders.numerics import fan_in, normal
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnedGrid:
+    """`x + table[row, column]`, the table being a square grid of positions.
+
+    **Arguments:**
+
+    - `side`: rows and columns of the grid.
+    - `resample`: how a picture with other rows and columns finds its positions: `"none"`, it must have these;
+        `"bilinear"`, between four neighbours, corners on corners (Qwen3-VL); `"fraction"`, the one at the same fraction
+        of the side (Idefics 3).
+    """
+
+    side: int
+    resample: Literal["none", "bilinear", "fraction"] = "none"
+
+    def __post_init__(self):
+        check_integer("LearnedGrid.side", self.side)
+        check_word("LearnedGrid.resample", self.resample, ("none", "bilinear", "fraction"))
+
+    def build(self, embed_dim: int, *, further: int, key: PRNGKeyArray) -> "GridTable":
+        """With so many `further` rows behind the grid, of tokens that are no patch."""
+        return GridTable(table=normal(key, (self.side**2 + further, embed_dim), jnp.float32, 0.02))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnedAxes:
+    """`x + table[0, column] + table[1, row]` (Gemma 4).
+
+    **Arguments:**
+
+    - `size`: columns, and rows, that the tables have.
+    """
+
+    size: int
+
+    def __post_init__(self):
+        check_integer("LearnedAxes.size", self.size)
+
+    def build(self, embed_dim: int, *, further: int, key: PRNGKeyArray) -> "AxisTables":
+        check(further == 0, "LearnedAxes has no position for a class token: use LearnedGrid, or class_token=False.")
+        return AxisTables(table=normal(key, (2, self.size, embed_dim), jnp.float32, 0.02))
+
+
+PatchPositions = LearnedGrid | LearnedAxes
+
+
+class GridTable(eqx.Module):
+    """`sum_i weight_i table[index_i]`."""
+
+    table: Float[Array, "positions embed"]
+
+    def __call__(
+        self, index: Int[Array, "batch length places"], weight: Float[Array, "batch length places"]
+    ) -> Float[Array, "batch length embed"]:
+        return _weighted(self.table, index, weight)
+
+
+class AxisTables(eqx.Module):
+    """`sum_i weight_i table[index_i]`, the second table's positions counted on from the first's."""
+
+    table: Float[Array, "coordinates positions embed"]
+
+    def __call__(
+        self, index: Int[Array, "batch length places"], weight: Float[Array, "batch length places"]
+    ) -> Float[Array, "batch length embed"]:
+        return _weighted(self.table.reshape(-1, self.table.shape[-1]), index, weight)
+
+
+def _weighted(table: Array, index: Array, weight: Array) -> Array:
+    """The weighted sum of a few rows of a table, in float32."""
+    rows = jnp.take(table, index, axis=0, mode="clip").astype(jnp.float32)
+    return jnp.sum(rows * weight[..., None].astype(jnp.float32), axis=2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PatchStemConfig:
+    """`kernel^T patch + bias + position`, a patch being `channels x frames x size x size` numbers.
+
+    **Arguments:**
+
+    - `size`: rows and columns of pixels in a patch.
+    - `channels`: of a pixel.
+    - `frames`: pictures of a patch, one behind the other in time.
+    - `merge`: rows and columns of patches that become one row of features; they stand one behind the other.
+    - `bias`: whether there is one.
+    - `positions`: learned positions; None for none.
+    - `class_token`: whether a learned token stands behind each picture's patches (Llama 4).
+    - `pixel_scale`, `pixel_shift`: pixels are multiplied by the one, and then the other is added.
+    - `coordinates`: the order in which rotary embeddings get them: `"row_column"` or `"column_row"`.
+    - `first_coordinate`: that of the first row and column.
+    - `window`: rows and columns of merged patches in a window, for layers whose mask is
+        `Bidirectional((window * merge) ** 2)`; None for none.
+    """
+
+    size: int
+    channels: int = 3
+    frames: int = 1
+    merge: int = 1
+    bias: bool = True
+    positions: PatchPositions | None = None
+    class_token: bool = False
+    pixel_scale: float = 1.0
+    pixel_shift: float = 0.0
+    coordinates: Literal["row_column", "column_row"] = "row_column"
+    first_coordinate: int = 0
+    window: int | None = None
+
+    def __post_init__(self):
+        for name in ("size", "channels", "frames", "merge"):
+            check_integer(f"PatchStemConfig.{name}", getattr(self, name))
+        if self.window is not None:
+            check_integer("PatchStemConfig.window", self.window)
+        check_number("PatchStemConfig.pixel_scale", self.pixel_scale, above=0)
+        check_number("PatchStemConfig.pixel_shift", self.pixel_shift)
+        check_integer("PatchStemConfig.first_coordinate", self.first_coordinate, minimum=0)
+        check_word("PatchStemConfig.coordinates", self.coordinates, ("row_column", "column_row"))
+        alone = not self.class_token or self.window is None
+        check(alone, "PatchStemConfig.class_token=True excludes windows: the token would be in one of them.")
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of a patch: channels, frames, rows and columns of pixels."""
+        return self.channels, self.frames, self.size, self.size
+
+    @property
+    def group(self) -> int:
+        """Patches that become one row of features."""
+        return self.merge**2
+
+    @property
+    def class_place(self) -> int:
+        """The row of the table of positions that a class token has: the one behind the grid."""
+        return self.positions.side**2 if isinstance(self.positions, LearnedGrid) else 0
+
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "PatchStem":
+        kernel_key, position_key, class_key = jax.random.split(key, 3)
+        inputs = self.channels * self.frames * self.size**2
+        further = int(self.class_token)
+        at = None if self.positions is None else self.positions.build(embed_dim, further=further, key=position_key)
+        return PatchStem(
+            kernel=fan_in(kernel_key, (*self.shape, embed_dim), jnp.float32, inputs),
+            bias=jnp.zeros((embed_dim,)) if self.bias else None,
+            class_embedding=normal(class_key, (embed_dim,), jnp.float32, 0.02) if self.class_token else None,
+            positions=at,
+            config=self,
+        )
+
+
+class PatchStem(eqx.Module):
+    """`kernel^T patch + bias + position`."""
+
+    kernel: Float[Array, "channels frames patch_rows patch_columns embed"]
+    bias: Float[Array, "embed"] | None
+    class_embedding: Float[Array, "embed"] | None
+    positions: GridTable | AxisTables | None
+    config: PatchStemConfig = eqx.field(static=True)
+
+    def __call__(self, rows: PatchRows, ctx: Context) -> Float[Array, "batch length embed"]:
+        config, dtype = self.config, ctx.execution.precision.compute
+        pixels = jnp.asarray(rows.patches).astype(jnp.float32) * config.pixel_scale + config.pixel_shift
+        pixels = ctx.constrain(pixels.astype(dtype), "batch length patch")
+        pixels = pixels.reshape(*pixels.shape[:2], *config.shape)
+        words = "channels frames patch_rows patch_columns"
+        x = ctx.einsum(f"batch length {words}, {words} embed -> batch length embed", pixels, self.kernel)
+        x = add_bias(x, self.bias)
+        if self.class_embedding is not None and rows.class_tokens is not None:
+            own = self.class_embedding.astype(dtype)[None, None]
+            x = jnp.where(jnp.asarray(rows.class_tokens)[:, :, None], own, x)
+        if self.positions is not None and rows.places is not None and rows.place_weights is not None:
+            x = x + self.positions(jnp.asarray(rows.places), jnp.asarray(rows.place_weights)).astype(dtype)
+        return ctx.constrain(x, "batch length embed")

@@ -1,0 +1,225 @@
+"""Gemma 3 that sees (Gemma Team 2025): a SigLIP encoder (Zhai et al. 2023), its patches averaged to a few tokens.
+
+The tokens of a picture see each other whole, in layers with a window and without.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+from eqx_decoders.block import BlockConfig
+from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.encoders.encoder import EncoderConfig
+from eqx_decoders.encoders.media_config import MediaConfig
+from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
+from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
+from eqx_decoders.errors import ConversionError
+from eqx_decoders.families import gemma3
+from eqx_decoders.families.family import Weight
+from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
+from eqx_decoders.families.multimodal import attention, finish, multimodal, norm, plain_mlp, with_defaults, with_spans
+from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.layers.mask import Bidirectional
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
+
+
+IMAGE, VOCAB = 262_144, 262_208
+
+
+def siglip(
+    *,
+    embed_dim: int,
+    layers: int,
+    heads: int,
+    mlp_dim: int,
+    out_dim: int,
+    size: int,
+    side: int,
+    merge: int,
+    channels: int = 3,
+    eps: float = 1e-6,
+    activation: str = "gelu_tanh",
+) -> EncoderConfig:
+    """The encoder of pictures of `side x side` patches, of which `merge x merge` are averaged to one token."""
+    layer_norm = LayerNormConfig(eps=eps)
+    mixer = AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=embed_dim // heads,
+        mask=Bidirectional(),
+        rope=None,
+        qkv_bias=True,
+        out_bias=True,
+    )
+    mlp = MLPConfig(mlp_dim=mlp_dim, activation=activation, gated=False, bias=True)
+    block = BlockConfig(mixer=mixer, mlp=mlp, pre_mixer_norm=layer_norm, pre_mlp_norm=layer_norm)
+    return EncoderConfig(
+        embed_dim=embed_dim,
+        stem=PatchStemConfig(size=size, channels=channels, merge=merge, positions=LearnedGrid(side=side)),
+        blocks=(block,) * layers,
+        post_norm=layer_norm,
+        projector=ProjectorConfig(
+            group=merge**2,
+            combine="mean",
+            norm=RMSNormConfig(eps=eps, offset=1.0),
+            layers=(ProjectionConfig(dim=out_dim),),
+        ),
+    )
+
+
+def gemma3_vision(text: DecoderConfig, vision: EncoderConfig, *, image_token: int = IMAGE) -> DecoderConfig:
+    """A decoder with this encoder, all of whose layers see pictures whole."""
+    media = MediaConfig(vision=vision, image_token=image_token, spans=True)
+    return dataclasses.replace(with_spans(text), media=media)
+
+
+# --- config.json ---
+
+# Sizes that published files leave out of text_config.
+_DEFAULTS = {
+    "vocab_size": VOCAB,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+}
+
+
+def _read(fields: Fields, config: DecoderConfig) -> DecoderConfig:
+    if config.logit_soft_cap is not None:
+        cap = f"final_logit_softcapping={config.logit_soft_cap}"
+        raise fields.error(f"text_config: {cap} must be null: transformers leaves it out beside an encoder.")
+    for name in ("image_token", "boi_token", "eoi_token"):
+        fields.rename(f"{name}_id", f"{name}_index")
+    vision = _read_vision(fields, config.embed_dim)
+    return gemma3_vision(config, vision, image_token=fields.integer("image_token_index", IMAGE, least=0))
+
+
+def _read_vision(fields: Fields, out_dim: int) -> EncoderConfig:
+    table = fields.table("vision_config")
+    if table is None:
+        raise fields.error("vision_config is missing: it describes the encoder.")
+    width, heads = table.integer("hidden_size", 768), table.integer("num_attention_heads", 12)
+    if width % heads:
+        raise table.error(f"hidden_size={width} must be a multiple of num_attention_heads={heads}.")
+    pixels, size = table.integer("image_size", 224), table.integer("patch_size", 16)
+    if pixels % size:
+        raise table.error(f"image_size={pixels} must be a multiple of patch_size={size}.")
+    side, tokens = pixels // size, fields.integer("mm_tokens_per_image", 256)
+    if math.isqrt(tokens) ** 2 != tokens or side % math.isqrt(tokens):
+        rule = f"must be a square whose root divides the {side} patches of a side"
+        raise fields.error(f"mm_tokens_per_image={tokens} {rule}: they are averages of equally many patches.")
+    table.flag("vision_use_head", True)  # nothing reads what it makes
+    encoder = siglip(
+        embed_dim=width,
+        layers=table.layers("num_hidden_layers", 12),
+        heads=heads,
+        mlp_dim=table.integer("intermediate_size", 3072),
+        out_dim=out_dim,
+        size=size,
+        side=side,
+        merge=side // math.isqrt(tokens),
+        channels=table.integer("num_channels", 3),
+        eps=table.number("layer_norm_eps", 1e-6),
+        activation=table.word("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh"),
+    )
+    finish(fields, "vision_config", table, {"initializer_range": "of new weights"})
+    return encoder
+
+
+def media_and_vision(config: DecoderConfig) -> tuple[MediaConfig, EncoderConfig]:
+    """Both; ConversionError where there is no encoder of pictures, or one of sounds."""
+    media = config.media
+    if media is None or media.vision is None or media.audio is not None:
+        raise ConversionError("DecoderConfig.media must have an encoder of pictures, and none of sounds.")
+    return media, media.vision
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    media, vision = media_and_vision(config)
+    mixer: Any = vision.blocks[0].mixer
+    mlp: Any = vision.blocks[0].mlp
+    stem: Any = vision.stem
+    post_norm: Any = vision.post_norm
+    return {
+        "image_token_index": media.image_token,
+        "mm_tokens_per_image": (stem.positions.side // stem.merge) ** 2,
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "hidden_size": vision.embed_dim,
+            "num_hidden_layers": len(vision.blocks),
+            "num_attention_heads": mixer.num_heads,
+            "intermediate_size": mlp.mlp_dim,
+            "image_size": stem.positions.side * stem.size,
+            "patch_size": stem.size,
+            "num_channels": stem.channels,
+            "layer_norm_eps": post_norm.eps,
+            "hidden_act": activation_name(mlp.activation),
+            "vision_use_head": False,
+        },
+    }
+
+
+_LAYER = "vision_tower.encoder.layers.{layer}."
+WEIGHTS = (
+    Weight(
+        "vision_tower.embeddings.patch_embedding.weight",
+        "vision.stem.kernel",
+        "embed (channels frames) patch_rows patch_columns -> channels frames patch_rows patch_columns embed",
+    ),
+    Weight("vision_tower.embeddings.patch_embedding.bias", "vision.stem.bias", "embed -> embed"),
+    Weight(
+        "vision_tower.embeddings.position_embedding.weight",
+        "vision.stem.positions.table",
+        "positions embed -> positions embed",
+    ),
+    *norm(_LAYER + "layer_norm1", "vision.pre_mixer_norm"),
+    *norm(_LAYER + "layer_norm2", "vision.pre_mlp_norm"),
+    *attention(_LAYER, out="out_proj"),
+    *plain_mlp(_LAYER + "mlp.", "fc1", "fc2"),
+    *norm("vision_tower.post_layernorm", "vision.post_norm"),
+    *norm("multi_modal_projector.mm_soft_emb_norm", "vision.projector.norm"),
+    Weight(
+        "multi_modal_projector.mm_input_projection_weight",
+        "vision.projector.layers.0.kernel",
+        "inner outer -> inner outer",
+    ),
+)
+IGNORED_KEYS = {
+    "boi_token_index": "a token around placeholders: part of the prompt",
+    "eoi_token_index": "a token around placeholders: part of the prompt",
+    "initializer_range": "of new weights",
+}
+FAMILY = multimodal(
+    with_defaults(gemma3.FAMILY, _DEFAULTS),
+    model_type="gemma3",
+    architecture="Gemma3ForConditionalGeneration",
+    read=_read,
+    write=_write,
+    weights=WEIGHTS,
+    names={"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+    ignored_keys=IGNORED_KEYS,
+    renamed={
+        r"^model\.language_model\.": "language_model.model.",
+        r"^model\.(vision_tower|multi_modal_projector)\.": r"\1.",
+        r"^vision_tower\.vision_model\.": "vision_tower.",
+        r"^lm_head\.": "language_model.lm_head.",
+    },
+    ignored_tensors=r".*(rotary_emb\.inv_freq|position_ids)|vision_tower\.head\..*",
+)
+
+
+def _published(name: str) -> DecoderConfig:
+    text = dataclasses.replace(gemma3.MODELS[name](), vocab_size=VOCAB)
+    vision = siglip(
+        embed_dim=1152, layers=27, heads=16, mlp_dim=4304, out_dim=text.embed_dim, size=14, side=64, merge=4
+    )
+    return gemma3_vision(text, vision)
+
+
+MODELS = {
+    "gemma3-4b-vision": lambda: _published("gemma3-4b"),
+    "gemma3-12b-vision": lambda: _published("gemma3-12b"),
+    "gemma3-27b-vision": lambda: _published("gemma3-27b"),
+}

@@ -1,0 +1,287 @@
+"""Gemma 4 that sees (Gemma Team 2026): patches of pictures of any shape, turned by column and row, averaged to tokens.
+
+In the larger models the tokens of a picture see each other whole, in layers with a window; in the smaller ones the
+encoder's matrices clip what they read and make. A film is its frames: pictures, one behind the other.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from eqx_decoders.block import BlockConfig
+from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.encoders.encoder import EncoderConfig
+from eqx_decoders.encoders.media_config import MediaConfig
+from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
+from eqx_decoders.encoders.stem import LearnedAxes, PatchStemConfig
+from eqx_decoders.families import gemma4
+from eqx_decoders.families.family import Weight
+from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
+from eqx_decoders.families.gemma3_vision import media_and_vision
+from eqx_decoders.families.multimodal import attention, finish, linear, multimodal, with_defaults, with_spans
+from eqx_decoders.families.shape import gated_mlp, norm_weights
+from eqx_decoders.layers.attention import AttentionConfig, QKNorm
+from eqx_decoders.layers.mask import Bidirectional, SlidingWindow
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.rope import AxialRope
+
+
+IMAGE, VIDEO = 258_880, 258_884
+
+
+def gemma4_encoder(
+    *,
+    embed_dim: int,
+    layers: int,
+    heads: int,
+    mlp_dim: int,
+    out_dim: int,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    size: int = 16,
+    merge: int = 3,
+    positions: int = 10_240,
+    theta: float = 100.0,
+    eps: float = 1e-6,
+    activation: str = "gelu_tanh",
+    standardize: bool = False,
+    clipped: bool = False,
+) -> EncoderConfig:
+    """The encoder of pictures of any number of patches, of which `merge x merge` are averaged to one token.
+
+    `positions` is how many columns, and rows, have learned positions.
+    """
+    scaled, plain = RMSNormConfig(eps=eps), RMSNormConfig(eps=eps, scale=False)
+    mixer = AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=kv_heads or heads,
+        head_dim=head_dim or embed_dim // heads,
+        mask=Bidirectional(),
+        rope=AxialRope(theta=theta, pairing="half_of_axis"),
+        query_scale=1.0,
+        qk_norm=QKNorm(norm=scaled),
+        value_norm=plain,
+    )
+    block = BlockConfig(
+        mixer=mixer,
+        mlp=MLPConfig(mlp_dim=mlp_dim, activation=activation),
+        pre_mixer_norm=scaled,
+        post_mixer_norm=scaled,
+        pre_mlp_norm=scaled,
+        post_mlp_norm=scaled,
+    )
+    stem = PatchStemConfig(
+        size=size,
+        merge=merge,
+        bias=False,
+        positions=LearnedAxes(size=positions),
+        pixel_scale=2.0,
+        pixel_shift=-1.0,
+        coordinates="column_row",
+    )
+    projector = ProjectorConfig(
+        group=merge**2,
+        combine="mean",
+        scale=embed_dim**0.5,
+        standardize=standardize,
+        norm=plain,
+        layers=(ProjectionConfig(dim=out_dim),),
+    )
+    return EncoderConfig(embed_dim=embed_dim, stem=stem, blocks=(block,) * layers, projector=projector, clipped=clipped)
+
+
+def gemma4_vision(
+    text: DecoderConfig,
+    vision: EncoderConfig,
+    *,
+    whole: bool,
+    image_token: int = IMAGE,
+    video_token: int = VIDEO,
+    lookup_token: int = 0,
+) -> DecoderConfig:
+    """A decoder with this encoder; `whole`: whether layers with a window see pictures whole.
+
+    `lookup_token` is the one that the embeddings of layers have in place of placeholders.
+    """
+    media = MediaConfig(
+        vision=vision, image_token=image_token, video_token=video_token, spans=whole, lookup_token=lookup_token
+    )
+    text = with_spans(text, lambda mixer: isinstance(mixer.mask, SlidingWindow)) if whole else text
+    return dataclasses.replace(text, media=media)
+
+
+# --- config.json ---
+
+_DEFAULTS = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+}
+
+
+def _read(fields: Fields, config: DecoderConfig) -> DecoderConfig:
+    if fields.take("audio_config", None) is not None:
+        rule = "its encoder of sounds is not implemented. Open the decoder without encoders: text_only=True"
+        raise fields.error(f"audio_config must be null: {rule}.")
+    text = fields.table("text_config")
+    assert text is not None  # it has been read
+    return gemma4_vision(
+        config,
+        _read_vision(fields, config.embed_dim),
+        whole=text.take("use_bidirectional_attention", None) == "vision",
+        image_token=fields.integer("image_token_id", IMAGE, least=0),
+        video_token=fields.integer("video_token_id", VIDEO, least=0),
+        lookup_token=text.integer("pad_token_id", 0, least=0),
+    )
+
+
+def _read_vision(fields: Fields, out_dim: int) -> EncoderConfig:
+    table = fields.table("vision_config")
+    if table is None:
+        raise fields.error("vision_config is missing: it describes the encoder. Without one: text_only=True.")
+    table.allow_only("attention_bias", False)  # transformers has the key and never applies it
+    heads, rope, theta = table.integer("num_attention_heads", 12), table.table("rope_parameters"), 100.0
+    if rope is not None:
+        theta = rope.number("rope_theta", theta)
+        rope.allow_only("rope_type", "axial", "default")  # the same here
+        rope.finish()
+    encoder = gemma4_encoder(
+        embed_dim=table.integer("hidden_size", 768),
+        layers=table.layers("num_hidden_layers", 16),
+        heads=heads,
+        kv_heads=table.integer("num_key_value_heads", 12),
+        head_dim=table.integer("head_dim", 64),
+        mlp_dim=table.integer("intermediate_size", 3072),
+        out_dim=out_dim,
+        size=table.integer("patch_size", 16),
+        merge=table.integer("pooling_kernel_size", 3),
+        positions=table.integer("position_embedding_size", 10_240),
+        theta=theta,
+        eps=table.number("rms_norm_eps", 1e-6),
+        activation=table.word("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh"),
+        standardize=table.flag("standardize", False),
+        clipped=table.flag("use_clipped_linears", False),
+    )
+    finish(fields, "vision_config", table, _IGNORED_VISION_KEYS)
+    return encoder
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    media, vision = media_and_vision(config)
+    mixer: Any = vision.blocks[0].mixer
+    mlp: Any = vision.blocks[0].mlp
+    stem: Any = vision.stem
+    return {
+        "image_token_id": media.image_token,
+        "video_token_id": media.video_token,
+        "audio_config": None,
+        "vision_config": {
+            "model_type": "gemma4_vision",
+            "hidden_size": vision.embed_dim,
+            "num_hidden_layers": len(vision.blocks),
+            "num_attention_heads": mixer.num_heads,
+            "num_key_value_heads": mixer.num_kv_heads,
+            "head_dim": mixer.head_dim,
+            "intermediate_size": mlp.mlp_dim,
+            "hidden_activation": activation_name(mlp.activation),
+            "rms_norm_eps": mixer.value_norm.eps,
+            "rope_parameters": {"rope_type": "axial", "rope_theta": mixer.rope.theta},
+            "patch_size": stem.size,
+            "pooling_kernel_size": stem.merge,
+            "position_embedding_size": stem.positions.size,
+            "standardize": vision.projector.standardize,
+            "use_clipped_linears": vision.clipped,
+        },
+    }
+
+
+def _write_text(config: DecoderConfig) -> dict[str, Any]:
+    media, _ = media_and_vision(config)
+    kept = {"use_bidirectional_attention": "vision" if media.spans else None, "pad_token_id": media.lookup_token}
+    return gemma4.FAMILY.write(config) | kept
+
+
+_IGNORED_VISION_KEYS = {
+    "initializer_range": "of new weights",
+    "default_output_length": "how large processors make pictures",
+    "global_head_dim": "no layer of an encoder has a window",
+}
+_BESIDE = ("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index", "audio_token_id")
+IGNORED_KEYS = dict.fromkeys(_BESIDE, "a token around placeholders, or one for sounds") | {
+    "initializer_range": "of new weights",
+    "vision_soft_tokens_per_image": "how large processors make pictures",
+    "vision_soft_tokens_per_video_frame": "how large processors make pictures",
+    "audio_soft_tokens_per_image": "how long processors make sounds",
+    "audio_ms_per_token": "how long processors make sounds",
+}
+
+
+def _maybe_clipped(rows: tuple[Weight, ...]) -> Iterator[Weight]:
+    """Rows of projections, without and with the bounds of what they read and make; other rows as they are."""
+    for row in rows:
+        if not row.name.endswith("_proj.weight"):
+            yield row
+            continue
+        name = row.name.removesuffix("weight")
+        yield Weight(f"{name}linear.weight", row.path, row.pattern)
+        yield Weight(f"{name}linear.weight", f"{row.path}.weight", row.pattern)
+        for bound in ("input_min", "input_max", "output_min", "output_max"):
+            yield Weight(name + bound, f"{row.path}.{bound}", " -> ")
+
+
+_LAYER = "model.vision_tower.encoder.layers.{layer}."
+_NORMS = {
+    "vision.pre_mixer_norm": "input_layernorm",
+    "vision.post_mixer_norm": "post_attention_layernorm",
+    "vision.pre_mlp_norm": "pre_feedforward_layernorm",
+    "vision.post_mlp_norm": "post_feedforward_layernorm",
+}
+WEIGHTS = (
+    Weight(
+        "model.vision_tower.patch_embedder.input_proj.weight",
+        "vision.stem.kernel",
+        "embed (frames patch_rows patch_columns channels) -> channels frames patch_rows patch_columns embed",
+    ),
+    Weight(
+        "model.vision_tower.patch_embedder.position_embedding_table",
+        "vision.stem.positions.table",
+        "coordinates positions embed -> coordinates positions embed",
+    ),
+    *_maybe_clipped(attention(_LAYER)),
+    *_maybe_clipped(gated_mlp(_LAYER + "mlp.", "vision.mlp.")),
+    *norm_weights(_LAYER, **_NORMS),
+    Weight("model.vision_tower.std_bias", "vision.projector.bias", "norm -> norm"),
+    Weight("model.vision_tower.std_scale", "vision.projector.scale", "norm -> norm"),
+    *linear("model.embed_vision.embedding_projection", "vision.projector.layers.0"),
+)
+_NAMES = {"model.": "model.language_model.", "lm_head.": "lm_head."}
+FAMILY = multimodal(
+    dataclasses.replace(with_defaults(gemma4.FAMILY, _DEFAULTS), write=_write_text),
+    model_type="gemma4",
+    architecture="Gemma4ForConditionalGeneration",
+    read=_read,
+    write=_write,
+    weights=WEIGHTS,
+    names=_NAMES,
+    ignored_keys=IGNORED_KEYS,
+    ignored_tensors=lambda config: gemma4.ignored_tensors(config, _NAMES["model."]),
+)
+
+_large = dict(embed_dim=1152, layers=27, heads=16, mlp_dim=4304, standardize=True)
+_small = dict(embed_dim=768, layers=16, heads=12, mlp_dim=3072, clipped=True)
+
+
+def _published(name: str, vision: dict[str, Any], *, whole: bool) -> DecoderConfig:
+    text = gemma4.MODELS[name]()
+    return gemma4_vision(text, gemma4_encoder(out_dim=text.embed_dim, **vision), whole=whole)
+
+
+MODELS = {
+    "gemma4-e2b-vision": lambda: _published("gemma4-e2b", _small, whole=False),
+    "gemma4-e4b-vision": lambda: _published("gemma4-e4b", _small, whole=False),
+    "gemma4-26b-vision": lambda: _published("gemma4-26b", _large, whole=True),
+    "gemma4-31b-vision": lambda: _published("gemma4-31b", _large, whole=True),
+}

@@ -1,0 +1,176 @@
+"""Idefics 3 (Laurençon et al. 2024): Llama with a SigLIP encoder (Zhai et al. 2023).
+
+Learned positions are found at the same fraction of a picture's side; neighbouring patches are joined to few tokens.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from eqx_decoders.block import BlockConfig
+from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.encoders.encoder import EncoderConfig
+from eqx_decoders.encoders.media_config import MediaConfig
+from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
+from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
+from eqx_decoders.families import llama
+from eqx_decoders.families.family import Family, Weight
+from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
+from eqx_decoders.families.multimodal import attention, finish, linear, multimodal, norm, plain_mlp, with_defaults
+from eqx_decoders.families.vision_fields import KERNEL, read_side, read_sizes, vision_fields, vision_of, write_sizes
+from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.layers.mask import Bidirectional
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.norm import LayerNormConfig
+
+
+IMAGE = 128_257
+
+
+def idefics3_encoder(
+    *,
+    embed_dim: int,
+    layers: int,
+    heads: int,
+    mlp_dim: int,
+    out_dim: int,
+    size: int,
+    side: int,
+    merge: int,
+    channels: int = 3,
+    eps: float = 1e-6,
+    activation: str = "gelu_tanh",
+) -> EncoderConfig:
+    """The encoder, whose learned positions are a grid of `side x side`; `merge x merge` patches become one token."""
+    layer_norm = LayerNormConfig(eps=eps)
+    mixer = AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=embed_dim // heads,
+        mask=Bidirectional(),
+        rope=None,
+        qkv_bias=True,
+        out_bias=True,
+    )
+    mlp = MLPConfig(mlp_dim=mlp_dim, activation=activation, gated=False, bias=True)
+    positions = LearnedGrid(side=side, resample="fraction")
+    return EncoderConfig(
+        embed_dim=embed_dim,
+        stem=PatchStemConfig(size=size, channels=channels, merge=merge, positions=positions),
+        blocks=(BlockConfig(mixer=mixer, mlp=mlp, pre_mixer_norm=layer_norm, pre_mlp_norm=layer_norm),) * layers,
+        post_norm=layer_norm,
+        projector=ProjectorConfig(group=merge**2, layers=(ProjectionConfig(dim=out_dim),)),
+    )
+
+
+def idefics3(text: DecoderConfig, vision: EncoderConfig, *, image_token: int) -> DecoderConfig:
+    """A decoder with this encoder."""
+    return dataclasses.replace(text, media=MediaConfig(vision=vision, image_token=image_token))
+
+
+# --- config.json ---
+
+
+def _read_text(fields: Fields) -> DecoderConfig:
+    """A Llama's settings, of which published files have more than Llama knows."""
+    kind = fields.content.get("model_type", llama.FAMILY.model_type)
+    if kind != llama.FAMILY.model_type:
+        raise fields.unknown(f"model_type={kind}", kind, (llama.FAMILY.model_type,))
+    fields.allow_only("qk_layer_norms", False)
+    fields.allow_only("use_resampler", False)
+    for key in ("perceiver_config", "pixel_shuffle_factor", "neftune_noise_alpha"):
+        fields.take(key, None)  # of a resampler that is not there, of the encoder, and of training
+    return llama.FAMILY.read(fields)
+
+
+# What transformers takes where text_config has less.
+_DEFAULTS = {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+}
+_TEXT = with_defaults(dataclasses.replace(llama.FAMILY, read=_read_text), _DEFAULTS)
+
+
+def _read(fields: Fields, config: DecoderConfig) -> DecoderConfig:
+    table = vision_fields(fields)
+    sizes = read_sizes(table, width=1152, heads=16, layers=12, mlp_dim=3072, size=32)
+    vision = idefics3_encoder(
+        **sizes,
+        out_dim=config.embed_dim,
+        side=read_side(table, sizes["size"], 224),
+        merge=fields.integer("scale_factor", 2),
+        eps=table.number("layer_norm_eps", 1e-6),
+        activation=table.word("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh"),
+    )
+    ignored = {
+        "initializer_range": "of new weights",
+        "size": "of the processor",
+        "max_image_size": "of the processor",
+        "use_base_siglip": "the sizes say it",
+        "tie_word_embeddings": "an encoder has none",
+    }
+    finish(fields, "vision_config", table, ignored)
+    return idefics3(config, vision, image_token=fields.integer("image_token_id", IMAGE, least=0))
+
+
+def _write(config: DecoderConfig, *, kind: str) -> dict[str, Any]:
+    media, vision = vision_of(config)
+    stem: Any = vision.stem
+    mlp: Any = vision.blocks[0].mlp
+    post_norm: Any = vision.post_norm
+    return {
+        "image_token_id": media.image_token,
+        "scale_factor": stem.merge,
+        "vision_config": {
+            "model_type": f"{kind}_vision",
+            **write_sizes(vision),
+            "layer_norm_eps": post_norm.eps,
+            "hidden_act": activation_name(mlp.activation),
+        },
+    }
+
+
+_VISION = "model.vision_model."
+_LAYER = _VISION + "encoder.layers.{layer}."
+WEIGHTS = (
+    Weight(_VISION + "embeddings.patch_embedding.weight", "vision.stem.kernel", KERNEL),
+    Weight(_VISION + "embeddings.patch_embedding.bias", "vision.stem.bias", "embed -> embed"),
+    Weight(
+        _VISION + "embeddings.position_embedding.weight",
+        "vision.stem.positions.table",
+        "positions embed -> positions embed",
+    ),
+    *norm(_LAYER + "layer_norm1", "vision.pre_mixer_norm"),
+    *norm(_LAYER + "layer_norm2", "vision.pre_mlp_norm"),
+    *attention(_LAYER, out="out_proj"),
+    *plain_mlp(_LAYER + "mlp.", "fc1", "fc2"),
+    *norm(_VISION + "post_layernorm", "vision.post_norm"),
+    *linear("model.connector.modality_projection.proj", "vision.projector.layers.0"),
+)
+
+
+def idefics3_family(kind: str, architecture: str) -> Family:
+    """The family of checkpoints that call themselves so: their settings and tensors have the same names."""
+    return multimodal(
+        _TEXT,
+        model_type=kind,
+        architecture=architecture,
+        read=_read,
+        write=functools.partial(_write, kind=kind),
+        weights=WEIGHTS,
+        names={"model.": "model.text_model.", "lm_head.": "lm_head."},
+        ignored_keys={
+            "vocab_size": "text_config has it",
+            "_pad_token_id": "for tokenizers and generation",
+            "image_seq_len": "the sizes say it",
+            "use_reentrant_checkpointing": "how transformers trains it",
+        },
+    )
+
+
+FAMILY = idefics3_family("idefics3", "Idefics3ForConditionalGeneration")
+MODELS: dict[str, Callable[[], DecoderConfig]] = {}

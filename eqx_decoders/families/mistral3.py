@@ -1,0 +1,179 @@
+"""Mistral Small 3.1 (Mistral AI 2025): Mistral with the vision encoder of Pixtral (Agrawal et al. 2024).
+
+Pictures keep their own sizes; four neighbouring patches become one token.
+"""
+
+import dataclasses
+from typing import Any
+
+from eqx_decoders.block import BlockConfig
+from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.encoders.encoder import EncoderConfig
+from eqx_decoders.encoders.media_config import MediaConfig
+from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
+from eqx_decoders.encoders.stem import PatchStemConfig
+from eqx_decoders.families import mistral
+from eqx_decoders.families.family import Weight
+from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
+from eqx_decoders.families.multimodal import attention, finish, linear, multimodal, norm
+from eqx_decoders.families.shape import Shape, gated_mlp
+from eqx_decoders.families.vision_fields import KERNEL, read_sizes, read_theta, vision_fields, vision_of, write_sizes
+from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.layers.mask import Bidirectional
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.rope import AxialRope, Rope
+
+
+IMAGE = 10
+_NORM = RMSNormConfig(eps=1e-5)
+
+
+def pixtral(
+    *,
+    embed_dim: int,
+    layers: int,
+    heads: int,
+    mlp_dim: int,
+    out_dim: int,
+    size: int,
+    eps: float,
+    merge: int = 2,
+    channels: int = 3,
+    activation: str = "silu",
+    theta: float = 10_000.0,
+    projector_activation: str = "gelu",
+    projector_bias: bool = False,
+) -> EncoderConfig:
+    """The encoder of pictures of any size; `eps` is that of the norm behind it."""
+    mixer = AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=embed_dim // heads,
+        mask=Bidirectional(),
+        rope=AxialRope(theta=theta, staggered=True),
+    )
+    mlp = MLPConfig(mlp_dim=mlp_dim, activation=activation)
+    return EncoderConfig(
+        embed_dim=embed_dim,
+        stem=PatchStemConfig(size=size, channels=channels, merge=merge, bias=False),
+        blocks=(BlockConfig(mixer=mixer, mlp=mlp, pre_mixer_norm=_NORM, pre_mlp_norm=_NORM),) * layers,
+        pre_norm=_NORM,
+        projector=ProjectorConfig(
+            group=merge**2,
+            combine="interleave",
+            norm=RMSNormConfig(eps=eps),
+            norm_of="patches",
+            layers=(
+                ProjectionConfig(dim=embed_dim),
+                ProjectionConfig(dim=out_dim, bias=projector_bias, activation=projector_activation),
+                ProjectionConfig(dim=out_dim, bias=projector_bias),
+            ),
+        ),
+    )
+
+
+def mistral3(text: DecoderConfig, vision: EncoderConfig, *, image_token: int = IMAGE) -> DecoderConfig:
+    """A decoder with this encoder."""
+    return dataclasses.replace(text, media=MediaConfig(vision=vision, image_token=image_token))
+
+
+# --- config.json ---
+
+
+def _read_text(fields: Fields) -> DecoderConfig:
+    kind = fields.content.get("model_type", mistral.FAMILY.model_type)
+    if kind != mistral.FAMILY.model_type:
+        raise fields.unknown(f"model_type={kind}", kind, (mistral.FAMILY.model_type,))
+    return mistral.FAMILY.read(fields)
+
+
+def _read(fields: Fields, config: DecoderConfig) -> DecoderConfig:
+    fields.rename("image_token_id", "image_token_index")
+    fields.allow_only("vision_feature_layer", -1)
+    table = vision_fields(fields)
+    sizes = read_sizes(table, width=1024, heads=16, layers=24, mlp_dim=4096, size=16)
+    head_dim = sizes["embed_dim"] // sizes["heads"]
+    if table.integer("head_dim", head_dim) != head_dim:
+        raise table.error(f"head_dim={table.take('head_dim')} must be hidden_size / num_attention_heads={head_dim}.")
+    assert config.final_norm is not None
+    vision = pixtral(
+        **sizes,
+        out_dim=config.embed_dim,
+        eps=config.final_norm.eps,
+        merge=fields.integer("spatial_merge_size", 2),
+        activation=table.word("hidden_act", ACTIVATIONS, "gelu"),
+        theta=read_theta(table, "axial", "default"),
+        projector_activation=fields.word("projector_hidden_act", ACTIVATIONS, "gelu"),
+        projector_bias=fields.flag("multimodal_projector_bias", False),
+    )
+    ignored = {
+        "initializer_range": "of new weights",
+        "image_size": "of the largest picture: positions have no table",
+        "vocab_size": "an encoder has none",
+    }
+    finish(fields, "vision_config", table, ignored)
+    return mistral3(config, vision, image_token=fields.integer("image_token_index", IMAGE, least=0))
+
+
+def _write(config: DecoderConfig) -> dict[str, Any]:
+    media, vision = vision_of(config)
+    stem: Any = vision.stem
+    mixer: Any = vision.blocks[0].mixer
+    mlp: Any = vision.blocks[0].mlp
+    hidden = vision.projector.layers[1]
+    return {
+        "image_token_index": media.image_token,
+        "spatial_merge_size": stem.merge,
+        "projector_hidden_act": activation_name(hidden.activation),
+        "multimodal_projector_bias": hidden.bias,
+        "vision_feature_layer": -1,
+        "vision_config": {
+            "model_type": "pixtral",
+            **write_sizes(vision),
+            "head_dim": mixer.head_dim,
+            "hidden_act": activation_name(mlp.activation),
+            "rope_parameters": {"rope_type": "axial", "rope_theta": mixer.rope.theta},
+        },
+    }
+
+
+_LAYER = "vision_tower.transformer.layers.{layer}."
+WEIGHTS = (
+    Weight("vision_tower.patch_conv.weight", "vision.stem.kernel", KERNEL),
+    *norm("vision_tower.ln_pre", "vision.pre_norm"),
+    *norm(_LAYER + "attention_norm", "vision.pre_mixer_norm"),
+    *norm(_LAYER + "ffn_norm", "vision.pre_mlp_norm"),
+    *attention(_LAYER, "attention."),
+    *gated_mlp(_LAYER + "feed_forward.", "vision.mlp."),
+    *norm("multi_modal_projector.norm", "vision.projector.norm"),
+    *linear("multi_modal_projector.patch_merger.merging_layer", "vision.projector.layers.0"),
+    *linear("multi_modal_projector.linear_1", "vision.projector.layers.1"),
+    *linear("multi_modal_projector.linear_2", "vision.projector.layers.2"),
+)
+FAMILY = multimodal(
+    dataclasses.replace(mistral.FAMILY, read=_read_text),
+    model_type="mistral3",
+    architecture="Mistral3ForConditionalGeneration",
+    read=_read,
+    write=_write,
+    weights=WEIGHTS,
+    names={"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+    renamed={
+        r"^model\.language_model\.": "language_model.model.",
+        r"^model\.(vision_tower|multi_modal_projector)\.": r"\1.",
+        r"^lm_head\.": "language_model.lm_head.",
+    },
+)
+
+
+def _small_31() -> DecoderConfig:
+    shape = Shape(
+        vocab_size=131_072, embed_dim=5120, num_layers=40, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=32_768,
+        eps=1e-5,
+    )  # fmt: skip
+    vision = pixtral(embed_dim=1024, layers=24, heads=16, mlp_dim=4096, out_dim=shape.embed_dim, size=14, eps=shape.eps)
+    return mistral3(mistral.mistral(shape, rope=Rope(theta=1e9)), vision)
+
+
+MODELS = {"mistral-small-3.1-24b": _small_31}

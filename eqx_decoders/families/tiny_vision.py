@@ -1,0 +1,46 @@
+"""A small model that sees, to be trained from nothing on one CPU: no published one."""
+
+from eqx_decoders.block import BlockConfig
+from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.encoders.encoder import EncoderConfig
+from eqx_decoders.encoders.media_config import MediaConfig
+from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
+from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
+from eqx_decoders.layers.attention import AttentionConfig, QKNorm
+from eqx_decoders.layers.mask import Bidirectional
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.rope import AxialRope
+
+
+NORM = RMSNormConfig()
+
+
+def tiny_vision() -> DecoderConfig:
+    """Pictures of 32 x 32 pixels, 16 tokens each, before a decoder of four layers."""
+    eye = BlockConfig(
+        mixer=AttentionConfig(
+            num_heads=4, num_kv_heads=4, head_dim=24, mask=Bidirectional(), rope=AxialRope(theta=100.0), qk_norm=QKNorm()
+        ),
+        mlp=MLPConfig(mlp_dim=192, activation="gelu_tanh", gated=False),
+        pre_mixer_norm=NORM,
+        pre_mlp_norm=NORM,
+    )
+    vision = EncoderConfig(
+        embed_dim=96,
+        stem=PatchStemConfig(size=4, merge=2, positions=LearnedGrid(side=8)),
+        blocks=(eye,) * 4,
+        post_norm=NORM,
+        projector=ProjectorConfig(group=4, layers=(ProjectionConfig(dim=128),)),
+    )
+    layer = BlockConfig(
+        mixer=AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=32, qk_norm=QKNorm(), spans=True),
+        mlp=MLPConfig(mlp_dim=256),
+        pre_mixer_norm=NORM,
+        pre_mlp_norm=NORM,
+    )
+    media = MediaConfig(vision=vision, image_token=511, spans=True)
+    return DecoderConfig(vocab_size=512, embed_dim=128, blocks=(layer,) * 4, final_norm=NORM, tied=True, media=media)
+
+
+MODELS = {"tiny-vision": tiny_vision}

@@ -1,0 +1,86 @@
+"""What several families read of `vision_config`, and write into it."""
+
+from typing import Any
+
+from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.encoders.encoder import EncoderConfig
+from eqx_decoders.encoders.media_config import MediaConfig
+from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
+from eqx_decoders.errors import ConversionError
+from eqx_decoders.families.fields import Fields
+from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.layers.mlp import MLPConfig
+
+
+# the pattern of a convolution's weights
+KERNEL = "embed (channels frames) patch_rows patch_columns -> channels frames patch_rows patch_columns embed"
+
+
+def vision_fields(fields: Fields) -> Fields:
+    """The settings of the encoder."""
+    table = fields.table("vision_config")
+    if table is None:
+        raise fields.error("vision_config is missing: it describes the encoder.")
+    return table
+
+
+def read_sizes(
+    table: Fields, *, width: int, heads: int, layers: int, mlp_dim: int, size: int, channels: int = 3
+) -> dict[str, int]:
+    """The sizes of an encoder as keywords; the arguments are what transformers takes where a key is missing."""
+    width, heads = table.integer("hidden_size", width), table.integer("num_attention_heads", heads)
+    if width % heads:
+        raise table.error(f"hidden_size={width} must be a multiple of num_attention_heads={heads}.")
+    return {
+        "embed_dim": width,
+        "heads": heads,
+        "layers": table.layers("num_hidden_layers", layers),
+        "mlp_dim": table.integer("intermediate_size", mlp_dim),
+        "size": table.integer("patch_size", size),
+        "channels": table.integer("num_channels", channels),
+    }
+
+
+def read_side(table: Fields, size: int, image_size: int) -> int:
+    """Rows and columns of the grid of learned positions: the whole patches of a picture of `image_size`."""
+    pixels = table.integer("image_size", image_size)
+    if pixels < size:
+        raise table.error(f"image_size={pixels} must be at least patch_size={size}.")
+    return pixels // size
+
+
+def read_theta(table: Fields, *kinds: str) -> float:
+    """The base of the rotary embedding, from `rope_parameters` of one of these kinds or the older `rope_theta`."""
+    theta = table.number("rope_theta", 10_000.0)
+    rope = table.table("rope_parameters")
+    if rope is not None:
+        theta = rope.number("rope_theta", theta)
+        rope.allow_only("rope_type", *kinds)
+        rope.finish()
+    return theta
+
+
+def vision_of(config: DecoderConfig) -> tuple[MediaConfig, EncoderConfig]:
+    """Its encoders, and the one of pictures; ConversionError unless it is the only one."""
+    media = config.media
+    if media is None or media.vision is None or media.audio is not None:
+        raise ConversionError("DecoderConfig.media must have an encoder of pictures, and none of sounds.")
+    return media, media.vision
+
+
+def write_sizes(vision: EncoderConfig) -> dict[str, Any]:
+    """What `read_sizes` and `read_side` read."""
+    stem, mixer, mlp = vision.stem, vision.blocks[0].mixer, vision.blocks[0].mlp
+    patches = isinstance(stem, PatchStemConfig)
+    if not patches or not isinstance(mixer, AttentionConfig) or not isinstance(mlp, MLPConfig):
+        raise ConversionError("MediaConfig.vision must have patches, attention and an MLP.")
+    side = {"image_size": stem.positions.side * stem.size} if isinstance(stem.positions, LearnedGrid) else {}
+    return {
+        "hidden_size": vision.embed_dim,
+        "num_attention_heads": mixer.num_heads,
+        "num_hidden_layers": len(vision.blocks),
+        "intermediate_size": mlp.mlp_dim,
+        "patch_size": stem.size,
+        "num_channels": stem.channels,
+        **side,
+    }

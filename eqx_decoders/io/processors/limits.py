@@ -1,0 +1,43 @@
+"""How much of a file is decoded: files come from strangers."""
+
+import dataclasses
+
+from eqx_decoders.errors import DataError, check, check_integer, check_number
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MediaLimits:
+    """Bounds on what is decoded; a file that has more is refused before its content is read.
+
+    **Arguments:**
+
+    - `max_pixels`: of one picture or frame, as it is stored and as it is resized.
+    - `max_film_pixels`: of all the frames that are taken from one film together, as they are resized.
+    - `max_frames`: that one film has; far fewer are taken from it.
+    - `max_seconds`: of one sound, and of one film.
+    - `max_files`: of each kind in one prompt.
+    """
+
+    max_pixels: int = 89_478_485
+    max_film_pixels: int = 1 << 29
+    max_frames: int = 200_000
+    max_seconds: float = 7200.0
+    max_files: int = 1000
+
+    def __post_init__(self):
+        for name in ("max_pixels", "max_film_pixels", "max_frames", "max_files"):
+            check_integer(f"MediaLimits.{name}", getattr(self, name))
+        check_number("MediaLimits.max_seconds", self.max_seconds, above=0)
+
+    def check_pixels(self, where: str, width: int, height: int) -> None:
+        """DataError for a picture that has none, or too many."""
+        check(width > 0 and height > 0, f"{where} has {width} x {height} pixels: a picture must have some.", DataError)
+        rule = f"more than MediaLimits.max_pixels={self.max_pixels:,}. Make it smaller, or raise the limit"
+        check(width * height <= self.max_pixels, f"{where} has {width:,} x {height:,} pixels: {rule}.", DataError)
+
+    def check_resizing(self, where: str, old: tuple[int, int], new: tuple[int, int]) -> None:
+        """DataError where resizing `(height, width)` would pass through too many pixels: rows are resized first."""
+        most = max(old[0] * new[1], new[0] * new[1])
+        rule = f"passes through {most:,} pixels, more than MediaLimits.max_pixels={self.max_pixels:,}. Crop the picture"
+        sizes = f"resizing {old[1]:,} x {old[0]:,} pixels to {new[1]:,} x {new[0]:,}"
+        check(most <= self.max_pixels, f"{where}: {sizes} {rule}.", DataError)

@@ -1,0 +1,124 @@
+"""Pictures of Llama 4: tiles of a canvas, and the whole picture as one more."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.io.processors.colours import HALVES, Colours, read_colours
+from eqx_decoders.io.processors.limits import MediaLimits
+from eqx_decoders.io.processors.resizing import BILINEAR, resize_with_short_weights
+from eqx_decoders.io.processors.rules import Seen, Settings, joined, read_resample, read_square
+
+
+MOST_TILES = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Llama4Pictures:
+    """A picture keeps its shape on a canvas of at most `tiles` tiles.
+
+    **Arguments:**
+
+    - `side`: of a tile.
+    - `largest`: whether small pictures are made as large as canvases allow.
+    - `patch`: side of a patch, of which `shrink` become one token.
+    - `placeholder`, `token`, `begin`, `end`, `beside`, `below`: texts of the special tokens.
+    """
+
+    side: int = 336
+    tiles: int = 16
+    largest: bool = False
+    resample: int = BILINEAR
+    colours: Colours = Colours(steps="bfloat16")
+    patch: int = 14
+    shrink: int = 4
+    placeholder: str = "<|image|>"
+    token: str = "<|patch|>"
+    begin: str = "<|image_start|>"
+    end: str = "<|image_end|>"
+    beside: str = "<|tile_x_separator|>"
+    below: str = "<|tile_y_separator|>"
+
+    def __post_init__(self):
+        for name in ("side", "tiles", "patch", "shrink"):
+            check_integer(f"Llama4Pictures.{name}", getattr(self, name))
+        check(self.tiles <= MOST_TILES, f"Llama4Pictures.tiles={self.tiles} must be at most {MOST_TILES}.")
+
+    @classmethod
+    def read(cls, settings: Settings) -> "Llama4Pictures":
+        """From the files of a directory."""
+        fields, processor = settings.pictures, settings.processor
+        height, width = read_square(fields, "size", 336)
+        if height != width:
+            raise fields.error(f"size={height} x {width} must be a square: tiles are.")
+        ratio = processor.number("pixel_shuffle_ratio", 0.5)
+        check_number(f"{processor.where}: pixel_shuffle_ratio", ratio, least=0.01)
+        return cls(
+            side=height,
+            tiles=fields.integer("max_patches", 16),
+            largest=fields.flag("resize_to_max_canvas", False),
+            resample=read_resample(fields, BILINEAR),
+            colours=read_colours(fields, HALVES, HALVES, steps="bfloat16"),
+            patch=processor.integer("patch_size", 14),
+            shrink=max(1, round(1 / ratio**2)),
+            placeholder=settings.token("image_token", "<|image|>"),
+        )
+
+    def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> Seen:
+        """`pixel_values`: tiles row by row, and the whole picture behind them if there are several."""
+        size, side = pixels.shape[:2], self.side
+        rows, columns = canvas(size, self.tiles, side, largest=self.largest)
+        room = (rows * side, columns * side)
+        limits.check_pixels(where, *room)
+        if not self.largest:  # a small picture is not made larger than a tile
+            room = tuple(min(max(old, side), most) for old, most in zip(size, room, strict=True))
+        small = resize_with_short_weights(pixels, within(size, room), self.resample, limits, where)
+        more = [(0, whole * side - length) for whole, length in zip((rows, columns), small.shape, strict=False)]
+        values = self.colours(np.pad(small, (*more, (0, 0))))
+        tiles = values.reshape(3, rows, side, columns, side).transpose(1, 3, 0, 2, 4).reshape(-1, 3, side, side)
+        if len(tiles) > 1:
+            whole = resize_with_short_weights(pixels, (side, side), self.resample, limits, where)
+            tiles = np.concatenate([tiles, self.colours(whole)[None]])
+        return Seen({"pixel_values": tiles}, self._text(rows, columns))
+
+    def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
+        """`[tiles, 3, side, side]`."""
+        return joined(seen)
+
+    def _text(self, rows: int, columns: int) -> str:
+        tile = self.token * ((self.side // self.patch) ** 2 // self.shrink)
+        split = (self.beside.join([tile] * columns) + self.below) * rows if rows * columns > 1 else ""
+        return f"{self.begin}{split}{self.placeholder}{tile}{self.end}"
+
+
+def canvas(size: tuple[int, int], tiles: int, side: int, *, largest: bool) -> tuple[int, int]:
+    """Rows and columns of the canvas of at most `tiles` tiles on which a picture loses least, or grows least."""
+    known = list(_canvases(tiles))
+    # in float32, in which canvases that fit equally well are equal
+    fits = np.array([[side * count for count in one] for one in known], np.float32) / np.array(size, np.float32)
+    scales = fits.min(axis=1)
+    growing = scales[scales >= 1]
+    best = scales.max() if not growing.size or largest else growing.min()
+    return min((one for one, scale in zip(known, scales, strict=True) if scale == best), key=math.prod)
+
+
+def _canvases(tiles: int) -> Iterator[tuple[int, int]]:
+    """All canvases: those of one shape together, the largest first."""
+    shapes: dict[float, list[tuple[int, int]]] = {}
+    for count in range(tiles, 0, -1):
+        for rows in range(1, count + 1):
+            if count % rows == 0:
+                shapes.setdefault(rows / (count // rows), []).append((rows, count // rows))
+    for one in shapes.values():
+        yield from one
+
+
+def within(size: tuple[int, int], room: tuple[int, int]) -> tuple[int, int]:
+    """The largest height and width of the same shape that fit into a room, at least 1."""
+    (height, width), (most_height, most_width) = size, room
+    if most_width / width < most_height / height:
+        return max(1, min(math.floor(height * (most_width / width)), most_height)), most_width
+    return most_height, max(1, min(math.floor(width * (most_height / height)), most_width))

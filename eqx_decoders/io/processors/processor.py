@@ -1,0 +1,208 @@
+"""From files and a prompt to what a model reads: the processors of transformers, without them."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from eqx_decoders.errors import ConversionError, DataError, check
+from eqx_decoders.families.fields import Fields, abbreviate
+from eqx_decoders.io.chat import ChatTemplate, load_chat_template
+from eqx_decoders.io.directory import Directory
+from eqx_decoders.io.processors.gemma import Gemma3Pictures, Gemma4Pictures
+from eqx_decoders.io.processors.limits import MediaLimits
+from eqx_decoders.io.processors.llama4 import Llama4Pictures
+from eqx_decoders.io.processors.pictures import name_of, open_picture
+from eqx_decoders.io.processors.prompts import ARGUMENTS, Kind, check_parts, expand, render
+from eqx_decoders.io.processors.qwen import QwenPictures
+from eqx_decoders.io.processors.rules import PictureRules, Seen, Settings
+from eqx_decoders.io.tokenizer import JsonTokenizer, load_tokenizer
+
+
+FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """The rules of one of transformers' processors; None for what it does not take."""
+
+    pictures: type | None = None
+
+
+QWEN = Family(pictures=QwenPictures)
+
+# By the name of transformers' class, and the model types whose directories have it.
+FAMILIES: dict[str, tuple[Family, tuple[str, ...]]] = {
+    "Gemma3Processor": (Family(pictures=Gemma3Pictures), ("gemma3",)),
+    "Gemma4Processor": (Family(pictures=Gemma4Pictures), ("gemma4",)),
+    "Llama4Processor": (Family(pictures=Llama4Pictures), ("llama4",)),
+    "Qwen2VLProcessor": (QWEN, ("qwen2_vl",)),
+    "Qwen2_5_VLProcessor": (QWEN, ("qwen2_5_vl",)),
+    "Qwen3VLProcessor": (QWEN, ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """What a prompt became.
+
+    **Arguments:**
+
+    - `input_ids`: tokens, `[1, length]`, in which placeholders are expanded.
+    - `arrays`: arguments of `Media.create` by name; empty for a prompt of text alone.
+    - `text`: what was encoded.
+    """
+
+    input_ids: Int[np.ndarray, "1 length"]
+    arrays: Mapping[str, np.ndarray]
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Processor:
+    """Makes of a prompt and files the tokens and arrays that a model was trained on.
+
+    `processor(prompt, images=[...])` gives `Prepared`, whose `arrays` are arguments of `Media.create`.
+
+    **Arguments:**
+
+    - `tokenizer`, `template`: of the model's directory; None for no chat template.
+    - `pictures`: rules; None where a model sees none.
+    - `limits`: bounds on what is decoded.
+    """
+
+    tokenizer: JsonTokenizer
+    template: ChatTemplate | None = None
+    pictures: PictureRules | None = None
+    limits: MediaLimits = MediaLimits()
+
+    @classmethod
+    def load(
+        cls, directory: str | Path, *, tokenizer: JsonTokenizer | None = None, limits: MediaLimits = MediaLimits()
+    ) -> "Processor":
+        """The processor that the files of a model's directory describe.
+
+        These are `processor_config.json`, `preprocessor_config.json`, `video_preprocessor_config.json`, and those of
+        the tokenizer. Raises ConversionError where they describe none that is known here.
+        """
+        folder = Directory(directory)
+        family, settings = read_settings(folder)
+        found = load_tokenizer(folder.path) if tokenizer is None else tokenizer
+        good = isinstance(found, JsonTokenizer)
+        check(good, f"{folder.path} holds no tokenizer.json: prompts with placeholders need one.", ConversionError)
+        assert isinstance(found, JsonTokenizer)
+        return cls(
+            tokenizer=found,
+            template=load_chat_template(folder.path),
+            pictures=None if family.pictures is None else family.pictures.read(settings),
+            limits=limits,
+        )
+
+    def __call__(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        images: Sequence[Any] = (),
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> Prepared:
+        """The tokens of a prompt, and the arrays of its files.
+
+        **Arguments:**
+
+        - `prompt`: a text in which the family's placeholders stand for files, or messages for the chat template,
+            whose contents are texts or lists of parts (see `prompts.message`).
+        - `images`: files of pictures (see `open_picture`), in the order of their placeholders.
+        - `add_generation_prompt`: end messages with what begins an answer.
+        - `variables`: further ones of the chat template.
+
+        Raises DataError for files that cannot be read, and where there are fewer or more placeholders than files.
+        """
+        files: dict[str, Sequence[Any]] = {"image": images}
+        text, special = prompt, True
+        if not isinstance(prompt, str):
+            text, special, files = self._rendered(prompt, files, variables, answer=add_generation_prompt)
+        assert isinstance(text, str)
+        kinds, arrays = [], {}
+        for name, rules in (("image", self.pictures),):
+            given = files[name]
+            self._check_files(name, given, known=rules is not None)
+            if rules is not None:
+                seen = [self._one(name, rules, file, number) for number, file in enumerate(given)]
+                kinds.append(Kind(name, rules.placeholder, [one.text for one in seen]))
+                arrays |= rules.join(seen)
+        text = expand(text, kinds)
+        ids = self.tokenizer.encode_prompt(text) if special else self.tokenizer.encode(text, special=True)
+        return Prepared(input_ids=ids[None], arrays=arrays, text=text)
+
+    def _rendered(
+        self, prompt: Sequence[Any], files: Mapping[str, Sequence[Any]], variables: Mapping[str, Any], *, answer: bool
+    ) -> tuple[str, bool, dict[str, Sequence[Any]]]:
+        """The text of messages, whether the tokenizer adds its special tokens to it, and all files."""
+        if self.template is None:
+            raise DataError("messages need a chat template, and this model's directory has none: give a text.")
+        messages, carried = check_parts(prompt)
+        for kind, found in carried.items():
+            twice = len(found) > 0 and len(files.get(kind, ())) > 0
+            rule = f"and {ARGUMENTS[kind]} has files, too: give them in one place"
+            check(not twice, f"parts of type {kind!r} in messages carry files, {rule}.", DataError)
+        text = render(self.template, messages, variables, answer=answer)
+        begin = self.template.variables.get("bos_token")
+        whole = {kind: found or files.get(kind, ()) for kind, found in carried.items()}
+        return text, not (begin and text.startswith(begin)), whole
+
+    def _check_files(self, name: str, given: Any, *, known: bool) -> None:
+        kind, most = ARGUMENTS[name], self.limits.max_files
+        good = isinstance(given, Sequence) and not isinstance(given, str | bytes)
+        check(good, f"{kind}={str(given)[:60]!r} must be a list of files.", DataError)
+        check(known or len(given) == 0, f"{kind} has {len(given)} files, but this model takes none.", DataError)
+        rule = f"more than MediaLimits.max_files={most:,}"
+        check(len(given) <= most, f"{kind} has {len(given):,} files: {rule}.", DataError)
+
+    def _one(self, name: str, rules: PictureRules, file: Any, number: int) -> Seen:
+        where = name_of(file, "picture", number)
+        return rules.one(open_picture(file, self.limits, where), self.limits, where)
+
+
+def read_settings(folder: Directory) -> tuple[Family, Settings]:
+    """The family of a directory's processor, and its settings."""
+    whole, pictures, films = (folder.json(name) if folder.has(name) else {} for name in FILES)
+    given = folder.json("tokenizer_config.json") if folder.has("tokenizer_config.json") else {}
+    config = folder.json("config.json") if folder.has("config.json") else {}
+    names = [file.get("processor_class") for file in (whole, pictures, films, given)]
+    name = next((one for one in names if isinstance(one, str)), None)
+    if name is None:
+        kinds = {model_type: one for one, (_, types) in FAMILIES.items() for model_type in types}
+        name = kinds.get(str(config.get("model_type")))
+    where = folder.path / FILES[0]
+    if name not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        says = f"processor_class={abbreviate(name)}" if name else f"{folder.path} names no processor_class, which"
+        raise ConversionError(f"{where}: {says} is not known here. Known: {known}.")
+    parts = [whole.get(key) or other for key, other in (
+        ("image_processor", pictures), ("video_processor", films or pictures), ("feature_extractor", pictures),
+    )]  # fmt: skip
+    tables = [Fields(part if isinstance(part, dict) else {}, str(folder.path / FILES[1])) for part in parts]
+    settings = Settings(
+        pictures=tables[0],
+        films=tables[1],
+        sounds=tables[2],
+        processor=Fields(whole, str(where)),
+        tokens=_named_tokens(given),
+    )
+    return FAMILIES[name][0], settings
+
+
+def _named_tokens(given: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens to which a tokenizer gives names of its own, such as `image_token`."""
+    tables = [given.get(key) for key in ("model_specific_special_tokens", "extra_special_tokens")]
+    found: dict[str, str] = {}
+    for table in (*tables, given):
+        for name, token in table.items() if isinstance(table, dict) else ():
+            text = token.get("content") if isinstance(token, dict) else token
+            if name.endswith("_token") and isinstance(text, str) and text:
+                found[name] = text
+    return found

@@ -1,0 +1,316 @@
+"""Pictures and films of Qwen2-VL, 2.5-VL, 3-VL, 3-Omni and 3.5: patches, as many as a picture has."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from eqx_decoders.errors import DataError, check, check_integer
+from eqx_decoders.families.fields import Fields
+from eqx_decoders.io.processors.colours import CLIP_MEAN, CLIP_STD, HALVES, Colours, Triple, read_colours
+from eqx_decoders.io.processors.films import Clip, check_taken
+from eqx_decoders.io.processors.limits import MediaLimits
+from eqx_decoders.io.processors.resizing import BICUBIC, resize, resize_with_short_weights
+from eqx_decoders.io.processors.rules import Seen, Settings, joined, read_resample, read_size
+
+
+MOST_RATIO = 200
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QwenPictures:
+    """A picture keeps its shape, and has between `least` and `most` pixels.
+
+    **Arguments:**
+
+    - `size`: of a patch.
+    - `frames`: how often a picture stands in each patch, as if it were a film.
+    - `merge`: as many patches, in rows and columns, become one token.
+    - `placeholder`: the text of the special token, which is repeated.
+    """
+
+    size: int = 14
+    frames: int = 2
+    merge: int = 2
+    least: int = 56 * 56
+    most: int = 28 * 28 * 1280
+    resample: int = BICUBIC
+    colours: Colours = Colours(mean=CLIP_MEAN, std=CLIP_STD)
+    placeholder: str = "<|image_pad|>"
+
+    def __post_init__(self):
+        for name in ("size", "frames", "merge", "least", "most"):
+            check_integer(f"QwenPictures.{name}", getattr(self, name))
+
+    @classmethod
+    def read(cls, settings: Settings) -> "QwenPictures":
+        """From the files of a directory."""
+        fields = settings.pictures
+        least, most = read_pixels(fields, 56 * 56, 28 * 28 * 1280)
+        return cls(
+            size=fields.integer("patch_size", 14),
+            frames=fields.integer("temporal_patch_size", 2),
+            merge=fields.integer("merge_size", 2),
+            least=least,
+            most=most,
+            resample=read_resample(fields, BICUBIC),
+            colours=read_colours(fields, CLIP_MEAN, CLIP_STD),
+            placeholder=settings.token("image_token", "<|image_pad|>"),
+        )
+
+    def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> Seen:
+        """`pixel_values`: patches, `merge x merge` neighbours one behind the other; `image_grid_thw`."""
+        height, width = pixels.shape[:2]
+        target = fit(height, width, self.size * self.merge, self.least, self.most, where)
+        values = self.colours(resize(pixels, target, self.resample, limits, where))
+        frames = np.broadcast_to(values, (self.frames, *values.shape))
+        patches, grid = cut(frames, self.size, self.frames, self.merge)
+        text = self.placeholder * (math.prod(grid) // self.merge**2)
+        return Seen({"pixel_values": patches, "image_grid_thw": np.array([grid])}, text)
+
+    def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
+        """`[patches, numbers]`, `[pictures, 3]`."""
+        return joined(seen)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QwenFilms:
+    """Every frame keeps its shape, and has between `least` and `most` pixels; `frames` of them become a patch.
+
+    **Arguments:**
+
+    - `size`, `frames`, `merge`: of a patch in pixels and in frames; patches that become one token.
+    - `choose`: whether frames are chosen; else all are taken.
+    - `fps`, `count`: how many frames are chosen of a second, or of the film; None for the other one, or all.
+    - `least_frames`, `most_frames`: bounds on those of a second.
+    - `share`: at most so many tokens have all frames together; None for no such bound.
+    - `seconds`: the argument of `Media.create` that tells the time between patches; None for none.
+    - `told_fps`: by which rate that is; None for the rate of the chosen frames.
+    - `placeholder`: the text of the special token, which is repeated.
+    """
+
+    size: int = 14
+    frames: int = 2
+    merge: int = 2
+    least: int = 128 * 28 * 28
+    most: int = 768 * 28 * 28
+    resample: int = BICUBIC
+    colours: Colours = Colours(mean=CLIP_MEAN, std=CLIP_STD, steps="joint")
+    choose: bool = False
+    fps: float | None = None
+    count: int | None = None
+    least_frames: int = 4
+    most_frames: int = 768
+    share: int | None = None
+    seconds: str | None = "second_per_grid_ts"
+    told_fps: float | None = None
+    placeholder: str = "<|video_pad|>"
+
+    def __post_init__(self):
+        for name in ("size", "frames", "merge", "least", "most", "least_frames", "most_frames"):
+            check_integer(f"{type(self).__name__}.{name}", getattr(self, name))
+        both = self.fps is None or self.count is None
+        check(both, f"{type(self).__name__}: fps={self.fps} and count={self.count} exclude each other: give one.")
+
+    @classmethod
+    def read(cls, settings: Settings) -> "QwenFilms":
+        """From the files of a directory, for Qwen2.5-VL."""
+        least, most = read_pixels(settings.films, 128 * 28 * 28, 768 * 28 * 28)
+        capped = settings.films.flag("cap_pixels_per_frame", False)
+        tokens = settings.films.integer("max_video_tokens", 128_000)
+        found = _read_films(settings, 14, CLIP_MEAN, CLIP_STD, choose=False)
+        return cls(**found, least=least, most=most, share=tokens if capped else None)
+
+    @classmethod
+    def read_untimed(cls, settings: Settings) -> "QwenFilms":
+        """The same for Qwen2-VL."""
+        return dataclasses.replace(cls.read(settings), seconds=None)
+
+    @classmethod
+    def read_omni(cls, settings: Settings) -> "QwenFilms":
+        """The same for Qwen3-Omni, whose processor sets the sizes and one rate."""
+        sizes = dict(least=128 * 32 * 32, most=768 * 32 * 32)
+        return dataclasses.replace(cls.read(settings), **sizes, seconds="video_second_per_grid", told_fps=1.0)
+
+    def one(self, clip: Clip, limits: MediaLimits) -> Seen:
+        """`pixel_values_videos`, `video_grid_thw`, and the time between patches in seconds."""
+        indices = np.arange(clip.count) if clip.chosen else self._chosen(clip)
+        target = self._target(clip, len(indices))
+        patches, grid = _film_patches(self, clip, indices, target, limits)
+        arrays = {"pixel_values_videos": patches, "video_grid_thw": np.array([grid])}
+        if self.seconds is not None:
+            rate = len(indices) / clip.count * clip.fps if self.told_fps is None else self.told_fps
+            arrays[self.seconds] = np.array([self.frames / rate])
+        return Seen(arrays, self._text(clip, indices, grid))
+
+    def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
+        """`[patches, numbers]`, `[films, 3]`, `[films]`."""
+        return joined(seen)
+
+    def _chosen(self, clip: Clip) -> np.ndarray:
+        """The numbers of the frames to take: a multiple of `frames`, if there are so many."""
+        count = self.count
+        if not self.choose or (count is None and self.fps is None):
+            return np.arange(clip.count)
+        if count is not None:
+            count = min(round(count / self.frames) * self.frames, clip.count)
+        else:
+            most = min(self.most_frames, clip.count) // self.frames * self.frames
+            count = min(max(clip.count / clip.fps * (self.fps or 1), self.least_frames), most, clip.count)
+            count = int(count // self.frames) * self.frames
+        if count == 0:
+            return np.arange(clip.count)
+        step = clip.count / count
+        # float32, in which PyTorch counts
+        return np.float32(np.arange(math.ceil(clip.count / step)) * step).astype(np.int64)
+
+    def _target(self, clip: Clip, count: int) -> tuple[int, int]:
+        side, most = self.size * self.merge, self.most
+        if self.share is not None:
+            whole = int(self.share * side * side * 0.9)
+            most = max(min(most, whole * self.frames // count), int(self.least * 1.05))
+        return fit(clip.height, clip.width, side, self.least, most, clip.where)
+
+    def _text(self, clip: Clip, indices: np.ndarray, grid: tuple[int, int, int]) -> str:
+        return self.placeholder * (math.prod(grid) // self.merge**2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Qwen3Films(QwenFilms):
+    """Films of Qwen3-VL and 3.5: their frames together have between `least` and `most` pixels.
+
+    Before each patch stands the time of its frames. `share` is of each frame.
+
+    **Arguments:**
+
+    - `begin`, `end`: texts of the special tokens around each patch.
+    """
+
+    size: int = 16
+    least: int = 128 * 32 * 32
+    most: int = 768 * 32 * 32
+    colours: Colours = Colours(steps="joint")
+    choose: bool = True
+    fps: float | None = 2.0
+    seconds: str | None = None
+    begin: str = "<|vision_start|>"
+    end: str = "<|vision_end|>"
+
+    @classmethod
+    def read(cls, settings: Settings) -> "Qwen3Films":
+        """From the files of a directory."""
+        fields = settings.films
+        size = read_size(fields, "size", {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32})
+        if not {"shortest_edge", "longest_edge"} <= size.keys():
+            raise fields.error(f"size={size} must have shortest_edge and longest_edge.")
+        found = _read_films(settings, 16, HALVES, HALVES, choose=True)
+        if found["count"] is None and found["fps"] is None:
+            found["fps"] = 2.0
+        capped, tokens = fields.flag("cap_pixels_per_frame", False), fields.integer("max_video_tokens", 768)
+        return cls(
+            **found,
+            least=size["shortest_edge"],
+            most=size["longest_edge"],
+            share=tokens if capped else None,
+            begin=settings.token("vision_start_token", "<|vision_start|>"),
+            end=settings.token("vision_end_token", "<|vision_end|>"),
+        )
+
+    def _chosen(self, clip: Clip) -> np.ndarray:
+        count = self.count
+        if not self.choose:
+            return np.arange(clip.count)
+        if count is None and self.fps is not None:
+            count = int(clip.count / clip.fps * self.fps)
+            count = min(max(count, self.least_frames), self.most_frames, clip.count)
+        count = min(max(clip.count, self.least_frames), self.most_frames) if count is None else count
+        return np.linspace(0, clip.count - 1, count).round().astype(np.int64)
+
+    def _target(self, clip: Clip, count: int) -> tuple[int, int]:
+        side, most, (height, width) = self.size * self.merge, self.most, (clip.height, clip.width)
+        if self.share is not None:
+            most = max(min(self.share * side * side, most // count), int(self.least * 1.05)) * count
+        if min(height, width) < side:
+            factor = max(side / height, side / width)
+            height, width = int(height * factor), int(width * factor)
+        count = max(count, self.frames)
+        counted = round(count / self.frames) * self.frames
+        return fit(height, width, side, self.least, most, clip.where, frames=count, counted=counted)
+
+    def _text(self, clip: Clip, indices: np.ndarray, grid: tuple[int, int, int]) -> str:
+        times = np.pad(indices, (0, -len(indices) % self.frames), mode="edge") / clip.fps
+        times = times.reshape(-1, self.frames)
+        patch = self.begin + self.placeholder * (grid[1] * grid[2] // self.merge**2) + self.end
+        return "".join(f"<{(own[0] + own[-1]) / 2:.1f} seconds>{patch}" for own in times.tolist())
+
+
+def _read_films(settings: Settings, size: int, mean: Triple, std: Triple, *, choose: bool) -> dict[str, Any]:
+    fields = settings.films
+    fps = fields.number("fps", None)
+    return dict(
+        size=fields.integer("patch_size", size),
+        frames=fields.integer("temporal_patch_size", 2),
+        merge=fields.integer("merge_size", 2),
+        resample=read_resample(fields, BICUBIC),
+        colours=read_colours(fields, mean, std, steps="joint"),
+        choose=fields.flag("do_sample_frames", choose),
+        fps=fps,
+        count=fields.integer("num_frames", None),
+        least_frames=fields.integer("min_frames", 4),
+        most_frames=fields.integer("max_frames", 768),
+        placeholder=settings.token("video_token", "<|video_pad|>"),
+    )
+
+
+def _film_patches(
+    rules: QwenFilms, clip: Clip, indices: np.ndarray, target: tuple[int, int], limits: MediaLimits
+) -> tuple[np.ndarray, tuple[int, int, int]]:
+    """Patches of a film, those of each few frames as soon as these are decoded."""
+    indices = np.pad(indices, (0, -len(indices) % rules.frames), mode="edge")
+    check_taken(clip, len(indices), target, limits)
+    parts, grid, held = [], (0, 0, 0), []
+    for pixels in clip.frames(indices.tolist()):
+        small = resize_with_short_weights(pixels, target, rules.resample, limits, clip.where)
+        held.append(rules.colours(small))
+        if len(held) == rules.frames:
+            patches, grid = cut(np.stack(held), rules.size, rules.frames, rules.merge)
+            parts.append(patches)
+            held.clear()
+    return np.concatenate(parts), (len(parts), *grid[1:])
+
+
+def read_pixels(fields: Fields, least: int, most: int) -> tuple[int, int]:
+    """Fewest and most pixels: `min_pixels` and `max_pixels`, else `size`."""
+    size = read_size(fields, "size", {"shortest_edge": least, "longest_edge": most})
+    least = fields.integer("min_pixels", size.get("shortest_edge", size.get("min_pixels", least)))
+    return least, fields.integer("max_pixels", size.get("longest_edge", size.get("max_pixels", most)))
+
+
+def fit(
+    height: int, width: int, side: int, least: int, most: int, where: str, *, frames: int = 1, counted: int = 1
+) -> tuple[int, int]:
+    """The height and width, multiples of `side`, that come nearest to a shape within bounds of its pixels.
+
+    Of a film these are of all its `frames`, of which `counted` are when it is told whether they are within bounds.
+    """
+    long, short = max(height, width), min(height, width)
+    rule = f"is more than {MOST_RATIO} times as long as wide: crop it"
+    check(long / short <= MOST_RATIO, f"{where}, of {width} x {height} pixels, {rule}.", DataError)
+    rows, columns = round(height / side), round(width / side)
+    if counted * rows * columns * side**2 > most:
+        factor = math.sqrt(frames * height * width / most)
+        rows, columns = (max(1, math.floor(length / factor / side)) for length in (height, width))
+    elif counted * rows * columns * side**2 < least:
+        factor = math.sqrt(least / (frames * height * width))
+        rows, columns = (math.ceil(length * factor / side) for length in (height, width))
+    return rows * side, columns * side
+
+
+def cut(values: np.ndarray, size: int, frames: int, merge: int) -> tuple[np.ndarray, tuple[int, int, int]]:
+    """Frames `[frames, 3, height, width]` as patches `[patches, numbers]`, and their grid: time, rows, columns."""
+    time, rows, columns = len(values) // frames, values.shape[2] // size, values.shape[3] // size
+    split = values.reshape(time, frames, 3, rows // merge, merge, size, columns // merge, merge, size)
+    patches = split.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8)
+    return patches.reshape(time * rows * columns, -1), (time, rows, columns)

@@ -1,0 +1,97 @@
+"""Resizing of 8-bit pictures: by Pillow, or as PyTorch does it, whose weights have fewer bits."""
+
+import functools
+import math
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import UInt8
+
+from eqx_decoders.io.processors.limits import MediaLimits
+
+
+Pixels = UInt8[np.ndarray, "height width 3"]
+Size = tuple[int, int]  # height and width
+
+LANCZOS, BILINEAR, BICUBIC = 1, 2, 3  # Pillow's numbers, which processors' settings use
+FILTERS = {0: "nearest", LANCZOS: "lanczos", BILINEAR: "bilinear", BICUBIC: "bicubic", 4: "box", 5: "hamming"}
+ROWS_AT_ONCE = 1 << 22  # numbers of the sums that are held
+
+
+def resize(pixels: Pixels, size: Size, resample: int, limits: MediaLimits, where: str) -> Pixels:
+    """The picture with `size = (height, width)`, by Pillow, whose number of the filter is `resample`."""
+    from PIL import Image
+
+    limits.check_resizing(where, pixels.shape[:2], size)
+    return np.array(Image.fromarray(pixels).resize((size[1], size[0]), resample=Image.Resampling(resample)))
+
+
+def resize_with_short_weights(pixels: Pixels, size: Size, resample: int, limits: MediaLimits, where: str) -> Pixels:
+    """The same as PyTorch's `interpolate(..., antialias=True)` gives for 8-bit pictures on a CPU with AVX2.
+
+    Rows and then columns: `sum_k w_k x_k` in whole numbers, each weight having 16 bits, rounded to 8 bits in between.
+    """
+    limits.check_resizing(where, pixels.shape[:2], size)
+    if size[1] != pixels.shape[1]:
+        pixels = _along_rows(pixels, size[1], resample)
+    if size[0] != pixels.shape[0]:
+        pixels = _along_rows(pixels.swapaxes(0, 1), size[0], resample).swapaxes(0, 1)
+    return np.ascontiguousarray(pixels)
+
+
+def _along_rows(pixels: np.ndarray, size: int, resample: int) -> np.ndarray:
+    """Each row resized to `size` pixels; some rows at a time, since sums take four times as much memory."""
+    first, weights, bits = _short_weights(pixels.shape[1], size, resample)
+    made = np.empty((pixels.shape[0], size, pixels.shape[2]), np.uint8)
+    step = max(1, ROWS_AT_ONCE // (size * pixels.shape[2]))
+    for begin in range(0, pixels.shape[0], step):
+        rows = pixels[begin : begin + step]
+        total = np.full((len(rows), *made.shape[1:]), 1 << (bits - 1), np.int32)
+        for tap, weight in enumerate(weights):
+            place = np.minimum(first + tap, pixels.shape[1] - 1)  # those beyond have the weight 0
+            total += rows[:, place] * weight[:, None]
+        made[begin : begin + step] = np.clip(total >> bits, 0, 255)
+    return made
+
+
+@functools.lru_cache(maxsize=64)
+def _short_weights(old: int, new: int, resample: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Of each new pixel the first old one, its weights `[taps, new]` as whole numbers, and their binary digits."""
+    reach, kernel = _KERNELS[resample]
+    scale = old / new
+    support = reach * max(scale, 1.0)
+    centre = scale * (np.arange(new) + 0.5)
+    first = np.maximum((centre - support + 0.5).astype(np.int64), 0)
+    count = np.minimum((centre + support + 0.5).astype(np.int64), old) - first
+    taps = math.ceil(support) * 2 + 1
+    count = np.clip(count, 0, taps)
+    place = np.arange(taps)[:, None]
+    weights = np.where(place < count, kernel((place + first - centre + 0.5) / max(scale, 1.0)), 0.0)
+    weights = weights / weights.sum(axis=0)
+    bits = 0
+    while bits < 22 and int(0.5 + weights.max() * (1 << (bits + 1))) < 1 << 15:
+        bits += 1
+    whole = np.trunc(weights * (1 << bits) + np.where(weights < 0, -0.5, 0.5)).astype(np.int32)
+    return first, whole, bits
+
+
+def _triangle(x: np.ndarray) -> np.ndarray:
+    return np.maximum(1 - np.abs(x), 0)
+
+
+def _cubic(x: np.ndarray, a: float = -0.5) -> np.ndarray:
+    x = np.abs(x)
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = (((x - 5) * x + 8) * x - 4) * a
+    return np.where(x < 1, near, np.where(x < 2, far, 0.0))
+
+
+def _lanczos(x: np.ndarray) -> np.ndarray:
+    return np.where(np.abs(x) < 3, np.sinc(x) * np.sinc(x / 3), 0.0)
+
+
+_KERNELS: dict[int, tuple[float, Callable[[np.ndarray], np.ndarray]]] = {
+    BILINEAR: (1.0, _triangle),
+    BICUBIC: (2.0, _cubic),
+    LANCZOS: (3.0, _lanczos),
+}

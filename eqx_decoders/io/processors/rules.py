@@ -1,0 +1,93 @@
+"""What the rules of all families share."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from eqx_decoders.errors import ConversionError, check
+from eqx_decoders.families.fields import Fields, abbreviate
+from eqx_decoders.io.processors.limits import MediaLimits
+from eqx_decoders.io.processors.resizing import FILTERS
+
+
+MOST_TOKENS = 1 << 16  # that stand for one picture
+
+
+class Seen(NamedTuple):
+    """What becomes of one picture, film or sound.
+
+    - `arrays`: arguments of `Media.create`, for this one.
+    - `text`: what stands for it in the prompt in place of its placeholder.
+    """
+
+    arrays: Mapping[str, np.ndarray]
+    text: str
+
+
+@runtime_checkable
+class PictureRules(Protocol):
+    """How a family makes numbers of pictures, and which text stands for them."""
+
+    @property
+    def placeholder(self) -> str: ...
+
+    def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> Seen:
+        """One picture, `[height, width, 3]`."""
+        ...
+
+    def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
+        """The arguments of `Media.create` for all pictures of a prompt."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a directory says about its processor, file by file."""
+
+    pictures: Fields
+    films: Fields
+    sounds: Fields
+    processor: Fields
+    tokens: Mapping[str, str]
+
+    def token(self, name: str, default: str) -> str:
+        """The text of a special token that the processor, else the tokenizer names."""
+        value = self.processor.take(name, self.tokens.get(name, default))
+        good = isinstance(value, str) and 0 < len(value) <= 100
+        rule = "must be a token's text"
+        check(good, f"{self.processor.where}: {name}={abbreviate(value)} {rule}.", ConversionError)
+        return value
+
+
+def joined(seen: Sequence[Seen]) -> dict[str, np.ndarray]:
+    """The arrays of all, one behind the other."""
+    return {name: np.concatenate([one.arrays[name] for one in seen]) for name in seen[0].arrays} if seen else {}
+
+
+def read_resample(fields: Fields, default: int) -> int:
+    """Pillow's number of the filter."""
+    fields.allow_only("do_resize", True)
+    value = fields.integer("resample", default, least=0)
+    check(value in FILTERS, f"{fields.where}: resample={value} must be one of {sorted(FILTERS)}.", ConversionError)
+    return value
+
+
+def read_size(fields: Fields, key: str, default: Mapping[str, int]) -> dict[str, int]:
+    """A table of sizes: `{"height": 896, "width": 896}`, a number being both."""
+    value = fields.take(key, dict(default))
+    value = {"height": value, "width": value} if isinstance(value, int) else value
+    rule = "must be an object of integers above 0"
+    good = isinstance(value, dict) and all(type(one) is int and 0 < one < 2**31 for one in value.values() if one)
+    if not good:
+        raise fields.error(f"{key}={abbreviate(value)} {rule}.")
+    return {name: one for name, one in value.items() if one}
+
+
+def read_square(fields: Fields, key: str, default: int) -> tuple[int, int]:
+    """Height and width."""
+    size = read_size(fields, key, {"height": default, "width": default})
+    if not {"height", "width"} <= size.keys():
+        raise fields.error(f"{key}={abbreviate(size)} must have height and width.")
+    return size["height"], size["width"]

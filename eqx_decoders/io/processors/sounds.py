@@ -1,0 +1,222 @@
+"""Sounds from files, as log-mel spectra (Radford et al. 2022): decoded with soundfile, resampled with soxr."""
+
+import dataclasses
+import functools
+import io
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from eqx_decoders.errors import DataError, check, check_integer, need_extra
+from eqx_decoders.families.fields import Fields
+from eqx_decoders.io.processors.limits import MediaLimits
+from eqx_decoders.io.processors.pictures import check_file, name_of
+from eqx_decoders.io.processors.rules import Settings
+
+
+RATES = (1000, 768_000)  # in Hz; others are no sounds for ears
+BLOCK = 1 << 20  # numbers that are decoded, or transformed, at once
+LOUDEST = 1e6  # samples are -1 to 1
+MOST_BANDS, MOST_WINDOW = 1024, 1 << 16
+
+Samples = Float[np.ndarray, "samples"]
+
+
+def open_sound(source: Any, rate: int, limits: MediaLimits = MediaLimits(), where: str | None = None) -> Samples:
+    """The samples of a sound at `rate` per second, its channels being averaged, float32.
+
+    Raises DataError, with the file's name, for what is no sound, and for one that is longer than `limits` allow.
+
+    **Arguments:**
+
+    - `source`: the path of a file that libsndfile reads (WAV, FLAC, OGG, MP3 and others), its bytes, an array of floats
+        at this rate, or a pair of an array and its rate.
+    - `where`: how errors call it.
+    """
+    where = name_of(source, "sound", 0) if where is None else where
+    if isinstance(source, np.ndarray):
+        return _checked(source, rate, limits, where)
+    if isinstance(source, tuple) and len(source) == 2 and isinstance(source[0], np.ndarray):
+        samples, own = source
+        whole = isinstance(own, int | np.integer) and not isinstance(own, bool)
+        check(whole, f"{where}: the rate {str(own)[:40]} must be a whole number of samples in a second.", DataError)
+        return _resampled(_checked(samples, int(own), limits, where), int(own), rate, where)
+    rule = "must be a path, bytes, an array of floats, or a pair of an array and its rate"
+    check(isinstance(source, str | Path | bytes), f"{where} {rule}.", DataError)
+    if isinstance(source, str | Path):
+        check_file(source, where)
+    try:
+        import soundfile
+    except ImportError as error:
+        raise need_extra("soundfile", "media") from error
+    with _as_data_error(where), soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else source) as file:
+        own = file.samplerate
+        _check_length(max(file.frames, 0), own, limits, where)
+        parts = [np.zeros(0, np.float32)]
+        while len(block := file.read(max(1, BLOCK // file.channels), dtype="float32", always_2d=True)):
+            parts.append(block.T.mean(axis=0) if file.channels > 1 else block[:, 0])
+            _check_length(sum(map(len, parts)), own, limits, where)
+    return _resampled(_checked(np.concatenate(parts), own, limits, where), own, rate, where)
+
+
+@contextmanager
+def _as_data_error(where: str) -> Iterator[None]:
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:  # libsndfile's, and TypeError for a file whose name ends with .raw
+        cause = " ".join(str(error).split())[:200] or type(error).__name__
+        raise DataError(f"{where} is no sound of a known format: {cause.rstrip('.')}.") from error
+
+
+def _check_length(samples: int, rate: int, limits: MediaLimits, where: str) -> None:
+    good = RATES[0] <= rate <= RATES[1]
+    check(good, f"{where} has {rate:,} samples in a second: must be {RATES[0]:,} to {RATES[1]:,}.", DataError)
+    rule = f"longer than MediaLimits.max_seconds={limits.max_seconds:g}. Cut it, or raise the limit"
+    check(samples <= limits.max_seconds * rate, f"{where} has {samples / rate:,.1f} s: {rule}.", DataError)
+
+
+def _checked(samples: np.ndarray, rate: int, limits: MediaLimits, where: str) -> np.ndarray:
+    good = samples.ndim == 1 and samples.dtype.kind == "f"
+    check(good, f"{where} of shape {samples.shape}, {samples.dtype} must be one row of floats, -1 to 1.", DataError)
+    _check_length(len(samples), rate, limits, where)
+    check(len(samples) > 0, f"{where} has 0 s: a sound must have some.", DataError)
+    samples = samples.astype(np.float32)
+    sound = bool(np.all(np.abs(samples) <= LOUDEST))  # not of NaN
+    check(sound, f"{where} has samples that are no numbers, or infinite: they must be about -1 to 1.", DataError)
+    return samples
+
+
+def _resampled(samples: np.ndarray, old: int, new: int, where: str) -> np.ndarray:
+    if old == new:
+        return samples
+    try:
+        import soxr
+    except ImportError as error:
+        raise need_extra("soxr", "media") from error
+    count = math.ceil(len(samples) * new / old)
+    made = soxr.resample(samples, old, new, quality="soxr_hq")
+    return np.ascontiguousarray(np.pad(made, (0, max(0, count - len(made))))[:count], np.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogMel:
+    """`max(log10(mel), largest - 8) / 4 + 1` of overlapping windows, mel being powers in bands of frequencies.
+
+    **Arguments:**
+
+    - `rate`: samples in a second.
+    - `bands`: of frequencies from 0 to 8 kHz, equally wide on Slaney's mel scale.
+    - `window`, `hop`: samples in a window, and from one to the next.
+    """
+
+    rate: int = 16_000
+    bands: int = 128
+    window: int = 400
+    hop: int = 160
+
+    def __post_init__(self):
+        for name in ("rate", "bands", "window", "hop"):
+            check_integer(f"LogMel.{name}", getattr(self, name))
+        small = self.bands <= MOST_BANDS and self.window <= MOST_WINDOW
+        rule = f"must be at most {MOST_BANDS} and {MOST_WINDOW}"
+        check(small, f"LogMel.bands={self.bands} and LogMel.window={self.window} {rule}.")
+
+    @classmethod
+    def read(cls, fields: Fields) -> "LogMel":
+        """From what a directory says of its feature extractor."""
+        for name, allowed in (("dither", (0, 0.0)), ("padding_value", (0, 0.0)), ("do_normalize", (False,))):
+            fields.allow_only(name, *allowed)
+        return cls(
+            rate=fields.integer("sampling_rate", 16_000, least=RATES[0]),
+            bands=fields.integer("feature_size", 80),
+            window=fields.integer("n_fft", 400),
+            hop=fields.integer("hop_length", 160),
+        )
+
+    def __call__(self, samples: Samples) -> Float[np.ndarray, "bands frames"]:
+        """The spectrum, float32: a frame for each whole hop. Windows at the ends see the sound reflected."""
+        reach = self.window // 2
+        padded = np.pad(samples.astype(np.float64), reach, mode="reflect")
+        frames = np.lib.stride_tricks.sliding_window_view(padded, self.window)[:: self.hop][: len(samples) // self.hop]
+        window = np.hanning(self.window + 1)[:-1]
+        made = np.empty((self.bands, len(frames)), np.float32)
+        step = max(1, BLOCK // self.window)
+        for begin in range(0, len(frames), step):
+            spectrum = np.abs(np.fft.rfft(frames[begin : begin + step] * window)) ** 2
+            made[:, begin : begin + step] = np.log10(np.maximum(self._filters @ spectrum.T, 1e-10))
+        return (np.maximum(made, made.max() - 8) + 4) / 4
+
+    @functools.cached_property
+    def _filters(self) -> np.ndarray:
+        """Triangles of equal area, `[bands, frequencies]`."""
+        mel = np.linspace(0, _mel(8000.0), self.bands + 2)
+        edges = np.where(mel < 15, mel * 200 / 3, 1000 * np.exp((mel - 15) * math.log(6.4) / 27))
+        place = np.linspace(0, self.rate // 2, self.window // 2 + 1)
+        rising = (place - edges[:-2, None]) / np.diff(edges)[:-1, None]
+        falling = (edges[2:, None] - place) / np.diff(edges)[1:, None]
+        return np.maximum(np.minimum(rising, falling), 0) * (2 / (edges[2:] - edges[:-2]))[:, None]
+
+
+def _mel(hertz: float) -> float:
+    return 15 + math.log(hertz / 1000) * 27 / math.log(6.4)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QwenSounds:
+    """Sounds of Qwen3-Omni: log-mel spectra, all as long as the longest, of which chunks become tokens.
+
+    **Arguments:**
+
+    - `chunk`: frames that the encoder reads at once.
+    - `placeholder`: the text of the special token, which is repeated.
+    """
+
+    spectrum: LogMel = LogMel()
+    chunk: int = 100
+    placeholder: str = "<|audio_pad|>"
+
+    def __post_init__(self):
+        check_integer("QwenSounds.chunk", self.chunk)
+
+    @classmethod
+    def read(cls, settings: Settings) -> "QwenSounds":
+        """From the files of a directory."""
+        placeholder = settings.token("audio_token", "<|audio_pad|>")
+        return cls(spectrum=LogMel.read(settings.sounds), placeholder=placeholder)
+
+    def all(
+        self, sounds: Sequence[Any], limits: MediaLimits, names: Sequence[str]
+    ) -> tuple[dict[str, np.ndarray], list[str]]:
+        """`input_features`, `[sounds, bands, frames]`, `feature_attention_mask`, and the text of each sound."""
+        rate, hop = self.spectrum.rate, self.spectrum.hop
+        rows: list[np.ndarray] = []
+        for source, name in zip(sounds, names, strict=True):
+            rows.append(open_sound(source, rate, limits, name))
+            seconds = max(map(len, rows)) * len(rows) / rate
+            rule = f"more than MediaLimits.max_seconds={limits.max_seconds:g}"
+            told = f"{len(rows)} sounds up to {name}, each as long as the longest, have {seconds:,.1f} s: {rule}"
+            check(seconds <= limits.max_seconds, f"{told}. Give fewer, or raise the limit.", DataError)
+        longest, least = max(map(len, rows)), max(self.spectrum.window // 2 + 1, hop)
+        rule = f"a sound must have at least {least} samples at {rate:,} Hz"
+        check(longest >= least, f"{names[0]} has {longest}: {rule}.", DataError)
+        values = np.stack([self.spectrum(np.pad(row, (0, longest - len(row)))) for row in rows])
+        counts = [min(-(-len(row) // hop), longest // hop) for row in rows]
+        mask = (np.arange(longest // hop) < np.array(counts)[:, None]).astype(np.int32)
+        texts = [self.placeholder * self._tokens(count) for count in counts]
+        return {"input_features": values, "feature_attention_mask": mask}, texts
+
+    def _tokens(self, frames: int) -> int:
+        """Three convolutions halve each chunk."""
+        whole, rest = divmod(frames, self.chunk)
+        return whole * _halved(self.chunk) + _halved(rest)
+
+
+def _halved(frames: int) -> int:
+    return -(-(-(-(-(-frames // 2)) // 2)) // 2)

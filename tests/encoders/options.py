@@ -1,0 +1,100 @@
+"""Of each configuration of encoders one to start from, how a decoder gets it, and another value for each field."""
+
+import dataclasses
+
+from eqx_decoders.encoders.audio_stem import AudioStemConfig
+from eqx_decoders.encoders.encoder import EncoderConfig
+from eqx_decoders.encoders.media_config import GridPositions, MediaConfig
+from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
+from eqx_decoders.encoders.stem import LearnedAxes, LearnedGrid, PatchStemConfig
+from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.layers.mask import Bidirectional
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.rope import AxialRope
+from tests.encoders.samples import EMBED, EYE, HEARING, INTO, JOIN, MEDIA, STEM, VISION, seeing
+
+
+def media(**changes):
+    return seeing(dataclasses.replace(MEDIA, **changes))
+
+
+def vision(**changes):
+    return media(vision=dataclasses.replace(VISION, **changes))
+
+
+def stem(config):
+    """With layers that look at blocks of positions, so that windows matter."""
+    near = dataclasses.replace(EYE, mixer=dataclasses.replace(EYE.mixer, mask=Bidirectional(16)))
+    return vision(stem=config, blocks=(near,) * 3)
+
+
+def eye(mixer: AttentionConfig):
+    return vision(blocks=(dataclasses.replace(EYE, mixer=mixer),) * 3)
+
+
+def rope(config):
+    return eye(dataclasses.replace(EYE.mixer, head_dim=8, rope=config))
+
+
+RMS = RMSNormConfig(eps=0.5)
+ENCODER_OPTIONS: dict[type, tuple] = {
+    AxialRope: (
+        AxialRope(theta=100.0),
+        rope,
+        dict(theta=50.0, fraction=0.5, pairing="half_of_axis", sections=(1, 0), in_turn=False, staggered=True),
+    ),
+    MediaConfig: (
+        MEDIA,
+        seeing,
+        dict(vision=dataclasses.replace(VISION, post_norm=RMS), audio=dataclasses.replace(HEARING, post_norm=RMS))
+        | dict(image_token=27, video_token=27, audio_token=27, spans=False, positions=None, lookup_token=3),
+    ),
+    GridPositions: (
+        GridPositions(),
+        lambda c: media(positions=c),
+        dict(frames="together", per_second=2.5, whole=True),
+    ),
+    EncoderConfig: (
+        VISION,
+        lambda c: media(vision=c),
+        dict(embed_dim=12, stem=dataclasses.replace(STEM, bias=False), blocks=(EYE,) * 2, projector=JOIN)
+        | dict(pre_norm=RMS, post_norm=RMS, deepstack=(0, 2), deepstack_projector=dataclasses.replace(JOIN, norm=RMS))
+        | dict(clipped=True, into=ProjectionConfig(dim=EMBED)),
+    ),
+    PatchStemConfig: (
+        STEM,
+        stem,
+        dict(size=3, channels=1, frames=1, merge=1, bias=False, positions=None, class_token=True, pixel_scale=2.0)
+        | dict(pixel_shift=0.5, coordinates="column_row", first_coordinate=1, window=2),
+    ),
+    LearnedGrid: (
+        LearnedGrid(side=3, resample="bilinear"),
+        lambda c: stem(dataclasses.replace(STEM, positions=c)),
+        dict(side=4, resample="fraction"),
+    ),
+    LearnedAxes: (
+        LearnedAxes(size=6),
+        lambda c: stem(dataclasses.replace(STEM, positions=c)),
+        dict(size=7),
+    ),
+    ProjectorConfig: (
+        JOIN,
+        lambda c: vision(projector=c),
+        dict(group=1, combine="mean", norm=RMS, norm_of="groups", scale=2.0, standardize=True, layers=INTO[1:]),
+    ),
+    ProjectionConfig: (
+        ProjectionConfig(dim=EMBED),
+        lambda c: vision(projector=dataclasses.replace(JOIN, layers=(INTO[0], c))),
+        dict(dim=12, bias=True, activation="relu"),
+    ),
+    AudioStemConfig: (
+        HEARING.stem,
+        lambda c: media(audio=dataclasses.replace(HEARING, stem=c)),
+        dict(mel_bands=5, chunk_frames=8, filters=2, convolutions=3, activation="relu"),
+    ),
+}
+# other fields that a field needs before it means anything, and their values on both sides
+ENCODER_NEEDS: dict[tuple[type, str], dict] = {
+    (GridPositions, "per_second"): dict(frames="together"),
+    (GridPositions, "whole"): dict(frames="together", per_second=2.5),
+}

@@ -1,0 +1,95 @@
+"""Small decoders that see and hear, and pictures and sounds for them."""
+
+import dataclasses
+
+import numpy as np
+
+import eqx_decoders as ed
+from eqx_decoders.block import BlockConfig
+from eqx_decoders.encoders.audio_stem import AudioStemConfig
+from eqx_decoders.encoders.encoder import EncoderConfig
+from eqx_decoders.encoders.media_config import GridPositions, MediaConfig
+from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
+from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
+from eqx_decoders.layers.added_features import AddedFeaturesConfig
+from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.layers.mask import Bidirectional, SlidingWindow
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
+from eqx_decoders.layers.rope import AxialRope, Rope
+
+
+IMAGE, VIDEO, AUDIO, VOCAB, EMBED = 29, 30, 31, 32, 16
+NORM = RMSNormConfig()
+EYE = BlockConfig(
+    mixer=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=4, mask=Bidirectional(), rope=AxialRope(theta=100.0)),
+    mlp=MLPConfig(mlp_dim=12, activation="gelu_tanh", gated=False, bias=True),
+    pre_mixer_norm=LayerNormConfig(),
+    pre_mlp_norm=LayerNormConfig(),
+)
+EAR = dataclasses.replace(
+    EYE, mixer=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=4, mask=Bidirectional(4), rope=None)
+)
+INTO = (ProjectionConfig(dim=12, bias=True, activation="gelu"), ProjectionConfig(dim=EMBED))
+JOIN = ProjectorConfig(group=4, norm=LayerNormConfig(), norm_of="patches", layers=INTO)
+STEM = PatchStemConfig(size=2, frames=2, merge=2, positions=LearnedGrid(side=3, resample="bilinear"))
+VISION = EncoderConfig(
+    embed_dim=8,
+    stem=STEM,
+    blocks=(EYE,) * 3,
+    projector=JOIN,
+    deepstack=(0, 1),
+    deepstack_projector=dataclasses.replace(JOIN, norm_of="groups"),
+)
+HEARING = EncoderConfig(
+    embed_dim=8,
+    stem=AudioStemConfig(mel_bands=6, chunk_frames=10, filters=3, convolutions=2),
+    blocks=(EAR,) * 2,
+    projector=ProjectorConfig(layers=INTO),
+    post_norm=LayerNormConfig(),
+)
+MEDIA = MediaConfig(
+    vision=VISION,
+    audio=HEARING,
+    image_token=IMAGE,
+    video_token=VIDEO,
+    audio_token=AUDIO,
+    spans=True,
+    positions=GridPositions(),
+)
+
+
+def seeing(media: MediaConfig = MEDIA, layers: int = 4, **changes) -> ed.DecoderConfig:
+    """A decoder with two kinds of layers, which see pictures whole, and features added behind the first ones."""
+    rope = Rope(sections=(2, 1, 1)) if media.positions is not None else Rope()
+    mixer = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, rope=rope, spans=media.spans)
+    full = BlockConfig(mixer=mixer, mlp=MLPConfig(mlp_dim=24), pre_mixer_norm=NORM, pre_mlp_norm=NORM)
+    local = dataclasses.replace(full, mixer=dataclasses.replace(mixer, mask=SlidingWindow(5)))
+    levels = 0 if media.vision is None else len(media.vision.deepstack)
+    added = (ed.BranchConfig(layer=AddedFeaturesConfig()),)
+    blocks = [
+        dataclasses.replace((local, full)[index % 2], after=added if index < levels else ()) for index in range(layers)
+    ]
+    config = ed.DecoderConfig(vocab_size=VOCAB, embed_dim=EMBED, blocks=tuple(blocks), final_norm=NORM, media=media)
+    return dataclasses.replace(config, **changes)
+
+
+def patches(grids, seed: int = 0, stem: PatchStemConfig = STEM) -> np.ndarray:
+    """The numbers of all patches of pictures with these grids."""
+    count = sum(t * h * w for t, h, w in grids)
+    return np.random.default_rng(seed).normal(size=(count, int(np.prod(stem.shape)))).astype(np.float32)
+
+
+def sounds(lengths, seed: int = 1) -> dict[str, np.ndarray]:
+    """Spectra of sounds with so many frames."""
+    longest = max(lengths)
+    values = np.random.default_rng(seed).normal(size=(len(lengths), 6, longest)).astype(np.float32)
+    mask = np.arange(longest)[None] < np.asarray(lengths)[:, None]
+    return dict(input_features=values, feature_attention_mask=mask.astype(np.int32))
+
+
+def text(pattern: str, seed: int = 2) -> np.ndarray:
+    """Tokens: `i`, `v` and `a` are placeholders, anything else is a word."""
+    words = np.random.default_rng(seed).integers(1, IMAGE, len(pattern))
+    known = {"i": IMAGE, "v": VIDEO, "a": AUDIO}
+    return np.asarray([known.get(letter, word) for letter, word in zip(pattern, words, strict=True)], np.int32)

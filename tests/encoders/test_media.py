@@ -1,0 +1,285 @@
+"""Pictures and sounds beside tokens: what stands where, alone or together, at once or piece by piece."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.encoders.media import merge_features
+from tests.encoders.samples import AUDIO, IMAGE, MEDIA, STEM, VIDEO, patches, seeing, sounds, text
+from tests.models import filled
+
+
+GRIDS = [(1, 4, 4), (1, 2, 6), (1, 4, 2)]  # 4, 3 and 2 tokens
+TOKENS = np.stack([text("iiiixxiiixx"), text("xxxxxiixxxx", 3)])
+
+
+def bits(grids, seed=0):
+    """One picture's patches each."""
+    return np.split(patches(grids, seed), np.cumsum([t * h * w for t, h, w in grids])[:-1])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return filled(seeing(), 1, attention="dot")
+
+
+@pytest.fixture(scope="module")
+def media(model):
+    return ed.Media.create(model.config, TOKENS, pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS))
+
+
+@pytest.fixture(scope="module")
+def whole(model, media):
+    return model(TOKENS, media=media)
+
+
+def close(one, other, tolerance=2e-5):
+    np.testing.assert_allclose(np.asarray(one), np.asarray(other), atol=tolerance, rtol=0)
+
+
+def test_features_of_a_picture_alone_are_those_among_others(model, media):
+    together, begin = np.asarray(model.encode(media).features), 0
+    for grid, own in zip(GRIDS, bits(GRIDS), strict=True):
+        count = grid[1] * grid[2] // 4
+        tokens = np.full((1, count), IMAGE)
+        alone = ed.Media.create(model.config, tokens, pixel_values=own, image_grid_thw=np.asarray([grid]))
+        encoded = model.encode(alone)
+        close(encoded.features[:count], together[begin : begin + count])
+        begin += count
+
+
+def test_features_replace_placeholders_in_order(model, media, whole):
+    """Against a loop, also at position 0; deeper features come behind the first layers, for these tokens alone."""
+    features = np.asarray(model.encode(media).features)
+    embeds, number = np.asarray(model.embed_tokens(TOKENS)).copy(), 0
+    for row, column in zip(*np.nonzero(TOKENS == IMAGE), strict=True):
+        embeds[row, column], number = features[number], number + 1
+    assert number == 9 and TOKENS[0, 0] == IMAGE
+    inputs = ed.Inputs(spans=media.spans, rotary_positions=media.grid_positions)
+    shallow = eqx.tree_at(lambda m: [p.layers[-1].kernel for p in m.vision.deepstack], model, replace_fn=jnp.zeros_like)
+    close(model(embeds=embeds, inputs=inputs).logits, shallow(TOKENS, media=media).logits)
+    assert np.abs(np.asarray(whole.logits - shallow(TOKENS, media=media).logits)).max() > 1e-3
+
+
+def test_merging_is_the_loop():
+    generator = np.random.default_rng(0)
+    embeds = generator.normal(size=(4, 5, 3)).astype(np.float32)
+    features = generator.normal(size=(2, 6, 3)).astype(np.float32)
+    index = generator.integers(-1, 6, (4, 5))
+    merged = embeds.copy()
+    for row, column in np.ndindex(4, 5):
+        if index[row, column] >= 0:
+            merged[row, column] = features[row // 2, index[row, column]]
+    np.testing.assert_array_equal(merge_features(*map(jnp.asarray, (embeds, features, index))), merged)
+
+
+@pytest.mark.parametrize("options", [dict(scan=False), dict(remat="full"), dict(attention="chunked")], ids=str)
+def test_every_way_to_run_gives_the_same(model, media, whole, options):
+    close(model.replace(**options)(TOKENS, media=media).logits, whole.logits)
+
+
+@pytest.mark.parametrize("cut", [4, 5, 9])
+def test_a_cache_gives_what_the_whole_gives(model, whole, cut):
+    """Pictures before, behind and across the border of a call, which a picture itself may not cross."""
+    cache = ed.init_cache(model.config, 2, 16, dtype=jnp.float32)
+    own, found = bits(GRIDS), []
+    for begin, end in ((0, cut), (cut, 11)):
+        tokens = TOKENS[:, begin:end]
+        here = {9: ([0, 1, 2], []), 4: ([0], [1, 2]), 5: ([0], [1, 2])}[cut][begin > 0]
+        extra = {}
+        if here:
+            extra = dict(
+                pixel_values=np.concatenate([own[index] for index in here]),
+                image_grid_thw=np.asarray([GRIDS[index] for index in here]),
+            )
+        piece = ed.Media.create(model.config, tokens, **extra)
+        out = model(tokens, cache=cache, media=piece)
+        cache = out.cache
+        found.append(np.asarray(out.logits))
+    close(np.concatenate(found, axis=1), whole.logits)
+
+
+def test_decoding_goes_on_at_the_right_position(model, media):
+    """One by one behind a prompt with pictures: what the whole would give; the offset is kept in the cache."""
+    more = text("xxx", 7)[None].repeat(2, 0)
+    everything = np.concatenate([TOKENS, more], axis=1)
+    known = ed.Media.create(model.config, everything, pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS))
+    expected = model(everything, media=known).logits
+    cache = model(TOKENS, media=media, cache=ed.init_cache(model.config, 2, 16, dtype=jnp.float32)).cache
+    np.testing.assert_array_equal(cache.rope_offset, [-4.0 + 2 - 3 + 3, -1.0 + 1 - 0.0])
+    for step in range(3):
+        out = model(more[:, step : step + 1], cache=cache)
+        cache = out.cache
+        close(out.logits[:, 0], expected[:, 11 + step])
+
+
+def test_generation_sees_the_pictures(model, media, whole):
+    """The first new token is that of the whole; others depend on the picture, and prompts may differ in length."""
+    made = np.asarray(ed.generate(model, TOKENS, media=media, max_new_tokens=4, sampler=ed.Greedy()))
+    np.testing.assert_array_equal(made[:, 0], np.argmax(np.asarray(whole.logits)[:, -1], axis=-1))
+    streamed = ed.stream(model, TOKENS, media=media, max_new_tokens=4, sampler=ed.Greedy())
+    np.testing.assert_array_equal(np.stack(list(streamed), axis=1), made)
+    everything = np.concatenate([TOKENS, made[:, :3]], axis=1)
+    known = ed.Media.create(model.config, everything, pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS))
+    again = np.argmax(np.asarray(model(everything, media=known).logits)[:, 10:], axis=-1)
+    np.testing.assert_array_equal(again, made)
+
+
+def test_two_pictures_swapped_swap_their_effect(model):
+    tokens = np.stack([text("xxiixx"), text("xxiixx")])
+    grid, own = (1, 2, 4), bits([(1, 2, 4)] * 2)
+
+    def run(order):
+        pixels = np.concatenate([own[index] for index in order])
+        media = ed.Media.create(model.config, tokens, pixel_values=pixels, image_grid_thw=np.asarray([grid] * 2))
+        return np.asarray(model(tokens, media=media).logits)
+
+    close(run([0, 1]), run([1, 0])[::-1])
+    assert np.abs(run([0, 1])[0] - run([0, 1])[1]).max() > 1e-3
+
+
+def test_pictures_films_and_sounds_together(model):
+    """Each kind's features stand at its own placeholders, whatever the order; each is what it is alone."""
+    tokens = np.stack([text("xaaaixvvxxx"), text("vvxiixaaxxx", 4)])
+    images, films, frames = [(1, 2, 2), (1, 2, 4)], [(1, 2, 4), (2, 2, 2)], [10, 6]
+    given = dict(
+        pixel_values=patches(images, 5),
+        image_grid_thw=np.asarray(images),
+        pixel_values_videos=patches(films, 6),
+        video_grid_thw=np.asarray(films),
+    )
+    media = ed.Media.create(model.config, tokens, **given, **sounds(frames))
+    found = np.asarray(model.encode(media).features)[: (tokens >= IMAGE).sum()]
+    kinds = tokens[tokens >= IMAGE]
+
+    def alone(token, **arrays):
+        own = np.full((1, (tokens == token).sum()), token)
+        return np.asarray(model.encode(ed.Media.create(model.config, own, **arrays)).features)[: own.size]
+
+    close(found[kinds == IMAGE], alone(IMAGE, **{name: given[name] for name in ("pixel_values", "image_grid_thw")}))
+    names = ("pixel_values_videos", "video_grid_thw")
+    close(found[kinds == VIDEO], alone(VIDEO, **{name: given[name] for name in names}))
+    close(found[kinds == AUDIO], alone(AUDIO, **sounds(frames)))
+    assert np.isfinite(np.asarray(model(tokens, media=media).logits)).all()
+
+
+def test_groups_of_rows_have_pictures_of_their_own(model, media, whole):
+    groups = ed.Media.create(
+        model.config, TOKENS, pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS), groups=2
+    )
+    assert len(groups.order) == 2 and len(groups.pictures.patches) % 2 == 0
+    close(model(TOKENS, media=groups).logits, whole.logits)
+
+
+def test_a_mesh_gives_the_same(media, whole):
+    layout = ed.Layout.create(data=2, fsdp=2, context=2)
+    model = filled(seeing(), 1, attention="dot").place(layout)
+    given = dict(pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS))
+    tokens = np.tile(TOKENS, (2, 1))
+    given = dict(pixel_values=np.tile(given["pixel_values"], (2, 1)), image_grid_thw=np.tile(np.asarray(GRIDS), (2, 1)))
+    for groups in (1, 4):
+        split = ed.Media.create(model.config, tokens, **given, groups=groups)
+        close(np.asarray(model(tokens, media=split).logits), np.tile(np.asarray(whole.logits), (2, 1, 1)))
+
+
+def test_gradients_are_finite_differences(model, media):
+    """Of the encoder's first and last weights, and of a deeper projector."""
+
+    def loss(model):
+        return jnp.sum(jnp.square(model(TOKENS, media=media).logits - 1.0))
+
+    places = (
+        lambda m: m.vision.stem.kernel,
+        lambda m: m.vision.projector.layers[1].kernel,
+        lambda m: m.vision.deepstack[1].layers[0].kernel,
+    )
+    gradient = eqx.filter_jit(eqx.filter_grad(loss))(model)
+    value = eqx.filter_jit(loss)
+    generator = np.random.default_rng(0)
+    for place in places:
+        way = generator.normal(size=place(model).shape).astype(np.float32)
+        way /= np.linalg.norm(way)
+        sides = [eqx.tree_at(place, model, place(model) + step * way) for step in (0.01, -0.01)]
+        slope = (float(value(sides[0])) - float(value(sides[1]))) / 0.02
+        assert float(jnp.sum(place(gradient) * way)) == pytest.approx(slope, rel=3e-2, abs=2e-2)
+
+
+BAD = [
+    (dict(pixel_values=patches(GRIDS[:2]), image_grid_thw=np.asarray(GRIDS[:2])), r"9 image placeholders, .* 2 pictures make 7"),
+    (dict(pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS[:2])), r"pixel_values of shape \(36, 24\) must be \[28, 24\]"),
+    (dict(pixel_values=patches([(1, 3, 4)]), image_grid_thw=np.asarray([[1, 3, 4]])), "must be multiples of 2"),
+    (dict(), "9 image placeholders, but 0 pictures make 0 rows"),
+    (dict(pixel_values=np.zeros((1, 3, 6, 4))), r"3 rows and 2 columns of patches of 2 x 2 pixels must be multiples of 2"),
+    (
+        dict(pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS), **sounds([5])),
+        "0 audio placeholders, but 1 sounds make 2 rows",
+    ),
+    (dict(mm_token_type_ids=np.zeros((2, 11))), "mm_token_type_ids differs from where input_ids has placeholders"),
+    (dict(attention_mask=np.ones((2, 3))), "attention_mask of shape"),
+    (dict(groups=3), "groups=3 must divide the 2 rows"),
+]
+
+
+@pytest.mark.parametrize("given, message", BAD, ids=[message for _, message in BAD])
+def test_what_does_not_fit_is_refused_with_counts(model, given, message):
+    with pytest.raises(ed.EqxDecodersError, match=message):
+        ed.Media.create(model.config, TOKENS, **given)
+
+
+def test_models_without_encoders_refuse(model, media):
+    blind = dataclasses.replace(seeing(), media=None, blocks=seeing(layers=4).blocks[2:])
+    with pytest.raises(ed.ConfigError, match="has no encoders"):
+        ed.Media.create(blind, TOKENS)
+    with pytest.raises(ed.ConfigError, match=r"media is for tokens of shape \(2, 11\), and these are \(2, 5\)"):
+        model(TOKENS[:, :5], media=media)
+    with pytest.raises(ed.ConfigError, match="deepstack has 2 levels|deepstack has 2 layers"):
+        seeing(blocks=seeing().blocks[2:])
+
+
+def test_placeholders_may_be_outside_of_the_vocabulary():
+    media = dataclasses.replace(MEDIA, image_token=900, positions=None)
+    model = filled(seeing(media), attention="dot")
+    tokens = np.where(TOKENS == IMAGE, 900, TOKENS)
+    given = ed.Media.create(model.config, tokens, pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS))
+    assert np.isfinite(np.asarray(model(tokens, media=given).logits)).all()
+    with pytest.raises(ed.ConfigError, match="900"):
+        model(tokens)
+
+
+def test_padding_is_not_seen(model, whole):
+    """Longer rows, padded on either side, have the logits of the others."""
+    for left in (0, 3):
+        tokens = np.pad(TOKENS, ((0, 0), (left, 3 - left)))
+        mask = np.pad(np.ones_like(TOKENS), ((0, 0), (left, 3 - left)))
+        given = dict(pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS), attention_mask=mask)
+        out = model(tokens, media=ed.Media.create(model.config, tokens, **given))
+        close(np.asarray(out.logits)[:, left : left + 11], whole.logits)
+
+
+def test_documents_in_a_row_are_alone(model, whole):
+    """Both rows packed into one: positions begin anew, and no picture is seen from the other document."""
+    tokens = TOKENS.reshape(1, -1)
+    segments = np.concatenate([np.full(11, 1), np.full(11, 2)])[None]
+    given = dict(pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS), segment_ids=segments)
+    out = model(tokens, media=ed.Media.create(model.config, tokens, **given))
+    close(np.asarray(out.logits).reshape(2, 11, -1), whole.logits)
+
+
+def test_fixed_pictures_are_cut_into_the_same_patches():
+    """`[pictures, channels, height, width]`: patches in groups of neighbours, as with grids."""
+    stem = dataclasses.replace(STEM, frames=1)
+    config = seeing(dataclasses.replace(MEDIA, vision=dataclasses.replace(MEDIA.vision, stem=stem)))
+    pixels = np.random.default_rng(0).normal(size=(2, 3, 8, 4)).astype(np.float32)
+    cut = [
+        pixels[n, :, 2 * (2 * i + a) : 2 * (2 * i + a) + 2, 2 * b : 2 * b + 2].reshape(-1)
+        for n in range(2) for i in range(2) for a in range(2) for b in range(2)
+    ]  # fmt: skip
+    tokens = text("iixii")[None]
+    one = ed.Media.create(config, tokens, pixel_values=pixels)
+    other = ed.Media.create(config, tokens, pixel_values=np.stack(cut), image_grid_thw=np.asarray([[1, 4, 2]] * 2))
+    jax.tree.map(np.testing.assert_array_equal, one, other)

@@ -1,0 +1,76 @@
+"""Every option of an encoder is read: another value gives other logits, or says why it does not fit."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.axes import named_leaves, replaced
+from eqx_decoders.create import abstract
+from eqx_decoders.layers.rope import AxialRope
+from tests.encoders.options import ENCODER_NEEDS, ENCODER_OPTIONS
+from tests.encoders.samples import STEM, patches, sounds, text
+
+
+CASES = [(kind, field) for kind, (_, _, values) in ENCODER_OPTIONS.items() for field in values]
+TOKENS = text("xiiiiiixvvxxvvvxaaax")[None]
+IMAGES, FILMS = [(1, 4, 6)], [(2, 2, 2), (1, 2, 6)]
+SECONDS = np.asarray([0.7, 1.0])
+UNREAD = {(AxialRope, "in_turn")}  # an axis has half of the pairs
+
+
+def drawn(config):
+    """A model whose weights depend on their names and shapes alone."""
+    shapes = abstract(config, scan=False, attention="dot")
+    leaves = {}
+    for name, leaf in named_leaves(shapes).items():
+        seed = sum(map(ord, name)) + 31 * len(name)
+        leaves[name] = jnp.asarray(np.random.default_rng(seed).normal(0.1, 0.4, leaf.shape), leaf.dtype)
+    return replaced(shapes, leaves)
+
+
+_known: dict = {}
+
+
+def logits(config) -> np.ndarray:
+    if config not in _known:
+        frames = STEM.frames if config.media.vision.stem.frames == STEM.frames else 1
+        media = ed.Media.create(
+            config,
+            TOKENS,
+            pixel_values=patches(IMAGES, 1, dataclasses.replace(STEM, frames=frames)),
+            image_grid_thw=np.asarray(IMAGES),
+            pixel_values_videos=patches(FILMS, 2, dataclasses.replace(STEM, frames=frames)),
+            video_grid_thw=np.asarray(FILMS),
+            video_second_per_grid=SECONDS,
+            **sounds([10]),
+        )
+        _known[config] = np.asarray(drawn(config)(TOKENS, media=media).logits)
+    return _known[config]
+
+
+@pytest.mark.parametrize("kind, field", CASES, ids=lambda x: getattr(x, "__name__", x))
+def test_every_option_of_an_encoder_is_read(kind, field):
+    base, place, values = ENCODER_OPTIONS[kind]
+    base = dataclasses.replace(base, **ENCODER_NEEDS.get((kind, field), {}))
+    before = logits(place(base))
+    assert np.isfinite(before).all()
+    try:
+        after = logits(place(dataclasses.replace(base, **{field: values[field]})))
+    except ed.EqxDecodersError as error:
+        assert str(error).endswith(".") and len(str(error)) > 30
+        return
+    assert ((kind, field) in UNREAD) == bool(np.allclose(before, after, atol=1e-4))
+
+
+@pytest.mark.parametrize("kind, field", CASES, ids=lambda x: getattr(x, "__name__", x))
+def test_every_option_of_an_encoder_comes_back_from_json(kind, field):
+    base, place, values = ENCODER_OPTIONS[kind]
+    base = dataclasses.replace(base, **ENCODER_NEEDS.get((kind, field), {}))
+    try:
+        config = place(dataclasses.replace(base, **{field: values[field]}))
+    except ed.ConfigError:
+        return
+    assert ed.DecoderConfig.from_json(config.to_json()) == config != place(base)

@@ -1,0 +1,414 @@
+"""Mistral 3, SmolVLM and Llama 4 that see: beside transformers, settings and tensors both ways, sizes of pictures."""
+
+import copy
+import json
+import math
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import eqx_decoders as ed
+from eqx_decoders.axes import named_leaves
+from eqx_decoders.encoders.pictures import from_pixels, learned_places
+from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
+from eqx_decoders.families import FAMILIES, find_family
+from eqx_decoders.families.llama4 import llama4
+from eqx_decoders.families.llama4_vision import llama4_encoder, llama4_vision
+from eqx_decoders.families.shape import Shape
+from eqx_decoders.layers.mask import Causal, Chunked
+from eqx_decoders.layers.rope import Rope
+from tests.families.samples import FIXTURES, decode
+from tests.models import filled
+
+
+WEIGHTS = "model.safetensors"
+
+
+def same_weights(one, other) -> bool:
+    one, other = named_leaves(one), named_leaves(other)
+    return one.keys() == other.keys() and all(np.array_equal(one[path], other[path]) for path in one)
+
+
+# --- beside transformers ---
+
+
+@pytest.fixture(scope="module", params=["mistral3", "smolvlm"])
+def stored(request):
+    """A directory, its model, the arguments of transformers' forward, and what it computed."""
+    directory = FIXTURES / request.param
+    arrays = dict(np.load(directory / "media.npz"))
+    inputs = {name.removeprefix("inputs/"): x for name, x in arrays.items() if name.startswith("inputs/")}
+    return directory, ed.load_hf(directory), inputs, arrays
+
+
+def test_features_and_logits_are_those_of_transformers(stored):
+    _, model, inputs, wanted = stored
+    media = ed.Media.create(model.config, **inputs)
+    features = np.asarray(model.encode(media).features)[: len(wanted["features"])]
+    np.testing.assert_allclose(features, wanted["features"], atol=1e-4)
+    np.testing.assert_allclose(model(inputs["input_ids"], media=media).logits, wanted["logits"], atol=3e-4)
+
+
+@pytest.mark.slow
+def test_greedy_tokens_are_those_of_transformers(stored):
+    _, model, inputs, wanted = stored
+    ids, media, count = inputs["input_ids"], ed.Media.create(model.config, **inputs), wanted["generated_ids"].shape[1]
+    made = ed.generate(model, ids, media=media, max_new_tokens=count, sampler=ed.Greedy(), stop_ids=())
+    assert np.array_equal(made, wanted["generated_ids"])
+
+
+def told(settings):
+    """Settings without how tensors are stored, and who wrote them."""
+    missing = ("dtype", "torch_dtype", "transformers_version", "_pad_token_id")
+    return {key: told(x) if isinstance(x, dict) else x for key, x in settings.items() if key not in missing}
+
+
+def within(one, other) -> bool:
+    """Whether the second object says all that the first does."""
+    return all(within(x, other[key]) if isinstance(x, dict) else x == other[key] for key, x in one.items())
+
+
+def test_an_export_is_the_same_to_the_bit(stored, tmp_path):
+    directory, model, *_ = stored
+    ed.save_hf(model, tmp_path / "new")
+    before, after = (load_file(folder / WEIGHTS) for folder in (directory, tmp_path / "new"))
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    old, new = (json.loads((folder / "config.json").read_text()) for folder in (directory, tmp_path / "new"))
+    old["text_config"]["tie_word_embeddings"] = old["tie_word_embeddings"]  # inside stands what counts, too
+    assert within(told(old), new)
+    assert decode(new) == model.config
+
+
+def test_the_decoder_alone(stored, tmp_path):
+    directory, model, inputs, _ = stored
+    text = ed.load_hf(directory, text_only=True)
+    assert text.config.media is None and text.config.blocks == model.config.blocks
+    ids = np.where(inputs["input_ids"] > 50, 1, inputs["input_ids"])
+    np.testing.assert_array_equal(text(ids).logits, model(ids).logits)
+    ed.save_hf(text, tmp_path / "new")
+    again = ed.load_hf(tmp_path / "new")
+    assert again.config == text.config
+    assert same_weights(again, text)
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["model_type"] in ("mistral", "llama")
+
+
+def test_both_spellings_of_names_are_read(tmp_path):
+    """transformers 4.52 and later have another order of words in memory, and some files too."""
+    directory = FIXTURES / "mistral3"
+    shutil.copy(directory / "config.json", tmp_path)
+    tensors = {
+        "lm_head.weight" if "lm_head" in name else f"model.{name.replace('language_model.model', 'language_model')}": x
+        for name, x in load_file(directory / WEIGHTS).items()
+    }
+    assert "model.language_model.norm.weight" in tensors and "model.vision_tower.ln_pre.weight" in tensors
+    save_file(tensors, tmp_path / WEIGHTS)
+    assert same_weights(ed.load_hf(tmp_path), ed.load_hf(directory))
+
+
+# --- Llama 4 beside the formulas, written out ---
+
+SIDE, SIZE, MERGE, WIDTH, HEADS = 4, 3, 2, 16, 2
+IMAGE = 29
+SHAPE = Shape(vocab_size=32, embed_dim=12, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=16, eps=1e-5)
+TINY = llama4_vision(
+    llama4(
+        SHAPE,
+        num_experts=2,
+        dense_dim=20,
+        sparse=(0, 1),
+        rotated=(0,),
+        masks=(Chunked(4), Causal()),
+        rope=Rope(theta=100.0, pairing="interleaved"),
+    ),
+    llama4_encoder(
+        embed_dim=WIDTH, layers=2, heads=HEADS, mlp_dim=WIDTH * MERGE**2, feature_dim=10, out_dim=12, size=SIZE,
+        side=SIDE, merge=MERGE, theta=50.0,
+    ),
+    image_token=IMAGE,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return filled(TINY, attention="dot")
+
+
+def gelu(x):
+    return x * 0.5 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+
+
+def layer_norm(x, norm):
+    y = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+    return y * norm["scale"] + norm["bias"]
+
+
+def turned(x):
+    """Pairs of neighbours as complex numbers: half of a head by the column, half by the row, from 1; the last by 0."""
+    count = x.shape[-1] // 4
+    frequencies = 50.0 ** (-2 * np.arange(count) / (2 * count))
+    index = np.arange(SIDE**2)
+    angles = np.stack([index % SIDE + 1, index // SIDE + 1])[:, :, None] * frequencies
+    angles = np.concatenate([np.concatenate([*angles], axis=-1), np.zeros((1, 2 * count))])
+    z = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * angles)[:, None]
+    return np.stack([z.real, z.imag], axis=-1).reshape(x.shape)
+
+
+def attended(x, mixer):
+    query, key, value = (
+        np.einsum("le,ehd->lhd", x, mixer[name]) + mixer[f"{name}_bias"] for name in ("query", "key", "value")
+    )
+    scores = np.einsum("lhd,mhd->hlm", turned(query), turned(key)) / math.sqrt(WIDTH // HEADS)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    seen = np.einsum("hlm,mhd->lhd", weights / weights.sum(-1, keepdims=True), value)
+    return np.einsum("lhd,hde->le", seen, mixer["out"]) + mixer["out_bias"]
+
+
+def expected_features(model, picture):
+    """What the encoder makes of one tile, from its weights alone."""
+    tree: dict = {}
+    for path, leaf in named_leaves(model.vision).items():
+        *parts, last = path.split(".")
+        inner = tree
+        for part in parts:
+            inner = inner.setdefault(part, {})
+        inner[last] = np.asarray(leaf, np.float64)
+    cut = picture.reshape(3, SIDE, SIZE, SIDE, SIZE).transpose(1, 3, 0, 2, 4).reshape(SIDE**2, -1)
+    stem = tree["stem"]
+    x = np.concatenate([cut @ stem["kernel"].reshape(-1, WIDTH), stem["class_embedding"][None]])
+    x = layer_norm(x + stem["positions"]["table"], tree["pre_norm"])
+    unit = tree["segments"]["0"]["unit"]["0"]
+    for layer in range(2):
+        block = jax.tree.map(lambda leaf: leaf[layer], unit)  # noqa: B023
+        x = x + attended(layer_norm(x, block["pre_mixer_norm"]), block["mixer"])
+        mlp, inner = block["mlp"], layer_norm(x, block["pre_mlp_norm"])
+        x = x + gelu(inner @ mlp["up"] + mlp["up_bias"]) @ mlp["down"] + mlp["down_bias"]
+    x = layer_norm(x, tree["post_norm"])[:-1].reshape(SIDE // MERGE, MERGE, SIDE // MERGE, MERGE, WIDTH)
+    x = x.swapaxes(1, 2).reshape((SIDE // MERGE) ** 2, -1)
+    for number in ("0", "1"):
+        x = gelu(x @ tree["projector"]["layers"][number]["kernel"])
+    return x, x @ tree["into"]["kernel"]
+
+
+def test_tiles_are_what_the_formulas_say(tiny):
+    pictures = np.random.default_rng(0).normal(size=(3, 3, 12, 12)).astype(np.float32)
+    ids = np.asarray([[1, *[IMAGE] * 8, 2], [*[IMAGE] * 4, 3, 4, 5, 6, 7, 8]], np.int32)
+    encoded = tiny.encode(ed.Media.create(TINY, ids, pixel_values=pictures))
+    features, rows = (np.concatenate(x) for x in zip(*(expected_features(tiny, x) for x in pictures), strict=True))
+    np.testing.assert_allclose(encoded.features[:12], features, atol=2e-5)
+    np.testing.assert_allclose(encoded.by_group[0, :12], rows, atol=2e-5)
+
+
+def test_llama4_both_ways(tiny, tmp_path):
+    ed.save_hf(tiny, tmp_path / "new")
+    assert same_weights(ed.load_hf(tmp_path / "new"), tiny)
+    names = load_file(tmp_path / "new" / WEIGHTS)
+    assert names["vision_model.positional_embedding_vlm"].shape == (SIDE**2 + 1, WIDTH)
+    assert names["multi_modal_projector.linear_1.weight"].shape == (12, 10)
+    assert "language_model.model.layers.1.feed_forward.router.weight" in names
+    text = ed.load_hf(tmp_path / "new", text_only=True)
+    ids = np.asarray([[1, 2, 3, 4, 5]])
+    np.testing.assert_array_equal(text(ids).logits, ed.load_hf(tmp_path / "new")(ids).logits)
+
+
+# --- published models ---
+
+PARAMETERS = {
+    "smolvlm2-256m": 256_484_928,
+    "smolvlm2-500m": 507_482_304,
+    "smolvlm2-2.2b": 2_246_784_880,
+    "mistral-small-3.1-24b": 24_011_361_280,
+    "llama4-17b-16e-vision": 108_641_793_536,
+    "llama4-17b-128e-vision": 401_583_781_376,
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_are_the_published_ones(name):
+    assert ed.count_parameters(ed.get_config(name)) == PARAMETERS[name]
+
+
+# as published, with what else such files hold
+SMOLVLM = dict(
+    architectures=["SmolVLMForConditionalGeneration"], model_type="smolvlm", image_token_id=49_190,
+    pad_token_id=128_002, scale_factor=4, tie_word_embeddings=False, torch_dtype="float32", transformers_version="4.50.0.dev0",
+    use_cache=False, use_reentrant_checkpointing=False, vocab_size=49_280,
+    text_config=dict(
+        _flash_attn_2_enabled=True, _name_or_path="None", architectures=["VLlama3ForCausalLM"], attention_bias=False,
+        attention_dropout=0.0, head_dim=64, hidden_act="silu", hidden_size=960, initializer_range=0.02,
+        intermediate_size=2560, is_llama_config=True, max_position_embeddings=8192, mlp_bias=False, model_type="llama",
+        neftune_noise_alpha=0.0, num_attention_heads=15, num_hidden_layers=32, num_key_value_heads=5, pad_token_id=2,
+        perceiver_config=dict(model_type="vllama3", resampler_depth=6), pixel_shuffle_factor=4, pretraining_tp=1,
+        qk_layer_norms=False, rms_norm_eps=1e-05, rope_interleaved=False, rope_scaling=None, rope_theta=100_000,
+        torch_dtype="bfloat16", use_cache=True, use_resampler=False, vocab_size=49_280,
+        **{"transformers.js_config": dict(kv_cache_dtype=dict(fp16="float16"))},
+    ),
+    vision_config=dict(
+        hidden_size=768, image_size=512, max_image_size=dict(longest_edge=512), model_type="smolvlm_vision",
+        num_attention_heads=12, patch_size=16, size=dict(longest_edge=2048), tie_word_embeddings=False,
+        use_base_siglip=True,
+    ),
+)  # fmt: skip
+MISTRAL3 = dict(
+    architectures=["Mistral3ForConditionalGeneration"], model_type="mistral3", image_token_index=10,
+    multimodal_projector_bias=False, projector_hidden_act="gelu", spatial_merge_size=2, vision_feature_layer=-1,
+    torch_dtype="bfloat16", transformers_version="4.50.0.dev0",
+    text_config=dict(
+        attention_dropout=0.0, head_dim=128, hidden_act="silu", hidden_size=5120, initializer_range=0.02,
+        intermediate_size=32_768, max_position_embeddings=131_072, model_type="mistral", num_attention_heads=32,
+        num_hidden_layers=40, num_key_value_heads=8, rms_norm_eps=1e-05, rope_theta=1_000_000_000.0,
+        sliding_window=None, use_cache=True, vocab_size=131_072,
+    ),
+    vision_config=dict(
+        attention_dropout=0.0, head_dim=64, hidden_act="silu", hidden_size=1024, image_size=1540,
+        initializer_range=0.02, intermediate_size=4096, model_type="pixtral", num_attention_heads=16, num_channels=3,
+        num_hidden_layers=24, patch_size=14, rope_theta=10_000.0,
+    ),
+)  # fmt: skip
+MAVERICK = dict(
+    architectures=["Llama4ForConditionalGeneration"], model_type="llama4", boi_token_index=200_080,
+    eoi_token_index=200_081, image_token_index=200_092, torch_dtype="bfloat16", transformers_version="4.51.0.dev0",
+    text_config=dict(
+        _attn_implementation_autoset=True, attention_bias=False, attention_chunk_size=8192, attention_dropout=0.0,
+        bos_token_id=200_000, eos_token_id=[200_001, 200_007, 200_008], for_llm_compressor=False, head_dim=128,
+        hidden_act="silu", hidden_size=5120, initializer_range=0.02, interleave_moe_layer_step=2,
+        intermediate_size=8192, intermediate_size_mlp=16_384, max_position_embeddings=1_048_576,
+        model_type="llama4_text", no_rope_layers=[], num_attention_heads=40, num_experts_per_tok=1,
+        num_hidden_layers=48, num_key_value_heads=8, num_local_experts=128, output_router_logits=False,
+        pad_token_id=200_018, rms_norm_eps=1e-05, rope_scaling=None, rope_theta=500_000.0,
+        router_aux_loss_coef=0.001, router_jitter_noise=0.0, torch_dtype="bfloat16", use_cache=True,
+        use_qk_norm=False, vocab_size=202_048, attn_temperature_tuning=4,
+    ),
+    vision_config=dict(
+        _attn_implementation_autoset=True, attention_dropout=0.0, hidden_act="gelu", hidden_size=1408, image_size=336,
+        initializer_range=0.02, intermediate_size=5632, model_type="llama4_vision_model",
+        multi_modal_projector_bias=False, norm_eps=1e-05, num_attention_heads=16, num_channels=3, num_hidden_layers=34,
+        patch_size=14, pixel_shuffle_ratio=0.5, projector_dropout=0.0, projector_input_dim=4096,
+        projector_output_dim=4096, rope_theta=10_000, vision_feature_layer=-1,
+        vision_feature_select_strategy="default", vision_output_dim=4096,
+    ),
+)  # fmt: skip
+PUBLISHED = {"smolvlm2-500m": SMOLVLM, "mistral-small-3.1-24b": MISTRAL3, "llama4-17b-128e-vision": MAVERICK}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_published_configuration_is_ours(name):
+    family = find_family(PUBLISHED[name]["model_type"])
+    config, kept = family.decode(copy.deepcopy(PUBLISHED[name]))
+    assert config == ed.get_config(name)
+    assert not {"architectures", "model_type", "perceiver_config"} & kept["text_config"].keys()
+    again = family.encode(config)
+    assert decode(again) == config
+    assert again["text_config"]["model_type"] == PUBLISHED[name]["text_config"]["model_type"]
+
+
+def test_idefics_3_has_the_same_settings():
+    content = SMOLVLM | dict(architectures=["Idefics3ForConditionalGeneration"], model_type="idefics3")
+    assert decode(copy.deepcopy(content)) == ed.get_config("smolvlm2-500m")
+    written = FAMILIES["idefics3"].encode(ed.get_config("smolvlm2-2.2b"))
+    assert written["vision_config"]["model_type"] == "idefics3_vision"
+    assert decode(written) == ed.get_config("smolvlm2-2.2b")
+
+
+REFUSED = [
+    (SMOLVLM, "text_config", dict(qk_layer_norms=True), "qk_layer_norms=true"),
+    (SMOLVLM, "text_config", dict(use_resampler=True), "use_resampler=true"),
+    (SMOLVLM, "text_config", dict(model_type="mistral"), "model_type=mistral is not known here"),
+    (SMOLVLM, "vision_config", dict(num_attention_heads=7), "hidden_size=768 must be a multiple of"),
+    (SMOLVLM, "vision_config", dict(image_size=15), "image_size=15 must be at least patch_size=16"),
+    (SMOLVLM, None, dict(vision_config=None), "vision_config is missing"),
+    (MISTRAL3, None, dict(vision_feature_layer=-2), "vision_feature_layer=-2"),
+    (MISTRAL3, "text_config", dict(model_type="ministral3"), "model_type=ministral3 is not known here"),
+    (MISTRAL3, "vision_config", dict(head_dim=32), "head_dim=32 must be hidden_size / num_attention_heads=64"),
+    (MISTRAL3, "vision_config", dict(rope_parameters=dict(rope_type="yarn")), "rope_type=yarn"),
+    (
+        MAVERICK,
+        "vision_config",
+        dict(vision_output_dim=7680),
+        "projector_input_dim=4096 must be vision_output_dim=7680",
+    ),
+    (MAVERICK, "vision_config", dict(pixel_shuffle_ratio=0.3), "one divided by a whole number"),
+    (MAVERICK, "vision_config", dict(intermediate_size=4096), "intermediate_size=4096 must be 5632"),
+    (MAVERICK, "vision_config", dict(multi_modal_projector_bias=True), "multi_modal_projector_bias=true"),
+]
+
+
+@pytest.mark.parametrize("content, table, keys, message", REFUSED, ids=lambda x: x if isinstance(x, str) else "")
+def test_what_is_not_implemented_is_refused(content, table, keys, message):
+    changed = copy.deepcopy(content)
+    (changed if table is None else changed[table]).update(keys)
+    with pytest.raises(ed.ConversionError, match=message):
+        decode(changed)
+
+
+# --- pictures of several sizes ---
+
+STEM = PatchStemConfig(size=2, merge=2)
+
+
+def alone(pictures) -> list:
+    return [picture for pixels in pictures for picture in from_pixels(STEM, pixels[None])]
+
+
+def check_same(found, wanted):
+    assert [picture.grid for picture in found] == [picture.grid for picture in wanted]
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one.patches, other.patches)
+
+
+def test_padded_pictures_are_those_without():
+    """By sizes, by a mask, and a row of pixels that fills no patch left over."""
+    pixels = np.random.default_rng(0).normal(size=(3, 3, 9, 12)).astype(np.float32)
+    sizes = [(8, 12), (4, 4), (9, 8)]
+    wanted = alone([x[:, : h // 4 * 4, : w // 4 * 4] for x, (h, w) in zip(pixels, sizes, strict=True)])
+    check_same(from_pixels(STEM, pixels, sizes=np.asarray(sizes)), wanted)
+    mask = np.zeros((3, 9, 12), int)
+    for one, (height, width) in zip(mask, sizes, strict=True):
+        one[: height - 1, :width] = 1  # a patch of which one pixel is real is real
+    check_same(from_pixels(STEM, pixels, mask=mask), wanted)
+
+
+def test_pictures_that_are_zero_are_none():
+    pixels = np.random.default_rng(0).normal(size=(2, 3, 3, 4, 8)).astype(np.float32)
+    pixels[0, 2] = pixels[1, :2] = 0
+    mask = pixels.any(axis=2)
+    wanted = alone([pixels[0, 0], pixels[0, 1], pixels[1, 2]])
+    check_same(from_pixels(STEM, pixels), wanted)
+    check_same(from_pixels(STEM, pixels, mask=mask), wanted)
+    assert len(from_pixels(STEM, pixels[0])) == 3  # without a dimension of rows all are pictures
+
+
+ONES = np.ones((2, 3, 8, 8), np.float32)
+HOLE = np.ones((2, 8, 8))
+HOLE[0, 2:4, 2:4] = 0
+BAD_SIZES = [
+    (dict(sizes=[[8, 8]]), r"image_sizes=\[\[8, 8\]\] must be height and width of the 2 pictures"),
+    (dict(sizes=[[8, 8], [12, 4]]), r"at most \[8, 8\]"),
+    (dict(sizes=[[8, 8], [0, 4]]), "image_sizes"),
+    (dict(sizes=[[8, 8], [6, 4]]), "3 rows and 2 columns of patches of 2 x 2 pixels must be multiples of 2"),
+    (dict(sizes=[[8, 8], [1, 4]]), "0 rows and 2 columns"),
+    (dict(mask=np.ones((2, 8))), r"pixel_attention_mask of shape \(2, 8\) must be \(2, 8, 8\)"),
+    (dict(mask=HOLE), "pixel_attention_mask must leave a picture whole"),
+    (dict(mask=np.zeros((2, 8, 8))), "pixel_attention_mask must leave a picture whole"),
+    (dict(mask=np.ones((2, 8, 8)) * (np.arange(8) > 1)), "from its first row and column on"),
+]
+
+
+@pytest.mark.parametrize("given, message", BAD_SIZES, ids=[message for _, message in BAD_SIZES])
+def test_sizes_that_do_not_fit_are_refused(given, message):
+    with pytest.raises(ed.DataError, match=message):
+        from_pixels(STEM, ONES, **given)
+
+
+@pytest.mark.parametrize("side, count", [(26, 26), (27, 27), (32, 32), (6, 8), (9, 4), (4, 12)])
+def test_positions_are_at_the_same_fraction(side, count):
+    """Of the published sides all are found, each once; others are the exact quotients, rounded down."""
+    stem = PatchStemConfig(size=2, positions=LearnedGrid(side=side, resample="fraction"))
+    (picture,) = from_pixels(stem, np.ones((1, 3, 2 * count, 4), np.float32))
+    found = learned_places(stem, picture)
+    assert found is not None
+    wanted = [side * (row * side // count) + column * side // 2 for row in range(count) for column in range(2)]
+    assert found[0][:, 0].tolist() == wanted

@@ -1,0 +1,387 @@
+"""The Qwens that see and hear: features, positions, logits and tokens as in transformers, and files there and back."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import shutil
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import eqx_decoders as ed
+from eqx_decoders.axes import named_leaves
+from eqx_decoders.encoders.rope_positions import AUDIO, IMAGE, TEXT, VIDEO, grid_positions
+from eqx_decoders.families import FAMILIES, find_family, qwen3_5_vision, qwen3_omni
+from eqx_decoders.families.qwen3_moe import qwen3_moe
+from eqx_decoders.families.qwen3_next import with_depth
+from eqx_decoders.families.qwen3_vl import qwen3_vl
+from eqx_decoders.families.qwen_vision import qwen_vision
+from eqx_decoders.families.shape import Shape
+from eqx_decoders.layers.mask import Bidirectional
+from eqx_decoders.layers.rope import Rope
+from tests.families.samples import FIXTURES, decode
+
+
+NAMES = ("qwen2_5_vl", "qwen3_omni")
+WEIGHTS = "model.safetensors"
+
+
+def content_of(directory) -> dict:
+    return json.loads((directory / "config.json").read_text())
+
+
+def same_weights(one, other) -> bool:
+    first, second = named_leaves(one), named_leaves(other)
+    return first.keys() == second.keys() and all(np.array_equal(first[name], second[name]) for name in first)
+
+
+def tiny(model: str):
+    """A decoder with an encoder of pictures, of a few numbers."""
+    rope, vision = (
+        Rope(theta=100.0, sections=(2, 1, 1)),
+        dict(embed_dim=8, layers=2, heads=2, mlp_dim=12, size=2, side=3),
+    )
+    shape = Shape(vocab_size=32, embed_dim=12, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=6)
+    if model == "moe":
+        text = qwen3_moe(shape, expert_dim=6, num_experts=3, num_experts_per_token=2, rope=rope)
+        return qwen3_vl(text, qwen_vision(**vision, out_dim=12, deepstack=(0, 1)))
+    family = qwen3_5_vision.qwen3_5
+    delta = family.delta_net(shape, key_heads=1, heads=2, key_dim=4, value_dim=4)
+    rope = dataclasses.replace(rope, fraction=0.5, sections=(1, 1, 0))
+    text = family.qwen3_5(shape, delta=delta, mlp=shape.mlp(), rope=rope)
+    return qwen3_5_vision.qwen3_5_vision(with_depth(text), qwen_vision(**vision, out_dim=12))
+
+
+def filled(config):
+    """A model of random numbers, without compiling."""
+    numbers = np.random.default_rng(0)
+    shapes, static = eqx.partition(ed.abstract(config), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    made = jax.tree.map(lambda leaf: jnp.asarray(numbers.normal(size=leaf.shape), jnp.float32), shapes)
+    return eqx.combine(made, static)
+
+
+@functools.cache
+def opened(name):
+    """A model, what it sees and hears, the same as arrays, and what transformers computes of it."""
+    arrays = dict(np.load(FIXTURES / name / "media.npz"))
+    inputs = {key.removeprefix("inputs/"): x for key, x in arrays.items() if key.startswith("inputs/")}
+    model = ed.load_hf(FIXTURES / name)
+    return model, ed.Media.create(model.config, **inputs), inputs, arrays
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_features_logits_and_positions_are_those_of_transformers(name):
+    model, media, inputs, wanted = opened(name)
+    features = model.encode(media).features[: len(wanted["features"])]
+    np.testing.assert_allclose(features, wanted["features"], atol=1e-4)
+    np.testing.assert_allclose(model(inputs["input_ids"], media=media).logits, wanted["logits"], atol=5e-4)
+    assert np.array_equal(media.rope_positions, wanted["rope_positions"])
+
+
+@pytest.mark.parametrize("name", [NAMES[0], pytest.param(NAMES[1], marks=pytest.mark.slow)])
+def test_tokens_are_those_of_transformers(name):
+    model, media, inputs, wanted = opened(name)
+    count = wanted["generated_ids"].shape[1]
+    made = ed.generate(model, inputs["input_ids"], media=media, max_new_tokens=count, sampler=ed.Greedy())
+    assert np.array_equal(made, wanted["generated_ids"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_export_is_the_same_to_the_bit(name, tmp_path):
+    directory, model = FIXTURES / name, opened(name)[0]
+    ed.save_hf(model, tmp_path / "new")
+    before, after = (load_file(folder / WEIGHTS) for folder in (directory, tmp_path / "new"))
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    old, new = content_of(directory), content_of(tmp_path / "new")
+    assert decode(new) == decode(old) == model.config
+    assert new["vision_start_token_id"] == old["vision_start_token_id"]  # what transformers looks for
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"), [("qwen2_5_vl", "qwen2"), pytest.param("qwen3_omni", "qwen3_moe", marks=pytest.mark.slow)]
+)
+def test_the_decoder_alone_is_one_of_its_text_family(name, plain, tmp_path):
+    whole, text = opened(name)[0], ed.load_hf(FIXTURES / name, text_only=True)
+    assert text.config.media is None and text.vision is None
+    ids = np.arange(1, 9)[None]
+    np.testing.assert_array_equal(text(ids).logits, whole(ids).logits)
+    ed.save_hf(text, tmp_path / "new")
+    assert content_of(tmp_path / "new")["model_type"] == plain
+    again = ed.load_hf(tmp_path / "new")
+    assert again.config == text.config
+    assert same_weights(again, text)
+
+
+# --- positions -------------------------------------------------------------------------------------------
+
+
+def time_of(name, frame, seconds):
+    return float(int(frame * 3 * seconds)) if name == "qwen2_5" else frame * seconds * 13
+
+
+def counted(name, ids, grids, seconds):
+    """The positions of one row by the rules of the families, token by token; ids are kinds, 9 and 8 begin and end."""
+    positions, place, at = [], 0.0, 0
+    pictures, films = iter(grids.get(IMAGE, ())), iter(zip(grids.get(VIDEO, ()), seconds, strict=True))
+    while at < len(ids):
+        if ids[at] not in (IMAGE, VIDEO):
+            positions.append([place] * 3)
+            place, at = place + 1, at + 1
+            continue
+        (frames, rows, columns), every = (next(pictures), 1.0) if ids[at] == IMAGE else next(films)
+        tokens = [
+            (time_of(name, frame, every), row, column)
+            for frame, row, column in itertools.product(range(frames), range(rows // 2), range(columns // 2))
+        ]
+        heard, before, stretch = 0, None, []
+        while at < len(ids) and (tokens or ids[at] == AUDIO):
+            own, heard = ([heard] * 3, heard + 1) if ids[at] == AUDIO else (tokens.pop(0), heard)
+            stretch = [*stretch, own] if ids[at] == before else [own]  # what counts is the last one, of one kind
+            positions.append([place + number for number in own])
+            before, at = ids[at], at + 1
+        place += max(number for own in stretch for number in (own if name == "omni" else own[1:])) + 1
+    return np.asarray(positions).T
+
+
+FILM = [VIDEO] * 4
+CASES = [
+    # a picture between text; one of a single token; pictures that touch text only
+    ([TEXT, 9, *[IMAGE] * 6, 8, TEXT, 9, IMAGE, 8], {IMAGE: [(1, 4, 6), (1, 2, 2)]}, ()),
+    # films: near in time, far apart, of one frame
+    ([9, *FILM * 3, 8, TEXT], {VIDEO: [(3, 4, 4)]}, (0.25,)),
+    ([9, *FILM * 2, 8, TEXT, 9, *FILM, 8], {VIDEO: [(2, 2, 8), (1, 4, 4)]}, (5.0, 2.0)),
+    # sounds by themselves
+    ([TEXT, 9, *[AUDIO] * 5, 8, 9, *[IMAGE] * 2, 8, 9, AUDIO, 8, TEXT], {IMAGE: [(1, 4, 2)]}, ()),
+]
+MIXED = [
+    # sound between the frames of a film, and what is left of it; then films that are wider than their sound is long
+    ([9, *FILM, *[AUDIO] * 7, *FILM, *[AUDIO] * 9, 8, TEXT], {VIDEO: [(2, 4, 4)]}, (0.5,)),
+    ([9, *FILM, *[AUDIO] * 2, *FILM, 8, TEXT], {VIDEO: [(2, 2, 8)]}, (0.125,)),
+    ([9, *FILM, AUDIO, 8, TEXT, TEXT], {VIDEO: [(1, 2, 8)]}, (0.5,)),
+]
+RULES = {name: decode(content_of(FIXTURES / fixture)).media.positions
+         for name, fixture in zip(("qwen2_5", "omni"), NAMES, strict=True)}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), [*itertools.product(("qwen2_5",), CASES[:3]), *itertools.product(("omni",), CASES + MIXED)]
+)
+def test_positions_are_counted_like_this(name, case):
+    ids, grids, seconds = case
+    wanted = counted(name, list(ids), grids, seconds)
+    kinds = np.where(np.isin(ids, (8, 9)), TEXT, ids)
+    # the same behind padding, and once more as a second document
+    row = np.concatenate([[TEXT] * 2, kinds, kinds])
+    segments = np.concatenate([[0] * 2, [1] * len(ids), [2] * len(ids)])
+    twice = {kind: [*own] * 2 for kind, own in grids.items()}
+    found = grid_positions(RULES[name], row[None], segments[None], twice, 2, np.asarray(seconds * 2, np.float32))
+    assert np.array_equal(found[0].T, np.concatenate([np.zeros((3, 2)), wanted, wanted], axis=1))
+
+
+def test_as_many_times_as_films():
+    config = decode(content_of(FIXTURES / "qwen2_5_vl"))
+    ids, patches = np.full((1, 4), config.media.video_token), np.zeros((16, 24), np.float32)
+    given = dict(input_ids=ids, pixel_values_videos=patches, video_grid_thw=[[1, 4, 4]])
+    ed.Media.create(config, **given, second_per_grid_ts=[0.5])
+    with pytest.raises(ed.DataError, match="2 times between frames for 1 films"):
+        ed.Media.create(config, **given, second_per_grid_ts=[0.5, 0.5])
+
+
+def test_short_sounds_are_padded_to_the_longest():
+    """As in transformers: convolutions see the zeros behind a sound."""
+    config = decode(content_of(FIXTURES / "qwen3_omni"))
+    token = config.media.audio_token
+
+    def frames(*lengths):
+        tokens = sum(length // 100 * 13 + -(-(length % 100) // 8) for length in lengths)
+        mask = np.arange(max(lengths))[None] < np.asarray(lengths)[:, None]
+        sounds = np.ones((len(lengths), 8, max(lengths)), np.float32)
+        media = ed.Media.create(config, [[token] * tokens], input_features=sounds, feature_attention_mask=mask)
+        return media.sounds.chunks.shape[-1]
+
+    assert frames(37, 60) == 60
+    assert frames(37, 100) == frames(137) == 100
+
+
+# --- files -----------------------------------------------------------------------------------------------
+
+
+def flat(content) -> dict:
+    """As the first files have it: the decoder's settings beside those of the encoder."""
+    text, vision = content["text_config"], content["vision_config"]
+    rope = text["rope_parameters"]
+    outer = {key: x for key, x in content.items() if key not in ("text_config", "vision_config")}
+    inner = {key: x for key, x in text.items() if key not in ("rope_parameters", "model_type", "layer_types", "dtype")}
+    vision = {
+        key: x for key, x in vision.items() if key not in ("rope_parameters", "model_type", "in_channels", "dtype")
+    }
+    return {**{key: x for key, x in inner.items() if x is not None}, **outer, "rope_theta": rope["rope_theta"],
+            "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}, "sliding_window": 32_768,
+            "use_sliding_window": False, "max_window_layers": 1, "vision_token_id": 7, "torch_dtype": "bfloat16",
+            "vision_config": {**vision, "in_chans": 3, "spatial_patch_size": 2}}  # fmt: skip
+
+
+def doubled(content) -> dict:
+    """As later ones have it: in both places, and the decoder's under the name of the whole."""
+    settings = flat(content)
+    text = {**content["text_config"], "architectures": content["architectures"], "image_token_id": None,
+            "vision_start_token_id": 7, "tie_word_embeddings": settings.pop("tie_word_embeddings")}  # fmt: skip
+    text |= {"rope_theta": settings["rope_theta"], "rope_scaling": {**text.pop("rope_parameters"), "type": "mrope"}}
+    vision = {**settings["vision_config"], "model_type": "qwen2_5_vl"}
+    return {**settings, "text_config": text, "vision_config": vision, "hidden_size": 99}
+
+
+@pytest.mark.parametrize("spelling", [flat, doubled])
+def test_old_settings_mean_the_same(spelling):
+    content = content_of(FIXTURES / "qwen2_5_vl")
+    assert decode(spelling(content)) == decode(content)
+
+
+def test_names_that_transformers_has_in_memory_are_read(tmp_path):
+    directory = FIXTURES / "qwen2_5_vl"
+    (tmp_path / "config.json").write_text(json.dumps(flat(content_of(directory))))
+    tensors = load_file(directory / WEIGHTS)
+    inner = {name: f"model.{name.replace('model.', 'language_model.')}" for name in tensors}
+    save_file({inner[name]: x for name, x in tensors.items()}, tmp_path / WEIGHTS)
+    assert same_weights(ed.load_hf(tmp_path), ed.load_hf(directory))
+    text = ed.load_hf(tmp_path, text_only=True)
+    assert same_weights(text, ed.load_hf(directory, text_only=True))
+
+
+def test_the_thinker_of_a_whole_model(tmp_path):
+    directory = FIXTURES / "qwen3_omni"
+    inner = {key: x for key, x in content_of(directory).items() if key not in ("architectures", "dtype")}
+    whole = {
+        "architectures": ["Qwen3OmniMoeForConditionalGeneration"],
+        "model_type": "qwen3_omni_moe",
+        "enable_audio_output": True,
+        "thinker_config": inner,
+        "talker_config": {"text_config": {}},
+        "code2wav_config": {},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    tensors = {f"thinker.{name}": x for name, x in load_file(directory / WEIGHTS).items()}
+    spoken = {f"{name}.weight": np.zeros((2, 2), np.float32) for name in ("talker.lm_head", "code2wav.decoder.0")}
+    save_file(tensors | spoken, tmp_path / WEIGHTS)
+    model = ed.load_hf(tmp_path)
+    assert model.config == decode(content_of(directory))
+    assert same_weights(model, ed.load_hf(directory))
+    assert same_weights(ed.load_hf(tmp_path, text_only=True), ed.load_hf(directory, text_only=True))
+    ed.save_hf(model, tmp_path / "new")
+    assert content_of(tmp_path / "new")["model_type"] == "qwen3_omni_moe_thinker"
+    assert load_file(tmp_path / "new" / WEIGHTS).keys() == load_file(directory / WEIGHTS).keys()
+    with pytest.raises(ed.ConversionError, match="architectures"):
+        find_family("qwen3_omni_moe").decode(whole | {"architectures": ["Qwen3OmniMoeTalker"]})
+
+
+def test_matrices_of_experts_are_read_both_ways(tmp_path):
+    """Published files of Qwen3-VL have `[in, out]`, transformers 5 writes `[out, in]`."""
+    model = filled(tiny("moe"))
+    ed.save_hf(model, tmp_path / "new", family="qwen3_vl_moe")
+    tensors = load_file(tmp_path / "new" / WEIGHTS)
+    name = "model.language_model.layers.0.mlp.experts."
+    assert (tensors[f"{name}gate_up_proj"].shape, tensors[f"{name}down_proj"].shape) == ((3, 12, 12), (3, 12, 6))
+    shutil.copytree(tmp_path / "new", tmp_path / "published")
+    turned = {name: np.ascontiguousarray(x.swapaxes(1, 2)) if ".experts." in name else x for name, x in tensors.items()}
+    save_file(turned, tmp_path / "published" / WEIGHTS)
+    for directory in ("new", "published"):
+        again = ed.load_hf(tmp_path / directory)
+        assert again.config == model.config
+        assert same_weights(again, model)
+        text = ed.load_hf(tmp_path / directory, text_only=True)
+        np.testing.assert_array_equal(text.segments[0].unit[0].mlp.gate[:2], model.segments[0].unit[0].mlp.gate)
+
+
+def test_multi_token_prediction_stays_beside_an_encoder(tmp_path):
+    model = filled(tiny("hybrid"))
+    ed.save_hf(model, tmp_path / "new", family="qwen3_5")
+    names = load_file(tmp_path / "new" / WEIGHTS).keys()
+    assert {"mtp.fc.weight", "model.visual.merger.norm.weight", "model.language_model.norm.weight"} <= names
+    again, text = (ed.load_hf(tmp_path / "new", text_only=alone) for alone in (False, True))
+    assert again.config == model.config and same_weights(again, model)
+    assert text.config == dataclasses.replace(model.config, media=None)
+    ed.save_hf(text, tmp_path / "text")
+    assert same_weights(ed.load_hf(tmp_path / "text"), text)
+
+
+def test_a_new_thinker_has_the_tokens_that_transformers_looks_for():
+    assert not set(FAMILIES["qwen3_omni_moe_thinker"].default_settings) - set(qwen3_omni.FAMILY.ignored_keys)
+    written = FAMILIES["qwen3_omni_moe_thinker"].encode(ed.get_config("qwen3-omni-30b-a3b-thinker"))
+    audio = written["audio_config"]
+    assert (audio["n_window"], audio["n_window_infer"], audio["downsample_hidden_size"]) == (50, 800, 480)
+    assert (written["position_id_per_seconds"], written["audio_token_id"]) == (13, 151_675)
+
+
+KINDS = {
+    "qwen2_5_vl": ("qwen2.5-vl-3b", "qwen2.5-vl-7b", "qwen2.5-vl-32b", "qwen2.5-vl-72b"),
+    "qwen3_vl_moe": ("qwen3-vl-30b-a3b", "qwen3-vl-235b-a22b"),
+    "qwen3_omni_moe_thinker": ("qwen3-omni-30b-a3b-thinker",),
+    "qwen3_5": tuple(f"qwen3.5-{size}-vision" for size in ("0.8b", "2b", "4b", "9b", "27b")),
+    "qwen3_5_moe": tuple(f"qwen3.5-{size}-vision" for size in ("35b-a3b", "122b-a10b", "397b-a17b")),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(kind, name, marks=pytest.mark.slow if index else ())
+        for kind, names in KINDS.items()
+        for index, name in enumerate(names)
+    ],
+)
+def test_published_models_have_a_config_json(kind, name):
+    config, family = ed.get_config(name), FAMILIES[kind]
+    written = json.loads(json.dumps(family.encode(config)))
+    assert family.decode(written)[0] == config
+    assert written["vision_config"]["out_hidden_size"] == written["text_config"]["hidden_size"]
+    assert ed.DecoderConfig.from_json(config.to_json()) == config
+
+
+def test_windows_are_those_of_the_file():
+    masks = [block.mixer.mask for block in ed.get_config("qwen2.5-vl-7b").media.vision.blocks]
+    assert [index for index, mask in enumerate(masks) if mask == Bidirectional()] == [7, 15, 23, 31]
+    assert set(masks) == {Bidirectional(), Bidirectional(64)}
+    written = FAMILIES["qwen2_5_vl"].encode(ed.get_config("qwen2.5-vl-7b"))["vision_config"]
+    assert (written["window_size"], written["fullatt_block_indexes"]) == (112, [7, 15, 23, 31])
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "keys", "message"),
+    [
+        ("qwen2_5_vl", None, dict(vision_config=None), "vision_config is missing"),
+        ("qwen2_5_vl", None, dict(text_config=3), "text_config=3 must be an object"),
+        (
+            "qwen2_5_vl",
+            "vision_config",
+            dict(out_hidden_size=8),
+            "out_hidden_size=8 must be the decoder's hidden_size=16",
+        ),
+        ("qwen2_5_vl", "vision_config", dict(window_size=3), "window_size=3 must be at least 4 pixels"),
+        ("qwen2_5_vl", "vision_config", dict(num_heads=3), "must be a multiple of num_heads=3"),
+        ("qwen2_5_vl", "vision_config", dict(window_sice=3), "window_sice: not known here"),
+        ("qwen2_5_vl", "text_config", dict(rope_parameters={"mrope_interleaved": True}), "mrope_interleaved=true"),
+        ("qwen3_omni", "text_config", dict(rope_parameters={"mrope_interleaved": False}), "mrope_interleaved=false"),
+        ("qwen3_omni", None, dict(audio_config=None), "audio_config is missing"),
+        (
+            "qwen3_omni",
+            "audio_config",
+            dict(scale_embedding=True),
+            "scale_embedding=true changes what the model computes",
+        ),
+        ("qwen3_omni", "audio_config", dict(n_window_infer=99), "n_window_infer=99 must be at least 2 x n_window=50"),
+        ("qwen3_omni", "audio_config", dict(output_dim=8), "output_dim=8 must be the decoder's hidden_size=16"),
+        ("qwen3_omni", "vision_config", dict(num_position_embeddings=8), "must be a square"),
+        ("qwen3_omni", "vision_config", dict(apply_vit_abs_pos_embed=False), "apply_vit_abs_pos_embed=false"),
+    ],
+)
+def test_what_is_not_understood_is_refused(name, table, keys, message):
+    content = content_of(FIXTURES / name)
+    changed = content | keys if table is None else content | {table: content[table] | keys}
+    with pytest.raises(ed.ConversionError, match=message):
+        decode(changed)
