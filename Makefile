@@ -10,6 +10,8 @@ RUN ?= runs/$(MODEL)
 # Muon learns twice as fast as AdamW from so few steps; a learning rate for small models
 OPTIMIZER ?= --optimizer.name muon --optimizer.learning-rate 3e-3 --optimizer.weight-decay 0.01
 ARGS ?=
+# Seeing takes more steps than reading, of a smaller model
+STEPS := $(if $(filter tiny-vision,$(MODEL)),--steps 1000 --eval-every 500)
 
 .DEFAULT_GOAL := help
 .PHONY: help install train test test-slow mutants lint typecheck bench bench-accelerator bench-sizes clean
@@ -31,7 +33,7 @@ $(AOT): $(STAMP)
 install: $(STAMP)  ## make the environment in .venv
 
 train: $(STAMP)  ## train a model (tiny, on the Python standard library's text) and let it write
-	$(BIN)/python scripts/train.py --run-dir $(RUN) --model $(MODEL) $(OPTIMIZER) $(ARGS)
+	$(BIN)/python scripts/train.py --run-dir $(RUN) --model $(MODEL) $(OPTIMIZER) $(STEPS) $(ARGS)
 
 test: $(STAMP)  ## all fast tests, on eight CPU devices
 	$(CPU) $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)

@@ -137,7 +137,10 @@ def product_axes(words: Axes) -> tuple[Axes, Axes] | None:
     `layers embed heads head_dim` goes from `embed` to `heads head_dim`, `heads head_dim embed` back. `experts` in front
     are so many matrices, like layers. None for what is no matrix inside a block: tables, output heads, norms, biases.
     """
-    inner, ends = tuple(word for word in words if word != "layers"), {*_LATENTS, "embed", "rank", "ngram_features", "inner"}
+    inner, ends = (
+        tuple(word for word in words if word != "layers"),
+        {*_LATENTS, "embed", "rank", "ngram_features", "inner"},
+    )
     inner = inner[1:] if inner[:1] == ("experts",) else inner
     if len(inner) < 2 or not ends & set(inner) or {"vocab", "positions"} & set(inner) or inner[0] == "streams":
         return None

@@ -308,6 +308,7 @@ class Decoder(eqx.Module):
         With `keeps_all` it may reject none: then recurrent layers propose their state, and nothing per token.
         """
         inputs = Inputs() if inputs is None else inputs
+        encoded = None
         if media is not None:
             check_tokens(tokens, media)
             encoded, (inputs, segment_ids) = _encode(self, media), beside(media, inputs, segment_ids)
@@ -338,7 +339,7 @@ class Decoder(eqx.Module):
         embed_key, block_key, _ = self._keys(key)
         given = self.embedding(jnp.asarray(tokens), ctx) if embeds is None else embeds
         further: dict[str, Array] = {}
-        if media is not None:
+        if media is not None and encoded is not None and self.config.media is not None:
             index = jnp.asarray(media.index)
             given = ctx.constrain(merge_features(given, encoded.by_group, index), "batch length embed")
             further = stacked_deepstack(encoded, index)

@@ -28,6 +28,7 @@ import numpy as np
 from bench_accelerator import accelerator
 from bench_data import encode, make_text, memory, plan, restart, tokenise
 from bench_layers import delta_rule, experts
+from bench_pictures import bench_pictures
 from bench_sizes import plan_sizes
 
 import eqx_decoders as ed
@@ -472,6 +473,7 @@ SHOWN = {
     "loop": show_loop,
     "compile": show_compile,
     "decode": show_decode,
+    "pictures": bench_pictures,
     "experts": show_experts,
     "delta-rule": show_delta_rule,
     "load": show_load,

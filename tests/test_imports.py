@@ -17,8 +17,8 @@ ORDER = [
     "errors", "hardware", "lazy", "eager", "inputs", "axes", "explicit", "device_grid", "offload", "partition",
     "layout", "low_precision", "numerics", "prng", "sampling", "origin", "remat", "pipeline", "context", "layers",
     "stats", "wiring", "further", "batch_split", "block", "layer_inputs", "borrowing", "stack", "stages", "mtp",
-    "config_json", "cache", "encoders", "decoder", "create", "families", "io", "inference", "describe", "replication", "model_info",
-    "training", "planning", "cli",
+    "config_json", "cache", "encoders", "decoder", "create", "families", "io", "inference", "describe", "replication",
+    "model_info", "training", "planning", "cli",
 ]  # fmt: skip
 
 

@@ -63,7 +63,7 @@ def test_the_quick_cases_have_most_options():
         pytest.param(case, id=str(number), marks=() if case in QUICK else pytest.mark.slow)
         for number, case in enumerate(COVERING)
     ]
-    + [pytest.param(STATE, id="state")],
+    + [pytest.param(STATE, id="state", marks=pytest.mark.slow)],
 )
 def test_the_fast_form_of_a_case_equals_the_plain_one(case, record_property):
     drop_compiled_programs()

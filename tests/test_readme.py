@@ -26,6 +26,7 @@ MOST_PROGRAMS = {
     "Layout.create(fsdp=4, tensor=2)": 55,
     "save_peft": 35,
     "runs/tiny": 20,
+    "drawn_pictures": 40,
     "class ShortConvolution(": 15,
 }
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
@@ -90,6 +91,11 @@ def test_a_run_of_ones_own_is_read_and_writes(tmp_path):
     assert len(told) == 2 and len("".join(out[2:])) > 10
 
 
+def test_pictures_stand_in_the_place_of_placeholders():
+    out, told = run_example("drawn_pictures")
+    assert_told(out, told)
+
+
 def test_layers_of_ones_own_remember_what_they_say():
     out, told = run_example("class ShortConvolution(")
     assert_told(out, told)
@@ -98,7 +104,7 @@ def test_layers_of_ones_own_remember_what_they_say():
 
 def test_every_kind_of_user_has_an_example():
     # a loop of one's own, many devices, a checkpoint of others, a run of one's own, layers of one's own
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 6
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"`make ([a-z-]+)`", README))))

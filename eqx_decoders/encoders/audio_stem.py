@@ -17,7 +17,7 @@ from eqx_decoders.numerics import fan_in
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AudioStemConfig:
-    """Each chunk by itself: `convolutions` of 3 x 3 in steps of 2 over bands and frames, then one matrix, and positions.
+    """Each chunk by itself: convolutions of 3 x 3 in steps of 2 over bands and frames, one matrix, and positions.
 
     **Arguments:**
 
@@ -69,7 +69,9 @@ class Convolution(eqx.Module):
     kernel: Float[Array, "filters input_filters kernel_rows kernel_columns"]
     bias: Float[Array, "filters"]
 
-    def __call__(self, x: Float[Array, "chunks input_filters mel frames"]) -> Float[Array, "chunks filters rows columns"]:
+    def __call__(
+        self, x: Float[Array, "chunks input_filters mel frames"]
+    ) -> Float[Array, "chunks filters rows columns"]:
         kernel, edges = self.kernel.astype(x.dtype), ((1, 1), (1, 1))
         y = jax.lax.conv_general_dilated(x, kernel, (2, 2), edges, dimension_numbers=("NCHW", "OIHW", "NCHW"))
         return y + self.bias.astype(x.dtype)[None, :, None, None]

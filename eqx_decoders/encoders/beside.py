@@ -127,4 +127,3 @@ def check_tokens(tokens: Any, media: Media) -> None:
     shape, made = np.shape(tokens), media.index.shape
     rule = "Media.create must be called with the tokens of the call"
     check(shape == made, f"media is for tokens of shape {made}, and these are {shape}: {rule}.")
-

@@ -109,7 +109,11 @@ class Media(eqx.Module):
             raise ConfigError("Media.create: this model has no encoders (DecoderConfig.media is None): it reads text.")
         ids = np.asarray(input_ids)
         good = ids.ndim == 2 and ids.dtype.kind in "iu"
-        check(good, f"Media.create: input_ids of shape {ids.shape}, {ids.dtype} must be [batch, length] integers.", DataError)
+        check(
+            good,
+            f"Media.create: input_ids of shape {ids.shape}, {ids.dtype} must be [batch, length] integers.",
+            DataError,
+        )
         good = groups > 0 and len(ids) % groups == 0
         check(good, f"Media.create: groups={groups} must divide the {len(ids)} rows of input_ids.", DataError)
         kinds = _kinds(media, ids)
@@ -123,20 +127,25 @@ class Media(eqx.Module):
                 sizes=image_sizes,
                 mask=pixel_attention_mask,
             ),
-            VIDEO: _pictures(media, pixel_values_videos, video_grid_thw, video_position_ids, "pixel_values_videos", "video"),
+            VIDEO: _pictures(
+                media, pixel_values_videos, video_grid_thw, video_position_ids, "pixel_values_videos", "video"
+            ),
             AUDIO: _sounds(media, input_features, feature_attention_mask),
         }
         segments = _documents(ids, attention_mask, segment_ids)
         pictures, sounds, order = _packed(media, kinds.reshape(groups, -1), found)
         seconds = second_per_grid_ts if video_second_per_grid is None else video_second_per_grid
         positions = None
-        if media.positions is not None and isinstance(media.vision and media.vision.stem, PatchStemConfig):
-            grids = {kind: [picture.grid for picture in found[kind]] for kind in (IMAGE, VIDEO)}
+        stem = None if media.vision is None else media.vision.stem
+        if media.positions is not None and isinstance(stem, PatchStemConfig):
+            grids: dict[int, Sequence[Any]] = {
+                kind: [picture.grid for picture in found[kind]] for kind in (IMAGE, VIDEO)
+            }
             seconds = None if seconds is None else np.asarray(seconds, np.float32).reshape(-1)
             times, films = None if seconds is None else len(seconds), len(found[VIDEO])
             rule = f"for {films} films: give one for each"
             check(times in (None, films), f"Media.create: {times} times between frames {rule}.", DataError)
-            positions = grid_positions(media.positions, kinds, segments, grids, media.vision.stem.merge, seconds)
+            positions = grid_positions(media.positions, kinds, segments, grids, stem.merge, seconds)
         return cls(
             pictures=pictures,
             sounds=sounds,
@@ -248,7 +257,11 @@ def _sounds(media: MediaConfig, features: Any, mask: Any) -> list[tuple[np.ndarr
     """Each sound's chunks, the last one padded, and how many tokens it makes."""
     if features is None:
         return []
-    check(media.audio is not None, "Media.create: input_features is given, but this model has no audio encoder.", DataError)
+    check(
+        media.audio is not None,
+        "Media.create: input_features is given, but this model has no audio encoder.",
+        DataError,
+    )
     assert media.audio is not None
     stem, features = media.audio.stem, np.asarray(features, np.float32)
     assert isinstance(stem, AudioStemConfig)
@@ -257,7 +270,11 @@ def _sounds(media: MediaConfig, features: Any, mask: Any) -> list[tuple[np.ndarr
     check(good, f"Media.create: input_features of shape {features.shape} {rule}.", DataError)
     real = np.ones(features.shape[::2], bool) if mask is None else np.asarray(mask) > 0
     rule = f"must be {features.shape[::2]}: one number for each frame of input_features"
-    check(real.shape == features.shape[::2], f"Media.create: feature_attention_mask of shape {real.shape} {rule}.", DataError)
+    check(
+        real.shape == features.shape[::2],
+        f"Media.create: feature_attention_mask of shape {real.shape} {rule}.",
+        DataError,
+    )
     rule = "feature_attention_mask leaves nothing of a sound"
     check(bool(real.any(axis=1).all()), f"Media.create: {rule}: give at least one frame.", DataError)
     # convolutions see the zeros behind a sound's last frame: where all are short there are no more than in transformers
@@ -310,14 +327,17 @@ def _packed(
         assert isinstance(stem, AudioStemConfig)
         frames = next(chunks.shape[-1] for group in heard for chunks, _ in group)
         sounds, rows[1] = pack_sounds(heard, stem.halved(frames))
-    order = np.zeros((len(kinds), finer_sizes(int((kinds != TEXT).sum(axis=1).max(initial=0)))), np.int32)
+    heard_rows = 0 if sounds is None else sounds.positions.size // len(kinds)
+    most, room = int((kinds != TEXT).sum(axis=1).max(initial=0)), made + heard_rows
+    # as many as there is room for, unless that is far more: a size less that a program depends on
+    order = np.zeros((len(kinds), room if room <= 2 * most else finer_sizes(most)), np.int32)
     of_pictures, of_sounds = iter(rows[0]), iter(rows[1])
     for group, own in enumerate(kinds):
         own = own[own != TEXT]
         for kind, shift, source in ((IMAGE, 0, of_pictures), (VIDEO, 0, of_pictures), (AUDIO, made, of_sounds)):
             parts = [next(source) for _ in shares[kind][group]]
             if parts:
-                size = made if kind != AUDIO else (0 if sounds is None else sounds.positions.size // len(kinds))
+                size = made if kind != AUDIO else heard_rows
                 order[group, : len(own)][own == kind] = np.concatenate(parts) - group * size + shift
     return pictures, sounds, order
 
@@ -329,7 +349,9 @@ def _shares(media: MediaConfig, kind: int, kinds: np.ndarray, items: Sequence[An
     wanted = (kinds == kind).sum(axis=1).tolist()
     name, things = _NAMES[kind], "sounds" if kind == AUDIO else "pictures"
     rule = f"but {len(items)} {things} make {sum(sizes)} rows of features"
-    check(sum(wanted) == sum(sizes), f"Media.create: input_ids has {sum(wanted)} {name} placeholders, {rule}.", DataError)
+    check(
+        sum(wanted) == sum(sizes), f"Media.create: input_ids has {sum(wanted)} {name} placeholders, {rule}.", DataError
+    )
     shares, at = [], 0
     for count in wanted:
         own: list[Any] = []

@@ -14,9 +14,9 @@ from eqx_decoders.encoders.stem import PatchStemConfig
 
 
 def few_sizes(count: int) -> int:
-    """The next of 1, 2, 3, 4, 6, 8, 12, 16, 24, …: two an octave."""
-    power = 1 << max(0, count - 1).bit_length()
-    return power * 3 // 4 if count <= power * 3 // 4 and power >= 4 else power
+    """The next of 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, …: four an octave."""
+    step = max(1, 1 << max(0, (count - 1).bit_length() - 3))
+    return -(-count // step) * step
 
 
 def finer_sizes(length: int) -> int:
@@ -105,7 +105,9 @@ def pack_pictures(stem: PatchStemConfig, groups: Sequence[Sequence[Picture]]) ->
     ), rows_of
 
 
-def pack_sounds(groups: Sequence[Sequence[tuple[np.ndarray, int]]], chunk_tokens: int) -> tuple[ChunkRows, list[np.ndarray]]:
+def pack_sounds(
+    groups: Sequence[Sequence[tuple[np.ndarray, int]]], chunk_tokens: int
+) -> tuple[ChunkRows, list[np.ndarray]]:
     """The rows, and for each sound which of their tokens are its own. A sound is its chunks and its tokens' number."""
     sounds = [sound for group in groups for sound in group]
     packing = Packing.of([[len(chunks) for chunks, _ in group] for group in groups])

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from eqx_decoders.encoders.stem import LearnedAxes, LearnedGrid, PatchStemConfig
+from eqx_decoders.encoders.stem import LearnedAxes, PatchStemConfig
 from eqx_decoders.errors import DataError, check
 
 
@@ -133,10 +133,16 @@ def _in_groups(stem: PatchStemConfig, patches: np.ndarray, positions: np.ndarray
     patches, columns, rows = patches[real], positions[real, 0], positions[real, 1]
     height, width = (int(x.max(initial=-1)) + 1 for x in (rows, columns))
     whole = len(patches) == height * width and len({*zip(rows.tolist(), columns.tolist(), strict=True)}) == len(patches)
-    check(whole and len(patches) > 0, f"Media.create: {name}: a picture's patches must fill rows and columns.", DataError)
+    check(
+        whole and len(patches) > 0, f"Media.create: {name}: a picture's patches must fill rows and columns.", DataError
+    )
     merge = stem.merge
     rule = f"must be multiples of {merge}, as many patches as become one token"
-    check(height % merge == width % merge == 0, f"Media.create: {name}: {height} rows and {width} columns {rule}.", DataError)
+    check(
+        height % merge == width % merge == 0,
+        f"Media.create: {name}: {height} rows and {width} columns {rule}.",
+        DataError,
+    )
     raster = np.empty_like(patches)
     raster[rows * width + columns] = patches
     split = raster.reshape(height // merge, merge, width // merge, merge, -1).swapaxes(1, 2)

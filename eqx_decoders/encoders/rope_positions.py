@@ -107,7 +107,9 @@ def _tokens_of(
         times, rate = np.arange(1 if apart else frames, dtype=np.float32), np.float32(config.per_second)
         # the order of the products tells how they are rounded: here as in the families
         times = np.floor(times * (between * rate)) if config.whole else times * between * rate
-        grid = np.meshgrid(times, np.arange(rows, dtype=np.float32), np.arange(columns, dtype=np.float32), indexing="ij")
+        grid = np.meshgrid(
+            times, np.arange(rows, dtype=np.float32), np.arange(columns, dtype=np.float32), indexing="ij"
+        )
         tokens = np.stack(grid, axis=-1).reshape(-1, 3)
         for _ in range(frames if apart else 1):
             yield tokens

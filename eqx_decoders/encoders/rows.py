@@ -13,7 +13,7 @@ class PatchRows(eqx.Module):
 
     - `patches`: the numbers of each patch.
     - `positions`: of a patch in its picture, or among its windows; -1 where there is none.
-    - `segment_ids`: the number of a picture, or of a film's frame, in its row; None where each row is one whole picture.
+    - `segment_ids`: the number of a picture, or of a film's frame, in its row; None where each row is one picture.
     - `coordinates`: row and column, or column and row, of each patch.
     - `places`, `place_weights`: rows of the table of learned positions, and what each of them counts.
     - `class_tokens`: where a class token stands; None where there is none.

@@ -190,7 +190,10 @@ class Fields:
         """Refuse other values of `key`, which may be missing or null: what they mean is not implemented."""
         value = self.take(key, None)
         if value is not None and not any(type(value) is type(good) and value == good for good in allowed):
-            expected = " or ".join(json.dumps(good) for good in allowed) or "null"
+            expected = (
+                " or ".join(abbreviate(good) if isinstance(good, list) else json.dumps(good) for good in allowed)
+                or "null"
+            )
             raise self.error(
                 f"{key}={abbreviate(value)} changes what the model computes and is not implemented: only {expected} is."
             )

@@ -17,10 +17,15 @@ NORM = RMSNormConfig()
 
 
 def tiny_vision() -> DecoderConfig:
-    """Pictures of 32 x 32 pixels, 16 tokens each, before a decoder of four layers."""
+    """Pictures of 32 x 32 pixels, 16 tokens each, before a decoder of three layers."""
     eye = BlockConfig(
         mixer=AttentionConfig(
-            num_heads=4, num_kv_heads=4, head_dim=24, mask=Bidirectional(), rope=AxialRope(theta=100.0), qk_norm=QKNorm()
+            num_heads=4,
+            num_kv_heads=4,
+            head_dim=24,
+            mask=Bidirectional(),
+            rope=AxialRope(theta=100.0),
+            qk_norm=QKNorm(),
         ),
         mlp=MLPConfig(mlp_dim=192, activation="gelu_tanh", gated=False),
         pre_mixer_norm=NORM,
@@ -29,7 +34,7 @@ def tiny_vision() -> DecoderConfig:
     vision = EncoderConfig(
         embed_dim=96,
         stem=PatchStemConfig(size=4, merge=2, positions=LearnedGrid(side=8)),
-        blocks=(eye,) * 4,
+        blocks=(eye,) * 3,
         post_norm=NORM,
         projector=ProjectorConfig(group=4, layers=(ProjectionConfig(dim=128),)),
     )
@@ -40,7 +45,7 @@ def tiny_vision() -> DecoderConfig:
         pre_mlp_norm=NORM,
     )
     media = MediaConfig(vision=vision, image_token=511, spans=True)
-    return DecoderConfig(vocab_size=512, embed_dim=128, blocks=(layer,) * 4, final_norm=NORM, tied=True, media=media)
+    return DecoderConfig(vocab_size=512, embed_dim=128, blocks=(layer,) * 3, final_norm=NORM, tied=True, media=media)
 
 
 MODELS = {"tiny-vision": tiny_vision}

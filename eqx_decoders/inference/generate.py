@@ -130,7 +130,7 @@ class _Request(eqx.Module):
     room: int = eqx.field(static=True)
 
     @classmethod
-    def create(cls, model, prompt, new, sampler, key, lengths, stop_ids, num_draft_tokens, media) -> "_Request":
+    def create(cls, model, prompt, new, sampler, key, lengths, stop_ids, num_draft_tokens, media=None) -> "_Request":
         """Check everything that can be known before compiling."""
         check_integer("generate: max_new_tokens", new)
         config = model.generation_config
@@ -145,7 +145,9 @@ class _Request(eqx.Module):
             prompt, lengths = _from_lists(prompt, lengths)
         elif media is not None:
             check_tokens(prompt, media)
-            check(num_draft_tokens == 0, "generate: num_draft_tokens > 0 with media: drafts see no pictures. Leave it 0.")
+            check(
+                num_draft_tokens == 0, "generate: num_draft_tokens > 0 with media: drafts see no pictures. Leave it 0."
+            )
         rows, width = check_shapes(model.config, prompt, name="generate: prompt")
         check(width > 0, "generate: prompt has length 0; give at least one token, such as the tokenizer's bos_id.")
         known = concrete(prompt)

@@ -135,7 +135,9 @@ class TextModel:
         check(jax.process_count() == 1, "files beside a prompt need a run of one process.")
         origin = self.model.origin
         if origin is None or origin.directory is None:
-            raise ConfigError("This model has no directory with a preprocessor_config.json, which says how files are read.")
+            raise ConfigError(
+                "This model has no directory with a preprocessor_config.json, which says how files are read."
+            )
         from eqx_decoders.io.processors.processor import Processor
 
         tokenizer = self.tokenizer if isinstance(self.tokenizer, JsonTokenizer) else None
@@ -144,7 +146,8 @@ class TextModel:
         if isinstance(prompt, str):
             prompt = processor.with_placeholders(prompt, **{name: len(found) for name, found in given.items()})
         prepared = processor(prompt, **given)
-        media = Media.create(self.model.config, prepared.input_ids, **prepared.arrays) if prepared.arrays else None
+        arrays: dict[str, Any] = dict(prepared.arrays)
+        media = Media.create(self.model.config, prepared.input_ids, **arrays) if arrays else None
         return prepared.input_ids[0], media
 
     def _conversation(self, messages: Sequence[Mapping[str, Any]]) -> Int[np.ndarray, "length"]:

@@ -108,9 +108,9 @@ def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
         first, second = one.get(key), other.get(key)
         if isinstance(first, dict) and isinstance(second, dict):
             return merged(first, second)
-        return other[key] if key in other else first
+        return other.get(key, first)
 
-    return {key: value(key) for key in one | other}
+    return {key: value(key) for key in dict(one) | dict(other)}
 
 
 def check_new_directory(directory: str | Path) -> None:

@@ -7,8 +7,8 @@ from eqx_decoders.errors import ConversionError, need_extra
 from eqx_decoders.io.directory import Directory, exists
 
 
-# What a tokenizer, and a processor of pictures and sounds, may consist of; copied into an export, never interpreted here
-# but for the .json files.
+# What a tokenizer, and a processor of pictures and sounds, may consist of; copied into an export, never interpreted
+# here but for the .json files.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",

@@ -16,7 +16,7 @@ DEEPSTACK = "deepstack"  # the name under which layers take them
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AddedFeaturesConfig:
-    """`x + features`, features being the layer's own of each token; 0 where a call has none: a branch behind the MLP."""
+    """`x + features`, features being the layer's own of each token, or 0: a branch behind the MLP."""
 
     takes: ClassVar[tuple[str, ...]] = (DEEPSTACK,)
 

@@ -1,8 +1,8 @@
 """Which key a query sees, from absolute positions alone: training, prefill and decoding are one function.
 
 Every mask is an interval: a query at position q sees the keys whose positions lie in [first(q), last(q)]. A span, whose
-tokens see each other's future, only moves its end. A position below 0 means "no token here" (padding, an empty cache slot): it
-neither sees nor is seen.
+tokens see each other's future, only moves its end. A position below 0 means "no token here" (padding, an empty cache
+slot): it neither sees nor is seen.
 """
 
 import dataclasses

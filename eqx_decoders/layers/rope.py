@@ -6,7 +6,7 @@ k + dim/2, with `interleaved` pairing the features 2k and 2k + 1.
 
 import dataclasses
 import math
-from typing import Literal, get_args, get_type_hints
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +34,7 @@ class Rope:
 
     theta: float = 10_000.0
     fraction: float = 1.0
-    pairing: Literal["half", "interleaved"] = "half"
+    pairing: Literal["half", "interleaved", "half_of_axis"] = "half"
     sections: tuple[int, ...] = ()
     in_turn: bool = True
 
@@ -43,10 +43,12 @@ class Rope:
         check_number(f"{name}.theta", self.theta, above=0)
         check_number(f"{name}.fraction", self.fraction, above=0)
         check(self.fraction <= 1, f"{name}.fraction={self.fraction} must be at most 1.")
-        pairings = get_args(get_type_hints(type(self))["pairing"])
+        pairings = ("half", "interleaved", "half_of_axis") if self.has_axes else ("half", "interleaved")
         check_word(f"{name}.pairing", self.pairing, pairings)
         whole = all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in self.sections)
         check(whole, f"{name}.sections={self.sections!r} must be integers of at least 0.")
+
+    has_axes: ClassVar[bool] = False  # whether each half of the pairs turns by a coordinate of its own
 
     def rotated(self, head_dim: int) -> int:
         """How many features of a head are rotated: an even number."""
@@ -112,12 +114,14 @@ class AxialRope(Rope):
         for the other (Pixtral).
     """
 
-    pairing: Literal["half", "interleaved", "half_of_axis"] = "half"
     staggered: bool = False
+    has_axes: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()
-        check(not self.sections, f"AxialRope.sections={self.sections} must be empty: each coordinate has half the pairs.")
+        check(
+            not self.sections, f"AxialRope.sections={self.sections} must be empty: each coordinate has half the pairs."
+        )
 
     @property
     def dimensions(self) -> int:

@@ -272,7 +272,7 @@ class Batches:
         with self._planning:
             return any(isinstance(plan, HeldOutRows) and plan.reach(self._row) for plan in self._plans)
 
-    def _batch(self, first_row: int, number: int) -> dict[str, np.ndarray]:
+    def _batch(self, first_row: int, number: int) -> dict[str, Any]:
         start, shape = first_row + number * self._batch_size, (len(self._rows), self._seq_len)
         batch = {name: np.zeros(shape, np.int32) for name in ("tokens", "segment_ids", "positions")}
         batch["loss_mask"] = np.zeros(shape, bool)
@@ -288,7 +288,7 @@ class Batches:
         assert self._media is not None
         config, reader = self._media
         given = reader.arrays(references) if references else {}
-        options = dict(segment_ids=batch["segment_ids"], groups=self._groups)
+        options: dict[str, Any] = dict(segment_ids=batch["segment_ids"], groups=self._groups)
         return Media.create(config, batch["tokens"], **options, **given)
 
     def _fill(

@@ -211,7 +211,9 @@ def make_dataset(
     check_word("split", split, SPLITS)
     rows = _checked_rows(config, rows)
     if split == "held_out":
-        sets = make_held_out_sets(config, tokenizer, folder=folder, rows=rows, template=template, media=media, groups=groups)
+        sets = make_held_out_sets(
+            config, tokenizer, folder=folder, rows=rows, template=template, media=media, groups=groups
+        )
         check(len(sets) > 0, "there is no held-out data: DataConfig.held_out_fraction=0 and no held_out_path.")
         check(len(sets) == 1, f"there are several held-out sets, {', '.join(sets)}: use make_held_out_sets.")
         return next(iter(sets.values()))

@@ -1,4 +1,4 @@
-"""Pictures that this library draws itself, with questions about them: something to learn to see from, without a download.
+"""Pictures that this library draws itself, with questions about them: something to learn to see from.
 
 A picture is a pure function of its number: shapes of one kind, colour and size, or a digit, anywhere on a plain ground,
 with noise. So is the question about it and its answer: which shape, what colour, how many, which digit.
@@ -69,7 +69,10 @@ def draw(number: int) -> Drawn:
         if kind == 1:
             asked = ("Which shape is it?", shape), ("What colour is the shape?", colour)
         else:
-            asked = ("How many shapes are there?", f"{NUMBERS[count - 1]} {noun}"), ("What is there?", f"{colour} {noun}")
+            asked = (
+                ("How many shapes are there?", f"{NUMBERS[count - 1]} {noun}"),
+                ("What is there?", f"{colour} {noun}"),
+            )
     pixels = np.clip(pixels + generator.normal(0, 0.03, pixels.shape), 0, 1).astype(np.float32)
     question, answer = asked[generator.integers(2)]
     return Drawn(pixels, question, answer)

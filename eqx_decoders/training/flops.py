@@ -47,7 +47,11 @@ def _products(model: Decoder) -> dict[str, int]:
     config, words, active, found = model.config, axes(model), active_parameters(model), {}
     for name, size in active.items():
         inside = [word for word in words[name] if word != "layers"]
-        looked_up = name.startswith(("vision.", "audio.")) or name == "positions.table" or (name == "embedding.table" and not config.tied)
+        looked_up = (
+            name.startswith(("vision.", "audio."))
+            or name == "positions.table"
+            or (name == "embedding.table" and not config.tied)
+        )
         if len(inside) >= 2 and size > 0 and not looked_up and not name.endswith("_bias"):
             found[name] = size * (1 + config.mtp.num_depths) if "vocab" in inside and config.mtp is not None else size
     return found

@@ -80,7 +80,7 @@ class DrawnReader:
         return text, tuple(spans)
 
     def placed(self, tokens: Marked, references: Sequence[str], where: str) -> Marked:
-        """In the place of the one that stands for each picture; where there is none, behind the document's beginning."""
+        """Where one stands for each picture; where there is none, behind the document's beginning."""
         ids, targets = tokens
         places = np.flatnonzero(ids == self.token)
         if len(places) == 0:

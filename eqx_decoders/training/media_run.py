@@ -30,9 +30,7 @@ def placeholders(config: DecoderConfig) -> tuple[int, ...]:
     return tuple(token for token in tokens if token is not None)
 
 
-def with_pictures(
-    data: DataConfig, config: DecoderConfig, source: Path
-) -> tuple[DataConfig, MediaReader | None]:
+def with_pictures(data: DataConfig, config: DecoderConfig, source: Path) -> tuple[DataConfig, MediaReader | None]:
     """The data of a run, and what reads their pictures; a new model that sees, and is given none, gets drawn ones.
 
     `source` is the directory with the processor of the model that the run starts from, if there is one.
@@ -43,7 +41,9 @@ def with_pictures(
     if source.is_dir():
         first = data.path if isinstance(data.path, str) or data.path is None else data.path[0]
         root = Path() if first is None else Path(first)
-        return data, ProcessedReader(str(source), str((root.parent if root.suffix else root).absolute()), media.image_token)
+        return data, ProcessedReader(
+            str(source), str((root.parent if root.suffix else root).absolute()), media.image_token
+        )
     if data.path is not None:
         return data, None
     reader = DrawnReader.of(config)

@@ -215,9 +215,7 @@ class _Writer:
             if self._media is None:
                 rule = "has pictures, and nothing reads them: train a model that sees"
                 raise DataError(f"{document.where} {rule}, or leave the field 'images' out.")
-            text, spans = self._media.written(
-                document.text or "", document.spans or (), document.media, document.where
-            )
+            text, spans = self._media.written(document.text or "", document.spans or (), document.media, document.where)
             document = document._replace(text=text, spans=None if document.spans is None else spans)
         self._waiting.append(document)
         self._waiting_size += document.size

@@ -401,7 +401,9 @@ def _cut(batch: Batch, count: int) -> Batch:
 def _joined(batch: Batch, layout: Layout) -> Batch:
     """One of the microbatches of `_cut`, as a batch."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: leaf.reshape(-1, *leaf.shape[2:]) if _is_media(path) else layout.constrain(leaf, "batch length"),
+        lambda path, leaf: (
+            leaf.reshape(-1, *leaf.shape[2:]) if _is_media(path) else layout.constrain(leaf, "batch length")
+        ),
         batch,
     )
 

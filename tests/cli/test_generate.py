@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from eqx_decoders.cli import devices, generate
-from eqx_decoders.inference.text import TextModel
+from eqx_decoders.inference.text import Files, TextModel
 from tests.commands import ROOT, call, outcome
 
 
@@ -87,7 +87,18 @@ def test_a_message_of_the_system_needs_a_template(tmp_path):
 
 # --- every setting ----------------------------------------------------------------------------------------------------
 
+
 # Flags, and what the model is then asked for, or the prompt that it is given.
+def parts(prompt) -> list[str]:
+    """The pictures of a message."""
+    content = prompt[-1]["content"]
+    return [part["image"] for part in content if "image" in part] if isinstance(content, list) else []
+
+
+def files(options) -> Files:
+    return options.get("files", Files())
+
+
 EFFECTS = {
     "prompt": (["--prompt", "x"], lambda options, prompt: prompt[-1]["content"] == "x"),
     "chat": (["--no-chat"], lambda options, prompt: prompt == "hello"),
@@ -98,6 +109,9 @@ EFFECTS = {
     "top_p": (["--top-p", "0.5"], lambda options, prompt: options["sampler"].top_p == 0.5),
     "min_p": (["--min-p", "0.1"], lambda options, prompt: options["sampler"].min_p == 0.1),
     "seed": (["--seed", "5"], lambda options, prompt: options["key"] == jax.random.key(5)),
+    "image": (["--image", "a.png", "--image", "b.png"], lambda options, prompt: parts(prompt) == ["a.png", "b.png"]),
+    "video": (["--no-chat", "--video", "a.mp4"], lambda options, prompt: files(options).videos == ("a.mp4",)),
+    "audio": (["--no-chat", "--audio", "a.wav"], lambda options, prompt: files(options).sounds == ("a.wav",)),
     "num_draft_tokens": (["--num-draft-tokens", "1"], lambda options, prompt: options["num_draft_tokens"] == 1),
 }
 ELSEWHERE = {

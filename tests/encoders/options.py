@@ -52,12 +52,17 @@ ENCODER_OPTIONS: dict[type, tuple] = {
     GridPositions: (
         GridPositions(),
         lambda c: media(positions=c),
-        dict(frames="together", per_second=2.5, whole=True),
+        dict(frames="together", per_second=2.5, whole=True, behind_times=False),
     ),
     EncoderConfig: (
         VISION,
         lambda c: media(vision=c),
-        dict(embed_dim=12, stem=dataclasses.replace(STEM, bias=False), blocks=(EYE,) * 2, projector=JOIN)
+        dict(
+            embed_dim=12,
+            stem=dataclasses.replace(STEM, bias=False),
+            blocks=(EYE,) * 2,
+            projector=dataclasses.replace(JOIN, norm=None),
+        )
         | dict(pre_norm=RMS, post_norm=RMS, deepstack=(0, 2), deepstack_projector=dataclasses.replace(JOIN, norm=RMS))
         | dict(clipped=True, into=ProjectionConfig(dim=EMBED)),
     ),
@@ -95,6 +100,8 @@ ENCODER_OPTIONS: dict[type, tuple] = {
 }
 # other fields that a field needs before it means anything, and their values on both sides
 ENCODER_NEEDS: dict[tuple[type, str], dict] = {
+    (PatchStemConfig, "first_coordinate"): dict(class_token=True),  # else all turn by as much more
     (GridPositions, "per_second"): dict(frames="together"),
+    (GridPositions, "behind_times"): dict(frames="together", per_second=9.0),
     (GridPositions, "whole"): dict(frames="together", per_second=2.5),
 }

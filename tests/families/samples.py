@@ -15,6 +15,20 @@ SAMPLES = {
 }
 
 
+# Of families with encoders that have no checkpoint there, what describes a published model.
+SEEING = {
+    "gemma3": "gemma3-4b-vision",
+    "gemma4": "gemma4-e2b-vision",
+    "llama4": "llama4-17b-16e-vision",
+    "idefics3": "smolvlm2-256m",
+    "qwen3_vl": "qwen3-vl-2b",
+    "qwen3_vl_moe": "qwen3-vl-30b-a3b",
+    "qwen3_5": "qwen3.5-0.8b-vision",
+    "qwen3_5_moe": "qwen3.5-35b-a3b-vision",
+}
+SAMPLES |= {f"{kind}/model": FAMILIES[kind].encode(ed.get_config(name)) for kind, name in SEEING.items()}
+
+
 def decode(content) -> ed.DecoderConfig:
     return FAMILIES[content["model_type"]].decode(content)[0]
 

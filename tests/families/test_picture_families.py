@@ -231,10 +231,11 @@ def test_parameters_are_the_published_ones(name):
     assert ed.count_parameters(ed.get_config(name)) == PARAMETERS[name]
 
 
-# as published, with what else such files hold
+# sizes of published files, and further keys of the kind that such files hold
 SMOLVLM = dict(
     architectures=["SmolVLMForConditionalGeneration"], model_type="smolvlm", image_token_id=49_190,
-    pad_token_id=128_002, scale_factor=4, tie_word_embeddings=False, torch_dtype="float32", transformers_version="4.50.0.dev0",
+    pad_token_id=128_002, scale_factor=4, tie_word_embeddings=False, torch_dtype="float32",
+    transformers_version="4.50.0.dev0",
     use_cache=False, use_reentrant_checkpointing=False, vocab_size=49_280,
     text_config=dict(
         _flash_attn_2_enabled=True, _name_or_path="None", architectures=["VLlama3ForCausalLM"], attention_bias=False,

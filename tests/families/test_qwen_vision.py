@@ -343,6 +343,22 @@ def test_published_models_have_a_config_json(kind, name):
     assert ed.DecoderConfig.from_json(config.to_json()) == config
 
 
+# what the published files hold
+PARAMETERS = {
+    "qwen2.5-vl-3b": 3_754_622_976,
+    "qwen2.5-vl-7b": 8_292_166_656,
+    "qwen2.5-vl-32b": 33_452_718_336,
+    "qwen2.5-vl-72b": 73_410_777_344,
+    "qwen3-vl-30b-a3b": 31_070_754_032,
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in PARAMETERS])
+def test_parameters_are_the_published_ones(name):
+    leaves = named_leaves(ed.abstract(ed.get_config(name)))
+    assert sum(leaf.size for leaf in leaves.values()) == PARAMETERS[name]
+
+
 def test_windows_are_those_of_the_file():
     masks = [block.mixer.mask for block in ed.get_config("qwen2.5-vl-7b").media.vision.blocks]
     assert [index for index, mask in enumerate(masks) if mask == Bidirectional()] == [7, 15, 23, 31]

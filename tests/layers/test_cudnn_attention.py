@@ -112,7 +112,7 @@ def exact_by_cudnn(call):
     if set(call.dtypes) not in ({jnp.bfloat16}, {jnp.float16}) or call.head_dim not in range(8, 257, 8):
         return False
     indices = call.gapless and not (call.segments or call.spans or call.selected_heads)
-    if indices and isinstance(call.mask, Causal | SlidingWindow | Bidirectional):
+    if indices and (isinstance(call.mask, Causal | SlidingWindow) or call.mask == Bidirectional()):
         return True
     even = call.length % 2 == call.kv_length % 2 == 0
     return even and call.batch * max(1, call.selected_heads) * call.length * call.kv_length * 4 <= 2**30

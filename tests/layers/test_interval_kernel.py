@@ -152,7 +152,9 @@ def schedule(places, *, mask, keys_held):
     return read.swapaxes(1, 2) if keys_held else read, sees, sees_all
 
 
-@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(40), Chunked(32), Bidirectional(), Bidirectional(48)], ids=str)
+@pytest.mark.parametrize(
+    "mask", [Causal(), SlidingWindow(40), Chunked(32), Bidirectional(), Bidirectional(48)], ids=str
+)
 def test_tiles_are_those_that_are_seen(mask):
     """Against a count in NumPy: none is missed, and those that all see are known, also past the numbers of `_code`."""
     for at, places in enumerate(layouts(416)):

@@ -40,7 +40,12 @@ def layouts(length):
 
 @pytest.mark.parametrize(
     ("mask", "soft_cap"),
-    [(Causal(), None), (Chunked(70), 2.0), pytest.param(Bidirectional(), None, marks=pytest.mark.slow), (Bidirectional(60), None)],
+    [
+        (Causal(), None),
+        (Chunked(70), 2.0),
+        pytest.param(Bidirectional(), None, marks=pytest.mark.slow),
+        (Bidirectional(60), None),
+    ],
     ids=str,
 )
 def test_splash_is_dot(interpreted, mask, soft_cap):

@@ -41,7 +41,7 @@ def test_pictures_are_functions_of_their_numbers():
     some = [draw(number) for number in range(200)]
     for number, one in enumerate(some[:5]):
         np.testing.assert_array_equal(one.pixels, draw(number).pixels)
-    assert all(one.pixels.shape == (3, SIZE, SIZE) and 0 <= one.pixels.min() and one.pixels.max() <= 1 for one in some)
+    assert all(one.pixels.shape == (3, SIZE, SIZE) and one.pixels.min() >= 0 and one.pixels.max() <= 1 for one in some)
     assert len({one.question for one in some}) == 6 and len({one.answer for one in some}) > 40
     counted = [one for one in some if one.question.startswith("How many")]
     assert {one.answer.split()[0] for one in counted} == set(NUMBERS)
@@ -125,9 +125,9 @@ def test_pictures_without_a_reader_and_rows_that_are_too_short_are_refused(folde
     data = DataConfig(path=str(folder / "drawn.jsonl"), seq_len=16, held_out_fraction=0.0, cache_dir=str(folder / "c"))
     with pytest.raises(DataError, match=r"drawn.jsonl.* has pictures, and nothing reads them"):
         make_dataset(data, ByteTokenizer(), folder=folder / "blind")
-    with make_dataset(data, ByteTokenizer(), folder=folder / "short", media=(CONFIG, READER)) as short:
-        with pytest.raises(DataError, match=r"must stand in one sequence: raise --seq-len \(16\)"):
-            short._batch(0, 0)
+    short = make_dataset(data, ByteTokenizer(), folder=folder / "short", media=(CONFIG, READER))
+    with short, pytest.raises(DataError, match=r"must stand in one sequence: raise --seq-len \(16\)"):
+        short._batch(0, 0)
 
 
 @pytest.fixture(scope="module")

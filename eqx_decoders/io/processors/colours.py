@@ -79,4 +79,5 @@ def _triple(fields: Fields, key: str, default: Triple) -> Triple:
     number = isinstance(value, list | tuple) and all(type(one) in (int, float) and abs(one) < 1e6 for one in value)
     if not number or len(value) != 3:
         raise fields.error(f"{key}={abbreviate(value)} must be three numbers: for red, green and blue.")
-    return tuple(map(float, value))
+    red, green, blue = map(float, value)
+    return red, green, blue

@@ -105,7 +105,8 @@ def open_film(source: Any, limits: MediaLimits = MediaLimits(), where: str | Non
         yield _from_frames(source, limits, where)
         return
     rule = "must be a path, bytes, a Film or a list of frames"
-    check(isinstance(source, str | Path | bytes), f"{where} {rule}.", DataError)
+    if not isinstance(source, str | Path | bytes):
+        raise DataError(f"{where} {rule}.")
     if isinstance(source, str | Path):
         check_file(source, where)
     with _as_data_error(where), _container(source) as container:
@@ -122,9 +123,7 @@ def _from_frames(film: Film, limits: MediaLimits, where: str) -> Clip:
         for index, frame in enumerate(film.frames):
             yield lambda frame=frame, index=index: open_picture(frame, limits, f"{where}: frame {index}")
 
-    return Clip(
-        where=where, count=count, fps=film.fps or FPS, height=height, width=width, chosen=True, source=source
-    )
+    return Clip(where=where, count=count, fps=film.fps or FPS, height=height, width=width, chosen=True, source=source)
 
 
 def _check_length(count: int, fps: float, limits: MediaLimits, where: str) -> None:
@@ -176,7 +175,9 @@ def _from_container(container: Any, limits: MediaLimits, where: str) -> Clip:
         for frame in _decoded(container, stream, limits, where):
             yield lambda frame=frame: frame.to_ndarray(format="rgb24")
 
-    return Clip(where=where, count=count, fps=fps, height=stream.height, width=stream.width, chosen=False, source=source)
+    return Clip(
+        where=where, count=count, fps=fps, height=stream.height, width=stream.width, chosen=False, source=source
+    )
 
 
 def _decoded(container: Any, stream: Any, limits: MediaLimits, where: str) -> Iterator[Any]:

@@ -146,7 +146,7 @@ class Gemma4Pictures:
 
     def resized(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> np.ndarray:
         """The largest picture of about the same shape that has no more patches."""
-        target = self.target(*pixels.shape[:2], where)
+        target = self.target(pixels.shape[0], pixels.shape[1], where)
         return pixels if target == pixels.shape[:2] else resize(pixels, target, self.resample, limits, where)
 
     def target(self, height: int, width: int, where: str) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Pictures from files: decoded with Pillow, with bounds, as arrays of red, green and blue.
 
 A file is turned upright as its EXIF data say, and then converted to RGB, which drops transparency but for that of one
-colour: as transformers does with the name of a file. A `PIL.Image`, or an array, is taken as it stands, and put on white
-where it is transparent: as transformers does with these.
+colour: as transformers does with the name of a file. A `PIL.Image`, or an array, is taken as it stands, and put on
+white where it is transparent: as transformers does with these.
 """
 
 import io

@@ -78,7 +78,9 @@ class PixtralPictures:
         height, width = sizes.max(axis=0).tolist()
         count = len(seen) * height * width
         rule = f"more than {MOST_PADDED:,}. Give fewer, or pictures of like shapes"
-        check(count <= MOST_PADDED, f"{len(seen)} pictures, padded to one size, have {count:,} pixels: {rule}.", DataError)
+        check(
+            count <= MOST_PADDED, f"{len(seen)} pictures, padded to one size, have {count:,} pixels: {rule}.", DataError
+        )
         values = np.zeros((len(seen), 3, height, width), np.float32)
         for row, one in zip(values, seen, strict=True):
             own = one.arrays["pixel_values"][0]

@@ -1,7 +1,7 @@
 """From files and a prompt to what a model reads: the processors of transformers, without them."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,17 @@ from eqx_decoders.errors import ConversionError, DataError, check
 from eqx_decoders.families.fields import Fields, abbreviate
 from eqx_decoders.io.chat import ChatTemplate, load_chat_template
 from eqx_decoders.io.directory import Directory
+from eqx_decoders.io.processors.films import open_film
 from eqx_decoders.io.processors.gemma import Gemma3Pictures, Gemma4Pictures
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.llama4 import Llama4Pictures
 from eqx_decoders.io.processors.pictures import name_of, open_picture
+from eqx_decoders.io.processors.pixtral import PixtralPictures
 from eqx_decoders.io.processors.prompts import ARGUMENTS, Kind, check_parts, expand, render
-from eqx_decoders.io.processors.qwen import QwenPictures
-from eqx_decoders.io.processors.rules import PictureRules, Seen, Settings
+from eqx_decoders.io.processors.qwen import Qwen3Films, QwenFilms, QwenPictures
+from eqx_decoders.io.processors.rules import PictureRules, Settings
+from eqx_decoders.io.processors.smolvlm import SmolVLMPictures
+from eqx_decoders.io.processors.sounds import QwenSounds
 from eqx_decoders.io.tokenizer import JsonTokenizer, load_tokenizer
 
 
@@ -27,21 +31,31 @@ FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocesso
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """The rules of one of transformers' processors; None for what it does not take."""
+    """How the settings of one of transformers' processors are read; None for what it does not take."""
 
-    pictures: type | None = None
+    pictures: Callable[[Settings], PictureRules] | None = None
+    films: Callable[[Settings], QwenFilms] | None = None
+    sounds: Callable[[Settings], QwenSounds] | None = None
 
-
-QWEN = Family(pictures=QwenPictures)
 
 # By the name of transformers' class, and the model types whose directories have it.
 FAMILIES: dict[str, tuple[Family, tuple[str, ...]]] = {
-    "Gemma3Processor": (Family(pictures=Gemma3Pictures), ("gemma3",)),
-    "Gemma4Processor": (Family(pictures=Gemma4Pictures), ("gemma4",)),
-    "Llama4Processor": (Family(pictures=Llama4Pictures), ("llama4",)),
-    "Qwen2VLProcessor": (QWEN, ("qwen2_vl",)),
-    "Qwen2_5_VLProcessor": (QWEN, ("qwen2_5_vl",)),
-    "Qwen3VLProcessor": (QWEN, ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")),
+    "Gemma3Processor": (Family(pictures=Gemma3Pictures.read), ("gemma3",)),
+    "Gemma4Processor": (Family(pictures=Gemma4Pictures.read), ("gemma4",)),
+    "Llama4Processor": (Family(pictures=Llama4Pictures.read), ("llama4",)),
+    "PixtralProcessor": (Family(pictures=PixtralPictures.read), ("mistral3",)),
+    "SmolVLMProcessor": (Family(pictures=SmolVLMPictures.read), ("smolvlm",)),
+    "Idefics3Processor": (Family(pictures=SmolVLMPictures.read), ("idefics3",)),
+    "Qwen2VLProcessor": (Family(pictures=QwenPictures.read, films=QwenFilms.read_untimed), ("qwen2_vl",)),
+    "Qwen2_5_VLProcessor": (Family(pictures=QwenPictures.read, films=QwenFilms.read), ("qwen2_5_vl",)),
+    "Qwen3VLProcessor": (
+        Family(pictures=QwenPictures.read, films=Qwen3Films.read),
+        ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+    ),
+    "Qwen3OmniMoeProcessor": (
+        Family(pictures=QwenPictures.read, films=QwenFilms.read_omni, sounds=QwenSounds.read),
+        ("qwen3_omni_moe", "qwen3_omni_moe_thinker"),
+    ),
 }
 
 
@@ -70,13 +84,15 @@ class Processor:
     **Arguments:**
 
     - `tokenizer`, `template`: of the model's directory; None for no chat template.
-    - `pictures`: rules; None where a model sees none.
+    - `pictures`, `films`, `sounds`: rules; None where a model takes none.
     - `limits`: bounds on what is decoded.
     """
 
     tokenizer: JsonTokenizer
     template: ChatTemplate | None = None
     pictures: PictureRules | None = None
+    films: QwenFilms | None = None
+    sounds: QwenSounds | None = None
     limits: MediaLimits = MediaLimits()
 
     @classmethod
@@ -97,7 +113,9 @@ class Processor:
         return cls(
             tokenizer=found,
             template=load_chat_template(folder.path),
-            pictures=None if family.pictures is None else family.pictures.read(settings),
+            pictures=None if family.pictures is None else family.pictures(settings),
+            films=None if family.films is None else family.films(settings),
+            sounds=None if family.sounds is None else family.sounds(settings),
             limits=limits,
         )
 
@@ -106,6 +124,8 @@ class Processor:
         prompt: str | Sequence[Mapping[str, Any]],
         *,
         images: Sequence[Any] = (),
+        videos: Sequence[Any] = (),
+        sounds: Sequence[Any] = (),
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> Prepared:
@@ -115,28 +135,36 @@ class Processor:
 
         - `prompt`: a text in which the family's placeholders stand for files, or messages for the chat template,
             whose contents are texts or lists of parts (see `prompts.message`).
-        - `images`: files of pictures (see `open_picture`), in the order of their placeholders.
+        - `images`, `videos`, `sounds`: files (see `open_picture`, `open_film`, `open_sound`), in the order of their
+            placeholders.
         - `add_generation_prompt`: end messages with what begins an answer.
         - `variables`: further ones of the chat template.
 
         Raises DataError for files that cannot be read, and where there are fewer or more placeholders than files.
         """
-        files: dict[str, Sequence[Any]] = {"image": images}
+        files: dict[str, Sequence[Any]] = {"image": images, "video": videos, "audio": sounds}
         text, special = prompt, True
         if not isinstance(prompt, str):
             text, special, files = self._rendered(prompt, files, variables, answer=add_generation_prompt)
         assert isinstance(text, str)
-        kinds, arrays = [], {}
-        for name, rules in (("image", self.pictures),):
+        kinds: list[Kind] = []
+        arrays: dict[str, np.ndarray] = {}
+        for name, rules in (("image", self.pictures), ("video", self.films), ("audio", self.sounds)):
             given = files[name]
             self._check_files(name, given, known=rules is not None)
             if rules is not None:
-                seen = [self._one(name, rules, file, number) for number, file in enumerate(given)]
-                kinds.append(Kind(name, rules.placeholder, [one.text for one in seen]))
-                arrays |= rules.join(seen)
+                own, texts = self._read(name, rules, given)
+                kinds.append(Kind(name, self._placeholder(rules, text), texts))
+                arrays |= own
         text = expand(text, kinds)
         ids = self.tokenizer.encode_prompt(text) if special else self.tokenizer.encode(text, special=True)
         return Prepared(input_ids=ids[None], arrays=arrays, text=text)
+
+    def with_placeholders(self, text: str, *, images: int = 0, videos: int = 0, sounds: int = 0) -> str:
+        """A text with so many placeholders before it, of each kind of which it has none itself."""
+        counts = ((self.pictures, images), (self.films, videos), (self.sounds, sounds))
+        missing = [(rules, count) for rules, count in counts if rules is not None and rules.placeholder not in text]
+        return "".join(rules.placeholder * count for rules, count in missing) + text
 
     def _rendered(
         self, prompt: Sequence[Any], files: Mapping[str, Sequence[Any]], variables: Mapping[str, Any], *, answer: bool
@@ -162,9 +190,28 @@ class Processor:
         rule = f"more than MediaLimits.max_files={most:,}"
         check(len(given) <= most, f"{kind} has {len(given):,} files: {rule}.", DataError)
 
-    def _one(self, name: str, rules: PictureRules, file: Any, number: int) -> Seen:
-        where = name_of(file, "picture", number)
-        return rules.one(open_picture(file, self.limits, where), self.limits, where)
+    def _read(self, name: str, rules: Any, files: Sequence[Any]) -> tuple[dict[str, np.ndarray], list[str]]:
+        """The arrays of all files of a kind, and the text that each becomes."""
+        if not files:
+            return {}, []
+        words = {"image": "picture", "video": "film", "audio": "sound"}
+        names = [name_of(file, words[name], number) for number, file in enumerate(files)]
+        if isinstance(rules, QwenSounds):
+            return rules.all(files, self.limits, names)
+        if name == "image":
+            pictures = (open_picture(file, self.limits, where) for file, where in zip(files, names, strict=True))
+            seen = [rules.one(own, self.limits, where) for own, where in zip(pictures, names, strict=True)]
+        else:
+            seen = []
+            for file, where in zip(files, names, strict=True):
+                with open_film(file, self.limits, where) as clip:
+                    seen.append(rules.one(clip, self.limits))
+        return rules.join(seen), [one.text for one in seen]
+
+    def _placeholder(self, rules: Any, text: str) -> str:
+        """What stands for a file: of Qwen3-VL's films with the tokens around it, which each frame gets for itself."""
+        framed = f"{rules.begin}{rules.placeholder}{rules.end}" if isinstance(rules, Qwen3Films) else ""
+        return framed if framed and framed in text else rules.placeholder
 
 
 def read_settings(folder: Directory) -> tuple[Family, Settings]:

@@ -1,4 +1,4 @@
-"""Prompts with pictures, films and sounds: which files they ask for, and the text in which placeholders are expanded."""
+"""Prompts with pictures, films and sounds: which files they ask for, and texts whose placeholders are expanded."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -68,7 +68,9 @@ def _part(where: str, part: Any, files: dict[str, list[Any]], counts: dict[str, 
     check(good, f"{where}={str(part)[:60]} {rule}.", DataError)
     kind = part["type"]
     if kind == "text":
-        check(isinstance(part.get("text"), str), f"{where}: text={str(part.get('text'))[:60]} must be a text.", DataError)
+        check(
+            isinstance(part.get("text"), str), f"{where}: text={str(part.get('text'))[:60]} must be a text.", DataError
+        )
         return dict(part)
     counts[kind] += 1
     files[kind] += [part[key] for key in KINDS[kind] if part.get(key) is not None][:1]

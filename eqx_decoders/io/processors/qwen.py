@@ -164,7 +164,7 @@ class QwenFilms:
             return np.arange(clip.count)
         step = clip.count / count
         # float32, in which PyTorch counts
-        return np.float32(np.arange(math.ceil(clip.count / step)) * step).astype(np.int64)
+        return (np.arange(math.ceil(clip.count / step)) * step).astype(np.float32).astype(np.int64)
 
     def _target(self, clip: Clip, count: int) -> tuple[int, int]:
         side, most = self.size * self.merge, self.most

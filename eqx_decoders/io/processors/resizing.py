@@ -18,7 +18,10 @@ FILTERS = {0: "nearest", LANCZOS: "lanczos", BILINEAR: "bilinear", BICUBIC: "bic
 ROWS_AT_ONCE = 1 << 22  # numbers of the sums that are held
 
 
-def resize(pixels: Pixels, size: Size, resample: int, limits: MediaLimits, where: str) -> Pixels:
+Resized = UInt8[np.ndarray, "new_height new_width 3"]
+
+
+def resize(pixels: Pixels, size: Size, resample: int, limits: MediaLimits, where: str) -> Resized:
     """The picture with `size = (height, width)`, by Pillow, whose number of the filter is `resample`."""
     from PIL import Image
 
@@ -26,7 +29,7 @@ def resize(pixels: Pixels, size: Size, resample: int, limits: MediaLimits, where
     return np.array(Image.fromarray(pixels).resize((size[1], size[0]), resample=Image.Resampling(resample)))
 
 
-def resize_with_short_weights(pixels: Pixels, size: Size, resample: int, limits: MediaLimits, where: str) -> Pixels:
+def resize_with_short_weights(pixels: Pixels, size: Size, resample: int, limits: MediaLimits, where: str) -> Resized:
     """The same as PyTorch's `interpolate(..., antialias=True)` gives for 8-bit pictures on a CPU with AVX2.
 
     Rows and then columns: `sum_k w_k x_k` in whole numbers, each weight having 16 bits, rounded to 8 bits in between.

@@ -100,7 +100,8 @@ class SmolVLMPictures:
     def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> Seen:
         """`pixel_values` of the tiles and the whole; `pixel_attention_mask`, 1 where they have pixels: everywhere."""
         tile, rows, columns = self.tile, 0, 0
-        pixels = resize(pixels, fit_longest(*pixels.shape[:2], self.longest), self.resample, limits, where)
+        target = fit_longest(pixels.shape[0], pixels.shape[1], self.longest)
+        pixels = resize(pixels, target, self.resample, limits, where)
         parts = []
         if self.split:
             pixels = resize(pixels, self._whole_tiles(*pixels.shape[:2]), self.resample, limits, where)

@@ -54,10 +54,14 @@ def open_sound(source: Any, rate: int, limits: MediaLimits = MediaLimits(), wher
         import soundfile
     except ImportError as error:
         raise need_extra("soundfile", "media") from error
-    with _as_data_error(where), soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else source) as file:
+    given: Any = io.BytesIO(source) if isinstance(source, bytes) else source
+    with (
+        _as_data_error(where),
+        soundfile.SoundFile(given) as file,
+    ):
         own = file.samplerate
         _check_length(max(file.frames, 0), own, limits, where)
-        parts = [np.zeros(0, np.float32)]
+        parts: list[Any] = [np.zeros(0, np.float32)]
         while len(block := file.read(max(1, BLOCK // file.channels), dtype="float32", always_2d=True)):
             parts.append(block.T.mean(axis=0) if file.channels > 1 else block[:, 0])
             _check_length(sum(map(len, parts)), own, limits, where)
@@ -219,4 +223,6 @@ class QwenSounds:
 
 
 def _halved(frames: int) -> int:
-    return -(-(-(-(-(-frames // 2)) // 2)) // 2)
+    for _ in range(3):
+        frames = (frames + 1) // 2
+    return frames
