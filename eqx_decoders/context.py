@@ -179,7 +179,7 @@ class Context(eqx.Module):
     - `keeps_all`: whether none of the tokens will be rejected, so that a recurrent layer may propose its state.
     - `gapless`: whether each row is known to be one document at positions 0, 1, 2, …, without padding.
     - `tokens`: their ids; None where embeddings were given.
-    - `spans`: of each token the first and the last position of its span, -1 for none; None where there are none.
+    - `spans`: of each token the last position of its span, -1 for none; None where there are none.
     - `rotary_positions`: positions of several dimensions; None where they are those of `positions`.
     - `layer_inputs`: what this layer alone gets, by name.
     - `shared`: what earlier layers remember and propose, by the name under which they publish it.

@@ -78,7 +78,8 @@ class AttentionConfig:
     - `num_heads`, `num_kv_heads`, `head_dim`: query heads, key and value heads (a divisor), features of a head.
     - `mask`: which keys a query sees.
     - `selection`: of the keys that it sees each query head takes those in a few blocks (MoBA); None takes all.
-    - `spans`: whether the tokens of a span (an image, say) see each other whole, whatever the mask.
+    - `spans`: whether the tokens of a span (an image, say) see those of it that come later, too; what comes before is
+        the mask's.
     - `rope`: rotary embedding; None for none.
     - `query_scale`: multiplies queries; None for `head_dim ** -0.5`.
     - `temperature`: lets queries grow with their position; None for none.

@@ -133,13 +133,13 @@ def attend(
     """Softmax attention of scaled queries: (out in the query's dtype, log-sum-exp of the scores in f32).
 
     Query head h uses key head h // (heads // kv_heads). Positions below 0 are no tokens; a query that sees nothing has
-    out = 0 and lse = EMPTY. The tokens of one of `query_spans` see each other whatever the mask. Of what a query sees
-    only the keys that are `selected` count, for all heads alike or for each. `aligned` is the caller's promise that
-    queries and keys are the same tokens in the same order, with positions that increase strictly within a segment;
-    `gapless` promises, beside that, that each row is one document at positions 0, 1, 2, …, without padding. Without
-    `needs_lse` nothing reads lse, which may then be NaN. `local` says that the arrays are one device's own: inside
-    `shard_map`, or without a mesh. `kernel` is a name in KERNELS or "auto": see `choose`. Raises ConfigError where the
-    kernel cannot do it.
+    out = 0 and lse = EMPTY. The tokens of one of `query_spans` also see the ones of their span after them. Of what a
+    query sees only the keys that are `selected` count, for all heads alike or for each. `aligned` is the caller's
+    promise that queries and keys are the same tokens in the same order, with positions that increase strictly within a
+    segment; `gapless` promises, beside that, that each row is one document at positions 0, 1, 2, …, without padding.
+    Without `needs_lse` nothing reads lse, which may then be NaN. `local` says that the arrays are one device's own:
+    inside `shard_map`, or without a mesh. `kernel` is a name in KERNELS or "auto": see `choose`. Raises ConfigError
+    where the kernel cannot do it.
     """
     places = AttentionPositions(query_positions, key_positions, query_segments, key_segments, query_spans)
     check(aligned or not gapless, "gapless=True needs aligned=True: it is about queries that are the keys.")
