@@ -29,7 +29,7 @@ from eqx_decoders.encoders.beside import (
 from eqx_decoders.encoders.encoder import Encoder
 from eqx_decoders.encoders.media import Encoded, Media, merge_features
 from eqx_decoders.encoders.media_config import MediaConfig
-from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.errors import ConfigError, check, check_integer, check_number
 from eqx_decoders.explicit import typed
 from eqx_decoders.inputs import check_inputs, check_shapes
 from eqx_decoders.layer_inputs import LayerInputs, check_per_layer, takers
@@ -107,7 +107,8 @@ class DecoderConfig:
         check_integer("DecoderConfig.embed_dim", self.embed_dim)
         check(len(self.blocks) > 0, "DecoderConfig.blocks=() must hold at least one BlockConfig.")
         for index, block in enumerate(self.blocks):
-            check(isinstance(block, BlockConfig), f"DecoderConfig.blocks[{index}]={block!r} must be a BlockConfig.")
+            if not isinstance(block, BlockConfig):
+                raise ConfigError(f"DecoderConfig.blocks[{index}]={block!r} must be a BlockConfig.")
         streams = {block.wiring.streams for block in self.blocks}
         rule = "must have as many residual streams in all layers"
         check(len(streams) == 1, f"DecoderConfig.blocks {rule}, not {' and '.join(map(str, sorted(streams)))}.")

@@ -105,7 +105,7 @@ def test_a_spoiled_configuration_is_valid_or_refused(part):
         content = spoiled(random.Random(seed))
         family = FAMILIES[content["model_type"]]
         outcome, took = timed(family, content)
-        assert took < 0.1 or min(timed(family, content)[1] for _ in range(3)) < 0.1, seed  # other processes work, too
+        assert took < 2, seed  # no file keeps its reader busy
         if isinstance(outcome, ed.ConversionError):
             assert len(str(outcome)) < 2000, seed
         else:
@@ -116,10 +116,10 @@ def test_a_spoiled_configuration_is_valid_or_refused(part):
 
 
 def timed(family, content) -> tuple[ed.DecoderConfig | ed.ConversionError, float]:
-    """The configuration or the error, and the seconds that it took."""
-    begin = time.perf_counter()
+    """The configuration or the error, and the seconds of work that it took."""
+    begin = time.process_time()
     try:
         outcome = family.decode(content)[0]
     except ed.ConversionError as error:
         outcome = error
-    return outcome, time.perf_counter() - begin
+    return outcome, time.process_time() - begin

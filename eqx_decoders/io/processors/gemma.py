@@ -10,7 +10,7 @@ from eqx_decoders.errors import DataError, check, check_integer, check_number
 from eqx_decoders.io.processors.colours import HALVES, Colours, read_colours
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.resizing import BICUBIC, BILINEAR, resize
-from eqx_decoders.io.processors.rules import MOST_TOKENS, Seen, Settings, joined, read_resample, read_square
+from eqx_decoders.io.processors.rules import Seen, Settings, check_tokens, joined, read_resample, read_square
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,6 @@ class Gemma3Pictures:
     def __post_init__(self):
         for name in ("least_crop", "most_crops", "tokens"):
             check_integer(f"Gemma3Pictures.{name}", getattr(self, name))
-        check(self.tokens <= MOST_TOKENS, f"Gemma3Pictures.tokens={self.tokens} must be at most {MOST_TOKENS}.")
         check_number("Gemma3Pictures.least_ratio", self.least_ratio, above=0)
 
     @classmethod
@@ -64,6 +63,7 @@ class Gemma3Pictures:
     def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> Seen:
         """`pixel_values`: the picture, and its parts."""
         parts = [pixels, *self._crops(pixels)]
+        check_tokens(where, self.tokens * len(parts))
         values = [self.colours(resize(part, self.size, self.resample, limits, where)) for part in parts]
         own = f"\n\n{self.begin}{self.token * self.tokens}{self.end}\n\n"
         text = own
@@ -114,7 +114,6 @@ class Gemma4Pictures:
     def __post_init__(self):
         for name in ("size", "merge", "tokens"):
             check_integer(f"Gemma4Pictures.{name}", getattr(self, name))
-        check(self.tokens <= MOST_TOKENS, f"Gemma4Pictures.tokens={self.tokens} must be at most {MOST_TOKENS}.")
 
     @classmethod
     def read(cls, settings: Settings) -> "Gemma4Pictures":
@@ -135,6 +134,7 @@ class Gemma4Pictures:
     def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> Seen:
         """`pixel_values` and `image_position_ids` of the picture, padded with 0 and -1."""
         limits.check_pixels(where, self.tokens * self.merge**2, self.size**2)
+        check_tokens(where, self.tokens)
         pixels = self.resized(pixels, limits, where)
         patches, positions, tokens = self.patches(self.colours(pixels))
         arrays = {"pixel_values": patches[None], "image_position_ids": positions[None]}

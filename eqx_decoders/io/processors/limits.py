@@ -19,7 +19,7 @@ class MediaLimits:
     """
 
     max_pixels: int = 89_478_485
-    max_film_pixels: int = 1 << 29
+    max_film_pixels: int = 1 << 28
     max_frames: int = 200_000
     max_seconds: float = 7200.0
     max_files: int = 1000

@@ -10,7 +10,7 @@ from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.io.processors.colours import HALVES, Colours, read_colours
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.resizing import BILINEAR, resize_with_short_weights
-from eqx_decoders.io.processors.rules import Seen, Settings, joined, read_resample, read_square
+from eqx_decoders.io.processors.rules import Seen, Settings, check_tokens, joined, read_resample, read_square
 
 
 MOST_TILES = 256
@@ -73,6 +73,7 @@ class Llama4Pictures:
         rows, columns = canvas(size, self.tiles, side, largest=self.largest)
         room = (rows * side, columns * side)
         limits.check_pixels(where, *room)
+        check_tokens(where, (rows * columns + 1) * self._tokens)
         if not self.largest:  # a small picture is not made larger than a tile
             room = tuple(min(max(old, side), most) for old, most in zip(size, room, strict=True))
         small = resize_with_short_weights(pixels, within(size, room), self.resample, limits, where)
@@ -88,8 +89,13 @@ class Llama4Pictures:
         """`[tiles, 3, side, side]`."""
         return joined(seen)
 
+    @property
+    def _tokens(self) -> int:
+        """Of one tile."""
+        return (self.side // self.patch) ** 2 // self.shrink
+
     def _text(self, rows: int, columns: int) -> str:
-        tile = self.token * ((self.side // self.patch) ** 2 // self.shrink)
+        tile = self.token * self._tokens
         split = (self.beside.join([tile] * columns) + self.below) * rows if rows * columns > 1 else ""
         return f"{self.begin}{split}{self.placeholder}{tile}{self.end}"
 

@@ -10,7 +10,7 @@ from eqx_decoders.errors import DataError, check, check_integer
 from eqx_decoders.io.processors.colours import CLIP_MEAN, CLIP_STD, Colours, read_colours
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.resizing import BICUBIC, resize
-from eqx_decoders.io.processors.rules import Seen, Settings, read_resample, read_size
+from eqx_decoders.io.processors.rules import Seen, Settings, check_tokens, read_resample, read_size
 
 
 MOST_PADDED = 1 << 29  # pixels of all pictures of a prompt together, as they are padded
@@ -64,6 +64,7 @@ class PixtralPictures:
     def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> Seen:
         """`pixel_values` of the picture, and `image_sizes`: its height and width."""
         rows, columns = self._tokens(*pixels.shape[:2])
+        check_tokens(where, rows * (columns + 1))
         side = self.size * self.merge
         values = self.colours(resize(pixels, (rows * side, columns * side), self.resample, limits, where))
         line = self.placeholder * columns

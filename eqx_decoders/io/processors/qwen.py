@@ -13,10 +13,11 @@ from eqx_decoders.io.processors.colours import CLIP_MEAN, CLIP_STD, HALVES, Colo
 from eqx_decoders.io.processors.films import Clip, check_taken
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.resizing import BICUBIC, resize, resize_with_short_weights
-from eqx_decoders.io.processors.rules import Seen, Settings, joined, read_resample, read_size
+from eqx_decoders.io.processors.rules import Seen, Settings, check_tokens, joined, read_resample, read_size
 
 
 MOST_RATIO = 200
+MOST_FRAMES = 64  # of a patch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,7 @@ class QwenPictures:
     def __post_init__(self):
         for name in ("size", "frames", "merge", "least", "most"):
             check_integer(f"QwenPictures.{name}", getattr(self, name))
+        check(self.frames <= MOST_FRAMES, f"QwenPictures.frames={self.frames} must be at most {MOST_FRAMES}.")
 
     @classmethod
     def read(cls, settings: Settings) -> "QwenPictures":
@@ -67,7 +69,9 @@ class QwenPictures:
         values = self.colours(resize(pixels, target, self.resample, limits, where))
         frames = np.broadcast_to(values, (self.frames, *values.shape))
         patches, grid = cut(frames, self.size, self.frames, self.merge)
-        text = self.placeholder * (math.prod(grid) // self.merge**2)
+        count = math.prod(grid) // self.merge**2
+        check_tokens(where, count)
+        text = self.placeholder * count
         return Seen({"pixel_values": patches, "image_grid_thw": np.array([grid])}, text)
 
     def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
@@ -111,6 +115,8 @@ class QwenFilms:
     def __post_init__(self):
         for name in ("size", "frames", "merge", "least", "most", "least_frames", "most_frames"):
             check_integer(f"{type(self).__name__}.{name}", getattr(self, name))
+        few = self.frames <= MOST_FRAMES
+        check(few, f"{type(self).__name__}.frames={self.frames} must be at most {MOST_FRAMES}.")
         both = self.fps is None or self.count is None
         check(both, f"{type(self).__name__}: fps={self.fps} and count={self.count} exclude each other: give one.")
 
@@ -143,6 +149,7 @@ class QwenFilms:
         if self.seconds is not None:
             rate = len(indices) / clip.count * clip.fps if self.told_fps is None else self.told_fps
             arrays[self.seconds] = np.array([self.frames / rate])
+        check_tokens(clip.where, math.prod(grid) // self.merge**2)
         return Seen(arrays, self._text(clip, indices, grid))
 
     def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
@@ -162,9 +169,10 @@ class QwenFilms:
             count = int(count // self.frames) * self.frames
         if count == 0:
             return np.arange(clip.count)
-        step = clip.count / count
-        # float32, in which PyTorch counts
-        return (np.arange(math.ceil(clip.count / step)) * step).astype(np.float32).astype(np.int64)
+        # as PyTorch counts: in steps of float64 from every eighth number in float32
+        step, number = clip.count / count, np.arange(math.ceil(clip.count / (clip.count / count)))
+        begin = (step * (number // 8 * 8)).astype(np.float32)
+        return (begin + step * (number % 8)).astype(np.float32).astype(np.int64)
 
     def _target(self, clip: Clip, count: int) -> tuple[int, int]:
         side, most = self.size * self.merge, self.most

@@ -6,13 +6,13 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from eqx_decoders.errors import ConversionError, check
+from eqx_decoders.errors import ConversionError, DataError, check
 from eqx_decoders.families.fields import Fields, abbreviate
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.resizing import FILTERS
 
 
-MOST_TOKENS = 1 << 16  # that stand for one picture
+MOST_TOKENS = 1 << 20  # that stand for one picture, film or sound
 
 
 class Seen(NamedTuple):
@@ -59,6 +59,12 @@ class Settings:
         rule = "must be a token's text"
         check(good, f"{self.processor.where}: {name}={abbreviate(value)} {rule}.", ConversionError)
         return value
+
+
+def check_tokens(where: str, count: int) -> None:
+    """DataError for a file that becomes more tokens than a model could read."""
+    rule = f"more than {MOST_TOKENS:,}. Make it smaller"
+    check(count <= MOST_TOKENS, f"{where} becomes {count:,} tokens: {rule}.", DataError)
 
 
 def joined(seen: Sequence[Seen]) -> dict[str, np.ndarray]:

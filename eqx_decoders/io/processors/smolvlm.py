@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from eqx_decoders.errors import check, check_integer
+from eqx_decoders.errors import check_integer
 from eqx_decoders.families.fields import Fields
 from eqx_decoders.io.processors.colours import HALVES, Colours, read_colours
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.resizing import LANCZOS, resize
-from eqx_decoders.io.processors.rules import MOST_TOKENS, Seen, Settings, joined, read_resample, read_size
+from eqx_decoders.io.processors.rules import Seen, Settings, check_tokens, joined, read_resample, read_size
 
 
 MOST_LONGEST = 4096
@@ -34,7 +34,6 @@ class SmolWords:
 
     def __post_init__(self):
         check_integer("SmolWords.tokens", self.tokens)
-        check(self.tokens <= MOST_TOKENS, f"SmolWords.tokens={self.tokens} must be at most {MOST_TOKENS}.")
 
     @classmethod
     def read(cls, settings: Settings) -> "SmolWords":
@@ -112,6 +111,7 @@ class SmolVLMPictures:
             else:
                 rows = columns = 0
         parts.append(resize(pixels, (tile, tile), self.resample, limits, where))
+        check_tokens(where, self.words.tokens * len(parts))
         arrays = {
             "pixel_values": np.stack([self.colours(part) for part in parts]),
             "pixel_attention_mask": np.ones((len(parts), tile, tile), np.int64),
