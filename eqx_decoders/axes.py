@@ -61,6 +61,7 @@ AXES: dict[str, str] = {
     "teacher_head_dim": "features of one head of a frozen teacher",
     "streams": "residual streams side by side",
     "taps": "tokens that a convolution looks back",
+    "signal": "sines and cosines of a distance",
     "patch": "numbers of a patch of a picture",
     "frames": "pictures of a patch, one behind the other in time",
     "patch_rows": "rows of pixels of a patch",

@@ -162,14 +162,21 @@ class Block(eqx.Module):
         streams = run_in_turn(begins, parts, contexts[0].execution.layout)
         return [each.leave(x) for each, x in zip(passes, streams, strict=True)]
 
-    def _parts(self) -> list[tuple[str, Any, Norm | None, Norm | None]]:
-        """The name, layer and norms of each branch, in order."""
+    def _parts(self) -> list[tuple[str, Any, Norm | None, Norm | None, float]]:
+        """The name, layer, norms and scale of each branch, in order."""
         shared = self.pre_mixer_norm if self.config.wiring.shares_norm else None
         pre_mlp = shared if self.pre_mlp_norm is None else self.pre_mlp_norm
-        named = [(f"before.{i}", each.layer, each.pre_norm, each.post_norm) for i, each in enumerate(self.before)]
-        named += [("mixer", self.mixer, self.pre_mixer_norm, self.post_mixer_norm)]
-        named += [("mlp", self.mlp, pre_mlp, self.post_mlp_norm)]
-        named += [(f"after.{i}", each.layer, each.pre_norm, each.post_norm) for i, each in enumerate(self.after)]
+
+        def further(where: str, branches: tuple[Branch, ...]) -> list[Any]:
+            return [
+                (f"{where}.{index}", each.layer, each.pre_norm, each.post_norm, each.config.scale)
+                for index, each in enumerate(branches)
+            ]
+
+        named = further("before", self.before)
+        named += [("mixer", self.mixer, self.pre_mixer_norm, self.post_mixer_norm, 1.0)]
+        named += [("mlp", self.mlp, pre_mlp, self.post_mlp_norm, 1.0)]
+        named += further("after", self.after)
         return [part for part in named if part[1] is not None]
 
 
@@ -215,8 +222,8 @@ class _Pass:
 class _LayerRun:
     """A layer of a block with its norms in one pass, from what it reads to what it returns."""
 
-    def __init__(self, passed: _Pass, name: str, layer: BranchLayer, pre: Norm | None, post: Norm | None):
-        self.passed, self.name, self.layer, self.pre, self.post = passed, name, layer, pre, post
+    def __init__(self, passed: _Pass, name: str, layer: BranchLayer, pre: Norm | None, post: Norm | None, scale: float):
+        self.passed, self.name, self.layer, self.pre, self.post, self.scale = passed, name, layer, pre, post, scale
 
     def __call__(self, y: Array) -> Array:
         return self.after(self.layer.branch(*self.before(y)))
@@ -232,7 +239,8 @@ class _LayerRun:
         """What of its results goes to the stream; the rest is kept."""
         self.passed.entries[self.name] = result.entries
         self.passed.stats.update(result.stats)
-        return result.out if self.post is None else self.post(result.out)
+        out = result.out if self.post is None else self.post(result.out)
+        return out if self.scale == 1.0 else out * self.scale
 
 
 def _reads_streams(layer: Any) -> bool:

@@ -280,10 +280,15 @@ class Decoder(eqx.Module):
         embeds: Float[AnyArray, "batch length embed"] | None = None,
         inputs: Inputs | None = None,
         media: Media | None = None,
+        encoded: Encoded | None = None,
         cache_is_empty: bool = False,
     ) -> tuple[Float[Array, "batch length embed"], Cache | None, BlockStats]:
-        """Everything but the head: `Output`'s hidden, cache and stats. With `cache_is_empty` nothing of it is read."""
-        options: Any = dict(embeds=embeds, inputs=inputs, media=media, cache_is_empty=cache_is_empty, keeps_all=True)
+        """Everything but the head: `Output`'s hidden, cache and stats.
+
+        `encoded` is `encode(media)`, where that is known. With `cache_is_empty` nothing of the cache is read.
+        """
+        seen: Any = dict(inputs=inputs, media=media, encoded=encoded)
+        options: Any = dict(embeds=embeds, **seen, cache_is_empty=cache_is_empty, keeps_all=True)
         hidden, proposal, stats = self.propose(tokens, positions, segment_ids, cache, key, **options)
         if cache is not None:
             cache = cache.commit(proposal.entries, proposal.positions, proposal.rope_offset)
@@ -301,6 +306,7 @@ class Decoder(eqx.Module):
         embeds: Float[AnyArray, "batch length embed"] | None = None,
         inputs: Inputs | None = None,
         media: Media | None = None,
+        encoded: Encoded | None = None,
         cache_is_empty: bool = False,
         keeps_all: bool = False,
     ) -> tuple[Float[Array, "batch length embed"], Proposal, BlockStats]:
@@ -309,10 +315,9 @@ class Decoder(eqx.Module):
         With `keeps_all` it may reject none: then recurrent layers propose their state, and nothing per token.
         """
         inputs = Inputs() if inputs is None else inputs
-        encoded = None
         if media is not None:
             check_tokens(tokens, media)
-            encoded, (inputs, segment_ids) = _encode(self, media), beside(media, inputs, segment_ids)
+            encoded, inputs, segment_ids = _seen(self, media, encoded, inputs, segment_ids)
         given = tokens, positions, segment_ids
         rows, length = check_shapes(self.config, *given, embeds=embeds, spans=inputs.spans)
         tokens, positions, segment_ids, embeds = (
@@ -392,24 +397,30 @@ class Decoder(eqx.Module):
         key: PRNGKeyArray | None = None,
         *,
         inputs: Inputs | None = None,
+        media: Media | None = None,
+        encoded: Encoded | None = None,
         order: np.ndarray | None = None,
     ) -> MTPOutput:
         """Multi-token prediction over whole sequences: the streams of all depths, of which `logits` makes scores.
 
         At token t depth k predicts token t + k + 1, from the tokens up to t + k. Where that one belongs to another
-        document, the depth sees padding. `hidden` is `Output.hidden` of the same tokens, positions, segment ids and
-        inputs. `order` says which token of its text stands where in a row, if they do not follow one another.
+        document, the depth sees padding. `hidden` is `Output.hidden` of the same tokens, positions, segment ids, inputs
+        and media, `encoded` is `encode(media)` where that is known: features stand in the place of placeholders.
+        `order` says which token of its text stands where in a row, if they do not follow one another.
         """
         check(
             self.mtp is not None,
             "Decoder.predict_further needs a model with multi-token prediction: DecoderConfig.mtp is None.",
         )
         assert self.mtp is not None
-        tokens = jnp.asarray(tokens)
+        tokens, inputs = jnp.asarray(tokens), Inputs() if inputs is None else inputs
+        if media is not None:
+            check_tokens(tokens, media)
+            encoded, inputs, segment_ids = _seen(self, media, encoded, inputs, segment_ids)
         segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
         given = None if positions is None else jnp.asarray(positions)
         positions = padded_positions(given, segment_ids, tokens.shape)
-        seen = _seen_by_layers(Inputs() if inputs is None else inputs, positions)
+        seen = _seen_by_layers(inputs, positions)
         x, hiddens, reals, stats = self.mtp_input(hidden), [], [], []
         rounded = self._rounded("mtp", key).mtp or self.mtp
         for count, depth in enumerate(rounded.unstacked(), 1):
@@ -417,7 +428,11 @@ class Decoder(eqx.Module):
             real = same_document(positions, segment_ids, count, order)
             later = Context(positions=shift_left(positions, count, order), execution=self.execution)
             here = Context(jnp.where(real, positions, -1), segment_ids, self.execution, **seen)
-            embedded = self.embed(shift_left(tokens, count, order), later, key=embed_key)
+            following = self.embedding(shift_left(tokens, count, order), later)
+            if media is not None and encoded is not None:
+                index = shift_left(jnp.asarray(media.index) + 1, count, order) - 1
+                following = merge_features(following, encoded.by_group, index)
+            embedded = self._inputs(following, later, embed_key)
             x, _, stat = depth(x, embedded, here, key=block_key)
             hiddens.append(x)
             reals.append(real)
@@ -524,6 +539,13 @@ def _encode(model: Decoder, media: Media) -> Encoded:
 @typed
 def _encoded(model: Decoder, media: Media) -> Encoded:
     return _encode(model, media)
+
+
+def _seen(
+    model: Decoder, media: Media, encoded: Encoded | None, inputs: Inputs, segment_ids: Any
+) -> tuple[Encoded, Inputs, Any]:
+    """The features of pictures and sounds, and what layers read beside the stream."""
+    return _encode(model, media) if encoded is None else encoded, *beside(media, inputs, segment_ids)
 
 
 def _seen_by_layers(inputs: Inputs, positions: Array) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from tests.models import rich_decoder
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if number % 3 else ()) for number, name in enumerate(ed.list_models())],
+    [pytest.param(name, marks=pytest.mark.slow if number % 6 else ()) for number, name in enumerate(ed.list_models())],
 )
 def test_every_model_comes_back(name):
     config = ed.get_config(name)

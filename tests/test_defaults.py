@@ -41,6 +41,8 @@ DEFAULTS = {
     "GatedDeltaNetConfig": dict(taps=4, norm=RMSNormConfig()),
     "Mamba2Config": dict(taps=4, taps_bias=True, eps=1e-5),
     "KimiDeltaAttentionConfig": dict(taps=4, norm=RMSNormConfig()),
+    "LocalAttentionConfig": dict(chunk=12, left=13, soft_cap=50.0),
+    "LightConvolutionConfig": dict(taps=5, activation="silu", norm=RMSNormConfig()),
     "BlockSelection": dict(size=1024, top_k=8),
     "IndexerConfig": dict(num_heads=64, head_dim=128, top_k=2048, norm=LayerNormConfig(eps=1e-6)),
     "LatentAttentionConfig": dict(mask=Causal(), rope=Rope(), norm=RMSNormConfig()),

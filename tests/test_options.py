@@ -101,7 +101,7 @@ def itself(config):
 
 # Every class of configuration: one to start from, how a decoder gets it, and another value for each of its fields.
 OPTIONS: dict[type, tuple] = {
-    RMSNormConfig: (RMS, lambda c: decoder(final_norm=c), dict(eps=0.1, scale=False, offset=0.5)),
+    RMSNormConfig: (RMS, lambda c: decoder(final_norm=c), dict(eps=0.1, scale=False, offset=0.5, clip=0.1)),
     LayerNormConfig: (
         LayerNormConfig(),
         lambda c: decoder(final_norm=c),
@@ -266,11 +266,15 @@ OPTIONS: dict[type, tuple] = {
         dict(mixer=None, mlp=None, pre_mixer_norm=RMS, post_mixer_norm=RMS, pre_mlp_norm=RMS, post_mlp_norm=RMS)
         | dict(wiring="parallel", dropout=0.5, before=(FURTHER,), after=(FURTHER,), publishes="name"),
     ),
-    ed.BranchConfig: (FURTHER, lambda c: block(before=(c,)), dict(layer=SMALL, pre_norm=None, post_norm=RMS)),
+    ed.BranchConfig: (
+        FURTHER,
+        lambda c: block(before=(c,)),
+        dict(layer=SMALL, pre_norm=None, post_norm=RMS, scale=0.5),
+    ),
     Sequential: (
         Sequential(),
         lambda c: decoder(blocks=block(wiring=c).blocks * 2),
-        dict(residual_scale=0.5, output_scale=True),
+        dict(residual_scale=0.5, output_scale=True, output_norm=RMS),
     ),
     **{kind: (kind(), lambda c: block(wiring=c), {}) for kind in (Parallel, Plain, Chained)},
     LearnedPositions: (LearnedPositions(max_positions=8), lambda c: decoder(positions=c), dict(max_positions=3)),
@@ -310,7 +314,10 @@ CASES = [(kind, field) for kind, (_, _, values) in OPTIONS.items() for field in 
 # where a field that nothing reads would fail a comparison with a checkpoint, or a law, too
 ELSEWHERE_TOO = (GatedDeltaNetConfig, Mamba2Config, KimiDeltaAttentionConfig, EngramConfig, HyperConnections)
 ELSEWHERE_TOO += (IndexerConfig, LatentAttentionConfig, Llama3Rope, YarnRope, LinearRope, LearnedInitConfig, MTPConfig)
-READ = [pytest.param(kind, field, marks=pytest.mark.slow if kind in ELSEWHERE_TOO else ()) for kind, field in CASES]
+READ = [
+    pytest.param(kind, field, marks=pytest.mark.slow if kind in ELSEWHERE_TOO or number % 2 else ())
+    for number, (kind, field) in enumerate(CASES)
+]
 
 
 def reachable(kind, found: dict) -> dict:

@@ -60,6 +60,7 @@ def assert_told(out: list[str], told: list[str]) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_learns_to_count():
     out, told = run_example("count by fives")
     assert_told(out, told)

@@ -16,6 +16,8 @@ from eqx_decoders.encoders.media import Encoded, HasMedia, Media, placed
 from eqx_decoders.encoders.media_config import MediaConfig
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.layers.added_features import DEEPSTACK, AddedFeaturesConfig
+from eqx_decoders.layers.light_convolution import LightConvolutionConfig
+from eqx_decoders.layers.local_attention import LocalAttentionConfig
 
 
 @runtime_checkable
@@ -25,8 +27,12 @@ class _Sizes(HasMedia, Protocol):
 
 
 def check_media(media: MediaConfig | None, blocks: tuple[BlockConfig, ...], embed_dim: int) -> None:
-    """Raise ConfigError unless encoders make what the decoder takes."""
-    layers = (layer for block in blocks for layer in block.branches().values())
+    """Raise ConfigError unless encoders make what the decoder takes, and none of its layers is for encoders alone."""
+    layers = [layer for block in blocks for layer in block.branches().values()]
+    for layer in layers:
+        rule = "remembers nothing of earlier calls: it is for the layers of encoders"
+        only = isinstance(layer, LocalAttentionConfig | LightConvolutionConfig)
+        check(not only, f"DecoderConfig.blocks has a {type(layer).__name__}, which {rule}.")
     takers = sum(isinstance(layer, AddedFeaturesConfig) for layer in layers)
     if media is None:
         return

@@ -11,8 +11,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from eqx_decoders.block import BlockConfig
 from eqx_decoders.context import Context, Execution
 from eqx_decoders.encoders.audio_stem import AudioStem, AudioStemConfig
+from eqx_decoders.encoders.frame_stem import FrameStem, FrameStemConfig
 from eqx_decoders.encoders.projector import Projection, ProjectionConfig, Projector, ProjectorConfig
-from eqx_decoders.encoders.rows import ChunkRows, PatchRows
+from eqx_decoders.encoders.rows import PatchRows, SoundRows
 from eqx_decoders.encoders.stem import PatchStem, PatchStemConfig
 from eqx_decoders.errors import check, check_integer
 from eqx_decoders.layers.norm import Norm, NormConfig
@@ -27,8 +28,8 @@ class EncoderConfig:
     **Arguments:**
 
     - `embed_dim`: features of its residual stream.
-    - `stem`: what makes them, of patches or of chunks of sound.
-    - `blocks`: one configuration per layer, whose attention has `mask=Bidirectional(...)`.
+    - `stem`: what makes them, of patches, of chunks of sound or of whole sounds.
+    - `blocks`: one configuration per layer, whose attention has `mask=Bidirectional(...)`, or is a local one.
     - `pre_norm`, `post_norm`: before the first layer and behind the last one.
     - `projector`: makes rows that stand where placeholder tokens are.
     - `deepstack`: the layers, counted from 0, whose output also reaches the decoder: the features of the first of them
@@ -41,7 +42,7 @@ class EncoderConfig:
     """
 
     embed_dim: int
-    stem: PatchStemConfig | AudioStemConfig
+    stem: PatchStemConfig | AudioStemConfig | FrameStemConfig
     blocks: tuple[BlockConfig, ...]
     projector: ProjectorConfig
     pre_norm: NormConfig | None = None
@@ -125,7 +126,7 @@ class EncodedRows(NamedTuple):
 class Encoder(eqx.Module):
     """`projector(post_norm(block_n(... block_1(pre_norm(stem(rows))))))`."""
 
-    stem: PatchStem | AudioStem
+    stem: PatchStem | AudioStem | FrameStem
     segments: tuple[Segment, ...]
     pre_norm: Norm | None
     post_norm: Norm | None
@@ -134,7 +135,7 @@ class Encoder(eqx.Module):
     into: Projection | None
     config: EncoderConfig = eqx.field(static=True)
 
-    def __call__(self, rows: PatchRows | ChunkRows, execution: Execution) -> EncodedRows:
+    def __call__(self, rows: PatchRows | SoundRows, execution: Execution) -> EncodedRows:
         """Rows of features for the first layer, and those that are added behind later ones."""
         ctx = self._context(rows, execution)
         stem: Any = self.stem
@@ -150,7 +151,7 @@ class Encoder(eqx.Module):
         features = self.projector(x, ctx)
         return EncodedRows(features, features if self.into is None else self.into(features, ctx), tuple(further))
 
-    def _context(self, rows: PatchRows | ChunkRows, execution: Execution) -> Context:
+    def _context(self, rows: PatchRows | SoundRows, execution: Execution) -> Context:
         # layers of pipelines and halves of batches are the decoder's; order is that of the picture
         execution = dataclasses.replace(execution, pipeline=None, batch_split=1, context_order="plain")
         coordinates = rows.coordinates if isinstance(rows, PatchRows) else None

@@ -11,11 +11,13 @@ from jaxtyping import Array, Float, Int, Num
 
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.encoders.audio_stem import AudioStemConfig
+from eqx_decoders.encoders.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.media_config import MediaConfig
 from eqx_decoders.encoders.packing import finer_sizes, pack_pictures, pack_sounds
 from eqx_decoders.encoders.pictures import Picture, from_patches, from_pixels, from_positions
 from eqx_decoders.encoders.rope_positions import AUDIO, IMAGE, TEXT, VIDEO, grid_positions
-from eqx_decoders.encoders.rows import ChunkRows, PatchRows
+from eqx_decoders.encoders.rows import PatchRows, SoundRows
+from eqx_decoders.encoders.sounds import from_frames, pack_frames
 from eqx_decoders.encoders.stem import PatchStemConfig
 from eqx_decoders.errors import ConfigError, DataError, check
 
@@ -45,7 +47,7 @@ class Media(eqx.Module):
     """
 
     pictures: PatchRows | None
-    sounds: ChunkRows | None
+    sounds: SoundRows | None
     order: Int[AnyArray, "groups features"]
     index: Int[AnyArray, "batch length"]
     spans: Int[AnyArray, "batch length"] | None = None
@@ -72,6 +74,7 @@ class Media(eqx.Module):
         use_audio_in_video: Any = None,
         input_features: Any = None,
         feature_attention_mask: Any = None,
+        input_features_mask: Any = None,
         attention_mask: Any = None,
         token_type_ids: Any = None,
         mm_token_type_ids: Any = None,
@@ -97,8 +100,9 @@ class Media(eqx.Module):
         - `num_frames_per_video`: accepted; with `video_position_ids` each frame is a picture of its own.
         - `video_second_per_grid`, or `second_per_grid_ts`: time between the frames of each film, in seconds.
         - `use_audio_in_video`: whether films have sounds, whose tokens stand among theirs: accepted, the ids show it.
-        - `input_features`: log-mel spectra, `[sounds, bands, frames]`, of which `feature_attention_mask` (`[sounds,
-            frames]`) says which frames are real.
+        - `input_features`: log-mel spectra, of which `feature_attention_mask` (`[sounds, frames]`) says which frames
+            are real: `[sounds, bands, frames]`, or `[sounds, frames, bands]` for an encoder that reads whole sounds.
+        - `input_features_mask`: the same mask under Gemma 4's name.
         - `attention_mask`: 0 where a token is padding.
         - `token_type_ids`, `mm_token_type_ids`: which tokens are placeholders: accepted, and compared with the ids.
         - `segment_ids`: documents packed into a row, whose positions begin anew; 0 marks padding.
@@ -130,7 +134,7 @@ class Media(eqx.Module):
             VIDEO: _pictures(
                 media, pixel_values_videos, video_grid_thw, video_position_ids, "pixel_values_videos", "video"
             ),
-            AUDIO: _sounds(media, input_features, feature_attention_mask),
+            AUDIO: _heard(media, input_features, feature_attention_mask, input_features_mask, groups),
         }
         segments = _documents(ids, attention_mask, segment_ids)
         pictures, sounds, order = _packed(media, kinds.reshape(groups, -1), found)
@@ -253,7 +257,18 @@ def _pictures(
     return from_pixels(stem, pixels, name, **extent)
 
 
-def _sounds(media: MediaConfig, features: Any, mask: Any) -> list[tuple[np.ndarray, int]]:
+def _heard(media: MediaConfig, features: Any, mask: Any, other: Any, groups: int) -> list[tuple[np.ndarray, int]]:
+    """The sounds, by whichever name their mask has."""
+    names = "feature_attention_mask and input_features_mask"
+    check(mask is None or other is None, f"Media.create: {names} are the same: give one.", DataError)
+    stem = None if media.audio is None else media.audio.stem
+    if features is not None and isinstance(stem, FrameStemConfig):
+        name = "input_features_mask" if mask is None else "feature_attention_mask"
+        return from_frames(stem, features, other if mask is None else mask, name)
+    return _sounds(media, features, other if mask is None else mask, whole_chunks=groups > 1)
+
+
+def _sounds(media: MediaConfig, features: Any, mask: Any, *, whole_chunks: bool) -> list[tuple[np.ndarray, int]]:
     """Each sound's chunks, the last one padded, and how many tokens it makes."""
     if features is None:
         return []
@@ -278,7 +293,7 @@ def _sounds(media: MediaConfig, features: Any, mask: Any) -> list[tuple[np.ndarr
     rule = "feature_attention_mask leaves nothing of a sound"
     check(bool(real.any(axis=1).all()), f"Media.create: {rule}: give at least one frame.", DataError)
     # convolutions see the zeros behind a sound's last frame: where all are short there are no more than in transformers
-    size = min(stem.chunk_frames, int(real.sum(axis=1).max(initial=1)))
+    size = stem.chunk_frames if whole_chunks else min(stem.chunk_frames, int(real.sum(axis=1).max(initial=1)))
     found = []
     for own, frames in zip(features, real, strict=True):
         own = own[:, frames]
@@ -311,7 +326,7 @@ _NAMES = {IMAGE: "image", VIDEO: "video", AUDIO: "audio"}
 
 def _packed(
     media: MediaConfig, kinds: np.ndarray, found: dict[int, Sequence[Any]]
-) -> tuple[PatchRows | None, ChunkRows | None, np.ndarray]:
+) -> tuple[PatchRows | None, SoundRows | None, np.ndarray]:
     """What the encoders read, and for each group the rows of features of its placeholders."""
     shares = {kind: _shares(media, kind, kinds, items) for kind, items in found.items()}
     seen = [shares[IMAGE][group] + shares[VIDEO][group] for group in range(len(kinds))]
@@ -324,9 +339,12 @@ def _packed(
         made = pictures.positions.size // stem.group // len(kinds)
     if any(heard) and media.audio is not None:
         stem = media.audio.stem
-        assert isinstance(stem, AudioStemConfig)
-        frames = next(chunks.shape[-1] for group in heard for chunks, _ in group)
-        sounds, rows[1] = pack_sounds(heard, stem.halved(frames))
+        assert isinstance(stem, AudioStemConfig | FrameStemConfig)
+        if isinstance(stem, FrameStemConfig):
+            sounds, rows[1] = pack_frames(stem, heard)
+        else:
+            frames = next(chunks.shape[-1] for group in heard for chunks, _ in group)
+            sounds, rows[1] = pack_sounds(heard, stem.halved(frames))
     heard_rows = 0 if sounds is None else sounds.positions.size // len(kinds)
     most, room = int((kinds != TEXT).sum(axis=1).max(initial=0)), made + heard_rows
     # as many as there is room for, unless that is far more: a size less that a program depends on

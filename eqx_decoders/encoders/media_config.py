@@ -5,6 +5,7 @@ from typing import Literal
 
 from eqx_decoders.encoders.audio_stem import AudioStemConfig
 from eqx_decoders.encoders.encoder import EncoderConfig
+from eqx_decoders.encoders.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.stem import PatchStemConfig
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 
@@ -65,11 +66,12 @@ class MediaConfig:
         check_integer("MediaConfig.lookup_token", self.lookup_token, minimum=0)
         ids = [token for token in given.values() if token is not None]
         check(len(ids) == len({*ids}), f"MediaConfig: {given} must be different ids.")
-        for kind, encoder, stem, tokens in (
-            ("vision", self.vision, PatchStemConfig, (self.image_token, self.video_token)),
-            ("audio", self.audio, AudioStemConfig, (self.audio_token,)),
+        for kind, encoder, stems, tokens in (
+            ("vision", self.vision, (PatchStemConfig,), (self.image_token, self.video_token)),
+            ("audio", self.audio, (AudioStemConfig, FrameStemConfig), (self.audio_token,)),
         ):
             if encoder is not None:
-                check(isinstance(encoder.stem, stem), f"MediaConfig.{kind}.stem must be a {stem.__name__}.")
+                names = " or a ".join(stem.__name__ for stem in stems)
+                check(isinstance(encoder.stem, stems), f"MediaConfig.{kind}.stem must be a {names}.")
                 rule = "needs a placeholder token for its features"
                 check(any(token is not None for token in tokens), f"MediaConfig.{kind} {rule}.")

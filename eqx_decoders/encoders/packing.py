@@ -102,6 +102,7 @@ def pack_pictures(stem: PatchStemConfig, groups: Sequence[Sequence[Picture]]) ->
         places=places if taps else None,
         place_weights=weights if taps else None,
         class_tokens=classes,
+        group=stem.group,
     ), rows_of
 
 

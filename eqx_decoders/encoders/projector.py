@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from eqx_decoders.axes import FROZEN
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.layers.mlp import ACTIVATIONS, add_bias
@@ -17,36 +18,44 @@ from eqx_decoders.numerics import fan_in
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProjectionConfig:
-    """`act(kernel^T x + bias)`.
+    """`act(kernel^T norm(x) + bias)`.
 
     **Arguments:**
 
     - `dim`: features that it makes.
     - `bias`: whether there is one.
     - `activation`: one of `ACTIVATIONS`.
+    - `norm`: of the features that it reads; None for none.
     """
 
     dim: int
     bias: bool = False
     activation: str = "identity"
+    norm: NormConfig | None = None
 
     def __post_init__(self):
         check_integer("ProjectionConfig.dim", self.dim)
         check_word("ProjectionConfig.activation", self.activation, ACTIVATIONS)
 
     def build(self, input_dim: int, *, key: PRNGKeyArray) -> "Projection":
-        kernel = fan_in(key, (input_dim, self.dim), jnp.float32, input_dim)
-        return Projection(kernel=kernel, bias=jnp.zeros((self.dim,)) if self.bias else None, config=self)
+        return Projection(
+            norm=None if self.norm is None else self.norm.build(input_dim),
+            kernel=fan_in(key, (input_dim, self.dim), jnp.float32, input_dim),
+            bias=jnp.zeros((self.dim,)) if self.bias else None,
+            config=self,
+        )
 
 
 class Projection(eqx.Module):
-    """`act(kernel^T x + bias)`."""
+    """`act(kernel^T norm(x) + bias)`."""
 
+    norm: Norm | None
     kernel: Float[Array, "inner outer"]
     bias: Float[Array, "outer"] | None
     config: ProjectionConfig = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "batch length inner"], ctx: Context) -> Float[Array, "batch length outer"]:
+        x = x if self.norm is None else self.norm(x)
         y = ctx.einsum("batch length inner, inner outer -> batch length outer", x, self.kernel)
         return ACTIVATIONS[self.config.activation](add_bias(y, self.bias))
 
@@ -63,7 +72,7 @@ class ProjectorConfig:
     - `norm`: of the features; None for none.
     - `norm_of`: `"patches"`, before they are combined, or `"groups"`, after it.
     - `scale`: multiplies what is combined (Gemma 4: the root of its features).
-    - `standardize`: whether a learned bias is subtracted from it then, and a learned scale multiplied (Gemma 4).
+    - `standardize`: whether a mean is subtracted then, and a scale multiplied, neither of which is trained (Gemma 4).
     - `layers`: one after the other; the last one makes features of the residual stream.
     """
 
@@ -107,8 +116,8 @@ class Projector(eqx.Module):
     """`layers(norm(combine(patches)))`."""
 
     norm: Norm | None
-    bias: Float[Array, "norm"] | None
-    scale: Float[Array, "norm"] | None
+    bias: Float[Array, "norm"] | None = eqx.field(metadata=FROZEN)
+    scale: Float[Array, "norm"] | None = eqx.field(metadata=FROZEN)
     layers: tuple[Projection, ...]
     config: ProjectorConfig = eqx.field(static=True)
 

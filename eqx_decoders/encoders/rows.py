@@ -17,6 +17,7 @@ class PatchRows(eqx.Module):
     - `coordinates`: row and column, or column and row, of each patch.
     - `places`, `place_weights`: rows of the table of learned positions, and what each of them counts.
     - `class_tokens`: where a class token stands; None where there is none.
+    - `group`: how many become one feature.
     """
 
     patches: Num[AnyArray, "batch length patch"]
@@ -26,6 +27,7 @@ class PatchRows(eqx.Module):
     places: Int[AnyArray, "batch length places"] | None = None
     place_weights: Float[AnyArray, "batch length places"] | None = None
     class_tokens: Bool[AnyArray, "batch length"] | None = None
+    group: int = eqx.field(static=True, default=1)
 
 
 class ChunkRows(eqx.Module):
@@ -36,8 +38,32 @@ class ChunkRows(eqx.Module):
     - `chunks`: mel bands of each frame of each chunk.
     - `positions`: of a token, one of several of a chunk, in its sound; -1 where there is none.
     - `segment_ids`: the number of a sound in its row.
+    - `group`: how many tokens become one feature.
     """
 
     chunks: Float[AnyArray, "batch chunks mel frames"]
     positions: Int[AnyArray, "batch length"]
     segment_ids: Int[AnyArray, "batch length"]
+    group: int = eqx.field(static=True, default=1)
+
+
+class FrameRows(eqx.Module):
+    """Spectra of whole sounds, frame by frame; several sounds may share a row, with silence in between.
+
+    **Arguments:**
+
+    - `frames`: mel bands of each frame; so many frames become a token.
+    - `real`: which frames are a sound's.
+    - `positions`: of a token in its sound; -1 where there is none.
+    - `segment_ids`: the number of a sound, or of the silence between two, in its row.
+    - `group`: how many tokens become one feature.
+    """
+
+    frames: Float[AnyArray, "batch frames mel"]
+    real: Bool[AnyArray, "batch frames"]
+    positions: Int[AnyArray, "batch length"]
+    segment_ids: Int[AnyArray, "batch length"]
+    group: int = eqx.field(static=True, default=1)
+
+
+SoundRows = ChunkRows | FrameRows

@@ -208,6 +208,7 @@ class Family:
     - `with_depth`: the configuration with a layer of multi-token prediction, for checkpoints that store one and don't
         say so in `config.json`.
     - `renamed`: regular expressions of tensors' names, and what is read in their place.
+    - `modules`: regular expressions of tensors' names, and how transformers calls them once they are loaded.
     - `text`: of a family with encoders, that of its decoder alone.
     - `text_names`: how the tensors of `text` begin, and how they do here.
     - `auto_class`: the class of transformers that opens such a directory.
@@ -230,6 +231,7 @@ class Family:
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     with_depth: Callable[[DecoderConfig], DecoderConfig] | None = None
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
     text: "Family | None" = None
     text_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     auto_class: str = "AutoModelForCausalLM"
@@ -240,6 +242,18 @@ class Family:
     def decode(self, content: Mapping[str, Any]) -> tuple[DecoderConfig, dict[str, Any]]:
         """The configuration that `config.json` describes, and the keys that it ignores. Raises ConversionError."""
         return self.decode_fields(Fields(self.own_settings(content)))
+
+    def stored_name(self, name: str) -> str:
+        """What a tensor is called in the files that are written here."""
+        for pattern, text in self.renamed.items():
+            name = re.sub(pattern, text, name)
+        return name
+
+    def module_name(self, name: str) -> str:
+        """What transformers calls a stored tensor once it is loaded."""
+        for pattern, text in self.modules.items():
+            name = re.sub(pattern, text, name)
+        return name
 
     def decode_fields(self, fields: Fields) -> tuple[DecoderConfig, dict[str, Any]]:
         """`decode` of an object that may stand in another one."""

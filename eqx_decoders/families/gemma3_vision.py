@@ -7,7 +7,6 @@ import dataclasses
 import math
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.encoders.media_config import MediaConfig
@@ -17,9 +16,16 @@ from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import gemma3
 from eqx_decoders.families.family import Weight
 from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
-from eqx_decoders.families.multimodal import attention, finish, multimodal, norm, plain_mlp, with_defaults, with_spans
-from eqx_decoders.layers.attention import AttentionConfig
-from eqx_decoders.layers.mask import Bidirectional
+from eqx_decoders.families.multimodal import (
+    attention,
+    encoder_layer,
+    finish,
+    multimodal,
+    norm,
+    plain_mlp,
+    with_defaults,
+    with_spans,
+)
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 
@@ -43,21 +49,11 @@ def siglip(
 ) -> EncoderConfig:
     """The encoder of pictures of `side x side` patches, of which `merge x merge` are averaged to one token."""
     layer_norm = LayerNormConfig(eps=eps)
-    mixer = AttentionConfig(
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=embed_dim // heads,
-        mask=Bidirectional(),
-        rope=None,
-        qkv_bias=True,
-        out_bias=True,
-    )
     mlp = MLPConfig(mlp_dim=mlp_dim, activation=activation, gated=False, bias=True)
-    block = BlockConfig(mixer=mixer, mlp=mlp, pre_mixer_norm=layer_norm, pre_mlp_norm=layer_norm)
     return EncoderConfig(
         embed_dim=embed_dim,
         stem=PatchStemConfig(size=size, channels=channels, merge=merge, positions=LearnedGrid(side=side)),
-        blocks=(block,) * layers,
+        blocks=(encoder_layer(embed_dim, heads, mlp, layer_norm),) * layers,
         post_norm=layer_norm,
         projector=ProjectorConfig(
             group=merge**2,
@@ -205,6 +201,11 @@ FAMILY = multimodal(
         r"^model\.(vision_tower|multi_modal_projector)\.": r"\1.",
         r"^vision_tower\.vision_model\.": "vision_tower.",
         r"^lm_head\.": "language_model.lm_head.",
+    },
+    modules={
+        r"^language_model\.model\.": "model.language_model.",
+        r"^(vision_tower|multi_modal_projector)\.": r"model.\1.",
+        r"^language_model\.lm_head\.": "lm_head.",
     },
     ignored_tensors=r".*(rotary_emb\.inv_freq|position_ids)|vision_tower\.head\..*",
 )

@@ -1,7 +1,8 @@
 """Gemma 4 that sees (Gemma Team 2026): patches of pictures of any shape, turned by column and row, averaged to tokens.
 
 In the larger models the tokens of a picture see each other whole, in layers with a window; in the smaller ones the
-encoder's matrices clip what they read and make. A film is its frames: pictures, one behind the other.
+encoder's matrices clip what they read and make. A film is its frames: pictures, one behind the other. The smaller ones
+also hear: `gemma4_audio`.
 """
 
 import dataclasses
@@ -14,10 +15,10 @@ from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.encoders.media_config import MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedAxes, PatchStemConfig
-from eqx_decoders.families import gemma4
+from eqx_decoders.errors import ConversionError
+from eqx_decoders.families import gemma4, gemma4_audio
 from eqx_decoders.families.family import Weight
 from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
-from eqx_decoders.families.gemma3_vision import media_and_vision
 from eqx_decoders.families.multimodal import attention, finish, linear, multimodal, with_defaults, with_spans
 from eqx_decoders.families.shape import gated_mlp, norm_weights
 from eqx_decoders.layers.attention import AttentionConfig, QKNorm
@@ -27,7 +28,7 @@ from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import AxialRope
 
 
-IMAGE, VIDEO = 258_880, 258_884
+IMAGE, VIDEO, AUDIO = 258_880, 258_884, 258_881
 
 
 def gemma4_encoder(
@@ -93,19 +94,27 @@ def gemma4_encoder(
 
 def gemma4_vision(
     text: DecoderConfig,
-    vision: EncoderConfig,
+    vision: EncoderConfig | None,
     *,
     whole: bool,
+    audio: EncoderConfig | None = None,
     image_token: int = IMAGE,
     video_token: int = VIDEO,
+    audio_token: int = AUDIO,
     lookup_token: int = 0,
 ) -> DecoderConfig:
-    """A decoder with this encoder; `whole`: whether layers with a window see pictures whole.
+    """A decoder with these encoders, at least one; `whole`: whether layers with a window see pictures whole.
 
     `lookup_token` is the one that the embeddings of layers have in place of placeholders.
     """
     media = MediaConfig(
-        vision=vision, image_token=image_token, video_token=video_token, spans=whole, lookup_token=lookup_token
+        vision=vision,
+        audio=audio,
+        image_token=image_token,
+        video_token=video_token,
+        audio_token=None if audio is None else audio_token,
+        spans=whole,
+        lookup_token=lookup_token,
     )
     text = with_spans(text, lambda mixer: isinstance(mixer.mask, SlidingWindow)) if whole else text
     return dataclasses.replace(text, media=media)
@@ -123,25 +132,27 @@ _DEFAULTS = {
 
 
 def _read(fields: Fields, config: DecoderConfig) -> DecoderConfig:
-    if fields.take("audio_config", None) is not None:
-        rule = "its encoder of sounds is not implemented. Open the decoder without encoders: text_only=True"
-        raise fields.error(f"audio_config must be null: {rule}.")
     text = fields.table("text_config")
     assert text is not None  # it has been read
+    vision, audio = _read_vision(fields, config.embed_dim), gemma4_audio.read_audio(fields, config.embed_dim)
+    if vision is None and audio is None:
+        raise fields.error("vision_config is missing: it describes the encoder. Without one: text_only=True.")
     return gemma4_vision(
         config,
-        _read_vision(fields, config.embed_dim),
+        vision,
         whole=text.take("use_bidirectional_attention", None) == "vision",
+        audio=audio,
         image_token=fields.integer("image_token_id", IMAGE, least=0),
         video_token=fields.integer("video_token_id", VIDEO, least=0),
+        audio_token=fields.integer("audio_token_id", AUDIO, least=0),
         lookup_token=text.integer("pad_token_id", 0, least=0),
     )
 
 
-def _read_vision(fields: Fields, out_dim: int) -> EncoderConfig:
+def _read_vision(fields: Fields, out_dim: int) -> EncoderConfig | None:
     table = fields.table("vision_config")
     if table is None:
-        raise fields.error("vision_config is missing: it describes the encoder. Without one: text_only=True.")
+        return None
     table.allow_only("attention_bias", False)  # transformers has the key and never applies it
     heads, rope, theta = table.integer("num_attention_heads", 12), table.table("rope_parameters"), 100.0
     if rope is not None:
@@ -169,37 +180,50 @@ def _read_vision(fields: Fields, out_dim: int) -> EncoderConfig:
     return encoder
 
 
+def _media(config: DecoderConfig) -> MediaConfig:
+    """Its encoders; ConversionError where there are none."""
+    media = config.media
+    if media is None or (media.vision is None and media.audio is None):
+        raise ConversionError("DecoderConfig.media must have an encoder of pictures or of sounds.")
+    return media
+
+
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    media, vision = media_and_vision(config)
+    media = _media(config)
+    return {
+        "image_token_id": media.image_token,
+        "video_token_id": media.video_token,
+        **({} if media.audio is None else {"audio_token_id": media.audio_token}),
+        "audio_config": None if media.audio is None else gemma4_audio.write_audio(media.audio),
+        "vision_config": None if media.vision is None else _write_vision(media.vision),
+    }
+
+
+def _write_vision(vision: EncoderConfig) -> dict[str, Any]:
     mixer: Any = vision.blocks[0].mixer
     mlp: Any = vision.blocks[0].mlp
     stem: Any = vision.stem
     return {
-        "image_token_id": media.image_token,
-        "video_token_id": media.video_token,
-        "audio_config": None,
-        "vision_config": {
-            "model_type": "gemma4_vision",
-            "hidden_size": vision.embed_dim,
-            "num_hidden_layers": len(vision.blocks),
-            "num_attention_heads": mixer.num_heads,
-            "num_key_value_heads": mixer.num_kv_heads,
-            "head_dim": mixer.head_dim,
-            "intermediate_size": mlp.mlp_dim,
-            "hidden_activation": activation_name(mlp.activation),
-            "rms_norm_eps": mixer.value_norm.eps,
-            "rope_parameters": {"rope_type": "axial", "rope_theta": mixer.rope.theta},
-            "patch_size": stem.size,
-            "pooling_kernel_size": stem.merge,
-            "position_embedding_size": stem.positions.size,
-            "standardize": vision.projector.standardize,
-            "use_clipped_linears": vision.clipped,
-        },
+        "model_type": "gemma4_vision",
+        "hidden_size": vision.embed_dim,
+        "num_hidden_layers": len(vision.blocks),
+        "num_attention_heads": mixer.num_heads,
+        "num_key_value_heads": mixer.num_kv_heads,
+        "head_dim": mixer.head_dim,
+        "intermediate_size": mlp.mlp_dim,
+        "hidden_activation": activation_name(mlp.activation),
+        "rms_norm_eps": mixer.value_norm.eps,
+        "rope_parameters": {"rope_type": "axial", "rope_theta": mixer.rope.theta},
+        "patch_size": stem.size,
+        "pooling_kernel_size": stem.merge,
+        "position_embedding_size": stem.positions.size,
+        "standardize": vision.projector.standardize,
+        "use_clipped_linears": vision.clipped,
     }
 
 
 def _write_text(config: DecoderConfig) -> dict[str, Any]:
-    media, _ = media_and_vision(config)
+    media = _media(config)
     kept = {"use_bidirectional_attention": "vision" if media.spans else None, "pad_token_id": media.lookup_token}
     return gemma4.FAMILY.write(config) | kept
 
@@ -209,8 +233,9 @@ _IGNORED_VISION_KEYS = {
     "default_output_length": "how large processors make pictures",
     "global_head_dim": "no layer of an encoder has a window",
 }
-_BESIDE = ("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index", "audio_token_id")
-IGNORED_KEYS = dict.fromkeys(_BESIDE, "a token around placeholders, or one for sounds") | {
+_BESIDE = ("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index")
+IGNORED_KEYS = dict.fromkeys(_BESIDE, "a token around placeholders") | {
+    "audio_token_id": "of a model without an encoder of sounds",
     "initializer_range": "of new weights",
     "vision_soft_tokens_per_image": "how large processors make pictures",
     "vision_soft_tokens_per_video_frame": "how large processors make pictures",
@@ -222,14 +247,7 @@ IGNORED_KEYS = dict.fromkeys(_BESIDE, "a token around placeholders, or one for s
 def _maybe_clipped(rows: tuple[Weight, ...]) -> Iterator[Weight]:
     """Rows of projections, without and with the bounds of what they read and make; other rows as they are."""
     for row in rows:
-        if not row.name.endswith("_proj.weight"):
-            yield row
-            continue
-        name = row.name.removesuffix("weight")
-        yield Weight(f"{name}linear.weight", row.path, row.pattern)
-        yield Weight(f"{name}linear.weight", f"{row.path}.weight", row.pattern)
-        for bound in ("input_min", "input_max", "output_min", "output_max"):
-            yield Weight(name + bound, f"{row.path}.{bound}", " -> ")
+        yield from gemma4_audio.maybe_clipped(row) if row.name.endswith("_proj.weight") else (row,)
 
 
 _LAYER = "model.vision_tower.encoder.layers.{layer}."
@@ -256,6 +274,7 @@ WEIGHTS = (
     Weight("model.vision_tower.std_bias", "vision.projector.bias", "norm -> norm"),
     Weight("model.vision_tower.std_scale", "vision.projector.scale", "norm -> norm"),
     *linear("model.embed_vision.embedding_projection", "vision.projector.layers.0"),
+    *gemma4_audio.WEIGHTS,
 )
 _NAMES = {"model.": "model.language_model.", "lm_head.": "lm_head."}
 FAMILY = multimodal(
@@ -274,14 +293,16 @@ _large = dict(embed_dim=1152, layers=27, heads=16, mlp_dim=4304, standardize=Tru
 _small = dict(embed_dim=768, layers=16, heads=12, mlp_dim=3072, clipped=True)
 
 
-def _published(name: str, vision: dict[str, Any], *, whole: bool) -> DecoderConfig:
+def _published(name: str, vision: dict[str, Any], *, whole: bool, hears: bool = False) -> DecoderConfig:
+    """An encoder of sounds is that of transformers' `Gemma4AudioConfig`, whose defaults are said to be e2b's."""
     text = gemma4.MODELS[name]()
-    return gemma4_vision(text, gemma4_encoder(out_dim=text.embed_dim, **vision), whole=whole)
+    audio = gemma4_audio.gemma4_audio(out_dim=text.embed_dim) if hears else None
+    return gemma4_vision(text, gemma4_encoder(out_dim=text.embed_dim, **vision), whole=whole, audio=audio)
 
 
 MODELS = {
-    "gemma4-e2b-vision": lambda: _published("gemma4-e2b", _small, whole=False),
-    "gemma4-e4b-vision": lambda: _published("gemma4-e4b", _small, whole=False),
+    "gemma4-e2b-vision": lambda: _published("gemma4-e2b", _small, whole=False, hears=True),
+    "gemma4-e4b-vision": lambda: _published("gemma4-e4b", _small, whole=False, hears=True),
     "gemma4-26b-vision": lambda: _published("gemma4-26b", _large, whole=True),
     "gemma4-31b-vision": lambda: _published("gemma4-31b", _large, whole=True),
 }

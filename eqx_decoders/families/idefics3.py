@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.encoders.media_config import MediaConfig
@@ -17,10 +16,17 @@ from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
 from eqx_decoders.families import llama
 from eqx_decoders.families.family import Family, Weight
 from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
-from eqx_decoders.families.multimodal import attention, finish, linear, multimodal, norm, plain_mlp, with_defaults
+from eqx_decoders.families.multimodal import (
+    attention,
+    encoder_layer,
+    finish,
+    linear,
+    multimodal,
+    norm,
+    plain_mlp,
+    with_defaults,
+)
 from eqx_decoders.families.vision_fields import KERNEL, read_side, read_sizes, vision_fields, vision_of, write_sizes
-from eqx_decoders.layers.attention import AttentionConfig
-from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig
 
@@ -44,21 +50,12 @@ def idefics3_encoder(
 ) -> EncoderConfig:
     """The encoder, whose learned positions are a grid of `side x side`; `merge x merge` patches become one token."""
     layer_norm = LayerNormConfig(eps=eps)
-    mixer = AttentionConfig(
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=embed_dim // heads,
-        mask=Bidirectional(),
-        rope=None,
-        qkv_bias=True,
-        out_bias=True,
-    )
     mlp = MLPConfig(mlp_dim=mlp_dim, activation=activation, gated=False, bias=True)
     positions = LearnedGrid(side=side, resample="fraction")
     return EncoderConfig(
         embed_dim=embed_dim,
         stem=PatchStemConfig(size=size, channels=channels, merge=merge, positions=positions),
-        blocks=(BlockConfig(mixer=mixer, mlp=mlp, pre_mixer_norm=layer_norm, pre_mlp_norm=layer_norm),) * layers,
+        blocks=(encoder_layer(embed_dim, heads, mlp, layer_norm),) * layers,
         post_norm=layer_norm,
         projector=ProjectorConfig(group=merge**2, layers=(ProjectionConfig(dim=out_dim),)),
     )

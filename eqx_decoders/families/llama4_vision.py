@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.encoders.media_config import MediaConfig
@@ -12,10 +11,8 @@ from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
 from eqx_decoders.families import llama4
 from eqx_decoders.families.family import Weight
 from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.multimodal import attention, finish, linear, multimodal, norm, plain_mlp
+from eqx_decoders.families.multimodal import attention, encoder_layer, finish, linear, multimodal, norm, plain_mlp
 from eqx_decoders.families.vision_fields import read_side, read_sizes, read_theta, vision_fields, vision_of, write_sizes
-from eqx_decoders.layers.attention import AttentionConfig
-from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.layers.rope import AxialRope
@@ -40,15 +37,7 @@ def llama4_encoder(
     theta: float = 10_000.0,
 ) -> EncoderConfig:
     """The encoder of tiles of `side x side` patches, of which `merge x merge` become one token of `feature_dim`."""
-    mixer = AttentionConfig(
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=embed_dim // heads,
-        mask=Bidirectional(),
-        rope=AxialRope(theta=theta, pairing="interleaved"),
-        qkv_bias=True,
-        out_bias=True,
-    )
+    rope = AxialRope(theta=theta, pairing="interleaved")
     mlp = MLPConfig(mlp_dim=mlp_dim, activation="gelu", gated=False, bias=True)
     projection = ProjectionConfig(dim=feature_dim, activation="gelu")
     return EncoderConfig(
@@ -63,7 +52,7 @@ def llama4_encoder(
             coordinates="column_row",
             first_coordinate=1,  # the class token stands at 0
         ),
-        blocks=(BlockConfig(mixer=mixer, mlp=mlp, pre_mixer_norm=_NORM, pre_mlp_norm=_NORM),) * layers,
+        blocks=(encoder_layer(embed_dim, heads, mlp, _NORM, rope=rope),) * layers,
         pre_norm=_NORM,
         post_norm=_NORM,
         projector=ProjectorConfig(group=merge**2, layers=(projection, projection)),

@@ -6,7 +6,6 @@ Pictures keep their own sizes; four neighbouring patches become one token.
 import dataclasses
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.encoders.media_config import MediaConfig
@@ -15,11 +14,9 @@ from eqx_decoders.encoders.stem import PatchStemConfig
 from eqx_decoders.families import mistral
 from eqx_decoders.families.family import Weight
 from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
-from eqx_decoders.families.multimodal import attention, finish, linear, multimodal, norm
+from eqx_decoders.families.multimodal import attention, encoder_layer, finish, linear, multimodal, norm
 from eqx_decoders.families.shape import Shape, gated_mlp
 from eqx_decoders.families.vision_fields import KERNEL, read_sizes, read_theta, vision_fields, vision_of, write_sizes
-from eqx_decoders.layers.attention import AttentionConfig
-from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import AxialRope, Rope
@@ -46,18 +43,12 @@ def pixtral(
     projector_bias: bool = False,
 ) -> EncoderConfig:
     """The encoder of pictures of any size; `eps` is that of the norm behind it."""
-    mixer = AttentionConfig(
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=embed_dim // heads,
-        mask=Bidirectional(),
-        rope=AxialRope(theta=theta, staggered=True),
-    )
+    rope = AxialRope(theta=theta, staggered=True)
     mlp = MLPConfig(mlp_dim=mlp_dim, activation=activation)
     return EncoderConfig(
         embed_dim=embed_dim,
         stem=PatchStemConfig(size=size, channels=channels, merge=merge, bias=False),
-        blocks=(BlockConfig(mixer=mixer, mlp=mlp, pre_mixer_norm=_NORM, pre_mlp_norm=_NORM),) * layers,
+        blocks=(encoder_layer(embed_dim, heads, mlp, _NORM, rope=rope, bias=False),) * layers,
         pre_norm=_NORM,
         projector=ProjectorConfig(
             group=merge**2,
@@ -163,6 +154,11 @@ FAMILY = multimodal(
         r"^model\.language_model\.": "language_model.model.",
         r"^model\.(vision_tower|multi_modal_projector)\.": r"\1.",
         r"^lm_head\.": "language_model.lm_head.",
+    },
+    modules={
+        r"^language_model\.model\.": "model.language_model.",
+        r"^(vision_tower|multi_modal_projector)\.": r"model.\1.",
+        r"^language_model\.lm_head\.": "lm_head.",
     },
 )
 

@@ -10,9 +10,36 @@ from eqx_decoders.families.family import Family, Weight
 from eqx_decoders.families.fields import IGNORED_KEYS, Fields
 from eqx_decoders.families.shape import self_attention
 from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.layers.mask import Bidirectional
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.norm import NormConfig
+from eqx_decoders.layers.rope import AxialRope
 
 
 _TIED = "tie_word_embeddings"
+
+
+def encoder_layer(
+    embed_dim: int,
+    heads: int,
+    mlp: MLPConfig,
+    norm: NormConfig,
+    *,
+    rope: AxialRope | None = None,
+    bias: bool = True,
+    window: int | None = None,
+) -> BlockConfig:
+    """A layer in which patches, or tokens of sounds, see all of their picture or window, in both directions."""
+    mixer = AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=embed_dim // heads,
+        mask=Bidirectional(window),
+        rope=rope,
+        qkv_bias=bias,
+        out_bias=bias,
+    )
+    return BlockConfig(mixer=mixer, mlp=mlp, pre_mixer_norm=norm, pre_mlp_norm=norm)
 
 
 def text_fields(fields: Fields) -> Fields:
@@ -37,6 +64,7 @@ def multimodal(
     names: Mapping[str, str],
     ignored_keys: Mapping[str, str] = {},
     renamed: Mapping[str, str] = {},
+    modules: Mapping[str, str] = {},
     ignored_tensors: str | Callable[[DecoderConfig], str] = r".*(rotary_emb\.inv_freq|position_ids)",
     auto_class: str = "AutoModelForImageTextToText",
     own_settings: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
@@ -87,6 +115,7 @@ def multimodal(
         aliases=aliases,
         copies={renamed_name(copy, names): renamed_name(name, names) for copy, name in text.copies.items()},
         renamed={**text.renamed, **renamed},
+        modules=modules,
         text=text if alone is None else _opened_as(text, alone),
         text_names=names,
         auto_class=auto_class,

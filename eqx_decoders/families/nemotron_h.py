@@ -247,6 +247,7 @@ FAMILY = Family(
     ignored_keys={key: reason for reason, keys in _IGNORED.items() for key in keys.split()} | moe.IGNORED_ROUTER_KEYS,
     ignored_tensors=r"(backbone\.)?mtp\..*",
     renamed={r"^model\.": "backbone."},
+    modules={r"^backbone\.": "model."},
 )
 
 _shape = functools.partial(

@@ -14,7 +14,7 @@ from eqx_decoders.encoders.stem import PatchStemConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import qwen2
 from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
-from eqx_decoders.families.multimodal import finish, multimodal
+from eqx_decoders.families.multimodal import encoder_layer, finish, multimodal
 from eqx_decoders.families.qwen2 import read_late_windows, write_late_windows
 from eqx_decoders.families.qwen_vision import (
     IGNORED_KEYS,
@@ -60,17 +60,9 @@ def windowed_vision(
     joined = embed_dim * merge**2
 
     def block(layer: int) -> BlockConfig:
-        mixer = AttentionConfig(
-            num_heads=heads,
-            num_kv_heads=heads,
-            head_dim=embed_dim // heads,
-            mask=Bidirectional(None if layer in whole else (window * merge) ** 2),
-            rope=AxialRope(theta=theta),
-            qkv_bias=True,
-            out_bias=True,
-        )
         mlp = MLPConfig(mlp_dim=mlp_dim, activation=activation, bias=True)
-        return BlockConfig(mixer=mixer, mlp=mlp, pre_mixer_norm=_NORM, pre_mlp_norm=_NORM)
+        own = None if layer in whole else (window * merge) ** 2
+        return encoder_layer(embed_dim, heads, mlp, _NORM, rope=AxialRope(theta=theta), window=own)
 
     into = (ProjectionConfig(dim=joined, bias=True, activation="gelu"), ProjectionConfig(dim=out_dim, bias=True))
     return EncoderConfig(
@@ -212,6 +204,7 @@ FAMILY = multimodal(
     ),
     names={"model.": "model.", "lm_head.": "lm_head."},
     renamed={r"^model\.language_model\.": "model.", r"^model\.visual\.": "visual."},
+    modules={r"^model\.": "model.language_model.", r"^visual\.": "model.visual."},
     ignored_keys=IGNORED_KEYS,
     own_settings=_nested,
     alone=qwen2.FAMILY,

@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.encoders.audio_stem import AudioStemConfig
 from eqx_decoders.encoders.encoder import EncoderConfig
@@ -17,7 +16,7 @@ from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import qwen3_moe
 from eqx_decoders.families.family import Weight
 from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
-from eqx_decoders.families.multimodal import attention, finish, linear, multimodal, norm, plain_mlp
+from eqx_decoders.families.multimodal import attention, encoder_layer, finish, linear, multimodal, norm, plain_mlp
 from eqx_decoders.families.qwen3_vl import LARGE, SECTIONS
 from eqx_decoders.families.qwen3_vl_moe import read_sparse_text
 from eqx_decoders.families.qwen_vision import (
@@ -57,21 +56,13 @@ def omni_audio(
 ) -> EncoderConfig:
     """The encoder of sounds: tokens see those of their window of `window_chunks` chunks."""
     stem = AudioStemConfig(mel_bands=mel_bands, chunk_frames=chunk_frames, filters=filters)
-    mixer = AttentionConfig(
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=embed_dim // heads,
-        mask=Bidirectional(window_chunks * stem.chunk_tokens),
-        rope=None,
-        qkv_bias=True,
-        out_bias=True,
-    )
+    window = window_chunks * stem.chunk_tokens
     mlp = MLPConfig(mlp_dim=mlp_dim, activation=activation, gated=False, bias=True)
     into = ProjectionConfig(dim=embed_dim, bias=True, activation=activation)
     return EncoderConfig(
         embed_dim=embed_dim,
         stem=stem,
-        blocks=(BlockConfig(mixer=mixer, mlp=mlp, pre_mixer_norm=_NORM, pre_mlp_norm=_NORM),) * layers,
+        blocks=(encoder_layer(embed_dim, heads, mlp, _NORM, window=window),) * layers,
         post_norm=_NORM,
         projector=ProjectorConfig(layers=(into, ProjectionConfig(dim=out_dim, bias=True))),
     )
@@ -245,7 +236,8 @@ FAMILY = multimodal(
     | {"user_token_id": "for processors", "seconds_per_chunk": "for processors"},
     default_settings=_AROUND,
     # what speaks stands beside the thinker
-    renamed={r"^thinker\.": ""},
+    renamed={r"^thinker\.": "", r"^model\.language_model\.": "model.", r"^model\.(visual|audio_tower)\.": r"\1."},
+    modules={r"^model\.": "model.language_model.", r"^(visual|audio_tower)\.": r"model.\1."},
     ignored_tensors=r"(talker|code2wav)\..*|.*rotary_emb\.inv_freq",
     auto_class="Qwen3OmniMoeThinkerForConditionalGeneration",
     own_settings=_thinker,

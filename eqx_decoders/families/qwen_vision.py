@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.encoders.media_config import GridPositions, MediaConfig
@@ -13,11 +12,10 @@ from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.family import Weight, sharing
 from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
-from eqx_decoders.families.multimodal import finish, linear, norm, plain_mlp
+from eqx_decoders.families.multimodal import encoder_layer, finish, linear, norm, plain_mlp
 from eqx_decoders.further import BranchConfig
 from eqx_decoders.layers.added_features import AddedFeaturesConfig
 from eqx_decoders.layers.attention import AttentionConfig
-from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.layers.rope import AxialRope
@@ -44,17 +42,8 @@ def qwen_vision(
     theta: float = 10_000.0,
 ) -> EncoderConfig:
     """The encoder; its learned positions are a grid of `side x side`, resampled for each picture."""
-    mixer = AttentionConfig(
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=embed_dim // heads,
-        mask=Bidirectional(),
-        rope=AxialRope(theta=theta),
-        qkv_bias=True,
-        out_bias=True,
-    )
     mlp = MLPConfig(mlp_dim=mlp_dim, activation=activation, gated=False, bias=True)
-    block = BlockConfig(mixer=mixer, mlp=mlp, pre_mixer_norm=_NORM, pre_mlp_norm=_NORM)
+    block = encoder_layer(embed_dim, heads, mlp, _NORM, rope=AxialRope(theta=theta))
     joined = embed_dim * merge**2
     into = (ProjectionConfig(dim=joined, bias=True, activation="gelu"), ProjectionConfig(dim=out_dim, bias=True))
     projector = ProjectorConfig(group=merge**2, norm=_NORM, norm_of="patches", layers=into)

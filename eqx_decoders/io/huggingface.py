@@ -9,7 +9,6 @@ import functools
 import itertools
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Unpack
@@ -143,8 +142,7 @@ def _stored(directory: Directory, text_only: bool) -> dict[str, StoredTensor]:
     family = find_family(str(directory.json("config.json").get("model_type")))
     if not text_only or family.text is None:
         return tensors
-    tensors = _renamed(tensors, family)
-    named = {family.text_tensor(name): tensor for name, tensor in tensors.items()}
+    named = {family.text_tensor(family.stored_name(name)): tensor for name, tensor in tensors.items()}
     return {name: tensor for name, tensor in named.items() if name is not None}
 
 
@@ -214,16 +212,10 @@ def _without_ignored(
     tensors: dict[str, StoredTensor], family: Family, config: DecoderConfig
 ) -> dict[str, StoredTensor]:
     """Under their full names, as the family's rows have them, without those that hold no information."""
-    tensors = _renamed(tensors, family)
+    tensors = {family.stored_name(name): stored for name, stored in tensors.items()}
     if not any(name.startswith(family.prefix) for name in tensors):  # saved from the base model
         tensors = {name if name == family.head else family.prefix + name: stored for name, stored in tensors.items()}
     return {name: stored for name, stored in tensors.items() if not family.is_ignored(name, config)}
-
-
-def _renamed(tensors: dict[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
-    for pattern, name in family.renamed.items():
-        tensors = {re.sub(pattern, name, stored): tensor for stored, tensor in tensors.items()}
-    return tensors
 
 
 def _untied(config: DecoderConfig, tensors: dict[str, StoredTensor], family: Family) -> DecoderConfig:

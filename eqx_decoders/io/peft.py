@@ -6,7 +6,7 @@ are in and out, and how ours are folded into them, follows from the family's tab
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from eqx_decoders.axes import axes, named_leaves, product_axes, replaced
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import ConversionError, check
-from eqx_decoders.families.family import WeightMapping
+from eqx_decoders.families.family import Family, WeightMapping
 from eqx_decoders.families.fields import Fields
 from eqx_decoders.io.directory import Directory, StoredTensor, check_dtypes, check_tensors, stored_tensors
 from eqx_decoders.io.export import export_config, exported_directory, safetensors, save_tensors
@@ -70,7 +70,8 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
     folder, present = Directory(directory), low_rank_weights(model)
     check(not present, "load_peft: the model has low-rank pairs already. Call merge_lora first.", ConversionError)
     rank, scale = _read_config(Fields(folder.json(CONFIG), CONFIG))
-    tensors = stored_tensors(folder, TENSORS)
+    family, _ = export_config(model)
+    tensors = {_module_name(family, name): tensor for name, tensor in stored_tensors(folder, TENSORS).items()}
     check_dtypes(tensors)
     weights = {path: weight for path, weight in _adaptable(model).items() if weight.tensors & tensors.keys()}
     factors = [factor for weight in weights.values() for factor in weight.factors.values()]
@@ -120,7 +121,8 @@ def save_peft(model: Decoder, directory: str | Path, *, base_model: str = "") ->
                 whole = on_first_host(getattr(node, name))
                 tensors |= {} if whole is None else factor.stored(whole)
         if folder is not None:
-            write_json(folder / CONFIG, _config(nodes, weights, base_model), sort_keys=True)
+            modules = _target_modules({module for path in nodes for module in weights[path].modules}, _modules(model))
+            write_json(folder / CONFIG, _config(nodes, weights, modules, base_model), sort_keys=True)
             save_tensors(tensors, folder / TENSORS)
 
 
@@ -189,6 +191,13 @@ class _AdaptableWeight:
         return {name for factor in self.factors.values() for name in factor.names}
 
 
+def _module_name(family: Family, name: str) -> str:
+    """What an adapter's tensor is called by today's transformers; older ones had the names of the files."""
+    if not name.startswith(_PREFIX):
+        return name
+    return _PREFIX + family.module_name(family.stored_name(name.removeprefix(_PREFIX)))
+
+
 def _adaptable(model: Decoder) -> dict[str, _AdaptableWeight]:
     """By its path every weight that PEFT can adapt: a matrix of a block that is one module's weight."""
     family, _ = export_config(model)
@@ -203,15 +212,17 @@ def _adaptable(model: Decoder) -> dict[str, _AdaptableWeight]:
         if split is not None and whole:
             inputs, outputs = mapping.words[: len(split[0])], mapping.words[len(split[0]) :]
             if {frozenset(inputs), frozenset(outputs)} == set(map(frozenset, mapping.groups)):
-                found[path] = _adaptable_weight(mapping, inputs, outputs)
+                modules = tuple(family.module_name(name).removesuffix(_WEIGHT) for name in mapping.names)
+                found[path] = _adaptable_weight(mapping, modules, inputs, outputs)
     return found
 
 
-def _adaptable_weight(mapping: WeightMapping, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> _AdaptableWeight:
+def _adaptable_weight(
+    mapping: WeightMapping, modules: tuple[str, ...], inputs: tuple[str, ...], outputs: tuple[str, ...]
+) -> _AdaptableWeight:
     inputs_first = set(mapping.groups[0]) == set(inputs)
     first, second = (" ".join(group) for group in mapping.groups)
     their_inputs, their_outputs = (first, second) if inputs_first else (second, first)
-    modules = tuple(name.removesuffix(_WEIGHT) for name in mapping.names)
 
     def factor(name: str, theirs: str, ours: tuple[str, ...], features: tuple[str, ...]) -> _Factor:
         names = tuple(f"{_PREFIX}{module}.{name}{_WEIGHT}" for module in modules)
@@ -235,7 +246,9 @@ def _read_config(fields: Fields) -> tuple[int, float]:
     return rank, alpha / (math.sqrt(rank) if stabilized else rank)
 
 
-def _config(nodes: Mapping[str, LowRank], weights: Mapping[str, _AdaptableWeight], base_model: str) -> dict[str, Any]:
+def _config(
+    nodes: Mapping[str, LowRank], weights: Mapping[str, _AdaptableWeight], modules: Sequence[str], base_model: str
+) -> dict[str, Any]:
     """The content of `adapter_config.json`."""
     node = next(iter(nodes.values()))
     rank, scale = node.lora_a.shape[-1], node.scale
@@ -250,7 +263,7 @@ def _config(nodes: Mapping[str, LowRank], weights: Mapping[str, _AdaptableWeight
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": any(weights[path].inputs_first for path in nodes),
-        "target_modules": _target_modules(nodes, weights),
+        "target_modules": modules,
         "inference_mode": True,
     }
 
@@ -263,10 +276,19 @@ def _alpha(rank: int, scale: float) -> tuple[int | float, bool]:
     return scale * rank, False
 
 
-def _target_modules(adapted: Iterable[str], weights: Mapping[str, _AdaptableWeight]) -> list[str]:
-    """The last part of a module's name if all modules of this name have a pair, else its full name."""
-    wanted = {module for path in adapted for module in weights[path].modules}
-    others = {module for weight in weights.values() for module in weight.modules} - wanted
-    ambiguous = {module.rpartition(".")[2] for module in others}
-    names = {module: module.rpartition(".")[2] for module in wanted}
-    return sorted({module if last in ambiguous else last for module, last in names.items()})
+def _modules(model: Decoder) -> set[str]:
+    """All modules that have a weight, also those that PEFT can't adapt."""
+    base = replaced(model, {path: node.base for path, node in low_rank_weights(model).items()})
+    family, _ = export_config(base)
+    names = (family.module_name(name) for mapping in family.bind(base).values() for name in mapping.names)
+    return {name.removesuffix(_WEIGHT) for name in names if name.endswith(_WEIGHT)}
+
+
+def _target_modules(adapted: Set[str], every: Set[str]) -> list[str]:
+    """The last part of a module's name if all modules of this name have a pair, else its full name.
+
+    A number is no such name: layers are numbered, too.
+    """
+    ambiguous = {module.rpartition(".")[2] for module in every - adapted}
+    names = {module: module.rpartition(".")[2] for module in adapted}
+    return sorted({module if last in ambiguous or last.isdecimal() else last for module, last in names.items()})

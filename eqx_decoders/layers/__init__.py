@@ -28,6 +28,14 @@ from eqx_decoders.layers.latent import (
     LatentAttentionConfig as LatentAttentionConfig,
 )
 from eqx_decoders.layers.learned_init import LearnedInit as LearnedInit, LearnedInitConfig as LearnedInitConfig
+from eqx_decoders.layers.light_convolution import (
+    LightConvolution as LightConvolution,
+    LightConvolutionConfig as LightConvolutionConfig,
+)
+from eqx_decoders.layers.local_attention import (
+    LocalAttention as LocalAttention,
+    LocalAttentionConfig as LocalAttentionConfig,
+)
 from eqx_decoders.layers.mamba2 import Mamba2 as Mamba2, Mamba2Config as Mamba2Config
 from eqx_decoders.layers.mask import (
     Bidirectional as Bidirectional,

@@ -19,15 +19,20 @@ class RMSNormConfig:
     - `eps`: added to the mean square.
     - `scale`: whether there is a learned scale.
     - `offset`: 1 for Gemma's form, whose stored scale starts at 0; else 0, and the scale starts at 1.
+    - `clip`: x is first kept within `-clip` and `clip`, and within what its dtype holds (Gemma 4's encoder of sounds);
+        None leaves it as it is.
     """
 
     eps: float = 1e-6
     scale: bool = True
     offset: float = 0.0
+    clip: float | None = None
 
     def __post_init__(self):
         check_number("RMSNormConfig.eps", self.eps, above=0)
         check_number("RMSNormConfig.offset", self.offset)
+        if self.clip is not None:
+            check_number("RMSNormConfig.clip", self.clip, above=0)
         rule = f"RMSNormConfig.offset={self.offset} needs scale=True: it is added to the scale."
         check(self.scale or self.offset == 0, rule)
 
@@ -43,6 +48,9 @@ class RMSNorm(eqx.Module):
     config: RMSNormConfig = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "*dims norm"]) -> Float[Array, "*dims norm"]:
+        if self.config.clip is not None:
+            most = min(self.config.clip, float(jnp.finfo(x.dtype).max))
+            x = jnp.clip(x, -most, most)
         y = x.astype(jnp.float32)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.config.eps)
         return _scaled(y, self.scale, self.config.offset).astype(x.dtype)

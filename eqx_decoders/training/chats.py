@@ -19,7 +19,7 @@ from eqx_decoders.errors import ConversionError, DataError, check
 from eqx_decoders.io.chat import ChatTemplate, Conversation, Rendered, check_messages
 from eqx_decoders.io.processors.prompts import check_parts
 from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer
-from eqx_decoders.training.records import Document
+from eqx_decoders.training.records import Document, reference, referred
 
 
 CHARACTERS_AT_ONCE, CHATS_AT_ONCE = 1 << 21, 4096  # that are rendered by one process
@@ -85,23 +85,23 @@ def _rendered(documents: Sequence[Document], template: ChatTemplate | None) -> I
         rule = f"the assistant's turns cannot be told from the others in what {template.where} writes"
         remedy = "Mark them there with {% generation %}, or leave the conversation out"
         check(spans is not None, f"{document.where}: {rule}. {remedy}.", DataError)
-        yield document._replace(text=text.text, spans=spans, media=document.media or found)
+        kinds_given = {referred(one)[0] for one in document.media}  # in fields beside the messages
+        parts = [one for one in found if referred(one)[0] not in kinds_given]
+        yield document._replace(text=text.text, spans=spans, media=(*document.media, *parts))
 
 
 def _checked(messages: Sequence[Any], where: str) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Messages as a template takes them, and the pictures that their parts name."""
+    """Messages as a template takes them, and the files that their parts name."""
     if not any(isinstance(one, Mapping) and isinstance(one.get("content"), list) for one in messages):
         return check_messages(messages, f"{where}: messages"), ()
     try:
         found, files = check_parts(messages)
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
-    others = [kind for kind, some in files.items() if some and kind != "image"]
-    rule = "has parts of type {}: of files beside text only pictures are trained on"
-    check(not others, f"{where}: {rule.format(', '.join(others))}.", DataError)
-    named = all(isinstance(one, str) for one in files["image"])
-    check(named, f"{where}: parts of type 'image' must name files.", DataError)
-    return found, tuple(files["image"])
+    for kind, some in files.items():
+        named = all(isinstance(one, str) and one for one in some)
+        check(named, f"{where}: parts of type {kind!r} must name files.", DataError)
+    return found, tuple(reference(kind, one) for kind, some in files.items() for one in some)
 
 
 def _marked(text: Rendered, first: int, turns: Sequence[int]) -> tuple[Span, ...] | None:

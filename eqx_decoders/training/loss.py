@@ -120,12 +120,12 @@ def token_loss_sum(
     plain, order = batch, row_order(model.execution, batch.tokens.shape[1])
     batch, targets, weights = in_context_order(model, batch, *next_tokens(batch))
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
-    beside: Any = dict(inputs=batch.inputs, media=batch.media)
+    beside = _beside(model, batch)
     hidden, _, stats = model.run(jnp.asarray(batch.tokens), positions, segments, key=key, **beside)
     loss, nll, correct = _head_loss(model, hidden, targets, weights, z_loss=z_loss, fused=fused, key=key)
     if model.mtp is not None and model.mtp.config.loss_weight > 0:
         places = positions, segments
-        streams = model.predict_further(hidden, batch.tokens, *places, key, inputs=batch.inputs, order=order)
+        streams = model.predict_further(hidden, batch.tokens, *places, key, **beside, order=order)
         stats = join_layer_stats([(stats,), (streams.stats,)])
         more, mtp = _mtp_loss_sum(model, streams.hidden, plain, full_batch, fused=fused, key=key)
         loss = loss + more
@@ -135,6 +135,12 @@ def token_loss_sum(
         loss = loss + _indexer_loss_sum(model, stats.indexer, full_batch)
     kept = stats if jax.tree.leaves(stats) else None
     return loss, LossMetrics(loss=loss, nll=nll, correct=correct, tokens=jnp.sum(weights), stats=kept, mtp=mtp)
+
+
+def _beside(model: Decoder, batch: Batch) -> dict[str, Any]:
+    """What a model gets beside tokens; pictures are encoded once, for it and for multi-token prediction."""
+    encoded = None if batch.media is None else model.encode(batch.media)
+    return dict(inputs=batch.inputs, media=batch.media, encoded=encoded)
 
 
 def _head_loss(
@@ -269,7 +275,8 @@ def evaluation_sums(model: Decoder, batch: Batch) -> EvaluationSums:
     plain, order = batch, row_order(model.execution, batch.tokens.shape[1])
     batch, targets, weights = in_context_order(model, batch, *next_tokens(batch))
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
-    hidden, _, _ = model.run(jnp.asarray(batch.tokens), positions, segments, inputs=batch.inputs, media=batch.media)
+    beside = _beside(model, batch)
+    hidden, _, _ = model.run(jnp.asarray(batch.tokens), positions, segments, **beside)
     _, nll, _ = _head_loss(model, hidden, targets, weights, fused=True, key=None)
     sums = EvaluationSums(nll=nll, tokens=jnp.sum(weights))
     if model.mtp is None:
@@ -277,7 +284,7 @@ def evaluation_sums(model: Decoder, batch: Batch) -> EvaluationSums:
     said = _argmax_tokens(model, hidden, 0)
     accepted, proposed = [], []
     places = positions, segments
-    further = model.predict_further(hidden, batch.tokens, *places, inputs=batch.inputs, order=order).hidden
+    further = model.predict_further(hidden, batch.tokens, *places, **beside, order=order).hidden
     for depth, x in enumerate(further, 1):
         weights = mtp_targets(plain, depth, order)[1]
         right = _argmax_tokens(model, x, depth) == shift_left(said, depth, order)

@@ -1,11 +1,12 @@
-"""Pictures of training documents: how many placeholder tokens stand for each, and what the model gets of them."""
+"""Pictures, films and sounds of documents: how many placeholder tokens stand for each, and what the model gets."""
 
+import bisect
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,10 +15,12 @@ import numpy as np
 from eqx_decoders.encoders.media import HasMedia
 from eqx_decoders.encoders.stem import PatchStemConfig
 from eqx_decoders.errors import ConfigError, DataError, check
+from eqx_decoders.io.processors.films import open_film
 from eqx_decoders.io.processors.pictures import open_picture
 from eqx_decoders.io.processors.processor import Processor
-from eqx_decoders.io.processors.rules import PictureRules, Seen, joined
+from eqx_decoders.io.processors.rules import Seen, joined
 from eqx_decoders.training.drawn_pictures import SIZE, drawn_pixels
+from eqx_decoders.training.records import WORDS, referred
 
 
 Span = tuple[int, int]
@@ -26,11 +29,11 @@ Marked = tuple[np.ndarray, np.ndarray]  # tokens, and which of them are targets
 
 @runtime_checkable
 class MediaReader(Protocol):
-    """Reads the pictures that documents refer to.
+    """Reads the pictures, films and sounds that documents refer to (see `records.reference`).
 
     **Attributes:**
 
-    - `token`: the placeholder.
+    - `token`: the placeholder of pictures.
     """
 
     @property
@@ -39,15 +42,15 @@ class MediaReader(Protocol):
     def written(
         self, text: str, spans: Sequence[Span], references: Sequence[str], where: str
     ) -> tuple[str, tuple[Span, ...]]:
-        """The text of a document, and what of it is trained on, with what the family writes for each picture."""
+        """The text of a document, and what of it is trained on, with what the family writes for each file."""
         ...
 
     def placed(self, tokens: Marked, references: Sequence[str], where: str) -> Marked:
-        """The tokens of that text, with as many placeholders as its pictures have; none of these is a target."""
+        """The tokens of that text, with as many placeholders as its files have; none of these is a target."""
         ...
 
     def arrays(self, references: Sequence[str]) -> dict[str, Any]:
-        """The pictures, as keywords of `Media.create`. Raises DataError for those that cannot be read."""
+        """The files, as keywords of `Media.create`. Raises DataError for those that cannot be read."""
         ...
 
     def words(self) -> dict[str, Any]:
@@ -101,13 +104,13 @@ class DrawnReader:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessedReader:
-    """Pictures in files, read as the processor of a model's directory says.
+    """Files, read as the processor of a model's directory says. Each sound is taken for itself.
 
     **Arguments:**
 
     - `directory`: of the model.
     - `root`: where relative paths begin.
-    - `token`: the placeholder.
+    - `token`: the placeholder of pictures.
     """
 
     directory: str
@@ -115,51 +118,86 @@ class ProcessedReader:
     token: int
 
     @functools.cached_property
-    def rules(self) -> PictureRules:
-        """How the family makes numbers of pictures."""
-        found = Processor.load(self.directory)
-        if found.pictures is None:
-            raise DataError(f"{self.directory} says nothing of pictures: its model reads none.")
-        return found.pictures
+    def _processor(self) -> Processor:
+        return Processor.load(self.directory)
 
     @functools.cached_property
-    def _limits(self) -> Any:
-        return Processor.load(self.directory).limits
+    def _rules(self) -> dict[str, Any]:
+        """How the family makes numbers of the kinds that it takes."""
+        known = {"image": self._processor.pictures, "video": self._processor.films, "audio": self._processor.sounds}
+        return {kind: rules for kind, rules in known.items() if rules is not None}
 
-    def _seen(self, reference: str) -> Seen:
-        where = f"picture {reference[:120]!r}"
-        return self.rules.one(open_picture(Path(self.root) / reference, self._limits, where), self._limits, where)
+    @functools.cached_property
+    def _tokens(self) -> np.ndarray:
+        """The placeholders of all kinds."""
+        words = [self._processor.tokenizer.encode(rules.placeholder, special=True) for rules in self._rules.values()]
+        return np.unique(np.concatenate([[self.token], *(ids for ids in words if len(ids) == 1)]))
+
+    def _seen(self, one: str) -> Seen:
+        kind, name = referred(one)
+        where, path, limits = f"{WORDS[kind]} {name[:120]!r}", Path(self.root) / name, self._processor.limits
+        rules = self._rules.get(kind)
+        if rules is None:
+            raise DataError(f"{where}: {self.directory} says nothing of {WORDS[kind]}s: its model takes none.")
+        if kind == "image":
+            return rules.one(open_picture(path, limits, where), limits, where)
+        if kind == "video":
+            with open_film(path, limits, where) as clip:
+                return rules.one(clip, limits)
+        arrays, texts = rules.all([path], limits, [where])
+        return Seen(arrays, texts[0])
 
     def written(
         self, text: str, spans: Sequence[Span], references: Sequence[str], where: str
     ) -> tuple[str, tuple[Span, ...]]:
-        placeholder = self.rules.placeholder
-        pieces = text.split(placeholder)
-        rule = f"has {len(pieces) - 1} placeholders {placeholder!r}, but {len(references)} pictures"
-        check(len(pieces) - 1 == len(references), f"{where} {rule}: give one for each.", DataError)
-        texts = [self._seen(reference).text for reference in references]
-        # what each place of the old text is in the new one: it moves by the growth of the placeholders before it
-        ends = np.cumsum([len(piece) + len(placeholder) for piece in pieces[:-1]])
-        growth = np.cumsum([len(new) - len(placeholder) for new in texts])
+        texts: dict[str, list[str]] = {kind: [] for kind in WORDS}
+        for one in references:
+            texts[referred(one)[0]].append(self._seen(one).text)
+        left: dict[str, Iterator[str]] = {}
+        for kind, rules in self._rules.items():
+            placeholder, found = self._processor.placeholder(rules, text), texts[kind]
+            rule = f"has {text.count(placeholder)} placeholders {placeholder!r}, but {len(found)} {WORDS[kind]}s"
+            check(text.count(placeholder) == len(found), f"{where} {rule}: give one for each.", DataError)
+            left[placeholder] = iter(found)
+        pieces, begin, ends, growth = [], 0, [], [0]
+        for match in re.finditer("|".join(map(re.escape, left)), text):
+            new = next(left[match.group()])
+            pieces += [text[begin : match.start()], new]
+            begin = match.end()
+            ends.append(begin)
+            growth.append(growth[-1] + len(new) - len(match.group()))
 
         def moved(place: int) -> int:
-            before = int(np.searchsorted(ends, place, side="right"))
-            return place + (int(growth[before - 1]) if before else 0)
+            """Where a place of the old text is in the new one: behind the growth of the placeholders before it."""
+            return place + growth[bisect.bisect_right(ends, place)]
 
-        whole = "".join(itertools.chain.from_iterable(itertools.zip_longest(pieces, texts, fillvalue="")))
-        return whole, tuple((moved(start), moved(stop)) for start, stop in spans)
+        return "".join([*pieces, text[begin:]]), tuple((moved(start), moved(stop)) for start, stop in spans)
 
     def placed(self, tokens: Marked, references: Sequence[str], where: str) -> Marked:
         ids, targets = tokens
-        return ids, targets & (ids != self.token)
+        return ids, targets & ~np.isin(ids, self._tokens)
 
     def arrays(self, references: Sequence[str]) -> dict[str, Any]:
-        rules: Any = self.rules
-        join = getattr(rules, "join", joined)
-        return dict(join([self._seen(reference) for reference in references])) if references else {}
+        found: dict[str, Any] = {}
+        for kind, rules in self._rules.items():
+            seen = [self._seen(one) for one in references if referred(one)[0] == kind]
+            if seen:
+                found |= padded(seen) if kind == "audio" else getattr(rules, "join", joined)(seen)
+        return found
 
     def words(self) -> dict[str, Any]:
         return {"kind": "processed", **dataclasses.asdict(self)}
+
+
+def padded(seen: Sequence[Seen]) -> dict[str, np.ndarray]:
+    """The arrays of all, one behind the other, and zeros behind those that are shorter along other axes."""
+    found: dict[str, np.ndarray] = {}
+    for name in seen[0].arrays:
+        arrays = [one.arrays[name] for one in seen]
+        most = np.max([array.shape for array in arrays], axis=0)
+        widths = [[(0, 0), *((0, int(width)) for width in (most - array.shape)[1:])] for array in arrays]
+        found[name] = np.concatenate([np.pad(array, width) for array, width in zip(arrays, widths, strict=True)])
+    return found
 
 
 def loaded_reader(words: Mapping[str, Any]) -> MediaReader:

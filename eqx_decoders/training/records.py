@@ -29,7 +29,7 @@ class Document(NamedTuple):
     """One document: its text, its tokens without special ones around them, or a conversation.
 
     `where` is for error messages. `spans` are the characters of `text` that are trained on, as (start, stop); None: all
-    of it. A conversation gets its text from a chat template (see `training.chats`). `media` refers to its pictures.
+    of it. A conversation gets its text from a chat template (see `training.chats`). `media` refers to its files.
     """
 
     where: str
@@ -109,7 +109,7 @@ def _document(record: dict[str, Any], field: str, where: str) -> Document:
     """The document of a record: of its text field, else of its `messages`, else of its `prompt` and `completion`."""
     form = _form([name for name, value in record.items() if value is not None], field)
     if form is not None:
-        return form(record, field, where)._replace(media=_pictures(record, where))
+        return form(record, field, where)._replace(media=_files(record, where))
     if field not in record:
         raise DataError(f"{where} has no field {field!r}; its fields: {', '.join(record)}. {SET_FIELD}.")
     raise DataError(f"{where}: field {field!r} must be {NO_TEXT}, not NoneType.")
@@ -143,15 +143,31 @@ def _pair(record: dict[str, Any], field: str, where: str) -> Document:
 
 # Fields of a record beside its text field, with the names of TRL's conversational formats.
 VARIABLES = ("tools", "documents", "chat_template_kwargs")
-PICTURES = "images"  # a list of references, in the order of their placeholders
-CHAT_FIELDS = ("messages", "prompt", "completion", PICTURES, *VARIABLES)
+FILES = {"images": "image", "videos": "video", "audios": "audio"}  # lists of references, in the order of placeholders
+CHAT_FIELDS = ("messages", "prompt", "completion", *FILES, *VARIABLES)
+WORDS = {"image": "picture", "video": "film", "audio": "sound"}
 
 
-def _pictures(record: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    found = record.get(PICTURES)
-    good = found is None or (isinstance(found, list) and all(isinstance(one, str) for one in found))
-    check(good, f"{where}: field {PICTURES!r} must be a list of texts, each naming a picture.", DataError)
-    return tuple(found or ())
+def reference(kind: str, name: str) -> str:
+    """How `Document.media` refers to a file: to a picture by its name, to others by their kind, too."""
+    return name if kind == "image" else f"{kind}\0{name}"
+
+
+def referred(one: str) -> tuple[str, str]:
+    """Kind and name of a `reference`."""
+    kind, mark, name = one.partition("\0")
+    return (kind, name) if mark else ("image", one)
+
+
+def _files(record: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    found: list[str] = []
+    for field, kind in FILES.items():
+        given = record.get(field)
+        good = given is None or (isinstance(given, list) and all(isinstance(one, str) and one for one in given))
+        rule = f"must be a list of texts, each naming a {WORDS[kind]}"
+        check(good, f"{where}: field {field!r} {rule}.", DataError)
+        found += [reference(kind, one) for one in given or ()]
+    return tuple(found)
 
 
 def _variables(record: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -265,7 +265,7 @@ class Run:
         if self.reader is None:
             return given
         apart = self.config.step.gradient_accumulation_steps > 1 or not self.layout.single
-        groups = self.config.dataset.batch_size if apart else 1
+        groups = len(rows) if apart else 1
         return given | {"media": (self.target.config, self.reader), "groups": groups}
 
     def _first_state(self) -> tuple[TrainState, int]:

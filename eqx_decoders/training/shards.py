@@ -215,8 +215,11 @@ class _Writer:
             if self._media is None:
                 rule = "has pictures, and nothing reads them: train a model that sees"
                 raise DataError(f"{document.where} {rule}, or leave the field 'images' out.")
-            text, spans = self._media.written(document.text or "", document.spans or (), document.media, document.where)
-            document = document._replace(text=text, spans=None if document.spans is None else spans)
+            text = document.text or ""
+            spans = ((0, len(text)),) if document.spans is None else document.spans
+            written, spans = self._media.written(text, spans, document.media, document.where)
+            if document.spans is not None or written != text:  # only texts with spans have special tokens
+                document = document._replace(text=written, spans=spans)
         self._waiting.append(document)
         self._waiting_size += document.size
         if self._waiting_size >= CHARACTERS_AT_ONCE or len(self._waiting) >= DOCUMENTS_AT_ONCE:

@@ -10,41 +10,50 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check_number
+from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.numerics import fan_in
 from eqx_decoders.wiring.base import BranchFunction, Dropout, SteppedWiring, Steps, Wiring
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sequential(Wiring):
-    """`x += residual_scale * branch(x)`, one branch after another; then `x *= scale`.
+    """`x += residual_scale * branch(x)`, one branch after another; then `x *= scale`, and `x = norm(x)`.
 
     **Arguments:**
 
     - `residual_scale`: multiplies what every branch returns (Granite).
     - `output_scale`: whether the layer's output is multiplied by a learned number (Gemma 4).
+    - `output_norm`: of the layer's output, the stream itself (Conformers; Gulati et al. 2020); None for none.
     """
 
     residual_scale: float = 1.0
     output_scale: bool = False
+    output_norm: NormConfig | None = None
 
     def __post_init__(self):
         check_number("Sequential.residual_scale", self.residual_scale, above=0)
 
     def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "SequentialWiring":
-        return SequentialWiring(scale=jnp.ones((1,)) if self.output_scale else None, config=self)
+        return SequentialWiring(
+            scale=jnp.ones((1,)) if self.output_scale else None,
+            norm=None if self.output_norm is None else self.output_norm.build(embed_dim),
+            config=self,
+        )
 
 
 class SequentialWiring(SteppedWiring):
-    """`x += residual_scale * branch(x)`, one branch after another; then `x *= scale`."""
+    """`x += residual_scale * branch(x)`, one branch after another; then `x *= scale`, and `x = norm(x)`."""
 
     scale: Float[Array, "one"] | None
+    norm: Norm | None
     config: Sequential = eqx.field(static=True)
 
     def steps(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Steps:
         for branch in branches:
             x = x + _scaled((yield branch, x), self.config.residual_scale)
         x = drop(x)
-        return x if self.scale is None else x * self.scale.astype(x.dtype).reshape((1,) * x.ndim)
+        x = x if self.scale is None else x * self.scale.astype(x.dtype).reshape((1,) * x.ndim)
+        return x if self.norm is None else self.norm(x)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,17 +1,23 @@
-"""A Hugging Face directory of a small model that sees: weights, tokenizer, chat template, settings of its processor."""
+"""Hugging Face directories of small models that see or hear: weights, tokenizer, template, settings of processors."""
 
 import dataclasses
 import json
 import shutil
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 
 import eqx_decoders as ed
+from eqx_decoders.axes import named_leaves, replaced
+from eqx_decoders.families.gemma4 import gemma4
+from eqx_decoders.families.gemma4_audio import gemma4_audio
+from eqx_decoders.families.gemma4_vision import gemma4_vision
 from eqx_decoders.families.qwen3 import qwen3
 from eqx_decoders.families.qwen3_vl import qwen3_vl
 from eqx_decoders.families.qwen_vision import qwen_vision
 from eqx_decoders.families.shape import Shape
+from eqx_decoders.layers.mask import Causal, SlidingWindow
 from eqx_decoders.layers.rope import Rope
 from tests.models import filled
 
@@ -22,6 +28,23 @@ TEMPLATE = """{%- for message in messages %}{{ '<|' + message.role + '|>' }}
 {%- if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}
 {%- if part.type == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ part.text }}{% endif %}
 {%- endfor %}{% endif %}{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+SOUND_WORDS = ("<|audio|>", "<|audio>", "<audio|>")
+SOUND_TEMPLATE = TEMPLATE.replace("'image'", "'audio'").replace(
+    "<|vision_start|><|image_pad|><|vision_end|>", "<|audio|>"
+)
+SOUND_RULES = {
+    "processor_class": "Gemma4Processor",
+    "feature_extractor": {
+        "feature_extractor_type": "Gemma4AudioFeatureExtractor",
+        "feature_size": 8,
+        "sampling_rate": 16_000,
+        "frame_length": 320,
+        "hop_length": 160,
+        "padding_side": "left",
+        "dither": 0.0,
+        "per_bin_mean": None,
+    },
+}
 RULES = {
     "processor_class": "Qwen3VLProcessor",
     "patch_size": 4,
@@ -35,10 +58,7 @@ RULES = {
 
 def seeing_directory(folder: Path) -> Path:
     """Write it; the words of `WORDS` are tokens behind those of the tokenizer that it is made of."""
-    from tokenizers import AddedToken, Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(SOURCE / "tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in WORDS])
+    tokenizer = tokenizer_with(WORDS)
     image, video = (tokenizer.token_to_id(word) for word in WORDS[:2])
     shape = Shape(
         vocab_size=tokenizer.get_vocab_size(),
@@ -54,15 +74,57 @@ def seeing_directory(folder: Path) -> Path:
     assert made.media is not None
     media = dataclasses.replace(made.media, image_token=image, video_token=video)
     ed.save_hf(filled(dataclasses.replace(made, media=media), 3), folder)
+    save_words(folder, tokenizer, TEMPLATE)
+    (folder / "preprocessor_config.json").write_text(json.dumps(RULES))
+    return folder
+
+
+def hearing_directory(folder: Path) -> Path:
+    """Write that of a Gemma 4 that hears and sees nothing."""
+    tokenizer = tokenizer_with(SOUND_WORDS)
+    shape = Shape(
+        vocab_size=tokenizer.get_vocab_size(),
+        embed_dim=16,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        mlp_dim=24,
+        activation="gelu_tanh",
+    )
+    audio = gemma4_audio(out_dim=16, embed_dim=8, layers=2, heads=2, mel_bands=8, filters=(8, 3), feature_dim=12)
+    plain = gemma4(shape, masks=(SlidingWindow(8), Causal()), heads=((1, 8), (1, 8)))
+    token = tokenizer.token_to_id("<|audio|>")
+    model = filled(
+        gemma4_vision(plain, None, audio=audio, whole=False, audio_token=token, image_token=0, video_token=1), 4
+    )
+    loose = {"input_min": -9.0, "input_max": 9.0, "output_min": -9.0, "output_max": 9.0}
+    bounds = {path: loose.get(path.split(".")[-1]) for path in named_leaves(model)}
+    kept = {path: jnp.full_like(named_leaves(model)[path], end) for path, end in bounds.items() if end is not None}
+    ed.save_hf(replaced(model, kept), folder)
+    save_words(folder, tokenizer, SOUND_TEMPLATE)
+    (folder / "processor_config.json").write_text(json.dumps(SOUND_RULES))
+    return folder
+
+
+def tokenizer_with(words):
+    """A tokenizer with these special tokens behind its own."""
+    from tokenizers import AddedToken, Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(SOURCE / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in words])
+    return tokenizer
+
+
+def save_words(folder: Path, tokenizer, template: str) -> None:
+    """Write the files of a tokenizer, and a chat template."""
     tokenizer.save(str(folder / "tokenizer.json"))
     for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json"):
         shutil.copyfile(SOURCE / name, folder / name)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    (folder / "preprocessor_config.json").write_text(json.dumps(RULES))
-    return folder
+    (folder / "chat_template.jinja").write_text(template)
 
 
 def save_picture(path: Path, width: int, height: int, seed: int = 0) -> Path:

@@ -4,14 +4,17 @@ import dataclasses
 
 from eqx_decoders.encoders.audio_stem import AudioStemConfig
 from eqx_decoders.encoders.encoder import EncoderConfig
+from eqx_decoders.encoders.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.media_config import GridPositions, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedAxes, LearnedGrid, PatchStemConfig
 from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.layers.light_convolution import LightConvolutionConfig
+from eqx_decoders.layers.local_attention import LocalAttentionConfig
 from eqx_decoders.layers.mask import Bidirectional
-from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import AxialRope
-from tests.encoders.samples import EMBED, EYE, HEARING, INTO, JOIN, MEDIA, STEM, VISION, seeing
+from tests.encoders.samples import EMBED, EYE, HEARING, INTO, JOIN, LISTENING, MEDIA, NEAR, STEM, VISION, seeing
 
 
 def media(**changes):
@@ -34,6 +37,10 @@ def eye(mixer: AttentionConfig):
 
 def rope(config):
     return eye(dataclasses.replace(EYE.mixer, head_dim=8, rope=config))
+
+
+def near(**changes):
+    return media(audio=dataclasses.replace(LISTENING, blocks=(dataclasses.replace(NEAR, **changes),) * 2))
 
 
 RMS = RMSNormConfig(eps=0.5)
@@ -90,12 +97,27 @@ ENCODER_OPTIONS: dict[type, tuple] = {
     ProjectionConfig: (
         ProjectionConfig(dim=EMBED),
         lambda c: vision(projector=dataclasses.replace(JOIN, layers=(INTO[0], c))),
-        dict(dim=12, bias=True, activation="relu"),
+        dict(dim=12, bias=True, activation="relu", norm=RMS),
     ),
     AudioStemConfig: (
         HEARING.stem,
         lambda c: media(audio=dataclasses.replace(HEARING, stem=c)),
         dict(mel_bands=5, chunk_frames=8, filters=2, convolutions=3, activation="relu"),
+    ),
+    FrameStemConfig: (
+        LISTENING.stem,
+        lambda c: media(audio=dataclasses.replace(LISTENING, stem=c)),
+        dict(mel_bands=5, filters=(4, 2), norm=LayerNormConfig(eps=0.5, bias=False), activation="gelu"),
+    ),
+    LocalAttentionConfig: (
+        NEAR.mixer,
+        lambda c: near(mixer=c),
+        dict(num_heads=1, head_dim=2, chunk=5, left=2, right=3, soft_cap=0.5),
+    ),
+    LightConvolutionConfig: (
+        NEAR.after[0].layer,
+        lambda c: near(after=(dataclasses.replace(NEAR.after[0], layer=c),)),
+        dict(taps=1, activation="relu", norm=RMS),
     ),
 }
 # other fields that a field needs before it means anything, and their values on both sides

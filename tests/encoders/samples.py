@@ -8,15 +8,20 @@ import eqx_decoders as ed
 from eqx_decoders.block import BlockConfig
 from eqx_decoders.encoders.audio_stem import AudioStemConfig
 from eqx_decoders.encoders.encoder import EncoderConfig
+from eqx_decoders.encoders.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.media_config import GridPositions, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
+from eqx_decoders.further import BranchConfig
 from eqx_decoders.layers.added_features import AddedFeaturesConfig
 from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.layers.light_convolution import LightConvolutionConfig
+from eqx_decoders.layers.local_attention import LocalAttentionConfig
 from eqx_decoders.layers.mask import Bidirectional, SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import AxialRope, Rope
+from eqx_decoders.wiring.residual import Sequential
 
 
 IMAGE, VIDEO, AUDIO, VOCAB, EMBED = 29, 30, 31, 32, 16
@@ -29,6 +34,14 @@ EYE = BlockConfig(
 )
 EAR = dataclasses.replace(
     EYE, mixer=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=4, mask=Bidirectional(4), rope=None)
+)
+NEAR = BlockConfig(  # the block of a Conformer
+    before=(BranchConfig(layer=MLPConfig(mlp_dim=12, gated=False), pre_norm=NORM, post_norm=NORM, scale=0.5),),
+    mixer=LocalAttentionConfig(num_heads=2, head_dim=4, chunk=2, left=3, soft_cap=2.0),
+    mlp=None,
+    pre_mixer_norm=NORM,
+    after=(BranchConfig(layer=LightConvolutionConfig(taps=3), pre_norm=NORM),),
+    wiring=Sequential(output_norm=NORM),
 )
 INTO = (ProjectionConfig(dim=12, bias=True, activation="gelu"), ProjectionConfig(dim=EMBED))
 JOIN = ProjectorConfig(group=4, norm=LayerNormConfig(), norm_of="patches", layers=INTO)
@@ -47,6 +60,12 @@ HEARING = EncoderConfig(
     blocks=(EAR,) * 2,
     projector=ProjectorConfig(layers=INTO),
     post_norm=LayerNormConfig(),
+)
+LISTENING = EncoderConfig(
+    embed_dim=8,
+    stem=FrameStemConfig(mel_bands=6, filters=(4, 3)),
+    blocks=(NEAR,) * 2,
+    projector=ProjectorConfig(layers=(INTO[0], dataclasses.replace(INTO[1], norm=NORM))),
 )
 MEDIA = MediaConfig(
     vision=VISION,
@@ -86,6 +105,14 @@ def sounds(lengths, seed: int = 1) -> dict[str, np.ndarray]:
     values = np.random.default_rng(seed).normal(size=(len(lengths), 6, longest)).astype(np.float32)
     mask = np.arange(longest)[None] < np.asarray(lengths)[:, None]
     return dict(input_features=values, feature_attention_mask=mask.astype(np.int32))
+
+
+def whole_sounds(lengths, seed: int = 1) -> dict[str, np.ndarray]:
+    """The same, frame by frame, for encoders that read sounds as a whole."""
+    made = sounds(lengths, seed)
+    return dict(
+        input_features=made["input_features"].swapaxes(1, 2), input_features_mask=made["feature_attention_mask"]
+    )
 
 
 def text(pattern: str, seed: int = 2) -> np.ndarray:

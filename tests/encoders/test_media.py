@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.create import with_mtp
 from eqx_decoders.encoders.media import merge_features
 from tests.encoders.samples import AUDIO, IMAGE, MEDIA, STEM, VIDEO, patches, seeing, sounds, text
 from tests.models import filled
@@ -292,3 +293,28 @@ def test_fixed_pictures_are_cut_into_the_same_patches():
     one = ed.Media.create(config, tokens, pixel_values=pixels)
     other = ed.Media.create(config, tokens, pixel_values=np.stack(cut), image_grid_thw=np.asarray([[1, 4, 2]] * 2))
     jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.parametrize("positions", [pytest.param(None, marks=pytest.mark.slow), MEDIA.positions])
+def test_depths_of_multi_token_prediction_read_features_too(positions):
+    """They are those of a text whose embeddings the features are, at the same rotary positions."""
+    vision = dataclasses.replace(MEDIA.vision, deepstack=(), deepstack_projector=None)
+    config = seeing(dataclasses.replace(MEDIA, vision=vision, positions=positions), layers=2, vocab_size=50)
+    config = with_mtp(config, 2)
+    model = filled(config, 4, attention="dot")
+    tokens = np.stack([text("xiiiixxiiix"), text("xxxiixxxxxx", 3)])
+    media = ed.Media.create(config, tokens, pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS))
+    seen = np.argwhere(tokens == IMAGE)
+    words = tokens.copy()
+    words[tuple(seen.T)] = 32 + np.arange(len(seen))
+    table = model.embedding.table.at[32 : 32 + len(seen)].set(model.encode(media).features[: len(seen)])
+    reader = eqx.tree_at(lambda m: m.embedding.table, model, table)
+    inputs = ed.Inputs(spans=media.spans, rotary_positions=media.grid_positions)
+    out, plain = model(tokens, media=media), reader(words, inputs=inputs)
+    close(out.hidden, plain.hidden)
+    ahead = model.predict_further(out.hidden, tokens, media=media)
+    known = model.predict_further(out.hidden, tokens, media=media, encoded=model.encode(media))
+    expected = reader.predict_further(plain.hidden, words, inputs=inputs)
+    for one, again, other, real in zip(ahead.hidden, known.hidden, expected.hidden, expected.real, strict=True):
+        close(one[real], other[real])
+        close(again[real], other[real])

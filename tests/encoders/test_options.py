@@ -9,10 +9,11 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.axes import named_leaves, replaced
 from eqx_decoders.create import abstract
+from eqx_decoders.encoders.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.media_config import MediaConfig
 from eqx_decoders.layers.rope import AxialRope
 from tests.encoders.options import ENCODER_NEEDS, ENCODER_OPTIONS
-from tests.encoders.samples import STEM, patches, sounds, text
+from tests.encoders.samples import STEM, patches, sounds, text, whole_sounds
 
 
 CASES = [(kind, field) for kind, (_, _, values) in ENCODER_OPTIONS.items() for field in values]
@@ -47,7 +48,7 @@ def logits(config) -> np.ndarray:
             pixel_values_videos=patches(FILMS, 2, dataclasses.replace(STEM, frames=frames)),
             video_grid_thw=np.asarray(FILMS),
             video_second_per_grid=SECONDS,
-            **sounds([10]),
+            **(whole_sounds if isinstance(config.media.audio.stem, FrameStemConfig) else sounds)([10]),
         )
         _known[config] = np.asarray(drawn(config)(TOKENS, media=media).logits)
     return _known[config]

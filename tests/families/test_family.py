@@ -35,7 +35,7 @@ PUBLISHED = [name for name in ed.list_models() if not name.startswith(UNPUBLISHE
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if number % 3 else ()) for number, name in enumerate(PUBLISHED)]
+    "name", [pytest.param(name, marks=pytest.mark.slow if number % 6 else ()) for number, name in enumerate(PUBLISHED)]
 )
 def test_every_published_model_has_a_config_json(name):
     config = ed.get_config(name)
@@ -98,7 +98,7 @@ def spoiled(chance: random.Random) -> dict:
     return content
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 4))])
 def test_a_spoiled_configuration_is_valid_or_refused(part):
     valid = 0
     for seed in range(500 * part, 500 * (part + 1)):

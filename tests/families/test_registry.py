@@ -99,7 +99,10 @@ def test_parameters_are_the_published_ones(name):
     assert ed.count_parameters(ed.get_config(name)) == PARAMETERS[name]
 
 
-@pytest.mark.parametrize("name", ed.list_models())
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if number % 3 else ()) for number, name in enumerate(ed.list_models())],
+)
 def test_every_listed_model_is_a_value(name):
     config = ed.get_config(name)
     assert config == ed.get_config(name)

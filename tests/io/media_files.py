@@ -1,6 +1,9 @@
 """Pictures and sounds drawn by a program, for tests of processors and for what these are compared with."""
 
 import io
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
@@ -46,6 +49,81 @@ PICTURES = {
     "printed": ("CMYK", 60, 60),
 }
 SECONDS = (0.7, 2.345)
+# settings of Gemma 4's feature extractor, and the lengths of sounds
+GEMMA_SOUNDS = {
+    "published": ({"padding_side": "left"}, [2.345]),
+    "several": ({}, [0.7, 2.345, 0.02, 0.3137]),
+    "long": ({}, [30.5]),
+    "all settings": (
+        dict(feature_size=8, frame_length_ms=25.0, hop_length_ms=12.5, min_frequency=60.0, max_frequency=7000.0)
+        | dict(preemphasis=0.97, fft_overdrive=True, input_scale_factor=2.5, mel_floor=0.01, sampling_rate=22_050)
+        | dict(per_bin_mean=[0.5, -1, 0, 2, -2, 3, 1, 0.1], per_bin_stddev=[0.5, 1.5, 2, 1, 1, 3, 0.25, 1]),
+        [0.9],
+    ),
+    "emphasis over borders": (dict(preemphasis=0.5, preemphasis_htk_flavor=False, sampling_rate=8000), [0.4, 0.21]),
+}
+
+
+def grey_frames(count: int, width: int = 48, height: int = 32) -> list[np.ndarray]:
+    """Frames that differ by 12 in their grey, from 5 on: what is left of it after coding tells their numbers."""
+    return [np.full((height, width, 3), 5 + 12 * number % 240, np.uint8) for number in range(count)]
+
+
+def numbers_of(frames: Any) -> list[int]:
+    """Which of `grey_frames` these are."""
+    return [round((float(np.mean(frame)) - 5) / 12) for frame in frames]
+
+
+def film(
+    form: str = "mp4",
+    codec: str = "mpeg4",
+    *,
+    frames: Sequence[np.ndarray] | None = None,
+    milliseconds: Sequence[int] | None = None,
+    coded_as: str = "yuv420p",
+    options: Mapping[str, str] | None = None,
+    shift: int = 0,
+    turned: int = 0,
+    sound: bool = False,
+    cover: bool = False,
+    coding: Mapping[str, str] | None = None,
+) -> bytes:
+    """A file of a film, 20 frames and 10 of them a second, or at other times; `shift` moves these by milliseconds."""
+    import av
+    from av.stream import Disposition
+
+    frames = grey_frames(20) if frames is None else frames
+    file, tick = io.BytesIO(), Fraction(1, 1000)
+    file.name = f"film.{form}"  # type: ignore[attr-defined]
+    with av.open(file, "w", format=form, options=dict(options or {})) as container:
+        height, width = frames[0].shape[:2] if len(frames) else (32, 48)
+        if len(frames):
+            stream: Any = container.add_stream(codec, rate=10, options=dict(coding or {}))
+            stream.width, stream.height, stream.pix_fmt = width, height, coded_as
+            base = Fraction(1, 10) if form in ("avi", "mjpeg") else tick  # AVI would have a frame for each tick
+            stream.codec_context.time_base = stream.time_base = base
+            if cover:
+                stream.disposition = Disposition.attached_pic
+            if turned:
+                stream.set_display_rotation(turned)
+        if sound:
+            voice: Any = container.add_stream("aac", rate=16_000, layout="mono")
+        packets = []
+        for number, pixels in enumerate(frames):
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            place = number * tick * 100 if milliseconds is None else milliseconds[number] * tick
+            frame.time_base, frame.pts = base, int(place / base)
+            packets += stream.encode(frame)
+        packets += stream.encode() if len(frames) else []
+        for packet in packets:
+            packet.pts, packet.dts = packet.pts + shift, packet.dts + shift
+            container.mux(packet)
+        if sound:
+            tone = av.AudioFrame.from_ndarray(np.zeros((1, 16_000), np.float32), format="fltp", layout="mono")
+            tone.sample_rate = 16_000
+            container.mux(voice.encode(tone))
+            container.mux(voice.encode())
+    return file.getvalue()
 
 
 def shown(x: np.ndarray) -> np.ndarray:

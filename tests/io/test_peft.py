@@ -311,3 +311,33 @@ def test_what_peft_cannot_hold_is_not_written(fixture, tmp_path, monkeypatch):
     with pytest.raises(ConversionError, match=f"no module for .*{path}"):
         save_peft(model, tmp_path / "none")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["full"]
+
+
+@pytest.mark.parametrize(
+    "name, targets, modules",
+    [
+        ("qwen2_5_vl", ("segments.*.mixer.query", "vision.projector.*", "vision.segments.*.mlp.up"),
+         {"q_proj", "model.visual.merger.mlp.0", "model.visual.merger.mlp.2"}
+         | {f"model.visual.blocks.{layer}.mlp.up_proj" for layer in range(3)}),
+        ("mistral3", ("*.mixer.query", "vision.projector.*"), {"q_proj", "merging_layer", "linear_1", "linear_2"}),
+    ],
+)  # fmt: skip
+def test_pairs_of_encoders_are_named_as_their_modules(name, targets, modules, tmp_path):
+    """As transformers calls them once they are loaded; adapters with the names of the files are read, too."""
+    base = load_hf(FIXTURES / name)
+    model = trained(base, LoRAConfig(rank=2, targets=targets))
+    save_peft(model, tmp_path / "new")
+    assert set(settings(tmp_path / "new")["target_modules"]) == modules
+    new = tensors(tmp_path / "new")
+    assert all(key.startswith(("base_model.model.model.", "base_model.model.lm_head.")) for key in new)
+    assert any(".model.language_model.layers.0." in key for key in new)
+    jax.tree.map(np.testing.assert_array_equal, pairs(load_peft(base, tmp_path / "new")), pairs(model))
+    inner = {"qwen2_5_vl": "model.", "mistral3": "language_model.model."}[name]
+    before = {key.replace("model.model.language_model.", f"model.{inner}"): value for key, value in new.items()}
+    before = {key.replace("model.model.visual.", "model.visual."): value for key, value in before.items()}
+    for prefix in ("multi_modal_projector", "vision_tower"):
+        before = {key.replace(f"model.model.{prefix}.", f"model.{prefix}."): value for key, value in before.items()}
+    assert not before.keys() & new.keys()
+    shutil.copytree(tmp_path / "new", tmp_path / "old")
+    save_file(before, tmp_path / "old" / "adapter_model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, pairs(load_peft(base, tmp_path / "old")), pairs(model))

@@ -107,7 +107,9 @@ def run(layer, x, positions, form):
     return out, stats, gradient
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if number % 2 else ()) for number, name in enumerate(CASES)]
+)
 def test_all_forms_are_the_loop_in_values_and_each_other_in_gradients(name):
     config, shape = CASES[name]
     layer, (x, positions) = drawn(config), tokens(shape)

@@ -28,7 +28,7 @@ def loop(x, weight, counts):
     return out
 
 
-@pytest.mark.parametrize("block", [None, 4, 64])
+@pytest.mark.parametrize("block", [None, 4, pytest.param(64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_values_and_gradients_are_those_of_a_loop(counts, block):
     """Of two weights at once; what stands beyond the groups, NaN too, reaches neither weights nor other rows."""

@@ -128,7 +128,10 @@ def test_half_precision_stays_near(kernel, dtype):
 
 @pytest.mark.parametrize(
     ("lengths", "platform"),
-    [((1, 1), "cpu"), ((1, 530), "cpu"), ((33, 70), "tpu"), ((140, 17), "cpu"), ((530, 3), "tpu")],
+    [
+        *(((1, 530), "cpu"), ((33, 70), "tpu"), ((530, 3), "tpu")),
+        *(pytest.param(lengths, "cpu", marks=pytest.mark.slow) for lengths in ((1, 1), (140, 17))),
+    ],
     ids=str,
 )
 def test_queries_need_not_be_the_keys(lengths, platform):
@@ -402,7 +405,7 @@ def oracle(qkv, seen, soft_cap=None):
 
 
 @pytest.mark.parametrize("mask", [Causal(), SlidingWindow(20), Chunked(100), Bidirectional()], ids=str)
-@pytest.mark.parametrize("length", [301, 561])
+@pytest.mark.parametrize("length", [301, pytest.param(561, marks=pytest.mark.slow)])
 def test_spans(mask, length):
     """Tokens see those behind them in their span, and documents stay apart; blocks ahead are not skipped."""
     qkv, places = make(length, heads=2, kv_heads=1), packed_places(length, spans=True)
@@ -527,7 +530,11 @@ def test_queries_apart_from_their_keys_reach_few_blocks():
     assert [start < end for start, end in reach_of(Causal(), 64, 128, places)] == [True, False, True, True]
 
 
-@pytest.mark.parametrize("mask", [Causal(), SlidingWindow(90), Bidirectional()], ids=str)
+@pytest.mark.parametrize(
+    "mask",
+    [SlidingWindow(90), *(pytest.param(mask, marks=pytest.mark.slow) for mask in (Causal(), Bidirectional()))],
+    ids=str,
+)
 def test_some_of_the_queries_in_any_order(mask):
     """Half of a row's queries, from both ends, against all its keys in another order: loops over blocks are dot."""
     places = packed_places(1100, spans=mask != Causal())

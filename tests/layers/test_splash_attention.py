@@ -44,7 +44,7 @@ def layouts(length):
         (Causal(), None),
         (Chunked(70), 2.0),
         pytest.param(Bidirectional(), None, marks=pytest.mark.slow),
-        (Bidirectional(60), None),
+        pytest.param(Bidirectional(60), None, marks=pytest.mark.slow),
     ],
     ids=str,
 )

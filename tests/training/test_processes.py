@@ -22,6 +22,7 @@ from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.metrics import read_metrics
 from eqx_decoders.training.processes import place
 from tests.commands import ENVIRONMENT, ROOT, call, flags, steps_of, write_corpus
+from tests.encoders.directories import save_picture, seeing_directory
 
 
 # Each process: (folder, arguments of the training program as JSON).
@@ -220,6 +221,33 @@ def test_an_error_in_one_process_ends_both_with_its_sentence_and_exit_code(two):
     _, _, outputs = two
     assert "error: row 32 is torn" in outputs[1]
     assert "error: process 1 (" in outputs[0] and "row 32 is torn" in outputs[0]
+
+
+@pytest.mark.slow
+def test_processes_train_on_pictures_of_other_sizes_and_numbers(tmp_path):
+    """The losses are those of one process, though each packs the pictures of its own rows; some rows have none."""
+    model, pictures = seeing_directory(tmp_path / "model"), tmp_path / "pictures"
+    pictures.mkdir()
+    sizes = [(12 + 8 * (n % 3), 24 - 4 * (n % 2)) for n in range(12)]
+    names = [save_picture(pictures / f"{n}.png", *size, seed=n).name for n, size in enumerate(sizes)]
+    records = [
+        {
+            "prompt": "<|image_pad|>" * (n % 3) + "What is it? ",
+            "completion": f"number {n}",
+            "images": names[n : n + n % 3],
+        }
+        for n in range(10)
+    ]
+    data = pictures / "data.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records * 4))
+    options = settings(tmp_path) | {"--data": data, "--init-from": model, "--seq-len": 64, "--sample-tokens": 0}
+    outputs = finish(launch(tmp_path, options | {"--run-dir": tmp_path / "both"}), 400)
+    assert all("held-out loss" in output for output in outputs[:1]), outputs[0][-3000:]
+    call("train", "--run-dir", tmp_path / "alone", *flags(options))
+    rows, alone = (steps_of(tmp_path / name) for name in ("both", "alone"))
+    assert len(rows) == len(alone) == 3
+    for name in ("loss", "grad_norm", "tokens"):
+        np.testing.assert_allclose([row[name] for row in rows], [row[name] for row in alone], rtol=2e-5)
 
 
 def test_processes_that_do_not_come_are_named(monkeypatch, tmp_path):

@@ -417,6 +417,7 @@ def test_a_run_with_experts_and_draft_tokens_reports_both(folder):
     assert len(acceptance) == 1 and 0 <= acceptance[0] <= 1 and "draft tokens accepted" in run.err
 
 
+@pytest.mark.slow
 def test_more_steps_on_a_finished_run_go_on(folder):
     """With a constant rate a run of two steps, made longer, is the run of four."""
     constant = dict(optimizer__schedule="constant", optimizer__warmup_steps=0, held_out_fraction=0, sample_tokens=0)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,14 +11,16 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from eqx_decoders.errors import DataError, check, check_number, need_extra
+from eqx_decoders.errors import DataError, MissingPackage, check, check_number, need_extra
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.pictures import check_file, name_of, open_picture
 
 
 # Containers that hold a film themselves: others, such as playlists, would have further files and addresses opened.
-FORMATS = "mov,matroska,avi,gif,mpeg,mpegts,flv,ogg,asf,mjpeg,apng"
+FORMATS = "mov,matroska,avi,gif,mpeg,mpegts,flv,ogg,asf,mjpeg,apng,h264,hevc"
+KNOWN = ("MP4", "MOV", "Matroska", "WebM", "AVI", "GIF", "MPEG", "FLV", "Ogg", "ASF", "APNG", "MJPEG", "H.264", "H.265")
 FPS = 24.0  # of frames whose rate nothing tells
+THREADS, AT_ONCE = 8, 1 << 26  # that decode, and pixels which they hold together, if more than one does
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +86,7 @@ class Clip:
             if number is None:
                 return
         told = f"should have {self.count:,} frames, and ends before frame {number:,}"
-        raise DataError(f"{self.where} {told}: it is cut short, or damaged.")
+        raise DataError(f"{self.where} {told}: it is cut short, or damaged. Copy it again.")
 
 
 @contextmanager
@@ -109,8 +112,7 @@ def open_film(source: Any, limits: MediaLimits = MediaLimits(), where: str | Non
         raise DataError(f"{where} {rule}.")
     if isinstance(source, str | Path):
         check_file(source, where)
-    with _as_data_error(where), _container(source) as container:
-        yield _from_container(container, limits, where)
+    yield _from_file(source, limits, where)
 
 
 def _from_frames(film: Film, limits: MediaLimits, where: str) -> Clip:
@@ -136,55 +138,141 @@ def _check_length(count: int, fps: float, limits: MediaLimits, where: str) -> No
 @contextmanager
 def _as_data_error(where: str) -> Iterator[None]:
     try:
+        yield
+    except (DataError, MissingPackage):
+        raise
+    except MemoryError as error:
+        raise DataError(f"{where} takes more memory than there is: make its frames smaller.") from error
+    except Exception as error:  # FFmpeg's are OSError, ValueError and others
+        cause = getattr(error, "strerror", None) or " ".join(str(error).split())[:200] or type(error).__name__
+        cause = "it is of another one, or damaged" if cause.startswith("Invalid ") else cause
+        rule = f"is no sound film of a known format ({', '.join(KNOWN)}): {cause.rstrip('.')}"
+        raise DataError(f"{where} {rule}. Convert it to one of these, or leave it out.") from error
+
+
+@contextmanager
+def _opened(source: str | Path | bytes, limits: MediaLimits, where: str) -> Iterator[tuple[Any, Any]]:
+    """The container, and the film in it, from its beginning. Not all can be rewound: each pass opens it anew."""
+    try:
         import av
     except ImportError as error:
         raise need_extra("av", "media") from error
-    try:
-        yield
-    except (av.error.FFmpegError, OSError, ValueError, IndexError, KeyError) as error:
-        cause = " ".join(str(error).split())[:200] or type(error).__name__
-        raise DataError(f"{where} is no sound film of a known format: {cause.rstrip('.')}.") from error
-
-
-def _container(source: str | Path | bytes) -> Any:
-    import av
-
+    # FFmpeg looks into the first frames of each stream when it opens a file: a bound that is known only later is no use
+    most = 2 * limits.max_pixels + (1 << 16)  # sizes in a stream are rounded up
+    options = {"format_whitelist": FORMATS, "protocol_whitelist": "file", "max_pixels": str(most)}
     stream = io.BytesIO(source) if isinstance(source, bytes) else str(Path(source).resolve())
-    options = {"format_whitelist": FORMATS, "protocol_whitelist": "file"}
-    return av.open(stream, options={} if isinstance(source, bytes) else options, container_options=options)
+    with _as_data_error(where):
+        container = av.open(stream, options=options, metadata_errors="replace")
+    with container:
+        with _as_data_error(where):
+            film = _film_of(container, where)
+            sized = film.width > 0 and film.height > 0  # FFmpeg drops sizes that it does not decode
+            check(sized, f"{where} has frames of no known size, or too large: make them smaller.", DataError)
+            limits.check_pixels(where, film.width, film.height)
+            film.thread_type = "AUTO"
+            film.codec_context.thread_count = max(1, min(THREADS, AT_ONCE // (film.width * film.height)))
+            film.codec_context.options = {"max_pixels": str(most)}
+        yield container, film
 
 
-def _from_container(container: Any, limits: MediaLimits, where: str) -> Clip:
-    check(len(container.streams.video) > 0, f"{where} has no pictures: it is no film.", DataError)
-    stream = container.streams.video[0]
-    stream.thread_type = "AUTO"
-    limits.check_pixels(where, stream.width, stream.height)
-    fps = float(stream.average_rate or stream.guessed_rate or FPS)
+def _film_of(container: Any, where: str) -> Any:
+    """The stream of pictures that players show; not the cover of a sound."""
+    from av.stream import Disposition
+
+    best: Any = container.streams.best("video")
+    if best is None or best.disposition & Disposition.attached_pic:
+        raise DataError(f"{where} has no moving pictures: it is no film. Give it as what it is, or leave it out.")
+    known = best.codec_context is not None
+    check(known, f"{where} is coded in a way that is not known here: convert it, such as to H.264.", DataError)
+    return best
+
+
+def _from_file(source: str | Path | bytes, limits: MediaLimits, where: str) -> Clip:
+    count, fps = _measure(source, limits, where)
+    check(count > 0, f"{where} has no frame: a film must have some.", DataError)
     good = 0 < fps < 1e6
     check(good, f"{where} has {fps:g} frames per second: must be above 0, below a million.", DataError)
-    count = stream.frames
-    if count <= 0:  # its header does not say
-        count = 0
-        for _ in _decoded(container, stream, limits, where):
+    first = next(_decoded(source, limits, where), None)
+    if first is None:
+        raise DataError(f"{where} has no frame that can be decoded: it is cut short, or damaged. Copy it again.")
+    height, width = (first.width, first.height) if _turns(first) % 2 else (first.height, first.width)
+
+    def pixels(frame: Any) -> UInt8[np.ndarray, "height width 3"]:
+        with _as_data_error(where):
+            return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), _turns(frame)))
+
+    def frames() -> Iterator[Any]:
+        for frame in _decoded(source, limits, where):
+            yield lambda frame=frame: pixels(frame)
+
+    return Clip(where=where, count=count, fps=fps, height=height, width=width, chosen=False, source=frames)
+
+
+def _measure(source: str | Path | bytes, limits: MediaLimits, where: str) -> tuple[int, float]:
+    """How many frames there are, and how many a second has: of what is there, not of what a header claims."""
+    count, begin, end, told = 0, math.inf, -math.inf, False
+    with _opened(source, limits, where) as (container, film):
+        rate, base = float(film.average_rate or film.guessed_rate or FPS), float(film.time_base or 0)
+        listed = container.format.name.startswith("mov")  # it has an index, in which each entry is a frame
+        _check_whole(container, film, source, where)
+        for entry in _packets(container, film, where) if listed else _decoded(source, limits, where):
             count += 1
-            _check_length(count, fps, limits, where)
-    _check_length(count, fps, limits, where)
-    check(count > 0, f"{where} has no frame: a film must have some.", DataError)
-
-    def source() -> Iterator[Any]:
-        for frame in _decoded(container, stream, limits, where):
-            yield lambda frame=frame: frame.to_ndarray(format="rgb24")
-
-    return Clip(
-        where=where, count=count, fps=fps, height=stream.height, width=stream.width, chosen=False, source=source
-    )
+            if entry.pts is not None:
+                begin, end = min(begin, entry.pts), max(end, entry.pts + (entry.duration or 0))
+                told = told or bool(entry.duration)
+            _check_length(count, count / ((end - begin) * base) if end > begin and base > 0 else rate, limits, where)
+            limits.check_decoded(where, count, film.width, film.height)
+        # where no frame says how long it lasts, the last one does as the others
+        spaces = count if told else count - 1
+        return count, float(spaces / (int(end - begin) * film.time_base)) if end > begin and base > 0 else rate
 
 
-def _decoded(container: Any, stream: Any, limits: MediaLimits, where: str) -> Iterator[Any]:
-    container.seek(0)
-    for frame in container.decode(stream):
-        limits.check_pixels(where, frame.width, frame.height)
-        yield frame
+def _check_whole(container: Any, film: Any, source: str | Path | bytes, where: str) -> None:
+    """DataError for a file that is shorter than it says of itself, as FFmpeg takes what is there."""
+    if container.format.name.startswith("mov"):
+        reach = max((entry.pos + entry.size for entry in film.index_entries), default=0)
+    else:
+        with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
+            reach = _told_size(file.read(256))
+    rule = f"is cut short: it says that it reaches to byte {reach:,}, and has {container.size:,}. Copy it again"
+    check(reach <= container.size, f"{where} {rule}.", DataError)
+
+
+def _told_size(head: bytes) -> int:
+    """How many bytes a file of Matroska or AVI has by its own words; 0 where it does not tell, as a stream does not."""
+    if head[:4] == b"RIFF":
+        told = int.from_bytes(head[4:8], "little")
+        return told if told < 0x7FFF_0000 else 0
+    place = 0
+    for name in (b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"):  # its header, and all that follows
+        if head[place : place + 4] != name or len(head) < place + 12:
+            return 0
+        digits = 9 - head[place + 4].bit_length()  # bytes of a length; one bit in the first of them tells how many
+        number = int.from_bytes(head[place + 4 : place + 4 + digits], "big") & ((1 << 7 * digits) - 1)
+        if digits > 8 or number == (1 << 7 * digits) - 1:
+            return 0
+        place += 4 + digits + number
+    return place
+
+
+def _packets(container: Any, film: Any, where: str) -> Iterator[Any]:
+    """What holds the frames that are shown, without decoding them."""
+    with _as_data_error(where):
+        for packet in container.demux(film):
+            if packet.size and not packet.is_discard:
+                yield packet
+
+
+def _decoded(source: str | Path | bytes, limits: MediaLimits, where: str) -> Iterator[Any]:
+    with _opened(source, limits, where) as (container, film), _as_data_error(where):
+        for frame in container.decode(film):
+            limits.check_pixels(where, frame.width, frame.height)
+            yield frame
+
+
+def _turns(frame: Any) -> int:
+    """How often a frame is turned left by a quarter to stand upright."""
+    return round(frame.rotation / 90) % 4
 
 
 def check_taken(clip: Clip, count: int, size: tuple[int, int], limits: MediaLimits) -> None:

@@ -13,19 +13,24 @@ class MediaLimits:
 
     - `max_pixels`: of one picture or frame, as it is stored and as it is resized.
     - `max_film_pixels`: of all the frames that are taken from one film together, as they are resized.
+    - `max_decoded_pixels`: of all the frames of one film together, as they are stored.
     - `max_frames`: that one film has; far fewer are taken from it.
     - `max_seconds`: of one sound, and of one film.
+    - `max_samples`: of one sound, of all its channels, as they are stored.
     - `max_files`: of each kind in one prompt.
     """
 
     max_pixels: int = 89_478_485
     max_film_pixels: int = 1 << 28
+    max_decoded_pixels: int = 1 << 39
     max_frames: int = 200_000
     max_seconds: float = 7200.0
+    max_samples: int = 1 << 30
     max_files: int = 1000
 
     def __post_init__(self):
-        for name in ("max_pixels", "max_film_pixels", "max_frames", "max_files"):
+        whole = ("max_pixels", "max_film_pixels", "max_decoded_pixels", "max_frames", "max_samples", "max_files")
+        for name in whole:
             check_integer(f"MediaLimits.{name}", getattr(self, name))
         check_number("MediaLimits.max_seconds", self.max_seconds, above=0)
 
@@ -34,6 +39,13 @@ class MediaLimits:
         check(width > 0 and height > 0, f"{where} has {width} x {height} pixels: a picture must have some.", DataError)
         rule = f"more than MediaLimits.max_pixels={self.max_pixels:,}. Make it smaller, or raise the limit"
         check(width * height <= self.max_pixels, f"{where} has {width:,} x {height:,} pixels: {rule}.", DataError)
+
+    def check_decoded(self, where: str, frames: int, width: int, height: int) -> None:
+        """DataError for a film whose frames are too many to decode, at their size."""
+        rule = f"more than MediaLimits.max_decoded_pixels={self.max_decoded_pixels:,}. Cut it, make it smaller"
+        told = f"{where} has {frames:,} frames of {width:,} x {height:,} pixels"
+        good = frames * width * height <= self.max_decoded_pixels
+        check(good, f"{told}: {rule}, or raise the limit.", DataError)
 
     def check_resizing(self, where: str, old: tuple[int, int], new: tuple[int, int]) -> None:
         """DataError where resizing `(height, width)` would pass through too many pixels: rows are resized first."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from eqx_decoders.errors import DataError, check, need_extra
+from eqx_decoders.errors import DataError, MissingPackage, check, need_extra
 from eqx_decoders.io.processors.limits import MediaLimits
 
 
@@ -85,22 +85,25 @@ def check_file(source: str | Path, where: str) -> None:
     try:
         good, size = Path(source).is_file(), Path(source).stat().st_size
     except (OSError, ValueError) as error:  # also too long, or with a NUL
-        raise DataError(f"{where} cannot be opened: {getattr(error, 'strerror', None) or error}.") from error
-    check(good, f"{where} is no file.", DataError)
-    check(size > 0, f"{where} is empty: it has 0 bytes.", DataError)
+        cause = getattr(error, "strerror", None) or error
+        raise DataError(f"{where} cannot be opened: {cause}. Give the path of a file.") from error
+    check(good, f"{where} is no file, but a directory, pipe or device: give the path of a file.", DataError)
+    check(size > 0, f"{where} is empty, it has 0 bytes: write it anew, or leave it out.", DataError)
 
 
 @contextmanager
 def _as_data_error(where: str) -> Iterator[None]:
     try:
         yield
-    except DataError:
+    except (DataError, MissingPackage):
         raise
     except MemoryError as error:
-        raise DataError(f"{where} takes more memory than there is.") from error
+        raise DataError(f"{where} takes more memory than there is: make it smaller.") from error
     except Exception as error:  # Pillow's decoders raise OSError, ValueError, SyntaxError, struct.error, and others
         cause = " ".join(str(error).split())[:200] or type(error).__name__
-        raise DataError(f"{where} is no sound picture of a known format ({', '.join(FORMATS)}): {cause}.") from error
+        cause = "it begins like none of them" if cause.startswith("cannot identify") else cause.rstrip(".")
+        rule = f"is no sound picture of a known format ({', '.join(FORMATS)}): {cause}"
+        raise DataError(f"{where} {rule}. Convert it to one of these, or leave it out.") from error
 
 
 def _upright(picture: Any) -> Any:

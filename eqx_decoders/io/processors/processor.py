@@ -14,6 +14,7 @@ from eqx_decoders.io.chat import ChatTemplate, load_chat_template
 from eqx_decoders.io.directory import Directory
 from eqx_decoders.io.processors.films import open_film
 from eqx_decoders.io.processors.gemma import Gemma3Pictures, Gemma4Pictures
+from eqx_decoders.io.processors.gemma_sounds import Gemma4Sounds
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.llama4 import Llama4Pictures
 from eqx_decoders.io.processors.pictures import name_of, open_picture
@@ -35,13 +36,13 @@ class Family:
 
     pictures: Callable[[Settings], PictureRules] | None = None
     films: Callable[[Settings], QwenFilms] | None = None
-    sounds: Callable[[Settings], QwenSounds] | None = None
+    sounds: Callable[[Settings], QwenSounds | Gemma4Sounds] | None = None
 
 
 # By the name of transformers' class, and the model types whose directories have it.
 FAMILIES: dict[str, tuple[Family, tuple[str, ...]]] = {
     "Gemma3Processor": (Family(pictures=Gemma3Pictures.read), ("gemma3",)),
-    "Gemma4Processor": (Family(pictures=Gemma4Pictures.read), ("gemma4",)),
+    "Gemma4Processor": (Family(pictures=Gemma4Pictures.read, sounds=Gemma4Sounds.read), ("gemma4",)),
     "Llama4Processor": (Family(pictures=Llama4Pictures.read), ("llama4",)),
     "PixtralProcessor": (Family(pictures=PixtralPictures.read), ("mistral3",)),
     "SmolVLMProcessor": (Family(pictures=SmolVLMPictures.read), ("smolvlm",)),
@@ -92,7 +93,7 @@ class Processor:
     template: ChatTemplate | None = None
     pictures: PictureRules | None = None
     films: QwenFilms | None = None
-    sounds: QwenSounds | None = None
+    sounds: QwenSounds | Gemma4Sounds | None = None
     limits: MediaLimits = MediaLimits()
 
     @classmethod
@@ -154,7 +155,7 @@ class Processor:
             self._check_files(name, given, known=rules is not None)
             if rules is not None:
                 own, texts = self._read(name, rules, given)
-                kinds.append(Kind(name, self._placeholder(rules, text), texts))
+                kinds.append(Kind(name, self.placeholder(rules, text), texts))
                 arrays |= own
         text = expand(text, kinds)
         ids = self.tokenizer.encode_prompt(text) if special else self.tokenizer.encode(text, special=True)
@@ -196,7 +197,7 @@ class Processor:
             return {}, []
         words = {"image": "picture", "video": "film", "audio": "sound"}
         names = [name_of(file, words[name], number) for number, file in enumerate(files)]
-        if isinstance(rules, QwenSounds):
+        if name == "audio":
             return rules.all(files, self.limits, names)
         if name == "image":
             pictures = (open_picture(file, self.limits, where) for file, where in zip(files, names, strict=True))
@@ -208,7 +209,7 @@ class Processor:
                     seen.append(rules.one(clip, self.limits))
         return rules.join(seen), [one.text for one in seen]
 
-    def _placeholder(self, rules: Any, text: str) -> str:
+    def placeholder(self, rules: Any, text: str) -> str:
         """What stands for a file: of Qwen3-VL's films with the tokens around it, which each frame gets for itself."""
         framed = f"{rules.begin}{rules.placeholder}{rules.end}" if isinstance(rules, Qwen3Films) else ""
         return framed if framed and framed in text else rules.placeholder

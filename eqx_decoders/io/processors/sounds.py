@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from eqx_decoders.errors import DataError, check, check_integer, need_extra
+from eqx_decoders.errors import DataError, MissingPackage, check, check_integer, need_extra
 from eqx_decoders.families.fields import Fields
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.pictures import check_file, name_of
@@ -22,6 +22,12 @@ from eqx_decoders.io.processors.rules import Settings
 RATES = (1000, 768_000)  # in Hz; others are no sounds for ears
 BLOCK = 1 << 20  # numbers that are decoded, or transformed, at once
 LOUDEST = 1e6  # samples are -1 to 1
+UNKNOWN = 1 << 62  # libsndfile's word for a number of samples that a header does not tell
+UNTOLD = 0x7FFF_0000  # bytes; what a program writes that streams a WAV file is not less
+MOST_CHUNKS = 1000  # of a WAV file
+# Formats that are in use; libsndfile has others, whose readers are old and print to the terminal.
+KNOWN = ("WAV", "FLAC", "Ogg Vorbis", "Opus", "MP3", "AIFF", "AU", "CAF")
+BEGINNINGS = (b"RIFF", b"RIFX", b"RF64", b"riff", b"fLaC", b"OggS", b"ID3", b"FORM", b".snd", b"dns.", b"caff")
 MOST_BANDS, MOST_WINDOW = 1024, 1 << 16
 
 Samples = Float[np.ndarray, "samples"]
@@ -34,79 +40,125 @@ def open_sound(source: Any, rate: int, limits: MediaLimits = MediaLimits(), wher
 
     **Arguments:**
 
-    - `source`: the path of a file that libsndfile reads (WAV, FLAC, OGG, MP3 and others), its bytes, an array of floats
-        at this rate, or a pair of an array and its rate.
+    - `source`: the path of a file (WAV, FLAC, Ogg, MP3, AIFF, AU, CAF), its bytes, an array of floats at this rate, or
+        a pair of an array and its rate.
     - `where`: how errors call it.
     """
     where = name_of(source, "sound", 0) if where is None else where
     if isinstance(source, np.ndarray):
-        return _checked(source, rate, limits, where)
+        source = (source, rate)
     if isinstance(source, tuple) and len(source) == 2 and isinstance(source[0], np.ndarray):
         samples, own = source
         whole = isinstance(own, int | np.integer) and not isinstance(own, bool)
         check(whole, f"{where}: the rate {str(own)[:40]} must be a whole number of samples in a second.", DataError)
-        return _resampled(_checked(samples, int(own), limits, where), int(own), rate, where)
+        good = samples.ndim == 1 and samples.dtype.kind == "f"
+        check(good, f"{where} of shape {samples.shape}, {samples.dtype} must be one row of floats, -1 to 1.", DataError)
+        _check_length(len(samples), 1, int(own), limits, where)
+        parts = (samples[begin : begin + BLOCK] for begin in range(0, len(samples), BLOCK))
+        return _resampled(parts, int(own), rate, where)
     rule = "must be a path, bytes, an array of floats, or a pair of an array and its rate"
-    check(isinstance(source, str | Path | bytes), f"{where} {rule}.", DataError)
-    if isinstance(source, str | Path):
+    if not isinstance(source, str | Path | bytes):
+        raise DataError(f"{where} {rule}.")
+    return _from_file(source, rate, limits, where)
+
+
+def _from_file(source: str | Path | bytes, rate: int, limits: MediaLimits, where: str) -> Samples:
+    if not isinstance(source, bytes):
         check_file(source, where)
     try:
         import soundfile
     except ImportError as error:
         raise need_extra("soundfile", "media") from error
-    given: Any = io.BytesIO(source) if isinstance(source, bytes) else source
-    with (
-        _as_data_error(where),
-        soundfile.SoundFile(given) as file,
-    ):
-        own = file.samplerate
-        _check_length(max(file.frames, 0), own, limits, where)
-        parts: list[Any] = [np.zeros(0, np.float32)]
-        while len(block := file.read(max(1, BLOCK // file.channels), dtype="float32", always_2d=True)):
-            parts.append(block.T.mean(axis=0) if file.channels > 1 else block[:, 0])
-            _check_length(sum(map(len, parts)), own, limits, where)
-    return _resampled(_checked(np.concatenate(parts), own, limits, where), own, rate, where)
+    given: Any = io.BytesIO(source) if isinstance(source, bytes) else str(Path(source).resolve())  # "-" is a file
+    with _as_data_error(where):
+        _check_whole(source, where)
+        with soundfile.SoundFile(given) as file:
+            told = file.frames < UNKNOWN  # libsndfile fails at the end of others
+            check(told, f"{where} does not tell its length: write it anew, such as with `flac`.", DataError)
+            return _resampled(_decoded(file, limits, where), file.samplerate, rate, where)
+
+
+def _decoded(file: Any, limits: MediaLimits, where: str) -> Iterator[np.ndarray]:
+    """Some samples at a time, the mean of all channels."""
+    _check_length(max(file.frames, 0), file.channels, file.samplerate, limits, where)
+    count = 0
+    while len(block := file.read(max(1, BLOCK // file.channels), dtype="float32", always_2d=True)):
+        count += len(block)
+        _check_length(count, file.channels, file.samplerate, limits, where)
+        yield block.T.mean(axis=0) if file.channels > 1 else block[:, 0]
 
 
 @contextmanager
 def _as_data_error(where: str) -> Iterator[None]:
     try:
         yield
-    except DataError:
+    except (DataError, MissingPackage):
         raise
+    except MemoryError as error:
+        raise DataError(f"{where} takes more memory than there is: cut it.") from error
     except Exception as error:  # libsndfile's, and TypeError for a file whose name ends with .raw
-        cause = " ".join(str(error).split())[:200] or type(error).__name__
-        raise DataError(f"{where} is no sound of a known format: {cause.rstrip('.')}.") from error
+        words = getattr(error, "error_string", None) or str(error)
+        cause = " ".join(words.split())[:200] or type(error).__name__
+        rule = f"is no sound of a known format ({', '.join(KNOWN)}): {cause.rstrip('.')}"
+        raise DataError(f"{where} {rule}. Convert it to one of these, or leave it out.") from error
 
 
-def _check_length(samples: int, rate: int, limits: MediaLimits, where: str) -> None:
+def _check_whole(source: str | Path | bytes, where: str) -> None:
+    """DataError for no known format, and for a WAV file that ends before its samples do: libsndfile takes the rest."""
+    size = len(source) if isinstance(source, bytes) else Path(source).stat().st_size
+    with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
+        head, place = file.read(12), 12
+        known = head.startswith(BEGINNINGS) or int.from_bytes(head[:2], "big") >= 0xFFE0  # MP3 without a header
+        if not known:
+            raise ValueError("it begins like none of them")
+        if head[:4] != b"RIFF" or head[8:] != b"WAVE":
+            return
+        for _ in range(MOST_CHUNKS):
+            file.seek(place)
+            name, length = file.read(4), int.from_bytes(file.read(4), "little")
+            if name == b"data" and length < UNTOLD:
+                rule = f"is cut short: its samples reach to byte {place + 8 + length:,}, and it has {size:,}"
+                check(place + 8 + length <= size, f"{where} {rule}. Copy it again.", DataError)
+            if name in (b"", b"data"):
+                return
+            place += 8 + length + length % 2
+
+
+def _check_length(samples: int, channels: int, rate: int, limits: MediaLimits, where: str) -> None:
     good = RATES[0] <= rate <= RATES[1]
     check(good, f"{where} has {rate:,} samples in a second: must be {RATES[0]:,} to {RATES[1]:,}.", DataError)
     rule = f"longer than MediaLimits.max_seconds={limits.max_seconds:g}. Cut it, or raise the limit"
     check(samples <= limits.max_seconds * rate, f"{where} has {samples / rate:,.1f} s: {rule}.", DataError)
+    rule = f"more than MediaLimits.max_samples={limits.max_samples:,}. Cut it, or raise the limit"
+    told = f"{where} has {samples * channels:,} samples in {channels} channels"
+    check(samples * channels <= limits.max_samples, f"{told}: {rule}.", DataError)
 
 
-def _checked(samples: np.ndarray, rate: int, limits: MediaLimits, where: str) -> np.ndarray:
-    good = samples.ndim == 1 and samples.dtype.kind == "f"
-    check(good, f"{where} of shape {samples.shape}, {samples.dtype} must be one row of floats, -1 to 1.", DataError)
-    _check_length(len(samples), rate, limits, where)
-    check(len(samples) > 0, f"{where} has 0 s: a sound must have some.", DataError)
-    samples = samples.astype(np.float32)
-    sound = bool(np.all(np.abs(samples) <= LOUDEST))  # not of NaN
-    check(sound, f"{where} has samples that are no numbers, or infinite: they must be about -1 to 1.", DataError)
-    return samples
+def _resampled(parts: Iterable[np.ndarray], old: int, new: int, where: str) -> Samples:
+    """The parts behind each other at another rate: what resampling all at once would give, in less memory."""
+    stream, count, made = None, 0, [np.zeros(0, np.float32)]
+    for part in parts:
+        sound = bool(np.all(np.abs(part) <= LOUDEST))  # not of NaN
+        check(sound, f"{where} has samples that are no numbers, or infinite: they must be about -1 to 1.", DataError)
+        count, part = count + len(part), np.ascontiguousarray(part, np.float32)
+        if old != new:
+            stream = _resampler(old, new) if stream is None else stream
+            part = stream.resample_chunk(part)
+        made.append(part)
+    check(count > 0, f"{where} has 0 s: a sound must have some.", DataError)
+    if stream is not None:
+        made.append(stream.resample_chunk(made[0], last=True))
+        count = math.ceil(count * new / old)
+        made.append(np.zeros(max(0, count - sum(map(len, made))), np.float32))
+    return np.concatenate(made)[:count]
 
 
-def _resampled(samples: np.ndarray, old: int, new: int, where: str) -> np.ndarray:
-    if old == new:
-        return samples
+def _resampler(old: int, new: int) -> Any:
     try:
         import soxr
     except ImportError as error:
         raise need_extra("soxr", "media") from error
-    count = math.ceil(len(samples) * new / old)
-    made = soxr.resample(samples, old, new, quality="soxr_hq")
-    return np.ascontiguousarray(np.pad(made, (0, max(0, count - len(made))))[:count], np.float32)
+    return soxr.ResampleStream(old, new, 1, dtype="float32", quality="soxr_hq")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,6 +180,7 @@ class LogMel:
     def __post_init__(self):
         for name in ("rate", "bands", "window", "hop"):
             check_integer(f"LogMel.{name}", getattr(self, name))
+        check(self.rate <= RATES[1], f"LogMel.rate={self.rate} must be at most {RATES[1]}.")
         small = self.bands <= MOST_BANDS and self.window <= MOST_WINDOW
         rule = f"must be at most {MOST_BANDS} and {MOST_WINDOW}"
         check(small, f"LogMel.bands={self.bands} and LogMel.window={self.window} {rule}.")

@@ -1,0 +1,99 @@
+"""What an encoder makes of whole sounds: convolutions over log-mel spectra, frame by frame (Gemma 4)."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from eqx_decoders.context import Context
+from eqx_decoders.encoders.rows import FrameRows
+from eqx_decoders.errors import check, check_integer, check_word
+from eqx_decoders.layers.mlp import ACTIVATIONS
+from eqx_decoders.layers.norm import LayerNorm, LayerNormConfig
+from eqx_decoders.numerics import fan_in
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FrameStemConfig:
+    """`act(norm(convolution(x)))`, several times, 3 x 3 in steps of 2 over frames and bands; then one matrix.
+
+    Frames that are none count as zeros before each convolution, so that a sound's features are its own.
+
+    **Arguments:**
+
+    - `mel_bands`: of a frame.
+    - `filters`: of each convolution.
+    - `norm`: over the filters of each place.
+    - `activation`: behind each norm, one of `ACTIVATIONS`.
+    """
+
+    mel_bands: int
+    filters: tuple[int, ...] = (128, 32)
+    norm: LayerNormConfig = LayerNormConfig(bias=False)
+    activation: str = "relu"
+
+    def __post_init__(self):
+        object.__setattr__(self, "filters", tuple(self.filters))
+        check_integer("FrameStemConfig.mel_bands", self.mel_bands)
+        check(len(self.filters) > 0, "FrameStemConfig.filters=() must hold those of at least one convolution.")
+        for count in self.filters:
+            check_integer("FrameStemConfig.filters", count)
+        check_word("FrameStemConfig.activation", self.activation, ACTIVATIONS)
+
+    group = 1  # tokens that become one row of features
+
+    @property
+    def stride(self) -> int:
+        """Frames from one token to the next."""
+        return 2 ** len(self.filters)
+
+    def halved(self, size: int) -> int:
+        """What the convolutions leave of so many frames or bands."""
+        return -(-size // self.stride)
+
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "FrameStem":
+        *keys, out_key = jax.random.split(key, len(self.filters) + 1)
+        inputs, bands = (1, *self.filters[:-1]), self.halved(self.mel_bands)
+        return FrameStem(
+            convolutions=tuple(
+                NormedConvolution(
+                    kernel=fan_in(key, (made, read, 3, 3), jnp.float32, 9 * read), norm=self.norm.build(made)
+                )
+                for made, read, key in zip(self.filters, inputs, keys, strict=True)
+            ),
+            out=fan_in(out_key, (bands, self.filters[-1], embed_dim), jnp.float32, bands * self.filters[-1]),
+            config=self,
+        )
+
+
+class NormedConvolution(eqx.Module):
+    """`norm(kernel * x)` over 3 x 3 neighbours, in steps of 2."""
+
+    kernel: Float[Array, "filters input_filters kernel_columns kernel_rows"]
+    norm: LayerNorm
+
+    def __call__(self, x: Float[Array, "batch frames mel input_filters"]) -> Float[Array, "batch rows columns filters"]:
+        kernel, edges = self.kernel.astype(x.dtype), ((1, 1), (1, 1))
+        return self.norm(
+            jax.lax.conv_general_dilated(x, kernel, (2, 2), edges, dimension_numbers=("NHWC", "OIHW", "NHWC"))
+        )
+
+
+class FrameStem(eqx.Module):
+    """Convolutions over the frames of a row, and one matrix."""
+
+    convolutions: tuple[NormedConvolution, ...]
+    out: Float[Array, "mel filters embed"]
+    config: FrameStemConfig = eqx.field(static=True)
+
+    def __call__(self, rows: FrameRows, ctx: Context) -> Float[Array, "batch length embed"]:
+        x = jnp.asarray(rows.frames).astype(ctx.execution.precision.compute)[..., None]
+        real = jnp.asarray(rows.real)
+        for convolution in self.convolutions:
+            x = jnp.where(real[:, :, None, None], x, jnp.zeros((), x.dtype))
+            x = ACTIVATIONS[self.config.activation](convolution(x))
+            real = real[:, ::2]
+        x = ctx.einsum("batch length mel filters, mel filters embed -> batch length embed", x, self.out)
+        return ctx.constrain(x, "batch length embed")

@@ -1,0 +1,78 @@
+"""Pictures and sounds of several processes: what each packs for its own rows, put together, is the whole batch."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.encoders.common_shapes import in_shapes, largest, shapes_of
+from tests.encoders.samples import patches, seeing, sounds, text
+from tests.models import filled
+
+
+CONFIG = seeing()
+# of each row: its tokens, the grids of its pictures and films, and frames of its sounds
+ROWS = [
+    ("iiiiabbb", [(1, 4, 4)], [], [4]),
+    ("abiibiib", [(1, 4, 2), (1, 2, 4)], [], [3]),
+    ("abbbbbbb", [], [], [2]),
+    ("biivvvvb", [(1, 2, 4)], [(2, 4, 2)], []),
+    ("bbbbbbbb", [], [], []),
+    ("iiiiiiab", [(1, 4, 6)], [], [4]),
+    ("aaaaabbb", [], [], [17]),
+    ("bbbbbbbb", [], [], []),
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return filled(CONFIG, 3, attention="dot")
+
+
+def batch(rows):
+    return np.stack([text(ROWS[row][0], seed=row) for row in rows])
+
+
+def media_of(rows, numbers):
+    """Those of some rows, which are the same with other rows beside."""
+    given = {}
+    for column, pixels, grid in (
+        (1, "pixel_values", "image_grid_thw"),
+        (2, "pixel_values_videos", "video_grid_thw"),
+    ):
+        grids = [one for row in rows for one in ROWS[row][column]]
+        if grids:
+            parts = [patches(ROWS[row][column], seed=10 * row + column) for row in rows if ROWS[row][column]]
+            given |= {pixels: np.concatenate(parts), grid: np.asarray(grids)}
+    lengths = [(row, one) for row in rows for one in ROWS[row][3]]
+    if lengths:
+        longest = max(one for _, one in lengths)
+        values = np.zeros((len(lengths), 6, longest), np.float32)
+        for place, (row, one) in enumerate(lengths):
+            values[place, :, :one] = sounds([one], seed=row)["input_features"][0]
+        mask = np.arange(longest) < np.asarray([[one] for _, one in lengths])
+        given |= dict(input_features=values, feature_attention_mask=mask.astype(np.int32))
+    return ed.Media.create(CONFIG, numbers, groups=len(rows), **given)
+
+
+@pytest.mark.parametrize("parts", [[range(4), range(4, 8)], [(0, 2), (1, 3), (4, 7), (5, 6)]])
+def test_parts_make_the_whole(model, parts):
+    order = [row for part in parts for row in part]
+    tokens = batch(order)
+    whole = model(tokens, media=media_of(order, tokens)).logits
+    own = [media_of(list(part), batch(part)) for part in parts]
+    shapes = largest(json.loads(json.dumps([shapes_of(media) for media in own])))
+    grown = [in_shapes(media, shapes) for media in own]
+    assert len({str(jax.tree.map(np.shape, media)) for media in grown}) == 1
+    together = jax.tree.map(lambda *leaves: np.concatenate(leaves), *grown)
+    np.testing.assert_allclose(model(tokens, media=together).logits, whole, atol=2e-5)
+
+
+def test_where_nobody_sees_there_is_nothing():
+    tokens = batch((4, 7))
+    media = media_of((4, 7), tokens)
+    again = in_shapes(media, largest([shapes_of(media), shapes_of(media)]))
+    assert again.pictures is None and again.sounds is None
+    assert jax.tree.all(jax.tree.map(np.array_equal, media, again))

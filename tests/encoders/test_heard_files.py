@@ -1,0 +1,92 @@
+"""Films and sounds in files: what the generate program answers to them is what the model makes of their arrays."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.inference.generate import stream
+from eqx_decoders.inference.text import TextModel, load_text_model
+from eqx_decoders.io.processors.films import Film, open_film
+from eqx_decoders.io.processors.limits import MediaLimits
+from eqx_decoders.io.processors.qwen import QwenFilms
+from eqx_decoders.io.processors.sounds import LogMel
+from tests.commands import call
+from tests.io.media_files import film, sound
+
+
+pytest.importorskip("av")
+soundfile, soxr = pytest.importorskip("soundfile"), pytest.importorskip("soxr")
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+SPECIAL = {51: "<|vision_start|>", 52: "<|vision_end|>", 53: "<|image_pad|>", 54: "<|video_pad|>", 55: "<|audio_pad|>"}
+VIDEO, AUDIO = 54, 55
+SIZES = {"patch_size": 2, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 16, "max_pixels": 4096}
+HEARING = {"feature_size": 8, "n_fft": 400, "hop_length": 160, "sampling_rate": 16_000}
+NEW = 12
+
+
+def directory(folder: Path, name: str, processor: str) -> Path:
+    """A fixture of transformers with a tokenizer, whose words are `w0` and so on, and the settings of a processor."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+    shutil.copytree(FIXTURES / name, folder)
+    words = {SPECIAL.get(number, f"w{number}"): number for number in range(64)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL.values()])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w63"}))
+    (folder / "preprocessor_config.json").write_text(json.dumps({"processor_class": processor, **SIZES, **HEARING}))
+    return folder
+
+
+def answered(folder: Path, *words: object) -> list[int]:
+    """The tokens that the program writes."""
+    common = ("--temperature", "0", "--max-new-tokens", NEW, "--no-chat", "--prompt", "w7 w8")
+    out, _ = call("generate", "--model", folder, *words, *common)
+    assert out.startswith("w7 w8")
+    return [int(word[1:]) for word in out[len("w7 w8") :].split()]
+
+
+def expected(text: TextModel, token: int, count: int, **arrays: np.ndarray) -> list[int]:
+    """What the model makes of arrays; the program shows no special tokens."""
+    ids = np.asarray([[token] * count + [7, 8]], np.int32)
+    media = ed.Media.create(text.model.config, ids, **arrays)
+    sampler = text.model.generation_config.sampler(temperature=0.0)
+    options = dict(sampler=sampler, key=jax.random.key(0), stop_ids=text.stop_ids, num_draft_tokens=0)
+    found = [int(one[0]) for one in stream(text.model, ids, max_new_tokens=NEW, media=media, **options)]
+    return [one for one in found if one not in SPECIAL and one not in text.stop_ids]
+
+
+def test_answers_to_a_film(tmp_path):
+    """All frames of it, lossless: of the arrays that its pixels give."""
+    folder, answers = directory(tmp_path / "model", "qwen2_5_vl", "Qwen2_5_VLProcessor"), []
+    text = load_text_model(folder)
+    for seed in (0, 1):
+        frames = list(np.random.default_rng(seed).integers(0, 256, (4, 16, 24, 3), dtype=np.uint8))
+        (tmp_path / "film.mkv").write_bytes(film("matroska", "ffv1", frames=frames, coded_as="bgr0"))
+        with open_film(Film(frames=frames, fps=10.0)) as clip:
+            made = QwenFilms(size=2, least=16, most=4096).one(clip, MediaLimits())
+        count = made.text.count("<|video_pad|>")
+        answers.append(answered(folder, "--video", tmp_path / "film.mkv"))
+        assert answers[-1] == expected(text, VIDEO, count, **made.arrays) and count == 48
+    assert answers[0] != answers[1] and len(answers[0]) > 3
+
+
+def test_answers_to_a_sound(tmp_path):
+    """Of two channels, at the rate of a CD."""
+    folder, answers = directory(tmp_path / "model", "qwen3_omni", "Qwen3OmniMoeProcessor"), []
+    text = load_text_model(folder)
+    for scale in (1.0, 0.2):
+        samples = np.stack([sound(0.5, 44_100), sound(0.5, 44_100, seed=1) * scale], 1)
+        soundfile.write(tmp_path / "sound.wav", samples, 44_100, subtype="FLOAT")
+        heard = soxr.resample(samples.mean(axis=1), 44_100, 16_000, quality="soxr_hq")
+        spectrum = LogMel(bands=8)(heard)
+        arrays = {"input_features": spectrum[None], "feature_attention_mask": np.ones((1, 50), np.int32)}
+        answers.append(answered(folder, "--audio", tmp_path / "sound.wav"))
+        assert answers[-1] == expected(text, AUDIO, 7, **arrays)
+    assert answers[0] != answers[1] and len(answers[0]) > 3
