@@ -50,11 +50,11 @@ def test_every_form_meets_every_option():
     assert want <= have and len(OF_FORMS) < 130
 
 
-def test_the_quick_cases_have_most_options():
+def test_the_quick_cases_have_many_options():
     everything, few, quick = (
         {item for c in cases for item in c.items()} for cases in (COVERING, REPRESENTATIVE, QUICK)
     )
-    assert few == everything and len(quick) > 0.4 * len(everything)
+    assert few == everything and len(quick) > 0.35 * len(everything)
 
 
 @pytest.mark.parametrize(
