@@ -18,9 +18,9 @@ from eqx_decoders.errors import ConfigError, DataError, check
 from eqx_decoders.io.processors.films import open_film
 from eqx_decoders.io.processors.pictures import open_picture
 from eqx_decoders.io.processors.processor import Processor
-from eqx_decoders.io.processors.rules import Seen, joined
+from eqx_decoders.io.processors.rules import Seen, together
 from eqx_decoders.training.drawn_pictures import SIZE, drawn_pixels
-from eqx_decoders.training.records import WORDS, referred
+from eqx_decoders.training.records import WORDS, reference, referred
 
 
 Span = tuple[int, int]
@@ -49,8 +49,16 @@ class MediaReader(Protocol):
         """The tokens of that text, with as many placeholders as its files have; none of these is a target."""
         ...
 
+    def kept(self, references: Sequence[str]) -> tuple[str, ...]:
+        """What is kept of references beside the tokens: `arrays` then knows files that have changed meanwhile."""
+        ...
+
     def arrays(self, references: Sequence[str]) -> dict[str, Any]:
-        """The files, as keywords of `Media.create`. Raises DataError for those that cannot be read."""
+        """The files, as keywords of `Media.create`. Raises DataError for those that cannot be read or have changed."""
+        ...
+
+    def pixels(self, one: str) -> np.ndarray | None:
+        """The picture that a reference means, `[height, width, 3]`, 0 to 255; None of what is no picture."""
         ...
 
     def words(self) -> dict[str, Any]:
@@ -95,8 +103,15 @@ class DrawnReader:
         repeats = np.where(ids == self.token, self.tokens, 1)
         return np.repeat(ids, repeats), np.repeat(targets & (ids != self.token), repeats)
 
+    def kept(self, references: Sequence[str]) -> tuple[str, ...]:
+        return tuple(references)
+
     def arrays(self, references: Sequence[str]) -> dict[str, Any]:
         return {"pixel_values": drawn_pixels(references)}
+
+    def pixels(self, one: str) -> np.ndarray | None:
+        shown = 127.5 * (drawn_pixels([one])[0] + 1)
+        return np.moveaxis(shown, 0, -1).round().astype(np.uint8)
 
     def words(self) -> dict[str, Any]:
         return {"kind": "drawn", "token": self.token, "tokens": self.tokens}
@@ -110,7 +125,7 @@ class ProcessedReader:
 
     - `directory`: of the model.
     - `root`: where relative paths begin.
-    - `token`: the placeholder of pictures.
+    - `token`: the placeholder of pictures; of what there is else where a model sees none.
     """
 
     directory: str
@@ -134,8 +149,10 @@ class ProcessedReader:
         return np.unique(np.concatenate([[self.token], *(ids for ids in words if len(ids) == 1)]))
 
     def _seen(self, one: str) -> Seen:
-        kind, name = referred(one)
+        kind, name, digest = referred(one)
         where, path, limits = f"{WORDS[kind]} {name[:120]!r}", Path(self.root) / name, self._processor.limits
+        rule = "is not the file that tokens were made of: put that one back, or refer to this one by another name"
+        check(digest in ("", _digest(path)), f"{where} {rule}.", DataError)
         rules = self._rules.get(kind)
         if rules is None:
             raise DataError(f"{where}: {self.directory} says nothing of {WORDS[kind]}s: its model takes none.")
@@ -151,8 +168,11 @@ class ProcessedReader:
         self, text: str, spans: Sequence[Span], references: Sequence[str], where: str
     ) -> tuple[str, tuple[Span, ...]]:
         texts: dict[str, list[str]] = {kind: [] for kind in WORDS}
+        names: dict[str, tuple[str, ...]] = {}
         for one in references:
-            texts[referred(one)[0]].append(self._seen(one).text)
+            kind, seen = referred(one)[0], self._seen(one)
+            texts[kind].append(seen.text)
+            names[kind] = tuple(sorted(seen.arrays))
         left: dict[str, Iterator[str]] = {}
         for kind, rules in self._rules.items():
             placeholder, found = self._processor.placeholder(rules, text), texts[kind]
@@ -160,7 +180,13 @@ class ProcessedReader:
             check(text.count(placeholder) == len(found), f"{where} {rule}: give one for each.", DataError)
             left[placeholder] = iter(found)
         pieces, begin, ends, growth = [], 0, [], [0]
-        for match in re.finditer("|".join(map(re.escape, left)), text):
+        places = [*re.finditer("|".join(map(re.escape, left)), text)]
+        if names.get("image") == names.get("video") is not None:  # both are pictures: the model's arrays are one
+            given = [self._processor.placeholder(self._rules[referred(one)[0]], text) for one in references]
+            rule = "has a film before a picture, and this model reads both as pictures: put its pictures first"
+            same = [match.group() for match in places] == given
+            check(same, f"{where} {rule}.", DataError)
+        for match in places:
             new = next(left[match.group()])
             pieces += [text[begin : match.start()], new]
             begin = match.end()
@@ -177,16 +203,34 @@ class ProcessedReader:
         ids, targets = tokens
         return ids, targets & ~np.isin(ids, self._tokens)
 
+    def kept(self, references: Sequence[str]) -> tuple[str, ...]:
+        named = (referred(one)[:2] for one in references)
+        return tuple(reference(kind, name, _digest(Path(self.root) / name)) for kind, name in named)
+
     def arrays(self, references: Sequence[str]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for kind, rules in self._rules.items():
-            seen = [self._seen(one) for one in references if referred(one)[0] == kind]
-            if seen:
-                found |= padded(seen) if kind == "audio" else getattr(rules, "join", joined)(seen)
-        return found
+        kinds = [referred(one)[0] for one in references]
+        read = [(kind, self._seen(one)) for kind, one in zip(kinds, references, strict=True)]
+        found: dict[str, Any] = together((self._rules[kind], seen) for kind, seen in read if kind != "audio")
+        heard = [seen for kind, seen in read if kind == "audio"]
+        return found | padded(heard) if heard else found
+
+    def pixels(self, one: str) -> np.ndarray | None:
+        kind, name, _ = referred(one)
+        return open_picture(Path(self.root) / name, self._processor.limits) if kind == "image" else None
 
     def words(self) -> dict[str, Any]:
         return {"kind": "processed", **dataclasses.asdict(self)}
+
+
+def _digest(path: Path) -> str:
+    """Of a file's content; that of none where it can't be read, which is told where it is decoded."""
+    if not path.is_file():  # a pipe would keep its reader waiting
+        return "none"
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=8)).hexdigest()
+    except OSError:
+        return "none"
 
 
 def padded(seen: Sequence[Seen]) -> dict[str, np.ndarray]:

@@ -1,6 +1,7 @@
 """What a training run does for a model that sees: its data, and what it answers in the end."""
 
 import dataclasses
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from eqx_decoders.training.batches import Batches
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.drawn_pictures import write_questions
 from eqx_decoders.training.media_data import DrawnReader, MediaReader, ProcessedReader
+from eqx_decoders.training.plots import plot_answers
+from eqx_decoders.training.records import referred
 
 
 PICTURES = 60_000  # of the data that a model gets if it sees, and none are given
@@ -31,20 +34,18 @@ def placeholders(config: DecoderConfig) -> tuple[int, ...]:
 
 
 def with_pictures(data: DataConfig, config: DecoderConfig, source: Path) -> tuple[DataConfig, MediaReader | None]:
-    """The data of a run, and what reads their pictures; a new model that sees, and is given none, gets drawn ones.
+    """The data of a run, and what reads their files; a new model that sees, and is given none, gets drawn pictures.
 
     `source` is the directory with the processor of the model that the run starts from, if there is one.
     """
-    media = config.media
-    if media is None or media.vision is None or media.image_token is None:
+    media, own = config.media, placeholders(config)
+    if media is None or not own:
         return data, None
     if source.is_dir():
         first = data.path if isinstance(data.path, str) or data.path is None else data.path[0]
         root = Path() if first is None else Path(first)
-        return data, ProcessedReader(
-            str(source), str((root.parent if root.suffix else root).absolute()), media.image_token
-        )
-    if data.path is not None:
+        return data, ProcessedReader(str(source), str((root.parent if root.suffix else root).absolute()), own[0])
+    if data.path is not None or media.vision is None or media.image_token is None:
         return data, None
     reader = DrawnReader.of(config)
     file = write_questions(cache_directory(data.cache_dir) / "pictures" / f"{PICTURES}.jsonl", PICTURES)
@@ -57,7 +58,7 @@ class Answered:
 
     **Arguments:**
 
-    - `reference`: of the picture.
+    - `reference`: of the picture, film or sound.
     - `question`, `answer`, `said`: in words.
     """
 
@@ -65,6 +66,11 @@ class Answered:
     question: str
     answer: str
     said: str
+
+    @property
+    def name(self) -> str:
+        """That of the file."""
+        return referred(self.reference)[1]
 
     @property
     def right(self) -> bool:
@@ -113,11 +119,19 @@ def _text(tokenizer: Tokenizer, tokens: np.ndarray, reader: MediaReader) -> str:
     return tokenizer.decode([int(token) for token in tokens if int(token) not in left_out]).strip()
 
 
+def draw_answers(reader: MediaReader, found: Sequence[Answered], out_png: Path) -> None:
+    """Draw the pictures, each under its question and what was said; films and sounds are left out."""
+    shown = [(pixels, one) for one in found if (pixels := reader.pixels(one.reference)) is not None]
+    if shown:
+        titles = ["\n".join(textwrap.shorten(words, 48) for words in (one.question, one.said)) for _, one in shown]
+        plot_answers([pixels for pixels, _ in shown], titles, [one.right for _, one in shown], out_png)
+
+
 def describe_answers(found: Sequence[Answered]) -> str:
     """How many are right, and one of each."""
     right = [one for one in found if one.right]
     wrong = [one for one in found if not one.right]
     lines = [f"held-out pictures: {len(right)} of {len(found)} answers exact ({100 * len(right) / len(found):.1f} %)"]
-    lines += [f"{one.reference} {one.question} {one.said!r}" for one in right[:1]]
-    lines += [f"{one.reference} {one.question} {one.said!r}, not {one.answer!r}" for one in wrong[:1]]
+    lines += [f"{one.name} {one.question} {one.said!r}" for one in right[:1]]
+    lines += [f"{one.name} {one.question} {one.said!r}, not {one.answer!r}" for one in wrong[:1]]
     return "\n".join(lines)

@@ -96,14 +96,16 @@ def _draw_train(axes: Any, steps: np.ndarray, losses: np.ndarray) -> None:
     axes.plot(steps, mean, color="C0", linewidth=1.6, label=f"training loss, mean of {window} steps")
 
 
-def plot_answers(pictures: np.ndarray, titles: Sequence[str], right: Sequence[bool], out_png: str | Path) -> None:
-    """Draw pictures, `[pictures, 3, rows, columns]` from 0 to 1, six in a row, each under its title; wrong ones red."""
+def plot_answers(
+    pictures: Sequence[np.ndarray], titles: Sequence[str], right: Sequence[bool], out_png: str | Path
+) -> None:
+    """Draw pictures, `[rows, columns, 3]` of bytes, six in a row, each under its title; wrong ones red."""
     columns = min(6, len(pictures))
     rows = -(-len(pictures) // columns)
     figure, write = _figure(2.2 * columns, 2.5 * rows)
     for number, (pixels, title, good) in enumerate(zip(pictures, titles, right, strict=True), 1):
         axes = figure.add_subplot(rows, columns, number)
-        axes.imshow(np.moveaxis(pixels, 0, -1), interpolation="nearest")
-        axes.set_title(title, fontsize=7, color="black" if good else "red")
+        axes.imshow(pixels, interpolation="nearest")
+        axes.set_title(title, fontsize=7, parse_math=False, color="black" if good else "red")
         axes.axis("off")
     write(out_png)

@@ -148,15 +148,22 @@ CHAT_FIELDS = ("messages", "prompt", "completion", *FILES, *VARIABLES)
 WORDS = {"image": "picture", "video": "film", "audio": "sound"}
 
 
-def reference(kind: str, name: str) -> str:
-    """How `Document.media` refers to a file: to a picture by its name, to others by their kind, too."""
+def reference(kind: str, name: str, digest: str = "") -> str:
+    """How `Document.media` refers to a file: to a picture by its name, to others by their kind, too.
+
+    Once tokens have been made of it, `digest` says of what content.
+    """
+    if digest:
+        return f"{kind}\0{name}\0{digest}"
     return name if kind == "image" else f"{kind}\0{name}"
 
 
-def referred(one: str) -> tuple[str, str]:
-    """Kind and name of a `reference`."""
-    kind, mark, name = one.partition("\0")
-    return (kind, name) if mark else ("image", one)
+def referred(one: str) -> tuple[str, str, str]:
+    """Kind, name and digest of a `reference`; without one it is empty."""
+    if "\0" not in one:
+        return "image", one, ""
+    kind, name, *digest = one.split("\0")
+    return kind, name, "".join(digest)
 
 
 def _files(record: Mapping[str, Any], where: str) -> tuple[str, ...]:

@@ -39,10 +39,10 @@ from eqx_decoders.training.data import make_dataset, make_held_out_sets, prepare
 from eqx_decoders.training.evaluation import HeldOut, describe_held_out, evaluate_sets, sample_text
 from eqx_decoders.training.flops import device_flops, flops_per_token
 from eqx_decoders.training.goodput import Goodput, WallTime, run_start
-from eqx_decoders.training.media_run import answers, describe_answers, placeholders, with_pictures
+from eqx_decoders.training.media_run import answers, describe_answers, draw_answers, placeholders, with_pictures
 from eqx_decoders.training.mesh_settings import describe_devices, describe_low_precision, describe_pipeline
 from eqx_decoders.training.metrics import MetricsRow, read_metrics
-from eqx_decoders.training.plots import plot_answers, plot_loads, plot_losses
+from eqx_decoders.training.plots import plot_loads, plot_losses
 from eqx_decoders.training.processes import host_rows, place
 from eqx_decoders.training.progress import Progress
 from eqx_decoders.training.runs import (
@@ -436,10 +436,7 @@ class Run:
         if self.reader is not None and self.held_out:
             found = answers(model, self.reader, self.tokenizer, next(iter(self.held_out.values())))
             if last and self.writes and found:
-                some = found[:ANSWERS_DRAWN]
-                pixels = self.reader.arrays([one.reference for one in some])["pixel_values"] / 2 + 0.5
-                titles = [f"{one.question}\n{one.said}" for one in some]
-                plot_answers(pixels, titles, [one.right for one in some], self.dir / "answers.png")
+                draw_answers(self.reader, found[:ANSWERS_DRAWN], self.dir / "answers.png")
             return describe_answers(found)
         new, seed = config.sample_tokens, config.dataset.seed
         return sample_text(model, self.tokenizer, config.prompt, max_new_tokens=new, seed=seed)

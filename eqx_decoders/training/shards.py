@@ -283,6 +283,7 @@ class _Writer:
         if document.media and self._media is not None:
             targets = np.ones(len(tokens), bool) if targets is None else targets
             tokens, targets = self._media.placed((tokens, targets), document.media, document.where)
+            document = document._replace(media=self._media.kept(document.media))
         if document.media or "media" in self._sections:
             self._append_media(document.media)
         if targets is not None and "targets" not in self._sections:

@@ -1,5 +1,6 @@
 """Pictures and sounds of several processes: what each packs for its own rows, put together, is the whole batch."""
 
+import dataclasses
 import json
 
 import jax
@@ -8,11 +9,12 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.encoders.common_shapes import in_shapes, largest, shapes_of
-from tests.encoders.samples import patches, seeing, sounds, text
+from tests.encoders.samples import LISTENING, MEDIA, patches, seeing, sounds, text
 from tests.models import filled
 
 
 CONFIG = seeing()
+WHOLE = seeing(dataclasses.replace(MEDIA, audio=LISTENING))  # whose sounds are no chunks
 # of each row: its tokens, the grids of its pictures and films, and frames of its sounds
 ROWS = [
     ("iiiiabbb", [(1, 4, 4)], [], [4]),
@@ -29,6 +31,11 @@ ROWS = [
 @pytest.fixture(scope="module")
 def model():
     return filled(CONFIG, 3, attention="dot")
+
+
+@pytest.fixture(scope="module")
+def listening():
+    return filled(WHOLE, 3, attention="dot")
 
 
 def batch(rows):
@@ -57,8 +64,8 @@ def media_of(rows, numbers):
     return ed.Media.create(CONFIG, numbers, groups=len(rows), **given)
 
 
-@pytest.mark.parametrize("parts", [[range(4), range(4, 8)], [(0, 2), (1, 3), (4, 7), (5, 6)]])
-def test_parts_make_the_whole(model, parts):
+def check_parts(model, parts, batch, media_of):
+    """The logits are those of all rows, their media made at once."""
     order = [row for part in parts for row in part]
     tokens = batch(order)
     whole = model(tokens, media=media_of(order, tokens)).logits
@@ -68,6 +75,35 @@ def test_parts_make_the_whole(model, parts):
     assert len({str(jax.tree.map(np.shape, media)) for media in grown}) == 1
     together = jax.tree.map(lambda *leaves: np.concatenate(leaves), *grown)
     np.testing.assert_allclose(model(tokens, media=together).logits, whole, atol=2e-5)
+
+
+@pytest.mark.parametrize("parts", [[range(4), range(4, 8)], [(0, 2), (1, 3), (4, 7), (5, 6)]])
+def test_parts_make_the_whole(model, parts):
+    check_parts(model, parts, batch, media_of)
+
+
+def test_parts_of_whole_sounds_make_the_whole(listening):
+    """Of one to three sounds in a row, and of none."""
+    lengths = [(9,), (4, 6), (), (1, 13, 3)]
+    stem = WHOLE.media.audio.stem
+
+    def heard(rows):
+        return np.stack([text("".join("a" * stem.halved(one) + "b" for one in lengths[row]).ljust(9, "b"), seed=row)
+                         for row in rows])  # fmt: skip
+
+    def heard_media(rows, numbers):
+        own = [(row, one) for row in rows for one in lengths[row]]
+        if not own:
+            return ed.Media.create(WHOLE, numbers, groups=len(rows))
+        values = np.zeros((len(own), max(one for _, one in own), 6), np.float32)
+        for place, (row, one) in enumerate(own):
+            values[place, :one] = sounds([one], seed=10 * row + one)["input_features"][0].T
+        mask = np.arange(values.shape[1]) < np.asarray([[one] for _, one in own])
+        given = dict(input_features=values, input_features_mask=mask)
+        return ed.Media.create(WHOLE, numbers, groups=len(rows), **given)
+
+    for parts in ([(0, 1), (2, 3)], [(2, 0), (3, 1)]):
+        check_parts(listening, parts, heard, heard_media)
 
 
 def test_where_nobody_sees_there_is_nothing():

@@ -97,10 +97,11 @@ def test_conversations_with_pictures_are_packed_and_only_answers_are_learned(tex
 def test_a_checkpoint_is_tuned_on_pictures_and_exported(folder):
     """With a frozen encoder; the export answers, and has the encoder's tensors as they were."""
     chats = write_chats(folder / "tuned.jsonl")
-    options = ("--steps", 3, "--batch-size", 2, "--seq-len", 96, "--sample-tokens", 0, "--held-out-fraction", 0)
+    options = ("--steps", 3, "--batch-size", 2, "--seq-len", 96, "--held-out", chats)
     trained = ("--optimizer.trainable", "segments.*", "vision.projector.*")
     words = ("--init-from", folder / "model", "--data", chats, "--export", folder / "new", *options, *trained)
-    call("train", "--run-dir", folder / "tuning", *words)
+    out, _ = call("train", "--run-dir", folder / "tuning", *words)
+    assert "held-out pictures: " in out and (folder / "tuning" / "answers.png").exists()
     before, after = (ed.load_hf(folder / name) for name in ("model", "new"))
     np.testing.assert_array_equal(before.vision.stem.kernel, after.vision.stem.kernel)
     assert (

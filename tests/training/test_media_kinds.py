@@ -147,8 +147,23 @@ def test_documents_with_sounds_are_packed(folder):
         np.testing.assert_array_equal(together["input_features"][place, :, :frames], alone["input_features"][0])
 
 
+def test_a_file_that_has_changed_is_noticed(folder):
+    """Also where its size is the same."""
+    record = {"prompt": f"{SEEN} w20 ", "completion": "w30", "images": ["new.png"]}
+    save_picture(folder / "new.png", 8, 8, 5)
+    _, reader, batches = batches_of(folder, "qwen2_5_vl", [record] * 5)
+    (one,) = batches.store.media(0)
+    assert referred(one)[:2] == ("image", "new.png") and reader.pixels(one).shape == (8, 8, 3)
+    batches._batch(0, 0)
+    save_picture(folder / "new.png", 8, 8, 6)
+    with pytest.raises(DataError, match=r"picture 'new.png' is not the file that tokens were made of: put that one"):
+        batches._batch(0, 0)
+    assert reader.pixels(reference("video", "0.mkv")) is None
+
+
 def test_other_numbers_and_kinds_are_refused(folder):
-    assert referred(reference("video", "a:b")) == ("video", "a:b") and referred("x.png") == ("image", "x.png")
+    assert referred(reference("video", "a:b")) == ("video", "a:b", "") and referred("x.png") == ("image", "x.png", "")
+    assert referred(reference("image", "x.png", "1f")) == ("image", "x.png", "1f")
     for record, words in (
         ({"text": f"{FILM} w1", "videos": ["0.mkv", "1.mkv"]}, r"has 1 placeholders '<\|video_pad\|>', but 2 films"),
         ({"text": f"{FILM} w1 w2", "images": ["0.png"]}, r"has 0 placeholders '<\|image_pad\|>', but 1 pictures"),
