@@ -99,7 +99,10 @@ def test_the_pipeline_keeps_the_schedule(stages, count, repeats, delay, contiguo
 
 
 @pytest.mark.parametrize("gather", GATHERS)
-@pytest.mark.parametrize("stages, count, repeats, delay", SHAPES)
+@pytest.mark.parametrize(
+    "stages, count, repeats, delay",
+    [pytest.param(*shape, marks=pytest.mark.slow if number % 2 else ()) for number, shape in enumerate(SHAPES)],
+)
 def test_gradients_equal_those_of_a_scan(stages, count, repeats, delay, gather):
     """Of layers that have no gradient for zeros: none are read in bubbles."""
     layout = ed.Layout.create(stage=stages, fsdp=8 // stages).with_batch_over_stage()

@@ -177,7 +177,12 @@ gradients = eqx.filter_jit(eqx.filter_value_and_grad(weighted, has_aux=True))
 
 
 @pytest.mark.parametrize(
-    "config", [maxtext.simple(SMALL), maxtext.simple_mlp(SMALL), CUSTOM], ids=["simple", "simple_mlp", "custom"]
+    "config",
+    [
+        maxtext.simple(SMALL),
+        *(pytest.param(config, marks=pytest.mark.slow) for config in (maxtext.simple_mlp(SMALL), CUSTOM)),
+    ],
+    ids=["simple", "simple_mlp", "custom"],
 )
 def test_blocks_are_the_same_scanned_rematerialised_and_sharded(config):
     tokens, segments = packed(8)

@@ -178,6 +178,7 @@ def test_every_way_to_compute_gives_the_same_losses(base, sharded):
 @shows("StepConfig.z_loss", "MeshConfig.data", "MeshConfig.context", "OptimizerConfig.schedule")
 @shows("OptimizerConfig.warmup_steps", "OptimizerConfig.decay_fraction", "OptimizerConfig.min_lr_ratio")
 @shows("OptimizerConfig.learning_rate", "TrainConfig.context_order", "TrainConfig.context_form")
+@pytest.mark.slow
 def test_other_settings_compute_something_else(base, other):
     assert "bf16[" in other.program and "bf16[" not in base.program
     assert all(row["loss"] > row["nll"] + 1 for row in other.rows)  # 0.1 log(Z)^2 with Z of 1024 logits near zero
