@@ -1,7 +1,10 @@
 """Films and sounds in files: what the generate program answers to them is what the model makes of their arrays."""
 
+import dataclasses
 import json
+import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -9,13 +12,20 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.errors import DataError
 from eqx_decoders.inference.generate import stream
 from eqx_decoders.inference.text import TextModel, load_text_model
+from eqx_decoders.io.directory import Directory
 from eqx_decoders.io.processors.films import Film, open_film
 from eqx_decoders.io.processors.limits import MediaLimits
+from eqx_decoders.io.processors.processor import read_settings
 from eqx_decoders.io.processors.qwen import QwenFilms
 from eqx_decoders.io.processors.sounds import LogMel
+from eqx_decoders.io.tokenizer import JsonTokenizer
+from eqx_decoders.training.media_data import ProcessedReader
+from eqx_decoders.training.records import reference
 from tests.commands import call
+from tests.encoders.directories import save_picture
 from tests.io.media_files import film, sound
 
 
@@ -23,7 +33,7 @@ pytest.importorskip("av")
 soundfile, soxr = pytest.importorskip("soundfile"), pytest.importorskip("soxr")
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 SPECIAL = {51: "<|vision_start|>", 52: "<|vision_end|>", 53: "<|image_pad|>", 54: "<|video_pad|>", 55: "<|audio_pad|>"}
-VIDEO, AUDIO = 54, 55
+IMAGE, VIDEO, AUDIO = 53, 54, 55
 SIZES = {"patch_size": 2, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 16, "max_pixels": 4096}
 HEARING = {"feature_size": 8, "n_fft": 400, "hop_length": 160, "sampling_rate": 16_000}
 NEW = 12
@@ -52,9 +62,9 @@ def answered(folder: Path, *words: object) -> list[int]:
     return [int(word[1:]) for word in out[len("w7 w8") :].split()]
 
 
-def expected(text: TextModel, token: int, count: int, **arrays: np.ndarray) -> list[int]:
+def expected(text: TextModel, before: Sequence[int], **arrays: np.ndarray) -> list[int]:
     """What the model makes of arrays; the program shows no special tokens."""
-    ids = np.asarray([[token] * count + [7, 8]], np.int32)
+    ids = np.asarray([[*before, 7, 8]], np.int32)
     media = ed.Media.create(text.model.config, ids, **arrays)
     sampler = text.model.generation_config.sampler(temperature=0.0)
     options = dict(sampler=sampler, key=jax.random.key(0), stop_ids=text.stop_ids, num_draft_tokens=0)
@@ -73,8 +83,62 @@ def test_answers_to_a_film(tmp_path):
             made = QwenFilms(size=2, least=16, most=4096).one(clip, MediaLimits())
         count = made.text.count("<|video_pad|>")
         answers.append(answered(folder, "--video", tmp_path / "film.mkv"))
-        assert answers[-1] == expected(text, VIDEO, count, **made.arrays) and count == 48
+        assert answers[-1] == expected(text, [VIDEO] * count, **made.arrays) and count == 48
     assert answers[0] != answers[1] and len(answers[0]) > 3
+
+
+# Settings of directories whose films become a picture for each of few frames, and which of 30 frames are taken.
+SPARSE = {
+    "smolvlm": (
+        dict(processor_class="SmolVLMProcessor", image_seq_len=4, image_token="<|image_pad|>")
+        | dict(fake_image_token="<|vision_start|>", global_image_token="<|vision_end|>", video_token="<|video_pad|>"),
+        dict(
+            max_image_size={"longest_edge": 16},
+            video_sampling=dict(fps=1, max_frames=2, video_size={"longest_edge": 24}),
+        ),
+        ["00:00", "00:02"],
+    ),
+    "gemma4_audio": (
+        dict(processor_class="Gemma4Processor", boi_token="<|vision_start|>", eoi_token="<|vision_end|>")
+        | dict(video_token="<|video_pad|>", image_token="<|image_pad|>"),
+        dict(patch_size=2, pooling_kernel_size=2, max_soft_tokens=16, num_frames=2),
+        ["00:00", "00:01"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_answers_to_a_film_of_few_frames(name, tmp_path):
+    """With words and times before them; and training reads the same file alike."""
+    whole, settings, times = SPARSE[name]
+    folder = directory(tmp_path / "model", name, whole["processor_class"])
+    (folder / "processor_config.json").write_text(json.dumps(whole))
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
+    frames = list(np.random.default_rng(0).integers(0, 256, (30, 16, 24, 3), dtype=np.uint8))
+    (tmp_path / "film.mkv").write_bytes(film("matroska", "ffv1", frames=frames, coded_as="bgr0"))
+    family, read = read_settings(Directory(folder))
+    assert family.films is not None
+    rules = family.films(read)
+    with open_film(Film(frames=frames, fps=10.0)) as clip:
+        made = rules.one(dataclasses.replace(clip, chosen=False), MediaLimits())
+    assert re.findall(r"(?<!:)\b\d\d:\d\d(?=:?[ <])", made.text) == times
+    text = load_text_model(folder)
+    assert isinstance(text.tokenizer, JsonTokenizer)
+    ids, arrays = text.tokenizer.encode(made.text, special=True).tolist(), rules.join([made])
+    answer = answered(folder, "--video", tmp_path / "film.mkv")
+    assert answer == expected(text, ids, **arrays) and len(answer) > 3
+    reader, one = ProcessedReader(str(folder), str(tmp_path), IMAGE), reference("video", "film.mkv")
+    grown = len(made.text) - len("<|video_pad|>")
+    assert reader.written("<|video_pad|>w1", [(13, 15)], [one], "x") == (f"{made.text}w1", ((grown + 13, grown + 15),))
+    for key, array in reader.arrays([one]).items():
+        np.testing.assert_array_equal(array, arrays[key])
+    save_picture(tmp_path / "picture.png", 16, 16)
+    mixed = ("<|video_pad|><|image_pad|>", [], ["picture.png", one], "x")
+    if name == "smolvlm":
+        with pytest.raises(DataError, match="has a film before a picture, and this model reads both as pictures"):
+            reader.written(*mixed)
+    else:
+        assert reader.written(*mixed)[0].startswith(made.text)
 
 
 def test_answers_to_a_sound(tmp_path):
@@ -88,5 +152,5 @@ def test_answers_to_a_sound(tmp_path):
         spectrum = LogMel(bands=8)(heard)
         arrays = {"input_features": spectrum[None], "feature_attention_mask": np.ones((1, 50), np.int32)}
         answers.append(answered(folder, "--audio", tmp_path / "sound.wav"))
-        assert answers[-1] == expected(text, AUDIO, 7, **arrays)
+        assert answers[-1] == expected(text, [AUDIO] * 7, **arrays)
     assert answers[0] != answers[1] and len(answers[0]) > 3

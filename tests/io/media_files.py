@@ -64,6 +64,54 @@ GEMMA_SOUNDS = {
 }
 
 
+_SMOL = dict(size={"longest_edge": 72}, max_image_size={"longest_edge": 24})
+_GEMMA = dict(patch_size=2, pooling_kernel_size=2)
+# Family, settings of its film processor, frames, frames per second or None for a list of frames, height and width.
+FILMS = {
+    "smolvlm published": (
+        "smolvlm",
+        _SMOL | {"video_sampling": dict(fps=1, max_frames=64, video_size=8)},
+        50,
+        10.0,
+        31,
+        47,
+    ),
+    "smolvlm long": ("smolvlm", {**_SMOL, "fps": 0.5, "num_frames": 5}, 100, 10.0, 40, 23),
+    "smolvlm one": ("smolvlm", {**_SMOL, "fps": 2, "num_frames": 3}, 1, 24.0, 24, 24),
+    "smolvlm fewer": ("smolvlm", {**_SMOL, "fps": 30, "num_frames": 40, "do_normalize": False}, 7, 7.5, 5, 90),
+    "smolvlm own size": (
+        "smolvlm",
+        dict(max_image_size={"longest_edge": 9}, resample=3, image_mean=[0.1, 0.2, 0.3], image_std=[0.4, 0.5, 0.6])
+        | {"video_sampling": dict(fps=3.0, max_frames=4, video_size={"height": 33, "width": 15})},
+        30,
+        29.97,
+        20,
+        20,
+    ),
+    "smolvlm all": ("smolvlm", dict(size={"longest_edge": 9}, max_image_size={"longest_edge": 4}), 121, 1.5, 6, 8),
+    "smolvlm listed": ("smolvlm", {**_SMOL, "resample": 2}, 4, None, 30, 30),
+    "gemma4 published": ("gemma4", _GEMMA, 50, 10.0, 31, 47),
+    "gemma4 rate": ("gemma4", {**_GEMMA, "num_frames": None, "fps": 0.5}, 100, 1.25, 40, 23),
+    "gemma4 one": ("gemma4", {**_GEMMA, "num_frames": 1, "max_soft_tokens": 140}, 9, 24.0, 48, 64),
+    "gemma4 long side": ("gemma4", {**_GEMMA, "num_frames": 2, "do_normalize": False}, 3, 0.01, 5, 490),
+    "gemma4 all": (
+        "gemma4",
+        dict(patch_size=4, pooling_kernel_size=3, do_sample_frames=False, resample=2)
+        | dict(image_mean=[0.1, 0.2, 0.3], image_std=[0.4, 0.5, 0.6]),
+        5,
+        29.97,
+        30,
+        30,
+    ),
+    "gemma4 listed": ("gemma4", _GEMMA, 2, None, 28, 20),
+}
+
+
+def film_frames(count: int, height: int, width: int) -> np.ndarray:
+    """Frames of noise."""
+    return np.random.default_rng(count).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
+
+
 def grey_frames(count: int, width: int = 48, height: int = 32) -> list[np.ndarray]:
     """Frames that differ by 12 in their grey, from 5 on: what is left of it after coding tells their numbers."""
     return [np.full((height, width, 3), 5 + 12 * number % 240, np.uint8) for number in range(count)]

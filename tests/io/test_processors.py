@@ -1,29 +1,35 @@
 """Pictures, films and sounds become what transformers makes of them; files of strangers get a sentence."""
 
+import dataclasses
 import io
+import json
 import pathlib
 
 import numpy as np
 import pytest
 
-from eqx_decoders.errors import DataError
+from eqx_decoders.errors import ConfigError, ConversionError, DataError
+from eqx_decoders.io.chat import ChatTemplate
+from eqx_decoders.io.directory import Directory
 from eqx_decoders.io.processors.colours import Colours
 from eqx_decoders.io.processors.films import Film, open_film
-from eqx_decoders.io.processors.gemma import Gemma3Pictures, Gemma4Pictures
+from eqx_decoders.io.processors.gemma import Gemma3Pictures, Gemma4Films, Gemma4Pictures
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.llama4 import Llama4Pictures
 from eqx_decoders.io.processors.pictures import open_picture
 from eqx_decoders.io.processors.pixtral import PixtralPictures
-from eqx_decoders.io.processors.processor import Processor
+from eqx_decoders.io.processors.processor import Processor, read_settings
 from eqx_decoders.io.processors.qwen import QwenPictures
-from eqx_decoders.io.processors.smolvlm import SmolVLMPictures
+from eqx_decoders.io.processors.smolvlm import SmolVLMFilms, SmolVLMPictures, SmolWords, in_words
 from eqx_decoders.io.processors.sounds import LogMel, QwenSounds
-from tests.encoders.directories import seeing_directory
-from tests.io.media_files import PICTURES, SECONDS, picture, shown, sound
+from eqx_decoders.io.tokenizer import JsonTokenizer
+from tests.encoders.directories import seeing_directory, tokenizer_with
+from tests.io.media_files import FILMS, PICTURES, SECONDS, film_frames, picture, shown, sound
 
 
 pytest.importorskip("PIL")
-EXPECTED = np.load(pathlib.Path(__file__).parent.parent / "fixtures" / "processors" / "expected.npz")
+FIXTURES = pathlib.Path(__file__).parent.parent / "fixtures" / "processors"
+EXPECTED, OF_FILMS = np.load(FIXTURES / "expected.npz"), np.load(FIXTURES / "films.npz")
 RULES = {
     "gemma3": Gemma3Pictures(size=(112, 112)),
     "gemma4": Gemma4Pictures(),
@@ -89,6 +95,97 @@ def test_films_are_read_frame_by_frame():
         open_film([frames[0], np.zeros((20, 31, 3), np.uint8)], LIMITS) as clip,
     ):
         list(clip.frames([0, 1]))
+
+
+def film_rules(folder, family, settings):
+    """What a directory with these settings says."""
+    whole = {
+        "processor_class": {"smolvlm": "SmolVLMProcessor", "gemma4": "Gemma4Processor"}[family],
+        "image_seq_len": 2,
+    }
+    (folder / "processor_config.json").write_text(json.dumps(whole))
+    (folder / "preprocessor_config.json").write_text(json.dumps({"size": {"longest_edge": 1}}))
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
+    found, read = read_settings(Directory(folder))
+    assert found.films is not None
+    return found.films(read)
+
+
+@pytest.mark.parametrize("name", FILMS)
+def test_films_are_those_of_transformers(name, tmp_path):
+    """Which frames are taken, their arrays, and the text with their times."""
+    family, settings, count, fps, height, width = FILMS[name]
+    rules = film_rules(tmp_path, family, settings)
+    with open_film(Film(frames=[*film_frames(count, height, width)], fps=fps), LIMITS) as clip:
+        made = rules.one(dataclasses.replace(clip, chosen=fps is None), LIMITS)
+    assert made.text == str(OF_FILMS[f"{name}/text"])
+    arrays = rules.join([made])
+    keys = [key.split("/")[1] for key in OF_FILMS.files if key.startswith(f"{name}/") and key.endswith("/shape")]
+    assert arrays.keys() == set(keys)
+    for key, array in arrays.items():
+        assert list(array.shape) == OF_FILMS[f"{name}/{key}/shape"].tolist(), key
+        np.testing.assert_allclose(shown(array), OF_FILMS[f"{name}/{key}"], atol=1e-6, err_msg=key)
+
+
+def test_films_have_bounds_of_their_own():
+    """Gemma 4 takes all frames where there are fewer than wanted, of which transformers makes an error."""
+    few = list(film_frames(3, 8, 8))
+    gemma = Gemma4Films(frame=Gemma4Pictures(size=2, merge=2, tokens=70))
+    with open_film(Film(frames=few, fps=1.0), LIMITS) as clip:
+        made = gemma.one(dataclasses.replace(clip, chosen=False), LIMITS)
+        assert made.arrays["num_frames_per_video"].tolist() == [3]
+        for rules in (SmolVLMFilms(size=16, tile=8), gemma):
+            with pytest.raises(DataError, match=r"more than MediaLimits.max_film_pixels=100"):
+                rules.one(clip, MediaLimits(max_film_pixels=100))
+        many = SmolVLMFilms(size=16, tile=8, words=SmolWords(tokens=1 << 19))
+        with pytest.raises(DataError, match="becomes 1,572,864 tokens: more than 1,048,576"):
+            many.one(clip, LIMITS)
+
+
+def test_settings_of_films_are_checked(tmp_path):
+    with pytest.raises(ConversionError, match="video_sampling: max_frames is missing"):
+        film_rules(tmp_path, "smolvlm", {"video_sampling": {"fps": 1}})
+    with pytest.raises(ConversionError, match="resample=5 must be one of"):
+        film_rules(tmp_path, "gemma4", {"resample": 5})
+    with pytest.raises(ConfigError, match=r"fps=2.0 and count=8 exclude each other"):
+        film_rules(tmp_path, "gemma4", {"fps": 2, "num_frames": 8})
+
+
+def test_numbers_have_words():
+    found = [in_words(number) for number in (0, 13, 20, 64, 100, 115, 1000, 1001, 101_100, 2_000_000)]
+    tens = ["zero", "thirteen", "twenty", "sixty-four", "one hundred", "one hundred and fifteen"]
+    large = ["one thousand", "one thousand and one", "one hundred and one thousand, one hundred", "two million"]
+    assert found == tens + large
+
+
+@pytest.fixture(scope="module")
+def smol():
+    """The processor of a SmolVLM whose own template knows no films."""
+    tokenizer = tokenizer_with(("<image>", "<video>", "<fake_token_around_image>", "<global-img>"))
+    words = SmolWords(tokens=2)
+    return Processor(
+        tokenizer=JsonTokenizer(tokenizer),
+        template=ChatTemplate(source="{{ messages[0].content }}"),
+        pictures=SmolVLMPictures(longest=16, tile=8, split=False, words=words),
+        films=SmolVLMFilms(size=16, tile=8, words=words),
+    )
+
+
+def test_films_stand_among_pictures_in_their_order(smol):
+    """Where a family's films are read as pictures."""
+    grey = {level: np.full((8, 8, 3), level, np.uint8) for level in (0, 51, 102, 153, 204)}
+    films, pictures = [[grey[0], grey[51]], [grey[204]]], [grey[102], grey[153]]
+    made = smol("<video>a<image>b<image>c<video>", images=pictures, videos=films)
+    levels = made.arrays["pixel_values"].mean(axis=(2, 3, 4)) * 127.5 + 127.5
+    np.testing.assert_allclose(levels, [[0, 51, 102, 153, 204]], atol=1e-3)
+    assert made.arrays["pixel_attention_mask"].shape == (1, 5, 8, 8)
+    assert made.text.count("<image>") == 10 and "series of two frames from a 0:00:00" in made.text
+    parts = [{"type": "image", "image": grey[102]}, {"type": "video", "video": films[0]}, {"type": "text", "text": "?"}]
+    made = smol([{"role": "system", "content": "Look."}, {"role": "user", "content": parts}])
+    assert made.text.startswith(
+        "<|im_start|>System: Look.<end_of_utterance>\nUser:<fake_token_around_image><global-img>"
+    )
+    assert made.text.endswith("\n\n?<end_of_utterance>\nAssistant:") and made.arrays["pixel_values"].shape[1] == 3
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ class Colours:
     - `factor`: None for 1.
     - `mean`, `std`: of red, green and blue; None for no such step.
     - `steps`: how numbers are rounded: `"apart"`, each step to float32; `"joint"`, as `(x - mean / factor) /
-        (std / factor)` in float32; or `"bfloat16"`, each step to that.
+        (std / factor)` in float32, or `x * factor` alone; or `"bfloat16"`, each step to that.
     """
 
     factor: float | None = 1 / 255
@@ -49,6 +49,8 @@ class Colours:
         if self.steps == "joint" and self.factor is not None and mean is not None and std is not None:
             whole = np.float32(1 / self.factor)
             return (raw.astype(np.float32) - mean * whole) / (std * whole)
+        if self.steps == "joint" and self.factor is not None and mean is None:
+            return raw.astype(np.float32) * np.float32(self.factor)
         found = raw.astype(np.float32) if self.factor is None else (raw * self.factor).astype(np.float32)
         return found if mean is None or std is None else (found - mean) / std
 

@@ -161,8 +161,10 @@ def _opened(source: str | Path | bytes, limits: MediaLimits, where: str) -> Iter
     most = 2 * limits.max_pixels + (1 << 16)  # sizes in a stream are rounded up
     options = {"format_whitelist": FORMATS, "protocol_whitelist": "file", "max_pixels": str(most)}
     stream = io.BytesIO(source) if isinstance(source, bytes) else str(Path(source).resolve())
+    # words of a file that are no Unicode: from PyAV 19 on they are no errors, and there is no keyword for them
+    older: Any = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
     with _as_data_error(where):
-        container = av.open(stream, options=options, metadata_errors="replace")
+        container = av.open(stream, options=options, **older)
     with container:
         with _as_data_error(where):
             film = _film_of(container, where)
@@ -273,6 +275,11 @@ def _decoded(source: str | Path | bytes, limits: MediaLimits, where: str) -> Ite
 def _turns(frame: Any) -> int:
     """How often a frame is turned left by a quarter to stand upright."""
     return round(frame.rotation / 90) % 4
+
+
+def clock(seconds: float) -> str:
+    """A time as minutes and seconds: 75.9 is `01:15`."""
+    return f"{int(seconds // 60):02d}:{int(seconds % 60):02d}"
 
 
 def check_taken(clip: Clip, count: int, size: tuple[int, int], limits: MediaLimits) -> None:

@@ -8,8 +8,9 @@ import numpy as np
 
 from eqx_decoders.errors import DataError, check, check_integer, check_number
 from eqx_decoders.io.processors.colours import HALVES, Colours, read_colours
+from eqx_decoders.io.processors.films import Clip, check_taken, clock
 from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.resizing import BICUBIC, BILINEAR, resize
+from eqx_decoders.io.processors.resizing import BICUBIC, BILINEAR, SHORT, resize, resize_with_short_weights
 from eqx_decoders.io.processors.rules import Seen, Settings, check_tokens, joined, read_resample, read_square
 
 
@@ -170,3 +171,90 @@ class Gemma4Pictures:
         patches = np.pad(split.reshape(rows * columns, -1), more)
         positions = np.stack([place % columns, place // columns], axis=1)
         return patches, np.pad(positions, more, constant_values=-1), rows * columns // self.merge**2
+
+
+BLACK_TO_WHITE = Colours(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), steps="joint")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma4Films:
+    """Frames at equal distances, each a picture with its time before it.
+
+    **Arguments:**
+
+    - `frame`: what becomes of each of them.
+    - `choose`: whether frames are chosen; else all are taken.
+    - `count`, `fps`: how many frames are chosen of the film, or of a second; None for the other one, or all.
+    """
+
+    frame: Gemma4Pictures = Gemma4Pictures(
+        tokens=70, colours=BLACK_TO_WHITE, placeholder="<|video|>", token="<|video|>"
+    )
+    choose: bool = True
+    count: int | None = 32
+    fps: float | None = None
+
+    def __post_init__(self):
+        both = self.fps is None or self.count is None
+        check(both, f"Gemma4Films: fps={self.fps} and count={self.count} exclude each other: give one.")
+        if self.count is not None:
+            check_integer("Gemma4Films.count", self.count)
+        if self.fps is not None:
+            check_number("Gemma4Films.fps", self.fps, above=0)
+
+    @classmethod
+    def read(cls, settings: Settings) -> "Gemma4Films":
+        """From the files of a directory."""
+        fields, token = settings.films, settings.token("video_token", "<|video|>")
+        fps = fields.number("fps", None)
+        return cls(
+            frame=Gemma4Pictures(
+                size=fields.integer("patch_size", 16),
+                merge=fields.integer("pooling_kernel_size", 3),
+                tokens=fields.integer("max_soft_tokens", 70),
+                resample=read_resample(fields, BICUBIC, SHORT),
+                colours=read_colours(fields, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0), steps="joint"),
+                placeholder=token,
+                token=token,
+                begin=settings.token("boi_token", "<|image>"),
+                end=settings.token("eoi_token", "<image|>"),
+            ),
+            choose=fields.flag("do_sample_frames", True),
+            count=fields.integer("num_frames", 32 if fps is None else None, null=None),
+            fps=fps,
+        )
+
+    @property
+    def placeholder(self) -> str:
+        """The text of the special token, which is repeated."""
+        return self.frame.token
+
+    def one(self, clip: Clip, limits: MediaLimits) -> Seen:
+        """`pixel_values_videos` and `video_position_ids` of the frames, padded; `num_frames_per_video`."""
+        frame, made = self.frame, []
+        indices = np.arange(clip.count) if clip.chosen else self._chosen(clip)
+        check_tokens(clip.where, frame.tokens * len(indices))
+        check_taken(clip, len(indices), (frame.tokens * frame.merge**2 * frame.size, frame.size), limits)
+        target = frame.target(clip.height, clip.width, clip.where)
+        for pixels in clip.frames(indices.tolist()):
+            small = resize_with_short_weights(pixels, target, frame.resample, limits, clip.where)
+            made.append(frame.patches(frame.colours(small)))
+        patches, positions, tokens = zip(*made, strict=True)
+        arrays = {
+            "pixel_values_videos": np.stack(patches),
+            "video_position_ids": np.stack(positions),
+            "num_frames_per_video": np.array([len(made)]),
+        }
+        own = f"{frame.begin}{frame.token * tokens[0]}{frame.end}"
+        return Seen(arrays, " ".join(f"{clock(index / clip.fps)} {own}" for index in indices.tolist()))
+
+    def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
+        """`[frames, patches, numbers]`, `[frames, patches, 2]`, `[films]`."""
+        return joined(seen)
+
+    def _chosen(self, clip: Clip) -> np.ndarray:
+        """The numbers of the frames to take; all, where there are fewer than wanted."""
+        count = self.count if self.fps is None else max(1, int(clip.count / clip.fps * self.fps))
+        if not self.choose or count is None or count >= clip.count:
+            return np.arange(clip.count)
+        return np.arange(count) * clip.count // count

@@ -1,7 +1,7 @@
 """From files and a prompt to what a model reads: the processors of transformers, without them."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,16 @@ from eqx_decoders.families.fields import Fields, abbreviate
 from eqx_decoders.io.chat import ChatTemplate, load_chat_template
 from eqx_decoders.io.directory import Directory
 from eqx_decoders.io.processors.films import open_film
-from eqx_decoders.io.processors.gemma import Gemma3Pictures, Gemma4Pictures
+from eqx_decoders.io.processors.gemma import Gemma3Pictures, Gemma4Films, Gemma4Pictures
 from eqx_decoders.io.processors.gemma_sounds import Gemma4Sounds
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.llama4 import Llama4Pictures
 from eqx_decoders.io.processors.pictures import name_of, open_picture
 from eqx_decoders.io.processors.pixtral import PixtralPictures
-from eqx_decoders.io.processors.prompts import ARGUMENTS, Kind, check_parts, expand, render
+from eqx_decoders.io.processors.prompts import ARGUMENTS, Kind, check_parts, expand, in_order, render
 from eqx_decoders.io.processors.qwen import Qwen3Films, QwenFilms, QwenPictures
-from eqx_decoders.io.processors.rules import PictureRules, Settings
-from eqx_decoders.io.processors.smolvlm import SmolVLMPictures
+from eqx_decoders.io.processors.rules import FilmRules, PictureRules, Seen, Settings, together
+from eqx_decoders.io.processors.smolvlm import SmolVLMFilms, SmolVLMPictures
 from eqx_decoders.io.processors.sounds import QwenSounds
 from eqx_decoders.io.tokenizer import JsonTokenizer, load_tokenizer
 
@@ -35,17 +35,20 @@ class Family:
     """How the settings of one of transformers' processors are read; None for what it does not take."""
 
     pictures: Callable[[Settings], PictureRules] | None = None
-    films: Callable[[Settings], QwenFilms] | None = None
+    films: Callable[[Settings], FilmRules] | None = None
     sounds: Callable[[Settings], QwenSounds | Gemma4Sounds] | None = None
 
 
 # By the name of transformers' class, and the model types whose directories have it.
 FAMILIES: dict[str, tuple[Family, tuple[str, ...]]] = {
     "Gemma3Processor": (Family(pictures=Gemma3Pictures.read), ("gemma3",)),
-    "Gemma4Processor": (Family(pictures=Gemma4Pictures.read, sounds=Gemma4Sounds.read), ("gemma4",)),
+    "Gemma4Processor": (
+        Family(pictures=Gemma4Pictures.read, films=Gemma4Films.read, sounds=Gemma4Sounds.read),
+        ("gemma4",),
+    ),
     "Llama4Processor": (Family(pictures=Llama4Pictures.read), ("llama4",)),
     "PixtralProcessor": (Family(pictures=PixtralPictures.read), ("mistral3",)),
-    "SmolVLMProcessor": (Family(pictures=SmolVLMPictures.read), ("smolvlm",)),
+    "SmolVLMProcessor": (Family(pictures=SmolVLMPictures.read, films=SmolVLMFilms.read), ("smolvlm",)),
     "Idefics3Processor": (Family(pictures=SmolVLMPictures.read), ("idefics3",)),
     "Qwen2VLProcessor": (Family(pictures=QwenPictures.read, films=QwenFilms.read_untimed), ("qwen2_vl",)),
     "Qwen2_5_VLProcessor": (Family(pictures=QwenPictures.read, films=QwenFilms.read), ("qwen2_5_vl",)),
@@ -92,7 +95,7 @@ class Processor:
     tokenizer: JsonTokenizer
     template: ChatTemplate | None = None
     pictures: PictureRules | None = None
-    films: QwenFilms | None = None
+    films: FilmRules | None = None
     sounds: QwenSounds | Gemma4Sounds | None = None
     limits: MediaLimits = MediaLimits()
 
@@ -149,15 +152,22 @@ class Processor:
             text, special, files = self._rendered(prompt, files, variables, answer=add_generation_prompt)
         assert isinstance(text, str)
         kinds: list[Kind] = []
-        arrays: dict[str, np.ndarray] = {}
+        heard: dict[str, np.ndarray] = {}
+        seen: dict[str, Iterator[tuple[Any, Seen]]] = {}
         for name, rules in (("image", self.pictures), ("video", self.films), ("audio", self.sounds)):
-            given = files[name]
+            given, texts = files[name], []
             self._check_files(name, given, known=rules is not None)
-            if rules is not None:
-                own, texts = self._read(name, rules, given)
-                kinds.append(Kind(name, self.placeholder(rules, text), texts))
-                arrays |= own
+            if rules is None:
+                continue
+            if len(given) > 0 and isinstance(rules, QwenSounds | Gemma4Sounds):
+                heard, texts = rules.all(given, self.limits, _names(name, given))
+            elif len(given) > 0:
+                read = self._seen(name, rules, given)
+                texts, seen[name] = [one.text for one in read], zip([rules] * len(read), read, strict=True)
+            kinds.append(Kind(name, self.placeholder(rules, text), texts))
+        order = in_order(text, kinds)
         text = expand(text, kinds)
+        arrays = together(next(seen[name]) for name in order if name in seen) | heard
         ids = self.tokenizer.encode_prompt(text) if special else self.tokenizer.encode(text, special=True)
         return Prepared(input_ids=ids[None], arrays=arrays, text=text)
 
@@ -178,7 +188,11 @@ class Processor:
             twice = len(found) > 0 and len(files.get(kind, ())) > 0
             rule = f"and {ARGUMENTS[kind]} has files, too: give them in one place"
             check(not twice, f"parts of type {kind!r} in messages carry files, {rule}.", DataError)
-        text = render(self.template, messages, variables, answer=answer)
+        template, contents = self.template, (one.get("content") for one in messages)
+        parts = [part["type"] for content in contents if isinstance(content, list) for part in content]
+        if "video" in parts and isinstance(self.films, SmolVLMFilms):
+            template = dataclasses.replace(template, source=self.films.template)
+        text = render(template, messages, variables, answer=answer)
         begin = self.template.variables.get("bos_token")
         whole = {kind: found or files.get(kind, ()) for kind, found in carried.items()}
         return text, not (begin and text.startswith(begin)), whole
@@ -191,28 +205,27 @@ class Processor:
         rule = f"more than MediaLimits.max_files={most:,}"
         check(len(given) <= most, f"{kind} has {len(given):,} files: {rule}.", DataError)
 
-    def _read(self, name: str, rules: Any, files: Sequence[Any]) -> tuple[dict[str, np.ndarray], list[str]]:
-        """The arrays of all files of a kind, and the text that each becomes."""
-        if not files:
-            return {}, []
-        words = {"image": "picture", "video": "film", "audio": "sound"}
-        names = [name_of(file, words[name], number) for number, file in enumerate(files)]
-        if name == "audio":
-            return rules.all(files, self.limits, names)
-        if name == "image":
-            pictures = (open_picture(file, self.limits, where) for file, where in zip(files, names, strict=True))
-            seen = [rules.one(own, self.limits, where) for own, where in zip(pictures, names, strict=True)]
-        else:
-            seen = []
-            for file, where in zip(files, names, strict=True):
+    def _seen(self, name: str, rules: Any, files: Sequence[Any]) -> list[Seen]:
+        """What becomes of all pictures, or films."""
+        seen: list[Seen] = []
+        for file, where in zip(files, _names(name, files), strict=True):
+            if name == "image":
+                seen.append(rules.one(open_picture(file, self.limits, where), self.limits, where))
+            else:
                 with open_film(file, self.limits, where) as clip:
                     seen.append(rules.one(clip, self.limits))
-        return rules.join(seen), [one.text for one in seen]
+        return seen
 
     def placeholder(self, rules: Any, text: str) -> str:
         """What stands for a file: of Qwen3-VL's films with the tokens around it, which each frame gets for itself."""
         framed = f"{rules.begin}{rules.placeholder}{rules.end}" if isinstance(rules, Qwen3Films) else ""
         return framed if framed and framed in text else rules.placeholder
+
+
+def _names(kind: str, files: Sequence[Any]) -> list[str]:
+    """How errors call files."""
+    word = {"image": "picture", "video": "film", "audio": "sound"}[kind]
+    return [name_of(file, word, number) for number, file in enumerate(files)]
 
 
 def read_settings(folder: Directory) -> tuple[Family, Settings]:

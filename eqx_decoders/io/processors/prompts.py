@@ -85,6 +85,12 @@ def render(template: ChatTemplate, messages: Sequence[Any], variables: Mapping[s
     return found.text
 
 
+def in_order(text: str, kinds: Sequence[Kind]) -> list[str]:
+    """The kinds of the files in a text, in the order of their placeholders."""
+    names = {placeholder: name for name, placeholder, texts in kinds if texts}
+    return [names[found] for found in re.findall("|".join(map(re.escape, names)), text)] if names else []
+
+
 def expand(text: str, kinds: Sequence[Kind]) -> str:
     """The text whose placeholders are replaced, in order, by what the files of their kinds become.
 

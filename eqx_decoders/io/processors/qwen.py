@@ -12,7 +12,7 @@ from eqx_decoders.families.fields import Fields
 from eqx_decoders.io.processors.colours import CLIP_MEAN, CLIP_STD, HALVES, Colours, Triple, read_colours
 from eqx_decoders.io.processors.films import Clip, check_taken
 from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.resizing import BICUBIC, resize, resize_with_short_weights
+from eqx_decoders.io.processors.resizing import BICUBIC, SHORT, resize, resize_with_short_weights
 from eqx_decoders.io.processors.rules import Seen, Settings, check_tokens, joined, read_resample, read_size
 
 
@@ -261,7 +261,7 @@ def _read_films(settings: Settings, size: int, mean: Triple, std: Triple, *, cho
         size=fields.integer("patch_size", size),
         frames=fields.integer("temporal_patch_size", 2),
         merge=fields.integer("merge_size", 2),
-        resample=read_resample(fields, BICUBIC),
+        resample=read_resample(fields, BICUBIC, SHORT),
         colours=read_colours(fields, mean, std, steps="joint"),
         choose=fields.flag("do_sample_frames", choose),
         fps=fps,

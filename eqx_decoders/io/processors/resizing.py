@@ -98,3 +98,4 @@ _KERNELS: dict[int, tuple[float, Callable[[np.ndarray], np.ndarray]]] = {
     BICUBIC: (2.0, _cubic),
     LANCZOS: (3.0, _lanczos),
 }
+SHORT = tuple(_KERNELS)  # filters of `resize_with_short_weights`

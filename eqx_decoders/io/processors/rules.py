@@ -1,13 +1,14 @@
 """What the rules of all families share."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from eqx_decoders.errors import ConversionError, DataError, check
 from eqx_decoders.families.fields import Fields, abbreviate
+from eqx_decoders.io.processors.films import Clip
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.resizing import FILTERS
 
@@ -42,6 +43,22 @@ class PictureRules(Protocol):
         ...
 
 
+@runtime_checkable
+class FilmRules(Protocol):
+    """The same for films."""
+
+    @property
+    def placeholder(self) -> str: ...
+
+    def one(self, clip: Clip, limits: MediaLimits) -> Seen:
+        """One film."""
+        ...
+
+    def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
+        """The arguments of `Media.create` for all films of a prompt."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
     """What a directory says about its processor, file by file."""
@@ -72,11 +89,22 @@ def joined(seen: Sequence[Seen]) -> dict[str, np.ndarray]:
     return {name: np.concatenate([one.arrays[name] for one in seen]) for name in seen[0].arrays} if seen else {}
 
 
-def read_resample(fields: Fields, default: int) -> int:
+def together(read: Iterable[tuple[PictureRules | FilmRules, Seen]]) -> dict[str, np.ndarray]:
+    """The arguments of `Media.create` for pictures and films in the order of their placeholders.
+
+    Those of both kinds that have the same names, as a family's films do that are read as pictures, stand in that order.
+    """
+    groups: dict[tuple[str, ...], tuple[PictureRules | FilmRules, list[Seen]]] = {}
+    for rules, one in read:
+        groups.setdefault(tuple(sorted(one.arrays)), (rules, []))[1].append(one)
+    return {name: array for rules, seen in groups.values() for name, array in rules.join(seen).items()}
+
+
+def read_resample(fields: Fields, default: int, known: Collection[int] = FILTERS) -> int:
     """Pillow's number of the filter."""
     fields.allow_only("do_resize", True)
     value = fields.integer("resample", default, least=0)
-    check(value in FILTERS, f"{fields.where}: resample={value} must be one of {sorted(FILTERS)}.", ConversionError)
+    check(value in known, f"{fields.where}: resample={value} must be one of {sorted(known)}.", ConversionError)
     return value
 
 

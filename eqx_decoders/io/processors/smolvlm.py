@@ -1,16 +1,18 @@
 """Pictures and films of SmolVLM and Idefics 3: tiles, row by row, and the whole picture behind them."""
 
 import dataclasses
+import datetime
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from eqx_decoders.errors import check_integer
+from eqx_decoders.errors import check_integer, check_number
 from eqx_decoders.families.fields import Fields
 from eqx_decoders.io.processors.colours import HALVES, Colours, read_colours
+from eqx_decoders.io.processors.films import Clip, check_taken, clock
 from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.resizing import LANCZOS, resize
+from eqx_decoders.io.processors.resizing import LANCZOS, SHORT, Size, resize, resize_with_short_weights
 from eqx_decoders.io.processors.rules import Seen, Settings, check_tokens, joined, read_resample, read_size
 
 
@@ -120,7 +122,7 @@ class SmolVLMPictures:
 
     def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
         """`[1, tiles, 3, height, width]`, `[1, tiles, height, width]`."""
-        return {name: array[None] for name, array in joined(seen).items()}
+        return joined_tiles(seen)
 
     def _whole_tiles(self, height: int, width: int) -> tuple[int, int]:
         """Multiples of tiles, the longer side first."""
@@ -133,6 +135,149 @@ class SmolVLMPictures:
             height = math.ceil(height / self.tile) * self.tile
             width = math.ceil(int(height * ratio) / self.tile) * self.tile
         return height, width
+
+
+# What transformers makes of a conversation with films, whatever template the directory has. Texts may also be no parts.
+FILM_TEMPLATE = """<|im_start|>{% for message in messages %}{{ message.role | capitalize -}}
+{%- set parts = [{'type': 'text', 'text': message.content}] if message.content is string else message.content -%}
+{{ ':' if parts and parts[0].type == 'image' else ': ' }}
+{%- for part in parts %}{{ part.text if part.type == 'text' else '<' ~ part.type ~ '>' }}{% endfor -%}
+<end_of_utterance>{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SmolVLMFilms:
+    """Frames at equal distances, each a picture that is one tile, with its time before it.
+
+    Frames are chosen wherever `count` or `fps` say how many, as transformers does for conversations. A film's text
+    counts its own; that of transformers also those with which it pads the shorter ones of several films.
+
+    **Arguments:**
+
+    - `size`: the longer side that frames get first, or their height and width.
+    - `tile`: height and width that they get then.
+    - `count`, `fps`: the most frames that are chosen of a film, and how many of a second; None for no such bound.
+    - `skip`: so many seconds of the beginning and the end are left out of a film that is long for `count` and `fps`.
+    - `words`: what stands for each frame.
+    - `placeholder`: what stands for a film in a prompt; the model does not see it.
+    - `template`: of conversations with films.
+    """
+
+    size: int | Size = 4 * 364
+    tile: int = 364
+    resample: int = LANCZOS
+    colours: Colours = Colours(steps="joint")
+    count: int | None = None
+    fps: float | None = None
+    skip: float = 1.0
+    words: SmolWords = SmolWords()
+    placeholder: str = "<video>"
+    template: str = FILM_TEMPLATE
+
+    def __post_init__(self):
+        sides = (self.size,) if isinstance(self.size, int) else self.size
+        for side in sides:
+            check_integer("SmolVLMFilms.size", side)
+        check_integer("SmolVLMFilms.tile", self.tile)
+        if self.count is not None:
+            check_integer("SmolVLMFilms.count", self.count)
+        if self.fps is not None:
+            check_number("SmolVLMFilms.fps", self.fps, above=0)
+        check_number("SmolVLMFilms.skip", self.skip, least=0)
+
+    @classmethod
+    def read(cls, settings: Settings) -> "SmolVLMFilms":
+        """From the files of a directory; a `size` outside of `video_sampling` counts, as in transformers."""
+        fields = settings.films
+        fields.allow_only("do_pad", True)
+        count, fps = fields.integer("num_frames", None), fields.number("fps", None)
+        size = read_size(fields, "size", {"longest_edge": 4 * 364})
+        inner = fields.table("video_sampling")
+        if inner is not None:
+            count, fps = inner.integer("max_frames"), inner.number("fps")
+            size = size if "size" in fields.content else read_size(inner, "video_size", size)
+        if "longest_edge" not in size and not {"height", "width"} <= size.keys():
+            raise fields.error(f"size={size} must have longest_edge, or height and width.")
+        return cls(
+            size=size["longest_edge"] if "longest_edge" in size else (size["height"], size["width"]),
+            tile=read_longest(fields, "max_image_size", 364),
+            resample=read_resample(fields, LANCZOS, SHORT),
+            colours=read_colours(fields, HALVES, HALVES, steps="joint"),
+            count=count,
+            fps=fps,
+            words=SmolWords.read(settings),
+            placeholder=settings.token("video_token", "<video>"),
+        )
+
+    def one(self, clip: Clip, limits: MediaLimits) -> Seen:
+        """`pixel_values` of the frames; `pixel_attention_mask`, 1 everywhere."""
+        indices = np.arange(clip.count) if clip.chosen else self._chosen(clip)
+        check_tokens(clip.where, self.words.tokens * len(indices))
+        sides = (self.tile, self.tile)
+        check_taken(clip, len(indices), sides, limits)
+        target, values = self._target(clip), []
+        for pixels in clip.frames(indices.tolist()):
+            for wanted in (target, sides):
+                pixels = resize_with_short_weights(pixels, wanted, self.resample, limits, clip.where)
+            values.append(self.colours(pixels))
+        mask = np.ones((len(values), *sides), np.int64)
+        return Seen({"pixel_values": np.stack(values), "pixel_attention_mask": mask}, self._text(clip, indices))
+
+    def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
+        """`[1, frames, 3, height, width]`, `[1, frames, height, width]`."""
+        return joined_tiles(seen)
+
+    def _target(self, clip: Clip) -> Size:
+        if isinstance(self.size, int):
+            return fit_longest(clip.height, clip.width, min(self.size, MOST_LONGEST))
+        return self.size
+
+    def _chosen(self, clip: Clip) -> np.ndarray:
+        """The numbers of the frames to take, rising."""
+        if self.count is None and self.fps is None:
+            return np.arange(clip.count)
+        first, last = 0, clip.count - 1
+        most = clip.count if self.count is None else self.count
+        count = most if self.fps is None else min(round(self.fps * clip.seconds), most)
+        if self.count is not None and self.fps is not None and self.skip > 0:
+            margin, long = self.skip * clip.fps, clip.seconds - 2 * self.skip > self.count * self.fps
+            inner = int(margin), min(int(clip.count - margin), last)
+            first, last = inner if long and inner[0] < inner[1] else (first, last)
+        # of more than there are, each would be taken once
+        count = min(max(count, 1), last - first + 1)
+        return np.unique(np.linspace(first, last, count, dtype=np.int64))
+
+    def _text(self, clip: Clip, indices: np.ndarray) -> str:
+        times = (indices / clip.fps).tolist()
+        seconds = datetime.timedelta(seconds=int(times[-1] if clip.chosen else clip.seconds))
+        count = in_words(len(indices))
+        begin = f"You are provided the following series of {count} frames from a {seconds} [H:MM:SS] video.\n"
+        frames = (f"\nFrame from {clock(time)}:{self.words.picture()}" for time in times)
+        return f"{begin}{''.join(frames)}\n\n"
+
+
+def joined_tiles(seen: Sequence[Seen]) -> dict[str, np.ndarray]:
+    """The arrays of pictures and of the frames of films one behind the other, as those of one row of a batch."""
+    return {name: array[None] for name, array in joined(seen).items()}
+
+
+_SMALL = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+)
+_TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+_LARGE = ((10**9, "billion"), (10**6, "million"), (1000, "thousand"), (100, "hundred"))
+
+
+def in_words(number: int) -> str:
+    """A number from 0 on in English: 1234 is "one thousand, two hundred and thirty-four"."""
+    if number < 20:
+        return _SMALL[number]
+    if number < 100:
+        return _TENS[number // 10 - 2] + (f"-{_SMALL[number % 10]}" if number % 10 else "")
+    size, name = next(one for one in _LARGE if number >= one[0])
+    head, rest = f"{in_words(number // size)} {name}", number % size
+    return f"{head}{' and ' if rest < 100 else ', '}{in_words(rest)}" if rest else head
 
 
 def read_longest(fields: Fields, key: str, default: int) -> int:
