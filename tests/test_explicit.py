@@ -118,6 +118,7 @@ def test_a_step_is_the_same_program_and_its_state_keeps_its_types(case):
     assert same_bits(found[0][1:], found[1][1:])
 
 
+@pytest.mark.slow
 def test_a_program_of_ones_own_is_explicit_before_and_after(models):
     """A term of the loss made of logits, and an update of one's own; also where the mesh is set."""
 

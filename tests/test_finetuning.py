@@ -70,6 +70,7 @@ def logits(model) -> np.ndarray:
     return np.asarray(model(IDS).logits)
 
 
+@pytest.mark.slow
 def test_a_full_run_is_exported_as_it_was_trained(full):
     exported, trained = ed.load_hf(full / "full-export"), load_run(full / "full")
     here, there = named_leaves(exported), named_leaves(trained)

@@ -97,6 +97,7 @@ def test_pictures_stand_in_the_place_of_placeholders():
     assert_told(out, told)
 
 
+@pytest.mark.slow
 def test_layers_of_ones_own_remember_what_they_say():
     out, told = run_example("class ShortConvolution(")
     assert_told(out, told)

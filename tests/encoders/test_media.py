@@ -84,7 +84,7 @@ def test_every_way_to_run_gives_the_same(model, media, whole, options):
     close(model.replace(**options)(TOKENS, media=media).logits, whole.logits)
 
 
-@pytest.mark.parametrize("cut", [4, 5, 9])
+@pytest.mark.parametrize("cut", [5, *(pytest.param(cut, marks=pytest.mark.slow) for cut in (4, 9))])
 def test_a_cache_gives_what_the_whole_gives(model, whole, cut):
     """Pictures before, behind and across the border of a call, which a picture itself may not cross."""
     cache = ed.init_cache(model.config, 2, 16, dtype=jnp.float32)

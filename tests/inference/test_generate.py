@@ -126,6 +126,7 @@ def test_lists_of_different_lengths_are_continued_as_if_alone(model):
     np.testing.assert_array_equal(padded, both)
 
 
+@pytest.mark.slow
 def test_within_a_program_prompts_are_taken_as_they_are(model):
     prompt = some_tokens(2, 5)
     inside = jax.jit(lambda tokens: ed.generate(model, tokens, max_new_tokens=3))(prompt)

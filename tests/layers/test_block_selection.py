@@ -85,6 +85,7 @@ def test_fast_is_plain():
     assert np.abs(dense - want[0]).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_documents_of_a_row_choose_as_if_alone():
     tokens, segments = some_tokens(1, 21), jnp.asarray([[1] * 10 + [2] * 11])
     model = eqx.filter_jit(filled(decoder()))
@@ -109,6 +110,7 @@ def test_tokens_and_chunks_decode_as_the_whole():
         assert_close(logits[:, 0], jnp.take_along_axis(want, here[:, :, None], axis=1)[:, 0], units=256)
 
 
+@pytest.mark.slow
 def test_blocks_without_tokens_are_not_taken():
     """Positions leave blocks out: over a cache as in the whole."""
     tokens, places = some_tokens(2, 11), jnp.asarray([[0, 1, 2, 3, 4, 5, 15, 16, 17, 18, 19]] * 2)
@@ -120,6 +122,7 @@ def test_blocks_without_tokens_are_not_taken():
         assert_close(logits, want[:, begin:end], units=256)
 
 
+@pytest.mark.slow
 def test_scores_of_rounded_keys_are_not_rounded():
     """Of the same keys and queries in 16 bits, over a cache, the same blocks."""
     draws = np.random.default_rng(1)

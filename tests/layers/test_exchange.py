@@ -143,7 +143,9 @@ def compiled(name: str):
     return layout, run.lower(placed(layer(config, pairs), x, layout), positions).compile()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("ring", "fsdp") else ()) for name in CASES]
+)
 def test_a_mesh_equals_one_device(name):
     config, pairs, *_ = CASES[name]
     layout, run = compiled(name)

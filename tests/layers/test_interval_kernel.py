@@ -90,6 +90,7 @@ def test_one_token():
     same(*both(make(1, 9), places, mask=Causal()))
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_near():
     """Of one document, whose keys are filled up to whole blocks: what is filled in is not seen."""
     qkv, places = make(270), dict.fromkeys(NAMES[:2], plain(270))

@@ -120,6 +120,7 @@ def test_biases_move_by_the_sign_of_the_global_counts(model, stepped):
     assert not any("selection_bias" in name for name in named_leaves(state.optimizer))
 
 
+@pytest.mark.slow
 def test_microbatches_add_their_counts_up_before_the_sign_is_taken(model, stepped):
     """Losses, gradients and reports are those of the whole batch as well."""
     state, metrics = advanced(trainer_of(model, gradient_accumulation_steps=2), model, batch_of())
@@ -193,6 +194,7 @@ def test_the_report_is_that_of_numpy(model):
         assert 0 < report["router_entropy"][layer] < np.log(config.num_experts)
 
 
+@pytest.mark.slow
 def test_relative_loads_are_those_of_each_layers_own_experts():
     counts = np.array([[4.0, 0, 2, 2, 0, 0, 0, 0], [1.0, 1, 1, 5, 0, 0, 0, 0]])
     config = dataclasses.replace(CONFIG, blocks=(DENSE, EIGHT, DENSE, FOUR))

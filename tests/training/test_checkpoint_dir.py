@@ -108,6 +108,7 @@ def test_a_machine_that_comes_back_goes_on_from_where_the_other_one_was(elsewher
     assert "changed" not in err
 
 
+@pytest.mark.slow
 def test_checkpoints_that_are_gone_are_not_begun_anew(corpus, tmp_path):
     """As on a disk that is not mounted."""
     place, run = tmp_path / "disk", tmp_path / "run"

@@ -181,6 +181,7 @@ def test_layer_stats_only_when_asked_for():
         assert (metrics.stats is not None) == asked
 
 
+@pytest.mark.slow
 def test_spans_reach_the_layers_and_those_of_multi_token_prediction():
     config = one_block()
     mixer = dataclasses.replace(config.blocks[0].mixer, spans=True)

@@ -487,6 +487,7 @@ def test_whatever_draws_gets_a_key_and_nothing_else_does():
         assert draws(dataclasses.replace(BARE, **changes)), name
 
 
+@pytest.mark.slow
 def test_dropout_draws_anew_each_step_and_in_each_microbatch():
     """Every kind of dropout, random routing and its losses: the fused step is the plain loss with the step's key."""
     blocks = (dataclasses.replace(HIDDEN, dropout=0.2), dataclasses.replace(NOTHING, mlp=RANDOM))
