@@ -48,6 +48,7 @@ if not AS_USERS_RUN:
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
 from tests.programs import drop_compiled_programs  # noqa: E402
@@ -68,6 +69,9 @@ gc.set_threshold(200_000, 50, 100)  # tracing makes many objects that live long:
 # Seconds of processor time, of the test and of the processes that it starts.
 BUDGET = {"fast": 90.0, "slow": 900.0}
 MOST_CACHED = 2_000_000_000  # bytes
+# Directories of tests about settings, files and programs, of whose time checking signatures takes a third: that is done
+# for their slow tests. The layers that they call are checked by all others.
+UNCHECKED = ("cli", "families", "io", "planning")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -137,6 +141,15 @@ def getkey():
         return key
 
     return next_key
+
+
+@pytest.fixture(autouse=True, scope="module")
+def checked_signatures(request):
+    """Types and shapes of what functions are given and return, in all that `--jaxtyping-packages` names."""
+    quick = request.config.option.markexpr == "not slow"
+    jaxtyping.config.update("jaxtyping_disable", quick and request.path.parent.name in UNCHECKED)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(autouse=True, scope="module")

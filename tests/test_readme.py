@@ -92,6 +92,7 @@ def test_a_run_of_ones_own_is_read_and_writes(tmp_path):
     assert len(told) == 2 and len("".join(out[2:])) > 10
 
 
+@pytest.mark.slow
 def test_pictures_stand_in_the_place_of_placeholders():
     out, told = run_example("drawn_pictures")
     assert_told(out, told)

@@ -528,7 +528,7 @@ ODD = (None, 0, -1, 3, 2.5, True, "x", [[]], {"a": [1]}, float("nan"), 10**30, "
 
 
 # the others are read by the same functions, or nearly
-ODDLY_SET = ("gemma4_small",)
+ODDLY_SET = ("llama_rope",)
 
 
 @pytest.mark.parametrize(

@@ -524,6 +524,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="Linux tells what memory a process has")
 def test_small_files_take_no_large_memory(tmp_path):
     """Two minutes of silence at 500 kHz in a few kilobytes, and films whose headers claim more than there is."""
