@@ -12,7 +12,6 @@ from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.encoders.media_config import MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
-from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import gemma3
 from eqx_decoders.families.family import Weight
 from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
@@ -26,6 +25,7 @@ from eqx_decoders.families.multimodal import (
     with_defaults,
     with_spans,
 )
+from eqx_decoders.families.vision_fields import KERNEL, read_sizes, vision_fields, vision_of, write_sizes
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 
@@ -93,13 +93,9 @@ def _read(fields: Fields, config: DecoderConfig) -> DecoderConfig:
 
 
 def _read_vision(fields: Fields, out_dim: int) -> EncoderConfig:
-    table = fields.table("vision_config")
-    if table is None:
-        raise fields.error("vision_config is missing: it describes the encoder.")
-    width, heads = table.integer("hidden_size", 768), table.integer("num_attention_heads", 12)
-    if width % heads:
-        raise table.error(f"hidden_size={width} must be a multiple of num_attention_heads={heads}.")
-    pixels, size = table.integer("image_size", 224), table.integer("patch_size", 16)
+    table = vision_fields(fields)
+    sizes = read_sizes(table, width=768, heads=12, layers=12, mlp_dim=3072, size=16)
+    pixels, size = table.integer("image_size", 224), sizes["size"]
     if pixels % size:
         raise table.error(f"image_size={pixels} must be a multiple of patch_size={size}.")
     side, tokens = pixels // size, fields.integer("mm_tokens_per_image", 256)
@@ -108,15 +104,10 @@ def _read_vision(fields: Fields, out_dim: int) -> EncoderConfig:
         raise fields.error(f"mm_tokens_per_image={tokens} {rule}: they are averages of equally many patches.")
     table.flag("vision_use_head", True)  # nothing reads what it makes
     encoder = siglip(
-        embed_dim=width,
-        layers=table.layers("num_hidden_layers", 12),
-        heads=heads,
-        mlp_dim=table.integer("intermediate_size", 3072),
+        **sizes,
         out_dim=out_dim,
-        size=size,
         side=side,
         merge=side // math.isqrt(tokens),
-        channels=table.integer("num_channels", 3),
         eps=table.number("layer_norm_eps", 1e-6),
         activation=table.word("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh"),
     )
@@ -124,17 +115,8 @@ def _read_vision(fields: Fields, out_dim: int) -> EncoderConfig:
     return encoder
 
 
-def media_and_vision(config: DecoderConfig) -> tuple[MediaConfig, EncoderConfig]:
-    """Both; ConversionError where there is no encoder of pictures, or one of sounds."""
-    media = config.media
-    if media is None or media.vision is None or media.audio is not None:
-        raise ConversionError("DecoderConfig.media must have an encoder of pictures, and none of sounds.")
-    return media, media.vision
-
-
 def _write(config: DecoderConfig) -> dict[str, Any]:
-    media, vision = media_and_vision(config)
-    mixer: Any = vision.blocks[0].mixer
+    media, vision = vision_of(config)
     mlp: Any = vision.blocks[0].mlp
     stem: Any = vision.stem
     post_norm: Any = vision.post_norm
@@ -143,13 +125,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "mm_tokens_per_image": (stem.positions.side // stem.merge) ** 2,
         "vision_config": {
             "model_type": "siglip_vision_model",
-            "hidden_size": vision.embed_dim,
-            "num_hidden_layers": len(vision.blocks),
-            "num_attention_heads": mixer.num_heads,
-            "intermediate_size": mlp.mlp_dim,
-            "image_size": stem.positions.side * stem.size,
-            "patch_size": stem.size,
-            "num_channels": stem.channels,
+            **write_sizes(vision),
             "layer_norm_eps": post_norm.eps,
             "hidden_act": activation_name(mlp.activation),
             "vision_use_head": False,
@@ -162,7 +138,7 @@ WEIGHTS = (
     Weight(
         "vision_tower.embeddings.patch_embedding.weight",
         "vision.stem.kernel",
-        "embed (channels frames) patch_rows patch_columns -> channels frames patch_rows patch_columns embed",
+        KERNEL,
     ),
     Weight("vision_tower.embeddings.patch_embedding.bias", "vision.stem.bias", "embed -> embed"),
     Weight(

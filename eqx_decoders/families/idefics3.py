@@ -12,13 +12,13 @@ from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.encoders.media_config import MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
-from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
+from eqx_decoders.encoders.stem import LearnedGrid
 from eqx_decoders.families import llama
 from eqx_decoders.families.family import Family, Weight
 from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
+from eqx_decoders.families.gemma3_vision import siglip
 from eqx_decoders.families.multimodal import (
     attention,
-    encoder_layer,
     finish,
     linear,
     multimodal,
@@ -27,36 +27,19 @@ from eqx_decoders.families.multimodal import (
     with_defaults,
 )
 from eqx_decoders.families.vision_fields import KERNEL, read_side, read_sizes, vision_fields, vision_of, write_sizes
-from eqx_decoders.layers.mlp import MLPConfig
-from eqx_decoders.layers.norm import LayerNormConfig
 
 
 IMAGE = 128_257
 
 
-def idefics3_encoder(
-    *,
-    embed_dim: int,
-    layers: int,
-    heads: int,
-    mlp_dim: int,
-    out_dim: int,
-    size: int,
-    side: int,
-    merge: int,
-    channels: int = 3,
-    eps: float = 1e-6,
-    activation: str = "gelu_tanh",
-) -> EncoderConfig:
-    """The encoder, whose learned positions are a grid of `side x side`; `merge x merge` patches become one token."""
-    layer_norm = LayerNormConfig(eps=eps)
-    mlp = MLPConfig(mlp_dim=mlp_dim, activation=activation, gated=False, bias=True)
-    positions = LearnedGrid(side=side, resample="fraction")
-    return EncoderConfig(
-        embed_dim=embed_dim,
-        stem=PatchStemConfig(size=size, channels=channels, merge=merge, positions=positions),
-        blocks=(encoder_layer(embed_dim, heads, mlp, layer_norm),) * layers,
-        post_norm=layer_norm,
+def idefics3_encoder(*, out_dim: int, side: int, merge: int, **sizes: Any) -> EncoderConfig:
+    """SigLIP, whose positions are those at the same fraction of a grid of `side x side`; `merge x merge` patches become
+    one token.
+    """
+    made = siglip(out_dim=out_dim, side=side, merge=merge, **sizes)
+    return dataclasses.replace(
+        made,
+        stem=dataclasses.replace(made.stem, positions=LearnedGrid(side=side, resample="fraction")),
         projector=ProjectorConfig(group=merge**2, layers=(ProjectionConfig(dim=out_dim),)),
     )
 

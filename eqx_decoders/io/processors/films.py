@@ -1,6 +1,7 @@
 """Films from files, or from lists of frames: which frames are taken, decoded with PyAV, one by one and with bounds."""
 
 import dataclasses
+import functools
 import io
 import math
 from collections.abc import Iterator, Sequence
@@ -11,9 +12,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from eqx_decoders.errors import DataError, MissingPackage, check, check_number, need_extra
+from eqx_decoders.errors import DataError, check, check_number, need_extra
+from eqx_decoders.io.processors.files import as_data_error, check_file
 from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.pictures import check_file, name_of, open_picture
+from eqx_decoders.io.processors.pictures import name_of, open_picture
 
 
 # Containers that hold a film themselves: others, such as playlists, would have further files and addresses opened.
@@ -135,19 +137,15 @@ def _check_length(count: int, fps: float, limits: MediaLimits, where: str) -> No
     check(count <= limits.max_seconds * fps, f"{where} has {count / fps:,.1f} s: {rule}.", DataError)
 
 
-@contextmanager
-def _as_data_error(where: str) -> Iterator[None]:
-    try:
-        yield
-    except (DataError, MissingPackage):
-        raise
-    except MemoryError as error:
-        raise DataError(f"{where} takes more memory than there is: make its frames smaller.") from error
-    except Exception as error:  # FFmpeg's are OSError, ValueError and others
-        cause = getattr(error, "strerror", None) or " ".join(str(error).split())[:200] or type(error).__name__
-        cause = "it is of another one, or damaged" if cause.startswith("Invalid ") else cause
-        rule = f"is no sound film of a known format ({', '.join(KNOWN)}): {cause.rstrip('.')}"
-        raise DataError(f"{where} {rule}. Convert it to one of these, or leave it out.") from error
+def _cause(error: Exception) -> str:
+    """What FFmpeg says."""
+    told = getattr(error, "strerror", None) or str(error)
+    return "it is of another one, or damaged" if told.startswith("Invalid ") else told
+
+
+_as_data_error = functools.partial(
+    as_data_error, kind="sound film", formats=KNOWN, smaller="make its frames smaller", cause=_cause
+)
 
 
 @contextmanager

@@ -5,17 +5,17 @@ colour: as transformers does with the name of a file. A `PIL.Image`, or an array
 white where it is transparent: as transformers does with these.
 """
 
+import functools
 import io
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
 
-from eqx_decoders.errors import DataError, MissingPackage, check, need_extra
+from eqx_decoders.errors import DataError, check, need_extra
+from eqx_decoders.io.processors.files import as_data_error, check_file
 from eqx_decoders.io.processors.limits import MediaLimits
 
 
@@ -78,32 +78,14 @@ def _pillow() -> Any:
     return Image
 
 
-def check_file(source: str | Path, where: str) -> None:
-    """DataError unless it is a file here: nothing is fetched from a network."""
-    remote = "://" in str(source)[:20] or str(source).startswith("data:")
-    check(not remote, f"{where} is an address: download it, and give the file.", DataError)
-    try:
-        good, size = Path(source).is_file(), Path(source).stat().st_size
-    except (OSError, ValueError) as error:  # also too long, or with a NUL
-        cause = getattr(error, "strerror", None) or error
-        raise DataError(f"{where} cannot be opened: {cause}. Give the path of a file.") from error
-    check(good, f"{where} is no file, but a directory, pipe or device: give the path of a file.", DataError)
-    check(size > 0, f"{where} is empty, it has 0 bytes: write it anew, or leave it out.", DataError)
+def _cause(error: Exception) -> str:
+    """What Pillow says."""
+    return "it begins like none of them" if str(error).startswith("cannot identify") else str(error)
 
 
-@contextmanager
-def _as_data_error(where: str) -> Iterator[None]:
-    try:
-        yield
-    except (DataError, MissingPackage):
-        raise
-    except MemoryError as error:
-        raise DataError(f"{where} takes more memory than there is: make it smaller.") from error
-    except Exception as error:  # Pillow's decoders raise OSError, ValueError, SyntaxError, struct.error, and others
-        cause = " ".join(str(error).split())[:200] or type(error).__name__
-        cause = "it begins like none of them" if cause.startswith("cannot identify") else cause.rstrip(".")
-        rule = f"is no sound picture of a known format ({', '.join(FORMATS)}): {cause}"
-        raise DataError(f"{where} {rule}. Convert it to one of these, or leave it out.") from error
+_as_data_error = functools.partial(
+    as_data_error, kind="sound picture", formats=FORMATS, smaller="make it smaller", cause=_cause
+)
 
 
 def _upright(picture: Any) -> Any:

@@ -111,9 +111,8 @@ class Processor:
         folder = Directory(directory)
         family, settings = read_settings(folder)
         found = load_tokenizer(folder.path) if tokenizer is None else tokenizer
-        good = isinstance(found, JsonTokenizer)
-        check(good, f"{folder.path} holds no tokenizer.json: prompts with placeholders need one.", ConversionError)
-        assert isinstance(found, JsonTokenizer)
+        if not isinstance(found, JsonTokenizer):
+            raise ConversionError(f"{folder.path} holds no tokenizer.json: prompts with placeholders need one.")
         return cls(
             tokenizer=found,
             template=load_chat_template(folder.path),
@@ -147,10 +146,10 @@ class Processor:
         Raises DataError for files that cannot be read, and where there are fewer or more placeholders than files.
         """
         files: dict[str, Sequence[Any]] = {"image": images, "video": videos, "audio": sounds}
-        text, special = prompt, True
-        if not isinstance(prompt, str):
+        if isinstance(prompt, str):
+            text, special = prompt, True
+        else:
             text, special, files = self._rendered(prompt, files, variables, answer=add_generation_prompt)
-        assert isinstance(text, str)
         kinds: list[Kind] = []
         heard: dict[str, np.ndarray] = {}
         seen: dict[str, Iterator[tuple[Any, Seen]]] = {}

@@ -5,17 +5,17 @@ import functools
 import io
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
-from eqx_decoders.errors import DataError, MissingPackage, check, check_integer, need_extra
+from eqx_decoders.errors import DataError, check, check_integer, need_extra
 from eqx_decoders.families.fields import Fields
+from eqx_decoders.io.processors.files import as_data_error, check_file
 from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.pictures import check_file, name_of
+from eqx_decoders.io.processors.pictures import name_of
 from eqx_decoders.io.processors.rules import Settings
 
 
@@ -88,19 +88,12 @@ def _decoded(file: Any, limits: MediaLimits, where: str) -> Iterator[np.ndarray]
         yield block.T.mean(axis=0) if file.channels > 1 else block[:, 0]
 
 
-@contextmanager
-def _as_data_error(where: str) -> Iterator[None]:
-    try:
-        yield
-    except (DataError, MissingPackage):
-        raise
-    except MemoryError as error:
-        raise DataError(f"{where} takes more memory than there is: cut it.") from error
-    except Exception as error:  # libsndfile's, and TypeError for a file whose name ends with .raw
-        words = getattr(error, "error_string", None) or str(error)
-        cause = " ".join(words.split())[:200] or type(error).__name__
-        rule = f"is no sound of a known format ({', '.join(KNOWN)}): {cause.rstrip('.')}"
-        raise DataError(f"{where} {rule}. Convert it to one of these, or leave it out.") from error
+def _cause(error: Exception) -> str:
+    """What libsndfile says; TypeError comes of a file whose name ends with .raw."""
+    return getattr(error, "error_string", None) or str(error)
+
+
+_as_data_error = functools.partial(as_data_error, kind="sound", formats=KNOWN, smaller="cut it", cause=_cause)
 
 
 def _check_whole(source: str | Path | bytes, where: str) -> None:
