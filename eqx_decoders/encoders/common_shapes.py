@@ -55,18 +55,11 @@ def in_shapes(media: Media, shapes: Shapes) -> Media:
     """The same pictures and sounds in arrays of these shapes, in NumPy: what is more is empty."""
     groups, order = media.order.shape[0], np.asarray(media.order)
     grown = {name: _grown_rows(getattr(media, name), shapes.get(name), groups) for name in ("pictures", "sounds")}
-    old = [_features(rows, groups) for rows in (media.pictures, media.sounds)]
-    new = [_features(rows, groups) for rows in grown.values()]
-    # a feature's number: its row and its place there, behind all those of pictures if it is a sound's
-    heard = order >= old[0][0] * old[0][1]
-    parts = []
-    for (_, length), (_, longer), begin, begins in zip(
-        old, new, (0, old[0][0] * old[0][1]), (0, new[0][0] * new[0][1]), strict=True
-    ):
-        row, place = np.divmod(order - begin, max(1, length))
-        parts.append(row * longer + place + begins)
+    places = [_places(media.pictures, grown["pictures"], groups), _places(media.sounds, grown["sounds"], groups)]
+    # behind those of pictures stand those of sounds
+    begin = 0 if grown["pictures"] is None else grown["pictures"].positions.size // grown["pictures"].group // groups
+    moved = np.concatenate([places[0], places[1] + begin, [0]])[order].astype(np.int32)
     (width,), _ = shapes["order"]["order"]
-    moved = np.where(heard, parts[1], parts[0]).astype(np.int32)
     moved = np.pad(moved, ((0, 0), (0, width - moved.shape[1])))
     return dataclasses.replace(media, order=moved, **grown)
 
@@ -76,9 +69,12 @@ def _arrays(rows: PatchRows | SoundRows) -> dict[str, np.ndarray]:
     return {name: np.asarray(x) for name, x in named if isinstance(x, np.ndarray | jax.Array)}
 
 
-def _features(rows: PatchRows | SoundRows | None, groups: int) -> tuple[int, int]:
-    """Rows of a group, and features in each."""
-    return (0, 0) if rows is None else (len(rows.positions) // groups, rows.positions.shape[1] // rows.group)
+def _places(old: PatchRows | SoundRows | None, new: PatchRows | SoundRows | None, groups: int) -> np.ndarray:
+    """Where each feature of a group is in longer rows."""
+    if old is None or new is None:
+        return np.zeros(0, int)
+    rows, length = len(old.positions) // groups, old.positions.shape[1] // old.group
+    return (np.arange(rows)[:, None] * (new.positions.shape[1] // new.group) + np.arange(length)).reshape(-1)
 
 
 def _grown_rows(

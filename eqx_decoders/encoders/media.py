@@ -10,15 +10,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
 from eqx_decoders.axes import AnyArray
-from eqx_decoders.encoders.audio_stem import AudioStemConfig
-from eqx_decoders.encoders.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.media_config import MediaConfig
-from eqx_decoders.encoders.packing import finer_sizes, pack_pictures, pack_sounds
+from eqx_decoders.encoders.packing import finer_sizes, pack_pictures
 from eqx_decoders.encoders.pictures import Picture, from_patches, from_pixels, from_positions
 from eqx_decoders.encoders.rope_positions import AUDIO, IMAGE, TEXT, VIDEO, grid_positions
 from eqx_decoders.encoders.rows import PatchRows, SoundRows
-from eqx_decoders.encoders.sounds import from_frames, pack_frames
-from eqx_decoders.encoders.stem import PatchStemConfig
+from eqx_decoders.encoders.sounds import Sound, from_spectra, pack_sounds
 from eqx_decoders.errors import ConfigError, DataError, check
 
 
@@ -140,8 +137,8 @@ class Media(eqx.Module):
         pictures, sounds, order = _packed(media, kinds.reshape(groups, -1), found)
         seconds = second_per_grid_ts if video_second_per_grid is None else video_second_per_grid
         positions = None
-        stem = None if media.vision is None else media.vision.stem
-        if media.positions is not None and isinstance(stem, PatchStemConfig):
+        stem = media.patch_stem
+        if media.positions is not None and stem is not None:
             grids: dict[int, Sequence[Any]] = {
                 kind: [picture.grid for picture in found[kind]] for kind in (IMAGE, VIDEO)
             }
@@ -246,10 +243,9 @@ def _pictures(
 ) -> list[Picture]:
     if pixels is None:
         return []
-    check(media.vision is not None, f"Media.create: {name} is given, but this model has no vision encoder.", DataError)
-    assert media.vision is not None
-    stem = media.vision.stem
-    assert isinstance(stem, PatchStemConfig)
+    stem = media.patch_stem
+    if stem is None:
+        raise DataError(f"Media.create: {name} is given, but this model has no vision encoder.")
     if grids is not None:
         return from_patches(stem, pixels, grids, name, f"{kind}_grid_thw")
     if positions is not None:
@@ -257,52 +253,17 @@ def _pictures(
     return from_pixels(stem, pixels, name, **extent)
 
 
-def _heard(media: MediaConfig, features: Any, mask: Any, other: Any, groups: int) -> list[tuple[np.ndarray, int]]:
+def _heard(media: MediaConfig, features: Any, mask: Any, other: Any, groups: int) -> list[Sound]:
     """The sounds, by whichever name their mask has."""
     names = "feature_attention_mask and input_features_mask"
     check(mask is None or other is None, f"Media.create: {names} are the same: give one.", DataError)
-    stem = None if media.audio is None else media.audio.stem
-    if features is not None and isinstance(stem, FrameStemConfig):
-        name = "input_features_mask" if mask is None else "feature_attention_mask"
-        return from_frames(stem, features, other if mask is None else mask, name)
-    return _sounds(media, features, other if mask is None else mask, whole_chunks=groups > 1)
-
-
-def _sounds(media: MediaConfig, features: Any, mask: Any, *, whole_chunks: bool) -> list[tuple[np.ndarray, int]]:
-    """Each sound's chunks, the last one padded, and how many tokens it makes."""
     if features is None:
         return []
-    check(
-        media.audio is not None,
-        "Media.create: input_features is given, but this model has no audio encoder.",
-        DataError,
-    )
-    assert media.audio is not None
-    stem, features = media.audio.stem, np.asarray(features, np.float32)
-    assert isinstance(stem, AudioStemConfig)
-    good = features.ndim == 3 and features.shape[1] == stem.mel_bands
-    rule = f"must be [sounds, {stem.mel_bands}, frames]"
-    check(good, f"Media.create: input_features of shape {features.shape} {rule}.", DataError)
-    real = np.ones(features.shape[::2], bool) if mask is None else np.asarray(mask) > 0
-    rule = f"must be {features.shape[::2]}: one number for each frame of input_features"
-    check(
-        real.shape == features.shape[::2],
-        f"Media.create: feature_attention_mask of shape {real.shape} {rule}.",
-        DataError,
-    )
-    rule = "feature_attention_mask leaves nothing of a sound"
-    check(bool(real.any(axis=1).all()), f"Media.create: {rule}: give at least one frame.", DataError)
-    # convolutions see the zeros behind a sound's last frame: where all are short there are no more than in transformers
-    size = stem.chunk_frames if whole_chunks else min(stem.chunk_frames, int(real.sum(axis=1).max(initial=1)))
-    found = []
-    for own, frames in zip(features, real, strict=True):
-        own = own[:, frames]
-        whole, rest = divmod(own.shape[1], stem.chunk_frames)
-        count = whole + (rest > 0)
-        padded = np.pad(own, ((0, 0), (0, max(0, count * size - own.shape[1]))))
-        chunks = padded.reshape(own.shape[0], count, size).swapaxes(0, 1)
-        found.append((chunks, whole * stem.chunk_tokens + (stem.halved(rest) if rest else 0)))
-    return found
+    stem = media.sound_stem
+    if stem is None:
+        raise DataError("Media.create: input_features is given, but this model has no audio encoder.")
+    name, given = ("feature_attention_mask", mask) if other is None else ("input_features_mask", other)
+    return from_spectra(stem, features, given, name, whole_chunks=groups > 1)
 
 
 def _documents(ids: np.ndarray, attention_mask: Any, segment_ids: Any) -> np.ndarray:
@@ -332,19 +293,11 @@ def _packed(
     seen = [shares[IMAGE][group] + shares[VIDEO][group] for group in range(len(kinds))]
     heard, pictures, sounds, made = shares[AUDIO], None, None, 0
     rows: list[list[np.ndarray]] = [[], []]
-    if any(seen) and media.vision is not None:
-        stem = media.vision.stem
-        assert isinstance(stem, PatchStemConfig)
+    if any(seen) and (stem := media.patch_stem) is not None:
         pictures, rows[0] = pack_pictures(stem, seen)
         made = pictures.positions.size // stem.group // len(kinds)
-    if any(heard) and media.audio is not None:
-        stem = media.audio.stem
-        assert isinstance(stem, AudioStemConfig | FrameStemConfig)
-        if isinstance(stem, FrameStemConfig):
-            sounds, rows[1] = pack_frames(stem, heard)
-        else:
-            frames = next(chunks.shape[-1] for group in heard for chunks, _ in group)
-            sounds, rows[1] = pack_sounds(heard, stem.halved(frames))
+    if any(heard) and (ears := media.sound_stem) is not None:
+        sounds, rows[1] = pack_sounds(ears, heard)
     heard_rows = 0 if sounds is None else sounds.positions.size // len(kinds)
     most, room = int((kinds != TEXT).sum(axis=1).max(initial=0)), made + heard_rows
     # as many as there is room for, unless that is far more: a size less that a program depends on

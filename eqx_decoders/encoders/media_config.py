@@ -58,6 +58,18 @@ class MediaConfig:
     positions: GridPositions | None = None
     lookup_token: int = 0
 
+    @property
+    def patch_stem(self) -> PatchStemConfig | None:
+        """What makes features of patches; None where a model sees nothing."""
+        stem = None if self.vision is None else self.vision.stem
+        return stem if isinstance(stem, PatchStemConfig) else None
+
+    @property
+    def sound_stem(self) -> AudioStemConfig | FrameStemConfig | None:
+        """What makes features of sounds; None where a model hears nothing."""
+        stem = None if self.audio is None else self.audio.stem
+        return stem if isinstance(stem, AudioStemConfig | FrameStemConfig) else None
+
     def __post_init__(self):
         given = {name: getattr(self, name) for name in ("image_token", "video_token", "audio_token")}
         for name, token in given.items():

@@ -1,4 +1,4 @@
-"""Pictures and sounds of different sizes in rows of one size: nothing is padded to a square.
+"""Items of different sizes in rows of one size, and pictures in such rows: nothing is padded to a square.
 
 Their number and sizes are data, a program's shapes are not: rows and their lengths are rounded up to few sizes.
 """
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from eqx_decoders.encoders.pictures import Picture, coordinates, in_windows, learned_places
-from eqx_decoders.encoders.rows import ChunkRows, PatchRows
+from eqx_decoders.encoders.rows import PatchRows
 from eqx_decoders.encoders.stem import PatchStemConfig
 
 
@@ -104,22 +104,3 @@ def pack_pictures(stem: PatchStemConfig, groups: Sequence[Sequence[Picture]]) ->
         class_tokens=classes,
         group=stem.group,
     ), rows_of
-
-
-def pack_sounds(
-    groups: Sequence[Sequence[tuple[np.ndarray, int]]], chunk_tokens: int
-) -> tuple[ChunkRows, list[np.ndarray]]:
-    """The rows, and for each sound which of their tokens are its own. A sound is its chunks and its tokens' number."""
-    sounds = [sound for group in groups for sound in group]
-    packing = Packing.of([[len(chunks) for chunks, _ in group] for group in groups])
-    chunks = np.zeros((packing.rows, packing.length, *sounds[0][0].shape[1:]), np.float32)
-    shape = packing.rows, packing.length * chunk_tokens
-    positions, segments = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
-    rows_of, number = [], np.zeros(packing.rows, np.int64)
-    for (own, count), (row, begin) in zip(sounds, packing.places, strict=True):
-        first, number[row] = begin * chunk_tokens, number[row] + 1
-        chunks[row, begin : begin + len(own)] = own
-        positions[row, first : first + count] = np.arange(count)
-        segments[row, first : first + count] = number[row]
-        rows_of.append(row * shape[1] + first + np.arange(count))
-    return ChunkRows(chunks=chunks, positions=positions, segment_ids=segments), rows_of

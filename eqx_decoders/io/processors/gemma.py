@@ -202,6 +202,11 @@ class Gemma4Films:
         if self.fps is not None:
             check_number("Gemma4Films.fps", self.fps, above=0)
 
+    @property
+    def template(self) -> None:
+        """That of the directory."""
+        return None
+
     @classmethod
     def read(cls, settings: Settings) -> "Gemma4Films":
         """From the files of a directory."""

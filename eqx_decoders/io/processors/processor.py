@@ -189,8 +189,9 @@ class Processor:
             check(not twice, f"parts of type {kind!r} in messages carry files, {rule}.", DataError)
         template, contents = self.template, (one.get("content") for one in messages)
         parts = [part["type"] for content in contents if isinstance(content, list) for part in content]
-        if "video" in parts and isinstance(self.films, SmolVLMFilms):
-            template = dataclasses.replace(template, source=self.films.template)
+        own = None if self.films is None else self.films.template
+        if "video" in parts and own is not None:
+            template = dataclasses.replace(template, source=own)
         text = render(template, messages, variables, answer=answer)
         begin = self.template.variables.get("bos_token")
         whole = {kind: found or files.get(kind, ()) for kind, found in carried.items()}

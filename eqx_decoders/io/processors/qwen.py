@@ -120,6 +120,11 @@ class QwenFilms:
         both = self.fps is None or self.count is None
         check(both, f"{type(self).__name__}: fps={self.fps} and count={self.count} exclude each other: give one.")
 
+    @property
+    def template(self) -> None:
+        """That of the directory."""
+        return None
+
     @classmethod
     def read(cls, settings: Settings) -> "QwenFilms":
         """From the files of a directory, for Qwen2.5-VL."""

@@ -45,10 +45,18 @@ class PictureRules(Protocol):
 
 @runtime_checkable
 class FilmRules(Protocol):
-    """The same for films."""
+    """The same for films.
+
+    **Attributes:**
+
+    - `template`: of conversations with films, in place of the directory's; None for that one.
+    """
 
     @property
     def placeholder(self) -> str: ...
+
+    @property
+    def template(self) -> str | None: ...
 
     def one(self, clip: Clip, limits: MediaLimits) -> Seen:
         """One film."""
