@@ -9,7 +9,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eqx_decoders.explicit import keeping_types
 from eqx_decoders.layers import memory
-from eqx_decoders.layers.memory import is_memory
+from eqx_decoders.layers.memory import MemoryRow, is_memory
+from eqx_decoders.layers.pages import PagedKVCache
 
 
 class Cache(eqx.Module):
@@ -61,6 +62,84 @@ class Cache(eqx.Module):
             length=self.length.at[row].set(source.length[source_row]),
             rope_offset=None if offset is None or other is None else offset.at[row].set(other[source_row]),
         )
+
+    def at_row(self, row: Int[Array, ""]) -> "Cache":
+        """One row, for `Decoder.propose` to read where it stands; what it proposes goes to `commit_row`."""
+
+        def alone(each: Any) -> MemoryRow:
+            return MemoryRow(whole=each, index=row)
+
+        offset = self.rope_offset
+        return Cache(
+            segments=jax.tree.map(alone, self.segments, is_leaf=is_memory),
+            length=self.length[row][None],
+            rope_offset=None if offset is None else offset[row][None],
+        )
+
+    @keeping_types
+    def commit_row(
+        self,
+        row: Int[Array, ""],
+        entries: Any,
+        positions: Int[Array, "1 length"],
+        rope_offset: Float[Array, "1"] | None = None,
+    ) -> "Cache":
+        """`commit` of what was proposed for one row."""
+
+        def written(each: Any, new: Any) -> Any:
+            return each.commit_row(row, new, positions)
+
+        offset, length = self.rope_offset, jnp.maximum(self.length[row], jnp.max(positions) + 1)
+        return Cache(
+            segments=jax.tree.map(written, self.segments, entries, is_leaf=is_memory),
+            length=self.length.at[row].set(length),
+            rope_offset=offset if offset is None or rope_offset is None else offset.at[row].set(rope_offset[0]),
+        )
+
+    @keeping_types
+    def empty_row(self, row: Int[Array, ""]) -> "Cache":
+        """The cache with nothing in this row; what costs time to overwrite is left and never read."""
+        emptied = jax.tree.map(lambda each: each.empty_row(row), self.segments, is_leaf=is_memory)
+        offset = None if self.rope_offset is None else self.rope_offset.at[row].set(0.0)
+        return Cache(segments=emptied, length=self.length.at[row].set(0), rope_offset=offset)
+
+    # of caches in pages
+
+    @keeping_types
+    def with_tables(
+        self,
+        tables: Int[Array, "batch row_pages"] | dict[int, Int[Array, "batch row_pages"]],
+        lengths: Int[Array, "batch"] | None = None,
+    ) -> "Cache":
+        """The cache whose rows have these pages, and so many tokens in them (None: as before).
+
+        One table for all layers; or one for layers of each window, and that of 0 for those without: then they have
+        page numbers of their own.
+        """
+
+        def given(each: Any) -> Any:
+            if not isinstance(each, PagedKVCache):
+                return each
+            table = tables.get(each.window, tables.get(0)) if isinstance(tables, dict) else tables
+            return each if table is None else each.with_table(table, lengths)
+
+        segments = jax.tree.map(given, self.segments, is_leaf=is_memory)
+        return Cache(segments, self.length if lengths is None else lengths, self.rope_offset)
+
+    @keeping_types
+    def with_copied_pages(
+        self, sources: Int[Array, "count"], targets: Int[Array, "count"], window: int | None = None
+    ) -> "Cache":
+        """The cache with the contents of some pages in others: of layers of one window, or (None) of all.
+
+        A target below 0 is none: few numbers of copies then suffice for all.
+        """
+
+        def copied(each: Any) -> Any:
+            meant = isinstance(each, PagedKVCache) and window in (None, each.window)
+            return each.copied(sources, targets) if meant else each
+
+        return Cache(jax.tree.map(copied, self.segments, is_leaf=is_memory), self.length, self.rope_offset)
 
 
 class Proposal(eqx.Module):

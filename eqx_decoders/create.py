@@ -16,7 +16,10 @@ from eqx_decoders.cache import Cache
 from eqx_decoders.context import Execution, RunOptions
 from eqx_decoders.decoder import Decoder, DecoderConfig
 from eqx_decoders.errors import check, check_integer
+from eqx_decoders.layers.cache_format import CacheFormat
+from eqx_decoders.layers.memory import KVShape
 from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.pages import PageConfig, build_pages
 from eqx_decoders.layout import Layout, out_shardings, partitions
 from eqx_decoders.mtp import MTPConfig
 from eqx_decoders.numerics import Precision
@@ -85,13 +88,14 @@ def abstract_cache(
     batch_size: int,
     max_length: int,
     *,
-    dtype: DTypeLike = jnp.bfloat16,
+    dtype: DTypeLike | CacheFormat = jnp.bfloat16,
     layout: Layout = Layout(),
+    pages: PageConfig | None = None,
 ) -> Cache:
     """`init_cache` as a tree of `jax.ShapeDtypeStruct` with shardings."""
     check_integer("init_cache batch_size", batch_size)
     check_integer("init_cache max_length", max_length)
-    shapes = eqx.filter_eval_shape(lambda: _build_cache(config, batch_size, max_length, dtype))
+    shapes = eqx.filter_eval_shape(lambda: _build_cache(config, batch_size, max_length, dtype, pages))
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
@@ -104,30 +108,51 @@ def init_cache(
     batch_size: int,
     max_length: int,
     *,
-    dtype: DTypeLike = jnp.bfloat16,
+    dtype: DTypeLike | CacheFormat = jnp.bfloat16,
     layout: Layout = Layout(),
+    pages: PageConfig | None = None,
 ) -> Cache:
-    """An empty cache for `batch_size` rows of up to `max_length` tokens, created sharded."""
-    target = abstract_cache(config, batch_size, max_length, dtype=dtype, layout=layout)
+    """An empty cache for `batch_size` rows of up to `max_length` tokens, created sharded.
+
+    `dtype` may be "int8", "int4" or "float8_e4m3fn": keys and values are then stored in so few bits, with a scale for
+    each token and head, or as a `CacheFormat` says. The tokens of a call see each other as they are, and earlier ones
+    as they are stored. With `pages` these keys and values are in pages, of which rows have as many as they need.
+    """
+    target = abstract_cache(config, batch_size, max_length, dtype=dtype, layout=layout, pages=pages)
     made = layout.automatically(
-        lambda: _build_cache(config, batch_size, max_length, dtype), lambda _: partitions(target)
+        lambda: _build_cache(config, batch_size, max_length, dtype, pages), lambda _: partitions(target)
     )
     return jax.jit(made, out_shardings=out_shardings(target))()
 
 
-def _build_cache(config: DecoderConfig, batch_size: int, max_length: int, dtype: DTypeLike) -> Cache:
+def _build_cache(
+    config: DecoderConfig, batch_size: int, max_length: int, dtype: DTypeLike | CacheFormat, pages: PageConfig | None
+) -> Cache:
     memories = tuple(
-        tuple(block_memory(block, repeats, batch_size, max_length, dtype) for block in unit)
+        tuple(block_memory(block, repeats, batch_size, max_length, dtype, pages) for block in unit)
         for unit, repeats in segments(config.blocks)
     )
     offset = jnp.zeros((batch_size,), jnp.float32) if config.has_grid_positions else None
     return Cache(segments=memories, length=jnp.zeros((batch_size,), jnp.int32), rope_offset=offset)
 
 
-def block_memory(block: BlockConfig, layers: int, batch_size: int, max_length: int, dtype: DTypeLike) -> dict[str, Any]:
+def block_memory(
+    block: BlockConfig,
+    layers: int,
+    batch_size: int,
+    max_length: int,
+    dtype: DTypeLike | CacheFormat,
+    pages: PageConfig | None = None,
+) -> dict[str, Any]:
     """What the layers of so many equal blocks remember, empty, by the names of the branches."""
-    shapes = block.memory(max_length)
-    return jax.tree.map(lambda shape: shape.build(layers, batch_size, jnp.dtype(dtype)), shapes)
+    kind = CacheFormat.of(dtype)
+
+    def build(shape: Any) -> Any:
+        if pages is not None and isinstance(shape, KVShape):
+            return build_pages(shape, layers, batch_size, max_length, kind, pages)
+        return shape.build(layers, batch_size, kind)
+
+    return jax.tree.map(build, block.memory(max_length))
 
 
 def count_parameters(config: DecoderConfig) -> int:

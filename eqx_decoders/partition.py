@@ -46,6 +46,7 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp", "fsdp_transpose", "expert"),
     "heads": ("tensor", "tensor_sequence"),
     "kv_heads": ("tensor", "tensor_sequence"),
+    "scale_heads": ("tensor", "tensor_sequence"),
     "qkv_heads": ("tensor", "tensor_sequence"),
     "key_heads": ("tensor", "tensor_sequence"),
     "mlp": ("tensor", "tensor_sequence"),

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Key
 
@@ -16,6 +17,7 @@ from eqx_decoders.batch_split import cut_batch, join_batch
 from eqx_decoders.block import Block, BlockConfig, checkpointed
 from eqx_decoders.context import Context
 from eqx_decoders.explicit import in_auto_mode, mesh_of, spec_of
+from eqx_decoders.layers.external import Handed, stacked_or_listed
 from eqx_decoders.layers.memory import pasts, slices
 from eqx_decoders.stats import BlockStats, join_parts
 
@@ -141,7 +143,7 @@ def _over_layers(step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: An
     for index in range(repeats):
         carry, result = step(carry, at_layer(xs, index))
         results.append(result)
-    return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
+    return carry, jax.tree.map(stacked_or_listed, *results, is_leaf=lambda node: isinstance(node, Handed))
 
 
 class SegmentOutput(NamedTuple):
@@ -176,4 +178,7 @@ def at_layer(tree: Any, index: int) -> Any:
         take = in_auto_mode(mesh_of(leaf), operator.getitem, lambda _: PartitionSpec(*spec_of(leaf)[1:]))
         return take(leaf, index)
 
-    return jax.tree.map(lambda leaf: cut(leaf) if eqx.is_array(leaf) else leaf, tree)
+    def at(leaf: Any) -> Any:
+        return leaf[index] if isinstance(leaf, np.ndarray) else cut(leaf) if eqx.is_array(leaf) else leaf
+
+    return jax.tree.map(at, tree)

@@ -12,15 +12,21 @@ from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.layers.block_selection import BlockSelection, CachedBlocks
 from eqx_decoders.layers.branch import BranchResult
+from eqx_decoders.layers.external import ExternalPast, Handed
 from eqx_decoders.layers.kernel import merge, with_sink
 from eqx_decoders.layers.mask import Causal, Mask, seen_keys
 from eqx_decoders.layers.memory import Entries, KVShape, Past, kv_shape
 from eqx_decoders.layers.mlp import add_bias
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
+from eqx_decoders.layers.pages import PagedPast
+from eqx_decoders.layers.past_attention import attend_past
 from eqx_decoders.layers.rope import Rope, rotary_positions, rotate
 from eqx_decoders.layers.sharded_attention import attend_on_mesh
 from eqx_decoders.numerics import fan_in
 from eqx_decoders.remat import save
+
+
+AnyPast = Past | PagedPast | ExternalPast
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -211,29 +217,36 @@ class Attention(eqx.Module):
     config: AttentionConfig = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: Context, past: Past | None = None
-    ) -> tuple[Float[Array, "batch length embed"], Entries | None]:
+        self, x: Float[Array, "batch length embed"], ctx: Context, past: AnyPast | None = None
+    ) -> tuple[Float[Array, "batch length embed"], Entries | Handed | None]:
         """The layer's output, and the keys and values that it proposes for a cache."""
         out, entries = self._attend_heads(x, ctx, past)
         out = ctx.einsum("batch length heads head_dim, heads head_dim embed -> batch length embed", out, self.out)
         return save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj"), entries
 
-    def branch(self, x: Array, ctx: Context, past: Past | None, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(self, x: Array, ctx: Context, past: AnyPast | None, key: PRNGKeyArray | None) -> BranchResult:
         """`__call__` for a block."""
         return BranchResult(*self(x, ctx, past))
 
-    def _attend_heads(self, x: Array, ctx: Context, past: Past | None) -> tuple[Array, Entries | None]:
+    def _attend_heads(self, x: Array, ctx: Context, past: AnyPast | None) -> tuple[Array, Entries | Handed | None]:
         """What the heads found, before the output projection."""
-        query, own = self._normalize_and_rotate(*self._project(x, ctx), ctx)
-        past, entries = self._borrowed(ctx) if own is None else (past, own)
-        out = self._attend(query, entries, past, ctx)
+        query, proposed = self._normalize_and_rotate(*self._project(x, ctx), ctx)
+        own: Entries | Handed | None = proposed
+        entries: Any = proposed
+        if proposed is None:
+            past, entries = self._borrowed(ctx)
+        if isinstance(past, ExternalPast):
+            out, handed = self._ask(query, entries, past)
+            own = None if own is None else handed
+        else:
+            out = self._attend(query, entries, past, ctx)
         out = save(ctx.constrain(out, "batch length heads head_dim"), "attention_out")
         if self.gate is not None:
             gate = ctx.einsum("batch length embed, embed heads head_dim -> batch length heads head_dim", x, self.gate)
             out = out * jax.nn.sigmoid(gate)
         return out, own
 
-    def _borrowed(self, ctx: Context) -> tuple[Past | None, Entries]:
+    def _borrowed(self, ctx: Context) -> tuple[AnyPast | None, Any]:
         """What the mixer of an earlier layer remembers and proposes."""
         name = self.config.borrows or ""
         past, entries = ctx.shared[check_word("AttentionConfig.borrows", name, ctx.shared)]
@@ -258,7 +271,7 @@ class Attention(eqx.Module):
 
     def _normalize_and_rotate(
         self, query: Array, key: Array | None, value: Array | None, ctx: Context
-    ) -> tuple[Array, Entries | None]:
+    ) -> tuple[Array, Entries | Handed | None]:
         """Queries, ready for the kernel, and keys and values, if they are the layer's own."""
         config = self.config
         query = self._turned(query, self.query_norm, ctx)
@@ -288,7 +301,7 @@ class Attention(eqx.Module):
             return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
         return norm(x)
 
-    def _attend(self, query: Array, entries: Entries, past: Past | None, ctx: Context) -> Array:
+    def _attend(self, query: Array, entries: Entries, past: Past | PagedPast | None, ctx: Context) -> Array:
         """Attention over the tokens of this call and those of the past, merged by their log-sum-exp."""
         common: dict[str, Any] = dict(
             execution=ctx.execution,
@@ -305,21 +318,28 @@ class Attention(eqx.Module):
         own["aligned"] = ctx.execution.context_order == "plain"
         own["gapless"] = ctx.gapless and own["aligned"]
         parts = [attend_on_mesh(query, entries.key, entries.value, **own, **common)]
-        if past is not None:  # a row of a cache is one document: no segments
-            assert past.value is not None
-            keys, values = (x.astype(query.dtype).transpose(0, 2, 1, 3) for x in (past.key, past.value))
-            earlier: dict[str, Any] = dict(key_positions=past.positions, selected=chosen.past, key_axis="slots")
-            parts.append(attend_on_mesh(query, keys, values, **earlier, **common))
+        if past is not None:
+            parts.append(attend_past(query, past, selected=chosen.past, **common))
         out, lse = merge(parts) if len(parts) > 1 else parts[0]
         return out if self.sink is None else with_sink(out, lse, self.sink)
 
-    def _choose_blocks(self, query: Array, key: Array, past: Past | None, ctx: Context) -> CachedBlocks:
+    def _ask(self, query: Array, entries: Entries | Handed, past: ExternalPast) -> tuple[Array, Handed]:
+        """What queries find in an engine's cache, which takes the keys and values first."""
+        config = self.config
+        plain, rule = config.selection is None and not config.spans, "which engines with caches of their own don't know"
+        check(plain, f"layer {past.layer} selects blocks or sees spans, {rule}.")
+        written = entries.cache if isinstance(entries, Handed) else None
+        options: dict[str, Any] = dict(mask=config.mask, soft_cap=config.soft_cap, sinks=self.sink, written=written)
+        return past.attend(query, entries.key, entries.value, **options)
+
+    def _choose_blocks(self, query: Array, key: Array, past: Past | PagedPast | None, ctx: Context) -> CachedBlocks:
         """Which tokens of this call and of the past are in the blocks that each query takes."""
         blocks = self.config.selection
         if blocks is None:
             return CachedBlocks(None, None)
         if past is None:
             return CachedBlocks(blocks.choose(query, key, ctx.positions, ctx.segment_ids), None)
+        past = past.whole() if isinstance(past, PagedPast) else past
         return blocks.choose_cached(query, key, ctx.positions, past)
 
 
@@ -330,8 +350,8 @@ class NarrowAttention(Attention):
     out_bias: Float[Array, "latent"] | None
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: Context, past: Past | None = None
-    ) -> tuple[Float[Array, "batch length latent"], Entries | None]:
+        self, x: Float[Array, "batch length embed"], ctx: Context, past: AnyPast | None = None
+    ) -> tuple[Float[Array, "batch length latent"], Entries | Handed | None]:
         """The layer's output, and the keys and values that it proposes for a cache."""
         out, entries = self._attend_heads(x, ctx, past)
         out = ctx.einsum("batch length heads head_dim, heads head_dim latent -> batch length latent", out, self.out)

@@ -73,7 +73,8 @@ class BlockSelection:
         count = -(-(slots + length) // self.size)
         if count <= self.top_k:
             return CachedBlocks(None, None)
-        query, key, keys = jax.lax.stop_gradient((query, key, past.key))
+        stored = past.key if past.key_scale is None else past.keys(key.dtype)
+        query, key, keys = jax.lax.stop_gradient((query, key, stored))
         own, others = positions // self.size, past.positions // self.size
         sums, totals = 0.0, 0.0
         for blocks, some, pattern in ((others, keys, "bcs,bnsd->bcnd"), (own, key, "bcs,bsnd->bcnd")):

@@ -6,25 +6,34 @@ Memory grows with length x kv_length.
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float32
+from jaxtyping import Array, Bool, Float, Float32
 
 from eqx_decoders.layers.attention_call import Call
 from eqx_decoders.layers.mask import AttentionPositions, Mask, visible
-from eqx_decoders.layers.scores import EMPTY, Cotangents, Gradients, Result, cap_scores, cap_slopes
+from eqx_decoders.layers.scores import EMPTY, Cotangents, Gradients, Result, Scales, cap_scores, cap_slopes
 
 
 def dot(
-    query: Array, key: Array, value: Array, places: AttentionPositions, selected: Array | None, call: Call
+    query: Array,
+    key: Array,
+    value: Array,
+    places: AttentionPositions,
+    selected: Array | None,
+    call: Call,
+    scales: Scales | None = None,
 ) -> Result:
-    """Attention as `attend` defines it."""
+    """Attention as `attend` defines it. Scales of keys multiply scores, those of values weights: nothing is rounded."""
     batch, length, heads, _ = query.shape
-    scores = _scores(query, key, call.soft_cap)
+    if scales is not None:
+        key, value = key.astype(query.dtype), value.astype(query.dtype)
+    scores = _scores(query, key, call.soft_cap, None if scales is None else scales.key)
     scores = jnp.where(_seen(query, key, places, call.mask, selected), scores, -jnp.inf)
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True, initial=EMPTY))
     weights = jnp.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
     safe = jnp.where(total > 0, total, 1.0)
-    out = jnp.einsum("bngts,bsnv->btngv", (weights / safe).astype(value.dtype), value)
+    mixing = weights / safe if scales is None else weights / safe * _of_keys(scales.value)
+    out = _mixed(mixing.astype(value.dtype), value, call)
     lse = jnp.where(total > 0, top + jnp.log(safe), EMPTY)
     lse = lse[..., 0].transpose(0, 3, 1, 2).reshape(batch, length, heads)
     out = out.reshape(batch, length, heads, -1).astype(query.dtype)
@@ -56,14 +65,32 @@ def dot_gradients(
     return query_bar.reshape(query.shape), key_bar, value_bar
 
 
+def _mixed(weights: Array, value: Array, call: Call) -> Array:
+    """[batch, kv_heads, groups, length, keys] x [batch, keys, kv_heads, d] -> [batch, length, kv_heads, groups, d]"""
+    if call.platform != "cpu" or call.aligned:
+        return jnp.einsum("bngts,bsnv->btngv", weights, value)
+    # values of a past behind the weights, heads before keys, as a cache has them: otherwise XLA would turn them around
+    batch, kv_heads, groups, length, keys = weights.shape
+    flat = weights.reshape(batch, kv_heads, groups * length, keys)
+    out = jax.lax.dot_general(flat, value.swapaxes(1, 2), (((3,), (2,)), ((0, 1), (0, 1))))
+    return out.reshape(batch, kv_heads, groups, length, -1).transpose(0, 3, 1, 2, 4)
+
+
 def _grouped(x: Array, kv_heads: int) -> Array:
     """Query heads by the key heads that they use: [batch, length, kv_heads, groups, ...]"""
     return x.reshape(*x.shape[:2], kv_heads, -1, *x.shape[3:])
 
 
-def _scores(query: Array, key: Array, soft_cap: float | None) -> Float32[Array, "batch kv_heads groups length keys"]:
+def _of_keys(scale: Float[Array, "batch keys scale_heads"]) -> Float32[Array, "batch scale_heads 1 1 keys"]:
+    return scale.astype(jnp.float32).swapaxes(1, 2)[:, :, None, None]
+
+
+def _scores(
+    query: Array, key: Array, soft_cap: float | None, scale: Array | None = None
+) -> Float32[Array, "batch kv_heads groups length keys"]:
     query = _grouped(query, key.shape[2])
-    return cap_scores(jnp.einsum("btngd,bsnd->bngts", query, key, preferred_element_type=jnp.float32), soft_cap)
+    scores = jnp.einsum("btngd,bsnd->bngts", query, key, preferred_element_type=jnp.float32)
+    return cap_scores(scores if scale is None else scores * _of_keys(scale), soft_cap)
 
 
 def _seen(

@@ -24,6 +24,7 @@ from eqx_decoders.errors import check_integer, check_number
 from eqx_decoders.layers.mask import Mask, visible
 from eqx_decoders.layers.memory import Entries, Past
 from eqx_decoders.layers.norm import LayerNorm, LayerNormConfig
+from eqx_decoders.layers.pages import PagedPast
 from eqx_decoders.layers.rope import Rope, rotate
 from eqx_decoders.layers.scores import EMPTY
 from eqx_decoders.layers.selection import best_of_each, map_queries
@@ -192,7 +193,7 @@ class Indexer(eqx.Module):
         tokens = jnp.sum((ctx.positions >= 0).astype(jnp.float32))
         return chosen, IndexerStats(loss=jnp.sum(losses), tokens=tokens)
 
-    def choose_cached(self, index: Index, past: Past, mask: Mask, ctx: Context) -> CachedChoice | None:
+    def choose_cached(self, index: Index, past: Past | PagedPast, mask: Mask, ctx: Context) -> CachedChoice | None:
         """Which tokens of a call and of a past are attended to; None: all that are seen.
 
         As slots where these are fewer than there are, for all queries together; else as a mask.
@@ -200,13 +201,14 @@ class Indexer(eqx.Module):
         length, slots, top_k = ctx.positions.shape[1], past.positions.shape[1], self.config.top_k
         if slots + length <= top_k or self.config.warmup:
             return None
-        parts = [(past.key[:, 0].astype(index.query.dtype), past.positions), (index.key[:, :, 0], ctx.positions)]
+        past = past.whole() if isinstance(past, PagedPast) else past
+        earlier = _scores(index.query, index.weight, past.key[:, 0].astype(index.query.dtype))
+        if past.key_scale is not None:  # it is positive: relu(s x) = s relu(x)
+            earlier *= past.key_scale.astype(jnp.float32)
+        present = _scores(index.query, index.weight, index.key[:, :, 0])
+        parts = [(earlier, past.positions), (present, ctx.positions)]
         scores = jnp.concatenate(
-            [
-                jnp.where(visible(mask, ctx.positions, places), _scores(index.query, index.weight, key), -jnp.inf)
-                for key, places in parts
-            ],
-            axis=-1,
+            [jnp.where(visible(mask, ctx.positions, places), here, -jnp.inf) for here, places in parts], axis=-1
         )
         if length * top_k < slots:
             best = jax.lax.top_k(scores, top_k)[1]

@@ -14,16 +14,17 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Float32, Int, Num
 
 from eqx_decoders.errors import ConfigError, check, check_number, check_word
 from eqx_decoders.layers import cudnn_attention, splash_attention
 from eqx_decoders.layers.attention_call import Call
 from eqx_decoders.layers.blockwise import blockwise, blockwise_gradients, blockwise_max
+from eqx_decoders.layers.cache_format import decode
 from eqx_decoders.layers.dot import dot, dot_gradients
 from eqx_decoders.layers.interval_kernel import interval_attention, interval_gradients
 from eqx_decoders.layers.mask import AttentionPositions, Mask, Spans, check_segments
-from eqx_decoders.layers.scores import EMPTY as EMPTY, Cotangents, Gradients, Result
+from eqx_decoders.layers.scores import EMPTY as EMPTY, Cotangents, Gradients, Result, Scales
 
 
 # --- results over different keys ---
@@ -70,6 +71,7 @@ class Kernel:
     `function(query, key, value, places, selected, call) -> (out, lse)` with `attend`'s meaning; `places` are the
     positions, segments and spans, `call` is all that is static. `gradients` is called alike, with `Cotangents` behind,
     and does what `attend_gradients` says; kernels without lse have none. `refusal` says what else a kernel cannot do.
+    A kernel with `scales` takes `Scales` as the last argument; before others keys and values are multiplied by them.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Kernel:
     unequal_value_dim: bool = True
     float16: bool = True
     lse: bool = True
+    scales: bool = False
     refusal: Callable[[Call], str | None] = no_refusal
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
 
@@ -112,8 +115,8 @@ _ABILITIES = {
 
 def attend(
     query: Float[Array, "batch length heads head_dim"],
-    key: Float[Array, "batch kv_length kv_heads head_dim"],
-    value: Float[Array, "batch kv_length kv_heads value_dim"],
+    key: Num[Array, "batch kv_length kv_heads head_dim"],
+    value: Num[Array, "batch kv_length kv_heads value_dim"],
     *,
     mask: Mask,
     query_positions: Int[Array, "batch length"],
@@ -129,6 +132,7 @@ def attend(
     local: bool = False,
     kernel: str = "auto",
     platform: str = "cpu",
+    scales: Scales | None = None,
 ) -> tuple[Float[Array, "batch length heads value_dim"], Float32[Array, "batch length heads"]]:
     """Softmax attention of scaled queries: (out in the query's dtype, log-sum-exp of the scores in f32).
 
@@ -138,8 +142,8 @@ def attend(
     promise that queries and keys are the same tokens in the same order, with positions that increase strictly within a
     segment; `gapless` promises, beside that, that each row is one document at positions 0, 1, 2, …, without padding.
     Without `needs_lse` nothing reads lse, which may then be NaN. `local` says that the arrays are one device's own:
-    inside `shard_map`, or without a mesh. `kernel` is a name in KERNELS or "auto": see `choose`. Raises ConfigError
-    where the kernel cannot do it.
+    inside `shard_map`, or without a mesh. `kernel` is a name in KERNELS or "auto": see `choose`. `scales` multiply keys
+    and values. Raises ConfigError where the kernel cannot do it.
     """
     places = AttentionPositions(query_positions, key_positions, query_segments, key_segments, query_spans)
     check(aligned or not gapless, "gapless=True needs aligned=True: it is about queries that are the keys.")
@@ -153,7 +157,13 @@ def attend(
         local=local,
         platform=platform,
     )
-    return _find(kernel, call).function(query, key, value, places, selected, call)
+    found = _find(kernel, call)
+    if scales is None:
+        return found.function(query, key, value, places, selected, call)
+    if found.scales:
+        return found.function(query, key, value, places, selected, call, scales)
+    key, value = (decode(x, scale, query.dtype) for x, scale in zip((key, value), scales, strict=True))
+    return found.function(query, key, value, places, selected, call)
 
 
 def attend_gradients(
@@ -246,7 +256,7 @@ def choose(call: Call) -> str:
 
 
 KERNELS: dict[str, Kernel] = {
-    "dot": Kernel(name="dot", function=dot, gradients=dot_gradients),
+    "dot": Kernel(name="dot", function=dot, gradients=dot_gradients, scales=True),
     "chunked": Kernel(name="chunked", function=blockwise, gradients=blockwise_gradients),
     "interval": Kernel(
         name="interval",

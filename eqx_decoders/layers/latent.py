@@ -18,12 +18,15 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.layers.branch import BranchResult
+from eqx_decoders.layers.external import ExternalPast, Handed
 from eqx_decoders.layers.indexer import CachedChoice, Index, Indexer, IndexerConfig, Teacher
 from eqx_decoders.layers.kernel import max_scores, merge
 from eqx_decoders.layers.mask import Causal, Mask, seen_keys
 from eqx_decoders.layers.memory import Entries, KVShape, Past, StackedPast, kv_shape
 from eqx_decoders.layers.mlp import add_bias
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
+from eqx_decoders.layers.pages import PagedPast
+from eqx_decoders.layers.past_attention import attend_past
 from eqx_decoders.layers.rope import Rope, rotate
 from eqx_decoders.layers.scores import Result
 from eqx_decoders.layers.sharded_attention import attend_on_mesh
@@ -32,8 +35,8 @@ from eqx_decoders.numerics import LowRank, fan_in
 from eqx_decoders.remat import save
 
 
-LatentPast = Past | dict[str, Past | StackedPast]
-LatentEntries = Entries | dict[str, Entries]
+LatentPast = Past | PagedPast | ExternalPast | dict[str, Past | StackedPast | PagedPast]
+LatentEntries = Entries | Handed | dict[str, Entries]
 
 LANE = 128  # features that a TPU keeps together
 
@@ -195,16 +198,19 @@ class LatentAttention(eqx.Module):
         """For a block: the output, what is proposed for a cache, and statistics."""
         low = self._query_input(x, ctx)
         query, latent = self._query(low, ctx), self._latent(x, ctx)
-        config, entries, stats = self.config, Entries(key=latent, value=None), {}
+        config, stats = self.config, {}
+        entries: Any = Entries(key=latent, value=None)
         if self.indexer is not None and config.rope is not None:
             index = self.indexer(x, low, config.rope, config.rope_dim, ctx)
             entries = {"latents": entries, "index": index.entries}
-            if isinstance(past, dict) and isinstance(past["index"], Past):
+            if isinstance(past, dict) and isinstance(past["index"], Past | PagedPast):
                 choice = self.indexer.choose_cached(index, past["index"], config.mask, ctx)
                 mixed = self._absorbed(query, latent, past["latents"], ctx, choice)
             else:
                 mixed, stats = self._expanded(query, latent, ctx, index)
-        elif isinstance(past, Past):
+        elif isinstance(past, ExternalPast):
+            mixed, entries = self._ask(query, latent, past, ctx)
+        elif isinstance(past, Past | PagedPast):
             mixed = self._absorbed(query, latent, past, ctx)
         else:
             mixed, stats = self._expanded(query, latent, ctx)
@@ -273,7 +279,12 @@ class LatentAttention(eqx.Module):
         return out, stats
 
     def _absorbed(
-        self, query: Array, latent: Array, past: Past | StackedPast, ctx: Context, choice: CachedChoice | None = None
+        self,
+        query: Array,
+        latent: Array,
+        past: Past | StackedPast | PagedPast,
+        ctx: Context,
+        choice: CachedChoice | None = None,
     ) -> Float[Array, "batch length heads value_dim"]:
         """Past and present, merged by their log-sum-exp while they are latents.
 
@@ -286,13 +297,24 @@ class LatentAttention(eqx.Module):
         kv_up = unrounded(self.kv_up, 0)  # it is not contracted as in the expanded form, but the same numbers
         query = self._padded(_into_latents(nope, kv_up, ctx), rope, ctx)
         present = self._attend(query, latent, latent, ctx, None if choice is None else choice.present)
-        if choice is not None and choice.slots is not None and isinstance(past, StackedPast):
+        if choice is not None and choice.slots is not None and not isinstance(past, Past):
             earlier = self._attend_slots(query, past, choice.slots, ctx)
         else:
             whole = past.whole() if isinstance(past, StackedPast) else past
             earlier = self._attend_past(query, whole, None if choice is None else choice.past, ctx)
         mixed, _ = merge([present, earlier])
         return _into_values(mixed[..., : config.kv_rank], kv_up, config.nope_dim, ctx)
+
+    def _ask(
+        self, query: Array, latent: Array, past: ExternalPast, ctx: Context
+    ) -> tuple[Float[Array, "batch length heads value_dim"], Handed]:
+        """What queries find in an engine's cache, which takes the latents first: keys that are values, of one head."""
+        config = self.config
+        nope, rope = jnp.split(query, [config.nope_dim], axis=-1)
+        kv_up = unrounded(self.kv_up, 0)
+        query = self._padded(_into_latents(nope, kv_up, ctx), rope, ctx)
+        mixed, handed = past.attend(query, latent, None, mask=config.mask)
+        return _into_values(mixed[..., : config.kv_rank], kv_up, config.nope_dim, ctx), handed
 
     def _padded(self, latent: Array, rope: Array, ctx: Context) -> Float[Array, "batch length heads cached"]:
         """Side by side, as wide as in a cache; of queries in the absorbed form, too."""
@@ -325,35 +347,35 @@ class LatentAttention(eqx.Module):
             aligned=ctx.execution.context_order == "plain",
         )
 
-    def _attend_past(self, query: Array, past: Past, selected: Bool[Array, "..."] | None, ctx: Context) -> Result:
-        """Attention over all of a past. A row of it is one document: there are no segments."""
-        keys = past.key.astype(query.dtype).transpose(0, 2, 1, 3)
-        places: dict[str, Any] = dict(query_positions=ctx.positions, key_positions=past.positions)
-        return attend_on_mesh(query, keys, keys, selected=selected, **places, **self._options(ctx))
+    def _attend_past(
+        self, query: Array, past: Past | PagedPast, selected: Bool[Array, "..."] | None, ctx: Context
+    ) -> Result:
+        """Attention over all of a past."""
+        options: dict[str, Any] = dict(mask=self.config.mask, execution=ctx.execution)
+        return attend_past(query, past, query_positions=ctx.positions, selected=selected, **options)
 
     def _attend_slots(
-        self, query: Array, past: StackedPast, slots: Int[Array, "batch length chosen"], ctx: Context
+        self, query: Array, past: StackedPast | PagedPast, slots: Int[Array, "batch length chosen"], ctx: Context
     ) -> Result:
         """Attention of each query over some slots of a past, and nothing else of it is read."""
         batch, length, count = slots.shape
-        keys, places = past.at(slots.reshape(batch, -1))
+        keys, places = past.at(slots.reshape(batch, -1), query.dtype)
 
         def alone(x: Array) -> Array:  # each query in a row of its own, with the keys that it chose
             return x.reshape(batch * length, -1, *x.shape[2:])
 
-        keys = keys.astype(query.dtype).reshape(batch * length, count, 1, -1)
+        keys = keys.reshape(batch * length, count, 1, -1)
         out, lse = attend_on_mesh(
             alone(query),
             keys,
             keys,
             query_positions=alone(ctx.positions),
             key_positions=places.reshape(batch * length, count),
-            **self._options(ctx),
+            mask=self.config.mask,
+            execution=ctx.execution,
+            key_axis="slots",
         )
         return out.reshape(batch, length, *out.shape[2:]), lse.reshape(batch, length, -1)
-
-    def _options(self, ctx: Context) -> dict[str, Any]:
-        return dict(mask=self.config.mask, execution=ctx.execution, key_axis="slots")
 
 
 # The two halves of `kv_up`, used head by head. Of a weight in parts the second factor has the heads: it comes first on
@@ -369,7 +391,8 @@ def _into_latents(query: Array, kv_up: Array | LowRank, ctx: Context) -> Float[A
     down = "batch length heads nope, rank heads nope -> batch length heads rank"
     low = kv_up.scale * ctx.einsum(down, query, kv_up.lora_b[..., keys])
     pair = ctx.einsum("batch length heads rank, kv_rank rank -> batch length heads kv_rank", low, kv_up.lora_a)
-    return ctx.einsum(pattern, query, jax.lax.stop_gradient(kv_up.base[..., keys])) + pair
+    base: Any = kv_up.base
+    return ctx.einsum(pattern, query, jax.lax.stop_gradient(base[..., keys])) + pair
 
 
 def _into_values(
@@ -384,4 +407,5 @@ def _into_values(
     low = kv_up.scale * ctx.einsum(down, mixed, kv_up.lora_a)
     up = "batch length heads rank, rank heads value_dim -> batch length heads value_dim"
     pair = ctx.einsum(up, low, kv_up.lora_b[..., values])
-    return ctx.einsum(pattern, mixed, jax.lax.stop_gradient(kv_up.base[..., values])) + pair
+    base: Any = kv_up.base
+    return ctx.einsum(pattern, mixed, jax.lax.stop_gradient(base[..., values])) + pair

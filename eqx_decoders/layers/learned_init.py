@@ -14,10 +14,11 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from eqx_decoders.axes import FROZEN
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer
-from eqx_decoders.layers.attention import Attention, AttentionConfig
+from eqx_decoders.layers.attention import AnyPast, Attention, AttentionConfig
 from eqx_decoders.layers.branch import BranchResult
+from eqx_decoders.layers.external import Handed
 from eqx_decoders.layers.mask import Mask
-from eqx_decoders.layers.memory import Entries, KVShape, Past
+from eqx_decoders.layers.memory import Entries, KVShape
 from eqx_decoders.layout import Layout
 from eqx_decoders.numerics import fan_in
 
@@ -152,12 +153,12 @@ class LearnedInit(eqx.Module):
     config: LearnedInitConfig = eqx.field(static=True)
 
     def __call__(
-        self, x: Float[Array, "batch length embed"], ctx: Context, past: Past | None = None
-    ) -> tuple[Float[Array, "batch length embed"], Entries | None]:
+        self, x: Float[Array, "batch length embed"], ctx: Context, past: AnyPast | None = None
+    ) -> tuple[Float[Array, "batch length embed"], Entries | Handed | None]:
         """The attention's output, and the keys and values that it proposes for a cache."""
         return self.materialised(ctx.execution.layout)(x, ctx, past)
 
-    def branch(self, x: Array, ctx: Context, past: Past | None, key: PRNGKeyArray | None) -> BranchResult:
+    def branch(self, x: Array, ctx: Context, past: AnyPast | None, key: PRNGKeyArray | None) -> BranchResult:
         """`__call__` for a block."""
         return BranchResult(*self(x, ctx, past))
 

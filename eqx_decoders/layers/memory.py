@@ -15,10 +15,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int, Shaped
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Float32, Int, Num, Shaped
 
 from eqx_decoders.axes import axes, named_leaves, replaced
 from eqx_decoders.errors import check
+from eqx_decoders.layers.cache_format import SCALE, CacheFormat, decode, encode
 from eqx_decoders.layers.mask import Bidirectional, Mask, lookback
 
 
@@ -65,10 +67,32 @@ class Memory(eqx.Module):
 
         return _over_rows(write, self, row)
 
+    # for engines, whose rows are of different requests: one row of many, in place
+
+    def row_past(self, slices: Any, index: Int[Array, ""]) -> Any:
+        """What one layer reads of one row, given its part of `slices`."""
+        return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, index, 1, 0), self.past(slices))
+
+    def commit_row(self, index: Int[Array, ""], entries: Any, positions: Int[Array, "1 length"]) -> "Memory":
+        """`commit` of entries of one row."""
+        return self.with_row(index, self.row(index).commit(entries, positions))
+
+    def empty_row(self, index: Int[Array, ""]) -> "Memory":
+        """The memory with nothing in one row."""
+        return self.with_row(index, self.row(index).reset(jnp.ones((1,), bool)))
+
+    def row_tokens(
+        self, index: Int[Array, ""], positions: Int[Array, "1 length"]
+    ) -> tuple[Any, Int[Array, "1 length"]] | None:
+        """What is remembered of single tokens of a row: entries as `commit_row` takes them, and the positions, -1 where
+        a token is forgotten. None where nothing is remembered by token: then only the whole row can be kept.
+        """
+        return None
+
 
 def _nothing(dtype: Any) -> Array:
     """What stands where nothing is remembered: no position, no token, or zero."""
-    return jnp.asarray(-1 if jnp.issubdtype(dtype, jnp.integer) else 0, dtype)
+    return jnp.asarray(-1 if dtype == jnp.int32 else 0, dtype)
 
 
 def _over_rows(change: Any, memory: Memory, *others: Memory) -> Any:
@@ -101,25 +125,52 @@ def commit(memories: Any, entries: Any, positions: Int[Array, "batch length"]) -
     return jax.tree.map(lambda memory, new: memory.commit(new, positions), memories, entries, is_leaf=is_memory)
 
 
+class MemoryRow(Memory):
+    """One row of a memory, to be read where it stands."""
+
+    whole: Memory
+    index: Int[Array, ""]
+
+    def slices(self) -> Any:
+        return self.whole.slices()
+
+    def past(self, slices: Any) -> Any:
+        return self.whole.row_past(slices, self.index)
+
+
 # --- keys and values ---
 
 
 class Entries(eqx.Module):
     """What one attention layer proposes to store: keys and values of the tokens of this call.
 
-    `value` is None where keys are all that there is: latent attention reads both out of one vector.
+    `value` is None where keys are all that there is: latent attention reads both out of one vector. With scales they
+    are as a cache of some format stores them, which another of this format takes bit by bit.
     """
 
-    key: Float[Array, "batch length kv_heads head_dim"]
-    value: Float[Array, "batch length kv_heads head_dim"] | None
+    key: Num[Array, "*layers batch length kv_heads head_dim"]
+    value: Num[Array, "*layers batch length kv_heads head_dim"] | None
+    key_scale: Float[Array, "*layers batch length scale_heads"] | None = None
+    value_scale: Float[Array, "*layers batch length scale_heads"] | None = None
+
+    def plain(self, dtype: DTypeLike = jnp.float32) -> "Entries":
+        """Without scales."""
+        value = None if self.value is None else decode(self.value, self.value_scale, dtype)
+        return Entries(key=decode(self.key, self.key_scale, dtype), value=value)
 
 
 class Past(eqx.Module):
-    """What one attention layer reads: its slice of a cache."""
+    """What one attention layer reads: its slice of a cache. What is stored counts times its scale, if there are any."""
 
-    key: Float[Array, "batch kv_heads slots head_dim"]
-    value: Float[Array, "batch kv_heads slots head_dim"] | None
+    key: Num[Array, "batch kv_heads slots head_dim"]
+    value: Num[Array, "batch kv_heads slots head_dim"] | None
     positions: Int[Array, "batch slots"]
+    key_scale: Float[Array, "batch scale_heads slots"] | None = None
+    value_scale: Float[Array, "batch scale_heads slots"] | None = None
+
+    def keys(self, dtype: DTypeLike) -> Float[Array, "batch kv_heads slots head_dim"]:
+        """Keys times their scales."""
+        return decode(self.key, self.key_scale, dtype)
 
 
 class StackedPast(eqx.Module):
@@ -128,24 +179,33 @@ class StackedPast(eqx.Module):
     A layer's slice would be copied before slots are gathered from it, which costs more than reading it.
     """
 
-    key: Float[Array, "layers batch kv_heads slots head_dim"]
+    key: Num[Array, "layers batch kv_heads slots head_dim"]
     layer: Int[Array, ""]
     positions: Int[Array, "batch slots"]
+    key_scale: Float[Array, "layers batch scale_heads slots"] | None = None
 
     def whole(self) -> Past:
         """The layer's slice."""
-        key = jax.lax.dynamic_index_in_dim(self.key, self.layer, keepdims=False)
-        return Past(key=key, value=None, positions=self.positions)
+
+        def cut(x: Array) -> Array:
+            return jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False)
+
+        scale = None if self.key_scale is None else cut(self.key_scale)
+        return Past(key=cut(self.key), value=None, positions=self.positions, key_scale=scale)
 
     def at(
-        self, slots: Int[Array, "batch chosen"]
+        self, slots: Int[Array, "batch chosen"], dtype: DTypeLike = jnp.float32
     ) -> tuple[Float[Array, "batch chosen kv_heads head_dim"], Int[Array, "batch chosen"]]:
-        """Keys and positions of some slots; position -1 for a slot beyond the last."""
+        """Keys times their scales and positions of some slots; position -1 for a slot beyond the last."""
         last, rows = self.positions.shape[1] - 1, jnp.arange(slots.shape[0])[:, None]
         inside = jnp.minimum(slots, last)
         places = self.positions.at[rows, inside].get(mode="promise_in_bounds")
-        key = self.key.at[self.layer, rows, :, inside].get(mode="promise_in_bounds")
-        return key, jnp.where(slots <= last, places, -1)
+
+        def taken(x: Array) -> Array:
+            return x.at[self.layer, rows, :, inside].get(mode="promise_in_bounds")
+
+        scale = None if self.key_scale is None else taken(self.key_scale)
+        return decode(taken(self.key), scale, dtype), jnp.where(slots <= last, places, -1)
 
 
 class KVCache(Memory):
@@ -157,57 +217,128 @@ class KVCache(Memory):
     - `positions`: the position of each slot's token, -1 where there is none. Masks are computed from them alone.
     - `ring`: whether position p is stored in slot `p mod slots`; else in slot p, and later positions are dropped.
     - `by_slot`: whether layers look for single slots, and so read a `StackedPast`.
+    - `key_scale`, `value_scale`: by which stored numbers are multiplied; None where they are as they are.
 
     Heads stand before slots: a TPU's products then read a layer's slice in place, without a copy in another order.
     """
 
-    key: Float[Array, "layers batch kv_heads slots head_dim"]
-    value: Float[Array, "layers batch kv_heads slots head_dim"] | None
+    key: Num[Array, "layers batch kv_heads slots head_dim"]
+    value: Num[Array, "layers batch kv_heads slots head_dim"] | None
     positions: Int[Array, "batch slots"]
     ring: bool = eqx.field(static=True)
     by_slot: bool = eqx.field(static=True, default=False)
+    key_scale: Float[Array, "layers batch scale_heads slots"] | None = None
+    value_scale: Float[Array, "layers batch scale_heads slots"] | None = None
 
     def slices(self) -> Any:
-        return jnp.arange(self.key.shape[0]) if self.by_slot else (self.key, self.value)
+        stored = self.key, self.value, self.key_scale, self.value_scale
+        return jnp.arange(self.key.shape[0]) if self.by_slot else stored
 
     def past(self, slices: Any) -> Past | StackedPast:
         if self.by_slot:
-            return StackedPast(key=self.key, layer=slices, positions=self.positions)
-        return Past(*slices, positions=self.positions)
+            return StackedPast(key=self.key, layer=slices, positions=self.positions, key_scale=self.key_scale)
+        key, value, key_scale, value_scale = slices
+        scales: Any = dict(key_scale=key_scale, value_scale=value_scale)
+        return Past(key=key, value=value, positions=self.positions, **scales)
+
+    def stored(self, entries: Entries) -> Entries:
+        """Entries in the format of the cache; those that are in it already stay as they are."""
+        return in_format(entries, self.key.dtype, self.key_scale)
 
     def commit(self, entries: Entries, positions: Int[Array, "batch length"]) -> "KVCache":
+        return self._written(jnp.arange(self.positions.shape[0])[:, None], entries, positions)
+
+    def _written(self, rows: Int[Array, "rows 1"], entries: Entries, positions: Int[Array, "rows length"]) -> "KVCache":
+        """The cache with entries in some of its rows."""
         layers, slots = jnp.arange(self.key.shape[0])[:, None, None], self.positions.shape[1]
-        rows = jnp.arange(self.positions.shape[0])[:, None]
         kept = positions >= 0
         if self.ring:  # of the tokens that share a slot only the last may be written: the order of writes is undefined
             kept &= positions > jnp.max(positions, axis=1, keepdims=True) - slots
         slot = jnp.where(kept, positions % slots if self.ring else positions, slots)
 
-        def write(old, new):
+        entries = self.stored(entries)
+
+        def write(old: Any, new: Any) -> Any:
+            if old is None:
+                return None
             # NumPy's rule puts the indexed axes first: layers batch length kv_heads head_dim. A slice over layers would
             # do, too, but with one head a device a TPU's scatter then wants an order of axes that costs a second cache.
-            return old.at[layers, rows, :, slot].set(new.astype(old.dtype), mode="drop")
+            # Of numbers smaller than 16 bits, and of scales, it wants that for several heads, too: each is an index.
+            if old.ndim == 5 and old.dtype.itemsize > 1:
+                return old.at[layers, rows, :, slot].set(new.astype(old.dtype), mode="drop")
+            heads = jnp.arange(old.shape[2])
+            return old.at[layers[..., None], rows[..., None], heads, slot[..., None]].set(new, mode="drop")
 
         return KVCache(
             key=write(self.key, entries.key),
-            value=None if self.value is None else write(self.value, entries.value),
+            value=write(self.value, entries.value),
             positions=self.positions.at[rows, slot].set(positions, mode="drop"),
             ring=self.ring,
             by_slot=self.by_slot,
+            key_scale=write(self.key_scale, entries.key_scale),
+            value_scale=write(self.value_scale, entries.value_scale),
         )
 
+    def row_past(self, slices: Any, index: Int[Array, ""]) -> Past | StackedPast:
+        if not self.by_slot:
+            return super().row_past(slices, index)
+        row = self.row(index)
+        assert isinstance(row, KVCache)
+        return row.past(slices)
+
+    def commit_row(self, index: Int[Array, ""], entries: Entries, positions: Int[Array, "1 length"]) -> "KVCache":
+        return self._written(index[None, None], entries, positions)
+
+    def empty_row(self, index: Int[Array, ""]) -> "KVCache":
+        return dataclasses.replace(self, positions=self.positions.at[index].set(-1))
+
+    def row_tokens(
+        self, index: Int[Array, ""], positions: Int[Array, "1 length"]
+    ) -> tuple[Entries, Int[Array, "1 length"]]:
+        slots = self.positions.shape[1]
+        slot = positions % slots if self.ring else jnp.clip(positions, 0, slots - 1)
+        rows = index[None, None]
+
+        def of_layer(*parts: Any) -> Entries:
+            taken: Any = (None if part is None else part[rows, :, slot] for part in parts)
+            return Entries(*taken)
+
+        entries = jax.vmap(of_layer)(self.key, self.value, self.key_scale, self.value_scale)
+        return entries, jnp.where(self.positions[rows, slot] == positions, positions, -1)
+
     def with_row(self, index: int | Int[Array, ""], row: Any) -> "Memory":
-        if row.positions.shape[1] == self.positions.shape[1] and row.ring == self.ring:
+        if isinstance(row, KVCache) and row._form == self._form:
             return super().with_row(index, row)
-        # a memory of another length: its tokens are written where they belong here
-        turned = jax.vmap(_entries)(row.key, row.value)
+        # a memory of another length, format or kind: its tokens are written where they belong here
         empty = self.row(index).reset(jnp.ones((1,), bool))
-        return super().with_row(index, empty.commit(turned, row.positions))
+        return super().with_row(index, empty.commit(row.entries(), row.positions))
+
+    @property
+    def _form(self) -> tuple[Any, ...]:
+        """How a row is stored: slots, their order, and their format."""
+        scales = None if self.key_scale is None else self.key_scale.shape[2]
+        return self.positions.shape[1], self.ring, self.key.dtype, scales
+
+    def entries(self) -> Entries:
+        """What all slots would have been proposed as."""
+
+        def turned(x: Any) -> Any:
+            return None if x is None else x.swapaxes(2, 3)
+
+        return Entries(*map(turned, (self.key, self.value, self.key_scale, self.value_scale)))
 
 
-def _entries(key: Array, value: Array | None) -> Entries:
-    """What one layer's slice would have been proposed as."""
-    return Entries(key=key.swapaxes(1, 2), value=None if value is None else value.swapaxes(1, 2))
+def in_format(entries: Entries, dtype: DTypeLike, scale: Float[Array, "layers _ scale_heads _"] | None) -> Entries:
+    """Entries as a cache with such numbers and scales stores them; those that are in its format stay as they are."""
+    if scale is None:
+        return entries if entries.key_scale is None else entries.plain()
+    if entries.key_scale is not None:
+        if entries.key.dtype == dtype and entries.key_scale.shape[-1] == scale.shape[2]:
+            return entries
+        entries = entries.plain()
+    key, key_scale = encode(entries.key, dtype, scale.shape[2])
+    value, value_scale = (None, None) if entries.value is None else encode(entries.value, dtype, scale.shape[2])
+    return Entries(key=key, value=value, key_scale=key_scale, value_scale=value_scale)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,15 +355,20 @@ class KVShape:
     values: bool = True
     by_slot: bool = False
 
-    def build(self, layers: int, batch_size: int, dtype: Any) -> KVCache:
+    def build(self, layers: int, batch_size: int, dtype: DTypeLike | CacheFormat) -> KVCache:
         """An empty cache for `layers` equal layers."""
+        kind = CacheFormat.of(dtype)
         shape = (layers, batch_size, self.kv_heads, self.slots, self.head_dim)
+        scales = (layers, batch_size, kind.scale_heads(self.kv_heads), self.slots)
+        key, scale = jnp.zeros(shape, kind.dtype), None if kind.bound is None else jnp.zeros(scales, SCALE)
         return KVCache(
-            key=jnp.zeros(shape, dtype),
-            value=jnp.zeros(shape, dtype) if self.values else None,
+            key=key,
+            value=jnp.zeros_like(key) if self.values else None,
             positions=jnp.full((batch_size, self.slots), -1, jnp.int32),
             ring=self.ring,
             by_slot=self.by_slot,
+            key_scale=scale,
+            value_scale=None if scale is None or not self.values else jnp.zeros_like(scale),
         )
 
 
@@ -301,7 +437,7 @@ class StateShape:
     key_dim: int
     value_dim: int
 
-    def build(self, layers: int, batch_size: int, dtype: Any) -> StateCache:
+    def build(self, layers: int, batch_size: int, dtype: DTypeLike | CacheFormat) -> StateCache:
         """Empty states for `layers` equal layers."""
         shape = (layers, batch_size, self.heads, self.key_dim, self.value_dim)
         return StateCache(state=jnp.zeros(shape, jnp.float32))
@@ -364,7 +500,7 @@ class TailShape:
     channels: int
     dtype: str | None = None
 
-    def build(self, layers: int, batch_size: int, dtype: Any) -> TailCache:
+    def build(self, layers: int, batch_size: int, dtype: DTypeLike | CacheFormat) -> TailCache:
         """An empty tail for `layers` equal layers."""
-        kind = jnp.dtype(self.dtype or dtype)
+        kind = jnp.dtype(self.dtype or CacheFormat.of(dtype).beside)
         return TailCache(tail=jnp.full((layers, batch_size, self.taps, self.channels), _nothing(kind), kind))

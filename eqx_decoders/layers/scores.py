@@ -16,6 +16,13 @@ Gradients = tuple[
 ]
 
 
+class Scales(NamedTuple):
+    """By which stored keys and values are multiplied, of each token and head, or of each token."""
+
+    key: Float[Array, "batch kv_length scale_heads"]
+    value: Float[Array, "batch kv_length scale_heads"]
+
+
 class Cotangents(NamedTuple):
     """What the gradients of queries, keys and values need of each query; the same for any part of its keys.
 

@@ -20,22 +20,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 from eqx_decoders.context import Execution
 from eqx_decoders.errors import check
 from eqx_decoders.layers.kernel import attend
 from eqx_decoders.layers.mask import AttentionPositions, Mask, Spans, lookback
 from eqx_decoders.layers.ring_attention import Ring, attend_in_ring
-from eqx_decoders.layers.scores import Result
+from eqx_decoders.layers.scores import Result, Scales
 from eqx_decoders.layout import Layout
 from eqx_decoders.partition import names_of
 
 
 def attend_on_mesh(
     query: Float[Array, "batch length heads head_dim"],
-    key: Float[Array, "batch kv_length kv_heads head_dim"],
-    value: Float[Array, "batch kv_length kv_heads value_dim"],
+    key: Num[Array, "batch kv_length kv_heads head_dim"],
+    value: Num[Array, "batch kv_length kv_heads value_dim"],
     *,
     execution: Execution,
     mask: Mask,
@@ -50,10 +50,12 @@ def attend_on_mesh(
     gapless: bool = False,
     needs_lse: bool = True,
     key_axis: Literal["length", "slots"] = "length",
+    scales: Scales | None = None,
 ) -> Result:
     """`attend`, by the kernel and on the mesh that `execution` says.
 
-    `key_axis` says how keys are split: like tokens of a call, or like the slots of a cache, which are not gathered.
+    `key_axis` says how keys are split: like tokens of a call, or like the slots of a cache, which are not gathered;
+    only these have `scales`.
     """
     layout = execution.layout
     options: dict[str, Any] = dict(mask=mask, soft_cap=soft_cap, kernel=execution.attention, platform=layout.platform)
@@ -61,14 +63,16 @@ def attend_on_mesh(
     of_queries = dict(query_positions=query_positions, query_segments=query_segments, query_spans=query_spans)
     of_keys = dict(key_positions=key_positions, key_segments=key_segments)
     if layout.single:
-        return attend(query, key, value, selected=selected, **of_queries, **of_keys, **options, **promises)
+        places = of_queries | of_keys
+        return attend(query, key, value, selected=selected, scales=scales, **places, **options, **promises)
     plan = _make_plan(execution, query.shape, key.shape, key_axis)
     whole = plan.exchanges or not plan.shared
     promises |= dict(aligned=aligned and whole, gapless=gapless and whole, needs_lse=needs_lse or plan.merges)
     in_order = aligned and plan.goes_round and not plan.turned
     pieces = _pieces_seen(plan.pieces, mask, key.shape[1] // plan.pieces, in_order and query_spans is None)
 
-    def run(query, key, value, selected, of_queries, of_keys):
+    def run(query, key, value, selected, scales, of_queries, of_keys):
+        scales = jax.tree.map(lambda x: plan.needed_keys(x) if x.shape[2] == key.shape[2] else x, scales)
         query, key, value = plan.needed_queries(query), plan.needed_keys(key), plan.needed_keys(value)
         key, value = (plan.in_order(x) for x in (key, value))
         selected = None if selected is None else plan.in_order(plan.needed_selection(selected), 3, plan.pieces)
@@ -79,7 +83,7 @@ def attend_on_mesh(
             results = attend_in_ring(ring, query, key, value, places, selected)
         else:
             places = of_queries | of_keys
-            results = attend(query, key, value, selected=selected, **places, **options, **promises)
+            results = attend(query, key, value, selected=selected, scales=scales, **places, **options, **promises)
         if plan.merges:
             return _merge_over(plan.shared, *results)
         return jax.tree.map(plan.own_results, results)
@@ -89,9 +93,11 @@ def attend_on_mesh(
     slots = plan.shared if plan.merges else ()
     chosen = PartitionSpec(rows, () if selected is None or selected.shape[1] == 1 else heads, length, slots)
     of_query = PartitionSpec(rows, () if plan.exchanges else length)
-    specs = (own, keys, keys, chosen, of_query, PartitionSpec(rows, slots))
+    each = scales is not None and scales.key.shape[2] == key.shape[2]
+    of_scales = PartitionSpec(rows, plan.shared, plan.kv_heads if each else ())
+    specs = (own, keys, keys, chosen, of_scales, of_query, PartitionSpec(rows, slots))
     mapped = layout.shard_map(run, specs, (own, own))
-    return mapped(query, key, value, selected, of_queries, of_keys)
+    return mapped(query, key, value, selected, scales, of_queries, of_keys)
 
 
 @dataclasses.dataclass(frozen=True)
