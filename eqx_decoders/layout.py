@@ -180,6 +180,8 @@ class Layout:
         split = split_dimensions(self.weights, words, self.sizes)
         if shape is not None:
             split = without_uneven_layers(self.weights, words, shape, split, self.sizes)
+            if "groups" in words:  # scales beside a weight, of which a mesh need not divide the same dimensions
+                split = [dividing(names, size, self.sizes) for names, size in zip(split, shape, strict=True)]
         for word, size, names in zip(words, shape or (), split, strict=shape is not None):
             parts = math.prod(self.sizes[axis] for axis in names)
             text = " x ".join(f"Layout.{n}={self.sizes[n]}" for n in names)
@@ -228,6 +230,10 @@ class Layout:
     def activation_sharding(self, words: str | Axes, shape: Sequence[int] | None = None) -> Sharding:
         """`activation_spec` on the mesh: for batches and caches."""
         return self._sharding(self.activation_spec(words, shape))
+
+    def weight_sharding(self, words: str | Axes, shape: Sequence[int], name: str = "weight") -> Sharding:
+        """`weight_spec` on the mesh."""
+        return self._sharding(self.weight_spec(words, shape, name))
 
     def replicated(self) -> Sharding:
         """The sharding of an array that every device holds whole."""

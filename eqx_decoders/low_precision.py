@@ -33,6 +33,7 @@ from eqx_decoders.axes import AXES, AnyArray, Axes, axes, matching, named_leaves
 from eqx_decoders.errors import check, check_word
 from eqx_decoders.layout import Layout
 from eqx_decoders.partition import names_of
+from eqx_decoders.quantized_weight import quantized_weights, widened
 
 
 ModeName = Literal["int8", "w4a8", "fp8"]
@@ -121,7 +122,7 @@ class LowPrecision:
         found: dict[str, None] = {}
         for pattern in self.weights:
             matched = matching(words, (pattern,), "LowPrecision.weights")
-            fitting = [path for path in words if path in matched and _fits(path, words[path])]
+            fitting = [path for path in words if path in matched and fits(path, words[path])]
             check(
                 bool(fitting),
                 f"LowPrecision.weights={pattern!r} matches {min(matched)}, which is no matrix of a block that is "
@@ -132,7 +133,7 @@ class LowPrecision:
         return list(found)
 
 
-def _fits(path: str, words: Axes) -> bool:
+def fits(path: str, words: Axes) -> bool:
     split = product_axes(words)
     inside = path.startswith(("segments.", "mtp."))
     if split is None or not inside:
@@ -181,6 +182,8 @@ def round_weights(model: T, config: LowPrecision | None, *, below: str, key: PRN
     if config is None:
         return model
     words, leaves = axes(model), named_leaves(model)
+    for path in quantized_weights(model):  # are in few bits already
+        words = {name: here for name, here in words.items() if not name.startswith(f"{path}.")}
     paths = [path for path in config.chosen(words) if path.startswith(f"{below}.")]
     seeds: dict[str, Any] = dict.fromkeys(paths)
     if config.draws and key is not None and paths:
@@ -194,10 +197,10 @@ def round_weights(model: T, config: LowPrecision | None, *, below: str, key: PRN
 
 
 def unrounded(weight: PyTree, *contracted: int) -> PyTree:
-    """A weight, or one in parts, with `Rounded.values` in place of what is rounded."""
+    """A weight, or one in parts, with `Rounded.values` in place of what is rounded; arrays for what is in few bits."""
     return jax.tree.map(
         lambda part: part.values(*contracted) if isinstance(part, Rounded) else part,
-        weight,
+        widened(weight),
         is_leaf=lambda part: isinstance(part, Rounded),
     )
 

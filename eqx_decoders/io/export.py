@@ -30,7 +30,11 @@ from eqx_decoders.io.hub import TOKENIZER_FILES
 from eqx_decoders.io.huggingface import copy_in_pieces, given_sizes
 from eqx_decoders.io.pieces import pieces
 from eqx_decoders.io.processes import from_first, gather
+from eqx_decoders.io.quantized.saved import all_part_mappings, quantization_config, stored_parts
+from eqx_decoders.quantized_weight import plain_shapes, quantized_weights, whole_weights
 
+
+_FURTHER_DTYPES = {"float8_e4m3fn": "F8_E4M3", "uint8": "U8", "int8": "I8", "int32": "I32", "int64": "I64"}
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -46,6 +50,8 @@ def save_hf(
     tokenizer: str | Path | None = None,
 ) -> None:
     """Write a directory that `from_pretrained` of transformers opens, and `load_hf`.
+
+    Weights in few bits (`quantize`) are written as compressed-tensors; those that came as GPT-OSS's MXFP4 as that.
 
     **Arguments:**
 
@@ -64,8 +70,10 @@ def save_hf(
     own = None if model.origin is None else model.origin.directory
     kind, config, stored = export_plan(model, dtype=dtype, family=family, settings=settings)
     with exported_directory(directory) as partial:
-        copies = kind.copied(model.config)
-        _write_tensors(partial, named_leaves(model), kind.bind(model), copies, stored, shard_bytes)
+        tensors = _tensors(model, kind, stored)
+        for copy, name in kind.copied(model.config).items():
+            tensors |= {copy: tensors[name]} if name in tensors else {}
+        _write_tensors(partial, tensors, shard_bytes)
         if partial is None:
             return
         write_json(partial / "config.json", config, sort_keys=True)
@@ -96,8 +104,11 @@ def export_plan(
     stored = named_leaves(model)["embedding.table"].dtype if dtype is None else jnp.dtype(dtype)
     check_word("save_hf: dtype", stored.name, FLOATS.values(), ConversionError)
     config |= {"dtype": stored.name, "torch_dtype": stored.name}
+    mappings, nodes = kind.bind(plain_shapes(model)), quantized_weights(model)
+    if nodes:
+        all_part_mappings(nodes, whole_weights(model)[0], mappings)
+        config |= {"quantization_config": quantization_config(kind, nodes, mappings)}
     _check_settings(kind, config, model.config)
-    kind.bind(model)
     return kind, config, stored
 
 
@@ -180,20 +191,19 @@ def export_config(model: Decoder, family: str | None = None) -> tuple[Family, di
     raise ConversionError("No family of Hugging Face has this model.\n  " + "\n  ".join(refusals))
 
 
-def _write_tensors(
-    folder: Path | None,
-    leaves: Mapping[str, Any],
-    mappings: Mapping[str, WeightMapping],
-    copies: Mapping[str, str],
-    dtype: np.dtype,
-    shard_bytes: int,
-) -> None:
+def _tensors(model: Decoder, kind: Family, dtype: np.dtype) -> dict[str, tuple[Callable[[], Any], int]]:
+    """For the name of every tensor of an export a function that makes it, and about how many bytes it has."""
+    leaves, nodes, mappings = named_leaves(model), quantized_weights(model), kind.bind(plain_shapes(model))
+    plain = {path: mapping for path, mapping in mappings.items() if path not in nodes}
+    sizes = {name: math.prod(row.shape) * dtype.itemsize for row in plain.values() for name in row.names}
+    parts = exported(leaves, all_part_mappings(nodes, whole_weights(model)[0], mappings))
+    found = {name: (make, sizes[name]) for name, make in exported(leaves, plain, dtype).items()}
+    return found | stored_parts(nodes, mappings, parts)
+
+
+def _write_tensors(folder: Path | None, tensors: Mapping[str, tuple[Callable[[], Any], int]], shard_bytes: int) -> None:
     """Write all tensors, holding those of one file at a time; None: only take part in gathering them."""
-    tensors = exported(leaves, mappings, dtype)
-    sizes = {name: math.prod(row.shape) * dtype.itemsize for row in mappings.values() for name in row.names}
-    for copy, name in copies.items():
-        if name in tensors:
-            tensors[copy], sizes[copy] = tensors[name], sizes[name]
+    sizes = {name: size for name, (_, size) in tensors.items()}
     shards: list[list[str]] = [[]]
     filled = 0
     for name in tensors:
@@ -206,7 +216,7 @@ def _write_tensors(
     for number, shard in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         index |= dict.fromkeys(shard, file)
-        made = {name: tensors[name]() for name in shard}
+        made = {name: tensors[name][0]() for name in shard}
         if folder is not None:
             save_tensors({name: tensor for name, tensor in made.items() if tensor is not None}, folder / file)
         gather("written")  # what waits for a disk waits here: programs of several processes may not wait for long
@@ -251,7 +261,26 @@ def _tensor(
 
 def save_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
     """Write a safetensors file."""
-    safetensors().save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 asks for this word
+    if any(x.dtype == jnp.float8_e4m3fn for x in tensors.values()):
+        _save_with_fp8(tensors, path)
+    else:
+        safetensors().save_file(tensors, path, metadata={"format": "pt"})  # transformers 4 asks for this word
+
+
+def _save_with_fp8(tensors: Mapping[str, np.ndarray], path: Path) -> None:
+    """A safetensors file with FP8 in it, which the package does not write: a header in JSON, and the numbers' bytes."""
+    words = {name: word for word, name in FLOATS.items()} | _FURTHER_DTYPES
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    ordered, end = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)), 0
+    for name in ordered:
+        x, begin, end = tensors[name], end, end + tensors[name].nbytes
+        header[name] = {"dtype": words[x.dtype.name], "shape": list(x.shape), "data_offsets": [begin, end]}
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    with path.open("wb") as file:
+        file.write(len(raw).to_bytes(8, "little") + raw)
+        for name in ordered:
+            file.write(np.ascontiguousarray(tensors[name]).view(np.uint8).data)
 
 
 def safetensors() -> Any:
@@ -274,7 +303,7 @@ def copy_tokenizer(source: str | Path | None, folder: Path) -> None:
 
 
 def _card(name: str, model: Decoder, family: Family, dtype: np.dtype) -> str:
-    config, count = model.config, sum(leaf.size for leaf in named_leaves(model).values())
+    config, count = model.config, sum(leaf.size for leaf in named_leaves(plain_shapes(model)).values())
     return f"""---
 library_name: transformers
 pipeline_tag: {"text-generation" if family.text is None else "image-text-to-text"}

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, get_args
 
 import equinox as eqx
 import jax
@@ -25,7 +25,7 @@ from eqx_decoders.axes import named_leaves
 from eqx_decoders.context import PrecisionOptions
 from eqx_decoders.create import abstract
 from eqx_decoders.decoder import Decoder, DecoderConfig
-from eqx_decoders.errors import ConversionError, check
+from eqx_decoders.errors import ConversionError, check, check_word
 from eqx_decoders.families import find_family
 from eqx_decoders.families.family import Family, Section, WeightMapping
 from eqx_decoders.families.fields import Fields
@@ -33,12 +33,14 @@ from eqx_decoders.families.multimodal import text_fields
 from eqx_decoders.io.directory import FLOATS, Directory, StoredTensor, check_dtypes, check_tensors
 from eqx_decoders.io.generation_config import parse_token_ids, read_generation_config
 from eqx_decoders.io.hub import resolve
-from eqx_decoders.io.quantized import checkpoint_tensors, read_scheme
+from eqx_decoders.io.quantized import checkpoint_tensors, keep, read_scheme, without_empty_biases
 from eqx_decoders.io.waiting import Waiting
 from eqx_decoders.layout import Layout, device_bytes
 from eqx_decoders.numerics import Precision
 from eqx_decoders.origin import Origin
 
+
+QuantizedName = Literal["expand", "keep"]
 
 _PIECE = 256 * 1024  # bytes of a tensor that are copied together
 _READ = 64_000_000  # bytes in float32 of a tensor that are read together
@@ -58,10 +60,11 @@ def abstract_hf(
     *,
     revision: str | None = None,
     text_only: bool = False,
+    quantized: QuantizedName = "expand",
     **execution: Unpack[PrecisionOptions],
 ) -> Decoder:
     """`load_hf` as a tree of `jax.ShapeDtypeStruct` with shardings: reads no weights."""
-    target, _, _ = _target(resolve(source, revision), dtype, layout, dict(execution), text_only)
+    target, _, _ = _target(resolve(source, revision), dtype, layout, dict(execution), text_only, quantized)
     return target
 
 
@@ -72,6 +75,7 @@ def load_hf(
     *,
     revision: str | None = None,
     text_only: bool = False,
+    quantized: QuantizedName = "expand",
     **execution: Unpack[PrecisionOptions],
 ) -> Decoder:
     """The model in a Hugging Face directory, each weight created on its devices.
@@ -84,12 +88,14 @@ def load_hf(
     - `layout`: where the weights live; None for one device.
     - `revision`: branch, tag or commit of a repository.
     - `text_only`: whether encoders of pictures and sounds are left out; the model is then one of its text family.
+    - `quantized`: what becomes of matrices that the files have in few bits: `"expand"`, arrays of `dtype` as all other
+        weights; `"keep"`, what they are, bit by bit (`QuantizedWeight`), where that can be (`io.quantized.kept`).
     - `execution`: further fields of `Execution`, such as `remat="full"`; `precision` wins over `dtype`.
 
     Raises ConversionError, before any weight is loaded, where the directory is not a complete checkpoint of a known
     family, or says anything that is not understood.
     """
-    target, mappings, tensors = _target(resolve(source, revision), dtype, layout, dict(execution), text_only)
+    target, mappings, tensors = _target(resolve(source, revision), dtype, layout, dict(execution), text_only, quantized)
     shapes, static = eqx.partition(target, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     names = iter(named_leaves(shapes))
     total = sum(len(_holders(leaf)) * device_bytes(leaf) for leaf in jax.tree.leaves(shapes))
@@ -110,8 +116,10 @@ def _target(
     layout: Layout | None,
     execution: dict[str, Any],
     text_only: bool = False,
+    quantized: QuantizedName = "expand",
 ) -> tuple[Decoder, dict[str, WeightMapping], dict[str, StoredTensor]]:
     """The model's shapes, what each weight is made of, and the tensors."""
+    check_word("load_hf: quantized", quantized, get_args(QuantizedName))
     config, origin, family = _read_config(directory, text_only)
     tensors = _without_ignored(_stored(directory, text_only), family, config)
     family = family.stored_as(tensors)
@@ -125,15 +133,17 @@ def _target(
     target = dataclasses.replace(target, origin=origin)
     mappings = family.bind(target)
     tensors = _without_copies(tensors, family.copied(config))
+    wanted = {name: mapping.shape for mapping in mappings.values() for name in mapping.names}
+    tensors = without_empty_biases(tensors, wanted)
     check_tensors(
         directory.path,
         tensors,
-        {name: mapping.shape for mapping in mappings.values() for name in mapping.names},
+        wanted,
         rule="The tensors must be those that config.json describes",
         owner="weight",
         source="config.json",
     )
-    return target, mappings, tensors
+    return keep(target, mappings, tensors) if quantized == "keep" else (target, mappings, tensors)
 
 
 def _stored(directory: Directory, text_only: bool) -> dict[str, StoredTensor]:

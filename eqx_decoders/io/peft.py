@@ -25,6 +25,7 @@ from eqx_decoders.io.export import export_config, exported_directory, safetensor
 from eqx_decoders.io.files import write_json
 from eqx_decoders.io.pieces import on_first_host
 from eqx_decoders.numerics import LowRank, low_rank_weights
+from eqx_decoders.quantized_weight import plain_shapes, whole_weights
 
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -85,7 +86,7 @@ def load_peft(model: Decoder, directory: str | Path, *, dtype: DTypeLike | None 
     )
     check(bool(weights), f"{folder.path / TENSORS} holds no pair: there is nothing to load.", ConversionError)
     kept = np.dtype(model.execution.precision.params if dtype is None else dtype)
-    leaves, nodes = named_leaves(model), {}
+    leaves, nodes = whole_weights(model)[1], {}
     for path, weight in weights.items():
         pair = {name: factor.load(tensors, kept) for name, factor in weight.factors.items()}
         nodes[path] = LowRank(base=leaves[path], scale=scale, **pair)
@@ -200,6 +201,7 @@ def _module_name(family: Family, name: str) -> str:
 
 def _adaptable(model: Decoder) -> dict[str, _AdaptableWeight]:
     """By its path every weight that PEFT can adapt: a matrix of a block that is one module's weight."""
+    model = plain_shapes(model)
     family, _ = export_config(model)
     words, found = axes(model), {}
     for path, mapping in family.bind(model).items():
@@ -278,7 +280,7 @@ def _alpha(rank: int, scale: float) -> tuple[int | float, bool]:
 
 def _modules(model: Decoder) -> set[str]:
     """All modules that have a weight, also those that PEFT can't adapt."""
-    base = replaced(model, {path: node.base for path, node in low_rank_weights(model).items()})
+    base = plain_shapes(replaced(model, {path: node.base for path, node in low_rank_weights(model).items()}))
     family, _ = export_config(base)
     names = (family.module_name(name) for mapping in family.bind(base).values() for name in mapping.names)
     return {name.removesuffix(_WEIGHT) for name in names if name.endswith(_WEIGHT)}

@@ -144,6 +144,10 @@ class JsonTokenizer:
         """What the vocabulary calls one id; None for an id that has no name."""
         return self._inner.id_to_token(index)
 
+    def to_json(self) -> str:
+        """What stands in a `tokenizer.json`."""
+        return self._inner.to_str()
+
     def save(self, directory: str | Path) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json`."""
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": self._bos, "eos_token": self._eos}

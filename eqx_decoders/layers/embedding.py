@@ -12,6 +12,7 @@ from eqx_decoders.context import Context
 from eqx_decoders.errors import check_integer, check_number
 from eqx_decoders.layers.lookup import look_up
 from eqx_decoders.numerics import fan_in, normal
+from eqx_decoders.quantized_weight import QuantizedWeight
 
 
 class TokenEmbedding(eqx.Module):
@@ -110,12 +111,17 @@ def build_head(embed_dim: int, vocab_size: int, *, key: PRNGKeyArray) -> Head:
 
 
 def logits(
-    x: Float[Array, "batch length embed"], kernel: Array, ctx: Context, *, tied: bool, soft_cap: float | None
+    x: Float[Array, "batch length embed"],
+    kernel: Array | QuantizedWeight,
+    ctx: Context,
+    *,
+    tied: bool,
+    soft_cap: float | None,
 ) -> Float32[Array, "batch length vocab"]:
     """`kernel^T x` in float32, then `cap * tanh(y / cap)`. A tied kernel is the embedding table, `vocab embed`."""
     right = "vocab embed" if tied else "embed vocab"
     # the table as its lookup has it: XLA's partitioner (jax 0.12) may abort where one weight is split in two ways
-    kernel = ctx.constrain(kernel, right) if tied else kernel
+    kernel = kernel if not tied or isinstance(kernel, QuantizedWeight) else ctx.constrain(kernel, right)
     y = ctx.einsum(f"batch length embed, {right} -> batch length vocab", x, kernel, out_dtype=jnp.float32)
     y = ctx.constrain(y, "batch length vocab")
     return y if soft_cap is None else soft_cap * jnp.tanh(y / soft_cap)

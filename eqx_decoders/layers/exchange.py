@@ -26,6 +26,7 @@ from eqx_decoders.axes import axes, path_name
 from eqx_decoders.context import Execution
 from eqx_decoders.numerics import cast_in_loop
 from eqx_decoders.partition import names_of
+from eqx_decoders.quantized_weight import QuantizedWeight, is_quantized
 from eqx_decoders.remat import get_remat, save
 
 
@@ -151,18 +152,22 @@ def run_on_mesh(
     (x, chosen, _), *_ = parts
     plan = _make_plan(execution, x.shape, chosen.shape[2], jax.tree.leaves(weights)[0].shape[0])
 
-    def spec(path: Any, leaf: Array) -> PartitionSpec:
+    def spec(path: Any, leaf: Any) -> Any:
         name = path_name(path)
+        if isinstance(leaf, QuantizedWeight):
+            return leaf.specs(layout.weight_spec(words[f"{name}.values"], leaf.shape, f"{name} of experts"))
         return layout.weight_spec(words[name], leaf.shape, f"{name} of experts")
 
-    def ready(path: Any, leaf: Array) -> Array:
+    def ready(path: Any, leaf: Any) -> Any:
         name = path_name(path)
+        if isinstance(leaf, QuantizedWeight):
+            return _gather_quantized(leaf, layout.weight_spec(words[f"{name}.values"]), plan.split_axes)
         leaf = _gather_weight(leaf, layout.weight_spec(words[name]), plan.split_axes, x.dtype)
         # a bias of results counts once among those who add up their parts of a result
         return jnp.where(plan.adds_bias(), leaf, 0.0) if plan.hidden and words[name] in RESULTS else leaf
 
     def run(weights, parts):
-        mine = partial(own, jax.tree_util.tree_map_with_path(ready, weights))
+        mine = partial(own, jax.tree_util.tree_map_with_path(ready, weights, is_leaf=is_quantized))
         way = (_AllToAll if plan.all_to_all else _Gathered)(mine, plan, scale_inputs)
         flat = [tuple(each.reshape(-1, each.shape[-1]) for each in part) for part in parts]
         (rows, slots, _), *_ = flat
@@ -175,7 +180,7 @@ def run_on_mesh(
         cut = [jax.tree.map(lambda each: each.reshape(count, -1, each.shape[1]), part) for part in flat]
         return [lax.map(one, each).reshape(part[0].shape) for each, part in zip(cut, parts, strict=True)]
 
-    specs = jax.tree_util.tree_map_with_path(spec, weights)
+    specs = jax.tree_util.tree_map_with_path(spec, weights, is_leaf=is_quantized)
     mapped = layout.shard_map(run, (specs, plan.tokens), plan.tokens)
     return mapped(weights, list(parts))
 
@@ -278,12 +283,24 @@ def sends_rows(execution: Execution, slots: int, parts: int, ragged: bool) -> bo
     return chosen == "all_to_all" or (chosen == "auto" and ragged and 2 * slots <= parts)
 
 
-def _gather_weight(leaf: Array, spec: PartitionSpec, kept: tuple[str, ...], dtype: np.dtype) -> Array:
-    """A weight with all of its dimensions whole but for the axes in `kept`; it is cast first."""
+def _gather_quantized(weight: QuantizedWeight, spec: PartitionSpec, kept: tuple[str, ...]) -> QuantizedWeight:
+    """`_gather_weight` of one in few bits, which travel as they are."""
+    weight, beside = weight.with_own_scales(spec)
+
+    def whole(x: Array | None, spec: PartitionSpec) -> Array | None:
+        return None if x is None else _gather_weight(x, spec, kept, None)
+
+    parts = dict(scales=whole(weight.scales, beside), zeros=whole(weight.zeros, beside))
+    return dataclasses.replace(weight, values=whole(weight.values, spec), **parts)
+
+
+def _gather_weight(leaf: Array, spec: PartitionSpec, kept: tuple[str, ...], dtype: np.dtype | None) -> Array:
+    """A weight with all of its dimensions whole but for the axes in `kept`; it is cast first, unless to None."""
     for dimension, names in enumerate(map(names_of, spec)):
         missing = tuple(name for name in names if name not in kept)
         if missing:
-            leaf = lax.all_gather(cast_in_loop(leaf, dtype), missing, axis=dimension, tiled=True)
+            leaf = leaf if dtype is None else cast_in_loop(leaf, dtype)
+            leaf = lax.all_gather(leaf, missing, axis=dimension, tiled=True)
     return leaf
 
 

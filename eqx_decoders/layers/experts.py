@@ -25,6 +25,7 @@ from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.layers.router import Router, RouterConfig, RoutingStats
 from eqx_decoders.low_precision import Rounded
 from eqx_decoders.numerics import LowRank, fan_in
+from eqx_decoders.quantized_weight import is_quantized
 from eqx_decoders.remat import save
 
 
@@ -347,19 +348,22 @@ class Experts(eqx.Module):
         places, sources = sort_by_expert(chosen, experts)
         count = jnp.sum(sources < chosen.size, dtype=jnp.int32)
         sources = jnp.pad(sources, (0, -len(sources) % piece), constant_values=chosen.size)
-        arrays, static = eqx.partition(self, eqx.is_array)
+        # what is kept in few bits has no gradient
+        kept = jax.tree.map(lambda part: eqx.is_array(part) and not is_quantized(part), self, is_leaf=is_quantized)
+        arrays, rest = eqx.partition(self, kept)
+        frozen, static = eqx.partition(rest, eqx.is_array)
 
         def run(index: Array, inputs: Any, indices: Any) -> Array:
-            (arrays, x, weights), (chosen, places, sources, count) = inputs, indices
+            (arrays, x, weights), (frozen, chosen, places, sources, count) = inputs, indices
             here = places - index * piece
             places = jnp.where((here >= 0) & (here < piece) & (places < count), here, piece + spare)
             sources = jax.lax.dynamic_slice_in_dim(sources, index * piece, piece)
             sources = jnp.pad(sources, (0, spare), constant_values=chosen.size)
-            own = eqx.combine(arrays, static)
+            own = eqx.combine(arrays, frozen, static)
             return own._sorted_experts(x, chosen, weights, places, sources, block, ctx)
 
         # nothing that is traced may be in a function's closure if it has a gradient of its own
-        return sum_of_pieces(run, -(-count // piece), (arrays, x, weights), (chosen, places, sources, count))
+        return sum_of_pieces(run, -(-count // piece), (arrays, x, weights), (frozen, chosen, places, sources, count))
 
     def _sorted_experts(
         self,

@@ -5,6 +5,7 @@ every weight and drops most of it, so there a loop runs over blocks of rows of o
 not with the number of groups.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,11 +20,12 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 from eqx_decoders.layers.grouped_kernel import has_kernel, kernel_product
 from eqx_decoders.low_precision import LowPrecision, Rounded, quantise, seeds_of
 from eqx_decoders.numerics import LowRank, cast_in_loop, cast_weight, matmul, row_major_transpose
+from eqx_decoders.quantized_weight import QuantizedWeight
 
 
 def grouped_products(
     x: Float[Array, "rows inner"],
-    weights: tuple[Array | LowRank | Rounded, ...],
+    weights: tuple[Array | LowRank | Rounded | QuantizedWeight, ...],
     counts: Int[Array, "groups"],
     *,
     block: int | None,
@@ -35,18 +37,28 @@ def grouped_products(
 
     `block` is how many rows are multiplied at a time, and the last `block` rows must belong to no group. None is
     `jax.lax.ragged_dot` or a kernel in its place, which is what a TPU wants and needs no such rows. Each column of a
-    group has a scale of its own if the weight is rounded; gradients have one for a column of all groups.
+    group has a scale of its own if the weight is rounded; gradients have one for a column of all groups. A weight in
+    few bits is widened group by group.
     """
     bases = tuple(lax.stop_gradient(w.base) if isinstance(w, LowRank) else w for w in weights)
-    plain = tuple(w for w in bases if not isinstance(w, Rounded))
+    plain = tuple(w for w in bases if not isinstance(w, Rounded | QuantizedWeight))
     floats = iter((_ragged(x, plain, counts) if block is None else _blocked(block, x, plain, counts)) if plain else ())
-    outs: tuple[Any, ...] = tuple(
-        _rounded(block, w.config, x, w.array, w.seed, counts) if isinstance(w, Rounded) else next(floats) for w in bases
-    )
+    outs: tuple[Any, ...] = tuple(_in_bits(block, x, w, counts, floats) for w in bases)
     return tuple(
         out + _low_rank_update(x, w, counts, block) if isinstance(w, LowRank) else out
         for out, w in zip(outs, weights, strict=True)
     )
+
+
+def _in_bits(block: int | None, x: Array, weight: Any, counts: Array, floats: Iterator[Array]) -> Array:
+    """The product with a weight that is rounded or kept in few bits; with another one the next of `floats`."""
+    if isinstance(weight, Rounded):
+        return _rounded(block, weight.config, x, weight.array, weight.seed, counts)
+    if not isinstance(weight, QuantizedWeight):
+        return next(floats)
+    if block is None:
+        return _ragged(x, (weight.widened(x.dtype),), counts)[0]
+    return _quantized(block, x, lax.stop_gradient(weight), counts)
 
 
 def block_rows(rows: int, groups: int) -> int:
@@ -133,18 +145,24 @@ def _blocked_forward(block, x, weights, counts):
 
 
 def _multiply_blocks(
-    block: int, x: Array, weights: tuple[Array, ...], counts: Array, dtype: DTypeLike
+    block: int,
+    x: Array,
+    weights: tuple[Array | QuantizedWeight, ...],
+    counts: Array,
+    dtype: DTypeLike,
+    transposed: bool = False,
 ) -> tuple[Array, ...]:
-    blocks = _split_blocks(counts, block, x.shape[0])
+    """Each row times its group's weight, or times the transpose of that."""
+    blocks, inner, outer = _split_blocks(counts, block, x.shape[0]), *((1, 1) if transposed else (0, 2))
 
     def step(index, outs):
         begin, group = blocks.begin[index], blocks.group[index]
         piece = lax.dynamic_slice_in_dim(x, begin, block)
-        news = (matmul(piece, _group_weight(w, group), (1, 0), dtype) for w in weights)
+        news = (matmul(piece, _group_weight(w, group, x.dtype), (1, inner), dtype) for w in weights)
         # what a block writes beyond its group, the next one overwrites
         return tuple(lax.dynamic_update_slice_in_dim(o, new, begin, 0) for o, new in zip(outs, news, strict=True))
 
-    start = _zeros(counts, 0, *((x.shape[0], w.shape[2], dtype) for w in weights))
+    start = _zeros(counts, 0, *((x.shape[0], w.shape[outer], dtype) for w in weights))
     return lax.fori_loop(0, blocks.number, step, start)
 
 
@@ -158,7 +176,7 @@ def _blocked_backward(block, saved, gradients):
         inside = (jnp.arange(block, dtype=jnp.int32) < blocks.size[index])[:, None]
         pieces = [lax.dynamic_slice_in_dim(g, begin, block) for g in gradients]
         pieces = [jnp.where(inside, g, jnp.zeros((), g.dtype)) for g in pieces]
-        parts = [matmul(g, _group_weight(w, group), (1, 1), wide) for g, w in zip(pieces, cast, strict=True)]
+        parts = [matmul(g, _group_weight(w, group, x.dtype), (1, 1), wide) for g, w in zip(pieces, cast, strict=True)]
         to_x = lax.dynamic_update_slice_in_dim(to_x, sum(parts[1:], parts[0]).astype(x.dtype), begin, 0)
         # a group's sum is kept apart until its last block: nothing is read back from the large array
         columns = row_major_transpose(lax.dynamic_slice_in_dim(x, begin, block))
@@ -175,6 +193,27 @@ def _blocked_backward(block, saved, gradients):
 
 
 _blocked.defvjp(_blocked_forward, _blocked_backward)
+
+
+# --- kept in few bits (see `quantized_weight`) ---
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _quantized(block: int, x: Array, weight: QuantizedWeight, counts: Array) -> Array:
+    return _multiply_blocks(block, x, (weight,), counts, x.dtype)[0]
+
+
+def _quantized_backward(block, saved, g):
+    weight, counts = saved
+    g = jnp.where(_inside(g, counts), g, jnp.zeros((), g.dtype))
+    return _multiply_blocks(block, g, (weight,), counts, g.dtype, transposed=True)[0], None, None
+
+
+def _quantized_forward(block, x, weight, counts):
+    return _quantized(block, x, weight, counts), (weight, counts)
+
+
+_quantized.defvjp(_quantized_forward, _quantized_backward)
 
 
 # --- in 8 bits (see `low_precision`) ---
@@ -266,7 +305,11 @@ def _columns_times_rows(block: int | None, x: Array, g: Array, counts: Array, dt
     return lax.fori_loop(0, blocks.number, step, start)[0]
 
 
-def _group_weight(weights: Float[Array, "groups inner outer"], group: Int32[Array, ""]) -> Float[Array, "inner outer"]:
+def _group_weight(
+    weights: Float[Array, "groups inner outer"] | QuantizedWeight, group: Int32[Array, ""], dtype: np.dtype
+) -> Float[Array, "inner outer"]:
+    if isinstance(weights, QuantizedWeight):
+        return weights.at(group).widened(dtype)
     return lax.dynamic_index_in_dim(weights, group, keepdims=False)
 
 

@@ -9,7 +9,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.layout import out_shardings, partitions
 from eqx_decoders.numerics import LowRank, low_rank_weights
+from eqx_decoders.quantized_weight import QuantizedWeight, plain_shapes, whole_weights
 
 
 LORA_WEIGHTS = ("*.lora_a", "*.lora_b")
@@ -59,6 +60,7 @@ class LoRAConfig:
 def add_lora(model: Decoder, config: LoRAConfig, *, key: PRNGKeyArray) -> Decoder:
     """The model with a pair beside every weight that matches; until it is trained it computes what it did.
 
+    Weights in few bits (`quantize`) get pairs like others, and stay as they are (QLoRA, Dettmers et al. 2023).
     `lora_a` is uniform within `1 / sqrt(fan_in)`, `lora_b` zero, as in PEFT. The pairs are created sharded; the other
     weights are shared with `model`. A model of `jax.ShapeDtypeStruct`s gets such pairs.
 
@@ -68,9 +70,9 @@ def add_lora(model: Decoder, config: LoRAConfig, *, key: PRNGKeyArray) -> Decode
     check(
         not present, f"add_lora: the model has pairs already, beside {present}. Call merge_lora, or start without them."
     )
-    words, leaves = axes(model), named_leaves(model)
+    words, leaves = whole_weights(model)
     dtype = model.execution.precision.params if config.dtype is None else jnp.dtype(config.dtype)
-    kept, nodes = frozen(model), {}
+    kept, nodes = frozen(plain_shapes(model)), {}
     for path in _targets(config, {name: here for name, here in words.items() if name not in kept}):
         pair = _pair(words[path], leaves[path].shape, config.rank, dtype)
         nodes[path] = LowRank(base=leaves[path], scale=config.scale, **pair)
@@ -81,7 +83,7 @@ def add_lora(model: Decoder, config: LoRAConfig, *, key: PRNGKeyArray) -> Decode
         for name, leaf in named_leaves(target).items()
         if name.endswith((".lora_a", ".lora_b"))
     }
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves.values()):
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in named_leaves(model).values()):
         return replaced(target, pairs)
     inner = axes(target)
 
@@ -93,16 +95,28 @@ def add_lora(model: Decoder, config: LoRAConfig, *, key: PRNGKeyArray) -> Decode
 
 
 def merge_lora(model: Decoder) -> Decoder:
-    """The model with every pair added to its weight, in f32 and then in the weight's dtype; others are as they were."""
+    """The model with every pair added to its weight, in f32 and then in the weight's dtype; others are as they were.
+
+    A weight in few bits becomes a plain one in the dtype of its pair.
+    """
     nodes = low_rank_weights(model)
-    if any(isinstance(node.base, jax.ShapeDtypeStruct) for node in nodes.values()):
-        return replaced(model, {path: node.base for path, node in nodes.items()})
-    like = out_shardings({path: node.base for path, node in nodes.items()})
+    plain = _merged_shapes(model, nodes)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nodes)):
+        return replaced(model, plain)
+    like = out_shardings(plain)
     merged = model.execution.layout.automatically(
-        lambda nodes: {path: node.merged() for path, node in nodes.items()},
-        lambda _: partitions({path: node.base for path, node in nodes.items()}),
+        lambda nodes: {path: node.merged() for path, node in nodes.items()}, lambda _: partitions(plain)
     )
     return replaced(model, jax.jit(merged, out_shardings=like)(nodes)) if nodes else model
+
+
+def _merged_shapes(model: Decoder, nodes: Mapping[str, LowRank]) -> dict[str, Any]:
+    """Of each merged weight an array or shape like it."""
+    few = {path: node for path, node in nodes.items() if isinstance(node.base, QuantizedWeight)}
+    shapes = {path: jax.ShapeDtypeStruct(node.base.shape, node.lora_a.dtype) for path, node in few.items()}
+    places = named_leaves(model.execution.layout.shardings(replaced(model, shapes))) if few else {}
+    placed = {path: shape.update(sharding=places[path]) for path, shape in shapes.items()}
+    return {path: node.base for path, node in nodes.items()} | placed
 
 
 def _targets(config: LoRAConfig, words: Mapping[str, Axes]) -> list[str]:

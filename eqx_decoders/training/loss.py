@@ -19,6 +19,7 @@ from eqx_decoders.layers.embedding import padded_positions
 from eqx_decoders.layers.indexer import IndexerStats
 from eqx_decoders.layers.router import RoutingStats
 from eqx_decoders.mtp import same_document, shift_left
+from eqx_decoders.quantized_weight import widened
 from eqx_decoders.stats import BlockStats, add_stats, join_layer_stats
 from eqx_decoders.training.balance import expert_configs, has_routing_loss, routing_loss
 from eqx_decoders.training.batches import Batch
@@ -158,7 +159,7 @@ def _head_loss(
     if fused:
         loss, sums = linear_cross_entropy(
             model.head_input(hidden, key=key, depth=depth),
-            model.head_kernel,
+            widened(model.head_kernel),
             targets,
             weights,
             soft_cap=model.config.logit_soft_cap,
@@ -295,4 +296,4 @@ def evaluation_sums(model: Decoder, batch: Batch) -> EvaluationSums:
 
 def _argmax_tokens(model: Decoder, hidden: Array, depth: int) -> Int[Array, "batch length"]:
     """The likeliest token everywhere; a cap on logits does not change which it is."""
-    return linear_argmax(model.head_input(hidden, depth=depth), model.head_kernel, **_head_options(model))
+    return linear_argmax(model.head_input(hidden, depth=depth), widened(model.head_kernel), **_head_options(model))

@@ -204,9 +204,9 @@ case(
 case("per layer", config(per_layer_config={"0": {"sliding_window": 2}}), "per_layer_config", "not known")
 case(
     "quantised",
-    config(quantization_config={"quant_method": "gptq"}),
+    config(quantization_config={"quant_method": "hqq"}),
     "quantization_config",
-    "gptq",
+    "hqq",
     fixture="llama_bf16",
 )
 case("remote code", remote_code, "auto_map", "not known", fixture="llama_bf16")

@@ -212,8 +212,8 @@ def change(end, how):
 
 same_tensors = dict
 BROKEN = {
-    "gptq": (0, same_tensors, dict(quant_method="gptq"), "quant_method=gptq is not read. Known: mxfp4, fp8"),
-    "awq": (0, same_tensors, dict(quant_method="awq", bits=4), "quant_method=awq is not read"),
+    "hqq": (0, same_tensors, dict(quant_method="hqq"), "quant_method=hqq is not read. Known: mxfp4, fp8"),
+    "aqlm": (0, same_tensors, dict(quant_method="aqlm", bits=4), "quant_method=aqlm is not read"),
     "no method": (0, same_tensors, dict(quant_method=...), "quant_method=None is not read"),
     "a list": (0, same_tensors, dict(quant_method=["mxfp4"]), "quant_method=['mxfp4'] is not read"),
     "unknown key": (0, same_tensors, dict(group_size=64), "group_size: not known here"),
