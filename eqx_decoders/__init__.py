@@ -47,6 +47,8 @@ from eqx_decoders.errors import (
     EqxDecodersError as EqxDecodersError,
 )
 from eqx_decoders.further import BranchConfig as BranchConfig
+from eqx_decoders.layers.cache_format import CacheFormat as CacheFormat
+from eqx_decoders.layers.pages import PageConfig as PageConfig
 from eqx_decoders.layers.router import (
     RoutingStats as RoutingStats,
     load_balance_loss as load_balance_loss,
@@ -72,6 +74,7 @@ if TYPE_CHECKING:
     from eqx_decoders.io.export import save_hf as save_hf
     from eqx_decoders.io.huggingface import abstract_hf as abstract_hf, load_hf as load_hf
     from eqx_decoders.model_info import ModelInfo as ModelInfo, describe_model as describe_model
+    from eqx_decoders.quantization import dequantize as dequantize, quantize as quantize
     from eqx_decoders.replication import replicated_share as replicated_share
     from eqx_decoders.training.balance import update_router_bias as update_router_bias
     from eqx_decoders.training.batches import Batch as Batch
@@ -85,12 +88,13 @@ __getattr__, _late = lazy(
         "io.export": "save_hf",
         "io.huggingface": "abstract_hf load_hf",
         "model_info": "ModelInfo describe_model",
+        "quantization": "dequantize quantize",
         "replication": "replicated_share",
         "training.balance": "update_router_bias",
         "training.batches": "Batch",
         "training.loss": "LossMetrics next_token_loss",
     },
-    "families inference io training",
+    "families inference io serving training",
 )
 
 

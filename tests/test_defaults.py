@@ -24,6 +24,9 @@ DEFAULTS = {
     "QueryTemperature": dict(scale=0.1, length=8192),
     "AttentionConfig": dict(mask=Causal(), rope=Rope()),
     "KVShape": dict(values=True),
+    "CacheFormat": dict(dtype="bfloat16", scale_over="head_dim"),
+    "PageConfig": dict(page_size=64),
+    "ExternalCall": dict(writes=True),
     "SinusoidalPositions": dict(max_timescale=10_000.0),
     "EngramConfig": dict(
         streams=1, num_heads=8, head_dim=1280, vocab_bases=(226_240, 226_240), taps=4, eps=1e-6

@@ -1,4 +1,4 @@
-"""The programs: `eqx-decoders train`, `generate`, `convert` and `plan`, which `scripts/` starts, too."""
+"""The programs: `eqx-decoders train`, `generate`, `serve`, `convert` and `plan`, which `scripts/` starts, too."""
 
 import contextlib
 import dataclasses
@@ -20,6 +20,7 @@ from eqx_decoders.io.waiting import showing
 PROGRAMS = {
     "train": "train a decoder on text",
     "generate": "let a model write",
+    "serve": "serve a model over HTTP, as OpenAI's API does",
     "convert": "between Hugging Face directories and run directories",
     "plan": "what a training step will need of TPUs that are not here",
 }

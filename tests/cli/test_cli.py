@@ -30,9 +30,8 @@ def test_the_command_runs_its_programs(capsys):
 def test_without_a_program_it_lists_them(capsys, args, code):
     assert cli.main(args) == code
     shown = capsys.readouterr()
-    assert all(
-        name in (shown.err if code else shown.out) for name in ("usage:", "train", "generate", "convert", "plan")
-    )
+    names = ("usage:", "train", "generate", "serve", "convert", "plan")
+    assert all(name in (shown.err if code else shown.out) for name in names)
 
 
 @pytest.mark.parametrize("program", ["train", "generate", "convert", "plan"])

@@ -1,0 +1,237 @@
+"""Serve a model over HTTP, as OpenAI's API does: to its clients, and to a browser.
+
+    python scripts/serve.py --model Qwen/Qwen3-0.6B --port 8000 --max-batch-size 16 --max-length 8192
+    python scripts/serve.py --run-dir runs/tiny
+    python scripts/serve.py --model path/to/Llama-3.1-70B-Instruct --mesh.tensor 8 --api-key "$KEY" --host 0.0.0.0
+
+    curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+        -d '{"messages": [{"role": "user", "content": "What is a decoder?"}]}'
+
+All programs are compiled before it takes the first request; then it prints one line with its address, where a browser
+finds a page to chat. SIGTERM or Ctrl-C: it takes no new requests, lets those that are open end for a while, and ends
+with 0. Without --api-key (or EQX_DECODERS_API_KEY, several separated by commas) it serves whoever reaches the port.
+"""
+
+import asyncio
+import dataclasses
+import gc
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from eqx_decoders.cli import flags_of, own_errors, program
+from eqx_decoders.cli.devices import Devices, mesh_flags
+from eqx_decoders.decoder import Decoder
+from eqx_decoders.errors import check, check_integer, check_number, need_extra
+from eqx_decoders.inference.text import TextModel, load_text_model
+from eqx_decoders.io.rundir import Interrupt
+from eqx_decoders.io.waiting import Waiting
+from eqx_decoders.layers.pages import PageConfig
+from eqx_decoders.numerics import Precision
+from eqx_decoders.serving.asked import ApiConfig
+from eqx_decoders.serving.drafts import FurtherPrediction, PromptLookup, SmallerModel
+from eqx_decoders.serving.engine import Engine, EngineConfig
+from eqx_decoders.serving.prompts import Language
+from eqx_decoders.serving.server import ServerConfig, address_of, bind, serve
+from eqx_decoders.training.runs import load_text_run
+
+
+KEYS = "EQX_DECODERS_API_KEY"
+PACKAGES = ("tyro", "starlette", "uvicorn", "prometheus_client", "llguidance")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServeConfig(Devices):
+    """Serve a model over HTTP."""
+
+    model: str | None = None
+    """Directory of a Hugging Face checkpoint, or "org/name" on huggingface.co; instead of a run directory."""
+    run_dir: str | None = None
+    """Run directory of scripts/train.py, or gs://…, a run's --checkpoint-dir; without this and --model: runs/tiny."""
+    step: int | None = None
+    """Checkpoint of the run to load; None: the newest."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype of activations and, with --model, of weights; auto: bfloat16 on TPU and GPU, float32 on CPU."""
+    cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "int4", "float8_e4m3fn"] = "auto"
+    """Dtype of keys and values; auto: that of activations. Those of 4 and 8 bits have scales."""
+    page_size: int | None = None
+    """Tokens of a page of the cache, which requests have as they need them; None: --max-length for each of them."""
+    num_pages: int | None = None
+    """Pages of each layer; None: as many as --max-batch-size requests of --max-length may need."""
+    draft: Literal["none", "prompt", "mtp"] = "none"
+    """Guess tokens that one step verifies: what followed the last ones in the text, or multi-token prediction."""
+    draft_model: str | None = None
+    """Guess with a smaller model of the same vocabulary: its directory, or "org/name"."""
+    num_draft_tokens: int = 2
+    """Tokens to guess at each step."""
+    host: str = "127.0.0.1"
+    """Address to listen at; 0.0.0.0: all of this machine."""
+    port: int = 8000
+    """Port to listen at; 0: any that is free."""
+    served_name: str | None = None
+    """Name by which clients ask for the model; None: that of --model or of the run directory."""
+    max_batch_size: int = EngineConfig.max_batch_size
+    """Requests that are worked on at once; memory for each of --max-length tokens is set aside."""
+    max_length: int = EngineConfig.max_length
+    """Tokens that a prompt and its answer may have together."""
+    prefill_chunk: int = EngineConfig.prefill_chunk
+    """Tokens of a prompt that are computed at once, and of a block of the prefix cache."""
+    token_budget: int = EngineConfig.token_budget
+    """Tokens that one step computes at most: fewer keep answers flowing while long prompts come, more are faster."""
+    prefix_cache_bytes: int = EngineConfig.prefix_cache_bytes
+    """Memory for prompts that begin alike; 0: none."""
+    max_waiting: int = EngineConfig.max_waiting
+    """Requests that may wait for their turn; further ones are told to come again (429)."""
+    max_waiting_tokens: int = EngineConfig.max_waiting_tokens
+    """Tokens of their prompts."""
+    max_choices: int = ApiConfig.max_choices
+    """Answers that one request may ask for: its prompts times n."""
+    max_body_bytes: int | None = None
+    """Size of a request; None: 32 MB for a model that sees or hears, otherwise 4 MB, or 64 for each of --max-length."""
+    api_key: tuple[str, ...] = ()
+    """Key that clients must send; once for each. Others see it in the list of processes: the variable
+    EQX_DECODERS_API_KEY is safer."""
+    allow_origin: tuple[str, ...] = ()
+    """Site whose pages may call the server from browsers, such as https://example.org; once for each; "*": all."""
+    seed: int | None = None
+    """Seed of the draws of requests that have none; None: another one for each."""
+    drain_seconds: int | float = ServerConfig.drain
+    """Seconds that open requests get to end when the server is told to."""
+    log_level: Literal["error", "warning", "info"] = "warning"
+    """info: a line for each request."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        alone = self.run_dir is None or self.model is None
+        check(alone, f"model={self.model!r} and run_dir={self.run_dir!r} exclude each other: leave one out.")
+        check(self.step is None or self.model is None, f"step={self.step} is of a run, not of model={self.model!r}.")
+        check(not self.distributed, "distributed=True is not for serving: one process serves, with all its devices.")
+        check_integer("port", self.port, minimum=0)
+        check(self.port < 65536, f"port={self.port} must be below 65536.")
+        check_number("drain_seconds", self.drain_seconds, least=0)
+        alone = self.draft == "none" or self.draft_model is None
+        check(alone, f"draft={self.draft!r} and draft_model={self.draft_model!r} exclude each other: leave one out.")
+        paged = self.num_pages is None or self.page_size is not None
+        check(paged, f"num_pages={self.num_pages} needs page_size, such as 64.")
+        self.engine()
+
+    def engine(self, draft_model: Decoder | None = None) -> EngineConfig:
+        """The settings of the engine; `draft_model` as loaded."""
+        kinds = {"prompt": PromptLookup, "mtp": FurtherPrediction}
+        drafts = kinds[self.draft](num_tokens=self.num_draft_tokens) if self.draft in kinds else None
+        if draft_model is not None:
+            drafts = SmallerModel(model=draft_model, num_tokens=self.num_draft_tokens)
+        pages = None if self.page_size is None else PageConfig(page_size=self.page_size, num_pages=self.num_pages)
+        names = ("max_batch_size", "max_length", "prefill_chunk", "token_budget", "prefix_cache_bytes", "max_waiting")
+        given: dict[str, Any] = {name: getattr(self, name) for name in (*names, "max_waiting_tokens")}
+        cache_dtype = None if self.cache_dtype == "auto" else self.cache_dtype
+        return EngineConfig(**given, cache_dtype=cache_dtype, pages=pages, drafts=drafts)
+
+    @property
+    def name(self) -> str:
+        """By which clients ask for the model."""
+        return self.served_name or self.model or self.run_dir or "runs/tiny"
+
+
+@program(lambda: flags_of(ServeConfig) | engine_flags() | mesh_flags())
+def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
+    """Serve as the command line says, until a signal; the exit code."""
+    for package in PACKAGES:
+        _require(package)
+    import tyro
+
+    with own_errors():
+        options = (tyro.conf.UseAppendAction,)  # --api-key a --api-key b
+        config = tyro.cli(ServeConfig, args=args, prog=prog, description=__doc__, config=options)
+    log_to_stderr(config.log_level)
+    sock = bind(config.host, config.port)  # it fails faster than the weights are loaded
+    text = load(config)
+    engine = Engine(text.model, config.engine(load_draft_model(config)))
+    with Waiting("compiling"):
+        engine.warm_up()
+    gc.freeze()  # what is here stays: no need to look through it again and again
+    with Interrupt() as interrupt:
+        ended = asyncio.run(
+            serve(
+                Language.of(text),
+                engine,
+                api_config(config, text),
+                sock,
+                asked_to_end=lambda: interrupt.requested,
+                ready=lambda: print(f"serving {config.name} at {address_of(sock)}", flush=True),
+                allow_origins=config.allow_origin,
+                times=ServerConfig(drain=config.drain_seconds),
+            )
+        )
+    if not ended:  # a step hangs: it would be waited for
+        print("the last step has not ended: it is left alone", file=sys.stderr, flush=True)
+        os._exit(0)
+    return 0
+
+
+def log_to_stderr(level: str) -> None:
+    """What the server has to say, whatever other packages do with their logs."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    for name in ("eqx_decoders.serving", "uvicorn"):
+        log = logging.getLogger(name)
+        log.handlers, log.propagate = [handler], False
+        log.setLevel(level.upper())
+
+
+def load(config: ServeConfig) -> TextModel:
+    """The model and the tokenizer that were asked for."""
+    dtype, layout = None if config.dtype == "auto" else config.dtype, config.layout()
+    if config.model is not None:
+        return load_text_model(config.model, dtype, layout=layout)
+    precision = Precision(compute=dtype or ("float32" if layout.platform == "cpu" else "bfloat16"))
+    return load_text_run(config.run_dir or "runs/tiny", config.step, precision=precision, layout=layout)
+
+
+def load_draft_model(config: ServeConfig) -> Decoder | None:
+    """The smaller model that was asked for."""
+    if config.draft_model is None:
+        return None
+    return load_text_model(config.draft_model, None if config.dtype == "auto" else config.dtype).model
+
+
+def api_config(config: ServeConfig, text: TextModel) -> ApiConfig:
+    """What the server takes."""
+    keys = tuple(key.strip() for key in os.environ.get(KEYS, "").split(",") if key.strip())
+    return ApiConfig(
+        name=config.name,
+        max_length=config.max_length,
+        vocab_size=text.model.config.vocab_size,
+        max_logprobs=EngineConfig.max_logprobs,
+        max_bias=EngineConfig.max_logit_bias,
+        max_choices=config.max_choices,
+        max_body_bytes=config.max_body_bytes or body_bytes(text, config.max_length),
+        api_keys=(*config.api_key, *keys),
+        seed=config.seed,
+        defaults=text.model.generation_config,
+    )
+
+
+def body_bytes(text: TextModel, max_length: int) -> int:
+    """The most that a request may have, where nothing is said: reading more takes time from everybody."""
+    return max(4_000_000 if text.model.config.media is None else ApiConfig.max_body_bytes, 64 * max_length)
+
+
+def engine_flags() -> dict[str, str]:
+    """The flags of the engine's settings and of the API's, by the names that sentences about them have."""
+    names = {field.name for field in dataclasses.fields(ServeConfig)}
+    pairs = ((group.__name__, field.name) for group in (EngineConfig, ApiConfig) for field in dataclasses.fields(group))
+    flags = {f"{group}.{name}": f"--{name.replace('_', '-')}" for group, name in pairs if name in names}
+    flags |= {"ApiConfig.api_keys": "--api-key", "ApiConfig.name": "--served-name"}
+    flags |= {f"{name}.num_tokens": "--num-draft-tokens" for name in ("PromptLookup", "FurtherPrediction")}
+    pages = {f"PageConfig.{name}": f"--{name.replace('_', '-')}" for name in ("page_size", "num_pages")}
+    return flags | pages | {"pages.page_size": "--page-size"}
+
+
+def _require(package: str) -> None:
+    from importlib.util import find_spec
+
+    if find_spec(package) is None:
+        raise need_extra(package.replace("_", "-"), "serve")

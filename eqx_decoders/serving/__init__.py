@@ -1,0 +1,57 @@
+"""Serving: `Engine` continues the prompts of many requests with one model; `python scripts/serve.py` is its server.
+
+- `Request` and `Sampling` say what is asked for, `Update` what each step has brought.
+- `PromptLookup`, `FurtherPrediction` and `SmallerModel` draft tokens for it to verify.
+- `run_with_caches` runs a decoder for an engine that owns the memory.
+"""
+
+from typing import TYPE_CHECKING
+
+from eqx_decoders.lazy import lazy
+
+
+if TYPE_CHECKING:
+    from eqx_decoders.layers.external import ExternalCall as ExternalCall
+    from eqx_decoders.layers.pages import PageConfig as PageConfig
+    from eqx_decoders.serving.asked import ApiConfig as ApiConfig
+    from eqx_decoders.serving.drafts import (
+        FurtherPrediction as FurtherPrediction,
+        PromptLookup as PromptLookup,
+        SmallerModel as SmallerModel,
+    )
+    from eqx_decoders.serving.engine import Engine as Engine, EngineConfig as EngineConfig
+    from eqx_decoders.serving.external import (
+        external_layers as external_layers,
+        external_logits as external_logits,
+        run_with_caches as run_with_caches,
+    )
+    from eqx_decoders.serving.prompts import Language as Language
+    from eqx_decoders.serving.request import (
+        Constraint as Constraint,
+        EngineCounts as EngineCounts,
+        QueueFull as QueueFull,
+        Request as Request,
+        Sampling as Sampling,
+        TokenScore as TokenScore,
+        Update as Update,
+    )
+    from eqx_decoders.serving.server import ServerConfig as ServerConfig, run_in_thread as run_in_thread, serve as serve
+
+__getattr__, _late = lazy(
+    __name__,
+    {
+        "layers.external": "ExternalCall",
+        "layers.pages": "PageConfig",
+        "serving.asked": "ApiConfig",
+        "serving.drafts": "FurtherPrediction PromptLookup SmallerModel",
+        "serving.engine": "Engine EngineConfig",
+        "serving.external": "external_layers external_logits run_with_caches",
+        "serving.prompts": "Language",
+        "serving.request": "Constraint EngineCounts QueueFull Request Sampling TokenScore Update",
+        "serving.server": "ServerConfig run_in_thread serve",
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_late})

@@ -1,0 +1,427 @@
+"""OpenAI's API in front of an engine: what each address does, whatever carries the requests (see `app.py`)."""
+
+import asyncio
+import contextlib
+import dataclasses
+import hmac
+import logging
+import random
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from eqx_decoders.errors import EqxDecodersError, MissingPackage
+from eqx_decoders.io.tokenizer import JsonTokenizer
+from eqx_decoders.serving.answers import ChatShape, Choice, Echo, Piece, Shape, Usage
+from eqx_decoders.serving.asked import (
+    ApiConfig,
+    Asked,
+    ChatAsked,
+    choice_seed,
+    read_chat,
+    read_completion,
+    read_messages,
+)
+from eqx_decoders.serving.browser import page
+from eqx_decoders.serving.constraints import Forms, TokenConstraint
+from eqx_decoders.serving.metrics import Clock, Metrics
+from eqx_decoders.serving.prompts import Language, PromptReader, Read
+from eqx_decoders.serving.request import QueueFull, Request
+from eqx_decoders.serving.text import TokenTexts, decode
+from eqx_decoders.serving.wire import LARGEST, ApiError, Fields, dump, parse, token_of
+from eqx_decoders.serving.worker import Answers, NotServing, Worker
+
+
+RETRY_AFTER = 1  # seconds, after which a queue that is full may have room
+
+Result = TypeVar("Result")
+
+_log = logging.getLogger("eqx_decoders.serving")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """One request of HTTP.
+
+    - `request_id`: under which it is answered and logged.
+    - `client`: requests take turns by it: which API key, or where it is from.
+    - `arrived`: by `time.monotonic`.
+    """
+
+    request_id: str
+    client: str = ""
+    with_key: bool = False
+    body: bytes = b""
+    arrived: float = dataclasses.field(default_factory=time.monotonic)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reply:
+    """A whole response."""
+
+    content: bytes
+    status: int = 200
+    content_type: str = "application/json"
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def json(cls, value: Any, status: int = 200, **headers: str) -> "Reply":
+        return cls(content=dump(value), status=status, headers=headers)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Events:
+    """A response that is sent piece by piece. Whoever sends it calls `close` afterwards, whatever has happened."""
+
+    content: AsyncIterator[bytes]
+    close: Callable[[], None]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Task:
+    """The answers to one request on their way."""
+
+    asked: Asked
+    shape: Shape
+    answers: Answers
+    choices: list[Choice]
+    clocks: list[Clock]
+    prompts: list[tuple[int, ...]]  # of each choice
+    constraints: Sequence[TokenConstraint | None]
+
+    @property
+    def usage(self) -> Usage:
+        """The prompts count once, also where there are several answers to each."""
+        own = range(0, len(self.choices), self.asked.n)
+        return Usage(
+            prompt=sum(len(self.prompts[number]) for number in own),
+            answers=sum(choice.count for choice in self.choices),
+            cached=sum(self.choices[number].cached for number in own),
+        )
+
+
+class Api:
+    """What a server does with requests.
+
+    **Arguments:**
+
+    - `language`: what lies between the model and text.
+    - `worker`: of the model's engine, started.
+    - `config`: what is taken.
+    """
+
+    def __init__(self, language: Language, worker: Worker, config: ApiConfig):
+        self.language, self.worker, self.config = language, worker, config
+        self.metrics = Metrics(config.name, lambda: worker.counts)
+        self.stopping = False
+        self._reader = PromptReader(language, max_length=config.max_length, max_files=config.max_files)
+        self._forms = Forms(language.tokenizer, config.vocab_size, language.stop_ids)
+        self._texts = TokenTexts(language.tokenizer)
+        self._seeds = random.Random(config.seed) if config.seed is not None else secrets.SystemRandom()
+        self._created = int(time.time())
+        self._page = page(config.name, max_length=config.max_length, sees=language.sees, key=bool(config.api_keys))
+
+    def key(self, given: str | None) -> int | None:
+        """Which API key a header `Authorization` has; -1 where none is needed, None for a wrong one."""
+        if not self.config.api_keys:
+            return -1
+        kind, _, key = (given or "").partition(" ")
+        # all are compared, each in the same time: how long it takes tells nothing
+        same = [hmac.compare_digest(key.strip().encode(), known.encode()) for known in self.config.api_keys]
+        return same.index(True) if any(same) and kind.lower() == "bearer" else None
+
+    def close(self) -> None:
+        """End the thread that reads prompts."""
+        self._reader.close()
+
+    # --- what is asked about the server -------------------------------------------------------------------------------
+
+    async def health(self, call: Call) -> Reply:
+        """200 while requests are taken, 503 from the moment that the server is told to stop, or its engine fails."""
+        good = not self.stopping and self.worker.state == "running"
+        state = "ok" if good else "stopping" if self.worker.state != "failed" else "failed"
+        return Reply.json({"status": state}, 200 if good else 503)
+
+    async def show_metrics(self, call: Call) -> Reply:
+        """For Prometheus."""
+        return Reply(content=self.metrics.text(), content_type=self.metrics.content_type)
+
+    async def show_page(self, call: Call) -> Reply:
+        """A page to chat with the model."""
+        html = "text/html; charset=utf-8"
+        return Reply(content=self._page.content, content_type=html, headers=self._page.headers)
+
+    async def models(self, call: Call) -> Reply:
+        """The one model."""
+        return Reply.json({"object": "list", "data": [self._model]})
+
+    async def model(self, call: Call, name: str) -> Reply:
+        """What is known of it."""
+        self._check_model(name)
+        return Reply.json(self._model)
+
+    @property
+    def _model(self) -> dict[str, Any]:
+        found = {"id": self.config.name, "object": "model", "created": self._created, "owned_by": "eqx_decoders"}
+        return {**found, "root": self.config.name, "parent": None, "max_model_len": self.config.max_length}
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self.config.name:
+            message = f"model={name[:60]!r} is not served here: ask for {self.config.name!r}."
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    # --- the tokenizer ------------------------------------------------------------------------------------------------
+
+    async def tokenize(self, call: Call) -> Reply:
+        """The ids of a text, or of a conversation."""
+        fields = self._fields(call)
+        if fields.has("messages"):
+            answer = fields.flag("add_generation_prompt", True)
+            read = await self._checked(self._reader.chat(read_messages(fields), {}, answer=answer))
+        else:
+            text = fields.text("prompt")
+            if text is None:
+                raise ApiError(400, "prompt is missing: give a text.", param="prompt")
+            special = fields.flag("add_special_tokens", True)
+            read = await self._checked(self._reader.text(text, special=special))
+        found = {"tokens": read.ids, "count": len(read.ids), "max_model_len": self.config.max_length}
+        return Reply.json(found)
+
+    async def detokenize(self, call: Call) -> Reply:
+        """The text of ids."""
+        fields, most = self._fields(call), self.config.vocab_size
+        rule = f"token ids from 0 to {most - 1}"
+        tokens = fields.many("tokens", lambda value: token_of(value, most), rule, most=1 << 20)
+        text = await self._checked(self._reader.run(decode, self.language.tokenizer, tokens, special=True))
+        return Reply.json({"prompt": text})
+
+    async def tokenizer_info(self, call: Call) -> Reply:
+        """What a client needs to write prompts itself."""
+        tokenizer, chat = self.language.tokenizer, self.language.chat
+
+        def name(token: int | None) -> str | None:
+            return None if token is None or not isinstance(tokenizer, JsonTokenizer) else tokenizer.name_of(token)
+
+        found: dict[str, Any] = {"tokenizer_class": type(tokenizer).__name__, "vocab_size": tokenizer.vocab_size}
+        found |= {"bos_token": name(tokenizer.bos_id), "eos_token": name(tokenizer.eos_id), "pad_token": None}
+        found |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+        found |= {"model_max_length": self.config.max_length, "chat_template": None if chat is None else chat.source}
+        return Reply.json(found)
+
+    # --- answers ------------------------------------------------------------------------------------------------------
+
+    async def completions(self, call: Call) -> Reply | Events:
+        """Texts, or token ids, continued."""
+        asked = read_completion(self._body(call), self.config, self._seeds.getrandbits(63))
+        reads: list[Read] = []
+        for prompt in asked.prompts:
+            if isinstance(prompt, str):
+                reads.append(await self._checked(self._reader.text(prompt, special=asked.add_special_tokens)))
+            else:
+                reads.append(Read(prompt))
+        rooms = [self._room(read, asked.max_tokens, usual=16) for read in reads]
+        choices = []
+        for read, prompt in zip(reads, asked.prompts, strict=True):
+            echo = None
+            if asked.echo:
+                text = prompt if isinstance(prompt, str) else decode(self.language.tokenizer, prompt)
+                echo = Echo(text=text, ids=read.ids)
+            write = asked.max_tokens != 0
+            choices += [
+                Choice(asked, self.language.tokenizer, prompt=read.ids, echo=echo, write=write) for _ in range(asked.n)
+            ]
+        shape = Shape(call.request_id, self.config.name, asked, self._texts)
+        return await self._answer(call, asked, shape, reads, rooms, choices, echo=asked.echo)
+
+    async def chat(self, call: Call) -> Reply | Events:
+        """A conversation, answered."""
+        asked: ChatAsked = read_chat(self._body(call), self.config, self._seeds.getrandbits(63))
+        reading = self._reader.chat(asked.messages, asked.variables, answer=asked.add_generation_prompt)
+        read = await self._checked(reading)
+        rooms = [self._room(read, asked.max_tokens)]
+        choices = [Choice(asked, self.language.tokenizer) for _ in range(asked.n)]
+        shape = ChatShape(call.request_id, self.config.name, asked, self._texts)
+        return await self._answer(call, asked, shape, [read], rooms, choices)
+
+    def _room(self, read: Read, asked: int | None, *, usual: int = LARGEST) -> int:
+        """The most tokens that an answer may have, or ApiError for a prompt that leaves too little room for it."""
+        count, most = len(read.ids), self.config.max_length
+        if count == 0:
+            raise ApiError(
+                400, "prompt='' is empty, and the tokenizer has no token that begins a text.", param="prompt"
+            )
+        if max(read.ids) >= self.config.vocab_size:
+            raise ApiError(400, f"prompt has token {max(read.ids)}, which the model does not know.", param="prompt")
+        told = f"This model takes {most:,} tokens of prompt and answer together. The prompt has {count:,}"
+        if count >= most:
+            raise ApiError(400, f"{told}: shorten it.", param="prompt", code="context_length_exceeded")
+        room = most - count
+        if asked is not None and asked > room:
+            message = f"{told}, and max_tokens={asked:,}: at most {room:,} fit."
+            raise ApiError(400, message, param="max_tokens", code="context_length_exceeded")
+        return max(1, min(usual, room) if asked is None else asked)
+
+    async def _answer(
+        self,
+        call: Call,
+        asked: Asked,
+        shape: Shape,
+        reads: Sequence[Read],
+        rooms: Sequence[int],
+        choices: list[Choice],
+        *,
+        echo: bool = False,
+    ) -> Reply | Events:
+        self._check_running()
+        constraints = await self._constraints(asked, len(choices))
+        requests = []
+        for number in range(len(choices)):
+            prompt, choice = divmod(number, asked.n)
+            seed = choice_seed(asked.sampling.seed, choice)
+            requests.append(
+                Request(
+                    prompt=reads[prompt].ids,
+                    media=reads[prompt].media,
+                    max_new_tokens=rooms[prompt],
+                    min_new_tokens=min(asked.min_tokens, rooms[prompt]),
+                    sampling=dataclasses.replace(asked.sampling, seed=seed),
+                    stop_ids=(*(() if asked.ignore_eos else self.language.stop_ids), *asked.stop_token_ids),
+                    logprobs=asked.logprobs,
+                    prompt_logprobs=asked.logprobs if echo else None,
+                    constraint=constraints[number],
+                    priority=asked.priority,
+                    client=call.client if call.with_key else asked.user or call.client,
+                    cache_salt=asked.cache_salt,
+                )
+            )
+        task = Task(
+            asked=asked,
+            shape=shape,
+            answers=await self._submit(requests),
+            choices=choices,
+            clocks=[Clock(self.metrics, call.arrived) for _ in choices],
+            prompts=[request.prompt for request in requests],
+            constraints=constraints,
+        )
+        if asked.stream:
+            return Events(content=self._events(task), close=lambda: self._close(task))
+        return await self._whole(task)
+
+    async def _constraints(self, asked: Asked, count: int) -> Sequence[TokenConstraint | None]:
+        if asked.form is None:
+            return [None] * count
+        try:
+            with client_errors():
+                return await asyncio.to_thread(self._forms.constraints, asked.form, count)
+        except ApiError as error:
+            error.param = asked.form_field
+            raise
+
+    async def _submit(self, requests: Sequence[Request]) -> Answers:
+        try:
+            return await self._checked(self.worker.submit(requests))
+        except QueueFull as error:
+            raise ApiError(429, f"The server is busy: {error}", code="queue_full", retry_after=RETRY_AFTER) from error
+        except NotServing as error:
+            raise ApiError(503, str(error), retry_after=RETRY_AFTER) from error
+
+    async def _whole(self, task: Task) -> Reply:
+        whole = [Piece() for _ in task.choices]
+        try:
+            async for number, piece in self._pieces(task):
+                whole[number].add(piece)
+        finally:
+            self._close(task)
+        prompts = dict(enumerate(task.prompts)) if task.asked.return_token_ids else {}
+        return Reply.json(task.shape.whole(whole, task.usage, prompts))
+
+    async def _events(self, task: Task) -> AsyncIterator[bytes]:
+        """Server-sent events: the chunks, errors as OpenAI's clients expect them, and [DONE]."""
+        asked, shape, begun = task.asked, task.shape, set[int]()
+        try:
+            for number in range(len(task.choices)):
+                first = shape.first(number)
+                if first is not None:
+                    yield event(first)
+            async for number, piece in self._pieces(task):
+                if not piece.empty:
+                    yield event(shape.chunk(number, piece, None if number in begun else task.prompts[number]))
+                    begun.add(number)
+            if asked.include_usage:
+                yield event(shape.last(task.usage))
+        except ApiError as error:
+            yield event(error.body)
+        except Exception:
+            _log.exception("a stream has failed")
+            yield event(ApiError(500, "The server could not answer this request.").body)
+        yield b"data: [DONE]\n\n"
+
+    async def _pieces(self, task: Task) -> AsyncIterator[tuple[int, Piece]]:
+        async for number, update in task.answers:
+            choice, clock = task.choices[number], task.clocks[number]
+            try:
+                piece = choice.take(update)
+            except ApiError as error:
+                clock.ended("error" if error.status == 500 else "abort")
+                choice.finished = True
+                raise
+            clock.tokens(len(update.tokens), update.queue_seconds)
+            if choice.finished:
+                task.answers.cancel(number)
+                clock.ended(piece.finish or "stop")
+                _check_form(task.constraints[number], piece, self.language.stop_ids)
+            yield number, piece
+
+    def _close(self, task: Task) -> None:
+        """Nobody waits any more: what is not complete is cancelled."""
+        task.answers.close()
+        for choice, clock in zip(task.choices, task.clocks, strict=True):
+            if not choice.finished:
+                choice.finished = True
+                clock.ended("abort")
+
+    # --- checks -------------------------------------------------------------------------------------------------------
+
+    def _check_running(self) -> None:
+        if self.stopping:
+            raise ApiError(503, "The server is stopping: no new requests are taken.", retry_after=RETRY_AFTER)
+
+    def _fields(self, call: Call) -> Fields:
+        return Fields(self._body(call))
+
+    def _body(self, call: Call) -> dict[str, Any]:
+        self._check_running()
+        body = parse(call.body)
+        self._check_model(Fields(body).text("model"))
+        return body
+
+    async def _checked(self, work: Awaitable[Result]) -> Result:
+        """What `work` gives; errors of this library in what clients have sent are theirs."""
+        with client_errors():
+            return await work
+
+
+@contextlib.contextmanager
+def client_errors():
+    """Errors that this library raises in what a client has sent, as its response has them."""
+    try:
+        yield
+    except (ApiError, QueueFull, NotServing):
+        raise
+    except MissingPackage as error:
+        raise ApiError(500, f"The server lacks a package for this. {error}") from error
+    except EqxDecodersError as error:
+        raise ApiError(400, str(error)) from error
+
+
+def _check_form(constraint: TokenConstraint | None, piece: Piece, stop_ids: Sequence[int]) -> None:
+    """ApiError for an answer that had to end before it had the form that was asked for."""
+    ended = constraint is not None and piece.finish == "stop" and piece.tokens and piece.tokens[-1] in stop_ids
+    if ended and constraint is not None and constraint.error:
+        raise ApiError(400, f"The form that was asked for could not be kept: {constraint.error}.")
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + dump(value) + b"\n\n"

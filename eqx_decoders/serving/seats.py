@@ -1,0 +1,171 @@
+"""Who has which slot, and what stands in it: what is known of a prompt, pages, and what was interrupted."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+
+from eqx_decoders.cache import Cache
+from eqx_decoders.layers.pages import PageConfig
+from eqx_decoders.serving.job import Job
+from eqx_decoders.serving.pages import OutOfPages
+from eqx_decoders.serving.paging import Pages, Paging
+from eqx_decoders.serving.prefix_cache import Block, PrefixCache
+from eqx_decoders.serving.slots import Slots
+
+
+class Seats:
+    """The slots and who has them.
+
+    **Arguments:**
+
+    - `slots`: the state on the device.
+    - `pages`: how its cache is in pages; None: it is not.
+    - `prefix_bytes`: memory for prompts that begin alike.
+    """
+
+    def __init__(self, slots: Slots, pages: PageConfig | None, prefix_bytes: int):
+        self.slots, windows = slots, slots.windows
+        self.paging = None if pages is None or not windows else Paging(pages, windows, slots.count)
+        self.prefixes = PrefixCache(slots.block, prefix_bytes, slots.keeps_rest, self._release)
+        self.jobs: dict[int, Job] = {}  # by slot
+
+    @property
+    def block(self) -> int:
+        """Tokens of a chunk of a prompt, and of a block of the prefix cache."""
+        return self.slots.block
+
+    @property
+    def free(self) -> int | None:
+        """A slot that nobody has."""
+        return next((slot for slot in range(self.slots.count) if slot not in self.jobs), None)
+
+    @property
+    def usage(self) -> float:
+        """Share of all room that is in use, from 0 to 1."""
+        if self.paging is not None:
+            return self.paging.usage
+        return sum(job.done for job in self.jobs.values()) / (self.slots.count * self.slots.length)
+
+    def last(self, besides: Collection[Job] = ()) -> Job | None:
+        """Who has to give way first: of the lowest priority the one that came last."""
+        jobs = (job for job in self.jobs.values() if job not in besides)
+        return min(jobs, key=lambda job: (job.request.priority, -job.request_id), default=None)
+
+    # --- coming and going ---
+
+    def enter(self, job: Job, slot: int) -> None:
+        """Give a request a slot, with what is known of it."""
+        job.slot, self.jobs[slot] = slot, job
+        self.slots.empty(slot)
+        if job.saved is not None:
+            self._return(job, *job.saved)
+        elif job.request.prompt_logprobs is None:  # which have to be computed for all of it
+            self._begin_with_known(job)
+
+    def leave(self, job: Job) -> None:
+        """Free a slot."""
+        del self.jobs[job.slot]
+        if self.paging is not None:
+            self.paging.release(job.slot)
+        job.slot, job.drafted = -1, False
+
+    def interrupt(self, job: Job) -> None:
+        """Free a slot, and keep what stands in it for when the request goes on."""
+        blocks = [self.slots.keep(job.slot, begin) for begin in range(0, job.done, self.block)]
+        job.saved = blocks, self.slots.keep_rest(job.slot)
+        if self.paging is not None:  # memory of the device is what is short
+            job.saved = jax.device_get(job.saved)
+        self.leave(job)
+
+    def _return(self, job: Job, blocks: Iterable[Any], rest: Any) -> None:
+        job.saved = None
+        self._reserve_seen(job)
+        for index, kept in enumerate(blocks):
+            self.slots.restore(job.slot, index * self.block, kept)
+        self.slots.restore_rest(job.slot, job.done, rest)
+
+    def take_whole(self, job: Job, cache: Cache, prompt: np.ndarray) -> None:
+        """Put a prompt's cache, made elsewhere, into a slot."""
+        job.done = len(prompt)
+        self._reserve_seen(job)
+        self.slots.take_whole(job.slot, cache, prompt)
+
+    # --- prompts that begin alike ---
+
+    def _begin_with_known(self, job: Job) -> None:
+        """Put what is known of a prompt into its slot."""
+        known, block = self.prefixes.find(job.names, len(job.request.prompt)), self.block
+        while known and self.paging is not None and not self.paging.sees_all(_pages(known), len(known) * block):
+            known = [] if self.slots.keeps_rest else known[:-1]
+        job.branch = self.prefixes.known(job.names)
+        job.done = job.cached = len(known) * block
+        if not known:
+            return
+        if self.paging is not None:
+            self.paging.adopt(job.slot, _pages(known), job.done)
+        for index, each in enumerate(known):
+            self.slots.restore(job.slot, index * block, each.kept, pages=False)
+        self.slots.restore_rest(job.slot, job.done, known[-1].rest)
+
+    def remember(self, job: Job) -> None:
+        """Keep the last block of a prompt for others, if it is complete."""
+        index = job.done // self.block
+        if job.done % self.block > 0 or index > len(job.names):
+            return
+        names, count, begin = job.names[:index], len(job.request.prompt), job.done - self.block
+        # where the same prompt, a longer one, or one that parts from a known one here, would go on
+        wanted = self.slots.keeps_rest and index in ((count - 1) // self.block, count // self.block, job.branch)
+        if self.prefixes.lacks(names[-1], rest=wanted):
+            pages = None if self.paging is None else self.paging.pages(job.slot, begin, job.done)
+            kept = self.slots.keep(job.slot, begin, pages=False)
+            rest = self.slots.keep_rest(job.slot) if wanted else None
+            self.prefixes.add(names, Block(kept, rest, pages))
+
+    def _release(self, block: Block) -> None:
+        """A block of the prefix cache goes."""
+        if self.paging is not None and block.pages is not None:
+            self.paging.free(block.pages)
+
+    # --- pages ---
+
+    def has_room(self, job: Job) -> bool:
+        """Whether there are pages for what a request begins with, once those have gone that nobody uses."""
+        while self.paging is not None:
+            known = self.prefixes.known(job.names) * self.block if job.saved is None else 0
+            length = max(job.done, len(job.request.prompt)) + 1
+            if self.paging.has_room(length - min(known, length - 1)):
+                break
+            if not self.prefixes.forget_one():
+                return False
+        return True
+
+    def reserve(self, job: Job, begin: int, end: int) -> bool:
+        """Pages for tokens that are about to be computed; False if there are none."""
+        while self.paging is not None:
+            try:
+                self.paging.reserve(job.slot, begin, end)
+                break
+            except OutOfPages:
+                if not self.prefixes.forget_one():
+                    return False
+        return True
+
+    def set_tables(self) -> None:
+        """Tell the device who has which pages, before it computes."""
+        if self.paging is not None:
+            lengths = np.zeros(self.slots.count, np.int32)
+            for job in self.jobs.values():
+                lengths[job.slot] = job.done
+            self.slots.set_tables(self.paging.arrays, lengths)
+
+    def _reserve_seen(self, job: Job) -> None:
+        """Pages for what comes at once into a slot; `has_room` has seen to it that there are."""
+        if self.paging is not None:
+            self.paging.reserve_seen(job.slot, job.done)
+            self.set_tables()
+
+
+def _pages(blocks: list[Block]) -> list[Pages]:
+    return [block.pages or {} for block in blocks]

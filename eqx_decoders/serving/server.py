@@ -1,0 +1,210 @@
+"""An HTTP server (uvicorn, extra "serve") that tells when it is ready, and ends in order when it is asked to."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from eqx_decoders.errors import ConfigError, check_number, need_extra
+from eqx_decoders.serving.api import Api
+from eqx_decoders.serving.app import create_app
+from eqx_decoders.serving.asked import ApiConfig
+from eqx_decoders.serving.prompts import Language
+from eqx_decoders.serving.worker import EngineLike, Worker
+
+
+POLL = 0.05  # seconds between two looks at whether it is to end
+BACKLOG = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """How long things may take, in seconds.
+
+    - `head`: until the head of a request has come, and between two requests of one connection.
+    - `write`: until a client has taken what it is sent, as far as that is more than some kilobytes.
+    - `drain`: for requests that are open when the server is told to end; then they are cut off.
+    - `end`: for telling their clients so, and again for the engine's last step.
+    """
+
+    head: int | float = 30.0
+    write: int | float = 60.0
+    drain: int | float = 10.0
+    end: int | float = 3.0
+
+    def __post_init__(self):
+        for field in ("head", "write", "end"):
+            check_number(f"ServerConfig.{field}", getattr(self, field), above=0)
+        check_number("ServerConfig.drain", self.drain, least=0)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket with an address, which takes no connections yet. ConfigError where it cannot be had."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = found[0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except (OSError, UnicodeError, OverflowError) as error:
+        cause = getattr(error, "strerror", None) or error
+        raise ConfigError(f"host={host!r} with port={port} cannot be had: {cause}. Choose others.") from error
+    return sock
+
+
+def address_of(sock: socket.socket) -> str:
+    """Where a browser finds it."""
+    host, port = sock.getsockname()[:2]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"http://{shown}:{port}"
+
+
+async def serve(
+    language: Language,
+    engine: EngineLike,
+    config: ApiConfig,
+    sock: socket.socket,
+    *,
+    asked_to_end: Callable[[], bool],
+    ready: Callable[[], None] = lambda: None,
+    allow_origins: Sequence[str] = (),
+    times: ServerConfig = ServerConfig(),
+) -> bool:
+    """Serve until `asked_to_end`; then take no new requests, let those that are open end, and return.
+
+    Returns whether the engine's thread has ended, too: a step that hangs cannot be interrupted.
+    """
+    uvicorn = _uvicorn()
+    worker = Worker(engine)
+    api = Api(language, worker, config)
+    options: dict[str, Any] = dict(
+        http=_protocol(times.head, times.write),
+        ws="none",
+        lifespan="off",
+        loop="asyncio",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=max(1, round(times.head)),
+        timeout_graceful_shutdown=max(1, round(times.end)),
+        backlog=BACKLOG,
+    )
+    server = _server(uvicorn)(uvicorn.Config(create_app(api, allow_origins), **options))
+    worker.start()
+    running = asyncio.ensure_future(server.serve(sockets=[sock]))
+    try:
+        while not server.started and not running.done():
+            await asyncio.sleep(POLL)
+        if not running.done():
+            ready()
+        while not (asked_to_end() or running.done()):
+            await asyncio.sleep(POLL)
+    finally:
+        api.stopping = True
+        ended = await worker.stop(times.drain, times.end)
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it writes a page on each task that it ends
+        server.should_exit = True
+        api.close()
+        try:
+            await running
+        except OSError as error:  # another server has taken the address meanwhile
+            raise ConfigError(f"{address_of(sock)} cannot be had: {error.strerror}. Choose another port.") from error
+    return ended
+
+
+def _uvicorn() -> Any:
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise need_extra("uvicorn", "serve") from error
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # each bad request is a warning to it
+    return uvicorn
+
+
+def _server(uvicorn: Any) -> Any:
+    class Server(uvicorn.Server):
+        """Leaves signals to the program."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    return Server
+
+
+def _protocol(head: int | float, write: int | float) -> Any:
+    """HTTP/1.1 whose connections end where the head of a request does not come in time, or nobody reads the answer."""
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Protocol(H11Protocol):
+        late: asyncio.TimerHandle | None = None  # while the head of a request is waited for
+        stuck: asyncio.TimerHandle | None = None  # while more is to be sent than is taken
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._watch()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._watch()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._watch()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self.stuck = self.loop.call_later(write, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self.stuck = _ended(self.stuck)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self.late, self.stuck = _ended(self.late), _ended(self.stuck)
+
+        def _watch(self) -> None:
+            at_work = self.cycle is not None and not self.cycle.response_complete
+            if at_work or self.transport.is_closing():
+                self.late = _ended(self.late)
+            elif self.late is None:
+                self.late = self.loop.call_later(head, self.transport.close)
+
+    return Protocol
+
+
+def _ended(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
+
+
+def run_in_thread(**arguments: Any) -> Callable[[], bool]:
+    """`serve` with these arguments in a thread with an event loop of its own; what ends it, and gives what it returns.
+
+    It has begun to take requests when this returns; errors before that are raised here.
+    """
+    ready, end, found = threading.Event(), threading.Event(), concurrent.futures.Future[bool]()
+
+    def run() -> None:
+        try:
+            found.set_result(asyncio.run(serve(**arguments, asked_to_end=end.is_set, ready=ready.set)))
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="server", daemon=True).start()
+    while not (ready.wait(POLL) or found.done()):
+        pass
+    if not ready.is_set():
+        found.result()
+
+    def stop() -> bool:
+        end.set()
+        return found.result()
+
+    return stop

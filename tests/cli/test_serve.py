@@ -1,0 +1,174 @@
+"""The serve program: every setting and every mistake; with a model, in tests/serving/test_served_models.py."""
+
+import dataclasses
+import logging
+import socket
+from importlib import util
+from typing import Any
+
+import pytest
+
+from eqx_decoders.cli import serve
+from eqx_decoders.inference.text import load_text_model
+from eqx_decoders.layers.pages import PageConfig
+from eqx_decoders.serving.asked import ApiConfig
+from eqx_decoders.serving.drafts import FurtherPrediction, PromptLookup, SmallerModel
+from tests.commands import ROOT, call, outcome
+
+
+CHAT = ROOT / "tests" / "fixtures" / "chat_llama"
+
+
+@pytest.fixture(scope="module")
+def text():
+    return load_text_model(CHAT)
+
+
+@dataclasses.dataclass
+class Asked:
+    """What the program would have served."""
+
+    engine: Any = None
+    api: ApiConfig | None = None
+    sock: socket.socket | None = None
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    loaded: Any = None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.sock.getsockname()[:2]
+
+
+@pytest.fixture
+def asked(monkeypatch, text):
+    """Nothing is loaded, compiled or served."""
+    found = Asked()
+
+    class Engine:
+        def __init__(self, model, config):
+            found.engine = config
+
+        def warm_up(self) -> None:
+            pass
+
+    async def served(language, engine, config, sock, *, ready, **options) -> bool:
+        found.api, found.sock, found.options = config, sock, options
+        ready()
+        return True
+
+    def load(config):
+        found.loaded = config
+        return text
+
+    monkeypatch.setattr(serve, "Engine", Engine)
+    monkeypatch.setattr(serve, "serve", served)
+    monkeypatch.setattr(serve, "load", load)
+    monkeypatch.delenv(serve.KEYS, raising=False)
+    logs = [logging.getLogger(name) for name in ("eqx_decoders.serving", "uvicorn")]
+    before = [(log.handlers, log.propagate, log.level) for log in logs]
+    yield found
+    for log, (handlers, propagate, level) in zip(logs, before, strict=True):
+        log.handlers, log.propagate = handlers, propagate
+        log.setLevel(level)
+
+
+LOG = logging.getLogger("eqx_decoders.serving")
+ONE_AHEAD = FurtherPrediction(num_tokens=1)
+# Flags, and what comes of them.
+EFFECTS = {
+    "model": (["--model", "x"], lambda found: found.loaded.model == found.api.name == "x"),
+    "run_dir": (["--run-dir", "x"], lambda found: found.loaded.run_dir == found.api.name == "x"),
+    "step": (["--step", "3"], lambda found: found.loaded.step == 3),
+    "dtype": (["--dtype", "bfloat16"], lambda found: found.loaded.dtype == "bfloat16"),
+    "mesh": (["--mesh.tensor", "2"], lambda found: found.loaded.mesh.tensor == 2),
+    "cache_dtype": (["--cache-dtype", "bfloat16"], lambda found: found.engine.cache_dtype == "bfloat16"),
+    "page_size": (["--page-size", "32"], lambda found: found.engine.pages == PageConfig(page_size=32)),
+    "num_pages": (["--page-size", "32", "--num-pages", "9"], lambda found: found.engine.pages.num_pages == 9),
+    "draft": (["--draft", "prompt"], lambda found: found.engine.drafts == PromptLookup(num_tokens=2)),
+    "draft_model": (["--draft-model", CHAT], lambda found: isinstance(found.engine.drafts, SmallerModel)),
+    "num_draft_tokens": (["--draft", "mtp", "--num-draft-tokens", "1"], lambda found: found.engine.drafts == ONE_AHEAD),
+    "host": (["--host", "0.0.0.0"], lambda found: found.address[0] == "0.0.0.0"),
+    "port": (["--port", "0"], lambda found: found.address[1] not in (0, 8000)),
+    "served_name": (["--served-name", "me"], lambda found: found.api.name == "me"),
+    "max_batch_size": (["--max-batch-size", "3"], lambda found: found.engine.max_batch_size == 3),
+    "max_length": (["--max-length", "99"], lambda found: found.engine.max_length == found.api.max_length == 99),
+    "prefill_chunk": (["--prefill-chunk", "16"], lambda found: found.engine.prefill_chunk == 16),
+    "token_budget": (["--token-budget", "64"], lambda found: found.engine.token_budget == 64),
+    "prefix_cache_bytes": (["--prefix-cache-bytes", "0"], lambda found: found.engine.prefix_cache_bytes == 0),
+    "max_waiting": (["--max-waiting", "5"], lambda found: found.engine.max_waiting == 5),
+    "max_waiting_tokens": (["--max-waiting-tokens", "7"], lambda found: found.engine.max_waiting_tokens == 7),
+    "max_choices": (["--max-choices", "2"], lambda found: found.api.max_choices == 2),
+    "max_body_bytes": (["--max-body-bytes", "1000"], lambda found: found.api.max_body_bytes == 1000),
+    "api_key": (["--api-key", "a", "--api-key", "b"], lambda found: found.api.api_keys == ("a", "b")),
+    "allow_origin": (["--allow-origin", "*"], lambda found: found.options["allow_origins"] == ("*",)),
+    "seed": (["--seed", "5"], lambda found: found.api.seed == 5),
+    "drain_seconds": (["--drain-seconds", "2"], lambda found: found.options["times"].drain == 2),
+    "log_level": (["--log-level", "info"], lambda found: LOG.level == logging.INFO),
+}
+ELSEWHERE = {"distributed": "by test_mistakes_of_serve", "distributed_timeout": "by test_mistakes_of_serve"}
+
+
+@pytest.mark.parametrize("name", EFFECTS)
+def test_every_setting_has_its_effect(asked, name):
+    flags, effect = EFFECTS[name]
+    out, _ = call("serve", *([] if name == "port" else ["--port", 0]), *flags)
+    assert effect(asked)
+    assert out == f"serving {asked.api.name} at http://127.0.0.1:{asked.address[1]}\n"
+
+
+def test_no_setting_is_left_out():
+    fields = {field.name for field in dataclasses.fields(serve.ServeConfig)}
+    assert fields == EFFECTS.keys() | ELSEWHERE.keys()
+
+
+def test_keys_may_stand_in_the_environment(asked, monkeypatch):
+    monkeypatch.setenv(serve.KEYS, " one, two,")
+    call("serve", "--port", 0, "--api-key", "zero")
+    assert asked.api.api_keys == ("zero", "one", "two")
+
+
+def test_what_the_model_was_published_with_is_the_default(asked):
+    call("serve", "--port", 0)
+    assert (asked.api.defaults.temperature, asked.api.defaults.top_p) == (0.6, 0.9)
+    assert asked.api.vocab_size == 320
+
+
+@pytest.mark.parametrize(
+    "arguments, code, says",
+    [
+        (("--model", CHAT, "--run-dir", "runs/x"), 2, "exclude each other"),
+        (("--model", CHAT, "--step", "3"), 2, "--step=3 is of a run"),
+        (("--port", "70000"), 2, "--port=70000 must be below 65536"),
+        (("--port", "-1"), 2, "--port=-1 must be"),
+        (("--max-length", "1"), 2, "--max-length=1 has no room for an answer"),
+        (("--max-batch-size", "0"), 2, "--max-batch-size=0 must be"),
+        (("--drain-seconds", "-1"), 2, "--drain-seconds=-1"),
+        (("--draft", "prompt", "--draft-model", "x"), 2, "exclude each other"),
+        (("--draft", "mtp", "--num-draft-tokens", "0"), 2, "--num-draft-tokens=0 must be"),
+        (("--num-pages", "5"), 2, "--num-pages=5 needs"),
+        (("--page-size", "48"), 2, "--prefill-chunk=128 must be a multiple of --page-size=48"),
+        (("--distributed", "--mesh.fsdp", "-1"), 2, "--distributed=True is not for serving"),
+        (("--distributed-timeout", "0"), 2, "--distributed-timeout=0 must be"),
+        (("--port", "0", "--model", ROOT / "tests" / "fixtures" / "gpt2"), 3, "holds no tokenizer.json"),
+        (("--port", "0", "--model", "nothing/at/all"), 4, "does not exist"),
+        (("--port", "0", "--run-dir", ROOT), 2, "is no run directory"),
+    ],
+)
+def test_mistakes_of_serve(arguments, code, says):
+    left, _, err = outcome("serve", *arguments)
+    assert left == code and says in " ".join(err.replace("│", "").split())
+
+
+def test_an_address_that_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        _, err = call("serve", "--model", CHAT, "--port", port, code=2)
+    assert f"with --port={port} cannot be had: Address already in use" in err
+
+
+@pytest.mark.parametrize("package", ["tyro", "uvicorn"])
+def test_what_it_needs_is_an_extra(monkeypatch, package):
+    known = util.find_spec
+    monkeypatch.setattr(util, "find_spec", lambda name: None if name == package else known(name))
+    _, err = call("serve", "--model", CHAT, "--port", 0, code=1)
+    assert "pip install 'eqx_decoders[serve]'" in err

@@ -1,0 +1,126 @@
+"""An engine that computes nothing: the next token is the one behind the last token. For tests of what is around it."""
+
+import dataclasses
+import math
+import threading
+import time
+
+import numpy as np
+
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.serving.request import EngineCounts, QueueFull, Request, TokenScore, Update
+
+
+@dataclasses.dataclass
+class FakeEngine:
+    """Answers go on with `(last + 1) % letters`, or with a seed drawn from the prompt and the seed.
+
+    Tokens below `letters` follow each other; others never come by themselves. `script` answers with these tokens.
+    `seconds`: that a step takes. `per_step`: tokens of each answer in one step.
+    """
+
+    vocab_size: int = 320
+    letters: int = 256
+    slots: int = 4
+    max_length: int = 512
+    max_waiting: int = 16
+    seconds: float = 0.0
+    per_step: int = 1
+    script: tuple[int, ...] = ()
+    fails: bool = False
+
+    def __post_init__(self):
+        self.requests: dict[int, Request] = {}
+        self.answers: dict[int, list[int]] = {}
+        self.order: list[int] = []
+        self.seen: list[Request] = []  # all that were ever submitted
+        self.cancelled: list[int] = []
+        self.gate = threading.Event()  # steps wait for it
+        self.gate.set()
+        self.done = EngineCounts()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.order)
+
+    def submit(self, request: Request) -> int:
+        if len(request.prompt) + request.max_new_tokens > self.max_length:
+            raise ConfigError(f"max_new_tokens={request.max_new_tokens} does not fit: ask for less.")
+        if len(self.order) >= self.slots + self.max_waiting:
+            raise QueueFull(f"{len(self.order)} requests wait, the most that do: come again later.")
+        number = len(self.seen)
+        self.seen.append(request)
+        self.order.append(number)
+        self.requests[number], self.answers[number] = request, []
+        return number
+
+    def cancel(self, request_id: int) -> None:
+        if request_id in self.order:
+            self.order.remove(request_id)
+            self.cancelled.append(request_id)
+
+    def step(self) -> list[Update]:
+        self.gate.wait()
+        time.sleep(self.seconds)
+        if self.fails:
+            raise RuntimeError("the device is gone")
+        self.done = dataclasses.replace(self.done, steps=self.done.steps + 1)
+        return [self._advance(number) for number in self.order[: self.slots]]
+
+    def _advance(self, number: int) -> Update:
+        request, answer, tokens, scores = self.requests[number], self.answers[number], [], []
+        reason = None
+        first = not answer
+        while reason is None and len(tokens) < self.per_step:
+            token = self._next(request, answer)
+            answer.append(token)
+            tokens.append(token)
+            if request.logprobs is not None:
+                scores.append(score(token, request.logprobs))
+            if token in request.stop_ids and len(answer) > request.min_new_tokens:
+                reason = "stop"
+            elif len(answer) >= request.max_new_tokens:
+                reason = "length"
+            if request.constraint is not None and reason != "stop":
+                request.constraint.accept(token)
+        if reason is not None:
+            self.order.remove(number)
+        prompt = tuple(score(token, request.prompt_logprobs or 0) for token in request.prompt[1:])
+        self.done = dataclasses.replace(
+            self.done,
+            prompt_tokens=self.done.prompt_tokens + first * len(request.prompt),
+            generated_tokens=self.done.generated_tokens + len(tokens),
+        )
+        return Update(
+            request_id=number,
+            tokens=tuple(tokens),
+            scores=tuple(scores),
+            prompt_scores=prompt if first and request.prompt_logprobs is not None else (),
+            cached_tokens=len(request.prompt) // 2 if first else 0,
+            finish_reason=reason,
+        )
+
+    def _next(self, request: Request, answer: list[int]) -> int:
+        if request.constraint is not None:
+            words = np.zeros((self.vocab_size + 31) // 32, np.int32)
+            request.constraint.fill(words)
+            allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+            return int(allowed[(len(answer) * 7 + request.sampling.seed) % len(allowed)])
+        if len(answer) < len(self.script):
+            return self.script[len(answer)]
+        last = (request.prompt[-1:] + tuple(answer))[-1]
+        if request.sampling.temperature > 0:
+            last += 7 * request.sampling.seed + len(answer)
+        biases = dict(request.sampling.logit_bias)
+        best = max(biases, key=lambda token: biases[token], default=None)
+        return best if best is not None and biases[best] > 0 else (last + 1) % self.letters
+
+    def counts(self) -> EngineCounts:
+        running = min(len(self.order), self.slots)
+        return dataclasses.replace(self.done, running=running, waiting=len(self.order) - running)
+
+
+def score(token: int, count: int) -> TokenScore:
+    """Made up: the token itself is the most likely one, those behind it follow."""
+    top = [((token + at) % 256, -math.log(2.0) * (at + 1)) for at in range(count)]
+    return TokenScore(token, -math.log(2.0) if token % 5 else -math.inf, tuple(top))

@@ -1,0 +1,92 @@
+"""A server with a fake engine on a free port, and calls to it."""
+
+import contextlib
+import dataclasses
+import http.client
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from eqx_decoders.io.chat import load_chat_template
+from eqx_decoders.io.generation_config import read_generation_config
+from eqx_decoders.io.tokenizer import load_tokenizer
+from eqx_decoders.serving.asked import ApiConfig
+from eqx_decoders.serving.prompts import Language
+from eqx_decoders.serving.server import ServerConfig, bind, run_in_thread
+from tests.serving.fake_engine import FakeEngine
+
+
+CHAT = Path(__file__).parents[1] / "fixtures" / "chat_llama"
+
+
+def chat_language(**changes: Any) -> Language:
+    """That of a fixture with a byte-level vocabulary of 320 ids and a chat template."""
+    found = Language(
+        tokenizer=load_tokenizer(CHAT),
+        chat=load_chat_template(CHAT),
+        published=True,
+        stop_ids=(257, 258),
+        defaults=read_generation_config(CHAT),
+    )
+    return dataclasses.replace(found, **changes)
+
+
+@dataclasses.dataclass
+class Running:
+    """A server that runs, with the engine behind it."""
+
+    port: int
+    engine: FakeEngine
+    stop: Any
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def call(self, path: str, body: Any = None, *, raw: bytes | None = None, method: str | None = None, **headers: str):
+        """Status, headers and content of a request."""
+        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        data = raw if raw is not None else None if body is None else json.dumps(body).encode()
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        try:
+            kind = method or ("GET" if data is None else "POST")
+            link.request(kind, path, data, {"Content-Type": "application/json"} | names)
+            answer = link.getresponse()
+            return answer.status, dict(answer.getheaders()), answer.read()
+        finally:
+            link.close()
+
+    def json(self, path: str, body: Any = None, *, code: int | None = 200, **options: Any) -> Any:
+        """What a request gives that must end with `code`; None: with any."""
+        status, _, content = self.call(path, body, **options)
+        assert code in (status, None), (status, content[:500])
+        return json.loads(content)
+
+    def connect(self) -> socket.socket:
+        """A bare connection."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+
+@contextlib.contextmanager
+def serving(
+    engine: FakeEngine | None = None,
+    language: Language | None = None,
+    times: ServerConfig = ServerConfig(drain=1.0, end=1.0),
+    allow_origins: tuple[str, ...] = (),
+    **config: Any,
+) -> Iterator[Running]:
+    """A server as long as the block lasts."""
+    engine = engine or FakeEngine()
+    defaults = dict(name="fake", max_length=engine.max_length, vocab_size=engine.vocab_size, seed=1)
+    sock = bind("127.0.0.1", 0)
+    port = sock.getsockname()[1]
+    language = language or chat_language()
+    options = dict(language=language, engine=engine, config=ApiConfig(**(defaults | config)), sock=sock)
+    stop = run_in_thread(times=times, allow_origins=allow_origins, **options)
+    try:
+        yield Running(port, engine, stop)
+    finally:
+        engine.gate.set()
+        stop()

@@ -1,0 +1,130 @@
+"""Answers of a form: whatever is drawn from what is allowed has it, and ends."""
+
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.io.tokenizer import ByteTokenizer, load_tokenizer
+from eqx_decoders.serving.constraints import ANY_OBJECT, KEPT, Form, Forms
+from tests.serving.servers import CHAT
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 3},
+        "kind": {"enum": ["cat", "dög"]},
+        "ages": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "maxItems": 2},
+    },
+    "required": ["name", "kind", "ages"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module", params=["fixture", "bytes"])
+def forms(request) -> Forms:
+    if request.param == "bytes":
+        return Forms(ByteTokenizer(), 320, [257, 258])
+    return Forms(load_tokenizer(CHAT), 320, [257, 258])
+
+
+def one_of(forms: Forms, form: Form):
+    (found,) = forms.constraints(form, 1)
+    return found
+
+
+def allowed(constraint) -> list[int]:
+    words = np.full(10, -1, np.int32)
+    constraint.fill(words)
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+
+
+def drawn(forms: Forms, form: Form, seed: int, most: int = 400) -> tuple[str, bool]:
+    """A text of tokens that were allowed, and whether it ended by itself."""
+    constraint, ids, pick = one_of(forms, form), [], random.Random(seed)
+    for _ in range(most):
+        token = pick.choice(allowed(constraint))
+        if token in (257, 258):
+            return forms._tokenizer.decode(ids), True
+        constraint.accept(token)
+        ids.append(token)
+    return forms._tokenizer.decode(ids), False
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_allowed_leads_to_the_form(forms, seed):
+    text, ended = drawn(forms, Form("json", json.dumps(SCHEMA)), seed)
+    found = json.loads(text)
+    assert ended and list(found) == ["name", "kind", "ages"] and found["kind"] in ("cat", "dög")
+    assert len(found["name"]) <= 3 and len(found["ages"]) <= 2 and all(0 <= age <= 9 for age in found["ages"])
+    assert re.fullmatch(r"[a-c]{3}é\d", (found := drawn(forms, Form("regex", "[a-c]{3}é[0-9]"), seed))[0]), found
+    choices = ('say "hi"\n', "né", "a\\b")
+    assert drawn(forms, Form("choice", choices), seed)[0] in choices
+    text, ended = drawn(forms, Form("grammar", 'start: "x" ("," "x")~2'), seed)
+    assert (text, ended) == ("x,x,x", True)
+
+
+def test_blanks_in_json_do_not_go_on_for_ever():
+    constraint = one_of(Forms(ByteTokenizer(), 320, [257]), ANY_OBJECT)
+    for token in b"{" + 32 * b" ":
+        assert token in allowed(constraint)
+        constraint.accept(token)
+    assert not set(b" \t\r\n") & set(allowed(constraint)) and b'"'[0] in allowed(constraint)
+
+
+def test_a_complete_form_allows_all_stop_ids_and_nothing_else(forms):
+    constraint = one_of(forms, Form("choice", ("a",)))
+    constraint.accept(allowed(constraint)[0])
+    assert allowed(constraint) == [257, 258] and constraint.error == ""
+
+
+def test_a_token_against_the_form_leaves_the_stop_ids(forms):
+    constraint = one_of(forms, Form("choice", ("a",)))
+    constraint.accept(5)
+    assert allowed(constraint) == [257, 258] and "satisfy" in constraint.error
+
+
+def test_answers_of_one_form_do_not_share_their_place(forms):
+    one, other = (one_of(forms, Form("regex", "ab")) for _ in range(2))
+    before = allowed(other)
+    one.accept(before[0])
+    assert allowed(other) == before != allowed(one)
+    for number in range(KEPT + 3):
+        one_of(forms, Form("regex", f"a{number}"))
+    assert len(forms._known) == KEPT
+
+
+DEEP = "[" * 100_000
+BAD = {
+    "not an object": (Form("json", "5"), "json cannot be read"),
+    "not JSON": (Form("json", "{bad"), "json cannot be read"),
+    "no type": (Form("json", '{"type": "nope"}'), "Invalid type: nope"),
+    "look-ahead": (Form("json", '{"type": "string", "pattern": "(?=a)b"}'), "look-around"),
+    "elsewhere": (Form("json", '{"$ref": "http://127.0.0.1:1/x"}'), "json cannot be kept"),
+    "no value": (Form("json", '{"enum": []}'), "Unsatisfiable"),
+    "itself": (Form("json", '{"$ref": "#"}'), "json cannot be kept"),
+    "deep": (Form("json", DEEP), "recursion limit"),
+    "open class": (Form("regex", "(["), "unclosed character class"),
+    "deep regex": (Form("regex", "(" * 100_000), "regex cannot be kept"),
+    "no rule": (Form("grammar", "start: x"), "unknown name"),
+    "no start": (Form("grammar", ""), "grammar cannot be kept"),
+    "endless": (Form("grammar", 'start: start "a"'), "grammar cannot be kept"),
+    "large": (Form("regex", "a" * 600_000), "600,000 characters"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_forms_that_are_none(forms, name):
+    form, says = BAD[name]
+    with pytest.raises(ConfigError) as error:
+        one_of(forms, form)
+    assert says in str(error.value) and len(str(error.value)) < 500
+
+
+def test_a_model_without_a_token_that_ends_its_answers_has_no_forms():
+    with pytest.raises(ConfigError, match="needs a model with a token that ends"):
+        Forms(ByteTokenizer(), 300, []).constraints(ANY_OBJECT, 1)

@@ -1,0 +1,152 @@
+"""From what clients send to what a model reads."""
+
+import asyncio
+import base64
+import io
+
+import numpy as np
+import pytest
+
+from eqx_decoders.errors import ConversionError
+from eqx_decoders.inference.text import load_text_model
+from eqx_decoders.io.chat import ChatTemplate
+from eqx_decoders.io.tokenizer import ByteTokenizer
+from eqx_decoders.serving.prompts import Language, PromptReader, longest_token
+from eqx_decoders.serving.wire import ApiError
+from tests.encoders.directories import seeing_directory
+from tests.serving.fake_engine import FakeEngine
+from tests.serving.servers import CHAT, Running, chat_language, serving
+
+
+class Slow(ChatTemplate):
+    """Notes how many conversations each process renders; one that is told to fails ends its process."""
+
+    batches: list[int] = []  # noqa: RUF012 - of the test
+
+    def render_many(self, conversations):
+        self.batches.append(len(conversations))
+        texts = [one.messages[0]["content"] for one in conversations]
+        if "fail" in texts:
+            raise ConversionError("it takes more than 1 s of processor time")
+        return [type("Rendered", (), {"text": text})() for text in texts]
+
+
+def read(language: Language, texts: list[str], **options):
+    """What becomes of conversations that come at once: their ids, or errors."""
+
+    async def run():
+        reader = PromptReader(language, max_length=64, **options)
+        try:
+            messages = [[{"role": "user", "content": text}] for text in texts]
+            work = (reader.chat(one, {}, answer=True) for one in messages)
+            return await asyncio.gather(*work, return_exceptions=True)
+        finally:
+            reader.close()
+
+    return asyncio.run(run())
+
+
+def test_conversations_that_come_at_once_share_a_process():
+    language, Slow.batches = chat_language(chat=Slow(source="")), []
+    found = read(language, [f"text {number}" for number in range(40)])
+    assert [language.tokenizer.decode(one.ids) for one in found] == [f"text {number}" for number in range(40)]
+    assert sum(Slow.batches) == 40 and len(Slow.batches) <= 3
+
+
+def test_one_that_ends_its_process_takes_no_others_with_it():
+    language, Slow.batches = chat_language(chat=Slow(source="")), []
+    found = read(language, ["a", "fail", "b", "c"])
+    assert [isinstance(one, ConversionError) for one in found] == [False, True, False, False]
+    assert language.tokenizer.decode(found[3].ids) == "c"
+
+
+def test_what_is_too_long_is_refused_before_it_is_encoded():
+    tokenizer = chat_language().tokenizer
+    longest = max(len(tokenizer.name_of(index) or "") for index in range(tokenizer.vocab_size))
+    assert longest_token(tokenizer) == longest and longest_token(ByteTokenizer()) == 1
+    (found,) = read(chat_language(chat=Slow(source="")), ["a" * (64 * longest * 4 + 1)])
+    assert isinstance(found, ApiError) and found.code == "context_length_exceeded"
+
+
+def test_texts_begin_as_the_model_was_trained():
+    own, published = chat_language(published=False), chat_language()
+    assert own.encode("a") == (256, *own.encode("a", special=False)) == published.encode("a")
+    assert own.encode("<|end|>", special=False) == (257,)
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    """A model that sees, as text and as a language."""
+    pytest.importorskip("PIL.Image")
+    text = load_text_model(seeing_directory(tmp_path_factory.mktemp("models") / "seeing"), "float32")
+    return text, Language.of(text)
+
+
+@pytest.fixture(scope="module")
+def server(seeing):
+    with serving(FakeEngine(vocab_size=seeing[0].model.config.vocab_size), seeing[1], max_files=2) as running:
+        yield running
+
+
+def png(height: int = 20, width: int = 24) -> bytes:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (height, width, 3), np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+def ask(server: Running, *urls: str, code: int = 200):
+    pictures = [{"type": "image_url", "image_url": {"url": url, "detail": "low"}} for url in urls]
+    content = [*pictures, {"type": "text", "text": "what?"}]
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+    return server.json("/v1/chat/completions", body, code=code)
+
+
+def url_of(content: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+
+
+def test_pictures_become_what_files_become(seeing, server, tmp_path):
+    text, language = seeing
+    (tmp_path / "a.png").write_bytes(png())
+    parts = [{"type": "image", "image": str(tmp_path / "a.png")}, {"type": "text", "text": "what?"}]
+    ids, media = text.prepare([{"role": "user", "content": parts}])
+    ask(server, url_of(png()))
+    request = server.engine.seen[-1]
+    assert language.sees and request.prompt == tuple(ids.tolist())
+    np.testing.assert_array_equal(request.media.index, media.index)
+    np.testing.assert_array_equal(request.media.pictures.patches, media.pictures.patches)
+    assert b'"sees": true' in server.call("/")[2]
+
+
+def test_a_conversation_without_pictures_has_no_media(server):
+    ask(server)
+    assert server.engine.seen[-1].media is None
+
+
+@pytest.mark.parametrize(
+    "urls, says",
+    [
+        (["https://example.org/a.png"], "fetches no files"),
+        (["data:image/png;base64,"], "has no bytes"),
+        (["data:image/png;base64,§"], "is no base64"),
+        (["data:image/png;base64,AAAA"], "is no sound picture of a known format"),
+        (["data:image/svg+xml;base64,PHN2Zy8+"], "is no sound picture of a known format"),
+        (["data:image/png;base64,AAAA"] * 3, "more than 2 files"),
+    ],
+)
+def test_pictures_that_are_none(server, urls, says):
+    message = ask(server, *urls, code=400)["error"]["message"]
+    assert says in message and str(CHAT) not in message
+
+
+def test_pictures_that_are_too_large(server):
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("1", (7000, 7000)).save(file, "PNG")  # 49 million pixels in 6 kB
+    assert "7,000 x 7,000 pixels" in ask(server, url_of(file.getvalue()), code=400)["error"]["message"]
