@@ -12,6 +12,7 @@ from eqx_decoders.layout import Layout
 from eqx_decoders.low_precision import LowPrecision, Rounded
 from eqx_decoders.numerics import ClippedWeight, LowRank, Precision, einsum
 from eqx_decoders.pipeline import Pipeline
+from eqx_decoders.quantized_weight import QuantizedWeight
 from eqx_decoders.remat import Remat, RematName, get_remat
 
 
@@ -202,7 +203,11 @@ class Context(eqx.Module):
         return self.execution.layout.constrain(x, words)
 
     def einsum(
-        self, pattern: str, x: Array, weight: Array | LowRank | ClippedWeight | Rounded, **options: Any
+        self,
+        pattern: str,
+        x: Array,
+        weight: Array | LowRank | ClippedWeight | Rounded | QuantizedWeight,
+        **options: Any,
     ) -> Array:
         """`numerics.einsum` in the form that suits the layout's devices.
 

@@ -57,6 +57,7 @@ from eqx_decoders.low_precision import round_weights
 from eqx_decoders.mtp import MTP, MTPConfig, MTPOutput, same_document, shift_left
 from eqx_decoders.numerics import normal
 from eqx_decoders.origin import Origin
+from eqx_decoders.quantized_weight import QuantizedWeight
 from eqx_decoders.sampling import GenerationConfig
 from eqx_decoders.stack import Segment, segments
 from eqx_decoders.stages import check_pipeline, run_segment
@@ -210,7 +211,7 @@ class Decoder(eqx.Module):
     | `previous_chunk` | the `cache`: a chunk is a call that goes on with it |
     | `true_length` | positions of -1, or segment 0, for padding; `prompt_lengths` of `generate` |
     | `slot` | a row of the cache: `cache.with_row`, `cache.reset` |
-    | `page_state` | none: rows of a cache are contiguous |
+    | `page_state` | tables of a cache with `pages`, by `cache.with_tables`; without, its rows are contiguous |
     | `decoder_target_tokens`, `decoder_target_mask` | `Batch` and `next_token_loss`; `predict_further` alone |
     | `kv_caches`, `attention_metadata` | `propose`, which writes nothing, and `cache.commit` |
     | `nnx_method`, intermediates | methods (`run`, `logits`, `head_input`), and `Output.stats` |
@@ -367,9 +368,19 @@ class Decoder(eqx.Module):
         by_layer.finish()
         return (
             self.config.wiring.reduce(x),
-            Proposal(entries=tuple(entries), positions=positions, rope_offset=rope_offset),
+            Proposal(entries=tuple(entries), positions=self._behind(x, positions, cache), rope_offset=rope_offset),
             join_layer_stats(stats),
         )
+
+    def _behind(self, x: Array, positions: Int[Array, "batch length"], cache: Cache | None) -> Array:
+        """Positions that are known once `x` is: then all of a cache is read before it is written, which is in place.
+
+        XLA's CPU backend would copy it. A barrier does not do: in jax 0.10 it is dropped before that is decided.
+        """
+        layout = self.execution.layout
+        if cache is None or x.size == 0 or not layout.single or layout.platform != "cpu":
+            return positions
+        return jnp.where(x.reshape(-1)[0] > jnp.inf, -1, positions)  # never
 
     def embed(
         self, tokens: Int[Array, "batch length"], ctx: Context, *, key: PRNGKeyArray | None = None
@@ -472,7 +483,7 @@ class Decoder(eqx.Module):
         return logits(self.head_input(hidden, key=key, depth=depth), self.head_kernel, ctx, tied=tied, soft_cap=cap)
 
     @property
-    def head_kernel(self) -> Array:
+    def head_kernel(self) -> Array | QuantizedWeight:
         """The head's weight: `embed vocab`, or the embedding table, `vocab embed`, when tied."""
         return self.embedding.table if self.head is None else self.head.kernel
 

@@ -34,12 +34,16 @@ from eqx_decoders.axes import (
 from eqx_decoders.errors import ConfigError, check, check_integer, check_number, check_word
 from eqx_decoders.layout import Layout
 from eqx_decoders.low_precision import Rounded, rounded_product
+from eqx_decoders.quantized_weight import QuantizedWeight, group_product, matrix_product, takes_groups
 
 
 T = TypeVar("T")
 
 # From jax 0.11 XLA's CPU backend runs 16-bit products on matrix units, but only those of plain row-major operands.
 _MATRIX_UNITS = jax.__version_info__ >= (0, 11)
+
+# Below so many rows a product takes less time, however it runs, than bringing a weight into the order of matrix units.
+_FEW_ROWS = 128
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 
@@ -78,13 +82,13 @@ class LowRank(eqx.Module):
 
     **Arguments:**
 
-    - `base`: the weight, say `embed heads head_dim`.
+    - `base`: the weight, say `embed heads head_dim`; it may be kept in few bits (QLoRA, Dettmers et al. 2023).
     - `lora_a`: the axes that the weight contracts, then `rank`: `embed rank`.
     - `lora_b`: `rank`, then those that it makes: `rank heads head_dim`.
     - `scale`: multiplies the product of the two.
     """
 
-    base: Float[AnyArray, "..."] = eqx.field(metadata=FROZEN)
+    base: Float[AnyArray, "..."] | QuantizedWeight = eqx.field(metadata=FROZEN)
     lora_a: Float[AnyArray, "..."]
     lora_b: Float[AnyArray, "..."]
     scale: float = eqx.field(static=True)
@@ -100,7 +104,12 @@ class LowRank(eqx.Module):
         return {"base": words, "lora_a": (*each, *contracted, "rank"), "lora_b": (*each, "rank", *made)}
 
     def merged(self) -> Float[Array, "..."]:
-        """The weight as one array in the dtype of the base, computed in f32; for axes in the order of `part_axes`."""
+        """The weight as one array in the dtype of the base, computed in f32; for axes in the order of `part_axes`.
+
+        Of a base in few bits it is a plain array in the dtype of the pair.
+        """
+        if isinstance(self.base, QuantizedWeight):
+            return LowRank(self.base.widened(), self.lora_a, self.lora_b, self.scale).merged().astype(self.lora_a.dtype)
         dtype = np.promote_types(self.base.dtype, np.float32)
         stacked = self.lora_a.ndim + self.lora_b.ndim - self.base.ndim - 2
         letters = string.ascii_letters[: self.base.ndim]
@@ -129,7 +138,7 @@ class ClippedWeight(eqx.Module):
     - `output_min`, `output_max`: those of the product.
     """
 
-    weight: Float[AnyArray, "..."] | LowRank | Rounded
+    weight: Float[AnyArray, "..."] | LowRank | Rounded | QuantizedWeight
     input_min: Float[AnyArray, "..."] = eqx.field(metadata=FROZEN)
     input_max: Float[AnyArray, "..."] = eqx.field(metadata=FROZEN)
     output_min: Float[AnyArray, "..."] = eqx.field(metadata=FROZEN)
@@ -250,7 +259,7 @@ def _spread(plan: _Plan, what: str, words: tuple[str, ...], shape: tuple[int, ..
 def einsum(
     pattern: str,
     x: Float[Array, "..."],
-    weight: Float[Array, "..."] | LowRank | ClippedWeight | Rounded,
+    weight: Float[Array, "..."] | LowRank | ClippedWeight | Rounded | QuantizedWeight,
     *,
     flatten: bool = False,
     out_dtype: DTypeLike | None = None,
@@ -269,7 +278,8 @@ def einsum(
     larger one XLA may multiply where its parts are.
 
     A weight in parts is never put together: `x base + scale (x lora_a) lora_b`. A rounded one is multiplied in 8 bits.
-    Of one with bounds `x` and the product are clipped.
+    One in few bits is widened, and its columns' scales multiply the product. Of one with bounds `x` and the product are
+    clipped.
 
     A malformed pattern, or shapes that do not fit it, raise ConfigError.
     """
@@ -279,6 +289,8 @@ def einsum(
         return _within(y, weight.output_min, weight.output_max)
     if isinstance(weight, LowRank):
         return _low_rank(pattern, x, weight, out_dtype, dict(flatten=flatten, layout=layout))
+    if isinstance(weight, QuantizedWeight):
+        return _quantized(_plan(pattern), x, weight, np.dtype(out_dtype or x.dtype), flatten, layout)
     plan, array = _plan(pattern), weight.array if isinstance(weight, Rounded) else weight
     _check_shapes(plan, x.shape, array.shape)
     dtype = np.dtype(x.dtype if out_dtype is None else out_dtype)
@@ -301,6 +313,37 @@ def einsum(
         matrix = Rounded(array=matrix, seed=weight.seed, config=weight.config)
         return rounded_product(words, flat, matrix, dtype=dtype, layout=layout).reshape(*rows, *outside)
     return product(flat, matrix, transposed=plan.transposed, out_dtype=dtype).reshape(*rows, *outside)
+
+
+def _quantized(
+    plan: _Plan, x: Array, weight: QuantizedWeight, dtype: np.dtype, flatten: bool, layout: Layout | None
+) -> Array:
+    _check_shapes(plan, x.shape, weight.shape)
+    if flatten and plan.contracted == weight.inner and not plan.transposed and weight.lead == 0:
+        rows = x.shape[: x.ndim - weight.inner]
+        y: Any = matrix_product(dtype, x.reshape(math.prod(rows), weight.rows), weight.of_matrix())
+        return y.reshape(*rows, *weight.shape[weight.inner :])
+    gathers = layout is not None and all(word in AXES for word in plan.right) and weight.size <= x.size
+    places = layout.gather_places(plan.right, weight.shape) if layout is not None and gathers else None
+    if places is not None:  # few bits travel
+        values = lax.with_sharding_constraint(lax.stop_gradient(weight.values), places[0])
+        weight = dataclasses.replace(weight, values=values)
+    rows = x.shape[: x.ndim - weight.inner]
+    standard = plan.contracted == weight.inner and not plan.transposed
+    if standard and not weight.by_column and takes_groups(weight, math.prod(rows)):
+        return group_product(dtype, x, weight)
+    _, right, out = plan.spelled(x.ndim)
+    made = [word for word in right if word in out]
+    summed = right[weight.lead :][: weight.inner]
+    whole = right == (*made[: weight.lead], *summed, *made[weight.lead :]) and not set(summed) & set(made)
+    if not (weight.by_column and whole):  # other dimensions are contracted than scales are common to
+        return jnp.einsum(plan.letters, x, weight.widened(x.dtype), preferred_element_type=dtype)
+    wide = np.promote_types(dtype, np.float32)
+    kernel, scales = weight.numbers(x.dtype), weight.factors(wide)
+    sizes = dict(zip(right, weight.shape, strict=True))
+    scales = scales.squeeze(weight.lead).transpose([made.index(word) for word in out if word in made])
+    scales = scales.reshape([sizes[word] if word in made else 1 for word in out])
+    return (jnp.einsum(plan.letters, x, kernel, preferred_element_type=wide) * scales).astype(dtype)
 
 
 def _low_rank(pattern: str, x: Array, weight: LowRank, out_dtype: DTypeLike | None, options: dict[str, Any]) -> Array:
@@ -362,8 +405,15 @@ def matmul(
 ) -> Float[Array, "..."]:
     """The product of two matrices over dimension `contract[0]` of `a` and `contract[1]` of `b`.
 
-    16-bit operands are first brought into the order that the matrix units of a CPU want.
+    16-bit operands are first brought into the order that the matrix units of a CPU want; but of a few rows the product
+    takes less time than that. One row has a form of its own, which is several times slower than eight.
     """
+    rows = a.shape[1 - contract[0]]
+    if wants_row_major(a.dtype) and 0 < rows < _FEW_ROWS:
+        a = a.T if contract[0] == 0 else a
+        a = jnp.pad(a, ((0, max(0, 8 - rows)), (0, 0)))
+        over = (((1,), (contract[1],)), ((), ()))
+        return lax.dot_general(a, b, over, preferred_element_type=np.dtype(dtype))[:rows]
     if wants_row_major(a.dtype):
         a, b = (row_major_transpose(a) if contract[0] == 0 else a), (row_major_transpose(b) if contract[1] else b)
         contract = (1, 0)

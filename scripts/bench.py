@@ -27,8 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 from bench_accelerator import accelerator
 from bench_data import encode, make_text, memory, plan, restart, tokenise
+from bench_inference import show_inference
 from bench_layers import delta_rule, experts
 from bench_pictures import bench_pictures
+from bench_serving import bench_serving
 from bench_sizes import plan_sizes
 
 import eqx_decoders as ed
@@ -463,6 +465,10 @@ def show_sizes(options: argparse.Namespace) -> None:
     plan_sizes(options.rows, options.models)
 
 
+def show_transformers(options: argparse.Namespace) -> None:
+    show_inference(options.peer, options.repeats)
+
+
 def show_accelerator(options: argparse.Namespace) -> None:
     accelerator(options.repeats)
 
@@ -473,6 +479,8 @@ SHOWN = {
     "loop": show_loop,
     "compile": show_compile,
     "decode": show_decode,
+    "transformers": show_transformers,
+    "serving": bench_serving,
     "pictures": bench_pictures,
     "experts": show_experts,
     "delta-rule": show_delta_rule,
@@ -495,6 +503,7 @@ def main() -> int:
     parser.add_argument("--mesh", default='{"fsdp": 64, "expert": 8}', help="its mesh, as JSON")
     parser.add_argument("--models", nargs="+", help="models of aot-experts and sizes")
     parser.add_argument("--rows", type=Path, default=Path("sizes.jsonl"), help="where sizes keeps its rows")
+    parser.add_argument("--peer", help="an interpreter with torch and transformers, for transformers and serving")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:

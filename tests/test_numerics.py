@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
+from eqx_decoders import numerics
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.numerics import Precision, cast_in_loop, einsum, fan_in, normal
 from tests.compare import assert_close
@@ -60,6 +61,31 @@ def test_flattened_is_plain(pattern):
     for (dtype, _), (flat, plain) in zip(dtypes, run(cases), strict=True):
         for a, b in zip(flat, plain, strict=True):
             assert_close(a, b, units=128 if dtype == "float32" else 4, dtype=dtype)
+
+
+@pytest.mark.parametrize("units", [False, True], ids=["plain", "matrix-units"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_few_rows_and_many_are_numpy(units, dtype, transposed, monkeypatch):
+    """One row, seven, and as many as are no longer few; odd sizes; values and both gradients, on any version of jax."""
+    monkeypatch.setattr(numerics, "_MATRIX_UNITS", units)
+    monkeypatch.setattr(numerics, "_FEW_ROWS", 9)
+
+    def bars(x, w, bar):
+        y, back = jax.vjp(lambda x, w: numerics.product(x, w, transposed=transposed, out_dtype=jnp.float32), x, w)
+        return y, *back(bar)
+
+    weight = draw(1, (11, 13) if transposed else (13, 11), dtype)
+    cases = [(draw(rows, (rows, 13), dtype), weight, draw(rows + 50, (rows, 11), "float32")) for rows in (1, 7, 9)]
+    results = jax.jit(lambda cases: [bars(*each) for each in cases])(cases)
+    for (x, w, bar), (y, x_bar, w_bar) in zip(cases, results, strict=True):
+        x, w, bar = (np.asarray(each, np.float64) for each in (x, w.T if transposed else w, bar.astype(dtype)))
+        assert y.dtype == jnp.float32 and x_bar.dtype == w_bar.dtype == dtype and y.shape == (len(x), 11)
+        back = x.T @ bar
+        assert_close(y, (x @ w).astype(np.float32), units=64)
+        assert_close(x_bar, (bar @ w.T).astype(np.float32), units=4 if dtype == "bfloat16" else 64, dtype=dtype)
+        back = (back.T if transposed else back).astype(np.float32)
+        assert_close(w_bar, back, units=4 if dtype == "bfloat16" else 64, dtype=dtype)
 
 
 @pytest.mark.parametrize("flatten", [False, True])

@@ -46,6 +46,31 @@ def test_draws_follow_the_distribution(sampler):
     assert ((counts[possible] - expected) ** 2 / expected).sum() < 18.5
 
 
+@pytest.mark.parametrize("kind", ["flat", "steep", "ties", "cut", "mixed"])
+@pytest.mark.parametrize("mass", [0.1, 0.9, 0.999, 1.0])
+def test_top_p_is_that_of_sorted_logits(kind, mass):
+    """Over 500 tokens: few rows end among the likeliest, so that they are looked for in both ways."""
+    draws = np.random.default_rng(0).normal(size=(6, 500)).astype(np.float32)
+    logits = {
+        "flat": 0.01 * draws,
+        "steep": 6 * draws,
+        "ties": np.rint(draws),  # of a few numbers, zeros with both signs among them
+        "cut": np.where(draws > 0.5, draws, -np.inf),
+        "mixed": draws * np.asarray([0.01, 9, 0.1, 30, 1, 3])[:, None],
+    }[kind].astype(np.float32)
+    order = -np.sort(-logits, axis=-1)
+    shares = np.exp(order.astype(np.float64))
+    sums = np.cumsum(shares / shares.sum(-1, keepdims=True), axis=-1)
+    reached = np.minimum((sums < mass - 1e-6).sum(-1), 499)  # a mass that is that of a whole group: rounding decides
+    further = np.minimum((sums < mass + 1e-6).sum(-1), 499)
+    kept = np.isfinite(np.asarray(filter_logits(ed.Sample(top_p=mass), jnp.asarray(logits))))
+    rows = np.arange(6)
+    fewest = (logits >= order[rows, reached][:, None]) & np.isfinite(logits)
+    most = (logits >= order[rows, further][:, None]) & np.isfinite(logits)
+    assert (fewest <= kept).all() and (kept <= most).all()
+    assert (kept == (logits >= np.where(kept, logits, np.inf).min(-1)[:, None])).all()  # ties stay
+
+
 def test_greedy_takes_the_lowest_of_equals():
     assert sample_token(ed.Greedy(), jnp.asarray([[1.0, 2.0, 2.0]]), None).tolist() == [1]
 

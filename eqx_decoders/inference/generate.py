@@ -9,7 +9,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, PRNGKeyArray
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.create import init_cache
@@ -19,8 +20,10 @@ from eqx_decoders.encoders.beside import check_tokens, without_placeholders
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.errors import ConfigError, check, check_integer
 from eqx_decoders.explicit import typed
+from eqx_decoders.inference.apart import inference_cache, layers_apart, usual_format
 from eqx_decoders.inference.speculative import check_draft, speculate, stream_speculative
 from eqx_decoders.inputs import check_inputs, check_shapes
+from eqx_decoders.layers.cache_format import CacheFormat
 from eqx_decoders.layers.embedding import LearnedPositions
 from eqx_decoders.sampling import Greedy, Sampler, SamplerArrays, is_stop, sample_token
 
@@ -45,6 +48,7 @@ def generate(
     pad_id: int = 0,
     num_draft_tokens: int = 0,
     media: Media | None = None,
+    cache_dtype: DTypeLike | CacheFormat | None = None,
 ) -> Int[Array, "batch new"]:
     """Continue every prompt by `max_new_tokens` tokens.
 
@@ -58,6 +62,8 @@ def generate(
     - `num_draft_tokens`: how many tokens multi-token prediction drafts at each step, for the model to verify:
         the same tokens in fewer steps, greedily.
     - `media`: pictures, films and sounds, made by `Media.create` for an array of prompts. They are encoded once.
+    - `cache_dtype`: how keys and values are stored, as `init_cache` has it; None: in the dtype of activations, or on
+        CPU, where that is faster, in float32.
 
     **Returns:**
 
@@ -68,10 +74,11 @@ def generate(
     On a mesh the rows are split over the axes that divide them; the others compute the same rows. In a run of several
     processes all of them must call this, with the same arguments, and all get the tokens.
     """
-    options = (prompt_lengths, stop_ids, num_draft_tokens, media)
+    options = (prompt_lengths, stop_ids, num_draft_tokens, media, cache_dtype)
     asked = _Request.create(model, prompt, max_new_tokens, sampler, key, *options)
+    model = layers_apart(model)
     if num_draft_tokens > 0:
-        tokens = speculate(model, *asked.draft, num_draft_tokens, asked.stop_ids, pad_id).tokens
+        tokens = speculate(model, *asked.draft, num_draft_tokens, asked.stop_ids, pad_id, asked.cache_format).tokens
     else:
         tokens = _generate(model, asked, pad_id)
     if tokens.shape[1] == max_new_tokens:
@@ -92,13 +99,15 @@ def stream(
     pad_id: int = 0,
     num_draft_tokens: int = 0,
     media: Media | None = None,
+    cache_dtype: DTypeLike | CacheFormat | None = None,
 ) -> Iterator[np.ndarray]:
     """The tokens of `generate` one by one, each an array with one id per row, as soon as they are known."""
     # now, not at the first token
-    options = (prompt_lengths, stop_ids, num_draft_tokens, media)
+    options = (prompt_lengths, stop_ids, num_draft_tokens, media, cache_dtype)
     asked = _Request.create(model, prompt, max_new_tokens, sampler, key, *options)
+    model = layers_apart(model)
     if num_draft_tokens > 0:
-        return stream_speculative(model, *asked.draft, num_draft_tokens, asked.stop_ids, pad_id)
+        return stream_speculative(model, *asked.draft, num_draft_tokens, asked.stop_ids, pad_id, asked.cache_format)
     return _stream(model, asked, max_new_tokens, pad_id)
 
 
@@ -118,6 +127,7 @@ class _Request(eqx.Module):
     - `prompt`, `lengths`: the prompts, padded to a bucket, and how many tokens of each count.
     - `new`: tokens to make.
     - `room`: what caches have room for: a bucket for padded prompts and new tokens.
+    - `cache_format`: how caches store keys and values.
     """
 
     prompt: Int[AnyArray, "batch length"]
@@ -128,10 +138,14 @@ class _Request(eqx.Module):
     stop_ids: Int[AnyArray, "stops"]
     media: Media | None
     room: int = eqx.field(static=True)
+    cache_format: CacheFormat = eqx.field(static=True)
 
     @classmethod
-    def create(cls, model, prompt, new, sampler, key, lengths, stop_ids, num_draft_tokens, media=None) -> "_Request":
+    def create(
+        cls, model, prompt, new, sampler, key, lengths, stop_ids, num_draft_tokens, media=None, cache_dtype=None
+    ) -> "_Request":
         """Check everything that can be known before compiling."""
+        kept = usual_format(model.execution) if cache_dtype is None else CacheFormat.of(cache_dtype)
         check_integer("generate: max_new_tokens", new)
         config = model.generation_config
         if sampler is None:
@@ -174,7 +188,7 @@ class _Request(eqx.Module):
             room = bucket(padded + new)
             media = None if media is None else media.cut(longest).padded(padded)
         numbers, lengths = SamplerArrays.of(sampler), lengths.astype(np.int32)
-        return cls(prompt, lengths, np.asarray(new, np.int32), numbers, key, stops, media, room)
+        return cls(prompt, lengths, np.asarray(new, np.int32), numbers, key, stops, media, room, kept)
 
     @property
     def draft(self):
@@ -219,15 +233,44 @@ def _stream(model, asked, max_new_tokens, pad_id):
 @typed
 def _prefill(model: Decoder, asked: _Request) -> _State:
     """Prefill, and the first new token."""
-    execution, lengths = model.execution, asked.lengths
+    lengths = asked.lengths
     batch, width = asked.prompt.shape
-    cache = init_cache(model.config, batch, asked.room, dtype=execution.precision.compute, layout=execution.layout)
+    cache = inference_cache(model, batch, asked.room, asked.cache_format)
     index = jnp.arange(width, dtype=jnp.int32)[None]
     positions = jnp.where(index < lengths[:, None], index, -1)
     hidden, cache, _ = model.run(asked.prompt, positions, cache=cache, media=asked.media, cache_is_empty=True)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
     token = sample_token(asked.sampler, model.logits(last)[:, 0], _at_step(asked.key, 0))
     return _State(token=token, done=is_stop(token, asked.stop_ids), cache=cache)
+
+
+def prefilled(
+    model: Decoder, prompt: Int[AnyArray, "1 length"], media: Media | None, room: int, dtype: Any
+) -> tuple[Any, Float32[Array, "1 vocab"]]:
+    """A cache with room for so many tokens that has seen a prompt, and the logits behind it.
+
+    Prompts are rounded up to few sizes; media have sizes of their own, and a program for each.
+    """
+    length = prompt.shape[1]
+    if media is not None:
+        check_tokens(prompt, media)
+    width = min(bucket(length), room)
+    padded = np.zeros((1, width), np.int32)
+    padded[:, :length] = prompt
+    media = None if media is None else media.padded(width)
+    return _prefilled(model, jnp.asarray(padded), jnp.asarray([length], jnp.int32), media, room, dtype)
+
+
+@eqx.filter_jit
+@typed
+def _prefilled(
+    model: Decoder, prompt: Int[Array, "1 length"], lengths: Int[Array, "1"], media: Media | None, room: int, dtype: Any
+) -> tuple[Any, Float32[Array, "1 vocab"]]:
+    cache = init_cache(model.config, 1, room, dtype=dtype, layout=model.execution.layout)
+    index = jnp.arange(prompt.shape[1], dtype=jnp.int32)[None]
+    positions = jnp.where(index < lengths[:, None], index, -1)
+    hidden, cache, _ = model.run(prompt, positions, cache=cache, media=media, cache_is_empty=True)
+    return cache, model.logits(jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1))[:, 0]
 
 
 @typed

@@ -17,11 +17,13 @@ from jaxtyping import Array, Bool, Float, Int
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.cache import Cache
 from eqx_decoders.context import Context
-from eqx_decoders.create import block_memory, init_cache
+from eqx_decoders.create import block_memory
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer
 from eqx_decoders.explicit import typed
+from eqx_decoders.inference.apart import inference_cache
 from eqx_decoders.layers import memory
+from eqx_decoders.layers.cache_format import CacheFormat
 from eqx_decoders.sampling import Greedy, Sampler, is_stop
 from eqx_decoders.stack import at_layer
 
@@ -42,7 +44,7 @@ class Speculation(NamedTuple):
     accepted: Int[Array, "batch"]
 
 
-class _Depths(eqx.Module):
+class Depths(eqx.Module):
     """What the depths remember: their memories, and what depth k last made of token p - k, p being the next position.
 
     Depth k can store token t once token t + k is known, so it is k - 1 tokens behind the first depth, whose entries
@@ -59,7 +61,7 @@ class _State(eqx.Module):
     token: Int[Array, "batch"]
     draft: Int[Array, "batch draft"]
     cache: Cache
-    depths: _Depths
+    depths: Depths
     tokens: Int[Array, "batch new"]
     count: Int[Array, "batch"]
     done: Bool[Array, "batch"]
@@ -89,9 +91,11 @@ def stream_speculative(
     num_draft_tokens: int,
     stop_ids: Int[AnyArray, "stops"],
     pad_id: int,
+    cache_format: CacheFormat = CacheFormat(),
 ) -> Iterator[np.ndarray]:
     """The tokens of `speculate` one by one, each with one id per row, as soon as all rows have it."""
-    state, given = _first(model, prompt, lengths, max_new_tokens, room, num_draft_tokens, stop_ids, pad_id), 0
+    asked = prompt, lengths, max_new_tokens, room, num_draft_tokens, stop_ids, pad_id, cache_format
+    state, given = _first(model, *asked), 0
     while True:
         tokens, count, done = jax.device_get((state.tokens, state.count, state.done))
         ready = int(np.max(count) if np.all(done) else np.min(count[~done]))
@@ -111,27 +115,28 @@ def speculate(
     num_draft_tokens: int,
     stop_ids: Int[AnyArray, "stops"],
     pad_id: int,
+    cache_format: CacheFormat = CacheFormat(),
 ) -> Speculation:
     """Continue every prompt greedily, drafting `num_draft_tokens` at each step: one program, as in `generate`."""
-    asked = prompt, lengths, max_new_tokens, room, num_draft_tokens, stop_ids, pad_id
+    asked = prompt, lengths, max_new_tokens, room, num_draft_tokens, stop_ids, pad_id, cache_format
     return jax.tree.map(model.execution.layout.replicate, _speculation(model, *asked))
 
 
 @typed
-def _speculation(model, prompt, lengths, max_new_tokens, room, num_draft_tokens, stop_ids, pad_id) -> Speculation:
-    state = _prefill(model, prompt, lengths, max_new_tokens, room, num_draft_tokens, stop_ids, pad_id)
+def _speculation(model, prompt, lengths, max_new_tokens, room, drafts, stop_ids, pad_id, cache_format) -> Speculation:
+    state = _prefill(model, prompt, lengths, max_new_tokens, room, drafts, stop_ids, pad_id, cache_format)
     state = jax.lax.while_loop(
         lambda state: ~jnp.all(state.done), lambda state: _decode_step(model, max_new_tokens, stop_ids, state), state
     )
-    return Speculation(state.tokens, state.steps, state.steps * num_draft_tokens, state.accepted)
+    return Speculation(state.tokens, state.steps, state.steps * drafts, state.accepted)
 
 
 @typed
-def _prefill(model, prompt, lengths, max_new_tokens, room, num_draft_tokens, stop_ids, pad_id) -> _State:
+def _prefill(model, prompt, lengths, max_new_tokens, room, num_draft_tokens, stop_ids, pad_id, cache_format) -> _State:
     """Prefill of the model and of the depths."""
-    config, layout, dtype = model.config, model.execution.layout, model.execution.precision.compute
+    config = model.config
     batch, width = prompt.shape
-    cache = init_cache(config, batch, room, dtype=dtype, layout=layout)
+    cache = inference_cache(model, batch, room, cache_format)
     index = jnp.arange(width, dtype=jnp.int32)[None]
     positions = jnp.where(index < lengths[:, None], index, -1)
     hidden, cache, _ = model.run(prompt, positions=positions, cache=cache, cache_is_empty=True)
@@ -140,11 +145,13 @@ def _prefill(model, prompt, lengths, max_new_tokens, room, num_draft_tokens, sto
     following = jnp.concatenate([prompt[:, 1:], jnp.zeros((batch, 1), prompt.dtype)], axis=1).astype(jnp.int32)
     following = jnp.where(index == lengths[:, None] - 1, token[:, None], following)
     nothing = jnp.zeros((batch, 1, config.embed_dim), hidden.dtype)
-    depths = _Depths(
-        memories=tuple(block_memory(config.mtp.block, 1, batch, room, dtype) for _ in range(num_draft_tokens)),
+    depths = Depths(
+        memories=tuple(block_memory(config.mtp.block, 1, batch, room, cache_format) for _ in range(num_draft_tokens)),
         last=(nothing,) * (num_draft_tokens - 1),
     )
-    depths, draft = _draft(model, depths, hidden, following, jnp.zeros_like(lengths), lengths, cache_is_empty=True)
+    depths, draft = draft_further(
+        model, depths, hidden, following, jnp.zeros_like(lengths), lengths, cache_is_empty=True
+    )
     zeros = jnp.zeros((batch,), jnp.int32)
     return _State(
         token=token,
@@ -172,7 +179,7 @@ def _decode_step(model, max_new_tokens, stop_ids, state: _State) -> _State:
     right = jnp.cumprod((said[:, :-1] == state.draft).astype(jnp.int32), axis=1)
     kept = jnp.where(state.done, 0, 1 + jnp.sum(right, axis=1))  # tokens that are now known to be in the text
     cache = state.cache.commit(proposal.entries, jnp.where(index < kept[:, None], positions, -1))
-    depths, draft = _draft(model, state.depths, hidden, said, begin, kept)
+    depths, draft = draft_further(model, state.depths, hidden, said, begin, kept)
     new, ends = _until_stop(said, kept, stop_ids)
     place = state.count[:, None] + index
     where = jnp.where((index < new[:, None]) & (place < max_new_tokens), place, state.tokens.shape[1])
@@ -208,16 +215,16 @@ def _next(inputs: tuple[Decoder, Any, Any], state: _State) -> _State:
     return _readable(inputs[0], _decode_step(*inputs, state))
 
 
-def _draft(
+def draft_further(
     model: Decoder,
-    depths: _Depths,
+    depths: Depths,
     hidden: Float[Array, "batch length embed"],
     following: Int[Array, "batch length"],
     begin: Int[Array, "batch"],
     known: Int[Array, "batch"],
     *,
     cache_is_empty: bool = False,
-) -> tuple[_Depths, Int[Array, "batch draft"]]:
+) -> tuple[Depths, Int[Array, "batch draft"]]:
     """Run all depths over new tokens and draft those after the last of them.
 
     **Arguments:**
@@ -249,7 +256,7 @@ def _draft(
         tip = jnp.take_along_axis(stream, end + index, axis=1)
         drafted.append(jnp.argmax(model.logits(tip, depth=index + 1)[:, 0], axis=-1).astype(jnp.int32))
         last.append(jnp.take_along_axis(stream, end, axis=1))
-    return _Depths(tuple(memories), tuple(last[: len(depths.last)])), jnp.stack(drafted, axis=1)
+    return Depths(tuple(memories), tuple(last[: len(depths.last)])), jnp.stack(drafted, axis=1)
 
 
 def _with_draft(

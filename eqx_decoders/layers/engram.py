@@ -248,7 +248,8 @@ class Engram(eqx.Module):
     def _tail(self, inputs: Array, tail: Array | None) -> Float[Array, "batch taps channels"]:
         """The inputs of the convolution before this call."""
         taps = (self.config.taps - 1) * self.config.max_ngram
-        return jnp.zeros((len(inputs), taps, inputs.shape[-1]), inputs.dtype) if tail is None else tail
+        size = len(inputs), taps, inputs.shape[-1]
+        return jnp.zeros(size, inputs.dtype) if tail is None else tail.astype(inputs.dtype)
 
     def _entries(self, inputs: Array, tail: Array, ctx: Context) -> dict[str, Any]:
         """What is proposed: of a call of which all is kept, only the last inputs."""

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.kernel import EMPTY, KERNELS, Kernel, attend, max_scores, merge, with_sink
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow, Spans, spans_of, visible
+from tests.compare import assert_close
 
 
 MASKS = [Causal(), SlidingWindow(7), SlidingWindow(150), Chunked(9), Bidirectional(), Bidirectional(40)]
@@ -70,6 +71,16 @@ def all_of(qkv, weights, places, **options):
 
     (_, results), grads = jax.value_and_grad(loss, has_aux=True)(qkv)
     return results, grads
+
+
+@pytest.mark.parametrize(("length", "heads", "dtype"), [(1, 4, "float32"), (3, 6, "float32"), (1, 6, "bfloat16")])
+def test_values_of_a_past_stay_as_they_are_on_cpu(length, heads, dtype):
+    """The form that reads them in a cache's order is that of other platforms, in values and gradients; odd sizes."""
+    qkv = make(length, 13, heads=heads, dim=7, value_dim=5, dtype=dtype)
+    places = dict(query_positions=plain(length, start=9), key_positions=plain(13).at[1, 4:].set(-1))
+    options = dict(mask=Causal(), soft_cap=None, aligned=False, kernel="dot")
+    got, want = (all_of(qkv, weights_for(qkv), places, platform=name, **options) for name in ("cpu", "tpu"))
+    assert_close(got, want, units=64 if dtype == "float32" else 2, dtype=dtype)
 
 
 def weights_for(qkv):
