@@ -22,7 +22,7 @@ help:  ## list what can be made
 
 $(STAMP): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train,hf,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train,hf,serve,dev]'
 	@touch $@
 
 # libtpu compiles for TPUs without one; it is built for Linux on x86 alone, and what needs it says so where it is missing

@@ -21,6 +21,7 @@ from eqx_decoders.create import init_cache
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.layers.cache_format import CacheFormat
 from eqx_decoders.layers.memory import Memory, is_memory
+from eqx_decoders.layers.pages import PageConfig
 from eqx_decoders.stack import Segment, segments
 
 
@@ -55,9 +56,17 @@ def _cut(segment: Segment) -> list[Segment]:
     return [Segment(unit=eqx.combine(jax.tree.unflatten(form, each), static), repeats=1) for each in made]
 
 
-def inference_cache(model: Decoder, batch_size: int, max_length: int, dtype: DTypeLike | CacheFormat) -> Cache:
+def inference_cache(
+    model: Decoder,
+    batch_size: int,
+    max_length: int,
+    dtype: DTypeLike | CacheFormat,
+    *,
+    pages: PageConfig | None = None,
+) -> Cache:
     """`init_cache` for a model, whose layers may be apart."""
-    cache = init_cache(model.config, batch_size, max_length, dtype=dtype, layout=model.execution.layout)
+    layout = model.execution.layout
+    cache = init_cache(model.config, batch_size, max_length, dtype=dtype, layout=layout, pages=pages)
     units = segments(model.config.blocks)
     if len(model.segments) == len(units):
         return cache

@@ -13,7 +13,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.axes import AnyArray
-from eqx_decoders.create import init_cache
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.eager import concrete
 from eqx_decoders.encoders.beside import check_tokens, without_placeholders
@@ -266,7 +265,7 @@ def prefilled(
 def _prefilled(
     model: Decoder, prompt: Int[Array, "1 length"], lengths: Int[Array, "1"], media: Media | None, room: int, dtype: Any
 ) -> tuple[Any, Float32[Array, "1 vocab"]]:
-    cache = init_cache(model.config, 1, room, dtype=dtype, layout=model.execution.layout)
+    cache = inference_cache(model, 1, room, dtype)
     index = jnp.arange(prompt.shape[1], dtype=jnp.int32)[None]
     positions = jnp.where(index < lengths[:, None], index, -1)
     hidden, cache, _ = model.run(prompt, positions, cache=cache, media=media, cache_is_empty=True)

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
 from eqx_decoders.cache import Cache
-from eqx_decoders.create import block_memory, init_cache
+from eqx_decoders.create import block_memory
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer
+from eqx_decoders.inference.apart import inference_cache
 from eqx_decoders.inference.speculative import Depths, draft_further
 from eqx_decoders.layers.memory import is_memory
 
@@ -157,7 +158,7 @@ class DraftingByModel(DeviceDrafting):
     """By the second of the models."""
 
     def empty(self, models: tuple[Decoder, ...], slots: int, length: int, dtype: Any) -> DraftState:
-        cache = init_cache(models[1].config, slots, length, dtype=dtype, layout=models[1].execution.layout)
+        cache = inference_cache(models[1], slots, length, dtype)
         return DraftState(memories=cache.segments, last=(), tokens=jnp.zeros((slots, self.count), jnp.int32))
 
     def chunk(self, models, state, slot, tokens, positions, hidden, following) -> DraftState:

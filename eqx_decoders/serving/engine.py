@@ -13,7 +13,9 @@ from jax.typing import DTypeLike
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.encoders.beside import without_placeholders
 from eqx_decoders.errors import ConfigError, check, check_integer
+from eqx_decoders.inference.apart import usual_format
 from eqx_decoders.inference.generate import prefilled
+from eqx_decoders.layers.cache_format import CacheFormat
 from eqx_decoders.layers.embedding import LearnedPositions
 from eqx_decoders.layers.pages import PageConfig
 from eqx_decoders.serving.drafts import (
@@ -45,7 +47,7 @@ class EngineConfig:
     - `prefix_cache_bytes`: memory for prompts that begin alike; 0 for none.
     - `max_logprobs`: the most likely tokens that a request may ask for beside each of its own.
     - `max_logit_bias`: biases that a request may have.
-    - `cache_dtype`: of keys and values; None for that of activations.
+    - `cache_dtype`: of keys and values, as `init_cache` has it; None: as `generate` stores them.
     - `pages`: keys and values are in pages, which slots have as they need them; `prefill_chunk` must be whole pages.
         None: each slot has room for `max_length` tokens, which is faster where no kernel reads pages (CPU, GPU).
     - `drafts`: how several tokens of an answer are guessed and verified in one step; None: a step for each. Answers
@@ -61,7 +63,7 @@ class EngineConfig:
     prefix_cache_bytes: int = 1 << 30
     max_logprobs: int = 20
     max_logit_bias: int = 300
-    cache_dtype: DTypeLike | None = None
+    cache_dtype: DTypeLike | CacheFormat | None = None
     pages: PageConfig | None = None
     drafts: Drafts | None = None
 
@@ -101,7 +103,7 @@ class Engine:
         check_drafts(config.drafts, model)
         # the last chunk of a prompt is rounded up to one of few sizes, which depends on its length alone
         sizes = {size for size in (16, config.prefill_chunk // 2) if 16 <= size < config.prefill_chunk}
-        dtype = model.execution.precision.compute if config.cache_dtype is None else config.cache_dtype
+        self._kind = usual_format(model.execution) if config.cache_dtype is None else CacheFormat.of(config.cache_dtype)
         self._slots = Slots(
             model,
             count=config.max_batch_size,
@@ -110,7 +112,7 @@ class Engine:
             columns=(1,) if config.drafts is None else (1, 1 + config.drafts.num_tokens),
             biases=config.max_logit_bias,
             top=config.max_logprobs,
-            dtype=dtype,
+            dtype=self._kind,
             pages=config.pages,
             small=config.drafts.model if isinstance(config.drafts, SmallerModel) else None,
             drafting=device_drafting(config.drafts),
@@ -363,9 +365,8 @@ class Engine:
         """Compute a prompt with pictures, films or sounds at once."""
         request, asked = job.request, self._asked_of(job)
         count, prompt = len(request.prompt), np.asarray([request.prompt], np.int32)
-        dtype = self.config.cache_dtype or self.model.execution.precision.compute
         try:
-            cache, logits = prefilled(self.model, prompt, request.media, self.config.max_length, dtype)
+            cache, logits = prefilled(self._slots.model, prompt, request.media, self.config.max_length, self._kind)
         except ConfigError as error:
             self._leave(job)
             return [Update(request_id=job.request_id, finish_reason="error", error=str(error))]

@@ -18,9 +18,9 @@ from jaxtyping import Array, Bool, Int, Int32
 
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.cache import Cache
-from eqx_decoders.create import init_cache
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.explicit import typed, untyped, with_auto_axes
+from eqx_decoders.inference.apart import inference_cache, layers_apart
 from eqx_decoders.layers.memory import is_memory
 from eqx_decoders.layers.pages import PageConfig, PagedKVCache
 from eqx_decoders.serving.choosing import RowSampling, Scores, Written, adjusted, choose, scores
@@ -294,6 +294,18 @@ def _in_auto_mode(model: Decoder) -> Decoder:
     return model.replace(layout=dataclasses.replace(layout, mesh=with_auto_axes(layout.mesh)))
 
 
+def _each_once(state: SlotState) -> SlotState:
+    """The state with copies of arrays that stand in it twice: all of them are given away, which goes once."""
+    seen: set[int] = set()
+
+    def once(leaf: Array) -> Array:
+        again = id(leaf) in seen
+        seen.add(id(leaf))
+        return leaf.copy() if again else leaf
+
+    return jax.tree.map(once, state)
+
+
 class Slots:
     """The state of all slots on the device, and the compiled programs that change it."""
 
@@ -312,16 +324,19 @@ class Slots:
         small: Decoder | None = None,
         drafting: DeviceDrafting | None = None,
     ):
-        model, small = _in_auto_mode(model), None if small is None else _in_auto_mode(small)
+        model = layers_apart(_in_auto_mode(model))
+        small = None if small is None else layers_apart(_in_auto_mode(small))
         layout = model.execution.layout
-        cache = init_cache(model.config, count, length, dtype=dtype, layout=layout, pages=pages)
+        cache = inference_cache(model, count, length, dtype, pages=pages)
         models = Models(model, small, drafting)
+        self.model = model
         self.count, self.length, self.chunks, self.block = count, length, chunks, chunks[-1]
         self.words = -(-model.config.vocab_size // 32)
         self._biases, self._top = biases, top
         tokens = jnp.zeros((count, length), jnp.int32)
         drafts = None if drafting is None else drafting.empty(models.both, count, length, dtype)
-        self._state = SlotState(cache=cache, tokens=jax.device_put(tokens, layout.replicated()), drafts=drafts)
+        state = SlotState(cache=cache, tokens=jax.device_put(tokens, layout.replicated()), drafts=drafts)
+        self._state = _each_once(state)
         arrays, self._static = eqx.partition(models, eqx.is_array)
         self._weights, self._weights_tree = jax.tree.flatten(arrays)
         self._columns = columns
