@@ -18,7 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout as MemoryLayout, with_layout_constraint
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, Float32, PRNGKeyArray, PyTree
 
 from eqx_decoders.axes import (
     AXES,
@@ -44,6 +44,9 @@ _MATRIX_UNITS = jax.__version_info__ >= (0, 11)
 
 # Below so many rows a product takes less time, however it runs, than bringing a weight into the order of matrix units.
 _FEW_ROWS = 128
+
+# Of so many terms are the sums that the product of one row is made of.
+_TERMS = 8
 
 _FLOATS = ("float32", "bfloat16", "float16", "float64")
 
@@ -406,18 +409,29 @@ def matmul(
     """The product of two matrices over dimension `contract[0]` of `a` and `contract[1]` of `b`.
 
     16-bit operands are first brought into the order that the matrix units of a CPU want; but of a few rows the product
-    takes less time than that. One row has a form of its own, which is several times slower than eight.
+    takes less time than that. One row is never multiplied as such: XLA's form for it takes several times longer.
     """
     rows = a.shape[1 - contract[0]]
     if wants_row_major(a.dtype) and 0 < rows < _FEW_ROWS:
         a = a.T if contract[0] == 0 else a
-        a = jnp.pad(a, ((0, max(0, 8 - rows)), (0, 0)))
+        if rows == 1 and contract[1] == 0 and b.shape[0] % _TERMS == 0:
+            return _row_product(a, b).astype(dtype)
+        a = jnp.pad(a, ((0, 7 if rows == 1 else 0), (0, 0)))
         over = (((1,), (contract[1],)), ((), ()))
         return lax.dot_general(a, b, over, preferred_element_type=np.dtype(dtype))[:rows]
     if wants_row_major(a.dtype):
         a, b = (row_major_transpose(a) if contract[0] == 0 else a), (row_major_transpose(b) if contract[1] else b)
         contract = (1, 0)
     return lax.dot_general(a, b, (((contract[0],), (contract[1],)), ((), ())), preferred_element_type=np.dtype(dtype))
+
+
+def _row_product(row: Float[Array, "1 inner"], b: Float[Array, "inner outer"]) -> Float32[Array, "1 outer"]:
+    """`row @ b` as sums of a few terms, and their sum: one pass over `b`, cast on the way, at the memory's speed."""
+    inner, outer = b.shape
+    terms = 2 * _TERMS if outer >= 4 * inner and inner % (2 * _TERMS) == 0 else _TERMS  # fewer sums where they are long
+    factors, rows = row.astype(jnp.float32).reshape(-1, terms, 1), b.reshape(-1, terms, outer)
+    sums = sum(factors[:, term] * rows[:, term].astype(jnp.float32) for term in range(terms))
+    return jnp.sum(lax.optimization_barrier(sums), axis=0, keepdims=True)  # a pass of its own: XLA would join the two
 
 
 def wants_row_major(dtype: np.dtype) -> bool:

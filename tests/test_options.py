@@ -522,15 +522,25 @@ SHOWN_IN = {
     **dict.fromkeys(("Pipeline", "PipelineConfig"), "test_pipeline.py"),
     **dict.fromkeys(("LowPrecision", "LowPrecisionConfig"), "test_low_precision.py"),
     "Offload": "training/test_offload.py",
+    "CacheFormat": "layers/test_quantized_cache.py",
+    "PageConfig": "layers/test_pages.py",
+    "Sampling": "serving/test_choosing.py",
+    **dict.fromkeys(("EngineConfig", "Request", "PromptLookup"), "serving/test_engine.py"),
+    **dict.fromkeys(("FurtherPrediction", "SmallerModel"), "serving/test_engine.py"),
+    "ServeConfig": "cli/test_serve.py",
+    **dict.fromkeys(("ApiConfig", "ServerConfig"), "serving/test_api.py"),
 }
 # What is passed between functions and what families are made of: data, and no settings of a user.
 DATA = {
     "Blocks", "KVShape", "ChatTemplate", "Difference", "Family", "GenerationConfig", "Greedy", "Kernel", "ModelInfo",
-    "Origin", "Recipe", "RemoteFile", "Shape", "StateShape", "StoredTensor", "MXFP4Tensor", "BlockScaledTensor",
+    "Origin", "Recipe", "RemoteFile", "Shape", "StateShape", "StoredTensor", "MXFP4Tensor", "BytesTensor",
+    "HalvesTensor", "PackedTensor", "RepeatedTensor", "ScaledTensor", "SwappedTensor",
     "TailShape", "TextModel", "Weight", "WeightMapping", "Wiring", "Part", "Section", "BranchFunction", "HeadSplit",
     "Picture", "Packing", "Drawn", "Answered", "DrawnReader", "ProcessedReader",
     "BlockSizes", "Tiles", "Chip", "Collective", "Machine", "Memory", "Operations", "Plan", "Roofline", "Route",
-    "Estimate", "Call", "Ring", "StateLayout",
+    "Estimate", "Call", "Ring", "StateLayout", "ExternalCall",
+    "Asked", "ChatAsked", "CompletionAsked", "Block", "Echo", "EngineCounts", "Events", "Job", "Language", "Piece",
+    "Reply", "Task", "TokenScore", "Update", "Usage", "WaitingList",
 }  # fmt: skip
 
 

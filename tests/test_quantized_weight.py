@@ -223,7 +223,7 @@ def test_grouped_products_are_those_of_the_arrays(mode):
 # --- models ---
 
 
-@pytest.mark.parametrize("name", [MODELS[0], pytest.param(MODELS[1], marks=pytest.mark.slow), MODELS[2]])
+@pytest.mark.parametrize("name", [MODELS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS[1:])])
 def test_a_model_is_that_of_its_arrays(name, models):
     """One pass, and one token after the other with a cache (latent attention then uses weights in another way)."""
     mode = {"llama_rope": "int4", "mixtral_window": "int8", "deepseek3_groups": "fp8"}[name]

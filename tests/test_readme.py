@@ -28,6 +28,7 @@ MOST_PROGRAMS = {
     "runs/tiny": 20,
     "drawn_pictures": 40,
     "class ShortConvolution(": 15,
+    "Engine(model": 45,
 }
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
@@ -99,6 +100,12 @@ def test_pictures_stand_in_the_place_of_placeholders():
 
 
 @pytest.mark.slow
+def test_many_people_are_answered_at_once():
+    out, told = run_example("Engine(model")
+    assert out == told
+
+
+@pytest.mark.slow
 def test_layers_of_ones_own_remember_what_they_say():
     out, told = run_example("class ShortConvolution(")
     assert_told(out, told)
@@ -106,8 +113,8 @@ def test_layers_of_ones_own_remember_what_they_say():
 
 
 def test_every_kind_of_user_has_an_example():
-    # a loop of one's own, many devices, a checkpoint of others, a run of one's own, layers of one's own
-    assert len(EXAMPLES) == 6
+    # a loop of one's own, many devices, a checkpoint of others, many people, pictures, a run and layers of one's own
+    assert len(EXAMPLES) == 7
 
 
 @pytest.mark.parametrize("target", sorted(set(re.findall(r"`make ([a-z-]+)`", README))))

@@ -73,6 +73,8 @@ class EngineConfig:
         check_integer("EngineConfig.max_waiting_tokens", self.max_waiting_tokens)
         for field in ("prefix_cache_bytes", "max_logprobs", "max_logit_bias"):
             check_integer(f"EngineConfig.{field}", getattr(self, field), minimum=0)
+        if self.cache_dtype is not None:
+            CacheFormat.of(self.cache_dtype)
         if self.pages is not None:
             size = self.pages.page_size
             rule = f"EngineConfig.prefill_chunk={self.prefill_chunk} must be a multiple of pages.page_size={size}"

@@ -44,7 +44,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, values, head_dim",
     [
-        ("int8", True, 8),
+        pytest.param("int8", True, 8, marks=SLOW),
         pytest.param("float32", True, 8, marks=SLOW),
         pytest.param("float32", False, 8, marks=SLOW),
         pytest.param("int8", False, 8, marks=SLOW),

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
+from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.chat import ChatTemplate, Conversation
 from eqx_decoders.io.tokenizer import ByteTokenizer
 from eqx_decoders.sampling import GenerationConfig
@@ -624,3 +625,15 @@ def test_settings_that_are_none():
         with pytest.raises(ValueError, match=f"ApiConfig.{field}"):
             ApiConfig(**(dict(name="x", max_length=5, vocab_size=5) | {field: value}))
     assert dataclasses.replace(ApiConfig(name="x", max_length=5, vocab_size=5), seed=3).seed == 3
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ApiConfig) if field.type in ("int", int)])
+def test_sizes_below_zero_are_refused(field):
+    with pytest.raises(ConfigError, match=f"ApiConfig.{field}=-1"):
+        ApiConfig(**dict(name="m", max_length=8, vocab_size=8) | {field: -1})
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ServerConfig)])
+def test_times_below_zero_are_refused(field):
+    with pytest.raises(ConfigError, match=f"ServerConfig.{field}=-1"):
+        ServerConfig(**{field: -1})

@@ -71,7 +71,8 @@ def play(model, sequences, cuts):
 MODELS = ["llama_rope", "gemma2_odd", "gpt_oss_yarn", "deepseek2_groups", "gemma4_small", "qwen3_moe_mixed"]
 
 
-@pytest.mark.parametrize("fixture", [MODELS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("fixture", MODELS)
 def test_pieces_of_several_sequences_have_the_logits_of_each_alone(fixture):
     model = ed.load_hf(FIXTURES / fixture, dtype="float32")
     generator = np.random.default_rng(1)
