@@ -63,6 +63,11 @@ class Cache(eqx.Module):
             rope_offset=None if offset is None or other is None else offset.at[row].set(other[source_row]),
         )
 
+    def first_slots(self, count: int) -> "Cache":
+        """The cache, for `Decoder.propose` to read where all positions are below `count`; it is not to be written."""
+        segments = jax.tree.map(lambda each: each.first_slots(count), self.segments, is_leaf=is_memory)
+        return Cache(segments=segments, length=self.length, rope_offset=self.rope_offset)
+
     def at_row(self, row: Int[Array, ""]) -> "Cache":
         """One row, for `Decoder.propose` to read where it stands; what it proposes goes to `commit_row`."""
 

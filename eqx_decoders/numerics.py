@@ -427,6 +427,7 @@ def matmul(
 
 def _row_product(row: Float[Array, "1 inner"], b: Float[Array, "inner outer"]) -> Float32[Array, "1 outer"]:
     """`row @ b` as sums of a few terms, and their sum: one pass over `b`, cast on the way, at the memory's speed."""
+    row, b = lax.optimization_barrier((row, b))  # or a loop over tokens would be led by a cast of all weights
     inner, outer = b.shape
     terms = 2 * _TERMS if outer >= 4 * inner and inner % (2 * _TERMS) == 0 else _TERMS  # fewer sums where they are long
     factors, rows = row.astype(jnp.float32).reshape(-1, terms, 1), b.reshape(-1, terms, outer)

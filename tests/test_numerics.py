@@ -91,6 +91,18 @@ def test_few_rows_and_many_are_numpy(units, dtype, transposed, monkeypatch):
         assert_close(w_bar, back, units=4 if dtype == "bfloat16" else 64, dtype=dtype)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="there XLA multiplies 16-bit numbers as float32 anyway")
+def test_no_loop_is_led_by_a_cast_of_its_weights():
+    """One row times 16-bit weights, again and again: no float32 copy of them is kept."""
+    weight, x = draw(0, (256, 256), "bfloat16"), draw(1, (1, 256), "bfloat16")
+
+    def run(x, weight, count):
+        return jax.lax.fori_loop(0, count, lambda _, x: numerics.product(jnp.tanh(x), weight), x)
+
+    sizes = jax.jit(run).lower(x, weight, 3).compile().memory_analysis()
+    assert sizes.temp_size_in_bytes < weight.nbytes
+
+
 @pytest.mark.parametrize("flatten", [False, True])
 def test_plain_is_numpy(flatten):
     x, weight = operands("b l h k, h k d -> b l d", "float32", "float32")

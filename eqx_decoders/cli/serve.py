@@ -30,6 +30,7 @@ from eqx_decoders.io.rundir import Interrupt
 from eqx_decoders.io.waiting import Waiting
 from eqx_decoders.layers.pages import PageConfig
 from eqx_decoders.numerics import Precision
+from eqx_decoders.quantization import quantize
 from eqx_decoders.serving.asked import ApiConfig
 from eqx_decoders.serving.drafts import FurtherPrediction, PromptLookup, SmallerModel
 from eqx_decoders.serving.engine import Engine, EngineConfig
@@ -54,6 +55,9 @@ class ServeConfig(Devices):
     """Checkpoint of the run to load; None: the newest."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of activations and, with --model, of weights; auto: bfloat16 on TPU and GPU, float32 on CPU."""
+    quantize: Literal["keep", "none", "int8", "int4", "fp8", "fp8_block"] = "keep"
+    """Matrices in few bits. keep: those that a checkpoint has so; none: in --dtype, all of them; others: all are made
+    so at the start (int4: by groups of 128; fp8_block: by 128 x 128)."""
     cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "int4", "float8_e4m3fn"] = "auto"
     """Dtype of keys and values; auto: that of activations. Those of 4 and 8 bits have scales."""
     page_size: int | None = None
@@ -80,6 +84,8 @@ class ServeConfig(Devices):
     """Tokens of a prompt that are computed at once, and of a block of the prefix cache."""
     token_budget: int = EngineConfig.token_budget
     """Tokens that one step computes at most: fewer keep answers flowing while long prompts come, more are faster."""
+    batch_invariant: bool = False
+    """The last bits of an answer do not depend on how many others there are; slower on CPU for one or two at a time."""
     prefix_cache_bytes: int = EngineConfig.prefix_cache_bytes
     """Memory for prompts that begin alike; 0: none."""
     max_waiting: int = EngineConfig.max_waiting
@@ -124,8 +130,9 @@ class ServeConfig(Devices):
         if draft_model is not None:
             drafts = SmallerModel(model=draft_model, num_tokens=self.num_draft_tokens)
         pages = None if self.page_size is None else PageConfig(page_size=self.page_size, num_pages=self.num_pages)
-        names = ("max_batch_size", "max_length", "prefill_chunk", "token_budget", "prefix_cache_bytes", "max_waiting")
-        given: dict[str, Any] = {name: getattr(self, name) for name in (*names, "max_waiting_tokens")}
+        names = ("max_batch_size", "max_length", "prefill_chunk", "token_budget", "prefix_cache_bytes")
+        names += ("max_waiting", "max_waiting_tokens", "batch_invariant")
+        given: dict[str, Any] = {name: getattr(self, name) for name in names}
         cache_dtype = None if self.cache_dtype == "auto" else self.cache_dtype
         return EngineConfig(**given, cache_dtype=cache_dtype, pages=pages, drafts=drafts)
 
@@ -185,9 +192,14 @@ def load(config: ServeConfig) -> TextModel:
     """The model and the tokenizer that were asked for."""
     dtype, layout = None if config.dtype == "auto" else config.dtype, config.layout()
     if config.model is not None:
-        return load_text_model(config.model, dtype, layout=layout)
-    precision = Precision(compute=dtype or ("float32" if layout.platform == "cpu" else "bfloat16"))
-    return load_text_run(config.run_dir or "runs/tiny", config.step, precision=precision, layout=layout)
+        quantized = "keep" if config.quantize == "keep" else "expand"
+        text = load_text_model(config.model, dtype, layout=layout, quantized=quantized)
+    else:
+        precision = Precision(compute=dtype or ("float32" if layout.platform == "cpu" else "bfloat16"))
+        text = load_text_run(config.run_dir or "runs/tiny", config.step, precision=precision, layout=layout)
+    if config.quantize in ("keep", "none"):
+        return text
+    return dataclasses.replace(text, model=quantize(text.model, config.quantize))
 
 
 def load_draft_model(config: ServeConfig) -> Decoder | None:

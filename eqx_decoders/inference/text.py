@@ -19,7 +19,7 @@ from eqx_decoders.inference.generate import stream
 from eqx_decoders.io.chat import ChatTemplate, load_chat_template
 from eqx_decoders.io.generation_config import parse_token_ids
 from eqx_decoders.io.hub import resolve
-from eqx_decoders.io.huggingface import load_hf
+from eqx_decoders.io.huggingface import QuantizedName, load_hf
 from eqx_decoders.io.processes import from_first
 from eqx_decoders.io.tokenizer import Ids, JsonTokenizer, Tokenizer, load_tokenizer
 from eqx_decoders.layers.embedding import LearnedPositions
@@ -211,6 +211,7 @@ def load_text_model(
     dtype: DTypeLike | None = None,
     *,
     revision: str | None = None,
+    quantized: QuantizedName = "expand",
     **execution: Unpack[ExecutionOptions],
 ) -> TextModel:
     """The model and the tokenizer in a Hugging Face directory, or of the repository `"org/name"` (see `load_hf`).
@@ -221,7 +222,7 @@ def load_text_model(
     if dtype is None:
         dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     tokenizer = load_tokenizer(folder)  # it fails faster than the weights do
-    return published_model(load_hf(folder, dtype, **execution), tokenizer, folder)
+    return published_model(load_hf(folder, dtype, quantized=quantized, **execution), tokenizer, folder)
 
 
 def published_model(model: Decoder, tokenizer: Tokenizer, folder: Path) -> TextModel:

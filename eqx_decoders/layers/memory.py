@@ -81,6 +81,10 @@ class Memory(eqx.Module):
         """The memory with nothing in one row."""
         return self.with_row(index, self.row(index).reset(jnp.ones((1,), bool)))
 
+    def first_slots(self, count: int) -> "Memory":
+        """What is to be read where all positions are below `count`: as much as that, where it is told apart."""
+        return self
+
     def row_tokens(
         self, index: Int[Array, ""], positions: Int[Array, "1 length"]
     ) -> tuple[Any, Int[Array, "1 length"]] | None:
@@ -291,6 +295,13 @@ class KVCache(Memory):
 
     def empty_row(self, index: Int[Array, ""]) -> "KVCache":
         return dataclasses.replace(self, positions=self.positions.at[index].set(-1))
+
+    def first_slots(self, count: int) -> "KVCache":
+        if self.ring or count >= self.positions.shape[1]:
+            return self
+        words, leaves = axes(self), named_leaves(self)
+        cut = {n: jax.lax.slice_in_dim(x, 0, count, axis=words[n].index("slots")) for n, x in leaves.items()}
+        return replaced(self, cut)
 
     def row_tokens(
         self, index: Int[Array, ""], positions: Int[Array, "1 length"]

@@ -29,8 +29,12 @@ from eqx_decoders.serving.drafts import (
 from eqx_decoders.serving.job import Job
 from eqx_decoders.serving.request import EngineCounts, FinishReason, Request, TokenScore, Update
 from eqx_decoders.serving.seats import Seats
-from eqx_decoders.serving.slots import ALL_SCORES, NEXT_TOKEN, Slots
+from eqx_decoders.serving.slots import ALL_SCORES, NEXT_TOKEN, Chosen, Slots
 from eqx_decoders.serving.waiting import WaitingList
+
+
+LEAST_REACH = 256
+FEW = 2  # answers whose tokens take less time one by one than those of eight rows at once (measured)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,6 +56,9 @@ class EngineConfig:
         None: each slot has room for `max_length` tokens, which is faster where no kernel reads pages (CPU, GPU).
     - `drafts`: how several tokens of an answer are guessed and verified in one step; None: a step for each. Answers
         with penalties, constraints or `min_new_tokens` take a step for each in any case.
+    - `batch_invariant`: a step computes all slots, so that an answer's last bits do not depend on how many others there
+        are. False: on a CPU the tokens of one or two answers are computed one by one, by the products of one row, two
+        to three times as fast; other rounding can then choose another token where two are almost equally likely.
     """
 
     max_batch_size: int = 8
@@ -66,6 +73,7 @@ class EngineConfig:
     cache_dtype: DTypeLike | CacheFormat | None = None
     pages: PageConfig | None = None
     drafts: Drafts | None = None
+    batch_invariant: bool = True
 
     def __post_init__(self):
         for field in ("max_batch_size", "max_length", "prefill_chunk", "token_budget", "max_waiting"):
@@ -105,13 +113,17 @@ class Engine:
         check_drafts(config.drafts, model)
         # the last chunk of a prompt is rounded up to one of few sizes, which depends on its length alone
         sizes = {size for size in (16, config.prefill_chunk // 2) if 16 <= size < config.prefill_chunk}
+        layout = model.execution.layout
+        apart = not config.batch_invariant and config.drafts is None and layout.single and layout.platform == "cpu"
+        self._few = FEW if apart else 0
         self._kind = usual_format(model.execution) if config.cache_dtype is None else CacheFormat.of(config.cache_dtype)
         self._slots = Slots(
             model,
             count=config.max_batch_size,
             length=config.max_length,
-            chunks=(*sorted(sizes), config.prefill_chunk),
+            chunks=(*([1] if apart else []), *sorted(sizes), config.prefill_chunk),
             columns=(1,) if config.drafts is None else (1, 1 + config.drafts.num_tokens),
+            reaches=_reaches(config.max_length) if apart else (config.max_length,),
             biases=config.max_logit_bias,
             top=config.max_logprobs,
             dtype=self._kind,
@@ -173,9 +185,10 @@ class Engine:
         chunks = self._plan_chunks(self.config.token_budget - len(answers), alone=not answers)
         self._seats.set_tables()
         # all of it is begun before anything is waited for
-        decoded = self._decode(answers) if answers else None
+        decoded = self._decode(answers)
         results = [self._prefill(*chunk) for chunk in chunks]
-        updates += [] if decoded is None else self._finish_decoding(list(answers), decoded)
+        for rows, chosen in decoded:
+            updates += self._finish_decoding(rows, chosen)
         for chunk, result in zip(chunks, results, strict=True):
             updates += self._finish_chunk(*chunk, result)
         return updates
@@ -394,8 +407,19 @@ class Engine:
                 planned[job] = drafts
         return planned
 
-    def _decode(self, answers: dict[Job, list[int]]) -> Any:
-        """Begin a step of these answers."""
+    def _decode(self, answers: dict[Job, list[int]]) -> list[tuple[dict[Job, int], Chosen]]:
+        """Begin a step of these answers; returns what is chosen, and in which row for whom."""
+        if len(answers) <= self._few:
+            return [({job: 0}, self._decode_alone(job)) for job in answers]
+        return [({job: job.slot for job in answers}, self._decode_slots(answers))]
+
+    def _decode_alone(self, job: Job) -> Chosen:
+        """Begin a step of one answer: a chunk of one token."""
+        token, unknown = np.asarray(job.answer[-1:]), np.zeros(0, np.int32)
+        return self._slots.prefill(job.slot, token, job.done, unknown, NEXT_TOKEN, self._asked_of(job)).chosen
+
+    def _decode_slots(self, answers: dict[Job, list[int]]) -> Chosen:
+        """Begin a step of all slots."""
         asked, config = self._asked, self.config
         columns = 1 + (config.drafts.num_tokens if config.drafts is not None and any(answers.values()) else 0)
         shape = config.max_batch_size, columns
@@ -422,14 +446,15 @@ class Engine:
             return config.find([*request.prompt, *job.answer])[:room]
         return [-1] * min(config.num_tokens, room) if job.drafted else []
 
-    def _finish_decoding(self, jobs: list[Job], result: Any) -> list[Update]:
-        chosen = jax.device_get(result)
+    def _finish_decoding(self, rows: dict[Job, int], chosen: Chosen) -> list[Update]:
+        """What a step of answers has brought, each in its row."""
+        chosen = jax.device_get(chosen)
         columns, updates = chosen.tokens.shape[1], []
-        self._count(accepted_draft_tokens=int(sum(chosen.kept[job.slot] - 1 for job in jobs)))
-        for job in jobs:
-            tokens = chosen.tokens[job.slot, : chosen.kept[job.slot]].tolist()
+        self._count(accepted_draft_tokens=int(sum(chosen.kept[row] - 1 for row in rows.values())))
+        for job, row in rows.items():
+            tokens = chosen.tokens[row, : chosen.kept[row]].tolist()
             job.done += len(tokens)
-            updates.append(self._grown(job, tokens, chosen.scores, job.slot * columns))
+            updates.append(self._grown(job, tokens, chosen.scores, row * columns))
             self._waiting.serve(job.request.client, len(tokens))
         return updates
 
@@ -477,6 +502,14 @@ class Engine:
             except Exception as failure:  # a grammar that can't go on ends its own request and no other
                 return "error", f"{type(failure).__name__}: {failure}"
         return ("length" if len(job.answer) >= request.max_new_tokens else None), None
+
+
+def _reaches(length: int) -> tuple[int, ...]:
+    """How many slots of a row steps read: all, or a quarter of that as long as it is worth it, the fewest first.
+
+    A part is copied on its way, so a half would take longer than all.
+    """
+    return (length,) if length < 4 * LEAST_REACH else (*_reaches(length // 4), length)
 
 
 def _token_scores(scores: Any, rows: range, tokens: Sequence[int], count: int) -> list[TokenScore]:

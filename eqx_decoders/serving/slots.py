@@ -6,6 +6,7 @@ results depend on nothing in other slots.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -140,16 +141,18 @@ def _decode(
     asked: Asked,
     *,
     top: int,
+    reach: int,
 ) -> tuple[SlotState, Chosen]:
     """One step of all slots: feed each row's tokens, of which those after the first are drafts, and choose the next.
 
-    A draft of -1 is the one that was made on the device. It is kept where the model chooses the same token, by the draw
-    that it would have made without drafts. Rows at position -1 rest.
+    What stands from position `reach` on is not read. A draft of -1 is the one that was made on the device. A draft is
+    kept where the model chooses the same token, by the draw that it would have made without drafts. Rows at position
+    -1 rest.
     """
     model, (rows, columns) = models.model, tokens.shape
     if state.drafts is not None and columns > 1:
         tokens = jnp.where(tokens < 0, jnp.pad(state.drafts.tokens, ((0, 0), (1, 0))), tokens)
-    hidden, proposal, _ = model.propose(tokens, positions, cache=state.cache)
+    hidden, proposal, _ = model.propose(tokens, positions, cache=state.cache.first_slots(reach))
     slots = jnp.arange(rows)[:, None]
     ids = state.tokens.at[slots, jnp.where(positions < 0, state.tokens.shape[1], positions)].set(tokens, mode="drop")
     column = jnp.arange(columns, dtype=jnp.int32)[None]
@@ -183,13 +186,16 @@ def _prefill(
     asked: Asked,
     *,
     top: int,
+    reach: int,
 ) -> tuple[SlotState, ChunkResult]:
     """One chunk of a slot's prompt; what of its results is `wanted` is computed.
 
-    `following` has the token after each, as far as it is known; positions are -1 behind the last.
+    What stands from position `reach` on is not read. `following` has the token after each, as far as it is known;
+    positions are -1 behind the last.
     """
     model = models.model
-    hidden, proposal, _ = model.propose(tokens, positions, cache=state.cache.at_row(slot), keeps_all=True)
+    known = state.cache.first_slots(reach).at_row(slot)
+    hidden, proposal, _ = model.propose(tokens, positions, cache=known, keeps_all=True)
     place = jnp.where(positions[0] < 0, state.tokens.shape[1], positions[0])
     ids = state.tokens.at[slot, place].set(tokens[0], mode="drop")
     last = jnp.argmax(positions, axis=1)
@@ -317,6 +323,7 @@ class Slots:
         length: int,
         chunks: tuple[int, ...],
         columns: tuple[int, ...],
+        reaches: tuple[int, ...],
         biases: int,
         top: int,
         dtype: Any,
@@ -339,7 +346,7 @@ class Slots:
         self._state = _each_once(state)
         arrays, self._static = eqx.partition(models, eqx.is_array)
         self._weights, self._weights_tree = jax.tree.flatten(arrays)
-        self._columns = columns
+        self._columns, self._reaches = columns, reaches
         self._programs: dict[Any, Any] = {}
 
     @property
@@ -355,10 +362,13 @@ class Slots:
     def compile(self) -> None:
         """Compile all programs; what is called later needs no others."""
         slot, at = np.int32(0), np.int32(0)
-        for columns in self._columns:
-            self._compile(("decode", columns), partial(_decode, top=self._top), *self._decode_inputs(columns))
+        for columns, reach in itertools.product(self._columns, self._reaches):
+            step = partial(_decode, top=self._top, reach=reach)
+            self._compile(("decode", columns, reach), step, *self._decode_inputs(columns))
         for length in self.chunks:
-            self._compile(("prefill", length), partial(_prefill, top=self._top), *self._prefill_inputs(length))
+            for reach in self._reaches if length == 1 else (self.length,):
+                step = partial(_prefill, top=self._top, reach=reach)
+                self._compile(("prefill", length, reach), step, *self._prefill_inputs(length))
         keep = partial(_keep, length=self.block)
         self._compile("empty", _empty, slot)
         self._compile("keep", keep, slot, at, donates=False)
@@ -376,7 +386,8 @@ class Slots:
 
     def decode(self, tokens: np.ndarray, positions: np.ndarray, asked: Asked) -> Chosen:
         """One step of all slots; rows at position -1 rest."""
-        self._state, chosen = self._run(("decode", tokens.shape[1]), tokens, positions, asked)
+        name = ("decode", tokens.shape[1], self._reach(positions))
+        self._state, chosen = self._run(name, tokens, positions, asked)
         return chosen
 
     def prefill(
@@ -389,7 +400,8 @@ class Slots:
         index = np.arange(length, dtype=np.int32)[None]
         positions = np.where(index < len(tokens), begin + index, -1).astype(np.int32)
         inputs = np.int32(slot), ids, positions, after, np.int32(wanted), asked
-        self._state, result = self._run(("prefill", length), *inputs)
+        name = ("prefill", length, self._reach(positions) if length == 1 else self.length)
+        self._state, result = self._run(name, *inputs)
         return result
 
     def empty(self, slot: int) -> None:
@@ -432,6 +444,10 @@ class Slots:
         self._state = _with_row(self._state, np.int32(slot), cache, ids)
 
     # --- programs ---
+
+    def _reach(self, positions: np.ndarray) -> int:
+        """How far tokens at these positions look back, of what there are programs for."""
+        return next(reach for reach in self._reaches if reach > positions.max())
 
     @property
     def _no_rest(self) -> Any:

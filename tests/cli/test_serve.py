@@ -81,6 +81,8 @@ EFFECTS = {
     "step": (["--step", "3"], lambda found: found.loaded.step == 3),
     "dtype": (["--dtype", "bfloat16"], lambda found: found.loaded.dtype == "bfloat16"),
     "mesh": (["--mesh.tensor", "2"], lambda found: found.loaded.mesh.tensor == 2),
+    "quantize": (["--quantize", "int8"], lambda found: found.loaded.quantize == "int8"),
+    "batch_invariant": (["--batch-invariant"], lambda found: found.engine.batch_invariant),
     "cache_dtype": (["--cache-dtype", "bfloat16"], lambda found: found.engine.cache_dtype == "bfloat16"),
     "page_size": (["--page-size", "32"], lambda found: found.engine.pages == PageConfig(page_size=32)),
     "num_pages": (["--page-size", "32", "--num-pages", "9"], lambda found: found.engine.pages.num_pages == 9),

@@ -1,5 +1,6 @@
 """The engine, request by request."""
 
+import collections
 import dataclasses
 
 import jax
@@ -61,6 +62,38 @@ def test_nothing_is_compiled_after_the_start(engine, pool):
         engine.submit(dataclasses.replace(mixed[number], priority=number))
     finish(engine)
     assert not compiled
+
+
+@pytest.mark.parametrize(
+    "fixture",
+    [
+        "llama_rope",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral_window", "qwen3_next", "deepseek2_groups")),
+    ],
+)
+def test_few_answers_at_a_time_and_short_ones_are_the_same(fixture, monkeypatch):
+    """One by one, and reading no more of the cache than there is: some stay within a quarter of it, some leave it."""
+    monkeypatch.setattr("eqx_decoders.serving.engine.LEAST_REACH", 16)
+    few = engine_for(fixture, batch_invariant=False)
+    pool = request_pool(few.model.config.vocab_size, 5, seed=2, new=(4, 12, 20))
+    pool = [dataclasses.replace(request, sampling=Sampling(), min_new_tokens=0) for request in pool]
+    short = [Request(prompt=(5 + number,), max_new_tokens=6) for number in range(3)]
+    calls = counted(few, monkeypatch)
+    for requests in (pool, short, pool[:2]):
+        assert few.run(requests) == [generated(few.model, request) for request in requests]
+    assert calls.keys() >= {("decode", 1, 16), ("decode", 1, 64), ("prefill", 1, 16), ("prefill", 1, 64)}
+
+
+def counted(engine, monkeypatch):
+    """How often each program of an engine is called from now on."""
+    calls, run = collections.Counter(), engine._slots._run
+
+    def counts(name, *inputs):
+        calls[name] += 1
+        return run(name, *inputs)
+
+    monkeypatch.setattr(engine._slots, "_run", counts)
+    return calls
 
 
 def test_log_probabilities_are_those_of_the_whole_text(engine):
