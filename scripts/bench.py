@@ -504,6 +504,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", help="models of aot-experts and sizes")
     parser.add_argument("--rows", type=Path, default=Path("sizes.jsonl"), help="where sizes keeps its rows")
     parser.add_argument("--peer", help="an interpreter with torch and transformers, for transformers and serving")
+    parser.add_argument("--picture", help="a file for a plot of what --only serving finds, such as serving.png")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:

@@ -5,6 +5,7 @@ project, so JAX and this package are imported where they are used.
 """
 
 import importlib.util
+import itertools
 import json
 import os
 import statistics
@@ -29,8 +30,8 @@ WORKS = tuple(Work(dtype, batch) for dtype in ("float32", "bfloat16") for batch 
 Seconds = tuple[float, float]  # of the prompt, and of the tokens behind it
 
 
-def our_generate(work: Work, sizes: dict[str, int] = SIZES) -> Callable[[], Seconds]:
-    """By `generate`: the seconds of one token, and how many more those of all take."""
+def our_model(work: Work, sizes: dict[str, int]) -> tuple[Any, Any]:
+    """A model of drawn weights, and prompts for it."""
     import jax
     import numpy as np
 
@@ -42,14 +43,43 @@ def our_generate(work: Work, sizes: dict[str, int] = SIZES) -> Callable[[], Seco
     keep_memory()
     heads = sizes["num_heads"]
     numbers: dict[str, Any] = dict(sizes, num_kv_heads=heads, head_dim=sizes["embed_dim"] // heads)
-    config = llama(Shape(**numbers))
     precision = ed.Precision(params=work.dtype, compute=work.dtype)
-    model = ed.init(config, key=jax.random.key(0), precision=precision)
+    model = ed.init(llama(Shape(**numbers)), key=jax.random.key(0), precision=precision)
     ids = np.random.default_rng(0).integers(0, sizes["vocab_size"], (work.batch, work.prompt)).astype(np.int32)
+    return model, ids
+
+
+def our_generate(work: Work, sizes: dict[str, int] = SIZES) -> Callable[[], Seconds]:
+    """By `generate`: the seconds of one token, and how many more those of all take."""
+    import jax
+
+    import eqx_decoders as ed
+
+    model, ids = our_model(work, sizes)
+    return _first_and_others(work, lambda new: jax.block_until_ready(ed.generate(model, ids, max_new_tokens=new)))
+
+
+def our_engine(work: Work, sizes: dict[str, int] = SIZES) -> Callable[[], Seconds]:
+    """By an engine of eight slots, as a server has it, of which a single request uses one."""
+    from eqx_decoders.serving import Engine, EngineConfig, Request
+
+    model, ids = our_model(work, sizes)
+    length = work.prompt + work.new + 1
+    options: dict[str, Any] = dict(max_length=length, prefix_cache_bytes=0, batch_invariant=False)
+    engine = Engine(model, EngineConfig(max_batch_size=max(8, work.batch), **options))
+
+    def run(new: int) -> Any:
+        return engine.run([Request(prompt=tuple(row), max_new_tokens=new) for row in ids.tolist()])
+
+    return _first_and_others(work, run)
+
+
+def _first_and_others(work: Work, answer: Callable[[int], Any]) -> Callable[[], Seconds]:
+    """Seconds of one token, the prompt's, and how many more those of all take."""
 
     def seconds(new: int) -> float:
         begin = time.perf_counter()
-        jax.block_until_ready(ed.generate(model, ids, max_new_tokens=new))
+        answer(new)
         return time.perf_counter() - begin
 
     def run() -> Seconds:
@@ -125,9 +155,10 @@ def best(run: Callable[[], Any]) -> float:
     return min(seconds[1:])
 
 
-# what is measured: here, and with transformers; servers, which take requests as they come, are to be another one
+# what is measured: here, and with transformers; servers, which take requests as they come, are in bench_serving.py
 KINDS: dict[str, dict[str, Callable[[Work], Callable[[], Seconds]]]] = {
     "generate": {"here": our_generate, "transformers": their_generate},
+    "engine": {"here": our_engine, "transformers": their_generate},
     "roofs": {"here": our_roofs, "transformers": their_roofs},
 }
 
@@ -179,12 +210,12 @@ def show_inference(peer: str | None, repeats: int, works: tuple[Work, ...] = WOR
         for name, rows in in_turn("roofs", Work(dtype, 1), peer, 3).items():
             product, read = (min(row[place] for row in rows) for place in (0, 1))
             say(f"{dtype:9} {name:12}: {2 * 2.048**3 / product:5.0f} GFLOP/s, reads {0.4 / read:5.1f} GB/s at best")
-    for work in works:
-        found = in_turn("generate", work, peer, repeats)
+    for kind, work in itertools.product(("generate", "engine"), works):
+        found = in_turn(kind, work, peer, repeats)
         for place, (what, count) in enumerate((("prefill", work.prompt), ("decode", work.new))):
             here, there = (work.batch * count / median(rows, place) for rows in found.values())
             text = f"{here:8.1f} tokens/s, transformers {there:8.1f}: {here / there:.2f}"
-            say(f"{work.dtype:9} batch {work.batch} {what:8} {text}", flush=True)
+            say(f"{kind:8} {work.dtype:9} batch {work.batch} {what:8} {text}", flush=True)
     return True
 
 

@@ -145,58 +145,91 @@ def percentile(numbers: list[float], share: float) -> float:
 
 
 def bench_serving(options: Any) -> None:
-    """Print a table."""
+    """Print a table; `options.picture` names a file for a plot of it."""
     peer = options.peer
     if peer is None and all(map(importlib.util.find_spec, ("torch", "transformers"))):
         peer = sys.executable
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(folder)
+        theirs = {} if peer is None else batched(peer, folder)
         print(f"\nserver: Llama of 134 M weights, float32, {SLOTS} slots of {LENGTH} tokens; closed loop")
         print("clients  tokens/s   first token s p50  p99   between tokens ms p50   p99   transformers tokens/s")
-        for clients in CLIENTS:
-            work = requests(max(6, 3 * clients))
-            with Server(folder) as server:
-                server.answer(work[0])
-                seconds, seen = load(server, clients, work)
-            theirs = None if peer is None else batched(peer, folder, clients, len(work))
-            print(row(clients, seconds, seen) + ("" if theirs is None else f"{theirs:18.1f}"), flush=True)
+        rates = {}
+        with Server(folder) as server:
+            server.answer(requests(1)[0])
+            for clients in CLIENTS:
+                seconds, seen = load(server, clients, requests(asked_by(clients)))
+                rates[clients] = sum(waited.tokens for waited in seen) / seconds
+                beside = "" if peer is None else f"{theirs[clients]:18.1f}"
+                print(row(clients, rates[clients], seen) + beside, flush=True)
+    if options.picture:
+        draw(
+            options.picture,
+            {"eqx_decoders, server": rates} | ({"transformers, generate_batch": theirs} if theirs else {}),
+        )
 
 
-def row(clients: int, seconds: float, seen: list[Waited]) -> str:
+def asked_by(clients: int) -> int:
+    """How many requests so many clients send together."""
+    return max(6, 3 * clients)
+
+
+def draw(file: str, rates: dict[str, dict[int, float]]) -> None:
+    """Tokens a second over clients, as a picture."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
+    for name, each in rates.items():
+        axes.plot(list(each), list(each.values()), marker="o", label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(CLIENTS, [str(clients) for clients in CLIENTS])
+    axes.set_ylim(bottom=0)
+    axes.set(xlabel="clients at once", ylabel="tokens per second")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(file, dpi=110)
+
+
+def row(clients: int, rate: float, seen: list[Waited]) -> str:
     """A line of the table."""
-    rate = sum(waited.tokens for waited in seen) / seconds
     first = [waited.first for waited in seen]
     between = [1000 * gap for waited in seen for gap in waited.between]
     waits = f"{percentile(first, 0.5):20.2f} {percentile(first, 0.99):6.2f}"
     return f"{clients:7} {rate:9.1f} {waits} {percentile(between, 0.5):21.0f} {percentile(between, 0.99):6.0f}"
 
 
-def batched(peer: str, folder: Path, clients: int, count: int) -> float:
-    """Tokens a second of transformers' continuous batching, with as many requests at a time."""
-    command = [peer, __file__, str(folder), str(clients), str(count)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+def batched(peer: str, folder: Path) -> dict[int, float]:
+    """Tokens a second of transformers' continuous batching, with as many requests at a time as there are clients."""
+    told = subprocess.run([peer, __file__, str(folder)], check=True, capture_output=True, text=True).stdout.split()
+    return dict(zip(CLIENTS, map(float, told[-len(CLIENTS) :]), strict=True))
 
 
-def batched_there(folder: str, clients: str, count: str) -> None:
-    """The same requests with `generate_batch`, `clients` at a time, each up to its own length."""
+def batched_there(folder: str) -> None:
+    """The same requests with `generate_batch`, as many at a time as there are clients."""
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(os.cpu_count() or 1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
-    work, tokens, seconds = requests(int(count)), 0, 0.0
-    at_once = int(clients)
-    for begin in range(0, len(work), at_once):
-        part = work[begin : begin + at_once]
-        # its requests share one length: that of this group's mean, so that as many tokens are made
-        new = round(statistics.mean(asked.new for asked in part))
-        config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1)
-        start = time.perf_counter()
-        found = model.generate_batch(inputs=[asked.prompt for asked in part], generation_config=config)
-        seconds += time.perf_counter() - start
-        tokens += sum(len(each.generated_tokens) for each in found.values())
-    print(tokens / seconds)
+    answer_together(model, requests(1))
+    for clients in CLIENTS:
+        work, tokens, seconds = requests(asked_by(clients)), 0, 0.0
+        for begin in range(0, len(work), clients):
+            found = answer_together(model, work[begin : begin + clients])
+            tokens, seconds = tokens + found[0], seconds + found[1]
+        print(tokens / seconds, flush=True)
+
+
+def answer_together(model: Any, work: list[Asked]) -> tuple[int, float]:
+    """Answer some requests at once; tokens and seconds. Its requests share one length: the mean of theirs."""
+    from transformers import GenerationConfig
+
+    new = round(statistics.mean(asked.new for asked in work))
+    config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1)
+    begin = time.perf_counter()
+    found = model.generate_batch(inputs=[asked.prompt for asked in work], generation_config=config)
+    return sum(len(each.generated_tokens) for each in found.values()), time.perf_counter() - begin
 
 
 if __name__ == "__main__":

@@ -67,10 +67,13 @@ def test_inference_takes_turns_and_says_ratios(script, monkeypatch):
     """Medians of both sides; without transformers a line about it."""
     bench, turns, lines = script("bench_inference"), [], []
     rows = {"generate": {"here": [(1.0, 2.0), (9.0, 9.0), (1.0, 2.0)], "transformers": [(2.0, 3.0)]}}
+    rows["engine"] = rows["generate"]
     rows["roofs"] = {name: [(0.1, 0.04), (0.2, 0.02)] for name in ("here", "transformers")}
     monkeypatch.setattr(bench, "in_turn", lambda kind, work, *_: turns.append((kind, work)) or rows[kind])
     assert bench.show_inference("python", 3, (bench.Work("float32", 8),), lambda text, **_: lines.append(text))
-    assert [kind for kind, _ in turns] == ["roofs", "generate"] and "172 GFLOP/s, reads  20.0 GB/s" in lines[1]
+    assert [kind for kind, _ in turns] == ["roofs", "generate", "engine"] and "172 GFLOP/s, reads  20.0 GB/s" in lines[
+        1
+    ]
     assert lines[-2].endswith("prefill    4096.0 tokens/s, transformers   2048.0: 2.00")
     assert lines[-1].endswith("decode      256.0 tokens/s, transformers    170.7: 1.50")
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
@@ -82,7 +85,8 @@ def test_a_side_answers_line_by_line(script):
     """In a process of its own, and in this one."""
     bench = script("bench_inference")
     sizes = dict(vocab_size=64, embed_dim=32, num_layers=2, num_heads=2, mlp_dim=48)
-    assert all(seconds > 0 for seconds in bench.our_generate(bench.Work("float32", 2, 9, 8), sizes)()[:1])
+    for side in (bench.our_generate, bench.our_engine):
+        assert side(bench.Work("float32", 2, 9, 8), sizes)()[0] > 0
     process = subprocess.Popen(
         [sys.executable, bench.__file__, "roofs", "here", json.dumps(bench.Work("float32", 1))],
         **dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1),

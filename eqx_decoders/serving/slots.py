@@ -8,7 +8,7 @@ results depend on nothing in other slots.
 import dataclasses
 import itertools
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -354,7 +354,7 @@ class Slots:
         """As `windows_of` says; empty without pages."""
         return windows_of(self._state.cache)
 
-    @property
+    @cached_property
     def keeps_rest(self) -> bool:
         """Whether layers remember what cannot be cut by tokens."""
         return len(jax.tree.leaves(jax.eval_shape(_keep_rest, self._state, np.int32(0)))) > 0

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +77,7 @@ def attention(
     attention_metadata,
     mesh,
     head_dim_original=None,
-    sm_scale=None,
+    sm_scale: Any = None,
     attention_chunk_size=None,
     q_scale=None,
     k_scale=None,
@@ -110,8 +111,8 @@ def attention(
         return flat.reshape(cache.shape), jnp.einsum("hts,tshd->thd", weights, values.astype(q.dtype) * (v_scale or 1))
 
     heads = P(None, "model")
-    specs = dict(in_specs=(heads, heads, heads, P(None, None, "model")), out_specs=(P(None, None, "model"), heads))
-    return jax.shard_map(local, mesh=mesh, check_vma=False, **specs)(q, k, v, kv_cache)
+    taken, given = (heads, heads, heads, P(None, None, "model")), (P(None, None, "model"), heads)
+    return jax.shard_map(local, mesh=mesh, check_vma=False, in_specs=taken, out_specs=given)(q, k, v, kv_cache)
 
 
 def mla_attention(
@@ -131,7 +132,7 @@ def mla_attention(
     q_scale=None,
     k_scale=None,
     v_scale=None,
-    sm_scale=None,
+    sm_scale: Any = None,
 ):
     """Pages of `[slots, 1, latent padded to 128 | rotary padded to 128]`."""
     row, position, real = places_of(len(k_SA), md)
