@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 AOT := $(VENV)/.aot
+CLIENTS := $(VENV)/.clients
 CPU := JAX_PLATFORMS=cpu
 MODEL ?= tiny
 RUN ?= runs/$(MODEL)
@@ -30,6 +31,13 @@ $(AOT): $(STAMP)
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[aot]'
 	@touch $@
 
+# what others wrote and ask a server with; the load generator needs versions that do not go with ours: it stands apart
+$(CLIENTS): $(AOT)
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[clients]'
+	-test -x $(VENV)/load/bin/python || $(BIN)/python -m venv $(VENV)/load
+	-$(VENV)/load/bin/python -m pip install --quiet --disable-pip-version-check 'aiperf>=0.13,<0.14'
+	@touch $@
+
 install: $(STAMP)  ## make the environment in .venv
 
 train: $(STAMP)  ## train a model (tiny, on the Python standard library's text) and let it write
@@ -38,7 +46,7 @@ train: $(STAMP)  ## train a model (tiny, on the Python standard library's text) 
 test: $(STAMP)  ## all fast tests, on eight CPU devices
 	$(CPU) $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
-test-slow: $(AOT)  ## the slow tests: many kills, long examples, compilation for TPU topologies
+test-slow: $(CLIENTS)  ## the slow tests: many kills, long examples, clients of servers, compilation for TPU topologies
 	$(CPU) $(BIN)/python -m pytest -m slow -n 2 --dist worksteal $(ARGS)
 
 mutants: $(STAMP)  ## break one line at a time and see whether a fast test fails; ARGS='--count 80 --seed 1'

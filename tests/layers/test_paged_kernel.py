@@ -144,28 +144,31 @@ def test_decoders_read_pages_by_the_kernel(kind):
 
 
 STEPS = [
-    ("llama3-8b", "v5p:2x2x1", dict(tensor=4), "bfloat16", 64),
-    ("llama3-8b", "v6e:2x2x1", dict(data=2, tensor=2), "int8", 64),
-    ("gemma3-12b", "v5p:2x2x1", dict(tensor=4), "int8", 128),
-    ("llama3.2-1b", "v6e:2x2x1", dict(tensor=4), "float8_e4m3fn", 64),
-    ("qwen3-next-80b", "v5p:2x2x1", dict(tensor=2), "bfloat16", 64),
-    ("llama3-8b", "v5p:2x2x1", dict(data=2, tensor=2), "int8", None),
-    ("gemma3-12b", "v5p:2x2x1", dict(data=2, tensor=2), "int4", None),
+    ("llama3-8b", "v5p:2x2x1", dict(tensor=4), "bfloat16", 64, 16),
+    ("llama3-8b", "v6e:2x2x1", dict(data=2, tensor=2), "int8", 64, 16),
+    ("gemma3-12b", "v5p:2x2x1", dict(tensor=4), "int8", 128, 16),
+    ("llama3.2-1b", "v6e:2x2x1", dict(tensor=4), "float8_e4m3fn", 64, 16),
+    ("qwen3-next-80b", "v5p:2x2x1", dict(tensor=2), "bfloat16", 64, 16),
+    ("qwen3-next-80b", "v6e:2x4", dict(tensor=2, expert=4), "bfloat16", 64, 64),
+    ("deepseek3-671b", "v5p:4x4x4", dict(tensor=8, expert=8), "bfloat16", 64, 16),
+    ("deepseek3-671b", "v6e:8x8", dict(tensor=8, expert=8), "int8", 64, 16),
+    ("llama3-8b", "v5p:2x2x1", dict(data=2, tensor=2), "int8", None, 16),
+    ("gemma3-12b", "v5p:2x2x1", dict(data=2, tensor=2), "int4", None, 16),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, topology, sizes, dtype, page_size", STEPS, ids=str)
-def test_a_decode_step_copies_neither_pages_nor_few_bits(monkeypatch, name, topology, sizes, dtype, page_size):
+@pytest.mark.parametrize("name, topology, sizes, dtype, page_size, rows", STEPS, ids=str)
+def test_a_decode_step_copies_neither_pages_nor_few_bits(monkeypatch, name, topology, sizes, dtype, page_size, rows):
     """Compiled for TPUs, whose kernel reads the pages."""
     monkeypatch.undo()
     devices = tpu_devices(topology)[: int(np.prod(list(sizes.values())))]
     layout, config = ed.Layout.create(**sizes, devices=devices), ed.get_config(name)
     model = ed.abstract(config, layout=layout, precision=ed.Precision(params=jnp.bfloat16, compute=jnp.bfloat16))
     pages = None if page_size is None else PageConfig(page_size=page_size)
-    cache = ed.abstract_cache(config, 16, 8192, dtype=dtype, layout=layout, pages=pages)
-    split = layout.activation_sharding("batch length", (16, 1))
-    tokens = jax.ShapeDtypeStruct((16, 1), jnp.int32, sharding=split)
+    cache = ed.abstract_cache(config, rows, 8192, dtype=dtype, layout=layout, pages=pages)
+    split = layout.activation_sharding("batch length", (rows, 1))
+    tokens = jax.ShapeDtypeStruct((rows, 1), jnp.int32, sharding=split)
 
     def step(model, cache, tokens, positions):
         out = model(tokens, positions=positions, cache=cache)
@@ -176,7 +179,8 @@ def test_a_decode_step_copies_neither_pages_nor_few_bits(monkeypatch, name, topo
     memory = lowered.compile().memory_analysis()
     share = sum(device_bytes(leaf) for leaf in jax.tree.leaves(cache))
     print(f"{name} {sizes} {dtype} {page_size}: {share / 1e6:.1f} MB, {memory.temp_size_in_bytes / 1e6:.2f} MB beside")
-    assert memory.temp_size_in_bytes < 0.03 * share
+    # where `expert` splits weights, the vocabulary's table is gathered: a size that does not depend on the cache
+    assert memory.temp_size_in_bytes < (0.05 if "expert" in sizes else 0.03) * share
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import random
 import socket
 import threading
 import time
@@ -124,6 +125,55 @@ def test_fields_that_cannot_be_so(server, field):
 
 def test_there_are_hundreds_of_them():
     assert len(CASES) + len(RAW) > 200
+
+
+WELL = {"prompt": "a ü 😀", "max_tokens": 2, "temperature": 0.5, "stop": ["x"], "logit_bias": {"70": 1}, "n": 2}
+BODY = json.dumps(WELL, ensure_ascii=False).encode()
+
+
+def test_bodies_that_end_early(server):
+    server.json(COMPLETIONS, WELL)
+    for size in range(len(BODY)):
+        refused(server, COMPLETIONS, BODY[:size])
+
+
+def test_bodies_with_a_wrong_byte(server):
+    """Whatever becomes of them: some are still requests."""
+    pick = random.Random(0)
+    statuses = set()
+    for _ in range(60):
+        broken = bytearray(BODY)
+        broken[pick.randrange(len(BODY))] = pick.choice([pick.randrange(256), *b'"{}[],:-9e\\\0'])
+        status, _, content = server.call(COMPLETIONS, raw=bytes(broken))
+        statuses.add(status)
+        assert status == 200 or set(json.loads(content)["error"]) == {"message", "type", "param", "code"}, broken
+    assert statuses == {200, 400}
+    alive(server)
+
+
+STRANGE = [
+    "\0", "\u202e abc", "e" + "\u0301" * 150, "\ufeff", "\ufffe\uffff", "👩\u200d👩\u200d👧" * 9, "\U0010ffff", "İ",
+    "ﷺ" * 100, "\u2028", "\r\n\r\nHTTP/1.1 200 OK", "<script>alert(1)</script>", "{{ 7 * 7 }}", "{% raw %}",
+    "%s%n%99999d", "'; DROP TABLE x", "<|end|>" * 20, "<|user|>", "data: [DONE]\n\n", "\x7f\x1b[2J",
+    "٣", "\t" * 300, "ß" * 200,
+]  # fmt: skip
+
+
+def test_strange_texts(server, chats):
+    """What is only a text is answered; what is a name or a form is known or refused."""
+    begin = {"max_tokens": 2, "temperature": 0}
+    for text in STRANGE:
+        assert server.json(COMPLETIONS, {"prompt": text, **begin})["usage"]["completion_tokens"] > 0
+        assert server.json("/detokenize", server.json("/tokenize", {"prompt": text}))["prompt"].endswith(text)
+        for field, codes in (("model", (404,)), ("guided_regex", (200, 400)), ("user", (200, 400))):
+            status, _, content = server.call(COMPLETIONS, {"prompt": "a", **begin, field: text})
+            assert status in codes, (field, text, content)
+            assert status == 200 or 5 < len(json.loads(content)["error"]["message"]) < 600
+    messages = [{"role": "user", "content": "".join(text[:9] for text in STRANGE)}]
+    assert chats.json(CHAT, {"messages": messages, **begin})["choices"]
+    messages[0]["role"] = "".join(text[:9] for text in STRANGE)
+    refused(chats, CHAT, json.dumps({"messages": messages}).encode())
+    alive(server)
 
 
 CHATS = [

@@ -3,16 +3,17 @@
 import asyncio
 import base64
 import contextlib
+import importlib.util
 import io
 import json
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,41 +21,13 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.inference.text import Files, load_text_model
 from eqx_decoders.io.tokenizer import load_tokenizer
-from tests.commands import ENVIRONMENT, ROOT
+from tests.commands import ENVIRONMENT, TEXT
 from tests.encoders.directories import seeing_directory
-from tests.serving.servers import CHAT, Running
+from tests.serving.processes import LENGTH, memory_of, served, until_idle
+from tests.serving.servers import CHAT
 
 
 openai = pytest.importorskip("openai")
-LENGTH = 192
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
-@contextlib.contextmanager
-def served(folder: Path, *flags: object):
-    """The script, ready; killed if it has not ended."""
-    port = free_port()
-    options = ("--model", folder, "--served-name", "m", "--port", port, "--max-length", LENGTH, "--max-batch-size", 4)
-    command = [sys.executable, ROOT / "scripts" / "serve.py", *options, *flags]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=ENVIRONMENT)
-    process = subprocess.Popen(list(map(str, command)), **pipes)
-    try:
-        assert process.stdout is not None and process.stderr is not None
-        line = process.stdout.readline()
-        assert line == f"serving m at http://127.0.0.1:{port}\n", (
-            line,
-            process.stderr.read()[-3000:] if not line else "",
-        )
-        yield process, Running(port, None, None)
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -102,16 +75,7 @@ def test_answers_under_load_are_those_that_each_gets_alone(server, model):
 
     for (ids, new), found in zip(cases, asyncio.run(all_of_them()), strict=True):
         assert found is None or found == solo(model, ids, new)
-    deadline = time.monotonic() + 10
-    while 'vllm:num_requests_running{model_name="m"} 0.0' not in server.call("/metrics")[2].decode():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def memory_of(process: subprocess.Popen) -> float:
-    """Megabytes that a process holds."""
-    rows = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-    return next(int(row.split()[1]) / 1e3 for row in rows if row.startswith("VmRSS"))
+    until_idle(server)
 
 
 @pytest.mark.slow
@@ -148,10 +112,7 @@ def test_half_a_minute_of_everything_leaves_nothing_behind():
         for thread in threads:
             thread.join()
         assert not errors
-        deadline = time.monotonic() + 10
-        while 'vllm:num_requests_running{model_name="m"} 0.0' not in server.call("/metrics")[2].decode():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until_idle(server)
         assert memory_of(process) < before + 40
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=20) == 0
@@ -238,31 +199,64 @@ def test_it_ends_in_order_also_where_clients_hang(number):
         begun = time.monotonic()
         assert process.wait(timeout=20) == 0
         assert time.monotonic() - begun < 15
-        assert "Traceback" not in process.stderr.read()
+        assert process.stderr is not None and "Traceback" not in process.stderr.read()
+
+
+def lm_eval(folder: Path, url: str, tasks: dict[str, tuple[dict, list[dict]]]) -> tuple[dict, dict[str, list[dict]]]:
+    """lm-eval's results and samples of some tasks, each a configuration and its documents; nothing is downloaded."""
+    for name, (config, documents) in tasks.items():
+        data = folder / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(document) + "\n" for document in documents))
+        where = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
+        (folder / f"{name}.yaml").write_text(json.dumps({"task": name, **where, **config}))  # YAML has all of JSON
+    model = f"base_url={url}/completions,model=m,num_concurrent=2,max_length={LENGTH},eos_string=<|end|>"
+    command = [sys.executable, "-m", "lm_eval", "--model", "local-completions", "--model_args", model]
+    command += ["--tasks", ",".join(tasks), "--include_path", str(folder), "--output_path", str(folder / "found")]
+    offline = {"HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    options: Any = dict(env=ENVIRONMENT | offline, cwd=folder, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, "--log_samples"], **options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (results,) = (folder / "found").rglob("results_*.json")
+    files = {name: next((folder / "found").rglob(f"samples_{name}_*.jsonl")) for name in tasks}
+    samples = {name: [json.loads(line) for line in file.read_text().splitlines()] for name, file in files.items()}
+    return json.loads(results.read_text())["results"], samples
 
 
 @pytest.mark.slow
-def test_lm_eval_scores_a_served_model(server, model):
-    """Its local-completions, with the tokenizer asked over HTTP: the sums of log-probabilities are the model's."""
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm-eval: extra clients")
+def test_lm_eval_scores_a_served_model(server, model, tmp_path):
+    """Its own program, with the tokenizer asked over HTTP: log-probabilities, texts and scores are the model's."""
     import jax
 
-    pytest.importorskip("lm_eval")
-    from lm_eval.api.instance import Instance
-    from lm_eval.models.openai_completions import LocalCompletionsAPI
+    tokenizer, count = load_tokenizer(CHAT), 12
+    texts = [" ".join(TEXT.split()[at : at + 3 + at % 4]) for at in range(count)]
+    choices = [["lazy dog", "the", f"{at}"][at % 3 :] + ["lazy dog", "the", f"{at}"][: at % 3] for at in range(count)]
 
-    client = LocalCompletionsAPI(
-        base_url=f"{server.url}/completions",
-        model="m",
-        tokenizer_backend="remote",
-        num_concurrent=2,
-        max_length=LENGTH - 1,
-    )
-    pairs = [("the quick", " brown fox"), ("a", " b c"), ("hello", " world")]
-    asked = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
-    tokenizer = load_tokenizer(CHAT)
-    for (context, text), (score, greedy) in zip(pairs, client.loglikelihood(asked), strict=True):
-        ids, begin = tokenizer.encode(context + text).tolist(), len(tokenizer.encode(context))
+    def score(context: str, more: str) -> tuple[float, bool]:
+        ids, begin = tokenizer.encode(context + more).tolist(), len(tokenizer.encode(context))
         logprobs = np.asarray(jax.nn.log_softmax(model(np.asarray([ids])).logits[0], axis=-1))
         own = [float(logprobs[at - 1, ids[at]]) for at in range(begin, len(ids))]
-        assert score == pytest.approx(sum(own), rel=1e-4)
-        assert greedy == all(int(logprobs[at - 1].argmax()) == ids[at] for at in range(begin, len(ids)))
+        return sum(own), all(int(logprobs[at - 1].argmax()) == ids[at] for at in range(begin, len(ids)))
+
+    scores = [[score(text, f" {choice}") for choice in own] for text, own in zip(texts, choices, strict=True)]
+    best = [int(np.argmax([own[0] for own in each])) for each in scores]
+    assert len(set(best)) == 3 and {greedy for each in scores for _, greedy in each} == {True, False}
+    # half of the targets are what the model says
+    chosen = {"output_type": "multiple_choice", "doc_to_text": "{{text}}", "doc_to_choice": "choices"}
+    chosen |= {"doc_to_target": "target", "metric_list": [{"metric": "acc"}]}
+    rows = [dict(text=texts[at], choices=choices[at], target=(best[at] + at % 2) % 3) for at in range(count)]
+    greedy = [tokenizer.decode(solo(model, tokenizer.encode(text).tolist(), 12)) for text in texts]
+    said = [text.split("e")[0] for text in greedy]
+    written = {"output_type": "generate_until", "doc_to_text": "{{text}}", "doc_to_target": "{{target}}"}
+    written |= {"generation_kwargs": {"until": ["e"], "max_gen_toks": 12, "temperature": 0}}
+    written |= {"metric_list": [{"metric": "exact_match"}]}
+    targets = [own + "?" * (at % 2) for at, own in enumerate(said)]
+    texts_of = [dict(text=text, target=target) for text, target in zip(texts, targets, strict=True)]
+    assert said != greedy and len(set(said)) > 3  # which end in different places
+    results, samples = lm_eval(tmp_path, server.url, {"chosen": (chosen, rows), "written": (written, texts_of)})
+
+    assert results["chosen"]["acc,none"] == 0.5 and results["written"]["exact_match,none"] == 0.5
+    for row in samples["chosen"]:
+        for (found,), (own, is_greedy) in zip(row["resps"], scores[row["doc_id"]], strict=True):
+            assert float(found[0]) == pytest.approx(own, rel=1e-4) and str(found[1]) == str(is_greedy)
+    assert {row["doc_id"]: row["resps"][0][0] for row in samples["written"]} == dict(enumerate(said))
