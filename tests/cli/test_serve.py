@@ -11,6 +11,7 @@ import pytest
 from eqx_decoders.cli import serve
 from eqx_decoders.inference.text import load_text_model
 from eqx_decoders.layers.pages import PageConfig
+from eqx_decoders.quantized_weight import quantized_weights
 from eqx_decoders.serving.asked import ApiConfig
 from eqx_decoders.serving.drafts import FurtherPrediction, PromptLookup, SmallerModel
 from tests.commands import ROOT, call, outcome
@@ -121,6 +122,14 @@ def test_every_setting_has_its_effect(asked, name):
 def test_no_setting_is_left_out():
     fields = {field.name for field in dataclasses.fields(serve.ServeConfig)}
     assert fields == EFFECTS.keys() | ELSEWHERE.keys()
+
+
+@pytest.mark.parametrize("kind, bits", [("keep", None), ("int8", 8)])
+def test_matrices_are_made_in_few_bits(kind, bits):
+    found = serve.load(serve.ServeConfig(model=str(CHAT), quantize=kind)).model
+    weights = quantized_weights(found)
+    assert bool(weights) == (bits is not None)
+    assert all(8 * node.values.dtype.itemsize == bits for node in weights.values())
 
 
 def test_keys_may_stand_in_the_environment(asked, monkeypatch):
