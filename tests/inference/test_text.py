@@ -40,7 +40,7 @@ def shapes(monkeypatch):
         fed.update(options, prompt=prompt, model=model)
         return (np.asarray([token]) for token in fed["tokens"])
 
-    monkeypatch.setattr(text_module, "load_hf", lambda folder, dtype: abstract_hf(folder, dtype))
+    monkeypatch.setattr(text_module, "load_hf", lambda folder, dtype, **_: abstract_hf(folder, dtype))
     monkeypatch.setattr(text_module, "stream", stream)
     return fed
 
