@@ -12,8 +12,9 @@ from eqx_decoders.layers.cache_format import CacheFormat
 from eqx_decoders.layers.memory import Entries, KVShape
 from eqx_decoders.layers.pages import PageConfig, build_pages
 from tests.compare import assert_close
+from tests.layers.cached_mixers import decoder
 from tests.layers.common import normal
-from tests.layers.test_quantized_cache import decoder, share
+from tests.layers.test_quantized_cache import share
 from tests.models import extend, filled, rich_decoder, some_tokens
 
 

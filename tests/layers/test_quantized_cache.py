@@ -1,7 +1,5 @@
 """Caches in few bits: what is read is what was written up to the format's error, and everything else is as before."""
 
-import dataclasses
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,15 +8,12 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.layers.attention import AttentionConfig
-from eqx_decoders.layers.block_selection import BlockSelection
 from eqx_decoders.layers.cache_format import BOUNDS, CacheFormat, decode, encode
-from eqx_decoders.layers.indexer import IndexerConfig
-from eqx_decoders.layers.latent import LatentAttentionConfig
-from eqx_decoders.layers.mask import Causal, Chunked, SlidingWindow
+from eqx_decoders.layers.mask import Causal, SlidingWindow
 from eqx_decoders.layers.memory import Entries, KVShape, Past
 from eqx_decoders.layers.past_attention import attend_past
 from tests.compare import assert_close
+from tests.layers.cached_mixers import decoder
 from tests.layers.common import normal
 from tests.models import extend, filled, rich_decoder, some_tokens
 
@@ -26,22 +21,6 @@ from tests.models import extend, filled, rich_decoder, some_tokens
 FORMATS = tuple(BOUNDS)
 QUICK_FORMATS = ("int8", *(pytest.param(name, marks=pytest.mark.slow) for name in FORMATS[1:]))
 LOST = {"int8": 0.5 / 127, "int4": 0.5 / 7, "float8_e4m3fn": 1 / 16}  # of the largest number at most
-FULL = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8)
-LATENT = LatentAttentionConfig(num_heads=2, q_rank=None, kv_rank=8, nope_dim=5, rope_dim=4, value_dim=3)
-INDEXED = dataclasses.replace(LATENT, q_rank=16, indexer=IndexerConfig(num_heads=4, head_dim=4, top_k=3))
-MIXERS = {
-    "keys": (dataclasses.replace(FULL, sinks=True), dataclasses.replace(FULL, mask=SlidingWindow(4), soft_cap=5.0)),
-    "chunks": (dataclasses.replace(FULL, mask=Chunked(8)), dataclasses.replace(FULL, num_kv_heads=1)),
-    "blocks": (dataclasses.replace(FULL, selection=BlockSelection(size=3, top_k=2)),),
-    "latents": (LATENT,),
-    "indexed": (INDEXED,),
-}
-
-
-def decoder(kind: str) -> ed.DecoderConfig:
-    config = rich_decoder(1)
-    blocks = tuple(dataclasses.replace(config.blocks[0], mixer=mixer) for mixer in MIXERS[kind])
-    return dataclasses.replace(config, blocks=blocks * 2)
 
 
 def slow(*values):

@@ -1,6 +1,5 @@
 """Caches whose slots are split over `context`: prefill in pieces, and decoding, for every kind of attention."""
 
-import dataclasses
 import re
 
 import jax
@@ -8,31 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.layers.attention import AttentionConfig
-from eqx_decoders.layers.block_selection import BlockSelection
-from eqx_decoders.layers.indexer import IndexerConfig
-from eqx_decoders.layers.latent import LatentAttentionConfig
-from eqx_decoders.layers.mask import Chunked, SlidingWindow
 from tests.laws import check_ragged_pieces
-from tests.models import filled, rich_decoder
-
-
-FULL = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=4)
-LATENT = LatentAttentionConfig(num_heads=2, q_rank=None, kv_rank=8, nope_dim=5, rope_dim=4, value_dim=3)
-INDEXED = dataclasses.replace(LATENT, q_rank=12, indexer=IndexerConfig(num_heads=3, head_dim=4, top_k=3))
-MIXERS = {
-    "keys": (dataclasses.replace(FULL, sinks=True), dataclasses.replace(FULL, mask=SlidingWindow(4), soft_cap=5.0)),
-    "chunks": (dataclasses.replace(FULL, mask=Chunked(8)), dataclasses.replace(FULL, num_kv_heads=1)),
-    "blocks": (dataclasses.replace(FULL, selection=BlockSelection(size=3, top_k=2)),),
-    "latents": (LATENT,),
-    "indexed": (INDEXED,),
-}
-
-
-def decoder(kind: str) -> ed.DecoderConfig:
-    config = rich_decoder(1)
-    blocks = tuple(dataclasses.replace(config.blocks[0], mixer=mixer) for mixer in MIXERS[kind])
-    return dataclasses.replace(config, blocks=blocks * 2)
+from tests.layers.cached_mixers import MIXERS, decoder
+from tests.models import filled
 
 
 @pytest.mark.parametrize("kind", ["keys", *(pytest.param(k, marks=pytest.mark.slow) for k in list(MIXERS)[1:])])
