@@ -80,6 +80,12 @@ def test_inference_takes_turns_and_says_ratios(script, monkeypatch):
     assert not bench.show_inference(None, 3, say=lines.append) and "--peer" in lines[-1]
 
 
+def test_what_a_server_does_is_drawn(script, tmp_path):
+    bench = script("bench_serving")
+    bench.draw(str(tmp_path / "serving.png"), {"here": dict.fromkeys(bench.CLIENTS, 20.0), "there": {1: 9.4, 2: 13.6}})
+    assert (tmp_path / "serving.png").read_bytes()[1:4] == b"PNG"
+
+
 @pytest.mark.slow
 def test_a_side_answers_line_by_line(script):
     """In a process of its own, and in this one."""

@@ -44,7 +44,7 @@ class _Plan:
         return min(seen_keys(self.mask, kv_length), before)
 
     def scores(self, left: Array, right: Array) -> Array:
-        return cap_scores(_product(left, right, 1, 1), self.soft_cap)
+        return cap_scores(tile_product(left, right, 1, 1), self.soft_cap)
 
     def seen(self, intervals: Sequence[Array], positions: Sequence[Array]) -> Bool[Array, "rows columns"]:
         """One side as rows, the other as columns."""
@@ -53,7 +53,7 @@ class _Plan:
         return seen & (segment == key_segment) if self.segments else seen
 
 
-def _product(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
+def tile_product(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
     """In f32. Products of bfloat16 are exact, whatever precision is the default."""
     return jax.lax.dot_general(
         left,
@@ -88,7 +88,7 @@ def _forward_kernel(plan, tiles, table, query, key, value, intervals, positions,
         fade, weights = jnp.exp(top[...] - new_top), jnp.exp(scores - new_top)
         top[...] = new_top
         total[...] = total[...] * fade + weights.sum(1, keepdims=True)
-        sums[...] = sums[...] * fade + _product(weights.astype(value.dtype), value[0, 0], 1, 0)
+        sums[...] = sums[...] * fade + tile_product(weights.astype(value.dtype), value[0, 0], 1, 0)
 
     tiles.visit(table, batch, held, step, add)
 
@@ -106,7 +106,7 @@ def _slopes(
     lse, delta = lse_delta
     scores = plan.scores(left, right)
     weights = jnp.exp((scores if seen is None else jnp.where(seen, scores, -jnp.inf)) - lse)
-    slopes = weights * (_product(*bars, 1, 1) - delta)
+    slopes = weights * (tile_product(*bars, 1, 1) - delta)
     return weights, cap_slopes(slopes, scores, plan.soft_cap)
 
 
@@ -125,7 +125,7 @@ def _query_kernel(
         seen = plan.seen(_split(columns, 1), _split(positions[0], 0)) if masked else None
         bars = out_bar[0, 0], value[0, 0]
         _, slopes = _slopes(plan, query[0, 0], key[0, 0], bars, _split(lse_delta_columns, 1), seen)
-        sums[...] += _product(slopes.astype(key.dtype), key[0, 0], 1, 0)
+        sums[...] += tile_product(slopes.astype(key.dtype), key[0, 0], 1, 0)
 
     tiles.visit(table, batch, held, step, add)
 
@@ -149,8 +149,8 @@ def _key_kernel(
         seen = plan.seen(_split(intervals[0], 0), _split(columns, 1)) if masked else None
         bars = value[0, 0], out_bar[0, 0]
         weights, slopes = _slopes(plan, key[0, 0], query[0, 0], bars, _split(lse_delta[0, 0], 0), seen)
-        key_sums[...] += _product(slopes.astype(query.dtype), query[0, 0], 1, 0)
-        value_sums[...] += _product(weights.astype(out_bar.dtype), out_bar[0, 0], 1, 0)
+        key_sums[...] += tile_product(slopes.astype(query.dtype), query[0, 0], 1, 0)
+        value_sums[...] += tile_product(weights.astype(out_bar.dtype), out_bar[0, 0], 1, 0)
 
     tiles.visit(table, batch, held, step, add)
 

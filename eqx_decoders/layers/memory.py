@@ -286,8 +286,7 @@ class KVCache(Memory):
     def row_past(self, slices: Any, index: Int[Array, ""]) -> Past | StackedPast:
         if not self.by_slot:
             return super().row_past(slices, index)
-        row = self.row(index)
-        assert isinstance(row, KVCache)
+        row: Any = self.row(index)
         return row.past(slices)
 
     def commit_row(self, index: Int[Array, ""], entries: Entries, positions: Int[Array, "1 length"]) -> "KVCache":

@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from eqx_decoders.errors import check
 from eqx_decoders.layers.block_sizes import block_sizes
+from eqx_decoders.layers.interval_kernel import tile_product
 from eqx_decoders.layers.pages import LANE, PagedPast
 from eqx_decoders.layers.scores import EMPTY, Result, cap_scores
 
@@ -140,7 +141,7 @@ def _kernel(plan: _Plan, numbers: Any, query: Any, *refs: Any) -> None:
             own = 0 if plan.scale_heads == 1 else index
             q = query[index]
             key = _joined(keys, index, q.dtype)
-            scores = _product(q, key, 1, 1)
+            scores = tile_product(q, key, 1, 1)
             scores = scores if scales is None else scores * scales[0][own]
             scores = cap_scores(scores, plan.soft_cap)
             if masked:
@@ -156,7 +157,7 @@ def _kernel(plan: _Plan, numbers: Any, query: Any, *refs: Any) -> None:
             if scales is not None:
                 scale = scales[1][own]
                 weights = weights * (jnp.where(kept(row_places), scale, 0.0) if masked else scale)
-            sums[index] = sums[index] * fade + _product(weights.astype(q.dtype), value, 1, 0)
+            sums[index] = sums[index] * fade + tile_product(weights.astype(q.dtype), value, 1, 0)
 
         if plan.heads <= _UNROLLED:
             for index in range(plan.heads):
@@ -184,17 +185,6 @@ def _joined(pages: Sequence[Any], head: Any, dtype: Any) -> Array:
 def _widened(x: Array, dtype: Any) -> Array:
     """Numbers of 8 bits are exact in 16; a TPU makes them by way of 32."""
     return x.astype(jnp.float32).astype(dtype) if x.dtype.itemsize == 1 else x.astype(dtype)
-
-
-def _product(left: Array, right: Array, left_axis: int, right_axis: int) -> Array:
-    """In f32. Products of bfloat16 are exact, whatever precision is the default."""
-    return jax.lax.dot_general(
-        left,
-        right,
-        (((left_axis,), (right_axis,)), ((), ())),
-        precision=jax.lax.Precision.DEFAULT if left.dtype == jnp.bfloat16 else None,
-        preferred_element_type=jnp.float32,
-    )
 
 
 # --- its call ---

@@ -102,10 +102,35 @@ class _Lanes:
         return stored._replace(key=stored.key[..., :dim], value=None if value is None else value[..., :dim])
 
 
+class _InPages(eqx.Module):
+    """What those have in common that hold pages and the rows' tables."""
+
+    key: eqx.AbstractVar[Any]
+    value: eqx.AbstractVar[Any]
+    key_scale: eqx.AbstractVar[Any]
+    value_scale: eqx.AbstractVar[Any]
+    table: eqx.AbstractVar[Any]
+    lengths: eqx.AbstractVar[Any]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.key.shape[3]
+
+    @property
+    def positions(self) -> Int[Array, "batch slots"]:
+        """The position of each slot of the rows' pages, one after the other; -1 where there is no token."""
+        return slot_positions(self.table, self.lengths, self.page_size)
+
+    @property
+    def _stored(self) -> _Stored:
+        return _Stored(self.key, self.value, self.key_scale, self.value_scale)
+
+
 # --- what a layer reads ---
 
 
-class PagedPast(eqx.Module):
+class PagedPast(_InPages):
     """What one attention layer reads: the pages of all layers, which of them it is, and the rows' tables.
 
     Pages are gathered, or read where they are by a kernel; a layer's slice of them would be a copy.
@@ -119,16 +144,6 @@ class PagedPast(eqx.Module):
     table: Int[Array, "batch row_pages"]
     lengths: Int[Array, "batch"]
     lanes: _Lanes = eqx.field(static=True)
-
-    @property
-    def page_size(self) -> int:
-        """Tokens of a page."""
-        return self.key.shape[3]
-
-    @property
-    def positions(self) -> Int[Array, "batch slots"]:
-        """The position of each slot of the rows' pages, one after the other; -1 where there is no token."""
-        return slot_positions(self.table, self.lengths, self.page_size)
 
     def whole(self) -> Past:
         """All tokens of the rows, gathered."""
@@ -150,10 +165,6 @@ class PagedPast(eqx.Module):
         stored = self.lanes.apart(taken)
         keys = jnp.where(there[..., None, None], decode(stored.key, stored.key_scale, dtype), 0)
         return keys, jnp.where(there, slots, -1)
-
-    @property
-    def _stored(self) -> _Stored:
-        return _Stored(self.key, self.value, self.key_scale, self.value_scale)
 
 
 def _joined_pages(x: Array) -> Array:
@@ -179,7 +190,7 @@ def slot_positions(
 # --- the memory ---
 
 
-class PagedKVCache(Memory):
+class PagedKVCache(_InPages, Memory):
     """Keys and values of equal layers in pages.
 
     **Arguments:**
@@ -202,20 +213,6 @@ class PagedKVCache(Memory):
     lengths: Int[Array, "batch"]
     lanes: _Lanes = eqx.field(static=True)
     window: int = eqx.field(static=True)
-
-    @property
-    def page_size(self) -> int:
-        """Tokens of a page."""
-        return self.key.shape[3]
-
-    @property
-    def positions(self) -> Int[Array, "batch slots"]:
-        """The position of each slot of the rows' pages, one after the other; -1 where there is no token."""
-        return slot_positions(self.table, self.lengths, self.page_size)
-
-    @property
-    def _stored(self) -> _Stored:
-        return _Stored(self.key, self.value, self.key_scale, self.value_scale)
 
     # --- reading ---
 

@@ -157,17 +157,16 @@ class PageTables:
         return copies
 
     def adopt(self, row: int, pages: Sequence[int]) -> None:
-        """Give an empty row pages that others have, with the first of its tokens. They are shared."""
+        """Give an empty row pages that others have, with the first of its tokens; -1 for none. They are shared."""
         rule = f"row={row} must be empty, and have room for {len(pages)} pages"
         check(not self.pages(row) and len(pages) <= self.table.shape[1], f"PageTables.adopt: {rule}.")
-        self.pool.share(pages)
+        self.pool.share(page for page in pages if page >= 0)
         self.table[row, : len(pages)] = pages
 
     def fork(self, source: int, row: int) -> None:
         """Give an empty row all that another has."""
         check(not self.pages(row), f"PageTables.fork: row={row} must be empty.")
-        self.pool.share(self.pages(source))
-        self.table[row] = self.table[source]
+        self.adopt(row, self.table[source].tolist())
 
     def drop_before(self, row: int, position: int) -> list[int]:
         """Give back the pages of a row whose tokens all stand before a position: what is behind a window.

@@ -88,7 +88,7 @@ class Paging:
     def reserve_seen(self, slot: int, length: int) -> None:
         """Pages for the first `length` tokens of an empty slot, as far as windows still see them."""
         for window, table in self.tables.items():
-            table.reserve(slot, 0 if window == 0 else max(0, length - window + 1), length)
+            table.reserve(slot, _first_seen(window, length), length)
 
     def pages(self, slot: int, begin: int, end: int) -> Pages:
         """The pages of some tokens of a slot, with one reference more each."""
@@ -103,16 +103,14 @@ class Paging:
         """Give an empty slot the pages of its first `length` tokens, as far as windows still see them."""
         for window, table in self.tables.items():
             pages = [page for block in blocks for page in block[window]]
-            first = 0 if window == 0 else max(0, length - window + 1) // self.page_size
-            kept = [page if place >= first else -1 for place, page in enumerate(pages)]
-            table.pool.share(page for page in kept if page >= 0)
-            table.table[slot, : len(kept)] = kept
+            first = _first_seen(window, length) // self.page_size
+            table.adopt(slot, [page if place >= first else -1 for place, page in enumerate(pages)])
 
     def sees_all(self, blocks: Sequence[Pages], length: int) -> bool:
         """Whether no page has been given back that a slot would see behind the first `length` tokens."""
         for window in self.tables:
             pages = [page for block in blocks for page in block[window]]
-            first = 0 if window == 0 else max(0, length - window + 1) // self.page_size
+            first = _first_seen(window, length) // self.page_size
             if any(page < 0 for page in pages[first:]):
                 return False
         return True
@@ -126,3 +124,8 @@ class Paging:
         """Give back all pages of a slot."""
         for table in self.tables.values():
             table.release(slot)
+
+
+def _first_seen(window: int, length: int) -> int:
+    """The first of so many tokens that the next one sees; a window of 0 is none."""
+    return 0 if window == 0 else max(0, length - window + 1)
