@@ -128,25 +128,27 @@ def _lowest_of_mass(logits: Float[Array, "batch vocab"], mass: Float[AnyArray, "
     if count == logits.shape[-1]:
         return lowest
     found = reached < count
-    return jnp.where(found, lowest, _bisected(wide, top, wanted, ~jnp.all(found)).astype(logits.dtype))
+    return jnp.where(
+        found, lowest, least_reaching(wide, jnp.exp(wide - top), wanted, ~jnp.all(found)).astype(logits.dtype)
+    )
 
 
-def _bisected(
+def least_reaching(
     logits: Float32[Array, "batch vocab"],
-    top: Float32[Array, "batch 1"],
+    weights: Float32[Array, "batch vocab"],
     wanted: Float32[Array, "batch 1"],
     asked: Bool[Array, ""],
 ) -> Float32[Array, "batch 1"]:
-    """The largest logit that, with all above it, has a sum of `exp(x - top)` of `wanted`; the least if none has.
+    """The largest logit that, with all above it, has weights of a sum of `wanted`; the least if none has.
 
     Exactly: bit by bit of a number in whose order floats are ordered. Where it is not asked for no step is taken.
     """
-    keys, shares = _ordered(logits), jnp.exp(logits - top)
+    keys = _ordered(logits)
 
     def halve(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         step, low, high = state
         middle = (low | high) - ((low ^ high) >> 1)  # rounded up, without overflow
-        enough = jnp.sum(jnp.where(keys >= middle, shares, 0.0), axis=-1, keepdims=True) >= wanted
+        enough = jnp.sum(jnp.where(keys >= middle, weights, 0.0), axis=-1, keepdims=True) >= wanted
         return step - 1, jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
 
     ends = jnp.min(keys, axis=-1, keepdims=True), jnp.max(keys, axis=-1, keepdims=True)

@@ -5,6 +5,7 @@ Nothing is sorted: a filter is a least logit, found among the largest few or, wh
 What a row gets depends on its own logits, numbers and seed alone.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -13,10 +14,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int32
 
 from eqx_decoders.axes import AnyArray
+from eqx_decoders.sampling import LIKELY, least_reaching
 from eqx_decoders.serving.request import Sampling
 
 
-_LARGEST = 64  # logits among which filters look first
 _BLOCK = 512  # tokens whose probabilities are added up before a draw looks into them
 
 
@@ -168,16 +169,14 @@ def least(logits: Float32[Array, "rows vocab"], sampling: RowSampling) -> Float3
 def _least_of_most(logits: Array, sampling: RowSampling) -> Float32[Array, "rows 1"]:
     """What top_k and then top_p leave."""
     vocab = logits.shape[1]
-    count = min(_LARGEST, vocab)
+    count = min(LIKELY, vocab)
     largest = jax.lax.top_k(logits, count)[0]
     top_k = jnp.clip(jnp.asarray(sampling.top_k), 0, vocab)
     top_k = jnp.where(top_k == vocab, 0, top_k)[:, None]
     kth = jnp.take_along_axis(largest, jnp.clip(top_k - 1, 0, count - 1), axis=1)
     far = top_k > count
     ones = jnp.ones_like(logits)
-    kth = jax.lax.cond(
-        jnp.any(far), lambda: jnp.where(far, _reaching(logits, ones, top_k.astype(jnp.float32)), kth), lambda: kth
-    )
+    kth = _where_far(far, lambda: least_reaching(logits, ones, top_k.astype(jnp.float32), jnp.any(far)), kth)
     kth = jnp.where(top_k > 0, kth, -jnp.inf)
 
     weights = jnp.where(logits >= kth, jnp.exp(logits - largest[:, :1]), 0.0)
@@ -187,32 +186,13 @@ def _least_of_most(logits: Array, sampling: RowSampling) -> Float32[Array, "rows
     reached = jnp.sum((mass < wanted).astype(jnp.int32), axis=1, keepdims=True)
     nucleus = jnp.take_along_axis(largest, jnp.minimum(reached, count - 1), axis=1)
     far = (reached >= count) & (top_p < 1.0) & (count < vocab)
-    nucleus = jax.lax.cond(
-        jnp.any(far), lambda: jnp.where(far, _reaching(logits, weights, wanted), nucleus), lambda: nucleus
-    )
+    nucleus = _where_far(far, lambda: least_reaching(logits, weights, wanted, jnp.any(far)), nucleus)
     return jnp.where(top_p < 1.0, jnp.maximum(nucleus, kth), kth)
 
 
-def _reaching(logits: Array, weights: Array, wanted: Array) -> Float32[Array, "rows 1"]:
-    """The largest logit such that the weights of all that are at least as large sum up to what is wanted.
-
-    By bisection over the 2^32 numbers of float32, as whole numbers of the same order.
-    """
-
-    def number(order: Array) -> Array:
-        bits = jnp.where(order < 0, order ^ jnp.int32(0x7FFFFFFF), order)
-        return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-    def halved(_, ends: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = ends
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        enough = jnp.sum(jnp.where(logits >= number(middle), weights, 0.0), -1, keepdims=True) >= wanted
-        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
-
-    edge = jax.lax.bitcast_convert_type(jnp.float32(jnp.inf), jnp.int32)
-    shape = (logits.shape[0], 1)
-    ends = jnp.full(shape, ~edge, jnp.int32), jnp.full(shape, edge, jnp.int32)  # -inf reaches all, inf nothing
-    return number(jax.lax.fori_loop(0, 32, halved, ends)[0])
+def _where_far(far: Array, find: Callable[[], Array], near: Array) -> Array:
+    """What lies beyond the largest few logits; it is looked for only if it does so in some row."""
+    return jax.lax.cond(jnp.any(far), lambda: jnp.where(far, find(), near), lambda: near)
 
 
 def _uniform(seed: AnyArray, index: AnyArray) -> Float32[Array, "rows"]:

@@ -5,6 +5,7 @@ drafts. As a draft is certain of its token, that is the rule of speculative samp
 is kept with probability p(x), and another one is drawn from what is left of p. Answers don't change, seeds included.
 """
 
+import abc
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -126,16 +127,17 @@ def check_drafts(drafts: Drafts | None, model: Decoder) -> None:
         check(sizes[0] == sizes[1], f"SmallerModel.model has {sizes[0]} token ids, and the model {sizes[1]}: no match.")
 
 
-class DeviceDrafting:
+class DeviceDrafting(abc.ABC):
     """Drafts that are made on the device, in the programs that feed the model: one of the two kinds below."""
 
     def __init__(self, count: int):
         self.count = count
 
+    @abc.abstractmethod
     def empty(self, models: tuple[Decoder, ...], slots: int, length: int, dtype: Any) -> DraftState:
         """Nothing known of any slot."""
-        raise TypeError(f"{type(self).__name__} is no kind of drafting.")
 
+    @abc.abstractmethod
     def chunk(
         self,
         models: tuple[Decoder, ...],
@@ -147,11 +149,10 @@ class DeviceDrafting:
         following: Int[Array, "1 length"],
     ) -> DraftState:
         """After a chunk of a slot's prompt."""
-        raise TypeError(f"{type(self).__name__} is no kind of drafting.")
 
+    @abc.abstractmethod
     def step(self, models: tuple[Decoder, ...], state: DraftState, fed: Fed) -> DraftState:
         """After a step of all slots, with drafts for the next one."""
-        raise TypeError(f"{type(self).__name__} is no kind of drafting.")
 
 
 class DraftingByModel(DeviceDrafting):
