@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eqx_decoders.explicit import keeping_types
 from eqx_decoders.layers import memory
-from eqx_decoders.layers.memory import MemoryRow, is_memory
+from eqx_decoders.layers.memory import MemoryRows, is_memory
 from eqx_decoders.layers.pages import PagedKVCache
 
 
@@ -63,42 +63,37 @@ class Cache(eqx.Module):
             rope_offset=None if offset is None or other is None else offset.at[row].set(other[source_row]),
         )
 
-    def first_slots(self, count: int) -> "Cache":
-        """The cache, for `Decoder.propose` to read where all positions are below `count`; it is not to be written."""
-        segments = jax.tree.map(lambda each: each.first_slots(count), self.segments, is_leaf=is_memory)
-        return Cache(segments=segments, length=self.length, rope_offset=self.rope_offset)
+    def at_rows(self, begin: Int[Array, ""], count: int) -> "Cache":
+        """Some rows, for `Decoder.propose` to read where they stand; what it proposes goes to `commit_rows`."""
 
-    def at_row(self, row: Int[Array, ""]) -> "Cache":
-        """One row, for `Decoder.propose` to read where it stands; what it proposes goes to `commit_row`."""
-
-        def alone(each: Any) -> MemoryRow:
-            return MemoryRow(whole=each, index=row)
+        def some(each: Any) -> MemoryRows:
+            return MemoryRows(whole=each, begin=begin, count=count)
 
         offset = self.rope_offset
         return Cache(
-            segments=jax.tree.map(alone, self.segments, is_leaf=is_memory),
-            length=self.length[row][None],
-            rope_offset=None if offset is None else offset[row][None],
+            segments=jax.tree.map(some, self.segments, is_leaf=is_memory),
+            length=jax.lax.dynamic_slice_in_dim(self.length, begin, count),
+            rope_offset=None if offset is None else jax.lax.dynamic_slice_in_dim(offset, begin, count),
         )
 
     @keeping_types
-    def commit_row(
+    def commit_rows(
         self,
-        row: Int[Array, ""],
+        begin: Int[Array, ""],
         entries: Any,
-        positions: Int[Array, "1 length"],
-        rope_offset: Float[Array, "1"] | None = None,
+        positions: Int[Array, "rows length"],
+        rope_offset: Float[Array, "rows"] | None = None,
     ) -> "Cache":
-        """`commit` of what was proposed for one row."""
+        """`commit` of what was proposed for some rows, from row `begin` on."""
 
         def written(each: Any, new: Any) -> Any:
-            return each.commit_row(row, new, positions)
+            return each.commit_rows(begin, new, positions)
 
-        offset, length = self.rope_offset, jnp.maximum(self.length[row], jnp.max(positions) + 1)
+        offset, rows = self.rope_offset, begin + jnp.arange(positions.shape[0])
         return Cache(
             segments=jax.tree.map(written, self.segments, entries, is_leaf=is_memory),
-            length=self.length.at[row].set(length),
-            rope_offset=offset if offset is None or rope_offset is None else offset.at[row].set(rope_offset[0]),
+            length=self.length.at[rows].max(jnp.max(positions, axis=1) + 1),
+            rope_offset=offset if offset is None or rope_offset is None else offset.at[rows].set(rope_offset),
         )
 
     @keeping_types

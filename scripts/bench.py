@@ -36,10 +36,10 @@ from bench_sizes import plan_sizes
 import eqx_decoders as ed
 from eqx_decoders.families.llama import llama
 from eqx_decoders.families.shape import Shape
+from eqx_decoders.host_memory import keep_memory
 from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.flops import flops_per_token, measured_flops
-from eqx_decoders.training.memory import keep_memory
 from eqx_decoders.training.mesh_settings import LowPrecisionConfig
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.step import Trainer
@@ -504,6 +504,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", help="models of aot-experts and sizes")
     parser.add_argument("--rows", type=Path, default=Path("sizes.jsonl"), help="where sizes keeps its rows")
     parser.add_argument("--peer", help="an interpreter with torch and transformers, for transformers and serving")
+    parser.add_argument("--llama-server", help="llama.cpp's program for serving, if it is not on the PATH")
     parser.add_argument("--picture", help="a file for a plot of what --only serving finds, such as serving.png")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()

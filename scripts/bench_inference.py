@@ -38,7 +38,7 @@ def our_model(work: Work, sizes: dict[str, int]) -> tuple[Any, Any]:
     import eqx_decoders as ed
     from eqx_decoders.families.llama import llama
     from eqx_decoders.families.shape import Shape
-    from eqx_decoders.training.memory import keep_memory
+    from eqx_decoders.host_memory import keep_memory
 
     keep_memory()
     heads = sizes["num_heads"]

@@ -1,9 +1,10 @@
-"""A server under load: clients that each ask again as soon as they are answered, and beside it transformers' batching.
+"""A server under load: clients that each ask again as soon as they are answered; beside it llama.cpp and transformers.
 
 Prompts and answers have the lengths of people's chats, as far as these are log-normal: medians of 96 and 64 tokens.
 Each client reads its answer as a stream; what it waits for is measured where it reads.
 """
 
+import abc
 import http.client
 import importlib.util
 import itertools
@@ -70,18 +71,65 @@ def save_model(folder: Path) -> None:
         shutil.copy(file, folder)
 
 
-class Server:
-    """`scripts/serve.py` on a free port, for a `with` block."""
+def save_gguf(folder: Path, file: Path) -> None:
+    """That model as llama.cpp reads it; its tokens are called by their ids, since all prompts are ids."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise SystemExit("llama.cpp reads GGUF: pip install gguf.") from error
+    from safetensors.numpy import load_file
 
-    def __init__(self, folder: Path, *flags: str):
+    config = json.loads((folder / "config.json").read_text())
+    heads, layers, vocab = config["num_attention_heads"], config["num_hidden_layers"], config["vocab_size"]
+    out = gguf.GGUFWriter(file, "llama")
+    out.add_file_type(gguf.LlamaFileType.ALL_F32)
+    out.add_context_length(LENGTH)
+    out.add_embedding_length(config["hidden_size"])
+    out.add_feed_forward_length(config["intermediate_size"])
+    out.add_block_count(layers)
+    out.add_head_count(heads)
+    out.add_head_count_kv(config["num_key_value_heads"])
+    out.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    out.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    out.add_tokenizer_model("llama")
+    out.add_token_list([f"<{token}>" for token in range(vocab)])
+    out.add_token_scores([0.0] * vocab)
+    out.add_token_types([gguf.TokenType.NORMAL] * vocab)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if "q_proj" in name or "k_proj" in name:  # llama.cpp turns neighbours, the published weights halves of a head
+            halves = weight.reshape(heads, 2, -1, weight.shape[1])
+            weight = halves.swapaxes(1, 2).reshape(weight.shape)
+        known = names.get_name(name, try_suffixes=(".weight",))
+        assert known is not None, name
+        out.add_tensor(known, weight)
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+
+
+class Server(abc.ABC):
+    """A server on a free port, for a `with` block. Its kinds say how it is started and asked."""
+
+    path: str
+
+    def __init__(self, *command: str):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        command = [sys.executable, str(ROOT / "scripts" / "serve.py"), "--model", str(folder), "--port", str(self.port)]
-        command += ["--max-batch-size", str(SLOTS), "--max-length", str(LENGTH), *flags]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        self.command = [*command, "--port", str(self.port)]
+
+    @abc.abstractmethod
+    def asks(self, asked: Asked) -> dict[str, Any]:
+        """The body of a request."""
+
+    @abc.abstractmethod
+    def tokens(self, event: dict[str, Any]) -> int:
+        """How many tokens an event of the stream brings."""
 
     def __enter__(self) -> "Server":
+        self.process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL)
         while self.process.poll() is None:
             try:
                 link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
@@ -89,8 +137,9 @@ class Server:
                 if link.getresponse().status == 200:
                     return self
             except OSError:
-                time.sleep(0.3)
-        raise SystemExit(f"scripts/serve.py ended with exit code {self.process.returncode}.")
+                pass
+            time.sleep(0.3)
+        raise SystemExit(f"{' '.join(self.command)} ended with exit code {self.process.returncode}.")
 
     def __exit__(self, *_: Any) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -99,19 +148,52 @@ class Server:
     def answer(self, asked: Asked) -> Waited:
         """Ask, and read the stream."""
         link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
-        body: dict[str, Any] = dict(prompt=asked.prompt, max_tokens=asked.new, temperature=0, stream=True)
         begin = time.perf_counter()
-        told = json.dumps(body | dict(ignore_eos=True, return_token_ids=True))
-        link.request("POST", "/v1/completions", told, {"Content-Type": "application/json"})
+        link.request("POST", self.path, json.dumps(self.asks(asked)), {"Content-Type": "application/json"})
         answer, times, tokens = link.getresponse(), [], 0
         assert answer.status == 200, answer.read()
         for line in answer:
             if line.startswith(b"data: {"):
-                found = len(json.loads(line[6:])["choices"][0].get("token_ids") or [])
+                found = self.tokens(json.loads(line[6:]))
                 tokens += found
                 times += [time.perf_counter()] * bool(found)
         link.close()
         return Waited(times[0] - begin, [b - a for a, b in itertools.pairwise(times)], tokens)
+
+
+class OurServer(Server):
+    """`scripts/serve.py`."""
+
+    path = "/v1/completions"
+
+    def __init__(self, folder: Path, *flags: str):
+        sizes = ["--max-batch-size", str(SLOTS), "--max-length", str(LENGTH)]
+        super().__init__(sys.executable, str(ROOT / "scripts" / "serve.py"), "--model", str(folder), *sizes, *flags)
+
+    def asks(self, asked: Asked) -> dict[str, Any]:
+        told = dict(prompt=asked.prompt, max_tokens=asked.new, temperature=0)
+        return told | dict(stream=True, ignore_eos=True, return_token_ids=True)
+
+    def tokens(self, event: dict[str, Any]) -> int:
+        return len(event["choices"][0].get("token_ids") or [])
+
+
+class LlamaCpp(Server):
+    """llama.cpp's `llama-server`, with as many slots of that length, weights and cache in float32."""
+
+    path = "/completion"
+
+    def __init__(self, program: str, file: Path):
+        threads = ["--threads", str(os.cpu_count())]
+        sizes = ["--parallel", str(SLOTS), "--ctx-size", str(SLOTS * LENGTH)]
+        cache = ["--cache-type-k", "f32", "--cache-type-v", "f32"]
+        super().__init__(program, "--model", str(file), *threads, *sizes, *cache, "--log-disable")
+
+    def asks(self, asked: Asked) -> dict[str, Any]:
+        return dict(prompt=asked.prompt, n_predict=asked.new, temperature=0, stream=True, ignore_eos=True)
+
+    def tokens(self, event: dict[str, Any]) -> int:
+        return 0 if event["stop"] else len(event["tokens"])
 
 
 def load(server: Server, clients: int, work: list[Asked]) -> tuple[float, list[Waited]]:
@@ -145,29 +227,41 @@ def percentile(numbers: list[float], share: float) -> float:
 
 
 def bench_serving(options: Any) -> None:
-    """Print a table; `options.picture` names a file for a plot of it."""
+    """Print tables; `options.picture` names a file for a plot of their rates."""
     peer = options.peer
     if peer is None and all(map(importlib.util.find_spec, ("torch", "transformers"))):
         peer = sys.executable
+    program = options.llama_server or shutil.which("llama-server")
+    print(f"\nservers: Llama of 134 M weights, float32, {SLOTS} slots of {LENGTH} tokens; closed loop")
+    rates: dict[str, dict[int, float]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(folder)
-        theirs = {} if peer is None else batched(peer, folder)
-        print(f"\nserver: Llama of 134 M weights, float32, {SLOTS} slots of {LENGTH} tokens; closed loop")
-        print("clients  tokens/s   first token s p50  p99   between tokens ms p50   p99   transformers tokens/s")
-        rates = {}
-        with Server(folder) as server:
-            server.answer(requests(1)[0])
-            for clients in CLIENTS:
-                seconds, seen = load(server, clients, requests(asked_by(clients)))
-                rates[clients] = sum(waited.tokens for waited in seen) / seconds
-                beside = "" if peer is None else f"{theirs[clients]:18.1f}"
-                print(row(clients, rates[clients], seen) + beside, flush=True)
+        rates["eqx_decoders"] = measure("eqx_decoders, scripts/serve.py", OurServer(folder))
+        if program is not None:
+            save_gguf(folder, folder / "model.gguf")
+            rates["llama.cpp"] = measure("llama.cpp, llama-server", LlamaCpp(program, folder / "model.gguf"))
+        if peer is not None:
+            rates["transformers"] = batched(peer, folder)
+            print("transformers, generate_batch\nclients  tokens/s")
+            for clients, rate in rates["transformers"].items():
+                print(f"{clients:7} {rate:9.1f}")
     if options.picture:
-        draw(
-            options.picture,
-            {"eqx_decoders, server": rates} | ({"transformers, generate_batch": theirs} if theirs else {}),
-        )
+        draw(options.picture, rates)
+
+
+def measure(title: str, server: Server) -> dict[int, float]:
+    """Print a table of one server; tokens a second by the number of clients."""
+    print(title)
+    print("clients  tokens/s   first token s p50    p99   between tokens ms p50    p99", flush=True)
+    rates = {}
+    with server:
+        server.answer(requests(1)[0])
+        for clients in CLIENTS:
+            seconds, seen = load(server, clients, requests(asked_by(clients)))
+            rates[clients] = sum(waited.tokens for waited in seen) / seconds
+            print(row(clients, rates[clients], seen), flush=True)
+    return rates
 
 
 def asked_by(clients: int) -> int:

@@ -43,7 +43,7 @@ def outcome(program: str, *args: object, stdin: str = "", devices: int = 1) -> t
     out, err = io.StringIO(), io.StringIO()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch("eqx_decoders.training.flops.measured_flops", lambda dtype: 1e11))
-        stack.enter_context(mock.patch("eqx_decoders.cli.train.keep_memory", lambda: True))
+        stack.enter_context(mock.patch("eqx_decoders.host_memory.ctypes", None))
         stack.enter_context(mock.patch.object(Layout, "create", layout))
         stack.enter_context(mock.patch("sys.stdin", io.StringIO(stdin)))
         stack.enter_context(contextlib.redirect_stdout(out))

@@ -21,6 +21,7 @@ import jax
 from eqx_decoders.cli import flags_of, own_errors, program, require
 from eqx_decoders.cli.devices import Devices, mesh_flags
 from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.host_memory import keep_memory
 from eqx_decoders.inference.text import Files, Prompt, TextModel, load_text_model
 from eqx_decoders.io.processes import from_first
 from eqx_decoders.io.waiting import Waiting
@@ -101,6 +102,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
         config = tyro.cli(GenerateConfig, args=args, prog=prog, description=__doc__, config=options)
     with config.connected():
         text = load(config)
+        keep_memory()
         answer = Chat(text, config) if config.chat and text.chat is not None else Continuation(text, config)
         if config.prompt is not None:
             answer(config.prompt)

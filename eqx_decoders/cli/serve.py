@@ -25,6 +25,7 @@ from eqx_decoders.cli import flags_of, own_errors, program
 from eqx_decoders.cli.devices import Devices, mesh_flags
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer, check_number, need_extra
+from eqx_decoders.host_memory import keep_memory
 from eqx_decoders.inference.text import TextModel, load_text_model
 from eqx_decoders.io.rundir import Interrupt
 from eqx_decoders.io.waiting import Waiting
@@ -33,7 +34,8 @@ from eqx_decoders.numerics import Precision
 from eqx_decoders.quantization import quantize
 from eqx_decoders.serving.asked import ApiConfig
 from eqx_decoders.serving.drafts import FurtherPrediction, PromptLookup, SmallerModel
-from eqx_decoders.serving.engine import Engine, EngineConfig
+from eqx_decoders.serving.engine import Engine
+from eqx_decoders.serving.engine_config import EngineConfig
 from eqx_decoders.serving.prompts import Language
 from eqx_decoders.serving.server import ServerConfig, address_of, bind, serve
 from eqx_decoders.training.runs import load_text_run
@@ -156,6 +158,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     sock = bind(config.host, config.port)  # it fails faster than the weights are loaded
     text = load(config)
     engine = Engine(text.model, config.engine(load_draft_model(config)))
+    keep_memory()
     with Waiting("compiling"):
         engine.warm_up()
     gc.freeze()  # what is here stays: no need to look through it again and again

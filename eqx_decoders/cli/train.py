@@ -13,17 +13,15 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated
 
-import jax
-
 from eqx_decoders.cli import own_errors, program, require
 from eqx_decoders.cli.xla_flags import set_options
 from eqx_decoders.describe import describe
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.families import list_models
+from eqx_decoders.host_memory import keep_memory
 from eqx_decoders.io.processes import connected
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.describe_data import describe_data
-from eqx_decoders.training.memory import keep_memory
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.run import train
 from eqx_decoders.training.runs import abstract_run, begun_run
@@ -50,8 +48,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
 
 
 def _train(config: TrainConfig) -> int:
-    if jax.default_backend() == "cpu":
-        keep_memory()
+    keep_memory()
     if config.describe:
         print(describe(abstract_run(config, config.run_dir, config.execution())))
         return 0

@@ -15,7 +15,7 @@ from eqx_decoders.layers.branch import BranchResult
 from eqx_decoders.layers.external import ExternalPast, Handed
 from eqx_decoders.layers.kernel import merge, with_sink
 from eqx_decoders.layers.mask import Causal, Mask, seen_keys
-from eqx_decoders.layers.memory import Entries, KVShape, Past, kv_shape
+from eqx_decoders.layers.memory import Entries, KVShape, Past, PastRows, kv_shape
 from eqx_decoders.layers.mlp import add_bias
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.layers.pages import PagedPast
@@ -26,7 +26,7 @@ from eqx_decoders.numerics import fan_in
 from eqx_decoders.remat import save
 
 
-AnyPast = Past | PagedPast | ExternalPast
+AnyPast = Past | PastRows | PagedPast | ExternalPast
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -301,7 +301,7 @@ class Attention(eqx.Module):
             return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
         return norm(x)
 
-    def _attend(self, query: Array, entries: Entries, past: Past | PagedPast | None, ctx: Context) -> Array:
+    def _attend(self, query: Array, entries: Entries, past: Past | PastRows | PagedPast | None, ctx: Context) -> Array:
         """Attention over the tokens of this call and those of the past, merged by their log-sum-exp."""
         common: dict[str, Any] = dict(
             execution=ctx.execution,
@@ -332,14 +332,16 @@ class Attention(eqx.Module):
         options: dict[str, Any] = dict(mask=config.mask, soft_cap=config.soft_cap, sinks=self.sink, written=written)
         return past.attend(query, entries.key, entries.value, **options)
 
-    def _choose_blocks(self, query: Array, key: Array, past: Past | PagedPast | None, ctx: Context) -> CachedBlocks:
+    def _choose_blocks(
+        self, query: Array, key: Array, past: Past | PastRows | PagedPast | None, ctx: Context
+    ) -> CachedBlocks:
         """Which tokens of this call and of the past are in the blocks that each query takes."""
         blocks = self.config.selection
         if blocks is None:
             return CachedBlocks(None, None)
         if past is None:
             return CachedBlocks(blocks.choose(query, key, ctx.positions, ctx.segment_ids), None)
-        past = past.whole() if isinstance(past, PagedPast) else past
+        past = past if isinstance(past, Past) else past.whole()
         return blocks.choose_cached(query, key, ctx.positions, past)
 
 

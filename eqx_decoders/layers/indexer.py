@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, PRNGKeyArray
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check_integer, check_number
 from eqx_decoders.layers.mask import Mask, visible
-from eqx_decoders.layers.memory import Entries, Past
+from eqx_decoders.layers.memory import Entries, Past, PastRows
 from eqx_decoders.layers.norm import LayerNorm, LayerNormConfig
 from eqx_decoders.layers.pages import PagedPast
 from eqx_decoders.layers.rope import Rope, rotate
@@ -193,15 +193,17 @@ class Indexer(eqx.Module):
         tokens = jnp.sum((ctx.positions >= 0).astype(jnp.float32))
         return chosen, IndexerStats(loss=jnp.sum(losses), tokens=tokens)
 
-    def choose_cached(self, index: Index, past: Past | PagedPast, mask: Mask, ctx: Context) -> CachedChoice | None:
+    def choose_cached(
+        self, index: Index, past: Past | PastRows | PagedPast, mask: Mask, ctx: Context
+    ) -> CachedChoice | None:
         """Which tokens of a call and of a past are attended to; None: all that are seen.
 
         As slots where these are fewer than there are, for all queries together; else as a mask.
         """
+        past = past if isinstance(past, Past) else past.whole()
         length, slots, top_k = ctx.positions.shape[1], past.positions.shape[1], self.config.top_k
         if slots + length <= top_k or self.config.warmup:
             return None
-        past = past.whole() if isinstance(past, PagedPast) else past
         earlier = _scores(index.query, index.weight, past.key[:, 0].astype(index.query.dtype))
         if past.key_scale is not None:  # it is positive: relu(s x) = s relu(x)
             earlier *= past.key_scale.astype(jnp.float32)

@@ -22,7 +22,7 @@ from eqx_decoders.layers.external import ExternalPast, Handed
 from eqx_decoders.layers.indexer import CachedChoice, Index, Indexer, IndexerConfig, Teacher
 from eqx_decoders.layers.kernel import max_scores, merge
 from eqx_decoders.layers.mask import Causal, Mask, seen_keys
-from eqx_decoders.layers.memory import Entries, KVShape, Past, StackedPast, kv_shape
+from eqx_decoders.layers.memory import Entries, KVShape, Past, PastRows, StackedPast, kv_shape
 from eqx_decoders.layers.mlp import add_bias
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
 from eqx_decoders.layers.pages import PagedPast
@@ -35,7 +35,7 @@ from eqx_decoders.numerics import LowRank, fan_in
 from eqx_decoders.remat import save
 
 
-LatentPast = Past | PagedPast | ExternalPast | dict[str, Past | StackedPast | PagedPast]
+LatentPast = Past | PastRows | PagedPast | ExternalPast | dict[str, Past | PastRows | StackedPast | PagedPast]
 LatentEntries = Entries | Handed | dict[str, Entries]
 
 LANE = 128  # features that a TPU keeps together
@@ -203,14 +203,14 @@ class LatentAttention(eqx.Module):
         if self.indexer is not None and config.rope is not None:
             index = self.indexer(x, low, config.rope, config.rope_dim, ctx)
             entries = {"latents": entries, "index": index.entries}
-            if isinstance(past, dict) and isinstance(past["index"], Past | PagedPast):
+            if isinstance(past, dict) and isinstance(past["index"], Past | PastRows | PagedPast):
                 choice = self.indexer.choose_cached(index, past["index"], config.mask, ctx)
                 mixed = self._absorbed(query, latent, past["latents"], ctx, choice)
             else:
                 mixed, stats = self._expanded(query, latent, ctx, index)
         elif isinstance(past, ExternalPast):
             mixed, entries = self._ask(query, latent, past, ctx)
-        elif isinstance(past, Past | PagedPast):
+        elif isinstance(past, Past | PastRows | PagedPast):
             mixed = self._absorbed(query, latent, past, ctx)
         else:
             mixed, stats = self._expanded(query, latent, ctx)
@@ -282,7 +282,7 @@ class LatentAttention(eqx.Module):
         self,
         query: Array,
         latent: Array,
-        past: Past | StackedPast | PagedPast,
+        past: Past | PastRows | StackedPast | PagedPast,
         ctx: Context,
         choice: CachedChoice | None = None,
     ) -> Float[Array, "batch length heads value_dim"]:
@@ -297,7 +297,7 @@ class LatentAttention(eqx.Module):
         kv_up = unrounded(self.kv_up, 0)  # it is not contracted as in the expanded form, but the same numbers
         query = self._padded(_into_latents(nope, kv_up, ctx), rope, ctx)
         present = self._attend(query, latent, latent, ctx, None if choice is None else choice.present)
-        if choice is not None and choice.slots is not None and not isinstance(past, Past):
+        if choice is not None and choice.slots is not None and isinstance(past, StackedPast | PagedPast):
             earlier = self._attend_slots(query, past, choice.slots, ctx)
         else:
             whole = past.whole() if isinstance(past, StackedPast) else past
@@ -348,7 +348,7 @@ class LatentAttention(eqx.Module):
         )
 
     def _attend_past(
-        self, query: Array, past: Past | PagedPast, selected: Bool[Array, "..."] | None, ctx: Context
+        self, query: Array, past: Past | PastRows | PagedPast, selected: Bool[Array, "..."] | None, ctx: Context
     ) -> Result:
         """Attention over all of a past."""
         options: dict[str, Any] = dict(mask=self.config.mask, execution=ctx.execution)

@@ -57,39 +57,43 @@ class Memory(eqx.Module):
 
     def row(self, index: int | Int[Array, ""]) -> "Memory":
         """One row, as a memory of one sequence."""
-        return _over_rows(lambda leaf, axis: jax.lax.dynamic_slice_in_dim(leaf, index, 1, axis), self)
+        return self.rows(index, 1)
 
     def with_row(self, index: int | Int[Array, ""], row: Any) -> "Memory":
         """The memory with `row`, a memory of one sequence, in the place of another."""
+        return self._with_rows(index, row)
+
+    # for engines, whose rows are of different requests: some rows of many, in place
+
+    def rows(self, begin: int | Int[Array, ""], count: int) -> "Memory":
+        """Rows that follow each other, as a memory of their own."""
+        return _over_rows(lambda leaf, axis: jax.lax.dynamic_slice_in_dim(leaf, begin, count, axis), self)
+
+    def _with_rows(self, begin: int | Int[Array, ""], rows: Any) -> "Memory":
+        """The memory with others in the place of some rows."""
 
         def write(leaf: Array, axis: int, new: Array) -> Array:
-            return jax.lax.dynamic_update_slice_in_dim(leaf, new.astype(leaf.dtype), index, axis)
+            return jax.lax.dynamic_update_slice_in_dim(leaf, new.astype(leaf.dtype), begin, axis)
 
-        return _over_rows(write, self, row)
+        return _over_rows(write, self, rows)
 
-    # for engines, whose rows are of different requests: one row of many, in place
+    def past_of_rows(self, slices: Any, begin: Int[Array, ""], count: int) -> Any:
+        """What one layer reads of some rows, given its part of `slices`."""
+        return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, begin, count, 0), self.past(slices))
 
-    def row_past(self, slices: Any, index: Int[Array, ""]) -> Any:
-        """What one layer reads of one row, given its part of `slices`."""
-        return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, index, 1, 0), self.past(slices))
-
-    def commit_row(self, index: Int[Array, ""], entries: Any, positions: Int[Array, "1 length"]) -> "Memory":
-        """`commit` of entries of one row."""
-        return self.with_row(index, self.row(index).commit(entries, positions))
+    def commit_rows(self, begin: Int[Array, ""], entries: Any, positions: Int[Array, "rows length"]) -> "Memory":
+        """`commit` of entries of rows that follow each other, from row `begin` on."""
+        return self._with_rows(begin, self.rows(begin, positions.shape[0]).commit(entries, positions))
 
     def empty_row(self, index: Int[Array, ""]) -> "Memory":
         """The memory with nothing in one row."""
         return self.with_row(index, self.row(index).reset(jnp.ones((1,), bool)))
 
-    def first_slots(self, count: int) -> "Memory":
-        """What is to be read where all positions are below `count`: as much as that, where it is told apart."""
-        return self
-
     def row_tokens(
         self, index: Int[Array, ""], positions: Int[Array, "1 length"]
     ) -> tuple[Any, Int[Array, "1 length"]] | None:
-        """What is remembered of single tokens of a row: entries as `commit_row` takes them, and the positions, -1 where
-        a token is forgotten. None where nothing is remembered by token: then only the whole row can be kept.
+        """What is remembered of single tokens of a row: entries as `commit_rows` takes them, and the positions, -1
+        where a token is forgotten. None where nothing is remembered by token: then only the whole row can be kept.
         """
         return None
 
@@ -129,17 +133,18 @@ def commit(memories: Any, entries: Any, positions: Int[Array, "batch length"]) -
     return jax.tree.map(lambda memory, new: memory.commit(new, positions), memories, entries, is_leaf=is_memory)
 
 
-class MemoryRow(Memory):
-    """One row of a memory, to be read where it stands."""
+class MemoryRows(Memory):
+    """Some rows of a memory, to be read where they stand."""
 
     whole: Memory
-    index: Int[Array, ""]
+    begin: Int[Array, ""]
+    count: int = eqx.field(static=True)
 
     def slices(self) -> Any:
         return self.whole.slices()
 
     def past(self, slices: Any) -> Any:
-        return self.whole.row_past(slices, self.index)
+        return self.whole.past_of_rows(slices, self.begin, self.count)
 
 
 # --- keys and values ---
@@ -210,6 +215,36 @@ class StackedPast(eqx.Module):
 
         scale = None if self.key_scale is None else taken(self.key_scale)
         return decode(taken(self.key), scale, dtype), jnp.where(slots <= last, places, -1)
+
+
+class PastRows(eqx.Module):
+    """What one attention layer reads of some rows of a cache, from row `begin` on.
+
+    A slice of one row is made on its way to the product that reads it; one of several rows would be copied before.
+    """
+
+    cache: Past
+    begin: Int[Array, ""]
+    count: int = eqx.field(static=True)
+
+    def whole(self) -> Past:
+        """A copy of the rows."""
+        return self._cut(self.begin, self.count, self.cache.positions.shape[1])
+
+    def row(self, index: Int[Array, ""], reach: int) -> Past:
+        """The first slots of one of the rows."""
+        return self._cut(self.begin + index, 1, reach)
+
+    def _cut(self, begin: Int[Array, ""], rows: int, slots: int) -> Past:
+        def part(name: str) -> Any:
+            leaf = getattr(self.cache, name)
+            if leaf is None:
+                return None
+            start, size = [jnp.zeros_like(begin)] * leaf.ndim, list(leaf.shape)
+            start[0], size[0], size[1 if name == "positions" else 2] = begin, rows, slots
+            return jax.lax.dynamic_slice(leaf, start, size)
+
+        return Past(*(part(field.name) for field in dataclasses.fields(Past)))
 
 
 class KVCache(Memory):
@@ -283,24 +318,18 @@ class KVCache(Memory):
             value_scale=write(self.value_scale, entries.value_scale),
         )
 
-    def row_past(self, slices: Any, index: Int[Array, ""]) -> Past | StackedPast:
-        if not self.by_slot:
-            return super().row_past(slices, index)
-        row: Any = self.row(index)
-        return row.past(slices)
+    def past_of_rows(self, slices: Any, begin: Int[Array, ""], count: int) -> PastRows | StackedPast:
+        if self.by_slot:
+            rows: Any = self.rows(begin, count)
+            return rows.past(slices)
+        past: Any = self.past(slices)
+        return PastRows(past, begin, count)
 
-    def commit_row(self, index: Int[Array, ""], entries: Entries, positions: Int[Array, "1 length"]) -> "KVCache":
-        return self._written(index[None, None], entries, positions)
+    def commit_rows(self, begin: Int[Array, ""], entries: Entries, positions: Int[Array, "rows length"]) -> "KVCache":
+        return self._written(begin + jnp.arange(positions.shape[0])[:, None], entries, positions)
 
     def empty_row(self, index: Int[Array, ""]) -> "KVCache":
         return dataclasses.replace(self, positions=self.positions.at[index].set(-1))
-
-    def first_slots(self, count: int) -> "KVCache":
-        if self.ring or count >= self.positions.shape[1]:
-            return self
-        words, leaves = axes(self), named_leaves(self)
-        cut = {n: jax.lax.slice_in_dim(x, 0, count, axis=words[n].index("slots")) for n, x in leaves.items()}
-        return replaced(self, cut)
 
     def row_tokens(
         self, index: Int[Array, ""], positions: Int[Array, "1 length"]

@@ -223,12 +223,12 @@ class PagedKVCache(_InPages, Memory):
         rows = dict(table=self.table, lengths=self.lengths)
         return PagedPast(**self._stored._asdict(), **rows, layer=slices, lanes=self.lanes)
 
-    def row_past(self, slices: Any, index: Int[Array, ""]) -> PagedPast:
-        return self.row(index).past(slices)
+    def past_of_rows(self, slices: Any, begin: Int[Array, ""], count: int) -> PagedPast:
+        return self.rows(begin, count).past(slices)
 
-    def row(self, index: int | Int[Array, ""]) -> "PagedKVCache":
-        """One row, with all pages."""
-        table, lengths = (jax.lax.dynamic_slice_in_dim(x, index, 1) for x in (self.table, self.lengths))
+    def rows(self, begin: int | Int[Array, ""], count: int) -> "PagedKVCache":
+        """Some rows, with all pages."""
+        table, lengths = (jax.lax.dynamic_slice_in_dim(x, begin, count) for x in (self.table, self.lengths))
         return dataclasses.replace(self, table=table, lengths=lengths)
 
     def entries(self) -> Entries:
@@ -255,8 +255,10 @@ class PagedKVCache(_InPages, Memory):
     def commit(self, entries: Entries, positions: Int[Array, "batch length"]) -> "PagedKVCache":
         return self._written(jnp.arange(self.lengths.shape[0])[:, None], entries, positions)
 
-    def commit_row(self, index: Int[Array, ""], entries: Entries, positions: Int[Array, "1 length"]) -> "PagedKVCache":
-        return self._written(index[None, None], entries, positions)
+    def commit_rows(
+        self, begin: Int[Array, ""], entries: Entries, positions: Int[Array, "rows length"]
+    ) -> "PagedKVCache":
+        return self._written(begin + jnp.arange(positions.shape[0])[:, None], entries, positions)
 
     def _written(
         self, rows: Int[Array, "rows 1"], entries: Entries, positions: Int[Array, "rows length"]
@@ -291,7 +293,7 @@ class PagedKVCache(_InPages, Memory):
         """The memory with the tokens of `row`, a memory of one sequence in pages or not, in the pages of a row."""
         index = jnp.asarray(index)
         alone = dataclasses.replace(self, lengths=self.lengths.at[index].set(0))
-        return alone.commit_row(index, row.entries(), row.positions)
+        return alone.commit_rows(index, row.entries(), row.positions)
 
     # --- who has which pages ---
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 from eqx_decoders.context import Execution
 from eqx_decoders.layers import paged_kernel
 from eqx_decoders.layers.mask import Mask, Spans, interval
-from eqx_decoders.layers.memory import Past
+from eqx_decoders.layers.memory import Past, PastRows
 from eqx_decoders.layers.pages import PagedPast
 from eqx_decoders.layers.scores import Result, Scales
 from eqx_decoders.layers.sharded_attention import attend_on_mesh
@@ -21,11 +21,12 @@ from eqx_decoders.partition import names_of
 
 
 PLATFORMS = ("tpu",)  # whose kernel reads pages where they are; elsewhere they are gathered
+LEAST_REACH, MOST_REACHES = 128, 6  # how far rows are read: the fewest slots, and how many choices there are
 
 
 def attend_past(
     query: Float[Array, "batch length heads head_dim"],
-    past: Past | PagedPast,
+    past: Past | PastRows | PagedPast,
     *,
     execution: Execution,
     mask: Mask,
@@ -45,6 +46,11 @@ def attend_past(
             seen = interval(mask, query_positions, query_spans)
             return _attend_pages(query, past, seen, plan, execution, soft_cap)
         past = past.whole()
+    if isinstance(past, PastRows):
+        if by_rows(execution):
+            own = dict(query_positions=query_positions, query_spans=query_spans, selected=selected)
+            return _attend_rows(query, past, own, execution=execution, mask=mask, soft_cap=soft_cap)
+        past = past.whole()
     options: dict[str, Any] = dict(query_positions=query_positions, query_spans=query_spans, soft_cap=soft_cap)
     options |= dict(execution=execution, mask=mask, selected=selected, needs_lse=needs_lse, key_axis="slots")
     if past.key_scale is None:
@@ -60,6 +66,42 @@ def attend_past(
         values = past.value.transpose(0, 2, 1, 3)
         scales = Scales(key_scale, jnp.swapaxes(past.value_scale, 1, 2))
     return attend_on_mesh(query, keys, values, key_positions=past.positions, scales=scales, **options)
+
+
+def by_rows(execution: Execution) -> bool:
+    """Whether the rows of a cache that many requests share are read one after another, each as far as it goes."""
+    return execution.layout.platform == "cpu" and execution.layout.single
+
+
+def _attend_rows(query: Array, past: PastRows, own: dict[str, Any], **options: Any) -> Result:
+    """Row by row: the products of a few queries with a row's keys are no faster for several rows at once."""
+    reaches = [past.cache.positions.shape[1]]
+    while len(reaches) < MOST_REACHES and reaches[0] >= 2 * LEAST_REACH:
+        reaches.insert(0, -(-reaches[0] // 2))
+
+    def attend_row(index: Array, query: Array, own: dict[str, Any]) -> Result:
+        """Of a row alone."""
+
+        def within(reach: int) -> Any:
+            def attend() -> Result:
+                chosen = None if own["selected"] is None else own["selected"][..., :reach]
+                return attend_past(query, past.row(index, reach), **(own | dict(selected=chosen)), **options)
+
+            return attend
+
+        # what is stored is before the queries: slots from their last position on are empty (rings that are full are
+        # read whole, since that position is beyond them)
+        branch = sum((jnp.max(own["query_positions"]) > reach).astype(jnp.int32) for reach in reaches[:-1])
+        return jax.lax.switch(branch, [within(reach) for reach in reaches])
+
+    if past.count == 1:
+        return attend_row(jnp.int32(0), query, own)
+
+    def one(row: Any) -> Any:
+        index, query, own = jax.tree.map(lambda leaf: leaf[None], row)
+        return jax.tree.map(lambda leaf: leaf[0], attend_row(index[0], query, own))
+
+    return jax.lax.map(one, (jnp.arange(past.count, dtype=jnp.int32), query, own))
 
 
 def _reads_wide(query: Array, past: Past, execution: Execution) -> bool:

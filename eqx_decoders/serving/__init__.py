@@ -19,7 +19,8 @@ if TYPE_CHECKING:
         PromptLookup as PromptLookup,
         SmallerModel as SmallerModel,
     )
-    from eqx_decoders.serving.engine import Engine as Engine, EngineConfig as EngineConfig
+    from eqx_decoders.serving.engine import Engine as Engine
+    from eqx_decoders.serving.engine_config import EngineConfig as EngineConfig
     from eqx_decoders.serving.external import (
         external_layers as external_layers,
         external_logits as external_logits,
@@ -44,7 +45,8 @@ __getattr__, _late = lazy(
         "layers.pages": "PageConfig",
         "serving.asked": "ApiConfig",
         "serving.drafts": "FurtherPrediction PromptLookup SmallerModel",
-        "serving.engine": "Engine EngineConfig",
+        "serving.engine": "Engine",
+        "serving.engine_config": "EngineConfig",
         "serving.external": "external_layers external_logits run_with_caches",
         "serving.prompts": "Language",
         "serving.request": "Constraint EngineCounts QueueFull Request Sampling TokenScore Update",

@@ -70,9 +70,9 @@ class RowSampling(NamedTuple):
         bits = sampling.seed % 2**64
         self.seed[row] = bits >> 32, bits & 0xFFFFFFFF
 
-    def of(self, row: int) -> "RowSampling":
-        """The numbers of one row."""
-        return RowSampling(*(numbers[row : row + 1] for numbers in self))
+    def of(self, rows: slice) -> "RowSampling":
+        """The numbers of some rows."""
+        return RowSampling(*(numbers[rows] for numbers in self))
 
     def repeated(self, times: int) -> "RowSampling":
         """Every row so many times."""

@@ -8,86 +8,21 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.typing import DTypeLike
 
 from eqx_decoders.decoder import Decoder
-from eqx_decoders.encoders.beside import without_placeholders
-from eqx_decoders.errors import ConfigError, check, check_integer
+from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.inference.apart import usual_format
 from eqx_decoders.inference.generate import prefilled
 from eqx_decoders.layers.cache_format import CacheFormat
 from eqx_decoders.layers.embedding import LearnedPositions
-from eqx_decoders.layers.pages import PageConfig
-from eqx_decoders.serving.drafts import (
-    Drafts,
-    FurtherPrediction,
-    PromptLookup,
-    SmallerModel,
-    check_drafts,
-    device_drafting,
-)
+from eqx_decoders.serving.drafts import FurtherPrediction, SmallerModel, check_drafts, device_drafting
+from eqx_decoders.serving.engine_config import EngineConfig
 from eqx_decoders.serving.job import Job
-from eqx_decoders.serving.request import EngineCounts, FinishReason, Request, TokenScore, Update
+from eqx_decoders.serving.request import EngineCounts, Request, TokenScore, Update
 from eqx_decoders.serving.seats import Seats
-from eqx_decoders.serving.slots import ALL_SCORES, NEXT_TOKEN, Chosen, Slots
+from eqx_decoders.serving.slots import ALL_SCORES, NEXT_TOKEN, Asked, Chosen, Slots
+from eqx_decoders.serving.steps import row_counts, together
 from eqx_decoders.serving.waiting import WaitingList
-
-
-LEAST_REACH = 256
-FEW = 2  # answers whose tokens take less time one by one than those of eight rows at once (measured)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """How much an engine takes on.
-
-    **Arguments:**
-
-    - `max_batch_size`: requests that are worked on at once, each in a slot of its own.
-    - `max_length`: tokens that a prompt and its answer may have together: the length of a slot.
-    - `prefill_chunk`: tokens of a prompt that are computed at once; also the size of a block of the prefix cache.
-    - `token_budget`: tokens that one step computes at most, those of answers first; prompts get a chunk in any case.
-    - `max_waiting`, `max_waiting_tokens`: requests that wait for a slot, and tokens of their prompts, at most.
-    - `prefix_cache_bytes`: memory for prompts that begin alike; 0 for none.
-    - `max_logprobs`: the most likely tokens that a request may ask for beside each of its own.
-    - `max_logit_bias`: biases that a request may have.
-    - `cache_dtype`: of keys and values, as `init_cache` has it; None: as `generate` stores them.
-    - `pages`: keys and values are in pages, which slots have as they need them; `prefill_chunk` must be whole pages.
-        None: each slot has room for `max_length` tokens, which is faster where no kernel reads pages (CPU, GPU).
-    - `drafts`: how several tokens of an answer are guessed and verified in one step; None: a step for each. Answers
-        with penalties, constraints or `min_new_tokens` take a step for each in any case.
-    - `batch_invariant`: a step computes all slots, so that an answer's last bits do not depend on how many others there
-        are. False: on a CPU the tokens of one or two answers are computed one by one, by the products of one row, two
-        to three times as fast; other rounding can then choose another token where two are almost equally likely.
-    """
-
-    max_batch_size: int = 8
-    max_length: int = 2048
-    prefill_chunk: int = 128
-    token_budget: int = 512
-    max_waiting: int = 1024
-    max_waiting_tokens: int = 1 << 20
-    prefix_cache_bytes: int = 1 << 30
-    max_logprobs: int = 20
-    max_logit_bias: int = 300
-    cache_dtype: DTypeLike | CacheFormat | None = None
-    pages: PageConfig | None = None
-    drafts: Drafts | None = None
-    batch_invariant: bool = True
-
-    def __post_init__(self):
-        for field in ("max_batch_size", "max_length", "prefill_chunk", "token_budget", "max_waiting"):
-            check_integer(f"EngineConfig.{field}", getattr(self, field))
-        check_integer("EngineConfig.max_waiting_tokens", self.max_waiting_tokens)
-        for field in ("prefix_cache_bytes", "max_logprobs", "max_logit_bias"):
-            check_integer(f"EngineConfig.{field}", getattr(self, field), minimum=0)
-        if self.cache_dtype is not None:
-            CacheFormat.of(self.cache_dtype)
-        if self.pages is not None:
-            size = self.pages.page_size
-            rule = f"EngineConfig.prefill_chunk={self.prefill_chunk} must be a multiple of pages.page_size={size}"
-            check(self.prefill_chunk % size == 0, f"{rule}: prompts share whole pages.")
-        check(self.max_length > 1, "EngineConfig.max_length=1 has no room for an answer: at least 2.")
 
 
 class Engine:
@@ -115,15 +50,16 @@ class Engine:
         sizes = {size for size in (16, config.prefill_chunk // 2) if 16 <= size < config.prefill_chunk}
         layout = model.execution.layout
         apart = not config.batch_invariant and config.drafts is None and layout.single and layout.platform == "cpu"
-        self._few = FEW if apart else 0
+        self._rows = row_counts(config.max_batch_size) if apart else (config.max_batch_size,)
+        self._columns = (1,) if config.drafts is None else (1, 1 + config.drafts.num_tokens)
         self._kind = usual_format(model.execution) if config.cache_dtype is None else CacheFormat.of(config.cache_dtype)
         self._slots = Slots(
             model,
             count=config.max_batch_size,
             length=config.max_length,
-            chunks=(*([1] if apart else []), *sorted(sizes), config.prefill_chunk),
-            columns=(1,) if config.drafts is None else (1, 1 + config.drafts.num_tokens),
-            reaches=_reaches(config.max_length) if apart else (config.max_length,),
+            chunks=(*sorted(sizes), config.prefill_chunk),
+            rows=self._rows,
+            columns=self._columns,
             biases=config.max_logit_bias,
             top=config.max_logprobs,
             dtype=self._kind,
@@ -153,7 +89,10 @@ class Engine:
 
         Raises ConfigError for a request that could never be answered, and QueueFull if too many wait.
         """
-        self._check(request)
+        self.config.check_request(request, self.model.config.vocab_size)
+        if self._seats.paging is not None:
+            longest = len(request.prompt) + request.max_new_tokens
+            self._seats.paging.check_fits(longest, self.config.prefill_chunk)
         self._waiting.check_room(request)
         names = self._seats.prefixes.names(request.prompt, request.cache_salt) if request.media is None else []
         job = Job(request_id=next(self._ids), request=request, names=names)
@@ -227,26 +166,6 @@ class Engine:
         self._counts = dataclasses.replace(self._counts, **new)
 
     # --- who gets a slot ---
-
-    def _check(self, request: Request) -> None:
-        config, prompt, vocab = self.config, request.prompt, self.model.config.vocab_size
-        known = np.asarray([prompt])
-        known = known if request.media is None else without_placeholders(known, request.media)
-        text = f"the prompt has {len(prompt)} tokens and max_new_tokens={request.max_new_tokens}"
-        rule = f"together they must be at most max_length={config.max_length}"
-        check(len(prompt) + request.max_new_tokens <= config.max_length, f"{text}: {rule}.")
-        biased = [token for token, _ in request.sampling.logit_bias]
-        for name, ids in (("prompt", known[0].tolist()), ("logit_bias", biased)):
-            wrong = next((token for token in ids if not 0 <= token < vocab), None)
-            check(wrong is None, f"{name} has the token id {wrong}: ids are from 0 to {vocab - 1}.")
-        most, biases = config.max_logprobs, len(biased)
-        for field in ("logprobs", "prompt_logprobs"):
-            check((getattr(request, field) or 0) <= most, f"{field}={getattr(request, field)} must be at most {most}.")
-        check(biases <= config.max_logit_bias, f"logit_bias has {biases} tokens, of at most {config.max_logit_bias}.")
-        if self._seats.paging is not None:
-            self._seats.paging.check_fits(len(prompt) + request.max_new_tokens, config.prefill_chunk)
-        alone = request.media is None or request.prompt_logprobs is None
-        check(alone, "prompt_logprobs are not given for prompts with pictures, films or sounds: leave it out.")
 
     def _wait(self, job: Job) -> None:
         self._waiting.add(job, {other.request.client for other in self._seats.jobs.values()})
@@ -343,18 +262,12 @@ class Engine:
         self._waiting.serve(request.client, count)
         return result
 
-    def _asked_of(self, job: Job) -> Any:
+    def _asked_of(self, job: Job) -> Asked:
         """How the next token of one request is chosen."""
-        self._mask(job)
-        row, asked = slice(job.slot, job.slot + 1), self._asked
-        return asked._replace(
-            sampling=asked.sampling.of(job.slot),
-            count=np.asarray([len(job.answer)], np.int32),
-            prompt_length=asked.prompt_length[row],
-            allowed=asked.allowed[row],
-            masked=asked.masked[row],
-            wants_scores=np.asarray(job.request.logprobs is not None),
-        )
+        asked, slot = self._asked, job.slot
+        asked.count[slot] = len(job.answer)
+        asked.masked[slot] = job.mask(asked.allowed[slot])
+        return asked.of(range(slot, slot + 1), job.request.logprobs is not None)
 
     def _finish_chunk(self, job: Job, begin: int, count: int, result: Any) -> list[Update]:
         """What a chunk has brought."""
@@ -398,7 +311,7 @@ class Engine:
         planned: dict[Job, list[int]] = {}
         jobs = [job for job in self._seats.jobs.values() if job.decodes]
         for job in sorted(jobs, key=lambda job: (-job.request.priority, job.request_id)):
-            drafts = self._drafts(job)
+            drafts = job.drafts(self.config.drafts)
             while job.slot >= 0 and not self._seats.reserve(job, job.done, job.done + 1 + len(drafts)):
                 victim = self._seats.last(besides=planned)
                 assert victim is not None
@@ -408,43 +321,30 @@ class Engine:
         return planned
 
     def _decode(self, answers: dict[Job, list[int]]) -> list[tuple[dict[Job, int], Chosen]]:
-        """Begin a step of these answers; returns what is chosen, and in which row for whom."""
-        if len(answers) <= self._few:
-            return [({job: 0}, self._decode_alone(job)) for job in answers]
-        return [({job: job.slot for job in answers}, self._decode_slots(answers))]
-
-    def _decode_alone(self, job: Job) -> Chosen:
-        """Begin a step of one answer: a chunk of one token."""
-        token, unknown = np.asarray(job.answer[-1:]), np.zeros(0, np.int32)
-        return self._slots.prefill(job.slot, token, job.done, unknown, NEXT_TOKEN, self._asked_of(job)).chosen
-
-    def _decode_slots(self, answers: dict[Job, list[int]]) -> Chosen:
-        """Begin a step of all slots."""
-        asked, config = self._asked, self.config
-        columns = 1 + (config.drafts.num_tokens if config.drafts is not None and any(answers.values()) else 0)
-        shape = config.max_batch_size, columns
-        tokens, positions = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
-        for job, drafts in answers.items():
-            fed = [job.answer[-1], *drafts]
-            tokens[job.slot, : len(fed)] = fed
-            positions[job.slot, : len(fed)] = np.arange(job.done, job.done + len(fed))
-            asked.count[job.slot] = len(job.answer)
-            self._mask(job)
-            job.drafted = True
-        wants = np.asarray(any(job.request.logprobs is not None for job in answers))
-        self._count(draft_tokens=sum(map(len, answers.values())))
-        return self._slots.decode(tokens, positions, asked._replace(wants_scores=wants))
-
-    def _drafts(self, job: Job) -> list[int]:
-        """The drafts for the next step of an answer; -1 for one that the device knows."""
-        config, request = self.config.drafts, job.request
-        room = request.max_new_tokens - len(job.answer) - 1
-        apart = request.sampling.penalises or request.constraint is not None
-        if config is None or room < 1 or apart or len(job.answer) < request.min_new_tokens:
+        """Begin steps of these answers; returns what is chosen, and in which row for whom."""
+        if not answers:
             return []
-        if isinstance(config, PromptLookup):
-            return config.find([*request.prompt, *job.answer])[:room]
-        return [-1] * min(config.num_tokens, room) if job.drafted else []
+        by_slot = {job.slot: job for job in answers}
+        self._count(draft_tokens=sum(map(len, answers.values())))
+        begun = []
+        for slots in together(by_slot, self._rows):
+            rows = {by_slot[slot]: slot - slots.start for slot in slots if slot in by_slot}
+            begun.append((rows, self._decode_slots(slots, {job: answers[job] for job in rows})))
+        return begun
+
+    def _decode_slots(self, slots: range, answers: dict[Job, list[int]]) -> Chosen:
+        """Begin a step of some slots that follow each other."""
+        asked, columns = self._asked, self._columns[-1 if any(answers.values()) else 0]
+        tokens, positions = np.zeros((len(slots), columns), np.int32), np.full((len(slots), columns), -1, np.int32)
+        for job, drafts in answers.items():
+            fed, row = [job.answer[-1], *drafts], job.slot - slots.start
+            tokens[row, : len(fed)] = fed
+            positions[row, : len(fed)] = np.arange(job.done, job.done + len(fed))
+            asked.count[job.slot] = len(job.answer)
+            asked.masked[job.slot] = job.mask(asked.allowed[job.slot])
+            job.drafted = True
+        wants = any(job.request.logprobs is not None for job in answers)
+        return self._slots.decode(slots.start, tokens, positions, asked.of(slots, wants))
 
     def _finish_decoding(self, rows: dict[Job, int], chosen: Chosen) -> list[Update]:
         """What a step of answers has brought, each in its row."""
@@ -458,27 +358,12 @@ class Engine:
             self._waiting.serve(job.request.client, len(tokens))
         return updates
 
-    def _mask(self, job: Job) -> None:
-        """Write which tokens are allowed next."""
-        request, masked = job.request, self._asked.masked
-        early = len(job.answer) < request.min_new_tokens and len(request.stop_ids) > 0
-        words = self._asked.allowed[job.slot]
-        masked[job.slot] = early or request.constraint is not None
-        if not masked[job.slot]:
-            return
-        words[:] = -1
-        if request.constraint is not None:
-            request.constraint.fill(words)
-        for token in request.stop_ids if early else ():
-            if token < 32 * len(words):
-                words[token // 32] &= ~np.int32(np.uint32(1 << token % 32).view(np.int32))
-
     def _grown(self, job: Job, tokens: list[int], scores: Any, at: int, **first: Any) -> Update:
         """The answer with more tokens, cut where it ends; its slot is free then."""
         request, reason, error = job.request, None, None
         for index, token in enumerate(tokens):
             job.answer.append(token)
-            reason, error = self._ends(job, token)
+            reason, error = job.ends(token)
             if reason is not None:
                 tokens = tokens[: index + 1]
                 break
@@ -490,26 +375,6 @@ class Engine:
             self._leave(job)
         told: dict[str, Any] = dict(tokens=tuple(tokens), scores=found, finish_reason=reason, error=error)
         return Update(request_id=job.request_id, **told, **first)
-
-    def _ends(self, job: Job, token: int) -> tuple[FinishReason | None, str | None]:
-        """Whether an answer is complete with this token, and why."""
-        request = job.request
-        if token in request.stop_ids and len(job.answer) > request.min_new_tokens:
-            return "stop", None
-        if request.constraint is not None:
-            try:
-                request.constraint.accept(token)
-            except Exception as failure:  # a grammar that can't go on ends its own request and no other
-                return "error", f"{type(failure).__name__}: {failure}"
-        return ("length" if len(job.answer) >= request.max_new_tokens else None), None
-
-
-def _reaches(length: int) -> tuple[int, ...]:
-    """How many slots of a row steps read: all, or a quarter of that as long as it is worth it, the fewest first.
-
-    A part is copied on its way, so a half would take longer than all.
-    """
-    return (length,) if length < 4 * LEAST_REACH else (*_reaches(length // 4), length)
 
 
 def _token_scores(scores: Any, rows: range, tokens: Sequence[int], count: int) -> list[TokenScore]:

@@ -4,7 +4,10 @@ import dataclasses
 import time
 from typing import Any
 
-from eqx_decoders.serving.request import Request, TokenScore
+import numpy as np
+
+from eqx_decoders.serving.drafts import Drafts, PromptLookup
+from eqx_decoders.serving.request import FinishReason, Request, TokenScore
 from eqx_decoders.serving.slots import Kept
 
 
@@ -44,3 +47,40 @@ class Job:
     def decodes(self) -> bool:
         """Whether its prompt is done."""
         return len(self.answer) > 0
+
+    def drafts(self, config: Drafts | None) -> list[int]:
+        """The drafts for its next step; -1 for one that the device knows."""
+        request = self.request
+        room = request.max_new_tokens - len(self.answer) - 1
+        apart = request.sampling.penalises or request.constraint is not None
+        if config is None or room < 1 or apart or len(self.answer) < request.min_new_tokens:
+            return []
+        if isinstance(config, PromptLookup):
+            return config.find([*request.prompt, *self.answer])[:room]
+        return [-1] * min(config.num_tokens, room) if self.drafted else []
+
+    def mask(self, words: np.ndarray) -> bool:
+        """Whether only some tokens are allowed next: then the bits of these are set in `words`, 32 in each."""
+        request = self.request
+        early = len(self.answer) < request.min_new_tokens and len(request.stop_ids) > 0
+        if not early and request.constraint is None:
+            return False
+        words[:] = -1
+        if request.constraint is not None:
+            request.constraint.fill(words)
+        for token in request.stop_ids if early else ():
+            if token < 32 * len(words):
+                words[token // 32] &= ~np.int32(np.uint32(1 << token % 32).view(np.int32))
+        return True
+
+    def ends(self, token: int) -> tuple[FinishReason | None, str | None]:
+        """Whether the answer is complete with this token, its last one, and why."""
+        request = self.request
+        if token in request.stop_ids and len(self.answer) > request.min_new_tokens:
+            return "stop", None
+        if request.constraint is not None:
+            try:
+                request.constraint.accept(token)
+            except Exception as failure:  # a grammar that can't go on ends its own request and no other
+                return "error", f"{type(failure).__name__}: {failure}"
+        return ("length" if len(self.answer) >= request.max_new_tokens else None), None

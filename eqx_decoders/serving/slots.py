@@ -6,8 +6,7 @@ results depend on nothing in other slots.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from eqx_decoders.explicit import typed, untyped, with_auto_axes
 from eqx_decoders.inference.apart import inference_cache, layers_apart
 from eqx_decoders.layers.memory import is_memory
 from eqx_decoders.layers.pages import PageConfig, PagedKVCache
+from eqx_decoders.layers.past_attention import by_rows
 from eqx_decoders.serving.choosing import RowSampling, Scores, Written, adjusted, choose, scores
 from eqx_decoders.serving.drafts import DeviceDrafting, DraftState, Fed
 from eqx_decoders.serving.paging import windows_of
@@ -88,6 +88,18 @@ class Asked(NamedTuple):
     masked: Bool[AnyArray, "rows"]
     wants_scores: Bool[AnyArray, ""]
 
+    def of(self, rows: range, wants_scores: bool) -> "Asked":
+        """Some rows that follow each other."""
+        part = slice(rows.start, rows.stop)
+        return Asked(
+            sampling=self.sampling.of(part),
+            count=self.count[part],
+            prompt_length=self.prompt_length[part],
+            allowed=self.allowed[part],
+            masked=self.masked[part],
+            wants_scores=np.asarray(wants_scores),
+        )
+
 
 class Chosen(NamedTuple):
     """The tokens that a step has chosen, by rows and columns; of each row as many as `kept` says are true."""
@@ -136,36 +148,40 @@ def _chosen(logits: Array, asked: Asked, written: Written, columns: int, count: 
 def _decode(
     models: Models,
     state: SlotState,
-    tokens: Int[Array, "slots columns"],
-    positions: Int[Array, "slots columns"],
+    begin: Int[Array, ""],
+    tokens: Int[Array, "rows columns"],
+    positions: Int[Array, "rows columns"],
     asked: Asked,
     *,
     top: int,
-    reach: int,
 ) -> tuple[SlotState, Chosen]:
-    """One step of all slots: feed each row's tokens, of which those after the first are drafts, and choose the next.
+    """One step of the slots from `begin` on: feed each row's tokens, those after the first are drafts, choose the next.
 
-    What stands from position `reach` on is not read. A draft of -1 is the one that was made on the device. A draft is
+    A draft of -1 is the one that was made on the device. A draft is
     kept where the model chooses the same token, by the draw that it would have made without drafts. Rows at position
-    -1 rest.
+    -1 rest. Drafts are for steps of all slots.
     """
     model, (rows, columns) = models.model, tokens.shape
+    every = rows == state.tokens.shape[0]
+    known = state.cache if every and not by_rows(model.execution) else state.cache.at_rows(begin, rows)
     if state.drafts is not None and columns > 1:
         tokens = jnp.where(tokens < 0, jnp.pad(state.drafts.tokens, ((0, 0), (1, 0))), tokens)
-    hidden, proposal, _ = model.propose(tokens, positions, cache=state.cache.first_slots(reach))
-    slots = jnp.arange(rows)[:, None]
-    ids = state.tokens.at[slots, jnp.where(positions < 0, state.tokens.shape[1], positions)].set(tokens, mode="drop")
+    hidden, proposal, _ = model.propose(tokens, positions, cache=known)
+    slots = jnp.arange(rows) if every else begin + jnp.arange(rows)
+    places = jnp.where(positions < 0, state.tokens.shape[1], positions)
+    ids = state.tokens.at[slots[:, None], places].set(tokens, mode="drop")
     column = jnp.arange(columns, dtype=jnp.int32)[None]
     lengths = (positions[:, :1] + 1 + column).reshape(-1)
     prompts = jnp.repeat(jnp.asarray(asked.prompt_length), columns, axis=0)
-    written = Written(jnp.repeat(ids, columns, axis=0), prompts, lengths)
+    written = Written(jnp.repeat(ids if every else ids[slots], columns, axis=0), prompts, lengths)
     chosen, found = _chosen(model.logits(hidden), asked, written, columns, top)
     chosen = chosen.reshape(rows, columns)
     same = (chosen[:, :-1] == tokens[:, 1:]) & (positions[:, 1:] >= 0)
     right = jnp.sum(jnp.cumprod(same.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
     kept = jnp.where(positions[:, 0] >= 0, 1 + right, 0)
     true = jnp.where(column < kept[:, None], proposal.positions, -1)
-    cache = state.cache.commit(proposal.entries, true, proposal.rope_offset)
+    new = proposal.entries, true, proposal.rope_offset
+    cache = state.cache.commit(*new) if every else state.cache.commit_rows(begin, *new)
     drafts = state.drafts
     if models.drafting is not None and drafts is not None:
         fed = Fed(tokens, true, hidden, chosen, jnp.maximum(positions[:, 0], 0), kept)
@@ -186,15 +202,13 @@ def _prefill(
     asked: Asked,
     *,
     top: int,
-    reach: int,
 ) -> tuple[SlotState, ChunkResult]:
     """One chunk of a slot's prompt; what of its results is `wanted` is computed.
 
-    What stands from position `reach` on is not read. `following` has the token after each, as far as it is known;
-    positions are -1 behind the last.
+    `following` has the token after each, as far as it is known; positions are -1 behind the last.
     """
     model = models.model
-    known = state.cache.first_slots(reach).at_row(slot)
+    known = state.cache.at_rows(slot, 1)
     hidden, proposal, _ = model.propose(tokens, positions, cache=known, keeps_all=True)
     place = jnp.where(positions[0] < 0, state.tokens.shape[1], positions[0])
     ids = state.tokens.at[slot, place].set(tokens[0], mode="drop")
@@ -216,7 +230,7 @@ def _prefill(
         (wanted & NEXT_TOKEN) > 0, next_token, lambda: (jnp.zeros((1,), jnp.int32), no_scores(1))
     )
     every = jax.lax.cond((wanted & ALL_SCORES) > 0, all_scores, lambda: no_scores(tokens.shape[1]))
-    cache = state.cache.commit_row(slot, proposal.entries, proposal.positions, proposal.rope_offset)
+    cache = state.cache.commit_rows(slot, proposal.entries, proposal.positions, proposal.rope_offset)
     drafts = state.drafts
     if models.drafting is not None and drafts is not None:
         ends = (jnp.arange(tokens.shape[1])[None] == last[:, None]) & ((wanted & NEXT_TOKEN) > 0)
@@ -268,7 +282,7 @@ def _restore(state: SlotState, slot: Int[Array, ""], begin: Int[Array, ""], kept
     """A slot with what it once remembered of some tokens."""
 
     def put(memory: Any, part: Any) -> Any:
-        return memory if part is None else memory.commit_row(slot, *part)
+        return memory if part is None else memory.commit_rows(slot, *part)
 
     state = state.with_memories(jax.tree.map(put, state.memories, kept.entries, is_leaf=is_memory))
     places = begin + jnp.arange(kept.tokens.shape[1])
@@ -322,8 +336,8 @@ class Slots:
         count: int,
         length: int,
         chunks: tuple[int, ...],
-        columns: tuple[int, ...],
-        reaches: tuple[int, ...],
+        rows: Sequence[int],
+        columns: Sequence[int],
         biases: int,
         top: int,
         dtype: Any,
@@ -346,7 +360,7 @@ class Slots:
         self._state = _each_once(state)
         arrays, self._static = eqx.partition(models, eqx.is_array)
         self._weights, self._weights_tree = jax.tree.flatten(arrays)
-        self._columns, self._reaches = columns, reaches
+        self._steps = [(count, width) for count in rows for width in columns]
         self._programs: dict[Any, Any] = {}
 
     @property
@@ -362,13 +376,10 @@ class Slots:
     def compile(self) -> None:
         """Compile all programs; what is called later needs no others."""
         slot, at = np.int32(0), np.int32(0)
-        for columns, reach in itertools.product(self._columns, self._reaches):
-            step = partial(_decode, top=self._top, reach=reach)
-            self._compile(("decode", columns, reach), step, *self._decode_inputs(columns))
+        for shape in self._steps:
+            self._compile(("decode", *shape), partial(_decode, top=self._top), *self._decode_inputs(shape))
         for length in self.chunks:
-            for reach in self._reaches if length == 1 else (self.length,):
-                step = partial(_prefill, top=self._top, reach=reach)
-                self._compile(("prefill", length, reach), step, *self._prefill_inputs(length))
+            self._compile(("prefill", length), partial(_prefill, top=self._top), *self._prefill_inputs(length))
         keep = partial(_keep, length=self.block)
         self._compile("empty", _empty, slot)
         self._compile("keep", keep, slot, at, donates=False)
@@ -384,10 +395,9 @@ class Slots:
 
     # --- what the engine asks for ---
 
-    def decode(self, tokens: np.ndarray, positions: np.ndarray, asked: Asked) -> Chosen:
-        """One step of all slots; rows at position -1 rest."""
-        name = ("decode", tokens.shape[1], self._reach(positions))
-        self._state, chosen = self._run(name, tokens, positions, asked)
+    def decode(self, begin: int, tokens: np.ndarray, positions: np.ndarray, asked: Asked) -> Chosen:
+        """One step of as many slots as there are rows, from slot `begin` on; rows at position -1 rest."""
+        self._state, chosen = self._run(("decode", *tokens.shape), np.int32(begin), tokens, positions, asked)
         return chosen
 
     def prefill(
@@ -400,8 +410,7 @@ class Slots:
         index = np.arange(length, dtype=np.int32)[None]
         positions = np.where(index < len(tokens), begin + index, -1).astype(np.int32)
         inputs = np.int32(slot), ids, positions, after, np.int32(wanted), asked
-        name = ("prefill", length, self._reach(positions) if length == 1 else self.length)
-        self._state, result = self._run(name, *inputs)
+        self._state, result = self._run(("prefill", length), *inputs)
         return result
 
     def empty(self, slot: int) -> None:
@@ -445,10 +454,6 @@ class Slots:
 
     # --- programs ---
 
-    def _reach(self, positions: np.ndarray) -> int:
-        """How far tokens at these positions look back, of what there are programs for."""
-        return next(reach for reach in self._reaches if reach > positions.max())
-
     @property
     def _no_rest(self) -> Any:
         return jax.tree.map(lambda _: None, self._state.memories, is_leaf=is_memory), None
@@ -464,9 +469,8 @@ class Slots:
             wants_scores=np.asarray(False),
         )
 
-    def _decode_inputs(self, columns: int) -> tuple[Any, ...]:
-        shape = (self.count, columns)
-        return np.zeros(shape, np.int32), np.full(shape, -1, np.int32), self.asked(self.count)
+    def _decode_inputs(self, shape: tuple[int, int]) -> tuple[Any, ...]:
+        return np.int32(0), np.zeros(shape, np.int32), np.full(shape, -1, np.int32), self.asked(shape[0])
 
     def _prefill_inputs(self, length: int) -> tuple[Any, ...]:
         ids = np.zeros((1, length), np.int32)

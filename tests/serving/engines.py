@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 
 import eqx_decoders as ed
-from eqx_decoders.serving.engine import Engine, EngineConfig
+from eqx_decoders.serving.engine import Engine
+from eqx_decoders.serving.engine_config import EngineConfig
 from eqx_decoders.serving.request import Request, Sampling
 
 

@@ -12,7 +12,8 @@ import eqx_decoders as ed
 from eqx_decoders.layers.pages import PageConfig
 from eqx_decoders.serving.choosing import RowSampling, Written, adjusted, choose
 from eqx_decoders.serving.drafts import FurtherPrediction, PromptLookup, SmallerModel
-from eqx_decoders.serving.engine import Engine, EngineConfig
+from eqx_decoders.serving.engine import Engine
+from eqx_decoders.serving.engine_config import EngineConfig
 from eqx_decoders.serving.request import QueueFull, Request, Sampling
 from tests.encoders.samples import patches, seeing, text
 from tests.models import filled
@@ -71,17 +72,21 @@ def test_nothing_is_compiled_after_the_start(engine, pool):
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral_window", "qwen3_next", "deepseek2_groups")),
     ],
 )
-def test_few_answers_at_a_time_and_short_ones_are_the_same(fixture, monkeypatch):
-    """One by one, and reading no more of the cache than there is: some stay within a quarter of it, some leave it."""
-    monkeypatch.setattr("eqx_decoders.serving.engine.LEAST_REACH", 16)
-    few = engine_for(fixture, batch_invariant=False)
-    pool = request_pool(few.model.config.vocab_size, 5, seed=2, new=(4, 12, 20))
-    pool = [dataclasses.replace(request, sampling=Sampling(), min_new_tokens=0) for request in pool]
-    short = [Request(prompt=(5 + number,), max_new_tokens=6) for number in range(3)]
-    calls = counted(few, monkeypatch)
-    for requests in (pool, short, pool[:2]):
-        assert few.run(requests) == [generated(few.model, request) for request in requests]
-    assert calls.keys() >= {("decode", 1, 16), ("decode", 1, 64), ("prefill", 1, 16), ("prefill", 1, 64)}
+def test_steps_of_some_slots_and_short_ones_are_the_same(fixture, monkeypatch):
+    """One by one, or three of six slots, and reading no more of the cache than there is; greedy and drawn."""
+    monkeypatch.setattr("eqx_decoders.layers.past_attention.LEAST_REACH", 16)
+    monkeypatch.setattr("eqx_decoders.serving.steps.LEAST_ROWS", 3)
+    all_slots, parts = engine_for(fixture), engine_for(fixture, max_batch_size=6, batch_invariant=False)
+    pool = request_pool(parts.model.config.vocab_size, 9, seed=2, new=(4, 12, 20))
+    for number, request in enumerate(pool):
+        sampling = dataclasses.replace(request.sampling, presence_penalty=0.9 * (number % 3))
+        pool[number] = dataclasses.replace(request, sampling=sampling, logprobs=number % 3)
+    short = [Request(prompt=(5 + number,), max_new_tokens=6) for number in range(5)]
+    wanted = {request: alone(all_slots, request) for request in (*pool, *short)}
+    calls = counted(parts, monkeypatch)
+    for requests in (pool, short, pool[:2], pool[2:6], pool[4:7]):
+        assert parts.run(requests) == [wanted[request] for request in requests]
+    assert {name[1] for name in calls if name[0] == "decode"} == {1, 3, 6}
 
 
 def counted(engine, monkeypatch):

@@ -2,18 +2,22 @@
 
 import ctypes
 
+import jax
+
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
 
 def keep_memory() -> bool:
-    """Tell glibc's malloc not to hand freed memory back to the kernel; True if all settings were accepted.
+    """Where JAX computes on the CPU, tell glibc's malloc not to hand freed memory back to the kernel; True if it does.
 
     XLA's CPU backend allocates a program's temporaries anew at every call. By default blocks this large are mapped and
-    unmapped each time, and the page faults cost more than the arithmetic of memory-bound steps such as AdamW. Call it
-    once, before the first computation; the price is that the process keeps up to 2 GB more than it needs. Other C
-    libraries and accelerators have no such problem, and are left alone.
+    unmapped each time, and the page faults cost more than the arithmetic of memory-bound steps such as AdamW or one
+    token. Call it once, before the first computation; the price is that the process keeps up to 2 GB more than it
+    needs. Other C libraries and accelerators have no such problem, and are left alone.
     """
+    if jax.default_backend() != "cpu":
+        return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):  # TypeError: on Windows
