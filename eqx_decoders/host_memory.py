@@ -1,23 +1,32 @@
 """Keep freed memory in the process, on CPU."""
 
 import ctypes
+import glob
+from typing import Any
 
 import jax
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
+_ACCELERATORS = "/dev/accel[0-9]*", "/dev/vfio/[0-9]*", "/dev/nvidiactl", "/dev/kfd"  # of TPUs and graphics cards
 
 
 def keep_memory() -> bool:
     """Where JAX computes on the CPU, tell glibc's malloc not to hand freed memory back to the kernel; True if it does.
 
+    That is where there is no accelerator, or `JAX_PLATFORMS=cpu` says so.
+
     XLA's CPU backend allocates a program's temporaries anew at every call. By default blocks this large are mapped and
     unmapped each time, and the page faults cost more than the arithmetic of memory-bound steps such as AdamW or one
-    token. Call it once, before the first computation; the price is that the process keeps up to 2 GB more than it
-    needs. Other C libraries and accelerators have no such problem, and are left alone.
+    token. The price is that the process keeps up to 2 GB more than it needs. Other C libraries and accelerators have
+    no such problem, and are left alone.
+
+    Call it once, before anything asks JAX for its devices: threads that exist have arenas of their own already, whose
+    large blocks are mapped and unmapped as before.
     """
-    if jax.default_backend() != "cpu":
-        return False
+    config: Any = jax.config
+    if config.jax_platforms != "cpu" and any(map(glob.glob, _ACCELERATORS)):
+        return False  # JAX itself is not asked where it computes, because its answer starts the threads
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError, TypeError):  # TypeError: on Windows

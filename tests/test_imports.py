@@ -14,10 +14,10 @@ ROOT = pathlib.Path(__file__).parent.parent / "eqx_decoders"
 
 # Each part may import from itself and from those that stand before it.
 ORDER = [
-    "errors", "hardware", "lazy", "eager", "inputs", "axes", "explicit", "device_grid", "offload", "partition",
-    "layout", "quantized_weight", "low_precision", "numerics", "prng", "sampling", "origin", "remat", "pipeline",
-    "context", "layers", "stats", "wiring", "further", "batch_split", "block", "layer_inputs", "borrowing", "stack",
-    "stages", "mtp", "config_json", "cache", "encoders", "decoder", "create", "quantization", "families", "io",
+    "errors", "hardware", "host_memory", "lazy", "eager", "inputs", "axes", "explicit", "device_grid", "offload",
+    "partition", "layout", "quantized_weight", "low_precision", "numerics", "prng", "sampling", "origin", "remat",
+    "pipeline", "context", "layers", "stats", "wiring", "further", "batch_split", "block", "layer_inputs", "borrowing",
+    "stack", "stages", "mtp", "config_json", "cache", "encoders", "decoder", "create", "quantization", "families", "io",
     "inference", "serving", "describe", "replication", "model_info", "training", "planning", "cli",
 ]  # fmt: skip
 

@@ -100,9 +100,9 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     with own_errors():
         options = (tyro.conf.UseAppendAction,)  # --image a.png --image b.png
         config = tyro.cli(GenerateConfig, args=args, prog=prog, description=__doc__, config=options)
+    keep_memory()
     with config.connected():
         text = load(config)
-        keep_memory()
         answer = Chat(text, config) if config.chat and text.chat is not None else Continuation(text, config)
         if config.prompt is not None:
             answer(config.prompt)

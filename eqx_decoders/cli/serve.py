@@ -156,9 +156,9 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
         config = tyro.cli(ServeConfig, args=args, prog=prog, description=__doc__, config=options)
     log_to_stderr(config.log_level)
     sock = bind(config.host, config.port)  # it fails faster than the weights are loaded
+    keep_memory()
     text = load(config)
     engine = Engine(text.model, config.engine(load_draft_model(config)))
-    keep_memory()
     with Waiting("compiling"):
         engine.warm_up()
     gc.freeze()  # what is here stays: no need to look through it again and again

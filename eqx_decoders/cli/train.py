@@ -43,12 +43,12 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
         return 0
     check_installed(config.trackers)
     set_options(config.xla_flags)  # before JAX looks for devices
+    keep_memory()
     with connected(config.distributed_timeout) if config.distributed else contextlib.nullcontext():
         return _train(config)
 
 
 def _train(config: TrainConfig) -> int:
-    keep_memory()
     if config.describe:
         print(describe(abstract_run(config, config.run_dir, config.execution())))
         return 0

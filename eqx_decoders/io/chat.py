@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any, NamedTuple
 
 from eqx_decoders.errors import ConversionError, DataError, check, check_word, need_extra
@@ -55,6 +56,33 @@ class Rendered(NamedTuple):
     messages: Sequence[tuple[int, int, int]]
 
 
+class RenderingProcess:
+    """The process of one `render_many`. Whoever starts it ahead does not wait until Python and Jinja are loaded."""
+
+    def __init__(self):
+        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        command = [sys.executable, "-I", str(_WORKER), json.dumps(sys.path)]
+        self._process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still waits for its work."""
+        return self._process.poll() is None
+
+    def run(self, work: bytes, seconds: float) -> tuple[int, bytes, bytes]:
+        """Its exit code, output and errors. Raises subprocess.TimeoutExpired."""
+        try:
+            found = self._process.communicate(work, seconds)
+            return self._process.returncode, *found
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End it."""
+        with self._process:  # which closes the pipes and waits
+            self._process.kill()
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
     """A Jinja program, the variables of every rendering (such as `bos_token`), and the file it is from."""
@@ -93,8 +121,11 @@ class ChatTemplate:
             raise found
         return found.text
 
-    def render_many(self, conversations: Sequence[Conversation]) -> list[Rendered | ConversionError]:
-        """Each conversation as a text, or the error that `render` would raise for it; all in one process.
+    def render_many(
+        self, conversations: Sequence[Conversation], process: RenderingProcess | None = None
+    ) -> list[Rendered | ConversionError]:
+        """Each conversation as a text, or the error that `render` would raise for it; all in one process: a new one,
+        or one that was started ahead.
 
         They share the gigabyte and the ten million characters, and may take a tenth of a second on average. Raises
         ConversionError for what ends the process.
@@ -108,29 +139,28 @@ class ChatTemplate:
             | {"add_generation_prompt": prompt}
             for messages, variables, prompt in conversations
         ]
-        work = {"source": self.source, "tasks": tasks, "seconds": SECONDS, "path": sys.path}
+        work = {"source": self.source, "tasks": tasks, "seconds": SECONDS}
         work["total_seconds"] = math.ceil(SECONDS + MORE_SECONDS * len(tasks)) + 1  # and a start of the process
         try:
-            answers = json.loads(self._run(json.dumps(work).encode(), WALL_SECONDS + len(tasks)))
+            answers = json.loads(self._run(json.dumps(work).encode(), WALL_SECONDS + len(tasks), process))
         except (TypeError, ValueError, RecursionError) as error:
             raise DataError(f"messages and variables of a chat template must be JSON values: {error}.") from error
         return [self._error(one["error"]) if "error" in one else Rendered(**one) for one in answers]
 
-    def _run(self, work: bytes, most: float) -> bytes:
-        """What the process makes of its standard input within `most` seconds."""
-        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-        options: dict[str, Any] = dict(input=work, capture_output=True, timeout=most, env=environment)
+    def _run(self, work: bytes, most: float, process: RenderingProcess | None) -> bytes:
+        """What a process makes of its standard input within `most` seconds."""
+        process = process if process is not None and process.alive else RenderingProcess()
         try:
-            done = subprocess.run([sys.executable, "-I", str(_WORKER)], check=False, **options)
+            code, output, errors = process.run(work, most)
         except subprocess.TimeoutExpired as error:
             raise self._error(f"it took more than {most:g} s") from error
         for number, each in ((signal.SIGPROF, f"{SECONDS:g} s"), (signal.SIGXCPU, f"{MORE_SECONDS:g} s on average")):
-            if done.returncode == -number:
+            if code == -number:
                 raise self._error(f"it takes more than {each} of processor time")
-        if done.returncode:
-            last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
-            raise self._error(f"its process ended with {done.returncode} ({last})")
-        return done.stdout
+        if code:
+            last = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
+            raise self._error(f"its process ended with {code} ({last})")
+        return output
 
     def _error(self, cause: str) -> ConversionError:
         printable = "".join(letter if letter.isprintable() else " " for letter in cause[:300])

@@ -3,8 +3,8 @@
 Jinja's sandbox keeps an untrusted template from Python's internals, but not from endless loops or strings of 10 GB:
 the operating system limits processor time and memory. Should the sandbox have a hole, no file, socket or process can
 be opened. Standard input holds a JSON object with `source`, `tasks` (the variables of each rendering), `seconds` (of
-processor time for each), `total_seconds` and `path` (where jinja2 is found). The output is a list with one JSON object
-for each: `{"error": sentence}`, or `text` with
+processor time for each) and `total_seconds`; the one argument, a list, says where jinja2 is found. The output is a
+list with one JSON object for each: `{"error": sentence}`, or `text` with
 
 - `generated`: [start, stop] of the characters within `{% generation %}`; null where the template has no such mark;
 - `messages`: [number of the message, start, stop] of what each turn of a loop over messages wrote.
@@ -23,10 +23,10 @@ CHARACTERS = 10_000_000  # of a rendered text
 
 
 def main() -> None:
-    task = json.load(sys.stdin.buffer)
-    sys.path += task["path"]
+    sys.path += json.loads(sys.argv[1])
     tracker = Tracker()
     environment = make_environment(tracker)
+    task = json.load(sys.stdin.buffer)
     confine(task["total_seconds"])
     template, answers, left = None, [], CHARACTERS
     for variables in task["tasks"]:

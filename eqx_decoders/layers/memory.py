@@ -77,8 +77,12 @@ class Memory(eqx.Module):
 
         return _over_rows(write, self, rows)
 
+    def slices_of_rows(self) -> Any:
+        """`slices`, for `past_of_rows`."""
+        return self.slices()
+
     def past_of_rows(self, slices: Any, begin: Int[Array, ""], count: int) -> Any:
-        """What one layer reads of some rows, given its part of `slices`."""
+        """What one layer reads of some rows, given its part of `slices_of_rows`."""
         return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, begin, count, 0), self.past(slices))
 
     def commit_rows(self, begin: Int[Array, ""], entries: Any, positions: Int[Array, "rows length"]) -> "Memory":
@@ -141,7 +145,7 @@ class MemoryRows(Memory):
     count: int = eqx.field(static=True)
 
     def slices(self) -> Any:
-        return self.whole.slices()
+        return self.whole.slices_of_rows()
 
     def past(self, slices: Any) -> Any:
         return self.whole.past_of_rows(slices, self.begin, self.count)
@@ -217,36 +221,6 @@ class StackedPast(eqx.Module):
         return decode(taken(self.key), scale, dtype), jnp.where(slots <= last, places, -1)
 
 
-class PastRows(eqx.Module):
-    """What one attention layer reads of some rows of a cache, from row `begin` on.
-
-    A slice of one row is made on its way to the product that reads it; one of several rows would be copied before.
-    """
-
-    cache: Past
-    begin: Int[Array, ""]
-    count: int = eqx.field(static=True)
-
-    def whole(self) -> Past:
-        """A copy of the rows."""
-        return self._cut(self.begin, self.count, self.cache.positions.shape[1])
-
-    def row(self, index: Int[Array, ""], reach: int) -> Past:
-        """The first slots of one of the rows."""
-        return self._cut(self.begin + index, 1, reach)
-
-    def _cut(self, begin: Int[Array, ""], rows: int, slots: int) -> Past:
-        def part(name: str) -> Any:
-            leaf = getattr(self.cache, name)
-            if leaf is None:
-                return None
-            start, size = [jnp.zeros_like(begin)] * leaf.ndim, list(leaf.shape)
-            start[0], size[0], size[1 if name == "positions" else 2] = begin, rows, slots
-            return jax.lax.dynamic_slice(leaf, start, size)
-
-        return Past(*(part(field.name) for field in dataclasses.fields(Past)))
-
-
 class KVCache(Memory):
     """Keys and values of equal layers.
 
@@ -318,12 +292,12 @@ class KVCache(Memory):
             value_scale=write(self.value_scale, entries.value_scale),
         )
 
-    def past_of_rows(self, slices: Any, begin: Int[Array, ""], count: int) -> PastRows | StackedPast:
-        if self.by_slot:
-            rows: Any = self.rows(begin, count)
-            return rows.past(slices)
-        past: Any = self.past(slices)
-        return PastRows(past, begin, count)
+    def slices_of_rows(self) -> Any:
+        return jnp.arange(self.key.shape[0])
+
+    def past_of_rows(self, slices: Any, begin: Int[Array, ""], count: int) -> "PastRows | StackedPast":
+        rows: Any = self.rows(begin, count) if self.by_slot else None
+        return PastRows(self, slices, begin, count) if rows is None else rows.past(slices)
 
     def commit_rows(self, begin: Int[Array, ""], entries: Entries, positions: Int[Array, "rows length"]) -> "KVCache":
         return self._written(begin + jnp.arange(positions.shape[0])[:, None], entries, positions)
@@ -365,6 +339,41 @@ class KVCache(Memory):
             return None if x is None else x.swapaxes(2, 3)
 
         return Entries(*map(turned, (self.key, self.value, self.key_scale, self.value_scale)))
+
+
+class PastRows(eqx.Module):
+    """What one attention layer reads of some rows: the cache of all layers, which of them it is, and the first row.
+
+    A slice of one row is made on its way to the product that reads it; one of a layer, or of several rows, would be
+    copied before.
+    """
+
+    cache: KVCache
+    layer: Int[Array, ""]
+    begin: Int[Array, ""]
+    count: int = eqx.field(static=True)
+
+    def whole(self) -> Past:
+        """A copy of the rows."""
+        return self._cut(self.begin, self.count, self.cache.positions.shape[1])
+
+    def row(self, index: Int[Array, ""], reach: int) -> Past:
+        """The first slots of one of the rows."""
+        return self._cut(self.begin + index, 1, reach)
+
+    def _cut(self, begin: Int[Array, ""], rows: int, slots: int) -> Past:
+        cache, zero = self.cache, jnp.zeros_like(begin)
+
+        def part(leaf: Any) -> Any:
+            if leaf is None:
+                return None
+            start = self.layer.astype(begin.dtype), begin, zero, zero, zero
+            sizes = 1, rows, leaf.shape[2], slots, *leaf.shape[4:]
+            return jax.lax.dynamic_slice(leaf, start[: leaf.ndim], sizes)[0]
+
+        scales: Any = dict(key_scale=part(cache.key_scale), value_scale=part(cache.value_scale))
+        places = jax.lax.dynamic_slice(cache.positions, (begin, zero), (rows, slots))
+        return Past(key=part(cache.key), value=part(cache.value), positions=places, **scales)
 
 
 def in_format(entries: Entries, dtype: DTypeLike, scale: Float[Array, "layers _ scale_heads _"] | None) -> Entries:

@@ -15,7 +15,7 @@ from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.inference.text import TextModel, prompt_ids
-from eqx_decoders.io.chat import ChatTemplate, Conversation, check_messages
+from eqx_decoders.io.chat import ChatTemplate, Conversation, RenderingProcess, check_messages
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.processor import Processor
 from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer
@@ -120,6 +120,8 @@ class PromptReader:
         self._files = concurrent.futures.ThreadPoolExecutor(1, "files")
         self._waiting: list[tuple[Conversation, asyncio.Future[str]]] = []
         self._rendering = False
+        self._process: RenderingProcess | None = None  # for the next conversations
+        self._closed = False
 
     async def run(self, call: Callable[..., Result], *args: Any, **options: Any) -> Result:
         """Call something that takes the tokenizer, in its thread."""
@@ -149,7 +151,10 @@ class PromptReader:
         return Read(tuple(ids.tolist()))
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and the process that waits."""
+        self._closed = True
+        if self._process is not None:
+            self._process.close()
         for thread in (self._thread, self._files):
             thread.shutdown(wait=False, cancel_futures=True)
 
@@ -179,9 +184,8 @@ class PromptReader:
             self._rendering = False
 
     async def _render_batch(self, batch: Sequence[tuple[Conversation, asyncio.Future[str]]]) -> None:
-        assert self.language.chat is not None
         try:
-            found: Sequence[Any] = await asyncio.to_thread(self.language.chat.render_many, [one for one, _ in batch])
+            found: Sequence[Any] = await asyncio.to_thread(self._render_many, [one for one, _ in batch])
         except Exception as error:
             if len(batch) > 1:  # one of them ended the process: each for itself
                 for one in batch:
@@ -195,6 +199,16 @@ class PromptReader:
                 done.set_exception(one)
             else:
                 done.set_result(one.text)
+
+    def _render_many(self, conversations: Sequence[Conversation]) -> Sequence[Any]:
+        """In the process that waits for it, if there is one; another one then waits for the next conversations."""
+        process, self._process = self._process, None
+        assert self.language.chat is not None
+        try:
+            return self.language.chat.render_many(conversations, process)
+        finally:
+            if not self._closed:
+                self._process = RenderingProcess()
 
 
 class _Parts:

@@ -89,9 +89,9 @@ class Asked(NamedTuple):
     wants_scores: Bool[AnyArray, ""]
 
     def of(self, rows: range, wants_scores: bool) -> "Asked":
-        """Some rows that follow each other."""
+        """Some rows that follow each other, as they are now: on CPU, JAX may read an array after its call returned."""
         part = slice(rows.start, rows.stop)
-        return Asked(
+        found = Asked(
             sampling=self.sampling.of(part),
             count=self.count[part],
             prompt_length=self.prompt_length[part],
@@ -99,6 +99,7 @@ class Asked(NamedTuple):
             masked=self.masked[part],
             wants_scores=np.asarray(wants_scores),
         )
+        return jax.tree.map(np.array, found)
 
 
 class Chosen(NamedTuple):
@@ -432,7 +433,7 @@ class Slots:
 
     def set_tables(self, tables: dict[int, np.ndarray], lengths: np.ndarray) -> None:
         """Give slots these pages, and say how many tokens they have."""
-        self._state = self._run("tables", tables, lengths)
+        self._state = self._run("tables", *jax.tree.map(np.array, (tables, lengths)))  # copies, as in `Asked.of`
 
     def restore_rest(self, slot: int, length: int, rest: Any) -> None:
         """Put back what `keep_rest` gave, behind so many tokens; None where there is nothing of it."""

@@ -14,7 +14,14 @@ import pytest
 
 from eqx_decoders.errors import ConfigError, ConversionError, DataError
 from eqx_decoders.io import chat, chat_worker
-from eqx_decoders.io.chat import ChatTemplate, Conversation, Rendered, load_chat_template, special_tokens
+from eqx_decoders.io.chat import (
+    ChatTemplate,
+    Conversation,
+    Rendered,
+    RenderingProcess,
+    load_chat_template,
+    special_tokens,
+)
 from eqx_decoders.io.tokenizer import JsonTokenizer, load_tokenizer
 
 
@@ -275,9 +282,9 @@ for attempt in (
 def test_secrets_stay_here(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
     seen = {}
-    run = subprocess.run
+    start = subprocess.Popen
     monkeypatch.setattr(
-        chat.subprocess, "run", lambda *args, **options: run(*args, **seen.setdefault("options", options))
+        chat.subprocess, "Popen", lambda *args, **options: start(*args, **seen.setdefault("options", options))
     )
     assert ChatTemplate(source="hi").render(HELLO) == "hi"
     assert "secret" not in str(seen["options"]) and "PATH" in seen["options"]["env"]
@@ -408,3 +415,13 @@ def test_the_older_list_of_special_tokens_counts_as_in_transformers():
     assert special_tokens(settings, older) == {"bos_token": "<b>", "eos_token": "<c>", "pad_token": None}
     settings["added_tokens_decoder"] = {}
     assert special_tokens(settings, older) == {"bos_token": "<a>", "pad_token": None}
+
+
+def test_a_process_that_was_started_ahead_renders_the_same():
+    """Once; one that has ended is not asked."""
+    template, work = ChatTemplate(source="{{ messages[0].content }}"), [Conversation(HELLO)]
+    process = RenderingProcess()
+    assert process.alive
+    assert template.render_many(work, process) == template.render_many(work)
+    assert not process.alive
+    assert template.render_many(work, process) == template.render_many(work)

@@ -23,7 +23,7 @@ class Slow(ChatTemplate):
 
     batches: list[int] = []  # noqa: RUF012 - of the test
 
-    def render_many(self, conversations):
+    def render_many(self, conversations, process=None):
         self.batches.append(len(conversations))
         texts = [one.messages[0]["content"] for one in conversations]
         if "fail" in texts:
@@ -150,3 +150,25 @@ def test_pictures_that_are_too_large(server):
     file = io.BytesIO()
     Image.new("1", (7000, 7000)).save(file, "PNG")  # 49 million pixels in 6 kB
     assert "7,000 x 7,000 pixels" in ask(server, url_of(file.getvalue()), code=400)["error"]["message"]
+
+
+def test_a_process_waits_for_the_next_conversation():
+    """And is gone when the reader is closed."""
+    seen = []
+
+    class Noting(Slow):
+        def render_many(self, conversations, process=None):
+            seen.append(process)
+            return super().render_many(conversations)
+
+    async def run():
+        reader = PromptReader(chat_language(chat=Noting(source="")), max_length=64)
+        for _ in range(3):
+            await reader.chat([{"role": "user", "content": "a"}], {}, answer=True)
+        waiting = reader._process
+        assert waiting is not None and waiting.alive
+        reader.close()
+        return waiting
+
+    waiting = asyncio.run(run())
+    assert seen[0] is None and None not in seen[1:] and not waiting.alive
