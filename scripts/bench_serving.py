@@ -47,7 +47,7 @@ class Waited(NamedTuple):
 
 
 def requests(count: int, seed: int = 0) -> list[Asked]:
-    """The same ones for every side."""
+    """The same ones for every side, others for each seed: what a side remembers of prompts is of no use."""
     pick = random.Random(seed)
 
     def length(median: int, most: int) -> int:
@@ -80,15 +80,16 @@ def save_gguf(folder: Path, file: Path) -> None:
     from safetensors.numpy import load_file
 
     config = json.loads((folder / "config.json").read_text())
-    heads, layers, vocab = config["num_attention_heads"], config["num_hidden_layers"], config["vocab_size"]
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    layers, vocab = config["num_hidden_layers"], config["vocab_size"]
     out = gguf.GGUFWriter(file, "llama")
     out.add_file_type(gguf.LlamaFileType.ALL_F32)
     out.add_context_length(LENGTH)
     out.add_embedding_length(config["hidden_size"])
     out.add_feed_forward_length(config["intermediate_size"])
     out.add_block_count(layers)
-    out.add_head_count(heads)
-    out.add_head_count_kv(config["num_key_value_heads"])
+    out.add_head_count(heads["q_proj"])
+    out.add_head_count_kv(heads["k_proj"])
     out.add_layer_norm_rms_eps(config["rms_norm_eps"])
     out.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     out.add_tokenizer_model("llama")
@@ -97,9 +98,10 @@ def save_gguf(folder: Path, file: Path) -> None:
     out.add_token_types([gguf.TokenType.NORMAL] * vocab)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers)
     for name, weight in load_file(folder / "model.safetensors").items():
-        if "q_proj" in name or "k_proj" in name:  # llama.cpp turns neighbours, the published weights halves of a head
-            halves = weight.reshape(heads, 2, -1, weight.shape[1])
-            weight = halves.swapaxes(1, 2).reshape(weight.shape)
+        for part in heads:  # of which llama.cpp turns neighbours, and the published weights halves
+            if part in name:
+                halves = weight.reshape(heads[part], 2, -1, weight.shape[1])
+                weight = halves.swapaxes(1, 2).reshape(weight.shape)
         known = names.get_name(name, try_suffixes=(".weight",))
         assert known is not None, name
         out.add_tensor(known, weight)
@@ -258,7 +260,7 @@ def measure(title: str, server: Server) -> dict[int, float]:
     with server:
         server.answer(requests(1)[0])
         for clients in CLIENTS:
-            seconds, seen = load(server, clients, requests(asked_by(clients)))
+            seconds, seen = load(server, clients, requests(asked_by(clients), seed=clients))
             rates[clients] = sum(waited.tokens for waited in seen) / seconds
             print(row(clients, rates[clients], seen), flush=True)
     return rates
@@ -308,7 +310,7 @@ def batched_there(folder: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
     answer_together(model, requests(1))
     for clients in CLIENTS:
-        work, tokens, seconds = requests(asked_by(clients)), 0, 0.0
+        work, tokens, seconds = requests(asked_by(clients), seed=clients), 0, 0.0
         for begin in range(0, len(work), clients):
             found = answer_together(model, work[begin : begin + clients])
             tokens, seconds = tokens + found[0], seconds + found[1]

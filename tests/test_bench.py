@@ -5,9 +5,15 @@ import json
 import subprocess
 import sys
 
+import gguf
 import jax
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+import eqx_decoders as ed
+from eqx_decoders.families.llama import llama
+from eqx_decoders.families.shape import Shape
 from tests.commands import ROOT
 from tests.programs import tpu_devices
 
@@ -84,6 +90,24 @@ def test_what_a_server_does_is_drawn(script, tmp_path):
     bench = script("bench_serving")
     bench.draw(str(tmp_path / "serving.png"), {"here": dict.fromkeys(bench.CLIENTS, 20.0), "there": {1: 9.4, 2: 13.6}})
     assert (tmp_path / "serving.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_weights_for_llama_cpp(script, tmp_path):
+    """It turns neighbours of queries and keys, where the published weights turn the halves of a head."""
+    gguf = pytest.importorskip("gguf")
+    sizes = dict(vocab_size=64, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=48)
+    ed.save_hf(ed.init(llama(Shape(**sizes)), key=jax.random.key(0)), tmp_path)
+    script("bench_serving").save_gguf(tmp_path, tmp_path / "model.gguf")
+    found = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    published = load_file(tmp_path / "model.safetensors")
+    assert len(found) == len(published)
+    for name, count in (("attn_q", 4), ("attn_k", 2)):
+        weight = published[f"model.layers.1.self_attn.{name[-1]}_proj.weight"]
+        first, second = np.split(weight.reshape(count, -1, weight.shape[1]), 2, axis=1)
+        turned = found[f"blk.1.{name}.weight"].reshape(count, -1, 2, weight.shape[1])
+        np.testing.assert_array_equal(turned[:, :, 0], first)
+        np.testing.assert_array_equal(turned[:, :, 1], second)
+    np.testing.assert_array_equal(found["blk.0.attn_v.weight"], published["model.layers.0.self_attn.v_proj.weight"])
 
 
 @pytest.mark.slow
