@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from eqx_decoders.explicit import keeping_types
 from eqx_decoders.layers import memory
-from eqx_decoders.layers.memory import MemoryRows, is_memory
+from eqx_decoders.layers.memory import MemoryRows, is_memory, rows_of
 from eqx_decoders.layers.pages import PagedKVCache
 
 
@@ -63,33 +63,36 @@ class Cache(eqx.Module):
             rope_offset=None if offset is None or other is None else offset.at[row].set(other[source_row]),
         )
 
-    def at_rows(self, begin: Int[Array, ""], count: int) -> "Cache":
-        """Some rows, for `Decoder.propose` to read where they stand; what it proposes goes to `commit_rows`."""
+    def at_rows(self, rows: Int[Array, "rows"]) -> "Cache":
+        """Some rows, none of them twice, for `Decoder.propose` to read where they stand.
+
+        What it proposes goes to `commit_rows`.
+        """
 
         def some(each: Any) -> MemoryRows:
-            return MemoryRows(whole=each, begin=begin, count=count)
+            return MemoryRows(whole=each, which=rows)
 
         offset = self.rope_offset
         return Cache(
             segments=jax.tree.map(some, self.segments, is_leaf=is_memory),
-            length=jax.lax.dynamic_slice_in_dim(self.length, begin, count),
-            rope_offset=None if offset is None else jax.lax.dynamic_slice_in_dim(offset, begin, count),
+            length=rows_of(self.length, rows),
+            rope_offset=None if offset is None else rows_of(offset, rows),
         )
 
     @keeping_types
     def commit_rows(
         self,
-        begin: Int[Array, ""],
+        rows: Int[Array, "rows"],
         entries: Any,
         positions: Int[Array, "rows length"],
         rope_offset: Float[Array, "rows"] | None = None,
     ) -> "Cache":
-        """`commit` of what was proposed for some rows, from row `begin` on."""
+        """`commit` of what was proposed for some rows."""
 
         def written(each: Any, new: Any) -> Any:
-            return each.commit_rows(begin, new, positions)
+            return each.commit_rows(rows, new, positions)
 
-        offset, rows = self.rope_offset, begin + jnp.arange(positions.shape[0])
+        offset = self.rope_offset
         return Cache(
             segments=jax.tree.map(written, self.segments, entries, is_leaf=is_memory),
             length=self.length.at[rows].max(jnp.max(positions, axis=1) + 1),

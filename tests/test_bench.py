@@ -94,7 +94,6 @@ def test_what_a_server_does_is_drawn(script, tmp_path):
 
 def test_weights_for_llama_cpp(script, tmp_path):
     """It turns neighbours of queries and keys, where the published weights turn the halves of a head."""
-    gguf = pytest.importorskip("gguf")
     sizes = dict(vocab_size=64, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=48)
     ed.save_hf(ed.init(llama(Shape(**sizes)), key=jax.random.key(0)), tmp_path)
     script("bench_serving").save_gguf(tmp_path, tmp_path / "model.gguf")

@@ -57,37 +57,40 @@ class Memory(eqx.Module):
 
     def row(self, index: int | Int[Array, ""]) -> "Memory":
         """One row, as a memory of one sequence."""
-        return self.rows(index, 1)
+        return self.rows(jnp.asarray(index)[None])
 
     def with_row(self, index: int | Int[Array, ""], row: Any) -> "Memory":
         """The memory with `row`, a memory of one sequence, in the place of another."""
-        return self._with_rows(index, row)
+        return self._with_rows(jnp.asarray(index)[None], row)
 
-    # for engines, whose rows are of different requests: some rows of many, in place
+    # for engines, whose rows are of different requests: some rows of many, in place; none of them twice
 
-    def rows(self, begin: int | Int[Array, ""], count: int) -> "Memory":
-        """Rows that follow each other, as a memory of their own."""
-        return _over_rows(lambda leaf, axis: jax.lax.dynamic_slice_in_dim(leaf, begin, count, axis), self)
+    def rows(self, rows: Int[Array, "rows"]) -> "Memory":
+        """Some rows, as a memory of their own."""
+        return _over_rows(lambda leaf, axis: rows_of(leaf, rows, axis), self)
 
-    def _with_rows(self, begin: int | Int[Array, ""], rows: Any) -> "Memory":
+    def _with_rows(self, rows: Int[Array, "rows"], others: Any) -> "Memory":
         """The memory with others in the place of some rows."""
 
         def write(leaf: Array, axis: int, new: Array) -> Array:
-            return jax.lax.dynamic_update_slice_in_dim(leaf, new.astype(leaf.dtype), begin, axis)
+            new = new.astype(leaf.dtype)
+            if rows.shape[0] == 1:
+                return jax.lax.dynamic_update_slice_in_dim(leaf, new, rows[0], axis)
+            return leaf.at[(slice(None),) * axis + (rows,)].set(new, unique_indices=True)
 
-        return _over_rows(write, self, rows)
+        return _over_rows(write, self, others)
 
     def slices_of_rows(self) -> Any:
         """`slices`, for `past_of_rows`."""
         return self.slices()
 
-    def past_of_rows(self, slices: Any, begin: Int[Array, ""], count: int) -> Any:
+    def past_of_rows(self, slices: Any, rows: Int[Array, "rows"]) -> Any:
         """What one layer reads of some rows, given its part of `slices_of_rows`."""
-        return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, begin, count, 0), self.past(slices))
+        return jax.tree.map(lambda leaf: rows_of(leaf, rows), self.past(slices))
 
-    def commit_rows(self, begin: Int[Array, ""], entries: Any, positions: Int[Array, "rows length"]) -> "Memory":
-        """`commit` of entries of rows that follow each other, from row `begin` on."""
-        return self._with_rows(begin, self.rows(begin, positions.shape[0]).commit(entries, positions))
+    def commit_rows(self, rows: Int[Array, "rows"], entries: Any, positions: Int[Array, "rows length"]) -> "Memory":
+        """`commit` of entries of some rows."""
+        return self._with_rows(rows, self.rows(rows).commit(entries, positions))
 
     def empty_row(self, index: Int[Array, ""]) -> "Memory":
         """The memory with nothing in one row."""
@@ -105,6 +108,13 @@ class Memory(eqx.Module):
 def _nothing(dtype: Any) -> Array:
     """What stands where nothing is remembered: no position, no token, or zero."""
     return jnp.asarray(-1 if dtype == jnp.int32 else 0, dtype)
+
+
+def rows_of(leaf: Array, rows: Int[Array, "rows"], axis: int = 0) -> Array:
+    """Some rows of an array; a single one as a slice, which is read in place."""
+    if rows.shape[0] == 1:
+        return jax.lax.dynamic_slice_in_dim(leaf, rows[0], 1, axis)
+    return jnp.take(leaf, rows, axis, unique_indices=True, mode="clip")
 
 
 def _over_rows(change: Any, memory: Memory, *others: Memory) -> Any:
@@ -141,14 +151,13 @@ class MemoryRows(Memory):
     """Some rows of a memory, to be read where they stand."""
 
     whole: Memory
-    begin: Int[Array, ""]
-    count: int = eqx.field(static=True)
+    which: Int[Array, "rows"]
 
     def slices(self) -> Any:
         return self.whole.slices_of_rows()
 
     def past(self, slices: Any) -> Any:
-        return self.whole.past_of_rows(slices, self.begin, self.count)
+        return self.whole.past_of_rows(slices, self.which)
 
 
 # --- keys and values ---
@@ -295,12 +304,14 @@ class KVCache(Memory):
     def slices_of_rows(self) -> Any:
         return jnp.arange(self.key.shape[0])
 
-    def past_of_rows(self, slices: Any, begin: Int[Array, ""], count: int) -> "PastRows | StackedPast":
-        rows: Any = self.rows(begin, count) if self.by_slot else None
-        return PastRows(self, slices, begin, count) if rows is None else rows.past(slices)
+    def past_of_rows(self, slices: Any, rows: Int[Array, "rows"]) -> "PastRows | StackedPast":
+        own: Any = self.rows(rows) if self.by_slot else None
+        return PastRows(self, slices, rows) if own is None else own.past(slices)
 
-    def commit_rows(self, begin: Int[Array, ""], entries: Entries, positions: Int[Array, "rows length"]) -> "KVCache":
-        return self._written(begin + jnp.arange(positions.shape[0])[:, None], entries, positions)
+    def commit_rows(
+        self, rows: Int[Array, "rows"], entries: Entries, positions: Int[Array, "rows length"]
+    ) -> "KVCache":
+        return self._written(rows[:, None], entries, positions)
 
     def empty_row(self, index: Int[Array, ""]) -> "KVCache":
         return dataclasses.replace(self, positions=self.positions.at[index].set(-1))
@@ -342,7 +353,7 @@ class KVCache(Memory):
 
 
 class PastRows(eqx.Module):
-    """What one attention layer reads of some rows: the cache of all layers, which of them it is, and the first row.
+    """What one attention layer reads of some rows: the cache of all layers, which of them it is, and the rows.
 
     A slice of one row is made on its way to the product that reads it; one of a layer, or of several rows, would be
     copied before.
@@ -350,30 +361,42 @@ class PastRows(eqx.Module):
 
     cache: KVCache
     layer: Int[Array, ""]
-    begin: Int[Array, ""]
-    count: int = eqx.field(static=True)
+    rows: Int[Array, "rows"]
+
+    @property
+    def count(self) -> int:
+        """How many rows there are."""
+        return self.rows.shape[0]
 
     def whole(self) -> Past:
         """A copy of the rows."""
-        return self._cut(self.begin, self.count, self.cache.positions.shape[1])
+        if self.count == 1:
+            return self.row(jnp.int32(0), self.cache.positions.shape[1])
+        cache = self.cache
+
+        def part(leaf: Any) -> Any:
+            return None if leaf is None else leaf.at[self.layer, self.rows].get(unique_indices=True, mode="clip")
+
+        return _past(cache, part, rows_of(cache.positions, self.rows))
 
     def row(self, index: Int[Array, ""], reach: int) -> Past:
         """The first slots of one of the rows."""
-        return self._cut(self.begin + index, 1, reach)
-
-    def _cut(self, begin: Int[Array, ""], rows: int, slots: int) -> Past:
-        cache, zero = self.cache, jnp.zeros_like(begin)
+        row = self.rows[index]
+        layer, zero = self.layer.astype(row.dtype), jnp.zeros_like(row)
 
         def part(leaf: Any) -> Any:
             if leaf is None:
                 return None
-            start = self.layer.astype(begin.dtype), begin, zero, zero, zero
-            sizes = 1, rows, leaf.shape[2], slots, *leaf.shape[4:]
-            return jax.lax.dynamic_slice(leaf, start[: leaf.ndim], sizes)[0]
+            sizes = 1, 1, leaf.shape[2], reach, *leaf.shape[4:]
+            return jax.lax.dynamic_slice(leaf, (layer, row, zero, zero, zero)[: leaf.ndim], sizes)[0]
 
-        scales: Any = dict(key_scale=part(cache.key_scale), value_scale=part(cache.value_scale))
-        places = jax.lax.dynamic_slice(cache.positions, (begin, zero), (rows, slots))
-        return Past(key=part(cache.key), value=part(cache.value), positions=places, **scales)
+        return _past(self.cache, part, jax.lax.dynamic_slice(self.cache.positions, (row, zero), (1, reach)))
+
+
+def _past(cache: KVCache, part: Any, positions: Int[Array, "rows slots"]) -> Past:
+    """What `part` takes out of each array."""
+    scales: Any = dict(key_scale=part(cache.key_scale), value_scale=part(cache.value_scale))
+    return Past(key=part(cache.key), value=part(cache.value), positions=positions, **scales)
 
 
 def in_format(entries: Entries, dtype: DTypeLike, scale: Float[Array, "layers _ scale_heads _"] | None) -> Entries:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from eqx_decoders.errors import check_integer
 from eqx_decoders.layers.cache_format import SCALE, CacheFormat, decode
-from eqx_decoders.layers.memory import Entries, KVShape, Memory, Past, in_format
+from eqx_decoders.layers.memory import Entries, KVShape, Memory, Past, in_format, rows_of
 
 
 LANE = 128  # features that a TPU keeps together
@@ -223,13 +223,12 @@ class PagedKVCache(_InPages, Memory):
         rows = dict(table=self.table, lengths=self.lengths)
         return PagedPast(**self._stored._asdict(), **rows, layer=slices, lanes=self.lanes)
 
-    def past_of_rows(self, slices: Any, begin: Int[Array, ""], count: int) -> PagedPast:
-        return self.rows(begin, count).past(slices)
+    def past_of_rows(self, slices: Any, rows: Int[Array, "rows"]) -> PagedPast:
+        return self.rows(rows).past(slices)
 
-    def rows(self, begin: int | Int[Array, ""], count: int) -> "PagedKVCache":
+    def rows(self, rows: Int[Array, "rows"]) -> "PagedKVCache":
         """Some rows, with all pages."""
-        table, lengths = (jax.lax.dynamic_slice_in_dim(x, begin, count) for x in (self.table, self.lengths))
-        return dataclasses.replace(self, table=table, lengths=lengths)
+        return dataclasses.replace(self, table=rows_of(self.table, rows), lengths=rows_of(self.lengths, rows))
 
     def entries(self) -> Entries:
         """What all slots of the rows' pages would have been proposed as."""
@@ -256,9 +255,9 @@ class PagedKVCache(_InPages, Memory):
         return self._written(jnp.arange(self.lengths.shape[0])[:, None], entries, positions)
 
     def commit_rows(
-        self, begin: Int[Array, ""], entries: Entries, positions: Int[Array, "rows length"]
+        self, rows: Int[Array, "rows"], entries: Entries, positions: Int[Array, "rows length"]
     ) -> "PagedKVCache":
-        return self._written(begin + jnp.arange(positions.shape[0])[:, None], entries, positions)
+        return self._written(rows[:, None], entries, positions)
 
     def _written(
         self, rows: Int[Array, "rows 1"], entries: Entries, positions: Int[Array, "rows length"]
@@ -293,7 +292,7 @@ class PagedKVCache(_InPages, Memory):
         """The memory with the tokens of `row`, a memory of one sequence in pages or not, in the pages of a row."""
         index = jnp.asarray(index)
         alone = dataclasses.replace(self, lengths=self.lengths.at[index].set(0))
-        return alone.commit_rows(index, row.entries(), row.positions)
+        return alone.commit_rows(index[None], row.entries(), row.positions)
 
     # --- who has which pages ---
 

@@ -70,7 +70,7 @@ class RowSampling(NamedTuple):
         bits = sampling.seed % 2**64
         self.seed[row] = bits >> 32, bits & 0xFFFFFFFF
 
-    def of(self, rows: slice) -> "RowSampling":
+    def of(self, rows: np.ndarray) -> "RowSampling":
         """The numbers of some rows."""
         return RowSampling(*(numbers[rows] for numbers in self))
 

@@ -164,8 +164,8 @@ class DraftingByModel(DeviceDrafting):
 
     def chunk(self, models, state, slot, tokens, positions, hidden, following) -> DraftState:
         cache = _cache(state)
-        _, proposal, _ = models[1].propose(tokens, positions, cache=cache.at_rows(slot, 1), keeps_all=True)
-        cache = cache.commit_rows(slot, proposal.entries, proposal.positions)
+        _, proposal, _ = models[1].propose(tokens, positions, cache=cache.at_rows(slot[None]), keeps_all=True)
+        cache = cache.commit_rows(slot[None], proposal.entries, proposal.positions)
         return dataclasses.replace(state, memories=cache.segments)
 
     def step(self, models, state, fed) -> DraftState:

@@ -21,7 +21,7 @@ from eqx_decoders.serving.job import Job
 from eqx_decoders.serving.request import EngineCounts, Request, TokenScore, Update
 from eqx_decoders.serving.seats import Seats
 from eqx_decoders.serving.slots import ALL_SCORES, NEXT_TOKEN, Asked, Chosen, Slots
-from eqx_decoders.serving.steps import row_counts, together
+from eqx_decoders.serving.steps import row_counts, rows_for
 from eqx_decoders.serving.waiting import WaitingList
 
 
@@ -126,8 +126,8 @@ class Engine:
         # all of it is begun before anything is waited for
         decoded = self._decode(answers)
         results = [self._prefill(*chunk) for chunk in chunks]
-        for rows, chosen in decoded:
-            updates += self._finish_decoding(rows, chosen)
+        if decoded is not None:
+            updates += self._finish_decoding(*decoded)
         for chunk, result in zip(chunks, results, strict=True):
             updates += self._finish_chunk(*chunk, result)
         return updates
@@ -267,7 +267,7 @@ class Engine:
         asked, slot = self._asked, job.slot
         asked.count[slot] = len(job.answer)
         asked.masked[slot] = job.mask(asked.allowed[slot])
-        return asked.of(range(slot, slot + 1), job.request.logprobs is not None)
+        return asked.of([slot], job.request.logprobs is not None)
 
     def _finish_chunk(self, job: Job, begin: int, count: int, result: Any) -> list[Update]:
         """What a chunk has brought."""
@@ -320,31 +320,25 @@ class Engine:
                 planned[job] = drafts
         return planned
 
-    def _decode(self, answers: dict[Job, list[int]]) -> list[tuple[dict[Job, int], Chosen]]:
-        """Begin steps of these answers; returns what is chosen, and in which row for whom."""
+    def _decode(self, answers: dict[Job, list[int]]) -> tuple[dict[Job, int], Chosen] | None:
+        """Begin a step of these answers; returns in which row each is, and what is chosen."""
         if not answers:
-            return []
+            return None
         by_slot = {job.slot: job for job in answers}
+        slots = rows_for(by_slot, self._rows)
+        rows = {by_slot[slot]: row for row, slot in enumerate(slots) if slot in by_slot}
         self._count(draft_tokens=sum(map(len, answers.values())))
-        begun = []
-        for slots in together(by_slot, self._rows):
-            rows = {by_slot[slot]: slot - slots.start for slot in slots if slot in by_slot}
-            begun.append((rows, self._decode_slots(slots, {job: answers[job] for job in rows})))
-        return begun
-
-    def _decode_slots(self, slots: range, answers: dict[Job, list[int]]) -> Chosen:
-        """Begin a step of some slots that follow each other."""
         asked, columns = self._asked, self._columns[-1 if any(answers.values()) else 0]
         tokens, positions = np.zeros((len(slots), columns), np.int32), np.full((len(slots), columns), -1, np.int32)
         for job, drafts in answers.items():
-            fed, row = [job.answer[-1], *drafts], job.slot - slots.start
+            fed, row = [job.answer[-1], *drafts], rows[job]
             tokens[row, : len(fed)] = fed
             positions[row, : len(fed)] = np.arange(job.done, job.done + len(fed))
             asked.count[job.slot] = len(job.answer)
             asked.masked[job.slot] = job.mask(asked.allowed[job.slot])
             job.drafted = True
         wants = any(job.request.logprobs is not None for job in answers)
-        return self._slots.decode(slots.start, tokens, positions, asked.of(slots, wants))
+        return rows, self._slots.decode(slots, tokens, positions, asked.of(slots, wants))
 
     def _finish_decoding(self, rows: dict[Job, int], chosen: Chosen) -> list[Update]:
         """What a step of answers has brought, each in its row."""

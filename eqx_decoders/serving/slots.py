@@ -88,10 +88,10 @@ class Asked(NamedTuple):
     masked: Bool[AnyArray, "rows"]
     wants_scores: Bool[AnyArray, ""]
 
-    def of(self, rows: range, wants_scores: bool) -> "Asked":
-        """Some rows that follow each other, as they are now: on CPU, JAX may read an array after its call returned."""
-        part = slice(rows.start, rows.stop)
-        found = Asked(
+    def of(self, rows: Sequence[int], wants_scores: bool) -> "Asked":
+        """A copy of some rows: on CPU, JAX may read an array after the call that was given it has returned."""
+        part = np.asarray(rows)
+        return Asked(
             sampling=self.sampling.of(part),
             count=self.count[part],
             prompt_length=self.prompt_length[part],
@@ -99,7 +99,6 @@ class Asked(NamedTuple):
             masked=self.masked[part],
             wants_scores=np.asarray(wants_scores),
         )
-        return jax.tree.map(np.array, found)
 
 
 class Chosen(NamedTuple):
@@ -149,26 +148,25 @@ def _chosen(logits: Array, asked: Asked, written: Written, columns: int, count: 
 def _decode(
     models: Models,
     state: SlotState,
-    begin: Int[Array, ""],
+    slots: Int[Array, "rows"],
     tokens: Int[Array, "rows columns"],
     positions: Int[Array, "rows columns"],
     asked: Asked,
     *,
     top: int,
 ) -> tuple[SlotState, Chosen]:
-    """One step of the slots from `begin` on: feed each row's tokens, those after the first are drafts, choose the next.
+    """One step of some slots: feed each row's tokens, those after the first are drafts, choose the next ones.
 
-    A draft of -1 is the one that was made on the device. A draft is
-    kept where the model chooses the same token, by the draw that it would have made without drafts. Rows at position
-    -1 rest. Drafts are for steps of all slots.
+    A draft of -1 is the one that was made on the device. A draft is kept where the model chooses the same token, by the
+    draw that it would have made without drafts. Rows at position -1 rest. Drafts are for steps of all slots, in order.
     """
     model, (rows, columns) = models.model, tokens.shape
     every = rows == state.tokens.shape[0]
-    known = state.cache if every and not by_rows(model.execution) else state.cache.at_rows(begin, rows)
+    known = state.cache if every and not by_rows(model.execution) else state.cache.at_rows(slots)
     if state.drafts is not None and columns > 1:
         tokens = jnp.where(tokens < 0, jnp.pad(state.drafts.tokens, ((0, 0), (1, 0))), tokens)
     hidden, proposal, _ = model.propose(tokens, positions, cache=known)
-    slots = jnp.arange(rows) if every else begin + jnp.arange(rows)
+    slots = jnp.arange(rows) if every else slots
     places = jnp.where(positions < 0, state.tokens.shape[1], positions)
     ids = state.tokens.at[slots[:, None], places].set(tokens, mode="drop")
     column = jnp.arange(columns, dtype=jnp.int32)[None]
@@ -182,7 +180,7 @@ def _decode(
     kept = jnp.where(positions[:, 0] >= 0, 1 + right, 0)
     true = jnp.where(column < kept[:, None], proposal.positions, -1)
     new = proposal.entries, true, proposal.rope_offset
-    cache = state.cache.commit(*new) if every else state.cache.commit_rows(begin, *new)
+    cache = state.cache.commit(*new) if every else state.cache.commit_rows(slots, *new)
     drafts = state.drafts
     if models.drafting is not None and drafts is not None:
         fed = Fed(tokens, true, hidden, chosen, jnp.maximum(positions[:, 0], 0), kept)
@@ -209,7 +207,7 @@ def _prefill(
     `following` has the token after each, as far as it is known; positions are -1 behind the last.
     """
     model = models.model
-    known = state.cache.at_rows(slot, 1)
+    known = state.cache.at_rows(slot[None])
     hidden, proposal, _ = model.propose(tokens, positions, cache=known, keeps_all=True)
     place = jnp.where(positions[0] < 0, state.tokens.shape[1], positions[0])
     ids = state.tokens.at[slot, place].set(tokens[0], mode="drop")
@@ -231,7 +229,7 @@ def _prefill(
         (wanted & NEXT_TOKEN) > 0, next_token, lambda: (jnp.zeros((1,), jnp.int32), no_scores(1))
     )
     every = jax.lax.cond((wanted & ALL_SCORES) > 0, all_scores, lambda: no_scores(tokens.shape[1]))
-    cache = state.cache.commit_rows(slot, proposal.entries, proposal.positions, proposal.rope_offset)
+    cache = state.cache.commit_rows(slot[None], proposal.entries, proposal.positions, proposal.rope_offset)
     drafts = state.drafts
     if models.drafting is not None and drafts is not None:
         ends = (jnp.arange(tokens.shape[1])[None] == last[:, None]) & ((wanted & NEXT_TOKEN) > 0)
@@ -283,7 +281,7 @@ def _restore(state: SlotState, slot: Int[Array, ""], begin: Int[Array, ""], kept
     """A slot with what it once remembered of some tokens."""
 
     def put(memory: Any, part: Any) -> Any:
-        return memory if part is None else memory.commit_rows(slot, *part)
+        return memory if part is None else memory.commit_rows(slot[None], *part)
 
     state = state.with_memories(jax.tree.map(put, state.memories, kept.entries, is_leaf=is_memory))
     places = begin + jnp.arange(kept.tokens.shape[1])
@@ -396,9 +394,10 @@ class Slots:
 
     # --- what the engine asks for ---
 
-    def decode(self, begin: int, tokens: np.ndarray, positions: np.ndarray, asked: Asked) -> Chosen:
-        """One step of as many slots as there are rows, from slot `begin` on; rows at position -1 rest."""
-        self._state, chosen = self._run(("decode", *tokens.shape), np.int32(begin), tokens, positions, asked)
+    def decode(self, slots: Sequence[int], tokens: np.ndarray, positions: np.ndarray, asked: Asked) -> Chosen:
+        """One step of some slots, or of all in their order; rows at position -1 rest."""
+        rows = np.asarray(slots, np.int32)
+        self._state, chosen = self._run(("decode", *tokens.shape), rows, tokens, positions, asked)
         return chosen
 
     def prefill(
@@ -471,7 +470,12 @@ class Slots:
         )
 
     def _decode_inputs(self, shape: tuple[int, int]) -> tuple[Any, ...]:
-        return np.int32(0), np.zeros(shape, np.int32), np.full(shape, -1, np.int32), self.asked(shape[0])
+        rows, tokens, positions = (
+            np.arange(shape[0], dtype=np.int32),
+            np.zeros(shape, np.int32),
+            np.full(shape, -1, np.int32),
+        )
+        return rows, tokens, positions, self.asked(shape[0])
 
     def _prefill_inputs(self, length: int) -> tuple[Any, ...]:
         ids = np.zeros((1, length), np.int32)

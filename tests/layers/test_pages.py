@@ -122,7 +122,7 @@ def test_a_page_is_copied_before_a_second_row_writes_it():
     paged = paged.with_table(jnp.asarray([[1, 2, -1], [1, 3, -1]], jnp.int32), jnp.asarray([6, 6]))
     before = paged.row(0).entries()
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), before, paged.row(1).entries()))
-    after = paged.commit_rows(jnp.int32(1), drawn_entries(2, 1, 2, seed=5), jnp.asarray([[6, 7]]))
+    after = paged.commit_rows(jnp.asarray([1]), drawn_entries(2, 1, 2, seed=5), jnp.asarray([[6, 7]]))
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), before, after.row(0).entries()))
     assert after.lengths.tolist() == [6, 8] and (after.key[:, 3] != after.key[:, 2]).any()
 
