@@ -100,7 +100,7 @@ def save_gguf(folder: Path, file: Path) -> None:
     for name, weight in load_file(folder / "model.safetensors").items():
         for part in heads:  # of which llama.cpp turns neighbours, and the published weights halves
             if part in name:
-                halves = weight.reshape(heads[part], 2, -1, weight.shape[1])
+                halves = weight.reshape(heads[part], 2, -1, *weight.shape[1:])
                 weight = halves.swapaxes(1, 2).reshape(weight.shape)
         known = names.get_name(name, try_suffixes=(".weight",))
         assert known is not None, name

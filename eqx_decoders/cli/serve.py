@@ -87,7 +87,7 @@ class ServeConfig(Devices):
     token_budget: int = EngineConfig.token_budget
     """Tokens that one step computes at most: fewer keep answers flowing while long prompts come, more are faster."""
     batch_invariant: bool = False
-    """The last bits of an answer do not depend on how many others there are; slower on CPU for one or two at a time."""
+    """The last bits of an answer do not depend on how many others there are; slower on CPU for few at a time."""
     prefix_cache_bytes: int = EngineConfig.prefix_cache_bytes
     """Memory for prompts that begin alike; 0: none."""
     max_waiting: int = EngineConfig.max_waiting

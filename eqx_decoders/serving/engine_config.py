@@ -33,9 +33,8 @@ class EngineConfig:
     - `drafts`: how several tokens of an answer are guessed and verified in one step; None: a step for each. Answers
         with penalties, constraints or `min_new_tokens` take a step for each in any case.
     - `batch_invariant`: a step computes all slots, so that an answer's last bits do not depend on how many others there
-        are. False: on a CPU a step computes as many rows as there are answers (one or two of them one by one, by the
-        products of one row, others in eight rows, sixteen ...), up to three times as fast; other rounding can then
-        choose another token where two are almost equally likely.
+        are. False: on a CPU a step computes 1, 2, 4, 8 ... rows, as few as hold all answers, up to three times as fast;
+        other rounding can then choose another token where two are almost equally likely.
     """
 
     max_batch_size: int = 8
