@@ -209,8 +209,8 @@ def test_a_conversation_without_the_assistant_is_left_out():
 
 
 def test_a_thousand_conversations_are_rendered_by_one_process(monkeypatch):
-    run, calls = chat_module.subprocess.run, []
-    monkeypatch.setattr(chat_module.subprocess, "run", lambda *a, **options: calls.append(1) or run(*a, **options))
+    start, calls = chat_module.RenderingProcess, []
+    monkeypatch.setattr(chat_module, "RenderingProcess", lambda: calls.append(1) or start())
     assert len(written(CHATML, *[document("user", "assistant")] * 1000)) == 1000 and len(calls) == 1
 
 
