@@ -40,10 +40,15 @@ class BlockSelection:
         key: Float[Array, "batch length kv_heads head_dim"],
         positions: Int[Array, "batch length"],
         segments: Int[Array, "batch length"] | None,
+        contiguous: bool = False,
     ) -> Bool[Array, "batch heads length length"] | None:
-        """Which tokens of whole documents are in blocks that each of them chooses; None: all of them."""
+        """Which tokens of whole documents are in blocks that each of them chooses; None: all of them.
+
+        Unless positions are `contiguous` each token may stand in a block of its own.
+        """
         length = positions.shape[1]
-        if -(-length // self.size) < self.top_k:  # one more where a row begins within a block
+        most = -(-length // self.size) + 1 if contiguous else length  # one more where a row begins within a block
+        if most <= self.top_k:
             return None
         query, key = jax.lax.stop_gradient((query, key))
         segments = jnp.zeros_like(positions) if segments is None else segments

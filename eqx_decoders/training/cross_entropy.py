@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.inputs import as_int32
 from eqx_decoders.layout import Layout
 from eqx_decoders.numerics import matmul, row_major_transpose, wants_row_major
 from eqx_decoders.training.head_split import HeadSplit, VocabPart
@@ -42,7 +43,7 @@ def cross_entropy(
 
     The last term keeps the normaliser near 1 (PaLM, 2022). A target outside the vocabulary gives NaN.
     """
-    logits = logits.astype(jnp.float32)
+    logits, targets = logits.astype(jnp.float32), as_int32("cross_entropy: targets", targets)
     normaliser = jax.nn.logsumexp(logits, axis=-1)
     return _with_z_loss(normaliser - _pick(logits, targets), normaliser, z_loss)
 
@@ -89,6 +90,7 @@ def linear_cross_entropy(
     if head_bytes is not None:
         check_integer("linear_cross_entropy head_bytes", head_bytes)
     head = _Head(tied, soft_cap, z_loss, flatten, tile, head_bytes, Layout() if layout is None else layout)
+    targets = jnp.asarray(as_int32("linear_cross_entropy: targets", targets))
     targets = jnp.where(weights == 0, jnp.zeros_like(targets), targets)
     loss, sums = _fused(head, hidden, kernel, targets, weights.astype(jnp.float32))
     return loss, lax.stop_gradient(sums)

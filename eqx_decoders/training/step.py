@@ -17,6 +17,7 @@ from eqx_decoders.axes import AnyArray, axes, frozen, matching, named_leaves, pa
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.explicit import spec_of
+from eqx_decoders.inputs import as_key
 from eqx_decoders.layers.scores import EMPTY
 from eqx_decoders.layout import Layout, partitions
 from eqx_decoders.offload import Offload
@@ -156,6 +157,7 @@ class Trainer(eqx.Module):
     def init(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
         """The state before the first step; the optimizer's part is created sharded like the weights it belongs to."""
         model = model.place(model.execution.layout)  # a no-op for `init`'s; weights without a place would compile twice
+        key = as_key(key)
         target = self.abstract(model, key=key).optimizer
         weights = self._weights(model)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
@@ -180,7 +182,7 @@ class Trainer(eqx.Module):
 
     def abstract(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
         """`init` as a tree of `jax.ShapeDtypeStruct` with shardings: what a checkpoint is restored into."""
-        everywhere = _replicated(model)
+        everywhere, key = _replicated(model), as_key(key)
         weights, beside = self._weights(model), self._state_layout(model)
         places = beside.shardings()
 
