@@ -172,7 +172,8 @@ class _Request(eqx.Module):
             good = counts.shape == (rows,) and bool(np.all((counts >= 1) & (counts <= width)))
             check(good, f"generate: prompt_lengths={counts.tolist()} must be {rows} numbers from 1 to {width}.")
         if known is not None and counts is not None:
-            real = np.where(np.arange(width)[None] < counts[:, None], 0, -1)
+            index = np.arange(width)[None]
+            real = np.where(index < counts[:, None], index, -1)
             ids = known if media is None else without_placeholders(known, media)
             check_inputs(model.config, ids, real, name="generate: prompt")
         longest = width if counts is None else int(counts.max())

@@ -251,7 +251,7 @@ def _gathered(pairs: Array, size: int) -> Array:
 
 def _eye(count: int, ndim: int) -> Array:
     """The identity as [..., count, 1, count, 1]."""
-    return jnp.eye(count).reshape((1,) * (ndim - 4) + (count, 1, count, 1))
+    return jnp.eye(count, dtype=jnp.float32).reshape((1,) * (ndim - 4) + (count, 1, count, 1))
 
 
 def _factors(arrays: tuple[Array, Array, _Sums, Array], size: int):
@@ -312,7 +312,7 @@ def _inverse(system: Array) -> Array:
     """(I + A)^-1 of strictly lower triangles: row by row in small blocks, which are then joined in pairs."""
     chunk, size = system.shape[-1], LEAST
     blocks = jnp.stack([system[..., at : at + size, at : at + size] for at in range(0, chunk, size)], -3)
-    inverse = jnp.broadcast_to(jnp.eye(size), blocks.shape)
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), blocks.shape)
     for at in range(size - 1):
         inverse = inverse - blocks[..., :, at, None] * inverse[..., at, None, :]
     while size < chunk:

@@ -128,7 +128,7 @@ def _argmax(head: "_Head", split: HeadSplit, hidden: Array, kernel: Array) -> Ar
 
         return lax.scan(over_tile, None, (tiles, *best))[1], None
 
-    begin = jnp.full(tiles.shape[:3], -jnp.inf), jnp.zeros(tiles.shape[:3], jnp.int32)
+    begin = jnp.full(tiles.shape[:3], -jnp.inf, jnp.float32), jnp.zeros(tiles.shape[:3], jnp.int32)
     highest, where = _over_parts(over_part, begin, count)[0]
     where = split.lowest(jnp.where(highest == split.highest(highest), where, jnp.iinfo(where.dtype).max))
     return _joined(where, hidden.shape[1])
@@ -144,7 +144,7 @@ def _tile_length(batch: int, length: int, vocab: int, tile: int | None, platform
 
 def _over_parts(step: Any, carry: Any, count: int) -> Any:
     """A scan over the parts of the vocabulary; a single one is no loop."""
-    return step(carry, 0) if count == 1 else lax.scan(step, carry, jnp.arange(count))
+    return step(carry, 0) if count == 1 else lax.scan(step, carry, jnp.arange(count, dtype=jnp.int32))
 
 
 def _cut(x: Any, tile: int) -> Any:
@@ -237,7 +237,8 @@ class _Scores(NamedTuple):
 
     @classmethod
     def none(cls, shape: tuple[int, ...]) -> "_Scores":
-        return cls(jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(shape))
+        zeros = jnp.zeros(shape, jnp.float32)
+        return cls(jnp.full(shape, -jnp.inf, jnp.float32), zeros, zeros)
 
     def joined(self, other: "_Scores") -> "_Scores":
         """Those over both; `other` are over some ids, not none."""
