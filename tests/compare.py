@@ -1,5 +1,6 @@
 """How equal two results must be: one rule for all tests."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,7 +44,8 @@ def without_empty(array: Any, name: str = "", like: Any = None, rtol: float = 0.
     if like is not None:
         like = np.asarray(like, np.float64)
         np.testing.assert_array_equal(empty, np.abs(like) >= NOTHING, err_msg=f"{name}: empty at other places")
-        np.testing.assert_allclose(array[empty], like[empty], rtol=rtol, err_msg=f"{name}: what is empty")
+        if empty.any():
+            np.testing.assert_allclose(array[empty], like[empty], rtol=rtol, err_msg=f"{name}: what is empty")
     return array[~empty]
 
 
@@ -87,3 +89,36 @@ def assert_close(
         assert bound <= loosest, f"{name}: a bound of {bound:.3g} says nothing of numbers of size {size:.3g}"
         gap = measure(without_empty(one, name, other, step) - plain)
         assert gap <= bound, f"{name}: differs by {gap:.3g}, more than {bound:.3g}; its size is {size:.3g}"
+
+
+def refuse_vacuous_comparisons() -> None:
+    """NumPy's comparisons fail, too, where they say nothing: of NaN, of nothing, with a bound of what is compared.
+
+    NaN that is wanted is named: `np.isnan`, or `equal_nan=True`.
+    """
+    np.testing.assert_array_equal = _not_of_nan(np.testing.assert_array_equal)
+    np.testing.assert_allclose = _not_of_nan(_bounded(np.testing.assert_allclose))
+
+
+def _not_of_nan(compare: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(compare)
+    def checked(actual: Any, desired: Any, *args: Any, **options: Any) -> None:
+        numbers = np.asarray(desired)
+        if _is_float(numbers) and not options.get("equal_nan"):
+            assert not np.isnan(numbers.astype(np.float64)).any(), "what is wanted has NaN, which counts as equal to NaN"
+        compare(actual, desired, *args, **options)
+
+    return checked
+
+
+def _bounded(compare: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(compare)
+    def checked(actual: Any, desired: Any, rtol: float = 1e-7, atol: float = 0, **options: Any) -> None:
+        numbers = np.abs(np.asarray(desired, np.float64))
+        assert numbers.size, "there is nothing to compare"
+        size = np.max(numbers[numbers < NOTHING], initial=0.0)
+        says = size == 0 or atol + rtol * size <= LOOSEST * size
+        assert says, f"rtol={rtol}, atol={atol} say nothing of numbers of size {size:.3g}"
+        compare(actual, desired, rtol=rtol, atol=atol, **options)
+
+    return checked

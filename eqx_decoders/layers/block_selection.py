@@ -58,7 +58,7 @@ class BlockSelection:
 
         def some(queries):
             query, own, segment = queries
-            index = jnp.arange(length)[None, None]
+            index = jnp.arange(length, dtype=jnp.int32)[None, None]
             earlier = (index < own[:, :, None]) & (owners[:, None] == segment[:, :, None])
             chosen = self._best(query, means, earlier, index == own[:, :, None])
             return _of_tokens(chosen, blocks)
@@ -87,7 +87,7 @@ class BlockSelection:
             sums += jnp.einsum(pattern, inside, some, preferred_element_type=jnp.float32)
             totals += jnp.sum(inside, axis=2, dtype=jnp.float32)
         means = sums / jnp.maximum(totals, 1.0)[:, :, None, None]
-        index = jnp.arange(count)[None, None]
+        index = jnp.arange(count, dtype=jnp.int32)[None, None]
         earlier = (index < own[:, :, None]) & (totals > 0)[:, None]
         chosen = self._best(query, means, earlier, index == own[:, :, None])
         return CachedBlocks(_of_tokens(chosen, own), _of_tokens(chosen, others))
