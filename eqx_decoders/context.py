@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, Literal, TypedDict, get_args
 
 import equinox as eqx
-from jaxtyping import Array, Int, Num
+from jaxtyping import Array, Int, Integer, Num
 
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.errors import check, check_integer, check_word
@@ -162,7 +162,7 @@ class Inputs(eqx.Module):
     - `by_layer`: what single layers get, by name: an array for each of the layers that take it, in their order.
     """
 
-    spans: Int[AnyArray, "batch length"] | None = None
+    spans: Integer[AnyArray, "batch length"] | None = None
     rotary_positions: Num[AnyArray, "batch length dimensions"] | None = None
     by_layer: dict[str, Any] = eqx.field(default_factory=dict)
 

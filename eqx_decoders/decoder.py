@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Float32, Int, Integer, PRNGKeyArray
 
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.block import BlockConfig
@@ -232,9 +232,9 @@ class Decoder(eqx.Module):
 
     def __call__(
         self,
-        tokens: Int[AnyArray, "batch length"] | None = None,
-        positions: Int[AnyArray, "batch length"] | None = None,
-        segment_ids: Int[AnyArray, "batch length"] | None = None,
+        tokens: Integer[AnyArray, "batch length"] | None = None,
+        positions: Integer[AnyArray, "batch length"] | None = None,
+        segment_ids: Integer[AnyArray, "batch length"] | None = None,
         cache: Cache | None = None,
         key: PRNGKeyArray | None = None,
         *,
@@ -273,9 +273,9 @@ class Decoder(eqx.Module):
     @typed
     def run(
         self,
-        tokens: Int[AnyArray, "batch length"] | None = None,
-        positions: Int[AnyArray, "batch length"] | None = None,
-        segment_ids: Int[AnyArray, "batch length"] | None = None,
+        tokens: Integer[AnyArray, "batch length"] | None = None,
+        positions: Integer[AnyArray, "batch length"] | None = None,
+        segment_ids: Integer[AnyArray, "batch length"] | None = None,
         cache: Cache | None = None,
         key: PRNGKeyArray | None = None,
         *,
@@ -301,9 +301,9 @@ class Decoder(eqx.Module):
     @typed
     def propose(
         self,
-        tokens: Int[AnyArray, "batch length"] | None = None,
-        positions: Int[AnyArray, "batch length"] | None = None,
-        segment_ids: Int[AnyArray, "batch length"] | None = None,
+        tokens: Integer[AnyArray, "batch length"] | None = None,
+        positions: Integer[AnyArray, "batch length"] | None = None,
+        segment_ids: Integer[AnyArray, "batch length"] | None = None,
         cache: Cache | None = None,
         key: PRNGKeyArray | None = None,
         *,
@@ -393,7 +393,7 @@ class Decoder(eqx.Module):
         """What the first layer reads: embeddings (with dropout) and absolute positions."""
         return self._inputs(self.embedding(tokens, ctx), ctx, key)
 
-    def embed_tokens(self, tokens: Int[AnyArray, "batch length"]) -> Float[Array, "batch length embed"]:
+    def embed_tokens(self, tokens: Integer[AnyArray, "batch length"]) -> Float[Array, "batch length embed"]:
         """The embeddings of tokens, as the model takes them for `embeds`: scaled, without dropout and positions."""
         check_inputs(self.config, tokens)
         return _embeddings(self, jnp.asarray(as_int32("tokens", tokens)))
@@ -407,9 +407,9 @@ class Decoder(eqx.Module):
     def predict_further(
         self,
         hidden: Float[Array, "batch length embed"],
-        tokens: Int[AnyArray, "batch length"],
-        positions: Int[AnyArray, "batch length"] | None = None,
-        segment_ids: Int[AnyArray, "batch length"] | None = None,
+        tokens: Integer[AnyArray, "batch length"],
+        positions: Integer[AnyArray, "batch length"] | None = None,
+        segment_ids: Integer[AnyArray, "batch length"] | None = None,
         key: PRNGKeyArray | None = None,
         *,
         inputs: Inputs | None = None,

@@ -34,7 +34,7 @@ def as_int32(name: str, array: Any) -> Any:
     _check_integers(name, array)
     if isinstance(array, np.ndarray | np.generic) and array.size and array.dtype.itemsize >= 4:
         least, most = int(array.min()), int(array.max())
-        good = -(2**31) <= least and most < 2**31
+        good = least >= -(2**31) and most < 2**31
         check(good, f"{name} has numbers from {least} to {most}: they must fit into int32.")
     return array.astype(np.int32)
 

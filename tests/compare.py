@@ -105,7 +105,7 @@ def _not_of_nan(compare: Callable[..., None]) -> Callable[..., None]:
     def checked(actual: Any, desired: Any, *args: Any, **options: Any) -> None:
         numbers = np.asarray(desired)
         if _is_float(numbers) and not options.get("equal_nan"):
-            assert not np.isnan(numbers.astype(np.float64)).any(), "what is wanted has NaN, which counts as equal to NaN"
+            assert not np.isnan(numbers.astype(np.float64)).any(), "what is wanted has NaN, equal to any NaN"
         compare(actual, desired, *args, **options)
 
     return checked

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float32, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float32, Int, Integer, PRNGKeyArray
 
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.decoder import Decoder
@@ -37,12 +37,12 @@ class _State(eqx.Module):
 
 def generate(
     model: Decoder,
-    prompt: Int[AnyArray, "batch length"] | Sequence[Sequence[int]],
+    prompt: Integer[AnyArray, "batch length"] | Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
     sampler: Sampler | None = None,
     key: PRNGKeyArray | None = None,
-    prompt_lengths: Int[AnyArray, "batch"] | None = None,
+    prompt_lengths: Integer[AnyArray, "batch"] | None = None,
     stop_ids: tuple[int, ...] | None = None,
     pad_id: int = 0,
     num_draft_tokens: int = 0,
@@ -88,12 +88,12 @@ def generate(
 
 def stream(
     model: Decoder,
-    prompt: Int[AnyArray, "batch length"] | Sequence[Sequence[int]],
+    prompt: Integer[AnyArray, "batch length"] | Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
     sampler: Sampler | None = None,
     key: PRNGKeyArray | None = None,
-    prompt_lengths: Int[AnyArray, "batch"] | None = None,
+    prompt_lengths: Integer[AnyArray, "batch"] | None = None,
     stop_ids: tuple[int, ...] | None = None,
     pad_id: int = 0,
     num_draft_tokens: int = 0,

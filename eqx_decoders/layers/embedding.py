@@ -6,7 +6,7 @@ import math
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Float32, Int, Integer, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check_integer, check_number
@@ -23,7 +23,7 @@ class TokenEmbedding(eqx.Module):
     table: Float[Array, "vocab embed"]
     scale: float = eqx.field(static=True, default=1.0)
 
-    def __call__(self, tokens: Int[Array, "batch length"], ctx: Context) -> Float[Array, "batch length embed"]:
+    def __call__(self, tokens: Integer[Array, "batch length"], ctx: Context) -> Float[Array, "batch length embed"]:
         compute, tokens = ctx.execution.precision.compute, as_int32("tokens", tokens)
         one_hot = ctx.execution.lookup == "one_hot"
         rows = self._product(tokens, ctx) if one_hot else look_up(self.table, tokens, "vocab embed", ctx)

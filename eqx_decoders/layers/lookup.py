@@ -6,7 +6,7 @@ Left alone, XLA gathers the whole table on every device.
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check
@@ -15,7 +15,7 @@ from eqx_decoders.partition import names_of
 
 
 def look_up(
-    table: Float[Array, "rows ..."], rows: Int[Array, "batch length *heads"], words: str, ctx: Context
+    table: Float[Array, "rows ..."], rows: Integer[Array, "batch length *heads"], words: str, ctx: Context
 ) -> Float[Array, "batch length ..."]:
     """`table[rows]` in the dtype of activations, `words` being those of the table; rows outside count as its ends.
 

@@ -56,7 +56,7 @@ def attend_on_mesh(
     """`attend`, by the kernel and on the mesh that `execution` says.
 
     `key_axis` says how keys are split: like tokens of a call, or like the slots of a cache, which are not gathered;
-    only these have `scales`. `contiguous` promises what `Context.contiguous` says: without it keys go round whole rings,
+    only these have `scales`. `contiguous` promises what `Context.contiguous` says: else keys go round whole rings,
     however small the window.
     """
     layout = execution.layout

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Integer, Num
 
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.context import Inputs
@@ -70,13 +70,11 @@ class Batch(eqx.Module):
     Ids and positions are kept in int32, whatever integers they are given in. Raises ConfigError for others.
     """
 
-    tokens: Int[AnyArray, "batch length"] = _integers("tokens")
-    segment_ids: Int[AnyArray, "batch length"] | None = _integers("segment_ids", default=None)
-    positions: Int[AnyArray, "batch length"] | None = _integers("positions", default=None)
-    loss_mask: Float[AnyArray, "batch length"] | Bool[AnyArray, "batch length"] | Int[AnyArray, "batch length"] | None = (
-        None
-    )
-    spans: Int[AnyArray, "batch length"] | None = _integers("spans", default=None)
+    tokens: Integer[AnyArray, "batch length"] = _integers("tokens")
+    segment_ids: Integer[AnyArray, "batch length"] | None = _integers("segment_ids", default=None)
+    positions: Integer[AnyArray, "batch length"] | None = _integers("positions", default=None)
+    loss_mask: Num[AnyArray, "batch length"] | Bool[AnyArray, "batch length"] | None = None
+    spans: Integer[AnyArray, "batch length"] | None = _integers("spans", default=None)
     media: Media | None = None
     contiguous: bool = eqx.field(static=True, default=False)
 

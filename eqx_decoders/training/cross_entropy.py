@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.inputs import as_int32
@@ -37,7 +37,7 @@ class LossSums(NamedTuple):
 
 
 def cross_entropy(
-    logits: Float[Array, "batch length vocab"], targets: Int[Array, "batch length"], *, z_loss: float = 0.0
+    logits: Float[Array, "batch length vocab"], targets: Integer[Array, "batch length"], *, z_loss: float = 0.0
 ) -> Float[Array, "batch length"]:
     """`logsumexp(logits) - logits[target] + z_loss * logsumexp(logits)^2` for each token, in nats and f32.
 
@@ -51,7 +51,7 @@ def cross_entropy(
 def linear_cross_entropy(
     hidden: Float[Array, "batch length embed"],
     kernel: Float[Array, "embed vocab"] | Float[Array, "vocab embed"],
-    targets: Int[Array, "batch length"],
+    targets: Integer[Array, "batch length"],
     weights: Float[Array, "batch length"],
     *,
     tied: bool,

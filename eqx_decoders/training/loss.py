@@ -13,8 +13,8 @@ from jaxtyping import Array, Float32, Int, PRNGKeyArray
 from eqx_decoders.decoder import Decoder, DecoderConfig
 from eqx_decoders.eager import compiled_alone
 from eqx_decoders.encoders.beside import without_placeholders
-from eqx_decoders.explicit import typed
 from eqx_decoders.errors import check
+from eqx_decoders.explicit import typed
 from eqx_decoders.inputs import as_int32, as_key, check_inputs
 from eqx_decoders.layers.embedding import placed_in_documents
 from eqx_decoders.layers.indexer import IndexerStats
