@@ -19,6 +19,7 @@ from eqx_decoders.describe import describe
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.families import list_models
 from eqx_decoders.host_memory import keep_memory
+from eqx_decoders.io.files import expand_paths
 from eqx_decoders.io.processes import connected
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.describe_data import describe_data
@@ -101,7 +102,9 @@ def _defaults(args: Sequence[str] | None) -> TrainConfig:
     finder.add_argument("--checkpoint-dir", "--checkpoint_dir")
     finder.add_argument("--config")
     given = finder.parse_known_args(args)[0]
+    expand_paths(given, *vars(given))
     new = TrainConfig() if given.config is None else with_file(TrainConfig(), given.config)
+    expand_paths(new, "run_dir", "checkpoint_dir")
     run_dir, elsewhere = given.run_dir or new.run_dir, given.checkpoint_dir or new.checkpoint_dir
     begun = begun_run(run_dir, elsewhere)
     if begun is None:

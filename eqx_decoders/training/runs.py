@@ -36,7 +36,7 @@ from eqx_decoders.io.export import (
     merged,
     save_hf,
 )
-from eqx_decoders.io.files import new_directory, write_atomically, write_json
+from eqx_decoders.io.files import expanded, new_directory, write_atomically, write_json
 from eqx_decoders.io.huggingface import abstract_hf, decode_config, load_hf, read_config
 from eqx_decoders.io.peft import adapter_plan, save_peft
 from eqx_decoders.io.processes import from_first
@@ -170,7 +170,7 @@ def copied_run(checkpoint_dir: str) -> Path | None:
 def local_run(run_dir: str | Path) -> Path:
     """A run directory, of which a copy is made if it is `gs://…`, the directory of the checkpoints of a run."""
     if "://" not in str(run_dir):
-        return Path(run_dir)
+        return Path(expanded(run_dir))
     folder = copied_run(str(run_dir))
     if folder is None:
         rule = f"run_dir={str(run_dir)!r} is no checkpoint_dir of a run"

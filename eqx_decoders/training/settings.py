@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from eqx_decoders.context import ContextForm, ContextOrder, Execution
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.families import list_models
-from eqx_decoders.io.files import write_json
+from eqx_decoders.io.files import expand_paths, write_json
 from eqx_decoders.layers.kernel import KERNELS
 from eqx_decoders.layout import Layout
 from eqx_decoders.low_precision import LowPrecision
@@ -72,6 +72,8 @@ _OF_A_START = (
     "distributed",
     "distributed_timeout",
 )
+
+_PATHS = ("run_dir", "checkpoint_dir", "config", "model_config", "init_from", "tokenizer", "export", "export_adapter")
 
 Changes = Mapping[str, tuple[Any, Any]]
 
@@ -197,6 +199,7 @@ class TrainConfig:
     step: StepConfig = StepConfig()
 
     def __post_init__(self):
+        expand_paths(self, *_PATHS)
         rule = "must be a path: its lock and its metrics need a file system"
         here = "://" not in self.run_dir
         check(here, f"run_dir={self.run_dir!r} {rule}. Give a path, and checkpoint_dir={self.run_dir!r} beside it.")
