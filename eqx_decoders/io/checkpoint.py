@@ -65,7 +65,7 @@ class Checkpoints:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         try:
-            self.wait()
+            self.wait(drop=error is None)
         except CheckpointError as failed:
             if error is None:
                 raise
@@ -127,8 +127,12 @@ class Checkpoints:
             self.wait()
         return True
 
-    def wait(self) -> None:
-        """Wait until the save in the background is committed, then delete all but the last `max_checkpoints` steps."""
+    def wait(self, *, drop: bool = True) -> None:
+        """Wait until the save in the background is committed, then delete all but the last `max_checkpoints` steps.
+
+        drop: whether to delete them. `save` does as it begins, when the step before it has shown to be of use; without
+        it a step that may be of none takes the place of no other.
+        """
         if self._pending is None:
             return
         (step, response), self._pending = self._pending, None
@@ -138,7 +142,8 @@ class Checkpoints:
             self._clean()
             raise self._failed(step, error) from error
         self._own = step
-        self._clean(keep=self.max_checkpoints)
+        if drop:
+            self._clean(keep=self.max_checkpoints)
 
     close = wait
 

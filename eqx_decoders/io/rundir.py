@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from eqx_decoders.io.waiting import ON_ENTER, delete_partial, stopped_text
 RUN_FILES = ("settings.json", "model.json", "source", "tokenizer", "data", "checkpoints", "owner.json", ".lock")
 RUN_FILES += ("metrics.jsonl", "trackers.json", "tensorboard", "wandb", "mlflow.db")
 LATER_FILES = ("loss.png", "expert_load.png", "answers.png", "profile")
+OWNER = "owner.json"
 _OWN_SETTINGS = {"run_dir", "model", "steps"}  # of every run's settings.json
 
 EXIT_CONFIG = 2
@@ -39,18 +41,26 @@ def exit_code(error: BaseException) -> int:
 
 
 def check_run_dir(run_dir: str | Path) -> None:
-    """Raise ConfigError if a directory has something under a name that a run writes to, and is not a run's.
+    """Raise ConfigError if a directory has something under a name that a run writes to, and is not a run's."""
+    check_own(Path(run_dir), RUN_FILES + LATER_FILES, "run_dir", run_dir)
 
-    It is one's where `.lock` or `settings.json` have what only a run writes into them.
+
+def check_own(folder: Any, names: Sequence[str], field: str, value: str | Path) -> None:
+    """Raise ConfigError if there is any of `names` in a folder (a path of any kind) that no run wrote into.
+
+    That a run did is told by the content of `.lock`, `owner.json` or `settings.json`: others use their names, too.
     """
-    run = Path(run_dir)
-    foreign = [name for name in (*RUN_FILES, *LATER_FILES) if os.path.lexists(run / name)]
-    own = _is_lock(_content(run / ".lock")) or _OWN_SETTINGS <= _json(_content(run / "settings.json")).keys()
-    rule = f"run_dir={str(run_dir)!r} has {', '.join(foreign)}, but not from a run of this program"
-    check(own or not foreign, f"{rule}: nothing is changed there. Choose another run_dir, a new or an empty one.")
+    if any(_is_lock(_content(folder / name)) for name in (".lock", OWNER)):
+        return
+    if _OWN_SETTINGS <= _json(_content(folder / "settings.json")).keys():
+        return
+    found = [name for name in names if (folder / name).exists() or os.path.islink(folder / name)]
+    foreign = [name for name in found if name != ".lock" or _content(folder / name)]  # an empty one is being written
+    rule = f"but not from a run of this program, which would write over it. Choose another {field}, a new or empty one"
+    check(not foreign, f"{field}={str(value)!r} has {', '.join(foreign)} in {folder}, {rule}.")
 
 
-def _content(path: Path) -> bytes:
+def _content(path: Any) -> bytes:
     return path.read_bytes() if path.is_file() else b""
 
 

@@ -202,9 +202,10 @@ def check_found(settings: TrainConfig, changes: Changes, run_dir: str | Path) ->
 
 
 def is_begun(run_dir: str | Path) -> bool:
-    """Whether there is a run with at least a tokenizer; an earlier start may have been stopped before it had one."""
+    """Whether there is a run with at least a model or a tokenizer; an earlier start may have been stopped before."""
     run = Path(run_dir)
-    return (run / "settings.json").is_file() and ((run / "tokenizer").exists() or (run / "checkpoints").exists())
+    made = (SOURCE, "tokenizer", "checkpoints")
+    return (run / "settings.json").is_file() and any((run / name).exists() for name in made)
 
 
 def is_imported(settings: TrainConfig, run_dir: str | Path) -> bool:
