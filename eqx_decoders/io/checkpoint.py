@@ -157,7 +157,13 @@ class Checkpoints:
 
         Raises CheckpointError with every difference between the trees, or with the names of the damaged leaves.
         """
-        tree, manifest, damaged = load_newest(self._steps, template, step, "", verify, self._warn)
+        return self.restore_for(lambda _: template, step, verify=verify)
+
+    def restore_for(
+        self, template_for: Callable[[dict[str, Any]], PyTree], step: int | None = None, *, verify: bool = True
+    ) -> Restored:
+        """`restore`, into a template that is made for the manifest of the step: steps may hold other trees."""
+        tree, manifest, damaged = load_newest(self._steps, template_for, step, "", verify, self._warn)
         for bad in damaged if _is_writer() else ():
             self._steps.set_aside(bad)
         gather("set aside")
@@ -199,8 +205,22 @@ def load_weights(
 
     Changes nothing in the directory, so it may be called while a run writes there.
     """
+    return load_part(directory, template, step, prefix=prefix, verify=verify, warn=warn).tree
+
+
+def load_part(
+    directory: str | os.PathLike[str],
+    template: PyTree,
+    step: int | None = None,
+    *,
+    prefix: str = "model.",
+    verify: bool = True,
+    warn: Callable[[str], None] = _log.warning,
+) -> Restored:
+    """`load_weights`, with the step that they are of: without `step` it is the newest that is sound."""
     with Waiting("loading the checkpoint"):
-        return load_newest(Steps(directory), template, step, prefix, verify, warn)[0]
+        tree, manifest, _ = load_newest(Steps(directory), lambda _: template, step, prefix, verify, warn)
+        return Restored(tree, manifest["data_state"], manifest["step"])
 
 
 def _is_writer() -> bool:

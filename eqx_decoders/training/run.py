@@ -300,7 +300,9 @@ class Run:
                 state, start = self.trainer.init(model, key=jax.random.fold_in(key, 1)), 0
         else:
             with Waiting("loading the checkpoint", kept=self._kept()):
-                state, data_state, start = restore_state(self.checkpoints, self.trainer, self.target, key)
+                state, data_state, start = restore_state(
+                    self.checkpoints, self.trainer, self.target, key, say=print_status
+                )
             self.data.set_state(data_state)
             print_status(f"resumed at step {start}")
         print_status(self.data.describe(start, config.steps))

@@ -25,8 +25,7 @@ from eqx_decoders.errors import CheckpointError, ConfigError, ConversionError, c
 from eqx_decoders.families import get_config
 from eqx_decoders.inference.text import TextModel, published_model
 from eqx_decoders.io.chat import JINJA, ChatTemplate, load_chat_template, read_chat_template
-from eqx_decoders.io.checkpoint import Checkpoints, Restored, load_weights
-from eqx_decoders.io.checkpoint_reading import Damaged, together
+from eqx_decoders.io.checkpoint import Checkpoints, Restored, load_part, load_weights
 from eqx_decoders.io.directory import parse_json
 from eqx_decoders.io.export import (
     check_new_directory,
@@ -51,8 +50,9 @@ from eqx_decoders.training.settings import (
     is_new,
     load_settings,
     save_settings,
+    settings_of,
 )
-from eqx_decoders.training.step import Trainer
+from eqx_decoders.training.step import Trainer, TrainState
 
 
 SOURCE = "source"
@@ -281,18 +281,43 @@ def _tokenizer_dir(settings: TrainConfig, run_dir: str | Path) -> Path:
     return Path(run_dir) / ("tokenizer" if own else SOURCE)
 
 
-def restore_state(checkpoints: Checkpoints, trainer: Trainer, model: Decoder, key: PRNGKeyArray) -> Restored:
+def restore_state(
+    checkpoints: Checkpoints,
+    trainer: Trainer,
+    model: Decoder,
+    key: PRNGKeyArray,
+    say: Callable[[str], None] = lambda text: None,
+) -> Restored:
     """The newest state of a run, its data's state and its step, for models shaped like `model`.
 
-    A state that was saved without running means begins them at its weights; those that are no longer kept are dropped.
+    One that was saved by another optimizer, of other weights that are trained, or with or without running means is read
+    as it was saved, and goes on as one of `trainer` (see `Trainer.adopt`); `say` is told what is new then.
     """
-    try:
-        arrays = together(checkpoints.manifest)["arrays"]
-        saved = dataclasses.replace(trainer, ema_decay=0.5 if _means(arrays) else None)
-    except Damaged:  # `restore` looks for an older one
-        saved = trainer
-    state, data_state, step = checkpoints.restore(saved.abstract(model, key=key))
-    return Restored(trainer.with_ema(state), data_state, step)
+    savers: dict[int, Trainer] = {}
+
+    def as_saved(manifest: dict[str, Any]) -> TrainState:
+        savers[manifest["step"]] = saver = _trainer_of(manifest, trainer, model)
+        return saver.abstract(model, key=key)
+
+    state, data_state, step = checkpoints.restore_for(as_saved)
+    saver = savers[step]
+    if not trainer.has_state_of(saver):
+        kept, were, are = trainer.keeps_state_of(saver), len(saver.trainable), len(trainer.trainable)
+        say(
+            f"optimizer's state: {'kept' if kept else 'new'}, of {trainer.name} for {are} arrays of weights, after "
+            f"{saver.name} for {were}; weights, data and the place in the schedule go on"
+        )
+    return Restored(trainer.adopt(state, saver), data_state, step)
+
+
+def _trainer_of(manifest: Mapping[str, Any], trainer: Trainer, model: Decoder) -> Trainer:
+    """What trained the state of a checkpoint, as far as it tells: `trainer`, or one with the settings kept there."""
+    settings = settings_of(manifest["config"])
+    if settings is not None:
+        saver = Trainer.create(settings.optimizer_config(), model, steps=settings.steps)
+        if not saver.has_state_of(trainer):
+            trainer = saver
+    return dataclasses.replace(trainer, ema_decay=0.5 if _means(manifest["arrays"]) else None)
 
 
 def load_run(
@@ -307,7 +332,7 @@ def load_run(
     settings = load_settings(run / "settings.json")
     checkpoints = checkpoints_of(settings, run)
     target = abstract_run(settings, run, _with_params(Execution(**execution), settings.params_dtype))
-    model = load_weights(checkpoints.directory, target, step)
+    model, _, step = load_part(checkpoints.directory, target, step)  # all of what follows is of this step
     if ema and settings.optimizer.ema_decay is not None:
         weights = named_leaves(model)
         names = _means(checkpoints.manifest(step)["arrays"])

@@ -419,6 +419,13 @@ def load_settings(path: Path) -> TrainConfig:
     return with_settings(TrainConfig(), _typed(_read_settings(path), path))
 
 
+def settings_of(values: Any) -> TrainConfig | None:
+    """The settings in what `settings_json` gave; None for anything else."""
+    if not isinstance(values, dict) or "optimizer" not in values:
+        return None
+    return with_settings(TrainConfig(), _typed(values, "checkpoint"))
+
+
 def with_file(settings: TrainConfig, path: str | Path) -> TrainConfig:
     """The settings with those of a file over them, in the names of flags or fields; unchecked until flags are added.
 

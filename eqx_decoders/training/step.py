@@ -111,6 +111,7 @@ class Trainer(eqx.Module):
     `state, metrics = trainer.step(state, batch)`.
     """
 
+    name: str = eqx.field(static=True)
     optimizer: optax.GradientTransformation = eqx.field(static=True)
     schedule: Callable[[Any], Any] = eqx.field(static=True)
     trainable: frozenset[str] = eqx.field(static=True)
@@ -144,6 +145,7 @@ class Trainer(eqx.Module):
             rule = f"StepConfig.qk_clip_threshold={config.qk_clip_threshold} would change {', '.join(fixed[:3])}"
             check(not fixed, f"{rule}, which OptimizerConfig.trainable leaves out: train them, or leave it out.")
         return cls(
+            name=optimizer.name,
             optimizer=make_optimizer(optimizer, {name: words[name] for name in words if name in trainable}, steps),
             schedule=make_schedule(optimizer, steps),
             trainable=trainable,
@@ -157,26 +159,60 @@ class Trainer(eqx.Module):
         """The state before the first step; the optimizer's part is created sharded like the weights it belongs to."""
         model = model.place(model.execution.layout)  # a no-op for `init`'s; weights without a place would compile twice
         target = self.abstract(model, key=key).optimizer
-        weights = self._weights(model)
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
-        start = model.execution.layout.automatically(self.optimizer.init, lambda _: partitions(target))
-        optimizer = jax.jit(start, out_shardings=shardings)(weights)
+        optimizer = self._new_optimizer(model, target)
         # counters of their own: a donated step must not be handed one buffer twice
         zero, none = (jax.make_array_from_callback((), _replicated(model), _no_steps) for _ in range(2))
         key = jax.jit(jax.random.clone, out_shardings=_replicated(model))(key)  # device_put can't, over processes
         return self.with_ema(TrainState(model=model, optimizer=optimizer, step=zero, skipped=none, key=key))
 
+    def _new_optimizer(self, model: Decoder, target: PyTree) -> PyTree:
+        """The optimizer's state before its first step, sharded like `target`."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+        start = model.execution.layout.automatically(self.optimizer.init, lambda _: partitions(target))
+        return jax.jit(start, out_shardings=shardings)(self._weights(model))
+
     def with_ema(self, state: TrainState) -> TrainState:
         """The state with the running means that it is to have: those it has, or else new ones, equal to the weights."""
-        if self.ema_decay is None or state.ema is not None:
-            return dataclasses.replace(state, ema=None if self.ema_decay is None else state.ema)
-        weights = self._weights(state.model)
-        places = self.state_shardings(state.model)
+        if self.ema_decay is None:
+            return dataclasses.replace(state, ema=None)
+        kept = {name: mean for name, mean in (state.ema or {}).items() if name in self.trainable}
+        weights = {name: leaf for name, leaf in self._weights(state.model).items() if name not in kept}
+        if not weights:
+            return dataclasses.replace(state, ema=kept)
+        every = self.state_shardings(state.model)
+        places = {name: every[name] for name in weights}
         # copies: a donated step must not be handed one buffer twice
         copies = jax.jit(
             lambda weights: jax.tree.map(lambda leaf: jnp.copy(widened(leaf)), weights), out_shardings=places
         )
-        return dataclasses.replace(state, ema=copies(weights))
+        return dataclasses.replace(state, ema=kept | copies(weights))
+
+    def has_state_of(self, other: "Trainer") -> bool:
+        """Whether the optimizer's states of both are of the same arrays."""
+        return (self.name, self.trainable) == (other.name, other.trainable)
+
+    def keeps_state_of(self, saver: "Trainer") -> bool:
+        """Whether the optimizer goes on with what it has kept of each weight (see `adopt`)."""
+        return self.name == saver.name and self.trainable <= saver.trainable
+
+    def adopt(self, state: TrainState, saver: "Trainer") -> TrainState:
+        """A state that `saver` trained, to go on with: weights, steps and key as they are.
+
+        The optimizer's state is kept where it is of the same optimizer, and of no fewer weights. Otherwise all of it is
+        new but the place in the schedule: one count corrects the young moments of all weights (Adam's are too small at
+        first), so those of some can't begin later than those of others. Running means begin at the weights where there
+        are none.
+        """
+        if not self.has_state_of(saver):
+            target = self.abstract(state.model, key=state.key).optimizer
+            if self.keeps_state_of(saver):
+                old = named_leaves(state.optimizer)
+                optimizer = jax.tree_util.tree_map_with_path(lambda path, _: old[path_name(path)], target)
+            else:
+                taken = np.int32(state.step) - np.int32(state.skipped)
+                optimizer = _at_step(taken, self._new_optimizer(state.model, target), _replicated(state.model))
+            state = dataclasses.replace(state, optimizer=optimizer)
+        return self.with_ema(state)
 
     def abstract(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
         """`init` as a tree of `jax.ShapeDtypeStruct` with shardings: what a checkpoint is restored into."""
@@ -442,6 +478,19 @@ def _with_router_biases(model: Decoder, stats: BlockStats | None, finite: Array)
     if not moves or stats is None or stats.routing is None:
         return model
     return update_router_bias(model, jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), stats.routing))
+
+
+def _at_step(taken: np.int32, state: PyTree, place: jax.sharding.Sharding) -> PyTree:
+    """An optimizer's state with its schedules at a step: what counts alone counts for one, beside moments for these."""
+
+    def counts(part: Any) -> bool:
+        return getattr(part, "_fields", None) == ("count",)
+
+    def moved(part: Any) -> Any:
+        count = lambda _: np.asarray(taken)  # noqa: E731
+        return part._replace(count=jax.make_array_from_callback((), place, count)) if counts(part) else part
+
+    return jax.tree.map(moved, state, is_leaf=counts)
 
 
 def _no_steps(index: Any) -> np.ndarray:
