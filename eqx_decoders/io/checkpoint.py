@@ -86,15 +86,25 @@ class Checkpoints:
         return read_manifest(self._steps, self._steps.existing(step))
 
     def save(
-        self, step: int, tree: PyTree, *, data_state: dict[str, Any], config: dict[str, Any] | str, wait: bool = False
+        self,
+        step: int,
+        tree: PyTree,
+        *,
+        data_state: dict[str, Any],
+        config: dict[str, Any] | str,
+        wait: bool = False,
+        drop: bool = True,
     ) -> bool:
         """Save the arrays of `tree`; return False if this object saved or restored this very step last.
 
         The arrays may be donated or deleted as soon as the call returns: the files are written in the background, and
         `wait`, `close` or the next `save` raise its errors. Leaves that are no arrays are not saved.
+
+        drop: delete all but the last `max_checkpoints` of the steps before it, as there is a newer one that came out of
+        them. The step itself counts when the next one is saved, or with `wait`: it may be of no use.
         """
         check_integer("step", step, minimum=0)
-        self.wait()
+        self.wait(drop=False)
         _same_operation()
         steps = from_first("steps", self.steps if jax.process_index() == 0 else None)
         if step == self._own and step in steps:
@@ -109,7 +119,7 @@ class Checkpoints:
         arrays = arrays_of(tree)
         check(bool(arrays), f"step={step} holds no arrays: there is nothing to save.", CheckpointError)
         manifest = make_manifest(step, arrays, data_state, config)
-        self._clean()
+        self._clean(keep=self.max_checkpoints if drop else None)
         try:
             if _is_writer():
                 self._steps.begin(step)
@@ -124,14 +134,13 @@ class Checkpoints:
         except Exception as error:
             raise self._failed(step, error) from error
         if wait:
-            self.wait()
+            self.wait(drop=drop)
         return True
 
     def wait(self, *, drop: bool = True) -> None:
         """Wait until the save in the background is committed, then delete all but the last `max_checkpoints` steps.
 
-        drop: whether to delete them. `save` does as it begins, when the step before it has shown to be of use; without
-        it a step that may be of none takes the place of no other.
+        drop: whether to delete them; without it a step that may be of no use takes the place of no other.
         """
         if self._pending is None:
             return
@@ -142,8 +151,7 @@ class Checkpoints:
             self._clean()
             raise self._failed(step, error) from error
         self._own = step
-        if drop:
-            self._clean(keep=self.max_checkpoints)
+        self._clean(keep=self.max_checkpoints if drop else None)
 
     close = wait
 

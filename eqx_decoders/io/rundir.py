@@ -52,7 +52,7 @@ def check_own(folder: Any, names: Sequence[str], field: str, value: str | Path) 
     """
     if any(_is_lock(_content(folder / name)) for name in (".lock", OWNER)):
         return
-    if _OWN_SETTINGS <= _json(_content(folder / "settings.json")).keys():
+    if _json(_content(folder / "settings.json")).keys() >= _OWN_SETTINGS:
         return
     found = [name for name in names if (folder / name).exists() or os.path.islink(folder / name)]
     foreign = [name for name in found if name != ".lock" or _content(folder / name)]  # an empty one is being written

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ from typing import Any
 
 import jax
 
-from eqx_decoders.axes import named_leaves
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import CheckpointError, DataError, EqxDecodersError, check
 from eqx_decoders.inference.text import prompt_ids
@@ -35,19 +33,18 @@ from eqx_decoders.io.run_copies import GROWING, RunCopies
 from eqx_decoders.io.rundir import EXIT_SIGTERM, Interrupt, RunLock, check_run_dir
 from eqx_decoders.io.tokenizer import Tokenizer
 from eqx_decoders.io.waiting import Waiting, showing
-from eqx_decoders.layout import device_bytes
 from eqx_decoders.replication import check_replicated
 from eqx_decoders.training.batches import Batch, Batches
 from eqx_decoders.training.data import make_dataset, make_held_out_sets, prepare_tokenizer
-from eqx_decoders.training.evaluation import HeldOut, describe_held_out, evaluate_sets, sample_text
+from eqx_decoders.training.evaluation import HeldOut, evaluate_sets, sample_text
 from eqx_decoders.training.flops import device_flops, flops_per_token
 from eqx_decoders.training.goodput import Goodput, WallTime, run_start
 from eqx_decoders.training.media_run import answers, describe_answers, draw_answers, placeholders, with_pictures
-from eqx_decoders.training.mesh_settings import describe_devices, describe_low_precision, describe_pipeline
 from eqx_decoders.training.metrics import MetricsRow, read_metrics
 from eqx_decoders.training.plots import plot_loads, plot_losses
 from eqx_decoders.training.processes import host_rows, place
 from eqx_decoders.training.progress import Progress
+from eqx_decoders.training.run_report import describe_model, diverged, out_of_memory, print_status, shown, summary
 from eqx_decoders.training.runs import (
     SOURCE,
     abstract_run,
@@ -94,7 +91,7 @@ def train(config: TrainConfig) -> int:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise EqxDecodersError(run.out_of_memory(str(error))) from error
+        raise EqxDecodersError(out_of_memory(run.config, run.target, str(error))) from error
 
 
 class Run:
@@ -168,18 +165,6 @@ class Run:
                 self._summarise(results, sample)
         return 0
 
-    def out_of_memory(self, told: str) -> str:
-        """What to do about XLA's error of this text."""
-        config, weights = self.config, named_leaves(self.target).values()
-        sizes = f"batch_size={config.dataset.batch_size} x seq_len={config.dataset.seq_len} tokens"
-        sizes += f", {sum(leaf.size for leaf in weights):,} weights of {sum(map(device_bytes, weights)) / 1e9:.2f} GB"
-        asked = next((line for line in told.splitlines() if "RESOURCE_EXHAUSTED" in line), told)
-        asked = asked.split("RESOURCE_EXHAUSTED:")[-1].strip().rstrip(".")[:300]
-        return (
-            f"the memory of a device does not suffice for {sizes}, and what a step makes of them. XLA: {asked}. Lower "
-            "batch_size or raise step.gradient_accumulation_steps, give remat='full', or cut the weights by mesh.fsdp."
-        )
-
     # --- before the first step ----------------------------------------------------------------------------------------
 
     def _open_model_and_data(self, stack: contextlib.ExitStack) -> None:
@@ -194,7 +179,7 @@ class Run:
             check_found(self.config, self.changes, self.dir)
         config, settings = self.config, self.dir / "settings.json"
         for name, (was, now) in self.changes.items():
-            print_status(f"changed: {flag(name)} {_shown(was)} -> {_shown(now)}")
+            print_status(f"changed: {flag(name)} {shown(was)} -> {shown(now)}")
         self._check_same()
         if self.writes:
             keep_config(config, self.dir)
@@ -293,7 +278,7 @@ class Run:
     def _first_state(self) -> tuple[TrainState, int]:
         """The state of the newest checkpoint, or a new one, and the steps that it has taken."""
         config, key = self.config, jax.random.key(self.config.dataset.seed)
-        self._describe()
+        print_status("\n".join(describe_model(config, self.target, self.trainer, self.execution)))
         if from_first("new", self.writes and (self.checkpoints.latest is None or is_imported(config, self.dir))):
             with Waiting("making the model", kept=self._kept()):
                 model = new_model(config, self.dir, self.execution)
@@ -322,19 +307,6 @@ class Run:
         """What there is of the run before its first step."""
         step = self.checkpoints.latest
         return f"the run is as it was saved at step {step}" if step else "the tokenizer and the tokens are kept"
-
-    def _describe(self) -> None:
-        leaves = named_leaves(self.target)
-        weights = sum(leaf.size for leaf in leaves.values())
-        trained = sum(leaf.size for name, leaf in leaves.items() if name in self.trainer.trainable)
-        part = f" ({trained:,} of them trained)" if trained < weights else ""
-        name, devices = self.config.init_from or self.config.model_config, describe_devices(self.layout)
-        name = " ".join((name or self.config.model, *self.config.set))
-        print_status(f"{name}: {weights:,} weights{part} on {devices}")
-        if (pipeline := describe_pipeline(self.execution)) is not None:
-            print_status(pipeline)
-        if (rounding := describe_low_precision(self.execution)) is not None:
-            print_status(rounding)
 
     def _step_log(self, first_step: int) -> StepLog:
         config, length, path = self.config, self.config.dataset.seq_len, self.dir / "metrics.jsonl"
@@ -416,24 +388,7 @@ class Run:
                 behind = 0  # if one of those under way is finite, the run goes on
         if self.skipped_in_a_row >= self.config.max_skipped:
             self.checkpoints.wait(drop=False)
-            found = f"loss={self.log.last['loss']}, grad_norm={self.log.last['grad_norm']}"
-            raise EqxDecodersError(
-                f"{self.skipped_in_a_row} steps in a row were not finite ({found}), and nothing of them is saved. "
-                f"{self._way_back(step)}Lower optimizer.learning_rate or look at the data, and start again."
-            )
-
-    def _way_back(self, step: int) -> str:
-        """Which checkpoints there are, and the newest after which a step was finite: others may be of no use."""
-        steps, where = self.checkpoints.steps, self.checkpoints.directory
-        good = [each for each in steps if each < step - self.skipped_in_a_row]
-        if not steps:
-            return "There is no checkpoint yet. "
-        told = f"A new start goes on from step {steps[-1]}"
-        if not good:
-            return f"{told}, after which no step was finite. "
-        later = ", ".join(map(str, steps[len(good) :]))
-        way = f": to go back to step {good[-1]}, the newest with a finite step after it, move {later} out of {where}"
-        return f"{told}{way if later else ''}. "
+            raise EqxDecodersError(diverged(self.log.last, self.checkpoints, step, self.skipped_in_a_row))
 
     def _stop(self, step: int, state: TrainState) -> None:
         """Save, for a signal that asked to stop."""
@@ -441,8 +396,9 @@ class Run:
         if not stuck:
             self._save(step, state)
         self.checkpoints.wait(drop=False)
-        saved = f"saved at step {self.checkpoints.latest}"
-        print_status(f"stopped, {saved}" + f": the last {stuck} steps were not finite, and are not saved" * (stuck > 0))
+        last = self.checkpoints.latest
+        left = f": the last {stuck} steps were not finite, and are not saved" * (stuck > 0)
+        print_status(f"stopped, {'nothing is saved' if last is None else f'saved at step {last}'}{left}")
 
     def _report(self, row: MetricsRow) -> None:
         """Write and show the metrics of a step."""
@@ -464,14 +420,15 @@ class Run:
         return results, sample
 
     @contextlib.contextmanager
-    def _going_on(self, what: str, step: int) -> Iterator[None]:
+    def _going_on(self, what: str, step: int, *, alone: bool = False) -> Iterator[None]:
+        """Around what a run can do without. alone: no other process takes part in it, nor waits for it."""
         try:
             yield
         except Exception as error:
-            if jax.process_count() > 1:
+            if jax.process_count() > 1 and not alone:
                 raise
-            told = " ".join(str(error).split())[:500]
-            self.progress.message(f"warning: {what} at step {step} failed, the run goes on: {type(error).__name__}: {told}")
+            told = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+            self.progress.message(f"warning: {what} at step {step} failed, the run goes on: {told}")
 
     def _evaluate(self, model: Decoder, step: int) -> dict[str, HeldOut]:
         """The held-out loss of all as "", and of each set with a name; nothing if a signal came meanwhile.
@@ -518,9 +475,8 @@ class Run:
             if self.writes:
                 self.copies.check_owner()
             self._copy()
-            if self.skipped_in_a_row:  # at the last step: what was good so far stays
-                self.checkpoints.wait(drop=False)
-            self.checkpoints.save(step, state, data_state=self.data_state, config=settings_json(self.config))
+            config, good = settings_json(self.config), self.skipped_in_a_row == 0
+            self.checkpoints.save(step, state, data_state=self.data_state, config=config, drop=good)
 
     @contextlib.contextmanager
     def _traces(self) -> Iterator[None]:
@@ -565,31 +521,14 @@ class Run:
 
     def _summarise(self, results: dict[str, HeldOut], sample: str) -> None:
         """Draw the pictures, print the held-out losses and a sample."""
-        plot_losses(self.dir / "metrics.jsonl", self.dir / "loss.png")
         loads, steps = self.log.loads()
-        if loads:
-            plot_loads(loads, self.dir / "expert_load.png")
+        with self._going_on("drawing the losses", self.config.steps, alone=True):
+            plot_losses(self.dir / "metrics.jsonl", self.dir / "loss.png")
+            if loads:
+                plot_loads(loads, self.dir / "expert_load.png")
         goodput = f"; goodput of the run {self.log.last['goodput']:.0%}" if self.log.last else ""
         print_status(f"time of this process: {self.time.text()}{goodput}")
-        files = f"metrics.jsonl, loss.png{' and expert_load.png' * bool(loads)} are in {self.dir}"
-        elsewhere = self.config.checkpoint_dir
-        print(f"\ncheckpoints, {files}" if elsewhere is None else f"\ncheckpoints are in {elsewhere}; {files}")
-        if loads:
-            worst = ", ".join(f"{load.max():.2f}" for load in loads.values())
-            print(f"largest load of an expert over the mean, layer by layer, last {steps} steps: {worst}")
-        sets = {name: batches.parts[0] for name, batches in self.held_out.items()}
-        for name, result in results.items():
-            counts = [part.counts for part in ([sets[name]] if name else sets.values())]
-            print("\n".join(describe_held_out(name, result, counts)))
+        sets = {name: batches.parts[0].counts for name, batches in self.held_out.items()}
+        print("\n".join(summary(self.config, self.dir, loads, steps, results, sets)))
         if sample:
             print(f"sample:\n{sample}")
-
-
-def _shown(value: Any) -> str:
-    """A setting as it is written on the command line."""
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def print_status(text: str) -> None:
-    """A line on the standard error, where the progress is."""
-    print(text, file=sys.stderr, flush=True)

@@ -41,6 +41,7 @@ from eqx_decoders.io.peft import adapter_plan, save_peft
 from eqx_decoders.io.processes import from_first
 from eqx_decoders.io.run_copies import RunCopies
 from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
+from eqx_decoders.training.adopt import adopt, describe_adoption, is_same
 from eqx_decoders.training.lora import add_lora, merge_lora
 from eqx_decoders.training.settings import (
     Changes,
@@ -291,7 +292,7 @@ def restore_state(
     """The newest state of a run, its data's state and its step, for models shaped like `model`.
 
     One that was saved by another optimizer, of other weights that are trained, or with or without running means is read
-    as it was saved, and goes on as one of `trainer` (see `Trainer.adopt`); `say` is told what is new then.
+    as it was saved, and goes on as one of `trainer` (see `adopt`); `say` is told what is new then.
     """
     savers: dict[int, Trainer] = {}
 
@@ -300,14 +301,9 @@ def restore_state(
         return saver.abstract(model, key=key)
 
     state, data_state, step = checkpoints.restore_for(as_saved)
-    saver = savers[step]
-    if not trainer.has_state_of(saver):
-        kept, were, are = trainer.keeps_state_of(saver), len(saver.trainable), len(trainer.trainable)
-        say(
-            f"optimizer's state: {'kept' if kept else 'new'}, of {trainer.name} for {are} arrays of weights, after "
-            f"{saver.name} for {were}; weights, data and the place in the schedule go on"
-        )
-    return Restored(trainer.adopt(state, saver), data_state, step)
+    if not is_same(trainer, savers[step]):
+        say(describe_adoption(trainer, savers[step]))
+    return Restored(adopt(trainer, state, savers[step]), data_state, step)
 
 
 def _trainer_of(manifest: Mapping[str, Any], trainer: Trainer, model: Decoder) -> Trainer:
@@ -315,7 +311,7 @@ def _trainer_of(manifest: Mapping[str, Any], trainer: Trainer, model: Decoder) -
     settings = settings_of(manifest["config"])
     if settings is not None:
         saver = Trainer.create(settings.optimizer_config(), model, steps=settings.steps)
-        if not saver.has_state_of(trainer):
+        if not is_same(trainer, saver):
             trainer = saver
     return dataclasses.replace(trainer, ema_decay=0.5 if _means(manifest["arrays"]) else None)
 

@@ -30,19 +30,8 @@ from eqx_decoders.training.step import StepConfig
 from eqx_decoders.training.trackers import PACKAGES
 
 
-# Names of settings in the run directories of earlier versions.
-RENAMED = {
-    "keep": "max_checkpoints",
-    "step.accumulate": "step.gradient_accumulation_steps",
-    "optimizer.clip_norm": "optimizer.max_grad_norm",
-    "optimizer.final_fraction": "optimizer.min_lr_ratio",
-    "data": "dataset.path",
-    "held_out": "dataset.held_out_path",
-    "tensorboard": "trackers",
-    **{
-        name: f"dataset.{name}" for name in ("held_out_fraction", "text_field", "batch_size", "seq_len", "seed", "pack")
-    },
-}
+# Other names of settings in files: those of their flags.
+ALIASES = {"data": "dataset.path", "held_out": "dataset.held_out_path"}
 
 # Which run it is: never changed.
 _IDENTITY = (
@@ -415,7 +404,7 @@ def settings_json(settings: TrainConfig) -> dict[str, Any]:
 
 
 def load_settings(path: Path) -> TrainConfig:
-    """The settings that `save_settings` wrote, in this version or an earlier one."""
+    """The settings that `save_settings` wrote."""
     return with_settings(TrainConfig(), _typed(_read_settings(path), path))
 
 
@@ -451,11 +440,9 @@ def of_a_new_start(settings: TrainConfig, run_dir: str) -> TrainConfig:
 
 
 def _typed(values: dict[str, Any], path: str | Path) -> dict[str, Any]:
-    """What a file holds by today's names: those without `dataset` and of earlier versions are known, too."""
-    if isinstance(values.get("tensorboard"), bool):  # what was a switch in earlier versions
-        values = values | {"tensorboard": ["tensorboard"] * values["tensorboard"]}
+    """What a file holds by the names of fields: those without `dataset`, and of flags, are known, too."""
     aliases = {name.removeprefix("dataset."): name for name in flat_settings(TrainConfig())}
-    return typed_settings(values, TrainConfig(), aliases | RENAMED, path)
+    return typed_settings(values, TrainConfig(), aliases | ALIASES, path)
 
 
 def _is_written(name: str, value: Any) -> bool:

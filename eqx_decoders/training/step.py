@@ -19,7 +19,7 @@ from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.explicit import spec_of
 from eqx_decoders.layers.scores import EMPTY
 from eqx_decoders.layout import Layout, partitions
-from eqx_decoders.offload import Offload
+from eqx_decoders.offload import Offload, to_device, to_home
 from eqx_decoders.stats import BlockStats
 from eqx_decoders.training.balance import expert_configs, update_router_bias
 from eqx_decoders.training.batches import Batch
@@ -156,17 +156,17 @@ class Trainer(eqx.Module):
         )
 
     def init(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
-        """The state before the first step; the optimizer's part is created sharded like the weights it belongs to."""
+        """The state before the first step."""
         model = model.place(model.execution.layout)  # a no-op for `init`'s; weights without a place would compile twice
-        target = self.abstract(model, key=key).optimizer
-        optimizer = self._new_optimizer(model, target)
+        optimizer = self.new_optimizer(model)
         # counters of their own: a donated step must not be handed one buffer twice
         zero, none = (jax.make_array_from_callback((), _replicated(model), _no_steps) for _ in range(2))
         key = jax.jit(jax.random.clone, out_shardings=_replicated(model))(key)  # device_put can't, over processes
         return self.with_ema(TrainState(model=model, optimizer=optimizer, step=zero, skipped=none, key=key))
 
-    def _new_optimizer(self, model: Decoder, target: PyTree) -> PyTree:
-        """The optimizer's state before its first step, sharded like `target`."""
+    def new_optimizer(self, model: Decoder) -> PyTree:
+        """The optimizer's state before its first step, sharded like the weights it belongs to."""
+        target = self.abstract(model, key=jax.random.key(0)).optimizer
         shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
         start = model.execution.layout.automatically(self.optimizer.init, lambda _: partitions(target))
         return jax.jit(start, out_shardings=shardings)(self._weights(model))
@@ -186,33 +186,6 @@ class Trainer(eqx.Module):
             lambda weights: jax.tree.map(lambda leaf: jnp.copy(widened(leaf)), weights), out_shardings=places
         )
         return dataclasses.replace(state, ema=kept | copies(weights))
-
-    def has_state_of(self, other: "Trainer") -> bool:
-        """Whether the optimizer's states of both are of the same arrays."""
-        return (self.name, self.trainable) == (other.name, other.trainable)
-
-    def keeps_state_of(self, saver: "Trainer") -> bool:
-        """Whether the optimizer goes on with what it has kept of each weight (see `adopt`)."""
-        return self.name == saver.name and self.trainable <= saver.trainable
-
-    def adopt(self, state: TrainState, saver: "Trainer") -> TrainState:
-        """A state that `saver` trained, to go on with: weights, steps and key as they are.
-
-        The optimizer's state is kept where it is of the same optimizer, and of no fewer weights. Otherwise all of it is
-        new but the place in the schedule: one count corrects the young moments of all weights (Adam's are too small at
-        first), so those of some can't begin later than those of others. Running means begin at the weights where there
-        are none.
-        """
-        if not self.has_state_of(saver):
-            target = self.abstract(state.model, key=state.key).optimizer
-            if self.keeps_state_of(saver):
-                old = named_leaves(state.optimizer)
-                optimizer = jax.tree_util.tree_map_with_path(lambda path, _: old[path_name(path)], target)
-            else:
-                taken = np.int32(state.step) - np.int32(state.skipped)
-                optimizer = _at_step(taken, self._new_optimizer(state.model, target), _replicated(state.model))
-            state = dataclasses.replace(state, optimizer=optimizer)
-        return self.with_ema(state)
 
     def abstract(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
         """`init` as a tree of `jax.ShapeDtypeStruct` with shardings: what a checkpoint is restored into."""
@@ -310,8 +283,11 @@ class Trainer(eqx.Module):
         names = tuple(name for name in old if not any(name in group for group in groups.values()))
         weights, optimizer, ema = by_layer(move, groups, names, finite, old, gradient, state.optimizer, state.ema)
         model = _with_router_biases(self._with_weights(state.model, weights), sums.stats, finite)
+        clipped = self._clipped(model, sums.stats, finite)
+        if ema is not None and clipped is not model:
+            ema = parts(self._with_clipped(ema, named_leaves(model), named_leaves(clipped)))
         new = TrainState(
-            model=self._clipped(model, sums.stats, finite),
+            model=clipped,
             optimizer=optimizer,
             step=state.step + 1,
             skipped=state.skipped + jnp.where(finite, 0, 1),
@@ -371,6 +347,16 @@ class Trainer(eqx.Module):
         if self.config.qk_clip_threshold is None or stats is None or stats.max_scores is None:
             return model
         return qk_clip(model, jnp.where(finite, stats.max_scores, EMPTY), self.config.qk_clip_threshold)
+
+    def _with_clipped(self, ema: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+        """Means of the weights as they are after QK-clip, from those as they were before it."""
+        share = 1 - (self.ema_decay or 0.0)
+
+        def one(name: str, mean: Any) -> Any:
+            moved = to_device(mean) + share * (widened(after[name]) - widened(before[name]))
+            return to_home(moved, mean)
+
+        return {name: mean if after[name] is before[name] else one(name, mean) for name, mean in ema.items()}
 
     def _weights(self, model: Decoder) -> dict[str, Any]:
         return {name: leaf for name, leaf in named_leaves(model).items() if name in self.trainable}
@@ -478,19 +464,6 @@ def _with_router_biases(model: Decoder, stats: BlockStats | None, finite: Array)
     if not moves or stats is None or stats.routing is None:
         return model
     return update_router_bias(model, jax.tree.map(lambda leaf: jnp.where(finite, leaf, 0.0), stats.routing))
-
-
-def _at_step(taken: np.int32, state: PyTree, place: jax.sharding.Sharding) -> PyTree:
-    """An optimizer's state with its schedules at a step: what counts alone counts for one, beside moments for these."""
-
-    def counts(part: Any) -> bool:
-        return getattr(part, "_fields", None) == ("count",)
-
-    def moved(part: Any) -> Any:
-        count = lambda _: np.asarray(taken)  # noqa: E731
-        return part._replace(count=jax.make_array_from_callback((), place, count)) if counts(part) else part
-
-    return jax.tree.map(moved, state, is_leaf=counts)
 
 
 def _no_steps(index: Any) -> np.ndarray:

@@ -86,7 +86,7 @@ def test_running_means_begin_and_end_with_a_change(tmp_path):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A checkpoint of three steps of which one was skipped, by AdamW with running means: its directory, model, state."""
+    """A checkpoint of three steps, of which one was skipped, by AdamW with running means; its model and state."""
     model = ed.init(ed.get_config("gpt3-52k"), key=jax.random.key(0))
     optimizer = OptimizerConfig(ema_decay=0.5)
     trainer = Trainer.create(optimizer, model, steps=10)
