@@ -21,6 +21,7 @@ from eqx_decoders.families import list_models
 from eqx_decoders.host_memory import keep_memory
 from eqx_decoders.io.files import expand_paths
 from eqx_decoders.io.processes import connected
+from eqx_decoders.io.rundir import check_run_dir
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.describe_data import describe_data
 from eqx_decoders.training.optimizer import OptimizerConfig
@@ -39,6 +40,8 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     if config.list_models:
         print("\n".join(list_models()))
         return 0
+    if config.describe or config.describe_data:
+        check_run_dir(config.run_dir)
     if config.describe_data:
         print(describe_data(config, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
         return 0

@@ -40,6 +40,7 @@ from eqx_decoders.io.huggingface import abstract_hf, decode_config, load_hf, rea
 from eqx_decoders.io.peft import adapter_plan, save_peft
 from eqx_decoders.io.processes import from_first
 from eqx_decoders.io.run_copies import RunCopies
+from eqx_decoders.io.rundir import check_run_dir
 from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from eqx_decoders.training.adopt import adopt, describe_adoption, is_same
 from eqx_decoders.training.lora import add_lora, merge_lora
@@ -186,6 +187,7 @@ def begun_run(run_dir: str | Path, checkpoint_dir: str | None) -> Path | None:
     """
     run = Path(run_dir)
     if is_begun(run):
+        check_run_dir(run)
         checkpoint_dir = checkpoint_dir or load_settings(run / "settings.json").checkpoint_dir
         if not RunCopies(run, checkpoint_dir).taken_over:
             return run

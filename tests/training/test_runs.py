@@ -12,9 +12,18 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.axes import named_leaves
 from eqx_decoders.io.checkpoint import Checkpoints
+from eqx_decoders.training import runs
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.runs import SOURCE, abstract_run, keep_source, new_model, restore_state, resume_settings
+from eqx_decoders.training.runs import (
+    SOURCE,
+    abstract_run,
+    keep_config,
+    keep_source,
+    new_model,
+    restore_state,
+    resume_settings,
+)
 from eqx_decoders.training.settings import MeshConfig, TrainConfig, save_settings, settings_json
 from eqx_decoders.training.step import StepConfig, Trainer
 
@@ -178,3 +187,28 @@ def test_what_a_trained_run_learns_by_is_changed_on_request_only(tmp_path):
         resume_settings(half, tmp_path)
     _, changes = resume_settings(dataclasses.replace(other, allow_changes=True), tmp_path)
     assert changes == {"dataset.batch_size": (8, 16), "optimizer.learning_rate": (3e-4, 1e-2)}
+
+
+def test_weights_and_means_are_of_one_step(tmp_path, monkeypatch):
+    """Although another one is saved while they are read."""
+    settings = TrainConfig(model="gpt3-52k", optimizer=OptimizerConfig(ema_decay=0.5, trainable=("*.mlp.*",)))
+    keep_config(settings, tmp_path)
+    save_settings(settings, tmp_path / "settings.json")
+    model = new_model(settings, tmp_path)
+    trainer = Trainer.create(settings.optimizer, model, steps=10)
+    state = trainer.init(model, key=jax.random.key(0))
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(1, state, data_state={}, config="", wait=True)
+        other = jax.tree.map(lambda x: x + jnp.ones_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+        read = runs.load_part
+
+        def saved_meanwhile(*given, **options):
+            found = read(*given, **options)
+            checkpoints.save(2, other, data_state={}, config="", wait=True)
+            return found
+
+        monkeypatch.setattr(runs, "load_part", saved_meanwhile)
+        found = named_leaves(runs.load_run(tmp_path))
+        assert checkpoints.latest == 2
+        want = named_leaves(state.model) | state.ema
+        assert all(np.array_equal(found[name], want[name]) for name in want)

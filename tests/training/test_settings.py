@@ -185,7 +185,7 @@ def test_the_settings_of_another_run_are_a_file_of_settings(tmp_path):
     want = dataclasses.replace(FULL, run_dir="mine", config=str(path))
     assert with_settings(with_file(start, path), {}) == want
     (tmp_path / "new.json").write_text(
-        '{"export": "no/where", "checkpoint_dir": "a", "optimizer": {"clip_norm": null}}'
+        '{"export": "no/where", "checkpoint_dir": "a", "optimizer": {"max_grad_norm": null}}'
     )
     found = with_file(start, tmp_path / "new.json")
     assert found.checkpoint_dir == "a"  # of a file that is not a run's
@@ -259,7 +259,7 @@ def test_files_may_have_the_names_of_flags(tmp_path):
 def test_a_tilde_is_the_user_s_directory_in_every_path(monkeypatch):
     """Of one path and of several, and behind the name of a held-out set; whatever else has one is left alone."""
     monkeypatch.setenv("HOME", "/home/me")
-    paths = {name: "~/x" for name in ("run_dir", "checkpoint_dir", "config", "init_from", "tokenizer", "export")}
+    paths = dict.fromkeys(("run_dir", "checkpoint_dir", "config", "init_from", "tokenizer", "export"), "~/x")
     data = DataConfig(
         path=("~/a.txt", "b~/c.txt", "gs://x/~/y"), held_out_path="val=~/v.txt", chat_template="~/t", cache_dir="~"
     )

@@ -164,3 +164,11 @@ def test_values_are_put_into_their_places():
         with_settings(found, {"inner.rate": -1.0})
     late = with_settings(found, {"inner.rate": -1.0}, checked=False)
     assert late.inner.rate == -1.0 and type(late) is Settings and late.count == 5
+
+
+@pytest.mark.parametrize("depth", [700, 3_000, 200_000])
+@pytest.mark.parametrize("name", ["run.json", "run.yaml"])
+def test_what_is_nested_too_deeply_is_refused(tmp_path, name, depth):
+    for text in ("[" * depth + "]" * depth, '{"text": ' + "[" * depth + "]" * depth + "}"):
+        with pytest.raises(ConfigError, match="run"):
+            read(text, tmp_path, name)
