@@ -95,6 +95,7 @@ def test_a_step_clips_after_the_optimizer():
     assert_close(named_leaves(stepped(1e4, parts)[0].model), named_leaves(plain.model), units=256)
 
 
+@pytest.mark.slow
 def test_running_means_are_of_the_weights_after_it():
     tokens, segments = packed(2)
     model = filled(decoder())

