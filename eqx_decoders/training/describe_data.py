@@ -19,7 +19,6 @@ from eqx_decoders.training.tokenise import Recipe
 
 SHOWN, TOKENS = 3, 400  # documents, and tokens of each
 MOST, BYTES = 1000, 1 << 22  # documents that are read where there are no tokens yet, and bytes for a tokenizer
-AT_ONCE = 1 << 20  # documents whose sizes are looked at together
 MARKS = {True: ("\x1b[32m", "\x1b[0m"), False: ("⟦", "⟧")}  # around targets, with colours and without
 
 
@@ -66,13 +65,8 @@ def _tokenizer_and_template(settings: TrainConfig, run: Path) -> tuple[Tokenizer
 
 def _documents(store: TokenStore) -> Iterator[int]:
     """The documents that are trained on."""
-    for start, stop in _ranges(store):
+    for start, stop in store.ranges():
         yield from (start + np.flatnonzero(~store.is_held_out(start, stop))).tolist()
-
-
-def _ranges(store: TokenStore) -> Iterator[tuple[int, int]]:
-    for start in range(0, len(store), AT_ONCE):
-        yield start, min(start + AT_ONCE, len(store))
 
 
 def _document(store: TokenStore, tokenizer: Tokenizer, document: int, marks: tuple[str, str]) -> str:
@@ -94,7 +88,7 @@ def _counts(store: TokenStore, seq_len: int, most: int | None) -> str:
     first = f", of the first {read:,}" * (most is not None and read >= most)
     lines = [f"{counts.documents:,} documents to train on{first}, {counts.tokens:,} tokens, {share}"]
     if store.has_targets:
-        parts = [store.sizes(*part)[~store.is_held_out(*part)] for part in _ranges(store)]
+        parts = [store.sizes(*part)[~store.is_held_out(*part)] for part in store.ranges()]
         longer = sum(int((sizes > seq_len).sum()) for sizes in parts)
         lines.append(f"{longer:,} are longer than --seq-len {seq_len}, and are cut; the others stay whole")
     return "\n".join(lines)

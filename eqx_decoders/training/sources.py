@@ -82,6 +82,13 @@ def as_place(text: str) -> Place:
     return _dataset(text) or (RemoteFile(text) if is_remote(text) else Path(text))
 
 
+def folder_of(file: Place) -> Path | None:
+    """Where relative paths in a source begin: its directory, or itself if it is one; None if it is elsewhere."""
+    if not isinstance(file, Path):
+        return None
+    return (file if file.is_dir() else file.parent).resolve()
+
+
 def _dataset(path: str) -> HubDataset | None:
     """The dataset of the hub that a path names; None for a file in one."""
     dataset = hub_dataset(path)
