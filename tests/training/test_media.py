@@ -126,7 +126,9 @@ def test_pictures_without_a_reader_and_rows_that_are_too_short_are_refused(folde
     data = DataConfig(path=str(folder / "drawn.jsonl"), seq_len=16, held_out_fraction=0.0, cache_dir=str(folder / "c"))
     with pytest.raises(DataError, match=r"drawn.jsonl.* has pictures, and nothing reads them"):
         make_dataset(data, ByteTokenizer(), folder=folder / "blind")
-    sentence = r"document 1 of drawn.jsonl has \d+ tokens with its pictures, which must stand in one sequence of --seq-len"
+    sentence = (
+        r"document 1 of drawn.jsonl has \d+ tokens with its pictures, which must stand in one sequence of --seq-len"
+    )
     with pytest.raises(DataError, match=sentence + r" 16 .*: raise it to (\d+), .* the 40 documents") as told:
         make_dataset(data, ByteTokenizer(), folder=folder / "short", media=(CONFIG, READER))
     enough = dataclasses.replace(data, seq_len=int(re.search(r"raise it to (\d+)", str(told.value))[1]))
