@@ -23,7 +23,7 @@ from eqx_decoders.offload import Offload
 from eqx_decoders.stats import BlockStats
 from eqx_decoders.training.balance import expert_configs, update_router_bias
 from eqx_decoders.training.batches import Batch
-from eqx_decoders.training.loss import LossMetrics, token_loss_sum
+from eqx_decoders.training.loss import LossMetrics, or_one, token_loss_sum
 from eqx_decoders.training.optimizer import OptimizerConfig, make_optimizer, make_schedule, widened
 from eqx_decoders.training.qk_clip import clipped_weights, latent_attentions, qk_clip
 from eqx_decoders.training.state_layout import StateLayout
@@ -244,7 +244,7 @@ class Trainer(eqx.Module):
     def _advance(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(state.key, state.step) if _uses_key(state.model) else None
         gradient, sums = self._gradient(state.model, batch, key)
-        tokens = jnp.maximum(sums.tokens, 1.0)
+        tokens = or_one(sums.tokens)
         # in f32, also for weights in half precision: there a sum of squares would lose most of its digits
         norm = jnp.sqrt(square_sum(gradient)) / tokens
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
@@ -290,7 +290,7 @@ class Trainer(eqx.Module):
             grad_norm=norm,
             learning_rate=jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32),
             skipped=~finite,
-            mtp_nll=None if sums.mtp is None else sums.mtp.nll / jnp.maximum(sums.mtp.tokens, 1.0),
+            mtp_nll=None if sums.mtp is None else sums.mtp.nll / or_one(sums.mtp.tokens),
             stats=sums.stats,
         )
         return new, metrics
