@@ -13,7 +13,7 @@ import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float32, Int32, Key, PRNGKeyArray, PyTree
 
-from eqx_decoders.axes import AnyArray, axes, frozen, matching, named_leaves, path_name, replaced
+from eqx_decoders.axes import AnyArray, axes, buffers, frozen, matching, named_leaves, path_name, replaced
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.explicit import spec_of
@@ -125,7 +125,7 @@ class Trainer(eqx.Module):
     ) -> "Trainer":
         """For models shaped like `model` (arrays or `ShapeDtypeStruct`s) and runs of `steps` steps.
 
-        Weights that their layer declares frozen are left out, whatever the patterns say.
+        Weights that their layer declares frozen are left out, whatever the patterns say, and buffers unless named.
         """
         clips = config.qk_clip_threshold is None or any(True for _ in latent_attentions(model))
         rule = f"StepConfig.qk_clip_threshold={config.qk_clip_threshold} needs latent attention: this model has none."
@@ -139,6 +139,7 @@ class Trainer(eqx.Module):
         kept = frozen(model)
         words = {name: here for name, here in axes(model).items() if name not in kept}
         trainable = matching(words, optimizer.trainable, "OptimizerConfig.trainable")
+        trainable -= buffers(model, optimizer.trainable)
         if config.qk_clip_threshold is not None:
             fixed = sorted(set(clipped_weights(model)) - trainable)
             rule = f"StepConfig.qk_clip_threshold={config.qk_clip_threshold} would change {', '.join(fixed[:3])}"
