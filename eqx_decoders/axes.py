@@ -90,6 +90,8 @@ AXES: dict[str, str] = {
 
 # `eqx.field(metadata=FROZEN)`: whatever stands in this field of a module is never trained.
 FROZEN: dict[str, bool] = {"frozen": True}
+# What the published model keeps as a buffer: it is trained only where a pattern ends with its name.
+BUFFER: dict[str, bool] = {"buffer": True}
 
 Axes = tuple[str, ...]
 
@@ -259,15 +261,29 @@ def matching(names: Iterable[str], patterns: Sequence[str], field: str) -> froze
 
 def frozen(tree: PyTree) -> frozenset[str]:
     """The paths of the weights that no training moves: those in or below a field with `metadata=FROZEN`."""
-    return frozenset(path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree) if _marked(tree, path))
+    return _all_marked(tree, FROZEN)
 
 
-def _marked(node: Any, path: tuple[Any, ...]) -> bool:
-    """Whether one of the fields along the path is frozen."""
+def buffers(tree: PyTree, named: Sequence[str] = ()) -> frozenset[str]:
+    """The paths of the weights in or below a field with `metadata=BUFFER`, without those that a pattern names.
+
+    Such a pattern matches the path and ends with its last part: `*.wiring.scale` does, `*` and `segments.*` don't.
+    """
+    patterns = {path: [one for one in named if one.endswith(path.split(".")[-1])] for path in _all_marked(tree, BUFFER)}
+    return frozenset(path for path, some in patterns.items() if not any(fnmatch.fnmatch(path, one) for one in some))
+
+
+def _all_marked(tree: PyTree, mark: Mapping[str, bool]) -> frozenset[str]:
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return frozenset(path_name(path) for path in paths if _marked(tree, path, *mark))
+
+
+def _marked(node: Any, path: tuple[Any, ...], mark: str) -> bool:
+    """Whether one of the fields along the path has this in its metadata."""
     for key in path:
         if isinstance(key, jax.tree_util.GetAttrKey):
             fields = {field.name: field for field in dataclasses.fields(node)}
-            if fields[key.name].metadata.get("frozen", False):
+            if fields[key.name].metadata.get(mark, False):
                 return True
             node = getattr(node, key.name)
         else:

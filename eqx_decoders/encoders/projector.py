@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.axes import FROZEN
+from eqx_decoders.axes import BUFFER
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.layers.mlp import ACTIVATIONS, add_bias
@@ -116,8 +116,8 @@ class Projector(eqx.Module):
     """`layers(norm(combine(patches)))`."""
 
     norm: Norm | None
-    bias: Float[Array, "norm"] | None = eqx.field(metadata=FROZEN)
-    scale: Float[Array, "norm"] | None = eqx.field(metadata=FROZEN)
+    bias: Float[Array, "norm"] | None = eqx.field(metadata=BUFFER)
+    scale: Float[Array, "norm"] | None = eqx.field(metadata=BUFFER)
     layers: tuple[Projection, ...]
     config: ProjectorConfig = eqx.field(static=True)
 

@@ -124,11 +124,11 @@ class ChatTemplate:
     def render_many(
         self, conversations: Sequence[Conversation], process: RenderingProcess | None = None
     ) -> list[Rendered | ConversionError]:
-        """Each conversation as a text, or the error that `render` would raise for it; all in one process: a new one,
-        or one that was started ahead.
+        """Each conversation as a text, or the error that `render` would raise for it; in one process, which may have
+        been started ahead, and in further ones where their texts have more than ten million characters together.
 
-        They share the gigabyte and the ten million characters, and may take a tenth of a second on average. Raises
-        ConversionError for what ends the process.
+        Those of a process share the gigabyte, and may take a tenth of a second on average. Raises ConversionError for
+        what ends a process.
         """
         if sys.platform == "win32":
             raise self._error("Windows has no limits for the process that renders untrusted templates")
@@ -139,12 +139,15 @@ class ChatTemplate:
             | {"add_generation_prompt": prompt}
             for messages, variables, prompt in conversations
         ]
-        work = {"source": self.source, "tasks": tasks, "seconds": SECONDS}
-        work["total_seconds"] = math.ceil(SECONDS + MORE_SECONDS * len(tasks)) + 1  # and a start of the process
-        try:
-            answers = json.loads(self._run(json.dumps(work).encode(), WALL_SECONDS + len(tasks), process))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise DataError(f"messages and variables of a chat template must be JSON values: {error}.") from error
+        answers: list[dict[str, Any]] = []
+        while len(answers) < len(tasks):
+            left = tasks[len(answers) :]
+            work = {"source": self.source, "tasks": left, "seconds": SECONDS}
+            work["total_seconds"] = math.ceil(SECONDS + MORE_SECONDS * len(left)) + 1  # and a start of the process
+            try:
+                answers += json.loads(self._run(json.dumps(work).encode(), WALL_SECONDS + len(left), process))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise DataError(f"messages and variables of a chat template must be JSON values: {error}.") from error
         return [self._error(one["error"]) if "error" in one else Rendered(**one) for one in answers]
 
     def _run(self, work: bytes, most: float, process: RenderingProcess | None) -> bytes:

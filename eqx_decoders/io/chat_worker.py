@@ -4,7 +4,7 @@ Jinja's sandbox keeps an untrusted template from Python's internals, but not fro
 the operating system limits processor time and memory. Should the sandbox have a hole, no file, socket or process can
 be opened. Standard input holds a JSON object with `source`, `tasks` (the variables of each rendering), `seconds` (of
 processor time for each) and `total_seconds`; the one argument, a list, says where jinja2 is found. The output is a
-list with one JSON object for each: `{"error": sentence}`, or `text` with
+list with one JSON object for each, or for as many as one process renders: `{"error": sentence}`, or `text` with
 
 - `generated`: [start, stop] of the characters within `{% generation %}`; null where the template has no such mark;
 - `messages`: [number of the message, start, stop] of what each turn of a loop over messages wrote.
@@ -19,7 +19,7 @@ import sys
 
 
 MEMORY = 1 << 30  # bytes of address space, of which Python takes some 100 MB
-CHARACTERS = 10_000_000  # of a rendered text
+CHARACTERS = 10_000_000  # of a rendered text, and of all together beyond which this process begins no other
 
 
 def main() -> None:
@@ -28,13 +28,15 @@ def main() -> None:
     environment = make_environment(tracker)
     task = json.load(sys.stdin.buffer)
     confine(task["total_seconds"])
-    template, answers, left = None, [], CHARACTERS
+    template, answers, length = None, [], 0
     for variables in task["tasks"]:
+        if length > CHARACTERS:
+            break
         signal.setitimer(signal.ITIMER_PROF, task["seconds"])  # when it runs out, SIGPROF ends the process
         try:
             template = template or environment.from_string(traced(environment, task["source"]))
-            answers.append(tracker.render(template, variables, left))
-            left -= len(answers[-1]["text"])
+            answers.append(tracker.render(template, variables))
+            length += tracker.length
         except Exception as error:  # a template can raise anything
             answers.append({"error": f"{type(error).__name__}: {error}"})
     signal.setitimer(signal.ITIMER_PROF, 0)
@@ -48,14 +50,14 @@ class Tracker:
     and `{% set %}` blocks nothing is written yet: what these loops over is not seen.
     """
 
-    def render(self, template, variables, most):
+    def render(self, template, variables):
         self.pieces, self.length = [], 0
         self.numbers = {id(message): number for number, message in enumerate(variables["messages"])}
         self.generated, self.messages, self.loops = [], [], []
         for piece in template.generate(variables):
             self.pieces.append(piece)
             self.length += len(piece)
-            if self.length > most:
+            if self.length > CHARACTERS:
                 raise ValueError(f"it has more than {CHARACTERS:,} characters")
         generated = self.generated if self.marks else None
         return {"text": "".join(self.pieces), "generated": generated, "messages": self.messages}

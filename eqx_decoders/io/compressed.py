@@ -3,7 +3,6 @@
 import contextlib
 import gzip
 import importlib.util
-import io
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +13,7 @@ from eqx_decoders.io.remote import RemoteFile
 
 
 COMPRESSED = (".gz", ".zst")
-CHUNK = 1 << 20
-MOST_WINDOW = 1 << 31  # `zstd --long=31` looks that far back; the package's own limit is 128 MB
+MOST_WINDOW_LOG = 31  # `zstd --long=31` looks 2 GB back; the library's own limit is 128 MB
 
 
 def plain_suffix(file: Path | RemoteFile) -> str:
@@ -50,8 +48,8 @@ def _open_gzip(file: Path | RemoteFile) -> Iterator[Any]:
 
 
 def _zstd() -> Any:
-    """The standard library's module (Python 3.14), else the package `zstandard`, else None."""
-    name = next((name for name in ("compression.zstd", "zstandard") if _is_there(name)), None)
+    """The standard library's module (Python 3.14), else the package `backports.zstd`, which is the same; else None."""
+    name = next((name for name in ("compression.zstd", "backports.zstd") if _is_there(name)), None)
     return None if name is None else importlib.import_module(name)
 
 
@@ -66,44 +64,15 @@ def _zstd_errors() -> tuple[type[Exception], ...]:
     return () if (zstd := _zstd()) is None else (zstd.ZstdError,)
 
 
-def _open_zstd(file: Path | RemoteFile) -> Any:
+def _open_zstd(file: Path | RemoteFile) -> contextlib.AbstractContextManager[Any]:
     zstd = _zstd()
     if zstd is None:
-        raise need_extra("zstandard", "train")
-    if hasattr(zstd, "DecompressionParameter"):
-        return zstd.open(file.open("rb"), "rb", options={zstd.DecompressionParameter.window_log_max: 31})
-    return io.BufferedReader(_Frames(file, zstd.ZstdDecompressor(max_window_size=MOST_WINDOW)), CHUNK)
+        raise need_extra("backports.zstd", "train")
+    return _open_frames(zstd, file)
 
 
-class _Frames(io.RawIOBase):
-    """All frames of a file. The package's own readers take a file that was cut off for a shorter one."""
-
-    def __init__(self, file: Path | RemoteFile, decompressor: Any):
-        self._file = file.open("rb")
-        self._decompressor = decompressor
-        self._frame: Any = None
-        self._input = self._output = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._output:
-            self._input = self._input or self._file.read(CHUNK)
-            if not self._input:
-                if self._frame is not None:
-                    raise EOFError("the file ends before its end-of-stream marker")
-                return 0
-            self._frame = self._frame or self._decompressor.decompressobj()
-            self._output = self._frame.decompress(self._input)
-            self._input = self._frame.unused_data
-            if self._frame.eof:
-                self._frame = None
-        count = min(len(buffer), len(self._output))
-        buffer[:count] = self._output[:count]
-        self._output = self._output[count:]
-        return count
+@contextlib.contextmanager
+def _open_frames(zstd: Any, file: Path | RemoteFile) -> Iterator[Any]:
+    options = {zstd.DecompressionParameter.window_log_max: MOST_WINDOW_LOG}
+    with file.open("rb") as inner, zstd.open(inner, "rb", options=options) as stream:
+        yield stream

@@ -126,6 +126,8 @@ class Batches:
         for part in parts:
             where = f"the split {split!r} of the data{part.name and f' {part.name!r}'} is empty"
             check(part.counts.documents > 0, f"{where}: {remedy}.", DataError)
+            if media is not None:
+                _check_pictures(part, seq_len)
         self.parts = tuple(parts)
         self.mixture = Mixture.of_weights(weights) if weights else None
         self._split, self._rows, self._batch_size = split, rows, batch_size
@@ -319,12 +321,8 @@ class Batches:
             targets[here] = store.targets(document)[start:stop] if store.has_targets else True
             targets[used] = False  # nothing of its piece predicts it
             used = here.stop
-            if self._media is not None and (own := store.media(document)):
-                whole = len(store[document])
-                rule = f"has {whole} tokens with its pictures, and they must stand in one sequence"
-                fits = stop - start == whole
-                check(fits, f"document {document} of the data {rule}: raise --seq-len ({self._seq_len}).", DataError)
-                references += own
+            if self._media is not None:
+                references += store.media(document)
         return references
 
     def _find(self, row: int) -> tuple[int, int]:
@@ -333,3 +331,19 @@ class Batches:
             return 0, row
         source, number = self.mixture.find(row - self._since)
         return source, self._before[source] + number
+
+
+def _check_pictures(part: Corpus, seq_len: int) -> None:
+    """A document with pictures must stand in one sequence: its placeholders and their pictures are not cut."""
+    for start, stop in part.store.ranges():
+        longer = (part.store.sizes(start, stop) > seq_len) & (part.store.is_held_out(start, stop) == part.held_out)
+        if longer.any() and (longer := longer & part.store.has_media(start, stop)).any():
+            sizes, first = part.store.sizes(start, stop)[longer], start + int(np.argmax(longer))
+            what = f"{part.store.name(first)} has {len(part.store[first]):,} tokens with its pictures"
+            rule = f"which must stand in one sequence of --seq-len {seq_len} (DataConfig.seq_len)"
+            remedy = f"raise it to {sizes.max():,}, have the processor make fewer tokens of a picture, or leave out"
+            raise DataError(f"{what}, {rule}: {remedy} {_documents(len(sizes))} of that length.")
+
+
+def _documents(count: int) -> str:
+    return "the one document" if count == 1 else f"the {count:,} documents"

@@ -23,6 +23,7 @@ from eqx_decoders.training.corpus import held_out_rule, read_documents
 from eqx_decoders.training.counts import SPLITS
 from eqx_decoders.training.media_data import MediaReader
 from eqx_decoders.training.mixture import find_mixture, find_sets
+from eqx_decoders.training.records import Document
 from eqx_decoders.training.sources import Paths
 from eqx_decoders.training.token_store import TokenStore, open_sample, open_store
 
@@ -97,11 +98,13 @@ def training_texts(config: DataConfig, *, max_bytes: int = 1 << 28) -> Iterator[
 
 def _texts_of(config: DataConfig, path: Paths, max_bytes: int) -> Iterator[str]:
     fraction = 0.0 if config.held_out_path else config.held_out_fraction
-    is_held_out = held_out_rule(read_documents(path, text_field=config.text_field), fraction)
     template = None if config.chat_template is None else read_chat_template(config.chat_template)
-    documents = (one for one in read_documents(path, text_field=config.text_field) if not is_held_out(one))
-    size = 0
-    for document in render_documents(documents, template):
+
+    def documents() -> Iterator[Document]:
+        return render_documents(read_documents(path, text_field=config.text_field), template)
+
+    is_held_out, size = held_out_rule(documents(), fraction), 0
+    for document in (one for one in documents() if not is_held_out(one)):
         text = document.text or ""
         size += len(text.encode())
         if size > max_bytes:

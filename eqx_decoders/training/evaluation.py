@@ -116,5 +116,5 @@ def evaluate_sets(
 
 def _held_out(total: np.ndarray, depths: int) -> HeldOut:
     nats, tokens, *rest = total.tolist()
-    rates = tuple(a / max(p, 1.0) for a, p in zip(rest[:depths], rest[depths:], strict=True))
-    return HeldOut(loss=nats / max(tokens, 1.0), tokens=int(tokens), nats=nats, acceptance=rates)
+    rates = tuple(a / (p or 1.0) for a, p in zip(rest[:depths], rest[depths:], strict=True))
+    return HeldOut(loss=nats / (tokens or 1.0), tokens=int(tokens), nats=nats, acceptance=rates)

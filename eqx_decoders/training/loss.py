@@ -69,6 +69,11 @@ class LossMetrics(eqx.Module):
         return dataclasses.replace(summed, stats=add_stats(self.stats, other.stats))
 
 
+def or_one(weight: Array) -> Array:
+    """A sum of weights as what the sum over them is divided by: 1 where there are none, and all sums are 0."""
+    return jnp.where(weight > 0, weight, 1.0)
+
+
 def next_tokens(batch: Batch) -> tuple[Int[Array, "batch length"], Float32[Array, "batch length"]]:
     """The target of each token and its weight: 0 at the end of a row or document, for padding, and where masked.
 
@@ -196,8 +201,9 @@ def _mtp_loss_sum(
         sums.append(_head_loss(model, x, targets, weights, fused=fused, key=key, depth=depth)[:2])
         tokens.append(jnp.sum(weights))
     losses, nll = zip(*sums, strict=True)
-    everything = sum(jnp.sum(mtp_targets(full_batch, depth)[1]) for depth in range(1, len(hidden) + 1))
-    scale = model.mtp.config.loss_weight * jnp.sum(next_tokens(full_batch)[1]) / jnp.maximum(everything, 1.0)
+    targets = [jnp.sum(mtp_targets(full_batch, depth)[1]) for depth in range(1, len(hidden) + 1)]
+    everything = sum(targets, jnp.zeros(()))
+    scale = model.mtp.config.loss_weight * jnp.sum(next_tokens(full_batch)[1]) / or_one(everything)
     return scale * sum(losses), MTPLossSums(nll=jax.lax.stop_gradient(jnp.stack(nll)), tokens=jnp.stack(tokens))
 
 
@@ -257,7 +263,7 @@ def next_token_loss(
 @typed
 def _mean_loss(model: Decoder, batch: Batch, z_loss: float, fused: bool, key: PRNGKeyArray | None):
     loss, metrics = token_loss_sum(model, batch, z_loss=z_loss, fused=fused, key=key)
-    return loss / jnp.maximum(metrics.tokens, 1.0), metrics
+    return loss / or_one(metrics.tokens), metrics
 
 
 class EvaluationSums(eqx.Module):

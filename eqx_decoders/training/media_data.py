@@ -17,8 +17,9 @@ from eqx_decoders.encoders.stem import PatchStemConfig
 from eqx_decoders.errors import ConfigError, DataError, check
 from eqx_decoders.io.processors.films import open_film
 from eqx_decoders.io.processors.pictures import open_picture
-from eqx_decoders.io.processors.processor import Processor
+from eqx_decoders.io.processors.processor import Processor, settings_content
 from eqx_decoders.io.processors.rules import Seen, together
+from eqx_decoders.io.remote import is_remote
 from eqx_decoders.training.drawn_pictures import SIZE, drawn_pixels
 from eqx_decoders.training.records import WORDS, reference, referred
 
@@ -34,10 +35,21 @@ class MediaReader(Protocol):
     **Attributes:**
 
     - `token`: the placeholder of pictures.
+    - `reads_files`: whether references are paths.
     """
 
     @property
     def token(self) -> int: ...
+
+    @property
+    def reads_files(self) -> bool: ...
+
+    def located(self, references: Sequence[str], folder: Path | None, where: str) -> tuple[str, ...]:
+        """The references by which a document's files are found from anywhere: relative paths begin in `folder`.
+
+        Raises DataError, beginning with `where`, for relative paths without a folder.
+        """
+        ...
 
     def written(
         self, text: str, spans: Sequence[Span], references: Sequence[str], where: str
@@ -65,6 +77,10 @@ class MediaReader(Protocol):
         """What `loaded_reader` makes the same one of, in JSON."""
         ...
 
+    def digest(self) -> str:
+        """Equal for readers that give documents the same placeholders."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True)
 class DrawnReader:
@@ -84,6 +100,11 @@ class DrawnReader:
         fits = stem.frames == 1 and stem.channels == 3 and SIZE % side == 0
         check(fits, f"drawn pictures have {SIZE} x {SIZE} pixels: patches that become a token must divide them.")
         return cls(token=media.image_token, tokens=(SIZE // side) ** 2)
+
+    reads_files = False
+
+    def located(self, references: Sequence[str], folder: Path | None, where: str) -> tuple[str, ...]:
+        return tuple(references)
 
     def written(
         self, text: str, spans: Sequence[Span], references: Sequence[str], where: str
@@ -116,6 +137,9 @@ class DrawnReader:
     def words(self) -> dict[str, Any]:
         return {"kind": "drawn", "token": self.token, "tokens": self.tokens}
 
+    def digest(self) -> str:
+        return _digest_of(self.words())
+
 
 @dataclasses.dataclass(frozen=True)
 class ProcessedReader:
@@ -124,13 +148,13 @@ class ProcessedReader:
     **Arguments:**
 
     - `directory`: of the model.
-    - `root`: where relative paths begin.
     - `token`: the placeholder of pictures; of what there is else where a model sees none.
     """
 
     directory: str
-    root: str
     token: int
+
+    reads_files = True
 
     @functools.cached_property
     def _processor(self) -> Processor:
@@ -148,9 +172,12 @@ class ProcessedReader:
         words = [self._processor.tokenizer.encode(rules.placeholder, special=True) for rules in self._rules.values()]
         return np.unique(np.concatenate([[self.token], *(ids for ids in words if len(ids) == 1)]))
 
+    def located(self, references: Sequence[str], folder: Path | None, where: str) -> tuple[str, ...]:
+        return tuple(_located(*referred(one)[:2], folder, where) for one in references)
+
     def _seen(self, one: str) -> Seen:
         kind, name, digest = referred(one)
-        where, path, limits = f"{WORDS[kind]} {name[:120]!r}", Path(self.root) / name, self._processor.limits
+        where, path, limits = f"{WORDS[kind]} {name[-240:]!r}", Path(name), self._processor.limits
         rule = "is not the file that tokens were made of: put that one back, or refer to this one by another name"
         check(digest in ("", _digest(path)), f"{where} {rule}.", DataError)
         rules = self._rules.get(kind)
@@ -205,7 +232,7 @@ class ProcessedReader:
 
     def kept(self, references: Sequence[str]) -> tuple[str, ...]:
         named = (referred(one)[:2] for one in references)
-        return tuple(reference(kind, name, _digest(Path(self.root) / name)) for kind, name in named)
+        return tuple(reference(kind, name, _digest(Path(name))) for kind, name in named)
 
     def arrays(self, references: Sequence[str]) -> dict[str, Any]:
         kinds = [referred(one)[0] for one in references]
@@ -216,10 +243,24 @@ class ProcessedReader:
 
     def pixels(self, one: str) -> np.ndarray | None:
         kind, name, _ = referred(one)
-        return open_picture(Path(self.root) / name, self._processor.limits) if kind == "image" else None
+        return open_picture(Path(name), self._processor.limits) if kind == "image" else None
 
     def words(self) -> dict[str, Any]:
         return {"kind": "processed", **dataclasses.asdict(self)}
+
+    def digest(self) -> str:
+        """Of what the processor's files say, wherever they are."""
+        tokenizer = self._processor.tokenizer.content_hash
+        return _digest_of({"token": self.token, "tokenizer": tokenizer, "settings": settings_content(self.directory)})
+
+
+def _located(kind: str, name: str, folder: Path | None, where: str) -> str:
+    if Path(name).is_absolute() or is_remote(name) or name.startswith("data:"):  # which files.check_file refuses
+        return reference(kind, name)
+    rule = f"names the {WORDS[kind]} {name[:120]!r} by a relative path, and is not on this machine itself"
+    if folder is None:
+        raise DataError(f"{where} {rule}: give absolute paths, or download it to the directory of its files.")
+    return reference(kind, str(folder / name))
 
 
 def _digest(path: Path) -> str:
@@ -250,6 +291,5 @@ def loaded_reader(words: Mapping[str, Any]) -> MediaReader:
     return (DrawnReader if words["kind"] == "drawn" else ProcessedReader)(**given)
 
 
-def reader_digest(reader: MediaReader) -> str:
-    """Equal for readers that give documents the same placeholders."""
-    return hashlib.blake2b(json.dumps(reader.words(), sort_keys=True).encode(), digest_size=8).hexdigest()
+def _digest_of(content: Any) -> str:
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=8).hexdigest()

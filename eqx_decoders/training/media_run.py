@@ -1,10 +1,11 @@
 """What a training run does for a model that sees: its data, and what it answers in the end."""
 
 import dataclasses
+import itertools
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,12 +15,12 @@ from eqx_decoders.inference.generate import generate
 from eqx_decoders.io.files import cache_directory
 from eqx_decoders.io.tokenizer import Tokenizer
 from eqx_decoders.sampling import Greedy
-from eqx_decoders.training.batches import Batches
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.drawn_pictures import write_questions
 from eqx_decoders.training.media_data import DrawnReader, MediaReader, ProcessedReader
 from eqx_decoders.training.plots import plot_answers
 from eqx_decoders.training.records import referred
+from eqx_decoders.training.token_store import TokenStore
 
 
 PICTURES = 60_000  # of the data that a model gets if it sees, and none are given
@@ -42,9 +43,7 @@ def with_pictures(data: DataConfig, config: DecoderConfig, source: Path) -> tupl
     if media is None or not own:
         return data, None
     if source.is_dir():
-        first = data.path if isinstance(data.path, str) or data.path is None else data.path[0]
-        root = Path() if first is None else Path(first)
-        return data, ProcessedReader(str(source), str((root.parent if root.suffix else root).absolute()), own[0])
+        return data, ProcessedReader(str(source), own[0])
     if data.path is not None or media.vision is None or media.image_token is None:
         return data, None
     reader = DrawnReader.of(config)
@@ -52,25 +51,52 @@ def with_pictures(data: DataConfig, config: DecoderConfig, source: Path) -> tupl
     return dataclasses.replace(data, path=str(file)), reader
 
 
-@dataclasses.dataclass(frozen=True)
-class Answered:
-    """A held-out question about a picture, and what was said.
+class Question(NamedTuple):
+    """A held-out document up to what is said behind its last picture, film or sound, and that.
 
     **Arguments:**
 
-    - `reference`: of the picture, film or sound.
+    - `references`: of all its files.
+    - `prompt`, `answer`: tokens, `[length]`.
+    """
+
+    references: tuple[str, ...]
+    prompt: np.ndarray
+    answer: np.ndarray
+
+    @classmethod
+    def of(
+        cls, tokens: np.ndarray, targets: np.ndarray, references: tuple[str, ...], marks: Sequence[int]
+    ) -> "Question | None":
+        """That of a document with `marks` as placeholders; None if nothing behind them is trained on."""
+        behind = int(np.flatnonzero(np.isin(tokens, marks))[-1]) + 1
+        if not targets[behind:].any():
+            return None
+        first = behind + int(np.argmax(targets[behind:]))
+        last = np.flatnonzero(~targets[first:])  # of a conversation only this turn
+        stop = len(tokens) if len(last) == 0 else first + int(last[0])
+        return cls(references, tokens[:first].astype(np.int32), tokens[first:stop].astype(np.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Answered:
+    """A held-out question about pictures, and what was said.
+
+    **Arguments:**
+
+    - `references`: of the pictures, films and sounds.
     - `question`, `answer`, `said`: in words.
     """
 
-    reference: str
+    references: tuple[str, ...]
     question: str
     answer: str
     said: str
 
     @property
     def name(self) -> str:
-        """That of the file."""
-        return referred(self.reference)[1]
+        """Those of the files."""
+        return ", ".join(Path(referred(one)[1]).name for one in self.references)
 
     @property
     def right(self) -> bool:
@@ -79,56 +105,93 @@ class Answered:
 
 
 def answers(
-    model: Decoder, reader: MediaReader, tokenizer: Tokenizer, batches: Batches, most: int = ASKED
+    model: Decoder,
+    reader: MediaReader,
+    tokenizer: Tokenizer,
+    stores: Iterable[TokenStore],
+    *,
+    most_new: int,
+    at_once: int,
+    most: int = ASKED,
 ) -> list[Answered]:
-    """What the model says, greedily, to the first held-out questions about one picture each."""
-    store, found = batches.store, []
-    held_out = np.flatnonzero(store.is_held_out(0, len(store)))
-    for document in held_out[:most]:
-        tokens, targets = np.asarray(store[document]), np.asarray(store.targets(document))
-        media = store.media(document)
-        if len(media) == 1 and targets.any():
-            first = int(np.argmax(targets))
-            found.append((media[0], tokens[:first].astype(np.int32), tokens[first:].astype(np.int32)))
-    said = _said(model, reader, [prompt for _, prompt, _ in found], [media for media, _, _ in found], found)
-    words = [
-        (_text(tokenizer, prompt, reader), _text(tokenizer, answer, reader), _text(tokenizer, made, reader))
-        for (_, prompt, answer), made in zip(found, said, strict=True)
+    """What the model says, greedily, to the first held-out questions about pictures; none where there are none.
+
+    **Arguments:**
+
+    - `stores`: the tokens of the held-out sets.
+    - `most_new`: tokens of an answer: of a longer one only the first are asked for and compared.
+    - `at_once`: tokens, with those of the answers, that are computed together.
+    - `most`: how many questions.
+    """
+    marks = placeholders(model.config)
+    asked = list(itertools.islice(_questions(stores, marks), most))
+    asked = [one._replace(answer=one.answer[:most_new]) for one in asked]
+    left_out = {*marks, tokenizer.eos_id, tokenizer.bos_id}
+
+    def text(tokens: np.ndarray) -> str:
+        return tokenizer.decode([int(token) for token in tokens if int(token) not in left_out]).strip()
+
+    said = _said(model, reader, asked, tokenizer.eos_id, at_once)
+    return [
+        Answered(one.references, text(one.prompt), text(one.answer), text(made))
+        for one, made in zip(asked, said, strict=True)
     ]
-    return [Answered(media, *own) for (media, _, _), own in zip(found, words, strict=True)]
+
+
+def _questions(stores: Iterable[TokenStore], marks: Sequence[int]) -> Iterator[Question]:
+    for store in stores:
+        for start, stop in store.ranges():
+            for document in start + np.flatnonzero(store.is_held_out(start, stop) & store.has_media(start, stop)):
+                tokens, targets = np.asarray(store[document]), np.asarray(store.targets(document))
+                found = Question.of(tokens, targets, store.media(document), marks)
+                if found is not None:
+                    yield found
 
 
 def _said(
-    model: Decoder, reader: MediaReader, prompts: Sequence[np.ndarray], media: Sequence[str], found: Sequence[Any]
-) -> list[np.ndarray]:
-    if not prompts:
-        return []
-    width, new = max(map(len, prompts)), max(len(answer) for _, _, answer in found)
-    rows = np.zeros((len(prompts), width), np.int32)
-    lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
-    for row, prompt in zip(rows, prompts, strict=True):
-        row[: len(prompt)] = prompt
-    given = Media.create(model.config, rows, **reader.arrays(media))
-    stops = tuple(sorted({int(answer[-1]) for _, _, answer in found}))
-    options: dict[str, Any] = dict(max_new_tokens=new, sampler=Greedy(), stop_ids=stops, pad_id=stops[0])
-    return list(np.asarray(generate(model, rows, prompt_lengths=lengths, media=given, **options)))
+    model: Decoder, reader: MediaReader, asked: Sequence[Question], eos: int | None, at_once: int
+) -> Iterator[np.ndarray]:
+    """The tokens of each answer, made for as many questions at a time as `at_once` allows."""
+    if not asked:
+        return
+    width, new = (max(len(one[part]) for one in asked) for part in (1, 2))
+    count = min(len(asked), max(1, at_once // (width + new)))
+    ends = {int(one.answer[-1]) for one in asked}
+    stops = tuple(ends) if len(ends) == 1 else () if eos is None else (eos,)
+    options: dict[str, Any] = dict(max_new_tokens=new, sampler=Greedy(), stop_ids=stops, pad_id=(*stops, 0)[0])
+    for start in range(0, len(asked), count):
+        some = [*asked[start : start + count]]
+        some += some[:1] * (count - len(some))  # so that all are one program
+        rows = np.zeros((count, width), np.int32)
+        for row, one in zip(rows, some, strict=True):
+            row[: len(one.prompt)] = one.prompt
+        references = [reference for one in some for reference in one.references]
+        media = Media.create(model.config, rows, **reader.arrays(references))
+        lengths = np.asarray([len(one.prompt) for one in some], np.int32)
+        made = np.asarray(generate(model, rows, prompt_lengths=lengths, media=media, **options))
+        yield from itertools.starmap(_ended, zip(made, asked[start : start + count], strict=False))
 
 
-def _text(tokenizer: Tokenizer, tokens: np.ndarray, reader: MediaReader) -> str:
-    left_out = {reader.token, tokenizer.eos_id, tokenizer.bos_id}
-    return tokenizer.decode([int(token) for token in tokens if int(token) not in left_out]).strip()
+def _ended(made: np.ndarray, one: Question) -> np.ndarray:
+    """What was said up to where the answer is, or else where something ends as it does."""
+    if np.array_equal(made[: len(one.answer)], one.answer):
+        return one.answer
+    ends = np.flatnonzero(made == one.answer[-1])
+    return made[: int(ends[0]) + 1] if len(ends) else made
 
 
 def draw_answers(reader: MediaReader, found: Sequence[Answered], out_png: Path) -> None:
-    """Draw the pictures, each under its question and what was said; films and sounds are left out."""
-    shown = [(pixels, one) for one in found if (pixels := reader.pixels(one.reference)) is not None]
+    """Draw the last picture of each under its question and what was said; films and sounds are left out."""
+    drawn = ((map(reader.pixels, reversed(one.references)), one) for one in found)
+    seen = ((next((each for each in pixels if each is not None), None), one) for pixels, one in drawn)
+    shown = [(pixels, one) for pixels, one in seen if pixels is not None]
     if shown:
         titles = ["\n".join(textwrap.shorten(words, 48) for words in (one.question, one.said)) for _, one in shown]
         plot_answers([pixels for pixels, _ in shown], titles, [one.right for _, one in shown], out_png)
 
 
 def describe_answers(found: Sequence[Answered]) -> str:
-    """How many are right, and one of each."""
+    """How many are right, and one of each; there is at least one."""
     right = [one for one in found if one.right]
     wrong = [one for one in found if not one.right]
     lines = [f"held-out pictures: {len(right)} of {len(found)} answers exact ({100 * len(right) / len(found):.1f} %)"]

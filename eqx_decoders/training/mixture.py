@@ -80,7 +80,7 @@ def _split(paths: Paths, form: re.Pattern[str]) -> list[tuple[str, str | None]]:
     """The two sides of the `=` in each text; the text and None where there is none, or a file of that name."""
     found = []
     for text in filter(None, as_paths(paths)):
-        match = None if glob.glob(text) else form.fullmatch(text)
+        match = None if Path(text).exists() or glob.glob(text) else form.fullmatch(text)
         is_query = match is not None and is_remote(text) and QUERY.search(match[1]) is not None
         found.append((text, None) if match is None or is_query else match.groups())
     return found

@@ -28,7 +28,7 @@ from eqx_decoders.training.records import (
     row_documents,
     used_columns,
 )
-from eqx_decoders.training.sources import ARRAY_RECORDS, KEPT, File, Place, Source
+from eqx_decoders.training.sources import ARRAY_RECORDS, KEPT, File, Place, Source, folder_of
 
 
 Part = tuple[int, int]
@@ -67,8 +67,10 @@ def read_source(source: Source, reading: Reading, part: Part | None = None) -> I
     Raises DataError for what cannot be read, with the file and, where it is the content, the line.
     """
     with _told(source.file):
-        found = _READERS[kind_of(source.file)].read(source, reading, part)
-        yield from (one for one in found if one.text or one.chat or (one.tokens is not None and len(one.tokens)))
+        folder = folder_of(source.file)
+        for one in _READERS[kind_of(source.file)].read(source, reading, part):
+            if one.text or one.chat or (one.tokens is not None and len(one.tokens)):
+                yield one._replace(folder=folder, drawn=one.draw())
 
 
 def parts_of(source: Source, size: int | None) -> list[Part | None]:

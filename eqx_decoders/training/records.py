@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +30,8 @@ class Document(NamedTuple):
     """One document: its text, its tokens without special ones around them, or a conversation.
 
     `where` is for error messages. `spans` are the characters of `text` that are trained on, as (start, stop); None: all
-    of it. A conversation gets its text from a chat template (see `training.chats`). `media` refers to its files.
+    of it. A conversation gets its text from a chat template (see `training.chats`). `media` refers to its files:
+    relative paths begin in `folder` (None: its source is not on this machine). `drawn` is its `draw` when it was read.
     """
 
     where: str
@@ -39,6 +41,8 @@ class Document(NamedTuple):
     spans: tuple[tuple[int, int], ...] | None = None
     chat: Chat | None = None
     media: tuple[str, ...] = ()
+    folder: Path | None = None
+    drawn: float | None = None
 
     @property
     def size(self) -> int:
@@ -46,7 +50,12 @@ class Document(NamedTuple):
         return len(self.text or "") if self.tokens is None else self.tokens.nbytes
 
     def draw(self) -> float:
-        """A number in [0, 1) from the hash of the document: equal on every machine, uniform over documents."""
+        """A number in [0, 1) from the hash of the document: equal on every machine, uniform over documents.
+
+        It is that of what was read, whatever has been written in its place since.
+        """
+        if self.drawn is not None:
+            return self.drawn
         if self.key is not None:
             content = self.key.encode()
         elif self.tokens is not None:

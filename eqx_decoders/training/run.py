@@ -458,15 +458,18 @@ class Run:
         return {"": result, **named}
 
     def _sample(self, model: Decoder, *, last: bool = False) -> str:
-        """What the model writes; of one that sees, what it says to held-out pictures."""
+        """What the model writes; of one that sees, what it says to held-out pictures, if there are any."""
         config = self.config
         if config.sample_tokens == 0 or self.stop.agreed:
             return ""
         if self.reader is not None and self.held_out:
-            found = answers(model, self.reader, self.tokenizer, next(iter(self.held_out.values())))
+            stores = [batches.store for batches in self.held_out.values()]
+            sizes = {"most_new": config.sample_tokens, "at_once": config.dataset.batch_size * config.dataset.seq_len}
+            found = answers(model, self.reader, self.tokenizer, stores, **sizes)
             if last and self.writes and found:
                 draw_answers(self.reader, found[:ANSWERS_DRAWN], self.dir / "answers.png")
-            return describe_answers(found)
+            if found:
+                return describe_answers(found)
         new, seed = config.sample_tokens, config.dataset.seed
         return sample_text(model, self.tokenizer, config.prompt, max_new_tokens=new, seed=seed)
 

@@ -23,7 +23,7 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -50,8 +50,7 @@ _DTYPES |= {"media": "|u1", "media_offsets": "<i8"}
 class ShardInfo(NamedTuple):
     """What the description says: sums over all documents, and where the arrays are, as (dtype, first byte, length).
 
-    `bytes` is None where some document came as tokens. `smallest` and `largest` are draws of all documents that were
-    read, those included that nothing is trained on, which are left out.
+    `bytes` is None where some document came as tokens. `smallest` and `largest` are draws of the documents.
     """
 
     documents: int
@@ -114,6 +113,12 @@ class Shard:
         begin, end = self._section("media_offsets")[document : document + 2]
         return tuple(json.loads(self._section("media")[begin:end].tobytes() or b"[]"))
 
+    def has_media(self, start: int, stop: int) -> np.ndarray:
+        """Whether each document says anything of pictures."""
+        if "media" not in self.info.sections:
+            return np.zeros(stop - start, bool)
+        return np.diff(self._section("media_offsets")[start : stop + 1]) > 0
+
     def target_counts(self, start: int, stop: int) -> np.ndarray:
         """How many tokens of each document are targets."""
         if self._targets is None:
@@ -160,7 +165,7 @@ def write_shard(
     `done` is told how many characters have been written more. `media` reads the pictures that documents refer to.
     """
     with path.open("w+b") as file, _Writer(file, tokenizer, done, media) as writer:
-        for document in render_documents(writer.seen(documents), template):
+        for document in render_documents(iter(documents), template):
             writer.add(document)
         return writer.finish()
 
@@ -202,19 +207,14 @@ class _Writer:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def seen(self, documents: Iterable[Document]) -> Iterator[Document]:
-        """The documents; their draws count, also those of documents of which nothing is left."""
-        for document in documents:
-            draw = document.draw()
-            self._smallest, self._largest = min(self._smallest, draw), max(self._largest, draw)
-            yield document
-
     def add(self, document: Document) -> None:
         """Take the next document."""
         if document.media:
             if self._media is None:
                 rule = "has pictures, and nothing reads them: train a model that sees"
                 raise DataError(f"{document.where} {rule}, or leave the field 'images' out.")
+            files = self._media.located(document.media, document.folder, document.where)
+            document = document._replace(media=files)
             text = document.text or ""
             spans = ((0, len(text)),) if document.spans is None else document.spans
             written, spans = self._media.written(text, spans, document.media, document.where)
@@ -303,7 +303,9 @@ class _Writer:
         self._targets += count
         self._bytes += size
         self._all_bytes = self._all_bytes and text is not None
-        for name, value in (("offsets", self._tokens), ("draws", document.draw()), ("bytes", size)):
+        draw = document.draw()
+        self._smallest, self._largest = min(self._smallest, draw), max(self._largest, draw)
+        for name, value in (("offsets", self._tokens), ("draws", draw), ("bytes", size)):
             self._write(name, value)
 
     def _append_media(self, media: tuple[str, ...]) -> None:

@@ -4,15 +4,18 @@ Without a path the corpus is the source code of Python's own standard library, a
 this: nothing is downloaded.
 """
 
+import collections
 import concurrent.futures
+import functools
 import glob
 import hashlib
 import itertools
 import json
 import os
+import re
 import sysconfig
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +56,7 @@ SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "t
 BUILD_SETTINGS = "_sysconfigdata"  # the file that describes the machine on which Python was compiled
 
 KEPT = "the tokens that were made are kept"
+EVERYWHERE = re.compile(r"(?:(?<=/)|^)\*\*(?:/|$)")  # in a pattern: any folders
 CHUNK = 1 << 20  # bytes that are hashed at once
 JUST_NOW = 2_000_000_000  # nanoseconds: a file that was changed so lately may change once more at the same time
 
@@ -76,6 +80,13 @@ def as_paths(path: Paths) -> tuple[str | None, ...]:
 def as_place(text: str) -> Place:
     """The file or dataset whose `str` this is."""
     return _dataset(text) or (RemoteFile(text) if is_remote(text) else Path(text))
+
+
+def folder_of(file: Place) -> Path | None:
+    """Where relative paths in a source begin: its directory, or itself if it is one; None if it is elsewhere."""
+    if not isinstance(file, Path):
+        return None
+    return (file if file.is_dir() else file.parent).resolve()
 
 
 def _dataset(path: str) -> HubDataset | None:
@@ -117,8 +128,8 @@ def _find(path: str | None, flag: str) -> Sequence[Source]:
     if root.is_dir():
         saved = saved_split(root, flag)
         return _chosen(_below(root), path, flag) if saved is None else [Source(root.name, saved)]
-    matches = [root] if root.is_file() else sorted(Path(one) for one in glob.glob(path, recursive=True))
-    files = [file for file in matches if file.is_file()]
+    matches = [root] if root.is_file() else _matching(path)
+    files = _once(file for file in matches if file.is_file())
     _check_files(files, path, flag)
     return [Source(file.name if file == root else file.as_posix(), file) for file in files]
 
@@ -140,7 +151,8 @@ def _chosen(found: Sequence[Source], path: str, flag: str) -> Sequence[Source]:
         files = files or [one for one in found if isinstance(one.file, File) and is_chosen(one.file)]
     known = " ".join(RECORDS + TEXTS)
     check(bool(files), f"{flag} {path!r} holds no file that can be read; known endings: {known}.", DataError)
-    return files
+    once = set(_once(one.file for one in files if isinstance(one.file, Path)))
+    return [one for one in files if one.file in once or isinstance(one.file, RemoteFile)]
 
 
 def _check_files(files: Sequence[File], path: str, flag: str) -> None:
@@ -155,12 +167,47 @@ def _check_files(files: Sequence[File], path: str, flag: str) -> None:
 
 def _below(root: Path, skip: frozenset[str] = frozenset()) -> list[Source]:
     """All files below `root`, without hidden ones and folders named in `skip`."""
-    found = []
-    for folder, folders, names in os.walk(root, followlinks=True):
-        folders[:] = (one for one in folders if not one.startswith(".") and one not in skip)
-        files = (Path(folder, name) for name in names if not name.startswith("."))
-        found += [Source(file.relative_to(root).as_posix(), file) for file in files if file.is_file()]
+    files = (Path(folder, name) for folder, names in _folders(root, skip) for name in names if not name.startswith("."))
+    found = [Source(file.relative_to(root).as_posix(), file) for file in files if file.is_file()]
     return sorted(found, key=lambda one: one.name)
+
+
+def _folders(root: Path, skip: frozenset[str] = frozenset()) -> Iterator[tuple[str, list[str]]]:
+    """`root` and the folders below, with the names of their files, each once: not also where a link leads back to it.
+
+    Hidden folders and those named in `skip` are left out.
+    """
+    seen, waiting = set(root.resolve().parents), collections.deque([root])
+    while waiting:
+        for folder, folders, names in os.walk(waiting.popleft()):
+            place = Path(folder).resolve()
+            if place in seen:
+                folders.clear()
+                continue
+            seen.add(place)
+            folders[:] = sorted(one for one in folders if not one.startswith(".") and one not in skip)
+            waiting += [link for one in folders if (link := Path(folder, one)).is_symlink()]  # behind all real ones
+            yield folder, names
+
+
+def _matching(pattern: str) -> Iterator[Path]:
+    """What `glob` finds; a `**` follows links as `_folders` does: glob would go round in circles."""
+    head, *tail = EVERYWHERE.split(pattern, maxsplit=1)
+    if not tail:
+        yield from map(Path, glob.glob(pattern))
+        return
+    for root in glob.glob(head) if head else ["."]:
+        for folder, _ in _folders(Path(root)):
+            yield from _matching(os.path.join(glob.escape(folder), tail[0] or "*"))
+
+
+def _once(files: Iterable[Path]) -> list[Path]:
+    """Each file by the shortest of its paths, in order; links to one of the others are left out."""
+    found: dict[str, Path] = {}
+    real = functools.cache(os.path.realpath)
+    for file in sorted(files, key=lambda one: (len(one.parts), one)):
+        found.setdefault(os.path.join(real(file.parent), file.name), file)
+    return sorted(file for file in found.values() if not file.is_symlink() or os.path.realpath(file) not in found)
 
 
 def _standard_library() -> tuple[Source, ...]:

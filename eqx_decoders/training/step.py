@@ -13,7 +13,7 @@ import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float32, Int32, Key, PRNGKeyArray, PyTree
 
-from eqx_decoders.axes import AnyArray, axes, frozen, matching, named_leaves, path_name, replaced
+from eqx_decoders.axes import AnyArray, axes, buffers, frozen, matching, named_leaves, path_name, replaced
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.explicit import spec_of
@@ -24,7 +24,7 @@ from eqx_decoders.offload import Offload, to_device, to_home
 from eqx_decoders.stats import BlockStats
 from eqx_decoders.training.balance import expert_configs, update_router_bias
 from eqx_decoders.training.batches import Batch
-from eqx_decoders.training.loss import LossMetrics, token_loss_sum
+from eqx_decoders.training.loss import LossMetrics, or_one, token_loss_sum
 from eqx_decoders.training.optimizer import OptimizerConfig, make_optimizer, make_schedule, widened
 from eqx_decoders.training.qk_clip import clipped_weights, latent_attentions, qk_clip
 from eqx_decoders.training.state_layout import StateLayout
@@ -127,7 +127,7 @@ class Trainer(eqx.Module):
     ) -> "Trainer":
         """For models shaped like `model` (arrays or `ShapeDtypeStruct`s) and runs of `steps` steps.
 
-        Weights that their layer declares frozen are left out, whatever the patterns say.
+        Weights that their layer declares frozen are left out, whatever the patterns say, and buffers unless named.
         """
         clips = config.qk_clip_threshold is None or any(True for _ in latent_attentions(model))
         rule = f"StepConfig.qk_clip_threshold={config.qk_clip_threshold} needs latent attention: this model has none."
@@ -141,6 +141,7 @@ class Trainer(eqx.Module):
         kept = frozen(model)
         words = {name: here for name, here in axes(model).items() if name not in kept}
         trainable = matching(words, optimizer.trainable, "OptimizerConfig.trainable")
+        trainable -= buffers(model, optimizer.trainable)
         if config.qk_clip_threshold is not None:
             fixed = sorted(set(clipped_weights(model)) - trainable)
             rule = f"StepConfig.qk_clip_threshold={config.qk_clip_threshold} would change {', '.join(fixed[:3])}"
@@ -255,7 +256,7 @@ class Trainer(eqx.Module):
     def _advance(self, state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         key = jax.random.fold_in(state.key, state.step) if _uses_key(state.model) else None
         gradient, sums = self._gradient(state.model, batch, key)
-        tokens = jnp.maximum(sums.tokens, 1.0)
+        tokens = or_one(sums.tokens)
         # in f32, also for weights in half precision: there a sum of squares would lose most of its digits
         norm = jnp.sqrt(square_sum(gradient)) / tokens
         finite = jnp.isfinite(sums.loss) & jnp.isfinite(norm)
@@ -304,7 +305,7 @@ class Trainer(eqx.Module):
             grad_norm=norm,
             learning_rate=jnp.asarray(self.schedule(state.step - state.skipped), jnp.float32),
             skipped=~finite,
-            mtp_nll=None if sums.mtp is None else sums.mtp.nll / jnp.maximum(sums.mtp.tokens, 1.0),
+            mtp_nll=None if sums.mtp is None else sums.mtp.nll / or_one(sums.mtp.tokens),
             stats=sums.stats,
         )
         return new, metrics

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from eqx_decoders.training.tokenise import Job, Recipe, job_of, make_shards, sha
 FORMAT = 1
 MOST_OPEN = 1024  # shards that are mapped into memory at a time; of more there is a list of documents
 FLAGS = {name: "--" + name.replace("_", "-") for name in ("tokenizer", "text_field", "chat_template")}
+AT_ONCE = 1 << 20  # documents whose sizes are looked at together
 TRAIN, OWN = "train:", "held_out:"  # before the names of sources
 
 
@@ -73,6 +74,23 @@ class TokenStore:
         """What `document` says of its pictures."""
         shard, number = self._find(document)
         return shard.media(number)
+
+    def has_media(self, start: int, stop: int) -> np.ndarray:
+        """Whether each of the documents from `start` up to `stop` has pictures."""
+        return self._over(start, stop, lambda number, begin, end: self.shard(number).has_media(begin, end), np.bool_)
+
+    def name(self, document: int | np.integer) -> str:
+        """What errors call `document`: its number in its source, from 1, and the source."""
+        self._find(document)
+        number = int(np.searchsorted(self._ends, document, "right"))
+        source = self._shards[number][0]
+        first = next(place for place, (name, _, _) in enumerate(self._shards) if name == source)
+        return f"document {int(document) - self._begin(first) + 1:,} of {source.partition(':')[2]}"
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """Some of the documents at a time: what `sizes`, `has_media` and `is_held_out` take."""
+        for start in range(0, len(self), AT_ONCE):
+            yield start, min(start + AT_ONCE, len(self))
 
     def sizes(self, start: int, stop: int) -> np.ndarray:
         """Tokens of each of the documents from `start` up to `stop`, with its separators, as int64."""
@@ -202,7 +220,7 @@ def open_store(
         entries = describe_sources(sources, manifest["sources"] if manifest else {}, cache)
     if manifest is not None:
         _check_unchanged(folder, manifest, request, entries, template)
-    jobs = _jobs(sources, entries, manifest)
+    jobs = _jobs(sources, entries, manifest, media)
     with writing_to(cache):
         make_shards(shards, [job for _, job in jobs], recipe)
     with locked(folder / "lock"):
@@ -278,7 +296,10 @@ def _part(row: Mapping[str, Any]) -> Part | None:
 
 
 def _jobs(
-    sources: Mapping[str, Source], entries: Mapping[str, Entry], manifest: Mapping[str, Any] | None
+    sources: Mapping[str, Source],
+    entries: Mapping[str, Entry],
+    manifest: Mapping[str, Any] | None,
+    media: MediaReader | None,
 ) -> list[tuple[str, Job]]:
     """A job for each part of each source, as the manifest has cut them."""
     parts: dict[str, list[Part | None]] = {}
@@ -287,7 +308,7 @@ def _jobs(
     found = []
     for name, source in sources.items():
         here = parts.get(name) or parts_of(source, entries[name]["size"])
-        found += [(name, job_of(source, entries[name], part, len(here))) for part in here]
+        found += [(name, job_of(source, entries[name], part, len(here), media)) for part in here]
     return found
 
 

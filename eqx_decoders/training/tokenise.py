@@ -28,10 +28,10 @@ from eqx_decoders.io.processes import processes_here
 from eqx_decoders.io.tokenizer import Tokenizer, load_tokenizer
 from eqx_decoders.io.waiting import Waiting
 from eqx_decoders.training.hub_datasets import HubDataset
-from eqx_decoders.training.media_data import MediaReader, loaded_reader, reader_digest
+from eqx_decoders.training.media_data import MediaReader, loaded_reader
 from eqx_decoders.training.readers import LONG, PIECE, Part, Reading, kind_of, read_source
 from eqx_decoders.training.shards import FORMAT, read_info, separators, write_shard
-from eqx_decoders.training.sources import Entry, Source, as_place, is_as_described
+from eqx_decoders.training.sources import Entry, Source, as_place, folder_of, is_as_described
 
 
 SMALL = 16_000_000  # bytes of sources up to which processes of their own would take longer to start than to work
@@ -54,7 +54,7 @@ class Recipe:
         """Equal for equal recipes."""
         one = self.tokenizer
         template = None if self.template is None else self.template.content_hash
-        form = [FORMAT, LONG, PIECE] + ([] if self.media is None else [reader_digest(self.media)])
+        form = [FORMAT, LONG, PIECE] + ([] if self.media is None else [self.media.digest()])
         return _digest([form, one.content_hash, one.vocab_size, separators(one), one.bos_id, self.text_field, template])
 
     @property
@@ -67,7 +67,7 @@ class Job(NamedTuple):
     """A source, or a part of it, whose tokens become one shard.
 
     size: bytes of the source or part; None: unknown. seen: bytes and time of the last change of the whole source when
-    its content was hashed, where they are known.
+    its content was hashed, where they are known. folder: where the source is, if its tokens depend on that.
     """
 
     source: Source
@@ -75,21 +75,25 @@ class Job(NamedTuple):
     content_hash: str
     size: int | None
     seen: tuple[int, int] | None = None
+    folder: str | None = None
 
     @property
     def key(self) -> str:
         """The name of the shard, equal for equal content."""
         name = self.source.name if self.source.by_name else None
-        return _digest([self.content_hash, kind_of(self.source.file), self.part, name])
+        place = [] if self.folder is None else [self.folder]
+        return _digest([self.content_hash, kind_of(self.source.file), self.part, name, *place])
 
 
-def job_of(source: Source, entry: Entry, part: Part | None, parts: int) -> Job:
+def job_of(source: Source, entry: Entry, part: Part | None, parts: int, media: MediaReader | None = None) -> Job:
     """The job for a part of a source that `entry` describes, one of so many."""
+    folder = folder_of(source.file) if media is not None and media.reads_files else None
     if isinstance(source.file, HubDataset):
         source = source._replace(file=source.file._replace(revision=entry["revision"]))
     size, changed = entry["size"], entry["mtime_ns"]
     seen = None if changed is None else (size, changed)
-    return Job(source, part, entry["hash"], size if size is None else -(-size // parts), seen)
+    place = None if folder is None else str(folder)
+    return Job(source, part, entry["hash"], size if size is None else -(-size // parts), seen, place)
 
 
 def shard_path(folder: Path, job: Job) -> Path:
@@ -227,7 +231,8 @@ def loaded_job(words: dict[str, Any]) -> Job:
     name, file, by_name = words["source"]
     part = None if words["part"] is None else tuple(words["part"])
     seen = None if words["seen"] is None else tuple(words["seen"])
-    return Job(Source(name, as_place(file), by_name), part, words["content_hash"], words["size"], seen)
+    rest = words["content_hash"], words["size"], seen, words["folder"]
+    return Job(Source(name, as_place(file), by_name), part, *rest)
 
 
 def _in_processes(folder: Path, queue: _Queue, words: dict[str, Any], jobs: int) -> None:

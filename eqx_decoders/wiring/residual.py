@@ -8,6 +8,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from eqx_decoders.axes import BUFFER
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check_number
 from eqx_decoders.layers.norm import Norm, NormConfig
@@ -22,7 +23,7 @@ class Sequential(Wiring):
     **Arguments:**
 
     - `residual_scale`: multiplies what every branch returns (Granite).
-    - `output_scale`: whether the layer's output is multiplied by a learned number (Gemma 4).
+    - `output_scale`: whether the layer's output is multiplied by a number, a buffer (Gemma 4).
     - `output_norm`: of the layer's output, the stream itself (Conformers; Gulati et al. 2020); None for none.
     """
 
@@ -44,7 +45,7 @@ class Sequential(Wiring):
 class SequentialWiring(SteppedWiring):
     """`x += residual_scale * branch(x)`, one branch after another; then `x *= scale`, and `x = norm(x)`."""
 
-    scale: Float[Array, "one"] | None
+    scale: Float[Array, "one"] | None = eqx.field(metadata=BUFFER)
     norm: Norm | None
     config: Sequential = eqx.field(static=True)
 

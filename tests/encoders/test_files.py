@@ -72,7 +72,7 @@ def write_chats(path):
 def test_conversations_with_pictures_are_packed_and_only_answers_are_learned(text, folder):
     """Every picture stands in its own document, at its own size, whatever is beside it in the row."""
     chats, config = write_chats(folder / "chats.jsonl"), text.model.config
-    reader = ProcessedReader(str(folder / "model"), str(folder), config.media.image_token)
+    reader = ProcessedReader(str(folder / "model"), config.media.image_token)
     assert loaded_reader(reader.words()) == reader
     data = DataConfig(path=str(chats), batch_size=2, seq_len=96, held_out_fraction=0.0, cache_dir=str(folder / "c"))
     tokenizer = load_tokenizer(folder / "model")

@@ -127,13 +127,13 @@ def test_answers_to_a_film_of_few_frames(name, tmp_path):
     ids, arrays = text.tokenizer.encode(made.text, special=True).tolist(), rules.join([made])
     answer = answered(folder, "--video", tmp_path / "film.mkv")
     assert answer == expected(text, ids, **arrays) and len(answer) > 3
-    reader, one = ProcessedReader(str(folder), str(tmp_path), IMAGE), reference("video", "film.mkv")
+    reader, one = ProcessedReader(str(folder), IMAGE), reference("video", str(tmp_path / "film.mkv"))
     grown = len(made.text) - len("<|video_pad|>")
     assert reader.written("<|video_pad|>w1", [(13, 15)], [one], "x") == (f"{made.text}w1", ((grown + 13, grown + 15),))
     for key, array in reader.arrays([one]).items():
         np.testing.assert_array_equal(array, arrays[key])
     save_picture(tmp_path / "picture.png", 16, 16)
-    mixed = ("<|video_pad|><|image_pad|>", [], ["picture.png", one], "x")
+    mixed = ("<|video_pad|><|image_pad|>", [], [str(tmp_path / "picture.png"), one], "x")
     if name == "smolvlm":
         with pytest.raises(DataError, match="has a film before a picture, and this model reads both as pictures"):
             reader.written(*mixed)

@@ -2,9 +2,11 @@
 
 import gzip
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from eqx_decoders.errors import DataError
 from eqx_decoders.io import compressed
@@ -34,31 +36,8 @@ def test_gzip_is_read_line_by_line_and_whole(tmp_path):
         stream.read()
 
 
-class Frames:
-    """The part of the package `zstandard` that is used, for gzip's frames."""
-
-    ZstdError = gzip.zlib.error
-
-    class ZstdDecompressor:
-        def __init__(self, max_window_size):
-            assert max_window_size == 1 << 31
-
-        def decompressobj(self):
-            return gzip.zlib.decompressobj(31)
-
-
-@pytest.mark.parametrize("real", [False, True])
-def test_all_frames_of_zstandard_are_read(tmp_path, monkeypatch, real):
-    """With the package (or Python's module) where it is installed, and with a stand-in for it."""
-    if real:
-        zstd = compressed._zstd()
-        if zstd is None:
-            pytest.skip("zstandard is not installed")
-        compress = zstd.compress
-    else:
-        monkeypatch.setattr(compressed, "_zstd", lambda: Frames)
-        compress = gzip.compress
-    monkeypatch.setattr(compressed, "CHUNK", 1000)
+def test_all_frames_of_zstandard_are_read(tmp_path):
+    compress = compressed._zstd().compress
     file = tmp_path / "a.jsonl.zst"
     file.write_bytes(compress(CONTENT[:777]) + compress(b"") + compress(CONTENT[777:]))
     with open_stream(file) as stream:
@@ -69,10 +48,40 @@ def test_all_frames_of_zstandard_are_read(tmp_path, monkeypatch, real):
             stream.read()
 
 
+def test_frames_of_another_writer_with_a_long_window_are_read(tmp_path):
+    options = zstandard.ZstdCompressionParameters(window_log=28, enable_ldm=True)
+    with (
+        (tmp_path / "a.zst").open("wb") as file,
+        zstandard.ZstdCompressor(compression_params=options).stream_writer(file) as out,
+    ):
+        out.write(CONTENT)
+    with open_stream(tmp_path / "a.zst") as stream:
+        assert stream.read() == CONTENT
+
+
+@pytest.mark.parametrize("kind", ["gz", "zst"])
+def test_what_unpacks_to_much_is_read_piece_by_piece(tmp_path, kind):
+    """The first line of a few kilobytes that are 200 MB takes a few MB."""
+    blank = b" " * (1 << 20) + b"\n"
+    with (
+        gzip.open(tmp_path / "a.gz", "wb", compresslevel=1)
+        if kind == "gz"
+        else (zstandard.open(tmp_path / "a.zst", "wb")) as out
+    ):
+        for _ in range(200):
+            out.write(blank)
+    tracemalloc.start()
+    with open_stream(tmp_path / f"a.{kind}") as stream:
+        next(stream)
+        peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 << 20
+
+
 def test_the_missing_package_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.zst").write_bytes(b"")
     monkeypatch.setattr(compressed, "_is_there", lambda module: False)
-    with pytest.raises(ImportError, match=r"zstandard.*eqx_decoders\[train\]"), open_stream(tmp_path / "a.zst"):
+    with pytest.raises(ImportError, match=r"backports.zstd.*eqx_decoders\[train\]"), open_stream(tmp_path / "a.zst"):
         pass
     monkeypatch.undo()
     assert compressed._is_there("gzip") and not compressed._is_there("no.such") and "no" not in sys.modules

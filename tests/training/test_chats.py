@@ -214,6 +214,18 @@ def test_a_thousand_conversations_are_rendered_by_one_process(monkeypatch):
     assert len(written(CHATML, *[document("user", "assistant")] * 1000)) == 1000 and len(calls) == 1
 
 
+def test_the_limit_on_letters_is_that_of_each_conversation(monkeypatch):
+    """Of many whose template has a long text of its own some are rendered by a further process."""
+    start, calls = chat_module.RenderingProcess, []
+    monkeypatch.setattr(chat_module, "RenderingProcess", lambda: calls.append(1) or start())
+    chats = [
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": f"a {number}"}] for number in range(12)
+    ]
+    documents = [Document("x", chat=Chat(messages)) for messages in chats]
+    found = written("{{ 'x' * 1_000_000 }}" + CHATML, *documents)
+    assert found == written(CHATML, *documents) and found[11][0].startswith("a 11") and len(calls) == 3
+
+
 @pytest.mark.parametrize(
     "source, says",
     [

@@ -51,6 +51,23 @@ def test_a_directory_of_texts(tmp_path):
     assert texts(tmp_path) == ["R"], "records go before texts"
 
 
+def test_each_file_of_a_directory_is_read_once_whatever_links_there_are(tmp_path):
+    data = tmp_path / "data.v2"
+    for name in ("data.v2/a.jsonl", "data.v2/deep/er/b.jsonl", "data.v2/.kept/c.jsonl", "other/d.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"text": name}))
+    links = {"latest": ".", "parent": "..", "again": "deep", "deep/up": "../..", "hidden": ".kept", "out": "../other"}
+    links |= {"deep/er/same.jsonl": "../../a.jsonl", "e.jsonl": "raw"}
+    for name, target in links.items():
+        (data / name).symlink_to(target)
+    (tmp_path / "other/back").symlink_to("../data.v2")
+    (data / "raw").write_text('{"text": "of no known ending"}')
+    names = ["a.jsonl", "deep/er/b.jsonl", "e.jsonl", "hidden/c.jsonl", "out/d.jsonl"]
+    assert [source.name for source in find_sources(str(data))] == names
+    found = [source.name for source in find_sources(f"{data}/**/*.jsonl")]
+    assert found == [f"{data}/{name}" for name in names]
+
+
 def test_several_paths_are_read_one_after_another(tmp_path):
     for name in ("a/x.txt", "b/x.txt", "c.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

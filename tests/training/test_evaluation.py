@@ -1,7 +1,14 @@
 """What is said of held-out losses."""
 
+import numpy as np
+
 from eqx_decoders.training.counts import Counts
-from eqx_decoders.training.evaluation import HeldOut, describe_held_out
+from eqx_decoders.training.evaluation import HeldOut, _held_out, describe_held_out
+
+
+def test_shares_of_weights_below_one_in_sum_are_shares():
+    found = _held_out(np.asarray([0.5, 0.25, 0.1, 0.0, 0.2, 0.0]), 2)
+    assert found == HeldOut(loss=2.0, tokens=0, nats=0.5, acceptance=(0.5, 0.0))
 
 
 def test_the_baseline_is_named_with_its_set_and_with_what_it_is_of():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.block import BlockConfig
 from eqx_decoders.inputs import check_inputs
 from eqx_decoders.layers.attention import AttentionConfig
 from eqx_decoders.layers.norm import RMSNormConfig
@@ -166,6 +167,24 @@ def test_evaluate_adds_up_batches_of_any_fill():
     asked = []
     early = evaluate(model, host, ROWS, stop=lambda: asked.append(1) is None)
     assert len(asked) == 1 and early.tokens == int(next_tokens(batch)[1].sum())
+
+
+def test_a_mean_is_that_of_its_weights_whatever_they_add_up_to():
+    """Loss, what further depths add, gradients and evaluation; of no weights at all they are 0."""
+    config = dataclasses.replace(one_block(), blocks=(BlockConfig(mixer=None, mlp=None),))
+    mtp = MTPConfig(num_depths=1, block=config.blocks[0], norm=RMSNormConfig(), loss_weight=0.5)
+    model = filled(dataclasses.replace(config, mtp=mtp))
+    mask = np.linspace(0.5, 1.5, ROWS * LENGTH, dtype=np.float32).reshape(ROWS, LENGTH)
+    scales = (1.0, 2.0**-6, 2.0**-20, 0.0)
+    batches = [batch_of(loss_mask=mask * np.float32(scale), segment_ids=None) for scale in scales]
+    (whole, small, least, none) = [value_and_gradient(model, batch, 1e-3, True) for batch in batches]
+    for ((loss, metrics), gradient), scale in ((small, scales[1]), (least, scales[2])):
+        assert float(metrics.tokens) == pytest.approx(float(whole[0][1].tokens) * scale) and float(metrics.tokens) < 1
+        assert float(loss) == pytest.approx(float(whole[0][0]), rel=1e-5)
+        assert_close(gradient, whole[1], units=64)
+    assert float(none[0][0]) == 0 and not any(np.any(leaf) for leaf in jax.tree.leaves(none[1]))
+    results = [evaluate(model, [batch], ROWS) for batch in batches]
+    assert results[2].loss == pytest.approx(results[0].loss, rel=1e-5) and results[3].loss == 0
 
 
 def test_evaluating_nothing_is_no_loss():

@@ -190,6 +190,20 @@ def test_accumulated_microbatches_equal_one_batch(case, count):
             np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
+def test_a_step_is_that_of_the_mean_whatever_the_weights_add_up_to(case):
+    """Also one whose weights add up to less than 1, in microbatches and as a whole."""
+    batch = batch_of()
+    small = dataclasses.replace(batch, loss_mask=batch.loss_mask.astype(np.float32) * 2.0**-10)
+    want, (row,) = advanced(case.trainer, case.start(), [batch])
+    for count in (1, 2):
+        trainer = trainer_of(case.model, gradient_accumulation_steps=count)
+        got, (own,) = advanced(trainer, first_state(trainer, case.model), [small])
+        assert own.tokens == row.tokens * 2.0**-10 < 1
+        assert_close(got.model, want.model, units=32)
+        for name in ("loss", "nll", "accuracy", "grad_norm"):
+            assert getattr(own, name) == pytest.approx(getattr(row, name), rel=1e-5), name
+
+
 def test_a_batch_that_cannot_be_cut_is_refused(case):
     trainer = trainer_of(case.model, gradient_accumulation_steps=3)
     state = TrainState(model=case.model, optimizer=None, step=jnp.int32(0), skipped=jnp.int32(0), key=jax.random.key(0))

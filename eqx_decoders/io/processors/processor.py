@@ -257,6 +257,16 @@ def read_settings(folder: Directory) -> tuple[Family, Settings]:
     return FAMILIES[name][0], settings
 
 
+def settings_content(directory: str | Path) -> dict[str, Any]:
+    """All that the files of a directory say of its processor, but for the tokenizer's own: equal for equal ones."""
+    folder = Directory(directory)
+    found = {name: folder.json(name) for name in FILES if folder.has(name)}
+    given = folder.json("tokenizer_config.json") if folder.has("tokenizer_config.json") else {}
+    config = folder.json("config.json") if folder.has("config.json") else {}
+    names = {"processor_class": given.get("processor_class"), "model_type": config.get("model_type")}
+    return found | names | {"tokens": _named_tokens(given)}
+
+
 def _named_tokens(given: Mapping[str, Any]) -> dict[str, str]:
     """The special tokens to which a tokenizer gives names of its own, such as `image_token`."""
     tables = [given.get(key) for key in ("model_specific_special_tokens", "extra_special_tokens")]

@@ -1,0 +1,58 @@
+"""What published models keep as buffers is no weight that training moves; here are all of them.
+
+By transformers 5.23: those of its `nn.Buffer`s that its checkpoints hold (others are computed from the configuration).
+"""
+
+from pathlib import Path
+
+import jax
+import pytest
+
+from eqx_decoders.axes import axes, buffers, frozen
+from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.io.huggingface import abstract_hf
+from eqx_decoders.training.optimizer import OptimizerConfig
+from eqx_decoders.training.step import Trainer
+
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+LAYER_SCALAR = {"wiring.scale"}  # `layer_scalar`
+CORRECTION_BIAS = {"router.selection_bias"}  # `e_score_correction_bias`, which moves by a rule of its own
+CLIPS = {f"{side}_{end}" for side in ("input", "output") for end in ("min", "max")}
+PUBLISHED = {
+    **dict.fromkeys(("gemma4_dense", "gemma4_moe", "gemma4_small"), LAYER_SCALAR),
+    "gemma4_audio": LAYER_SCALAR | CLIPS,
+    **dict.fromkeys(("deepseek3_groups", "deepseek_v32", "kimi_linear", "nemotron_h"), CORRECTION_BIAS),
+    "nemotron_h_latent": CORRECTION_BIAS,
+}
+DIRECTORIES = sorted(file.parent.name for file in FIXTURES.glob("*/config.json") if "fp8" not in file.parent.name)
+
+
+def ending(path: str) -> str:
+    last = path.split(".")[-1]
+    return last if last in CLIPS else ".".join(path.split(".")[-2:])
+
+
+@pytest.mark.parametrize("name", DIRECTORIES)
+def test_buffers_are_not_trained_unless_they_are_named(name):
+    model = abstract_hf(FIXTURES / name)
+    kept = buffers(model) | frozen(model)
+    assert {ending(path) for path in kept} == PUBLISHED.get(name, set())
+    trainer = Trainer.create(OptimizerConfig(trainable=("*", "segments.*")), model, steps=9)
+    assert trainer.trainable == axes(model).keys() - kept
+    if LAYER_SCALAR & PUBLISHED.get(name, set()):
+        named = Trainer.create(OptimizerConfig(trainable=("*.wiring.scale",)), model, steps=9)
+        assert named.trainable == buffers(model)
+        both = Trainer.create(OptimizerConfig(trainable=("*", "*.wiring.scale")), model, steps=9)
+        assert both.trainable == axes(model).keys() - frozen(model)
+    elif kept:
+        with pytest.raises(ConfigError, match="no weight matches"):
+            Trainer.create(OptimizerConfig(trainable=("*.selection_bias",)), model, steps=9)
+
+
+def test_what_standardises_patches_is_a_buffer():
+    """Gemma 4's `std_bias` and `std_scale`."""
+    config = ProjectorConfig(standardize=True, layers=(ProjectionConfig(dim=8),))
+    projector = jax.eval_shape(lambda key: config.build(8, key=key), jax.random.key(0))
+    assert buffers(projector) == {"bias", "scale"} and buffers(projector, ("*scale",)) == {"bias"}
