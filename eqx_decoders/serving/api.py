@@ -178,7 +178,7 @@ class Api:
         fields = self._fields(call)
         if fields.has("messages"):
             answer = fields.flag("add_generation_prompt", True)
-            read = await self._checked(self._reader.chat(read_messages(fields), {}, answer=answer))
+            read = await self._checked(self._reader.chat(read_messages(fields), {}, answer=answer, client=call.client))
         else:
             text = fields.text("prompt")
             if text is None:
@@ -237,7 +237,8 @@ class Api:
     async def chat(self, call: Call) -> Reply | Events:
         """A conversation, answered."""
         asked: ChatAsked = read_chat(self._body(call), self.config, self._seeds.getrandbits(63))
-        reading = self._reader.chat(asked.messages, asked.variables, answer=asked.add_generation_prompt)
+        answer = asked.add_generation_prompt
+        reading = self._reader.chat(asked.messages, asked.variables, answer=answer, client=call.client)
         read = await self._checked(reading)
         rooms = [self._room(read, asked.max_tokens)]
         choices = [Choice(asked, self.language.tokenizer) for _ in range(asked.n)]

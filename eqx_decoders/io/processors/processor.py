@@ -110,13 +110,16 @@ class FileReader:
         """The rules by kind of file: `"image"`, `"video"` and `"audio"`."""
         return {"image": self.pictures, "video": self.films, "audio": self.sounds}
 
-    def read(self, files: Mapping[str, Sequence[Any]], *, max_tokens: int | None = None) -> dict[str, list[Seen]]:
+    def read(
+        self, files: Mapping[str, Sequence[Any]], *, max_tokens: int | None = None, max_bytes: int | None = None
+    ) -> dict[str, list[Seen]]:
         """Decode files by kind; of each kind that has some, what becomes of each file.
 
         The arrays of sounds, which all have one length, stand with the first of them. Raises DataError for files that
-        cannot be read, that `limits` do not allow, or that become more than `max_tokens` tokens together.
+        cannot be read, that `limits` do not allow, or that become more than `max_tokens` tokens, or `max_bytes`,
+        together.
         """
-        limits, found, count = self.limits, dict[str, list[Seen]](), 0
+        limits, found, left = self.limits, dict[str, list[Seen]](), _Left(max_tokens, max_bytes)
         for kind, rules in self.rules.items():
             self._check_files(kind, files.get(kind, ()), known=rules is not None)
         self._check_sizes(files.get("image", ()))
@@ -125,7 +128,7 @@ class FileReader:
             if kind == "audio" and given:
                 arrays, texts = rules.all(given, limits, names)
                 found[kind] = [Seen({} if number else arrays, text) for number, text in enumerate(texts)]
-                count += sum(text.count(rules.placeholder) for text in texts)
+                left.take(found[kind], rules.placeholder, names[-1])
             for file, where in zip(given, names, strict=True) if kind != "audio" else ():
                 if kind == "image":
                     one = rules.one(open_picture(file, limits, where), limits, where)
@@ -133,10 +136,8 @@ class FileReader:
                     with open_film(file, limits, where) as clip:
                         one = rules.one(clip, limits)
                     limits = limits.without(clip.count * clip.height * clip.width)
+                left.take([one], rules.placeholder, where)
                 found.setdefault(kind, []).append(one)
-                count += one.text.count(rules.placeholder)
-                few = max_tokens is None or count <= max_tokens
-                check(few, f"{where}: files up to it become {count:,} tokens, more than {max_tokens}.", DataError)
         return found
 
     def _check_files(self, kind: str, given: Any, *, known: bool) -> None:
@@ -154,6 +155,23 @@ class FileReader:
             width, height = picture_size(file, self.limits, where)
             total += width * height
             self.limits.check_together(f"pictures up to {where}", total)
+
+
+class _Left:
+    """How much further files may become."""
+
+    def __init__(self, max_tokens: int | None, max_bytes: int | None):
+        self._most = {"tokens": max_tokens, "bytes": max_bytes}
+        self._count = dict.fromkeys(self._most, 0)
+
+    def take(self, seen: Sequence[Seen], placeholder: str, where: str) -> None:
+        """DataError for too much."""
+        self._count["tokens"] += sum(one.text.count(placeholder) for one in seen)
+        self._count["bytes"] += sum(array.nbytes for one in seen for array in one.arrays.values())
+        for unit, most in self._most.items():
+            told = f"{where}: the files up to it become {self._count[unit]:,} {unit}"
+            good = most is None or self._count[unit] <= most
+            check(good, f"{told}, and {most} are taken: make them smaller, or give fewer.", DataError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
