@@ -16,16 +16,19 @@ import base64
 import binascii
 import contextlib
 import importlib
+import itertools
 import json
 import os
+import pkgutil
 import signal
 import sys
 
 
 NICE = 5  # the engine comes first
-# What the packages that decode import no sooner than a file needs it.
-LATER = ("PIL.Image", "av", "av.stream", "soundfile", "soxr", "numpy.fft", "encodings.utf_16", "encodings.cp1252")
-LATER += ("PIL.ImageOps", "PIL.ImageChops", "PIL.ImageColor", "PIL.ImagePalette", "PIL.ImageCms", "PIL.ImageMode")
+# What decodes, and what it imports no sooner than a file needs it.
+PACKAGES = ("PIL", "av", "soundfile", "soxr")
+LATER = ("numpy.fft", "numpy.linalg", "encodings.utf_16", "encodings.utf_32", "encodings.cp1252")
+UNUSED = ("__main__", "report", "datasets", "Tk", "_tk", "Qt", "Grab", "Show")  # ends of names
 
 
 def main() -> None:
@@ -62,12 +65,22 @@ def make_reader(task):
     from eqx_decoders.io.processors.processor import FileReader
 
     reader = FileReader.load_rules(task["directory"], limits=MediaLimits(**task["limits"]))
-    for module in LATER:
-        with contextlib.suppress(ImportError):  # the error that names the extra comes with the first such file
+    for module in (*LATER, *itertools.chain.from_iterable(map(modules_of, PACKAGES))):
+        with contextlib.suppress(Exception):  # one that lacks something, which no file needs
             importlib.import_module(module)
     if "PIL.Image" in sys.modules:
         sys.modules["PIL.Image"].init()
     return reader
+
+
+def modules_of(package):
+    """The names of all modules of a package; none where it is missing: the error that says so comes with a file."""
+    with contextlib.suppress(ImportError):
+        found = importlib.import_module(package)
+        yield package
+        for module in pkgutil.walk_packages(getattr(found, "__path__", ()), f"{package}."):
+            if not module.name.endswith(UNUSED):
+                yield module.name
 
 
 def confine(memory: int) -> None:
@@ -123,7 +136,7 @@ def decoded(text: bytes, where: str) -> bytes:
     return found
 
 
-def bytes_of(array) -> memoryview | bytes:
+def bytes_of(array):
     """The numbers of an array, without a copy where it stands in one piece."""
     import numpy as np
 
