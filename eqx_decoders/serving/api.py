@@ -1,6 +1,5 @@
 """OpenAI's API in front of an engine: what each address does, whatever carries the requests (see `app.py`)."""
 
-import asyncio
 import contextlib
 import dataclasses
 import hmac
@@ -117,6 +116,7 @@ class Api:
         self.stopping = False
         self._reader = PromptReader(language, max_length=config.max_length, max_files=config.max_files)
         self._forms = Forms(language.tokenizer, config.vocab_size, language.stop_ids)
+        self._forms.warm_up()
         self._texts = TokenTexts(language.tokenizer)
         self._seeds = random.Random(config.seed) if config.seed is not None else secrets.SystemRandom()
         self._created = int(time.time())
@@ -132,8 +132,9 @@ class Api:
         return same.index(True) if any(same) and kind.lower() == "bearer" else None
 
     def close(self) -> None:
-        """End the thread that reads prompts."""
+        """End what reads prompts and compiles forms."""
         self._reader.close()
+        self._forms.close()
 
     # --- what is asked about the server -------------------------------------------------------------------------------
 
@@ -275,7 +276,7 @@ class Api:
         echo: bool = False,
     ) -> Reply | Events:
         self._check_running()
-        constraints = await self._constraints(asked, len(choices))
+        constraints = await self._constraints(asked, len(choices), call.client)
         requests = []
         for number in range(len(choices)):
             prompt, choice = divmod(number, asked.n)
@@ -309,12 +310,12 @@ class Api:
             return Events(content=self._events(task), close=lambda: self._close(task))
         return await self._whole(task)
 
-    async def _constraints(self, asked: Asked, count: int) -> Sequence[TokenConstraint | None]:
+    async def _constraints(self, asked: Asked, count: int, client: str) -> Sequence[TokenConstraint | None]:
         if asked.form is None:
             return [None] * count
         try:
             with client_errors():
-                return await asyncio.to_thread(self._forms.constraints, asked.form, count)
+                return await self._forms.prepare(asked.form, count, client)
         except ApiError as error:
             error.param = asked.form_field
             raise

@@ -128,7 +128,6 @@ class FileReading:
         self._closed = False
         for _ in range(config.count):
             self._add()
-        self._start_ahead()
 
     @contextlib.asynccontextmanager
     async def read(
@@ -173,7 +172,6 @@ class FileReading:
         self._loop = asyncio.get_running_loop()
         process, seconds = self._idle.pop(), 2 * self.config.seconds
         work = self._loop.run_in_executor(self._threads, process.read, files)
-        self._start_ahead()
         try:
             async with asyncio.timeout(seconds):
                 return await asyncio.shield(work)
@@ -197,17 +195,14 @@ class FileReading:
         if not work.done():
             work.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody is there to hear it
         self._add()
-        self._start_ahead()
 
     def _add(self) -> None:
+        """Another process, which starts meanwhile: no request should wait for that."""
         process = DecodingProcess(self._task)
         self._idle.insert(0, process)
         self._all.add(process)
-
-    def _start_ahead(self) -> None:
-        """The next request should find a process that has started."""
-        if self._idle and not self._closed:
-            self._threads.submit(self._idle[-1].start)
+        if not self._closed:
+            self._threads.submit(process.start)
 
     def _drop(self, size: int) -> None:
         """Whichever thread has let go of an array."""

@@ -32,6 +32,8 @@ UNUSED = ("__main__", "report", "datasets", "Tk", "_tk", "Qt", "Grab", "Show")  
 
 
 def main() -> None:
+    with contextlib.suppress(AttributeError, OSError):
+        os.nice(NICE)
     task = json.loads(sys.argv[1])
     sys.path[:] = task["path"]
     source = sys.stdin.buffer
@@ -85,8 +87,6 @@ def modules_of(package):
 
 def confine(memory: int) -> None:
     """Limit what this process may take. A limit that the system lacks is left out."""
-    with contextlib.suppress(OSError):
-        os.nice(NICE)
     with contextlib.suppress(ImportError):
         import resource
 
@@ -140,7 +140,7 @@ def bytes_of(array):
     """The numbers of an array, without a copy where it stands in one piece."""
     import numpy as np
 
-    return memoryview(np.ascontiguousarray(array)).cast("B") if array.size else b""
+    return np.ascontiguousarray(array).data.cast("B") if array.size else b""
 
 
 if __name__ == "__main__":
