@@ -99,6 +99,10 @@ class Engine:
         self._wait(job)
         return job.request_id
 
+    def check_together(self, requests: Sequence[Request]) -> None:
+        """Raise ConfigError for requests that come at once, and are more than could ever wait together."""
+        self.config.check_together(requests)
+
     def cancel(self, request_id: int) -> None:
         """Give up a request; its last update says so. One that has ended already, or never was, is ignored."""
         job = self._waiting.remove(request_id)

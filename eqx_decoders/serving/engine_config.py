@@ -1,6 +1,7 @@
 """How much an engine takes on."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -64,6 +65,15 @@ class EngineConfig:
             rule = f"EngineConfig.prefill_chunk={self.prefill_chunk} must be a multiple of pages.page_size={size}"
             check(self.prefill_chunk % size == 0, f"{rule}: prompts share whole pages.")
         check(self.max_length > 1, "EngineConfig.max_length=1 has no room for an answer: at least 2.")
+
+    def check_together(self, requests: Sequence[Request]) -> None:
+        """Raise ConfigError for requests that come at once, and are more than could ever wait together."""
+        count, tokens = len(requests), sum(len(request.prompt) for request in requests)
+        few = count <= self.max_waiting
+        check(few, f"n and prompt ask for {count:,} answers: at most max_waiting={self.max_waiting:,} can wait.")
+        short, most = count == 1 or tokens <= self.max_waiting_tokens, self.max_waiting_tokens
+        told = f"the prompts of {count:,} answers have {tokens:,} tokens together"
+        check(short, f"{told}: at most max_waiting_tokens={most:,} can wait. Ask for fewer answers at once.")
 
     def check_request(self, request: Request, vocab_size: int) -> None:
         """Raise ConfigError for a request that an engine of a model with so many token ids could never answer."""

@@ -6,20 +6,22 @@ import contextlib
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.inference.text import TextModel, prompt_ids
-from eqx_decoders.io.chat import ChatTemplate, Conversation, RenderingProcess, check_messages
+from eqx_decoders.io.chat import ChatTemplate, Conversation, check_messages
 from eqx_decoders.io.processors.processor import Processor
 from eqx_decoders.io.processors.prompts import check_parts
 from eqx_decoders.io.processors.rules import Seen
 from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer
 from eqx_decoders.sampling import GenerationConfig
 from eqx_decoders.serving.files import FileReading, FilesConfig, Upload
+from eqx_decoders.serving.rendering import Renderer
 from eqx_decoders.serving.wire import ApiError, Fields, refuse
 
 
@@ -27,6 +29,12 @@ from eqx_decoders.serving.wire import ApiError, Fields, refuse
 FILES = {"image_url": "image", "video_url": "video", "audio_url": "audio", "input_audio": "audio"}
 HEAD = 1000  # letters of a data: URL before its content
 SHRINKS = 4  # letters that a normaliser may make one of
+LETTERS = 8  # of a token: shorter texts are encoded without a look at their beginning
+PIECE = 1 << 14  # letters that are encoded at once, to see whether a text is too long
+ENTRIES, PER_TOKEN = 20_000, 8  # of lists and objects in a conversation, at most; more where more tokens are taken
+FEW = 64  # messages that are looked through on the event loop
+
+_blanks = re.compile(r"\s+")
 
 Result = TypeVar("Result")
 
@@ -119,10 +127,12 @@ class PromptReader:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "prompts")
         self._packing = concurrent.futures.ThreadPoolExecutor(1, "packing")
         self._files = None if language.directory is None else FileReading(language.directory, max_length, files)
-        self._waiting: list[tuple[Conversation, asyncio.Future[str]]] = []
-        self._rendering = False
-        self._process: RenderingProcess | None = None  # for the next conversations
-        self._closed = False
+        # errors of the template go to clients, who need not know where it is
+        chat = None if language.chat is None else dataclasses.replace(language.chat, where="The chat template")
+        self._renderer = None if chat is None else Renderer(chat)
+        films = None if language.processor is None else language.processor.films
+        own = None if films is None else films.template  # of conversations with films
+        self._film_renderer = None if chat is None or own is None else Renderer(dataclasses.replace(chat, source=own))
 
     async def run(self, call: Callable[..., Result], *args: Any, **options: Any) -> Result:
         """Call something that takes the tokenizer, in its thread."""
@@ -131,7 +141,7 @@ class PromptReader:
 
     async def text(self, text: str, *, special: bool = True) -> Read:
         """The ids of a text."""
-        self._check(text)
+        await self.check(text)
         return Read(await self.run(self.language.encode, text, special=special))
 
     async def chat(
@@ -144,11 +154,12 @@ class PromptReader:
         if "tools" in variables and "tools" not in chat.source:
             raise ApiError(400, "This model's chat template knows no tools: leave them out.", param="tools")
         found = _Parts(self.language, self._max_files, self._max_length)
-        plain = [found.message(number, one) for number, one in enumerate(messages)]
+        count = sum(len(one["content"]) if isinstance(one.get("content"), list) else 1 for one in messages)
+        plain = await _beside(count, lambda: [found.message(*pair) for pair in enumerate(messages)])
         if found.files:
             return await self._seen(plain, variables, answer=answer, client=client)
-        text = await self._render(Conversation(check_messages(plain), variables, answer))
-        self._check(text)
+        text = await self._render(Conversation(plain, variables, answer))
+        await self.check(text)
         ids = await self.run(tokenizer.encode, text, special=True)
         return Read(tuple(ids.tolist()))
 
@@ -156,14 +167,11 @@ class PromptReader:
         self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any], *, answer: bool, client: str
     ) -> Read:
         """The same with files. The text comes first: what cannot be rendered needs no files."""
-        assert self._files is not None and self.language.processor is not None
-        whole, files = check_parts(messages)
-        conversation, template = Conversation(whole, variables, answer), self.language.processor.template_for(whole)
-        if template.source == getattr(self.language.chat, "source", None):
-            text = await self._render(conversation)
-        else:  # one for films
-            text = await asyncio.to_thread(_rendered, template, conversation)
-        self._check(text)
+        assert self._files is not None
+        whole, files = await _beside(len(messages), lambda: check_parts(messages))
+        renderer = self._film_renderer if files["video"] else None
+        text = await self._render(Conversation(whole, variables, answer), check=list, renderer=renderer)
+        await self.check(text)
         async with self._files.read(files, client) as read:
             make = functools.partial(self.language.seen, text, read)
             made = await asyncio.get_running_loop().run_in_executor(self._packing, make)
@@ -172,72 +180,82 @@ class PromptReader:
 
     def close(self) -> None:
         """End the threads, and the processes."""
-        self._closed = True
-        if self._process is not None:
-            self._process.close()
+        for renderer in (self._renderer, self._film_renderer):
+            if renderer is not None:
+                renderer.close()
         if self._files is not None:
             self._files.close()
         for thread in (self._thread, self._packing):
             thread.shutdown(wait=False, cancel_futures=True)
 
-    def _check(self, text: str) -> None:
-        """Refuse what cannot fit before it's encoded: millions of letters take seconds."""
-        if len(text) > self._most:
-            told = f"The prompt has {len(text):,} characters, which are more than {self._max_length:,} tokens"
-            raise ApiError(400, f"{told}: shorten it.", code="context_length_exceeded")
+    async def check(self, text: str) -> None:
+        """ApiError for a text that cannot fit, before it is encoded whole: millions of letters take seconds."""
+        if len(text) > self._most or (
+            len(text) > LETTERS * self._max_length
+            and await self.run(is_too_long, self.language.tokenizer, text, self._max_length)
+        ):
+            self._refuse(len(text))
 
-    async def _render(self, conversation: Conversation) -> str:
-        """The text of a conversation. Those that come while a process renders share the next one: each costs 0.1 s."""
-        done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._waiting.append((conversation, done))
-        if not self._rendering:
-            self._rendering = True
-            self._task = asyncio.ensure_future(self._render_all())
-        return await done
+    def _refuse(self, letters: int) -> NoReturn:
+        told = f"The prompt has {letters:,} characters, which are more than {self._max_length:,} tokens"
+        raise ApiError(400, f"{told}: shorten it.", code="context_length_exceeded")
 
-    async def _render_all(self) -> None:
-        try:
-            while self._waiting:
-                batch, self._waiting = self._waiting[:32], self._waiting[32:]
-                batch = [(one, done) for one, done in batch if not done.done()]
-                if batch:
-                    await self._render_batch(batch)
-        finally:
-            self._rendering = False
+    async def _render(
+        self,
+        conversation: Conversation,
+        check: Callable[[Sequence[Any]], list[Any]] = check_messages,
+        renderer: Renderer | None = None,
+    ) -> str:
+        """The text of a conversation."""
+        renderer = self._renderer if renderer is None else renderer
+        assert renderer is not None
 
-    async def _render_batch(self, batch: Sequence[tuple[Conversation, asyncio.Future[str]]]) -> None:
-        try:
-            found: Sequence[Any] = await asyncio.to_thread(self._render_many, [one for one, _ in batch])
-        except Exception as error:
-            if len(batch) > 1:  # one of them ended the process: each for itself
-                for one in batch:
-                    await self._render_batch([one])
-                return
-            found = [error]
-        for (_, done), one in zip(batch, found, strict=True):
-            if done.done():
-                continue
-            if isinstance(one, Exception):
-                done.set_exception(one)
-            else:
-                done.set_result(one.text)
+        def measured() -> tuple[Conversation, int, int]:
+            whole = conversation._replace(messages=check(conversation.messages))
+            return whole, *size_of(conversation)
 
-    def _render_many(self, conversations: Sequence[Conversation]) -> Sequence[Any]:
-        """In the process that waits for it, if there is one; another one then waits for the next conversations."""
-        process, self._process = self._process, None
-        assert self.language.chat is not None
-        try:
-            return self.language.chat.render_many(conversations, process)
-        finally:
-            if not self._closed:
-                self._process = RenderingProcess()
+        checked, letters, entries = await _beside(len(conversation.messages), measured)
+        if letters > self._most:
+            self._refuse(letters)
+        if entries > ENTRIES + PER_TOKEN * self._max_length:
+            raise ApiError(400, f"messages, tools and chat_template_kwargs have {entries:,} entries: send fewer.")
+        return await renderer.render(checked, letters + entries)
 
 
-def _rendered(template: ChatTemplate, conversation: Conversation) -> str:
-    (found,) = template.render_many([conversation])
-    if isinstance(found, Exception):
-        raise found
-    return found.text
+async def _beside(count: int, call: Callable[[], Result]) -> Result:
+    """What a call gives that takes some microseconds for each of so many things: for many not on the event loop."""
+    return call() if count <= FEW else await asyncio.to_thread(call)
+
+
+def is_too_long(tokenizer: Tokenizer, text: str, most: int) -> bool:
+    """Whether a text surely has more than so many tokens, as far as its beginning tells.
+
+    It is encoded piece by piece, until these have twice as many tokens. A text may have fewer than its pieces: where it
+    is cut, two tokens for one; and of a run of blanks, which some tokenizers drop, none. So the first two tokens of a
+    piece don't count, and of each run only one blank is looked at; what is left is at most twice what the whole has,
+    whatever the tokenizer's normaliser, longest token or rules of merging are: those act within words.
+    """
+    count = 0
+    for begin in range(0, len(text), PIECE):
+        piece = _blanks.sub(" ", text[begin : begin + PIECE])
+        ids = tokenizer.encode(piece, special=True) if isinstance(tokenizer, JsonTokenizer) else tokenizer.encode(piece)
+        count += max(0, len(ids) - 2)
+        if count > 2 * most:
+            return True
+    return False
+
+
+def size_of(value: Any) -> tuple[int, int]:
+    """The characters of all texts within a JSON value, and the entries of its lists and objects."""
+    letters, entries, left = 0, 0, [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            letters += len(one)
+        elif isinstance(one, dict | list | tuple):
+            left.extend(one.values() if isinstance(one, dict) else one)
+            entries += len(one)
+    return letters, entries
 
 
 class _Parts:

@@ -43,7 +43,7 @@ class Rendered(NamedTuple):
 class MadeUp(ChatTemplate):
     """Writes conversations without a process of its own, which takes 0.1 s."""
 
-    def render_many(self, conversations, process=None):
+    def render_some(self, conversations, process=None):
         return [Rendered(self._one(one)) for one in conversations]
 
     def _one(self, one: Conversation) -> str:
