@@ -62,7 +62,9 @@ class FilesConfig:
 
     - `limits`: bounds on what is decoded for one request.
     - `processes`: that decode; None: two, or as many as there are groups of four processors, at most four.
-    - `seconds`: of processor time, for all files of a request; it may last twice as long.
+    - `seconds`: of processor time, for all files of a request.
+    - `wall_seconds`: that these may take, and the start of a process: longer, since other programs may keep the machine
+        busy.
     - `memory`: bytes that one process may take.
     - `max_request_bytes`: of what the files of one request become.
     - `max_bytes`: of what those of all requests have become that are not yet answered: while they have more, no further
@@ -80,6 +82,7 @@ class FilesConfig:
     )
     processes: int | None = None
     seconds: int | float = 60.0
+    wall_seconds: int | float = 180.0
     memory: int = 3 << 30
     max_request_bytes: int = 1 << 29
     max_bytes: int = 1 << 30
@@ -91,7 +94,8 @@ class FilesConfig:
             check_integer(f"FilesConfig.{name}", getattr(self, name))
         if self.processes is not None:
             check_integer("FilesConfig.processes", self.processes)
-        check_number("FilesConfig.seconds", self.seconds, above=0)
+        for name in ("seconds", "wall_seconds"):
+            check_number(f"FilesConfig.{name}", getattr(self, name), above=0)
 
     @property
     def count(self) -> int:
@@ -170,7 +174,7 @@ class FileReading:
         if self._closed:
             raise ApiError(503, "The server is stopping.", retry_after=1)
         self._loop = asyncio.get_running_loop()
-        process, seconds = self._idle.pop(), 2 * self.config.seconds
+        process, seconds = self._idle.pop(), self.config.wall_seconds
         work = self._loop.run_in_executor(self._threads, process.read, files)
         try:
             async with asyncio.timeout(seconds):

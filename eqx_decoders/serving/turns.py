@@ -9,7 +9,7 @@ from eqx_decoders.serving.wire import ApiError
 
 
 class Turns:
-    """So many at once. The next one is of the client who has the fewest at work, and of these waits the longest.
+    """So many at once. The next one is of the client who has the fewest at work; of these, who had no turn for longest.
 
     All of it belongs to one event loop.
 
@@ -23,8 +23,9 @@ class Turns:
 
     def __init__(self, name: str, places: int, most: int, ready: Callable[[], bool] = lambda: True):
         self._name, self._free, self._most, self._ready = name, places, most, ready
-        self._waiting: dict[str, collections.deque[asyncio.Future[None]]] = {}  # clients in the order of their turns
+        self._waiting: dict[str, collections.deque[asyncio.Future[None]]] = {}
         self._active: collections.Counter[str] = collections.Counter()
+        self._turn, self._last = 0, dict[str, int]()  # the number of each client's last turn, of those that are here
 
     def __len__(self) -> int:
         """How many wait."""
@@ -48,21 +49,23 @@ class Turns:
                 self._active[client] -= 1
                 self._active += collections.Counter()  # without those that have none
                 self.wake()
+                if client not in self._active and client not in self._waiting:
+                    self._last.pop(client, None)
             else:
                 self._leave(client, mine)
 
     def wake(self) -> None:
         """Give free places to those whose turn it is."""
         while self._free > 0 and self._waiting and self._ready():
-            client = min(self._waiting, key=lambda one: self._active[one])
-            waiting = self._waiting.pop(client)
-            first = waiting.popleft()
-            if waiting:
-                self._waiting[client] = waiting  # behind all others
+            client = min(self._waiting, key=lambda one: (self._active[one], self._last.get(one, -1)))
+            first = self._waiting[client].popleft()
+            if not self._waiting[client]:
+                del self._waiting[client]
             if not first.done():
                 first.set_result(None)
                 self._free -= 1
                 self._active[client] += 1
+                self._turn, self._last[client] = self._turn + 1, self._turn
 
     def _leave(self, client: str, mine: asyncio.Future[None]) -> None:
         waiting = self._waiting.get(client)

@@ -1,6 +1,7 @@
 """From files and a prompt to what a model reads: the processors of transformers, without them."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ class FileReader:
             if kind == "audio" and given:
                 arrays, texts = rules.all(given, limits, names)
                 found[kind] = [Seen({} if number else arrays, text) for number, text in enumerate(texts)]
-                left.take(found[kind], rules.placeholder, names[-1])
+                left.take(found[kind], names[-1])
             for file, where in zip(given, names, strict=True) if kind != "audio" else ():
                 if kind == "image":
                     one = rules.one(open_picture(file, limits, where), limits, where)
@@ -136,7 +137,7 @@ class FileReader:
                     with open_film(file, limits, where) as clip:
                         one = rules.one(clip, limits)
                     limits = limits.without(clip.count * clip.height * clip.width)
-                left.take([one], rules.placeholder, where)
+                left.take([one], where)
                 found.setdefault(kind, []).append(one)
         return found
 
@@ -157,6 +158,9 @@ class FileReader:
             self.limits.check_together(f"pictures up to {where}", total)
 
 
+_TOKEN = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")  # the special tokens of all families; of what else there is, little
+
+
 class _Left:
     """How much further files may become."""
 
@@ -164,9 +168,9 @@ class _Left:
         self._most = {"tokens": max_tokens, "bytes": max_bytes}
         self._count = dict.fromkeys(self._most, 0)
 
-    def take(self, seen: Sequence[Seen], placeholder: str, where: str) -> None:
+    def take(self, seen: Sequence[Seen], where: str) -> None:
         """DataError for too much."""
-        self._count["tokens"] += sum(one.text.count(placeholder) for one in seen)
+        self._count["tokens"] += sum(len(_TOKEN.findall(one.text)) for one in seen)
         self._count["bytes"] += sum(array.nbytes for one in seen for array in one.arrays.values())
         for unit, most in self._most.items():
             told = f"{where}: the files up to it become {self._count[unit]:,} {unit}"
