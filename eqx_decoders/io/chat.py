@@ -27,7 +27,7 @@ SOURCE_BYTES = 1_000_000
 SECONDS = 1.0  # of processor time for one conversation
 MORE_SECONDS = 0.1  # for each in a process that renders many, on average
 WALL_SECONDS = 60.0  # longer, since other programs may keep the machine busy
-_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")  # what the process sees: no keys, no passwords
+ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")  # what the process sees: no keys, no passwords
 _WORKER = Path(__file__).with_name("chat_worker.py")
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -60,7 +60,7 @@ class RenderingProcess:
     """The process of one `render_many`. Whoever starts it ahead does not wait until Python and Jinja are loaded."""
 
     def __init__(self):
-        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         command = [sys.executable, "-I", str(_WORKER), json.dumps(sys.path)]
         self._process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment)
 

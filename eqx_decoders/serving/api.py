@@ -126,6 +126,7 @@ class Api:
         self.stopping = False
         self._reader = PromptReader(language, max_length=config.max_length, max_files=config.max_files)
         self._forms = Forms(language.tokenizer, config.vocab_size, language.stop_ids)
+        self._forms.warm_up()
         self._texts = TokenTexts(language.tokenizer)
         self._threads = concurrent.futures.ThreadPoolExecutor(2, "api")
         self._entries = max(config.max_length, config.max_choices, LEAST_ENTRIES)  # of a list in a large body
@@ -145,6 +146,7 @@ class Api:
     def close(self) -> None:
         """End the threads that read and write."""
         self._reader.close()
+        self._forms.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # --- what is asked about the server -------------------------------------------------------------------------------
@@ -200,7 +202,7 @@ class Api:
             return text, fields.flag("add_special_tokens", True), (), {}
 
         text, flag, messages, variables = await self._asked(call, read)
-        reading = self._reader.chat(messages, variables, answer=flag) if messages else None
+        reading = self._reader.chat(messages, variables, answer=flag, client=call.client) if messages else None
         found = await self._checked(self._reader.text(text, special=flag) if reading is None else reading)
         return Reply.json({"tokens": found.ids, "count": len(found.ids), "max_model_len": self.config.max_length})
 
@@ -252,7 +254,8 @@ class Api:
         """A conversation, answered."""
         seed = self._seeds.getrandbits(63)
         asked: ChatAsked = await self._asked(call, lambda body: read_chat(body, self.config, seed))
-        reading = self._reader.chat(asked.messages, asked.variables, answer=asked.add_generation_prompt)
+        answer = asked.add_generation_prompt
+        reading = self._reader.chat(asked.messages, asked.variables, answer=answer, client=call.client)
         read = await self._checked(reading)
         rooms = self._rooms(asked, [read])
         choices = [Choice(asked, self.language.tokenizer) for _ in range(asked.n)]
@@ -314,7 +317,7 @@ class Api:
         echo: bool = False,
     ) -> Reply | Events:
         self._check_running()
-        constraints = await self._constraints(asked, len(choices))
+        constraints = await self._constraints(asked, len(choices), call.client)
         client = call.client if call.with_key else asked.user or call.client
         # what one key has asked is nothing that another one may find out, by how fast it is answered
         salt = f"{call.client} {asked.cache_salt}" if call.with_key else asked.cache_salt
@@ -352,12 +355,12 @@ class Api:
             return Events(content=self._events(task), close=lambda: self._close(task))
         return await self._whole(task)
 
-    async def _constraints(self, asked: Asked, count: int) -> Sequence[TokenConstraint | None]:
+    async def _constraints(self, asked: Asked, count: int, client: str) -> Sequence[TokenConstraint | None]:
         if asked.form is None:
             return [None] * count
         try:
             with client_errors():
-                return await asyncio.to_thread(self._forms.constraints, asked.form, count)
+                return await self._forms.prepare(asked.form, count, client)
         except ApiError as error:
             error.param = asked.form_field
             raise

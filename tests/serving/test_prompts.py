@@ -145,6 +145,13 @@ def test_pictures_that_are_none(server, urls, says):
     assert says in message and str(CHAT) not in message
 
 
+def test_more_parts_than_tokens_are_refused_before_they_are_looked_at(server):
+    """Where others would be refused for their form."""
+    for content in ([{"type": "text", "text": ""}] * 513, [5] * 513):
+        message = server.json("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]}, code=400)
+        assert "more parts than the model takes tokens" in message["error"]["message"]
+
+
 def test_pictures_that_are_too_large(server):
     from PIL import Image
 
