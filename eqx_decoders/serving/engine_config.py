@@ -25,6 +25,8 @@ class EngineConfig:
     - `token_budget`: tokens that one step computes at most, those of answers first; prompts get a chunk in any case.
     - `max_waiting`, `max_waiting_tokens`: requests that wait for a slot, and tokens of their prompts, at most.
     - `prefix_cache_bytes`: memory for prompts that begin alike; 0 for none.
+    - `preempted_bytes`: memory for what was computed of requests that had to give up their slots; beyond that it is
+        computed again.
     - `max_logprobs`: the most likely tokens that a request may ask for beside each of its own.
     - `max_logit_bias`: biases that a request may have.
     - `cache_dtype`: of keys and values, as `init_cache` has it; None: as `generate` stores them.
@@ -44,6 +46,7 @@ class EngineConfig:
     max_waiting: int = 1024
     max_waiting_tokens: int = 1 << 20
     prefix_cache_bytes: int = 1 << 30
+    preempted_bytes: int = 1 << 28
     max_logprobs: int = 20
     max_logit_bias: int = 300
     cache_dtype: DTypeLike | CacheFormat | None = None
@@ -55,7 +58,7 @@ class EngineConfig:
         for field in ("max_batch_size", "max_length", "prefill_chunk", "token_budget", "max_waiting"):
             check_integer(f"EngineConfig.{field}", getattr(self, field))
         check_integer("EngineConfig.max_waiting_tokens", self.max_waiting_tokens)
-        for field in ("prefix_cache_bytes", "max_logprobs", "max_logit_bias"):
+        for field in ("prefix_cache_bytes", "preempted_bytes", "max_logprobs", "max_logit_bias"):
             check_integer(f"EngineConfig.{field}", getattr(self, field), minimum=0)
         if self.cache_dtype is not None:
             CacheFormat.of(self.cache_dtype)

@@ -425,6 +425,17 @@ class Slots:
         """What a slot remembers of all its tokens together."""
         return self._run("keep rest", np.int32(slot))
 
+    def kept_bytes(self, tokens: int) -> int:
+        """Memory that all takes which is kept of a slot with so many tokens."""
+        block, rest = self._kept_sizes
+        return -(-tokens // self.block) * block + rest
+
+    @cached_property
+    def _kept_sizes(self) -> tuple[int, int]:
+        slot = np.int32(0)
+        kept = jax.eval_shape(partial(_keep, length=self.block), self._state, slot, slot)
+        return tuple(_nbytes(each) for each in (kept, jax.eval_shape(_keep_rest, self._state, slot)))
+
     def restore(self, slot: int, begin: int, kept: Kept, *, pages: bool = True) -> None:
         """Put back what `keep` gave."""
         name = "restore" if pages or not self.windows else "restore beside"
@@ -500,6 +511,10 @@ class Slots:
 
     def _run(self, name: Any, *inputs: Any) -> Any:
         return self._programs[name]([] if isinstance(name, str) else self._weights, self._state, *inputs)
+
+
+def _nbytes(shapes: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
 @partial(jax.jit, static_argnums=3)
