@@ -47,6 +47,7 @@ class ApiConfig:
     - `max_bias`: the most tokens with a bias.
     - `max_files`: the most pictures and sounds of one request.
     - `max_body_bytes`: of a request.
+    - `allow_priority`: whether clients may say which of their requests come before those of others.
     - `max_open`: requests at once, of which the engine queues as many as it is told to.
     - `body_seconds`: in which a body must have come.
     - `api_keys`: one of them must be given as `Authorization: Bearer …`; empty: anybody is served.
@@ -65,6 +66,7 @@ class ApiConfig:
     max_bias: int = 300
     max_files: int = 16
     max_body_bytes: int = 32_000_000
+    allow_priority: bool = False
     max_open: int = 1000
     body_seconds: int | float = 30.0
     api_keys: tuple[str, ...] = ()
@@ -236,10 +238,18 @@ def _common(fields: Fields, config: ApiConfig, seed: int, prompts: int) -> dict[
         stream=fields.flag("stream"),
         include_usage=options is not None and options.flag("include_usage"),
         return_token_ids=fields.flag("return_token_ids"),
-        priority=-(fields.integer("priority", least=-1_000_000, most=1_000_000) or 0),  # vLLM: the lowest comes first
+        priority=_priority(fields, config),
         user=fields.text("user", most=256) or "",
         cache_salt=fields.text("cache_salt", most=256) or "",
     )
+
+
+def _priority(fields: Fields, config: ApiConfig) -> int:
+    """The engine's, where the highest comes first; in vLLM's API it is the lowest."""
+    given = fields.integer("priority", least=-1_000_000, most=1_000_000) or 0
+    if given and not config.allow_priority:
+        raise fields.refuse("priority", "must be 0 here: the server does not allow others", "unsupported_parameter")
+    return -given
 
 
 def _sampling(fields: Fields, config: ApiConfig, seed: int) -> Sampling:

@@ -1,38 +1,34 @@
 """The engine: many requests, one model. It decides what each step computes; `Slots` computes it."""
 
-import collections
 import concurrent.futures
 import dataclasses
 import itertools
-import logging
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
 from eqx_decoders.decoder import Decoder
-from eqx_decoders.errors import EqxDecodersError, check
+from eqx_decoders.errors import check
 from eqx_decoders.inference.apart import usual_format
 from eqx_decoders.layers.cache_format import CacheFormat
-from eqx_decoders.layers.embedding import LearnedPositions
-from eqx_decoders.serving.drafts import FurtherPrediction, SmallerModel, check_drafts, device_drafting
+from eqx_decoders.serving.choosing import token_scores
+from eqx_decoders.serving.drafts import FurtherPrediction, SmallerModel, device_drafting
 from eqx_decoders.serving.engine_config import EngineConfig
 from eqx_decoders.serving.job import Job, SharedPrompt
 from eqx_decoders.serving.request import EngineCounts, Request, TokenScore, Update
 from eqx_decoders.serving.seats import Seats
-from eqx_decoders.serving.sight import Sight
+from eqx_decoders.serving.sight import Sight, what_failed
 from eqx_decoders.serving.slots import ALL_SCORES, NEXT_TOKEN, Chosen, Slots
 from eqx_decoders.serving.steps import row_counts, rows_for
 from eqx_decoders.serving.waiting import WaitingList
+from eqx_decoders.serving.written import Written
 
 
 POLL = 0.01  # seconds that a step waits for pictures, where there is nothing else to do
-TEXTS = 64  # that were written and wait to be computed as prompts
-
-_log = logging.getLogger("eqx_decoders.serving")
 
 
 class Engine:
@@ -41,7 +37,7 @@ class Engine:
     Requests come and go between steps. A step feeds the last token of every answer, and chunks of prompts as far as
     `token_budget` goes, in turn. All programs are compiled by `warm_up` (or the first step), except those for pictures
     and sounds, which depend on their sizes: these are compiled beside the steps. What was written is computed as a
-    prompt when there is nothing else to do, so that a conversation's next turn finds it. Not for several threads at once.
+    prompt when there is nothing else to do, for the conversation's next turn. Not for several threads at once.
 
         engine = Engine(model, EngineConfig(max_batch_size=4))
         request_id = engine.submit(Request(prompt=(1, 2, 3), max_new_tokens=20))
@@ -52,11 +48,7 @@ class Engine:
 
     def __init__(self, model: Decoder, config: EngineConfig = EngineConfig()):
         self.model, self.config = model, config
-        positions = model.config.positions
-        limit = positions.max_positions if isinstance(positions, LearnedPositions) else None
-        rule = f"EngineConfig.max_length={config.max_length} must be at most {limit}, the model's learned positions"
-        check(limit is None or config.max_length <= limit, f"{rule}.")
-        check_drafts(config.drafts, model)
+        config.check_model(model)
         # the last chunk of a prompt is rounded up to one of few sizes, which depends on its length alone
         sizes = {size for size in (16, config.prefill_chunk // 2) if 16 <= size < config.prefill_chunk}
         layout = model.execution.layout
@@ -85,8 +77,7 @@ class Engine:
         self._waiting: WaitingList[Job] = WaitingList(config.max_waiting, config.max_waiting_tokens)
         self._turn: list[Job] = []  # whose prompts are being computed, the next one first
         self._asked = self._slots.asked(config.max_batch_size)
-        self._written: collections.deque[tuple[Job, int]] = collections.deque(maxlen=TEXTS)
-        self._idle: Job | None = None  # the one of them that is computed
+        self._written = Written(self._seats)
         self._last: Any = lambda: None  # the request that came last
         self._ids = itertools.count()
         self._cancelled: list[Update] = []
@@ -113,14 +104,13 @@ class Engine:
         self._waiting.check_room(request)
         job = Job(request_id=next(self._ids), request=request)
         last: Job | None = self._last()
-        alike = last is not None and last.is_alike(request)
-        job.join(last.shared if alike and last is not None else SharedPrompt())
+        last = last if last is not None and last.is_alike(request) else None
+        job.join(SharedPrompt() if last is None else last.shared)
         if request.media is not None and job.shared.seen is None and job.shared.seeing is None:
             job.shared.seeing = self._prepare(request)
         elif request.media is None:
             prefixes = self._seats.prefixes
-            known = alike and last is not None
-            job.names = last.names if known else prefixes.names(request.prompt, request.cache_salt)
+            job.names = prefixes.names(request.prompt, request.cache_salt) if last is None else last.names
         self._last = weakref.ref(job)
         self._wait(job)
         return job.request_id
@@ -157,7 +147,8 @@ class Engine:
         self.warm_up()
         updates, self._cancelled = self._cancelled, []
         updates += self._admit()
-        self._take_idle()
+        if self._waiting.first(_is_ready) is None and (idle := self._written.next()) is not None:
+            updates += self._enter(*idle)
         if not self._seats.jobs:
             self._wait_for_pictures()
             return updates
@@ -197,13 +188,13 @@ class Engine:
     def forget_prefixes(self) -> None:
         """Empty the prefix cache."""
         self._written.clear()
-        if self._idle is not None:
-            self._leave(self._idle)
+        if self._written.current is not None:
+            self._leave(self._written.current)
         self._seats.prefixes.clear()
 
     def counts(self) -> EngineCounts:
         """How it stands."""
-        running = len(self._seats.jobs) - (self._idle is not None)
+        running = sum(not job.idle for job in self._seats.jobs.values())
         now = dict(running=running, waiting=len(self._waiting), cache_usage=self._seats.usage)
         return dataclasses.replace(self._counts, **now)
 
@@ -223,7 +214,7 @@ class Engine:
         while (job := self._waiting.first(_is_ready)) is not None:
             free = self._seats.free
             if free is None or not self._seats.has_room(job):
-                victim = self._idle or self._seats.last()
+                victim = self._written.current or self._seats.last()
                 if victim is None or (not victim.idle and victim.request.priority >= job.request.priority):
                     break
                 self._give_way(victim)
@@ -245,19 +236,6 @@ class Engine:
         if not job.decodes:
             self._turn.append(job)
         return []
-
-    def _take_idle(self) -> None:
-        """Begin to compute a text that was written as a prompt, where there is room that nobody waits for."""
-        while self._written and self._idle is None and self._waiting.first(_is_ready) is None:
-            job, least = self._written[0]
-            free, room = self._seats.free, self._seats.has_room(job)
-            if self._seats.jobs and (free is None or not room):
-                return
-            self._written.popleft()
-            # what it begins with must be there still: it is not computed again for the sake of its end
-            if free is not None and room and least <= self._seats.prefixes.known(job.names) < len(job.names):
-                self._idle = job
-                self._enter(job, free)
 
     def _wait_for_pictures(self) -> None:
         """There is nothing to compute: what others wait for may come soon."""
@@ -281,8 +259,8 @@ class Engine:
         """Free the slot of a request that is complete, or given up."""
         self._rest(job)
         self._seats.leave(job)
-        if job is self._idle:
-            self._idle = None
+        if job.idle:
+            self._written.current = None
 
     def _rest(self, job: Job) -> None:
         """Nothing is computed for a slot."""
@@ -310,7 +288,7 @@ class Engine:
             begin = planned.get(job.request_id, job.done)
             count = min(self._seats.block, len(job.request.prompt) - begin)
             if not self._seats.reserve(job, begin, begin + count):
-                victim = self._idle or (self._seats.last(besides=[job]) if alone and not chunks else None)
+                victim = self._written.current or (self._seats.last(besides=[job]) if alone and not chunks else None)
                 if victim is None:
                     held.append(job)
                     continue
@@ -382,7 +360,7 @@ class Engine:
         if job.wants_scores:
             following = request.prompt[begin + 1 : begin + count + 1]
             scores = jax.device_get(result.scores)
-            job.prompt_scores += _token_scores(scores, range(len(following)), following, request.prompt_logprobs or 0)
+            job.prompt_scores += token_scores(scores, range(len(following)), following, request.prompt_logprobs or 0)
         if begin + count < len(request.prompt):
             return []
         if job.idle:
@@ -397,7 +375,7 @@ class Engine:
         """The first token of an answer, with what is told once."""
         if not job.repeats:
             self._count(prompt_tokens=len(job.request.prompt))
-        scores = () if job.request.prompt_logprobs is None else job.shared.scores
+        scores = () if job.request.prompt_logprobs is None else job.shared.scores or ()
         told = dict(cached_tokens=job.cached, queue_seconds=job.queue_seconds, prompt_scores=scores)
         return self._grown(job, chosen.tokens[0, :1].tolist(), chosen.scores, 0, **told)
 
@@ -406,17 +384,14 @@ class Engine:
         request, shared, prompt = job.request, job.shared, np.asarray([job.request.prompt], np.int32)
         try:
             self._choose_for(job)
-            if shared.seen is None:
+            seen = shared.seen
+            if seen is None:
                 assert self._sight is not None and shared.seeing is not None
                 # awaited: what goes wrong in it must not reach the state of all slots
-                shared.seen = jax.block_until_ready(self._sight.read(shared.seeing.result()))
-            cache, logits = shared.seen
+                seen = shared.seen = jax.block_until_ready(self._sight.read(shared.seeing.result()))
+            cache, logits = seen
         except Exception as error:
-            if isinstance(error, EqxDecodersError):
-                return [self._failed(job, str(error))]
-            _log.exception("what a prompt shows could not be computed")
-            told = f"What this prompt shows could not be computed ({type(error).__name__})"
-            return [self._failed(job, f"{told}: ask for less of it.")]
+            return [self._failed(job, what_failed(error))]
         job.wait_no_more()
         self._seats.take_whole(job, cache, prompt[0])
         asked = self._asked.of([job.slot], request.logprobs is not None)
@@ -433,7 +408,7 @@ class Engine:
         for job in sorted(jobs, key=lambda job: (-job.request.priority, job.request_id)):
             drafts = job.drafts(self.config.drafts)
             while job.slot >= 0 and not self._seats.reserve(job, job.done, job.done + 1 + len(drafts)):
-                victim = self._idle or self._seats.last(besides=planned)
+                victim = self._written.current or self._seats.last(besides=planned)
                 assert victim is not None
                 self._give_way(victim)
             if job.slot >= 0:
@@ -484,34 +459,15 @@ class Engine:
                 break
         found: tuple[TokenScore, ...] = ()
         if request.logprobs is not None:
-            found = tuple(_token_scores(scores, range(at, at + len(tokens)), tokens, request.logprobs))
+            found = tuple(token_scores(scores, range(at, at + len(tokens)), tokens, request.logprobs))
         self._count(generated_tokens=len(tokens))
         if reason is not None:
             self._leave(job)
-            self._keep(job)
+            self._written.add(job)
         told: dict[str, Any] = dict(tokens=tuple(tokens), scores=found, finish_reason=reason, error=error)
         return [Update(request_id=job.request_id, **told, **first)]
-
-    def _keep(self, job: Job) -> None:
-        """Let a prompt and its answer be computed as a prompt, so that a conversation's next turn begins with it."""
-        request, size = job.request, self._seats.block
-        known, text = len(request.prompt) // size, (*request.prompt, *job.answer)
-        count = len(text) // size * size
-        names = self._seats.prefixes.names(text[:count], request.cache_salt) if request.media is None else []
-        if len(names) > known:
-            whole = Request(prompt=text[:count], max_new_tokens=1, cache_salt=request.cache_salt)
-            self._written.append((Job(request_id=-1, request=whole, names=names, idle=True), known))
 
 
 def _is_ready(job: Job) -> bool:
     """Whether what the encoders make for it is there."""
     return job.shared.seeing is None or job.shared.seeing.done()
-
-
-def _token_scores(scores: Any, rows: range, tokens: Sequence[int], count: int) -> list[TokenScore]:
-    """Those of single tokens, by their rows."""
-    found = []
-    for row, token in zip(rows, tokens, strict=True):
-        best = zip(scores.top_ids[row, :count].tolist(), scores.top[row, :count].tolist(), strict=True)
-        found.append(TokenScore(int(token), float(scores.chosen[row]), tuple(best)))
-    return found

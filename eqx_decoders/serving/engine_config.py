@@ -5,11 +5,13 @@ import dataclasses
 import numpy as np
 from jax.typing import DTypeLike
 
+from eqx_decoders.decoder import Decoder
 from eqx_decoders.encoders.beside import without_placeholders
 from eqx_decoders.errors import check, check_integer
 from eqx_decoders.layers.cache_format import CacheFormat
+from eqx_decoders.layers.embedding import LearnedPositions
 from eqx_decoders.layers.pages import PageConfig
-from eqx_decoders.serving.drafts import Drafts
+from eqx_decoders.serving.drafts import Drafts, check_drafts
 from eqx_decoders.serving.request import Request
 
 
@@ -67,6 +69,14 @@ class EngineConfig:
             rule = f"EngineConfig.prefill_chunk={self.prefill_chunk} must be a multiple of pages.page_size={size}"
             check(self.prefill_chunk % size == 0, f"{rule}: prompts share whole pages.")
         check(self.max_length > 1, "EngineConfig.max_length=1 has no room for an answer: at least 2.")
+
+    def check_model(self, model: Decoder) -> None:
+        """Raise ConfigError where a model can't do this."""
+        positions = model.config.positions
+        limit = positions.max_positions if isinstance(positions, LearnedPositions) else None
+        rule = f"EngineConfig.max_length={self.max_length} must be at most {limit}, the model's learned positions"
+        check(limit is None or self.max_length <= limit, f"{rule}.")
+        check_drafts(self.drafts, model)
 
     def check_request(self, request: Request, vocab_size: int) -> None:
         """Raise ConfigError for a request that an engine of a model with so many token ids could never answer."""

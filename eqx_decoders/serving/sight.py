@@ -8,6 +8,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,7 @@ from eqx_decoders.encoders.beside import check_tokens
 from eqx_decoders.encoders.media import Encoded, Media
 from eqx_decoders.encoders.packing import few_sizes
 from eqx_decoders.encoders.rows import ChunkRows, PatchRows, SoundRows
+from eqx_decoders.errors import EqxDecodersError
 from eqx_decoders.explicit import typed
 from eqx_decoders.inference.apart import inference_cache
 from eqx_decoders.inference.generate import bucket
@@ -32,6 +34,8 @@ from eqx_decoders.layers.cache_format import CacheFormat
 
 
 PROGRAMS = 64  # that are kept, the ones used last: each takes some megabytes
+
+_log = logging.getLogger("eqx_decoders.serving")
 
 
 class Seen(eqx.Module):
@@ -102,9 +106,10 @@ class Sight:
         ids = np.zeros((1, width), np.int32)
         ids[0, : len(prompt)] = prompt
         rows = rounded(media)
-        encoded: Encoded = jax.device_get(self._program(self._encode, rows, compiles=compiles)(self._weights, rows))
+        made: Encoded = self._program(self._encode, rows, compiles=compiles)(self._weights, rows)
         # as many as tokens, of which there are no fewer: so what reads them depends on one length alone
-        by_group, *further = (_of_length(each, width) for each in (encoded.by_group, *encoded.deepstack))
+        features = (_of_length(np.asarray(each), width) for each in (made.by_group, *made.deepstack))
+        by_group, *further = map(jnp.asarray, features)
         bare = dataclasses.replace(media, pictures=None, sounds=None, order=np.zeros((1, 1), np.int32)).padded(width)
         lengths = np.asarray([len(prompt)], np.int32)
         seen = Seen(ids, lengths, bare, Encoded(by_group=by_group, deepstack=tuple(further)))
@@ -139,6 +144,14 @@ class Sight:
 
     def _model(self, weights: list[Array]) -> Decoder:
         return eqx.combine(jax.tree.unflatten(self._tree, weights), self._static)
+
+
+def what_failed(error: Exception) -> str:
+    """What a client is told of an error in computing what its prompt shows; the log has all of it."""
+    if isinstance(error, EqxDecodersError):
+        return str(error)
+    _log.error("what a prompt shows could not be computed", exc_info=error)
+    return f"What this prompt shows could not be computed ({type(error).__name__}): ask for less of it."
 
 
 class _NotCompiled(Exception):

@@ -434,7 +434,7 @@ class Slots:
     def _kept_sizes(self) -> tuple[int, int]:
         slot = np.int32(0)
         kept = jax.eval_shape(partial(_keep, length=self.block), self._state, slot, slot)
-        return tuple(_nbytes(each) for each in (kept, jax.eval_shape(_keep_rest, self._state, slot)))
+        return _nbytes(kept), _nbytes(jax.eval_shape(_keep_rest, self._state, slot))
 
     def restore(self, slot: int, begin: int, kept: Kept, *, pages: bool = True) -> None:
         """Put back what `keep` gave."""
