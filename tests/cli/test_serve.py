@@ -49,10 +49,10 @@ def asked(monkeypatch, text):
         def __init__(self, model, config):
             found.engine = config
 
-        def close(self):
-        pass
+        def warm_up(self) -> None:
+            pass
 
-    def warm_up(self) -> None:
+        def close(self) -> None:
             pass
 
     async def served(language, engine, config, sock, *, ready, **options) -> bool:

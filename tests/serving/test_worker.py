@@ -176,7 +176,7 @@ def test_a_step_that_takes_too_long_is_told_and_nothing_more_is_taken():
         assert not worker.hangs
         answers = await worker.submit([request()])
         await until(lambda: worker.hangs)
-        with pytest.raises(NotServing, match="more than 0.01 s: its device may hang"):
+        with pytest.raises(NotServing, match="its device may hang"):
             await worker.submit([request()])
         engine.gate.set()
         found = await collected(answers)
