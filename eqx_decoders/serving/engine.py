@@ -152,10 +152,11 @@ class Engine:
         if not self._seats.jobs:
             self._wait_for_pictures()
             return updates
+        updates += self._begin()
         self._count(steps=1)
         answers = self._plan_answers()
         chunks = self._plan_chunks(self.config.token_budget - len(answers), alone=not answers)
-        updates += self._bind(answers, chunks)
+        updates += self._bind(answers)
         self._seats.set_tables()
         # all of it is begun before anything is waited for
         decoded = self._decode(answers)
@@ -229,7 +230,7 @@ class Engine:
         returns = job.saved is not None or job.repeats
         job.queue_seconds = job.queue_seconds if returns else time.monotonic() - job.arrived
         self._asked.sampling.set(slot, request.sampling)
-        self._asked.prompt_length[slot] = len(request.prompt)
+        self._asked.prompt_length[slot], self._asked.count[slot] = len(request.prompt), 0
         self._seats.enter(job, slot)
         if request.media is not None and not job.decodes:
             return self._see(job)
@@ -282,7 +283,7 @@ class Engine:
         while self._turn and (budget > 0 or not chunks):
             job = self._turn.pop(0)
             busy = not alone or any(not other.idle for other, _, _ in chunks)
-            if (job.idle and not job.awaited and busy) or not (job.begun or self._begin(job)):
+            if (job.idle and not job.awaited and busy) or not job.begun:
                 held.append(job)
                 continue
             begin = planned.get(job.request_id, job.done)
@@ -305,16 +306,22 @@ class Engine:
         self._turn += held
         return chunks
 
-    def _begin(self, job: Job) -> bool:
-        """Begin a prompt with what is known of it; False while others compute what it needs."""
-        leader = self._seats.leader(job)
-        if leader is not None:
-            leader.awaited = True
-            return False
-        self._seats.begin(job)
-        if not (job.idle or job.wants_scores or job.repeats):
-            self._count(prefix_queries=len(job.request.prompt), prefix_hits=job.cached)
-        return True
+    def _begin(self) -> list[Update]:
+        """Begin prompts with what is known of them, but for those that need what others are computing."""
+        updates: list[Update] = []
+        for job in [job for job in self._turn if not job.begun]:
+            leader, shared = self._seats.leader(job), job.shared
+            if leader is not None:
+                leader.awaited = True
+                continue
+            end = shared.end
+            self._seats.begin(job)
+            if not (job.idle or job.wants_scores or job.told):
+                self._count(prefix_queries=len(job.request.prompt), prefix_hits=job.cached)
+            if end is not None and not job.wants_scores and self._seats.take_end(job, *end[:2]):
+                self._turn.remove(job)
+                updates += self._answer(job, end[2])
+        return updates
 
     def _prefill(self, job: Job, begin: int, count: int) -> Any:
         """Begin to compute a chunk of a prompt."""
@@ -330,17 +337,15 @@ class Engine:
             self._waiting.serve(request.client, count)
         return result
 
-    def _bind(self, answers: dict[Job, list[int]], chunks: list[tuple[Job, int, int]]) -> list[Update]:
+    def _bind(self, answers: dict[Job, list[int]]) -> list[Update]:
         """Say how the next tokens are chosen. Where that fails, the request ends, and the others go on without it."""
         updates = []
-        ends = [job for job, begin, count in chunks if begin + count == len(job.request.prompt)]
-        for job in (*answers, *ends):
+        for job in list(answers):
             try:
                 self._choose_for(job)
             except Exception as error:  # of its constraint
+                del answers[job]
                 updates.append(self._failed(job, f"{type(error).__name__}: {error}"))
-                answers.pop(job, None)
-                chunks[:] = [chunk for chunk in chunks if chunk[0] is not job]
         return updates
 
     def _choose_for(self, job: Job) -> None:
@@ -369,13 +374,22 @@ class Engine:
         if job.wants_scores:
             job.shared.scores = tuple(job.prompt_scores)
         job.drafted = isinstance(self.config.drafts, FurtherPrediction)
-        return self._begun(job, jax.device_get(result.chosen))
+        if job.shared.waiting > 0 and not job.drafted:  # drafts by depths depend on the first token
+            job.shared.end = *self._seats.keep_end(job), result.logits
+        return self._answer(job, result.logits)
 
-    def _begun(self, job: Job, chosen: Any) -> list[Update]:
+    def _answer(self, job: Job, logits: Any) -> list[Update]:
         """The first token of an answer, with what is told once."""
-        if not job.repeats:
-            self._count(prompt_tokens=len(job.request.prompt))
-        scores = () if job.request.prompt_logprobs is None else job.shared.scores or ()
+        request = job.request
+        try:
+            self._choose_for(job)
+        except Exception as error:  # of its constraint
+            return [self._failed(job, f"{type(error).__name__}: {error}")]
+        asked = self._asked.of([job.slot], request.logprobs is not None)
+        chosen = jax.device_get(self._slots.first_token(logits, np.asarray(request.prompt), asked))
+        if not job.told:
+            self._count(prompt_tokens=len(request.prompt))
+        scores = () if request.prompt_logprobs is None else job.shared.scores or ()
         told = dict(cached_tokens=job.cached, queue_seconds=job.queue_seconds, prompt_scores=scores)
         return self._grown(job, chosen.tokens[0, :1].tolist(), chosen.scores, 0, **told)
 
@@ -383,7 +397,6 @@ class Engine:
         """Read a prompt with pictures, films or sounds at once."""
         request, shared, prompt = job.request, job.shared, np.asarray([job.request.prompt], np.int32)
         try:
-            self._choose_for(job)
             seen = shared.seen
             if seen is None:
                 assert self._sight is not None and shared.seeing is not None
@@ -394,10 +407,8 @@ class Engine:
             return [self._failed(job, what_failed(error))]
         job.wait_no_more()
         self._seats.take_whole(job, cache, prompt[0])
-        asked = self._asked.of([job.slot], request.logprobs is not None)
-        chosen = jax.device_get(self._slots.first_token(logits, prompt, asked))
         self._waiting.serve(request.client, len(request.prompt))
-        return self._begun(job, chosen)
+        return self._answer(job, logits)
 
     # --- answers ---
 

@@ -21,12 +21,14 @@ class SharedPrompt:
     - `scores`: of all the prompt's tokens, where they are asked for; None: not known yet.
     - `seeing`: brings what the encoders make of its pictures, films and sounds, and the program that reads it.
     - `seen`: the prompt's cache and the logits behind it, while others wait for them.
+    - `end`: what a slot remembers of the prompt's last tokens, and of all of it, and the logits behind it.
     - `waiting`: how many of the requests have not begun.
     """
 
     scores: tuple[TokenScore, ...] | None = None
     seeing: concurrent.futures.Future | None = None
     seen: tuple[Any, Any] | None = None
+    end: tuple[Kept, Any, Any] | None = None
     waiting: int = 0
 
     def leave(self) -> None:
@@ -35,7 +37,7 @@ class SharedPrompt:
         if self.waiting == 0:
             if self.seeing is not None:
                 self.seeing.cancel()
-            self.seeing = self.seen = None
+            self.seeing = self.seen = self.end = None
 
 
 @dataclasses.dataclass(eq=False)

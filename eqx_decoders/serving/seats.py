@@ -12,7 +12,7 @@ from eqx_decoders.serving.job import Job
 from eqx_decoders.serving.pages import OutOfPages
 from eqx_decoders.serving.paging import Pages, Paging
 from eqx_decoders.serving.prefix_cache import Block, PrefixCache, shared_blocks
-from eqx_decoders.serving.slots import Slots
+from eqx_decoders.serving.slots import Kept, Slots
 
 
 class Seats:
@@ -104,11 +104,11 @@ class Seats:
         for other in self.jobs.values():
             if other is job or not other.begun or other.decodes:
                 continue
+            if other.shared is job.shared and (job.wants_scores or job.names or self._last_block(job) == 0):
+                return other
             if job.wants_scores:
-                if other.shared is job.shared:
-                    return other
                 continue
-            count = min(shared_blocks(other.names, job.names), (len(job.request.prompt) - 1) // self.block)
+            count = min(shared_blocks(other.names, job.names), self._last_block(job) // self.block)
             if other.done < count * self.block and self.prefixes.known(job.names[:count]) < count:
                 other.branches.add(count)
                 return other
@@ -132,6 +132,25 @@ class Seats:
         for index, each in enumerate(known):
             self.slots.restore(job.slot, index * block, each.kept, pages=False)
         self.slots.restore_rest(job.slot, job.done, known[-1].rest)
+
+    def _last_block(self, job: Job) -> int:
+        """Where the last block of a prompt begins, of which a token is left to compute at least."""
+        return (len(job.request.prompt) - 1) // self.block * self.block
+
+    def keep_end(self, job: Job) -> tuple[Kept, Any]:
+        """What a slot remembers of the last block of a prompt, complete or not, and of all of it."""
+        return self.slots.keep(job.slot, self._last_block(job)), self.slots.keep_rest(job.slot)
+
+    def take_end(self, job: Job, kept: Kept, rest: Any) -> bool:
+        """Put the last block of a prompt behind what is known of it; False where more is missing, or room for it."""
+        begin, end = job.done, len(job.request.prompt)
+        if begin != self._last_block(job) or not self.reserve(job, begin, end):
+            return False
+        job.done = end
+        self.set_tables()
+        self.slots.restore(job.slot, begin, kept)
+        self.slots.restore_rest(job.slot, end, rest)
+        return True
 
     def remember(self, job: Job) -> None:
         """Keep the last block of a prompt for others, if it is complete."""
