@@ -94,6 +94,10 @@ class ServeConfig(Devices):
     """Requests that may wait for their turn; further ones are told to come again (429)."""
     max_waiting_tokens: int = EngineConfig.max_waiting_tokens
     """Tokens of their prompts."""
+    preempted_bytes: int = EngineConfig.preempted_bytes
+    """Memory for what was computed of requests that had to give way; beyond it they are computed again."""
+    allow_priority: bool = False
+    """Clients may say which requests come first (`priority`): these take the places of others."""
     max_choices: int = ApiConfig.max_choices
     """Answers that one request may ask for: its prompts times n."""
     max_body_bytes: int | None = None
@@ -141,7 +145,7 @@ class ServeConfig(Devices):
             drafts = SmallerModel(model=draft_model, num_tokens=self.num_draft_tokens)
         pages = None if self.page_size is None else PageConfig(page_size=self.page_size, num_pages=self.num_pages)
         names = ("max_batch_size", "max_length", "prefill_chunk", "token_budget", "prefix_cache_bytes")
-        names += ("max_waiting", "max_waiting_tokens", "batch_invariant")
+        names += ("max_waiting", "max_waiting_tokens", "batch_invariant", "preempted_bytes")
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
         cache_dtype = None if self.cache_dtype == "auto" else self.cache_dtype
         return EngineConfig(**given, cache_dtype=cache_dtype, pages=pages, drafts=drafts)
@@ -184,6 +188,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
                 times=ServerConfig(drain=config.drain_seconds),
             )
         )
+    engine.close()
     if not ended:  # a step hangs: it would be waited for
         print("the last step has not ended: it is left alone", file=sys.stderr, flush=True)
         os._exit(0)
@@ -235,6 +240,7 @@ def api_config(config: ServeConfig, text: TextModel) -> ApiConfig:
         max_body_bytes=most,
         max_open=config.max_open or max(ApiConfig.max_open, config.max_waiting + config.max_batch_size),
         max_open_bytes=max(most, config.max_open_bytes),
+        allow_priority=config.allow_priority,
         api_keys=(*config.api_key, *keys),
         seed=config.seed,
         defaults=text.model.generation_config,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float32, Int, Integer, PRNGKeyArray
+from jaxtyping import Array, Bool, Int, Integer, PRNGKeyArray
 
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.decoder import Decoder
@@ -244,36 +244,6 @@ def _prefill(model: Decoder, asked: _Request) -> _State:
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
     token = sample_token(asked.sampler, model.logits(last)[:, 0], _at_step(asked.key, 0))
     return _State(token=token, done=is_stop(token, asked.stop_ids), cache=cache)
-
-
-def prefilled(
-    model: Decoder, prompt: Int[AnyArray, "1 length"], media: Media | None, room: int, dtype: Any
-) -> tuple[Any, Float32[Array, "1 vocab"]]:
-    """A cache with room for so many tokens that has seen a prompt, and the logits behind it.
-
-    Prompts are rounded up to few sizes; media have sizes of their own, and a program for each.
-    """
-    length = prompt.shape[1]
-    if media is not None:
-        check_tokens(prompt, media)
-    width = min(bucket(length), room)
-    padded = np.zeros((1, width), np.int32)
-    padded[:, :length] = prompt
-    media = None if media is None else media.padded(width)
-    return _prefilled(model, jnp.asarray(padded), jnp.asarray([length], jnp.int32), media, room, dtype)
-
-
-@eqx.filter_jit
-@typed
-def _prefilled(
-    model: Decoder, prompt: Int[Array, "1 length"], lengths: Int[Array, "1"], media: Media | None, room: int, dtype: Any
-) -> tuple[Any, Float32[Array, "1 vocab"]]:
-    cache = inference_cache(model, 1, room, dtype)
-    index = jnp.arange(prompt.shape[1], dtype=jnp.int32)[None]
-    positions = jnp.where(index < lengths[:, None], index, -1)
-    options: Any = dict(media=media, cache_is_empty=True, contiguous=True)
-    hidden, cache, _ = model.run(prompt, positions, cache=cache, **options)
-    return cache, model.logits(jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1))[:, 0]
 
 
 @typed

@@ -152,9 +152,10 @@ class Api:
     # --- what is asked about the server -------------------------------------------------------------------------------
 
     async def health(self, call: Call) -> Reply:
-        """200 while requests are taken, 503 from the moment that the server is told to stop, or its engine fails."""
-        good = not self.stopping and self.worker.state == "running"
-        state = "ok" if good else "stopping" if self.worker.state != "failed" else "failed"
+        """200 while requests are taken, 503 from when the server is told to stop, or its engine fails or hangs."""
+        state = "hanging" if self.worker.hangs else "ok" if self.worker.state == "running" else "stopping"
+        state = "failed" if self.worker.state == "failed" else "stopping" if self.stopping else state
+        good = state == "ok"
         return Reply.json({"status": state}, 200 if good else 503)
 
     async def show_metrics(self, call: Call) -> Reply:

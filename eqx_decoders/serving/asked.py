@@ -38,6 +38,7 @@ class ApiConfig:
     - `max_files`: the most pictures and sounds of one request.
     - `max_body_bytes`: of a request.
     - `max_scores`: the most log-probabilities of one response: of all tokens that have some, `1 + logprobs` each.
+    - `allow_priority`: whether clients may say which of their requests come before those of others.
     - `max_open`: requests at once, of which the engine queues as many as it is told to.
     - `max_open_bytes`: of the bodies of all of these together, where one has more than 64 kB.
     - `body_seconds`: in which a body must have come.
@@ -58,6 +59,7 @@ class ApiConfig:
     max_files: int = 16
     max_body_bytes: int = 32_000_000
     max_scores: int = 1 << 18
+    allow_priority: bool = False
     max_open: int = 1000
     max_open_bytes: int = 512_000_000
     body_seconds: int | float = 30.0
@@ -230,10 +232,18 @@ def _common(fields: Fields, config: ApiConfig, seed: int, prompts: int) -> dict[
         stream=fields.flag("stream"),
         include_usage=options is not None and options.flag("include_usage"),
         return_token_ids=fields.flag("return_token_ids"),
-        priority=-(fields.integer("priority", least=-1_000_000, most=1_000_000) or 0),  # vLLM: the lowest comes first
+        priority=_priority(fields, config),
         user=fields.text("user", most=256) or "",
         cache_salt=fields.text("cache_salt", most=256) or "",
     )
+
+
+def _priority(fields: Fields, config: ApiConfig) -> int:
+    """The engine's, where the highest comes first; in vLLM's API it is the lowest."""
+    given = fields.integer("priority", least=-1_000_000, most=1_000_000) or 0
+    if given and not config.allow_priority:
+        raise fields.refuse("priority", "must be 0 here: the server does not allow others", "unsupported_parameter")
+    return -given
 
 
 def _sampling(fields: Fields, config: ApiConfig, seed: int) -> Sampling:
