@@ -438,7 +438,7 @@ class Decoder(eqx.Module):
         segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
         given = None if positions is None else jnp.asarray(positions)
         positions, segment_ids = placed_in_documents(given, segment_ids, tokens.shape)
-        seen = dict(contiguous=contiguous) | _seen_by_layers(inputs, positions)
+        seen: Any = dict(contiguous=contiguous) | _seen_by_layers(inputs, positions)
         x, hiddens, reals, stats = self.mtp_input(hidden), [], [], []
         rounded = self._rounded("mtp", key).mtp or self.mtp
         for count, depth in enumerate(rounded.unstacked(), 1):

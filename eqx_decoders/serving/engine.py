@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
