@@ -148,6 +148,7 @@ def placed_in_documents(
     elif positions is None and segment_ids is not None:
         real = segment_ids != 0
         starts = document_starts(jnp.where(real, 0, -1), segment_ids)
+        assert starts is not None
         index = jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1
         positions = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
         segment_ids = jnp.where(real, jnp.cumsum(starts, axis=1, dtype=jnp.int32) + 1, 0)
