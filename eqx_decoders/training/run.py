@@ -156,8 +156,11 @@ class Run:
                     return next(filter(None, codes), EXIT_SIGTERM)
                 self._copy()
                 self._export(state.averaged)
-                good = not self.skipped_in_a_row and all(math.isfinite(each.loss) for each in results.values())
-                self.checkpoints.wait(drop=good)
+                stuck = self.skipped_in_a_row
+                if stuck:
+                    print_status(f"warning: the last {stuck} steps were not finite: weights are of step {step - stuck}")
+                finite = not stuck and all(math.isfinite(each.loss) for each in results.values())
+                self.checkpoints.wait(drop=finite)
             except jax.errors.JaxRuntimeError:
                 wait_for_verdict()
                 raise

@@ -113,7 +113,7 @@ class TrainConfig:
     checkpoint_every: int = 100
     """Steps between checkpoints."""
     max_checkpoints: int = 3
-    """Checkpoints to keep."""
+    """Checkpoints to keep, and one more until a finite step has followed the newest."""
     eval_every: int = 100
     """Steps between held-out evaluations, each with a sample; 0: only at the end."""
     eval_batches: int = 16

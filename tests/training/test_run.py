@@ -333,8 +333,9 @@ def test_steps_that_were_begun_before_it_was_known_end_too(folder):
 
 
 def test_the_checkpoint_comes_first_and_what_fails_after_it_is_told(folder):
-    """A sample at step 4, an evaluation and a sample at the end, the drawing; and a step that is not finite, whose
-    checkpoint is made at the next one. Nobody is given up for what the others do before the first step."""
+    """Evaluations and samples at step 4 and in the end, and the drawing. Two steps are not finite: the checkpoint of
+    the first is made at the next one, and that of the last takes the place of no other. No process is given up for
+    what it does before the first step."""
     seen, limits = [], {}
     save, report, gather = Run._save, Run._report, run_module.gather
 
@@ -343,7 +344,7 @@ def test_the_checkpoint_comes_first_and_what_fails_after_it_is_told(folder):
         save(self, step, state)
 
     def reported(self, row):
-        report(self, row | {"skipped": row["step"] == 2})
+        report(self, row | {"skipped": row["step"] in (2, 5)})
 
     def failing(name):
         def fail(*_, **__):
@@ -358,6 +359,7 @@ def test_the_checkpoint_comes_first_and_what_fails_after_it_is_told(folder):
 
     patches = {name: failing(name) for name in ("evaluate_sets", "sample_text", "plot_losses")}
     options = {"--data": folder / "texts", "--steps": 5, "--eval-every": 4, "--run-dir": folder / "failing"}
+    options |= {"--max-checkpoints": 1}
     own = mock.patch.multiple(Run, _save=saved, _report=reported)
     with own, mock.patch.multiple(run_module, gather=gathered, **patches):
         out, err = call("train", *flags(OPTIONS | options))
@@ -367,6 +369,8 @@ def test_the_checkpoint_comes_first_and_what_fails_after_it_is_told(folder):
         assert f"warning: the evaluation at step {step} failed, the run goes on: ValueError: no evaluate_sets" in err
         assert f"warning: the sample at step {step} failed, the run goes on: ValueError: no sample_text" in err
     assert "warning: drawing the losses at step 5 failed" in err and "checkpoints, metrics.jsonl" in out
+    assert "warning: the last 1 steps were not finite: weights are of step 4" in err
+    assert Checkpoints(folder / "failing" / "checkpoints").steps == (3, 4, 5)
     assert all(limits[name] == LONG for name in ("brought back", "source", "tokens", "started"))
 
 

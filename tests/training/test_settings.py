@@ -11,6 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from eqx_decoders.errors import ConfigError
+from eqx_decoders.io.directory import Directory
+from eqx_decoders.io.export import exported_directory
+from eqx_decoders.io.hub import resolve
 from eqx_decoders.remat import Remat
 from eqx_decoders.training import data, mesh_settings, optimizer, settings, step
 from eqx_decoders.training.data import DataConfig
@@ -270,6 +273,16 @@ def test_a_tilde_is_the_user_s_directory_in_every_path(monkeypatch):
     lora = TrainConfig(lora_rank=1, export_adapter="~/x", model_config="~/m.json")
     assert (lora.export_adapter, lora.model_config) == ("/home/me/x", "/home/me/m.json")
     assert local_run("~/x") == Path("/home/me/x")
+
+
+def test_a_tilde_in_the_directory_of_a_checkpoint(monkeypatch, tmp_path):
+    """To be read, and to be written."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert resolve("~/model").path == Directory("~/model").path == tmp_path / "model"
+    with exported_directory("~/out") as folder:
+        (folder / "a").touch()
+    assert (tmp_path / "out" / "a").exists()
 
 
 CLASSES = [
