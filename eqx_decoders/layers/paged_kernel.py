@@ -33,7 +33,8 @@ MOST = jnp.iinfo(jnp.int32).max
 _STEP_BYTES = 2**20
 _STEP_PAGES = 16
 _STEP_TOKENS = 128, 1024
-_QUERY_NUMBERS = 2**19  # of a block of queries
+_QUERY_NUMBERS = 2**19  # of a block of queries, or fewer where these do not fit into vector memory
+_VMEM_BYTES = 16 * 2**20  # that kernels get where no more is asked for
 _SCALAR_BYTES = 2**19  # half of the scalar memory
 _UNROLLED = 8  # heads that are code of their own each
 # What is known of a block of queries: its first block of keys, and how many there are; the first position that one of
@@ -210,7 +211,7 @@ def paged_attention(
     - `first_head`: the first of these heads in the pages; a multiple of `kv_heads`.
     """
     batch, length, heads, dim = query.shape
-    plan = _make_plan(query.shape, past, kv_heads, soft_cap, platform)
+    plan = _make_plan(query, past, kv_heads, soft_cap, platform)
     groups, filled = plan.groups, plan.query_blocks * plan.tokens
     query = jnp.pad(query, ((0, 0), (0, filled - length), (0, 0), (0, plan.width - dim)))
     query = query.reshape(batch, filled, kv_heads, groups, plan.width).swapaxes(1, 2)
@@ -230,8 +231,8 @@ def paged_attention(
     return tokens_first(out)[..., begin : begin + past.lanes.head_dim], tokens_first(lse)[..., 0]
 
 
-def _make_plan(shape: tuple[int, ...], past: PagedPast, kv_heads: int, soft_cap: float | None, platform: str) -> _Plan:
-    batch, length, heads, _ = shape
+def _make_plan(query: Array, past: PagedPast, kv_heads: int, soft_cap: float | None, platform: str) -> _Plan:
+    batch, length, heads, _ = query.shape
     size, width, groups = past.page_size, past.key.shape[4], heads // kv_heads
     token = kv_heads * width * past.key.dtype.itemsize * (1 if past.value is None else 2)
     fewest, most = _STEP_TOKENS
@@ -239,7 +240,8 @@ def _make_plan(shape: tuple[int, ...], past: PagedPast, kv_heads: int, soft_cap:
     wanted = min(most, max(fewest, _STEP_BYTES // token)) // size
     pages = max(whole, min(wanted, _STEP_PAGES) // whole * whole)
     rows = 16 // math.gcd(16, groups)  # tokens whose query heads fill a tile
-    tokens = max(rows, _QUERY_NUMBERS // (heads * width) // rows * rows)
+    most = min(_QUERY_NUMBERS // (heads * width), _most_rows(query, past, kv_heads, pages * size) // groups)
+    tokens = max(rows, most // rows * rows)
     tokens = length if length <= tokens else tokens
     return _Plan(
         soft_cap=soft_cap,
@@ -256,6 +258,19 @@ def _make_plan(shape: tuple[int, ...], past: PagedPast, kv_heads: int, soft_cap:
         scale_heads=0 if past.key_scale is None else min(past.key_scale.shape[2], kv_heads),
         values=past.value is not None,
     )
+
+
+def _most_rows(query: Array, past: PagedPast, kv_heads: int, keys: int) -> int:
+    """So many rows of queries fit into vector memory beside a step's keys; what is one wide takes whole lanes there.
+
+    Blocks are there twice, sums once, and of the scores of one head about three arrays in f32.
+    """
+    width, item = -(-past.key.shape[4] // LANE) * LANE, query.dtype.itemsize
+    stored = past.key.dtype.itemsize * (1 if past.value is None else 2)
+    scales = 0 if past.key_scale is None else 2 * 8 * 4 * past.key_scale.shape[2]
+    fixed = keys * (2 * kv_heads * width * stored + 2 * width * 4 + 2 * scales)
+    each = kv_heads * (4 * width * item + 4 * width + 4 * 4 * LANE) + 2 * 4 * LANE + 3 * 4 * keys
+    return max(0, (block_sizes().vmem_bytes or _VMEM_BYTES) * 9 // 10 - fixed) // each
 
 
 def _table(plan: _Plan, past: PagedPast) -> Int[Array, "batch row_pages"]:

@@ -187,7 +187,7 @@ def test_a_decode_step_copies_neither_pages_nor_few_bits(monkeypatch, name, topo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2x1"])
+@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5p:2x2x1", "v6e:2x2x1"])
 @pytest.mark.parametrize(
     "heads, kv_heads, head_dim, values, page_size, dtype, count",
     [
@@ -196,6 +196,7 @@ def test_a_decode_step_copies_neither_pages_nor_few_bits(monkeypatch, name, topo
         (32, 32, 128, True, 32, "float8_e4m3fn", 7),
         (128, 1, 640, False, 64, "int8", 64),
         (9, 3, 80, True, 8, "float32", 3),
+        (8, 1, 128, True, 16, "float32", 512),
     ],
     ids=str,
 )
@@ -223,6 +224,20 @@ def test_the_kernel_compiles(monkeypatch, topology, heads, kv_heads, head_dim, v
     lowered = jax.jit(run).lower(query, cache, like("batch length", (4, count), jnp.int32))
     assert "paged_attention" in lowered.as_text()
     lowered.compile()
+
+
+def test_blocks_of_queries_fit_into_vector_memory(monkeypatch):
+    """That of a TPU v4, of which a kernel gets 16 MiB; wide numbers take more of it."""
+    monkeypatch.undo()
+    shape, rows = KVShape(slots=256, kv_heads=3, head_dim=80, ring=False, values=True), {}
+    for dtype in ("float32", "bfloat16"):
+        past = build_pages(shape, 1, 1, 256, dtype, PageConfig(page_size=64)).past(jnp.int32(0))
+        plan = paged_kernel._make_plan(jnp.zeros((1, 512, 9, 80), dtype), past, 3, None, "tpu")
+        rows[dtype], item = plan.rows, jnp.dtype(dtype).itemsize
+        held = plan.heads * (4 * 128 * item + 4 * 128 + 4 * 4 * 128)  # queries and results, twice; sums
+        pages = 4 * plan.heads * plan.keys * 128 * item
+        assert plan.rows * (held + 2 * 4 * plan.keys) + pages < 16 * 2**20
+    assert 16 <= rows["float32"] < rows["bfloat16"]
 
 
 def test_tables_that_scalar_memory_cannot_hold_are_refused(monkeypatch):
