@@ -81,6 +81,7 @@ def test_pictures_are_looked_for_beside_the_file_that_names_them(model, tmp_path
         assert placeholders_of(batches.store) == [4, 8, 12]
         folders = [Path(referred(batches.store.media(document)[0])[1]).parent for document in range(3)]
         assert folders == [root / one for one in ("a", "b.1", "deep/er")]
+        assert len({float(batches.store.shard(number).draws[0]) for number in range(3)}) == 1, "of what was read"
         assert [reader.pixels(batches.store.media(document)[0]).shape[1] for document in range(3)] == [8, 16, 24]
         assert next(batches).media.index.shape == (2, 160)
     names = [batches.store.name(document).split(" of ")[0] for document in range(3)]
