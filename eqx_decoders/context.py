@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, Literal, TypedDict, get_args
 
 import equinox as eqx
-from jaxtyping import Array, Int, Num
+from jaxtyping import Array, Int, Integer, Num
 
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.errors import check, check_integer, check_word
@@ -162,7 +162,7 @@ class Inputs(eqx.Module):
     - `by_layer`: what single layers get, by name: an array for each of the layers that take it, in their order.
     """
 
-    spans: Int[AnyArray, "batch length"] | None = None
+    spans: Integer[AnyArray, "batch length"] | None = None
     rotary_positions: Num[AnyArray, "batch length dimensions"] | None = None
     by_layer: dict[str, Any] = eqx.field(default_factory=dict)
 
@@ -179,6 +179,9 @@ class Context(eqx.Module):
     - `cache_is_empty`: whether caches are known to be empty, so that nothing of the past is read.
     - `keeps_all`: whether none of the tokens will be rejected, so that a recurrent layer may propose its state.
     - `gapless`: whether each row is known to be one document at positions 0, 1, 2, …, without padding.
+    - `contiguous`: whether each document is known to stand in one piece: its tokens side by side, without padding in
+        between, at positions one apart. Then rings behind windows need not look further back than windows reach, and
+        selected blocks need none where a row has too few.
     - `tokens`: their ids; None where embeddings were given.
     - `spans`: of each token the last position of its span, -1 for none; None where there are none.
     - `rotary_positions`: positions of several dimensions; None where they are those of `positions`.
@@ -192,6 +195,7 @@ class Context(eqx.Module):
     cache_is_empty: bool = eqx.field(static=True, default=False)
     keeps_all: bool = eqx.field(static=True, default=False)
     gapless: bool = eqx.field(static=True, default=False)
+    contiguous: bool = eqx.field(static=True, default=False)
     tokens: Int[Array, "batch length"] | None = None
     spans: Any = None
     rotary_positions: Num[Array, "batch length dimensions"] | None = None

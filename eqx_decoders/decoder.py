@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Float32, Int, Integer, PRNGKeyArray
 
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.block import BlockConfig
@@ -31,7 +31,7 @@ from eqx_decoders.encoders.media import Encoded, Media, merge_features
 from eqx_decoders.encoders.media_config import MediaConfig
 from eqx_decoders.errors import ConfigError, check, check_integer, check_number
 from eqx_decoders.explicit import typed
-from eqx_decoders.inputs import check_inputs, check_shapes
+from eqx_decoders.inputs import as_int32, as_key, check_inputs, check_shapes
 from eqx_decoders.layer_inputs import LayerInputs, check_per_layer, takers
 from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.layers.embedding import (
@@ -43,7 +43,7 @@ from eqx_decoders.layers.embedding import (
     TokenEmbedding,
     build_head,
     logits,
-    padded_positions,
+    placed_in_documents,
 )
 from eqx_decoders.layers.mask import spans_of
 from eqx_decoders.layers.norm import Norm, NormConfig
@@ -232,9 +232,9 @@ class Decoder(eqx.Module):
 
     def __call__(
         self,
-        tokens: Int[AnyArray, "batch length"] | None = None,
-        positions: Int[AnyArray, "batch length"] | None = None,
-        segment_ids: Int[AnyArray, "batch length"] | None = None,
+        tokens: Integer[AnyArray, "batch length"] | None = None,
+        positions: Integer[AnyArray, "batch length"] | None = None,
+        segment_ids: Integer[AnyArray, "batch length"] | None = None,
         cache: Cache | None = None,
         key: PRNGKeyArray | None = None,
         *,
@@ -251,9 +251,9 @@ class Decoder(eqx.Module):
 
         - `tokens`: ids below `vocab_size`.
         - `positions`: of each token in its document, increasing; -1 marks padding. Default: counted from the beginning
-            of each document, with a cache from where each row stopped.
-        - `segment_ids`: documents packed into a row, 1, 2, …; 0 marks padding. With a cache each row is one document,
-            and only the 0 matters.
+            of each document, with a cache from where each row stopped; padding takes none.
+        - `segment_ids`: documents packed into a row, 1, 2, …; 0 marks padding, which may stand within a document, too.
+            With a cache each row is one document, and only the 0 matters.
         - `cache`: of earlier tokens; `Output.cache` then holds these too. Tokens beyond its length aren't stored.
         - `key`: for dropout; None for none.
         - `embeds`: in place of tokens, what `embed_tokens` makes of them, for example to differentiate by it.
@@ -261,8 +261,9 @@ class Decoder(eqx.Module):
         - `media`: pictures, films and sounds, made by `Media.create` for these tokens; a placeholder may then be
             outside of the vocabulary. With a cache they are this call's, as its tokens are.
         """
+        tokens, positions, segment_ids = _as_int32(tokens, positions, segment_ids)
         known = tokens if media is None else without_placeholders(tokens, media)
-        check_inputs(self.config, known, positions, segment_ids, embeds=embeds)
+        check_inputs(self.config, known, positions, segment_ids, embeds=embeds, packed=cache is None)
         return _whole(self, tokens, positions, segment_ids, cache, key, embeds, inputs, media)
 
     def encode(self, media: Media) -> Encoded:
@@ -272,9 +273,9 @@ class Decoder(eqx.Module):
     @typed
     def run(
         self,
-        tokens: Int[AnyArray, "batch length"] | None = None,
-        positions: Int[AnyArray, "batch length"] | None = None,
-        segment_ids: Int[AnyArray, "batch length"] | None = None,
+        tokens: Integer[AnyArray, "batch length"] | None = None,
+        positions: Integer[AnyArray, "batch length"] | None = None,
+        segment_ids: Integer[AnyArray, "batch length"] | None = None,
         cache: Cache | None = None,
         key: PRNGKeyArray | None = None,
         *,
@@ -283,12 +284,14 @@ class Decoder(eqx.Module):
         media: Media | None = None,
         encoded: Encoded | None = None,
         cache_is_empty: bool = False,
+        contiguous: bool = False,
     ) -> tuple[Float[Array, "batch length embed"], Cache | None, BlockStats]:
         """Everything but the head: `Output`'s hidden, cache and stats.
 
         `encoded` is `encode(media)`, where that is known. With `cache_is_empty` nothing of the cache is read.
+        `contiguous` promises that no document has padding or a gap in positions inside: see `Context.contiguous`.
         """
-        seen: Any = dict(inputs=inputs, media=media, encoded=encoded)
+        seen: Any = dict(inputs=inputs, media=media, encoded=encoded, contiguous=contiguous)
         options: Any = dict(embeds=embeds, **seen, cache_is_empty=cache_is_empty, keeps_all=True)
         hidden, proposal, stats = self.propose(tokens, positions, segment_ids, cache, key, **options)
         if cache is not None:
@@ -298,9 +301,9 @@ class Decoder(eqx.Module):
     @typed
     def propose(
         self,
-        tokens: Int[AnyArray, "batch length"] | None = None,
-        positions: Int[AnyArray, "batch length"] | None = None,
-        segment_ids: Int[AnyArray, "batch length"] | None = None,
+        tokens: Integer[AnyArray, "batch length"] | None = None,
+        positions: Integer[AnyArray, "batch length"] | None = None,
+        segment_ids: Integer[AnyArray, "batch length"] | None = None,
         cache: Cache | None = None,
         key: PRNGKeyArray | None = None,
         *,
@@ -310,6 +313,7 @@ class Decoder(eqx.Module):
         encoded: Encoded | None = None,
         cache_is_empty: bool = False,
         keeps_all: bool = False,
+        contiguous: bool = False,
     ) -> tuple[Float[Array, "batch length embed"], Proposal, BlockStats]:
         """`run` up to what the cache would take, for `cache.commit`, which rejects tokens at a position of -1.
 
@@ -319,7 +323,7 @@ class Decoder(eqx.Module):
         if media is not None:
             check_tokens(tokens, media)
             encoded, inputs, segment_ids = _seen(self, media, encoded, inputs, segment_ids)
-        given = tokens, positions, segment_ids
+        given = tokens, positions, segment_ids = _as_int32(tokens, positions, segment_ids)
         rows, length = check_shapes(self.config, *given, embeds=embeds, spans=inputs.spans)
         tokens, positions, segment_ids, embeds = (
             None if x is None else jnp.asarray(x) for x in (tokens, positions, segment_ids, embeds)
@@ -328,7 +332,7 @@ class Decoder(eqx.Module):
         check(kept == rows, f"cache has {kept} rows, but tokens {rows}: make one with init_cache.")
         begin = None if cache is None else cache.length
         gapless = all(x is None for x in (positions, segment_ids, cache))
-        positions = padded_positions(positions, segment_ids, (rows, length), begin)
+        positions, segment_ids = placed_in_documents(positions, segment_ids, (rows, length), begin)
         segment_ids = None if cache is not None else segment_ids
         inputs, rope_offset = with_offsets(inputs, positions, cache)
         ctx = Context(
@@ -338,6 +342,7 @@ class Decoder(eqx.Module):
             cache_is_empty=cache_is_empty,
             keeps_all=keeps_all,
             gapless=gapless,
+            contiguous=contiguous or gapless,
             tokens=tokens,
             **_seen_by_layers(inputs, positions),
         )
@@ -388,10 +393,10 @@ class Decoder(eqx.Module):
         """What the first layer reads: embeddings (with dropout) and absolute positions."""
         return self._inputs(self.embedding(tokens, ctx), ctx, key)
 
-    def embed_tokens(self, tokens: Int[AnyArray, "batch length"]) -> Float[Array, "batch length embed"]:
+    def embed_tokens(self, tokens: Integer[AnyArray, "batch length"]) -> Float[Array, "batch length embed"]:
         """The embeddings of tokens, as the model takes them for `embeds`: scaled, without dropout and positions."""
         check_inputs(self.config, tokens)
-        return _embeddings(self, jnp.asarray(tokens))
+        return _embeddings(self, jnp.asarray(as_int32("tokens", tokens)))
 
     def _inputs(self, x: Array, ctx: Context, key: PRNGKeyArray | None) -> Float[Array, "batch length embed"]:
         x = dropout(x.astype(self.execution.precision.compute), self.config.dropout, key)
@@ -402,15 +407,16 @@ class Decoder(eqx.Module):
     def predict_further(
         self,
         hidden: Float[Array, "batch length embed"],
-        tokens: Int[AnyArray, "batch length"],
-        positions: Int[AnyArray, "batch length"] | None = None,
-        segment_ids: Int[AnyArray, "batch length"] | None = None,
+        tokens: Integer[AnyArray, "batch length"],
+        positions: Integer[AnyArray, "batch length"] | None = None,
+        segment_ids: Integer[AnyArray, "batch length"] | None = None,
         key: PRNGKeyArray | None = None,
         *,
         inputs: Inputs | None = None,
         media: Media | None = None,
         encoded: Encoded | None = None,
         order: np.ndarray | None = None,
+        contiguous: bool = False,
     ) -> MTPOutput:
         """Multi-token prediction over whole sequences: the streams of all depths, of which `logits` makes scores.
 
@@ -424,14 +430,15 @@ class Decoder(eqx.Module):
             "Decoder.predict_further needs a model with multi-token prediction: DecoderConfig.mtp is None.",
         )
         assert self.mtp is not None
-        tokens, inputs = jnp.asarray(tokens), Inputs() if inputs is None else inputs
+        tokens, positions, segment_ids = _as_int32(tokens, positions, segment_ids)
+        tokens, inputs, key = jnp.asarray(tokens), Inputs() if inputs is None else inputs, as_key(key)
         if media is not None:
             check_tokens(tokens, media)
             encoded, inputs, segment_ids = _seen(self, media, encoded, inputs, segment_ids)
         segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
         given = None if positions is None else jnp.asarray(positions)
-        positions = padded_positions(given, segment_ids, tokens.shape)
-        seen = _seen_by_layers(inputs, positions)
+        positions, segment_ids = placed_in_documents(given, segment_ids, tokens.shape)
+        seen: Any = dict(contiguous=contiguous) | _seen_by_layers(inputs, positions)
         x, hiddens, reals, stats = self.mtp_input(hidden), [], [], []
         rounded = self._rounded("mtp", key).mtp or self.mtp
         for count, depth in enumerate(rounded.unstacked(), 1):
@@ -520,11 +527,17 @@ class Decoder(eqx.Module):
 
     def _rounded(self, below: str, key: PRNGKeyArray | None) -> "Decoder":
         """The model whose weights there are multiplied in 8 bits where `Execution.low_precision` says so."""
-        key = None if key is None else jax.random.fold_in(key, 2**16)
+        key = None if key is None else jax.random.fold_in(as_key(key), 2**16)
         return round_weights(self, self.execution.low_precision, below=below, key=key)
 
     def _keys(self, key: PRNGKeyArray | None) -> tuple[PRNGKeyArray | None, ...]:
-        return (None, None, None) if key is None else tuple(jax.random.split(key, 3))
+        return (None, None, None) if key is None else tuple(jax.random.split(as_key(key), 3))
+
+
+def _as_int32(tokens: Any, positions: Any, segment_ids: Any) -> tuple[Any, Any, Any]:
+    given = dict(tokens=tokens, positions=positions, segment_ids=segment_ids)
+    tokens, positions, segment_ids = (as_int32(name, array) for name, array in given.items())
+    return tokens, positions, segment_ids
 
 
 @compiled_alone
@@ -561,5 +574,6 @@ def _seen(
 
 def _seen_by_layers(inputs: Inputs, positions: Array) -> dict[str, Any]:
     """The fields of a `Context` that every layer reads of the inputs."""
-    spans, rotary = (None if x is None else jnp.asarray(x) for x in (inputs.spans, inputs.rotary_positions))
+    spans = as_int32("spans", inputs.spans)
+    spans, rotary = (None if x is None else jnp.asarray(x) for x in (spans, inputs.rotary_positions))
     return dict(spans=None if spans is None else spans_of(spans, positions), rotary_positions=rotary)

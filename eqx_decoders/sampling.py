@@ -179,6 +179,7 @@ class GenerationConfig:
     - `stop_ids`: a text ends with any of these tokens.
     - `do_sample`: False: always the most likely token.
     - `temperature`, `top_k`, `top_p`, `min_p`: those of `Sample`.
+    - `repetition_penalty`: that of `serving.Sampling`; the server alone has it.
     """
 
     stop_ids: tuple[int, ...] = ()
@@ -187,6 +188,7 @@ class GenerationConfig:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
 
     def sampler(self, **given: int | float | None) -> Sampler:
         """The sampler for `given` temperature, top_k, top_p and min_p (None: not given), completed from these.

@@ -70,7 +70,7 @@ def trained(dtype: str, remat: Any):
     trainer = Trainer.create(OptimizerConfig(), model, steps=1000)
     tokens = np.random.default_rng(0).integers(0, 32_000, (BATCH, LENGTH)).astype(np.int32)
     positions = np.tile(np.arange(LENGTH, dtype=np.int32), (BATCH, 1))
-    batch = Batch(tokens=tokens, segment_ids=np.ones_like(tokens), positions=positions)
+    batch = Batch(tokens=tokens, segment_ids=np.ones_like(tokens), positions=positions, contiguous=True)
     return trainer, trainer.init(model, key=jax.random.key(1)), batch
 
 
@@ -182,7 +182,7 @@ def compile_seconds(layers: int) -> dict[str, float]:
         trainer = Trainer.create(OptimizerConfig(), model, steps=1000)
         state = trainer.abstract(model, key=jax.random.key(1))
         tokens = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
-        batch = Batch(tokens=tokens, segment_ids=tokens, positions=tokens)
+        batch = Batch(tokens=tokens, segment_ids=tokens, positions=tokens, contiguous=True)
         begin = time.perf_counter()
         lowered = jax.jit(trainer.advance).lower(state, batch)
         middle = time.perf_counter()

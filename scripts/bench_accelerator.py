@@ -135,7 +135,7 @@ def training(devices: Sequence[Any], shapes: Shapes) -> Program:
 
     def step(state, tokens):
         places = jnp.broadcast_to(jnp.arange(shapes.seq_len, dtype=jnp.int32), tokens.shape)
-        batch = Batch(tokens=tokens, segment_ids=jnp.ones_like(tokens), positions=places)
+        batch = Batch(tokens=tokens, segment_ids=jnp.ones_like(tokens), positions=places, contiguous=True)
         return trainer.advance(state, batch)
 
     tokens = rows * shapes.seq_len

@@ -51,8 +51,11 @@ import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
+from tests.compare import refuse_vacuous_comparisons  # noqa: E402
 from tests.programs import drop_compiled_programs  # noqa: E402
 
+
+refuse_vacuous_comparisons()
 
 if not AS_USERS_RUN:
     jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -11,7 +11,7 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.axes import named_leaves
 from eqx_decoders.layers.attention import AttentionConfig, QKNorm
-from eqx_decoders.layers.embedding import LearnedPositions, SinusoidalPositions, padded_positions
+from eqx_decoders.layers.embedding import LearnedPositions, SinusoidalPositions, placed_in_documents
 from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
@@ -107,11 +107,11 @@ def positions_by_hand(segments):
 
 def test_positions_restart_with_each_document():
     segments = np.array([[1, 1, 1, 2, 2, 3, 0], [0, 0, 1, 1, 0, 4, 4], [7, 2, 2, 2, 2, 2, 2], [0] * 7])
-    got = padded_positions(None, jnp.asarray(segments), segments.shape)
+    got, _ = placed_in_documents(None, jnp.asarray(segments), segments.shape)
     np.testing.assert_array_equal(got, positions_by_hand(segments))
-    np.testing.assert_array_equal(padded_positions(None, None, (2, 3)), [[0, 1, 2]] * 2)
+    np.testing.assert_array_equal(placed_in_documents(None, None, (2, 3))[0], [[0, 1, 2]] * 2)
     given = jnp.asarray([[5, 6, 7]])
-    np.testing.assert_array_equal(padded_positions(given, jnp.asarray([[1, 1, 0]]), (1, 3)), [[5, 6, -1]])
+    np.testing.assert_array_equal(placed_in_documents(given, jnp.asarray([[1, 1, 0]]), (1, 3))[0], [[5, 6, -1]])
 
 
 def test_explicit_positions_equal_derived_ones_bit_by_bit(model, out):

@@ -21,7 +21,7 @@ from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
 from eqx_decoders.layers.router import RouterConfig
-from eqx_decoders.low_precision import LowPrecision, Rounded, quantise, round_weights
+from eqx_decoders.low_precision import LowPrecision, Rounded, quantise, round_weights, seeds_of
 from eqx_decoders.numerics import LowRank, einsum
 from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.lora import LoRAConfig, add_lora
@@ -185,6 +185,14 @@ def test_stochastic_rounding_is_right_in_the_mean_and_only_for_gradients():
         error = jnp.abs(jnp.mean(drawn, axis=0) - want)
         assert (jnp.std(drawn, axis=0) > 0).mean() > 0.99
         assert float(jnp.max(error / jnp.std(drawn, axis=0))) < 5 / 32  # five standard deviations of a mean of 1024
+
+
+def test_the_two_gradients_of_a_product_are_rounded_by_different_draws():
+    """Else their errors would go together."""
+    form, x = LowPrecision().formats.gradient, draw(0, (4, 64))
+    one, two = (quantise(x, (1,), form, seed)[0] for seed in seeds_of(jnp.float32(3)))
+    assert 0.1 < (one != two).mean() < 0.9
+    assert seeds_of(None) == (None, None)
 
 
 def test_under_vmap():

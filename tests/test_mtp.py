@@ -94,6 +94,8 @@ def test_depths_are_the_formula_and_know_their_own_document_only(normed):
             count = max(end - begin - depth, 0)
             reals[depth - 1, row, begin : begin + count] = True
             got = ahead.hidden[depth - 1][row, begin : begin + count]
+            if count == 0:
+                continue
             np.testing.assert_allclose(got, stream[0, :count], rtol=2e-5, atol=2e-5)
     np.testing.assert_array_equal(np.stack(ahead.real), reals)
 

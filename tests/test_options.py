@@ -529,6 +529,7 @@ SHOWN_IN = {
     **dict.fromkeys(("FurtherPrediction", "SmallerModel"), "serving/test_engine.py"),
     "ServeConfig": "cli/test_serve.py",
     **dict.fromkeys(("ApiConfig", "ServerConfig"), "serving/test_api.py"),
+    "FilesConfig": "serving/test_files.py",
 }
 # What is passed between functions and what families are made of: data, and no settings of a user.
 DATA = {

@@ -25,12 +25,13 @@ from eqx_decoders.errors import CheckpointError, check, check_integer, check_num
 from eqx_decoders.io import verify
 from eqx_decoders.io.checkpoint import Checkpoints
 from eqx_decoders.io.export import check_new_directory
+from eqx_decoders.io.files import expand_paths
 from eqx_decoders.io.hub import resolve
 from eqx_decoders.io.huggingface import load_hf, read_config
 from eqx_decoders.io.processes import from_first
-from eqx_decoders.io.rundir import RunLock
+from eqx_decoders.io.rundir import RunLock, check_run_dir
 from eqx_decoders.training.mesh_settings import MeshConfig
-from eqx_decoders.training.runs import export_run, keep_source, load_run, local_run
+from eqx_decoders.training.runs import SOURCE, export_run, keep_source, load_run, local_run
 from eqx_decoders.training.settings import TrainConfig, load_settings, save_settings, settings_json
 
 
@@ -46,20 +47,25 @@ class Import(Devices):
     run_dir: str
     """A new run directory."""
 
+    def __post_init__(self):
+        super().__post_init__()
+        expand_paths(self, "source", "run_dir")
+
     def __call__(self) -> int:
         run, local, writes = Path(self.run_dir), Path(self.source).exists(), jax.process_index() == 0
-        used = from_first("used", (run / "settings.json").exists() or (run / "checkpoints").exists())
+        used = from_first("used", any((run / name).exists() for name in ("settings.json", "checkpoints", SOURCE)))
         check(not used, f"{run} is a run directory already: choose another one.", CheckpointError)
+        check_run_dir(run) if writes else None
         folder = resolve(self.source).path
         model = load_hf(folder, layout=self.layout())
         settings = TrainConfig(run_dir=self.run_dir, init_from=str(folder.resolve()) if local else self.source)
         with RunLock(run) if writes else contextlib.nullcontext():
             if writes:
                 keep_source(model, run)
+                save_settings(settings, run / "settings.json")  # a run there goes on with this model in any case
             with Checkpoints(run / "checkpoints") as checkpoints:
                 checkpoints.save(0, {"model": model}, data_state={}, config=settings_json(settings))
             if writes:
-                save_settings(settings, run / "settings.json")
                 print(f"{count_parameters(model.config):,} weights of {self.source} are step 0 of {run}")
         return 0
 

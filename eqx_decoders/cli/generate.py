@@ -23,6 +23,7 @@ from eqx_decoders.cli.devices import Devices, mesh_flags
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.host_memory import keep_memory
 from eqx_decoders.inference.text import Files, Prompt, TextModel, load_text_model
+from eqx_decoders.io.files import expand_paths
 from eqx_decoders.io.processes import from_first
 from eqx_decoders.io.waiting import Waiting
 from eqx_decoders.numerics import Precision
@@ -71,6 +72,7 @@ class GenerateConfig(Devices):
 
     def __post_init__(self):
         super().__post_init__()
+        expand_paths(self, "image", "video", "audio")
         alone = self.run_dir is None or self.model is None
         check(alone, f"model={self.model!r} and run_dir={self.run_dir!r} exclude each other: leave one out.")
         check(self.step is None or self.model is None, f"step={self.step} is of a run, not of model={self.model!r}.")

@@ -128,7 +128,10 @@ class PlanConfig:
         settings = {name: getattr(self, name) for name in shared}
         if self.model_config is not None:
             settings["model"] = "tiny"
-        return TrainConfig(dataset=DataConfig(batch_size=self.batch_size, seq_len=self.seq_len), **settings)
+        steps = max(TrainConfig.steps, 1 + (self.optimizer.warmup_steps or 0))  # a plan is of one of them
+        return TrainConfig(
+            dataset=DataConfig(batch_size=self.batch_size, seq_len=self.seq_len), steps=steps, **settings
+        )
 
     def execution(self, devices: Sequence[Any]) -> Execution:
         """Layout, dtypes and remat on these devices."""

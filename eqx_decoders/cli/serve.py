@@ -37,7 +37,7 @@ from eqx_decoders.serving.drafts import FurtherPrediction, PromptLookup, Smaller
 from eqx_decoders.serving.engine import Engine
 from eqx_decoders.serving.engine_config import EngineConfig
 from eqx_decoders.serving.prompts import Language
-from eqx_decoders.serving.server import ServerConfig, address_of, bind, serve
+from eqx_decoders.serving.server import ServerConfig, address_of, bind, raise_file_limit, serve
 from eqx_decoders.training.runs import load_text_run
 
 
@@ -94,10 +94,19 @@ class ServeConfig(Devices):
     """Requests that may wait for their turn; further ones are told to come again (429)."""
     max_waiting_tokens: int = EngineConfig.max_waiting_tokens
     """Tokens of their prompts."""
+    preempted_bytes: int = EngineConfig.preempted_bytes
+    """Memory for what was computed of requests that had to give way; beyond it they are computed again."""
+    allow_priority: bool = False
+    """Clients may say which requests come first (`priority`): these take the places of others."""
     max_choices: int = ApiConfig.max_choices
     """Answers that one request may ask for: its prompts times n."""
     max_body_bytes: int | None = None
     """Size of a request; None: 32 MB for a model that sees or hears, otherwise 4 MB, or 64 for each of --max-length."""
+    max_open: int | None = None
+    """Requests that may be open at once, with those that are still sent or read; None: 1000, or as many as may wait and
+    be worked on. Further ones are told to come again (429)."""
+    max_open_bytes: int = ApiConfig.max_open_bytes
+    """Size of all their bodies together, where one has more than 64 kB; at least --max-body-bytes."""
     api_key: tuple[str, ...] = ()
     """Key that clients must send; once for each. Others see it in the list of processes: the variable
     EQX_DECODERS_API_KEY is safer."""
@@ -123,6 +132,9 @@ class ServeConfig(Devices):
         check(alone, f"draft={self.draft!r} and draft_model={self.draft_model!r} exclude each other: leave one out.")
         paged = self.num_pages is None or self.page_size is not None
         check(paged, f"num_pages={self.num_pages} needs page_size, such as 64.")
+        for field in ("max_open", "max_open_bytes", "max_body_bytes"):
+            if getattr(self, field) is not None:
+                check_integer(field, getattr(self, field))
         self.engine()
 
     def engine(self, draft_model: Decoder | None = None) -> EngineConfig:
@@ -133,7 +145,7 @@ class ServeConfig(Devices):
             drafts = SmallerModel(model=draft_model, num_tokens=self.num_draft_tokens)
         pages = None if self.page_size is None else PageConfig(page_size=self.page_size, num_pages=self.num_pages)
         names = ("max_batch_size", "max_length", "prefill_chunk", "token_budget", "prefix_cache_bytes")
-        names += ("max_waiting", "max_waiting_tokens", "batch_invariant")
+        names += ("max_waiting", "max_waiting_tokens", "batch_invariant", "preempted_bytes")
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
         cache_dtype = None if self.cache_dtype == "auto" else self.cache_dtype
         return EngineConfig(**given, cache_dtype=cache_dtype, pages=pages, drafts=drafts)
@@ -155,6 +167,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
         options = (tyro.conf.UseAppendAction,)  # --api-key a --api-key b
         config = tyro.cli(ServeConfig, args=args, prog=prog, description=__doc__, config=options)
     log_to_stderr(config.log_level)
+    raise_file_limit()
     sock = bind(config.host, config.port)  # it fails faster than the weights are loaded
     keep_memory()
     text = load(config)
@@ -175,6 +188,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
                 times=ServerConfig(drain=config.drain_seconds),
             )
         )
+    engine.close()
     if not ended:  # a step hangs: it would be waited for
         print("the last step has not ended: it is left alone", file=sys.stderr, flush=True)
         os._exit(0)
@@ -215,6 +229,7 @@ def load_draft_model(config: ServeConfig) -> Decoder | None:
 def api_config(config: ServeConfig, text: TextModel) -> ApiConfig:
     """What the server takes."""
     keys = tuple(key.strip() for key in os.environ.get(KEYS, "").split(",") if key.strip())
+    most = config.max_body_bytes or body_bytes(text, config.max_length)
     return ApiConfig(
         name=config.name,
         max_length=config.max_length,
@@ -222,7 +237,10 @@ def api_config(config: ServeConfig, text: TextModel) -> ApiConfig:
         max_logprobs=EngineConfig.max_logprobs,
         max_bias=EngineConfig.max_logit_bias,
         max_choices=config.max_choices,
-        max_body_bytes=config.max_body_bytes or body_bytes(text, config.max_length),
+        max_body_bytes=most,
+        max_open=config.max_open or max(ApiConfig.max_open, config.max_waiting + config.max_batch_size),
+        max_open_bytes=max(most, config.max_open_bytes),
+        allow_priority=config.allow_priority,
         api_keys=(*config.api_key, *keys),
         seed=config.seed,
         defaults=text.model.generation_config,

@@ -19,7 +19,9 @@ from eqx_decoders.describe import describe
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.families import list_models
 from eqx_decoders.host_memory import keep_memory
+from eqx_decoders.io.files import expand_paths
 from eqx_decoders.io.processes import connected
+from eqx_decoders.io.rundir import check_run_dir
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.describe_data import describe_data
 from eqx_decoders.training.optimizer import OptimizerConfig
@@ -38,6 +40,8 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     if config.list_models:
         print("\n".join(list_models()))
         return 0
+    if config.describe or config.describe_data:
+        check_run_dir(config.run_dir)
     if config.describe_data:
         print(describe_data(config, colours=sys.stdout.isatty() and "NO_COLOR" not in os.environ))
         return 0
@@ -101,7 +105,9 @@ def _defaults(args: Sequence[str] | None) -> TrainConfig:
     finder.add_argument("--checkpoint-dir", "--checkpoint_dir")
     finder.add_argument("--config")
     given = finder.parse_known_args(args)[0]
+    expand_paths(given, *vars(given))
     new = TrainConfig() if given.config is None else with_file(TrainConfig(), given.config)
+    expand_paths(new, "run_dir", "checkpoint_dir")
     run_dir, elsewhere = given.run_dir or new.run_dir, given.checkpoint_dir or new.checkpoint_dir
     begun = begun_run(run_dir, elsewhere)
     if begun is None:

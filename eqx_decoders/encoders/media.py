@@ -17,6 +17,7 @@ from eqx_decoders.encoders.rope_positions import AUDIO, IMAGE, TEXT, VIDEO, grid
 from eqx_decoders.encoders.rows import PatchRows, SoundRows
 from eqx_decoders.encoders.sounds import Sound, from_spectra, pack_sounds
 from eqx_decoders.errors import ConfigError, DataError, check
+from eqx_decoders.inputs import as_int32
 
 
 @runtime_checkable
@@ -108,13 +109,8 @@ class Media(eqx.Module):
         media = config.media
         if media is None:
             raise ConfigError("Media.create: this model has no encoders (DecoderConfig.media is None): it reads text.")
-        ids = np.asarray(input_ids)
-        good = ids.ndim == 2 and ids.dtype.kind in "iu"
-        check(
-            good,
-            f"Media.create: input_ids of shape {ids.shape}, {ids.dtype} must be [batch, length] integers.",
-            DataError,
-        )
+        ids = _integers("input_ids", input_ids)
+        check(ids.ndim == 2, f"Media.create: input_ids of shape {ids.shape} must be [batch, length].", DataError)
         good = groups > 0 and len(ids) % groups == 0
         check(good, f"Media.create: groups={groups} must divide the {len(ids)} rows of input_ids.", DataError)
         kinds = _kinds(media, ids)
@@ -266,9 +262,16 @@ def _heard(media: MediaConfig, features: Any, mask: Any, other: Any, groups: int
     return from_spectra(stem, features, given, name, whole_chunks=groups > 1)
 
 
+def _integers(name: str, array: Any) -> np.ndarray:
+    array = np.asarray(array)
+    rule = "must be integers"
+    check(array.dtype.kind in "iu", f"Media.create: {name} of shape {array.shape}, {array.dtype} {rule}.", DataError)
+    return np.asarray(as_int32(f"Media.create: {name}", array))
+
+
 def _documents(ids: np.ndarray, attention_mask: Any, segment_ids: Any) -> np.ndarray:
     """The document of each token; 0 for padding."""
-    found = np.ones(ids.shape, np.int32) if segment_ids is None else np.asarray(segment_ids)
+    found = np.ones(ids.shape, np.int32) if segment_ids is None else _integers("segment_ids", segment_ids)
     mask = np.ones(ids.shape, np.int32) if attention_mask is None else np.asarray(attention_mask)
     for name, given in (("segment_ids", found), ("attention_mask", mask)):
         rule = f"must be {ids.shape}, as input_ids"

@@ -32,12 +32,12 @@ def grid_positions(
     pictures = {kind: _tokens_of(config, kind, grids.get(kind, ()), merge, seconds) for kind in (IMAGE, VIDEO)}
     found = np.zeros((*kinds.shape, 3), np.float32)
     for row, (own, document) in enumerate(zip(kinds, segments, strict=True)):
-        begin = np.float32(0)
+        begin, latest = np.float32(0), 0
         for first, last in _runs(own, document):
-            new = first == 0 or document[first] != document[first - 1]
-            begin = np.float32(0) if new else begin
-            if document[first] == 0:
+            if document[first] == 0:  # a document goes on behind it
                 continue
+            begin = begin if document[first] == latest else np.float32(0)
+            latest = document[first]
             if own[first] in (TEXT, AUDIO) and not _is_mixed(own[first:last]):
                 found[row, first:last] = (begin + np.arange(last - first, dtype=np.float32))[:, None]
                 begin += np.float32(last - first)

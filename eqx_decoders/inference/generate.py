@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float32, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Int, Integer, PRNGKeyArray
 
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.decoder import Decoder
@@ -21,7 +21,7 @@ from eqx_decoders.errors import ConfigError, check, check_integer
 from eqx_decoders.explicit import typed
 from eqx_decoders.inference.apart import inference_cache, layers_apart, usual_format
 from eqx_decoders.inference.speculative import check_draft, speculate, stream_speculative
-from eqx_decoders.inputs import check_inputs, check_shapes
+from eqx_decoders.inputs import as_int32, check_inputs, check_shapes
 from eqx_decoders.layers.cache_format import CacheFormat
 from eqx_decoders.layers.embedding import LearnedPositions
 from eqx_decoders.sampling import Greedy, Sampler, SamplerArrays, is_stop, sample_token
@@ -37,12 +37,12 @@ class _State(eqx.Module):
 
 def generate(
     model: Decoder,
-    prompt: Int[AnyArray, "batch length"] | Sequence[Sequence[int]],
+    prompt: Integer[AnyArray, "batch length"] | Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
     sampler: Sampler | None = None,
     key: PRNGKeyArray | None = None,
-    prompt_lengths: Int[AnyArray, "batch"] | None = None,
+    prompt_lengths: Integer[AnyArray, "batch"] | None = None,
     stop_ids: tuple[int, ...] | None = None,
     pad_id: int = 0,
     num_draft_tokens: int = 0,
@@ -88,12 +88,12 @@ def generate(
 
 def stream(
     model: Decoder,
-    prompt: Int[AnyArray, "batch length"] | Sequence[Sequence[int]],
+    prompt: Integer[AnyArray, "batch length"] | Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
     sampler: Sampler | None = None,
     key: PRNGKeyArray | None = None,
-    prompt_lengths: Int[AnyArray, "batch"] | None = None,
+    prompt_lengths: Integer[AnyArray, "batch"] | None = None,
     stop_ids: tuple[int, ...] | None = None,
     pad_id: int = 0,
     num_draft_tokens: int = 0,
@@ -161,23 +161,25 @@ class _Request(eqx.Module):
             check(
                 num_draft_tokens == 0, "generate: num_draft_tokens > 0 with media: drafts see no pictures. Leave it 0."
             )
+        prompt, lengths = as_int32("generate: prompt", prompt), as_int32("generate: prompt_lengths", lengths)
         rows, width = check_shapes(model.config, prompt, name="generate: prompt")
         check(width > 0, "generate: prompt has length 0; give at least one token, such as the tokenizer's bos_id.")
         known = concrete(prompt)
         if lengths is None:
             lengths = np.full((rows,), width, np.int32)
-        lengths = lengths if hasattr(lengths, "dtype") else np.asarray(lengths)
         counts = concrete(lengths)
         if counts is not None:
             good = counts.shape == (rows,) and bool(np.all((counts >= 1) & (counts <= width)))
             check(good, f"generate: prompt_lengths={counts.tolist()} must be {rows} numbers from 1 to {width}.")
         if known is not None and counts is not None:
-            real = np.where(np.arange(width)[None] < counts[:, None], 0, -1)
+            index = np.arange(width)[None]
+            real = np.where(index < counts[:, None], index, -1)
             ids = known if media is None else without_placeholders(known, media)
             check_inputs(model.config, ids, real, name="generate: prompt")
         longest = width if counts is None else int(counts.max())
         _check_positions(model, longest, new)
-        stops = np.asarray(config.stop_ids if stop_ids is None else stop_ids, np.int32)
+        stops = tuple(config.stop_ids if stop_ids is None else stop_ids)
+        stops = as_int32("generate: stop_ids", stops) if stops else np.zeros(0, np.int32)
         if known is None:  # traced, or of other processes: taken as it is
             room = width + new
         else:
@@ -186,7 +188,7 @@ class _Request(eqx.Module):
             prompt[:, :longest] = known[:, :longest]
             room = bucket(padded + new)
             media = None if media is None else media.cut(longest).padded(padded)
-        numbers, lengths = SamplerArrays.of(sampler), lengths.astype(np.int32)
+        numbers = SamplerArrays.of(sampler)
         return cls(prompt, lengths, np.asarray(new, np.int32), numbers, key, stops, media, room, kept)
 
     @property
@@ -237,39 +239,11 @@ def _prefill(model: Decoder, asked: _Request) -> _State:
     cache = inference_cache(model, batch, asked.room, asked.cache_format)
     index = jnp.arange(width, dtype=jnp.int32)[None]
     positions = jnp.where(index < lengths[:, None], index, -1)
-    hidden, cache, _ = model.run(asked.prompt, positions, cache=cache, media=asked.media, cache_is_empty=True)
+    options: Any = dict(media=asked.media, cache_is_empty=True, contiguous=True)
+    hidden, cache, _ = model.run(asked.prompt, positions, cache=cache, **options)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
     token = sample_token(asked.sampler, model.logits(last)[:, 0], _at_step(asked.key, 0))
     return _State(token=token, done=is_stop(token, asked.stop_ids), cache=cache)
-
-
-def prefilled(
-    model: Decoder, prompt: Int[AnyArray, "1 length"], media: Media | None, room: int, dtype: Any
-) -> tuple[Any, Float32[Array, "1 vocab"]]:
-    """A cache with room for so many tokens that has seen a prompt, and the logits behind it.
-
-    Prompts are rounded up to few sizes; media have sizes of their own, and a program for each.
-    """
-    length = prompt.shape[1]
-    if media is not None:
-        check_tokens(prompt, media)
-    width = min(bucket(length), room)
-    padded = np.zeros((1, width), np.int32)
-    padded[:, :length] = prompt
-    media = None if media is None else media.padded(width)
-    return _prefilled(model, jnp.asarray(padded), jnp.asarray([length], jnp.int32), media, room, dtype)
-
-
-@eqx.filter_jit
-@typed
-def _prefilled(
-    model: Decoder, prompt: Int[Array, "1 length"], lengths: Int[Array, "1"], media: Media | None, room: int, dtype: Any
-) -> tuple[Any, Float32[Array, "1 vocab"]]:
-    cache = inference_cache(model, 1, room, dtype)
-    index = jnp.arange(prompt.shape[1], dtype=jnp.int32)[None]
-    positions = jnp.where(index < lengths[:, None], index, -1)
-    hidden, cache, _ = model.run(prompt, positions, cache=cache, media=media, cache_is_empty=True)
-    return cache, model.logits(jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1))[:, 0]
 
 
 @typed

@@ -27,7 +27,7 @@ SOURCE_BYTES = 1_000_000
 SECONDS = 1.0  # of processor time for one conversation
 MORE_SECONDS = 0.1  # for each in a process that renders many, on average
 WALL_SECONDS = 60.0  # longer, since other programs may keep the machine busy
-_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")  # what the process sees: no keys, no passwords
+ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")  # what the process sees: no keys, no passwords
 _WORKER = Path(__file__).with_name("chat_worker.py")
 
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -60,7 +60,7 @@ class RenderingProcess:
     """The process of one `render_many`. Whoever starts it ahead does not wait until Python and Jinja are loaded."""
 
     def __init__(self):
-        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
         command = [sys.executable, "-I", str(_WORKER), json.dumps(sys.path)]
         self._process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment)
 
@@ -130,6 +130,29 @@ class ChatTemplate:
         Those of a process share the gigabyte, and may take a tenth of a second on average. Raises ConversionError for
         what ends a process.
         """
+        done: list[Rendered | ConversionError] = []
+        while len(done) < len(conversations):
+            found, error = self._run(conversations[len(done) :], process)
+            if error is not None:
+                raise error
+            done += found
+        return done
+
+    def render_some(
+        self, conversations: Sequence[Conversation], process: RenderingProcess | None = None
+    ) -> list[Rendered | ConversionError]:
+        """The same of as many of the first conversations as a process gets to, at least one.
+
+        What ends the process is the error of a conversation that had it for itself, and else of none: the one at which
+        it ended is the first of the next call.
+        """
+        found, error = self._run(conversations, process)
+        return found or ([] if error is None else [error])
+
+    def _run(
+        self, conversations: Sequence[Conversation], process: RenderingProcess | None
+    ) -> tuple[list[Rendered | ConversionError], ConversionError | None]:
+        """What a process makes of the first conversations, and why it has ended before the others."""
         if sys.platform == "win32":
             raise self._error("Windows has no limits for the process that renders untrusted templates")
         if importlib.util.find_spec("jinja2") is None:
@@ -139,31 +162,28 @@ class ChatTemplate:
             | {"add_generation_prompt": prompt}
             for messages, variables, prompt in conversations
         ]
-        answers: list[dict[str, Any]] = []
-        while len(answers) < len(tasks):
-            left = tasks[len(answers) :]
-            work = {"source": self.source, "tasks": left, "seconds": SECONDS}
-            work["total_seconds"] = math.ceil(SECONDS + MORE_SECONDS * len(left)) + 1  # and a start of the process
-            try:
-                answers += json.loads(self._run(json.dumps(work).encode(), WALL_SECONDS + len(left), process))
-            except (TypeError, ValueError, RecursionError) as error:
-                raise DataError(f"messages and variables of a chat template must be JSON values: {error}.") from error
-        return [self._error(one["error"]) if "error" in one else Rendered(**one) for one in answers]
-
-    def _run(self, work: bytes, most: float, process: RenderingProcess | None) -> bytes:
-        """What a process makes of its standard input within `most` seconds."""
+        work = {"source": self.source, "tasks": tasks, "seconds": SECONDS}
+        work["total_seconds"] = math.ceil(SECONDS + MORE_SECONDS * len(tasks)) + 1  # and a start of the process
+        most = WALL_SECONDS + len(tasks)
+        try:
+            given = json.dumps(work).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise DataError(f"messages and variables of a chat template must be JSON values: {error}.") from error
         process = process if process is not None and process.alive else RenderingProcess()
         try:
-            code, output, errors = process.run(work, most)
+            code, output, errors = process.run(given, most)
         except subprocess.TimeoutExpired as error:
             raise self._error(f"it took more than {most:g} s") from error
+        *whole, _ = output.split(b"\n")
+        answers = (json.loads(line) for line in whole)
+        found = [self._error(one["error"]) if "error" in one else Rendered(**one) for one in answers]
+        if code == 0 and found:
+            return found, None
         for number, each in ((signal.SIGPROF, f"{SECONDS:g} s"), (signal.SIGXCPU, f"{MORE_SECONDS:g} s on average")):
             if code == -number:
-                raise self._error(f"it takes more than {each} of processor time")
-        if code:
-            last = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
-            raise self._error(f"its process ended with {code} ({last})")
-        return output
+                return found, self._error(f"it takes more than {each} of processor time")
+        last = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        return found, self._error(f"its process ended with {code} ({last})")
 
     def _error(self, cause: str) -> ConversionError:
         printable = "".join(letter if letter.isprintable() else " " for letter in cause[:300])

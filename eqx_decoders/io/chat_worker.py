@@ -4,7 +4,8 @@ Jinja's sandbox keeps an untrusted template from Python's internals, but not fro
 the operating system limits processor time and memory. Should the sandbox have a hole, no file, socket or process can
 be opened. Standard input holds a JSON object with `source`, `tasks` (the variables of each rendering), `seconds` (of
 processor time for each) and `total_seconds`; the one argument, a list, says where jinja2 is found. The output is a
-list with one JSON object for each, or for as many as one process renders: `{"error": sentence}`, or `text` with
+line with one JSON object for each that this process renders, as soon as it is done: `{"error": sentence}`, or `text`
+with
 
 - `generated`: [start, stop] of the characters within `{% generation %}`; null where the template has no such mark;
 - `messages`: [number of the message, start, stop] of what each turn of a loop over messages wrote.
@@ -28,19 +29,20 @@ def main() -> None:
     environment = make_environment(tracker)
     task = json.load(sys.stdin.buffer)
     confine(task["total_seconds"])
-    template, answers, length = None, [], 0
+    template, length = None, 0
     for variables in task["tasks"]:
         if length > CHARACTERS:
             break
         signal.setitimer(signal.ITIMER_PROF, task["seconds"])  # when it runs out, SIGPROF ends the process
         try:
             template = template or environment.from_string(traced(environment, task["source"]))
-            answers.append(tracker.render(template, variables))
+            answer = tracker.render(template, variables)
             length += tracker.length
         except Exception as error:  # a template can raise anything
-            answers.append({"error": f"{type(error).__name__}: {error}"})
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    sys.stdout.write(json.dumps(answers))
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
 
 
 class Tracker:

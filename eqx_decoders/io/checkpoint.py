@@ -65,7 +65,7 @@ class Checkpoints:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         try:
-            self.wait()
+            self.wait(drop=error is None)
         except CheckpointError as failed:
             if error is None:
                 raise
@@ -86,15 +86,25 @@ class Checkpoints:
         return read_manifest(self._steps, self._steps.existing(step))
 
     def save(
-        self, step: int, tree: PyTree, *, data_state: dict[str, Any], config: dict[str, Any] | str, wait: bool = False
+        self,
+        step: int,
+        tree: PyTree,
+        *,
+        data_state: dict[str, Any],
+        config: dict[str, Any] | str,
+        wait: bool = False,
+        drop: bool = True,
     ) -> bool:
         """Save the arrays of `tree`; return False if this object saved or restored this very step last.
 
         The arrays may be donated or deleted as soon as the call returns: the files are written in the background, and
         `wait`, `close` or the next `save` raise its errors. Leaves that are no arrays are not saved.
+
+        drop: delete all but the last `max_checkpoints` of the steps before it, as there is a newer one that came out of
+        them. The step itself counts when the next one is saved, or with `wait`: it may be of no use.
         """
         check_integer("step", step, minimum=0)
-        self.wait()
+        self.wait(drop=False)
         _same_operation()
         steps = from_first("steps", self.steps if jax.process_index() == 0 else None)
         if step == self._own and step in steps:
@@ -109,7 +119,7 @@ class Checkpoints:
         arrays = arrays_of(tree)
         check(bool(arrays), f"step={step} holds no arrays: there is nothing to save.", CheckpointError)
         manifest = make_manifest(step, arrays, data_state, config)
-        self._clean()
+        self._clean(keep=self.max_checkpoints if drop else None)
         try:
             if _is_writer():
                 self._steps.begin(step)
@@ -124,11 +134,14 @@ class Checkpoints:
         except Exception as error:
             raise self._failed(step, error) from error
         if wait:
-            self.wait()
+            self.wait(drop=drop)
         return True
 
-    def wait(self) -> None:
-        """Wait until the save in the background is committed, then delete all but the last `max_checkpoints` steps."""
+    def wait(self, *, drop: bool = True) -> None:
+        """Wait until the save in the background is committed, then delete all but the last `max_checkpoints` steps.
+
+        drop: whether to delete them; without it a step that may be of no use takes the place of no other.
+        """
         if self._pending is None:
             return
         (step, response), self._pending = self._pending, None
@@ -138,7 +151,7 @@ class Checkpoints:
             self._clean()
             raise self._failed(step, error) from error
         self._own = step
-        self._clean(keep=self.max_checkpoints)
+        self._clean(keep=self.max_checkpoints if drop else None)
 
     close = wait
 
@@ -152,7 +165,13 @@ class Checkpoints:
 
         Raises CheckpointError with every difference between the trees, or with the names of the damaged leaves.
         """
-        tree, manifest, damaged = load_newest(self._steps, template, step, "", verify, self._warn)
+        return self.restore_for(lambda _: template, step, verify=verify)
+
+    def restore_for(
+        self, template_for: Callable[[dict[str, Any]], PyTree], step: int | None = None, *, verify: bool = True
+    ) -> Restored:
+        """`restore`, into a template that is made for the manifest of the step: steps may hold other trees."""
+        tree, manifest, damaged = load_newest(self._steps, template_for, step, "", verify, self._warn)
         for bad in damaged if _is_writer() else ():
             self._steps.set_aside(bad)
         gather("set aside")
@@ -194,8 +213,22 @@ def load_weights(
 
     Changes nothing in the directory, so it may be called while a run writes there.
     """
+    return load_part(directory, template, step, prefix=prefix, verify=verify, warn=warn).tree
+
+
+def load_part(
+    directory: str | os.PathLike[str],
+    template: PyTree,
+    step: int | None = None,
+    *,
+    prefix: str = "model.",
+    verify: bool = True,
+    warn: Callable[[str], None] = _log.warning,
+) -> Restored:
+    """`load_weights`, with the step that they are of: without `step` it is the newest that is sound."""
     with Waiting("loading the checkpoint"):
-        return load_newest(Steps(directory), template, step, prefix, verify, warn)[0]
+        tree, manifest, _ = load_newest(Steps(directory), lambda _: template, step, prefix, verify, warn)
+        return Restored(tree, manifest["data_state"], manifest["step"])
 
 
 def _is_writer() -> bool:

@@ -43,9 +43,17 @@ class Unread(Damaged):
 
 
 def load_newest(
-    steps: Steps, template: PyTree, step: int | None, prefix: str, verify: bool, warn: Callable[[str], None]
+    steps: Steps,
+    template_for: Callable[[dict[str, Any]], PyTree],
+    step: int | None,
+    prefix: str,
+    verify: bool,
+    warn: Callable[[str], None],
 ) -> tuple[PyTree, dict[str, Any], list[int]]:
-    """The tree and the manifest of `step`, or of the newest sound one, and the newer steps, which are damaged."""
+    """The tree and the manifest of `step`, or of the newest sound one, and the newer steps, which are damaged.
+
+    `template_for` makes the template for what is known of a step.
+    """
     candidates, damaged = None, {}
     if jax.process_index() == 0:
         newest = steps.existing(step)
@@ -53,6 +61,7 @@ def load_newest(
     for candidate in from_first("candidates", candidates):
         try:
             manifest = together(lambda candidate=candidate: read_manifest(steps, candidate))
+            template = template_for(manifest)
             arrays = _verified(steps, manifest, template, prefix, verify)
         except Damaged as error:
             damaged[candidate] = str(error)

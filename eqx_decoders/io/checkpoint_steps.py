@@ -57,7 +57,7 @@ class Steps:
     def committed(self) -> tuple[int, ...]:
         """The steps that are whole, oldest first. Raises CheckpointError where that cannot be found out."""
         steps = [int(name) for name in names_in(self.directory) if name.isdecimal() and str(int(name)) == name]
-        whole = self._is_whole if self.in_place else lambda step: self.path(step).is_dir()
+        whole = self._is_whole if self.in_place else self._is_step
         return tuple(sorted(filter(whole, steps)))
 
     def existing(self, step: int | None) -> int:
@@ -110,6 +110,10 @@ class Steps:
 
     def _marker(self, step: int) -> epath.Path:
         return self.directory / f"{step}{TEMPORARY}"
+
+    def _is_step(self, step: int) -> bool:
+        """Whether a directory that has a number for its name is one of ours, or what is left of one."""
+        return bool(names_in(self.path(step)) & {"arrays", "manifest", WRITTEN})
 
     def _is_whole(self, step: int) -> bool:
         names = names_in(self.path(step))

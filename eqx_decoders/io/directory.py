@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eqx_decoders.errors import ConversionError, check, need_extra
+from eqx_decoders.io.files import expanded
 
 
 CONFIG_BYTES = 10_000_000
@@ -31,7 +32,7 @@ class Directory:
     """The files of a checkpoint. Every name must be that of a regular file inside: links that lead out are refused."""
 
     def __init__(self, path: str | Path):
-        self.path = Path(path)
+        self.path = Path(expanded(path))
         there = exists(self.path)
         check(there, f"{str(path)[:200]} does not exist: give the directory of a checkpoint.", ConversionError)
         check(self.path.is_dir(), f"{self.path} is no directory: give the one that holds config.json.", ConversionError)

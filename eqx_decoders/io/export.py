@@ -25,7 +25,7 @@ from eqx_decoders.errors import ConversionError, check, check_integer, check_wor
 from eqx_decoders.families import FAMILIES
 from eqx_decoders.families.family import Family, WeightMapping, for_inference
 from eqx_decoders.io.directory import FLOATS, Directory, parse_json
-from eqx_decoders.io.files import write_json
+from eqx_decoders.io.files import expanded, write_json
 from eqx_decoders.io.hub import TOKENIZER_FILES
 from eqx_decoders.io.huggingface import copy_in_pieces, given_sizes
 from eqx_decoders.io.pieces import pieces
@@ -126,7 +126,7 @@ def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_new_directory(directory: str | Path) -> None:
     """Raise ConversionError where `exported_directory` could not make a directory, as the first process sees it."""
-    folder = Path(directory).absolute()
+    folder = Path(expanded(directory)).absolute()
     refusal = from_first("export", _refusal(folder) if jax.process_index() == 0 else None)
     check(refusal is None, f"{folder} {refusal}.", ConversionError)
 
@@ -147,7 +147,7 @@ def exported_directory(directory: str | Path) -> Iterator[Path | None]:
     Raises ConversionError where `directory` is anything but an empty directory or a new name, or may not be written.
     All processes wait for each other at the end.
     """
-    folder, partial = Path(directory).absolute(), None
+    folder, partial = Path(expanded(directory)).absolute(), None
     check_new_directory(folder)
     with contextlib.ExitStack() as stack:
         if jax.process_index() == 0:

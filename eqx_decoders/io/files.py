@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,26 @@ from eqx_decoders.errors import DataError, check
 
 CACHE = "EQX_DECODERS_CACHE"  # the variable that names the directory of `cache_directory`
 FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def expanded(path: str | Path) -> str:
+    """The path with the user's directory for a `~` at its begin, or behind the `name=` in front of it.
+
+    A shell leaves it as it is in `--flag=~/x`, and so does YAML.
+    """
+    name, found, rest = str(path).partition("=~")
+    if found and re.fullmatch(r"[\w.-]+", name):
+        return f"{name}={os.path.expanduser(f'~{rest}')}"
+    return os.path.expanduser(path)
+
+
+def expand_paths(settings: Any, *fields: str) -> None:
+    """Put `expanded` paths into these fields of a frozen dataclass: one, several or none in each."""
+    for field in fields:
+        value = getattr(settings, field)
+        if value is not None:
+            whole = expanded(value) if isinstance(value, str | Path) else tuple(map(expanded, value))
+            object.__setattr__(settings, field, whole)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

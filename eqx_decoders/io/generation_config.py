@@ -12,8 +12,8 @@ from eqx_decoders.sampling import GenerationConfig
 def read_generation_config(directory: str | Path) -> GenerationConfig:
     """The settings in a directory's `generation_config.json`; without one all are None.
 
-    0 for `top_k` and 1 for `top_p` are transformers' values for "off". Other keys have no effect here. Raises
-    ConversionError for values that are no settings.
+    0 for `top_k`, and 1 for `top_p` and `repetition_penalty`, are transformers' values for "off". Other keys have no
+    effect here. Raises ConversionError for values that are no settings.
     """
     folder, name = Directory(directory), "generation_config.json"
     content = folder.json(name) if folder.has(name) else {}
@@ -25,7 +25,7 @@ def read_generation_config(directory: str | Path) -> GenerationConfig:
     top_k = content.get("top_k")
     whole = top_k is None or (isinstance(top_k, int) and not isinstance(top_k, bool) and 0 <= top_k < 1e9)
     check(whole, f"{where}: top_k={str(top_k)[:60]} must be an integer of at least 0.", ConversionError)
-    top_p = _number(where, content, "top_p", most=1)
+    top_p, penalty = _number(where, content, "top_p", most=1), _number(where, content, "repetition_penalty")
     return GenerationConfig(
         stop_ids=parse_token_ids(f"{where}: eos_token_id", content.get("eos_token_id")),
         do_sample=flag,
@@ -33,6 +33,7 @@ def read_generation_config(directory: str | Path) -> GenerationConfig:
         top_k=top_k or None,
         top_p=None if top_p in (0, 1) else top_p,
         min_p=_number(where, content, "min_p", most=1) or None,
+        repetition_penalty=None if penalty in (0, 1) else penalty,
     )
 
 

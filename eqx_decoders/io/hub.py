@@ -5,6 +5,7 @@ from pathlib import Path
 
 from eqx_decoders.errors import ConversionError, need_extra
 from eqx_decoders.io.directory import Directory, exists
+from eqx_decoders.io.files import expanded
 
 
 # What a tokenizer, and a processor of pictures and sounds, may consist of; copied into an export, never interpreted
@@ -27,7 +28,7 @@ TOKENIZER_FILES = (
 
 def resolve(source: str | Path, revision: str | None = None) -> Directory:
     """The directory `source`, or the local copy of the repository `"org/name"` on huggingface.co."""
-    path = Path(source)
+    path = Path(expanded(source))
     repository = isinstance(source, str) and re.fullmatch(r"[\w\-][\w.\-]*/[\w\-][\w.\-]*", source)
     if exists(path) or not repository:
         return Directory(path)

@@ -31,6 +31,7 @@ from eqx_decoders.io.waiting import Waiting, delete_partial, duration, takes_tim
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 AHEAD = 2  # steps, or batches of an evaluation, that are computed before the results of the first of them are read
 WAIT = 1800.0  # seconds for the others to come where all have the same to do
+LONG = 1e6  # seconds for those of which one may need hours, in a `Waiting`: as long as it lives
 BEAT, SILENT, SUSPECT = 2.0, 30.0, 10.0  # seconds: between two signs of life; without one; without one, after an error
 GRACE, LAST = 10.0, 20.0  # seconds: to come to the same error; that the first process waits for the others to leave
 
@@ -85,7 +86,7 @@ def first_then_all(name: str, make: Callable[[], T], path: Path) -> T:
     """
     made = make() if jax.process_index() == 0 else None
     with Waiting(f"waiting for the first process ({name})") if jax.process_index() else contextlib.nullcontext():
-        gather(name, seconds=1e6)
+        gather(name, seconds=LONG)
     if made is not None:
         return made
     wait_for(path.exists, f"{path} is not seen by process {jax.process_index()}")

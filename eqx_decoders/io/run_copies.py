@@ -17,17 +17,16 @@ from pathlib import Path
 
 from etils import epath
 
-from eqx_decoders.errors import CheckpointError, check
+from eqx_decoders.errors import CheckpointError, ConfigError, check
 from eqx_decoders.io.checkpoint_steps import names_in, open_path
 from eqx_decoders.io.files import write_atomically
+from eqx_decoders.io.rundir import OWNER, check_own
 
 
 FOLDER = "run"  # in the directory of the checkpoints
 GROWING = ("metrics.jsonl", "trackers.json")
 COPIED = ("model.json", "source", "tokenizer", "data", *GROWING, "settings.json")  # with the last one all are there
 ONLY = {"data": "manifest.json"}  # the one kind of files that is copied of a directory
-OWNER = "owner.json"
-PROBE = "probe"
 
 
 class RunCopies:
@@ -66,11 +65,16 @@ class RunCopies:
                     _copy(epath.Path(self.run / name), self.folder / name, ONLY.get(name))
 
     def try_out(self) -> None:
-        """Raise CheckpointError if nothing can be written there: now, not after the tokens of the run were made."""
+        """Raise CheckpointError if nothing can be written there: now, not after the tokens of the run were made.
+
+        ConfigError if what is there is not a run's, and would be written over.
+        """
         if self.folder is not None:
             with self._told("you may write and delete there"):
-                _write(self.folder / PROBE, b"")
-                (self.folder / PROBE).unlink()
+                check_own(self.folder, COPIED, "checkpoint_dir", str(self.folder.parent))
+                probe = self.folder / f"probe-{self._id}"
+                _write(probe, b"")
+                probe.unlink()
 
     def claim(self) -> None:
         """Say that from now on this start of the run saves there; an earlier one stops at its next `check_owner`."""
@@ -96,6 +100,8 @@ class RunCopies:
     def _told(self, rule: str) -> Iterator[None]:
         try:
             yield
+        except ConfigError:
+            raise
         except Exception as error:  # the packages for buckets raise their own kinds
             where = "" if self.folder is None else str(self.folder.parent)
             told = f"{type(error).__name__}: {str(error).strip()[:300]}"

@@ -1,5 +1,6 @@
 """One writer for each run directory, signals that end a run between two steps, and exit codes."""
 
+import contextlib
 import datetime
 import json
 import os
@@ -8,11 +9,12 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, ClassVar
 
-from eqx_decoders.errors import CheckpointError, ConfigError, ConversionError, DataError
+from eqx_decoders.errors import CheckpointError, ConfigError, ConversionError, DataError, check
 from eqx_decoders.io.lock import lock_file
 from eqx_decoders.io.processes import leave
 from eqx_decoders.io.waiting import ON_ENTER, delete_partial, stopped_text
@@ -20,7 +22,10 @@ from eqx_decoders.io.waiting import ON_ENTER, delete_partial, stopped_text
 
 # What a run writes into its directory before its first step, or brings back from where its checkpoints are.
 RUN_FILES = ("settings.json", "model.json", "source", "tokenizer", "data", "checkpoints", "owner.json", ".lock")
-RUN_FILES += ("metrics.jsonl", "trackers.json")
+RUN_FILES += ("metrics.jsonl", "trackers.json", "tensorboard", "wandb", "mlflow.db")
+LATER_FILES = ("loss.png", "expert_load.png", "answers.png", "profile")
+OWNER = "owner.json"
+_OWN_SETTINGS = {"run_dir", "model", "steps"}  # of every run's settings.json
 
 EXIT_CONFIG = 2
 EXIT_DATA = 3
@@ -33,6 +38,42 @@ def exit_code(error: BaseException) -> int:
     checkpoint = (CheckpointError, ConversionError)
     codes = {ConfigError: EXIT_CONFIG, DataError: EXIT_DATA, checkpoint: EXIT_CHECKPOINT}
     return next((code for kind, code in codes.items() if isinstance(error, kind)), 1)
+
+
+def check_run_dir(run_dir: str | Path) -> None:
+    """Raise ConfigError if a directory has something under a name that a run writes to, and is not a run's."""
+    check_own(Path(run_dir), RUN_FILES + LATER_FILES, "run_dir", run_dir)
+
+
+def check_own(folder: Any, names: Sequence[str], field: str, value: str | Path) -> None:
+    """Raise ConfigError if there is any of `names` in a folder (a path of any kind) that no run wrote into.
+
+    That a run did is told by the content of `.lock`, `owner.json` or `settings.json`: others use their names, too.
+    """
+    if any(_is_lock(_content(folder / name)) for name in (".lock", OWNER)):
+        return
+    if _json(_content(folder / "settings.json")).keys() >= _OWN_SETTINGS:
+        return
+    found = [name for name in names if (folder / name).exists() or os.path.islink(folder / name)]
+    foreign = [name for name in found if name != ".lock" or _content(folder / name)]  # an empty one is being written
+    rule = f"but not from a run of this program, which would write over it. Choose another {field}, a new or empty one"
+    check(not foreign, f"{field}={str(value)!r} has {', '.join(foreign)} in {folder}, {rule}.")
+
+
+def _content(path: Any) -> bytes:
+    return path.read_bytes() if path.is_file() else b""
+
+
+def _json(content: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_lock(content: bytes) -> bool:
+    return {"pid", "host", "since"} <= _json(content).keys()
 
 
 class RunLock:
@@ -75,6 +116,9 @@ class RunLock:
         if not self.path.exists() or not os.path.samestat(os.fstat(file), self.path.stat()):
             os.close(file)  # of a start that failed meanwhile, and took its directory away
             return self.acquire()
+        if (before := os.read(file, 1 << 16)) and not _is_lock(before):
+            os.close(file)
+            raise CheckpointError(f"{self.path} is no lock of a run: choose another run directory.")
         names = {path.name for path in self.path.parent.iterdir() if path != self.path or path in there}
         self._before = names if names or self.path.parent in there else None
         now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
@@ -86,12 +130,12 @@ class RunLock:
 
     def undo(self) -> None:
         """Delete what the run put into the directory since the lock was taken, and the directory if it is new."""
-        if self._before is None:
-            shutil.rmtree(self.path.parent, ignore_errors=True)
-            return
         for path in self.path.parent.iterdir():
-            if path.name in RUN_FILES and path.name not in self._before:
+            if path.name in RUN_FILES and path.name not in (self._before or ()):
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        if self._before is None:
+            with contextlib.suppress(OSError):  # there is something of others by now
+                self.path.parent.rmdir()
 
     def release(self) -> None:
         """Release the lock. The file stays: another process may be opening it at this moment."""
@@ -101,11 +145,10 @@ class RunLock:
 
 
 def _owner(content: bytes) -> str:
-    try:
-        who = json.loads(content)
-        return f"pid {who['pid']} on {who['host']} since {who['since']}"
-    except (ValueError, KeyError, TypeError):
+    if not _is_lock(content):
         return "another process"  # one that has the lock and has not written its name yet
+    who = _json(content)
+    return f"pid {who['pid']} on {who['host']} since {who['since']}"
 
 
 class Stopped(KeyboardInterrupt):

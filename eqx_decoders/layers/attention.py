@@ -316,7 +316,7 @@ class Attention(eqx.Module):
         chosen = self._choose_blocks(query, entries.key, past, ctx)
         own: dict[str, Any] = dict(key_positions=ctx.positions, selected=chosen.present, **segments)
         own["aligned"] = ctx.execution.context_order == "plain"
-        own["gapless"] = ctx.gapless and own["aligned"]
+        own |= dict(gapless=ctx.gapless and own["aligned"], contiguous=ctx.contiguous)
         parts = [attend_on_mesh(query, entries.key, entries.value, **own, **common)]
         if past is not None:
             parts.append(attend_past(query, past, selected=chosen.past, **common))
@@ -340,7 +340,7 @@ class Attention(eqx.Module):
         if blocks is None:
             return CachedBlocks(None, None)
         if past is None:
-            return CachedBlocks(blocks.choose(query, key, ctx.positions, ctx.segment_ids), None)
+            return CachedBlocks(blocks.choose(query, key, ctx.positions, ctx.segment_ids, ctx.contiguous), None)
         past = past if isinstance(past, Past) else past.whole()
         return blocks.choose_cached(query, key, ctx.positions, past)
 

@@ -40,10 +40,15 @@ class BlockSelection:
         key: Float[Array, "batch length kv_heads head_dim"],
         positions: Int[Array, "batch length"],
         segments: Int[Array, "batch length"] | None,
+        contiguous: bool = False,
     ) -> Bool[Array, "batch heads length length"] | None:
-        """Which tokens of whole documents are in blocks that each of them chooses; None: all of them."""
+        """Which tokens of whole documents are in blocks that each of them chooses; None: all of them.
+
+        Unless positions are `contiguous` each token may stand in a block of its own.
+        """
         length = positions.shape[1]
-        if -(-length // self.size) < self.top_k:  # one more where a row begins within a block
+        most = -(-length // self.size) + 1 if contiguous else length  # one more where a row begins within a block
+        if most <= self.top_k:
             return None
         query, key = jax.lax.stop_gradient((query, key))
         segments = jnp.zeros_like(positions) if segments is None else segments
@@ -53,7 +58,7 @@ class BlockSelection:
 
         def some(queries):
             query, own, segment = queries
-            index = jnp.arange(length)[None, None]
+            index = jnp.arange(length, dtype=jnp.int32)[None, None]
             earlier = (index < own[:, :, None]) & (owners[:, None] == segment[:, :, None])
             chosen = self._best(query, means, earlier, index == own[:, :, None])
             return _of_tokens(chosen, blocks)
@@ -82,7 +87,7 @@ class BlockSelection:
             sums += jnp.einsum(pattern, inside, some, preferred_element_type=jnp.float32)
             totals += jnp.sum(inside, axis=2, dtype=jnp.float32)
         means = sums / jnp.maximum(totals, 1.0)[:, :, None, None]
-        index = jnp.arange(count)[None, None]
+        index = jnp.arange(count, dtype=jnp.int32)[None, None]
         earlier = (index < own[:, :, None]) & (totals > 0)[:, None]
         chosen = self._best(query, means, earlier, index == own[:, :, None])
         return CachedBlocks(_of_tokens(chosen, own), _of_tokens(chosen, others))

@@ -311,7 +311,7 @@ def blockwise_max(
 
         return plan.over_keys(step, top, at, queries, seen), ()
 
-    top, _ = plan.over_queries(row, jnp.full(query.shape[:3], EMPTY), query.shape[3])
+    top, _ = plan.over_queries(row, jnp.full(query.shape[:3], EMPTY, jnp.float32), query.shape[3])
     return top.reshape(top.shape[0], -1)
 
 

@@ -73,6 +73,8 @@ def run_chunks(
         query, key = (jnp.repeat(x, heads // key.shape[2], axis=2) for x in (query, key))
     while chunk > LEAST and chunk >= 2 * length:
         chunk //= 2
+    if log_decay.shape[3] > 1 and length > chunk and chunk.bit_length() % 2 == 0:
+        chunk //= 2  # to a power of four: see `_sizes`
     key_heads, key_dim = key.shape[2:]
     tokens = _split(query, key, value, log_decay, beta, resets, chunk)
     start = jnp.zeros((batch, heads, key_dim, value_dim), jnp.float32) if state is None else state
@@ -207,7 +209,7 @@ def _decayed_pairs(query: Array, key: Array, sums: _Sums, document: Array) -> tu
     itself is done in the same way in smaller blocks. So a channel has no exponent for each pair.
     """
     chunk = key.shape[-2]
-    arrays, pairs = _blocks((query, key, sums, document)), jnp.zeros((2, *key.shape[:-1], chunk))
+    arrays, pairs = _blocks((query, key, sums, document)), jnp.zeros((2, *key.shape[:-1], chunk), jnp.float32)
     for size in _sizes(key):
         rows, columns, _ = _factors(arrays, size)
         part = _product(rows, columns, "id,jd->ij")
@@ -219,9 +221,10 @@ def _decayed_pairs(query: Array, key: Array, sums: _Sums, document: Array) -> tu
 
 
 def _sizes(key: Array) -> list[int]:
-    """16, 4, 1 for chunks of 64 and of 32.
+    """16, 4, 1 for chunks of 64.
 
-    Not 8, 2, 1: XLA for CPU (jax 0.10) crashes in the sum over two blocks of each of several.
+    Not 8, 2, 1: XLA for CPU (jax 0.10) crashes in the sum over two blocks of each of several. So do several chunks of
+    32 or of 128 tokens: `run_chunks` has none.
     """
     return [4**power for power in reversed(range(key.shape[-2].bit_length())) if 4**power < key.shape[-2]]
 
@@ -248,7 +251,7 @@ def _gathered(pairs: Array, size: int) -> Array:
 
 def _eye(count: int, ndim: int) -> Array:
     """The identity as [..., count, 1, count, 1]."""
-    return jnp.eye(count).reshape((1,) * (ndim - 4) + (count, 1, count, 1))
+    return jnp.eye(count, dtype=jnp.float32).reshape((1,) * (ndim - 4) + (count, 1, count, 1))
 
 
 def _factors(arrays: tuple[Array, Array, _Sums, Array], size: int):
@@ -309,7 +312,7 @@ def _inverse(system: Array) -> Array:
     """(I + A)^-1 of strictly lower triangles: row by row in small blocks, which are then joined in pairs."""
     chunk, size = system.shape[-1], LEAST
     blocks = jnp.stack([system[..., at : at + size, at : at + size] for at in range(0, chunk, size)], -3)
-    inverse = jnp.broadcast_to(jnp.eye(size), blocks.shape)
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=jnp.float32), blocks.shape)
     for at in range(size - 1):
         inverse = inverse - blocks[..., :, at, None] * inverse[..., at, None, :]
     while size < chunk:

@@ -6,10 +6,12 @@ import math
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Float32, Int, Integer, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check_integer, check_number
+from eqx_decoders.inputs import as_int32
+from eqx_decoders.layers.convolution import document_starts
 from eqx_decoders.layers.lookup import look_up
 from eqx_decoders.numerics import fan_in, normal
 from eqx_decoders.quantized_weight import QuantizedWeight
@@ -21,8 +23,8 @@ class TokenEmbedding(eqx.Module):
     table: Float[Array, "vocab embed"]
     scale: float = eqx.field(static=True, default=1.0)
 
-    def __call__(self, tokens: Int[Array, "batch length"], ctx: Context) -> Float[Array, "batch length embed"]:
-        compute = ctx.execution.precision.compute
+    def __call__(self, tokens: Integer[Array, "batch length"], ctx: Context) -> Float[Array, "batch length embed"]:
+        compute, tokens = ctx.execution.precision.compute, as_int32("tokens", tokens)
         one_hot = ctx.execution.lookup == "one_hot"
         rows = self._product(tokens, ctx) if one_hot else look_up(self.table, tokens, "vocab embed", ctx)
         x = ctx.constrain(rows, "batch length embed")
@@ -127,23 +129,28 @@ def logits(
     return y if soft_cap is None else soft_cap * jnp.tanh(y / soft_cap)
 
 
-def padded_positions(
+def placed_in_documents(
     positions: Int[Array, "batch length"] | None,
     segment_ids: Int[Array, "batch length"] | None,
     shape: tuple[int, ...],
     begin: Int[Array, "batch"] | None = None,
-) -> Int[Array, "batch length"]:
-    """Positions of tokens in their documents, -1 for padding (segment 0). Where none are given they are counted.
+) -> tuple[Int[Array, "batch length"], Int[Array, "batch length"] | None]:
+    """Positions of tokens in their documents, -1 for padding (segment 0), and the documents' numbers, 0 for padding.
 
-    With `begin` each row goes on from there as one document, and padding takes no position.
+    Where no positions are given they are counted: padding takes none, and an id that is used again behind another
+    document is one of a new document. With `begin` each row goes on from there as one document.
     """
     if positions is None and begin is not None:
-        real = jnp.ones(shape, jnp.int32) if segment_ids is None else (segment_ids != 0).astype(jnp.int32)
-        positions = begin[:, None] + jnp.cumsum(real, axis=1) - 1
-    elif positions is None:
-        index = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None], shape)
-        positions = index
-        if segment_ids is not None:  # the distance from the latest token that begins a document
-            begins = jnp.concatenate([jnp.ones((shape[0], 1), bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
-            positions = index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
-    return positions if segment_ids is None else jnp.where(segment_ids == 0, -1, positions)
+        count = jnp.ones(shape, jnp.int32) if segment_ids is None else (segment_ids != 0).astype(jnp.int32)
+        positions = begin[:, None] + jnp.cumsum(count, axis=1, dtype=jnp.int32) - 1
+    elif positions is None and segment_ids is None:
+        positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None], shape)
+    elif positions is None and segment_ids is not None:
+        real = segment_ids != 0
+        starts = document_starts(jnp.where(real, 0, -1), segment_ids)
+        assert starts is not None
+        index = jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1
+        positions = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
+        segment_ids = jnp.where(real, jnp.cumsum(starts, axis=1, dtype=jnp.int32) + 1, 0)
+    assert positions is not None
+    return positions if segment_ids is None else jnp.where(segment_ids != 0, positions, -1), segment_ids

@@ -332,7 +332,8 @@ class LatentAttention(eqx.Module):
     ) -> Result:
         """Attention over the tokens of this call."""
         present = self._present(ctx, selected)
-        present |= dict(needs_lse=needs_lse, gapless=ctx.gapless and present["aligned"])
+        gapless = ctx.gapless and present["aligned"]
+        present |= dict(needs_lse=needs_lse, gapless=gapless, contiguous=ctx.contiguous)
         return attend_on_mesh(query, key, value, execution=ctx.execution, **present)
 
     def _present(self, ctx: Context, selected: Bool[Array, "..."] | None) -> dict[str, Any]:

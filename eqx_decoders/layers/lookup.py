@@ -6,15 +6,16 @@ Left alone, XLA gathers the whole table on every device.
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check
+from eqx_decoders.inputs import as_int32
 from eqx_decoders.partition import names_of
 
 
 def look_up(
-    table: Float[Array, "rows ..."], rows: Int[Array, "batch length *heads"], words: str, ctx: Context
+    table: Float[Array, "rows ..."], rows: Integer[Array, "batch length *heads"], words: str, ctx: Context
 ) -> Float[Array, "batch length ..."]:
     """`table[rows]` in the dtype of activations, `words` being those of the table; rows outside count as its ends.
 
@@ -22,7 +23,7 @@ def look_up(
     features of its own tokens' rows (all-to-all): no more is sent than what is found. Where the rows themselves are
     split, each device finds those that it has, and what all have found is added.
     """
-    layout, dtype = ctx.execution.layout, ctx.execution.precision.compute
+    layout, dtype, rows = ctx.execution.layout, ctx.execution.precision.compute, as_int32("rows", rows)
     spec = layout.weight_spec(words, table.shape, "table")
     parts, *middle, names = (names_of(group) for group in spec)
     rule = f"Layout.weights splits {words.split()[1]!r} of a table that is looked up; only rows and features may be"

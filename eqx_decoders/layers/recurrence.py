@@ -46,8 +46,8 @@ def delta_rule(
     - `beta`: how much of the correction is written; None: `value` itself is written, and nothing is corrected.
     - `state`: before the first token; None for zeros.
     - `resets`: the first tokens of documents: what came before them is forgotten.
-    - `chunk`: tokens that are computed at once, 16 times a power of two; None: one by one, the definition. A kernel has
-        a size of its own.
+    - `chunk`: tokens that are computed at once, 16 times a power of two (of which half, where channels decay each for
+        themselves, if it is no power of four); None: one by one, the definition. A kernel has a size of its own.
     - `platform`: of the devices, which decides how one token asks a state, and whether there is a kernel for many: then
         arrays are a device's own.
     """

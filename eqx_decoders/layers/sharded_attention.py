@@ -48,6 +48,7 @@ def attend_on_mesh(
     soft_cap: float | None = None,
     aligned: bool = False,
     gapless: bool = False,
+    contiguous: bool = False,
     needs_lse: bool = True,
     key_axis: Literal["length", "slots"] = "length",
     scales: Scales | None = None,
@@ -55,7 +56,8 @@ def attend_on_mesh(
     """`attend`, by the kernel and on the mesh that `execution` says.
 
     `key_axis` says how keys are split: like tokens of a call, or like the slots of a cache, which are not gathered;
-    only these have `scales`.
+    only these have `scales`. `contiguous` promises what `Context.contiguous` says: else keys go round whole rings,
+    however small the window.
     """
     layout = execution.layout
     options: dict[str, Any] = dict(mask=mask, soft_cap=soft_cap, kernel=execution.attention, platform=layout.platform)
@@ -69,7 +71,8 @@ def attend_on_mesh(
     whole = plan.exchanges or not plan.shared
     promises |= dict(aligned=aligned and whole, gapless=gapless and whole, needs_lse=needs_lse or plan.merges)
     in_order = aligned and plan.goes_round and not plan.turned
-    pieces = _pieces_seen(plan.pieces, mask, key.shape[1] // plan.pieces, in_order and query_spans is None)
+    bounded = in_order and contiguous and query_spans is None
+    pieces = _pieces_seen(plan.pieces, mask, key.shape[1] // plan.pieces, bounded)
 
     def run(query, key, value, selected, scales, of_queries, of_keys):
         scales = jax.tree.map(lambda x: plan.needed_keys(x) if x.shape[2] == key.shape[2] else x, scales)
@@ -242,13 +245,14 @@ def _make_plan(execution: Execution, queries: tuple[int, ...], keys: tuple[int, 
     )
 
 
-def _pieces_seen(pieces: int, mask: Mask, size: int, plain: bool) -> int:
+def _pieces_seen(pieces: int, mask: Mask, size: int, bounded: bool) -> int:
     """How many of a row's pieces of `size` tokens a query may see: its own and some before it.
 
-    In `plain` order a token that stands n places before another is at least n positions before it.
+    Where it is `bounded`, a token that stands n places before another of its document is n positions before it: with
+    padding in between it would be fewer.
     """
     back = lookback(mask)
-    return pieces if back is None or not plain else min(pieces, 1 + -(-(back - 1) // size))
+    return pieces if back is None or not bounded else min(pieces, 1 + -(-(back - 1) // size))
 
 
 def _merge_over(names: tuple[str, ...], out: Array, lse: Array) -> Result:

@@ -101,7 +101,7 @@ def _run_piece(query, key, value, log_decay, beta, resets, platform) -> _Piece:
     key_dim = key.shape[3]
     wide = jnp.concatenate([value, jnp.zeros((*value.shape[:3], key_dim), jnp.float32)], 3)
     one = jnp.broadcast_to(
-        jnp.eye(key_dim, value_dim + key_dim, value_dim), (batch, heads, key_dim, value_dim + key_dim)
+        jnp.eye(key_dim, value_dim + key_dim, value_dim, jnp.float32), (batch, heads, key_dim, value_dim + key_dim)
     )
     results = delta_rule(query, key, wide, log_decay, beta, one, resets, platform=platform)
     out, written, (end, transition) = ((x[..., :value_dim], x[..., value_dim:]) for x in results)

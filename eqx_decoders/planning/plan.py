@@ -170,7 +170,8 @@ def abstract_batch(layout: Layout, batch_size: int, seq_len: int) -> Batch:
     def like(dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=split)
 
-    return Batch(tokens=like(jnp.int32), segment_ids=like(jnp.int32), positions=like(jnp.int32), loss_mask=like(bool))
+    ids = dict.fromkeys(("tokens", "segment_ids", "positions"), like(jnp.int32))
+    return Batch(**ids, loss_mask=like(bool), contiguous=True)
 
 
 def operations(model: Decoder, trainer: Trainer, jaxpr: Any, batch_size: int, seq_len: int) -> Operations:

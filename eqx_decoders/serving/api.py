@@ -1,8 +1,10 @@
 """OpenAI's API in front of an engine: what each address does, whatever carries the requests (see `app.py`)."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import hmac
 import logging
 import random
@@ -13,26 +15,33 @@ from typing import Any, TypeVar
 
 from eqx_decoders.errors import EqxDecodersError, MissingPackage
 from eqx_decoders.io.tokenizer import JsonTokenizer
+from eqx_decoders.serving import known
 from eqx_decoders.serving.answers import ChatShape, Choice, Echo, Piece, Shape, Usage
 from eqx_decoders.serving.asked import (
     ApiConfig,
     Asked,
     ChatAsked,
+    CompletionAsked,
     choice_seed,
     read_chat,
     read_completion,
     read_messages,
+    read_variables,
 )
 from eqx_decoders.serving.browser import page
 from eqx_decoders.serving.constraints import Forms, TokenConstraint
+from eqx_decoders.serving.large import SMALL, write
 from eqx_decoders.serving.metrics import Clock, Metrics
 from eqx_decoders.serving.prompts import Language, PromptReader, Read
 from eqx_decoders.serving.request import QueueFull, Request
 from eqx_decoders.serving.text import TokenTexts, decode
-from eqx_decoders.serving.wire import LARGEST, ApiError, Fields, dump, parse, token_of
+from eqx_decoders.serving.wire import LARGEST, ApiError, Fields, parse, token_of
 from eqx_decoders.serving.worker import Answers, NotServing, Worker
 
 
+LEAST_ENTRIES = 10_000
+LITTLE = 1000  # numbers that are read or written on the event loop, in a millisecond
+SLOW = 20  # numbers that take as long as the text of one token
 RETRY_AFTER = 1  # seconds, after which a queue that is full may have room
 
 Result = TypeVar("Result")
@@ -67,7 +76,7 @@ class Reply:
 
     @classmethod
     def json(cls, value: Any, status: int = 200, **headers: str) -> "Reply":
-        return cls(content=dump(value), status=status, headers=headers)
+        return cls(content=write(value), status=status, headers=headers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,7 +126,10 @@ class Api:
         self.stopping = False
         self._reader = PromptReader(language, max_length=config.max_length, max_files=config.max_files)
         self._forms = Forms(language.tokenizer, config.vocab_size, language.stop_ids)
+        self._forms.warm_up()
         self._texts = TokenTexts(language.tokenizer)
+        self._threads = concurrent.futures.ThreadPoolExecutor(2, "api")
+        self._entries = max(config.max_length, config.max_choices, LEAST_ENTRIES)  # of a list in a large body
         self._seeds = random.Random(config.seed) if config.seed is not None else secrets.SystemRandom()
         self._created = int(time.time())
         self._page = page(config.name, max_length=config.max_length, sees=language.sees, key=bool(config.api_keys))
@@ -132,15 +144,18 @@ class Api:
         return same.index(True) if any(same) and kind.lower() == "bearer" else None
 
     def close(self) -> None:
-        """End the thread that reads prompts."""
+        """End the threads that read and write."""
         self._reader.close()
+        self._forms.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     # --- what is asked about the server -------------------------------------------------------------------------------
 
     async def health(self, call: Call) -> Reply:
-        """200 while requests are taken, 503 from the moment that the server is told to stop, or its engine fails."""
-        good = not self.stopping and self.worker.state == "running"
-        state = "ok" if good else "stopping" if self.worker.state != "failed" else "failed"
+        """200 while requests are taken, 503 from when the server is told to stop, or its engine fails or hangs."""
+        state = "hanging" if self.worker.hangs else "ok" if self.worker.state == "running" else "stopping"
+        state = "failed" if self.worker.state == "failed" else "stopping" if self.stopping else state
+        good = state == "ok"
         return Reply.json({"status": state}, 200 if good else 503)
 
     async def show_metrics(self, call: Call) -> Reply:
@@ -174,25 +189,35 @@ class Api:
     # --- the tokenizer ------------------------------------------------------------------------------------------------
 
     async def tokenize(self, call: Call) -> Reply:
-        """The ids of a text, or of a conversation."""
-        fields = self._fields(call)
-        if fields.has("messages"):
-            answer = fields.flag("add_generation_prompt", True)
-            read = await self._checked(self._reader.chat(read_messages(fields), {}, answer=answer))
-        else:
+        """The ids of a text, or of a conversation as it is written for an answer."""
+
+        def read(body: dict[str, Any]) -> tuple[str, bool, Sequence[dict[str, Any]], dict[str, Any]]:
+            fields = Fields(body)
+            fields.check_known(known.TOKENIZE, known.NEUTRAL, known.ADVICE)
+            if fields.has("messages"):
+                answer, variables = fields.flag("add_generation_prompt", True), read_variables(fields)
+                return "", answer, read_messages(fields, self.config), variables
             text = fields.text("prompt")
             if text is None:
                 raise ApiError(400, "prompt is missing: give a text.", param="prompt")
-            special = fields.flag("add_special_tokens", True)
-            read = await self._checked(self._reader.text(text, special=special))
-        found = {"tokens": read.ids, "count": len(read.ids), "max_model_len": self.config.max_length}
-        return Reply.json(found)
+            return text, fields.flag("add_special_tokens", True), (), {}
+
+        text, flag, messages, variables = await self._asked(call, read)
+        reading = self._reader.chat(messages, variables, answer=flag, client=call.client) if messages else None
+        found = await self._checked(self._reader.text(text, special=flag) if reading is None else reading)
+        return Reply.json({"tokens": found.ids, "count": len(found.ids), "max_model_len": self.config.max_length})
 
     async def detokenize(self, call: Call) -> Reply:
         """The text of ids."""
-        fields, most = self._fields(call), self.config.vocab_size
-        rule = f"token ids from 0 to {most - 1}"
-        tokens = fields.many("tokens", lambda value: token_of(value, most), rule, most=1 << 20)
+        most = self.config.vocab_size
+
+        def read(body: dict[str, Any]) -> tuple[int, ...]:
+            fields = Fields(body)
+            fields.check_known(known.DETOKENIZE, known.NEUTRAL, known.ADVICE)
+            rule = f"token ids from 0 to {most - 1}"
+            return fields.many("tokens", lambda value: token_of(value, most), rule, most=self._entries)
+
+        tokens = await self._asked(call, read)
         text = await self._checked(self._reader.run(decode, self.language.tokenizer, tokens, special=True))
         return Reply.json({"prompt": text})
 
@@ -213,38 +238,57 @@ class Api:
 
     async def completions(self, call: Call) -> Reply | Events:
         """Texts, or token ids, continued."""
-        asked = read_completion(self._body(call), self.config, self._seeds.getrandbits(63))
+        seed = self._seeds.getrandbits(63)
+        asked = await self._asked(call, lambda body: read_completion(body, self.config, seed))
         reads: list[Read] = []
         for prompt in asked.prompts:
             if isinstance(prompt, str):
                 reads.append(await self._checked(self._reader.text(prompt, special=asked.add_special_tokens)))
             else:
                 reads.append(Read(prompt))
-        rooms = [self._room(read, asked.max_tokens, usual=16) for read in reads]
-        choices = []
-        for read, prompt in zip(reads, asked.prompts, strict=True):
-            echo = None
-            if asked.echo:
-                text = prompt if isinstance(prompt, str) else decode(self.language.tokenizer, prompt)
-                echo = Echo(text=text, ids=read.ids)
-            write = asked.max_tokens != 0
-            choices += [
-                Choice(asked, self.language.tokenizer, prompt=read.ids, echo=echo, write=write) for _ in range(asked.n)
-            ]
+        rooms = self._rooms(asked, reads, usual=16, echo=asked.echo)
+        choices = await self._choices(asked, reads)
         shape = Shape(call.request_id, self.config.name, asked, self._texts)
         return await self._answer(call, asked, shape, reads, rooms, choices, echo=asked.echo)
 
     async def chat(self, call: Call) -> Reply | Events:
         """A conversation, answered."""
-        asked: ChatAsked = read_chat(self._body(call), self.config, self._seeds.getrandbits(63))
-        reading = self._reader.chat(asked.messages, asked.variables, answer=asked.add_generation_prompt)
+        seed = self._seeds.getrandbits(63)
+        asked: ChatAsked = await self._asked(call, lambda body: read_chat(body, self.config, seed))
+        answer = asked.add_generation_prompt
+        reading = self._reader.chat(asked.messages, asked.variables, answer=answer, client=call.client)
         read = await self._checked(reading)
-        rooms = [self._room(read, asked.max_tokens)]
+        rooms = self._rooms(asked, [read])
         choices = [Choice(asked, self.language.tokenizer) for _ in range(asked.n)]
         shape = ChatShape(call.request_id, self.config.name, asked, self._texts)
         return await self._answer(call, asked, shape, [read], rooms, choices)
 
-    def _room(self, read: Read, asked: int | None, *, usual: int = LARGEST) -> int:
+    async def _choices(self, asked: CompletionAsked, reads: Sequence[Read]) -> list[Choice]:
+        tokenizer, write = self.language.tokenizer, asked.max_tokens != 0
+        choices = []
+        for read, prompt in zip(reads, asked.prompts, strict=True):
+            echo = None
+            if asked.echo:
+                ids = not isinstance(prompt, str)
+                echo = Echo(text=await self._reader.run(decode, tokenizer, prompt) if ids else prompt, ids=read.ids)
+            choices += [Choice(asked, tokenizer, prompt=read.ids, echo=echo, write=write) for _ in range(asked.n)]
+        return choices
+
+    def _rooms(self, asked: Asked, reads: Sequence[Read], *, usual: int = LARGEST, echo: bool = False) -> list[int]:
+        """The most tokens of the answers to each prompt, or ApiError where that cannot be, or has too many scores."""
+        rooms = [self._room(read, asked.max_tokens, usual) for read in reads]
+        if asked.logprobs is None:
+            return rooms
+        each, most = asked.n * (1 + asked.logprobs), self.config.max_scores
+        scored = sum(len(read.ids) for read in reads) if echo else 0
+        left = most // each - scored  # tokens of the answers to all prompts
+        wanted = len(reads) if asked.max_tokens is None else sum(rooms)
+        if wanted > left:
+            told = f"{scored + wanted:,} tokens with {1 + asked.logprobs} log-probabilities each, {asked.n} times"
+            raise ApiError(400, f"{told}, are more than {most:,}: ask for fewer.", param="logprobs", code="too_many")
+        return [min(room, left // len(reads)) if asked.max_tokens is None else room for room in rooms]
+
+    def _room(self, read: Read, asked: int | None, usual: int) -> int:
         """The most tokens that an answer may have, or ApiError for a prompt that leaves too little room for it."""
         count, most = len(read.ids), self.config.max_length
         if count == 0:
@@ -274,27 +318,31 @@ class Api:
         echo: bool = False,
     ) -> Reply | Events:
         self._check_running()
-        constraints = await self._constraints(asked, len(choices))
-        requests = []
-        for number in range(len(choices)):
+        constraints = await self._constraints(asked, len(choices), call.client)
+        client = call.client if call.with_key else asked.user or call.client
+        # what one key has asked is nothing that another one may find out, by how fast it is answered
+        salt = f"{call.client} {asked.cache_salt}" if call.with_key else asked.cache_salt
+
+        def request(number: int) -> Request:
             prompt, choice = divmod(number, asked.n)
             seed = choice_seed(asked.sampling.seed, choice)
-            requests.append(
-                Request(
-                    prompt=reads[prompt].ids,
-                    media=reads[prompt].media,
-                    max_new_tokens=rooms[prompt],
-                    min_new_tokens=min(asked.min_tokens, rooms[prompt]),
-                    sampling=dataclasses.replace(asked.sampling, seed=seed),
-                    stop_ids=(*(() if asked.ignore_eos else self.language.stop_ids), *asked.stop_token_ids),
-                    logprobs=asked.logprobs,
-                    prompt_logprobs=asked.logprobs if echo else None,
-                    constraint=constraints[number],
-                    priority=asked.priority,
-                    client=call.client if call.with_key else asked.user or call.client,
-                    cache_salt=asked.cache_salt,
-                )
+            return Request(
+                prompt=reads[prompt].ids,
+                media=reads[prompt].media,
+                max_new_tokens=rooms[prompt],
+                min_new_tokens=min(asked.min_tokens, rooms[prompt]),
+                sampling=dataclasses.replace(asked.sampling, seed=seed),
+                stop_ids=(*(() if asked.ignore_eos else self.language.stop_ids), *asked.stop_token_ids),
+                logprobs=asked.logprobs,
+                prompt_logprobs=asked.logprobs if echo else None,
+                constraint=constraints[number],
+                priority=asked.priority,
+                client=client,
+                cache_salt=salt,
             )
+
+        tokens = sum(len(read.ids) for read in reads) * asked.n
+        requests = await self._unless_small(tokens, lambda: [request(number) for number in range(len(choices))])
         task = Task(
             asked=asked,
             shape=shape,
@@ -308,12 +356,12 @@ class Api:
             return Events(content=self._events(task), close=lambda: self._close(task))
         return await self._whole(task)
 
-    async def _constraints(self, asked: Asked, count: int) -> Sequence[TokenConstraint | None]:
+    async def _constraints(self, asked: Asked, count: int, client: str) -> Sequence[TokenConstraint | None]:
         if asked.form is None:
             return [None] * count
         try:
             with client_errors():
-                return await asyncio.to_thread(self._forms.constraints, asked.form, count)
+                return await self._forms.prepare(asked.form, count, client)
         except ApiError as error:
             error.param = asked.form_field
             raise
@@ -334,7 +382,16 @@ class Api:
         finally:
             self._close(task)
         prompts = dict(enumerate(task.prompts)) if task.asked.return_token_ids else {}
-        return Reply.json(task.shape.whole(whole, task.usage, prompts))
+        size = sum(self._weight(task, piece) for piece in whole) + sum(map(len, prompts.values()))
+        return await self._unless_small(size, lambda: Reply.json(task.shape.whole(whole, task.usage, prompts)))
+
+    def _weight(self, task: Task, piece: Piece) -> int:
+        """How many numbers and letters the JSON of a piece has, about."""
+        return len(piece.tokens) + len(piece.text) // 8 + len(piece.scores) * (1 + (task.asked.logprobs or 0))
+
+    async def _unless_small(self, size: int, call: Callable[[], Result]) -> Result:
+        """What a call gives that takes a microsecond or so for each of so many things."""
+        return call() if size <= LITTLE else await self._beside(call)
 
     async def _events(self, task: Task) -> AsyncIterator[bytes]:
         """Server-sent events: the chunks, errors as OpenAI's clients expect them, and [DONE]."""
@@ -346,7 +403,10 @@ class Api:
                     yield event(first)
             async for number, piece in self._pieces(task):
                 if not piece.empty:
-                    yield event(shape.chunk(number, piece, None if number in begun else task.prompts[number]))
+                    prompt = None if number in begun else task.prompts[number]
+                    size = self._weight(task, piece) + len(prompt or ())
+                    made = functools.partial(_chunk, shape, number, piece, prompt)
+                    yield await self._unless_small(size, made)
                     begun.add(number)
             if asked.include_usage:
                 yield event(shape.last(task.usage))
@@ -361,7 +421,8 @@ class Api:
         async for number, update in task.answers:
             choice, clock = task.choices[number], task.clocks[number]
             try:
-                piece = choice.take(update)
+                take = functools.partial(choice.take, update)
+                piece = await self._unless_small(SLOW * len(update.prompt_scores), take)
             except ApiError as error:
                 clock.ended("error" if error.status == 500 else "abort")
                 choice.finished = True
@@ -387,14 +448,23 @@ class Api:
         if self.stopping:
             raise ApiError(503, "The server is stopping: no new requests are taken.", retry_after=RETRY_AFTER)
 
-    def _fields(self, call: Call) -> Fields:
-        return Fields(self._body(call))
-
     def _body(self, call: Call) -> dict[str, Any]:
         self._check_running()
-        body = parse(call.body)
+        body = parse(call.body, self._entries)
         self._check_model(Fields(body).text("model"))
         return body
+
+    async def _asked(self, call: Call, read: Callable[[dict[str, Any]], Result]) -> Result:
+        """What `read` makes of a body; a large one is not read on the event loop."""
+
+        def whole() -> Result:
+            return read(self._body(call))
+
+        return whole() if len(call.body) <= SMALL else await self._beside(whole)
+
+    async def _beside(self, call: Callable[[], Result]) -> Result:
+        """Call something that takes milliseconds in a thread. If this is cancelled before it begins, it is dropped."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     async def _checked(self, work: Awaitable[Result]) -> Result:
         """What `work` gives; errors of this library in what clients have sent are theirs."""
@@ -422,6 +492,10 @@ def _check_form(constraint: TokenConstraint | None, piece: Piece, stop_ids: Sequ
         raise ApiError(400, f"The form that was asked for could not be kept: {constraint.error}.")
 
 
+def _chunk(shape: Shape, number: int, piece: Piece, prompt: Sequence[int] | None) -> bytes:
+    return event(shape.chunk(number, piece, prompt))
+
+
 def event(value: Any) -> bytes:
     """One server-sent event."""
-    return b"data: " + dump(value) + b"\n\n"
+    return b"data: " + write(value) + b"\n\n"

@@ -6,15 +6,18 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from eqx_decoders.errors import need_extra
 from eqx_decoders.serving.api import Api, Call, Events, Reply
+from eqx_decoders.serving.large import SMALL
 from eqx_decoders.serving.wire import ApiError
 
 
 PING = 15.0  # seconds without an event after which one is sent that says nothing: proxies close silent connections
 LINGER = 2.0  # seconds in which a client may still send what is not read, so that it reads why
+PART = 1 << 17  # bytes of an answer that are handed on at once: more would wait in memory for a slow client
+LONG = 1 << 21  # bytes that take some milliseconds to be copied
 ID_LENGTH = 64
 GONE = 499  # how the log calls requests of clients that went away, as nginx does
 
@@ -72,22 +75,44 @@ async def _unknown(request: Any, error: Any) -> Any:
     return Response(reply.content, found.status, headers=error.headers, media_type=reply.content_type)
 
 
+class _Place:
+    """One of the requests at once, and the bytes of its body."""
+
+    def __init__(self, guard: "_Guard"):
+        self._guard, self._bytes = guard, 0
+
+    def __enter__(self) -> "_Place":
+        open_, most = self._guard.open, self._guard.config.max_open
+        if open_ >= most:
+            raise ApiError(429, f"{open_} requests are open: come again later.", code="busy", retry_after=1)
+        self._guard.open += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._guard.open -= 1
+        self._guard.bytes -= self._bytes
+
+    def take(self, count: int) -> None:
+        """So many bytes more of the body have come. ApiError where all bodies that are open have too many."""
+        self._bytes += count
+        self._guard.bytes += count
+        if self._bytes > SMALL and self._guard.bytes > self._guard.config.max_open_bytes:
+            message = f"The bodies of all open requests have {self._guard.bytes:,} bytes: come again later."
+            raise ApiError(429, message, code="busy", retry_after=1)
+
+
 class _Guard:
-    """What all endpoints share: the API, and how many requests are open."""
+    """What all endpoints share: the API, how many requests are open, and the bytes of their bodies."""
 
     def __init__(self, api: Api):
-        self.api, self.config, self.metrics, self.open = api, api.config, api.metrics, 0
+        self.api, self.config, self.metrics, self.open, self.bytes = api, api.config, api.metrics, 0, 0
 
-    @contextlib.contextmanager
-    def place(self):
-        """One of the requests at once; ApiError where there are too many."""
-        if self.open >= self.config.max_open:
-            raise ApiError(429, f"{self.open} requests are open: come again later.", code="busy", retry_after=1)
-        self.open += 1
-        try:
-            yield
-        finally:
-            self.open -= 1
+
+class _Client(NamedTuple):
+    """Who asks: by a key, or from where."""
+
+    name: str
+    known: bool
 
 
 class Endpoint:
@@ -102,8 +127,9 @@ class Endpoint:
         sending = _Sending(send, {"x-request-id": request_id})
         try:
             try:
-                with contextlib.nullcontext() if self._open else self._guard.place():
-                    reply = await self._reply(scope, headers, request_id, receive)
+                client = await self._client(scope, headers, receive)
+                with _Place(self._guard) if not self._open else contextlib.nullcontext() as place:
+                    reply = await self._reply(scope, headers, request_id, receive, client, place)
                     await _send(reply, receive, sending)
             except ApiError as error:
                 await _send(_refusal(error), receive, sending)
@@ -120,21 +146,31 @@ class Endpoint:
             took = 1e3 * (time.monotonic() - begun)
             _log.info("%s %s %d %.0f ms %s", scope["method"], self._path, status, took, request_id)
 
-    async def _reply(
-        self, scope: Mapping[str, Any], headers: Mapping[bytes, bytes], request_id: str, receive: Receive
-    ) -> Reply | Events:
-        key, arrived = self._guard.api.key(headers.get(b"authorization", b"").decode("latin-1")), time.monotonic()
+    async def _client(self, scope: Mapping[str, Any], headers: Mapping[bytes, bytes], receive: Receive) -> _Client:
+        """Who asks; ApiError for one without a valid key, who takes no place from those who have one."""
+        key = self._guard.api.key(headers.get(b"authorization", b"").decode("latin-1"))
         if key is None and not self._open:
             await _linger(receive)
             raise ApiError(401, "A valid API key is needed: send 'Authorization: Bearer …'.", code="invalid_api_key")
-        body = b""
+        known, address = key is not None and key >= 0, (scope.get("client") or ("",))[0]
+        return _Client(f"key {key}" if known else address, known)
+
+    async def _reply(
+        self,
+        scope: Mapping[str, Any],
+        headers: Mapping[bytes, bytes],
+        request_id: str,
+        receive: Receive,
+        client: _Client,
+        place: _Place | None,
+    ) -> Reply | Events:
+        body, arrived = b"", time.monotonic()
         if scope["method"] == "POST":
             config = self._guard.config
-            body = await _body(headers, receive, config.max_body_bytes, config.body_seconds)
+            take = (lambda _: None) if place is None else place.take
+            body = await _body(headers, receive, config.max_body_bytes, config.body_seconds, take)
             _check_type(headers)
-        known, address = key is not None and key >= 0, (scope.get("client") or ("",))[0]
-        client = f"key {key}" if known else address
-        call = Call(request_id=request_id, client=client, with_key=known, body=body, arrived=arrived)
+        call = Call(request_id=request_id, client=client.name, with_key=client.known, body=body, arrived=arrived)
         return await _unless_gone(self._handler(call, **scope.get("path_params", {})), receive)
 
 
@@ -169,15 +205,20 @@ def _request_id(headers: Mapping[bytes, bytes]) -> str:
 
 def _refusal(error: ApiError) -> Reply:
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
-    if error.status in (401, 408, 413):
+    if error.status in (401, 408, 413) or error.code == "busy":
         headers["connection"] = "close"  # what the client still sends is not read
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return Reply.json(error.body, error.status, **headers)
 
 
-async def _body(headers: Mapping[bytes, bytes], receive: Receive, most: int, seconds: int | float) -> bytes:
-    """The whole body, or ApiError for one that is too large or too slow; ClientGone if it ends before its end."""
+async def _body(
+    headers: Mapping[bytes, bytes], receive: Receive, most: int, seconds: int | float, take: Callable[[int], None]
+) -> bytes:
+    """The whole body, or ApiError for one that is too large or too slow; ClientGone if it ends before its end.
+
+    `take` is told how many bytes have come, and may refuse them.
+    """
     large = ApiError(413, f"The body has more than {most:,} bytes: send less.", code="body_too_large")
     length = headers.get(b"content-length", b"0")
     if length.isdigit() and int(length[:20]) > most:
@@ -193,15 +234,18 @@ async def _body(headers: Mapping[bytes, bytes], receive: Receive, most: int, sec
                 part, more = message.get("body", b""), message.get("more_body", False)
                 size += len(part)
                 if size > most:
-                    break
+                    raise large
+                take(len(part))
                 parts.append(part)
     except TimeoutError as error:
         raise ApiError(408, f"The body did not come within {seconds:g} s.", code="timeout") from error
-    if size > most:
+    except ApiError:
+        parts.clear()
         if more:
             await _linger(receive)
-        raise large
-    return b"".join(parts)
+        raise
+    # many bytes are joined beside the loop, and without the interpreter's lock
+    return b"".join(parts) if size < LONG else await asyncio.to_thread(b"".join, parts)
 
 
 async def _linger(receive: Receive) -> None:
@@ -237,7 +281,9 @@ async def _send(reply: Reply | Events, receive: Receive, sending: _Sending) -> N
     if isinstance(reply, Reply):
         length = {"content-type": reply.content_type, "content-length": str(len(reply.content))}
         await sending.start(reply.status, {**length, **reply.headers})
-        await sending.body(reply.content, more=False)
+        for begin in range(0, max(1, len(reply.content)), PART):
+            part = reply.content[begin : begin + PART]
+            await sending.body(part, more=begin + PART < len(reply.content))
         return
     try:
         await _unless_gone(_send_events(reply.content, sending), receive)

@@ -1,14 +1,15 @@
 """What clients ask for in the body of a request: read strictly, into plain records."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.sampling import GenerationConfig
+from eqx_decoders.serving import known, large
 from eqx_decoders.serving.constraints import ANY_OBJECT, Form
 from eqx_decoders.serving.request import Sampling
-from eqx_decoders.serving.wire import LARGEST, ApiError, Fields, dump, refuse, token_of
+from eqx_decoders.serving.wire import LARGEST, ApiError, Fields, refuse, token_of
 
 
 Prompts = tuple[str | tuple[int, ...], ...]
@@ -16,19 +17,8 @@ Prompts = tuple[str | tuple[int, ...], ...]
 COLDEST = 1e-5  # temperatures below it are 0: logits over them would be infinite
 FORMS = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Of a chat template's variables those that are not the client's; the last four name arguments that read files here.
-RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "prompt", "images", "videos", "sounds"}
-# Of OpenAI's and vLLM's fields those that would change the answer and that this server does not have, with what helps.
-REFUSED = {
-    "best_of": "is not offered: ask for n answers and choose",
-    "use_beam_search": "is not offered: leave it out",
-    "suffix": "is not offered: write it into the prompt as the model's training had it",
-    "prompt_logprobs": "is not offered: use echo with logprobs",
-    "functions": "is out of date: give tools",
-    "function_call": "is out of date: give tool_choice",
-    "audio": "is not offered: this server writes text",
-    "prediction": "is not offered: leave it out",
-}
+# Of a chat template's variables those that are not the client's; the last five name arguments here.
+RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "self", "prompt", "images", "videos", "sounds"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +37,10 @@ class ApiConfig:
     - `max_bias`: the most tokens with a bias.
     - `max_files`: the most pictures and sounds of one request.
     - `max_body_bytes`: of a request.
+    - `max_scores`: the most log-probabilities of one response: of all tokens that have some, `1 + logprobs` each.
+    - `allow_priority`: whether clients may say which of their requests come before those of others.
     - `max_open`: requests at once, of which the engine queues as many as it is told to.
+    - `max_open_bytes`: of the bodies of all of these together, where one has more than 64 kB.
     - `body_seconds`: in which a body must have come.
     - `api_keys`: one of them must be given as `Authorization: Bearer …`; empty: anybody is served.
     - `seed`: of the draws of requests without one; None: another one each time.
@@ -65,7 +58,10 @@ class ApiConfig:
     max_bias: int = 300
     max_files: int = 16
     max_body_bytes: int = 32_000_000
+    max_scores: int = 1 << 18
+    allow_priority: bool = False
     max_open: int = 1000
+    max_open_bytes: int = 512_000_000
     body_seconds: int | float = 30.0
     api_keys: tuple[str, ...] = ()
     seed: int | None = None
@@ -73,8 +69,9 @@ class ApiConfig:
 
     def __post_init__(self):
         check(len(self.name) > 0, "ApiConfig.name='' must not be empty: clients ask for the model by it.")
-        for field in ("max_length", "vocab_size", "max_choices", "max_body_bytes", "max_open"):
+        for field in ("max_length", "vocab_size", "max_choices", "max_body_bytes", "max_scores", "max_open"):
             check_integer(f"ApiConfig.{field}", getattr(self, field))
+        check_integer("ApiConfig.max_open_bytes", self.max_open_bytes, minimum=self.max_body_bytes)
         for field in ("max_logprobs", "max_stops", "max_stop_length", "max_bias", "max_files"):
             check_integer(f"ApiConfig.{field}", getattr(self, field), minimum=0)
         check_number("ApiConfig.body_seconds", self.body_seconds, above=0)
@@ -132,6 +129,7 @@ class ChatAsked(Asked):
 def read_completion(body: Mapping[str, Any], config: ApiConfig, seed: int) -> CompletionAsked:
     """A body of /v1/completions; `seed` if it has none."""
     fields = Fields(body)
+    fields.check_known(known.COMPLETION, known.NEUTRAL, known.ADVICE)
     prompts = read_prompts(fields, config)
     logprobs = fields.integer("logprobs", least=0, most=config.max_logprobs)
     echo, most = fields.flag("echo"), fields.integer("max_tokens", least=0)
@@ -153,6 +151,7 @@ def read_completion(body: Mapping[str, Any], config: ApiConfig, seed: int) -> Co
 def read_chat(body: Mapping[str, Any], config: ApiConfig, seed: int) -> ChatAsked:
     """A body of /v1/chat/completions; `seed` if it has none."""
     fields = Fields(body)
+    fields.check_known(known.CHAT, known.NEUTRAL, known.ADVICE)
     top = fields.integer("top_logprobs", least=0, most=config.max_logprobs)
     asked = fields.flag("logprobs")
     if top and not asked:
@@ -160,8 +159,8 @@ def read_chat(body: Mapping[str, Any], config: ApiConfig, seed: int) -> ChatAske
     most = [fields.integer(name, least=1) for name in ("max_completion_tokens", "max_tokens")]
     common = _common(fields, config, seed, 1)
     return ChatAsked(
-        messages=read_messages(fields),
-        variables=_variables(fields),
+        messages=read_messages(fields, config),
+        variables=read_variables(fields),
         add_generation_prompt=fields.flag("add_generation_prompt", True),
         max_tokens=next((one for one in most if one is not None), None),
         logprobs=(top or 0) if asked else None,
@@ -202,9 +201,6 @@ def _ids(given: Any, config: ApiConfig, rule: str) -> tuple[int, ...]:
 
 def _common(fields: Fields, config: ApiConfig, seed: int, prompts: int) -> dict[str, Any]:
     """The arguments of `Asked` that both kinds of requests have."""
-    for name, rule in REFUSED.items():
-        if fields.raw(name) not in (None, False, "", []) and not (name == "best_of" and fields.raw(name) == 1):
-            raise fields.refuse(name, rule, "unsupported_parameter")
     n = fields.integer("n", least=1)
     n = 1 if n is None else n
     if n * prompts > config.max_choices:
@@ -214,7 +210,7 @@ def _common(fields: Fields, config: ApiConfig, seed: int, prompts: int) -> dict[
     if form is not None and (ignore or least):
         name = "ignore_eos" if ignore else "min_tokens"
         raise fields.refuse(name, "excludes an answer of a given form, which tells its end: leave one out")
-    options = fields.inner("stream_options")
+    options = _inner(fields, "stream_options", known.STREAM_OPTIONS)
     if options is not None and not fields.flag("stream"):
         raise fields.refuse("stream_options", "needs stream=true")
     return dict(
@@ -236,28 +232,37 @@ def _common(fields: Fields, config: ApiConfig, seed: int, prompts: int) -> dict[
         stream=fields.flag("stream"),
         include_usage=options is not None and options.flag("include_usage"),
         return_token_ids=fields.flag("return_token_ids"),
-        priority=-(fields.integer("priority", least=-1_000_000, most=1_000_000) or 0),  # vLLM: the lowest comes first
+        priority=_priority(fields, config),
         user=fields.text("user", most=256) or "",
         cache_salt=fields.text("cache_salt", most=256) or "",
     )
 
 
+def _priority(fields: Fields, config: ApiConfig) -> int:
+    """The engine's, where the highest comes first; in vLLM's API it is the lowest."""
+    given = fields.integer("priority", least=-1_000_000, most=1_000_000) or 0
+    if given and not config.allow_priority:
+        raise fields.refuse("priority", "must be 0 here: the server does not allow others", "unsupported_parameter")
+    return -given
+
+
 def _sampling(fields: Fields, config: ApiConfig, seed: int) -> Sampling:
     given: dict[str, int | float | None] = {
         "temperature": fields.number("temperature", least=0, most=1000),
-        "top_p": fields.number("top_p", above=0, most=1),
+        "top_p": fields.number("top_p", least=0, most=1),
         "min_p": fields.number("min_p", least=0, most=1),
         "repetition_penalty": fields.number("repetition_penalty", above=0, most=1000),
         "frequency_penalty": fields.number("frequency_penalty", least=-2, most=2),
         "presence_penalty": fields.number("presence_penalty", least=-2, most=2),
     }
     top_k = fields.integer("top_k", least=-1)
-    published = {name: getattr(config.defaults, name) for name in ("temperature", "top_p", "min_p", "top_k")}
+    names = ("temperature", "top_p", "min_p", "top_k", "repetition_penalty")
+    published = {name: getattr(config.defaults, name) for name in names}
     merged: dict[str, Any] = {"temperature": 1.0}
     for settings in (published, given):
         merged |= {name: value for name, value in settings.items() if value is not None}
-    if merged["temperature"] < COLDEST:
-        merged["temperature"] = 0.0
+    if merged["temperature"] < COLDEST or merged.get("top_p") == 0:  # nothing but the most likely token
+        merged |= {"temperature": 0.0, "top_p": 1.0}
     if top_k is not None:
         merged["top_k"] = min(top_k, config.vocab_size) if top_k > 0 else None
     off = {"top_p": 1.0, "min_p": 0.0}  # values that cut nothing
@@ -303,7 +308,7 @@ def read_form(fields: Fields) -> tuple[str, Form | None]:
     for name, kind in FORMS.items():
         if fields.has(name):
             found[fields.name(name)] = _form(fields, name, kind)
-    whole = fields.inner("structured_outputs")
+    whole = _inner(fields, "structured_outputs", known.STRUCTURED_OUTPUTS)
     for kind in ("json", "regex", "choice", "grammar"):
         if whole is not None and whole.has(kind):
             found[whole.name(kind)] = _form(whole, kind, kind)
@@ -318,7 +323,7 @@ def read_form(fields: Fields) -> tuple[str, Form | None]:
 
 
 def _response_format(fields: Fields) -> Form | None:
-    asked = fields.inner("response_format")
+    asked = _inner(fields, "response_format", known.RESPONSE_FORMAT)
     if asked is None:
         return None
     kind = asked.word("type", ("text", "json_object", "json_schema"))
@@ -328,7 +333,7 @@ def _response_format(fields: Fields) -> Form | None:
         )
     if kind != "json_schema":
         return ANY_OBJECT if kind == "json_object" else None
-    inner = asked.inner("json_schema")
+    inner = _inner(asked, "json_schema", known.JSON_SCHEMA)
     if inner is None or not inner.has("schema"):
         raise ApiError(400, "response_format.json_schema.schema is missing.", param="response_format")
     return _form(inner, "schema", "json")
@@ -342,13 +347,21 @@ def _form(fields: Fields, name: str, kind: Literal["json", "regex", "choice", "g
             raise fields.refuse(name, "must be a list of texts, at least one")
         return Form("choice", texts)
     if kind == "json" and isinstance(value, dict):
-        return Form("json", dump(value).decode())
+        return Form("json", large.write(value).decode())
     if not isinstance(value, str) or not value:
         raise fields.refuse(name, "must be an object or a text of JSON" if kind == "json" else "must be a text")
     return Form("json" if kind == "json" else "regex" if kind == "regex" else "grammar", value)
 
 
-def _variables(fields: Fields) -> dict[str, Any]:
+def _inner(fields: Fields, name: str, names: Collection[str]) -> Fields | None:
+    """An object within a body, which has none but these fields."""
+    found = fields.inner(name)
+    if found is not None:
+        found.check_known(names, known.NEUTRAL, known.ADVICE)
+    return found
+
+
+def read_variables(fields: Fields) -> dict[str, Any]:
     """Of the chat template: `tools`, and those that `chat_template_kwargs` has."""
     found = dict(fields.mapping("chat_template_kwargs"))
     taken = RESERVED & found.keys()
@@ -371,11 +384,14 @@ def _is_tool(value: Any) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
-def read_messages(fields: Fields) -> tuple[dict[str, Any], ...]:
+def read_messages(fields: Fields, config: ApiConfig) -> tuple[dict[str, Any], ...]:
     """`messages`, whose contents are texts or lists of parts (see `prompts.parts_of`)."""
     given = fields.raw("messages")
     if not isinstance(given, list) or not given:
         raise fields.refuse("messages", "must be a list with at least one message")
+    if len(given) > config.max_length:  # each has a token at least: before they are looked at, and rendered
+        told = f"messages has {len(given):,} entries, and {config.max_length:,} tokens are taken"
+        raise ApiError(400, f"{told}: shorten it.", param="messages", code="context_length_exceeded")
     for number, one in enumerate(given):
         where = f"messages[{number}]"
         if not isinstance(one, dict):
@@ -384,9 +400,16 @@ def read_messages(fields: Fields) -> tuple[dict[str, Any], ...]:
         if message.word("role", ROLES) is None:
             raise ApiError(400, f"{where}.role is missing: give one of {', '.join(ROLES)}.", param=f"{where}.role")
         content = message.raw("content")
-        if not (isinstance(content, str | list) or (content is None and message.has("tool_calls"))):
+        silent = content is None and (message.has("tool_calls") or one["role"] == "assistant")
+        if not (isinstance(content, str | list) or silent):
             raise message.refuse("content", "must be a text or a list of parts")
-    return tuple(given)
+    return tuple(_with_content(one) for one in given)
+
+
+def _with_content(message: dict[str, Any]) -> dict[str, Any]:
+    """An assistant that neither says anything nor calls a tool has said an empty text."""
+    silent = message.get("content") is None and message.get("tool_calls") is None
+    return {**message, "content": ""} if silent else message
 
 
 def choice_seed(seed: int, choice: int) -> int:

@@ -5,7 +5,7 @@ Nothing is sorted: a filter is a least logit, found among the largest few or, wh
 What a row gets depends on its own logits, numbers and seed alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float32, Int, Int32
 
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.sampling import LIKELY, least_reaching
-from eqx_decoders.serving.request import Sampling
+from eqx_decoders.serving.request import Sampling, TokenScore
 
 
 _BLOCK = 512  # tokens whose probabilities are added up before a draw looks into them
@@ -246,3 +246,12 @@ def scores(
     shape = (rows, count)
     nothing = Scores(jnp.zeros((rows,), jnp.float32), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
     return jax.lax.cond(asked, found, lambda: nothing)
+
+
+def token_scores(scores: Scores, rows: range, tokens: Sequence[int], count: int) -> list[TokenScore]:
+    """Log-probabilities of single tokens, on the host, by their rows."""
+    found = []
+    for row, token in zip(rows, tokens, strict=True):
+        best = zip(scores.top_ids[row, :count].tolist(), scores.top[row, :count].tolist(), strict=True)
+        found.append(TokenScore(int(token), float(scores.chosen[row]), tuple(best)))
+    return found

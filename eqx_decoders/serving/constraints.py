@@ -1,10 +1,13 @@
 """Answers of a form: JSON of a schema, a regular expression, one of some texts, a grammar (llguidance, extra "serve").
 
 The library walks the grammar and the vocabulary together, in microseconds for a token. Grammars come from strangers:
-its limits on their size and on the work for one token bound what they may cost.
+its limits on their size and on the work for one token bound what they may cost. Compiling one may take a second of a
+thread, which nothing can end: two at once, clients in turn, and each form once.
 """
 
+import asyncio
 import collections
+import concurrent.futures
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -15,13 +18,18 @@ import numpy as np
 from eqx_decoders.errors import ConfigError, check, need_extra
 from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer
 from eqx_decoders.serving.request import Constraint
+from eqx_decoders.serving.turns import Turns
+from eqx_decoders.serving.wire import ApiError
 
 
 Kind = Literal["json", "regex", "choice", "grammar"]
 
 BLANKS = r"[\x20\x0A\x0D\x09]{0,32}"  # between the parts of JSON: a model may otherwise write spaces for ever
-KEPT = 32  # compiled grammars
-MOST = 500_000  # characters of one
+KEPT = 32  # grammars, compiled or found to be none
+MOST = 100_000  # characters of one
+SYMBOLS = 100_000  # of its productions
+THREADS, WAITING = 2, 64  # that compile, and forms that wait for them
+SECONDS = 30.0  # that a request waits for its form
 TOLD = 300  # characters of what the library says of one
 
 
@@ -62,8 +70,15 @@ class TokenConstraint(Constraint):
         return _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
 
 
+class _Compiling:
+    """A form on its way, how many requests wait for it, and whether a thread has begun."""
+
+    task: asyncio.Future[Any]
+    requests, begun = 0, False
+
+
 class Forms:
-    """Compiles what answers must be for one vocabulary. May be called from any thread.
+    """Compiles what answers must be for one vocabulary.
 
     **Arguments:**
 
@@ -74,21 +89,91 @@ class Forms:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, stop_ids: Sequence[int]):
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, list(stop_ids)
-        self._lock = threading.Lock()
+        self._lock, self._first = threading.Lock(), threading.Lock()  # of what is known, and of the vocabulary
         self._vocabulary: Any = None
-        self._known: collections.OrderedDict[Form, Any] = collections.OrderedDict()
+        self._known: collections.OrderedDict[Form, Any] = collections.OrderedDict()  # matchers, and ConfigErrors
+        self._compiling: dict[Form, _Compiling] = {}
+        self._threads = concurrent.futures.ThreadPoolExecutor(THREADS, "forms")
+        self._turns = Turns("their forms", THREADS, WAITING)
+
+    def warm_up(self) -> None:
+        """Read the vocabulary, and compile what "any object" is, in a thread: no request should wait for these."""
+        self._threads.submit(self._find, ANY_OBJECT)
+
+    def close(self) -> None:
+        """End the threads when they have compiled what they have begun."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def constraints(self, form: Form, count: int) -> list[TokenConstraint]:
-        """What keeps so many answers in a form. Raises ConfigError, with the library's reason, for one that is none."""
-        size = sum(map(len, form.content))
-        check(size <= MOST, f"{form.kind} has {size:,} characters: at most {MOST:,} are taken.")
+        """Compile a form, and give what keeps so many answers in it; in any thread.
+
+        Raises ConfigError, with the library's reason, for one that is none.
+        """
+        return _copies(self._find(form), count)
+
+    async def prepare(self, form: Form, count: int, client: str = "") -> list[TokenConstraint]:
+        """The same on an event loop, which goes on meanwhile; ApiError 429 where too many wait, or too long."""
+        found = self._look_up(form)
+        if found is None:
+            _check_size(form)
+            work = self._compiling.get(form) or self._begin(form, client)
+            found = await self._wait(form, work)
+        return _copies(found, count)
+
+    def _begin(self, form: Form, client: str) -> _Compiling:
+        work = self._compiling[form] = _Compiling()
+        work.task = asyncio.ensure_future(self._in_turn(form, client, work))
+
+        def ended(task: asyncio.Future[Any]) -> None:
+            _ = task.cancelled() or task.exception()  # also where nobody waits any more to hear it
+            if self._compiling.get(form) is work:
+                del self._compiling[form]
+
+        work.task.add_done_callback(ended)
+        return work
+
+    async def _in_turn(self, form: Form, client: str, work: _Compiling) -> Any:
+        async with self._turns.turn(client):
+            work.begun = True
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._find, form)
+
+    async def _wait(self, form: Form, work: _Compiling) -> Any:
+        """What it gives. When nobody waits any more, it is dropped, unless a thread has begun."""
+        work.requests += 1
+        try:
+            async with asyncio.timeout(SECONDS):
+                return await asyncio.shield(work.task)
+        except TimeoutError as error:
+            told = f"The form that was asked for was not compiled within {SECONDS:g} s: make it simpler, or come again"
+            raise ApiError(429, f"{told} later.", code="busy", retry_after=1) from error
+        finally:
+            work.requests -= 1
+            if work.requests == 0 and not work.begun and not work.task.done():
+                self._compiling.pop(form, None)
+                work.task.cancel()
+
+    def _look_up(self, form: Form) -> Any:
         with self._lock:
-            if form not in self._known:
-                self._known[form] = self._compile(form)
+            if form in self._known:
+                self._known.move_to_end(form)
+            return self._known.get(form)
+
+    def _find(self, form: Form) -> Any:
+        """A matcher, or the ConfigError that says why there is none."""
+        found = self._look_up(form)
+        if found is None:
+            _check_size(form)
+            try:
+                found = self._compile(form)
+            except ConfigError as error:
+                found = ConfigError(str(error))  # without the frames of its traceback
+            with self._lock:
+                self._known[form] = found
+                if ANY_OBJECT in self._known:
+                    self._known.move_to_end(ANY_OBJECT)  # which many ask for
                 if len(self._known) > KEPT:
                     self._known.popitem(last=False)
-            self._known.move_to_end(form)
-            return [TokenConstraint(self._known[form].deep_copy()) for _ in range(count)]
+        return found
 
     def _compile(self, form: Form) -> Any:
         try:
@@ -96,19 +181,32 @@ class Forms:
         except ImportError as error:
             raise need_extra("llguidance", "serve") from error
         check(len(self._stop_ids) > 0, f"{form.kind} needs a model with a token that ends its answers.")
-        if self._vocabulary is None:
-            self._vocabulary = _vocabulary(llguidance, self._tokenizer, self._vocab_size, self._stop_ids)
+        with self._first:
+            if self._vocabulary is None:
+                self._vocabulary = _vocabulary(llguidance, self._tokenizer, self._vocab_size, self._stop_ids)
         try:
             grammar = _grammar(llguidance.LLMatcher, form)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{form.kind} cannot be read: {_first_line(str(error))}.") from error
-        limits = llguidance.LLParserLimits(verbose_errors=False)
+        limits = llguidance.LLParserLimits(max_grammar_size=SYMBOLS, verbose_errors=False)
         matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_bitmask()  # what is too large for its lexer shows here
         if matcher.is_error():
             raise ConfigError(f"{form.kind} cannot be kept: {_first_line(matcher.get_error())}.")
         return matcher
+
+
+def _check_size(form: Form) -> None:
+    size = sum(map(len, form.content))
+    check(size <= MOST, f"{form.kind} has {size:,} characters: at most {MOST:,} are taken.")
+
+
+def _copies(found: Any, count: int) -> list[TokenConstraint]:
+    """Of a matcher; a ConfigError is raised."""
+    if isinstance(found, ConfigError):
+        raise ConfigError(str(found))
+    return [TokenConstraint(found.deep_copy()) for _ in range(count)]
 
 
 def _grammar(matcher: Any, form: Form) -> str:
@@ -122,11 +220,13 @@ def _grammar(matcher: Any, form: Form) -> str:
 
 def _quoted(text: str) -> str:
     """A text as a literal of Lark."""
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # which the library wants to be escaped
 
 
 def _first_line(text: str) -> str:
     """The beginning of what the library says; behind it stands the grammar."""
+    if "coerce_one_of" in text:  # an option of the library, which clients can't set
+        return "of several schemas in oneOf it is not certain that they exclude each other: give anyOf"
     lines = [line.strip() for line in text.strip().split("\n")]
     said = next((line for line in reversed(lines) if line.startswith("error: ")), lines[0])
     return said.removeprefix("error: ")[:TOLD].rstrip(".")

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
 from eqx_decoders.cache import Cache
@@ -44,13 +45,17 @@ class PromptLookup:
         rule = f"PromptLookup.shortest={self.shortest} must be at most longest={self.longest}"
         check(self.shortest <= self.longest, f"{rule}.")
 
-    def find(self, text: Sequence[int]) -> list[int]:
+    def find(self, text: Sequence[int] | np.ndarray) -> list[int]:
         """The drafts after a text: what follows the latest such place."""
+        text = np.asarray(text)
         for size in range(min(self.longest, len(text) - 1), self.shortest - 1, -1):
-            tail = list(text[-size:])
-            for begin in range(len(text) - size - 1, -1, -1):
-                if text[begin] == tail[0] and list(text[begin : begin + size]) == tail:
-                    return list(text[begin + size : begin + size + self.num_tokens])
+            end = len(text) - size  # where the last tokens begin, and up to which other places may begin
+            places = np.flatnonzero(text[:end] == text[end])
+            for index in range(1, size):
+                places = places[text[places + index] == text[end + index]]
+            if len(places) > 0:
+                begin = int(places[-1]) + size
+                return text[begin : begin + self.num_tokens].tolist()
         return []
 
 

@@ -1,8 +1,10 @@
 """The engine: many requests, one model. It decides what each step computes; `Slots` computes it."""
 
+import concurrent.futures
 import dataclasses
 import itertools
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,19 +12,23 @@ import jax
 import numpy as np
 
 from eqx_decoders.decoder import Decoder
-from eqx_decoders.errors import ConfigError, check
+from eqx_decoders.errors import check
 from eqx_decoders.inference.apart import usual_format
-from eqx_decoders.inference.generate import prefilled
 from eqx_decoders.layers.cache_format import CacheFormat
-from eqx_decoders.layers.embedding import LearnedPositions
-from eqx_decoders.serving.drafts import FurtherPrediction, SmallerModel, check_drafts, device_drafting
+from eqx_decoders.serving.choosing import token_scores
+from eqx_decoders.serving.drafts import FurtherPrediction, SmallerModel, device_drafting
 from eqx_decoders.serving.engine_config import EngineConfig
-from eqx_decoders.serving.job import Job
+from eqx_decoders.serving.job import Job, SharedPrompt
 from eqx_decoders.serving.request import EngineCounts, Request, TokenScore, Update
 from eqx_decoders.serving.seats import Seats
-from eqx_decoders.serving.slots import ALL_SCORES, NEXT_TOKEN, Asked, Chosen, Slots
+from eqx_decoders.serving.sight import Sight, what_failed
+from eqx_decoders.serving.slots import ALL_SCORES, NEXT_TOKEN, Chosen, Slots
 from eqx_decoders.serving.steps import row_counts, rows_for
 from eqx_decoders.serving.waiting import WaitingList
+from eqx_decoders.serving.written import Written
+
+
+POLL = 0.01  # seconds that a step waits for pictures, where there is nothing else to do
 
 
 class Engine:
@@ -30,7 +36,8 @@ class Engine:
 
     Requests come and go between steps. A step feeds the last token of every answer, and chunks of prompts as far as
     `token_budget` goes, in turn. All programs are compiled by `warm_up` (or the first step), except those for pictures
-    and sounds, which depend on their sizes. Not for several threads at once.
+    and sounds, which depend on their sizes: these are compiled beside the steps. What was written is computed as a
+    prompt when there is nothing else to do, for the conversation's next turn. Not for several threads at once.
 
         engine = Engine(model, EngineConfig(max_batch_size=4))
         request_id = engine.submit(Request(prompt=(1, 2, 3), max_new_tokens=20))
@@ -41,11 +48,7 @@ class Engine:
 
     def __init__(self, model: Decoder, config: EngineConfig = EngineConfig()):
         self.model, self.config = model, config
-        positions = model.config.positions
-        limit = positions.max_positions if isinstance(positions, LearnedPositions) else None
-        rule = f"EngineConfig.max_length={config.max_length} must be at most {limit}, the model's learned positions"
-        check(limit is None or config.max_length <= limit, f"{rule}.")
-        check_drafts(config.drafts, model)
+        config.check_model(model)
         # the last chunk of a prompt is rounded up to one of few sizes, which depends on its length alone
         sizes = {size for size in (16, config.prefill_chunk // 2) if 16 <= size < config.prefill_chunk}
         layout = model.execution.layout
@@ -68,9 +71,14 @@ class Engine:
             drafting=device_drafting(config.drafts),
         )
         self._seats = Seats(self._slots, config.pages, config.prefix_cache_bytes)
+        self._sight = None
+        if model.config.media is not None:
+            self._sight = Sight(self._slots.model, config.max_length, self._kind)
         self._waiting: WaitingList[Job] = WaitingList(config.max_waiting, config.max_waiting_tokens)
         self._turn: list[Job] = []  # whose prompts are being computed, the next one first
         self._asked = self._slots.asked(config.max_batch_size)
+        self._written = Written(self._seats)
+        self._last: Any = lambda: None  # the request that came last
         self._ids = itertools.count()
         self._cancelled: list[Update] = []
         self._counts = EngineCounts()
@@ -94,34 +102,65 @@ class Engine:
             longest = len(request.prompt) + request.max_new_tokens
             self._seats.paging.check_fits(longest, self.config.prefill_chunk)
         self._waiting.check_room(request)
-        names = self._seats.prefixes.names(request.prompt, request.cache_salt) if request.media is None else []
-        job = Job(request_id=next(self._ids), request=request, names=names)
+        job = Job(request_id=next(self._ids), request=request)
+        last: Job | None = self._last()
+        last = last if last is not None and last.is_alike(request) else None
+        job.join(SharedPrompt() if last is None else last.shared)
+        if request.media is not None and job.shared.seen is None and job.shared.seeing is None:
+            job.shared.seeing = self._prepare(request)
+        elif request.media is None:
+            prefixes = self._seats.prefixes
+            job.names = prefixes.names(request.prompt, request.cache_salt) if last is None else last.names
+        self._last = weakref.ref(job)
         self._wait(job)
         return job.request_id
+
+    def check_together(self, requests: Sequence[Request]) -> None:
+        """Raise ConfigError for requests that come at once, and are more than could ever wait together."""
+        self.config.check_together(requests)
+
+    def _prepare(self, request: Request) -> Any:
+        rule = "this model sees and hears nothing: it has no encoders"
+        check(self._sight is not None, f"Request.media: {rule}.")
+        assert self._sight is not None and request.media is not None
+        return self._sight.prepare(request.prompt, request.media)
 
     def cancel(self, request_id: int) -> None:
         """Give up a request; its last update says so. One that has ended already, or never was, is ignored."""
         job = self._waiting.remove(request_id)
         if job is None:
             job = next((job for job in self._seats.jobs.values() if job.request_id == request_id), None)
-            if job is None:
+            if job is None or job.idle:
                 return
             self._leave(job)
+        job.wait_no_more()
         self._cancelled.append(Update(request_id=request_id, finish_reason="cancelled"))
+
+    def close(self) -> None:
+        """End what is compiled and encoded beside the steps; there are none after it."""
+        if self._sight is not None:
+            self._sight.close()
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._seats.jobs or len(self._waiting) or self._cancelled)
+        return bool(self._seats.jobs or len(self._waiting) or self._cancelled or self._written)
 
     def step(self) -> list[Update]:
         """Compute one step; returns what it has brought."""
         self.warm_up()
         updates, self._cancelled = self._cancelled, []
         updates += self._admit()
+        if self._waiting.first(_is_ready) is None and (idle := self._written.next()) is not None:
+            updates += self._enter(*idle)
+        if not self._seats.jobs:
+            self._wait_for_pictures()
+            return updates
+        updates += self._begin()
         self._count(steps=1)
         answers = self._plan_answers()
         chunks = self._plan_chunks(self.config.token_budget - len(answers), alone=not answers)
+        updates += self._bind(answers)
         self._seats.set_tables()
         # all of it is begun before anything is waited for
         decoded = self._decode(answers)
@@ -153,11 +192,15 @@ class Engine:
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache."""
+        self._written.clear()
+        if self._written.current is not None:
+            self._leave(self._written.current)
         self._seats.prefixes.clear()
 
     def counts(self) -> EngineCounts:
         """How it stands."""
-        now = dict(running=len(self._seats.jobs), waiting=len(self._waiting), cache_usage=self._seats.usage)
+        running = sum(not job.idle for job in self._seats.jobs.values())
+        now = dict(running=running, waiting=len(self._waiting), cache_usage=self._seats.usage)
         return dataclasses.replace(self._counts, **now)
 
     def _count(self, **more: int) -> None:
@@ -173,13 +216,13 @@ class Engine:
     def _admit(self) -> list[Update]:
         """Give slots to those whose turn it is, taking them from lower priorities where there are no others."""
         updates: list[Update] = []
-        while (job := self._waiting.first()) is not None:
+        while (job := self._waiting.first(_is_ready)) is not None:
             free = self._seats.free
             if free is None or not self._seats.has_room(job):
-                victim = self._seats.last()
-                if victim is None or victim.request.priority >= job.request.priority:
+                victim = self._written.current or self._seats.last()
+                if victim is None or (not victim.idle and victim.request.priority >= job.request.priority):
                     break
-                self._interrupt(victim)
+                self._give_way(victim)
                 continue
             self._waiting.remove(job.request_id)
             updates += self._enter(job, free)
@@ -187,23 +230,33 @@ class Engine:
 
     def _enter(self, job: Job, slot: int) -> list[Update]:
         """Give a request a slot."""
-        request, returns = job.request, job.saved is not None
+        request = job.request
+        returns = job.saved is not None or job.repeats
         job.queue_seconds = job.queue_seconds if returns else time.monotonic() - job.arrived
         self._asked.sampling.set(slot, request.sampling)
-        self._asked.prompt_length[slot] = len(request.prompt)
+        self._asked.prompt_length[slot], self._asked.count[slot] = len(request.prompt), 0
         self._seats.enter(job, slot)
-        if request.media is not None and not returns:
+        if request.media is not None and not job.decodes:
             return self._see(job)
-        if not returns and request.prompt_logprobs is None:
-            self._count(prefix_queries=len(request.prompt), prefix_hits=job.cached)
         if not job.decodes:
             self._turn.append(job)
         return []
 
-    def _interrupt(self, job: Job) -> None:
-        """Take the slot of a request, which goes on later from where it stands."""
+    def _wait_for_pictures(self) -> None:
+        """There is nothing to compute: what others wait for may come soon."""
+        pending = [job.shared.seeing for job in self._waiting if job.shared.seeing is not None]
+        if pending:
+            concurrent.futures.wait(pending, POLL, concurrent.futures.FIRST_COMPLETED)
+
+    def _give_way(self, job: Job) -> None:
+        """Take the slot of a request, which goes on later from where it stands, or begins again."""
+        if job.idle:
+            self._leave(job)
+            return
         self._rest(job)
-        self._seats.interrupt(job)
+        self._seats.interrupt(job, self.config.preempted_bytes - sum(other.saved_bytes for other in self._waiting))
+        if job.request.media is not None and job.saved is None:
+            job.join(SharedPrompt(seeing=self._prepare(job.request)))
         self._count(preemptions=1)
         self._wait(job)
 
@@ -211,6 +264,8 @@ class Engine:
         """Free the slot of a request that is complete, or given up."""
         self._rest(job)
         self._seats.leave(job)
+        if job.idle:
+            self._written.current = None
 
     def _rest(self, job: Job) -> None:
         """Nothing is computed for a slot."""
@@ -228,17 +283,23 @@ class Engine:
         chunks: list[tuple[Job, int, int]] = []
         planned: dict[int, int] = {}
         held: list[Job] = []
+        self._turn.sort(key=lambda job: job.idle)
         while self._turn and (budget > 0 or not chunks):
             job = self._turn.pop(0)
+            busy = not alone or any(not other.idle for other, _, _ in chunks)
+            if (job.idle and not job.awaited and busy) or not job.begun:
+                held.append(job)
+                continue
             begin = planned.get(job.request_id, job.done)
             count = min(self._seats.block, len(job.request.prompt) - begin)
             if not self._seats.reserve(job, begin, begin + count):
-                if alone and not chunks and (victim := self._seats.last(besides=[job])) is not None:
-                    held = [other for other in held if other is not victim]
-                    self._interrupt(victim)
-                    self._turn.insert(0, job)
-                else:
+                victim = self._written.current or (self._seats.last(besides=[job]) if alone and not chunks else None)
+                if victim is None:
                     held.append(job)
+                    continue
+                held = [other for other in held if other is not victim]
+                self._turn.insert(0, job)
+                self._give_way(victim)  # perhaps itself
                 continue
             chunks.append((job, begin, count))
             planned[job.request_id] = begin + count
@@ -249,60 +310,109 @@ class Engine:
         self._turn += held
         return chunks
 
+    def _begin(self) -> list[Update]:
+        """Begin prompts with what is known of them, but for those that need what others are computing."""
+        updates: list[Update] = []
+        for job in [job for job in self._turn if not job.begun]:
+            leader, shared = self._seats.leader(job), job.shared
+            if leader is not None:
+                leader.awaited = True
+                continue
+            end = shared.end
+            self._seats.begin(job)
+            if not (job.idle or job.wants_scores or job.told):
+                self._count(prefix_queries=len(job.request.prompt), prefix_hits=job.cached)
+            if end is not None and not job.wants_scores and self._seats.take_end(job, *end[:2]):
+                self._turn.remove(job)
+                updates += self._answer(job, end[2])
+        return updates
+
     def _prefill(self, job: Job, begin: int, count: int) -> Any:
         """Begin to compute a chunk of a prompt."""
         request = job.request
         chunk, following = request.prompt[begin : begin + count], request.prompt[begin + 1 : begin + count + 1]
-        wanted = NEXT_TOKEN if begin + count == len(request.prompt) else 0
-        wanted += 0 if request.prompt_logprobs is None else ALL_SCORES
-        asked = self._asked_of(job)
+        wanted = NEXT_TOKEN if begin + count == len(request.prompt) and not job.idle else 0
+        wanted += ALL_SCORES if job.wants_scores else 0
+        asked = self._asked.of([job.slot], request.logprobs is not None)
         result = self._slots.prefill(job.slot, np.asarray(chunk), begin, np.asarray(following), wanted, asked)
         job.done += count
         self._seats.remember(job)
-        self._waiting.serve(request.client, count)
+        if not job.idle:
+            self._waiting.serve(request.client, count)
         return result
 
-    def _asked_of(self, job: Job) -> Asked:
-        """How the next token of one request is chosen."""
-        asked, slot = self._asked, job.slot
-        asked.count[slot] = len(job.answer)
-        asked.masked[slot] = job.mask(asked.allowed[slot])
-        return asked.of([slot], job.request.logprobs is not None)
+    def _bind(self, answers: dict[Job, list[int]]) -> list[Update]:
+        """Say how the next tokens are chosen. Where that fails, the request ends, and the others go on without it."""
+        updates = []
+        for job in list(answers):
+            try:
+                self._choose_for(job)
+            except Exception as error:  # of its constraint
+                del answers[job]
+                updates.append(self._failed(job, f"{type(error).__name__}: {error}"))
+        return updates
+
+    def _choose_for(self, job: Job) -> None:
+        """Say how the next token of one request is chosen."""
+        self._asked.count[job.slot] = len(job.answer)
+        self._asked.masked[job.slot] = job.mask(self._asked.allowed[job.slot])
+
+    def _failed(self, job: Job, error: str) -> Update:
+        """End a request with an error of its own."""
+        self._leave(job)
+        job.wait_no_more()
+        return Update(request_id=job.request_id, finish_reason="error", error=error)
 
     def _finish_chunk(self, job: Job, begin: int, count: int, result: Any) -> list[Update]:
         """What a chunk has brought."""
         request = job.request
-        ends = begin + count == len(request.prompt)
-        if request.prompt_logprobs is not None:
+        if job.wants_scores:
             following = request.prompt[begin + 1 : begin + count + 1]
             scores = jax.device_get(result.scores)
-            job.prompt_scores += _token_scores(scores, range(len(following)), following, request.prompt_logprobs)
-        if not ends:
+            job.prompt_scores += token_scores(scores, range(len(following)), following, request.prompt_logprobs or 0)
+        if begin + count < len(request.prompt):
             return []
-        self._count(prompt_tokens=len(request.prompt))
+        if job.idle:
+            self._leave(job)
+            return []
+        if job.wants_scores:
+            job.shared.scores = tuple(job.prompt_scores)
         job.drafted = isinstance(self.config.drafts, FurtherPrediction)
-        chosen = jax.device_get(result.chosen)
-        return [self._begun(job, chosen)]
+        if job.shared.waiting > 0 and not job.drafted:  # drafts by depths depend on the first token
+            job.shared.end = *self._seats.keep_end(job), result.logits
+        return self._answer(job, result.logits)
 
-    def _begun(self, job: Job, chosen: Any) -> Update:
+    def _answer(self, job: Job, logits: Any) -> list[Update]:
         """The first token of an answer, with what is told once."""
-        told = dict(cached_tokens=job.cached, queue_seconds=job.queue_seconds, prompt_scores=tuple(job.prompt_scores))
+        request = job.request
+        try:
+            self._choose_for(job)
+        except Exception as error:  # of its constraint
+            return [self._failed(job, f"{type(error).__name__}: {error}")]
+        asked = self._asked.of([job.slot], request.logprobs is not None)
+        chosen = jax.device_get(self._slots.first_token(logits, np.asarray(request.prompt), asked))
+        if not job.told:
+            self._count(prompt_tokens=len(request.prompt))
+        scores = () if request.prompt_logprobs is None else job.shared.scores or ()
+        told = dict(cached_tokens=job.cached, queue_seconds=job.queue_seconds, prompt_scores=scores)
         return self._grown(job, chosen.tokens[0, :1].tolist(), chosen.scores, 0, **told)
 
     def _see(self, job: Job) -> list[Update]:
-        """Compute a prompt with pictures, films or sounds at once."""
-        request, asked = job.request, self._asked_of(job)
-        count, prompt = len(request.prompt), np.asarray([request.prompt], np.int32)
+        """Read a prompt with pictures, films or sounds at once."""
+        request, shared, prompt = job.request, job.shared, np.asarray([job.request.prompt], np.int32)
         try:
-            cache, logits = prefilled(self._slots.model, prompt, request.media, self.config.max_length, self._kind)
-        except ConfigError as error:
-            self._leave(job)
-            return [Update(request_id=job.request_id, finish_reason="error", error=str(error))]
+            seen = shared.seen
+            if seen is None:
+                assert self._sight is not None and shared.seeing is not None
+                # awaited: what goes wrong in it must not reach the state of all slots
+                seen = shared.seen = jax.block_until_ready(self._sight.read(shared.seeing.result()))
+            cache, logits = seen
+        except Exception as error:
+            return [self._failed(job, what_failed(error))]
+        job.wait_no_more()
         self._seats.take_whole(job, cache, prompt[0])
-        chosen = jax.device_get(self._slots.first_token(logits, prompt, asked))
-        self._waiting.serve(request.client, count)
-        self._count(prompt_tokens=count)
-        return [self._begun(job, chosen)]
+        self._waiting.serve(request.client, len(request.prompt))
+        return self._answer(job, logits)
 
     # --- answers ---
 
@@ -313,9 +423,9 @@ class Engine:
         for job in sorted(jobs, key=lambda job: (-job.request.priority, job.request_id)):
             drafts = job.drafts(self.config.drafts)
             while job.slot >= 0 and not self._seats.reserve(job, job.done, job.done + 1 + len(drafts)):
-                victim = self._seats.last(besides=planned)
+                victim = self._written.current or self._seats.last(besides=planned)
                 assert victim is not None
-                self._interrupt(victim)
+                self._give_way(victim)
             if job.slot >= 0:
                 planned[job] = drafts
         return planned
@@ -334,8 +444,6 @@ class Engine:
             fed, row = [job.answer[-1], *drafts], rows[job]
             tokens[row, : len(fed)] = fed
             positions[row, : len(fed)] = np.arange(job.done, job.done + len(fed))
-            asked.count[job.slot] = len(job.answer)
-            asked.masked[job.slot] = job.mask(asked.allowed[job.slot])
             job.drafted = True
         wants = any(job.request.logprobs is not None for job in answers)
         return rows, self._slots.decode(slots, tokens, positions, asked.of(slots, wants))
@@ -348,12 +456,15 @@ class Engine:
         for job, row in rows.items():
             tokens = chosen.tokens[row, : chosen.kept[row]].tolist()
             job.done += len(tokens)
-            updates.append(self._grown(job, tokens, chosen.scores, row * columns))
+            updates += self._grown(job, tokens, chosen.scores, row * columns)
             self._waiting.serve(job.request.client, len(tokens))
         return updates
 
-    def _grown(self, job: Job, tokens: list[int], scores: Any, at: int, **first: Any) -> Update:
-        """The answer with more tokens, cut where it ends; its slot is free then."""
+    def _grown(self, job: Job, tokens: list[int], scores: Any, at: int, **first: Any) -> list[Update]:
+        """The answer with more tokens, cut where it ends; its slot is free then. What was told is not told again."""
+        if job.repeats:
+            job.answer.append(job.told[len(job.answer)])
+            return []
         request, reason, error = job.request, None, None
         for index, token in enumerate(tokens):
             job.answer.append(token)
@@ -363,18 +474,15 @@ class Engine:
                 break
         found: tuple[TokenScore, ...] = ()
         if request.logprobs is not None:
-            found = tuple(_token_scores(scores, range(at, at + len(tokens)), tokens, request.logprobs))
+            found = tuple(token_scores(scores, range(at, at + len(tokens)), tokens, request.logprobs))
         self._count(generated_tokens=len(tokens))
         if reason is not None:
             self._leave(job)
+            self._written.add(job)
         told: dict[str, Any] = dict(tokens=tuple(tokens), scores=found, finish_reason=reason, error=error)
-        return Update(request_id=job.request_id, **told, **first)
+        return [Update(request_id=job.request_id, **told, **first)]
 
 
-def _token_scores(scores: Any, rows: range, tokens: Sequence[int], count: int) -> list[TokenScore]:
-    """Those of single tokens, by their rows."""
-    found = []
-    for row, token in zip(rows, tokens, strict=True):
-        best = zip(scores.top_ids[row, :count].tolist(), scores.top[row, :count].tolist(), strict=True)
-        found.append(TokenScore(int(token), float(scores.chosen[row]), tuple(best)))
-    return found
+def _is_ready(job: Job) -> bool:
+    """Whether what the encoders make for it is there."""
+    return job.shared.seeing is None or job.shared.seeing.done()

@@ -1,15 +1,18 @@
 """How much an engine takes on."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 from jax.typing import DTypeLike
 
+from eqx_decoders.decoder import Decoder
 from eqx_decoders.encoders.beside import without_placeholders
 from eqx_decoders.errors import check, check_integer
 from eqx_decoders.layers.cache_format import CacheFormat
+from eqx_decoders.layers.embedding import LearnedPositions
 from eqx_decoders.layers.pages import PageConfig
-from eqx_decoders.serving.drafts import Drafts
+from eqx_decoders.serving.drafts import Drafts, check_drafts
 from eqx_decoders.serving.request import Request
 
 
@@ -25,6 +28,8 @@ class EngineConfig:
     - `token_budget`: tokens that one step computes at most, those of answers first; prompts get a chunk in any case.
     - `max_waiting`, `max_waiting_tokens`: requests that wait for a slot, and tokens of their prompts, at most.
     - `prefix_cache_bytes`: memory for prompts that begin alike; 0 for none.
+    - `preempted_bytes`: memory for what was computed of requests that had to give up their slots; beyond that it is
+        computed again.
     - `max_logprobs`: the most likely tokens that a request may ask for beside each of its own.
     - `max_logit_bias`: biases that a request may have.
     - `cache_dtype`: of keys and values, as `init_cache` has it; None: as `generate` stores them.
@@ -44,6 +49,7 @@ class EngineConfig:
     max_waiting: int = 1024
     max_waiting_tokens: int = 1 << 20
     prefix_cache_bytes: int = 1 << 30
+    preempted_bytes: int = 1 << 28
     max_logprobs: int = 20
     max_logit_bias: int = 300
     cache_dtype: DTypeLike | CacheFormat | None = None
@@ -55,7 +61,7 @@ class EngineConfig:
         for field in ("max_batch_size", "max_length", "prefill_chunk", "token_budget", "max_waiting"):
             check_integer(f"EngineConfig.{field}", getattr(self, field))
         check_integer("EngineConfig.max_waiting_tokens", self.max_waiting_tokens)
-        for field in ("prefix_cache_bytes", "max_logprobs", "max_logit_bias"):
+        for field in ("prefix_cache_bytes", "preempted_bytes", "max_logprobs", "max_logit_bias"):
             check_integer(f"EngineConfig.{field}", getattr(self, field), minimum=0)
         if self.cache_dtype is not None:
             CacheFormat.of(self.cache_dtype)
@@ -64,6 +70,23 @@ class EngineConfig:
             rule = f"EngineConfig.prefill_chunk={self.prefill_chunk} must be a multiple of pages.page_size={size}"
             check(self.prefill_chunk % size == 0, f"{rule}: prompts share whole pages.")
         check(self.max_length > 1, "EngineConfig.max_length=1 has no room for an answer: at least 2.")
+
+    def check_together(self, requests: Sequence[Request]) -> None:
+        """Raise ConfigError for requests that come at once, and are more than could ever wait together."""
+        count, tokens = len(requests), sum(len(request.prompt) for request in requests)
+        few = count <= self.max_waiting
+        check(few, f"n and prompt ask for {count:,} answers: at most max_waiting={self.max_waiting:,} can wait.")
+        short, most = count == 1 or tokens <= self.max_waiting_tokens, self.max_waiting_tokens
+        told = f"the prompts of {count:,} answers have {tokens:,} tokens together"
+        check(short, f"{told}: at most max_waiting_tokens={most:,} can wait. Ask for fewer answers at once.")
+
+    def check_model(self, model: Decoder) -> None:
+        """Raise ConfigError where a model can't do this."""
+        positions = model.config.positions
+        limit = positions.max_positions if isinstance(positions, LearnedPositions) else None
+        rule = f"EngineConfig.max_length={self.max_length} must be at most {limit}, the model's learned positions"
+        check(limit is None or self.max_length <= limit, f"{rule}.")
+        check_drafts(self.drafts, model)
 
     def check_request(self, request: Request, vocab_size: int) -> None:
         """Raise ConfigError for a request that an engine of a model with so many token ids could never answer."""

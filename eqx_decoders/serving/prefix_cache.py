@@ -131,3 +131,15 @@ class PrefixCache:
         """The last of a prefix first: so no block is older than what comes behind it, and ends go before beginnings."""
         for name in reversed(tuple(names)):
             self._blocks.move_to_end(name)
+
+
+def shared_blocks(first: Sequence[bytes], second: Sequence[bytes]) -> int:
+    """How many blocks two prompts begin with alike; a name is of all blocks before it, too."""
+    least, most = 0, min(len(first), len(second))
+    while least < most:
+        middle = (least + most + 1) // 2
+        if first[middle - 1] == second[middle - 1]:
+            least = middle
+        else:
+            most = middle - 1
+    return least

@@ -1,35 +1,40 @@
 """From what clients send to what a model reads: texts, conversations and the pictures in them."""
 
 import asyncio
-import base64
-import binascii
 import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.inference.text import TextModel, prompt_ids
-from eqx_decoders.io.chat import ChatTemplate, Conversation, RenderingProcess, check_messages
-from eqx_decoders.io.processors.limits import MediaLimits
+from eqx_decoders.io.chat import ChatTemplate, Conversation, check_messages
 from eqx_decoders.io.processors.processor import Processor
+from eqx_decoders.io.processors.prompts import check_parts
+from eqx_decoders.io.processors.rules import Seen
 from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer
 from eqx_decoders.sampling import GenerationConfig
+from eqx_decoders.serving.files import FileReading, FilesConfig, Upload
+from eqx_decoders.serving.rendering import Renderer
 from eqx_decoders.serving.wire import ApiError, Fields, refuse
 
 
 # Of each kind of part the field that holds its file, and how that is written.
 FILES = {"image_url": "image", "video_url": "video", "audio_url": "audio", "input_audio": "audio"}
-# Of one file from a stranger.
-LIMITS = MediaLimits(
-    max_pixels=40_000_000, max_film_pixels=1 << 26, max_decoded_pixels=1 << 33, max_seconds=600.0, max_files=64
-)
+HEAD = 1000  # letters of a data: URL before its content
 SHRINKS = 4  # letters that a normaliser may make one of
+LETTERS = 8  # of a token: shorter texts are encoded without a look at their beginning
+PIECE = 1 << 14  # letters that are encoded at once, to see whether a text is too long
+ENTRIES, PER_TOKEN = 20_000, 8  # of lists and objects in a conversation, at most; more where more tokens are taken
+FEW = 64  # messages that are looked through on the event loop
+
+_blanks = re.compile(r"\s+")
 
 Result = TypeVar("Result")
 
@@ -50,7 +55,8 @@ class Language:
     - `tokenizer`, `chat`, `published`: those of `TextModel`.
     - `stop_ids`: tokens that end an answer.
     - `defaults`: sampling settings that were published with the model.
-    - `config`, `processor`: of a model that sees or hears; None for one that reads text alone.
+    - `config`, `processor`, `directory`: of a model that sees or hears, the last with the settings of its processor;
+        None for one that reads text alone.
     """
 
     tokenizer: Tokenizer
@@ -60,6 +66,7 @@ class Language:
     defaults: GenerationConfig = GenerationConfig()
     config: DecoderConfig | None = None
     processor: Processor | None = None
+    directory: str | None = None
 
     @classmethod
     def of(cls, text: TextModel) -> "Language":
@@ -68,7 +75,7 @@ class Language:
         folder = None if origin is None or text.model.config.media is None else origin.directory
         if folder is not None and isinstance(tokenizer, JsonTokenizer):
             with contextlib.suppress(ConversionError):  # a directory without the rules for its files: it reads text
-                processor = Processor.load(folder, limits=LIMITS)  # with a tokenizer of its own, for its own thread
+                processor = Processor.load(folder)  # with a tokenizer of its own, for its own thread
         return cls(
             tokenizer=tokenizer,
             chat=text.chat,
@@ -77,6 +84,7 @@ class Language:
             defaults=text.model.generation_config,
             config=text.model.config if processor is not None else None,
             processor=processor,
+            directory=None if processor is None or folder is None else str(folder),
         )
 
     @property
@@ -97,10 +105,10 @@ class Language:
             ids = prompt_ids(tokenizer, text)
         return tuple(ids.tolist())
 
-    def seen(self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any], *, answer: bool) -> Read:
-        """A conversation with files."""
+    def seen(self, text: str, read: Mapping[str, Sequence[Seen]]) -> Read:
+        """A rendered conversation with files, which `FileReading` has read."""
         assert self.processor is not None and self.config is not None
-        made = self.processor(messages, add_generation_prompt=answer, **variables)
+        made = self.processor.join(text, read, rendered=True)
         arrays: dict[str, Any] = dict(made.arrays)
         media = Media.create(self.config, made.input_ids, **arrays) if arrays else None
         return Read(tuple(made.input_ids[0].tolist()), media)
@@ -109,19 +117,22 @@ class Language:
 class PromptReader:
     """Reads prompts beside the event loop: tokenizers are not made for several threads, so each has one of its own.
 
-    A film takes seconds, which texts do not wait for.
+    Files are decoded in processes (see `FileReading`), for which texts do not wait.
     """
 
-    def __init__(self, language: Language, *, max_length: int, max_files: int = 16):
+    def __init__(self, language: Language, *, max_length: int, max_files: int = 16, files: FilesConfig = FilesConfig()):
         self.language = language
         self._max_length, self._max_files = max_length, max_files
         self._most = max_length * longest_token(language.tokenizer) * SHRINKS
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "prompts")
-        self._files = concurrent.futures.ThreadPoolExecutor(1, "files")
-        self._waiting: list[tuple[Conversation, asyncio.Future[str]]] = []
-        self._rendering = False
-        self._process: RenderingProcess | None = None  # for the next conversations
-        self._closed = False
+        self._packing = concurrent.futures.ThreadPoolExecutor(1, "packing")
+        self._files = None if language.directory is None else FileReading(language.directory, max_length, files)
+        # errors of the template go to clients, who need not know where it is
+        chat = None if language.chat is None else dataclasses.replace(language.chat, where="The chat template")
+        self._renderer = None if chat is None else Renderer(chat)
+        films = None if language.processor is None else language.processor.films
+        own = None if films is None else films.template  # of conversations with films
+        self._film_renderer = None if chat is None or own is None else Renderer(dataclasses.replace(chat, source=own))
 
     async def run(self, call: Callable[..., Result], *args: Any, **options: Any) -> Result:
         """Call something that takes the tokenizer, in its thread."""
@@ -130,92 +141,128 @@ class PromptReader:
 
     async def text(self, text: str, *, special: bool = True) -> Read:
         """The ids of a text."""
-        self._check(text)
+        await self.check(text)
         return Read(await self.run(self.language.encode, text, special=special))
 
-    async def chat(self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any], *, answer: bool) -> Read:
+    async def chat(
+        self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any], *, answer: bool, client: str = ""
+    ) -> Read:
         """The ids of a conversation, and its files."""
         chat, tokenizer = self.language.chat, self.language.tokenizer
         if chat is None or not isinstance(tokenizer, JsonTokenizer):
             raise ApiError(400, "This model has no chat template: use /v1/completions.", param="messages")
         if "tools" in variables and "tools" not in chat.source:
             raise ApiError(400, "This model's chat template knows no tools: leave them out.", param="tools")
-        found = _Parts(self.language, self._max_files)
-        plain = [found.message(number, one) for number, one in enumerate(messages)]
+        found = _Parts(self.language, self._max_files, self._max_length)
+        count = sum(len(one["content"]) if isinstance(one.get("content"), list) else 1 for one in messages)
+        plain = await _beside(count, lambda: [found.message(*pair) for pair in enumerate(messages)])
         if found.files:
-            seen = functools.partial(self.language.seen, plain, variables, answer=answer)
-            return await asyncio.get_running_loop().run_in_executor(self._files, seen)
-        text = await self._render(Conversation(check_messages(plain), variables, answer))
-        self._check(text)
+            return await self._seen(plain, variables, answer=answer, client=client)
+        text = await self._render(Conversation(plain, variables, answer))
+        await self.check(text)
         ids = await self.run(tokenizer.encode, text, special=True)
         return Read(tuple(ids.tolist()))
 
+    async def _seen(
+        self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any], *, answer: bool, client: str
+    ) -> Read:
+        """The same with files. The text comes first: what cannot be rendered needs no files."""
+        assert self._files is not None
+        whole, files = await _beside(len(messages), lambda: check_parts(messages))
+        renderer = self._film_renderer if files["video"] else None
+        text = await self._render(Conversation(whole, variables, answer), check=list, renderer=renderer)
+        await self.check(text)
+        async with self._files.read(files, client) as read:
+            make = functools.partial(self.language.seen, text, read)
+            made = await asyncio.get_running_loop().run_in_executor(self._packing, make)
+            self._files.hold(made.media)
+            return made
+
     def close(self) -> None:
-        """End the threads, and the process that waits."""
-        self._closed = True
-        if self._process is not None:
-            self._process.close()
-        for thread in (self._thread, self._files):
+        """End the threads, and the processes."""
+        for renderer in (self._renderer, self._film_renderer):
+            if renderer is not None:
+                renderer.close()
+        if self._files is not None:
+            self._files.close()
+        for thread in (self._thread, self._packing):
             thread.shutdown(wait=False, cancel_futures=True)
 
-    def _check(self, text: str) -> None:
-        """Refuse what cannot fit before it's encoded: millions of letters take seconds."""
-        if len(text) > self._most:
-            told = f"The prompt has {len(text):,} characters, which are more than {self._max_length:,} tokens"
-            raise ApiError(400, f"{told}: shorten it.", code="context_length_exceeded")
+    async def check(self, text: str) -> None:
+        """ApiError for a text that cannot fit, before it is encoded whole: millions of letters take seconds."""
+        if len(text) > self._most or (
+            len(text) > LETTERS * self._max_length
+            and await self.run(is_too_long, self.language.tokenizer, text, self._max_length)
+        ):
+            self._refuse(len(text))
 
-    async def _render(self, conversation: Conversation) -> str:
-        """The text of a conversation. Those that come while a process renders share the next one: each costs 0.1 s."""
-        done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._waiting.append((conversation, done))
-        if not self._rendering:
-            self._rendering = True
-            self._task = asyncio.ensure_future(self._render_all())
-        return await done
+    def _refuse(self, letters: int) -> NoReturn:
+        told = f"The prompt has {letters:,} characters, which are more than {self._max_length:,} tokens"
+        raise ApiError(400, f"{told}: shorten it.", code="context_length_exceeded")
 
-    async def _render_all(self) -> None:
-        try:
-            while self._waiting:
-                batch, self._waiting = self._waiting[:32], self._waiting[32:]
-                batch = [(one, done) for one, done in batch if not done.done()]
-                if batch:
-                    await self._render_batch(batch)
-        finally:
-            self._rendering = False
+    async def _render(
+        self,
+        conversation: Conversation,
+        check: Callable[[Sequence[Any]], list[Any]] = check_messages,
+        renderer: Renderer | None = None,
+    ) -> str:
+        """The text of a conversation."""
+        renderer = self._renderer if renderer is None else renderer
+        assert renderer is not None
 
-    async def _render_batch(self, batch: Sequence[tuple[Conversation, asyncio.Future[str]]]) -> None:
-        try:
-            found: Sequence[Any] = await asyncio.to_thread(self._render_many, [one for one, _ in batch])
-        except Exception as error:
-            if len(batch) > 1:  # one of them ended the process: each for itself
-                for one in batch:
-                    await self._render_batch([one])
-                return
-            found = [error]
-        for (_, done), one in zip(batch, found, strict=True):
-            if done.done():
-                continue
-            if isinstance(one, Exception):
-                done.set_exception(one)
-            else:
-                done.set_result(one.text)
+        def measured() -> tuple[Conversation, int, int]:
+            whole = conversation._replace(messages=check(conversation.messages))
+            return whole, *size_of(conversation)
 
-    def _render_many(self, conversations: Sequence[Conversation]) -> Sequence[Any]:
-        """In the process that waits for it, if there is one; another one then waits for the next conversations."""
-        process, self._process = self._process, None
-        assert self.language.chat is not None
-        try:
-            return self.language.chat.render_many(conversations, process)
-        finally:
-            if not self._closed:
-                self._process = RenderingProcess()
+        checked, letters, entries = await _beside(len(conversation.messages), measured)
+        if letters > self._most:
+            self._refuse(letters)
+        if entries > ENTRIES + PER_TOKEN * self._max_length:
+            raise ApiError(400, f"messages, tools and chat_template_kwargs have {entries:,} entries: send fewer.")
+        return await renderer.render(checked, letters + entries)
+
+
+async def _beside(count: int, call: Callable[[], Result]) -> Result:
+    """What a call gives that takes some microseconds for each of so many things: for many not on the event loop."""
+    return call() if count <= FEW else await asyncio.to_thread(call)
+
+
+def is_too_long(tokenizer: Tokenizer, text: str, most: int) -> bool:
+    """Whether a text surely has more than so many tokens, as far as its beginning tells.
+
+    It is encoded piece by piece, until these have twice as many tokens. A text may have fewer than its pieces: where it
+    is cut, two tokens for one; and of a run of blanks, which some tokenizers drop, none. So the first two tokens of a
+    piece don't count, and of each run only one blank is looked at; what is left is at most twice what the whole has,
+    whatever the tokenizer's normaliser, longest token or rules of merging are: those act within words.
+    """
+    count = 0
+    for begin in range(0, len(text), PIECE):
+        piece = _blanks.sub(" ", text[begin : begin + PIECE])
+        ids = tokenizer.encode(piece, special=True) if isinstance(tokenizer, JsonTokenizer) else tokenizer.encode(piece)
+        count += max(0, len(ids) - 2)
+        if count > 2 * most:
+            return True
+    return False
+
+
+def size_of(value: Any) -> tuple[int, int]:
+    """The characters of all texts within a JSON value, and the entries of its lists and objects."""
+    letters, entries, left = 0, 0, [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, str):
+            letters += len(one)
+        elif isinstance(one, dict | list | tuple):
+            left.extend(one.values() if isinstance(one, dict) else one)
+            entries += len(one)
+    return letters, entries
 
 
 class _Parts:
     """Turns OpenAI's messages into those of chat templates. Only what is known here of a part goes on."""
 
-    def __init__(self, language: Language, max_files: int):
-        self._language, self._max_files = language, max_files
+    def __init__(self, language: Language, max_files: int, max_parts: int):
+        self._language, self._max_files, self._left = language, max_files, max_parts
         self.files = 0
 
     def message(self, number: int, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,6 +272,10 @@ class _Parts:
         if given.get("tool_calls") is not None:
             message["tool_calls"] = _tool_calls(where, given["tool_calls"])
         if isinstance(content, list):
+            self._left -= len(content)
+            if self._left < 0:
+                told = f"{where}.content: messages have more parts than the model takes tokens"
+                raise ApiError(400, f"{told}: send fewer.", param="messages", code="context_length_exceeded")
             parts = [self._part(f"{where}.content[{at}]", part) for at, part in enumerate(content)]
             texts = [part["text"] for part in parts if part["type"] == "text"]
             message["content"] = "\n".join(texts) if len(texts) == len(parts) else parts
@@ -256,26 +307,24 @@ class _Parts:
         if inner is None:
             raise fields.refuse(kind, "must be an object with the file")
         field = "data" if kind == "input_audio" else "url"
-        return {"type": name, name: _decoded(inner, field, whole=field == "url")}
+        return {"type": name, name: _upload(inner, field, whole=field == "url")}
 
 
-def _decoded(fields: Fields, field: str, *, whole: bool) -> bytes:
-    """The bytes in base64, of a data: URL where `whole`. Nothing is fetched from a network."""
+def _upload(fields: Fields, field: str, *, whole: bool) -> Upload:
+    """What is in base64, of a data: URL where `whole`. Nothing is fetched from a network."""
     text = fields.text(field)
     if text is None:
         raise fields.refuse(field, "must be a text")
+    begin = 0
     if whole:
-        head, comma, text = text.partition(",")
-        if not comma or not head.lower().startswith("data:") or not head.lower().endswith(";base64"):
+        begin = text.find(",", 0, HEAD) + 1
+        head = text[: max(0, begin - 1)].lower()
+        if not head.startswith("data:") or not head.endswith(";base64"):
             rule = "must be a data: URL in base64, such as data:image/png;base64,…: this server fetches no files"
             raise fields.refuse(field, rule)
-    try:
-        found = base64.b64decode("".join(text.split()), validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ApiError(400, f"{fields.name(field)} is no base64: {error}.", param=fields.name(field)) from error
-    if not found:
+    if len(text) == begin:
         raise ApiError(400, f"{fields.name(field)} has no bytes.", param=fields.name(field))
-    return found
+    return Upload(fields.name(field), text, begin)
 
 
 def _tool_calls(where: str, given: Any) -> list[Any]:

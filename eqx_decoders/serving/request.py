@@ -7,6 +7,7 @@ import numpy as np
 
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.errors import EqxDecodersError, check, check_integer, check_number
+from eqx_decoders.inputs import as_int32
 
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -121,7 +122,8 @@ class Request:
 
     def __post_init__(self):
         for field in ("prompt", "stop_ids"):
-            object.__setattr__(self, field, tuple(int(token) for token in getattr(self, field)))
+            ids = as_int32(f"Request.{field}", tuple(getattr(self, field)) or np.zeros(0, np.int32))
+            object.__setattr__(self, field, tuple(ids.tolist()))
         check(len(self.prompt) > 0, "Request.prompt=() must have at least one token, such as the tokenizer's bos_id.")
         check_integer("Request.max_new_tokens", self.max_new_tokens)
         check_integer("Request.min_new_tokens", self.min_new_tokens, minimum=0)

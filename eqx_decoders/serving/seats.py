@@ -11,8 +11,8 @@ from eqx_decoders.layers.pages import PageConfig
 from eqx_decoders.serving.job import Job
 from eqx_decoders.serving.pages import OutOfPages
 from eqx_decoders.serving.paging import Pages, Paging
-from eqx_decoders.serving.prefix_cache import Block, PrefixCache
-from eqx_decoders.serving.slots import Slots
+from eqx_decoders.serving.prefix_cache import Block, PrefixCache, shared_blocks
+from eqx_decoders.serving.slots import Kept, Slots
 
 
 class Seats:
@@ -49,20 +49,18 @@ class Seats:
         return sum(job.done for job in self.jobs.values()) / (self.slots.count * self.slots.length)
 
     def last(self, besides: Collection[Job] = ()) -> Job | None:
-        """Who has to give way first: of the lowest priority the one that came last."""
-        jobs = (job for job in self.jobs.values() if job not in besides)
+        """Who has to give way first: of the lowest priority the one that came last; None where there is no request."""
+        jobs = (job for job in self.jobs.values() if job not in besides and not job.idle)
         return min(jobs, key=lambda job: (job.request.priority, -job.request_id), default=None)
 
     # --- coming and going ---
 
     def enter(self, job: Job, slot: int) -> None:
-        """Give a request a slot, with what is known of it."""
+        """Give a request a slot, with what it held where it had one before."""
         job.slot, self.jobs[slot] = slot, job
         self.slots.empty(slot)
         if job.saved is not None:
             self._return(job, *job.saved)
-        elif job.request.prompt_logprobs is None:  # which have to be computed for all of it
-            self._begin_with_known(job)
 
     def leave(self, job: Job) -> None:
         """Free a slot."""
@@ -71,16 +69,23 @@ class Seats:
             self.paging.release(job.slot)
         job.slot, job.drafted = -1, False
 
-    def interrupt(self, job: Job) -> None:
-        """Free a slot, and keep what stands in it for when the request goes on."""
-        blocks = [self.slots.keep(job.slot, begin) for begin in range(0, job.done, self.block)]
-        job.saved = blocks, self.slots.keep_rest(job.slot)
-        if self.paging is not None:  # memory of the device is what is short
-            job.saved = jax.device_get(job.saved)
+    def interrupt(self, job: Job, room: int) -> None:
+        """Free a slot, and keep what stands in it for when the request goes on.
+
+        That is at most `room` bytes: a request with more is computed from its beginning again.
+        """
+        size = self.slots.kept_bytes(job.done)
+        if size > room or job.done == 0:
+            job.restart()
+        else:
+            blocks = [self.slots.keep(job.slot, begin) for begin in range(0, job.done, self.block)]
+            job.saved, job.saved_bytes = (blocks, self.slots.keep_rest(job.slot)), size
+            if self.paging is not None:  # memory of the device is what is short
+                job.saved = jax.device_get(job.saved)
         self.leave(job)
 
     def _return(self, job: Job, blocks: Iterable[Any], rest: Any) -> None:
-        job.saved = None
+        job.saved, job.saved_bytes = None, 0
         self._reserve_seen(job)
         for index, kept in enumerate(blocks):
             self.slots.restore(job.slot, index * self.block, kept)
@@ -94,12 +99,31 @@ class Seats:
 
     # --- prompts that begin alike ---
 
-    def _begin_with_known(self, job: Job) -> None:
-        """Put what is known of a prompt into its slot."""
+    def leader(self, job: Job) -> Job | None:
+        """Who computes now what a request will need, which waits for it: the same prompt, or one that begins alike."""
+        for other in self.jobs.values():
+            if other is job or not other.begun or other.decodes:
+                continue
+            if other.shared is job.shared and (job.wants_scores or job.names or self._last_block(job) == 0):
+                return other
+            if job.wants_scores:
+                continue
+            count = min(shared_blocks(other.names, job.names), self._last_block(job) // self.block)
+            if other.done < count * self.block and self.prefixes.known(job.names[:count]) < count:
+                other.branches.add(count)
+                return other
+        return None
+
+    def begin(self, job: Job) -> None:
+        """Put what is known of a prompt into its slot, unless it has to be computed for the scores of its tokens."""
+        job.begun = True
+        job.wait_no_more()
+        if job.wants_scores:
+            return
         known, block = self.prefixes.find(job.names, len(job.request.prompt)), self.block
         while known and self.paging is not None and not self.paging.sees_all(_pages(known), len(known) * block):
             known = [] if self.slots.keeps_rest else known[:-1]
-        job.branch = self.prefixes.known(job.names)
+        job.branches.add(self.prefixes.known(job.names))
         job.done = job.cached = len(known) * block
         if not known:
             return
@@ -109,6 +133,25 @@ class Seats:
             self.slots.restore(job.slot, index * block, each.kept, pages=False)
         self.slots.restore_rest(job.slot, job.done, known[-1].rest)
 
+    def _last_block(self, job: Job) -> int:
+        """Where the last block of a prompt begins, of which a token is left to compute at least."""
+        return (len(job.request.prompt) - 1) // self.block * self.block
+
+    def keep_end(self, job: Job) -> tuple[Kept, Any]:
+        """What a slot remembers of the last block of a prompt, complete or not, and of all of it."""
+        return self.slots.keep(job.slot, self._last_block(job)), self.slots.keep_rest(job.slot)
+
+    def take_end(self, job: Job, kept: Kept, rest: Any) -> bool:
+        """Put the last block of a prompt behind what is known of it; False where more is missing, or room for it."""
+        begin, end = job.done, len(job.request.prompt)
+        if begin != self._last_block(job) or not self.reserve(job, begin, end):
+            return False
+        job.done = end
+        self.set_tables()
+        self.slots.restore(job.slot, begin, kept)
+        self.slots.restore_rest(job.slot, end, rest)
+        return True
+
     def remember(self, job: Job) -> None:
         """Keep the last block of a prompt for others, if it is complete."""
         index = job.done // self.block
@@ -116,7 +159,7 @@ class Seats:
             return
         names, count, begin = job.names[:index], len(job.request.prompt), job.done - self.block
         # where the same prompt, a longer one, or one that parts from a known one here, would go on
-        wanted = self.slots.keeps_rest and index in ((count - 1) // self.block, count // self.block, job.branch)
+        wanted = self.slots.keeps_rest and index in {(count - 1) // self.block, count // self.block, *job.branches}
         if self.prefixes.lacks(names[-1], rest=wanted):
             pages = None if self.paging is None else self.paging.pages(job.slot, begin, job.done)
             kept = self.slots.keep(job.slot, begin, pages=False)
@@ -137,18 +180,21 @@ class Seats:
             length = max(job.done, len(job.request.prompt)) + 1
             if self.paging.has_room(length - min(known, length - 1)):
                 break
-            if not self.prefixes.forget_one():
+            if job.idle or not self.prefixes.forget_one():
                 return False
         return True
 
     def reserve(self, job: Job, begin: int, end: int) -> bool:
-        """Pages for tokens that are about to be computed; False if there are none."""
+        """Pages for tokens that are about to be computed; False if there are none.
+
+        Prompts that nobody uses go for them, but not for one that is computed to be such a prompt.
+        """
         while self.paging is not None:
             try:
                 self.paging.reserve(job.slot, begin, end)
                 break
             except OutOfPages:
-                if not self.prefixes.forget_one():
+                if job.idle or not self.prefixes.forget_one():
                     return False
         return True
 

@@ -5,6 +5,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import logging
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,11 @@ from eqx_decoders.serving.worker import EngineLike, Worker
 
 
 POLL = 0.05  # seconds between two looks at whether it is to end
-BACKLOG = 1024
+REST = 1.0  # seconds after a connection that could not be taken
+BACKLOG = 128  # connections that wait to be accepted
+OWN_FILES = 100  # that may be open beside connections: those of the processes that render and decode, and of JAX
+
+_log = logging.getLogger("eqx_decoders.serving")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +62,29 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+def raise_file_limit() -> None:
+    """Let this process open as many files as it is allowed to: each connection is one."""
+    with contextlib.suppress(ImportError, OSError, ValueError):  # another system; one that has its own bounds
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def most_connections() -> int:
+    """How many connections there may be at once, so that files can be opened beside them."""
+    try:
+        import resource
+    except ImportError:  # Windows, which has no such limit
+        return 1 << 14
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return 1 << 16
+    with contextlib.suppress(OSError):
+        limit -= len(os.listdir("/proc/self/fd"))
+    return max(8, min(limit - OWN_FILES, 1 << 16))
+
+
 def address_of(sock: socket.socket) -> str:
     """Where a browser finds it."""
     host, port = sock.getsockname()[:2]
@@ -92,29 +120,78 @@ async def serve(
         server_header=False,
         timeout_keep_alive=max(1, round(times.head)),
         timeout_graceful_shutdown=max(1, round(times.end)),
-        backlog=BACKLOG,
     )
     server = _server(uvicorn)(uvicorn.Config(create_app(api, allow_origins), **options))
     worker.start()
-    running = asyncio.ensure_future(server.serve(sockets=[sock]))
+    running = asyncio.ensure_future(server.serve(sockets=[]))
+    accepting = None
     try:
         while not server.started and not running.done():
             await asyncio.sleep(POLL)
         if not running.done():
+            accepting = asyncio.ensure_future(_accept(_listening(sock), server, most_connections()))
             ready()
-        while not (asked_to_end() or running.done()):
+        while not (asked_to_end() or running.done() or (accepting is not None and accepting.done())):
             await asyncio.sleep(POLL)
+        if accepting is not None and accepting.done():
+            accepting.result()
     finally:
         api.stopping = True
         ended = await worker.stop(times.drain, times.end)
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it writes a page on each task that it ends
         server.should_exit = True
         api.close()
-        try:
-            await running
-        except OSError as error:  # another server has taken the address meanwhile
-            raise ConfigError(f"{address_of(sock)} cannot be had: {error.strerror}. Choose another port.") from error
+        if accepting is not None:
+            accepting.cancel()
+            await asyncio.gather(accepting, return_exceptions=True)
+        sock.close()
+        await running
     return ended
+
+
+def _listening(sock: socket.socket) -> socket.socket:
+    """The socket, taking connections. ConfigError where another server has taken the address meanwhile."""
+    try:
+        sock.listen(BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"{address_of(sock)} cannot be had: {error.strerror}. Choose another port.") from error
+    sock.setblocking(False)
+    return sock
+
+
+async def _accept(sock: socket.socket, server: Any, most: int) -> None:
+    """Take connections, at most so many: for further ones those are closed that have said nothing for the longest time.
+
+    Where all are at work, further ones wait. (asyncio's own server tries again and again where no file can be opened.)
+    """
+    loop, idle, connections = asyncio.get_running_loop(), {}, server.server_state.connections
+
+    def protocol() -> Any:
+        made = server.config.http_protocol_class(
+            config=server.config, server_state=server.server_state, app_state=server.lifespan.state, _loop=loop
+        )
+        made.idle = idle
+        return made
+
+    while True:
+        try:
+            link, _ = await loop.sock_accept(sock)
+        except OSError as error:  # no more files can be opened, or the client has gone already
+            if not isinstance(error, ConnectionError):
+                _log.warning("a connection could not be taken: %s", error.strerror)
+                await asyncio.sleep(REST)
+            continue
+        while len(connections) >= most and not idle:
+            await asyncio.sleep(POLL)
+        if len(connections) >= most:
+            oldest = next(iter(idle))
+            del idle[oldest]
+            oldest.transport.abort()
+        link.setblocking(False)
+        try:
+            await loop.connect_accepted_socket(protocol, link)
+        except OSError:
+            link.close()
 
 
 def _uvicorn() -> Any:
@@ -142,6 +219,7 @@ def _protocol(head: int | float, write: int | float) -> Any:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Protocol(H11Protocol):
+        idle: dict[Any, None]  # of all connections those for whose requests is waited, the longest first
         late: asyncio.TimerHandle | None = None  # while the head of a request is waited for
         stuck: asyncio.TimerHandle | None = None  # while more is to be sent than is taken
 
@@ -168,13 +246,16 @@ def _protocol(head: int | float, write: int | float) -> Any:
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
             self.late, self.stuck = _ended(self.late), _ended(self.stuck)
+            self.idle.pop(self, None)
 
         def _watch(self) -> None:
             at_work = self.cycle is not None and not self.cycle.response_complete
             if at_work or self.transport.is_closing():
                 self.late = _ended(self.late)
+                self.idle.pop(self, None)
             elif self.late is None:
                 self.late = self.loop.call_later(head, self.transport.close)
+                self.idle[self] = None
 
     return Protocol
 

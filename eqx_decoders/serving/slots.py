@@ -14,7 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, Int32
+from jaxtyping import Array, Bool, Float32, Int, Int32
 
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.cache import Cache
@@ -110,9 +110,9 @@ class Chosen(NamedTuple):
 
 
 class ChunkResult(NamedTuple):
-    """What a chunk of a prompt gives: the next token, and the scores of the tokens that follow each of its own."""
+    """What a chunk of a prompt gives: the logits behind it, and the scores of the tokens that follow its own."""
 
-    chosen: Chosen
+    logits: Float32[Array, "1 vocab"]
     scores: Scores
 
 
@@ -215,9 +215,8 @@ def _prefill(
     length, vocab = jnp.max(positions, axis=1) + 1, model.config.vocab_size
     written = Written(ids[slot][None], jnp.asarray(asked.prompt_length), length)
 
-    def next_token() -> tuple[Array, Scores]:
-        logits = model.logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1))
-        return _chosen(logits, asked, written, 1, top)
+    def behind() -> Array:
+        return model.logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1))[:, 0]
 
     def no_scores(rows: int) -> Scores:
         return scores(jnp.zeros((rows, vocab), jnp.float32), jnp.zeros((rows,), jnp.int32), top, jnp.asarray(False))
@@ -225,18 +224,16 @@ def _prefill(
     def all_scores() -> Scores:
         return scores(model.logits(hidden)[0], following[0], top, jnp.asarray(True))
 
-    token, found = jax.lax.cond(
-        (wanted & NEXT_TOKEN) > 0, next_token, lambda: (jnp.zeros((1,), jnp.int32), no_scores(1))
-    )
+    logits = jax.lax.cond((wanted & NEXT_TOKEN) > 0, behind, lambda: jnp.zeros((1, vocab), jnp.float32))
     every = jax.lax.cond((wanted & ALL_SCORES) > 0, all_scores, lambda: no_scores(tokens.shape[1]))
     cache = state.cache.commit_rows(slot[None], proposal.entries, proposal.positions, proposal.rope_offset)
     drafts = state.drafts
     if models.drafting is not None and drafts is not None:
+        token, _ = _chosen(logits, asked, written, 1, top)
         ends = (jnp.arange(tokens.shape[1])[None] == last[:, None]) & ((wanted & NEXT_TOKEN) > 0)
         after = jnp.where(ends, token[:, None], following)
         drafts = models.drafting.chunk(models.both, drafts, slot, tokens, proposal.positions, hidden, after)
-    chosen = Chosen(tokens=token[:, None], kept=jnp.ones((1,), jnp.int32), scores=found)
-    result = jax.tree.map(model.execution.layout.replicate, ChunkResult(chosen, every))
+    result = jax.tree.map(model.execution.layout.replicate, ChunkResult(logits, every))
     return SlotState(cache=cache, tokens=ids, drafts=drafts), result
 
 
@@ -359,6 +356,7 @@ class Slots:
         self._state = _each_once(state)
         arrays, self._static = eqx.partition(models, eqx.is_array)
         self._weights, self._weights_tree = jax.tree.flatten(arrays)
+        self._everywhere = layout.replicated()
         self._steps = [(count, width) for count in rows for width in columns]
         self._programs: dict[Any, Any] = {}
 
@@ -380,6 +378,9 @@ class Slots:
         for length in self.chunks:
             self._compile(("prefill", length), partial(_prefill, top=self._top), *self._prefill_inputs(length))
         keep = partial(_keep, length=self.block)
+        logits = jax.ShapeDtypeStruct((1, self.model.config.vocab_size), jnp.float32, sharding=self._everywhere)
+        first = partial(_first_token, top=self._top)
+        self._compile("first token", first, logits, self.asked(1), self._written(np.zeros(1, np.int32)), donates=False)
         self._compile("empty", _empty, slot)
         self._compile("keep", keep, slot, at, donates=False)
         self._compile("restore", _restore, slot, at, jax.eval_shape(keep, self._state, slot, at))
@@ -425,6 +426,17 @@ class Slots:
         """What a slot remembers of all its tokens together."""
         return self._run("keep rest", np.int32(slot))
 
+    def kept_bytes(self, tokens: int) -> int:
+        """Memory that all takes which is kept of a slot with so many tokens."""
+        block, rest = self._kept_sizes
+        return -(-tokens // self.block) * block + rest
+
+    @cached_property
+    def _kept_sizes(self) -> tuple[int, int]:
+        slot = np.int32(0)
+        kept = jax.eval_shape(partial(_keep, length=self.block), self._state, slot, slot)
+        return _nbytes(kept), _nbytes(jax.eval_shape(_keep_rest, self._state, slot))
+
     def restore(self, slot: int, begin: int, kept: Kept, *, pages: bool = True) -> None:
         """Put back what `keep` gave."""
         name = "restore" if pages or not self.windows else "restore beside"
@@ -440,11 +452,13 @@ class Slots:
         self._state = self._run("restore rest", np.int32(slot), np.int32(length), rest)
 
     def first_token(self, logits: Array, prompt: np.ndarray, asked: Asked) -> Chosen:
-        """The first token of an answer, from logits that were made elsewhere."""
-        ids = np.zeros((1, self.length), np.int32)
-        ids[0, : prompt.shape[1]] = prompt
-        written = Written(ids, asked.prompt_length, np.asarray([prompt.shape[1]], np.int32))
-        return _first_token(logits, asked, written, self._top)
+        """The first token of an answer, from the logits behind its prompt."""
+        return self._run("first token", jax.device_put(logits, self._everywhere), asked, self._written(prompt))
+
+    def _written(self, prompt: np.ndarray) -> Written:
+        length, ids = np.asarray([len(prompt)], np.int32), np.zeros((1, self.length), np.int32)
+        ids[0, : len(prompt)] = prompt
+        return Written(ids, length, length)
 
     def take_whole(self, slot: int, cache: Cache, tokens: np.ndarray) -> None:
         """Put a cache of one row, made elsewhere, into a slot, with the tokens that it has seen."""
@@ -502,8 +516,12 @@ class Slots:
         return self._programs[name]([] if isinstance(name, str) else self._weights, self._state, *inputs)
 
 
-@partial(jax.jit, static_argnums=3)
-def _first_token(logits: Array, asked: Asked, written: Written, top: int) -> Chosen:
+def _nbytes(shapes: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+def _first_token(state: SlotState, logits: Array, asked: Asked, written: Written, *, top: int) -> Chosen:
+    """The token behind a prompt."""
     tokens, found = _chosen(logits, asked, written, 1, top)
     return Chosen(tokens=tokens[:, None], kept=jnp.ones((1,), jnp.int32), scores=found)
 

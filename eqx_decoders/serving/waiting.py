@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from eqx_decoders.serving.request import QueueFull, Request
@@ -70,9 +70,9 @@ class WaitingList(Generic[T]):
         self._entries[entry.request_id] = entry
         self._tokens += len(entry.request.prompt)
 
-    def first(self) -> T | None:
-        """Whose turn it is."""
-        return min(self, key=self._rank, default=None)
+    def first(self, ready: Callable[[T], bool] = lambda _: True) -> T | None:
+        """Whose turn it is, of those that are ready."""
+        return min(filter(ready, self), key=self._rank, default=None)
 
     def remove(self, request_id: int) -> T | None:
         """Take one out."""

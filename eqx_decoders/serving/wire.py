@@ -1,10 +1,11 @@
 """What clients send and are told: JSON objects, read strictly, and errors in the words of OpenAI's API."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from eqx_decoders.errors import EqxDecodersError
+from eqx_decoders.serving import large
 
 
 KINDS = {
@@ -19,6 +20,8 @@ SHOWN = 60  # characters of a value in an error message
 LARGEST = 2**63  # integers and numbers beyond it are no settings
 
 Value = TypeVar("Value")
+
+_writer = json.JSONEncoder(ensure_ascii=False)
 
 
 class ApiError(EqxDecodersError):
@@ -61,36 +64,40 @@ def shown(value: Any) -> str:
     """A value as JSON, cut."""
     if isinstance(value, str | list):
         value = value[:SHOWN]  # of a megabyte no more than what is shown is written down
+    text = ""
     try:
-        text = json.dumps(value, ensure_ascii=False)
+        for piece in _writer.iterencode(value):
+            text += piece[: SHOWN + 1]
+            if len(text) > SHOWN:
+                break
     except (TypeError, ValueError, RecursionError):
         text = type(value).__name__
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
-def dump(value: Any) -> bytes:
-    """A value as JSON; NaN and infinity, which JSON has not, are mistakes of ours."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
+def parse(raw: bytes, most: int = LARGEST) -> dict[str, Any]:
+    """The JSON object of a body, or ApiError: no NaN, no numbers of thousands of digits, no halves of characters.
 
-
-def parse(raw: bytes) -> dict[str, Any]:
-    """The JSON object of a body, or ApiError: no NaN, no numbers of thousands of digits, no halves of characters."""
+    A large one may have lists of at most so many entries, and is read a little at a time.
+    """
     try:
-        body = json.loads(raw.decode("utf-8"), parse_constant=_constant)
-        if b"\\u" in raw:
-            json.dumps(body, ensure_ascii=False).encode("utf-8")  # fails for a lone surrogate
+        text = raw.decode("utf-8")
+        if len(raw) > large.SMALL:
+            body = large.read(text, most)
+        else:
+            body = json.loads(text, parse_constant=large.constant, parse_float=large.number)
+            if b"\\u" in raw:
+                json.dumps(body, ensure_ascii=False).encode("utf-8")  # fails for a lone surrogate
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise ApiError(400, f"The body is no UTF-8 text: {error.reason}.") from error
+    except large.TooMany as error:
+        raise ApiError(400, f"The body is too long: {error}.", code="context_length_exceeded") from error
     except (ValueError, RecursionError) as error:
         cause = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:200]
         raise ApiError(400, f"The body is no valid JSON: {cause}.") from error
     if not isinstance(body, dict):
         raise ApiError(400, f"The body={shown(body)} must be a JSON object.")
     return body
-
-
-def _constant(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
 
 
 class Fields:
@@ -180,6 +187,19 @@ class Fields:
         self.inner(field)
         return self._body.get(field) or {}
 
+    def check_known(
+        self, known: Collection[str], neutral: Mapping[str, Sequence[Any]], advice: Mapping[str, str]
+    ) -> None:
+        """ApiError for a field that is not among `known`, unless it is null or has a value that asks for nothing.
+
+        `neutral` has such values, by field; `advice` says of some what helps instead.
+        """
+        for field, value in self._body.items():
+            if value is None or field in known or any(_same(value, one) for one in neutral.get(field, ())):
+                continue
+            rule = advice.get(field, "is not known here: leave it out")
+            raise refuse(self.name(field[:SHOWN]), value, rule, "unsupported_parameter")
+
     def refuse(self, field: str, rule: str, code: str | None = None) -> ApiError:
         """The error for a field."""
         return refuse(self.name(field), self._body.get(field), rule, code)
@@ -187,6 +207,10 @@ class Fields:
     def _check(self, field: str, value: Any, good: bool, rule: str) -> None:
         if not good:
             raise refuse(self.name(field), value, rule)
+
+
+def _same(value: Any, other: Any) -> bool:
+    return type(value) is type(other) and value == other
 
 
 def token_of(value: Any, vocab_size: int) -> int | None:

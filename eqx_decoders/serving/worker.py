@@ -5,6 +5,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
@@ -23,6 +24,7 @@ class EngineLike(Protocol):
 
     @property
     def has_work(self) -> bool: ...
+    def check_together(self, requests: Sequence[Request]) -> None: ...
     def submit(self, request: Request) -> int: ...
     def cancel(self, request_id: int) -> object: ...
     def step(self) -> list[Update]: ...
@@ -91,10 +93,16 @@ class Worker:
 
     Everything but the thread itself belongs to the event loop on which `start` was called. What the engine raises in
     a step ends all requests with that error, and `state` is "failed" from then on.
+
+    **Arguments:**
+
+    - `engine`: whose thread this is.
+    - `patience`: seconds that a step may take; one that takes longer `hangs`.
     """
 
-    def __init__(self, engine: EngineLike):
-        self._engine = engine
+    def __init__(self, engine: EngineLike, patience: int | float = 300.0):
+        self._engine, self._patience = engine, patience
+        self._step_begun: float | None = None  # by `time.monotonic`
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -106,6 +114,12 @@ class Worker:
         self.state: State = "new"
         self.error = ""
         self.counts = EngineCounts()  # after the last step
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a step takes longer than any should: a device does not answer."""
+        begun = self._step_begun
+        return begun is not None and time.monotonic() - begun > self._patience
 
     def start(self) -> None:
         """Begin; on the event loop."""
@@ -120,6 +134,8 @@ class Worker:
         """
         if self.state != "running":
             raise NotServing(self.error or "The server is stopping: no new requests are taken.")
+        if self.hangs:
+            raise NotServing(f"A step of the engine has taken more than {self._patience} s: its device may hang.")
         assert self._loop is not None
         answers, done = Answers(self, len(requests)), self._loop.create_future()
         self._open.add(answers)
@@ -165,7 +181,10 @@ class Worker:
             while not self._ending:
                 self._take_commands(wait=not self._engine.has_work)
                 if not self._ending and self._engine.has_work:
-                    self._publish(self._engine.step())
+                    self._step_begun = time.monotonic()
+                    updates = self._engine.step()
+                    self._step_begun = None
+                    self._publish(updates)
                 self.counts = self._engine.counts()
         except BaseException as error:
             _log.exception("the engine has failed")
@@ -189,6 +208,7 @@ class Worker:
         error: Exception | None = NotServing(self.error) if self.error else None
         if error is None and not answers.closed:
             try:
+                self._engine.check_together(requests)
                 for request in requests:
                     answers.ids.append(self._engine.submit(request))
             except Exception as found:  # of this request: what breaks the engine shows in its steps

@@ -34,12 +34,13 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Integer, Num
 
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.context import Inputs
 from eqx_decoders.encoders.media import HasMedia, Media
 from eqx_decoders.errors import DataError, check, need_extra
+from eqx_decoders.inputs import as_int32
 from eqx_decoders.training.counts import SPLITS, Counts
 from eqx_decoders.training.media_data import MediaReader
 from eqx_decoders.training.mixture import Mixture
@@ -48,24 +49,34 @@ from eqx_decoders.training.rows import BLOCK, Blocks, HeldOutRows, TrainingRows
 from eqx_decoders.training.token_store import TokenStore
 
 
+def _integers(name: str, **options: Any) -> Any:
+    return eqx.field(converter=functools.partial(as_int32, f"Batch.{name}"), **options)
+
+
 class Batch(eqx.Module):
     """Sequences for one step, of numpy or JAX arrays.
 
     - `tokens`: ids, 0 where there is padding.
     - `segment_ids`: 1, 2, … for the documents within a row, 0 for padding. None: each row is one document.
     - `positions`: place in the document's piece, from 0. None: 0, 1, …
-    - `loss_mask`: weight of token `t` *as a target*, predicted from token `t-1`. None: all count.
+    - `loss_mask`: weight of token `t` *as a target*, predicted from token `t-1`. None: all count. Behind padding a
+        token has none to be predicted from, and is no target.
     - `spans`: of each token the number of its span, whose tokens see each other whole where a layer says so
         (`AttentionConfig.spans`); 0 for none. A token in a span sees the next one: only its last should have a target.
     - `media`: pictures and sounds of these tokens, whose placeholders are no targets.
+    - `contiguous`: promises that no document has padding inside, nor a gap in positions, as those of `Batches`: rings
+        behind windows then send no further than windows reach.
+
+    Ids and positions are kept in int32, whatever integers they are given in. Raises ConfigError for others.
     """
 
-    tokens: Int[AnyArray, "batch length"]
-    segment_ids: Int[AnyArray, "batch length"] | None = None
-    positions: Int[AnyArray, "batch length"] | None = None
-    loss_mask: Float[AnyArray, "batch length"] | Bool[AnyArray, "batch length"] | None = None
-    spans: Int[AnyArray, "batch length"] | None = None
+    tokens: Integer[AnyArray, "batch length"] = _integers("tokens")
+    segment_ids: Integer[AnyArray, "batch length"] | None = _integers("segment_ids", default=None)
+    positions: Integer[AnyArray, "batch length"] | None = _integers("positions", default=None)
+    loss_mask: Num[AnyArray, "batch length"] | Bool[AnyArray, "batch length"] | None = None
+    spans: Integer[AnyArray, "batch length"] | None = _integers("spans", default=None)
     media: Media | None = None
+    contiguous: bool = eqx.field(static=True, default=False)
 
     @property
     def inputs(self) -> Inputs:
@@ -147,7 +158,7 @@ class Batches:
             raise StopIteration
         if self._iterator is None:
             self._iterator = self._start()
-        batch = Batch(**next(self._iterator))
+        batch = Batch(**next(self._iterator), contiguous=True)
         self._row += self._batch_size
         return batch
 

@@ -11,7 +11,7 @@ from eqx_decoders.context import Execution
 from eqx_decoders.decoder import Decoder, DecoderConfig
 from eqx_decoders.errors import check
 from eqx_decoders.layers.attention import AttentionConfig
-from eqx_decoders.layers.embedding import padded_positions
+from eqx_decoders.layers.embedding import placed_in_documents
 from eqx_decoders.layers.experts import ExpertsConfig
 from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.learned_init import LearnedInitConfig
@@ -41,7 +41,7 @@ def in_context_order(
     tokens, segments, positions = (
         None if x is None else jnp.asarray(x) for x in (batch.tokens, batch.segment_ids, batch.positions)
     )
-    positions = padded_positions(positions, segments, batch.tokens.shape)
+    positions, segments = placed_in_documents(positions, segments, batch.tokens.shape)
 
     def turned(x: Any) -> Any:
         return None if x is None else execution.layout.constrain(x[:, order], "batch length")

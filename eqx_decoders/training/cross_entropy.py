@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.inputs import as_int32
 from eqx_decoders.layout import Layout
 from eqx_decoders.numerics import matmul, row_major_transpose, wants_row_major
 from eqx_decoders.training.head_split import HeadSplit, VocabPart
@@ -36,13 +37,13 @@ class LossSums(NamedTuple):
 
 
 def cross_entropy(
-    logits: Float[Array, "batch length vocab"], targets: Int[Array, "batch length"], *, z_loss: float = 0.0
+    logits: Float[Array, "batch length vocab"], targets: Integer[Array, "batch length"], *, z_loss: float = 0.0
 ) -> Float[Array, "batch length"]:
     """`logsumexp(logits) - logits[target] + z_loss * logsumexp(logits)^2` for each token, in nats and f32.
 
     The last term keeps the normaliser near 1 (PaLM, 2022). A target outside the vocabulary gives NaN.
     """
-    logits = logits.astype(jnp.float32)
+    logits, targets = logits.astype(jnp.float32), as_int32("cross_entropy: targets", targets)
     normaliser = jax.nn.logsumexp(logits, axis=-1)
     return _with_z_loss(normaliser - _pick(logits, targets), normaliser, z_loss)
 
@@ -50,7 +51,7 @@ def cross_entropy(
 def linear_cross_entropy(
     hidden: Float[Array, "batch length embed"],
     kernel: Float[Array, "embed vocab"] | Float[Array, "vocab embed"],
-    targets: Int[Array, "batch length"],
+    targets: Integer[Array, "batch length"],
     weights: Float[Array, "batch length"],
     *,
     tied: bool,
@@ -89,6 +90,7 @@ def linear_cross_entropy(
     if head_bytes is not None:
         check_integer("linear_cross_entropy head_bytes", head_bytes)
     head = _Head(tied, soft_cap, z_loss, flatten, tile, head_bytes, Layout() if layout is None else layout)
+    targets = jnp.asarray(as_int32("linear_cross_entropy: targets", targets))
     targets = jnp.where(weights == 0, jnp.zeros_like(targets), targets)
     loss, sums = _fused(head, hidden, kernel, targets, weights.astype(jnp.float32))
     return loss, lax.stop_gradient(sums)
@@ -126,7 +128,7 @@ def _argmax(head: "_Head", split: HeadSplit, hidden: Array, kernel: Array) -> Ar
 
         return lax.scan(over_tile, None, (tiles, *best))[1], None
 
-    begin = jnp.full(tiles.shape[:3], -jnp.inf), jnp.zeros(tiles.shape[:3], jnp.int32)
+    begin = jnp.full(tiles.shape[:3], -jnp.inf, jnp.float32), jnp.zeros(tiles.shape[:3], jnp.int32)
     highest, where = _over_parts(over_part, begin, count)[0]
     where = split.lowest(jnp.where(highest == split.highest(highest), where, jnp.iinfo(where.dtype).max))
     return _joined(where, hidden.shape[1])
@@ -142,7 +144,7 @@ def _tile_length(batch: int, length: int, vocab: int, tile: int | None, platform
 
 def _over_parts(step: Any, carry: Any, count: int) -> Any:
     """A scan over the parts of the vocabulary; a single one is no loop."""
-    return step(carry, 0) if count == 1 else lax.scan(step, carry, jnp.arange(count))
+    return step(carry, 0) if count == 1 else lax.scan(step, carry, jnp.arange(count, dtype=jnp.int32))
 
 
 def _cut(x: Any, tile: int) -> Any:
@@ -235,7 +237,8 @@ class _Scores(NamedTuple):
 
     @classmethod
     def none(cls, shape: tuple[int, ...]) -> "_Scores":
-        return cls(jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros(shape))
+        zeros = jnp.zeros(shape, jnp.float32)
+        return cls(jnp.full(shape, -jnp.inf, jnp.float32), zeros, zeros)
 
     def joined(self, other: "_Scores") -> "_Scores":
         """Those over both; `other` are over some ids, not none."""

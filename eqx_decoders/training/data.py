@@ -14,7 +14,7 @@ from typing import Any
 from eqx_decoders.encoders.media import HasMedia
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.io.chat import ChatTemplate, read_chat_template
-from eqx_decoders.io.files import new_directory
+from eqx_decoders.io.files import expand_paths, new_directory
 from eqx_decoders.io.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from eqx_decoders.io.waiting import Waiting
 from eqx_decoders.training.batches import Batches, Corpus
@@ -69,6 +69,7 @@ class DataConfig:
             if value is not None and not isinstance(value, str):
                 check(len(value) > 0, f"DataConfig.{field}={value!r} must have at least one path.")
                 object.__setattr__(self, field, value[0] if len(value) == 1 else tuple(value))
+        expand_paths(self, "path", "held_out_path", "chat_template", "cache_dir")
         check_integer("DataConfig.batch_size", self.batch_size)
         check_integer("DataConfig.seq_len", self.seq_len, 2)
         check_integer("DataConfig.seed", self.seed, 0)

@@ -13,9 +13,10 @@ from jaxtyping import Array, Float32, Int, PRNGKeyArray
 from eqx_decoders.decoder import Decoder, DecoderConfig
 from eqx_decoders.eager import compiled_alone
 from eqx_decoders.encoders.beside import without_placeholders
+from eqx_decoders.errors import check
 from eqx_decoders.explicit import typed
-from eqx_decoders.inputs import check_inputs
-from eqx_decoders.layers.embedding import padded_positions
+from eqx_decoders.inputs import as_int32, as_key, check_inputs
+from eqx_decoders.layers.embedding import placed_in_documents
 from eqx_decoders.layers.indexer import IndexerStats
 from eqx_decoders.layers.router import RoutingStats
 from eqx_decoders.mtp import same_document, shift_left
@@ -74,16 +75,21 @@ def or_one(weight: Array) -> Array:
 
 
 def next_tokens(batch: Batch) -> tuple[Int[Array, "batch length"], Float32[Array, "batch length"]]:
-    """The target of each token and its weight: 0 at the end of a row or document, for padding, and where masked."""
-    tokens = jnp.asarray(batch.tokens)
+    """The target of each token and its weight: 0 at the end of a row or document, for padding, and where masked.
+
+    Raises ConfigError for rows without tokens.
+    """
+    tokens = jnp.asarray(as_int32("Batch.tokens", batch.tokens))
     shape = tokens.shape
+    check(tokens.size > 0, f"Batch.tokens of shape {shape} must have at least one row, and one token in each.")
     targets = jnp.concatenate([tokens[:, 1:], jnp.zeros((shape[0], 1), tokens.dtype)], axis=1)
     weights = jnp.ones((shape[0], shape[1] - 1), jnp.float32)
     if batch.segment_ids is not None:
         segments = jnp.asarray(batch.segment_ids)
         weights *= ((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)).astype(jnp.float32)
     if batch.positions is not None:
-        weights *= (jnp.asarray(batch.positions)[:, 1:] >= 0).astype(jnp.float32)
+        real = jnp.asarray(as_int32("Batch.positions", batch.positions)) >= 0
+        weights *= (real[:, 1:] & real[:, :-1]).astype(jnp.float32)
     if batch.loss_mask is not None:
         weights *= jnp.asarray(batch.loss_mask)[:, 1:].astype(jnp.float32)
     weights = jnp.concatenate([weights, jnp.zeros((shape[0], 1), jnp.float32)], axis=1)
@@ -99,7 +105,7 @@ def mtp_targets(
     """
     targets, weights = (shift_left(x, depth) for x in next_tokens(batch))
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
-    positions = padded_positions(positions, segments, targets.shape)
+    positions, segments = placed_in_documents(positions, segments, targets.shape)
     weights = jnp.where(same_document(positions, segments, depth), weights, 0.0)
     targets = jnp.where(weights == 0, 0, targets)
     return (targets, weights) if order is None else (targets[:, order], weights[:, order])
@@ -146,7 +152,7 @@ def token_loss_sum(
 def _beside(model: Decoder, batch: Batch) -> dict[str, Any]:
     """What a model gets beside tokens; pictures are encoded once, for it and for multi-token prediction."""
     encoded = None if batch.media is None else model.encode(batch.media)
-    return dict(inputs=batch.inputs, media=batch.media, encoded=encoded)
+    return dict(inputs=batch.inputs, media=batch.media, encoded=encoded, contiguous=batch.contiguous)
 
 
 def _head_loss(
@@ -212,7 +218,7 @@ def _real_tokens(
 ) -> Float32[Array, "layers batch length"]:
     """Which tokens each of the layers reads that `configs` finds: those of multi-token prediction come last."""
     positions, segments = (None if x is None else jnp.asarray(x) for x in (batch.positions, batch.segment_ids))
-    positions = padded_positions(positions, segments, batch.tokens.shape)
+    positions, segments = placed_in_documents(positions, segments, batch.tokens.shape)
     count = len(configs(dataclasses.replace(model.config, mtp=None)))
     ahead = [same_document(positions, segments, depth + 1) for depth in range(len(configs(model.config)) - count)]
     return jnp.stack([positions >= 0] * count + ahead).astype(jnp.float32)
@@ -246,10 +252,10 @@ def next_token_loss(
     - `fused`: whether head and loss are computed together, tile by tile.
     - `key`: for dropout.
     """
-    more = dict(loss_mask=batch.loss_mask, spans=batch.spans)
+    more: Any = dict(loss_mask=batch.loss_mask, spans=batch.spans)
     tokens = batch.tokens if batch.media is None else without_placeholders(batch.tokens, batch.media)
     check_inputs(model.config, tokens, batch.positions, batch.segment_ids, name="Batch.tokens", **more)
-    return _mean_loss(model, batch, z_loss, fused, key)
+    return _mean_loss(model, batch, z_loss, fused, as_key(key))
 
 
 @compiled_alone

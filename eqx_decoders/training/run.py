@@ -4,8 +4,8 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,13 +13,14 @@ from typing import Any
 
 import jax
 
-from eqx_decoders.axes import named_leaves
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import CheckpointError, DataError, EqxDecodersError, check
+from eqx_decoders.inference.text import prompt_ids
 from eqx_decoders.io.checkpoint import Checkpoints
 from eqx_decoders.io.huggingface import abstract_hf
 from eqx_decoders.io.processes import (
     AHEAD,
+    LONG,
     ON_FAILURE,
     Stop,
     first_then_all,
@@ -29,22 +30,21 @@ from eqx_decoders.io.processes import (
     wait_for_verdict,
 )
 from eqx_decoders.io.run_copies import GROWING, RunCopies
-from eqx_decoders.io.rundir import EXIT_SIGTERM, Interrupt, RunLock
+from eqx_decoders.io.rundir import EXIT_SIGTERM, Interrupt, RunLock, check_run_dir
 from eqx_decoders.io.tokenizer import Tokenizer
 from eqx_decoders.io.waiting import Waiting, showing
-from eqx_decoders.layout import device_bytes
 from eqx_decoders.replication import check_replicated
 from eqx_decoders.training.batches import Batch, Batches
 from eqx_decoders.training.data import make_dataset, make_held_out_sets, prepare_tokenizer
-from eqx_decoders.training.evaluation import HeldOut, describe_held_out, evaluate_sets, sample_text
+from eqx_decoders.training.evaluation import HeldOut, evaluate_sets, sample_text
 from eqx_decoders.training.flops import device_flops, flops_per_token
 from eqx_decoders.training.goodput import Goodput, WallTime, run_start
 from eqx_decoders.training.media_run import answers, describe_answers, draw_answers, placeholders, with_pictures
-from eqx_decoders.training.mesh_settings import describe_devices, describe_low_precision, describe_pipeline
 from eqx_decoders.training.metrics import MetricsRow, read_metrics
 from eqx_decoders.training.plots import plot_loads, plot_losses
 from eqx_decoders.training.processes import host_rows, place
 from eqx_decoders.training.progress import Progress
+from eqx_decoders.training.run_report import describe_model, diverged, out_of_memory, print_status, shown, summary
 from eqx_decoders.training.runs import (
     SOURCE,
     abstract_run,
@@ -91,7 +91,7 @@ def train(config: TrainConfig) -> int:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise EqxDecodersError(run.out_of_memory(str(error))) from error
+        raise EqxDecodersError(out_of_memory(run.config, run.target, str(error))) from error
 
 
 class Run:
@@ -114,6 +114,8 @@ class Run:
 
     def train(self) -> int:
         """The whole run; the exit code."""
+        if self.writes:
+            check_run_dir(self.dir)
         with contextlib.ExitStack() as stack:
             lock = stack.enter_context(RunLock(self.dir)) if self.writes else None
             stack.enter_context(self.interrupt)
@@ -133,49 +135,38 @@ class Run:
             try:
                 self._open_model_and_data(stack)
                 state, start = self._first_state()
-                gather("started")
+                self.log = self._step_log(start + 1)
+                self.metrics = stack.enter_context(contextlib.closing(self._trackers(start + 1)))
+                gather("started", seconds=LONG)
             except Exception:
                 undo()
                 raise
             finally:
                 ON_FAILURE.remove(undo)
-            self.log = self._step_log(start + 1)
-            self.metrics = stack.enter_context(contextlib.closing(self._trackers(start + 1)))
             self._copy()
             try:
                 with Progress(self.config.steps, start=start) as self.progress:
                     with self.time.doing("steps"), self._traces():
                         state, step, stopped = self._steps(state, start)
                     self.time.switch("ending")
-                    results = {} if stopped else self._evaluate(state.averaged, step)
-                    sample = "" if stopped else self._sample(state.averaged, last=True)
+                    results, sample = ({}, "") if stopped else self._judge(state.averaged, step, last=True)
                 codes = gather("stopped", self.interrupt.exit_code)
                 if self.stop.agreed or any(codes):
-                    self._save(step, state)
-                    self.checkpoints.wait()
-                    print_status(f"stopped, saved at step {step}")
+                    self._stop(step, state)
                     return next(filter(None, codes), EXIT_SIGTERM)
                 self._copy()
                 self._export(state.averaged)
-                self.checkpoints.wait()
+                stuck = self.skipped_in_a_row
+                if stuck:
+                    print_status(f"warning: the last {stuck} steps were not finite: weights are of step {step - stuck}")
+                finite = not stuck and all(math.isfinite(each.loss) for each in results.values())
+                self.checkpoints.wait(drop=finite)
             except jax.errors.JaxRuntimeError:
                 wait_for_verdict()
                 raise
             if self.writes:
                 self._summarise(results, sample)
         return 0
-
-    def out_of_memory(self, told: str) -> str:
-        """What to do about XLA's error of this text."""
-        config, weights = self.config, named_leaves(self.target).values()
-        sizes = f"batch_size={config.dataset.batch_size} x seq_len={config.dataset.seq_len} tokens"
-        sizes += f", {sum(leaf.size for leaf in weights):,} weights of {sum(map(device_bytes, weights)) / 1e9:.2f} GB"
-        asked = next((line for line in told.splitlines() if "RESOURCE_EXHAUSTED" in line), told)
-        asked = asked.split("RESOURCE_EXHAUSTED:")[-1].strip().rstrip(".")[:300]
-        return (
-            f"the memory of a device does not suffice for {sizes}, and what a step makes of them. XLA: {asked}. Lower "
-            "batch_size or raise step.gradient_accumulation_steps, give remat='full', or cut the weights by mesh.fsdp."
-        )
 
     # --- before the first step ----------------------------------------------------------------------------------------
 
@@ -185,21 +176,21 @@ class Run:
             self.copies.try_out()
         if self.writes and (not is_begun(self.dir) or self.copies.taken_over):
             self.copies.bring_back()
-        gather("brought back")
+        gather("brought back", seconds=LONG)
         self.config, self.changes = resume_settings(self.config, self.dir)
         if self.writes:
             check_found(self.config, self.changes, self.dir)
         config, settings = self.config, self.dir / "settings.json"
         for name, (was, now) in self.changes.items():
-            print_status(f"changed: {flag(name)} {_shown(was)} -> {_shown(now)}")
+            print_status(f"changed: {flag(name)} {shown(was)} -> {shown(now)}")
         self._check_same()
         if self.writes:
             keep_config(config, self.dir)
         if self.writes and not self.changes and not checkpoints_of(config, self.dir).steps:
             save_settings(config, settings)  # now: they say what the tokenizer and the tokens are made with
-        if self.writes and config.init_from is not None and not (self.dir / SOURCE).exists():
-            keep_source(abstract_hf(config.init_from), self.dir)
-        gather("source")
+        if self.writes:
+            self._keep_source()
+        gather("source", seconds=LONG)
         self.target = abstract_run(config, self.dir, self.execution)
         check_replicated(self.target, self.layout, config.replicated_tolerance)
         check_exports(self.target, config, self.dir)
@@ -211,7 +202,7 @@ class Run:
             stack.enter_context(batches)
         alone = jax.process_count() == 1
         with contextlib.nullcontext() if alone else Waiting("waiting for the other processes (tokens)"):
-            gather("tokens", seconds=1e6)
+            gather("tokens", seconds=LONG)
         parts = [part for batches in (self.data, *self.held_out.values()) for part in batches.parts]
         made = [self.tokenizer.content_hash, *(part.store.content_hash for part in parts)]
         rule = f"tokenizer and tokens of process {jax.process_index()} are others than those of the first"
@@ -219,6 +210,15 @@ class Run:
         directory = config.checkpoint_dir or self.dir / "checkpoints"
         self.checkpoints = stack.enter_context(Checkpoints(directory, max_checkpoints=config.max_checkpoints))
         self.trainer = Trainer.create(config.optimizer_config(), self.target, steps=config.steps, config=config.step)
+
+    def _keep_source(self) -> None:
+        """Keep the description of the model that the run starts from, which may have to be downloaded first."""
+        source, kept = self.config.init_from, (self.dir / SOURCE).exists()
+        rule = f"{self.dir / SOURCE} is there, but init_from={source}: of a start or an import that did not come to"
+        check(source is not None or not kept, f"{rule} its end. Give init_from, or choose another run_dir.")
+        if source is not None and not kept:
+            with Waiting(f"fetching {source}", kept="what was downloaded is kept"):
+                keep_source(abstract_hf(source), self.dir)
 
     def _check_same(self) -> None:
         """All processes must have been started with the same settings, on one run directory."""
@@ -250,7 +250,17 @@ class Run:
             print_status(f"warning: seq_len={length} is beyond the {trained} positions that the model was trained on")
         rule = f"but the model only {size}. Choose a smaller tokenizer or another model"
         check(tokenizer.vocab_size <= size, f"tokenizer={spec!r} has {tokenizer.vocab_size} ids, {rule}.")
+        self._check_sample(tokenizer)
         return tokenizer
+
+    def _check_sample(self, tokenizer: Tokenizer) -> None:
+        """A sample that can't be written is told of now, not after hours."""
+        new, rows = self.config.sample_tokens, getattr(self.target.config.positions, "max_positions", None)
+        if new == 0 or rows is None or (self.reader is not None and self.config.dataset.evaluates):
+            return
+        prompt = len(prompt_ids(tokenizer, self.config.prompt))
+        rule = f"exceed the model's {rows} learned positions with the {prompt} tokens of prompt={self.config.prompt!r}"
+        check(prompt + new <= rows, f"sample_tokens={new} {rule}: lower sample_tokens, or shorten the prompt.")
 
     def _batches(self) -> Batches:
         return make_dataset(self.dataset, self.tokenizer, **self._of_data())
@@ -271,14 +281,16 @@ class Run:
     def _first_state(self) -> tuple[TrainState, int]:
         """The state of the newest checkpoint, or a new one, and the steps that it has taken."""
         config, key = self.config, jax.random.key(self.config.dataset.seed)
-        self._describe()
+        print_status("\n".join(describe_model(config, self.target, self.trainer, self.execution)))
         if from_first("new", self.writes and (self.checkpoints.latest is None or is_imported(config, self.dir))):
             with Waiting("making the model", kept=self._kept()):
                 model = new_model(config, self.dir, self.execution)
                 state, start = self.trainer.init(model, key=jax.random.fold_in(key, 1)), 0
         else:
             with Waiting("loading the checkpoint", kept=self._kept()):
-                state, data_state, start = restore_state(self.checkpoints, self.trainer, self.target, key)
+                state, data_state, start = restore_state(
+                    self.checkpoints, self.trainer, self.target, key, say=print_status
+                )
             self.data.set_state(data_state)
             print_status(f"resumed at step {start}")
         print_status(self.data.describe(start, config.steps))
@@ -286,30 +298,18 @@ class Run:
         for field in ("export", "export_adapter"):  # checked before the training, not after it
             directory = getattr(config, field)
             free = directory is None or start == config.steps or is_new(directory)
-            check(from_first(field, free), f"{field}={directory!r} is not empty: give a new directory.")
+            free = from_first(field, free, seconds=LONG)  # behind the loading of the model
+            check(free, f"{field}={directory!r} is not empty: give a new directory.")
         if self.writes:
             save_settings(config, self.dir / "settings.json", changes=self.changes, step=start)
-            self.copies.keep()
             self.copies.claim()
+            self.copies.keep()
         return state, start
 
     def _kept(self) -> str:
         """What there is of the run before its first step."""
         step = self.checkpoints.latest
         return f"the run is as it was saved at step {step}" if step else "the tokenizer and the tokens are kept"
-
-    def _describe(self) -> None:
-        leaves = named_leaves(self.target)
-        weights = sum(leaf.size for leaf in leaves.values())
-        trained = sum(leaf.size for name, leaf in leaves.items() if name in self.trainer.trainable)
-        part = f" ({trained:,} of them trained)" if trained < weights else ""
-        name, devices = self.config.init_from or self.config.model_config, describe_devices(self.layout)
-        name = " ".join((name or self.config.model, *self.config.set))
-        print_status(f"{name}: {weights:,} weights{part} on {devices}")
-        if (pipeline := describe_pipeline(self.execution)) is not None:
-            print_status(pipeline)
-        if (rounding := describe_low_precision(self.execution)) is not None:
-            print_status(rounding)
 
     def _step_log(self, first_step: int) -> StepLog:
         config, length, path = self.config, self.config.dataset.seq_len, self.dir / "metrics.jsonl"
@@ -336,15 +336,15 @@ class Run:
         The devices never wait for the host: while they compute a step, the next batch is put there, the next step
         follows, and the metrics of the one before the last are read.
         """
-        config, batch = self.config, None
+        config, batch, due = self.config, None, False
         self.data_state = self.data.get_state()
         while step < config.steps:
             if self.stop():
-                self._read(state, step)
+                self._read(step)
                 return state, step, True
             begun = time.perf_counter()
             batch = batch or self._next_batch()
-            self._trace(state, step + 1)
+            self._trace(step + 1)
             if self.interrupt.at_once:
                 self._compile(state, batch)
                 begun = time.perf_counter()
@@ -357,18 +357,19 @@ class Run:
             epochs["epochs"] = self.data.epochs
             self.log.take(step, metrics, epochs, begun)
             evaluates = config.eval_every and step % config.eval_every == 0 and step < config.steps
-            saves = step % config.checkpoint_every == 0 or step == config.steps
+            due = due or step % config.checkpoint_every == 0 or step == config.steps
             # where a checkpoint is due, it comes first: the next batch may be an error
-            batch = None if evaluates or saves else self._next_batch()
-            self._read(state, step, behind=0 if evaluates or saves else AHEAD)
-            self._trace(state, step + 1)
+            batch = None if evaluates or due else self._next_batch()
+            self._read(step, behind=0 if evaluates or due else AHEAD)
+            self._trace(step + 1)
+            if due and (not self.skipped_in_a_row or step == config.steps):  # else at the next step that is finite
+                self._save(step, state)
+                due = False
             if evaluates:
                 with self.time.doing("evaluating"):
-                    self._evaluate(state.averaged, step)
-                    if (sample := self._sample(state.averaged)) and self.writes:
+                    _, sample = self._judge(state.averaged, step)
+                    if sample and self.writes:
                         self.progress.message(sample)
-            if saves:
-                self._save(step, state)
         return state, step, False
 
     def _next_batch(self) -> Batch:
@@ -382,26 +383,55 @@ class Run:
         with self.time.doing("compiling"), waiting:
             self.log.step_bytes = self.trainer.compile(state, batch)
 
-    def _read(self, state: TrainState, step: int, *, behind: int = 0) -> None:
+    def _read(self, step: int, *, behind: int = 0) -> None:
         """Read the metrics of all steps but so many; end the run after too many steps that were not finite."""
         while len(self.log) > behind:
             self._report(self.log.read())
             if self.skipped_in_a_row >= self.config.max_skipped:
                 behind = 0  # if one of those under way is finite, the run goes on
         if self.skipped_in_a_row >= self.config.max_skipped:
+            self.checkpoints.wait(drop=False)
+            raise EqxDecodersError(diverged(self.log.last, self.checkpoints, step, self.skipped_in_a_row))
+
+    def _stop(self, step: int, state: TrainState) -> None:
+        """Save, for a signal that asked to stop."""
+        stuck = self.skipped_in_a_row
+        if not stuck:
             self._save(step, state)
-            raise EqxDecodersError(
-                f"{self.skipped_in_a_row} steps in a row were not finite (loss={self.log.last['loss']}, "
-                f"grad_norm={self.log.last['grad_norm']}). The weights are still those of step "
-                f"{step - self.skipped_in_a_row}, saved as step {step}. Lower optimizer.learning_rate or look at the "
-                "data, and start again."
-            )
+        self.checkpoints.wait(drop=False)
+        last = self.checkpoints.latest
+        left = f": the last {stuck} steps were not finite, and are not saved" * (stuck > 0)
+        print_status(f"stopped, {'nothing is saved' if last is None else f'saved at step {last}'}{left}")
 
     def _report(self, row: MetricsRow) -> None:
         """Write and show the metrics of a step."""
         self.metrics.write(row)
         self.progress.update(row["step"], row)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if row["skipped"] else 0
+
+    def _judge(self, model: Decoder, step: int, *, last: bool = False) -> tuple[dict[str, HeldOut], str]:
+        """The held-out losses and a sample. What fails there is told, and the run goes on.
+
+        Not so in a run of several processes: where one fails in the middle of what they compute together, the others
+        wait for it, and can't be told before they are lost. There the run ends, and goes on from its checkpoint.
+        """
+        results, sample = {}, ""
+        with self._going_on("the evaluation", step):
+            results = self._evaluate(model, step)
+        with self._going_on("the sample", step):
+            sample = self._sample(model, last=last)
+        return results, sample
+
+    @contextlib.contextmanager
+    def _going_on(self, what: str, step: int, *, alone: bool = False) -> Iterator[None]:
+        """Around what a run can do without. alone: no other process takes part in it, nor waits for it."""
+        try:
+            yield
+        except Exception as error:
+            if jax.process_count() > 1 and not alone:
+                raise
+            told = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+            self.progress.message(f"warning: {what} at step {step} failed, the run goes on: {told}")
 
     def _evaluate(self, model: Decoder, step: int) -> dict[str, HeldOut]:
         """The held-out loss of all as "", and of each set with a name; nothing if a signal came meanwhile.
@@ -411,9 +441,11 @@ class Run:
         config = self.config
         most = config.eval_batches if step < config.steps else config.final_eval_batches
         sets = {name: itertools.islice(batches.rewind(), most) for name, batches in self.held_out.items()}
-        result, named = evaluate_sets(model, sets, config.dataset.batch_size, stop=self.stop)
-        for batches in self.held_out.values():
-            batches.close()
+        try:
+            result, named = evaluate_sets(model, sets, config.dataset.batch_size, stop=self.stop)
+        finally:
+            for batches in self.held_out.values():
+                batches.close()
         if self.stop.agreed or not sets:
             return {}
         named = {name: each for name, each in named.items() if name}
@@ -449,7 +481,8 @@ class Run:
             if self.writes:
                 self.copies.check_owner()
             self._copy()
-            self.checkpoints.save(step, state, data_state=self.data_state, config=settings_json(self.config))
+            config, good = settings_json(self.config), self.skipped_in_a_row == 0
+            self.checkpoints.save(step, state, data_state=self.data_state, config=config, drop=good)
 
     @contextlib.contextmanager
     def _traces(self) -> Iterator[None]:
@@ -469,12 +502,12 @@ class Run:
         except CheckpointError as error:
             print_status(f"warning: {error}")
 
-    def _trace(self, state: TrainState, step: int) -> None:
+    def _trace(self, step: int) -> None:
         """Start the profiler before the first step of `profile`, and stop it after the last."""
         wanted = self.config.profile is not None and self.config.profile[0] <= step <= self.config.profile[1]
         if wanted == self.tracing:
             return
-        self._read(state, step - 1)  # nothing is under way where a trace begins and ends
+        self._read(step - 1)  # nothing is under way where a trace begins and ends
         if wanted:
             jax.profiler.start_trace(str(self.dir / "profile"))
         else:
@@ -494,31 +527,14 @@ class Run:
 
     def _summarise(self, results: dict[str, HeldOut], sample: str) -> None:
         """Draw the pictures, print the held-out losses and a sample."""
-        plot_losses(self.dir / "metrics.jsonl", self.dir / "loss.png")
         loads, steps = self.log.loads()
-        if loads:
-            plot_loads(loads, self.dir / "expert_load.png")
+        with self._going_on("drawing the losses", self.config.steps, alone=True):
+            plot_losses(self.dir / "metrics.jsonl", self.dir / "loss.png")
+            if loads:
+                plot_loads(loads, self.dir / "expert_load.png")
         goodput = f"; goodput of the run {self.log.last['goodput']:.0%}" if self.log.last else ""
         print_status(f"time of this process: {self.time.text()}{goodput}")
-        files = f"metrics.jsonl, loss.png{' and expert_load.png' * bool(loads)} are in {self.dir}"
-        elsewhere = self.config.checkpoint_dir
-        print(f"\ncheckpoints, {files}" if elsewhere is None else f"\ncheckpoints are in {elsewhere}; {files}")
-        if loads:
-            worst = ", ".join(f"{load.max():.2f}" for load in loads.values())
-            print(f"largest load of an expert over the mean, layer by layer, last {steps} steps: {worst}")
-        sets = {name: batches.parts[0] for name, batches in self.held_out.items()}
-        for name, result in results.items():
-            counts = [part.counts for part in ([sets[name]] if name else sets.values())]
-            print("\n".join(describe_held_out(name, result, counts)))
+        sets = {name: batches.parts[0].counts for name, batches in self.held_out.items()}
+        print("\n".join(summary(self.config, self.dir, loads, steps, results, sets)))
         if sample:
             print(f"sample:\n{sample}")
-
-
-def _shown(value: Any) -> str:
-    """A setting as it is written on the command line."""
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def print_status(text: str) -> None:
-    """A line on the standard error, where the progress is."""
-    print(text, file=sys.stderr, flush=True)

@@ -25,8 +25,7 @@ from eqx_decoders.errors import CheckpointError, ConfigError, ConversionError, c
 from eqx_decoders.families import get_config
 from eqx_decoders.inference.text import TextModel, published_model
 from eqx_decoders.io.chat import JINJA, ChatTemplate, load_chat_template, read_chat_template
-from eqx_decoders.io.checkpoint import Checkpoints, Restored, load_weights
-from eqx_decoders.io.checkpoint_reading import Damaged, together
+from eqx_decoders.io.checkpoint import Checkpoints, Restored, load_part, load_weights
 from eqx_decoders.io.directory import parse_json
 from eqx_decoders.io.export import (
     check_new_directory,
@@ -36,12 +35,14 @@ from eqx_decoders.io.export import (
     merged,
     save_hf,
 )
-from eqx_decoders.io.files import new_directory, write_atomically, write_json
+from eqx_decoders.io.files import expanded, new_directory, write_atomically, write_json
 from eqx_decoders.io.huggingface import abstract_hf, decode_config, load_hf, read_config
 from eqx_decoders.io.peft import adapter_plan, save_peft
 from eqx_decoders.io.processes import from_first
 from eqx_decoders.io.run_copies import RunCopies
+from eqx_decoders.io.rundir import check_run_dir
 from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
+from eqx_decoders.training.adopt import adopt, describe_adoption, is_same
 from eqx_decoders.training.lora import add_lora, merge_lora
 from eqx_decoders.training.settings import (
     Changes,
@@ -51,8 +52,9 @@ from eqx_decoders.training.settings import (
     is_new,
     load_settings,
     save_settings,
+    settings_of,
 )
-from eqx_decoders.training.step import Trainer
+from eqx_decoders.training.step import Trainer, TrainState
 
 
 SOURCE = "source"
@@ -170,7 +172,7 @@ def copied_run(checkpoint_dir: str) -> Path | None:
 def local_run(run_dir: str | Path) -> Path:
     """A run directory, of which a copy is made if it is `gs://…`, the directory of the checkpoints of a run."""
     if "://" not in str(run_dir):
-        return Path(run_dir)
+        return Path(expanded(run_dir))
     folder = copied_run(str(run_dir))
     if folder is None:
         rule = f"run_dir={str(run_dir)!r} is no checkpoint_dir of a run"
@@ -185,6 +187,7 @@ def begun_run(run_dir: str | Path, checkpoint_dir: str | None) -> Path | None:
     """
     run = Path(run_dir)
     if is_begun(run):
+        check_run_dir(run)
         checkpoint_dir = checkpoint_dir or load_settings(run / "settings.json").checkpoint_dir
         if not RunCopies(run, checkpoint_dir).taken_over:
             return run
@@ -202,9 +205,10 @@ def check_found(settings: TrainConfig, changes: Changes, run_dir: str | Path) ->
 
 
 def is_begun(run_dir: str | Path) -> bool:
-    """Whether there is a run with at least a tokenizer; an earlier start may have been stopped before it had one."""
+    """Whether there is a run with at least a model or a tokenizer; an earlier start may have been stopped before."""
     run = Path(run_dir)
-    return (run / "settings.json").is_file() and ((run / "tokenizer").exists() or (run / "checkpoints").exists())
+    made = (SOURCE, "tokenizer", "checkpoints")
+    return (run / "settings.json").is_file() and any((run / name).exists() for name in made)
 
 
 def is_imported(settings: TrainConfig, run_dir: str | Path) -> bool:
@@ -280,18 +284,38 @@ def _tokenizer_dir(settings: TrainConfig, run_dir: str | Path) -> Path:
     return Path(run_dir) / ("tokenizer" if own else SOURCE)
 
 
-def restore_state(checkpoints: Checkpoints, trainer: Trainer, model: Decoder, key: PRNGKeyArray) -> Restored:
+def restore_state(
+    checkpoints: Checkpoints,
+    trainer: Trainer,
+    model: Decoder,
+    key: PRNGKeyArray,
+    say: Callable[[str], None] = lambda text: None,
+) -> Restored:
     """The newest state of a run, its data's state and its step, for models shaped like `model`.
 
-    A state that was saved without running means begins them at its weights; those that are no longer kept are dropped.
+    One that was saved by another optimizer, of other weights that are trained, or with or without running means is read
+    as it was saved, and goes on as one of `trainer` (see `adopt`); `say` is told what is new then.
     """
-    try:
-        arrays = together(checkpoints.manifest)["arrays"]
-        saved = dataclasses.replace(trainer, ema_decay=0.5 if _means(arrays) else None)
-    except Damaged:  # `restore` looks for an older one
-        saved = trainer
-    state, data_state, step = checkpoints.restore(saved.abstract(model, key=key))
-    return Restored(trainer.with_ema(state), data_state, step)
+    savers: dict[int, Trainer] = {}
+
+    def as_saved(manifest: dict[str, Any]) -> TrainState:
+        savers[manifest["step"]] = saver = _trainer_of(manifest, trainer, model)
+        return saver.abstract(model, key=key)
+
+    state, data_state, step = checkpoints.restore_for(as_saved)
+    if not is_same(trainer, savers[step]):
+        say(describe_adoption(trainer, savers[step]))
+    return Restored(adopt(trainer, state, savers[step]), data_state, step)
+
+
+def _trainer_of(manifest: Mapping[str, Any], trainer: Trainer, model: Decoder) -> Trainer:
+    """What trained the state of a checkpoint, as far as it tells: `trainer`, or one with the settings kept there."""
+    settings = settings_of(manifest["config"])
+    if settings is not None:
+        saver = Trainer.create(settings.optimizer_config(), model, steps=settings.steps)
+        if not is_same(trainer, saver):
+            trainer = saver
+    return dataclasses.replace(trainer, ema_decay=0.5 if _means(manifest["arrays"]) else None)
 
 
 def load_run(
@@ -306,7 +330,7 @@ def load_run(
     settings = load_settings(run / "settings.json")
     checkpoints = checkpoints_of(settings, run)
     target = abstract_run(settings, run, _with_params(Execution(**execution), settings.params_dtype))
-    model = load_weights(checkpoints.directory, target, step)
+    model, _, step = load_part(checkpoints.directory, target, step)  # all of what follows is of this step
     if ema and settings.optimizer.ema_decay is not None:
         weights = named_leaves(model)
         names = _means(checkpoints.manifest(step)["arrays"])

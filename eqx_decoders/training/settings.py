@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from eqx_decoders.context import ContextForm, ContextOrder, Execution
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.families import list_models
-from eqx_decoders.io.files import write_json
+from eqx_decoders.io.files import expand_paths, write_json
 from eqx_decoders.layers.kernel import KERNELS
 from eqx_decoders.layout import Layout
 from eqx_decoders.low_precision import LowPrecision
@@ -30,19 +30,8 @@ from eqx_decoders.training.step import StepConfig
 from eqx_decoders.training.trackers import PACKAGES
 
 
-# Names of settings in the run directories of earlier versions.
-RENAMED = {
-    "keep": "max_checkpoints",
-    "step.accumulate": "step.gradient_accumulation_steps",
-    "optimizer.clip_norm": "optimizer.max_grad_norm",
-    "optimizer.final_fraction": "optimizer.min_lr_ratio",
-    "data": "dataset.path",
-    "held_out": "dataset.held_out_path",
-    "tensorboard": "trackers",
-    **{
-        name: f"dataset.{name}" for name in ("held_out_fraction", "text_field", "batch_size", "seq_len", "seed", "pack")
-    },
-}
+# Other names of settings in files: those of their flags.
+ALIASES = {"data": "dataset.path", "held_out": "dataset.held_out_path"}
 
 # Which run it is: never changed.
 _IDENTITY = (
@@ -72,6 +61,8 @@ _OF_A_START = (
     "distributed",
     "distributed_timeout",
 )
+
+_PATHS = ("run_dir", "checkpoint_dir", "config", "model_config", "init_from", "tokenizer", "export", "export_adapter")
 
 Changes = Mapping[str, tuple[Any, Any]]
 
@@ -122,7 +113,7 @@ class TrainConfig:
     checkpoint_every: int = 100
     """Steps between checkpoints."""
     max_checkpoints: int = 3
-    """Checkpoints to keep."""
+    """Checkpoints to keep, and one more until a finite step has followed the newest."""
     eval_every: int = 100
     """Steps between held-out evaluations, each with a sample; 0: only at the end."""
     eval_batches: int = 16
@@ -197,6 +188,7 @@ class TrainConfig:
     step: StepConfig = StepConfig()
 
     def __post_init__(self):
+        expand_paths(self, *_PATHS)
         rule = "must be a path: its lock and its metrics need a file system"
         here = "://" not in self.run_dir
         check(here, f"run_dir={self.run_dir!r} {rule}. Give a path, and checkpoint_dir={self.run_dir!r} beside it.")
@@ -412,8 +404,15 @@ def settings_json(settings: TrainConfig) -> dict[str, Any]:
 
 
 def load_settings(path: Path) -> TrainConfig:
-    """The settings that `save_settings` wrote, in this version or an earlier one."""
+    """The settings that `save_settings` wrote."""
     return with_settings(TrainConfig(), _typed(_read_settings(path), path))
+
+
+def settings_of(values: Any) -> TrainConfig | None:
+    """The settings in what `settings_json` gave; None for anything else."""
+    if not isinstance(values, dict) or "optimizer" not in values:
+        return None
+    return with_settings(TrainConfig(), _typed(values, "checkpoint"))
 
 
 def with_file(settings: TrainConfig, path: str | Path) -> TrainConfig:
@@ -441,11 +440,9 @@ def of_a_new_start(settings: TrainConfig, run_dir: str) -> TrainConfig:
 
 
 def _typed(values: dict[str, Any], path: str | Path) -> dict[str, Any]:
-    """What a file holds by today's names: those without `dataset` and of earlier versions are known, too."""
-    if isinstance(values.get("tensorboard"), bool):  # what was a switch in earlier versions
-        values = values | {"tensorboard": ["tensorboard"] * values["tensorboard"]}
+    """What a file holds by the names of fields: those without `dataset`, and of flags, are known, too."""
     aliases = {name.removeprefix("dataset."): name for name in flat_settings(TrainConfig())}
-    return typed_settings(values, TrainConfig(), aliases | RENAMED, path)
+    return typed_settings(values, TrainConfig(), aliases | ALIASES, path)
 
 
 def _is_written(name: str, value: Any) -> bool:

@@ -35,7 +35,10 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}.") from error
-    values = _json(text, path) if path.suffix == ".json" else _yaml(text, path)
+    try:
+        values = _json(text, path) if path.suffix == ".json" else _yaml(text, path)
+    except RecursionError:
+        raise ConfigError(f"{path} holds no settings: what is in it is nested too deeply.") from None
     check(isinstance(values, dict), f"{path} holds no settings: it must be a mapping from names to values.")
     return values
 

@@ -17,9 +17,10 @@ from eqx_decoders.axes import AnyArray, axes, buffers, frozen, matching, named_l
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.explicit import spec_of
+from eqx_decoders.inputs import as_key
 from eqx_decoders.layers.scores import EMPTY
 from eqx_decoders.layout import Layout, partitions
-from eqx_decoders.offload import Offload
+from eqx_decoders.offload import Offload, to_device, to_home
 from eqx_decoders.stats import BlockStats
 from eqx_decoders.training.balance import expert_configs, update_router_bias
 from eqx_decoders.training.batches import Batch
@@ -111,6 +112,7 @@ class Trainer(eqx.Module):
     `state, metrics = trainer.step(state, batch)`.
     """
 
+    name: str = eqx.field(static=True)
     optimizer: optax.GradientTransformation = eqx.field(static=True)
     schedule: Callable[[Any], Any] = eqx.field(static=True)
     trainable: frozenset[str] = eqx.field(static=True)
@@ -145,6 +147,7 @@ class Trainer(eqx.Module):
             rule = f"StepConfig.qk_clip_threshold={config.qk_clip_threshold} would change {', '.join(fixed[:3])}"
             check(not fixed, f"{rule}, which OptimizerConfig.trainable leaves out: train them, or leave it out.")
         return cls(
+            name=optimizer.name,
             optimizer=make_optimizer(optimizer, {name: words[name] for name in words if name in trainable}, steps),
             schedule=make_schedule(optimizer, steps),
             trainable=trainable,
@@ -155,33 +158,41 @@ class Trainer(eqx.Module):
         )
 
     def init(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
-        """The state before the first step; the optimizer's part is created sharded like the weights it belongs to."""
+        """The state before the first step."""
         model = model.place(model.execution.layout)  # a no-op for `init`'s; weights without a place would compile twice
-        target = self.abstract(model, key=key).optimizer
-        weights = self._weights(model)
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
-        start = model.execution.layout.automatically(self.optimizer.init, lambda _: partitions(target))
-        optimizer = jax.jit(start, out_shardings=shardings)(weights)
+        key = as_key(key)
+        optimizer = self.new_optimizer(model)
         # counters of their own: a donated step must not be handed one buffer twice
         zero, none = (jax.make_array_from_callback((), _replicated(model), _no_steps) for _ in range(2))
         key = jax.jit(jax.random.clone, out_shardings=_replicated(model))(key)  # device_put can't, over processes
         return self.with_ema(TrainState(model=model, optimizer=optimizer, step=zero, skipped=none, key=key))
 
+    def new_optimizer(self, model: Decoder) -> PyTree:
+        """The optimizer's state before its first step, sharded like the weights it belongs to."""
+        target = self.abstract(model, key=jax.random.key(0)).optimizer
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+        start = model.execution.layout.automatically(self.optimizer.init, lambda _: partitions(target))
+        return jax.jit(start, out_shardings=shardings)(self._weights(model))
+
     def with_ema(self, state: TrainState) -> TrainState:
         """The state with the running means that it is to have: those it has, or else new ones, equal to the weights."""
-        if self.ema_decay is None or state.ema is not None:
-            return dataclasses.replace(state, ema=None if self.ema_decay is None else state.ema)
-        weights = self._weights(state.model)
-        places = self.state_shardings(state.model)
+        if self.ema_decay is None:
+            return dataclasses.replace(state, ema=None)
+        kept = {name: mean for name, mean in (state.ema or {}).items() if name in self.trainable}
+        weights = {name: leaf for name, leaf in self._weights(state.model).items() if name not in kept}
+        if not weights:
+            return dataclasses.replace(state, ema=kept)
+        every = self.state_shardings(state.model)
+        places = {name: every[name] for name in weights}
         # copies: a donated step must not be handed one buffer twice
         copies = jax.jit(
             lambda weights: jax.tree.map(lambda leaf: jnp.copy(widened(leaf)), weights), out_shardings=places
         )
-        return dataclasses.replace(state, ema=copies(weights))
+        return dataclasses.replace(state, ema=kept | copies(weights))
 
     def abstract(self, model: Decoder, *, key: PRNGKeyArray) -> TrainState:
         """`init` as a tree of `jax.ShapeDtypeStruct` with shardings: what a checkpoint is restored into."""
-        everywhere = _replicated(model)
+        everywhere, key = _replicated(model), as_key(key)
         weights, beside = self._weights(model), self._state_layout(model)
         places = beside.shardings()
 
@@ -275,8 +286,11 @@ class Trainer(eqx.Module):
         names = tuple(name for name in old if not any(name in group for group in groups.values()))
         weights, optimizer, ema = by_layer(move, groups, names, finite, old, gradient, state.optimizer, state.ema)
         model = _with_router_biases(self._with_weights(state.model, weights), sums.stats, finite)
+        clipped = self._clipped(model, sums.stats, finite)
+        if ema is not None and clipped is not model:
+            ema = parts(self._with_clipped(ema, named_leaves(model), named_leaves(clipped)))
         new = TrainState(
-            model=self._clipped(model, sums.stats, finite),
+            model=clipped,
             optimizer=optimizer,
             step=state.step + 1,
             skipped=state.skipped + jnp.where(finite, 0, 1),
@@ -336,6 +350,16 @@ class Trainer(eqx.Module):
         if self.config.qk_clip_threshold is None or stats is None or stats.max_scores is None:
             return model
         return qk_clip(model, jnp.where(finite, stats.max_scores, EMPTY), self.config.qk_clip_threshold)
+
+    def _with_clipped(self, ema: dict[str, Any], before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+        """Means of the weights as they are after QK-clip, from those as they were before it."""
+        share = 1 - (self.ema_decay or 0.0)
+
+        def one(name: str, mean: Any) -> Any:
+            moved = to_device(mean) + share * (widened(after[name]) - widened(before[name]))
+            return to_home(moved, mean)
+
+        return {name: mean if after[name] is before[name] else one(name, mean) for name, mean in ema.items()}
 
     def _weights(self, model: Decoder) -> dict[str, Any]:
         return {name: leaf for name, leaf in named_leaves(model).items() if name in self.trainable}

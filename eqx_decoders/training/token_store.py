@@ -225,22 +225,17 @@ def open_store(
         make_shards(shards, [job for _, job in jobs], recipe)
     with locked(folder / "lock"):
         made = read_manifest(folder)
-        counted = made is not None and "shards" in made and (not all_held_out or made["held_out"]["below"] >= 1)
-        if made is None or not counted:  # earlier versions did not count what is held out as such
+        counted = made is not None and (not all_held_out or made["held_out"]["below"] >= 1)
+        if made is None or not counted:  # or it was counted as what is trained on
             _check_any([_info(shards, job).documents for _, job in jobs], flag, path)
             made = _new_manifest(shards, jobs, recipe, request, entries, cache, all_held_out)
             made["fingerprint"] = manifest["fingerprint"] if manifest else made["fingerprint"]
             write_atomically(folder / "manifest.json", json.dumps(made, indent=1).encode())
-            for name in EARLIER_FILES:
-                (folder / name).unlink(missing_ok=True)
         elif manifest is None:  # written by another process meanwhile
             _check_unchanged(folder, made, request, entries, template)
     keys = {(name, job.part): job.key for name, job in jobs}  # that earlier versions had others for
     rows = [row | {"key": keys.get((row["source"], _part(row)), row["key"])} for row in _rows(made)]
     return TokenStore(made | {"shards": rows}, shards)
-
-
-EARLIER_FILES = ("tokens.bin", "targets.bin", "offsets.npy", "held_out.npy")  # of runs that kept their own tokens
 
 
 def open_sample(
@@ -274,12 +269,15 @@ def open_sample(
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """What a run's directory says of its data; None if it says nothing."""
+    """What a run's directory says of its data; None if it says nothing. Raises DataError for another file's content."""
+    file = folder / "manifest.json"
     try:
-        found = json.loads((folder / "manifest.json").read_bytes())
-        return found if {"sources", "fingerprint"} <= found.keys() else None
-    except (OSError, ValueError, AttributeError):
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError):  # none, or one that was cut short
         return None
+    own = isinstance(found, dict) and {"sources", "fingerprint", "shards"} <= found.keys()
+    check(own, f"{file} is no manifest of tokens: give another folder, or move it.", DataError)
+    return found
 
 
 def is_made(folder: Path, cache_dir: str | Path | None, recipe: Recipe) -> bool:

@@ -112,6 +112,20 @@ def test_what_is_not_given_is_what_the_run_has(tmp_path):
     assert parse(["--run-dir", str(tmp_path)]) == dataclasses.replace(want, export=None)
 
 
+def test_a_run_is_found_by_a_path_that_the_shell_did_not_expand(tmp_path, monkeypatch):
+    """By the flag, by a file of settings whose path is such a one, too; wherever the program is started."""
+    from eqx_decoders.cli.train import parse
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = tmp_path / "runs" / "x"
+    (run / "tokenizer").mkdir(parents=True)
+    save_settings(TrainConfig(steps=7), run / "settings.json")
+    (tmp_path / "a.yaml").write_text("run-dir: ~/runs/x")
+    for words in (["--run-dir=~/runs/x"], ["--config", "~/a.yaml"]):
+        found = parse(words)
+        assert found.steps == 7 and found.run_dir == str(run)
+
+
 def test_flags_come_before_the_file_and_the_file_before_the_run(tmp_path):
     """Also a run directory may stand in the file; what a file says is checked together with the flags."""
     from eqx_decoders.cli.train import parse

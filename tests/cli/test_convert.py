@@ -11,11 +11,12 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.axes import named_leaves, replaced
-from eqx_decoders.cli.convert import Verify
+from eqx_decoders.cli.convert import Import, Verify
 from eqx_decoders.io import verify
 from eqx_decoders.io.checkpoint import Checkpoints
 from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.settings import load_settings, save_settings
+from eqx_decoders.training.runs import resume_settings
+from eqx_decoders.training.settings import TrainConfig, load_settings, save_settings
 from tests.commands import ROOT, outcome
 
 
@@ -69,6 +70,29 @@ def test_import_then_generate_then_export_is_the_directory_again(tmp_path, witho
     assert outcome("convert", "verify", narrow)[0] == 0
     code, out, _ = outcome("convert", "verify", CHAT, "--against", narrow, "--tolerance", "0")
     assert code == 1 and "different: 0." in out and "11 tensors differ: model.embed_tokens.weight: by up to" in out
+
+
+def test_an_import_that_was_killed_is_not_taken_for_a_new_run(tmp_path, monkeypatch):
+    """While the checkpoint was being written: a run there begins with the same model, not with a random one."""
+    from eqx_decoders.cli.train import parse
+
+    def killed(self, *_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Checkpoints, "save", killed)
+    run = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt):
+        Import(source=str(CHAT), run_dir=str(run))()
+    config = parse(["--run-dir", str(run)])
+    assert config.init_from == str(CHAT) and not (run / "checkpoints").exists()
+    assert resume_settings(TrainConfig(run_dir=str(run)), run)[0].init_from == str(CHAT)
+
+
+def test_an_import_leaves_files_of_others_alone(tmp_path):
+    (tmp_path / "tokenizer").mkdir()
+    _, _, err = outcome("convert", "import", CHAT, tmp_path)
+    assert f"error: run_dir='{tmp_path}' has tokenizer in {tmp_path}, but not from a run" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["tokenizer"]
 
 
 def test_on_a_mesh_all_is_as_on_one_device(tmp_path, without_transformers):

@@ -95,6 +95,10 @@ def test_long_rows_and_pipelines_are_planned_as_asked(here):
     assert execution.pipeline is not None and execution.pipeline.microbatches == 4
 
 
+def test_a_warm_up_is_as_long_as_that_of_the_run_that_is_planned():
+    assert parse(["tiny", "--optimizer.warmup-steps", "2000"]).training().steps > 2000
+
+
 def test_the_model_is_the_one_that_is_described(here, tmp_path):
     def config(*words):
         return here(*words, "--batch-size", 8, "--xla-flags", "none")[1][0]

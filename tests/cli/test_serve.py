@@ -52,6 +52,9 @@ def asked(monkeypatch, text):
         def warm_up(self) -> None:
             pass
 
+        def close(self) -> None:
+            pass
+
     async def served(language, engine, config, sock, *, ready, **options) -> bool:
         found.api, found.sock, found.options = config, sock, options
         ready()
@@ -100,6 +103,8 @@ EFFECTS = {
     "prefix_cache_bytes": (["--prefix-cache-bytes", "0"], lambda found: found.engine.prefix_cache_bytes == 0),
     "max_waiting": (["--max-waiting", "5"], lambda found: found.engine.max_waiting == 5),
     "max_waiting_tokens": (["--max-waiting-tokens", "7"], lambda found: found.engine.max_waiting_tokens == 7),
+    "preempted_bytes": (["--preempted-bytes", "0"], lambda found: found.engine.preempted_bytes == 0),
+    "allow_priority": (["--allow-priority"], lambda found: found.api.allow_priority),
     "max_choices": (["--max-choices", "2"], lambda found: found.api.max_choices == 2),
     "max_body_bytes": (["--max-body-bytes", "1000"], lambda found: found.api.max_body_bytes == 1000),
     "api_key": (["--api-key", "a", "--api-key", "b"], lambda found: found.api.api_keys == ("a", "b")),

@@ -513,6 +513,34 @@ def test_keeps_the_last_and_cleans_leftovers(mode, tmp_path, monkeypatch):
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["3", "4"]
 
 
+def test_directories_of_others_with_numbers_for_names_are_no_steps(tmp_path):
+    (tmp_path / "2024").mkdir()
+    (tmp_path / "2024" / "photo.png").write_text("mine")
+    with Checkpoints(tmp_path, max_checkpoints=1) as checkpoints:
+        for step in (1, 3000, 3001):
+            checkpoints.save(step, {"x": jnp.ones(2)}, data_state={}, config={}, wait=True)
+    assert checkpoints.steps == (3001,)
+    assert (tmp_path / "2024" / "photo.png").read_text() == "mine"
+
+
+def test_a_step_counts_when_another_one_follows(tmp_path):
+    """It may be of no use. What ends by an error deletes nothing; nor does a step that is known to be of none."""
+    with contextlib.suppress(KeyError), Checkpoints(tmp_path, max_checkpoints=1) as checkpoints:
+        for step, kept in ((1, set()), (2, {1}), (3, {2})):
+            checkpoints.save(step, {"x": jnp.ones(2)}, data_state={}, config={})
+            assert set(checkpoints.steps) - {step} == kept
+        checkpoints.wait(drop=False)
+        assert checkpoints.steps == (2, 3)
+        checkpoints.save(4, {"x": jnp.ones(2)}, data_state={}, config={}, drop=False)
+        raise KeyError
+    assert checkpoints.steps == (2, 3, 4)
+    with Checkpoints(tmp_path, max_checkpoints=1) as again:
+        again.restore({"x": jnp.ones(2)})
+        again.save(5, {"x": jnp.ones(2)}, data_state={}, config={})
+        assert set(again.steps) - {5} == {4}
+    assert again.steps == (5,)
+
+
 @pytest.mark.parametrize(
     ("tree", "extra", "match"),
     [

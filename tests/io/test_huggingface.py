@@ -1,6 +1,7 @@
 """Checkpoints of Hugging Face's transformers: the same logits, the same tokens, and back again without a lost bit."""
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import re
@@ -113,7 +114,9 @@ def test_export_is_what_was_imported(loaded, tmp_path):
         model = ed.load_hf(directory, dtype=None)
     ed.save_hf(model, tmp_path / "new", shard_bytes=20_000)
     assert same_tensors(tensors_of(tmp_path / "new"), original)
-    assert len(list((tmp_path / "new").glob("*.safetensors"))) > 1
+    files = [load_file(file) for file in sorted((tmp_path / "new").glob("*.safetensors"))]
+    sizes = [sum(tensor.nbytes for tensor in file.values()) for file in files]
+    assert len(sizes) > 1 and all(one + two > 20_000 for one, two in itertools.pairwise(sizes))  # as few as hold all
     assert stored_tensors(Directory(tmp_path / "new")).keys() == original.keys()
     assert read_config(tmp_path / "new")[0] == model.config
     before, after = (json.loads((path / "config.json").read_text()) for path in (directory, tmp_path / "new"))

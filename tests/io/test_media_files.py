@@ -17,6 +17,7 @@ from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.io.processors.films import Film, open_film
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.pictures import open_picture
+from eqx_decoders.io.processors.processor import FileReader
 from eqx_decoders.io.processors.qwen import Qwen3Films, QwenFilms
 from eqx_decoders.io.processors.sounds import LogMel, open_sound
 from tests.io.media_files import film, grey_frames, numbers_of, picture, sound
@@ -267,6 +268,33 @@ def test_what_is_no_film_gets_a_sentence(hostile, monkeypatch, kind):
 
 def test_claims_alone_do_no_harm(hostile):
     assert [take_all(hostile[1][name][0]) for name in ("claimed frames", "claimed pixels")] == [20, 20]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_too_many_frames_are_refused_before_one_is_decoded(films, name, monkeypatch):
+    """By counting what holds them, whatever a header says."""
+    monkeypatch.setattr("eqx_decoders.io.processors.films._decoded", lambda *given: pytest.fail("decoded"))
+    with (
+        pytest.raises(DataError, match="12 frames of 48 x 32 pixels: more than "),
+        open_film(films[name], MediaLimits(max_decoded_pixels=11 * 48 * 32)),
+    ):
+        pass
+
+
+def test_films_share_the_pixels_that_are_decoded(films, tmp_path):
+    """And pictures those that are stored: before the first one is decoded."""
+    (tmp_path / "preprocessor_config.json").write_text('{"processor_class": "Qwen2_5_VLProcessor", "patch_size": 2}')
+
+    def read(**given):
+        limits = MediaLimits(max_decoded_pixels=30 * 48 * 32, max_total_pixels=1000)
+        return FileReader.load_rules(tmp_path, limits=limits).read(given)
+
+    assert len(read(video=[films["mp4"]])["video"]) == 1
+    with pytest.raises(DataError, match=r"film 2 \(bytes\) has 11 frames of 48 x 32 pixels: more than"):
+        read(video=[films["mp4"]] * 2)
+    assert len(read(image=[picture("RGB", 25, 20)] * 2)["image"]) == 2
+    with pytest.raises(DataError, match=r"pictures up to picture 3 \(bytes\) have 1,500 pixels together: more than"):
+        read(image=[picture("RGB", 25, 20)[:200]] * 3)
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -12,7 +12,7 @@ import pytest
 
 from eqx_decoders.errors import CheckpointError, ConfigError, ConversionError, DataError
 from eqx_decoders.io import rundir
-from eqx_decoders.io.rundir import Interrupt, RunLock, Stopped, exit_code
+from eqx_decoders.io.rundir import Interrupt, RunLock, Stopped, check_run_dir, exit_code
 from eqx_decoders.io.waiting import Waiting
 
 
@@ -83,6 +83,48 @@ def test_what_a_start_made_is_undone(tmp_path):
     with RunLock(tmp_path / "there") as lock:
         lock.undo()
     assert {path.name for path in (tmp_path / "there").iterdir()} == {"mine", "of another program", ".lock"}
+
+
+def test_what_others_put_into_a_new_directory_meanwhile_stays(tmp_path):
+    with RunLock(tmp_path / "run") as lock:
+        (tmp_path / "run" / "notes.txt").write_text("mine")
+        (tmp_path / "run" / "settings.json").write_text("{}")
+        lock.undo()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
+
+
+OWN_SETTINGS = '{"run_dir": "a", "model": "tiny", "steps": 3}'
+
+
+def test_a_run_s_directory_is_known_by_what_a_run_wrote(tmp_path):
+    """By content: any program may call its files so. Names that no run writes are nobody's matter."""
+    (tmp_path / "train.log").write_text("")
+    (tmp_path / ".lock").write_text("")  # of a start that is about to write it
+    check_run_dir(tmp_path)
+    check_run_dir(tmp_path / "new")
+    (tmp_path / "loss.png").write_text("mine")
+    (tmp_path / "source").symlink_to("nowhere")
+    for name, foreign, own in (
+        ("settings.json", '{"editor": {"steps": 3}}', OWN_SETTINGS),
+        (".lock", "mine", '{"pid": 1, "host": "a", "since": "then"}'),
+        ("owner.json", "[" * 100_000, '{"id": "a", "pid": 1, "host": "a", "since": "then"}'),
+    ):
+        (tmp_path / name).write_text(foreign)
+        with pytest.raises(
+            ConfigError, match=rf"run_dir='{tmp_path}' has .*loss.png.*Choose another run_dir"
+        ) as caught:
+            check_run_dir(tmp_path)
+        assert name in str(caught.value) and "source" in str(caught.value) and "train.log" not in str(caught.value)
+        (tmp_path / name).write_text(own)
+        check_run_dir(tmp_path)
+        (tmp_path / name).unlink()
+
+
+def test_a_lock_of_another_program_is_not_written_over(tmp_path):
+    (tmp_path / ".lock").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"\.lock is no lock of a run: choose another run directory"):
+        RunLock(tmp_path).acquire()
+    assert (tmp_path / ".lock").read_text() == "mine"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])

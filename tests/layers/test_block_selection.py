@@ -63,7 +63,19 @@ def test_blocks_are_those_of_the_loop(tile, monkeypatch):
         causal = (positions[:, :, None] >= positions[:, None]) & (positions >= 0)[:, None] & (positions >= 0)[..., None]
         seen = found & (causal & (segments[:, :, None] == segments[:, None]))[:, None]
         np.testing.assert_array_equal(seen, chosen_by_hand(config, query, key, positions, segments))
-    assert BlockSelection(size=3, top_k=7).choose(*arrays) is None
+    assert BlockSelection(size=3, top_k=7).choose(*arrays, contiguous=True) is None
+    assert BlockSelection(size=3, top_k=17).choose(*arrays) is None
+
+
+def test_positions_with_gaps_are_in_more_blocks():
+    """As many as there are tokens: a row of six may have six blocks of three positions."""
+    query, key = drawn(6)
+    positions = np.stack([np.arange(6), [0, 1, 2, 15, 16, 30], [0, 3, 6, 9, 12, 15]])
+    config, segments = BlockSelection(size=3, top_k=3), np.ones((3, 6), np.int32)
+    found = config.choose(*(jnp.asarray(x) for x in (query, key, positions.astype(np.int32), segments)))
+    seen = np.asarray(found) & (positions[:, :, None] >= positions[:, None])[:, None]
+    np.testing.assert_array_equal(seen, chosen_by_hand(config, query, key, positions, segments))
+    assert not seen[2, :, -1].all()
 
 
 def decoder(**options) -> ed.DecoderConfig:
@@ -102,7 +114,8 @@ def test_tokens_and_chunks_decode_as_the_whole():
     for begin in (0, 5):
         here = jnp.arange(begin, begin + 5)[None]
         logits, cache = extend(model, tokens[:, begin : begin + 5], cache, jnp.where(here < lengths[:, None], here, -1))
-        for row, length in enumerate(np.clip(lengths - begin, 0, 5)):
+        counts = np.clip(lengths - begin, 0, 5)
+        for row, length in ((row, counts[row]) for row in np.flatnonzero(counts)):
             assert_close(logits[row, :length], want[row, begin : begin + length], units=256)
     for _ in range(8):
         here = cache.length[:, None]

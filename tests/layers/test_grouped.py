@@ -44,12 +44,14 @@ def test_values_and_gradients_are_those_of_a_loop(counts, block):
     to_x, *to_weights = back(tuple(jnp.asarray(g) for g in outward))
     want_x = np.zeros((total, INNER))
     for out, weight, g, to_weight in zip(outs, (first, second), outward, to_weights, strict=True):
-        assert_close(out[:total], loop(x, weight, counts)[:total], units=32)
+        if total:
+            assert_close(out[:total], loop(x, weight, counts)[:total], units=32)
         want_x += loop(g, weight.transpose(0, 2, 1), counts)[:total]
         ends = np.cumsum(counts)
         slices = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
         assert_close(to_weight, np.stack([x[s].astype(np.float64).T @ g[s] for s in slices]), units=32)
-    assert_close(to_x[:total], want_x, units=32)
+    if total:
+        assert_close(to_x[:total], want_x, units=32)
 
 
 @pytest.mark.parametrize("block", [None, 4])

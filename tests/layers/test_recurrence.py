@@ -82,6 +82,12 @@ def test_a_single_short_chunk_of_a_wide_layer():
     same(all_of(args, None, "channel", 64), all_of(args, None, "channel", None), tolerance=2e-5)
 
 
+def test_several_chunks_of_32_of_a_wide_layer():
+    """In which it crashed, too."""
+    args = make(40, "channel", key_heads=2, heads=2, key_dim=16, value_dim=16)
+    same(all_of(args, None, "channel", 32), all_of(args, None, "channel", None), tolerance=2e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", [16, 32, 64, 128])

@@ -36,12 +36,13 @@ def results(function, options, qkv, weights, places):
 
 
 def check(
-    sizes, qkv, places, *, kernel="chunked", order="plain", form="gather", aligned=True, key_axis="length", **options
-):
+    sizes, qkv, places, *, kernel="chunked", order="plain", form="gather", aligned=True, key_axis="length",
+    contiguous=False, **options
+):  # fmt: skip
     """`attend_on_mesh` against the plainest kernel on one device."""
     layout = ed.Layout.create(**sizes)
     execution = Execution(layout=layout, attention=kernel, context_order=order, context_form=form)
-    meshed = options | dict(execution=execution, aligned=aligned, key_axis=key_axis)
+    meshed = options | dict(execution=execution, aligned=aligned, key_axis=key_axis, contiguous=contiguous)
     weights = weights_for(qkv)
     many = results(attend_on_mesh, tuple(meshed.items()), qkv, weights, places)
     same(many, results(attend, tuple((options | dict(kernel="dot")).items()), qkv, weights, places))

@@ -88,6 +88,8 @@ def test_between_slices_goes_what_the_links_have_left():
     """Two slices of four chips: a sum of 8 GB leaves 2 GB for each chip, of which one half crosses, there and back."""
     found = collective_seconds(collective("all-reduce", tuple(range(8))), torus(4, 1, slices=2))
     assert found[ACROSS] == pytest.approx(2 * 8e9 / 4 / 2 / 6.25e9) and found["fsdp"] == pytest.approx(0.06)
+    exchanged = collective_seconds(collective("all-to-all", tuple(range(8))), torus(4, 1, slices=2))
+    assert exchanged[ACROSS] == pytest.approx(8e9 / 2 / 6.25e9)  # of each device's 8 GB one half goes to the others
     alone = collective_seconds(collective("all-gather", (0, 4)), torus(4, 1, slices=2))
     assert alone == {ACROSS: pytest.approx(8e9 / 2 / 6.25e9)}
 

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import threading
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -42,6 +43,10 @@ class FakeEngine:
     @property
     def has_work(self) -> bool:
         return bool(self.order)
+
+    def check_together(self, requests: Sequence[Request]) -> None:
+        if len(requests) > self.max_waiting + self.slots:
+            raise ConfigError(f"{len(requests)} answers are more than max_waiting={self.max_waiting}: ask for fewer.")
 
     def submit(self, request: Request) -> int:
         if len(request.prompt) + request.max_new_tokens > self.max_length:

@@ -43,7 +43,7 @@ class Rendered(NamedTuple):
 class MadeUp(ChatTemplate):
     """Writes conversations without a process of its own, which takes 0.1 s."""
 
-    def render_many(self, conversations, process=None):
+    def render_some(self, conversations, process=None):
         return [Rendered(self._one(one)) for one in conversations]
 
     def _one(self, one: Conversation) -> str:
@@ -220,7 +220,6 @@ def test_sampling_is_passed_on(server, given, field, value):
         ({"logprobs": 0}, "logprobs", 0),
         ({"logprobs": 2, "echo": True}, "prompt_logprobs", 2),
         ({"logprobs": 2}, "prompt_logprobs", None),
-        ({"priority": 3}, "priority", -3),
         ({"user": "me"}, "client", "me"),
         ({}, "client", "127.0.0.1"),
         ({"cache_salt": "x"}, "cache_salt", "x"),
@@ -228,6 +227,21 @@ def test_sampling_is_passed_on(server, given, field, value):
 )
 def test_the_rest_is_passed_on(server, given, field, value):
     assert getattr(asked_of(server, **given), field) == value
+
+
+def test_priorities_are_for_servers_that_allow_them(server):
+    """Each one that takes a place makes the engine keep what was in it."""
+    error = server.json(COMPLETIONS, {"prompt": "a", "priority": -3}, code=400)["error"]
+    assert error["param"] == "priority" and "the server does not allow others" in error["message"]
+    assert asked_of(server, priority=0).priority == 0
+    with serving(language=LETTERS, allow_priority=True) as allowing:
+        assert asked_of(allowing, priority=3).priority == -3
+
+
+def test_health_tells_of_a_device_that_hangs(monkeypatch):
+    with serving(FakeEngine(), LETTERS) as server:
+        monkeypatch.setattr("eqx_decoders.serving.worker.Worker.hangs", True)
+        assert server.json("/health", code=503) == {"status": "hanging"}
 
 
 def test_what_was_published_with_the_model_counts_where_nothing_is_given():

@@ -1,15 +1,19 @@
 """Answers of a form: whatever is drawn from what is allowed has it, and ends."""
 
+import asyncio
 import json
 import random
 import re
+import threading
 
 import numpy as np
 import pytest
 
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.tokenizer import ByteTokenizer, load_tokenizer
+from eqx_decoders.serving import constraints
 from eqx_decoders.serving.constraints import ANY_OBJECT, KEPT, Form, Forms
+from eqx_decoders.serving.wire import ApiError
 from tests.serving.servers import CHAT
 
 
@@ -93,9 +97,10 @@ def test_answers_of_one_form_do_not_share_their_place(forms):
     before = allowed(other)
     one.accept(before[0])
     assert allowed(other) == before != allowed(one)
+    one_of(forms, ANY_OBJECT)
     for number in range(KEPT + 3):
         one_of(forms, Form("regex", f"a{number}"))
-    assert len(forms._known) == KEPT
+    assert len(forms._known) == KEPT and ANY_OBJECT in forms._known
 
 
 DEEP = "[" * 100_000
@@ -125,6 +130,115 @@ def test_forms_that_are_none(forms, name):
     assert says in str(error.value) and len(str(error.value)) < 500
 
 
+def test_grammars_of_many_symbols_are_refused(forms, monkeypatch):
+    form = Form("grammar", 'start: x "," x\nx: "a" | "b" y\ny: "c" x | "d"')
+    assert allowed(one_of(forms, form))
+    monkeypatch.setattr(constraints, "SYMBOLS", 5)
+    with pytest.raises(ConfigError, match=r"grammar cannot be kept: .*too big"):
+        one_of(forms, form._replace(content=f"{form.content}\n"))
+
+
 def test_a_model_without_a_token_that_ends_its_answers_has_no_forms():
     with pytest.raises(ConfigError, match="needs a model with a token that ends"):
         Forms(ByteTokenizer(), 300, []).constraints(ANY_OBJECT, 1)
+
+
+# --- on an event loop -------------------------------------------------------------------------------------------------
+
+
+class Gated(Forms):
+    """Compiles when it is let; notes what."""
+
+    def __init__(self, *words):
+        super().__init__(ByteTokenizer(), 320, [257])
+        self.gate, self.compiled = threading.Event(), []
+        self.warm_up()
+        self._threads.submit(lambda: None).result()
+        while ANY_OBJECT not in self._known:
+            pass
+
+    def _compile(self, form):
+        if form != ANY_OBJECT:
+            self.compiled.append(form.content)
+            assert self.gate.wait(30)
+        return super()._compile(form)
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def gated():
+    found = Gated()
+    yield found
+    found.gate.set()
+    found.close()
+
+
+def test_a_form_is_compiled_once_and_what_is_none_is_remembered(gated):
+    async def run():
+        good, bad = Form("regex", "ab"), Form("regex", "([")
+        work = [asyncio.ensure_future(gated.prepare(form, 2)) for form in (good, good, bad, bad)]
+        await settle()
+        gated.gate.set()
+        found = await asyncio.gather(*work, return_exceptions=True)
+        assert [len(one) for one in found[:2]] == [2, 2]
+        for error in (found[2], found[3]):
+            assert isinstance(error, ConfigError) and "unclosed" in str(error)
+        with pytest.raises(ConfigError, match="unclosed"):
+            await gated.prepare(bad, 1)
+        assert sorted(gated.compiled) == ["([", "ab"] and gated._compiling == {}
+
+    asyncio.run(run())
+
+
+def test_forms_that_take_long_hold_up_no_known_ones(gated):
+    """Nor, in their turn, those of other clients."""
+
+    async def run():
+        costly = [asyncio.ensure_future(gated.prepare(Form("regex", f"a{n}"), 1, "one")) for n in range(6)]
+        other = asyncio.ensure_future(gated.prepare(Form("regex", "b"), 1, "other"))
+        await settle()
+        (found,) = await gated.prepare(ANY_OBJECT, 1)
+        assert found.error == "" and not any(one.done() for one in (*costly, other))
+        gated.gate.set()
+        await asyncio.gather(*costly, other)
+        assert gated.compiled.index("b") == 2
+
+    asyncio.run(run())
+
+
+def test_a_form_that_nobody_waits_for_is_not_compiled(gated):
+    async def run():
+        begun = [asyncio.ensure_future(gated.prepare(Form("regex", f"a{n}"), 1)) for n in range(2)]
+        await settle()
+        gone = [asyncio.ensure_future(gated.prepare(Form("regex", "b"), 1)) for _ in range(2)]
+        await settle()
+        gone[0].cancel()
+        await settle()
+        assert Form("regex", "b") in gated._compiling  # the other one still waits
+        gone[1].cancel()
+        await settle()
+        again = asyncio.ensure_future(gated.prepare(Form("regex", "c"), 1))
+        gated.gate.set()
+        await asyncio.gather(*begun, again)
+        assert sorted(gated.compiled) == ["a0", "a1", "c"] and gated._compiling == {}
+
+    asyncio.run(run())
+
+
+def test_who_waits_too_long_or_behind_too_many_is_told_to_come_again(gated, monkeypatch):
+    monkeypatch.setattr(constraints, "SECONDS", 0.01)
+
+    async def run():
+        with pytest.raises(ApiError, match=r"within 0\.01 s") as error:
+            await gated.prepare(Form("regex", "a"), 1)
+        assert error.value.status == 429
+        gated.gate.set()
+        while gated._compiling:
+            await asyncio.sleep(0.01)
+        assert await gated.prepare(Form("regex", "a"), 1)
+
+    asyncio.run(run())

@@ -74,7 +74,7 @@ WRONG = {
                [[1], [320]], ["a"] * 200],
     "max_tokens": [-1, 0, 10**9, LARGE, 1.5, *WORDS],
     "temperature": [-1, -1e-9, *NUMBERS, *WORDS],
-    "top_p": [0, -1, 2, 1.0001, *NUMBERS, *WORDS],
+    "top_p": [-1, 2, 1.0001, *NUMBERS, *WORDS],
     "top_k": [-2, 1.5, LARGE, *WORDS],
     "min_p": [-0.1, 1.1, *WORDS],
     "frequency_penalty": [3, -3, *WORDS],

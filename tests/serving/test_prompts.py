@@ -23,12 +23,13 @@ class Slow(ChatTemplate):
 
     batches: list[int] = []  # noqa: RUF012 - of the test
 
-    def render_many(self, conversations, process=None):
+    def render_some(self, conversations, process=None):
         self.batches.append(len(conversations))
         texts = [one.messages[0]["content"] for one in conversations]
-        if "fail" in texts:
-            raise ConversionError("it takes more than 1 s of processor time")
-        return [type("Rendered", (), {"text": text})() for text in texts]
+        if texts[0] == "fail":
+            return [ConversionError("it takes more than 1 s of processor time")]
+        done = texts[: texts.index("fail")] if "fail" in texts else texts
+        return [type("Rendered", (), {"text": text})() for text in done]
 
 
 def read(language: Language, texts: list[str], **options):
@@ -144,6 +145,13 @@ def test_pictures_that_are_none(server, urls, says):
     assert says in message and str(CHAT) not in message
 
 
+def test_more_parts_than_tokens_are_refused_before_they_are_looked_at(server):
+    """Where others would be refused for their form."""
+    for content in ([{"type": "text", "text": ""}] * 513, [5] * 513):
+        message = server.json("/v1/chat/completions", {"messages": [{"role": "user", "content": content}]}, code=400)
+        assert "more parts than the model takes tokens" in message["error"]["message"]
+
+
 def test_pictures_that_are_too_large(server):
     from PIL import Image
 
@@ -157,15 +165,15 @@ def test_a_process_waits_for_the_next_conversation():
     seen = []
 
     class Noting(Slow):
-        def render_many(self, conversations, process=None):
+        def render_some(self, conversations, process=None):
             seen.append(process)
-            return super().render_many(conversations)
+            return super().render_some(conversations)
 
     async def run():
         reader = PromptReader(chat_language(chat=Noting(source="")), max_length=64)
         for _ in range(3):
             await reader.chat([{"role": "user", "content": "a"}], {}, answer=True)
-        waiting = reader._process
+        waiting = reader._renderer._short._process
         assert waiting is not None and waiting.alive
         reader.close()
         return waiting

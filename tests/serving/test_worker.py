@@ -169,6 +169,23 @@ def test_a_step_that_hangs_is_left_alone():
     with_worker(test)
 
 
+def test_a_step_that_takes_too_long_is_told_and_nothing_more_is_taken():
+    async def test(worker, engine):
+        worker._patience = 0.01
+        engine.gate.clear()
+        assert not worker.hangs
+        answers = await worker.submit([request()])
+        await until(lambda: worker.hangs)
+        with pytest.raises(NotServing, match="its device may hang"):
+            await worker.submit([request()])
+        engine.gate.set()
+        found = await collected(answers)
+        await until(lambda: not worker.hangs)
+        return found
+
+    assert with_worker(test) == {0: [2, 3, 4, 5]}
+
+
 def test_counts_are_those_of_the_last_step():
     async def test(worker, engine):
         await collected(await worker.submit([request(new=3)]))

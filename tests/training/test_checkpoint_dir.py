@@ -164,6 +164,17 @@ def test_what_cannot_be_copied_is_told_at_the_start(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_files_of_others_beside_checkpoints_are_left_alone(tmp_path):
+    place = tmp_path / "there" / "run"
+    place.mkdir(parents=True)
+    (place / "probe").write_text("mine")
+    RunCopies(tmp_path / "new", str(tmp_path / "there")).try_out()
+    (place / "metrics.jsonl").write_text("mine")
+    with pytest.raises(ConfigError, match=r"checkpoint_dir='.*there' has metrics.jsonl in .*run, but not from a run"):
+        RunCopies(tmp_path / "new", str(tmp_path / "there")).try_out()
+    assert {path.name: path.read_text() for path in place.iterdir()} == {"probe": "mine", "metrics.jsonl": "mine"}
+
+
 def test_copies_come_back_as_they_were(tmp_path):
     (tmp_path / "run/source/deep").mkdir(parents=True)
     (tmp_path / "run/source/deep/a").write_bytes(b"\x00")

@@ -214,7 +214,8 @@ def test_all_go_back_to_the_step_that_each_of_them_can_read(two):
     steps = folder / "stopped" / "checkpoints"
     assert {path.name for path in steps.iterdir()} == {"2", "3", "4"}
     assert {step for step in "234" if (steps / step / COMMITTED).exists()} == {"2", "4"}
-    assert {path.name for path in (folder / "steps" / "checkpoints").iterdir()} == {"2", "3"}
+    found = {path.name for path in (folder / "steps" / "checkpoints").iterdir() if path.name.isdecimal()}
+    assert found in ({"2", "3"}, {"2", "3", "4"})  # the last was being written as the error came
 
 
 def test_an_error_in_one_process_ends_both_with_its_sentence_and_exit_code(two):

@@ -15,7 +15,7 @@ from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.qk_clip import qk_clip
+from eqx_decoders.training.qk_clip import clipped_weights, qk_clip
 from eqx_decoders.training.step import StepConfig, Trainer
 from tests.compare import assert_close
 from tests.models import EMBED, VOCAB, filled, packed, rich_decoder
@@ -93,6 +93,21 @@ def test_a_step_clips_after_the_optimizer():
         assert_close(metrics.stats.max_scores, largest, units=64)
         assert_close(named_leaves(state.model), named_leaves(qk_clip(plain.model, largest, 1.0)), units=256)
     assert_close(named_leaves(stepped(1e4, parts)[0].model), named_leaves(plain.model), units=256)
+
+
+@pytest.mark.slow
+def test_running_means_are_of_the_weights_after_it():
+    tokens, segments = packed(2)
+    model = filled(decoder())
+    optimizer = OptimizerConfig(warmup_steps=0, ema_decay=0.75)
+    trainer = Trainer.create(optimizer, model, steps=4, config=StepConfig(qk_clip_threshold=1.0))
+    state = trainer.init(model, key=jax.random.key(0))
+    new, _ = eqx.filter_jit(trainer.advance)(state, Batch(tokens=tokens, segment_ids=segments))
+    before, after = named_leaves(model), named_leaves(new.model)
+    clipped = clipped_weights(model)
+    assert all(np.abs(after[name] - before[name]).max() > 1e-3 for name in clipped), "more than a step of 3e-4"
+    want = {name: 0.75 * before[name] + 0.25 * after[name] for name in clipped}
+    assert_close({name: new.ema[name] for name in clipped}, want, units=64)
 
 
 def test_largest_scores_may_be_negative():

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import json
 import re
+import shutil
 import sys
 import time
 import types
@@ -21,10 +22,12 @@ from eqx_decoders.config_json import with_fields
 from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.io.checkpoint import Checkpoints
 from eqx_decoders.io.huggingface import read_config
+from eqx_decoders.io.processes import LONG
 from eqx_decoders.io.rundir import RunLock
 from eqx_decoders.io.tokenizer import load_tokenizer
+from eqx_decoders.io.waiting import takes_time
 from eqx_decoders.offload import Offload
-from eqx_decoders.training import loss as loss_module, step as step_module
+from eqx_decoders.training import loss as loss_module, run as run_module, step as step_module
 from eqx_decoders.training.batches import Batches
 from eqx_decoders.training.data import DataConfig, make_dataset
 from eqx_decoders.training.evaluation import evaluate
@@ -34,7 +37,7 @@ from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.run import Run
 from eqx_decoders.training.runs import load_run, resume_settings
 from eqx_decoders.training.settings import MeshConfig, PipelineConfig, TrainConfig, load_settings
-from eqx_decoders.training.step import StepConfig, Trainer
+from eqx_decoders.training.step import StepConfig, Trainer, TrainState
 from tests.commands import ROOT, call, flags, steps_of, write_corpus
 
 
@@ -305,14 +308,107 @@ def test_a_run_in_half_precision_gets_running_means_with_which_it_is_evaluated(f
 
 
 @shows("TrainConfig.max_skipped")
-def test_too_many_steps_that_are_not_finite_end_the_run(folder):
-    """Those that were begun before it was known end, too, and are told of."""
+def test_a_run_that_diverges_keeps_its_good_checkpoints_however_often_it_is_started(base, folder):
+    """What the last finite step made may be of no use already: one more is kept until a finite step follows it."""
+    run = shutil.copytree(base.dir, folder / "diverged")
+    options = dict(optimizer__learning_rate=1e30, max_skipped=2, steps=12, eval_every=0)
+    options |= dict(checkpoint_every=1, max_checkpoints=1, data=folder / "texts")
+    for found in ([False, True, True], [True, True]):
+        again = Trained(run, "--allow-changes", code=1, **options)
+        assert again.column("skipped")[len(again.rows) - len(found) :] == found
+        sentence = (
+            r"error: 2 steps in a row were not finite \(loss=nan, .*\), and nothing of them is saved\. A new start "
+            r"goes on from step 5: to go back to step 4, the newest with a finite step after it, move 5 out of .*diver"
+        )
+        assert re.search(sentence, again.err), again.err
+        assert Checkpoints(run / "checkpoints").steps == (4, 5)
+
+
+def test_steps_that_were_begun_before_it_was_known_end_too(folder):
     options = dict(optimizer__learning_rate=1e30, max_skipped=2, steps=9, held_out_fraction=0, sample_tokens=0)
     run = Trained(folder / "skipped", data=folder / "texts", code=1, **options, checkpoint_every=9, eval_every=0)
     assert run.column("skipped") == [False, True, True, True, True]
-    sentence = r"error: 4 steps in a row were not finite \(loss=nan, .* The weights are still those of step 1, saved as"
-    assert re.search(sentence, run.err), run.err
-    assert Checkpoints(run.dir / "checkpoints").latest == 5
+    assert "error: 4 steps in a row were not finite" in run.err and "There is no checkpoint yet. Lower" in run.err
+    assert Checkpoints(run.dir / "checkpoints").latest is None
+
+
+def test_the_checkpoint_comes_first_and_what_fails_after_it_is_told(folder):
+    """Evaluations and samples at step 4 and in the end, and the drawing. Two steps are not finite: the checkpoint of
+    the first is made at the next one, and that of the last takes the place of no other. No process is given up for
+    what it does before the first step."""
+    seen, limits = [], {}
+    save, report, gather = Run._save, Run._report, run_module.gather
+
+    def saved(self, step, state):
+        seen.append(("save", step))
+        save(self, step, state)
+
+    def reported(self, row):
+        report(self, row | {"skipped": row["step"] in (2, 5)})
+
+    def failing(name):
+        def fail(*_, **__):
+            seen.append(name)
+            raise ValueError(f"no {name}")
+
+        return fail
+
+    def gathered(name, value=None, seconds=0):
+        limits[name] = seconds
+        return gather(name, value)
+
+    patches = {name: failing(name) for name in ("evaluate_sets", "sample_text", "plot_losses")}
+    options = {"--data": folder / "texts", "--steps": 5, "--eval-every": 4, "--run-dir": folder / "failing"}
+    options |= {"--max-checkpoints": 1}
+    own = mock.patch.multiple(Run, _save=saved, _report=reported)
+    with own, mock.patch.multiple(run_module, gather=gathered, **patches):
+        out, err = call("train", *flags(OPTIONS | options))
+    fails = ["evaluate_sets", "sample_text"]
+    assert seen == [("save", 3), ("save", 4), *fails, ("save", 5), *fails, "plot_losses"]
+    for step in (4, 5):
+        assert f"warning: the evaluation at step {step} failed, the run goes on: ValueError: no evaluate_sets" in err
+        assert f"warning: the sample at step {step} failed, the run goes on: ValueError: no sample_text" in err
+    assert "warning: drawing the losses at step 5 failed" in err and "checkpoints, metrics.jsonl" in out
+    assert "warning: the last 1 steps were not finite: weights are of step 4" in err
+    assert Checkpoints(folder / "failing" / "checkpoints").steps == (3, 4, 5)
+    assert all(limits[name] == LONG for name in ("brought back", "source", "tokens", "started"))
+
+
+def test_of_several_processes_a_failing_evaluation_ends_all(monkeypatch):
+    """The others may wait for this one in the middle of it; but not where one works alone."""
+    told = []
+    run = types.SimpleNamespace(progress=types.SimpleNamespace(message=told.append))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError), Run._going_on(run, "the evaluation", 3):
+        raise ValueError
+    with Run._going_on(run, "drawing", 3, alone=True):
+        raise ValueError
+    assert len(told) == 1
+
+
+def test_a_signal_saves_no_state_that_is_stuck(capsys):
+    saved = []
+    steps = types.SimpleNamespace(wait=lambda drop: saved.append(drop), latest=7)
+    run = types.SimpleNamespace(checkpoints=steps, skipped_in_a_row=2, _save=lambda *step: saved.append(step))
+    Run._stop(run, 9, object.__new__(TrainState))
+    assert saved == [False]
+    assert "stopped, saved at step 7: the last 2 steps were not finite, and are not saved" in capsys.readouterr().err
+
+
+def test_what_the_model_starts_from_is_fetched_in_something_that_takes_time(tmp_path, monkeypatch):
+    """So that other processes wait for a download of hours."""
+    found = []
+    monkeypatch.setattr(run_module, "abstract_hf", lambda source: found.append((source, takes_time())))
+    monkeypatch.setattr(run_module, "keep_source", lambda model, run: None)
+    run = types.SimpleNamespace(config=TrainConfig(init_from="org/name"), dir=tmp_path)
+    Run._keep_source(run)
+    assert found == [("org/name", True)]
+    (tmp_path / "source").mkdir()
+    Run._keep_source(run)
+    run.config = TrainConfig()
+    with pytest.raises(ConfigError, match=r"source is there, but init_from=None: of a start or an import that did not"):
+        Run._keep_source(run)
+    assert len(found) == 1
 
 
 def test_the_devices_do_not_wait_for_the_host(folder):
@@ -463,6 +559,7 @@ def test_a_resumed_run_keeps_what_is_not_given_and_tells_what_changes(folder):
         ({"--export": "tests"}, 2),
         ({"--export": "README.md/out"}, 4),
         ({"--seq-len": 4096}, 2),
+        ({}, 2),  # its trackers
     ],
     ids=lambda value: str(value),
 )
@@ -472,7 +569,8 @@ def test_a_start_that_fails_leaves_nothing_behind(folder, tmp_path, options, cod
         run.mkdir()
         (run / name).write_text("mine")
     words = flags(OPTIONS | QUICK | {"--data": folder / "texts", "--run-dir": run} | options)
-    call("train", *words, code=code)
+    with mock.patch.object(run_module, "open_trackers", side_effect=ConfigError("it cannot be opened")):
+        call("train", *words, code=code)
     assert [path.name for path in run.iterdir()] == list(there) if there else not run.exists()
 
 
@@ -583,6 +681,20 @@ def test_models_are_listed():
     assert {"tiny", "tiny-moe", "llama3-8b"} <= set(call("train", "--list-models")[0].split())
 
 
+@pytest.mark.parametrize("foreign", ["model.json", "metrics.jsonl", "settings.json", "data/tokens.bin", "tokenizer/a"])
+@pytest.mark.parametrize("how", [(), ("--describe-data",), ("--describe",)], ids=str)
+def test_a_directory_with_files_of_others_is_left_alone(folder, tmp_path, foreign, how):
+    (tmp_path / foreign).parent.mkdir(exist_ok=True)
+    (tmp_path / foreign).write_text('{"step": 5, "mine": 1}\n')
+    words = flags(OPTIONS | QUICK | {"--data": folder / "texts", "--run-dir": tmp_path})
+    _, err = call("train", *words, *how, code=2)
+    name = foreign.partition("/")[0]
+    assert f"error: --run-dir='{tmp_path}' has {name} in {tmp_path}, but not from a run" in err
+    assert "Choose another --run-dir, a new or empty one" in err
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()] == [foreign]
+    assert (tmp_path / foreign).read_text() == '{"step": 5, "mine": 1}\n'
+
+
 def test_a_run_directory_in_use_is_left_alone(folder, tmp_path):
     with RunLock(tmp_path):
         _, err = call("train", "--run-dir", tmp_path, *flags(OPTIONS | {"--data": folder / "texts"}), code=4)
@@ -596,6 +708,7 @@ def test_a_run_directory_in_use_is_left_alone(folder, tmp_path):
         ({"--model": "tinny"}, "Did you mean 'tiny'"),
         ({"--data": "no/where"}, "no/where' does not exist"),
         ({"--seq-len": 4096}, "error: --seq-len=4096, but the model has 2048 learned positions"),
+        ({"--sample-tokens": 2048}, "error: --sample-tokens=2048 exceed the model's 2048 learned positions with the 4"),
         ({"--seq-len": 1}, "error: --seq-len=1 must be an integer of at least 2."),
         ({"--tokenizer": "tests/fixtures/chat_llama", "--steps": 0}, "error: --steps=0 must be"),
         ({"--optimizer.eps": -1}, "error: --optimizer.eps=-1.0 must be"),

@@ -12,10 +12,19 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.axes import named_leaves
 from eqx_decoders.io.checkpoint import Checkpoints
+from eqx_decoders.training import runs
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.runs import SOURCE, abstract_run, keep_source, new_model, restore_state, resume_settings
-from eqx_decoders.training.settings import MeshConfig, TrainConfig, save_settings
+from eqx_decoders.training.runs import (
+    SOURCE,
+    abstract_run,
+    keep_config,
+    keep_source,
+    new_model,
+    restore_state,
+    resume_settings,
+)
+from eqx_decoders.training.settings import MeshConfig, TrainConfig, save_settings, settings_json
 from eqx_decoders.training.step import StepConfig, Trainer
 
 
@@ -84,6 +93,81 @@ def test_running_means_begin_and_end_with_a_change(tmp_path):
         assert restore_state(checkpoints, plain, model, key)[0].ema is None
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A checkpoint of three steps, of which one was skipped, by AdamW with running means; its model and state."""
+    model = ed.init(ed.get_config("gpt3-52k"), key=jax.random.key(0))
+    optimizer = OptimizerConfig(ema_decay=0.5)
+    trainer = Trainer.create(optimizer, model, steps=10)
+    state = trainer.init(model, key=jax.random.key(1))
+    moved = jax.tree.map(lambda x: x + 2 if x.dtype == jnp.int32 else x + jnp.ones_like(x), state.optimizer)
+    means = {name: mean + 1 for name, mean in (state.ema or {}).items()}
+    state = dataclasses.replace(state, optimizer=moved, step=state.step + 3, skipped=state.skipped + 1, ema=means)
+    folder = tmp_path_factory.mktemp("trained")
+    with Checkpoints(folder) as checkpoints:
+        config = settings_json(TrainConfig(optimizer=optimizer, steps=10))
+        checkpoints.save(3, state, data_state={"row": 2}, config=config, wait=True)
+    return folder, model, named_leaves(state)
+
+
+def resumed(trained, **optimizer):
+    """The checkpoint as a state of another optimizer: its arrays by path, and what was said."""
+    folder, model, _ = trained
+    trainer, said = Trainer.create(OptimizerConfig(**optimizer), model, steps=10), []
+    state, data_state, step = restore_state(Checkpoints(folder), trainer, model, jax.random.key(1), said.append)
+    assert (data_state, step, int(state.step)) == ({"row": 2}, 3, 3)
+    return trainer, state, named_leaves(state), said
+
+
+def assert_kept(found, before, names):
+    assert names and all(np.array_equal(found[name], before[name]) for name in names if name != "key")
+
+
+def test_another_optimizer_begins_anew_at_the_same_place_of_its_schedule(trained):
+    """Weights and running means go on; two buffers are never one, or a step could not be donated."""
+    before = trained[2]
+    for name in ("lion", "muon", "adafactor"):
+        trainer, state, found, said = resumed(trained, name=name, ema_decay=0.5)
+        assert_kept(found, before, [path for path in before if not path.startswith("optimizer")])
+        fresh = named_leaves(trainer.init(trained[1], key=jax.random.key(1)).optimizer)
+        own = {path.removeprefix("optimizer."): leaf for path, leaf in found.items() if path.startswith("optimizer.")}
+        assert own.keys() == fresh.keys()
+        different = {path for path, leaf in own.items() if not np.array_equal(leaf, fresh[path])}
+        assert different and all(path.endswith("count") and int(own[path]) == 2 for path in different)
+        alone = {path for path in own if path.endswith("count")} - different
+        assert all(int(own[path]) == 0 for path in alone) and alone, "of the moments"
+        places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.optimizer)]
+        assert len(set(places)) == len(places)
+        assert said == [
+            f"optimizer's state: new, of {name} for {len(trainer.trainable)} arrays of weights, after adamw for "
+            f"{len(trainer.trainable)}; weights, data and the place in the schedule go on"
+        ]
+
+
+def test_other_weights_to_train(trained):
+    """Of fewer the state is kept, of more it is new; means are those of the weights that are trained."""
+    before = trained[2]
+    trainer, state, found, said = resumed(trained, trainable=("*.mlp.*",), ema_decay=0.5)
+    assert set(state.ema) == trainer.trainable and "kept" in said[0]
+    assert_kept(found, before, [path for path in found if path.startswith(("optimizer", "ema", "model"))])
+    assert sum(path.startswith("optimizer") for path in found) < sum(path.startswith("optimizer") for path in before)
+    folder = trained[0] / "fewer"
+    with Checkpoints(folder) as checkpoints:
+        config = settings_json(TrainConfig(optimizer=OptimizerConfig(trainable=("*.mlp.*",), ema_decay=0.5)))
+        checkpoints.save(3, state, data_state={"row": 2}, config=config, wait=True)
+    more, again, own, said = resumed((folder, *trained[1:]), ema_decay=0.5)
+    assert set(again.ema) == more.trainable > trainer.trainable and "new" in said[0]
+    assert_kept(own, found, [f"ema.{name}" for name in trainer.trainable])
+    assert all(np.array_equal(own[f"ema.{n}"], own[f"model.{n}"]) for n in more.trainable - trainer.trainable)
+    assert [int(leaf) for path, leaf in own.items() if path.endswith("count")] == [0, 2]
+
+
+def test_the_same_optimizer_goes_on_as_it_is(trained):
+    _, _, found, said = resumed(trained, ema_decay=0.5, learning_rate=1e-2)
+    assert said == []
+    assert_kept(found, trained[2], list(trained[2]))
+
+
 def test_what_a_trained_run_learns_by_is_changed_on_request_only(tmp_path):
     """More steps, other devices and the like are free; all that is refused is listed at once."""
     save_settings(TrainConfig(), tmp_path / "settings.json")
@@ -103,3 +187,28 @@ def test_what_a_trained_run_learns_by_is_changed_on_request_only(tmp_path):
         resume_settings(half, tmp_path)
     _, changes = resume_settings(dataclasses.replace(other, allow_changes=True), tmp_path)
     assert changes == {"dataset.batch_size": (8, 16), "optimizer.learning_rate": (3e-4, 1e-2)}
+
+
+def test_weights_and_means_are_of_one_step(tmp_path, monkeypatch):
+    """Although another one is saved while they are read."""
+    settings = TrainConfig(model="gpt3-52k", optimizer=OptimizerConfig(ema_decay=0.5, trainable=("*.mlp.*",)))
+    keep_config(settings, tmp_path)
+    save_settings(settings, tmp_path / "settings.json")
+    model = new_model(settings, tmp_path)
+    trainer = Trainer.create(settings.optimizer, model, steps=10)
+    state = trainer.init(model, key=jax.random.key(0))
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(1, state, data_state={}, config="", wait=True)
+        other = jax.tree.map(lambda x: x + jnp.ones_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+        read = runs.load_part
+
+        def saved_meanwhile(*given, **options):
+            found = read(*given, **options)
+            checkpoints.save(2, other, data_state={}, config="", wait=True)
+            return found
+
+        monkeypatch.setattr(runs, "load_part", saved_meanwhile)
+        found = named_leaves(runs.load_run(tmp_path))
+        assert checkpoints.latest == 2
+        want = named_leaves(state.model) | state.ema
+        assert all(np.array_equal(found[name], want[name]) for name in want)

@@ -5,16 +5,21 @@ import dataclasses
 import inspect
 import json
 import re
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
 from eqx_decoders.errors import ConfigError
+from eqx_decoders.io.directory import Directory
+from eqx_decoders.io.export import exported_directory
+from eqx_decoders.io.hub import resolve
 from eqx_decoders.remat import Remat
 from eqx_decoders.training import data, mesh_settings, optimizer, settings, step
 from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.mesh_settings import LowPrecisionConfig, MeshConfig, PipelineConfig
 from eqx_decoders.training.optimizer import OptimizerConfig
+from eqx_decoders.training.runs import local_run
 from eqx_decoders.training.settings import (
     TrainConfig,
     changed_settings,
@@ -183,7 +188,7 @@ def test_the_settings_of_another_run_are_a_file_of_settings(tmp_path):
     want = dataclasses.replace(FULL, run_dir="mine", config=str(path))
     assert with_settings(with_file(start, path), {}) == want
     (tmp_path / "new.json").write_text(
-        '{"export": "no/where", "checkpoint_dir": "a", "optimizer": {"clip_norm": null}}'
+        '{"export": "no/where", "checkpoint_dir": "a", "optimizer": {"max_grad_norm": null}}'
     )
     found = with_file(start, tmp_path / "new.json")
     assert found.checkpoint_dir == "a"  # of a file that is not a run's
@@ -241,33 +246,43 @@ def test_what_is_no_run_directory_is_refused(tmp_path):
             load_settings(path)
 
 
-def test_run_directories_of_earlier_versions_are_read(tmp_path):
-    """Flat fields of the data, and the names that were changed, as an earlier version wrote them."""
-    old = settings_json(dataclasses.replace(FULL, max_checkpoints=7, optimizer=OptimizerConfig(min_lr_ratio=0.25)))
-    data = old.pop("dataset")
-    assert data.pop("chat_template") is None  # which there was not
-    old |= {"data": data.pop("path"), "held_out": data.pop("held_out_path"), **data, "keep": old.pop("max_checkpoints")}
-    old["step"]["accumulate"] = old["step"].pop("gradient_accumulation_steps")
-    old["optimizer"]["clip_norm"] = old["optimizer"].pop("max_grad_norm")
-    old["optimizer"]["final_fraction"] = old["optimizer"].pop("min_lr_ratio")
-    assert {"seq_len", "seed", "pack", "text_field", "held_out_fraction", "batch_size"} < set(old)
-    (tmp_path / "settings.json").write_text(json.dumps(old))
-    found = load_settings(tmp_path / "settings.json")
-    assert found == dataclasses.replace(FULL, max_checkpoints=7, optimizer=OptimizerConfig(min_lr_ratio=0.25))
-    for switch, trackers in ((True, ("tensorboard",)), (False, ()), (None, None)):
-        (tmp_path / "settings.json").write_text(json.dumps({"tensorboard": switch}))
-        assert load_settings(tmp_path / "settings.json") == TrainConfig(trackers=trackers)
-    literal = {"data": "a", "seed": 3, "batch_size": 4, "keep": 2, "optimizer": {"clip_norm": None}, "step": {}}
-    (tmp_path / "settings.json").write_text(json.dumps(literal))
-    want = TrainConfig(
-        dataset=DataConfig(path="a", seed=3, batch_size=4),
-        max_checkpoints=2,
-        optimizer=OptimizerConfig(max_grad_norm=None),
-    )
-    assert load_settings(tmp_path / "settings.json") == want
+def test_files_may_have_the_names_of_flags(tmp_path):
+    """Flat fields of the data, and `data` and `held_out` for its paths."""
+    flat = settings_json(FULL)
+    data = flat.pop("dataset")
+    flat |= {"data": data.pop("path"), "held_out": data.pop("held_out_path"), **data}
+    assert {"seq_len", "seed", "pack", "text_field", "held_out_fraction", "batch_size"} < set(flat)
+    (tmp_path / "settings.json").write_text(json.dumps(flat))
+    assert load_settings(tmp_path / "settings.json") == FULL
     (tmp_path / "settings.json").write_text('{"mesh": 3, "step": [1], "accumulate": 2}')
     with pytest.raises(ConfigError, match=r"settings\.json: 'mesh' is no setting"):
         load_settings(tmp_path / "settings.json")
+
+
+def test_a_tilde_is_the_user_s_directory_in_every_path(monkeypatch):
+    """Of one path and of several, and behind the name of a held-out set; whatever else has one is left alone."""
+    monkeypatch.setenv("HOME", "/home/me")
+    paths = dict.fromkeys(("run_dir", "checkpoint_dir", "config", "init_from", "tokenizer", "export"), "~/x")
+    data = DataConfig(
+        path=("~/a.txt", "b~/c.txt", "gs://x/~/y"), held_out_path="val=~/v.txt", chat_template="~/t", cache_dir="~"
+    )
+    found = TrainConfig(**paths, dataset=data)
+    assert {getattr(found, name) for name in paths} == {"/home/me/x"}
+    assert data.path == ("/home/me/a.txt", "b~/c.txt", "gs://x/~/y")
+    assert (data.held_out_path, data.chat_template, data.cache_dir) == ("val=/home/me/v.txt", "/home/me/t", "/home/me")
+    lora = TrainConfig(lora_rank=1, export_adapter="~/x", model_config="~/m.json")
+    assert (lora.export_adapter, lora.model_config) == ("/home/me/x", "/home/me/m.json")
+    assert local_run("~/x") == Path("/home/me/x")
+
+
+def test_a_tilde_in_the_directory_of_a_checkpoint(monkeypatch, tmp_path):
+    """To be read, and to be written."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").mkdir()
+    assert resolve("~/model").path == Directory("~/model").path == tmp_path / "model"
+    with exported_directory("~/out") as folder:
+        (folder / "a").touch()
+    assert (tmp_path / "out" / "a").exists()
 
 
 CLASSES = [

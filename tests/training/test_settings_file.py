@@ -164,3 +164,11 @@ def test_values_are_put_into_their_places():
         with_settings(found, {"inner.rate": -1.0})
     late = with_settings(found, {"inner.rate": -1.0}, checked=False)
     assert late.inner.rate == -1.0 and type(late) is Settings and late.count == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "depth"), [("run.json", 700), ("run.json", 200_000), ("run.yaml", 100), ("run.yaml", 1000)]
+)
+def test_what_is_nested_too_deeply_is_refused(tmp_path, name, depth):
+    with pytest.raises(ConfigError, match="run"):
+        read('{"text": ' + "[" * depth + "]" * depth + "}", tmp_path, name)

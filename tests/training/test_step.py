@@ -501,6 +501,15 @@ def test_whatever_draws_gets_a_key_and_nothing_else_does():
         assert draws(dataclasses.replace(BARE, **changes)), name
 
 
+def test_microbatches_draw_dropout_each_for_themselves():
+    """With one key for both, of a row each, it would not matter which comes first."""
+    model = filled(dataclasses.replace(BARE, dropout=0.5))
+    trainer = trainer_of(model, gradient_accumulation_steps=2)
+    run = eqx.filter_jit(lambda tokens: trainer._gradient(model, Batch(tokens=tokens), jax.random.key(0))[1].loss)
+    tokens = some_tokens(2, LENGTH)
+    assert abs(float(run(tokens)) - float(run(tokens[::-1]))) > 1e-3
+
+
 @pytest.mark.slow
 def test_dropout_draws_anew_each_step_and_in_each_microbatch():
     """Every kind of dropout, random routing and its losses: the fused step is the plain loss with the step's key."""

@@ -295,27 +295,19 @@ def test_touched_and_moved_files_are_the_same_data(corpus, tmp_path):
     assert build(moved).content_hash == first.content_hash
 
 
-def test_a_run_that_kept_its_own_tokens_goes_on(corpus, made):
-    """The manifest of an earlier version: with settings, sources and fingerprint, and without shards."""
-    want = build(corpus, "new")
-    manifest = {name: want.manifest[name] for name in ("format", "tokenizer", "text_field", "held_out_fraction")}
-    manifest |= {
-        "own_held_out_path": False,
-        "dtype": "<u2",
-        "sizes": {"tokens.bin": 3},
-        "counts": want.manifest["counts"],
-    }
-    manifest |= {"sources": want.manifest["sources"], "fingerprint": "as it was"}
+def test_files_of_others_are_left_as_they_are(corpus):
+    """Beside the manifest, in a folder where there are tokens and a manifest of one's own."""
+    mine = {name: name.encode() for name in ("tokens.bin", "targets.bin", "offsets.npy", "held_out.npy")}
     run = corpus.parent / "run"
     run.mkdir()
-    for name in ("tokens.bin", "offsets.npy", "held_out.npy"):
-        (run / name).write_bytes(b"old")
-    (run / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(DataError, match=r"held out was --held-out-fraction 0\.05 and is --held-out-fraction 0\.5"):
-        build(corpus, held_out_fraction=0.5)
-    store = build(corpus)
-    assert store.content_hash == "as it was" == build(corpus).content_hash and all_tokens(store) == all_tokens(want)
-    assert set(os.listdir(run)) == {"manifest.json", "lock"} and len(made) == 12
+    for name, content in mine.items():
+        (run / name).write_bytes(content)
+    build(corpus)
+    assert {name: (run / name).read_bytes() for name in mine} == mine
+    (run / "manifest.json").write_text('{"name": "my page"}')
+    with pytest.raises(DataError, match=r"manifest\.json is no manifest of tokens: give another folder"):
+        build(corpus)
+    assert (run / "manifest.json").read_text() == '{"name": "my page"}'
 
 
 class Other(ByteTokenizer):

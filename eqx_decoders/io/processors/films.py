@@ -215,6 +215,8 @@ def _measure(source: str | Path | bytes, limits: MediaLimits, where: str) -> tup
         rate, base = float(film.average_rate or film.guessed_rate or FPS), float(film.time_base or 0)
         listed = container.format.name.startswith("mov")  # it has an index, in which each entry is a frame
         _check_whole(container, film, source, where)
+        if not listed:
+            _check_packets(source, limits, where)
         for entry in _packets(container, film, where) if listed else _decoded(source, limits, where):
             count += 1
             if entry.pts is not None:
@@ -225,6 +227,13 @@ def _measure(source: str | Path | bytes, limits: MediaLimits, where: str) -> tup
         # where no frame says how long it lasts, the last one does as the others
         spaces = count if told else count - 1
         return count, float(spaces / (int(end - begin) * film.time_base)) if end > begin and base > 0 else rate
+
+
+def _check_packets(source: str | Path | bytes, limits: MediaLimits, where: str) -> None:
+    """DataError for too many frames, before one of them is decoded: of what is there, not of what a header claims."""
+    with _opened(source, limits, where) as (container, film):
+        for number, _ in enumerate(_packets(container, film, where), 1):
+            limits.check_decoded(where, number, film.width, film.height)
 
 
 def _check_whole(container: Any, film: Any, source: str | Path | bytes, where: str) -> None:

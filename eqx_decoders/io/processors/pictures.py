@@ -8,6 +8,8 @@ white where it is transparent: as transformers does with these.
 import functools
 import io
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +54,29 @@ def open_picture(source: Any, limits: MediaLimits = MediaLimits(), where: str | 
         with _as_data_error(where):
             limits.check_pixels(where, *source.size)
             return _on_white(pillow, source)
-    check(
-        isinstance(source, str | Path | bytes),
-        f"{where} must be a path, bytes, a PIL.Image or an array of 8-bit integers.",
-        DataError,
-    )
+    with _opened(pillow, source, limits, where) as picture:
+        picture.load()
+        return _on_white(pillow, _upright(picture).convert("RGB"))
+
+
+def picture_size(source: Any, limits: MediaLimits = MediaLimits(), where: str | None = None) -> tuple[int, int]:
+    """Width and height of what `open_picture` takes, from its header; the errors are those of `open_picture`."""
+    where = name_of(source, "picture", 0) if where is None else where
+    pillow = _pillow()
+    if isinstance(source, np.ndarray):
+        height, width = _from_array(source, limits, where).shape[:2]
+        return width, height
+    if isinstance(source, pillow.Image):
+        return source.size
+    with _opened(pillow, source, limits, where) as picture:
+        return picture.size
+
+
+@contextmanager
+def _opened(pillow: Any, source: Any, limits: MediaLimits, where: str) -> Iterator[Any]:
+    """A picture of which the header is read, and checked."""
+    rule = "must be a path, bytes, a PIL.Image or an array of 8-bit integers"
+    check(isinstance(source, str | Path | bytes), f"{where} {rule}.", DataError)
     if isinstance(source, str | Path):
         check_file(source, where)
     with _as_data_error(where), warnings.catch_warnings():
@@ -66,8 +86,7 @@ def open_picture(source: Any, limits: MediaLimits = MediaLimits(), where: str | 
         stream = io.BytesIO(source) if isinstance(source, bytes) else source
         with pillow.open(stream, formats=known) as picture:
             limits.check_pixels(where, *picture.size)
-            picture.load()
-            return _on_white(pillow, _upright(picture).convert("RGB"))
+            yield picture
 
 
 def _pillow() -> Any:

@@ -1,7 +1,8 @@
 """From files and a prompt to what a model reads: the processors of transformers, without them."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from eqx_decoders.io.processors.gemma import Gemma3Pictures, Gemma4Films, Gemma4
 from eqx_decoders.io.processors.gemma_sounds import Gemma4Sounds
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.llama4 import Llama4Pictures
-from eqx_decoders.io.processors.pictures import name_of, open_picture
+from eqx_decoders.io.processors.pictures import name_of, open_picture, picture_size
 from eqx_decoders.io.processors.pixtral import PixtralPictures
 from eqx_decoders.io.processors.prompts import ARGUMENTS, Kind, check_parts, expand, in_order, render
 from eqx_decoders.io.processors.qwen import Qwen3Films, QwenFilms, QwenPictures
@@ -80,7 +81,105 @@ class Prepared:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Processor:
+class FileReader:
+    """Decodes files, and makes of each what a model reads: the costly half of a processor, which needs no tokenizer.
+
+    **Arguments:**
+
+    - `pictures`, `films`, `sounds`: rules; None where a model takes none.
+    - `limits`: bounds on what is decoded.
+    """
+
+    pictures: PictureRules | None = None
+    films: FilmRules | None = None
+    sounds: QwenSounds | Gemma4Sounds | None = None
+    limits: MediaLimits = MediaLimits()
+
+    @classmethod
+    def load_rules(cls, directory: str | Path, *, limits: MediaLimits = MediaLimits()) -> "FileReader":
+        """Read the files of a model's directory that say how it takes files. Raises ConversionError."""
+        family, settings = read_settings(Directory(directory))
+        return FileReader(
+            pictures=None if family.pictures is None else family.pictures(settings),
+            films=None if family.films is None else family.films(settings),
+            sounds=None if family.sounds is None else family.sounds(settings),
+            limits=limits,
+        )
+
+    @property
+    def rules(self) -> dict[str, Any]:
+        """The rules by kind of file: `"image"`, `"video"` and `"audio"`."""
+        return {"image": self.pictures, "video": self.films, "audio": self.sounds}
+
+    def read(
+        self, files: Mapping[str, Sequence[Any]], *, max_tokens: int | None = None, max_bytes: int | None = None
+    ) -> dict[str, list[Seen]]:
+        """Decode files by kind; of each kind that has some, what becomes of each file.
+
+        The arrays of sounds, which all have one length, stand with the first of them. Raises DataError for files that
+        cannot be read, that `limits` do not allow, or that become more than `max_tokens` tokens, or `max_bytes`,
+        together.
+        """
+        limits, found, left = self.limits, dict[str, list[Seen]](), _Left(max_tokens, max_bytes)
+        for kind, rules in self.rules.items():
+            self._check_files(kind, files.get(kind, ()), known=rules is not None)
+        self._check_sizes(files.get("image", ()))
+        for kind, given in files.items():
+            rules, names = self.rules[kind], _names(kind, given)
+            if kind == "audio" and given:
+                arrays, texts = rules.all(given, limits, names)
+                found[kind] = [Seen({} if number else arrays, text) for number, text in enumerate(texts)]
+                left.take(found[kind], names[-1])
+            for file, where in zip(given, names, strict=True) if kind != "audio" else ():
+                if kind == "image":
+                    one = rules.one(open_picture(file, limits, where), limits, where)
+                else:
+                    with open_film(file, limits, where) as clip:
+                        one = rules.one(clip, limits)
+                    limits = limits.without(clip.count * clip.height * clip.width)
+                left.take([one], where)
+                found.setdefault(kind, []).append(one)
+        return found
+
+    def _check_files(self, kind: str, given: Any, *, known: bool) -> None:
+        name, most = ARGUMENTS[kind], self.limits.max_files
+        good = isinstance(given, Sequence) and not isinstance(given, str | bytes)
+        check(good, f"{name}={str(given)[:60]!r} must be a list of files.", DataError)
+        check(known or len(given) == 0, f"{name} has {len(given)} files, but this model takes none.", DataError)
+        rule = f"more than MediaLimits.max_files={most:,}"
+        check(len(given) <= most, f"{name} has {len(given):,} files: {rule}.", DataError)
+
+    def _check_sizes(self, pictures: Sequence[Any]) -> None:
+        """DataError for pictures that have too many pixels together, before one of them is decoded."""
+        total = 0
+        for file, where in zip(pictures, _names("image", pictures), strict=True) if len(pictures) > 1 else ():
+            width, height = picture_size(file, self.limits, where)
+            total += width * height
+            self.limits.check_together(f"pictures up to {where}", total)
+
+
+_TOKEN = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")  # the special tokens of all families; of what else there is, little
+
+
+class _Left:
+    """How much further files may become."""
+
+    def __init__(self, max_tokens: int | None, max_bytes: int | None):
+        self._most = {"tokens": max_tokens, "bytes": max_bytes}
+        self._count = dict.fromkeys(self._most, 0)
+
+    def take(self, seen: Sequence[Seen], where: str) -> None:
+        """DataError for too much."""
+        self._count["tokens"] += sum(len(_TOKEN.findall(one.text)) for one in seen)
+        self._count["bytes"] += sum(array.nbytes for one in seen for array in one.arrays.values())
+        for unit, most in self._most.items():
+            told = f"{where}: the files up to it become {self._count[unit]:,} {unit}"
+            good = most is None or self._count[unit] <= most
+            check(good, f"{told}, and {most} are taken: make them smaller, or give fewer.", DataError)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Processor(FileReader):
     """Makes of a prompt and files the tokens and arrays that a model was trained on.
 
     `processor(prompt, images=[...])` gives `Prepared`, whose `arrays` are arguments of `Media.create`.
@@ -88,16 +187,10 @@ class Processor:
     **Arguments:**
 
     - `tokenizer`, `template`: of the model's directory; None for no chat template.
-    - `pictures`, `films`, `sounds`: rules; None where a model takes none.
-    - `limits`: bounds on what is decoded.
     """
 
     tokenizer: JsonTokenizer
     template: ChatTemplate | None = None
-    pictures: PictureRules | None = None
-    films: FilmRules | None = None
-    sounds: QwenSounds | Gemma4Sounds | None = None
-    limits: MediaLimits = MediaLimits()
 
     @classmethod
     def load(
@@ -109,18 +202,12 @@ class Processor:
         the tokenizer. Raises ConversionError where they describe none that is known here.
         """
         folder = Directory(directory)
-        family, settings = read_settings(folder)
+        reader = cls.load_rules(directory, limits=limits)
         found = load_tokenizer(folder.path) if tokenizer is None else tokenizer
         if not isinstance(found, JsonTokenizer):
             raise ConversionError(f"{folder.path} holds no tokenizer.json: prompts with placeholders need one.")
-        return cls(
-            tokenizer=found,
-            template=load_chat_template(folder.path),
-            pictures=None if family.pictures is None else family.pictures(settings),
-            films=None if family.films is None else family.films(settings),
-            sounds=None if family.sounds is None else family.sounds(settings),
-            limits=limits,
-        )
+        rules = {field.name: getattr(reader, field.name) for field in dataclasses.fields(reader)}
+        return cls(tokenizer=found, template=load_chat_template(folder.path), **rules)
 
     def __call__(
         self,
@@ -147,28 +234,34 @@ class Processor:
         """
         files: dict[str, Sequence[Any]] = {"image": images, "video": videos, "audio": sounds}
         if isinstance(prompt, str):
-            text, special = prompt, True
-        else:
-            text, special, files = self._rendered(prompt, files, variables, answer=add_generation_prompt)
-        kinds: list[Kind] = []
-        heard: dict[str, np.ndarray] = {}
-        seen: dict[str, Iterator[tuple[Any, Seen]]] = {}
-        for name, rules in (("image", self.pictures), ("video", self.films), ("audio", self.sounds)):
-            given, texts = files[name], []
-            self._check_files(name, given, known=rules is not None)
-            if rules is None:
-                continue
-            if len(given) > 0 and isinstance(rules, QwenSounds | Gemma4Sounds):
-                heard, texts = rules.all(given, self.limits, _names(name, given))
-            elif len(given) > 0:
-                read = self._seen(name, rules, given)
-                texts, seen[name] = [one.text for one in read], zip([rules] * len(read), read, strict=True)
-            kinds.append(Kind(name, self.placeholder(rules, text), texts))
-        order = in_order(text, kinds)
-        text = expand(text, kinds)
-        arrays = together(next(seen[name]) for name in order if name in seen) | heard
-        ids = self.tokenizer.encode_prompt(text) if special else self.tokenizer.encode(text, special=True)
-        return Prepared(input_ids=ids[None], arrays=arrays, text=text)
+            return self.join(prompt, self.read(files))
+        text, files = self._rendered(prompt, files, variables, answer=add_generation_prompt)
+        return self.join(text, self.read(files), rendered=True)
+
+    def join(self, text: str, read: Mapping[str, Sequence[Seen]], *, rendered: bool = False) -> Prepared:
+        """The tokens of a text whose placeholders stand for files, and the arrays of these.
+
+        **Arguments:**
+
+        - `text`: in which each file has its placeholder.
+        - `read`: what `read` gave.
+        - `rendered`: whether `text` is from the chat template, which may have written the token that begins a text.
+
+        Raises DataError where there are fewer or more placeholders than files.
+        """
+        known = {kind: rules for kind, rules in self.rules.items() if rules is not None}
+        kinds = [
+            Kind(kind, self.placeholder(rules, text), [one.text for one in read.get(kind, ())])
+            for kind, rules in known.items()
+        ]
+        seen = {kind: iter(found) for kind, found in read.items() if kind != "audio"}
+        order, whole = in_order(text, kinds), expand(text, kinds)
+        arrays = together((known[kind], next(seen[kind])) for kind in order if kind in seen)
+        arrays |= {name: array for one in read.get("audio", ()) for name, array in one.arrays.items()}
+        begin = None if self.template is None or not rendered else self.template.variables.get("bos_token")
+        begun = bool(begin) and text.startswith(str(begin))
+        ids = self.tokenizer.encode(whole, special=True) if begun else self.tokenizer.encode_prompt(whole)
+        return Prepared(input_ids=ids[None], arrays=arrays, text=whole)
 
     def with_placeholders(self, text: str, *, images: int = 0, videos: int = 0, sounds: int = 0) -> str:
         """A text with so many placeholders before it, of each kind of which it has none itself."""
@@ -176,45 +269,26 @@ class Processor:
         missing = [(rules, count) for rules, count in counts if rules is not None and rules.placeholder not in text]
         return "".join(rules.placeholder * count for rules, count in missing) + text
 
-    def _rendered(
-        self, prompt: Sequence[Any], files: Mapping[str, Sequence[Any]], variables: Mapping[str, Any], *, answer: bool
-    ) -> tuple[str, bool, dict[str, Sequence[Any]]]:
-        """The text of messages, whether the tokenizer adds its special tokens to it, and all files."""
+    def template_for(self, messages: Sequence[Mapping[str, Any]]) -> ChatTemplate:
+        """The chat template of messages that `check_parts` has seen; DataError for none."""
         if self.template is None:
             raise DataError("messages need a chat template, and this model's directory has none: give a text.")
+        contents = (one.get("content") for one in messages)
+        parts = [part["type"] for content in contents if isinstance(content, list) for part in content]
+        own = None if self.films is None else self.films.template
+        return dataclasses.replace(self.template, source=own) if "video" in parts and own is not None else self.template
+
+    def _rendered(
+        self, prompt: Sequence[Any], files: Mapping[str, Sequence[Any]], variables: Mapping[str, Any], *, answer: bool
+    ) -> tuple[str, dict[str, Sequence[Any]]]:
+        """The text of messages, and all files."""
         messages, carried = check_parts(prompt)
         for kind, found in carried.items():
             twice = len(found) > 0 and len(files.get(kind, ())) > 0
             rule = f"and {ARGUMENTS[kind]} has files, too: give them in one place"
             check(not twice, f"parts of type {kind!r} in messages carry files, {rule}.", DataError)
-        template, contents = self.template, (one.get("content") for one in messages)
-        parts = [part["type"] for content in contents if isinstance(content, list) for part in content]
-        own = None if self.films is None else self.films.template
-        if "video" in parts and own is not None:
-            template = dataclasses.replace(template, source=own)
-        text = render(template, messages, variables, answer=answer)
-        begin = self.template.variables.get("bos_token")
-        whole = {kind: found or files.get(kind, ()) for kind, found in carried.items()}
-        return text, not (begin and text.startswith(begin)), whole
-
-    def _check_files(self, name: str, given: Any, *, known: bool) -> None:
-        kind, most = ARGUMENTS[name], self.limits.max_files
-        good = isinstance(given, Sequence) and not isinstance(given, str | bytes)
-        check(good, f"{kind}={str(given)[:60]!r} must be a list of files.", DataError)
-        check(known or len(given) == 0, f"{kind} has {len(given)} files, but this model takes none.", DataError)
-        rule = f"more than MediaLimits.max_files={most:,}"
-        check(len(given) <= most, f"{kind} has {len(given):,} files: {rule}.", DataError)
-
-    def _seen(self, name: str, rules: Any, files: Sequence[Any]) -> list[Seen]:
-        """What becomes of all pictures, or films."""
-        seen: list[Seen] = []
-        for file, where in zip(files, _names(name, files), strict=True):
-            if name == "image":
-                seen.append(rules.one(open_picture(file, self.limits, where), self.limits, where))
-            else:
-                with open_film(file, self.limits, where) as clip:
-                    seen.append(rules.one(clip, self.limits))
-        return seen
+        text = render(self.template_for(messages), messages, variables, answer=answer)
+        return text, {kind: found or files.get(kind, ()) for kind, found in carried.items()}
 
     def placeholder(self, rules: Any, text: str) -> str:
         """What stands for a file: of Qwen3-VL's films with the tokens around it, which each frame gets for itself."""
