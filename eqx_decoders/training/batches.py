@@ -340,7 +340,7 @@ def _check_pictures(part: Corpus, seq_len: int) -> None:
         if longer.any() and (longer := longer & part.store.has_media(start, stop)).any():
             sizes, first = part.store.sizes(start, stop)[longer], start + int(np.argmax(longer))
             what = f"{part.store.name(first)} has {len(part.store[first]):,} tokens with its pictures"
-            rule = f"which must stand in one sequence of --seq-len {seq_len} (DataConfig.seq_len)"
+            rule = f"which must stand in one sequence of --seq-len {seq_len} tokens"
             remedy = f"raise it to {sizes.max():,}, have the processor make fewer tokens of a picture, or leave out"
             raise DataError(f"{what}, {rule}: {remedy} {_documents(len(sizes))} of that length.")
 

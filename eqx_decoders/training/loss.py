@@ -201,8 +201,7 @@ def _mtp_loss_sum(
         sums.append(_head_loss(model, x, targets, weights, fused=fused, key=key, depth=depth)[:2])
         tokens.append(jnp.sum(weights))
     losses, nll = zip(*sums, strict=True)
-    targets = [jnp.sum(mtp_targets(full_batch, depth)[1]) for depth in range(1, len(hidden) + 1)]
-    everything = sum(targets, jnp.zeros(()))
+    everything = jnp.sum(jnp.stack([mtp_targets(full_batch, depth)[1] for depth in range(1, len(hidden) + 1)]))
     scale = model.mtp.config.loss_weight * jnp.sum(next_tokens(full_batch)[1]) / or_one(everything)
     return scale * sum(losses), MTPLossSums(nll=jax.lax.stop_gradient(jnp.stack(nll)), tokens=jnp.stack(tokens))
 

@@ -140,8 +140,8 @@ class Trainer(eqx.Module):
         check(single, f"{rule} StepConfig.gradient_accumulation_steps=1: gradients of the host's weights lie there.")
         kept = frozen(model)
         words = {name: here for name, here in axes(model).items() if name not in kept}
-        trainable = matching(words, optimizer.trainable, "OptimizerConfig.trainable")
-        trainable -= buffers(model, optimizer.trainable)
+        named = optimizer.trainable
+        trainable = matching(words, named, "OptimizerConfig.trainable") - buffers(model, named)
         if config.qk_clip_threshold is not None:
             fixed = sorted(set(clipped_weights(model)) - trainable)
             rule = f"StepConfig.qk_clip_threshold={config.qk_clip_threshold} would change {', '.join(fixed[:3])}"
