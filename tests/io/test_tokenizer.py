@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -251,3 +252,16 @@ def test_settings_that_are_no_json_give_a_sentence(tmp_path, content):
     (tmp_path / "tokenizer_config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=r"tokenizer_config.json (is not valid JSON|has 10,000,001 bytes)"):
         load_tokenizer(tmp_path)
+
+
+def test_other_threads_run_while_a_text_is_encoded():
+    tokenizer, text = train_bpe(["hello world and more of it, "], 300), "hello world and more, " * 20_000
+    thread, turns, interval = threading.Thread(target=lambda: tokenizer.encode(text)), 0, sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        thread.start()
+        while thread.is_alive():  # with the interpreter's lock held this would wait in one of its first turns
+            turns += 1
+    finally:
+        sys.setswitchinterval(interval)
+    assert turns > 20_000
