@@ -3,6 +3,7 @@
 import json
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -255,13 +256,21 @@ def test_settings_that_are_no_json_give_a_sentence(tmp_path, content):
 
 
 def test_other_threads_run_while_a_text_is_encoded():
-    tokenizer, text = train_bpe(["hello world and more of it, "], 300), "hello world and more, " * 20_000
-    thread, turns, interval = threading.Thread(target=lambda: tokenizer.encode(text)), 0, sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
+    tokenizer, text, seen = train_bpe(["hello world and more of it, "], 300), "hello world and more, " * 5_000, []
+    turns, interval = 0, sys.getswitchinterval()
+
+    def encode():
+        sys.setswitchinterval(10.0)  # nobody takes the interpreter's lock away: it has to be given
+        seen.append(turns)
+        tokenizer.encode(text)
+        seen.append(turns)
+
+    thread = threading.Thread(target=encode)
     try:
         thread.start()
-        while thread.is_alive():  # with the interpreter's lock held this would wait in one of its first turns
+        while thread.is_alive():
+            time.sleep(0)  # which gives it
             turns += 1
     finally:
         sys.setswitchinterval(interval)
-    assert turns > 20_000
+    assert seen[1] - seen[0] > 100
