@@ -4,6 +4,7 @@ import asyncio
 import errno
 import json
 import resource
+import select
 import threading
 import time
 
@@ -95,7 +96,7 @@ def test_a_token_that_takes_all_blanks_behind_it():
     tokenizer._inner.add_special_tokens([AddedToken("<u>", rstrip=True)])
     text = "<u>" + " " * 200_000 + "hello"
     count = len(tokenizer.encode(text, special=True))
-    assert count < 6 and not is_too_long(tokenizer, text, count)
+    assert count < 10 and not is_too_long(tokenizer, text, count)
 
 
 def test_conversations_of_too_many_messages_are_refused_before_they_are_rendered(chats):
