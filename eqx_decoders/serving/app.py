@@ -90,7 +90,12 @@ class _Place:
 
     def __exit__(self, *_: object) -> None:
         self._guard.open -= 1
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Nothing of the body is kept any more."""
         self._guard.bytes -= self._bytes
+        self._bytes = 0
 
     def take(self, count: int) -> None:
         """So many bytes more of the body have come. ApiError where all bodies that are open have too many."""
@@ -98,6 +103,7 @@ class _Place:
         self._guard.bytes += count
         if self._bytes > SMALL and self._guard.bytes > self._guard.config.max_open_bytes:
             message = f"The bodies of all open requests have {self._guard.bytes:,} bytes: come again later."
+            self.give_back()  # what more comes of it is not kept
             raise ApiError(429, message, code="busy", retry_after=1)
 
 

@@ -342,7 +342,7 @@ def text_beside_picture(server: Server) -> None:
 
 def scores(server: Server) -> None:
     server.send(COMPLETIONS, dict(prompt=[5, 6, 7, 8] * 511, echo=True, logprobs=20, n=128, max_tokens=1))
-    server.send(COMPLETIONS, dict(prompt=[5, 6, 7, 8] * 511, echo=True, logprobs=20, n=16, max_tokens=1))
+    server.send(COMPLETIONS, dict(prompt=[5, 6, 7, 8] * 511, echo=True, logprobs=20, n=6, max_tokens=1))
 
 
 def idle_connections(server: Server) -> list[socket.socket]:

@@ -173,6 +173,7 @@ def test_a_process_waits_for_the_next_conversation():
         reader = PromptReader(chat_language(chat=Noting(source="")), max_length=64)
         for _ in range(3):
             await reader.chat([{"role": "user", "content": "a"}], {}, answer=True)
+        assert reader._renderer is not None
         waiting = reader._renderer._short._process
         assert waiting is not None and waiting.alive
         reader.close()
