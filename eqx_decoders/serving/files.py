@@ -175,6 +175,11 @@ class FileReading:
             raise ApiError(503, "The server is stopping.", retry_after=1)
         self._loop = asyncio.get_running_loop()
         process, seconds = self._idle.pop(), self.config.wall_seconds
+        while not process.alive:  # it has ended while nobody used it
+            process.discard()
+            self._all.discard(process)
+            self._add()
+            process = self._idle.pop()
         work = self._loop.run_in_executor(self._threads, process.read, files)
         try:
             async with asyncio.timeout(seconds):

@@ -103,6 +103,22 @@ def test_answers_of_one_form_do_not_share_their_place(forms):
     assert len(forms._known) == KEPT and ANY_OBJECT in forms._known
 
 
+def test_of_costly_forms_few_are_kept(monkeypatch):
+    """They are large."""
+    forms, clock = Forms(ByteTokenizer(), 320, [257]), [0.0]
+    monkeypatch.setattr(constraints.time, "thread_time", lambda: clock[0])
+    compiled = forms._compile
+
+    def costly(form):
+        clock[0] += 0.6 if form != ANY_OBJECT else 0.1
+        return compiled(form)
+
+    monkeypatch.setattr(forms, "_compile", costly)
+    for form in (ANY_OBJECT, *(Form("regex", f"a{number}") for number in range(6))):
+        one_of(forms, form)
+    assert {form.content for form in forms._known} == {ANY_OBJECT.content, "a3", "a4", "a5"}
+
+
 DEEP = "[" * 100_000
 BAD = {
     "not an object": (Form("json", "5"), "json cannot be read"),
@@ -134,7 +150,7 @@ def test_grammars_of_many_symbols_are_refused(forms, monkeypatch):
     form = Form("grammar", 'start: x "," x\nx: "a" | "b" y\ny: "c" x | "d"')
     assert allowed(one_of(forms, form))
     monkeypatch.setattr(constraints, "SYMBOLS", 5)
-    with pytest.raises(ConfigError, match="grammar cannot be kept: .*too big"):
+    with pytest.raises(ConfigError, match=r"grammar cannot be kept: .*too big"):
         one_of(forms, form._replace(content=f"{form.content}\n"))
 
 

@@ -171,6 +171,14 @@ def test_a_process_that_ends_ends_one_request(reading, runner):
     runner.run(run())
 
 
+def test_a_process_that_has_ended_by_itself_is_no_request_s_error(reading, runner):
+    runner.run(read(reading, "image", SMALL))
+    process = reading._idle[-1]._process
+    process.kill()
+    process.wait()
+    assert runner.run(read(reading, "image", SMALL))[0].arrays and len(reading._all) == 2
+
+
 def test_files_that_take_too_much_processor_time(folder, runner):
     async def run():
         reading = FileReading(folder, 100, dataclasses.replace(CONFIG, processes=1, seconds=0.02, memory=1 << 31))
