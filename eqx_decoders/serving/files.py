@@ -188,6 +188,10 @@ class FileReading:
             raise ApiError(400, f"The files take longer than {seconds:g} s to read: send fewer, or smaller.") from error
         except DataError as error:
             raise ApiError(400, str(error)) from error
+        except asyncio.CancelledError as error:
+            if work.cancelled():  # before a thread had begun
+                raise ApiError(503, "The server is stopping.", retry_after=1) from error
+            raise
         finally:
             try:
                 if not work.done():

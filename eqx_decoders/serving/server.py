@@ -21,7 +21,7 @@ from eqx_decoders.serving.worker import EngineLike, Worker
 
 POLL = 0.05  # seconds between two looks at whether it is to end
 REST = 1.0  # seconds after a connection that could not be taken
-BACKLOG = 128  # connections that wait to be accepted
+BACKLOG = 1024  # connections that wait to be accepted: many may come at once
 OWN_FILES = 100  # that may be open beside connections: those of the processes that render and decode, and of JAX
 
 _log = logging.getLogger("eqx_decoders.serving")

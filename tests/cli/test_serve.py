@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import resource
 import socket
 from importlib import util
 from typing import Any
@@ -100,6 +101,8 @@ EFFECTS = {
     "prefix_cache_bytes": (["--prefix-cache-bytes", "0"], lambda found: found.engine.prefix_cache_bytes == 0),
     "max_waiting": (["--max-waiting", "5"], lambda found: found.engine.max_waiting == 5),
     "max_waiting_tokens": (["--max-waiting-tokens", "7"], lambda found: found.engine.max_waiting_tokens == 7),
+    "max_open": (["--max-open", "9"], lambda found: found.api.max_open == 9),
+    "max_open_bytes": (["--max-open-bytes", "9000000"], lambda found: found.api.max_open_bytes == 9_000_000),
     "max_choices": (["--max-choices", "2"], lambda found: found.api.max_choices == 2),
     "max_body_bytes": (["--max-body-bytes", "1000"], lambda found: found.api.max_body_bytes == 1000),
     "api_key": (["--api-key", "a", "--api-key", "b"], lambda found: found.api.api_keys == ("a", "b")),
@@ -130,6 +133,23 @@ def test_matrices_are_made_in_few_bits(kind, bits):
     weights = quantized_weights(found)
     assert bool(weights) == (bits is not None)
     assert all(8 * node.values.dtype.itemsize == bits for node in weights.values())
+
+
+def test_as_many_requests_are_open_as_may_wait(asked):
+    call("serve", "--port", 0)
+    assert asked.api.max_open == 1032  # 1024 that wait, and 8 that are worked on
+    call("serve", "--port", 0, "--max-waiting", "4000", "--max-batch-size", "2", "--max-body-bytes", "900000000")
+    assert asked.api.max_open == 4002 and asked.api.max_open_bytes == asked.api.max_body_bytes == 900_000_000
+
+
+def test_files_may_be_open_as_many_as_are_allowed(asked):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1000), hard))
+        call("serve", "--port", 0)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_keys_may_stand_in_the_environment(asked, monkeypatch):

@@ -48,6 +48,11 @@ def test_without_the_file_nothing_is_said(tmp_path):
     assert read_generation_config(tmp_path) == GenerationConfig()
 
 
+@pytest.mark.parametrize("value, found", [(1.05, 1.05), (1, None), (0, None), (None, None)])
+def test_a_repetition_penalty(tmp_path, value, found):
+    assert read(tmp_path, repetition_penalty=value).repetition_penalty == found
+
+
 @pytest.mark.parametrize("value, ids", [(None, ()), (3, (3,)), ([3, 1], (3, 1)), (-1, ()), ([], ())])
 def test_stop_ids(tmp_path, value, ids):
     assert read(tmp_path, eos_token_id=value).stop_ids == ids == parse_token_ids("eos", value)
@@ -64,6 +69,7 @@ def test_stop_ids(tmp_path, value, ids):
         ({"top_k": 2.5}, "top_k=2.5 must be an integer"),
         ({"top_p": 1.5}, "top_p=1.5 must be a number from 0 to 1"),
         ({"min_p": 2}, "min_p=2 must be a number from 0 to 1"),
+        ({"repetition_penalty": -1}, "repetition_penalty=-1 must be a number"),
         ({"do_sample": "no"}, "do_sample='no' must be true or false"),
     ],
 )

@@ -2,6 +2,8 @@
 
 import json
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -251,3 +253,24 @@ def test_settings_that_are_no_json_give_a_sentence(tmp_path, content):
     (tmp_path / "tokenizer_config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=r"tokenizer_config.json (is not valid JSON|has 10,000,001 bytes)"):
         load_tokenizer(tmp_path)
+
+
+def test_other_threads_run_while_a_text_is_encoded():
+    tokenizer, text, seen = train_bpe(["hello world and more of it, "], 300), "hello world and more, " * 5_000, []
+    turns, interval = 0, sys.getswitchinterval()
+
+    def encode():
+        sys.setswitchinterval(10.0)  # nobody takes the interpreter's lock away: it has to be given
+        seen.append(turns)
+        tokenizer.encode(text)
+        seen.append(turns)
+
+    thread = threading.Thread(target=encode)
+    try:
+        thread.start()
+        while thread.is_alive():
+            time.sleep(0)  # which gives it
+            turns += 1
+    finally:
+        sys.setswitchinterval(interval)
+    assert seen[1] - seen[0] > 100

@@ -231,12 +231,12 @@ def test_the_rest_is_passed_on(server, given, field, value):
 
 
 def test_what_was_published_with_the_model_counts_where_nothing_is_given():
-    published = GenerationConfig(temperature=0.6, top_p=0.9)
+    published = GenerationConfig(temperature=0.6, top_p=0.9, repetition_penalty=1.3)
     with serving(language=LETTERS, defaults=published) as server:
         sampling = asked_of(server).sampling
-        assert (sampling.temperature, sampling.top_p) == (0.6, 0.9)
-        sampling = asked_of(server, temperature=1, top_p=1).sampling
-        assert (sampling.temperature, sampling.top_p) == (1.0, None)
+        assert (sampling.temperature, sampling.top_p, sampling.repetition_penalty) == (0.6, 0.9, 1.3)
+        sampling = asked_of(server, temperature=1, top_p=1, repetition_penalty=1).sampling
+        assert (sampling.temperature, sampling.top_p, sampling.repetition_penalty) == (1.0, None, 1.0)
 
 
 def test_n_answers_are_those_of_n_requests_with_the_seeds_that_follow(server):

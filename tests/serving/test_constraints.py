@@ -159,6 +159,21 @@ def test_a_model_without_a_token_that_ends_its_answers_has_no_forms():
         Forms(ByteTokenizer(), 300, []).constraints(ANY_OBJECT, 1)
 
 
+def test_texts_with_letters_that_the_library_wants_escaped(forms):
+    text = "".join(map(chr, range(1, 128))) + "\x80\u2028"
+    constraint = one_of(forms, Form("choice", (text,)))
+    for token in forms._tokenizer.encode(text).tolist():
+        assert token in allowed(constraint)
+        constraint.accept(token)
+    assert allowed(constraint) == [257, 258]
+
+
+def test_what_clients_cannot_set_is_not_what_they_are_advised(forms):
+    kinds = [{"type": "object", "properties": {name: {"type": "integer"}}} for name in "ab"]
+    with pytest.raises(ConfigError, match=r"oneOf .* give anyOf"):
+        one_of(forms, Form("json", json.dumps({"oneOf": kinds})))
+
+
 # --- on an event loop -------------------------------------------------------------------------------------------------
 
 

@@ -280,10 +280,10 @@ def test_closing_ends_processes_that_work(folder, runner):
         while reading._idle:
             await asyncio.sleep(0)
         reading.close()
-        for one, status in ((work, 500), (waiting, 503)):
+        for one, statuses in ((work, (500, 503)), (waiting, (503,))):
             with pytest.raises(ApiError) as error:
                 await one
-            assert error.value.status == status
+            assert error.value.status in statuses
         reading._threads.shutdown(wait=True)  # comes back
 
     runner.run(run())
