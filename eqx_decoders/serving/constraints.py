@@ -10,6 +10,7 @@ import collections
 import concurrent.futures
 import json
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -25,7 +26,7 @@ from eqx_decoders.serving.wire import ApiError
 Kind = Literal["json", "regex", "choice", "grammar"]
 
 BLANKS = r"[\x20\x0A\x0D\x09]{0,32}"  # between the parts of JSON: a model may otherwise write spaces for ever
-KEPT = 32  # grammars, compiled or found to be none
+KEPT, KEPT_SECONDS = 32, 2.0  # grammars, compiled or found to be none; a second makes some 100 MB
 MOST = 100_000  # characters of one
 SYMBOLS = 100_000  # of its productions
 THREADS, WAITING = 2, 64  # that compile, and forms that wait for them
@@ -91,7 +92,8 @@ class Forms:
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, list(stop_ids)
         self._lock, self._first = threading.Lock(), threading.Lock()  # of what is known, and of the vocabulary
         self._vocabulary: Any = None
-        self._known: collections.OrderedDict[Form, Any] = collections.OrderedDict()  # matchers, and ConfigErrors
+        # matchers or ConfigErrors, each with the processor time that it took
+        self._known: collections.OrderedDict[Form, tuple[Any, float]] = collections.OrderedDict()
         self._compiling: dict[Form, _Compiling] = {}
         self._threads = concurrent.futures.ThreadPoolExecutor(THREADS, "forms")
         self._turns = Turns("their forms", THREADS, WAITING)
@@ -156,24 +158,29 @@ class Forms:
         with self._lock:
             if form in self._known:
                 self._known.move_to_end(form)
-            return self._known.get(form)
+            return self._known.get(form, (None, 0.0))[0]
 
     def _find(self, form: Form) -> Any:
         """A matcher, or the ConfigError that says why there is none."""
         found = self._look_up(form)
         if found is None:
             _check_size(form)
+            begun = time.thread_time()
             try:
                 found = self._compile(form)
             except ConfigError as error:
                 found = ConfigError(str(error))  # without the frames of its traceback
-            with self._lock:
-                self._known[form] = found
-                if ANY_OBJECT in self._known:
-                    self._known.move_to_end(ANY_OBJECT)  # which many ask for
-                if len(self._known) > KEPT:
-                    self._known.popitem(last=False)
+            self._keep(form, found, time.thread_time() - begun)
         return found
+
+    def _keep(self, form: Form, found: Any, seconds: float) -> None:
+        with self._lock:
+            self._known[form] = found, 0.0 if isinstance(found, ConfigError) else seconds
+            if ANY_OBJECT in self._known:
+                self._known.move_to_end(ANY_OBJECT)  # which many ask for
+            spent = sum(each for _, each in self._known.values())
+            while len(self._known) > KEPT or (spent > KEPT_SECONDS and len(self._known) > 2):
+                spent -= self._known.popitem(last=False)[1][1]
 
     def _compile(self, form: Form) -> Any:
         try:

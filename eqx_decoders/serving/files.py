@@ -175,6 +175,11 @@ class FileReading:
             raise ApiError(503, "The server is stopping.", retry_after=1)
         self._loop = asyncio.get_running_loop()
         process, seconds = self._idle.pop(), self.config.wall_seconds
+        while not process.alive:  # it has ended while nobody used it
+            process.discard()
+            self._all.discard(process)
+            self._add()
+            process = self._idle.pop()
         work = self._loop.run_in_executor(self._threads, process.read, files)
         try:
             async with asyncio.timeout(seconds):
@@ -183,6 +188,10 @@ class FileReading:
             raise ApiError(400, f"The files take longer than {seconds:g} s to read: send fewer, or smaller.") from error
         except DataError as error:
             raise ApiError(400, str(error)) from error
+        except asyncio.CancelledError as error:
+            if work.cancelled():  # before a thread had begun
+                raise ApiError(503, "The server is stopping.", retry_after=1) from error
+            raise
         finally:
             try:
                 if not work.done():

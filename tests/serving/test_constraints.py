@@ -103,6 +103,22 @@ def test_answers_of_one_form_do_not_share_their_place(forms):
     assert len(forms._known) == KEPT and ANY_OBJECT in forms._known
 
 
+def test_of_costly_forms_few_are_kept(monkeypatch):
+    """They are large."""
+    forms, clock = Forms(ByteTokenizer(), 320, [257]), [0.0]
+    monkeypatch.setattr(constraints.time, "thread_time", lambda: clock[0])
+    compiled = forms._compile
+
+    def costly(form):
+        clock[0] += 0.6 if form != ANY_OBJECT else 0.1
+        return compiled(form)
+
+    monkeypatch.setattr(forms, "_compile", costly)
+    for form in (ANY_OBJECT, *(Form("regex", f"a{number}") for number in range(6))):
+        one_of(forms, form)
+    assert {form.content for form in forms._known} == {ANY_OBJECT.content, "a3", "a4", "a5"}
+
+
 DEEP = "[" * 100_000
 BAD = {
     "not an object": (Form("json", "5"), "json cannot be read"),
@@ -141,6 +157,21 @@ def test_grammars_of_many_symbols_are_refused(forms, monkeypatch):
 def test_a_model_without_a_token_that_ends_its_answers_has_no_forms():
     with pytest.raises(ConfigError, match="needs a model with a token that ends"):
         Forms(ByteTokenizer(), 300, []).constraints(ANY_OBJECT, 1)
+
+
+def test_texts_with_letters_that_the_library_wants_escaped(forms):
+    text = "".join(map(chr, range(1, 128))) + "\x80\u2028"
+    constraint = one_of(forms, Form("choice", (text,)))
+    for token in forms._tokenizer.encode(text).tolist():
+        assert token in allowed(constraint)
+        constraint.accept(token)
+    assert allowed(constraint) == [257, 258]
+
+
+def test_what_clients_cannot_set_is_not_what_they_are_advised(forms):
+    kinds = [{"type": "object", "properties": {name: {"type": "integer"}}} for name in "ab"]
+    with pytest.raises(ConfigError, match=r"oneOf .* give anyOf"):
+        one_of(forms, Form("json", json.dumps({"oneOf": kinds})))
 
 
 # --- on an event loop -------------------------------------------------------------------------------------------------
@@ -242,18 +273,3 @@ def test_who_waits_too_long_or_behind_too_many_is_told_to_come_again(gated, monk
         assert await gated.prepare(Form("regex", "a"), 1)
 
     asyncio.run(run())
-
-
-def test_texts_with_letters_that_the_library_wants_escaped(forms):
-    text = "".join(map(chr, range(1, 128))) + "\x80\u2028"
-    constraint = one_of(forms, Form("choice", (text,)))
-    for token in forms._tokenizer.encode(text).tolist():
-        assert token in allowed(constraint)
-        constraint.accept(token)
-    assert allowed(constraint) == [257, 258]
-
-
-def test_what_clients_cannot_set_is_not_what_they_are_advised(forms):
-    kinds = [{"type": "object", "properties": {name: {"type": "integer"}}} for name in "ab"]
-    with pytest.raises(ConfigError, match=r"oneOf .* give anyOf"):
-        one_of(forms, Form("json", json.dumps({"oneOf": kinds})))
