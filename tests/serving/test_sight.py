@@ -121,7 +121,7 @@ def test_an_error_in_a_picture_ends_its_own_request(engine, monkeypatch, where):
 
 def test_programs_that_were_used_last_are_kept(engine, monkeypatch):
     monkeypatch.setattr(sight, "PROGRAMS", 2)
-    found = sight.Sight(engine.model, 64, engine._kind)
+    found = sight.Sight(engine.model, 64, engine._slots.kind)
 
     def first(weights, x):
         return x[:1]
