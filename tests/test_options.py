@@ -541,7 +541,7 @@ DATA = {
     "BlockSizes", "Tiles", "Chip", "Collective", "Machine", "Memory", "Operations", "Plan", "Roofline", "Route",
     "Estimate", "Call", "Ring", "StateLayout", "ExternalCall",
     "Asked", "ChatAsked", "CompletionAsked", "Block", "Echo", "EngineCounts", "Events", "Job", "Language", "Piece",
-    "Reply", "Task", "TokenScore", "Update", "Usage", "WaitingList",
+    "Reply", "SharedPrompt", "Task", "TokenScore", "Update", "Usage", "WaitingList",
 }  # fmt: skip
 
 

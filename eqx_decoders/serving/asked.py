@@ -242,7 +242,8 @@ def _priority(fields: Fields, config: ApiConfig) -> int:
     """The engine's, where the highest comes first; in vLLM's API it is the lowest."""
     given = fields.integer("priority", least=-1_000_000, most=1_000_000) or 0
     if given and not config.allow_priority:
-        raise fields.refuse("priority", "must be 0 here: the server does not allow others", "unsupported_parameter")
+        rule = "must be 0: this server lets no request take the place of others, whose data it would have to keep"
+        raise fields.refuse("priority", rule, "unsupported_parameter")
     return -given
 
 

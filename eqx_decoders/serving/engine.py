@@ -1,6 +1,5 @@
 """The engine: many requests, one model. It decides what each step computes; `Slots` computes it."""
 
-import concurrent.futures
 import dataclasses
 import itertools
 import time
@@ -12,23 +11,18 @@ import jax
 import numpy as np
 
 from eqx_decoders.decoder import Decoder
-from eqx_decoders.errors import check
-from eqx_decoders.inference.apart import usual_format
-from eqx_decoders.layers.cache_format import CacheFormat
+from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.serving.choosing import token_scores
-from eqx_decoders.serving.drafts import FurtherPrediction, SmallerModel, device_drafting
+from eqx_decoders.serving.drafts import FurtherPrediction
 from eqx_decoders.serving.engine_config import EngineConfig
 from eqx_decoders.serving.job import Job, SharedPrompt
 from eqx_decoders.serving.request import EngineCounts, Request, TokenScore, Update
 from eqx_decoders.serving.seats import Seats
-from eqx_decoders.serving.sight import Sight, what_failed
-from eqx_decoders.serving.slots import ALL_SCORES, NEXT_TOKEN, Chosen, Slots
-from eqx_decoders.serving.steps import row_counts, rows_for
+from eqx_decoders.serving.sight import Sight, wait_for_one, what_failed
+from eqx_decoders.serving.slots import ALL_SCORES, NEXT_TOKEN, Chosen
+from eqx_decoders.serving.steps import rows_for
 from eqx_decoders.serving.waiting import WaitingList
 from eqx_decoders.serving.written import Written
-
-
-POLL = 0.01  # seconds that a step waits for pictures, where there is nothing else to do
 
 
 class Engine:
@@ -49,31 +43,11 @@ class Engine:
     def __init__(self, model: Decoder, config: EngineConfig = EngineConfig()):
         self.model, self.config = model, config
         config.check_model(model)
-        # the last chunk of a prompt is rounded up to one of few sizes, which depends on its length alone
-        sizes = {size for size in (16, config.prefill_chunk // 2) if 16 <= size < config.prefill_chunk}
-        layout = model.execution.layout
-        apart = not config.batch_invariant and config.drafts is None and layout.single and layout.platform == "cpu"
-        self._rows = row_counts(config.max_batch_size) if apart else (config.max_batch_size,)
-        self._columns = (1,) if config.drafts is None else (1, 1 + config.drafts.num_tokens)
-        self._kind = usual_format(model.execution) if config.cache_dtype is None else CacheFormat.of(config.cache_dtype)
-        self._slots = Slots(
-            model,
-            count=config.max_batch_size,
-            length=config.max_length,
-            chunks=(*sorted(sizes), config.prefill_chunk),
-            rows=self._rows,
-            columns=self._columns,
-            biases=config.max_logit_bias,
-            top=config.max_logprobs,
-            dtype=self._kind,
-            pages=config.pages,
-            small=config.drafts.model if isinstance(config.drafts, SmallerModel) else None,
-            drafting=device_drafting(config.drafts),
-        )
-        self._seats = Seats(self._slots, config.pages, config.prefix_cache_bytes)
+        self._seats = Seats.create(model, config)
+        self._slots = self._seats.slots
         self._sight = None
         if model.config.media is not None:
-            self._sight = Sight(self._slots.model, config.max_length, self._kind)
+            self._sight = Sight(self._slots.model, config.max_length, self._slots.kind)
         self._waiting: WaitingList[Job] = WaitingList(config.max_waiting, config.max_waiting_tokens)
         self._turn: list[Job] = []  # whose prompts are being computed, the next one first
         self._asked = self._slots.asked(config.max_batch_size)
@@ -120,9 +94,8 @@ class Engine:
         self.config.check_together(requests)
 
     def _prepare(self, request: Request) -> Any:
-        rule = "this model sees and hears nothing: it has no encoders"
-        check(self._sight is not None, f"Request.media: {rule}.")
-        assert self._sight is not None and request.media is not None
+        if self._sight is None or request.media is None:
+            raise ConfigError("Request.media is given, but this model has no encoders (DecoderConfig.media is None).")
         return self._sight.prepare(request.prompt, request.media)
 
     def cancel(self, request_id: int) -> None:
@@ -151,10 +124,10 @@ class Engine:
         self.warm_up()
         updates, self._cancelled = self._cancelled, []
         updates += self._admit()
-        if self._waiting.first(_is_ready) is None and (idle := self._written.next()) is not None:
+        if self._waiting.first(Job.is_ready) is None and (idle := self._written.next()) is not None:
             updates += self._enter(*idle)
         if not self._seats.jobs:
-            self._wait_for_pictures()
+            wait_for_one([job.shared.seeing for job in self._waiting])
             return updates
         updates += self._begin()
         self._count(steps=1)
@@ -216,7 +189,7 @@ class Engine:
     def _admit(self) -> list[Update]:
         """Give slots to those whose turn it is, taking them from lower priorities where there are no others."""
         updates: list[Update] = []
-        while (job := self._waiting.first(_is_ready)) is not None:
+        while (job := self._waiting.first(Job.is_ready)) is not None:
             free = self._seats.free
             if free is None or not self._seats.has_room(job):
                 victim = self._written.current or self._seats.last()
@@ -241,12 +214,6 @@ class Engine:
         if not job.decodes:
             self._turn.append(job)
         return []
-
-    def _wait_for_pictures(self) -> None:
-        """There is nothing to compute: what others wait for may come soon."""
-        pending = [job.shared.seeing for job in self._waiting if job.shared.seeing is not None]
-        if pending:
-            concurrent.futures.wait(pending, POLL, concurrent.futures.FIRST_COMPLETED)
 
     def _give_way(self, job: Job) -> None:
         """Take the slot of a request, which goes on later from where it stands, or begins again."""
@@ -435,10 +402,10 @@ class Engine:
         if not answers:
             return None
         by_slot = {job.slot: job for job in answers}
-        slots = rows_for(by_slot, self._rows)
+        slots = rows_for(by_slot, self._slots.rows)
         rows = {by_slot[slot]: row for row, slot in enumerate(slots) if slot in by_slot}
         self._count(draft_tokens=sum(map(len, answers.values())))
-        asked, columns = self._asked, self._columns[-1 if any(answers.values()) else 0]
+        asked, columns = self._asked, self._slots.columns[-1 if any(answers.values()) else 0]
         tokens, positions = np.zeros((len(slots), columns), np.int32), np.full((len(slots), columns), -1, np.int32)
         for job, drafts in answers.items():
             fed, row = [job.answer[-1], *drafts], rows[job]
@@ -481,8 +448,3 @@ class Engine:
             self._written.add(job)
         told: dict[str, Any] = dict(tokens=tuple(tokens), scores=found, finish_reason=reason, error=error)
         return [Update(request_id=job.request_id, **told, **first)]
-
-
-def _is_ready(job: Job) -> bool:
-    """Whether what the encoders make for it is there."""
-    return job.shared.seeing is None or job.shared.seeing.done()

@@ -49,7 +49,7 @@ class EngineConfig:
     max_waiting: int = 1024
     max_waiting_tokens: int = 1 << 20
     prefix_cache_bytes: int = 1 << 30
-    preempted_bytes: int = 1 << 28
+    preempted_bytes: int = 1 << 27
     max_logprobs: int = 20
     max_logit_bias: int = 300
     cache_dtype: DTypeLike | CacheFormat | None = None

@@ -93,6 +93,10 @@ class Job:
         """Whether its prompt is done."""
         return len(self.answer) > 0
 
+    def is_ready(self) -> bool:
+        """Whether what encoders make for its prompt is there."""
+        return self.shared.seeing is None or self.shared.seeing.done()
+
     @property
     def repeats(self) -> bool:
         """Whether its next token has been told before."""

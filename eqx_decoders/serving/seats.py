@@ -7,12 +7,18 @@ import jax
 import numpy as np
 
 from eqx_decoders.cache import Cache
+from eqx_decoders.decoder import Decoder
+from eqx_decoders.inference.apart import usual_format
+from eqx_decoders.layers.cache_format import CacheFormat
 from eqx_decoders.layers.pages import PageConfig
+from eqx_decoders.serving.drafts import SmallerModel, device_drafting
+from eqx_decoders.serving.engine_config import EngineConfig
 from eqx_decoders.serving.job import Job
 from eqx_decoders.serving.pages import OutOfPages
 from eqx_decoders.serving.paging import Pages, Paging
 from eqx_decoders.serving.prefix_cache import Block, PrefixCache, shared_blocks
 from eqx_decoders.serving.slots import Kept, Slots
+from eqx_decoders.serving.steps import row_counts
 
 
 class Seats:
@@ -30,6 +36,29 @@ class Seats:
         self.paging = None if pages is None or not windows else Paging(pages, windows, slots.count)
         self.prefixes = PrefixCache(slots.block, prefix_bytes, slots.keeps_rest, self._release)
         self.jobs: dict[int, Job] = {}  # by slot
+
+    @classmethod
+    def create(cls, model: Decoder, config: EngineConfig) -> "Seats":
+        """Empty slots for a model."""
+        # the last chunk of a prompt is rounded up to one of few sizes, which depends on its length alone
+        sizes = {size for size in (16, config.prefill_chunk // 2) if 16 <= size < config.prefill_chunk}
+        layout, drafts = model.execution.layout, config.drafts
+        apart = not config.batch_invariant and drafts is None and layout.single and layout.platform == "cpu"
+        slots = Slots(
+            model,
+            count=config.max_batch_size,
+            length=config.max_length,
+            chunks=(*sorted(sizes), config.prefill_chunk),
+            rows=row_counts(config.max_batch_size) if apart else (config.max_batch_size,),
+            columns=(1,) if drafts is None else (1, 1 + drafts.num_tokens),
+            biases=config.max_logit_bias,
+            top=config.max_logprobs,
+            kind=usual_format(model.execution) if config.cache_dtype is None else CacheFormat.of(config.cache_dtype),
+            pages=config.pages,
+            small=drafts.model if isinstance(drafts, SmallerModel) else None,
+            drafting=device_drafting(drafts),
+        )
+        return cls(slots, config.pages, config.prefix_cache_bytes)
 
     @property
     def block(self) -> int:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import equinox as eqx
@@ -34,6 +34,7 @@ from eqx_decoders.layers.cache_format import CacheFormat
 
 
 PROGRAMS = 64  # that are kept, the ones used last: each takes some megabytes
+POLL = 0.01  # seconds to wait for them where there is nothing else to do
 
 _log = logging.getLogger("eqx_decoders.serving")
 
@@ -144,6 +145,13 @@ class Sight:
 
     def _model(self, weights: list[Array]) -> Decoder:
         return eqx.combine(jax.tree.unflatten(self._tree, weights), self._static)
+
+
+def wait_for_one(pending: Iterable[concurrent.futures.Future | None]) -> None:
+    """Wait for a moment, or until one of them is there."""
+    pending = [each for each in pending if each is not None]
+    if pending:
+        concurrent.futures.wait(pending, POLL, concurrent.futures.FIRST_COMPLETED)
 
 
 def what_failed(error: Exception) -> str:

@@ -21,6 +21,7 @@ from eqx_decoders.cache import Cache
 from eqx_decoders.decoder import Decoder
 from eqx_decoders.explicit import typed, untyped, with_auto_axes
 from eqx_decoders.inference.apart import inference_cache, layers_apart
+from eqx_decoders.layers.cache_format import CacheFormat
 from eqx_decoders.layers.memory import is_memory
 from eqx_decoders.layers.pages import PageConfig, PagedKVCache
 from eqx_decoders.layers.past_attention import by_rows
@@ -336,7 +337,7 @@ class Slots:
         columns: Sequence[int],
         biases: int,
         top: int,
-        dtype: Any,
+        kind: CacheFormat,
         pages: PageConfig | None = None,
         small: Decoder | None = None,
         drafting: DeviceDrafting | None = None,
@@ -344,14 +345,15 @@ class Slots:
         model = layers_apart(_in_auto_mode(model))
         small = None if small is None else layers_apart(_in_auto_mode(small))
         layout = model.execution.layout
-        cache = inference_cache(model, count, length, dtype, pages=pages)
+        cache = inference_cache(model, count, length, kind, pages=pages)
         models = Models(model, small, drafting)
         self.model = model
         self.count, self.length, self.chunks, self.block = count, length, chunks, chunks[-1]
+        self.rows, self.columns, self.kind = rows, columns, kind
         self.words = -(-model.config.vocab_size // 32)
         self._biases, self._top = biases, top
         tokens = jnp.zeros((count, length), jnp.int32)
-        drafts = None if drafting is None else drafting.empty(models.both, count, length, dtype)
+        drafts = None if drafting is None else drafting.empty(models.both, count, length, kind)
         state = SlotState(cache=cache, tokens=jax.device_put(tokens, layout.replicated()), drafts=drafts)
         self._state = _each_once(state)
         arrays, self._static = eqx.partition(models, eqx.is_array)

@@ -232,7 +232,7 @@ def test_the_rest_is_passed_on(server, given, field, value):
 def test_priorities_are_for_servers_that_allow_them(server):
     """Each one that takes a place makes the engine keep what was in it."""
     error = server.json(COMPLETIONS, {"prompt": "a", "priority": -3}, code=400)["error"]
-    assert error["param"] == "priority" and "the server does not allow others" in error["message"]
+    assert error["param"] == "priority" and "lets no request take the place of others" in error["message"]
     assert asked_of(server, priority=0).priority == 0
     with serving(language=LETTERS, allow_priority=True) as allowing:
         assert asked_of(allowing, priority=3).priority == -3

@@ -4,7 +4,6 @@ import asyncio
 import errno
 import json
 import resource
-import select
 import threading
 import time
 

@@ -100,6 +100,94 @@ def counted(engine, monkeypatch):
     return calls
 
 
+def prefills(calls):
+    return sum(count for name, count in calls.items() if name[0] == "prefill")
+
+
+def test_a_step_computes_prompts_as_far_as_its_budget_goes(engine, monkeypatch):
+    engine.forget_prefixes()
+    for token in (3, 4, 5):
+        engine.submit(Request(prompt=(token,) * 24, max_new_tokens=1))
+    calls = counted(engine, monkeypatch)
+    engine.step()
+    assert prefills(calls) == 2  # of 8 tokens each: 12 are not more than one, and a part of another
+    finish(engine)
+    assert prefills(calls) == 9
+
+
+def test_answers_to_one_prompt_compute_it_once(engine, monkeypatch):
+    """Its blocks, and what of it is no whole block; also for those that come when others are at work."""
+    prompt = tuple(range(20, 41))
+    requests = [Request(prompt=prompt, max_new_tokens=6, sampling=Sampling(temperature=1.0, seed=n)) for n in range(5)]
+    known = [alone(engine, request) for request in requests]
+    engine.forget_prefixes()
+    calls, order = counted(engine, monkeypatch), [engine.submit(request) for request in requests[:3]]
+    updates = engine.step()
+    order += [engine.submit(request) for request in requests[3:]]
+    while engine.counts().running or engine.counts().waiting:
+        updates += engine.step()
+    assert prefills(calls) == 3  # 8, 8 and 5 tokens
+    got = dict.fromkeys(order, ())
+    for update in updates:
+        got[update.request_id] += update.tokens
+    assert list(got.values()) == known and len(set(known)) > 1
+    finish(engine)
+
+
+def test_scores_of_a_prompt_are_computed_once_and_shared(engine, monkeypatch):
+    request = Request(prompt=tuple(range(20, 41)), max_new_tokens=1, prompt_logprobs=2)
+    for _ in range(3):
+        engine.submit(request)
+    calls = counted(engine, monkeypatch)
+    scores = [update.prompt_scores for update in finish(engine)]
+    assert len(scores) == 3 and len(scores[0]) == 20 and all(each is scores[0] for each in scores)
+    assert prefills(calls) == 3
+    engine.forget_prefixes()
+
+
+def test_the_next_turn_begins_with_the_last_answer(engine):
+    prompt = tuple(range(20, 33))
+    answer = alone(engine, Request(prompt=prompt, max_new_tokens=12))
+    turn = Request(prompt=(*prompt, *answer, 5, 6), max_new_tokens=5)
+    engine.submit(turn)
+    updates = finish(engine)
+    assert updates[0].cached_tokens == 24
+    assert tuple(token for update in updates for token in update.tokens) == alone(engine, turn)
+
+
+def test_what_was_written_is_computed_when_there_is_nothing_else_to_do(engine, monkeypatch):
+    engine.forget_prefixes()
+    number = engine.submit(Request(prompt=tuple(range(20, 33)), max_new_tokens=12))
+    other = engine.submit(Request(prompt=(5, 6), max_new_tokens=40))
+    calls = counted(engine, monkeypatch)
+    while number not in {update.request_id for update in engine.step() if update.finish_reason}:
+        pass
+    before = prefills(calls)
+    assert {update.request_id for _ in range(3) for update in engine.step()} == {other} and prefills(calls) == before
+    engine.cancel(other)
+    finish(engine)
+    assert prefills(calls) == before + 2  # its second and third block
+
+
+def test_what_is_kept_of_preempted_requests_is_bounded(engine, monkeypatch):
+    most = engine._slots.kept_bytes(16)
+    monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, preempted_bytes=most))
+    requests = [Request(prompt=(3 + n,) * (9 if n else 1), max_new_tokens=20, priority=n) for n in range(6)]
+    known = [alone(engine, request) for request in requests]
+    got, kept = {}, []
+    for request in requests:
+        got[engine.submit(request)] = ()
+        for update in [update for _ in range(2) for update in engine.step()]:
+            got[update.request_id] += update.tokens
+        kept.append([job.saved for job in engine._waiting if job.saved is not None])
+    for update in finish(engine):
+        got[update.request_id] += update.tokens
+    assert list(got.values()) == known
+    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(saved)) for saved in kept]
+    assert 0 < max(sizes) <= most and engine.counts().preemptions >= 3
+    assert any(len(saved) < len(requests[:at]) - 2 for at, saved in enumerate(kept))  # not all of those that waited
+
+
 def test_log_probabilities_are_those_of_the_whole_text(engine):
     prompt = tuple(int(token) for token in np.random.default_rng(0).integers(3, 60, 21))
     number = engine.submit(Request(prompt=prompt, max_new_tokens=5, logprobs=3, prompt_logprobs=2))
@@ -256,6 +344,24 @@ def test_constraints_bind_and_their_failures_end_their_own_request(engine):
     assert tuple(token for update in got[numbers[1]] for token in update.tokens) == known
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_constraint_that_cannot_say_what_is_allowed_ends_its_own_request(engine, begun):
+    class Broken(EvenThenStuck):
+        def fill(self, words):
+            if self.count == begun:
+                raise OverflowError("no mask")
+            super().fill(words)
+
+    free = Request(prompt=(5, 6), max_new_tokens=8)
+    known = alone(engine, free)
+    broken = engine.submit(Request(prompt=(5, 6, 7), max_new_tokens=8, constraint=Broken()))
+    engine.submit(free)
+    updates = finish(engine)
+    (end,) = [update for update in updates if update.request_id == broken and update.finish_reason]
+    assert end.finish_reason == "error" and "OverflowError: no mask" in end.error
+    assert tuple(token for update in updates if update.request_id != broken for token in update.tokens) == known
+
+
 def test_lookups_find_what_followed_before():
     lookup = PromptLookup(num_tokens=3, longest=3, shortest=2)
     assert lookup.find([1, 2, 3, 4, 5, 1, 2, 3]) == [4, 5, 1]
@@ -343,6 +449,7 @@ def test_a_mesh_changes_no_answer(engine, pool, mesh):
         dict(max_waiting=0),
         dict(max_waiting_tokens=0),
         dict(prefix_cache_bytes=-1),
+        dict(preempted_bytes=-1),
         dict(max_logprobs=-1),
         dict(max_logit_bias=-1),
         dict(cache_dtype="int7"),
