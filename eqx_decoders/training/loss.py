@@ -247,7 +247,7 @@ def next_token_loss(
     - `fused`: whether head and loss are computed together, tile by tile.
     - `key`: for dropout.
     """
-    more = dict(loss_mask=batch.loss_mask, spans=batch.spans)
+    more: Any = dict(loss_mask=batch.loss_mask, spans=batch.spans)
     tokens = batch.tokens if batch.media is None else without_placeholders(batch.tokens, batch.media)
     check_inputs(model.config, tokens, batch.positions, batch.segment_ids, name="Batch.tokens", **more)
     return _mean_loss(model, batch, z_loss, fused, as_key(key))
