@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import eqx_decoders as ed
+from eqx_decoders.encoders.media_config import GridPositions
+from eqx_decoders.encoders.rope_positions import TEXT, grid_positions
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.inputs import as_int32, as_key
 from eqx_decoders.layers.block_selection import BlockSelection
@@ -184,6 +186,13 @@ def test_padding_counts_no_targets_however_it_is_told():
     told = [dict(segment_ids=real), dict(positions=np.where(real, np.cumsum(real, axis=1) - 1, -1))]
     one, two = (ed.next_token_loss(model, ed.Batch(tokens=tokens, **each)) for each in told)
     assert float(one[1].tokens) == float(two[1].tokens) == 2 and float(one[0]) == float(two[0])
+
+
+def test_grid_positions_go_on_behind_padding():
+    """In the same document; in another they begin anew."""
+    segments = np.asarray([[4, 4, 0, 0, 4, 2, 0, 4]])
+    found = grid_positions(GridPositions(), np.full((1, 8), TEXT), segments, {}, 2)
+    assert found[0, :, 0].tolist() == [0, 1, 0, 0, 2, 0, 0, 0]
 
 
 def test_masks_of_targets_may_be_of_any_kind():

@@ -140,17 +140,18 @@ def placed_in_documents(
     Where no positions are given they are counted: padding takes none, and an id that is used again behind another
     document is one of a new document. With `begin` each row goes on from there as one document.
     """
-    if positions is None and begin is not None:
-        count = jnp.ones(shape, jnp.int32) if segment_ids is None else (segment_ids != 0).astype(jnp.int32)
-        positions = begin[:, None] + jnp.cumsum(count, axis=1, dtype=jnp.int32) - 1
-    elif positions is None and segment_ids is None:
-        positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32)[None], shape)
-    elif positions is None and segment_ids is not None:
-        real = segment_ids != 0
-        starts = document_starts(jnp.where(real, 0, -1), segment_ids)
-        assert starts is not None
+    if segment_ids is None:
+        if positions is None:
+            index = jnp.arange(shape[1], dtype=jnp.int32)[None]
+            positions = jnp.broadcast_to(index, shape) if begin is None else begin[:, None] + index
+        return positions, None
+    real = segment_ids != 0
+    if positions is None:
         index = jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1
-        positions = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
-        segment_ids = jnp.where(real, jnp.cumsum(starts, axis=1, dtype=jnp.int32) + 1, 0)
-    assert positions is not None
-    return positions if segment_ids is None else jnp.where(segment_ids != 0, positions, -1), segment_ids
+        starts = document_starts(jnp.where(real, 0, -1), segment_ids)
+        if begin is not None or starts is None:
+            positions = index if begin is None else begin[:, None] + index
+        else:
+            positions = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
+            segment_ids = jnp.where(real, jnp.cumsum(starts, axis=1, dtype=jnp.int32) + 1, 0)
+    return jnp.where(real, positions, -1), segment_ids

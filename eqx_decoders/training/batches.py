@@ -49,10 +49,6 @@ from eqx_decoders.training.rows import BLOCK, Blocks, HeldOutRows, TrainingRows
 from eqx_decoders.training.token_store import TokenStore
 
 
-def _integers(name: str, **options: Any) -> Any:
-    return eqx.field(converter=functools.partial(as_int32, f"Batch.{name}"), **options)
-
-
 class Batch(eqx.Module):
     """Sequences for one step, of numpy or JAX arrays.
 
@@ -70,13 +66,17 @@ class Batch(eqx.Module):
     Ids and positions are kept in int32, whatever integers they are given in. Raises ConfigError for others.
     """
 
-    tokens: Integer[AnyArray, "batch length"] = _integers("tokens")
-    segment_ids: Integer[AnyArray, "batch length"] | None = _integers("segment_ids", default=None)
-    positions: Integer[AnyArray, "batch length"] | None = _integers("positions", default=None)
+    tokens: Integer[AnyArray, "batch length"]
+    segment_ids: Integer[AnyArray, "batch length"] | None = None
+    positions: Integer[AnyArray, "batch length"] | None = None
     loss_mask: Num[AnyArray, "batch length"] | Bool[AnyArray, "batch length"] | None = None
-    spans: Integer[AnyArray, "batch length"] | None = _integers("spans", default=None)
+    spans: Integer[AnyArray, "batch length"] | None = None
     media: Media | None = None
     contiguous: bool = eqx.field(static=True, default=False)
+
+    def __post_init__(self):
+        for name in ("tokens", "segment_ids", "positions", "spans"):
+            setattr(self, name, as_int32(f"Batch.{name}", getattr(self, name)))
 
     @property
     def inputs(self) -> Inputs:

@@ -227,17 +227,16 @@ def test_the_kernel_compiles(monkeypatch, topology, heads, kv_heads, head_dim, v
 
 
 def test_blocks_of_queries_fit_into_vector_memory(monkeypatch):
-    """That of a TPU v4, of which a kernel gets 16 MiB; wide numbers take more of it."""
+    """That of a TPU v4, of which a kernel gets 16 MiB."""
     monkeypatch.undo()
-    shape, rows = KVShape(slots=256, kv_heads=3, head_dim=80, ring=False, values=True), {}
+    shape = KVShape(slots=256, kv_heads=3, head_dim=80, ring=False, values=True)
     for dtype in ("float32", "bfloat16"):
         past = build_pages(shape, 1, 1, 256, dtype, PageConfig(page_size=64)).past(jnp.int32(0))
         plan = paged_kernel._make_plan(jnp.zeros((1, 512, 9, 80), dtype), past, 3, None, "tpu")
-        rows[dtype], item = plan.rows, jnp.dtype(dtype).itemsize
+        item = jnp.dtype(dtype).itemsize
         held = plan.heads * (4 * 128 * item + 4 * 128 + 4 * 4 * 128)  # queries and results, twice; sums
         pages = 4 * plan.heads * plan.keys * 128 * item
-        assert plan.rows * (held + 2 * 4 * plan.keys) + pages < 16 * 2**20
-    assert 16 <= rows["float32"] < rows["bfloat16"]
+        assert 8 * 2**20 < plan.rows * (held + 2 * 4 * plan.keys) + pages < 16 * 2**20
 
 
 def test_tables_that_scalar_memory_cannot_hold_are_refused(monkeypatch):
