@@ -29,7 +29,8 @@ class Document(NamedTuple):
     """One document: its text, its tokens without special ones around them, or a conversation.
 
     `where` is for error messages. `spans` are the characters of `text` that are trained on, as (start, stop); None: all
-    of it. A conversation gets its text from a chat template (see `training.chats`). `media` refers to its files.
+    of it; in `literal` names of special tokens are letters. A conversation gets its text from a chat template (see
+    `training.chats`). `media` refers to its files.
     """
 
     where: str
@@ -37,6 +38,7 @@ class Document(NamedTuple):
     tokens: np.ndarray | None = None
     key: str | None = None  # hashed instead of the content to decide whether the document is held out
     spans: tuple[tuple[int, int], ...] | None = None
+    literal: tuple[tuple[int, int], ...] = ()
     chat: Chat | None = None
     media: tuple[str, ...] = ()
 
