@@ -15,10 +15,12 @@ from eqx_decoders.axes import axes, frozen, named_leaves, replaced
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.checkpoint import Checkpoints
 from eqx_decoders.layers.grouped import grouped_products
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layout import WEIGHTS
 from eqx_decoders.low_precision import LowPrecision, round_weights
 from eqx_decoders.numerics import LowRank, einsum
-from eqx_decoders.quantization import _KINDS, quantized
+from eqx_decoders.quantization import _KINDS, group_sizes, quantized
 from eqx_decoders.quantized_weight import QuantizedWeight, decoded, matrix_product, quantized_weights, whole_weights
 from eqx_decoders.training.lora import LORA_WEIGHTS, LoRAConfig, add_lora, merge_lora
 from eqx_decoders.training.optimizer import OptimizerConfig

@@ -100,6 +100,8 @@ class ServeConfig(Devices):
     """Answers that one request may ask for: its prompts times n."""
     max_body_bytes: int | None = None
     """Size of a request; None: 32 MB for a model that sees or hears, otherwise 4 MB, or 64 for each of --max-length."""
+    special_tokens_in_content: bool = False
+    """Names of special tokens in messages become these, as with transformers; otherwise they are letters."""
     api_key: tuple[str, ...] = ()
     """Key that clients must send; once for each. Others see it in the list of processes: the variable
     EQX_DECODERS_API_KEY is safer."""
@@ -169,7 +171,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     with Interrupt() as interrupt:
         ended = asyncio.run(
             serve(
-                Language.of(text),
+                Language.of(text, special_tokens_in_content=config.special_tokens_in_content),
                 engine,
                 api_config(config, text),
                 sock,

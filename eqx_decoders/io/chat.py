@@ -113,9 +113,11 @@ class ChatTemplate:
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
     def render(self, messages: Sequence[Any], *, add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The text of a conversation, to be encoded whole: `tokenizer.encode(text, special=True)`.
+        """The text of a conversation, to be encoded whole: `tokenizer.encode(text, special=True)`; see `rendered`."""
+        return self.rendered(messages, add_generation_prompt=add_generation_prompt, **variables).text
 
-        With `literal` use `render_many`, which tells what of the text is to be encoded as letters.
+    def rendered(self, messages: Sequence[Any], *, add_generation_prompt: bool = True, **variables: Any) -> Rendered:
+        """A conversation as a text, to be encoded whole: `tokenizer.encode(it.text, special=True, literal=it.literal)`.
 
         **Arguments:**
 
@@ -130,7 +132,7 @@ class ChatTemplate:
         (found,) = self.render_many([Conversation(check_messages(messages), variables, add_generation_prompt)])
         if isinstance(found, ConversionError):
             raise found
-        return found.text
+        return found
 
     def render_many(
         self, conversations: Sequence[Conversation], process: RenderingProcess | None = None

@@ -5,6 +5,7 @@ Text is data: the letters `<|endoftext|>` within a document are encoded as lette
 """
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import json
@@ -17,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from eqx_decoders.errors import DataError, check, check_integer, need_extra
-from eqx_decoders.io.chat import special_tokens
+from eqx_decoders.io.chat import ChatTemplate, special_tokens
 from eqx_decoders.io.chat_worker import Names
 from eqx_decoders.io.directory import CONFIG_BYTES, Directory
 from eqx_decoders.io.files import write_atomically, write_json
@@ -135,7 +136,7 @@ class JsonTokenizer:
         _utf8(text)
         if special and len(literal) > 0:
             renamed = self.renamed
-            found = renamed.inner.encode(renamed.text(text, literal), add_special_tokens=add)
+            (found,) = renamed.inner.encode_batch_fast([renamed.text(text, literal)], add_special_tokens=add)
             return np.asarray(found.ids, np.int32)
         self._inner.encode_special_tokens = not special
         try:
@@ -189,6 +190,13 @@ class JsonTokenizer:
         write_atomically(Path(directory) / "tokenizer.json", self._inner.to_str(pretty=True).encode())
 
 
+def with_letters(template: ChatTemplate | None, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """A chat template for which the names of the tokenizer's special tokens are letters in messages."""
+    if template is None or not isinstance(tokenizer, JsonTokenizer):
+        return template
+    return dataclasses.replace(template, literal=tokenizer.special_names)
+
+
 class RenamedTokens:
     """A tokenizer with the same ids, whose special tokens have names of as many characters that nobody can guess.
 
@@ -219,8 +227,12 @@ class RenamedTokens:
 
     def text(self, text: str, literal: Sequence[Span]) -> str:
         """A text for this tokenizer: as long as `text`, which is letters in the spans `literal`."""
-        hidden = _replaced(text, literal, lambda letters: "\0" * len(letters))
-        return _replaced(text, self._names.places(hidden), self._renamed.__getitem__)
+        return _replaced(text, self._names.places(hidden(text, literal)), self._renamed.__getitem__)
+
+
+def hidden(text: str, spans: Iterable[Span]) -> str:
+    """A text with as many NULs in place of its spans: nothing is found there."""
+    return _replaced(text, spans, lambda letters: "\0" * len(letters))
 
 
 def _replaced(text: str, spans: Iterable[Span], make: Callable[[str], str]) -> str:

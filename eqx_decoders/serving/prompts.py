@@ -15,7 +15,7 @@ from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.inference.text import TextModel, prompt_ids
-from eqx_decoders.io.chat import ChatTemplate, Conversation, RenderingProcess, check_messages
+from eqx_decoders.io.chat import ChatTemplate, Conversation, Rendered, RenderingProcess, check_messages
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.processor import Processor
 from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer
@@ -62,13 +62,22 @@ class Language:
     processor: Processor | None = None
 
     @classmethod
-    def of(cls, text: TextModel) -> "Language":
-        """That of a model, with the rules for its files where its directory has some."""
+    def of(cls, text: TextModel, *, special_tokens_in_content: bool = False) -> "Language":
+        """That of a model, with the rules for its files where its directory has some.
+
+        special_tokens_in_content: names of special tokens in messages become these; else they are letters, since
+        clients pass on what strangers wrote.
+        """
+        text = text if special_tokens_in_content else text.with_letters()
         origin, tokenizer, processor = text.model.origin, text.tokenizer, None
         folder = None if origin is None or text.model.config.media is None else origin.directory
         if folder is not None and isinstance(tokenizer, JsonTokenizer):
             with contextlib.suppress(ConversionError):  # a directory without the rules for its files: it reads text
                 processor = Processor.load(folder, limits=LIMITS)  # with a tokenizer of its own, for its own thread
+                processor = processor.with_letters(() if text.chat is None else text.chat.literal)
+        for one in (tokenizer, None if processor is None else processor.tokenizer):
+            if isinstance(one, JsonTokenizer) and text.chat is not None and text.chat.literal:
+                one.renamed  # noqa: B018 - made now, as it takes a second
         return cls(
             tokenizer=tokenizer,
             chat=text.chat,
@@ -118,7 +127,7 @@ class PromptReader:
         self._most = max_length * longest_token(language.tokenizer) * SHRINKS
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "prompts")
         self._files = concurrent.futures.ThreadPoolExecutor(1, "files")
-        self._waiting: list[tuple[Conversation, asyncio.Future[str]]] = []
+        self._waiting: list[tuple[Conversation, asyncio.Future[Rendered]]] = []
         self._rendering = False
         self._process: RenderingProcess | None = None  # for the next conversations
         self._closed = False
@@ -140,14 +149,18 @@ class PromptReader:
             raise ApiError(400, "This model has no chat template: use /v1/completions.", param="messages")
         if "tools" in variables and "tools" not in chat.source:
             raise ApiError(400, "This model's chat template knows no tools: leave them out.", param="tools")
+        if any(one.get("tool_calls") for one in messages) and "tool_calls" not in chat.source:
+            raise ApiError(
+                400, "This model's chat template leaves out tool_calls: write them as text.", param="messages"
+            )
         found = _Parts(self.language, self._max_files)
         plain = [found.message(number, one) for number, one in enumerate(messages)]
         if found.files:
             seen = functools.partial(self.language.seen, plain, variables, answer=answer)
             return await asyncio.get_running_loop().run_in_executor(self._files, seen)
-        text = await self._render(Conversation(check_messages(plain), variables, answer))
-        self._check(text)
-        ids = await self.run(tokenizer.encode, text, special=True)
+        rendered = await self._render(Conversation(check_messages(plain), variables, answer))
+        self._check(rendered.text)
+        ids = await self.run(tokenizer.encode, rendered.text, special=True, literal=rendered.literal)
         return Read(tuple(ids.tolist()))
 
     def close(self) -> None:
@@ -164,9 +177,9 @@ class PromptReader:
             told = f"The prompt has {len(text):,} characters, which are more than {self._max_length:,} tokens"
             raise ApiError(400, f"{told}: shorten it.", code="context_length_exceeded")
 
-    async def _render(self, conversation: Conversation) -> str:
+    async def _render(self, conversation: Conversation) -> Rendered:
         """The text of a conversation. Those that come while a process renders share the next one: each costs 0.1 s."""
-        done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[Rendered] = asyncio.get_running_loop().create_future()
         self._waiting.append((conversation, done))
         if not self._rendering:
             self._rendering = True
@@ -183,7 +196,7 @@ class PromptReader:
         finally:
             self._rendering = False
 
-    async def _render_batch(self, batch: Sequence[tuple[Conversation, asyncio.Future[str]]]) -> None:
+    async def _render_batch(self, batch: Sequence[tuple[Conversation, asyncio.Future[Rendered]]]) -> None:
         try:
             found: Sequence[Any] = await asyncio.to_thread(self._render_many, [one for one, _ in batch])
         except Exception as error:
@@ -198,7 +211,7 @@ class PromptReader:
             if isinstance(one, Exception):
                 done.set_exception(one)
             else:
-                done.set_result(one.text)
+                done.set_result(one)
 
     def _render_many(self, conversations: Sequence[Conversation]) -> Sequence[Any]:
         """In the process that waits for it, if there is one; another one then waits for the next conversations."""

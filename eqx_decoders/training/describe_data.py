@@ -10,7 +10,7 @@ import numpy as np
 from eqx_decoders.io.chat import ChatTemplate, load_chat_template
 from eqx_decoders.io.hub import resolve
 from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, train_bpe
-from eqx_decoders.training.data import open_tokens, token_folders, training_texts
+from eqx_decoders.training.data import open_tokens, token_folders, training_texts, written_by
 from eqx_decoders.training.runs import SOURCE, resume_settings, run_template
 from eqx_decoders.training.settings import TrainConfig
 from eqx_decoders.training.token_store import TRAIN, TokenStore, is_made
@@ -31,6 +31,7 @@ def describe_data(settings: TrainConfig, *, colours: bool = False) -> str:
     settings, _ = resume_settings(settings, settings.run_dir)
     run, data = Path(settings.run_dir), settings.dataset
     tokenizer, template = _tokenizer_and_template(settings, run)
+    template = written_by(data, template, tokenizer)
     recipe, folders = Recipe(tokenizer, data.text_field, template), token_folders(data, run / "data").values()
     made = all(is_made(folder, data.cache_dir, recipe) for folder in folders)
     parts = []

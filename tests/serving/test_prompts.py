@@ -9,7 +9,7 @@ import pytest
 
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.inference.text import load_text_model
-from eqx_decoders.io.chat import ChatTemplate
+from eqx_decoders.io.chat import ChatTemplate, Rendered
 from eqx_decoders.io.tokenizer import ByteTokenizer
 from eqx_decoders.serving.prompts import Language, PromptReader, longest_token
 from eqx_decoders.serving.wire import ApiError
@@ -28,7 +28,7 @@ class Slow(ChatTemplate):
         texts = [one.messages[0]["content"] for one in conversations]
         if "fail" in texts:
             raise ConversionError("it takes more than 1 s of processor time")
-        return [type("Rendered", (), {"text": text})() for text in texts]
+        return [Rendered(text, None, []) for text in texts]
 
 
 def read(language: Language, texts: list[str], **options):

@@ -191,8 +191,8 @@ BY_REQUEST = {
         ["assistant 1</s>", "assistant 3</s>"],
     ),
     "the last turn apart": (
-        "{% set last = messages[-1] if messages[-1].role == 'assistant' %}{% if last %}{% set messages = messages[:-1] %}"
-        "{% endif %}" + LOOP + "<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+        "{% set last = messages[-1] if messages[-1].role == 'assistant' %}{% if last %}"
+        "{% set messages = messages[:-1] %}{% endif %}" + LOOP + "<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
         "{% if last %}<|assistant|><think>{{ last.content }}</s>{% endif %}"
         "{% if add_generation_prompt %}<|assistant|><think>{% endif %}",
         ["assistant 1</s>", "assistant 3</s>"],

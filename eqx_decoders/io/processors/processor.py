@@ -1,6 +1,7 @@
 """From files and a prompt to what a model reads: the processors of transformers, without them."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from eqx_decoders.io.processors.qwen import Qwen3Films, QwenFilms, QwenPictures
 from eqx_decoders.io.processors.rules import FilmRules, PictureRules, Seen, Settings, together
 from eqx_decoders.io.processors.smolvlm import SmolVLMFilms, SmolVLMPictures
 from eqx_decoders.io.processors.sounds import QwenSounds
-from eqx_decoders.io.tokenizer import JsonTokenizer, load_tokenizer
+from eqx_decoders.io.tokenizer import JsonTokenizer, Span, hidden, load_tokenizer
 
 
 FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -147,9 +148,9 @@ class Processor:
         """
         files: dict[str, Sequence[Any]] = {"image": images, "video": videos, "audio": sounds}
         if isinstance(prompt, str):
-            text, special = prompt, True
+            text, special, literal = prompt, True, []
         else:
-            text, special, files = self._rendered(prompt, files, variables, answer=add_generation_prompt)
+            text, special, literal, files = self._rendered(prompt, files, variables, answer=add_generation_prompt)
         kinds: list[Kind] = []
         heard: dict[str, np.ndarray] = {}
         seen: dict[str, Iterator[tuple[Any, Seen]]] = {}
@@ -164,11 +165,17 @@ class Processor:
                 read = self._seen(name, rules, given)
                 texts, seen[name] = [one.text for one in read], zip([rules] * len(read), read, strict=True)
             kinds.append(Kind(name, self.placeholder(rules, text), texts))
-        order = in_order(text, kinds)
-        text = expand(text, kinds)
+        order = in_order(hidden(text, literal), kinds)
+        text, literal = expand(text, kinds, literal)
         arrays = together(next(seen[name]) for name in order if name in seen) | heard
-        ids = self.tokenizer.encode_prompt(text) if special else self.tokenizer.encode(text, special=True)
+        encode = self.tokenizer.encode_prompt if special else functools.partial(self.tokenizer.encode, special=True)
+        ids = encode(text, literal=literal)
         return Prepared(input_ids=ids[None], arrays=arrays, text=text)
+
+    def with_letters(self, literal: Sequence[str]) -> "Processor":
+        """The same, but these names of special tokens are letters in messages (see `ChatTemplate.literal`)."""
+        template = None if self.template is None else dataclasses.replace(self.template, literal=tuple(literal))
+        return dataclasses.replace(self, template=template)
 
     def with_placeholders(self, text: str, *, images: int = 0, videos: int = 0, sounds: int = 0) -> str:
         """A text with so many placeholders before it, of each kind of which it has none itself."""
@@ -178,8 +185,8 @@ class Processor:
 
     def _rendered(
         self, prompt: Sequence[Any], files: Mapping[str, Sequence[Any]], variables: Mapping[str, Any], *, answer: bool
-    ) -> tuple[str, bool, dict[str, Sequence[Any]]]:
-        """The text of messages, whether the tokenizer adds its special tokens to it, and all files."""
+    ) -> tuple[str, bool, Sequence[Span], dict[str, Sequence[Any]]]:
+        """The text of messages, whether the tokenizer adds special tokens to it, what is letters, and all files."""
         if self.template is None:
             raise DataError("messages need a chat template, and this model's directory has none: give a text.")
         messages, carried = check_parts(prompt)
@@ -192,10 +199,11 @@ class Processor:
         own = None if self.films is None else self.films.template
         if "video" in parts and own is not None:
             template = dataclasses.replace(template, source=own)
-        text = render(template, messages, variables, answer=answer)
+        found = render(template, messages, variables, answer=answer)
         begin = self.template.variables.get("bos_token")
-        whole = {kind: found or files.get(kind, ()) for kind, found in carried.items()}
-        return text, not (begin and text.startswith(begin)), whole
+        whole = {kind: some or files.get(kind, ()) for kind, some in carried.items()}
+        begun = bool(begin) and hidden(found.text, found.literal).startswith(begin or "")
+        return found.text, not begun, found.literal, whole
 
     def _check_files(self, name: str, given: Any, *, known: bool) -> None:
         kind, most = ARGUMENTS[name], self.limits.max_files
