@@ -17,11 +17,12 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Array, Int
 
-from eqx_decoders.errors import DataError, check, check_integer, need_extra
+from eqx_decoders.errors import DataError, EqxDecodersError, check, check_integer, need_extra
 from eqx_decoders.io.chat import ChatTemplate, special_tokens
 from eqx_decoders.io.chat_worker import Names
 from eqx_decoders.io.directory import CONFIG_BYTES, Directory
 from eqx_decoders.io.files import write_atomically, write_json
+from eqx_decoders.io.other_tokenizers import FILES, TEKKEN, find, read as read_other
 
 
 Ids = Sequence[int] | np.ndarray | Array
@@ -289,6 +290,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
     """Open `"bytes"`, the path of a `tokenizer.json`, or a directory that holds one (or a saved `ByteTokenizer`).
 
+    A `tekken.json`, a `.tiktoken` and a `tokenizer.model` (of SentencePiece: extra "sentencepiece") are read as well.
+
     Raises DataError for files that are not as they should be, ConversionError for links that lead out of the directory.
     """
     if str(spec) == "bytes":
@@ -301,12 +304,14 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     if path.is_dir():
         if settings.get("tokenizer_class") == "ByteTokenizer":
             return ByteTokenizer()
-        check(folder.has("tokenizer.json"), f"tokenizer={str(spec)!r} holds no tokenizer.json.", DataError)
-        path = folder.file("tokenizer.json")
-    return _load_json_tokenizer(path, special_tokens(settings, older))
+        name = "tokenizer.json" if folder.has("tokenizer.json") else find(folder.path)
+        others = f"none of {', '.join(FILES)} and *.tiktoken: download one of them, or choose another tokenizer"
+        check(name is not None, f"tokenizer={str(spec)!r} holds no tokenizer.json, and {others}.", DataError)
+        path = folder.file(name or "")
+    return _load_json_tokenizer(path, special_tokens(settings, older), settings)
 
 
-def _load_json_tokenizer(path: Path, named: Mapping[str, str | None]) -> JsonTokenizer:
+def _load_json_tokenizer(path: Path, named: Mapping[str, str | None], settings: Mapping[str, Any]) -> JsonTokenizer:
     try:
         from tokenizers import Tokenizer as Inner
     except ImportError as error:
@@ -314,7 +319,10 @@ def _load_json_tokenizer(path: Path, named: Mapping[str, str | None]) -> JsonTok
     size = path.stat().st_size
     check(size <= FILE_BYTES, f"tokenizer={str(path)!r} has {size:,} bytes, more than {FILE_BYTES:,}.", DataError)
     with _as_data_error(path):
-        inner = Inner.from_str(path.read_text("utf-8"))
+        if path.suffix == ".json" and path.name != TEKKEN:
+            inner = Inner.from_str(path.read_text("utf-8"))
+        else:
+            inner = read_other(path, settings)
         inner.encode("a", add_special_tokens=True)  # a post-processor that names unknown tokens fails here only
     return JsonTokenizer(
         inner,
@@ -329,7 +337,8 @@ def _as_data_error(path: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         # the package raises bare Exceptions, and PanicException, which is none
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        ours = isinstance(error, EqxDecodersError)
+        if ours or (not isinstance(error, Exception) and type(error).__name__ != "PanicException"):
             raise
         raise DataError(
             f"tokenizer={str(path)!r} is not a tokenizer.json that `tokenizers` can read: {str(error)[:200]}"
