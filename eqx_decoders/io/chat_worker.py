@@ -19,6 +19,7 @@ import json
 import re
 import signal
 import sys
+from typing import Any
 
 
 MEMORY = 1 << 30  # bytes of address space, of which Python takes some 100 MB
@@ -82,14 +83,15 @@ class Letters:
     def marked(self, variables):
         """The variables of a rendering with marks, and what each mark stands for."""
         found = {name: variables[name] for name in self.fields if variables.get(name)}
-        if self.names is None or not any(any(self.names.places(one, begun=True)) for one in texts_of(found)):
+        names = self.names
+        if names is None or not any(any(names.places(one, begun=True)) for one in texts_of(found)):
             return variables, {}
         letters, marks = set("".join(texts_of(found))), {}
         free = (chr(place) for place in range(0xE000, 0xF900) if chr(place) not in letters)
 
         def mark(text):
             pieces, done = [], 0
-            for start, stop in self.names.places(text, begun=True):
+            for start, stop in names.places(text, begun=True):
                 name = text[start:stop]
                 if name not in marks:
                     marks[name] = next(free)
@@ -97,7 +99,7 @@ class Letters:
                 done = stop
             return "".join(pieces) + text[done:]
 
-        return {**variables, **changed(found, mark)}, {mark: name for name, mark in marks.items()}
+        return variables | changed(found, mark), {mark: name for name, mark in marks.items()}
 
     def restored(self, found, marks):
         """What a template wrote, with the names in place of the marks, and where they are."""
@@ -135,7 +137,7 @@ def texts_of(value):
                 yield from texts_of(one)
 
 
-def changed(value, change):
+def changed(value: Any, change) -> Any:
     """Lists and objects with all their texts changed, but for the roles of messages."""
     if isinstance(value, str):
         return change(value)
@@ -165,7 +167,7 @@ def render(tracker, template, variables, most):
                 best = rank, found
         if best is not None:
             return best[1]
-    raise error
+    raise error or ValueError("it has no form")
 
 
 def forms(messages):

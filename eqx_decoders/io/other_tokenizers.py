@@ -167,10 +167,11 @@ SPACE = "▁"
 def _sentencepiece(content: bytes) -> Any:
     try:
         from google.protobuf.message import DecodeError
-        from sentencepiece import sentencepiece_model_pb2
+        from sentencepiece import sentencepiece_model_pb2 as found
     except ImportError as error:
         raise need_extra("sentencepiece", "sentencepiece") from error
-    model: Any = sentencepiece_model_pb2.ModelProto()
+    formats: Any = found  # made when it is imported, which type checkers do not see
+    model = formats.ModelProto()
     try:
         model.ParseFromString(content)
     except DecodeError as error:

@@ -103,7 +103,7 @@ def test_ids_are_those_of_tekken(named, tmp_path):
 
 @pytest.mark.parametrize(
     "kind, blanks, fallback, prefix",
-    [("bpe", False, True, True), ("bpe", True, False, False), ("unigram", True, True, True), ("unigram", False, False, False)],
+    [("bpe", False, True, True), ("bpe", True, False, False), ("unigram", True, True, True), ("unigram", *[False] * 3)],
 )  # fmt: skip
 def test_ids_are_those_of_sentencepiece(kind, blanks, fallback, prefix, tmp_path):
     import sentencepiece

@@ -251,3 +251,13 @@ def test_settings_that_are_no_json_give_a_sentence(tmp_path, content):
     (tmp_path / "tokenizer_config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=r"tokenizer_config.json (is not valid JSON|has 10,000,001 bytes)"):
         load_tokenizer(tmp_path)
+
+
+def test_added_tokens_may_follow_the_pieces_of_text(bpe):
+    """As in Gemma 3, whose model has no row for `<image_soft_token>`."""
+    from tokenizers import AddedToken, Tokenizer as Inner
+
+    inner = Inner.from_str(bpe.to_json())
+    inner.add_special_tokens([AddedToken("<image_soft_token>", special=True)])
+    tokenizer = JsonTokenizer(inner)
+    assert (tokenizer.plain_size, tokenizer.vocab_size) == (bpe.vocab_size, bpe.vocab_size + 1)
