@@ -165,8 +165,10 @@ def render(tracker, template, variables, most):
             rank = sum(found["text"].count(name) for name in names), -found["text"].count("None")
             if best is None or rank > best[0]:
                 best = rank, found
-        if best is not None:
-            return best[1]
+        if best is not None and error is None:
+            break
+    if best is not None:
+        return best[1]
     raise error or ValueError("it has no form")
 
 

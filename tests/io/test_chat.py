@@ -129,6 +129,11 @@ SILENT = {
         "f({})",
     ),
     "arguments are texts": ("{{ 'x' + m.tool_calls[0].function.arguments }}", "x{}"),
+    "both, or nothing": (
+        "{% if m.content is none %}{{ 'x' + m.tool_calls[0].function.arguments + m.tool_calls[0].function.name }}"
+        "{% else %}{{ m.content }}{% endif %}",
+        "x{}f",
+    ),
     "neither": ("{{ m.content + m.nothing + 1 }}", None),
 }
 
