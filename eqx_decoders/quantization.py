@@ -6,6 +6,7 @@
 Weights are rounded to the nearest, symmetrically around zero, by the largest number of a column, group or block.
 """
 
+import collections
 import math
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, get_args
@@ -41,9 +42,12 @@ _KINDS = {
     "fp8_block": _Kind(jnp.float8_e4m3fn, 448.0),
 }
 FP8_BLOCK = 128
+GROUPS = (128, 64, 32)  # rows of a group, where nothing is said: the first that divides
 
 
-def quantize(model: Decoder, modes: str | Mapping[str, str | None] = "int8", *, group_size: int = 128) -> Decoder:
+def quantize(
+    model: Decoder, modes: str | Mapping[str, str | None] = "int8", *, group_size: int | None = None
+) -> Decoder:
     """The model with its matrices in few bits, for inference, or below low-rank pairs (`add_lora`).
 
     **Arguments:**
@@ -54,7 +58,8 @@ def quantize(model: Decoder, modes: str | Mapping[str, str | None] = "int8", *, 
         `"int8"`: whole numbers up to 127 with a scale for each column (8 bits a weight);
         `"int4"`: up to 7 with one for `group_size` rows of a column (4.25 bits with groups of 128);
         `"fp8"`: e4m3 with one for each column; `"fp8_block"`: with one for 128 x 128 numbers.
-    - `group_size`: rows of a group of `"int4"`; they must be equal parts of what a weight contracts.
+    - `group_size`: rows of a group of `"int4"`; they must be equal parts of what a weight contracts. None: 128, or 64
+        or 32 for the weights that these do not divide (see `group_sizes`).
 
     Matrices inside of blocks are meant: no tables, norms, routers and biases, nothing that makes decays or one number a
     head. The output head and encoders are, where a pattern begins with their name, as in `"head.kernel"`.
@@ -62,7 +67,8 @@ def quantize(model: Decoder, modes: str | Mapping[str, str | None] = "int8", *, 
     Raises ConfigError for an unknown mode, a pattern of nothing that can be in few bits, a group that does not divide,
     and a model that has such weights already.
     """
-    check_integer("quantize: group_size", group_size)
+    if group_size is not None:
+        check_integer("quantize: group_size", group_size)
     present = sorted(quantized_weights(model))[:1]
     rule = "call dequantize first"
     check(not present, f"quantize: the model has weights in few bits already, such as {present}: {rule}.")
@@ -72,6 +78,13 @@ def quantize(model: Decoder, modes: str | Mapping[str, str | None] = "int8", *, 
     for path, mode in chosen.items():
         nodes[path] = _quantized(model.execution.layout, path, words[path], leaves[path], mode, group_size)
     return replaced(model, nodes)
+
+
+def group_sizes(model: Decoder) -> dict[int, int]:
+    """How many weights of `"int4"` have groups of so many rows, the most rows first."""
+    nodes = (node for node in quantized_weights(model).values() if node.values.dtype == jnp.int4)
+    counts = collections.Counter(node.block[0] for node in nodes)
+    return dict(sorted(counts.items(), reverse=True))
 
 
 def dequantize(model: Decoder, *, dtype: DTypeLike | None = None) -> Decoder:
@@ -120,15 +133,18 @@ def _able(path: str, words: Axes, pattern: str) -> bool:
     return named and (path == "head.kernel" or (product_axes(words) is not None and "layers" in words))
 
 
-def _quantized(layout: Layout, path: str, words: Axes, leaf: Any, mode: str, group_size: int) -> QuantizedWeight:
+def _quantized(layout: Layout, path: str, words: Axes, leaf: Any, mode: str, group_size: int | None) -> QuantizedWeight:
     """A weight in few bits, sharded by the layout's tables."""
     inner, outer = map(len, matrix_axes(words))
     rows = math.prod(leaf.shape[len(leaf.shape) - inner - outer : len(leaf.shape) - outer])
-    block = {"int4": (group_size, 1), "fp8_block": (FP8_BLOCK, FP8_BLOCK)}.get(mode, (rows, 1))
+    block = (FP8_BLOCK, FP8_BLOCK) if mode == "fp8_block" else (rows, 1)
     if mode == "int4":
         contracted = " x ".join(words[len(words) - inner - outer : len(words) - outer])
         rule = f"must divide the {rows} rows ({contracted}) of {path}: choose another one, or another mode for it"
-        check(rows % group_size == 0, f"quantize: group_size={group_size} {rule}.")
+        sizes = GROUPS if group_size is None else (group_size,)
+        fitting = [size for size in sizes if rows % size == 0]
+        check(len(fitting) > 0, f"quantize: group_size={' or '.join(map(str, sizes))} {rule}.")
+        block = (fitting[0], 1)
 
     def make(weight: Array) -> QuantizedWeight:
         return quantized(weight, _KINDS[mode], block, inner, outer)

@@ -15,10 +15,12 @@ from eqx_decoders.axes import axes, frozen, named_leaves, replaced
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.checkpoint import Checkpoints
 from eqx_decoders.layers.grouped import grouped_products
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layout import WEIGHTS
 from eqx_decoders.low_precision import LowPrecision, round_weights
 from eqx_decoders.numerics import LowRank, einsum
-from eqx_decoders.quantization import _KINDS, quantized
+from eqx_decoders.quantization import _KINDS, group_sizes, quantized
 from eqx_decoders.quantized_weight import QuantizedWeight, decoded, matrix_product, quantized_weights, whole_weights
 from eqx_decoders.training.lora import LORA_WEIGHTS, LoRAConfig, add_lora, merge_lora
 from eqx_decoders.training.optimizer import OptimizerConfig
@@ -321,7 +323,8 @@ def test_which_weights_are_chosen(models):
         ({"*.qkv": "int8"}, {}, "no weight matches '*.qkv'"),
         ({"*.table": "int8"}, {}, "matches embedding.table, which is not kept in few bits"),
         ({"*norm*": "int8"}, {}, "which is not kept in few bits"),
-        ("int4", {}, "group_size=128 must divide the 24 rows (embed) of segments.0.unit.0.mixer.query"),
+        ("int4", {}, "group_size=128 or 64 or 32 must divide the 24 rows (embed) of segments.0.unit.0.mixer.query"),
+        ("int4", dict(group_size=7), "group_size=7 must divide the 24 rows (embed) of segments.0.unit.0.mixer.query"),
         ("int4", dict(group_size=0), "group_size=0 must be"),
     ],
 )
@@ -329,6 +332,20 @@ def test_what_is_refused(modes, options, sentence, models):
     with pytest.raises(ConfigError) as caught:
         ed.quantize(models["llama_rope"], modes, **options)
     assert sentence in str(caught.value)
+
+
+def test_groups_are_as_large_as_fits():
+    """As in SmolLM2, whose 576 columns are no multiple of 128."""
+    mlp = MLPConfig(mlp_dim=128)
+    blocks = tuple(ed.BlockConfig(mixer=None, mlp=mlp, pre_mlp_norm=RMSNormConfig()) for _ in range(2))
+    model = ed.abstract(ed.DecoderConfig(vocab_size=8, embed_dim=96, blocks=blocks, final_norm=RMSNormConfig()))
+    sizes = {
+        path.rpartition(".")[2]: node.block for path, node in quantized_weights(ed.quantize(model, "int4")).items()
+    }
+    assert sizes == {"gate": (32, 1), "up": (32, 1), "down": (128, 1)}
+    assert group_sizes(ed.quantize(model, "int4")) == {128: 1, 32: 2}
+    assert group_sizes(ed.quantize(model, "int4", group_size=16)) == {16: 3}
+    assert group_sizes(ed.quantize(model, "int8")) == {}
 
 
 def test_nothing_is_rounded_twice(models):

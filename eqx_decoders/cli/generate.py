@@ -51,6 +51,8 @@ class GenerateConfig(Devices):
     """File of a sound; once for each."""
     system: str | None = None
     """Message of the system, before all others."""
+    special_tokens_in_content: bool = True
+    """Names of special tokens in messages become these, as with transformers; otherwise they are letters."""
     step: int | None = None
     """Checkpoint of the run to load; None: the newest."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -125,7 +127,7 @@ def load(config: GenerateConfig) -> TextModel:
         config.system is None or text.chat is not None,
         f"system={config.system!r} needs a chat template, and this model has none: put it into the prompt.",
     )
-    return text
+    return text if config.special_tokens_in_content else text.with_letters()
 
 
 def read_prompts(answer: Callable[[str], None]) -> None:

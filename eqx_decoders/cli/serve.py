@@ -31,7 +31,7 @@ from eqx_decoders.io.rundir import Interrupt
 from eqx_decoders.io.waiting import Waiting
 from eqx_decoders.layers.pages import PageConfig
 from eqx_decoders.numerics import Precision
-from eqx_decoders.quantization import quantize
+from eqx_decoders.quantization import group_sizes, quantize
 from eqx_decoders.serving.asked import ApiConfig
 from eqx_decoders.serving.drafts import FurtherPrediction, PromptLookup, SmallerModel
 from eqx_decoders.serving.engine import Engine
@@ -59,7 +59,9 @@ class ServeConfig(Devices):
     """Dtype of activations and, with --model, of weights; auto: bfloat16 on TPU and GPU, float32 on CPU."""
     quantize: Literal["keep", "none", "int8", "int4", "fp8", "fp8_block"] = "keep"
     """Matrices in few bits. keep: those that a checkpoint has so; none: in --dtype, all of them; others: all are made
-    so at the start (int4: by groups of 128; fp8_block: by 128 x 128)."""
+    so at the start (fp8_block: by 128 x 128)."""
+    group_size: int | None = None
+    """Rows that share a scale with --quantize int4; None: the largest of 128, 64 and 32 that divides a matrix."""
     cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "int4", "float8_e4m3fn"] = "auto"
     """Dtype of keys and values; auto: that of activations. Those of 4 and 8 bits have scales."""
     page_size: int | None = None
@@ -107,6 +109,8 @@ class ServeConfig(Devices):
     be worked on. Further ones are told to come again (429)."""
     max_open_bytes: int = ApiConfig.max_open_bytes
     """Size of all their bodies together, where one has more than 64 kB; at least --max-body-bytes."""
+    special_tokens_in_content: bool = False
+    """Names of special tokens in messages become these, as with transformers; otherwise they are letters."""
     api_key: tuple[str, ...] = ()
     """Key that clients must send; once for each. Others see it in the list of processes: the variable
     EQX_DECODERS_API_KEY is safer."""
@@ -125,6 +129,8 @@ class ServeConfig(Devices):
         check(alone, f"model={self.model!r} and run_dir={self.run_dir!r} exclude each other: leave one out.")
         check(self.step is None or self.model is None, f"step={self.step} is of a run, not of model={self.model!r}.")
         check(not self.distributed, "distributed=True is not for serving: one process serves, with all its devices.")
+        grouped = self.group_size is None or self.quantize == "int4"
+        check(grouped, f"group_size={self.group_size} is of quantize='int4', not of {self.quantize!r}.")
         check_integer("port", self.port, minimum=0)
         check(self.port < 65536, f"port={self.port} must be below 65536.")
         check_number("drain_seconds", self.drain_seconds, least=0)
@@ -178,7 +184,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     with Interrupt() as interrupt:
         ended = asyncio.run(
             serve(
-                Language.of(text),
+                Language.of(text, special_tokens_in_content=config.special_tokens_in_content),
                 engine,
                 api_config(config, text),
                 sock,
@@ -216,7 +222,11 @@ def load(config: ServeConfig) -> TextModel:
         text = load_text_run(config.run_dir or "runs/tiny", config.step, precision=precision, layout=layout)
     if config.quantize in ("keep", "none"):
         return text
-    return dataclasses.replace(text, model=quantize(text.model, config.quantize))
+    model = quantize(text.model, config.quantize, group_size=config.group_size)
+    if sizes := group_sizes(model):
+        told = ", ".join(f"{size} rows in {count} weights" for size, count in sizes.items())
+        print(f"--quantize int4: groups of {told}", file=sys.stderr, flush=True)
+    return dataclasses.replace(text, model=model)
 
 
 def load_draft_model(config: ServeConfig) -> Decoder | None:

@@ -17,8 +17,9 @@ MOST_LAYERS = 1024
 IGNORED_KEYS: dict[str, str] = {
     key: reason
     for reason, keys in {
-        "who wrote it": "transformers_version _name_or_path name_or_path unsloth_version unsloth_fixed "
-        "is_llama_config transformers.js_config",
+        "who wrote it, and of what": "transformers_version _name_or_path name_or_path _model_name_or_path "
+        "model_name_or_path _commit_hash _original_object_hash _from_pipeline _from_auto _from_model_config "
+        "unsloth_version unsloth_fixed is_llama_config transformers.js_config",
         "for tokenizers and generation": "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id "
         "forced_bos_token_id forced_eos_token_id unk_token_id tokenizer_class prefix model_max_length",
         "generation settings of transformers": "max_length min_length do_sample early_stopping num_beams "

@@ -21,7 +21,7 @@ from eqx_decoders.io.generation_config import parse_token_ids
 from eqx_decoders.io.hub import resolve
 from eqx_decoders.io.huggingface import QuantizedName, load_hf
 from eqx_decoders.io.processes import from_first
-from eqx_decoders.io.tokenizer import Ids, JsonTokenizer, Tokenizer, load_tokenizer
+from eqx_decoders.io.tokenizer import Ids, JsonTokenizer, Tokenizer, load_tokenizer, with_letters
 from eqx_decoders.layers.embedding import LearnedPositions
 from eqx_decoders.sampling import Sampler
 
@@ -101,6 +101,10 @@ class TextModel:
     chat: ChatTemplate | None = None
     published: bool = False
 
+    def with_letters(self) -> "TextModel":
+        """The same, but names of special tokens in messages are letters (see `ChatTemplate.literal`)."""
+        return dataclasses.replace(self, chat=with_letters(self.chat, self.tokenizer))
+
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """The ids of the tokenizer, of `generation_config.json` and of `config.json` that end a text."""
@@ -142,6 +146,8 @@ class TextModel:
 
         tokenizer = self.tokenizer if isinstance(self.tokenizer, JsonTokenizer) else None
         processor = Processor.load(origin.directory, tokenizer=tokenizer)
+        if self.chat is not None:
+            processor = processor.with_letters(self.chat.literal)
         given: dict[str, Any] = {name: found for name, found in files._asdict().items() if found}
         if isinstance(prompt, str):
             prompt = processor.with_placeholders(prompt, **{name: len(found) for name, found in given.items()})
@@ -154,7 +160,8 @@ class TextModel:
         if self.chat is None or not isinstance(self.tokenizer, JsonTokenizer):
             raise ConfigError("This model has no chat template: give a text to be continued.")
         asked = not messages or messages[-1].get("role") != "assistant"
-        return self.tokenizer.encode(self.chat.render(messages, add_generation_prompt=asked), special=True)
+        found = self.chat.rendered(messages, add_generation_prompt=asked)
+        return self.tokenizer.encode(found.text, special=True, literal=found.literal)
 
     def write(
         self,

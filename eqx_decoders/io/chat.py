@@ -49,11 +49,14 @@ class Rendered(NamedTuple):
 
     - `generated`: what the template marks with `{% generation %}`; None where it has no such mark.
     - `messages`: what each turn of the template's loops over the messages wrote, behind the number of its message.
+    - `literal`: names of special tokens that come from the messages, to be encoded as letters (see
+        `ChatTemplate.literal`).
     """
 
     text: str
     generated: Sequence[tuple[int, int]] | None
     messages: Sequence[tuple[int, int, int]]
+    literal: Sequence[tuple[int, int]] = ()
 
 
 class RenderingProcess:
@@ -85,13 +88,19 @@ class RenderingProcess:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChatTemplate:
-    """A Jinja program, the variables of every rendering (such as `bos_token`), and the file it is from."""
+    """A Jinja program, the variables of every rendering (such as `bos_token`), and the file it is from.
+
+    `literal`: names of special tokens that are letters like others in messages, tools and documents: the template alone
+    writes special tokens then. Empty: as with transformers, `<|end|>` within a message becomes the special token.
+    """
 
     source: str
     variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     where: str = "chat template"
+    literal: Sequence[str] = ()
 
     def __post_init__(self):
+        object.__setattr__(self, "literal", tuple(self.literal))
         size = len(self.source.encode("utf-8", "surrogatepass"))
         rule = f"a chat template of more than {SOURCE_BYTES:,} is not rendered"
         check(size <= SOURCE_BYTES, f"{self.where} has {size:,} bytes: {rule}.", ConversionError)
@@ -99,16 +108,20 @@ class ChatTemplate:
     @property
     def content_hash(self) -> str:
         """Equal for equal templates, wherever they are from."""
-        content = json.dumps([self.source, dict(self.variables)], sort_keys=True)
+        literal = [sorted(self.literal)] if self.literal else []
+        content = json.dumps([self.source, dict(self.variables), *literal], sort_keys=True)
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
     def render(self, messages: Sequence[Any], *, add_generation_prompt: bool = True, **variables: Any) -> str:
-        """The text of a conversation, to be encoded whole: `tokenizer.encode(text, special=True)`.
+        """The text of a conversation, to be encoded whole: `tokenizer.encode(text, special=True)`; see `rendered`."""
+        return self.rendered(messages, add_generation_prompt=add_generation_prompt, **variables).text
+
+    def rendered(self, messages: Sequence[Any], *, add_generation_prompt: bool = True, **variables: Any) -> Rendered:
+        """A conversation as a text, to be encoded whole: `tokenizer.encode(it.text, special=True, literal=it.literal)`.
 
         **Arguments:**
 
         - `messages`: `{"role": "user", "content": "..."}` and so on; roles are usually system, user and assistant.
-            As with transformers, `<|end|>` within one becomes the special token: filter the messages of strangers.
         - `add_generation_prompt`: end with what begins an answer of the assistant.
         - `variables`: further ones, as JSON values; templates document theirs, such as `tools` or `enable_thinking`.
 
@@ -119,7 +132,7 @@ class ChatTemplate:
         (found,) = self.render_many([Conversation(check_messages(messages), variables, add_generation_prompt)])
         if isinstance(found, ConversionError):
             raise found
-        return found.text
+        return found
 
     def render_many(
         self, conversations: Sequence[Conversation], process: RenderingProcess | None = None
@@ -162,7 +175,7 @@ class ChatTemplate:
             | {"add_generation_prompt": prompt}
             for messages, variables, prompt in conversations
         ]
-        work = {"source": self.source, "tasks": tasks, "seconds": SECONDS}
+        work = {"source": self.source, "tasks": tasks, "literal": self.literal, "seconds": SECONDS}
         work["total_seconds"] = math.ceil(SECONDS + MORE_SECONDS * len(tasks)) + 1  # and a start of the process
         most = WALL_SECONDS + len(tasks)
         try:
@@ -262,8 +275,10 @@ def _read(path: Path) -> str:
 def check_messages(messages: Sequence[Any], where: str = "messages") -> list[dict[str, Any]]:
     """The messages as transformers gives them to a template, or DataError.
 
-    Keys whose value is None are left out, since templates would take it for a text. What the assistant thought goes by
-    several names: it is given as `reasoning_content` and `thinking`.
+    Keys whose value is None are left out, since templates would take it for a text; but the content of a message that
+    calls tools and says nothing stays None, as with transformers. Where a template cannot take that, or arguments of
+    calls in the form that they are given in, it gets them in another one (see `chat_worker.forms`). What the assistant
+    thought goes by several names: it is given as `reasoning_content` and `thinking`.
     """
     good = isinstance(messages, list | tuple) and len(messages) > 0
     check(good, f"{where}={str(messages)[:60]} must be a list with at least one message.", DataError)
@@ -274,7 +289,8 @@ def check_messages(messages: Sequence[Any], where: str = "messages") -> list[dic
         check(isinstance(role, str), f"{here}: role={str(role)[:60]!r} must be a word such as 'user'.", DataError)
         text = isinstance(content, str) or (content is None and "tool_calls" in message)
         check(text, f"{here}: content={str(content)[:60]!r} must be a text.", DataError)
-    return [_with_thoughts({key: value for key, value in one.items() if value is not None}) for one in messages]
+    kept = ({key: value for key, value in one.items() if value is not None or key == "content"} for one in messages)
+    return [_with_thoughts(one) for one in kept]
 
 
 def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:

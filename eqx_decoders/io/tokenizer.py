@@ -5,8 +5,11 @@ Text is data: the letters `<|endoftext|>` within a document are encoded as lette
 """
 
 import contextlib
+import dataclasses
+import functools
 import hashlib
 import json
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -14,13 +17,16 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Array, Int
 
-from eqx_decoders.errors import DataError, check, check_integer, need_extra
-from eqx_decoders.io.chat import special_tokens
+from eqx_decoders.errors import DataError, EqxDecodersError, check, check_integer, need_extra
+from eqx_decoders.io.chat import ChatTemplate, special_tokens
+from eqx_decoders.io.chat_worker import Names
 from eqx_decoders.io.directory import CONFIG_BYTES, Directory
 from eqx_decoders.io.files import write_atomically, write_json
+from eqx_decoders.io.other_tokenizers import FILES, TEKKEN, find, read as read_other
 
 
 Ids = Sequence[int] | np.ndarray | Array
+Span = tuple[int, int]  # of characters, [start, stop)
 
 END_OF_TEXT = "<|endoftext|>"
 FILE_BYTES = 200_000_000  # the largest published tokenizer.json has some 35 MB
@@ -76,7 +82,10 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A fast tokenizer of the `tokenizers` package (extra "train"), as stored in a `tokenizer.json`."""
+    """A fast tokenizer of the `tokenizers` package (extra "train"), as stored in a `tokenizer.json`.
+
+    Ids are below `vocab_size`, those of pieces of plain text below `plain_size`: added tokens may follow.
+    """
 
     def __init__(self, inner: Any, *, bos: str | None = None, eos: str | None = None):
         inner.no_truncation()  # some files carry a limit of 512 tokens, which would drop text without a word
@@ -85,6 +94,7 @@ class JsonTokenizer:
         self._inner = inner
         self._bos, self._eos = bos, eos
         self.vocab_size: int = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.plain_size: int = max(inner.get_vocab(with_added_tokens=False).values(), default=-1) + 1
         self.bos_id: int | None = self._id(bos)
         self.eos_id: int | None = self._id(eos)
         self.content_hash: str = hashlib.blake2b(
@@ -98,19 +108,37 @@ class JsonTokenizer:
         check(found is not None, f"special token {token!r} is not in the vocabulary of tokenizer.json.", DataError)
         return found
 
-    def encode(self, text: str, *, special: bool = False) -> Int[np.ndarray, "length"]:
-        """The ids of `text`. With `special`, names of special tokens within it (a chat template's) become these."""
-        return self._encode(text, special=special, add=False)
+    @functools.cached_property
+    def special_names(self) -> tuple[str, ...]:
+        """The names of the special tokens, which `encode(text, special=True)` makes of these letters."""
+        added = self._inner.get_added_tokens_decoder().values()
+        return tuple(sorted(token.content for token in added if token.special and token.content))
 
-    def encode_prompt(self, text: str) -> Int[np.ndarray, "length"]:
+    @functools.cached_property
+    def renamed(self) -> "RenamedTokens":
+        """What encodes texts in which some names of special tokens are letters; it is made when it is asked for."""
+        return RenamedTokens(self._inner.to_str(), self.special_names)
+
+    def encode(self, text: str, *, special: bool = False, literal: Sequence[Span] = ()) -> Int[np.ndarray, "length"]:
+        """The ids of `text`. With `special`, names of special tokens within it (a chat template's) become these.
+
+        Those in the spans `literal`, [start, stop) in characters, are letters all the same.
+        """
+        return self._encode(text, literal, special=special, add=False)
+
+    def encode_prompt(self, text: str, *, literal: Sequence[Span] = ()) -> Int[np.ndarray, "length"]:
         """What transformers' `tokenizer(text)` gives: names of special tokens become these, and the file adds its own.
 
-        Whether a text begins with bos is told by the post-processor in tokenizer.json.
+        Whether a text begins with bos is told by the post-processor in tokenizer.json. `literal` as in `encode`.
         """
-        return self._encode(text, special=True, add=True)
+        return self._encode(text, literal, special=True, add=True)
 
-    def _encode(self, text: str, *, special: bool, add: bool) -> Int[np.ndarray, "length"]:
+    def _encode(self, text: str, literal: Sequence[Span], *, special: bool, add: bool) -> Int[np.ndarray, "length"]:
         _utf8(text)
+        if special and len(literal) > 0:
+            renamed = self.renamed
+            (found,) = renamed.inner.encode_batch_fast([renamed.text(text, literal)], add_special_tokens=add)
+            return np.asarray(found.ids, np.int32)
         self._inner.encode_special_tokens = not special
         try:
             # unlike `encode`, it lets other threads run
@@ -125,17 +153,25 @@ class JsonTokenizer:
         return [np.asarray(one.ids, np.int32) for one in found]
 
     def encode_spans(
-        self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
+        self,
+        texts: Sequence[str],
+        spans: Sequence[Sequence[Span]],
+        literal: Sequence[Sequence[Span]] | None = None,
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """`encode(text, special=True)` of each text, and which tokens have characters in its spans, on all cores.
 
-        Tokens and characters belong together as transformers has it for its masks of the assistant's tokens.
+        Tokens and characters belong together as transformers has it for its masks of the assistant's tokens. `literal`
+        has the spans of each text in which names of special tokens are letters.
         """
+        letters = [()] * len(texts) if literal is None else literal
         self._inner.encode_special_tokens = False
         try:
             found = self._inner.encode_batch(list(texts), add_special_tokens=False)
         finally:
             self._inner.encode_special_tokens = True
+        for number, (text, some) in enumerate(zip(texts, letters, strict=True)):
+            if len(some) > 0:
+                found[number] = self.renamed.inner.encode(self.renamed.text(text, some), add_special_tokens=False)
         return [(np.asarray(one.ids, np.int32), _inside(one, many)) for one, many in zip(found, spans, strict=True)]
 
     def decode(self, ids: Ids, *, special: bool = False) -> str:
@@ -155,6 +191,60 @@ class JsonTokenizer:
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": self._bos, "eos_token": self._eos}
         write_json(Path(directory) / "tokenizer_config.json", config)
         write_atomically(Path(directory) / "tokenizer.json", self._inner.to_str(pretty=True).encode())
+
+
+def with_letters(template: ChatTemplate | None, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """A chat template for which the names of the tokenizer's special tokens are letters in messages."""
+    if template is None or not isinstance(tokenizer, JsonTokenizer):
+        return template
+    return dataclasses.replace(template, literal=tokenizer.special_names)
+
+
+class RenamedTokens:
+    """A tokenizer with the same ids, whose special tokens have names of as many characters that nobody can guess.
+
+    Letters that are the name of a special token are letters to it, wherever they stand.
+    """
+
+    def __init__(self, source: str, names: Sequence[str]):
+        from tokenizers import Tokenizer as Inner
+
+        self._names = Names(names)
+        draw = secrets.SystemRandom()
+        self._renamed = {name: "".join(chr(draw.randrange(0xF0000, 0xFFFFE)) for _ in name) for name in names}
+        content = json.loads(source)
+        for token in content["added_tokens"]:
+            if token["special"]:
+                token["content"] = self._renamed[token["content"]]
+        model = content["model"]
+        vocab = model["vocab"]  # in which special tokens may stand, too: Unigram would find them there
+        if isinstance(vocab, dict):
+            model["vocab"] = {self._renamed.get(piece, piece): index for piece, index in vocab.items()}
+        else:
+            model["vocab"] = [[self._renamed.get(piece, piece), score] for piece, score in vocab]
+        if model.get("unk_token") in self._renamed:
+            model["unk_token"] = self._renamed[model["unk_token"]]
+        self.inner: Any = Inner.from_str(json.dumps(content, ensure_ascii=False))
+        self.inner.no_truncation()
+        self.inner.no_padding()
+
+    def text(self, text: str, literal: Sequence[Span]) -> str:
+        """A text for this tokenizer: as long as `text`, which is letters in the spans `literal`."""
+        return _replaced(text, self._names.places(hidden(text, literal)), self._renamed.__getitem__)
+
+
+def hidden(text: str, spans: Iterable[Span]) -> str:
+    """A text with as many NULs in place of its spans: nothing is found there."""
+    return _replaced(text, spans, lambda letters: "\0" * len(letters))
+
+
+def _replaced(text: str, spans: Iterable[Span], make: Callable[[str], str]) -> str:
+    """A text with something else in its spans, which follow each other."""
+    pieces, done = [], 0
+    for start, stop in spans:
+        pieces += text[done:start], make(text[start:stop])
+        done = stop
+    return "".join([*pieces, text[done:]])
 
 
 def _inside(encoding: Any, spans: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -202,6 +292,8 @@ def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
     """Open `"bytes"`, the path of a `tokenizer.json`, or a directory that holds one (or a saved `ByteTokenizer`).
 
+    A `tekken.json`, a `.tiktoken` and a `tokenizer.model` (of SentencePiece: extra "sentencepiece") are read as well.
+
     Raises DataError for files that are not as they should be, ConversionError for links that lead out of the directory.
     """
     if str(spec) == "bytes":
@@ -214,12 +306,14 @@ def load_tokenizer(spec: str | Path) -> Tokenizer:
     if path.is_dir():
         if settings.get("tokenizer_class") == "ByteTokenizer":
             return ByteTokenizer()
-        check(folder.has("tokenizer.json"), f"tokenizer={str(spec)!r} holds no tokenizer.json.", DataError)
-        path = folder.file("tokenizer.json")
-    return _load_json_tokenizer(path, special_tokens(settings, older))
+        name = "tokenizer.json" if folder.has("tokenizer.json") else find(folder.path)
+        others = f"none of {', '.join(FILES)} and *.tiktoken: download one of them, or choose another tokenizer"
+        check(name is not None, f"tokenizer={str(spec)!r} holds no tokenizer.json, and {others}.", DataError)
+        path = folder.file(name or "")
+    return _load_json_tokenizer(path, special_tokens(settings, older), settings)
 
 
-def _load_json_tokenizer(path: Path, named: Mapping[str, str | None]) -> JsonTokenizer:
+def _load_json_tokenizer(path: Path, named: Mapping[str, str | None], settings: Mapping[str, Any]) -> JsonTokenizer:
     try:
         from tokenizers import Tokenizer as Inner
     except ImportError as error:
@@ -227,7 +321,10 @@ def _load_json_tokenizer(path: Path, named: Mapping[str, str | None]) -> JsonTok
     size = path.stat().st_size
     check(size <= FILE_BYTES, f"tokenizer={str(path)!r} has {size:,} bytes, more than {FILE_BYTES:,}.", DataError)
     with _as_data_error(path):
-        inner = Inner.from_str(path.read_text("utf-8"))
+        if path.suffix == ".json" and path.name != TEKKEN:
+            inner = Inner.from_str(path.read_text("utf-8"))
+        else:
+            inner = read_other(path, settings)
         inner.encode("a", add_special_tokens=True)  # a post-processor that names unknown tokens fails here only
     return JsonTokenizer(
         inner,
@@ -242,7 +339,8 @@ def _as_data_error(path: Path) -> Iterator[None]:
         yield
     except BaseException as error:
         # the package raises bare Exceptions, and PanicException, which is none
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        ours = isinstance(error, EqxDecodersError)
+        if ours or (not isinstance(error, Exception) and type(error).__name__ != "PanicException"):
             raise
         raise DataError(
             f"tokenizer={str(path)!r} is not a tokenizer.json that `tokenizers` can read: {str(error)[:200]}"

@@ -14,7 +14,7 @@ from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.inference.text import TextModel, prompt_ids
-from eqx_decoders.io.chat import ChatTemplate, Conversation, check_messages
+from eqx_decoders.io.chat import ChatTemplate, Conversation, Rendered, check_messages
 from eqx_decoders.io.processors.processor import Processor
 from eqx_decoders.io.processors.prompts import check_parts
 from eqx_decoders.io.processors.rules import Seen
@@ -69,13 +69,22 @@ class Language:
     directory: str | None = None
 
     @classmethod
-    def of(cls, text: TextModel) -> "Language":
-        """That of a model, with the rules for its files where its directory has some."""
+    def of(cls, text: TextModel, *, special_tokens_in_content: bool = False) -> "Language":
+        """That of a model, with the rules for its files where its directory has some.
+
+        special_tokens_in_content: names of special tokens in messages become these; else they are letters, since
+        clients pass on what strangers wrote.
+        """
+        text = text if special_tokens_in_content else text.with_letters()
         origin, tokenizer, processor = text.model.origin, text.tokenizer, None
         folder = None if origin is None or text.model.config.media is None else origin.directory
         if folder is not None and isinstance(tokenizer, JsonTokenizer):
             with contextlib.suppress(ConversionError):  # a directory without the rules for its files: it reads text
                 processor = Processor.load(folder)  # with a tokenizer of its own, for its own thread
+                processor = processor.with_letters(() if text.chat is None else text.chat.literal)
+        for one in (tokenizer, None if processor is None else processor.tokenizer):
+            if isinstance(one, JsonTokenizer) and text.chat is not None and text.chat.literal:
+                one.renamed  # noqa: B018 - made now, as it takes a second
         return cls(
             tokenizer=tokenizer,
             chat=text.chat,
@@ -105,10 +114,10 @@ class Language:
             ids = prompt_ids(tokenizer, text)
         return tuple(ids.tolist())
 
-    def seen(self, text: str, read: Mapping[str, Sequence[Seen]]) -> Read:
+    def seen(self, text: Rendered, read: Mapping[str, Sequence[Seen]]) -> Read:
         """A rendered conversation with files, which `FileReading` has read."""
         assert self.processor is not None and self.config is not None
-        made = self.processor.join(text, read, rendered=True)
+        made = self.processor.join(text, read)
         arrays: dict[str, Any] = dict(made.arrays)
         media = Media.create(self.config, made.input_ids, **arrays) if arrays else None
         return Read(tuple(made.input_ids[0].tolist()), media)
@@ -153,14 +162,18 @@ class PromptReader:
             raise ApiError(400, "This model has no chat template: use /v1/completions.", param="messages")
         if "tools" in variables and "tools" not in chat.source:
             raise ApiError(400, "This model's chat template knows no tools: leave them out.", param="tools")
+        if any(one.get("tool_calls") for one in messages) and "tool_calls" not in chat.source:
+            raise ApiError(
+                400, "This model's chat template leaves out tool_calls: write them as text.", param="messages"
+            )
         found = _Parts(self.language, self._max_files, self._max_length)
         count = sum(len(one["content"]) if isinstance(one.get("content"), list) else 1 for one in messages)
         plain = await _beside(count, lambda: [found.message(*pair) for pair in enumerate(messages)])
         if found.files:
             return await self._seen(plain, variables, answer=answer, client=client)
-        text = await self._render(Conversation(plain, variables, answer))
-        await self.check(text)
-        ids = await self.run(tokenizer.encode, text, special=True)
+        rendered = await self._render(Conversation(plain, variables, answer))
+        await self.check(rendered.text)
+        ids = await self.run(tokenizer.encode, rendered.text, special=True, literal=rendered.literal)
         return Read(tuple(ids.tolist()))
 
     async def _seen(
@@ -171,7 +184,7 @@ class PromptReader:
         whole, files = await _beside(len(messages), lambda: check_parts(messages))
         renderer = self._film_renderer if files["video"] else None
         text = await self._render(Conversation(whole, variables, answer), check=list, renderer=renderer)
-        await self.check(text)
+        await self.check(text.text)
         async with self._files.read(files, client) as read:
             make = functools.partial(self.language.seen, text, read)
             made = await asyncio.get_running_loop().run_in_executor(self._packing, make)
@@ -205,7 +218,7 @@ class PromptReader:
         conversation: Conversation,
         check: Callable[[Sequence[Any]], list[Any]] = check_messages,
         renderer: Renderer | None = None,
-    ) -> str:
+    ) -> Rendered:
         """The text of a conversation."""
         renderer = self._renderer if renderer is None else renderer
         assert renderer is not None

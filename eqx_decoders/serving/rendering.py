@@ -5,7 +5,7 @@ import concurrent.futures
 from collections.abc import Sequence
 from typing import Any
 
-from eqx_decoders.io.chat import ChatTemplate, Conversation, RenderingProcess
+from eqx_decoders.io.chat import ChatTemplate, Conversation, Rendered, RenderingProcess
 
 
 BATCH = 32  # conversations that share a process
@@ -23,7 +23,7 @@ class Renderer:
     def __init__(self, chat: ChatTemplate):
         self._short, self._long = _Lane(chat, BATCH), _Lane(chat, 1)
 
-    async def render(self, conversation: Conversation, letters: int) -> str:
+    async def render(self, conversation: Conversation, letters: int) -> Rendered:
         """The text of a conversation of so many characters. If this is cancelled, and has not begun, it is dropped."""
         return await (self._short if letters < LONG else self._long).render(conversation)
 
@@ -39,13 +39,13 @@ class _Lane:
     def __init__(self, chat: ChatTemplate, batch: int):
         self._chat, self._batch = chat, batch
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "rendering")
-        self._waiting: list[tuple[Conversation, asyncio.Future[str]]] = []
+        self._waiting: list[tuple[Conversation, asyncio.Future[Rendered]]] = []
         self._task: asyncio.Task[None] | None = None
         self._process: RenderingProcess | None = None  # for the next conversations
         self._closed = False
 
-    async def render(self, conversation: Conversation) -> str:
-        done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    async def render(self, conversation: Conversation) -> Rendered:
+        done: asyncio.Future[Rendered] = asyncio.get_running_loop().create_future()
         self._waiting.append((conversation, done))
         if self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._work())
@@ -75,7 +75,7 @@ class _Lane:
                 if isinstance(one, Exception):
                     done.set_exception(one)
                 else:
-                    done.set_result(one.text)
+                    done.set_result(one)
 
     def _some(self, conversations: Sequence[Conversation]) -> Sequence[Any]:
         """In the process that waits for it, if there is one; another one then waits for the next conversations."""

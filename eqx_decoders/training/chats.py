@@ -6,17 +6,23 @@ template's `{% generation %}` marks. A template without any is watched while it 
 messages writes is the text of that message. Of it all is trained on but the header: that with which a request for an
 answer ends, as far as it does not depend on the answer. (Where the template has no token that ends a turn, or writes it
 in the turn of the next message, as in GLM-4, none is learned.)
+
+Where that tells nothing (a template writes the last turn outside of its loop, gathers its text, or has another header
+behind the result of a tool), the conversation is rendered up to each turn as well: without it, with the request for it,
+and with it. What is behind the request, up to where the turn ends, is the assistant's.
 """
 
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from eqx_decoders.errors import ConversionError, DataError, check
 from eqx_decoders.io.chat import ChatTemplate, Conversation, Rendered, check_messages
+from eqx_decoders.io.chat_worker import called
 from eqx_decoders.io.processors.prompts import check_parts
 from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer
 from eqx_decoders.training.records import Document, reference, referred
@@ -73,21 +79,50 @@ def _rendered(documents: Sequence[Document], template: ChatTemplate | None) -> I
     answers = (texts[3 * number : 3 * number + 3] for number in range(len(kinds)))
     headers = dict(zip(kinds, map(_header, answers), strict=True))
     pictures = (found for _, found in checked)
-    for document, chat, text, found in zip(documents, chats, texts[len(probes) :], pictures, strict=True):
+    talks = []
+    for document, chat, text in zip(documents, chats, texts[len(probes) :], strict=True):
         if isinstance(text, ConversionError):
             raise DataError(f"{document.where}: {text}") from text
         first = 0 if document.chat is None else document.chat.first
         turns = [number for number in range(first, len(chat.messages)) if chat.messages[number]["role"] == "assistant"]
-        if text.generated is None:
-            spans = _turns(text, len(chat.messages), turns, headers[_kind(chat.variables)])
-        else:
-            spans = _marked(text, first, turns)
+        talks.append(_Talk(chat, text, first, turns))
+    spans = [one.spans(headers[_kind(one.chat.variables)]) for one in talks]
+    unknown = [number for number, found in enumerate(spans) if found is None and talks[number].text.generated is None]
+    for number, found in zip(unknown, _requested([talks[number] for number in unknown], template), strict=True):
+        spans[number] = found
+    for document, talk, found, given in zip(documents, talks, spans, pictures, strict=True):
         rule = f"the assistant's turns cannot be told from the others in what {template.where} writes"
         remedy = "Mark them there with {% generation %}, or leave the conversation out"
-        check(spans is not None, f"{document.where}: {rule}. {remedy}.", DataError)
+        check(found is not None, f"{document.where}: {rule}. {remedy}.", DataError)
+        talk.check_calls(found or (), f"{document.where}: {template.where}")
         kinds_given = {referred(one)[0] for one in document.media}  # in fields beside the messages
-        parts = [one for one in found if referred(one)[0] not in kinds_given]
-        yield document._replace(text=text.text, spans=spans, media=(*document.media, *parts))
+        parts = [one for one in given if referred(one)[0] not in kinds_given]
+        literal = tuple(map(tuple, talk.text.literal))
+        yield document._replace(text=talk.text.text, spans=found, literal=literal, media=(*document.media, *parts))
+
+
+class _Talk(NamedTuple):
+    """A conversation, what the template made of it, and which of its messages from `first` on are the assistant's."""
+
+    chat: Conversation
+    text: Rendered
+    first: int
+    turns: Sequence[int]
+
+    def spans(self, header: str | None) -> tuple[Span, ...] | None:
+        """The assistant's parts; None where they cannot be told."""
+        if self.text.generated is not None:
+            return _marked(self.text, self.first, self.turns)
+        return _turns(self.text, len(self.chat.messages), self.turns, header)
+
+    def check_calls(self, spans: Sequence[Span], where: str) -> None:
+        """DataError where the template leaves out what the assistant calls."""
+        learned = " ".join(self.text.text[start:stop] for start, stop in spans)
+        names = [name for turn in self.turns for name in called(self.chat.messages[turn])]
+        missing = next((name for name in names if name not in learned), None)
+        remedy = "Give one that writes them (--chat-template), or leave such conversations out"
+        rule = f"leaves out calls of tools, such as that of {missing!r}, and the assistant would learn to say nothing"
+        check(missing is None, f"{where} {rule}. {remedy}.", DataError)
 
 
 def _checked(messages: Sequence[Any], where: str) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
@@ -131,6 +166,65 @@ def _turns(text: Rendered, count: int, turns: Sequence[int], header: str | None)
     return tuple(spans)
 
 
+def _requested(talks: Sequence[_Talk], template: ChatTemplate) -> Iterator[tuple[Span, ...] | None]:
+    """The spans of conversations that are rendered up to each of the assistant's turns as well."""
+    for some in _groups(talks):
+        parts = [part for talk in some for turn in talk.turns for part in _up_to(talk.chat, turn)]
+        texts = iter(template.render_many(parts))
+        for talk in some:
+            found = [_behind_request(talk, turn, [next(texts) for _ in range(3)]) for turn in talk.turns]
+            spans = tuple(span for span in found if span is not None)
+            apart = all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
+            yield spans if len(spans) == len(found) and apart else None
+
+
+def _groups(talks: Sequence[_Talk]) -> Iterator[list[_Talk]]:
+    """As many conversations as one process may render up to each turn."""
+    group, size = [], 0
+    for talk in talks:
+        more = 3 * len(talk.turns) * len(talk.text.text)
+        if group and size + more > CHARACTERS_AT_ONCE:
+            yield group
+            group, size = [], 0
+        group.append(talk)
+        size += more
+    yield from [group] if group else []
+
+
+def _up_to(chat: Conversation, turn: int) -> list[Conversation]:
+    """A conversation before a turn, with the request for it, and with the turn."""
+    before, turns = chat.messages[:turn], chat.messages[: turn + 1]
+    return [chat._replace(messages=before), chat._replace(messages=before, add_generation_prompt=True),
+            chat._replace(messages=turns)]  # fmt: skip
+
+
+def _behind_request(talk: _Talk, turn: int, parts: Sequence[Rendered | ConversionError]) -> Span | None:
+    """Where a turn stands in the whole text: behind as much of the request for it as is there."""
+    text, written = talk.text.text, talk.text.messages
+    places = [(start, stop) for number, start, stop in written if number == turn]
+    before, request, whole = (one.text if isinstance(one, Rendered) else None for one in parts)
+    if before is None or request is None or not text.startswith(before):
+        return None
+    start = len(before) + len(_common(request[len(before) :], text[len(before) :]))
+    if turn + 1 == len(talk.chat.messages):
+        stop = len(text)
+    elif whole is not None and text.startswith(whole) and len(whole) >= start:
+        stop = len(whole)
+    elif len(places) == 1 and places[0][0] <= start <= places[0][1] and any(one[0] == turn + 1 for one in written):
+        stop = places[0][1]
+    else:  # this turn may have written the next message, too
+        return None
+    others = any(start < end and begin < stop for number, begin, end in written if number != turn)
+    return None if others else (start, stop)
+
+
+def _common(request: str, *answers: str) -> str:
+    """What all begin with; no half of a token's name, as in `<|user|>` and `<|end|>`, which both begin with `<|`."""
+    equal = (len(set(letters)) == 1 for letters in zip(request, *answers, strict=False))
+    common = request[: sum(itertools.takewhile(bool, equal))]
+    return common if common == request else re.sub(r"<[^<>\s]*\Z", "", common)
+
+
 def _kind(variables: Mapping[str, Any]) -> str:
     return json.dumps(_settings(variables), sort_keys=True)
 
@@ -156,19 +250,24 @@ def _header(answers: Sequence[Rendered | ConversionError]) -> str | None:
     texts = [one for one in answers if isinstance(one, Rendered)]
     if len(texts) < 3 or not texts[0].messages:
         return None
-    (question, _, ((_, _, end), *_)), (request, _, _), (text, _, messages) = texts
-    end = len(question) if request.startswith(question) else end  # a template may end what is no request
-    begins = [text[start:stop].partition(ANSWER)[0] for number, start, stop in messages if number % 2]
-    equal = (len(set(letters)) == 1 for letters in zip(request[end:], *begins, strict=False))
-    return begins[0][: sum(itertools.takewhile(bool, equal))] if begins else None
+    question, request, whole = texts
+    end = len(question.text) if request.text.startswith(question.text) else question.messages[0][2]  # it may end it
+    begins = [whole.text[start:stop].partition(ANSWER)[0] for number, start, stop in whole.messages if number % 2]
+    return _common(request.text[end:], *begins) if begins else None
 
 
 def encode_spans(
-    tokenizer: Tokenizer, texts: Sequence[str], spans: Sequence[Sequence[Span]]
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    spans: Sequence[Sequence[Span]],
+    literal: Sequence[Sequence[Span]] | None = None,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The ids of each text, in which names of special tokens become these, and which tokens lie in its spans."""
+    """The ids of each text, and which tokens lie in its spans.
+
+    Names of special tokens become these, but for those in the spans `literal` of each text.
+    """
     if isinstance(tokenizer, JsonTokenizer):
-        return tokenizer.encode_spans(texts, spans)
+        return tokenizer.encode_spans(texts, spans, literal)
     return [_encode_pieces(tokenizer, *one) for one in zip(texts, spans, strict=True)]
 
 

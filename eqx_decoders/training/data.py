@@ -15,7 +15,7 @@ from eqx_decoders.encoders.media import HasMedia
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.io.chat import ChatTemplate, read_chat_template
 from eqx_decoders.io.files import expand_paths, new_directory
-from eqx_decoders.io.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from eqx_decoders.io.tokenizer import Tokenizer, load_tokenizer, train_bpe, with_letters
 from eqx_decoders.io.waiting import Waiting
 from eqx_decoders.training.batches import Batches, Corpus
 from eqx_decoders.training.chats import render_documents
@@ -51,6 +51,8 @@ class DataConfig:
     have `messages`, or `prompt` and `completion`."""
     chat_template: str | None = None
     """File of the chat template (Jinja) that writes conversations as texts; None: that of init_from."""
+    special_tokens_in_content: bool = True
+    """Names of special tokens in messages become these, as with transformers; otherwise they are letters."""
     cache_dir: str | None = None
     """Directory in which tokens are kept for all runs; None: $EQX_DECODERS_CACHE, else eqx_decoders in the user's
     folder for caches ($XDG_CACHE_HOME or ~/.cache)."""
@@ -129,6 +131,11 @@ def prepare_tokenizer(folder: Path, spec: str, config: DataConfig, vocab_size: i
     return tokenizer
 
 
+def written_by(config: DataConfig, template: ChatTemplate | None, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The template that writes conversations, which knows whether messages may have special tokens."""
+    return template if config.special_tokens_in_content else with_letters(template, tokenizer)
+
+
 def token_folders(config: DataConfig, folder: str | Path) -> Mapping[str, Path]:
     """Where the manifest of each source of a mixture is, by its name; for what is no mixture "" and `folder`."""
     names = [one.name for one in find_mixture(config.path)]
@@ -158,6 +165,7 @@ def open_tokens(
     With `most`, those of so many documents, in the folders themselves (see `open_sample`). `may_be_in_use`: stores that
     this process has open are taken as they are, and their sources not asked once more.
     """
+    template = written_by(config, template, tokenizer)
     paths: dict[str, Paths] = {one.name: one.path for one in find_mixture(config.path)} or {"": config.path}
     apart = bool(_own_sets(config))
     options: dict[str, Any] = {
@@ -247,6 +255,7 @@ def make_held_out_sets(
         return {}
     own, folders = _own_sets(config), held_out_folders(config, folder)
     if own:
+        template = written_by(config, template, tokenizer)
         options: dict[str, Any] = {"text_field": config.text_field, "template": template, "held_out_fraction": 1.0}
         options |= {"cache_dir": config.cache_dir, "media": _reader(media)}
         stores = {name: open_store(folders[name], tokenizer, path=paths, **options) for name, paths in own.items()}

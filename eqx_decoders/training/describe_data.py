@@ -14,7 +14,7 @@ from eqx_decoders.io.chat import ChatTemplate, load_chat_template
 from eqx_decoders.io.hub import resolve
 from eqx_decoders.io.huggingface import read_config
 from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, train_bpe
-from eqx_decoders.training.data import open_tokens, token_folders, training_texts
+from eqx_decoders.training.data import open_tokens, token_folders, training_texts, written_by
 from eqx_decoders.training.media_run import placeholders, with_pictures
 from eqx_decoders.training.records import WORDS, referred
 from eqx_decoders.training.runs import SOURCE, resume_settings, run_config, run_template
@@ -41,6 +41,7 @@ def describe_data(settings: TrainConfig, *, colours: bool = False) -> str:
     config = read_config(source)[0] if source.exists() else run_config(settings, run)
     data, reader = with_pictures(settings.dataset, config, source)
     tokenizer, template = _tokenizer_and_template(dataclasses.replace(settings, dataset=data), source, config)
+    template = written_by(data, template, tokenizer)
     recipe, folders = Recipe(tokenizer, data.text_field, template, reader), token_folders(data, run / "data").values()
     made = all(is_made(folder, data.cache_dir, recipe) for folder in folders)
     parts = []

@@ -30,8 +30,9 @@ class Document(NamedTuple):
     """One document: its text, its tokens without special ones around them, or a conversation.
 
     `where` is for error messages. `spans` are the characters of `text` that are trained on, as (start, stop); None: all
-    of it. A conversation gets its text from a chat template (see `training.chats`). `media` refers to its files:
-    relative paths begin in `folder` (None: its source is not on this machine). `drawn` is its `draw` when it was read.
+    of it; in `literal` names of special tokens are letters. A conversation gets its text from a chat template (see
+    `training.chats`). `media` refers to its files: relative paths begin in `folder` (None: its source is not on this
+    machine). `drawn` is its `draw` when it was read.
     """
 
     where: str
@@ -39,6 +40,7 @@ class Document(NamedTuple):
     tokens: np.ndarray | None = None
     key: str | None = None  # hashed instead of the content to decide whether the document is held out
     spans: tuple[tuple[int, int], ...] | None = None
+    literal: tuple[tuple[int, int], ...] = ()
     chat: Chat | None = None
     media: tuple[str, ...] = ()
     folder: Path | None = None

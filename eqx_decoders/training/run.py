@@ -204,6 +204,9 @@ class Run:
         with contextlib.nullcontext() if alone else Waiting("waiting for the other processes (tokens)"):
             gather("tokens", seconds=LONG)
         parts = [part for batches in (self.data, *self.held_out.values()) for part in batches.parts]
+        if self.tokenizer.vocab_size > self.target.config.vocab_size:
+            for store in {id(part.store): part.store for part in parts}.values():
+                store.check_ids(self.target.config.vocab_size)
         made = [self.tokenizer.content_hash, *(part.store.content_hash for part in parts)]
         rule = f"tokenizer and tokens of process {jax.process_index()} are others than those of the first"
         check(made == from_first("made", made), f"{rule}: run_dir must be a directory that they share.", DataError)
@@ -249,7 +252,8 @@ class Run:
         if self.writes and trained is not None and length > trained:
             print_status(f"warning: seq_len={length} is beyond the {trained} positions that the model was trained on")
         rule = f"but the model only {size}. Choose a smaller tokenizer or another model"
-        check(tokenizer.vocab_size <= size, f"tokenizer={spec!r} has {tokenizer.vocab_size} ids, {rule}.")
+        count = getattr(tokenizer, "plain_size", tokenizer.vocab_size)  # the data may have none of the added tokens
+        check(count <= size, f"tokenizer={spec!r} has {count} ids, {rule}.")
         self._check_sample(tokenizer)
         return tokenizer
 

@@ -217,9 +217,10 @@ class _Writer:
             document = document._replace(media=files)
             text = document.text or ""
             spans = ((0, len(text)),) if document.spans is None else document.spans
-            written, spans = self._media.written(text, spans, document.media, document.where)
+            written, moved = self._media.written(text, (*spans, *document.literal), document.media, document.where)
+            spans, literal = moved[: len(spans)], moved[len(spans) :]
             if document.spans is not None or written != text:  # only texts with spans have special tokens
-                document = document._replace(text=written, spans=spans)
+                document = document._replace(text=written, spans=spans, literal=literal)
         self._waiting.append(document)
         self._waiting_size += document.size
         if self._waiting_size >= CHARACTERS_AT_ONCE or len(self._waiting) >= DOCUMENTS_AT_ONCE:
@@ -252,7 +253,7 @@ class _Writer:
 
     def _encode(self) -> None:
         plain = [one.text for one in self._waiting if one.spans is None and one.text is not None]
-        parted = [(one.text or "", one.spans) for one in self._waiting if one.spans is not None]
+        parted = [(one.text or "", one.spans, one.literal) for one in self._waiting if one.spans is not None]
         texts = iter(self._tokenizer.encode_many(plain) if plain else [])
         parts = iter(encode_spans(self._tokenizer, *zip(*parted, strict=True)) if parted else [])
         for document in self._waiting:

@@ -130,6 +130,19 @@ class TokenStore:
         """Documents of the data that are trained on and held out by share (TRAIN), or of held-out data (OWN)."""
         return sum(documents for source, _, documents in self._shards if source.startswith(kind))
 
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise DataError where a document has an id that a model of so many has not. All tokens are looked at."""
+        with Waiting("looking for ids that the model does not have", kept="the tokens are kept"):
+            for number, (source, _, _) in enumerate(self._shards):
+                shard = self.shard(number)
+                largest = int(shard.tokens.max(initial=0))
+                if largest >= vocab_size:
+                    place = int(np.argmax(shard.tokens == largest))
+                    document = int(np.searchsorted(shard.offsets, place, "right")) - 1
+                    where = f"{source}: document {document} (from 0) of its shard {number} has the id {largest}"
+                    remedy = "leave such documents out, or choose a model with a larger table"
+                    raise DataError(f"{where}, and the model only ids below {vocab_size}: {remedy}.")
+
     @property
     def shard_count(self) -> int:
         """How many shards there are; `shard(number)` opens one."""

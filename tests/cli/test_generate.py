@@ -13,6 +13,7 @@ import pytest
 
 from eqx_decoders.cli import devices, generate
 from eqx_decoders.inference.text import Files, TextModel
+from eqx_decoders.io.tokenizer import load_tokenizer
 from tests.commands import ROOT, call, outcome
 
 
@@ -121,6 +122,7 @@ ELSEWHERE = {
     "model": "by all of these",
     "run_dir": "by test_a_run_and_its_step_are_loaded",
     "step": "by test_a_run_and_its_step_are_loaded",
+    "special_tokens_in_content": "by test_names_of_special_tokens_may_be_letters",
     "dtype": "by test_a_run_and_its_step_are_loaded",
 }
 
@@ -134,6 +136,16 @@ def test_every_setting_has_an_effect(wrote):
             call("generate", "--model", CHAT, *given, stdin="" if "--prompt" in given else "hello\n")
             ((prompt, options),) = wrote
             assert has_effect(options, prompt) == expected, (name, given)
+
+
+def test_names_of_special_tokens_may_be_letters(monkeypatch):
+    """A user's `<|end|>` does not end his turn."""
+    found = []
+    monkeypatch.setattr(TextModel, "write", lambda self, prompt, **_: found.append(self.encode(prompt)) or iter([""]))
+    for flags in ([], ["--no-special-tokens-in-content"]):
+        call("generate", "--model", CHAT, "--prompt", "a<|end|>b", *flags)
+    end = load_tokenizer(CHAT).encode("<|end|>", special=True).tolist()
+    assert [ids.tolist().count(end[0]) for ids in found] == [2, 1] and len(found[0]) < len(found[1])
 
 
 def test_a_run_and_its_step_are_loaded(wrote, monkeypatch):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import re
 import resource
 import socket
 from importlib import util
@@ -35,6 +36,7 @@ class Asked:
     sock: socket.socket | None = None
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     loaded: Any = None
+    language: Any = None
 
     @property
     def address(self) -> tuple[str, int]:
@@ -57,7 +59,7 @@ def asked(monkeypatch, text):
             pass
 
     async def served(language, engine, config, sock, *, ready, **options) -> bool:
-        found.api, found.sock, found.options = config, sock, options
+        found.api, found.sock, found.options, found.language = config, sock, options, language
         ready()
         return True
 
@@ -87,6 +89,11 @@ EFFECTS = {
     "dtype": (["--dtype", "bfloat16"], lambda found: found.loaded.dtype == "bfloat16"),
     "mesh": (["--mesh.tensor", "2"], lambda found: found.loaded.mesh.tensor == 2),
     "quantize": (["--quantize", "int8"], lambda found: found.loaded.quantize == "int8"),
+    "group_size": (["--quantize", "int4", "--group-size", "16"], lambda found: found.loaded.group_size == 16),
+    "special_tokens_in_content": (
+        ["--special-tokens-in-content"],
+        lambda found: found.loaded.special_tokens_in_content and not found.language.chat.literal,
+    ),
     "batch_invariant": (["--batch-invariant"], lambda found: found.engine.batch_invariant),
     "cache_dtype": (["--cache-dtype", "bfloat16"], lambda found: found.engine.cache_dtype == "bfloat16"),
     "page_size": (["--page-size", "32"], lambda found: found.engine.pages == PageConfig(page_size=32)),
@@ -157,6 +164,16 @@ def test_files_may_be_open_as_many_as_are_allowed(asked):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_how_large_groups_are_is_told(capsys):
+    serve.load(serve.ServeConfig(model=str(CHAT), quantize="int4", group_size=8))
+    assert re.fullmatch(r"--quantize int4: groups of 8 rows in \d+ weights\n", capsys.readouterr().err)
+
+
+def test_names_of_special_tokens_are_letters_in_messages(asked):
+    call("serve", "--port", 0)
+    assert "<|end|>" in asked.language.chat.literal
+
+
 def test_keys_may_stand_in_the_environment(asked, monkeypatch):
     monkeypatch.setenv(serve.KEYS, " one, two,")
     call("serve", "--port", 0, "--api-key", "zero")
@@ -176,6 +193,7 @@ def test_what_the_model_was_published_with_is_the_default(asked):
         (("--model", CHAT, "--step", "3"), 2, "--step=3 is of a run"),
         (("--port", "70000"), 2, "--port=70000 must be below 65536"),
         (("--port", "-1"), 2, "--port=-1 must be"),
+        (("--quantize", "int8", "--group-size", "32"), 2, "--group-size=32 is of"),
         (("--max-length", "1"), 2, "--max-length=1 has no room for an answer"),
         (("--max-batch-size", "0"), 2, "--max-batch-size=0 must be"),
         (("--drain-seconds", "-1"), 2, "--drain-seconds=-1"),

@@ -27,6 +27,15 @@ def test_there_and_back(name):
     assert set(kept) <= set(IGNORED_KEYS) | set(family.ignored_keys) | nested
 
 
+def test_keys_that_say_where_a_model_is_from_change_nothing():
+    """As those that transformers' reader of GGUF files sets."""
+    content = next(one for one in SAMPLES.values() if one["model_type"] == "llama")
+    added = {"_model_name_or_path": "org/name", "_commit_hash": "0123", "_from_auto": True}
+    family = FAMILIES["llama"]
+    config, _ = family.decode({**content, **added})
+    assert config == family.decode(content)[0]
+
+
 # names of models that Hugging Face does not have begin with these
 UNPUBLISHED = ("gpt3", "maxtext", "qwen3-custom", "deepseek-custom", "tiny-moe", "tiny-vision")
 

@@ -112,6 +112,58 @@ def test_the_language_is_that_of_transformers(name):
     assert found.render(messages, enable_thinking=True) == expected
 
 
+CALLED = "{{ m.tool_calls[0].function.name }}({{ m.tool_calls[0].function.arguments }})"
+# Forms in which published templates take a message that calls a tool and says nothing, and what comes of it.
+SILENT = {
+    "None is asked for": (
+        "{% if m.content is none %}" + CALLED + "{% else %}{{ m.content + '!' }}{% endif %}",
+        "f({})",
+    ),
+    "the key is asked for": ("{% if 'content' in m %}{{ m.content }}{% endif %}" + CALLED, "f({})"),
+    "a text is needed": ("{{ '<' + m.content + '>' }}" + CALLED, "<>f({})"),
+    "a length is needed": ("{{ m.content | length }}" + CALLED, "0f({})"),
+    "it is written down": ("{{ m.content }}" + CALLED, "f({})"),
+    "calls where it is empty": ("{% if m.content == '' %}" + CALLED + "{% endif %}", "f({})"),
+    "arguments are objects": (
+        "{% for key, value in m.tool_calls[0].function.arguments.items() %}{% endfor %}" + CALLED,
+        "f({})",
+    ),
+    "arguments are texts": ("{{ 'x' + m.tool_calls[0].function.arguments }}", "x{}"),
+    "both, or nothing": (
+        "{% if m.content is none %}{{ 'x' + m.tool_calls[0].function.arguments + m.tool_calls[0].function.name }}"
+        "{% else %}{{ m.content }}{% endif %}",
+        "x{}f",
+    ),
+    "neither": ("{{ m.content + m.nothing + 1 }}", None),
+}
+
+
+@pytest.mark.parametrize("text", [False, True])
+@pytest.mark.parametrize("content", [{}, {"content": None}])
+@pytest.mark.parametrize("name", SILENT)
+def test_calls_are_given_as_the_template_takes_them(name, content, text):
+    source, expected = SILENT[name]
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}" if text else {}}}
+    template = ChatTemplate(source="{% for m in messages %}" + source + "{% endfor %}")
+    messages = [{"role": "assistant", **content, "tool_calls": [call]}]
+    if expected is None:
+        with pytest.raises(ConversionError, match=r"cannot be rendered: (TypeError|UndefinedError)"):
+            template.render(messages)
+    else:
+        assert template.render(messages) == expected
+
+
+def test_what_the_template_takes_is_given_as_it_is():
+    """As with transformers: no other form where the first one works, whatever the arguments are."""
+    source = (
+        "{% for m in messages %}{{ m.content is none }}{{ m.tool_calls[0].function.arguments | tojson }}{% endfor %}"
+    )
+    for arguments in ("{}", {}, [1], "no JSON"):
+        calls = [{"function": {"name": "f", "arguments": arguments}}]
+        found = ChatTemplate(source=source).render([{"role": "assistant", "content": None, "tool_calls": calls}])
+        assert found == f"True{json.dumps(arguments)}"
+
+
 def test_the_time_is_told():
     text = ChatTemplate(source="{{ strftime_now('%Y-%m-%d %H') }}").render(HELLO)
     now = time.time()

@@ -274,3 +274,13 @@ def test_other_threads_run_while_a_text_is_encoded():
     finally:
         sys.setswitchinterval(interval)
     assert seen[1] - seen[0] > 100
+
+
+def test_added_tokens_may_follow_the_pieces_of_text(bpe):
+    """As in Gemma 3, whose model has no row for `<image_soft_token>`."""
+    from tokenizers import AddedToken, Tokenizer as Inner
+
+    inner = Inner.from_str(bpe.to_json())
+    inner.add_special_tokens([AddedToken("<image_soft_token>", special=True)])
+    tokenizer = JsonTokenizer(inner)
+    assert (tokenizer.plain_size, tokenizer.vocab_size) == (bpe.vocab_size, bpe.vocab_size + 1)

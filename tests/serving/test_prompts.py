@@ -9,7 +9,7 @@ import pytest
 
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.inference.text import load_text_model
-from eqx_decoders.io.chat import ChatTemplate
+from eqx_decoders.io.chat import ChatTemplate, Rendered
 from eqx_decoders.io.tokenizer import ByteTokenizer
 from eqx_decoders.serving.prompts import Language, PromptReader, longest_token
 from eqx_decoders.serving.wire import ApiError
@@ -29,7 +29,7 @@ class Slow(ChatTemplate):
         if texts[0] == "fail":
             return [ConversionError("it takes more than 1 s of processor time")]
         done = texts[: texts.index("fail")] if "fail" in texts else texts
-        return [type("Rendered", (), {"text": text})() for text in done]
+        return [Rendered(text, None, []) for text in done]
 
 
 def read(language: Language, texts: list[str], **options):

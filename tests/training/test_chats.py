@@ -62,11 +62,15 @@ def written(template: ChatTemplate | str, *documents: Document) -> list[list[str
 def test_ids_and_targets_are_those_of_transformers(name, marked, tokenizer, tmp_path):
     """From the file through the store to the batches, token by token."""
     expected = {chat: want for chat, want in RECORDED["templates"][name]["chats"].items() if want is not None}
+    if name == "gemma3":  # which leaves out calls of tools
+        expected = {
+            chat: want for chat, want in expected.items() if "tool_calls" not in str(RECORDED["conversations"][chat])
+        }
     records = [RECORDED["conversations"][chat] for chat in expected]
     wanted = [want for want in expected.values() if want["mask"]]  # without any the conversation is left out
     path, template = write(tmp_path / "a.jsonl", *records), template_of(name, marked)
     store = open_store(tmp_path / "s", tokenizer, path=path, held_out_fraction=0.0, template=template)
-    assert len(store) == len(wanted) == len(records) - 1 >= 12
+    assert len(store) == len(wanted) == len(records) - 1 >= 11
     ids, masks = [np.array(want["ids"]) for want in wanted], [np.zeros(len(want["ids"]), bool) for want in wanted]
     for mask, want in zip(masks, wanted, strict=True):
         for start, stop in want["mask"]:
@@ -168,9 +172,96 @@ def test_headers_are_found_once_for_all_tools(monkeypatch):
 
 
 LOOP = "{% for m in messages %}"
+REQUEST = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+COLLECTED = "{% set x = namespace(t='') %}" + LOOP + "{% set x.t = x.t ~ '<|' ~ m.role ~ '|>' ~ m.content ~ '</s>' %}"
+# In forms of published templates (DeepSeek's and Reka's, Nemotron's, and Gemma 4's), and what is learned.
+BY_REQUEST = {
+    "collected first": (COLLECTED + "{% endfor %}{{ x.t }}" + REQUEST, ["assistant 1</s>", "assistant 3</s>"]),
+    "by number": (
+        "{% for i in range(messages | length) %}<|{{ messages[i].role }}|>{{ messages[i].content }}</s>{% endfor %}"
+        + REQUEST,
+        ["assistant 1</s>", "assistant 3</s>"],
+    ),
+    "no header behind tools": (
+        "{% set x = namespace(tool=false) %}"
+        + LOOP
+        + "{% if m.role == 'assistant' %}{{ '<|assistant|>' if not x.tool }}"
+        "{{ m.content }}</s>{% else %}<|{{ m.role }}|>{{ m.content }}{% endif %}{% set x.tool = m.role == 'tool' %}"
+        "{% endfor %}{% if add_generation_prompt and not x.tool %}<|assistant|>{% endif %}",
+        ["assistant 1</s>", "assistant 3</s>"],
+    ),
+    "the last turn apart": (
+        "{% set last = messages[-1] if messages[-1].role == 'assistant' %}{% if last %}"
+        "{% set messages = messages[:-1] %}{% endif %}" + LOOP + "<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+        "{% if last %}<|assistant|><think>{{ last.content }}</s>{% endif %}"
+        "{% if add_generation_prompt %}<|assistant|><think>{% endif %}",
+        ["assistant 1</s>", "assistant 3</s>"],
+    ),
+    "another header behind tools": (
+        "{% set x = namespace(tool=false) %}" + LOOP + "<|{{ 'turn' if x.tool else m.role }}|>{{ m.content }}</s>"
+        "{% set x.tool = m.role == 'tool' %}{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<|think|>' if x.tool else '<|assistant|>' }}{% endif %}",
+        ["assistant 1</s>", "<|turn|>assistant 3</s>"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_REQUEST)
+def test_turns_are_told_by_the_requests_for_them(name):
+    source, learned = BY_REQUEST[name]
+    talk = document("user", "assistant", "tool", "assistant")
+    assert written(source, talk, talk) == [learned, learned]
+    assert written(source, talk._replace(chat=talk.chat._replace(first=2))) == [learned[1:]]
+
+
+def test_what_is_rendered_up_to_each_turn_is_bounded(monkeypatch):
+    rendered, real = [], ChatTemplate.render_many
+    monkeypatch.setattr(ChatTemplate, "render_many", lambda self, many: rendered.append(len(many)) or real(self, many))
+    monkeypatch.setattr(chats_module, "CHARACTERS_AT_ONCE", 300)
+    source, learned = BY_REQUEST["by number"]
+    assert written(source, *[document("user", "assistant", "tool", "assistant")] * 3) == [learned] * 3
+    assert max(rendered) == 6
+
+
+CALLS = [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}]
+
+
+def calling(**message) -> Document:
+    talk = document("user", "assistant", "tool", "assistant")
+    messages = list(talk.chat.messages)
+    messages[1] = {"role": "assistant", "tool_calls": CALLS, **message}
+    return talk._replace(chat=Chat(messages, 0, {"tools": [{"name": "weather"}]}))
+
+
+def test_calls_that_a_template_leaves_out_are_no_empty_turns():
+    """As SmolLM's, Granite's and others do."""
+    source = "{{ tools | tojson }}" + LOOP + "<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}" + REQUEST
+    assert written(source, document("user", "assistant")) == [["assistant 1</s>"]]
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:1: chat template leaves out calls of tools, such as that of 'weather'"
+    ):
+        written(source, calling(content=""))
+    named = source.replace(
+        "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"
+    )
+    assert written(named, calling(content="")) == [["weather</s>", "assistant 3</s>"]]
+    marked = LOOP + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    marked += "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}{% endif %}{% endfor %}"
+    with pytest.raises(DataError, match="leaves out calls of tools"):
+        written(marked, calling(content="x"))
+    assert written(marked, calling(content="x")._replace(chat=calling(content="x").chat._replace(first=2)))
+
+
+def test_headers_are_those_of_the_chats_own_variables():
+    """In one batch: with other variables other headers."""
+    source = "{% set end = '<nothink>' if enable_thinking == false else '' %}" + LOOP
+    source += "<|{{ m.role }}|>{{ end if m.role == 'assistant' }}{{ m.content }}</s>{% endfor %}"
+    source += "{% if add_generation_prompt %}<|assistant|>{{ end }}{% endif %}"
+    talks = [document("user", "assistant", enable_thinking=thinks) for thinks in (True, False, True)]
+    assert written(source, *talks) == [["assistant 1</s>"]] * 3
+
+
 UNSAFE = {
-    "collected first": "{% set x = namespace(t='') %}" + LOOP + "{% set x.t = x.t ~ m.content %}{% endfor %}{{ x.t }}",
-    "by number": "{% for i in range(messages | length) %}{{ messages[i].content }}{% endfor %}",
     "twice": LOOP + "{{ m.content }}{% endfor %}" + LOOP + "{{ m.content }}{% endfor %}",
     "the next by the turn": LOOP + "{% if m.role == 'assistant' %}{{ m.content }}{% for n in messages %}"
     "{% if n.role == 'tool' %}{{ n.content }}{% endif %}{% endfor %}"

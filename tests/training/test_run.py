@@ -760,6 +760,7 @@ ELSEWHERE = {
         "tests/training/test_checkpoint_dir.py::test_a_new_machine_goes_on_with_what_is_beside_the_checkpoints"
     ),
     "TrainConfig.distributed_timeout": "tests/training/test_processes.py::test_processes_that_do_not_come_are_named",
+    "DataConfig.special_tokens_in_content": "tests/io/test_special_names.py::test_the_setting_of_training",
     "DataConfig.cache_dir": "tests/training/test_token_store.py::test_where_the_cache_is",
     "TrainConfig.distributed": "tests/training/test_processes.py::test_a_run_of_two_processes_is_that_of_one",
     **{

@@ -537,3 +537,14 @@ def test_held_out_data_of_ones_own_are_one_change(corpus, tmp_path):
         build(corpus, held_out_path=str(tmp_path / "v.txt"))
     changes = str(error.value).split(" of the tokens in ")[1].split(": ", 1)[1]
     assert changes.startswith("held out was --held-out-fraction 0.05 and is the data of --held-out. Restore")
+
+
+def test_ids_beyond_the_table_are_named_where_the_data_have_them(corpus):
+    """A tokenizer may know more ids than a model, as Gemma 3's does: its documents may have none of these."""
+    np.save(corpus / "x.npy", np.array([5, 6, 300, 7], np.uint16))
+    tokenizer = load_tokenizer(FIXTURES / "chat_llama")
+    store = build(corpus, tokenizer=tokenizer, held_out_fraction=0.0)
+    store.check_ids(tokenizer.vocab_size)
+    store.check_ids(301)
+    with pytest.raises(DataError, match=r"train:.*x\.npy.*has the id 300, and the model only ids below 300: leave"):
+        store.check_ids(300)

@@ -1,6 +1,7 @@
 """From files and a prompt to what a model reads: the processors of transformers, without them."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from jaxtyping import Int
 
 from eqx_decoders.errors import ConversionError, DataError, check
 from eqx_decoders.families.fields import Fields, abbreviate
-from eqx_decoders.io.chat import ChatTemplate, load_chat_template
+from eqx_decoders.io.chat import ChatTemplate, Rendered, load_chat_template
 from eqx_decoders.io.directory import Directory
 from eqx_decoders.io.processors.films import open_film
 from eqx_decoders.io.processors.gemma import Gemma3Pictures, Gemma4Films, Gemma4Pictures
@@ -25,7 +26,7 @@ from eqx_decoders.io.processors.qwen import Qwen3Films, QwenFilms, QwenPictures
 from eqx_decoders.io.processors.rules import FilmRules, PictureRules, Seen, Settings, together
 from eqx_decoders.io.processors.smolvlm import SmolVLMFilms, SmolVLMPictures
 from eqx_decoders.io.processors.sounds import QwenSounds
-from eqx_decoders.io.tokenizer import JsonTokenizer, load_tokenizer
+from eqx_decoders.io.tokenizer import JsonTokenizer, hidden, load_tokenizer
 
 
 FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -236,32 +237,43 @@ class Processor(FileReader):
         if isinstance(prompt, str):
             return self.join(prompt, self.read(files))
         text, files = self._rendered(prompt, files, variables, answer=add_generation_prompt)
-        return self.join(text, self.read(files), rendered=True)
+        return self.join(text, self.read(files))
 
-    def join(self, text: str, read: Mapping[str, Sequence[Seen]], *, rendered: bool = False) -> Prepared:
+    def join(self, text: str | Rendered, read: Mapping[str, Sequence[Seen]]) -> Prepared:
         """The tokens of a text whose placeholders stand for files, and the arrays of these.
 
         **Arguments:**
 
-        - `text`: in which each file has its placeholder.
+        - `text`: in which each file has its placeholder; if the chat template rendered it, it may have written the
+            token that begins a text.
         - `read`: what `read` gave.
-        - `rendered`: whether `text` is from the chat template, which may have written the token that begins a text.
 
         Raises DataError where there are fewer or more placeholders than files.
         """
+        begin, literal = None, ()
+        if isinstance(text, Rendered):
+            begin = None if self.template is None else self.template.variables.get("bos_token")
+            text, literal = text.text, text.literal
         known = {kind: rules for kind, rules in self.rules.items() if rules is not None}
         kinds = [
             Kind(kind, self.placeholder(rules, text), [one.text for one in read.get(kind, ())])
             for kind, rules in known.items()
         ]
         seen = {kind: iter(found) for kind, found in read.items() if kind != "audio"}
-        order, whole = in_order(text, kinds), expand(text, kinds)
+        order, begun = (
+            in_order(hidden(text, literal), kinds),
+            bool(begin) and hidden(text, literal).startswith(str(begin)),
+        )
+        whole, literal = expand(text, kinds, literal)
         arrays = together((known[kind], next(seen[kind])) for kind in order if kind in seen)
         arrays |= {name: array for one in read.get("audio", ()) for name, array in one.arrays.items()}
-        begin = None if self.template is None or not rendered else self.template.variables.get("bos_token")
-        begun = bool(begin) and text.startswith(str(begin))
-        ids = self.tokenizer.encode(whole, special=True) if begun else self.tokenizer.encode_prompt(whole)
-        return Prepared(input_ids=ids[None], arrays=arrays, text=whole)
+        encode = functools.partial(self.tokenizer.encode, special=True) if begun else self.tokenizer.encode_prompt
+        return Prepared(input_ids=encode(whole, literal=literal)[None], arrays=arrays, text=whole)
+
+    def with_letters(self, literal: Sequence[str]) -> "Processor":
+        """The same, but these names of special tokens are letters in messages (see `ChatTemplate.literal`)."""
+        template = None if self.template is None else dataclasses.replace(self.template, literal=tuple(literal))
+        return dataclasses.replace(self, template=template)
 
     def with_placeholders(self, text: str, *, images: int = 0, videos: int = 0, sounds: int = 0) -> str:
         """A text with so many placeholders before it, of each kind of which it has none itself."""
@@ -280,7 +292,7 @@ class Processor(FileReader):
 
     def _rendered(
         self, prompt: Sequence[Any], files: Mapping[str, Sequence[Any]], variables: Mapping[str, Any], *, answer: bool
-    ) -> tuple[str, dict[str, Sequence[Any]]]:
+    ) -> tuple[Rendered, dict[str, Sequence[Any]]]:
         """The text of messages, and all files."""
         messages, carried = check_parts(prompt)
         for kind, found in carried.items():

@@ -1,11 +1,13 @@
 """Prompts with pictures, films and sounds: which files they ask for, and texts whose placeholders are expanded."""
 
+import bisect
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from eqx_decoders.errors import DataError, check
-from eqx_decoders.io.chat import ChatTemplate, Conversation, check_messages
+from eqx_decoders.io.chat import ChatTemplate, Conversation, Rendered, check_messages
+from eqx_decoders.io.tokenizer import Span, hidden
 
 
 # Of each kind of part the keys under which it may carry its file, as in transformers.
@@ -77,12 +79,12 @@ def _part(where: str, part: Any, files: dict[str, list[Any]], counts: dict[str, 
     return {key: value for key, value in part.items() if key not in KINDS[kind]}
 
 
-def render(template: ChatTemplate, messages: Sequence[Any], variables: Mapping[str, Any], *, answer: bool) -> str:
+def render(template: ChatTemplate, messages: Sequence[Any], variables: Mapping[str, Any], *, answer: bool) -> Rendered:
     """The text of a conversation whose parts `check_parts` has seen."""
     (found,) = template.render_many([Conversation(messages, variables, answer)])
     if isinstance(found, Exception):
         raise found
-    return found.text
+    return found
 
 
 def in_order(text: str, kinds: Sequence[Kind]) -> list[str]:
@@ -91,18 +93,25 @@ def in_order(text: str, kinds: Sequence[Kind]) -> list[str]:
     return [names[found] for found in re.findall("|".join(map(re.escape, names)), text)] if names else []
 
 
-def expand(text: str, kinds: Sequence[Kind]) -> str:
-    """The text whose placeholders are replaced, in order, by what the files of their kinds become.
+def expand(text: str, kinds: Sequence[Kind], literal: Sequence[Span] = ()) -> tuple[str, list[Span]]:
+    """The text whose placeholders are replaced, in order, by what the files of their kinds become, and `literal` in it.
 
-    DataError, with both counts, where there are fewer or more of them than files.
+    In the spans `literal` of the text are no placeholders. DataError, with both counts, where there are fewer or more
+    of them than files.
     """
+    seen = hidden(text, literal)
     for name, placeholder, texts in kinds:
-        count = text.count(placeholder)
+        count = seen.count(placeholder)
         remedy = "write one for each file, where it belongs, or give messages with parts"
         rule = f"but {ARGUMENTS[name]} has {len(texts)} files: {remedy}"
         check(count == len(texts), f"the prompt has {count} placeholders {placeholder!r}, {rule}.", DataError)
     left = {placeholder: iter(texts) for _, placeholder, texts in kinds if texts}
     if not left:
-        return text
-    pattern = "|".join(map(re.escape, left))
-    return re.sub(pattern, lambda found: next(left[found.group()]), text)
+        return text, list(literal)
+    pieces, ends, growth = [], [0], [0]
+    for found in re.finditer("|".join(map(re.escape, left)), seen):
+        pieces += text[ends[-1] : found.start()], next(left[found.group()])
+        ends.append(found.end())
+        growth.append(growth[-1] + len(pieces[-1]) - len(found.group()))
+    moved = [(start, stop, growth[bisect.bisect_right(ends, start) - 1]) for start, stop in literal]
+    return "".join([*pieces, text[ends[-1] :]]), [(start + more, stop + more) for start, stop, more in moved]

