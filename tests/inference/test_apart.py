@@ -141,9 +141,9 @@ def test_no_step_copies_a_cache(model, dtype, rows, cut_all):
 def test_numbers_of_four_bits_reach_compiled_programs(monkeypatch):
     """A program compiled ahead, as the engine's are, takes the weights of each layer."""
     monkeypatch.setattr(apart, "WORTH", 0)
-    model = layers_apart(ed.quantize(ed.load_hf(ROOT / "tests" / "fixtures" / "chat_llama"), "int4", group_size=8))
+    model = layers_apart(ed.quantize(ed.load_hf(ROOT / "tests" / "fixtures" / "llama_rope"), "int4", group_size=4))
     assert len(model.segments) > 1
     arrays, static = eqx.partition(model, eqx.is_array)
     tokens = jnp.zeros((1, 4), jnp.int32)
     run = jax.jit(lambda arrays, tokens: eqx.combine(arrays, static)(tokens).logits)
-    assert run.lower(arrays, tokens).compile()(arrays, tokens).shape == (1, 4, 320)
+    assert run.lower(arrays, tokens).compile()(arrays, tokens).shape[:2] == (1, 4)
