@@ -10,6 +10,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
@@ -52,7 +53,9 @@ def _cut(segment: Segment) -> list[Segment]:
     # of an array's data, since an array itself would keep what NumPy is shown
     shown = [np.asarray(leaf.addressable_data(0)) for leaf in leaves]
     views = [[whole[index : index + 1] for whole in shown] for index in range(segment.repeats)]
-    made = jax.device_put(views, [[leaf.sharding for leaf in leaves]] * segment.repeats)
+    # numbers of four bits without a place: compiled programs (jax 0.10.2) take the layout of others for a wrong one
+    places = [None if leaf.dtype in (jnp.int4, jnp.uint4) else leaf.sharding for leaf in leaves]
+    made = [[jax.device_put(*one) for one in zip(each, places, strict=True)] for each in views]
     return [Segment(unit=eqx.combine(jax.tree.unflatten(form, each), static), repeats=1) for each in made]
 
 

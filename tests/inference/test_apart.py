@@ -15,6 +15,7 @@ from eqx_decoders.inference.apart import inference_cache, layers_apart, usual_fo
 from eqx_decoders.layers.mask import Causal
 from eqx_decoders.layers.memory import Past
 from eqx_decoders.layers.past_attention import attend_past
+from tests.commands import ROOT
 from tests.compare import assert_close
 from tests.models import filled, rich_decoder, some_tokens
 
@@ -135,3 +136,14 @@ def test_no_step_copies_a_cache(model, dtype, rows, cut_all):
     ]
     assert "dot(" in body or "ynn" in body
     assert not found, found
+
+
+def test_numbers_of_four_bits_reach_compiled_programs(monkeypatch):
+    """A program compiled ahead, as the engine's are, takes the weights of each layer."""
+    monkeypatch.setattr(apart, "WORTH", 0)
+    model = layers_apart(ed.quantize(ed.load_hf(ROOT / "tests" / "fixtures" / "llama_rope"), "int4", group_size=4))
+    assert len(model.segments) > 1
+    arrays, static = eqx.partition(model, eqx.is_array)
+    tokens = jnp.zeros((1, 4), jnp.int32)
+    run = jax.jit(lambda arrays, tokens: eqx.combine(arrays, static)(tokens).logits)
+    assert run.lower(arrays, tokens).compile()(arrays, tokens).shape[:2] == (1, 4)
