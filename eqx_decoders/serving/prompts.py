@@ -162,10 +162,6 @@ class PromptReader:
             raise ApiError(400, "This model has no chat template: use /v1/completions.", param="messages")
         if "tools" in variables and "tools" not in chat.source:
             raise ApiError(400, "This model's chat template knows no tools: leave them out.", param="tools")
-        if any(one.get("tool_calls") for one in messages) and "tool_calls" not in chat.source:
-            raise ApiError(
-                400, "This model's chat template leaves out tool_calls: write them as text.", param="messages"
-            )
         found = _Parts(self.language, self._max_files, self._max_length)
         count = sum(len(one["content"]) if isinstance(one.get("content"), list) else 1 for one in messages)
         plain = await _beside(count, lambda: [found.message(*pair) for pair in enumerate(messages)])
@@ -225,6 +221,9 @@ class PromptReader:
 
         def measured() -> tuple[Conversation, int, int]:
             whole = conversation._replace(messages=check(conversation.messages))
+            if "tool_calls" not in renderer.source and any(one.get("tool_calls") for one in whole.messages):
+                rule = "This model's chat template leaves out tool_calls: write them as text."
+                raise ApiError(400, rule, param="messages")
             return whole, *size_of(conversation)
 
         checked, letters, entries = await _beside(len(conversation.messages), measured)
@@ -259,14 +258,14 @@ def is_too_long(tokenizer: Tokenizer, text: str, most: int) -> bool:
 
 
 def size_of(value: Any) -> tuple[int, int]:
-    """The characters of all texts within a JSON value, and the entries of its lists and objects."""
+    """Count the characters of all texts within a JSON value, keys among them, and the entries of lists and objects."""
     letters, entries, left = 0, 0, [value]
     while left:
         one = left.pop()
         if isinstance(one, str):
             letters += len(one)
         elif isinstance(one, dict | list | tuple):
-            left.extend(one.values() if isinstance(one, dict) else one)
+            left.extend([*one, *one.values()] if isinstance(one, dict) else one)
             entries += len(one)
     return letters, entries
 

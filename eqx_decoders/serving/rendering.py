@@ -21,6 +21,7 @@ class Renderer:
     """
 
     def __init__(self, chat: ChatTemplate):
+        self.source = chat.source
         self._short, self._long = _Lane(chat, BATCH), _Lane(chat, 1)
 
     async def render(self, conversation: Conversation, letters: int) -> Rendered:

@@ -43,7 +43,7 @@ def test_a_missing_package_is_named(monkeypatch, program):
 
 
 FLAGS = """
---config --model-config --set
+--config --model-config --set --special-tokens-in-content --no-special-tokens-in-content
 --checkpoint-dir
 --run-dir --model --init-from --init-weights --export --export-adapter --mtp-depths --lora-rank --lora-alpha
 --lora-targets --steps --data --held-out --held-out-fraction --text-field --chat-template --cache-dir --batch-size

@@ -5,12 +5,11 @@ import dataclasses
 import json
 import threading
 import time
-from typing import NamedTuple
 
 import pytest
 
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.io.chat import ChatTemplate, Conversation
+from eqx_decoders.io.chat import ChatTemplate, Conversation, Rendered
 from eqx_decoders.io.tokenizer import ByteTokenizer
 from eqx_decoders.sampling import GenerationConfig
 from eqx_decoders.serving.asked import ApiConfig, choice_seed
@@ -36,15 +35,11 @@ def server():
         yield running
 
 
-class Rendered(NamedTuple):
-    text: str
-
-
 class MadeUp(ChatTemplate):
     """Writes conversations without a process of its own, which takes 0.1 s."""
 
     def render_some(self, conversations, process=None):
-        return [Rendered(self._one(one)) for one in conversations]
+        return [Rendered(self._one(one), None, []) for one in conversations]
 
     def _one(self, one: Conversation) -> str:
         said = "".join(f"<|{message['role']}|>{message['content']}<|end|>" for message in one.messages)

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.io.chat import ChatTemplate
+from eqx_decoders.io.chat import ChatTemplate, Rendered
 from eqx_decoders.io.tokenizer import ByteTokenizer, train_bpe
 from eqx_decoders.serving import api, server as server_module
 from eqx_decoders.serving.answers import Choice, Shape
@@ -35,7 +35,7 @@ class Plain(ChatTemplate):
     def render_some(self, conversations, process=None):
         self.rendered.append(len(conversations))
         made = ("".join(str(one.get("content")) for one in each.messages) for each in conversations)
-        return [type("Rendered", (), {"text": text})() for text in made]
+        return [Rendered(text, None, []) for text in made]
 
 
 @pytest.fixture(scope="module")
@@ -320,7 +320,7 @@ def test_what_others_ask_for_that_is_done_anyway_is_no_error(chats):
 def test_tokenize_reads_a_conversation_as_a_chat_does():
     class Told(Plain):
         def render_some(self, conversations, process=None):
-            return [type("Rendered", (), {"text": json.dumps(one.variables)})() for one in conversations]
+            return [Rendered(json.dumps(one.variables), None, []) for one in conversations]
 
     tool = {"type": "function", "function": {"name": "f"}}
     body = PATHS[CHAT] | {"tools": [tool], "chat_template_kwargs": {"thinking": True}}
