@@ -132,11 +132,13 @@ def same_document(
     count: int,
     order: np.ndarray | None = None,
 ) -> Bool[Array, "batch length"]:
-    """Whether a token and the one `count` places on are of one document; from the given ids, so that none is crossed.
+    """Whether a token and all up to the one `count` places on are of one document, without padding in between.
 
     Padding is at position -1; `order` as in `shift_left`.
     """
-    inside = (positions >= 0) & (shift_left(positions + 1, count, order) > 0)
-    if segment_ids is None:
-        return inside
-    return inside & (segment_ids == shift_left(segment_ids, count, order))
+    inside = positions >= 0
+    for later in range(1, count + 1):
+        inside &= shift_left(positions + 1, later, order) > 0
+        if segment_ids is not None:
+            inside &= segment_ids == shift_left(segment_ids, later, order)
+    return inside

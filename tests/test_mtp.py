@@ -20,6 +20,7 @@ from eqx_decoders.layers.mask import SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.router import RouterConfig
+from eqx_decoders.mtp import same_document
 from eqx_decoders.training.batches import Batch
 from eqx_decoders.training.evaluation import evaluate
 from eqx_decoders.training.loss import mtp_targets, next_token_loss, next_tokens
@@ -382,3 +383,11 @@ def test_depths_are_added_to_a_model_and_leave_it_as_it_is():
     assert not np.allclose(more.mtp.depth.kernel[0], more.mtp.depth.kernel[1])
     with pytest.raises(ed.ConfigError, match="already"):
         ed.add_mtp(more, 1, key=jax.random.key(0))
+
+
+@pytest.mark.parametrize(("count", "want"), [(1, [0, 0, 1, 1, 0, 0]), (2, [0, 0, 1, 0, 0, 0])])
+def test_padding_within_a_document_is_not_crossed(count, want):
+    positions, segments = jnp.asarray([[0, -1, 1, 2, 3, 0]]), jnp.asarray([[1, 0, 1, 1, 1, 2]])
+    assert same_document(positions, segments, count)[0].astype(int).tolist() == want
+    alone = same_document(positions[:, :5], None, count)[0].astype(int).tolist()
+    assert alone == want[:5]

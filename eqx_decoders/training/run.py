@@ -158,7 +158,7 @@ class Run:
                     with self.time.doing("steps"), self._traces():
                         state, step, stopped = self._steps(state, start)
                     self.time.switch("ending")
-                    results, sample = ({}, "") if stopped else self._judge(state.averaged, step, last=True)
+                    results, sample = ({}, "") if stopped else self._judge(state, step, last=True)
                 codes = gather("stopped", self.interrupt.exit_code)
                 if self.stop.agreed or any(codes):
                     self._stop(step, state)
@@ -369,6 +369,7 @@ class Run:
             self.log.take(step, metrics, epochs, begun)
             evaluates = config.eval_every and step % config.eval_every == 0 and step < config.steps
             due = due or step % config.checkpoint_every == 0 or step == config.steps
+            due = due or bool(evaluates and jax.process_count() > 1)  # see `_judge`
             # where a checkpoint is due, it comes first: the next batch may be an error
             batch = None if evaluates or due else self._next_batch()
             self._read(step, behind=0 if evaluates or due else AHEAD)
@@ -378,7 +379,7 @@ class Run:
                 due = False
             if evaluates:
                 with self.time.doing("evaluating"):
-                    _, sample = self._judge(state.averaged, step)
+                    _, sample = self._judge(state, step)
                     if sample and self.writes:
                         self.progress.message(sample)
         return state, step, False
@@ -421,17 +422,18 @@ class Run:
         self.progress.update(row["step"], row)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if row["skipped"] else 0
 
-    def _judge(self, model: Decoder, step: int, *, last: bool = False) -> tuple[dict[str, HeldOut], str]:
+    def _judge(self, state: TrainState, step: int, *, last: bool = False) -> tuple[dict[str, HeldOut], str]:
         """The held-out losses and a sample. What fails there is told, and the run goes on.
 
         Not so in a run of several processes: where one fails in the middle of what they compute together, the others
-        wait for it, and can't be told before they are lost. There the run ends, and goes on from its checkpoint.
+        wait for it, and can't be told before they are lost. There the run ends, and goes on from the checkpoint that is
+        made before each evaluation.
         """
         results, sample = {}, ""
         with self._going_on("the evaluation", step):
-            results = self._evaluate(model, step)
+            results = self._evaluate(state.averaged, step)  # a copy of the weights, which may not fit
         with self._going_on("the sample", step):
-            sample = self._sample(model, last=last)
+            sample = self._sample(state.averaged, last=last)
         return results, sample
 
     @contextlib.contextmanager
