@@ -328,7 +328,7 @@ def test_a_checkpoint_of_an_earlier_start_that_was_stuck_says_nothing_of_those_b
     """That of the last step is saved in any case: after 8 no step was finite, in that start or in this one."""
     rows = [{"step": step, "skipped": step > 8} for step in range(1, 13)] + [{"step": 12, "eval_loss": 3.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    checkpoints = types.SimpleNamespace(steps=(8, 10), directory="there", wait=lambda drop: None)
+    checkpoints = mock.MagicMock(spec=Checkpoints, steps=(8, 10), directory="there")
     log = mock.MagicMock(last={"loss": float("nan"), "grad_norm": 1.0})
     state = dict(dir=tmp_path, skipped_in_a_row=2, config=TrainConfig(max_skipped=2), log=log, checkpoints=checkpoints)
     with pytest.raises(EqxDecodersError, match=r"goes on from step 10, after which no step was finite\. Lower"):
