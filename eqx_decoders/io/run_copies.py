@@ -20,7 +20,7 @@ from etils import epath
 from eqx_decoders.errors import CheckpointError, ConfigError, check
 from eqx_decoders.io.checkpoint_steps import names_in, open_path
 from eqx_decoders.io.files import write_atomically
-from eqx_decoders.io.rundir import OWNER, check_own
+from eqx_decoders.io.rundir import OWNER, check_own, has_owner
 
 
 FOLDER = "run"  # in the directory of the checkpoints
@@ -54,7 +54,7 @@ class RunCopies:
         """Copy what is there into the run directory. Raises CheckpointError where it cannot be read."""
         if self.folder is not None and self.there:
             with self._told("you may read there"):
-                for name in COPIED:
+                for name in reversed(COPIED):  # the settings first: what follows is then known to be a run's
                     _copy(self.folder / name, epath.Path(self.run / name), ONLY.get(name))
 
     def keep(self, names: tuple[str, ...] = COPIED) -> None:
@@ -71,7 +71,8 @@ class RunCopies:
         """
         if self.folder is not None:
             with self._told("you may write and delete there"):
-                check_own(self.folder, COPIED, "checkpoint_dir", str(self.folder.parent))
+                if not has_owner(self.folder):  # its copies may not be complete: the settings are the last
+                    check_own(self.folder, COPIED, "checkpoint_dir", str(self.folder.parent))
                 probe = self.folder / f"probe-{self._id}"
                 _write(probe, b"")
                 probe.unlink()

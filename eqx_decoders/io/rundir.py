@@ -48,14 +48,14 @@ def check_run_dir(run_dir: str | Path) -> None:
 def check_own(folder: Any, names: Sequence[str], field: str, value: str | Path) -> None:
     """Raise ConfigError if there is any of `names` in a folder (a path of any kind) that no run wrote into.
 
-    That a run did is told by the content of `.lock`, `owner.json` or `settings.json`: others use their names, too.
+    That a run did is told by the content of `settings.json`, the first that it writes but for its marks (`.lock` and
+    `owner.json`, which say nothing of what else is there, and are told by their content, too).
     """
-    if any(_is_lock(_content(folder / name)) for name in (".lock", OWNER)):
-        return
     if _json(_content(folder / "settings.json")).keys() >= _OWN_SETTINGS:
         return
     found = [name for name in names if (folder / name).exists() or os.path.islink(folder / name)]
-    foreign = [name for name in found if name != ".lock" or _content(folder / name)]  # an empty one is being written
+    foreign = [name for name in found if name not in (".lock", OWNER) or not _is_lock(_content(folder / name))]
+    foreign = [name for name in foreign if name != ".lock" or _content(folder / name)]  # an empty one is being written
     rule = f"but not from a run of this program, which would write over it. Choose another {field}, a new or empty one"
     check(not foreign, f"{field}={str(value)!r} has {', '.join(foreign)} in {folder}, {rule}.")
 
@@ -70,6 +70,11 @@ def _json(content: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def has_owner(folder: Any) -> bool:
+    """Whether a start of a run has said that it writes into a folder (a path of any kind)."""
+    return _is_lock(_content(folder / OWNER))
 
 
 def _is_lock(content: bytes) -> bool:

@@ -1,6 +1,8 @@
 """A training state that another optimizer trained, or that of other weights: what is kept of it, and what is new."""
 
 import dataclasses
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -8,6 +10,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from eqx_decoders.axes import named_leaves, path_name
+from eqx_decoders.decoder import Decoder
 from eqx_decoders.training.step import Trainer, TrainState
 
 
@@ -45,6 +48,21 @@ def describe_adoption(trainer: Trainer, saver: Trainer) -> str:
     kept, were, are = is_kept(trainer, saver), len(saver.trainable), len(trainer.trainable)
     what = f"{'kept' if kept else 'new'}, of {trainer.name} for {are} arrays of weights, after {saver.name} for {were}"
     return f"optimizer's state: {what}; weights, data and the place in the schedule go on"
+
+
+def trained_weights(arrays: Iterable[str], model: Decoder) -> frozenset[str]:
+    """The paths of the weights of which a checkpoint has an optimizer's state; none where that is of no weights.
+
+    arrays: the paths of all that it has.
+    """
+    weights, found = named_leaves(model).keys(), set()
+    for name in arrays:
+        first, *parts = name.split(".")
+        if first == "optimizer":  # a weight's path is a part of it, and may have that of another in itself
+            spans = itertools.combinations(range(len(parts) + 1), 2)
+            paths = [".".join(parts[i:j]) for i, j in sorted(spans, key=lambda span: span[0] - span[1])]
+            found.update(itertools.islice((path for path in paths if path in weights), 1))
+    return frozenset(found)
 
 
 def _at_step(state: TrainState, optimizer: PyTree) -> PyTree:

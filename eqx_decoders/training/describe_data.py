@@ -17,7 +17,7 @@ from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, 
 from eqx_decoders.training.data import open_tokens, token_folders, training_texts, written_by
 from eqx_decoders.training.media_run import placeholders, with_pictures
 from eqx_decoders.training.records import WORDS, referred
-from eqx_decoders.training.runs import SOURCE, resume_settings, run_config, run_template
+from eqx_decoders.training.runs import SOURCE, is_begun, resume_settings, run_config, run_template
 from eqx_decoders.training.settings import TrainConfig
 from eqx_decoders.training.token_store import TRAIN, TokenStore, is_made
 from eqx_decoders.training.tokenise import Recipe
@@ -36,7 +36,7 @@ def describe_data(settings: TrainConfig, *, colours: bool = False) -> str:
     settings, _ = resume_settings(settings, settings.run_dir)
     run = Path(settings.run_dir)
     source = run / SOURCE
-    if settings.init_from is not None and not source.exists():
+    if settings.init_from is not None and not (source.exists() and is_begun(run)):
         source = resolve(settings.init_from).path
     config = read_config(source)[0] if source.exists() else run_config(settings, run)
     data, reader = with_pictures(settings.dataset, config, source)

@@ -44,8 +44,17 @@ from eqx_decoders.training.metrics import MetricsRow, read_metrics
 from eqx_decoders.training.plots import plot_loads, plot_losses
 from eqx_decoders.training.processes import host_rows, place
 from eqx_decoders.training.progress import Progress
-from eqx_decoders.training.run_report import describe_model, diverged, out_of_memory, print_status, shown, summary
+from eqx_decoders.training.run_report import (
+    describe_model,
+    diverged,
+    last_finite,
+    out_of_memory,
+    print_status,
+    shown,
+    summary,
+)
 from eqx_decoders.training.runs import (
+    MODEL,
     SOURCE,
     abstract_run,
     check_exports,
@@ -121,15 +130,15 @@ class Run:
             stack.enter_context(self.interrupt)
             if self.writes:
                 stack.enter_context(showing())
-            settings = self.dir / "settings.json"
-            before = settings.read_bytes() if settings.is_file() else None
+            files = (self.dir / "settings.json", self.dir / MODEL)
+            before = {file: file.read_bytes() for file in files if self.writes and file.is_file()}
 
             def undo() -> None:
                 """A start that fails leaves nothing behind."""
                 if lock is not None:
                     lock.undo()
-                    if before is not None:
-                        settings.write_bytes(before)
+                    for file, content in before.items():
+                        file.write_bytes(content)
 
             ON_FAILURE.append(undo)  # of another process
             try:
@@ -180,15 +189,12 @@ class Run:
         self.config, self.changes = resume_settings(self.config, self.dir)
         if self.writes:
             check_found(self.config, self.changes, self.dir)
-        config, settings = self.config, self.dir / "settings.json"
+        config = self.config
         for name, (was, now) in self.changes.items():
             print_status(f"changed: {flag(name)} {shown(was)} -> {shown(now)}")
         self._check_same()
-        if self.writes:
-            keep_config(config, self.dir)
-        if self.writes and not self.changes and not checkpoints_of(config, self.dir).steps:
-            save_settings(config, settings)  # now: they say what the tokenizer and the tokens are made with
-        if self.writes:
+        if self.writes:  # settings now: they say what the tokenizer and the tokens are made with
+            keep_config(config, self.dir, save=not self.changes and not checkpoints_of(config, self.dir).steps)
             self._keep_source()
         gather("source", seconds=LONG)
         self.target = abstract_run(config, self.dir, self.execution)
@@ -206,7 +212,7 @@ class Run:
         parts = [part for batches in (self.data, *self.held_out.values()) for part in batches.parts]
         if self.tokenizer.vocab_size > self.target.config.vocab_size:
             for store in {id(part.store): part.store for part in parts}.values():
-                store.check_ids(self.target.config.vocab_size)
+                store.check_ids(self.target.config.vocab_size, placeholders(self.target.config))
         made = [self.tokenizer.content_hash, *(part.store.content_hash for part in parts)]
         rule = f"tokenizer and tokens of process {jax.process_index()} are others than those of the first"
         check(made == from_first("made", made), f"{rule}: run_dir must be a directory that they share.", DataError)
@@ -217,9 +223,10 @@ class Run:
     def _keep_source(self) -> None:
         """Keep the description of the model that the run starts from, which may have to be downloaded first."""
         source, kept = self.config.init_from, (self.dir / SOURCE).exists()
+        begun = is_begun(self.dir) or bool(checkpoints_of(self.config, self.dir).steps)
         rule = f"{self.dir / SOURCE} is there, but init_from={source}: of a start or an import that did not come to"
         check(source is not None or not kept, f"{rule} its end. Give init_from, or choose another run_dir.")
-        if source is not None and not kept:
+        if source is not None and not (kept and begun):  # else it may be another one's
             with Waiting(f"fetching {source}", kept="what was downloaded is kept"):
                 keep_source(abstract_hf(source), self.dir)
 
@@ -396,7 +403,8 @@ class Run:
                 behind = 0  # if one of those under way is finite, the run goes on
         if self.skipped_in_a_row >= self.config.max_skipped:
             self.checkpoints.wait(drop=False)
-            raise EqxDecodersError(diverged(self.log.last, self.checkpoints, step, self.skipped_in_a_row))
+            finite = last_finite(self.dir / "metrics.jsonl", step - self.skipped_in_a_row)
+            raise EqxDecodersError(diverged(self.log.last, self.checkpoints, finite, self.skipped_in_a_row))
 
     def _stop(self, step: int, state: TrainState) -> None:
         """Save, for a signal that asked to stop."""

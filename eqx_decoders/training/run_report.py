@@ -15,7 +15,7 @@ from eqx_decoders.layout import device_bytes
 from eqx_decoders.training.counts import Counts
 from eqx_decoders.training.evaluation import HeldOut, describe_held_out
 from eqx_decoders.training.mesh_settings import describe_devices, describe_low_precision, describe_pipeline
-from eqx_decoders.training.metrics import MetricsRow
+from eqx_decoders.training.metrics import MetricsRow, read_metrics
 from eqx_decoders.training.settings import TrainConfig
 from eqx_decoders.training.step import Trainer
 
@@ -55,13 +55,19 @@ def out_of_memory(config: TrainConfig, target: Decoder, told: str) -> str:
     )
 
 
-def diverged(last: MetricsRow, checkpoints: Checkpoints, step: int, skipped: int) -> str:
-    """What to do after so many steps in a row, up to `step`, that were not finite.
+def last_finite(path: Path, otherwise: int) -> int:
+    """The last step in a metrics file that was finite, of whichever start; `otherwise` where it has none."""
+    rows = read_metrics(path) if path.is_file() else []
+    return max((row["step"] for row in rows if not row.get("skipped", True)), default=otherwise)
+
+
+def diverged(last: MetricsRow, checkpoints: Checkpoints, finite: int, skipped: int) -> str:
+    """What to do after so many steps in a row that were not finite; the last one that was is `finite`.
 
     A checkpoint is known to be good if a step after it was finite: others may hold weights that are of no use.
     """
     steps = checkpoints.steps
-    good = [each for each in steps if each < step - skipped]
+    good = [each for each in steps if each < finite]
     later = ", ".join(map(str, steps[len(good) :]))
     way = f"A new start goes on from step {steps[-1]}" if steps else "There is no checkpoint yet"
     if later and good:

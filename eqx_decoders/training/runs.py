@@ -40,9 +40,9 @@ from eqx_decoders.io.huggingface import abstract_hf, decode_config, load_hf, rea
 from eqx_decoders.io.peft import adapter_plan, save_peft
 from eqx_decoders.io.processes import from_first
 from eqx_decoders.io.run_copies import RunCopies
-from eqx_decoders.io.rundir import check_run_dir
+from eqx_decoders.io.rundir import OWNER, check_run_dir
 from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
-from eqx_decoders.training.adopt import adopt, describe_adoption, is_same
+from eqx_decoders.training.adopt import adopt, describe_adoption, is_same, trained_weights
 from eqx_decoders.training.lora import add_lora, merge_lora
 from eqx_decoders.training.settings import (
     Changes,
@@ -64,12 +64,13 @@ MODEL = "model.json"
 def keep_source(model: Decoder, run_dir: str | Path) -> None:
     """Write the description of a loaded model, its tokenizer and its generation settings to `<run_dir>/source`."""
     folder = Path(run_dir) / SOURCE
-    if folder.exists() or model.origin is None:
+    if model.origin is None:
         return
     _, settings = export_config(model)
     with new_directory(folder) as partial:
         copy_tokenizer(model.origin.directory, partial)
         write_json(partial / "config.json", merged(json.loads(model.origin.settings), settings))
+        shutil.rmtree(folder, ignore_errors=True)  # of a start that did not come to its end
 
 
 def model_config(settings: TrainConfig) -> DecoderConfig:
@@ -101,10 +102,19 @@ def _same_model(one: TrainConfig, other: TrainConfig) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in ("model", "model_config", "set", "init_from"))
 
 
-def keep_config(settings: TrainConfig, run_dir: str | Path) -> None:
-    """Write the run's configuration into its directory, where no flag is needed to find it again."""
-    if settings.init_from is None and not (Path(run_dir) / SOURCE).exists():
-        write_atomically(Path(run_dir) / MODEL, run_config(settings, run_dir).to_json().encode())
+def keep_config(settings: TrainConfig, run_dir: str | Path, *, save: bool = False) -> None:
+    """Write the run's configuration into its directory, where no flag is needed to find it again.
+
+    save: write the settings, too, and first: they tell that the directory is a run's.
+    """
+    file, own = Path(run_dir) / MODEL, settings.init_from is None and not (Path(run_dir) / SOURCE).exists()
+    content = run_config(settings, run_dir).to_json().encode() if own else b""
+    if save:
+        if own and file.is_file() and file.read_bytes() != content:
+            file.unlink()  # of an earlier start: these never stand beside the configuration of another model
+        save_settings(settings, Path(run_dir) / "settings.json")
+    if own:
+        write_atomically(file, content)
 
 
 def resume_settings(settings: TrainConfig, run_dir: str | Path) -> tuple[TrainConfig, Changes]:
@@ -114,12 +124,12 @@ def resume_settings(settings: TrainConfig, run_dir: str | Path) -> tuple[TrainCo
     nothing was made yet, or that the convert program made, has not been trained, and takes any.
     """
     run = Path(run_dir)
-    if not is_begun(run):
+    if not _has_model(run):
         return settings, {}
     old = load_settings(run / "settings.json")
     if settings.init_from is None and settings.model == old.model:
         settings = dataclasses.replace(settings, init_from=old.init_from)
-    if is_imported(settings, run_dir):
+    if not (is_begun(run) or checkpoints_of(old, run).steps) or is_imported(settings, run_dir):
         return settings, {}
     if settings.init_from is None and old.init_from is None and not _same_model(old, settings):
         kept, same = run_config(old, run), _same_model(dataclasses.replace(old, set=settings.set), settings)
@@ -186,7 +196,7 @@ def begun_run(run_dir: str | Path, checkpoint_dir: str | None) -> Path | None:
     The latter where there is no such directory on this machine, or the run was started on another one since.
     """
     run = Path(run_dir)
-    if is_begun(run):
+    if _has_model(run):
         check_run_dir(run)
         checkpoint_dir = checkpoint_dir or load_settings(run / "settings.json").checkpoint_dir
         if not RunCopies(run, checkpoint_dir).taken_over:
@@ -205,10 +215,19 @@ def check_found(settings: TrainConfig, changes: Changes, run_dir: str | Path) ->
 
 
 def is_begun(run_dir: str | Path) -> bool:
-    """Whether there is a run with at least a model or a tokenizer; an earlier start may have been stopped before."""
+    """Whether there is a run with at least a tokenizer or a checkpoint, or that has come to its first step.
+
+    An earlier start may have been stopped before. What it was to start from is no sign that anything was made of it.
+    """
     run = Path(run_dir)
-    made = (SOURCE, "tokenizer", "checkpoints")
-    return (run / "settings.json").is_file() and any((run / name).exists() for name in made)
+    made, metrics = ("tokenizer", "checkpoints", OWNER), run / "metrics.jsonl"
+    stepped = metrics.is_file() and metrics.stat().st_size > 0
+    return (run / "settings.json").is_file() and (stepped or any((run / name).exists() for name in made))
+
+
+def _has_model(run: Path) -> bool:
+    """Whether a start without init_from goes on with what a run was begun with, or was to start from."""
+    return is_begun(run) or ((run / "settings.json").is_file() and (run / SOURCE).exists())
 
 
 def is_imported(settings: TrainConfig, run_dir: str | Path) -> bool:
@@ -312,7 +331,11 @@ def _trainer_of(manifest: Mapping[str, Any], trainer: Trainer, model: Decoder) -
     """What trained the state of a checkpoint, as far as it tells: `trainer`, or one with the settings kept there."""
     settings = settings_of(manifest["config"])
     if settings is not None:
-        saver = Trainer.create(settings.optimizer_config(), model, steps=settings.steps)
+        optimizer, trained = settings.optimizer_config(), trained_weights(manifest["arrays"], model)
+        saver = Trainer.create(optimizer, model, steps=settings.steps)
+        if trained and trained != saver.trainable:  # its patterns meant others: those of buffers, in earlier versions
+            optimizer = dataclasses.replace(optimizer, trainable=tuple(sorted(trained)))
+            saver = Trainer.create(optimizer, model, steps=settings.steps)
         if not is_same(trainer, saver):
             trainer = saver
     return dataclasses.replace(trainer, ema_decay=0.5 if _means(manifest["arrays"]) else None)

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from eqx_decoders.training.tokenise import Job, Recipe, job_of, make_shards, sha
 
 
 FORMAT = 1
+DRAWS = 2  # the rule by which documents with files are drawn; 1, which manifests do not say, is no longer known
 MOST_OPEN = 1024  # shards that are mapped into memory at a time; of more there is a list of documents
 FLAGS = {name: "--" + name.replace("_", "-") for name in ("tokenizer", "text_field", "chat_template")}
 AT_ONCE = 1 << 20  # documents whose sizes are looked at together
@@ -130,16 +131,20 @@ class TokenStore:
         """Documents of the data that are trained on and held out by share (TRAIN), or of held-out data (OWN)."""
         return sum(documents for source, _, documents in self._shards if source.startswith(kind))
 
-    def check_ids(self, vocab_size: int) -> None:
-        """Raise DataError where a document has an id that a model of so many has not. All tokens are looked at."""
+    def check_ids(self, vocab_size: int, placeholders: Sequence[int] = ()) -> None:
+        """Raise DataError where a document has an id that a model of so many has not. All tokens are looked at.
+
+        placeholders: ids in whose places features stand, so that they need no row of the model's table.
+        """
         with Waiting("looking for ids that the model does not have", kept="the tokens are kept"):
             for number, (source, _, _) in enumerate(self._shards):
                 shard = self.shard(number)
-                largest = int(shard.tokens.max(initial=0))
-                if largest >= vocab_size:
-                    place = int(np.argmax(shard.tokens == largest))
+                places = np.flatnonzero(shard.tokens >= vocab_size)
+                places = places[~np.isin(shard.tokens[places], placeholders)]
+                if len(places) > 0:
+                    place, beyond = int(places[0]), int(shard.tokens[places[0]])
                     document = int(np.searchsorted(shard.offsets, place, "right")) - 1
-                    where = f"{source}: document {document} (from 0) of its shard {number} has the id {largest}"
+                    where = f"{source}: document {document} (from 0) of its shard {number} has the id {beyond}"
                     remedy = "leave such documents out, or choose a model with a larger table"
                     raise DataError(f"{where}, and the model only ids below {vocab_size}: {remedy}.")
 
@@ -236,6 +241,8 @@ def open_store(
     jobs = _jobs(sources, entries, manifest, media)
     with writing_to(cache):
         make_shards(shards, [job for _, job in jobs], recipe)
+    if manifest is not None and media is not None and media.reads_files:
+        _check_draws(folder, manifest, [_info(shards, job) for _, job in jobs])
     with locked(folder / "lock"):
         made = read_manifest(folder)
         counted = made is not None and (not all_held_out or made["held_out"]["below"] >= 1)
@@ -345,6 +352,7 @@ def _new_manifest(
         request = {**request, "chat_template": recipe.template.content_hash}
     content = json.dumps([request, {name: one["hash"] for name, one in entries.items()}], sort_keys=True)
     fingerprint = _digest(content)
+    described["draws"] = DRAWS
     manifest = {**request, **described, "sources": dict(entries), "fingerprint": fingerprint, "shards": rows}
     file = cache / "counts" / f"{fingerprint}.{recipe.digest}{'.held_out' * all_held_out}.json"
     manifest["counts"] = _counts(TokenStore(manifest, shards), [job for _, job in jobs], recipe, file)
@@ -387,6 +395,17 @@ def _info(shards: Path, job: Job) -> ShardInfo:
 
 def _check_any(documents: list[int], flag: str, path: Paths) -> None:
     check(any(documents), f"{flag} {path!r} holds no text, or nothing that is trained on.", DataError)
+
+
+def _check_draws(folder: Path, manifest: Mapping[str, Any], infos: list[ShardInfo]) -> None:
+    """Raise DataError where the run's documents were held out by another rule: what it has learned would be among them.
+
+    The draws of documents without files are the same by all rules.
+    """
+    same = manifest.get("draws") == DRAWS or not any("media" in info.sections for info in infos)
+    rule = f"the data of {folder} name pictures or films, and an earlier version held others of them out"
+    remedy = "export it (scripts/convert.py export), and begin a new run directory with --init-from that export"
+    check(same, f"{rule}: this run can't go on with this one. To train further, {remedy}.", DataError)
 
 
 def _held_out_part(settings: Mapping[str, Any]) -> str:

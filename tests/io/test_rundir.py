@@ -106,8 +106,8 @@ def test_a_run_s_directory_is_known_by_what_a_run_wrote(tmp_path):
     (tmp_path / "source").symlink_to("nowhere")
     for name, foreign, own in (
         ("settings.json", '{"editor": {"steps": 3}}', OWN_SETTINGS),
-        (".lock", "mine", '{"pid": 1, "host": "a", "since": "then"}'),
-        ("owner.json", "[" * 100_000, '{"id": "a", "pid": 1, "host": "a", "since": "then"}'),
+        (".lock", "mine", None),
+        ("owner.json", "[" * 100_000, None),
     ):
         (tmp_path / name).write_text(foreign)
         with pytest.raises(
@@ -115,9 +115,20 @@ def test_a_run_s_directory_is_known_by_what_a_run_wrote(tmp_path):
         ) as caught:
             check_run_dir(tmp_path)
         assert name in str(caught.value) and "source" in str(caught.value) and "train.log" not in str(caught.value)
-        (tmp_path / name).write_text(own)
-        check_run_dir(tmp_path)
+        if own is not None:
+            (tmp_path / name).write_text(own)
+            check_run_dir(tmp_path)
         (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize("mark", [".lock", "owner.json"])
+def test_a_mark_says_nothing_of_what_else_is_there(tmp_path, mark):
+    """`rm -r runs/x/*` leaves the hidden lock of a run, and what is put there then is no run's."""
+    (tmp_path / mark).write_text('{"id": "a", "pid": 1, "host": "a", "since": "then"}')
+    check_run_dir(tmp_path)
+    (tmp_path / "model.json").write_text("mine")
+    with pytest.raises(ConfigError, match=rf"run_dir='{tmp_path}' has model.json in .*Choose another run_dir"):
+        check_run_dir(tmp_path)
 
 
 def test_a_lock_of_another_program_is_not_written_over(tmp_path):

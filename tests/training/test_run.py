@@ -19,7 +19,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.config_json import with_fields
-from eqx_decoders.errors import ConfigError, DataError
+from eqx_decoders.errors import ConfigError, DataError, EqxDecodersError
 from eqx_decoders.io.checkpoint import Checkpoints
 from eqx_decoders.io.huggingface import read_config
 from eqx_decoders.io.processes import LONG
@@ -36,7 +36,7 @@ from eqx_decoders.training.metrics import read_metrics
 from eqx_decoders.training.optimizer import OptimizerConfig
 from eqx_decoders.training.run import Run
 from eqx_decoders.training.runs import load_run, resume_settings
-from eqx_decoders.training.settings import MeshConfig, PipelineConfig, TrainConfig, load_settings
+from eqx_decoders.training.settings import MeshConfig, PipelineConfig, TrainConfig, load_settings, save_settings
 from eqx_decoders.training.step import StepConfig, Trainer, TrainState
 from tests.commands import ROOT, call, flags, steps_of, write_corpus
 
@@ -324,6 +324,20 @@ def test_a_run_that_diverges_keeps_its_good_checkpoints_however_often_it_is_star
         assert Checkpoints(run / "checkpoints").steps == (4, 5)
 
 
+def test_a_checkpoint_of_an_earlier_start_that_was_stuck_says_nothing_of_those_before_it(tmp_path):
+    """That of the last step is saved in any case: after 8 no step was finite, in that start or in this one."""
+    rows = [{"step": step, "skipped": step > 8} for step in range(1, 13)] + [{"step": 12, "eval_loss": 3.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    checkpoints = types.SimpleNamespace(steps=(8, 10), directory="there", wait=lambda drop: None)
+    log = mock.MagicMock(last={"loss": float("nan"), "grad_norm": 1.0})
+    state = dict(dir=tmp_path, skipped_in_a_row=2, config=TrainConfig(max_skipped=2), log=log, checkpoints=checkpoints)
+    with pytest.raises(EqxDecodersError, match=r"goes on from step 10, after which no step was finite\. Lower"):
+        Run._read(types.SimpleNamespace(**state), 12)
+    checkpoints.steps = (6, 8, 10)
+    with pytest.raises(EqxDecodersError, match=r"go back to step 6, the newest .*, move 8, 10 out of there"):
+        Run._read(types.SimpleNamespace(**state), 12)
+
+
 def test_steps_that_were_begun_before_it_was_known_end_too(folder):
     options = dict(optimizer__learning_rate=1e30, max_skipped=2, steps=9, held_out_fraction=0, sample_tokens=0)
     run = Trained(folder / "skipped", data=folder / "texts", code=1, **options, checkpoint_every=9, eval_every=0)
@@ -417,10 +431,15 @@ def test_what_the_model_starts_from_is_fetched_in_something_that_takes_time(tmp_
     assert found == [("org/name", True)]
     (tmp_path / "source").mkdir()
     Run._keep_source(run)
+    assert len(found) == 2, "nothing was made yet of what is there: it may be that of another start"
+    (tmp_path / "tokenizer").mkdir()
+    save_settings(run.config, tmp_path / "settings.json")
+    Run._keep_source(run)
+    assert len(found) == 2
     run.config = TrainConfig()
     with pytest.raises(ConfigError, match=r"source is there, but init_from=None: of a start or an import that did not"):
         Run._keep_source(run)
-    assert len(found) == 1
+    assert len(found) == 2
 
 
 def test_the_devices_do_not_wait_for_the_host(folder):

@@ -162,6 +162,30 @@ def test_other_weights_to_train(trained):
     assert [int(leaf) for path, leaf in own.items() if path.endswith("count")] == [0, 2]
 
 
+def test_what_was_trained_is_told_by_what_a_checkpoint_holds(tmp_path):
+    """Not by its patterns, which meant buffers, too, in earlier versions: all others keep their moments."""
+    model = ed.init(runs.read_config(BASE.parent / "gemma4_dense")[0], key=jax.random.key(0))
+    optimizer, named = OptimizerConfig(name="muon", ema_decay=0.5), ("*", "*.wiring.scale")
+    trainer, earlier = (
+        Trainer.create(dataclasses.replace(optimizer, trainable=patterns), model, steps=10)
+        for patterns in (("*",), named)
+    )
+    state = earlier.init(model, key=jax.random.key(1))
+    moved = jax.tree.map(lambda x: x + jnp.ones_like(x), state.optimizer)
+    state, said = dataclasses.replace(state, optimizer=moved), []
+    with Checkpoints(tmp_path) as checkpoints:
+        config = settings_json(TrainConfig(optimizer=optimizer, steps=10))
+        checkpoints.save(3, state, data_state={}, config=config, wait=True)
+        found = named_leaves(restore_state(checkpoints, trainer, model, jax.random.key(1), said.append)[0])
+    assert f"kept, of {trainer.name} for {len(trainer.trainable)} arrays" in said[0]
+    assert trainer.trainable < earlier.trainable and found.keys() < named_leaves(state).keys()
+    assert_kept(found, named_leaves(state), list(found))
+    for options in ({"moments_dtype": "int8"}, {"name": "adafactor"}, {"name": "lion"}):
+        other = Trainer.create(OptimizerConfig(trainable=named, **options), model, steps=10)
+        arrays = named_leaves(other.abstract(model, key=jax.random.key(0)))
+        assert runs.trained_weights(arrays, model) == other.trainable, options
+
+
 def test_the_same_optimizer_goes_on_as_it_is(trained):
     _, _, found, said = resumed(trained, ema_decay=0.5, learning_rate=1e-2)
     assert said == []
@@ -212,3 +236,33 @@ def test_weights_and_means_are_of_one_step(tmp_path, monkeypatch):
         assert checkpoints.latest == 2
         want = named_leaves(state.model) | state.ema
         assert all(np.array_equal(found[name], want[name]) for name in want)
+
+
+def test_what_a_run_was_to_start_from_is_changed_while_nothing_was_made_of_it(tmp_path):
+    """A start that was killed behind `keep_source` has trained nothing; one without init_from goes on with it."""
+    first = TrainConfig(init_from="a/b", run_dir=str(tmp_path))
+    save_settings(first, tmp_path / "settings.json")
+    (tmp_path / SOURCE).mkdir()
+    (tmp_path / SOURCE / "of_a").touch()
+    other = dataclasses.replace(first, init_from=str(BASE))
+    assert resume_settings(other, tmp_path) == (other, {})
+    assert resume_settings(dataclasses.replace(first, init_from=None), tmp_path) == (first, {})
+    keep_source(ed.abstract_hf(BASE), tmp_path)
+    assert not (tmp_path / SOURCE / "of_a").exists() and (tmp_path / SOURCE / "config.json").exists()
+    (tmp_path / "metrics.jsonl").touch()
+    assert resume_settings(other, tmp_path) == (other, {})
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ed.ConfigError, match=r"init_from=.*was begun with"):
+        resume_settings(other, tmp_path)
+
+
+def test_settings_are_there_before_the_configuration(tmp_path, monkeypatch):
+    """They tell whose the directory is; beside them is never the configuration of another start's model."""
+    keep_config(TrainConfig(model="gpt3-52k", run_dir=str(tmp_path)), tmp_path, save=True)
+    settings = TrainConfig(model="tiny", run_dir=str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "write_atomically", lambda file, content: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            keep_config(settings, tmp_path, save=True)
+    assert runs.load_settings(tmp_path / "settings.json").model == "tiny"
+    assert runs.run_config(settings, tmp_path) == ed.get_config("tiny")

@@ -546,5 +546,6 @@ def test_ids_beyond_the_table_are_named_where_the_data_have_them(corpus):
     store = build(corpus, tokenizer=tokenizer, held_out_fraction=0.0)
     store.check_ids(tokenizer.vocab_size)
     store.check_ids(301)
+    store.check_ids(300, placeholders=(299, 300))
     with pytest.raises(DataError, match=r"train:.*x\.npy.*has the id 300, and the model only ids below 300: leave"):
-        store.check_ids(300)
+        store.check_ids(300, placeholders=(299,))
