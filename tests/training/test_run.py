@@ -405,7 +405,7 @@ def test_means_of_the_weights_that_do_not_fit_end_no_run(monkeypatch):
         raise MemoryError
 
     told = []
-    run = types.SimpleNamespace(progress=types.SimpleNamespace(message=told.append))
+    run = types.SimpleNamespace(progress=types.SimpleNamespace(message=told.append), _evaluate=None, _sample=None)
     run._going_on = lambda what, step: Run._going_on(run, what, step)
     monkeypatch.setattr(TrainState, "averaged", property(fail))
     assert Run._judge(run, object.__new__(TrainState), 3) == ({}, "")
