@@ -400,6 +400,18 @@ def test_of_several_processes_a_failing_evaluation_ends_all(monkeypatch):
     assert len(told) == 1
 
 
+def test_means_of_the_weights_that_do_not_fit_end_no_run(monkeypatch):
+    def fail(state):
+        raise MemoryError
+
+    told = []
+    run = types.SimpleNamespace(progress=types.SimpleNamespace(message=told.append), _evaluate=None, _sample=None)
+    run._going_on = lambda what, step: Run._going_on(run, what, step)
+    monkeypatch.setattr(TrainState, "averaged", property(fail))
+    assert Run._judge(run, object.__new__(TrainState), 3) == ({}, "")
+    assert [each.count("failed, the run goes on: MemoryError") for each in told] == [1, 1]
+
+
 def test_a_signal_saves_no_state_that_is_stuck(capsys):
     saved = []
     steps = types.SimpleNamespace(wait=lambda drop: saved.append(drop), latest=7)
