@@ -106,6 +106,8 @@ class Engine:
             if job is None or job.idle:
                 return
             self._leave(job)
+        if job.decodes:  # whoever reads it may have found its end
+            self._written.add(job)
         job.wait_no_more()
         self._cancelled.append(Update(request_id=request_id, finish_reason="cancelled"))
 
@@ -250,7 +252,7 @@ class Engine:
         chunks: list[tuple[Job, int, int]] = []
         planned: dict[int, int] = {}
         held: list[Job] = []
-        self._turn.sort(key=lambda job: job.idle)
+        self._turn.sort(key=lambda job: job.idle and not job.awaited)
         while self._turn and (budget > 0 or not chunks):
             job = self._turn.pop(0)
             busy = not alone or any(not other.idle for other, _, _ in chunks)
