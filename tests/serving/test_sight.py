@@ -3,6 +3,8 @@
 import dataclasses
 import threading
 
+import jax
+import jax.monitoring
 import numpy as np
 import pytest
 
@@ -77,6 +79,21 @@ def test_sizes_share_programs_and_answers_share_what_was_seen(engine, monkeypatc
     assert [tokens(updates) for updates in found[1:3]] == [known] * 2 == [tokens(updates) for updates in found[4:]]
     assert tokens(found[0]) != known and tokens(found[3]) == alone(engine, READ)
     assert len(engine._sight._programs) == programs and len(calls) == 4  # one for each time that it came anew
+
+
+def test_pictures_let_nothing_be_compiled_in_the_thread_of_the_engine(engine):
+    compiled, own = [], threading.current_thread()
+
+    def listener(event, _, **__):
+        if "backend_compile" in event and threading.current_thread() is own:
+            compiled.append(event)
+
+    fresh = Engine(engine.model, dataclasses.replace(engine.config, max_length=48))
+    fresh.warm_up()
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    assert len(fresh.run([shown(engine, 4), READ])[0]) == 3
+    fresh.close()
+    assert not compiled
 
 
 def test_texts_go_on_while_a_picture_waits_for_its_program(engine, monkeypatch):
