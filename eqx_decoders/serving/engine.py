@@ -15,7 +15,7 @@ from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.serving.choosing import token_scores
 from eqx_decoders.serving.drafts import FurtherPrediction
 from eqx_decoders.serving.engine_config import EngineConfig
-from eqx_decoders.serving.job import Job, SharedPrompt
+from eqx_decoders.serving.job import Job, KeptPrompts, SharedPrompt
 from eqx_decoders.serving.request import EngineCounts, Request, TokenScore, Update
 from eqx_decoders.serving.seats import Seats
 from eqx_decoders.serving.sight import Sight, wait_for_one, what_failed
@@ -51,7 +51,7 @@ class Engine:
         self._waiting: WaitingList[Job] = WaitingList(config.max_waiting, config.max_waiting_tokens)
         self._turn: list[Job] = []  # whose prompts are being computed, the next one first
         self._asked = self._slots.asked(config.max_batch_size)
-        self._written = Written(self._seats)
+        self._written, self._shared = Written(self._seats), KeptPrompts()
         self._last: Any = lambda: None  # the request that came last
         self._ids = itertools.count()
         self._cancelled: list[Update] = []
@@ -79,10 +79,8 @@ class Engine:
         job = Job(request_id=next(self._ids), request=request)
         last: Job | None = self._last()
         last = last if last is not None and last.is_alike(request) else None
-        job.join(SharedPrompt() if last is None else last.shared)
-        if request.media is not None and job.shared.seen is None and job.shared.seeing is None:
-            job.shared.seeing = self._prepare(request)
-        elif request.media is None:
+        job.join(SharedPrompt(features_bytes=self._features_bytes(request)) if last is None else last.shared)
+        if request.media is None:
             prefixes = self._seats.prefixes
             job.names = prefixes.names(request.prompt, request.cache_salt) if last is None else last.names
         self._last = weakref.ref(job)
@@ -93,10 +91,12 @@ class Engine:
         """Raise ConfigError for requests that come at once, and are more than could ever wait together."""
         self.config.check_together(requests)
 
-    def _prepare(self, request: Request) -> Any:
-        if self._sight is None or request.media is None:
+    def _features_bytes(self, request: Request) -> int:
+        if request.media is None:
+            return 0
+        if self._sight is None:
             raise ConfigError("Request.media is given, but this model has no encoders (DecoderConfig.media is None).")
-        return self._sight.prepare(request.prompt, request.media)
+        return self._sight.features_bytes(request.prompt, request.media)
 
     def cancel(self, request_id: int) -> None:
         """Give up a request; its last update says so. One that has ended already, or never was, is ignored."""
@@ -125,6 +125,8 @@ class Engine:
         """Compute one step; returns what it has brought."""
         self.warm_up()
         updates, self._cancelled = self._cancelled, []
+        if self._sight is not None and any(job.has_to_see() for job in self._waiting):
+            self._sight.look_ahead(self._waiting.in_turn(Job.has_to_see))
         updates += self._admit()
         if self._waiting.first(Job.is_ready) is None and (idle := self._written.next()) is not None:
             updates += self._enter(*idle)
@@ -225,7 +227,7 @@ class Engine:
         self._rest(job)
         self._seats.interrupt(job, self.config.preempted_bytes - sum(other.saved_bytes for other in self._waiting))
         if job.request.media is not None and job.saved is None:
-            job.join(SharedPrompt(seeing=self._prepare(job.request)))
+            job.join(SharedPrompt(features_bytes=job.shared.features_bytes))
         self._count(preemptions=1)
         self._wait(job)
 
@@ -292,6 +294,7 @@ class Engine:
             if not (job.idle or job.wants_scores or job.told):
                 self._count(prefix_queries=len(job.request.prompt), prefix_hits=job.cached)
             if end is not None and not job.wants_scores and self._seats.take_end(job, *end[:2]):
+                self._keep(shared)
                 self._turn.remove(job)
                 updates += self._answer(job, end[2])
         return updates
@@ -349,6 +352,7 @@ class Engine:
         job.drafted = isinstance(self.config.drafts, FurtherPrediction)
         if job.shared.waiting > 0 and not job.drafted:  # drafts by depths depend on the first token
             job.shared.end = *self._seats.keep_end(job), result.logits
+            self._keep(job.shared)
         return self._answer(job, result.logits)
 
     def _answer(self, job: Job, logits: Any) -> list[Update]:
@@ -366,6 +370,9 @@ class Engine:
         told = dict(cached_tokens=job.cached, queue_seconds=job.queue_seconds, prompt_scores=scores)
         return self._grown(job, chosen.tokens[0, :1].tolist(), chosen.scores, 0, **told)
 
+    def _keep(self, shared: SharedPrompt) -> None:
+        self._shared.use(shared, self.config.preempted_bytes)
+
     def _see(self, job: Job) -> list[Update]:
         """Read a prompt with pictures, films or sounds at once."""
         request, shared, prompt = job.request, job.shared, np.asarray([job.request.prompt], np.int32)
@@ -379,6 +386,7 @@ class Engine:
         except Exception as error:
             return [self._failed(job, what_failed(error))]
         job.wait_no_more()
+        self._keep(shared)
         self._seats.take_whole(job, cache, prompt[0])
         self._waiting.serve(request.client, len(request.prompt))
         return self._answer(job, logits)

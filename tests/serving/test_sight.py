@@ -96,6 +96,76 @@ def test_pictures_let_nothing_be_compiled_in_the_thread_of_the_engine(engine):
     assert not compiled
 
 
+def held(engine):
+    """The prompts that are encoded, or are going to be."""
+    return list(dict.fromkeys(job.shared for job in engine._waiting if job.shared.seeing is not None))
+
+
+def test_features_wait_on_the_host_as_far_as_there_is_room(engine, monkeypatch):
+    requests = [shown(engine, 9, seed) for seed in range(6)]
+    known = [alone(engine, request) for request in requests]
+    size = engine._sight.features_bytes(requests[0].prompt, requests[0].media)
+    monkeypatch.setattr(sight, "FEATURES", 2 * size)
+    order, most, got = [engine.submit(request) for request in requests], 0, {}
+    while engine.has_work:
+        for update in engine.step():
+            got[update.request_id] = got.get(update.request_id, ()) + update.tokens
+        most = max(most, len(held(engine)))
+        for features in (shared.seeing.result(60).features for shared in held(engine)):
+            assert all(isinstance(each, np.ndarray) for each in features)
+            assert sum(each.nbytes for each in features) == size
+    assert [got[number] for number in order] == known and most == 2
+
+
+def test_the_first_in_turn_is_encoded_in_any_case(engine, monkeypatch):
+    low, high = shown(engine, 9, 1), dataclasses.replace(shown(engine, 9, 2), priority=1)
+    known = [alone(engine, request) for request in (low, high)]
+    monkeypatch.setattr(sight, "FEATURES", engine._sight.features_bytes(low.prompt, low.media))
+    texts = [engine.submit(dataclasses.replace(READ, priority=2)) for _ in range(3)]
+    order, got = [engine.submit(low)], {}
+    engine.step()
+    (first,) = held(engine)
+    first.seeing.result(60)
+    order.append(engine.submit(high))
+    updates = engine.step()
+    (second,) = held(engine)
+    assert second is not first and first.seeing is None
+    while engine.has_work:
+        updates += engine.step()
+    for update in updates:
+        got[update.request_id] = got.get(update.request_id, ()) + update.tokens
+    assert [got[number] for number in order] == known and len(got) == len(texts) + 2
+
+
+def test_clients_take_turns_at_the_encoders(engine, monkeypatch):
+    wait = threading.Event()
+    work = engine._sight._seen
+    monkeypatch.setattr(engine._sight, "_seen", lambda *given, **options: wait.wait(60) and work(*given, **options))
+    monkeypatch.setattr(sight, "AHEAD", 2)
+    for seed in range(4):
+        engine.submit(dataclasses.replace(shown(engine, 9, seed), client="many"))
+    engine.submit(dataclasses.replace(shown(engine, 9, 5), client="few"))
+    engine.step()
+    busy = [job.request.client for job in engine._waiting if job.shared.seeing is not None]
+    wait.set()
+    while engine.has_work:
+        engine.step()
+    assert busy == ["many", "many", "few"]
+
+
+def test_prompts_that_were_seen_are_kept_within_bounds(engine, monkeypatch):
+    requests = [dataclasses.replace(shown(engine, 9, seed, new=9), client=str(seed)) for seed in range(3)]
+    known = [alone(engine, request) for request in requests]
+    order = [engine.submit(request) for request in requests for _ in range(2)]
+    monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, preempted_bytes=0))
+    most, got = 0, {}
+    while engine.has_work:
+        for update in engine.step():
+            got[update.request_id] = got.get(update.request_id, ()) + update.tokens
+        most = max(most, len({job.shared for job in engine._waiting if job.shared.seen is not None}))
+    assert [got[number] for number in order] == [tokens for tokens in known for _ in range(2)] and most == 1
+
+
 def test_texts_go_on_while_a_picture_waits_for_its_program(engine, monkeypatch):
     wait, threads = threading.Event(), []
     work = engine._sight._seen
