@@ -11,14 +11,14 @@ import jax
 import numpy as np
 
 from eqx_decoders.decoder import Decoder
-from eqx_decoders.errors import ConfigError, check
+from eqx_decoders.errors import check
 from eqx_decoders.serving.choosing import token_scores
 from eqx_decoders.serving.drafts import FurtherPrediction
 from eqx_decoders.serving.engine_config import EngineConfig
 from eqx_decoders.serving.job import Job, KeptPrompts, SharedPrompt
 from eqx_decoders.serving.request import EngineCounts, Request, TokenScore, Update
 from eqx_decoders.serving.seats import Seats
-from eqx_decoders.serving.sight import Sight, wait_for_one, what_failed
+from eqx_decoders.serving.sight import Sight, features_bytes, wait_for_one, what_failed
 from eqx_decoders.serving.slots import ALL_SCORES, NEXT_TOKEN, Chosen
 from eqx_decoders.serving.steps import rows_for
 from eqx_decoders.serving.waiting import WaitingList
@@ -79,7 +79,7 @@ class Engine:
         job = Job(request_id=next(self._ids), request=request)
         last: Job | None = self._last()
         last = last if last is not None and last.is_alike(request) else None
-        job.join(SharedPrompt(features_bytes=self._features_bytes(request)) if last is None else last.shared)
+        job.join(SharedPrompt(features_bytes=features_bytes(self._sight, request)) if last is None else last.shared)
         if request.media is None:
             prefixes = self._seats.prefixes
             job.names = prefixes.names(request.prompt, request.cache_salt) if last is None else last.names
@@ -90,13 +90,6 @@ class Engine:
     def check_together(self, requests: Sequence[Request]) -> None:
         """Raise ConfigError for requests that come at once, and are more than could ever wait together."""
         self.config.check_together(requests)
-
-    def _features_bytes(self, request: Request) -> int:
-        if request.media is None:
-            return 0
-        if self._sight is None:
-            raise ConfigError("Request.media is given, but this model has no encoders (DecoderConfig.media is None).")
-        return self._sight.features_bytes(request.prompt, request.media)
 
     def cancel(self, request_id: int) -> None:
         """Give up a request; its last update says so. One that has ended already, or never was, is ignored."""
@@ -125,8 +118,8 @@ class Engine:
         """Compute one step; returns what it has brought."""
         self.warm_up()
         updates, self._cancelled = self._cancelled, []
-        if self._sight is not None and any(job.has_to_see() for job in self._waiting):
-            self._sight.look_ahead(self._waiting.in_turn(Job.has_to_see))
+        if self._sight is not None and any(map(Job.has_to_see, self._waiting)):
+            self._sight.look_ahead(self._waiting.in_turn(Job.shows))
         updates += self._admit()
         if self._waiting.first(Job.is_ready) is None and (idle := self._written.next()) is not None:
             updates += self._enter(*idle)
@@ -294,7 +287,7 @@ class Engine:
             if not (job.idle or job.wants_scores or job.told):
                 self._count(prefix_queries=len(job.request.prompt), prefix_hits=job.cached)
             if end is not None and not job.wants_scores and self._seats.take_end(job, *end[:2]):
-                self._keep(shared)
+                self._shared.use(shared, self.config.preempted_bytes)
                 self._turn.remove(job)
                 updates += self._answer(job, end[2])
         return updates
@@ -352,7 +345,7 @@ class Engine:
         job.drafted = isinstance(self.config.drafts, FurtherPrediction)
         if job.shared.waiting > 0 and not job.drafted:  # drafts by depths depend on the first token
             job.shared.end = *self._seats.keep_end(job), result.logits
-            self._keep(job.shared)
+            self._shared.use(job.shared, self.config.preempted_bytes)
         return self._answer(job, result.logits)
 
     def _answer(self, job: Job, logits: Any) -> list[Update]:
@@ -370,9 +363,6 @@ class Engine:
         told = dict(cached_tokens=job.cached, queue_seconds=job.queue_seconds, prompt_scores=scores)
         return self._grown(job, chosen.tokens[0, :1].tolist(), chosen.scores, 0, **told)
 
-    def _keep(self, shared: SharedPrompt) -> None:
-        self._shared.use(shared, self.config.preempted_bytes)
-
     def _see(self, job: Job) -> list[Update]:
         """Read a prompt with pictures, films or sounds at once."""
         request, shared, prompt = job.request, job.shared, np.asarray([job.request.prompt], np.int32)
@@ -386,7 +376,7 @@ class Engine:
         except Exception as error:
             return [self._failed(job, what_failed(error))]
         job.wait_no_more()
-        self._keep(shared)
+        self._shared.use(shared, self.config.preempted_bytes)
         self._seats.take_whole(job, cache, prompt[0])
         self._waiting.serve(request.client, len(request.prompt))
         return self._answer(job, logits)

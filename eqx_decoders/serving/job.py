@@ -119,9 +119,13 @@ class Job:
         """Whether its prompt is done."""
         return len(self.answer) > 0
 
+    def shows(self) -> bool:
+        """Whether its prompt shows something, and is not in its slot or kept of it."""
+        return self.request.media is not None and self.saved is None
+
     def has_to_see(self) -> bool:
-        """Whether its prompt shows something, and has to be read."""
-        return self.request.media is not None and self.saved is None and self.shared.seen is None
+        """Whether it needs what encoders make for its prompt."""
+        return self.shows() and self.shared.seen is None
 
     def is_ready(self) -> bool:
         """Whether what encoders make for its prompt is there."""

@@ -28,12 +28,13 @@ from eqx_decoders.encoders.beside import check_tokens
 from eqx_decoders.encoders.media import Encoded, Media
 from eqx_decoders.encoders.packing import few_sizes
 from eqx_decoders.encoders.rows import ChunkRows, PatchRows, SoundRows
-from eqx_decoders.errors import EqxDecodersError
+from eqx_decoders.errors import ConfigError, EqxDecodersError
 from eqx_decoders.explicit import typed
 from eqx_decoders.inference.apart import inference_cache
 from eqx_decoders.inference.generate import bucket
 from eqx_decoders.layers.cache_format import CacheFormat
 from eqx_decoders.serving.job import Job
+from eqx_decoders.serving.request import Request
 
 
 FEATURES = 1 << 30  # bytes of those that wait
@@ -68,13 +69,15 @@ class Sight:
     - `model`: whose encoders and layers.
     - `room`: tokens that the caches of prompts have room for.
     - `kind`: how these store keys and values.
+
+    `feature_bytes` is the memory of what stands for one token.
     """
 
     def __init__(self, model: Decoder, room: int, kind: CacheFormat):
         self._room, self._kind = room, kind
         vision = None if model.config.media is None else model.config.media.vision
         size = np.dtype(model.execution.precision.compute).itemsize * model.config.embed_dim
-        self._feature_bytes = size * (1 + (0 if vision is None else len(vision.deepstack)))
+        self.feature_bytes = size * (1 + (0 if vision is None else len(vision.deepstack)))
         arrays, self._static = eqx.partition(model, eqx.is_array)
         self._weights, self._tree = jax.tree.flatten(arrays)
         self._programs: collections.OrderedDict[Any, Any] = collections.OrderedDict()
@@ -83,29 +86,26 @@ class Sight:
         pool = concurrent.futures.ThreadPoolExecutor
         self._encoding, self._compiling = pool(1, "encoding"), pool(1, "compiling")
 
-    def features_bytes(self, prompt: tuple[int, ...], media: Media) -> int:
-        """Memory of the features of a prompt. ConfigError where it does not fit what it is to show."""
-        check_tokens(np.zeros((1, len(prompt))), media)
-        return _count(media) * self._feature_bytes
-
     def look_ahead(self, jobs: Sequence[Job]) -> None:
-        """Begin to encode what requests show, given in their turn, as far as `FEATURES` goes; the first in any case.
+        """Begin to encode what waiting requests show, in their turn, as far as `FEATURES` goes; the first in any case.
 
         For that one the last ones give up theirs, and are encoded again when there is room.
         """
+        first = next(job for job in jobs if job.has_to_see())
         held = {job.shared: job.request.client for job in jobs if job.shared.seeing is not None}
         busy = collections.Counter(held[shared] for shared in held if shared.seeing and not shared.seeing.done())
         used = sum(shared.features_bytes for shared in held)
-        for place, job in enumerate(jobs):
+        for job in jobs:
             shared, request = job.shared, job.request
-            if shared.seeing is not None or request.media is None or busy[request.client] >= AHEAD:
+            done = shared.seeing is not None or not job.has_to_see()
+            if done or request.media is None or busy[request.client] >= AHEAD:
                 continue
-            while place == 0 and held and used + shared.features_bytes > FEATURES:
+            while job is first and held and used + shared.features_bytes > FEATURES:
                 last = next(other.shared for other in reversed(jobs) if other.shared in held)
                 used -= last.features_bytes
                 del held[last]
                 last.look_away()
-            if place > 0 and used + shared.features_bytes > FEATURES:
+            if job is not first and used + shared.features_bytes > FEATURES:
                 break
             shared.seeing = self.prepare(request.prompt, request.media)
             held[shared] = request.client
@@ -181,6 +181,16 @@ class Sight:
 
     def _model(self, weights: list[Array]) -> Decoder:
         return eqx.combine(jax.tree.unflatten(self._tree, weights), self._static)
+
+
+def features_bytes(sight: Sight | None, request: Request) -> int:
+    """Memory of what encoders make for a request. ConfigError where there are none, or its prompt is not for it."""
+    if request.media is None:
+        return 0
+    if sight is None:
+        raise ConfigError("Request.media is given, but this model has no encoders (DecoderConfig.media is None).")
+    check_tokens(np.zeros((1, len(request.prompt))), request.media)
+    return _count(request.media) * sight.feature_bytes
 
 
 def wait_for_one(pending: Iterable[concurrent.futures.Future | None]) -> None:

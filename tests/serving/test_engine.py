@@ -135,16 +135,21 @@ def test_answers_to_one_prompt_compute_it_once(engine, monkeypatch):
 
 
 def test_ends_of_prompts_are_kept_within_bounds(engine, monkeypatch):
-    monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, preempted_bytes=0, max_waiting=6))
+    monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, preempted_bytes=0))
     monkeypatch.setattr(engine._waiting, "max_requests", 6)
-    requests = [Request(prompt=(5 + n,) * 13, max_new_tokens=9, client=str(n)) for n in range(3)]
+    longer = [Request(prompt=(3,), max_new_tokens=60, client="longer", priority=1) for _ in range(2)]
+    requests = [Request(prompt=tuple(range(20 + n, 33 + n)), max_new_tokens=4, client=str(n)) for n in range(3)]
     known = [alone(engine, request) for request in requests]
     engine.forget_prefixes()
+    for request in longer:  # one slot is left, for one client after the other
+        engine.submit(request)
+    engine.step()
     order, most = [engine.submit(request) for request in requests for _ in range(2)], 0
     got = dict.fromkeys(order, ())
     while engine.has_work:
         for update in engine.step():
-            got[update.request_id] += update.tokens
+            if update.request_id in got:
+                got[update.request_id] += update.tokens
         most = max(most, len({job.shared for job in engine._waiting if job.shared.end is not None}))
     assert list(got.values()) == [answer for answer in known for _ in range(2)] and most == 1
 

@@ -104,7 +104,7 @@ def held(engine):
 def test_features_wait_on_the_host_as_far_as_there_is_room(engine, monkeypatch):
     requests = [shown(engine, 9, seed) for seed in range(6)]
     known = [alone(engine, request) for request in requests]
-    size = engine._sight.features_bytes(requests[0].prompt, requests[0].media)
+    size = sight.features_bytes(engine._sight, requests[0])
     monkeypatch.setattr(sight, "FEATURES", 2 * size)
     order, most, got = [engine.submit(request) for request in requests], 0, {}
     while engine.has_work:
@@ -120,7 +120,7 @@ def test_features_wait_on_the_host_as_far_as_there_is_room(engine, monkeypatch):
 def test_the_first_in_turn_is_encoded_in_any_case(engine, monkeypatch):
     low, high = shown(engine, 9, 1), dataclasses.replace(shown(engine, 9, 2), priority=1)
     known = [alone(engine, request) for request in (low, high)]
-    monkeypatch.setattr(sight, "FEATURES", engine._sight.features_bytes(low.prompt, low.media))
+    monkeypatch.setattr(sight, "FEATURES", sight.features_bytes(engine._sight, low))
     texts = [engine.submit(dataclasses.replace(READ, priority=2)) for _ in range(3)]
     order, got = [engine.submit(low)], {}
     engine.step()
