@@ -1,6 +1,7 @@
 """Prompts with pictures: few programs, compiled beside the steps, and errors that end one request alone."""
 
 import dataclasses
+import random
 import threading
 
 import jax
@@ -164,6 +165,30 @@ def test_prompts_that_were_seen_are_kept_within_bounds(engine, monkeypatch):
             got[update.request_id] = got.get(update.request_id, ()) + update.tokens
         most = max(most, len({job.shared for job in engine._waiting if job.shared.seen is not None}))
     assert [got[number] for number in order] == [tokens for tokens in known for _ in range(2)] and most == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_histories_with_little_memory_change_no_answer(engine, monkeypatch, seed):
+    pick, pool = random.Random(seed), [shown(engine, 9, number, new=6) for number in range(4)] + [READ]
+    known = [alone(engine, request) for request in pool]
+    monkeypatch.setattr(sight, "FEATURES", pick.choice([1, 2]) * sight.features_bytes(engine._sight, pool[0]))
+    monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, preempted_bytes=0))
+    sent, got, left = {}, {}, 12
+    while left or engine.has_work:
+        if left and pick.random() < 0.5:
+            which = pick.randrange(len(pool))
+            changes = dict(priority=pick.choice([0, 0, 1, 2]), client=pick.choice("ab"))
+            for _ in range(pick.choice([1, 2, 3])):
+                sent[number := engine.submit(dataclasses.replace(pool[which], **changes))], got[number] = which, []
+            left -= 1
+        if sent and pick.random() < 0.05:
+            engine.cancel(pick.choice(list(sent)))
+        for update in engine.step():
+            got[update.request_id].append(update)
+    for number, which in sent.items():
+        end, answer = got[number][-1].finish_reason, tokens(got[number])
+        assert end in ("length", "cancelled") and known[which][: len(answer)] == answer
+        assert end == "cancelled" or answer == known[which]
 
 
 def test_texts_go_on_while_a_picture_waits_for_its_program(engine, monkeypatch):
