@@ -184,7 +184,7 @@ class PromptReader:
         async with self._files.read(files, client) as read:
             make = functools.partial(self.language.seen, text, read)
             made = await asyncio.get_running_loop().run_in_executor(self._packing, make)
-            self._files.hold(made.media)
+            self._files.hold(made.media, client)
             return made
 
     def close(self) -> None:
