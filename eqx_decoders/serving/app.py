@@ -168,13 +168,14 @@ class Endpoint:
                     await _send(reply, receive, sending)
             except ApiError as error:
                 await _send(_refusal(error), receive, sending)
-        except (ClientGone, OSError):
+        except ClientGone:
             pass
         except Exception:
             _log.exception("%s %s has failed (%s)", scope["method"], self._path, request_id)
             if not sending.status:
                 refusal = _refusal(ApiError(500, "The server could not answer this request."))
-                await _send(refusal, receive, sending)
+                with contextlib.suppress(ClientGone):
+                    await _send(refusal, receive, sending)
         finally:
             status = sending.status or GONE
             self._guard.metrics.replied(scope["method"], self._path, status)
@@ -236,10 +237,16 @@ class _Sending:
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         self.status, whole = status, {**self._headers, **headers}
         pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in whole.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": pairs})
+        await self._hand_on({"type": "http.response.start", "status": status, "headers": pairs})
 
     async def body(self, content: bytes, *, more: bool) -> None:
-        await self._send({"type": "http.response.body", "body": content, "more_body": more})
+        await self._hand_on({"type": "http.response.body", "body": content, "more_body": more})
+
+    async def _hand_on(self, message: Message) -> None:
+        try:
+            await self._send(message)
+        except OSError as error:
+            raise ClientGone from error
 
 
 def _request_id(headers: Mapping[bytes, bytes]) -> str:

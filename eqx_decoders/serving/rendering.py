@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,7 +44,7 @@ class _Lane:
         self._waiting: list[tuple[Conversation, asyncio.Future[Rendered]]] = []
         self._task: asyncio.Task[None] | None = None
         self._process: RenderingProcess | None = None  # for the next conversations
-        self._closed = False
+        self._closed, self._alone = False, 0  # how many of the next conversations are rendered singly
 
     async def render(self, conversation: Conversation) -> Rendered:
         done: asyncio.Future[Rendered] = asyncio.get_running_loop().create_future()
@@ -62,13 +63,15 @@ class _Lane:
         loop = asyncio.get_running_loop()
         while self._waiting:
             self._waiting = [(one, done) for one, done in self._waiting if not done.done()]  # others' clients are gone
-            batch = self._waiting[: self._batch]
+            batch = self._waiting[: 1 if self._alone > 0 else self._batch]
             if not batch:
                 return
             try:
+                self._alone = max(0, self._alone - 1)
                 found = await loop.run_in_executor(self._thread, self._some, [one for one, _ in batch])
             except Exception as error:
-                found = [error] * len(batch)
+                self._alone = len(batch) if len(batch) > 1 else 0  # which of them it is, shows when each is by itself
+                found = [] if self._alone else [error]
             self._waiting = self._waiting[len(found) :]
             for (_, done), one in zip(batch, found, strict=False):
                 if done.done():
@@ -85,4 +88,5 @@ class _Lane:
             return self._chat.render_some(conversations, process)
         finally:
             if not self._closed:
-                self._process = RenderingProcess()
+                with contextlib.suppress(OSError):  # no further file or memory now: the next ones start it themselves
+                    self._process = RenderingProcess()

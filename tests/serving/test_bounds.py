@@ -339,6 +339,16 @@ def test_as_many_files_as_allowed_may_be_open():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_an_error_of_the_system_is_the_server_s_and_no_client_that_left(monkeypatch, caplog):
+    async def failing(*_, **__):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(PromptReader, "text", failing)
+    with serving(FakeEngine(), LETTERS) as server, caplog.at_level("ERROR", "eqx_decoders.serving"):
+        assert server.call(COMPLETIONS, {"prompt": "a"})[0] == 500
+    assert "Too many open files" in caplog.text
+
+
 # --- fields -----------------------------------------------------------------------------------------------------------
 
 
