@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from eqx_decoders.io.chat import ChatTemplate, Conversation, Rendered, RenderingProcess
+from eqx_decoders.serving.turns import Turns
 
 
 BATCH = 32  # conversations that share a process
@@ -25,9 +26,12 @@ class Renderer:
         self.source = chat.source
         self._short, self._long = _Lane(chat, BATCH), _Lane(chat, 1)
 
-    async def render(self, conversation: Conversation, letters: int) -> Rendered:
-        """The text of a conversation of so many characters. If this is cancelled, and has not begun, it is dropped."""
-        return await (self._short if letters < LONG else self._long).render(conversation)
+    async def render(self, conversation: Conversation, letters: int, client: str = "") -> Rendered:
+        """The text of a conversation of so many characters; clients take turns.
+
+        If this is cancelled, and has not begun, it is dropped.
+        """
+        return await (self._short if letters < LONG else self._long).render(conversation, client)
 
     def close(self) -> None:
         """End the processes that wait."""
@@ -39,19 +43,20 @@ class _Lane:
     """Those that come while a process renders share the next one, at most `batch` of them: each costs 0.1 s."""
 
     def __init__(self, chat: ChatTemplate, batch: int):
-        self._chat, self._batch = chat, batch
+        self._chat, self._batch, self._turns = chat, batch, Turns("their texts", batch)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "rendering")
         self._waiting: list[tuple[Conversation, asyncio.Future[Rendered]]] = []
         self._task: asyncio.Task[None] | None = None
         self._process: RenderingProcess | None = None  # for the next conversations
         self._closed, self._alone = False, 0  # how many of the next conversations are rendered singly
 
-    async def render(self, conversation: Conversation) -> Rendered:
-        done: asyncio.Future[Rendered] = asyncio.get_running_loop().create_future()
-        self._waiting.append((conversation, done))
-        if self._task is None or self._task.done():
-            self._task = asyncio.ensure_future(self._work())
-        return await done
+    async def render(self, conversation: Conversation, client: str) -> Rendered:
+        async with self._turns.turn(client):
+            done: asyncio.Future[Rendered] = asyncio.get_running_loop().create_future()
+            self._waiting.append((conversation, done))
+            if self._task is None or self._task.done():
+                self._task = asyncio.ensure_future(self._work())
+            return await done
 
     def close(self) -> None:
         self._closed = True

@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import contextlib
+import sys
 from collections.abc import AsyncIterator, Callable
 
 from eqx_decoders.serving.wire import ApiError
@@ -22,7 +23,7 @@ class Turns:
     - `ready`: whether a further one of this client may begin now; whoever changes that calls `wake`.
     """
 
-    def __init__(self, name: str, places: int, most: int, ready: Callable[[str], bool] = lambda _: True):
+    def __init__(self, name: str, places: int, most: int = sys.maxsize, ready: Callable[[str], bool] = lambda _: True):
         self._name, self._free, self._most, self._ready = name, places, most, ready
         self._waiting: dict[str, collections.deque[asyncio.Future[None]]] = {}
         self._active: collections.Counter[str] = collections.Counter()

@@ -204,3 +204,32 @@ def test_an_error_of_a_batch_is_that_of_the_one_that_causes_it():
     found = read(chat_language(chat=Breaking(source="")), ["a", "b", "break", "c", *["d"] * 40])
     assert [isinstance(one, ValueError) for one in found] == [one == 2 for one in range(44)]
     assert max(Slow.batches) > 1  # later ones share again
+
+
+@pytest.mark.parametrize("size", [1, rendering.LONG], ids=["short", "long"])
+def test_clients_take_turns_at_texts_and_their_ids(size, monkeypatch):
+    """However many one of them has sent before, and whatever of its texts takes long."""
+    monkeypatch.setattr(rendering, "BATCH", 1)
+    rendered, encoded = [], []
+
+    class Noting(Slow):
+        def render_some(self, conversations, process=None):
+            rendered.extend(one.messages[0]["content"][0] for one in conversations)
+            return super().render_some(conversations)
+
+    async def run():
+        reader = PromptReader(chat_language(chat=Noting(source="")), max_length=2 * size + 64)
+        try:
+            given = [*"aaaaaab"]
+            work = [
+                reader.chat([{"role": "user", "content": one * size}], {}, answer=True, client=one) for one in given
+            ]
+            assert all(one.ids for one in await asyncio.gather(*work))
+            work = [reader.run(encoded.append, one, client=one) for one in given]
+            await asyncio.gather(*work)
+        finally:
+            reader.close()
+
+    asyncio.run(run())
+    assert rendered.index("b") <= 1 and len(rendered) == 7
+    assert encoded == [*"abaaaaa"]
