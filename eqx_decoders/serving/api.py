@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from eqx_decoders.errors import EqxDecodersError, MissingPackage
 from eqx_decoders.io.tokenizer import JsonTokenizer
 from eqx_decoders.serving import known
-from eqx_decoders.serving.answers import ChatShape, Choice, Echo, Piece, Shape, Usage
+from eqx_decoders.serving.answers import ChatShape, Choice, Echo, Gathered, Piece, Shape, Usage
 from eqx_decoders.serving.asked import (
     ApiConfig,
     Asked,
@@ -34,7 +34,7 @@ from eqx_decoders.serving.large import SMALL, write
 from eqx_decoders.serving.metrics import Clock, Metrics
 from eqx_decoders.serving.prompts import Language, PromptReader, Read
 from eqx_decoders.serving.request import QueueFull, Request
-from eqx_decoders.serving.text import TokenTexts, decode
+from eqx_decoders.serving.text import CONTEXT, Detokeniser, TokenTexts, decode
 from eqx_decoders.serving.wire import LARGEST, ApiError, Fields, parse, token_of
 from eqx_decoders.serving.worker import Answers, NotServing, Worker
 
@@ -42,6 +42,7 @@ from eqx_decoders.serving.worker import Answers, NotServing, Worker
 LEAST_ENTRIES = 10_000
 LITTLE = 1000  # numbers that are read or written on the event loop, in a millisecond
 SLOW = 20  # numbers that take as long as the text of one token
+ECHOED = 1 << 22  # letters of prompts in one response, at most
 RETRY_AFTER = 1  # seconds, after which a queue that is full may have room
 
 Result = TypeVar("Result")
@@ -205,7 +206,8 @@ class Api:
         text, flag, messages, variables = await self._asked(call, read)
         reading = self._reader.chat(messages, variables, answer=flag, client=call.client) if messages else None
         found = await self._checked(self._reader.text(text, special=flag) if reading is None else reading)
-        return Reply.json({"tokens": found.ids, "count": len(found.ids), "max_model_len": self.config.max_length})
+        whole = {"tokens": found.ids, "count": len(found.ids), "max_model_len": self.config.max_length}
+        return await self._unless_small(len(found.ids), lambda: Reply.json(whole))
 
     async def detokenize(self, call: Call) -> Reply:
         """The text of ids."""
@@ -219,7 +221,7 @@ class Api:
 
         tokens = await self._asked(call, read)
         text = await self._checked(self._reader.run(decode, self.language.tokenizer, tokens, special=True))
-        return Reply.json({"prompt": text})
+        return await self._unless_small(len(text) // 8, lambda: Reply.json({"prompt": text}))
 
     async def tokenizer_info(self, call: Call) -> Reply:
         """What a client needs to write prompts itself."""
@@ -264,15 +266,26 @@ class Api:
         return await self._answer(call, asked, shape, [read], rooms, choices)
 
     async def _choices(self, asked: CompletionAsked, reads: Sequence[Read]) -> list[Choice]:
-        tokenizer, write = self.language.tokenizer, asked.max_tokens != 0
-        choices = []
-        for read, prompt in zip(reads, asked.prompts, strict=True):
-            echo = None
-            if asked.echo:
-                ids = not isinstance(prompt, str)
-                echo = Echo(text=await self._reader.run(decode, tokenizer, prompt) if ids else prompt, ids=read.ids)
-            choices += [Choice(asked, tokenizer, prompt=read.ids, echo=echo, write=write) for _ in range(asked.n)]
-        return choices
+        tokenizer = self.language.tokenizer
+        pairs = zip(reads, asked.prompts, strict=True)
+        echoes = [await self._echo(*pair) if asked.echo else None for pair in pairs]
+        letters = asked.n * sum(len(echo.text) for echo in echoes if echo is not None)
+        if letters > ECHOED:
+            told = f"echo=true gives prompts of {letters:,} characters back, {asked.n} times each"
+            raise ApiError(400, f"{told}: at most {ECHOED:,} are given.", param="echo", code="too_many")
+
+        def begin() -> list[Detokeniser]:
+            return [Detokeniser(tokenizer, read.ids, special=asked.special) for read in reads]
+
+        options: dict[str, Any] = {"write": asked.max_tokens != 0}
+        texts = await self._unless_small(2 * CONTEXT * SLOW * len(reads), begin)
+        each = [(text, echo) for text, echo in zip(texts, echoes, strict=True) for _ in range(asked.n)]
+        return [Choice(asked, tokenizer, text=text, echo=echo, **options) for text, echo in each]
+
+    async def _echo(self, read: Read, prompt: str | Sequence[int]) -> Echo:
+        if isinstance(prompt, str):
+            return Echo(text=prompt, ids=read.ids)
+        return Echo(text=await self._reader.run(decode, self.language.tokenizer, prompt), ids=read.ids)
 
     def _rooms(self, asked: Asked, reads: Sequence[Read], *, usual: int = LARGEST, echo: bool = False) -> list[int]:
         """The most tokens of the answers to each prompt, or ApiError where that cannot be, or has too many scores."""
@@ -375,12 +388,13 @@ class Api:
             raise ApiError(503, str(error), retry_after=RETRY_AFTER) from error
 
     async def _whole(self, task: Task) -> Reply:
-        whole = [Piece() for _ in task.choices]
+        gathered = [Gathered() for _ in task.choices]
         try:
             async for number, piece in self._pieces(task):
-                whole[number].add(piece)
+                gathered[number].add(piece)
         finally:
             self._close(task)
+        whole = [one.whole() for one in gathered]
         prompts = dict(enumerate(task.prompts)) if task.asked.return_token_ids else {}
         size = sum(self._weight(task, piece) for piece in whole) + sum(map(len, prompts.values()))
         return await self._unless_small(size, lambda: Reply.json(task.shape.whole(whole, task.usage, prompts)))

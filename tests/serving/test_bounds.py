@@ -4,6 +4,7 @@ import asyncio
 import errno
 import json
 import resource
+import select
 import threading
 import time
 
@@ -13,7 +14,7 @@ from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.chat import ChatTemplate, Rendered
 from eqx_decoders.io.tokenizer import ByteTokenizer, train_bpe
 from eqx_decoders.serving import api, server as server_module
-from eqx_decoders.serving.answers import Choice, Shape
+from eqx_decoders.serving.answers import Choice, Gathered, Piece, Shape
 from eqx_decoders.serving.engine_config import EngineConfig
 from eqx_decoders.serving.prompts import Language, PromptReader, is_too_long
 from eqx_decoders.serving.request import Request
@@ -162,6 +163,51 @@ def test_log_probabilities_of_one_response_are_bounded():
         assert server.engine.seen[-1].max_new_tokens == 200
 
 
+def test_echoed_prompts_of_one_response_are_bounded(monkeypatch):
+    monkeypatch.setattr(api, "ECHOED", 400)
+    with serving(FakeEngine(), LETTERS) as server:
+        ask = dict(max_tokens=1, echo=True, temperature=0, n=4)
+        for prompt in ([97] * 100, "a" * 100, ["a" * 50, [97] * 50]):
+            assert "a" * 50 + "b" in server.json(COMPLETIONS, ask | {"prompt": prompt})["choices"][0]["text"]
+            error = server.json(COMPLETIONS, ask | {"prompt": prompt, "n": 5}, code=400)["error"]
+            assert error["param"] == "echo" and "400" in error["message"]
+
+
+def test_a_long_echo_is_not_copied_by_each_token():
+    class Text(str):
+        def __add__(self, other):
+            raise AssertionError("copied")
+
+    whole = Gathered()
+    for text in (Text("a" * 100), "b", "c"):
+        whole.add(Piece(text=text, tokens=[1]))
+    assert whole.whole().text == "a" * 100 + "bc" and whole.whole().tokens == [1] * 3
+
+
+class Decoding(ByteTokenizer):
+    """Counts what it decodes, by thread."""
+
+    calls: dict[str, int] = {}  # noqa: RUF012 - of the test
+
+    def decode(self, ids):
+        name = threading.current_thread().name
+        self.calls[name] = self.calls.get(name, 0) + 1
+        return super().decode(ids)
+
+
+def test_where_a_text_goes_on_is_found_once_for_all_answers_to_a_prompt():
+    with serving(FakeEngine(max_waiting=200), Language(tokenizer=Decoding(), stop_ids=(257,))) as server:
+        body, counts = dict(max_tokens=1, temperature=0), []
+        for ask in ({"prompt": [97] * 40}, {"prompt": [97] * 40, "n": 64}, {"prompt": [[97] * 40] * 64}):
+            Decoding.calls.clear()
+            found = server.json(COMPLETIONS, body | ask)["choices"]
+            assert {choice["text"] for choice in found} == {"b"}
+            counts.append((sum(Decoding.calls.values()), sum(n for at, n in Decoding.calls.items() if at[:3] != "api")))
+    alone, several, many = counts
+    assert several[0] - alone[0] <= 6 * 63  # the decoding of each answer's own token
+    assert many[1] <= 6 * 64 + 6  # many prompts are not looked at on the event loop
+
+
 def test_what_is_large_is_not_made_on_the_event_loop(monkeypatch):
     threads = {}
 
@@ -208,7 +254,9 @@ def test_bodies_of_all_open_requests_together_are_bounded():
         with server.connect() as first, server.connect() as second:
             for link in (first, second):
                 link.sendall(head(300_000) + b" " * 250_000)
-            assert b" 429 " in second.recv(100)
+            (refused,), _, _ = select.select([first, second], [], [], 10)  # whose last bytes were read last
+            assert b" 429 " in refused.recv(100)
+            first = second if refused is first else first
             assert server.call(COMPLETIONS, {"prompt": "a", "max_tokens": 1})[0] == 200  # small ones are taken
             first.sendall(b" " * 49_984 + b'{"prompt": "ab"}')
             assert b" 200 " in first.recv(100)
