@@ -31,6 +31,7 @@ HEAD = 1000  # letters of a data: URL before its content
 SHRINKS = 4  # letters that a normaliser may make one of
 LETTERS = 8  # of a token: shorter texts are encoded without a look at their beginning
 PIECE = 1 << 14  # letters that are encoded at once, to see whether a text is too long
+AROUND = 256  # letters around blanks that tell whether these are dropped: more than the name of a special token has
 ENTRIES, PER_TOKEN = 20_000, 8  # of lists and objects in a conversation, at most; more where more tokens are taken
 FEW = 64  # messages that are looked through on the event loop
 
@@ -243,18 +244,35 @@ def is_too_long(tokenizer: Tokenizer, text: str, most: int) -> bool:
     """Whether a text surely has more than so many tokens, as far as its beginning tells.
 
     It is encoded piece by piece, until these have twice as many tokens. A text may have fewer than its pieces: where it
-    is cut, two tokens for one; and of a run of blanks, which some tokenizers drop, none. So the first two tokens of a
-    piece don't count, and of each run only one blank is looked at; what is left is at most twice what the whole has,
-    whatever the tokenizer's normaliser, longest token or rules of merging are: those act within words.
+    is cut, two tokens for one. So of each piece two tokens don't count; what is left is at most twice what the whole
+    has, whatever the tokenizer's normaliser, longest token or rules of merging are: those act within words. Some drop
+    blanks, depending on what is around them: a piece that begins or ends with some is encoded with that.
     """
-    count = 0
+
+    def size(text: str) -> int:
+        if isinstance(tokenizer, JsonTokenizer):
+            return len(tokenizer.encode(text, special=True))
+        return len(tokenizer.encode(text))
+
+    count = start = stop = 0  # the last two: of the blanks at a piece's begin, and at its end
     for begin in range(0, len(text), PIECE):
-        piece = _blanks.sub(" ", text[begin : begin + PIECE])
-        ids = tokenizer.encode(piece, special=True) if isinstance(tokenizer, JsonTokenizer) else tokenizer.encode(piece)
-        count += max(0, len(ids) - 2)
+        piece, end = text[begin : begin + PIECE], min(begin + PIECE, len(text))
+        if stop < end:
+            stop = _after_blanks(text, end)
+        before = text[max(0, start - AROUND) : start] if piece[0].isspace() else ""
+        behind = text[stop : stop + AROUND] if piece[-1].isspace() else ""
+        count += max(0, size(before + piece + behind) - size(before) - size(behind) - 2)
         if count > 2 * most:
             return True
+        shown = len(piece.rstrip())
+        start = begin + shown if shown else start
     return False
+
+
+def _after_blanks(text: str, at: int) -> int:
+    while (found := _blanks.match(text, at, at + PIECE)) is not None:
+        at = found.end()
+    return at
 
 
 def size_of(value: Any) -> tuple[int, int]:

@@ -99,6 +99,30 @@ def test_a_token_that_takes_all_blanks_behind_it():
     assert count < 10 and not is_too_long(tokenizer, text, count)
 
 
+@pytest.mark.parametrize("blanks", [" ", "\n", " \n\t", "\u3000"])
+def test_blanks_that_are_no_words_count_where_they_are_kept(blanks):
+    tokenizer = Counting()
+    for begin in ("", "a"):
+        tokenizer.letters = 0
+        assert is_too_long(tokenizer, begin + blanks * 1_000_000 + "a", 100) and tokenizer.letters < 50_000
+    bpe = train_bpe(["a" + " " * 40 + "a"] * 9, 290)
+    assert is_too_long(bpe, "a" + blanks * 500_000, 2000) and not is_too_long(bpe, "a" + blanks * 1000, 3000)
+
+
+@pytest.mark.parametrize("side", ["lstrip", "rstrip"])
+def test_blanks_that_a_token_takes_are_none_of_the_text(side):
+    from tokenizers import AddedToken
+
+    tokenizer = train_bpe(["hello world"], 280)
+    tokenizer._inner.add_special_tokens([AddedToken("<u>", **{side: True})])
+    pair = "hello", "<u>"
+    first, last = pair if side == "lstrip" else pair[::-1]
+    text = (first + " " * 50_000 + last) * 3
+    assert not is_too_long(tokenizer, text, len(tokenizer.encode(text, special=True)))
+    other = (last + " " * 50_000 + first) * 3
+    assert is_too_long(tokenizer, other, len(tokenizer.encode(other, special=True)) // 4)
+
+
 def test_conversations_of_too_many_messages_are_refused_before_they_are_rendered(chats):
     pair = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     Plain.rendered = []
