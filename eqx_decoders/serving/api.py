@@ -1,7 +1,5 @@
 """OpenAI's API in front of an engine: what each address does, whatever carries the requests (see `app.py`)."""
 
-import asyncio
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -28,6 +26,7 @@ from eqx_decoders.serving.asked import (
     read_messages,
     read_variables,
 )
+from eqx_decoders.serving.beside import SLOW, beside, unless_small
 from eqx_decoders.serving.browser import page
 from eqx_decoders.serving.constraints import Forms, TokenConstraint
 from eqx_decoders.serving.large import SMALL, write
@@ -40,8 +39,6 @@ from eqx_decoders.serving.worker import Answers, NotServing, Worker
 
 
 LEAST_ENTRIES = 10_000
-LITTLE = 1000  # numbers that are read or written on the event loop, in a millisecond
-SLOW = 20  # numbers that take as long as the text of one token
 ECHOED = 1 << 22  # letters of prompts in one response, at most
 RETRY_AFTER = 1  # seconds, after which a queue that is full may have room
 
@@ -129,7 +126,6 @@ class Api:
         self._forms = Forms(language.tokenizer, config.vocab_size, language.stop_ids)
         self._forms.warm_up()
         self._texts = TokenTexts(language.tokenizer)
-        self._threads = concurrent.futures.ThreadPoolExecutor(2, "api")
         self._entries = max(config.max_length, config.max_choices, LEAST_ENTRIES)  # of a list in a large body
         self._seeds = random.Random(config.seed) if config.seed is not None else secrets.SystemRandom()
         self._created = int(time.time())
@@ -145,10 +141,9 @@ class Api:
         return same.index(True) if any(same) and kind.lower() == "bearer" else None
 
     def close(self) -> None:
-        """End the threads that read and write."""
+        """End the threads that read and compile, and the processes."""
         self._reader.close()
         self._forms.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     # --- what is asked about the server -------------------------------------------------------------------------------
 
@@ -207,7 +202,7 @@ class Api:
         reading = self._reader.chat(messages, variables, answer=flag, client=call.client) if messages else None
         found = await self._checked(self._reader.text(text, special=flag) if reading is None else reading)
         whole = {"tokens": found.ids, "count": len(found.ids), "max_model_len": self.config.max_length}
-        return await self._unless_small(len(found.ids), lambda: Reply.json(whole))
+        return await unless_small(len(found.ids), lambda: Reply.json(whole))
 
     async def detokenize(self, call: Call) -> Reply:
         """The text of ids."""
@@ -221,7 +216,7 @@ class Api:
 
         tokens = await self._asked(call, read)
         text = await self._checked(self._reader.run(decode, self.language.tokenizer, tokens, special=True))
-        return await self._unless_small(len(text) // 8, lambda: Reply.json({"prompt": text}))
+        return await unless_small(len(text) // 8, lambda: Reply.json({"prompt": text}))
 
     async def tokenizer_info(self, call: Call) -> Reply:
         """What a client needs to write prompts itself."""
@@ -278,7 +273,7 @@ class Api:
             return [Detokeniser(tokenizer, read.ids, special=asked.special) for read in reads]
 
         options: dict[str, Any] = {"write": asked.max_tokens != 0}
-        texts = await self._unless_small(2 * CONTEXT * SLOW * len(reads), begin)
+        texts = await unless_small(2 * CONTEXT * SLOW * len(reads), begin)
         each = [(text, echo) for text, echo in zip(texts, echoes, strict=True) for _ in range(asked.n)]
         return [Choice(asked, tokenizer, text=text, echo=echo, **options) for text, echo in each]
 
@@ -355,7 +350,7 @@ class Api:
             )
 
         tokens = sum(len(read.ids) for read in reads) * asked.n
-        requests = await self._unless_small(tokens, lambda: [request(number) for number in range(len(choices))])
+        requests = await unless_small(tokens, lambda: [request(number) for number in range(len(choices))])
         task = Task(
             asked=asked,
             shape=shape,
@@ -397,15 +392,11 @@ class Api:
         whole = [one.whole() for one in gathered]
         prompts = dict(enumerate(task.prompts)) if task.asked.return_token_ids else {}
         size = sum(self._weight(task, piece) for piece in whole) + sum(map(len, prompts.values()))
-        return await self._unless_small(size, lambda: Reply.json(task.shape.whole(whole, task.usage, prompts)))
+        return await unless_small(size, lambda: Reply.json(task.shape.whole(whole, task.usage, prompts)))
 
     def _weight(self, task: Task, piece: Piece) -> int:
         """How many numbers and letters the JSON of a piece has, about."""
         return len(piece.tokens) + len(piece.text) // 8 + len(piece.scores) * (1 + (task.asked.logprobs or 0))
-
-    async def _unless_small(self, size: int, call: Callable[[], Result]) -> Result:
-        """What a call gives that takes a microsecond or so for each of so many things."""
-        return call() if size <= LITTLE else await self._beside(call)
 
     async def _events(self, task: Task) -> AsyncIterator[bytes]:
         """Server-sent events: the chunks, errors as OpenAI's clients expect them, and [DONE]."""
@@ -420,7 +411,7 @@ class Api:
                     prompt = None if number in begun else task.prompts[number]
                     size = self._weight(task, piece) + len(prompt or ())
                     made = functools.partial(_chunk, shape, number, piece, prompt)
-                    yield await self._unless_small(size, made)
+                    yield await unless_small(size, made)
                     begun.add(number)
             if asked.include_usage:
                 yield event(shape.last(task.usage))
@@ -436,7 +427,7 @@ class Api:
             choice, clock = task.choices[number], task.clocks[number]
             try:
                 take = functools.partial(choice.take, update)
-                piece = await self._unless_small(SLOW * len(update.prompt_scores), take)
+                piece = await unless_small(SLOW * len(update.prompt_scores), take)
             except ApiError as error:
                 clock.ended("error" if error.status == 500 else "abort")
                 choice.finished = True
@@ -474,11 +465,7 @@ class Api:
         def whole() -> Result:
             return read(self._body(call))
 
-        return whole() if len(call.body) <= SMALL else await self._beside(whole)
-
-    async def _beside(self, call: Callable[[], Result]) -> Result:
-        """Call something that takes milliseconds in a thread. If this is cancelled before it begins, it is dropped."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        return whole() if len(call.body) <= SMALL else await beside(whole)
 
     async def _checked(self, work: Awaitable[Result]) -> Result:
         """What `work` gives; errors of this library in what clients have sent are theirs."""

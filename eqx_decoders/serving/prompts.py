@@ -20,6 +20,7 @@ from eqx_decoders.io.processors.prompts import check_parts
 from eqx_decoders.io.processors.rules import Seen
 from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer
 from eqx_decoders.sampling import GenerationConfig
+from eqx_decoders.serving.beside import SLOW, unless_small
 from eqx_decoders.serving.files import FileReading, FilesConfig, Upload
 from eqx_decoders.serving.rendering import Renderer
 from eqx_decoders.serving.wire import ApiError, Fields, refuse
@@ -33,7 +34,6 @@ LETTERS = 8  # of a token: shorter texts are encoded without a look at their beg
 PIECE = 1 << 14  # letters that are encoded at once, to see whether a text is too long
 AROUND = 256  # letters around blanks that tell whether these are dropped: more than the name of a special token has
 ENTRIES, PER_TOKEN = 20_000, 8  # of lists and objects in a conversation, at most; more where more tokens are taken
-FEW = 64  # messages that are looked through on the event loop
 
 _blanks = re.compile(r"\s+")
 
@@ -165,7 +165,7 @@ class PromptReader:
             raise ApiError(400, "This model's chat template knows no tools: leave them out.", param="tools")
         found = _Parts(self.language, self._max_files, self._max_length)
         count = sum(len(one["content"]) if isinstance(one.get("content"), list) else 1 for one in messages)
-        plain = await _beside(count, lambda: [found.message(*pair) for pair in enumerate(messages)])
+        plain = await unless_small(SLOW * count, lambda: [found.message(*pair) for pair in enumerate(messages)])
         if found.files:
             return await self._seen(plain, variables, answer=answer, client=client)
         rendered = await self._render(Conversation(plain, variables, answer))
@@ -178,7 +178,7 @@ class PromptReader:
     ) -> Read:
         """The same with files. The text comes first: what cannot be rendered needs no files."""
         assert self._files is not None
-        whole, files = await _beside(len(messages), lambda: check_parts(messages))
+        whole, files = await unless_small(SLOW * len(messages), lambda: check_parts(messages))
         renderer = self._film_renderer if files["video"] else None
         text = await self._render(Conversation(whole, variables, answer), check=list, renderer=renderer)
         await self.check(text.text)
@@ -227,17 +227,12 @@ class PromptReader:
                 raise ApiError(400, rule, param="messages")
             return whole, *size_of(conversation)
 
-        checked, letters, entries = await _beside(len(conversation.messages), measured)
+        checked, letters, entries = await unless_small(SLOW * len(conversation.messages), measured)
         if letters > self._most:
             self._refuse(letters)
         if entries > ENTRIES + PER_TOKEN * self._max_length:
             raise ApiError(400, f"messages, tools and chat_template_kwargs have {entries:,} entries: send fewer.")
         return await renderer.render(checked, letters + entries)
-
-
-async def _beside(count: int, call: Callable[[], Result]) -> Result:
-    """What a call gives that takes some microseconds for each of so many things: for many not on the event loop."""
-    return call() if count <= FEW else await asyncio.to_thread(call)
 
 
 def is_too_long(tokenizer: Tokenizer, text: str, most: int) -> bool:

@@ -226,7 +226,9 @@ def test_where_a_text_goes_on_is_found_once_for_all_answers_to_a_prompt():
             Decoding.calls.clear()
             found = server.json(COMPLETIONS, body | ask)["choices"]
             assert {choice["text"] for choice in found} == {"b"}
-            counts.append((sum(Decoding.calls.values()), sum(n for at, n in Decoding.calls.items() if at[:3] != "api")))
+            counts.append(
+                (sum(Decoding.calls.values()), sum(n for at, n in Decoding.calls.items() if at[:6] != "beside"))
+            )
     alone, several, many = counts
     assert several[0] - alone[0] <= 6 * 63  # the decoding of each answer's own token
     assert many[1] <= 6 * 64 + 6  # many prompts are not looked at on the event loop
@@ -253,7 +255,7 @@ def test_what_is_large_is_not_made_on_the_event_loop(monkeypatch):
             blanks = b" " * (large * 70_000)
             server.json(COMPLETIONS, raw=json.dumps(ask | {"prompt": [97] * count}).encode() + blanks)
             assert server.call(COMPLETIONS, ask | {"prompt": [97] * count, "stream": True})[0] == 200
-            beside = {name: any(one.startswith("api") for one in found) for name, found in threads.items()}
+            beside = {name: any(one.startswith("beside") for one in found) for name, found in threads.items()}
             assert beside == dict.fromkeys(("whole", "chunk", "take", "read_completion"), large)
 
 
