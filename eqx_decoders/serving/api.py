@@ -2,19 +2,17 @@
 
 import contextlib
 import dataclasses
-import functools
 import hmac
-import logging
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from eqx_decoders.errors import EqxDecodersError, MissingPackage
 from eqx_decoders.io.tokenizer import JsonTokenizer
 from eqx_decoders.serving import known
-from eqx_decoders.serving.answers import ChatShape, Choice, Echo, Gathered, Piece, Shape, Usage
+from eqx_decoders.serving.answers import ChatShape, Choice, Echo, Shape
 from eqx_decoders.serving.asked import (
     ApiConfig,
     Asked,
@@ -29,9 +27,10 @@ from eqx_decoders.serving.asked import (
 from eqx_decoders.serving.beside import SLOW, beside, unless_small
 from eqx_decoders.serving.browser import page
 from eqx_decoders.serving.constraints import Forms, TokenConstraint
-from eqx_decoders.serving.large import SMALL, write
+from eqx_decoders.serving.large import SMALL
 from eqx_decoders.serving.metrics import Clock, Metrics
 from eqx_decoders.serving.prompts import Language, PromptReader, Read
+from eqx_decoders.serving.replies import Events, Reply, Task
 from eqx_decoders.serving.request import QueueFull, Request
 from eqx_decoders.serving.text import CONTEXT, Detokeniser, TokenTexts, decode
 from eqx_decoders.serving.wire import LARGEST, ApiError, Fields, parse, token_of
@@ -43,8 +42,6 @@ ECHOED = 1 << 22  # letters of prompts in one response, at most
 RETRY_AFTER = 1  # seconds, after which a queue that is full may have room
 
 Result = TypeVar("Result")
-
-_log = logging.getLogger("eqx_decoders.serving")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,51 +58,6 @@ class Call:
     with_key: bool = False
     body: bytes = b""
     arrived: float = dataclasses.field(default_factory=time.monotonic)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Reply:
-    """A whole response."""
-
-    content: bytes
-    status: int = 200
-    content_type: str = "application/json"
-    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def json(cls, value: Any, status: int = 200, **headers: str) -> "Reply":
-        return cls(content=write(value), status=status, headers=headers)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Events:
-    """A response that is sent piece by piece. Whoever sends it calls `close` afterwards, whatever has happened."""
-
-    content: AsyncIterator[bytes]
-    close: Callable[[], None]
-
-
-@dataclasses.dataclass(kw_only=True)
-class Task:
-    """The answers to one request on their way."""
-
-    asked: Asked
-    shape: Shape
-    answers: Answers
-    choices: list[Choice]
-    clocks: list[Clock]
-    prompts: list[tuple[int, ...]]  # of each choice
-    constraints: Sequence[TokenConstraint | None]
-
-    @property
-    def usage(self) -> Usage:
-        """The prompts count once, also where there are several answers to each."""
-        own = range(0, len(self.choices), self.asked.n)
-        return Usage(
-            prompt=sum(len(self.prompts[number]) for number in own),
-            answers=sum(choice.count for choice in self.choices),
-            cached=sum(self.choices[number].cached for number in own),
-        )
 
 
 class Api:
@@ -359,10 +311,9 @@ class Api:
             clocks=[Clock(self.metrics, call.arrived) for _ in choices],
             prompts=[request.prompt for request in requests],
             constraints=constraints,
+            stop_ids=self.language.stop_ids,
         )
-        if asked.stream:
-            return Events(content=self._events(task), close=lambda: self._close(task))
-        return await self._whole(task)
+        return Events(content=task.events(), close=task.close) if asked.stream else await task.whole()
 
     async def _constraints(self, asked: Asked, count: int, client: str) -> Sequence[TokenConstraint | None]:
         if asked.form is None:
@@ -381,71 +332,6 @@ class Api:
             raise ApiError(429, f"The server is busy: {error}", code="queue_full", retry_after=RETRY_AFTER) from error
         except NotServing as error:
             raise ApiError(503, str(error), retry_after=RETRY_AFTER) from error
-
-    async def _whole(self, task: Task) -> Reply:
-        gathered = [Gathered() for _ in task.choices]
-        try:
-            async for number, piece in self._pieces(task):
-                gathered[number].add(piece)
-        finally:
-            self._close(task)
-        whole = [one.whole() for one in gathered]
-        prompts = dict(enumerate(task.prompts)) if task.asked.return_token_ids else {}
-        size = sum(self._weight(task, piece) for piece in whole) + sum(map(len, prompts.values()))
-        return await unless_small(size, lambda: Reply.json(task.shape.whole(whole, task.usage, prompts)))
-
-    def _weight(self, task: Task, piece: Piece) -> int:
-        """How many numbers and letters the JSON of a piece has, about."""
-        return len(piece.tokens) + len(piece.text) // 8 + len(piece.scores) * (1 + (task.asked.logprobs or 0))
-
-    async def _events(self, task: Task) -> AsyncIterator[bytes]:
-        """Server-sent events: the chunks, errors as OpenAI's clients expect them, and [DONE]."""
-        asked, shape, begun = task.asked, task.shape, set[int]()
-        try:
-            for number in range(len(task.choices)):
-                first = shape.first(number)
-                if first is not None:
-                    yield event(first)
-            async for number, piece in self._pieces(task):
-                if not piece.empty:
-                    prompt = None if number in begun else task.prompts[number]
-                    size = self._weight(task, piece) + len(prompt or ())
-                    made = functools.partial(_chunk, shape, number, piece, prompt)
-                    yield await unless_small(size, made)
-                    begun.add(number)
-            if asked.include_usage:
-                yield event(shape.last(task.usage))
-        except ApiError as error:
-            yield event(error.body)
-        except Exception:
-            _log.exception("a stream has failed")
-            yield event(ApiError(500, "The server could not answer this request.").body)
-        yield b"data: [DONE]\n\n"
-
-    async def _pieces(self, task: Task) -> AsyncIterator[tuple[int, Piece]]:
-        async for number, update in task.answers:
-            choice, clock = task.choices[number], task.clocks[number]
-            try:
-                take = functools.partial(choice.take, update)
-                piece = await unless_small(SLOW * len(update.prompt_scores), take)
-            except ApiError as error:
-                clock.ended("error" if error.status == 500 else "abort")
-                choice.finished = True
-                raise
-            clock.tokens(len(update.tokens), update.queue_seconds)
-            if choice.finished:
-                task.answers.cancel(number)
-                clock.ended(piece.finish or "stop")
-                _check_form(task.constraints[number], piece, self.language.stop_ids)
-            yield number, piece
-
-    def _close(self, task: Task) -> None:
-        """Nobody waits any more: what is not complete is cancelled."""
-        task.answers.close()
-        for choice, clock in zip(task.choices, task.clocks, strict=True):
-            if not choice.finished:
-                choice.finished = True
-                clock.ended("abort")
 
     # --- checks -------------------------------------------------------------------------------------------------------
 
@@ -484,19 +370,3 @@ def client_errors():
         raise ApiError(500, f"The server lacks a package for this. {error}") from error
     except EqxDecodersError as error:
         raise ApiError(400, str(error)) from error
-
-
-def _check_form(constraint: TokenConstraint | None, piece: Piece, stop_ids: Sequence[int]) -> None:
-    """ApiError for an answer that had to end before it had the form that was asked for."""
-    ended = constraint is not None and piece.finish == "stop" and piece.tokens and piece.tokens[-1] in stop_ids
-    if ended and constraint is not None and constraint.error:
-        raise ApiError(400, f"The form that was asked for could not be kept: {constraint.error}.")
-
-
-def _chunk(shape: Shape, number: int, piece: Piece, prompt: Sequence[int] | None) -> bytes:
-    return event(shape.chunk(number, piece, prompt))
-
-
-def event(value: Any) -> bytes:
-    """One server-sent event."""
-    return b"data: " + write(value) + b"\n\n"
