@@ -7,13 +7,14 @@ Templates are untrusted. They are rendered in Jinja's immutable sandbox, without
 import dataclasses
 import hashlib
 import importlib.util
+import io
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from eqx_decoders.io.directory import Directory
 
 JINJA = "chat_template.jinja"
 SOURCE_BYTES = 1_000_000
+PIECE = 1 << 16  # letters that are written as JSON at once
 SECONDS = 1.0  # of processor time for one conversation
 MORE_SECONDS = 0.1  # for each in a process that renders many, on average
 WALL_SECONDS = 60.0  # longer, since other programs may keep the machine busy
@@ -179,7 +181,7 @@ class ChatTemplate:
         work["total_seconds"] = math.ceil(SECONDS + MORE_SECONDS * len(tasks)) + 1  # and a start of the process
         most = WALL_SECONDS + len(tasks)
         try:
-            given = json.dumps(work).encode()
+            given = "".join(_json(work)).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise DataError(f"messages and variables of a chat template must be JSON values: {error}.") from error
         process = process if process is not None and process.alive else RenderingProcess()
@@ -187,9 +189,13 @@ class ChatTemplate:
             code, output, errors = process.run(given, most)
         except subprocess.TimeoutExpired as error:
             raise self._error(f"it took more than {most:g} s") from error
-        *whole, _ = output.split(b"\n")
-        answers = (json.loads(line) for line in whole)
-        found = [self._error(one["error"]) if "error" in one else Rendered(**one) for one in answers]
+        found, texts = [], []
+        for one in (json.loads(line) for line in io.BytesIO(output) if line.endswith(b"\n")):
+            if isinstance(one, str):
+                texts.append(one)
+            else:
+                found.append(self._error(one["error"]) if "error" in one else Rendered(text="".join(texts), **one))
+                texts = []
         if code == 0 and found:
             return found, None
         for number, each in ((signal.SIGPROF, f"{SECONDS:g} s"), (signal.SIGXCPU, f"{MORE_SECONDS:g} s on average")):
@@ -202,6 +208,28 @@ class ChatTemplate:
         printable = "".join(letter if letter.isprintable() else " " for letter in cause[:300])
         sentence = f"{self.where} cannot be rendered: {' '.join(printable.split()).rstrip('.')}"
         return ConversionError(f"{sentence}. Change the messages, or give the text without the template.")
+
+
+def _json(value: Any) -> Iterator[str]:
+    """What json.dumps gives, in pieces: of megabytes one call would stop all threads."""
+    if isinstance(value, str) and len(value) > PIECE:
+        for begin in range(0, len(value), PIECE):
+            yield ("" if begin else '"') + json.dumps(value[begin : begin + PIECE])[1:-1]
+        yield '"'
+    elif isinstance(value, dict) and all(isinstance(name, str) for name in value):
+        yield "{"
+        for place, (name, one) in enumerate(value.items()):
+            yield f"{', ' if place else ''}{json.dumps(name)}: "
+            yield from _json(one)
+        yield "}"
+    elif isinstance(value, list | tuple) and any(isinstance(one, str | dict | list | tuple) for one in value):
+        yield "["
+        for place, one in enumerate(value):
+            yield ", " if place else ""
+            yield from _json(one)
+        yield "]"
+    else:
+        yield json.dumps(value)
 
 
 def read_chat_template(file: str | Path) -> ChatTemplate:

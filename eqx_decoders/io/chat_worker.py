@@ -5,7 +5,7 @@ the operating system limits processor time and memory. Should the sandbox have a
 be opened. Standard input holds a JSON object with `source`, `tasks` (the variables of each rendering), `literal`
 (names of special tokens that are letters in messages), `seconds` (of processor time for each) and `total_seconds`; the
 one argument, a list, says where jinja2 is found. The output is a line with one JSON object for each that this process
-renders, as soon as it is done: `{"error": sentence}`, or `text` with
+renders, as soon as it is done: `{"error": sentence}`, or, behind lines with the pieces of its text as JSON strings,
 
 - `generated`: [start, stop] of the characters within `{% generation %}`; null where the template has no such mark;
 - `messages`: [number of the message, start, stop] of what each turn of a loop over messages wrote;
@@ -24,6 +24,7 @@ from typing import Any
 
 MEMORY = 1 << 30  # bytes of address space, of which Python takes some 100 MB
 CHARACTERS = 10_000_000  # of a rendered text, and of all together beyond which this process begins no other
+PIECE = 1 << 16  # characters in one line: whoever reads it does something else in between
 
 
 def main() -> None:
@@ -45,7 +46,9 @@ def main() -> None:
         except Exception as error:  # a template can raise anything
             answer = {"error": f"{type(error).__name__}: {error}"}
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.write(json.dumps(answer) + "\n")
+        text = answer.pop("text", "")
+        for one in [*(text[begin : begin + PIECE] for begin in range(0, len(text), PIECE)), answer]:
+            sys.stdout.write(json.dumps(one) + "\n")
         sys.stdout.flush()
 
 

@@ -36,17 +36,29 @@ class Piece:
     finish: str | None = None
     reason: str | int | None = None
 
-    def add(self, other: "Piece") -> None:
-        """Put another piece behind this one."""
-        self.text += other.text
-        for name in ("tokens", "scored", "scores", "offsets"):
-            getattr(self, name).extend(getattr(other, name))
-        self.finish, self.reason = other.finish, other.reason
-
     @property
     def empty(self) -> bool:
         """Whether there is nothing in it that a client could want."""
         return not (self.text or self.tokens or self.scored or self.finish)
+
+
+class Gathered:
+    """The pieces of one answer, one behind the other. Texts are joined once: no token copies a long echo."""
+
+    def __init__(self):
+        self._piece, self._texts = Piece(), list[str]()
+
+    def add(self, other: Piece) -> None:
+        """Put a piece behind the others."""
+        self._texts.append(other.text)
+        for name in ("tokens", "scored", "scores", "offsets"):
+            getattr(self._piece, name).extend(getattr(other, name))
+        self._piece.finish, self._piece.reason = other.finish, other.reason
+
+    def whole(self) -> Piece:
+        """All of them as one."""
+        self._piece.text = "".join(self._texts)
+        return self._piece
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +75,7 @@ class Choice:
     **Arguments:**
 
     - `asked`: by the client.
-    - `prompt`: ids that the answer goes on from as a text; empty for an answer that stands alone.
+    - `text`: that of the prompt whose text the answer goes on from; None for an answer that stands alone. It is copied.
     - `echo`: what stands before it.
     - `write`: False: the answer itself is not wanted, only what is before it.
     """
@@ -73,12 +85,12 @@ class Choice:
         asked: Asked,
         tokenizer: Tokenizer,
         *,
-        prompt: Sequence[int] = (),
+        text: Detokeniser | None = None,
         echo: Echo | None = None,
         write: bool = True,
     ):
         self._asked, self._tokenizer, self._echo, self._write = asked, tokenizer, echo, write
-        self._text = Detokeniser(tokenizer, prompt, special=asked.special)
+        self._text = Detokeniser(tokenizer, special=asked.special) if text is None else text.copy()
         self._stops = StopStrings(asked.stop, include=asked.include_stop)
         self._letters = 0 if echo is None else len(echo.text)  # of the whole text, before what is held back
         self.count = 0  # tokens of the answer

@@ -1,22 +1,18 @@
 """OpenAI's API in front of an engine: what each address does, whatever carries the requests (see `app.py`)."""
 
-import asyncio
-import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import hmac
-import logging
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from eqx_decoders.errors import EqxDecodersError, MissingPackage
 from eqx_decoders.io.tokenizer import JsonTokenizer
 from eqx_decoders.serving import known
-from eqx_decoders.serving.answers import ChatShape, Choice, Echo, Piece, Shape, Usage
+from eqx_decoders.serving.answers import ChatShape, Choice, Echo, Shape
 from eqx_decoders.serving.asked import (
     ApiConfig,
     Asked,
@@ -28,25 +24,24 @@ from eqx_decoders.serving.asked import (
     read_messages,
     read_variables,
 )
+from eqx_decoders.serving.beside import SLOW, beside, unless_small
 from eqx_decoders.serving.browser import page
 from eqx_decoders.serving.constraints import Forms, TokenConstraint
-from eqx_decoders.serving.large import SMALL, write
+from eqx_decoders.serving.large import SMALL
 from eqx_decoders.serving.metrics import Clock, Metrics
 from eqx_decoders.serving.prompts import Language, PromptReader, Read
+from eqx_decoders.serving.replies import Events, Reply, Task
 from eqx_decoders.serving.request import QueueFull, Request
-from eqx_decoders.serving.text import TokenTexts, decode
+from eqx_decoders.serving.text import CONTEXT, Detokeniser, TokenTexts, decode
 from eqx_decoders.serving.wire import LARGEST, ApiError, Fields, parse, token_of
 from eqx_decoders.serving.worker import Answers, NotServing, Worker
 
 
 LEAST_ENTRIES = 10_000
-LITTLE = 1000  # numbers that are read or written on the event loop, in a millisecond
-SLOW = 20  # numbers that take as long as the text of one token
+ECHOED = 1 << 22  # letters of prompts in one response, at most
 RETRY_AFTER = 1  # seconds, after which a queue that is full may have room
 
 Result = TypeVar("Result")
-
-_log = logging.getLogger("eqx_decoders.serving")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,51 +58,6 @@ class Call:
     with_key: bool = False
     body: bytes = b""
     arrived: float = dataclasses.field(default_factory=time.monotonic)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Reply:
-    """A whole response."""
-
-    content: bytes
-    status: int = 200
-    content_type: str = "application/json"
-    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def json(cls, value: Any, status: int = 200, **headers: str) -> "Reply":
-        return cls(content=write(value), status=status, headers=headers)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Events:
-    """A response that is sent piece by piece. Whoever sends it calls `close` afterwards, whatever has happened."""
-
-    content: AsyncIterator[bytes]
-    close: Callable[[], None]
-
-
-@dataclasses.dataclass(kw_only=True)
-class Task:
-    """The answers to one request on their way."""
-
-    asked: Asked
-    shape: Shape
-    answers: Answers
-    choices: list[Choice]
-    clocks: list[Clock]
-    prompts: list[tuple[int, ...]]  # of each choice
-    constraints: Sequence[TokenConstraint | None]
-
-    @property
-    def usage(self) -> Usage:
-        """The prompts count once, also where there are several answers to each."""
-        own = range(0, len(self.choices), self.asked.n)
-        return Usage(
-            prompt=sum(len(self.prompts[number]) for number in own),
-            answers=sum(choice.count for choice in self.choices),
-            cached=sum(self.choices[number].cached for number in own),
-        )
 
 
 class Api:
@@ -128,7 +78,6 @@ class Api:
         self._forms = Forms(language.tokenizer, config.vocab_size, language.stop_ids)
         self._forms.warm_up()
         self._texts = TokenTexts(language.tokenizer)
-        self._threads = concurrent.futures.ThreadPoolExecutor(2, "api")
         self._entries = max(config.max_length, config.max_choices, LEAST_ENTRIES)  # of a list in a large body
         self._seeds = random.Random(config.seed) if config.seed is not None else secrets.SystemRandom()
         self._created = int(time.time())
@@ -144,10 +93,9 @@ class Api:
         return same.index(True) if any(same) and kind.lower() == "bearer" else None
 
     def close(self) -> None:
-        """End the threads that read and write."""
+        """End the threads that read and compile, and the processes."""
         self._reader.close()
         self._forms.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     # --- what is asked about the server -------------------------------------------------------------------------------
 
@@ -205,7 +153,8 @@ class Api:
         text, flag, messages, variables = await self._asked(call, read)
         reading = self._reader.chat(messages, variables, answer=flag, client=call.client) if messages else None
         found = await self._checked(self._reader.text(text, special=flag) if reading is None else reading)
-        return Reply.json({"tokens": found.ids, "count": len(found.ids), "max_model_len": self.config.max_length})
+        whole = {"tokens": found.ids, "count": len(found.ids), "max_model_len": self.config.max_length}
+        return await unless_small(len(found.ids), lambda: Reply.json(whole))
 
     async def detokenize(self, call: Call) -> Reply:
         """The text of ids."""
@@ -219,7 +168,7 @@ class Api:
 
         tokens = await self._asked(call, read)
         text = await self._checked(self._reader.run(decode, self.language.tokenizer, tokens, special=True))
-        return Reply.json({"prompt": text})
+        return await unless_small(len(text) // 8, lambda: Reply.json({"prompt": text}))
 
     async def tokenizer_info(self, call: Call) -> Reply:
         """What a client needs to write prompts itself."""
@@ -264,15 +213,26 @@ class Api:
         return await self._answer(call, asked, shape, [read], rooms, choices)
 
     async def _choices(self, asked: CompletionAsked, reads: Sequence[Read]) -> list[Choice]:
-        tokenizer, write = self.language.tokenizer, asked.max_tokens != 0
-        choices = []
-        for read, prompt in zip(reads, asked.prompts, strict=True):
-            echo = None
-            if asked.echo:
-                ids = not isinstance(prompt, str)
-                echo = Echo(text=await self._reader.run(decode, tokenizer, prompt) if ids else prompt, ids=read.ids)
-            choices += [Choice(asked, tokenizer, prompt=read.ids, echo=echo, write=write) for _ in range(asked.n)]
-        return choices
+        tokenizer = self.language.tokenizer
+        pairs = zip(reads, asked.prompts, strict=True)
+        echoes = [await self._echo(*pair) if asked.echo else None for pair in pairs]
+        letters = asked.n * sum(len(echo.text) for echo in echoes if echo is not None)
+        if letters > ECHOED:
+            told = f"echo=true gives prompts of {letters:,} characters back, {asked.n} times each"
+            raise ApiError(400, f"{told}: at most {ECHOED:,} are given.", param="echo", code="too_many")
+
+        def begin() -> list[Detokeniser]:
+            return [Detokeniser(tokenizer, read.ids, special=asked.special) for read in reads]
+
+        options: dict[str, Any] = {"write": asked.max_tokens != 0}
+        texts = await unless_small(2 * CONTEXT * SLOW * len(reads), begin)
+        each = [(text, echo) for text, echo in zip(texts, echoes, strict=True) for _ in range(asked.n)]
+        return [Choice(asked, tokenizer, text=text, echo=echo, **options) for text, echo in each]
+
+    async def _echo(self, read: Read, prompt: str | Sequence[int]) -> Echo:
+        if isinstance(prompt, str):
+            return Echo(text=prompt, ids=read.ids)
+        return Echo(text=await self._reader.run(decode, self.language.tokenizer, prompt), ids=read.ids)
 
     def _rooms(self, asked: Asked, reads: Sequence[Read], *, usual: int = LARGEST, echo: bool = False) -> list[int]:
         """The most tokens of the answers to each prompt, or ApiError where that cannot be, or has too many scores."""
@@ -342,7 +302,7 @@ class Api:
             )
 
         tokens = sum(len(read.ids) for read in reads) * asked.n
-        requests = await self._unless_small(tokens, lambda: [request(number) for number in range(len(choices))])
+        requests = await unless_small(tokens, lambda: [request(number) for number in range(len(choices))])
         task = Task(
             asked=asked,
             shape=shape,
@@ -351,10 +311,9 @@ class Api:
             clocks=[Clock(self.metrics, call.arrived) for _ in choices],
             prompts=[request.prompt for request in requests],
             constraints=constraints,
+            stop_ids=self.language.stop_ids,
         )
-        if asked.stream:
-            return Events(content=self._events(task), close=lambda: self._close(task))
-        return await self._whole(task)
+        return Events(content=task.events(), close=task.close) if asked.stream else await task.whole()
 
     async def _constraints(self, asked: Asked, count: int, client: str) -> Sequence[TokenConstraint | None]:
         if asked.form is None:
@@ -374,74 +333,6 @@ class Api:
         except NotServing as error:
             raise ApiError(503, str(error), retry_after=RETRY_AFTER) from error
 
-    async def _whole(self, task: Task) -> Reply:
-        whole = [Piece() for _ in task.choices]
-        try:
-            async for number, piece in self._pieces(task):
-                whole[number].add(piece)
-        finally:
-            self._close(task)
-        prompts = dict(enumerate(task.prompts)) if task.asked.return_token_ids else {}
-        size = sum(self._weight(task, piece) for piece in whole) + sum(map(len, prompts.values()))
-        return await self._unless_small(size, lambda: Reply.json(task.shape.whole(whole, task.usage, prompts)))
-
-    def _weight(self, task: Task, piece: Piece) -> int:
-        """How many numbers and letters the JSON of a piece has, about."""
-        return len(piece.tokens) + len(piece.text) // 8 + len(piece.scores) * (1 + (task.asked.logprobs or 0))
-
-    async def _unless_small(self, size: int, call: Callable[[], Result]) -> Result:
-        """What a call gives that takes a microsecond or so for each of so many things."""
-        return call() if size <= LITTLE else await self._beside(call)
-
-    async def _events(self, task: Task) -> AsyncIterator[bytes]:
-        """Server-sent events: the chunks, errors as OpenAI's clients expect them, and [DONE]."""
-        asked, shape, begun = task.asked, task.shape, set[int]()
-        try:
-            for number in range(len(task.choices)):
-                first = shape.first(number)
-                if first is not None:
-                    yield event(first)
-            async for number, piece in self._pieces(task):
-                if not piece.empty:
-                    prompt = None if number in begun else task.prompts[number]
-                    size = self._weight(task, piece) + len(prompt or ())
-                    made = functools.partial(_chunk, shape, number, piece, prompt)
-                    yield await self._unless_small(size, made)
-                    begun.add(number)
-            if asked.include_usage:
-                yield event(shape.last(task.usage))
-        except ApiError as error:
-            yield event(error.body)
-        except Exception:
-            _log.exception("a stream has failed")
-            yield event(ApiError(500, "The server could not answer this request.").body)
-        yield b"data: [DONE]\n\n"
-
-    async def _pieces(self, task: Task) -> AsyncIterator[tuple[int, Piece]]:
-        async for number, update in task.answers:
-            choice, clock = task.choices[number], task.clocks[number]
-            try:
-                take = functools.partial(choice.take, update)
-                piece = await self._unless_small(SLOW * len(update.prompt_scores), take)
-            except ApiError as error:
-                clock.ended("error" if error.status == 500 else "abort")
-                choice.finished = True
-                raise
-            clock.tokens(len(update.tokens), update.queue_seconds)
-            if choice.finished:
-                task.answers.cancel(number)
-                clock.ended(piece.finish or "stop")
-                _check_form(task.constraints[number], piece, self.language.stop_ids)
-            yield number, piece
-
-    def _close(self, task: Task) -> None:
-        """Nobody waits any more: what is not complete is cancelled."""
-        task.answers.close()
-        for choice, clock in zip(task.choices, task.clocks, strict=True):
-            if not choice.finished:
-                choice.finished = True
-                clock.ended("abort")
-
     # --- checks -------------------------------------------------------------------------------------------------------
 
     def _check_running(self) -> None:
@@ -460,11 +351,7 @@ class Api:
         def whole() -> Result:
             return read(self._body(call))
 
-        return whole() if len(call.body) <= SMALL else await self._beside(whole)
-
-    async def _beside(self, call: Callable[[], Result]) -> Result:
-        """Call something that takes milliseconds in a thread. If this is cancelled before it begins, it is dropped."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        return whole() if len(call.body) <= SMALL else await beside(whole)
 
     async def _checked(self, work: Awaitable[Result]) -> Result:
         """What `work` gives; errors of this library in what clients have sent are theirs."""
@@ -483,19 +370,3 @@ def client_errors():
         raise ApiError(500, f"The server lacks a package for this. {error}") from error
     except EqxDecodersError as error:
         raise ApiError(400, str(error)) from error
-
-
-def _check_form(constraint: TokenConstraint | None, piece: Piece, stop_ids: Sequence[int]) -> None:
-    """ApiError for an answer that had to end before it had the form that was asked for."""
-    ended = constraint is not None and piece.finish == "stop" and piece.tokens and piece.tokens[-1] in stop_ids
-    if ended and constraint is not None and constraint.error:
-        raise ApiError(400, f"The form that was asked for could not be kept: {constraint.error}.")
-
-
-def _chunk(shape: Shape, number: int, piece: Piece, prompt: Sequence[int] | None) -> bytes:
-    return event(shape.chunk(number, piece, prompt))
-
-
-def event(value: Any) -> bytes:
-    """One server-sent event."""
-    return b"data: " + write(value) + b"\n\n"

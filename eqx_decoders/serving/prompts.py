@@ -20,6 +20,7 @@ from eqx_decoders.io.processors.prompts import check_parts
 from eqx_decoders.io.processors.rules import Seen
 from eqx_decoders.io.tokenizer import JsonTokenizer, Tokenizer
 from eqx_decoders.sampling import GenerationConfig
+from eqx_decoders.serving.beside import SLOW, unless_small
 from eqx_decoders.serving.files import FileReading, FilesConfig, Upload
 from eqx_decoders.serving.rendering import Renderer
 from eqx_decoders.serving.turns import Turns
@@ -32,8 +33,8 @@ HEAD = 1000  # letters of a data: URL before its content
 SHRINKS = 4  # letters that a normaliser may make one of
 LETTERS = 8  # of a token: shorter texts are encoded without a look at their beginning
 PIECE = 1 << 14  # letters that are encoded at once, to see whether a text is too long
+AROUND = 256  # letters around blanks that tell whether these are dropped: more than the name of a special token has
 ENTRIES, PER_TOKEN = 20_000, 8  # of lists and objects in a conversation, at most; more where more tokens are taken
-FEW = 64  # messages that are looked through on the event loop
 
 _blanks = re.compile(r"\s+")
 
@@ -167,7 +168,7 @@ class PromptReader:
             raise ApiError(400, "This model's chat template knows no tools: leave them out.", param="tools")
         found = _Parts(self.language, self._max_files, self._max_length)
         count = sum(len(one["content"]) if isinstance(one.get("content"), list) else 1 for one in messages)
-        plain = await _beside(count, lambda: [found.message(*pair) for pair in enumerate(messages)])
+        plain = await unless_small(SLOW * count, lambda: [found.message(*pair) for pair in enumerate(messages)])
         if found.files:
             return await self._seen(plain, variables, answer=answer, client=client)
         rendered = await self._render(Conversation(plain, variables, answer), client)
@@ -180,7 +181,7 @@ class PromptReader:
     ) -> Read:
         """The same with files. The text comes first: what cannot be rendered needs no files."""
         assert self._files is not None
-        whole, files = await _beside(len(messages), lambda: check_parts(messages))
+        whole, files = await unless_small(SLOW * len(messages), lambda: check_parts(messages))
         renderer = self._film_renderer if files["video"] else None
         text = await self._render(Conversation(whole, variables, answer), client, check=list, renderer=renderer)
         await self.check(text.text, client)
@@ -230,7 +231,7 @@ class PromptReader:
                 raise ApiError(400, rule, param="messages")
             return whole, *size_of(conversation)
 
-        checked, letters, entries = await _beside(len(conversation.messages), measured)
+        checked, letters, entries = await unless_small(SLOW * len(conversation.messages), measured)
         if letters > self._most:
             self._refuse(letters)
         if entries > ENTRIES + PER_TOKEN * self._max_length:
@@ -238,27 +239,39 @@ class PromptReader:
         return await renderer.render(checked, letters + entries, client)
 
 
-async def _beside(count: int, call: Callable[[], Result]) -> Result:
-    """What a call gives that takes some microseconds for each of so many things: for many not on the event loop."""
-    return call() if count <= FEW else await asyncio.to_thread(call)
-
-
 def is_too_long(tokenizer: Tokenizer, text: str, most: int) -> bool:
     """Whether a text surely has more than so many tokens, as far as its beginning tells.
 
     It is encoded piece by piece, until these have twice as many tokens. A text may have fewer than its pieces: where it
-    is cut, two tokens for one; and of a run of blanks, which some tokenizers drop, none. So the first two tokens of a
-    piece don't count, and of each run only one blank is looked at; what is left is at most twice what the whole has,
-    whatever the tokenizer's normaliser, longest token or rules of merging are: those act within words.
+    is cut, two tokens for one. So of each piece two tokens don't count; what is left is at most twice what the whole
+    has, whatever the tokenizer's normaliser, longest token or rules of merging are: those act within words. Some drop
+    blanks, depending on what is around them: a piece that begins or ends with some is encoded with that.
     """
-    count = 0
+
+    def size(text: str) -> int:
+        if isinstance(tokenizer, JsonTokenizer):
+            return len(tokenizer.encode(text, special=True))
+        return len(tokenizer.encode(text))
+
+    count = start = stop = 0  # the last two: of the blanks at a piece's begin, and at its end
     for begin in range(0, len(text), PIECE):
-        piece = _blanks.sub(" ", text[begin : begin + PIECE])
-        ids = tokenizer.encode(piece, special=True) if isinstance(tokenizer, JsonTokenizer) else tokenizer.encode(piece)
-        count += max(0, len(ids) - 2)
+        piece, end = text[begin : begin + PIECE], min(begin + PIECE, len(text))
+        if stop < end:
+            stop = _after_blanks(text, end)
+        before = text[max(0, start - AROUND) : start] if piece[0].isspace() else ""
+        behind = text[stop : stop + AROUND] if piece[-1].isspace() else ""
+        count += max(0, size(before + piece + behind) - size(before) - size(behind) - 2)
         if count > 2 * most:
             return True
+        shown = len(piece.rstrip())
+        start = begin + shown if shown else start
     return False
+
+
+def _after_blanks(text: str, at: int) -> int:
+    while (found := _blanks.match(text, at, at + PIECE)) is not None:
+        at = found.end()
+    return at
 
 
 def size_of(value: Any) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """Tokens of an answer as text, as they come: no halves of characters, and nothing of a stop string."""
 
+import copy
 import functools
 from collections.abc import Sequence
 
@@ -28,8 +29,14 @@ class Detokeniser:
         self._context: list[int] = []  # the ids of the piece before this one
         self._ids: list[int] = []  # those whose text is not whole yet
         self._shown = 0  # characters of theirs that were returned
-        for token in self._end_of(list(before)):
+        for token in self._end_of(list(before[-CONTEXT:])):
             self.push(token)
+
+    def copy(self) -> "Detokeniser":
+        """One that goes on from here by itself."""
+        other = copy.copy(self)
+        other._context, other._ids = [*self._context], [*self._ids]
+        return other
 
     def _end_of(self, before: list[int]) -> list[int]:
         """The last ids, beginning with a whole character. The last one may be cut."""

@@ -81,7 +81,7 @@ def parse(raw: bytes, most: int = LARGEST) -> dict[str, Any]:
     A large one may have lists of at most so many entries, and is read a little at a time.
     """
     try:
-        text = raw.decode("utf-8")
+        text = large.text(raw)
         if len(raw) > large.SMALL:
             body = large.read(text, most)
         else:

@@ -489,3 +489,25 @@ def test_what_ends_a_process_takes_no_others_with_it(monkeypatch):
     (error,) = template.render_some(work[2:])
     assert isinstance(error, ConversionError) and "more than 0.3 s" in str(error)
     assert [one.text for one in template.render_some(work[3:])] == ["0"]
+
+
+@pytest.mark.parametrize("letters", ["aé😀", "\ud83d", '"\\\n'])
+def test_long_conversations_are_given_and_taken_in_pieces(letters, monkeypatch):
+    """No call reads or writes the JSON of all of one, which would stop all threads."""
+    most, dumps, loads = [0], json.dumps, json.loads
+
+    def dumped(value, **options):
+        most[0] = max(most[0], len(text := dumps(value, **options)))
+        return text
+
+    def loaded(text):
+        most[0] = max(most[0], len(text))
+        return loads(text)
+
+    template = ChatTemplate(source="{{ messages[0].content }}{{ tools[0].a[2.5] }}")
+    messages, tools = [{"role": "user", "content": letters * 100_000}], [{"a": {2.5: [1, "x"], None: True}}]
+    text = "".join(chat._json([messages, tools, {"a": [], "b": {}, "c": (1, None)}]))
+    assert text == dumps([messages, tools, {"a": [], "b": {}, "c": (1, None)}])
+    monkeypatch.setattr(chat.json, "dumps", dumped), monkeypatch.setattr(chat.json, "loads", loaded)
+    assert template.rendered(messages, tools=tools).text == letters * 100_000
+    assert 0 < most[0] <= 12 * chat.PIECE + 3

@@ -14,7 +14,7 @@ from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.chat import ChatTemplate, Rendered
 from eqx_decoders.io.tokenizer import ByteTokenizer, train_bpe
 from eqx_decoders.serving import api, server as server_module
-from eqx_decoders.serving.answers import Choice, Shape
+from eqx_decoders.serving.answers import Choice, Gathered, Piece, Shape
 from eqx_decoders.serving.engine_config import EngineConfig
 from eqx_decoders.serving.prompts import Language, PromptReader, is_too_long
 from eqx_decoders.serving.request import Request
@@ -99,6 +99,30 @@ def test_a_token_that_takes_all_blanks_behind_it():
     assert count < 10 and not is_too_long(tokenizer, text, count)
 
 
+@pytest.mark.parametrize("blanks", [" ", "\n", " \n\t", "\u3000"])
+def test_blanks_that_are_no_words_count_where_they_are_kept(blanks):
+    tokenizer = Counting()
+    for begin in ("", "a"):
+        tokenizer.letters = 0
+        assert is_too_long(tokenizer, begin + blanks * 1_000_000 + "a", 100) and tokenizer.letters < 50_000
+    bpe = train_bpe(["a" + " " * 40 + "a"] * 9, 290)
+    assert is_too_long(bpe, "a" + blanks * 500_000, 2000) and not is_too_long(bpe, "a" + blanks * 1000, 3000)
+
+
+@pytest.mark.parametrize("side", ["lstrip", "rstrip"])
+def test_blanks_that_a_token_takes_are_none_of_the_text(side):
+    from tokenizers import AddedToken
+
+    tokenizer = train_bpe(["hello world"], 280)
+    tokenizer._inner.add_special_tokens([AddedToken("<u>", **{side: True})])
+    pair = "hello", "<u>"
+    first, last = pair if side == "lstrip" else pair[::-1]
+    text = (first + " " * 50_000 + last) * 3
+    assert not is_too_long(tokenizer, text, len(tokenizer.encode(text, special=True)))
+    other = (last + " " * 50_000 + first) * 3
+    assert is_too_long(tokenizer, other, len(tokenizer.encode(other, special=True)) // 4)
+
+
 def test_conversations_of_too_many_messages_are_refused_before_they_are_rendered(chats):
     pair = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     Plain.rendered = []
@@ -163,6 +187,53 @@ def test_log_probabilities_of_one_response_are_bounded():
         assert server.engine.seen[-1].max_new_tokens == 200
 
 
+def test_echoed_prompts_of_one_response_are_bounded(monkeypatch):
+    monkeypatch.setattr(api, "ECHOED", 400)
+    with serving(FakeEngine(), LETTERS) as server:
+        ask = dict(max_tokens=1, echo=True, temperature=0, n=4)
+        for prompt in ([97] * 100, "a" * 100, ["a" * 50, [97] * 50]):
+            assert "a" * 50 + "b" in server.json(COMPLETIONS, ask | {"prompt": prompt})["choices"][0]["text"]
+            error = server.json(COMPLETIONS, ask | {"prompt": prompt, "n": 5}, code=400)["error"]
+            assert error["param"] == "echo" and "400" in error["message"]
+
+
+def test_a_long_echo_is_not_copied_by_each_token():
+    class Text(str):
+        def __add__(self, other):
+            raise AssertionError("copied")
+
+    whole = Gathered()
+    for text in (Text("a" * 100), "b", "c"):
+        whole.add(Piece(text=text, tokens=[1]))
+    assert whole.whole().text == "a" * 100 + "bc" and whole.whole().tokens == [1] * 3
+
+
+class Decoding(ByteTokenizer):
+    """Counts what it decodes, by thread."""
+
+    calls: dict[str, int] = {}  # noqa: RUF012 - of the test
+
+    def decode(self, ids):
+        name = threading.current_thread().name
+        self.calls[name] = self.calls.get(name, 0) + 1
+        return super().decode(ids)
+
+
+def test_where_a_text_goes_on_is_found_once_for_all_answers_to_a_prompt():
+    with serving(FakeEngine(max_waiting=200), Language(tokenizer=Decoding(), stop_ids=(257,))) as server:
+        body, counts = dict(max_tokens=1, temperature=0), []
+        for ask in ({"prompt": [97] * 40}, {"prompt": [97] * 40, "n": 64}, {"prompt": [[97] * 40] * 64}):
+            Decoding.calls.clear()
+            found = server.json(COMPLETIONS, body | ask)["choices"]
+            assert {choice["text"] for choice in found} == {"b"}
+            counts.append(
+                (sum(Decoding.calls.values()), sum(n for at, n in Decoding.calls.items() if at[:6] != "beside"))
+            )
+    alone, several, many = counts
+    assert several[0] - alone[0] <= 6 * 63  # the decoding of each answer's own token
+    assert many[1] <= 6 * 64 + 6  # many prompts are not looked at on the event loop
+
+
 def test_what_is_large_is_not_made_on_the_event_loop(monkeypatch):
     threads = {}
 
@@ -184,7 +255,7 @@ def test_what_is_large_is_not_made_on_the_event_loop(monkeypatch):
             blanks = b" " * (large * 70_000)
             server.json(COMPLETIONS, raw=json.dumps(ask | {"prompt": [97] * count}).encode() + blanks)
             assert server.call(COMPLETIONS, ask | {"prompt": [97] * count, "stream": True})[0] == 200
-            beside = {name: any(one.startswith("api") for one in found) for name, found in threads.items()}
+            beside = {name: any(one.startswith("beside") for one in found) for name, found in threads.items()}
             assert beside == dict.fromkeys(("whole", "chunk", "take", "read_completion"), large)
 
 

@@ -94,3 +94,63 @@ def test_no_call_of_the_standard_library_takes_much():
     for value in (whole, chat):
         assert max(map(len, large._pieces(value, large.OPENED))) < 200_000
         assert json.loads(large.write(value)) == value
+
+
+ESCAPED = ["\\u0041", "\\ud83d\\ude00", "\\\\", "\\\\ud83d", '\\"', "é", "😀", "\\n", "\\u00e9", "x"]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_long_strings_are_read_and_written_in_pieces(seed, monkeypatch):
+    """Wherever these are cut."""
+    monkeypatch.setattr(large, "WINDOW", 13 + seed)
+    pick = random.Random(seed)
+    for most in (1, 2, 10):
+        letters = "".join(pick.choice(ESCAPED[-most:] + ESCAPED[:most]) for _ in range(300))
+        whole = f'{{"{letters}": ["{letters}", 12.5e3, "{letters}"]}}'
+        assert large.read(whole, 9) == json.loads(whole)
+        assert large.write(json.loads(whole)).decode() == json.dumps(
+            json.loads(whole), ensure_ascii=False, separators=(",", ":")
+        )
+        raw = whole.encode()
+        monkeypatch.setattr(large, "SMALL", 1 + seed)
+        assert large.text(raw) == whole
+        for wrong in (raw + b"\xff", raw + "é".encode()[:1], b"\xed\xa0\x80"):
+            with pytest.raises(UnicodeDecodeError):
+                large.text(wrong)
+
+
+@pytest.mark.parametrize("letters", ["\\u0041", "é", "\\ud83d\\ude00", "A", " "])
+def test_no_call_takes_a_whole_string(letters, monkeypatch):
+    text = f'{" " * 100_000}{{"a": "{letters * 30_000}"}}'
+    reader = large._Reader(text, 10)
+    scan, most = reader._scan, [0]
+
+    def measured(given, at):
+        most[0] = max(most[0], len(given) - at)
+        return scan(given, at)
+
+    reader._scan = measured
+    value = reader.whole()
+    assert value == json.loads(text) and 0 < most[0] <= large.WINDOW + 2
+    assert max(map(len, large._pieces(value, large.OPENED))) <= 2 * large.WINDOW
+
+
+WRONG_STRINGS = [
+    "\\ud83d",
+    "\\ude00",
+    "\\ud83d\\n",
+    "\\ud83d\\u0041",
+    "\\x",
+    "\\u12",
+    "\\u12g4",
+    "\n",
+    "\\",
+    "\\ud83dx",
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG_STRINGS, ids=range(len(WRONG_STRINGS)))
+def test_a_long_string_with_a_mistake_is_refused(wrong):
+    for before, behind in ((70_000, 0), (0, 70_000), (large.WINDOW - 3, 70_000)):
+        with pytest.raises(ApiError, match=r"is no (valid JSON|UTF-8 text)"):
+            parse(f'{{"a": "{"x" * before}{wrong}{"x" * behind}"}}'.encode())
