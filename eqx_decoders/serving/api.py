@@ -152,7 +152,9 @@ class Api:
 
         text, flag, messages, variables = await self._asked(call, read)
         reading = self._reader.chat(messages, variables, answer=flag, client=call.client) if messages else None
-        found = await self._checked(self._reader.text(text, special=flag) if reading is None else reading)
+        if reading is None:
+            reading = self._reader.text(text, special=flag, client=call.client)
+        found = await self._checked(reading)
         whole = {"tokens": found.ids, "count": len(found.ids), "max_model_len": self.config.max_length}
         return await unless_small(len(found.ids), lambda: Reply.json(whole))
 
@@ -167,7 +169,8 @@ class Api:
             return fields.many("tokens", lambda value: token_of(value, most), rule, most=self._entries)
 
         tokens = await self._asked(call, read)
-        text = await self._checked(self._reader.run(decode, self.language.tokenizer, tokens, special=True))
+        made = self._reader.run(decode, self.language.tokenizer, tokens, special=True, client=call.client)
+        text = await self._checked(made)
         return await unless_small(len(text) // 8, lambda: Reply.json({"prompt": text}))
 
     async def tokenizer_info(self, call: Call) -> Reply:
@@ -192,11 +195,12 @@ class Api:
         reads: list[Read] = []
         for prompt in asked.prompts:
             if isinstance(prompt, str):
-                reads.append(await self._checked(self._reader.text(prompt, special=asked.add_special_tokens)))
+                reading = self._reader.text(prompt, special=asked.add_special_tokens, client=call.client)
+                reads.append(await self._checked(reading))
             else:
                 reads.append(Read(prompt))
         rooms = self._rooms(asked, reads, usual=16, echo=asked.echo)
-        choices = await self._choices(asked, reads)
+        choices = await self._choices(asked, reads, call.client)
         shape = Shape(call.request_id, self.config.name, asked, self._texts)
         return await self._answer(call, asked, shape, reads, rooms, choices, echo=asked.echo)
 
@@ -212,10 +216,10 @@ class Api:
         shape = ChatShape(call.request_id, self.config.name, asked, self._texts)
         return await self._answer(call, asked, shape, [read], rooms, choices)
 
-    async def _choices(self, asked: CompletionAsked, reads: Sequence[Read]) -> list[Choice]:
+    async def _choices(self, asked: CompletionAsked, reads: Sequence[Read], client: str) -> list[Choice]:
         tokenizer = self.language.tokenizer
         pairs = zip(reads, asked.prompts, strict=True)
-        echoes = [await self._echo(*pair) if asked.echo else None for pair in pairs]
+        echoes = [await self._echo(*pair, client) if asked.echo else None for pair in pairs]
         letters = asked.n * sum(len(echo.text) for echo in echoes if echo is not None)
         if letters > ECHOED:
             told = f"echo=true gives prompts of {letters:,} characters back, {asked.n} times each"
@@ -229,10 +233,10 @@ class Api:
         each = [(text, echo) for text, echo in zip(texts, echoes, strict=True) for _ in range(asked.n)]
         return [Choice(asked, tokenizer, text=text, echo=echo, **options) for text, echo in each]
 
-    async def _echo(self, read: Read, prompt: str | Sequence[int]) -> Echo:
+    async def _echo(self, read: Read, prompt: str | Sequence[int], client: str) -> Echo:
         if isinstance(prompt, str):
             return Echo(text=prompt, ids=read.ids)
-        return Echo(text=await self._reader.run(decode, self.language.tokenizer, prompt), ids=read.ids)
+        return Echo(text=await self._reader.run(decode, self.language.tokenizer, prompt, client=client), ids=read.ids)
 
     def _rooms(self, asked: Asked, reads: Sequence[Read], *, usual: int = LARGEST, echo: bool = False) -> list[int]:
         """The most tokens of the answers to each prompt, or ApiError where that cannot be, or has too many scores."""
