@@ -195,7 +195,8 @@ class Api:
                 reads.append(await self._checked(self._reader.text(prompt, special=asked.add_special_tokens)))
             else:
                 reads.append(Read(prompt))
-        rooms = self._rooms(asked, reads, usual=16, echo=asked.echo)
+        size = sum(len(read.ids) for read in reads) // 8
+        rooms = await unless_small(size, lambda: self._rooms(asked, reads, usual=16, echo=asked.echo))
         choices = await self._choices(asked, reads)
         shape = Shape(call.request_id, self.config.name, asked, self._texts)
         return await self._answer(call, asked, shape, reads, rooms, choices, echo=asked.echo)
