@@ -42,8 +42,9 @@ OWN_CACHE = None if "PYTEST_XDIST_WORKER" in os.environ else tempfile.mkdtemp(pr
 os.environ["EQX_DECODERS_CACHE"] = OWN_CACHE or os.environ["EQX_DECODERS_CACHE"]
 if not AS_USERS_RUN:
     # Most of a test's time is the compiler's, on programs that run once or twice. XLA's own passes are not touched, but
-    # the way in which older versions wrote the code of fusions takes half of the time.
-    old = ["--xla_cpu_use_fusion_emitters=false"] if jaxlib.version.__version_info__ < (0, 11) else []
+    # older versions' way to write the code of fusions takes half of the time, and a module in several pieces a tenth.
+    old = ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
+    old = old if jaxlib.version.__version_info__ < (0, 11) else []
     os.environ.setdefault("XLA_FLAGS", " ".join(["--xla_backend_optimization_level=0", *old]))
 
 import hypothesis  # noqa: E402

@@ -1,6 +1,7 @@
 """The ASGI application (Starlette, extra "serve"): addresses, keys, sizes, time limits, and clients that go away."""
 
 import asyncio
+import collections
 import contextlib
 import logging
 import time
@@ -76,21 +77,35 @@ async def _unknown(request: Any, error: Any) -> Any:
 
 
 class _Place:
-    """One of the requests at once, and the bytes of its body."""
+    """One of the requests at once, whose it is, and the bytes of its body.
 
-    def __init__(self, guard: "_Guard"):
-        self._guard, self._bytes = guard, 0
+    Where all are taken, the client with most of them loses one to a client who has fewer: it is refused, if nothing of
+    its answer has been sent. Bodies that are still coming are the first to go.
+    """
+
+    def __init__(self, guard: "_Guard", client: str):
+        self._guard, self._bytes, self.client = guard, 0, client
+        self.coming, self.settled, self.refused = True, False, False
+        self._task = asyncio.current_task()
 
     def __enter__(self) -> "_Place":
-        open_, most = self._guard.open, self._guard.config.max_open
-        if open_ >= most:
-            raise ApiError(429, f"{open_} requests are open: come again later.", code="busy", retry_after=1)
-        self._guard.open += 1
+        if len(self._guard.places) >= self._guard.config.max_open:
+            self._guard.make_room(self.client)
+        self._guard.places[self] = None
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._guard.open -= 1
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._guard.places.pop(self, None)
         self.give_back()
+        if self.refused and kind is asyncio.CancelledError and self._task is not None and not self._task.uncancel():
+            raise self._guard.busy()
+
+    def refuse(self) -> None:
+        """Give it to another client: its request ends with ApiError."""
+        self.refused = True
+        self._guard.places.pop(self)
+        if self._task is not None:
+            self._task.cancel()
 
     def give_back(self) -> None:
         """Nothing of the body is kept any more."""
@@ -108,10 +123,24 @@ class _Place:
 
 
 class _Guard:
-    """What all endpoints share: the API, how many requests are open, and the bytes of their bodies."""
+    """What all endpoints share: the API, the requests that are open in their order, and the bytes of their bodies."""
 
     def __init__(self, api: Api):
-        self.api, self.config, self.metrics, self.open, self.bytes = api, api.config, api.metrics, 0, 0
+        self.api, self.config, self.metrics, self.bytes = api, api.config, api.metrics, 0
+        self.places = dict[_Place, None]()
+
+    def make_room(self, client: str) -> None:
+        """Take a place from the client with most of them; ApiError where none has more than this one will have."""
+        counts = collections.Counter(place.client for place in self.places)
+        able = [one for one in self.places if not one.settled and counts[one.client] > counts[client] + 1]
+        if not able:
+            raise self.busy()
+        max(reversed(able), key=lambda one: (counts[one.client], one.coming)).refuse()
+
+    def busy(self) -> ApiError:
+        """What is said to those who get no place."""
+        told = f"{len(self.places)} requests are open: come again later."
+        return ApiError(429, told, code="busy", retry_after=1)
 
 
 class _Client(NamedTuple):
@@ -134,18 +163,19 @@ class Endpoint:
         try:
             try:
                 client = await self._client(scope, headers, receive)
-                with _Place(self._guard) if not self._open else contextlib.nullcontext() as place:
+                with _Place(self._guard, client.name) if not self._open else contextlib.nullcontext() as place:
                     reply = await self._reply(scope, headers, request_id, receive, client, place)
                     await _send(reply, receive, sending)
             except ApiError as error:
                 await _send(_refusal(error), receive, sending)
-        except (ClientGone, OSError):
+        except ClientGone:
             pass
         except Exception:
             _log.exception("%s %s has failed (%s)", scope["method"], self._path, request_id)
             if not sending.status:
                 refusal = _refusal(ApiError(500, "The server could not answer this request."))
-                await _send(refusal, receive, sending)
+                with contextlib.suppress(ClientGone):
+                    await _send(refusal, receive, sending)
         finally:
             status = sending.status or GONE
             self._guard.metrics.replied(scope["method"], self._path, status)
@@ -177,7 +207,18 @@ class Endpoint:
             body = await _body(headers, receive, config.max_body_bytes, config.body_seconds, take)
             _check_type(headers)
         call = Call(request_id=request_id, client=client.name, with_key=client.known, body=body, arrived=arrived)
-        return await _unless_gone(self._handler(call, **scope.get("path_params", {})), receive)
+
+        async def answer() -> Reply | Events:
+            found = await self._handler(call, **scope.get("path_params", {}))
+            if place is not None and place.refused and isinstance(found, Events):
+                found.close()  # nobody will read it
+            if place is not None:
+                place.settled = True
+            return found
+
+        if place is not None:
+            place.coming = False
+        return await _unless_gone(answer(), receive)
 
 
 def _check_type(headers: Mapping[bytes, bytes]) -> None:
@@ -196,10 +237,16 @@ class _Sending:
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         self.status, whole = status, {**self._headers, **headers}
         pairs = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in whole.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": pairs})
+        await self._hand_on({"type": "http.response.start", "status": status, "headers": pairs})
 
     async def body(self, content: bytes, *, more: bool) -> None:
-        await self._send({"type": "http.response.body", "body": content, "more_body": more})
+        await self._hand_on({"type": "http.response.body", "body": content, "more_body": more})
+
+    async def _hand_on(self, message: Message) -> None:
+        try:
+            await self._send(message)
+        except OSError as error:
+            raise ClientGone from error
 
 
 def _request_id(headers: Mapping[bytes, bytes]) -> str:

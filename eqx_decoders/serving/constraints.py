@@ -72,10 +72,10 @@ class TokenConstraint(Constraint):
 
 
 class _Compiling:
-    """A form on its way, how many requests wait for it, and whether a thread has begun."""
+    """A form on its way, whose turn it takes, how many requests wait for it, and whether a thread has begun."""
 
     task: asyncio.Future[Any]
-    requests, begun = 0, False
+    client, requests, begun = "", 0, False
 
 
 class Forms:
@@ -115,12 +115,19 @@ class Forms:
         found = self._look_up(form)
         if found is None:
             _check_size(form)
+        while found is None:
             work = self._compiling.get(form) or self._begin(form, client)
-            found = await self._wait(form, work)
+            try:
+                found = await self._wait(form, work)
+            except ApiError:
+                # another client's turn, which was taken from it for having too many, is no reason to refuse this one
+                if work.client == client or not work.task.done():
+                    raise
         return _copies(found, count)
 
     def _begin(self, form: Form, client: str) -> _Compiling:
         work = self._compiling[form] = _Compiling()
+        work.client = client
         work.task = asyncio.ensure_future(self._in_turn(form, client, work))
 
         def ended(task: asyncio.Future[Any]) -> None:
@@ -128,7 +135,7 @@ class Forms:
             if self._compiling.get(form) is work:
                 del self._compiling[form]
 
-        work.task.add_done_callback(ended)
+        work.task.add_done_callback(ended)  # before those who wait are woken
         return work
 
     async def _in_turn(self, form: Form, client: str, work: _Compiling) -> Any:

@@ -11,14 +11,14 @@ import jax
 import numpy as np
 
 from eqx_decoders.decoder import Decoder
-from eqx_decoders.errors import ConfigError, check
+from eqx_decoders.errors import check
 from eqx_decoders.serving.choosing import token_scores
 from eqx_decoders.serving.drafts import FurtherPrediction
 from eqx_decoders.serving.engine_config import EngineConfig
-from eqx_decoders.serving.job import Job, SharedPrompt
+from eqx_decoders.serving.job import Job, KeptPrompts, SharedPrompt
 from eqx_decoders.serving.request import EngineCounts, Request, TokenScore, Update
 from eqx_decoders.serving.seats import Seats
-from eqx_decoders.serving.sight import Sight, wait_for_one, what_failed
+from eqx_decoders.serving.sight import Sight, features_bytes, wait_for_one, what_failed
 from eqx_decoders.serving.slots import ALL_SCORES, NEXT_TOKEN, Chosen
 from eqx_decoders.serving.steps import rows_for
 from eqx_decoders.serving.waiting import WaitingList
@@ -51,7 +51,7 @@ class Engine:
         self._waiting: WaitingList[Job] = WaitingList(config.max_waiting, config.max_waiting_tokens)
         self._turn: list[Job] = []  # whose prompts are being computed, the next one first
         self._asked = self._slots.asked(config.max_batch_size)
-        self._written = Written(self._seats)
+        self._written, self._shared = Written(self._seats), KeptPrompts()
         self._last: Any = lambda: None  # the request that came last
         self._ids = itertools.count()
         self._cancelled: list[Update] = []
@@ -79,10 +79,8 @@ class Engine:
         job = Job(request_id=next(self._ids), request=request)
         last: Job | None = self._last()
         last = last if last is not None and last.is_alike(request) else None
-        job.join(SharedPrompt() if last is None else last.shared)
-        if request.media is not None and job.shared.seen is None and job.shared.seeing is None:
-            job.shared.seeing = self._prepare(request)
-        elif request.media is None:
+        job.join(SharedPrompt(features_bytes=features_bytes(self._sight, request)) if last is None else last.shared)
+        if request.media is None:
             prefixes = self._seats.prefixes
             job.names = prefixes.names(request.prompt, request.cache_salt) if last is None else last.names
         self._last = weakref.ref(job)
@@ -93,11 +91,6 @@ class Engine:
         """Raise ConfigError for requests that come at once, and are more than could ever wait together."""
         self.config.check_together(requests)
 
-    def _prepare(self, request: Request) -> Any:
-        if self._sight is None or request.media is None:
-            raise ConfigError("Request.media is given, but this model has no encoders (DecoderConfig.media is None).")
-        return self._sight.prepare(request.prompt, request.media)
-
     def cancel(self, request_id: int) -> None:
         """Give up a request; its last update says so. One that has ended already, or never was, is ignored."""
         job = self._waiting.remove(request_id)
@@ -106,6 +99,8 @@ class Engine:
             if job is None or job.idle:
                 return
             self._leave(job)
+        if job.decodes:  # whoever reads it may have found its end
+            self._written.add(job)
         job.wait_no_more()
         self._cancelled.append(Update(request_id=request_id, finish_reason="cancelled"))
 
@@ -123,6 +118,8 @@ class Engine:
         """Compute one step; returns what it has brought."""
         self.warm_up()
         updates, self._cancelled = self._cancelled, []
+        if self._sight is not None and any(map(Job.has_to_see, self._waiting)):
+            self._sight.look_ahead(self._waiting.in_turn(Job.shows))
         updates += self._admit()
         if self._waiting.first(Job.is_ready) is None and (idle := self._written.next()) is not None:
             updates += self._enter(*idle)
@@ -223,7 +220,7 @@ class Engine:
         self._rest(job)
         self._seats.interrupt(job, self.config.preempted_bytes - sum(other.saved_bytes for other in self._waiting))
         if job.request.media is not None and job.saved is None:
-            job.join(SharedPrompt(seeing=self._prepare(job.request)))
+            job.join(SharedPrompt(features_bytes=job.shared.features_bytes))
         self._count(preemptions=1)
         self._wait(job)
 
@@ -250,7 +247,7 @@ class Engine:
         chunks: list[tuple[Job, int, int]] = []
         planned: dict[int, int] = {}
         held: list[Job] = []
-        self._turn.sort(key=lambda job: job.idle)
+        self._turn.sort(key=lambda job: job.idle and not job.awaited)
         while self._turn and (budget > 0 or not chunks):
             job = self._turn.pop(0)
             busy = not alone or any(not other.idle for other, _, _ in chunks)
@@ -290,6 +287,7 @@ class Engine:
             if not (job.idle or job.wants_scores or job.told):
                 self._count(prefix_queries=len(job.request.prompt), prefix_hits=job.cached)
             if end is not None and not job.wants_scores and self._seats.take_end(job, *end[:2]):
+                self._shared.use(shared, self.config.preempted_bytes)
                 self._turn.remove(job)
                 updates += self._answer(job, end[2])
         return updates
@@ -347,6 +345,7 @@ class Engine:
         job.drafted = isinstance(self.config.drafts, FurtherPrediction)
         if job.shared.waiting > 0 and not job.drafted:  # drafts by depths depend on the first token
             job.shared.end = *self._seats.keep_end(job), result.logits
+            self._shared.use(job.shared, self.config.preempted_bytes)
         return self._answer(job, result.logits)
 
     def _answer(self, job: Job, logits: Any) -> list[Update]:
@@ -377,6 +376,7 @@ class Engine:
         except Exception as error:
             return [self._failed(job, what_failed(error))]
         job.wait_no_more()
+        self._shared.use(shared, self.config.preempted_bytes)
         self._seats.take_whole(job, cache, prompt[0])
         self._waiting.serve(request.client, len(request.prompt))
         return self._answer(job, logits)

@@ -6,6 +6,7 @@ leave one process to pictures.
 """
 
 import asyncio
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -68,8 +69,9 @@ class FilesConfig:
     - `memory`: bytes that one process may take.
     - `max_request_bytes`: of what the files of one request become.
     - `max_bytes`: of what those of all requests have become that are not yet answered: while they have more, no further
-        ones are decoded.
-    - `max_waiting`, `max_waiting_bytes`: requests that wait for a process, and letters of their files in base64.
+        ones are decoded, but for clients of whose files nothing is kept, up to twice as much.
+    - `max_waiting`, `max_waiting_bytes`: requests that wait for a process, and letters of their files in base64, twice
+        as many with those of clients that have one request each.
     """
 
     limits: MediaLimits = MediaLimits(
@@ -113,7 +115,7 @@ class FileReading:
     """
 
     def __init__(self, directory: str | Path, max_tokens: int, config: FilesConfig = FilesConfig()):
-        self.config, self.bytes, self._waiting_bytes = config, 0, 0
+        self.config, self._kept, self._sent = config, _Share(config.max_bytes), _Share(config.max_waiting_bytes)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task = dict(
             path=sys.path,
@@ -124,7 +126,7 @@ class FileReading:
             most_bytes=config.max_request_bytes,
             most_tokens=max_tokens,
         )
-        self._turns = Turns("files", config.count, config.max_waiting, lambda: self.bytes < config.max_bytes)
+        self._turns = Turns("files", config.count, config.max_waiting, self._kept.has_room)
         self._films = Turns("films", max(1, config.count - 1), config.max_waiting)
         self._threads = concurrent.futures.ThreadPoolExecutor(config.count, "files")
         self._idle: list[DecodingProcess] = []
@@ -143,23 +145,28 @@ class FileReading:
         cancelled, the work ends.
         """
         size, most = sum(file.size for given in files.values() for file in given), self.config.max_waiting_bytes
-        if self._waiting_bytes > 0 and self._waiting_bytes + size > most:
-            told = f"The files of other requests have {self._waiting_bytes:,} bytes, and at most {most:,} may wait"
+        if self._sent.total > 0 and not self._sent.has_room(client, size):
+            told = f"The files of other requests have {self._sent.total:,} bytes, and at most {most:,} may wait"
             raise ApiError(429, f"{told}: come again later.", code="busy", retry_after=1)
-        self._waiting_bytes += size
+        self._sent.add(client, size)
         try:
             film = self._films.turn(client) if files.get("video") else contextlib.nullcontext()
             async with film, self._turns.turn(client):
                 yield await self._read(files)
         finally:
-            self._waiting_bytes -= size
+            self._sent.add(client, -size)
 
-    def hold(self, arrays: Any) -> None:
-        """Count the memory of these arrays until they are gone."""
+    @property
+    def bytes(self) -> int:
+        """Of what files have become, for requests that are not yet answered."""
+        return self._kept.total
+
+    def hold(self, arrays: Any, client: str = "") -> None:
+        """Count the memory of these arrays as this client's until they are gone."""
         for array in jax.tree.leaves(arrays):
             if isinstance(array, np.ndarray):
-                self.bytes += array.nbytes
-                weakref.finalize(array, self._drop, array.nbytes).atexit = False
+                self._kept.add(client, array.nbytes)
+                weakref.finalize(array, self._drop, array.nbytes, client).atexit = False
 
     def close(self) -> None:
         """End all processes, whatever they do."""
@@ -217,15 +224,34 @@ class FileReading:
         if not self._closed:
             self._threads.submit(process.start)
 
-    def _drop(self, size: int) -> None:
+    def _drop(self, size: int, client: str) -> None:
         """Whichever thread has let go of an array."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             assert self._loop is not None
-            self._loop.call_soon_threadsafe(self._dropped, size)
+            self._loop.call_soon_threadsafe(self._dropped, size, client)
 
-    def _dropped(self, size: int) -> None:
-        self.bytes -= size
+    def _dropped(self, size: int, client: str) -> None:
+        self._kept.add(client, -size)
         self._turns.wake()
+
+
+class _Share:
+    """Bytes of clients, bounded so that what one of them has keeps nobody else out."""
+
+    def __init__(self, most: int):
+        self._most, self.total = most, 0
+        self._of: collections.Counter[str] = collections.Counter()
+
+    def has_room(self, client: str, size: int = 1) -> bool:
+        """Whether this client may have so many more: within the bound, or within its double who has none."""
+        return self.total + size <= (self._most if self._of[client] else 2 * self._most)
+
+    def add(self, client: str, size: int) -> None:
+        """This client has so many more."""
+        self.total += size
+        self._of[client] += size
+        if not self._of[client]:
+            del self._of[client]
 
 
 class DecodingProcess:

@@ -1,10 +1,12 @@
 """A request on its way through the engine."""
 
+import collections
 import concurrent.futures
 import dataclasses
 import time
 from typing import Any
 
+import jax
 import numpy as np
 
 from eqx_decoders.serving.drafts import Drafts, PromptLookup
@@ -19,13 +21,15 @@ class SharedPrompt:
     **Arguments:**
 
     - `scores`: of all the prompt's tokens, where they are asked for; None: not known yet.
-    - `seeing`: brings what the encoders make of its pictures, films and sounds, and the program that reads it.
+    - `features_bytes`: memory of what the encoders make.
+    - `seeing`: brings what the encoders make of its pictures, films and sounds; None: not begun.
     - `seen`: the prompt's cache and the logits behind it, while others wait for them.
     - `end`: what a slot remembers of the prompt's last tokens, and of all of it, and the logits behind it.
     - `waiting`: how many of the requests have not begun.
     """
 
     scores: tuple[TokenScore, ...] | None = None
+    features_bytes: int = 0
     seeing: concurrent.futures.Future | None = None
     seen: tuple[Any, Any] | None = None
     end: tuple[Kept, Any, Any] | None = None
@@ -35,9 +39,31 @@ class SharedPrompt:
         """One of the requests waits no more; what waits for nobody is given up."""
         self.waiting -= 1
         if self.waiting == 0:
-            if self.seeing is not None:
-                self.seeing.cancel()
-            self.seeing = self.seen = self.end = None
+            self.look_away()
+            self.seen = self.end = None
+
+    def look_away(self) -> None:
+        """Give up what encoders make."""
+        if self.seeing is not None:
+            self.seeing.cancel()
+        self.seeing = None
+
+
+class KeptPrompts:
+    """Prompts whose results are kept for requests that have not begun: those used last, as far as memory goes."""
+
+    def __init__(self):
+        self._sizes: collections.OrderedDict[SharedPrompt, int] = collections.OrderedDict()
+
+    def use(self, shared: SharedPrompt, room: int) -> None:
+        """Count one that was used. Others give up theirs beyond `room` bytes; it is computed again if it is needed."""
+        self._sizes[shared] = sum(leaf.nbytes for leaf in jax.tree.leaves((shared.seen, shared.end)))
+        self._sizes.move_to_end(shared)
+        for other in [each for each in self._sizes if each.seen is None and each.end is None]:
+            del self._sizes[other]
+        while len(self._sizes) > 1 and sum(self._sizes.values()) > room:
+            oldest, _ = self._sizes.popitem(last=False)
+            oldest.seen = oldest.end = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -93,9 +119,18 @@ class Job:
         """Whether its prompt is done."""
         return len(self.answer) > 0
 
+    def shows(self) -> bool:
+        """Whether its prompt shows something, and is not in its slot or kept of it."""
+        return self.request.media is not None and self.saved is None
+
+    def has_to_see(self) -> bool:
+        """Whether it needs what encoders make for its prompt."""
+        return self.shows() and self.shared.seen is None
+
     def is_ready(self) -> bool:
         """Whether what encoders make for its prompt is there."""
-        return self.shared.seeing is None or self.shared.seeing.done()
+        seeing = self.shared.seeing
+        return not self.has_to_see() or (seeing is not None and seeing.done())
 
     @property
     def repeats(self) -> bool:

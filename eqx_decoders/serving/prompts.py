@@ -23,6 +23,7 @@ from eqx_decoders.sampling import GenerationConfig
 from eqx_decoders.serving.beside import SLOW, unless_small
 from eqx_decoders.serving.files import FileReading, FilesConfig, Upload
 from eqx_decoders.serving.rendering import Renderer
+from eqx_decoders.serving.turns import Turns
 from eqx_decoders.serving.wire import ApiError, Fields, refuse
 
 
@@ -135,6 +136,7 @@ class PromptReader:
         self._max_length, self._max_files = max_length, max_files
         self._most = max_length * longest_token(language.tokenizer) * SHRINKS
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "prompts")
+        self._turns = Turns("their prompts", 1)
         self._packing = concurrent.futures.ThreadPoolExecutor(1, "packing")
         self._files = None if language.directory is None else FileReading(language.directory, max_length, files)
         # errors of the template go to clients, who need not know where it is
@@ -144,15 +146,16 @@ class PromptReader:
         own = None if films is None else films.template  # of conversations with films
         self._film_renderer = None if chat is None or own is None else Renderer(dataclasses.replace(chat, source=own))
 
-    async def run(self, call: Callable[..., Result], *args: Any, **options: Any) -> Result:
-        """Call something that takes the tokenizer, in its thread."""
+    async def run(self, call: Callable[..., Result], *args: Any, client: str = "", **options: Any) -> Result:
+        """Call something that takes the tokenizer, in its thread; clients take turns."""
         whole = functools.partial(call, *args, **options)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, whole)
+        async with self._turns.turn(client):
+            return await asyncio.get_running_loop().run_in_executor(self._thread, whole)
 
-    async def text(self, text: str, *, special: bool = True) -> Read:
+    async def text(self, text: str, *, special: bool = True, client: str = "") -> Read:
         """The ids of a text."""
-        await self.check(text)
-        return Read(await self.run(self.language.encode, text, special=special))
+        await self.check(text, client)
+        return Read(await self.run(self.language.encode, text, special=special, client=client))
 
     async def chat(
         self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any], *, answer: bool, client: str = ""
@@ -168,9 +171,9 @@ class PromptReader:
         plain = await unless_small(SLOW * count, lambda: [found.message(*pair) for pair in enumerate(messages)])
         if found.files:
             return await self._seen(plain, variables, answer=answer, client=client)
-        rendered = await self._render(Conversation(plain, variables, answer))
-        await self.check(rendered.text)
-        ids = await self.run(tokenizer.encode, rendered.text, special=True, literal=rendered.literal)
+        rendered = await self._render(Conversation(plain, variables, answer), client)
+        await self.check(rendered.text, client)
+        ids = await self.run(tokenizer.encode, rendered.text, special=True, literal=rendered.literal, client=client)
         return Read(tuple(ids.tolist()))
 
     async def _seen(
@@ -180,12 +183,12 @@ class PromptReader:
         assert self._files is not None
         whole, files = await unless_small(SLOW * len(messages), lambda: check_parts(messages))
         renderer = self._film_renderer if files["video"] else None
-        text = await self._render(Conversation(whole, variables, answer), check=list, renderer=renderer)
-        await self.check(text.text)
+        text = await self._render(Conversation(whole, variables, answer), client, check=list, renderer=renderer)
+        await self.check(text.text, client)
         async with self._files.read(files, client) as read:
             make = functools.partial(self.language.seen, text, read)
             made = await asyncio.get_running_loop().run_in_executor(self._packing, make)
-            self._files.hold(made.media)
+            self._files.hold(made.media, client)
             return made
 
     def close(self) -> None:
@@ -198,11 +201,11 @@ class PromptReader:
         for thread in (self._thread, self._packing):
             thread.shutdown(wait=False, cancel_futures=True)
 
-    async def check(self, text: str) -> None:
+    async def check(self, text: str, client: str = "") -> None:
         """ApiError for a text that cannot fit, before it is encoded whole: millions of letters take seconds."""
         if len(text) > self._most or (
             len(text) > LETTERS * self._max_length
-            and await self.run(is_too_long, self.language.tokenizer, text, self._max_length)
+            and await self.run(is_too_long, self.language.tokenizer, text, self._max_length, client=client)
         ):
             self._refuse(len(text))
 
@@ -213,6 +216,7 @@ class PromptReader:
     async def _render(
         self,
         conversation: Conversation,
+        client: str,
         check: Callable[[Sequence[Any]], list[Any]] = check_messages,
         renderer: Renderer | None = None,
     ) -> Rendered:
@@ -232,7 +236,7 @@ class PromptReader:
             self._refuse(letters)
         if entries > ENTRIES + PER_TOKEN * self._max_length:
             raise ApiError(400, f"messages, tools and chat_template_kwargs have {entries:,} entries: send fewer.")
-        return await renderer.render(checked, letters + entries)
+        return await renderer.render(checked, letters + entries, client)
 
 
 def is_too_long(tokenizer: Tokenizer, text: str, most: int) -> bool:

@@ -1,6 +1,7 @@
 """An HTTP server (uvicorn, extra "serve") that tells when it is ready, and ends in order when it is asked to."""
 
 import asyncio
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -8,7 +9,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from eqx_decoders.errors import ConfigError, check_number, need_extra
@@ -162,7 +163,8 @@ def _listening(sock: socket.socket) -> socket.socket:
 async def _accept(sock: socket.socket, server: Any, most: int) -> None:
     """Take connections, at most so many: for further ones those are closed that have said nothing for the longest time.
 
-    Where all are at work, further ones wait. (asyncio's own server tries again and again where no file can be opened.)
+    Where there are none, one that is still sending its request is closed, of the address with most of these; where all
+    are at work, further ones wait. (asyncio's own server tries again and again where no file can be opened.)
     """
     loop, idle, connections = asyncio.get_running_loop(), {}, server.server_state.connections
 
@@ -181,17 +183,27 @@ async def _accept(sock: socket.socket, server: Any, most: int) -> None:
                 _log.warning("a connection could not be taken: %s", error.strerror)
                 await asyncio.sleep(REST)
             continue
-        while len(connections) >= most and not idle:
+        while len(connections) >= most:
+            last = next(iter(idle), None) or _sending(connections)
+            if last is not None:
+                idle.pop(last, None)
+                last.transport.abort()
+                break
             await asyncio.sleep(POLL)
-        if len(connections) >= most:
-            oldest = next(iter(idle))
-            del idle[oldest]
-            oldest.transport.abort()
         link.setblocking(False)
         try:
             await loop.connect_accepted_socket(protocol, link)
         except OSError:
             link.close()
+
+
+def _sending(connections: Iterable[Any]) -> Any:
+    """One of those whose requests are still coming, of the address with most of them; None where there are none."""
+    found = [
+        one for one in connections if one.cycle is not None and one.cycle.more_body and not one.transport.is_closing()
+    ]
+    counts = collections.Counter(one.client and one.client[0] for one in found)
+    return max(found, key=lambda one: counts[one.client and one.client[0]], default=None)
 
 
 def _uvicorn() -> Any:

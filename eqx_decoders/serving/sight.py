@@ -1,7 +1,8 @@
 """Prompts with pictures, films and sounds: what encoders make of these is computed beside the engine's thread.
 
 Programs depend on sizes. There are few of those: rows of patches and of sounds are padded to four lengths an octave,
-and prompts to those of `bucket`; each by itself, since the encoders have programs of their own.
+and prompts to those of `bucket`; each by itself, since the encoders have programs of their own. Features wait on the
+host, as many as there are, and are padded when a prompt is read.
 """
 
 import collections
@@ -10,14 +11,15 @@ import contextlib
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from eqx_decoders.axes import AnyArray
 from eqx_decoders.cache import Cache
@@ -26,13 +28,17 @@ from eqx_decoders.encoders.beside import check_tokens
 from eqx_decoders.encoders.media import Encoded, Media
 from eqx_decoders.encoders.packing import few_sizes
 from eqx_decoders.encoders.rows import ChunkRows, PatchRows, SoundRows
-from eqx_decoders.errors import EqxDecodersError
+from eqx_decoders.errors import ConfigError, EqxDecodersError
 from eqx_decoders.explicit import typed
 from eqx_decoders.inference.apart import inference_cache
 from eqx_decoders.inference.generate import bucket
 from eqx_decoders.layers.cache_format import CacheFormat
+from eqx_decoders.serving.job import Job
+from eqx_decoders.serving.request import Request
 
 
+FEATURES = 1 << 30  # bytes of those that wait
+AHEAD = 8  # prompts of one client that are encoded at a time: others' come between
 PROGRAMS = 64  # that are kept, the ones used last: each takes some megabytes
 POLL = 0.01  # seconds to wait for them where there is nothing else to do
 
@@ -40,19 +46,19 @@ _log = logging.getLogger("eqx_decoders.serving")
 
 
 class Seen(eqx.Module):
-    """A prompt that is ready to be read.
+    """A prompt that is ready to be read, once its features are padded to its length.
 
     **Arguments:**
 
     - `prompt`, `lengths`: its tokens, padded, and how many of them count.
     - `media`: where features stand, without what they were made of.
-    - `encoded`: the features.
+    - `features`: those of the tokens, and what is added behind each of the first layers.
     """
 
     prompt: Int[AnyArray, "1 length"]
     lengths: Int[AnyArray, "1"]
     media: Media
-    encoded: Encoded
+    features: tuple[Float[AnyArray, "groups features embed"], ...]
 
 
 class Sight:
@@ -63,10 +69,15 @@ class Sight:
     - `model`: whose encoders and layers.
     - `room`: tokens that the caches of prompts have room for.
     - `kind`: how these store keys and values.
+
+    `feature_bytes` is the memory of what stands for one token.
     """
 
     def __init__(self, model: Decoder, room: int, kind: CacheFormat):
         self._room, self._kind = room, kind
+        vision = None if model.config.media is None else model.config.media.vision
+        size = np.dtype(model.execution.precision.compute).itemsize * model.config.embed_dim
+        self.feature_bytes = size * (1 + (0 if vision is None else len(vision.deepstack)))
         arrays, self._static = eqx.partition(model, eqx.is_array)
         self._weights, self._tree = jax.tree.flatten(arrays)
         self._programs: collections.OrderedDict[Any, Any] = collections.OrderedDict()
@@ -75,15 +86,41 @@ class Sight:
         pool = concurrent.futures.ThreadPoolExecutor
         self._encoding, self._compiling = pool(1, "encoding"), pool(1, "compiling")
 
+    def look_ahead(self, jobs: Sequence[Job]) -> None:
+        """Begin to encode what waiting requests show, in their turn, as far as `FEATURES` goes; the first in any case.
+
+        For that one the last ones give up theirs, and are encoded again when there is room.
+        """
+        first = next(job for job in jobs if job.has_to_see())
+        held = {job.shared: job.request.client for job in jobs if job.shared.seeing is not None}
+        busy = collections.Counter(held[shared] for shared in held if shared.seeing and not shared.seeing.done())
+        used = sum(shared.features_bytes for shared in held)
+        for job in jobs:
+            shared, request = job.shared, job.request
+            done = shared.seeing is not None or not job.has_to_see()
+            if done or request.media is None or busy[request.client] >= AHEAD:
+                continue
+            while job is first and held and used + shared.features_bytes > FEATURES:
+                last = next(other.shared for other in reversed(jobs) if other.shared in held)
+                used -= last.features_bytes
+                del held[last]
+                last.look_away()
+            if job is not first and used + shared.features_bytes > FEATURES:
+                break
+            shared.seeing = self.prepare(request.prompt, request.media)
+            held[shared] = request.client
+            used += shared.features_bytes
+            busy[request.client] += 1
+
     def prepare(self, prompt: tuple[int, ...], media: Media) -> "concurrent.futures.Future[Seen]":
-        """Begin to encode what a prompt shows, and to compile what reads it. ConfigError where they don't fit."""
-        check_tokens(np.zeros((1, len(prompt))), media)
+        """Begin to encode what a prompt shows, and to compile what reads it."""
         found: concurrent.futures.Future[Seen] = concurrent.futures.Future()
         self._encoding.submit(self._work, found, prompt, media, compiles=False)
         return found
 
     def read(self, seen: Seen) -> tuple[Cache, Float32[Array, "1 vocab"]]:
         """A cache of one row that has seen the prompt, and the logits behind it."""
+        seen = _padded(seen)
         return self._program(self._read, seen, compiles=True)(self._weights, seen)
 
     def close(self) -> None:
@@ -108,13 +145,12 @@ class Sight:
         ids[0, : len(prompt)] = prompt
         rows = rounded(media)
         made: Encoded = self._program(self._encode, rows, compiles=compiles)(self._weights, rows)
-        # as many as tokens, of which there are no fewer: so what reads them depends on one length alone
-        features = (_of_length(np.asarray(each), width) for each in (made.by_group, *made.deepstack))
-        by_group, *further = map(jnp.asarray, features)
+        count = _count(media)
+        features = tuple(np.asarray(each)[:, :count].copy() for each in (made.by_group, *made.deepstack))
         bare = dataclasses.replace(media, pictures=None, sounds=None, order=np.zeros((1, 1), np.int32)).padded(width)
         lengths = np.asarray([len(prompt)], np.int32)
-        seen = Seen(ids, lengths, bare, Encoded(by_group=by_group, deepstack=tuple(further)))
-        self._program(self._read, seen, compiles=compiles)
+        seen = Seen(ids, lengths, bare, features)
+        self._program(self._read, _padded(seen), compiles=compiles)
         return seen
 
     # --- programs -----------------------------------------------------------------------------------------------------
@@ -147,6 +183,16 @@ class Sight:
         return eqx.combine(jax.tree.unflatten(self._tree, weights), self._static)
 
 
+def features_bytes(sight: Sight | None, request: Request) -> int:
+    """Memory of what encoders make for a request. ConfigError where there are none, or its prompt is not for it."""
+    if request.media is None:
+        return 0
+    if sight is None:
+        raise ConfigError("Request.media is given, but this model has no encoders (DecoderConfig.media is None).")
+    check_tokens(np.zeros((1, len(request.prompt))), request.media)
+    return _count(request.media) * sight.feature_bytes
+
+
 def wait_for_one(pending: Iterable[concurrent.futures.Future | None]) -> None:
     """Wait for a moment, or until one of them is there."""
     pending = [each for each in pending if each is not None]
@@ -160,6 +206,17 @@ def what_failed(error: Exception) -> str:
         return str(error)
     _log.error("what a prompt shows could not be computed", exc_info=error)
     return f"What this prompt shows could not be computed ({type(error).__name__}): ask for less of it."
+
+
+def _count(media: Media) -> int:
+    """How many features stand among a prompt's tokens."""
+    return int(np.max(np.asarray(media.index))) + 1
+
+
+def _padded(seen: Seen) -> Seen:
+    """With as many features as tokens, of which there are no fewer: what reads them depends on one length alone."""
+    longer = partial(_of_length, length=seen.prompt.shape[1])
+    return dataclasses.replace(seen, features=tuple(map(longer, seen.features)))
 
 
 class _NotCompiled(Exception):
@@ -176,7 +233,8 @@ def _read(model: Decoder, seen: Seen, room: int, kind: CacheFormat) -> tuple[Any
     cache, prompt, lengths = inference_cache(model, 1, room, kind), jnp.asarray(seen.prompt), jnp.asarray(seen.lengths)
     index = jnp.arange(prompt.shape[1], dtype=jnp.int32)[None]
     positions = jnp.where(index < lengths[:, None], index, -1)
-    beside: Any = dict(media=seen.media, encoded=seen.encoded)
+    by_group, *further = map(jnp.asarray, seen.features)
+    beside: Any = dict(media=seen.media, encoded=Encoded(by_group=by_group, deepstack=tuple(further)))
     hidden, cache, _ = model.run(prompt, positions, cache=cache, cache_is_empty=True, contiguous=True, **beside)
     return cache, model.logits(jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1))[:, 0]
 

@@ -392,6 +392,9 @@ class Slots:
             self._compile("restore beside", _restore, slot, at, jax.eval_shape(beside, self._state, slot, at))
             tables = {window: np.zeros((self.count, places), np.int32) for window, (_, places) in self.windows.items()}
             self._compile("tables", _set_tables, tables, np.zeros(self.count, np.int32))
+        if self.model.config.media is not None:
+            row = jax.eval_shape(lambda: inference_cache(self.model, 1, self.length, self.kind))
+            self._compile("take whole", _with_row, slot, row, np.zeros((1, self.length), np.int32))
         self._compile("keep rest", _keep_rest, slot, donates=False)
         self._compile("restore rest", _restore_rest, slot, at, jax.eval_shape(_keep_rest, self._state, slot))
 
@@ -466,7 +469,8 @@ class Slots:
         """Put a cache of one row, made elsewhere, into a slot, with the tokens that it has seen."""
         ids = np.zeros((1, self.length), np.int32)
         ids[0, : len(tokens)] = tokens
-        self._state = _with_row(self._state, np.int32(slot), cache, ids)
+        places = self._programs["take whole"].input_shardings[0][3]
+        self._state = self._run("take whole", np.int32(slot), jax.device_put(cache, places), ids)
 
     # --- programs ---
 
@@ -528,7 +532,7 @@ def _first_token(state: SlotState, logits: Array, asked: Asked, written: Written
     return Chosen(tokens=tokens[:, None], kept=jnp.ones((1,), jnp.int32), scores=found)
 
 
-@partial(jax.jit, donate_argnums=0)
 def _with_row(state: SlotState, slot: Int[Array, ""], cache: Cache, tokens: Int[Array, "1 length"]) -> SlotState:
+    """A slot with a prompt that was read elsewhere."""
     cache = state.cache.with_row(slot, cache)
     return dataclasses.replace(state, cache=cache, tokens=state.tokens.at[slot].set(tokens[0]))

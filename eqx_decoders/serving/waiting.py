@@ -74,6 +74,10 @@ class WaitingList(Generic[T]):
         """Whose turn it is, of those that are ready."""
         return min(filter(ready, self), key=self._rank, default=None)
 
+    def in_turn(self, which: Callable[[T], bool]) -> list[T]:
+        """Those of some kind, whose turn comes first first."""
+        return sorted(filter(which, self), key=self._rank)
+
     def remove(self, request_id: int) -> T | None:
         """Take one out."""
         entry = self._entries.pop(request_id, None)

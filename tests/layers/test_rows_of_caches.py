@@ -24,8 +24,14 @@ def with_pages(cache):
     return cache.with_tables(pages)
 
 
-@pytest.mark.parametrize("some", [[3, 0], [2]], ids=["two", "one"])
-@pytest.mark.parametrize("kind", [*MIXERS, "states", "pages"])
+KINDS = (*MIXERS, "states", "pages")
+CASES = [
+    *((kind, [3, 0]) for kind in KINDS),
+    *(pytest.param(kind, [2], marks=[] if kind in ("keys", "states") else pytest.mark.slow) for kind in KINDS),
+]
+
+
+@pytest.mark.parametrize(("kind", "some"), CASES)
 def test_rows_are_those_of_the_whole(kind, some, monkeypatch):
     """A row is read up to the positions of its queries: here to slot 2, 4, 8 or 16."""
     monkeypatch.setattr("eqx_decoders.layers.past_attention.LEAST_REACH", 2)

@@ -38,6 +38,7 @@ class FakeEngine:
         self.cancelled: list[int] = []
         self.gate = threading.Event()  # steps wait for it
         self.gate.set()
+        self.begun = threading.Event()  # a step has begun
         self.done = EngineCounts()
 
     @property
@@ -65,6 +66,7 @@ class FakeEngine:
             self.cancelled.append(request_id)
 
     def step(self) -> list[Update]:
+        self.begun.set()
         self.gate.wait()
         time.sleep(self.seconds)
         if self.fails:

@@ -296,12 +296,12 @@ def test_bodies_of_all_open_requests_together_are_bounded():
         with server.connect() as first, server.connect() as second:
             for link in (first, second):
                 link.sendall(head(300_000) + b" " * 250_000)
-            (refused,), _, _ = select.select([first, second], [], [], 10)  # whose last bytes were read last
+            (refused,), _, _ = select.select([first, second], [], [], 30)  # whichever is read later
             assert b" 429 " in refused.recv(100)
-            first = second if refused is first else first
             assert server.call(COMPLETIONS, {"prompt": "a", "max_tokens": 1})[0] == 200  # small ones are taken
-            first.sendall(b" " * 49_984 + b'{"prompt": "ab"}')
-            assert b" 200 " in first.recv(100)
+            taken = second if refused is first else first
+            taken.sendall(b" " * 49_984 + b'{"prompt": "ab"}')
+            assert b" 200 " in taken.recv(100)
         deadline = time.monotonic() + 5
         while server.call(COMPLETIONS, raw=b'{"prompt": "a"}' + b" " * 290_000)[0] != 200:  # nothing is left behind
             assert time.monotonic() < deadline
@@ -345,6 +345,59 @@ def test_beyond_the_most_connections_those_go_that_have_said_nothing_for_the_lon
             link.close()
 
 
+def test_slow_bodies_keep_nobody_from_connecting(monkeypatch):
+    monkeypatch.setattr(server_module, "most_connections", lambda: 8)
+    with serving(FakeEngine(), LETTERS, max_open=100) as server:
+        slow = [server.connect() for _ in range(8)]
+        for link in slow:
+            link.sendall(head(1000) + b" ")
+        assert server.call("/health")[0] == 200
+        assert server.call(COMPLETIONS, {"prompt": "a", "max_tokens": 1})[0] == 200
+        for link in slow:
+            link.close()
+
+
+def known(link, key: str, body: bytes, length: int | None = None) -> None:
+    """Begin a request with a key."""
+    given = head(len(body) if length is None else length).replace(
+        b"\r\n\r\n", f"\r\nAuthorization: Bearer {key}\r\n\r\n".encode()
+    )
+    link.sendall(given + body)
+
+
+def test_places_of_the_client_with_most_of_them_go_to_others():
+    """Slow bodies first, then requests without an answer; what has begun to be answered stays."""
+    engine, ask = FakeEngine(seconds=0.01), {"prompt": "a", "max_tokens": 1}
+    with serving(engine, LETTERS, max_open=3, api_keys=("a", "b")) as server:
+        stream = json.dumps({"prompt": "a", "max_tokens": 100, "stream": True}).encode()
+        links = [server.connect() for _ in range(4)]
+        known(links[0], "a", stream)
+        assert b" 200 " in links[0].recv(100)
+        for link in links[1:3]:
+            known(link, "a", b" ", 1000)
+        time.sleep(0.2)
+        known(links[3], "a", b" ", 1000)
+        assert b" 429 " in links[3].recv(100)[:20]  # its own last one
+        assert server.call(COMPLETIONS, ask, Authorization="Bearer b")[0] == 200
+        assert b" 429 " in links[2].recv(100)[:20]
+        rest = b""
+        while b"[DONE]" not in rest:
+            rest += links[0].recv(65536)
+        engine.gate.clear()
+        whole = json.dumps({"prompt": "a", "max_tokens": 50}).encode()
+        for link in links:
+            link.close()
+        links = [server.connect() for _ in range(4)]
+        time.sleep(0.2)
+        for link in links[:3]:
+            known(link, "a", whole)
+        time.sleep(0.3)
+        known(links[3], "b", b" ", 1000)
+        time.sleep(0.2)
+        engine.gate.set()
+        assert sorted(link.recv(100)[9:12] for link in links[:3]) == [b"200", b"200", b"429"]
+
+
 def test_where_no_file_can_be_opened_one_line_a_moment_says_so(monkeypatch, caplog):
     monkeypatch.setattr(server_module, "REST", 0.05)
     tries = []
@@ -374,6 +427,16 @@ def test_as_many_files_as_allowed_may_be_open():
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard) and most_connections() > few
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_an_error_of_the_system_is_the_server_s_and_no_client_that_left(monkeypatch, caplog):
+    async def failing(*_, **__):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(PromptReader, "text", failing)
+    with serving(FakeEngine(), LETTERS) as server, caplog.at_level("ERROR", "eqx_decoders.serving"):
+        assert server.call(COMPLETIONS, {"prompt": "a"})[0] == 500
+    assert "Too many open files" in caplog.text
 
 
 # --- fields -----------------------------------------------------------------------------------------------------------

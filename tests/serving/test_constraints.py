@@ -273,3 +273,23 @@ def test_who_waits_too_long_or_behind_too_many_is_told_to_come_again(gated, monk
         assert await gated.prepare(Form("regex", "a"), 1)
 
     asyncio.run(run())
+
+
+def test_who_asks_for_many_forms_is_refused_before_others(gated, monkeypatch):
+    """Also where another client waits for the form whose turn was taken from it."""
+    monkeypatch.setattr(gated._turns, "_most", 3)
+
+    async def run():
+        many = [asyncio.ensure_future(gated.prepare(Form("regex", f"a{n}"), 1, "one")) for n in range(5)]
+        await settle()
+        shared = asyncio.ensure_future(gated.prepare(Form("regex", "a4"), 1, "two"))
+        other = asyncio.ensure_future(gated.prepare(Form("regex", "b"), 1, "three"))
+        await settle()
+        with pytest.raises(ApiError, match="wait for their forms"):
+            await many[4]
+        gated.gate.set()
+        assert await shared and await other
+        assert isinstance((await asyncio.gather(*many, return_exceptions=True))[3], ApiError)
+        assert gated._compiling == {}
+
+    asyncio.run(run())

@@ -134,6 +134,26 @@ def test_answers_to_one_prompt_compute_it_once(engine, monkeypatch):
     finish(engine)
 
 
+def test_ends_of_prompts_are_kept_within_bounds(engine, monkeypatch):
+    monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, preempted_bytes=0))
+    monkeypatch.setattr(engine._waiting, "max_requests", 6)
+    longer = [Request(prompt=(3,), max_new_tokens=60, client="longer", priority=1) for _ in range(2)]
+    requests = [Request(prompt=tuple(range(20 + n, 33 + n)), max_new_tokens=4, client=str(n)) for n in range(3)]
+    known = [alone(engine, request) for request in requests]
+    engine.forget_prefixes()
+    for request in longer:  # one slot is left, for one client after the other
+        engine.submit(request)
+    engine.step()
+    order, most = [engine.submit(request) for request in requests for _ in range(2)], 0
+    got = dict.fromkeys(order, ())
+    while engine.has_work:
+        for update in engine.step():
+            if update.request_id in got:
+                got[update.request_id] += update.tokens
+        most = max(most, len({job.shared for job in engine._waiting if job.shared.end is not None}))
+    assert list(got.values()) == [answer for answer in known for _ in range(2)] and most == 1
+
+
 def test_scores_of_a_prompt_are_computed_once_and_shared(engine, monkeypatch):
     request = Request(prompt=tuple(range(20, 41)), max_new_tokens=1, prompt_logprobs=2)
     for _ in range(3):
@@ -165,8 +185,42 @@ def test_what_was_written_is_computed_when_there_is_nothing_else_to_do(engine, m
     before = prefills(calls)
     assert {update.request_id for _ in range(3) for update in engine.step()} == {other} and prefills(calls) == before
     engine.cancel(other)
+    engine._written._texts.pop()  # that of the other one
     finish(engine)
     assert prefills(calls) == before + 2  # its second and third block
+
+
+def test_the_next_turn_begins_with_an_answer_that_was_cut_short(engine):
+    engine.forget_prefixes()
+    number, prompt, answer = engine.submit(Request(prompt=tuple(range(20, 33)), max_new_tokens=30)), range(20, 33), ()
+    while len(answer) < 12:
+        answer += tuple(token for update in engine.step() for token in update.tokens)
+    engine.cancel(number)  # as whoever finds a stop string does
+    finish(engine)
+    turn = Request(prompt=(*prompt, *answer, 5, 6), max_new_tokens=5)
+    engine.submit(turn)
+    updates = finish(engine)
+    assert updates[0].cached_tokens == 24
+    assert tuple(token for update in updates for token in update.tokens) == alone(engine, turn)
+
+
+def test_a_text_that_is_waited_for_is_computed_in_its_turn(engine, monkeypatch):
+    monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, token_budget=8))  # one chunk in a step
+    prompt = tuple(range(20, 33))
+    answer = alone(engine, Request(prompt=prompt, max_new_tokens=12))
+    engine.forget_prefixes()
+    number = engine.submit(Request(prompt=prompt, max_new_tokens=12))
+    while number not in {update.request_id for update in engine.step() if update.finish_reason}:
+        pass
+    engine.step()
+    text = engine._written.current
+    assert text is not None and text.done == 16 < len(text.request.prompt)
+    engine.submit(Request(prompt=(7,) * 30, max_new_tokens=1))
+    turn = engine.submit(Request(prompt=(*prompt, *answer, 5, 6), max_new_tokens=1))
+    engine.step()
+    assert text.awaited and engine._seats.prefixes.known(text.names) == 3
+    cached = {update.request_id: update.cached_tokens for update in finish(engine) if update.finish_reason}
+    assert cached[turn] == 24
 
 
 def test_what_is_kept_of_preempted_requests_is_bounded(engine, monkeypatch):

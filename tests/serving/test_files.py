@@ -248,7 +248,36 @@ def test_what_waits_is_bounded(reading, runner):
         del arrays
         gc.collect()
         assert all(found[0].arrays for found in await asyncio.gather(*waiting))
-        assert reading.bytes == 0 and reading._waiting_bytes == 0
+        assert reading.bytes == 0 == reading._sent.total and not reading._kept._of and not reading._sent._of
+
+    runner.run(run())
+
+
+def test_what_one_client_holds_and_sends_keeps_nobody_else_out(reading, runner):
+    """Who has nothing here may always bring something, up to twice the bound."""
+
+    async def run():
+        arrays = [np.zeros(1000, np.uint8)]
+        reading.hold(arrays, "a")
+        waiting = [asyncio.ensure_future(read(reading, "image", SMALL, bytes(500_000), client="a"))]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="at most 1,048,576 may wait"):
+            await read(reading, "image", bytes(500_000), client="a")
+        assert (await asyncio.wait_for(read(reading, "image", SMALL, client="b"), 20))[0].arrays
+        with pytest.raises(ApiError, match="is no sound picture"):  # so many bytes are taken of another
+            await asyncio.wait_for(read(reading, "image", bytes(500_000), client="b"), 20)
+        more = [np.zeros(1000, np.uint8)]
+        reading.hold(more, "c")
+        last = asyncio.ensure_future(read(reading, "image", SMALL, client="b"))
+        await asyncio.sleep(0.01)
+        assert not last.done() and not waiting[0].done() and len(reading._idle) == 2
+        del more
+        assert (await last)[0].arrays and not waiting[0].done()
+        waiting[0].cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        del arrays
+        await asyncio.sleep(0)
+        assert reading.bytes == 0 and not reading._sent._of
 
     runner.run(run())
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import errno
 import io
 
 import numpy as np
@@ -11,6 +12,7 @@ from eqx_decoders.errors import ConversionError
 from eqx_decoders.inference.text import load_text_model
 from eqx_decoders.io.chat import ChatTemplate, Rendered
 from eqx_decoders.io.tokenizer import ByteTokenizer
+from eqx_decoders.serving import rendering
 from eqx_decoders.serving.prompts import Language, PromptReader, longest_token
 from eqx_decoders.serving.wire import ApiError
 from tests.encoders.directories import seeing_directory
@@ -181,3 +183,53 @@ def test_a_process_waits_for_the_next_conversation():
 
     waiting = asyncio.run(run())
     assert seen[0] is None and None not in seen[1:] and not waiting.alive
+
+
+def test_where_no_process_can_be_started_ahead_what_is_rendered_stays(monkeypatch):
+    def full():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(rendering, "RenderingProcess", full)
+    assert [len(one.ids) for one in read(chat_language(chat=Slow(source="")), ["a", "bc"])] == [1, 2]
+
+
+def test_an_error_of_a_batch_is_that_of_the_one_that_causes_it():
+    class Breaking(Slow):
+        def render_some(self, conversations, process=None):
+            if any(one.messages[0]["content"] == "break" for one in conversations):
+                raise ValueError("broken")
+            return super().render_some(conversations)
+
+    Slow.batches = []
+    found = read(chat_language(chat=Breaking(source="")), ["a", "b", "break", "c", *["d"] * 40])
+    assert [isinstance(one, ValueError) for one in found] == [one == 2 for one in range(44)]
+    assert max(Slow.batches) > 1  # later ones share again
+
+
+@pytest.mark.parametrize("size", [1, rendering.LONG], ids=["short", "long"])
+def test_clients_take_turns_at_texts_and_their_ids(size, monkeypatch):
+    """However many one of them has sent before, and whatever of its texts takes long."""
+    monkeypatch.setattr(rendering, "BATCH", 1)
+    rendered, encoded = [], []
+
+    class Noting(Slow):
+        def render_some(self, conversations, process=None):
+            rendered.extend(one.messages[0]["content"][0] for one in conversations)
+            return super().render_some(conversations)
+
+    async def run():
+        reader = PromptReader(chat_language(chat=Noting(source="")), max_length=2 * size + 64)
+        try:
+            given = [*"aaaaaab"]
+            work = [
+                reader.chat([{"role": "user", "content": one * size}], {}, answer=True, client=one) for one in given
+            ]
+            assert all(one.ids for one in await asyncio.gather(*work))
+            work = [reader.run(encoded.append, one, client=one) for one in given]
+            await asyncio.gather(*work)
+        finally:
+            reader.close()
+
+    asyncio.run(run())
+    assert rendered.index("b") <= 1 and len(rendered) == 7
+    assert encoded == [*"abaaaaa"]

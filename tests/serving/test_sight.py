@@ -1,8 +1,11 @@
 """Prompts with pictures: few programs, compiled beside the steps, and errors that end one request alone."""
 
 import dataclasses
+import random
 import threading
 
+import jax
+import jax.monitoring
 import numpy as np
 import pytest
 
@@ -77,6 +80,115 @@ def test_sizes_share_programs_and_answers_share_what_was_seen(engine, monkeypatc
     assert [tokens(updates) for updates in found[1:3]] == [known] * 2 == [tokens(updates) for updates in found[4:]]
     assert tokens(found[0]) != known and tokens(found[3]) == alone(engine, READ)
     assert len(engine._sight._programs) == programs and len(calls) == 4  # one for each time that it came anew
+
+
+def test_pictures_let_nothing_be_compiled_in_the_thread_of_the_engine(engine):
+    compiled, own = [], threading.current_thread()
+
+    def listener(event, _, **__):
+        if "backend_compile" in event and threading.current_thread() is own:
+            compiled.append(event)
+
+    fresh = Engine(engine.model, dataclasses.replace(engine.config, max_length=48))
+    fresh.warm_up()
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    assert len(fresh.run([shown(engine, 4), READ])[0]) == 3
+    fresh.close()
+    assert not compiled
+
+
+def held(engine):
+    """The prompts that are encoded, or are going to be."""
+    return list(dict.fromkeys(job.shared for job in engine._waiting if job.shared.seeing is not None))
+
+
+def test_features_wait_on_the_host_as_far_as_there_is_room(engine, monkeypatch):
+    requests = [shown(engine, 9, seed) for seed in range(6)]
+    known = [alone(engine, request) for request in requests]
+    size = sight.features_bytes(engine._sight, requests[0])
+    monkeypatch.setattr(sight, "FEATURES", 2 * size)
+    order, most, got = [engine.submit(request) for request in requests], 0, {}
+    while engine.has_work:
+        for update in engine.step():
+            got[update.request_id] = got.get(update.request_id, ()) + update.tokens
+        most = max(most, len(held(engine)))
+        for features in (shared.seeing.result(60).features for shared in held(engine)):
+            assert all(isinstance(each, np.ndarray) for each in features)
+            assert sum(each.nbytes for each in features) == size
+    assert [got[number] for number in order] == known and most == 2
+
+
+def test_the_first_in_turn_is_encoded_in_any_case(engine, monkeypatch):
+    low, high = shown(engine, 9, 1), dataclasses.replace(shown(engine, 9, 2), priority=1)
+    known = [alone(engine, request) for request in (low, high)]
+    monkeypatch.setattr(sight, "FEATURES", sight.features_bytes(engine._sight, low))
+    texts = [engine.submit(dataclasses.replace(READ, priority=2)) for _ in range(3)]
+    order, got = [engine.submit(low)], {}
+    engine.step()
+    (first,) = held(engine)
+    first.seeing.result(60)
+    order.append(engine.submit(high))
+    updates = engine.step()
+    (second,) = held(engine)
+    assert second is not first and first.seeing is None
+    while engine.has_work:
+        updates += engine.step()
+    for update in updates:
+        got[update.request_id] = got.get(update.request_id, ()) + update.tokens
+    assert [got[number] for number in order] == known and len(got) == len(texts) + 2
+
+
+def test_clients_take_turns_at_the_encoders(engine, monkeypatch):
+    wait = threading.Event()
+    work = engine._sight._seen
+    monkeypatch.setattr(engine._sight, "_seen", lambda *given, **options: wait.wait(60) and work(*given, **options))
+    monkeypatch.setattr(sight, "AHEAD", 2)
+    for seed in range(4):
+        engine.submit(dataclasses.replace(shown(engine, 9, seed), client="many"))
+    engine.submit(dataclasses.replace(shown(engine, 9, 5), client="few"))
+    engine.step()
+    busy = [job.request.client for job in engine._waiting if job.shared.seeing is not None]
+    wait.set()
+    while engine.has_work:
+        engine.step()
+    assert busy == ["many", "many", "few"]
+
+
+def test_prompts_that_were_seen_are_kept_within_bounds(engine, monkeypatch):
+    requests = [dataclasses.replace(shown(engine, 9, seed, new=9), client=str(seed)) for seed in range(3)]
+    known = [alone(engine, request) for request in requests]
+    order = [engine.submit(request) for request in requests for _ in range(2)]
+    monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, preempted_bytes=0))
+    most, got = 0, {}
+    while engine.has_work:
+        for update in engine.step():
+            got[update.request_id] = got.get(update.request_id, ()) + update.tokens
+        most = max(most, len({job.shared for job in engine._waiting if job.shared.seen is not None}))
+    assert [got[number] for number in order] == [tokens for tokens in known for _ in range(2)] and most == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_histories_with_little_memory_change_no_answer(engine, monkeypatch, seed):
+    pick, pool = random.Random(seed), [shown(engine, 9, number, new=6) for number in range(4)] + [READ]
+    known = [alone(engine, request) for request in pool]
+    monkeypatch.setattr(sight, "FEATURES", pick.choice([1, 2]) * sight.features_bytes(engine._sight, pool[0]))
+    monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, preempted_bytes=0))
+    sent, got, left = {}, {}, 12
+    while left or engine.has_work:
+        if left and pick.random() < 0.5:
+            which = pick.randrange(len(pool))
+            changes = dict(priority=pick.choice([0, 0, 1, 2]), client=pick.choice("ab"))
+            for _ in range(pick.choice([1, 2, 3])):
+                sent[number := engine.submit(dataclasses.replace(pool[which], **changes))], got[number] = which, []
+            left -= 1
+        if sent and pick.random() < 0.05:
+            engine.cancel(pick.choice(list(sent)))
+        for update in engine.step():
+            got[update.request_id].append(update)
+    for number, which in sent.items():
+        end, answer = got[number][-1].finish_reason, tokens(got[number])
+        assert end in ("length", "cancelled") and known[which][: len(answer)] == answer
+        assert end == "cancelled" or answer == known[which]
 
 
 def test_texts_go_on_while_a_picture_waits_for_its_program(engine, monkeypatch):

@@ -87,13 +87,13 @@ def test_who_leaves_takes_no_turn_and_gives_back_a_place():
 def test_too_many_are_told_to_come_again():
     async def run():
         ready = [False]
-        work = Worker(Turns("pictures", 1, 2, lambda: ready[0]))
+        work = Worker(Turns("pictures", 1, 2, lambda _: ready[0]))
         work.ask("a", "0")
         work.ask("a", "1")
         await settle()
         assert work.begun == []
         with pytest.raises(ApiError, match="2 requests wait for pictures") as error:
-            async with work.turns.turn("b"):
+            async with work.turns.turn("a"):
                 pass
         assert error.value.status == 429 and error.value.retry_after
         ready[0] = True
@@ -103,5 +103,48 @@ def test_too_many_are_told_to_come_again():
         await work.end("0")
         await work.end("1")
         assert work.begun == ["0", "1"]
+
+    asyncio.run(run())
+
+
+def test_where_no_more_may_wait_the_client_with_most_of_them_is_refused():
+    async def run():
+        work = Worker(Turns("x", 1, 4))
+        for number in range(5):
+            work.ask("a", f"a{number}")
+        work.ask("b", "b0")
+        work.ask("c", "c0")
+        await settle()
+        for name in ("a3", "a4"):  # its last ones
+            with pytest.raises(ApiError, match="4 requests wait for x") as error:
+                await work.tasks[name]
+            assert error.value.status == 429
+        work.ask("b", "b1")  # nobody has so many more that this would be fair
+        work.ask("d", "d0")
+        await settle()
+        assert isinstance(work.tasks["b1"].exception(), ApiError) and len(work.turns) == 4
+        assert isinstance(work.tasks["a2"].exception(), ApiError)
+        for name in ("a0", "b0", "c0", "d0", "a1"):
+            await work.end(name)
+        assert work.begun == ["a0", "b0", "c0", "d0", "a1"] and not len(work.turns)
+        assert work.turns._free == 1 and work.turns._last == {}
+
+    asyncio.run(run())
+
+
+def test_who_may_not_begin_yet_holds_up_nobody_else():
+    async def run():
+        held = {"a"}
+        work = Worker(Turns("x", 2, 4, lambda client: client not in held))
+        for name in ("a", "b"):
+            work.ask(name, name)
+        await settle()
+        assert work.begun == ["b"]
+        held.clear()
+        work.turns.wake()
+        await settle()
+        assert work.begun == ["b", "a"]
+        for name in ("a", "b"):
+            await work.end(name)
 
     asyncio.run(run())

@@ -170,6 +170,7 @@ def test_a_step_that_hangs_is_left_alone():
     async def test(worker, engine):
         engine.gate.clear()
         answers = await worker.submit([request()])
+        await until(engine.begun.is_set)
         assert not await worker.stop(0.0, 0.1)
         answers.close()
 
