@@ -199,7 +199,8 @@ class Api:
                 reads.append(await self._checked(reading))
             else:
                 reads.append(Read(prompt))
-        rooms = self._rooms(asked, reads, usual=16, echo=asked.echo)
+        size = sum(len(read.ids) for read in reads) // 8
+        rooms = await unless_small(size, lambda: self._rooms(asked, reads, usual=16, echo=asked.echo))
         choices = await self._choices(asked, reads, call.client)
         shape = Shape(call.request_id, self.config.name, asked, self._texts)
         return await self._answer(call, asked, shape, reads, rooms, choices, echo=asked.echo)

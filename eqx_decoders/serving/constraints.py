@@ -106,15 +106,12 @@ class Forms:
         """End the threads when they have compiled what they have begun."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def constraints(self, form: Form, count: int) -> list[TokenConstraint]:
-        """Compile a form, and give what keeps so many answers in it; in any thread.
-
-        Raises ConfigError, with the library's reason, for one that is none.
-        """
-        return _copies(self._find(form), count)
-
     async def prepare(self, form: Form, count: int, client: str = "") -> list[TokenConstraint]:
-        """The same on an event loop, which goes on meanwhile; ApiError 429 where too many wait, or too long."""
+        """Compile a form beside the event loop, and give what keeps so many answers in it.
+
+        Raises ConfigError, with the library's reason, for one that is none, and ApiError 429 where too many wait, or
+        too long.
+        """
         found = self._look_up(form)
         if found is None:
             _check_size(form)

@@ -28,8 +28,8 @@ class EngineConfig:
     - `token_budget`: tokens that one step computes at most, those of answers first; prompts get a chunk in any case.
     - `max_waiting`, `max_waiting_tokens`: requests that wait for a slot, and tokens of their prompts, at most.
     - `prefix_cache_bytes`: memory for prompts that begin alike; 0 for none.
-    - `preempted_bytes`: memory for what was computed of requests that had to give up their slots; beyond that it is
-        computed again.
+    - `preempted_bytes`: memory for what was computed of requests that had to give up their slots, and as much again for
+        what several answers to one prompt share; beyond that it is computed again.
     - `max_logprobs`: the most likely tokens that a request may ask for beside each of its own.
     - `max_logit_bias`: biases that a request may have.
     - `cache_dtype`: of keys and values, as `init_cache` has it; None: as `generate` stores them.

@@ -13,7 +13,7 @@ import pytest
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.chat import ChatTemplate, Rendered
 from eqx_decoders.io.tokenizer import ByteTokenizer, train_bpe
-from eqx_decoders.serving import api, server as server_module
+from eqx_decoders.serving import api, replies, server as server_module
 from eqx_decoders.serving.answers import Choice, Gathered, Piece, Shape
 from eqx_decoders.serving.engine_config import EngineConfig
 from eqx_decoders.serving.prompts import Language, PromptReader, is_too_long
@@ -257,6 +257,22 @@ def test_what_is_large_is_not_made_on_the_event_loop(monkeypatch):
             assert server.call(COMPLETIONS, ask | {"prompt": [97] * count, "stream": True})[0] == 200
             beside = {name: any(one.startswith("beside") for one in found) for name, found in threads.items()}
             assert beside == dict.fromkeys(("whole", "chunk", "take", "read_completion"), large)
+
+
+def test_many_ids_are_not_written_on_the_event_loop(monkeypatch):
+    threads, real = [], replies.write
+
+    def noted(value):
+        threads.append(threading.current_thread().name.startswith("beside"))
+        return real(value)
+
+    monkeypatch.setattr(replies, "write", noted)
+    with serving(FakeEngine(), LETTERS, max_length=5000) as server:
+        for count in (10, 3000):
+            assert server.json("/tokenize", {"prompt": "a" * count})["count"] == count + 1
+        for count in (10, 9000):
+            assert len(server.json("/detokenize", {"tokens": [97] * count})["prompt"]) == count
+    assert threads == [False, True] * 2
 
 
 def test_what_could_never_wait_together_is_refused_for_good():
