@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from eqx_decoders.errors import need_extra
 from eqx_decoders.serving.api import Api, Call, Events, Reply
+from eqx_decoders.serving.beside import beside
 from eqx_decoders.serving.large import SMALL
 from eqx_decoders.serving.wire import ApiError
 
@@ -298,7 +299,7 @@ async def _body(
             await _linger(receive)
         raise
     # many bytes are joined beside the loop, and without the interpreter's lock
-    return b"".join(parts) if size < LONG else await asyncio.to_thread(b"".join, parts)
+    return b"".join(parts) if size < LONG else await beside(lambda: b"".join(parts))
 
 
 async def _linger(receive: Receive) -> None:
