@@ -569,8 +569,11 @@ def test_a_failing_save_is_reported_and_the_last_step_stays(copied, monkeypatch)
         with monkeypatch.context() as patch:
             patch.setattr(ocp, "save_checkpointables_async", lambda *_: Full())
             checkpoints.save(30, state, data_state={}, config={})
+            half = copied / f"30{TEMPORARY}-1"
+            half.mkdir()
             with pytest.raises(CheckpointError, match=r"Step 30 could not be saved .*No space left.*\[10, 20\]"):
                 checkpoints.wait()
+        assert not half.exists()
         checkpoints.save(31, state, data_state={}, config={})
     assert Checkpoints(copied).steps == (10, 20, 31)
 

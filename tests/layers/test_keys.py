@@ -14,8 +14,11 @@ from eqx_decoders.layers.attention import AttentionConfig
 from eqx_decoders.layers.embedding import LearnedPositions
 from eqx_decoders.layers.engram import EngramConfig
 from eqx_decoders.layers.experts import ExpertsConfig
+from eqx_decoders.layers.gated_delta_net import GatedDeltaNetConfig
+from eqx_decoders.layers.kimi_delta import KimiDeltaAttentionConfig
 from eqx_decoders.layers.latent import LatentAttentionConfig
 from eqx_decoders.layers.learned_init import LearnedInitConfig
+from eqx_decoders.layers.mamba2 import Mamba2Config
 from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
 from eqx_decoders.layers.per_layer_embedding import PerLayerInputConfig
 from eqx_decoders.wiring.hyper_connections import HyperConnections
@@ -37,6 +40,9 @@ LAYERS = {
         5,
     ),
     "learned kernels": (LearnedInitConfig(attention=dataclasses.replace(ATTENTION, output_gate=False), **TEACHER), 16),
+    "gated delta net": (GatedDeltaNetConfig(num_heads=2, num_key_heads=1, key_dim=2, value_dim=3), 11),
+    "kimi delta attention": (KimiDeltaAttentionConfig(num_heads=2, head_dim=3, gate_rank=2), 14),
+    "mamba2": (Mamba2Config(num_heads=2, num_groups=1, key_dim=2, value_dim=3, taps_bias=False), 11),
     "mlp": (MLPConfig(mlp_dim=3), 3),
     "fused mlp": (MLPConfig(mlp_dim=3, fused=True), 3),
     "linear": (LinearConfig(), 1),
@@ -57,13 +63,13 @@ def test_no_two_weights_share_a_key(name, monkeypatch):
     keys = []
 
     def recorded(draw):
-        def call(key, *arguments):
+        def call(key, *arguments, **options):
             keys.append(tuple(np.asarray(jax.random.key_data(key)).tolist()))
-            return draw(key, *arguments)
+            return draw(key, *arguments, **options)
 
         return call
 
-    for draw in ("normal", "truncated_normal"):
+    for draw in ("normal", "truncated_normal", "uniform"):
         monkeypatch.setattr(jax.random, draw, recorded(getattr(jax.random, draw)))
     config.build(4, key=jax.random.key(0))
     assert len(set(keys)) == len(keys) == count
