@@ -41,7 +41,7 @@ def results(function, args, rest, options=()):
     ("sizes", "kind", "options"),
     [
         (TWO, "head", {}),
-        (FOUR, "linear", {}),
+        (FOUR, "linear", dict(stateless=True)),
         pytest.param(FOUR, "channel", {}, marks=slow),
         pytest.param(EIGHT, "head", {}, marks=slow),
         pytest.param(EIGHT, "channel", dict(key_heads=4), marks=slow),
@@ -55,10 +55,11 @@ def results(function, args, rest, options=()):
 )
 @pytest.mark.parametrize("resets", [True, pytest.param(False, marks=slow)])
 def test_pieces_of_a_recurrence(sizes, kind, options, resets):
-    """From a state on, with documents that end in a piece or begin with one; what is written and the last state too."""
-    *args, state = make(96, kind, **options)
-    args = (*args, *([None] if kind == "linear" else []), state)
+    """From a state or zeros on, with documents that end or begin in a piece; what is written and the last state."""
+    stateless = options.get("stateless", False)
+    *args, state = make(96, kind, **{name: value for name, value in options.items() if name != "stateless"})
     starts = documents(96, len(state)).at[:, 48].set(True) if resets else None
+    args = (*args, *([None] if kind == "linear" else []), None if stateless else state)
     execution = Execution(layout=ed.Layout.create(**sizes))
     want = results(delta_rule, args, (starts,))
     same(results(recur_on_mesh, args, (starts,), (("execution", execution),)), want, tolerance=1e-5)
