@@ -6,14 +6,14 @@ from typing import Any, Literal, TypedDict, get_args
 import equinox as eqx
 from jaxtyping import Array, Int, Integer, Num
 
-from eqx_decoders.axes import AnyArray
 from eqx_decoders.errors import check, check_integer, check_word
-from eqx_decoders.layout import Layout
-from eqx_decoders.low_precision import LowPrecision, Rounded
-from eqx_decoders.numerics import ClippedWeight, LowRank, Precision, einsum
-from eqx_decoders.pipeline import Pipeline
-from eqx_decoders.quantized_weight import QuantizedWeight
+from eqx_decoders.numerics.int8_matmul import LowPrecision, Rounded
+from eqx_decoders.numerics.matmul import ClippedWeight, LowRank, Precision, einsum
+from eqx_decoders.numerics.quantized_weight import QuantizedWeight
 from eqx_decoders.remat import Remat, RematName, get_remat
+from eqx_decoders.sharding.axes import AnyArray
+from eqx_decoders.sharding.layout import Layout
+from eqx_decoders.sharding.pipeline import Pipeline
 
 
 AttentionName = Literal["auto", "dot", "chunked", "interval", "splash", "cudnn"]

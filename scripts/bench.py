@@ -34,15 +34,15 @@ from bench_serving import bench_serving
 from bench_sizes import plan_sizes
 
 import eqx_decoders as ed
+from eqx_decoders.core.malloc import keep_memory
+from eqx_decoders.data.batches import Batch
+from eqx_decoders.data.dataset import DataConfig
+from eqx_decoders.families.common import Shape
 from eqx_decoders.families.llama import llama
-from eqx_decoders.families.shape import Shape
-from eqx_decoders.host_memory import keep_memory
-from eqx_decoders.training.batches import Batch
-from eqx_decoders.training.data import DataConfig
 from eqx_decoders.training.flops import flops_per_token, measured_flops
-from eqx_decoders.training.mesh_settings import LowPrecisionConfig
-from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.step import Trainer
+from eqx_decoders.training.mesh_config import LowPrecisionConfig
+from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.step.step import Trainer
 
 
 BATCH, LENGTH = 2, 512
@@ -100,8 +100,8 @@ def step(dtype: str, remat: str, repeats: int) -> dict[str, float]:
 
 def loop(model: str, batch_size: int, seq_len: int) -> dict[str, float]:
     """Seconds of a step in a run, and of the same compiled step alone, a batch after the other; they take turns."""
-    from eqx_decoders.training.run import Run
-    from eqx_decoders.training.settings import TrainConfig
+    from eqx_decoders.training.config import TrainConfig
+    from eqx_decoders.training.run.loop import Run
 
     runs: dict[str, list[float]] = {"run": [], "alone": []}
     steps = 20
@@ -148,8 +148,8 @@ ROUNDINGS = {
 
 def losses(name: str, folder: str, steps: int, every: int) -> dict[str, list[float]]:
     """Losses of a run of tiny: the mean of the last 20 steps before every so many, and held-out in the end."""
-    from eqx_decoders.training.run import Run
-    from eqx_decoders.training.settings import TrainConfig
+    from eqx_decoders.training.config import TrainConfig
+    from eqx_decoders.training.run.loop import Run
 
     run, tokenizer = Path(folder) / name.replace(" ", "_"), Path(folder) / "bfloat16/tokenizer"
     config = TrainConfig(

@@ -15,20 +15,20 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 import eqx_decoders as ed
-from eqx_decoders.axes import named_leaves
 from eqx_decoders.context import AttentionName
-from eqx_decoders.hardware import Chip, chip_of
-from eqx_decoders.layers.attention_call import Call
-from eqx_decoders.layers.kernel import KERNELS, attend
+from eqx_decoders.core.chips import Chip, chip_of
+from eqx_decoders.data.batches import Batch
+from eqx_decoders.layers.attention.kernels.call import Call
+from eqx_decoders.layers.attention.kernels.registry import KERNELS, attend
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
-from eqx_decoders.layers.recurrence import delta_rule
-from eqx_decoders.layers.recurrence_kernel import run_kernel
-from eqx_decoders.layout import device_bytes
-from eqx_decoders.planning.plan import abstract_batch
-from eqx_decoders.training.batches import Batch
+from eqx_decoders.layers.recurrent.pallas_scan import run_kernel
+from eqx_decoders.layers.recurrent.recurrence import delta_rule
+from eqx_decoders.planning.step_plan import abstract_batch
+from eqx_decoders.sharding.axes import named_leaves
+from eqx_decoders.sharding.layout import device_bytes
 from eqx_decoders.training.flops import flops_per_token
-from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.step import Trainer
+from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.step.step import Trainer
 
 
 NEEDED = "This needs a TPU or a GPU that JAX sees: pip install '.[tpu]' or '.[cuda]', without JAX_PLATFORMS=cpu."

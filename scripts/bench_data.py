@@ -14,13 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from eqx_decoders.io.tokenizer import load_tokenizer, train_bpe
-from eqx_decoders.training.batches import Batches, Corpus
-from eqx_decoders.training.corpus import read_documents
-from eqx_decoders.training.counts import Counts
-from eqx_decoders.training.readers import Reading, read_source
-from eqx_decoders.training.sources import Source
-from eqx_decoders.training.token_store import open_store
+from eqx_decoders.data.batches import Batches, Corpus
+from eqx_decoders.data.sources.readers import Reading, read_source
+from eqx_decoders.data.sources.sources import Source
+from eqx_decoders.data.store.corpus import read_documents
+from eqx_decoders.data.store.corpus_stats import Counts
+from eqx_decoders.data.store.token_store import open_store
+from eqx_decoders.io.text.tokenizer import load_tokenizer, train_bpe
 
 
 def restart(folder: Path, steps: int, **environment: str) -> float:

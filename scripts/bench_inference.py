@@ -36,9 +36,9 @@ def our_model(work: Work, sizes: dict[str, int]) -> tuple[Any, Any]:
     import numpy as np
 
     import eqx_decoders as ed
+    from eqx_decoders.core.malloc import keep_memory
+    from eqx_decoders.families.common import Shape
     from eqx_decoders.families.llama import llama
-    from eqx_decoders.families.shape import Shape
-    from eqx_decoders.host_memory import keep_memory
 
     keep_memory()
     heads = sizes["num_heads"]

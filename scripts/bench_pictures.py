@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import eqx_decoders as ed
+from eqx_decoders.families.common import Shape
 from eqx_decoders.families.qwen3 import qwen3
 from eqx_decoders.families.qwen3_vl import qwen3_vl
 from eqx_decoders.families.qwen_vision import qwen_vision
-from eqx_decoders.families.shape import Shape
 from eqx_decoders.layers.rope import Rope
 
 

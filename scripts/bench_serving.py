@@ -61,8 +61,8 @@ def save_model(folder: Path) -> None:
     import jax
 
     import eqx_decoders as ed
+    from eqx_decoders.families.common import Shape
     from eqx_decoders.families.llama import llama
-    from eqx_decoders.families.shape import Shape
 
     heads = SIZES["num_heads"]
     numbers: dict[str, Any] = dict(SIZES, num_kv_heads=heads, head_dim=SIZES["embed_dim"] // heads)

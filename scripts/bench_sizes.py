@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from eqx_decoders.families import list_models
-from eqx_decoders.planning.sizes import flags, rows_tried, sized, spread, table
+from eqx_decoders.planning.size_sweep import flags, rows_tried, sized, spread, table
 
 
 def plan_sizes(file: Path, only: list[str] | None = None) -> None:

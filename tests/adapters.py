@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 import eqx_decoders as ed
-from eqx_decoders.axes import named_leaves, replaced
+from eqx_decoders.sharding.axes import named_leaves, replaced
 from eqx_decoders.training.lora import LoRAConfig, add_lora
 from tests.models import rich_decoder
 

@@ -18,30 +18,30 @@ import numpy as np
 from allpairspy import AllPairs
 
 import eqx_decoders as ed
-from eqx_decoders.axes import named_leaves
-from eqx_decoders.layers.attention import AttentionConfig, QKNorm, QueryTemperature
-from eqx_decoders.layers.block_selection import BlockSelection
-from eqx_decoders.layers.embedding import LearnedPositions, SinusoidalPositions
-from eqx_decoders.layers.engram import EngramConfig
-from eqx_decoders.layers.experts import ExpertsConfig
-from eqx_decoders.layers.gated_delta_net import GatedDeltaNetConfig
-from eqx_decoders.layers.indexer import IndexerConfig
-from eqx_decoders.layers.kimi_delta import KimiDeltaAttentionConfig
-from eqx_decoders.layers.latent import LatentAttentionConfig
-from eqx_decoders.layers.learned_init import LearnedInitConfig
-from eqx_decoders.layers.mamba2 import Mamba2Config
+from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
+from eqx_decoders.blocks.residual.residual import Sequential
+from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, QueryTemperature
+from eqx_decoders.layers.attention.indexer import IndexerConfig
+from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
+from eqx_decoders.layers.attention.mla import LatentAttentionConfig
+from eqx_decoders.layers.attention.moba import BlockSelection
+from eqx_decoders.layers.embedding.embedding import LearnedPositions, SinusoidalPositions
+from eqx_decoders.layers.embedding.engram import EngramConfig
+from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingConfig, PerLayerInputConfig
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
 from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
+from eqx_decoders.layers.moe.experts import ExpertsConfig
+from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
-from eqx_decoders.layers.per_layer_embedding import PerLayerEmbeddingConfig, PerLayerInputConfig
+from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
+from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
+from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 from eqx_decoders.layers.rope import LinearRope, Llama3Rope, Rope, YarnRope
-from eqx_decoders.layers.router import RouterConfig
-from eqx_decoders.mtp import MTPConfig
-from eqx_decoders.training.loss import token_loss_sum
-from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.step import StepConfig, Trainer
-from eqx_decoders.wiring.hyper_connections import HyperConnections
-from eqx_decoders.wiring.residual import Sequential
+from eqx_decoders.model.mtp import MTPConfig
+from eqx_decoders.sharding.axes import named_leaves
+from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.step.loss import token_loss_sum
+from eqx_decoders.training.step.step import StepConfig, Trainer
 from tests.compare import assert_close, root_mean_square, unit
 from tests.models import EMBED, VOCAB, filled
 

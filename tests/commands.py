@@ -13,8 +13,8 @@ from unittest import mock
 
 import jax
 
-from eqx_decoders.layout import Layout
-from eqx_decoders.training.metrics import read_metrics
+from eqx_decoders.sharding.layout import Layout
+from eqx_decoders.training.run.metrics import read_metrics
 
 
 ROOT = Path(__file__).parents[1]
@@ -43,7 +43,7 @@ def outcome(program: str, *args: object, stdin: str = "", devices: int = 1) -> t
     out, err = io.StringIO(), io.StringIO()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch("eqx_decoders.training.flops.measured_flops", lambda dtype: 1e11))
-        stack.enter_context(mock.patch("eqx_decoders.host_memory.ctypes", None))
+        stack.enter_context(mock.patch("eqx_decoders.core.malloc.ctypes", None))
         stack.enter_context(mock.patch.object(Layout, "create", layout))
         stack.enter_context(mock.patch("sys.stdin", io.StringIO(stdin)))
         stack.enter_context(contextlib.redirect_stdout(out))

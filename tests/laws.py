@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import eqx_decoders as ed
-from eqx_decoders.decoder import Decoder
+from eqx_decoders.model.decoder import Decoder
 from tests.compare import assert_close
 from tests.models import extend as extend_at, packed, run, some_tokens
 

@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eqx_decoders.block import BlockConfig
-from eqx_decoders.create import abstract
-from eqx_decoders.decoder import Decoder, DecoderConfig
-from eqx_decoders.layers.attention import AttentionConfig, QKNorm
+from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.mask import SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import RMSNormConfig
-from eqx_decoders.layers.router import RouterConfig
+from eqx_decoders.model.decoder import Decoder, DecoderConfig
+from eqx_decoders.model.init import abstract
 
 
 VOCAB, EMBED, HEAD_DIM = 32, 16, 8

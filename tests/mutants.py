@@ -39,8 +39,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "eqx_decoders"
 TIMEOUT = -1
 TARGETS = [
-    "layers/*.py", "block.py", "stack.py", "decoder.py", "training/step.py", "training/loss.py",
-    "training/cross_entropy.py", "training/optimizer.py", "io/checkpoint*.py", "inference/*.py",
+    "layers/**/*.py", "blocks/*.py", "model/decoder.py", "training/step/step.py", "training/step/loss.py",
+    "training/step/cross_entropy.py", "training/optimizer/optimizer.py", "io/checkpoint/*.py", "inference/*.py",
 ]  # fmt: skip
 
 COMPARISONS = {

@@ -60,7 +60,7 @@ def no_renames() -> Iterator[None]:
         return rename
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch("eqx_decoders.io.checkpoint_steps.can_rename", lambda directory: False))
+        stack.enter_context(mock.patch("eqx_decoders.io.checkpoint.steps.can_rename", lambda directory: False))
         for name in ("rename", "replace"):
             stack.enter_context(mock.patch(f"os.{name}", files_only(getattr(os, name))))
         yield

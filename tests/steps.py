@@ -5,14 +5,14 @@ import dataclasses
 import equinox as eqx
 
 import eqx_decoders as ed
-from eqx_decoders.layers.attention import AttentionConfig
-from eqx_decoders.layers.experts import ExpertsConfig
+from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.moe.experts import ExpertsConfig
+from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
-from eqx_decoders.layers.router import RouterConfig
-from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.step import StepConfig, Trainer
+from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.step.step import StepConfig, Trainer
 from tests.models import EMBED, VOCAB
 
 

@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import load_file
 
 import eqx_decoders as ed
+from eqx_decoders.families.common import Shape
 from eqx_decoders.families.llama import llama
-from eqx_decoders.families.shape import Shape
 from tests.commands import ROOT
 from tests.programs import tpu_devices
 

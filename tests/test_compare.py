@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqx_decoders.layers.scores import EMPTY
+from eqx_decoders.layers.attention.kernels.common import EMPTY
 from tests.compare import assert_close
 
 

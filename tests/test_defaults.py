@@ -8,13 +8,13 @@ import pkgutil
 import equinox as eqx
 
 from eqx_decoders import layers
-from eqx_decoders.layers.kernel import no_gradients, no_refusal
+from eqx_decoders.blocks.residual.residual import Sequential
+from eqx_decoders.core.sampling import GenerationConfig
+from eqx_decoders.layers.attention.kernels.registry import no_gradients, no_refusal
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
+from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import Rope
-from eqx_decoders.layers.router import RouterConfig
-from eqx_decoders.sampling import GenerationConfig
-from eqx_decoders.wiring.residual import Sequential
 
 
 ROPE = dict(theta=10_000.0, fraction=1.0, pairing="half", sections=(), in_turn=True)
@@ -82,19 +82,22 @@ DEFAULTS = {
 
 
 def test_every_default_is_the_one_that_is_written_down():
-    modules = [f"layers.{module.name}" for module in pkgutil.iter_modules(layers.__path__)]
+    modules = [module.name for module in pkgutil.walk_packages(layers.__path__, "eqx_decoders.layers.")]
     modules += [
-        "wiring.residual",
-        "wiring.hyper_connections",
-        "block",
-        "decoder",
-        "origin",
-        "sampling",
-        "training.step",
-        "training.optimizer",
+        f"eqx_decoders.{name}"
+        for name in (
+            "blocks.residual.residual",
+            "blocks.residual.hyper_connections",
+            "blocks.block",
+            "model.decoder",
+            "model.provenance",
+            "core.sampling",
+            "training.step.step",
+            "training.optimizer.optimizer",
+        )
     ]
     found = {}
-    for module in (importlib.import_module(f"eqx_decoders.{name}") for name in modules):
+    for module in map(importlib.import_module, modules):
         for name, kind in inspect.getmembers(module, inspect.isclass):
             own = kind.__module__ == module.__name__ and not name.startswith("_")
             if own and dataclasses.is_dataclass(kind) and not issubclass(kind, eqx.Module):

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.axes import named_leaves
-from eqx_decoders.io.chat import load_chat_template
-from eqx_decoders.io.checkpoint import load_weights
-from eqx_decoders.io.peft import load_peft
-from eqx_decoders.io.tokenizer import load_tokenizer
+from eqx_decoders.io.checkpoint.checkpoints import load_weights
+from eqx_decoders.io.huggingface.peft import load_peft
+from eqx_decoders.io.text.chat_template import load_chat_template
+from eqx_decoders.io.text.tokenizer import load_tokenizer
+from eqx_decoders.sharding.axes import named_leaves
+from eqx_decoders.training.config import load_settings
 from eqx_decoders.training.lora import merge_lora
-from eqx_decoders.training.runs import abstract_run, load_run
-from eqx_decoders.training.settings import load_settings
+from eqx_decoders.training.run.run_directory import abstract_run, load_run
 from tests.commands import call, steps_of
 
 

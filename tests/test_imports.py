@@ -12,22 +12,19 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent / "eqx_decoders"
 
-# Each part may import from itself and from those that stand before it.
+# Each package may import from itself and from those that stand before it.
 ORDER = [
-    "errors", "hardware", "host_memory", "lazy", "eager", "inputs", "axes", "explicit", "device_grid", "offload",
-    "partition", "layout", "quantized_weight", "low_precision", "numerics", "prng", "sampling", "origin", "remat",
-    "pipeline", "context", "layers", "stats", "wiring", "further", "batch_split", "block", "layer_inputs", "borrowing",
-    "stack", "stages", "mtp", "config_json", "cache", "encoders", "decoder", "create", "quantization", "families", "io",
-    "inference", "serving", "describe", "replication", "model_info", "training", "planning", "cli",
+    "errors", "remat", "sharding", "core", "numerics", "context", "layers", "blocks", "encoders", "model", "families",
+    "io", "data", "inference", "serving", "training", "planning", "cli",
 ]  # fmt: skip
 
 
 # JAX has no public way to what its processes tell each other, nor to where it finds them; nor Orbax to its counter.
-PRIVATE = {("processes.py", "jax._src.distributed"), ("processes.py", "jax._src.clusters")}
-PRIVATE |= {("checkpoint.py", "orbax.checkpoint._src.futures.synchronization")}
+PRIVATE = {("coordination.py", "jax._src.distributed"), ("coordination.py", "jax._src.clusters")}
+PRIVATE |= {("checkpoints.py", "orbax.checkpoint._src.futures.synchronization")}
 
 
-def part_of(module: str) -> str:
+def package_of(module: str) -> str:
     return module.removeprefix("eqx_decoders.").split(".")[0]
 
 
@@ -41,14 +38,14 @@ def imported(file: pathlib.Path):
 
 @pytest.mark.parametrize("file", sorted(ROOT.rglob("*.py")), ids=lambda file: str(file.relative_to(ROOT)))
 def test_imports_go_one_way(file):
-    here = part_of(".".join(file.relative_to(ROOT.parent).with_suffix("").parts))
+    here = package_of(".".join(file.relative_to(ROOT.parent).with_suffix("").parts))
     if here == "__init__":
         return
     for module in imported(file):
         assert "_src" not in module or (file.name, module) in PRIVATE, f"{file.name} imports private {module}"
         if module.startswith("eqx_decoders"):
             assert module != "eqx_decoders", f"{file.name}: import from the module that defines the name"
-            assert ORDER.index(part_of(module)) <= ORDER.index(here), f"{here} must not import {module}"
+            assert ORDER.index(package_of(module)) <= ORDER.index(here), f"{here} must not import {module}"
 
 
 def test_import_needs_the_core_only():
@@ -61,7 +58,7 @@ def test_import_needs_the_core_only():
 
 
 def test_every_module_can_be_imported_on_windows():
-    """A fresh interpreter without the modules that only Unix has. `chat_worker` is a script for Linux and macOS."""
+    """A fresh interpreter without the modules that only Unix has. `chat_template_worker` is a script."""
     code = """
 import pkgutil, signal, sys
 for name in ("fcntl", "resource", "pwd", "grp", "termios", "pty", "tty", "syslog"):
@@ -70,7 +67,7 @@ for name in ("SIGUSR1", "SIGKILL", "SIGXCPU", "SIGALRM"):
     delattr(signal, name)
 import eqx_decoders
 for module in pkgutil.walk_packages(eqx_decoders.__path__, "eqx_decoders."):
-    if not module.name.endswith("chat_worker"):
+    if not module.name.endswith("chat_template_worker"):
         __import__(module.name)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

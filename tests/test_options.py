@@ -19,30 +19,30 @@ import pytest
 from jaxtyping import TypeCheckError
 
 import eqx_decoders as ed
-from eqx_decoders.axes import named_leaves
-from eqx_decoders.layers.added_features import AddedFeaturesConfig
-from eqx_decoders.layers.attention import AttentionConfig, QKNorm, QueryTemperature
-from eqx_decoders.layers.block_selection import BlockSelection
-from eqx_decoders.layers.embedding import LearnedPositions, SinusoidalPositions
-from eqx_decoders.layers.engram import EngramConfig, TokenClasses
-from eqx_decoders.layers.experts import ExpertsConfig
-from eqx_decoders.layers.gated_delta_net import GatedDeltaNetConfig
-from eqx_decoders.layers.indexer import IndexerConfig
-from eqx_decoders.layers.kimi_delta import KimiDeltaAttentionConfig
-from eqx_decoders.layers.latent import LatentAttentionConfig
-from eqx_decoders.layers.learned_init import LearnedInitConfig
-from eqx_decoders.layers.mamba2 import Mamba2Config
+from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
+from eqx_decoders.blocks.residual.residual import Chained, Parallel, Plain, Sequential
+from eqx_decoders.data.batches import Batch
+from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, QueryTemperature
+from eqx_decoders.layers.attention.indexer import IndexerConfig
+from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
+from eqx_decoders.layers.attention.mla import LatentAttentionConfig
+from eqx_decoders.layers.attention.moba import BlockSelection
+from eqx_decoders.layers.deepstack import AddedFeaturesConfig
+from eqx_decoders.layers.embedding.embedding import LearnedPositions, SinusoidalPositions
+from eqx_decoders.layers.embedding.engram import EngramConfig, TokenClasses
+from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingConfig, PerLayerInputConfig
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
 from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
+from eqx_decoders.layers.moe.experts import ExpertsConfig
+from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
-from eqx_decoders.layers.per_layer_embedding import PerLayerEmbeddingConfig, PerLayerInputConfig
+from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
+from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
+from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 from eqx_decoders.layers.rope import LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
-from eqx_decoders.layers.router import RouterConfig
-from eqx_decoders.mtp import MTPConfig
-from eqx_decoders.training.balance import update_router_bias
-from eqx_decoders.training.batches import Batch
-from eqx_decoders.wiring.hyper_connections import HyperConnections
-from eqx_decoders.wiring.residual import Chained, Parallel, Plain, Sequential
+from eqx_decoders.model.mtp import MTPConfig
+from eqx_decoders.sharding.axes import named_leaves
+from eqx_decoders.training.step.balance import update_router_bias
 from tests.encoders.options import ENCODER_OPTIONS
 
 
@@ -506,9 +506,9 @@ def test_precision_of_weights():
 SHOWN_IN = {
     "Execution": "test_options.py",
     "Precision": "test_options.py",
-    "Layout": "test_layout.py",
+    "Layout": "sharding/test_layout.py",
     "Remat": "test_remat.py",
-    "Sample": "test_sampling.py",
+    "Sample": "core/test_sampling.py",
     "GenerateConfig": "cli/test_generate.py",
     "PlanConfig": "cli/test_plan.py",
     "Import": "cli/test_convert.py",
@@ -516,20 +516,20 @@ SHOWN_IN = {
     "Verify": "cli/test_convert.py",
     "Devices": "cli/test_two_processes.py",
     "LoRAConfig": "training/test_lora.py",
-    "OptimizerConfig": "training/test_optimizer.py",
-    "StepConfig": "training/test_step.py",
-    **dict.fromkeys(("DataConfig", "MeshConfig", "TrainConfig"), "training/test_run.py"),
-    **dict.fromkeys(("Pipeline", "PipelineConfig"), "test_pipeline.py"),
-    **dict.fromkeys(("LowPrecision", "LowPrecisionConfig"), "test_low_precision.py"),
-    "Offload": "training/test_offload.py",
-    "CacheFormat": "layers/test_quantized_cache.py",
-    "PageConfig": "layers/test_pages.py",
-    "Sampling": "serving/test_choosing.py",
-    **dict.fromkeys(("EngineConfig", "Request", "PromptLookup"), "serving/test_engine.py"),
-    **dict.fromkeys(("FurtherPrediction", "SmallerModel"), "serving/test_engine.py"),
+    "OptimizerConfig": "training/optimizer/test_optimizer.py",
+    "StepConfig": "training/step/test_step.py",
+    **dict.fromkeys(("DataConfig", "MeshConfig", "TrainConfig"), "training/run/test_loop.py"),
+    **dict.fromkeys(("Pipeline", "PipelineConfig"), "sharding/test_pipeline.py"),
+    **dict.fromkeys(("LowPrecision", "LowPrecisionConfig"), "numerics/test_int8_matmul.py"),
+    "Offload": "training/step/test_offload.py",
+    "CacheFormat": "layers/cache/test_quantized_cache.py",
+    "PageConfig": "layers/cache/test_paged.py",
+    "Sampling": "serving/engine/test_sampler.py",
+    **dict.fromkeys(("EngineConfig", "Request", "PromptLookup"), "serving/engine/test_engine.py"),
+    **dict.fromkeys(("FurtherPrediction", "SmallerModel"), "serving/engine/test_engine.py"),
     "ServeConfig": "cli/test_serve.py",
-    **dict.fromkeys(("ApiConfig", "ServerConfig"), "serving/test_api.py"),
-    "FilesConfig": "serving/test_files.py",
+    **dict.fromkeys(("ApiConfig", "ServerConfig"), "serving/http/test_api.py"),
+    "FilesConfig": "serving/frontend/test_media_files.py",
 }
 # What is passed between functions and what families are made of: data, and no settings of a user.
 DATA = {
@@ -549,7 +549,7 @@ def configurations() -> dict[str, type]:
     """The public dataclasses of all modules, those of weights aside."""
     found = {}
     for module in pkgutil.walk_packages(ed.__path__, "eqx_decoders."):
-        if not module.name.endswith("chat_worker"):  # a program of its own
+        if not module.name.endswith("chat_template_worker"):  # a program of its own
             for name, value in vars(importlib.import_module(module.name)).items():
                 public = isinstance(value, type) and not name.startswith("_")
                 if public and value.__module__.startswith("eqx_decoders.io.processors."):

@@ -9,11 +9,11 @@ import pytest
 from jax.ad_checkpoint import print_saved_residuals
 
 import eqx_decoders as ed
-from eqx_decoders.layers.experts import ExpertsConfig
-from eqx_decoders.layers.latent import LatentAttentionConfig
+from eqx_decoders.data.dataset import DataConfig
+from eqx_decoders.layers.attention.mla import LatentAttentionConfig
+from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.remat import NAMES, POLICIES, Remat, get_remat, save
-from eqx_decoders.training.data import DataConfig
-from eqx_decoders.training.settings import TrainConfig
+from eqx_decoders.training.config import TrainConfig
 from tests.models import filled, packed, rich_decoder
 
 

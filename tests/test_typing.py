@@ -11,7 +11,7 @@ import pytest
 
 from eqx_decoders import context
 from eqx_decoders.context import Execution
-from eqx_decoders.layers.kernel import KERNELS
+from eqx_decoders.layers.attention.kernels.registry import KERNELS
 from eqx_decoders.remat import POLICIES, RematName
 from tests.commands import ROOT
 
@@ -19,7 +19,7 @@ from tests.commands import ROOT
 RIGHT_AND_WRONG = """
 import jax
 import eqx_decoders as ed
-from eqx_decoders.inference.text import load_text_model
+from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.training import load_run
 
 config, key = ed.get_config("tiny"), jax.random.key(0)

@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from eqx_decoders.errors import EqxDecodersError, need_extra
-from eqx_decoders.io.processes import leave
-from eqx_decoders.io.rundir import Interrupt, Watch, exit_code
-from eqx_decoders.io.waiting import showing
+from eqx_decoders.io.coordination import leave
+from eqx_decoders.io.run_lock import Interrupt, Watch, exit_code
+from eqx_decoders.io.status import showing
 
 
 PROGRAMS = {

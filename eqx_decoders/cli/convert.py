@@ -20,19 +20,19 @@ from jaxtyping import Float, Int
 
 from eqx_decoders.cli import flags_of, own_errors, program, require
 from eqx_decoders.cli.devices import ONE_DEVICE, Devices, layout_of, mesh_flags
-from eqx_decoders.create import count_parameters
 from eqx_decoders.errors import CheckpointError, check, check_integer, check_number
-from eqx_decoders.io import verify
-from eqx_decoders.io.checkpoint import Checkpoints
-from eqx_decoders.io.export import check_new_directory
-from eqx_decoders.io.files import expand_paths
-from eqx_decoders.io.hub import resolve
-from eqx_decoders.io.huggingface import load_hf, read_config
-from eqx_decoders.io.processes import from_first
-from eqx_decoders.io.rundir import RunLock, check_run_dir
-from eqx_decoders.training.mesh_settings import MeshConfig
-from eqx_decoders.training.runs import SOURCE, export_run, keep_source, load_run, local_run
-from eqx_decoders.training.settings import TrainConfig, load_settings, save_settings, settings_json
+from eqx_decoders.io.atomic_files import expand_paths
+from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
+from eqx_decoders.io.coordination import from_first
+from eqx_decoders.io.huggingface import verify
+from eqx_decoders.io.huggingface.export import check_new_directory
+from eqx_decoders.io.huggingface.hub import resolve
+from eqx_decoders.io.huggingface.load import load_hf, read_config
+from eqx_decoders.io.run_lock import RunLock, check_run_dir
+from eqx_decoders.model.init import count_parameters
+from eqx_decoders.training.config import TrainConfig, load_settings, save_settings, settings_json
+from eqx_decoders.training.mesh_config import MeshConfig
+from eqx_decoders.training.run.run_directory import SOURCE, export_run, keep_source, load_run, local_run
 
 
 DIFFERENT = 1

@@ -5,9 +5,9 @@ import dataclasses
 from typing import Any
 
 from eqx_decoders.errors import check, check_integer
-from eqx_decoders.io.processes import connected, from_first
-from eqx_decoders.layout import Layout
-from eqx_decoders.training.mesh_settings import MeshConfig
+from eqx_decoders.io.coordination import connected, from_first
+from eqx_decoders.sharding.layout import Layout
+from eqx_decoders.training.mesh_config import MeshConfig
 
 
 ONE_DEVICE = MeshConfig(data=1)

@@ -20,15 +20,15 @@ import jax
 
 from eqx_decoders.cli import flags_of, own_errors, program, require
 from eqx_decoders.cli.devices import Devices, mesh_flags
+from eqx_decoders.core.malloc import keep_memory
+from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.errors import check, check_integer, check_number
-from eqx_decoders.host_memory import keep_memory
-from eqx_decoders.inference.text import Files, Prompt, TextModel, load_text_model
-from eqx_decoders.io.files import expand_paths
-from eqx_decoders.io.processes import from_first
-from eqx_decoders.io.waiting import Waiting
-from eqx_decoders.numerics import Precision
-from eqx_decoders.sampling import GenerationConfig
-from eqx_decoders.training.runs import load_text_run
+from eqx_decoders.inference.text_model import Files, Prompt, TextModel, load_text_model
+from eqx_decoders.io.atomic_files import expand_paths
+from eqx_decoders.io.coordination import from_first
+from eqx_decoders.io.status import Waiting
+from eqx_decoders.numerics.matmul import Precision
+from eqx_decoders.training.run.run_directory import load_text_run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -20,26 +20,26 @@ from eqx_decoders.cli import own_errors, program, require
 from eqx_decoders.cli.devices import mesh_flags
 from eqx_decoders.cli.xla_flags import FlagsName, options
 from eqx_decoders.context import ContextForm, ContextOrder, Execution
-from eqx_decoders.create import abstract, with_mtp
-from eqx_decoders.decoder import Decoder
+from eqx_decoders.data.dataset import DataConfig
 from eqx_decoders.errors import ConfigError, check, check_integer, check_word, need_extra
-from eqx_decoders.offload import Offload
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.model.init import abstract, with_mtp
 from eqx_decoders.planning.advice import advice
-from eqx_decoders.planning.assigned import abandoned
+from eqx_decoders.planning.compile import abandoned
 from eqx_decoders.planning.gpus import counted_memory, gpus_of, on_gpus
+from eqx_decoders.planning.image_shapes import abstract_media
 from eqx_decoders.planning.machine import Machine
-from eqx_decoders.planning.pictures import abstract_media
-from eqx_decoders.planning.plan import Plan, Until, make_plan
 from eqx_decoders.planning.report import as_data, report
 from eqx_decoders.planning.search import estimate, meshes, predicted_bytes
-from eqx_decoders.replication import check_replicated
-from eqx_decoders.training.balance import expert_configs
-from eqx_decoders.training.data import DataConfig
-from eqx_decoders.training.mesh_settings import LowPrecisionConfig, MeshConfig, PipelineConfig, describe_devices
-from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.runs import model_config
-from eqx_decoders.training.settings import TrainConfig
-from eqx_decoders.training.step import StepConfig, Trainer
+from eqx_decoders.planning.step_plan import Plan, Until, make_plan
+from eqx_decoders.sharding.offload import Offload
+from eqx_decoders.sharding.replication import check_replicated
+from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.mesh_config import LowPrecisionConfig, MeshConfig, PipelineConfig, describe_devices
+from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.run.run_directory import model_config
+from eqx_decoders.training.step.balance import expert_configs
+from eqx_decoders.training.step.step import StepConfig, Trainer
 
 
 _KEEPING_LESS = ("none", "minimal_with_context", "save_qkv_proj", "full")  # what a search tries, from there on

@@ -23,22 +23,22 @@ from typing import Any, Literal
 
 from eqx_decoders.cli import flags_of, own_errors, program
 from eqx_decoders.cli.devices import Devices, mesh_flags
-from eqx_decoders.decoder import Decoder
+from eqx_decoders.core.malloc import keep_memory
 from eqx_decoders.errors import check, check_integer, check_number, need_extra
-from eqx_decoders.host_memory import keep_memory
-from eqx_decoders.inference.text import TextModel, load_text_model
-from eqx_decoders.io.rundir import Interrupt
-from eqx_decoders.io.waiting import Waiting
-from eqx_decoders.layers.pages import PageConfig
-from eqx_decoders.numerics import Precision
-from eqx_decoders.quantization import group_sizes, quantize
-from eqx_decoders.serving.asked import ApiConfig
-from eqx_decoders.serving.drafts import FurtherPrediction, PromptLookup, SmallerModel
-from eqx_decoders.serving.engine import Engine
-from eqx_decoders.serving.engine_config import EngineConfig
-from eqx_decoders.serving.prompts import Language
-from eqx_decoders.serving.server import ServerConfig, address_of, bind, raise_file_limit, serve
-from eqx_decoders.training.runs import load_text_run
+from eqx_decoders.inference.text_model import TextModel, load_text_model
+from eqx_decoders.io.run_lock import Interrupt
+from eqx_decoders.io.status import Waiting
+from eqx_decoders.layers.cache.paged import PageConfig
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.model.quantize import group_sizes, quantize
+from eqx_decoders.numerics.matmul import Precision
+from eqx_decoders.serving.engine.config import EngineConfig
+from eqx_decoders.serving.engine.drafters import FurtherPrediction, PromptLookup, SmallerModel
+from eqx_decoders.serving.engine.engine import Engine
+from eqx_decoders.serving.frontend.prompts import Language
+from eqx_decoders.serving.http.protocol import ApiConfig
+from eqx_decoders.serving.http.server import ServerConfig, address_of, bind, raise_file_limit, serve
+from eqx_decoders.training.run.run_directory import load_text_run
 
 
 KEYS = "EQX_DECODERS_API_KEY"

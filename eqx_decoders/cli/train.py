@@ -15,21 +15,21 @@ from typing import Annotated
 
 from eqx_decoders.cli import own_errors, program, require
 from eqx_decoders.cli.xla_flags import set_options
-from eqx_decoders.describe import describe
+from eqx_decoders.core.malloc import keep_memory
+from eqx_decoders.data.dataset import DataConfig
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.families import list_models
-from eqx_decoders.host_memory import keep_memory
-from eqx_decoders.io.files import expand_paths
-from eqx_decoders.io.processes import connected
-from eqx_decoders.io.rundir import check_run_dir
-from eqx_decoders.training.data import DataConfig
-from eqx_decoders.training.describe_data import describe_data
-from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.run import train
-from eqx_decoders.training.runs import abstract_run, begun_run
-from eqx_decoders.training.settings import TrainConfig, flags, load_settings, of_a_new_start, with_file
-from eqx_decoders.training.settings_file import with_settings
-from eqx_decoders.training.trackers import check_installed
+from eqx_decoders.io.atomic_files import expand_paths
+from eqx_decoders.io.coordination import connected
+from eqx_decoders.io.run_lock import check_run_dir
+from eqx_decoders.model.weight_table import describe
+from eqx_decoders.training.config import TrainConfig, flags, load_settings, of_a_new_start, with_file
+from eqx_decoders.training.config_file import with_settings
+from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.run.data_preview import describe_data
+from eqx_decoders.training.run.loop import train
+from eqx_decoders.training.run.run_directory import abstract_run, begun_run
+from eqx_decoders.training.run.trackers import check_installed
 
 
 @program(flags)

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.encoders.rows import ChunkRows
+from eqx_decoders.encoders.packed_rows import ChunkRows
 from eqx_decoders.errors import check_integer, check_word
-from eqx_decoders.layers.embedding import sinusoids
+from eqx_decoders.layers.embedding.embedding import sinusoids
 from eqx_decoders.layers.mlp import ACTIVATIONS
-from eqx_decoders.numerics import fan_in
+from eqx_decoders.numerics.matmul import fan_in
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

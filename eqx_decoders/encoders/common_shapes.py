@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from eqx_decoders.encoders.media import Media
-from eqx_decoders.encoders.rows import ChunkRows, FrameRows, PatchRows, SoundRows
+from eqx_decoders.encoders.packed_rows import ChunkRows, FrameRows, PatchRows, SoundRows
 
 
 Shapes = dict[str, dict[str, Any]]  # of each array of each kind of rows; as JSON has it

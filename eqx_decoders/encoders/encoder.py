@@ -8,17 +8,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.block import BlockConfig
+from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.blocks.stack import Segment, segments
 from eqx_decoders.context import Context, Execution
 from eqx_decoders.encoders.audio_stem import AudioStem, AudioStemConfig
 from eqx_decoders.encoders.frame_stem import FrameStem, FrameStemConfig
+from eqx_decoders.encoders.packed_rows import PatchRows, SoundRows
 from eqx_decoders.encoders.projector import Projection, ProjectionConfig, Projector, ProjectorConfig
-from eqx_decoders.encoders.rows import PatchRows, SoundRows
 from eqx_decoders.encoders.stem import PatchStem, PatchStemConfig
 from eqx_decoders.errors import check, check_integer
 from eqx_decoders.layers.norm import Norm, NormConfig
-from eqx_decoders.numerics import with_bounds
-from eqx_decoders.stack import Segment, segments
+from eqx_decoders.numerics.matmul import with_bounds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

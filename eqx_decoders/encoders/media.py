@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
-from eqx_decoders.axes import AnyArray
+from eqx_decoders.core.input_checks import as_int32
+from eqx_decoders.encoders.audio import Sound, from_spectra, pack_sounds
+from eqx_decoders.encoders.images import Picture, from_patches, from_pixels, from_positions
 from eqx_decoders.encoders.media_config import MediaConfig
+from eqx_decoders.encoders.packed_rows import PatchRows, SoundRows
 from eqx_decoders.encoders.packing import finer_sizes, pack_pictures
-from eqx_decoders.encoders.pictures import Picture, from_patches, from_pixels, from_positions
 from eqx_decoders.encoders.rope_positions import AUDIO, IMAGE, TEXT, VIDEO, grid_positions
-from eqx_decoders.encoders.rows import PatchRows, SoundRows
-from eqx_decoders.encoders.sounds import Sound, from_spectra, pack_sounds
 from eqx_decoders.errors import ConfigError, DataError, check
-from eqx_decoders.inputs import as_int32
+from eqx_decoders.sharding.axes import AnyArray
 
 
 @runtime_checkable

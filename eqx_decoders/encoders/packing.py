@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from eqx_decoders.encoders.pictures import Picture, coordinates, in_windows, learned_places
-from eqx_decoders.encoders.rows import PatchRows
+from eqx_decoders.encoders.images import Picture, coordinates, in_windows, learned_places
+from eqx_decoders.encoders.packed_rows import PatchRows
 from eqx_decoders.encoders.stem import PatchStemConfig
 
 

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.axes import BUFFER
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.layers.mlp import ACTIVATIONS, add_bias
 from eqx_decoders.layers.norm import Norm, NormConfig
-from eqx_decoders.numerics import fan_in
+from eqx_decoders.numerics.matmul import fan_in
+from eqx_decoders.sharding.axes import BUFFER
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from eqx_decoders.context import Context
-from eqx_decoders.encoders.rows import PatchRows
+from eqx_decoders.encoders.packed_rows import PatchRows
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.layers.mlp import add_bias
-from eqx_decoders.numerics import fan_in, normal
+from eqx_decoders.numerics.matmul import fan_in, normal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

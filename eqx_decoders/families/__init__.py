@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.errors import ConversionError, check_word
 from eqx_decoders.families import (
     deepseek_v2,
@@ -44,7 +43,8 @@ from eqx_decoders.families import (
     smolvlm,
     tiny_vision,
 )
-from eqx_decoders.families.family import Family
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 # In the order in which they are tried for a model that does not say what it came from.

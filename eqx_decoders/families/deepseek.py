@@ -2,17 +2,17 @@
 
 from typing import Any
 
-from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import moe
-from eqx_decoders.families.family import Weight
-from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import ENDS, GATED_MLP, PRE_NORMS, Shape, gated_mlp, read_shape, write_outer
-from eqx_decoders.layers.latent import LatentAttentionConfig
+from eqx_decoders.families.common import ENDS, GATED_MLP, PRE_NORMS, Shape, gated_mlp, read_shape, write_outer
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.hf_table import Weight
+from eqx_decoders.families.rope_config import read_rope, write_rope
+from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.rope import Rope
-from eqx_decoders.layers.router import RouterConfig
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 def deepseek(

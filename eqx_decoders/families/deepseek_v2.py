@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families import moe
+from eqx_decoders.families.common import Shape
+from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.deepseek import MLP, WEIGHTS, deepseek, read_deepseek, write_deepseek
-from eqx_decoders.families.family import Family
-from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.shape import Shape
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.rope import YarnRope
-from eqx_decoders.layers.router import RouterConfig
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 def _read(fields: Fields) -> DecoderConfig:

@@ -6,16 +6,16 @@ Sigmoid scores with selection biases, and layers of multi-token prediction, whic
 import dataclasses
 from typing import Any
 
-from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families import moe
+from eqx_decoders.families.common import Shape
+from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.deepseek import MLP, WEIGHTS, deepseek, read_deepseek, write_deepseek
-from eqx_decoders.families.family import Family, Weight
-from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.shape import Shape
+from eqx_decoders.families.hf_table import Family, Weight
+from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import YarnRope
-from eqx_decoders.layers.router import RouterConfig
-from eqx_decoders.mtp import MTPConfig
+from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.mtp import MTPConfig
 
 
 def v3_router(*, groups: int, groups_per_token: int, scaling_factor: float, renormalize: bool = True) -> RouterConfig:

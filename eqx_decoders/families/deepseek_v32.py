@@ -3,12 +3,12 @@
 import dataclasses
 from typing import Any
 
-from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families import deepseek_v3
-from eqx_decoders.families.family import Weight
-from eqx_decoders.families.fields import Fields
-from eqx_decoders.layers.indexer import IndexerConfig
-from eqx_decoders.layers.latent import LatentAttentionConfig
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.hf_table import Weight
+from eqx_decoders.layers.attention.indexer import IndexerConfig
+from eqx_decoders.layers.attention.mla import LatentAttentionConfig
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 def with_indexer(config: DecoderConfig, indexer: IndexerConfig | None) -> DecoderConfig:

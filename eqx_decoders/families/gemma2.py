@@ -4,11 +4,7 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
-from eqx_decoders.decoder import DecoderConfig
-from eqx_decoders.families.family import Family
-from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import (
+from eqx_decoders.families.common import (
     Shape,
     attentions,
     llama_weights,
@@ -17,10 +13,14 @@ from eqx_decoders.families.shape import (
     write_masks,
     write_shape,
 )
-from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import read_rope, write_rope
+from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mask import Mask
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 def gemma_decoder(shape: Shape, mixers: Iterable[AttentionConfig], logit_cap: float | None) -> DecoderConfig:

@@ -2,16 +2,16 @@
 
 import functools
 
-from eqx_decoders.decoder import DecoderConfig
-from eqx_decoders.families.family import Family
-from eqx_decoders.families.fields import Fields
+from eqx_decoders.families.common import Shape, llama_weights, read_cycle_masks
+from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.gemma2 import IGNORED_ACTIVATION_KEY, gemma_decoder, read_gemma_shape, write_gemma
-from eqx_decoders.families.ropes import read_ropes, write_ropes
-from eqx_decoders.families.shape import Shape, llama_weights, read_cycle_masks
-from eqx_decoders.layers.attention import AttentionConfig, QKNorm
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import read_ropes, write_ropes
+from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.mask import Mask, SlidingWindow
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import LinearRope, Rope
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 def gemma3(

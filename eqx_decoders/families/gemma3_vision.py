@@ -7,14 +7,13 @@ import dataclasses
 import math
 from typing import Any
 
-from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.encoders.media_config import MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
 from eqx_decoders.families import gemma3
-from eqx_decoders.families.family import Weight
-from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
+from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, activation_name
+from eqx_decoders.families.hf_table import Weight
 from eqx_decoders.families.multimodal import (
     attention,
     encoder_layer,
@@ -28,6 +27,7 @@ from eqx_decoders.families.multimodal import (
 from eqx_decoders.families.vision_fields import KERNEL, read_sizes, vision_fields, vision_of, write_sizes
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 IMAGE, VOCAB = 262_144, 262_208

@@ -8,15 +8,11 @@ import functools
 import re
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
-from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.blocks.branch import BranchConfig
+from eqx_decoders.blocks.residual.residual import Sequential
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families.family import Family, Weight
-from eqx_decoders.families.fields import Fields, activation_name
-from eqx_decoders.families.gemma2 import IGNORED_ACTIVATION_KEY
-from eqx_decoders.families.moe import IGNORED_ROUTER_KEYS, fused_experts
-from eqx_decoders.families.ropes import read_ropes, write_ropes
-from eqx_decoders.families.shape import (
+from eqx_decoders.families.common import (
     LAYER_TYPES,
     Shape,
     attentions,
@@ -28,16 +24,20 @@ from eqx_decoders.families.shape import (
     write_masks,
     write_sizes,
 )
-from eqx_decoders.further import BranchConfig
-from eqx_decoders.layers.attention import AttentionConfig, QKNorm
-from eqx_decoders.layers.experts import ExpertsConfig
+from eqx_decoders.families.config_reader import Fields, activation_name
+from eqx_decoders.families.gemma2 import IGNORED_ACTIVATION_KEY
+from eqx_decoders.families.hf_table import Family, Weight
+from eqx_decoders.families.moe import IGNORED_ROUTER_KEYS, fused_experts
+from eqx_decoders.families.rope_config import read_ropes, write_ropes
+from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
+from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingConfig, PerLayerInputConfig
 from eqx_decoders.layers.mask import Causal, Mask
 from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.moe.experts import ExpertsConfig
+from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import RMSNormConfig
-from eqx_decoders.layers.per_layer_embedding import PerLayerEmbeddingConfig, PerLayerInputConfig
 from eqx_decoders.layers.rope import ProportionalRope, Rope
-from eqx_decoders.layers.router import RouterConfig
-from eqx_decoders.wiring.residual import Sequential
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 ROPES: dict[str, Rope] = {

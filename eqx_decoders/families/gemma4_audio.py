@@ -6,20 +6,20 @@ Its attention looks at near tokens alone, by content and distance; its matrices 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
+from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.blocks.branch import BranchConfig
+from eqx_decoders.blocks.residual.residual import Sequential
 from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.encoders.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families.family import Weight
-from eqx_decoders.families.fields import ACTIVATIONS, Fields, abbreviate, activation_name
+from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, abbreviate, activation_name
+from eqx_decoders.families.hf_table import Weight
 from eqx_decoders.families.multimodal import finish, linear
-from eqx_decoders.further import BranchConfig
-from eqx_decoders.layers.light_convolution import LightConvolutionConfig
-from eqx_decoders.layers.local_attention import LocalAttentionConfig
+from eqx_decoders.layers.attention.conformer import LocalAttentionConfig
+from eqx_decoders.layers.conformer_conv import LightConvolutionConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
-from eqx_decoders.wiring.residual import Sequential
 
 
 # The stream is never larger, and neither is what a layer adds before its norm.

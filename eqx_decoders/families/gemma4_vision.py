@@ -9,23 +9,23 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
-from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.encoders.media_config import MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedAxes, PatchStemConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import gemma4, gemma4_audio
-from eqx_decoders.families.family import Weight
-from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
+from eqx_decoders.families.common import gated_mlp, norm_weights
+from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, activation_name
+from eqx_decoders.families.hf_table import Weight
 from eqx_decoders.families.multimodal import attention, finish, linear, multimodal, with_defaults, with_spans
-from eqx_decoders.families.shape import gated_mlp, norm_weights
-from eqx_decoders.layers.attention import AttentionConfig, QKNorm
+from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.mask import Bidirectional, SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import AxialRope
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 IMAGE, VIDEO, AUDIO = 258_880, 258_884, 258_881

@@ -3,14 +3,14 @@
 import functools
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
-from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families.family import Family, Weight
-from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.shape import Shape, attentions, norm_weights, read_shape, write_shape
-from eqx_decoders.layers.embedding import LearnedPositions
+from eqx_decoders.families.common import Shape, attentions, norm_weights, read_shape, write_shape
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.hf_table import Family, Weight
+from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.layers.norm import LayerNormConfig
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 def gpt2(

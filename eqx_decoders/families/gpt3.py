@@ -6,10 +6,10 @@ Unlike there, norms are computed in float32, the tied head is not rounded to bfl
 import dataclasses
 import functools
 
-from eqx_decoders.decoder import DecoderConfig
-from eqx_decoders.families.shape import Shape
-from eqx_decoders.layers.embedding import LearnedPositions
+from eqx_decoders.families.common import Shape
+from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.layers.norm import LayerNormConfig
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 def gpt3(shape: Shape, *, max_positions: int = 16_384, dropout: float = 0.0) -> DecoderConfig:

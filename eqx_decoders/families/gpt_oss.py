@@ -4,15 +4,15 @@ import dataclasses
 import functools
 from typing import Any
 
-from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families import moe
-from eqx_decoders.families.family import Family, Weight, sharing
-from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import Shape, llama_weights, read_cycle_masks, read_shape, write_masks, write_sizes
+from eqx_decoders.families.common import Shape, llama_weights, read_cycle_masks, read_shape, write_masks, write_sizes
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.hf_table import Family, Weight, sharing
+from eqx_decoders.families.rope_config import read_rope, write_rope
 from eqx_decoders.layers.mask import Mask
+from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.rope import Rope, YarnRope
-from eqx_decoders.layers.router import RouterConfig
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 _ROPE = YarnRope(theta=150_000.0, factor=32.0, original_length=4096, truncate=False)

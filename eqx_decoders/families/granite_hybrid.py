@@ -4,15 +4,11 @@ import dataclasses
 import functools
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
-from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.blocks.residual.residual import Sequential
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import moe
-from eqx_decoders.families.family import Family, Weight, sharing
-from eqx_decoders.families.fields import Fields, activation_name
-from eqx_decoders.families.nemotron_h import mamba_weights
-from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import (
+from eqx_decoders.families.common import (
     ENDS,
     PRE_NORMS,
     Shape,
@@ -23,12 +19,16 @@ from eqx_decoders.families.shape import (
     write_hybrid_layers,
     write_sizes,
 )
-from eqx_decoders.layers.attention import AttentionConfig
-from eqx_decoders.layers.experts import ExpertsConfig
-from eqx_decoders.layers.mamba2 import Mamba2Config
+from eqx_decoders.families.config_reader import Fields, activation_name
+from eqx_decoders.families.hf_table import Family, Weight, sharing
+from eqx_decoders.families.nemotron_h import mamba_weights
+from eqx_decoders.families.rope_config import read_rope, write_rope
+from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.moe.experts import ExpertsConfig
+from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
 from eqx_decoders.layers.rope import Rope
-from eqx_decoders.wiring.residual import Sequential
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 def granite_hybrid(

@@ -8,15 +8,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.encoders.media_config import MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedGrid
 from eqx_decoders.families import llama
-from eqx_decoders.families.family import Family, Weight
-from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
+from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, activation_name
 from eqx_decoders.families.gemma3_vision import siglip
+from eqx_decoders.families.hf_table import Family, Weight
 from eqx_decoders.families.multimodal import (
     attention,
     finish,
@@ -27,6 +26,7 @@ from eqx_decoders.families.multimodal import (
     with_defaults,
 )
 from eqx_decoders.families.vision_fields import KERNEL, read_side, read_sizes, vision_fields, vision_of, write_sizes
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 IMAGE = 128_257

@@ -5,15 +5,10 @@ Nothing is rotated: positions are known by the recurrence alone.
 
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
-from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import moe
-from eqx_decoders.families.deepseek import WEIGHTS
-from eqx_decoders.families.deepseek_v3 import v3_router
-from eqx_decoders.families.family import Family, Weight
-from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.shape import (
+from eqx_decoders.families.common import (
     NO_BIAS,
     Shape,
     first_mixer,
@@ -23,11 +18,16 @@ from eqx_decoders.families.shape import (
     write_hybrid_layers,
     write_outer,
 )
-from eqx_decoders.layers.experts import ExpertsConfig
-from eqx_decoders.layers.kimi_delta import KimiDeltaAttentionConfig
-from eqx_decoders.layers.latent import LatentAttentionConfig
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.deepseek import WEIGHTS
+from eqx_decoders.families.deepseek_v3 import v3_router
+from eqx_decoders.families.hf_table import Family, Weight
+from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 def kimi_linear(

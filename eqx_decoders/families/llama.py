@@ -6,15 +6,15 @@ RMSNorm before attention and gated MLP, rotary embedding, grouped-query attentio
 import functools
 from typing import Any
 
-from eqx_decoders.decoder import DecoderConfig
-from eqx_decoders.families.family import Family
-from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import Shape, llama_weights, read_shape, write_shape
-from eqx_decoders.layers.experts import ExpertsConfig
+from eqx_decoders.families.common import Shape, llama_weights, read_shape, write_shape
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import read_rope, write_rope
 from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.moe.experts import ExpertsConfig
+from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.rope import Llama3Rope, Rope
-from eqx_decoders.layers.router import RouterConfig
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 def llama(shape: Shape, *, rope: Rope = Rope(), mlp_bias: bool = False) -> DecoderConfig:

@@ -4,13 +4,9 @@ import functools
 from collections.abc import Collection
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
-from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.families import moe
-from eqx_decoders.families.family import Family
-from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import (
+from eqx_decoders.families.common import (
     Shape,
     attentions,
     gated_mlp,
@@ -20,12 +16,16 @@ from eqx_decoders.families.shape import (
     write_masks,
     write_sizes,
 )
-from eqx_decoders.layers.attention import QKNorm, QueryTemperature
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import read_rope, write_rope
+from eqx_decoders.layers.attention.attention import QKNorm, QueryTemperature
 from eqx_decoders.layers.mask import Chunked, Mask
 from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Llama3Rope, Rope
-from eqx_decoders.layers.router import RouterConfig
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 _LOCAL = (Chunked, "attention_chunk_size")

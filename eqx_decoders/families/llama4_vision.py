@@ -3,19 +3,19 @@
 import dataclasses
 from typing import Any
 
-from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.encoders.media_config import MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
 from eqx_decoders.families import llama4
-from eqx_decoders.families.family import Weight
-from eqx_decoders.families.fields import Fields
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.hf_table import Weight
 from eqx_decoders.families.multimodal import attention, encoder_layer, finish, linear, multimodal, norm, plain_mlp
 from eqx_decoders.families.vision_fields import read_side, read_sizes, read_theta, vision_fields, vision_of, write_sizes
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.layers.rope import AxialRope
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 IMAGE = 200_092

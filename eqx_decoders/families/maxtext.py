@@ -6,20 +6,20 @@ Sizes are those of its base configuration. The final norm and the output head ar
 import dataclasses
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
-from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.blocks.branch import BranchConfig
+from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
+from eqx_decoders.blocks.residual.residual import Chained, Parallel, Plain
+from eqx_decoders.families.common import Shape, attentions
 from eqx_decoders.families.deepseek import deepseek
 from eqx_decoders.families.deepseek_v3 import v3_router
 from eqx_decoders.families.deepseek_v32 import with_indexer
 from eqx_decoders.families.qwen3_moe import qwen3_moe
-from eqx_decoders.families.shape import Shape, attentions
-from eqx_decoders.further import BranchConfig
-from eqx_decoders.layers.engram import EngramConfig
-from eqx_decoders.layers.indexer import IndexerConfig
+from eqx_decoders.layers.attention.indexer import IndexerConfig
+from eqx_decoders.layers.embedding.engram import EngramConfig
 from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
 from eqx_decoders.layers.rope import Rope, YarnRope
-from eqx_decoders.wiring.hyper_connections import HyperConnections
-from eqx_decoders.wiring.residual import Chained, Parallel, Plain
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 BASE = Shape(

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from eqx_decoders.decoder import DecoderConfig
-from eqx_decoders.families.family import Family
-from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import NO_BIAS, Shape, find_window, llama_weights, read_masks, read_shape, write_shape
+from eqx_decoders.families.common import NO_BIAS, Shape, find_window, llama_weights, read_masks, read_shape, write_shape
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import read_rope, write_rope
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
 from eqx_decoders.layers.rope import Rope
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 def mistral(shape: Shape, *, rope: Rope, mask: Mask = Causal()) -> DecoderConfig:

@@ -6,20 +6,20 @@ Pictures keep their own sizes; four neighbouring patches become one token.
 import dataclasses
 from typing import Any
 
-from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.encoders.media_config import MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import PatchStemConfig
 from eqx_decoders.families import mistral
-from eqx_decoders.families.family import Weight
-from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
+from eqx_decoders.families.common import Shape, gated_mlp
+from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, activation_name
+from eqx_decoders.families.hf_table import Weight
 from eqx_decoders.families.multimodal import attention, encoder_layer, finish, linear, multimodal, norm
-from eqx_decoders.families.shape import Shape, gated_mlp
 from eqx_decoders.families.vision_fields import KERNEL, read_sizes, read_theta, vision_fields, vision_of, write_sizes
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import AxialRope, Rope
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 IMAGE = 10

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families.family import Weight, sharing
-from eqx_decoders.families.fields import Fields, activation_name
-from eqx_decoders.layers.experts import ExpertsConfig
+from eqx_decoders.families.config_reader import Fields, activation_name
+from eqx_decoders.families.hf_table import Weight, sharing
 from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.moe.experts import ExpertsConfig
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 IGNORED_ROUTER_KEYS: dict[str, str] = dict.fromkeys(

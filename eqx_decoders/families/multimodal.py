@@ -4,16 +4,16 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
-from eqx_decoders.decoder import DecoderConfig
-from eqx_decoders.families.family import Family, Weight
-from eqx_decoders.families.fields import IGNORED_KEYS, Fields
-from eqx_decoders.families.shape import self_attention
-from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.families.common import self_attention
+from eqx_decoders.families.config_reader import IGNORED_KEYS, Fields
+from eqx_decoders.families.hf_table import Family, Weight
+from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import NormConfig
 from eqx_decoders.layers.rope import AxialRope
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 _TIED = "tie_word_embeddings"

@@ -6,18 +6,18 @@ A layer has one branch only: a recurrence, attention, an MLP or experts. Nothing
 import functools
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
-from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import moe
+from eqx_decoders.families.common import NO_BIAS, Shape, first_mixer, read_shape, self_attention, write_sizes
+from eqx_decoders.families.config_reader import Fields, activation_name
 from eqx_decoders.families.deepseek_v3 import v3_router
-from eqx_decoders.families.family import Family, Weight, sharing
-from eqx_decoders.families.fields import Fields, activation_name
-from eqx_decoders.families.shape import NO_BIAS, Shape, first_mixer, read_shape, self_attention, write_sizes
-from eqx_decoders.layers.attention import AttentionConfig
-from eqx_decoders.layers.experts import ExpertsConfig
-from eqx_decoders.layers.mamba2 import Mamba2Config
+from eqx_decoders.families.hf_table import Family, Weight, sharing
+from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.moe.experts import ExpertsConfig
+from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 _LETTERS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}

@@ -2,15 +2,15 @@
 
 import functools
 
-from eqx_decoders.block import BlockConfig
-from eqx_decoders.decoder import DecoderConfig
-from eqx_decoders.families.family import Family
-from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.ropes import read_ropes, write_ropes
-from eqx_decoders.families.shape import Shape, llama_weights, read_cycle_masks, read_shape, write_masks, write_shape
-from eqx_decoders.layers.attention import QKNorm
+from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.families.common import Shape, llama_weights, read_cycle_masks, read_shape, write_masks, write_shape
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import read_ropes, write_ropes
+from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.mask import Mask, SlidingWindow
 from eqx_decoders.layers.rope import Rope, YarnRope
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 _THETA = 500_000.0

@@ -3,13 +3,13 @@
 import functools
 from typing import Any
 
-from eqx_decoders.decoder import DecoderConfig
-from eqx_decoders.families.family import Family
-from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import NO_BIAS, Shape, llama_weights, read_masks, read_shape, write_masks, write_shape
+from eqx_decoders.families.common import NO_BIAS, Shape, llama_weights, read_masks, read_shape, write_masks, write_shape
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import read_rope, write_rope
 from eqx_decoders.layers.mask import Causal, Mask
 from eqx_decoders.layers.rope import Rope
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 def qwen2(shape: Shape, *, rope: Rope = Rope(theta=1e6), masks: tuple[Mask, ...] = ()) -> DecoderConfig:

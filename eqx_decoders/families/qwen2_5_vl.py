@@ -5,15 +5,15 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
-from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.encoders.media_config import GridPositions, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import PatchStemConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import qwen2
-from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
+from eqx_decoders.families.common import NO_BIAS, Shape, gated_mlp, read_shape, write_shape
+from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, activation_name
 from eqx_decoders.families.multimodal import encoder_layer, finish, multimodal
 from eqx_decoders.families.qwen2 import read_late_windows, write_late_windows
 from eqx_decoders.families.qwen_vision import (
@@ -26,13 +26,13 @@ from eqx_decoders.families.qwen_vision import (
     vision_weights,
     with_media,
 )
-from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import NO_BIAS, Shape, gated_mlp, read_shape, write_shape
-from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.families.rope_config import read_rope, write_rope
+from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import AxialRope, Rope
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 SECTIONS = (16, 24, 24)

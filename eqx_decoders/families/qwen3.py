@@ -2,15 +2,15 @@
 
 import functools
 
-from eqx_decoders.decoder import DecoderConfig
-from eqx_decoders.families.family import Family
-from eqx_decoders.families.fields import Fields
+from eqx_decoders.families.common import Shape, llama_weights, read_shape, write_shape
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.qwen2 import IGNORED_WINDOW_KEYS, read_late_windows, write_late_windows
-from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import Shape, llama_weights, read_shape, write_shape
-from eqx_decoders.layers.attention import QKNorm
+from eqx_decoders.families.rope_config import read_rope, write_rope
+from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.mask import Causal, Mask
 from eqx_decoders.layers.rope import Rope
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 def qwen3(shape: Shape, *, rope: Rope = Rope(theta=1e6), masks: tuple[Mask, ...] = ()) -> DecoderConfig:

@@ -3,9 +3,9 @@
 import functools
 from typing import Any
 
-from eqx_decoders.decoder import DecoderConfig
-from eqx_decoders.families.family import Family, Weight, sharing
-from eqx_decoders.families.fields import Fields
+from eqx_decoders.families.common import ENDS, GATED_MLP, NO_BIAS, Shape, read_shape, write_shape
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.hf_table import Family, Weight, sharing
 from eqx_decoders.families.qwen3_next import (
     DEPTH,
     INTO_KEYS,
@@ -23,12 +23,12 @@ from eqx_decoders.families.qwen3_next import (
     write_depth,
     write_hybrid,
 )
-from eqx_decoders.families.ropes import read_rope
-from eqx_decoders.families.shape import ENDS, GATED_MLP, NO_BIAS, Shape, read_shape, write_shape
-from eqx_decoders.layers.experts import ExpertsConfig
-from eqx_decoders.layers.gated_delta_net import GatedDeltaNetConfig
+from eqx_decoders.families.rope_config import read_rope
 from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.moe.experts import ExpertsConfig
+from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.rope import Rope
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 SECTIONS = (11, 11, 10)

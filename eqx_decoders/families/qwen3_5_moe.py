@@ -3,10 +3,10 @@
 import functools
 from typing import Any
 
-from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families import moe
-from eqx_decoders.families.family import Family
-from eqx_decoders.families.fields import Fields
+from eqx_decoders.families.common import ENDS, NO_BIAS, Shape, read_shape
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.qwen3_5 import IGNORED_KEYS, WEIGHTS, qwen3_5, read_qwen3_5, write_qwen3_5
 from eqx_decoders.families.qwen3_next import (
     DEPTH,
@@ -19,7 +19,7 @@ from eqx_decoders.families.qwen3_next import (
     with_depths,
     write_experts,
 )
-from eqx_decoders.families.shape import ENDS, NO_BIAS, Shape, read_shape
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 def _read(fields: Fields) -> DecoderConfig:

@@ -1,8 +1,8 @@
 """Qwen3.5 with experts that sees pictures and films (Qwen Team 2026)."""
 
-from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families import qwen3_5_moe
 from eqx_decoders.families.qwen3_5_vision import LARGE, qwen3_5_vision, seeing
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 FAMILY = seeing(qwen3_5_moe.FAMILY, model_type="qwen3_5_moe", architecture="Qwen3_5MoeForConditionalGeneration")

@@ -2,14 +2,14 @@
 
 import functools
 
-from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.encoders.media_config import GridPositions, MediaConfig
 from eqx_decoders.families import qwen3_5
-from eqx_decoders.families.family import Family
+from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.multimodal import multimodal
 from eqx_decoders.families.qwen3_vl import WEIGHTS
 from eqx_decoders.families.qwen_vision import IGNORED_KEYS, qwen_vision, read_media, with_media, write_media
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 IMAGE, VIDEO = 248_056, 248_057

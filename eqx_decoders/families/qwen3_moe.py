@@ -3,16 +3,16 @@
 import functools
 from typing import Any
 
-from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families import moe
-from eqx_decoders.families.family import Family
-from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import GATED_MLP, Shape, find_window, llama_weights, read_shape, write_sizes
-from eqx_decoders.layers.attention import QKNorm
+from eqx_decoders.families.common import GATED_MLP, Shape, find_window, llama_weights, read_shape, write_sizes
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.hf_table import Family
+from eqx_decoders.families.rope_config import read_rope, write_rope
+from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
+from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.rope import Rope
-from eqx_decoders.layers.router import RouterConfig
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 def qwen3_moe(

@@ -6,13 +6,9 @@ A layer of multi-token prediction stands beside the others in published checkpoi
 import dataclasses
 from typing import Any
 
-from eqx_decoders.block import BlockConfig
-from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.families import moe
-from eqx_decoders.families.family import Family, Weight, at_depths, sharing
-from eqx_decoders.families.fields import Fields
-from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import (
+from eqx_decoders.families.common import (
     ENDS,
     GATED_MLP,
     NO_BIAS,
@@ -26,14 +22,18 @@ from eqx_decoders.families.shape import (
     write_hybrid_layers,
     write_sizes,
 )
-from eqx_decoders.layers.attention import AttentionConfig, QKNorm
-from eqx_decoders.layers.experts import ExpertsConfig
-from eqx_decoders.layers.gated_delta_net import GatedDeltaNetConfig
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.hf_table import Family, Weight, at_depths, sharing
+from eqx_decoders.families.rope_config import read_rope, write_rope
+from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.moe.experts import ExpertsConfig
+from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
 from eqx_decoders.layers.rope import Rope
-from eqx_decoders.layers.router import RouterConfig
-from eqx_decoders.mtp import MTPConfig
+from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.model.mtp import MTPConfig
 
 
 ROPE = Rope(theta=1e7, fraction=0.25)

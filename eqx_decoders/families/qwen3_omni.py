@@ -7,15 +7,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.encoders.audio_stem import AudioStemConfig
 from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.encoders.media_config import GridPositions, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import qwen3_moe
-from eqx_decoders.families.family import Weight
-from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
+from eqx_decoders.families.common import Shape
+from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, activation_name
+from eqx_decoders.families.hf_table import Weight
 from eqx_decoders.families.multimodal import attention, encoder_layer, finish, linear, multimodal, norm, plain_mlp
 from eqx_decoders.families.qwen3_vl import LARGE, SECTIONS
 from eqx_decoders.families.qwen3_vl_moe import read_sparse_text
@@ -28,12 +28,12 @@ from eqx_decoders.families.qwen_vision import (
     with_media,
     write_vision,
 )
-from eqx_decoders.families.shape import Shape
-from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.layers.rope import Rope
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 _NORM = LayerNormConfig(eps=1e-5)

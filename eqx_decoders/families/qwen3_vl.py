@@ -3,11 +3,11 @@
 import dataclasses
 import functools
 
-from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.encoders.media_config import GridPositions, MediaConfig
 from eqx_decoders.families import qwen3
-from eqx_decoders.families.fields import Fields
+from eqx_decoders.families.common import Shape, read_shape, write_shape
+from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.multimodal import multimodal
 from eqx_decoders.families.qwen_vision import (
     IGNORED_KEYS,
@@ -17,9 +17,9 @@ from eqx_decoders.families.qwen_vision import (
     with_media,
     write_media,
 )
-from eqx_decoders.families.ropes import read_rope, write_rope
-from eqx_decoders.families.shape import Shape, read_shape, write_shape
+from eqx_decoders.families.rope_config import read_rope, write_rope
 from eqx_decoders.layers.rope import Rope
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 SECTIONS = (24, 20, 20)

@@ -5,15 +5,15 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.families import moe, qwen3_moe
-from eqx_decoders.families.family import Weight
-from eqx_decoders.families.fields import Fields
+from eqx_decoders.families.common import GATED_MLP, Shape, llama_weights, read_shape
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.families.hf_table import Weight
 from eqx_decoders.families.multimodal import multimodal
 from eqx_decoders.families.qwen3_vl import IMAGE, LARGE, NAMES, ROPE, SECTIONS, VIDEO, WEIGHTS, qwen3_vl
 from eqx_decoders.families.qwen_vision import IGNORED_KEYS, read_media, write_media
-from eqx_decoders.families.ropes import read_rope
-from eqx_decoders.families.shape import GATED_MLP, Shape, llama_weights, read_shape
+from eqx_decoders.families.rope_config import read_rope
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 def read_sparse_text(

@@ -4,21 +4,21 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from eqx_decoders.decoder import DecoderConfig
+from eqx_decoders.blocks.branch import BranchConfig
 from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.encoders.media_config import GridPositions, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families.family import Weight, sharing
-from eqx_decoders.families.fields import ACTIVATIONS, Fields, activation_name
+from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, activation_name
+from eqx_decoders.families.hf_table import Weight, sharing
 from eqx_decoders.families.multimodal import encoder_layer, finish, linear, norm, plain_mlp
-from eqx_decoders.further import BranchConfig
-from eqx_decoders.layers.added_features import AddedFeaturesConfig
-from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.deepstack import AddedFeaturesConfig
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.layers.rope import AxialRope
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 _NORM = LayerNormConfig(eps=1e-6)

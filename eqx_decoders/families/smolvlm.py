@@ -2,12 +2,12 @@
 
 import functools
 
-from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.families import llama
+from eqx_decoders.families.common import Shape
 from eqx_decoders.families.idefics3 import idefics3, idefics3_encoder, idefics3_family
-from eqx_decoders.families.shape import Shape
 from eqx_decoders.layers.rope import Rope
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 FAMILY = idefics3_family("smolvlm", "SmolVLMForConditionalGeneration")

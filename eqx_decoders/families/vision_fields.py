@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from eqx_decoders.decoder import DecoderConfig
 from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.encoders.media_config import MediaConfig
 from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families.fields import Fields
-from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.model.decoder import DecoderConfig
 
 
 # the pattern of a convolution's weights

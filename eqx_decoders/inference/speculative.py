@@ -14,18 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from eqx_decoders.axes import AnyArray
-from eqx_decoders.cache import Cache
+from eqx_decoders.blocks.stack import at_layer
 from eqx_decoders.context import Context
-from eqx_decoders.create import block_memory
-from eqx_decoders.decoder import Decoder
+from eqx_decoders.core.sampling import Greedy, Sampler, is_stop
 from eqx_decoders.errors import check, check_integer
-from eqx_decoders.explicit import typed
-from eqx_decoders.inference.apart import inference_cache
-from eqx_decoders.layers import memory
-from eqx_decoders.layers.cache_format import CacheFormat
-from eqx_decoders.sampling import Greedy, Sampler, is_stop
-from eqx_decoders.stack import at_layer
+from eqx_decoders.inference.unstack import inference_cache
+from eqx_decoders.layers.cache import kv_cache
+from eqx_decoders.layers.cache.cache import Cache
+from eqx_decoders.layers.cache.format import CacheFormat
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.model.init import block_memory
+from eqx_decoders.sharding.axes import AnyArray
+from eqx_decoders.sharding.explicit import typed
 
 
 class Speculation(NamedTuple):
@@ -247,11 +247,11 @@ def draft_further(
         positions = jnp.where(real, positions, -1)
         ctx = Context(positions=positions, execution=model.execution, cache_is_empty=cache_is_empty)
         later = Context(positions=jnp.where(real, positions + index + 1, -1), execution=model.execution)
-        past = None if cache_is_empty else memory.pasts(kept, at_layer(memory.slices(kept), 0))
+        past = None if cache_is_empty else kv_cache.pasts(kept, at_layer(kv_cache.slices(kept), 0))
         stream, entries, _ = each[index](stream, model.embed(following, later), ctx, past)
         # only where the token that it read is no draft
         stored = jnp.where(offset < known[:, None], positions, -1)
-        memories.append(memory.commit(kept, jax.tree.map(lambda x: x[None], entries), stored))
+        memories.append(kv_cache.commit(kept, jax.tree.map(lambda x: x[None], entries), stored))
         end = jnp.maximum(known - 1, 0)[:, None, None]
         tip = jnp.take_along_axis(stream, end + index, axis=1)
         drafted.append(jnp.argmax(model.logits(tip, depth=index + 1)[:, 0], axis=-1).astype(jnp.int32))

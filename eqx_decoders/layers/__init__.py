@@ -1,42 +1,47 @@
 """The layers, each with its configuration; weightless maths (rope, mask, kernels) are functions."""
 
-from eqx_decoders.layers.attention import Attention as Attention, AttentionConfig as AttentionConfig, QKNorm as QKNorm
-from eqx_decoders.layers.block_selection import BlockSelection as BlockSelection
-from eqx_decoders.layers.embedding import (
-    LearnedPositions as LearnedPositions,
-    SinusoidalPositions as SinusoidalPositions,
+from eqx_decoders.layers.attention.attention import (
+    Attention as Attention,
+    AttentionConfig as AttentionConfig,
+    QKNorm as QKNorm,
 )
-from eqx_decoders.layers.engram import Engram as Engram, EngramConfig as EngramConfig, TokenClasses as TokenClasses
-from eqx_decoders.layers.experts import Experts as Experts, ExpertsConfig as ExpertsConfig
-from eqx_decoders.layers.gated_delta_net import (
-    GatedDeltaNet as GatedDeltaNet,
-    GatedDeltaNetConfig as GatedDeltaNetConfig,
+from eqx_decoders.layers.attention.conformer import (
+    LocalAttention as LocalAttention,
+    LocalAttentionConfig as LocalAttentionConfig,
 )
-from eqx_decoders.layers.indexer import Indexer as Indexer, IndexerConfig as IndexerConfig
-from eqx_decoders.layers.kernel import (
+from eqx_decoders.layers.attention.indexer import Indexer as Indexer, IndexerConfig as IndexerConfig
+from eqx_decoders.layers.attention.kernels.registry import (
     KERNELS as KERNELS,
     Kernel as Kernel,
     attend as attend,
     max_scores as max_scores,
 )
-from eqx_decoders.layers.kimi_delta import (
-    KimiDeltaAttention as KimiDeltaAttention,
-    KimiDeltaAttentionConfig as KimiDeltaAttentionConfig,
+from eqx_decoders.layers.attention.learned_init import (
+    LearnedInit as LearnedInit,
+    LearnedInitConfig as LearnedInitConfig,
 )
-from eqx_decoders.layers.latent import (
+from eqx_decoders.layers.attention.mla import (
     LatentAttention as LatentAttention,
     LatentAttentionConfig as LatentAttentionConfig,
 )
-from eqx_decoders.layers.learned_init import LearnedInit as LearnedInit, LearnedInitConfig as LearnedInitConfig
-from eqx_decoders.layers.light_convolution import (
+from eqx_decoders.layers.attention.moba import BlockSelection as BlockSelection
+from eqx_decoders.layers.conformer_conv import (
     LightConvolution as LightConvolution,
     LightConvolutionConfig as LightConvolutionConfig,
 )
-from eqx_decoders.layers.local_attention import (
-    LocalAttention as LocalAttention,
-    LocalAttentionConfig as LocalAttentionConfig,
+from eqx_decoders.layers.embedding.embedding import (
+    LearnedPositions as LearnedPositions,
+    SinusoidalPositions as SinusoidalPositions,
 )
-from eqx_decoders.layers.mamba2 import Mamba2 as Mamba2, Mamba2Config as Mamba2Config
+from eqx_decoders.layers.embedding.engram import (
+    Engram as Engram,
+    EngramConfig as EngramConfig,
+    TokenClasses as TokenClasses,
+)
+from eqx_decoders.layers.embedding.per_layer_embedding import (
+    PerLayerEmbeddingConfig as PerLayerEmbeddingConfig,
+    PerLayerInputConfig as PerLayerInputConfig,
+)
 from eqx_decoders.layers.mask import (
     Bidirectional as Bidirectional,
     Causal as Causal,
@@ -46,28 +51,34 @@ from eqx_decoders.layers.mask import (
     spans_of as spans_of,
 )
 from eqx_decoders.layers.mlp import MLP as MLP, Linear as Linear, LinearConfig as LinearConfig, MLPConfig as MLPConfig
+from eqx_decoders.layers.moe.experts import Experts as Experts, ExpertsConfig as ExpertsConfig
+from eqx_decoders.layers.moe.router import (
+    Router as Router,
+    RouterConfig as RouterConfig,
+    RoutingStats as RoutingStats,
+    load_balance_loss as load_balance_loss,
+    router_z_loss as router_z_loss,
+)
 from eqx_decoders.layers.norm import (
     LayerNorm as LayerNorm,
     LayerNormConfig as LayerNormConfig,
     RMSNorm as RMSNorm,
     RMSNormConfig as RMSNormConfig,
 )
-from eqx_decoders.layers.per_layer_embedding import (
-    PerLayerEmbeddingConfig as PerLayerEmbeddingConfig,
-    PerLayerInputConfig as PerLayerInputConfig,
+from eqx_decoders.layers.recurrent.gated_delta_net import (
+    GatedDeltaNet as GatedDeltaNet,
+    GatedDeltaNetConfig as GatedDeltaNetConfig,
 )
-from eqx_decoders.layers.recurrence import delta_rule as delta_rule, linear_recurrence as linear_recurrence
+from eqx_decoders.layers.recurrent.kimi_delta import (
+    KimiDeltaAttention as KimiDeltaAttention,
+    KimiDeltaAttentionConfig as KimiDeltaAttentionConfig,
+)
+from eqx_decoders.layers.recurrent.mamba2 import Mamba2 as Mamba2, Mamba2Config as Mamba2Config
+from eqx_decoders.layers.recurrent.recurrence import delta_rule as delta_rule, linear_recurrence as linear_recurrence
 from eqx_decoders.layers.rope import (
     LinearRope as LinearRope,
     Llama3Rope as Llama3Rope,
     ProportionalRope as ProportionalRope,
     Rope as Rope,
     YarnRope as YarnRope,
-)
-from eqx_decoders.layers.router import (
-    Router as Router,
-    RouterConfig as RouterConfig,
-    RoutingStats as RoutingStats,
-    load_balance_loss as load_balance_loss,
-    router_z_loss as router_z_loss,
 )

@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
-from eqx_decoders.layers.branch import BranchResult
+from eqx_decoders.layers.base import BranchResult
 from eqx_decoders.layers.dropout import dropout
-from eqx_decoders.numerics import fan_in
+from eqx_decoders.numerics.matmul import fan_in
 from eqx_decoders.remat import save
 
 

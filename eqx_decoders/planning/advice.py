@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from eqx_decoders.context import Execution
-from eqx_decoders.planning.plan import Plan
 from eqx_decoders.planning.roofline import ACROSS
+from eqx_decoders.planning.step_plan import Plan
 from eqx_decoders.remat import POLICIES
 
 

@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import jax
 
-from eqx_decoders.decoder import Decoder
+from eqx_decoders.core.chips import CHIPS, Chip
 from eqx_decoders.errors import check
-from eqx_decoders.hardware import CHIPS, Chip
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.planning.device_memory import Memory, state_memory
 from eqx_decoders.planning.machine import Machine
-from eqx_decoders.planning.memory import Memory, state_memory
-from eqx_decoders.planning.plan import Plan
 from eqx_decoders.planning.search import kept_by_device, predicted_bytes
-from eqx_decoders.training.step import Trainer
+from eqx_decoders.planning.step_plan import Plan
+from eqx_decoders.training.step.step import Trainer
 
 
 # no rings of small products, as on GPUs; and what a device of the stand-in may take

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from eqx_decoders.planning.collectives import Collective
-from eqx_decoders.planning.plan import Plan
+from eqx_decoders.planning.step_plan import Plan
 
 
 _WIDTH = 40  # of a bar

@@ -10,20 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eqx_decoders.axes import axes as axes_of_weights, named_leaves
-from eqx_decoders.decoder import Decoder
-from eqx_decoders.layers.exchange import sends_rows
-from eqx_decoders.layout import Layout, device_bytes
-from eqx_decoders.partition import names_of
+from eqx_decoders.layers.moe.dispatch import sends_rows
+from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.planning.collectives import Collective
-from eqx_decoders.planning.kept import kept_arrays, kept_share
+from eqx_decoders.planning.device_memory import state_memory
 from eqx_decoders.planning.machine import Machine
-from eqx_decoders.planning.memory import state_memory
-from eqx_decoders.planning.plan import abstract_batch, moved_bytes
 from eqx_decoders.planning.roofline import Roofline, collective_seconds
-from eqx_decoders.training.balance import expert_configs
+from eqx_decoders.planning.saved_activations import kept_arrays, kept_share
+from eqx_decoders.planning.step_plan import abstract_batch, moved_bytes
+from eqx_decoders.sharding.axes import axes as axes_of_weights, named_leaves
+from eqx_decoders.sharding.layout import Layout, device_bytes
+from eqx_decoders.sharding.rules import names_of
 from eqx_decoders.training.flops import flops_per_token
-from eqx_decoders.training.step import Trainer
+from eqx_decoders.training.step.balance import expert_configs
+from eqx_decoders.training.step.step import Trainer
 
 
 _SUMS = 4  # of activations in a layer whose heads and mlp are split: two forward, two backward

@@ -7,27 +7,20 @@
 
 from typing import TYPE_CHECKING
 
-from eqx_decoders.lazy import lazy
+from eqx_decoders.core.lazy_imports import lazy
 
 
 if TYPE_CHECKING:
-    from eqx_decoders.layers.external import ExternalCall as ExternalCall
-    from eqx_decoders.layers.pages import PageConfig as PageConfig
-    from eqx_decoders.serving.asked import ApiConfig as ApiConfig
-    from eqx_decoders.serving.drafts import (
+    from eqx_decoders.layers.cache.engine_owned import ExternalCall as ExternalCall
+    from eqx_decoders.layers.cache.paged import PageConfig as PageConfig
+    from eqx_decoders.serving.engine.config import EngineConfig as EngineConfig
+    from eqx_decoders.serving.engine.drafters import (
         FurtherPrediction as FurtherPrediction,
         PromptLookup as PromptLookup,
         SmallerModel as SmallerModel,
     )
-    from eqx_decoders.serving.engine import Engine as Engine
-    from eqx_decoders.serving.engine_config import EngineConfig as EngineConfig
-    from eqx_decoders.serving.external import (
-        external_layers as external_layers,
-        external_logits as external_logits,
-        run_with_caches as run_with_caches,
-    )
-    from eqx_decoders.serving.prompts import Language as Language
-    from eqx_decoders.serving.request import (
+    from eqx_decoders.serving.engine.engine import Engine as Engine
+    from eqx_decoders.serving.engine.request import (
         Constraint as Constraint,
         EngineCounts as EngineCounts,
         QueueFull as QueueFull,
@@ -36,21 +29,32 @@ if TYPE_CHECKING:
         TokenScore as TokenScore,
         Update as Update,
     )
-    from eqx_decoders.serving.server import ServerConfig as ServerConfig, run_in_thread as run_in_thread, serve as serve
+    from eqx_decoders.serving.external_engine import (
+        external_layers as external_layers,
+        external_logits as external_logits,
+        run_with_caches as run_with_caches,
+    )
+    from eqx_decoders.serving.frontend.prompts import Language as Language
+    from eqx_decoders.serving.http.protocol import ApiConfig as ApiConfig
+    from eqx_decoders.serving.http.server import (
+        ServerConfig as ServerConfig,
+        run_in_thread as run_in_thread,
+        serve as serve,
+    )
 
 __getattr__, _late = lazy(
     __name__,
     {
-        "layers.external": "ExternalCall",
-        "layers.pages": "PageConfig",
-        "serving.asked": "ApiConfig",
-        "serving.drafts": "FurtherPrediction PromptLookup SmallerModel",
-        "serving.engine": "Engine",
-        "serving.engine_config": "EngineConfig",
-        "serving.external": "external_layers external_logits run_with_caches",
-        "serving.prompts": "Language",
-        "serving.request": "Constraint EngineCounts QueueFull Request Sampling TokenScore Update",
-        "serving.server": "ServerConfig run_in_thread serve",
+        "layers.cache.engine_owned": "ExternalCall",
+        "layers.cache.paged": "PageConfig",
+        "serving.http.protocol": "ApiConfig",
+        "serving.engine.drafters": "FurtherPrediction PromptLookup SmallerModel",
+        "serving.engine.engine": "Engine",
+        "serving.engine.config": "EngineConfig",
+        "serving.external_engine": "external_layers external_logits run_with_caches",
+        "serving.frontend.prompts": "Language",
+        "serving.engine.request": "Constraint EngineCounts QueueFull Request Sampling TokenScore Update",
+        "serving.http.server": "ServerConfig run_in_thread serve",
     },
 )
 

@@ -2,23 +2,24 @@
 
 from typing import TYPE_CHECKING
 
-from eqx_decoders.lazy import lazy
+from eqx_decoders.core.lazy_imports import lazy
 
 
 # Read when they are asked for: optax and orbax are slow to import, and who takes a layer needs neither.
 if TYPE_CHECKING:
-    from eqx_decoders.inference.text import StreamDecoder as StreamDecoder, prompt_ids as prompt_ids
-    from eqx_decoders.io.processes import connected as connected
-    from eqx_decoders.io.tokenizer import (
-        ByteTokenizer as ByteTokenizer,
-        Tokenizer as Tokenizer,
-        load_tokenizer as load_tokenizer,
-    )
-    from eqx_decoders.training.batches import Batch as Batch, Batches as Batches
-    from eqx_decoders.training.data import (
+    from eqx_decoders.data.batches import Batch as Batch, Batches as Batches
+    from eqx_decoders.data.dataset import (
         DataConfig as DataConfig,
         make_dataset as make_dataset,
         make_held_out_sets as make_held_out_sets,
+    )
+    from eqx_decoders.data.host_rows import host_rows as host_rows, place as place
+    from eqx_decoders.inference.text_model import StreamDecoder as StreamDecoder, prompt_ids as prompt_ids
+    from eqx_decoders.io.coordination import connected as connected
+    from eqx_decoders.io.text.tokenizer import (
+        ByteTokenizer as ByteTokenizer,
+        Tokenizer as Tokenizer,
+        load_tokenizer as load_tokenizer,
     )
     from eqx_decoders.training.evaluation import (
         HeldOut as HeldOut,
@@ -32,19 +33,18 @@ if TYPE_CHECKING:
         add_lora as add_lora,
         merge_lora as merge_lora,
     )
-    from eqx_decoders.training.loss import (
-        LossMetrics as LossMetrics,
-        next_token_loss as next_token_loss,
-        token_loss_sum as token_loss_sum,
-    )
-    from eqx_decoders.training.optimizer import (
+    from eqx_decoders.training.optimizer.optimizer import (
         OptimizerConfig as OptimizerConfig,
         make_optimizer as make_optimizer,
         make_schedule as make_schedule,
     )
-    from eqx_decoders.training.processes import host_rows as host_rows, place as place
-    from eqx_decoders.training.runs import load_run as load_run
-    from eqx_decoders.training.step import (
+    from eqx_decoders.training.run.run_directory import load_run as load_run
+    from eqx_decoders.training.step.loss import (
+        LossMetrics as LossMetrics,
+        next_token_loss as next_token_loss,
+        token_loss_sum as token_loss_sum,
+    )
+    from eqx_decoders.training.step.step import (
         StepConfig as StepConfig,
         StepMetrics as StepMetrics,
         Trainer as Trainer,
@@ -54,18 +54,18 @@ if TYPE_CHECKING:
 __getattr__, _late = lazy(
     __name__,
     {
-        "inference.text": "StreamDecoder prompt_ids",
-        "io.processes": "connected",
-        "io.tokenizer": "ByteTokenizer Tokenizer load_tokenizer",
-        "training.batches": "Batch Batches",
-        "training.data": "DataConfig make_dataset make_held_out_sets",
+        "inference.text_model": "StreamDecoder prompt_ids",
+        "io.coordination": "connected",
+        "io.text.tokenizer": "ByteTokenizer Tokenizer load_tokenizer",
+        "data.batches": "Batch Batches",
+        "data.dataset": "DataConfig make_dataset make_held_out_sets",
         "training.evaluation": "HeldOut evaluate evaluate_sets sample_text",
         "training.lora": "LORA_WEIGHTS LoRAConfig add_lora merge_lora",
-        "training.loss": "LossMetrics next_token_loss token_loss_sum",
-        "training.optimizer": "OptimizerConfig make_optimizer make_schedule",
-        "training.processes": "host_rows place",
-        "training.runs": "load_run",
-        "training.step": "StepConfig StepMetrics Trainer TrainState",
+        "training.step.loss": "LossMetrics next_token_loss token_loss_sum",
+        "training.optimizer.optimizer": "OptimizerConfig make_optimizer make_schedule",
+        "data.host_rows": "host_rows place",
+        "training.run.run_directory": "load_run",
+        "training.step.step": "StepConfig StepMetrics Trainer TrainState",
     },
 )
 

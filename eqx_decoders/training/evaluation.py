@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from eqx_decoders.decoder import Decoder
-from eqx_decoders.inference.generate import generate
-from eqx_decoders.inference.text import prompt_ids
-from eqx_decoders.io.processes import AHEAD
-from eqx_decoders.io.tokenizer import Tokenizer
-from eqx_decoders.sampling import GenerationConfig
-from eqx_decoders.training.batches import Batch
-from eqx_decoders.training.counts import Counts
-from eqx_decoders.training.loss import evaluation_sums
-from eqx_decoders.training.processes import place
+from eqx_decoders.core.sampling import GenerationConfig
+from eqx_decoders.data.batches import Batch
+from eqx_decoders.data.host_rows import place
+from eqx_decoders.data.store.corpus_stats import Counts
+from eqx_decoders.inference.generation import generate
+from eqx_decoders.inference.text_model import prompt_ids
+from eqx_decoders.io.coordination import AHEAD
+from eqx_decoders.io.text.tokenizer import Tokenizer
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.training.step.loss import evaluation_sums
 
 
 class HeldOut(NamedTuple):

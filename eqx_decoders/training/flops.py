@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from eqx_decoders.axes import axes, named_leaves
-from eqx_decoders.create import abstract
-from eqx_decoders.decoder import Decoder, DecoderConfig
-from eqx_decoders.hardware import chip_of
-from eqx_decoders.layout import Layout
-from eqx_decoders.model_info import active_parameters
-from eqx_decoders.stack import segments
+from eqx_decoders.blocks.stack import segments
+from eqx_decoders.core.chips import chip_of
+from eqx_decoders.families.summary import active_parameters
+from eqx_decoders.model.decoder import Decoder, DecoderConfig
+from eqx_decoders.model.init import abstract
+from eqx_decoders.sharding.axes import axes, named_leaves
+from eqx_decoders.sharding.layout import Layout
 
 
 # Dense bf16 products of GPUs, from the vendor's data sheets (without sparsity); those of TPUs are in `hardware`.

@@ -16,15 +16,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from eqx_decoders.axes import axes, path_name
-from eqx_decoders.block import Block, BlockConfig
-from eqx_decoders.decoder import Decoder, DecoderConfig
+from eqx_decoders.blocks.block import Block, BlockConfig
+from eqx_decoders.blocks.stack import Segment, segments
 from eqx_decoders.errors import ConfigError, check
-from eqx_decoders.layers.attention import Attention, AttentionConfig
-from eqx_decoders.layers.learned_init import LearnedInit, LearnedInitConfig, kernels_of
-from eqx_decoders.layout import Layout
-from eqx_decoders.numerics import low_rank_weights
-from eqx_decoders.stack import Segment, segments
+from eqx_decoders.layers.attention.attention import Attention, AttentionConfig
+from eqx_decoders.layers.attention.learned_init import LearnedInit, LearnedInitConfig, kernels_of
+from eqx_decoders.model.decoder import Decoder, DecoderConfig
+from eqx_decoders.numerics.matmul import low_rank_weights
+from eqx_decoders.sharding.axes import axes, path_name
+from eqx_decoders.sharding.layout import Layout
 
 
 _SIZES = {"num_heads": "teacher_heads", "num_kv_heads": "teacher_kv_heads", "head_dim": "teacher_head_dim"}

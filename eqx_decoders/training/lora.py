@@ -3,7 +3,7 @@
     model = add_lora(model, LoRAConfig(rank=8), key=key)
     trainer = Trainer.create(OptimizerConfig(trainable=LORA_WEIGHTS), model, steps=1000)
 
-`io.peft` reads and writes the pairs as adapter directories.
+`io.huggingface.peft` reads and writes the pairs as adapter directories.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, PRNGKeyArray
 
-from eqx_decoders.axes import Axes, axes, frozen, matching, named_leaves, product_axes, replaced
-from eqx_decoders.decoder import Decoder
 from eqx_decoders.errors import check, check_integer, check_number, check_word
-from eqx_decoders.layout import out_shardings, partitions
-from eqx_decoders.numerics import LowRank, low_rank_weights
-from eqx_decoders.quantized_weight import QuantizedWeight, plain_shapes, whole_weights
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.numerics.matmul import LowRank, low_rank_weights
+from eqx_decoders.numerics.quantized_weight import QuantizedWeight, plain_shapes, whole_weights
+from eqx_decoders.sharding.axes import Axes, axes, frozen, matching, named_leaves, product_axes, replaced
+from eqx_decoders.sharding.layout import out_shardings, partitions
 
 
 LORA_WEIGHTS = ("*.lora_a", "*.lora_b")

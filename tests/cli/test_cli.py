@@ -7,10 +7,10 @@ import tomllib
 import pytest
 
 from eqx_decoders import cli
+from eqx_decoders.data.dataset import DataConfig
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.training.data import DataConfig
-from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.settings import MeshConfig, TrainConfig, flags, save_settings
+from eqx_decoders.training.config import MeshConfig, TrainConfig, flags, save_settings
+from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from tests.commands import ROOT, call
 
 

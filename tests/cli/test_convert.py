@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.axes import named_leaves, replaced
 from eqx_decoders.cli.convert import Import, Verify
-from eqx_decoders.io import verify
-from eqx_decoders.io.checkpoint import Checkpoints
-from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.runs import resume_settings
-from eqx_decoders.training.settings import TrainConfig, load_settings, save_settings
+from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
+from eqx_decoders.io.huggingface import verify
+from eqx_decoders.sharding.axes import named_leaves, replaced
+from eqx_decoders.training.config import TrainConfig, load_settings, save_settings
+from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.run.run_directory import resume_settings
 from tests.commands import ROOT, outcome
 
 

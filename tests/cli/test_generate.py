@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 from eqx_decoders.cli import devices, generate
-from eqx_decoders.inference.text import Files, TextModel
-from eqx_decoders.io.tokenizer import load_tokenizer
+from eqx_decoders.inference.text_model import Files, TextModel
+from eqx_decoders.io.text.tokenizer import load_tokenizer
 from tests.commands import ROOT, call, outcome
 
 
@@ -162,7 +162,7 @@ def test_a_run_and_its_step_are_loaded(wrote, monkeypatch):
 
 
 def test_a_model_on_a_mesh_writes_the_same(wrote):
-    """Its weights are split; what it writes is compared in tests/inference/test_generate.py."""
+    """Its weights are split; what it writes is compared in tests/inference/test_generation.py."""
     models = []
     with mock.patch.object(TextModel, "write", lambda self, *args, **options: models.append(self.model) or iter(["x"])):
         for words in ((), ("--mesh.fsdp", 4, "--mesh.data", -1)):

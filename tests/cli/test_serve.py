@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from eqx_decoders.cli import serve
-from eqx_decoders.inference.text import load_text_model
-from eqx_decoders.layers.pages import PageConfig
-from eqx_decoders.quantized_weight import quantized_weights
-from eqx_decoders.serving.asked import ApiConfig
-from eqx_decoders.serving.drafts import FurtherPrediction, PromptLookup, SmallerModel
+from eqx_decoders.inference.text_model import load_text_model
+from eqx_decoders.layers.cache.paged import PageConfig
+from eqx_decoders.numerics.quantized_weight import quantized_weights
+from eqx_decoders.serving.engine.drafters import FurtherPrediction, PromptLookup, SmallerModel
+from eqx_decoders.serving.http.protocol import ApiConfig
 from tests.commands import ROOT, call, outcome
 
 

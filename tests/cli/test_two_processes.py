@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.axes import named_leaves
-from eqx_decoders.config_json import with_fields
-from eqx_decoders.io.checkpoint import load_weights
-from eqx_decoders.io.peft import save_peft
-from eqx_decoders.training.runs import abstract_run
-from eqx_decoders.training.settings import load_settings
+from eqx_decoders.io.checkpoint.checkpoints import load_weights
+from eqx_decoders.io.huggingface.peft import save_peft
+from eqx_decoders.model.config_json import with_fields
+from eqx_decoders.sharding.axes import named_leaves
+from eqx_decoders.training.config import load_settings
+from eqx_decoders.training.run.run_directory import abstract_run
 from tests.commands import call, write_corpus
-from tests.training.test_processes import finish, launch
+from tests.data.test_host_rows import finish, launch
 
 
 pytestmark = pytest.mark.slow
@@ -27,12 +27,12 @@ from unittest import mock
 folder, words, number = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2]), int(os.environ["JAX_PROCESS_ID"])
 import jax
 from eqx_decoders.cli import convert, generate, train
-from eqx_decoders.io import pieces
+from eqx_decoders.io.huggingface import gather as gather_module
 from eqx_decoders.training import connected
 
 sizes = []
 
-def gathered(*args, gather=pieces.gathered_rows):
+def gathered(*args, gather=gather_module.gathered_rows):
     rows = gather(*args)
     sizes.append([rows.nbytes, max(leaf.nbytes for leaf in jax.live_arrays() if leaf.is_fully_replicated)])
     return rows
@@ -45,7 +45,7 @@ def written(program, *args):
         call(program, *args)
     return out.getvalue()
 
-with connected(60), mock.patch.object(pieces, "PIECE", {PIECE}), mock.patch.object(pieces, "gathered_rows", gathered):
+with connected(60), mock.patch.multiple(gather_module, PIECE={PIECE}, gathered_rows=gathered):
     call(train, "--distributed", "--mesh.data", 1, "--mesh.fsdp", 2, "--mesh.tensor", 2, *words)
     (folder / f"sizes{{number}}.json").write_text(json.dumps(sizes))
     both = ("--distributed", "--distributed-timeout", 60, "--mesh.fsdp", 2, "--mesh.tensor", 2)

@@ -9,20 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 
 import eqx_decoders as ed
-from eqx_decoders.axes import named_leaves, replaced
+from eqx_decoders.families.common import Shape
 from eqx_decoders.families.gemma4 import gemma4
 from eqx_decoders.families.gemma4_audio import gemma4_audio
 from eqx_decoders.families.gemma4_vision import gemma4_vision
 from eqx_decoders.families.qwen3 import qwen3
 from eqx_decoders.families.qwen3_vl import qwen3_vl
 from eqx_decoders.families.qwen_vision import qwen_vision
-from eqx_decoders.families.shape import Shape
 from eqx_decoders.layers.mask import Causal, SlidingWindow
 from eqx_decoders.layers.rope import Rope
+from eqx_decoders.sharding.axes import named_leaves, replaced
 from tests.models import filled
 
 
-SOURCE = Path(__file__).parent.parent / "fixtures" / "chat_llama"
+SOURCE = Path(__file__).parents[1] / "fixtures" / "chat_llama"
 WORDS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 TEMPLATE = """{%- for message in messages %}{{ '<|' + message.role + '|>' }}
 {%- if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}

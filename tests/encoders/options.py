@@ -8,9 +8,9 @@ from eqx_decoders.encoders.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.media_config import GridPositions, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedAxes, LearnedGrid, PatchStemConfig
-from eqx_decoders.layers.attention import AttentionConfig
-from eqx_decoders.layers.light_convolution import LightConvolutionConfig
-from eqx_decoders.layers.local_attention import LocalAttentionConfig
+from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.attention.conformer import LocalAttentionConfig
+from eqx_decoders.layers.conformer_conv import LightConvolutionConfig
 from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import AxialRope

@@ -5,23 +5,23 @@ import dataclasses
 import numpy as np
 
 import eqx_decoders as ed
-from eqx_decoders.block import BlockConfig
+from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.blocks.branch import BranchConfig
+from eqx_decoders.blocks.residual.residual import Sequential
 from eqx_decoders.encoders.audio_stem import AudioStemConfig
 from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.encoders.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.media_config import GridPositions, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
-from eqx_decoders.further import BranchConfig
-from eqx_decoders.layers.added_features import AddedFeaturesConfig
-from eqx_decoders.layers.attention import AttentionConfig
-from eqx_decoders.layers.light_convolution import LightConvolutionConfig
-from eqx_decoders.layers.local_attention import LocalAttentionConfig
+from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.attention.conformer import LocalAttentionConfig
+from eqx_decoders.layers.conformer_conv import LightConvolutionConfig
+from eqx_decoders.layers.deepstack import AddedFeaturesConfig
 from eqx_decoders.layers.mask import Bidirectional, SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
 from eqx_decoders.layers.rope import AxialRope, Rope
-from eqx_decoders.wiring.residual import Sequential
 
 
 IMAGE, VIDEO, AUDIO, VOCAB, EMBED = 29, 30, 31, 32, 16

@@ -8,10 +8,10 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.cli.generate import GenerateConfig
-from eqx_decoders.inference.text import Files, load_text_model
-from eqx_decoders.io.tokenizer import load_tokenizer
-from eqx_decoders.training.data import DataConfig, make_dataset
-from eqx_decoders.training.media_data import ProcessedReader, loaded_reader
+from eqx_decoders.data.dataset import DataConfig, make_dataset
+from eqx_decoders.data.media_documents import ProcessedReader, loaded_reader
+from eqx_decoders.inference.text_model import Files, load_text_model
+from eqx_decoders.io.text.tokenizer import load_tokenizer
 from tests.commands import call, outcome
 from tests.encoders.directories import save_picture, seeing_directory
 

@@ -12,26 +12,26 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.data.media_documents import ProcessedReader
+from eqx_decoders.data.sources.documents import reference
 from eqx_decoders.errors import DataError
-from eqx_decoders.inference.generate import stream
-from eqx_decoders.inference.text import TextModel, load_text_model
-from eqx_decoders.io.directory import Directory
-from eqx_decoders.io.processors.films import Film, open_film
+from eqx_decoders.inference.generation import stream
+from eqx_decoders.inference.text_model import TextModel, load_text_model
+from eqx_decoders.io.huggingface.directory import Directory
+from eqx_decoders.io.processors.audio import LogMel
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.processor import read_settings
 from eqx_decoders.io.processors.qwen import QwenFilms
-from eqx_decoders.io.processors.sounds import LogMel
-from eqx_decoders.io.tokenizer import JsonTokenizer
-from eqx_decoders.training.media_data import ProcessedReader
-from eqx_decoders.training.records import reference
+from eqx_decoders.io.processors.video import Film, open_film
+from eqx_decoders.io.text.tokenizer import JsonTokenizer
 from tests.commands import call
 from tests.encoders.directories import save_picture
-from tests.io.media_files import film, sound
+from tests.io.processors.media_files import film, sound
 
 
 pytest.importorskip("av")
 soundfile, soxr = pytest.importorskip("soundfile"), pytest.importorskip("soxr")
-FIXTURES = Path(__file__).parent.parent / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 SPECIAL = {51: "<|vision_start|>", 52: "<|vision_end|>", 53: "<|image_pad|>", 54: "<|video_pad|>", 55: "<|audio_pad|>"}
 IMAGE, VIDEO, AUDIO = 53, 54, 55
 SIZES = {"patch_size": 2, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 16, "max_pixels": 4096}

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.create import with_mtp
 from eqx_decoders.encoders.media import merge_features
+from eqx_decoders.model.init import with_mtp
 from tests.encoders.samples import AUDIO, IMAGE, MEDIA, STEM, VIDEO, patches, seeing, sounds, text
 from tests.models import filled
 

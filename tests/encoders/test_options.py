@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.axes import named_leaves, replaced
-from eqx_decoders.create import abstract
 from eqx_decoders.encoders.frame_stem import FrameStemConfig
 from eqx_decoders.encoders.media_config import MediaConfig
 from eqx_decoders.layers.rope import AxialRope
+from eqx_decoders.model.init import abstract
+from eqx_decoders.sharding.axes import named_leaves, replaced
 from tests.encoders.options import ENCODER_NEEDS, ENCODER_OPTIONS
 from tests.encoders.samples import STEM, patches, sounds, text, whole_sounds
 

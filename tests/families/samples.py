@@ -7,7 +7,7 @@ import eqx_decoders as ed
 from eqx_decoders.families import FAMILIES
 
 
-FIXTURES = pathlib.Path(__file__).parent.parent / "fixtures"
+FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
 SAMPLES = {
     f"{path.parent.name}/{path.stem}": json.loads(path.read_text())
     for path in sorted(FIXTURES.glob("*/config*.json"))

@@ -8,12 +8,12 @@ from pathlib import Path
 import jax
 import pytest
 
-from eqx_decoders.axes import axes, buffers, frozen
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.io.huggingface import abstract_hf
-from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.step import Trainer
+from eqx_decoders.io.huggingface.load import abstract_hf
+from eqx_decoders.sharding.axes import axes, buffers, frozen
+from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.step.step import Trainer
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

@@ -5,11 +5,11 @@ import dataclasses
 import jax
 
 import eqx_decoders as ed
+from eqx_decoders.families.common import Shape
 from eqx_decoders.families.deepseek import deepseek
 from eqx_decoders.families.deepseek_v3 import v3_router
 from eqx_decoders.families.maxtext import deepseek_custom
-from eqx_decoders.families.shape import Shape
-from eqx_decoders.layers.engram import TokenClasses
+from eqx_decoders.layers.embedding.engram import TokenClasses
 from eqx_decoders.layers.rope import Rope
 from tests.models import filled, some_tokens
 

@@ -1,7 +1,7 @@
 """DeepSeek-V2: how experts are chosen, and queries with and without latents."""
 
 import eqx_decoders as ed
-from eqx_decoders.layers.router import RouterConfig
+from eqx_decoders.layers.moe.router import RouterConfig
 from tests.families.samples import decode, sample
 
 

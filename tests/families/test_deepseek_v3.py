@@ -11,13 +11,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import eqx_decoders as ed
-from eqx_decoders.create import with_mtp
-from eqx_decoders.io.verify import compare_tensors
+from eqx_decoders.io.huggingface.verify import compare_tensors
+from eqx_decoders.model.init import with_mtp
 from tests.compare import assert_close
 from tests.models import filled
 
 
-FIXTURE = pathlib.Path(__file__).parent.parent / "fixtures" / "deepseek3_groups"
+FIXTURE = pathlib.Path(__file__).parents[1] / "fixtures" / "deepseek3_groups"
 OWN = {"enorm.weight": (24,), "hnorm.weight": (24,), "eh_proj.weight": (24, 48), "shared_head.norm.weight": (24,)}
 COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 

@@ -9,10 +9,10 @@ from safetensors.numpy import load_file, save_file
 
 import eqx_decoders as ed
 from eqx_decoders.families import FAMILIES
+from eqx_decoders.families.common import Shape
 from eqx_decoders.families.gemma4 import gemma4
-from eqx_decoders.families.shape import Shape
+from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingConfig
 from eqx_decoders.layers.mask import Causal, SlidingWindow
-from eqx_decoders.layers.per_layer_embedding import PerLayerEmbeddingConfig
 from eqx_decoders.layers.rope import ProportionalRope, Rope
 from tests.families.samples import FIXTURES, decode, mixers, sample
 from tests.models import filled

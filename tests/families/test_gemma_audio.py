@@ -11,11 +11,11 @@ import pytest
 from safetensors.numpy import load_file
 
 import eqx_decoders as ed
-from eqx_decoders.axes import axes, frozen, named_leaves
 from eqx_decoders.families import FAMILIES, find_family
 from eqx_decoders.families.gemma4_audio import gemma4_audio
 from eqx_decoders.families.gemma4_vision import gemma4_vision
-from eqx_decoders.partition import WEIGHTS
+from eqx_decoders.sharding.axes import axes, frozen, named_leaves
+from eqx_decoders.sharding.rules import WEIGHTS
 from tests.families.samples import FIXTURES
 
 

@@ -12,16 +12,16 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import eqx_decoders as ed
-from eqx_decoders.axes import frozen, named_leaves
 from eqx_decoders.families import FAMILIES, find_family
+from eqx_decoders.families.common import Shape
 from eqx_decoders.families.gemma3 import gemma3
 from eqx_decoders.families.gemma3_vision import gemma3_vision, siglip
 from eqx_decoders.families.gemma4 import gemma4
 from eqx_decoders.families.gemma4_vision import gemma4_encoder, gemma4_vision
-from eqx_decoders.families.shape import Shape
+from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingConfig
 from eqx_decoders.layers.mask import Causal, SlidingWindow
-from eqx_decoders.layers.per_layer_embedding import PerLayerEmbeddingConfig
-from eqx_decoders.numerics import ClippedWeight, einsum, with_bounds
+from eqx_decoders.numerics.matmul import ClippedWeight, einsum, with_bounds
+from eqx_decoders.sharding.axes import frozen, named_leaves
 from tests.models import filled
 
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
+from eqx_decoders.families.common import Shape
 from eqx_decoders.families.gpt3 import gpt3
-from eqx_decoders.families.shape import Shape
-from eqx_decoders.layers.embedding import LearnedPositions
+from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.layers.norm import LayerNormConfig
 from tests.compare import assert_close
 from tests.models import filled, some_tokens

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 import eqx_decoders as ed
 from eqx_decoders.families import FAMILIES
-from eqx_decoders.layers.attention import AttentionConfig
+from eqx_decoders.layers.attention.attention import AttentionConfig
 from tests.compare import assert_close
 from tests.families.samples import FIXTURES, decode, sample
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.io.huggingface import read_config
+from eqx_decoders.io.huggingface.load import read_config
 from tests.families.samples import decode, mixers, sample
 
 

@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.axes import axes, named_leaves, product_axes
+from eqx_decoders.blocks.residual.residual import Chained
+from eqx_decoders.data.batches import Batch
 from eqx_decoders.families import maxtext
-from eqx_decoders.families.shape import Shape
-from eqx_decoders.layers.attention import AttentionConfig, QKNorm
+from eqx_decoders.families.common import Shape
+from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
+from eqx_decoders.layers.moe.router import RouterConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
-from eqx_decoders.layers.router import RouterConfig
-from eqx_decoders.training.batches import Batch
+from eqx_decoders.sharding.axes import axes, named_leaves, product_axes
 from eqx_decoders.training.lora import LoRAConfig, add_lora
-from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.step import Trainer
-from eqx_decoders.wiring.residual import Chained
+from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.step.step import Trainer
 from tests.compare import assert_close
 from tests.models import filled, packed, some_tokens
 from tests.oracles import attention_by_hand, experts_by_hand, mlp_by_hand, norm_by_hand, wide

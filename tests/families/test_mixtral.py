@@ -2,7 +2,7 @@
 
 import eqx_decoders as ed
 from eqx_decoders.families import FAMILIES
-from eqx_decoders.layers.router import RouterConfig
+from eqx_decoders.layers.moe.router import RouterConfig
 from tests.families.samples import decode, sample, windows
 
 

@@ -11,15 +11,15 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import eqx_decoders as ed
-from eqx_decoders.axes import named_leaves
-from eqx_decoders.encoders.pictures import from_pixels, learned_places
+from eqx_decoders.encoders.images import from_pixels, learned_places
 from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
 from eqx_decoders.families import FAMILIES, find_family
+from eqx_decoders.families.common import Shape
 from eqx_decoders.families.llama4 import llama4
 from eqx_decoders.families.llama4_vision import llama4_encoder, llama4_vision
-from eqx_decoders.families.shape import Shape
 from eqx_decoders.layers.mask import Causal, Chunked
 from eqx_decoders.layers.rope import Rope
+from eqx_decoders.sharding.axes import named_leaves
 from tests.families.samples import FIXTURES, decode
 from tests.models import filled
 

@@ -4,7 +4,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.families.qwen3 import MODELS
-from eqx_decoders.layers.attention import QKNorm
+from eqx_decoders.layers.attention.attention import QKNorm
 from eqx_decoders.layers.norm import RMSNormConfig
 from tests.families.samples import decode, mixers, sample, windows
 

@@ -5,7 +5,7 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.families import FAMILIES
 from eqx_decoders.families.moe import sparse_layers
-from eqx_decoders.layers.router import RouterConfig
+from eqx_decoders.layers.moe.router import RouterConfig
 from tests.families.samples import decode, sample, windows
 
 

@@ -14,16 +14,16 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import eqx_decoders as ed
-from eqx_decoders.axes import named_leaves
 from eqx_decoders.encoders.rope_positions import AUDIO, IMAGE, TEXT, VIDEO, grid_positions
 from eqx_decoders.families import FAMILIES, find_family, qwen3_5_vision, qwen3_omni
+from eqx_decoders.families.common import Shape
 from eqx_decoders.families.qwen3_moe import qwen3_moe
 from eqx_decoders.families.qwen3_next import with_depth
 from eqx_decoders.families.qwen3_vl import qwen3_vl
 from eqx_decoders.families.qwen_vision import qwen_vision
-from eqx_decoders.families.shape import Shape
 from eqx_decoders.layers.mask import Bidirectional
 from eqx_decoders.layers.rope import Rope
+from eqx_decoders.sharding.axes import named_leaves
 from tests.families.samples import FIXTURES, decode
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.families import FAMILIES, find_family
-from eqx_decoders.io.quantized import read_scheme
+from eqx_decoders.io.huggingface.quantized import read_scheme
 
 
 # What the published files hold. Of the Gemmas other sizes of the vocabulary have been published, too: here it is the

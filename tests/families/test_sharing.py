@@ -10,12 +10,12 @@ from safetensors.numpy import load_file, save_file
 
 import eqx_decoders as ed
 from eqx_decoders import families
-from eqx_decoders.axes import named_leaves
 from eqx_decoders.families import llama
-from eqx_decoders.families.family import Section, Weight, sharing
-from eqx_decoders.families.shape import Shape
-from eqx_decoders.io import huggingface, peft
-from eqx_decoders.io.directory import StoredTensor
+from eqx_decoders.families.common import Shape
+from eqx_decoders.families.hf_table import Section, Weight, sharing
+from eqx_decoders.io.huggingface import load, peft
+from eqx_decoders.io.huggingface.directory import StoredTensor
+from eqx_decoders.sharding.axes import named_leaves
 
 
 _ATTENTION = "model.layers.{layer}.self_attn."
@@ -88,13 +88,11 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "piece", [huggingface._READ, pytest.param(4 * 24, marks=pytest.mark.slow)], ids=["whole", "pieces"]
-)
+@pytest.mark.parametrize("piece", [load._READ, pytest.param(4 * 24, marks=pytest.mark.slow)], ids=["whole", "pieces"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_read_as_it_was_written(saved, layout, piece, monkeypatch, tmp_path):
     _, model, directory = saved
-    monkeypatch.setattr(huggingface, "_READ", piece)
+    monkeypatch.setattr(load, "_READ", piece)
     options = LAYOUTS[layout]
     devices = None if options is None else jax.devices()[:4]
     where = None if options is None else ed.Layout.create(**options, devices=devices)
@@ -157,7 +155,7 @@ def test_what_is_read_of_a_section_is_its_part():
     for start in range(12):
         for stop in range(start + 1, 13):
             cuts = (slice(1, 3), slice(start, stop), slice(0, 1))
-            assert np.array_equal(huggingface._read(tensor, section, cuts), own[cuts])
+            assert np.array_equal(load._read(tensor, section, cuts), own[cuts])
             rows = taken[-1][1]
             assert rows.start >= start // 3 * 5 and rows.stop <= -(-stop // 3) * 5
             if start // 3 == (stop - 1) // 3:

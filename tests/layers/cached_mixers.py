@@ -3,10 +3,10 @@
 import dataclasses
 
 import eqx_decoders as ed
-from eqx_decoders.layers.attention import AttentionConfig
-from eqx_decoders.layers.block_selection import BlockSelection
-from eqx_decoders.layers.indexer import IndexerConfig
-from eqx_decoders.layers.latent import LatentAttentionConfig
+from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.attention.indexer import IndexerConfig
+from eqx_decoders.layers.attention.mla import LatentAttentionConfig
+from eqx_decoders.layers.attention.moba import BlockSelection
 from eqx_decoders.layers.mask import Chunked, SlidingWindow
 from tests.models import rich_decoder
 

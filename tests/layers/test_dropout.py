@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.block import BlockConfig
+from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.layers.dropout import dropout
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig

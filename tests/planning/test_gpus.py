@@ -10,15 +10,15 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.cli import plan as program
 from eqx_decoders.cli.plan import parse
-from eqx_decoders.config_json import with_fields
+from eqx_decoders.model.config_json import with_fields
 from eqx_decoders.planning.collectives import Collective
 from eqx_decoders.planning.gpus import counted_memory, gpus_of
-from eqx_decoders.planning.plan import make_plan
 from eqx_decoders.planning.report import as_data, report
 from eqx_decoders.planning.roofline import ACROSS, collective_seconds
 from eqx_decoders.planning.search import kept_by_device
-from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.step import Trainer
+from eqx_decoders.planning.step_plan import make_plan
+from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.step.step import Trainer
 from tests.commands import run
 
 

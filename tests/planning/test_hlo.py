@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from eqx_decoders.planning.collectives import Collective, axes_of, collectives, groups_of, phase_of
+from eqx_decoders.planning.device_memory import kept_bytes
 from eqx_decoders.planning.hlo import members, parse, shape_bytes
-from eqx_decoders.planning.memory import kept_bytes
 
 
 # A mesh of data=2 x tensor=2. In the entry: a loop of 3 trips, in it one of 5; a condition; pairs of asynchronous ones.

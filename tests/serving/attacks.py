@@ -47,7 +47,7 @@ def broken(*given, **named):
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
     return kept(*given, **named)
 try:
-    from eqx_decoders.serving.sight import Sight
+    from eqx_decoders.serving.engine.media_prefill import Sight
     kept, Sight.read = Sight.read, broken
 except ImportError:  # of a checkout without it
     from eqx_decoders.serving import engine

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 import eqx_decoders as ed
-from eqx_decoders.serving.engine import Engine
-from eqx_decoders.serving.engine_config import EngineConfig
-from eqx_decoders.serving.request import Request, Sampling
+from eqx_decoders.serving.engine.config import EngineConfig
+from eqx_decoders.serving.engine.engine import Engine
+from eqx_decoders.serving.engine.request import Request, Sampling
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

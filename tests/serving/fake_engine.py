@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.serving.request import EngineCounts, QueueFull, Request, TokenScore, Update
+from eqx_decoders.serving.engine.request import EngineCounts, QueueFull, Request, TokenScore, Update
 
 
 @dataclasses.dataclass

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from eqx_decoders.io.chat import load_chat_template
-from eqx_decoders.io.generation_config import read_generation_config
-from eqx_decoders.io.tokenizer import load_tokenizer
-from eqx_decoders.serving.asked import ApiConfig
-from eqx_decoders.serving.prompts import Language
-from eqx_decoders.serving.server import ServerConfig, bind, run_in_thread
+from eqx_decoders.io.huggingface.generation_config import read_generation_config
+from eqx_decoders.io.text.chat_template import load_chat_template
+from eqx_decoders.io.text.tokenizer import load_tokenizer
+from eqx_decoders.serving.frontend.prompts import Language
+from eqx_decoders.serving.http.protocol import ApiConfig
+from eqx_decoders.serving.http.server import ServerConfig, bind, run_in_thread
 from tests.serving.fake_engine import FakeEngine
 
 

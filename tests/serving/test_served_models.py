@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.inference.text import Files, load_text_model
-from eqx_decoders.io.tokenizer import load_tokenizer
+from eqx_decoders.inference.text_model import Files, load_text_model
+from eqx_decoders.io.text.tokenizer import load_tokenizer
 from tests.commands import ENVIRONMENT, TEXT
 from tests.encoders.directories import seeing_directory
 from tests.serving.processes import LENGTH, memory_of, served, until_idle

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from eqx_decoders.training.counts import Counts
+from eqx_decoders.data.store.corpus_stats import Counts
 from eqx_decoders.training.evaluation import HeldOut, _held_out, describe_held_out
 
 

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.axes import named_leaves
-from eqx_decoders.layers.attention import AttentionConfig
-from eqx_decoders.layers.embedding import LearnedPositions
-from eqx_decoders.layers.experts import ExpertsConfig
+from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.layers.mask import Chunked, SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.moe.experts import ExpertsConfig
 from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.training.flops import device_flops, flops_per_token, matmul_parameters, measured_flops, peak_flops
 from eqx_decoders.training.lora import LoRAConfig, add_lora
 from tests.models import EMBED, HEAD_DIM, VOCAB, rich_decoder

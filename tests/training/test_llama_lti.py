@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.axes import axes, named_leaves, path_name
-from eqx_decoders.layers.attention import AttentionConfig
-from eqx_decoders.layers.learned_init import kernels_of
+from eqx_decoders.data.batches import Batch
+from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.attention.learned_init import kernels_of
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
-from eqx_decoders.training.batches import Batch
+from eqx_decoders.sharding.axes import axes, named_leaves, path_name
 from eqx_decoders.training.llama_lti import llama_lti, materialise, with_teacher
 from eqx_decoders.training.lora import LoRAConfig, add_lora
-from eqx_decoders.training.optimizer import OptimizerConfig
-from eqx_decoders.training.step import Trainer
+from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.step.step import Trainer
 from tests.compare import assert_close
 from tests.models import filled, packed, some_tokens
 from tests.oracles import wide

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from eqx_decoders.errors import check, check_integer, check_number
-from eqx_decoders.io.processors.colours import HALVES, Colours, read_colours
+from eqx_decoders.io.processors.base import Seen, Settings, check_tokens, joined, read_resample, read_square
 from eqx_decoders.io.processors.limits import MediaLimits
+from eqx_decoders.io.processors.normalize import HALVES, Colours, read_colours
 from eqx_decoders.io.processors.resizing import BILINEAR, resize_with_short_weights
-from eqx_decoders.io.processors.rules import Seen, Settings, check_tokens, joined, read_resample, read_square
 
 
 MOST_TILES = 256

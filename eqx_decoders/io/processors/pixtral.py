@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from eqx_decoders.errors import DataError, check, check_integer
-from eqx_decoders.io.processors.colours import CLIP_MEAN, CLIP_STD, Colours, read_colours
+from eqx_decoders.io.processors.base import Seen, Settings, check_tokens, read_resample, read_size
 from eqx_decoders.io.processors.limits import MediaLimits
+from eqx_decoders.io.processors.normalize import CLIP_MEAN, CLIP_STD, Colours, read_colours
 from eqx_decoders.io.processors.resizing import BICUBIC, resize
-from eqx_decoders.io.processors.rules import Seen, Settings, check_tokens, read_resample, read_size
 
 
 MOST_PADDED = 1 << 29  # pixels of all pictures of a prompt together, as they are padded

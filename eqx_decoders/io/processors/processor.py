@@ -11,22 +11,22 @@ import numpy as np
 from jaxtyping import Int
 
 from eqx_decoders.errors import ConversionError, DataError, check
-from eqx_decoders.families.fields import Fields, abbreviate
-from eqx_decoders.io.chat import ChatTemplate, Rendered, load_chat_template
-from eqx_decoders.io.directory import Directory
-from eqx_decoders.io.processors.films import open_film
+from eqx_decoders.families.config_reader import Fields, abbreviate
+from eqx_decoders.io.huggingface.directory import Directory
+from eqx_decoders.io.processors.audio import QwenSounds
+from eqx_decoders.io.processors.base import FilmRules, PictureRules, Seen, Settings, together
 from eqx_decoders.io.processors.gemma import Gemma3Pictures, Gemma4Films, Gemma4Pictures
-from eqx_decoders.io.processors.gemma_sounds import Gemma4Sounds
+from eqx_decoders.io.processors.gemma_audio import Gemma4Sounds
+from eqx_decoders.io.processors.images import name_of, open_picture, picture_size
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.llama4 import Llama4Pictures
-from eqx_decoders.io.processors.pictures import name_of, open_picture, picture_size
 from eqx_decoders.io.processors.pixtral import PixtralPictures
 from eqx_decoders.io.processors.prompts import ARGUMENTS, Kind, check_parts, expand, in_order, render
 from eqx_decoders.io.processors.qwen import Qwen3Films, QwenFilms, QwenPictures
-from eqx_decoders.io.processors.rules import FilmRules, PictureRules, Seen, Settings, together
 from eqx_decoders.io.processors.smolvlm import SmolVLMFilms, SmolVLMPictures
-from eqx_decoders.io.processors.sounds import QwenSounds
-from eqx_decoders.io.tokenizer import JsonTokenizer, hidden, load_tokenizer
+from eqx_decoders.io.processors.video import open_film
+from eqx_decoders.io.text.chat_template import ChatTemplate, Rendered, load_chat_template
+from eqx_decoders.io.text.tokenizer import JsonTokenizer, hidden, load_tokenizer
 
 
 FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")

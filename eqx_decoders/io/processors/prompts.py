@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from eqx_decoders.errors import DataError, check
-from eqx_decoders.io.chat import ChatTemplate, Conversation, Rendered, check_messages
-from eqx_decoders.io.tokenizer import Span, hidden
+from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered, check_messages
+from eqx_decoders.io.text.tokenizer import Span, hidden
 
 
 # Of each kind of part the keys under which it may carry its file, as in transformers.

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from eqx_decoders.errors import DataError, check, check_integer
-from eqx_decoders.families.fields import Fields
-from eqx_decoders.io.processors.colours import CLIP_MEAN, CLIP_STD, HALVES, Colours, Triple, read_colours
-from eqx_decoders.io.processors.films import Clip, check_taken
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.io.processors.base import Seen, Settings, check_tokens, joined, read_resample, read_size
 from eqx_decoders.io.processors.limits import MediaLimits
+from eqx_decoders.io.processors.normalize import CLIP_MEAN, CLIP_STD, HALVES, Colours, Triple, read_colours
 from eqx_decoders.io.processors.resizing import BICUBIC, SHORT, resize, resize_with_short_weights
-from eqx_decoders.io.processors.rules import Seen, Settings, check_tokens, joined, read_resample, read_size
+from eqx_decoders.io.processors.video import Clip, check_taken
 
 
 MOST_RATIO = 200

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from eqx_decoders.errors import check_integer, check_number
-from eqx_decoders.families.fields import Fields
-from eqx_decoders.io.processors.colours import HALVES, Colours, read_colours
-from eqx_decoders.io.processors.films import Clip, check_taken, clock
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.io.processors.base import Seen, Settings, check_tokens, joined, read_resample, read_size
 from eqx_decoders.io.processors.limits import MediaLimits
+from eqx_decoders.io.processors.normalize import HALVES, Colours, read_colours
 from eqx_decoders.io.processors.resizing import LANCZOS, SHORT, Size, resize, resize_with_short_weights
-from eqx_decoders.io.processors.rules import Seen, Settings, check_tokens, joined, read_resample, read_size
+from eqx_decoders.io.processors.video import Clip, check_taken, clock
 
 
 MOST_LONGEST = 4096

@@ -1,0 +1,33 @@
+"""Keys and values that layers borrow from earlier ones: checks that they are there."""
+
+from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.blocks.layer_inputs import takers
+from eqx_decoders.errors import ConfigError, check, check_word
+from eqx_decoders.layers.attention.attention import AttentionConfig
+
+
+def check_borrowing(blocks: tuple[BlockConfig, ...], ahead: BlockConfig | None) -> None:
+    """Raise ConfigError where keys and values are borrowed that no earlier layer of the same sizes and mask publishes.
+
+    `ahead` is the block of multi-token prediction, which stands alone.
+    """
+    known: dict[str, tuple] = {}
+    for index, block in enumerate(blocks):
+        mixer, where = block.mixer, f"DecoderConfig.blocks[{index}].mixer.borrows"
+        if isinstance(mixer, AttentionConfig) and mixer.borrows is not None:
+            check_word(where, mixer.borrows, known)
+            rule = "has another num_kv_heads, head_dim or mask than the layer that publishes it"
+            check(_lent(mixer) == known[mixer.borrows], f"{where}={mixer.borrows!r} {rule}: {_lent(mixer)}.")
+        if block.publishes is not None:
+            if not isinstance(mixer, AttentionConfig) or mixer.borrows is not None:
+                where = f"DecoderConfig.blocks[{index}].publishes={block.publishes!r}"
+                raise ConfigError(f"{where} needs attention with keys and values of its own as mixer.")
+            known[block.publishes] = _lent(mixer)
+    alone = ahead is None or not (getattr(ahead.mixer, "borrows", None) or takers((ahead,)) or ahead.before)
+    rule = "can't borrow keys and values, take an embedding of its own, or have branches before its mixer"
+    check(alone, f"DecoderConfig.mtp.block {rule}.")
+
+
+def _lent(mixer: AttentionConfig) -> tuple:
+    """What must be equal of the layer that lends and of that which borrows."""
+    return mixer.num_kv_heads, mixer.head_dim, mixer.mask

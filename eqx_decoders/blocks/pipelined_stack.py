@@ -1,0 +1,146 @@
+"""A segment of a stack as a pipeline: which of its layers run on which stage, and what they get there."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Key, PyTree
+
+from eqx_decoders.blocks.block import Block
+from eqx_decoders.blocks.stack import Segment, SegmentOutput
+from eqx_decoders.blocks.stats import BlockStats, join_parts
+from eqx_decoders.context import Context
+from eqx_decoders.errors import check
+from eqx_decoders.remat import get_remat
+from eqx_decoders.sharding.axes import Axes, axes, path_name
+from eqx_decoders.sharding.layout import Layout
+from eqx_decoders.sharding.pipeline import AXIS, cut_rows, run_pipeline
+
+
+def run_segment(
+    segment: Segment,
+    x: Float[Array, "batch length *streams embed"],
+    ctx: Context,
+    memories: tuple[dict[str, Any], ...] | None = None,
+    *,
+    keys: Key[Array, "layers"] | None = None,
+    inputs: tuple[dict[str, Array], ...] = (),
+) -> SegmentOutput:
+    """`segment(x, ctx, ...)`, of which as many layers as fill all stages run as a pipeline, if there is one."""
+    count = 0 if memories is not None else piped_repeats(segment, ctx)
+    if count == 0:
+        return segment(x, ctx, memories, keys=keys, inputs=inputs)
+    keys = None if keys is None else keys.reshape(segment.repeats, -1)
+    arrays, static = eqx.partition(segment.unit, eqx.is_array)
+
+    def part(begin: int, end: int) -> tuple[PyTree, Any, Any]:
+        return jax.tree.map(lambda leaf: leaf[begin:end], (arrays, keys, inputs))
+
+    x, stats = _piped(static, segment, *part(0, count), x, ctx)
+    rest = segment.repeats - count
+    entries = ({},) * len(segment.unit)
+    if rest == 0:
+        return SegmentOutput(x, entries, stats, ctx.shared)
+    weights, keys, inputs = part(count, segment.repeats)
+    after = Segment(unit=eqx.combine(weights, static), repeats=rest)
+    out = after(x, ctx, keys=None if keys is None else keys.reshape(-1), inputs=inputs)
+    stats = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), stats, out.stats)
+    return SegmentOutput(out.x, entries, stats, out.shared)
+
+
+def piped_repeats(segment: Segment, ctx: Context) -> int:
+    """How many repeats of a segment's unit run as a pipeline.
+
+    None do if its layers publish what later ones read.
+    """
+    setup, stages = ctx.execution.pipeline, ctx.execution.layout.sizes.get(AXIS, 1)
+    publishes = any(block.config.publishes is not None for block in segment.unit)
+    if setup is None or stages == 1 or publishes:
+        return 0
+    return segment.repeats - segment.repeats % (stages * setup.repeats)
+
+
+def check_pipeline(stack: tuple[Segment, ...], ctx: Context) -> None:
+    """Raise ConfigError if there is to be a pipeline, but nothing that could run in it."""
+    setup, stages = ctx.execution.pipeline, ctx.execution.layout.sizes.get(AXIS, 1)
+    if setup is None or stages == 1:
+        return
+    text = f"Layout.stage={stages} x Pipeline.repeats={setup.repeats} needs {stages * setup.repeats} equal layers, or"
+    found = ", ".join(str(segment.repeats) for segment in stack)
+    rule = f"{text} repeats of some layers, in a row; this model has {found}"
+    check(any(piped_repeats(segment, ctx) for segment in stack), f"{rule}. Choose fewer, or leave the pipeline out.")
+
+
+def _piped(
+    static: tuple[Block, ...], segment: Segment, weights: PyTree, keys: Any, inputs: Any, x: Array, ctx: Context
+) -> tuple[Array, tuple[BlockStats, ...]]:
+    """The stream after these layers of a segment, and their statistics."""
+    execution = ctx.execution
+    setup, layout = execution.pipeline, execution.layout
+    assert setup is not None
+    stages, count = layout.sizes[AXIS], setup.microbatches
+    setup.check_fits(x.shape[0], stages)
+    layers = len(jax.tree.leaves(weights)[0]) // (stages * setup.repeats)
+    # the checkpoint around a stage's work is that of its layer if there is one only
+    remat, here = execution.remat if layers * len(static) > 1 else None, layout.without_stage()
+    inner = dataclasses.replace(execution, remat=remat, layout=here, pipeline=None)
+    rows, others = eqx.partition(dataclasses.replace(ctx, layer_inputs={}, execution=inner), eqx.is_array)
+
+    def stage(weights, by_layer, rows, x, number):
+        if setup.gather != "iteration":
+            weights = _scattering(functools.partial(_split, here, here.weight_spec, segment), weights)
+        keys, inputs = by_layer
+        if keys is not None:
+            keys = jax.vmap(jax.random.fold_in, (0, None))(keys.reshape(-1), number)
+        inputs = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, number, 1, keepdims=False), inputs)
+        own = Segment(unit=eqx.combine(weights, static), repeats=layers)
+        out = own(x, eqx.combine(rows, others), keys=keys, inputs=inputs)
+        return out.x, out.stats
+
+    cut = jax.vmap(lambda leaf: cut_rows(leaf, count))
+    x, stats = run_pipeline(
+        stage,
+        weights,
+        (keys, jax.tree.map(cut, inputs)),
+        jax.tree.map(lambda leaf: cut_rows(leaf, count), rows),
+        x,
+        pipeline=setup,
+        layout=layout,
+        contiguous=_contiguous(segment, layers * stages * setup.repeats, layout),
+        gathered=functools.partial(_split, here, here.used_spec, segment),
+        policy=None if (outer := get_remat(execution.remat)) is None else outer.policy(),
+    )
+    return x, tuple(join_parts(stat) for stat in stats)
+
+
+def _contiguous(segment: Segment, layers: int, layout: Layout) -> bool:
+    """Whether `stage` splits the layers of a segment's weights, all of which are to be run."""
+    return layers == segment.repeats and layout.weight_spec("layers", (layers,))[0] is not None
+
+
+def _split(layout: Layout, spec_of: Callable[[Axes], PartitionSpec], segment: Segment, weights: PyTree) -> PyTree:
+    """Pieces of a segment's weights, split as `spec_of` says of their words, whatever leading axes they have."""
+    words = axes(segment)
+
+    def one(path, leaf):
+        inner = spec_of(words[f"unit.{path_name(path)}"])[1:]
+        spec = PartitionSpec(*(None,) * (leaf.ndim - len(inner)), *inner)
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(layout.mesh_here, spec))
+
+    return jax.tree_util.tree_map_with_path(one, weights)
+
+
+def _scattering(split: Callable[[PyTree], PyTree], weights: PyTree) -> PyTree:
+    """Gathered weights as they are; their gradients are split before they are added up."""
+
+    @jax.custom_vjp
+    def same(weights):
+        return weights
+
+    same.defvjp(lambda weights: (weights, None), lambda _, gradients: (split(gradients),))
+    return same(weights)

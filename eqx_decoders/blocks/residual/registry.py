@@ -1,0 +1,22 @@
+"""The kinds of wiring: a new one is added here."""
+
+from typing import TYPE_CHECKING, Literal
+
+from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
+from eqx_decoders.blocks.residual.residual import Chained, Parallel, Plain, Sequential
+
+
+WiringConfig = Sequential | Parallel | Plain | Chained | HyperConnections
+
+WIRINGS: dict[str, WiringConfig] = {
+    "sequential": Sequential(),
+    "parallel": Parallel(),
+    "plain": Plain(),
+    "chained": Chained(),
+}
+
+# A block takes the name of a wiring for one without options, as configurations on disk may have it.
+if TYPE_CHECKING:
+    WiringOrName = WiringConfig
+else:
+    WiringOrName = WiringConfig | Literal["sequential", "parallel", "plain", "chained"]

@@ -1,0 +1,124 @@
+"""One residual stream: what branches make is added to it, or takes its place."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import ClassVar
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from eqx_decoders.blocks.residual.base import BranchFunction, Dropout, SteppedWiring, Steps, Wiring
+from eqx_decoders.context import Context
+from eqx_decoders.errors import check_number
+from eqx_decoders.layers.norm import Norm, NormConfig
+from eqx_decoders.numerics.matmul import fan_in
+from eqx_decoders.sharding.axes import BUFFER
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sequential(Wiring):
+    """`x += residual_scale * branch(x)`, one branch after another; then `x *= scale`, and `x = norm(x)`.
+
+    **Arguments:**
+
+    - `residual_scale`: multiplies what every branch returns (Granite).
+    - `output_scale`: whether the layer's output is multiplied by a number, a buffer (Gemma 4).
+    - `output_norm`: of the layer's output, the stream itself (Conformers; Gulati et al. 2020); None for none.
+    """
+
+    residual_scale: float = 1.0
+    output_scale: bool = False
+    output_norm: NormConfig | None = None
+
+    def __post_init__(self):
+        check_number("Sequential.residual_scale", self.residual_scale, above=0)
+
+    def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "SequentialWiring":
+        return SequentialWiring(
+            scale=jnp.ones((1,)) if self.output_scale else None,
+            norm=None if self.output_norm is None else self.output_norm.build(embed_dim),
+            config=self,
+        )
+
+
+class SequentialWiring(SteppedWiring):
+    """`x += residual_scale * branch(x)`, one branch after another; then `x *= scale`, and `x = norm(x)`."""
+
+    scale: Float[Array, "one"] | None = eqx.field(metadata=BUFFER)
+    norm: Norm | None
+    config: Sequential = eqx.field(static=True)
+
+    def steps(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Steps:
+        for branch in branches:
+            x = x + _scaled((yield branch, x), self.config.residual_scale)
+        x = drop(x)
+        x = x if self.scale is None else x * self.scale.astype(x.dtype).reshape((1,) * x.ndim)
+        return x if self.norm is None else self.norm(x)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parallel(Wiring):
+    """`x += dropout(mixer(n(x)) + mlp(n(x)))`: all branches read the same stream (Wang & Komatsuzaki 2021; PaLM)."""
+
+    shares_norm: ClassVar[bool] = True
+
+    def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "ParallelWiring":
+        return ParallelWiring()
+
+
+class ParallelWiring(SteppedWiring):
+    """`x += dropout(sum of the branches of x)`."""
+
+    def steps(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Steps:
+        total = None
+        for branch in branches:
+            out = yield branch, x
+            total = out if total is None else total + out
+        return x + drop(jnp.zeros_like(x) if total is None else total)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plain(Wiring):
+    """`x = branch(x)`, one branch after another: no residual connection (MaxText's `simple` blocks)."""
+
+    def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "PlainWiring":
+        return PlainWiring()
+
+
+class PlainWiring(SteppedWiring):
+    """`x = branch(x)`, one branch after another."""
+
+    def steps(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Steps:
+        for branch in branches:
+            x = yield branch, x
+        return drop(x)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chained(Wiring):
+    """`x += up(mlp(mixer(x)))`: one residual connection around both layers (MaxText's `qwen3_custom_moe`).
+
+    After the mixer features are its `out_dim`, which the matrix `up` turns into those of the stream again.
+    """
+
+    chains: ClassVar[bool] = True
+
+    def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "ChainedWiring":
+        return ChainedWiring(up=fan_in(key, (inner_dim, embed_dim), jnp.float32, inner_dim))
+
+
+class ChainedWiring(SteppedWiring):
+    """`x += up(mlp(mixer(x)))`."""
+
+    up: Float[Array, "latent embed"]
+
+    def steps(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Steps:
+        inner = x
+        for branch in branches:
+            inner = yield branch, inner
+        return drop(x + ctx.einsum("batch length latent, latent embed -> batch length embed", inner, self.up))
+
+
+def _scaled(x: Array, factor: float) -> Array:
+    return x if factor == 1.0 else x * factor

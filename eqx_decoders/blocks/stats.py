@@ -1,0 +1,89 @@
+"""What layers tell about a forward pass, and how that of all layers is joined."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+from eqx_decoders.layers.attention.indexer import IndexerStats
+from eqx_decoders.layers.moe.router import RoutingStats
+
+
+class ActivationStats(eqx.Module):
+    """Mean, standard deviation and fraction of zeros of a block's output; a leading `layers` axis once stacked."""
+
+    mean: Float32[Array, "*layers"]
+    std: Float32[Array, "*layers"]
+    zero_fraction: Float32[Array, "*layers"]
+
+    @classmethod
+    def of(cls, x: Array) -> "ActivationStats":
+        """Those of the stream `x`."""
+        y = x.astype(jnp.float32)
+        zeros = jnp.mean((y == 0).astype(jnp.float32))
+        return cls(mean=jnp.mean(y), std=jnp.std(y), zero_fraction=zeros)
+
+
+class BlockStats(eqx.Module):
+    """What one block tells about its forward pass; None where it is not asked for, or where there is no such layer.
+
+    `max_scores` are the largest scores of the heads of latent attention, over rows and tokens.
+    """
+
+    activations: ActivationStats | None = None
+    routing: RoutingStats | None = None
+    indexer: IndexerStats | None = None
+    max_scores: Float32[Array, "*layers heads"] | None = None
+
+
+def add_stats(one: BlockStats | None, other: BlockStats | None) -> BlockStats | None:
+    """Of two parts of a batch: sums, and of largest scores the larger one."""
+    if one is None or other is None:
+        return None
+    maxima = None
+    if one.max_scores is not None and other.max_scores is not None:
+        maxima = jnp.maximum(one.max_scores, other.max_scores)
+    return dataclasses.replace(jax.tree.map(jnp.add, one, other), max_scores=maxima)
+
+
+def join_parts(stats: BlockStats) -> BlockStats:
+    """Of equal parts of a batch, on the second axis of each array, what the whole batch has."""
+    found = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=1), dataclasses.replace(stats, activations=None))
+    if stats.max_scores is not None:
+        found = dataclasses.replace(found, max_scores=jnp.max(stats.max_scores, axis=1))
+    if stats.activations is None:
+        return found
+    parts, means = stats.activations, jax.tree.map(lambda leaf: jnp.mean(leaf, axis=1), stats.activations)
+    # the variance of the whole is the mean of the parts' variances and the variance of their means
+    std = jnp.sqrt(jnp.mean(parts.std**2, axis=1) + jnp.var(parts.mean, axis=1))
+    return dataclasses.replace(found, activations=dataclasses.replace(means, std=std))
+
+
+def join_layer_stats(per_segment: Sequence[tuple[BlockStats, ...]]) -> BlockStats:
+    """Join what segments return, for each block of the unit stacked over repeats, into one leading axis of layers.
+
+    Each field is that of the layers that have it, in their order; None if there are none. Where layers differ in their
+    number of experts, the shorter ones are filled up with zeros.
+    """
+
+    def joined(name: str) -> Any:
+        stacked = []
+        for unit in per_segment:
+            trees = [tree for stats in unit if (tree := getattr(stats, name)) is not None]
+            if trees:
+                columns = jax.tree.map(lambda *leaves: jnp.stack(_pad_to_widest(leaves), axis=1), *trees)
+                stacked.append(jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), columns))
+        return jax.tree.map(lambda *leaves: jnp.concatenate(_pad_to_widest(leaves)), *stacked) if stacked else None
+
+    return BlockStats(**{field.name: joined(field.name) for field in dataclasses.fields(BlockStats)})
+
+
+def _pad_to_widest(leaves: Sequence[Array]) -> list[Array]:
+    """Arrays of a leading axis and perhaps one more, which then gets the same size in all of them."""
+    size = max(leaf.shape[-1] for leaf in leaves)
+    pads = [((0, 0),) * (leaf.ndim - 1) + ((0, size - leaf.shape[-1]),) for leaf in leaves]
+    return [jnp.pad(leaf, pad) if leaf.ndim > 1 else leaf for leaf, pad in zip(leaves, pads, strict=True)]

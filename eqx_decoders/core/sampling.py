@@ -1,0 +1,207 @@
+"""How the next token is chosen from logits."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, PRNGKeyArray
+
+from eqx_decoders.errors import ConfigError, check, check_integer, check_number
+from eqx_decoders.sharding.axes import AnyArray
+
+
+@dataclasses.dataclass(frozen=True)
+class Greedy:
+    """The most likely token; of equals the lowest id."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A draw from `softmax(logits / temperature)`, cut by the filters in this order.
+
+    **Arguments:**
+
+    - `temperature`: above 0.
+    - `top_k`: only the k most likely tokens (ties with the last of them stay).
+    - `top_p`: only the most likely tokens that together reach probability p (Holtzman et al. 2020).
+    - `min_p`: only tokens at least p times as likely as the most likely one (Nguyen et al. 2024).
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def __post_init__(self):
+        check_number("Sample.temperature", self.temperature, above=0)
+        if self.top_k is not None:
+            check_integer("Sample.top_k", self.top_k)
+        for field in ("top_p", "min_p"):
+            value = getattr(self, field)
+            if value is not None:
+                check_number(f"Sample.{field}", value, above=0)
+                check(value <= 1, f"Sample.{field}={value} must be at most 1: it's a probability.")
+
+
+Sampler = Greedy | Sample
+
+
+class SamplerArrays(eqx.Module):
+    """The numbers of a `Sample` as arrays, so that samplers with the same filters share one program.
+
+    `most` is at least `top_k`, rounded up to a power of two: how many of the largest logits are looked for.
+    """
+
+    temperature: Float[AnyArray, ""]
+    top_k: Int[AnyArray, ""] | None
+    top_p: Float[AnyArray, ""] | None
+    min_p: Float[AnyArray, ""] | None
+    most: int = eqx.field(static=True)
+
+    @classmethod
+    def of(cls, sampler: Sampler) -> "SamplerArrays | None":
+        """None for greedy decoding, which has no numbers."""
+        if isinstance(sampler, Greedy):
+            return None
+        numbers = (sampler.temperature, sampler.top_k, sampler.top_p, sampler.min_p)
+        dtypes = (np.float32, np.int32, np.float32, np.float32)
+        arrays = (None if x is None else np.asarray(x, dtype) for x, dtype in zip(numbers, dtypes, strict=True))
+        return cls(*arrays, most=1 << ((sampler.top_k or 1) - 1).bit_length())
+
+
+def sample_token(
+    sampler: Sampler | SamplerArrays | None, logits: Float[Array, "batch vocab"], key: PRNGKeyArray | None
+) -> Int[Array, "batch"]:
+    """One token for each row."""
+    if sampler is None or isinstance(sampler, Greedy):
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if key is None:
+        raise ConfigError(f"{sampler} draws at random: pass key=jax.random.key(seed).")
+    return jax.random.categorical(key, filter_logits(sampler, logits)).astype(jnp.int32)
+
+
+def is_stop(token: Int[Array, "*rows"], stop_ids: Int[AnyArray, "stops"]) -> Bool[Array, "*rows"]:
+    """Whether a token is one of `stop_ids`."""
+    return jnp.any(token[..., None] == stop_ids.reshape((1,) * token.ndim + (-1,)), axis=-1)
+
+
+def filter_logits(sampler: Sample | SamplerArrays, logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
+    """Logits over temperature, -inf where a filter has cut; the most likely token always stays."""
+    numbers = SamplerArrays.of(sampler) if isinstance(sampler, Sample) else sampler
+    assert numbers is not None
+    return _filtered(numbers, logits)
+
+
+def _filtered(sampler: SamplerArrays, logits: Float[Array, "batch vocab"]) -> Float[Array, "batch vocab"]:
+    logits = logits / sampler.temperature
+    if sampler.top_k is not None:
+        largest = jax.lax.top_k(logits, min(sampler.most, logits.shape[-1]))[0]
+        lowest = jnp.take(largest, sampler.top_k - 1, axis=-1, mode="clip")[:, None]
+        logits = jnp.where(logits >= lowest, logits, -jnp.inf)
+    if sampler.top_p is not None:
+        logits = jnp.where(logits >= _lowest_of_mass(logits, sampler.top_p), logits, -jnp.inf)
+    if sampler.min_p is not None:
+        lowest = jnp.max(logits, axis=-1, keepdims=True) + jnp.log(sampler.min_p)
+        logits = jnp.where(logits >= lowest, logits, -jnp.inf)
+    return logits
+
+
+LIKELY = 64  # among so many of the largest logits the end of a top-p filter is looked for first
+
+
+def _lowest_of_mass(logits: Float[Array, "batch vocab"], mass: Float[AnyArray, ""]) -> Float[Array, "batch 1"]:
+    """The largest logit for which all that are at least as large have this probability together; the least if none.
+
+    Without a sort, which takes a hundred times longer than looking for a few: where these have less, in a row or more,
+    it is found by bisection.
+    """
+    wide, count = logits.astype(jnp.float32), min(LIKELY, logits.shape[-1])
+    order = jax.lax.top_k(logits, count)[0]
+    top = jnp.max(wide, axis=-1, keepdims=True)
+    wanted = mass * jnp.sum(jnp.exp(wide - top), axis=-1, keepdims=True)
+    sums = jnp.cumsum(jnp.exp(order.astype(jnp.float32) - top), axis=-1)
+    reached = jnp.sum(sums < wanted, axis=-1, keepdims=True, dtype=jnp.int32)
+    lowest = jnp.take_along_axis(order, jnp.minimum(reached, count - 1), axis=-1)
+    if count == logits.shape[-1]:
+        return lowest
+    found = reached < count
+    return jnp.where(
+        found, lowest, least_reaching(wide, jnp.exp(wide - top), wanted, ~jnp.all(found)).astype(logits.dtype)
+    )
+
+
+def least_reaching(
+    logits: Float32[Array, "batch vocab"],
+    weights: Float32[Array, "batch vocab"],
+    wanted: Float32[Array, "batch 1"],
+    asked: Bool[Array, ""],
+) -> Float32[Array, "batch 1"]:
+    """The largest logit that, with all above it, has weights of a sum of `wanted`; the least if none has.
+
+    Exactly: bit by bit of a number in whose order floats are ordered. Where it is not asked for no step is taken.
+    """
+    keys = _ordered(logits)
+
+    def halve(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        step, low, high = state
+        middle = (low | high) - ((low ^ high) >> 1)  # rounded up, without overflow
+        enough = jnp.sum(jnp.where(keys >= middle, weights, 0.0), axis=-1, keepdims=True) >= wanted
+        return step - 1, jnp.where(enough, middle, low), jnp.where(enough, high, middle - 1)
+
+    ends = jnp.min(keys, axis=-1, keepdims=True), jnp.max(keys, axis=-1, keepdims=True)
+    steps = jnp.where(asked, 32, 0)
+    low = jax.lax.while_loop(lambda state: state[0] > 0, halve, (steps, *ends))[1]
+    return jax.lax.bitcast_convert_type(_flipped(low), jnp.float32)
+
+
+def _ordered(x: Float32[Array, "*shape"]) -> Int32[Array, "*shape"]:
+    """Integers in the order of floats; of both zeros the same."""
+    return _flipped(jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32))
+
+
+def _flipped(bits: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
+    """Negative numbers with their lower bits turned over, which is its own inverse."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+TEMPERATURE, TOP_P = 0.7, 0.95  # where neither the user nor the file sets anything
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationConfig:
+    """How a model is meant to write, as published with it; None for what is left out.
+
+    **Arguments:**
+
+    - `stop_ids`: a text ends with any of these tokens.
+    - `do_sample`: False: always the most likely token.
+    - `temperature`, `top_k`, `top_p`, `min_p`: those of `Sample`.
+    - `repetition_penalty`: that of `serving.Sampling`; the server alone has it.
+    """
+
+    stop_ids: tuple[int, ...] = ()
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    def sampler(self, **given: int | float | None) -> Sampler:
+        """The sampler for `given` temperature, top_k, top_p and min_p (None: not given), completed from these.
+
+        A temperature of 0 is greedy, and so is `do_sample` = False where nothing is given. Where neither
+        sets anything, temperature 0.7 and top_p 0.95.
+        """
+        names = ("temperature", "top_k", "top_p", "min_p")
+        requested = {name: given[name] for name in names if given.get(name) is not None}
+        if self.do_sample is False and not requested:
+            return Greedy()
+        published = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        merged: dict[str, Any] = {**(published or {"temperature": TEMPERATURE, "top_p": TOP_P}), **requested}
+        if merged.get("temperature") == 0:
+            return Greedy()
+        return Sample(**merged)

@@ -1,0 +1,118 @@
+"""Datasets of the package `datasets`: directories that its `save_to_disk` wrote, and those of the hub, streamed."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from eqx_decoders.data.sources.remote import try_again
+from eqx_decoders.errors import DataError, check, need_extra
+
+
+HUB = "hf://datasets/"
+SPLIT = "train"  # where none is named
+ROWS = 512  # that are read at once
+_FORM = re.compile(
+    r"hf://datasets/(?P<name>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?(?:/(?P<config>[\w.-]+))?(?::(?P<split>[\w.]+))?"
+)
+
+
+class HubDataset(NamedTuple):
+    """`hf://datasets/org/name[@revision][/config][:split]`."""
+
+    name: str
+    revision: str | None = None
+    config: str | None = None
+    split: str = SPLIT
+
+    def __str__(self) -> str:
+        parts = [HUB, self.name, "@" + self.revision if self.revision else "", "/" + self.config if self.config else ""]
+        return "".join(parts) + f":{self.split}"
+
+    def with_commit(self) -> "HubDataset":
+        """The same with the commit that its revision is now. Raises DataError if the hub doesn't tell."""
+        return self._replace(revision=try_again(lambda: _commit(self), str(self)))
+
+    def open(self) -> Any:
+        """The stream of its rows; its `num_shards` are files that can be read on their own."""
+        return try_again(lambda: _stream(self), str(self))
+
+    def rows(self, part: tuple[int, int] | None) -> Iterator[Mapping[str, Any]]:
+        """All rows, or those of some of its files."""
+        stream = self.open()
+        if part is None:
+            yield from stream
+            return
+        for number in range(*part):
+            yield from stream.shard(num_shards=stream.num_shards, index=number)
+
+
+def hub_dataset(path: str) -> HubDataset | None:
+    """The dataset that a path names; None for other paths, such as `hf://datasets/org/name/data/train.parquet`."""
+    found = _FORM.fullmatch(path)
+    if found is None:
+        return None
+    named = found.groupdict()
+    return HubDataset(named["name"], named["revision"], named["config"], named["split"] or SPLIT)
+
+
+def _commit(dataset: HubDataset) -> str:
+    try:
+        from huggingface_hub import HfApi
+    except ImportError as error:
+        raise need_extra("huggingface_hub", "data") from error
+    return str(HfApi().dataset_info(dataset.name, revision=dataset.revision).sha)
+
+
+def _stream(dataset: HubDataset) -> Any:
+    options = {"revision": dataset.revision, "split": dataset.split, "streaming": True}
+    return _package().load_dataset(dataset.name, dataset.config, **options)
+
+
+def saved_split(folder: Path, flag: str) -> Path | None:
+    """The directory of the rows of what `save_to_disk` wrote: `folder`, or its `train`; None for other directories.
+
+    Raises DataError with the splits that there are.
+    """
+    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
+        return folder
+    if not (folder / "dataset_dict.json").is_file():
+        return None
+    splits = json.loads((folder / "dataset_dict.json").read_bytes()).get("splits", [])
+    rule = f"has the splits {', '.join(splits)}, and no {SPLIT!r}: give the directory of one of them"
+    check(SPLIT in splits, f"{flag} {str(folder)!r} {rule}, such as {folder / (splits or ['…'])[0]}.", DataError)
+    return folder / SPLIT
+
+
+def saved_files(folder: Path) -> list[Path]:
+    """The files that hold the rows, in their order, and those of the order of the rows, if there are any."""
+    try:
+        state = json.loads((folder / "state.json").read_bytes())
+        files = [*state["_data_files"], *(state.get("_indices_data_files") or [])]
+        return [folder / one["filename"] for one in files]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{folder}/state.json is not as `save_to_disk` writes it ({error}): save it again.") from error
+
+
+def open_saved(folder: Path) -> Any:
+    """What `save_to_disk` wrote."""
+    try:
+        return _package().load_from_disk(str(folder)).with_format("arrow")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{folder} is no dataset that can be read: {error}. Save it again.") from error
+
+
+def saved_rows(dataset: Any, part: tuple[int, int], columns: list[str]) -> Iterator[Mapping[str, Any]]:
+    """The rows of a saved dataset from the first number of `part` to the second."""
+    chosen = dataset.select_columns(columns)
+    for start in range(part[0], part[1], ROWS):
+        yield from chosen[start : min(start + ROWS, part[1])].to_pylist()
+
+
+def _package() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise need_extra("datasets", "data") from error
+    return datasets

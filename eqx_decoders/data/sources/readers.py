@@ -1,0 +1,389 @@
+"""The documents of one source, whole or a part of it: plain text, JSON, Parquet, ArrayRecord, tokens, datasets.
+
+Large sources are cut into parts that different processes read. A part is a pair of numbers, from the first up to the
+second: bytes of plain text and of JSON lines, row groups of Parquet, records of ArrayRecord, rows of a saved dataset,
+and files of one that is streamed. The documents of the parts, one after the other, are those of the whole.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from eqx_decoders.data.sources.compressed import is_compressed, open_stream, plain_suffix
+from eqx_decoders.data.sources.documents import (
+    Document,
+    decode,
+    is_record,
+    parsed,
+    record_documents,
+    row_documents,
+    used_columns,
+)
+from eqx_decoders.data.sources.hub_datasets import HubDataset, open_saved, saved_rows
+from eqx_decoders.data.sources.remote import RemoteFile, local_copy
+from eqx_decoders.data.sources.sources import ARRAY_RECORDS, KEPT, File, Place, Source, folder_of
+from eqx_decoders.errors import DataError, EqxDecodersError, check, need_extra
+from eqx_decoders.io.status import Waiting
+from eqx_decoders.io.text.tokenizer import Tokenizer
+
+
+Part = tuple[int, int]
+
+# A plain text above LONG bytes is read as documents of about PIECE bytes, cut at line ends: one book can then be split
+# into training and held-out text, and no tokenizer gets a gigabyte at once.
+LONG, PIECE = 256 * 1024, 64 * 1024
+
+TOKENS_AT_ONCE = 1 << 22
+RECORDS_AT_ONCE = 256
+
+# Parts have these sizes in bytes: large files 32 parts, but none below the first number and none above the second.
+SMALLEST_PART, PARTS, LARGEST_PART = 1 << 24, 32, 1 << 28
+
+
+class Reading(NamedTuple):
+    """What readers need beside the source: the field of records, and the tokenizer of files that hold tokens.
+
+    copy: where a remote file is copied to that is needed on this machine; None: in the folder for temporary files.
+    """
+
+    text_field: str = "text"
+    tokenizer: Tokenizer | None = None
+    copy: Path | None = None
+
+
+def read_source(source: Source, reading: Reading, part: Part | None = None) -> Iterator[Document]:
+    """Every document of a source, or of a part, in a fixed order, read lazily; those without text are left out.
+
+    - plain text: a file is a document (beyond 256 KiB: pieces of 64 KiB, cut at line ends);
+    - `.jsonl`, `.json`, `.parquet` and datasets: a line, member of the list or row is a document: the text in the field
+      or column `text_field`, else the conversation in `messages`, else a `prompt` and its `completion`;
+    - `.arrayrecord`, `.array_record`: a record is a document: a text or, where the first is one, such a JSON object;
+    - `.bin` (raw) and `.npy`: a list of uint16 or uint32 tokens; a document ends at the tokenizer's `eos_id`.
+
+    Raises DataError for what cannot be read, with the file and, where it is the content, the line.
+    """
+    with _told(source.file):
+        folder = folder_of(source.file)
+        for one in _READERS[kind_of(source.file)].read(source, reading, part):
+            if one.text or one.chat or (one.tokens is not None and len(one.tokens)):
+                yield one._replace(folder=folder, drawn=one.draw())
+
+
+def parts_of(source: Source, size: int | None) -> list[Part | None]:
+    """The parts of a source of so many bytes, which follow from its content alone; [None] for one that stays whole."""
+    most = min(LARGEST_PART, max(SMALLEST_PART, (size or 0) // PARTS))
+    if (size is not None and size <= 2 * SMALLEST_PART) or (
+        isinstance(source.file, File) and is_compressed(source.file)
+    ):
+        return [None]
+    with _told(source.file):
+        cuts = _READERS[kind_of(source.file)].cuts(source.file, size, most)
+    return [None] if len(cuts) < 3 else list(itertools.pairwise(cuts))
+
+
+@contextlib.contextmanager
+def _told(file: Place) -> Iterator[None]:
+    """The packages that read files raise errors of their own kinds: DataError with the file for all of them."""
+    try:
+        yield
+    except EqxDecodersError:
+        raise
+    except Exception as error:
+        raise DataError(f"{file} cannot be read: {type(error).__name__}: {error}.") from error
+
+
+def kind_of(file: Place) -> str:
+    """Which reader reads it."""
+    if isinstance(file, HubDataset):
+        return "streamed dataset"
+    if isinstance(file, Path) and file.is_dir():
+        return "saved dataset"
+    return _KINDS.get(plain_suffix(file), "text")
+
+
+# --- plain text -------------------------------------------------------------------------------------------------------
+
+
+def _read_text(source: Source, reading: Reading, part: Part | None) -> Iterator[Document]:
+    key = source.name if source.by_name else None
+    with open_stream(_file(source)) as stream:
+        content = stream.read(LONG + 1) if part is None else b""
+    if part is None and len(content) <= LONG:
+        yield Document(source.name, decode(content, source.name), key=key)
+        return
+    with open_stream(_file(source)) as stream:
+        place, stop = part or (0, None)
+        if part is not None:
+            stream.seek(place)
+        for piece in itertools.count():
+            if place == stop or not (lines := stream.readlines(PIECE)):
+                return
+            where = f"{source.name}, " + (f"piece {piece} of {PIECE} bytes" if part is None else f"byte {place}")
+            content = b"".join(lines)
+            yield Document(where, decode(content, where), key=key)
+            place += len(content)
+
+
+def _text_cuts(file: Place, size: int | None, most: int) -> list[int]:
+    """Where documents begin is known by following them from the start: only on this machine that is no time."""
+    if not isinstance(file, Path) or size is None:
+        return []
+    cuts, place = [0], 0
+    with Waiting("finding where documents begin", kept=KEPT), file.open("rb") as stream:
+        while place < size:
+            stream.seek(place + PIECE)  # as `readlines(PIECE)` has it: the line that goes beyond is the last one
+            place = min(place + PIECE, size) + len(stream.readline())
+            if place - cuts[-1] >= most or place >= size:
+                cuts.append(place)
+    return cuts
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def _read_json(source: Source, reading: Reading, part: Part | None) -> Iterator[Document]:
+    """The documents of JSON lines, or of a file that holds one list of records, which is read at once."""
+    with open_stream(_file(source)) as stream:
+        records = _records(stream, _file(source)) if part is None else _records_within(stream, _file(source), *part)
+        yield from record_documents(records, reading.text_field)
+
+
+def _records(stream: Any, file: File) -> Iterator[tuple[str, Any]]:
+    may_be_list = plain_suffix(file) == ".json"
+    for number, line in enumerate(stream, 1):
+        if may_be_list and line.lstrip().startswith(b"["):
+            records = parsed(line + stream.read(), str(file))
+            yield from ((f"{file}, record {place}", record) for place, record in enumerate(records, 1))
+        elif line.strip():
+            may_be_list = False
+            yield f"{file}:{number}", parsed(line, f"{file}:{number}")
+
+
+def _records_within(stream: Any, file: File, start: int, stop: int) -> Iterator[tuple[str, Any]]:
+    """Those of the lines that begin at one of these bytes."""
+    place = max(0, start - 1)
+    stream.seek(place)
+    if start > 0:
+        place += len(stream.readline())  # of the part before, or the end of its last line
+    while place < stop and (line := stream.readline()):
+        if line.strip():
+            yield f"{file}, byte {place}", parsed(line, f"{file}, byte {place}")
+        place += len(line)
+
+
+def _even_cuts(size: int | None, most: int) -> list[int]:
+    return [] if size is None else [*range(0, size, most), size]
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _read_parquet(source: Source, reading: Reading, part: Part | None) -> Iterator[Document]:
+    file, field = _file(source), reading.text_field
+    with _parquet(file, reading.copy) as table:
+        known = used_columns(table.schema_arrow.names, field, str(file))
+        first, last = part or (0, table.num_row_groups)
+        begin = sum(table.metadata.row_group(group).num_rows for group in range(first))
+        groups = list(range(first, last))
+        batches = table.iter_batches(batch_size=512, row_groups=groups, columns=known)  # one row group at a time
+        rows = (row for batch in batches for row in batch.to_pylist())
+        yield from row_documents(((f"{file}, row {row}", one) for row, one in enumerate(rows, begin)), field)
+
+
+def _parquet_cuts(file: Place, size: int | None, most: int) -> list[int]:
+    if size is None:  # the server sends whole files only
+        return []
+    cuts, bytes_ = [0], 0
+    with _parquet(file) as table:
+        for group in range(table.num_row_groups):
+            bytes_ += table.metadata.row_group(group).total_byte_size
+            if bytes_ >= most or group == table.num_row_groups - 1:
+                cuts.append(group + 1)
+                bytes_ = 0
+    return cuts
+
+
+@contextlib.contextmanager
+def _parquet(file: Any, copy: Path | None = None) -> Iterator[Any]:
+    try:
+        import pyarrow.parquet as parquet
+        from pyarrow import ArrowException
+    except ImportError as error:
+        raise need_extra("pyarrow", "train") from error
+    try:
+        with contextlib.ExitStack() as stack:
+            if isinstance(file, RemoteFile) and file.size is None:
+                file = stack.enter_context(local_copy(file, copy))
+            opened = stack.enter_context(file.open("rb")) if isinstance(file, RemoteFile) else file
+            yield stack.enter_context(parquet.ParquetFile(opened))
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{file} is not a Parquet file that can be read: {error}") from error
+
+
+def _read_saved(source: Source, reading: Reading, part: Part | None) -> Iterator[Document]:
+    dataset = open_saved(cast(Path, source.file))
+    where, field = str(source.file), reading.text_field
+    columns = used_columns(dataset.column_names, field, where)
+    start, stop = part or (0, dataset.num_rows)
+    rows = enumerate(saved_rows(dataset, (start, stop), columns), start)
+    yield from row_documents(((f"{where}, row {number}", row) for number, row in rows), field)
+
+
+def _saved_cuts(file: Place, size: int | None, most: int) -> list[int]:
+    rows = open_saved(Path(str(file))).num_rows
+    return _even_cuts(rows, max(1, rows * most // max(size or 1, 1)))
+
+
+def _read_streamed(source: Source, reading: Reading, part: Part | None) -> Iterator[Document]:
+    dataset = cast(HubDataset, source.file)  # as its kind says
+    where, files = str(dataset), "" if part is None else f" of files {part[0]} to {part[1] - 1}"
+    rows = ((f"{where}, row {row}{files}", one) for row, one in enumerate(dataset.rows(part)))
+    yield from row_documents(rows, reading.text_field)
+
+
+def _streamed_cuts(file: Place, size: int | None, most: int) -> list[int]:
+    return list(range(cast(HubDataset, file).open().num_shards + 1))
+
+
+# --- ArrayRecord ------------------------------------------------------------------------------------------------------
+
+
+def _read_array_record(source: Source, reading: Reading, part: Part | None) -> Iterator[Document]:
+    file = _file(source)
+    with local_copy(file, reading.copy) as path, _array_record(path, file) as reader:
+        start, stop = part or (0, reader.num_records())
+        if start == stop:
+            return
+        first = _json_or_none(reader.read([0])[0])
+        records = _array_records(reader, start, stop)
+        named = ((f"{file}, record {number}", record) for number, record in enumerate(records, start))
+        if is_record(first, reading.text_field):
+            yield from record_documents(((where, parsed(one, where)) for where, one in named), reading.text_field)
+        else:
+            yield from (Document(where, decode(one, where)) for where, one in named)
+
+
+def _array_records(reader: Any, start: int, stop: int) -> Iterator[bytes]:
+    for begin in range(start, stop, RECORDS_AT_ONCE):
+        yield from reader.read(range(begin, min(begin + RECORDS_AT_ONCE, stop)))
+
+
+def _json_or_none(record: bytes) -> Any:
+    try:
+        return parsed(record, "") if record.lstrip().startswith(b"{") else None
+    except DataError:
+        return None
+
+
+def _array_record_cuts(file: Place, size: int | None, most: int) -> list[int]:
+    if not isinstance(file, Path):  # each part would be a copy of the whole
+        return []
+    with _array_record(file, file) as reader:
+        count = reader.num_records()
+    return _even_cuts(count, max(1, count * most // max(size or 1, 1)))
+
+
+@contextlib.contextmanager
+def _array_record(path: Path, named: Place) -> Iterator[Any]:
+    try:
+        from array_record.python.array_record_module import ArrayRecordReader
+    except ImportError as error:
+        raise need_extra("array_record", "data") from error
+    reader = ArrayRecordReader(str(path))
+    try:
+        if not reader.ok():
+            reader.close()  # which tells why
+            raise ValueError("its end is missing")
+        yield reader
+        reader.close()
+    except (RuntimeError, ValueError, IndexError, OSError) as error:
+        raise DataError(f"{named} is not an ArrayRecord file that can be read: {error}.") from error
+
+
+# --- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def _read_tokens(source: Source, reading: Reading, part: Part | None) -> Iterator[Document]:
+    tokenizer, file = reading.tokenizer, _file(source)
+    rule = f"{file} holds tokens: they need their tokenizer, with an eos_id that ends documents"
+    if tokenizer is None or tokenizer.eos_id is None:
+        raise DataError(f"{rule}.")
+    with local_copy(file, reading.copy) as path:
+        tokens = _open_tokens(path, file, tokenizer.vocab_size)
+        parts: list[np.ndarray] = []
+        for start in range(0, len(tokens), TOKENS_AT_ONCE):
+            chunk = np.asarray(tokens[start : start + TOKENS_AT_ONCE])
+            _check_ids(chunk, start, file, tokenizer.vocab_size)
+            *ended, rest = np.split(chunk, np.flatnonzero(chunk == tokenizer.eos_id) + 1)
+            for piece in ended:
+                yield _token_document(file, [*parts, piece[:-1]], tokenizer)
+                parts = []
+            parts.append(rest)
+        if parts:
+            yield _token_document(file, parts, tokenizer)
+
+
+def _token_document(file: File, parts: list[np.ndarray], tokenizer: Tokenizer) -> Document:
+    tokens = np.concatenate(parts)
+    if len(tokens) and tokens[0] == tokenizer.bos_id:  # the token store puts one in front of every document
+        tokens = tokens[1:]
+    return Document(str(file), tokens=tokens)
+
+
+def _open_tokens(path: Path, file: File, vocab_size: int) -> np.ndarray:
+    if file.suffix == ".npy":
+        try:
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, OSError) as error:
+            raise DataError(f"{file} is not an .npy file that can be read: {error}") from error
+        good = tokens.ndim == 1 and tokens.dtype in (np.uint16, np.uint32)
+        held = f"{tokens.dtype} of shape {tokens.shape}"
+        check(good, f"{file} holds {held}; it must be a list of uint16 or uint32 tokens.", DataError)
+        return tokens
+    dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+    size = path.stat().st_size
+    whole = size % dtype.itemsize == 0
+    rule = f"no whole number of {dtype.name} tokens (vocab_size={vocab_size})"
+    check(whole, f"{file} has {size} bytes: {rule}.", DataError)
+    return np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
+
+
+def _check_ids(tokens: np.ndarray, start: int, file: File, vocab_size: int) -> None:
+    if len(tokens) and int(tokens.max()) >= vocab_size:
+        place = int(np.argmax(tokens >= vocab_size))
+        found = f"{file} holds the token id {tokens[place]} at place {start + place}"
+        raise DataError(f"{found}; ids must be below vocab_size={vocab_size}: is it another tokenizer's file?")
+
+
+# --- which reader reads what ------------------------------------------------------------------------------------------
+
+
+def _file(source: Source) -> File:
+    """Of any kind but datasets, as a source's kind says."""
+    return cast(File, source.file)
+
+
+class _Reader(NamedTuple):
+    """How documents are read, and where a source of so many bytes is cut into parts of at most so many."""
+
+    read: Callable[[Source, Reading, Part | None], Iterator[Document]]
+    cuts: Callable[[Place, int | None, int], list[int]]
+
+
+_KINDS = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".bin": "tokens", ".npy": "npy"}
+_KINDS |= dict.fromkeys(ARRAY_RECORDS, "arrayrecord")
+_READERS = {
+    "text": _Reader(_read_text, _text_cuts),
+    "jsonl": _Reader(_read_json, lambda file, size, most: _even_cuts(size, most)),
+    "json": _Reader(_read_json, lambda file, size, most: []),
+    "parquet": _Reader(_read_parquet, _parquet_cuts),
+    "arrayrecord": _Reader(_read_array_record, _array_record_cuts),
+    "tokens": _Reader(_read_tokens, lambda file, size, most: []),
+    "npy": _Reader(_read_tokens, lambda file, size, most: []),
+    "saved dataset": _Reader(_read_saved, _saved_cuts),
+    "streamed dataset": _Reader(_read_streamed, _streamed_cuts),
+}

@@ -1,0 +1,42 @@
+"""Sizes and draws of all documents of a corpus of many shards, in one file.
+
+Rows are planned by them, thousands of documents at a time: of many small sources these would lie in as many files.
+"""
+
+import os
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from eqx_decoders.io.atomic_files import writing_to
+from eqx_decoders.io.status import Waiting
+
+
+DOCUMENT = np.dtype([("size", "<i8"), ("draw", "<f8")])
+AT_ONCE = 1 << 16  # documents that are written together
+
+
+def open_list(file: Path, count: int, documents: Iterable[np.ndarray]) -> np.ndarray:
+    """The list of `count` documents in `file`, mapped into memory; written of `documents` if it is not there whole.
+
+    `documents` gives arrays of DOCUMENT, one behind the other, and is looked at only then.
+    """
+    try:
+        whole = file.stat().st_size == count * DOCUMENT.itemsize
+    except FileNotFoundError:
+        whole = False
+    if not whole:
+        partial = file.with_name(f"{file.name}.{secrets.token_hex(4)}.partial")  # others may write it, too
+        with Waiting("listing documents", kept="the tokens are kept"), writing_to(file.parent):
+            try:
+                with partial.open("wb", buffering=AT_ONCE * DOCUMENT.itemsize) as stream:
+                    for some in documents:
+                        stream.write(some.tobytes())
+                    stream.flush()
+                    os.fsync(stream.fileno())
+                os.replace(partial, file)
+            finally:
+                partial.unlink(missing_ok=True)
+    return np.asarray(np.memmap(file, DOCUMENT, "r", shape=(count,)))

@@ -1,0 +1,113 @@
+"""Sounds for an encoder: their chunks or frames, and rows in which several stand one behind the other."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from eqx_decoders.encoders.audio_stem import AudioStemConfig
+from eqx_decoders.encoders.frame_stem import FrameStemConfig
+from eqx_decoders.encoders.packed_rows import ChunkRows, FrameRows, SoundRows
+from eqx_decoders.encoders.packing import Packing
+from eqx_decoders.errors import DataError, check
+
+
+Sound = tuple[np.ndarray, int]  # chunks or frames, and how many tokens they make
+
+
+def from_spectra(
+    stem: AudioStemConfig | FrameStemConfig, features: Any, mask: Any, name: str, *, whole_chunks: bool
+) -> list[Sound]:
+    """The sounds in log-mel spectra, of which a mask `[sounds, frames]` of this name says which frames are real.
+
+    Spectra are `[sounds, bands, frames]` for an encoder that reads chunks, and `[sounds, frames, bands]` for one that
+    reads whole sounds. `whole_chunks`: chunks are not made shorter where all sounds are.
+    """
+    if isinstance(stem, FrameStemConfig):
+        features, real = _checked(features, mask, name, stem.mel_bands, axis=2)
+        return _in_frames(stem, features, real, name)
+    features, real = _checked(features, mask, name, stem.mel_bands, axis=1)
+    return _in_chunks(stem, features, real, whole=whole_chunks)
+
+
+def pack_sounds(
+    stem: AudioStemConfig | FrameStemConfig, groups: Sequence[Sequence[Sound]]
+) -> tuple[SoundRows, list[np.ndarray]]:
+    """The rows, and for each sound which of their tokens are its own."""
+    return _pack_frames(stem, groups) if isinstance(stem, FrameStemConfig) else _pack_chunks(stem, groups)
+
+
+def _checked(features: Any, mask: Any, name: str, bands: int, *, axis: int) -> tuple[np.ndarray, np.ndarray]:
+    """The spectra, whose bands are along `axis`, and which of their frames are real."""
+    features = np.asarray(features, np.float32)
+    words = f"{bands}, frames" if axis == 1 else f"frames, {bands}"
+    good = features.ndim == 3 and features.shape[axis] == bands
+    rule = f"must be [sounds, {words}]"
+    check(good, f"Media.create: input_features of shape {features.shape} {rule}.", DataError)
+    shape = features.shape[0], features.shape[3 - axis]
+    real = np.ones(shape, bool) if mask is None else np.asarray(mask) > 0
+    rule = f"must be {shape}: one number for each frame of input_features"
+    check(real.shape == shape, f"Media.create: {name} of shape {real.shape} {rule}.", DataError)
+    rule = "leaves nothing of a sound: give at least one frame"
+    check(bool(real.any(axis=1).all()), f"Media.create: {name} {rule}.", DataError)
+    return features, real
+
+
+def _in_chunks(stem: AudioStemConfig, features: np.ndarray, real: np.ndarray, *, whole: bool) -> list[Sound]:
+    """Each sound's chunks, the last one padded."""
+    # convolutions see the zeros behind a sound's last frame: where all are short there are no more than in transformers
+    size = stem.chunk_frames if whole else min(stem.chunk_frames, int(real.sum(axis=1).max(initial=1)))
+    found = []
+    for own, frames in zip(features, real, strict=True):
+        own = own[:, frames]
+        full, rest = divmod(own.shape[1], stem.chunk_frames)
+        count = full + (rest > 0)
+        padded = np.pad(own, ((0, 0), (0, max(0, count * size - own.shape[1]))))
+        chunks = padded.reshape(own.shape[0], count, size).swapaxes(0, 1)
+        found.append((chunks, full * stem.chunk_tokens + (stem.halved(rest) if rest else 0)))
+    return found
+
+
+def _in_frames(stem: FrameStemConfig, features: np.ndarray, real: np.ndarray, name: str) -> list[Sound]:
+    """Each sound's frames."""
+    counts = real.sum(axis=1)
+    first = np.array_equal(real, np.arange(features.shape[1]) < counts[:, None])
+    check(first, f"Media.create: {name} must be 1 for the first frames of a sound, and 0 behind them.", DataError)
+    return [(own[:count], stem.halved(int(count))) for own, count in zip(features, counts, strict=True)]
+
+
+def _pack_chunks(stem: AudioStemConfig, groups: Sequence[Sequence[Sound]]) -> tuple[ChunkRows, list[np.ndarray]]:
+    sounds = [sound for group in groups for sound in group]
+    chunk_tokens = stem.halved(sounds[0][0].shape[-1])
+    packing = Packing.of([[len(chunks) for chunks, _ in group] for group in groups])
+    chunks = np.zeros((packing.rows, packing.length, *sounds[0][0].shape[1:]), np.float32)
+    shape = packing.rows, packing.length * chunk_tokens
+    positions, segments = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
+    rows_of, number = [], np.zeros(packing.rows, np.int64)
+    for (own, count), (row, begin) in zip(sounds, packing.places, strict=True):
+        first, number[row] = begin * chunk_tokens, number[row] + 1
+        chunks[row, begin : begin + len(own)] = own
+        positions[row, first : first + count] = np.arange(count)
+        segments[row, first : first + count] = number[row]
+        rows_of.append(row * shape[1] + first + np.arange(count))
+    return ChunkRows(chunks=chunks, positions=positions, segment_ids=segments), rows_of
+
+
+def _pack_frames(stem: FrameStemConfig, groups: Sequence[Sequence[Sound]]) -> tuple[FrameRows, list[np.ndarray]]:
+    """Between two sounds of a row stands a token of silence, a document of its own: convolutions reach over borders."""
+    sounds = [sound for group in groups for sound in group]
+    packing = Packing.of([[count + 1 for _, count in group] for group in groups])
+    length = packing.length - 1  # none is needed behind the last one
+    frames = np.zeros((packing.rows, length * stem.stride, stem.mel_bands), np.float32)
+    real = np.zeros(frames.shape[:2], bool)
+    positions, segments = np.full((packing.rows, length), -1, np.int32), np.zeros((packing.rows, length), np.int32)
+    rows_of = []
+    for (own, count), (row, begin) in zip(sounds, packing.places, strict=True):
+        if begin > 0:
+            positions[row, begin - 1], segments[row, begin - 1] = 0, segments[row, begin - 2] + 1
+        number = segments[row, begin - 1] + 1 if begin > 0 else 1
+        here, first = np.s_[row, begin : begin + count], begin * stem.stride
+        frames[row, first : first + len(own)], real[row, first : first + len(own)] = own, True
+        positions[here], segments[here] = np.arange(count), number
+        rows_of.append(row * length + begin + np.arange(count))
+    return FrameRows(frames=frames, real=real, positions=positions, segment_ids=segments), rows_of

@@ -1,0 +1,241 @@
+"""Rotary embeddings in `config.json`: `rope_parameters`, and the older `rope_theta` and `rope_scaling`."""
+
+import dataclasses
+from typing import Any, Literal
+
+from eqx_decoders.errors import ConversionError
+from eqx_decoders.families.common import LAYER_TYPES, attentions
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.layers.mask import Causal, SlidingWindow
+from eqx_decoders.layers.rope import LinearRope, Llama3Rope, ProportionalRope, Rope, YarnRope
+from eqx_decoders.model.decoder import DecoderConfig
+
+
+_TYPES = {
+    Rope: "default",
+    LinearRope: "linear",
+    Llama3Rope: "llama3",
+    YarnRope: "yarn",
+    ProportionalRope: "proportional",
+}
+# Keys of a table and fields of a configuration.
+_KEYS = {
+    "rope_theta": "theta",
+    "factor": "factor",
+    "original_max_position_embeddings": "original_length",
+    "low_freq_factor": "low_frequency_factor",
+    "high_freq_factor": "high_frequency_factor",
+    **{key: key for key in ["beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim", "attention_factor"]},
+}
+
+
+def read_rope(
+    fields: Fields,
+    *,
+    theta: float = 10_000.0,
+    pairing: Literal["half", "interleaved"] = "half",
+    fraction: float | None = None,
+    sections: tuple[int, ...] = (),
+    in_turn: bool = True,
+) -> Rope:
+    """The rotary embedding of all layers, from `rope_parameters` or the older `rope_theta` and `rope_scaling`.
+
+    Partial rotation and positions of several dimensions are refused unless their defaults, `fraction` and `sections`,
+    are given. `in_turn` says how the family's pairs are divided among the dimensions.
+    """
+    outer = _Outer(
+        theta=fields.number("rope_theta", None),
+        default=theta,
+        length=fields.integer("max_position_embeddings", None),
+        fraction=None if fraction is None else fields.number("partial_rotary_factor", None),
+        default_fraction=fraction,
+        sections=sections,
+        in_turn=in_turn,
+    )
+    original = fields.integer("original_max_position_embeddings", None)
+    tables = [fields.table(key) for key in ("rope_parameters", "rope_scaling")]
+    for table in tables:
+        if table is not None and original is not None:
+            table.supply("original_max_position_embeddings", original)
+        if table is not None:
+            _plain_mrope(table, sections)
+            table.rename("type", "rope_type")
+    return dataclasses.replace(_agreeing(fields, tables, outer), pairing=pairing)
+
+
+def _plain_mrope(table: Fields, sections: tuple[int, ...]) -> None:
+    """Old files call a plain embedding of several dimensions `mrope`, some of them under one of two keys."""
+    for key in ("type", "rope_type") if sections else ():
+        if table.content.get(key) == "mrope":
+            table.content[key] = _TYPES[Rope]
+
+
+def read_ropes(fields: Fields, *, theta: float, local_theta: float, local_key: str | None) -> dict[str, Rope]:
+    """The rotary embeddings of `full_attention` and `sliding_attention` layers.
+
+    New files nest them by the type of the layer. In old ones `rope_theta` and `rope_scaling` are those of the full
+    layers, and `local_key` names the others' theta (None: always `local_theta`).
+    """
+    length = fields.integer("max_position_embeddings", None)
+    parameters, scaling = fields.table("rope_parameters"), fields.table("rope_scaling")
+    full, sliding = (
+        None if parameters is None else parameters.table(LAYER_TYPES[kind]) for kind in (Causal, SlidingWindow)
+    )
+    if parameters is not None:
+        parameters.finish()
+    local = None if local_key is None else fields.number(local_key, None)
+    outer = _Outer(theta=fields.number("rope_theta", None), default=theta, length=length, nested=True)
+    local_outer = _Outer(theta=local, default=local_theta, length=length, nested=True)
+    return {
+        "full_attention": _agreeing(fields, [full, scaling], outer),
+        "sliding_attention": _agreeing(fields, [sliding], local_outer),
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Outer:
+    """What stands outside of a table, and what is taken where nothing is said.
+
+    `nested`: layers of different types have tables of their own. A `default_fraction` of None: all features are
+    rotated; no `sections`: positions have one dimension, else pairs turn by these `in_turn` or not.
+    """
+
+    theta: float | None
+    default: float
+    length: int | None
+    nested: bool = False
+    fraction: float | None = None
+    default_fraction: float | None = None
+    sections: tuple[int, ...] = ()
+    in_turn: bool = True
+
+    def common(self, theta: float | None, fraction: float | None) -> dict[str, Any]:
+        """The fields that all kinds of rotary embeddings have, with what a table says of two of them."""
+        return {
+            "theta": theta or self.theta or self.default,
+            "fraction": fraction or self.fraction or self.default_fraction or 1.0,
+            "sections": self.sections,
+            "in_turn": self.in_turn,
+        }
+
+
+def _agreeing(fields: Fields, tables: list[Fields | None], outer: _Outer) -> Rope:
+    """What the tables that are there say."""
+    found = [_rope(table, outer) for table in tables if table is not None]
+    if any(rope != found[0] for rope in found):
+        raise fields.error("rope_parameters and rope_scaling say different things: remove one of them.")
+    return found[0] if found else Rope(**outer.common(None, None))
+
+
+def _rope(fields: Fields, outer: _Outer) -> Rope:
+    """One table of rotary settings."""
+    kind = fields.word("rope_type", {name: name for name in _TYPES.values()}, "default")
+    partial = outer.default_fraction is not None or kind == _TYPES[ProportionalRope]
+    common = outer.common(
+        _inner(fields, "rope_theta", outer.theta),
+        _inner(fields, "partial_rotary_factor", outer.fraction) if partial else None,
+    )
+    if not partial:
+        fields.allow_only("partial_rotary_factor", 1, 1.0)
+    if outer.sections:
+        for key in ("mrope_interleaved", "interleaved"):
+            fields.allow_only(key, outer.in_turn)
+        common["sections"] = tuple(fields.numbers("mrope_section", outer.sections))
+        if len(common["sections"]) != len(outer.sections):
+            raise fields.error(f"mrope_section must have {len(outer.sections)} numbers: time, height and width.")
+    ignored = ["max_position_embeddings", "finetuned"]
+    if kind == "default":
+        rope, ignored = Rope(**common), [*ignored, "factor", "original_max_position_embeddings"]
+    elif kind == "linear":
+        rope = LinearRope(**common, factor=fields.number("factor"))
+        ignored = [*ignored, "original_max_position_embeddings"]
+    elif kind == "proportional":
+        rope = ProportionalRope(**common, factor=fields.number("factor", 1.0))
+    elif kind == "llama3":
+        rope = Llama3Rope(
+            **common,
+            original_length=_original_length(fields, outer),
+            factor=fields.number("factor"),
+            low_frequency_factor=fields.number("low_freq_factor"),
+            high_frequency_factor=fields.number("high_freq_factor"),
+        )
+    else:
+        rope = _yarn_rope(fields, common, outer)
+    fields.finish(dict.fromkeys(ignored, "has no effect on this type"))
+    return rope
+
+
+def _inner(fields: Fields, key: str, outside: float | None) -> float | None:
+    """A number of a table, which must be that outside of it where both are given."""
+    own = fields.number(key, None)
+    if own is not None and outside is not None and own != outside:
+        raise fields.error(f"{key}={own}, but {outside} outside of it: make them equal.")
+    return own
+
+
+def _original_length(fields: Fields, outer: _Outer) -> int:
+    original = fields.integer("original_max_position_embeddings", outer.length)
+    if original is None:
+        raise fields.error("original_max_position_embeddings is missing: add it.")
+    return original
+
+
+def _yarn_rope(fields: Fields, common: dict[str, Any], outer: _Outer) -> YarnRope:
+    original = _original_length(fields, outer)
+    # an explicit null stands for the ratio of the two lengths
+    factor = fields.number("factor", null=None if outer.length is None else outer.length / original)
+    if factor is None:
+        raise fields.error("factor is null, and there is no max_position_embeddings to tell it: give one of them.")
+    attention_factor = fields.number("attention_factor", None)
+    mscale, mscale_all_dim = fields.number("mscale", None), fields.number("mscale_all_dim", None)
+    truncate = fields.flag("truncate", True)
+    return YarnRope(
+        **common,
+        factor=factor,
+        original_length=original,
+        beta_fast=fields.number("beta_fast", 32.0),
+        beta_slow=fields.number("beta_slow", 1.0),
+        # transformers looks for it beside nested tables, where no file has it
+        truncate=truncate or outer.nested,
+        # without mscale_all_dim and beside attention_factor it has no effect
+        mscale=mscale if mscale_all_dim is not None and attention_factor is None else None,
+        mscale_all_dim=mscale_all_dim,
+        attention_factor=attention_factor,
+    )
+
+
+def write_rope(config: DecoderConfig, *, partial: bool = False) -> dict[str, Any]:
+    """The rotary embedding of all layers, as `rope_parameters` and in the spelling that transformers 4 reads.
+
+    `partial` is for families whose `fraction` has a default: it is always written.
+    """
+    mixer = next((block.mixer for block in config.blocks if getattr(block.mixer, "rope", None)), None)
+    table = _table(getattr(mixer, "rope", None), partial)
+    outside = {key: table[key] for key in ("rope_theta", "partial_rotary_factor") if key in table}
+    scaling = {key: value for key, value in table.items() if key not in outside}
+    old = {"rope_scaling": scaling} if scaling != {"rope_type": "default"} else {}
+    return {"rope_parameters": table} | outside | old
+
+
+def write_ropes(config: DecoderConfig) -> dict[str, Any]:
+    """`rope_parameters` by the type of the layer; a type that no layer has is left out."""
+    kinds = {type(mixer.mask): mixer.rope for mixer in attentions(config)}
+    return {"rope_parameters": {LAYER_TYPES[kind]: _table(rope) for kind, rope in kinds.items()}}
+
+
+def _table(rope: Rope | None, partial: bool = False) -> dict[str, Any]:
+    """The table of one rotary embedding, as transformers 5 writes it."""
+    if rope is None:
+        raise ConversionError("AttentionConfig.rope=None: there must be a rotary embedding.")
+    table: dict[str, Any] = {key: getattr(rope, field, None) for key, field in _KEYS.items()}
+    if table["truncate"]:
+        del table["truncate"]  # the default
+    if isinstance(rope, ProportionalRope) and rope.factor == 1.0:
+        del table["factor"]  # likewise
+    if partial or rope.fraction != 1.0:
+        table["partial_rotary_factor"] = rope.fraction
+    if rope.sections:
+        table["mrope_section"] = list(rope.sections)
+    if rope.sections and rope.in_turn:
+        table["mrope_interleaved"] = True
+    return {"rope_type": _TYPES[type(rope)]} | {key: value for key, value in table.items() if value is not None}

@@ -1,0 +1,116 @@
+"""A model in numbers: its weights, those that a token uses, and what a cache holds of each token and each sequence."""
+
+import collections
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from eqx_decoders.blocks.stack import segments
+from eqx_decoders.families import get_config
+from eqx_decoders.layers.moe.experts import ExpertsConfig
+from eqx_decoders.model.decoder import Decoder, DecoderConfig
+from eqx_decoders.model.init import abstract, abstract_cache
+from eqx_decoders.sharding.axes import axes, named_leaves
+
+
+_LONG = 2**20  # tokens: more than any window
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelInfo:
+    """A model in numbers.
+
+    **Arguments:**
+
+    - `name`: of the model; None for a configuration of one's own.
+    - `parameters`: weights; tied ones count once, those of multi-token prediction too.
+    - `active_parameters`: without the experts that a token does not use, and without tables beside the embedding.
+    - `bytes_per_token`: by how much each token lets a cache of `dtype` grow.
+    - `bytes_per_sequence`: what a cache holds of each sequence however long: windows, and states of recurrent layers.
+    - `layers`: how many there are of each kind of mixer.
+    - `dtype`: of the cache.
+    """
+
+    name: str | None
+    parameters: int
+    active_parameters: int
+    bytes_per_token: int
+    bytes_per_sequence: int
+    layers: dict[str, int]
+    dtype: str
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in self.layers.items())
+        return (
+            f"{self.name or 'model'}: {self.parameters / 1e9:,.2f} B weights, {self.active_parameters / 1e9:,.2f} B "
+            f"active; a cache in {self.dtype} holds {self.bytes_per_token / 1e3:,.1f} kB a token and "
+            f"{self.bytes_per_sequence / 1e6:,.1f} MB a sequence; layers: {kinds}"
+        )
+
+
+def describe_model(model: str | DecoderConfig, *, dtype: DTypeLike = jnp.bfloat16) -> ModelInfo:
+    """The numbers of a model, by its name or its configuration, with a cache of `dtype`. No weight is made."""
+    config = get_config(model) if isinstance(model, str) else model
+    tree, kinds = abstract(config), collections.Counter(_kind(block.mixer) for block in config.blocks)
+    shorter, longer = (_cache_bytes(config, length, dtype) for length in (_LONG, 2 * _LONG))
+    per_token = (longer - shorter) // _LONG
+    return ModelInfo(
+        name=model if isinstance(model, str) else None,
+        parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree)),
+        active_parameters=sum(active_parameters(tree).values()),
+        bytes_per_token=per_token,
+        bytes_per_sequence=shorter - per_token * _LONG,
+        layers=dict(kinds),
+        dtype=str(np.dtype(dtype)),
+    )
+
+
+def active_parameters(model: Decoder) -> dict[str, int]:
+    """By path, how many of a weight's numbers a token uses: of experts those that it is sent to.
+
+    Tables beside the embedding, of which a token reads some rows, count as none.
+    """
+    words, found = axes(model), {}
+    for name, leaf in named_leaves(model).items():
+        inside, size = [word for word in words[name] if word != "layers"], math.prod(leaf.shape)
+        if inside[0] == "experts" and len(inside) > 1:
+            size = size * _experts_per_token(name, model.config) // leaf.shape[words[name].index("experts")]
+        found[name] = 0 if inside[0] in ("vocab", "rows") and name != "embedding.table" else size
+    return found
+
+
+def _experts_per_token(name: str, config: DecoderConfig) -> int:
+    """How many experts a token uses in the layers that have the weight of this path."""
+    part, index, _, place, *_ = (*name.split("."), "", "", "")
+    if part == "segments":
+        block = segments(config.blocks)[int(index)][0][int(place)]
+    else:
+        block = config.blocks[-1] if config.mtp is None else config.mtp.block
+    return next((each.num_experts_per_token for each in _inside(block) if isinstance(each, ExpertsConfig)), 0)
+
+
+def _inside(config: Any) -> list[Any]:
+    """A configuration and all that stand in it."""
+    if isinstance(config, tuple):
+        return [each for part in config for each in _inside(part)]
+    if not dataclasses.is_dataclass(config):
+        return []
+    return [config, *(each for field in dataclasses.fields(config) for each in _inside(getattr(config, field.name)))]
+
+
+def _cache_bytes(config: DecoderConfig, length: int, dtype: DTypeLike) -> int:
+    leaves = jax.tree.leaves(abstract_cache(config, 1, length, dtype=dtype))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _kind(mixer: Any) -> str:
+    """What a mixer is called here: the name of its configuration's class, and its window if it has one."""
+    if mixer is None:
+        return "none"
+    size = getattr(getattr(mixer, "mask", None), "size", None)
+    return type(mixer).__name__.removesuffix("Config") + (f" (window {size:,})" if size else "")

@@ -1,0 +1,244 @@
+"""A directory that came from elsewhere, read as data: JSON and safetensors files inside of it, and nothing else."""
+
+import dataclasses
+import json
+import math
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from eqx_decoders.errors import ConversionError, check, need_extra
+from eqx_decoders.io.atomic_files import expanded
+
+
+CONFIG_BYTES = 10_000_000
+INDEX_BYTES = 30_000_000
+MOST_TENSORS = 300_000
+MAPPED_BYTES = 64_000_000
+MOST_LISTED = 500  # wrong tensors in an error message
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+EIGHT_BITS = {"F8_E4M3": jnp.float8_e4m3fn, "F8_E8M0": jnp.float8_e8m0fnu}  # the package has no NumPy types for them
+
+# Files that carry weights in a form that runs code when it is read.
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.msgpack", "*.h5")
+
+
+class Directory:
+    """The files of a checkpoint. Every name must be that of a regular file inside: links that lead out are refused."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(expanded(path))
+        there = exists(self.path)
+        check(there, f"{str(path)[:200]} does not exist: give the directory of a checkpoint.", ConversionError)
+        check(self.path.is_dir(), f"{self.path} is no directory: give the one that holds config.json.", ConversionError)
+        self._root = _allowed_root(self.path)
+
+    def has(self, name: str) -> bool:
+        """Whether there is something of this name."""
+        return (self.path / name).exists() or (self.path / name).is_symlink()
+
+    def file(self, name: str) -> Path:
+        """The path of the file `name`."""
+        plain = bool(re.fullmatch(r"[\w.+\-]+", name)) and name not in (".", "..")
+        check(
+            plain,
+            f"{name[:80]!r} is no plain file name: files of a checkpoint stand beside config.json.",
+            ConversionError,
+        )
+        path = self.path / name
+        check(self.has(name), f"{path} does not exist: the checkpoint is incomplete.", ConversionError)
+        real = path.resolve()
+        inside = real.is_relative_to(self._root)
+        check(inside, f"{path} leads out of its directory: copy the file itself there.", ConversionError)
+        regular = real.exists() and stat.S_ISREG(real.stat().st_mode)
+        check(regular, f"{path} is no regular file: replace it by one.", ConversionError)
+        return path
+
+    def json(self, name: str, limit: int = CONFIG_BYTES) -> dict[str, Any]:
+        """The JSON object in the file `name`."""
+        path = self.file(name)
+        size = path.stat().st_size
+        check(size <= limit, f"{path} has {size:,} bytes: more than {limit:,} are no settings.", ConversionError)
+        return parse_json(path.read_bytes(), str(path))
+
+
+def exists(path: Path) -> bool:
+    """Whether there is such a file or directory; what cannot be a path is none."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # too long, or with a NUL
+        return False
+
+
+def _allowed_root(path: Path) -> Path:
+    """The directory itself or, in huggingface_hub's cache, the repository whose `blobs` its links lead to."""
+    real = path.resolve()
+    in_cache = real.parent.name == "snapshots" and real.parents[1].name.startswith("models--")
+    return real.parents[1] if in_cache else real
+
+
+def parse_json(content: bytes, where: str) -> dict[str, Any]:
+    """A JSON object whose keys are all different."""
+
+    def unique(pairs):
+        found = dict(pairs)
+        same = len(found) == len(pairs)
+        check(same, f"{where}: a key stands twice in one object: keep one of them.", ConversionError)
+        return found
+
+    try:
+        found = json.loads(content.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        raise ConversionError(f"{where} is no JSON that can be read: {str(error)[:200]}. Download it again.") from error
+    check(isinstance(found, dict), f"{where} must hold a JSON object, not {type(found).__name__}.", ConversionError)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor is, and what its file's header says of it; `offset` is where its first byte is."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+
+    def read(self, part: tuple[slice, ...]) -> np.ndarray:
+        """A part of the tensor, one slice for each dimension.
+
+        The file is mapped for some rows at a time: what has been read stays in memory until it is closed.
+        """
+        if self.dtype in EIGHT_BITS:  # mapped: what is read of it is not copied
+            return np.memmap(self.file, np.uint8, "r", self.offset, self.shape)[part].view(EIGHT_BITS[self.dtype])
+        if not part:
+            with _opened(self.file) as file:
+                return file.get_tensor(self.name)
+        rows, whole = range(*part[0].indices(self.shape[0])), None
+        step = max(1, MAPPED_BYTES // max(1, 8 * math.prod(self.shape[1:])))
+        for begin in range(0, len(rows), step):
+            some = rows[begin : begin + step]
+            with _opened(self.file) as file:
+                piece = file.get_slice(self.name)[(slice(some.start, some.stop), *part[1:])]
+            if len(rows) <= step:
+                return piece
+            whole = np.empty((len(rows), *piece.shape[1:]), piece.dtype) if whole is None else whole
+            whole[begin : begin + step] = piece
+        if whole is None:
+            raise ConversionError(f"{self.file}: {self.name} of shape {self.shape} is empty: a weight must not be.")
+        return whole
+
+    def read_all(self) -> np.ndarray:
+        """The whole tensor."""
+        return self.read(tuple(slice(0, size) for size in self.shape))
+
+    @property
+    def description(self) -> str:
+        """Its dtype and shape, for messages."""
+        return f"{self.dtype} of shape {self.shape}"
+
+
+def stored_tensors(directory: Directory, single: str = "model.safetensors") -> dict[str, StoredTensor]:
+    """All tensors of a checkpoint by name, from the headers of `single` or of the files in `<single>.index.json`."""
+    found: dict[str, StoredTensor] = {}
+    for file, names in _shards(directory, single).items():
+        here = _read_header(directory.file(file))
+        lacking, extra = ([], []) if names is None else (sorted(names - set(here)), sorted(set(here) - names))
+        wrong = [f"lacks {', '.join(lacking[:5])}"] if lacking else []
+        wrong += [f"also holds {', '.join(extra[:5])}"] if extra else []
+        remedy = "the index says otherwise. Download the files again."
+        check(not wrong, f"{directory.path / file} {' and '.join(wrong)}: {remedy}", ConversionError)
+        found |= here
+    return found
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    with _opened(path) as file:  # the package checks that the header describes the file
+        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - no dictionary
+        kinds = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = parse_json(file.read(length), f"{path}: the header")  # of two tensors with one name it takes the last
+    begins = {name: 8 + length + header[name]["data_offsets"][0] for name in kinds}
+    return {name: StoredTensor(path, name, *kinds[name], begins[name]) for name in kinds}
+
+
+def check_dtypes(tensors: Mapping[str, StoredTensor]) -> None:
+    """Refuse tensors of integers and of eight bits: they are no weights, or quantised ones."""
+    for name, stored in tensors.items():
+        rule = "and quantization_config says nothing of it. Load a checkpoint in float32, bfloat16 or float16"
+        known = stored.dtype in FLOATS
+        check(known, f"{stored.file}: {name} has the dtype {stored.dtype}, {rule}.", ConversionError)
+
+
+def check_tensors(
+    where: Path,
+    tensors: Mapping[str, StoredTensor],
+    wanted: Mapping[str, tuple[int, ...]],
+    *,
+    rule: str,
+    owner: str,
+    source: str,
+) -> None:
+    """Refuse tensors other than those with the `wanted` names and shapes, and list the differences.
+
+    **Arguments:**
+
+    - `rule`: what the tensors must be.
+    - `owner`: what a tensor that is not wanted does not belong to.
+    - `source`: what the wanted shapes follow from.
+    """
+    wrong = [f"{name} is missing" for name in sorted(wanted.keys() - tensors.keys())]
+    wrong += [f"{name} belongs to no {owner}" for name in sorted(tensors.keys() - wanted.keys())]
+    wrong += [
+        f"{name} has the shape {tensors[name].shape}, but {shape} follows from {source}"
+        for name, shape in wanted.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    more = [f"and {len(wrong) - MOST_LISTED} more"] if len(wrong) > MOST_LISTED else []
+    listed = "\n  ".join(wrong[:MOST_LISTED] + more)
+    check(not wrong, f"{where}: {len(wrong)} tensors are not as expected. {rule}:\n  {listed}", ConversionError)
+
+
+def _opened(path: Path) -> Any:
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise need_extra("safetensors", "hf") from error
+    try:
+        return safe_open(path, framework="np")
+    except Exception as error:  # the package raises its own kinds and OSError
+        raise ConversionError(f"{path} is no sound safetensors file: {str(error)[:200]}. Download it again.") from error
+
+
+def _shards(directory: Directory, single: str) -> dict[str, set[str] | None]:
+    """The files to read, each with the tensors that the index promises (None without an index)."""
+    index = f"{single}.index.json"
+    where, both = directory.path / index, directory.has(single) and directory.has(index)
+    rule = "one of them is left over. Move the wrong one away"
+    check(not both, f"{directory.path} has both {single} and {index}: {rule}.", ConversionError)
+    if directory.has(single):
+        return {single: None}
+    if not directory.has(index):
+        pickles = sorted(path.name for pattern in _PICKLES for path in directory.path.glob(pattern))
+        remedy = ": download the weights, too"
+        if pickles:
+            remedy = f", and {pickles[0]} is not read: files of this kind can run code. Convert it to safetensors"
+        raise ConversionError(f"{directory.path} has no {single}{remedy}.")
+    table = directory.json(index, INDEX_BYTES).get("weight_map")
+    if not isinstance(table, dict) or not table or not all(isinstance(file, str) for file in table.values()):
+        raise ConversionError(f"{where}: weight_map must give a file name for every tensor.")
+    many = len(table)
+    check(many <= MOST_TENSORS, f"{where} lists {many:,} tensors: must be at most {MOST_TENSORS:,}.", ConversionError)
+    shards: dict[str, set[str]] = {}
+    for name, file in table.items():
+        plain = bool(re.fullmatch(r"[\w.\-]+\.safetensors", file))
+        rule = "it must be a .safetensors file beside the index"
+        check(plain, f"{where}: weight_map sends {name[:80]!r} to {file[:80]!r}: {rule}.", ConversionError)
+        shards.setdefault(file, set()).add(name)
+    return dict(shards)

@@ -1,0 +1,55 @@
+"""`generation_config.json`: the sampling settings and stop ids that were published with a model."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eqx_decoders.core.sampling import GenerationConfig
+from eqx_decoders.errors import ConversionError, check
+from eqx_decoders.io.huggingface.directory import Directory
+
+
+def read_generation_config(directory: str | Path) -> GenerationConfig:
+    """The settings in a directory's `generation_config.json`; without one all are None.
+
+    0 for `top_k`, and 1 for `top_p` and `repetition_penalty`, are transformers' values for "off". Other keys have no
+    effect here. Raises ConversionError for values that are no settings.
+    """
+    folder, name = Directory(directory), "generation_config.json"
+    content = folder.json(name) if folder.has(name) else {}
+    where = f"{folder.path / name}"
+    flag = content.get("do_sample")
+    check(
+        flag is None or isinstance(flag, bool), f"{where}: do_sample={flag!r} must be true or false.", ConversionError
+    )
+    top_k = content.get("top_k")
+    whole = top_k is None or (isinstance(top_k, int) and not isinstance(top_k, bool) and 0 <= top_k < 1e9)
+    check(whole, f"{where}: top_k={str(top_k)[:60]} must be an integer of at least 0.", ConversionError)
+    top_p, penalty = _number(where, content, "top_p", most=1), _number(where, content, "repetition_penalty")
+    return GenerationConfig(
+        stop_ids=parse_token_ids(f"{where}: eos_token_id", content.get("eos_token_id")),
+        do_sample=flag,
+        temperature=_number(where, content, "temperature"),
+        top_k=top_k or None,
+        top_p=None if top_p in (0, 1) else top_p,
+        min_p=_number(where, content, "min_p", most=1) or None,
+        repetition_penalty=None if penalty in (0, 1) else penalty,
+    )
+
+
+def parse_token_ids(where: str, value: Any) -> tuple[int, ...]:
+    """The ids in `eos_token_id`: none, one or a list. Negative ones, which some files have, stand for none."""
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    few = len(values) <= 1000
+    if not few or not all(isinstance(one, int) and not isinstance(one, bool) and one < 2**31 for one in values):
+        shown = str(value[:5] if isinstance(value, list) else value)[:60]
+        raise ConversionError(f"{where}={shown} must be a token id or a list of at most 1000 of them.")
+    return tuple(one for one in values if one >= 0)
+
+
+def _number(where: str, content: Mapping[str, Any], key: str, most: int = 1_000_000_000) -> float | None:
+    value = content.get(key)
+    number = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most
+    rule = f"must be a number from 0 to {most:,}"
+    check(value is None or number, f"{where}: {key}={str(value)[:60]} {rule}.", ConversionError)
+    return None if value is None else float(value)

@@ -1,0 +1,53 @@
+"""Repositories on huggingface.co: the local copy of one by its name."""
+
+import re
+from pathlib import Path
+
+from eqx_decoders.errors import ConversionError, need_extra
+from eqx_decoders.io.atomic_files import expanded
+from eqx_decoders.io.huggingface.directory import Directory, exists
+
+
+# What a tokenizer, and a processor of pictures and sounds, may consist of; copied into an export, never interpreted
+# here but for the .json files.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+)
+
+
+def resolve(source: str | Path, revision: str | None = None) -> Directory:
+    """The directory `source`, or the local copy of the repository `"org/name"` on huggingface.co."""
+    path = Path(expanded(source))
+    repository = isinstance(source, str) and re.fullmatch(r"[\w\-][\w.\-]*/[\w\-][\w.\-]*", source)
+    if exists(path) or not repository:
+        return Directory(path)
+    return Directory(_download(str(source), revision))
+
+
+def _download(name: str, revision: str | None) -> str:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise need_extra("huggingface_hub", "hf") from error
+    wanted = ["*.json", "model.safetensors", "model-*-of-*.safetensors", *TOKENIZER_FILES]
+    nested = ["*/*"]  # other formats of the same weights
+    try:
+        return snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=nested)
+    except Exception as error:  # of huggingface_hub, of its transport, and OSError
+        lines = str(error).strip().splitlines() or [""]
+        cause = f"{type(error).__name__}: {' '.join(dict.fromkeys((lines[0][:200], lines[-1][:200])))}"
+        raise ConversionError(
+            f"{name!r} is no directory here, and could not be downloaded ({cause}). Check the name and the network, or "
+            "give a directory."
+        ) from error

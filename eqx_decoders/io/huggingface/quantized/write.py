@@ -1,0 +1,228 @@
+"""Weights in few bits, written: compressed-tensors, which vLLM and transformers open, or MXFP4 as GPT-OSS has it.
+
+Whole numbers are packed into int32 (`pack-quantized`: activations stay as they are), FP8 is stored plainly
+(`float-quantized`), and scales as they are kept. A matrix is a module's `weight`, `[out, in]`, and belongs to a group
+of `config_groups` by its module's name.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from eqx_decoders.errors import ConversionError, check
+from eqx_decoders.families.hf_table import Family, WeightMapping
+from eqx_decoders.io.huggingface.quantized.keep import PARTS, part_mappings, part_name
+from eqx_decoders.io.huggingface.quantized.unpack import GROUP
+from eqx_decoders.numerics.quantized_weight import QuantizedWeight
+from eqx_decoders.sharding.axes import Axes
+
+
+_WEIGHT = ".weight"
+_REMEDY = "call dequantize, or quantize the model without it"
+_BITS = {"int8": 8, "int4": 4, "uint8": 8, "uint4": 4}  # whole numbers, and bits of E4M3 and E2M1
+
+Maker = Callable[[], np.ndarray | None]
+
+
+def all_part_mappings(
+    nodes: Mapping[str, QuantizedWeight], words: Mapping[str, Axes], mappings: Mapping[str, WeightMapping]
+) -> dict[str, WeightMapping]:
+    """The mappings of the arrays of weights in few bits, by their paths. Raises ConversionError."""
+    found: dict[str, WeightMapping] = {}
+    plain = {name for path, mapping in mappings.items() if path not in nodes for name in mapping.names}
+    for path, node in nodes.items():
+        mapping = mappings[path]
+        both = sorted(plain & set(mapping.names))
+        rule = f"shares {both[:1]} with weights that are not in few bits: quantize all of them, or none"
+        check(not both, f"{path} {rule}.", ConversionError)
+        parts = part_mappings(mapping, words[path], node.block, node.scales.shape[node.lead])
+        if parts is None:
+            raise ConversionError(f"{path}: its scales have no place beside {mapping.names[0]}: {_REMEDY}.")
+        found |= {f"{path}.{part}": parts[part] for part in PARTS if getattr(node, part) is not None}
+    return found
+
+
+def quantization_config(
+    family: Family, nodes: Mapping[str, QuantizedWeight], mappings: Mapping[str, WeightMapping]
+) -> dict[str, Any]:
+    """What `config.json` says of a model with weights in few bits. Raises ConversionError for what has no form."""
+    if all(_is_gpt_oss(node, mappings[path]) for path, node in nodes.items()):
+        plain = _names(_modules(family, mappings, nodes, False), set())
+        patterns = [name.removeprefix("re:").removesuffix("$") for name in plain]  # it takes all for such
+        return {"quant_method": "mxfp4", "modules_to_not_convert": patterns}
+    groups: dict[str, set[str]] = {}
+    for path, node in nodes.items():
+        scheme = json.dumps(_scheme(path, node, mappings[path]))
+        groups.setdefault(scheme, set()).update(_modules(family, {path: mappings[path]}, nodes, True))
+    every = set().union(*groups.values()) | _modules(family, mappings, nodes, False)
+    described = {
+        f"group_{index}": json.loads(scheme) | {"targets": _names(own, every - own)}
+        for index, (scheme, own) in enumerate(groups.items())
+    }
+    formats = {group["format"] for group in described.values()}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": described,
+        "ignore": _names(_modules(family, mappings, nodes, False), set().union(*groups.values())),
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def _is_gpt_oss(node: QuantizedWeight, mapping: WeightMapping) -> bool:
+    """Whether this is MXFP4 of all experts, of which GPT-OSS has one tensor."""
+    return bool(node.values.dtype == jnp.uint4) and len(mapping.groups) == 3 and _has_powers(node)
+
+
+def _has_powers(node: QuantizedWeight) -> bool:
+    return bool(node.scales.dtype == jnp.uint8) and node.block == (GROUP, 1) and node.rows % GROUP == 0
+
+
+def _scheme(path: str, node: QuantizedWeight, mapping: WeightMapping) -> dict[str, Any]:
+    """How compressed-tensors describes a weight."""
+    name, dtype, (rows, columns) = mapping.names[0], node.values.dtype.name, node.block
+    linear = (
+        name.endswith(_WEIGHT) and len(mapping.groups) == 2 and set(mapping.groups[1]) == _contracted(node, mapping)
+    )
+    check(
+        linear,
+        f"{path}: compressed-tensors has no form for {name}, which is no linear module: {_REMEDY}.",
+        ConversionError,
+    )
+    whole, real = node.scales.shape[node.lead] == 1 and columns == 1, dtype.startswith("uint")
+    powers = (dtype == "uint4") == bool(node.scales.dtype == jnp.uint8) and (dtype != "uint4" or _has_powers(node))
+    known = dtype in _BITS and powers and (columns == 1 or real) and (whole or columns > 1 or node.rows % rows == 0)
+    rule = f"compressed-tensors has no form for {dtype} in blocks of {rows} x {columns}: {_REMEDY}"
+    check(known and not (real and node.zeros is not None), f"{path}: {rule}.", ConversionError)
+    weights = {
+        "num_bits": _BITS[dtype],
+        "type": "float" if real else "int",
+        "symmetric": node.zeros is None,
+        "strategy": "channel" if whole else "group" if columns == 1 else "block",
+        "group_size": None if whole or columns > 1 else rows,
+        "block_structure": [columns, rows] if columns > 1 else None,
+        "dynamic": False,
+    }
+    form = "pack-quantized" if not real else "float-quantized" if _BITS[dtype] == 8 else "mxfp4-pack-quantized"
+    return {"weights": weights, "input_activations": None, "output_activations": None, "format": form}
+
+
+def _contracted(node: QuantizedWeight, mapping: WeightMapping) -> set[str]:
+    lead = len(mapping.words) - node.inner - node.outer
+    return set(mapping.words[lead : lead + node.inner])
+
+
+def _modules(
+    family: Family, mappings: Mapping[str, WeightMapping], nodes: Mapping[str, QuantizedWeight], kept: bool
+) -> set[str]:
+    """The modules with a matrix: of weights in few bits, or all others but the table."""
+    names = {
+        name
+        for path, mapping in mappings.items()
+        if (path in nodes) == kept and len(mapping.groups) == 2 and path != "embedding.table"
+        for name in mapping.names
+        if name.endswith(_WEIGHT)
+    }
+    return {family.module_name(name).removesuffix(_WEIGHT) for name in names}
+
+
+def _names(own: Iterable[str], others: set[str]) -> list[str]:
+    """Patterns of modules, layers' and experts' numbers being any; names where others differ in nothing but numbers."""
+    number = re.compile(r"(?<=\.)\d+(?=\.|$)")
+    mixed = {number.sub("#", name) for name in others}
+    patterns = {(key if key not in mixed else name) for name in own for key in [number.sub("#", name)]}
+    return sorted(
+        f"re:{re.escape(name).replace(re.escape('#'), '[0-9]+')}$" if "#" in name else name for name in patterns
+    )
+
+
+def stored_parts(
+    nodes: Mapping[str, QuantizedWeight], mappings: Mapping[str, WeightMapping], makers: Mapping[str, Maker]
+) -> dict[str, tuple[Maker, int]]:
+    """The tensors of a checkpoint that hold weights in few bits: by name a function that makes each, and its bytes.
+
+    `makers` make the parts of tensors (`part_name`).
+    """
+    found: dict[str, tuple[Maker, int]] = {}
+    for path, node in nodes.items():
+        mapping = mappings[path]
+        for name in mapping.names:
+            parts = {part: makers[part_name(name, part)] for part in PARTS if getattr(node, part) is not None}
+            found |= (
+                _gpt_oss(name, parts, mapping) if _is_gpt_oss(node, mapping) else _linear(name, parts, node, mapping)
+            )
+    return found
+
+
+def _linear(
+    name: str, parts: Mapping[str, Maker], node: QuantizedWeight, mapping: WeightMapping
+) -> dict[str, tuple[Maker, int]]:
+    dtype, bits = node.values.dtype.name, _BITS[node.values.dtype.name]
+    rows, columns = mapping.shape
+    size = rows * columns * bits // 8
+    scales = _then(parts["scales"], _plain), rows * max(1, columns // node.block[0]) * 4
+    if dtype == "uint8":
+        return {name: (_then(parts["values"], lambda x: x.view(jnp.float8_e4m3fn)), size), f"{name}_scale": scales}
+    if dtype == "uint4":
+        return {f"{name}_packed": (_then(parts["values"], _halves), size), f"{name}_scale": scales}
+    found = {
+        f"{name}_packed": (_then(parts["values"], lambda x: pack(x, bits)), size),
+        f"{name}_scale": scales,
+        f"{name}_shape": (_then(parts["values"], lambda x: np.array(x.shape, np.int64)), 16),
+    }
+    if node.zeros is not None:
+        packed = _then(parts["zeros"], lambda x: np.ascontiguousarray(pack(x.T, bits).T))
+        found[f"{name}_zero_point"] = packed, scales[1] * bits // 32
+    return found
+
+
+def _gpt_oss(name: str, parts: Mapping[str, Maker], mapping: WeightMapping) -> dict[str, tuple[Maker, int]]:
+    size = math.prod(mapping.shape) // 2
+
+    def blocks(x: np.ndarray) -> np.ndarray:
+        octets = _halves(x.swapaxes(-1, -2))
+        return octets.reshape(*octets.shape[:-1], -1, GROUP // 2)
+
+    scales = _then(parts["scales"], lambda x: _plain(x.swapaxes(-1, -2)))
+    return {f"{name}_blocks": (_then(parts["values"], blocks), size), f"{name}_scales": (scales, 2 * size // GROUP)}
+
+
+def _then(make: Maker, change: Callable[[np.ndarray], np.ndarray]) -> Maker:
+    """What `make` makes, changed; None stays None."""
+
+    def run() -> np.ndarray | None:
+        found = make()
+        return None if found is None else change(found)
+
+    return run
+
+
+def _plain(x: np.ndarray) -> np.ndarray:
+    """Scales; powers of two are bytes."""
+    return np.ascontiguousarray(x)
+
+
+def _halves(x: np.ndarray) -> np.ndarray:
+    """Numbers of four bits, two in a byte along the last dimension, the first in the low half."""
+    bits = np.ascontiguousarray(x).astype(np.uint8)
+    return bits[..., 0::2] | bits[..., 1::2] << 4
+
+
+def pack(x: np.ndarray, bits: int) -> np.ndarray:
+    """Whole numbers of 4 or 8 bits around 0 as int32 along the last dimension, the first in the lowest bits."""
+    shifted = x.astype(np.int16) + 2 ** (bits - 1)
+    inside = not x.size or bool(shifted.min() >= 0 and shifted.max() < 2**bits)
+    rule = f"save_hf: zero points outside of {bits} bits have no form in compressed-tensors: {_REMEDY}"
+    check(inside, f"{rule}.", ConversionError)
+    octets = shifted.astype(np.uint8)
+    missing = -octets.shape[-1] % (32 // bits)
+    octets = np.pad(octets, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+    octets = octets if bits == 8 else octets[..., 0::2] | octets[..., 1::2] << 4
+    return np.ascontiguousarray(octets).view("<i4")

@@ -1,0 +1,147 @@
+"""The process in which files of strangers are decoded: run as a script by `serving.frontend.media_files`.
+
+Decoders are large programs in C, and a small file may keep one busy for minutes: here it can be ended, and takes no
+more than its share of memory and processor time; what breaks it breaks nothing else. No file or socket can be opened.
+
+The one argument holds a JSON object: `path` (of Python), `directory` (of the model), `limits` (of `MediaLimits`), and
+what one task may take: `seconds` of processor time, `memory` in bytes, `most_bytes` and `most_tokens` of what it
+becomes. The first line of the output is `{}`, or `{"error": sentence}`. A task is a line of standard input, `[[kind,
+size, name], ...]`, and behind it each file in base64; its answer is a line, and behind it the numbers of all arrays:
+
+- `{"error": sentence}`, with `"last": true` from a process that ends itself;
+- `{"read": [[kind, text, [[name, dtype, shape], ...]], ...]}`.
+"""
+
+import base64
+import binascii
+import contextlib
+import importlib
+import itertools
+import json
+import os
+import pkgutil
+import signal
+import sys
+
+
+NICE = 5  # the engine comes first
+# What decodes, and what it imports no sooner than a file needs it.
+PACKAGES = ("PIL", "av", "soundfile", "soxr")
+LATER = ("numpy.fft", "numpy.linalg", "encodings.utf_16", "encodings.utf_32", "encodings.cp1252")
+UNUSED = ("__main__", "report", "datasets", "Tk", "_tk", "Qt", "Grab", "Show")  # ends of names
+
+
+def main() -> None:
+    with contextlib.suppress(AttributeError, OSError):
+        os.nice(NICE)
+    task = json.loads(sys.argv[1])
+    sys.path[:] = task["path"]
+    source = sys.stdin.buffer
+    with os.fdopen(os.dup(1), "wb") as answers:
+        os.dup2(2, 1)  # what decoders print is no answer
+        try:
+            reader = make_reader(task)
+        except Exception as error:
+            say(answers, {"error": f"{type(error).__name__}: {error}"})
+            return
+        confine(task["memory"])
+        say(answers, {})
+        while line := source.readline():
+            files = [(kind, source.read(size), name) for kind, size, name in json.loads(line)]
+            signal.setitimer(signal.ITIMER_PROF, task["seconds"])  # when it runs out, SIGPROF ends the process
+            answer, arrays = read(reader, files, task["most_bytes"], task["most_tokens"])
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            files.clear()
+            say(answers, answer)
+            for array in arrays:
+                answers.write(array)
+            answers.flush()
+            if "last" in answer:
+                return
+            del answer, arrays
+
+
+def make_reader(task):
+    """The rules of the model's directory; all that they import is loaded, as no file can be opened later."""
+    from eqx_decoders.io.processors.limits import MediaLimits
+    from eqx_decoders.io.processors.processor import FileReader
+
+    reader = FileReader.load_rules(task["directory"], limits=MediaLimits(**task["limits"]))
+    for module in (*LATER, *itertools.chain.from_iterable(map(modules_of, PACKAGES))):
+        with contextlib.suppress(Exception):  # one that lacks something, which no file needs
+            importlib.import_module(module)
+    if "PIL.Image" in sys.modules:
+        sys.modules["PIL.Image"].init()
+    return reader
+
+
+def modules_of(package):
+    """The names of all modules of a package; none where it is missing: the error that says so comes with a file."""
+    with contextlib.suppress(ImportError):
+        found = importlib.import_module(package)
+        yield package
+        for module in pkgutil.walk_packages(getattr(found, "__path__", ()), f"{package}."):
+            if not module.name.endswith(UNUSED):
+                yield module.name
+
+
+def confine(memory: int) -> None:
+    """Limit what this process may take. A limit that the system lacks is left out."""
+    with contextlib.suppress(ImportError):
+        import resource
+
+        for name, limit in {"DATA": memory, "FSIZE": 0, "NOFILE": 0, "CORE": 0}.items():
+            with contextlib.suppress(AttributeError, ValueError, OSError):
+                resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
+
+
+def say(answers, value) -> None:
+    answers.write(json.dumps(value).encode() + b"\n")
+    answers.flush()
+
+
+def read(reader, files, most_bytes, most_tokens):
+    """The answer to a task, and the arrays that follow it."""
+    from eqx_decoders.errors import EqxDecodersError
+
+    try:
+        by_kind: dict[str, list[bytes]] = {}
+        for kind, text, name in files:
+            by_kind.setdefault(kind, []).append(decoded(text, name))
+        files.clear()
+        found = reader.read(by_kind, max_tokens=most_tokens, max_bytes=most_bytes)
+        rows, arrays = [], []
+        for kind, seen in found.items():
+            for one in seen:
+                rows.append([kind, one.text, [[name, str(x.dtype), x.shape] for name, x in one.arrays.items()]])
+                arrays += [bytes_of(x) for x in one.arrays.values()]
+        return {"read": rows}, arrays
+    except EqxDecodersError as error:
+        ended = {"last": True} if isinstance(error.__cause__, MemoryError) else {}  # what is left may not suffice
+        return {"error": str(error)} | ended, []
+    except MemoryError:
+        return {"error": "The files take more memory than there is: make them smaller.", "last": True}, []
+
+
+def decoded(text: bytes, where: str) -> bytes:
+    """What base64 stands for."""
+    from eqx_decoders.errors import DataError
+
+    try:
+        found = base64.b64decode(text.translate(None, b" \t\r\n\f\v"), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise DataError(f"{where} is no base64: {error}.") from error
+    if not found:
+        raise DataError(f"{where} has no bytes.")
+    return found
+
+
+def bytes_of(array):
+    """The numbers of an array, without a copy where it stands in one piece."""
+    import numpy as np
+
+    return np.ascontiguousarray(array).data.cast("B") if array.size else b""
+
+
+if __name__ == "__main__":
+    main()

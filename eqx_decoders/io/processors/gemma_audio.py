@@ -1,0 +1,231 @@
+"""Sounds of Gemma 4, each by itself: logarithms of magnitudes in bands of frequencies."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from eqx_decoders.errors import DataError, check, check_integer, check_number, check_word
+from eqx_decoders.families.config_reader import Fields, abbreviate
+from eqx_decoders.io.processors.audio import BLOCK, MOST_BANDS, MOST_WINDOW, RATES, Samples, open_sound
+from eqx_decoders.io.processors.base import Settings
+from eqx_decoders.io.processors.limits import MediaLimits
+
+
+WHOLE = 128  # samples are padded to a multiple of it
+MOST_SAMPLES = 480_000  # what stands behind them is left out: half a minute
+STRIDE = 4  # frames that become a token
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogMagnitudes:
+    """`(log(filters |fft(window x)| + floor) - mean) / std`, a frame for each hop.
+
+    **Arguments:**
+
+    - `rate`: samples in a second.
+    - `bands`: of frequencies, from `lowest` to `highest` Hz, equally wide on the mel scale of HTK.
+    - `window_ms`, `hop_ms`: a window, and the way from one to the next, in thousandths of a second.
+    - `finer`: whether the transform has twice as many frequencies.
+    - `emphasis`: so much of each sample is subtracted from the next one; 0 for none.
+    - `emphasis_within`: whether a window's samples stay where they are (HTK), or are those one place behind.
+    - `scale`: multiplies samples.
+    - `floor`: added before the logarithm.
+    - `mean`, `std`: of each band; None for 0 and 1.
+    - `padded`: on which side sounds are padded to a multiple of 128 samples, `"left"` or `"right"`.
+    """
+
+    rate: int = 16_000
+    bands: int = 128
+    window_ms: float = 20.0
+    hop_ms: float = 10.0
+    lowest: float = 0.0
+    highest: float = 8000.0
+    finer: bool = False
+    emphasis: float = 0.0
+    emphasis_within: bool = True
+    scale: float = 1.0
+    floor: float = 1e-3
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    padded: str = "right"
+
+    def __post_init__(self):
+        check_integer("LogMagnitudes.rate", self.rate)
+        check_integer("LogMagnitudes.bands", self.bands)
+        for name in ("window_ms", "hop_ms", "scale", "floor"):
+            check_number(f"LogMagnitudes.{name}", getattr(self, name), above=0)
+        check_number("LogMagnitudes.emphasis", self.emphasis, least=0)
+        check_number("LogMagnitudes.lowest", self.lowest, least=0)
+        check_number("LogMagnitudes.highest", self.highest, above=self.lowest)
+        check_word("LogMagnitudes.padded", self.padded, ("left", "right"))
+        small = self.bands <= MOST_BANDS and 0 < self.window <= MOST_WINDOW and self.hop > 0
+        rule = f"must be at most {MOST_BANDS} bands, {MOST_WINDOW} samples a window and one a hop"
+        check(small, f"LogMagnitudes: {self.bands} bands, {self.window} and {self.hop} samples {rule}.")
+        seen = self.padded == "right" or self.window - self.window // 2 >= WHOLE - 1
+        check(seen, f"LogMagnitudes.padded='left': windows of {self.window} samples would see nothing but padding.")
+        for name in ("mean", "std"):
+            given = getattr(self, name)
+            rule = f"must have a number for each of {self.bands} bands"
+            check(given is None or len(given) == self.bands, f"LogMagnitudes.{name} {rule}.")
+        check(self.std is None or 0 not in self.std, "LogMagnitudes.std must not be 0: bands are divided by it.")
+
+    @classmethod
+    def read(cls, fields: Fields) -> "LogMagnitudes":
+        """From what a directory says of its feature extractor."""
+        for name in ("dither", "padding_value"):
+            fields.allow_only(name, 0, 0.0)
+        return cls(
+            rate=fields.integer("sampling_rate", 16_000, least=RATES[0]),
+            bands=fields.integer("feature_size", 128),
+            window_ms=fields.number("frame_length_ms", 20.0),
+            hop_ms=fields.number("hop_length_ms", 10.0),
+            lowest=_number(fields, "min_frequency", 0.0),
+            highest=fields.number("max_frequency", 8000.0),
+            finer=fields.flag("fft_overdrive", False),
+            emphasis=_number(fields, "preemphasis", 0.0),
+            emphasis_within=fields.flag("preemphasis_htk_flavor", True),
+            scale=fields.number("input_scale_factor", 1.0),
+            floor=fields.number("mel_floor", 1e-3),
+            mean=_numbers(fields, "per_bin_mean"),
+            std=_numbers(fields, "per_bin_stddev"),
+            padded=fields.word("padding_side", {"left": "left", "right": "right"}, "right"),
+        )
+
+    @property
+    def window(self) -> int:
+        """Samples in a window."""
+        return round(self.rate * self.window_ms / 1000)
+
+    @property
+    def hop(self) -> int:
+        """Samples from one window to the next."""
+        return round(self.rate * self.hop_ms / 1000)
+
+    @property
+    def transformed(self) -> int:
+        """Samples of a window, and zeros behind it: a power of two."""
+        return 2 ** math.ceil(math.log2(self.window)) * (2 if self.finer else 1)
+
+    def __call__(self, samples: Samples) -> tuple[Float[np.ndarray, "frames bands"], Bool[np.ndarray, "frames"]]:
+        """The spectrum, float32, and which of its frames are of the sound to their last sample; 0 where they are not.
+
+        The first window stands half before the sound's begin.
+        """
+        samples, before = samples[:MOST_SAMPLES], self.window // 2
+        more = -len(samples) % WHOLE
+        sides = (more, 0) if self.padded == "left" else (0, more)
+        first = before + sides[0]
+        padded = np.pad(samples.astype(np.float32) * np.float32(self.scale), (first, sides[1]))
+        if len(padded) <= self.window:
+            return np.zeros((0, self.bands), np.float32), np.zeros(0, bool)
+        frames = np.lib.stride_tricks.sliding_window_view(padded, self.window + 1)[:: self.hop]
+        made = np.empty((len(frames), self.bands), np.float32)
+        step = max(1, BLOCK // self.window)
+        for begin in range(0, len(frames), step):
+            made[begin : begin + step] = self._bands(frames[begin : begin + step])
+        last = np.arange(len(frames)) * self.hop + self.window
+        real = last < first + len(samples)
+        return made * real[:, None], real
+
+    def _bands(self, frames: np.ndarray) -> np.ndarray:
+        """Of windows, each with the sample behind it."""
+        shape = np.hanning(self.window + 1)[:-1].astype(np.float32)
+        spectrum = np.abs(np.fft.rfft(self._emphasised(frames) * shape, n=self.transformed, axis=-1))
+        found = np.log(spectrum @ self._filters + self.floor)
+        found = found if self.mean is None else found - np.asarray(self.mean)
+        return found if self.std is None else found / np.asarray(self.std)
+
+    def _emphasised(self, frames: np.ndarray) -> np.ndarray:
+        if self.emphasis == 0:
+            return frames[:, :-1]
+        part = np.float32(self.emphasis)
+        if not self.emphasis_within:
+            return frames[:, 1:] - part * frames[:, :-1]
+        # what becomes of the first sample has no weight: Hann's window begins with 0
+        return np.concatenate([frames[:, :1], frames[:, 1:-1] - part * frames[:, :-2]], axis=1)
+
+    @functools.cached_property
+    def _filters(self) -> np.ndarray:
+        """Triangles of equal height, `[frequencies, bands]`."""
+        mel = np.linspace(_mel(self.lowest), _mel(self.highest), self.bands + 2)
+        edges = 700 * (10 ** (mel / 2595) - 1)
+        place = np.linspace(0, self.rate // 2, self.transformed // 2 + 1)[:, None]
+        rising = (place - edges[:-2]) / np.diff(edges)[:-1]
+        falling = (edges[2:] - place) / np.diff(edges)[1:]
+        return np.maximum(np.minimum(rising, falling), 0)
+
+
+def _mel(hertz: float) -> float:
+    return 2595 * math.log10(1 + hertz / 700)
+
+
+def _number(fields: Fields, key: str, default: float) -> float:
+    """A finite number of at least 0."""
+    value = fields.take(key, default)
+    if type(value) not in (int, float) or not 0 <= value < 1e30:
+        raise fields.error(f"{key}={abbreviate(value)} must be a finite number of at least 0.")
+    return float(value)
+
+
+def _numbers(fields: Fields, key: str) -> tuple[float, ...] | None:
+    """A list of finite numbers; None where there is none."""
+    value = fields.take(key, None)
+    if value is None:
+        return None
+    if not isinstance(value, list) or any(type(one) not in (int, float) or not abs(one) < 1e30 for one in value):
+        raise fields.error(f"{key}={abbreviate(value)} must be a list of finite numbers.")
+    return tuple(map(float, value))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gemma4Sounds:
+    """Sounds of Gemma 4, of at most half a minute each: four frames become a token.
+
+    Each becomes what it becomes alone. transformers pads all sounds of a prompt to the longest, on the side that
+    `padding_side` says; on the left that would move a shorter one's windows, and change what they see.
+
+    **Arguments:**
+
+    - `placeholder`, `begin`, `end`: texts of the special tokens; the first one is repeated.
+    """
+
+    spectrum: LogMagnitudes = LogMagnitudes()
+    placeholder: str = "<|audio|>"
+    begin: str = "<|audio>"
+    end: str = "<audio|>"
+
+    @classmethod
+    def read(cls, settings: Settings) -> "Gemma4Sounds":
+        """From the files of a directory."""
+        return cls(
+            spectrum=LogMagnitudes.read(settings.sounds),
+            placeholder=settings.token("audio_token", "<|audio|>"),
+            begin=settings.token("boa_token", "<|audio>"),
+            end=settings.token("eoa_token", "<audio|>"),
+        )
+
+    def all(
+        self, sounds: Sequence[Any], limits: MediaLimits, names: Sequence[str]
+    ) -> tuple[dict[str, np.ndarray], list[str]]:
+        """`input_features`, `[sounds, frames, bands]`, `input_features_mask`, and the text of each sound."""
+        rate, made, longest = self.spectrum.rate, [], 0
+        for source, name in zip(sounds, names, strict=True):
+            samples = open_sound(source, rate, limits, name)
+            longest = max(longest, min(len(samples), MOST_SAMPLES))
+            seconds = longest * (len(made) + 1) / rate
+            rule = f"more than MediaLimits.max_seconds={limits.max_seconds:g}"
+            told = f"{len(made) + 1} sounds up to {name}, each as long as the longest, have {seconds:,.1f} s: {rule}"
+            check(seconds <= limits.max_seconds, f"{told}. Give fewer, or raise the limit.", DataError)
+            made.append(self.spectrum(samples))
+            rule = f"a sound must have more than half a window of {self.spectrum.window} samples at {rate:,} Hz"
+            check(bool(made[-1][1].any()), f"{name} has {len(samples)} samples: {rule}.", DataError)
+        most = max(len(real) for _, real in made)
+        values = np.stack([np.pad(spectrum, ((0, most - len(spectrum)), (0, 0))) for spectrum, _ in made])
+        mask = np.stack([np.pad(real, (0, most - len(real))) for _, real in made])
+        texts = [f"{self.begin}{self.placeholder * -(-int(real.sum()) // STRIDE)}{self.end}" for _, real in made]
+        return {"input_features": values, "input_features_mask": mask}, texts

@@ -1,0 +1,297 @@
+"""Films from files, or from lists of frames: which frames are taken, decoded with PyAV, one by one and with bounds."""
+
+import dataclasses
+import functools
+import io
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import UInt8
+
+from eqx_decoders.errors import DataError, check, check_number, need_extra
+from eqx_decoders.io.processors.files import as_data_error, check_file
+from eqx_decoders.io.processors.images import name_of, open_picture
+from eqx_decoders.io.processors.limits import MediaLimits
+
+
+# Containers that hold a film themselves: others, such as playlists, would have further files and addresses opened.
+FORMATS = "mov,matroska,avi,gif,mpeg,mpegts,flv,ogg,asf,mjpeg,apng,h264,hevc"
+KNOWN = ("MP4", "MOV", "Matroska", "WebM", "AVI", "GIF", "MPEG", "FLV", "Ogg", "ASF", "APNG", "MJPEG", "H.264", "H.265")
+FPS = 24.0  # of frames whose rate nothing tells
+THREADS, AT_ONCE = 8, 1 << 26  # that decode, and pixels which they hold together, if more than one does
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Film:
+    """Frames that have been taken already: pictures of one size, and how many a second has.
+
+    **Arguments:**
+
+    - `frames`: as `open_picture` takes them.
+    - `fps`: frames per second; None for unknown, which counts as 24.
+    """
+
+    frames: Sequence[Any]
+    fps: float | None = None
+
+    def __post_init__(self):
+        if self.fps is not None:
+            check_number("Film.fps", self.fps, above=0)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Clip:
+    """An opened film.
+
+    **Arguments:**
+
+    - `where`: how errors call it.
+    - `count`: of its frames.
+    - `fps`: frames per second.
+    - `height`, `width`: of its frames.
+    - `chosen`: whether its frames are those to take: there is nothing to choose.
+    - `source`: gives all frames in order, each as a function that decodes its colours.
+    """
+
+    where: str
+    count: int
+    fps: float
+    height: int
+    width: int
+    chosen: bool
+    source: Any
+
+    @property
+    def seconds(self) -> float:
+        """How long it lasts."""
+        return self.count / self.fps
+
+    def frames(self, indices: Sequence[int]) -> Iterator[UInt8[np.ndarray, "height width 3"]]:
+        """The frames of these numbers, which must not fall."""
+        wanted, number = iter(indices), next(iter(indices))
+        next(wanted)
+        for index, decode in enumerate(self.source()):
+            if index != number:
+                continue
+            pixels = decode()
+            size = f"{pixels.shape[1]} x {pixels.shape[0]}"
+            same = pixels.shape[:2] == (self.height, self.width)
+            rule = f"but the first one has {self.width} x {self.height}: all must have one size"
+            check(same, f"{self.where}: frame {index} has {size} pixels, {rule}.", DataError)
+            while number == index:
+                yield pixels
+                number = next(wanted, None)
+            if number is None:
+                return
+        told = f"should have {self.count:,} frames, and ends before frame {number:,}"
+        raise DataError(f"{self.where} {told}: it is cut short, or damaged. Copy it again.")
+
+
+@contextmanager
+def open_film(source: Any, limits: MediaLimits = MediaLimits(), where: str | None = None) -> Iterator[Clip]:
+    """A film, open as long as the block lasts.
+
+    Raises DataError, with the file's name, for what is no film, and for one that is longer or larger than `limits`
+    allow.
+
+    **Arguments:**
+
+    - `source`: the path of a file, its bytes, a `Film`, a list of its frames, or these as an array of 8-bit integers.
+    - `where`: how errors call it.
+    """
+    where = name_of(source, "film", 0) if where is None else where
+    if isinstance(source, list | tuple) or (isinstance(source, np.ndarray) and source.ndim == 4):
+        source = Film(frames=list(source))
+    if isinstance(source, Film):
+        yield _from_frames(source, limits, where)
+        return
+    rule = "must be a path, bytes, a Film or a list of frames"
+    if not isinstance(source, str | Path | bytes):
+        raise DataError(f"{where} {rule}.")
+    if isinstance(source, str | Path):
+        check_file(source, where)
+    yield _from_file(source, limits, where)
+
+
+def _from_frames(film: Film, limits: MediaLimits, where: str) -> Clip:
+    count = len(film.frames)
+    check(count > 0, f"{where} has no frame: a film must have some.", DataError)
+    _check_length(count, film.fps or FPS, limits, where)
+    height, width = open_picture(film.frames[0], limits, f"{where}: frame 0").shape[:2]
+
+    def source() -> Iterator[Any]:
+        for index, frame in enumerate(film.frames):
+            yield lambda frame=frame, index=index: open_picture(frame, limits, f"{where}: frame {index}")
+
+    return Clip(where=where, count=count, fps=film.fps or FPS, height=height, width=width, chosen=True, source=source)
+
+
+def _check_length(count: int, fps: float, limits: MediaLimits, where: str) -> None:
+    rule = f"more than MediaLimits.max_frames={limits.max_frames:,}. Cut it, or raise the limit"
+    check(count <= limits.max_frames, f"{where} has {count:,} frames: {rule}.", DataError)
+    rule = f"longer than MediaLimits.max_seconds={limits.max_seconds:g}. Cut it, or raise the limit"
+    check(count <= limits.max_seconds * fps, f"{where} has {count / fps:,.1f} s: {rule}.", DataError)
+
+
+def _cause(error: Exception) -> str:
+    """What FFmpeg says."""
+    told = getattr(error, "strerror", None) or str(error)
+    return "it is of another one, or damaged" if told.startswith("Invalid ") else told
+
+
+_as_data_error = functools.partial(
+    as_data_error, kind="sound film", formats=KNOWN, smaller="make its frames smaller", cause=_cause
+)
+
+
+@contextmanager
+def _opened(source: str | Path | bytes, limits: MediaLimits, where: str) -> Iterator[tuple[Any, Any]]:
+    """The container, and the film in it, from its beginning. Not all can be rewound: each pass opens it anew."""
+    try:
+        import av
+    except ImportError as error:
+        raise need_extra("av", "media") from error
+    # FFmpeg looks into the first frames of each stream when it opens a file: a bound that is known only later is no use
+    most = 2 * limits.max_pixels + (1 << 16)  # sizes in a stream are rounded up
+    options = {"format_whitelist": FORMATS, "protocol_whitelist": "file", "max_pixels": str(most)}
+    stream = io.BytesIO(source) if isinstance(source, bytes) else str(Path(source).resolve())
+    # words of a file that are no Unicode: from PyAV 19 on they are no errors, and there is no keyword for them
+    older: Any = {"metadata_errors": "replace"} if int(av.__version__.split(".")[0]) < 19 else {}
+    with _as_data_error(where):
+        container = av.open(stream, options=options, **older)
+    with container:
+        with _as_data_error(where):
+            film = _film_of(container, where)
+            sized = film.width > 0 and film.height > 0  # FFmpeg drops sizes that it does not decode
+            check(sized, f"{where} has frames of no known size, or too large: make them smaller.", DataError)
+            limits.check_pixels(where, film.width, film.height)
+            film.thread_type = "AUTO"
+            film.codec_context.thread_count = max(1, min(THREADS, AT_ONCE // (film.width * film.height)))
+            film.codec_context.options = {"max_pixels": str(most)}
+        yield container, film
+
+
+def _film_of(container: Any, where: str) -> Any:
+    """The stream of pictures that players show; not the cover of a sound."""
+    from av.stream import Disposition
+
+    best: Any = container.streams.best("video")
+    if best is None or best.disposition & Disposition.attached_pic:
+        raise DataError(f"{where} has no moving pictures: it is no film. Give it as what it is, or leave it out.")
+    known = best.codec_context is not None
+    check(known, f"{where} is coded in a way that is not known here: convert it, such as to H.264.", DataError)
+    return best
+
+
+def _from_file(source: str | Path | bytes, limits: MediaLimits, where: str) -> Clip:
+    count, fps = _measure(source, limits, where)
+    check(count > 0, f"{where} has no frame: a film must have some.", DataError)
+    good = 0 < fps < 1e6
+    check(good, f"{where} has {fps:g} frames per second: must be above 0, below a million.", DataError)
+    first = next(_decoded(source, limits, where), None)
+    if first is None:
+        raise DataError(f"{where} has no frame that can be decoded: it is cut short, or damaged. Copy it again.")
+    height, width = (first.width, first.height) if _turns(first) % 2 else (first.height, first.width)
+
+    def pixels(frame: Any) -> UInt8[np.ndarray, "height width 3"]:
+        with _as_data_error(where):
+            return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), _turns(frame)))
+
+    def frames() -> Iterator[Any]:
+        for frame in _decoded(source, limits, where):
+            yield lambda frame=frame: pixels(frame)
+
+    return Clip(where=where, count=count, fps=fps, height=height, width=width, chosen=False, source=frames)
+
+
+def _measure(source: str | Path | bytes, limits: MediaLimits, where: str) -> tuple[int, float]:
+    """How many frames there are, and how many a second has: of what is there, not of what a header claims."""
+    count, begin, end, told = 0, math.inf, -math.inf, False
+    with _opened(source, limits, where) as (container, film):
+        rate, base = float(film.average_rate or film.guessed_rate or FPS), float(film.time_base or 0)
+        listed = container.format.name.startswith("mov")  # it has an index, in which each entry is a frame
+        _check_whole(container, film, source, where)
+        if not listed:
+            _check_packets(source, limits, where)
+        for entry in _packets(container, film, where) if listed else _decoded(source, limits, where):
+            count += 1
+            if entry.pts is not None:
+                begin, end = min(begin, entry.pts), max(end, entry.pts + (entry.duration or 0))
+                told = told or bool(entry.duration)
+            _check_length(count, count / ((end - begin) * base) if end > begin and base > 0 else rate, limits, where)
+            limits.check_decoded(where, count, film.width, film.height)
+        # where no frame says how long it lasts, the last one does as the others
+        spaces = count if told else count - 1
+        return count, float(spaces / (int(end - begin) * film.time_base)) if end > begin and base > 0 else rate
+
+
+def _check_packets(source: str | Path | bytes, limits: MediaLimits, where: str) -> None:
+    """DataError for too many frames, before one of them is decoded: of what is there, not of what a header claims."""
+    with _opened(source, limits, where) as (container, film):
+        for number, _ in enumerate(_packets(container, film, where), 1):
+            limits.check_decoded(where, number, film.width, film.height)
+
+
+def _check_whole(container: Any, film: Any, source: str | Path | bytes, where: str) -> None:
+    """DataError for a file that is shorter than it says of itself, as FFmpeg takes what is there."""
+    if container.format.name.startswith("mov"):
+        reach = max((entry.pos + entry.size for entry in film.index_entries), default=0)
+    else:
+        with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
+            reach = _told_size(file.read(256))
+    rule = f"is cut short: it says that it reaches to byte {reach:,}, and has {container.size:,}. Copy it again"
+    check(reach <= container.size, f"{where} {rule}.", DataError)
+
+
+def _told_size(head: bytes) -> int:
+    """How many bytes a file of Matroska or AVI has by its own words; 0 where it does not tell, as a stream does not."""
+    if head[:4] == b"RIFF":
+        told = int.from_bytes(head[4:8], "little")
+        return told if told < 0x7FFF_0000 else 0
+    place = 0
+    for name in (b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67"):  # its header, and all that follows
+        if head[place : place + 4] != name or len(head) < place + 12:
+            return 0
+        digits = 9 - head[place + 4].bit_length()  # bytes of a length; one bit in the first of them tells how many
+        number = int.from_bytes(head[place + 4 : place + 4 + digits], "big") & ((1 << 7 * digits) - 1)
+        if digits > 8 or number == (1 << 7 * digits) - 1:
+            return 0
+        place += 4 + digits + number
+    return place
+
+
+def _packets(container: Any, film: Any, where: str) -> Iterator[Any]:
+    """What holds the frames that are shown, without decoding them."""
+    with _as_data_error(where):
+        for packet in container.demux(film):
+            if packet.size and not packet.is_discard:
+                yield packet
+
+
+def _decoded(source: str | Path | bytes, limits: MediaLimits, where: str) -> Iterator[Any]:
+    with _opened(source, limits, where) as (container, film), _as_data_error(where):
+        for frame in container.decode(film):
+            limits.check_pixels(where, frame.width, frame.height)
+            yield frame
+
+
+def _turns(frame: Any) -> int:
+    """How often a frame is turned left by a quarter to stand upright."""
+    return round(frame.rotation / 90) % 4
+
+
+def clock(seconds: float) -> str:
+    """A time as minutes and seconds: 75.9 is `01:15`."""
+    return f"{int(seconds // 60):02d}:{int(seconds % 60):02d}"
+
+
+def check_taken(clip: Clip, count: int, size: tuple[int, int], limits: MediaLimits) -> None:
+    """DataError where so many frames of this height and width are too many together."""
+    pixels = count * size[0] * size[1]
+    rule = f"more than MediaLimits.max_film_pixels={limits.max_film_pixels:,}. Take fewer frames, or raise the limit"
+    told = f"{clip.where}: {count:,} frames of {size[1]} x {size[0]} have {pixels:,} pixels"
+    check(pixels <= limits.max_film_pixels, f"{told}: {rule}.", DataError)

@@ -1,0 +1,326 @@
+"""Chat templates: the program in a tokenizer's directory that writes a conversation as the text a model was trained on.
+
+Templates are untrusted. They are rendered in Jinja's immutable sandbox, without a loader, in a separate process
+(`chat_template_worker.py`) with limits on processor time, memory, files and sockets.
+"""
+
+import dataclasses
+import hashlib
+import importlib.util
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any, NamedTuple
+
+from eqx_decoders.errors import ConversionError, DataError, check, check_word, need_extra
+from eqx_decoders.io.huggingface.directory import Directory
+
+
+JINJA = "chat_template.jinja"
+SOURCE_BYTES = 1_000_000
+PIECE = 1 << 16  # letters that are written as JSON at once
+SECONDS = 1.0  # of processor time for one conversation
+MORE_SECONDS = 0.1  # for each in a process that renders many, on average
+WALL_SECONDS = 60.0  # longer, since other programs may keep the machine busy
+ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG", "LC_ALL")  # what the process sees: no keys, no passwords
+_WORKER = Path(__file__).with_name("chat_template_worker.py")
+
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+
+# transformers' names of the tokens that a template can use as variables.
+_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
+
+class Conversation(NamedTuple):
+    """What is rendered: messages (see `check_messages`), further variables, and whether an answer is asked for."""
+
+    messages: Sequence[Mapping[str, Any]]
+    variables: Mapping[str, Any] = {}
+    add_generation_prompt: bool = False
+
+
+class Rendered(NamedTuple):
+    """A text with [start, stop) of its parts, in characters.
+
+    - `generated`: what the template marks with `{% generation %}`; None where it has no such mark.
+    - `messages`: what each turn of the template's loops over the messages wrote, behind the number of its message.
+    - `literal`: names of special tokens that come from the messages, to be encoded as letters (see
+        `ChatTemplate.literal`).
+    """
+
+    text: str
+    generated: Sequence[tuple[int, int]] | None
+    messages: Sequence[tuple[int, int, int]]
+    literal: Sequence[tuple[int, int]] = ()
+
+
+class RenderingProcess:
+    """The process of one `render_many`. Whoever starts it ahead does not wait until Python and Jinja are loaded."""
+
+    def __init__(self):
+        environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+        command = [sys.executable, "-I", str(_WORKER), json.dumps(sys.path)]
+        self._process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=environment)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still waits for its work."""
+        return self._process.poll() is None
+
+    def run(self, work: bytes, seconds: float) -> tuple[int, bytes, bytes]:
+        """Its exit code, output and errors. Raises subprocess.TimeoutExpired."""
+        try:
+            found = self._process.communicate(work, seconds)
+            return self._process.returncode, *found
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End it."""
+        with self._process:  # which closes the pipes and waits
+            self._process.kill()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatTemplate:
+    """A Jinja program, the variables of every rendering (such as `bos_token`), and the file it is from.
+
+    `literal`: names of special tokens that are letters like others in messages, tools and documents: the template alone
+    writes special tokens then. Empty: as with transformers, `<|end|>` within a message becomes the special token.
+    """
+
+    source: str
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    where: str = "chat template"
+    literal: Sequence[str] = ()
+
+    def __post_init__(self):
+        object.__setattr__(self, "literal", tuple(self.literal))
+        size = len(self.source.encode("utf-8", "surrogatepass"))
+        rule = f"a chat template of more than {SOURCE_BYTES:,} is not rendered"
+        check(size <= SOURCE_BYTES, f"{self.where} has {size:,} bytes: {rule}.", ConversionError)
+
+    @property
+    def content_hash(self) -> str:
+        """Equal for equal templates, wherever they are from."""
+        literal = [sorted(self.literal)] if self.literal else []
+        content = json.dumps([self.source, dict(self.variables), *literal], sort_keys=True)
+        return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+    def render(self, messages: Sequence[Any], *, add_generation_prompt: bool = True, **variables: Any) -> str:
+        """The text of a conversation, to be encoded whole: `tokenizer.encode(text, special=True)`; see `rendered`."""
+        return self.rendered(messages, add_generation_prompt=add_generation_prompt, **variables).text
+
+    def rendered(self, messages: Sequence[Any], *, add_generation_prompt: bool = True, **variables: Any) -> Rendered:
+        """A conversation as a text, to be encoded whole: `tokenizer.encode(it.text, special=True, literal=it.literal)`.
+
+        **Arguments:**
+
+        - `messages`: `{"role": "user", "content": "..."}` and so on; roles are usually system, user and assistant.
+        - `add_generation_prompt`: end with what begins an answer of the assistant.
+        - `variables`: further ones, as JSON values; templates document theirs, such as `tools` or `enable_thinking`.
+
+        Raises DataError for messages of another form, and ConversionError with the reason where the template fails,
+        refuses the conversation, or takes too much: more than a second of processor time, a gigabyte of memory or ten
+        million characters.
+        """
+        (found,) = self.render_many([Conversation(check_messages(messages), variables, add_generation_prompt)])
+        if isinstance(found, ConversionError):
+            raise found
+        return found
+
+    def render_many(
+        self, conversations: Sequence[Conversation], process: RenderingProcess | None = None
+    ) -> list[Rendered | ConversionError]:
+        """Each conversation as a text, or the error that `render` would raise for it; in one process, which may have
+        been started ahead, and in further ones where their texts have more than ten million characters together.
+
+        Those of a process share the gigabyte, and may take a tenth of a second on average. Raises ConversionError for
+        what ends a process.
+        """
+        done: list[Rendered | ConversionError] = []
+        while len(done) < len(conversations):
+            found, error = self._run(conversations[len(done) :], process)
+            if error is not None:
+                raise error
+            done += found
+        return done
+
+    def render_some(
+        self, conversations: Sequence[Conversation], process: RenderingProcess | None = None
+    ) -> list[Rendered | ConversionError]:
+        """The same of as many of the first conversations as a process gets to, at least one.
+
+        What ends the process is the error of a conversation that had it for itself, and else of none: the one at which
+        it ended is the first of the next call.
+        """
+        found, error = self._run(conversations, process)
+        return found or ([] if error is None else [error])
+
+    def _run(
+        self, conversations: Sequence[Conversation], process: RenderingProcess | None
+    ) -> tuple[list[Rendered | ConversionError], ConversionError | None]:
+        """What a process makes of the first conversations, and why it has ended before the others."""
+        if sys.platform == "win32":
+            raise self._error("Windows has no limits for the process that renders untrusted templates")
+        if importlib.util.find_spec("jinja2") is None:
+            raise need_extra("jinja2", "hf")
+        tasks = [
+            {"tools": None, "documents": None, **self.variables, **variables, "messages": messages}
+            | {"add_generation_prompt": prompt}
+            for messages, variables, prompt in conversations
+        ]
+        work = {"source": self.source, "tasks": tasks, "literal": self.literal, "seconds": SECONDS}
+        work["total_seconds"] = math.ceil(SECONDS + MORE_SECONDS * len(tasks)) + 1  # and a start of the process
+        most = WALL_SECONDS + len(tasks)
+        try:
+            given = "".join(_json(work)).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise DataError(f"messages and variables of a chat template must be JSON values: {error}.") from error
+        process = process if process is not None and process.alive else RenderingProcess()
+        try:
+            code, output, errors = process.run(given, most)
+        except subprocess.TimeoutExpired as error:
+            raise self._error(f"it took more than {most:g} s") from error
+        found, texts = [], []
+        for one in (json.loads(line) for line in io.BytesIO(output) if line.endswith(b"\n")):
+            if isinstance(one, str):
+                texts.append(one)
+            else:
+                found.append(self._error(one["error"]) if "error" in one else Rendered(text="".join(texts), **one))
+                texts = []
+        if code == 0 and found:
+            return found, None
+        for number, each in ((signal.SIGPROF, f"{SECONDS:g} s"), (signal.SIGXCPU, f"{MORE_SECONDS:g} s on average")):
+            if code == -number:
+                return found, self._error(f"it takes more than {each} of processor time")
+        last = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        return found, self._error(f"its process ended with {code} ({last})")
+
+    def _error(self, cause: str) -> ConversionError:
+        printable = "".join(letter if letter.isprintable() else " " for letter in cause[:300])
+        sentence = f"{self.where} cannot be rendered: {' '.join(printable.split()).rstrip('.')}"
+        return ConversionError(f"{sentence}. Change the messages, or give the text without the template.")
+
+
+def _json(value: Any) -> Iterator[str]:
+    """What json.dumps gives, in pieces: of megabytes one call would stop all threads."""
+    if isinstance(value, str) and len(value) > PIECE:
+        for begin in range(0, len(value), PIECE):
+            yield ("" if begin else '"') + json.dumps(value[begin : begin + PIECE])[1:-1]
+        yield '"'
+    elif isinstance(value, dict) and all(isinstance(name, str) for name in value):
+        yield "{"
+        for place, (name, one) in enumerate(value.items()):
+            yield f"{', ' if place else ''}{json.dumps(name)}: "
+            yield from _json(one)
+        yield "}"
+    elif isinstance(value, list | tuple) and any(isinstance(one, str | dict | list | tuple) for one in value):
+        yield "["
+        for place, one in enumerate(value):
+            yield ", " if place else ""
+            yield from _json(one)
+        yield "]"
+    else:
+        yield json.dumps(value)
+
+
+def read_chat_template(file: str | Path) -> ChatTemplate:
+    """The chat template in a file of Jinja. It knows no special tokens of a tokenizer. Raises ConfigError."""
+    check(Path(file).is_file(), f"--chat-template (DataConfig.chat_template) {str(file)!r} is no file.")
+    return ChatTemplate(source=_read(Path(file)), where=str(file))
+
+
+def load_chat_template(
+    directory: str | Path, name: str = "default", *, file: str | Path | None = None
+) -> ChatTemplate | None:
+    """The chat template of a tokenizer's directory, or that in `file` with the tokenizer's variables; None for none.
+
+    In the directory it is `chat_template.jinja`, else in `chat_template.json`, else in `tokenizer_config.json`, where
+    there may be several with names. Raises ConversionError for files that are not as they should be, and for an
+    unknown name.
+    """
+    folder = Directory(directory)
+
+    def content(file: str) -> dict[str, Any]:
+        return folder.json(file) if folder.has(file) else {}
+
+    settings, older = content("tokenizer_config.json"), content("special_tokens_map.json")
+    variables = {token: text for token, text in special_tokens(settings, older).items() if text is not None}
+    if file is not None:
+        return dataclasses.replace(read_chat_template(file), variables=variables)
+    kept, found = JINJA, None
+    if folder.has(kept):
+        found = _read(folder.file(kept))
+    if found is None:
+        kept, found = "chat_template.json", content("chat_template.json").get("chat_template")
+    if found is None:
+        kept, found = "tokenizer_config.json", settings.get("chat_template")
+    if found is None or found == []:
+        return None
+    rows = found if isinstance(found, list) else [{"name": "default", "template": found}]
+    where = str(folder.path / kept)
+    for row in rows:
+        good = isinstance(row, dict) and all(isinstance(row.get(key), str) for key in ("name", "template"))
+        rule = "chat_template must be a text, or a list of objects with a name and a template each"
+        check(good, f"{where}: {rule}.", ConversionError)
+    sources = {row["name"]: row["template"] for row in rows}
+    word = check_word(f"{where}: chat template", name, sources, ConversionError)
+    return ChatTemplate(source=sources[word], variables=variables, where=where)
+
+
+def special_tokens(settings: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str, str | None]:
+    """`bos_token` and so on by name, from `tokenizer_config.json` and the older `special_tokens_map.json`.
+
+    As in transformers the older file wins, unless the newer one lists its added tokens: then only that one counts.
+    null means that there is none.
+    """
+    given = settings if "added_tokens_decoder" in settings else {**settings, **older}
+    found = {token: given[token] for token in _TOKENS if token in given}
+    texts = {token: value.get("content") if isinstance(value, dict) else value for token, value in found.items()}
+    for token, text in texts.items():
+        rule = "must be a text, or an object with one as its content"
+        check(text is None or isinstance(text, str), f"{token}={str(found[token])[:60]} {rule}.", ConversionError)
+    return texts
+
+
+def _read(path: Path) -> str:
+    small = path.stat().st_size <= SOURCE_BYTES
+    check(small, f"{path} has more than {SOURCE_BYTES:,} bytes: it is no chat template.", ConversionError)
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConversionError(f"{path} is no UTF-8 text: {error}. Download it again.") from error
+
+
+def check_messages(messages: Sequence[Any], where: str = "messages") -> list[dict[str, Any]]:
+    """The messages as transformers gives them to a template, or DataError.
+
+    Keys whose value is None are left out, since templates would take it for a text; but the content of a message that
+    calls tools and says nothing stays None, as with transformers. Where a template cannot take that, or arguments of
+    calls in the form that they are given in, it gets them in another one (`chat_template_worker.forms`). What the
+    assistant thought goes by several names: it is given as `reasoning_content` and `thinking`.
+    """
+    good = isinstance(messages, list | tuple) and len(messages) > 0
+    check(good, f"{where}={str(messages)[:60]} must be a list with at least one message.", DataError)
+    for number, message in enumerate(messages):
+        here, mapping = f"{where}[{number}]", isinstance(message, Mapping)
+        check(mapping, f"{here}={str(message)[:60]} must be an object with role and content.", DataError)
+        role, content = message.get("role"), message.get("content")
+        check(isinstance(role, str), f"{here}: role={str(role)[:60]!r} must be a word such as 'user'.", DataError)
+        text = isinstance(content, str) or (content is None and "tool_calls" in message)
+        check(text, f"{here}: content={str(content)[:60]!r} must be a text.", DataError)
+    kept = ({key: value for key, value in one.items() if value is not None or key == "content"} for one in messages)
+    return [_with_thoughts(one) for one in kept]
+
+
+def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    thoughts = next((message[name] for name in _THOUGHTS if name in message), None)
+    return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}

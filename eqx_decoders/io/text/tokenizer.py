@@ -1,0 +1,377 @@
+"""Text to token ids and back: bytes, any `tokenizer.json`, or a byte-pair encoding trained on the run's own text.
+
+A tokenizer never adds special tokens by itself: where a document begins and ends is the business of the token store.
+Text is data: the letters `<|endoftext|>` within a document are encoded as letters, not as the end of the document.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Array, Int
+
+from eqx_decoders.errors import DataError, EqxDecodersError, check, check_integer, need_extra
+from eqx_decoders.io.atomic_files import write_atomically, write_json
+from eqx_decoders.io.huggingface.directory import CONFIG_BYTES, Directory
+from eqx_decoders.io.text.chat_template import ChatTemplate, special_tokens
+from eqx_decoders.io.text.chat_template_worker import Names
+from eqx_decoders.io.text.tokenizer_formats import FILES, TEKKEN, find, read as read_other
+
+
+Ids = Sequence[int] | np.ndarray | Array
+Span = tuple[int, int]  # of characters, [start, stop)
+
+END_OF_TEXT = "<|endoftext|>"
+FILE_BYTES = 200_000_000  # the largest published tokenizer.json has some 35 MB
+
+# What the best-known tokenizers call them, for a tokenizer.json whose directory does not say.
+BOS_NAMES = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "<｜begin▁of▁sentence｜>", END_OF_TEXT)
+EOS_NAMES = ("</s>", "<eos>", "<|end_of_text|>", END_OF_TEXT, "<|im_end|>", "<｜end▁of▁sentence｜>")
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What training and generation need of a tokenizer. Ids are below `vocab_size`; `content_hash` covers all of it."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def bos_id(self) -> int | None: ...
+    @property
+    def eos_id(self) -> int | None: ...
+    @property
+    def content_hash(self) -> str: ...
+
+    def encode(self, text: str) -> Int[np.ndarray, "length"]: ...
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]: ...
+    def decode(self, ids: Ids) -> str: ...
+    def save(self, directory: str | Path) -> None: ...
+
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8 as ids 0..255, then bos = 256, eos = 257 and pad = 258. Needs no package."""
+
+    vocab_size: int = 259
+    bos_id: int | None = 256
+    eos_id: int | None = 257
+    pad_id: int = 258
+    content_hash: str = "bytes-1"
+
+    def encode(self, text: str) -> Int[np.ndarray, "length"]:
+        """One id for each byte of the UTF-8 of `text`."""
+        return np.frombuffer(_utf8(text), np.uint8).astype(np.int32)
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Ids) -> str:
+        """The text of `ids`: special ids are left out, bytes that are no UTF-8 become U+FFFD."""
+        return bytes(i for i in np.asarray(ids).tolist() if 0 <= i < 256).decode("utf-8", "replace")
+
+    def save(self, directory: str | Path) -> None:
+        """Write what `load_tokenizer(directory)` reads."""
+        write_json(Path(directory) / "tokenizer_config.json", {"tokenizer_class": "ByteTokenizer"})
+
+
+class JsonTokenizer:
+    """A fast tokenizer of the `tokenizers` package (extra "train"), as stored in a `tokenizer.json`.
+
+    Ids are below `vocab_size`, those of pieces of plain text below `plain_size`: added tokens may follow.
+    """
+
+    def __init__(self, inner: Any, *, bos: str | None = None, eos: str | None = None):
+        inner.no_truncation()  # some files carry a limit of 512 tokens, which would drop text without a word
+        inner.no_padding()
+        inner.encode_special_tokens = True
+        self._inner = inner
+        self._bos, self._eos = bos, eos
+        self.vocab_size: int = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.plain_size: int = max(inner.get_vocab(with_added_tokens=False).values(), default=-1) + 1
+        self.bos_id: int | None = self._id(bos)
+        self.eos_id: int | None = self._id(eos)
+        self.content_hash: str = hashlib.blake2b(
+            json.dumps([inner.to_str(), bos, eos]).encode(), digest_size=16
+        ).hexdigest()
+
+    def _id(self, token: str | None) -> int | None:
+        if token is None:
+            return None
+        found = self._inner.token_to_id(token)
+        check(found is not None, f"special token {token!r} is not in the vocabulary of tokenizer.json.", DataError)
+        return found
+
+    @functools.cached_property
+    def special_names(self) -> tuple[str, ...]:
+        """The names of the special tokens, which `encode(text, special=True)` makes of these letters."""
+        added = self._inner.get_added_tokens_decoder().values()
+        return tuple(sorted(token.content for token in added if token.special and token.content))
+
+    @functools.cached_property
+    def renamed(self) -> "RenamedTokens":
+        """What encodes texts in which some names of special tokens are letters; it is made when it is asked for."""
+        return RenamedTokens(self._inner.to_str(), self.special_names)
+
+    def encode(self, text: str, *, special: bool = False, literal: Sequence[Span] = ()) -> Int[np.ndarray, "length"]:
+        """The ids of `text`. With `special`, names of special tokens within it (a chat template's) become these.
+
+        Those in the spans `literal`, [start, stop) in characters, are letters all the same.
+        """
+        return self._encode(text, literal, special=special, add=False)
+
+    def encode_prompt(self, text: str, *, literal: Sequence[Span] = ()) -> Int[np.ndarray, "length"]:
+        """What transformers' `tokenizer(text)` gives: names of special tokens become these, and the file adds its own.
+
+        Whether a text begins with bos is told by the post-processor in tokenizer.json. `literal` as in `encode`.
+        """
+        return self._encode(text, literal, special=True, add=True)
+
+    def _encode(self, text: str, literal: Sequence[Span], *, special: bool, add: bool) -> Int[np.ndarray, "length"]:
+        _utf8(text)
+        if special and len(literal) > 0:
+            renamed = self.renamed
+            (found,) = renamed.inner.encode_batch_fast([renamed.text(text, literal)], add_special_tokens=add)
+            return np.asarray(found.ids, np.int32)
+        self._inner.encode_special_tokens = not special
+        try:
+            # unlike `encode`, it lets other threads run
+            (found,) = self._inner.encode_batch_fast([text], add_special_tokens=add)
+            return np.asarray(found.ids, np.int32)
+        finally:
+            self._inner.encode_special_tokens = True
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each text, on all cores."""
+        found = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(one.ids, np.int32) for one in found]
+
+    def encode_spans(
+        self,
+        texts: Sequence[str],
+        spans: Sequence[Sequence[Span]],
+        literal: Sequence[Sequence[Span]] | None = None,
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """`encode(text, special=True)` of each text, and which tokens have characters in its spans, on all cores.
+
+        Tokens and characters belong together as transformers has it for its masks of the assistant's tokens. `literal`
+        has the spans of each text in which names of special tokens are letters.
+        """
+        letters = [()] * len(texts) if literal is None else literal
+        self._inner.encode_special_tokens = False
+        try:
+            found = self._inner.encode_batch(list(texts), add_special_tokens=False)
+        finally:
+            self._inner.encode_special_tokens = True
+        for number, (text, some) in enumerate(zip(texts, letters, strict=True)):
+            if len(some) > 0:
+                found[number] = self.renamed.inner.encode(self.renamed.text(text, some), add_special_tokens=False)
+        return [(np.asarray(one.ids, np.int32), _inside(one, many)) for one, many in zip(found, spans, strict=True)]
+
+    def decode(self, ids: Ids, *, special: bool = False) -> str:
+        """The text of `ids`; special tokens are left out, or with `special` stand as their names."""
+        return self._inner.decode(np.asarray(ids).tolist(), skip_special_tokens=not special)
+
+    def name_of(self, index: int) -> str | None:
+        """What the vocabulary calls one id; None for an id that has no name."""
+        return self._inner.id_to_token(index)
+
+    def to_json(self) -> str:
+        """What stands in a `tokenizer.json`."""
+        return self._inner.to_str()
+
+    def save(self, directory: str | Path) -> None:
+        """Write `tokenizer.json` and `tokenizer_config.json`."""
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": self._bos, "eos_token": self._eos}
+        write_json(Path(directory) / "tokenizer_config.json", config)
+        write_atomically(Path(directory) / "tokenizer.json", self._inner.to_str(pretty=True).encode())
+
+
+def with_letters(template: ChatTemplate | None, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """A chat template for which the names of the tokenizer's special tokens are letters in messages."""
+    if template is None or not isinstance(tokenizer, JsonTokenizer):
+        return template
+    return dataclasses.replace(template, literal=tokenizer.special_names)
+
+
+class RenamedTokens:
+    """A tokenizer with the same ids, whose special tokens have names of as many characters that nobody can guess.
+
+    Letters that are the name of a special token are letters to it, wherever they stand.
+    """
+
+    def __init__(self, source: str, names: Sequence[str]):
+        from tokenizers import Tokenizer as Inner
+
+        self._names = Names(names)
+        draw = secrets.SystemRandom()
+        self._renamed = {name: "".join(chr(draw.randrange(0xF0000, 0xFFFFE)) for _ in name) for name in names}
+        content = json.loads(source)
+        for token in content["added_tokens"]:
+            if token["special"]:
+                token["content"] = self._renamed[token["content"]]
+        model = content["model"]
+        vocab = model["vocab"]  # in which special tokens may stand, too: Unigram would find them there
+        if isinstance(vocab, dict):
+            model["vocab"] = {self._renamed.get(piece, piece): index for piece, index in vocab.items()}
+        else:
+            model["vocab"] = [[self._renamed.get(piece, piece), score] for piece, score in vocab]
+        if model.get("unk_token") in self._renamed:
+            model["unk_token"] = self._renamed[model["unk_token"]]
+        self.inner: Any = Inner.from_str(json.dumps(content, ensure_ascii=False))
+        self.inner.no_truncation()
+        self.inner.no_padding()
+
+    def text(self, text: str, literal: Sequence[Span]) -> str:
+        """A text for this tokenizer: as long as `text`, which is letters in the spans `literal`."""
+        return _replaced(text, self._names.places(hidden(text, literal)), self._renamed.__getitem__)
+
+
+def hidden(text: str, spans: Iterable[Span]) -> str:
+    """A text with as many NULs in place of its spans: nothing is found there."""
+    return _replaced(text, spans, lambda letters: "\0" * len(letters))
+
+
+def _replaced(text: str, spans: Iterable[Span], make: Callable[[str], str]) -> str:
+    """A text with something else in its spans, which follow each other."""
+    pieces, done = [], 0
+    for start, stop in spans:
+        pieces += text[done:start], make(text[start:stop])
+        done = stop
+    return "".join([*pieces, text[done:]])
+
+
+def _inside(encoding: Any, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    mask = np.zeros(len(encoding.ids), bool)
+    for start, stop in spans:
+        tokens = (encoding.char_to_token(place) for place in range(start, stop))
+        first = next((token for token in tokens if token is not None), None)  # some characters have none
+        tokens = (encoding.char_to_token(place) for place in reversed(range(start, stop)))
+        if first is not None:
+            mask[first : next(token for token in tokens if token is not None) + 1] = True
+    return mask
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2) -> JsonTokenizer:
+    """Train a byte-level byte-pair encoding (Sennrich et al. 2016; the byte alphabet and word pattern of GPT-2).
+
+    Every text round-trips exactly, since all 256 bytes are tokens. The one special token, `<|endoftext|>`, is both bos
+    and eos. The same texts in the same order give the same tokenizer.
+
+    **Arguments:**
+
+    - `texts`: the training documents (leave the held-out ones out).
+    - `vocab_size`: number of ids, at least 257; less text than that takes gives fewer.
+    - `min_frequency`: occurrences that a pair must have to become a token.
+    """
+    check_integer("vocab_size", vocab_size, 257)
+    try:
+        from tokenizers import Tokenizer as Inner, decoders, models, pre_tokenizers, trainers
+    except ImportError as error:
+        raise need_extra("tokenizers", "train") from error
+    inner: Any = Inner(models.BPE())
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator(texts, trainer)
+    return JsonTokenizer(inner, bos=END_OF_TEXT, eos=END_OF_TEXT)
+
+
+def load_tokenizer(spec: str | Path) -> Tokenizer:
+    """Open `"bytes"`, the path of a `tokenizer.json`, or a directory that holds one (or a saved `ByteTokenizer`).
+
+    A `tekken.json`, a `.tiktoken` and a `tokenizer.model` (of SentencePiece: extra "sentencepiece") are read as well.
+
+    Raises DataError for files that are not as they should be, ConversionError for links that lead out of the directory.
+    """
+    if str(spec) == "bytes":
+        return ByteTokenizer()
+    path = Path(spec)
+    remedy = "give 'bytes', a tokenizer.json or its directory"
+    check(path.exists(), f"tokenizer={str(spec)!r} does not exist: {remedy}.", DataError)
+    folder = Directory(path if path.is_dir() else path.parent)
+    settings, older = (_read_json(folder, name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
+    if path.is_dir():
+        if settings.get("tokenizer_class") == "ByteTokenizer":
+            return ByteTokenizer()
+        name = "tokenizer.json" if folder.has("tokenizer.json") else find(folder.path)
+        others = f"none of {', '.join(FILES)} and *.tiktoken: download one of them, or choose another tokenizer"
+        check(name is not None, f"tokenizer={str(spec)!r} holds no tokenizer.json, and {others}.", DataError)
+        path = folder.file(name or "")
+    return _load_json_tokenizer(path, special_tokens(settings, older), settings)
+
+
+def _load_json_tokenizer(path: Path, named: Mapping[str, str | None], settings: Mapping[str, Any]) -> JsonTokenizer:
+    try:
+        from tokenizers import Tokenizer as Inner
+    except ImportError as error:
+        raise need_extra("tokenizers", "train") from error
+    size = path.stat().st_size
+    check(size <= FILE_BYTES, f"tokenizer={str(path)!r} has {size:,} bytes, more than {FILE_BYTES:,}.", DataError)
+    with _as_data_error(path):
+        if path.suffix == ".json" and path.name != TEKKEN:
+            inner = Inner.from_str(path.read_text("utf-8"))
+        else:
+            inner = read_other(path, settings)
+        inner.encode("a", add_special_tokens=True)  # a post-processor that names unknown tokens fails here only
+    return JsonTokenizer(
+        inner,
+        bos=_special(named, "bos_token", BOS_NAMES, inner.token_to_id),
+        eos=_special(named, "eos_token", EOS_NAMES, inner.token_to_id),
+    )
+
+
+@contextlib.contextmanager
+def _as_data_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        # the package raises bare Exceptions, and PanicException, which is none
+        ours = isinstance(error, EqxDecodersError)
+        if ours or (not isinstance(error, Exception) and type(error).__name__ != "PanicException"):
+            raise
+        raise DataError(
+            f"tokenizer={str(path)!r} is not a tokenizer.json that `tokenizers` can read: {str(error)[:200]}"
+        ) from error
+
+
+def _special(
+    named: Mapping[str, str | None], field: str, names: Sequence[str], find: Callable[[str], int | None]
+) -> str | None:
+    """The token that the files beside tokenizer.json name (None means none), or else the first common name."""
+    if field in named:
+        return named[field]
+    return next((name for name in names if find(name) is not None), None)
+
+
+def _read_json(folder: Directory, name: str) -> dict[str, Any]:
+    if not folder.has(name):
+        return {}
+    path = folder.file(name)
+    size = path.stat().st_size
+    check(size <= CONFIG_BYTES, f"{path} has {size:,} bytes: more than {CONFIG_BYTES:,} are no settings.", DataError)
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not valid JSON: {str(error)[:200]}") from error
+    check(isinstance(content, dict), f"{path} must hold a JSON object.", DataError)
+    return content
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(f"text holds a lone surrogate at character {error.start}: it is no Unicode text.") from error

@@ -1,0 +1,360 @@
+"""Grouped-query attention (Ainslie et al. 2023) with the options of the decoder families."""
+
+import dataclasses
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from eqx_decoders.context import Context
+from eqx_decoders.errors import check, check_integer, check_number, check_word
+from eqx_decoders.layers.attention.cached import attend_past
+from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
+from eqx_decoders.layers.attention.kernels.registry import merge, with_sink
+from eqx_decoders.layers.attention.moba import BlockSelection, CachedBlocks
+from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.layers.cache.engine_owned import ExternalPast, Handed
+from eqx_decoders.layers.cache.kv_cache import Entries, KVShape, Past, PastRows, kv_shape
+from eqx_decoders.layers.cache.paged import PagedPast
+from eqx_decoders.layers.mask import Causal, Mask, seen_keys
+from eqx_decoders.layers.mlp import add_bias
+from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
+from eqx_decoders.layers.rope import Rope, rotary_positions, rotate
+from eqx_decoders.numerics.matmul import fan_in
+from eqx_decoders.remat import save
+
+
+AnyPast = Past | PastRows | PagedPast | ExternalPast
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QKNorm:
+    """Normalisation of queries and keys.
+
+    **Arguments:**
+
+    - `norm`: which.
+    - `over`: `"head"`, each head by itself with a shared scale, or `"heads"`, all heads together (OLMo).
+    - `when`: `"before_rope"` or `"after_rope"` (Llama 4).
+    """
+
+    norm: NormConfig = RMSNormConfig()
+    over: Literal["head", "heads"] = "head"
+    when: Literal["before_rope", "after_rope"] = "before_rope"
+
+    def __post_init__(self):
+        check_word("QKNorm.over", self.over, ("head", "heads"))
+        check_word("QKNorm.when", self.when, ("before_rope", "after_rope"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QueryTemperature:
+    """Queries at position p are multiplied by `1 + scale ln(1 + floor((p + 1) / length))` (Nakanishi 2025; Llama 4).
+
+    **Arguments:**
+
+    - `scale`: how fast they grow.
+    - `length`: positions over which they stay the same.
+    """
+
+    scale: float = 0.1
+    length: int = 8192
+
+    def __post_init__(self):
+        check_number("QueryTemperature.scale", self.scale, above=0)
+        check_integer("QueryTemperature.length", self.length)
+
+    def __call__(
+        self, query: Float[Array, "batch length heads head_dim"], positions: Int[Array, "batch length"]
+    ) -> Float[Array, "batch length heads head_dim"]:
+        """The queries at these positions; padding, below 0, keeps its own."""
+        steps = jnp.floor((positions.astype(jnp.float32) + 1.0) / self.length)
+        factor = 1.0 + self.scale * jnp.log1p(jnp.maximum(steps, 0.0))
+        return (query.astype(jnp.float32) * factor[:, :, None, None]).astype(query.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """`softmax(scale * q k^T + mask) v`, projected out.
+
+    **Arguments:**
+
+    - `num_heads`, `num_kv_heads`, `head_dim`: query heads, key and value heads (a divisor), features of a head.
+    - `mask`: which keys a query sees.
+    - `selection`: of the keys that it sees each query head takes those in a few blocks (MoBA); None takes all.
+    - `spans`: whether the tokens of a span (an image, say) see those of it that come later, too; what comes before is
+        the mask's.
+    - `rope`: rotary embedding; None for none.
+    - `query_scale`: multiplies queries; None for `head_dim ** -0.5`.
+    - `temperature`: lets queries grow with their position; None for none.
+    - `soft_cap`: scores become `cap * tanh(scores / cap)`; None for none.
+    - `sinks`: one learned logit per head that joins the softmax and takes no value (GPT-OSS).
+    - `qk_norm`: normalisation of queries and keys; None for none.
+    - `qkv_bias`, `out_bias`: biases of the projections.
+    - `fused_qkv`: one product for queries, keys and values.
+    - `shared_kv`: values are the raw key projection; there is no value projection.
+    - `value_norm`: normalisation of each head's values; None for none.
+    - `borrows`: keys and values are those of an earlier layer, the latest whose `BlockConfig.publishes` is this word
+        (Gemma 4); the layer has no projections for them and remembers nothing. None: its own.
+    - `output_gate`: the result of each head is multiplied by `sigmoid(gate x)` (Qwen3-Next).
+    - `out_dim`: features of the output; None for those of the input. Another number needs a chained block.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mask: Mask = Causal()
+    spans: bool = False
+    rope: Rope | None = Rope()
+    query_scale: float | None = None
+    temperature: QueryTemperature | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    qk_norm: QKNorm | None = None
+    qkv_bias: bool = False
+    out_bias: bool = False
+    fused_qkv: bool = False
+    shared_kv: bool = False
+    output_gate: bool = False
+    out_dim: int | None = None
+    value_norm: NormConfig | None = None
+    selection: BlockSelection | None = None
+    borrows: str | None = None
+
+    def __post_init__(self):
+        for field in ("num_heads", "num_kv_heads", "head_dim"):
+            check_integer(f"AttentionConfig.{field}", getattr(self, field))
+        if self.out_dim is not None:
+            check_integer("AttentionConfig.out_dim", self.out_dim)
+        check(
+            self.num_heads % self.num_kv_heads == 0,
+            f"AttentionConfig.num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}.",
+        )
+        if self.query_scale is not None:
+            check_number("AttentionConfig.query_scale", self.query_scale, above=0)
+        if self.soft_cap is not None:
+            check_number("AttentionConfig.soft_cap", self.soft_cap, above=0)
+        check(
+            not (self.fused_qkv and self.shared_kv),
+            "AttentionConfig.fused_qkv=True and shared_kv=True exclude each other: no values to fuse.",
+        )
+        for field in ("fused_qkv", "shared_kv", "value_norm"):
+            rule = f"borrows={self.borrows!r} excludes {field}={getattr(self, field)}: keys and values are another's"
+            check(self.borrows is None or not getattr(self, field), f"AttentionConfig.{rule}.")
+        plain = isinstance(self.mask, Causal) and not self.spans
+        rule = "AttentionConfig.selection needs mask=Causal() and spans=False: blocks are chosen of what came before"
+        check(self.selection is None or plain, f"{rule}.")
+        if self.rope is not None:
+            self.rope.rotated(self.head_dim)
+
+    def memory(self, max_length: int) -> KVShape | None:
+        """A ring of `size` slots for a window or chunk, else a slot for each position."""
+        if self.borrows is not None:
+            return None
+        return kv_shape(self.mask, max_length, kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+
+    def token_products(self, length: int) -> int:
+        """Multiplications per token beside those of the weights: scores and mixtures."""
+        keys = seen_keys(self.mask, length)
+        if self.selection is not None:
+            keys = min(keys, self.selection.size * self.selection.top_k)
+        return self.num_heads * keys * 2 * self.head_dim
+
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Attention":
+        keys = jax.random.split(key, 5)
+        heads, kv_heads, head_dim = self.num_heads, self.num_kv_heads, self.head_dim
+
+        def into(key, count, wanted=True):
+            return fan_in(key, (embed_dim, count, head_dim), jnp.float32, embed_dim, "normal") if wanted else None
+
+        def zeros(count, wanted=True):
+            return jnp.zeros((count, head_dim)) if self.qkv_bias and wanted else None
+
+        split, own = not self.fused_qkv, self.borrows is None
+        own_key, own_value = split and own, split and own and not self.shared_kv
+        norm, group = self.qk_norm, self.qk_norm is not None and self.qk_norm.over == "heads"
+        out_dim = self.out_dim or embed_dim
+        return (Attention if self.out_dim is None else NarrowAttention)(
+            query=into(keys[0], heads, split),
+            key=into(keys[1], kv_heads, own_key),
+            value=into(keys[2], kv_heads, own_value),
+            qkv=into(keys[0], heads + 2 * kv_heads, self.fused_qkv),
+            gate=into(keys[3], heads, self.output_gate),
+            out=fan_in(keys[4], (heads, head_dim, out_dim), jnp.float32, heads * head_dim, "normal"),
+            query_bias=zeros(heads, split),
+            key_bias=zeros(kv_heads, own_key),
+            value_bias=zeros(kv_heads, own_value),
+            qkv_bias=zeros(heads + 2 * kv_heads, self.fused_qkv),
+            out_bias=jnp.zeros((out_dim,)) if self.out_bias else None,
+            query_norm=norm.norm.build(heads * head_dim if group else head_dim) if norm else None,
+            key_norm=norm.norm.build(kv_heads * head_dim if group else head_dim) if norm and own else None,
+            value_norm=self.value_norm.build(head_dim) if self.value_norm else None,
+            sink=jnp.zeros((heads,)) if self.sinks else None,
+            config=self,
+        )
+
+
+class Attention(eqx.Module):
+    """`softmax(scale * q k^T + mask) v`, projected out."""
+
+    query: Float[Array, "embed heads head_dim"] | None
+    key: Float[Array, "embed kv_heads head_dim"] | None
+    value: Float[Array, "embed kv_heads head_dim"] | None
+    qkv: Float[Array, "embed qkv_heads head_dim"] | None
+    gate: Float[Array, "embed heads head_dim"] | None
+    out: Float[Array, "heads head_dim embed"]
+    query_bias: Float[Array, "heads head_dim"] | None
+    key_bias: Float[Array, "kv_heads head_dim"] | None
+    value_bias: Float[Array, "kv_heads head_dim"] | None
+    qkv_bias: Float[Array, "qkv_heads head_dim"] | None
+    out_bias: Float[Array, "embed"] | None
+    query_norm: Norm | None
+    key_norm: Norm | None
+    value_norm: Norm | None
+    sink: Float[Array, "heads"] | None
+    config: AttentionConfig = eqx.field(static=True)
+
+    def __call__(
+        self, x: Float[Array, "batch length embed"], ctx: Context, past: AnyPast | None = None
+    ) -> tuple[Float[Array, "batch length embed"], Entries | Handed | None]:
+        """The layer's output, and the keys and values that it proposes for a cache."""
+        out, entries = self._attend_heads(x, ctx, past)
+        out = ctx.einsum("batch length heads head_dim, heads head_dim embed -> batch length embed", out, self.out)
+        return save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj"), entries
+
+    def branch(self, x: Array, ctx: Context, past: AnyPast | None, key: PRNGKeyArray | None) -> BranchResult:
+        """`__call__` for a block."""
+        return BranchResult(*self(x, ctx, past))
+
+    def _attend_heads(self, x: Array, ctx: Context, past: AnyPast | None) -> tuple[Array, Entries | Handed | None]:
+        """What the heads found, before the output projection."""
+        query, proposed = self._normalize_and_rotate(*self._project(x, ctx), ctx)
+        own: Entries | Handed | None = proposed
+        entries: Any = proposed
+        if proposed is None:
+            past, entries = self._borrowed(ctx)
+        if isinstance(past, ExternalPast):
+            out, handed = self._ask(query, entries, past)
+            own = None if own is None else handed
+        else:
+            out = self._attend(query, entries, past, ctx)
+        out = save(ctx.constrain(out, "batch length heads head_dim"), "attention_out")
+        if self.gate is not None:
+            gate = ctx.einsum("batch length embed, embed heads head_dim -> batch length heads head_dim", x, self.gate)
+            out = out * jax.nn.sigmoid(gate)
+        return out, own
+
+    def _borrowed(self, ctx: Context) -> tuple[AnyPast | None, Any]:
+        """What the mixer of an earlier layer remembers and proposes."""
+        name = self.config.borrows or ""
+        past, entries = ctx.shared[check_word("AttentionConfig.borrows", name, ctx.shared)]
+        return None if past is None else past["mixer"], entries["mixer"]
+
+    def _project(self, x: Array, ctx: Context) -> tuple[Array, Array | None, Array | None]:
+        """Queries, keys and values; no keys and values where they are borrowed."""
+        config = self.config
+        if self.qkv is not None:
+            pattern = "batch length embed, embed qkv_heads head_dim -> batch length qkv_heads head_dim"
+            qkv = save(add_bias(ctx.einsum(pattern, x, self.qkv), self.qkv_bias), "qkv_proj")
+            query, key, value = jnp.split(qkv, [config.num_heads, config.num_heads + config.num_kv_heads], axis=2)
+            return query, key, value
+        assert self.query is not None
+        pattern = "batch length embed, embed heads head_dim -> batch length heads head_dim"
+        query = add_bias(ctx.einsum(pattern, x, self.query), self.query_bias)
+        if self.key is None:
+            return query, None, None
+        key = add_bias(ctx.einsum(pattern, x, self.key), self.key_bias)
+        value = key if self.value is None else add_bias(ctx.einsum(pattern, x, self.value), self.value_bias)
+        return query, key, value
+
+    def _normalize_and_rotate(
+        self, query: Array, key: Array | None, value: Array | None, ctx: Context
+    ) -> tuple[Array, Entries | Handed | None]:
+        """Queries, ready for the kernel, and keys and values, if they are the layer's own."""
+        config = self.config
+        query = self._turned(query, self.query_norm, ctx)
+        query = query * (config.head_dim**-0.5 if config.query_scale is None else config.query_scale)
+        if config.temperature is not None:
+            query = config.temperature(query, ctx.positions)
+        query = save(ctx.constrain(query, "batch length heads head_dim"), "query_proj")
+        if key is None or value is None:
+            return query, None
+        key = save(ctx.constrain(self._turned(key, self.key_norm, ctx), "batch length kv_heads head_dim"), "key_proj")
+        value = value if self.value_norm is None else self.value_norm(value)
+        value = save(ctx.constrain(value, "batch length kv_heads head_dim"), "value_proj")
+        return query, Entries(key=key, value=value)
+
+    def _turned(self, x: Array, norm: Norm | None, ctx: Context) -> Array:
+        """Queries or keys, normalised and rotated."""
+        late = self.config.qk_norm is not None and self.config.qk_norm.when == "after_rope"
+        x = x if late else self._normalize(x, norm)
+        rope = self.config.rope
+        x = x if rope is None else rotate(x, rotary_positions(ctx, rope), rope)
+        return self._normalize(x, norm) if late else x
+
+    def _normalize(self, x: Array, norm: Norm | None) -> Array:
+        if norm is None:
+            return x
+        if self.config.qk_norm is not None and self.config.qk_norm.over == "heads":
+            return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
+        return norm(x)
+
+    def _attend(self, query: Array, entries: Entries, past: Past | PastRows | PagedPast | None, ctx: Context) -> Array:
+        """Attention over the tokens of this call and those of the past, merged by their log-sum-exp."""
+        common: dict[str, Any] = dict(
+            execution=ctx.execution,
+            mask=self.config.mask,
+            query_positions=ctx.positions,
+            query_spans=ctx.spans if self.config.spans else None,
+            soft_cap=self.config.soft_cap,
+            needs_lse=past is not None or self.sink is not None,
+        )
+        segments: dict[str, Any] = dict(query_segments=ctx.segment_ids, key_segments=ctx.segment_ids)
+        assert entries.value is not None
+        chosen = self._choose_blocks(query, entries.key, past, ctx)
+        own: dict[str, Any] = dict(key_positions=ctx.positions, selected=chosen.present, **segments)
+        own["aligned"] = ctx.execution.context_order == "plain"
+        own |= dict(gapless=ctx.gapless and own["aligned"], contiguous=ctx.contiguous)
+        parts = [attend_on_mesh(query, entries.key, entries.value, **own, **common)]
+        if past is not None:
+            parts.append(attend_past(query, past, selected=chosen.past, **common))
+        out, lse = merge(parts) if len(parts) > 1 else parts[0]
+        return out if self.sink is None else with_sink(out, lse, self.sink)
+
+    def _ask(self, query: Array, entries: Entries | Handed, past: ExternalPast) -> tuple[Array, Handed]:
+        """What queries find in an engine's cache, which takes the keys and values first."""
+        config = self.config
+        plain, rule = config.selection is None and not config.spans, "which engines with caches of their own don't know"
+        check(plain, f"layer {past.layer} selects blocks or sees spans, {rule}.")
+        written = entries.cache if isinstance(entries, Handed) else None
+        options: dict[str, Any] = dict(mask=config.mask, soft_cap=config.soft_cap, sinks=self.sink, written=written)
+        return past.attend(query, entries.key, entries.value, **options)
+
+    def _choose_blocks(
+        self, query: Array, key: Array, past: Past | PastRows | PagedPast | None, ctx: Context
+    ) -> CachedBlocks:
+        """Which tokens of this call and of the past are in the blocks that each query takes."""
+        blocks = self.config.selection
+        if blocks is None:
+            return CachedBlocks(None, None)
+        if past is None:
+            return CachedBlocks(blocks.choose(query, key, ctx.positions, ctx.segment_ids, ctx.contiguous), None)
+        past = past if isinstance(past, Past) else past.whole()
+        return blocks.choose_cached(query, key, ctx.positions, past)
+
+
+class NarrowAttention(Attention):
+    """Attention whose output has `out_dim` features, not those of its input."""
+
+    out: Float[Array, "heads head_dim latent"]
+    out_bias: Float[Array, "latent"] | None
+
+    def __call__(
+        self, x: Float[Array, "batch length embed"], ctx: Context, past: AnyPast | None = None
+    ) -> tuple[Float[Array, "batch length latent"], Entries | Handed | None]:
+        """The layer's output, and the keys and values that it proposes for a cache."""
+        out, entries = self._attend_heads(x, ctx, past)
+        out = ctx.einsum("batch length heads head_dim, heads head_dim latent -> batch length latent", out, self.out)
+        return save(ctx.constrain(add_bias(out, self.out_bias), "batch length latent"), "out_proj"), entries

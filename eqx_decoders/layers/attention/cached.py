@@ -1,0 +1,181 @@
+"""Attention over what a cache holds, in whatever form it holds it."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from eqx_decoders.context import Execution
+from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
+from eqx_decoders.layers.attention.kernels import pallas_paged
+from eqx_decoders.layers.attention.kernels.common import Result, Scales
+from eqx_decoders.layers.cache.kv_cache import Past, PastRows
+from eqx_decoders.layers.cache.paged import PagedPast
+from eqx_decoders.layers.mask import Mask, Spans, interval
+from eqx_decoders.sharding.rules import names_of
+
+
+PLATFORMS = ("tpu",)  # whose kernel reads pages where they are; elsewhere they are gathered
+LEAST_REACH, MOST_REACHES = 128, 6  # how far rows are read: the fewest slots, and how many choices there are
+
+
+def attend_past(
+    query: Float[Array, "batch length heads head_dim"],
+    past: Past | PastRows | PagedPast,
+    *,
+    execution: Execution,
+    mask: Mask,
+    query_positions: Int[Array, "batch length"],
+    query_spans: Spans | None = None,
+    selected: Bool[Array, "batch selected_heads length slots"] | None = None,
+    soft_cap: float | None = None,
+    needs_lse: bool = True,
+) -> Result:
+    """Attention of queries over a past, whose values are its keys where it has none.
+
+    A row of a past is one document: there are no segments.
+    """
+    if isinstance(past, PagedPast):
+        plan = _plan(query, past, execution) if selected is None else None
+        if plan is not None:
+            seen = interval(mask, query_positions, query_spans)
+            return _attend_pages(query, past, seen, plan, execution, soft_cap)
+        past = past.whole()
+    if isinstance(past, PastRows):
+        if by_rows(execution):
+            own = dict(query_positions=query_positions, query_spans=query_spans, selected=selected)
+            return _attend_rows(query, past, own, execution=execution, mask=mask, soft_cap=soft_cap)
+        past = past.whole()
+    options: dict[str, Any] = dict(query_positions=query_positions, query_spans=query_spans, soft_cap=soft_cap)
+    options |= dict(execution=execution, mask=mask, selected=selected, needs_lse=needs_lse, key_axis="slots")
+    if past.key_scale is None:
+        dtype = past.key.dtype if _reads_wide(query, past, execution) else query.dtype
+        keys = past.key.astype(dtype).transpose(0, 2, 1, 3)
+        values = keys if past.value is None else past.value.astype(dtype).transpose(0, 2, 1, 3)
+        out, lse = attend_on_mesh(query.astype(dtype), keys, values, key_positions=past.positions, **options)
+        return out.astype(query.dtype), lse
+    keys, key_scale = past.key.transpose(0, 2, 1, 3), jnp.swapaxes(past.key_scale, 1, 2)
+    if past.value is None or past.value_scale is None:
+        values, scales = keys, Scales(key_scale, key_scale)
+    else:
+        values = past.value.transpose(0, 2, 1, 3)
+        scales = Scales(key_scale, jnp.swapaxes(past.value_scale, 1, 2))
+    return attend_on_mesh(query, keys, values, key_positions=past.positions, scales=scales, **options)
+
+
+def by_rows(execution: Execution) -> bool:
+    """Whether the rows of a cache that many requests share are read one after another, each as far as it goes."""
+    return execution.layout.platform == "cpu" and execution.layout.single
+
+
+def _attend_rows(query: Array, past: PastRows, own: dict[str, Any], **options: Any) -> Result:
+    """Row by row: the products of a few queries with a row's keys are no faster for several rows at once."""
+    reaches = [past.cache.positions.shape[1]]
+    while len(reaches) < MOST_REACHES and reaches[0] >= 2 * LEAST_REACH:
+        reaches.insert(0, -(-reaches[0] // 2))
+
+    def attend_row(index: Array, query: Array, own: dict[str, Any]) -> Result:
+        """Of a row alone."""
+
+        def within(reach: int) -> Any:
+            def attend() -> Result:
+                chosen = None if own["selected"] is None else own["selected"][..., :reach]
+                return attend_past(query, past.row(index, reach), **(own | dict(selected=chosen)), **options)
+
+            return attend
+
+        # what is stored is before the queries: slots from their last position on are empty (rings that are full are
+        # read whole, since that position is beyond them)
+        branch = sum((jnp.max(own["query_positions"]) > reach).astype(jnp.int32) for reach in reaches[:-1])
+        return jax.lax.switch(branch, [within(reach) for reach in reaches])
+
+    if past.count == 1:
+        return attend_row(jnp.int32(0), query, own)
+
+    def one(row: Any) -> Any:
+        index, query, own = jax.tree.map(lambda leaf: leaf[None], row)
+        return jax.tree.map(lambda leaf: leaf[0], attend_row(index[0], query, own))
+
+    return jax.lax.map(one, (jnp.arange(past.count, dtype=jnp.int32), query, own))
+
+
+def _reads_wide(query: Array, past: Past, execution: Execution) -> bool:
+    """Whether a few 16-bit queries become float32 like what they read: on CPU, else all of the past would be cast."""
+    cast = past.key.dtype == jnp.float32 and query.dtype.itemsize == 2
+    return cast and execution.layout.platform == "cpu" and query.shape[1] < 32
+
+
+# --- pages ---
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """How pages are read on a mesh; names are those of mesh axes.
+
+    **Arguments:**
+
+    - `rows`, `length`, `heads`: what splits queries.
+    - `kv_heads`: what splits the heads of pages: the first ones of `heads`.
+    - `used`: how many of a device's heads of keys its queries use.
+    - `own_heads`, `groups`: how many query heads a device has, and how many of them share a head of keys.
+    """
+
+    rows: tuple[str, ...]
+    length: tuple[str, ...]
+    heads: tuple[str, ...]
+    kv_heads: tuple[str, ...]
+    used: int
+    own_heads: int
+    groups: int
+
+    def first_head(self) -> Any:
+        """The first head of keys that a device uses, of those that it has."""
+        others = self.heads[len(self.kv_heads) :]  # over these every device has the same heads
+        return lax.axis_index(others) * self.own_heads // self.groups if others else 0
+
+
+def _plan(query: Array, past: PagedPast, execution: Execution) -> _Plan | None:
+    """For the kernel; None where it cannot do it, or is not wanted."""
+    layout, heads, kv_heads = execution.layout, query.shape[2], past.key.shape[2]
+    wanted = layout.platform in PLATFORMS and execution.attention in ("auto", "interval")
+    if not wanted or not pallas_paged.fits(past, query.dtype, heads):
+        return None
+    rows, length, split = map(names_of, layout.activation_spec("batch length heads head_dim", query.shape)[:3])
+    words = "layers pages kv_heads page_slots stored_dim"
+    of_keys = names_of(layout.activation_spec(words, past.key.shape)[2])
+    own, groups = heads // math.prod(layout.sizes[name] for name in split), heads // kv_heads
+    if split[: len(of_keys)] != of_keys or (own % groups and groups % own):
+        return None
+    return _Plan(rows, length, split, of_keys, max(1, own // groups), own, groups)
+
+
+def _attend_pages(
+    query: Array, past: PagedPast, seen: tuple[Array, Array], plan: _Plan, execution: Execution, soft_cap: float | None
+) -> Result:
+    """By the kernel, each device with its own queries and heads."""
+    layout = execution.layout
+    options: dict[str, Any] = dict(kv_heads=plan.used, soft_cap=soft_cap, platform=layout.platform)
+    if layout.single:
+        return pallas_paged.paged_attention(query, past, seen, **options)
+    leaves, form = jax.tree.flatten(past)
+
+    def run(query: Array, leaves: Any, seen: tuple[Array, Array]) -> Result:
+        own = jax.tree.unflatten(form, leaves)
+        return pallas_paged.paged_attention(query, own, seen, plan.first_head(), **options)
+
+    def spec(name: str) -> PartitionSpec:
+        if name in ("table", "lengths", "layer"):
+            return PartitionSpec(plan.rows) if name != "layer" else PartitionSpec()
+        each = getattr(past, name).shape[2] == past.key.shape[2]
+        return PartitionSpec(None, None, plan.kv_heads if each else ())
+
+    arrays = [field.name for field in dataclasses.fields(past) if getattr(past, field.name, None) is not None]
+    specs = [spec(name) for name in arrays if name != "lanes"]
+    own = PartitionSpec(plan.rows, plan.length, plan.heads)
+    places = PartitionSpec(plan.rows, plan.length)
+    return layout.shard_map(run, (own, specs, places), (own, own))(query, leaves, seen)

@@ -1,0 +1,183 @@
+"""Attention to near tokens on both sides, by content and by distance (Dai et al. 2019; Gemma 4's encoder of sounds)."""
+
+import dataclasses
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray
+
+from eqx_decoders.context import Context
+from eqx_decoders.errors import check_integer, check_number
+from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.layers.embedding.embedding import sinusoids
+from eqx_decoders.numerics.matmul import fan_in
+from eqx_decoders.remat import save
+
+
+_LONGEST = 10_000.0  # timescale of the sinusoids
+_KEY_SCALE = math.log2(1 + math.e)
+_MASKED = -1e9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalAttentionConfig:
+    """`out(softmax(cap tanh((q_i . k_j + q_i . r_(i - j)) / cap)) v)`, with the keys j that are near i.
+
+        q = softplus(scale) query x / (ln 2 sqrt(head_dim)),  k = log2(1 + e) key x
+        r_d = relative_key sinusoids(d + s)
+
+    A token sees itself, the `left - 2` tokens before it and the `right - 1` behind it. The shift of distances is
+    `s = (chunk + left - 1 + right) // 2 - (left - 1)`; what is so far behind that `d + s` is below 0 has no r.
+
+    **Arguments:**
+
+    - `num_heads`, `head_dim`: heads, and features of each.
+    - `chunk`: queries that are computed at once, with the keys that any of them sees.
+    - `left`, `right`: how far is near; a `right` of 0 sees as far as one of 1.
+    - `soft_cap`: the bound of scores.
+    """
+
+    num_heads: int
+    head_dim: int
+    chunk: int = 12
+    left: int = 13
+    right: int = 0
+    soft_cap: float = 50.0
+
+    def __post_init__(self):
+        for field, least in (("num_heads", 1), ("head_dim", 1), ("chunk", 1), ("left", 2), ("right", 0)):
+            check_integer(f"LocalAttentionConfig.{field}", getattr(self, field), minimum=least)
+        check_number("LocalAttentionConfig.soft_cap", self.soft_cap, above=0)
+
+    @property
+    def before(self) -> int:
+        """Tokens before its own that a token sees."""
+        return self.left - 2
+
+    @property
+    def behind(self) -> int:
+        """Tokens behind its own that a token sees."""
+        return max(self.right - 1, 0)
+
+    @property
+    def shift(self) -> int:
+        """What is added to a distance."""
+        return (self.chunk + self.left - 1 + self.right) // 2 - (self.left - 1)
+
+    def token_products(self, length: int) -> int:
+        """Multiplications per token beside those of the weights: scores of contents and distances, and mixtures."""
+        return self.num_heads * self.head_dim * 3 * min(length, self.before + 1 + self.behind)
+
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "LocalAttention":
+        keys, heads = jax.random.split(key, 5), (self.num_heads, self.head_dim)
+        query, key, value, relative = (
+            fan_in(each, (embed_dim, *heads), jnp.float32, embed_dim, "normal") for each in keys[:4]
+        )
+        return LocalAttention(
+            query=query,
+            key=key,
+            value=value,
+            relative_key=relative,
+            scale=jnp.zeros((self.head_dim,)),
+            out=fan_in(keys[4], (*heads, embed_dim), jnp.float32, heads[0] * heads[1], "normal"),
+            config=self,
+        )
+
+
+class LocalAttention(eqx.Module):
+    """`out(softmax(cap tanh((q_i . k_j + q_i . r_(i - j)) / cap)) v)`, with the keys j that are near i.
+
+    The tokens of a document must stand side by side: distances are counted along the row.
+    """
+
+    query: Float[Array, "embed heads head_dim"]
+    key: Float[Array, "embed heads head_dim"]
+    value: Float[Array, "embed heads head_dim"]
+    relative_key: Float[Array, "signal heads head_dim"]
+    scale: Float[Array, "head_dim"]
+    out: Float[Array, "heads head_dim embed"]
+    config: LocalAttentionConfig = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch length embed"]:
+        """The layer's output; that of padding means nothing."""
+        config, pattern = self.config, "batch length embed, embed heads head_dim -> batch length heads head_dim"
+        names = {"query": "query_proj", "key": "key_proj", "value": "value_proj"}
+        query, key, value = (
+            save(ctx.constrain(ctx.einsum(pattern, x, getattr(self, part)), "batch length heads head_dim"), name)
+            for part, name in names.items()
+        )
+        factor = jax.nn.softplus(self.scale.astype(jnp.float32)) / (math.log(2) * math.sqrt(config.head_dim))
+        found = near_mixture(
+            query.astype(jnp.float32) * factor[None, None, None],
+            key.astype(jnp.float32) * _KEY_SCALE,
+            value.astype(jnp.float32),
+            self._relative(x.dtype, ctx),
+            visible_keys(config, ctx),
+            config,
+        )
+        found = save(ctx.constrain(found.astype(x.dtype), "batch length heads head_dim"), "attention_out")
+        out = ctx.einsum("batch length heads head_dim, heads head_dim embed -> batch length embed", found, self.out)
+        return save(ctx.constrain(out, "batch length embed"), "out_proj")
+
+    def branch(self, x: Array, ctx: Context, past: None, key: PRNGKeyArray | None) -> BranchResult:
+        """`__call__` for a block."""
+        return BranchResult(self(x, ctx))
+
+    def _relative(self, dtype: jnp.dtype, ctx: Context) -> Float32[Array, "places heads head_dim"]:
+        """`r` of each distance that is seen, the farthest before first; zeros where there is none."""
+        config = self.config
+        places = config.shift + jnp.arange(config.before, -config.behind - 1, -1)
+        signal = sinusoids(places, self.relative_key.shape[0], _LONGEST).astype(dtype)
+        found = ctx.einsum("places signal, signal heads head_dim -> places heads head_dim", signal, self.relative_key)
+        return jnp.where((places >= 0)[:, None, None], found.astype(jnp.float32), 0.0)
+
+
+def visible_keys(config: LocalAttentionConfig, ctx: Context) -> Bool[Array, "batch chunks queries keys"]:
+    """Which keys of its chunk's each query sees: near ones of its own document that are no padding."""
+    segments = jnp.ones_like(ctx.positions) if ctx.segment_ids is None else ctx.segment_ids
+    documents = jnp.where(ctx.positions >= 0, segments + 1, 0)[..., None]  # 0 is also what fills the last chunk
+    query = _chunks(documents, config.chunk, 0, 0)
+    key = _chunks(documents, config.chunk, config.before, config.behind).swapaxes(2, 3)
+    distance = jnp.arange(key.shape[3])[None] - jnp.arange(config.chunk)[:, None]
+    near = (distance >= 0) & (distance <= config.before + config.behind)
+    return (query == key) & near[None, None]
+
+
+def near_mixture(
+    query: Float32[Array, "batch length heads head_dim"],
+    key: Float32[Array, "batch length heads head_dim"],
+    value: Float32[Array, "batch length heads head_dim"],
+    relative: Float32[Array, "places heads head_dim"],
+    visible: Bool[Array, "batch chunks queries keys"],
+    config: LocalAttentionConfig,
+) -> Float32[Array, "batch length heads head_dim"]:
+    """The values that each query sees, weighted by its scores."""
+    length = query.shape[1]
+    query = _chunks(query, config.chunk, 0, 0)
+    key, value = (_chunks(each, config.chunk, config.before, config.behind) for each in (key, value))
+    scores = jnp.einsum("bcqhd,bckhd->bchqk", query, key)
+    scores = scores + _by_key(jnp.einsum("bcqhd,phd->bchqp", query, relative), key.shape[2])
+    scores = config.soft_cap * jnp.tanh(scores / config.soft_cap)
+    scores = jnp.where(visible[:, :, None], scores, _MASKED)
+    found = jnp.einsum("bchqk,bckhd->bcqhd", jax.nn.softmax(scores, axis=-1), value)
+    return found.reshape(found.shape[0], -1, *found.shape[3:])[:, :length]
+
+
+def _chunks(x: Array, size: int, before: int, behind: int) -> Array:
+    """`[batch, chunks, size + before + behind, ...]`: each chunk with so many more on both sides, or zeros."""
+    count = -(-x.shape[1] // size)
+    width, further = before + size + behind, ((0, 0),) * (x.ndim - 2)
+    pieces = -(-width // size)  # a chunk and what is around it, in pieces of a chunk's length
+    x = jnp.pad(x, ((0, 0), (before, (count + pieces) * size - x.shape[1] - before), *further))
+    shifted = (x[:, index * size : (index + count) * size] for index in range(pieces))
+    parts = [each.reshape(x.shape[0], count, size, *x.shape[2:]) for each in shifted]
+    return jnp.concatenate(parts, axis=2)[:, :, :width]
+
+
+def _by_key(scores: Array, keys: int) -> Array:
+    """`[..., queries, distances]` as `[..., queries, keys]`: query i's first distance is that of key i."""
+    *outer, queries, distances = scores.shape
+    scores = jnp.pad(scores, ((0, 0),) * (scores.ndim - 1) + ((0, keys + 1 - distances),))
+    return scores.reshape(*outer, -1)[..., : queries * keys].reshape(*outer, queries, keys)

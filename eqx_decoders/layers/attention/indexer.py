@@ -1,0 +1,246 @@
+"""The lightning indexer of DeepSeek Sparse Attention (DeepSeek-V3.2, 2025): which keys a query attends to.
+
+    score_ts = sum_h w_th relu(q_th . k_s),    w_t = (W_w x_t) num_heads^-1/2 head_dim^-1/2
+
+One key k per token is shared by all heads. Of the keys that a query sees it takes the best `top_k`; of equals those
+that come first. Where there are no more keys than that, attention is dense.
+
+The indexer reads detached inputs, and what it chooses has no gradient: it learns from a loss of its own alone, the
+divergence KL(p || softmax(score)) from the distribution p of the attention it serves, the mean over its heads.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int, PRNGKeyArray
+
+from eqx_decoders.context import Context
+from eqx_decoders.errors import check_integer, check_number
+from eqx_decoders.layers.attention.kernels.common import EMPTY
+from eqx_decoders.layers.attention.topk import best_of_each, map_queries
+from eqx_decoders.layers.cache.kv_cache import Entries, Past, PastRows
+from eqx_decoders.layers.cache.paged import PagedPast
+from eqx_decoders.layers.mask import Mask, visible
+from eqx_decoders.layers.norm import LayerNorm, LayerNormConfig
+from eqx_decoders.layers.rope import Rope, rotate
+from eqx_decoders.numerics.matmul import fan_in
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IndexerConfig:
+    """Chooses `top_k` keys for each query of a latent attention, by scores of small heads.
+
+    **Arguments:**
+
+    - `num_heads`, `head_dim`: its heads, and the features of their queries and of the key that they share.
+    - `top_k`: keys that a query attends to.
+    - `norm`: of the keys.
+    - `loss_weight`: of its loss, the mean over tokens and over layers, in the training loss.
+    - `warmup`: leave attention dense and learn from all keys that it sees, not from the chosen ones alone. MaxText
+        applies its selection in this stage too, so that the indexer is taught by its own errors; the paper does not.
+    """
+
+    num_heads: int = 64
+    head_dim: int = 128
+    top_k: int = 2048
+    norm: LayerNormConfig = LayerNormConfig(eps=1e-6)
+    loss_weight: float = 0.0
+    warmup: bool = False
+
+    def __post_init__(self):
+        for field in ("num_heads", "head_dim", "top_k"):
+            check_integer(f"IndexerConfig.{field}", getattr(self, field))
+        check_number("IndexerConfig.loss_weight", self.loss_weight, least=0)
+
+    def token_products(self, keys: int) -> int:
+        """Multiplications per token of its scores over so many keys."""
+        return self.num_heads * self.head_dim * keys
+
+    def build(self, embed_dim: int, q_rank: int, *, key: PRNGKeyArray) -> "Indexer":
+        keys, heads, head_dim = jax.random.split(key, 3), self.num_heads, self.head_dim
+        return Indexer(
+            query=fan_in(keys[0], (q_rank, heads, head_dim), jnp.float32, q_rank, "normal"),
+            key=fan_in(keys[1], (embed_dim, head_dim), jnp.float32, embed_dim, "normal"),
+            key_norm=self.norm.build(head_dim),
+            head_weight=fan_in(keys[2], (embed_dim, heads), jnp.float32, embed_dim, "normal"),
+            config=self,
+        )
+
+
+class IndexerStats(eqx.Module):
+    """Sums over tokens; a leading `layers` axis once stacked.
+
+    **Arguments:**
+
+    - `loss`: the divergence of the indexer's distribution from that of the attention, in nats.
+    - `tokens`: how many tokens.
+    """
+
+    loss: Float32[Array, "*layers"]
+    tokens: Float32[Array, "*layers"]
+
+
+class Index(NamedTuple):
+    """What the indexer makes of the tokens of a call."""
+
+    query: Float[Array, "batch length heads head_dim"]
+    weight: Float32[Array, "batch length heads"]
+    key: Float[Array, "batch length 1 head_dim"]
+
+    @property
+    def entries(self) -> Entries:
+        """What it proposes to remember."""
+        return Entries(key=self.key, value=None)
+
+
+class Teacher(NamedTuple):
+    """Scaled queries and keys of the attention that is to be imitated."""
+
+    query: Float[Array, "batch length heads qk_dim"]
+    key: Float[Array, "batch length heads qk_dim"]
+
+
+class CachedChoice(NamedTuple):
+    """What is attended to of the present, and of a past: those of its slots, in any order, or a mask over all of it.
+
+    An index beyond the last slot is none.
+    """
+
+    present: Bool[Array, "batch 1 length length"]
+    past: Bool[Array, "batch 1 length slots"] | None
+    slots: Int[Array, "batch length chosen"] | None
+
+
+class Indexer(eqx.Module):
+    """`score_ts = sum_h w_th relu(q_th . k_s)`, and the keys with the best scores."""
+
+    query: Float[Array, "q_rank heads head_dim"]
+    key: Float[Array, "embed head_dim"]
+    key_norm: LayerNorm
+    head_weight: Float[Array, "embed heads"]
+    config: IndexerConfig = eqx.field(static=True)
+
+    def __call__(
+        self,
+        x: Float[Array, "batch length embed"],
+        low: Float[Array, "batch length q_rank"],
+        rope: Rope,
+        rope_dim: int,
+        ctx: Context,
+    ) -> Index:
+        """Queries from the latent of queries, the key and the weights of heads from the stream.
+
+        The first `rope_dim` features are rotated in halves, whatever the pairing of the attention.
+        """
+        x, low = jax.lax.stop_gradient((x, low))
+        half = dataclasses.replace(rope, pairing="half")
+
+        def rotated(y: Array) -> Array:
+            first, rest = jnp.split(y, [rope_dim], axis=-1)
+            return jnp.concatenate([rotate(first, ctx.positions, half), rest], axis=-1)
+
+        pattern = "batch length q_rank, q_rank heads head_dim -> batch length heads head_dim"
+        query = rotated(ctx.einsum(pattern, low, self.query))
+        key = self.key_norm(ctx.einsum("batch length embed, embed head_dim -> batch length head_dim", x, self.key))
+        wide = x.astype(np.promote_types(x.dtype, np.float32))
+        with jax.default_matmul_precision("highest"):  # few columns, and they decide
+            weight = ctx.einsum("batch length embed, embed heads -> batch length heads", wide, self.head_weight)
+        scale = (self.config.num_heads * self.config.head_dim) ** -0.5
+        return Index(
+            query=ctx.constrain(query, "batch length heads head_dim"),
+            weight=weight.astype(jnp.float32) * scale,
+            key=ctx.constrain(rotated(key[:, :, None]), "batch length slots head_dim"),
+        )
+
+    def choose(
+        self, index: Index, mask: Mask, ctx: Context, teacher: Teacher | None = None
+    ) -> tuple[Bool[Array, "batch 1 length length"] | None, IndexerStats | None]:
+        """Which tokens of a call each of them attends to (None: all that it sees), and what is learned from a teacher.
+
+        Some queries at a time, and once more in the backward pass: the scores of single heads never exist at once.
+        """
+        length, config = ctx.positions.shape[1], self.config
+        selects, learns = length > config.top_k and not config.warmup, teacher is not None
+        if not selects and not learns:
+            return None, None
+        of_keys = (index.key[:, :, 0], ctx.positions, ctx.segment_ids, None if teacher is None else teacher.key)
+        of_queries = (index.query, index.weight, ctx.positions, ctx.segment_ids)
+        of_queries = (*of_queries, None if teacher is None else teacher.query)
+
+        @functools.partial(jax.checkpoint, prevent_cse=False)
+        def block(of_queries, of_keys):
+            query, weight, places, segments, teaching = of_queries
+            key, key_places, key_segments, taught = of_keys
+            seen = visible(mask, places, key_places, segments, key_segments)
+            scores = jnp.where(seen, _scores(query, weight, key), -jnp.inf)
+            chosen = best_of_each(scores, config.top_k) & seen if selects else seen
+            loss = None
+            if teaching is not None:
+                loss = jnp.sum(_divergence(jax.lax.stop_gradient((teaching, taught)), scores, chosen))
+            return (chosen if selects else None), loss
+
+        heads = max(config.num_heads, 0 if teacher is None else teacher.query.shape[2])
+        chosen, losses = map_queries(lambda queries: block(queries, of_keys), of_queries, length, heads)
+        if chosen is not None:
+            chosen = jnp.moveaxis(chosen, 0, 1).reshape(chosen.shape[1], 1, -1, length)[:, :, :length]
+        if losses is None:
+            return chosen, None
+        tokens = jnp.sum((ctx.positions >= 0).astype(jnp.float32))
+        return chosen, IndexerStats(loss=jnp.sum(losses), tokens=tokens)
+
+    def choose_cached(
+        self, index: Index, past: Past | PastRows | PagedPast, mask: Mask, ctx: Context
+    ) -> CachedChoice | None:
+        """Which tokens of a call and of a past are attended to; None: all that are seen.
+
+        As slots where these are fewer than there are, for all queries together; else as a mask.
+        """
+        past = past if isinstance(past, Past) else past.whole()
+        length, slots, top_k = ctx.positions.shape[1], past.positions.shape[1], self.config.top_k
+        if slots + length <= top_k or self.config.warmup:
+            return None
+        earlier = _scores(index.query, index.weight, past.key[:, 0].astype(index.query.dtype))
+        if past.key_scale is not None:  # it is positive: relu(s x) = s relu(x)
+            earlier *= past.key_scale.astype(jnp.float32)
+        present = _scores(index.query, index.weight, index.key[:, :, 0])
+        parts = [(earlier, past.positions), (present, ctx.positions)]
+        scores = jnp.concatenate(
+            [jnp.where(visible(mask, ctx.positions, places), here, -jnp.inf) for here, places in parts], axis=-1
+        )
+        if length * top_k < slots:
+            best = jax.lax.top_k(scores, top_k)[1]
+            own = best[..., None] == slots + jnp.arange(length, dtype=best.dtype).reshape(1, 1, 1, -1)
+            return CachedChoice(present=jnp.any(own, axis=2)[:, None], past=None, slots=best)
+        chosen = best_of_each(scores, top_k)[:, None]
+        return CachedChoice(present=chosen[..., slots:], past=chosen[..., :slots], slots=None)
+
+
+def _scores(
+    query: Array, weight: Array, key: Float[Array, "batch keys head_dim"]
+) -> Float32[Array, "batch length keys"]:
+    """In f32. The sum over heads is no product: a TPU would round its factors to 16 bits."""
+    each = jnp.einsum("blhd,bsd->blhs", query, key, preferred_element_type=jnp.float32)
+    return jnp.sum(jax.nn.relu(each) * weight[..., None], axis=2)
+
+
+def _divergence(
+    taught: tuple[Array, Array], scores: Array, chosen: Bool[Array, "batch length keys"]
+) -> Float32[Array, "batch length"]:
+    """`KL(p || softmax(score))` over the chosen keys, p being the mean over heads of the attention; 0 without keys."""
+    each = jnp.einsum("blhd,bshd->bhls", *taught, preferred_element_type=jnp.float32)
+    teacher = jnp.mean(jnp.exp(_log_softmax(each, chosen[:, None])), axis=1)
+    terms = -jax.scipy.special.entr(teacher) - teacher * jnp.where(chosen, _log_softmax(scores, chosen), 0.0)
+    return jnp.sum(jnp.where(chosen, terms, 0.0), axis=-1)
+
+
+def _log_softmax(scores: Array, chosen: Bool[Array, "..."]) -> Array:
+    """Over the chosen keys; -inf elsewhere."""
+    scores = jnp.where(chosen, scores, -jnp.inf)
+    top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True, initial=EMPTY))
+    total = jnp.sum(jnp.exp(scores - top), axis=-1, keepdims=True)
+    return scores - top - jnp.log(jnp.where(total > 0, total, 1.0))

@@ -1,0 +1,112 @@
+"""Attention with all scores at once: the definition, and the fastest for a few queries.
+
+Memory grows with length x kv_length.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Float32
+
+from eqx_decoders.layers.attention.kernels.call import Call
+from eqx_decoders.layers.attention.kernels.common import (
+    EMPTY,
+    Cotangents,
+    Gradients,
+    Result,
+    Scales,
+    cap_scores,
+    cap_slopes,
+)
+from eqx_decoders.layers.mask import AttentionPositions, Mask, visible
+
+
+def dot(
+    query: Array,
+    key: Array,
+    value: Array,
+    places: AttentionPositions,
+    selected: Array | None,
+    call: Call,
+    scales: Scales | None = None,
+) -> Result:
+    """Attention as `attend` defines it. Scales of keys multiply scores, those of values weights: nothing is rounded."""
+    batch, length, heads, _ = query.shape
+    if scales is not None:
+        key, value = key.astype(query.dtype), value.astype(query.dtype)
+    scores = _scores(query, key, call.soft_cap, None if scales is None else scales.key)
+    scores = jnp.where(_seen(query, key, places, call.mask, selected), scores, -jnp.inf)
+    top = jax.lax.stop_gradient(scores.max(-1, keepdims=True, initial=EMPTY))
+    weights = jnp.exp(scores - top)
+    total = weights.sum(-1, keepdims=True)
+    safe = jnp.where(total > 0, total, 1.0)
+    mixing = weights / safe if scales is None else weights / safe * _of_keys(scales.value)
+    out = _mixed(mixing.astype(value.dtype), value, call)
+    lse = jnp.where(total > 0, top + jnp.log(safe), EMPTY)
+    lse = lse[..., 0].transpose(0, 3, 1, 2).reshape(batch, length, heads)
+    out = out.reshape(batch, length, heads, -1).astype(query.dtype)
+    return checkpoint_name(out, "context"), checkpoint_name(lse, "context")
+
+
+def dot_gradients(
+    query: Array,
+    key: Array,
+    value: Array,
+    places: AttentionPositions,
+    selected: Array | None,
+    call: Call,
+    known: Cotangents,
+) -> Gradients:
+    """Gradients as `attend_gradients` defines them."""
+    kv_heads = key.shape[2]
+    lse, delta = (_grouped(x, kv_heads).transpose(0, 2, 3, 1)[..., None] for x in (known.lse, known.delta))
+    query_g, out_bar = (_grouped(x, kv_heads) for x in (query, known.out_bar.astype(value.dtype)))
+    scores = _scores(query, key, call.soft_cap)
+    seen = _seen(query, key, places, call.mask, selected)
+    weights = jnp.exp(jnp.where(seen, scores, -jnp.inf) - lse)
+    slopes = weights * (jnp.einsum("btngv,bsnv->bngts", out_bar, value, preferred_element_type=jnp.float32) - delta)
+    slopes = cap_slopes(slopes, scores, call.soft_cap).astype(key.dtype)
+    query_bar = jnp.einsum("bngts,bsnd->btngd", slopes, key, preferred_element_type=jnp.float32)
+    key_bar = jnp.einsum("bngts,btngd->bsnd", slopes, query_g, preferred_element_type=jnp.float32)
+    weights = weights.astype(value.dtype)
+    value_bar = jnp.einsum("bngts,btngv->bsnv", weights, out_bar, preferred_element_type=jnp.float32)
+    return query_bar.reshape(query.shape), key_bar, value_bar
+
+
+def _mixed(weights: Array, value: Array, call: Call) -> Array:
+    """[batch, kv_heads, groups, length, keys] x [batch, keys, kv_heads, d] -> [batch, length, kv_heads, groups, d]"""
+    if call.platform != "cpu" or call.aligned:
+        return jnp.einsum("bngts,bsnv->btngv", weights, value)
+    # values of a past behind the weights, heads before keys, as a cache has them: otherwise XLA would turn them around
+    batch, kv_heads, groups, length, keys = weights.shape
+    flat = weights.reshape(batch, kv_heads, groups * length, keys)
+    out = jax.lax.dot_general(flat, value.swapaxes(1, 2), (((3,), (2,)), ((0, 1), (0, 1))))
+    return out.reshape(batch, kv_heads, groups, length, -1).transpose(0, 3, 1, 2, 4)
+
+
+def _grouped(x: Array, kv_heads: int) -> Array:
+    """Query heads by the key heads that they use: [batch, length, kv_heads, groups, ...]"""
+    return x.reshape(*x.shape[:2], kv_heads, -1, *x.shape[3:])
+
+
+def _of_keys(scale: Float[Array, "batch keys scale_heads"]) -> Float32[Array, "batch scale_heads 1 1 keys"]:
+    return scale.astype(jnp.float32).swapaxes(1, 2)[:, :, None, None]
+
+
+def _scores(
+    query: Array, key: Array, soft_cap: float | None, scale: Array | None = None
+) -> Float32[Array, "batch kv_heads groups length keys"]:
+    query = _grouped(query, key.shape[2])
+    scores = jnp.einsum("btngd,bsnd->bngts", query, key, preferred_element_type=jnp.float32)
+    return cap_scores(scores if scale is None else scores * _of_keys(scale), soft_cap)
+
+
+def _seen(
+    query: Array, key: Array, places: AttentionPositions, mask: Mask, selected: Array | None
+) -> Bool[Array, "batch kv_heads groups length keys"]:
+    seen = visible(mask, *places)[:, None, None]
+    if selected is None:
+        return seen
+    heads, kv_heads = query.shape[2], key.shape[2]
+    split = (1, 1) if selected.shape[1] == 1 else (kv_heads, heads // kv_heads)
+    return seen & selected.reshape(query.shape[0], *split, *selected.shape[2:])

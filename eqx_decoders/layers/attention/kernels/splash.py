@@ -1,0 +1,99 @@
+"""Attention by JAX's splash kernel for TPUs (Pallas), where it is exact.
+
+Splash goes by indices and ids: a query sees what stands before it in the row (or all of it, or so much) and has its id.
+That is our mask where queries and keys are the same tokens in order; of a window also only where no positions are
+missing. Padding gets an id of its own, and each chunk of a segment one. Tiles that no query of any row could see by
+index are skipped, those of other documents are not: the interval kernel skips these, too.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel as splash,
+    splash_attention_mask as masks,
+)
+from jaxtyping import Array, Int
+
+from eqx_decoders.layers.attention.kernels.call import Call
+from eqx_decoders.layers.attention.kernels.common import Result
+from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Chunked, Mask, SlidingWindow
+from eqx_decoders.layers.tpu import LANES
+
+
+BLOCK = 512  # of queries and keys: within XLA's own limit of the vector memory on every TPU
+EXACT_IN_16_BITS = (None, "default", "fastest", "bfloat16")  # TPUs refuse others for products of 16-bit numbers
+PADDING = jnp.iinfo(jnp.int32).min
+
+
+def refusal(call: Call) -> str | None:
+    """What splash attention cannot do of this call, in words, or None."""
+    if not call.aligned:
+        return "queries that are not the keys, in the same order"
+    if isinstance(call.mask, SlidingWindow) and not call.gapless:
+        return "a window over positions that may have gaps"
+    precision = getattr(jax.config, "jax_default_matmul_precision", None)
+    if precision not in EXACT_IN_16_BITS and any(jnp.dtype(dtype).itemsize < 4 for dtype in call.dtypes):
+        return f"jax_default_matmul_precision={precision!r} for 16-bit numbers"
+    return None
+
+
+def splash_attention(
+    query: Array, key: Array, value: Array, places: AttentionPositions, selected: Array | None, call: Call
+) -> Result:
+    """Attention as `attend` defines it; lse, which would have no gradient, is NaN. Interpreted where there is no TPU.
+
+    Under remat, saving "context" saves the whole forward pass.
+    """
+    length, heads = query.shape[1:3]
+    more = -length % LANES
+    size = length + more
+    # the largest block of whole registers that divides the length
+    block = next(n for n in range(min(BLOCK, size), 0, -LANES) if size % n == 0)
+    names = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
+    kernel = splash.make_splash_mha(
+        masks.MultiHeadMask([_mask(call.mask, size)] * heads),
+        head_shards=1,
+        q_seq_shards=1,
+        block_sizes=splash.BlockSizes(**dict.fromkeys(names, block)),
+        attn_logits_soft_cap=call.soft_cap,
+        residual_checkpoint_name="context",
+        interpret=call.platform != "tpu",
+    )
+    real = places.query_positions >= 0
+    ids = jnp.pad(_ids(call.mask, places), ((0, 0), (0, more)), constant_values=PADDING)
+    arrays = (jnp.pad(x.swapaxes(1, 2), ((0, 0), (0, 0), (0, more), (0, 0))) for x in (query, key, value))
+    out: Any = jax.vmap(kernel)(*arrays, splash.SegmentIds(ids, ids))
+    out = out[:, :, :length].swapaxes(1, 2)
+    out = jnp.where(real[:, :, None, None], out, jnp.zeros((), out.dtype))
+    return out, jnp.full(query.shape[:3], jnp.nan, jnp.float32)
+
+
+def _mask(mask: Mask, size: int) -> masks.Mask:
+    if isinstance(mask, Bidirectional):
+        return masks.FullMask((size, size))
+    if isinstance(mask, SlidingWindow):
+        return masks.LocalMask((size, size), window_size=(mask.size - 1, 0), offset=0)
+    return masks.CausalMask((size, size))
+
+
+def _ids(mask: Mask, places: AttentionPositions) -> Int[Array, "batch length"]:
+    """A number of what a token's document, or its chunk of a document, has in common; -1 for padding."""
+    positions, segments = places.query_positions, places.query_segments
+    ids = jnp.zeros_like(positions) if segments is None else segments.astype(jnp.int32)
+    if isinstance(mask, Chunked | Bidirectional) and mask.size is not None:
+        ids = _ranks(ids, positions // mask.size)
+    return jnp.where(positions >= 0, ids, PADDING)
+
+
+def _ranks(one: Array, other: Array) -> Int[Array, "batch length"]:
+    """Numbers of the pairs in each row, in their order: the same for the same pairs."""
+
+    def of_row(one: Array, other: Array) -> Array:
+        order = jnp.lexsort((other, one))
+        first, second = one[order], other[order]
+        new = (first[1:] != first[:-1]) | (second[1:] != second[:-1])
+        return jnp.zeros_like(one).at[order].set(jnp.cumsum(jnp.pad(new, (1, 0)), dtype=one.dtype))
+
+    return jax.vmap(of_row)(one, other)

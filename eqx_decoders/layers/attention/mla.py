@@ -1,0 +1,412 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024): all keys and values of a token come from one short vector.
+
+    c = norm(W_c x),  r = rotate(W_r x);  per head: k = [W_k c | r],  v = W_v c,  softmax(scale * q k^T + mask) v
+
+Only [c | r] is cached, and the key of an indexer beside it. Over a cache attention runs in the absorbed form: as
+q k^T = [W_k^T q_nope | q_rope] [c | r]^T, all heads share the one key [c | r], mix latents, and W_v turns the mixture
+into values. It never expands the past.
+"""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from eqx_decoders.context import Context
+from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.layers.attention.cached import attend_past
+from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
+from eqx_decoders.layers.attention.indexer import CachedChoice, Index, Indexer, IndexerConfig, Teacher
+from eqx_decoders.layers.attention.kernels.common import Result
+from eqx_decoders.layers.attention.kernels.registry import max_scores, merge
+from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.layers.cache.engine_owned import ExternalPast, Handed
+from eqx_decoders.layers.cache.kv_cache import Entries, KVShape, Past, PastRows, StackedPast, kv_shape
+from eqx_decoders.layers.cache.paged import PagedPast
+from eqx_decoders.layers.mask import Causal, Mask, seen_keys
+from eqx_decoders.layers.mlp import add_bias
+from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
+from eqx_decoders.layers.rope import Rope, rotate
+from eqx_decoders.numerics.int8_matmul import unrounded
+from eqx_decoders.numerics.matmul import LowRank, fan_in
+from eqx_decoders.remat import save
+
+
+LatentPast = Past | PastRows | PagedPast | ExternalPast | dict[str, Past | PastRows | StackedPast | PagedPast]
+LatentEntries = Entries | Handed | dict[str, Entries]
+
+LANE = 128  # features that a TPU keeps together
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LatentAttentionConfig:
+    """`softmax(scale * q k^T + mask) v`, projected out; keys and values are made from a latent of `kv_rank` features.
+
+    **Arguments:**
+
+    - `num_heads`: heads of queries, keys and values.
+    - `q_rank`: features of the latent from which queries are made; None makes them from `x` itself.
+    - `kv_rank`: features of the latent from which keys and values are made.
+    - `nope_dim`, `rope_dim`: features of a head's query and key without and with rotary embedding, in this order; all
+        heads share the rotary part of the key.
+    - `value_dim`: features of a head's value.
+    - `mask`: which keys a query sees.
+    - `rope`: rotary embedding of the `rope_dim` features; None leaves them as they are (Kimi Linear).
+    - `query_scale`: multiplies queries; None for `(nope_dim + rope_dim) ** -0.5`, times `rope.score_scale`.
+    - `norm`: of both latents; the shared rotary key has none.
+    - `bias`: biases of the projections into the latents and of the output projection.
+    - `indexer`: chooses some of the keys that a query sees; None takes all.
+    """
+
+    num_heads: int
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    mask: Mask = Causal()
+    rope: Rope | None = Rope()
+    query_scale: float | None = None
+    norm: NormConfig = RMSNormConfig()
+    bias: bool = False
+    indexer: IndexerConfig | None = None
+
+    def __post_init__(self):
+        for field in ("num_heads", "kv_rank", "nope_dim", "rope_dim", "value_dim"):
+            check_integer(f"LatentAttentionConfig.{field}", getattr(self, field))
+        if self.q_rank is not None:
+            check_integer("LatentAttentionConfig.q_rank", self.q_rank)
+        if self.query_scale is not None:
+            check_number("LatentAttentionConfig.query_scale", self.query_scale, above=0)
+        if self.rope is not None:
+            check(self.rope_dim % 2 == 0, f"LatentAttentionConfig.rope_dim={self.rope_dim} must be even.")
+            self.rope.rotated(self.rope_dim)
+        if self.indexer is not None:
+            check(self.rope is not None, "LatentAttentionConfig.indexer needs rope: it rotates its keys.")
+            causal, fits = isinstance(self.mask, Causal), self.indexer.head_dim >= self.rope_dim
+            rule = f"LatentAttentionConfig.indexer needs mask=Causal(), not {self.mask}"
+            check(causal, f"{rule}: of a window it would choose by slots that turn round.")
+            check(
+                self.q_rank is not None, "LatentAttentionConfig.indexer needs q_rank: it reads the latent of queries."
+            )
+            rule = f"LatentAttentionConfig.indexer.head_dim={self.indexer.head_dim} must be at least"
+            check(fits, f"{rule} rope_dim={self.rope_dim}: so many of its features are rotated.")
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head's query and key."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def scale(self) -> float:
+        """By which queries are multiplied."""
+        if self.query_scale is not None:
+            return self.query_scale
+        return self.head_dim**-0.5 * (1.0 if self.rope is None else self.rope.score_scale)
+
+    @property
+    def latent_dim(self) -> int:
+        """Features of a token's latent and its rotary key together."""
+        return self.kv_rank + self.rope_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """Features that a cache holds of a token: from one lane on, zeros fill the last of its lanes.
+
+        A TPU keeps such a cache feature by feature in memory and writes tokens in place; one of 576 features it keeps
+        slot by slot, and each write costs a copy of the whole.
+        """
+        return self.latent_dim if self.latent_dim < LANE else -(-self.latent_dim // LANE) * LANE
+
+    def memory(self, max_length: int) -> KVShape | dict[str, KVShape]:
+        """One head of latents and rotary keys, without values; with an indexer its keys beside them."""
+        latents = kv_shape(self.mask, max_length, kv_heads=1, head_dim=self.cached_dim, values=False)
+        if self.indexer is None:
+            return latents
+        index = kv_shape(self.mask, max_length, kv_heads=1, head_dim=self.indexer.head_dim, values=False)
+        return {"latents": dataclasses.replace(latents, by_slot=True), "index": index}
+
+    def token_products(self, length: int) -> int:
+        """Multiplications per token beside those of the weights: scores, of an indexer too, and mixtures."""
+        seen = seen_keys(self.mask, length)
+        if self.indexer is None:
+            return self.num_heads * seen * (self.head_dim + self.value_dim)
+        chosen = seen if self.indexer.warmup else min(seen, self.indexer.top_k)
+        return self.num_heads * chosen * (self.head_dim + self.value_dim) + self.indexer.token_products(seen)
+
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "LatentAttention":
+        keys = jax.random.split(key, 5)
+        heads, q_rank = self.num_heads, self.q_rank
+
+        def new(key, fan, *shape):
+            return fan_in(key, shape, jnp.float32, fan, "normal")
+
+        def zeros(size):
+            return jnp.zeros((size,)) if self.bias and size else None
+
+        into_values = self.nope_dim + self.value_dim
+        return LatentAttention(
+            query=None if q_rank else new(keys[0], embed_dim, embed_dim, heads, self.head_dim),
+            query_down=new(keys[0], embed_dim, embed_dim, q_rank) if q_rank else None,
+            query_norm=self.norm.build(q_rank) if q_rank else None,
+            query_up=new(keys[1], q_rank, q_rank, heads, self.head_dim) if q_rank else None,
+            kv_down=new(keys[2], embed_dim, embed_dim, self.latent_dim),
+            kv_norm=self.norm.build(self.kv_rank),
+            kv_up=new(keys[3], self.kv_rank, self.kv_rank, heads, into_values),
+            out=new(keys[4], heads * self.value_dim, heads, self.value_dim, embed_dim),
+            query_down_bias=zeros(q_rank),
+            kv_down_bias=zeros(self.latent_dim),
+            out_bias=zeros(embed_dim),
+            indexer=self._build_indexer(embed_dim, jax.random.fold_in(key, 5)),
+            config=self,
+        )
+
+    def _build_indexer(self, embed_dim: int, key: PRNGKeyArray) -> Indexer | None:
+        if self.indexer is None or self.q_rank is None:
+            return None
+        return self.indexer.build(embed_dim, self.q_rank, key=key)
+
+
+class LatentAttention(eqx.Module):
+    """`softmax(scale * q k^T + mask) v` with keys and values made from a latent, projected out."""
+
+    query: Float[Array, "embed heads qk_dim"] | None
+    query_down: Float[Array, "embed q_rank"] | None
+    query_norm: Norm | None
+    query_up: Float[Array, "q_rank heads qk_dim"] | None
+    kv_down: Float[Array, "embed latent"]
+    kv_norm: Norm
+    kv_up: Float[Array, "kv_rank heads kv_dim"]
+    out: Float[Array, "heads value_dim embed"]
+    query_down_bias: Float[Array, "q_rank"] | None
+    kv_down_bias: Float[Array, "latent"] | None
+    out_bias: Float[Array, "embed"] | None
+    indexer: Indexer | None
+    config: LatentAttentionConfig = eqx.field(static=True)
+
+    def __call__(
+        self, x: Float[Array, "batch length embed"], ctx: Context, past: LatentPast | None = None
+    ) -> tuple[Float[Array, "batch length embed"], LatentEntries]:
+        """The layer's output, and the latents and rotary keys that it proposes for a cache."""
+        result = self.branch(x, ctx, past, None)
+        return result.out, result.entries
+
+    def branch(self, x: Array, ctx: Context, past: LatentPast | None, key: PRNGKeyArray | None) -> BranchResult:
+        """For a block: the output, what is proposed for a cache, and statistics."""
+        low = self._query_input(x, ctx)
+        query, latent = self._query(low, ctx), self._latent(x, ctx)
+        config, stats = self.config, {}
+        entries: Any = Entries(key=latent, value=None)
+        if self.indexer is not None and config.rope is not None:
+            index = self.indexer(x, low, config.rope, config.rope_dim, ctx)
+            entries = {"latents": entries, "index": index.entries}
+            if isinstance(past, dict) and isinstance(past["index"], Past | PastRows | PagedPast):
+                choice = self.indexer.choose_cached(index, past["index"], config.mask, ctx)
+                mixed = self._absorbed(query, latent, past["latents"], ctx, choice)
+            else:
+                mixed, stats = self._expanded(query, latent, ctx, index)
+        elif isinstance(past, ExternalPast):
+            mixed, entries = self._ask(query, latent, past, ctx)
+        elif isinstance(past, Past | PastRows | PagedPast):
+            mixed = self._absorbed(query, latent, past, ctx)
+        else:
+            mixed, stats = self._expanded(query, latent, ctx)
+        mixed = save(ctx.constrain(mixed, "batch length heads value_dim"), "attention_out")
+        out = ctx.einsum("batch length heads value_dim, heads value_dim embed -> batch length embed", mixed, self.out)
+        return BranchResult(
+            save(ctx.constrain(add_bias(out, self.out_bias), "batch length embed"), "out_proj"), entries, stats
+        )
+
+    def _query_input(self, x: Array, ctx: Context) -> Float[Array, "batch length features"]:
+        """What queries are made from: their latent, or `x` itself."""
+        if self.query_down is None or self.query_norm is None:
+            return x
+        low = ctx.einsum("batch length embed, embed q_rank -> batch length q_rank", x, self.query_down)
+        low = save(add_bias(low, self.query_down_bias), "query_wa_proj")
+        return save(self.query_norm(low), "mla_q")
+
+    def _query(self, low: Array, ctx: Context) -> Float[Array, "batch length heads qk_dim"]:
+        """Scaled queries, `[nope | rope]`."""
+        config = self.config
+        if self.query is not None:
+            pattern = "batch length embed, embed heads qk_dim -> batch length heads qk_dim"
+            query = ctx.einsum(pattern, low, self.query)
+        else:
+            assert self.query_up is not None
+            pattern = "batch length q_rank, q_rank heads qk_dim -> batch length heads qk_dim"
+            query = ctx.einsum(pattern, low, self.query_up)
+        nope, rope = jnp.split(query, [config.nope_dim], axis=-1)
+        query = jnp.concatenate([nope, self._rotated(rope, ctx)], axis=-1)
+        query = query * config.scale
+        return save(ctx.constrain(query, "batch length heads qk_dim"), "query_proj")
+
+    def _latent(self, x: Array, ctx: Context) -> Float[Array, "batch length 1 cached"]:
+        """What the cache holds of each token, as of one head: its normalised latent, its rotated key, and zeros."""
+        low = ctx.einsum("batch length embed, embed latent -> batch length latent", x, self.kv_down)
+        low = save(add_bias(low, self.kv_down_bias), "kv_wa_proj")
+        latent, rope = jnp.split(low[:, :, None], [self.config.kv_rank], axis=-1)
+        latent = save(self.kv_norm(latent), "mla_kv")
+        return self._padded(latent, self._rotated(rope, ctx), ctx)
+
+    def _rotated(self, x: Array, ctx: Context) -> Array:
+        return x if self.config.rope is None else rotate(x, ctx.positions, self.config.rope)
+
+    def _expanded(
+        self, query: Array, latent: Array, ctx: Context, index: Index | None = None
+    ) -> tuple[Float[Array, "batch length heads value_dim"], dict[str, Any]]:
+        """Every head's own keys and values: the fewest operations where there are many queries. With statistics."""
+        config = self.config
+        low, rope, _ = jnp.split(latent, [config.kv_rank, config.latent_dim], axis=-1)
+        pattern = "batch length kv_rank, kv_rank heads kv_dim -> batch length heads kv_dim"
+        nope, value = jnp.split(ctx.einsum(pattern, low[:, :, 0], self.kv_up), [config.nope_dim], axis=-1)
+        key = jnp.concatenate([nope, jnp.broadcast_to(rope, (*nope.shape[:3], config.rope_dim))], axis=-1)
+        key = save(ctx.constrain(key, "batch length heads qk_dim"), "key_proj")
+        value = save(ctx.constrain(value, "batch length heads value_dim"), "value_proj")
+        selected: Any = None
+        stats: dict[str, Any] = {}
+        if self.indexer is not None and index is not None:
+            teacher = Teacher(query, key) if self.indexer.config.loss_weight > 0 else None
+            selected, learned = self.indexer.choose(index, config.mask, ctx, teacher)
+            stats = {} if learned is None else {"indexer": learned}
+        if ctx.execution.attention_maxima:
+            platform = ctx.execution.layout.platform
+            scores = max_scores(query, key, platform=platform, **self._present(ctx, selected))
+            stats["max_scores"] = jnp.max(scores, axis=0)
+        out, _ = self._attend(query, key, value, ctx, selected, needs_lse=False)
+        return out, stats
+
+    def _absorbed(
+        self,
+        query: Array,
+        latent: Array,
+        past: Past | PastRows | StackedPast | PagedPast,
+        ctx: Context,
+        choice: CachedChoice | None = None,
+    ) -> Float[Array, "batch length heads value_dim"]:
+        """Past and present, merged by their log-sum-exp while they are latents.
+
+        Values are the whole keys, and what they mix of the rotary part is dropped: a slice of a cache would be copied.
+        A decoding step of DeepSeek-V3 for v5p: 34 MB of temporaries against 118. There the present costs 3 % more in
+        the expanded form, whose weights are read once more; in chunks of 512 tokens it would cost 6 % less.
+        """
+        config = self.config
+        nope, rope = jnp.split(query, [config.nope_dim], axis=-1)
+        kv_up = unrounded(self.kv_up, 0)  # it is not contracted as in the expanded form, but the same numbers
+        query = self._padded(_into_latents(nope, kv_up, ctx), rope, ctx)
+        present = self._attend(query, latent, latent, ctx, None if choice is None else choice.present)
+        if choice is not None and choice.slots is not None and isinstance(past, StackedPast | PagedPast):
+            earlier = self._attend_slots(query, past, choice.slots, ctx)
+        else:
+            whole = past.whole() if isinstance(past, StackedPast) else past
+            earlier = self._attend_past(query, whole, None if choice is None else choice.past, ctx)
+        mixed, _ = merge([present, earlier])
+        return _into_values(mixed[..., : config.kv_rank], kv_up, config.nope_dim, ctx)
+
+    def _ask(
+        self, query: Array, latent: Array, past: ExternalPast, ctx: Context
+    ) -> tuple[Float[Array, "batch length heads value_dim"], Handed]:
+        """What queries find in an engine's cache, which takes the latents first: keys that are values, of one head."""
+        config = self.config
+        nope, rope = jnp.split(query, [config.nope_dim], axis=-1)
+        kv_up = unrounded(self.kv_up, 0)
+        query = self._padded(_into_latents(nope, kv_up, ctx), rope, ctx)
+        mixed, handed = past.attend(query, latent, None, mask=config.mask)
+        return _into_values(mixed[..., : config.kv_rank], kv_up, config.nope_dim, ctx), handed
+
+    def _padded(self, latent: Array, rope: Array, ctx: Context) -> Float[Array, "batch length heads cached"]:
+        """Side by side, as wide as in a cache; of queries in the absorbed form, too."""
+        zeros = jnp.zeros((*rope.shape[:-1], self.config.cached_dim - self.config.latent_dim), rope.dtype)
+        return ctx.constrain(jnp.concatenate([latent, rope, zeros], axis=-1), "batch length heads latent")
+
+    def _attend(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        ctx: Context,
+        selected: Bool[Array, "..."] | None = None,
+        needs_lse: bool = True,
+    ) -> Result:
+        """Attention over the tokens of this call."""
+        present = self._present(ctx, selected)
+        gapless = ctx.gapless and present["aligned"]
+        present |= dict(needs_lse=needs_lse, gapless=gapless, contiguous=ctx.contiguous)
+        return attend_on_mesh(query, key, value, execution=ctx.execution, **present)
+
+    def _present(self, ctx: Context, selected: Bool[Array, "..."] | None) -> dict[str, Any]:
+        """What the tokens of this call see of each other."""
+        return dict(
+            mask=self.config.mask,
+            query_positions=ctx.positions,
+            key_positions=ctx.positions,
+            query_segments=ctx.segment_ids,
+            key_segments=ctx.segment_ids,
+            selected=selected,
+            aligned=ctx.execution.context_order == "plain",
+        )
+
+    def _attend_past(
+        self, query: Array, past: Past | PastRows | PagedPast, selected: Bool[Array, "..."] | None, ctx: Context
+    ) -> Result:
+        """Attention over all of a past."""
+        options: dict[str, Any] = dict(mask=self.config.mask, execution=ctx.execution)
+        return attend_past(query, past, query_positions=ctx.positions, selected=selected, **options)
+
+    def _attend_slots(
+        self, query: Array, past: StackedPast | PagedPast, slots: Int[Array, "batch length chosen"], ctx: Context
+    ) -> Result:
+        """Attention of each query over some slots of a past, and nothing else of it is read."""
+        batch, length, count = slots.shape
+        keys, places = past.at(slots.reshape(batch, -1), query.dtype)
+
+        def alone(x: Array) -> Array:  # each query in a row of its own, with the keys that it chose
+            return x.reshape(batch * length, -1, *x.shape[2:])
+
+        keys = keys.reshape(batch * length, count, 1, -1)
+        out, lse = attend_on_mesh(
+            alone(query),
+            keys,
+            keys,
+            query_positions=alone(ctx.positions),
+            key_positions=places.reshape(batch * length, count),
+            mask=self.config.mask,
+            execution=ctx.execution,
+            key_axis="slots",
+        )
+        return out.reshape(batch, length, *out.shape[2:]), lse.reshape(batch, length, -1)
+
+
+# The two halves of `kv_up`, used head by head. Of a weight in parts the second factor has the heads: it comes first on
+# the way into the latents, where the weight is transposed, and last on the way out of them.
+
+
+def _into_latents(query: Array, kv_up: Array | LowRank, ctx: Context) -> Float[Array, "batch length heads kv_rank"]:
+    """`W_k^T q`."""
+    pattern = "batch length heads nope, kv_rank heads nope -> batch length heads kv_rank"
+    keys = slice(query.shape[-1])
+    if not isinstance(kv_up, LowRank):
+        return ctx.einsum(pattern, query, kv_up[..., keys])
+    down = "batch length heads nope, rank heads nope -> batch length heads rank"
+    low = kv_up.scale * ctx.einsum(down, query, kv_up.lora_b[..., keys])
+    pair = ctx.einsum("batch length heads rank, kv_rank rank -> batch length heads kv_rank", low, kv_up.lora_a)
+    base: Any = kv_up.base
+    return ctx.einsum(pattern, query, jax.lax.stop_gradient(base[..., keys])) + pair
+
+
+def _into_values(
+    mixed: Array, kv_up: Array | LowRank, nope_dim: int, ctx: Context
+) -> Float[Array, "batch length heads value_dim"]:
+    """`W_v c`."""
+    pattern = "batch length heads kv_rank, kv_rank heads value_dim -> batch length heads value_dim"
+    values = slice(nope_dim, None)
+    if not isinstance(kv_up, LowRank):
+        return ctx.einsum(pattern, mixed, kv_up[..., values])
+    down = "batch length heads kv_rank, kv_rank rank -> batch length heads rank"
+    low = kv_up.scale * ctx.einsum(down, mixed, kv_up.lora_a)
+    up = "batch length heads rank, rank heads value_dim -> batch length heads value_dim"
+    pair = ctx.einsum(up, low, kv_up.lora_b[..., values])
+    base: Any = kv_up.base
+    return ctx.einsum(pattern, mixed, jax.lax.stop_gradient(base[..., values])) + pair

@@ -1,0 +1,148 @@
+"""Mixture of block attention (MoBA; Lu et al., 2025): each query head attends to a few blocks of keys.
+
+A block is `size` positions of a document. A query takes its own block, in which it sees what came before, and of the
+earlier ones those whose mean key has the largest product with it: `top_k` blocks in all; of equals those that come
+first. There are no weights, and the choice has no gradient.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from eqx_decoders.errors import check_integer
+from eqx_decoders.layers.attention.topk import best_of_each, map_queries
+from eqx_decoders.layers.cache.kv_cache import Past
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BlockSelection:
+    """Each query head attends to `top_k` blocks of keys, its own among them.
+
+    **Arguments:**
+
+    - `size`: positions of a block.
+    - `top_k`: blocks that a query attends to.
+    """
+
+    size: int = 1024
+    top_k: int = 8
+
+    def __post_init__(self):
+        check_integer("BlockSelection.size", self.size)
+        check_integer("BlockSelection.top_k", self.top_k)
+
+    def choose(
+        self,
+        query: Float[Array, "batch length heads head_dim"],
+        key: Float[Array, "batch length kv_heads head_dim"],
+        positions: Int[Array, "batch length"],
+        segments: Int[Array, "batch length"] | None,
+        contiguous: bool = False,
+    ) -> Bool[Array, "batch heads length length"] | None:
+        """Which tokens of whole documents are in blocks that each of them chooses; None: all of them.
+
+        Unless positions are `contiguous` each token may stand in a block of its own.
+        """
+        length = positions.shape[1]
+        most = -(-length // self.size) + 1 if contiguous else length  # one more where a row begins within a block
+        if most <= self.top_k:
+            return None
+        query, key = jax.lax.stop_gradient((query, key))
+        segments = jnp.zeros_like(positions) if segments is None else segments
+        blocks = _blocks_of(positions, segments, self.size)
+        means = _means(key, blocks, positions >= 0)
+        owners = jax.vmap(lambda ids, into: jnp.full_like(ids, -1).at[into].max(ids))(segments, blocks)
+
+        def some(queries):
+            query, own, segment = queries
+            index = jnp.arange(length, dtype=jnp.int32)[None, None]
+            earlier = (index < own[:, :, None]) & (owners[:, None] == segment[:, :, None])
+            chosen = self._best(query, means, earlier, index == own[:, :, None])
+            return _of_tokens(chosen, blocks)
+
+        chosen = jnp.moveaxis(map_queries(some, (query, blocks, segments), length, query.shape[2]), 0, 2)
+        return chosen.reshape(*chosen.shape[:2], -1, length)[:, :, :length]
+
+    def choose_cached(
+        self,
+        query: Float[Array, "batch length heads head_dim"],
+        key: Float[Array, "batch length kv_heads head_dim"],
+        positions: Int[Array, "batch length"],
+        past: Past,
+    ) -> "CachedBlocks":
+        """The same for the tokens of a call and of a past, whose row is one document."""
+        slots, length = past.positions.shape[1], positions.shape[1]
+        count = -(-(slots + length) // self.size)
+        if count <= self.top_k:
+            return CachedBlocks(None, None)
+        stored = past.key if past.key_scale is None else past.keys(key.dtype)
+        query, key, keys = jax.lax.stop_gradient((query, key, stored))
+        own, others = positions // self.size, past.positions // self.size
+        sums, totals = 0.0, 0.0
+        for blocks, some, pattern in ((others, keys, "bcs,bnsd->bcnd"), (own, key, "bcs,bsnd->bcnd")):
+            inside = jax.nn.one_hot(blocks, count, dtype=some.dtype, axis=1)  # another order CPUs have no product for
+            sums += jnp.einsum(pattern, inside, some, preferred_element_type=jnp.float32)
+            totals += jnp.sum(inside, axis=2, dtype=jnp.float32)
+        means = sums / jnp.maximum(totals, 1.0)[:, :, None, None]
+        index = jnp.arange(count, dtype=jnp.int32)[None, None]
+        earlier = (index < own[:, :, None]) & (totals > 0)[:, None]
+        chosen = self._best(query, means, earlier, index == own[:, :, None])
+        return CachedBlocks(_of_tokens(chosen, own), _of_tokens(chosen, others))
+
+    def _best(
+        self,
+        query: Float[Array, "batch length heads head_dim"],
+        means: Float32[Array, "batch blocks kv_heads head_dim"],
+        earlier: Bool[Array, "batch length blocks"],
+        own: Bool[Array, "batch length blocks"],
+    ) -> Bool[Array, "batch heads length blocks"]:
+        """Which blocks each query head takes; products in f32."""
+        batch, length, heads, dim = query.shape
+        split = query.astype(jnp.float32).reshape(batch, length, means.shape[2], -1, dim)
+        with jax.default_matmul_precision("highest"):  # they decide
+            scores = jnp.einsum("blngd,bcnd->bnglc", split, means).reshape(batch, heads, length, -1)
+        scores = jnp.where(earlier[:, None], scores, -jnp.inf)
+        scores = jnp.where(own[:, None], jnp.inf, scores)
+        return best_of_each(scores, self.top_k) & (scores > -jnp.inf)
+
+
+class CachedBlocks(NamedTuple):
+    """Which tokens of a call and of a past are in chosen blocks; None: all of them."""
+
+    present: Bool[Array, "batch heads length length"] | None
+    past: Bool[Array, "batch heads length slots"] | None
+
+
+def _blocks_of(positions: Array, segments: Array, size: int) -> Int[Array, "batch length"]:
+    """For each token the number of its block, counted along the row; padding belongs to the block before it."""
+    index = jnp.broadcast_to(jnp.arange(positions.shape[1]), positions.shape)
+    latest = jax.lax.cummax(jnp.where(positions >= 0, index, -1), axis=1)
+    before = jnp.pad(latest, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    place, segment = (jnp.take_along_axis(x, jnp.maximum(before, 0), axis=1) for x in (positions, segments))
+    begins = (before < 0) | (place // size != positions // size) | (segment != segments)
+    return jnp.maximum(jnp.cumsum(begins & (positions >= 0), axis=1) - 1, 0)
+
+
+def _means(
+    key: Array, blocks: Array, real: Bool[Array, "batch length"]
+) -> Float32[Array, "batch blocks kv_heads head_dim"]:
+    """The mean key of each of as many blocks as there are tokens; those that do not exist are zero."""
+
+    def row(key, into, real):
+        zeros, weight = jnp.zeros(key.shape, jnp.float32), real.astype(jnp.float32)
+        sums = zeros.at[into].add(key.astype(jnp.float32) * weight[:, None, None])
+        return sums / jnp.maximum(jnp.zeros_like(weight).at[into].add(weight), 1.0)[:, None, None]
+
+    return jax.vmap(row)(key, blocks, real)
+
+
+def _of_tokens(
+    chosen: Bool[Array, "batch heads length blocks"], blocks: Int[Array, "batch keys"]
+) -> Bool[Array, "batch heads length keys"]:
+    """Whether the block of each key is chosen; a key in a block below 0 is in none."""
+    inside = jnp.clip(blocks, 0, chosen.shape[-1] - 1)
+    found = jax.vmap(lambda chosen, blocks: jnp.take(chosen, blocks, axis=-1))(chosen, inside)
+    return found & (blocks >= 0)[:, None, None]

@@ -1,0 +1,155 @@
+"""What a decoder remembers, and what a call proposes to it."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from eqx_decoders.layers.cache import kv_cache
+from eqx_decoders.layers.cache.kv_cache import MemoryRows, is_memory, rows_of
+from eqx_decoders.layers.cache.paged import PagedKVCache
+from eqx_decoders.sharding.explicit import keeping_types
+
+
+class Cache(eqx.Module):
+    """What a decoder remembers of the tokens it has seen.
+
+    **Arguments:**
+
+    - `segments`: for each segment, and each block of its unit, the memories of its layers by the names of its branches.
+    - `length`: the next position of each row.
+    - `rope_offset`: what is to be added to it for the next rotary position, where pictures move these on by other steps
+        than their tokens; None for models without such positions.
+    """
+
+    segments: tuple[tuple[dict[str, Any], ...], ...]
+    length: Int[Array, "batch"]
+    rope_offset: Float[Array, "batch"] | None = None
+
+    @keeping_types
+    def commit(
+        self, entries: Any, positions: Int[Array, "batch length"], rope_offset: Float[Array, "batch"] | None = None
+    ) -> "Cache":
+        """Write the entries proposed by all layers at `positions`; where these are -1 nothing is written.
+
+        `rope_offset` is the new one; None leaves it.
+        """
+        return Cache(
+            segments=kv_cache.commit(self.segments, entries, positions),
+            length=jnp.maximum(self.length, jnp.max(positions, axis=1) + 1),
+            rope_offset=self.rope_offset if rope_offset is None else rope_offset,
+        )
+
+    @keeping_types
+    def reset(self, rows: Bool[Array, "batch"]) -> "Cache":
+        """The cache with these rows empty."""
+        emptied = jax.tree.map(lambda each: each.reset(rows), self.segments, is_leaf=is_memory)
+        offset = None if self.rope_offset is None else jnp.where(rows, 0.0, self.rope_offset)
+        return Cache(segments=emptied, length=jnp.where(rows, 0, self.length), rope_offset=offset)
+
+    @keeping_types
+    def with_row(self, row: int | Int[Array, ""], source: "Cache", source_row: int | Int[Array, ""] = 0) -> "Cache":
+        """The cache with a row of another cache of the same decoder, perhaps of another length, in place of `row`."""
+
+        def copied(mine: Any, other: Any) -> Any:
+            return mine.with_row(row, other.row(source_row))
+
+        offset, other = self.rope_offset, source.rope_offset
+        return Cache(
+            segments=jax.tree.map(copied, self.segments, source.segments, is_leaf=is_memory),
+            length=self.length.at[row].set(source.length[source_row]),
+            rope_offset=None if offset is None or other is None else offset.at[row].set(other[source_row]),
+        )
+
+    def at_rows(self, rows: Int[Array, "rows"]) -> "Cache":
+        """Some rows, none of them twice, for `Decoder.propose` to read where they stand.
+
+        What it proposes goes to `commit_rows`.
+        """
+
+        def some(each: Any) -> MemoryRows:
+            return MemoryRows(whole=each, which=rows)
+
+        offset = self.rope_offset
+        return Cache(
+            segments=jax.tree.map(some, self.segments, is_leaf=is_memory),
+            length=rows_of(self.length, rows),
+            rope_offset=None if offset is None else rows_of(offset, rows),
+        )
+
+    @keeping_types
+    def commit_rows(
+        self,
+        rows: Int[Array, "rows"],
+        entries: Any,
+        positions: Int[Array, "rows length"],
+        rope_offset: Float[Array, "rows"] | None = None,
+    ) -> "Cache":
+        """`commit` of what was proposed for some rows."""
+
+        def written(each: Any, new: Any) -> Any:
+            return each.commit_rows(rows, new, positions)
+
+        offset = self.rope_offset
+        return Cache(
+            segments=jax.tree.map(written, self.segments, entries, is_leaf=is_memory),
+            length=self.length.at[rows].max(jnp.max(positions, axis=1) + 1),
+            rope_offset=offset if offset is None or rope_offset is None else offset.at[rows].set(rope_offset),
+        )
+
+    @keeping_types
+    def empty_row(self, row: Int[Array, ""]) -> "Cache":
+        """The cache with nothing in this row; what costs time to overwrite is left and never read."""
+        emptied = jax.tree.map(lambda each: each.empty_row(row), self.segments, is_leaf=is_memory)
+        offset = None if self.rope_offset is None else self.rope_offset.at[row].set(0.0)
+        return Cache(segments=emptied, length=self.length.at[row].set(0), rope_offset=offset)
+
+    # of caches in pages
+
+    @keeping_types
+    def with_tables(
+        self,
+        tables: Int[Array, "batch row_pages"] | dict[int, Int[Array, "batch row_pages"]],
+        lengths: Int[Array, "batch"] | None = None,
+    ) -> "Cache":
+        """The cache whose rows have these pages, and so many tokens in them (None: as before).
+
+        One table for all layers; or one for layers of each window, and that of 0 for those without: then they have
+        page numbers of their own.
+        """
+
+        def given(each: Any) -> Any:
+            if not isinstance(each, PagedKVCache):
+                return each
+            table = tables.get(each.window, tables.get(0)) if isinstance(tables, dict) else tables
+            return each if table is None else each.with_table(table, lengths)
+
+        segments = jax.tree.map(given, self.segments, is_leaf=is_memory)
+        return Cache(segments, self.length if lengths is None else lengths, self.rope_offset)
+
+    @keeping_types
+    def with_copied_pages(
+        self, sources: Int[Array, "count"], targets: Int[Array, "count"], window: int | None = None
+    ) -> "Cache":
+        """The cache with the contents of some pages in others: of layers of one window, or (None) of all.
+
+        A target below 0 is none: few numbers of copies then suffice for all.
+        """
+
+        def copied(each: Any) -> Any:
+            meant = isinstance(each, PagedKVCache) and window in (None, each.window)
+            return each.copied(sources, targets) if meant else each
+
+        return Cache(jax.tree.map(copied, self.segments, is_leaf=is_memory), self.length, self.rope_offset)
+
+
+class Proposal(eqx.Module):
+    """What a call proposes to a cache: the entries of every block's layers, the positions of its tokens, and its
+    `rope_offset` behind them (None: as it was).
+    """
+
+    entries: Any
+    positions: Int[Array, "batch length"]
+    rope_offset: Float[Array, "batch"] | None = None

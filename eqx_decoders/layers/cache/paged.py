@@ -1,0 +1,346 @@
+"""Keys and values in pages: rows of a cache take what room they need, and may share what they have in common.
+
+Position p of a row is the token `p mod page_size` of the page that stands in place `p // page_size` of the row's table.
+Who fills the tables says which page is whose; a page is written by one row alone.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, Num
+
+from eqx_decoders.errors import check_integer
+from eqx_decoders.layers.cache.format import SCALE, CacheFormat, decode
+from eqx_decoders.layers.cache.kv_cache import Entries, KVShape, Memory, Past, in_format, rows_of
+
+
+LANE = 128  # features that a TPU keeps together
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PageConfig:
+    """How a cache is divided into pages.
+
+    **Arguments:**
+
+    - `page_size`: tokens of a page. For a TPU's kernel a multiple of 16, in 8 bits of 32; the larger, the fewer copies.
+    - `num_pages`: pages of each layer that sees everything. None: as many as all rows may need, and each row has its
+        own; else rows have none until `Cache.with_tables` gives them some.
+    - `window_pages`: pages of each layer that sees a window, whose rows give back what is behind it; None: `num_pages`.
+    """
+
+    page_size: int = 64
+    num_pages: int | None = None
+    window_pages: int | None = None
+
+    def __post_init__(self):
+        check_integer("PageConfig.page_size", self.page_size)
+        for field in ("num_pages", "window_pages"):
+            if getattr(self, field) is not None:
+                check_integer(f"PageConfig.{field}", getattr(self, field))
+
+    def row_pages(self, max_length: int) -> int:
+        """Places of a row's table."""
+        return -(-max_length // self.page_size)
+
+
+# --- what is stored ---
+
+
+class _Stored(NamedTuple):
+    """Keys and values, or some of them, with any axes."""
+
+    key: Any
+    value: Any
+    key_scale: Any
+    value_scale: Any
+
+    def map(self, change: Callable[[Array], Array]) -> "_Stored":
+        """Each of them that there is, changed."""
+        return _Stored(*(None if x is None else change(x) for x in self))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Lanes:
+    """How a token's key and value lie in lanes.
+
+    **Arguments:**
+
+    - `head_dim`: features of a key.
+    - `joined`: whether the value stands behind the key, as both fit into one lane: then no lane is half empty.
+    """
+
+    head_dim: int
+    joined: bool
+
+    @property
+    def width(self) -> int:
+        """Features that are stored; from half a lane on whole lanes."""
+        width = self.head_dim * (1 + self.joined)
+        return width if width < LANE // 2 else -(-width // LANE) * LANE
+
+    def together(self, stored: _Stored) -> _Stored:
+        """As they lie in pages."""
+        if self.joined:
+            stored = stored._replace(key=jnp.concatenate([stored.key, stored.value], axis=-1), value=None)
+
+        def filled(x: Any) -> Any:
+            return None if x is None else jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, self.width - x.shape[-1]),))
+
+        return stored._replace(key=filled(stored.key), value=filled(stored.value))
+
+    def apart(self, stored: _Stored) -> _Stored:
+        """As they were."""
+        dim, value = self.head_dim, stored.value
+        if self.joined:
+            value = stored.key[..., dim : 2 * dim]
+        return stored._replace(key=stored.key[..., :dim], value=None if value is None else value[..., :dim])
+
+
+class _InPages(eqx.Module):
+    """What those have in common that hold pages and the rows' tables."""
+
+    key: eqx.AbstractVar[Any]
+    value: eqx.AbstractVar[Any]
+    key_scale: eqx.AbstractVar[Any]
+    value_scale: eqx.AbstractVar[Any]
+    table: eqx.AbstractVar[Any]
+    lengths: eqx.AbstractVar[Any]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.key.shape[3]
+
+    @property
+    def positions(self) -> Int[Array, "batch slots"]:
+        """The position of each slot of the rows' pages, one after the other; -1 where there is no token."""
+        return slot_positions(self.table, self.lengths, self.page_size)
+
+    @property
+    def _stored(self) -> _Stored:
+        return _Stored(self.key, self.value, self.key_scale, self.value_scale)
+
+
+# --- what a layer reads ---
+
+
+class PagedPast(_InPages):
+    """What one attention layer reads: the pages of all layers, which of them it is, and the rows' tables.
+
+    Pages are gathered, or read where they are by a kernel; a layer's slice of them would be a copy.
+    """
+
+    key: Num[Array, "layers pages kv_heads page_slots stored_dim"]
+    value: Num[Array, "layers pages kv_heads page_slots stored_dim"] | None
+    key_scale: Float[Array, "layers pages scale_heads scale_slots"] | None
+    value_scale: Float[Array, "layers pages scale_heads scale_slots"] | None
+    layer: Int[Array, ""]
+    table: Int[Array, "batch row_pages"]
+    lengths: Int[Array, "batch"]
+    lanes: _Lanes = eqx.field(static=True)
+
+    def whole(self) -> Past:
+        """All tokens of the rows, gathered."""
+        pages, places = jnp.maximum(self.table, 0), self.positions
+        rows = self._stored.map(lambda x: _joined_pages(x[self.layer, pages][:, :, :, : self.page_size]))
+        stored = self.lanes.apart(rows)
+        # what another row left has weight 0, and 0 times NaN would be NaN
+        clean = stored.map(lambda x: jnp.where(_like(places >= 0, x), x, jnp.zeros((), x.dtype)))
+        return Past(positions=places, **clean._asdict())
+
+    def at(
+        self, slots: Int[Array, "batch chosen"], dtype: DTypeLike = jnp.float32
+    ) -> tuple[Float[Array, "batch chosen kv_heads head_dim"], Int[Array, "batch chosen"]]:
+        """Keys times their scales and positions of some slots; position -1 for a slot without a token."""
+        size, rows = self.page_size, jnp.arange(slots.shape[0])[:, None]
+        page = self.table.at[rows, slots // size].get(mode="fill", fill_value=-1)
+        there = (page >= 0) & (slots < self.lengths[:, None])
+        taken = self._stored.map(lambda x: x[self.layer, jnp.maximum(page, 0), :, slots % size])
+        stored = self.lanes.apart(taken)
+        keys = jnp.where(there[..., None, None], decode(stored.key, stored.key_scale, dtype), 0)
+        return keys, jnp.where(there, slots, -1)
+
+
+def _joined_pages(x: Array) -> Array:
+    """[batch, row_pages, heads, page_slots, ...] -> [batch, heads, slots, ...]"""
+    x = jnp.moveaxis(x, 2, 1)
+    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+
+
+def _like(rows: Bool[Array, "batch slots"], x: Array) -> Array:
+    """To be compared with [batch, heads, slots, ...]."""
+    return rows.reshape(rows.shape[0], 1, rows.shape[1], *(1,) * (x.ndim - 3))
+
+
+def slot_positions(
+    table: Int[Array, "batch row_pages"], lengths: Int[Array, "batch"], page_size: int
+) -> Int[Array, "batch slots"]:
+    """The position of each slot of the rows' pages, one after the other; -1 where there is no token."""
+    index = jnp.arange(table.shape[1] * page_size, dtype=jnp.int32)[None]
+    there = jnp.repeat(table >= 0, page_size, axis=1) & (index < lengths[:, None])
+    return jnp.where(there, index, -1)
+
+
+# --- the memory ---
+
+
+class PagedKVCache(_InPages, Memory):
+    """Keys and values of equal layers in pages.
+
+    **Arguments:**
+
+    - `key`, `value`: pages, of all rows, in lanes as a TPU keeps them without gaps. No values where keys are all that
+        there is, or where they stand behind the keys.
+    - `table`: which pages each row has, in the order of its tokens; -1 for none: what belongs there is
+        dropped, and nothing is read.
+    - `lengths`: how many tokens each row has; their positions follow one another.
+    - `key_scale`, `value_scale`: by which stored numbers are multiplied; None where they are as they are.
+    - `lanes`: how a token's key and value lie in lanes.
+    - `window`: how many positions back layers look; 0 for all.
+    """
+
+    key: Num[Array, "layers pages kv_heads page_slots stored_dim"]
+    value: Num[Array, "layers pages kv_heads page_slots stored_dim"] | None
+    key_scale: Float[Array, "layers pages scale_heads scale_slots"] | None
+    value_scale: Float[Array, "layers pages scale_heads scale_slots"] | None
+    table: Int[Array, "batch row_pages"]
+    lengths: Int[Array, "batch"]
+    lanes: _Lanes = eqx.field(static=True)
+    window: int = eqx.field(static=True)
+
+    # --- reading ---
+
+    def slices(self) -> Any:
+        return jnp.arange(self.key.shape[0])
+
+    def past(self, slices: Any) -> PagedPast:
+        rows = dict(table=self.table, lengths=self.lengths)
+        return PagedPast(**self._stored._asdict(), **rows, layer=slices, lanes=self.lanes)
+
+    def past_of_rows(self, slices: Any, rows: Int[Array, "rows"]) -> PagedPast:
+        return self.rows(rows).past(slices)
+
+    def rows(self, rows: Int[Array, "rows"]) -> "PagedKVCache":
+        """Some rows, with all pages."""
+        return dataclasses.replace(self, table=rows_of(self.table, rows), lengths=rows_of(self.lengths, rows))
+
+    def entries(self) -> Entries:
+        """What all slots of the rows' pages would have been proposed as."""
+        pages = jnp.maximum(self.table, 0)
+
+        def rows(x: Array) -> Array:  # layers batch row_pages heads page_slots ...
+            return jnp.swapaxes(jax.vmap(_joined_pages)(x[:, pages][:, :, :, :, : self.page_size]), 2, 3)
+
+        return Entries(**self.lanes.apart(self._stored.map(rows))._asdict())
+
+    def row_tokens(
+        self, index: Int[Array, ""], positions: Int[Array, "1 length"]
+    ) -> tuple[Entries, Int[Array, "1 length"]]:
+        page, there = self._pages_of(index[None, None], positions)
+        there &= positions < self.lengths[index]
+        layers = jnp.arange(self.key.shape[0])[:, None, None]
+        page, slot = jnp.maximum(page, 0), jnp.maximum(positions, 0) % self.page_size
+        taken = self._stored.map(lambda x: x[layers, page, :, slot])
+        return Entries(**self.lanes.apart(taken)._asdict()), jnp.where(there, positions, -1)
+
+    # --- writing ---
+
+    def commit(self, entries: Entries, positions: Int[Array, "batch length"]) -> "PagedKVCache":
+        return self._written(jnp.arange(self.lengths.shape[0])[:, None], entries, positions)
+
+    def commit_rows(
+        self, rows: Int[Array, "rows"], entries: Entries, positions: Int[Array, "rows length"]
+    ) -> "PagedKVCache":
+        return self._written(rows[:, None], entries, positions)
+
+    def _written(
+        self, rows: Int[Array, "rows 1"], entries: Entries, positions: Int[Array, "rows length"]
+    ) -> "PagedKVCache":
+        """The cache with entries in some of its rows."""
+        new = in_format(entries, self.key.dtype, self.key_scale)
+        new = self.lanes.together(_Stored(new.key, new.value, new.key_scale, new.value_scale))
+        page, there = self._pages_of(rows, positions)
+        page, slot = jnp.where(there, page, self.key.shape[1]), jnp.where(there, positions, 0) % self.page_size
+        layers = jnp.arange(self.key.shape[0])[:, None, None]
+
+        def write(old: Any, new: Any) -> Any:
+            if old is None:
+                return None
+            heads = jnp.arange(old.shape[2])  # an index, too, as in `KVCache`
+            where = layers[..., None], page[..., None], heads, slot[..., None]
+            return old.at[where].set(new.astype(old.dtype), mode="drop")
+
+        stored = _Stored(*map(write, self._stored, new))
+        ends = jnp.max(jnp.where(there, positions + 1, 0), axis=1)
+        return dataclasses.replace(self, **stored._asdict(), lengths=self.lengths.at[rows[:, 0]].max(ends))
+
+    def _pages_of(
+        self, rows: Int[Array, "rows 1"], positions: Int[Array, "rows length"]
+    ) -> tuple[Int[Array, "rows length"], Bool[Array, "rows length"]]:
+        """The page of each position, and whether there is one."""
+        place = jnp.where(positions >= 0, positions // self.page_size, self.table.shape[1])
+        page = self.table.at[rows, place].get(mode="fill", fill_value=-1)
+        return page, page >= 0
+
+    def with_row(self, index: int | Int[Array, ""], row: Any) -> "PagedKVCache":
+        """The memory with the tokens of `row`, a memory of one sequence in pages or not, in the pages of a row."""
+        index = jnp.asarray(index)
+        alone = dataclasses.replace(self, lengths=self.lengths.at[index].set(0))
+        return alone.commit_rows(index[None], row.entries(), row.positions)
+
+    # --- who has which pages ---
+
+    def reset(self, rows: Bool[Array, "batch"]) -> "PagedKVCache":
+        """The memory with nothing in these rows, which keep their pages."""
+        return dataclasses.replace(self, lengths=jnp.where(rows, 0, self.lengths))
+
+    def empty_row(self, index: Int[Array, ""]) -> "PagedKVCache":
+        return dataclasses.replace(self, lengths=self.lengths.at[index].set(0))
+
+    def with_table(
+        self, table: Int[Array, "batch row_pages"], lengths: Int[Array, "batch"] | None = None
+    ) -> "PagedKVCache":
+        """The memory whose rows have these pages, and so many tokens in them (None: as before)."""
+        return dataclasses.replace(self, table=table, lengths=self.lengths if lengths is None else lengths)
+
+    def copied(self, sources: Int[Array, "count"], targets: Int[Array, "count"]) -> "PagedKVCache":
+        """The memory with the contents of some pages in others; a target below 0 is none."""
+        into = jnp.where(targets < 0, self.key.shape[1], targets)
+        stored = self._stored.map(lambda x: x.at[:, into].set(x[:, sources], mode="drop"))
+        return dataclasses.replace(self, **stored._asdict())
+
+
+def build_pages(
+    shape: KVShape,
+    layers: int,
+    batch_size: int,
+    max_length: int,
+    dtype: DTypeLike | CacheFormat,
+    pages: PageConfig,
+) -> PagedKVCache:
+    """An empty cache in pages for `layers` equal layers."""
+    kind, size, row_pages = CacheFormat.of(dtype), pages.page_size, pages.row_pages(max_length)
+    window = shape.slots if shape.ring else 0
+    given = pages.window_pages if window and pages.window_pages is not None else pages.num_pages
+    count = batch_size * row_pages if given is None else given
+    lanes = _Lanes(shape.head_dim, joined=shape.values and 2 * shape.head_dim <= LANE)
+    key = jnp.zeros((layers, count, shape.kv_heads, size, lanes.width), kind.dtype)
+    places = -(-size // LANE) * LANE if lanes.width >= LANE else size  # a TPU keeps others in an order of its own
+    scale = jnp.zeros((layers, count, kind.scale_heads(shape.kv_heads), places), SCALE) if kind.bound else None
+    own = jnp.arange(count, dtype=jnp.int32).reshape(batch_size, row_pages) if given is None else None
+    return PagedKVCache(
+        key=key,
+        value=jnp.zeros_like(key) if shape.values and not lanes.joined else None,
+        key_scale=scale,
+        value_scale=None if scale is None or not shape.values else jnp.zeros_like(scale),
+        table=jnp.full((batch_size, row_pages), -1, jnp.int32) if own is None else own,
+        lengths=jnp.zeros((batch_size,), jnp.int32),
+        lanes=lanes,
+        window=window,
+    )

@@ -1,0 +1,36 @@
+"""Features of pictures that are added to the stream behind a layer (DeepStack; Meng et al. 2024)."""
+
+import dataclasses
+from typing import ClassVar
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from eqx_decoders.context import Context
+from eqx_decoders.layers.base import BranchResult
+
+
+DEEPSTACK = "deepstack"  # the name under which layers take them
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AddedFeaturesConfig:
+    """`x + features`, features being the layer's own of each token, or 0: a branch behind the MLP."""
+
+    takes: ClassVar[tuple[str, ...]] = (DEEPSTACK,)
+
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "AddedFeatures":
+        return AddedFeatures()
+
+
+class AddedFeatures(eqx.Module):
+    """`x + features`."""
+
+    def __call__(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch length embed"]:
+        given = ctx.layer_inputs.get(DEEPSTACK)
+        return jnp.zeros_like(x) if given is None else given.astype(x.dtype)
+
+    def branch(self, x: Array, ctx: Context, past: None, key: PRNGKeyArray | None) -> BranchResult:
+        """`__call__` for a block."""
+        return BranchResult(self(x, ctx))

@@ -1,0 +1,157 @@
+"""Tokens to features and back: embedding table, absolute positions, output head."""
+
+import dataclasses
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, Integer, PRNGKeyArray
+
+from eqx_decoders.context import Context
+from eqx_decoders.core.input_checks import as_int32
+from eqx_decoders.errors import check_integer, check_number
+from eqx_decoders.layers.embedding.sharded_lookup import look_up
+from eqx_decoders.layers.recurrent.causal_conv import document_starts
+from eqx_decoders.numerics.matmul import fan_in, normal
+from eqx_decoders.numerics.quantized_weight import QuantizedWeight
+
+
+class TokenEmbedding(eqx.Module):
+    """`scale * table[token]`; ids outside the vocabulary are clipped into it."""
+
+    table: Float[Array, "vocab embed"]
+    scale: float = eqx.field(static=True, default=1.0)
+
+    def __call__(self, tokens: Integer[Array, "batch length"], ctx: Context) -> Float[Array, "batch length embed"]:
+        compute, tokens = ctx.execution.precision.compute, as_int32("tokens", tokens)
+        one_hot = ctx.execution.lookup == "one_hot"
+        rows = self._product(tokens, ctx) if one_hot else look_up(self.table, tokens, "vocab embed", ctx)
+        x = ctx.constrain(rows, "batch length embed")
+        # the factor is rounded to the dtype first, as Hugging Face does it
+        return x if self.scale == 1.0 else x * jnp.asarray(self.scale, compute)
+
+    def _product(self, tokens: Array, ctx: Context) -> Array:
+        size = self.table.shape[0]
+        hot = jax.nn.one_hot(jnp.clip(tokens, 0, size - 1), size, dtype=ctx.execution.precision.compute)
+        hot = ctx.constrain(hot, "batch length vocab")
+        return ctx.einsum("batch length vocab, vocab embed -> batch length embed", hot, self.table)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnedPositions:
+    """`x + table[position]` (GPT-2).
+
+    **Arguments:**
+
+    - `max_positions`: rows of the table; later positions take the last row.
+    """
+
+    max_positions: int
+
+    def __post_init__(self):
+        check_integer("LearnedPositions.max_positions", self.max_positions)
+
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "LearnedPositionTable":
+        return LearnedPositionTable(table=normal(key, (self.max_positions, embed_dim), jnp.float32, 0.02))
+
+
+class LearnedPositionTable(eqx.Module):
+    """`x + table[position]`."""
+
+    table: Float[Array, "positions embed"]
+
+    def __call__(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch length embed"]:
+        rows = jnp.take(self.table, jnp.maximum(ctx.positions, 0), axis=0, mode="clip")
+        return x + rows.astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SinusoidalPositions:
+    """`x + [sin(p w_k), cos(p w_k)]`, `w_k = max_timescale^(-k / (n - 1))`, n = embed_dim / 2 (Vaswani et al. 2017)."""
+
+    max_timescale: float = 10_000.0
+
+    def __post_init__(self):
+        check_number("SinusoidalPositions.max_timescale", self.max_timescale, above=0)
+
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Sinusoids":
+        return Sinusoids(config=self)
+
+
+class Sinusoids(eqx.Module):
+    """`x + [sin(p w_k), cos(p w_k)]`, computed in float32."""
+
+    config: SinusoidalPositions = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch length embed"]:
+        return x + sinusoids(ctx.positions, x.shape[-1], self.config.max_timescale).astype(x.dtype)
+
+
+def sinusoids(positions: Int[Array, "*dims"], size: int, max_timescale: float) -> Float32[Array, "*dims size"]:
+    """`[sin(p w_k), cos(p w_k)]`; an odd last feature gets 0, and positions below 0 count as 0."""
+    count = size // 2
+    rates = jnp.exp(-math.log(max_timescale) / max(count - 1, 1) * jnp.arange(count, dtype=jnp.float32))
+    real = jnp.maximum(positions, 0).astype(jnp.float32)[..., None]
+    angles = real * rates.reshape((1,) * (real.ndim - 1) + (-1,))
+    signal = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+    return jnp.pad(signal, ((0, 0),) * positions.ndim + ((0, size - 2 * count),))
+
+
+PositionsConfig = LearnedPositions | SinusoidalPositions
+
+
+class Head(eqx.Module):
+    """`kernel^T x`: an output head of its own, not the embedding table."""
+
+    kernel: Float[Array, "embed vocab"]
+
+
+def build_head(embed_dim: int, vocab_size: int, *, key: PRNGKeyArray) -> Head:
+    """A head with variance `1 / embed_dim`."""
+    return Head(kernel=fan_in(key, (embed_dim, vocab_size), jnp.float32, embed_dim))
+
+
+def logits(
+    x: Float[Array, "batch length embed"],
+    kernel: Array | QuantizedWeight,
+    ctx: Context,
+    *,
+    tied: bool,
+    soft_cap: float | None,
+) -> Float32[Array, "batch length vocab"]:
+    """`kernel^T x` in float32, then `cap * tanh(y / cap)`. A tied kernel is the embedding table, `vocab embed`."""
+    right = "vocab embed" if tied else "embed vocab"
+    # the table as its lookup has it: XLA's partitioner (jax 0.12) may abort where one weight is split in two ways
+    kernel = kernel if not tied or isinstance(kernel, QuantizedWeight) else ctx.constrain(kernel, right)
+    y = ctx.einsum(f"batch length embed, {right} -> batch length vocab", x, kernel, out_dtype=jnp.float32)
+    y = ctx.constrain(y, "batch length vocab")
+    return y if soft_cap is None else soft_cap * jnp.tanh(y / soft_cap)
+
+
+def placed_in_documents(
+    positions: Int[Array, "batch length"] | None,
+    segment_ids: Int[Array, "batch length"] | None,
+    shape: tuple[int, ...],
+    begin: Int[Array, "batch"] | None = None,
+) -> tuple[Int[Array, "batch length"], Int[Array, "batch length"] | None]:
+    """Positions of tokens in their documents, -1 for padding (segment 0), and the documents' numbers, 0 for padding.
+
+    Where no positions are given they are counted: padding takes none, and an id that is used again behind another
+    document is one of a new document. With `begin` each row goes on from there as one document.
+    """
+    if segment_ids is None:
+        if positions is None:
+            index = jnp.arange(shape[1], dtype=jnp.int32)[None]
+            positions = jnp.broadcast_to(index, shape) if begin is None else begin[:, None] + index
+        return positions, None
+    real = segment_ids != 0
+    if positions is None:
+        index = jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1
+        starts = document_starts(jnp.where(real, 0, -1), segment_ids)
+        if begin is not None or starts is None:
+            positions = index if begin is None else begin[:, None] + index
+        else:
+            positions = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
+            segment_ids = jnp.where(real, jnp.cumsum(starts, axis=1, dtype=jnp.int32) + 1, 0)
+    return jnp.where(real, positions, -1), segment_ids

@@ -1,0 +1,342 @@
+"""Engram (Cheng et al. 2026): a table of vectors that tokens find by their last few tokens, hashed.
+
+The hashes, multipliers and sizes of tables are those of MaxText. Two things differ from it: n-grams don't cross the
+border between documents that are packed into a row, and padding is skipped.
+"""
+
+import base64
+import dataclasses
+import functools
+import itertools
+import math
+import zlib
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Int32, PRNGKeyArray
+
+from eqx_decoders.context import Context
+from eqx_decoders.errors import ConfigError, check, check_integer, check_number
+from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.layers.cache.kv_cache import NewTail, TailInputs, TailShape, last_inputs
+from eqx_decoders.layers.embedding.sharded_lookup import look_up
+from eqx_decoders.layers.mlp import add_bias
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.recurrent.sharded_conv import convolve_on_mesh
+from eqx_decoders.numerics.matmul import fan_in
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenClasses:
+    """Which token ids count as the same: a class for each id, such as one for all spellings of a word.
+
+    **Arguments:**
+
+    - `packed`: the classes as text (base64 of zlib of the differences, as little-endian int32), so that a configuration
+        stays small to hash and to store. `TokenClasses.of` makes it.
+    """
+
+    packed: str
+
+    def __post_init__(self):
+        try:
+            good = len(self.ids) > 0 and bool(self.ids.min() >= 0)
+        except (ValueError, zlib.error):
+            good = False
+        check(good, "TokenClasses.packed must be what TokenClasses.of makes of a class of at least 0 for each id.")
+
+    @classmethod
+    def of(cls, classes: Sequence[int] | np.ndarray) -> "TokenClasses":
+        """From the class of each token id."""
+        steps = np.diff(np.asarray(classes, "<i4"), prepend=np.int32(0))
+        return cls(base64.b64encode(zlib.compress(steps.tobytes(), 9)).decode())
+
+    @property
+    def ids(self) -> np.ndarray:
+        """The class of each token id."""
+        return _unpack(self.packed)
+
+    @property
+    def count(self) -> int:
+        """How many classes there are."""
+        return int(self.ids.max()) + 1
+
+
+@functools.lru_cache(maxsize=16)
+def _unpack(packed: str) -> np.ndarray:
+    steps = np.frombuffer(zlib.decompress(base64.b64decode(packed, validate=True)), "<i4")
+    return np.cumsum(steps, dtype=np.int32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngramConfig:
+    """`v + silu(convolution(norm(v)))`, `v = sigmoid(root(<norm(x), norm(key e)> / sqrt(embed))) value e`.
+
+    `e` are the vectors of the n-grams that end at a token, one for each order (pairs, triples, …) and each head, side
+    by side; `root(s) = sign(s) sqrt(|s|)`. With several residual streams each has a key, norms and a convolution of its
+    own. Give its `BranchConfig` a norm, and place it before the mixer.
+
+    **Arguments:**
+
+    - `embed_dim`: features of the residual stream.
+    - `vocab_size`: token ids.
+    - `layers`: all layers that have an Engram, in order; no two tables of them have the same size.
+    - `layer`: which of them this is.
+    - `streams`: residual streams.
+    - `num_heads`: hashes of each order.
+    - `head_dim`: features of one vector.
+    - `vocab_bases`: for each order from 2 on, what the sizes of its tables begin at; they are primes.
+    - `taps`: inputs of the convolution, as many tokens apart as the longest n-grams have.
+    - `seed`: of the hashes.
+    - `pad_token`: what stands before the first token.
+    - `token_classes`: which ids count as the same; None: each is its own.
+    - `eps`: of the norms.
+    """
+
+    reads_streams: ClassVar[bool] = True
+    embed_dim: int
+    vocab_size: int
+    layers: tuple[int, ...]
+    layer: int
+    streams: int = 1
+    num_heads: int = 8
+    head_dim: int = 1280
+    vocab_bases: tuple[int, ...] = (226_240, 226_240)
+    taps: int = 4
+    seed: int = 0
+    pad_token: int = 0
+    token_classes: TokenClasses | None = None
+    eps: float = 1e-6
+
+    def __post_init__(self):
+        for field in ("layers", "vocab_bases"):
+            object.__setattr__(self, field, tuple(getattr(self, field)))
+        for field in ("embed_dim", "vocab_size", "streams", "num_heads", "head_dim"):
+            check_integer(f"EngramConfig.{field}", getattr(self, field))
+        check_integer("EngramConfig.taps", self.taps, 2)
+        check_integer("EngramConfig.pad_token", self.pad_token, 0)
+        check_number("EngramConfig.eps", self.eps, above=0)
+        for name, values in (("layers", self.layers), ("vocab_bases", self.vocab_bases)):
+            for index, value in enumerate(values):
+                check_integer(f"EngramConfig.{name}[{index}]", value, 0 if name == "layers" else 2)
+        check(
+            self.layer in self.layers and len(set(self.layers)) == len(self.layers),
+            f"EngramConfig.layer={self.layer} must be one of layers={self.layers}, which must differ from each other.",
+        )
+        check(len(self.vocab_bases) > 0, "EngramConfig.vocab_bases=() must have a number for each order from 2 on.")
+        check(
+            self.pad_token < self.vocab_size,
+            f"EngramConfig.pad_token={self.pad_token} must be below vocab_size={self.vocab_size}.",
+        )
+        known = self.vocab_size if self.token_classes is None else len(self.token_classes.ids)
+        check(
+            known == self.vocab_size,
+            f"EngramConfig.token_classes has {known} ids, but vocab_size={self.vocab_size}: give one class for each.",
+        )
+
+    @property
+    def max_ngram(self) -> int:
+        """How many tokens the longest n-grams have."""
+        return len(self.vocab_bases) + 1
+
+    @property
+    def num_classes(self) -> int:
+        """How many different tokens the hashes know."""
+        return self.vocab_size if self.token_classes is None else self.token_classes.count
+
+    @property
+    def features(self) -> int:
+        """Features of all vectors of one token."""
+        return (self.max_ngram - 1) * self.num_heads * self.head_dim
+
+    @property
+    def multipliers(self) -> tuple[int, ...]:
+        """Odd numbers by which the tokens of an n-gram are multiplied, the last token's first."""
+        half = max(1, (2**31 - 1) // self.num_classes // 2)  # so that no product is beyond int32
+        generator = np.random.default_rng(self.seed + 10_007 * self.layer)
+        return tuple((generator.integers(0, half, size=self.max_ngram, dtype=np.int32) * 2 + 1).tolist())
+
+    @property
+    def table_sizes(self) -> tuple[int, ...]:
+        """The sizes of the tables, for each order the heads."""
+        return _table_sizes(self.layers, self.vocab_bases, self.num_heads)[self.layer]
+
+    def memory(self, max_length: int) -> dict[str, TailShape]:
+        """The last tokens, and the last inputs of the convolution."""
+        tokens = TailShape(taps=self.max_ngram - 1, channels=1, dtype="int32")
+        values = TailShape(taps=(self.taps - 1) * self.max_ngram, channels=self.streams * self.embed_dim)
+        return {"tokens": tokens, "values": values}
+
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Engram":
+        rule = f"must be that of the residual stream, {embed_dim}"
+        check(embed_dim == self.embed_dim, f"EngramConfig.embed_dim={self.embed_dim} {rule}.")
+        table_key, key_key, value_key = jax.random.split(key, 3)
+        size, streams = self.features, self.streams
+        return Engram(
+            table=fan_in(table_key, (sum(self.table_sizes), self.head_dim), jnp.float32, self.head_dim, "normal"),
+            key=fan_in(key_key, (size, streams, embed_dim), jnp.float32, size, "normal"),
+            key_bias=jnp.zeros((streams, embed_dim)),
+            value=fan_in(value_key, (size, embed_dim), jnp.float32, size, "normal"),
+            value_bias=jnp.zeros((embed_dim,)),
+            query_scale=jnp.ones((streams, embed_dim)),
+            key_scale=jnp.ones((streams, embed_dim)),
+            value_scale=jnp.ones((streams, embed_dim)),
+            convolution=jnp.zeros((streams * embed_dim, self.taps)),
+            config=self,
+        )
+
+
+class Engram(eqx.Module):
+    """`v + silu(convolution(norm(v)))`, `v = sigmoid(root(<norm(x), norm(key e)> / sqrt(embed))) value e`."""
+
+    table: Float[Array, "rows row_dim"]
+    key: Float[Array, "ngram_features streams embed"]
+    key_bias: Float[Array, "streams embed"]
+    value: Float[Array, "ngram_features embed"]
+    value_bias: Float[Array, "embed"]
+    query_scale: Float[Array, "streams norm"]
+    key_scale: Float[Array, "streams norm"]
+    value_scale: Float[Array, "streams norm"]
+    convolution: Float[Array, "channels taps"]
+    config: EngramConfig = eqx.field(static=True)
+
+    def __call__(
+        self, x: Float[Array, "batch length *streams embed"], ctx: Context, past: dict[str, Any] | None = None
+    ) -> tuple[Float[Array, "batch length *streams embed"], dict[str, Any]]:
+        """What is added to each stream, and the tokens and inputs of the convolution for a memory."""
+        streams = x.reshape(*x.shape[:2], self.config.streams, x.shape[-1])
+        values = self._values(streams, self._vectors(ctx, None if past is None else past["tokens"]), ctx)
+        inputs = _normed(values, self.value_scale, self.config.eps).reshape(*x.shape[:2], -1)
+        tail = self._tail(inputs, None if past is None else past["values"])
+        places, dilation = (ctx.positions, ctx.segment_ids), self.config.max_ngram
+        smooth = convolve_on_mesh(
+            inputs, self.convolution, None, tail, *places, dilation=dilation, execution=ctx.execution
+        )
+        out = values + jax.nn.silu(smooth).reshape(values.shape)
+        return out.reshape(x.shape), self._entries(inputs, tail, ctx)
+
+    def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
+        """`__call__` for a block."""
+        return BranchResult(*self(x, ctx, past))
+
+    def _vectors(self, ctx: Context, tail: Array | None) -> Float[Array, "batch length ngram_features"]:
+        """The vectors of the n-grams that end at each token, side by side."""
+        tokens = _tokens(ctx)
+        tail = jnp.full((len(tokens), self.config.max_ngram - 1, 1), -1, jnp.int32) if tail is None else tail
+        rows = ngram_rows(self.config, tokens, tail[..., 0], ctx.positions, ctx.segment_ids)
+        found = look_up(self.table, rows, "rows row_dim", ctx)
+        return found.reshape(*rows.shape[:2], -1)
+
+    def _values(self, x: Array, vectors: Array, ctx: Context) -> Float[Array, "batch length streams embed"]:
+        """What the vectors say, as far as each stream wants to hear it."""
+        eps = self.config.eps
+        into = "batch length ngram_features, ngram_features streams embed -> batch length streams embed"
+        key = _normed(add_bias(ctx.einsum(into, vectors, self.key), self.key_bias), self.key_scale, eps)
+        into = "batch length ngram_features, ngram_features embed -> batch length embed"
+        # split as asked before a memory splits it otherwise: XLA (jax 0.10) has a wrong product for both at once
+        value = ctx.constrain(ctx.einsum(into, vectors, self.value), "batch length embed")
+        value = add_bias(value, self.value_bias)
+        query = _normed(x, self.query_scale, eps)
+        score = jnp.sum(query.astype(jnp.float32) * key.astype(jnp.float32), axis=-1) * x.shape[-1] ** -0.5
+        gate = jax.nn.sigmoid(jnp.sign(score) * jnp.sqrt(jnp.maximum(jnp.abs(score), 1e-6)))
+        return gate[..., None].astype(value.dtype) * value[:, :, None]
+
+    def _tail(self, inputs: Array, tail: Array | None) -> Float[Array, "batch taps channels"]:
+        """The inputs of the convolution before this call."""
+        taps = (self.config.taps - 1) * self.config.max_ngram
+        size = len(inputs), taps, inputs.shape[-1]
+        return jnp.zeros(size, inputs.dtype) if tail is None else tail.astype(inputs.dtype)
+
+    def _entries(self, inputs: Array, tail: Array, ctx: Context) -> dict[str, Any]:
+        """What is proposed: of a call of which all is kept, only the last inputs."""
+        long = ctx.keeps_all and inputs.shape[1] > tail.shape[1]
+        values = NewTail(tail=last_inputs(tail, inputs, ctx.positions)) if long else TailInputs(inputs=inputs)
+        return {"tokens": TailInputs(inputs=_tokens(ctx)[..., None]), "values": values}
+
+
+def ngram_rows(
+    config: EngramConfig,
+    tokens: Int[Array, "batch length"],
+    tail: Int[Array, "batch taps"],
+    positions: Int[Array, "batch length"],
+    segment_ids: Int[Array, "batch length"] | None = None,
+) -> Int32[Array, "batch length hashes"]:
+    """The rows of the table for the n-grams that end at each token, those of two tokens first.
+
+    `tail` are the tokens before, -1 where there are none.
+    """
+    # before the first token of a document there is padding; what is beyond the vocabulary counts as its last id
+    known = np.arange(config.vocab_size) if config.token_classes is None else config.token_classes.ids
+    known = jnp.asarray(known, jnp.int32)
+    window = earlier_tokens(tokens, tail, positions, segment_ids, config.max_ngram - 1)
+    filled = (jnp.where(each < 0, config.pad_token, each) for each in (tokens, *window))
+    classes = [jnp.take(known, each, mode="clip") for each in filled]
+    sizes = np.asarray(config.table_sizes, np.int32).reshape(config.max_ngram - 1, config.num_heads)
+    offsets = np.cumsum(sizes.reshape(-1)) - sizes.reshape(-1)
+    first, *others = (each * multiplier for each, multiplier in zip(classes, config.multipliers, strict=True))
+    hashes = itertools.accumulate(others, jnp.bitwise_xor, initial=first)
+    orders = [each[..., None] % size.reshape(1, 1, -1) for each, size in zip(list(hashes)[1:], sizes, strict=True)]
+    return jnp.concatenate(orders, axis=-1) + offsets.astype(np.int32).reshape(1, 1, -1)
+
+
+def earlier_tokens(
+    tokens: Int[Array, "batch length"],
+    tail: Int[Array, "batch taps"],
+    positions: Int[Array, "batch length"],
+    segment_ids: Int[Array, "batch length"] | None,
+    count: int,
+) -> list[Int[Array, "batch length"]]:
+    """The token before each token, the one before that, and so on, within its document; -1 where there is none."""
+    taps = tail.shape[1]
+    joined = jnp.concatenate([tail, tokens.astype(tail.dtype)], axis=1)
+    real = jnp.concatenate([tail >= 0, positions >= 0], axis=1)
+    segments = jnp.zeros_like(joined) if segment_ids is None else jnp.pad(segment_ids, ((0, 0), (taps, 0)))
+    index = jnp.broadcast_to(jnp.arange(joined.shape[1], dtype=jnp.int32)[None], joined.shape)
+    latest = jax.lax.cummax(jnp.where(real, index, -1), axis=1)
+    before = jnp.pad(latest[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    found, here = [], index
+
+    def at_here(x):
+        return jnp.take_along_axis(x, jnp.maximum(here, 0), axis=1)
+
+    for _ in range(count):
+        here = jnp.where(here < 0, -1, at_here(before))
+        found.append(jnp.where((here >= 0) & (at_here(segments) == segments), at_here(joined), -1)[:, taps:])
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _table_sizes(layers: tuple[int, ...], bases: tuple[int, ...], heads: int) -> dict[int, tuple[int, ...]]:
+    """For each layer, order and head the next prime that is above the last one and that no other table has."""
+    used: set[int] = set()
+    sizes: dict[int, tuple[int, ...]] = {}
+    for layer in layers:
+        mine: list[int] = []
+        for base in bases:
+            last = base - 1
+            for _ in range(heads):
+                last = next(number for number in itertools.count(last + 1) if number not in used and _is_prime(number))
+                used.add(last)
+                mine.append(last)
+        sizes[layer] = tuple(mine)
+    return sizes
+
+
+def _is_prime(number: int) -> bool:
+    return number > 1 and all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
+
+
+def _tokens(ctx: Context) -> Int[Array, "batch length"]:
+    if ctx.tokens is None:
+        raise ConfigError("Engram hashes token ids: call the model with tokens, not with embeddings alone.")
+    return ctx.tokens
+
+
+def _normed(x: Array, scale: Array, eps: float) -> Float[Array, "batch length streams embed"]:
+    """RMSNorm of each stream by itself."""
+    y = RMSNormConfig(eps=eps, scale=False).build(x.shape[-1])(x).astype(jnp.float32)
+    return (y * scale.astype(jnp.float32)[None, None]).astype(x.dtype)

@@ -1,0 +1,124 @@
+"""Per-layer embeddings (Gemma 3n, Gemma 4): each layer gets a small embedding of every token, of its own."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from eqx_decoders.context import Context
+from eqx_decoders.errors import ConfigError, check_integer, check_number, check_word
+from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.layers.embedding.sharded_lookup import look_up
+from eqx_decoders.layers.mlp import ACTIVATIONS
+from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
+from eqx_decoders.numerics.matmul import fan_in, normal
+
+
+INPUT = "per_layer_embedding"  # the name under which layers take it
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PerLayerEmbeddingConfig:
+    """`(norm(project_l(x) / sqrt(embed)) + sqrt(features) table_l[token]) / sqrt(2)`, x being the token's embedding.
+
+    It is made once, for all layers l that have a `PerLayerInputConfig`.
+
+    **Arguments:**
+
+    - `features`: of an embedding.
+    - `vocab_size`: token ids in the table; further ones count as the last.
+    - `norm`: of what is projected.
+    - `init_std`: standard deviation of a new table.
+    """
+
+    features: int
+    vocab_size: int
+    norm: NormConfig = RMSNormConfig()
+    init_std: float = 0.02
+
+    def __post_init__(self):
+        check_integer("PerLayerEmbeddingConfig.features", self.features)
+        check_integer("PerLayerEmbeddingConfig.vocab_size", self.vocab_size)
+        check_number("PerLayerEmbeddingConfig.init_std", self.init_std, above=0)
+
+    def build(self, embed_dim: int, layers: int, *, key: PRNGKeyArray) -> "PerLayerEmbedding":
+        """For so many layers."""
+        table_key, projection_key = jax.random.split(key)
+        return PerLayerEmbedding(
+            table=normal(table_key, (self.vocab_size, layers, self.features), jnp.float32, self.init_std),
+            projection=fan_in(projection_key, (embed_dim, layers, self.features), jnp.float32, embed_dim),
+            norm=self.norm.build(self.features),
+            config=self,
+        )
+
+
+class PerLayerEmbedding(eqx.Module):
+    """`(norm(project_l(x) / sqrt(embed)) + sqrt(features) table_l[token]) / sqrt(2)` for each layer l."""
+
+    table: Float[Array, "rows per_layer row_dim"]
+    projection: Float[Array, "embed per_layer per_layer_input"]
+    norm: Norm
+    config: PerLayerEmbeddingConfig = eqx.field(static=True)
+
+    def __call__(
+        self, tokens: Int[Array, "batch length"] | None, x: Float[Array, "batch length embed"], ctx: Context
+    ) -> Float[Array, "per_layer batch length per_layer_input"]:
+        """What each layer gets."""
+        if tokens is None:
+            raise ConfigError("Per-layer embeddings are looked up: call the model with tokens, not with embeddings.")
+        found = look_up(self.table, tokens, "rows per_layer row_dim", ctx)
+        found = found * jnp.asarray(self.config.features**0.5, x.dtype)
+        pattern = "batch length embed, embed per_layer per_layer_input -> batch length per_layer per_layer_input"
+        projected = self.norm(ctx.einsum(pattern, x, self.projection) * x.shape[-1] ** -0.5)
+        return jnp.moveaxis((projected + found) * 2**-0.5, 2, 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PerLayerInputConfig:
+    """`out(act(gate x) * e)`, e being the layer's embedding of the token: a branch behind the MLP.
+
+    **Arguments:**
+
+    - `features`: of the embedding.
+    - `activation`: one of `ACTIVATIONS`.
+    """
+
+    takes: ClassVar[tuple[str, ...]] = (INPUT,)
+    features: int
+    activation: str = "gelu_tanh"
+
+    def __post_init__(self):
+        check_integer("PerLayerInputConfig.features", self.features)
+        check_word("PerLayerInputConfig.activation", self.activation, ACTIVATIONS)
+
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "PerLayerInput":
+        gate_key, out_key = jax.random.split(key)
+        return PerLayerInput(
+            gate=fan_in(gate_key, (embed_dim, self.features), jnp.float32, embed_dim),
+            out=fan_in(out_key, (self.features, embed_dim), jnp.float32, self.features),
+            config=self,
+        )
+
+
+class PerLayerInput(eqx.Module):
+    """`out(act(gate x) * e)`, e being the layer's embedding of the token."""
+
+    gate: Float[Array, "embed per_layer_input"]
+    out: Float[Array, "per_layer_input embed"]
+    config: PerLayerInputConfig = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "batch length embed"], ctx: Context) -> Float[Array, "batch length embed"]:
+        given = ctx.layer_inputs.get(INPUT)
+        if given is None:
+            raise ConfigError("PerLayerInputConfig needs DecoderConfig.per_layer_embedding: nothing makes its input.")
+        gate = ctx.einsum("batch length embed, embed per_layer_input -> batch length per_layer_input", x, self.gate)
+        hidden = ACTIVATIONS[self.config.activation](gate) * given.astype(x.dtype)
+        out = ctx.einsum("batch length per_layer_input, per_layer_input embed -> batch length embed", hidden, self.out)
+        return ctx.constrain(out, "batch length embed")
+
+    def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
+        """`__call__` for a block."""
+        return BranchResult(self(x, ctx))

@@ -1,0 +1,154 @@
+"""Gated delta net (Yang et al. 2025; Qwen3-Next): a recurrence whose state is corrected by what it answers to a key.
+
+    S_t = e^(g_t) S_{t-1} + k_t u_t^T,  u_t = beta_t (v_t - e^(g_t) S_{t-1}^T k_t),  o_t = S_t^T q_t
+
+g and beta are numbers of a token and a head; q, k and v come from short convolutions.
+"""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, PRNGKeyArray
+
+from eqx_decoders.context import Context
+from eqx_decoders.errors import check, check_integer
+from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.layers.cache.kv_cache import StateShape
+from eqx_decoders.layers.norm import Norm, RMSNormConfig
+from eqx_decoders.layers.recurrent.causal_conv import document_starts
+from eqx_decoders.layers.recurrent.common import (
+    of_past,
+    only_tokens,
+    projected_streams,
+    proposed_state,
+    remembered,
+    unit,
+)
+from eqx_decoders.layers.recurrent.sharded_scan import recur_on_mesh
+from eqx_decoders.numerics.matmul import fan_in
+from eqx_decoders.remat import save
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatedDeltaNetConfig:
+    """`out(norm(o) * silu(gate x))`, o being what the recurrence answers to queries.
+
+    **Arguments:**
+
+    - `num_key_heads`, `num_heads`: heads of queries and keys; of values and states, a multiple: each key head serves
+        `num_heads / num_key_heads` of them that follow one another.
+    - `key_dim`, `value_dim`: features of a key and of a value.
+    - `taps`: tokens that the convolutions see, the last among them.
+    - `norm`: of each head's answer.
+    """
+
+    num_key_heads: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int = 4
+    norm: RMSNormConfig = RMSNormConfig()
+
+    def __post_init__(self):
+        for field in ("num_key_heads", "num_heads", "key_dim", "value_dim"):
+            check_integer(f"GatedDeltaNetConfig.{field}", getattr(self, field))
+        check_integer("GatedDeltaNetConfig.taps", self.taps, 2)
+        rule = f"must be a multiple of num_key_heads={self.num_key_heads}"
+        check(self.num_heads % self.num_key_heads == 0, f"GatedDeltaNetConfig.num_heads={self.num_heads} {rule}.")
+
+    @property
+    def state(self) -> StateShape:
+        """What is remembered of all tokens."""
+        return StateShape(heads=self.num_heads, key_dim=self.key_dim, value_dim=self.value_dim)
+
+    def memory(self, max_length: int) -> dict[str, Any]:
+        """A state, and the last inputs of the convolutions, whatever the length."""
+        keys, values = self.num_key_heads * self.key_dim, self.num_heads * self.value_dim
+        return remembered(self.state, self.taps, query=keys, key=keys, value=values)
+
+    def token_products(self, length: int) -> int:
+        """Multiplications per token beside those of the weights: the state is asked twice and written once."""
+        return 3 * self.num_heads * self.key_dim * self.value_dim
+
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "GatedDeltaNet":
+        keys, heads = jax.random.split(key, 11), (self.num_heads, self.value_dim)
+        key_heads = (self.num_key_heads, self.key_dim)
+
+        def into(key, *shape):
+            return fan_in(key, (embed_dim, *shape), jnp.float32, embed_dim, "normal")
+
+        def taps(key, *shape):
+            return fan_in(key, (*shape, self.taps), jnp.float32, self.taps)
+
+        rates = jax.random.uniform(keys[9], (self.num_heads,), minval=0.01, maxval=16.0)
+        return GatedDeltaNet(
+            query=into(keys[0], *key_heads),
+            key=into(keys[1], *key_heads),
+            value=into(keys[2], *heads),
+            gate=into(keys[3], *heads),
+            beta=into(keys[4], self.num_heads),
+            dt=into(keys[5], self.num_heads),
+            query_taps=taps(keys[6], *key_heads),
+            key_taps=taps(keys[7], *key_heads),
+            value_taps=taps(keys[8], *heads),
+            a_log=jnp.log(rates),
+            dt_bias=jnp.ones((self.num_heads,)),
+            norm=self.norm.build(self.value_dim),
+            out=fan_in(keys[10], (*heads, embed_dim), jnp.float32, heads[0] * heads[1], "normal"),
+            config=self,
+        )
+
+
+class GatedDeltaNet(eqx.Module):
+    """`out(norm(o) * silu(gate x))`, o being what the recurrence answers to queries."""
+
+    query: Float[Array, "embed key_heads key_dim"]
+    key: Float[Array, "embed key_heads key_dim"]
+    value: Float[Array, "embed heads value_dim"]
+    gate: Float[Array, "embed heads value_dim"]
+    beta: Float[Array, "embed heads"]
+    dt: Float[Array, "embed heads"]
+    query_taps: Float[Array, "key_heads key_dim taps"]
+    key_taps: Float[Array, "key_heads key_dim taps"]
+    value_taps: Float[Array, "heads value_dim taps"]
+    a_log: Float[Array, "heads"]
+    dt_bias: Float[Array, "heads"]
+    norm: Norm
+    out: Float[Array, "heads value_dim embed"]
+    config: GatedDeltaNetConfig = eqx.field(static=True)
+
+    def __call__(
+        self, x: Float[Array, "batch length embed"], ctx: Context, past: dict[str, Any] | None = None
+    ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
+        """The layer's output, and what it proposes for its state and for the tails of its convolutions."""
+        config, keys = self.config, "key_heads key_dim"
+        streams, entries = projected_streams(self, x, dict(query=keys, key=keys, value="heads value_dim"), past, ctx)
+        query, key = unit(streams["query"]) * config.key_dim**-0.5, only_tokens(unit(streams["key"]), ctx.positions)
+        log_decay, beta = self._decay_and_beta(x, ctx)
+        starts, state = document_starts(ctx.positions, ctx.segment_ids), of_past(past, "state")
+        inputs = query, key, streams["value"], log_decay, beta, state, starts
+        answer, written, state = recur_on_mesh(*inputs, execution=ctx.execution)
+        entries["state"] = proposed_state(config.state, log_decay, key, written, state, ctx)
+        answer = save(ctx.constrain(answer, "batch length heads value_dim"), "attention_out")
+        pattern = "batch length embed, embed heads value_dim -> batch length heads value_dim"
+        gate = jax.nn.silu(ctx.einsum(pattern, x, self.gate).astype(jnp.float32))
+        gated = (self.norm(answer).astype(jnp.float32) * gate).astype(x.dtype)
+        out = ctx.einsum("batch length heads value_dim, heads value_dim embed -> batch length embed", gated, self.out)
+        return save(ctx.constrain(out, "batch length embed"), "out_proj"), entries
+
+    def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
+        """`__call__` for a block."""
+        return BranchResult(*self(x, ctx, past))
+
+    def _decay_and_beta(
+        self, x: Array, ctx: Context
+    ) -> tuple[Float32[Array, "batch length heads 1"], Float32[Array, "batch length heads"]]:
+        """`g = -exp(a_log) softplus(dt x + dt_bias)`, and how much of the correction is written; none of padding."""
+        pattern = "batch length embed, embed heads -> batch length heads"
+        dt, beta = (ctx.einsum(pattern, x, weight).astype(jnp.float32) for weight in (self.dt, self.beta))
+        a_log, dt_bias = (each.astype(jnp.float32)[None, None] for each in (self.a_log, self.dt_bias))
+        log_decay = only_tokens(-jnp.exp(a_log) * jax.nn.softplus(dt + dt_bias), ctx.positions)
+        return log_decay[..., None], only_tokens(jax.nn.sigmoid(beta), ctx.positions)

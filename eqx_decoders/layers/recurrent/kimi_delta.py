@@ -1,0 +1,158 @@
+"""Kimi delta attention (Kimi Linear, 2025): the gated delta rule with a decay for each feature of a key.
+
+    S_t = Diag(e^(g_t)) S_{t-1} + k_t u_t^T,  u_t = beta_t (v_t - (Diag(e^(g_t)) S_{t-1})^T k_t),  o_t = S_t^T q_t
+
+q, k and v come from short convolutions; g and the gate of the output from projections of low rank.
+"""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, PRNGKeyArray
+
+from eqx_decoders.context import Context
+from eqx_decoders.errors import check_integer
+from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.layers.cache.kv_cache import StateShape
+from eqx_decoders.layers.norm import Norm, RMSNormConfig
+from eqx_decoders.layers.recurrent.causal_conv import document_starts
+from eqx_decoders.layers.recurrent.common import (
+    new_steps,
+    of_past,
+    only_tokens,
+    projected_streams,
+    proposed_state,
+    remembered,
+    unit,
+)
+from eqx_decoders.layers.recurrent.sharded_scan import recur_on_mesh
+from eqx_decoders.numerics.matmul import fan_in
+from eqx_decoders.remat import save
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KimiDeltaAttentionConfig:
+    """`out(norm(o) * sigmoid(gate x))`, o being what the recurrence answers to queries.
+
+    **Arguments:**
+
+    - `num_heads`, `head_dim`: heads, and features of a query, key and value of each.
+    - `gate_rank`: features between the two factors from which decays are made, and of the output's gate.
+    - `taps`: tokens that the convolutions see, the last among them.
+    - `norm`: of each head's answer.
+    """
+
+    num_heads: int
+    head_dim: int
+    gate_rank: int
+    taps: int = 4
+    norm: RMSNormConfig = RMSNormConfig()
+
+    def __post_init__(self):
+        for field in ("num_heads", "head_dim", "gate_rank"):
+            check_integer(f"KimiDeltaAttentionConfig.{field}", getattr(self, field))
+        check_integer("KimiDeltaAttentionConfig.taps", self.taps, 2)
+
+    @property
+    def state(self) -> StateShape:
+        """What is remembered of all tokens."""
+        return StateShape(heads=self.num_heads, key_dim=self.head_dim, value_dim=self.head_dim)
+
+    def memory(self, max_length: int) -> dict[str, Any]:
+        """A state, and the last inputs of the convolutions, whatever the length."""
+        channels = self.num_heads * self.head_dim
+        return remembered(self.state, self.taps, query=channels, key=channels, value=channels)
+
+    def token_products(self, length: int) -> int:
+        """Multiplications per token beside those of the weights: the state is asked twice and written once."""
+        return 3 * self.num_heads * self.head_dim**2
+
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "KimiDeltaAttention":
+        keys, heads, rank = jax.random.split(key, 14), (self.num_heads, self.head_dim), self.gate_rank
+
+        def new(key, fan, *shape):
+            return fan_in(key, shape, jnp.float32, fan, "normal")
+
+        def taps(key):
+            return fan_in(key, (*heads, self.taps), jnp.float32, self.taps)
+
+        rates = jax.random.uniform(keys[12], heads[:1], minval=1.0, maxval=16.0)
+        return KimiDeltaAttention(
+            query=new(keys[0], embed_dim, embed_dim, *heads),
+            key=new(keys[1], embed_dim, embed_dim, *heads),
+            value=new(keys[2], embed_dim, embed_dim, *heads),
+            query_taps=taps(keys[3]),
+            key_taps=taps(keys[4]),
+            value_taps=taps(keys[5]),
+            dt_down=new(keys[6], embed_dim, embed_dim, rank),
+            dt_up=new(keys[7], rank, rank, *heads),
+            gate_down=new(keys[8], embed_dim, embed_dim, rank),
+            gate_up=new(keys[9], rank, rank, *heads),
+            beta=new(keys[10], embed_dim, embed_dim, self.num_heads),
+            a_log=jnp.log(rates),
+            dt_bias=new_steps(keys[11], *heads),
+            norm=self.norm.build(self.head_dim),
+            out=new(keys[13], heads[0] * heads[1], *heads, embed_dim),
+            config=self,
+        )
+
+
+class KimiDeltaAttention(eqx.Module):
+    """`out(norm(o) * sigmoid(gate x))`, o being what the recurrence answers to queries."""
+
+    query: Float[Array, "embed heads head_dim"]
+    key: Float[Array, "embed heads head_dim"]
+    value: Float[Array, "embed heads head_dim"]
+    query_taps: Float[Array, "heads head_dim taps"]
+    key_taps: Float[Array, "heads head_dim taps"]
+    value_taps: Float[Array, "heads head_dim taps"]
+    dt_down: Float[Array, "embed gate_rank"]
+    dt_up: Float[Array, "gate_rank heads head_dim"]
+    gate_down: Float[Array, "embed gate_rank"]
+    gate_up: Float[Array, "gate_rank heads head_dim"]
+    beta: Float[Array, "embed heads"]
+    a_log: Float[Array, "heads"]
+    dt_bias: Float[Array, "heads head_dim"]
+    norm: Norm
+    out: Float[Array, "heads head_dim embed"]
+    config: KimiDeltaAttentionConfig = eqx.field(static=True)
+
+    def __call__(
+        self, x: Float[Array, "batch length embed"], ctx: Context, past: dict[str, Any] | None = None
+    ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
+        """The layer's output, and what it proposes for its state and for the tails of its convolutions."""
+        words: dict[str, str] = dict.fromkeys(("query", "key", "value"), "heads head_dim")
+        streams, entries = projected_streams(self, x, words, past, ctx)
+        query = unit(streams["query"]) * self.config.head_dim**-0.5
+        key = only_tokens(unit(streams["key"]), ctx.positions)
+        log_decay, beta = self._decay_and_beta(x, ctx)
+        starts, state = document_starts(ctx.positions, ctx.segment_ids), of_past(past, "state")
+        inputs = query, key, streams["value"], log_decay, beta, state, starts
+        answer, written, state = recur_on_mesh(*inputs, execution=ctx.execution)
+        entries["state"] = proposed_state(self.config.state, log_decay, key, written, state, ctx)
+        answer = save(ctx.constrain(answer, "batch length heads head_dim"), "attention_out")
+        gate = jax.nn.sigmoid(self._low_rank(x, self.gate_down, self.gate_up, ctx).astype(jnp.float32))
+        gated = (self.norm(answer.astype(jnp.float32)) * gate).astype(x.dtype)
+        out = ctx.einsum("batch length heads head_dim, heads head_dim embed -> batch length embed", gated, self.out)
+        return save(ctx.constrain(out, "batch length embed"), "out_proj"), entries
+
+    def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
+        """`__call__` for a block."""
+        return BranchResult(*self(x, ctx, past))
+
+    def _low_rank(self, x: Array, down: Array, up: Array, ctx: Context) -> Float[Array, "batch length heads head_dim"]:
+        low = ctx.einsum("batch length embed, embed gate_rank -> batch length gate_rank", x, down)
+        return ctx.einsum("batch length gate_rank, gate_rank heads head_dim -> batch length heads head_dim", low, up)
+
+    def _decay_and_beta(
+        self, x: Array, ctx: Context
+    ) -> tuple[Float32[Array, "batch length heads head_dim"], Float32[Array, "batch length heads"]]:
+        """`g = -exp(a_log) softplus(dt x + dt_bias)`, and how much of the correction is written; none of padding."""
+        dt = self._low_rank(x, self.dt_down, self.dt_up, ctx).astype(jnp.float32)
+        rate = jnp.exp(self.a_log.astype(jnp.float32))[None, None, :, None]
+        log_decay = -rate * jax.nn.softplus(dt + self.dt_bias.astype(jnp.float32)[None, None])
+        beta = ctx.einsum("batch length embed, embed heads -> batch length heads", x, self.beta).astype(jnp.float32)
+        return only_tokens(log_decay, ctx.positions), only_tokens(jax.nn.sigmoid(beta), ctx.positions)

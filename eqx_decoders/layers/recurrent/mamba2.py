@@ -1,0 +1,180 @@
+"""Mamba-2 (Dao & Gu 2024): a linear recurrence with one decay a head, and keys and queries that heads share.
+
+    S_t = e^(-exp(a_log) dt_t) S_{t-1} + k_t (dt_t v_t)^T,  o_t = S_t^T q_t + skip v_t
+
+The paper calls k, q and v: B, C and x. All three come from short convolutions; dt is a number of a token and a head.
+"""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, PRNGKeyArray
+
+from eqx_decoders.context import Context
+from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.layers.base import BranchResult
+from eqx_decoders.layers.cache.kv_cache import StateShape
+from eqx_decoders.layers.recurrent.causal_conv import document_starts
+from eqx_decoders.layers.recurrent.common import (
+    new_steps,
+    of_past,
+    only_tokens,
+    projected_streams,
+    proposed_state,
+    remembered,
+)
+from eqx_decoders.layers.recurrent.sharded_scan import recur_on_mesh
+from eqx_decoders.numerics.matmul import fan_in
+from eqx_decoders.remat import save
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mamba2Config:
+    """`out(norm(o * silu(gate x)))`, o being what the recurrence gives.
+
+    **Arguments:**
+
+    - `num_heads`, `value_dim`: heads, and features of each.
+    - `num_groups`: keys and queries of a token, each for `num_heads / num_groups` heads that follow one another; the
+        features of these heads are normalised together.
+    - `key_dim`: features of a key, the size of the state.
+    - `taps`: tokens that the convolutions see, the last among them.
+    - `taps_bias`: whether the convolutions have a bias.
+    - `dt_min`, `dt_max`: bounds of dt; None for none above.
+    - `eps`: of the norm.
+    """
+
+    num_heads: int
+    value_dim: int
+    num_groups: int
+    key_dim: int
+    taps: int = 4
+    taps_bias: bool = True
+    dt_min: float = 0.0
+    dt_max: float | None = None
+    eps: float = 1e-5
+
+    def __post_init__(self):
+        for field in ("num_heads", "value_dim", "num_groups", "key_dim"):
+            check_integer(f"Mamba2Config.{field}", getattr(self, field))
+        check_integer("Mamba2Config.taps", self.taps, 2)
+        rule = f"must be a multiple of num_groups={self.num_groups}"
+        check(self.num_heads % self.num_groups == 0, f"Mamba2Config.num_heads={self.num_heads} {rule}.")
+        check_number("Mamba2Config.dt_min", self.dt_min, least=0)
+        if self.dt_max is not None:
+            check_number("Mamba2Config.dt_max", self.dt_max, above=self.dt_min)
+        check_number("Mamba2Config.eps", self.eps, above=0)
+
+    @property
+    def state(self) -> StateShape:
+        """What is remembered of all tokens."""
+        return StateShape(heads=self.num_heads, key_dim=self.key_dim, value_dim=self.value_dim)
+
+    def memory(self, max_length: int) -> dict[str, Any]:
+        """A state, and the last inputs of the convolutions, whatever the length."""
+        keys, values = self.num_groups * self.key_dim, self.num_heads * self.value_dim
+        return remembered(self.state, self.taps, query=keys, key=keys, value=values)
+
+    def token_products(self, length: int) -> int:
+        """Multiplications per token beside those of the weights: the state is asked once and written once."""
+        return 2 * self.num_heads * self.key_dim * self.value_dim
+
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Mamba2":
+        keys = jax.random.split(key, 11)
+        heads = self.num_heads, self.value_dim
+        groups = self.num_groups, self.key_dim
+
+        def into(key, *shape):
+            return fan_in(key, (embed_dim, *shape), jnp.float32, embed_dim, "normal")
+
+        def taps(key, *shape):
+            return fan_in(key, (*shape, self.taps), jnp.float32, self.taps)
+
+        def zeros(*shape):
+            return jnp.zeros(shape) if self.taps_bias else None
+
+        rates = jax.random.uniform(keys[9], (self.num_heads,), minval=1.0, maxval=16.0)
+        return Mamba2(
+            gate=into(keys[0], *heads),
+            value=into(keys[1], *heads),
+            key=into(keys[2], *groups),
+            query=into(keys[3], *groups),
+            dt=into(keys[4], self.num_heads),
+            value_taps=taps(keys[5], *heads),
+            key_taps=taps(keys[6], *groups),
+            query_taps=taps(keys[7], *groups),
+            value_taps_bias=zeros(*heads),
+            key_taps_bias=zeros(*groups),
+            query_taps_bias=zeros(*groups),
+            a_log=jnp.log(rates),
+            dt_bias=new_steps(keys[8], self.num_heads),
+            skip=jnp.ones((self.num_heads,)),
+            norm_scale=jnp.ones(heads),
+            out=fan_in(keys[10], (*heads, embed_dim), jnp.float32, heads[0] * heads[1], "normal"),
+            config=self,
+        )
+
+
+class Mamba2(eqx.Module):
+    """`out(norm(o * silu(gate x)))`, o being what the recurrence gives."""
+
+    gate: Float[Array, "embed heads value_dim"]
+    value: Float[Array, "embed heads value_dim"]
+    key: Float[Array, "embed key_heads key_dim"]
+    query: Float[Array, "embed key_heads key_dim"]
+    dt: Float[Array, "embed heads"]
+    value_taps: Float[Array, "heads value_dim taps"]
+    key_taps: Float[Array, "key_heads key_dim taps"]
+    query_taps: Float[Array, "key_heads key_dim taps"]
+    value_taps_bias: Float[Array, "heads value_dim"] | None
+    key_taps_bias: Float[Array, "key_heads key_dim"] | None
+    query_taps_bias: Float[Array, "key_heads key_dim"] | None
+    a_log: Float[Array, "heads"]
+    dt_bias: Float[Array, "heads"]
+    skip: Float[Array, "heads"]
+    norm_scale: Float[Array, "heads value_dim"]
+    out: Float[Array, "heads value_dim embed"]
+    config: Mamba2Config = eqx.field(static=True)
+
+    def __call__(
+        self, x: Float[Array, "batch length embed"], ctx: Context, past: dict[str, Any] | None = None
+    ) -> tuple[Float[Array, "batch length embed"], dict[str, Any]]:
+        """The layer's output, and what it proposes for its state and for the tails of its convolutions."""
+        words = dict(value="heads value_dim", key="key_heads key_dim", query="key_heads key_dim")
+        streams, entries = projected_streams(self, x, words, past, ctx)
+        value, dt = streams["value"].astype(jnp.float32), self._step(x, ctx)
+        key = only_tokens(streams["key"].astype(jnp.float32), ctx.positions)
+        written = dt[..., None] * value
+        log_decay = (-jnp.exp(self.a_log.astype(jnp.float32))[None, None] * dt)[..., None]
+        starts, state = document_starts(ctx.positions, ctx.segment_ids), of_past(past, "state")
+        query = streams["query"].astype(jnp.float32)
+        inputs = query, key, written, log_decay, None, state, starts
+        answer, _, state = recur_on_mesh(*inputs, execution=ctx.execution)
+        entries["state"] = proposed_state(self.config.state, log_decay, key, written, state, ctx)
+        answer = answer + self.skip.astype(jnp.float32)[None, None, :, None] * value
+        answer = save(ctx.constrain(answer.astype(x.dtype), "batch length heads value_dim"), "attention_out")
+        gated = self._gated(answer, x, ctx)
+        out = ctx.einsum("batch length heads value_dim, heads value_dim embed -> batch length embed", gated, self.out)
+        return save(ctx.constrain(out, "batch length embed"), "out_proj"), entries
+
+    def branch(self, x: Array, ctx: Context, past: Any, key: PRNGKeyArray | None) -> BranchResult:
+        """`__call__` for a block."""
+        return BranchResult(*self(x, ctx, past))
+
+    def _step(self, x: Array, ctx: Context) -> Float32[Array, "batch length heads"]:
+        """`dt = clip(softplus(dt x + dt_bias))`; 0 where there is no token."""
+        dt = ctx.einsum("batch length embed, embed heads -> batch length heads", x, self.dt).astype(jnp.float32)
+        dt = jax.nn.softplus(dt + self.dt_bias.astype(jnp.float32)[None, None])
+        return only_tokens(jnp.clip(dt, self.config.dt_min, self.config.dt_max), ctx.positions)
+
+    def _gated(self, answer: Array, x: Array, ctx: Context) -> Float[Array, "batch length heads value_dim"]:
+        """`norm(o * silu(gate x))`, the heads of a group normalised together."""
+        pattern = "batch length embed, embed heads value_dim -> batch length heads value_dim"
+        gate = jax.nn.silu(ctx.einsum(pattern, x, self.gate).astype(jnp.float32))
+        y = answer.astype(jnp.float32) * gate
+        grouped = y.reshape(*y.shape[:2], self.config.num_groups, -1)
+        grouped *= jax.lax.rsqrt(jnp.mean(grouped * grouped, axis=-1, keepdims=True) + self.config.eps)
+        return (grouped.reshape(y.shape) * self.norm_scale.astype(jnp.float32)[None, None]).astype(x.dtype)

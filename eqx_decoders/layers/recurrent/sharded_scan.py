@@ -1,0 +1,143 @@
+"""Recurrences of rows that a mesh splits: each device runs its piece, and what states do to one another is combined.
+
+A piece of a row makes of the state S before it
+
+    S' = A S + B,    o_t = b_t + a_t^T S,
+
+since the recurrence is linear in S. For the gated delta rule the columns of a state go each their own way, so that one
+run with the state [0 | I] and values [v | 0] ends in [B | A] and gives [b | a]. Without a correction A is a product of
+decays. A and B of all pieces are gathered, a matrix or two per head and row; no token leaves its device.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Float32
+
+from eqx_decoders.context import Execution
+from eqx_decoders.layers.attention.context_parallel import used_heads
+from eqx_decoders.layers.recurrent.pallas_scan import CHUNK
+from eqx_decoders.layers.recurrent.recurrence import delta_rule
+from eqx_decoders.sharding.rules import names_of
+
+
+_EXACT = lax.Precision.HIGHEST  # states are handed on from piece to piece
+
+
+def recur_on_mesh(
+    query: Float[Array, "batch length key_heads key_dim"],
+    key: Float[Array, "batch length key_heads key_dim"],
+    value: Float[Array, "batch length heads value_dim"],
+    log_decay: Float[Array, "batch length heads decay_dim"],
+    beta: Float[Array, "batch length heads"] | None,
+    state: Float32[Array, "batch heads key_dim value_dim"] | None = None,
+    resets: Bool[Array, "batch length"] | None = None,
+    *,
+    execution: Execution,
+) -> tuple[
+    Float[Array, "batch length heads value_dim"],
+    Float32[Array, "batch length heads value_dim"],
+    Float32[Array, "batch heads key_dim value_dim"],
+]:
+    """`delta_rule`, on the mesh that `execution` says."""
+    layout, arrays = execution.layout, (query, key, value, log_decay, beta, state, resets)
+    rows, length, heads = map(names_of, layout.activation_spec("batch length heads value_dim", value.shape)[:3])
+    # a kernel sees a device's own arrays, and by their shapes it is chosen
+    may_have_kernel = layout.platform == "tpu" and log_decay.shape[3] == 1 and value.shape[1] >= CHUNK
+    if layout.single or not (length or may_have_kernel):
+        return delta_rule(*arrays, platform=layout.platform)
+    key_heads = names_of(layout.activation_spec("batch length key_heads key_dim", key.shape)[2])
+    others, groups = heads[len(key_heads) :], value.shape[2] // key.shape[2]
+    if others and heads[: len(key_heads)] != key_heads:
+        key_heads, others = (), heads
+
+    def run(query, key, value, log_decay, beta, state, resets):
+        if others:
+            query, key = (used_heads(x, others, value.shape[2], groups) for x in (query, key))
+        platform, shape = layout.platform, (value.shape[0], value.shape[2], key.shape[3], value.shape[3])
+        if not length:
+            return delta_rule(query, key, value, log_decay, beta, state, resets, platform=platform)
+        start = jnp.zeros(shape, jnp.float32) if state is None else state
+        piece = _run_piece(query, key, value, log_decay, beta, resets, platform)
+        start, end = _states(start, piece, length)
+        out, written = (_with_state(x, start) for x in (piece.out, piece.written))
+        return out.astype(value.dtype), written, end
+
+    # named, too, are mesh axes of one device: over what no name splits gradients are summed
+    rows = (*rows, *(name for name, size in layout.mesh.shape.items() if size == 1))
+    tokens, keys = PartitionSpec(rows, length, heads), PartitionSpec(rows, length, key_heads)
+    states = PartitionSpec(rows, heads)
+    specs = (keys, keys, tokens, tokens, tokens, states, PartitionSpec(rows, length))
+    return layout.shard_map(run, specs, (tokens, tokens, states))(*arrays)
+
+
+_Affine = tuple[Array, Array | None]  # what is there without a state before the piece, and what a state is asked
+
+
+class _Piece(NamedTuple):
+    """What a piece makes of the state before it.
+
+    - `out`, `written`: b [batch, length, heads, value_dim] and a [batch, length, heads, key_dim].
+    - `end`: B.
+    - `transition`: A, [batch, heads, key_dim, key_dim], or its diagonal, [batch, heads, key_dim or 1].
+    """
+
+    out: _Affine
+    written: _Affine
+    end: Float32[Array, "batch heads key_dim value_dim"]
+    transition: Float32[Array, "batch heads ..."]
+
+
+def _run_piece(query, key, value, log_decay, beta, resets, platform) -> _Piece:
+    value = value.astype(jnp.float32)
+    if beta is None:
+        out, written, end = delta_rule(query, key, value, log_decay, None, None, resets, platform=platform)
+        fade = _fade(log_decay, resets)
+        asked = jnp.repeat(query.astype(jnp.float32), value.shape[2] // query.shape[2], axis=2) * fade
+        return _Piece((out, asked), (written, None), end, fade[:, -1])
+    batch, _, heads, value_dim = value.shape
+    key_dim = key.shape[3]
+    wide = jnp.concatenate([value, jnp.zeros((*value.shape[:3], key_dim), jnp.float32)], 3)
+    one = jnp.broadcast_to(
+        jnp.eye(key_dim, value_dim + key_dim, value_dim, jnp.float32), (batch, heads, key_dim, value_dim + key_dim)
+    )
+    results = delta_rule(query, key, wide, log_decay, beta, one, resets, platform=platform)
+    out, written, (end, transition) = ((x[..., :value_dim], x[..., value_dim:]) for x in results)
+    return _Piece(out, written, end, transition)
+
+
+def _fade(log_decay: Array, resets: Array | None) -> Float32[Array, "batch length heads decay_dim"]:
+    """What is left at each token of the state before the piece."""
+    fade = jnp.exp(jnp.cumsum(log_decay.astype(jnp.float32), axis=1))
+    if resets is None:
+        return fade
+    return jnp.where((jnp.cumsum(resets, axis=1) > 0)[:, :, None, None], 0.0, fade)
+
+
+def _states(start: Array, piece: _Piece, axes: tuple[str, ...]) -> tuple[Array, Array]:
+    """The states before a device's piece and behind the last one, from that before the first one."""
+
+    def step(carry, ends):
+        state, own = carry
+        index, end, transition = ends
+        own = jnp.where(index == lax.axis_index(axes), state, own)
+        return (_moved(transition, state) + end, own), None
+
+    ends, transitions = (lax.all_gather(x, axes) for x in (piece.end, piece.transition))
+    (end, own), _ = lax.scan(step, (start, start), (jnp.arange(len(ends)), ends, transitions))
+    return own, end
+
+
+def _moved(transition: Array, state: Array) -> Array:
+    if transition.ndim == state.ndim:
+        return jnp.einsum("bhkj,bhjv->bhkv", transition, state, precision=_EXACT)
+    return transition[..., None] * state
+
+
+def _with_state(affine: _Affine, state: Array) -> Array:
+    there, asked = affine
+    if asked is None:
+        return there
+    return there + jnp.einsum("blhk,bhkv->blhv", asked, state, preferred_element_type=jnp.float32)

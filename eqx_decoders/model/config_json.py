@@ -1,0 +1,191 @@
+"""Configurations as plain JSON values and back, exactly; and with single fields changed by name."""
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar
+
+from eqx_decoders.blocks.stack import segments
+from eqx_decoders.errors import ConfigError, check, check_integer, check_word
+
+
+T = TypeVar("T")
+
+
+def to_plain(value: Any) -> Any:
+    """A configuration as JSON values: `{"class": "MLPConfig", "mlp_dim": 12, …}` with all of its fields."""
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {"class": type(value).__name__} | fields
+    return [to_plain(each) for each in value] if isinstance(value, tuple) else value
+
+
+def from_plain(value: Any, hint: Any, where: str) -> Any:
+    """What `to_plain` was given, of a type that fits the annotation `hint`; ConfigError for anything else."""
+    kinds = _kinds(hint)
+    if isinstance(value, dict):
+        classes: dict[str, Any] = {kind.__name__: kind for kind in kinds if isinstance(kind, type)}
+        classes = {name: kind for name, kind in classes.items() if dataclasses.is_dataclass(kind)}
+        kind = classes[check_word(f"{where}: class", value.get("class", ""), classes)]
+        hints = typing.get_type_hints(kind)
+        names = [field.name for field in dataclasses.fields(kind)]
+        fields = {name: each for name, each in value.items() if name != "class"}
+        for name in fields:
+            check_word(f"{where}: field of {kind.__name__}", name, names)
+        needed = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
+        lacking = sorted(set(needed) - set(fields))
+        check(not lacking, f"{where}: {kind.__name__} needs {', '.join(lacking)}.")
+        return kind(**{name: from_plain(each, hints[name], f"{where}.{name}") for name, each in fields.items()})
+    if isinstance(value, list):
+        inner = [typing.get_args(kind)[0] for kind in kinds if typing.get_origin(kind) is tuple]
+        check(len(inner) == 1, f"{where} must be {_named(kinds)}, not a list.")
+        return tuple(from_plain(each, inner[0], f"{where}[{index}]") for index, each in enumerate(value))
+    for kind in kinds:
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if value in typing.get_args(kind) if typing.get_origin(kind) is Literal else type(value) is kind:
+            return value
+    raise ConfigError(f"{where}={value!r} must be {_named(kinds)}.")
+
+
+def decoder_to_json(config: Any) -> str:
+    """A `DecoderConfig` as JSON; repeated layers are written once: `{"repeat": 4, "blocks": …}`."""
+    runs = [
+        {"repeat": repeats, "blocks": [to_plain(block) for block in unit]} for unit, repeats in segments(config.blocks)
+    ]
+    return json.dumps(to_plain(config) | {"blocks": runs}, indent=2) + "\n"
+
+
+def decoder_from_json(text: str, kind: type[T]) -> T:
+    """What `decoder_to_json` was given, a `DecoderConfig` by its class; ConfigError for anything else."""
+    try:
+        plain = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"a configuration must be JSON: {str(error)[:200]}.") from error
+    good = isinstance(plain, dict) and isinstance(plain.get("blocks"), list)
+    check(good, "a configuration must be a JSON object with a list of blocks.")
+    blocks = []
+    for entry in plain["blocks"]:
+        repeated = isinstance(entry, dict) and set(entry) == {"repeat", "blocks"}
+        if repeated:
+            check_integer("DecoderConfig.blocks: repeat", entry["repeat"])
+            check(isinstance(entry["blocks"], list), "DecoderConfig.blocks: repeat needs a list of blocks.")
+        blocks += entry["blocks"] * entry["repeat"] if repeated else [entry]
+    return from_plain(plain | {"blocks": blocks}, kind, "DecoderConfig")
+
+
+def with_fields(config: T, pairs: Sequence[str]) -> T:
+    """A `DecoderConfig` with single fields changed, each by a text like `"embed_dim=512"`.
+
+    The names are those of fields of `DecoderConfig`; `num_layers`, to which the pattern of the layers is cut or
+    continued; and of fields of the mixers and the MLPs in all layers that have them: `num_heads`, `mlp_dim`, or with
+    the part where both or neither would do, `mixer.bias`, `mlp.router.z_loss`, `block.dropout`. Values are JSON or
+    plain words. All are changed together and then checked. What was derived from another field stays as it is.
+    """
+    named = {}
+    for pair in pairs:
+        name, equal, text = pair.partition("=")
+        check(bool(equal and name), f"set={pair!r} must be a field and its value, such as num_layers=4.")
+        named[name.strip()] = text.strip()
+    if not named:
+        return config
+    decoder: Any = config
+    count = named.pop("num_layers", None)
+    own = {field.name for field in dataclasses.fields(decoder)} - {"blocks", "mtp"}
+    inner = {_path(name, decoder.blocks, own): text for name, text in named.items() if name not in own}
+    used: set[tuple[str, ...]] = set()
+    blocks = {block: _changed(block, inner, used) for block in dict.fromkeys(decoder.blocks)}
+    for path in inner.keys() - used:
+        raise ConfigError(f"set={'.'.join(path)!r}: no layer has that field.")
+    new: dict[str, Any] = {"blocks": tuple(blocks[block] for block in decoder.blocks)}
+    if count is not None:
+        new["blocks"] = _continued(new["blocks"], _value(count, int, "num_layers"))
+    if decoder.mtp is not None:
+        new["mtp"] = dataclasses.replace(decoder.mtp, block=_changed(decoder.mtp.block, inner, used))
+    hints = typing.get_type_hints(type(decoder))
+    new |= {name: _value(text, hints[name], name) for name, text in named.items() if name in own}
+    return dataclasses.replace(decoder, **new)
+
+
+def _kinds(hint: Any) -> list[Any]:
+    """The types that an annotation allows, with the subclasses of configurations."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return [kind for part in typing.get_args(hint) for kind in _kinds(part)]
+    if dataclasses.is_dataclass(hint):
+        kind: Any = hint
+        return [kind, *(each for derived in kind.__subclasses__() for each in _kinds(derived))]
+    return [hint]
+
+
+def _named(kinds: list[Any]) -> str:
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "a word", types.NoneType: "null"}
+    texts = []
+    for kind in kinds:
+        literal = typing.get_origin(kind) is Literal
+        texts += map(repr, typing.get_args(kind)) if literal else [words.get(kind, getattr(kind, "__name__", "a list"))]
+    return " or ".join(texts)
+
+
+def _path(name: str, blocks: Sequence[Any], own: set[str]) -> tuple[str, ...]:
+    """Where a name stands in a block: `num_heads` is `("mixer", "num_heads")`."""
+    part, *rest = name.split(".")
+    if rest and part in ("mixer", "mlp", "block"):
+        return tuple(rest) if part == "block" else (part, *rest)
+    parts = {which: {each for block in blocks for each in _fields(getattr(block, which))} for which in ("mixer", "mlp")}
+    places = [which for which, names in parts.items() if part in names]
+    check(len(places) < 2, f"set={name!r} is a field of mixers and of MLPs: write mixer.{name} or mlp.{name}.")
+    if not places:
+        check_word("set", name, ("num_layers", *sorted(own), *sorted(parts["mixer"] | parts["mlp"])))
+    return (*places, part, *rest)
+
+
+def _fields(config: Any) -> list[str]:
+    return [] if config is None else [field.name for field in dataclasses.fields(config)]
+
+
+def _changed(config: Any, changes: dict[tuple[str, ...], str], used: set[tuple[str, ...]], depth: int = 0) -> Any:
+    """The configuration with what the paths say, as far as it has such fields; those that were found go into `used`."""
+    new: dict[str, Any] = {}
+    hints = typing.get_type_hints(type(config))
+    for path, text in changes.items():
+        name = path[depth]
+        if name not in _fields(config):
+            continue
+        if len(path) == depth + 1:
+            new[name] = _value(text, hints[name], f"{type(config).__name__}.{name}")
+            used.add(path)
+        elif dataclasses.is_dataclass(getattr(config, name)):
+            same = {other: each for other, each in changes.items() if other[: depth + 1] == path[: depth + 1]}
+            same = {other: each for other, each in same.items() if len(other) > depth + 1}
+            new[name] = _changed(getattr(config, name), same, used, depth + 1)
+    return dataclasses.replace(config, **new) if new else config
+
+
+def _value(text: str, hint: Any, where: str) -> Any:
+    """The value that a text of the command line stands for, in a field with the annotation `hint`."""
+    words = {"None": None, "none": None, "True": True, "False": False}
+    try:
+        value = words[text] if text in words else json.loads(text)
+    except ValueError:
+        value = text
+    return from_plain(value, hint, where)
+
+
+def _continued(blocks: tuple[T, ...], count: int) -> tuple[T, ...]:
+    """The first `count` blocks; where there are fewer, the cycle at their end goes on, or all of them come again."""
+    check_integer("num_layers", count)
+    numbers = [list(dict.fromkeys(blocks)).index(block) for block in blocks]
+    size = len(blocks)
+    # the shortest beginning plus cycle that explains all of them: one dense block, then experts, is 1 + 1
+    _, _, period = min(
+        (begin + period, begin, period)
+        for period in range(1, size + 1)
+        for begin in range(size - period + 1)
+        if all(numbers[i] == numbers[i - period] for i in range(begin + period, size))
+    )
+    longer = list(blocks)
+    while len(longer) < count:
+        longer.append(longer[-period])
+    return tuple(longer[:count])

@@ -1,0 +1,193 @@
+"""Models whose weights are kept in few bits: `quantize` makes them of any model, `dequantize` makes plain ones of them.
+
+    model = quantize(model, "int8")
+    model = quantize(model, {"*.mlp.*": "int4", "*": "int8"})
+
+Weights are rounded to the nearest, symmetrically around zero, by the largest number of a column, group or block.
+"""
+
+import collections
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from eqx_decoders.errors import check, check_integer, check_word
+from eqx_decoders.model.decoder import Decoder
+from eqx_decoders.numerics.int8_matmul import fits
+from eqx_decoders.numerics.quantized_weight import QuantizedWeight, matrix_axes, quantized_weights
+from eqx_decoders.sharding.axes import Axes, axes, matching, named_leaves, path_name, product_axes, replaced
+from eqx_decoders.sharding.layout import Layout, out_shardings, partitions
+
+
+QuantizationName = Literal["int8", "int4", "fp8", "fp8_block"]
+
+
+class _Kind(NamedTuple):
+    """Numbers of few bits: their dtype, and the largest that is used."""
+
+    dtype: Any
+    largest: float
+
+
+_KINDS = {
+    "int8": _Kind(jnp.int8, 127.0),
+    "int4": _Kind(jnp.int4, 7.0),
+    "fp8": _Kind(jnp.float8_e4m3fn, 448.0),
+    "fp8_block": _Kind(jnp.float8_e4m3fn, 448.0),
+}
+FP8_BLOCK = 128
+GROUPS = (128, 64, 32)  # rows of a group, where nothing is said: the first that divides
+
+
+def quantize(
+    model: Decoder, modes: str | Mapping[str, str | None] = "int8", *, group_size: int | None = None
+) -> Decoder:
+    """The model with its matrices in few bits, for inference, or below low-rank pairs (`add_lora`).
+
+    **Arguments:**
+
+    - `model`: of arrays, on any layout, or of shapes.
+    - `modes`: of all matrices; or of those whose paths match a pattern (`*` stands for anything), the first that does
+        counts, None leaves them as they are:
+        `"int8"`: whole numbers up to 127 with a scale for each column (8 bits a weight);
+        `"int4"`: up to 7 with one for `group_size` rows of a column (4.25 bits with groups of 128);
+        `"fp8"`: e4m3 with one for each column; `"fp8_block"`: with one for 128 x 128 numbers.
+    - `group_size`: rows of a group of `"int4"`; they must be equal parts of what a weight contracts. None: 128, or 64
+        or 32 for the weights that these do not divide (see `group_sizes`).
+
+    Matrices inside of blocks are meant: no tables, norms, routers and biases, nothing that makes decays or one number a
+    head. The output head and encoders are, where a pattern begins with their name, as in `"head.kernel"`.
+
+    Raises ConfigError for an unknown mode, a pattern of nothing that can be in few bits, a group that does not divide,
+    and a model that has such weights already.
+    """
+    if group_size is not None:
+        check_integer("quantize: group_size", group_size)
+    present = sorted(quantized_weights(model))[:1]
+    rule = "call dequantize first"
+    check(not present, f"quantize: the model has weights in few bits already, such as {present}: {rule}.")
+    words, leaves = axes(model), named_leaves(model)
+    chosen = _chosen({"*": modes} if isinstance(modes, str) else modes, words)
+    nodes: dict[str, Any] = {}
+    for path, mode in chosen.items():
+        nodes[path] = _quantized(model.execution.layout, path, words[path], leaves[path], mode, group_size)
+    return replaced(model, nodes)
+
+
+def group_sizes(model: Decoder) -> dict[int, int]:
+    """How many weights of `"int4"` have groups of so many rows, the most rows first."""
+    nodes = (node for node in quantized_weights(model).values() if node.values.dtype == jnp.int4)
+    counts = collections.Counter(node.block[0] for node in nodes)
+    return dict(sorted(counts.items(), reverse=True))
+
+
+def dequantize(model: Decoder, *, dtype: DTypeLike | None = None) -> Decoder:
+    """The model with plain arrays in place of weights in few bits; `dtype` by default that of its other weights."""
+    layout, nodes = model.execution.layout, quantized_weights(model)
+    kind = np.dtype(model.execution.precision.params if dtype is None else dtype)
+    shapes = {path: jax.ShapeDtypeStruct(node.shape, kind) for path, node in nodes.items()}
+    places = named_leaves(layout.shardings(replaced(model, shapes)))
+    shapes = {path: leaf.update(sharding=places[path]) for path, leaf in shapes.items()}
+    made: dict[str, Any] = {
+        path: shapes[path] if isinstance(node.values, jax.ShapeDtypeStruct) else _widened(layout, node, shapes[path])
+        for path, node in nodes.items()
+    }
+    return replaced(model, made)
+
+
+def _widened(layout: Layout, node: QuantizedWeight, like: jax.ShapeDtypeStruct) -> Array:
+    run = layout.automatically(lambda node: node.widened(like.dtype), lambda _: partitions(like))
+    return jax.jit(run, out_shardings=out_shardings(like))(node)
+
+
+def _chosen(modes: Mapping[str, str | None], words: Mapping[str, Axes]) -> dict[str, str]:
+    """The mode of every weight that gets one, by path, in the order of the model."""
+    check(len(modes) > 0, "quantize: modes={} must name at least one pattern, such as '*'.")
+    found: dict[str, str | None] = {}
+    for pattern, mode in modes.items():
+        if mode is not None:
+            check_word(f"quantize: modes[{pattern!r}]", mode, get_args(QuantizationName))
+        matched = matching(words, (pattern,), "quantize: modes")
+        able = [path for path in words if path in matched and _able(path, words[path], pattern)]
+        check(
+            bool(able) or mode is None,
+            f"quantize: modes[{pattern!r}] matches {min(matched)}, which is not kept in few bits: tables, routers, "
+            "norms, biases and low-rank pairs aren't, nor is what makes decays or one number per head, and heads and "
+            "encoders must be named ('head.kernel'). Write another pattern.",
+        )
+        found = dict.fromkeys(able, mode) | found
+    return {path: mode for path in words if (mode := found.get(path)) is not None}
+
+
+def _able(path: str, words: Axes, pattern: str) -> bool:
+    if fits(path, words):
+        return True
+    first = path.split(".")[0]
+    named = pattern.startswith(f"{first}.") and first in ("head", "vision", "audio")
+    return named and (path == "head.kernel" or (product_axes(words) is not None and "layers" in words))
+
+
+def _quantized(layout: Layout, path: str, words: Axes, leaf: Any, mode: str, group_size: int | None) -> QuantizedWeight:
+    """A weight in few bits, sharded by the layout's tables."""
+    inner, outer = map(len, matrix_axes(words))
+    rows = math.prod(leaf.shape[len(leaf.shape) - inner - outer : len(leaf.shape) - outer])
+    block = (FP8_BLOCK, FP8_BLOCK) if mode == "fp8_block" else (rows, 1)
+    if mode == "int4":
+        contracted = " x ".join(words[len(words) - inner - outer : len(words) - outer])
+        rule = f"must divide the {rows} rows ({contracted}) of {path}: choose another one, or another mode for it"
+        sizes = GROUPS if group_size is None else (group_size,)
+        fitting = [size for size in sizes if rows % size == 0]
+        check(len(fitting) > 0, f"quantize: group_size={' or '.join(map(str, sizes))} {rule}.")
+        block = (fitting[0], 1)
+
+    def make(weight: Array) -> QuantizedWeight:
+        return quantized(weight, _KINDS[mode], block, inner, outer)
+
+    like = jax.eval_shape(make, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    like = _placed(layout, path, words, like)
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return like
+    return jax.jit(layout.automatically(make, lambda _: partitions(like)), out_shardings=out_shardings(like))(leaf)
+
+
+def _placed(layout: Layout, path: str, words: Axes, node: QuantizedWeight) -> QuantizedWeight:
+    """The shapes of a weight in few bits with the shardings that the layout gives them."""
+    stack = words.count("layers")
+    parts = {name: (*words[:stack], *here) for name, here in node.part_axes(words[stack:]).items()}
+
+    def place(at: Any, leaf: Any) -> Any:
+        name = path_name(at)
+        return leaf.update(sharding=layout.weight_sharding(parts[name], leaf.shape, f"{path}.{name}"))
+
+    return jax.tree_util.tree_map_with_path(place, node)
+
+
+def quantized(
+    weight: Float[Array, "..."], kind: _Kind, block: tuple[int, int], inner: int, outer: int
+) -> QuantizedWeight:
+    """A weight rounded to the nearest numbers of a kind, each block scaled by its largest one."""
+    lead = weight.shape[: weight.ndim - inner - outer]
+    made = weight.shape[weight.ndim - outer :]
+    rows, columns = math.prod(weight.shape[len(lead) : weight.ndim - outer]), math.prod(made)
+    wide = weight.astype(np.promote_types(weight.dtype, np.float32)).reshape(*lead, rows, columns)
+    counts = [-(-size // min(each, size)) for size, each in zip((rows, columns), block, strict=True)]
+    sizes = [min(each, size) for size, each in zip((rows, columns), block, strict=True)]
+    missing = [count * each - size for count, each, size in zip(counts, sizes, (rows, columns), strict=True)]
+    padded = jnp.pad(jnp.abs(wide), [(0, 0)] * len(lead) + [(0, more) for more in missing])
+    padded = padded.reshape(*lead, counts[0], sizes[0], counts[1], sizes[1])
+    largest = jnp.max(padded, axis=(-3, -1))
+    # so large that neither the scale nor its inverse leaves the range of normal numbers
+    scales = (jnp.maximum(largest, kind.largest * 2.0**-100) / kind.largest).astype(jnp.float32)
+    spread = jnp.repeat(jnp.repeat(scales, sizes[0], axis=-2)[..., :rows, :], sizes[1], axis=-1)[..., :columns]
+    ratio = wide / spread
+    ratio = jnp.round(ratio) if jnp.issubdtype(kind.dtype, jnp.integer) else ratio
+    values = jnp.clip(ratio, -kind.largest, kind.largest).astype(kind.dtype).reshape(weight.shape)
+    values = values if jnp.issubdtype(kind.dtype, jnp.integer) else jax.lax.bitcast_convert_type(values, jnp.uint8)
+    scales = scales.reshape(*lead, counts[0], *made) if block[1] == 1 else scales
+    return QuantizedWeight(values, scales, None, block, inner, outer)

@@ -1,0 +1,105 @@
+"""Plans of many sizes: the slice that each gets, the order in which they are compiled, and the table of what was found.
+
+A row is plain JSON: the model, its slice, and what `scripts/plan.py --json` says, or the error.
+"""
+
+import itertools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from eqx_decoders.families import get_config
+from eqx_decoders.layers.embedding.embedding import LearnedPositions
+from eqx_decoders.model.init import count_parameters
+
+
+LEAST, MOST = 0.95e9, 1.2e12  # weights of those that are planned: 1b to 1t
+
+
+class Slice(NamedTuple):
+    """Up to so many weights, a slice of so many devices, with so many rows of a batch for each."""
+
+    weights: float
+    topology: str
+    devices: int
+    rows: int
+
+
+SEQ_LEN = 4096
+SLICES = (
+    Slice(10e9, "v6e:4x4", 16, 4),
+    Slice(40e9, "v5p:4x4x4", 64, 4),
+    Slice(130e9, "v5p:4x4x8", 128, 2),
+    Slice(700e9, "v5p:8x8x8", 512, 2),
+    Slice(MOST, "v5p:8x8x16", 1024, 2),
+)
+
+
+def sized(names: Iterable[str]) -> dict[str, int]:
+    """Weights of each of these models that has a slice, smallest first."""
+    found = {name: count_parameters(get_config(name)) for name in names}
+    return dict(sorted(((name, size) for name, size in found.items() if LEAST <= size <= MOST), key=lambda one: one[1]))
+
+
+def family(name: str) -> str:
+    """What models whose names differ by their size have in common."""
+    return re.split(r"-|(?<=\D)\d+b", name)[0]
+
+
+def spread(names: Iterable[str]) -> list[str]:
+    """One of each family, then a second one of each, and so on."""
+    groups = [list(each) for _, each in itertools.groupby(sorted(names, key=family), key=family)]
+    return [name for turn in itertools.zip_longest(*groups) for name in turn if name is not None]
+
+
+def slice_of(weights: int) -> Slice:
+    """The smallest slice for a model of so many weights."""
+    return next(each for each in SLICES if weights <= each.weights)
+
+
+def rows_tried(weights: int) -> list[int]:
+    """Rows of a batch for each device, from those of the slice to half of them, and so on."""
+    return [rows for rows in (4, 2, 1) if rows <= slice_of(weights).rows]
+
+
+def flags(name: str, weights: int, rows: int) -> list[str]:
+    """The words with which `scripts/plan.py` plans a model on its slice with so many rows for each device."""
+    place, positions = slice_of(weights), get_config(name).positions
+    longest = positions.max_positions if isinstance(positions, LearnedPositions) else SEQ_LEN
+    seq_len = min(SEQ_LEN, longest)
+    batch_size = rows * place.devices * (SEQ_LEN // seq_len)
+    return [
+        *(name, "--topology", place.topology, "--batch-size", str(batch_size)),
+        *("--seq-len", str(seq_len), "--search", "1", "--until", "memory", "--json"),
+    ]
+
+
+def table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """The rows that were planned as a table in Markdown, smallest model first, and a line of those that were not."""
+    rows = sorted(rows, key=lambda row: row["parameters"])
+    lines = [
+        "| model | weights | chips | mesh | remat | tokens | peak (of) GB | sent GB | step s | MFU |",
+        "|---|---:|---|---|---|---|---:|---:|---:|---:|",
+        *(_line(row) for row in rows if "error" not in row),
+    ]
+    failed = [f"{row['model']}: {row['error']}" for row in rows if "error" in row]
+    return "\n".join([*lines, *failed])
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    plan = row["plan"]
+    asked, memory = plan["settings"], plan["memory"]
+    sent = "" if plan["collectives"] is None else f"{sum(one['total'] for one in plan['collectives']) / 1e9:,.0f}"
+    cells: Sequence[str] = (
+        f"`{row['model']}`",
+        f"{row['parameters'] / 1e9:,.1f} b",
+        f"{asked['topology']} ({plan['devices']})",
+        ", ".join(f"{name} {size}" for name, size in asked["mesh"].items()),
+        f"`{asked['remat']}`",
+        f"{asked['batch_size']:,} x {asked['seq_len']:,}",
+        f"{memory['peak'] / 1e9:.1f} ({memory['capacity'] / 1e9:.0f})",
+        sent,
+        f"{plan['seconds']['one_by_one']:.2f}",
+        f"{plan['mfu']['one_by_one']:.0%}",
+    )
+    return "| " + " | ".join(cells) + " |"

@@ -1,0 +1,431 @@
+"""Layout: a device mesh and two tables that say which mesh axes split which logical axes.
+
+Weights and activations need a table each: `embed` of a weight and `batch` of an activation both want `fsdp`.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+    reshard,
+)
+from jaxtyping import Array, PyTree
+
+from eqx_decoders.errors import ConfigError, check, check_word
+from eqx_decoders.sharding.axes import Axes, axes, check_axes, output_axes, path_name
+from eqx_decoders.sharding.explicit import declared, in_auto_mode, is_explicit, with_auto_axes, works_in_auto_mode
+from eqx_decoders.sharding.mesh import device_grid, resolve_sizes
+from eqx_decoders.sharding.offload import HOST, Offload
+from eqx_decoders.sharding.rules import (
+    ACTIVATIONS as ACTIVATIONS,
+    MESH_AXES as MESH_AXES,
+    WEIGHTS as WEIGHTS,
+    Table,
+    checked_table,
+    dividing,
+    names_of,
+    split_dimensions,
+    without_uneven_layers,
+)
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where arrays live. `Layout()` is one device; `Layout.create(data=2, fsdp=4)` makes a mesh.
+
+    **Arguments:**
+
+    - `mesh`: a `jax.sharding.Mesh` (or `AbstractMesh`, for shapes alone) whose axes are named as in `MESH_AXES`, all of
+        type Auto or all of type Explicit; None for one device.
+    - `weights`, `activations`: which mesh axes split which logical axis, most important row first. Pass, for example,
+        `WEIGHTS | {"embed": ("fsdp",)}`. A logical axis without a row is replicated.
+    - `gradients_over_data`: whether gradients of weights are split over `data`, too, as `state_spec` says. A `Trainer`
+        sets it for its gradients where `OptimizerConfig.shard_over_data` asks for it.
+    - `offload`: which weights, and which weights' optimizer states, are in the memory of the host.
+    """
+
+    mesh: Any = None
+    weights: Any = tuple(WEIGHTS.items())
+    activations: Any = tuple(ACTIVATIONS.items())
+    gradients_over_data: bool = False
+    offload: Offload = Offload()
+
+    def __post_init__(self):
+        object.__setattr__(self, "weights", checked_table("weights", self.weights))
+        object.__setattr__(self, "activations", checked_table("activations", self.activations))
+        if self.mesh is not None:
+            for name in self.mesh.axis_names:
+                check_word("Layout.mesh axis", str(name), MESH_AXES)
+            if {*self.mesh.axis_types} not in ({AxisType.Auto}, {AxisType.Explicit}):
+                raise ConfigError(
+                    f"Layout.mesh has axis_types={self.mesh.axis_types}: they must be all Auto, or all Explicit. "
+                    "Use Layout.create(...) or make_mesh(..., axis_types=(AxisType.Auto,) * n)."
+                )
+            able = not self.explicit or self.offload == Offload()
+            rule = "needs a mesh of Auto axes: types of explicit ones say nothing of the memory of the host"
+            check(able, f"{self.offload} {rule}. Leave out explicit=True.")
+
+    def __repr__(self) -> str:
+        """Without the tables, unless they are others than the defaults."""
+        tables = {"weights": (self.weights, checked_table("weights", WEIGHTS))}
+        tables["activations"] = (self.activations, checked_table("activations", ACTIVATIONS))
+        shown = {name: dict(rows) for name, (rows, default) in tables.items() if rows != default}
+        mesh = {} if self.mesh is None else {"mesh": self.mesh}
+        shown |= {} if self.offload == Offload() else {"offload": self.offload}
+        return f"Layout({', '.join(f'{name}={value!r}' for name, value in (mesh | shown).items())})"
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        data: int = 1,
+        stage: int = 1,
+        fsdp: int = 1,
+        fsdp_transpose: int = 1,
+        context: int = 1,
+        tensor: int = 1,
+        tensor_sequence: int = 1,
+        expert: int = 1,
+        devices: Sequence[Any] | None = None,
+        abstract: bool = False,
+        explicit: bool = False,
+        offload: Offload = Offload(),
+        weights: Mapping[str, str | Sequence[str]] | Table = tuple(WEIGHTS.items()),
+        activations: Mapping[str, str | Sequence[str]] | Table = tuple(ACTIVATIONS.items()),
+    ) -> "Layout":
+        """A layout over `devices` (default: all). One size may be -1: whatever the others leave.
+
+        An `abstract` one has shapes and shardings on any machine, but no arrays: as many devices as the sizes ask for.
+
+        With `explicit` the types of arrays say how they are split (`jax.typeof(x).sharding`), and JAX checks what is
+        done with them. The library gives the same results by the same programs: `automatically`.
+        """
+        sizes = dict(
+            data=data, stage=stage, fsdp=fsdp, fsdp_transpose=fsdp_transpose,
+            context=context, tensor=tensor, tensor_sequence=tensor_sequence, expert=expert,
+        )  # fmt: skip
+        devices = list(jax.devices() if devices is None else devices)
+        taken = math.prod(size for size in sizes.values() if size != -1)
+        count = len(devices)
+        if abstract and (count % taken != 0 or -1 not in sizes.values()):
+            count = taken
+        sizes = resolve_sizes(sizes, count, devices[0].platform)
+        names, shape = tuple(sizes), tuple(sizes.values())
+        kinds = (AxisType.Explicit if explicit else AxisType.Auto,) * len(sizes)
+        if abstract:
+            return cls(AbstractMesh(shape, names, axis_types=kinds), weights, activations, offload=offload)
+        mesh = Mesh(device_grid(sizes, devices), names, axis_types=kinds)
+        return cls(mesh, weights, activations, offload=offload)
+
+    @property
+    def platform(self) -> str:
+        """`"cpu"`, `"gpu"` or `"tpu"`: that of the mesh's devices, not of the default device."""
+        return self.mesh.devices.flat[0].platform if isinstance(self.mesh, Mesh) else jax.default_backend()
+
+    @property
+    def single(self) -> bool:
+        """Whether there is one device only."""
+        return self.mesh is None or self.mesh.size == 1
+
+    @property
+    def explicit(self) -> bool:
+        """Whether the types of arrays say how they are split."""
+        return is_explicit(self.mesh)
+
+    def automatically(self, function: Callable[P, T], places: Callable[[T], PyTree] | None = None) -> Callable[P, T]:
+        """The function; on an explicit mesh done in Auto mode, where this layout's constraints and shardings belong.
+
+        **Arguments:**
+
+        - `places`: the partitions of the arrays in its result, as a tree like it. Default: by the words of the types
+            that it says it returns; those with a batch are split as activations, all others not at all.
+        """
+
+        def declared_specs(result: T) -> PyTree:
+            words = output_axes(result, declared(function))
+            return jax.tree_util.tree_map_with_path(
+                lambda path, leaf: self._output_spec(words.get(path_name(path), ()), leaf), result
+            )
+
+        return in_auto_mode(self.mesh, function, places or declared_specs)
+
+    def _output_spec(self, words: Axes, leaf: Any) -> PartitionSpec:
+        if "batch" not in words:
+            return PartitionSpec()
+        stacked = leaf.ndim - len(words)
+        return PartitionSpec(*(None,) * stacked, *self._activation_spec(words, leaf.shape[stacked:]))
+
+    def weight_spec(self, words: str | Axes, shape: Sequence[int] | None = None, name: str = "weight") -> PartitionSpec:
+        """The partition of a weight. Raises when `shape` is given and the mesh does not divide it.
+
+        Layers that `stage` does not divide stay together, and it splits the dimension that `fsdp` splits, if it can.
+        """
+        words = check_axes(name, words)
+        split = split_dimensions(self.weights, words, self.sizes)
+        if shape is not None:
+            split = without_uneven_layers(self.weights, words, shape, split, self.sizes)
+            if "groups" in words:  # scales beside a weight, of which a mesh need not divide the same dimensions
+                split = [dividing(names, size, self.sizes) for names, size in zip(split, shape, strict=True)]
+        for word, size, names in zip(words, shape or (), split, strict=shape is not None):
+            parts = math.prod(self.sizes[axis] for axis in names)
+            text = " x ".join(f"Layout.{n}={self.sizes[n]}" for n in names)
+            check(
+                size % parts == 0,
+                f"{name}: {word}={size} must be a multiple of {text}. "
+                "Choose another mesh or replace that row of Layout.weights.",
+            )
+        return PartitionSpec(*(names or None for names in split))
+
+    def state_spec(self, words: str | Axes, shape: Sequence[int], name: str = "weight") -> PartitionSpec:
+        """`weight_spec` with `data` beside it: of the optimizer's state, over copies of its weight (ZeRO-1).
+
+        `data` splits further what axes that split the batch split already, so that one reduce-scatter serves both, else
+        the first dimension that it divides. Stacked layers come last: their gradients are made one layer at a time, and
+        each would be on some devices only. Without such a dimension it is `weight_spec`.
+        """
+        words = check_axes(name, words)
+        split = [names_of(group) for group in self.weight_spec(words, shape, name)]
+        if self.sizes.get("data", 1) > 1 and "data" not in {axis for names in split for axis in names}:
+            rows = set(dict(self.activations).get("batch", ()))
+            preferred = lambda index: (words[index] == "layers", rows.isdisjoint(split[index]))  # noqa: E731
+            for index in sorted(range(len(words)), key=preferred):
+                if shape[index] % math.prod(self.sizes[axis] for axis in (*split[index], "data")) == 0:
+                    split[index] += ("data",)
+                    break
+        return PartitionSpec(*(names or None for names in split))
+
+    def gradient_spec(self, words: str | Axes, shape: Sequence[int]) -> PartitionSpec:
+        """The partition of a weight's gradient: that of its optimizer's state if `gradients_over_data`."""
+        return self.state_spec(words, shape) if self.gradients_over_data else self.weight_spec(words)
+
+    def activation_spec(self, words: str | Axes, shape: Sequence[int] | None = None) -> PartitionSpec:
+        """The partition of an activation. Mesh axes that do not divide `shape` are left out: it's a hint."""
+        words = check_axes("activation", words)
+        if shape is not None:
+            check(len(shape) == len(words), f"An activation of shape {tuple(shape)} can't be {' '.join(words)!r}.")
+        return self._activation_spec(words, shape)
+
+    def _activation_spec(self, words: Axes, shape: Sequence[int] | None) -> PartitionSpec:
+        split = split_dimensions(self.activations, words, self.sizes)
+        if shape is not None:
+            split = [dividing(names, size, self.sizes) for names, size in zip(split, shape, strict=True)]
+        return PartitionSpec(*(names or None for names in split))
+
+    def activation_sharding(self, words: str | Axes, shape: Sequence[int] | None = None) -> Sharding:
+        """`activation_spec` on the mesh: for batches and caches."""
+        return self._sharding(self.activation_spec(words, shape))
+
+    def weight_sharding(self, words: str | Axes, shape: Sequence[int], name: str = "weight") -> Sharding:
+        """`weight_spec` on the mesh."""
+        return self._sharding(self.weight_spec(words, shape, name))
+
+    def replicated(self) -> Sharding:
+        """The sharding of an array that every device holds whole."""
+        return self._sharding(PartitionSpec())
+
+    def _sharding(self, spec: PartitionSpec) -> Sharding:
+        return SingleDeviceSharding(jax.devices()[0]) if self.mesh is None else NamedSharding(self._mesh, spec)
+
+    def without_stage(self) -> "Layout":
+        """The layout of one stage: for what runs in a `jax.shard_map` over `stage`."""
+
+        def kept(table: Table) -> Table:
+            return tuple((word, tuple(name for name in names if name != "stage")) for word, names in table)
+
+        return dataclasses.replace(self, weights=kept(self.weights), activations=kept(self.activations))
+
+    def constrain(self, x: Array, words: str) -> Array:
+        """Tell XLA how to split an activation: `layout.constrain(x, "batch length embed")`."""
+        return self._constrained(x, self.activation_spec(words, x.shape))
+
+    def replicate(self, x: Array) -> Array:
+        """Tell XLA to give every device all of an array: of several processes each can then read it."""
+        return self._constrained(x, PartitionSpec())
+
+    def constrain_weight(self, x: Array, words: str) -> Array:
+        """`constrain` by the table of weights: for their gradients."""
+        return x if self.single else self._constrained(x, self.weight_spec(words))
+
+    def _constrained(self, x: Array, spec: PartitionSpec) -> Array:
+        if self.mesh is None or self.single:
+            return x
+        if self.explicit and not works_in_auto_mode():
+            return reshard(x, NamedSharding(self.mesh, spec))  # a type is no hint
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh_here, spec))
+
+    def used_spec(self, words: str | Axes) -> PartitionSpec:
+        """The partition of a weight where activations are multiplied by it: gathered along what splits their tokens.
+
+        What splits the same dimension of activations stays, as it does for experts and heads; so do stacked layers.
+        """
+        rows = dict(self.activations)
+        tokens = {*rows.get("batch", ()), *rows.get("length", ())}
+
+        def kept(word: str, names: tuple[str, ...]) -> tuple[str, ...] | None:
+            stays = (name for name in names if word == "layers" or name not in tokens or name in rows.get(word, ()))
+            return tuple(stays) or None
+
+        return PartitionSpec(
+            *(
+                kept(word, names_of(group))
+                for word, group in zip(check_axes("weight", words), self.weight_spec(words), strict=True)
+            )
+        )
+
+    def gather_weight(self, x: Array, words: str | Axes) -> Array:
+        """Tell XLA to gather a weight where it is used: split as activations are, whole where they are not.
+
+        Its gradient is split like the weight: devices add theirs up and keep their parts (reduce-scatter). Left alone,
+        XLA may send a large weight round in a ring of small pieces, twice as many bytes, and more programs.
+        """
+        places = self.gather_places(words, x.shape)
+        return x if places is None else _gather(*places, x)
+
+    def gather_places(self, words: str | Axes, shape: Sequence[int]) -> tuple[NamedSharding, NamedSharding] | None:
+        """How a weight is split where it is used, and how its gradient is; None where that is the same."""
+        if self.mesh is None or self.single:
+            return None
+        stored, whole = self.gradient_spec(words, shape), self.used_spec(words)
+        if whole == stored:
+            return None
+        return NamedSharding(self.mesh_here, whole), NamedSharding(self.mesh_here, stored)
+
+    def activation_parts(self, words: str, shape: Sequence[int]) -> int:
+        """Into how many parts an activation is split."""
+        spec = self.activation_spec(words, shape)
+        return math.prod(self.sizes[name] for group in spec for name in names_of(group))
+
+    def shardings(self, tree: PyTree) -> PyTree:
+        """The sharding of every weight in a tree of modules (arrays or `ShapeDtypeStruct`s), as a tree.
+
+        Those that `offload.weights` names are in the memory of the host.
+        """
+        return self._shardings(tree, self.weight_spec, "weights")
+
+    def state_shardings(self, tree: PyTree, *, over_data: bool) -> PyTree:
+        """`shardings` for the optimizer's state of these weights: on the host where `offload.optimizer` says so.
+
+        `over_data` splits it over copies of the weights, too, as `state_spec` says.
+        """
+        return self._shardings(tree, self.state_spec if over_data else self.weight_spec, "optimizer")
+
+    @property
+    def on_device(self) -> "Layout":
+        """The layout without `offload`."""
+        return dataclasses.replace(self, offload=Offload())
+
+    def activation_shardings(self, tree: PyTree) -> PyTree:
+        """`shardings` by the table of activations: for caches."""
+        return self._shardings(tree, lambda words, shape, name: self.activation_spec(words, shape))
+
+    def _shardings(
+        self, tree: PyTree, spec: Callable[[Axes, Sequence[int], str], PartitionSpec], kind: str | None = None
+    ) -> PyTree:
+        words = axes(tree)
+
+        def one(path, leaf):
+            name = path_name(path)
+            place = self._sharding(spec(words[name], leaf.shape, name))
+            host = kind is not None and self.offload.holds(kind, name, words[name])
+            return place.with_memory_kind(HOST) if host else place
+
+        return jax.tree_util.tree_map_with_path(one, tree)
+
+    @property
+    def mesh_here(self) -> Any:
+        """The mesh to name in constraints and in `jax.shard_map`, also inside of one that maps some of its axes."""
+        rule = "on an explicit mesh only inside of layout.automatically, where the calls of a model are already"
+        check(not self.explicit or works_in_auto_mode(), f"Layers and constraints work {rule}.")
+        return jax.sharding.get_abstract_mesh() if self._mapped else self._mesh
+
+    @property
+    def _mesh(self) -> Any:
+        """The mesh with axes of the type that they have here."""
+        return with_auto_axes(self.mesh) if self.explicit and works_in_auto_mode() else self.mesh
+
+    @property
+    def axes_here(self) -> frozenset[str]:
+        """The mesh axes that a `jax.shard_map` here may map: those that none around it does."""
+        return frozenset(str(name) for name in self.mesh.axis_names) - self._mapped
+
+    @property
+    def _mapped(self) -> frozenset[str]:
+        """The mesh axes of the `jax.shard_map`s around this place in a program."""
+        if self.mesh is None:
+            return frozenset()
+        return frozenset(jax.sharding.get_abstract_mesh().manual_axes) & frozenset(self.mesh.axis_names)
+
+    def shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """`jax.shard_map` over all mesh axes that none around it maps already.
+
+        Unchecked: that all devices of an axis have gathered the same can't be seen from types.
+        """
+        where: dict[str, Any] = dict(mesh=self.mesh_here, axis_names=self.axes_here, check_vma=False)
+        return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, **where)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each mesh axis; empty without a mesh."""
+        return {} if self.mesh is None else {str(name): size for name, size in self.mesh.shape.items()}
+
+    def with_batch_over_stage(self) -> "Layout":
+        """The layout whose activations are split over `stage` as well: outside of a pipeline it splits the batch."""
+        if self.sizes.get("stage", 1) == 1 or "stage" in dict(self.activations).get("batch", ()):
+            return self
+        rows = {word: (*names, "stage") if word == "batch" else names for word, names in self.activations}
+        return dataclasses.replace(self, activations=rows)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather(whole: NamedSharding, stored: NamedSharding, x: Array) -> Array:
+    """`x` split as `whole`; its gradient split as `stored`."""
+    return jax.lax.with_sharding_constraint(x, whole)
+
+
+def _gather_forward(whole, stored, x):
+    return _gather(whole, stored, x), None
+
+
+def _gather_backward(whole, stored, _, gradient):
+    return (jax.lax.with_sharding_constraint(gradient, stored),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def out_shardings(shapes: PyTree) -> PyTree:
+    """For `jax.jit`, the shardings of arrays or shapes; None if all are on one device: there arrays stay uncommitted.
+
+    What `optimizer.init` makes is so, too. Beside a committed weight it would come out of a step committed, and the
+    second step be compiled again.
+    """
+    leaves = jax.tree.leaves(shapes)
+    single = all(isinstance(x.sharding, SingleDeviceSharding) and x.sharding.memory_kind != HOST for x in leaves)
+    return None if single else jax.tree.map(lambda leaf: leaf.sharding, shapes)
+
+
+def partitions(shapes: PyTree) -> PyTree:
+    """How arrays or shapes on a mesh are split, for `Layout.automatically`."""
+    return jax.tree.map(lambda leaf: leaf.sharding.spec, shapes)
+
+
+def device_bytes(array: Any) -> int:
+    """Bytes of the largest piece that one device holds of an array or `ShapeDtypeStruct`."""
+    shape = array.shape if getattr(array, "sharding", None) is None else array.sharding.shard_shape(array.shape)
+    return int(np.prod(shape, dtype=np.int64)) * array.dtype.itemsize

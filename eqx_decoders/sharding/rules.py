@@ -1,0 +1,113 @@
+"""Which mesh axes split which dimensions: the tables, and how they are read."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from eqx_decoders.errors import check_word
+from eqx_decoders.sharding.axes import AXES, Axes
+
+
+MESH_AXES: dict[str, str] = {
+    "data": "the batch; weights are replicated",
+    "stage": "layers: stages of a pipeline",
+    "fsdp": "the batch and the weights' embed axis: gathered where they are used (ZeRO-3)",
+    "fsdp_transpose": "the batch and the weights' mlp axis",
+    "context": "the length of sequences, and the slots of caches",
+    "tensor": "heads, mlp and vocab of weights and activations (Megatron)",
+    "tensor_sequence": "like tensor for weights; between the layers the length is split instead",
+    "expert": "experts; for all other weights like fsdp",
+}
+
+# A mesh axis serves one dimension of an array: where two dimensions want it, the row that stands first gets it.
+WEIGHTS: dict[str, tuple[str, ...]] = {
+    "vocab": ("tensor", "tensor_sequence"),
+    "heads": ("tensor", "tensor_sequence"),
+    "kv_heads": ("tensor", "tensor_sequence"),
+    "qkv_heads": ("tensor", "tensor_sequence"),
+    "key_heads": ("tensor", "tensor_sequence"),
+    "teacher_heads": ("tensor", "tensor_sequence"),
+    "teacher_kv_heads": ("tensor", "tensor_sequence"),
+    "experts": ("expert",),
+    "mlp": ("fsdp_transpose", "tensor", "tensor_sequence"),
+    "embed": ("fsdp", "fsdp_transpose", "context", "expert"),
+    "outer": ("tensor", "tensor_sequence"),
+    "inner": ("fsdp", "fsdp_transpose", "context", "expert"),
+    "stream_embed": ("fsdp", "fsdp_transpose", "context", "expert"),
+    "row_dim": ("fsdp", "fsdp_transpose", "context", "expert"),
+    "ngram_features": ("tensor", "tensor_sequence"),
+    "q_rank": ("fsdp", "fsdp_transpose", "context", "expert"),
+    "kv_rank": ("fsdp", "fsdp_transpose", "context", "expert"),
+    "gate_rank": ("fsdp", "fsdp_transpose", "context", "expert"),
+    "latent": ("fsdp", "fsdp_transpose", "context", "expert"),
+    "layers": ("stage",),
+}
+ACTIVATIONS: dict[str, tuple[str, ...]] = {
+    "experts": ("expert",),
+    "batch": ("data", "fsdp", "fsdp_transpose", "expert"),
+    "heads": ("tensor", "tensor_sequence"),
+    "kv_heads": ("tensor", "tensor_sequence"),
+    "scale_heads": ("tensor", "tensor_sequence"),
+    "qkv_heads": ("tensor", "tensor_sequence"),
+    "key_heads": ("tensor", "tensor_sequence"),
+    "mlp": ("tensor", "tensor_sequence"),
+    "channels": ("tensor", "tensor_sequence"),
+    "vocab": ("tensor", "tensor_sequence"),
+    "length": ("context", "tensor_sequence"),
+    "slots": ("context",),
+}
+
+Table = tuple[tuple[str, tuple[str, ...]], ...]
+
+
+def checked_table(name: str, rows: Mapping[str, str | Sequence[str]] | Table) -> Table:
+    """Check a table and make it hashable."""
+    table = []
+    for word, names in rows.items() if isinstance(rows, Mapping) else rows:
+        check_word(f"Layout.{name}: axis", word, AXES)
+        names = (names,) if isinstance(names, str) else tuple(names)
+        for mesh_axis in names:
+            check_word(f"Layout.{name}[{word!r}]", mesh_axis, MESH_AXES)
+        table.append((word, names))
+    return tuple(table)
+
+
+def split_dimensions(table: Table, words: Axes, sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """The mesh axes of every dimension; each mesh axis at most once, earlier rows of the table first."""
+    used: set[str] = set()
+    split: list[tuple[str, ...]] = [()] * len(words)
+    for word, names in table:
+        for index, here in enumerate(words):
+            if here == word:
+                split[index] = tuple(n for n in names if sizes.get(n, 1) > 1 and n not in used)
+                used.update(split[index])
+    return split
+
+
+def without_uneven_layers(
+    table: Table, words: Axes, shape: Sequence[int], split: list[tuple[str, ...]], sizes: Mapping[str, int]
+) -> list[tuple[str, ...]]:
+    """`split`, with `stage` elsewhere or nowhere where it does not divide the layers."""
+    stages, rows = sizes.get("stage", 1), dict(table)
+    for index, (word, size, names) in enumerate(zip(words, shape, split, strict=True)):
+        if word == "layers" and "stage" in names and size % stages:
+            split[index] = tuple(name for name in names if name != "stage")
+            for other, (here, room) in enumerate(zip(words, shape, strict=True)):
+                parts = stages * math.prod(sizes[name] for name in split[other])
+                if "fsdp" in rows.get(here, ()) and room % parts == 0:
+                    split[other] += ("stage",)
+                    break
+    return split
+
+
+def dividing(names: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Those of the mesh axes, in their order, that divide a dimension together."""
+    kept: tuple[str, ...] = ()
+    for name in names:
+        if size % math.prod(sizes[n] for n in (*kept, name)) == 0:
+            kept += (name,)
+    return kept
+
+
+def names_of(group: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes in one entry of a `PartitionSpec`."""
+    return (group,) if isinstance(group, str) else group or ()

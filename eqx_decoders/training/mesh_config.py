@@ -1,0 +1,90 @@
+"""Settings of meshes, pipelines and products in 8 bits, and what a run says of its devices."""
+
+import dataclasses
+
+import jax
+
+from eqx_decoders.context import Execution
+from eqx_decoders.core.chips import chip_of
+from eqx_decoders.numerics.int8_matmul import LowPrecision, ModeName, RoundingName, WeightGradientName
+from eqx_decoders.sharding.layout import Layout
+from eqx_decoders.sharding.pipeline import AXIS, GatherName
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Devices along each axis of the mesh; one of them may be -1: all that the others leave."""
+
+    data: int = -1
+    """Copies of the model, each with its part of the batch."""
+    stage: int = 1
+    """Parts into which layers are cut: stages of `pipeline`, or weights that are gathered where they are used."""
+    fsdp: int = 1
+    """Parts into which weights and batch are cut; weights are gathered where they are used."""
+    fsdp_transpose: int = 1
+    """The same along the weights' mlp axis."""
+    context: int = 1
+    """Parts into which sequences are cut."""
+    tensor: int = 1
+    """Parts into which heads, mlp and vocab are cut."""
+    tensor_sequence: int = 1
+    """Like tensor, with the length cut between the layers."""
+    expert: int = 1
+    """Parts into which experts are cut."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How layers run as a pipeline over `mesh.stage`."""
+
+    microbatches: int | None = None
+    """Parts of the batch that pass the stages one behind the other, at least as many as stages; None: no pipeline."""
+    repeats: int = 1
+    """How often each part passes all stages: more repeats leave less time unused and send more."""
+    delay: bool = False
+    """Send results while the next ones are computed; needs twice as many parts."""
+    gather: GatherName = "iteration"
+    """When a stage gathers weights that are cut by fsdp: for each part, once for all parts in each repeat, or once."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LowPrecisionConfig:
+    """Which products of the layers are of 8-bit numbers."""
+
+    mode: ModeName | None = None
+    """int8; w4a8, weights of 4 bits and all else of 8; fp8, with e5m2 for gradients; None: no such products."""
+    weights: tuple[str, ...] = LowPrecision.weights
+    """Patterns of the paths of weights; of what they match, the matrices inside of layers."""
+    weight_gradient: WeightGradientName = LowPrecision.weight_gradient
+    """float: gradients of weights, a third of the products, are computed without rounding."""
+    gradient_rounding: RoundingName = LowPrecision.gradient_rounding
+    """stochastic: gradients are rounded up or down by chance, so that the mean is exact; not for fp8."""
+
+
+def describe_devices(layout: Layout) -> str:
+    """`"cpu, data=2 x fsdp=4"`."""
+    if layout.mesh is None:
+        return f"{jax.devices()[0].device_kind}, one device"
+    axes = " x ".join(f"{name}={size}" for name, size in layout.mesh.shape.items() if size > 1) or "one device"
+    return f"{layout.mesh.devices.flat[0].device_kind}, {axes}"
+
+
+def describe_pipeline(execution: Execution) -> str | None:
+    """`"pipeline: 2 stages x 2 repeats, 4 microbatches, 11.1 % bubbles"`; None for none."""
+    setup, stages = execution.pipeline, execution.layout.sizes.get(AXIS, 1)
+    if setup is None:
+        return None
+    text = f"pipeline: {stages} stages x {setup.repeats} repeats, {setup.microbatches} microbatches"
+    return f"{text}, {setup.bubble_share(stages):.1%} bubbles".replace("%", " %")
+
+
+def describe_low_precision(execution: Execution) -> str | None:
+    """`"int8 products of segments.*; cpu multiplies no int8: right, but not faster"`; None for none."""
+    rounding, layout = execution.low_precision, execution.layout
+    if rounding is None:
+        return None
+    text = f"{rounding.mode} products of {', '.join(rounding.weights)}"
+    device = jax.devices()[0] if layout.mesh is None else layout.mesh.devices.flat[0]
+    chip = chip_of(device.device_kind)
+    slower = device.platform == "cpu" or (chip is not None and rounding.format not in chip.formats)
+    return text + f"; {device.device_kind} multiplies no {rounding.format}: right, but not faster" * slower

@@ -1,0 +1,286 @@
+"""Optimizers and schedules from optax, and which weights they move, chosen by patterns on the weights' paths."""
+
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from eqx_decoders.errors import check, check_integer, check_number, check_word
+from eqx_decoders.sharding.axes import Axes, matching, path_name, product_axes
+from eqx_decoders.training.optimizer.int8_moments import Counted, from_eight_bits, is_eight_bits, to_eight_bits
+
+
+Schedule = Callable[[Any], Any]
+
+_OPTIMIZERS = ("adamw", "adafactor", "lion", "muon")
+_SCHEDULES = ("cosine", "wsd", "linear", "constant")
+
+# Settings that not all optimizers or schedules read, and which of them do.
+_READERS = {
+    "beta1": ("adamw", "lion", "muon"),
+    "beta2": ("adamw", "lion", "muon"),
+    "eps": ("adamw",),
+    "momentum": ("muon",),
+    "moments_dtype": ("adamw", "lion", "muon"),
+    "decay_fraction": ("wsd",),
+    "min_lr_ratio": ("cosine", "wsd", "linear"),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """How weights are moved."""
+
+    name: Literal["adamw", "adafactor", "lion", "muon"] = "adamw"
+    """Optimizer; muon moves matrices inside the blocks, AdamW the rest."""
+    learning_rate: float = 3e-4
+    """Peak learning rate."""
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    """Course of the learning rate after the warm-up; wsd: constant, then linear to the end."""
+    warmup_steps: int | None = None
+    """Steps of linear warm-up; None: a tenth of the run, 1000 at most."""
+    decay_fraction: float = 0.2
+    """wsd: the share of all steps in which the learning rate falls."""
+    min_lr_ratio: float = 0.1
+    """cosine, wsd, linear: learning rate at the end, as a share of the peak."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay, times the learning rate."""
+    no_decay: tuple[str, ...] = (
+        "*norm*",
+        "*bias*",
+        "*sink",
+        "*scale",
+        "embedding.*",
+        "positions.*",
+        "*.table",
+        "*.a_log",
+        "*.skip",
+    )
+    """Patterns of weights' paths without weight decay."""
+    trainable: tuple[str, ...] = ("*",)
+    """Patterns of weights' paths that are trained; the rest has no optimizer state. What the published model keeps as a
+    buffer (Gemma 4's scale of a layer) is trained where a pattern ends with its name, such as '*.wiring.scale'."""
+    beta1: float = 0.9
+    """adamw, lion, muon (in AdamW's part): decay of the first moment."""
+    beta2: float = 0.95
+    """adamw, muon (in AdamW's part): decay of the second moment; lion: of the momentum."""
+    eps: float = 1e-8
+    """adamw: added to the root of the second moment."""
+    momentum: float = 0.95
+    """muon: decay of the momentum."""
+    max_grad_norm: float | None = 1.0
+    """Global norm to which gradients are clipped; None: not at all."""
+    lr_multipliers: tuple[tuple[str, float], ...] = ()
+    """Patterns of weights' paths whose learning rate, and with it their decay, is multiplied by a factor, such as
+    '*.mlp.*=2'; the first that matches counts."""
+    moments_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """adamw, lion, muon: dtype in which moments are kept; all is computed in float32. In bfloat16 a moment whose decay
+    is above 0.996 can't follow: what it gains is below half a unit. In int8 it can: numbers are rounded by chance, with
+    one scale for each row."""
+    shard_over_data: bool = False
+    """Split the state (moments, running means) over the copies of the weights along `mesh.data`, too (ZeRO-1): each
+    updates its part, and the new weights are gathered. Checkpoints are the same with and without."""
+    ema_decay: float | None = None
+    """Decay of a running mean of the weights, kept in float32 from their first values on, with which evaluations,
+    samples and exports are made; None: none."""
+
+    def __post_init__(self):
+        check_word("OptimizerConfig.name", self.name, _OPTIMIZERS)
+        check_word("OptimizerConfig.schedule", self.schedule, _SCHEDULES)
+        check_number("OptimizerConfig.learning_rate", self.learning_rate, above=0)
+        if self.warmup_steps is not None:
+            check_integer("OptimizerConfig.warmup_steps", self.warmup_steps, 0)
+        check_number("OptimizerConfig.weight_decay", self.weight_decay, least=0)
+        check_number("OptimizerConfig.eps", self.eps, above=0)
+        for field in ("decay_fraction", "min_lr_ratio"):
+            check_number(f"OptimizerConfig.{field}", getattr(self, field), least=0)
+            check(getattr(self, field) <= 1, f"OptimizerConfig.{field}={getattr(self, field)} must be at most 1.")
+        for field in ("beta1", "beta2", "momentum"):
+            check_number(f"OptimizerConfig.{field}", getattr(self, field), least=0)
+            check(getattr(self, field) < 1, f"OptimizerConfig.{field}={getattr(self, field)} must be below 1.")
+        if self.max_grad_norm is not None:
+            check_number("OptimizerConfig.max_grad_norm", self.max_grad_norm, above=0)
+        for pattern, factor in self.lr_multipliers:
+            rule = f"OptimizerConfig.lr_multipliers={self.lr_multipliers!r}: the factor of {pattern!r} must be a number"
+            good = isinstance(factor, int | float) and 0 < factor < math.inf
+            check(good, f"{rule} above 0. Weights that are not to be trained are left out of trainable.")
+        check_word("OptimizerConfig.moments_dtype", self.moments_dtype, ("float32", "bfloat16", "int8"))
+        if self.ema_decay is not None:
+            check_number("OptimizerConfig.ema_decay", self.ema_decay, above=0)
+            check(self.ema_decay < 1, f"OptimizerConfig.ema_decay={self.ema_decay} must be below 1.")
+        for field in dataclasses.fields(self):
+            value, readers = getattr(self, field.name), _READERS.get(field.name, (self.name,))
+            check(
+                value == field.default or self.name in readers or self.schedule in readers,
+                f"OptimizerConfig.{field.name}={value} is read by {' and '.join(readers)} only, not with "
+                f"name={self.name!r} and schedule={self.schedule!r}. Leave it out, or choose one that reads it.",
+            )
+
+
+def make_schedule(config: OptimizerConfig, steps: int) -> Schedule:
+    """The learning rate at each of `steps` steps: a linear warm-up, then the named course down to `min_lr_ratio`."""
+    peak, final = config.learning_rate, config.learning_rate * config.min_lr_ratio
+    warmup = min(1000, steps // 10) if config.warmup_steps is None else config.warmup_steps
+    check(
+        warmup < steps or config.schedule == "constant",
+        f"OptimizerConfig.warmup_steps={warmup} must be below the run's {steps} steps.",
+    )
+    if config.schedule == "cosine":
+        course = optax.cosine_decay_schedule(peak, steps - warmup, alpha=config.min_lr_ratio)
+    elif config.schedule == "linear":
+        course = optax.linear_schedule(peak, final, steps - warmup)
+    elif config.schedule == "wsd":
+        falling = max(1, min(round(steps * config.decay_fraction), steps - warmup))
+        course = optax.linear_schedule(peak, final, falling, transition_begin=steps - warmup - falling)
+    else:
+        course = optax.constant_schedule(peak)
+    if warmup > 0:
+        rising = optax.linear_schedule(peak / warmup, peak, warmup - 1)  # not from 0: the first step would be lost
+        course = optax.join_schedules([rising, course], [warmup])
+    return _promoting(course)
+
+
+def _promoting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """optax joins Python floats and integer counts, which JAX refuses where strict promotion is switched on."""
+
+    def call(*args):
+        with jax.numpy_dtype_promotion("standard"):
+            return function(*args)
+
+    return call
+
+
+def make_optimizer(config: OptimizerConfig, words: Mapping[str, Axes], steps: int) -> optax.GradientTransformation:
+    """The optimizer for a flat dictionary of weights by path, whose axes are `words`. Clipping is the step's work.
+
+    It computes in float32, whatever the weights and its moments are kept in, and so are the updates it gives.
+    """
+    optimizer, factors = _transformation(config, words, steps), _factors(config, words)
+
+    def moments(state, dtype):
+        """Those leaves of the state that belong to a weight: others are counters and constants."""
+
+        def cast(path, leaf):
+            return leaf.astype(dtype) if path_name(path).endswith(owners) and leaf.dtype in halves else leaf
+
+        halves = (jnp.float32, jnp.bfloat16)
+        return jax.tree_util.tree_map_with_path(cast, state)
+
+    owners = tuple(f".{name}" for name in words)
+    if config.moments_dtype == "int8":
+        return _in_eight_bits(optimizer, owners, factors)
+
+    def init(weights):
+        return moments(optimizer.init(weights), config.moments_dtype)
+
+    def update(gradients, state, weights):
+        updates: Any
+        weights = jax.tree.map(widened, weights)
+        updates, state = optimizer.update(gradients, moments(state, jnp.float32), weights)
+        return {name: update * factors[name] for name, update in updates.items()}, moments(state, config.moments_dtype)
+
+    return optax.GradientTransformation(_promoting(init), _promoting(update))
+
+
+def _in_eight_bits(
+    optimizer: optax.GradientTransformation, owners: tuple[str, ...], factors: Mapping[str, float]
+) -> optax.GradientTransformation:
+    """The optimizer with its moments in 8 bits between steps."""
+
+    def packed(state, steps):
+        key = jax.random.fold_in(jax.random.key(0, impl="threefry2x32"), steps)
+        names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+        keys = dict(zip(names, jax.random.split(key, len(names)), strict=True))
+
+        def one(path, leaf):
+            name = path_name(path)
+            if not name.endswith(owners) or leaf.dtype != jnp.float32:
+                return leaf
+            return to_eight_bits(leaf, keys[name], positive=any(f".nu{owner}" in f".{name}" for owner in owners))
+
+        return jax.tree_util.tree_map_with_path(one, state)
+
+    def init(weights):
+        weights = jax.tree.map(widened, weights)
+        return Counted(jnp.int32(0), packed(optimizer.init(weights), jnp.int32(0)))
+
+    def update(gradients, state, weights):
+        updates: Any
+        weights = jax.tree.map(widened, weights)
+        moments = jax.tree.map(
+            lambda x: from_eight_bits(x) if is_eight_bits(x) else x, state.state, is_leaf=is_eight_bits
+        )
+        updates, new = optimizer.update(gradients, moments, weights)
+        steps = state.steps + 1
+        return {name: update * factors[name] for name, update in updates.items()}, Counted(steps, packed(new, steps))
+
+    return optax.GradientTransformation(_promoting(init), _promoting(update))
+
+
+def widened(x: Any) -> Any:
+    """The array in float32, or wider if it is."""
+    return x.astype(np.promote_types(x.dtype, np.float32))
+
+
+def _factors(config: OptimizerConfig, words: Mapping[str, Axes]) -> dict[str, float]:
+    """What multiplies the update of each weight."""
+    factors = dict.fromkeys(words, 1.0)
+    for pattern, factor in reversed(config.lr_multipliers):
+        factors |= dict.fromkeys(matching(words, (pattern,), "OptimizerConfig.lr_multipliers"), factor)
+    return factors
+
+
+def _transformation(config: OptimizerConfig, words: Mapping[str, Axes], steps: int) -> optax.GradientTransformation:
+    rate = make_schedule(config, steps)
+    decayed = {name: not any(fnmatch.fnmatchcase(name, pattern) for pattern in config.no_decay) for name in words}
+
+    def mask(weights):
+        return {name: decayed[name] for name in weights}
+
+    if config.name == "adamw":
+        return optax.adamw(rate, config.beta1, config.beta2, config.eps, weight_decay=config.weight_decay, mask=mask)
+    if config.name == "lion":
+        return optax.lion(rate, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=mask)
+    if config.name == "adafactor":  # optax's own decay is not multiplied by the learning rate
+        scaled = optax.chain(optax.adafactor(None, multiply_by_parameter_scale=False), optax.scale(-1.0))
+        return optax.chain(
+            scaled, optax.add_decayed_weights(config.weight_decay, mask), optax.scale_by_learning_rate(rate)
+        )
+    dimensions = {name: muon_dimensions(axes) for name, axes in words.items()}
+
+    def matrices(weights: Any) -> Any:
+        return {name: dimensions[name] for name in weights}
+
+    muon = optax.contrib.muon(
+        rate,
+        beta=config.momentum,
+        adam_b1=config.beta1,
+        adam_b2=config.beta2,
+        adam_learning_rate=rate,
+        # so that a matrix moves as far as under AdamW, and one learning rate serves both (Liu et al. 2025)
+        consistent_rms=0.2,
+        muon_weight_dimension_numbers=matrices,
+    )
+    # optax's muon masks the decay of its matrices only, not that of the weights it leaves to AdamW
+    falling: Any = lambda count: -config.weight_decay * rate(count)  # noqa: E731
+    decay = optax.add_decayed_weights(falling, mask)
+    return optax.chain(muon, decay)
+
+
+def muon_dimensions(words: Axes) -> optax.contrib.MuonDimensionNumbers | None:
+    """Which axes of a weight are the rows and the columns of its matrix; the rest are so many matrices.
+
+    `layers embed heads head_dim` is, for each layer, a matrix from `embed` to `heads x head_dim`. Tables, output heads,
+    norms and biases are none.
+    """
+    split = product_axes(words)
+    if split is None:
+        return None
+    inside, outside = ([words.index(word) for word in side if word != "inputs"] for side in split)
+    return optax.contrib.MuonDimensionNumbers(tuple(inside), tuple(outside))

@@ -1,0 +1,143 @@
+"""Some of what a run is trained on, for people: its first documents, with the targets marked, and how much there is."""
+
+import collections
+import dataclasses
+import itertools
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from eqx_decoders.data.dataset import open_tokens, token_folders, training_texts, written_by
+from eqx_decoders.data.sources.documents import WORDS, referred
+from eqx_decoders.data.store.token_store import TRAIN, TokenStore, is_made
+from eqx_decoders.data.store.tokenization import Recipe
+from eqx_decoders.io.huggingface.hub import resolve
+from eqx_decoders.io.huggingface.load import read_config
+from eqx_decoders.io.text.chat_template import ChatTemplate, load_chat_template
+from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, train_bpe
+from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.run.media_eval import placeholders, with_pictures
+from eqx_decoders.training.run.run_directory import SOURCE, is_begun, resume_settings, run_config, run_template
+
+
+SHOWN, TOKENS = 3, 400  # documents, and tokens of each
+MOST, BYTES = 1000, 1 << 22  # documents that are read where there are no tokens yet, and bytes for a tokenizer
+MARKS = {True: ("\x1b[32m", "\x1b[0m"), False: ("⟦", "⟧")}  # around targets, with colours and without
+
+
+def describe_data(settings: TrainConfig, *, colours: bool = False) -> str:
+    """The first training documents as text, the targets in green or in ⟦brackets⟧, and the counts.
+
+    A run's own tokens are used where it has them. Otherwise the first thousand documents are tokenised, and counted.
+    """
+    settings, _ = resume_settings(settings, settings.run_dir)
+    run = Path(settings.run_dir)
+    source = run / SOURCE
+    if settings.init_from is not None and not (source.exists() and is_begun(run)):
+        source = resolve(settings.init_from).path
+    config = read_config(source)[0] if source.exists() else run_config(settings, run)
+    data, reader = with_pictures(settings.dataset, config, source)
+    tokenizer, template = _tokenizer_and_template(dataclasses.replace(settings, dataset=data), source, config)
+    template = written_by(data, template, tokenizer)
+    recipe, folders = Recipe(tokenizer, data.text_field, template, reader), token_folders(data, run / "data").values()
+    made = all(is_made(folder, data.cache_dir, recipe) for folder in folders)
+    parts = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, most = (run / "data", None) if made else (scratch, MOST)
+        for name, store in open_tokens(data, tokenizer, folder, template=template, media=reader, most=most).items():
+            chosen = itertools.islice(_documents(store), SHOWN)
+            parts += [f"=== {name} ==="] * bool(name)
+            parts += [_document(store, tokenizer, document, config, MARKS[colours]) for document in chosen]
+            parts.append(_counts(store, data.seq_len, None if made else MOST))
+        return "\n\n".join(parts)
+
+
+def _tokenizer_and_template(
+    settings: TrainConfig, source: Path, config: DecoderConfig
+) -> tuple[Tokenizer, ChatTemplate | None]:
+    """Those of the run, or those that it would be begun with; a new BPE is made of less text."""
+    run = Path(settings.run_dir)
+    if (run / "tokenizer").exists():
+        return load_tokenizer(run / "tokenizer"), run_template(settings, run)
+    spec = settings.tokenizer or ("bpe" if settings.init_from is None else str(source))
+    if spec != "bpe":
+        folder = source if settings.tokenizer is None else Path(spec)
+        file = settings.dataset.chat_template
+        there = folder.is_dir() or file is not None
+        template = load_chat_template(folder if folder.is_dir() else folder.parent, file=file) if there else None
+        return load_tokenizer(spec), template
+    with tempfile.TemporaryDirectory() as scratch:
+        size = min(settings.bpe_vocab_size or 4096, *placeholders(config), config.vocab_size)
+        tokenizer = train_bpe(training_texts(settings.dataset, max_bytes=BYTES), size)
+        tokenizer.save(scratch)
+        return tokenizer, load_chat_template(scratch, file=settings.dataset.chat_template)
+
+
+def _documents(store: TokenStore) -> Iterator[int]:
+    """The documents that are trained on."""
+    for start, stop in store.ranges():
+        yield from (start + np.flatnonzero(~store.is_held_out(start, stop))).tolist()
+
+
+def _document(
+    store: TokenStore, tokenizer: Tokenizer, document: int, config: DecoderConfig, marks: tuple[str, str]
+) -> str:
+    tokens, targets, text, shown, left = store[document], store.targets(document), "", 0, TOKENS
+    seen = np.where(np.isin(tokens, placeholders(config)), tokens.astype(np.int64), -1)
+    cuts = np.flatnonzero(np.diff(targets) | (np.diff(seen) != 0)) + 1
+    for part in np.split(np.arange(len(tokens)), cuts):
+        if left <= 0:
+            break
+        first = int(part[0])
+        if seen[first] >= 0:  # together they count as one
+            letters, part_left = f"<{len(part):,} tokens of a {_kinds(config)[int(seen[first])]}>", 1
+        else:
+            part = part[:left]
+            letters, part_left = _letters(tokenizer, tokens[part]), len(part)
+        text += letters.join(marks) if targets[first] else letters
+        shown, left = shown + len(part), left - part_left
+    rest = f" … and {len(tokens) - shown:,} tokens more" if len(tokens) > shown else ""
+    files = "".join(f", {count}" for count in _file_counts(store.media(document)))
+    return f"--- document {document}: {len(tokens):,} tokens, {int(targets.sum()):,} targets{files} ---\n{text}{rest}"
+
+
+def _letters(tokenizer: Tokenizer, tokens: np.ndarray) -> str:
+    """Nothing that a terminal obeys is among them."""
+    letters = tokenizer.decode(tokens, **({"special": True} if isinstance(tokenizer, JsonTokenizer) else {}))
+    return "".join(one if one.isprintable() or one in "\n\t" else "\ufffd" for one in letters)
+
+
+def _kinds(config: DecoderConfig) -> dict[int, str]:
+    """What each placeholder stands for."""
+    media = config.media
+    tokens = () if media is None else (media.image_token, media.video_token, media.audio_token)
+    return {token: word for token, word in zip(tokens, WORDS.values(), strict=False) if token is not None}
+
+
+def _file_counts(references: Iterable[str]) -> list[str]:
+    """`3 pictures`, `1 film` and so on."""
+    found = collections.Counter(WORDS[referred(one)[0]] for one in references)
+    return [f"{count:,} {word}{'s' * (count > 1)}" for word, count in found.items()]
+
+
+def _counts(store: TokenStore, seq_len: int, most: int | None) -> str:
+    """How much there is, in a store of `most` documents (None: of all), those of held-out data of its own left out."""
+    counts, read = store.counts("train"), store.documents_of(TRAIN)
+    share = f"{counts.targets:,} of them targets ({counts.targets / max(counts.tokens, 1):.1%})"
+    first = f", of the first {read:,}" * (most is not None and read >= most)
+    lines = [f"{counts.documents:,} documents to train on{first}, {counts.tokens:,} tokens, {share}"]
+    seen = [part[0] + np.flatnonzero(store.has_media(*part) & ~store.is_held_out(*part)) for part in store.ranges()]
+    files = _file_counts(itertools.chain.from_iterable(map(store.media, itertools.chain.from_iterable(seen))))
+    if files:
+        lines.append(f"{', '.join(files)} in {sum(map(len, seen)):,} of the documents")
+    if store.has_targets:
+        ranges = [(part, store.sizes(*part) > seq_len, ~store.is_held_out(*part)) for part in store.ranges()]
+        longer = sum(int((long & trained).sum()) for _, long, trained in ranges)
+        lines.append(f"{longer:,} are longer than --seq-len {seq_len}, and are cut; the others stay whole")
+        refused = sum(int((long & trained & store.has_media(*part)).sum()) for part, long, trained in ranges)
+        if refused:
+            lines.append(f"{refused:,} of these have files, and can't be cut: raise it, or leave them out")
+    return "\n".join(lines)

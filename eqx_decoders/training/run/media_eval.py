@@ -1,0 +1,200 @@
+"""What a training run does for a model that sees: its data, and what it answers in the end."""
+
+import dataclasses
+import itertools
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from eqx_decoders.core.sampling import Greedy
+from eqx_decoders.data.dataset import DataConfig
+from eqx_decoders.data.media_documents import DrawnReader, MediaReader, ProcessedReader
+from eqx_decoders.data.sources.documents import referred
+from eqx_decoders.data.store.token_store import TokenStore
+from eqx_decoders.data.synthetic_images import write_questions
+from eqx_decoders.encoders.media import Media
+from eqx_decoders.inference.generation import generate
+from eqx_decoders.io.atomic_files import cache_directory
+from eqx_decoders.io.text.tokenizer import Tokenizer
+from eqx_decoders.model.decoder import Decoder, DecoderConfig
+from eqx_decoders.training.run.plots import plot_answers
+
+
+PICTURES = 60_000  # of the data that a model gets if it sees, and none are given
+ASKED = 256  # held-out questions that are answered in the end
+
+
+def placeholders(config: DecoderConfig) -> tuple[int, ...]:
+    """The ids of placeholders: a tokenizer that is trained here has none that is as large."""
+    media = config.media
+    tokens = () if media is None else (media.image_token, media.video_token, media.audio_token)
+    return tuple(token for token in tokens if token is not None)
+
+
+def with_pictures(data: DataConfig, config: DecoderConfig, source: Path) -> tuple[DataConfig, MediaReader | None]:
+    """The data of a run, and what reads their files; a new model that sees, and is given none, gets drawn pictures.
+
+    `source` is the directory with the processor of the model that the run starts from, if there is one.
+    """
+    media, own = config.media, placeholders(config)
+    if media is None or not own:
+        return data, None
+    if source.is_dir():
+        return data, ProcessedReader(str(source), own[0])
+    if data.path is not None or media.vision is None or media.image_token is None:
+        return data, None
+    reader = DrawnReader.of(config)
+    file = write_questions(cache_directory(data.cache_dir) / "pictures" / f"{PICTURES}.jsonl", PICTURES)
+    return dataclasses.replace(data, path=str(file)), reader
+
+
+class Question(NamedTuple):
+    """A held-out document up to what is said behind its last picture, film or sound, and that.
+
+    **Arguments:**
+
+    - `references`: of all its files.
+    - `prompt`, `answer`: tokens, `[length]`.
+    """
+
+    references: tuple[str, ...]
+    prompt: np.ndarray
+    answer: np.ndarray
+
+    @classmethod
+    def of(
+        cls, tokens: np.ndarray, targets: np.ndarray, references: tuple[str, ...], marks: Sequence[int]
+    ) -> "Question | None":
+        """That of a document with `marks` as placeholders; None if nothing behind them is trained on."""
+        behind = int(np.flatnonzero(np.isin(tokens, marks))[-1]) + 1
+        if not targets[behind:].any():
+            return None
+        first = behind + int(np.argmax(targets[behind:]))
+        last = np.flatnonzero(~targets[first:])  # of a conversation only this turn
+        stop = len(tokens) if len(last) == 0 else first + int(last[0])
+        return cls(references, tokens[:first].astype(np.int32), tokens[first:stop].astype(np.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class Answered:
+    """A held-out question about pictures, and what was said.
+
+    **Arguments:**
+
+    - `references`: of the pictures, films and sounds.
+    - `question`, `answer`, `said`: in words.
+    """
+
+    references: tuple[str, ...]
+    question: str
+    answer: str
+    said: str
+
+    @property
+    def name(self) -> str:
+        """Those of the files."""
+        return ", ".join(Path(referred(one)[1]).name for one in self.references)
+
+    @property
+    def right(self) -> bool:
+        """Whether both are the same."""
+        return self.said == self.answer
+
+
+def answers(
+    model: Decoder,
+    reader: MediaReader,
+    tokenizer: Tokenizer,
+    stores: Iterable[TokenStore],
+    *,
+    most_new: int,
+    at_once: int,
+    most: int = ASKED,
+) -> list[Answered]:
+    """What the model says, greedily, to the first held-out questions about pictures; none where there are none.
+
+    **Arguments:**
+
+    - `stores`: the tokens of the held-out sets.
+    - `most_new`: tokens of an answer: of a longer one only the first are asked for and compared.
+    - `at_once`: tokens, with those of the answers, that are computed together.
+    - `most`: how many questions.
+    """
+    marks = placeholders(model.config)
+    asked = list(itertools.islice(_questions(stores, marks), most))
+    asked = [one._replace(answer=one.answer[:most_new]) for one in asked]
+    left_out = {*marks, tokenizer.eos_id, tokenizer.bos_id}
+
+    def text(tokens: np.ndarray) -> str:
+        return tokenizer.decode([int(token) for token in tokens if int(token) not in left_out]).strip()
+
+    said = _said(model, reader, asked, tokenizer.eos_id, at_once)
+    return [
+        Answered(one.references, text(one.prompt), text(one.answer), text(made))
+        for one, made in zip(asked, said, strict=True)
+    ]
+
+
+def _questions(stores: Iterable[TokenStore], marks: Sequence[int]) -> Iterator[Question]:
+    for store in stores:
+        for start, stop in store.ranges():
+            for document in start + np.flatnonzero(store.is_held_out(start, stop) & store.has_media(start, stop)):
+                tokens, targets = np.asarray(store[document]), np.asarray(store.targets(document))
+                found = Question.of(tokens, targets, store.media(document), marks)
+                if found is not None:
+                    yield found
+
+
+def _said(
+    model: Decoder, reader: MediaReader, asked: Sequence[Question], eos: int | None, at_once: int
+) -> Iterator[np.ndarray]:
+    """The tokens of each answer, made for as many questions at a time as `at_once` allows."""
+    if not asked:
+        return
+    width, new = (max(len(one[part]) for one in asked) for part in (1, 2))
+    count = min(len(asked), max(1, at_once // (width + new)))
+    ends = {int(one.answer[-1]) for one in asked}
+    stops = tuple(ends) if len(ends) == 1 else () if eos is None else (eos,)
+    options: dict[str, Any] = dict(max_new_tokens=new, sampler=Greedy(), stop_ids=stops, pad_id=(*stops, 0)[0])
+    for start in range(0, len(asked), count):
+        some = [*asked[start : start + count]]
+        some += some[:1] * (count - len(some))  # so that all are one program
+        rows = np.zeros((count, width), np.int32)
+        for row, one in zip(rows, some, strict=True):
+            row[: len(one.prompt)] = one.prompt
+        references = [reference for one in some for reference in one.references]
+        media = Media.create(model.config, rows, **reader.arrays(references))
+        lengths = np.asarray([len(one.prompt) for one in some], np.int32)
+        made = np.asarray(generate(model, rows, prompt_lengths=lengths, media=media, **options))
+        yield from itertools.starmap(_ended, zip(made, asked[start : start + count], strict=False))
+
+
+def _ended(made: np.ndarray, one: Question) -> np.ndarray:
+    """What was said up to where the answer is, or else where something ends as it does."""
+    if np.array_equal(made[: len(one.answer)], one.answer):
+        return one.answer
+    ends = np.flatnonzero(made == one.answer[-1])
+    return made[: int(ends[0]) + 1] if len(ends) else made
+
+
+def draw_answers(reader: MediaReader, found: Sequence[Answered], out_png: Path) -> None:
+    """Draw the last picture of each under its question and what was said; films and sounds are left out."""
+    drawn = ((map(reader.pixels, reversed(one.references)), one) for one in found)
+    seen = ((next((each for each in pixels if each is not None), None), one) for pixels, one in drawn)
+    shown = [(pixels, one) for pixels, one in seen if pixels is not None]
+    if shown:
+        titles = ["\n".join(textwrap.shorten(words, 48) for words in (one.question, one.said)) for _, one in shown]
+        plot_answers([pixels for pixels, _ in shown], titles, [one.right for _, one in shown], out_png)
+
+
+def describe_answers(found: Sequence[Answered]) -> str:
+    """How many are right, and one of each; there is at least one."""
+    right = [one for one in found if one.right]
+    wrong = [one for one in found if not one.right]
+    lines = [f"held-out pictures: {len(right)} of {len(found)} answers exact ({100 * len(right) / len(found):.1f} %)"]
+    lines += [f"{one.name} {one.question} {one.said!r}" for one in right[:1]]
+    lines += [f"{one.name} {one.question} {one.said!r}, not {one.answer!r}" for one in wrong[:1]]
+    return "\n".join(lines)

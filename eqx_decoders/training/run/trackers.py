@@ -1,0 +1,241 @@
+"""Where else the metrics of a run go: TensorBoard, Weights & Biases, MLflow, or any other tracker.
+
+They get their rows from a thread, so that a slow service doesn't slow the training. A run that is resumed goes on in
+the same run of its trackers, whose ids it keeps in `trackers.json`. Rows that a killed process had written behind its
+last checkpoint are computed again and are not logged twice; the last few may be missing there, never in
+`metrics.jsonl`.
+"""
+
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from eqx_decoders.errors import ConfigError, need_extra
+from eqx_decoders.io.atomic_files import write_json
+from eqx_decoders.training.run.metrics import MetricsFile, MetricsRow, read_metrics
+
+
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}  # each in the extra of that name
+IDS = "trackers.json"
+
+_log = logging.getLogger("eqx_decoders")
+
+
+@runtime_checkable
+class Tracker(Protocol):
+    """Anything that takes the row of a step: `{"step": 7, "loss": 2.5, …}`."""
+
+    def write(self, row: MetricsRow) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Writes event files into `directory`. Events of step `start` and later, of a killed process, are not shown."""
+
+    def __init__(self, directory: str | Path, *, start: int = 0):
+        try:
+            from tensorboardX import SummaryWriter  # imported here: it takes two seconds
+        except ImportError as error:
+            raise need_extra("tensorboardX", "tensorboard") from error
+        self._writer = SummaryWriter(str(directory), purge_step=start)
+
+    def write(self, row: MetricsRow) -> None:
+        for name, value in _scalars(row).items():
+            self._writer.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """A run of Weights & Biases, with the settings as its config; its files are in `<directory>/wandb`.
+
+    Where it goes is said by the variables of its environment: WANDB_PROJECT, WANDB_MODE=offline and so on.
+    """
+
+    def __init__(self, directory: Path, settings: Mapping[str, Any], run_id: str | None):
+        try:
+            import wandb
+        except ImportError as error:
+            raise need_extra("wandb", "wandb") from error
+        places: Any = {"dir": str(directory), "name": directory.name, "config": dict(settings)}
+        self._run = wandb.init(**places, id=run_id, resume="allow", allow_val_change=True)
+        self.id = self._run.id
+
+    def write(self, row: MetricsRow) -> None:
+        self._run.log(_scalars(row), step=row["step"])
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """A run of MLflow, with the settings as its parameters, which stay those with which it was begun.
+
+    It goes to MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME; without the former to `<directory>/mlflow.db`.
+    """
+
+    def __init__(self, directory: Path, settings: Mapping[str, Any], run_id: str | None):
+        try:
+            from mlflow import MlflowClient
+            from mlflow.entities import Metric, Param
+        except ImportError as error:
+            raise need_extra("mlflow", "mlflow") from error
+        local = f"sqlite:///{directory.resolve() / 'mlflow.db'}"
+        self._client, self._metric = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or local), Metric
+        if run_id is not None:
+            self._client.update_run(run_id, status="RUNNING")
+        else:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "Default"
+            found = self._client.get_experiment_by_name(name)
+            experiment = self._client.create_experiment(name) if found is None else found.experiment_id
+            run_id = self._client.create_run(experiment, run_name=directory.name).info.run_id
+            params = [Param(name, str(value)[:500]) for name, value in settings.items()]
+            for begin in range(0, len(params), 100):  # as many as it takes at once
+                self._client.log_batch(run_id, params=params[begin : begin + 100])
+        self.id = run_id
+
+    def write(self, row: MetricsRow) -> None:
+        now = int(time.time() * 1000)
+        metrics = [self._metric(name, value, now, row["step"]) for name, value in _scalars(row).items()]
+        self._client.log_batch(self.id, metrics=metrics)
+
+    def close(self) -> None:
+        self._client.set_terminated(self.id)
+
+
+class Trackers:
+    """Several trackers as one: the metrics file gets a row at once, the others get it from a thread of their own.
+
+    One that fails is reported and left out; the metrics file is tried again instead.
+    """
+
+    def __init__(self, *trackers: Tracker, warn: Callable[[str], None] = _log.warning):
+        self._files = [tracker for tracker in trackers if isinstance(tracker, MetricsFile)]
+        self._services = [tracker for tracker in trackers if not isinstance(tracker, MetricsFile)]
+        self._warn = warn
+        self._failed: set[int] = set()
+        self._rows: queue.Queue[MetricsRow | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._log_rows, daemon=True)
+
+    def write(self, row: MetricsRow) -> None:
+        """Log a row, whose values must not change afterwards."""
+        for file in self._files:
+            self._try(file, lambda file=file: file.write(row))
+        if self._services:
+            if self._thread.ident is None:
+                self._thread.start()
+            self._rows.put(row)
+
+    def flush(self) -> None:
+        """Wait until all have the rows that were written."""
+        self._rows.join()
+
+    def close(self) -> None:
+        if self._thread.ident is not None:
+            self._rows.put(None)
+            self._thread.join()
+        for tracker in (*self._files, *self._services):
+            self._try(tracker, tracker.close)
+
+    def _log_rows(self) -> None:
+        while (row := self._rows.get()) is not None:
+            for tracker in tuple(self._services):
+                self._try(tracker, lambda tracker=tracker, row=row: tracker.write(row))
+            self._rows.task_done()
+
+    def _try(self, tracker: Tracker, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            lasting = tracker in self._files
+            if not lasting:
+                self._services.remove(tracker)
+            if id(tracker) not in self._failed:
+                self._failed.add(id(tracker))
+                fate = "may miss rows" if lasting else "is left out from here"
+                self._warn(f"{_name(tracker)} failed and {fate}, training goes on: {type(error).__name__}: {error}")
+
+
+class _Unlogged:
+    """A tracker that is not given again what it has: rows of these steps and names."""
+
+    def __init__(self, tracker: Tracker, logged: set[tuple[int, frozenset[str]]]):
+        self.tracker, self._logged = tracker, logged
+
+    def write(self, row: MetricsRow) -> None:
+        if _which(row) not in self._logged:
+            self.tracker.write(row)
+
+    def close(self) -> None:
+        self.tracker.close()
+
+
+def check_installed(names: Sequence[str] | None) -> None:
+    """Raise MissingPackage for a tracker whose package is missing: before a run begins."""
+    for name in names or ():
+        if find_spec(PACKAGES[name]) is None:
+            raise need_extra(PACKAGES[name], name)
+
+
+def open_trackers(
+    names: Sequence[str] | None,
+    run_dir: str | Path,
+    settings: Mapping[str, Any],
+    *,
+    start: int,
+    warn: Callable[[str], None] = _log.warning,
+) -> Trackers:
+    """The metrics file of a run and its trackers, by name, for the rows of step `start` and later.
+
+    names: None for TensorBoard where it is installed. settings: by dotted name.
+    Raises ConfigError for a tracker that cannot be opened, MissingPackage for one that is not installed.
+    """
+    run, path = Path(run_dir), Path(run_dir) / "metrics.jsonl"
+    if names is None:
+        names = ("tensorboard",) if find_spec("tensorboardX") else ()
+    logged = {_which(row) for row in read_metrics(path) if row.get("step", -1) >= start} if path.exists() else set()
+    ids = json.loads((run / IDS).read_text()) if (run / IDS).exists() else {}
+    trackers: list[Tracker] = []
+    for name in dict.fromkeys(names):
+        try:
+            if name == "tensorboard":
+                trackers.append(TensorBoard(run / "tensorboard", start=start))
+                continue
+            service = {"wandb": WandB, "mlflow": MLflow}[name](run, settings, ids.get(name))
+        except Exception as error:
+            Trackers(*trackers).close()
+            if isinstance(error, ImportError):
+                raise
+            kept = f", or delete {run / IDS} to begin a new one" if name in ids else ""
+            rule = f"it cannot be opened: {type(error).__name__}: {str(error).strip().rstrip('.')}"
+            raise ConfigError(f"trackers={name!r}, but {rule}. Set it up, or leave it out{kept}.") from error
+        trackers.append(_Unlogged(service, logged) if name in ids else service)
+        if ids.get(name) != service.id:
+            ids[name] = service.id
+            write_json(run / IDS, ids)
+    return Trackers(MetricsFile(path, start=start), *trackers, warn=warn)
+
+
+def _which(row: MetricsRow) -> tuple[int, frozenset[str]]:
+    return row.get("step", -1), frozenset(row)
+
+
+def _name(tracker: Tracker) -> str:
+    return type(tracker.tracker if isinstance(tracker, _Unlogged) else tracker).__name__
+
+
+def _scalars(row: MetricsRow) -> dict[str, float]:
+    """The numbers of a row, without its step."""
+    arrays = {name: np.asarray(value) for name, value in row.items() if name != "step"}
+    return {name: float(each) for name, each in arrays.items() if each.ndim == 0 and each.dtype.kind not in "USO"}

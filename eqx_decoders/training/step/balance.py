@@ -1,0 +1,138 @@
+"""Balanced experts: the terms that routing adds to the loss, the biases it moves, and what it reports."""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import cast
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32
+
+from eqx_decoders.blocks.stats import BlockStats
+from eqx_decoders.errors import check
+from eqx_decoders.layers.moe.experts import Experts, ExpertsConfig
+from eqx_decoders.layers.moe.router import Router, RoutingStats, load_balance_loss, router_z_loss
+from eqx_decoders.model.decoder import Decoder, DecoderConfig
+
+
+def expert_configs(config: DecoderConfig) -> tuple[ExpertsConfig, ...]:
+    """The configurations of the layers that have experts, in their order: that of `BlockStats.routing`.
+
+    Those of multi-token prediction come last; statistics of a call without it stop before them.
+    """
+    ahead = () if config.mtp is None else (config.mtp.block,) * config.mtp.num_depths
+    return tuple(block.mlp for block in (*config.blocks, *ahead) if isinstance(block.mlp, ExpertsConfig))
+
+
+def _configs_of(config: DecoderConfig, stats: RoutingStats) -> tuple[ExpertsConfig, ...]:
+    """The layers that `stats` has rows of."""
+    return expert_configs(config)[: stats.tokens.shape[0]]
+
+
+def has_routing_loss(config: DecoderConfig) -> bool:
+    """Whether routing adds anything to the training loss."""
+    return any(layer.router.balance_loss > 0 or layer.router.z_loss > 0 for layer in expert_configs(config))
+
+
+def routing_loss(config: DecoderConfig, stats: RoutingStats) -> Float32[Array, ""]:
+    """`balance_loss * load_balance_loss + z_loss * router_z_loss`, the mean over the layers with experts.
+
+    Both weights, and the form of the first loss, are those of each layer's `RouterConfig`.
+    """
+    routers = [layer.router for layer in _configs_of(config, stats)]
+    balance = _each(router.balance_loss for router in routers) * _balance_loss(config, stats)
+    return jnp.mean(balance + _each(router.z_loss for router in routers) * router_z_loss(stats))
+
+
+def update_router_bias(
+    model: Decoder, stats: BlockStats | RoutingStats, rate: float | Float[Array, ""] | None = None
+) -> Decoder:
+    """The model with its selection biases moved by `rate * sign(mean count - count)` (Wang et al. 2024).
+
+    They rise where an expert had too little. With exactly the mean load, or if nothing was routed, they stay.
+
+    **Arguments:**
+
+    - `model`: a decoder.
+    - `stats`: `Output.stats`, or the sum of its `routing` over the microbatches of a step: one sign for all of them.
+    - `rate`: how far; None for each router's own `bias_update_rate`.
+    """
+    layout, routing = model.execution.layout, stats.routing if isinstance(stats, BlockStats) else stats
+    check(routing is not None, "update_router_bias needs the routing statistics of a model with experts.")
+    assert routing is not None
+    for find, rows in _routers(model):
+        router, counts = find(model), routing.counts[rows]
+        if router.selection_bias is not None and counts.shape[0] > 0:
+            step = router.config.bias_update_rate if rate is None else rate
+            moved = _moved(router.selection_bias, counts[:, : router.selection_bias.shape[-1]], step)
+            moved = layout.constrain_weight(moved, "layers experts")
+            model = eqx.tree_at(lambda m, find=find: find(m).selection_bias, model, moved)
+    return model
+
+
+def _routers(model: Decoder) -> Iterator[tuple[Callable[[Decoder], Router], slice]]:
+    """For each stack of routers where it is, and which rows of the statistics are of its layers."""
+    begin = 0
+    for index, segment in enumerate(model.segments):
+        places = [place for place, block in enumerate(segment.unit) if isinstance(block.mlp, Experts)]
+        end = begin + segment.repeats * len(places)
+        for nth, place in enumerate(places):
+            yield partial(_router_at, segment=index, place=place), slice(begin + nth, end, len(places))
+        begin = end
+    if model.mtp is not None and isinstance(model.mtp.depth.block.mlp, Experts):
+        yield _router_ahead, slice(begin, None)
+
+
+def _router_at(model: Decoder, *, segment: int, place: int) -> Router:
+    return cast(Experts, model.segments[segment].unit[place].mlp).router
+
+
+def _router_ahead(model: Decoder) -> Router:
+    assert model.mtp is not None
+    return cast(Experts, model.mtp.depth.block.mlp).router
+
+
+def _moved(bias: Array, counts: Array, rate: float | Array) -> Float[Array, "layers experts"]:
+    move = rate * jnp.sign(jnp.mean(counts, axis=-1, keepdims=True) - counts)
+    return bias + move.astype(bias.dtype)
+
+
+def routing_report(config: DecoderConfig, stats: RoutingStats) -> dict[str, Float[Array, "layers"]]:
+    """What a log wants to know of each layer with experts.
+
+    `load` is the largest load over the mean load: 1 is balanced. `dropped` is a share of the tokens' choices,
+    `balance_loss` in the router's form and `router_z_loss` are without their weights, `router_entropy` is in nats.
+    """
+    routed = jnp.maximum(jnp.sum(stats.counts, axis=-1), 1.0)
+    sizes = _each(layer.num_experts for layer in _configs_of(config, stats))
+    return {
+        "load": jnp.max(stats.counts, axis=-1) * sizes / routed,
+        "dropped": stats.dropped / routed,
+        "balance_loss": _balance_loss(config, stats),
+        "router_z_loss": router_z_loss(stats),
+        "router_entropy": stats.entropy / jnp.maximum(stats.tokens, 1.0),
+    }
+
+
+def relative_loads(config: DecoderConfig, counts: np.ndarray) -> dict[str, np.ndarray]:
+    """Of each layer with experts, by the layer's number, the loads of its experts over their mean.
+
+    `counts` are those of `RoutingStats`, or their sum over steps. Layers of multi-token prediction are called
+    `ahead 1`, `ahead 2`, ….
+    """
+    names = [str(index) for index, block in enumerate(config.blocks) if isinstance(block.mlp, ExpertsConfig)]
+    names += [f"ahead {depth + 1}" for depth in range(len(expert_configs(config)) - len(names))]
+    sizes = [layer.num_experts for layer in expert_configs(config)]
+    rows = [np.asarray(row[:size], np.float64) for row, size in zip(counts, sizes, strict=False)]
+    return {name: row / max(float(row.mean()), 1e-9) for name, row in zip(names, rows, strict=False)}
+
+
+def _balance_loss(config: DecoderConfig, stats: RoutingStats) -> Float32[Array, "layers"]:
+    """Of each layer in its own form."""
+    megatron = _each(layer.router.balance_form == "megatron" for layer in _configs_of(config, stats))
+    return jnp.where(megatron > 0, load_balance_loss(stats, "megatron"), load_balance_loss(stats))
+
+
+def _each(values: Iterable[float]) -> Float32[Array, "layers"]:
+    return jnp.asarray(np.fromiter(values, np.float32))

@@ -1,0 +1,406 @@
+"""Cross-entropy of next tokens: the plain form, and one fused with the output head that never holds all logits."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, Integer
+
+from eqx_decoders.core.input_checks import as_int32
+from eqx_decoders.errors import check, check_integer, check_number
+from eqx_decoders.numerics.matmul import matmul, row_major_transpose, wants_row_major
+from eqx_decoders.sharding.layout import Layout
+from eqx_decoders.training.step.vocab_parallel import HeadSplit, VocabPart
+
+
+# Bytes of one tile of logits in f32: small beside the weights, large enough that few gradients of the kernel are added.
+# An accelerator reads and writes the gradient's sum as fast as it multiplies from about a thousand positions on.
+_TILE_BYTES = {"cpu": 64 * 2**20, "gpu": 256 * 2**20, "tpu": 256 * 2**20}
+
+# Positions below which a tile is not worth reading the whole kernel for.
+_TILE_LEAST = 64
+
+# So few tiles run as a sequence instead of a loop, if `flatten`.
+_UNROLLED = 4
+
+
+class LossSums(NamedTuple):
+    """What is reported beside the loss: weighted sums over all tokens, with no gradients."""
+
+    nll: Float[Array, ""]
+    correct: Float[Array, ""]
+
+
+def cross_entropy(
+    logits: Float[Array, "batch length vocab"], targets: Integer[Array, "batch length"], *, z_loss: float = 0.0
+) -> Float[Array, "batch length"]:
+    """`logsumexp(logits) - logits[target] + z_loss * logsumexp(logits)^2` for each token, in nats and f32.
+
+    The last term keeps the normaliser near 1 (PaLM, 2022). A target outside the vocabulary gives NaN.
+    """
+    logits, targets = logits.astype(jnp.float32), as_int32("cross_entropy: targets", targets)
+    normaliser = jax.nn.logsumexp(logits, axis=-1)
+    return _with_z_loss(normaliser - _pick(logits, targets), normaliser, z_loss)
+
+
+def linear_cross_entropy(
+    hidden: Float[Array, "batch length embed"],
+    kernel: Float[Array, "embed vocab"] | Float[Array, "vocab embed"],
+    targets: Integer[Array, "batch length"],
+    weights: Float[Array, "batch length"],
+    *,
+    tied: bool,
+    soft_cap: float | None = None,
+    z_loss: float = 0.0,
+    tile: int | None = None,
+    flatten: bool = False,
+    head_bytes: int | None = None,
+    layout: Layout | None = None,
+) -> tuple[Float[Array, ""], LossSums]:
+    """`sum(weights * cross_entropy(cap(hidden @ kernel), targets))`, with logits of `tile` positions at a time.
+
+    `cap(x) = soft_cap * tanh(x / soft_cap)`. The kernel is `[vocab, embed]` if `tied`, the table of the embedding. When
+    differentiated, the gradients are computed along with the loss (Liger, Hsu et al. 2024): three products, not four.
+    `tile` counts positions of each sequence on a device, by default so many that their logits take 64 MB there, 256 MB
+    on a TPU or GPU. `flatten` as in `numerics.einsum`.
+
+    On the mesh of a `layout` tokens and vocabulary are split by it. A device gathers the features of its part of the
+    vocabulary once, and adds the gradient of that part up in f32 over all its tiles; then devices share the sums once
+    (reduce-scatter). Where that would take more than `head_bytes`, it goes through its part of the vocabulary in
+    several pieces, twice: for the normalisers, then for the gradients. That is four products.
+
+    Where a weight is zero the target may be anything, and that weight gets no gradient; elsewhere a target outside the
+    vocabulary gives NaN. Options out of range raise ConfigError.
+    """
+    check(
+        kernel.shape[1 if tied else 0] == hidden.shape[2],
+        f"linear_cross_entropy kernel of shape {kernel.shape} with tied={tied} does not fit hidden {hidden.shape}:"
+        " it must be [vocab, embed] if tied, otherwise [embed, vocab].",
+    )
+    check_number("linear_cross_entropy z_loss", z_loss, least=0.0)
+    if soft_cap is not None:
+        check_number("linear_cross_entropy soft_cap", soft_cap, above=0.0)
+    if tile is not None:
+        check_integer("linear_cross_entropy tile", tile)
+    if head_bytes is not None:
+        check_integer("linear_cross_entropy head_bytes", head_bytes)
+    head = _Head(tied, soft_cap, z_loss, flatten, tile, head_bytes, Layout() if layout is None else layout)
+    targets = jnp.asarray(as_int32("linear_cross_entropy: targets", targets))
+    targets = jnp.where(weights == 0, jnp.zeros_like(targets), targets)
+    loss, sums = _fused(head, hidden, kernel, targets, weights.astype(jnp.float32))
+    return loss, lax.stop_gradient(sums)
+
+
+def linear_argmax(
+    hidden: Float[Array, "batch length embed"],
+    kernel: Float[Array, "embed vocab"] | Float[Array, "vocab embed"],
+    *,
+    tied: bool,
+    flatten: bool = False,
+    head_bytes: int | None = None,
+    layout: Layout | None = None,
+) -> Int[Array, "batch length"]:
+    """`argmax(hidden @ kernel)`, some positions at a time, as in `linear_cross_entropy`."""
+    head = _Head(tied, None, 0.0, flatten, None, head_bytes, Layout() if layout is None else layout)
+    split = head.split(hidden, kernel)
+    return split.mapped(functools.partial(_argmax, head, split), split.tokens)(hidden, kernel)
+
+
+def _argmax(head: "_Head", split: HeadSplit, hidden: Array, kernel: Array) -> Array:
+    count, width = head.parts(split, hidden, kernel)
+    tiles = _cut(hidden, head.tile_length(hidden, width))
+
+    def over_part(best, index):
+        part = split.gathered(kernel, index, width, hidden.dtype)
+        (forth, _), (dimension, _) = head.kernels(part.kernel)
+
+        def over_tile(_, tile):
+            hidden, highest, where = tile
+            logits = head.logits(hidden, forth, dimension)
+            top = jnp.max(logits, axis=-1)
+            better, here = top > highest, part.first + jnp.argmax(logits, axis=-1)  # of equals the lowest id
+            return None, (jnp.where(better, top, highest), jnp.where(better, here, where))
+
+        return lax.scan(over_tile, None, (tiles, *best))[1], None
+
+    begin = jnp.full(tiles.shape[:3], -jnp.inf, jnp.float32), jnp.zeros(tiles.shape[:3], jnp.int32)
+    highest, where = _over_parts(over_part, begin, count)[0]
+    where = split.lowest(jnp.where(highest == split.highest(highest), where, jnp.iinfo(where.dtype).max))
+    return _joined(where, hidden.shape[1])
+
+
+def _tile_length(batch: int, length: int, vocab: int, tile: int | None, platform: str = "cpu") -> int:
+    """The asked length, or the largest one within the bound (but no sliver), evened out over the tiles."""
+    if tile is None:
+        tile = max(_TILE_LEAST, _TILE_BYTES[platform] // max(1, 4 * batch * vocab))
+        tile = math.ceil(length / max(1, math.ceil(length / tile)))
+    return max(1, min(tile, length))
+
+
+def _over_parts(step: Any, carry: Any, count: int) -> Any:
+    """A scan over the parts of the vocabulary; a single one is no loop."""
+    return step(carry, 0) if count == 1 else lax.scan(step, carry, jnp.arange(count, dtype=jnp.int32))
+
+
+def _cut(x: Any, tile: int) -> Any:
+    """`[batch, length, ...]` -> `[tiles, batch, tile, ...]`, zeros filling the last one. The batch stays whole."""
+    missing = -x.shape[1] % tile
+    if missing:
+        x = jnp.pad(x, ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2))
+    return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // tile, tile, *x.shape[2:]), 1, 0)
+
+
+def _joined(tiles: Any, length: int) -> Any:
+    """`_cut` undone."""
+    x = jnp.moveaxis(tiles, 0, 1)
+    return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])[:, :length]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Head:
+    """From hidden states to logits, and back from the gradient of logits to that of the raw product."""
+
+    tied: bool
+    soft_cap: float | None
+    z_loss: float
+    flatten: bool
+    tile: int | None
+    head_bytes: int | None
+    layout: Layout
+
+    def split(self, hidden: Array, kernel: Array) -> HeadSplit:
+        return HeadSplit.create(self.layout, self.tied, hidden.shape, kernel.shape)
+
+    def parts(self, split: HeadSplit, hidden: Array, kernel: Array) -> tuple[int, int]:
+        return split.parts(kernel, hidden.dtype, self.head_bytes)
+
+    def tile_length(self, hidden: Array, vocab: int) -> int:
+        return _tile_length(hidden.shape[0], hidden.shape[1], vocab, self.tile, self.layout.platform)
+
+    def kernels(self, kernel):
+        """The kernel as the logits want it and as the gradient of hidden wants it, with the dimensions to contract."""
+        inside = 1 if self.tied else 0
+        if self.flatten and wants_row_major(kernel.dtype):
+            pair = (row_major_transpose(kernel), kernel)
+            return (pair if self.tied else pair[::-1]), (0, 0)
+        return (kernel, kernel), (inside, 1 - inside)
+
+    def logits(self, hidden, kernel, dimension):
+        logits = self.times(hidden, kernel, dimension)
+        return logits if self.soft_cap is None else self.soft_cap * jnp.tanh(logits / self.soft_cap)
+
+    def gradient(self, logits, normaliser, here, weights):
+        """That of the raw products: `weight * ((1 + 2 z_loss normaliser) softmax - one_hot)`, through the cap."""
+        slope = weights * (1 + 2 * self.z_loss * normaliser)
+        hits = lax.broadcasted_iota(here.dtype, logits.shape, 2) == here[..., None]
+        gradient = slope[..., None] * jnp.exp(logits - normaliser[..., None]) - jnp.where(hits, weights[..., None], 0.0)
+        if self.soft_cap is not None:
+            gradient = gradient * (1 - (logits / self.soft_cap) ** 2)
+        return gradient
+
+    def times(self, x, kernel, dimension):
+        """`[batch, tile, n]` by the kernel over n, in f32."""
+        if not self.flatten:
+            return lax.dot_general(x, kernel, (((2,), (dimension,)), ((), ())), preferred_element_type=jnp.float32)
+        batch, tile, inner = x.shape
+        product = matmul(x.reshape(batch * tile, inner), kernel, (1, dimension), jnp.float32)
+        return product.reshape(batch, tile, kernel.shape[1 - dimension])
+
+    def outer(self, hidden, gradient):
+        """The gradient of the kernel, in f32."""
+        a, b = (gradient, hidden) if self.tied else (hidden, gradient)
+        if not self.flatten:
+            return lax.dot_general(a, b, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32)
+        rows = a.shape[0] * a.shape[1]
+        return matmul(a.reshape(rows, a.shape[2]), b.reshape(rows, b.shape[2]), (0, 0), jnp.float32)
+
+
+class _Scores(NamedTuple):
+    """Of each token over some ids: the highest logit, `sum exp(logit - highest)`, and the target's logit if there."""
+
+    highest: Array
+    total: Array
+    picked: Array
+
+    @classmethod
+    def of(cls, logits, targets, part: VocabPart) -> "_Scores":
+        logits, here = part.without_repeated(logits, -jnp.inf), targets - part.first
+        inside = (here >= part.repeated) & (here < logits.shape[-1])
+        highest = jnp.max(logits, axis=-1)
+        total = jnp.sum(jnp.exp(logits - highest[..., None]), axis=-1)
+        return cls(highest, total, jnp.where(inside, _found(logits, here), 0.0))
+
+    @classmethod
+    def none(cls, shape: tuple[int, ...]) -> "_Scores":
+        zeros = jnp.zeros(shape, jnp.float32)
+        return cls(jnp.full(shape, -jnp.inf, jnp.float32), zeros, zeros)
+
+    def joined(self, other: "_Scores") -> "_Scores":
+        """Those over both; `other` are over some ids, not none."""
+        top = jnp.maximum(self.highest, other.highest)
+        one, two = (each.total * jnp.exp(each.highest - top) for each in (self, other))
+        return _Scores(top, one + two, self.picked + other.picked)
+
+    def losses(self, split: HeadSplit, known, z_loss):
+        """(loss, nll, correct) of each token, and its normaliser. A tie for the highest logit counts as correct."""
+        highest = split.highest(self.highest)
+        total = split.over_ids(self.total * jnp.exp(self.highest - highest))
+        normaliser = highest + jnp.log(total)
+        picked = jnp.where(known, split.over_ids(self.picked), jnp.nan)
+        nll = normaliser - picked
+        return (_with_z_loss(nll, normaliser, z_loss), nll, (picked >= highest).astype(jnp.float32)), normaliser
+
+
+def _pick(logits, targets):
+    """`logits[target]`; NaN for a target outside, which would otherwise be taken from the other end."""
+    return jnp.where((targets >= 0) & (targets < logits.shape[-1]), _found(logits, targets), jnp.nan)
+
+
+def _found(logits, targets):
+    return jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
+
+
+def _with_z_loss(nll, normaliser, z_loss):
+    return nll + z_loss * normaliser**2 if z_loss else nll  # the square may overflow
+
+
+def _sums(split, losses, weights):
+    # in one array, so that devices meet once
+    loss, nll, correct = split.over_rows(jnp.stack([jnp.sum(weights * each) for each in losses]))
+    return loss, LossSums(nll, correct)
+
+
+def _loss_alone(head, hidden, kernel, targets, weights) -> tuple[Any, LossSums]:
+    split = head.split(hidden, kernel)
+
+    def here(hidden, kernel, targets, weights):
+        tiles = _Tiles.of(head, split, hidden, kernel, targets, weights)
+        losses, _ = _losses(head, split, tiles, kernel)
+        return _sums(split, losses, tiles.weights)
+
+    return split.mapped(here, PartitionSpec())(hidden, kernel, targets, weights)
+
+
+def _fused_forward(head, hidden, kernel, targets, weights):
+    split = head.split(hidden, kernel)
+
+    def here(hidden, kernel, targets, weights):
+        tiles, length = _Tiles.of(head, split, hidden, kernel, targets, weights), hidden.shape[1]
+        make = _gradients if head.parts(split, hidden, kernel)[0] == 1 else _gradients_in_parts
+        losses, to_hidden, to_kernel = make(head, split, tiles, kernel)
+        to_weights = jnp.where(tiles.weights == 0, 0.0, losses[0])
+        return _sums(split, losses, tiles.weights), (_joined(to_hidden, length), to_kernel, _joined(to_weights, length))
+
+    outputs = (PartitionSpec(), (split.tokens, split.gradient, split.tokens))
+    sums, gradients = split.mapped(here, outputs)(hidden, kernel, targets, weights)
+    like = (jnp.zeros((0,), hidden.dtype), jnp.zeros((0,), kernel.dtype))
+    return sums, (*gradients, like)
+
+
+class _Tiles(NamedTuple):
+    """A device's tokens, tile by tile: `[tiles, batch, tile, ...]`."""
+
+    hidden: Array
+    targets: Array
+    weights: Array
+
+    @classmethod
+    def of(cls, head: _Head, split: HeadSplit, hidden: Array, kernel: Array, *others: Array) -> "_Tiles":
+        size = head.tile_length(hidden, head.parts(split, hidden, kernel)[1])
+        return cls(*(_cut(x, size) for x in (hidden, *others)))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.targets.shape
+
+    def known(self, split: HeadSplit, kernel: Array) -> Array:
+        """Whether the target is in the vocabulary."""
+        return (self.targets >= 0) & (self.targets < split.vocab(kernel))
+
+
+def _losses(head: _Head, split: HeadSplit, tiles: _Tiles, kernel: Array) -> Any:
+    """`_Scores.losses` of all tiles, over all parts of the vocabulary."""
+    count, width = head.parts(split, tiles.hidden, kernel)
+
+    def over_part(scores, index):
+        part = split.gathered(kernel, index, width, tiles.hidden.dtype)
+        (forth, _), (dimension, _) = head.kernels(part.kernel)
+
+        def over_tile(_, tile):
+            (hidden, targets, _), before = tile
+            return None, before.joined(_Scores.of(head.logits(hidden, forth, dimension), targets, part))
+
+        return lax.scan(over_tile, None, (tiles, scores))[1], None
+
+    scores = _over_parts(over_part, _Scores.none(tiles.shape), count)[0]
+    return scores.losses(split, tiles.known(split, kernel), head.z_loss)
+
+
+def _gradients(head: _Head, split: HeadSplit, tiles: _Tiles, kernel: Array) -> tuple[Any, Array, Array]:
+    """Losses of tokens and the gradients of their sum by hidden states and kernel: three products for each tile."""
+    whole = split.gathered(kernel, 0, kernel.shape[1 - split.inside], tiles.hidden.dtype)
+    (forth, back), (dimension, other) = head.kernels(whole.kernel)
+
+    def over_tile(total, tile):
+        (hidden, targets, weights), known = tile
+        logits = head.logits(hidden, forth, dimension)
+        losses, normaliser = _Scores.of(logits, targets, whole).losses(split, known, head.z_loss)
+        gradient = head.gradient(logits, normaliser, targets - whole.first, weights).astype(hidden.dtype)
+        return total + head.outer(hidden, gradient), (losses, split.over_ids(head.times(gradient, back, other)))
+
+    # Written out, the first addition of the kernel's gradient disappears and the last one joins what follows. (Not
+    # where memory is short: the tiles could then be worked on at the same time.)
+    unroll = head.flatten and tiles.shape[0] <= _UNROLLED
+    total, (losses, to_hidden) = lax.scan(
+        over_tile, jnp.zeros(whole.kernel.shape, jnp.float32), (tiles, tiles.known(split, kernel)), unroll=unroll
+    )
+    return losses, to_hidden, split.summed(split.scattered(total))
+
+
+def _gradients_in_parts(head: _Head, split: HeadSplit, tiles: _Tiles, kernel: Array) -> tuple[Any, Array, Array]:
+    """`_gradients`, for some ids after another: the logits are computed twice, and each part is gathered twice."""
+    (count, width), dtype = head.parts(split, tiles.hidden, kernel), tiles.hidden.dtype
+    losses, normalisers = _losses(head, split, tiles, kernel)
+
+    def over_part(carry, index):
+        part = split.gathered(kernel, index, width, dtype)
+        (forth, back), (dimension, other) = head.kernels(part.kernel)
+
+        def over_tile(total, tile):
+            (hidden, targets, weights), normaliser, to_hidden = tile
+            logits = head.logits(hidden, forth, dimension)
+            gradient = head.gradient(logits, normaliser, targets - part.first, weights)
+            gradient = part.without_repeated(gradient, 0.0).astype(dtype)
+            return total + head.outer(hidden, gradient), to_hidden + head.times(gradient, back, other)
+
+        begin, (to_hidden, to_kernel) = jnp.zeros(part.kernel.shape, jnp.float32), carry
+        total, to_hidden = lax.scan(over_tile, begin, (tiles, normalisers, to_hidden))
+        before = lax.dynamic_slice_in_dim(to_kernel, part.begin, width, 1 - split.inside)
+        total = before + split.scattered(total)
+        to_kernel = lax.dynamic_update_slice_in_dim(to_kernel, total, part.begin, 1 - split.inside)
+        return (to_hidden, to_kernel), None
+
+    begin = jnp.zeros(tiles.hidden.shape, jnp.float32), jnp.zeros(kernel.shape, jnp.float32)
+    to_hidden, to_kernel = _over_parts(over_part, begin, count)[0]
+    return losses, split.over_ids(to_hidden), split.summed(to_kernel)
+
+
+def _fused_backward(head, saved, cotangents):
+    to_hidden, to_kernel, to_weights, like = saved
+    cotangent = cotangents[0]  # those of the reported sums are zero: they carry no gradients
+    # Both gradients are of a plain sum, so both take the cotangent: a scaled loss, or one of several accumulated.
+    return (
+        (cotangent * to_hidden).astype(like[0].dtype),
+        (cotangent * to_kernel).astype(like[1].dtype),
+        None,
+        cotangent * to_weights,
+    )
+
+
+_fused = jax.custom_vjp(_loss_alone, nondiff_argnums=(0,))
+_fused.defvjp(_fused_forward, _fused_backward)

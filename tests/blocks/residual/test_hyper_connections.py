@@ -1,0 +1,192 @@
+"""Hyper-connections: against sums written out in NumPy, and laws of their matrices and streams."""
+
+import dataclasses
+import itertools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.blocks.residual.base import BranchFunction
+from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
+from eqx_decoders.layers.norm import RMSNormConfig
+from tests.compare import assert_close
+from tests.oracles import wide
+
+
+EMBED, STREAMS = 6, 3
+SINKHORN = HyperConnections(streams=STREAMS)
+PERMUTATIONS = HyperConnections(streams=STREAMS, mixing="permutations")
+CTX = ed.Context(positions=jnp.broadcast_to(jnp.arange(5), (2, 5)))
+X = np.random.default_rng(1).normal(size=(2, 5, STREAMS, EMBED)).astype(np.float32)
+MATRICES = np.random.default_rng(2).normal(size=(2, EMBED, EMBED)).astype(np.float32)
+BRANCHES = [lambda y, m=m: jnp.tanh(y @ m) for m in MATRICES]
+
+
+def drawn(config: HyperConnections, branches: int = 2):
+    """A wiring with every array drawn by NumPy: coefficients that differ much between tokens."""
+    wiring = config.build(EMBED, branches=branches, inner_dim=EMBED, key=jax.random.key(0))
+    generator = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: jnp.asarray(generator.normal(0.2, 0.7, leaf.shape), leaf.dtype), wiring)
+
+
+def run(wiring, x, branches=BRANCHES):
+    return wiring(x, [BranchFunction(branch) for branch in branches], lambda y: y, CTX)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def softmax(x):
+    return np.exp(x) / np.sum(np.exp(x), axis=-1, keepdims=True)
+
+
+def token_by_hand(config, connection, x, branch):
+    """One branch of one token: `x` is [streams, embed]."""
+    n, flat = len(x), x.reshape(-1)
+    u = flat / np.sqrt(np.mean(flat**2) + config.norm.eps)
+    if connection.norm.scale is not None:
+        u = u * wide(connection.norm.scale)
+    h, scale, bias = u @ wide(connection.kernel), wide(connection.scale), wide(connection.bias)
+    read = sigmoid(scale[0] * h[:n] + bias[:n]) + 1e-6
+    write = 2 * sigmoid(scale[1] * h[n : 2 * n] + bias[n : 2 * n])
+    logits = scale[2] * h[2 * n :] + bias[2 * n :]
+    if config.mixing == "sinkhorn":
+        mix = softmax(logits.reshape(n, n)) + 1e-6
+        mix = mix / (mix.sum(axis=0, keepdims=True) + 1e-6)
+        for _ in range(config.iterations - 1):
+            mix = mix / (mix.sum(axis=1, keepdims=True) + 1e-6)
+            mix = mix / (mix.sum(axis=0, keepdims=True) + 1e-6)
+    else:
+        shares = softmax(logits)
+        mix = sum(
+            share * np.eye(n)[list(order)]
+            for share, order in zip(shares, itertools.permutations(range(n)), strict=True)
+        )
+    out = branch(sum(read[k] * x[k] for k in range(n)))
+    return np.stack([sum(mix[k, m] * x[k] for k in range(n)) + write[m] * out for m in range(n)])
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SINKHORN,
+        PERMUTATIONS,
+        dataclasses.replace(SINKHORN, iterations=1, norm=RMSNormConfig(scale=False, eps=1e-2)),
+    ],
+    ids=["sinkhorn", "permutations", "once"],
+)
+def test_equals_sums_by_hand(config):
+    wiring = drawn(config)
+    want = wide(X)
+    for connection, matrix in zip(wiring.connections, MATRICES, strict=True):
+        for place in np.ndindex(2, 5):
+            want[place] = token_by_hand(config, connection, want[place], lambda y, m=wide(matrix): np.tanh(y @ m))
+    assert_close(run(wiring, jnp.asarray(X)), want.astype(np.float32))
+
+
+@pytest.mark.parametrize("config", [SINKHORN, PERMUTATIONS], ids=["sinkhorn", "permutations"])
+def test_mixing_keeps_the_sum_of_streams(config):
+    mix = np.asarray(drawn(config).connections[0](jnp.asarray(X), CTX).mix)
+    assert np.all(mix >= 0)
+    np.testing.assert_allclose(mix.sum(axis=0), 1, atol=1e-5)
+    np.testing.assert_allclose(mix.sum(axis=1), 1, atol=1e-5 if config is PERMUTATIONS else 2e-2)
+    assert np.ptp(mix[0, 0]) > 0.1  # they differ between tokens
+
+
+@pytest.mark.parametrize("mixing", ["sinkhorn", "permutations"])
+def test_one_new_stream_is_a_residual_connection(mixing):
+    config = HyperConnections(streams=1, mixing=mixing, norm=RMSNormConfig(scale=False))
+    wiring = config.build(EMBED, branches=2, inner_dim=EMBED, key=jax.random.key(0))
+    wiring = eqx.tree_at(lambda w: [c.scale for c in w.connections], wiring, [jnp.zeros(3)] * 2)
+    want = X[:, :, 0]
+    for branch in BRANCHES:
+        want = want + branch(jnp.asarray(0.5 * want))
+    assert_close(run(wiring, jnp.asarray(X[:, :, :1]))[:, :, 0], want, units=200)
+
+
+def test_streams_have_no_order():
+    """Streams and what belongs to them permuted: the same result, permuted."""
+    wiring = drawn(SINKHORN, branches=1)
+    order = np.array([2, 0, 1])
+    n = STREAMS
+    matrix = 2 * n + (np.arange(n * n).reshape(n, n)[order][:, order]).reshape(-1)
+    columns = np.concatenate([order, n + order, matrix])
+    rows = (order[:, None] * EMBED + np.arange(EMBED)).reshape(-1)
+
+    def permuted(connection):
+        return eqx.tree_at(
+            lambda c: (c.norm.scale, c.kernel, c.bias),
+            connection,
+            (connection.norm.scale[rows], connection.kernel[rows][:, columns], connection.bias[columns]),
+        )
+
+    other = eqx.tree_at(lambda w: w.connections, wiring, tuple(map(permuted, wiring.connections)))
+    assert_close(
+        run(other, jnp.asarray(X[:, :, order]), BRANCHES[:1]), run(wiring, jnp.asarray(X), BRANCHES[:1])[:, :, order]
+    )
+    assert np.ptp(X, axis=2).min() > 1e-3
+
+
+def test_a_branch_of_all_streams_is_added():
+    wiring = drawn(SINKHORN, branches=1)
+    double = BranchFunction(lambda x: 2 * x, reads_streams=True)
+    got = wiring(jnp.asarray(X), [double, BranchFunction(BRANCHES[0])], lambda y: y, CTX)
+    assert_close(got, run(wiring, jnp.asarray(3 * X), BRANCHES[:1]))
+
+
+def test_expand_copies_and_reduce_adds():
+    x = jnp.asarray(X[:, :, 0])
+    streams = SINKHORN.expand(x)
+    assert streams.shape == (2, 5, STREAMS, EMBED)
+    for k in range(STREAMS):
+        np.testing.assert_array_equal(streams[:, :, k], x)
+    assert_close(SINKHORN.reduce(jnp.asarray(X)), X.sum(axis=2))
+
+
+@pytest.mark.parametrize("config", [SINKHORN, PERMUTATIONS], ids=["sinkhorn", "permutations"])
+def test_gradients_are_those_of_differences(config):
+    wiring = drawn(config, branches=1)
+    x = jnp.asarray(X)
+    arrays, static = eqx.partition(wiring, eqx.is_array)
+    direction = jax.tree.map(
+        lambda leaf: jnp.asarray(np.random.default_rng(3).normal(size=leaf.shape), leaf.dtype), (arrays, x)
+    )
+
+    @jax.jit
+    def loss(step):
+        moved, y = jax.tree.map(lambda leaf, to: leaf + step * to, (arrays, x), direction)
+        return jnp.mean(jnp.square(run(eqx.combine(moved, static), y, BRANCHES[:1])))
+
+    difference = (float(loss(4e-3)) - float(loss(-4e-3))) / 8e-3
+    assert abs(float(jax.jit(jax.grad(loss))(0.0)) - difference) < 1e-2 * abs(difference)
+
+
+def test_streams_keep_their_dtype():
+    y = run(drawn(SINKHORN), jnp.asarray(X, jnp.bfloat16), [lambda y: y] * 2)
+    assert y.dtype == jnp.bfloat16
+    assert_close(
+        y.astype(jnp.float32), run(drawn(SINKHORN), jnp.asarray(X), [lambda y: y] * 2), dtype=jnp.bfloat16, units=4
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("streams", 0, "HyperConnections.streams=0 must be an integer of at least 1"),
+        ("iterations", 0, "HyperConnections.iterations=0"),
+        ("eps", 0.0, "HyperConnections.eps=0.0"),
+    ],
+)
+def test_errors(field, value, sentence):
+    with pytest.raises(ed.ConfigError, match=sentence):
+        HyperConnections(**{field: value})
+
+
+def test_too_many_permutations():
+    with pytest.raises(ed.ConfigError, match="streams=7 has 7! permutations"):
+        HyperConnections(streams=7, mixing="permutations")

@@ -1,0 +1,140 @@
+"""The structure of a list of blocks, and stacked weights."""
+
+import dataclasses
+import itertools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+
+import eqx_decoders as ed
+from eqx_decoders.sharding.axes import axes, named_leaves
+from tests.models import filled, packed, rich_decoder
+
+
+LETTERS = {letter: ed.BlockConfig(mixer=None, mlp=None, dropout=index / 10) for index, letter in enumerate("abcde")}
+
+
+def cut(text: str) -> list[tuple[str, int]]:
+    names = {block: letter for letter, block in LETTERS.items()}
+    runs = ed.segments(tuple(LETTERS[letter] for letter in text))
+    return [("".join(names[block] for block in unit), repeats) for unit, repeats in runs]
+
+
+@pytest.mark.parametrize(
+    "text, runs",
+    [
+        ("a", [("a", 1)]),
+        ("aaaa", [("a", 4)]),
+        ("aaabbbb", [("a", 3), ("b", 4)]),
+        ("aaaaab" * 3 + "aa", [("aaaaab", 3), ("a", 2)]),
+        ("abababa", [("ab", 3), ("a", 1)]),
+        ("a" * 3 + "b" * 58, [("a", 3), ("b", 58)]),
+        ("abac" * 4, [("abac", 4)]),
+        ("aabaaab", None),
+    ],
+)
+def test_known_patterns(text, runs):
+    found = cut(text)
+    assert "".join(unit * repeats for unit, repeats in found) == text
+    if runs is not None and text != "aaaaab" * 3 + "aa":
+        assert found == runs
+    if runs is not None:
+        assert sum(len(unit) for unit, _ in found) <= sum(len(unit) for unit, _ in runs)
+
+
+def fewest(text: str) -> int:
+    """The least number of traced blocks over all cuts, by brute force."""
+    best = {0: 0}
+    for end in range(1, len(text) + 1):
+        options = []
+        for begin, unit in itertools.product(range(end), range(1, end + 1)):
+            piece = text[begin:end]
+            if len(piece) % unit == 0 and piece == piece[:unit] * (len(piece) // unit):
+                options.append(best[begin] + unit)
+        best[end] = min(options)
+    return best[len(text)]
+
+
+@given(st.text("abc", min_size=1, max_size=14))
+def test_nothing_is_dropped_and_no_cut_traces_less(text):
+    found = cut(text)
+    assert "".join(unit * repeats for unit, repeats in found) == text
+    assert sum(len(unit) for unit, _ in found) == fewest(text)
+
+
+def test_stacked_weights_are_those_of_single_layers():
+    """Layer i of a stack is what its configuration builds from key i."""
+    config = rich_decoder(4)
+    model = ed.init(config, key=jax.random.key(0))
+    blocks = model.unstacked()
+    assert len(blocks) == 4
+    keys = jax.random.split(jax.random.split(jax.random.key(0), 4)[3], 4)
+    for block, single, key in zip(blocks, config.blocks, keys, strict=True):
+        for got, want in zip(
+            jax.tree.leaves(block), jax.tree.leaves(single.build(config.embed_dim, key=key)), strict=True
+        ):
+            np.testing.assert_allclose(got, want, atol=1e-6)
+    assert not np.array_equal(blocks[0].mlp.up, blocks[2].mlp.up)
+
+
+def test_unstacked_blocks_run_by_hand_equal_the_model():
+    model = filled(rich_decoder(3))
+    tokens, segments = packed(2)
+    out = model(tokens, segment_ids=segments)
+    ctx = ed.Context(positions=positions_of(segments), segment_ids=segments)
+    x = model.embedding(tokens, ctx)
+    for block in model.unstacked():
+        x, _, _ = block(x, ctx)
+    np.testing.assert_allclose(x, out.hidden, atol=1e-5)
+
+
+def positions_of(segments):
+    result = np.zeros(segments.shape, np.int32)
+    for row, ids in enumerate(np.asarray(segments)):
+        for index, segment in enumerate(ids):
+            begins = index == 0 or ids[index - 1] != segment
+            result[row, index] = -1 if segment == 0 else 0 if begins else result[row, index - 1] + 1
+    return jnp.asarray(result)
+
+
+def test_layer_stats_describe_each_layer_in_order():
+    model = filled(rich_decoder(5), layer_stats=True)
+    tokens, segments = packed(2)
+    stats = eqx.filter_jit(model)(tokens, segment_ids=segments).stats.activations
+    loop = eqx.filter_jit(model.replace(scan=False))(tokens, segment_ids=segments).stats.activations
+    ctx = ed.Context(positions=positions_of(segments), segment_ids=segments)
+    x, means, stds = model.embedding(tokens, ctx), [], []
+    for block in model.unstacked():
+        x, _, _ = block(x, ctx)
+        means.append(float(x.mean()))
+        stds.append(float(x.std()))
+    for found in (stats, loop):
+        np.testing.assert_allclose(found.mean, means, atol=1e-5)
+        np.testing.assert_allclose(found.std, stds, rtol=1e-4)
+        np.testing.assert_allclose(found.zero_fraction, np.zeros(5), atol=1e-6)
+    assert model.replace(layer_stats=False)(tokens).stats.activations is None
+
+
+def test_zeros_are_counted():
+    block = ed.BlockConfig(mixer=None, mlp=None)
+    config = dataclasses.replace(rich_decoder(1), blocks=(block, block))
+    model = filled(config, layer_stats=True)
+    table = model.embedding.table.at[1].set(0.0)
+    model = eqx.tree_at(lambda m: m.embedding.table, model, table)
+    stats = model(jnp.asarray([[1, 2, 1, 1]])).stats.activations
+    np.testing.assert_allclose(stats.zero_fraction, [0.75, 0.75])
+
+
+def test_axes_name_every_weight():
+    model = ed.abstract(rich_decoder(4))
+    words = axes(model)
+    leaves = named_leaves(model)
+    assert list(words) == list(leaves)
+    for name, leaf in leaves.items():
+        assert len(words[name]) == leaf.ndim, name
+        assert (words[name][0] == "layers") == name.startswith("segments"), name
+    assert words["segments.0.unit.0.mixer.query"] == ("layers", "embed", "heads", "head_dim")

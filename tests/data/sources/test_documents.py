@@ -1,0 +1,120 @@
+"""Records as documents: texts, conversations, and prompts with their completions; what is none of them is named."""
+
+import json
+
+import pytest
+
+from eqx_decoders.data.sources.documents import Chat
+from eqx_decoders.data.sources.readers import Reading, read_source
+from eqx_decoders.data.sources.sources import Source
+from eqx_decoders.errors import DataError
+
+
+USER, ASSISTANT = ({"role": role, "content": role[0]} for role in ("user", "assistant"))
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def read_file(file, field):
+    return list(read_source(Source(file.name, file), Reading(field)))
+
+
+def read(tmp_path, *records, field="text", name="a.jsonl"):
+    (tmp_path / name).write_text("\n".join(json.dumps(record) for record in records))
+    return read_file(tmp_path / name, field)
+
+
+def test_what_a_record_is_made_of(tmp_path):
+    chat = [USER, ASSISTANT]
+    found = read(
+        tmp_path,
+        {"text": "both", "messages": chat},
+        {"text": None, "messages": chat, "prompt": "and no completion"},
+        {"prompt": "a ", "completion": "naïve b"},
+        {"prompt": [USER], "completion": [ASSISTANT], "tools": json.dumps([TOOL])},
+        {"messages": chat, "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}, "id": 3},
+        {"messages": chat, "tools": [], "chat_template_kwargs": None},
+    )
+    assert [one.text for one in found] == ["both", None, "a naïve b", None, None, None]
+    assert found[0].spans is None and found[0].chat is None and found[2].spans == ((2, 9),) and found[2].chat is None
+    assert [found[i].chat for i in (1, 3, 4, 5)] == [
+        Chat(chat, 0, {}),
+        Chat(chat, 1, {"tools": [TOOL]}),
+        Chat(chat, 0, {"tools": [TOOL], "enable_thinking": False}),
+        Chat(chat, 0, {}),
+    ]
+    assert [one.where for one in found[:2]] == [f"{tmp_path}/a.jsonl:1", f"{tmp_path}/a.jsonl:2"]
+    (named,) = read(tmp_path, {"talk": chat, "text": "x"}, field="talk")
+    assert named.chat == Chat(chat, 0, {})
+
+
+def test_equal_conversations_fall_on_one_side(tmp_path):
+    chat, other = [USER, ASSISTANT], [ASSISTANT, USER]
+    records = [
+        {"messages": chat},
+        {"messages": chat, "id": 1},
+        {"messages": other},
+        {"messages": chat, "tools": [TOOL]},
+    ]
+    records.append({"prompt": [USER], "completion": [ASSISTANT]})
+    draws = [one.draw() for one in read(tmp_path, *records)]
+    assert draws[0] == draws[1] and len(set(draws)) == 4
+
+
+def test_a_list_of_records_and_lines_in_a_json_file(tmp_path):
+    texts = ["one\n", "naïve [", "three"]
+    for name, content in {
+        "list.json": json.dumps([{"text": text} for text in texts]),
+        "pretty.json": "\n \n" + json.dumps([{"text": text} for text in texts], indent=2),
+        "lines.json": "\n".join(json.dumps({"text": text}) for text in texts),
+    }.items():
+        (tmp_path / name).write_text(content)
+        found = read_file(tmp_path / name, "text")
+        assert [one.text for one in found] == texts, name
+    assert found[1].where.endswith("lines.json:2")
+    (tmp_path / "list.json").write_text('{"text": "a"}\n[{"text": "b"}]')
+    with pytest.raises(DataError, match=r"list\.json:2 must hold a JSON object"):
+        read_file(tmp_path / "list.json", "text")
+    (tmp_path / "list.json").write_text('[{"text": "a"}, {"body": "b"}]')
+    with pytest.raises(DataError, match=r"list\.json, record 2 has no field 'text'; its fields: body"):
+        read_file(tmp_path / "list.json", "text")
+    (tmp_path / "list.json").write_text('[{"text": "a"},')
+    with pytest.raises(DataError, match=r"list\.json is not valid JSON"):
+        read_file(tmp_path / "list.json", "text")
+
+
+@pytest.mark.parametrize(
+    "record, sentence",
+    [
+        ({"prompt": "a"}, r"a\.jsonl:1 has no field 'text'; its fields: prompt\. Set --text-field"),
+        ({"text": None}, "field 'text' must be a text or a list of messages, not NoneType"),
+        ({"messages": "hello"}, None),
+        ({"messages": {"role": "user"}}, "field 'messages' must be a text or a list of messages, not dict"),
+        ({"prompt": "a", "completion": [USER]}, "prompt and completion must both be texts, or both lists"),
+        ({"prompt": 3, "completion": 4}, "field 'prompt' must be a text or a list of messages, not int"),
+        ({"prompt": "a", "completion": "\ud800"}, "field 'completion' is no Unicode text"),
+        ({"messages": [USER], "tools": "{"}, "field 'tools' is not valid JSON"),
+        ({"messages": [USER], "chat_template_kwargs": [1]}, "'chat_template_kwargs' must be a JSON object"),
+    ],
+)
+def test_sentences_for_faulty_records(tmp_path, record, sentence):
+    if sentence is None:
+        assert read(tmp_path, record)[0].text == "hello"
+        return
+    with pytest.raises(DataError, match=sentence):
+        read(tmp_path, record)
+
+
+def test_columns_of_conversations(tmp_path):
+    """Parquet gives each message and each call all keys of its column: those without a value are left out."""
+    import pyarrow
+    import pyarrow.parquet
+
+    call = {**ASSISTANT, "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}
+    other = {**ASSISTANT, "tool_calls": [{"function": {"name": "g", "arguments": {"y": "z"}}}]}
+    rows = [{"id": 1, "messages": [USER, call]}, {"id": 2, "messages": [USER, other]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    found = read_file(tmp_path / "a.parquet", "text")
+    assert [one.chat for one in found] == [Chat([USER, call], 0, {}), Chat([USER, other], 0, {})]
+    assert found[1].where.endswith("a.parquet, row 1")
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "completion": ["bc"]}), tmp_path / "b.parquet")
+    assert [(one.text, one.spans) for one in read_file(tmp_path / "b.parquet", "text")] == [("abc", ((1, 3),))]

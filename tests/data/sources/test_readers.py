@@ -1,0 +1,325 @@
+"""Readers: the parts of a source are the whole, wherever it lies and however it is cut."""
+
+import contextlib
+import gzip
+import itertools
+import json
+import random
+import sys
+
+import numpy as np
+import pytest
+
+from eqx_decoders.data.sources import hub_datasets, readers, remote
+from eqx_decoders.data.sources.hub_datasets import HubDataset
+from eqx_decoders.data.sources.readers import Reading, parts_of, read_source
+from eqx_decoders.data.sources.sources import Source, as_place, describe, find_sources, is_as_described
+from eqx_decoders.data.store.corpus import read_documents
+from eqx_decoders.data.store.token_store import open_store
+from eqx_decoders.errors import DataError
+from eqx_decoders.io.text.tokenizer import ByteTokenizer
+from tests.stores import all_tokens
+
+
+BYTES = ByteTokenizer()
+
+
+def words(count, seed=0):
+    generator = random.Random(seed)
+    return ["naïve 🙂 "[: generator.randrange(9)] * generator.choice([0, 1, 1, 2, 30]) + str(i) for i in range(count)]
+
+
+def write_array_record(path, records, group=1):
+    module = pytest.importorskip("array_record.python.array_record_module")
+    writer = module.ArrayRecordWriter(str(path), f"group_size:{group}")
+    for record in records:
+        writer.write(record.encode())
+    writer.close()
+
+
+def write(folder, kind, texts):
+    """A file, or the directory of a dataset, of this kind."""
+    records = [{"text": text, "id": number} for number, text in enumerate(texts)]
+    lines = "".join(
+        json.dumps(record, ensure_ascii=False) + "\n" + "\n" * (i % 3 == 1) for i, record in enumerate(records)
+    )
+    path = folder / kind
+    if kind == "saved":
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset.from_list(records).save_to_disk(path, num_shards=2)
+    elif kind == "a.parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path, row_group_size=7)
+    elif kind.endswith("record"):
+        write_array_record(path, [json.dumps(record) for record in records] if kind[0] == "j" else texts)
+    else:
+        path.write_bytes((lines if kind.endswith(".jsonl") else "\n".join(texts)).encode())
+    return Source(kind, path)
+
+
+def document_texts(source, part=None):
+    return [one.text for one in read_source(source, Reading(), part)]
+
+
+KINDS = ["a.txt", "a.jsonl", "a.parquet", "t.arrayrecord", "j.array_record", "saved"]
+
+
+@pytest.mark.parametrize("most", [1, 50, 400, 10**6])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_parts_are_the_whole(tmp_path, monkeypatch, kind, most):
+    for name, value in {"LONG": 64, "PIECE": 16, "SMALLEST_PART": most, "PARTS": 10**9}.items():
+        monkeypatch.setattr(readers, name, value)
+    source = write(tmp_path, kind, words(60))
+    parts = parts_of(source, describe(source.file)["size"])
+    whole = document_texts(source)
+    assert [text for part in parts for text in document_texts(source, part)] == whole
+    if kind != "a.txt":
+        assert whole == words(60)
+    assert (len(parts) > 1 or most > 1) and (parts == [None] or most < 10**6)
+    if len(parts) > 1:
+        assert parts[0][0] == 0 and all(one[1] == other[0] for one, other in itertools.pairwise(parts))
+
+
+def test_lines_that_end_at_the_edge_of_a_part_are_read_once(tmp_path):
+    lines = [json.dumps({"text": "x" * size}) for size in (1, 2, 3, 300, 1)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))  # the last one without its end
+    source, size = Source("a.jsonl", tmp_path / "a.jsonl"), len("\n".join(lines))
+    want = document_texts(source)
+    for cut in range(size + 1):
+        assert document_texts(source, (0, cut)) + document_texts(source, (cut, size)) == want, cut
+
+
+def test_where_a_fault_is_in_a_part_is_told(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": 2}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl, byte 16: field 'text' must be a text"):
+        document_texts(Source("a.jsonl", tmp_path / "a.jsonl"), (16, 28))
+
+
+def test_what_is_compressed_or_small_stays_whole(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n'))
+    assert parts_of(Source("a.jsonl.gz", tmp_path / "a.jsonl.gz"), 10**12) == [None]
+    assert parts_of(Source("a.jsonl", tmp_path / "a.jsonl"), 2 * readers.SMALLEST_PART) == [None]
+
+
+def test_parts_follow_from_the_size_alone():
+    source = Source("a.jsonl", as_place("a.jsonl"))
+    for size, count in ((33_554_433, 3), (1 << 30, 32), (1 << 40, 4096)):
+        parts = parts_of(source, size)
+        assert len(parts) == count and parts[-1][1] == size
+
+
+# --- ArrayRecord ------------------------------------------------------------------------------------------------------
+
+
+def test_array_records_are_texts_or_objects(tmp_path):
+    texts = ["one", '{"no": "record"}', "{", "three"]
+    write_array_record(tmp_path / "a.arrayrecord", texts, group=3)
+    assert [one.text for one in read_documents(str(tmp_path))] == texts
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    write_array_record(tmp_path / "b.arrayrecord", [json.dumps(one) for one in (chat, {"text": "two"})])
+    found = list(read_documents(str(tmp_path / "b.arrayrecord")))
+    assert found[0].chat.messages == chat["messages"] and found[1].text == "two"
+    write_array_record(tmp_path / "c.arrayrecord", ['{"text": "x"}', "no JSON"])
+    with pytest.raises(DataError, match=r"c\.arrayrecord, record 1 is not valid JSON"):
+        list(read_documents(str(tmp_path / "c.arrayrecord")))
+    write_array_record(tmp_path / "d.arrayrecord", [])
+    assert list(read_documents(str(tmp_path / "d.arrayrecord"))) == []
+
+
+def test_faulty_array_records_are_named(tmp_path, monkeypatch):
+    (tmp_path / "a.arrayrecord").write_bytes(b"no records " * 20_000)
+    with pytest.raises(DataError, match=r"a\.arrayrecord is not an ArrayRecord file that can be read"):
+        list(read_documents(str(tmp_path)))
+    monkeypatch.setitem(sys.modules, "array_record.python.array_record_module", None)
+    with pytest.raises(ImportError, match=r"'array_record': pip install 'eqx_decoders\[data\]'"):
+        list(read_documents(str(tmp_path)))
+
+
+# --- elsewhere --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    fsspec = pytest.importorskip("fsspec")
+    monkeypatch.setattr(remote, "PAUSES", (0.0,))
+    system = fsspec.filesystem("memory")
+    yield system
+    system.rm("/", recursive=True)
+
+
+def test_files_elsewhere_are_the_same_corpus(tmp_path, memory):
+    """Same documents, same order, same hash: the shards of one serve the other."""
+    for kind in ("a.jsonl", "b.jsonl", "c.parquet", "d.arrayrecord"):
+        write(tmp_path, kind if kind[0] != "c" else "a.parquet", words(9, ord(kind[0])))
+    packed = b"".join(bytes([number, 0]) for number in (5, 6, 7)) + b"\1\1"
+    (tmp_path / "f.bin").write_bytes(packed)
+    for file in tmp_path.iterdir():
+        memory.pipe_file(f"/corpus/{file.name}", file.read_bytes())
+    memory.pipe_file("/corpus/.hidden/x.jsonl", b"no")
+    memory.pipe_file("/corpus/notes.txt", b"records go before texts")
+    options = dict(cache_dir=tmp_path / "cache")
+    local = open_store(tmp_path / "local", BYTES, path=str(tmp_path), **options)
+    there = open_store(tmp_path / "there", BYTES, path="memory://corpus", **options)
+    assert [source.name for source in find_sources("memory://corpus")] == [
+        one.name for one in find_sources(str(tmp_path))
+    ]
+    assert there.content_hash == local.content_hash and all_tokens(there) == all_tokens(local) and len(local) > 30
+    assert len(list((tmp_path / "cache" / "tokens").glob("*/*"))) == 5
+    memory.pipe_file("/e.txt.gz", gzip.compress(b"compressed"))
+    paths = [f"memory://{name}" for name in ("corpus/a*.jsonl", "corpus/notes.txt", "e.txt.gz")]
+    one = open_store(tmp_path / "one", BYTES, path=paths, **options)
+    assert [BYTES.decode(text) for text in one] == [*words(9, ord("a")), "records go before texts", "compressed"]
+    memory.pipe_file("/corpus/a.jsonl", b'{"text": "other"}\n')
+    with pytest.raises(DataError, match=r"train:a\.jsonl has other contents"):
+        open_store(tmp_path / "there", BYTES, path="memory://corpus", **options)
+    with pytest.raises(DataError, match=r"--data .*'memory://nowhere' does not exist"):
+        find_sources("memory://nowhere")
+    memory.pipe_file("/d.png", b"x")
+    with pytest.raises(DataError, match=r"'memory://d\.png' is of an unknown kind"):
+        find_sources("memory://d.png")
+
+
+@pytest.mark.parametrize("kind", ["a.jsonl", "a.parquet", "a.txt"])
+def test_parts_of_files_elsewhere(tmp_path, memory, monkeypatch, kind):
+    for name, value in {"LONG": 64, "PIECE": 16, "SMALLEST_PART": 50}.items():
+        monkeypatch.setattr(readers, name, value)
+    local = write(tmp_path, kind, words(60))
+    memory.pipe_file(f"/{kind}", local.file.read_bytes())
+    source = Source(kind, as_place(f"memory://{kind}"))
+    parts = parts_of(source, source.file.size)
+    assert (len(parts) > 1) == (kind != "a.txt"), "where a text's documents begin is not known without reading it"
+    assert [text for part in parts for text in document_texts(source, part)] == document_texts(local)
+
+
+# --- datasets ---------------------------------------------------------------------------------------------------------
+
+
+def test_saved_datasets(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"text": text, "id": i} for i, text in enumerate(words(20))]
+    whole = datasets.Dataset.from_list(rows)
+    whole.save_to_disk(tmp_path / "one")
+    assert [one.text for one in read_documents(str(tmp_path / "one"))] == words(20)
+    first = open_store(tmp_path / "run", BYTES, path=str(tmp_path / "one"))
+    assert open_store(tmp_path / "run", BYTES, path=str(tmp_path / "one")).content_hash == first.content_hash
+    whole.select([3, 1, 7]).save_to_disk(tmp_path / "chosen")
+    assert [one.text for one in read_documents(str(tmp_path / "chosen"))] == [words(20)[i] for i in (3, 1, 7)]
+    datasets.DatasetDict(train=whole.select(range(5)), test=whole).save_to_disk(tmp_path / "splits")
+    assert [one.text for one in read_documents(str(tmp_path / "splits"))] == words(20)[:5]
+    assert len(list(read_documents(str(tmp_path / "splits" / "test")))) == 20
+    datasets.DatasetDict(dev=whole, test=whole).save_to_disk(tmp_path / "other")
+    with pytest.raises(DataError, match="has the splits dev, test, and no 'train': give the directory of one of them"):
+        find_sources(str(tmp_path / "other"))
+    whole.rename_column("text", "body").save_to_disk(tmp_path / "body")
+    with pytest.raises(DataError, match=r"body has no column 'text'; its columns: body, id\. Set --text-field"):
+        list(read_documents(str(tmp_path / "body")))
+    assert len(list(read_documents(str(tmp_path / "body"), text_field="body"))) == 20
+    with pytest.raises(DataError, match=r"train:one has other contents"):
+        whole.select(range(19)).save_to_disk(tmp_path / "less")
+        (tmp_path / "one").rename(tmp_path / "gone")
+        (tmp_path / "less").rename(tmp_path / "one")
+        open_store(tmp_path / "run", BYTES, path=str(tmp_path / "one"))
+
+
+def test_how_datasets_of_the_hub_are_spelled():
+    spelled = {
+        "hf://datasets/org/name": HubDataset("org/name"),
+        "hf://datasets/org/name:test": HubDataset("org/name", split="test"),
+        "hf://datasets/org/na.me/20220301.en:validation": HubDataset("org/na.me", None, "20220301.en", "validation"),
+        "hf://datasets/org/name@abc/config": HubDataset("org/name", "abc", "config"),
+    }
+    for path, dataset in spelled.items():
+        (source,) = find_sources(path)
+        assert source.file == dataset == as_place(str(dataset)) and source.name == str(dataset)
+    for file in ("hf://datasets/org/name/train.parquet", "hf://datasets/org/name/data/a.jsonl.gz"):
+        assert as_place(file) == remote.RemoteFile(file)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub with one dataset of three files."""
+    datasets = pytest.importorskip("datasets")
+    for number in range(3):
+        rows = [json.dumps({"text": text}) for text in words(5, number)]
+        (tmp_path / f"{number}.jsonl").write_text("\n".join(rows))
+    asked, commits = [], ["c1"]
+
+    def load(name, config, *, revision, split, streaming):
+        asked.append((name, config, revision, split))
+        files = {"train": [str(tmp_path / f"{number}.jsonl") for number in range(3)]}
+        return datasets.load_dataset("json", data_files=files, split=split, streaming=streaming)
+
+    monkeypatch.setattr(hub_datasets, "_package", lambda: type("package", (), {"load_dataset": staticmethod(load)}))
+    monkeypatch.setattr(hub_datasets, "_commit", lambda dataset: dataset.revision or commits[-1])
+    monkeypatch.setattr(remote, "PAUSES", (0.0,))
+    return asked, commits
+
+
+def test_datasets_of_the_hub_are_streamed_file_by_file(tmp_path, hub, monkeypatch):
+    asked, commits = hub
+    texts = [text for number in range(3) for text in words(5, number)]
+    assert [one.text for one in read_documents("hf://datasets/o/n/c")] == texts
+    assert parts_of(Source("x", as_place("hf://datasets/o/n")), None) == [(0, 1), (1, 2), (2, 3)]
+    monkeypatch.setattr("eqx_decoders.data.store.tokenization._setup", lambda recipe: contextlib.nullcontext())
+    options = dict(path="hf://datasets/o/n/c", cache_dir=tmp_path / "cache")
+    store = open_store(tmp_path / "run", BYTES, **options)
+    assert [BYTES.decode(store[i]) for i in range(15)] == texts and {one[2] for one in asked[-3:]} == {"c1"}
+    commits.append("c2")
+    count = len(asked)
+    assert open_store(tmp_path / "run", BYTES, **options).content_hash == store.content_hash
+    assert len(asked) == count, "a run stays with its commit, and needs no hub as long as its tokens are there"
+    assert open_store(tmp_path / "new", BYTES, **options).content_hash != store.content_hash
+    with pytest.raises(DataError, match=r"hf://datasets/o/n:test cannot be read: ValueError: Bad split: test"):
+        list(read_documents("hf://datasets/o/n:test"))
+
+
+def test_a_hub_that_is_not_reached_is_named(monkeypatch, tmp_path):
+    def lost(dataset):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(hub_datasets, "_commit", lost)
+    monkeypatch.setattr(remote, "PAUSES", (0.0,))
+    with pytest.raises(DataError, match=r"hf://datasets/o/n:train cannot be read, tried 2 times: ConnectionError"):
+        open_store(tmp_path / "run", BYTES, path="hf://datasets/o/n")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=r"'datasets': pip install 'eqx_decoders\[data\]'"):
+        list(read_documents("hf://datasets/o/n"))
+
+
+def test_what_a_package_raises_has_a_sentence(tmp_path, monkeypatch):
+    def broken(*_):
+        yield from ()
+        raise KeyError("of its own")
+
+    (tmp_path / "a.txt").write_text("x")
+    monkeypatch.setitem(readers._READERS, "text", readers._Reader(broken, lambda *_: []))
+    with pytest.raises(DataError, match=r"a\.txt cannot be read: KeyError: 'of its own'"):
+        list(read_documents(str(tmp_path)))
+
+
+def test_remote_files_that_are_needed_here_are_copied_to_where_they_are_deleted(tmp_path, memory, monkeypatch):
+    write_array_record(tmp_path / "a.arrayrecord", ["one", "two"])
+    memory.pipe_file("/a.arrayrecord", (tmp_path / "a.arrayrecord").read_bytes())
+    np.save(tmp_path / "b.npy", np.array([5, 257], np.uint16))
+    memory.pipe_file("/b.npy", (tmp_path / "b.npy").read_bytes())
+    copy = tmp_path / "x.beside"
+    for name in ("a.arrayrecord", "b.npy"):
+        found = read_source(Source(name, as_place(f"memory://{name}")), Reading(tokenizer=BYTES, copy=copy))
+        next(found)
+        assert copy.exists()
+        found.close()
+        assert not copy.exists()
+
+
+def test_whether_a_remote_file_is_another_one_meanwhile_is_told_by_its_checksum(memory, monkeypatch):
+    memory.pipe_file("/a.txt", b"x")
+    file, told = remote.RemoteFile("memory://a.txt"), ["one"]
+    monkeypatch.setattr(remote.RemoteFile, "checksum", property(lambda self: told[-1]))
+    digest = describe(file)["hash"]
+    assert is_as_described(file, digest, None)
+    told.append("two")
+    assert not is_as_described(file, digest, None)
+    told.append(None)  # nothing is said: it would have to be read once more
+    assert is_as_described(file, digest, None)

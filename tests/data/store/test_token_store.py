@@ -1,0 +1,552 @@
+"""The token store: made once for all runs, as it was for one; changes of its data are named."""
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eqx_decoders.data.dataset import DataConfig, open_tokens
+from eqx_decoders.data.sources import sources
+from eqx_decoders.data.store import corpus_stats as counts_module, token_store, tokenization
+from eqx_decoders.data.store.corpus import held_out_rule, read_documents
+from eqx_decoders.data.store.gzip_baseline import Gzip
+from eqx_decoders.data.store.token_store import open_store
+from eqx_decoders.errors import ConfigError, DataError
+from eqx_decoders.io.text.chat_template import ChatTemplate
+from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer
+from tests.stores import all_tokens, documents_of
+
+
+BYTES = ByteTokenizer()
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for i in range(12):
+        (folder / f"{i:02}.txt").write_text(f"document {i} 🙂\n" * (i + 1))
+    return folder
+
+
+def build(corpus, run="run", **settings):
+    settings = {"path": str(corpus), "cache_dir": corpus.parent / "cache", **settings}
+    return open_store(corpus.parent / run, settings.pop("tokenizer", BYTES), **settings)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The names of the sources whose tokens are made, as they are made."""
+    found, real = [], tokenization.make_shard
+
+    def noted(folder, job, *rest):
+        real(folder, job, *rest)
+        found.append(job.source.name)
+
+    monkeypatch.setattr(tokenization, "make_shard", noted)
+    return found
+
+
+def test_the_store_holds_the_documents_in_order(corpus):
+    store = build(corpus, held_out_fraction=0.3)
+    assert [BYTES.decode(store[i]) for i in range(len(store))] == [
+        document.text for document in read_documents(str(corpus))
+    ]
+    assert all(store[i][0] == BYTES.bos_id and store[i][-1] == BYTES.eos_id for i in range(len(store)))
+    counts, sizes = [store.counts(split) for split in ("train", "held_out")], store.sizes(0, len(store))
+    for split, count in zip(("train", "held_out"), counts, strict=True):
+        chosen = documents_of(store, split)
+        assert count.documents == len(chosen) > 0
+        assert count.tokens == sizes[chosen].sum() == count.bytes + 2 * count.documents
+        assert count.targets == count.bytes + count.documents
+    assert counts[0].documents + counts[1].documents == 12
+    assert set(os.listdir(corpus.parent / "run")) == {"manifest.json", "lock"}
+
+
+def test_ranges_are_parts_of_the_whole(corpus):
+    (corpus / "05.txt").write_text("")  # a source without documents
+    (corpus / "06.txt").write_text("")
+    store = build(corpus, held_out_fraction=0.3)
+    sizes, held_out = store.sizes(0, 10), store.is_held_out(0, 10)
+    assert sizes.dtype == np.int64 and held_out.dtype == bool and 0 < held_out.sum() < 10
+    assert sizes.tolist() == [len(store[i]) for i in range(10)]
+    for start in range(11):
+        for stop in range(start, 11):
+            np.testing.assert_array_equal(store.sizes(start, stop), sizes[start:stop])
+            np.testing.assert_array_equal(store.is_held_out(start, stop), held_out[start:stop])
+    for wrong in (-1, 10):
+        with pytest.raises(IndexError):
+            store[wrong]
+    for wrong in ((0, 11), (-1, 2), (3, 2)):
+        with pytest.raises(IndexError):
+            store.sizes(*wrong)
+    assert len(list(store)) == 10
+
+
+def test_few_files_are_open_at_a_time(corpus, monkeypatch):
+    monkeypatch.setattr("eqx_decoders.data.store.token_store.MOST_OPEN", 3)
+    store = build(corpus)
+    assert all_tokens(store) == all_tokens(build(corpus)) and store.shard.cache_info().currsize == 3
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_list_of_documents_says_what_the_shards_say(corpus, tmp_path, monkeypatch, own):
+    """Of few and of none of a shard, those of held-out data of its own among them."""
+    (corpus / "05.txt").write_text("")
+    lines = "".join(json.dumps({"text": f"record {number}"}) + "\n" for number in range(7))
+    (tmp_path / "v.jsonl").write_text(lines)
+    held_out = {"held_out_path": str(tmp_path / "v.jsonl")} if own else {"held_out_fraction": 0.3}
+    first = build(corpus, **held_out)
+    sizes, chosen = (each(0, len(first)).tolist() for each in (first.sizes, first.is_held_out))
+    assert chosen == [False] * 11 + [True] * 7 or not own
+    monkeypatch.setattr("eqx_decoders.data.store.token_store.MOST_OPEN", 3)
+    held_out["cache_dir"] = tmp_path / "another"
+    store = build(corpus, "other", **held_out)
+    (file,) = (tmp_path / "another" / "tokens").glob("*/*.documents")
+    assert store.manifest["counts"] == first.manifest["counts"] and len(store) == (18 if own else 11)
+    again = build(corpus, "other", **held_out)
+    monkeypatch.setattr("eqx_decoders.data.store.token_store.Shard", None)  # nor is one opened
+    for start, stop in ((0, 11), (3, 9), (4, 4), (10, 11), (0, len(sizes))):
+        assert again.sizes(start, stop).tolist() == sizes[start:stop]
+        assert again.is_held_out(start, stop).tolist() == chosen[start:stop]
+    for wrong in ((0, 99), (-1, 2), (3, 2)):
+        with pytest.raises(IndexError):
+            again.sizes(*wrong)
+    monkeypatch.undo()
+    monkeypatch.setattr("eqx_decoders.data.store.token_store.MOST_OPEN", 3)
+    file.write_bytes(file.read_bytes()[:-3])
+    assert build(corpus, "other", **held_out).sizes(0, 11).tolist() == sizes[:11]
+
+
+def test_what_stores_were_made_of_earlier_is_known_by_the_same_hash(corpus, tmp_path):
+    """As they were before there were conversations: with another hash their runs could not be resumed."""
+    assert build(corpus).content_hash == "f0dd11016b4d8a2fc1bbf1793d0e7b7c"
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    template = ChatTemplate(source="no conversation")
+    options = dict(path=[str(tmp_path / "a.jsonl")], held_out_path=str(corpus), template=template)
+    assert build(corpus, "s", **options).content_hash == "2088aff65430f83544dd45969892ed9a"
+
+
+CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+CHATML += "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Two texts, a conversation, a prompt with its completion, and a text."""
+    chat = [{"role": "user", "content": "Größe?"}, {"role": "assistant", "content": "groß"}]
+    pair = {"prompt": "a b ", "completion": "c"}
+    records = [{"text": "one"}, {"text": "two"}, {"messages": chat}, pair, {"text": "three"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(record) for record in records))
+
+    def build(source=CHATML, **options):
+        template = None if source is None else ChatTemplate(source=source)
+        options = dict(path=str(tmp_path / "a.jsonl"), held_out_fraction=0.0, template=template) | options
+        return open_store(tmp_path / "run", BYTES, cache_dir=tmp_path / "run", **options)
+
+    return build
+
+
+def test_targets_are_stored_where_only_a_part_is_trained_on(mixed):
+    store = mixed()
+    bos, eos = BYTES.bos_id, BYTES.eos_id
+    assert store.has_targets and [BYTES.decode(store[i][store.targets(i)]) for i in range(5)] == [
+        *("one", "two", "groß\n", "c", "three")
+    ]
+    assert [(int(store[i][0]), int(store[i][-1])) for i in (0, 3, 4)] == [(bos, eos)] * 3
+    assert BYTES.decode(store[2]) == "<user>Größe?\n<assistant>groß\n" and not {bos, eos} & set(store[2].tolist())
+    assert [bool(store.targets(i)[-1]) for i in range(5)] == [True] * 5 and not any(
+        store.targets(i)[0] for i in range(5)
+    )
+    counts = store.counts("train")
+    assert counts.targets == sum(store.targets(i).sum() for i in range(5)) == 4 + 4 + 6 + 2 + 6
+    assert counts.tokens == store.sizes(0, 5).sum() and counts.bytes == 3 + 3 + 6 + 1 + 5, "bytes of what is trained on"
+
+
+def test_a_prompt_keeps_the_ends_that_it_has(tmp_path):
+    tokenizer = load_tokenizer(FIXTURES / "chat_llama")
+    pairs = [{"prompt": "<|begin|>hello", "completion": " there<|end|>"}, {"prompt": "hello", "completion": " there"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(pair) for pair in pairs))
+    store = open_store(tmp_path / "run", tokenizer, path=str(tmp_path / "a.jsonl"), held_out_fraction=0.0)
+    assert store[0].tolist() == store[1].tolist() and store.targets(0).tolist() == store.targets(1).tolist()
+    there = tokenizer.encode(" there")
+    assert store[0].tolist()[-len(there) - 1 :] == [*there.tolist(), tokenizer.eos_id]
+    assert store.targets(0).sum() == len(there) + 1
+
+
+def test_a_store_of_conversations_is_of_one_template(mixed, tmp_path, made):
+    first = mixed()
+    with pytest.raises(DataError, match=r"--chat-template was '\w+' and is '\w+'"):
+        mixed(CHATML + " ")
+    with pytest.raises(DataError, match=r"--chat-template was '\w+' and is None"):
+        mixed(None)
+    assert mixed().content_hash == first.content_hash and made == ["a.jsonl"]
+    shutil.rmtree(tmp_path / "run")
+    assert mixed(CHATML + " ").content_hash != first.content_hash and made == ["a.jsonl"] * 2
+
+
+def test_only_so_many_documents(mixed, tmp_path):
+    config = DataConfig(path=str(tmp_path / "a.jsonl"), held_out_fraction=0.0)
+    whole = mixed()
+    store = open_tokens(config, BYTES, tmp_path / "sample", template=ChatTemplate(source=CHATML), most=3)[""]
+    assert len(store) == 3 and store.counts("train").documents == 3 and store.manifest["sources"] == {}
+    assert all_tokens(store) == all_tokens(whole)[:3] and store.has_targets
+    assert store.targets(2).tolist() == whole.targets(2).tolist()
+
+
+def test_where_the_cache_is(corpus, tmp_path, monkeypatch):
+    def made_in(cache_dir, **environment):
+        for name in ("EQX_DECODERS_CACHE", "XDG_CACHE_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, str(value))
+        config = DataConfig(path=str(corpus), cache_dir=None if cache_dir is None else str(cache_dir))
+        store = open_tokens(config, BYTES, tmp_path / "run")[""]
+        (folder,) = {file.parents[2] for file in tmp_path.glob("**/tokens/*/*.tokens")}
+        shutil.rmtree(folder)
+        return folder if len(store) == 12 else None
+
+    own, users = {"EQX_DECODERS_CACHE": tmp_path / "own"}, {"XDG_CACHE_HOME": tmp_path / "users"}
+    assert made_in(tmp_path / "given", **own, **users) == tmp_path / "given"
+    assert made_in(None, **own, **users) == tmp_path / "own"
+    assert made_in(None, **users) == tmp_path / "users" / "eqx_decoders"
+    assert made_in(None, HOME=tmp_path / "home") == tmp_path / "home" / ".cache" / "eqx_decoders"
+    with pytest.raises(ConfigError, match=r"DataConfig\.cache_dir='gs://x' must be a directory of a file system"):
+        made_in("gs://x")
+    with pytest.raises(ConfigError, match=r"\$EQX_DECODERS_CACHE='gs://y' must be a directory of a file system"):
+        made_in(None, EQX_DECODERS_CACHE="gs://y")
+
+
+# --- made once --------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_are_made_once_for_all_runs(corpus, made, monkeypatch):
+    first = build(corpus)
+    assert made == [f"{i:02}.txt" for i in range(12)]
+    assert build(corpus, "other").content_hash == first.content_hash and len(made) == 12
+    for file in corpus.iterdir():  # long enough ago to be remembered
+        os.utime(file, (1, 1))
+    build(corpus, "third")
+    monkeypatch.setattr(sources, "_hash", None)  # nor are unchanged files read again
+    assert all_tokens(build(corpus, "fourth")) == all_tokens(first) == all_tokens(build(corpus, "third"))
+    assert len(made) == 12
+
+
+def test_a_changed_file_makes_one_shard(corpus, made):
+    old = all_tokens(build(corpus))
+    (corpus / "03.txt").write_text("new words")
+    new = all_tokens(build(corpus, "other"))
+    assert made[12:] == ["03.txt"] and new[3] != old[3] and new[:3] + new[4:] == old[:3] + old[4:]
+    (corpus / "03.txt").rename(corpus / "99.txt")
+    assert all_tokens(build(corpus, "third")) == [*new[:3], *new[4:], new[3]] and len(made) == 13
+
+
+@pytest.mark.parametrize(
+    "change", [{"tokenizer": load_tokenizer(FIXTURES / "chat_llama")}, {"text_field": "body"}, {"template": 1}]
+)
+def test_other_recipes_have_other_tokens(corpus, made, change):
+    build(corpus)
+    if "template" in change:
+        change = {"template": ChatTemplate(source="x")}
+    build(corpus, "other", **change)
+    assert len(made) == 24
+
+
+def test_another_share_of_held_out_documents_needs_no_new_tokens(corpus, made):
+    texts = [document.text for document in read_documents(str(corpus))]
+    for fraction in (0.05, 0.3, 0.6, 0.0, 1e-9, 0.999):
+        store = build(corpus, f"run {fraction}", held_out_fraction=fraction)
+        rule = held_out_rule(list(read_documents(str(corpus))), fraction)
+        held_out = [rule(document) for document in read_documents(str(corpus))]
+        assert store.is_held_out(0, 12).tolist() == held_out
+        counts, gzip = store.counts("held_out"), Gzip()
+        text = "".join(text for text, chosen in zip(texts, held_out, strict=True) if chosen).encode()
+        gzip.add(text)
+        assert (counts.documents, counts.bytes, counts.gzip_nats_per_byte) == (
+            *(sum(held_out), len(text)),
+            gzip.nats_per_byte(),
+        )
+    assert len(made) == 12
+
+
+def test_equal_content_of_another_kind_is_not_the_same(tmp_path, made):
+    line = '{"text": "one"}\n'
+    for name in ("a.txt", "b.jsonl"):
+        (tmp_path / name).write_text(line)
+    store = open_store(tmp_path / "run", BYTES, path=[str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")])
+    assert [BYTES.decode(store[i]) for i in range(2)] == [line, "one"]
+
+
+def test_touched_and_moved_files_are_the_same_data(corpus, tmp_path):
+    first = build(corpus)
+    for file in corpus.iterdir():
+        os.utime(file, (1, 1))
+    assert build(corpus).content_hash == first.content_hash
+    moved = corpus.rename(tmp_path / "elsewhere")
+    assert build(moved).content_hash == first.content_hash
+    shutil.rmtree(tmp_path / "run")
+    assert build(moved).content_hash == first.content_hash
+
+
+def test_files_of_others_are_left_as_they_are(corpus):
+    """Beside the manifest, in a folder where there are tokens and a manifest of one's own."""
+    mine = {name: name.encode() for name in ("tokens.bin", "targets.bin", "offsets.npy", "held_out.npy")}
+    run = corpus.parent / "run"
+    run.mkdir()
+    for name, content in mine.items():
+        (run / name).write_bytes(content)
+    build(corpus)
+    assert {name: (run / name).read_bytes() for name in mine} == mine
+    (run / "manifest.json").write_text('{"name": "my page"}')
+    with pytest.raises(DataError, match=r"manifest\.json is no manifest of tokens: give another folder"):
+        build(corpus)
+    assert (run / "manifest.json").read_text() == '{"name": "my page"}'
+
+
+class Other(ByteTokenizer):
+    content_hash = "other"
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        (lambda folder: (folder / "03.txt").write_text("document 7 🙂\n" * 4), "train:03.txt has other contents"),
+        (lambda folder: (folder / "03.txt").write_text("longer " * 40), "train:03.txt has other contents"),
+        (lambda folder: (folder / "99.txt").write_text("new"), "train:99.txt is new"),
+        (lambda folder: (folder / "00.txt").unlink(), "train:00.txt is gone"),
+        ({"tokenizer": Other()}, "--tokenizer was 'bytes-1' and is 'other'"),
+        ({"held_out_fraction": 0.5}, "held out was --held-out-fraction 0.05 and is --held-out-fraction 0.5"),
+        ({"text_field": "body"}, "--text-field was 'text' and is 'body'"),
+    ],
+)
+def test_changed_data_are_refused_by_name(corpus, change, sentence):
+    build(corpus)
+    settings = change if isinstance(change, dict) else {}
+    if not settings:
+        change(corpus)
+    with pytest.raises(
+        DataError, match=f"the data are not those of the tokens in .*: {sentence}.*another run directory"
+    ):
+        build(corpus, **settings)
+
+
+def test_many_changes_are_counted(corpus):
+    build(corpus)
+    for file in corpus.iterdir():
+        file.rename(file.with_name(f"new{file.name}"))
+    with pytest.raises(DataError, match=r"00.txt is gone; .*; and 16 more\."):
+        build(corpus)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone", "no manifest", "half a manifest"])
+def test_what_is_lost_is_made_again(corpus, made, damage):
+    first = build(corpus)
+    want, manifest = all_tokens(first), corpus.parent / "run" / "manifest.json"
+    shard = next((corpus.parent / "cache" / "tokens").glob("*/*.tokens"))
+    if damage == "cut":
+        shard.write_bytes(shard.read_bytes()[:-3])
+    elif damage == "flipped":
+        content = shard.read_bytes()
+        shard.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    elif damage == "gone":
+        shard.unlink()
+    else:
+        manifest.write_bytes(manifest.read_bytes()[: 100 * (damage == "half a manifest")])
+    again = build(corpus)
+    assert all_tokens(again) == want and again.content_hash == first.content_hash
+    assert len(made) == 12 + (damage in ("cut", "flipped", "gone"))
+
+
+@pytest.mark.parametrize("moment", ["writing", "moving", "manifest"])
+def test_an_interrupted_store_is_made_again(corpus, made, monkeypatch, moment):
+    """Stopped by an exception at the fifth shard, or at the manifest: what is finished stays, nothing else does."""
+    calls, replace = iter(range(100)), os.replace
+
+    class Stop(BaseException):
+        pass
+
+    def stop(*arguments):
+        if (next(calls) == 4 and moment == "moving") or (moment == "manifest" and arguments[1].name == "manifest.json"):
+            raise Stop
+        return replace(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", stop)
+        if moment == "writing":
+            writer, real = tokenization.write_shard, iter(range(100))
+            patch.setattr(tokenization, "write_shard", lambda *rest: stop_at(next(real) == 4, writer, *rest))
+
+        def stop_at(now, function, *rest):
+            if now:
+                rest[0].write_bytes(b"half")
+                raise Stop
+            return function(*rest)
+
+        with pytest.raises(Stop):
+            build(corpus)
+    finished = 12 if moment == "manifest" else len(made)
+    assert 0 < finished <= 12 and not (corpus.parent / "run" / "manifest.json").exists()
+    assert {file.suffix for file in (corpus.parent / "cache" / "tokens").glob("*/*")} == {".tokens"}
+    again = build(corpus)
+    assert len(made) == 12 and len(set(made)) == 12
+    assert all_tokens(again) == all_tokens(build(corpus, "other", cache_dir=corpus.parent / "another"))
+
+
+def test_threads_make_one_store(corpus, made):
+    stores = []
+    threads = [threading.Thread(target=lambda run=run: stores.append(build(corpus, run))) for run in "aabb"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(made) == [f"{i:02}.txt" for i in range(12)], "each once"
+    assert len(stores) == 4 and len({store.content_hash for store in stores}) == 1
+
+
+def test_a_tokenizer_without_ends_is_refused(corpus):
+    class Endless(ByteTokenizer):
+        bos_id = eos_id = None
+
+    with pytest.raises(DataError, match="has neither bos nor eos"):
+        build(corpus, tokenizer=Endless())
+
+
+@pytest.mark.parametrize("bos, eos, first, last", [(None, 257, 257, 257), (256, None, 256, ord("\n"))])
+def test_one_separator_is_enough(corpus, bos, eos, first, last):
+    class Half(ByteTokenizer):
+        bos_id, eos_id = bos, eos
+
+    store = build(corpus, tokenizer=Half())
+    assert all_tokens(build(corpus, "other")) != all_tokens(store)
+    assert {(int(store[i][0]), int(store[i][-1])) for i in range(len(store))} == {(first, last)}
+
+
+@pytest.mark.parametrize("fraction", [0.3, 1.0])
+def test_held_out_tokens_count_their_bytes(tmp_path, fraction):
+    packed = np.concatenate([np.append(BYTES.encode(f"naïve text {i} 🙂"), 257) for i in range(30)])
+    np.save(tmp_path / "a.npy", packed.astype(np.uint16))
+    store = open_store(tmp_path / "run", BYTES, path=str(tmp_path / "a.npy"), held_out_fraction=fraction)
+    counts = store.counts("held_out")
+    assert counts.bytes == sum(len(BYTES.decode(store[i]).encode()) for i in documents_of(store, "held_out")) > 0
+    assert counts.gzip_nats_per_byte > 0 and store.counts("train").bytes == (None if fraction < 1 else 0)
+
+
+def test_held_out_documents_without_text_have_no_baseline(tmp_path):
+    """Tokens that decode to nothing: no bytes, and no rate of compression."""
+    np.save(tmp_path / "a.npy", np.array([258, 257] * 4, np.uint16))
+    held_out = str(tmp_path / "a.npy")
+    (tmp_path / "a.txt").write_text("text")
+    store = open_store(tmp_path / "run", BYTES, path=str(tmp_path / "a.txt"), held_out_path=held_out)
+    counts = store.counts("held_out")
+    assert (counts.documents, counts.bytes, counts.gzip_nats_per_byte) == (4, 0, None)
+
+
+# --- all held out -----------------------------------------------------------------------------------------------------
+
+
+def test_all_documents_can_be_held_out(corpus, tmp_path):
+    trained, held_out = build(corpus, held_out_fraction=0.0), build(corpus, "set", held_out_fraction=1.0)
+    assert held_out.is_held_out(0, 12).all() and not trained.is_held_out(0, 12).any()
+    assert held_out.content_hash == trained.content_hash, "as it was when all was counted as training data"
+    counts = held_out.counts("held_out")
+    assert counts[:4] == trained.counts("train")[:4] and counts.gzip_nats_per_byte > 0
+    assert (
+        held_out.counts("train").documents == 0 == build(corpus, "third", held_out_fraction=0.0).counts("held_out")[0]
+    )
+    one = tmp_path / "one.txt"
+    one.write_text("a single one")
+    assert build(one, "single", held_out_fraction=1.0).is_held_out(0, 1).all()
+
+
+def test_a_set_that_was_counted_as_training_data_is_counted_anew(corpus, made):
+    old = build(corpus, held_out_fraction=0.0)
+    manifest = corpus.parent / "run" / "manifest.json"
+    content = json.loads(manifest.read_bytes()) | {"fingerprint": "as it was"}
+    manifest.write_text(json.dumps(content))
+    new = build(corpus, held_out_fraction=1.0)
+    assert new.content_hash == "as it was" and new.counts("held_out").documents == 12 and len(made) == 12
+    assert all_tokens(build(corpus, held_out_fraction=1.0)) == all_tokens(old)
+
+
+def test_gzip_gets_the_first_of_large_corpora_also_where_sizes_are_not_known(corpus, monkeypatch):
+    monkeypatch.setattr(counts_module, "COMPRESSED", 300)
+    monkeypatch.setattr(tokenization, "_setup", lambda recipe: contextlib.nullcontext())  # makes them in this process
+    real = token_store.job_of
+    monkeypatch.setattr(token_store, "job_of", lambda *rest: real(*rest)._replace(size=None))
+    counts = build(corpus, held_out_fraction=1.0).counts("held_out")
+    sizes = [len(file.read_bytes()) for file in sorted(corpus.iterdir())]
+    assert counts.bytes == sum(sizes)
+    assert counts.gzip_bytes == next(total for total in itertools.accumulate(sizes) if total >= 300)
+
+
+# --- what cannot be read or written -----------------------------------------------------------------------------------
+
+
+def test_a_cache_that_cannot_be_written_is_named(corpus, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    rule = r"/file.* cannot be written: .*--cache-dir \(DataConfig\.cache_dir\)"
+    with pytest.raises(DataError, match=rule):
+        build(corpus, cache_dir=tmp_path / "file")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tokenization, "write_shard", full)
+    with pytest.raises(DataError, match=r"/cache/tokens/\w+ cannot be written: No space left on device\. Make room"):
+        build(corpus)
+    assert not list((tmp_path / "cache").glob("tokens/*/*"))
+    monkeypatch.setattr(sources, "_hash", lambda *_: (tmp_path / "nowhere").read_bytes())
+    with pytest.raises(DataError, match=r"corpus/00\.txt cannot be read: No such file"):
+        build(corpus)
+
+
+def test_a_file_of_tokens_is_not_known_by_its_content_alone(tmp_path):
+    """A list of tokens in .npy has a header, which in .bin would be tokens."""
+
+    class Wide(ByteTokenizer):
+        vocab_size = 1 << 16
+
+    np.save(tmp_path / "a.npy", np.array([1, 2, 257], np.uint16))
+    (tmp_path / "b.bin").write_bytes((tmp_path / "a.npy").read_bytes())
+    paths = [str(tmp_path / name) for name in ("a.npy", "b.bin")]
+    store = open_store(tmp_path / "run", Wide(), path=paths, held_out_fraction=0.0)
+    assert len(store) == 2 and store[0].tolist() == [256, 1, 2, 257] and len(store[1]) > 60
+
+
+def test_a_manifest_with_other_names_of_shards_goes_on(corpus):
+    first = build(corpus)
+    manifest = corpus.parent / "run" / "manifest.json"
+    content = json.loads(manifest.read_bytes())
+    content["shards"][3]["key"] = "of an earlier version"
+    manifest.write_text(json.dumps(content))
+    again = build(corpus)
+    assert all_tokens(again) == all_tokens(first) and again.order_hash == first.order_hash
+
+
+def test_held_out_data_of_ones_own_are_one_change(corpus, tmp_path):
+    build(corpus)
+    (tmp_path / "v.txt").write_text("v")
+    with pytest.raises(DataError) as error:
+        build(corpus, held_out_path=str(tmp_path / "v.txt"))
+    changes = str(error.value).split(" of the tokens in ")[1].split(": ", 1)[1]
+    assert changes.startswith("held out was --held-out-fraction 0.05 and is the data of --held-out. Restore")
+
+
+def test_ids_beyond_the_table_are_named_where_the_data_have_them(corpus):
+    """A tokenizer may know more ids than a model, as Gemma 3's does: its documents may have none of these."""
+    np.save(corpus / "x.npy", np.array([5, 6, 300, 7], np.uint16))
+    tokenizer = load_tokenizer(FIXTURES / "chat_llama")
+    store = build(corpus, tokenizer=tokenizer, held_out_fraction=0.0)
+    store.check_ids(tokenizer.vocab_size)
+    store.check_ids(301)
+    store.check_ids(300, placeholders=(299, 300))
+    with pytest.raises(DataError, match=r"train:.*x\.npy.*has the id 300, and the model only ids below 300: leave"):
+        store.check_ids(300, placeholders=(299,))

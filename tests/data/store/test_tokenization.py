@@ -1,0 +1,278 @@
+"""Shards made by several processes: each once, whole or not at all, also when some of them are killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from eqx_decoders.data.sources import readers
+from eqx_decoders.data.sources.leases import Claims
+from eqx_decoders.data.sources.sources import Source
+from eqx_decoders.data.store import tokenization
+from eqx_decoders.data.store.token_store import open_store
+from eqx_decoders.data.store.tokenization import Job, job_words, loaded_job
+from eqx_decoders.errors import DataError, EqxDecodersError
+from eqx_decoders.io.text.chat_template import ChatTemplate
+from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer
+from tests.commands import ENVIRONMENT, ROOT, write_corpus
+from tests.stores import all_tokens
+
+
+FIXTURE = ROOT / "tests" / "fixtures" / "chat_llama"
+COUNT = 16
+
+# Opens a store, with signals as the programs have them; tells which shards this process made itself.
+CHILD = """
+import json, pathlib, sys
+from eqx_decoders.io.run_lock import Interrupt, Watch
+from eqx_decoders.io.text.tokenizer import load_tokenizer
+from eqx_decoders.training import tokenise
+from eqx_decoders.data.store.token_store import open_store
+folder, run, small, fixture = pathlib.Path(sys.argv[1]), *sys.argv[2:]
+made, real = [], tokenise.make_shard
+def noted(folder, job, *rest):
+    real(folder, job, *rest)
+    made.append(job.source.name)
+tokenise.SMALL, tokenise.make_shard = int(small), noted
+with Interrupt(at_once=True), Watch():
+    print("ready", flush=True)
+    store = open_store(folder / run, load_tokenizer(fixture), path=str(folder / "corpus"), cache_dir=folder / "cache")
+print(json.dumps({"hash": store.content_hash, "tokens": store.counts("train").tokens, "made": made}), flush=True)
+"""
+
+
+def child(folder, run="run", small=0):
+    command = [sys.executable, "-c", CHILD, str(folder), run, str(small), str(FIXTURE)]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    return subprocess.Popen(command, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)}, **pipes)
+
+
+def result(process):
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err[-2000:]
+    return json.loads(out.splitlines()[-1])
+
+
+def shards(folder):
+    return {file.name: file.stat().st_mtime_ns for file in (folder / "cache" / "tokens").glob("*/*.tokens")}
+
+
+def children(process):
+    return [int(word) for word in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def wait_until(there, seconds=60):
+    end = time.monotonic() + seconds
+    while not there() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert there()
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    for number in range(COUNT):
+        texts = [f"{number} {line} the quick brown fox jumps over the lazy dog" for line in range(1500)]
+        (tmp_path / "corpus").mkdir(exist_ok=True)
+        (tmp_path / "corpus" / f"{number:02}.txt").write_text("\n".join(texts))
+    return tmp_path
+
+
+def records(folder, count=40):
+    """A file of records, some of them conversations, that is cut into several parts."""
+    rows = [{"text": f"naïve 🙂 text {number} " * 9} for number in range(count)]
+    rows[3] = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    rows[-2] = {"prompt": "p", "completion": "c"}
+    (folder / "a.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    (folder / "b.txt").write_text("a text")
+    return [str(folder / name) for name in ("a.jsonl", "b.txt")]
+
+
+def test_processes_make_what_one_makes(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "SMALLEST_PART", 2000)
+    template = ChatTemplate(source="{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    options = dict(path=records(tmp_path), held_out_fraction=0.2, template=template)
+    tokenizer = load_tokenizer(FIXTURE)
+    alone = open_store(tmp_path / "alone", tokenizer, cache_dir=tmp_path / "one", **options)
+    monkeypatch.setattr(tokenization, "SMALL", 0)
+    monkeypatch.setattr(tokenization, "make_shard", None)  # in this process
+    several = open_store(tmp_path / "several", tokenizer, cache_dir=tmp_path / "two", **options)
+    assert several.shard_count > 4 and all_tokens(several) == all_tokens(alone) and several.has_targets
+    assert [several.targets(i).tolist() for i in range(41)] == [alone.targets(i).tolist() for i in range(41)]
+    assert several.manifest == alone.manifest
+    assert {file.suffix for file in (tmp_path / "two" / "tokens").glob("*/*")} == {".tokens"}
+
+
+def test_errors_of_processes_are_raised(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_text('{"text": 3}')
+    monkeypatch.setattr(tokenization, "SMALL", 0)
+    started, real = [], subprocess.Popen
+
+    def noted(*args, **kwargs):
+        started.append(real(*args, **kwargs))
+        return started[-1]
+
+    monkeypatch.setattr(tokenization.subprocess, "Popen", noted)
+    with pytest.raises(DataError, match=r"a\.jsonl:1: field 'text' must be a text"):
+        open_store(tmp_path / "run", ByteTokenizer(), path=str(tmp_path / "a.jsonl"), cache_dir=tmp_path / "cache")
+    assert len(started) == 1 and started[0].poll() is not None
+    assert list((tmp_path / "cache" / "tokens").glob("*/*")) == []
+
+    def killed(*args, **kwargs):
+        process = noted(*args, **kwargs)
+        process.kill()
+        return process
+
+    monkeypatch.setattr(tokenization.subprocess, "Popen", killed)
+    with pytest.raises(
+        EqxDecodersError, match=r"a process ended with -9 while tokenising .*a\.jsonl: was there enough"
+    ):
+        open_store(tmp_path / "run", ByteTokenizer(), path=str(tmp_path / "a.jsonl"), cache_dir=tmp_path / "cache")
+
+
+def test_a_tokenizer_that_cannot_be_told_to_a_process_works_here(tmp_path, monkeypatch):
+    class Own(ByteTokenizer):
+        content_hash = "own"
+
+    write_corpus(tmp_path / "corpus", 3, 20)
+    monkeypatch.setattr(tokenization, "SMALL", 0)
+    monkeypatch.setattr(tokenization, "_in_processes", None)
+    assert len(open_store(tmp_path / "run", Own(), path=str(tmp_path / "corpus"), cache_dir=tmp_path / "cache")) == 3
+
+
+def test_what_a_process_is_told_is_what_was_meant():
+    for file in (Path("/a/b.txt"), Path("/a/b"), "memory://a.jsonl", "hf://datasets/o/n@c/d:train"):
+        place = file if isinstance(file, Path) else tokenization.as_place(file)
+        for part in (None, (3, 5)):
+            job = Job(Source("name", place, part is None), part, "hash", 7, part and (9, 8))
+            again = loaded_job(json.loads(json.dumps(job_words(job))))
+            assert again == job and again.key == job.key
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_killed_process_leaves_what_is_finished_and_nothing_else(corpus, number, monkeypatch):
+    with child(corpus) as process:
+        wait_until(lambda: len(shards(corpus)) >= 2)
+        workers = children(process)
+        assert len(workers) == min(COUNT, len(os.sched_getaffinity(0))) and process.poll() is None
+        begun = time.monotonic()
+        process.send_signal(number)
+        _, told = process.communicate(timeout=20)
+        wait_until(lambda: not any(map(is_running, workers)), 2)
+        assert time.monotonic() - begun < 4
+        assert process.returncode == (-9 if number == signal.SIGKILL else 143)
+    if number == signal.SIGTERM:
+        assert "stopped while tokenising" in told and "the tokens of finished parts are kept" in told
+    finished = shards(corpus)
+    assert 2 <= len(finished) < COUNT and not (corpus / "run" / "manifest.json").exists()
+    left = {file.suffix for file in (corpus / "cache" / "tokens").glob("*/*")}
+    assert number == signal.SIGKILL or left == {".tokens"}
+    made, real = [], tokenization.make_shard
+    monkeypatch.setattr(tokenization, "make_shard", lambda *rest: (real(*rest), made.append(rest[1])))
+    options = dict(tokenizer=load_tokenizer(FIXTURE), path=str(corpus / "corpus"))
+    again = open_store(corpus / "run", cache_dir=corpus / "cache", **options)
+    assert len(made) == COUNT - len(finished), "nothing twice"
+    assert finished.items() <= shards(corpus).items()
+    assert {file.suffix for file in (corpus / "cache" / "tokens").glob("*/*")} <= {".tokens", ".lock", ".clock"}
+    other = open_store(corpus / "other", cache_dir=corpus / "new", **options)
+    assert again.content_hash == other.content_hash and all_tokens(again) == all_tokens(other)
+
+
+def test_a_shard_that_was_finished_at_this_moment_is_not_made_again(tmp_path, monkeypatch):
+    write_corpus(tmp_path / "corpus", 3, 20)
+    made, real, take = [], tokenization.make_shard, Claims.take
+    monkeypatch.setattr(tokenization, "make_shard", lambda *rest: (real(*rest), made.append(rest[1].source.name)))
+    options = dict(path=str(tmp_path / "corpus"), cache_dir=tmp_path / "cache")
+
+    def late(self, name):
+        monkeypatch.setattr(Claims, "take", take)
+        open_store(tmp_path / "other", ByteTokenizer(), **options)
+        return take(self, name)
+
+    monkeypatch.setattr(Claims, "take", late)
+    open_store(tmp_path / "run", ByteTokenizer(), **options)
+    assert sorted(made) == ["0.txt", "1.txt", "2.txt"]
+
+
+def test_a_process_ends_with_its_input():
+    command = [sys.executable, "-m", "eqx_decoders.data.store.tokenization_worker"]
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)})
+    words = b'{"tokenizer": "x", "text_field": "x", "template": null, "folder": "x"}\n'
+    with subprocess.Popen(command, **pipes) as process:
+        out, _ = process.communicate(words, timeout=60)
+    assert process.returncode == 0 and out == b""
+
+
+def test_two_runs_at_the_same_time_share_the_work(corpus):
+    processes = [child(corpus, run, small=10**9) for run in ("one", "two")]
+    one, two = map(result, processes)
+    assert sorted(one["made"] + two["made"]) == [f"{number:02}.txt" for number in range(COUNT)]
+    assert one["made"] and two["made"] and one["hash"] == two["hash"] and one["tokens"] == two["tokens"]
+
+
+def test_a_file_that_changes_while_it_is_read_makes_no_shard(corpus, monkeypatch):
+    real = tokenization.write_shard
+
+    def late(*rest):
+        found = real(*rest)
+        (corpus / "corpus" / "03.txt").write_text("changed")
+        return found
+
+    monkeypatch.setattr(tokenization, "write_shard", late)
+    options = dict(path=str(corpus / "corpus" / "03.txt"), cache_dir=corpus / "cache")
+    with pytest.raises(DataError, match=r"03\.txt was changed while it was read: start again"):
+        open_store(corpus / "run", ByteTokenizer(), **options)
+    assert not shards(corpus)
+    monkeypatch.setattr(tokenization, "write_shard", real)
+    store = open_store(corpus / "run", ByteTokenizer(), **options)
+    assert ByteTokenizer().decode(store[0]) == "changed"
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_shard_whose_beginning_was_taken_away_is_made_once_more_or_is_there(corpus, monkeypatch, made):
+    """By another machine, which believed this one dead."""
+    real, calls = tokenization.write_shard, []
+
+    def taken(partial, *rest):
+        real(partial, *rest)
+        calls.append(partial)
+        if len(calls) == 1:
+            if made:
+                partial.rename(partial.with_name(partial.name.split(".")[0] + ".tokens"))
+            else:
+                partial.unlink()
+
+    monkeypatch.setattr(tokenization, "write_shard", taken)
+    path = str(corpus / "corpus" / "03.txt")
+    store = open_store(corpus / "run", ByteTokenizer(), path=path, cache_dir=corpus / "cache")
+    assert len(store) == 1 and len(calls) == (1 if made else 2) and len(shards(corpus)) == 1
+
+
+def test_processes_are_ended_where_one_of_them_cannot_be_started(corpus, monkeypatch):
+    started, real = [], subprocess.Popen
+
+    def second(*args, **kwargs):
+        if started:
+            raise OSError("no more processes")
+        started.append(real(*args, **kwargs))
+        return started[-1]
+
+    monkeypatch.setattr(tokenization, "SMALL", 0)
+    monkeypatch.setattr(tokenization, "_cores", lambda: 2)
+    monkeypatch.setattr(tokenization.subprocess, "Popen", second)
+    with pytest.raises(OSError, match="no more processes"):
+        open_store(corpus / "run", ByteTokenizer(), path=str(corpus / "corpus"), cache_dir=corpus / "cache")
+    assert len(started) == 1 and started[0].poll() is not None

@@ -1,0 +1,344 @@
+"""Conversations: text, ids and targets as transformers has them, in well-known formats; what is unsafe is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eqx_decoders.data import chats as chats_module
+from eqx_decoders.data.chats import encode_spans, render_documents
+from eqx_decoders.data.dataset import DataConfig, make_dataset
+from eqx_decoders.data.sources.documents import Chat, Document
+from eqx_decoders.data.store.token_store import open_store
+from eqx_decoders.errors import ConversionError, DataError
+from eqx_decoders.io.text import chat_template as chat_module
+from eqx_decoders.io.text.chat_template import ChatTemplate
+from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer
+
+
+FOLDER = Path(__file__).parents[1] / "fixtures" / "chats"
+RECORDED = json.loads((FOLDER / "chats.json").read_text())
+FORMATS = list(RECORDED["templates"])
+CHATML = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+CHATML += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(FOLDER / "tokenizer.json")
+
+
+def template_of(name: str, marked: bool = False) -> ChatTemplate:
+    """One of the formats; with `marked`, the comments that say where its marks would be become the marks."""
+    source = (FOLDER / f"{name}.jinja").read_text()
+    if marked:
+        for word in ("generation", "endgeneration"):
+            source = source.replace("{#- " + word, "{%- " + word).replace(word + " #}", word + " %}")
+            source = source.replace(word + " -#}", word + " -%}")
+        assert source.count("{%- generation") == 1
+    return ChatTemplate(source=source, variables=RECORDED["templates"][name]["variables"], where=f"{name}.jinja")
+
+
+def write(path: Path, *records) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def document(*roles: str, first: int = 0, **variables) -> Document:
+    messages = [{"role": role, "content": f"{role} {number}"} for number, role in enumerate(roles)]
+    return Document("a.jsonl:1", chat=Chat(messages, first, variables))
+
+
+def written(template: ChatTemplate | str, *documents: Document) -> list[list[str]]:
+    """The parts of each document that are trained on."""
+    template = ChatTemplate(source=template) if isinstance(template, str) else template
+    found = render_documents(iter(documents), template)
+    return [[(one.text or "")[start:stop] for start, stop in one.spans or ()] for one in found]
+
+
+@pytest.mark.parametrize("marked", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_ids_and_targets_are_those_of_transformers(name, marked, tokenizer, tmp_path):
+    """From the file through the store to the batches, token by token."""
+    expected = {chat: want for chat, want in RECORDED["templates"][name]["chats"].items() if want is not None}
+    if name == "gemma3":  # which leaves out calls of tools
+        expected = {
+            chat: want for chat, want in expected.items() if "tool_calls" not in str(RECORDED["conversations"][chat])
+        }
+    records = [RECORDED["conversations"][chat] for chat in expected]
+    wanted = [want for want in expected.values() if want["mask"]]  # without any the conversation is left out
+    path, template = write(tmp_path / "a.jsonl", *records), template_of(name, marked)
+    store = open_store(tmp_path / "s", tokenizer, path=path, held_out_fraction=0.0, template=template)
+    assert len(store) == len(wanted) == len(records) - 1 >= 11
+    ids, masks = [np.array(want["ids"]) for want in wanted], [np.zeros(len(want["ids"]), bool) for want in wanted]
+    for mask, want in zip(masks, wanted, strict=True):
+        for start, stop in want["mask"]:
+            mask[start:stop] = True
+        mask[0] = False  # nothing predicts it
+    for number, (one, mask) in enumerate(zip(ids, masks, strict=True)):
+        assert store[number].tolist() == one.tolist() and store.targets(number).tolist() == mask.tolist(), number
+        assert tokenizer.encode(wanted[number]["text"], special=True).tolist() == one.tolist()
+    counts = store.counts("train")
+    assert counts.tokens == sum(map(len, ids)) and counts.targets == sum(map(np.sum, masks))
+    config = DataConfig(path=path, held_out_fraction=0.0, batch_size=1, seq_len=int(store.sizes(0, len(store)).max()))
+    with make_dataset(config, tokenizer, folder=tmp_path / "s", template=template) as batches:
+        found = []
+        for _ in range(batches.rows_per_epoch):
+            batch = next(batches)
+            for segment in range(1, int(batch.segment_ids.max()) + 1):
+                here = batch.segment_ids[0] == segment
+                found.append((batch.tokens[0][here].tolist(), batch.loss_mask[0][here].tolist()))
+    assert sorted(found) == sorted((a.tolist(), b.tolist()) for a, b in zip(ids, masks, strict=True))
+
+
+def test_the_text_is_one_rendering_of_the_whole_conversation():
+    """Thoughts of earlier turns are no part of it, and what is thought last is trained on."""
+    chat = RECORDED["conversations"]["thoughts beside"]
+    found = written(template_of("qwen3"), Document("x", chat=Chat(chat["messages"])))
+    assert found == [["4<|im_end|>\n", "<think>\nhm\n\nwell\n</think>\n\n6<|im_end|>\n"]]
+    found = written(template_of("gpt_oss"), Document("x", chat=Chat(chat["messages"])))
+    last = "<|channel|>analysis<|message|>hm\n\nwell<|end|><|start|>assistant<|channel|>final<|message|>6<|return|>"
+    assert found == [["<|channel|>final<|message|>4<|end|>", last]]
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_of_a_prompt_with_its_completion_only_the_completion_counts(marked):
+    talk = document("user", "assistant", "user", "assistant", "user", "assistant")
+    for first, want in ((0, [1, 3, 5]), (2, [3, 5]), (4, [5]), (5, [5])):
+        chat = talk._replace(chat=talk.chat._replace(first=first))
+        found = written(template_of("llama3", marked), chat)
+        assert found == [[f"assistant {number}<|eot_id|>" for number in want]], first
+
+
+def test_conversations_keep_their_place_among_texts_and_batches(monkeypatch):
+    monkeypatch.setattr(chats_module, "CHATS_AT_ONCE", 3)
+    documents = [
+        document("user", "assistant", first=0, k=i) if i % 3 else Document(str(i), f"text {i}") for i in range(8)
+    ]
+    found = list(render_documents(iter(documents), ChatTemplate(source=CHATML.replace("m.role", "m.role ~ k"))))
+    assert [one.text.partition("|>")[0] for one in found] == [f"<|user{i}" if i % 3 else f"text {i}" for i in range(8)]
+
+
+def test_what_stands_before_the_answer_may_depend_on_variables():
+    """With thinking turned off, a request for an answer ends with more than all answers begin with."""
+    talk = document("user", "assistant", "user", "assistant", enable_thinking=False)
+    assert written(template_of("qwen3"), talk, document("user", "assistant")) == [
+        ["assistant 1<|im_end|>\n", "<think>\n\n</think>\n\nassistant 3<|im_end|>\n"],
+        ["<think>\n\n</think>\n\nassistant 1<|im_end|>\n"],
+    ]
+
+
+FORMS = {
+    "the request within the loop": "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>"
+    "{% if loop.last and add_generation_prompt %}<assistant>{% endif %}{% endfor %}",
+    "an end where nothing is asked": "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% else %}</all>{% endif %}",
+    "a macro": "{% macro one(m) %}<{{ m.role }}>{{ m.content }}</s>{% endmacro %}"
+    "{% for m in messages %}{{ one(m) }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
+    "other loops": "{% for m in messages %}"
+    "{% for n in messages %}{% if n.role == 'x' %}{% break %}{% endif %}{% endfor %}"
+    "{% if m.role == 'x' %}{% continue %}{% endif %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}",
+    "thoughts asked for": "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>as{% endif %}",
+    "a line at the end": "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}{{ '!' }}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}",
+    "a beginning": "{% for m in messages %}{{ 'all' if loop.first }}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}",
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_of_templates(name):
+    talks = document("user", "assistant", "user", "assistant"), document("assistant", "user", "assistant")
+    assert written(FORMS[name], *talks) == [
+        ["assistant 1</s>", "assistant 3</s>"],
+        ["assistant 0</s>", "assistant 2</s>"],
+    ]
+
+
+def test_a_header_ends_where_requests_and_answers_part():
+    source = "{% for m in messages %}<{{ m.role }}>{{ '+1' if m.role == 'assistant' }}{{ m.content }}</s>{% endfor %}"
+    source += "{% if add_generation_prompt %}<assistant>-1{% endif %}"
+    assert written(source, document("user", "assistant")) == [["+1assistant 1</s>"]]
+
+
+def test_headers_are_found_once_for_all_tools(monkeypatch):
+    rendered, real = [], ChatTemplate.render_many
+    monkeypatch.setattr(ChatTemplate, "render_many", lambda self, many: rendered.append(len(many)) or real(self, many))
+    talks = [document("user", "assistant", tools=[{"name": str(number)}]) for number in range(5)]
+    assert len(written(CHATML, *talks)) == 5 and rendered == [3 + 5]
+
+
+LOOP = "{% for m in messages %}"
+REQUEST = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+COLLECTED = "{% set x = namespace(t='') %}" + LOOP + "{% set x.t = x.t ~ '<|' ~ m.role ~ '|>' ~ m.content ~ '</s>' %}"
+# In forms of published templates (DeepSeek's and Reka's, Nemotron's, and Gemma 4's), and what is learned.
+BY_REQUEST = {
+    "collected first": (COLLECTED + "{% endfor %}{{ x.t }}" + REQUEST, ["assistant 1</s>", "assistant 3</s>"]),
+    "by number": (
+        "{% for i in range(messages | length) %}<|{{ messages[i].role }}|>{{ messages[i].content }}</s>{% endfor %}"
+        + REQUEST,
+        ["assistant 1</s>", "assistant 3</s>"],
+    ),
+    "no header behind tools": (
+        "{% set x = namespace(tool=false) %}"
+        + LOOP
+        + "{% if m.role == 'assistant' %}{{ '<|assistant|>' if not x.tool }}"
+        "{{ m.content }}</s>{% else %}<|{{ m.role }}|>{{ m.content }}{% endif %}{% set x.tool = m.role == 'tool' %}"
+        "{% endfor %}{% if add_generation_prompt and not x.tool %}<|assistant|>{% endif %}",
+        ["assistant 1</s>", "assistant 3</s>"],
+    ),
+    "the last turn apart": (
+        "{% set last = messages[-1] if messages[-1].role == 'assistant' %}{% if last %}"
+        "{% set messages = messages[:-1] %}{% endif %}" + LOOP + "<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}"
+        "{% if last %}<|assistant|><think>{{ last.content }}</s>{% endif %}"
+        "{% if add_generation_prompt %}<|assistant|><think>{% endif %}",
+        ["assistant 1</s>", "assistant 3</s>"],
+    ),
+    "another header behind tools": (
+        "{% set x = namespace(tool=false) %}" + LOOP + "<|{{ 'turn' if x.tool else m.role }}|>{{ m.content }}</s>"
+        "{% set x.tool = m.role == 'tool' %}{% endfor %}{% if add_generation_prompt %}"
+        "{{ '<|think|>' if x.tool else '<|assistant|>' }}{% endif %}",
+        ["assistant 1</s>", "<|turn|>assistant 3</s>"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BY_REQUEST)
+def test_turns_are_told_by_the_requests_for_them(name):
+    source, learned = BY_REQUEST[name]
+    talk = document("user", "assistant", "tool", "assistant")
+    assert written(source, talk, talk) == [learned, learned]
+    assert written(source, talk._replace(chat=talk.chat._replace(first=2))) == [learned[1:]]
+
+
+def test_what_is_rendered_up_to_each_turn_is_bounded(monkeypatch):
+    rendered, real = [], ChatTemplate.render_many
+    monkeypatch.setattr(ChatTemplate, "render_many", lambda self, many: rendered.append(len(many)) or real(self, many))
+    monkeypatch.setattr(chats_module, "CHARACTERS_AT_ONCE", 300)
+    source, learned = BY_REQUEST["by number"]
+    assert written(source, *[document("user", "assistant", "tool", "assistant")] * 3) == [learned] * 3
+    assert max(rendered) == 6
+
+
+CALLS = [{"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}]
+
+
+def calling(**message) -> Document:
+    talk = document("user", "assistant", "tool", "assistant")
+    messages = list(talk.chat.messages)
+    messages[1] = {"role": "assistant", "tool_calls": CALLS, **message}
+    return talk._replace(chat=Chat(messages, 0, {"tools": [{"name": "weather"}]}))
+
+
+def test_calls_that_a_template_leaves_out_are_no_empty_turns():
+    """As SmolLM's, Granite's and others do."""
+    source = "{{ tools | tojson }}" + LOOP + "<|{{ m.role }}|>{{ m.content }}</s>{% endfor %}" + REQUEST
+    assert written(source, document("user", "assistant")) == [["assistant 1</s>"]]
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:1: chat template leaves out calls of tools, such as that of 'weather'"
+    ):
+        written(source, calling(content=""))
+    named = source.replace(
+        "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"
+    )
+    assert written(named, calling(content="")) == [["weather</s>", "assistant 3</s>"]]
+    marked = LOOP + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    marked += "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}{% endif %}{% endfor %}"
+    with pytest.raises(DataError, match="leaves out calls of tools"):
+        written(marked, calling(content="x"))
+    assert written(marked, calling(content="x")._replace(chat=calling(content="x").chat._replace(first=2)))
+
+
+def test_headers_are_those_of_the_chats_own_variables():
+    """In one batch: with other variables other headers."""
+    source = "{% set end = '<nothink>' if enable_thinking == false else '' %}" + LOOP
+    source += "<|{{ m.role }}|>{{ end if m.role == 'assistant' }}{{ m.content }}</s>{% endfor %}"
+    source += "{% if add_generation_prompt %}<|assistant|>{{ end }}{% endif %}"
+    talks = [document("user", "assistant", enable_thinking=thinks) for thinks in (True, False, True)]
+    assert written(source, *talks) == [["assistant 1</s>"]] * 3
+
+
+UNSAFE = {
+    "twice": LOOP + "{{ m.content }}{% endfor %}" + LOOP + "{{ m.content }}{% endfor %}",
+    "the next by the turn": LOOP + "{% if m.role == 'assistant' %}{{ m.content }}{% for n in messages %}"
+    "{% if n.role == 'tool' %}{{ n.content }}{% endif %}{% endfor %}"
+    "{% elif m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}",
+    "the next by number": LOOP + "{% if m.role == 'assistant' %}{{ m.content ~ messages[2].content }}"
+    "{% elif m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}",
+    "marks that hold nothing": LOOP
+    + "{{ m.content }}{% endfor %}{% if false %}{% generation %}{% endgeneration %}{% endif %}",
+}
+
+
+@pytest.mark.parametrize("name", UNSAFE)
+def test_turns_that_cannot_be_told_apart_are_refused(name):
+    talk = document("user", "assistant", "tool", "assistant")
+    with pytest.raises(DataError, match=r"a\.jsonl:1: the assistant's turns cannot be told .*Mark them there with"):
+        written(UNSAFE[name], talk)
+
+
+def test_faults_name_the_record():
+    good, bad = document("user", "assistant"), document("user")._replace(where="b.jsonl:7")
+    picky = (
+        CHATML
+        + "{% if messages | length == 1 and '@' not in messages[0].content %}{{ raise_exception('no') }}{% endif %}"
+    )
+    with pytest.raises(DataError, match=r"b\.jsonl:7: .* cannot be rendered: TemplateError: no"):
+        written(picky, good, bad)
+    wrong = bad._replace(chat=Chat([{"role": "user", "content": 3}]))
+    with pytest.raises(DataError, match=r"b\.jsonl:7: messages\[0\]: content='3' must be a text"):
+        written(CHATML, good, wrong)
+    with pytest.raises(DataError, match=r"a\.jsonl:1 is a conversation, and there is no chat template .*--init-from"):
+        list(render_documents(iter([good]), None))
+
+
+def test_a_conversation_without_the_assistant_is_left_out():
+    assert len(written(CHATML, document("user"), document("user", "assistant"), document("user", "system"))) == 1
+
+
+def test_a_thousand_conversations_are_rendered_by_one_process(monkeypatch):
+    start, calls = chat_module.RenderingProcess, []
+    monkeypatch.setattr(chat_module, "RenderingProcess", lambda: calls.append(1) or start())
+    assert len(written(CHATML, *[document("user", "assistant")] * 1000)) == 1000 and len(calls) == 1
+
+
+def test_the_limit_on_letters_is_that_of_each_conversation(monkeypatch):
+    """Of many whose template has a long text of its own some are rendered by a further process."""
+    start, calls = chat_module.RenderingProcess, []
+    monkeypatch.setattr(chat_module, "RenderingProcess", lambda: calls.append(1) or start())
+    chats = [
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": f"a {number}"}] for number in range(12)
+    ]
+    documents = [Document("x", chat=Chat(messages)) for messages in chats]
+    found = written("{{ 'x' * 1_000_000 }}" + CHATML, *documents)
+    assert found == written(CHATML, *documents) and found[11][0].startswith("a 11") and len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    "source, says",
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "s of processor time"),
+        ("{{ ''.__class__.__mro__ }}", "not allowed"),
+        ("{% for i in range(99999) %}{{ 'x' * 1000 }}{% endfor %}", "more than 10,000,000 characters"),
+        ("{{ messages[0].update({}) }}", "not allowed"),
+        ("{% for m in messages %}{% set _ = loop.__class__ %}{% endfor %}", "not allowed|cannot be told"),
+        ("{% for %}", "TemplateSyntaxError"),
+    ],
+)
+def test_hostile_templates_end_in_a_sentence(source, says, monkeypatch, tmp_path):
+    monkeypatch.setattr(chat_module, "SECONDS", 0.3)
+    path = write(tmp_path / "a.jsonl", {"messages": document("user", "assistant").chat.messages})
+    with pytest.raises((DataError, ConversionError), match=says) as caught:
+        open_store(tmp_path / "s", ByteTokenizer(), path=path, template=ChatTemplate(source=source))
+    assert str(caught.value).isprintable() and not (tmp_path / "s" / "manifest.json").exists()
+
+
+def test_characters_of_several_tokens(tokenizer):
+    """Of the last character of a span only the first token counts, as in transformers; bytes know no such thing."""
+    ((ids, mask),) = encode_spans(tokenizer, ["ab🦊cd🦊ef"], [[(2, 4), (5, 6)]])
+    assert len(ids) == 14 and np.flatnonzero(mask).tolist() == [2, 3, 4, 5, 6, 8]
+    ((ids, mask),) = encode_spans(ByteTokenizer(), ["ab🦊cd"], [[(0, 1), (2, 3)]])
+    assert bytes(ids[mask].tolist()).decode() == "a🦊"

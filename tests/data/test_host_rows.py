@@ -1,0 +1,372 @@
+"""Two real processes, two CPU devices each: they share batches, agree, and end together; the first one writes."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from eqx_decoders.data.batches import Batch
+from eqx_decoders.data.host_rows import place
+from eqx_decoders.errors import ConfigError, EqxDecodersError
+from eqx_decoders.io import coordination
+from eqx_decoders.io.checkpoint.steps import COMMITTED
+from eqx_decoders.io.coordination import VARIABLES, _meet, _places
+from eqx_decoders.sharding.layout import Layout
+from eqx_decoders.training import host_rows
+from eqx_decoders.training.run.metrics import read_metrics
+from tests.commands import ENVIRONMENT, ROOT, call, flags, steps_of, write_corpus
+from tests.encoders.directories import save_picture, seeing_directory
+
+
+# Each process: (folder, arguments of the training program as JSON).
+WORKER = """
+import json, os, pathlib, sys, time
+from unittest import mock
+folder, words, number = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2]), int(os.environ["JAX_PROCESS_ID"])
+import jax
+from eqx_decoders.training import connected
+import numpy as np
+from eqx_decoders.cli import train as program
+from eqx_decoders.errors import DataError
+from eqx_decoders.io.checkpoint import reading
+from eqx_decoders.io.coordination import first_then_all, from_first, gather, processes_here
+from eqx_decoders.sharding.layout import Layout
+from eqx_decoders.training import Batch, host_rows, place
+from eqx_decoders.data.batches import Batches
+from eqx_decoders.training.run.loop import Run
+from tests.programs import no_renames
+
+def check_batches():
+    assert jax.process_count() == 2 and len(jax.devices()) == 4
+    assert gather("numbers", number) == [0, 1] and from_first("first", number) == 0
+    end = time.monotonic() + 30
+    while processes_here() < 2 and time.monotonic() < end:
+        time.sleep(0.1)
+    assert processes_here() == 2
+    file = folder / "file"
+    made = first_then_all("file", lambda: file.read_text() if file.exists() else file.write_text("x"), file)
+    assert made == (1, "x")[number]
+    devices, tokens, found = jax.devices(), np.arange(8 * 6, dtype=np.int32).reshape(8, 6), {}
+    meshes = [{"data": 4}, {"data": 2, "tensor": 2}, {"tensor": 4}, {"data": 2, "context": 2}, {"context": 4}]
+    for axes, order in [*((axes, (0, 1, 2, 3)) for axes in meshes), ({"fsdp": 4}, (0, 2, 1, 3))]:
+        layout = Layout.create(**axes, devices=[devices[i] for i in order])
+        held = host_rows(layout, 8)
+        rows = tokens[list(held)]
+        batch = place(Batch(tokens=rows, loss_mask=rows > 3), layout, 8)
+        for leaf, whole in ((batch.tokens, tokens), (batch.loss_mask, tokens > 3)):
+            assert leaf.shape == (8, 6)
+            for shard in leaf.addressable_shards:
+                np.testing.assert_array_equal(shard.data, whole[shard.index])
+        found[json.dumps([axes, order])] = [list(held), int(jax.jit(lambda x: x.sum())(batch.tokens))]
+    (folder / f"rows{number}.json").write_text(json.dumps(found))
+
+def train(name, *more):
+    return program.main(["--distributed", "--run-dir", str(folder / name), *words, *more])
+
+def interrupted(self, row, report=Run._report):
+    report(self, row)
+    if number == 1 and row["step"] == 1:  # the signal comes to one process alone
+        self.interrupt._handle(15, None)
+
+def torn(steps, step, read=reading.read_manifest):
+    if number == 1 and step == 3:
+        raise reading.Damaged("torn")
+    return read(steps, step)
+
+tries, loads = iter(range(100)), iter(range(100))
+
+def flaky(steps, step, read=reading.read_manifest):
+    if number == 1 and next(tries) == 0:
+        raise reading.Unread("flaky")
+    return read(steps, step)
+
+def flipped(*what, load=reading._load):
+    found = load(*what)
+    if number == 1 and next(loads) == 0:  # each process has all of an array; one of them has read something else
+        name = max(found, key=lambda name: found[name].size)
+        parts = [shard.data + 1 for shard in found[name].addressable_shards]
+        found[name] = jax.make_array_from_single_device_arrays(found[name].shape, found[name].sharding, parts)
+    return found
+
+def broken(self, batch=Batches.__next__):
+    if number == 1 and self._row >= 8 * 4:
+        raise DataError("row 32 is torn")
+    return batch(self)
+
+with connected(60):
+    check_batches()
+    assert train("steps") == 0
+    with no_renames():  # as in a bucket
+        with mock.patch.object(Run, "_report", interrupted):
+            assert train("stopped") == 143
+        again = mock.patch.object(reading, "_load", flipped)
+        read = mock.patch.object(reading, "read_manifest", flaky)
+        with again, read, mock.patch.object(reading, "PAUSES", (0.1,)):
+            assert train("stopped") == 0  # the step that could not be read at once is not set aside
+        with mock.patch.object(reading, "read_manifest", torn):
+            assert train("stopped", "--steps", "4") == 0
+    print("done", number, flush=True)
+    with mock.patch.object(Batches, "__next__", broken):
+        train("steps", "--steps", "6")
+"""
+
+
+def launch(folder, options, worker=None, each=({}, {}), **settings):
+    """Two processes of `worker`, by default the training program itself; `each` has further options of its own."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    settings = {"JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(ROOT), "JAX_NUM_PROCESSES": "2", **settings}
+    settings["JAX_COORDINATOR_ADDRESS"] = f"localhost:{port}"
+    settings |= {f"JAX_PERSISTENT_CACHE_MIN_{name}": "-1" for name in ("COMPILE_TIME_SECS", "ENTRY_SIZE_BYTES")}
+    found = []
+    for own in each:
+        words = list(map(str, flags(options | own)))
+        started = ["scripts/train.py", "--distributed", *words]
+        found.append(started if worker is None else ["-c", worker, str(folder), json.dumps(words)])
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    return [
+        subprocess.Popen(
+            [sys.executable, *words], env=ENVIRONMENT | settings | {"JAX_PROCESS_ID": str(number)}, **pipes
+        )
+        for number, words in enumerate(found)
+    ]
+
+
+def finish(processes, seconds):
+    try:
+        return [process.communicate(timeout=seconds)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def settings(folder):
+    return {
+        "--data": write_corpus(folder / "corpus", 12, 40),
+        "--init-from": ROOT / "tests" / "fixtures" / "chat_llama",
+        "--steps": 3,
+        "--batch-size": 8,
+        "--seq-len": 16,
+        "--eval-every": 2,
+        "--checkpoint-every": 2,
+        "--held-out-fraction": 0.2,
+        "--sample-tokens": 4,
+    }
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """The folder in which two processes have trained, the options of their runs, and what they printed."""
+    folder = tmp_path_factory.mktemp("two")
+    options = settings(folder)
+    both = launch(folder, options, worker=WORKER)
+    outputs = finish(both, 400)
+    for number, (process, output) in enumerate(zip(both, outputs, strict=True)):
+        assert process.returncode == 3 and f"done {number}" in output, output[-4000:]
+    return folder, options, outputs
+
+
+def test_every_process_places_the_rows_of_its_devices(two):
+    total = sum(range(48))
+    for number in (0, 1):
+        found = json.loads((two[0] / f"rows{number}.json").read_text())
+        half, whole = list(range(4 * number, 4 * number + 4)), list(range(8))
+        scattered = [0, 1, 4, 5] if number == 0 else [2, 3, 6, 7]
+        assert [held for held, _ in found.values()] == [half, half, whole, half, whole, scattered]
+        assert {sums for _, sums in found.values()} == {total}
+
+
+def test_a_run_of_two_processes_is_that_of_one(two):
+    """The same losses, each row written once, by the first process; only that one prints the result and the samples."""
+    folder, options, outputs = two
+    _, alone_err = call("train", "--run-dir", folder / "alone", *flags(options))
+    rows, alone = (steps_of(folder / name)[:3] for name in ("steps", "alone"))
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    for name in ("loss", "grad_norm", "tokens"):
+        np.testing.assert_allclose([row[name] for row in rows], [row[name] for row in alone], rtol=1e-5)
+    held_out = [[row["eval_loss"] for row in read_metrics(folder / name / "metrics.jsonl") if "eval_loss" in row][:2]
+                for name in ("steps", "alone")]  # fmt: skip
+    np.testing.assert_allclose(*held_out, rtol=1e-5)
+    sample = next(line for line in alone_err.splitlines() if line.startswith("class Reader"))
+    assert "held-out loss" in outputs[0] and "gzip" in outputs[0] and "gzip" not in outputs[1]
+    assert sample in outputs[0] and "class Reader" not in outputs[1]
+    assert (folder / "steps" / "loss.png").exists()
+
+
+def test_a_signal_to_one_process_stops_both_after_the_same_step(two):
+    folder, _, outputs = two
+    assert all("stopped, saved at step 2" in output for output in outputs)
+    assert [row["step"] for row in steps_of(folder / "stopped")] == [1, 2, 3, 4]
+
+
+def test_all_go_back_to_the_step_that_each_of_them_can_read(two):
+    folder, _, outputs = two
+    assert all(output.count("resumed at step 2") == 2 for output in outputs)
+    assert all("torn Falling back to step 2" in output for output in outputs)
+    steps = folder / "stopped" / "checkpoints"
+    assert {path.name for path in steps.iterdir()} == {"2", "3", "4"}
+    assert {step for step in "234" if (steps / step / COMMITTED).exists()} == {"2", "4"}
+    found = {path.name for path in (folder / "steps" / "checkpoints").iterdir() if path.name.isdecimal()}
+    assert found in ({"2", "3"}, {"2", "3", "4"})  # the last was being written as the error came
+
+
+def test_an_error_in_one_process_ends_both_with_its_sentence_and_exit_code(two):
+    _, _, outputs = two
+    assert "error: row 32 is torn" in outputs[1]
+    assert "error: process 1 (" in outputs[0] and "row 32 is torn" in outputs[0]
+
+
+@pytest.mark.slow
+def test_processes_train_on_pictures_of_other_sizes_and_numbers(tmp_path):
+    """The losses are those of one process, though each packs the pictures of its own rows; some rows have none."""
+    model, pictures = seeing_directory(tmp_path / "model"), tmp_path / "pictures"
+    pictures.mkdir()
+    sizes = [(12 + 8 * (n % 3), 24 - 4 * (n % 2)) for n in range(12)]
+    names = [save_picture(pictures / f"{n}.png", *size, seed=n).name for n, size in enumerate(sizes)]
+    records = [
+        {
+            "prompt": "<|image_pad|>" * (n % 3) + "What is it? ",
+            "completion": f"number {n}",
+            "images": names[n : n + n % 3],
+        }
+        for n in range(10)
+    ]
+    data = pictures / "data.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records * 4))
+    options = settings(tmp_path) | {"--data": data, "--init-from": model, "--seq-len": 64, "--sample-tokens": 0}
+    outputs = finish(launch(tmp_path, options | {"--run-dir": tmp_path / "both"}), 400)
+    assert all("held-out loss" in output for output in outputs[:1]), outputs[0][-3000:]
+    call("train", "--run-dir", tmp_path / "alone", *flags(options))
+    rows, alone = (steps_of(tmp_path / name) for name in ("both", "alone"))
+    assert len(rows) == len(alone) == 3
+    for name in ("loss", "grad_norm", "tokens"):
+        np.testing.assert_allclose([row[name] for row in rows], [row[name] for row in alone], rtol=2e-5)
+
+
+def test_processes_that_do_not_come_are_named(monkeypatch, tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    found = {}
+
+    def meet(index):
+        try:
+            _meet(address, 4, index, 2)
+        except EqxDecodersError as error:
+            found[index] = str(error)
+
+    threads = [threading.Thread(target=meet, args=(index,)) for index in (0, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2 and all("processes 1, 3 of 4 did not start" in text for text in found.values())
+    for name, value in zip(VARIABLES, (address, "2", "1"), strict=True):
+        monkeypatch.setenv(name, value)
+    words = ("--run-dir", tmp_path / "run", "--distributed", "--distributed-timeout", 1)
+    _, err = call("train", *words, code=1)
+    assert f"error: process 0 of 2 did not start, or does not reach {address}, within 1s" in err
+
+
+def test_who_is_silent_or_waited_for_is_named(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(coordination.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(coordination, "_lost", threading.Event())
+    seen = {}
+
+    def after(seconds, *points, silent=(), busy=0):
+        """Of the signs of life so many seconds later."""
+        now[0] += seconds
+        return coordination._missed(
+            {
+                who: [0 if who in silent else now[0], [point, busy], f"host{who}, pid {who}"]
+                for who, point in enumerate(points)
+            },
+            seen,
+        )
+
+    assert after(0, 4, 4, 4) is None and after(coordination.WAIT + 1, 4, 4, 4) is None, "all are at the same place"
+    assert after(1, 7, 5, 7) is None and after(coordination.WAIT, 7, 5, 7) is None
+    assert after(1, 8, 5, 8) is None, "some still move"
+    assert after(coordination.WAIT, 8, 5, 8) is None
+    told = after(1, 8, 5, 8)
+    assert (
+        told["stuck"] == [1] and "process 1 (host1, pid 1) hangs: the others have waited for it for 30m" in told["text"]
+    )
+    assert after(1, 8, 5, 8, busy=1) is None, "at something that takes time"
+    assert after(1, 8, 6, 8) is None
+    after(1, 9, 9, 9, silent=(2,))
+    assert after(coordination.SILENT, 9, 9, 9, silent=(2,)) is None
+    told = after(1, 9, 9, 9, silent=(2,))
+    assert told["silent"] == 1 and "process 2 (host2, pid 2) died, or is heard of no more since 30s" in told["text"]
+
+
+IMPATIENT = """
+import json, sys
+from eqx_decoders.cli import train
+from eqx_decoders.io import coordination
+coordination.GRACE = 1.0  # seconds to come to the error of the other one
+sys.exit(train.main(["--distributed", *json.loads(sys.argv[2])]))
+"""
+
+
+@pytest.mark.slow
+def test_a_start_that_fails_in_another_process_leaves_nothing_behind(tmp_path):
+    run = tmp_path / "run"
+    both = launch(tmp_path, settings(tmp_path) | {"--run-dir": run}, worker=IMPATIENT, each=({}, {"--seq-len": 32}))
+    outputs = finish(both, 100)
+    assert [process.returncode for process in both] == [2, 2] and not run.exists(), outputs
+    assert all("--seq-len must be the same in all processes" in output for output in outputs), outputs
+
+
+@pytest.mark.parametrize(
+    "given, sentence",
+    [
+        ({"JAX_NUM_PROCESSES": "2"}, "JAX_COORDINATOR_ADDRESS and JAX_PROCESS_ID must be set, too"),
+        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2", "JAX_COORDINATOR_ADDRESS": "a:1"}, "JAX_PROCESS_ID=2: they"),
+        ({}, "set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID"),
+    ],
+)
+def test_without_a_cluster_the_environment_must_say_all(given, sentence, monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=sentence):
+        _places(1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_ends_the_other_and_both_go_on(victim, tmp_path):
+    options = settings(tmp_path) | {"--run-dir": tmp_path / "run", "--steps": 400, "--eval-every": 0}
+    both = launch(tmp_path, options)
+    while len(steps_of(tmp_path / "run") if (tmp_path / "run" / "metrics.jsonl").exists() else []) < 5:
+        assert all(process.poll() is None for process in both)
+        time.sleep(0.1)
+    both[victim].send_signal(signal.SIGKILL)
+    outputs = finish(both, 60)
+    assert both[1 - victim].returncode != 0
+    assert victim == 0 or ("process 1 (" in outputs[0] and "died, or is heard of no more" in outputs[0])
+    saved = max(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdecimal())
+    both = launch(tmp_path, options | {"--steps": saved + 3})
+    outputs = finish(both, 200)
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert [row["step"] for row in steps_of(tmp_path / "run")] == list(range(1, saved + 4))
+
+
+def test_one_process_holds_everything():
+    layout = Layout.create(data=4, tensor=2)
+    assert host_rows(layout, 8) == host_rows(Layout(), 8) == range(8)
+    tokens = np.arange(16, dtype=np.int32).reshape(8, 2)
+    batch = place(Batch(tokens=tokens), layout, 8)
+    assert isinstance(batch.tokens, jax.Array) and np.array_equal(batch.tokens, tokens)
+    assert {shard.data.shape for shard in batch.tokens.addressable_shards} == {(2, 2)}

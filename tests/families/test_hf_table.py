@@ -1,0 +1,134 @@
+"""`config.json`, read and written: every family there and back, and files that something has spoiled."""
+
+import dataclasses
+import json
+import math
+import random
+import time
+
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.families import FAMILIES
+from eqx_decoders.families.config_reader import IGNORED_KEYS
+from tests.families.samples import SAMPLES, decode, sample
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_there_and_back(name):
+    """What is written is the same model, and reading it needs no further key."""
+    content = SAMPLES[name]
+    family = FAMILIES[content["model_type"]]
+    config, kept = family.decode(content)
+    written = family.encode(config)
+    assert family.decode(kept | written)[0] == config
+    assert json.loads(json.dumps(written)) == written
+    nested = {key for key, value in kept.items() if isinstance(value, dict) and key.endswith("_config")}
+    assert set(kept) <= set(IGNORED_KEYS) | set(family.ignored_keys) | nested
+
+
+def test_keys_that_say_where_a_model_is_from_change_nothing():
+    """As those that transformers' reader of GGUF files sets."""
+    content = next(one for one in SAMPLES.values() if one["model_type"] == "llama")
+    added = {"_model_name_or_path": "org/name", "_commit_hash": "0123", "_from_auto": True}
+    family = FAMILIES["llama"]
+    config, _ = family.decode({**content, **added})
+    assert config == family.decode(content)[0]
+
+
+# names of models that Hugging Face does not have begin with these
+UNPUBLISHED = ("gpt3", "maxtext", "qwen3-custom", "deepseek-custom", "tiny-moe", "tiny-vision")
+
+
+PUBLISHED = [name for name in ed.list_models() if not name.startswith(UNPUBLISHED)]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if number % 6 else ()) for number, name in enumerate(PUBLISHED)]
+)
+def test_every_published_model_has_a_config_json(name):
+    config = ed.get_config(name)
+    written = []
+    for family in FAMILIES.values():
+        try:
+            written.append(family.encode(config))
+        except ed.ConversionError:
+            continue
+    assert written
+    assert all(FAMILIES[content["model_type"]].decode(content)[0] == config for content in written)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_dropout_is_no_part_of_a_checkpoint(kind):
+    config = decode(sample(kind))
+    block = dataclasses.replace(config.blocks[0], dropout=0.1)
+    dropping = dataclasses.replace(config, dropout=0.2, blocks=(block, *config.blocks[1:]))
+    assert FAMILIES[kind].encode(dropping) == FAMILIES[kind].encode(config)
+
+
+ODD = [
+    *(None, True, False, 0, 1, -1, 7, 2**31, 2**63, 10**400),
+    *(0.0, -0.0, 0.5, 1e-300, 1e300, math.nan, math.inf, -math.inf),
+    *("", "silu", "gelu", "full_attention", "sliding_attention", "yarn", "llama3", "linear", "default"),
+    *("\u0000", "ü" * 99),
+]
+TEXTS = tuple(json.dumps(content) for content in SAMPLES.values())
+
+
+def anything(chance: random.Random, depth: int = 0):
+    """Any JSON value."""
+    kind = chance.randrange(6 if depth < 3 else 4)
+    if kind < 3:
+        return chance.choice(ODD)
+    if kind == 3:
+        return chance.choice([chance.randrange(-100, 5000), chance.gauss(0, 100), f"{chance.random()}"])
+    values = [anything(chance, depth + 1) for _ in range(chance.randrange(4))]
+    return values if kind == 4 else {chance.choice(["factor", "type", "x", ""]): value for value in values}
+
+
+def spoiled(chance: random.Random) -> dict:
+    """A valid configuration of some family with keys dropped, swapped, corrupted and invented, in tables too."""
+    content, lender = (json.loads(chance.choice(TEXTS)) for _ in range(2))
+    for _ in range(chance.randint(1, 4)):
+        table = chance.choice([content, *(value for value in content.values() if isinstance(value, dict))])
+        keys = [key for key in table if key != "model_type"]
+        if not keys:
+            continue
+        key, other, lent = chance.choice(keys), chance.choice(keys), chance.choice(list(lender))
+        action = chance.choice(["drop", "swap", "corrupt", "corrupt", "invent", "borrow"])
+        if action == "drop":
+            del table[key]
+        elif action == "swap":
+            table[key], table[other] = table[other], table[key]
+        elif action == "borrow":
+            table[lent] = lender[lent]
+        else:
+            table[key if action == "corrupt" else chance.choice(["bias", "x", "", "head dim"])] = anything(chance)
+    return content
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 4))])
+def test_a_spoiled_configuration_is_valid_or_refused(part):
+    valid = 0
+    for seed in range(500 * part, 500 * (part + 1)):
+        content = spoiled(random.Random(seed))
+        family = FAMILIES[content["model_type"]]
+        outcome, took = timed(family, content)
+        assert took < 2, seed  # no file keeps its reader busy
+        if isinstance(outcome, ed.ConversionError):
+            assert len(str(outcome)) < 2000, seed
+        else:
+            assert isinstance(outcome, ed.DecoderConfig), seed
+            assert family.decode(family.encode(outcome))[0] == outcome, seed
+            valid += 1
+    assert 0 < valid < 500
+
+
+def timed(family, content) -> tuple[ed.DecoderConfig | ed.ConversionError, float]:
+    """The configuration or the error, and the seconds of work that it took."""
+    begin = time.process_time()
+    try:
+        outcome = family.decode(content)[0]
+    except ed.ConversionError as error:
+        outcome = error
+    return outcome, time.process_time() - begin

@@ -1,0 +1,217 @@
+"""Generation: loop = stream = naive recomputation; stops and padding."""
+
+import dataclasses
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.core.sampling import GenerationConfig
+from eqx_decoders.inference import generation as generate_module
+from eqx_decoders.inference.generation import bucket
+from eqx_decoders.layers.embedding.embedding import LearnedPositions
+from eqx_decoders.model.provenance import Origin
+from tests.models import filled, rich_decoder, some_tokens
+from tests.programs import compilations
+
+
+@pytest.fixture(scope="module")
+def model():
+    return filled(rich_decoder())
+
+
+def naive(model, prompt: list[int], count: int) -> list[int]:
+    """Greedy decoding without a cache: the whole text again for every token, in one padded shape."""
+    ids, width = list(prompt), len(prompt) + count
+    run = eqx.filter_jit(lambda model, tokens: model(tokens).logits)
+    for _ in range(count):
+        tokens = jnp.asarray([ids + [0] * (width - len(ids))])
+        ids.append(int(run(model, tokens)[0, len(ids) - 1].argmax()))
+    return ids[len(prompt) :]
+
+
+def test_greedy_equals_recomputation_for_ragged_prompts(model):
+    prompt = np.asarray(some_tokens(3, 6))
+    lengths = np.asarray([6, 2, 3])
+    got = np.asarray(ed.generate(model, prompt, max_new_tokens=9, prompt_lengths=lengths))
+    assert got.shape == (3, 9)
+    for row in range(3):
+        assert got[row].tolist() == naive(model, prompt[row, : lengths[row]].tolist(), 9)
+
+
+@pytest.mark.parametrize("sampler", [ed.Greedy(), ed.Sample(temperature=0.8, top_k=12, top_p=0.9, min_p=0.01)])
+def test_stream_gives_the_tokens_of_generate(model, sampler):
+    prompt, key = some_tokens(2, 5), jax.random.key(1)
+    options = dict(max_new_tokens=7, sampler=sampler, key=key, stop_ids=(3, 9), pad_id=31)
+    whole = np.asarray(ed.generate(model, prompt, **options))
+    pieces = np.stack(list(ed.stream(model, prompt, **options)), axis=1)
+    np.testing.assert_array_equal(pieces, whole[:, : pieces.shape[1]])
+    assert (whole[:, pieces.shape[1] :] == 31).all()
+
+
+def test_stop_ids_end_a_row_and_padding_follows(model):
+    prompt = some_tokens(3, 5)
+    free = np.asarray(ed.generate(model, prompt, max_new_tokens=8))
+    stop = int(free[0, 2])
+    got = np.asarray(ed.generate(model, prompt, max_new_tokens=8, stop_ids=(stop,), pad_id=31))
+    for row in range(3):
+        hits = np.flatnonzero(free[row] == stop)
+        end = hits[0] + 1 if len(hits) else 8
+        np.testing.assert_array_equal(got[row, :end], free[row, :end])
+        assert (got[row, end:] == 31).all()
+
+
+def test_one_token_of_prompt_and_one_new(model):
+    got = ed.generate(model, jnp.asarray([[4]]), max_new_tokens=1)
+    assert got.shape == (1, 1) and int(got[0, 0]) == naive(model, [4], 1)[0]
+
+
+def test_the_same_key_gives_the_same_tokens(model):
+    run = lambda model, seed: np.asarray(  # noqa: E731
+        ed.generate(model, some_tokens(2, 3), max_new_tokens=12, sampler=ed.Sample(), key=jax.random.key(seed))
+    )
+    np.testing.assert_array_equal(run(model, 0), run(model, 0))
+    assert not np.array_equal(run(model, 0), run(model, 1))
+    even = eqx.tree_at(lambda m: m.head.kernel, model, jnp.zeros_like(model.head.kernel))
+    for row in run(even, 0):  # all tokens are equally likely: each step and row draws for itself
+        assert len(set(row.tolist())) > 4
+    assert not np.array_equal(*run(even, 0))
+
+
+@pytest.mark.parametrize("call", [ed.generate, lambda *args, **options: list(ed.stream(*args, **options))])
+def test_prompts_and_budgets_of_many_lengths_share_few_programs(model, call):
+    """And so do stop ids, keys and the numbers of a sampler, as long as its filters are the same."""
+
+    def once(length, new, number):
+        draw = ed.Sample(temperature=0.5 + number, top_k=number, top_p=1 / number)
+        options = dict(sampler=draw, key=jax.random.key(number), stop_ids=(number,))
+        call(model, np.arange(2 * length).reshape(2, length) % 32, max_new_tokens=new, **options)
+
+    with compilations() as warm:
+        once(9, 3, 4)
+    with compilations() as further:
+        for numbers in ((10, 5, 3), (16, 16, 4), (13, 9, 3)):
+            once(*numbers)
+    assert warm and not further
+
+
+@pytest.mark.parametrize(
+    "lengths", [range(1, 9), range(9, 17), range(17, 33), range(33, 65), range(65, 129), range(513, 641), [64], [1025]]
+)
+def test_buckets_are_few_and_hold_what_they_must(lengths):
+    sizes = {bucket(length) for length in lengths}
+    assert len(sizes) == 1 and max(lengths) <= sizes.pop() <= max(8, 1.25 * max(lengths))
+
+
+def test_buckets_waste_at_most_half_of_the_short_and_a_quarter_of_the_long():
+    sizes = [bucket(length) for length in range(1, 100_000)]
+    assert sizes == sorted(sizes) and len(set(sizes)) < 60
+    for length, size in enumerate(sizes, 1):
+        assert length <= size <= max(8, length * (2 if length <= 256 else 1.25))
+
+
+def test_lists_of_different_lengths_are_continued_as_if_alone(model):
+    rows = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15, 16, 17]]  # in two buckets
+    both = np.asarray(ed.generate(model, rows, max_new_tokens=6))
+    for row, got in zip(rows, both, strict=True):
+        np.testing.assert_array_equal(ed.generate(model, [row], max_new_tokens=6)[0], got)
+    prompt = np.full((3, 12), 31)
+    for place, row in zip(prompt, rows, strict=True):
+        place[: len(row)] = row
+    padded = ed.generate(model, prompt, max_new_tokens=6, prompt_lengths=np.array([3, 1, 9]))
+    np.testing.assert_array_equal(padded, both)
+
+
+@pytest.mark.slow
+def test_within_a_program_prompts_are_taken_as_they_are(model):
+    prompt = some_tokens(2, 5)
+    inside = jax.jit(lambda tokens: ed.generate(model, tokens, max_new_tokens=3))(prompt)
+    np.testing.assert_array_equal(inside, ed.generate(model, prompt, max_new_tokens=3))
+
+
+SHARDED = [
+    (1, ed.Greedy(), dict(fsdp=4, tensor=2)),  # one row for all: no axis divides it
+    (3, ed.Sample(temperature=0.8, top_k=12), dict(data=2, fsdp=2, tensor=2)),
+    pytest.param(8, ed.Sample(temperature=0.8, top_p=0.9), dict(data=2, fsdp=2, context=2), marks=pytest.mark.slow),
+    pytest.param(2, ed.Greedy(), dict(data=2, expert=2, tensor_sequence=2), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows, sampler, sizes", SHARDED, ids=str)
+def test_a_sharded_model_writes_what_one_device_writes(model, rows, sampler, sizes):
+    """Rows that the axes divide, and those that they don't: these are the same on several devices."""
+    placed = model.place(ed.Layout.create(**sizes))
+    prompt = [[5, 6, 7, 8, 9][: 2 + row % 3] for row in range(rows)]
+    options = dict(max_new_tokens=9, sampler=sampler, key=jax.random.key(3), stop_ids=(3,))
+    want = np.asarray(ed.generate(model, prompt, **options))
+    got = ed.generate(placed, prompt, **options)
+    np.testing.assert_array_equal(got, want)
+    pieces = np.stack(list(ed.stream(placed, prompt, **options)), axis=1)
+    np.testing.assert_array_equal(pieces, want[:, : pieces.shape[1]])
+
+
+def test_what_the_host_reads_is_on_every_device(model):
+    """Or one of several processes could not read it: tokens, and of a stream's state what it shows."""
+    placed = model.place(ed.Layout.create(data=4, tensor=2))
+    asked = generate_module._Request.create(placed, some_tokens(4, 5), 6, None, None, None, None, 0)
+    assert generate_module._generate(placed, asked, 0).sharding.is_fully_replicated
+    row = generate_module._first(placed, asked)
+    here = asked.sampler, asked.key, np.asarray(1, np.int32), asked.stop_ids, np.asarray(0, np.int32)
+    for state in (row, generate_module._next((placed, *here), row)):
+        assert state.token.sharding.is_fully_replicated and state.done.sharding.is_fully_replicated
+
+
+def test_what_was_published_with_a_model_is_used_unless_overruled(model):
+    prompt, key = some_tokens(2, 4), jax.random.key(3)
+    sampled = GenerationConfig(do_sample=True, temperature=2.0, top_k=5, stop_ids=(3,))
+    published = dataclasses.replace(model, origin=Origin(family="llama", generation=sampled))
+    assert published.generation_config == sampled and model.generation_config == GenerationConfig()
+    draw = ed.Sample(temperature=2.0, top_k=5)
+    want = ed.generate(model, prompt, max_new_tokens=9, sampler=draw, key=key, stop_ids=(3,))
+    np.testing.assert_array_equal(ed.generate(published, prompt, max_new_tokens=9, key=key), want)
+    with pytest.raises(ed.ConfigError, match=r"draws at random: pass key=.*or sampler=Greedy"):
+        ed.generate(published, prompt, max_new_tokens=9)
+    greedy = ed.generate(published, prompt, max_new_tokens=9, sampler=ed.Greedy(), stop_ids=())
+    np.testing.assert_array_equal(greedy, ed.generate(model, prompt, max_new_tokens=9))
+
+
+def test_beyond_the_trained_positions_there_is_a_warning(model):
+    published = dataclasses.replace(model, origin=Origin(family="llama", settings='{"max_position_embeddings": 8}'))
+    assert published.trained_positions == 8 and model.trained_positions is None
+    with pytest.warns(UserWarning, match=r"prompt of 6 \+ max_new_tokens=3 are more than the 8 positions"):
+        ed.generate(published, some_tokens(1, 6), max_new_tokens=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ed.generate(published, some_tokens(1, 6), max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda m: ed.generate(m, some_tokens(1, 3), max_new_tokens=0), ["max_new_tokens=0", "at least 1"]),
+        (lambda m: ed.generate(m, some_tokens(1, 0), max_new_tokens=2), ["length 0", "bos_id"]),
+        (lambda m: ed.generate(m, jnp.asarray([[32]]), max_new_tokens=2), ["32", "0 to 31"]),
+        (lambda m: ed.generate(m, jnp.asarray([[-1]]), max_new_tokens=2), ["-1", "0 to 31"]),
+        (lambda m: ed.generate(m, some_tokens(1, 3), max_new_tokens=2, sampler=ed.Sample()), ["key="]),
+        (
+            lambda m: ed.generate(m, some_tokens(1, 3), max_new_tokens=2, prompt_lengths=np.asarray([4])),
+            ["prompt_lengths=[4]", "1 to 3"],
+        ),
+    ],
+)
+def test_refusals(model, call, words):
+    with pytest.raises(ed.ConfigError) as caught:
+        call(model)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_learned_positions_bound_the_length():
+    config = dataclasses.replace(rich_decoder(1), positions=LearnedPositions(max_positions=8))
+    with pytest.raises(ed.ConfigError, match="8 learned positions"):
+        ed.generate(filled(config), some_tokens(1, 4), max_new_tokens=5)

@@ -1,0 +1,307 @@
+"""Quantised checkpoints: each number is the one that transformers makes of its bits, and nothing is guessed."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.io.huggingface import load
+from eqx_decoders.io.huggingface.directory import Directory, StoredTensor, stored_tensors
+from eqx_decoders.io.huggingface.quantized import checkpoint_tensors, read_scheme
+from eqx_decoders.io.huggingface.verify import compare_directories, compare_tensors
+from eqx_decoders.sharding.axes import named_leaves
+
+
+FIXTURES = Path(__file__).parents[3] / "fixtures"
+NAMES = ("gpt_oss_mxfp4", "deepseek3_fp8")
+WORDS = {"uint8": "U8", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0", "float32": "F32", "bfloat16": "BF16"}
+FP8 = dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[16, 12])
+MXFP4 = dict(quant_method="mxfp4", modules_to_not_convert=["lm_head"])
+PROJECTIONS = ("query", "key", "value", "out", "gate", "up", "down")
+E4M3, E8M0 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu
+
+
+def write(path, tensors):
+    """A safetensors file; the package itself cannot write NumPy's numbers of eight bits."""
+    header, offset = {}, 0
+    for name, x in tensors.items():
+        end = offset + x.nbytes
+        header[name] = {"dtype": WORDS[x.dtype.name], "shape": list(x.shape), "data_offsets": [offset, end]}
+        offset = end
+    raw = json.dumps(header).encode()
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + b"".join(x.tobytes() for x in tensors.values()))
+
+
+def whole(tensor) -> np.ndarray:
+    return tensor.read(tuple(slice(0, size) for size in tensor.shape))
+
+
+def raw_tensors(directory) -> dict[str, np.ndarray]:
+    return {name: whole(tensor) for name, tensor in stored_tensors(Directory(directory)).items()}
+
+
+def meant(folder, tensors, scheme) -> dict[str, np.ndarray]:
+    """What tensors stand for in a file of a quantised checkpoint."""
+    write(folder / "model.safetensors", tensors)
+    (folder / "config.json").write_text(json.dumps({"quantization_config": scheme}))
+    return {name: whole(tensor) for name, tensor in checkpoint_tensors(Directory(folder)).items()}
+
+
+def edited(name, folder, change=lambda tensors: tensors, **quantization) -> Path:
+    """A copy of a fixture with other tensors, and other settings of its quantisation (Ellipsis removes one)."""
+    directory = Path(shutil.copytree(FIXTURES / name, folder / name))
+    content = json.loads((directory / "config.json").read_text())
+    settings = content.get("quantization_config", {}) | quantization
+    settings = {key: value for key, value in settings.items() if value is not ...}
+    (directory / "config.json").write_text(json.dumps(content | dict(quantization_config=settings)))
+    write(directory / "model.safetensors", change(raw_tensors(directory)))
+    return directory
+
+
+def same(one, other) -> bool:
+    return one.shape == other.shape and np.ascontiguousarray(one).tobytes() == np.ascontiguousarray(other).tobytes()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_are_those_of_transformers(name):
+    """Of a whole tensor and of its parts, to the last bit."""
+    wanted = {key[8:]: x for key, x in np.load(FIXTURES / name / "expected.npz").items() if key.startswith("weights/")}
+    tensors = checkpoint_tensors(Directory(FIXTURES / name))
+    rng = np.random.default_rng(0)
+    assert len(wanted) > 3
+    for key, x in wanted.items():
+        assert tensors[key].shape == x.shape
+        assert same(whole(tensors[key]), x), key
+        for _ in range(5):
+            ends = [sorted(rng.choice(size + 1, 2, replace=False)) for size in x.shape]
+            part = tuple(slice(int(begin), int(end)) for begin, end in ends)
+            assert same(tensors[key].read(part), x[part]), (key, part)
+
+
+def test_fp4_by_its_definition(tmp_path):
+    """All bytes with all scales: (-1)^s 2^(e - 1) (1 + m / 2), or m / 2 where e is 0, the low four bits first."""
+
+    def number(bits):
+        sign, exponent, half = bits >> 3, (bits >> 1) & 3, bits & 1
+        size = half / 2 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + half / 2)
+        return -size if sign else size
+
+    blocks = np.arange(256, dtype=np.uint8).reshape(1, 1, 16, 16).repeat(255, axis=1)
+    scales = np.arange(255, dtype=np.uint8).reshape(1, 255, 1).repeat(16, axis=2)
+    found = meant(tmp_path, {"w_blocks": blocks, "w_scales": scales}, MXFP4)["w"]
+    inner = np.array([number(bits) for byte in range(256) for bits in (byte & 15, byte >> 4)])
+    with np.errstate(over="ignore"):
+        wanted = (inner[:, None] * 2.0 ** (np.arange(255) - 127)).astype(np.float32)
+    assert same(found, wanted[None])
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "e8m0", "uint8"])
+def test_fp8_by_its_definition(kind, tmp_path):
+    """All bytes, with cut-off blocks, of matrices and of stacks of them; NaN stays what it is."""
+    rng = np.random.default_rng(0)
+    bits = np.concatenate([np.arange(256, dtype=np.uint8), rng.integers(0, 256, 2 * 17 * 11 - 256, np.uint8)])
+    values = bits.reshape(2, 17, 11).view(E4M3)
+    scales = rng.uniform(1e-4, 2, (2, 3, 3)).astype(np.float32)
+    power = rng.integers(100, 140, scales.shape, np.uint8)
+    scales = {
+        "float32": scales,
+        "bfloat16": scales.astype(ml_dtypes.bfloat16),
+        "e8m0": power.view(E8M0),
+        "uint8": power,
+    }[kind]
+    scheme = FP8 | dict(weight_block_size=[8, 5]) | (dict(scale_fmt="ue8m0") if kind == "uint8" else {})
+    stack = {"w": values, "w_scale_inv": scales}
+    found = meant(tmp_path, stack | {"one": values[1], "one_scale_inv": scales[1]}, scheme)
+    assert set(found) == {"w", "one"}
+    factors = 2.0 ** (power.astype(np.float32) - 127) if kind in ("e8m0", "uint8") else scales.astype(np.float32)
+    for where in np.ndindex(values.shape):
+        wanted = np.float32(values[where]) * factors[where[0], where[1] // 8, where[2] // 5]
+        assert found["w"][where] == wanted or (np.isnan(wanted) and bits.reshape(values.shape)[where] & 0x7F == 0x7F)
+    assert same(found["w"][1], found["one"])
+    assert np.isnan(found["w"]).sum() >= 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_on_devices_are_those_of_the_whole(name):
+    model = ed.load_hf(FIXTURES / name)
+    placed = ed.load_hf(FIXTURES / name, layout=ed.Layout.create(fsdp=2, tensor=2, devices=jax.devices()[:4]))
+    for (path, one), other in zip(named_leaves(model).items(), jax.tree.leaves(placed), strict=True):
+        assert one.dtype == jnp.float32
+        assert np.array_equal(one, other), path
+
+
+def test_the_dtype_is_the_callers_choice():
+    exact = named_leaves(ed.load_hf(FIXTURES / NAMES[0]))
+    for dtype in ("bfloat16", None):  # the numbers of MXFP4 are numbers of bfloat16
+        for path, leaf in named_leaves(ed.load_hf(FIXTURES / NAMES[0], dtype=dtype)).items():
+            assert leaf.dtype == jnp.bfloat16
+            assert np.array_equal(leaf.astype(jnp.float32), exact[path]), path
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_export_is_not_quantised(name, tmp_path):
+    model = ed.load_hf(FIXTURES / name)
+    ed.save_hf(model, tmp_path / "new")
+    content = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert "quantization_config" not in content
+    assert content["dtype"] == "float32"
+    stored = raw_tensors(tmp_path / "new")
+    assert {x.dtype for x in stored.values()} == {np.dtype(np.float32)}
+    wanted = {key[8:]: x for key, x in np.load(FIXTURES / name / "expected.npz").items() if key.startswith("weights/")}
+    assert all(same(stored[key], x) for key, x in wanted.items())
+    again = ed.load_hf(tmp_path / "new")
+    assert again.config == model.config
+    assert all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(model), jax.tree.leaves(again), strict=True))
+    assert compare_directories(FIXTURES / name, tmp_path / "new") == ([], [])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_was_read_is_compared_with_what_the_file_means(name):
+    count, different = compare_tensors(FIXTURES / name)
+    assert (count, different) == (len(checkpoint_tensors(Directory(FIXTURES / name))), [])
+
+
+def test_a_dense_model_in_fp8(tmp_path):
+    """The scheme belongs to the tensors, not to a family; what has no eight bits needs no scale."""
+
+    def scaled(tensors, store):
+        found = {}
+        for name, x in tensors.items():
+            if "_proj" not in name:
+                found[name] = x
+                continue
+            rows, columns = (-(-size // block) for size, block in zip(x.shape, (16, 12), strict=True))
+            scales = (10 + np.arange(rows * columns, dtype=np.float32)).reshape(rows, columns) / 1000
+            spread = scales.repeat(16, 0).repeat(12, 1)[: x.shape[0], : x.shape[1]]
+            found |= store(name, (x.astype(np.float32) / spread).astype(E4M3), scales, spread)
+        return found
+
+    def quantised(tensors):
+        return scaled(tensors, lambda name, x, scales, _: {name: x, f"{name}_scale_inv": scales})
+
+    def rounded(tensors):
+        return scaled(tensors, lambda name, x, _, spread: {name: x.astype(np.float32) * spread})
+
+    ignored = dict(ignored_layers=["lm_head"], modules_to_not_convert=None)
+    model = ed.load_hf(edited("mistral_window", tmp_path / "fp8", quantised, **FP8, **ignored))
+    plain = edited("mistral_window", tmp_path / "plain", rounded)
+    content = json.loads((plain / "config.json").read_text())
+    (plain / "config.json").write_text(json.dumps(content | {"quantization_config": None}))
+    exact, before = named_leaves(ed.load_hf(plain)), named_leaves(ed.load_hf(FIXTURES / "mistral_window"))
+    for path, leaf in named_leaves(model).items():
+        assert np.array_equal(leaf, exact[path]), path
+        assert np.array_equal(leaf, before[path]) == (not path.endswith(PROJECTIONS)), path
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def drop(end):
+    return lambda tensors: {name: x for name, x in tensors.items() if not name.endswith(end)}
+
+
+def change(end, how):
+    return lambda tensors: {name: how(x) if name.endswith(end) else x for name, x in tensors.items()}
+
+
+same_tensors = dict
+BROKEN = {
+    "hqq": (0, same_tensors, dict(quant_method="hqq"), "quant_method=hqq is not read. Known: mxfp4, fp8"),
+    "aqlm": (0, same_tensors, dict(quant_method="aqlm", bits=4), "quant_method=aqlm is not read"),
+    "no method": (0, same_tensors, dict(quant_method=...), "quant_method=None is not read"),
+    "a list": (0, same_tensors, dict(quant_method=["mxfp4"]), "quant_method=['mxfp4'] is not read"),
+    "unknown key": (0, same_tensors, dict(group_size=64), "group_size: not known here"),
+    "no list": (0, same_tensors, dict(modules_to_not_convert="lm_head"), "modules_to_not_convert must be a list"),
+    "static": (1, same_tensors, dict(activation_scheme="static"), "activation_scheme=static changes"),
+    "e5m2": (1, same_tensors, dict(fmt="e5m2"), "fmt=e5m2 changes"),
+    "fp4 experts": (1, same_tensors, dict(expert_dtype="fp4"), "expert_dtype=fp4 changes"),
+    "scale format": (1, same_tensors, dict(scale_fmt="e4m3"), "scale_fmt=e4m3 is not known"),
+    "no block": (1, same_tensors, dict(weight_block_size=...), "weight_block_size is missing"),
+    "null block": (1, same_tensors, dict(weight_block_size=None), "weight_block_size is missing"),
+    "one block": (1, same_tensors, dict(weight_block_size=[16]), "weight_block_size=[16] must be two integers"),
+    "zero block": (1, same_tensors, dict(weight_block_size=[16, 0]), "weight_block_size=[16, 0] must be two integers"),
+    "other block": (1, same_tensors, dict(weight_block_size=[16, 16]), "Check weight_block_size"),
+    "without scales": (0, drop("_scales"), {}, "down_proj_scales is missing"),
+    "without blocks": (0, drop("_blocks"), {}, "dtype U8"),
+    "scales of another shape": (0, change("_scales", lambda x: x[:, 1:]), {}, "must be U8 of shape (3, 64, 1)"),
+    "scales of another type": (0, change("_scales", lambda x: x.astype(np.float32)), {}, "F32 of shape"),
+    "blocks of another size": (0, change("_blocks", lambda x: x[..., :8]), {}, "blocks of MXFP4 are U8"),
+    "blocks of another shape": (0, change("_blocks", lambda x: x[:, :, 1:]), {}, "must be U8 of shape"),
+    "without scale_inv": (1, drop("_scale_inv"), {}, "_scale_inv is missing"),
+    "without weights": (1, change("proj.weight", lambda x: x.astype(np.float32)), {}, "are not in F8_E4M3"),
+    "scale_inv of another shape": (1, change("_scale_inv", lambda x: x[:1]), {}, "must be F32 or BF16"),
+    "scale_inv in bytes": (1, change("_scale_inv", lambda x: x.astype(np.uint8)), {}, "U8 of shape"),
+    "a vector": (1, change("norm.weight", lambda x: x.astype(E4M3)), {}, "layernorm.weight_scale_inv is missing"),
+    "input scales": (1, lambda x: x | {"model.norm.input_scale": np.ones(1, np.float32)}, {}, "belongs to no weight"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_refused_before_a_weight_is_read(name, tmp_path, monkeypatch):
+    fixture, breaks, settings, sentence = BROKEN[name]
+    directory = edited(NAMES[fixture], tmp_path, breaks, **settings)
+
+    def read(self, part):
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(StoredTensor, "read", read)
+    for read_in in (ed.abstract_hf, ed.load_hf):
+        with pytest.raises(ed.ConversionError) as caught:
+            read_in(directory)
+        assert sentence in str(caught.value)
+
+
+def test_eight_bits_need_a_scheme(tmp_path):
+    directory = edited("deepseek3_fp8", tmp_path)
+    content = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(content | {"quantization_config": None}))
+    with pytest.raises(ed.ConversionError, match="dtype F8_E4M3, and quantization_config says nothing of it"):
+        ed.load_hf(directory)
+    with pytest.raises(ed.ConversionError, match=r"quantization_config=\[\] must be an object"):
+        read_scheme({"quantization_config": []})
+
+
+ODD = (None, 0, -1, 1.5, True, "", "fp8", "mxfp4", [], [1], [1, 1], [True, 1], ["x"], {}, {"x": 1}, [[1], [1]], 10**40)
+
+
+@pytest.mark.parametrize("scheme", [FP8 | dict(scale_fmt="ue8m0", expert_dtype="fp8"), MXFP4], ids=["fp8", "mxfp4"])
+def test_odd_settings_are_read_or_refused(scheme):
+    refused = []
+    for key in (*scheme, "x"):
+        for value in ODD:
+            try:
+                read_scheme({"quantization_config": scheme | {key: value}})
+            except ed.ConversionError as error:
+                assert len(str(error)) < 1000
+                refused.append(key)
+    assert all(refused.count(key) > len(ODD) // 2 for key in scheme) and refused.count("x") == len(ODD) - 1  # but null
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*NAMES, "gpt_oss_yarn"])
+def test_a_large_tensor_is_read_in_pieces(name, monkeypatch):
+    """No part that is expanded at once is larger than the limit allows, and the pieces make the same weights."""
+    expected = named_leaves(ed.load_hf(FIXTURES / name))
+    taken, part = [], load._part
+
+    def recorded(tensor, row, index):
+        x = part(tensor, row, index)
+        others = 1 if row.section is None or row.section.blocks == 1 else row.section.block_size // row.section.size
+        taken.append((x.size * others, x.shape))
+        return x
+
+    monkeypatch.setattr(load, "_part", recorded)
+    monkeypatch.setattr(load, "_READ", 4 * 1500)
+    for path, leaf in named_leaves(ed.load_hf(FIXTURES / name)).items():
+        assert np.array_equal(leaf, expected[path]), path
+    rows = 2 * 64 * 32  # a row of the largest tensor: one expert's matrix
+    assert max(size for size, _ in taken) <= (rows if name == "gpt_oss_mxfp4" else 1500)
+    assert len(taken) > 1.2 * sum(np.prod(leaf.shape[:1]) for leaf in expected.values() if leaf.ndim > 2)

@@ -1,0 +1,488 @@
+"""Published formats of few bits: read as they are defined, kept bit by bit, and written so that they are read again."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.io.huggingface.directory import Directory, stored_tensors
+from eqx_decoders.io.huggingface.peft import load_peft, save_peft
+from eqx_decoders.io.huggingface.quantized import checkpoint_tensors
+from eqx_decoders.io.huggingface.quantized.write import pack
+from eqx_decoders.numerics.quantized_weight import quantized_weights
+from eqx_decoders.sharding.axes import named_leaves
+from eqx_decoders.training.lora import LoRAConfig, add_lora
+
+
+FIXTURES = Path(__file__).parents[3] / "fixtures"
+LLAMA = FIXTURES / "llama_rope"
+E4M3 = ml_dtypes.float8_e4m3fn
+WORDS = {
+    "uint8": "U8", "int8": "I8", "int32": "I32", "int64": "I64", "float8_e4m3fn": "F8_E4M3", "float32": "F32",
+    "float16": "F16", "bfloat16": "BF16",
+}  # fmt: skip
+
+Stored = tuple[dict[str, np.ndarray], np.ndarray]
+
+
+def write(path: Path, tensors: dict[str, np.ndarray]) -> None:
+    header, offset = {}, 0
+    for name, x in tensors.items():
+        end = offset + x.nbytes
+        header[name] = {"dtype": WORDS[x.dtype.name], "shape": list(x.shape), "data_offsets": [offset, end]}
+        offset = end
+    raw = json.dumps(header).encode()
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + b"".join(x.tobytes() for x in tensors.values()))
+
+
+def raw_tensors(directory) -> dict[str, np.ndarray]:
+    return {name: tensor.read_all() for name, tensor in stored_tensors(Directory(directory)).items()}
+
+
+def words(numbers: np.ndarray, bits: int) -> np.ndarray:
+    """Along the last dimension: one long number in binary, its lowest bits the first number, cut into int32."""
+    count, found = -(-numbers.shape[-1] * bits // 32), []
+    for row in numbers.reshape(-1, numbers.shape[-1]):
+        whole = sum(int(number) << bits * place for place, number in enumerate(row))
+        found.append([(whole >> 32 * place) & 0xFFFFFFFF for place in range(count)])
+    return np.array(found, np.uint32).view(np.int32).reshape(*numbers.shape[:-1], count)
+
+
+# --- formats: a module's tensors, and the matrix [out, in] that they stand for ---
+
+
+def rng_of(name: str) -> np.random.Generator:
+    return np.random.default_rng(sum(map(ord, name)))
+
+
+def gptq(bits=4, group=8, plain=False, shuffled=False) -> Callable[[str, np.ndarray], Stored]:
+    def store(name, w):
+        rng, (columns, rows) = rng_of(name), w.shape
+        each = rows if group == -1 else group
+        numbers = rng.integers(0, 2**bits, (rows, columns))
+        zeros = rng.integers(0, 2**bits, (-(-rows // each), columns)) + (not plain)
+        scales = rng.uniform(1e-3, 1e-2, zeros.shape).astype(np.float16)
+        places = np.arange(rows) // each
+        places = rng.permutation(places) if shuffled else places
+        found = {
+            "qweight": np.ascontiguousarray(words(numbers.T, bits).T),
+            "qzeros": words(zeros - (not plain), bits),
+            "scales": scales,
+            "g_idx": places.astype(np.int32),
+            "bias": np.zeros(columns, np.float16),
+        }
+        return found, ((numbers - zeros[places]).astype(np.float32) * scales.astype(np.float32)[places]).T
+
+    return store
+
+
+def awq(name, w) -> Stored:
+    rng, (columns, rows), each = rng_of(name), w.shape, 8
+    numbers, zeros = rng.integers(0, 16, (rows, columns)), rng.integers(0, 16, (rows // each, columns))
+    scales = rng.uniform(1e-3, 1e-2, zeros.shape).astype(np.float16)
+
+    def packed(x):
+        found = np.zeros((len(x), columns // 8), np.uint32)
+        for nibble, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+            found |= x[:, column::8].astype(np.uint32) << np.uint32(4 * nibble)
+        return found.view(np.int32)
+
+    places = np.arange(rows) // each
+    wide = (numbers - zeros[places]).astype(np.float32) * scales.astype(np.float32)[places]
+    return {"qweight": packed(numbers), "qzeros": packed(zeros), "scales": scales}, wide.T
+
+
+def plainly(kind="int8", scales="channel", zeros=False) -> Callable[[str, np.ndarray], Stored]:
+    """compressed-tensors' `int-quantized` and `float-quantized`; FBGEMM's, too."""
+
+    def store(name, w):
+        rng, (rows, columns) = rng_of(name), w.shape
+        numbers = rng.integers(-128, 128, w.shape).astype(np.int8)
+        numbers = w.astype(E4M3) if kind == "fp8" else numbers
+        block = {"channel": (1, columns), "tensor": (rows, columns), "group": (1, 8), "block": (16, 12)}[scales]
+        shape = tuple(-(-size // each) for size, each in zip(w.shape, block, strict=True))
+        factors = rng.uniform(1e-3, 1e-2, shape).astype(ml_dtypes.bfloat16)
+        points = rng.integers(-128, 128, shape).astype(np.int8)
+        spread = lambda x: x.repeat(block[0], 0).repeat(block[1], 1)[:rows, :columns].astype(np.float32)  # noqa: E731
+        found = {"weight": numbers, "weight_scale": factors.reshape(-1) if scales == "tensor" else factors}
+        found |= {"weight_zero_point": points} if zeros else {}
+        found |= {"input_scale": np.ones(1, np.float32)}
+        return found, (numbers.astype(np.float32) - (spread(points) if zeros else 0)) * spread(factors)
+
+    return store
+
+
+def packed(bits=4, group: int | None = 8, zeros=False, shuffled=False) -> Callable[[str, np.ndarray], Stored]:
+    """compressed-tensors' `pack-quantized`."""
+
+    def store(name, w):
+        rng, (rows, columns), half = rng_of(name), w.shape, 2 ** (bits - 1)
+        numbers = rng.integers(-half, half, w.shape)
+        each = columns if group is None else group
+        factors = rng.uniform(1e-3, 1e-2, (rows, columns // each)).astype(np.float16)
+        points = rng.integers(-half, half, factors.shape) if zeros else np.zeros(factors.shape, int)
+        places = np.arange(columns) // each
+        places = rng.permutation(places) if shuffled else places
+        found = {
+            "weight_packed": words(numbers + half, bits),
+            "weight_scale": factors,
+            "weight_shape": np.array(w.shape, np.int64),
+        }
+        found |= {"weight_zero_point": np.ascontiguousarray(words(points.T + half, bits).T)} if zeros else {}
+        found |= {"weight_g_idx": places.astype(np.int32)} if shuffled else {}
+        return found, (numbers - points[:, places]).astype(np.float32) * factors.astype(np.float32)[:, places]
+
+    return store
+
+
+def mxfp4(name, w) -> Stored:
+    rng, (rows, columns) = rng_of(name), w.shape
+    numbers = rng.integers(0, 16, w.shape).astype(np.uint8)
+    powers = rng.integers(110, 128, (rows, columns // 32)).astype(np.uint8)
+    sizes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    wide = sizes[numbers & 7] * np.where(numbers > 7, -1, 1) * 2.0 ** (powers.astype(float) - 127).repeat(32, 1)
+    octets = numbers[:, 0::2] | numbers[:, 1::2] << 4
+    return {"weight_packed": octets, "weight_scale": powers}, wide.astype(np.float32)
+
+
+def compressed(form, **weights) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "symmetric": True, **weights}}
+    return dict(quant_method="compressed-tensors", format=form, config_groups={"group_0": group}, ignore=["lm_head"])
+
+
+GPTQ = dict(quant_method="gptq", bits=4, group_size=8, desc_act=False, sym=False, damp_percent=0.1)
+AWQ = dict(quant_method="awq", bits=4, group_size=8, zero_point=True, version="gemm", modules_to_not_convert=None)
+INT8, FP8 = dict(num_bits=8), dict(num_bits=8, type="float")
+FORMATS: dict[str, tuple[Callable, dict[str, Any], str | None]] = {  # the last: dtype of kept values
+    "gptq": (gptq(), GPTQ, "int4"),
+    "gptq_v2": (gptq(plain=True, bits=8, group=-1), GPTQ | dict(format="gptq_v2", bits=8, group_size=-1), "int8"),
+    "gptq in another order": (gptq(shuffled=True), GPTQ | dict(desc_act=True), None),
+    "awq": (awq, AWQ, "int4"),
+    "int8": (plainly(), compressed("int-quantized", **INT8, strategy="channel"), "int8"),
+    "int8, one scale": (plainly(scales="tensor"), compressed("int-quantized", **INT8, strategy="tensor"), "int8"),
+    "int8 with zeros": (plainly(zeros=True), compressed("int-quantized", **INT8, symmetric=False), "int8"),
+    "fp8": (plainly("fp8"), compressed("float-quantized", **FP8, strategy="channel"), "uint8"),
+    "fp8, one scale": (plainly("fp8", "tensor"), compressed("naive-quantized", **FP8), "uint8"),
+    "fp8 groups": (plainly("fp8", "group"), compressed("float-quantized", **FP8, group_size=8), "uint8"),
+    "fp8 blocks": (
+        plainly("fp8", "block"),
+        compressed("float-quantized", **FP8, block_structure=[16, 12]),
+        "uint8",
+    ),
+    "pack": (packed(), compressed("pack-quantized", group_size=8), "int4"),
+    "pack with zeros": (packed(zeros=True), compressed("pack-quantized", group_size=8, symmetric=False), "int4"),
+    "pack 3 bits": (packed(bits=3), compressed("pack-quantized", num_bits=3, group_size=8), "int4"),
+    "pack 8 bits": (packed(8, None, True), compressed("pack-quantized", num_bits=8, strategy="channel"), "int8"),
+    "pack in another order": (packed(shuffled=True), compressed("pack-quantized", group_size=8), None),
+    "fbgemm": (plainly("fp8"), dict(quant_method="fbgemm_fp8", activation_scale_ub=1200.0), "uint8"),
+}  # fmt: skip
+
+
+def quantised(folder: Path, store: Callable, config: dict[str, Any], source: Path = LLAMA) -> tuple[Path, Path]:
+    """A copy of a fixture whose projections are stored in few bits, and one that holds what they stand for."""
+    directories = [Path(shutil.copytree(source, folder / name)) for name in ("few", "plain")]
+    for old in [path for each in directories for path in each.glob("model*")]:
+        old.unlink()
+    few: dict[str, np.ndarray] = {}
+    plain: dict[str, np.ndarray] = {}
+    for name, x in raw_tensors(source).items():
+        if "_proj.weight" not in name:
+            few[name] = plain[name] = x
+            continue
+        tensors, plain[name] = store(name, x.astype(np.float32))
+        fbgemm = config["quant_method"] == "fbgemm_fp8"
+        few |= {name.removesuffix("weight") + key: y for key, y in tensors.items() if not (fbgemm and "input" in key)}
+    write(directories[0] / "model.safetensors", few)
+    write(directories[1] / "model.safetensors", {name: np.ascontiguousarray(x) for name, x in plain.items()})
+    content = json.loads((source / "config.json").read_text())
+    (directories[0] / "config.json").write_text(json.dumps(content | {"quantization_config": config}))
+    return directories[0], directories[1]
+
+
+def assert_same(one, other) -> None:
+    got, want = named_leaves(one), named_leaves(other)
+    assert got.keys() == want.keys()
+    for path, leaf in got.items():
+        assert leaf.dtype == want[path].dtype, path
+        assert np.asarray(leaf).tobytes() == np.asarray(want[path]).tobytes(), path
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_numbers_are_those_of_the_definition(name, tmp_path):
+    """Expanded, and kept and then expanded: to the last bit. What can't be kept is expanded."""
+    store, config, kept = FORMATS[name]
+    few, plain = quantised(tmp_path, store, config)
+    want = ed.load_hf(plain)
+    assert_same(ed.load_hf(few), want)
+    model = ed.load_hf(few, quantized="keep")
+    nodes = quantized_weights(model)
+    assert {node.values.dtype.name for node in nodes.values()} == ({kept} if kept else set())
+    assert len(nodes) == (7 if kept else 0)
+    assert_same(ed.dequantize(model), want)
+    shapes = ed.abstract_hf(few, quantized="keep")
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(lambda x: (x.shape, x.dtype), model)
+
+
+def test_mxfp4_of_compressed_tensors(tmp_path):
+    """With a matrix of its own: 64 features, two scales a row."""
+    stored, wide = mxfp4("w", np.zeros((24, 64)))
+    config = compressed("mxfp4-pack-quantized", type="float", group_size=32)
+    write(tmp_path / "model.safetensors", {f"m.{key}": x for key, x in stored.items()})
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    tensors = checkpoint_tensors(Directory(tmp_path))
+    assert list(tensors) == ["m.weight"] and np.array_equal(tensors["m.weight"].read_all(), wide)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 7, 8])
+def test_packed_numbers_are_read_from_any_place(bits, tmp_path):
+    stored, wide = packed(bits, 8, zeros=True)("w", np.zeros((24, 40)))
+    write(tmp_path / "model.safetensors", {f"m.{key}": x for key, x in stored.items()})
+    config = compressed("pack-quantized", num_bits=bits, group_size=8)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    tensor, rng = checkpoint_tensors(Directory(tmp_path))["m.weight"], np.random.default_rng(0)
+    assert np.array_equal(tensor.read_all(), wide)
+    for _ in range(10):
+        part = tuple(slice(*map(int, sorted(rng.choice(size + 1, 2, replace=False)))) for size in wide.shape)
+        assert np.array_equal(tensor.read(part), wide[part])
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("group", [16, -1])
+def test_gptq_of_all_bits(bits, group, tmp_path):
+    stored, wide = gptq(bits, group, shuffled=group > 0)("w", np.zeros((64, 96)))
+    write(tmp_path / "model.safetensors", {f"m.{key}": x for key, x in stored.items()})
+    config = GPTQ | dict(bits=bits, group_size=group, desc_act=True)
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    tensor = checkpoint_tensors(Directory(tmp_path))["m.weight"]
+    assert np.array_equal(tensor.read_all(), wide)
+    assert np.array_equal(tensor.read((slice(3, 50), slice(37, 95))), wide[3:50, 37:95])
+
+
+def test_numbers_are_packed_as_they_are_read():
+    numbers = np.random.default_rng(0).integers(-8, 8, (3, 12)).astype(np.int8)
+    for bits in (4, 8):
+        assert np.array_equal(pack(numbers, bits), words(numbers.astype(int) + 2 ** (bits - 1), bits))
+    with pytest.raises(ed.ConversionError, match="zero points outside of 4 bits"):
+        pack(np.array([[8]]), 4)
+
+
+def test_parts_on_devices_are_those_of_the_whole(tmp_path):
+    few, _ = quantised(tmp_path, packed(zeros=True), FORMATS["pack with zeros"][1])
+    layout = ed.Layout.create(fsdp=2, tensor=2, devices=jax.devices()[:4])
+    placed = ed.load_hf(few, layout=layout, quantized="keep")
+    assert_same(placed, ed.load_hf(few, quantized="keep"))
+    shapes = jax.tree.leaves(ed.abstract_hf(few, layout=layout, quantized="keep"))
+    assert all(x.sharding == y.sharding for x, y in zip(jax.tree.leaves(placed), shapes, strict=True))
+
+
+def test_layers_in_different_forms_are_expanded(tmp_path):
+    """They are one stack: the weights of which one layer is plain, or has other groups, are arrays."""
+
+    def store(name, w):
+        if "layers.1.mlp" in name:
+            return {"weight": w}, w
+        return packed(4 if "q_proj" not in name else 8)(name, w)
+
+    config = compressed("pack-quantized", group_size=8)
+    config["config_groups"]["group_1"] = {"targets": ["x"], "weights": {"num_bits": 8, "group_size": 8}}
+    few, plain = quantised(tmp_path, store, config)
+    model = ed.load_hf(few, quantized="keep")
+    kept = {path.rpartition(".")[2]: node.values.dtype for path, node in quantized_weights(model).items()}
+    assert kept == {"query": jnp.int8, "key": jnp.int4, "value": jnp.int4, "out": jnp.int4}
+    assert_same(ed.dequantize(model), ed.load_hf(plain))
+
+
+# --- written ---
+
+MIXED = {"*.mlp.*": "int4", "*.query": None, "*.out": "fp8", "*": "fp8_block"}
+WRITTEN = {
+    "int8": ("llama_rope", "int8"),
+    "mixed": ("llama_rope", MIXED),
+    "experts": ("mixtral_window", {"*": "int4", "head.kernel": "fp8"}),
+}
+SLOW = {
+    "latent": ("deepseek3_groups", {"*.kv_up": "fp8_block", "*": "int8"}),
+    "shared tensors": ("qwen3_next", "int8"),
+    "fp8 of a file": ("deepseek3_fp8", None),
+    "mxfp4 of a file": ("gpt_oss_mxfp4", None),
+}
+EVERY = [*WRITTEN, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+
+
+def few_bits(name: str) -> ed.Decoder:
+    fixture, modes = (WRITTEN | SLOW)[name]
+    if modes is None:
+        return ed.load_hf(FIXTURES / fixture, quantized="keep")
+    return ed.quantize(ed.load_hf(FIXTURES / fixture), modes, group_size=4)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_what_is_written_is_read_again(name, tmp_path):
+    """Bit by bit; and the config names the module of every weight, and of no other."""
+    model = few_bits(name)
+    ed.save_hf(model, tmp_path / "new", shard_bytes=20_000)
+    again = ed.load_hf(tmp_path / "new", quantized="keep")
+    assert_same(again, model)
+    blocks = {path: (node.block, node.inner, node.outer) for path, node in quantized_weights(model).items()}
+    assert blocks == {p: (node.block, node.inner, node.outer) for p, node in quantized_weights(again).items()}
+    assert_same(ed.load_hf(tmp_path / "new"), ed.dequantize(model))
+    config = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
+    if name == "mxfp4 of a file":
+        assert config["quant_method"] == "mxfp4"
+        return
+    stored = raw_tensors(tmp_path / "new")
+    few = {key.rpartition(".weight_scale")[0] for key in stored if key.endswith(".weight_scale")}
+    named = {m for group in config["config_groups"].values() for m in modules_of(stored, group["targets"])}
+    assert named == few and not modules_of(stored, config["ignore"]) & few
+    formats = {group["format"] for group in config["config_groups"].values()}
+    assert config["format"] == ("mixed-precision" if len(formats) > 1 else formats.pop())
+
+
+def modules_of(stored, targets) -> set[str]:
+    """The modules that compressed-tensors finds by these words."""
+    import re
+
+    modules = {re.sub(r"\.weight\w*$", "", name) for name in stored}
+    return {
+        module
+        for module in modules
+        for target in targets
+        if (re.match(target[3:], module) if target.startswith("re:") else module == target)
+    }
+
+
+def test_how_it_is_described(tmp_path):
+    ed.save_hf(few_bits("mixed"), tmp_path / "new")
+    config = json.loads((tmp_path / "new" / "config.json").read_text())["quantization_config"]
+    groups = {group["weights"]["strategy"]: group for group in config["config_groups"].values()}
+    assert config["quant_method"] == "compressed-tensors" and config["quantization_status"] == "compressed"
+    assert groups["group"]["weights"] == dict(
+        num_bits=4, type="int", symmetric=True, strategy="group", group_size=4, block_structure=None, dynamic=False
+    )
+    assert groups["block"]["weights"]["block_structure"] == [128, 128]
+    assert groups["channel"]["format"] == "float-quantized" and groups["group"]["format"] == "pack-quantized"
+    assert groups["channel"]["targets"] == [r"re:model\.layers\.[0-9]+\.self_attn\.o_proj$"]
+    assert config["ignore"] == [r"re:model\.layers\.[0-9]+\.self_attn\.q_proj$"]
+    stored = stored_tensors(Directory(tmp_path / "new"))
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert (stored[f"{name}_packed"].dtype, stored[f"{name}_packed"].shape) == ("I32", (24, 5))
+    assert (stored[f"{name}_scale"].dtype, stored[f"{name}_scale"].shape) == ("F32", (24, 10))
+    assert stored[f"{name}_shape"].read_all().tolist() == [24, 40]
+    assert stored["model.layers.0.self_attn.o_proj.weight"].dtype == "F8_E4M3"
+    assert stored["model.layers.0.self_attn.o_proj.weight_scale"].shape == (24, 1)
+    assert stored["model.layers.0.self_attn.k_proj.weight_scale"].shape == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("fixture", "modes", "sentence"),
+    [
+        ("gpt_oss_yarn", "int8", "experts.gate_up_proj, which is no linear module"),
+        ("gpt2", "int8", "is no linear module"),
+        ("qwen3_next", {"*.query": "int8"}, "with weights that are not in few bits"),
+    ],
+)
+def test_what_has_no_form(fixture, modes, sentence, tmp_path):
+    model = ed.quantize(ed.abstract_hf(FIXTURES / fixture), modes)
+    with pytest.raises(ed.ConversionError) as caught:
+        ed.save_hf(model, tmp_path / "new")
+    assert sentence in str(caught.value) and not (tmp_path / "new").exists()
+
+
+def test_adapters_of_a_quantised_base(tmp_path):
+    base = ed.quantize(ed.load_hf(LLAMA), "int8")
+    model = add_lora(base, LoRAConfig(rank=2), key=jax.random.key(0))
+    save_peft(model, tmp_path / "adapter")
+    assert_same(load_peft(base, tmp_path / "adapter"), model)
+
+
+# --- what is refused ---
+
+
+def drop(end):
+    return lambda tensors: {name: x for name, x in tensors.items() if not name.endswith(end)}
+
+
+def change(end, how):
+    return lambda tensors: {name: how(x) if name.endswith(end) else x for name, x in tensors.items()}
+
+
+def no_change(tensors):
+    return tensors
+
+
+def setting(path: str, value: Any) -> Callable[[dict], dict]:
+    def edit(config):
+        config = json.loads(json.dumps(config))
+        *above, last = path.split(".")
+        inner = config
+        for key in above:
+            inner = inner[key]
+        inner[last] = value
+        return config
+
+    return edit
+
+
+W = "config_groups.group_0.weights."
+BROKEN: dict[str, tuple[str, Callable, Callable, str]] = {
+    "3 of 7 bits": ("gptq", no_change, setting("bits", 7), "bits=7 is not read"),
+    "group 0": ("gptq", no_change, setting("group_size", 0), "group_size=0 must be"),
+    "group 16": ("gptq", no_change, setting("group_size", 16), "Check weight_block_size or group_size"),
+    "marlin": ("gptq", no_change, setting("is_marlin_format", True), "is_marlin_format=true"),
+    "dynamic": ("gptq", no_change, setting("dynamic", {"x": {}}), "dynamic="),
+    "format": ("gptq", no_change, setting("checkpoint_format", "x"), "checkpoint_format=x is not known"),
+    "unknown key": ("gptq", no_change, setting("group", 1), "group: not known here"),
+    "no zeros": ("gptq", drop(".qzeros"), dict, "qzeros is missing"),
+    "no scales": ("gptq", drop(".scales"), dict, "scales is missing"),
+    "no weights": ("gptq", drop(".qweight"), dict, "no weight belongs to them"),
+    "order": ("gptq", change(".g_idx", lambda x: x[1:]), dict, "must be I32 or I64 of shape"),
+    "floats": ("gptq", change(".qweight", lambda x: x.astype(np.float32)), dict, "must be I32"),
+    "a bias": ("gptq", change("_proj.bias", lambda x: x + 1), dict, "belongs to no weight"),
+    "gemv": ("awq", no_change, setting("version", "gemv"), "version=gemv is not read"),
+    "awq bits": ("awq", no_change, setting("bits", 8), "bits=8 is not read: must be one of 4"),
+    "awq zeros": ("awq", change("qzeros", lambda x: x[1:]), dict, "qzeros is I32"),
+    "sparse": ("pack", no_change, setting("sparsity_config", {"format": "sparse-24"}), "sparsity_config="),
+    "turned": ("pack", no_change, setting("transform_config", {"config_groups": {"a": 1}}), "transform_config="),
+    "no groups": ("pack", no_change, setting("config_groups", {}), "config_groups must be an object"),
+    "nvfp4": ("pack", no_change, setting("format", "nvfp4-pack-quantized"), 'format="nvfp4-pack-quan'),
+    "an empty group": ("pack", no_change, setting("config_groups.group_0", {}), "must have an object as weights"),
+    "16 bits": ("pack", no_change, setting(W + "num_bits", 16), "num_bits=16 of type=int is not read"),
+    "other bits": ("pack", no_change, setting(W + "num_bits", 8), "weight_shape=[24, 40] and num_bits=[8]"),
+    "other groups": ("pack", no_change, setting(W + "group_size", 6), "fits no group_size"),
+    "no shape": ("pack", drop("weight_shape"), dict, "weight_shape is missing"),
+    "a shape of floats": ("pack", change("_shape", lambda x: x.astype(np.float32)), dict, "must be two integers"),
+    "status": ("pack", no_change, setting("quantization_status", "calibration"), "quantization_status=calibration"),
+    "block": ("fp8 blocks", no_change, setting(W + "block_structure", [16]), "block_structure=[16] must be two"),
+    "block size": ("fp8 blocks", no_change, setting(W + "block_structure", [16, 16]), "fits no group_size"),
+    "zeros of another shape": ("int8 with zeros", change("zero_point", lambda x: x[1:]), dict, "must be I8 of shape"),
+    "no scale": ("int8", drop("weight_scale"), dict, "weight_scale is missing"),
+    "scales without numbers": ("int8", change(".weight", lambda x: x.astype(np.float32)), dict, "no weight belongs"),
+    "fbgemm scales": ("fbgemm", change("weight_scale", lambda x: x[:, 0]), dict, "must be F32 or BF16 or F16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_files_are_refused(name, tmp_path):
+    form, breaks, edit, sentence = BROKEN[name]
+    few, _ = quantised(tmp_path, *FORMATS[form][:2])
+    write(few / "model.safetensors", breaks(raw_tensors(few)))
+    content = json.loads((few / "config.json").read_text())
+    (few / "config.json").write_text(
+        json.dumps(content | {"quantization_config": edit(content["quantization_config"])})
+    )
+    with pytest.raises(ed.ConversionError) as caught:
+        ed.abstract_hf(few, quantized="keep")
+    assert sentence in str(caught.value)
+
+
+def test_where_there_is_nothing_to_keep():
+    shapes = ed.abstract_hf(LLAMA, quantized="keep")
+    assert jax.tree.structure(shapes) == jax.tree.structure(ed.abstract_hf(LLAMA))

@@ -1,0 +1,119 @@
+"""Arrays of devices on the host: every bit, from every sharding, and no device holds more than a piece beside."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import eqx_decoders as ed
+from eqx_decoders.io.huggingface import gather as module
+from eqx_decoders.io.huggingface.gather import on_first_host, pieces
+from tests.programs import tpu_devices
+
+
+SPECS = [
+    PartitionSpec(),
+    PartitionSpec(None, None, "fsdp", "tensor"),
+    PartitionSpec(None, "expert", "fsdp", "tensor"),
+    PartitionSpec(None, ("expert", "fsdp"), None, "tensor"),
+    PartitionSpec("expert", "tensor", ("fsdp",)),
+    PartitionSpec("fsdp", "tensor", None, "expert"),
+    PartitionSpec(None, "expert"),
+]
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return ed.Layout.create(expert=2, fsdp=2, tensor=2).mesh
+
+
+def some_bits(shape) -> np.ndarray:
+    """Every kind of float32: also NaNs with something in them, infinities and -0.0."""
+    x = np.random.default_rng(0).integers(0, 2**32, shape, np.uint32)
+    x.flat[:3] = 0x80000000, 0x7FC01234, 0xFF800000
+    return x.view(np.float32)
+
+
+def whole(found, shape) -> np.ndarray:
+    """The bits of what the pieces are together."""
+    out, seen = np.zeros(shape, np.uint32), np.zeros(shape, bool)
+    for cut, piece in found:
+        out[cut], seen[cut] = piece.view(np.uint32), True
+    assert seen.all()
+    return out
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize(
+    "size", [700, *(pytest.param(size, marks=pytest.mark.slow) for size in (10, 10**9))], ids="{} bytes".format
+)
+def test_all_bits_arrive(mesh, spec, size, monkeypatch):
+    """By the program of several processes, and as one process reads its own devices: with a copy, or as NumPy sees it.
+
+    Pieces of one row, of a number that leaves a remainder, and of all rows.
+    """
+    monkeypatch.setattr(module, "PIECE", size)
+    host = some_bits((2, 4, 6, 10))
+    x = jax.device_put(host, NamedSharding(mesh, spec))
+    for place in ((), (1,), (0, 3), (1, 0)):
+        want = host[place].view(np.uint32)
+        np.testing.assert_array_equal(whole(pieces(x, place), want.shape), want)
+        np.testing.assert_array_equal(whole(module._from_all_devices(x, place), want.shape), want)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "_SEEN_BY_NUMPY", ())
+            np.testing.assert_array_equal(whole(pieces(x, place), want.shape), want)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
+def test_other_dtypes(mesh, dtype):
+    host = np.arange(-60, 60).reshape(4, 5, 6).astype(jnp.dtype(dtype))
+    x = jax.device_put(host, NamedSharding(mesh, PartitionSpec("expert", None, "fsdp")))
+    np.testing.assert_array_equal(on_first_host(x), host)
+    ((_, *_),) = found = list(pieces(jnp.asarray(host), (2,)))
+    np.testing.assert_array_equal(found[0][1], host[2])
+    for cut, piece in module._from_all_devices(x, (3,)):
+        np.testing.assert_array_equal(piece, host[3][cut])
+
+
+def test_arrays_of_numpy(mesh):
+    host = np.arange(6).reshape(2, 3)
+    np.testing.assert_array_equal(on_first_host(host), host)
+    ((cut, piece),) = pieces(host, (1,))
+    assert cut == () and piece.tolist() == [3, 4, 5]
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def compiled(leaf, lead: int):
+    """Bytes that a device needs for a piece beside its part of a leaf: of results, and of temporaries."""
+    axis, step, _ = module.gathering(leaf, lead)
+    where = jax.ShapeDtypeStruct((lead + 1,), np.int32)
+    memory = module.gathered_rows.lower(leaf, where, leaf.sharding, axis, step).compile().memory_analysis()
+    return memory.output_size_in_bytes, memory.temp_size_in_bytes
+
+
+@pytest.mark.parametrize("spec", SPECS[1:], ids=str)
+@pytest.mark.parametrize("lead", [0, 1, 2])
+def test_a_device_holds_a_few_pieces_at_most(mesh, spec, lead, monkeypatch):
+    """Whatever is split: neither a layer, nor a layer's experts, nor a table is ever on one device."""
+    monkeypatch.setattr(module, "PIECE", 40_000)
+    leaf = jax.ShapeDtypeStruct((4, 8, 64, 256), np.float32, sharding=NamedSharding(mesh, spec))
+    one, temporary = compiled(leaf, lead)
+    assert one <= 40_000 and temporary <= 3.1 * one  # of 2 MB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [dict(fsdp=64), dict(fsdp=16, tensor=4), dict(fsdp=8, expert=8)], ids=str)
+def test_large_models_fit_small_devices(sizes):
+    """Compiled for 64 TPUs: the largest weights of Llama 3 70B and DeepSeek V3, whose layers of experts have 15 GB."""
+    layout = ed.Layout.create(**sizes, devices=tpu_devices("v5p:4x4x4"))
+    model = ed.abstract(ed.get_config("deepseek3-671b" if "expert" in sizes else "llama3-70b"), layout=layout)
+    mlp = model.segments[-1].unit[0].mlp
+    leads = {"gate": 2, "down": 2} if "expert" in sizes else {"gate": 1, "down": 1}
+    leaves = [(getattr(mlp, name), lead) for name, lead in leads.items()]
+    for leaf, lead in [*leaves, (model.embedding.table, 0), (model.head.kernel, 0)]:
+        one, temporary = compiled(leaf, lead)
+        assert one + temporary < 0.6e9, (leaf.shape, lead)
+        print(f"{leaf.shape} {leaf.sharding.spec}: {one / 1e6:.0f} MB, temporaries {temporary / 1e6:.0f} MB")

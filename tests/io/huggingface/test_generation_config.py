@@ -1,0 +1,90 @@
+"""Sampling as published with a model: the user's settings come first, then the file's, then our defaults."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from eqx_decoders.core.sampling import GenerationConfig, Greedy, Sample
+from eqx_decoders.errors import ConfigError, ConversionError
+from eqx_decoders.io.huggingface.generation_config import parse_token_ids, read_generation_config
+
+
+def read(folder: Path, **content) -> GenerationConfig:
+    (folder / "generation_config.json").write_text(json.dumps(content))
+    return read_generation_config(folder)
+
+
+OURS = Sample(temperature=0.7, top_p=0.95)
+
+
+@pytest.mark.parametrize(
+    "content, given, expected",
+    [
+        ({}, {}, OURS),
+        ({"bos_token_id": 1, "eos_token_id": 2, "transformers_version": "4.40.0"}, {}, OURS),
+        ({}, {"top_k": 5}, Sample(temperature=0.7, top_p=0.95, top_k=5)),
+        ({}, {"temperature": 0.2, "top_p": 1.0}, Sample(temperature=0.2, top_p=1.0)),
+        ({}, {"temperature": 0.0}, Greedy()),
+        ({"do_sample": True, "temperature": 0.6, "top_p": 0.9}, {}, Sample(temperature=0.6, top_p=0.9)),
+        ({"do_sample": True, "top_k": 20}, {}, Sample(top_k=20)),
+        ({"temperature": 0.6, "top_k": 20, "min_p": 0.1}, {"top_k": 3}, Sample(temperature=0.6, top_k=3, min_p=0.1)),
+        ({"temperature": 0.6, "top_k": 0, "top_p": 1.0, "min_p": 0}, {}, Sample(temperature=0.6)),
+        ({"temperature": 1}, {}, Sample(temperature=1.0)),
+        ({"do_sample": False}, {}, Greedy()),
+        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {}, Greedy()),
+        ({"do_sample": False}, {"temperature": 0.5}, Sample(temperature=0.5, top_p=0.95)),
+        ({"do_sample": True, "temperature": 0.6}, {"temperature": 0.0}, Greedy()),
+        ({"temperature": 0}, {}, Greedy()),
+        ({"temperature": None, "top_k": None}, {}, OURS),
+    ],
+)
+def test_who_decides_how_tokens_are_drawn(tmp_path, content, given, expected):
+    nothing = dict.fromkeys(("temperature", "top_k", "top_p", "min_p"))
+    assert read(tmp_path, **content).sampler(**(nothing | given)) == expected
+
+
+def test_without_the_file_nothing_is_said(tmp_path):
+    assert read_generation_config(tmp_path) == GenerationConfig()
+
+
+@pytest.mark.parametrize("value, found", [(1.05, 1.05), (1, None), (0, None), (None, None)])
+def test_a_repetition_penalty(tmp_path, value, found):
+    assert read(tmp_path, repetition_penalty=value).repetition_penalty == found
+
+
+@pytest.mark.parametrize("value, ids", [(None, ()), (3, (3,)), ([3, 1], (3, 1)), (-1, ()), ([], ())])
+def test_stop_ids(tmp_path, value, ids):
+    assert read(tmp_path, eos_token_id=value).stop_ids == ids == parse_token_ids("eos", value)
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        ({"eos_token_id": "</s>"}, "eos_token_id=</s> must be a token id"),
+        ({"eos_token_id": [1, True]}, "must be a token id"),
+        ({"temperature": "hot"}, "temperature=hot must be a number"),
+        ({"temperature": -1}, "temperature=-1 must be a number"),
+        ({"temperature": True}, "temperature=True must be a number"),
+        ({"top_k": 2.5}, "top_k=2.5 must be an integer"),
+        ({"top_p": 1.5}, "top_p=1.5 must be a number from 0 to 1"),
+        ({"min_p": 2}, "min_p=2 must be a number from 0 to 1"),
+        ({"repetition_penalty": -1}, "repetition_penalty=-1 must be a number"),
+        ({"do_sample": "no"}, "do_sample='no' must be true or false"),
+    ],
+)
+def test_values_that_are_no_settings(tmp_path, content, says):
+    with pytest.raises(ConversionError, match=says):
+        read(tmp_path, **content)
+
+
+def test_what_a_person_may_not_ask_for():
+    with pytest.raises(ConfigError, match="top_p"):
+        GenerationConfig().sampler(top_p=1.5)
+
+
+def test_a_link_that_leads_out_is_refused(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "generation_config.json").symlink_to(tmp_path / "other")
+    with pytest.raises(ConversionError, match="leads out"):
+        read_generation_config(tmp_path / "model")

@@ -1,0 +1,386 @@
+"""Checkpoints of Hugging Face's transformers: the same logits, the same tokens, and back again without a lost bit."""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import re
+import shutil
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import eqx_decoders as ed
+from eqx_decoders.families import FAMILIES
+from eqx_decoders.io.huggingface import export
+from eqx_decoders.io.huggingface.directory import Directory, stored_tensors
+from eqx_decoders.io.huggingface.load import read_config
+from eqx_decoders.io.huggingface.verify import compare_tensors
+from eqx_decoders.sharding.axes import named_leaves
+
+
+FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures"
+NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/expected.npz") if (path.parent / "config.json").exists())
+TOLERANCE = 1e-4  # float32 against float32; the logits are of size 1 to 30
+
+
+def tensors_of(directory) -> dict[str, np.ndarray]:
+    return {name: x for file in sorted(directory.glob("*.safetensors")) for name, x in load_file(file).items()}
+
+
+def same_tensors(first, second) -> bool:
+    return first.keys() == second.keys() and all(
+        first[name].dtype == second[name].dtype and first[name].tobytes() == second[name].tobytes() for name in first
+    )
+
+
+def copy_of(name, folder) -> pathlib.Path:
+    shutil.copytree(FIXTURES / name, folder / name)
+    return folder / name
+
+
+def rewritten(directory, change) -> pathlib.Path:
+    """The directory with its tensors changed by `change(tensors)`, in one file."""
+    found = tensors_of(directory)
+    for file in directory.glob("*.safetensors*"):
+        file.unlink()
+    save_file({name: np.ascontiguousarray(x) for name, x in change(found).items()}, directory / "model.safetensors")
+    return directory
+
+
+# further checkpoints of kinds of which another is tried in the quick tests
+MORE = ("qwen3_5_dense", "qwen3_5_moe", "gemma4_dense", "gemma4_moe", "nemotron_h_latent", "granite_hybrid_dense")
+MORE += ("gpt_oss_yarn", "deepseek3_groups", "llama_bf16")
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.slow if name in MORE else ()) for name in NAMES]
+)
+def loaded(request):
+    directory = FIXTURES / request.param
+    return directory, ed.load_hf(directory), np.load(directory / "expected.npz")
+
+
+def test_every_family_has_a_checkpoint():
+    found = {json.loads((FIXTURES / name / "config.json").read_text())["model_type"] for name in NAMES}
+    assert found >= {kind for kind, family in FAMILIES.items() if family.text is None}
+
+
+@eqx.filter_jit
+def logits_of(model, ids):
+    return model(ids).logits
+
+
+def test_logits_are_those_of_transformers(loaded):
+    _, model, expected = loaded
+    logits = logits_of(dataclasses.replace(model, origin=None), expected["input_ids"])
+    assert np.max(np.abs(np.asarray(logits) - expected["logits"])) <= TOLERANCE
+
+
+# windows that wrap, learned positions; the others in the slow tests
+QUICK = ("gemma3_pattern", "gpt2")
+GREEDY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES]
+
+
+@pytest.mark.parametrize("name", GREEDY)
+def test_greedy_tokens_are_those_of_transformers(name):
+    model, expected = ed.load_hf(FIXTURES / name), np.load(FIXTURES / name / "expected.npz")
+    wanted = expected["generated_ids"]
+    options = dict(max_new_tokens=wanted.shape[1], sampler=ed.Greedy(), stop_ids=())  # also beyond what ends a text
+    ids = ed.generate(model, expected["prompt_ids"], **options)
+    assert np.array_equal(ids, wanted)
+
+
+def test_the_old_spelling_means_the_same(loaded, tmp_path):
+    directory, model, _ = loaded
+    shutil.copy(directory / "config_legacy.json", tmp_path / "config.json")
+    # with the weights beside it: they tell whether the layers of multi-token prediction are there
+    for file in directory.glob("*.safetensors"):
+        shutil.copy(file, tmp_path)
+    assert read_config(tmp_path)[0] == model.config
+
+
+def test_export_is_what_was_imported(loaded, tmp_path):
+    directory, model, _ = loaded
+    if "quantization_config" in json.loads((directory / "config.json").read_text()):
+        pytest.skip("exports are not quantised: tests/io/huggingface/quantized/test_directories.py")
+    original = tensors_of(directory)
+    if {x.dtype.name for x in original.values()} != {"float32"}:
+        model = ed.load_hf(directory, dtype=None)
+    ed.save_hf(model, tmp_path / "new", shard_bytes=20_000)
+    assert same_tensors(tensors_of(tmp_path / "new"), original)
+    files = [load_file(file) for file in sorted((tmp_path / "new").glob("*.safetensors"))]
+    sizes = [sum(tensor.nbytes for tensor in file.values()) for file in files]
+    assert len(sizes) > 1 and all(one + two > 20_000 for one, two in itertools.pairwise(sizes))  # as few as hold all
+    assert stored_tensors(Directory(tmp_path / "new")).keys() == original.keys()
+    assert read_config(tmp_path / "new")[0] == model.config
+    before, after = (json.loads((path / "config.json").read_text()) for path in (directory, tmp_path / "new"))
+    # in several ways with the same meaning; transformers does not count what it leaves out
+    spelled = {"rope_parameters", "decoder_sparse_step", "mlp_only_layers", "num_nextn_predict_layers"}
+    both = [key for key in before if key in after and key not in spelled]
+    assert {key: after[key] for key in both} == {key: before[key] for key in both}
+    off = {"use_bidirectional_attention", "add_cross_attention"}
+    # an MLP's width where no layer has one
+    derived = {
+        "intermediate_size",
+        "_sliding_window_pattern",
+        "sliding_window_pattern",
+        "head_dim",
+        "qk_head_dim",
+        "num_local_experts",
+    }
+    assert set(before) - set(after) <= off | derived
+    assert before["dtype"] == after["dtype"]
+
+
+LAYOUTS = (dict(fsdp=8), dict(fsdp=2, tensor=2, data=2), dict(tensor=2, fsdp=4))
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+def test_weights_are_born_where_they_belong(sizes):
+    """fsdp cuts inside of a dimension, tensor between heads; data makes copies."""
+    single = named_leaves(ed.load_hf(FIXTURES / "qwen2_mixed"))
+    layout = ed.Layout.create(**sizes)
+    model = ed.load_hf(FIXTURES / "qwen2_mixed", layout=layout)
+    for name, leaf in named_leaves(model).items():
+        assert np.array_equal(leaf, single[name]), name
+    assert jax.tree.map(lambda leaf: leaf.sharding, model) == layout.shardings(model)
+
+
+def test_a_part_of_a_head_can_be_read(tmp_path):
+    """A table that splits what stands behind another word of the same dimension."""
+    layout = ed.Layout.create(fsdp=2, weights={"head_dim": "fsdp"}, devices=jax.devices()[:2])
+    single, model = (named_leaves(ed.load_hf(FIXTURES / "llama_rope", layout=where)) for where in (None, layout))
+    assert any("fsdp" in leaf.sharding.spec for leaf in model.values())
+    assert all(np.array_equal(model[name], single[name]) for name in single)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["llama_bf16", "qwen3_f16", "gemma_mqa"])
+def test_dtypes(name, dtype):
+    stored = tensors_of(FIXTURES / name)
+    model = ed.load_hf(FIXTURES / name, dtype=dtype)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(model)} == {dtype}
+    table = next(x for key, x in stored.items() if key.endswith("embed_tokens.weight"))
+    assert np.array_equal(np.asarray(model.embedding.table), table.astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_an_export_may_have_another_dtype(dtype, tmp_path):
+    model = ed.load_hf(FIXTURES / "gemma_mqa", dtype=dtype)
+    ed.save_hf(model, tmp_path / "new", dtype="float32")
+    again, wanted = tensors_of(tmp_path / "new"), tensors_of(FIXTURES / "gemma_mqa")
+    assert same_tensors(again, {name: x.astype(dtype).astype(np.float32) for name, x in wanted.items()})
+    config = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == "float32"
+    assert ed.abstract_hf(tmp_path / "new", dtype=None).embedding.table.dtype == jnp.float32
+
+
+def test_bfloat16_runs_in_bfloat16():
+    expected = np.load(FIXTURES / "gemma2_odd" / "expected.npz")
+    model = ed.load_hf(FIXTURES / "gemma2_odd", dtype=jnp.bfloat16)
+    logits = logits_of(dataclasses.replace(model, origin=None), expected["input_ids"])
+    error = np.sqrt(np.mean((np.asarray(logits) - expected["logits"]) ** 2) / np.var(expected["logits"]))
+    assert 1e-4 < error < 0.05
+
+
+def test_mixed_precision_is_the_callers_choice():
+    precision = ed.Precision(params=jnp.float32, compute=jnp.bfloat16)
+    model = ed.load_hf(FIXTURES / "llama_bf16", precision=precision, remat="full")
+    assert model.embedding.table.dtype == jnp.float32
+    assert model.execution.precision == precision
+
+
+@pytest.mark.parametrize("name", ["llama_rope", "gpt2"])
+def test_files_of_a_base_model(name, tmp_path):
+    """Saved without a head: names lack the prefix, old GPT-2 files hold the causal mask too."""
+    family = FAMILIES[json.loads((FIXTURES / name / "config.json").read_text())["model_type"]]
+
+    def strip(tensors):
+        found = {key.removeprefix(family.prefix): x for key, x in tensors.items()}
+        mask = {"h.0.attn.bias": np.tril(np.ones((1, 1, 4, 4), np.uint8))} if name == "gpt2" else {}
+        frequencies = {"layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)} if name != "gpt2" else {}
+        return found | mask | frequencies
+
+    directory = rewritten(copy_of(name, tmp_path), strip)
+    here, there = named_leaves(ed.load_hf(directory)), named_leaves(ed.load_hf(FIXTURES / name))
+    assert all(np.array_equal(here[path], there[path]) for path in there)
+
+
+@pytest.mark.parametrize("name", ["mixtral_window", "qwen3_moe_mixed", "deepseek2_groups", "deepseek3_groups"])
+def test_experts_in_one_tensor(name, tmp_path):
+    """As transformers holds them, and writes them where it is told not to take them apart."""
+    parts = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+
+    def fuse(tensors):
+        found, experts = {}, {}
+        for key, x in tensors.items():
+            if match := re.fullmatch(r"(.*)\.(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(\w+)\.weight", key):
+                experts.setdefault((match[1], parts[match[3]]), {})[int(match[2])] = x
+            else:
+                found[key.replace("block_sparse_moe", "mlp")] = x
+        whole = {key: np.stack([x for _, x in sorted(each.items())]) for key, each in experts.items()}
+        for layer in {layer for layer, _ in whole}:
+            both = np.concatenate([whole[layer, "gate"], whole[layer, "up"]], axis=1)
+            found |= {f"{layer}.mlp.experts.gate_up_proj": both}
+            found |= {f"{layer}.mlp.experts.down_proj": whole[layer, "down"]}
+        return found
+
+    directory = rewritten(copy_of(name, tmp_path), fuse)
+    assert not any(".experts.0." in key for key in tensors_of(directory))
+    here, there = ed.load_hf(directory), named_leaves(ed.load_hf(FIXTURES / name))
+    assert all(np.array_equal(leaf, there[path]) for path, leaf in named_leaves(here).items())
+    ed.save_hf(here, tmp_path / "new")
+    assert same_tensors(tensors_of(tmp_path / "new"), tensors_of(FIXTURES / name))
+    assert compare_tensors(directory) == (len(tensors_of(directory)), [])
+
+
+@pytest.fixture
+def tied(tmp_path):
+    directory = copy_of("qwen2_mixed", tmp_path)
+    assert json.loads((directory / "config.json").read_text())["tie_word_embeddings"]
+    return directory
+
+
+def test_a_head_that_repeats_the_table(tied):
+    rewritten(tied, lambda x: x | {"lm_head.weight": x["model.embed_tokens.weight"]})
+    assert ed.load_hf(tied).head is None
+
+
+def test_a_head_of_its_own_counts(tied, tmp_path):
+    """As in transformers: a tied configuration with two different matrices in the file is not tied."""
+    rewritten(tied, lambda x: x | {"lm_head.weight": x["model.embed_tokens.weight"] * 2})
+    model = ed.load_hf(tied)
+    assert not model.config.tied
+    assert np.array_equal(model.head.kernel, 2 * model.embedding.table.T)
+    ed.save_hf(model, tmp_path / "new")
+    assert not json.loads((tmp_path / "new" / "config.json").read_text())["tie_word_embeddings"]
+    assert same_tensors(tensors_of(tmp_path / "new"), tensors_of(tied))
+
+
+def test_a_head_without_a_table(tied):
+    def rename(tensors):
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+        return tensors
+
+    table = tensors_of(tied)["model.embed_tokens.weight"]
+    model = ed.load_hf(rewritten(tied, rename))
+    assert model.head is None
+    assert np.array_equal(model.embedding.table, table)
+
+
+def test_all_wrong_tensors_are_listed(tmp_path):
+    def spoil(tensors):
+        tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].T
+        del tensors["model.norm.weight"]
+        return tensors | {"model.layers.7.mlp.up_proj.weight": np.zeros(3, np.float32)}
+
+    directory = rewritten(copy_of("llama_rope", tmp_path), spoil)
+    with pytest.raises(ed.ConversionError) as caught:
+        ed.load_hf(directory)
+    sentence = str(caught.value)
+    assert "3 tensors" in sentence
+    assert "model.norm.weight is missing" in sentence
+    assert "model.layers.7.mlp.up_proj.weight belongs to no weight" in sentence
+    assert "model.layers.0.mlp.up_proj.weight has the shape" in sentence
+
+
+# --- export -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_export_is_complete(tmp_path):
+    ed.save_hf(ed.load_hf(FIXTURES / "chat_llama"), tmp_path / "new")
+    copied = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+    for name in copied:
+        assert (tmp_path / "new" / name).read_bytes() == (FIXTURES / "chat_llama" / name).read_bytes(), name
+    assert "LlamaForCausalLM" in (tmp_path / "new" / "README.md").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_a_failed_export_leaves_nothing(tmp_path, monkeypatch):
+    def fail(tensors, path):
+        path.write_bytes(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(export, "save_tensors", fail)
+    with pytest.raises(OSError, match="no space left"):
+        ed.save_hf(ed.load_hf(FIXTURES / "llama_bf16"), tmp_path / "new")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_in_use_is_left_alone(tmp_path):
+    (tmp_path / "note").write_text("mine")
+    with pytest.raises(ed.ConversionError, match="is not empty"):
+        ed.save_hf(ed.abstract_hf(FIXTURES / "chat_llama"), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["note"]
+
+
+def small(**changes):
+    config = ed.abstract_hf(FIXTURES / "llama_rope").config
+    return dataclasses.replace(config, **changes)
+
+
+def test_a_model_of_no_family_is_refused_with_the_difference():
+    config = small(logit_soft_cap=3.0)
+    with pytest.raises(
+        ed.ConversionError, match=r"LlamaForCausalLM: DecoderConfig.logit_soft_cap=3.0 would have to be None"
+    ):
+        ed.save_hf(ed.abstract(config), "nowhere")
+    with pytest.raises(ed.ConversionError, match=r"save_hf: family='lama' is not known. Did you mean 'llama'"):
+        ed.save_hf(ed.abstract(config), "nowhere", family="lama")
+
+
+def test_a_new_model_finds_its_family(tmp_path):
+    config = dataclasses.replace(ed.get_config("tiny"), vocab_size=64, dropout=0.1)
+    model = ed.init(config, key=jax.random.key(0))
+    ed.save_hf(model, tmp_path / "new", settings={"eos_token_id": 7, "max_position_embeddings": 512})
+    written = json.loads((tmp_path / "new" / "config.json").read_text())
+    assert written["model_type"] == "llama"
+    assert (written["eos_token_id"], written["bos_token_id"], written["max_position_embeddings"]) == (7, None, 512)
+    assert json.loads((tmp_path / "new" / "generation_config.json").read_text()) == {"eos_token_id": 7}
+    again = ed.load_hf(tmp_path / "new")
+    assert all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(model), jax.tree.leaves(again), strict=True))
+
+
+def test_a_sharded_model_is_exported_whole(tmp_path):
+    model = ed.load_hf(FIXTURES / "gpt2", layout=ed.Layout.create(fsdp=2, tensor=2, data=2))
+    ed.save_hf(model, tmp_path / "new")
+    assert same_tensors(tensors_of(tmp_path / "new"), tensors_of(FIXTURES / "gpt2"))
+
+
+def test_bfloat16_is_written_as_bfloat16(tmp_path):
+    ed.save_hf(ed.load_hf(FIXTURES / "llama_bf16", dtype="bfloat16"), tmp_path / "new")
+    assert {x.dtype for x in tensors_of(tmp_path / "new").values()} == {np.dtype(ml_dtypes.bfloat16)}
+
+
+# --- where it comes from ----------------------------------------------------------------------------------------------
+
+
+def test_offline_is_a_sentence(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ed.ConversionError, match=r"'nobody/nothing' is no directory here, and could not be downloaded"):
+        ed.load_hf("nobody/nothing")
+
+
+def test_a_repository_is_downloaded(monkeypatch):
+    asked = {}
+
+    def download(name, **options):
+        asked.update(options, name=name)
+        return str(FIXTURES / "gemma_mqa")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    model = ed.abstract_hf("org/name", revision="v2")
+    assert model.config == read_config(FIXTURES / "gemma_mqa")[0]
+    assert (asked["name"], asked["revision"]) == ("org/name", "v2")
+    assert not any("bin" in pattern or "py" in pattern for pattern in asked["allow_patterns"])
+
+
+def test_a_missing_directory_is_a_sentence():
+    with pytest.raises(ed.ConversionError, match="runs/nothing/here does not exist"):
+        ed.load_hf("runs/nothing/here")

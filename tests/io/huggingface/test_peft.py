@@ -1,0 +1,343 @@
+"""Adapters that PEFT wrote give PEFT's logits, are written again as they were, and all else is refused by name."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import eqx_decoders as ed
+from eqx_decoders.errors import ConversionError
+from eqx_decoders.io.huggingface import peft
+from eqx_decoders.io.huggingface.load import load_hf
+from eqx_decoders.io.huggingface.peft import load_peft, save_peft
+from eqx_decoders.numerics.matmul import LowRank, low_rank_weights
+from eqx_decoders.sharding.axes import named_leaves, replaced
+from eqx_decoders.training.lora import LoRAConfig, merge_lora
+from tests.adapters import pairs, trained
+
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+NAMES = ("peft_llama", "peft_gpt2")
+LLAMA = FIXTURES / "peft_llama"
+Q_PROJ = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def fixture(request):
+    """Directory, base model and adapted model."""
+    directory = FIXTURES / request.param
+    base = load_hf(directory / "base")
+    return directory, base, load_peft(base, directory / "adapter")
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return load_hf(LLAMA / "base")
+
+
+def settings(directory: Path) -> dict:
+    return json.loads((directory / "adapter_config.json").read_text())
+
+
+def tensors(directory: Path) -> dict[str, np.ndarray]:
+    return load_file(directory / "adapter_model.safetensors")
+
+
+def same(first, second) -> None:
+    """The two models are equal bit by bit, scales included."""
+    assert jax.tree.structure(first) == jax.tree.structure(second)
+    jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A function that copies the Llama adapter with some settings and tensors changed (None: left out)."""
+
+    def make(changed: dict | None = None, weights: dict | None = None) -> Path:
+        directory = Path(shutil.copytree(LLAMA / "adapter", tmp_path / "copy"))
+        content = settings(directory) | (changed or {})
+        (directory / "adapter_config.json").write_text(json.dumps(content))
+        kept = {name: x for name, x in (tensors(directory) | (weights or {})).items() if x is not None}
+        save_file(kept, directory / "adapter_model.safetensors")
+        return directory
+
+    return make
+
+
+# --- agreement with PEFT ---
+
+
+def test_logits_are_those_of_peft(fixture):
+    directory, base, model = fixture
+    expected = np.load(directory / "expected.npz")
+    ids = jnp.asarray(expected["input_ids"])
+    np.testing.assert_allclose(model(ids).logits, expected["logits"], rtol=0, atol=1e-4)
+    assert np.abs(expected["logits"] - expected["base_logits"]).max() > 1
+    kept = named_leaves(base)
+    assert all(
+        leaf is kept[name.removesuffix(".base")]
+        for name, leaf in named_leaves(model).items()
+        if name not in pairs(model)
+    )
+
+
+def test_the_merged_model_gives_the_same_logits(llama):
+    expected = np.load(LLAMA / "expected.npz")
+    merged = merge_lora(load_peft(llama, LLAMA / "adapter"))
+    np.testing.assert_allclose(merged(jnp.asarray(expected["input_ids"])).logits, expected["logits"], rtol=0, atol=1e-4)
+
+
+def test_what_peft_wrote_is_written_again_bit_by_bit(fixture, tmp_path):
+    directory, base, model = fixture
+    save_peft(model, tmp_path / "again")
+    theirs, ours = tensors(directory / "adapter"), tensors(tmp_path / "again")
+    assert theirs.keys() == ours.keys()
+    for name, tensor in theirs.items():
+        assert tensor.dtype == ours[name].dtype
+        np.testing.assert_array_equal(tensor, ours[name], err_msg=name)
+    same(load_peft(base, tmp_path / "again"), model)
+    first, second = settings(directory / "adapter"), settings(tmp_path / "again")
+    assert second.keys() <= first.keys()
+    for key in ("r", "lora_alpha", "use_rslora", "bias", "fan_in_fan_out", "peft_type", "task_type", "lora_dropout"):
+        assert second[key] == first[key]
+
+
+def test_modules_are_named_shortly_only_where_all_are_adapted(fixture, tmp_path):
+    directory, _, model = fixture
+    save_peft(model, tmp_path / "again", base_model="org/base")
+    named = settings(tmp_path / "again")["target_modules"]
+    short = set(settings(directory / "adapter")["target_modules"])
+    if directory.name == "peft_gpt2":  # the attention's c_proj is not adapted
+        short = short - {"mlp.c_proj"} | {f"transformer.h.{layer}.mlp.c_proj" for layer in range(2)}
+    assert named == sorted(short)
+    assert settings(tmp_path / "again")["base_model_name_or_path"] == "org/base"
+
+
+def test_some_layers_of_a_pattern(tmp_path):
+    """Stacks are adapted one by one: here the full layer of Gemma 3, between two stacks of local ones."""
+    base = load_hf(FIXTURES / "gemma3_pattern")
+    model = trained(base, LoRAConfig(rank=2, targets=("segments.1.unit.0.mixer.query", "*.mixer.out")))
+    save_peft(model, tmp_path / "some")
+    assert settings(tmp_path / "some")["target_modules"] == ["model.layers.2.self_attn.q_proj", "o_proj"]
+    back = load_peft(base, tmp_path / "some")
+    jax.tree.map(np.testing.assert_array_equal, pairs(back), pairs(model))
+
+
+@pytest.mark.parametrize(
+    "rank, alpha, stabilized, written",
+    [
+        (8, 16.0, False, (16, False)),
+        (6, 1.0, False, (1, False)),
+        (5, 3.0, True, (3, True)),
+        (3, 0.7, False, (0.7, False)),
+    ],
+)
+def test_scales_survive(llama, tmp_path, rank, alpha, stabilized, written):
+    lora = LoRAConfig(rank=rank, alpha=alpha, rank_stabilized=stabilized)
+    model = trained(llama, lora)
+    save_peft(model, tmp_path / "one")
+    content = settings(tmp_path / "one")
+    assert (pytest.approx(content["lora_alpha"]), content["use_rslora"]) == written
+    for node in low_rank_weights(load_peft(llama, tmp_path / "one")).values():
+        assert node.scale == pytest.approx(lora.scale, rel=1e-15)
+
+
+# --- dtypes and devices ---
+
+
+def test_dtypes(llama, tmp_path):
+    half = load_peft(llama, LLAMA / "adapter", dtype=jnp.bfloat16)
+    assert {leaf.dtype for leaf in pairs(half).values()} == {jnp.dtype(jnp.bfloat16)}
+    save_peft(half, tmp_path / "half")
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a, np.asarray(b, a.dtype)),
+        tensors(tmp_path / "half"),
+        tensors(LLAMA / "adapter"),
+    )
+    again = pairs(load_peft(llama, tmp_path / "half"))  # kept like the model's weights
+    for name, leaf in pairs(half).items():
+        assert again[name].dtype == jnp.float32
+        np.testing.assert_array_equal(again[name], leaf.astype(jnp.float32))
+
+
+def test_pairs_are_born_and_written_sharded(llama, tmp_path):
+    layout = ed.Layout.create(fsdp=4, tensor=2)
+    model = load_peft(llama.place(layout), LLAMA / "adapter")
+    shardings = named_leaves(layout.shardings(model))
+    for name, leaf in pairs(model).items():
+        assert leaf.sharding == shardings[name]
+    assert not shardings["segments.0.unit.0.mixer.query.lora_a"].is_fully_replicated
+    save_peft(model, tmp_path / "again")
+    jax.tree.map(np.testing.assert_array_equal, tensors(tmp_path / "again"), tensors(LLAMA / "adapter"))
+
+
+# --- refusals of settings ---
+
+REFUSED = {
+    "peft_type": "IA3",
+    "r": 0,
+    "lora_alpha": -1,
+    "use_rslora": "yes",
+    "bias": "lora_only",
+    "use_dora": True,
+    "use_qalora": True,
+    "use_bdlora": {"target_modules_bd_a": []},
+    "lora_bias": True,
+    "modules_to_save": ["lm_head"],
+    "layers_to_transform": [0],
+    "layers_pattern": "layers",
+    "layer_replication": [[0, 2], [1, 3]],
+    "rank_pattern": {"q_proj": 2},
+    "alpha_pattern": {"q_proj": 2},
+    "loftq_config": {"loftq_bits": 4},
+    "init_lora_weights": "pissa",
+    "megatron_config": {"a": 1},
+    "trainable_token_indices": [1],
+    "target_parameters": ["experts.down_proj"],
+    "alora_invocation_tokens": [5],
+    "corda_config": {},
+    "lora_ga_config": {},
+    "arrow_config": {},
+    "kasa_config": {},
+    "monteclora_config": {},
+    "velora_config": {},
+    "made_up": 1,
+}
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_settings_with_an_effect_are_refused_by_name(llama, copy, key):
+    with pytest.raises(ConversionError, match=rf"^adapter_config\.json: .*\b{key}\b"):
+        load_peft(llama, copy({key: REFUSED[key]}))
+
+
+def test_every_setting_that_must_be_off_is_tried():
+    assert (
+        peft.UNSUPPORTED_KEYS.keys() <= REFUSED.keys()
+        and not peft.UNSUPPORTED_KEYS.keys() & peft.IGNORED_PEFT_KEYS.keys()
+    )
+    known = REFUSED.keys() | peft.IGNORED_PEFT_KEYS.keys()
+    assert settings(LLAMA / "adapter").keys() <= known
+
+
+def test_settings_without_an_effect_are_passed_over(llama, copy):
+    directory = copy(dict.fromkeys(peft.IGNORED_PEFT_KEYS, "anything") | {"init_lora_weights": "gaussian"})
+    same(load_peft(llama, directory), load_peft(llama, LLAMA / "adapter"))
+
+
+@pytest.mark.parametrize("key", ["peft_type", "r", "lora_alpha"])
+def test_missing_settings_are_refused(llama, copy, key):
+    with pytest.raises(ConversionError, match=rf"{key} is missing"):
+        load_peft(llama, copy({key: None}))
+
+
+# --- refusals of tensors ---
+
+
+def test_tensors_that_do_not_fit_are_all_listed(llama, copy):
+    stranger = "base_model.model.lm_head.lora_A.weight"
+    directory = copy(
+        weights={
+            Q_PROJ.format(0, "A"): None,
+            Q_PROJ.format(2, "B"): np.zeros((24, 2), np.float32),
+            stranger: np.zeros((3, 16), np.float32),
+        }
+    )
+    with pytest.raises(ConversionError, match="3 tensors are not as expected") as caught:
+        load_peft(llama, directory)
+    sentence = str(caught.value)
+    assert f"{Q_PROJ.format(0, 'A')} is missing" in sentence
+    assert f"{stranger} belongs to no matrix" in sentence
+    assert f"{Q_PROJ.format(2, 'B')} has the shape (24, 2), but (24, 3) follows from the model and r=3" in sentence
+
+
+def test_a_layer_without_its_pair_is_refused(llama, copy):
+    with pytest.raises(ConversionError, match="2 tensors") as caught:
+        load_peft(llama, copy(weights={Q_PROJ.format(1, factor): None for factor in "AB"}))
+    assert all(f"{Q_PROJ.format(1, factor)} is missing" in str(caught.value) for factor in "AB")
+
+
+def test_adapters_of_another_model_are_refused(llama):
+    with pytest.raises(ConversionError, match=r"transformer\.h\.0\.attn\.c_attn\.lora_A\.weight belongs to no matrix"):
+        load_peft(llama, FIXTURES / "peft_gpt2" / "adapter")
+
+
+def test_an_empty_adapter_is_refused(llama, copy):
+    with pytest.raises(ConversionError, match="holds no pair"):
+        load_peft(llama, copy(weights=dict.fromkeys(tensors(LLAMA / "adapter"))))
+
+
+def test_only_safetensors_inside_the_directory_are_read(llama, copy, tmp_path):
+    directory = copy()
+    outside = tmp_path / "outside.safetensors"
+    (directory / "adapter_model.safetensors").rename(outside)
+    (directory / "adapter_model.bin").write_bytes(b"never opened")
+    with pytest.raises(ConversionError, match=r"adapter_model\.bin is not read"):
+        load_peft(llama, directory)
+    (directory / "adapter_model.safetensors").symlink_to(outside)
+    with pytest.raises(ConversionError, match="leads out of its directory"):
+        load_peft(llama, directory)
+    with pytest.raises(ConversionError, match="does not exist"):
+        load_peft(llama, tmp_path / "nowhere")
+
+
+def test_a_second_adapter_is_refused(fixture):
+    directory, _, model = fixture
+    with pytest.raises(ConversionError, match="has low-rank pairs already"):
+        load_peft(model, directory / "adapter")
+
+
+# --- refusals of what is to be written ---
+
+
+def test_what_peft_cannot_hold_is_not_written(fixture, tmp_path, monkeypatch):
+    _, base, model = fixture
+    with pytest.raises(ConversionError, match="has no low-rank pairs"):
+        save_peft(base, tmp_path / "none")
+    path, node = next(iter(low_rank_weights(model).items()))
+    other = LowRank(base=node.base, lora_a=node.lora_a, lora_b=node.lora_b, scale=0.125)
+    with pytest.raises(ConversionError, match=r"pairs of several \(rank, scale\): .*0\.125"):
+        save_peft(replaced(model, {path: other}), tmp_path / "none")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(ConversionError, match="is not empty"):
+        save_peft(model, tmp_path / "full")
+    monkeypatch.setattr(peft, "_adaptable", lambda model: {})
+    with pytest.raises(ConversionError, match=f"no module for .*{path}"):
+        save_peft(model, tmp_path / "none")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["full"]
+
+
+@pytest.mark.parametrize(
+    "name, targets, modules",
+    [
+        ("qwen2_5_vl", ("segments.*.mixer.query", "vision.projector.*", "vision.segments.*.mlp.up"),
+         {"q_proj", "model.visual.merger.mlp.0", "model.visual.merger.mlp.2"}
+         | {f"model.visual.blocks.{layer}.mlp.up_proj" for layer in range(3)}),
+        ("mistral3", ("*.mixer.query", "vision.projector.*"), {"q_proj", "merging_layer", "linear_1", "linear_2"}),
+    ],
+)  # fmt: skip
+def test_pairs_of_encoders_are_named_as_their_modules(name, targets, modules, tmp_path):
+    """As transformers calls them once they are loaded; adapters with the names of the files are read, too."""
+    base = load_hf(FIXTURES / name)
+    model = trained(base, LoRAConfig(rank=2, targets=targets))
+    save_peft(model, tmp_path / "new")
+    assert set(settings(tmp_path / "new")["target_modules"]) == modules
+    new = tensors(tmp_path / "new")
+    assert all(key.startswith(("base_model.model.model.", "base_model.model.lm_head.")) for key in new)
+    assert any(".model.language_model.layers.0." in key for key in new)
+    jax.tree.map(np.testing.assert_array_equal, pairs(load_peft(base, tmp_path / "new")), pairs(model))
+    inner = {"qwen2_5_vl": "model.", "mistral3": "language_model.model."}[name]
+    before = {key.replace("model.model.language_model.", f"model.{inner}"): value for key, value in new.items()}
+    before = {key.replace("model.model.visual.", "model.visual."): value for key, value in before.items()}
+    for prefix in ("multi_modal_projector", "vision_tower"):
+        before = {key.replace(f"model.model.{prefix}.", f"model.{prefix}."): value for key, value in before.items()}
+    assert not before.keys() & new.keys()
+    shutil.copytree(tmp_path / "new", tmp_path / "old")
+    save_file(before, tmp_path / "old" / "adapter_model.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, pairs(load_peft(base, tmp_path / "old")), pairs(model))

@@ -1,0 +1,120 @@
+"""Whether a conversion is right: tensors, logits, and what transformers is shown."""
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from eqx_decoders.errors import ConversionError
+from eqx_decoders.io.huggingface import verify
+
+
+FIXTURES = Path(__file__).parents[2] / "fixtures"
+CHAT = FIXTURES / "chat_llama"
+MISTRAL = FIXTURES / "mistral_window"
+TABLE, NORM = "model.embed_tokens.weight", "model.norm.weight"
+
+
+def copied(folder: Path, source: Path = CHAT, **config) -> Path:
+    """A copy of a directory with other keys in its config.json."""
+    shutil.copytree(source, folder)
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | config))
+    return folder
+
+
+def test_what_is_told_of_two_arrays_of_logits():
+    one = np.asarray([[1.0, 2.0, 0.0], [3.0, 0.0, 0.0]], np.float32)
+    other = one + np.asarray([[0.0, 0.0, 2.5], [0.5, 0.0, 0.0]], np.float32)
+    found = verify.compare_logits(one, other)
+    assert (found.maximum, found.mean, found.agreement) == (2.5, 0.5, 0.5)
+    assert verify.compare_logits(one, one + np.inf).maximum == np.inf
+
+
+class FakeModel:
+    """What `AutoModelForCausalLM` is asked for."""
+
+    asked: dict = {}  # noqa: RUF012
+
+    @classmethod
+    def from_pretrained(cls, folder, **options):
+        cls.asked = {"files": sorted(os.listdir(folder)), **options}
+        return cls()
+
+    def float(self):
+        return self
+
+    eval = float
+
+    def __call__(self, ids, use_cache):
+        values = types.SimpleNamespace(numpy=lambda: np.zeros((*ids.shape, 320), np.float32))
+        return types.SimpleNamespace(logits=values)
+
+
+@pytest.fixture
+def fake_transformers(monkeypatch):
+    FakeModel.asked = {}
+    logging = types.SimpleNamespace(disable_progress_bar=lambda: None)
+    fakes = {
+        "transformers": types.SimpleNamespace(AutoModelForCausalLM=FakeModel),
+        "transformers.utils": types.SimpleNamespace(logging=logging),
+        "torch": types.SimpleNamespace(float32="float32", from_numpy=lambda ids: ids, no_grad=contextlib.nullcontext),
+    }
+    for name, module in fakes.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_transformers_sees_data_only(fake_transformers, tmp_path):
+    folder = copied(tmp_path / "model")
+    for name in ("modeling_evil.py", "pytorch_model.bin", "adapter_config.json"):
+        (folder / name).write_text("{}")
+    ids = np.zeros((1, 3), np.int32)
+    assert verify.transformers_logits(folder, ids).shape == (1, 3, 320)
+    asked = FakeModel.asked
+    assert asked["files"] == ["config.json", "model.safetensors"]
+    assert (
+        asked["trust_remote_code"] is False and asked["local_files_only"] is True and asked["use_safetensors"] is True
+    )
+
+
+def test_transformers_never_sees_what_our_reader_refuses(fake_transformers, tmp_path):
+    folder = copied(tmp_path / "model", auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"})
+    with pytest.raises(ConversionError, match="auto_map"):
+        verify.transformers_logits(folder, np.zeros((1, 3), np.int32))
+    assert not FakeModel.asked
+
+
+def test_random_ids_stay_within_vocabulary_and_positions():
+    gpt2, chat = (verify.read_config(FIXTURES / name)[0] for name in ("gpt2", "chat_llama"))
+    ids = verify.random_ids(gpt2, rows=3, length=100)
+    assert ids.shape == (3, 32) and ids.dtype == np.int32 and set(np.unique(ids)) <= set(range(64))
+    assert verify.random_ids(chat, length=100).shape == (2, 100)
+
+
+def test_other_tensors_are_told(tmp_path):
+    """Two directories of the same settings but for the number of layers and a width."""
+    wrong, values = verify.compare_directories(FIXTURES / "llama_bf16", FIXTURES / "llama_rope")
+    assert any("model.layers.0.self_attn.q_proj.weight" in line for line in [*wrong, *values])
+    assert verify.compare_directories(CHAT, copied(tmp_path / "same", rope_theta=10000.0)) == ([], [])
+
+
+@pytest.mark.parametrize("value, gap", [(0.5, "0.5"), (np.nan, "nan"), (np.inf, "inf")])
+def test_another_number_is_found(tmp_path, value, gap):
+    """In the second of two tensors, at one place."""
+    directory = Path(shutil.copytree(MISTRAL, tmp_path / "other"))
+    tensors = load_file(directory / "model.safetensors")
+    tensors[TABLE][3, 2] = np.nan  # in both
+    save_file(tensors, directory / "model.safetensors")
+    again = Path(shutil.copytree(directory, tmp_path / "again"))
+    assert verify.compare_directories(directory, again) == ([], [])
+    tensors[NORM][1] = tensors[NORM][1] + value
+    save_file(tensors, again / "model.safetensors")
+    assert verify.compare_directories(directory, again) == ([], [f"{NORM}: by up to {gap}"])
+    assert verify.compare_directories(again, directory) == ([], [f"{NORM}: by up to {gap}"])

@@ -1,0 +1,142 @@
+"""Sounds of Gemma 4 become what transformers makes of them, and prompts get as many placeholders."""
+
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.errors import ConversionError, DataError
+from eqx_decoders.families.config_reader import Fields
+from eqx_decoders.inference.text_model import Files, load_text_model
+from eqx_decoders.io.processors.gemma_audio import Gemma4Sounds, LogMagnitudes
+from eqx_decoders.io.processors.limits import MediaLimits
+from eqx_decoders.io.processors.processor import Processor
+from tests.commands import call
+from tests.encoders.directories import hearing_directory
+from tests.io.processors.media_files import GEMMA_SOUNDS, shown, sound
+
+
+EXPECTED = np.load(pathlib.Path(__file__).parents[2] / "fixtures" / "processors" / "gemma_sounds.npz")
+LIMITS = MediaLimits()
+RULES = Gemma4Sounds()
+
+
+def made(rules, sounds, limits=LIMITS):
+    return rules.all(sounds, limits, [f"sound {number}" for number in range(len(sounds))])
+
+
+@pytest.mark.parametrize("name", GEMMA_SOUNDS)
+def test_spectra_are_those_of_transformers(name):
+    settings, lengths = GEMMA_SOUNDS[name]
+    rules = Gemma4Sounds(spectrum=LogMagnitudes.read(Fields(settings)))
+    arrays, texts = made(rules, [sound(seconds, rules.spectrum.rate) for seconds in lengths])
+    values, mask = arrays["input_features"], arrays["input_features_mask"]
+    assert values.shape == tuple(EXPECTED[f"{name}/shape"]) and values.dtype == np.float32
+    np.testing.assert_allclose(shown(values), EXPECTED[f"{name}/input_features"], atol=1e-5)
+    np.testing.assert_array_equal(np.packbits(mask, axis=1), EXPECTED[f"{name}/input_features_mask"])
+    # as many as transformers' processor counts
+    assert [text.count("<|audio|>") for text in texts] == mask[:, ::4].sum(axis=1).tolist()
+    assert all(text.startswith("<|audio><|audio|>") and text.endswith("<|audio|><audio|>") for text in texts)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_sound_becomes_what_it_becomes_alone(side):
+    rules = Gemma4Sounds(spectrum=LogMagnitudes(padded=side))
+    files = [sound(seconds) for seconds in (0.7, 0.345, 0.1)]
+    (together, texts), alone = made(rules, files), [made(rules, [file]) for file in files]
+    for index, (own, (text,)) in enumerate(alone):
+        count = own["input_features"].shape[1]
+        np.testing.assert_array_equal(together["input_features"][index, :count], own["input_features"][0])
+        assert not together["input_features"][index, count:].any()
+        assert together["input_features_mask"][index].sum() == own["input_features_mask"].sum()
+        assert texts[index] == text
+
+
+def test_sounds_that_are_refused():
+    with pytest.raises(DataError, match="sound 0 has 160 samples: a sound must have more than half a window of 320"):
+        made(RULES, [np.zeros(160, np.float32)])
+    assert made(RULES, [np.zeros(161, np.float32)])[1] == ["<|audio><|audio|><audio|>"]
+    with pytest.raises(
+        DataError, match=r"2 sounds up to sound 1, .* have 2.0 s: more than MediaLimits.max_seconds=1.5"
+    ):
+        made(RULES, [sound(1.0)] * 2, MediaLimits(max_seconds=1.5))
+
+
+BAD = [
+    (dict(dither=0.1), "dither=0.1 changes"),
+    (dict(padding_value=1.0), "padding_value=1.0 changes"),
+    (dict(padding_side="top"), "padding_side=top is not known"),
+    (dict(preemphasis=-1), "preemphasis=-1 must be a finite number of at least 0"),
+    (dict(per_bin_mean=[1, "a"]), "per_bin_mean=.* must be a list of finite numbers"),
+    (dict(sampling_rate=10), "sampling_rate=10 must be"),
+]
+
+
+@pytest.mark.parametrize(("keys", "message"), BAD, ids=[message for _, message in BAD])
+def test_settings_that_are_refused(keys, message):
+    with pytest.raises(ConversionError, match=message):
+        LogMagnitudes.read(Fields(keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (dict(mean=(0.0,)), "LogMagnitudes.mean must have a number for each of 128 bands"),
+        (dict(bands=2, std=(1.0, 0.0)), "LogMagnitudes.std must not be 0"),
+        (dict(bands=10**6), "must be at most 1024 bands"),
+        (dict(window_ms=1e9), "must be at most"),
+        (dict(hop_ms=1e-9), "one a hop"),
+        (dict(padded="left", window_ms=5.0), "would see nothing but padding"),
+        (dict(lowest=9000.0), "LogMagnitudes.highest"),
+        (dict(floor=0.0), "LogMagnitudes.floor"),
+    ],
+)
+def test_bad_spectra_are_named(keys, message):
+    with pytest.raises(ed.ConfigError, match=message):
+        LogMagnitudes(**keys)
+
+
+# --- a directory of a model that hears ---
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return hearing_directory(tmp_path_factory.mktemp("hearing") / "model")
+
+
+@pytest.fixture(scope="module")
+def text(folder):
+    return load_text_model(folder, "float32")
+
+
+def test_settings_of_a_directory(folder):
+    rules = Processor.load(folder).sounds
+    content = json.loads((folder / "processor_config.json").read_text())
+    assert rules.spectrum == LogMagnitudes(bands=8, padded=content["feature_extractor"]["padding_side"])
+    assert (rules.placeholder, rules.begin, rules.end) == ("<|audio|>", "<|audio>", "<audio|>")
+
+
+def test_prompts_have_a_place_for_each_token_of_a_sound(text):
+    token = text.model.config.media.audio_token
+    files = [sound(0.2), sound(0.345)]
+    parts = [{"type": "audio", "audio": file} for file in files] + [{"type": "text", "text": "?"}]
+    ids, media = text.prepare([{"role": "user", "content": parts}])
+    assert (ids == token).sum() == 5 + 9 and media.index.shape == (1, len(ids))
+    plain, heard = text.prepare("What?", Files(sounds=(files[1],)))
+    assert (plain == token).sum() == 9 and heard.sounds.real.sum() == 35
+    own = np.asarray(text.model.encode(heard).features)[:9]
+    np.testing.assert_allclose(own, np.asarray(text.model.encode(media).features)[5:14], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_answers_depend_on_the_sound(folder, tmp_path):
+    """By the program, as users run it."""
+    soundfile = pytest.importorskip("soundfile")
+    other = -np.sqrt(np.abs(sound(0.3)))[::-1]
+    for name, samples in (("one", sound(0.5)), ("other", other)):
+        soundfile.write(tmp_path / f"{name}.wav", samples, 16_000, subtype="FLOAT")
+    words = ("generate", "--model", folder, "--temperature", "0", "--max-new-tokens", "8", "--prompt", "What is it?")
+    found = [call(*words, "--audio", tmp_path / f"{name}.wav")[0] for name in ("one", "other")]
+    assert found[0] != found[1]

@@ -1,0 +1,236 @@
+"""One writer per run directory; signals set a flag that the run asks for."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from eqx_decoders.errors import CheckpointError, ConfigError, ConversionError, DataError
+from eqx_decoders.io import run_lock
+from eqx_decoders.io.run_lock import Interrupt, RunLock, Stopped, check_run_dir, exit_code
+from eqx_decoders.io.status import Waiting
+
+
+# A package of the same name without its __init__: the other process needs neither JAX nor the rest.
+PACKAGE = """
+import sys, types
+package = types.ModuleType("eqx_decoders"); package.__path__ = [sys.argv[1]]; sys.modules["eqx_decoders"] = package
+"""
+HOLDER = f"""{PACKAGE}
+from eqx_decoders.io.run_lock import RunLock
+with RunLock(sys.argv[2]):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    package = Path(run_lock.__file__).parents[1]
+    command = [sys.executable, "-c", HOLDER, str(package), str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "locked\n"
+        yield process
+        process.kill()
+
+
+def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path, holder):
+    with pytest.raises(
+        CheckpointError, match=rf"is in use by pid {holder.pid} on \S+ since 20\d\d-\S+: stop"
+    ) as caught:
+        RunLock(tmp_path / "run").acquire()
+    assert exit_code(caught.value) == 4
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert str(holder.pid) in (tmp_path / "run/.lock").read_text(), "the dead process left its lock file"
+    with RunLock(tmp_path / "run"):
+        assert str(os.getpid()) in (tmp_path / "run/.lock").read_text()
+
+
+def test_a_lock_holds_within_one_process_and_is_released(tmp_path):
+    with RunLock(tmp_path):
+        with pytest.raises(CheckpointError, match="in use by pid"):
+            RunLock(tmp_path).acquire()
+        (tmp_path / ".lock").write_text("")
+        with pytest.raises(CheckpointError, match="in use by another process"):
+            RunLock(tmp_path).acquire()
+    with RunLock(tmp_path):
+        pass
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        RunLock(tmp_path / "file" / "run").acquire()
+
+
+def test_what_a_start_made_is_undone(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "mine").write_text("x")
+    for run in (tmp_path / "new" / "run", tmp_path / "there"):
+        with RunLock(run) as lock:
+            (run / "data" / "part").mkdir(parents=True)
+            (run / "settings.json").write_text("{}")
+            if run.name == "there":
+                (run / "of another program").write_text("x")
+            lock.undo()
+            with RunLock(run):  # of another process, which does not take the file that was deleted
+                assert (run / ".lock").exists()
+        assert {path.name for path in run.iterdir()} - {"mine", "of another program"} == {".lock"}
+    with RunLock(tmp_path / "there") as lock:
+        lock.undo()
+    assert {path.name for path in (tmp_path / "there").iterdir()} == {"mine", "of another program", ".lock"}
+
+
+def test_what_others_put_into_a_new_directory_meanwhile_stays(tmp_path):
+    with RunLock(tmp_path / "run") as lock:
+        (tmp_path / "run" / "notes.txt").write_text("mine")
+        (tmp_path / "run" / "settings.json").write_text("{}")
+        lock.undo()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["notes.txt"]
+
+
+OWN_SETTINGS = '{"run_dir": "a", "model": "tiny", "steps": 3}'
+
+
+def test_a_run_s_directory_is_known_by_what_a_run_wrote(tmp_path):
+    """By content: any program may call its files so. Names that no run writes are nobody's matter."""
+    (tmp_path / "train.log").write_text("")
+    (tmp_path / ".lock").write_text("")  # of a start that is about to write it
+    check_run_dir(tmp_path)
+    check_run_dir(tmp_path / "new")
+    (tmp_path / "loss.png").write_text("mine")
+    (tmp_path / "source").symlink_to("nowhere")
+    for name, foreign, own in (
+        ("settings.json", '{"editor": {"steps": 3}}', OWN_SETTINGS),
+        (".lock", "mine", None),
+        ("owner.json", "[" * 100_000, None),
+    ):
+        (tmp_path / name).write_text(foreign)
+        with pytest.raises(
+            ConfigError, match=rf"run_dir='{tmp_path}' has .*loss.png.*Choose another run_dir"
+        ) as caught:
+            check_run_dir(tmp_path)
+        assert name in str(caught.value) and "source" in str(caught.value) and "train.log" not in str(caught.value)
+        if own is not None:
+            (tmp_path / name).write_text(own)
+            check_run_dir(tmp_path)
+        (tmp_path / name).unlink()
+
+
+@pytest.mark.parametrize("mark", [".lock", "owner.json"])
+def test_a_mark_says_nothing_of_what_else_is_there(tmp_path, mark):
+    """`rm -r runs/x/*` leaves the hidden lock of a run, and what is put there then is no run's."""
+    (tmp_path / mark).write_text('{"id": "a", "pid": 1, "host": "a", "since": "then"}')
+    check_run_dir(tmp_path)
+    (tmp_path / "model.json").write_text("mine")
+    with pytest.raises(ConfigError, match=rf"run_dir='{tmp_path}' has model.json in .*Choose another run_dir"):
+        check_run_dir(tmp_path)
+
+
+def test_a_lock_of_another_program_is_not_written_over(tmp_path):
+    (tmp_path / ".lock").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"\.lock is no lock of a run: choose another run directory"):
+        RunLock(tmp_path).acquire()
+    assert (tmp_path / ".lock").read_text() == "mine"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_sets_the_flag_and_handlers_come_back(number):
+    before = [signal.getsignal(s) for s in Interrupt.SIGNALS]
+    with Interrupt() as interrupt:
+        assert not interrupt.requested and interrupt.exit_code == 0
+        signal.raise_signal(number)
+        assert interrupt.requested and interrupt.signal == number and interrupt.exit_code == 128 + number
+    assert [signal.getsignal(s) for s in Interrupt.SIGNALS] == before
+    assert run_lock.EXIT_SIGTERM == 128 + signal.SIGTERM
+
+
+def test_a_second_sigint_acts_at_once():
+    before = signal.getsignal(signal.SIGINT)  # a shell starts what runs in its background with SIGINT ignored
+    with pytest.raises(KeyboardInterrupt), Interrupt():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("number", Interrupt.SIGNALS)
+def test_where_there_is_nothing_to_save_a_signal_stops_at_once(number):
+    with Interrupt(at_once=True), Waiting("tokenising", kept="nothing is kept"):
+        with pytest.raises(Stopped, match="stopped while tokenising: nothing is kept, start again") as caught:
+            signal.raise_signal(number)
+        assert caught.value.exit_code == 128 + number and isinstance(caught.value, KeyboardInterrupt)
+        with Interrupt() as inner:
+            signal.raise_signal(number)
+            assert inner.requested
+
+
+# The main thread stands in a call that does not return to Python for long, after an event loop that took the signals
+# and did not give them back; or in Python, with a block to be left.
+BUSY = f"""{PACKAGE}
+import hashlib, pathlib, signal, threading, time
+from eqx_decoders.io.run_lock import Interrupt, Watch
+from eqx_decoders.io.status import Waiting
+part = pathlib.Path(sys.argv[2])
+part.mkdir()
+with Interrupt(at_once=sys.argv[3] != "later"), Watch(0.2):
+    signal.set_wakeup_fd(-1)
+    with Waiting("training", kept="nothing is kept", partial=part):
+        threading.Timer(0.5, print, ("busy",), dict(flush=True)).start()  # when the main thread is there
+        try:
+            if sys.argv[3] == "python":
+                time.sleep(60)
+            hashlib.pbkdf2_hmac("sha256", b"x", b"y", 5_000_000 if sys.argv[3] == "later" else 500_000_000)
+        finally:
+            print("left", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "where, number, left, code",
+    [
+        ("call", "SIGINT", "", 130),
+        ("call", "SIGTERM", "", 143),
+        ("python", "SIGINT", "left\n", 130),
+        ("later", "SIGTERM", "left\n", 0),
+    ],
+)
+def test_a_program_ends_soon_wherever_it_is(tmp_path, where, number, left, code):
+    package = Path(run_lock.__file__).parents[1]
+    command = [sys.executable, "-c", BUSY, str(package), str(tmp_path / "part"), where]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout and process.stdout.readline() == "busy\n"
+        begun = time.monotonic()
+        process.send_signal(getattr(signal, number))
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == code and out == left, err
+    if code:
+        assert err == "stopped while training: nothing is kept, start again with the same command\n"
+        assert time.monotonic() - begun < 2
+        assert (tmp_path / "part").exists() == (where == "python"), "which leaves it to the block"
+
+
+def test_sigint_after_sigterm_waits_and_other_threads_are_spared():
+    with Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.requested
+
+    seen = []
+
+    def work():
+        with Interrupt() as interrupt:
+            seen.append(interrupt.requested)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [False]
+
+
+def test_exit_codes():
+    kinds = (ConfigError, DataError, CheckpointError, ConversionError, ValueError)
+    assert [exit_code(kind("x")) for kind in kinds] == [2, 3, 4, 4, 1]

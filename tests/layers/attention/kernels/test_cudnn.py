@@ -1,0 +1,217 @@
+"""cuDNN's attention: its arguments, by XLA's form of the same call; what it is asked for; and that "auto" is exact."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.attention.kernels import cudnn
+from eqx_decoders.layers.attention.kernels.call import Call
+from eqx_decoders.layers.attention.kernels.registry import KERNELS, attend, choose
+from eqx_decoders.layers.attention.mla import LatentAttentionConfig
+from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
+from eqx_decoders.model.decoder import DecoderConfig
+from tests.layers.attention.kernels.test_registry import make, packed_places, plain, same, selection, weights_for
+from tests.models import filled
+
+
+MASKS = [Causal(), SlidingWindow(7), Chunked(9), Bidirectional(), Bidirectional(9)]
+SPLIT = {"query_positions": plain(32, start=20), "key_positions": jnp.roll(plain(56).at[:, 3:6].set(-1), 5, 1)}
+ORDERED = dict.fromkeys(("query_positions", "key_positions"), plain(40))
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(cudnn, "largest_head_dim", lambda: 256)
+
+
+@pytest.fixture
+def by_xla(hopper, monkeypatch):
+    """The same calls, computed by XLA, in float32, too."""
+    table = dataclasses.replace(KERNELS["cudnn"], platforms=("cpu", "gpu"), refusal=lambda call: None)
+    monkeypatch.setitem(KERNELS, "cudnn", table)
+    monkeypatch.setattr(cudnn, "IMPLEMENTATION", "xla")
+
+
+def results(qkv, places, **options):
+    def loss(qkv):
+        out, _ = attend(*qkv, **places, **options)
+        return (out * weights_for(qkv)[0]).sum(), out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(qkv)
+    return out, grads
+
+
+@pytest.mark.parametrize(
+    ("mask", "places", "gapless"),
+    [
+        (Causal(), ORDERED, True),
+        (SlidingWindow(7), ORDERED, True),
+        (Chunked(9), ORDERED, True),
+        (Bidirectional(), ORDERED, True),
+        (SlidingWindow(7), packed_places(40, spans=True), False),
+        (Causal(), packed_places(40) | {"selected": selection(40, 40, 4)}, False),
+        (Causal(), SPLIT, False),
+    ],
+)
+def test_arguments_say_the_mask(by_xla, mask, places, gapless):
+    """Values and gradients are those of `dot`, also of queries that see nothing."""
+    qkv = make(places["query_positions"].shape[1], places["key_positions"].shape[1])
+    found = results(qkv, places, mask=mask, kernel="cudnn", gapless=gapless, aligned=gapless, needs_lse=False)
+    same(found, results(qkv, places, mask=mask, kernel="dot"))
+
+
+def test_of_nothing_comes_nothing(by_xla):
+    places = {"query_positions": plain(4), "key_positions": plain(6, start=4)}
+    out, lse = attend(*make(4, 6), mask=Causal(), **places, kernel="cudnn", needs_lse=False)
+    assert not out.any() and jnp.isnan(lse).all()
+
+
+@pytest.mark.parametrize("places", [ORDERED, packed_places(40)], ids=["gapless", "packed"])
+def test_what_cudnn_is_asked_for(hopper, monkeypatch, places):
+    """Lowered for CUDA, values and gradients are its fused kernels, with a mask where positions are not the indices."""
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
+    gapless, qkv = places is ORDERED, make(40, dtype=jnp.bfloat16)
+    options = dict(mask=SlidingWindow(7), kernel="cudnn", platform="gpu", aligned=True, needs_lse=False)
+
+    def bars(qkv):
+        return jax.grad(lambda qkv: attend(*qkv, **places, **options, gapless=gapless)[0].astype(jnp.float32).sum())(
+            qkv
+        )
+
+    text = jax.jit(bars).trace(qkv).lower(lowering_platforms=("cuda",)).as_text()
+    name = "__cudnn$fmhaSoftmax" if gapless else "__cudnn$fmhaScaleBiasSoftmax"
+    calls = [line for line in text.splitlines() if "__cudnn$" in line]
+    assert [f"@{name}(" in calls[0], f"@{name}Backward(" in calls[1], len(calls)] == [True, True, 2]
+    for call in calls:
+        assert ("\\22CAUSAL\\22" in call) == gapless and ("sliding_window_length\\22: 7" in call) == gapless, call
+        assert "fmha_scale\\22: 1.0" in call
+
+
+# --- what "auto" takes ---
+
+USUAL = dict(
+    mask=Causal(), platform="gpu", batch=1, length=4096, kv_length=4096, head_dim=128, value_dim=128,
+    dtypes=(jnp.bfloat16,) * 3, aligned=True, local=True, needs_lse=False,
+)  # fmt: skip
+
+
+def exact_by_cudnn(call):
+    """In words of the contract, not of the code: without what cuDNN has not got; and what goes beyond indices in a
+    mask, which must be even and may take a gigabyte."""
+    if call.needs_lse or call.soft_cap or call.head_dim != call.value_dim or not call.local:
+        return False
+    if set(call.dtypes) not in ({jnp.bfloat16}, {jnp.float16}) or call.head_dim not in range(8, 257, 8):
+        return False
+    indices = call.gapless and not (call.segments or call.spans or call.selected_heads)
+    if indices and (isinstance(call.mask, Causal | SlidingWindow) or call.mask == Bidirectional()):
+        return True
+    even = call.length % 2 == call.kv_length % 2 == 0
+    return even and call.batch * max(1, call.selected_heads) * call.length * call.kv_length * 4 <= 2**30
+
+
+VARIANTS = dict(
+    mask=MASKS,
+    positions=[
+        dict(gapless=True), dict(), dict(segments=True), dict(gapless=True, segments=True), dict(spans=True),
+        dict(aligned=False, kv_length=8192), dict(aligned=False, kv_length=4097), dict(aligned=False, length=1),
+    ],
+    sizes=[dict(), dict(head_dim=256, value_dim=256), dict(head_dim=264, value_dim=264), dict(value_dim=64),
+           dict(head_dim=100, value_dim=100), dict(batch=17)],
+    dtypes=[(jnp.bfloat16,) * 3, (jnp.float16,) * 3, (jnp.float32,) * 3, (jnp.bfloat16, jnp.bfloat16, jnp.float16)],
+    rest=[dict(), dict(needs_lse=True), dict(soft_cap=2.0), dict(local=False), dict(selected_heads=1),
+          dict(selected_heads=32)],
+    platform=["gpu", "tpu", "cpu"],
+)  # fmt: skip
+
+
+def test_auto_is_exact_in_every_combination(hopper):
+    """Over all combinations: it can do the call; on GPU it is cuDNN where that is exact, and only there."""
+    taken = {}
+    for mask, positions, sizes, dtypes, rest, platform in itertools.product(*VARIANTS.values()):
+        call = Call(**{**USUAL, "mask": mask, "dtypes": dtypes, "platform": platform, **positions, **sizes, **rest})
+        name = choose(call)
+        assert KERNELS[name].lacks(call) is None, (name, call)
+        taken.setdefault(platform, set()).add(name)
+        short = min(call.length, call.kv_length) < (32 if platform == "cpu" else 512)
+        assert (name == "dot") == short
+        if platform == "gpu" and not short:
+            assert name == ("cudnn" if exact_by_cudnn(call) else "chunked"), call
+    assert taken == {
+        "gpu": {"dot", "cudnn", "chunked"},
+        "tpu": {"dot", "interval", "chunked"},
+        "cpu": {"dot", "chunked"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("device", "largest"),
+    [("9.0", 256), ("12.0", 256), ("8.6", 128), ("gfx942", 0), (None, 0)],
+)
+def test_head_dims_of_devices(monkeypatch, device, largest):
+    """By the compute capability; others than NVIDIA's have none."""
+    kind = type("Device", (), {} if device is None else {"compute_capability": device})
+    monkeypatch.setattr(cudnn.jax, "devices", lambda: [kind()])
+    assert cudnn.largest_head_dim() == largest
+    call = Call(**USUAL | dict(gapless=True, head_dim=192, value_dim=192))
+    assert choose(call) == ("cudnn" if largest == 256 else "chunked")
+
+
+def test_refusals(hopper):
+    def call(dtype=jnp.bfloat16, dim=8, length=6, **options):
+        places = dict.fromkeys(("query_positions", "key_positions"), plain(length))
+        kinds = dict(kernel="cudnn", platform="gpu", needs_lse=False) | options
+        return attend(*make(length, dim=dim, value_dim=dim, dtype=dtype), mask=Causal(), **places, **kinds)
+
+    for sentence, options in {
+        "cannot do a log-sum-exp that is merged or has a gradient": dict(needs_lse=True),
+        "cannot do a soft cap": dict(soft_cap=2.0),
+        "cannot do the platform 'cpu'": dict(platform="cpu"),
+        "cannot do dtypes other than bfloat16 or float16": dict(dtype=jnp.float32),
+        "cannot do head_dim=12": dict(dim=12),
+        "cannot do a mask of an odd length": dict(length=5),
+    }.items():
+        with pytest.raises(ConfigError, match=f"kernel='cudnn' {sentence}.* These can: dot, chunked"):
+            call(**options)
+    with pytest.raises(ConfigError, match="gapless=True needs aligned=True"):
+        call(gapless=True)
+
+
+# --- what layers promise ---
+
+
+@pytest.mark.parametrize("mixer", ["attention", "sinks", "latent"])
+def test_what_layers_say_of_their_calls(monkeypatch, mixer):
+    """Rows are gapless where nobody gave positions; lse is read where there is a past, or a sink."""
+    options: dict[str, Any] = dict(head_dim=8, num_kv_heads=1, num_heads=2)
+    kinds = {"attention": AttentionConfig(**options), "sinks": AttentionConfig(**options, sinks=True)}
+    kinds["latent"] = LatentAttentionConfig(num_heads=2, q_rank=None, kv_rank=8, nope_dim=8, rope_dim=4, value_dim=8)
+    block = BlockConfig(mixer=kinds[mixer], mlp=None)
+    config = DecoderConfig(vocab_size=16, embed_dim=16, blocks=(block,), final_norm=None)
+    calls, tokens = [], jnp.zeros((2, 6), jnp.int32)
+    monkeypatch.setattr(
+        "eqx_decoders.layers.attention.kernels.registry.choose", lambda call: calls.append(call) or "dot"
+    )
+
+    def said(order="plain", **given):
+        model = filled(config, context_order=order)
+        eqx.filter_eval_shape(lambda model: model.run(tokens, **given), model)
+        found = [(call.gapless, call.aligned, call.needs_lse) for call in calls]
+        calls.clear()
+        return found
+
+    reads = mixer == "sinks"
+    assert said() == [(True, True, reads)]
+    assert said(order="zigzag") == [(False, False, reads)]
+    assert said(segment_ids=tokens) == said(positions=tokens) == [(False, True, reads)]
+    cache = ed.init_cache(config, 2, 8)
+    assert said(cache=cache, cache_is_empty=True) == [(False, True, reads)]
+    assert said(cache=cache) == [(False, True, True), (False, False, True)]

@@ -1,0 +1,246 @@
+"""The kernel that reads pages, interpreted: it is the general path, and reads nothing that is not a row's own."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.layers.attention import cached
+from eqx_decoders.layers.attention.cached import attend_past
+from eqx_decoders.layers.attention.kernels import pallas_paged
+from eqx_decoders.layers.attention.kernels.common import EMPTY
+from eqx_decoders.layers.cache.format import CacheFormat
+from eqx_decoders.layers.cache.kv_cache import Entries, KVShape
+from eqx_decoders.layers.cache.paged import PageConfig, build_pages
+from eqx_decoders.layers.mask import Causal, Chunked, SlidingWindow, Spans
+from eqx_decoders.sharding.layout import device_bytes
+from tests.compare import assert_close
+from tests.layers.cache.test_paged import check_paged
+from tests.layers.common import normal
+from tests.programs import tpu_devices
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """The kernel runs on CPU, whatever the width, with steps of few tokens."""
+    monkeypatch.setattr(cached, "PLATFORMS", ("cpu", "tpu"))
+    monkeypatch.setattr(pallas_paged, "fits", lambda past, dtype, heads: True)
+    monkeypatch.setattr(pallas_paged, "_STEP_TOKENS", (8, 16))
+    monkeypatch.setattr(pallas_paged, "_QUERY_NUMBERS", 1024)
+
+
+def paged(lengths, head_dim=8, kv_heads=2, values=True, dtype="float32", size=4, seed=0, window=None):
+    """A past of rows with so many tokens, whose pages are mixed; all else is NaN."""
+    rows, row_pages = len(lengths), -(-max(*lengths, size) // size) + 1
+    shape = KVShape(slots=row_pages * size, kv_heads=kv_heads, head_dim=head_dim, ring=False, values=values)
+    pages = PageConfig(page_size=size, num_pages=rows * row_pages + 3)
+    cache = build_pages(shape, 3, rows, row_pages * size, CacheFormat.of(dtype), pages)
+    cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if jnp.issubdtype(x.dtype, jnp.floating) else x, cache)
+    table = np.random.default_rng(seed).permutation(pages.num_pages)[: rows * row_pages].reshape(rows, row_pages)
+    table = np.where(np.arange(row_pages) * size < np.asarray(lengths)[:, None], table, -1)
+    cache = cache.with_table(jnp.asarray(table, jnp.int32))
+    key, value = (jnp.asarray(normal(3, rows, row_pages * size, kv_heads, head_dim, seed=seed + i)) for i in (1, 2))
+    places = np.arange(row_pages * size)[None]
+    places = jnp.asarray(np.where(places < np.asarray(lengths)[:, None], places, -1), jnp.int32)
+    cache = cache.commit(Entries(key, value if values else None), places)
+    if window is not None:  # what is behind every query's window is given back, and others write there
+        behind = (np.arange(row_pages) + 1) * size <= np.asarray(lengths)[:, None] - window + 1
+        cache = cache.with_table(jnp.asarray(np.where(behind, -1, table), jnp.int32))
+        lost = jnp.asarray(np.where(behind, table, pages.num_pages))
+        if dtype == "float32":
+            cache = dataclasses.replace(cache, key=cache.key.at[:, lost].set(jnp.nan))
+    return cache.past(jnp.int32(1))
+
+
+def both(past, positions, heads, dim=8, dtype=jnp.float32, **options):
+    query = jnp.asarray(normal(*positions.shape, heads, dim, seed=9), dtype)
+    options = dict(query_positions=positions, execution=ed.Execution(), **options)
+    got = jax.jit(lambda query, past: attend_past(query, past, **options))(query, past)
+    return got, attend_past(query, past.whole(), **options), query
+
+
+def next_tokens(lengths, count=1):
+    """So many tokens behind each row's, in the last row one fewer, and padding."""
+    positions = np.asarray(lengths)[:, None] + np.arange(count)
+    positions[-1, count - 1 :] = -1
+    return jnp.asarray(positions, jnp.int32)
+
+
+LENGTHS = (13, 0, 16, 1, 40)
+
+
+@pytest.mark.parametrize(
+    "dtype, heads, kv_heads, values, mask, soft_cap",
+    [
+        ("int8", 6, 2, True, SlidingWindow(9), 3.0),
+        pytest.param("float32", 4, 2, True, Causal(), None, marks=pytest.mark.slow),
+        pytest.param("int8", 4, 1, False, Causal(), None, marks=pytest.mark.slow),
+        pytest.param("float32", 4, 1, False, SlidingWindow(9), None, marks=pytest.mark.slow),
+        pytest.param("float8_e4m3fn", 4, 4, True, Chunked(16), 3.0, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 18, 9, True, Causal(), None, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_kernel_is_the_general_path(dtype, heads, kv_heads, values, mask, soft_cap):
+    """One token and several, odd lengths, rows without a past, ends of pages and of steps; NaN elsewhere."""
+    window = getattr(mask, "size", None) if isinstance(mask, SlidingWindow) else None
+    past = paged(LENGTHS, kv_heads=kv_heads, values=values, dtype=dtype, window=window)
+    for count in (5,) if dtype == "int8" and values else (1, 5):
+        (out, lse), want, _ = both(past, next_tokens(LENGTHS, count), heads, mask=mask, soft_cap=soft_cap)
+        assert_close((out, lse), want)
+        assert not out[1].any() and (lse[1] == EMPTY).all() and not out[-1, -1].any() and (lse[-1, -1] == EMPTY).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim, size", [(64, 3), (80, 8), (128, 16), (256, 1)])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_heads_and_pages_of_any_size(head_dim, size, dtype):
+    past = paged(LENGTHS, head_dim=head_dim, dtype=dtype, size=size)
+    for count in (1, 70):  # many blocks of queries
+        got, want, _ = both(past, next_tokens(LENGTHS, count), 4, head_dim, mask=SlidingWindow(30))
+        assert_close(got, want)
+
+
+@pytest.mark.slow
+def test_scales_over_all_heads_spans_and_16_bits():
+    past = paged(LENGTHS, dtype=CacheFormat(dtype="int8", scale_over="heads_and_head_dim"))
+    positions = next_tokens(LENGTHS, 6)
+    spans = Spans(jnp.where(positions % 3 == 0, positions + 2, -1))
+    got, want, _ = both(past, positions, 4, mask=Causal(), query_spans=spans)
+    assert_close(got, want)
+    near, _, low = both(past, positions, 4, mask=Causal(), dtype=jnp.bfloat16)
+    exact = attend_past(
+        low.astype(jnp.float32), past.whole(), mask=Causal(), query_positions=positions, execution=ed.Execution()
+    )
+    assert_close(jax.tree.map(lambda x: x.astype(jnp.float32), near), exact, dtype=jnp.bfloat16, units=4)
+
+
+@pytest.mark.parametrize(
+    "sizes, heads, kv_heads",
+    [
+        (dict(tensor=8), 16, 2),
+        pytest.param(dict(data=2, tensor=2, context=2), 8, 4, marks=pytest.mark.slow),
+        pytest.param(dict(tensor=4, data=2), 4, 1, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_heads_are_split_over_devices(sizes, heads, kv_heads):
+    """Also where several devices share a head of keys, whose scales are their own."""
+    lengths, layout = (13, 0, 16, 20), ed.Layout.create(**sizes)
+    past = paged(lengths, kv_heads=kv_heads, dtype="int8")
+    positions = next_tokens(lengths, 2)
+    query = jnp.asarray(normal(4, 2, heads, 8, seed=9))
+    options = dict(query_positions=positions, mask=Causal())
+    want = attend_past(query, past.whole(), execution=ed.Execution(), **options)
+    run = jax.jit(lambda query, past: attend_past(query, past, execution=ed.Execution(layout=layout), **options))
+    assert_close(run(query, past), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["keys", "chunks", "latents", "indexed", "blocks"])
+def test_decoders_read_pages_by_the_kernel(kind):
+    check_paged(kind)
+    check_paged(kind, "int8", bound=0.06)
+
+
+STEPS = [
+    ("llama3-8b", "v5p:2x2x1", dict(tensor=4), "bfloat16", 64, 16),
+    ("llama3-8b", "v6e:2x2x1", dict(data=2, tensor=2), "int8", 64, 16),
+    ("gemma3-12b", "v5p:2x2x1", dict(tensor=4), "int8", 128, 16),
+    ("llama3.2-1b", "v6e:2x2x1", dict(tensor=4), "float8_e4m3fn", 64, 16),
+    ("qwen3-next-80b", "v5p:2x2x1", dict(tensor=2), "bfloat16", 64, 16),
+    ("qwen3-next-80b", "v6e:2x4", dict(tensor=2, expert=4), "bfloat16", 64, 64),
+    ("deepseek3-671b", "v5p:4x4x4", dict(tensor=8, expert=8), "bfloat16", 64, 16),
+    ("deepseek3-671b", "v6e:8x8", dict(tensor=8, expert=8), "int8", 64, 16),
+    ("llama3-8b", "v5p:2x2x1", dict(data=2, tensor=2), "int8", None, 16),
+    ("gemma3-12b", "v5p:2x2x1", dict(data=2, tensor=2), "int4", None, 16),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, topology, sizes, dtype, page_size, rows", STEPS, ids=str)
+def test_a_decode_step_copies_neither_pages_nor_few_bits(monkeypatch, name, topology, sizes, dtype, page_size, rows):
+    """Compiled for TPUs, whose kernel reads the pages."""
+    monkeypatch.undo()
+    devices = tpu_devices(topology)[: int(np.prod(list(sizes.values())))]
+    layout, config = ed.Layout.create(**sizes, devices=devices), ed.get_config(name)
+    model = ed.abstract(config, layout=layout, precision=ed.Precision(params=jnp.bfloat16, compute=jnp.bfloat16))
+    pages = None if page_size is None else PageConfig(page_size=page_size)
+    cache = ed.abstract_cache(config, rows, 8192, dtype=dtype, layout=layout, pages=pages)
+    split = layout.activation_sharding("batch length", (rows, 1))
+    tokens = jax.ShapeDtypeStruct((rows, 1), jnp.int32, sharding=split)
+
+    def step(model, cache, tokens, positions):
+        out = model(tokens, positions=positions, cache=cache)
+        return out.logits, out.cache
+
+    lowered = jax.jit(step, donate_argnums=1).lower(model, cache, tokens, tokens)
+    assert ("paged_attention" in lowered.as_text()) == (page_size is not None)
+    memory = lowered.compile().memory_analysis()
+    share = sum(device_bytes(leaf) for leaf in jax.tree.leaves(cache))
+    print(f"{name} {sizes} {dtype} {page_size}: {share / 1e6:.1f} MB, {memory.temp_size_in_bytes / 1e6:.2f} MB beside")
+    # where `expert` splits weights, the vocabulary's table is gathered: a size that does not depend on the cache
+    assert memory.temp_size_in_bytes < (0.05 if "expert" in sizes else 0.03) * share
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5p:2x2x1", "v6e:2x2x1"])
+@pytest.mark.parametrize(
+    "heads, kv_heads, head_dim, values, page_size, dtype, count",
+    [
+        (32, 8, 64, True, 16, "bfloat16", 1),
+        (16, 8, 256, True, 64, "int8", 512),
+        (32, 32, 128, True, 32, "float8_e4m3fn", 7),
+        (128, 1, 640, False, 64, "int8", 64),
+        (9, 3, 80, True, 8, "float32", 3),
+        (8, 1, 128, True, 16, "float32", 512),
+    ],
+    ids=str,
+)
+def test_the_kernel_compiles(monkeypatch, topology, heads, kv_heads, head_dim, values, page_size, dtype, count):
+    monkeypatch.undo()
+    layout = ed.Layout.create(data=2, devices=tpu_devices(topology)[:2])
+    shape = KVShape(slots=4096, kv_heads=kv_heads, head_dim=head_dim, ring=False, values=values)
+    cache = jax.eval_shape(lambda: build_pages(shape, 2, 4, 4096, dtype, PageConfig(page_size=page_size)))
+    wide = jnp.float32 if dtype == "float32" else jnp.bfloat16
+
+    def like(words, shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.activation_sharding(words, shape))
+
+    cache = jax.tree.map(
+        lambda x, split: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split),
+        cache,
+        layout.activation_shardings(cache),
+    )
+    query = like("batch length heads head_dim", (4, count, heads, head_dim), wide)
+    options = dict(execution=ed.Execution(layout=layout), mask=SlidingWindow(1000), soft_cap=30.0)
+
+    def run(query, cache, positions):
+        return attend_past(query, cache.past(jnp.int32(1)), query_positions=positions, **options)
+
+    lowered = jax.jit(run).lower(query, cache, like("batch length", (4, count), jnp.int32))
+    assert "paged_attention" in lowered.as_text()
+    lowered.compile()
+
+
+def test_blocks_of_queries_fit_into_vector_memory(monkeypatch):
+    """That of a TPU v4, of which a kernel gets 16 MiB."""
+    monkeypatch.undo()
+    shape = KVShape(slots=256, kv_heads=3, head_dim=80, ring=False, values=True)
+    for dtype in ("float32", "bfloat16"):
+        past = build_pages(shape, 1, 1, 256, dtype, PageConfig(page_size=64)).past(jnp.int32(0))
+        plan = pallas_paged._make_plan(jnp.zeros((1, 512, 9, 80), dtype), past, 3, None, "tpu")
+        item = jnp.dtype(dtype).itemsize
+        held = plan.heads * (4 * 128 * item + 4 * 128 + 4 * 4 * 128)  # queries and results, twice; sums
+        pages = 4 * plan.heads * plan.keys * 128 * item
+        assert 8 * 2**20 < plan.rows * (held + 2 * 4 * plan.keys) + pages < 16 * 2**20
+
+
+def test_tables_that_scalar_memory_cannot_hold_are_refused(monkeypatch):
+    monkeypatch.setattr(pallas_paged, "_SCALAR_BYTES", 256)
+    with pytest.raises(ConfigError, match=r"5 rows of 11 pages: 64 numbers .* Make PageConfig\.page_size=4 larger"):
+        both(paged(LENGTHS), next_tokens(LENGTHS), 4, mask=Causal())

@@ -1,0 +1,325 @@
+"""Sparse attention: which keys an indexer chooses, by a loop in NumPy; what it learns; and decoding over its choice."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.data.batches import Batch
+from eqx_decoders.layers.attention import indexer as module, topk
+from eqx_decoders.layers.attention.indexer import Index, IndexerConfig
+from eqx_decoders.layers.attention.mla import LatentAttentionConfig
+from eqx_decoders.layers.cache.kv_cache import KVShape, Past, StackedPast
+from eqx_decoders.layers.mask import Causal, SlidingWindow
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.rope import Rope
+from eqx_decoders.sharding.axes import named_leaves
+from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.step.step import StepConfig, Trainer
+from tests.compare import assert_close
+from tests.laws import check_ragged_pieces
+from tests.layers.attention.test_mla import (
+    POSITIONS,
+    SEGMENTS,
+    SIZES,
+    WIDTH,
+    X,
+    apply,
+    drawn,
+    key_and_value_by_hand,
+    query_by_hand,
+    rms_by_hand,
+    weights_of,
+)
+from tests.layers.common import context
+from tests.models import EMBED, VOCAB, extend, filled, packed, run, some_tokens
+from tests.oracles import best, norm_by_hand, plain_frequencies, rotate_by_hand, sees, wide
+
+
+INDEXER = IndexerConfig(num_heads=5, head_dim=6, top_k=2)
+
+
+# --- the formula ---
+
+
+def scores_by_hand(layer, x, positions, segments):
+    """`batch length length`; -inf where a key is not seen."""
+    config, w = layer.config, weights_of(layer)
+    heads, head_dim = config.indexer.num_heads, config.indexer.head_dim
+    table = plain_frequencies(config.rope.theta, config.rope_dim)
+
+    def rotated(vector, position):
+        first = rotate_by_hand(vector[: config.rope_dim], max(position, 0), table, "half")
+        return np.concatenate([first, vector[config.rope_dim :]])
+
+    scores = np.full((*x.shape[:2], x.shape[1]), -np.inf)
+    for b, t in np.ndindex(x.shape[:2]):
+        low = rms_by_hand(config, x[b, t] @ w["query_down"], w["query_norm.scale"])
+        weights = x[b, t] @ w["indexer.head_weight"]
+        for s in range(x.shape[1]):
+            if sees(config.mask, positions[b, t], positions[b, s], segments[b, t] == segments[b, s]):
+                key = rotated(norm_by_hand(layer.indexer.key_norm, x[b, s] @ w["indexer.key"]), positions[b, s])
+                scores[b, t, s] = sum(
+                    weights[h] * max(rotated(low @ w["indexer.query"][:, h], positions[b, t]) @ key, 0)
+                    for h in range(heads)
+                ) / np.sqrt(heads * head_dim)
+    return scores
+
+
+def chosen_by_hand(scores, top_k):
+    chosen = np.zeros(scores.shape, bool)
+    for b, t in np.ndindex(scores.shape[:2]):
+        chosen[b, t, best(scores[b, t], top_k)] = True
+    return chosen & (scores > -np.inf)
+
+
+def shares_by_hand(layer, x, positions, chosen):
+    """`batch length heads length`: the weights of attention over the chosen keys; and the layer's output."""
+    config, w = layer.config, weights_of(layer)
+    shares, out = np.zeros((*x.shape[:2], config.num_heads, x.shape[1])), np.zeros(x.shape)
+    for b, t in np.ndindex(x.shape[:2]):
+        query = config.scale * query_by_hand(config, w, x[b, t], positions[b, t])
+        pairs = {s: key_and_value_by_hand(config, w, x[b, s], positions[b, s]) for s in np.flatnonzero(chosen[b, t])}
+        for s, (key, _) in pairs.items():
+            shares[b, t, :, s] = np.exp(np.sum(query * key, axis=1))
+        shares[b, t] /= np.maximum(shares[b, t].sum(-1, keepdims=True), 1e-300)
+        mixed = sum((shares[b, t, :, s, None] * value for s, (_, value) in pairs.items()), np.zeros((2, 3)))
+        out[b, t] = np.einsum("hd,hde->e", mixed, w["out"])
+    return shares, out
+
+
+def divergence_by_hand(scores, shares, chosen):
+    total = 0.0
+    for b, t in np.ndindex(scores.shape[:2]):
+        keys = np.flatnonzero(chosen[b, t])
+        if len(keys):
+            teacher, student = shares[b, t, :, keys].mean(1), np.exp(scores[b, t, keys])
+            total += np.sum(teacher * np.log(teacher / (student / student.sum())))
+    return total
+
+
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_the_layer_attends_to_what_the_loop_chooses(pairing):
+    layer = drawn(indexer=INDEXER, rope=Rope(theta=10.0, pairing=pairing))
+    out, entries = apply(layer, jnp.asarray(X), context(POSITIONS, SEGMENTS))
+    scores = scores_by_hand(layer, wide(X), POSITIONS, SEGMENTS)
+    chosen = chosen_by_hand(scores, 2)
+    assert (chosen.sum(-1) < (scores > -np.inf).sum(-1)).sum() > 4  # something is left out
+    assert_close(out, shares_by_hand(layer, wide(X), POSITIONS, chosen)[1], units=128)
+    assert entries["latents"].key.shape == (2, 7, 1, 10) and entries["index"].key.shape == (2, 7, 1, 6)
+    other = eqx.tree_at(lambda each: each.indexer.key_norm.bias, layer, layer.indexer.key_norm.bias + 3)
+    assert np.abs(apply(other, jnp.asarray(X), context(POSITIONS, SEGMENTS))[0] - out).max() > 1e-2
+
+
+def test_the_best_of_each_row():
+    """With ties, of which the first count, zeros of both signs, and rows where nothing can be chosen."""
+    draws = np.random.default_rng(0).normal(size=(4, 50, 37)).astype(np.float32)
+    draws[1] = np.round(draws[1] * 2)
+    draws[2] = np.where(np.abs(draws[2]) < 0.7, np.copysign(0.0, draws[2]), draws[2])
+    draws[3][:, 5:] = -np.inf
+    for count in (1, 7, 36, 37, 40):
+        found = np.asarray(topk.best_of_each(jnp.asarray(draws), count))
+        for at in np.ndindex(draws.shape[:2]):
+            assert set(np.flatnonzero(found[at])) == set(best(list(draws[at]), count)), (at, count)
+
+
+# --- what it learns ---
+
+
+def learning(warmup: bool, top_k: int = 2, weight: float = 0.5) -> IndexerConfig:
+    return dataclasses.replace(INDEXER, top_k=top_k, loss_weight=weight, warmup=warmup)
+
+
+@pytest.mark.parametrize(
+    "warmup, top_k, tile",
+    [(False, 2, topk.TILE), (False, 2, 80), (True, 2, 40), (False, 20, topk.TILE)],
+    ids=["sparse", "sparse in blocks", "warmup", "few keys"],
+)
+def test_it_learns_from_the_attention_over_what_is_attended_to(warmup, top_k, tile, monkeypatch):
+    """The divergence by a loop; its gradient moves the indexer alone, by differences of the loop."""
+    monkeypatch.setattr(topk, "TILE", tile)
+    layer = drawn(indexer=learning(warmup, top_k))
+
+    def loss(both):
+        result = both[0].branch(both[1], context(POSITIONS, SEGMENTS), None, None)
+        return result.stats["indexer"].loss, result
+
+    (value, result), gradient = eqx.filter_jit(eqx.filter_value_and_grad(loss, has_aux=True))((layer, jnp.asarray(X)))
+    scores = scores_by_hand(layer, wide(X), POSITIONS, SEGMENTS)
+    chosen = scores > -np.inf if warmup else chosen_by_hand(scores, top_k)
+    shares, out = shares_by_hand(layer, wide(X), POSITIONS, chosen)
+    assert_close(result.out, out, units=128)
+    assert float(value) == pytest.approx(divergence_by_hand(scores, shares, chosen), rel=1e-4)
+    assert float(result.stats["indexer"].tokens) == np.sum(POSITIONS >= 0)
+    moved = {name for name, leaf in named_leaves(gradient[0]).items() if np.any(leaf)}
+    assert moved == {name for name in named_leaves(layer) if name.startswith("indexer.")}
+    assert not np.any(gradient[1])
+    for name in ("query", "key", "head_weight"):
+        bar = wide(getattr(gradient[0].indexer, name))
+        way, ends = np.random.default_rng(1).normal(size=bar.shape).astype(np.float32), []
+        for step in (1e-3, -1e-3):
+            weight = getattr(layer.indexer, name) + step * way
+            there = dataclasses.replace(layer, indexer=dataclasses.replace(layer.indexer, **{name: weight}))
+            ends.append(divergence_by_hand(scores_by_hand(there, wide(X), POSITIONS, SEGMENTS), shares, chosen))
+        assert np.sum(bar * way) == pytest.approx((ends[0] - ends[1]) / 2e-3, rel=2e-2, abs=1e-2), name
+
+
+def decoder(layers: int = 2, top_k: int = 3, **options) -> ed.DecoderConfig:
+    sizes = dict(num_heads=4, q_rank=8, kv_rank=8, nope_dim=6, rope_dim=4, value_dim=5)
+    indexer = IndexerConfig(num_heads=16, head_dim=6, top_k=top_k, **options)
+    block = ed.BlockConfig(
+        mixer=LatentAttentionConfig(indexer=indexer, **sizes), mlp=None, pre_mixer_norm=RMSNormConfig()
+    )
+    return ed.DecoderConfig(
+        vocab_size=VOCAB, embed_dim=EMBED, blocks=(block,) * layers, final_norm=RMSNormConfig(), tied=True
+    )
+
+
+@pytest.mark.slow
+def test_fast_is_plain():
+    """Scanned, blockwise, rematerialised and sharded, with packed rows, in values and gradients."""
+    tokens, segments = packed(4)
+    model = filled(decoder(), scan=False, attention="dot")
+    want = run(model, tokens, segments)
+    fast = model.replace(scan=True, attention="chunked", remat="minimal_with_context")
+    assert_close(run(fast.place(ed.Layout.create(fsdp=4, tensor=2)), tokens, segments), want, units=256)
+
+
+@pytest.mark.slow
+def test_documents_of_a_row_choose_as_if_alone():
+    tokens = some_tokens(1, 13)
+    segments = jnp.asarray([[1] * 6 + [2] * 7])
+    model = filled(decoder())
+    whole = eqx.filter_jit(model)(tokens, segment_ids=segments).logits
+    alone = [eqx.filter_jit(model)(part).logits for part in (tokens[:, :6], tokens[:, 6:])]
+    assert_close(whole, jnp.concatenate(alone, axis=1), units=256)
+
+
+@pytest.mark.slow
+def test_the_loss_of_training_is_the_mean_over_layers_and_tokens():
+    """With a weight per layer; and microbatches of unequal length give the gradient of the whole."""
+    tokens, segments = packed(4)
+    batch = Batch(tokens=tokens, segment_ids=segments)
+    config = decoder(loss_weight=0.5)
+    model, plain = filled(config), filled(decoder())
+    loss, metrics = ed.next_token_loss(model, batch)
+    stats = metrics.stats.indexer
+    assert stats.loss.shape == (2,) and stats.tokens.tolist() == [float(jnp.sum(segments > 0))] * 2
+    expected = 0.5 * np.mean(np.asarray(stats.loss / stats.tokens))
+    assert float(loss - ed.next_token_loss(plain, batch)[0]) == pytest.approx(expected, rel=1e-4)
+    optimizer = OptimizerConfig(trainable=("*indexer*",))
+    found = []
+    for parts in (1, 2):
+        trainer = Trainer.create(optimizer, model, steps=1, config=StepConfig(gradient_accumulation_steps=parts))
+        assert {name.split(".")[5] for name in trainer.trainable} == {"indexer"}
+        found.append(eqx.filter_jit(trainer._gradient)(model, batch, None))
+    assert_close(found[1][0], found[0][0], units=256)
+    assert float(found[1][1].loss) == pytest.approx(float(found[0][1].loss), rel=1e-5)
+    assert all(np.any(leaf) for leaf in found[0][0].values())
+
+
+@pytest.mark.slow
+def test_warmup_leaves_attention_dense():
+    tokens = some_tokens(2, 13)
+    logits = {
+        name: eqx.filter_jit(filled(decoder(**options)))(tokens).logits
+        for name, options in {"dense": dict(top_k=13), "warmup": dict(warmup=True), "sparse": {}}.items()
+    }
+    assert_close(logits["warmup"], logits["dense"])
+    model = filled(decoder(warmup=True))
+    _, cache = extend(model, tokens[:, :12], ed.init_cache(model.config, 2, 13, dtype=jnp.float32))
+    assert_close(extend(model, tokens[:, 12:], cache)[0], logits["dense"][:, 12:], units=256)
+    assert np.abs(logits["sparse"] - logits["dense"]).max() > 1e-2
+
+
+# --- decoding ---
+
+
+def test_tokens_and_chunks_decode_as_the_whole():
+    """A padded prefill in chunks, which mask the past, then tokens, which gather what they choose of it."""
+    check_ragged_pieces(filled(decoder()), ed.Layout.create(data=2, fsdp=2, tensor=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("length", "slots", "top_k", "form"), [
+    (1, 8, 3, "gathers"), (2, 9, 4, "gathers"), (3, 9, 3, "masks"), (4, 3, 3, "masks"), (2, 3, 5, "takes all"),
+])  # fmt: skip
+def test_what_is_chosen_of_a_past(length, slots, top_k, form):
+    """By the whole: slots in a turned order, some of them empty; no more are gathered than are chosen."""
+    layer = dataclasses.replace(INDEXER, top_k=top_k).build(WIDTH, 7, key=jax.random.key(0))
+    total, count = slots + length, slots - 1
+    draws = np.random.default_rng(2)
+    index = Index(
+        *(jnp.asarray(draws.normal(size=(2, total, *shape)), jnp.float32) for shape in ((5, 6), (5,), (1, 6)))
+    )
+    places = np.arange(count + length)[None].repeat(2, 0)
+    order = np.append(np.arange(count), -1)  # the last slot is empty
+    past = Past(
+        key=index.key[:, :slots].swapaxes(1, 2), value=None, positions=jnp.asarray(order[None].repeat(2, 0), jnp.int32)
+    )
+    now = Index(*(x[:, slots:] for x in index))
+    ctx = context(places[:, count:])
+    choice = layer.choose_cached(now, past, Causal(), ctx)
+    if form == "takes all":
+        assert choice is None
+        return
+    keys = jnp.concatenate([index.key[:, :count, 0], now.key[:, :, 0]], axis=1)
+    scores = module._scores(now.query, now.weight, keys)
+    seen = places[:, None] <= places[:, count:, None]
+    want = chosen_by_hand(np.where(seen, wide(scores), -np.inf), top_k)
+    assert (choice.slots is not None) == (form == "gathers")
+    if choice.slots is None:
+        got = np.asarray(choice.past[:, 0, :, :count])
+    else:
+        assert choice.slots.shape == (2, length, min(top_k, slots))
+        got = np.any(np.asarray(choice.slots)[..., None] == np.arange(count), axis=2)
+    np.testing.assert_array_equal(got, want[..., :count])
+    np.testing.assert_array_equal(np.asarray(choice.present[:, 0]) & seen[..., count:], want[..., count:])
+
+
+def test_generation_chooses_like_the_whole():
+    model, prompt = filled(decoder(1)), some_tokens(2, 6)
+    tokens = ed.generate(model, prompt, max_new_tokens=5)
+    whole = jnp.concatenate([prompt, tokens], axis=1)
+    np.testing.assert_array_equal(tokens, jnp.argmax(eqx.filter_jit(model)(whole).logits, axis=-1)[:, 5:-1])
+
+
+def test_single_slots_are_read_from_the_cache_of_all_layers():
+    """A slot beyond the last is none, though the last one holds a token."""
+    draws = jnp.asarray(np.random.default_rng(0).normal(size=(3, 2, 1, 4, 5)), jnp.float32)
+    past = StackedPast(key=draws, layer=jnp.asarray(1), positions=jnp.asarray([[0, 1, 2, 3], [0, 1, -1, 7]]))
+    key, positions = past.at(jnp.asarray([[3, 5, 0], [4, 3, 2]]))
+    assert positions.tolist() == [[3, -1, 0], [-1, 7, -1]]
+    np.testing.assert_array_equal(key[0, [0, 2], 0], draws[1, 0, 0, jnp.asarray([3, 0])])
+    np.testing.assert_array_equal(key[1, 1:, 0], draws[1, 1, 0, jnp.asarray([3, 2])])
+    np.testing.assert_array_equal(past.whole().key, draws[1])
+
+
+def test_it_is_remembered_beside_the_latents():
+    shapes = decoder().blocks[0].mixer.memory(32)
+    assert shapes == {
+        "latents": KVShape(slots=32, kv_heads=1, head_dim=12, ring=False, values=False, by_slot=True),
+        "index": KVShape(slots=32, kv_heads=1, head_dim=6, ring=False, values=False),
+    }
+
+
+@pytest.mark.parametrize("options, sentence", [
+    (dict(q_rank=None), "indexer needs q_rank"),
+    (dict(mask=SlidingWindow(3)), r"indexer needs mask=Causal\(\), not SlidingWindow\(size=3\)"),
+    (dict(indexer=dataclasses.replace(INDEXER, head_dim=3)), "indexer.head_dim=3 must be at least rope_dim=4"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(options, sentence):
+    with pytest.raises(ed.ConfigError, match=sentence):
+        LatentAttentionConfig(**SIZES | dict(indexer=INDEXER) | options)
+    with pytest.raises(ed.ConfigError, match=r"IndexerConfig\.top_k=0"):
+        IndexerConfig(top_k=0)
+
+
+def test_operations_are_counted():
+    mixer = decoder().blocks[0].mixer
+    assert mixer.token_products(2) == 4 * 2 * 15 + 16 * 6 * 2
+    assert mixer.token_products(100) == 4 * 3 * 15 + 16 * 6 * 100

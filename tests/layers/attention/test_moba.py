@@ -1,0 +1,165 @@
+"""Mixture of block attention against a loop in NumPy, in documents of a row and over a cache."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.layers.attention import topk
+from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.attention.moba import BlockSelection
+from eqx_decoders.layers.cache.kv_cache import Past
+from eqx_decoders.layers.mask import SlidingWindow
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.norm import RMSNormConfig
+from tests.compare import assert_close
+from tests.models import EMBED, VOCAB, extend, filled, packed, run, some_tokens
+from tests.oracles import best
+
+
+def chosen_by_hand(config, query, key, positions, segments):
+    """`batch heads length length`: what each query attends to, token by token."""
+    batch, length, heads, _ = query.shape
+    groups, seen = heads // key.shape[2], np.zeros((batch, heads, length, length), bool)
+    for b, t, h in np.ndindex(batch, length, heads):
+        if positions[b, t] < 0:
+            continue
+        mine = [s for s in range(length) if positions[b, s] >= 0 and segments[b, s] == segments[b, t]]
+        own = positions[b, t] // config.size
+        numbers = sorted({positions[b, s] // config.size for s in mine if positions[b, s] // config.size < own})
+        means = [
+            np.mean([key[b, s, h // groups] for s in mine if positions[b, s] // config.size == n], 0) for n in numbers
+        ]
+        scores = [float(query[b, t, h] @ mean) for mean in means]
+        taken = {numbers[i] for i in best(scores, config.top_k - 1)} | {own}
+        for s in mine:
+            seen[b, h, t, s] = positions[b, s] <= positions[b, t] and positions[b, s] // config.size in taken
+    return seen
+
+
+def drawn(length, batch=3, heads=4, kv_heads=2, dim=5):
+    random = np.random.default_rng(0)
+    return (random.normal(size=(batch, length, count, dim)).astype(np.float32) for count in (heads, kv_heads))
+
+
+@pytest.mark.parametrize("tile", [topk.TILE, 40], ids=["whole", "some at a time"])
+def test_blocks_are_those_of_the_loop(tile, monkeypatch):
+    """Packed rows, padding on all sides and between, documents that begin within a block."""
+    monkeypatch.setattr(topk, "TILE", tile)
+    query, key = drawn(17)
+    positions = np.stack([
+        [*range(9), *range(7), -1],
+        [-1, -1, 0, 1, -1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13],
+        [5, 6, 7, 8, 9, 10, 11, 12, 13, 2, 3, 4, 5, 6, 7, 8, 9],
+    ])  # fmt: skip
+    segments = np.stack([[1] * 9 + [2] * 7 + [0], [1] * 17, [1] * 9 + [4] * 8])
+    for config in (BlockSelection(size=3, top_k=2), BlockSelection(size=2, top_k=3), BlockSelection(size=5, top_k=1)):
+        arrays = [jnp.asarray(x) for x in (query, key, positions.astype(np.int32), segments.astype(np.int32))]
+        found = np.asarray(jax.jit(config.choose)(*arrays))
+        causal = (positions[:, :, None] >= positions[:, None]) & (positions >= 0)[:, None] & (positions >= 0)[..., None]
+        seen = found & (causal & (segments[:, :, None] == segments[:, None]))[:, None]
+        np.testing.assert_array_equal(seen, chosen_by_hand(config, query, key, positions, segments))
+    assert BlockSelection(size=3, top_k=7).choose(*arrays, contiguous=True) is None
+    assert BlockSelection(size=3, top_k=17).choose(*arrays) is None
+
+
+def test_positions_with_gaps_are_in_more_blocks():
+    """As many as there are tokens: a row of six may have six blocks of three positions."""
+    query, key = drawn(6)
+    positions = np.stack([np.arange(6), [0, 1, 2, 15, 16, 30], [0, 3, 6, 9, 12, 15]])
+    config, segments = BlockSelection(size=3, top_k=3), np.ones((3, 6), np.int32)
+    found = config.choose(*(jnp.asarray(x) for x in (query, key, positions.astype(np.int32), segments)))
+    seen = np.asarray(found) & (positions[:, :, None] >= positions[:, None])[:, None]
+    np.testing.assert_array_equal(seen, chosen_by_hand(config, query, key, positions, segments))
+    assert not seen[2, :, -1].all()
+
+
+def decoder(**options) -> ed.DecoderConfig:
+    norm, blocks = RMSNormConfig(), BlockSelection(size=3, top_k=2)
+    mixer = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, selection=blocks)
+    block = ed.BlockConfig(
+        mixer=dataclasses.replace(mixer, **options), mlp=MLPConfig(mlp_dim=8), pre_mixer_norm=norm, pre_mlp_norm=norm
+    )
+    return ed.DecoderConfig(vocab_size=VOCAB, embed_dim=EMBED, blocks=(block,) * 2, final_norm=norm, tied=True)
+
+
+def test_fast_is_plain():
+    tokens, segments = packed(4)
+    model = filled(decoder(), scan=False, attention="dot")
+    want = run(model, tokens, segments)
+    fast = model.replace(scan=True, attention="chunked", remat="full").place(ed.Layout.create(fsdp=4, tensor=2))
+    assert_close(run(fast, tokens, segments), want, units=256)
+    dense = run(filled(decoder(selection=None)), tokens, segments)[0]
+    assert np.abs(dense - want[0]).max() > 1e-2
+
+
+@pytest.mark.slow
+def test_documents_of_a_row_choose_as_if_alone():
+    tokens, segments = some_tokens(1, 21), jnp.asarray([[1] * 10 + [2] * 11])
+    model = eqx.filter_jit(filled(decoder()))
+    alone = [model(part).logits for part in (tokens[:, :10], tokens[:, 10:])]
+    assert_close(model(tokens, segment_ids=segments).logits, jnp.concatenate(alone, axis=1), units=256)
+
+
+def test_tokens_and_chunks_decode_as_the_whole():
+    """Blocks of which some tokens are in the cache and some in the call; rows that stand elsewhere."""
+    tokens, lengths = some_tokens(4, 17), jnp.asarray([9, 1, 5, 8])
+    model = filled(decoder(sinks=True))
+    want = eqx.filter_jit(model)(tokens).logits
+    cache = ed.init_cache(model.config, 4, 17, dtype=jnp.float32)
+    for begin in (0, 5):
+        here = jnp.arange(begin, begin + 5)[None]
+        logits, cache = extend(model, tokens[:, begin : begin + 5], cache, jnp.where(here < lengths[:, None], here, -1))
+        counts = np.clip(lengths - begin, 0, 5)
+        for row, length in ((row, counts[row]) for row in np.flatnonzero(counts)):
+            assert_close(logits[row, :length], want[row, begin : begin + length], units=256)
+    for _ in range(8):
+        here = cache.length[:, None]
+        logits, cache = extend(model, jnp.take_along_axis(tokens, here, axis=1), cache)
+        assert_close(logits[:, 0], jnp.take_along_axis(want, here[:, :, None], axis=1)[:, 0], units=256)
+
+
+@pytest.mark.slow
+def test_blocks_without_tokens_are_not_taken():
+    """Positions leave blocks out: over a cache as in the whole."""
+    tokens, places = some_tokens(2, 11), jnp.asarray([[0, 1, 2, 3, 4, 5, 15, 16, 17, 18, 19]] * 2)
+    model = filled(decoder())
+    want = eqx.filter_jit(model)(tokens, positions=places).logits
+    cache = ed.init_cache(model.config, 2, 20, dtype=jnp.float32)
+    for begin, end in ((0, 7), (7, 11)):
+        logits, cache = extend(model, tokens[:, begin:end], cache, places[:, begin:end])
+        assert_close(logits, want[:, begin:end], units=256)
+
+
+@pytest.mark.slow
+def test_scores_of_rounded_keys_are_not_rounded():
+    """Of the same keys and queries in 16 bits, over a cache, the same blocks."""
+    draws = np.random.default_rng(1)
+    shapes = (2, 3, 4, 8), (2, 3, 2, 8), (2, 2, 9, 8)
+    query, key, keys = (jnp.asarray(draws.normal(size=shape), jnp.bfloat16) for shape in shapes)
+    past = jnp.broadcast_to(jnp.arange(9), (2, 9))
+    positions = past[:, :3] + 9
+
+    def chosen(dtype):
+        given = Past(key=keys.astype(dtype), value=None, positions=past)
+        return BlockSelection(size=3, top_k=2).choose_cached(query.astype(dtype), key.astype(dtype), positions, given)
+
+    for rounded, exact in zip(jax.jit(chosen, static_argnums=0)(jnp.bfloat16), chosen(jnp.float32), strict=True):
+        np.testing.assert_array_equal(rounded, exact)
+
+
+def test_what_does_not_fit_is_refused():
+    for options in (dict(mask=SlidingWindow(3)), dict(spans=True)):
+        with pytest.raises(ed.ConfigError, match=r"selection needs mask=Causal\(\) and spans=False"):
+            decoder(**options)
+    with pytest.raises(ed.ConfigError, match=r"BlockSelection\.top_k=0"):
+        BlockSelection(top_k=0)
+
+
+def test_operations_are_counted():
+    mixer = decoder().blocks[0].mixer
+    assert (mixer.token_products(4), mixer.token_products(100)) == (4 * 4 * 16, 4 * 6 * 16)

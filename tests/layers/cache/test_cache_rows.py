@@ -1,0 +1,63 @@
+"""Some rows of a cache, read and written where they stand, are those of the whole."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.layers.cache.paged import PageConfig
+from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
+from tests.layers.cached_mixers import MIXERS, decoder
+from tests.models import filled
+
+
+ROWS = 5
+STATES = GatedDeltaNetConfig(num_key_heads=2, num_heads=4, key_dim=6, value_dim=5, taps=3)
+
+
+def with_pages(cache):
+    pages = jnp.arange(ROWS * 4, dtype=jnp.int32).reshape(ROWS, 4)
+    return cache.with_tables(pages)
+
+
+KINDS = (*MIXERS, "states", "pages")
+CASES = [
+    *((kind, [3, 0]) for kind in KINDS),
+    *(pytest.param(kind, [2], marks=[] if kind in ("keys", "states") else pytest.mark.slow) for kind in KINDS),
+]
+
+
+@pytest.mark.parametrize(("kind", "some"), CASES)
+def test_rows_are_those_of_the_whole(kind, some, monkeypatch):
+    """A row is read up to the positions of its queries: here to slot 2, 4, 8 or 16."""
+    monkeypatch.setattr("eqx_decoders.layers.attention.cached.LEAST_REACH", 2)
+    config = decoder(kind if kind in MIXERS else "keys")
+    if kind == "states":
+        config = dataclasses.replace(config, blocks=(dataclasses.replace(config.blocks[0], mixer=STATES),) * 2)
+    model = filled(config)
+    cache = ed.init_cache(config, ROWS, 16, dtype="float32", pages=PageConfig(page_size=4) if kind == "pages" else None)
+    cache = with_pages(cache) if kind == "pages" else cache
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, 8)).astype(np.int32)
+    positions = np.where(np.arange(6)[None] < np.asarray([6, 1, 4, 5, 2])[:, None], np.arange(6)[None], -1)
+
+    @eqx.filter_jit
+    def of_all(model, cache, ids, mine):
+        hidden, proposal, _ = model.propose(ids, cache=cache)
+        return hidden, cache.commit(proposal.entries, jnp.where(mine, proposal.positions, -1), proposal.rope_offset)
+
+    @eqx.filter_jit
+    def of_some(model, cache, ids, rows):
+        hidden, proposal, _ = model.propose(ids, cache=cache.at_rows(rows))
+        return hidden, cache.commit_rows(rows, proposal.entries, proposal.positions, proposal.rope_offset)
+
+    cache = eqx.filter_jit(lambda model, *prompts: model.run(*prompts, cache=cache)[1])(model, ids[:, :6], positions)
+    mine = np.isin(np.arange(ROWS), some)
+    hidden, whole = of_all(model, cache, ids[:, 6:], mine[:, None])
+    part, written = of_some(model, cache, ids[some, 6:], jnp.asarray(some))
+    np.testing.assert_allclose(part, hidden[jnp.asarray(some)], atol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), written, whole)
+    assert (np.asarray(written.length) == np.asarray([6, 1, 4, 5, 2]) + 2 * mine).all()

@@ -1,0 +1,94 @@
+"""Every weight of a new layer is drawn with a key of its own."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.blocks.branch import BranchConfig
+from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
+from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
+from eqx_decoders.layers.attention.mla import LatentAttentionConfig
+from eqx_decoders.layers.embedding.embedding import LearnedPositions
+from eqx_decoders.layers.embedding.engram import EngramConfig
+from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerInputConfig
+from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
+from eqx_decoders.layers.moe.experts import ExpertsConfig
+from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
+from eqx_decoders.layers.recurrent.kimi_delta import KimiDeltaAttentionConfig
+from eqx_decoders.layers.recurrent.mamba2 import Mamba2Config
+
+
+ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=4, output_gate=True)
+EXPERTS = ExpertsConfig(
+    num_experts=2, num_experts_per_token=1, mlp_dim=3, shared=MLPConfig(mlp_dim=3), shared_gate=True
+)
+TEACHER = dict(teacher_heads=3, teacher_kv_heads=1, teacher_head_dim=2)
+ENGRAM = EngramConfig(embed_dim=4, vocab_size=4, layers=(0,), layer=0, num_heads=1, head_dim=2, vocab_bases=(3,))
+FURTHER = BranchConfig(layer=MLPConfig(mlp_dim=3))
+# a layer, and how many weights it draws
+LAYERS = {
+    "attention": (ATTENTION, 5),
+    "fused attention": (dataclasses.replace(ATTENTION, fused_qkv=True), 3),
+    "latent attention": (
+        LatentAttentionConfig(num_heads=2, q_rank=3, kv_rank=3, nope_dim=2, rope_dim=2, value_dim=2),
+        5,
+    ),
+    "learned kernels": (LearnedInitConfig(attention=dataclasses.replace(ATTENTION, output_gate=False), **TEACHER), 16),
+    "gated delta net": (GatedDeltaNetConfig(num_heads=2, num_key_heads=1, key_dim=2, value_dim=3), 11),
+    "kimi delta attention": (KimiDeltaAttentionConfig(num_heads=2, head_dim=3, gate_rank=2), 14),
+    "mamba2": (Mamba2Config(num_heads=2, num_groups=1, key_dim=2, value_dim=3, taps_bias=False), 11),
+    "mlp": (MLPConfig(mlp_dim=3), 3),
+    "fused mlp": (MLPConfig(mlp_dim=3, fused=True), 3),
+    "linear": (LinearConfig(), 1),
+    "experts": (EXPERTS, 8),
+    "engram": (ENGRAM, 3),
+    "per-layer input": (PerLayerInputConfig(features=2), 2),
+    "hyper-connections": (
+        BlockConfig(mixer=None, mlp=LinearConfig(), after=(FURTHER,), wiring=HyperConnections(streams=2)),
+        1 + 3 + 2,
+    ),
+    "block": (BlockConfig(mixer=ATTENTION, mlp=EXPERTS, wiring="chained"), 14),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_no_two_weights_share_a_key(name, monkeypatch):
+    config, count = LAYERS[name]
+    keys = []
+
+    def recorded(draw):
+        def call(key, *arguments, **options):
+            keys.append(tuple(np.asarray(jax.random.key_data(key)).tolist()))
+            return draw(key, *arguments, **options)
+
+        return call
+
+    for draw in ("normal", "truncated_normal", "uniform"):
+        monkeypatch.setattr(jax.random, draw, recorded(getattr(jax.random, draw)))
+    config.build(4, key=jax.random.key(0))
+    assert len(set(keys)) == len(keys) == count
+
+
+def test_no_two_layers_and_tables_are_equal():
+    """Of a whole decoder: rows of its tables, and layers that are stacked or not."""
+    block = BlockConfig(mixer=None, mlp=MLPConfig(mlp_dim=4))
+    fused = BlockConfig(mixer=None, mlp=MLPConfig(mlp_dim=4, gated=False))
+    config = ed.DecoderConfig(
+        vocab_size=4,
+        embed_dim=4,
+        blocks=(block, block, fused),
+        final_norm=None,
+        positions=LearnedPositions(max_positions=4),
+    )
+    model = ed.init(config, key=jax.random.key(0))
+    leaves = jax.tree.leaves(eqx.filter(model, eqx.is_array))
+    matrices = [np.asarray(matrix) for leaf in leaves for matrix in (leaf if leaf.ndim == 3 else leaf[None])]
+    assert len(matrices) == 3 + 2 * 3 + 2  # two tables and a head, two gated layers, and one that isn't
+    directions = [matrix.ravel() / np.linalg.norm(matrix) for matrix in matrices]
+    assert np.abs(np.stack(directions) @ np.stack(directions).T - np.eye(len(matrices))).max() < 0.9

@@ -1,0 +1,131 @@
+"""Kinds of memory: what is committed is what a list of the kept tokens gives; rows are reset and copied alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.cache.kv_cache import (
+    Entries,
+    KVShape,
+    NewState,
+    NewTail,
+    StateShape,
+    StateWrites,
+    TailInputs,
+    TailShape,
+)
+from eqx_decoders.layers.mask import Causal, Chunked, SlidingWindow
+from tests.compare import assert_close
+from tests.layers.common import normal
+from tests.models import extend, filled, rich_decoder, some_tokens
+
+
+LAYERS, BATCH = 2, 3
+ORDER = jnp.arange(7)[None]
+
+
+@pytest.mark.parametrize(
+    "mask, max_length, slots, ring",
+    [
+        (Causal(), 9, 9, False),
+        (SlidingWindow(4), 9, 4, True),
+        (SlidingWindow(9), 9, 9, False),
+        (Chunked(5), 3, 3, False),
+    ],
+)
+def test_slots_of_keys_and_values(mask, max_length, slots, ring):
+    config = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=4, mask=mask)
+    shape = config.memory(max_length)
+    assert (shape.slots, shape.ring, shape.kv_heads, shape.head_dim) == (slots, ring, 2, 4)
+
+
+@pytest.mark.parametrize("length", [1, 4, 11])
+@pytest.mark.parametrize("decays", [1, 4])
+def test_a_state_is_what_the_kept_tokens_wrote(length, decays):
+    decay = -np.abs(normal(LAYERS, BATCH, length, 2, decays))
+    key, value = normal(LAYERS, BATCH, length, 2, 4, seed=2), normal(LAYERS, BATCH, length, 2, 5, seed=3)
+    positions = np.arange(length)[None] + np.asarray([[7], [0], [3]])
+    positions = np.where(np.arange(length)[None] < np.asarray([[length], [0], [2]]), positions, -1)
+    memory = StateShape(heads=2, key_dim=4, value_dim=5).build(LAYERS, BATCH, jnp.bfloat16)
+    begin = jnp.asarray(normal(LAYERS, BATCH, 2, 4, 5, seed=4))
+    memory = memory.commit(jax.vmap(NewState)(begin), jnp.zeros((BATCH, 1), int))
+    want = np.array(memory.state)
+    for row in range(BATCH):
+        for token in np.flatnonzero(positions[row] >= 0):
+            written = key[:, row, token, :, :, None] * value[:, row, token, :, None, :]
+            want[:, row] = np.exp(decay[:, row, token])[..., None] * want[:, row] + written
+    new = memory.commit(jax.vmap(StateWrites)(*map(jnp.asarray, (decay, key, value))), jnp.asarray(positions))
+    assert_close(new.state, want)
+    np.testing.assert_array_equal(new.state[:, 1], memory.state[:, 1])  # a row without tokens, bit by bit
+
+
+@pytest.mark.parametrize("dtype", [None, "int32"])
+def test_a_tail_is_the_last_kept_inputs(dtype):
+    memory = TailShape(taps=3, channels=2, dtype=dtype).build(LAYERS, BATCH, jnp.float32)
+    kept = [np.asarray(row) for row in memory.tail.swapaxes(0, 1)]
+    for seed, length in enumerate((1, 2, 5, 1)):
+        inputs = np.round(10 * normal(LAYERS, BATCH, length, 2, seed=seed)).astype(memory.tail.dtype)
+        real = np.random.default_rng(seed).random((BATCH, length)) < 0.6
+        positions = jnp.asarray(np.where(real, seed, -1))
+        memory = memory.commit(jax.vmap(TailInputs)(jnp.asarray(inputs)), positions)
+        kept = [np.concatenate([old, inputs[:, row, real[row]]], axis=1)[:, -3:] for row, old in enumerate(kept)]
+        np.testing.assert_array_equal(memory.tail, np.stack(kept, axis=1))
+    given = jnp.zeros_like(memory.tail)
+    np.testing.assert_array_equal(memory.commit(jax.vmap(NewTail)(given), positions).tail, given)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        KVShape(slots=4, kv_heads=1, head_dim=2, ring=True),
+        KVShape(slots=4, kv_heads=1, head_dim=2, ring=False, values=False, by_slot=True),
+        StateShape(heads=1, key_dim=2, value_dim=2),
+        TailShape(taps=2, channels=2, dtype="int32"),
+    ],
+)
+def test_rows_are_reset_and_copied_alone(shape):
+    empty = shape.build(LAYERS, BATCH, jnp.float32)
+    full = jax.tree.map(lambda leaf: leaf + 1 + jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape), empty)
+    reset = full.reset(jnp.asarray([False, True, False]))
+    copied = full.with_row(2, full.row(jnp.int32(0)))
+    for old, none, gone, new in zip(*map(jax.tree.leaves, (full, empty, reset, copied)), strict=True):
+        rows = old.ndim > 2  # behind the layers, which positions don't have
+        old, none, gone, new = (np.moveaxis(np.asarray(leaf), int(rows), 0) for leaf in (old, none, gone, new))
+        np.testing.assert_array_equal(gone, [old[0], none[1], old[2]])
+        np.testing.assert_array_equal(new, [old[0], old[1], old[0]])
+
+
+@pytest.mark.parametrize("slots, ring", [(3, True), (12, False), (5, True)])
+def test_a_row_of_another_length_is_written_where_it_belongs(slots, ring):
+    by_slot = dict(kv_heads=2, head_dim=3, ring=False, values=False, by_slot=True)
+    single = KVShape(slots=8, **by_slot).build(LAYERS, 1, jnp.float32)
+    single = single.commit(jax.vmap(lambda key: Entries(key=key, value=None))(jnp.ones((LAYERS, 1, 7, 2, 3))), ORDER)
+    assert KVShape(slots=12, **by_slot).build(LAYERS, 2, jnp.float32).with_row(1, single).key.sum() == LAYERS * 7 * 6
+    source = KVShape(slots=8, kv_heads=2, head_dim=3, ring=False).build(LAYERS, 1, jnp.float32)
+    key, value = (jnp.asarray(normal(LAYERS, 1, 7, 2, 3, seed=seed)) for seed in (1, 2))
+    source = source.commit(jax.vmap(Entries)(key, value), jnp.arange(7)[None])
+    target = KVShape(slots=slots, kv_heads=2, head_dim=3, ring=ring).build(LAYERS, 2, jnp.float32).with_row(1, source)
+    assert set(target.positions[0].tolist()) == {-1}
+    kept = range(7)[-slots:]
+    assert set(target.positions[1].tolist()) - {-1} == set(kept)
+    for position in kept:
+        slot = position % slots
+        np.testing.assert_array_equal(target.key[:, 1, :, slot], key[:, 0, position])
+        np.testing.assert_array_equal(target.value[:, 1, :, slot], value[:, 0, position])
+
+
+def test_a_sequence_goes_on_in_another_row_of_another_cache():
+    model, tokens = filled(rich_decoder()), some_tokens(2, 12)
+    alone = ed.init_cache(model.config, 1, 8, dtype=jnp.float32)
+    _, alone = extend(model, tokens[:1, :7], alone)
+    many = ed.init_cache(model.config, 2, 12, dtype=jnp.float32)
+    _, many = extend(model, tokens[:, :3], many)
+    many = many.reset(jnp.asarray([True, False])).with_row(0, alone)
+    assert many.length.tolist() == [7, 3]
+    want = model(tokens).logits
+    here = many.length
+    logits, _ = extend(model, jnp.take_along_axis(tokens, here[:, None], axis=1), many)
+    assert_close(logits[:, 0], jnp.take_along_axis(want, here[:, None, None], axis=1)[:, 0])

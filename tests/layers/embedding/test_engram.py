@@ -1,0 +1,266 @@
+"""Engram: hashes that MaxText makes, too, and the layer against its formula in NumPy."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.layers.cache.kv_cache import last_inputs
+from eqx_decoders.layers.embedding.engram import EngramConfig, TokenClasses, ngram_rows
+from eqx_decoders.layers.mlp import LinearConfig
+from tests.compare import assert_close
+from tests.models import filled
+from tests.oracles import wide
+
+
+EMBED, VOCAB, LENGTH = 6, 40, 11
+SMALL = EngramConfig(
+    embed_dim=EMBED, vocab_size=VOCAB, layers=(0, 2), layer=2, streams=2, num_heads=2, head_dim=4,
+    vocab_bases=(11, 17), taps=3, pad_token=3, token_classes=TokenClasses.of(np.arange(VOCAB) // 2),
+)  # fmt: skip
+TOKENS = np.random.default_rng(4).integers(0, VOCAB, (2, LENGTH)).astype(np.int32)
+X = np.random.default_rng(1).normal(size=(2, LENGTH, 2, EMBED)).astype(np.float32)
+
+
+def context(tokens, positions=None, segment_ids=None, **options):
+    counted = np.broadcast_to(np.arange(np.shape(tokens)[1], dtype=np.int32), np.shape(tokens))
+    positions = jnp.asarray(counted if positions is None else positions)
+    segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
+    return ed.Context(positions=positions, segment_ids=segment_ids, tokens=jnp.asarray(tokens), **options)
+
+
+@pytest.fixture(scope="module")
+def layer():
+    """Every array drawn: the convolution begins at zero."""
+    layer = SMALL.build(EMBED, key=jax.random.key(0))
+    generator = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: jnp.asarray(generator.normal(0.3, 0.6, leaf.shape), leaf.dtype), layer)
+
+
+@eqx.filter_jit
+def run(layer, x, ctx, past=None):
+    return layer(x, ctx, past)
+
+
+# --- hashes ---
+
+
+@pytest.mark.parametrize(
+    ("layer", "multipliers", "sizes"),
+    [
+        (1, (3221, 17_679, 13_313), (226_241, 226_267, 226_283, 226_307)),
+        (4, (21_221, 18_979, 8171), (226_313, 226_337, 226_357, 226_367)),
+    ],
+)
+def test_multipliers_and_sizes_are_those_of_maxtext(layer, multipliers, sizes):
+    config = EngramConfig(embed_dim=1, vocab_size=100_000, layers=(1, 4), layer=layer, num_heads=2)
+    assert config.multipliers == multipliers
+    assert config.table_sizes == sizes
+
+
+def row_by_hand(config, window):
+    """The rows for the classes of a token and of those before it, the last one first."""
+    rows, offset, sizes = [], 0, list(config.table_sizes)
+    for order in range(2, config.max_ngram + 1):
+        mixed = 0
+        for token, multiplier in zip(window[:order], config.multipliers, strict=False):
+            mixed ^= int(token) * multiplier
+        for _ in range(config.num_heads):
+            size = sizes.pop(0)
+            rows.append(offset + mixed % size)
+            offset += size
+    return rows
+
+
+@pytest.mark.parametrize("classes", [True, False])
+@pytest.mark.parametrize("max_ngram", [2, 4])
+def test_rows_equal_hashes_by_hand(max_ngram, classes):
+    table = SMALL.token_classes if classes else None
+    config = dataclasses.replace(SMALL, vocab_bases=(11,) * (max_ngram - 1), token_classes=table)
+    known = np.arange(VOCAB) // (2 if classes else 1)
+    tail = jnp.full((2, max_ngram - 1), -1, jnp.int32)
+    rows = ngram_rows(config, jnp.asarray(TOKENS), tail, context(TOKENS).positions)
+    for row, place in np.ndindex(TOKENS.shape):
+        before = [TOKENS[row, place - j] if place >= j else config.pad_token for j in range(max_ngram)]
+        assert rows[row, place].tolist() == row_by_hand(config, known[before])
+
+
+def test_no_product_overflows():
+    """The largest vocabulary and the largest id: hashes are those of whole numbers without bounds."""
+    config = EngramConfig(embed_dim=1, vocab_size=262_144, layers=(0,), layer=0, num_heads=1)
+    tokens = np.full((1, 3), 262_143, np.int32)
+    rows = ngram_rows(config, jnp.asarray(tokens), jnp.full((1, 2), -1, jnp.int32), context(tokens).positions)
+    assert rows[0, 2].tolist() == row_by_hand(config, tokens[0])
+
+
+def test_tables_of_all_layers_differ():
+    configs = [dataclasses.replace(SMALL, layer=layer) for layer in SMALL.layers]
+    sizes = [size for config in configs for size in config.table_sizes]
+    assert len(set(sizes)) == len(sizes) == 8
+    assert configs[0].multipliers != configs[1].multipliers
+
+
+def test_classes_come_back():
+    classes = np.random.default_rng(0).integers(0, 1000, 5000)
+    table = TokenClasses.of(classes)
+    np.testing.assert_array_equal(table.ids, classes)
+    assert table.count == classes.max() + 1
+
+
+# --- the layer ---
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def normed(x, scale):
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6) * wide(scale)
+
+
+def layer_by_hand(layer, x, rows):
+    """One document: `x` is [length, streams, embed]."""
+    config, length = layer.config, len(x)
+    vectors = wide(layer.table)[rows].reshape(length, -1)
+    key = normed(np.einsum("lf,fse->lse", vectors, wide(layer.key)) + wide(layer.key_bias), layer.key_scale)
+    value = vectors @ wide(layer.value) + wide(layer.value_bias)
+    score = np.sum(normed(x, layer.query_scale) * key, axis=-1) / np.sqrt(EMBED)
+    gate = sigmoid(np.sign(score) * np.sqrt(np.abs(score)))
+    values = gate[..., None] * value[:, None]
+    inputs = normed(values, layer.value_scale).reshape(length, -1)
+    smooth = np.zeros_like(inputs)
+    for place in range(length):
+        for tap in range(config.taps):
+            source = place - (config.taps - 1 - tap) * config.max_ngram
+            if source >= 0:
+                smooth[place] += wide(layer.convolution)[:, tap] * inputs[source]
+    return values + (smooth * sigmoid(smooth)).reshape(values.shape)
+
+
+def test_equals_its_formula(layer):
+    ctx = context(TOKENS)
+    rows = np.asarray(ngram_rows(SMALL, ctx.tokens, jnp.full((2, 2), -1, jnp.int32), ctx.positions))
+    want = np.stack([layer_by_hand(layer, x, row) for x, row in zip(wide(X), rows, strict=True)])
+    assert_close(run(layer, jnp.asarray(X), ctx)[0], want.astype(np.float32))
+
+
+def test_one_stream_is_that_of_a_plain_model():
+    config = dataclasses.replace(SMALL, streams=1)
+    layer = config.build(EMBED, key=jax.random.key(1))
+    plain, _ = run(layer, jnp.asarray(X[:, :, 0]), context(TOKENS))
+    assert plain.shape == (2, LENGTH, EMBED)
+    assert_close(run(layer, jnp.asarray(X[:, :, :1]), context(TOKENS))[0][:, :, 0], plain)
+
+
+@pytest.mark.parametrize("pieces", [(1,) * LENGTH, (4, 1, 6)], ids=str)
+@pytest.mark.parametrize("keeps_all", [True, False])
+def test_pieces_equal_the_whole(layer, pieces, keeps_all):
+    whole, _ = run(layer, jnp.asarray(X), context(TOKENS))
+    shapes, begin, outs = SMALL.memory(LENGTH), 0, []
+    memory = {name: shape.build(1, 2, jnp.float32) for name, shape in shapes.items()}
+    for piece in pieces:
+        here = slice(begin, begin + piece)
+        positions = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), TOKENS.shape)[:, here]
+        ctx = context(TOKENS[:, here], positions, keeps_all=keeps_all)
+        out, entries = run(layer, jnp.asarray(X[:, here]), ctx, {name: each.tail[0] for name, each in memory.items()})
+        stacked = jax.tree.map(lambda leaf: leaf[None], entries)
+        memory = {name: each.commit(stacked[name], ctx.positions) for name, each in memory.items()}
+        outs.append(out)
+        begin += piece
+    assert_close(jnp.concatenate(outs, axis=1), whole)
+
+
+def test_packed_documents_are_alone(layer):
+    """Two documents and padding in a row: each as if it were by itself, and nothing of it known to the next."""
+    segment_ids = np.array([[1] * 5 + [2] * 4 + [0] * 2] * 2, np.int32)
+    positions = np.array([[*range(5), *range(4), -1, -1]] * 2, np.int32)
+    packed, _ = run(layer, jnp.asarray(X), context(TOKENS, positions, segment_ids))
+    for here in (slice(0, 5), slice(5, 9)):
+        alone, _ = run(layer, jnp.asarray(X[:, here]), context(TOKENS[:, here]))
+        assert_close(packed[:, here], alone)
+
+
+@pytest.mark.parametrize("places", [(2, 3, 4), (0, 1, 10), (0, 4, 9)], ids=str)
+def test_padding_changes_nothing(layer, places):
+    """Padding within a row, before it and behind it."""
+    real = np.ones(LENGTH, bool)
+    real[list(places)] = False
+    positions = np.broadcast_to(np.where(real, np.cumsum(real) - 1, -1).astype(np.int32), TOKENS.shape)
+    out, entries = run(layer, jnp.asarray(X), context(TOKENS, positions))
+    alone, short = run(layer, jnp.asarray(X[:, real]), context(TOKENS[:, real]))
+    assert_close(out[:, real], alone)
+    for name, taps in (("tokens", 2), ("values", 6)):
+        tail = jnp.zeros((2, taps, entries[name].inputs.shape[-1]), entries[name].inputs.dtype)
+        want = last_inputs(tail, short[name].inputs, context(TOKENS[:, real]).positions)
+        assert_close(last_inputs(tail, entries[name].inputs, jnp.asarray(positions)), want)
+
+
+def test_tokens_over_a_memory_on_a_mesh():
+    """The memory splits the features of what a product adds up over split weights."""
+    config = dataclasses.replace(SMALL, embed_dim=16, streams=1, head_dim=8)
+    block = ed.BlockConfig(mlp=LinearConfig(), mixer=None, before=(ed.BranchConfig(layer=config),))
+    model = filled(ed.DecoderConfig(vocab_size=VOCAB, embed_dim=16, blocks=(block,), final_norm=None))
+    many = model.place(ed.Layout.create(data=2, fsdp=2, tensor=2))
+    tokens = jnp.asarray(np.random.default_rng(5).integers(0, VOCAB, (8, 3)), jnp.int32)
+    cache = ed.init_cache(model.config, 8, 3, dtype=jnp.float32, layout=many.execution.layout)
+    want = model(tokens).logits
+    for at in range(3):
+        out = eqx.filter_jit(many)(tokens[:, at : at + 1], cache=cache)
+        cache = out.cache
+        assert_close(out.logits, want[:, at : at + 1])
+
+
+def test_every_weight_has_a_gradient(layer):
+    @eqx.filter_jit
+    @eqx.filter_grad
+    def gradients(layer, x):
+        return jnp.sum(jnp.square(layer(x, context(TOKENS))[0]))
+
+    for leaf in jax.tree.leaves(gradients(layer, jnp.asarray(X))):
+        assert np.all(np.isfinite(leaf)) and np.any(leaf != 0)
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"layer": 1}, r"EngramConfig.layer=1 must be one of layers=\(0, 2\)"),
+        ({"layers": (2, 2)}, "must differ from each other"),
+        ({"vocab_bases": ()}, r"EngramConfig.vocab_bases=\(\) must have a number for each order"),
+        ({"vocab_bases": (11, 1)}, r"EngramConfig.vocab_bases\[1\]=1 must be an integer of at least 2"),
+        ({"pad_token": 40}, "EngramConfig.pad_token=40 must be below vocab_size=40"),
+        ({"vocab_size": 41}, "token_classes has 40 ids, but vocab_size=41"),
+        ({"taps": 1}, "EngramConfig.taps=1 must be an integer of at least 2"),
+        ({"eps": 0.0}, "EngramConfig.eps=0.0"),
+    ],
+)
+def test_configurations_that_describe_nothing(changes, sentence):
+    with pytest.raises(ed.ConfigError, match=sentence):
+        dataclasses.replace(SMALL, **changes)
+
+
+@pytest.mark.parametrize("packed", ["no base64!", "AAAA", TokenClasses.of([0, 1]).packed[:-8]])
+def test_malformed_classes(packed):
+    with pytest.raises(ed.ConfigError, match=r"must be what TokenClasses.of makes"):
+        TokenClasses(packed)
+
+
+def test_negative_classes():
+    with pytest.raises(ed.ConfigError, match="a class of at least 0"):
+        TokenClasses.of([0, -1])
+
+
+def test_another_width():
+    with pytest.raises(ed.ConfigError, match=r"EngramConfig.embed_dim=6 must be that of the residual stream, 7"):
+        SMALL.build(7, key=jax.random.key(0))
+
+
+def test_without_tokens(layer):
+    with pytest.raises(ed.ConfigError, match="Engram hashes token ids"):
+        layer(jnp.asarray(X), ed.Context(positions=jnp.zeros((2, LENGTH), jnp.int32)))

@@ -1,0 +1,364 @@
+"""Experts on a mesh equal experts on one device, in values, statistics and gradients, whatever the routing."""
+
+import dataclasses
+import functools
+import re
+from unittest.mock import Mock
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings, strategies as st
+from jax import lax
+
+import eqx_decoders as ed
+from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.moe.chunked_sum import sum_of_pieces
+from eqx_decoders.layers.moe.dispatch import sort_by_expert
+from eqx_decoders.layers.moe.experts import Experts, ExpertsConfig
+from eqx_decoders.layers.moe.grouped_matmul import block_rows
+from eqx_decoders.layers.moe.router import RouterConfig
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.numerics.matmul import LowRank
+from tests.compare import assert_close
+from tests.models import VOCAB, filled, packed
+from tests.programs import drop_compiled_programs
+
+
+EMBED, MLP = 16, 12
+# biases everywhere, clamps and an offset: whatever is added once too often shows
+RICH = ExpertsConfig(
+    num_experts=8, num_experts_per_token=3, mlp_dim=MLP, router=RouterConfig(bias=True),
+    activation="quick_gelu", up_offset=1.0, limit=0.7, bias=True,
+)  # fmt: skip
+SHARED = dataclasses.replace(RICH, shared=MLPConfig(mlp_dim=8), shared_gate=True)
+ALL = dataclasses.replace(RICH, num_experts=4, num_experts_per_token=4)
+SCALED = dataclasses.replace(
+    RICH, num_experts_per_token=1, bias=False, router=RouterConfig(bias=True, score="sigmoid", input_scaling=True)
+)
+NARROW = dataclasses.replace(RICH, gated=False, latent_dim=8, up_offset=0.0, limit=None)
+MESHES = [
+    dict(expert=8),
+    dict(expert=4, fsdp=2),
+    dict(expert=2, fsdp=2, tensor=2),
+    dict(data=2, expert=4),
+    dict(expert=4, tensor=2),
+    dict(fsdp=8),
+    dict(expert=2, fsdp_transpose=2, tensor_sequence=2),
+    dict(expert=2, context=2, tensor=2),
+]
+EXCHANGES = ["gather", "all_to_all"]
+# a layer, whether it has low-rank pairs, a mesh and how its experts get their tokens, in how many rounds
+CASES = {
+    "ring": (RICH, True, dict(expert=2, fsdp=2, tensor=2), "gather", 1),
+    "travel": (SCALED, False, dict(expert=8), "all_to_all", 3),
+    "fsdp": (RICH, False, dict(fsdp=8), "auto", 1),
+    "pieces": (NARROW, False, dict(expert=4, tensor=2), "gather", 2),
+}
+
+
+@functools.cache
+def layer(config: ExpertsConfig, pairs: bool = False) -> Experts:
+    """Every weight drawn by NumPy; with pairs, low-rank ones for two of the projections."""
+    draws = np.random.default_rng(0)
+
+    def draw(*shape):
+        return jnp.asarray(draws.normal(0.1, 0.5, shape), jnp.float32)
+
+    shapes = eqx.filter_eval_shape(lambda key: config.build(EMBED, key=key), jax.random.key(0))
+    arrays, static = eqx.partition(shapes, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+    built = eqx.combine(jax.tree.map(lambda leaf: draw(*leaf.shape), arrays), static)
+
+    def pair(weight):
+        experts, inner, outer = weight.shape
+        return LowRank(base=weight, lora_a=draw(experts, inner, 2), lora_b=draw(experts, 2, outer), scale=0.5)
+
+    return eqx.tree_at(lambda m: (m.up, m.down), built, (pair(built.up), pair(built.down))) if pairs else built
+
+
+def together(module: Experts) -> Experts:
+    """All tokens go to the same experts, which are neighbours."""
+    router, number = module.router, module.config.num_experts
+    bias = jnp.where(jnp.arange(number) < module.config.num_experts_per_token, 50.0, 0.0)
+    return eqx.tree_at(lambda m: (m.kernel, m.bias), router, (jnp.zeros_like(router.kernel), bias))
+
+
+def tokens(rows: int, length: int, seed: int = 1):
+    """Tokens and their positions; every third one is padding if there are more than two."""
+    x = np.random.default_rng(seed).normal(size=(rows, length, EMBED)).astype(np.float32)
+    places = np.tile(np.arange(length, dtype=np.int32), (rows, 1))
+    return jnp.asarray(x), jnp.asarray(np.where((places % 3 == 2) & (length > 2), -1, places))
+
+
+def call(diff, positions, execution):
+    """A sum that weighs every number differently, and output and statistics."""
+    module, x = diff
+    out, stats = module(x, ed.Context(positions=positions, execution=execution))
+    weights = jnp.sin(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+    return jnp.sum(weights * out.astype(jnp.float32)), (out, stats)
+
+
+def program(execution):
+    """Values and gradients."""
+    gradient = jax.value_and_grad(call, has_aux=True)
+    return eqx.filter_jit(lambda diff, positions: gradient(diff, positions, execution))
+
+
+# all experts on all tokens, on one device
+alone = program(ed.Execution(experts="dense"))
+
+
+def placed(module, x, layout):
+    """Weights and tokens as the layout splits them; tokens that it can't split, as it can."""
+    x = jax.device_put(x, layout.activation_sharding("batch length embed", x.shape))
+    return jax.device_put(module, layout.shardings(module)), x
+
+
+def check_equal(run, module, x, positions, layout):
+    """With routing as it comes, all tokens together, and padding alone."""
+    routed = eqx.tree_at(lambda m: m.router, module, together(module))
+    for each, places in ((module, positions), (routed, positions), (module, jnp.full_like(positions, -1))):
+        want = alone((each, x), places)
+        assert_close(run(placed(each, x, layout), places), want, units=256)
+        assert np.any(want[1][0].down if places is positions else 0) == (places is positions)
+
+
+def execution(name: str) -> ed.Execution:
+    """That of a case: as many bytes as what a device gathers or has room for in a round."""
+    config, _, mesh, exchange, rounds = CASES[name]
+    some = dict(exchange_bytes=48 * (config.latent_dim or EMBED) * 4 // rounds) if rounds > 1 else {}
+    return ed.Execution(layout=ed.Layout.create(**mesh), expert_exchange=exchange, **some)
+
+
+@functools.cache
+def compiled(name: str):
+    config, pairs, mesh, *_ = CASES[name]
+    layout, (x, positions) = ed.Layout.create(**mesh), tokens(8, 6)
+    run = program(execution(name))
+    return layout, run.lower(placed(layer(config, pairs), x, layout), positions).compile()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("ring", "fsdp") else ()) for name in CASES]
+)
+def test_a_mesh_equals_one_device(name):
+    config, pairs, *_ = CASES[name]
+    layout, run = compiled(name)
+    check_equal(run, layer(config, pairs), *tokens(8, 6), layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("config", [SHARED, ALL, SCALED], ids=["shared", "all", "scaled"])
+def test_every_mesh_equals_one_device(config, mesh, exchange):
+    if config.num_experts % mesh.get("expert", 1) or (exchange == "all_to_all" and "expert" not in mesh):
+        return
+    layout = ed.Layout.create(**mesh)
+    run = program(ed.Execution(layout=layout, expert_exchange=exchange))
+    check_equal(run, layer(config), *tokens(8, 6), layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_half_precision_on_a_mesh_is_that_of_one_device(exchange):
+    layout, (x, positions) = ed.Layout.create(expert=2, fsdp=2, tensor=2), tokens(8, 6)
+    x = x.astype(jnp.bfloat16)
+    want = program(ed.Execution())((layer(SCALED), x), positions)[1]
+    run = program(ed.Execution(layout=layout, expert_exchange=exchange))
+    assert_close(run(placed(layer(SCALED), x, layout), positions)[1], want, units=4, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("config", [RICH, SCALED], ids=["rich", "scaled"])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_half_precision_comes_out_as_it_went_in(config, exchange):
+    """Tokens in bf16 and weights in f32: so are the output and the gradients. Nothing is compiled."""
+    layout, (x, positions) = ed.Layout.create(expert=4, tensor=2), tokens(8, 6)
+    run = program(ed.Execution(layout=layout, expert_exchange=exchange))
+    diff = layer(config), x.astype(jnp.bfloat16)
+    (_, (out, _)), gradient = eqx.filter_eval_shape(run, diff, positions)
+    assert out.dtype == jnp.bfloat16
+    assert [leaf.dtype for leaf in jax.tree.leaves(gradient)] == [leaf.dtype for leaf in jax.tree.leaves(diff)]
+
+
+# --- shapes ---
+
+
+@pytest.mark.parametrize("rows, length", [pytest.param(1, 1, marks=pytest.mark.slow), (3, 4)])
+def test_a_batch_that_the_mesh_does_not_divide(rows, length):
+    """Decoding: tokens stay where they are, devices that can't share them all do the same."""
+    layout = ed.Layout.create(fsdp=2, expert=4)
+    x, positions = tokens(rows, length)
+    run = program(ed.Execution(layout=layout, expert_exchange="all_to_all"))
+    assert_close(run(placed(layer(RICH), x, layout), positions), alone((layer(RICH), x), positions), units=256)
+
+
+@pytest.mark.slow
+@given(
+    mesh=st.sampled_from([*MESHES, dict(data=2, expert=2, tensor=2), dict(tensor_sequence=2, context=2, expert=2)]),
+    exchange=st.sampled_from([*EXCHANGES, "auto"]),
+    rows=st.sampled_from([1, 2, 3, 4, 8, 16]),
+    length=st.sampled_from([1, 4, 6]),
+    experts=st.sampled_from([8, 16]),
+    chosen=st.sampled_from([1, 2, 5, 8]),
+    changes=st.fixed_dictionaries(
+        dict(bias=st.booleans(), limit=st.sampled_from([None, 0.7]), up_offset=st.sampled_from([0.0, 1.0]))
+    ),
+    router=st.sampled_from([RICH.router, SCALED.router, RouterConfig(bias=True, order="score_first")]),
+    pairs=st.booleans(),
+)
+@settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_experts_on_any_mesh_equal_one_device(
+    mesh, exchange, rows, length, experts, chosen, changes, router, pairs
+):
+    drop_compiled_programs()
+    config = dataclasses.replace(RICH, num_experts=experts, num_experts_per_token=chosen, router=router, **changes)
+    layout = ed.Layout.create(**mesh)
+    run = program(ed.Execution(layout=layout, expert_exchange=exchange))
+    check_equal(run, layer(config, pairs), *tokens(rows, length), layout)
+
+
+def test_places_are_enough_for_the_worst_case_and_no_more():
+    """Of five choices three at most can be of three experts."""
+    chosen = jnp.asarray([[4, 0, 2, 1, 3], [1, 0, 2, 4, 3], [7, 7, 7, 7, 7]])
+    places, sources = sort_by_expert(chosen.astype(jnp.int32), 3, 2)
+    assert sources.tolist() == [1, 6, 3, 5, 2, 7, 15, 15, 15, 15, 15]  # by expert; then nobody
+    assert places.tolist() == [[11, 0, 4, 2, 11], [3, 1, 5, 11, 11], [11] * 5]
+
+
+# --- on TPU ---
+
+
+def ragged_by_gathering(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """What `lax.ragged_all_to_all` does, which XLA has no form of for CPU."""
+    everyone = [lax.all_gather(each, axis_name) for each in (operand, input_offsets, send_sizes, output_offsets)]
+    me, place = lax.axis_index(axis_name), jnp.arange(output.shape[0])
+    for rows, begins, sizes, lands in zip(*everyone, strict=True):
+        index = place - lands[me]
+        taken = ((index >= 0) & (index < sizes[me])).reshape(-1, *(1,) * (output.ndim - 1))
+        output = jnp.where(taken, rows.at[begins[me] + index].get(mode="clip"), output)
+    told = lax.all_to_all(recv_sizes, axis_name, 0, 0, tiled=True)
+    return jnp.where(jnp.all(told == send_sizes), output, jnp.full_like(output, 7))
+
+
+def test_rows_travel_as_they_are_on_tpu(monkeypatch):
+    """The program for TPU, with its products and its choice of an exchange, on CPU."""
+    monkeypatch.setattr(ed.Layout, "platform", "tpu")
+    exchange = Mock(side_effect=ragged_by_gathering)
+    monkeypatch.setattr(lax, "ragged_all_to_all", exchange)
+    config, layout = dataclasses.replace(RICH, num_experts_per_token=2), ed.Layout.create(expert=4, fsdp=2)
+    x, positions = tokens(8, 6)
+    check_equal(program(ed.Execution(layout=layout, experts="dropless")), layer(config), x, positions, layout)
+    assert exchange.called
+
+
+# --- pieces ---
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_a_sum_of_pieces_and_its_gradient(number):
+    def piece(index, inputs, indices):
+        scale, x = inputs
+        return jnp.sin(scale * x + jnp.asarray(index, jnp.float32)) + indices
+
+    inputs, indices = (jnp.float32(0.7), jnp.arange(4.0)), jnp.arange(4.0)
+
+    def fast(inputs):
+        return jnp.sum(jnp.cos(indices) * sum_of_pieces(piece, jnp.int32(number), inputs, indices))
+
+    def plain(inputs):
+        return jnp.sum(jnp.cos(indices) * sum((piece(i, inputs, indices) for i in range(number)), jnp.zeros(4)))
+
+    assert_close(jax.jit(jax.value_and_grad(fast))(inputs), jax.jit(jax.value_and_grad(plain))(inputs))
+
+
+def test_rows_exist_round_by_round_and_piece_by_piece():
+    """Of 24 tokens, three choices each, 48 may be of a device's two experts of eight; it takes 24 at a time."""
+    (config, *_), (x, positions) = CASES["pieces"], tokens(8, 6)
+    gradient = jax.grad(lambda x: call((layer(config), x), positions, execution("pieces"))[0])
+    text, block = str(jax.make_jaxpr(gradient)(x)), block_rows(24 * 3, config.num_experts)
+    assert f"f32[{24 + block},{MLP // 2}]" in text and f"f32[{48 + block},{MLP // 2}]" not in text
+    assert f"f32[24,{config.latent_dim}]" in text and f"f32[48,{config.latent_dim}]" not in text
+
+
+# --- what is sent ---
+
+
+def shapes(name: str, kind: str) -> list[tuple[int, ...]]:
+    """Of the results of all operations of a kind."""
+    found = []
+    for line in compiled(name)[1].compiled.as_text().splitlines():
+        match = re.match(rf"\s*(?:ROOT )?%?[\w.\-]+ = (.*?) {kind}(?:-start)?\(", line)
+        if match:
+            found += [tuple(int(n) for n in dims.split(",") if n) for dims in re.findall(r"\w+\[([\d,]*)\]", match[1])]
+    return found
+
+
+def test_the_ring_gathers_tokens_and_scatters_sums():
+    """Twelve tokens of each of the two devices between which the experts are split."""
+    gathered, scattered = shapes("ring", "all-gather"), shapes("ring", "reduce-scatter")
+    assert (24, EMBED) in gathered and (12, EMBED) in scattered and not shapes("ring", "all-to-all")
+    # weights of four experts each are gathered over fsdp, and their gradients scattered: half of them, for tensor
+    assert {shape for shape in gathered if MLP // 2 in shape[1:] and shape[0] != 8} == {
+        (4, EMBED, MLP // 2), (4, MLP // 2, EMBED)
+    }  # fmt: skip
+    assert {(4, EMBED // 2, MLP // 2)} <= set(scattered)
+    assert not any({EMBED, MLP} <= set(shape) for shape in gathered)
+
+
+def test_rows_travel_and_weights_stay():
+    swapped = shapes("travel", "all-to-all")
+    assert (2, EMBED) in swapped  # room for all tokens of a device in a round
+    assert not any({EMBED, MLP} <= set(shape) for shape in shapes("travel", "all-gather"))
+    assert not any(shape[-1:] == (EMBED,) and len(shape) == 2 for shape in shapes("travel", "all-gather"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_device_chooses_for_all_tokens(name):
+    """XLA gathers what a partitioned `lax.top_k` reads: logits of all tokens and experts, here 8 x 6 x 8."""
+    assert (8, 6, 8) not in shapes(name, "all-gather")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_device_sorts_its_own_tokens(name):
+    """No token of a device that does not share experts with it."""
+    most = dict(ring=24 * 3, travel=8 * 6, fsdp=6 * 3, pieces=48 * 3)[name]
+    sizes = [shape[0] for shape in shapes(name, "sort")]
+    assert sizes and max(sizes) <= most
+
+
+# --- whole models ---
+
+
+def block(config: ExpertsConfig) -> BlockConfig:
+    norm = RMSNormConfig()
+    mixer = AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8)
+    return BlockConfig(mixer=mixer, mlp=config, pre_mixer_norm=norm, pre_mlp_norm=norm)
+
+
+def check_model(mesh, exchange):
+    routed = dataclasses.replace(SHARED, router=RouterConfig(balance_loss=0.1, z_loss=0.01))
+    config = DecoderConfig(vocab_size=VOCAB, embed_dim=EMBED, blocks=(block(routed),) * 2, final_norm=RMSNormConfig())
+    model, (tokens, segments) = filled(config, experts="dense"), packed(8)
+    loss = eqx.filter_jit(eqx.filter_value_and_grad(ed.next_token_loss, has_aux=True))
+    want = loss(model, ed.Batch(tokens=tokens, segment_ids=segments))
+    many = model.replace(experts="dropless", expert_exchange=exchange, remat="full").place(ed.Layout.create(**mesh))
+    assert_close(loss(many, ed.Batch(tokens=tokens, segment_ids=segments)), want, units=512)
+
+
+@pytest.mark.slow
+def test_a_model_on_a_mesh_equals_one_device():
+    """Scanned and with its activations computed again; statistics and the losses made of them too."""
+    check_model(dict(expert=2, fsdp=2, tensor=2), "gather")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_model_on_every_mesh_equals_one_device(mesh, exchange):
+    check_model(mesh, exchange)

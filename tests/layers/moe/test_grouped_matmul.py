@@ -1,0 +1,116 @@
+"""Products of sorted rows with a weight per group, against a loop in NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqx_decoders.layers.moe.grouped_matmul import block_rows, grouped_products
+from eqx_decoders.numerics.matmul import LowRank
+from tests.compare import assert_close
+
+
+INNER, OUTER = 5, 3
+# rows of each group: one block, several, none, all in one group, none at all, and fewer than there are rows
+COUNTS = [(3, 1, 2, 2), (19, 0, 1, 12), (0, 0, 7, 0), (40, 0, 0, 0), (0, 0, 0, 0), (2, 3, 0, 4)]
+
+
+def draws(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def loop(x, weight, counts):
+    """In float64, with zeros beyond the groups."""
+    out, begin = np.zeros((len(x), weight.shape[2])), 0
+    for group, count in enumerate(counts):
+        out[begin : begin + count] = x[begin : begin + count].astype(np.float64) @ weight[group]
+        begin += count
+    return out
+
+
+@pytest.mark.parametrize("block", [None, 4, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+def test_values_and_gradients_are_those_of_a_loop(counts, block):
+    """Of two weights at once; what stands beyond the groups, NaN too, reaches neither weights nor other rows."""
+    total, rows = sum(counts), 40 + (block or 0)
+    x, first, second = draws(rows, INNER), draws(4, INNER, OUTER, seed=1), draws(4, INNER, 2 * OUTER, seed=2)
+    x[total:] = np.nan if block is None else 1e3
+    outward = [draws(rows, size, seed=3) for size in (OUTER, 2 * OUTER)]
+
+    def run(x, *weights):
+        return grouped_products(x, weights, jnp.asarray(counts, jnp.int32), block=block)
+
+    outs, back = jax.vjp(run, *map(jnp.asarray, (x, first, second)))
+    to_x, *to_weights = back(tuple(jnp.asarray(g) for g in outward))
+    want_x = np.zeros((total, INNER))
+    for out, weight, g, to_weight in zip(outs, (first, second), outward, to_weights, strict=True):
+        if total:
+            assert_close(out[:total], loop(x, weight, counts)[:total], units=32)
+        want_x += loop(g, weight.transpose(0, 2, 1), counts)[:total]
+        ends = np.cumsum(counts)
+        slices = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+        assert_close(to_weight, np.stack([x[s].astype(np.float64).T @ g[s] for s in slices]), units=32)
+    if total:
+        assert_close(to_x[:total], want_x, units=32)
+
+
+@pytest.mark.parametrize("block", [None, 4])
+def test_half_precision_sums_in_single_and_keeps_the_dtype_of_weights(block):
+    counts = (19, 0, 1, 12)
+    x = jnp.asarray(draws(40 + (block or 0), 512), jnp.bfloat16)
+    weight = jnp.asarray(draws(4, 512, OUTER, seed=1))
+
+    @jax.jit
+    def run(weight):
+        out, back = jax.vjp(lambda w: grouped_products(x, (w,), jnp.asarray(counts), block=block)[0], weight)
+        return out, back(out)[0]
+
+    out, gradient = run(weight)
+    assert out.dtype == jnp.bfloat16 and gradient.dtype == jnp.float32
+    rows, rounded = (np.asarray(a.astype(jnp.bfloat16), np.float32) for a in (x, weight))
+    want = loop(rows, rounded, counts)
+    assert_close(
+        out[:32].astype(jnp.float32), want[:32], units=1, dtype="bfloat16"
+    )  # one rounding of the result, none of the sum
+    assert_close(gradient[0], rows[:19].T.astype(np.float64) @ want[:19], units=2, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("block", [None, 4])
+def test_a_weight_in_parts_is_that_of_its_merged_one(block):
+    counts, x = jnp.asarray((3, 1, 2, 2)), jnp.asarray(draws(8 + (block or 0), INNER))
+    pair = LowRank(
+        base=jnp.asarray(draws(4, INNER, OUTER, seed=1)),
+        lora_a=jnp.asarray(draws(4, INNER, 2, seed=2)),
+        lora_b=jnp.asarray(draws(4, 2, OUTER, seed=3)),
+        scale=0.5,
+    )
+
+    @jax.jit
+    @jax.value_and_grad
+    def run(weight):
+        return jnp.sum(jnp.sin(grouped_products(x, (weight,), counts, block=block)[0][:8]))
+
+    (loss, gradient), (want, whole) = run(pair), run(pair.merged())
+    assert float(loss) == pytest.approx(float(want), rel=1e-5)
+    assert not np.any(gradient.base)
+    assert_close(gradient.lora_a, 0.5 * np.einsum("gio,gro->gir", whole, pair.lora_b), units=32)
+
+
+def test_blocks_grow_with_the_mean_group_and_are_bounded():
+    assert block_rows(8192, 64) == 160
+    assert block_rows(4, 64) == 8
+    assert block_rows(4096, 8) == 216  # three of them hold 512 rows and a quarter
+    assert block_rows(100_000, 8) == 256
+
+
+def test_work_does_not_grow_with_the_number_of_groups():
+    """XLA's own count: one block's product, whose repetitions are those of the rows."""
+
+    def flops(groups):
+        block = block_rows(256, 8)
+        shapes = [(256 + block, 64), (groups, 64, 64), (groups,)]
+        x, weight, counts = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+        run = lambda x, w, c: grouped_products(x, (w,), c.astype(jnp.int32), block=block)  # noqa: E731
+        return jax.jit(run).lower(x, weight, counts).compile().cost_analysis()["flops"]
+
+    assert flops(32) < 1.1 * flops(8)

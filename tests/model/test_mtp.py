@@ -1,0 +1,393 @@
+"""Multi-token prediction: what the depths see, what they are trained on, and greedy decoding with their guesses."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.data.batches import Batch
+from eqx_decoders.inference.speculative import speculate
+from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.attention.mla import LatentAttentionConfig
+from eqx_decoders.layers.embedding.embedding import LearnedPositions
+from eqx_decoders.layers.mask import SlidingWindow
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.moe.experts import ExpertsConfig
+from eqx_decoders.layers.moe.router import RouterConfig
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.model.init import with_mtp
+from eqx_decoders.model.mtp import same_document
+from eqx_decoders.training.evaluation import evaluate
+from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.step.loss import mtp_targets, next_token_loss, next_tokens
+from eqx_decoders.training.step.step import StepConfig, Trainer
+from tests.models import filled, packed
+
+
+NORM = RMSNormConfig()
+ATTENTION = AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8)
+BLOCK = BlockConfig(mixer=ATTENTION, mlp=MLPConfig(mlp_dim=16), pre_mixer_norm=NORM, pre_mlp_norm=NORM)
+ROUTER = RouterConfig(
+    score="sigmoid", order="score_first", renormalize=True, selection_bias=True, bias_update_rate=0.1, balance_loss=0.5
+)
+EXPERTS = ExpertsConfig(num_experts=4, num_experts_per_token=2, mlp_dim=8, router=ROUTER)
+
+
+def small(depths: int, *, block=BLOCK, **changes):
+    """A decoder with so many depths; `changes` are of the decoder's configuration, or of its `MTPConfig`."""
+    own = {name: changes.pop(name) for name in ("normed_stream", "loss_weight") if name in changes}
+    config = ed.DecoderConfig(vocab_size=32, embed_dim=16, blocks=(block,), final_norm=NORM)
+    config = with_mtp(dataclasses.replace(config, **changes), depths)
+    return dataclasses.replace(config, mtp=dataclasses.replace(config.mtp, **own))
+
+
+def batch_of(**parts) -> Batch:
+    tokens, segments = packed(4, 13)
+    return Batch(**{"tokens": tokens, "segment_ids": segments, **parts})
+
+
+def documents(segments):
+    """Row, begin and end of each document."""
+    for row, ids in enumerate(np.asarray(segments)):
+        for number in sorted(set(ids.tolist()) - {0}):
+            where = np.flatnonzero(ids == number)
+            yield row, int(where[0]), int(where[-1]) + 1
+
+
+# --- what a depth sees ------------------------------------------------------------------------------------------------
+
+
+@eqx.filter_jit
+def run_ahead(model, tokens, segments):
+    return model.predict_further(model(tokens, segment_ids=segments).hidden, tokens, None, segments)
+
+
+@eqx.filter_jit
+def formula(model, tokens, count, normed):
+    """The streams of all depths for one document of `count` tokens, alone in a row, by the formula."""
+    index = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    stream = model(tokens, segment_ids=(index < count).astype(jnp.int32)).hidden
+    stream, found = model.final_norm(stream) if normed else stream, []
+    for depth, own in enumerate(model.mtp.unstacked(), 1):
+        embedded = model.embed(jnp.roll(tokens, -depth, axis=1), ed.Context(positions=index + depth))
+        pair = jnp.concatenate([own.embed_norm(embedded), own.stream_norm(stream)], axis=-1)
+        here = ed.Context(positions=jnp.where(index < count - depth, index, -1))
+        stream, _, _ = own.block(pair @ own.kernel, here)
+        found.append(stream)
+    return found
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_depths_are_the_formula_and_know_their_own_document_only(normed):
+    """In a packed row as in the document alone: norms, projection and block of h_{k-1}[t] and token t + k."""
+    model, batch = filled(small(2, normed_stream=normed, positions=LearnedPositions(max_positions=16))), batch_of()
+    ahead = run_ahead(model, batch.tokens, batch.segment_ids)
+    tokens, reals = np.asarray(batch.tokens), np.zeros((2, *batch.tokens.shape), bool)
+    for row, begin, end in documents(batch.segment_ids):
+        alone = np.zeros((1, tokens.shape[1]), np.int32)
+        alone[0, : end - begin] = tokens[row, begin:end]
+        for depth, stream in enumerate(formula(model, alone, jnp.int32(end - begin), normed), 1):
+            count = max(end - begin - depth, 0)
+            reals[depth - 1, row, begin : begin + count] = True
+            got = ahead.hidden[depth - 1][row, begin : begin + count]
+            if count == 0:
+                continue
+            np.testing.assert_allclose(got, stream[0, :count], rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(np.stack(ahead.real), reals)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("masked", [False, True])
+def test_targets_never_cross_a_document(depth, masked):
+    """Against a loop; also where the ids of documents repeat further on, and where only positions mark padding."""
+    mask = np.random.default_rng(0).random((4, 13)) < 0.7 if masked else None
+    segments = None if masked else batch_of().segment_ids
+    positions = np.where(np.arange(13) < np.array([[13], [9], [2], [1]]), np.arange(13), -1)
+    positions = jnp.asarray(positions, jnp.int32) if masked else None
+    batch = batch_of(loss_mask=mask, segment_ids=segments, positions=positions)
+    targets, weights = mtp_targets(batch, depth)
+    for row in range(4):
+        for here in range(13):
+            there = here + depth + 1
+            want = there < 13
+            if want and masked:
+                want = bool(mask[row, there]) and int(positions[row, there]) >= 0
+            if want and not masked:
+                want = len(set(np.asarray(segments)[row, here : there + 1].tolist())) == 1 and segments[row, here] != 0
+            assert float(weights[row, here]) == float(want)
+            assert int(targets[row, here]) == (int(batch.tokens[row, there]) if want else 0)
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+
+def plain_loss(model, batch, weight):
+    """Main loss plus `weight` times the mean over all depths' targets, with all logits at once."""
+
+    def nll(logits, targets, weights):
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), targets[..., None], axis=-1)[..., 0]
+        return -jnp.sum(weights * chosen), jnp.sum(weights)
+
+    out = model(batch.tokens, batch.positions, batch.segment_ids)
+    main, count = nll(out.logits, *next_tokens(batch))
+    ahead = model.predict_further(out.hidden, batch.tokens, batch.positions, batch.segment_ids)
+    parts = [nll(model.logits(x, depth=depth), *mtp_targets(batch, depth)) for depth, x in enumerate(ahead.hidden, 1)]
+    return main / count + weight * sum(part[0] for part in parts) / sum(part[1] for part in parts)
+
+
+@eqx.filter_jit
+def loss_and_gradient(model, batch, fused=True):
+    return eqx.filter_value_and_grad(lambda m: next_token_loss(m, batch, fused=fused)[0])(model)
+
+
+@eqx.filter_jit
+def loss_of(model, batch):
+    return next_token_loss(model, batch)
+
+
+@pytest.mark.parametrize(
+    "changes", [dict(), dict(tied=True, logit_soft_cap=3.0, normed_stream=True)], ids=["own head", "tied"]
+)
+def test_loss_and_gradient_are_those_of_the_plain_formula(changes):
+    model, batch = filled(small(2, loss_weight=0.3, **changes)), batch_of()
+    want, wanted = eqx.filter_jit(eqx.filter_value_and_grad(plain_loss))(model, batch, 0.3)
+    for fused in (True,) if changes else (True, False):
+        got, gradient = loss_and_gradient(model, batch, fused)
+        assert float(got) == pytest.approx(float(want), rel=1e-5)
+        for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+            assert float(jnp.abs(other).max()) > 0
+
+
+def test_weight_zero_and_rows_without_targets():
+    model, batch = filled(small(1, loss_weight=0.0)), batch_of()
+    bare = model.without_mtp()
+    loss, metrics = loss_of(model, batch)
+    assert metrics.mtp is None and float(loss) == float(loss_of(bare, batch)[0])
+    lonely = batch_of(segment_ids=jnp.arange(1, 14, dtype=jnp.int32)[None] + jnp.zeros((4, 1), jnp.int32))
+    loss, metrics = loss_of(filled(small(2)), lonely)
+    assert float(loss) == 0.0 and np.asarray(metrics.mtp.tokens).tolist() == [0.0, 0.0]
+    short = Batch(tokens=batch.tokens[:, :1])
+    assert float(loss_of(filled(small(3)), short)[0]) == 0.0
+
+
+def test_logits_do_not_depend_on_the_depths():
+    model, tokens = filled(small(2)), batch_of().tokens
+    run = eqx.filter_jit(lambda model, tokens: model(tokens).logits)
+    np.testing.assert_array_equal(run(model, tokens), run(model.without_mtp(), tokens))
+    assert model.without_mtp().config.mtp is None
+    with pytest.raises(ed.ConfigError, match="multi-token prediction"):
+        model.without_mtp().predict_further(jnp.zeros((4, 13, 16)), tokens)
+
+
+@pytest.fixture(scope="module")
+def expert_states():
+    """One step on the same batch, whole and in two parts, of a model whose last layer and depths have experts."""
+    block = dataclasses.replace(BLOCK, mixer=None, pre_mixer_norm=None, mlp=EXPERTS)
+    model = filled(small(2, block=block, loss_weight=0.5))
+    found = []
+    for count in (1, 2):
+        optimizer = OptimizerConfig(learning_rate=1e-2, warmup_steps=0, weight_decay=0.1)
+        trainer = Trainer.create(optimizer, model, steps=3, config=StepConfig(gradient_accumulation_steps=count))
+        state = trainer.init(jax.tree.map(jnp.copy, model), key=jax.random.key(0))
+        found.append(trainer.step(state, batch_of()))
+    return model, found
+
+
+@pytest.mark.slow
+def test_experts_of_the_depths_are_counted_and_balanced(expert_states):
+    """Their rows of the statistics come last, and without tokens whose later one is of another document."""
+    model, ((state, metrics), _) = expert_states
+    batch, routing = batch_of(), metrics.stats.routing
+    real = run_ahead(model, batch.tokens, batch.segment_ids).real
+    want = [int(jnp.sum(batch.segment_ids != 0)), *(int(jnp.sum(each)) for each in real)]
+    assert np.asarray(routing.tokens).tolist() == want
+    old, new = (m.mtp.depth.block.mlp.router.selection_bias for m in (model, state.model))
+    counts = np.asarray(routing.counts)[1:]
+    np.testing.assert_allclose(new - old, 0.1 * np.sign(counts.mean(axis=1, keepdims=True) - counts), atol=1e-6)
+
+
+@pytest.mark.slow
+def test_microbatches_add_up_with_depths_and_experts(expert_states):
+    _, ((whole, one), (parts, two)) = expert_states
+    assert float(one.loss) == pytest.approx(float(two.loss), rel=1e-5)
+    for a, b in zip(jax.tree.leaves(whole.model), jax.tree.leaves(parts.model), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "mesh", [dict(fsdp=2, tensor=2, data=2), pytest.param(dict(fsdp=4, context=2), marks=pytest.mark.slow)], ids=str
+)
+def test_loss_and_gradient_on_a_mesh_are_those_of_one_device(mesh):
+    model, batch = filled(small(2, block=BLOCK)), batch_of(tokens=jnp.tile(packed(4, 12)[0], (2, 1)), segment_ids=None)
+    want, wanted = loss_and_gradient(model, batch)
+    got, gradient = loss_and_gradient(model.place(ed.Layout.create(**mesh)), batch)
+    assert float(got) == pytest.approx(float(want), rel=1e-5)
+    for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(jax.device_get(one), other, rtol=1e-4, atol=1e-5)
+
+
+def test_evaluation_tells_how_many_guesses_the_head_confirms():
+    model, batch = filled(small(2)), batch_of()
+    result = evaluate(model, [jax.tree.map(np.asarray, batch)] * 2, 4)
+    ahead = run_ahead(model, batch.tokens, batch.segment_ids)
+    out = eqx.filter_jit(model)(batch.tokens, segment_ids=batch.segment_ids)
+    said = np.asarray(jnp.argmax(out.logits, axis=-1))
+    for depth, x in enumerate(ahead.hidden, 1):
+        guess = np.asarray(jnp.argmax(model.logits(x, depth=depth), axis=-1))
+        weights = np.asarray(mtp_targets(batch, depth)[1])
+        right = [guess[r, t] == said[r, t + depth] for r, t in np.argwhere(weights > 0)]
+        assert result.acceptance[depth - 1] == pytest.approx(np.mean(right))
+
+
+# --- decoding with guesses --------------------------------------------------------------------------------------------
+
+
+LATENT = LatentAttentionConfig(
+    num_heads=2, q_rank=None, kv_rank=8, nope_dim=4, rope_dim=4, value_dim=4, rope=ed.layers.Rope()
+)
+WINDOW = dataclasses.replace(BLOCK, mixer=dataclasses.replace(ATTENTION, mask=SlidingWindow(3)))
+SPARSE = dataclasses.replace(BLOCK, mixer=LATENT, mlp=EXPERTS)
+# Configurations, and seeds with which some guesses are right and some wrong.
+SPECULATIVE = {
+    "one depth": (small(1, vocab_size=5), 5),
+    "two depths, tied": (small(2, vocab_size=4, tied=True), 3),
+    "three depths, normed stream": (small(3, vocab_size=3, normed_stream=True), 2),
+    "window": (small(2, vocab_size=3, block=WINDOW), 2),
+    "latent attention and experts": (small(2, vocab_size=3, block=SPARSE), 0),
+    "learned positions": (small(2, vocab_size=3, positions=LearnedPositions(max_positions=64)), 3),
+    "no mixer": (small(2, vocab_size=4, block=dataclasses.replace(BLOCK, mixer=None, pre_mixer_norm=None)), 2),
+}  # fmt: skip
+NEW, LENGTHS = 14, [6, 1, 2, 4, 3]
+
+
+def prompts(vocab: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(1).integers(0, vocab, (len(LENGTHS), max(LENGTHS))), jnp.int32)
+
+
+def speculated(model, prompt, lengths, new, depths, stops=(), pad=0):
+    """`speculate` with more room than is asked for, which stays padding."""
+    room, stops = prompt.shape[1] + new + 3, np.asarray(stops, np.int32)
+    found = speculate(model, prompt, lengths, np.asarray(new, np.int32), room, depths, stops, pad)
+    assert found.tokens.shape[1] == new + 3 and (np.asarray(found.tokens)[:, new:] == pad).all()
+    return found._replace(tokens=found.tokens[:, :new])
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "window" else pytest.param(name, marks=pytest.mark.slow) for name in SPECULATIVE]
+)
+def test_guessing_ahead_gives_the_tokens_of_plain_greedy_decoding(name):
+    """For prompts of all lengths, some shorter than the depths, with a stop in the midst of what is accepted."""
+    config, seed = SPECULATIVE[name]
+    model, prompt, lengths = filled(config, seed), prompts(config.vocab_size), jnp.asarray(LENGTHS)
+    plain = np.array(ed.generate(model, prompt, max_new_tokens=NEW, prompt_lengths=lengths))
+    stop = max(range(config.vocab_size), key=lambda token: max((row == token).argmax() for row in plain))
+    for row in plain:
+        row[np.flatnonzero(np.cumsum(row == stop))[1:]] = 9
+    assert (plain == 9).any()
+    result = speculated(model, prompt, lengths, NEW, config.mtp.num_depths, (stop,), 9)
+    np.testing.assert_array_equal(result.tokens, plain)
+    assert 0 < int(jnp.sum(result.accepted)) < int(jnp.sum(result.proposed))
+
+
+@pytest.mark.parametrize("name", ["three depths, normed stream", pytest.param("window", marks=pytest.mark.slow)])
+def test_guesses_with_caches_are_those_of_the_whole_text(name):
+    """Steps and accepted guesses are counted as by a loop without any cache, which reads everything anew."""
+    config, seed = SPECULATIVE[name]
+    model, prompt, depths = filled(config, seed), np.asarray(prompts(config.vocab_size)), config.mtp.num_depths
+    result = speculated(model, jnp.asarray(prompt), jnp.asarray(LENGTHS), NEW, depths)
+    width = max(LENGTHS) + NEW + 2 * depths
+
+    @eqx.filter_jit
+    def read(model, tokens, count):
+        """What the head and each depth say at every token of a text."""
+        segments = (jnp.arange(width) < count).astype(jnp.int32)[None]
+        out = model(tokens, segment_ids=segments)
+        ahead = model.predict_further(out.hidden, tokens, None, segments)
+        said = [out.logits, *(model.logits(x, depth=depth) for depth, x in enumerate(ahead.hidden, 1))]
+        return [jnp.argmax(each, axis=-1)[0] for each in said]
+
+    def said(text):
+        padded = jnp.asarray([text + [0] * (width - len(text))], jnp.int32)
+        return [np.asarray(each) for each in read(model, padded, jnp.int32(len(text)))]
+
+    for row, length in enumerate(LENGTHS):
+        text = prompt[row, :length].tolist()
+        text.append(int(said(text)[0][-1 + len(text)]))
+        steps = accepted = 0
+        while len(text) < length + NEW:
+            guessed = list(text)
+            for depth in range(1, depths + 1):
+                guessed.append(int(said(guessed)[depth][len(text) - 2]))
+            heads, right = said(guessed)[0], 0
+            while right < depths and guessed[len(text) + right] == int(heads[len(text) - 1 + right]):
+                right += 1
+            text = [*guessed[: len(text) + right], int(heads[len(text) - 1 + right])]
+            steps, accepted = steps + 1, accepted + right
+        assert (int(result.steps[row]), int(result.accepted[row])) == (steps, accepted)
+        assert np.asarray(result.tokens[row]).tolist() == text[length : length + NEW]
+
+
+@pytest.mark.slow
+def test_guesses_on_a_mesh_are_those_of_one_device():
+    """And every device has what the host reads of them."""
+    model = filled(small(2))
+    placed = model.place(ed.Layout.create(data=2, fsdp=2, tensor=2))
+    prompt, options = np.asarray(prompts(32))[:2, :5], dict(max_new_tokens=6, num_draft_tokens=2)
+    want = np.asarray(ed.generate(model, prompt, **options))
+    np.testing.assert_array_equal(np.stack(list(ed.stream(placed, prompt, **options)), axis=1), want)
+    lengths = jnp.asarray([5, 5])
+    found = speculated(placed, prompt, lengths, 6, 2)
+    np.testing.assert_array_equal(found.tokens[:, :6], want)
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(found))
+
+
+def test_guesses_are_refused_where_they_can_not_be_made():
+    model, prompt = filled(small(1)), jnp.zeros((1, 2), jnp.int32)
+    for options, words in (
+        (dict(num_draft_tokens=2), "at most 1"),
+        (dict(num_draft_tokens=-1), "at least 0"),
+        (dict(num_draft_tokens=1, sampler=ed.Sample(), key=jax.random.key(0)), "Greedy"),
+    ):
+        with pytest.raises(ed.ConfigError, match=words):
+            ed.generate(model, prompt, max_new_tokens=2, **options)
+    with pytest.raises(ed.ConfigError, match="at most 0"):
+        ed.generate(model.without_mtp(), prompt, max_new_tokens=2, num_draft_tokens=1)
+    want = speculated(model, prompt, jnp.asarray([2]), 3, 1).tokens
+    np.testing.assert_array_equal(ed.generate(model, prompt, max_new_tokens=3, num_draft_tokens=1), want)
+    streamed = np.stack(list(ed.stream(model, prompt, max_new_tokens=3, num_draft_tokens=1)), axis=1)
+    np.testing.assert_array_equal(streamed, want)
+    assert ed.generate(model, prompt, max_new_tokens=1, num_draft_tokens=1).shape == (1, 1)
+
+
+@pytest.mark.parametrize("changes", [dict(num_depths=0), dict(loss_weight=-0.1)], ids=["depths", "weight"])
+def test_bad_configurations_are_refused(changes):
+    with pytest.raises(ed.ConfigError, match=f"MTPConfig.{next(iter(changes))}"):
+        dataclasses.replace(small(1).mtp, **changes)
+
+
+def test_depths_are_added_to_a_model_and_leave_it_as_it_is():
+    """Born where the rest lives; a model of shapes gets shapes."""
+    layout = ed.Layout.create(fsdp=8)
+    model = filled(small(1)).without_mtp().place(layout)
+    more = ed.add_mtp(model, 2, key=jax.random.key(0))
+    assert more.config == small(2) and more.without_mtp().config == model.config
+    shapes = ed.add_mtp(ed.abstract(model.config, layout=layout), 2, key=jax.random.key(0)).mtp
+    got, want = jax.tree.leaves(more.mtp), jax.tree.leaves(shapes)
+    assert [(x.shape, x.dtype, x.sharding) for x in got] == [(x.shape, x.dtype, x.sharding) for x in want]
+    assert not np.allclose(more.mtp.depth.kernel[0], more.mtp.depth.kernel[1])
+    with pytest.raises(ed.ConfigError, match="already"):
+        ed.add_mtp(more, 1, key=jax.random.key(0))
+
+
+@pytest.mark.parametrize(("count", "want"), [(1, [0, 0, 1, 1, 0, 0]), (2, [0, 0, 1, 0, 0, 0])])
+def test_padding_within_a_document_is_not_crossed(count, want):
+    positions, segments = jnp.asarray([[0, -1, 1, 2, 3, 0]]), jnp.asarray([[1, 0, 1, 1, 1, 2]])
+    assert same_document(positions, segments, count)[0].astype(int).tolist() == want
+    alone = same_document(positions[:, :5], None, count)[0].astype(int).tolist()
+    assert alone == want[:5]

@@ -1,0 +1,283 @@
+"""Estimates by numbers worked out by hand, counts of products, advice, and a whole plan on the CPU's devices."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import eqx_decoders as ed
+from eqx_decoders.context import Execution
+from eqx_decoders.core.chips import CHIPS, chip_of
+from eqx_decoders.layers.attention.kernels.registry import attend
+from eqx_decoders.layers.mask import Causal
+from eqx_decoders.layers.moe.megablox import kernel_product
+from eqx_decoders.model.config_json import with_fields
+from eqx_decoders.planning.advice import advice
+from eqx_decoders.planning.collectives import Collective
+from eqx_decoders.planning.device_memory import Memory, needed_bytes
+from eqx_decoders.planning.flop_count import Products, products
+from eqx_decoders.planning.machine import Machine
+from eqx_decoders.planning.report import as_data, by_kind, report
+from eqx_decoders.planning.roofline import ACROSS, Roofline, collective_seconds
+from eqx_decoders.planning.step_plan import Operations, Plan, make_plan, operations
+from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.step.step import Trainer
+
+
+V5P = {chip.name: chip for chip in CHIPS}["v5p"]
+
+
+def torus(x: int, y: int, slices: int = 1, chip=V5P) -> Machine:
+    """Chips in rows, slice after slice."""
+    places = [(part, (i, j), 0) for part in range(slices) for i in range(x) for j in range(y)]
+    return Machine(chip, tuple(places), (x, y))
+
+
+def collective(kind: str, group: tuple[int, ...], size: float = 8e9, **changes) -> Collective:
+    default: dict = dict(times=1, axes=("fsdp",), shape="", phase="forward", cause="", unknown=False)
+    return Collective(kind=kind, bytes=int(size), groups=(group,), **default | changes)
+
+
+CONFIG = with_fields(ed.get_config("gpt3-52k"), ("num_layers=3",))
+
+
+# --- machine and time ---
+
+
+def test_chips_are_found_by_what_jax_calls_their_devices():
+    assert chip_of("TPU v5 lite").name == "v5e" and chip_of("TPU v5").name == "v5p" and chip_of("TPU v9") is None
+    assert all(chip.source and chip.eight_bit >= chip.bf16 > 1e14 > chip.memory_bandwidth > 0 for chip in CHIPS)
+
+
+def test_links_of_a_group_are_those_of_the_axes_along_which_it_goes():
+    """v5p: 100 GB/s a link; four chips in a row close a ring and send both ways, two or six do not."""
+    machine = torus(4, 2)
+    assert machine.route((0, 2, 4, 6)).bandwidth == 200e9  # x: a ring of four
+    assert machine.route((0, 1)).bandwidth == 100e9  # y: a line of two
+    assert machine.route(tuple(range(8))).bandwidth == 300e9
+    assert machine.route((0, 2)).bandwidth == 100e9  # half of the ring is a line
+    assert torus(6, 1).route(tuple(range(6))).bandwidth == 100e9
+    assert machine.route((0, 2, 4, 6)).hops == 2 and torus(6, 1).route(tuple(range(6))).hops == 5
+
+
+@pytest.mark.parametrize(
+    "kind, seconds",
+    [
+        ("all-gather", 8e9 * 3 / 4 / 200e9),
+        ("reduce-scatter", 8e9 * 3 / 4 / 200e9),
+        ("all-reduce", 2 * 8e9 * 3 / 4 / 200e9),
+        ("all-to-all", 4 * 8e9 / 4 / 200e9),
+    ],
+)
+def test_seconds_on_a_ring_of_four(kind, seconds):
+    """8 GB on each device over links of 200 GB/s both ways; what all-to-all exchanges are 8 GB of each of four."""
+    assert collective_seconds(collective(kind, (0, 1, 2, 3)), torus(4, 1)) == {"fsdp": pytest.approx(seconds)}
+
+
+def test_a_permutation_takes_one_link_and_little_takes_a_hop():
+    pairs = collective("collective-permute", (0, 1))
+    pairs = dataclasses.replace(pairs, groups=((0, 1), (1, 2), (2, 3), (3, 0)))
+    assert collective_seconds(pairs, torus(4, 1)) == {"fsdp": pytest.approx(0.08, rel=1e-3)}
+    assert collective_seconds(collective("all-reduce", (0, 1, 2, 3), 4), torus(4, 1)) == {"fsdp": 2e-6}
+
+
+def test_between_slices_goes_what_the_links_have_left():
+    """Two slices of four chips: a sum of 8 GB leaves 2 GB for each chip, of which one half crosses, there and back."""
+    found = collective_seconds(collective("all-reduce", tuple(range(8))), torus(4, 1, slices=2))
+    assert found[ACROSS] == pytest.approx(2 * 8e9 / 4 / 2 / 6.25e9) and found["fsdp"] == pytest.approx(0.06)
+    exchanged = collective_seconds(collective("all-to-all", tuple(range(8))), torus(4, 1, slices=2))
+    assert exchanged[ACROSS] == pytest.approx(8e9 / 2 / 6.25e9)  # of each device's 8 GB one half goes to the others
+    alone = collective_seconds(collective("all-gather", (0, 4)), torus(4, 1, slices=2))
+    assert alone == {ACROSS: pytest.approx(8e9 / 2 / 6.25e9)}
+
+
+def test_devices_that_share_a_chip_share_its_figures():
+    v7x = {chip.name: chip for chip in CHIPS}["v7x"]
+    machine = Machine(v7x, tuple((0, (i,), core) for i in range(2) for core in range(2)), (2,))
+    assert machine.flops == 2307e12 / 2 and machine.memory == 96e9
+    assert machine.product_flops("fp8") == 2307e12 and machine.product_flops("int8") == machine.flops
+    assert machine.route((0, 1)).bandwidth > machine.route((0, 2)).bandwidth == 50e9
+
+
+def test_a_step_takes_its_longest_part_or_all_of_them():
+    line = Roofline(compute=2.0, memory=1.0, networks={"fsdp": 3.0, "tensor": 1.0}, model_flops_seconds=1.5)
+    assert (line.bound, line.overlapped, line.one_by_one, line.mfu) == ("fsdp", 3.0, 6.0, (0.25, 0.5))
+
+
+# --- operations ---
+
+
+def test_products_of_loops_branches_and_devices():
+    """2 m k n each; a scan of five; the larger branch; recomputed ones; loops that data decide are only noted."""
+    x, w = jnp.zeros((2, 3)), jnp.zeros((3, 3))
+    one = 2 * 2 * 3 * 3
+
+    def count(f):
+        return products(jax.make_jaxpr(f)(x, w))
+
+    assert count(lambda x, w: x @ w) == Products(one, False)
+    assert count(lambda x, w: jax.lax.scan(lambda x, _: (x @ w, None), x, length=5)[0]) == Products(5 * one, False)
+    either = count(lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: x @ w))
+    assert either == Products(2 * one, False)
+    assert count(lambda x, w: jax.lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x @ w, x)) == Products(0, True)
+
+    def loss(f):
+        return lambda x, w: jax.grad(lambda x: f(jnp.sin(f(x, w)), w).sum())(x)
+
+    plain, again = count(loss(lambda x, w: x @ w)), count(loss(jax.checkpoint(lambda x, w: jnp.sin(x @ w) @ w)))
+    assert plain.counted == 4 * one  # two products, there and back
+    assert again.counted == 10 * one  # four products, there and back, and of each pair the first again
+    grouped = jax.make_jaxpr(jax.lax.ragged_dot)(jnp.zeros((4, 3)), jnp.zeros((2, 3, 5)), jnp.array([1, 3]))
+    assert products(grouped) == Products(2 * 4 * 3 * 5, False, ragged=2 * 4 * 3 * 5)
+    bytes_ = jnp.zeros((2, 3), jnp.int8)
+    assert count(lambda x, w: bytes_ @ bytes_.T + (x @ w)[:, :2].astype(jnp.int8)) == Products(one + 24, False, 24)
+
+    looped = jax.make_jaxpr(lambda x, w, n: jax.lax.fori_loop(0, n[0], lambda _, x: jax.lax.ragged_dot(x, w, n), x))(
+        jnp.zeros((4, 3)), jnp.zeros((2, 3, 3)), jnp.array([1, 3])
+    )
+    assert products(looped) == Products(0, False, loose=True)
+    kernel = jax.make_jaxpr(lambda x, w, n: kernel_product(False, x, w, n))
+    assert products(kernel(jnp.zeros((128, 128)), jnp.zeros((2, 128, 128)), jnp.array([64, 64]))).loose
+    places = jnp.broadcast_to(jnp.arange(512)[None], (1, 512))
+    own = dict(query_positions=places, key_positions=places, kernel="interval", platform="tpu", local=True)
+    q = jnp.zeros((1, 512, 1, 128), jnp.bfloat16)
+    assert products(jax.make_jaxpr(lambda q: attend(q, q, q, mask=Causal(), **own))(q)) == Products(0, True)
+
+    # over one of two mesh axes, and inside over the other one: shapes are those of a device
+    layout = ed.Layout.create(stage=2, fsdp=4)
+    inside = jax.shard_map(
+        lambda x, w: layout.shard_map(lambda x, w: x @ w, (P("fsdp"), P()), P("fsdp"))(x, w),
+        mesh=layout.mesh, axis_names={"stage"}, in_specs=(P(), P()), out_specs=P(), check_vma=False,
+    )  # fmt: skip
+    found = products(jax.make_jaxpr(jax.jit(inside))(jnp.zeros((8, 3)), w))
+    assert found == Products(2 * 2 * 8 * 3 * 3, False)  # each stage multiplies all of them
+
+
+@pytest.mark.parametrize("remat, again", [("none", 1), ("full", 4 / 3)])
+def test_experts_compute_what_tokens_need(remat, again, monkeypatch):
+    """However much room their rows have, and in loops that data decide, too: three products of each of its experts."""
+    config = ed.get_config("tiny-moe")
+    model, mlp = ed.abstract(config, remat=remat), config.blocks[-1].mlp
+    trainer = Trainer.create(OptimizerConfig(), model, steps=10)
+    weights = len(config.blocks) * mlp.num_experts_per_token * 3 * config.embed_dim * mlp.mlp_dim
+    needed = again * 6 * 8 * 64 * weights
+
+    def computed(found: Products) -> float:
+        monkeypatch.setattr("eqx_decoders.planning.step_plan.products", lambda _: found)
+        return operations(model, trainer, None, 8, 64).computed
+
+    assert computed(Products(1e12 + 7, False, ragged=1e12)) == pytest.approx(7 + needed)
+    assert computed(Products(20.0, False, ragged=5.0)) == 20.0  # fewer than that are all there are
+    assert computed(Products(7.0, False, loose=True)) == pytest.approx(7 + needed)
+
+
+# --- memory and advice ---
+
+
+def test_what_the_compiler_needed():
+    said = "Ran out of memory, the total memory required for HLO temporaries (36.24G) exceeds available HBM (15.75G)"
+    assert needed_bytes(said) == int(36.24 * 2**30)
+    assert needed_bytes("Used 120.5G of 95.74G hbm. Exceeded hbm capacity by 24.76G.") == int(120.5 * 2**30)
+    assert needed_bytes("something else") is None
+
+
+def planned(line: Roofline | None = None, collectives: tuple[Collective, ...] | None = (), told="", **memory) -> Plan:
+    known: dict = dict(parameters=10e9, optimizer=20e9, means=0, gradients=10e9, capacity=95e9, peak=90e9)
+    return Plan(
+        machine=torus(4, 2),
+        memory=Memory(**{name: None if size is None else int(size) for name, size in (known | memory).items()}),
+        operations=Operations(model=6.0, attention=1.0, computed=8.0, six_nd=5.0),
+        collectives=collectives,
+        roofline=line or Roofline(compute=2.0, memory=1.0, networks={}, model_flops_seconds=1.5),
+        seconds=1.0,
+        told=told,
+        tokens=4096,
+    )
+
+
+def bound_by(name: str, kind: str = "all-gather") -> Plan:
+    axes = tuple(name.split(" x "))
+    line = Roofline(compute=2.0, memory=1.0, networks={name: 3.0}, model_flops_seconds=1.5)
+    return planned(line, (collective(kind, (0, 1), axes=axes),))
+
+
+@pytest.mark.parametrize(
+    "plan, remat, words",
+    [
+        (planned(needed=120e9, peak=None), "minimal", ["asks for 120.0 GB", "remat=save_dot_except_mlpwi", "batch"]),
+        (planned(needed=120e9, peak=None, optimizer=90e9), "full", ["alone are 110.0 GB", "mesh.fsdp is 4"]),
+        (planned(peak=100e9), "full", ["peak of 100.0 GB is above 95.0 GB", "mesh.context"]),
+        (planned(peak=20e9), "full", ["75.0 GB are free, and 33%", "remat=save_qkv_proj"]),
+        (bound_by("fsdp"), "full", ["links along fsdp are the bound: 3 s", "512 tokens a device", "batch_size"]),
+        (bound_by("tensor", "all-reduce"), "full", ["mesh.tensor (now 2) smaller"]),
+        (bound_by("expert", "ragged-all-to-all"), "full", ["travel to their experts", "mesh.expert (now 1)"]),
+        (bound_by("data", "all-reduce"), "full", ["added up along it once"]),
+        (bound_by(ACROSS, "all-reduce"), "full", ["network between slices, nodes is the bound"]),
+        (planned(collectives=None, told="INTERNAL: no"), "full", ["cannot be printed", "INTERNAL: no", "jax[tpu]"]),
+        (planned(collectives=(collective("all-gather", (0, 1), unknown=True),)), "full", ["1 collectives are in"]),
+    ],
+)  # fmt: skip
+def test_advice_says_what_to_change(plan, remat, words):
+    said = " ".join(advice(plan, Execution(layout=ed.Layout.create(fsdp=4, tensor=2), remat=remat)))
+    assert [word for word in words if word not in said] == []
+
+
+def test_there_is_no_advice_for_a_step_that_fits_and_computes():
+    assert advice(planned(), Execution(layout=ed.Layout.create(fsdp=8), remat="full")) == []
+
+
+# --- all of it ---
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[Plan, Execution]:
+    """A step of a small model, compiled for the CPU's eight devices as if they were eight chips."""
+    layout = ed.Layout.create(fsdp=4, tensor=2)
+    model = ed.abstract(CONFIG, layout=layout, remat="full")
+    trainer = Trainer.create(OptimizerConfig(), model, steps=10)
+    return make_plan(model, trainer, torus(4, 2), batch_size=8, seq_len=32), model.execution
+
+
+def test_a_plan_adds_up(tiny):
+    plan, _ = tiny
+    memory, count = plan.memory, ed.count_parameters(CONFIG)
+    assert sum(memory.rows().values()) == memory.total and memory.fits
+    assert memory.parameters >= 4 * count / 8 and memory.optimizer == pytest.approx(2 * memory.parameters, rel=0.01)
+    assert 0 < memory.kept < memory.temporaries and plan.tokens == 256
+    assert {"fsdp", "tensor"} <= {axis for one in plan.collectives for axis in one.axes}
+    assert sum(by_kind(plan.collectives).values()) == sum(one.total for one in plan.collectives)
+    assert set(plan.roofline.networks) == {" x ".join(one.axes) for one in plan.collectives}
+    assert plan.operations.model > plan.operations.attention > 0
+    assert plan.operations.computed > plan.operations.model - plan.operations.attention
+    text, data = report(plan, ["Do this."], rows=2), json.loads(json.dumps(as_data(plan, ["Do this."])))
+    for words in ("parameters", "activations kept", "peak", "all-gather along", "x 6ND", "<- the bound", "- Do this."):
+        assert words in text
+    assert data["memory"]["total"] == memory.total and data["seconds"]["bound"] == plan.roofline.bound
+    assert len(data["collectives"]) == len(plan.collectives) and data["advice"] == ["Do this."]
+
+
+def test_a_program_that_cannot_be_printed_still_has_its_memory(tiny, monkeypatch):
+    def fail(self):
+        raise jax.errors.JaxRuntimeError("INTERNAL: should have 1 operands but sees 3")
+
+    monkeypatch.setattr(jax.stages.Compiled, "as_text", fail)
+    model = ed.abstract(CONFIG, layout=tiny[1].layout, remat="full")
+    trainer = Trainer.create(OptimizerConfig(), model, steps=10)
+    plan = make_plan(model, trainer, torus(4, 2), batch_size=8, seq_len=32)
+    assert plan.collectives is None and "operands" in plan.told and plan.memory.peak == tiny[0].memory.peak
+    assert "unknown" in report(plan, [])
+
+
+def test_a_step_that_does_not_fit_is_told_and_not_raised(tiny, monkeypatch):
+    def fail(self, **options):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 120.5G of 95.74G hbm.")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
+    model = ed.abstract(CONFIG, layout=tiny[1].layout, remat="full")
+    plan = make_plan(model, Trainer.create(OptimizerConfig(), model, steps=10), torus(4, 2), batch_size=8, seq_len=32)
+    assert not plan.memory.fits and plan.memory.needed == int(120.5 * 2**30)
+    assert plan.memory.parameters == tiny[0].memory.parameters
+    assert "does not fit" in report(plan, advice(plan, model.execution))

@@ -1,0 +1,540 @@
+"""The engine, request by request."""
+
+import collections
+import dataclasses
+
+import jax
+import jax.monitoring
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.layers.cache.paged import PageConfig
+from eqx_decoders.serving.engine.config import EngineConfig
+from eqx_decoders.serving.engine.drafters import FurtherPrediction, PromptLookup, SmallerModel
+from eqx_decoders.serving.engine.engine import Engine
+from eqx_decoders.serving.engine.request import QueueFull, Request, Sampling
+from eqx_decoders.serving.engine.sampler import RowSampling, Written, adjusted, choose
+from tests.encoders.samples import patches, seeing, text
+from tests.models import filled
+from tests.serving.engines import SMALL, alone, engine_for, generated, request_pool
+
+
+@pytest.fixture(scope="module")
+def engine():
+    found = engine_for("llama_rope", max_waiting=3)
+    found.warm_up()
+    return found
+
+
+@pytest.fixture(scope="module")
+def pool(engine):
+    return request_pool(engine.model.config.vocab_size, 12, seed=1)
+
+
+def finish(engine):
+    """All updates until nothing is left."""
+    updates = []
+    while engine.has_work:
+        updates += engine.step()
+    return updates
+
+
+def test_greedy_answers_are_those_of_generate(engine, pool):
+    for request in [request for request in pool if request.sampling.temperature == 0][:2]:
+        assert alone(engine, request) == generated(engine.model, request)
+
+
+def test_nothing_is_compiled_after_the_start(engine, pool):
+    compiled = []
+    listener = lambda event, seconds, **_: compiled.append(event) if "backend_compile" in event else None  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    mixed = [
+        Request(prompt=(5,) * length, max_new_tokens=3, sampling=sampling, logprobs=logprobs, prompt_logprobs=prompt)
+        for length, sampling, logprobs, prompt in (
+            (1, Sampling(), None, None),
+            (9, Sampling(temperature=1.0, top_k=100, top_p=0.99, min_p=0.01, frequency_penalty=1.0), 2, None),
+            (33, Sampling(logit_bias=((3, 1.0),)), None, 4),
+        )
+    ]
+    for request in [*mixed, *pool]:
+        engine.run([request])
+    for number in range(3):
+        engine.submit(dataclasses.replace(mixed[number], priority=number))
+    finish(engine)
+    assert not compiled
+
+
+@pytest.mark.parametrize(
+    "fixture",
+    [
+        "llama_rope",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mistral_window", "qwen3_next", "deepseek2_groups")),
+    ],
+)
+def test_steps_of_some_slots_and_short_ones_are_the_same(fixture, monkeypatch):
+    """One, two, four or all of six slots, wherever these are, reading no more than there is; greedy and drawn."""
+    monkeypatch.setattr("eqx_decoders.layers.attention.cached.LEAST_REACH", 16)
+    all_slots, parts = engine_for(fixture), engine_for(fixture, max_batch_size=6, batch_invariant=False)
+    pool = request_pool(parts.model.config.vocab_size, 9, seed=2, new=(4, 12, 20))
+    for number, request in enumerate(pool):
+        sampling = dataclasses.replace(request.sampling, presence_penalty=0.9 * (number % 3))
+        pool[number] = dataclasses.replace(request, sampling=sampling, logprobs=number % 3)
+    short = [Request(prompt=(5 + number,), max_new_tokens=6) for number in range(5)]
+    wanted = {request: alone(all_slots, request) for request in (*pool, *short)}
+    calls = counted(parts, monkeypatch)
+    for requests in (pool, short, pool[:2], pool[2:6], pool[4:7]):
+        assert parts.run(requests) == [wanted[request] for request in requests]
+    assert {name[1] for name in calls if name[0] == "decode"} == {1, 2, 4, 6}
+
+
+def counted(engine, monkeypatch):
+    """How often each program of an engine is called from now on."""
+    calls, run = collections.Counter(), engine._slots._run
+
+    def counts(name, *inputs):
+        calls[name] += 1
+        return run(name, *inputs)
+
+    monkeypatch.setattr(engine._slots, "_run", counts)
+    return calls
+
+
+def prefills(calls):
+    return sum(count for name, count in calls.items() if name[0] == "prefill")
+
+
+def test_a_step_computes_prompts_as_far_as_its_budget_goes(engine, monkeypatch):
+    engine.forget_prefixes()
+    for token in (3, 4, 5):
+        engine.submit(Request(prompt=(token,) * 24, max_new_tokens=1))
+    calls = counted(engine, monkeypatch)
+    engine.step()
+    assert prefills(calls) == 2  # of 8 tokens each: 12 are not more than one, and a part of another
+    finish(engine)
+    assert prefills(calls) == 9
+
+
+def test_answers_to_one_prompt_compute_it_once(engine, monkeypatch):
+    """Its blocks, and what of it is no whole block; also for those that come when others are at work."""
+    prompt = tuple(range(20, 41))
+    requests = [Request(prompt=prompt, max_new_tokens=6, sampling=Sampling(temperature=1.0, seed=n)) for n in range(5)]
+    known = [alone(engine, request) for request in requests]
+    engine.forget_prefixes()
+    calls, order = counted(engine, monkeypatch), [engine.submit(request) for request in requests[:3]]
+    updates = engine.step()
+    order += [engine.submit(request) for request in requests[3:]]
+    while engine.counts().running or engine.counts().waiting:
+        updates += engine.step()
+    assert prefills(calls) == 3  # 8, 8 and 5 tokens
+    got = dict.fromkeys(order, ())
+    for update in updates:
+        got[update.request_id] += update.tokens
+    assert list(got.values()) == known and len(set(known)) > 1
+    finish(engine)
+
+
+def test_ends_of_prompts_are_kept_within_bounds(engine, monkeypatch):
+    monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, preempted_bytes=0))
+    monkeypatch.setattr(engine._waiting, "max_requests", 6)
+    longer = [Request(prompt=(3,), max_new_tokens=60, client="longer", priority=1) for _ in range(2)]
+    requests = [Request(prompt=tuple(range(20 + n, 33 + n)), max_new_tokens=4, client=str(n)) for n in range(3)]
+    known = [alone(engine, request) for request in requests]
+    engine.forget_prefixes()
+    for request in longer:  # one slot is left, for one client after the other
+        engine.submit(request)
+    engine.step()
+    order, most = [engine.submit(request) for request in requests for _ in range(2)], 0
+    got = dict.fromkeys(order, ())
+    while engine.has_work:
+        for update in engine.step():
+            if update.request_id in got:
+                got[update.request_id] += update.tokens
+        most = max(most, len({job.shared for job in engine._waiting if job.shared.end is not None}))
+    assert list(got.values()) == [answer for answer in known for _ in range(2)] and most == 1
+
+
+def test_scores_of_a_prompt_are_computed_once_and_shared(engine, monkeypatch):
+    request = Request(prompt=tuple(range(20, 41)), max_new_tokens=1, prompt_logprobs=2)
+    for _ in range(3):
+        engine.submit(request)
+    calls = counted(engine, monkeypatch)
+    scores = [update.prompt_scores for update in finish(engine)]
+    assert len(scores) == 3 and len(scores[0]) == 20 and all(each is scores[0] for each in scores)
+    assert prefills(calls) == 3
+    engine.forget_prefixes()
+
+
+def test_the_next_turn_begins_with_the_last_answer(engine):
+    prompt = tuple(range(20, 33))
+    answer = alone(engine, Request(prompt=prompt, max_new_tokens=12))
+    turn = Request(prompt=(*prompt, *answer, 5, 6), max_new_tokens=5)
+    engine.submit(turn)
+    updates = finish(engine)
+    assert updates[0].cached_tokens == 24
+    assert tuple(token for update in updates for token in update.tokens) == alone(engine, turn)
+
+
+def test_what_was_written_is_computed_when_there_is_nothing_else_to_do(engine, monkeypatch):
+    engine.forget_prefixes()
+    number = engine.submit(Request(prompt=tuple(range(20, 33)), max_new_tokens=12))
+    other = engine.submit(Request(prompt=(5, 6), max_new_tokens=40))
+    calls = counted(engine, monkeypatch)
+    while number not in {update.request_id for update in engine.step() if update.finish_reason}:
+        pass
+    before = prefills(calls)
+    assert {update.request_id for _ in range(3) for update in engine.step()} == {other} and prefills(calls) == before
+    engine.cancel(other)
+    engine._written._texts.pop()  # that of the other one
+    finish(engine)
+    assert prefills(calls) == before + 2  # its second and third block
+
+
+def test_the_next_turn_begins_with_an_answer_that_was_cut_short(engine):
+    engine.forget_prefixes()
+    number, prompt, answer = engine.submit(Request(prompt=tuple(range(20, 33)), max_new_tokens=30)), range(20, 33), ()
+    while len(answer) < 12:
+        answer += tuple(token for update in engine.step() for token in update.tokens)
+    engine.cancel(number)  # as whoever finds a stop string does
+    finish(engine)
+    turn = Request(prompt=(*prompt, *answer, 5, 6), max_new_tokens=5)
+    engine.submit(turn)
+    updates = finish(engine)
+    assert updates[0].cached_tokens == 24
+    assert tuple(token for update in updates for token in update.tokens) == alone(engine, turn)
+
+
+def test_a_text_that_is_waited_for_is_computed_in_its_turn(engine, monkeypatch):
+    monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, token_budget=8))  # one chunk in a step
+    prompt = tuple(range(20, 33))
+    answer = alone(engine, Request(prompt=prompt, max_new_tokens=12))
+    engine.forget_prefixes()
+    number = engine.submit(Request(prompt=prompt, max_new_tokens=12))
+    while number not in {update.request_id for update in engine.step() if update.finish_reason}:
+        pass
+    engine.step()
+    text = engine._written.current
+    assert text is not None and text.done == 16 < len(text.request.prompt)
+    engine.submit(Request(prompt=(7,) * 30, max_new_tokens=1))
+    turn = engine.submit(Request(prompt=(*prompt, *answer, 5, 6), max_new_tokens=1))
+    engine.step()
+    assert text.awaited and engine._seats.prefixes.known(text.names) == 3
+    cached = {update.request_id: update.cached_tokens for update in finish(engine) if update.finish_reason}
+    assert cached[turn] == 24
+
+
+def test_what_is_kept_of_preempted_requests_is_bounded(engine, monkeypatch):
+    most = engine._slots.kept_bytes(16)
+    monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, preempted_bytes=most))
+    requests = [Request(prompt=(3 + n,) * (9 if n else 1), max_new_tokens=20, priority=n) for n in range(6)]
+    known = [alone(engine, request) for request in requests]
+    got, kept = {}, []
+    for request in requests:
+        got[engine.submit(request)] = ()
+        for update in [update for _ in range(2) for update in engine.step()]:
+            got[update.request_id] += update.tokens
+        kept.append([job.saved for job in engine._waiting if job.saved is not None])
+    for update in finish(engine):
+        got[update.request_id] += update.tokens
+    assert list(got.values()) == known
+    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(saved)) for saved in kept]
+    assert 0 < max(sizes) <= most and engine.counts().preemptions >= 3
+    assert any(len(saved) < len(requests[:at]) - 2 for at, saved in enumerate(kept))  # not all of those that waited
+
+
+def test_log_probabilities_are_those_of_the_whole_text(engine):
+    prompt = tuple(int(token) for token in np.random.default_rng(0).integers(3, 60, 21))
+    number = engine.submit(Request(prompt=prompt, max_new_tokens=5, logprobs=3, prompt_logprobs=2))
+    updates = [update for update in finish(engine) if update.request_id == number]
+    tokens = [token for update in updates for token in update.tokens]
+    text = np.asarray([[*prompt, *tokens]])
+    known = np.asarray(jax.nn.log_softmax(engine.model(text).logits[0], axis=-1))
+    prompt_scores = [score for update in updates for score in update.prompt_scores]
+    scores = [score for update in updates for score in update.scores]
+    assert [score.token for score in prompt_scores] == list(prompt[1:])
+    assert [score.token for score in scores] == tokens
+    for place, score in enumerate([*prompt_scores, *scores]):
+        assert score.logprob == pytest.approx(known[place, score.token], abs=1e-4)
+        best = np.argsort(-known[place], kind="stable")[: len(score.top)]
+        assert [token for token, _ in score.top] == best.tolist()
+        np.testing.assert_allclose([value for _, value in score.top], known[place, best], atol=1e-4)
+    assert {len(score.top) for score in prompt_scores} == {2} and {len(score.top) for score in scores} == {3}
+
+
+def test_drawn_answers_are_the_draws_of_their_seeds(engine):
+    sampling = Sampling(temperature=0.9, top_k=12, seed=11, repetition_penalty=1.5, logit_bias=((6, 2.0),))
+    rows = RowSampling.empty(1, 4)
+    rows.set(0, sampling)
+    text, free = [7, 8, 9, 10, 11], (np.full((1, 99), -1, np.int32), np.zeros(1, bool))
+    for number in range(6):
+        logits = engine.model(np.asarray([text])).logits[:, -1]
+        tokens = jax.numpy.asarray([text + [0] * 20], "int32")
+        written = Written(tokens, np.asarray([5]), np.asarray([len(text)]))
+        text.append(int(choose(adjusted(logits, rows, written, *free), rows, np.asarray([number]))[0]))
+    request = Request(prompt=tuple(text[:5]), max_new_tokens=6, sampling=sampling)
+    assert alone(engine, request) == tuple(text[5:])
+    assert alone(engine, dataclasses.replace(request, sampling=dataclasses.replace(sampling, seed=12))) != tuple(
+        text[5:]
+    )
+    assert alone(engine, dataclasses.replace(request, sampling=Sampling())) != tuple(text[5:])
+
+
+def test_a_stop_ends_an_answer_and_is_its_last_token(engine):
+    prompt = (7, 8, 9)
+    whole = alone(engine, Request(prompt=prompt, max_new_tokens=12))
+    stop = next(token for place, token in enumerate(whole) if place > 2 and token not in whole[:place])
+    number = engine.submit(Request(prompt=prompt, max_new_tokens=12, stop_ids=(stop,)))
+    updates = [update for update in finish(engine) if update.request_id == number]
+    assert tuple(token for update in updates for token in update.tokens) == whole[: whole.index(stop) + 1]
+    assert updates[-1].finish_reason == "stop"
+
+
+def test_stops_wait_for_the_least_length(engine):
+    prompt = (7, 8, 9)
+    first = alone(engine, Request(prompt=prompt, max_new_tokens=1))[0]
+    answer = alone(engine, Request(prompt=prompt, max_new_tokens=9, stop_ids=(first, 10**6), min_new_tokens=4))
+    assert first not in answer[:4] and len(answer) >= 5
+
+
+def test_the_same_prompt_is_found_again(engine):
+    engine.forget_prefixes()
+    prompt = tuple(range(10, 30))
+    first = engine.submit(Request(prompt=prompt, max_new_tokens=2))
+    one = finish(engine)
+    second = engine.submit(Request(prompt=prompt, max_new_tokens=2))
+    other = engine.submit(Request(prompt=prompt, max_new_tokens=2, cache_salt="other"))
+    both = finish(engine)
+    cached = {update.request_id: update.cached_tokens for update in [*one, *both] if update.cached_tokens}
+    assert cached == {second: 16} and first != other
+
+
+def test_a_higher_priority_takes_a_place_and_gives_it_back(engine):
+    requests = [Request(prompt=(3 + number, 4, 5), max_new_tokens=20) for number in range(4)]
+    known = [alone(engine, request) for request in requests]
+    order = [engine.submit(request) for request in requests[:3]]
+    updates = engine.step() + engine.step() + engine.step()
+    before = engine.counts().preemptions
+    order.append(engine.submit(dataclasses.replace(requests[3], priority=5)))
+    updates += finish(engine)
+    assert engine.counts().preemptions == before + 1
+    got = {number: [] for number in order}
+    for update in updates:
+        got[update.request_id] += update.tokens
+    assert [tuple(got[number]) for number in order] == known
+    ends = [update.request_id for update in updates if update.finish_reason is not None]
+    assert ends.index(order[3]) < ends.index(order[2])
+
+
+def test_a_cancelled_request_frees_its_slot_at_once(engine):
+    numbers = [engine.submit(Request(prompt=(4,) * 30, max_new_tokens=20)) for _ in range(3)]
+    engine.step()
+    for number in numbers:  # one while its prompt is computed
+        engine.cancel(number)
+    engine.cancel(10**9)
+    last = engine.submit(Request(prompt=(5,), max_new_tokens=1))
+    updates = engine.step()
+    assert [update.finish_reason for update in updates] == ["cancelled"] * 3 + ["length"]
+    assert updates[-1].request_id == last and not engine.has_work
+
+
+def test_a_long_prompt_lets_short_ones_pass(engine):
+    engine.forget_prefixes()
+    engine.submit(Request(prompt=tuple(range(3, 60)), max_new_tokens=1))
+    short = engine.submit(Request(prompt=(9, 9), max_new_tokens=1))
+    ends = [update.request_id for update in finish(engine) if update.finish_reason is not None]
+    assert ends[0] == short
+
+
+def test_a_full_queue_says_so(engine):
+    numbers = [engine.submit(Request(prompt=(4, 5), max_new_tokens=2)) for _ in range(3)]
+    with pytest.raises(QueueFull, match="3 requests with 6 tokens wait"):
+        engine.submit(Request(prompt=(4, 5), max_new_tokens=2))
+    assert {update.request_id for update in finish(engine)} == set(numbers)
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        (dict(max_new_tokens=60), "max_length=64"),
+        (dict(prompt=(4, 10**6)), "token id 1000000"),
+        (dict(prompt=(-1,)), "token id -1"),
+        (dict(logprobs=5), "logprobs=5 must be at most 4"),
+        (dict(prompt_logprobs=9), "prompt_logprobs=9"),
+        (dict(sampling=Sampling(logit_bias=((10**6, 1.0),))), "logit_bias has the token id"),
+        (dict(sampling=Sampling(logit_bias=tuple((token, 1.0) for token in range(5)))), "5 tokens, of at most 4"),
+    ],
+)
+def test_what_could_never_be_answered_is_refused(engine, wrong, words):
+    with pytest.raises(ed.ConfigError, match=words):
+        engine.submit(Request(**dict(prompt=(1, 2, 3, 4, 5), max_new_tokens=5) | wrong))
+    assert not engine.has_work
+
+
+class EvenThenStuck:
+    """Only even tokens; after three of them it fails."""
+
+    def __init__(self):
+        self.count = 0
+
+    def fill(self, words):
+        words[:] = 0x55555555
+
+    def accept(self, token):
+        self.count += 1
+        if token % 2 or self.count > 3:
+            raise ValueError("no way on")
+
+
+def test_constraints_bind_and_their_failures_end_their_own_request(engine):
+    bound = Request(prompt=(5, 6), max_new_tokens=8, constraint=EvenThenStuck())
+    free = Request(prompt=(5, 6), max_new_tokens=8)
+    known = alone(engine, free)
+    numbers = engine.submit(bound), engine.submit(free)
+    updates = finish(engine)
+    got = {number: [u for u in updates if u.request_id == number] for number in numbers}
+    tokens = [token for update in got[numbers[0]] for token in update.tokens]
+    assert all(token % 2 == 0 for token in tokens) and len(tokens) == 4
+    assert got[numbers[0]][-1].finish_reason == "error" and "no way on" in got[numbers[0]][-1].error
+    assert tuple(token for update in got[numbers[1]] for token in update.tokens) == known
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_constraint_that_cannot_say_what_is_allowed_ends_its_own_request(engine, begun):
+    class Broken(EvenThenStuck):
+        def fill(self, words):
+            if self.count == begun:
+                raise OverflowError("no mask")
+            super().fill(words)
+
+    free = Request(prompt=(5, 6), max_new_tokens=8)
+    known = alone(engine, free)
+    broken = engine.submit(Request(prompt=(5, 6, 7), max_new_tokens=8, constraint=Broken()))
+    engine.submit(free)
+    updates = finish(engine)
+    (end,) = [update for update in updates if update.request_id == broken and update.finish_reason]
+    assert end.finish_reason == "error" and "OverflowError: no mask" in end.error
+    assert tuple(token for update in updates if update.request_id != broken for token in update.tokens) == known
+
+
+def test_lookups_find_what_followed_before():
+    lookup = PromptLookup(num_tokens=3, longest=3, shortest=2)
+    assert lookup.find([1, 2, 3, 4, 5, 1, 2, 3]) == [4, 5, 1]
+    assert lookup.find([1, 2, 9, 1, 2, 8, 1, 2]) == [8, 1, 2]  # the latest place
+    assert lookup.find([1, 2, 3]) == [] and lookup.find([7]) == []
+    with pytest.raises(ed.ConfigError, match="shortest=4"):
+        PromptLookup(shortest=4)
+
+
+def with_drafts(model, drafts, pool):
+    """The answers of an engine that drafts, to requests that come one after another."""
+    engine = Engine(model, EngineConfig(**SMALL, drafts=drafts))
+    waiting, order, got = list(pool), [], {}
+    while waiting or engine.has_work:
+        if waiting:
+            order.append(engine.submit(waiting.pop(0)))
+            got[order[-1]] = []
+        for update in engine.step():
+            got[update.request_id] += update.tokens
+    return [tuple(got[number]) for number in order], engine.counts()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fixture", ["llama_rope", "mistral_window", "qwen3_next", "deepseek2_groups"])
+@pytest.mark.parametrize("kind", ["lookup", "same model", "one depth", "two depths"])
+def test_drafts_change_no_answer(fixture, kind):
+    plain = engine_for(fixture)
+    model = plain.model
+    if kind.endswith(("depth", "depths")):
+        model = ed.add_mtp(model, 2, key=jax.random.key(0))
+    drafts = {
+        "lookup": PromptLookup(num_tokens=3, shortest=1),
+        "same model": SmallerModel(model=plain.model, num_tokens=3),
+        "one depth": FurtherPrediction(num_tokens=1),
+        "two depths": FurtherPrediction(num_tokens=2),
+    }[kind]
+    pool = request_pool(model.config.vocab_size, 14, seed=2)
+    pool += [dataclasses.replace(request, prompt=request.prompt[:8] * 3) for request in pool[:6]]
+    known = plain.run(pool)
+    got, counts = with_drafts(model, drafts, pool)
+    assert got == known
+    assert counts.draft_tokens > 0
+    if kind == "same model":  # greedy drafts of the model itself are right wherever the answer is greedy
+        assert counts.accepted_draft_tokens > counts.draft_tokens / 3
+
+
+def test_drafts_need_what_makes_them(engine):
+    with pytest.raises(ed.ConfigError, match="at most the model's depths of multi-token prediction, 0"):
+        Engine(engine.model, EngineConfig(drafts=FurtherPrediction()))
+
+
+@pytest.mark.slow
+def test_pictures_beside_texts_change_nothing_for_either():
+    model = filled(seeing(), 1, attention="dot")
+    ids, grids = text("iiiixxiixx"), [(1, 4, 4), (1, 4, 2)]
+    media = ed.Media.create(model.config, ids[None], pixel_values=patches(grids), image_grid_thw=np.asarray(grids))
+    known = np.asarray(ed.generate(model, ids[None], media=media, max_new_tokens=6, sampler=ed.Greedy()))[0]
+    engine = Engine(model, EngineConfig(**SMALL))
+    seen = Request(prompt=tuple(ids.tolist()), max_new_tokens=6, media=media)
+    read = Request(prompt=(1, 2, 3), max_new_tokens=6)
+    assert engine.run([read, seen, seen, read]) == [
+        alone(engine, read),
+        tuple(known),
+        tuple(known),
+        alone(engine, read),
+    ]
+    with pytest.raises(ed.ConfigError, match="prompt_logprobs are not given"):
+        engine.submit(dataclasses.replace(seen, prompt_logprobs=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [dict(tensor=2, data=2, fsdp=2), dict(data=4, tensor=2, explicit=True)])
+def test_a_mesh_changes_no_answer(engine, pool, mesh):
+    model = engine.model.place(ed.Layout.create(**mesh))
+    assert Engine(model, EngineConfig(**SMALL | dict(max_batch_size=4))).run(pool) == engine.run(pool)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(max_batch_size=0),
+        dict(max_length=1),
+        dict(prefill_chunk=0),
+        dict(token_budget=0),
+        dict(max_waiting=0),
+        dict(max_waiting_tokens=0),
+        dict(prefix_cache_bytes=-1),
+        dict(preempted_bytes=-1),
+        dict(max_logprobs=-1),
+        dict(max_logit_bias=-1),
+        dict(cache_dtype="int7"),
+        dict(pages=PageConfig(page_size=48), prefill_chunk=128),
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_wrong_sizes_are_refused(wrong):
+    with pytest.raises(ed.ConfigError, match=next(iter(wrong)).replace("cache_dtype", "int7")):
+        EngineConfig(**wrong)
+
+
+def test_clients_take_turns(engine):
+    prompt = tuple(range(3, 11))
+    first = [Request(prompt=prompt, max_new_tokens=9, client=name) for name in ("many", "many", "many")]
+    late = [Request(prompt=prompt, max_new_tokens=1, client=name) for name in ("many", "few")]
+    order = [engine.submit(request) for request in first]
+    engine.step()
+    order += [engine.submit(request) for request in late]
+    ends = [update.request_id for update in finish(engine) if update.finish_reason is not None]
+    assert ends.index(order[4]) < ends.index(order[3])  # who came last had got least
+
+
+def test_learned_positions_bound_the_length():
+    with pytest.raises(ed.ConfigError, match="learned positions"):
+        engine_for("gpt2", max_length=10**6)
+
+
+def test_a_step_is_given_copies(engine):
+    """On CPU, JAX reads some NumPy arrays where they are, after the call has returned."""
+    table = engine._asked
+    given = table.of(range(2), False)
+    for own, taken in zip(jax.tree.leaves(table), jax.tree.leaves(given), strict=True):
+        assert not np.shares_memory(own, taken)

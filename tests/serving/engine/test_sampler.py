@@ -1,0 +1,138 @@
+"""Choosing tokens row by row: the filters of `Sample`, draws that are right, and rows that don't know each other."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqx_decoders.core.sampling import Sample, filter_logits
+from eqx_decoders.serving.engine.request import Sampling
+from eqx_decoders.serving.engine.sampler import RowSampling, Written, adjusted, choose, least, scores
+
+
+VOCAB = 700
+LOGITS = np.random.default_rng(0).normal(size=(4, VOCAB)).astype(np.float32) * 3
+LOGITS[2] = np.round(LOGITS[2])  # many are equal
+FILTERS = [
+    dict(top_k=5),
+    dict(top_k=200),
+    dict(top_k=VOCAB),
+    dict(top_p=0.9),
+    dict(top_p=0.999),
+    dict(top_k=100, top_p=0.3),
+    dict(min_p=0.1),
+    dict(top_k=3, top_p=0.5, min_p=0.2),
+]
+
+
+def rows_of(*samplings, biases=4):
+    rows = RowSampling.empty(len(samplings), biases)
+    for row, sampling in enumerate(samplings):
+        rows.set(row, sampling)
+    return rows
+
+
+lowest, chosen = jax.jit(least), jax.jit(choose)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 5.0])
+def test_filters_leave_what_those_of_sample_leave(temperature):
+    scaled = jnp.asarray(LOGITS) / temperature
+    for filters in FILTERS:
+        rows = rows_of(*[Sampling(temperature=temperature, **filters)] * 4)
+        known = np.isfinite(np.asarray(filter_logits(Sample(temperature=temperature, **filters), jnp.asarray(LOGITS))))
+        np.testing.assert_array_equal(np.asarray(scaled >= lowest(scaled, rows)), known, err_msg=str(filters))
+
+
+def test_rows_with_other_filters_do_not_change_a_row():
+    samplings = [Sampling(temperature=0.9, seed=7, **filters) for filters in FILTERS] + [Sampling()]
+    logits, index = jnp.tile(jnp.asarray(LOGITS[:1]), (len(samplings), 1)), np.arange(len(samplings))
+    together = np.asarray(chosen(logits, rows_of(*samplings), index))
+    reverse = np.asarray(chosen(logits, rows_of(*samplings[::-1]), index[::-1].copy()))
+    np.testing.assert_array_equal(together, reverse[::-1])
+    assert together[-1] == LOGITS[0].argmax()
+
+
+def test_draws_have_the_distribution_of_the_filtered_logits():
+    sampling, draws = Sampling(temperature=1.5, top_k=30, seed=3), 20_000
+    rows = rows_of(sampling)
+    one = jnp.asarray(LOGITS[:1])
+    found = np.asarray(jax.jit(jax.vmap(lambda index: choose(one, rows, index[None])[0]))(jnp.arange(draws)))
+    kept = filter_logits(Sample(temperature=1.5, top_k=30), one)[0]
+    expected = draws * np.asarray(jax.nn.softmax(kept))
+    counts = np.bincount(found, minlength=VOCAB)
+    assert counts[expected == 0].sum() == 0
+    there = expected > 0
+    chi2 = ((counts[there] - expected[there]) ** 2 / expected[there]).sum()
+    assert chi2 < 60  # 29 degrees of freedom: less than once in a thousand seeds
+
+
+def test_a_draw_depends_on_seed_and_index_alone():
+    rows = rows_of(*[Sampling(temperature=1.0, seed=seed) for seed in (5, 5, 2**40 + 5, -1)])
+    logits = jnp.zeros((4, VOCAB))
+    first, same, other, negative = np.asarray(chosen(logits, rows, np.zeros(4, np.int32)))
+    assert first == same and len({int(first), int(other), int(negative)}) == 3
+    later = np.asarray(chosen(logits, rows, np.asarray([1, 0, 0, 0], np.int32)))
+    assert later[0] != first and later[1] == same
+
+
+def adjust(logits, *samplings, tokens, prompt_length, length, allowed=None, masked=None):
+    count, words = len(samplings), -(-VOCAB // 32)
+    allowed = np.full((count, words), -1, np.int32) if allowed is None else allowed
+    masked = np.zeros(count, bool) if masked is None else masked
+    written = Written(jnp.asarray(tokens), np.asarray(prompt_length), np.asarray(length))
+    return np.asarray(jax.jit(adjusted)(jnp.asarray(logits), rows_of(*samplings), written, allowed, masked))
+
+
+def test_penalties_and_biases_are_those_of_their_formulas():
+    tokens = np.asarray([[1, 2, 3, 3, 9, 0]] * 3, np.int32)
+    logits = LOGITS[:3].copy()
+    samplings = (
+        Sampling(repetition_penalty=2.0),
+        Sampling(frequency_penalty=0.5, presence_penalty=0.25),
+        Sampling(logit_bias=((4, 3.0), (9, -2.0))),
+    )
+    found = adjust(logits, *samplings, tokens=tokens, prompt_length=[2, 2, 2], length=[5, 5, 5])
+    known = logits.copy()
+    for token in (1, 2, 3, 9):  # the prompt's, too; what stands behind the length doesn't count
+        known[0, token] = known[0, token] / 2 if known[0, token] > 0 else known[0, token] * 2
+    known[1, 3] -= 2 * 0.5 + 0.25
+    known[1, 9] -= 0.5 + 0.25
+    known[2, 4] += 3
+    known[2, 9] -= 2
+    np.testing.assert_allclose(found, known, rtol=1e-6)
+
+
+def test_only_allowed_tokens_are_left_and_only_where_a_row_is_masked():
+    allowed = np.zeros((2, -(-VOCAB // 32)), np.int32)
+    for token in (0, 31, 32, VOCAB - 1):
+        allowed[:, token // 32] |= np.uint32(1 << token % 32).astype(np.int32)
+    given = dict(tokens=np.zeros((2, 4), np.int32), prompt_length=[1, 1], length=[1, 1])
+    found = adjust(LOGITS[:2], Sampling(), Sampling(), **given, allowed=allowed, masked=np.asarray([True, False]))
+    assert np.flatnonzero(np.isfinite(found[0])).tolist() == [0, 31, 32, VOCAB - 1]
+    np.testing.assert_array_equal(found[1], LOGITS[1])
+
+
+def test_scores_are_log_probabilities_of_the_model_itself():
+    found = scores(jnp.asarray(LOGITS), jnp.asarray([3, 4, 5, 6]), 5, jnp.asarray(True))
+    known = np.asarray(jax.nn.log_softmax(LOGITS, axis=-1))
+    np.testing.assert_allclose(found.chosen, known[range(4), [3, 4, 5, 6]], rtol=1e-5)
+    np.testing.assert_allclose(found.top, -np.sort(-known, axis=1)[:, :5], rtol=1e-5)
+    assert np.asarray(found.top_ids)[0, 0] == LOGITS[0].argmax()
+    assert not np.asarray(scores(jnp.asarray(LOGITS), jnp.zeros(4, int), 5, jnp.asarray(False)).chosen).any()
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        (dict(temperature=-1.0), "temperature=-1"),
+        (dict(top_p=0.0), "top_p=0"),
+        (dict(top_p=2.0), "at most 1"),
+        (dict(repetition_penalty=0.0), "above 0"),
+        (dict(logit_bias=((3, 1.0), (3, 2.0))), "twice"),
+        (dict(seed=2**64), "64 bits"),
+    ],
+)
+def test_wrong_numbers_are_refused(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        Sampling(**wrong)

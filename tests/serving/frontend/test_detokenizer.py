@@ -1,0 +1,194 @@
+"""Tokens as text, piece by piece: nothing is lost, and nothing is shown too early."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from eqx_decoders.io.text.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer, train_bpe
+from eqx_decoders.serving.frontend.detokenizer import UNKNOWN, Detokeniser, StopStrings, TokenTexts, byte_letters
+from tests.serving.servers import CHAT
+
+
+TEXTS = [
+    "hello world",
+    "naïve café — 12€",
+    "你好，世界",
+    "👩‍👩‍👧‍👦 family 🏳️‍🌈",
+    "a\n\tb  c",
+    "ก็ नमस्ते e\u0301",
+    " leading",
+    "\u0000\u007f",
+    "𝔘",
+]
+
+
+def spaced() -> JsonTokenizer:
+    """One like Llama 2's: `▁` for spaces, and bytes as tokens where a letter is not known."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words += ["▁", *"abcdefghijklmnopqrstuvwxyz", "▁a", "▁w", "▁wo", "he", "ll", "ld"]
+    merges = [("▁", "a"), ("▁", "w"), ("▁w", "o"), ("h", "e"), ("l", "l"), ("l", "d")]
+    model = models.BPE({word: at for at, word in enumerate(words)}, merges, unk_token="<unk>", byte_fallback=True)
+    inner = Tokenizer(model)
+    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    inner.decoder = decoders.Sequence(parts)
+    inner.add_special_tokens(["<s>", "</s>"])
+    return JsonTokenizer(inner, bos="<s>", eos="</s>")
+
+
+@pytest.fixture(scope="module", params=["bytes", "bpe", "fixture", "spaced"])
+def tokenizer(request):
+    makers = {
+        "bytes": ByteTokenizer,
+        "bpe": lambda: train_bpe(TEXTS * 3, 320),
+        "fixture": lambda: load_tokenizer(CHAT),
+        "spaced": spaced,
+    }
+    return makers[request.param]()
+
+
+def pieces(tokenizer, ids, before=(), **options) -> list[str]:
+    decoder = Detokeniser(tokenizer, before, **options)
+    return [*(decoder.push(token) for token in ids), decoder.flush()]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_pieces_are_the_text_and_no_half_of_a_character_is_shown(tokenizer, text):
+    ids = tokenizer.encode(text).tolist()
+    found = pieces(tokenizer, ids)
+    assert "".join(found) == tokenizer.decode(ids) and found[-1] == ""
+    assert not any(UNKNOWN in piece for piece in found)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_wherever_a_prompt_ends_the_answer_goes_on_from_it(tokenizer, text):
+    """The text before and the pieces are the whole text, also where a character or a word is cut."""
+    ids = tokenizer.encode(text).tolist()
+    for cut in range(1, len(ids)):
+        before = Detokeniser(tokenizer)
+        shown = "".join(before.push(token) for token in ids[:cut])
+        assert shown + "".join(pieces(tokenizer, ids[cut:], ids[:cut])) == tokenizer.decode(ids), cut
+
+
+def test_special_tokens_have_no_text_unless_it_is_asked_for():
+    tokenizer = load_tokenizer(CHAT)
+    ids = [256, *tokenizer.encode("né").tolist(), 257, *tokenizer.encode("é").tolist()]
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids) == "néé"
+    assert "".join(pieces(tokenizer, ids, special=True)) == "<|begin|>né<|end|>é"
+
+
+def test_a_word_behind_a_special_token_keeps_its_space():
+    tokenizer = spaced()
+    word = tokenizer.encode("world").tolist()
+    ids = [*tokenizer.encode("hello").tolist(), 2, *word]
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids) == "hello world"
+    assert "".join(pieces(tokenizer, word, before=ids[:3])) == " world"
+    assert "".join(pieces(tokenizer, word)) == "world"
+
+
+@settings(max_examples=60)
+@given(st.binary(max_size=30))
+def test_bytes_that_are_no_text_are_shown_as_they_are_decoded(content):
+    ids = list(content)
+    assert "".join(pieces(ByteTokenizer(), ids)) == ByteTokenizer().decode(ids)
+
+
+def test_endless_rubbish_is_shown_and_forgotten():
+    decoder = Detokeniser(ByteTokenizer())
+    shown = sum(len(decoder.push(0xBF)) for _ in range(1000))
+    assert shown > 960 and len(decoder._ids) <= 33
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_pieces_are_those_of_the_package_tokenizers(text):
+    from tokenizers.decoders import DecodeStream
+
+    tokenizer = load_tokenizer(CHAT)
+    ids, stream = tokenizer.encode(text).tolist(), DecodeStream(skip_special_tokens=True)
+    own, other = "", ""
+    for piece, token in zip(pieces(tokenizer, ids), ids, strict=False):
+        own, other = own + piece, other + (stream.step(tokenizer._inner, token) or "")
+        assert own.startswith(other)  # which holds whole tokens back that end with a part of a character
+    assert own == other == text
+
+
+# --- stop strings -----------------------------------------------------------------------------------------------------
+
+
+def cut(text: str, stops, include: bool = False) -> tuple[str, str | None]:
+    """The text up to the first stop string, found letter by letter."""
+    for end in range(1, len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            stop = max(ending, key=len)
+            return text[: end if include else end - len(stop)], stop
+    return text, None
+
+
+def shown(parts, stops, include: bool = False) -> tuple[list[str], str | None]:
+    search = StopStrings(stops, include=include)
+    return [*(search.push(part) for part in parts), search.flush()], search.found
+
+
+STOPS = [["ab"], ["aab"], ["b", "ab"], ["abc", "bc"], ["aba", "b"], ["\n\n", "a\n"], ["aaaa"], ["ab", "cab", "bcab"]]
+
+
+@pytest.mark.parametrize("stops", STOPS)
+@pytest.mark.parametrize("include", [False, True])
+def test_however_a_text_is_split_it_ends_at_the_first_stop_string(stops, include):
+    random_ = random.Random(0)
+    for _ in range(25):
+        text = "".join(random_.choices("aabbc\n", k=random_.randrange(1, 9)))
+        for at in itertools.product([0, 1], repeat=len(text) - 1):
+            places = [0, *(number + 1 for number, one in enumerate(at) if one), len(text)]
+            parts = [text[begin:end] for begin, end in itertools.pairwise(places)]
+            found, stop = shown(parts, stops, include)
+            assert ("".join(found), stop) == cut(text, stops, include), (parts, stops)
+
+
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_what_cannot_begin_a_stop_string_is_shown_at_once(text, stops):
+    search, sent, seen = StopStrings(stops), "", ""
+    for letter in text:
+        sent += search.push(letter)
+        seen += letter
+        if search.found is not None:
+            break
+        held = seen[len(sent) :]
+        assert seen.startswith(sent)
+        longest = max(
+            n
+            for n in range(len(seen) + 1)
+            for stop in stops
+            if len(stop) > n and stop.startswith(seen[len(seen) - n :])
+        )
+        assert len(held) == longest
+
+
+def test_nothing_comes_behind_a_stop_string():
+    search = StopStrings(["x"])
+    assert [search.push(part) for part in ("ax", "b", "x")] == ["a", "", ""] and search.flush() == ""
+    assert StopStrings([]).push("abc") == "abc"
+
+
+# --- single tokens ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_bytes_of_tokens_are_those_of_their_text(tokenizer, text):
+    texts, ids = TokenTexts(tokenizer), tokenizer.encode(text).tolist()
+    whole = b"".join(texts.content(token) for token in ids)
+    assert whole.lstrip(b" ") == text.encode().lstrip(b" ")  # some tokenizers put a space before a text
+    for token in ids:
+        assert UNKNOWN in texts.text(token) or texts.key(token) == texts.text(token)
+
+
+def test_tokens_that_are_parts_of_characters_have_names():
+    texts = TokenTexts(ByteTokenizer())
+    assert [texts.key(byte) for byte in "é".encode()] == ["bytes:\\xc3", "bytes:\\xa9"]
+    assert texts.text(0xC3) == UNKNOWN and texts.content(257) == b""
+    assert sorted(byte_letters().values()) == list(range(256))

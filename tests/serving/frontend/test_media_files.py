@@ -1,0 +1,342 @@
+"""Files of strangers are decoded in processes that can be ended: what breaks one, or keeps it busy, is one request."""
+
+import asyncio
+import base64
+import dataclasses
+import gc
+import io
+import json
+import os
+import pathlib
+import signal
+
+import numpy as np
+import pytest
+
+from eqx_decoders.errors import ConfigError, DataError
+from eqx_decoders.io.processors.limits import MediaLimits
+from eqx_decoders.io.processors.processor import FileReader
+from eqx_decoders.serving.frontend.media_files import FileReading, FilesConfig, Upload
+from eqx_decoders.serving.http.json_fields import ApiError
+from tests.encoders.directories import SOUND_RULES
+from tests.io.processors.media_files import KINDS, film, picture, sound
+from tests.io.processors.test_media_files import FORMS
+
+
+pytest.importorskip("av")
+CONFIG = FilesConfig(
+    limits=MediaLimits(max_pixels=64_000_000),
+    processes=2,
+    seconds=0.5,
+    memory=600_000_000,
+    max_request_bytes=1 << 26,
+    max_bytes=1000,
+    max_waiting=3,
+    max_waiting_bytes=1 << 20,
+)
+SIZES = {"patch_size": 2, "pooling_kernel_size": 2, "max_soft_tokens": 70, "num_frames": 4}
+RULES = SOUND_RULES | {"image_processor": SIZES, "video_processor": SIZES}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What says how files of a model that sees and hears are taken."""
+    pytest.importorskip("soundfile")
+    made = tmp_path_factory.mktemp("model")
+    (made / "processor_config.json").write_text(json.dumps(RULES))
+    return made
+
+
+@pytest.fixture(scope="module")
+def runner():
+    with asyncio.Runner() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def reading(folder, runner):
+    found = FileReading(folder, 20_000, CONFIG)
+    yield found
+    found.close()
+    assert all(not process.alive and process._process.returncode is not None for process in found._all)
+
+
+def upload(content: bytes) -> Upload:
+    return Upload("url", "data:x;base64," + base64.b64encode(content).decode(), 14)
+
+
+def wav(samples: np.ndarray) -> bytes:
+    import soundfile
+
+    file = io.BytesIO()
+    soundfile.write(file, samples, 16_000, format="WAV")
+    return file.getvalue()
+
+
+async def read(reading: FileReading, kind: str, *contents: bytes, client: str = ""):
+    """What becomes of files."""
+    async with reading.read({kind: [upload(one) for one in contents]}, client) as found:
+        return found[kind]
+
+
+SMALL = picture("RGB", 12, 10)
+
+
+def black(width: int, height: int) -> bytes:
+    """A file of some kilobytes."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("1", (width, height)).save(file, "PNG")
+    return file.getvalue()
+
+
+def stopped(reading: FileReading) -> int:
+    """Stop the process that works next, so that it never answers."""
+    process = reading._idle[-1]
+    process.start()
+    os.kill(process._process.pid, signal.SIGSTOP)
+    return process._process.pid
+
+
+def test_files_of_every_format_become_what_they_become_here(folder, reading, runner):
+    """Also where no further file can be opened, from which a decoder would load what it needs."""
+    pytest.importorskip("soxr")
+    here = FileReader.load_rules(folder, limits=CONFIG.limits)
+    files = {
+        "image": [picture(kind, 20, 14) for kind in KINDS],
+        "video": [film(**options) for options in FORMS.values()],
+        "audio": [wav(sound(0.3)), wav(sound(0.1))],
+    }
+    for kind, given in files.items():
+        for one, known in zip(runner.run(read(reading, kind, *given)), here.read({kind: given})[kind], strict=True):
+            assert one.text == known.text and one.arrays.keys() == known.arrays.keys()
+            for name, array in known.arrays.items():
+                assert one.arrays[name].dtype == array.dtype
+                np.testing.assert_array_equal(one.arrays[name], array)
+
+
+@pytest.mark.parametrize(
+    "contents, says",
+    [
+        ([b"GIF89a"], r"picture 1 \(bytes\) is no sound picture of a known format"),
+        ([black(9000, 9000)], "9,000 x 9,000 pixels"),
+        ([black(7900, 7900)], "more memory than there is"),
+    ],
+    ids=["none", "large", "memory"],
+)
+def test_files_that_cannot_be_read_are_an_error_of_their_request(reading, runner, contents, says):
+    with pytest.raises(ApiError, match=says) as error:
+        runner.run(read(reading, "image", *contents))
+    assert error.value.status == 400
+    assert runner.run(read(reading, "image", SMALL))[0].arrays
+
+
+@pytest.mark.parametrize(
+    "text, says", [("§§§§", "url is no base64"), ("A", "url is no base64"), (" \n", "has no bytes")]
+)
+def test_what_is_no_base64(reading, runner, text, says):
+    async def run():
+        async with reading.read({"image": [Upload("url", text)]}):
+            pass
+
+    with pytest.raises(ApiError, match=says):
+        runner.run(run())
+
+
+def test_files_that_become_too_much_are_refused_with_the_first_that_is(folder, runner):
+    """Of tokens, and of bytes; further files are not decoded."""
+    reader = FileReader.load_rules(folder)
+    (one,) = reader.read({"image": [SMALL]})["image"]
+    tokens, size = one.text.count("<"), sum(array.nbytes for array in one.arrays.values())
+    reader.read({"image": [SMALL] * 2}, max_tokens=2 * tokens, max_bytes=2 * size)
+    for limits, unit in ((dict(max_tokens=2 * tokens - 1), "tokens"), (dict(max_bytes=2 * size - 1), "bytes")):
+        with pytest.raises(DataError, match=rf"picture 2 \(bytes\): the files up to it become [\d,]+ {unit}"):
+            reader.read({"image": [SMALL, SMALL, SMALL[:200]]}, **limits)
+
+
+def test_a_process_that_ends_ends_one_request(reading, runner):
+    async def run():
+        pid = stopped(reading)
+        broken = asyncio.ensure_future(read(reading, "image", SMALL))
+        other = asyncio.ensure_future(read(reading, "image", SMALL))
+        assert (await other)[0].arrays
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ApiError, match=r"has ended \(-9\)") as error:
+            await broken
+        assert error.value.status == 500
+        for _ in range(3):
+            assert (await read(reading, "image", SMALL))[0].arrays
+
+    runner.run(run())
+
+
+def test_a_process_that_has_ended_by_itself_is_no_request_s_error(reading, runner):
+    runner.run(read(reading, "image", SMALL))
+    process = reading._idle[-1]._process
+    process.kill()
+    process.wait()
+    assert runner.run(read(reading, "image", SMALL))[0].arrays and len(reading._all) == 2
+
+
+def test_files_that_take_too_much_processor_time(folder, runner):
+    async def run():
+        reading = FileReading(folder, 100, dataclasses.replace(CONFIG, processes=1, seconds=0.02, memory=1 << 31))
+        try:
+            with pytest.raises(ApiError, match=r"0\.02 s of processor time") as error:
+                await read(reading, "image", black(7900, 7900))
+            assert error.value.status == 400
+        finally:
+            reading.close()
+
+    runner.run(run())
+
+
+def test_the_work_of_a_client_that_has_gone_ends(reading, runner):
+    """And its process, where it does not end soon; another takes its place."""
+
+    async def run():
+        pid = stopped(reading)
+        work = asyncio.ensure_future(read(reading, "video", film()))
+        while reading._idle[-1]._process is None or reading._idle[-1]._process.pid == pid:
+            await asyncio.sleep(0.01)
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        assert pid not in {process._process and process._process.pid for process in reading._all}
+        assert len(reading._idle) == 2 and len(reading._all) == 2
+        assert (await read(reading, "video", film()))[0].arrays
+        while pathlib.Path(f"/proc/{pid}").exists():  # the thread that waited for it lets it go
+            await asyncio.sleep(0.01)
+
+    runner.run(run())
+
+
+def test_films_leave_a_process_to_pictures(reading, runner):
+    """However many there are, and of however many clients."""
+
+    async def run():
+        pid = stopped(reading)
+        films = [asyncio.ensure_future(read(reading, "video", film(), client=str(n))) for n in range(3)]
+        await asyncio.sleep(0)
+        for _ in range(3):
+            assert (await read(reading, "image", SMALL, client="other"))[0].arrays
+        assert not any(one.done() for one in films)
+        os.kill(pid, signal.SIGCONT)
+        assert all(found[0].arrays for found in await asyncio.gather(*films))
+
+    runner.run(run())
+
+
+def test_what_waits_is_bounded(reading, runner):
+    """Requests, letters of their files, and the memory of what they have become."""
+
+    async def run():
+        arrays = [np.zeros(500, np.uint8), np.zeros(500, np.uint8)]
+        reading.hold(arrays)
+        assert reading.bytes == 1000
+        waiting = [asyncio.ensure_future(read(reading, "image", SMALL)) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="3 requests wait for files") as error:
+            await read(reading, "image", SMALL)
+        assert error.value.status == 429
+        waiting.pop().cancel()
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="at most 1,048,576 may wait") as error:
+            await read(reading, "image", bytes(1 << 20))
+        assert error.value.status == 429 and not any(one.done() for one in waiting)
+        del arrays
+        gc.collect()
+        assert all(found[0].arrays for found in await asyncio.gather(*waiting))
+        assert reading.bytes == 0 == reading._sent.total and not reading._kept._of and not reading._sent._of
+
+    runner.run(run())
+
+
+def test_what_one_client_holds_and_sends_keeps_nobody_else_out(reading, runner):
+    """Who has nothing here may always bring something, up to twice the bound."""
+
+    async def run():
+        arrays = [np.zeros(1000, np.uint8)]
+        reading.hold(arrays, "a")
+        waiting = [asyncio.ensure_future(read(reading, "image", SMALL, bytes(500_000), client="a"))]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="at most 1,048,576 may wait"):
+            await read(reading, "image", bytes(500_000), client="a")
+        assert (await asyncio.wait_for(read(reading, "image", SMALL, client="b"), 20))[0].arrays
+        with pytest.raises(ApiError, match="is no sound picture"):  # so many bytes are taken of another
+            await asyncio.wait_for(read(reading, "image", bytes(500_000), client="b"), 20)
+        more = [np.zeros(1000, np.uint8)]
+        reading.hold(more, "c")
+        last = asyncio.ensure_future(read(reading, "image", SMALL, client="b"))
+        await asyncio.sleep(0.01)
+        assert not last.done() and not waiting[0].done() and len(reading._idle) == 2
+        del more
+        assert (await last)[0].arrays and not waiting[0].done()
+        waiting[0].cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        del arrays
+        await asyncio.sleep(0)
+        assert reading.bytes == 0 and not reading._sent._of
+
+    runner.run(run())
+
+
+def test_a_process_that_never_answers_is_ended(folder, runner):
+    """As one does that waits for a machine which others keep busy."""
+
+    async def run():
+        reading = FileReading(folder, 100, dataclasses.replace(CONFIG, processes=1, wall_seconds=0.1))
+        try:
+            pid = stopped(reading)
+            with pytest.raises(ApiError, match=r"longer than 0\.1 s") as error:
+                await read(reading, "image", SMALL)
+            assert error.value.status == 400 and pid not in [one._process and one._process.pid for one in reading._all]
+        finally:
+            reading.close()
+
+    runner.run(run())
+
+
+def test_closing_ends_processes_that_work(folder, runner):
+    """Nobody waits for a film when the server is told to end."""
+
+    async def run():
+        reading = FileReading(folder, 100, dataclasses.replace(CONFIG, processes=1))
+        stopped(reading)
+        work = asyncio.ensure_future(read(reading, "image", SMALL))
+        waiting = asyncio.ensure_future(read(reading, "image", SMALL))
+        while reading._idle:
+            await asyncio.sleep(0)
+        reading.close()
+        for one, statuses in ((work, (500, 503)), (waiting, (503,))):
+            with pytest.raises(ApiError) as error:
+                await one
+            assert error.value.status in statuses
+        reading._threads.shutdown(wait=True)  # comes back
+
+    runner.run(run())
+
+
+def test_a_directory_that_says_nothing_of_files(tmp_path, runner, caplog):
+    """The server's fault, which its log tells."""
+
+    async def run():
+        reading = FileReading(tmp_path, 100, dataclasses.replace(CONFIG, processes=1))
+        try:
+            with pytest.raises(ApiError) as error:
+                await read(reading, "image", SMALL)
+            assert error.value.status == 500 and str(tmp_path) not in error.value.message
+        finally:
+            reading.close()
+
+    runner.run(run())
+    assert "names no processor_class" in caplog.text
+
+
+def test_settings_that_are_none():
+    for field in dataclasses.fields(FilesConfig):
+        if field.name != "limits":
+            with pytest.raises(ConfigError, match=rf"FilesConfig\.{field.name}=0"):
+                FilesConfig(**{field.name: 0})
+    assert FilesConfig().count >= 2

@@ -1,0 +1,295 @@
+"""Answers of a form: whatever is drawn from what is allowed has it, and ends."""
+
+import asyncio
+import json
+import random
+import re
+import threading
+
+import numpy as np
+import pytest
+
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer
+from eqx_decoders.serving.frontend import structured_output
+from eqx_decoders.serving.frontend.structured_output import ANY_OBJECT, KEPT, Form, Forms
+from eqx_decoders.serving.http.json_fields import ApiError
+from tests.serving.servers import CHAT
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 3},
+        "kind": {"enum": ["cat", "dög"]},
+        "ages": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "maxItems": 2},
+    },
+    "required": ["name", "kind", "ages"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module", params=["fixture", "bytes"])
+def forms(request) -> Forms:
+    if request.param == "bytes":
+        return Forms(ByteTokenizer(), 320, [257, 258])
+    return Forms(load_tokenizer(CHAT), 320, [257, 258])
+
+
+def one_of(forms: Forms, form: Form):
+    (found,) = asyncio.run(forms.prepare(form, 1))
+    return found
+
+
+def allowed(constraint) -> list[int]:
+    words = np.full(10, -1, np.int32)
+    constraint.fill(words)
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+
+
+def drawn(forms: Forms, form: Form, seed: int, most: int = 400) -> tuple[str, bool]:
+    """A text of tokens that were allowed, and whether it ended by itself."""
+    constraint, ids, pick = one_of(forms, form), [], random.Random(seed)
+    for _ in range(most):
+        token = pick.choice(allowed(constraint))
+        if token in (257, 258):
+            return forms._tokenizer.decode(ids), True
+        constraint.accept(token)
+        ids.append(token)
+    return forms._tokenizer.decode(ids), False
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_allowed_leads_to_the_form(forms, seed):
+    text, ended = drawn(forms, Form("json", json.dumps(SCHEMA)), seed)
+    found = json.loads(text)
+    assert ended and list(found) == ["name", "kind", "ages"] and found["kind"] in ("cat", "dög")
+    assert len(found["name"]) <= 3 and len(found["ages"]) <= 2 and all(0 <= age <= 9 for age in found["ages"])
+    assert re.fullmatch(r"[a-c]{3}é\d", (found := drawn(forms, Form("regex", "[a-c]{3}é[0-9]"), seed))[0]), found
+    choices = ('say "hi"\n', "né", "a\\b")
+    assert drawn(forms, Form("choice", choices), seed)[0] in choices
+    text, ended = drawn(forms, Form("grammar", 'start: "x" ("," "x")~2'), seed)
+    assert (text, ended) == ("x,x,x", True)
+
+
+def test_blanks_in_json_do_not_go_on_for_ever():
+    constraint = one_of(Forms(ByteTokenizer(), 320, [257]), ANY_OBJECT)
+    for token in b"{" + 32 * b" ":
+        assert token in allowed(constraint)
+        constraint.accept(token)
+    assert not set(b" \t\r\n") & set(allowed(constraint)) and b'"'[0] in allowed(constraint)
+
+
+def test_a_complete_form_allows_all_stop_ids_and_nothing_else(forms):
+    constraint = one_of(forms, Form("choice", ("a",)))
+    constraint.accept(allowed(constraint)[0])
+    assert allowed(constraint) == [257, 258] and constraint.error == ""
+
+
+def test_a_token_against_the_form_leaves_the_stop_ids(forms):
+    constraint = one_of(forms, Form("choice", ("a",)))
+    constraint.accept(5)
+    assert allowed(constraint) == [257, 258] and "satisfy" in constraint.error
+
+
+def test_answers_of_one_form_do_not_share_their_place(forms):
+    one, other = (one_of(forms, Form("regex", "ab")) for _ in range(2))
+    before = allowed(other)
+    one.accept(before[0])
+    assert allowed(other) == before != allowed(one)
+    one_of(forms, ANY_OBJECT)
+    for number in range(KEPT + 3):
+        one_of(forms, Form("regex", f"a{number}"))
+    assert len(forms._known) == KEPT and ANY_OBJECT in forms._known
+
+
+def test_of_costly_forms_few_are_kept(monkeypatch):
+    """They are large."""
+    forms, clock = Forms(ByteTokenizer(), 320, [257]), [0.0]
+    monkeypatch.setattr(structured_output.time, "thread_time", lambda: clock[0])
+    compiled = forms._compile
+
+    def costly(form):
+        clock[0] += 0.6 if form != ANY_OBJECT else 0.1
+        return compiled(form)
+
+    monkeypatch.setattr(forms, "_compile", costly)
+    for form in (ANY_OBJECT, *(Form("regex", f"a{number}") for number in range(6))):
+        one_of(forms, form)
+    assert {form.content for form in forms._known} == {ANY_OBJECT.content, "a3", "a4", "a5"}
+
+
+DEEP = "[" * 100_000
+BAD = {
+    "not an object": (Form("json", "5"), "json cannot be read"),
+    "not JSON": (Form("json", "{bad"), "json cannot be read"),
+    "no type": (Form("json", '{"type": "nope"}'), "Invalid type: nope"),
+    "look-ahead": (Form("json", '{"type": "string", "pattern": "(?=a)b"}'), "look-around"),
+    "elsewhere": (Form("json", '{"$ref": "http://127.0.0.1:1/x"}'), "json cannot be kept"),
+    "no value": (Form("json", '{"enum": []}'), "Unsatisfiable"),
+    "itself": (Form("json", '{"$ref": "#"}'), "json cannot be kept"),
+    "deep": (Form("json", DEEP), "recursion limit"),
+    "open class": (Form("regex", "(["), "unclosed character class"),
+    "deep regex": (Form("regex", "(" * 100_000), "regex cannot be kept"),
+    "no rule": (Form("grammar", "start: x"), "unknown name"),
+    "no start": (Form("grammar", ""), "grammar cannot be kept"),
+    "endless": (Form("grammar", 'start: start "a"'), "grammar cannot be kept"),
+    "large": (Form("regex", "a" * 600_000), "600,000 characters"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_forms_that_are_none(forms, name):
+    form, says = BAD[name]
+    with pytest.raises(ConfigError) as error:
+        one_of(forms, form)
+    assert says in str(error.value) and len(str(error.value)) < 500
+
+
+def test_grammars_of_many_symbols_are_refused(forms, monkeypatch):
+    form = Form("grammar", 'start: x "," x\nx: "a" | "b" y\ny: "c" x | "d"')
+    assert allowed(one_of(forms, form))
+    monkeypatch.setattr(structured_output, "SYMBOLS", 5)
+    with pytest.raises(ConfigError, match=r"grammar cannot be kept: .*too big"):
+        one_of(forms, form._replace(content=f"{form.content}\n"))
+
+
+def test_a_model_without_a_token_that_ends_its_answers_has_no_forms():
+    with pytest.raises(ConfigError, match="needs a model with a token that ends"):
+        one_of(Forms(ByteTokenizer(), 300, []), ANY_OBJECT)
+
+
+def test_texts_with_letters_that_the_library_wants_escaped(forms):
+    text = "".join(map(chr, range(1, 128))) + "\x80\u2028"
+    constraint = one_of(forms, Form("choice", (text,)))
+    for token in forms._tokenizer.encode(text).tolist():
+        assert token in allowed(constraint)
+        constraint.accept(token)
+    assert allowed(constraint) == [257, 258]
+
+
+def test_what_clients_cannot_set_is_not_what_they_are_advised(forms):
+    kinds = [{"type": "object", "properties": {name: {"type": "integer"}}} for name in "ab"]
+    with pytest.raises(ConfigError, match=r"oneOf .* give anyOf"):
+        one_of(forms, Form("json", json.dumps({"oneOf": kinds})))
+
+
+# --- on an event loop -------------------------------------------------------------------------------------------------
+
+
+class Gated(Forms):
+    """Compiles when it is let; notes what."""
+
+    def __init__(self, *words):
+        super().__init__(ByteTokenizer(), 320, [257])
+        self.gate, self.compiled = threading.Event(), []
+        self.warm_up()
+        self._threads.submit(lambda: None).result()
+        while ANY_OBJECT not in self._known:
+            pass
+
+    def _compile(self, form):
+        if form != ANY_OBJECT:
+            self.compiled.append(form.content)
+            assert self.gate.wait(30)
+        return super()._compile(form)
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def gated():
+    found = Gated()
+    yield found
+    found.gate.set()
+    found.close()
+
+
+def test_a_form_is_compiled_once_and_what_is_none_is_remembered(gated):
+    async def run():
+        good, bad = Form("regex", "ab"), Form("regex", "([")
+        work = [asyncio.ensure_future(gated.prepare(form, 2)) for form in (good, good, bad, bad)]
+        await settle()
+        gated.gate.set()
+        found = await asyncio.gather(*work, return_exceptions=True)
+        assert [len(one) for one in found[:2]] == [2, 2]
+        for error in (found[2], found[3]):
+            assert isinstance(error, ConfigError) and "unclosed" in str(error)
+        with pytest.raises(ConfigError, match="unclosed"):
+            await gated.prepare(bad, 1)
+        assert sorted(gated.compiled) == ["([", "ab"] and gated._compiling == {}
+
+    asyncio.run(run())
+
+
+def test_forms_that_take_long_hold_up_no_known_ones(gated):
+    """Nor, in their turn, those of other clients."""
+
+    async def run():
+        costly = [asyncio.ensure_future(gated.prepare(Form("regex", f"a{n}"), 1, "one")) for n in range(6)]
+        other = asyncio.ensure_future(gated.prepare(Form("regex", "b"), 1, "other"))
+        await settle()
+        (found,) = await gated.prepare(ANY_OBJECT, 1)
+        assert found.error == "" and not any(one.done() for one in (*costly, other))
+        gated.gate.set()
+        await asyncio.gather(*costly, other)
+        assert gated.compiled.index("b") == 2
+
+    asyncio.run(run())
+
+
+def test_a_form_that_nobody_waits_for_is_not_compiled(gated):
+    async def run():
+        begun = [asyncio.ensure_future(gated.prepare(Form("regex", f"a{n}"), 1)) for n in range(2)]
+        await settle()
+        gone = [asyncio.ensure_future(gated.prepare(Form("regex", "b"), 1)) for _ in range(2)]
+        await settle()
+        gone[0].cancel()
+        await settle()
+        assert Form("regex", "b") in gated._compiling  # the other one still waits
+        gone[1].cancel()
+        await settle()
+        again = asyncio.ensure_future(gated.prepare(Form("regex", "c"), 1))
+        gated.gate.set()
+        await asyncio.gather(*begun, again)
+        assert sorted(gated.compiled) == ["a0", "a1", "c"] and gated._compiling == {}
+
+    asyncio.run(run())
+
+
+def test_who_waits_too_long_or_behind_too_many_is_told_to_come_again(gated, monkeypatch):
+    monkeypatch.setattr(structured_output, "SECONDS", 0.01)
+
+    async def run():
+        with pytest.raises(ApiError, match=r"within 0\.01 s") as error:
+            await gated.prepare(Form("regex", "a"), 1)
+        assert error.value.status == 429
+        gated.gate.set()
+        while gated._compiling:
+            await asyncio.sleep(0.01)
+        assert await gated.prepare(Form("regex", "a"), 1)
+
+    asyncio.run(run())
+
+
+def test_who_asks_for_many_forms_is_refused_before_others(gated, monkeypatch):
+    """Also where another client waits for the form whose turn was taken from it."""
+    monkeypatch.setattr(gated._turns, "_most", 3)
+
+    async def run():
+        many = [asyncio.ensure_future(gated.prepare(Form("regex", f"a{n}"), 1, "one")) for n in range(5)]
+        await settle()
+        shared = asyncio.ensure_future(gated.prepare(Form("regex", "a4"), 1, "two"))
+        other = asyncio.ensure_future(gated.prepare(Form("regex", "b"), 1, "three"))
+        await settle()
+        with pytest.raises(ApiError, match="wait for their forms"):
+            await many[4]
+        gated.gate.set()
+        assert await shared and await other
+        assert isinstance((await asyncio.gather(*many, return_exceptions=True))[3], ApiError)
+        assert gated._compiling == {}
+
+    asyncio.run(run())

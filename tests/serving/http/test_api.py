@@ -1,0 +1,648 @@
+"""The server as OpenAI's client and others call it, in front of an engine that computes nothing."""
+
+import base64
+import dataclasses
+import json
+import threading
+import time
+
+import pytest
+
+from eqx_decoders.core.sampling import GenerationConfig
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered
+from eqx_decoders.io.text.tokenizer import ByteTokenizer
+from eqx_decoders.serving.frontend.prompts import Language
+from eqx_decoders.serving.http.protocol import ApiConfig, choice_seed
+from eqx_decoders.serving.http.server import ServerConfig
+from tests.serving.fake_engine import FakeEngine
+from tests.serving.servers import Running, chat_language, serving
+
+
+openai = pytest.importorskip("openai")
+types = pytest.importorskip("openai.types")
+chat_types = pytest.importorskip("openai.types.chat")
+
+# Letters are tokens: 97 is "a". Answers go on through the alphabet.
+LETTERS = Language(tokenizer=ByteTokenizer(), stop_ids=(257,))
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def server():
+    """Bytes as tokens."""
+    with serving(language=LETTERS) as running:
+        yield running
+
+
+class MadeUp(ChatTemplate):
+    """Writes conversations without a process of its own, which takes 0.1 s."""
+
+    def render_some(self, conversations, process=None):
+        return [Rendered(self._one(one), None, []) for one in conversations]
+
+    def _one(self, one: Conversation) -> str:
+        said = "".join(f"<|{message['role']}|>{message['content']}<|end|>" for message in one.messages)
+        return said + "<|assistant|>" * one.add_generation_prompt + json.dumps(one.variables) * bool(one.variables)
+
+
+@pytest.fixture(scope="module")
+def chats():
+    """A published tokenizer with a chat template."""
+    with serving(FakeEngine(per_step=2), chat_language(chat=MadeUp(source="messages"))) as running:
+        yield running
+
+
+def client(server: Running, **options):
+    return openai.OpenAI(base_url=server.url, api_key=options.pop("api_key", "none"), max_retries=0, **options)
+
+
+def text_of(server: Running, prompt="a", **options) -> str:
+    return server.json(COMPLETIONS, {"prompt": prompt, "temperature": 0, **options})["choices"][0]["text"]
+
+
+def asked_of(server: Running, **options):
+    """The engine's request that a body becomes."""
+    server.json(COMPLETIONS, {"prompt": "a", **options})
+    return server.engine.seen[-1]
+
+
+# --- OpenAI's client --------------------------------------------------------------------------------------------------
+
+
+def test_a_completion_is_what_the_client_declares(server):
+    found = client(server).completions.with_raw_response.create(
+        model="fake", prompt="abc", max_tokens=5, temperature=0, logprobs=2, n=2
+    )
+    whole = types.Completion.model_validate_json(found.text, strict=True)
+    assert [choice.text for choice in whole.choices] == ["defgh", "defgh"]
+    assert [choice.index for choice in whole.choices] == [0, 1] and whole.choices[0].finish_reason == "length"
+    logprobs = whole.choices[0].logprobs
+    assert logprobs.tokens == list("defgh") and logprobs.text_offset == [0, 1, 2, 3, 4]
+    assert [len(top) for top in logprobs.top_logprobs] == [2] * 5 and all(one < 0 for one in logprobs.token_logprobs)
+    assert whole.usage.prompt_tokens == 4 and whole.usage.completion_tokens == 10
+    assert whole.usage.prompt_tokens_details.cached_tokens == 2
+    assert whole.id.removeprefix("cmpl-") == found.headers["x-request-id"]
+
+
+def test_the_first_token_of_an_echoed_prompt_has_no_logprob(server):
+    body = dict(prompt="abc", max_tokens=2, temperature=0, logprobs=1, echo=True)
+    choice = server.json(COMPLETIONS, body)["choices"][0]
+    logprobs = choice["logprobs"]
+    assert choice["text"] == "abcde" and logprobs["tokens"] == ["", *"abcde"]
+    assert logprobs["text_offset"] == [0, 0, 1, 2, 3, 4]
+    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+    # whether a token is the most likely one is told by its value, as lm-eval does
+    pairs = zip(logprobs["token_logprobs"][1:], logprobs["top_logprobs"][1:], strict=True)
+    assert [own == max(top.values()) for own, top in pairs] == [True, True, True, False, True]
+
+
+def test_a_chat_completion_is_what_the_client_declares(chats):
+    found = client(chats).chat.completions.with_raw_response.create(
+        model="fake",
+        messages=[{"role": "user", "content": "hi"}],
+        max_tokens=5,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=3,
+    )
+    whole = chat_types.ChatCompletion.model_validate_json(found.text, strict=True)
+    choice = whole.choices[0]
+    assert choice.message.role == "assistant" and len(choice.logprobs.content) == 5
+    assert "".join(one.token for one in choice.logprobs.content) == choice.message.content
+    assert all(bytes(one.bytes).decode() == one.token for one in choice.logprobs.content)
+    assert [len(one.top_logprobs) for one in choice.logprobs.content] == [3] * 5
+    assert chats.engine.seen[-1].prompt[-1] == 259 and chats.engine.seen[-1].prompt[0] == 258
+
+
+@pytest.mark.parametrize("usage", [False, True])
+def test_a_streamed_completion_is_the_whole_one_in_pieces(server, usage):
+    options = dict(model="fake", prompt=["abc", "x"], max_tokens=7, temperature=0, logprobs=1, n=2, echo=True)
+    more = {"stream_options": {"include_usage": True}} if usage else {}
+    whole = client(server).completions.create(**options)
+    chunks = list(client(server).completions.create(**options, stream=True, **more))
+    texts, tokens, ends = ["", "", "", ""], [[], [], [], []], {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            tokens[choice.index] += choice.logprobs.tokens
+            if choice.finish_reason:
+                ends[choice.index] = choice.finish_reason
+    assert texts == [choice.text for choice in whole.choices] == ["abcdefghij"] * 2 + ["xyz{|}~\x7f"] * 2
+    assert tokens == [choice.logprobs.tokens for choice in whole.choices]
+    assert ends == dict.fromkeys(range(4), "length")
+    assert [len(chunk.choices) for chunk in chunks].count(0) == usage
+    assert not usage or chunks[-1].usage == whole.usage
+
+
+def test_a_streamed_answer_is_the_whole_one_in_pieces(chats):
+    options = dict(model="fake", messages=[{"role": "user", "content": "hi"}], max_tokens=9, temperature=0, n=2)
+    whole = client(chats).chat.completions.create(**options)
+    chunks = list(client(chats).chat.completions.create(**options, stream=True))
+    for chunk in chunks:
+        chat_types.ChatCompletionChunk.model_validate_json(chunk.model_dump_json(), strict=True)
+    for number in (0, 1):
+        deltas = [choice for chunk in chunks for choice in chunk.choices if choice.index == number]
+        assert deltas[0].delta.role == "assistant" and deltas[-1].finish_reason == "length"
+        assert all(choice.finish_reason is None for choice in deltas[:-1])
+        assert "".join(choice.delta.content or "" for choice in deltas) == whole.choices[number].message.content
+
+
+def test_events_are_as_the_standard_has_them(server):
+    status, headers, content = server.call(COMPLETIONS, dict(prompt="a", max_tokens=3, stream=True))
+    assert status == 200 and headers["content-type"].startswith("text/event-stream")
+    *events, done, rest = content.decode().split("\n\n")
+    assert done == "data: [DONE]" and rest == ""
+    assert all(event.startswith("data: {") and "\n" not in event for event in events)
+
+
+def test_errors_are_those_that_the_client_knows(server):
+    with pytest.raises(openai.BadRequestError) as bad:
+        client(server).completions.create(model="fake", prompt="a", temperature=-1)
+    assert bad.value.param == "temperature" and "temperature=-1 must be" in str(bad.value)
+    with pytest.raises(openai.NotFoundError) as unknown:
+        client(server).completions.create(model="other", prompt="a")
+    assert unknown.value.code == "model_not_found"
+    assert [model.id for model in client(server).models.list()] == ["fake"]
+    assert client(server).models.retrieve("fake").id == "fake"
+
+
+# --- what is asked for ------------------------------------------------------------------------------------------------
+
+
+def test_prompts_are_texts_or_ids_or_lists_of_them(server):
+    assert text_of(server, "a", max_tokens=2) == text_of(server, [97], max_tokens=2) == "bc"
+    for prompts in (["a", "b"], [[97], [98]], ["a", [98]]):
+        found = server.json(COMPLETIONS, dict(prompt=prompts, max_tokens=2, temperature=0))
+        assert [choice["text"] for choice in found["choices"]] == ["bc", "cd"]
+    assert server.engine.seen[-2].prompt == (256, 97) and server.engine.seen[-1].prompt == (98,)
+
+
+@pytest.mark.parametrize(
+    "given, field, value",
+    [
+        ({}, "temperature", 1.0),
+        ({"temperature": 0.5}, "temperature", 0.5),
+        ({"temperature": 1e-9}, "temperature", 0.0),
+        ({"top_p": 0.5}, "top_p", 0.5),
+        ({"top_p": 1}, "top_p", None),
+        ({"top_k": 7}, "top_k", 7),
+        ({"top_k": -1}, "top_k", None),
+        ({"top_k": 0}, "top_k", None),
+        ({"top_k": 10**9}, "top_k", 320),
+        ({"min_p": 0.1}, "min_p", 0.1),
+        ({"min_p": 0}, "min_p", None),
+        ({"repetition_penalty": 1.5}, "repetition_penalty", 1.5),
+        ({"frequency_penalty": -2}, "frequency_penalty", -2.0),
+        ({"presence_penalty": 2}, "presence_penalty", 2.0),
+        ({"logit_bias": {"98": 5, "99": -100}}, "logit_bias", ((98, 5.0), (99, -100.0))),
+        ({"seed": -5}, "seed", -5),
+        ({"seed": None, "top_p": None}, "top_p", None),
+    ],
+)
+def test_sampling_is_passed_on(server, given, field, value):
+    assert getattr(asked_of(server, **given).sampling, field) == value
+
+
+@pytest.mark.parametrize(
+    "given, field, value",
+    [
+        ({}, "max_new_tokens", 16),
+        ({"max_tokens": 30}, "max_new_tokens", 30),
+        ({"min_tokens": 5}, "min_new_tokens", 5),
+        ({"stop_token_ids": [98, 99]}, "stop_ids", (257, 98, 99)),
+        ({"ignore_eos": True}, "stop_ids", ()),
+        ({"logprobs": 0}, "logprobs", 0),
+        ({"logprobs": 2, "echo": True}, "prompt_logprobs", 2),
+        ({"logprobs": 2}, "prompt_logprobs", None),
+        ({"user": "me"}, "client", "me"),
+        ({}, "client", "127.0.0.1"),
+        ({"cache_salt": "x"}, "cache_salt", "x"),
+    ],
+)
+def test_the_rest_is_passed_on(server, given, field, value):
+    assert getattr(asked_of(server, **given), field) == value
+
+
+def test_priorities_are_for_servers_that_allow_them(server):
+    """Each one that takes a place makes the engine keep what was in it."""
+    error = server.json(COMPLETIONS, {"prompt": "a", "priority": -3}, code=400)["error"]
+    assert error["param"] == "priority" and "lets no request take the place of others" in error["message"]
+    assert asked_of(server, priority=0).priority == 0
+    with serving(language=LETTERS, allow_priority=True) as allowing:
+        assert asked_of(allowing, priority=3).priority == -3
+
+
+def test_health_tells_of_a_device_that_hangs(monkeypatch):
+    with serving(FakeEngine(), LETTERS) as server:
+        monkeypatch.setattr("eqx_decoders.serving.http.engine_thread.Worker.hangs", True)
+        assert server.json("/health", code=503) == {"status": "hanging"}
+
+
+def test_what_was_published_with_the_model_counts_where_nothing_is_given():
+    published = GenerationConfig(temperature=0.6, top_p=0.9, repetition_penalty=1.3)
+    with serving(language=LETTERS, defaults=published) as server:
+        sampling = asked_of(server).sampling
+        assert (sampling.temperature, sampling.top_p, sampling.repetition_penalty) == (0.6, 0.9, 1.3)
+        sampling = asked_of(server, temperature=1, top_p=1, repetition_penalty=1).sampling
+        assert (sampling.temperature, sampling.top_p, sampling.repetition_penalty) == (1.0, None, 1.0)
+
+
+def test_n_answers_are_those_of_n_requests_with_the_seeds_that_follow(server):
+    body = dict(prompt="a", max_tokens=6, temperature=1, seed=2**63 - 1)
+    found = server.json(COMPLETIONS, body | {"n": 3})
+    seeds = [choice_seed(2**63 - 1, number) for number in range(3)]
+    assert seeds == [2**63 - 1, -(2**63), 1 - 2**63]
+    alone = [text_of(server, "a", max_tokens=6, seed=seed, **{"temperature": 1}) for seed in seeds]
+    assert [choice["text"] for choice in found["choices"]] == alone and found["usage"]["completion_tokens"] == 18
+    assert found["usage"]["prompt_tokens"] == 2
+
+
+def test_requests_without_a_seed_draw_differently(server):
+    assert len({asked_of(server).sampling.seed for _ in range(3)}) == 3
+
+
+def test_the_most_tokens_of_an_answer_are_what_there_is_room_for(chats, server):
+    body = dict(messages=[{"role": "user", "content": "hi"}], temperature=0)
+    chats.json(CHAT, body)
+    request = chats.engine.seen[-1]
+    assert len(request.prompt) + request.max_new_tokens == 512
+    chats.json(CHAT, body | {"max_tokens": 5, "max_completion_tokens": 3})
+    assert chats.engine.seen[-1].max_new_tokens == 3
+    assert asked_of(server, prompt=[97] * 505).max_new_tokens == 7
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "options, text, tokens, reason",
+    [
+        ({"stop": "e"}, "bcd", 4, "e"),
+        ({"stop": ["xyz", "def"]}, "bc", 5, "def"),
+        ({"stop": "def", "include_stop_str_in_output": True}, "bcdef", 5, "def"),
+        ({"stop": ["cde", "e", "d"]}, "bc", 3, "d"),
+        ({"stop": "d", "min_tokens": 3, "max_tokens": 5}, "bcdef", 5, None),
+        ({"stop_token_ids": [101]}, "bcd", 4, 101),
+        ({"stop_token_ids": [101], "include_stop_str_in_output": True}, "bcde", 4, 101),
+        ({"stop": ["fgz"], "max_tokens": 6}, "bcdefg", 6, None),
+    ],
+)
+def test_an_answer_ends_with_what_stops_it(server, options, text, tokens, reason, stream):
+    body = dict(prompt="a", max_tokens=20, temperature=0, return_token_ids=True) | options
+    if stream:
+        content = server.call(COMPLETIONS, body | {"stream": True})[2].decode()
+        found = [json.loads(row[6:])["choices"][0] for row in content.split("\n\n")[:-2]]
+    else:
+        found = server.json(COMPLETIONS, body)["choices"]
+    assert "".join(choice["text"] for choice in found) == text
+    assert [token for choice in found for token in choice["token_ids"]] == list(range(98, 98 + tokens))
+    assert (found[-1]["stop_reason"], found[-1]["finish_reason"]) == (reason, "length" if reason is None else "stop")
+
+
+def test_a_stopped_answer_is_no_longer_computed(server):
+    text_of(server, "a", max_tokens=500, stop="d")
+    deadline = time.monotonic() + 5
+    while server.engine.order:
+        assert time.monotonic() < deadline
+    assert len(server.engine.answers[len(server.engine.seen) - 1]) < 400
+
+
+def test_the_token_that_ends_a_text_is_not_shown():
+    with serving(FakeEngine(script=(98, 99, 257)), LETTERS) as server:
+        body = dict(prompt="a", temperature=0, return_token_ids=True, logprobs=0)
+        choice = server.json(COMPLETIONS, body)["choices"][0]
+        assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("bc", "stop", None)
+        assert choice["token_ids"] == [98, 99, 257] and len(choice["logprobs"]["tokens"]) == 3
+        assert text_of(server, "a", ignore_eos=True, max_tokens=4) == "bc\x02"  # it goes on
+
+
+def test_characters_of_several_tokens_are_whole_in_a_stream():
+    ids = tuple("né你👩".encode())
+    with serving(FakeEngine(script=ids), LETTERS) as server:
+        body = dict(prompt="a", max_tokens=len(ids), temperature=0, logprobs=0)
+        content = server.call(COMPLETIONS, body | {"stream": True})[2].decode()
+        pieces = [json.loads(row[6:])["choices"][0]["text"] for row in content.split("\n\n")[:-2]]
+        whole = server.json(COMPLETIONS, body)["choices"][0]
+        assert "".join(pieces) == whole["text"] == "né你👩" and not any("\ufffd" in piece for piece in pieces)
+        assert whole["logprobs"]["tokens"][1] == "bytes:\\xc3" and whole["logprobs"]["text_offset"][:4] == [0, 1, 1, 2]
+        assert text_of(server, max_tokens=2) == "n\ufffd"  # cut in a character
+
+
+def test_a_prompt_can_be_echoed_without_an_answer(server):
+    body = dict(prompt="abc", max_tokens=0, echo=True, logprobs=1)
+    found = server.json(COMPLETIONS, body)
+    assert found["choices"][0]["text"] == "abc" and found["usage"]["completion_tokens"] == 0
+    assert len(found["choices"][0]["logprobs"]["token_logprobs"]) == 4
+    assert server.json(COMPLETIONS, body | {"echo": False}, code=400)["error"]["param"] == "max_tokens"
+
+
+def test_logprobs_that_are_not_finite_are_numbers(server):
+    logprobs = server.json(COMPLETIONS, dict(prompt="c", max_tokens=1, temperature=0, logprobs=0))["choices"][0][
+        "logprobs"
+    ]
+    assert logprobs == {
+        "tokens": ["d"],
+        "token_logprobs": [-9999.0],
+        "top_logprobs": [{"d": -9999.0}],
+        "text_offset": [0],
+    }
+
+
+# --- forms ------------------------------------------------------------------------------------------------------------
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+        {"guided_json": SCHEMA},
+        {"guided_json": json.dumps(SCHEMA)},
+        {"structured_outputs": {"json": SCHEMA}},
+    ],
+)
+def test_answers_have_the_schema_that_is_asked_for(server, options):
+    for seed in range(3):
+        found = server.json(COMPLETIONS, dict(prompt="a", max_tokens=300, seed=seed, **options))["choices"][0]
+        assert found["finish_reason"] == "stop" and json.loads(found["text"])["a"] in (1, 2)
+
+
+def test_other_forms(server):
+    assert set(text_of(server, guided_regex="[xy]{3}")) <= {"x", "y"}
+    assert text_of(server, guided_choice=["left", "right"]) in ("left", "right")
+    assert text_of(server, guided_grammar='start: "x" "y"') == "xy"
+    assert text_of(server, structured_outputs={"choice": ["ü"]}) == "ü"
+    assert text_of(server, response_format={"type": "json_object"}, max_tokens=1) in "{ \n\r\t"
+    assert text_of(server, response_format={"type": "text"}, max_tokens=2) == "bc"
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"guided_regex": "(["}, "unclosed"),
+        ({"guided_json": {"type": "nope"}}, "Invalid type"),
+        ({"guided_json": 5}, "must be an object"),
+        ({"guided_choice": []}, "at least one"),
+        ({"guided_choice": ["a", ""]}, "must be a list of texts"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "exclude each other"),
+        ({"guided_regex": "a", "ignore_eos": True}, "excludes"),
+        ({"guided_regex": "a", "min_tokens": 1}, "excludes"),
+        ({"response_format": {"type": "xml"}}, "must be one of"),
+        ({"response_format": {}}, "type is missing"),
+        ({"response_format": {"type": "json_schema"}}, "schema is missing"),
+        ({"structured_outputs": "x"}, "must be an object"),
+    ],
+)
+def test_forms_that_are_none_are_refused(server, options, says):
+    assert says in server.json(COMPLETIONS, dict(prompt="a", **options), code=400)["error"]["message"]
+
+
+# --- chats ------------------------------------------------------------------------------------------------------------
+
+
+def prompt_of(server: Running, messages, **options) -> str:
+    """What the model reads of a conversation."""
+    server.json(CHAT, dict(messages=messages, max_tokens=1, **options))
+    return server.json("/detokenize", {"tokens": server.engine.seen[-1].prompt})["prompt"]
+
+
+def test_conversations_are_written_as_the_template_has_them(chats):
+    say = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    assert prompt_of(chats, [say]) == "<|user|>a\nb<|end|><|assistant|>"
+    assert prompt_of(chats, [{"role": "developer", "content": "x"}, say]).startswith("<|system|>x")
+    assert prompt_of(chats, [say], add_generation_prompt=False) == "<|user|>a\nb<|end|>"
+    assert prompt_of(chats, [say], chat_template_kwargs={"think": 1}).endswith('{"think": 1}')
+    assert prompt_of(chats, [say], reasoning_effort="low").endswith('{"reasoning_effort": "low"}')
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+def test_tools_go_to_a_template_that_knows_them(chats):
+    body = dict(messages=[{"role": "user", "content": "a"}], tools=[TOOL], max_tokens=1)
+    assert "knows no tools" in chats.json(CHAT, body, code=400)["error"]["message"]
+    chats.json(CHAT, body | {"tool_choice": "none"})
+    assert chats.json(CHAT, body | {"tool_choice": "required"}, code=400)["error"]["code"] == "unsupported_parameter"
+    language = chat_language(chat=ChatTemplate(source="{{ messages[0].content }}{{ tools[0].function.name }}"))
+    with serving(language=language) as server:
+        assert prompt_of(server, body["messages"], tools=[TOOL]) == "af"
+
+
+def test_a_real_template_is_rendered_also_for_many_at_once():
+    with serving() as server:
+        assert prompt_of(server, [{"role": "user", "content": "hi"}]) == "<|begin|><|user|>hi<|end|>\n\n<|assistant|>"
+        wrong = [{"role": "assistant", "content": "hi"}]
+        assert "Roles must alternate" in server.json(CHAT, dict(messages=wrong), code=400)["error"]["message"]
+        found = server.json("/tokenize", {"messages": [{"role": "user", "content": "hi"}]})
+        assert found["tokens"] == list(server.engine.seen[-1].prompt)
+
+
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(b"png").decode()}}
+
+
+@pytest.mark.parametrize(
+    "message, says",
+    [
+        ({"role": "user", "content": [PICTURE]}, "takes no pictures"),
+        ({"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "eA=="}}]}, "takes no sounds"),
+        ({"role": "user", "content": [{"type": "image", "path": "/etc/passwd"}]}, "type"),
+        ({"role": "user", "content": ["a"]}, "must be an object with a type"),
+        ({"role": "user", "content": [{"type": "text"}]}, "must be a text"),
+        ({"role": "king", "content": "a"}, "role"),
+        ({"role": "user"}, "content"),
+        ({"role": "user", "content": 5}, "content"),
+        ({"content": "a"}, "role is missing"),
+        ("a", "must be an object with role and content"),
+        ({"role": "assistant", "tool_calls": [5]}, "must be objects with a function"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "arguments in JSON"),
+    ],
+)
+def test_messages_that_are_none(chats, message, says):
+    assert says in chats.json(CHAT, {"messages": [message]}, code=400)["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["images", "videos", "sounds", "prompt", "messages", "add_generation_prompt"])
+def test_variables_of_a_template_reach_no_files(chats, name):
+    body = dict(messages=[{"role": "user", "content": "a"}], chat_template_kwargs={name: ["/etc/passwd"]})
+    assert "must not have" in chats.json(CHAT, body, code=400)["error"]["message"]
+
+
+def test_a_model_without_a_template_only_continues_texts(server):
+    found = server.json(CHAT, {"messages": [{"role": "user", "content": "a"}]}, code=400)
+    assert "no chat template" in found["error"]["message"]
+
+
+# --- around it --------------------------------------------------------------------------------------------------------
+
+
+def test_health_and_metrics(server):
+    before = server.call("/metrics")[2].decode()
+    text_of(server, "abc", max_tokens=5)
+    text_of(server, "abc", max_tokens=9, stop="f")
+    after = server.call("/metrics")[2].decode()
+
+    def grown(name: str) -> float:
+        rows = ([row for row in text.splitlines() if row.startswith(name)] for text in (after, before))
+        return sum(float(row.split()[-1]) for row in next(rows)) - sum(float(row.split()[-1]) for row in next(rows))
+
+    assert server.json("/health") == {"status": "ok"}
+    assert grown("vllm:prompt_tokens_total") == 8
+    assert grown('vllm:request_success_total{finished_reason="length"') == 1
+    assert grown('vllm:request_success_total{finished_reason="stop"') == 1
+    assert grown("vllm:time_to_first_token_seconds_count") == grown("vllm:e2e_request_latency_seconds_count") == 2
+    assert grown("vllm:inter_token_latency_seconds_count") >= 6
+    assert grown("vllm:request_queue_time_seconds_count") >= 2
+    names = "num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total"
+    names += " prefix_cache_hits_total num_preemptions_total generation_tokens_total"
+    assert all(f"\nvllm:{name}{{" in after for name in names.split())
+
+
+def test_tokenizers_can_be_asked(chats):
+    found = chats.json("/tokenize", {"prompt": "hello"})
+    assert found["tokens"][0] == 256 and found["count"] == len(found["tokens"]) and found["max_model_len"] == 512
+    assert chats.json("/tokenize", {"prompt": "hello", "add_special_tokens": False})["tokens"] == found["tokens"][1:]
+    assert chats.json("/detokenize", {"tokens": found["tokens"]})["prompt"] == "<|begin|>hello"
+    info = chats.json("/tokenizer_info")
+    assert (info["bos_token"], info["eos_token"]) == ("<|begin|>", "<|end|>") and "messages" in info["chat_template"]
+
+
+def test_the_page_asks_nobody_else(server):
+    status, headers, content = server.call("/")
+    assert status == 200 and headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in headers["Content-Security-Policy"] and b'"model": "fake"' in content
+    assert b"http://" not in content and b"https://" not in content and b"/*settings*/" not in content
+
+
+def test_a_key_is_needed_where_there_are_some():
+    with serving(language=LETTERS, api_keys=("one", "two")) as server:
+        assert server.json("/v1/models", code=401)["error"]["code"] == "invalid_api_key"
+        with pytest.raises(openai.AuthenticationError):
+            client(server, api_key="wrong").completions.create(model="fake", prompt="a")
+        for number, key in enumerate(("one", "two")):
+            client(server, api_key=key).completions.create(model="fake", prompt="a", user="x", max_tokens=1)
+            assert server.engine.seen[-1].client == f"key {number}"
+        assert server.json("/v1/models", Authorization="Basic one", code=401)
+        for path in ("/health", "/", "/metrics"):
+            assert server.call(path)[0] == 200
+        assert server.json("/tokenize", {"prompt": "a"}, code=401)
+
+
+def test_pages_of_other_sites_call_it_only_where_they_may():
+    with serving(language=LETTERS, allow_origins=("https://a.example",)) as server:
+        for site, allowed in (("https://a.example", "https://a.example"), ("https://b.example", None)):
+            _, headers, _ = server.call("/v1/models", Origin=site)
+            assert headers.get("access-control-allow-origin") == allowed
+    with serving(language=LETTERS) as server:
+        assert "access-control-allow-origin" not in server.call("/v1/models", Origin="https://a.example")[1]
+        body = b'{"prompt": "a"}'  # a form of another site's page may send this without being asked
+        assert server.call(COMPLETIONS, raw=body, **{"Content-Type": "text/plain"})[0] == 415
+
+
+def test_a_full_queue_asks_to_come_again():
+    engine = FakeEngine(slots=1, max_waiting=1, seconds=0.02)
+    with serving(engine, LETTERS) as server:
+        engine.gate.clear()
+        link = server.connect()
+        body = json.dumps({"prompt": ["a", "b"], "max_tokens": 400}).encode()
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        link.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        while len(engine.order) < 2:
+            time.sleep(0.005)
+        engine.gate.set()
+        status, headers, content = server.call(COMPLETIONS, {"prompt": "a"})
+        assert status == 429 and headers["retry-after"] == "1" and b"queue_full" in content
+        link.close()
+        deadline = time.monotonic() + 5
+        while engine.order:  # whoever went away has left the queue
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        assert text_of(server, max_tokens=2) == "bc"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_is_cancelled(stream):
+    engine = FakeEngine(seconds=0.005)
+    with serving(engine, LETTERS) as server:
+        link = server.connect()
+        body = json.dumps({"prompt": "a", "max_tokens": 500, "stream": stream}).encode()
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        link.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        if stream:
+            assert link.recv(20)
+        while not engine.order:
+            time.sleep(0.002)
+        link.close()
+        deadline = time.monotonic() + 2
+        while not engine.cancelled:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        assert engine.cancelled == [0] and not engine.order
+        assert 'finished_reason="abort"' in server.call("/metrics")[2].decode()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_fails_is_said_so(stream):
+    engine = FakeEngine(seconds=0.01)
+    with serving(engine, LETTERS) as server:
+        if stream:
+            answer = client(server).completions.create(model="fake", prompt="a", max_tokens=400, stream=True)
+            next(iter(answer))
+            engine.fails = True
+            with pytest.raises(openai.APIError, match="engine has failed"):
+                list(answer)
+        else:
+            engine.fails = True
+            assert "engine has failed" in server.json(COMPLETIONS, {"prompt": "a"}, code=500)["error"]["message"]
+        assert server.json("/health", code=503) == {"status": "failed"}
+        assert server.json(COMPLETIONS, {"prompt": "a"}, code=503)["error"]["type"] == "service_unavailable_error"
+
+
+def test_what_is_open_when_the_server_stops_is_cut_off_with_an_error():
+    engine = FakeEngine(seconds=0.02)
+    with serving(engine, LETTERS) as server:
+        answer = client(server).completions.create(model="fake", prompt="a", max_tokens=400, stream=True)
+        found = iter(answer)
+        next(found)
+        begun = time.monotonic()
+        assert server.stop()
+        assert time.monotonic() - begun < 5
+        with pytest.raises(openai.APIError, match="server is stopping"):
+            list(found)
+
+
+def test_what_is_open_when_the_server_stops_may_end():
+    engine = FakeEngine(seconds=0.02)
+    with serving(engine, LETTERS, ServerConfig(drain=20.0, end=0.5)) as server:
+        answer = client(server).completions.create(model="fake", prompt="a", max_tokens=40, stream=True)
+        found = iter(answer)
+        next(found)
+        stopping = threading.Thread(target=server.stop)
+        stopping.start()
+        while server.json("/health", code=None) == {"status": "ok"}:
+            time.sleep(0.01)
+        assert server.json("/health", code=503) == {"status": "stopping"}
+        error = server.json(COMPLETIONS, {"prompt": "a"}, code=503)["error"]
+        assert "no new requests" in error["message"]
+        assert [chunk.choices[0].finish_reason for chunk in found][-1] == "length"
+        stopping.join(10)
+        assert not stopping.is_alive()
+
+
+def test_settings_that_are_none():
+    for field, value in (("name", ""), ("max_length", 0), ("max_choices", 0), ("body_seconds", 0), ("api_keys", ("",))):
+        with pytest.raises(ValueError, match=f"ApiConfig.{field}"):
+            ApiConfig(**(dict(name="x", max_length=5, vocab_size=5) | {field: value}))
+    assert dataclasses.replace(ApiConfig(name="x", max_length=5, vocab_size=5), seed=3).seed == 3
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ApiConfig) if field.type in ("int", int)])
+def test_sizes_below_zero_are_refused(field):
+    with pytest.raises(ConfigError, match=f"ApiConfig.{field}=-1"):
+        ApiConfig(**dict(name="m", max_length=8, vocab_size=8) | {field: -1})
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ServerConfig)])
+def test_times_below_zero_are_refused(field):
+    with pytest.raises(ConfigError, match=f"ServerConfig.{field}=-1"):
+        ServerConfig(**{field: -1})

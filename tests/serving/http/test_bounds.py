@@ -1,0 +1,516 @@
+"""What one client may take: bytes, letters, messages, numbers, places, connections; and what waits for none of it."""
+
+import asyncio
+import errno
+import json
+import resource
+import select
+import threading
+import time
+
+import pytest
+
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.io.text.chat_template import ChatTemplate, Rendered
+from eqx_decoders.io.text.tokenizer import ByteTokenizer, train_bpe
+from eqx_decoders.serving.engine.config import EngineConfig
+from eqx_decoders.serving.engine.request import Request
+from eqx_decoders.serving.frontend.prompts import Language, PromptReader, is_too_long
+from eqx_decoders.serving.http import api, server as server_module, streaming
+from eqx_decoders.serving.http.responses import Choice, Gathered, Piece, Shape
+from eqx_decoders.serving.http.server import ServerConfig, most_connections, raise_file_limit
+from tests.serving.fake_engine import FakeEngine
+from tests.serving.http.test_hostile import head, said
+from tests.serving.servers import chat_language, serving
+
+
+LETTERS = Language(tokenizer=ByteTokenizer(), stop_ids=(257,))
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+class Plain(ChatTemplate):
+    """Writes what was said, in no process; `rendered` counts conversations."""
+
+    rendered: list[int] = []  # noqa: RUF012 - of the test
+
+    def render_some(self, conversations, process=None):
+        self.rendered.append(len(conversations))
+        made = ("".join(str(one.get("content")) for one in each.messages) for each in conversations)
+        return [Rendered(text, None, []) for text in made]
+
+
+@pytest.fixture(scope="module")
+def chats():
+    with serving(FakeEngine(), chat_language(chat=Plain(source="tools"))) as running:
+        yield running
+
+
+# --- texts ------------------------------------------------------------------------------------------------------------
+
+
+class Counting(ByteTokenizer):
+    """Counts the letters that it encodes."""
+
+    letters = 0
+
+    def encode(self, text):
+        self.letters += len(text)
+        return super().encode(text)
+
+
+def test_of_a_text_that_is_much_too_long_only_the_beginning_is_encoded():
+    tokenizer = Counting()
+    text = "hello world and more of it, " * 150_000
+    assert is_too_long(tokenizer, text, 8192) and 0 < tokenizer.letters < len(text) / 8
+
+
+TEXTS = ["hello world ", "a", " ", "\n\n", "héllo", "<|end|>", "<|end|>   ", "12345678", "-", "\u200b", "word\t\t"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_that_fits_is_never_too_long(text):
+    blanks = 5000 * " " + text
+    for tokenizer in (chat_language().tokenizer, ByteTokenizer(), train_bpe(TEXTS, 280)):
+        for whole in (text * 8_000, blanks * 9):
+            options = {"special": True} if hasattr(tokenizer, "to_json") else {}
+            assert not is_too_long(tokenizer, whole, len(tokenizer.encode(whole, **options)))
+
+
+def test_a_tokenizer_whose_normaliser_drops_nearly_everything():
+    from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+
+    from eqx_decoders.io.text.tokenizer import JsonTokenizer
+
+    inner = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    inner.normalizer = normalizers.Sequence([normalizers.Replace(Regex("[ x]+"), " "), normalizers.Strip()])
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer, text = JsonTokenizer(inner), "a" + " x" * 500_000 + "a"
+    assert len(tokenizer.encode(text)) == 2 and not is_too_long(tokenizer, text, 2)
+    assert is_too_long(tokenizer, "a " * 100_000, 2000)
+
+
+def test_a_token_that_takes_all_blanks_behind_it():
+    from tokenizers import AddedToken
+
+    tokenizer = train_bpe(["hello world"], 280)
+    tokenizer._inner.add_special_tokens([AddedToken("<u>", rstrip=True)])
+    text = "<u>" + " " * 200_000 + "hello"
+    count = len(tokenizer.encode(text, special=True))
+    assert count < 10 and not is_too_long(tokenizer, text, count)
+
+
+@pytest.mark.parametrize("blanks", [" ", "\n", " \n\t", "\u3000"])
+def test_blanks_that_are_no_words_count_where_they_are_kept(blanks):
+    tokenizer = Counting()
+    for begin in ("", "a"):
+        tokenizer.letters = 0
+        assert is_too_long(tokenizer, begin + blanks * 1_000_000 + "a", 100) and tokenizer.letters < 50_000
+    bpe = train_bpe(["a" + " " * 40 + "a"] * 9, 290)
+    assert is_too_long(bpe, "a" + blanks * 500_000, 2000) and not is_too_long(bpe, "a" + blanks * 1000, 3000)
+
+
+@pytest.mark.parametrize("side", ["lstrip", "rstrip"])
+def test_blanks_that_a_token_takes_are_none_of_the_text(side):
+    from tokenizers import AddedToken
+
+    tokenizer = train_bpe(["hello world"], 280)
+    tokenizer._inner.add_special_tokens([AddedToken("<u>", **{side: True})])
+    pair = "hello", "<u>"
+    first, last = pair if side == "lstrip" else pair[::-1]
+    text = (first + " " * 50_000 + last) * 3
+    assert not is_too_long(tokenizer, text, len(tokenizer.encode(text, special=True)))
+    other = (last + " " * 50_000 + first) * 3
+    assert is_too_long(tokenizer, other, len(tokenizer.encode(other, special=True)) // 4)
+
+
+def test_conversations_of_too_many_messages_are_refused_before_they_are_rendered(chats):
+    pair = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    Plain.rendered = []
+    for count in (257, 30_000):
+        error = chats.json(CHAT, {"messages": pair * count}, code=400)["error"]
+        assert error["code"] == "context_length_exceeded"
+    error = chats.json(CHAT, {"messages": [{"role": "user", "content": "a b " * 100_000}]}, code=400)["error"]
+    assert error["code"] == "context_length_exceeded"
+    kwargs = {str(number): [1] * 9000 for number in range(5)}
+    error = chats.json(CHAT, {"messages": pair, "chat_template_kwargs": kwargs}, code=400)["error"]
+    assert "entries" in error["message"] and Plain.rendered == []
+    assert chats.json(CHAT, {"messages": pair * 20, "max_tokens": 1})["choices"] and Plain.rendered == [1]
+
+
+def test_long_conversations_are_rendered_apart_from_short_ones():
+    gate, order = threading.Event(), []
+
+    class Slow(Plain):
+        def render_some(self, conversations, process=None):
+            if len(conversations[0].messages[0]["content"]) > 9000:
+                gate.wait(10)
+            order.append(len(conversations))
+            return super().render_some(conversations)
+
+    async def run():
+        reader = PromptReader(chat_language(chat=Slow(source="")), max_length=100_000)
+        try:
+
+            def ask(text):
+                return asyncio.ensure_future(reader.chat([dict(role="user", content=text)], {}, answer=True))
+
+            long, gone = ask("a" * 50_000), ask("b" * 50_000)
+            await asyncio.sleep(0.01)
+            await ask("c")
+            gone.cancel()
+            gate.set()
+            return await long, await asyncio.gather(gone, return_exceptions=True)
+        finally:
+            reader.close()
+
+    long, _ = asyncio.run(run())
+    assert len(long.ids) == 50_000 and order == [
+        1,
+        1,
+    ]  # the short one and one of the long ones: nobody waits for the other
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def test_log_probabilities_of_one_response_are_bounded():
+    with serving(FakeEngine(), LETTERS, max_scores=1000) as server:
+        ask = dict(prompt=[97] * 40, max_tokens=10, logprobs=4, temperature=0)
+        server.json(COMPLETIONS, ask | {"n": 4, "echo": True})  # (40 + 10) x 5 x 4
+        for more in ({"n": 5, "echo": True}, {"n": 4, "echo": True, "max_tokens": 11}, {"n": 4, "max_tokens": 51}):
+            error = server.json(COMPLETIONS, ask | more, code=400)["error"]
+            assert error["param"] == "logprobs" and "1,000" in error["message"]
+        server.json(COMPLETIONS, ask | {"n": 5, "echo": True, "logprobs": None})
+    with serving(FakeEngine(), chat_language(chat=Plain(source="")), max_scores=1000) as server:
+        ask = dict(messages=[{"role": "user", "content": "a"}], logprobs=True, top_logprobs=4, temperature=0)
+        server.json(CHAT, ask)  # of an answer without a length of its own, as many as there may be
+        assert server.engine.seen[-1].max_new_tokens == 200
+
+
+def test_echoed_prompts_of_one_response_are_bounded(monkeypatch):
+    monkeypatch.setattr(api, "ECHOED", 400)
+    with serving(FakeEngine(), LETTERS) as server:
+        ask = dict(max_tokens=1, echo=True, temperature=0, n=4)
+        for prompt in ([97] * 100, "a" * 100, ["a" * 50, [97] * 50]):
+            assert "a" * 50 + "b" in server.json(COMPLETIONS, ask | {"prompt": prompt})["choices"][0]["text"]
+            error = server.json(COMPLETIONS, ask | {"prompt": prompt, "n": 5}, code=400)["error"]
+            assert error["param"] == "echo" and "400" in error["message"]
+
+
+def test_a_long_echo_is_not_copied_by_each_token():
+    class Text(str):
+        def __add__(self, other):
+            raise AssertionError("copied")
+
+    whole = Gathered()
+    for text in (Text("a" * 100), "b", "c"):
+        whole.add(Piece(text=text, tokens=[1]))
+    assert whole.whole().text == "a" * 100 + "bc" and whole.whole().tokens == [1] * 3
+
+
+class Decoding(ByteTokenizer):
+    """Counts what it decodes, by thread."""
+
+    calls: dict[str, int] = {}  # noqa: RUF012 - of the test
+
+    def decode(self, ids):
+        name = threading.current_thread().name
+        self.calls[name] = self.calls.get(name, 0) + 1
+        return super().decode(ids)
+
+
+def test_where_a_text_goes_on_is_found_once_for_all_answers_to_a_prompt():
+    with serving(FakeEngine(max_waiting=200), Language(tokenizer=Decoding(), stop_ids=(257,))) as server:
+        body, counts = dict(max_tokens=1, temperature=0), []
+        for ask in ({"prompt": [97] * 40}, {"prompt": [97] * 40, "n": 64}, {"prompt": [[97] * 40] * 64}):
+            Decoding.calls.clear()
+            found = server.json(COMPLETIONS, body | ask)["choices"]
+            assert {choice["text"] for choice in found} == {"b"}
+            counts.append(
+                (sum(Decoding.calls.values()), sum(n for at, n in Decoding.calls.items() if at[:6] != "beside"))
+            )
+    alone, several, many = counts
+    assert several[0] - alone[0] <= 6 * 63  # the decoding of each answer's own token
+    assert many[1] <= 6 * 64 + 6  # many prompts are not looked at on the event loop
+
+
+def test_what_is_large_is_not_made_on_the_event_loop(monkeypatch):
+    threads = {}
+
+    def noting(owner, name):
+        real = getattr(owner, name)
+
+        def noted(*given, **named):
+            threads.setdefault(name, []).append(threading.current_thread().name)
+            return real(*given, **named)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    with serving(FakeEngine(max_length=1000), LETTERS) as server:
+        ask = dict(max_tokens=1, echo=True, logprobs=2, n=2, temperature=0)
+        noting(Shape, "whole"), noting(Shape, "chunk"), noting(Choice, "take")
+        noting(api, "read_completion")
+        for count, large in ((5, False), (600, True)):
+            threads.clear()
+            blanks = b" " * (large * 70_000)
+            server.json(COMPLETIONS, raw=json.dumps(ask | {"prompt": [97] * count}).encode() + blanks)
+            assert server.call(COMPLETIONS, ask | {"prompt": [97] * count, "stream": True})[0] == 200
+            beside = {name: any(one.startswith("beside") for one in found) for name, found in threads.items()}
+            assert beside == dict.fromkeys(("whole", "chunk", "take", "read_completion"), large)
+
+
+def test_many_ids_are_not_written_on_the_event_loop(monkeypatch):
+    threads, real = [], streaming.write
+
+    def noted(value):
+        threads.append(threading.current_thread().name.startswith("beside"))
+        return real(value)
+
+    monkeypatch.setattr(streaming, "write", noted)
+    with serving(FakeEngine(), LETTERS, max_length=5000) as server:
+        for count in (10, 3000):
+            assert server.json("/tokenize", {"prompt": "a" * count})["count"] == count + 1
+        for count in (10, 9000):
+            assert len(server.json("/detokenize", {"tokens": [97] * count})["prompt"]) == count
+    assert threads == [False, True] * 2
+
+
+def test_what_could_never_wait_together_is_refused_for_good():
+    with serving(FakeEngine(slots=1, max_waiting=3), LETTERS) as server:
+        error = server.json(COMPLETIONS, {"prompt": "a", "n": 5, "max_tokens": 1}, code=400)["error"]
+        assert "max_waiting=3" in error["message"]
+        server.json(COMPLETIONS, {"prompt": "a", "n": 4, "max_tokens": 1})
+    config = EngineConfig(max_waiting=3, max_waiting_tokens=10)
+    many = [Request(prompt=(1,) * 6, max_new_tokens=1)] * 4
+    config.check_together(many[:1]), config.check_together([Request(prompt=(1,) * 60, max_new_tokens=1)])
+    for count, says in ((2, "max_waiting_tokens=10"), (4, "max_waiting=3")):
+        with pytest.raises(ConfigError, match=says):
+            config.check_together(many[:count])
+
+
+# --- bytes, places, connections ---------------------------------------------------------------------------------------
+
+
+def test_bodies_of_all_open_requests_together_are_bounded():
+    with serving(FakeEngine(), LETTERS, max_body_bytes=300_000, max_open_bytes=400_000, body_seconds=20) as server:
+        with server.connect() as first, server.connect() as second:
+            for link in (first, second):
+                link.sendall(head(300_000) + b" " * 250_000)
+            (refused,), _, _ = select.select([first, second], [], [], 30)  # whichever is read later
+            assert b" 429 " in refused.recv(100)
+            assert server.call(COMPLETIONS, {"prompt": "a", "max_tokens": 1})[0] == 200  # small ones are taken
+            taken = second if refused is first else first
+            taken.sendall(b" " * 49_984 + b'{"prompt": "ab"}')
+            assert b" 200 " in taken.recv(100)
+        deadline = time.monotonic() + 5
+        while server.call(COMPLETIONS, raw=b'{"prompt": "a"}' + b" " * 290_000)[0] != 200:  # nothing is left behind
+            assert time.monotonic() < deadline
+
+
+def test_clients_without_a_key_take_no_places():
+    with serving(FakeEngine(), LETTERS, max_open=1, api_keys=("right",)) as server:
+        links = [server.connect() for _ in range(5)]
+        for link in links:
+            link.sendall(head(10))  # each is read for a moment, so that it reads why
+        found = server.call(COMPLETIONS, {"prompt": "a", "max_tokens": 1}, Authorization="Bearer right")
+        assert found[0] == 200 and b" 401 " in said(links[0])[:20]
+
+
+def test_prefixes_of_one_key_are_not_found_by_another():
+    with serving(FakeEngine(), LETTERS, api_keys=("a", "b")) as server:
+        for key in ("a", "b", "a"):
+            server.json(COMPLETIONS, {"prompt": "a", "max_tokens": 1}, Authorization=f"Bearer {key}")
+        salts = [request.cache_salt for request in server.engine.seen]
+        assert salts[0] == salts[2] != salts[1]
+
+
+def test_beyond_the_most_connections_those_go_that_have_said_nothing_for_the_longest_time(monkeypatch):
+    monkeypatch.setattr(server_module, "most_connections", lambda: 8)
+    engine = FakeEngine(seconds=0.01)
+    with serving(engine, LETTERS, ServerConfig(head=30, drain=0.5, end=0.5)) as server:
+        body = json.dumps({"prompt": "a", "max_tokens": 60, "stream": True}).encode()
+        with server.connect() as busy:
+            busy.sendall(head(len(body)) + body)
+            assert b" 200 " in busy.recv(100)
+            idle = [server.connect() for _ in range(20)]
+            assert server.call("/health")[0] == 200
+            idle[0].settimeout(10)
+            assert idle[0].recv(1) == b""  # closed
+            idle[-1].sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 200 " in idle[-1].recv(100)
+            rest = b""
+            while b"[DONE]" not in rest:  # who is served is left alone
+                rest += busy.recv(65536)
+        for link in idle:
+            link.close()
+
+
+def test_slow_bodies_keep_nobody_from_connecting(monkeypatch):
+    monkeypatch.setattr(server_module, "most_connections", lambda: 8)
+    with serving(FakeEngine(), LETTERS, max_open=100) as server:
+        slow = [server.connect() for _ in range(8)]
+        for link in slow:
+            link.sendall(head(1000) + b" ")
+        assert server.call("/health")[0] == 200
+        assert server.call(COMPLETIONS, {"prompt": "a", "max_tokens": 1})[0] == 200
+        for link in slow:
+            link.close()
+
+
+def known(link, key: str, body: bytes, length: int | None = None) -> None:
+    """Begin a request with a key."""
+    given = head(len(body) if length is None else length).replace(
+        b"\r\n\r\n", f"\r\nAuthorization: Bearer {key}\r\n\r\n".encode()
+    )
+    link.sendall(given + body)
+
+
+def test_places_of_the_client_with_most_of_them_go_to_others():
+    """Slow bodies first, then requests without an answer; what has begun to be answered stays."""
+    engine, ask = FakeEngine(seconds=0.01), {"prompt": "a", "max_tokens": 1}
+    with serving(engine, LETTERS, max_open=3, api_keys=("a", "b")) as server:
+        stream = json.dumps({"prompt": "a", "max_tokens": 100, "stream": True}).encode()
+        links = [server.connect() for _ in range(4)]
+        known(links[0], "a", stream)
+        assert b" 200 " in links[0].recv(100)
+        for link in links[1:3]:
+            known(link, "a", b" ", 1000)
+        time.sleep(0.2)
+        known(links[3], "a", b" ", 1000)
+        assert b" 429 " in links[3].recv(100)[:20]  # its own last one
+        assert server.call(COMPLETIONS, ask, Authorization="Bearer b")[0] == 200
+        assert b" 429 " in links[2].recv(100)[:20]
+        rest = b""
+        while b"[DONE]" not in rest:
+            rest += links[0].recv(65536)
+        engine.gate.clear()
+        whole = json.dumps({"prompt": "a", "max_tokens": 50}).encode()
+        for link in links:
+            link.close()
+        links = [server.connect() for _ in range(4)]
+        time.sleep(0.2)
+        for link in links[:3]:
+            known(link, "a", whole)
+        time.sleep(0.3)
+        known(links[3], "b", b" ", 1000)
+        time.sleep(0.2)
+        engine.gate.set()
+        assert sorted(link.recv(100)[9:12] for link in links[:3]) == [b"200", b"200", b"429"]
+
+
+def test_where_no_file_can_be_opened_one_line_a_moment_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(server_module, "REST", 0.05)
+    tries = []
+
+    async def failing(sock):
+        tries.append(sock)
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def run():
+        asyncio.get_running_loop().sock_accept = failing
+        fake = type("Server", (), {"server_state": type("State", (), {"connections": set()})})
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(server_module._accept(None, fake, 5), 0.2)
+
+    with caplog.at_level("WARNING", "eqx_decoders.serving"):
+        asyncio.run(run())
+    assert 1 <= len(tries) <= 5 and len(caplog.records) == len(tries) and "Too many open files" in caplog.text
+
+
+def test_as_many_files_as_allowed_may_be_open():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+        few = most_connections()
+        assert 8 <= few < 512
+        raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard) and most_connections() > few
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_an_error_of_the_system_is_the_server_s_and_no_client_that_left(monkeypatch, caplog):
+    async def failing(*_, **__):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(PromptReader, "text", failing)
+    with serving(FakeEngine(), LETTERS) as server, caplog.at_level("ERROR", "eqx_decoders.serving"):
+        assert server.call(COMPLETIONS, {"prompt": "a"})[0] == 500
+    assert "Too many open files" in caplog.text
+
+
+# --- fields -----------------------------------------------------------------------------------------------------------
+
+
+UNKNOWN = {"allowed_token_ids": [97], "bad_words": ["a"], "continue_final_message": True, "truncate_prompt_tokens": 1,
+           "chat_template": "X", "grammar": 'root ::= "yes"', "json_schema": {"type": "object"}, "documents": [{}],
+           "n_predict": 5, "anything": 0, "x" * 500: 1, "functions": [{}], "best_of": 2, "use_beam_search": True,
+           "structured_outputs": {"structural_tag": "x"}, "response_format": {"type": "text", "other": 1},
+           "store": True}  # fmt: skip
+PATHS = {COMPLETIONS: {"prompt": "a"}, CHAT: {"messages": [{"role": "user", "content": "a"}]},
+         "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [97]}}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_fields_that_are_not_known_are_refused_by_name(chats, path):
+    for field, value in UNKNOWN.items():
+        error = chats.json(path, PATHS[path] | {field: value}, code=400)["error"]
+        assert error["code"] == "unsupported_parameter" and field[:60] in error["message"] and error["param"]
+        assert len(error["message"]) < 300
+    assert chats.call(path, PATHS[path] | dict.fromkeys(UNKNOWN))[0] == 200  # null is as good as nothing
+
+
+def test_what_others_ask_for_that_is_done_anyway_is_no_error(chats):
+    more = {"best_of": 1, "suffix": "", "use_beam_search": False, "parallel_tool_calls": True, "metadata": {"a": "b"},
+            "spaces_between_special_tokens": True, "service_tier": "auto", "documents": [], "store": False}  # fmt: skip
+    for path in (COMPLETIONS, CHAT):
+        assert chats.json(path, PATHS[path] | more | {"max_tokens": 1})["choices"]
+    stream = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": False}}
+    assert chats.call(CHAT, PATHS[CHAT] | stream | {"max_tokens": 1})[0] == 200
+    assert chats.json("/detokenize", chats.json("/tokenize", {"prompt": "a"}))["prompt"].endswith("a")
+
+
+def test_tokenize_reads_a_conversation_as_a_chat_does():
+    class Told(Plain):
+        def render_some(self, conversations, process=None):
+            return [Rendered(json.dumps(one.variables), None, []) for one in conversations]
+
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = PATHS[CHAT] | {"tools": [tool], "chat_template_kwargs": {"thinking": True}}
+    with serving(FakeEngine(), chat_language(chat=Told(source="tools"))) as server:
+        server.json(CHAT, body | {"max_tokens": 1})
+        assert server.json("/tokenize", body)["tokens"] == list(server.engine.seen[-1].prompt)
+        for name in ("messages", "self"):
+            wrong = body | {"chat_template_kwargs": {name: 1}}
+            errors = [server.json(path, wrong, code=400)["error"] for path in (CHAT, "/tokenize")]
+            assert errors[0] == errors[1] and name in errors[0]["message"]
+
+
+def test_mistakes_of_clients_are_theirs(chats):
+    raw = b'{"prompt": "a", "guided_json": {"type": "number", "maximum": 1e999}}'
+    assert "1e999" in chats.json(COMPLETIONS, raw=raw, code=400)["error"]["message"]
+    silent = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "b"},
+    ]
+    assert chats.json(CHAT, {"messages": silent, "max_tokens": 1})["choices"]
+    error = chats.json(CHAT, {"messages": [{"role": "user", "content": None}]}, code=400)["error"]
+    assert error["param"] == "messages[0].content"
+    chats.json(COMPLETIONS, {"prompt": "a", "top_p": 0, "temperature": 1, "max_tokens": 1})
+    sampling = chats.engine.seen[-1].sampling
+    assert (sampling.temperature, sampling.top_p) == (0.0, None)  # the most likely token, and no other
+
+
+def test_errors_of_a_template_do_not_say_where_it_is(tmp_path):
+    template = ChatTemplate(source="{{ raise_exception('no') }}", where=str(tmp_path / "chat_template.jinja"))
+    with serving(FakeEngine(), chat_language(chat=template)) as server:
+        error = server.json(CHAT, PATHS[CHAT], code=400)["error"]
+    assert "no" in error["message"] and str(tmp_path) not in error["message"]
+
+
+def test_a_place_is_given_back_where_a_body_is_refused():
+    with serving(FakeEngine(), LETTERS, max_open=1, max_body_bytes=1000) as server:
+        for _ in range(3):
+            assert server.call(COMPLETIONS, raw=b"a" * 2000)[0] == 413
+        assert server.call(COMPLETIONS, {"prompt": "a", "max_tokens": 1})[0] == 200

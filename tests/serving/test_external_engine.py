@@ -1,0 +1,91 @@
+"""Engines that own the memory: their caches and their attention give what the model's own give."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.serving.external_engine import external_layers, external_logits, run_with_caches
+from tests.serving.engines import FIXTURES
+
+
+PAGE, PAGES, PLACES = 4, 40, 8
+
+
+class Metadata(NamedTuple):
+    """As vLLM has it: tokens of all sequences side by side, and the pages of each sequence."""
+
+    starts: np.ndarray
+    lengths: np.ndarray
+    tables: np.ndarray
+
+
+def attention(cache, query, key, value, metadata, sinks, call):
+    """Plain attention over pages of [page, slot, key or value, heads, features], one sequence after another."""
+    outs = []
+    for number, length in enumerate(metadata.lengths.tolist()):
+        begin, end = metadata.starts[number : number + 2].tolist()
+        places = np.arange(length - (end - begin), length)
+        pages = metadata.tables[number][places // PAGE]
+        if call.writes:
+            both = jnp.stack([key[begin:end], (key if value is None else value)[begin:end]], axis=1)
+            cache = cache.at[pages, places % PAGE].set(both)
+        everything = cache[metadata.tables[number]].reshape(-1, *cache.shape[2:])[:length]
+        keys, values = everything[:, 0], everything[:, 1]
+        heads, kv_heads = query.shape[1], keys.shape[1]
+        keys, values = (jnp.repeat(x, heads // kv_heads, axis=1) for x in (keys, values))
+        scores = jnp.einsum("thd,shd->hts", query[begin:end], keys)
+        scores = scores if call.soft_cap is None else call.soft_cap * jnp.tanh(scores / call.soft_cap)
+        ahead = jnp.asarray(places[:, None] - np.arange(length)[None])
+        seen = (ahead >= 0) & (ahead < (call.window or length))
+        scores = jnp.where(seen[None], scores, -jnp.inf)
+        if sinks is not None:
+            extra = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:2], 1))
+            scores = jnp.concatenate([scores, extra], axis=-1)
+        weights = jax.nn.softmax(scores, axis=-1)[..., :length]
+        outs.append(jnp.einsum("hts,shd->thd", weights, values))
+    return cache, jnp.concatenate(outs)
+
+
+def play(model, sequences, cuts):
+    """Logits of whole sequences, computed side by side and piece by piece."""
+    shapes = external_layers(model)
+    caches = [jnp.zeros((PAGES, PAGE, 2, shape.kv_heads, shape.head_dim)) for shape in shapes]
+    tables = np.random.default_rng(0).permutation(PAGES)[: len(sequences) * PLACES].reshape(-1, PLACES)
+    found, done = [[] for _ in sequences], [0] * len(sequences)
+    for cut in cuts:
+        pieces = [text[begin : begin + count] for text, begin, count in zip(sequences, done, cut, strict=True)]
+        positions = np.concatenate([np.arange(begin, begin + n) for begin, n in zip(done, cut, strict=True)])
+        done = [begin + count for begin, count in zip(done, cut, strict=True)]
+        metadata = Metadata(np.cumsum([0, *cut]), np.asarray(done), tables)
+        caches, hidden = run_with_caches(model, caches, np.concatenate(pieces), positions, metadata, attention)
+        logits = np.split(np.asarray(external_logits(model, hidden)), np.cumsum(cut)[:-1])
+        for each, piece in zip(found, logits, strict=True):
+            each.append(piece)
+    return [np.concatenate(each) for each in found]
+
+
+MODELS = ["llama_rope", "gemma2_odd", "gpt_oss_yarn", "deepseek2_groups", "gemma4_small", "qwen3_moe_mixed"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fixture", MODELS)
+def test_pieces_of_several_sequences_have_the_logits_of_each_alone(fixture):
+    model = ed.load_hf(FIXTURES / fixture, dtype="float32")
+    generator = np.random.default_rng(1)
+    sequences = [generator.integers(3, model.config.vocab_size, length) for length in (13, 7)]
+    found = play(model, sequences, [(6, 1), (6, 5), (1, 1)])
+    for text, logits in zip(sequences, found, strict=True):
+        np.testing.assert_allclose(logits, np.asarray(model(text[None]).logits[0]), atol=2e-4)
+
+
+def test_what_engines_have_no_memory_for_is_refused():
+    with pytest.raises(ed.ConfigError, match="engines with caches of their own have none for it"):
+        external_layers(ed.abstract_hf(FIXTURES / "qwen3_next"))
+    model = ed.load_hf(FIXTURES / "llama_rope", dtype="float32")
+    one = np.zeros(1, np.int32)
+    with pytest.raises(ed.ConfigError, match="caches has 1 entries"):
+        run_with_caches(model, [None], one, one, None, attention)

@@ -1,0 +1,69 @@
+"""Weights that a mesh leaves whole: counted, tolerated up to a share, and named."""
+
+import dataclasses
+
+import jax
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.sharding.axes import named_leaves
+from eqx_decoders.sharding.layout import WEIGHTS, device_bytes
+from eqx_decoders.sharding.replication import check_replicated, replicated_weights, splitting_axes
+from eqx_decoders.training.config import TrainConfig
+from tests.models import rich_decoder
+
+
+def test_norms_are_replicated_and_nothing_else():
+    layout = ed.Layout.create(fsdp=4, tensor=2)
+    model = ed.abstract(ed.get_config("llama3-8b"), layout=layout)
+    found = replicated_weights(model, layout)
+    assert found and all("norm" in name for name in found)
+    weights = {name: leaf.size for name, leaf in named_leaves(model).items()}
+    norms = sum(size for name, size in weights.items() if "norm" in name)
+    assert ed.replicated_share(model, layout) == pytest.approx(norms / sum(weights.values()), rel=1e-9)
+    fair = sum(leaf.size for leaf in jax.tree.leaves(model)) * 4 / 8
+    held = sum(map(device_bytes, jax.tree.leaves(model)))
+    assert held - fair == pytest.approx(norms * 4 * 7 / 8)  # all that is held beyond a fair part
+
+
+@pytest.mark.parametrize("sizes", [dict(data=8), dict(stage=2, data=4), dict()], ids=str)
+def test_meshes_that_split_no_weights_replicate_none(sizes):
+    layout = ed.Layout.create(**sizes) if sizes else ed.Layout()
+    model = ed.abstract(rich_decoder(2), layout=layout)
+    assert splitting_axes(layout) == () and ed.replicated_share(model, layout) == 0
+    check_replicated(model, layout, 0.0)
+
+
+def test_a_table_decides_which_axes_split_weights():
+    table = WEIGHTS | {"embed": ("data",)}
+    layout = ed.Layout.create(data=4, tensor=2, weights=table)
+    assert splitting_axes(layout) == ("data", "tensor")
+    table = {word: names for word, names in WEIGHTS.items() if word != "mlp"}
+    layout = ed.Layout.create(fsdp=4, tensor=2, weights=table)
+    model = ed.abstract(ed.get_config("llama3-8b"), layout=layout)
+    assert ed.replicated_share(model, layout) > 0.5
+    with pytest.raises(ed.ConfigError) as caught:
+        check_replicated(model, layout, 0.02)
+    for word in (
+        "replicated_tolerance=0.02",
+        "%",
+        "Layout.fsdp=4 and Layout.tensor=2",
+        "mlp.gate",
+        "embed mlp",
+        "raise",
+    ):
+        assert word in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["tiny", "gpt3-52k"])
+@pytest.mark.parametrize(
+    "sizes", [dict(fsdp=4, data=2), dict(fsdp=2, tensor=2, data=2), dict(tensor=2, data=4)], ids=str
+)
+def test_small_models_pass_whatever_their_share(name, sizes):
+    layout = ed.Layout.create(**sizes)
+    check_replicated(ed.abstract(ed.get_config(name), layout=layout), layout, TrainConfig().replicated_tolerance)
+
+
+def test_a_share_below_zero_is_refused():
+    with pytest.raises(ed.ConfigError, match=r"replicated_tolerance=-1"):
+        dataclasses.replace(TrainConfig(), replicated_tolerance=-1.0)

@@ -1,0 +1,61 @@
+"""Where the time of a run goes."""
+
+import time
+
+import pytest
+
+from eqx_decoders.training.run import goodput
+from eqx_decoders.training.run.goodput import Goodput, WallTime, process_start
+
+
+IMPORTED = time.time()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A time that is set by hand; this process began at 1000."""
+    now = [1000.0]
+    monkeypatch.setattr(goodput.time, "time", lambda: now[0])
+    return now
+
+
+def row(step, seconds, **more):
+    return {"step": step, "step_seconds": seconds, **more}
+
+
+def test_goodput_is_the_share_of_the_time_of_steps_that_were_kept(clock):
+    found = Goodput(begun=1000.0)
+    clock[0] = 1010
+    assert found.add(row(1, 4.0)) == {"run_seconds": 10, "goodput": 0.4}
+    clock[0] = 1020
+    assert found.add(row(2, 8.0, data_wait=0.25)) == {"run_seconds": 20, "goodput": 0.5}, "not what waited for data"
+
+
+def test_earlier_starts_count_and_what_was_lost_with_them_does_not(clock):
+    """Steps 1 to 4 were taken in 30 s; the run goes on behind step 2."""
+    before = [row(n, 5.0, run_seconds=10.0 + 5 * n) for n in range(1, 5)] + [{"step": 4, "eval_loss": 2.0}]
+    found = Goodput(before, start=3, begun=1000.0)
+    clock[0] = 1010
+    assert found.add(row(3, 5.0)) == {"run_seconds": 40, "goodput": 15 / 40}
+    old = Goodput([row(1, 5.0), row(2, 5.0)], start=3, begun=1000.0)  # of a version that did not write the time
+    assert old.add(row(3, 5.0)) == {"run_seconds": 20, "goodput": 15 / 20}
+
+
+def test_what_is_nested_counts_for_itself(clock):
+    time = WallTime("starting", 1000.0)
+    clock[0] += 10
+    with time.doing("steps"):
+        clock[0] += 60
+        with time.doing("saving"):
+            clock[0] += 20
+        clock[0] += 9.7
+    clock[0] += 0.3
+    assert time.text() == "steps 70%, saving 20%, starting 10%"
+    assert time.seconds == pytest.approx({"starting": 10.3, "steps": 69.7, "saving": 20})
+
+
+@pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="a system that does not tell")
+def test_the_start_of_this_process_is_known():
+    """Before this was imported, and after the machine was started."""
+    assert IMPORTED - 600 < process_start() < IMPORTED
+    assert 0 < time.time() - process_start() < time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,0 +1,198 @@
+"""Training with pictures: documents that refer to them, batches, losses, microbatches, meshes."""
+
+import dataclasses
+import json
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.data.batches import Batch
+from eqx_decoders.data.dataset import DataConfig, make_dataset
+from eqx_decoders.data.media_documents import DrawnReader, loaded_reader
+from eqx_decoders.data.synthetic_images import NUMBERS, SIZE, draw, drawn_pixels, write_questions
+from eqx_decoders.encoders.stem import LearnedGrid
+from eqx_decoders.errors import DataError
+from eqx_decoders.io.text.tokenizer import ByteTokenizer
+from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.step.loss import token_loss_sum
+from eqx_decoders.training.step.step import StepConfig, Trainer
+from tests.encoders.samples import MEDIA, STEM, VISION, seeing
+from tests.models import filled
+
+
+TOKEN = 300
+VISION_32 = dataclasses.replace(
+    VISION, stem=dataclasses.replace(STEM, size=8, frames=1, positions=LearnedGrid(side=4)), blocks=VISION.blocks[:2]
+)
+CONFIG = seeing(
+    dataclasses.replace(MEDIA, vision=VISION_32, audio=None, audio_token=None, image_token=TOKEN, positions=None),
+    layers=2,
+    vocab_size=301,
+)
+READER = DrawnReader.of(CONFIG)
+
+
+def test_pictures_are_functions_of_their_numbers():
+    assert READER.tokens == 4 and loaded_reader(READER.words()) == READER
+    some = [draw(number) for number in range(200)]
+    for number, one in enumerate(some[:5]):
+        np.testing.assert_array_equal(one.pixels, draw(number).pixels)
+    assert all(one.pixels.shape == (3, SIZE, SIZE) and one.pixels.min() >= 0 and one.pixels.max() <= 1 for one in some)
+    assert len({one.question for one in some}) == 6 and len({one.answer for one in some}) > 40
+    counted = [one for one in some if one.question.startswith("How many")]
+    assert {one.answer.split()[0] for one in counted} == set(NUMBERS)
+    pixels = drawn_pixels(["drawn:3", "drawn:0"])
+    np.testing.assert_allclose(pixels[0], 2 * draw(3).pixels - 1)
+    for bad in ("cat.png", "drawn:", "drawn:../x", "drawn:1e3"):
+        with pytest.raises(DataError, match="no file is read here"):
+            drawn_pixels([bad])
+
+
+@pytest.mark.parametrize(
+    "tokens, expected",
+    [
+        ([256, 7, 8], [256, *[TOKEN] * 8, 7, 8]),  # none is named: behind the beginning
+        ([256, TOKEN, 7, TOKEN], [256, *[TOKEN] * 4, 7, *[TOKEN] * 4]),
+    ],
+)
+def test_each_picture_has_its_placeholders(tokens, expected):
+    targets = np.arange(len(tokens)) > 0
+    found, kept = READER.placed((np.asarray(tokens), targets), ("drawn:1", "drawn:2"), "here")
+    assert found.tolist() == expected
+    assert kept.tolist() == [token in (7, 8) for token in expected]
+
+
+def test_other_numbers_of_placeholders_are_refused():
+    with pytest.raises(DataError, match="there: 1 has 1 placeholders, but 2 pictures"):
+        READER.placed((np.asarray([256, TOKEN]), np.ones(2, bool)), ("drawn:1", "drawn:2"), "there: 1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pictures")
+    records = [json.loads(line) for line in write_questions(folder / "drawn.jsonl", 40).read_text().splitlines()]
+    records[3] = {"prompt": "no picture ", "completion": "here"}
+    records[5]["images"] = ["drawn:5", "drawn:6"]
+    (folder / "mixed.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def batches(folder):
+    data = DataConfig(
+        path=str(folder / "mixed.jsonl"), batch_size=4, seq_len=160, held_out_fraction=0.0, cache_dir=str(folder / "c")
+    )
+    made = make_dataset(data, ByteTokenizer(), folder=folder / "run", media=(CONFIG, READER), groups=4)
+    yield made
+    made.close()
+
+
+def test_batches_have_the_pictures_of_their_documents(batches):
+    """In their order, packed, also where a document has two or none; the answers alone are targets."""
+    seen = 0
+    for _ in range(3):
+        batch, pixels = next(batches), []
+        for row, segments in zip(batch.tokens, batch.segment_ids, strict=True):
+            for segment in range(1, segments.max() + 1):
+                text = bytes(int(token) for token in row[segments == segment] if token < 256).decode()
+                count = int((row[segments == segment] == TOKEN).sum()) // 4
+                owners = [n for n in range(40) if f"{draw(n).question}\n{draw(n).answer}" == text]
+                assert (count == 0) == text.startswith("no picture")
+                pixels.append((count, owners))
+        media = batch.media
+        np.testing.assert_array_equal(media.index >= 0, batch.tokens == TOKEN)
+        assert not batch.loss_mask[batch.tokens == TOKEN].any()
+        patches = media.pictures.patches.reshape(4, -1, 16, media.pictures.patches.shape[-1])
+        number = 0
+        for row in range(4):
+            own = [entry for entry in patches[row] if np.abs(entry).sum() > 0]
+            for entry in own:
+                while pixels[number][0] == 0:
+                    number += 1
+                count, owners = pixels[number]
+                pixels[number] = (count - 1, owners)
+                known = [np.allclose(entry.sum(), drawn_pixels([f"drawn:{n}"]).sum(), atol=1e-2) for n in range(40)]
+                assert sum(known) == 1 and (count > 1 or known.index(True) in {*owners, 6})
+                seen += 1
+    assert seen > 20
+
+
+def test_pictures_without_a_reader_and_rows_that_are_too_short_are_refused(folder):
+    data = DataConfig(path=str(folder / "drawn.jsonl"), seq_len=16, held_out_fraction=0.0, cache_dir=str(folder / "c"))
+    with pytest.raises(DataError, match=r"drawn.jsonl.* has pictures, and nothing reads them"):
+        make_dataset(data, ByteTokenizer(), folder=folder / "blind")
+    sentence = (
+        r"document 1 of drawn.jsonl has \d+ tokens with its pictures, which must stand in one sequence of --seq-len"
+    )
+    with pytest.raises(DataError, match=sentence + r" 16 .*: raise it to (\d+), .* the 40 documents") as told:
+        make_dataset(data, ByteTokenizer(), folder=folder / "short", media=(CONFIG, READER))
+    enough = dataclasses.replace(data, seq_len=int(re.search(r"raise it to (\d+)", str(told.value))[1]))
+    make_dataset(enough, ByteTokenizer(), folder=folder / "short", media=(CONFIG, READER)).close()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return filled(CONFIG, 1, attention="dot")
+
+
+def example(groups: int) -> Batch:
+    """Four rows, one picture or two in each but the last."""
+    tokens = np.random.default_rng(0).integers(1, 200, (4, 14)).astype(np.int32)
+    tokens[0, 0:4] = tokens[0, 6:10] = tokens[1, 3:7] = tokens[2, 9:13] = TOKEN
+    media = ed.Media.create(CONFIG, tokens, **READER.arrays([f"drawn:{n}" for n in range(4)]), groups=groups)
+    return Batch(tokens=tokens, media=media, loss_mask=tokens != TOKEN)
+
+
+@eqx.filter_jit
+def loss_of(model, batch):
+    return eqx.filter_value_and_grad(lambda model: token_loss_sum(model, batch)[0])(model)
+
+
+def test_groups_of_pictures_have_the_loss_of_all_together(model):
+    whole, _ = loss_of(model, example(1))
+    assert float(loss_of(model, example(4))[0]) == pytest.approx(float(whole), rel=1e-5)
+    mean, metrics = ed.next_token_loss(model, example(1))
+    assert float(mean * metrics.tokens) == pytest.approx(float(whole), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_rows_have_the_loss_that_they_have_alone(model):
+    whole, _ = loss_of(model, example(1))
+    batch, alone = example(4), 0.0
+    pictures = READER.arrays([f"drawn:{n}" for n in range(4)])["pixel_values"]
+    for row, own in enumerate(([0, 1], [2], [3], [])):
+        tokens = batch.tokens[row : row + 1]
+        given = {"pixel_values": pictures[own]} if own else {}
+        media = ed.Media.create(CONFIG, tokens, **given)
+        alone += float(loss_of(model, Batch(tokens=tokens, media=media, loss_mask=tokens != TOKEN))[0])
+    assert alone == pytest.approx(float(whole), rel=1e-5)
+
+
+def stepped(model, batch, **step):
+    trainer = Trainer.create(OptimizerConfig(learning_rate=1e-2), model, steps=4, config=StepConfig(**step))
+    state = trainer.init(jax.tree.map(jnp.copy, model), key=jax.random.key(0))
+    return trainer.step(state, batch)
+
+
+def test_microbatches_step_alike(model):
+    """Also the encoder's weights; without a group for each row microbatches are refused."""
+    _, plain = stepped(model, example(1))
+    _, parts = stepped(model, example(4), gradient_accumulation_steps=2)
+    assert float(parts.loss) == pytest.approx(float(plain.loss), rel=1e-5)
+    assert float(parts.grad_norm) == pytest.approx(float(plain.grad_norm), rel=1e-4)
+    with pytest.raises(ed.ConfigError, match=r"Media.create\(…, groups=4\)"):
+        stepped(model, example(1), gradient_accumulation_steps=2)
+
+
+def test_an_encoder_can_be_frozen(model):
+    optimizer = OptimizerConfig(learning_rate=1e-2, trainable=("segments.*", "vision.projector.*"))
+    trainer = Trainer.create(optimizer, model, steps=4, config=StepConfig())
+    state, _ = trainer.step(trainer.init(jax.tree.map(jnp.copy, model), key=jax.random.key(0)), example(1))
+    np.testing.assert_array_equal(state.model.vision.stem.kernel, model.vision.stem.kernel)
+    before, after = (m.vision.projector.layers[0].kernel for m in (model, state.model))
+    assert np.abs(np.asarray(before - after)).max() > 1e-4

@@ -1,0 +1,267 @@
+"""Pictures in files around a run: where they are, whose tokens are kept, what is held out, questions about them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from eqx_decoders.data.dataset import DataConfig, make_dataset, make_held_out_sets, training_texts
+from eqx_decoders.data.media_documents import ProcessedReader
+from eqx_decoders.data.sources.documents import referred
+from eqx_decoders.data.sources.remote import RemoteFile
+from eqx_decoders.data.sources.sources import folder_of
+from eqx_decoders.errors import DataError
+from eqx_decoders.io.huggingface.load import abstract_hf, read_config
+from eqx_decoders.io.text.chat_template import load_chat_template
+from eqx_decoders.io.text.tokenizer import load_tokenizer
+from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.run import media_eval
+from eqx_decoders.training.run.data_preview import describe_data
+from eqx_decoders.training.run.media_eval import Question, answers, describe_answers, draw_answers
+from tests.commands import call
+from tests.encoders.directories import save_picture
+from tests.encoders.test_heard_files import IMAGE, VIDEO, directory
+from tests.training.run.test_media_kinds import TEMPLATE
+
+
+SEEN = "<|image_pad|>"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = directory(tmp_path_factory.mktemp("seeing") / "model", "qwen2_5_vl", "Qwen2_5_VLProcessor")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def write(path: Path, *records: dict) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return str(path)
+
+
+def asked(number: int, *names: str, text: str = "w2") -> dict:
+    words = "".join(f"{SEEN} " for _ in names) + f"{text}{number % 10} "
+    return {"prompt": words, "completion": f"w{30 + number % 20}", **({"images": list(names)} if names else {})}
+
+
+def opened(model: Path, run: Path, *paths, make=make_dataset, held_out=0.0, **settings):
+    """The batches of some data, and the reader of their pictures."""
+    reader = ProcessedReader(str(model), IMAGE)
+    data = DataConfig(
+        path=[str(path) for path in paths],
+        held_out_fraction=held_out,
+        **{"seq_len": 160, "batch_size": 2, "cache_dir": str(run.parent / "cache")} | settings,
+    )
+    options = {"template": load_chat_template(model), "media": (read_config(model)[0], reader)}
+    return make(data, load_tokenizer(model), folder=run, **options), reader
+
+
+def placeholders_of(store) -> list[int]:
+    return [int((store[document] == IMAGE).sum()) for document in range(len(store))]
+
+
+@pytest.mark.parametrize("form", ["files", "directory", "pattern"])
+def test_pictures_are_looked_for_beside_the_file_that_names_them(model, tmp_path, form):
+    """Files of the same content and names of pictures, in directories with dots and behind links: each has its own."""
+    root = tmp_path / "data.v2"
+    for folder, width in (("a", 8), ("b.1", 16), ("deep/er", 24)):
+        write(root / folder / "x.jsonl", asked(1, "1.png"))
+        save_picture(root / folder / "1.png", width, 8)
+    (tmp_path / "link").symlink_to("data.v2")
+    paths = {
+        "files": [tmp_path / "link" / one / "x.jsonl" for one in ("a", "b.1", "deep/er")],
+        "directory": [tmp_path / "link"],
+        "pattern": [root / "*" / "x.jsonl", root / "**" / "er" / "x.jsonl"],
+    }
+    batches, reader = opened(model, tmp_path / "run", *paths[form])
+    with batches:
+        assert placeholders_of(batches.store) == [4, 8, 12]
+        folders = [Path(referred(batches.store.media(document)[0])[1]).parent for document in range(3)]
+        assert folders == [root / one for one in ("a", "b.1", "deep/er")]
+        assert len({float(batches.store.shard(number).draws[0]) for number in range(3)}) == 1, "of what was read"
+        assert [reader.pixels(batches.store.media(document)[0]).shape[1] for document in range(3)] == [8, 16, 24]
+        assert next(batches).media.index.shape == (2, 160)
+    names = [batches.store.name(document).split(" of ")[0] for document in range(3)]
+    assert names == ["document 1"] * 3
+
+
+def test_relative_paths_in_sources_that_are_elsewhere_are_refused(model, tmp_path):
+    assert folder_of(RemoteFile("gs://bucket/x.jsonl")) is None and folder_of(tmp_path) == tmp_path.resolve()
+    reader = ProcessedReader(str(model), IMAGE)
+    with pytest.raises(DataError, match=r"x.jsonl:3 names the picture '1.png' by a relative path.*absolute paths"):
+        reader.located(["1.png"], None, "x.jsonl:3")
+    given = [str(tmp_path / "1.png"), "https://x.org/1.png"]
+    assert reader.located(given, None, "x") == tuple(given)
+
+
+def test_tokens_are_shared_by_processors_of_the_same_content(model, tmp_path):
+    """Wherever they are; with other settings they are made anew."""
+    save_picture(tmp_path / "1.png", 8, 8)
+    data = write(tmp_path / "x.jsonl", *(asked(number, "1.png") for number in range(3)))
+    copy = shutil.copytree(model, tmp_path / "copy")
+    rules = copy / "preprocessor_config.json"
+    rules.write_text(json.dumps(json.loads(rules.read_text()), indent=4))
+
+    def kept() -> int:
+        return len(list((tmp_path / "cache" / "tokens").glob("*/*.tokens")))
+
+    for number, (folder, tokens, shards) in enumerate(((model, 4, 1), (copy, 4, 1), (copy, 64, 2), (model, 4, 2))):
+        if tokens == 64:
+            rules.write_text(json.dumps(json.loads(rules.read_text()) | {"min_pixels": 1024}))
+        batches, _ = opened(folder, tmp_path / f"run{number}", data)
+        with batches:
+            assert placeholders_of(batches.store) == [tokens] * 3 and kept() == shards
+            next(batches)
+
+
+def test_a_run_whose_pictures_were_held_out_by_another_rule_is_refused(model, tmp_path):
+    """Nothing is written; one on texts goes on, whose draws are as they were."""
+    save_picture(tmp_path / "1.png", 8, 8)
+    for names in ((), ("1.png",)):
+        data = write(tmp_path / f"{len(names)}.jsonl", *(asked(number, *names) for number in range(4)))
+        run = tmp_path / f"run{len(names)}"
+        opened(model, run, data, held_out=0.5)[0].close()
+        manifest = run / "manifest.json"
+        content = json.loads(manifest.read_bytes())
+        content.pop("draws", None)
+        manifest.write_text(before := json.dumps(content))
+        if names:
+            with pytest.raises(DataError, match=r"run1 name pictures or films, .*held others.*run .*--init-from that"):
+                opened(model, run, data, held_out=0.5)
+        else:
+            opened(model, run, data, held_out=0.5)[0].close()
+        assert manifest.read_text() == before
+
+
+@pytest.mark.parametrize("kind", ["pictures", "parts", "nothing learned"])
+def test_few_documents_have_a_held_out_part(model, tmp_path, kind):
+    """That with the smallest draw, whatever is written in place of its pictures, and whichever others are left out."""
+    save_picture(tmp_path / "1.png", 8, 8)
+    part = [{"type": "image", "image": "1.png"}, {"type": "text", "text": "w20"}]
+    for number in range(3 if kind == "parts" else 6):
+        records: list[dict] = [asked(10 * number + one, "1.png") for one in range(8)]
+        if kind == "parts":
+            answers = [{"role": "assistant", "content": f"w{30 + one} w{10 + number}"} for one in range(8)]
+            records = [{"messages": [{"role": "user", "content": part}, answer]} for answer in answers]
+        elif kind == "nothing learned":
+            records = [{"prompt": f"w{one} w{number} ", "completion": "w3" * (one > 5)} for one in range(8)]
+        data = write(tmp_path / f"{number}.jsonl", *records)
+        sets, _ = opened(model, tmp_path / f"run{number}", data, make=make_held_out_sets, held_out=1e-6)
+        counts = [sets[""].store.counts(split).documents for split in ("held_out", "train")]
+        assert counts[0] >= 1 and counts[1] >= 1 and sum(counts) == (2 if kind == "nothing learned" else 8)
+
+
+def test_a_tokenizer_sees_no_text_that_is_held_out(model, tmp_path):
+    """Also where the document with the smallest draw has nothing that is learned."""
+    records = [{"prompt": f"w{one} ", "completion": f"w{one}" * (one % 3 == 0)} for one in range(12)]
+    data = write(tmp_path / "x.jsonl", *records)
+    sets, _ = opened(model, tmp_path / "run", data, make=make_held_out_sets, held_out=1e-6)
+    texts = list(training_texts(DataConfig(path=data, held_out_fraction=1e-6)))
+    assert len(texts) == sets[""].store.counts("train").documents == 3
+
+
+def question(tokens: list[int], targets: list[int]) -> Question | None:
+    inside = np.isin(np.arange(len(tokens)), targets)
+    return Question.of(np.asarray(tokens, np.uint16), inside, ("1.png",), (IMAGE, VIDEO))
+
+
+@pytest.mark.parametrize(
+    "tokens, targets, prompt, answer",
+    [
+        ([63, IMAGE, IMAGE, 20, 30, 63], [4, 5], 4, [30, 63]),
+        ([63, 22, IMAGE, IMAGE, 30, 31, 63], [1, 4, 5, 6], 4, [30, 31, 63]),  # a caption
+        ([63, IMAGE, 7, VIDEO, VIDEO, 20, 30, 63], [6, 7], 6, [30, 63]),
+        ([1, 20, 30, 9, 1, IMAGE, IMAGE, 21, 31, 9, 1, 22, 32, 9], [2, 3, 8, 9, 12, 13], 8, [31, 9]),  # a later turn
+        ([63, 30, 31, IMAGE], [1, 2], 0, None),
+    ],
+)
+def test_a_question_is_what_stands_before_the_answer_behind_its_last_picture(tokens, targets, prompt, answer):
+    found = question(tokens, targets)
+    assert (found is None) == (answer is None)
+    if found is not None:
+        assert found.prompt.tolist() == tokens[:prompt] and found.answer.tolist() == answer
+
+
+class Said:
+    """Stands in for `generate`: says of each row what its number has been given to say."""
+
+    def __init__(self, *texts: str):
+        self.texts, self.sizes, self.stops = [[int(word[1:]) for word in text.split()] for text in texts], [], set()
+        self.asked = 0
+
+    def __call__(self, model, rows, *, prompt_lengths, max_new_tokens, stop_ids, pad_id, media, **_):
+        self.sizes.append((len(rows), rows.shape[1] + max_new_tokens))
+        self.stops |= {stop_ids}
+        found = np.full((len(rows), max_new_tokens), pad_id)
+        for row in range(len(rows)):
+            text = self.texts[min(self.asked + row, len(self.texts) - 1)][:max_new_tokens]
+            found[row, : len(text)] = text
+        self.asked += len(rows)
+        assert media.index.shape == rows.shape
+        return found
+
+
+def test_questions_are_asked_a_few_at_a_time(model, tmp_path, monkeypatch):
+    """Of all held-out sets, none of documents without pictures; exact is what begins as the answer does."""
+    for number in range(2):
+        save_picture(tmp_path / f"{number}.png", 8 + 8 * number, 8)
+    records = [asked(5), *(asked(one, "0.png", *["1.png"] * (one % 2)) for one in range(5))]
+    data = write(tmp_path / "x.jsonl", *records)
+    sets, reader = opened(model, tmp_path / "run", data, make=make_held_out_sets, held_out_path=data)
+    said = Said("w30 w63", "w31 w5 w63", "w9 w63", "w33 w63", "w34 w63")
+    monkeypatch.setattr(media_eval, "generate", said)
+    shapes = abstract_hf(model)
+    tokenizer, stores = load_tokenizer(model), [one.store for one in sets.values()]
+
+    def ask(**options):
+        sizes = {"most_new": 8, "at_once": 50} | options
+        return answers(shapes, reader, tokenizer, stores, **sizes)
+
+    found = ask()
+    assert [one.right for one in found] == [True, False, False, True, True]
+    assert [one.name for one in found] == ["0.png", "0.png, 1.png", "0.png", "0.png, 1.png", "0.png"]
+    assert (found[1].question, found[1].answer, found[1].said) == ("w21", "w31", "w31 w5")
+    assert said.stops == {(63,)} and len(said.sizes) > 1 and len(set(said.sizes)) == 1
+    assert all(rows * length <= 50 for rows, length in said.sizes)
+    assert describe_answers(found).startswith("held-out pictures: 3 of 5 answers exact (60.0 %)\n0.png w20 'w30'")
+    draw_answers(reader, found, tmp_path / "answers.png")
+    assert (tmp_path / "answers.png").stat().st_size > 1000
+    assert len(ask(most=2, at_once=1)) == 2 and said.sizes[-1][0] == 1
+    assert [one.answer for one in ask(most_new=1)] == [f"w3{one}" for one in range(5)]
+    sets, reader = opened(
+        model,
+        tmp_path / "plain",
+        write(tmp_path / "t.jsonl", *map(asked, range(4))),
+        make=make_held_out_sets,
+        held_out=0.5,
+    )
+    stores = [one.store for one in sets.values()]
+    assert ask() == []
+
+
+def test_a_description_counts_pictures_and_shows_each_as_one(model, tmp_path):
+    for number in range(2):
+        save_picture(tmp_path / f"{number}.png", 8 + 32 * number, 8)
+    data = write(tmp_path / "x.jsonl", asked(0), asked(1, "0.png"), asked(2, "1.png", "0.png"))
+    config = DataConfig(path=data, seq_len=16, held_out_fraction=0.0)
+    text = describe_data(TrainConfig(run_dir=str(tmp_path / "run"), init_from=str(model), dataset=config))
+    assert "--- document 1: 8 tokens, 2 targets, 1 picture ---\nw63<4 tokens of a picture>w21⟦w31 w63⟧" in text
+    assert "targets, 2 pictures ---\nw63<24 tokens of a picture>w22" in text
+    assert "\n3 pictures in 2 of the documents\n1 are longer than --seq-len 16, and are cut" in text
+    assert text.endswith("\n1 of these have files, and can't be cut: raise it, or leave them out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["text alone", "captions"])
+def test_a_model_that_sees_is_tuned_on_any_document(model, tmp_path, kind):
+    save_picture(tmp_path / "1.png", 8, 8)
+    caption = {"text": f"w2 {SEEN} w30 w11", "images": ["1.png"]}
+    data = write(tmp_path / "x.jsonl", *(asked(one) if kind == "text alone" else caption for one in range(20)))
+    flags = ("--steps", 2, "--eval-every", 1, "--seq-len", 64, "--batch-size", 2, "--sample-tokens", 4)
+    out, _ = call(
+        "train", "--run-dir", tmp_path / "run", "--init-from", model, "--data", data, "--held-out", data, *flags
+    )
+    assert ("held-out pictures: " in out) == (kind == "captions") and "sample:" in out

@@ -1,0 +1,268 @@
+"""The model of a run: new, from a checkpoint, or resumed."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.data.dataset import DataConfig
+from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
+from eqx_decoders.sharding.axes import named_leaves
+from eqx_decoders.training.config import MeshConfig, TrainConfig, save_settings, settings_json
+from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.run import run_directory
+from eqx_decoders.training.run.run_directory import (
+    SOURCE,
+    abstract_run,
+    keep_config,
+    keep_source,
+    new_model,
+    restore_state,
+    resume_settings,
+)
+from eqx_decoders.training.step.step import StepConfig, Trainer
+
+
+BASE = Path(__file__).parents[2] / "fixtures" / "chat_llama"
+
+
+def test_only_some_weights_are_taken(tmp_path):
+    settings = TrainConfig(init_from=str(BASE), init_weights=("embedding.*", "*.mlp.*"))
+    model, base = named_leaves(new_model(settings, tmp_path)), named_leaves(ed.load_hf(BASE))
+    same = {name for name in base if np.array_equal(model[name], base[name])}
+    assert {name for name in base if name.startswith("embedding") or ".mlp." in name} <= same
+    assert not any("mixer" in name and "norm" not in name for name in same)
+    with pytest.raises(ed.ConfigError, match="init_weights: no weight matches"):
+        new_model(TrainConfig(init_from=str(BASE), init_weights=("*.experts",)), tmp_path)
+
+
+def test_the_source_of_a_run_is_kept_as_it_was_read(tmp_path):
+    model = ed.abstract_hf(BASE)
+    keep_source(model, tmp_path)
+    kept = json.loads((tmp_path / SOURCE / "config.json").read_text())
+    original = json.loads((BASE / "config.json").read_text())
+    assert {key: kept.get(key) for key in original if key not in ("dtype", "torch_dtype")} == {
+        key: value for key, value in original.items() if key not in ("dtype", "torch_dtype")
+    }
+    settings = TrainConfig(init_from="gone/away")
+    assert abstract_run(settings, tmp_path).config == model.config
+
+
+def test_a_run_directory_is_resumed_with_its_own_model_and_tokenizer(tmp_path):
+    begun = TrainConfig(dataset=DataConfig(seed=3))
+    assert resume_settings(begun, tmp_path) == (begun, {})  # nothing there yet
+    save_settings(begun, tmp_path / "settings.json")
+    other = dataclasses.replace(begun, model="llama3-8b")
+    assert resume_settings(other, tmp_path) == (other, {})  # nothing was made yet
+    (tmp_path / "tokenizer").mkdir()
+    longer = dataclasses.replace(begun, steps=900, optimizer=OptimizerConfig(eps=1e-6))
+    assert resume_settings(longer, tmp_path) == (longer, {"steps": (400, 900), "optimizer.eps": (1e-8, 1e-6)})
+    changes = (
+        dict(model="llama3-8b"),
+        dict(tokenizer="bytes"),
+        dict(dataset=DataConfig(seed=4)),
+        dict(lora_rank=2),
+        dict(params_dtype="bfloat16"),
+        dict(init_from="a/b"),
+    )
+    for change in changes:
+        name = next(iter(change)).replace("dataset", "seed")
+        with pytest.raises(ed.ConfigError, match=f"{name}=.*was begun with"):
+            resume_settings(dataclasses.replace(begun, **change, allow_changes=True), tmp_path)
+
+
+def test_running_means_begin_and_end_with_a_change(tmp_path):
+    """A checkpoint without them begins them at its weights, and one that has them loses them."""
+    model = ed.init(ed.get_config("gpt3-52k"), key=jax.random.key(0))
+    plain, kept = (Trainer.create(OptimizerConfig(ema_decay=decay), model, steps=10) for decay in (None, 0.5))
+    key = jax.random.key(1)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, plain.init(model, key=key), data_state={"row": 2}, config="", wait=True)
+        state, data_state, step = restore_state(checkpoints, kept, model, key)
+        assert (data_state, step) == ({"row": 2}, 1) and state.ema.keys() == kept.trainable
+        assert all(np.array_equal(state.ema[name], leaf) for name, leaf in named_leaves(state.model).items())
+        state = dataclasses.replace(state, ema={name: 2 * mean for name, mean in state.ema.items()})
+        checkpoints.save(2, state, data_state={}, config="", wait=True)
+        again = restore_state(checkpoints, kept, model, key)[0]
+        assert all(np.array_equal(again.ema[name], mean) for name, mean in state.ema.items())
+        assert restore_state(checkpoints, plain, model, key)[0].ema is None
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A checkpoint of three steps, of which one was skipped, by AdamW with running means; its model and state."""
+    model = ed.init(ed.get_config("gpt3-52k"), key=jax.random.key(0))
+    optimizer = OptimizerConfig(ema_decay=0.5)
+    trainer = Trainer.create(optimizer, model, steps=10)
+    state = trainer.init(model, key=jax.random.key(1))
+    moved = jax.tree.map(lambda x: x + 2 if x.dtype == jnp.int32 else x + jnp.ones_like(x), state.optimizer)
+    means = {name: mean + 1 for name, mean in (state.ema or {}).items()}
+    state = dataclasses.replace(state, optimizer=moved, step=state.step + 3, skipped=state.skipped + 1, ema=means)
+    folder = tmp_path_factory.mktemp("trained")
+    with Checkpoints(folder) as checkpoints:
+        config = settings_json(TrainConfig(optimizer=optimizer, steps=10))
+        checkpoints.save(3, state, data_state={"row": 2}, config=config, wait=True)
+    return folder, model, named_leaves(state)
+
+
+def resumed(trained, **optimizer):
+    """The checkpoint as a state of another optimizer: its arrays by path, and what was said."""
+    folder, model, _ = trained
+    trainer, said = Trainer.create(OptimizerConfig(**optimizer), model, steps=10), []
+    state, data_state, step = restore_state(Checkpoints(folder), trainer, model, jax.random.key(1), said.append)
+    assert (data_state, step, int(state.step)) == ({"row": 2}, 3, 3)
+    return trainer, state, named_leaves(state), said
+
+
+def assert_kept(found, before, names):
+    assert names and all(np.array_equal(found[name], before[name]) for name in names if name != "key")
+
+
+def test_another_optimizer_begins_anew_at_the_same_place_of_its_schedule(trained):
+    """Weights and running means go on; two buffers are never one, or a step could not be donated."""
+    before = trained[2]
+    for name in ("lion", "muon", "adafactor"):
+        trainer, state, found, said = resumed(trained, name=name, ema_decay=0.5)
+        assert_kept(found, before, [path for path in before if not path.startswith("optimizer")])
+        fresh = named_leaves(trainer.init(trained[1], key=jax.random.key(1)).optimizer)
+        own = {path.removeprefix("optimizer."): leaf for path, leaf in found.items() if path.startswith("optimizer.")}
+        assert own.keys() == fresh.keys()
+        different = {path for path, leaf in own.items() if not np.array_equal(leaf, fresh[path])}
+        assert different and all(path.endswith("count") and int(own[path]) == 2 for path in different)
+        alone = {path for path in own if path.endswith("count")} - different
+        assert all(int(own[path]) == 0 for path in alone) and alone, "of the moments"
+        places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state.optimizer)]
+        assert len(set(places)) == len(places)
+        assert said == [
+            f"optimizer's state: new, of {name} for {len(trainer.trainable)} arrays of weights, after adamw for "
+            f"{len(trainer.trainable)}; weights, data and the place in the schedule go on"
+        ]
+
+
+def test_other_weights_to_train(trained):
+    """Of fewer the state is kept, of more it is new; means are those of the weights that are trained."""
+    before = trained[2]
+    trainer, state, found, said = resumed(trained, trainable=("*.mlp.*",), ema_decay=0.5)
+    assert set(state.ema) == trainer.trainable and "kept" in said[0]
+    assert_kept(found, before, [path for path in found if path.startswith(("optimizer", "ema", "model"))])
+    assert sum(path.startswith("optimizer") for path in found) < sum(path.startswith("optimizer") for path in before)
+    folder = trained[0] / "fewer"
+    with Checkpoints(folder) as checkpoints:
+        config = settings_json(TrainConfig(optimizer=OptimizerConfig(trainable=("*.mlp.*",), ema_decay=0.5)))
+        checkpoints.save(3, state, data_state={"row": 2}, config=config, wait=True)
+    more, again, own, said = resumed((folder, *trained[1:]), ema_decay=0.5)
+    assert set(again.ema) == more.trainable > trainer.trainable and "new" in said[0]
+    assert_kept(own, found, [f"ema.{name}" for name in trainer.trainable])
+    assert all(np.array_equal(own[f"ema.{n}"], own[f"model.{n}"]) for n in more.trainable - trainer.trainable)
+    assert [int(leaf) for path, leaf in own.items() if path.endswith("count")] == [0, 2]
+
+
+def test_what_was_trained_is_told_by_what_a_checkpoint_holds(tmp_path):
+    """Not by its patterns, which meant buffers, too, in earlier versions: all others keep their moments."""
+    model = ed.init(run_directory.read_config(BASE.parent / "gemma4_dense")[0], key=jax.random.key(0))
+    optimizer, named = OptimizerConfig(name="muon", ema_decay=0.5), ("*", "*.wiring.scale")
+    trainer, earlier = (
+        Trainer.create(dataclasses.replace(optimizer, trainable=patterns), model, steps=10)
+        for patterns in (("*",), named)
+    )
+    state = earlier.init(model, key=jax.random.key(1))
+    moved = jax.tree.map(lambda x: x + jnp.ones_like(x), state.optimizer)
+    state, said = dataclasses.replace(state, optimizer=moved), []
+    with Checkpoints(tmp_path) as checkpoints:
+        config = settings_json(TrainConfig(optimizer=optimizer, steps=10))
+        checkpoints.save(3, state, data_state={}, config=config, wait=True)
+        found = named_leaves(restore_state(checkpoints, trainer, model, jax.random.key(1), said.append)[0])
+    assert f"kept, of {trainer.name} for {len(trainer.trainable)} arrays" in said[0]
+    assert trainer.trainable < earlier.trainable and found.keys() < named_leaves(state).keys()
+    assert_kept(found, named_leaves(state), list(found))
+    for options in ({"moments_dtype": "int8"}, {"name": "adafactor"}, {"name": "lion"}):
+        other = Trainer.create(OptimizerConfig(trainable=named, **options), model, steps=10)
+        arrays = named_leaves(other.abstract(model, key=jax.random.key(0)))
+        assert run_directory.trained_weights(arrays, model) == other.trainable, options
+
+
+def test_the_same_optimizer_goes_on_as_it_is(trained):
+    _, _, found, said = resumed(trained, ema_decay=0.5, learning_rate=1e-2)
+    assert said == []
+    assert_kept(found, trained[2], list(trained[2]))
+
+
+def test_what_a_trained_run_learns_by_is_changed_on_request_only(tmp_path):
+    """More steps, other devices and the like are free; all that is refused is listed at once."""
+    save_settings(TrainConfig(), tmp_path / "settings.json")
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(4, {"x": jnp.zeros(2)}, data_state={"row": 3}, config="")
+    free = TrainConfig(steps=900, remat="full", mesh=MeshConfig(fsdp=8), step=StepConfig(gradient_accumulation_steps=2))
+    assert resume_settings(free, tmp_path)[1].keys() == {
+        "steps", "remat", "mesh.fsdp", "step.gradient_accumulation_steps"
+    }  # fmt: skip
+    other = TrainConfig(dataset=DataConfig(batch_size=16), optimizer=OptimizerConfig(learning_rate=1e-2))
+    with pytest.raises(ed.ConfigError) as caught:
+        resume_settings(other, tmp_path)
+    for part in ("batch_size=16, but", "was trained with 8; optimizer.learning_rate=0.01", "give allow_changes"):
+        assert part in str(caught.value)
+    half = TrainConfig(optimizer=OptimizerConfig(moments_dtype="bfloat16"), allow_changes=True)
+    with pytest.raises(ed.ConfigError, match=r"moments_dtype='bfloat16', but .*was begun with 'float32'"):
+        resume_settings(half, tmp_path)
+    _, changes = resume_settings(dataclasses.replace(other, allow_changes=True), tmp_path)
+    assert changes == {"dataset.batch_size": (8, 16), "optimizer.learning_rate": (3e-4, 1e-2)}
+
+
+def test_weights_and_means_are_of_one_step(tmp_path, monkeypatch):
+    """Although another one is saved while they are read."""
+    settings = TrainConfig(model="gpt3-52k", optimizer=OptimizerConfig(ema_decay=0.5, trainable=("*.mlp.*",)))
+    keep_config(settings, tmp_path)
+    save_settings(settings, tmp_path / "settings.json")
+    model = new_model(settings, tmp_path)
+    trainer = Trainer.create(settings.optimizer, model, steps=10)
+    state = trainer.init(model, key=jax.random.key(0))
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(1, state, data_state={}, config="", wait=True)
+        other = jax.tree.map(lambda x: x + jnp.ones_like(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+        read = run_directory.load_part
+
+        def saved_meanwhile(*given, **options):
+            found = read(*given, **options)
+            checkpoints.save(2, other, data_state={}, config="", wait=True)
+            return found
+
+        monkeypatch.setattr(run_directory, "load_part", saved_meanwhile)
+        found = named_leaves(run_directory.load_run(tmp_path))
+        assert checkpoints.latest == 2
+        want = named_leaves(state.model) | state.ema
+        assert all(np.array_equal(found[name], want[name]) for name in want)
+
+
+def test_what_a_run_was_to_start_from_is_changed_while_nothing_was_made_of_it(tmp_path):
+    """A start that was killed behind `keep_source` has trained nothing; one without init_from goes on with it."""
+    first = TrainConfig(init_from="a/b", run_dir=str(tmp_path))
+    save_settings(first, tmp_path / "settings.json")
+    (tmp_path / SOURCE).mkdir()
+    (tmp_path / SOURCE / "of_a").touch()
+    other = dataclasses.replace(first, init_from=str(BASE))
+    assert resume_settings(other, tmp_path) == (other, {})
+    assert resume_settings(dataclasses.replace(first, init_from=None), tmp_path) == (first, {})
+    keep_source(ed.abstract_hf(BASE), tmp_path)
+    assert not (tmp_path / SOURCE / "of_a").exists() and (tmp_path / SOURCE / "config.json").exists()
+    (tmp_path / "metrics.jsonl").touch()
+    assert resume_settings(other, tmp_path) == (other, {})
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(ed.ConfigError, match=r"init_from=.*was begun with"):
+        resume_settings(other, tmp_path)
+
+
+def test_settings_are_there_before_the_configuration(tmp_path, monkeypatch):
+    """They tell whose the directory is; beside them is never the configuration of another start's model."""
+    keep_config(TrainConfig(model="gpt3-52k", run_dir=str(tmp_path)), tmp_path, save=True)
+    settings = TrainConfig(model="tiny", run_dir=str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(run_directory, "write_atomically", lambda file, content: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            keep_config(settings, tmp_path, save=True)
+    assert run_directory.load_settings(tmp_path / "settings.json").model == "tiny"
+    assert run_directory.run_config(settings, tmp_path) == ed.get_config("tiny")

@@ -1,0 +1,205 @@
+"""Balanced experts in training: what routing adds to the loss, how biases move, and what is reported."""
+
+import dataclasses
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.blocks.block import BlockConfig
+from eqx_decoders.data.batches import Batch
+from eqx_decoders.data.host_rows import place
+from eqx_decoders.layers.mlp import MLPConfig
+from eqx_decoders.layers.moe.experts import ExpertsConfig
+from eqx_decoders.layers.moe.router import RouterConfig, load_balance_loss, router_z_loss
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.model.decoder import DecoderConfig
+from eqx_decoders.sharding.axes import named_leaves
+from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.step.balance import expert_configs, relative_loads, routing_report, update_router_bias
+from eqx_decoders.training.step.loss import next_token_loss
+from eqx_decoders.training.step.step import StepConfig, Trainer
+from tests.models import EMBED, VOCAB, filled, packed
+
+
+ROWS, LENGTH, POISONED, RATE = 8, 13, 31, 0.25
+BIASED = RouterConfig(
+    score="sigmoid", order="score_first", renormalize=True, selection_bias=True, bias_update_rate=RATE,
+    balance_loss=0.3, balance_form="megatron", z_loss=0.2,
+)  # fmt: skip
+SWITCH = RouterConfig(balance_loss=0.7)
+
+
+def block(mlp) -> BlockConfig:
+    return BlockConfig(mixer=None, mlp=mlp, pre_mlp_norm=RMSNormConfig())
+
+
+EIGHT = block(ExpertsConfig(num_experts=8, num_experts_per_token=2, mlp_dim=4, router=BIASED))
+FOUR = block(ExpertsConfig(num_experts=4, num_experts_per_token=1, mlp_dim=4, router=SWITCH, capacity_factor=1.0))
+DENSE = block(MLPConfig(mlp_dim=4))
+# in two places of one unit, with different numbers of experts
+CONFIG = DecoderConfig(vocab_size=VOCAB, embed_dim=EMBED, blocks=(EIGHT, FOUR) * 2, final_norm=None, tied=True)
+# in two segments as well, with a layer without experts in between
+MIXED = dataclasses.replace(CONFIG, blocks=(*CONFIG.blocks, DENSE, EIGHT))
+# nothing is exempt from the decay
+HARSH = OptimizerConfig(weight_decay=0.5, no_decay=(), learning_rate=0.1, schedule="constant", warmup_steps=0)
+
+
+def batch_of(poison: bool = False) -> Batch:
+    tokens, segments = (np.array(x) for x in packed(ROWS, LENGTH))
+    tokens[tokens == POISONED] = 1
+    if poison:
+        tokens[0, 0] = POISONED
+    return Batch(tokens=tokens, segment_ids=segments)
+
+
+def trainer_of(model, **step) -> Trainer:
+    return Trainer.create(HARSH, model, steps=10, config=StepConfig(**step))
+
+
+def advanced(trainer, model, batch):
+    state = trainer.init(jax.tree.map(jnp.copy, model), key=jax.random.key(0))
+    return trainer.step(state, place(batch, model.execution.layout, ROWS))
+
+
+def biases(model) -> dict[str, np.ndarray]:
+    return {name: np.asarray(leaf) for name, leaf in named_leaves(model).items() if name.endswith("selection_bias")}
+
+
+def by_layer(model) -> list[np.ndarray]:
+    """The biases of the layers with eight experts, in their order."""
+    layers = []
+    for segment in model.segments:
+        for repeat in range(segment.repeats):
+            for part in segment.unit:
+                router = getattr(part.mlp, "router", None)
+                if router is not None and router.selection_bias is not None:
+                    layers.append(np.asarray(router.selection_bias[repeat]))
+    return layers
+
+
+def close_to(state, metrics, stepped):
+    """The same biases bit by bit, the same weights and metrics but for rounding."""
+    want, whole = stepped
+    for one, other in zip(biases(state.model).values(), biases(want.model).values(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    for got, right in ((metrics, whole), (state.model, want.model)):
+        for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(right), strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return filled(CONFIG, experts="dense")  # the form that compiles fastest
+
+
+@pytest.fixture(scope="module")
+def trainer(model):
+    return trainer_of(model)
+
+
+@pytest.fixture(scope="module")
+def stepped(trainer, model):
+    return advanced(trainer, model, batch_of())
+
+
+def test_biases_move_by_the_sign_of_the_global_counts(model, stepped):
+    """And by that alone: neither weight decay nor the optimizer reaches them."""
+    state, metrics = stepped
+    counts = np.asarray(metrics.stats.routing.counts)
+    assert counts.shape == (4, 8) and not np.any(counts[1::2, 4:])
+    eights = counts[0::2]
+    real = float(np.sum(batch_of().segment_ids > 0))
+    np.testing.assert_array_equal(eights.sum(-1), [2 * real] * 2)
+    for before, after, count in zip(by_layer(model), by_layer(state.model), eights, strict=True):
+        np.testing.assert_allclose(after, before + RATE * np.sign(count.mean() - count), rtol=1e-6)
+        assert np.any(after > before) and np.any(after < before)
+    assert not any("selection_bias" in name for name in named_leaves(state.optimizer))
+
+
+@pytest.mark.slow
+def test_microbatches_add_their_counts_up_before_the_sign_is_taken(model, stepped):
+    """Losses, gradients and reports are those of the whole batch as well."""
+    state, metrics = advanced(trainer_of(model, gradient_accumulation_steps=2), model, batch_of())
+    batch = batch_of()
+    close_to(state, metrics, stepped)
+    # the halves alone would have moved them elsewhere: else this proved nothing
+    half = eqx.filter_jit(lambda m, tokens, ids: m(tokens, segment_ids=ids).stats.routing.counts[0::2])
+    halves = [np.asarray(half(model, batch.tokens[start::2], batch.segment_ids[start::2])) for start in (0, 1)]
+    first, second, both = (np.sign(c.mean(-1, keepdims=True) - c) for c in (*halves, halves[0] + halves[1]))
+    assert np.any(np.sign(first + second) != both)
+
+
+def test_a_step_that_is_not_finite_moves_no_bias(trainer, model):
+    table = model.embedding.table.at[POISONED].set(jnp.nan)
+    poisoned = eqx.tree_at(lambda m: m.embedding.table, model, table)
+    state, metrics = advanced(trainer, poisoned, batch_of(poison=True))
+    assert bool(metrics.skipped)
+    for name, leaf in biases(state.model).items():
+        np.testing.assert_array_equal(leaf, biases(model)[name])
+
+
+def test_sharded_steps_report_and_move_as_one_device_does(model, stepped):
+    """Losses and counts are those of the global batch, not of one device's rows."""
+    placed = model.place(ed.Layout.create(data=4, fsdp=2))
+    state, metrics = advanced(trainer_of(placed), placed, batch_of())
+    close_to(state, metrics, stepped)
+
+
+def test_the_loss_is_the_mean_over_layers_of_what_their_routers_ask_for(model):
+    loss, metrics = eqx.filter_jit(next_token_loss)(model, batch_of())
+    stats = metrics.stats.routing
+    layers = [jax.tree.map(lambda leaf, i=i: leaf[i], stats) for i in range(4)]
+    want = sum(
+        0.3 * float(load_balance_loss(each, "megatron")) + 0.2 * float(router_z_loss(each)) for each in layers[0::2]
+    )
+    want += sum(0.7 * float(load_balance_loss(each, "switch")) for each in layers[1::2])
+    nll = float(metrics.nll / metrics.tokens)
+    assert float(loss) == pytest.approx(nll + want / 4, rel=1e-5) and want / 4 > 0.1
+
+
+def test_a_rate_of_ones_own_and_statistics_of_an_output():
+    model = filled(MIXED, experts="dense")
+    out = eqx.filter_jit(lambda model, tokens: model(tokens).stats)(model, jnp.asarray(batch_of().tokens))
+    moved = update_router_bias(model, out, 3.0)
+    for before, after, count in zip(
+        by_layer(model), by_layer(moved), np.asarray(out.routing.counts)[0::2], strict=True
+    ):
+        np.testing.assert_allclose(after, before + 3.0 * np.sign(count.mean() - count), rtol=1e-6)
+    balanced = eqx.tree_at(lambda s: s.routing.counts, out, jnp.ones_like(out.routing.counts))
+    for before, after in zip(by_layer(model), by_layer(update_router_bias(model, balanced)), strict=True):
+        np.testing.assert_array_equal(after, before)
+    with pytest.raises(ed.ConfigError, match="needs the routing statistics of a model with experts"):
+        update_router_bias(model, dataclasses.replace(out, routing=None))
+
+
+def test_the_report_is_that_of_numpy(model):
+    out = eqx.filter_jit(lambda model, tokens: model(tokens).stats)(
+        model.replace(experts="auto"), jnp.asarray(batch_of().tokens)
+    )
+    stats = jax.device_get(out.routing)
+    report = jax.device_get(routing_report(CONFIG, stats))
+    for layer, config in enumerate(expert_configs(CONFIG)):
+        counts = stats.counts[layer, : config.num_experts]
+        assert report["load"][layer] == pytest.approx(counts.max() / counts.mean(), rel=1e-5)
+        assert report["dropped"][layer] == pytest.approx(stats.dropped[layer] / counts.sum(), rel=1e-5)
+        assert (report["dropped"][layer] > 0) == (config.capacity_factor is not None)
+        one = jax.tree.map(lambda leaf, layer=layer: leaf[layer], stats)
+        form = config.router.balance_form
+        assert report["balance_loss"][layer] == pytest.approx(float(load_balance_loss(one, form)), rel=1e-5)
+        assert report["router_z_loss"][layer] == pytest.approx(float(router_z_loss(one)), rel=1e-5)
+        assert 0 < report["router_entropy"][layer] < np.log(config.num_experts)
+
+
+@pytest.mark.slow
+def test_relative_loads_are_those_of_each_layers_own_experts():
+    counts = np.array([[4.0, 0, 2, 2, 0, 0, 0, 0], [1.0, 1, 1, 5, 0, 0, 0, 0]])
+    config = dataclasses.replace(CONFIG, blocks=(DENSE, EIGHT, DENSE, FOUR))
+    loads = relative_loads(config, counts)
+    assert list(loads) == ["1", "3"]
+    np.testing.assert_allclose(loads["1"], [4, 0, 2, 2, 0, 0, 0, 0])
+    np.testing.assert_allclose(loads["3"], [0.5, 0.5, 0.5, 2.5])
+    assert not np.any(relative_loads(config, 0 * counts)["1"])  # nothing was routed

@@ -1,0 +1,303 @@
+"""The fused loss is the plain one, in value and in both gradients, whatever the tile, the form and the cotangent."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.sharding.layout import Layout
+from eqx_decoders.training.step.cross_entropy import _tile_length, cross_entropy, linear_argmax, linear_cross_entropy
+from tests.compare import assert_close
+
+
+BATCH, LENGTH, EMBED, VOCAB = 2, 7, 8, 19
+
+
+def make(tied, dtype="float32", kernel_dtype="float32", batch=BATCH, length=LENGTH):
+    draws = np.random.default_rng(0)
+    hidden = jnp.asarray(draws.standard_normal((batch, length, EMBED)), dtype)
+    kernel = jnp.asarray(draws.standard_normal((VOCAB, EMBED) if tied else (EMBED, VOCAB)), kernel_dtype)
+    targets = draws.integers(0, VOCAB, (batch, length))
+    best = np.argmax(np.asarray(hidden, np.float64) @ np.asarray(kernel.T if tied else kernel, np.float64), axis=-1)
+    targets[:, :2] = best[:, :2]  # some tokens are hit
+    weights = np.where(draws.random((batch, length)) < 0.3, 0.0, 1.5)
+    return hidden, kernel, jnp.asarray(targets, jnp.int32), jnp.asarray(weights, jnp.float32)
+
+
+def plain(hidden, kernel, targets, weights, *, tied, soft_cap=None, z_loss=0.0):
+    kernel = kernel.astype(hidden.dtype)
+    pattern = "bld,vd->blv" if tied else "bld,dv->blv"
+    logits = jnp.einsum(pattern, hidden, kernel, preferred_element_type=jnp.float32)
+    if soft_cap is not None:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    nll = cross_entropy(logits, targets)
+    correct = jnp.argmax(logits, axis=-1) == targets
+    loss = jnp.sum(weights * cross_entropy(logits, targets, z_loss=z_loss))
+    return loss, (jnp.sum(weights * nll), jnp.sum(jnp.where(correct, weights, 0.0)))
+
+
+def both(loss, *arguments):
+    return jax.value_and_grad(loss, argnums=(0, 1, 3), has_aux=True)(*arguments)
+
+
+def expected_of(arguments, **options):
+    value, (hidden, kernel, weights) = both(lambda *a: plain(*a, **options), *arguments)
+    return value, (hidden, kernel, jnp.where(arguments[3] == 0, 0.0, weights))  # a zero weight gets no gradient
+
+
+ALL = {"soft_cap": 3.0, "z_loss": 0.05}
+
+
+@pytest.mark.parametrize(("tied", "options"), [(False, {}), (False, ALL), (True, ALL)])
+def test_fused_is_plain(tied, options):
+    arguments = make(tied)
+    forms = [(flatten, tile) for flatten in (False, True) for tile in (None, 3)] + [(True, 1)]
+
+    @jax.jit
+    def run(*arguments):
+        fused = [
+            both(lambda *a, f=f, t=t: linear_cross_entropy(*a, tied=tied, flatten=f, tile=t, **options), *arguments)
+            for f, t in forms
+        ]
+        undifferentiated = linear_cross_entropy(*arguments, tied=tied, tile=2, **options)
+        return expected_of(arguments, tied=tied, **options), undifferentiated, fused
+
+    expected, undifferentiated, fused = run(*arguments)
+    assert expected[0][1][1] > 0
+    for a, b in zip(jax.tree.leaves(undifferentiated), jax.tree.leaves(expected[0]), strict=True):
+        assert_close(a, b, units=128)
+    for form in fused:
+        for a, b in zip(jax.tree.leaves(form), jax.tree.leaves(expected), strict=True):
+            assert_close(a, b, units=128)
+
+
+@pytest.mark.parametrize(("tied", "kernel_dtype"), [(False, "float32"), (True, "bfloat16")])
+def test_in_bf16(tied, kernel_dtype):
+    arguments = make(tied, "bfloat16", kernel_dtype)
+    exact = (arguments[0].astype(jnp.float32), arguments[1].astype(jnp.bfloat16).astype(jnp.float32), *arguments[2:])
+
+    @jax.jit
+    def run(arguments, exact):
+        fused = [
+            both(lambda *a, f=f: linear_cross_entropy(*a, tied=tied, flatten=f, tile=3, z_loss=0.01), *arguments)
+            for f in (False, True)
+        ]
+        return expected_of(exact, tied=tied, z_loss=0.01), fused
+
+    expected, fused = run(arguments, exact)
+    for (loss, sums), gradients in fused:
+        assert_close(loss, expected[0][0], units=128)  # products of 16-bit operands are exact in f32
+        assert_close(sums.nll, expected[0][1][0], units=128)
+        for a, b, like in zip(gradients, expected[1], (arguments[0], arguments[1], arguments[3]), strict=True):
+            assert a.dtype == like.dtype
+            assert_close(a.astype(jnp.float32), b, units=2, dtype="bfloat16")
+
+
+def test_both_gradients_take_the_cotangent():
+    """Gradient accumulation with a scaled, averaged loss: a rule that scales only one gradient fails."""
+    hidden, kernel, targets, weights = make(False, batch=4)
+    weights = weights.at[0].multiply(0.5)
+
+    def through_scan(loss):
+        def total(hidden, kernel):
+            def step(total, micro):
+                hidden, targets, weights = micro
+                return total + 1024.0 * loss(hidden, kernel, targets, weights)[0] / jnp.sum(weights), None
+
+            micros = jax.tree.map(lambda a: a.reshape(2, 2, *a.shape[1:]), (hidden, targets, weights))
+            return jax.lax.scan(step, jnp.zeros(()), micros)[0]
+
+        return jax.value_and_grad(total, argnums=(0, 1))(hidden, kernel)
+
+    fused, expected = jax.jit(
+        lambda: (
+            through_scan(lambda *a: linear_cross_entropy(*a, tied=False, flatten=True, tile=4)),
+            through_scan(lambda *a: plain(*a, tied=False)),
+        )
+    )()
+    assert_close(fused, expected, units=128)
+    assert jnp.abs(fused[1][0]).max() > 10  # the scale has arrived
+
+
+def test_reported_sums_carry_no_gradient():
+    hidden, kernel, targets, weights = make(False)
+    gradient = jax.grad(lambda h: linear_cross_entropy(h, kernel, targets, weights, tied=False)[1].nll)(hidden)
+    assert not gradient.any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_token_counts(dtype):
+    hidden, kernel, targets, _ = make(False, dtype)
+    nothing = jnp.zeros((BATCH, LENGTH))
+    targets = targets.at[0].set(-100)
+    (loss, sums), gradients = jax.jit(
+        lambda *a: both(lambda *a: linear_cross_entropy(*a, tied=False, flatten=True, tile=3, z_loss=0.1), *a)
+    )(100 * hidden, kernel, targets, nothing)
+    assert loss == 0 and sums.nll == 0 and sums.correct == 0
+    assert not gradients[0].any() and not gradients[1].any() and jnp.isfinite(gradients[2]).all()
+
+
+def test_targets_outside():
+    hidden, kernel, targets, _ = make(False)
+    ones = jnp.ones((BATCH, LENGTH))
+    masked = ones.at[0, 2].set(0.0)
+
+    @jax.jit
+    def loss(targets, weights):
+        return linear_cross_entropy(hidden, kernel, targets, weights, tied=False)[0]
+
+    for wrong in (-1, VOCAB):
+        marked = targets.at[0, 2].set(wrong)
+        assert jnp.isnan(loss(marked, ones)) and loss(marked, masked) == loss(targets, masked)
+        assert jnp.isnan(cross_entropy(jnp.ones((BATCH, LENGTH, VOCAB)), marked)[0, 2])
+
+
+@pytest.mark.parametrize("size", [1e4, 1e30])
+def test_large_logits_stay_finite(size):
+    _, kernel, targets, weights = make(False)
+    hidden = jnp.full((BATCH, LENGTH, EMBED), size)
+    run = jax.jit(lambda *a: both(lambda *a: linear_cross_entropy(*a, tied=False, flatten=True), *a))
+    (loss, _), gradients = run(hidden, kernel, targets, weights)
+    assert jnp.isfinite(loss) and all(jnp.isfinite(each).all() for each in gradients)
+
+
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3), (1, 1)])
+def test_nothing_and_one_token(shape):
+    hidden, kernel, targets, _ = make(False, batch=shape[0], length=shape[1])
+    arguments = hidden, kernel, targets, jnp.ones(shape)
+
+    @jax.jit
+    def run(*arguments):
+        fused = [
+            both(lambda *a, f=f: linear_cross_entropy(*a, tied=False, flatten=f), *arguments) for f in (False, True)
+        ]
+        return expected_of(arguments, tied=False), fused
+
+    expected, fused = run(*arguments)
+    for each in fused:
+        assert_close(jax.tree.leaves(each), jax.tree.leaves(expected), units=128)
+
+
+MESHES = [
+    dict(fsdp=4, tensor=2),
+    dict(context=2, fsdp=2, tensor=2),
+    dict(data=2, expert=2, tensor_sequence=2),
+    dict(fsdp_transpose=2, stage=2, context=2),
+    dict(data=8),
+]
+PARTS = 128 * EMBED * 8  # bytes for 128 ids: a few parts, of which the last one overlaps
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_on_a_mesh(mesh, tied):
+    """Kernel and gradient at once and in parts: losses, gradients and predictions of one device."""
+    draws = np.random.default_rng(0)
+    vocab, layout = 600, Layout.create(**mesh)
+    hidden = jnp.asarray(draws.standard_normal((8, LENGTH + 1, EMBED)), jnp.float32)
+    kernel = jnp.asarray(draws.standard_normal((vocab, EMBED) if tied else (EMBED, vocab)), jnp.float32)
+    targets = jnp.asarray(draws.integers(0, vocab, hidden.shape[:2]), jnp.int32)
+    weights = jnp.asarray(draws.random(hidden.shape[:2]), jnp.float32)
+
+    def run(form, **options):
+        def one(**options):
+            fused = lambda *a: linear_cross_entropy(*a, tied=tied, tile=3, **ALL, **options)  # noqa: E731
+            arguments = hidden, kernel, targets, weights
+            return both(fused, *arguments), fused(*arguments), linear_argmax(*arguments[:2], tied=tied, **options)
+
+        return jax.jit(lambda: [one(**options, **each) for each in form])()
+
+    (want,) = run([{}])
+    for got in run([{}, {"head_bytes": PARTS}], layout=layout):
+        assert_close(got[:2], want[:2], units=128)
+        np.testing.assert_array_equal(got[2], want[2])
+
+
+def collectives(jaxpr, within=()):
+    """(primitive, loops around it) of all collectives over named axes."""
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name in ("all_gather", "reduce_scatter") or (name.startswith("psum") and equation.invars[0].aval.ndim > 1):
+            yield name, within
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                loop = (equation.params["length"],) if name == "scan" else ()
+                yield from collectives(inner, within + loop)
+
+
+@pytest.mark.parametrize("over_data", [False, True])
+@pytest.mark.parametrize("head_bytes, parts", [(None, 1), (PARTS, 5)])
+def test_the_head_travels_once(head_bytes, parts, over_data):
+    """Gathered before the tiles, and its gradient shared after them; in parts each of them is gathered twice. Between
+    copies of the head its gradient is added up once, or each gets its part of it."""
+    layout, vocab = dataclasses.replace(Layout.create(data=2, fsdp=4), gradients_over_data=over_data), 600
+    hidden, kernel = jnp.zeros((8, 32, EMBED)), jnp.zeros((EMBED, vocab))
+    targets, weights = jnp.zeros((8, 32), jnp.int32), jnp.ones((8, 32))
+
+    def loss(hidden, kernel):
+        options = dict(tied=False, tile=4, layout=layout, head_bytes=head_bytes)
+        return linear_cross_entropy(hidden, kernel, targets, weights, **options)[0]
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(hidden, kernel).jaxpr
+    loops = () if parts == 1 else (parts,)
+    gathers = [("all_gather", loops)] * (1 if parts == 1 else 2)
+    shared = sorted([("reduce_scatter" if over_data else "psum", ()), ("reduce_scatter", loops)])
+    found = sorted((name.replace("psum_invariant", "psum"), within) for name, within in collectives(jaxpr))
+    assert found == gathers + shared
+
+
+def test_logits_are_never_whole():
+    """The largest intermediate is one tile, also where gradients are made."""
+    hidden, kernel, targets, weights = make(False, batch=2, length=64)
+
+    def loss(hidden, kernel):
+        return linear_cross_entropy(hidden, kernel, targets, weights, tied=False, tile=8)[0]
+
+    text = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(hidden, kernel))
+    assert f"f32[2,8,{VOCAB}]" in text and f"f32[2,64,{VOCAB}]" not in text and f",2,8,{VOCAB}]" not in text
+
+
+def test_default_tile():
+    assert _tile_length(2, 512, 32000, None) == 256  # two tiles of 65 MB
+    assert _tile_length(2, 512, 32000, 4096) == 512
+    assert _tile_length(512, 3, 10**6, None) == 3
+    assert _tile_length(1, 8192, 128_000, None) == 131 and _tile_length(1, 8192, 128_000, None, "tpu") == 512
+    assert _tile_length(64, 8192, 128_000, None) == 64  # no sliver, however large the batch
+
+
+def test_argmax_is_that_of_all_logits(monkeypatch):
+    """In tiles that don't divide the length, in each form; of equals the lowest id."""
+    monkeypatch.setattr("eqx_decoders.training.step.cross_entropy._TILE_BYTES", {"cpu": 4 * BATCH * VOCAB * 3})
+    monkeypatch.setattr("eqx_decoders.training.step.cross_entropy._TILE_LEAST", 1)
+    assert _tile_length(BATCH, LENGTH, VOCAB, None) == 3
+    for tied in (False, True):
+        hidden, kernel, *_ = make(tied)
+        kernel = kernel.at[4 if tied else (slice(None), 4)].set(kernel[2] if tied else kernel[:, 2])
+        matrix = np.asarray(kernel.T if tied else kernel, np.float64)
+        want = np.argmax(np.asarray(hidden, np.float64) @ matrix, axis=-1)
+        for flatten in (False, True):
+            found = linear_argmax(hidden, kernel, tied=tied, flatten=flatten)
+            assert found.dtype == jnp.int32 and found.tolist() == want.tolist()
+
+
+def test_cross_entropy_is_its_formula(getkey):
+    logits = 3 * jax.random.normal(getkey(), (BATCH, LENGTH, VOCAB), jnp.bfloat16)
+    targets = jax.random.randint(getkey(), (BATCH, LENGTH), 0, VOCAB)
+    exact = np.asarray(logits, np.float64)
+    normaliser = np.log(np.exp(exact).sum(-1))
+    picked = np.take_along_axis(exact, np.asarray(targets)[..., None], -1)[..., 0]
+    losses = cross_entropy(logits, targets, z_loss=0.3)
+    assert losses.dtype == jnp.float32
+    np.testing.assert_allclose(losses, normaliser - picked + 0.3 * normaliser**2, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options", [{"soft_cap": 0.0}, {"tile": 0}, {"z_loss": -1.0}, {"tied": True}, {"head_bytes": 0}]
+)
+def test_options_out_of_range(options):
+    with pytest.raises(ConfigError):
+        linear_cross_entropy(*make(False), **({"tied": False} | options))

@@ -1,0 +1,198 @@
+"""Weights and optimizer states in the memory of the host: the same numbers, and memory that devices do not need."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
+from eqx_decoders.planning.device_memory import state_memory
+from eqx_decoders.planning.step_plan import abstract_batch
+from eqx_decoders.sharding.axes import axes, named_leaves
+from eqx_decoders.sharding.offload import HOST, Offload, may_stream
+from eqx_decoders.training.config import TrainConfig
+from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
+from eqx_decoders.training.step.step import Trainer
+from tests.commands import AS_USERS_RUN, ROOT
+from tests.compare import assert_close
+from tests.models import filled, rich_decoder, some_tokens
+from tests.programs import compilations, tpu_devices
+from tests.training.step.test_step import ANY, CONFIG, advanced, batch_of, first_state, same_bits, trainer_of
+
+
+DEEP = dataclasses.replace(CONFIG, blocks=CONFIG.blocks * 3)
+AS_THEY_RUN_IT = os.environ.get("AS_USERS_RUN") == "1"
+ALL = Offload(weights=("*.mlp.*",), optimizer=("*",))
+
+
+def kinds(tree) -> dict[str, str | None]:
+    return {name: leaf.sharding.memory_kind for name, leaf in named_leaves(tree).items()}
+
+
+def run(layout, optimizer, config=DEEP, remat="full", poison=False, **step):
+    model = filled(config, remat=remat).place(layout)
+    trainer = trainer_of(model, dataclasses.replace(optimizer, max_grad_norm=None), **step)
+    state = first_state(trainer, model)
+    before = kinds(state)
+    state, rows = advanced(trainer, state, [batch_of(), batch_of(poison), batch_of()])
+    assert kinds(state) == before == kinds(trainer.abstract(model, key=jax.random.key(0)))
+    return state, rows
+
+
+@pytest.mark.parametrize(
+    ("sizes", "offload", "optimizer", "remat"),
+    [
+        (dict(data=2, fsdp=4), ALL, dict(ema_decay=0.5, shard_over_data=True), "full"),
+        pytest.param(None, ALL, dict(ema_decay=0.5), "full", marks=pytest.mark.slow),
+        pytest.param(None, Offload(weights=("*",)), {}, "none", marks=pytest.mark.slow),
+        pytest.param(None, Offload(optimizer=("*",)), dict(name="lion"), "minimal", marks=pytest.mark.slow),
+        pytest.param(dict(fsdp=4, tensor=2), ALL, dict(moments_dtype="bfloat16"), "full", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_steps_are_the_same(sizes, offload, optimizer, remat):
+    """To the bit as users run it; and arrays are where the layout says, before and after."""
+    layout = ed.Layout() if sizes is None else ed.Layout.create(**sizes)
+    optimizer = dataclasses.replace(ANY, **optimizer)
+    plain, rows = run(layout, optimizer, remat=remat)
+    host, others = run(dataclasses.replace(layout, offload=offload), optimizer, remat=remat)
+    if AS_THEY_RUN_IT or optimizer.moments_dtype == "float32":  # else sums in another order may round to another number
+        assert_close((host.model, host.optimizer, host.ema), (plain.model, plain.optimizer, plain.ema), units=64)
+    for (name, one), other in zip(named_leaves(host).items(), jax.tree.leaves(plain), strict=True):
+        assert same_bits(one, other) or not AS_THEY_RUN_IT, name
+    np.testing.assert_allclose([row.grad_norm for row in others], [row.grad_norm for row in rows], rtol=1e-6)
+    places, words = kinds(host), axes(host.model)
+    for name, here in words.items():
+        moves = may_stream(name, here)
+        assert (places[f"model.{name}"] == HOST) == (moves and offload.holds("weights", name, here))
+        states = [kind for path, kind in places.items() if path.startswith(("opt", "ema")) and path.endswith(name)]
+        assert states and all((kind == HOST) == (moves and bool(offload.optimizer)) for kind in states), name
+
+
+@pytest.mark.slow
+def test_steps_are_the_same_to_the_bit_as_users_run_it():
+    name = f"{Path(__file__)}::test_steps_are_the_same"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "slow or not slow", name]
+    done = subprocess.run(command, cwd=ROOT, env=AS_USERS_RUN | {"AS_USERS_RUN": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0 and "....." in done.stdout, done.stdout[-3000:]
+
+
+@pytest.mark.slow
+def test_a_step_that_is_not_finite_changes_nothing():
+    layout = dataclasses.replace(ed.Layout(), offload=ALL)
+    model = filled(DEEP, remat="full").place(layout)
+    table = model.embedding.table.at[31].set(jnp.nan)
+    model = dataclasses.replace(model, embedding=dataclasses.replace(model.embedding, table=table))
+    trainer = trainer_of(model)
+    state, _ = advanced(trainer, first_state(trainer, model), [batch_of()])
+    before = jax.tree.map(np.array, (state.model, state.optimizer))
+    with compilations() as programs:
+        state, (row,) = advanced(trainer, state, [batch_of(poison=True)])
+    assert row.skipped and same_bits((state.model, state.optimizer), before) and "_step" not in programs
+
+
+@pytest.mark.slow
+def test_checkpoints_save_and_restore_what_the_host_has(tmp_path):
+    """And what was saved with it is restored without."""
+    host = dataclasses.replace(ed.Layout.create(fsdp=4, data=2), offload=ALL)
+    model = filled(DEEP).place(host)
+    trainer = trainer_of(model)
+    state = first_state(trainer, model)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, data_state={}, config="", wait=True)
+        for layout in (host, host.on_device):
+            target = trainer.abstract(ed.abstract(DEEP, layout=layout), key=jax.random.key(0))
+            back, _, _ = checkpoints.restore(target)
+            assert same_bits(back, state) and kinds(back) == kinds(target)
+            assert (HOST in kinds(back).values()) == (layout is host)
+
+
+@pytest.mark.slow
+def test_weights_on_the_host_generate_as_others_do():
+    model = filled(rich_decoder(2))
+    moved = model.place(dataclasses.replace(ed.Layout(), offload=Offload(weights=("*",))))
+    assert same_bits(moved, model) and HOST in kinds(moved).values() and kinds(moved)["embedding.table"] != HOST
+    prompt = some_tokens(2, 5)
+    want = ed.generate(model, prompt, max_new_tokens=4)
+    np.testing.assert_array_equal(ed.generate(moved, prompt, max_new_tokens=4), want)
+
+
+@pytest.mark.slow
+def test_models_are_born_on_the_host():
+    layout = dataclasses.replace(ed.Layout(), offload=Offload(weights=("*.mlp.*",)))
+    born = ed.init(DEEP, key=jax.random.key(0), layout=layout)
+    assert {name for name, kind in kinds(born).items() if kind == HOST} == {
+        "segments.0.unit.0.mlp.up",
+        "segments.0.unit.0.mlp.down",
+    }
+    assert same_bits(born, ed.init(DEEP, key=jax.random.key(0)))
+
+
+def test_the_memory_of_the_host_is_counted_apart():
+    plain, host = (ed.Layout.create(fsdp=4, data=2, offload=offload) for offload in (Offload(), ALL))
+    found = []
+    for layout in (plain, host):
+        model = ed.abstract(DEEP, layout=layout)
+        trainer = trainer_of(model)
+        found.append(state_memory(trainer, trainer.abstract(model, key=jax.random.key(0)), 1))
+    assert found[0].host == 0 < found[1].host
+    assert found[1].state + found[1].host == found[0].state and found[1].gradients < found[0].gradients
+
+
+@pytest.mark.parametrize(
+    ("offload", "optimizer", "step", "words"),
+    [
+        (dict(weights=("*.mpl.*",)), {}, {}, ["Offload.weights", "'*.mpl.*'", "segments.0."]),
+        (dict(optimizer=("embedding.*",)), {}, {}, ["Offload.optimizer", "'embedding.*'"]),
+        (dict(optimizer=("*",)), dict(name="muon"), {}, ["OptimizerConfig.name='muon'", "adamw or lion"]),
+        (dict(weights=("*",)), {}, dict(gradient_accumulation_steps=2), ["gradient_accumulation_steps=1"]),
+    ],
+)
+def test_what_cannot_be_on_the_host_is_refused(offload, optimizer, step, words):
+    model = ed.abstract(DEEP, layout=dataclasses.replace(ed.Layout(), offload=Offload(**offload)))
+    with pytest.raises(ed.ConfigError) as caught:
+        trainer_of(model, dataclasses.replace(ANY, **optimizer), **step)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_pipelines_hold_their_weights():
+    layout = ed.Layout.create(stage=2, data=4, offload=Offload(weights=("*",)))
+    with pytest.raises(ed.ConfigError, match=r"Offload\.weights=.* and Execution\.pipeline exclude each other"):
+        ed.Execution(layout=layout, pipeline=ed.Pipeline(microbatches=2))
+
+
+def test_settings_reach_the_layout():
+    config = TrainConfig(offload=ALL)
+    assert config.execution().layout.offload == ALL and "offload=Offload(" in repr(config.execution().layout)
+
+
+@pytest.mark.slow
+def test_tpus_need_less_memory_for_what_the_host_has():
+    """Layers of Llama 3.2 1B on four devices: the optimizer's state is no argument of theirs, and neither it nor the
+    weights come all at once."""
+    config = ed.get_config("llama3.2-1b")
+    config = dataclasses.replace(config, blocks=config.blocks[:8], vocab_size=8192)
+    devices, found = tpu_devices("v5p:2x2x1"), []
+    for offload in (Offload(), Offload(weights=("*",), optimizer=("*",))):
+        layout = ed.Layout.create(fsdp=4, devices=devices, offload=offload)
+        precision = ed.Precision(compute=jnp.bfloat16)
+        model = ed.abstract(config, layout=layout, precision=precision, remat="full")
+        trainer = Trainer.create(OptimizerConfig(), model, steps=100)
+        state = trainer.abstract(model, key=jax.random.key(0))
+        compiled = trainer.trace(state, abstract_batch(layout, 8, 512)).lower().compile()
+        found.append((state_memory(trainer, state, 1), compiled.memory_analysis()))
+    (_, plain), (known, host) = found
+    assert host.host_argument_size_in_bytes == pytest.approx(known.host, rel=0.01)
+    assert host.host_alias_size_in_bytes == pytest.approx(known.host, rel=0.01)  # written where it is read
+    assert host.host_temp_size_in_bytes < 0.5 * known.host  # gradients, and no second copy of the state
+    before, after = (each.argument_size_in_bytes + each.temp_size_in_bytes for each in (plain, host))
+    assert plain.argument_size_in_bytes - host.argument_size_in_bytes > 0.95 * known.host
+    assert after < before - 0.9 * known.host

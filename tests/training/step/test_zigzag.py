@@ -1,0 +1,208 @@
+"""Tokens in zig-zag: the loss, its gradients and evaluation are those of tokens in order."""
+
+import dataclasses
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import eqx_decoders as ed
+from eqx_decoders.errors import ConfigError
+from eqx_decoders.layers.attention import context_parallel
+from eqx_decoders.layers.attention.attention import AttentionConfig
+from eqx_decoders.layers.attention.context_parallel import zigzag
+from eqx_decoders.layers.attention.kernels.registry import max_scores
+from eqx_decoders.layers.attention.mla import LatentAttentionConfig
+from eqx_decoders.layers.attention.moba import BlockSelection
+from eqx_decoders.layers.embedding.engram import EngramConfig
+from eqx_decoders.layers.mask import Causal, SlidingWindow
+from eqx_decoders.layers.moe.experts import ExpertsConfig
+from eqx_decoders.layers.norm import RMSNormConfig
+from eqx_decoders.layers.recurrent.gated_delta_net import GatedDeltaNetConfig
+from eqx_decoders.model.init import with_mtp
+from eqx_decoders.model.mtp import MTPConfig, shift_left
+from eqx_decoders.training.step.loss import evaluation_sums, next_tokens
+from eqx_decoders.training.step.zigzag import in_context_order
+from tests.compare import assert_close
+from tests.models import EMBED, VOCAB, filled, packed, rich_decoder
+
+
+@eqx.filter_jit
+def results(model, batch):
+    """Loss, metrics, gradient, and what evaluation adds up."""
+    loss = eqx.filter_value_and_grad(ed.next_token_loss, has_aux=True)
+    return loss(model, batch), evaluation_sums(model, batch)
+
+
+def rows(length=32):
+    tokens, segments = packed(4, length)
+    mask = np.random.default_rng(0).random((4, length)) < 0.7
+    return ed.Batch(tokens=tokens, segment_ids=segments, loss_mask=jnp.asarray(mask))
+
+
+def rich(latent: bool) -> ed.Decoder:
+    config = rich_decoder(2)
+    if latent:
+        mixer = LatentAttentionConfig(num_heads=4, q_rank=None, kv_rank=8, nope_dim=4, rope_dim=4, value_dim=4)
+        config = dataclasses.replace(config, blocks=(dataclasses.replace(config.blocks[0], mixer=mixer),))
+    return filled(config, attention="chunked", attention_maxima=True)
+
+
+@pytest.mark.parametrize(
+    ("latent", "sizes"),
+    [
+        (False, dict(context=4, tensor=2)),
+        pytest.param(True, dict(context=2, data=4), marks=pytest.mark.slow),
+        pytest.param(False, dict(context=2, tensor_sequence=2, data=2), marks=pytest.mark.slow),
+    ],
+)
+def test_zigzag_equals_plain(latent, sizes):
+    batch, model = rows(), rich(latent)
+    many = model.place(ed.Layout.create(**sizes)).replace(context_order="zigzag")
+    (got, got_bar), got_sums = results(many, batch)
+    (want, want_bar), want_sums = results(model, batch)
+    same = [eqx.filter(x, eqx.is_array) for x in (got_bar, want_bar)]
+    assert_close([x.astype(jnp.float32) for x in jax.tree.leaves(same[0])], jax.tree.leaves(same[1]), units=256)
+    assert_close((got, got_sums), (want, want_sums))
+
+
+def with_depths() -> ed.Decoder:
+    config = with_mtp(dataclasses.replace(rich_decoder(1), embed_dim=EMBED), 2)
+    return filled(dataclasses.replace(config, mtp=dataclasses.replace(config.mtp, loss_weight=0.5)), attention="dot")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(dict(context_order="zigzag"), marks=pytest.mark.slow),
+        pytest.param(dict(context_order="plain"), marks=pytest.mark.slow),
+        pytest.param(dict(context_order="zigzag", context_form="ring"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_later_tokens_are_those_of_the_text(options):
+    """Multi-token prediction over rows that are split: losses of all depths, gradients, and what evaluation adds up."""
+    batch, model = rows(), with_depths()
+    many = model.place(ed.Layout.create(context=4, data=2)).replace(**options)
+    (got, got_bar), got_sums = results(many, batch)
+    (want, want_bar), want_sums = results(model, batch)
+    same = [jax.tree.leaves(eqx.filter(x, eqx.is_array)) for x in (got_bar, want_bar)]
+    assert_close([x.astype(jnp.float32) for x in same[0]], same[1], units=256)
+    assert_close((got, got_sums), (want, want_sums))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["plain", "zigzag"])
+def test_no_device_has_the_streams_of_a_row(order):
+    """Of a step with two depths: only numbers of tokens are gathered along a row, and streams are not."""
+    model = with_depths().place(ed.Layout.create(context=4, data=2)).replace(context_order=order, context_form="ring")
+    arrays, static = eqx.partition((model, rows(64)), eqx.is_array)
+    text = jax.jit(lambda arrays: results(*eqx.combine(arrays, static))).lower(arrays).compile().as_text()
+    moved = re.findall(r" = \(?f32\[([\d,]+)\]\S* (?:all-gather|all-to-all|all-reduce)", text)
+    assert moved and not [shape for shape in moved if {"64", str(EMBED)} <= set(shape.split(","))], moved
+
+
+def test_tokens_further_on_in_another_order():
+    order, x = zigzag(24, 3), jnp.arange(1, 25)[None, :, None]
+    for count in (0, 1, 5, 30):
+        wanted = shift_left(x, count)[:, order]
+        np.testing.assert_array_equal(shift_left(x[:, order], count, order), wanted)
+
+
+def test_tokens_stand_in_zigzag_and_keys_in_order(monkeypatch):
+    """Each device has tokens of the front and of the end, with their targets; the keys that it gathers are in order."""
+    layout = ed.Layout.create(context=4, data=2)
+    model = rich(False).place(layout).replace(context_order="zigzag")
+    batch = ed.Batch(tokens=jnp.arange(32, dtype=jnp.int32)[None].repeat(2, 0))
+    turned, targets, weights = in_context_order(model, batch, *next_tokens(batch))
+    pieces = [*range(4), *range(28, 32), *range(4, 8), *range(24, 28)]
+    np.testing.assert_array_equal(turned.tokens[0, :16], pieces)
+    np.testing.assert_array_equal(turned.positions[1, :16], pieces)
+    np.testing.assert_array_equal(targets[0, :16], [(token + 1) % 32 for token in pieces])
+    np.testing.assert_array_equal(weights[0, :16], [token != 31 for token in pieces])
+
+    def told(query, key, value, *, key_positions, selected, **options):
+        rising = jnp.all(key_positions == jnp.arange(32)[None]) & jnp.all(jnp.diff(key[0, :, 0, 0]) == 1)
+        rising &= jnp.all(selected[0, 0] == (jnp.arange(32) < 5)[None])
+        return query + rising.astype(query.dtype), jnp.zeros(query.shape[:3])
+
+    monkeypatch.setattr(context_parallel, "attend", told)
+    key = turned.tokens.astype(jnp.float32)[:, :, None, None]
+    places = dict(query_positions=turned.positions, key_positions=turned.positions, mask=Causal())
+    chosen = jnp.broadcast_to(turned.tokens[:, None, None] < 5, (2, 1, 32, 32))
+    out = context_parallel.attend_on_mesh(
+        jnp.zeros((2, 32, 1, 1)), key, key, selected=chosen, execution=model.execution, **places
+    )
+    np.testing.assert_array_equal(out[0], 1.0)
+
+
+@pytest.mark.parametrize("order", ["plain", "zigzag"])
+def test_largest_scores_are_found_in_the_order_that_is_said(monkeypatch, order):
+    told = []
+
+    def recording(*arrays, **options):
+        told.append(options["aligned"])
+        return max_scores(*arrays, **options)
+
+    monkeypatch.setattr("eqx_decoders.layers.attention.mla.max_scores", recording)
+    model = rich(True).replace(layout=ed.Layout.create(context=2, data=4), context_order=order)
+    eqx.filter_eval_shape(evaluation_sums, model, rows())
+    assert told == [order == "plain"]
+
+
+def changed(**layers) -> ed.DecoderConfig:
+    config = rich_decoder(1)
+    return dataclasses.replace(config, blocks=(dataclasses.replace(config.blocks[0], **layers),))
+
+
+ATTENTION = dict(num_heads=2, num_kv_heads=1, head_dim=4)
+DELTA = GatedDeltaNetConfig(num_key_heads=2, num_heads=2, key_dim=4, value_dim=4)
+ENGRAM = EngramConfig(
+    embed_dim=EMBED, vocab_size=VOCAB, layers=(0,), layer=0, num_heads=2, head_dim=8, vocab_bases=(20, 30), taps=2
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (
+            lambda: changed(mixer=DELTA),
+            r"blocks\[0\].mixer \(GatedDeltaNetConfig\)",
+        ),
+        (
+            lambda: changed(mixer=AttentionConfig(**ATTENTION, selection=BlockSelection(size=4, top_k=2))),
+            r"blocks\[0\].mixer",
+        ),
+        (lambda: changed(before=(ed.BranchConfig(layer=ENGRAM),)), r"blocks\[0\].before.0 \(EngramConfig\)"),
+        (
+            lambda: dataclasses.replace(
+                rich_decoder(1), mtp=MTPConfig(num_depths=1, block=changed(mixer=DELTA).blocks[0], norm=RMSNormConfig())
+            ),
+            r"mtp.block.mixer \(GatedDeltaNetConfig\)",
+        ),
+    ],
+    ids=["recurrence", "blocks", "n-grams", "further tokens"],
+)
+def test_layers_that_go_by_the_order_of_tokens_are_refused(config, named):
+    model = ed.abstract(config(), context_order="zigzag")
+    with pytest.raises(ConfigError, match=rf"needs layers that go by positions alone, but DecoderConfig\.{named}"):
+        in_context_order(model, rows(), *next_tokens(rows()))
+
+
+def test_capacities_and_spans_are_refused():
+    sparse = changed(mlp=ExpertsConfig(num_experts=4, num_experts_per_token=2, mlp_dim=8, capacity_factor=1.0))
+    model = ed.abstract(sparse, context_order="zigzag")
+    with pytest.raises(ConfigError, match="ExpertsConfig"):
+        in_context_order(model, rows(), *next_tokens(rows()))
+    model = model.replace(experts="dropless")
+    in_context_order(model, rows(), *next_tokens(rows()))
+    spans = dataclasses.replace(rows(), spans=rows().tokens)
+    with pytest.raises(ConfigError, match="batches without spans"):
+        in_context_order(model, spans, *next_tokens(spans))
+    with pytest.raises(ConfigError, match="a length of 12 must be a multiple of 8"):
+        in_context_order(model.replace(layout=ed.Layout.create(context=4, data=2)), rows(12), *next_tokens(rows(12)))
+    window = ed.abstract(changed(mixer=AttentionConfig(**ATTENTION, mask=SlidingWindow(3))), context_order="zigzag")
+    in_context_order(window, rows(), *next_tokens(rows()))

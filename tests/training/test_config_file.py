@@ -1,0 +1,174 @@
+"""Files of settings: every spelling of names and values, and what is refused."""
+
+import dataclasses
+import json
+import sys
+from typing import Literal
+
+import pytest
+
+from eqx_decoders.errors import ConfigError, MissingPackage
+from eqx_decoders.training.config_file import flat_settings, read_mapping, typed_settings, with_settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    rate: float = 0.1
+    name: Literal["on", "off", "2"] = "on"
+    limit: float | None = 1.0
+
+    def __post_init__(self):
+        if self.rate < 0:
+            raise ConfigError("negative")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    count: int = 1
+    text: str = "a"
+    file: str | None = None
+    switch: bool = False
+    maybe: bool | None = None
+    words: tuple[str, ...] = ()
+    pair: tuple[int, int] | None = None
+    pairs: tuple[tuple[str, float], ...] = ()
+    inner: Inner = dataclasses.field(default_factory=Inner)
+
+
+def read(text: str, folder, name: str = "run.yaml") -> dict[str, object]:
+    (folder / name).write_text(text)
+    aliases = {"old": "inner.rate", "inner.older": "count"}
+    return typed_settings(read_mapping(folder / name), Settings(), aliases, name)
+
+
+NUMBERS = ["3e-4", "3.0e-4", "+3E-4", "0.0003", ".0003", "'3e-4'", "3_0e-5"]
+MEANT = [
+    *((f"inner: {{rate: {word}}}", "inner.rate", 3e-4) for word in NUMBERS),
+    ("inner: {rate: 3}", "inner.rate", 3.0),
+    *((f"count: {word}", "count", 10_000) for word in ("10000", "1e4", "10_000", "1.0e+4", "010000", "'1e4'")),
+    ("count: 9007199254740993", "count", 2**53 + 1),
+    *((f"switch: {word}", "switch", True) for word in ("true", "True", "yes", "on", "ON")),
+    *((f"switch: {word}", "switch", False) for word in ("false", "no", "off")),
+    *((f"text: {word}", "text", word) for word in ("no", "on", "3e-4", "012", "1:30", "2026-01-01", "true", "0x1F")),
+    ("text: 'null'", "text", "null"),
+    ("text: ''", "text", ""),
+    ("inner.name: off", "inner.name", "off"),
+    ("inner.name: 2", "inner.name", "2"),
+    *(
+        (f"{name}: {word}", name, None)
+        for name in ("file", "maybe", "inner.limit")
+        for word in ("null", "~", "", "None")
+    ),
+    ("file: 'null'", "file", "null"),
+    ("maybe: no", "maybe", False),
+    ("words: [a, no, 1]", "words", ("a", "no", "1")),
+    ("words:\n- a", "words", ("a",)),
+    ("words: a b", "words", ("a b",)),
+    ("words: []", "words", ()),
+    ("pair: [3, 1e1]", "pair", (3, 10)),
+    ("pair: null", "pair", None),
+    ("pairs: {'*.a-b': 5e-1, c=d: 2}", "pairs", (("*.a-b", 0.5), ("c=d", 2.0))),
+    ("pairs: ['*.a-b=.5', [c=d, 2]]", "pairs", (("*.a-b", 0.5), ("c=d", 2.0))),
+    ("pairs: c=d=2", "pairs", (("c=d", 2.0),)),
+    ("old: 2", "inner.rate", 2.0),
+    ("inner: {older: 2}", "count", 2),
+]
+
+
+@pytest.mark.parametrize("text, name, value", MEANT, ids=lambda value: str(value))
+def test_a_value_is_what_its_setting_needs(tmp_path, text, name, value):
+    found = read(text, tmp_path)
+    assert found == {name: value} and type(found[name]) is type(value)
+
+
+@pytest.mark.parametrize(
+    "value", [{"count": 3, "inner": {"rate": 1, "limit": None}, "pair": [1, 2], "text": "no", "switch": True}]
+)
+def test_json_says_what_it_is(tmp_path, value):
+    found = read(json.dumps(value), tmp_path, "run.json")
+    assert found == {"count": 3, "inner.rate": 1.0, "inner.limit": None, "pair": (1, 2), "text": "no", "switch": True}
+    assert read(json.dumps({"text": "ä \U0001f600 \\/", "file": "null"}), tmp_path, "x.json")["file"] == "null"
+    assert read("", tmp_path) == {}
+
+
+BAD = [
+    ("cuont: 3", "'cuont' is no setting. Did you mean 'count'?"),
+    ("inner: {raet: 3}", "'inner.raet' is no setting. Did you mean 'inner.rate'?"),
+    ("rate: 3", "'rate' is no setting. Did you mean 'inner.rate'?"),
+    ("inner: 3", "'inner' is no setting"),
+    ("count: {a: 3}", "'count'={'a': '3'} must be a whole number"),
+    ("count: 1.5", "'count'='1.5' must be a whole number"),
+    ("count: 1e999", "'count'='1e999' must be a whole number"),
+    ("count: yes", "'count'='yes' must be a whole number"),
+    ("count:", "'count'='' must be a whole number"),
+    ("text: null", "'text'='null' must be a text"),
+    ("text: [a]", "'text'=['a'] must be a text"),
+    ("switch: 1", "'switch'='1' must be true or false"),
+    ("inner.rate: fast", "'inner.rate'='fast' must be a number"),
+    ("inner.name: maybe", "'inner.name'='maybe' must be on or off or 2"),
+    ("pair: [1]", "'pair'=['1'] must be a list or null"),
+    ("pair: [1, b]", "'pair'[1]='b' must be a whole number"),
+    ("pairs: [a]", "'pairs'[0][1]='a' must be a number"),
+    ("pairs: {a: b}", "'pairs'[0][1]='b' must be a number"),
+    ("words: {a: 1}", "'words'={'a': '1'} must be a list"),
+    ("words:", "'words'='' must be a list"),
+    ("words: [[a]]", "'words'[0]=['a'] must be a text"),
+    ("count: 1\ncount: 2", "count is there twice"),
+    ("inner: {rate: 1}\nold: 2", "'inner.rate' is there twice, also as 'old'"),
+    ("count: [", "run.yaml is no YAML: while parsing"),
+    ("- count", "run.yaml holds no settings: it must be a mapping"),
+    ("inner: &a {inner: *a}", "run.yaml is no YAML: found unconstructable recursive node"),
+    ("inner: {inner: {rate: 1}}", "'inner.inner' is no setting"),
+    ("text: !!python/object/apply:os.getcwd []", "'text'=[] must be a text"),
+]
+
+
+@pytest.mark.parametrize("text, sentence", [*BAD, ("in-ner: 1", "'in_ner' is no setting. Did you mean 'inner.")])
+def test_what_is_wrong_is_named(tmp_path, text, sentence):
+    with pytest.raises(ConfigError) as caught:
+        read(text, tmp_path)
+    assert "run.yaml" in str(caught.value) and sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        ('{"count": true}', "'count'=True must be"),
+        ('{"count": null}', "'count'=None must be"),
+        ('{"text": 3}', "'text'=3 must be a text"),
+        ('{"switch": 0}', "'switch'=0 must be"),
+        ("{", "run.json is no JSON"),
+        ("3", "run.json holds no settings"),
+    ],
+)
+def test_what_is_wrong_in_json_is_named(tmp_path, text, sentence):
+    with pytest.raises(ConfigError) as caught:
+        read(text, tmp_path, "run.json")
+    assert "run.json" in str(caught.value) and sentence in str(caught.value)
+
+
+def test_a_file_that_is_not_there_and_a_package_that_is_missing(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"none\.yaml cannot be read"):
+        read_mapping(tmp_path / "none.yaml")
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(MissingPackage, match=r"'pyyaml': pip install 'eqx_decoders\[train\]'"):
+        read("count: 3", tmp_path)
+    assert read('{"count": 3}', tmp_path, "run.json") == {"count": 3}
+
+
+def test_values_are_put_into_their_places():
+    found = with_settings(Settings(text="b", inner=Inner(limit=None)), {"inner.rate": 2.0, "count": 5})
+    assert found == Settings(text="b", count=5, inner=Inner(rate=2.0, limit=None))
+    assert flat_settings(found)["inner.rate"] == 2.0 and len(flat_settings(found)) == 11
+    with pytest.raises(ConfigError, match="negative"):
+        with_settings(found, {"inner.rate": -1.0})
+    late = with_settings(found, {"inner.rate": -1.0}, checked=False)
+    assert late.inner.rate == -1.0 and type(late) is Settings and late.count == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "depth"), [("run.json", 700), ("run.json", 200_000), ("run.yaml", 100), ("run.yaml", 1000)]
+)
+def test_what_is_nested_too_deeply_is_refused(tmp_path, name, depth):
+    with pytest.raises(ConfigError, match="run"):
+        read('{"text": ' + "[" * depth + "]" * depth + "}", tmp_path, name)
