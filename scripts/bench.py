@@ -27,9 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from bench_accelerator import accelerator
 from bench_data import encode, make_text, memory, plan, restart, tokenise
+from bench_images import bench_images
 from bench_inference import show_inference
 from bench_layers import delta_rule, experts
-from bench_pictures import bench_pictures
 from bench_serving import bench_serving
 from bench_sizes import plan_sizes
 
@@ -481,7 +481,7 @@ SHOWN = {
     "decode": show_decode,
     "transformers": show_transformers,
     "serving": bench_serving,
-    "pictures": bench_pictures,
+    "images": bench_images,
     "experts": show_experts,
     "delta-rule": show_delta_rule,
     "load": show_load,
@@ -505,7 +505,7 @@ def main() -> int:
     parser.add_argument("--rows", type=Path, default=Path("sizes.jsonl"), help="where sizes keeps its rows")
     parser.add_argument("--peer", help="an interpreter with torch and transformers, for transformers and serving")
     parser.add_argument("--llama-server", help="llama.cpp's program for serving, if it is not on the PATH")
-    parser.add_argument("--picture", help="a file for a plot of what --only serving finds, such as serving.png")
+    parser.add_argument("--image", help="a file for a plot of what --only serving finds, such as serving.png")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:

@@ -229,7 +229,7 @@ def percentile(numbers: list[float], share: float) -> float:
 
 
 def bench_serving(options: Any) -> None:
-    """Print tables; `options.picture` names a file for a plot of their rates."""
+    """Print tables; `options.image` names a file for a plot of their rates."""
     peer = options.peer
     if peer is None and all(map(importlib.util.find_spec, ("torch", "transformers"))):
         peer = sys.executable
@@ -248,8 +248,8 @@ def bench_serving(options: Any) -> None:
             print("transformers, generate_batch\nclients  tokens/s")
             for clients, rate in rates["transformers"].items():
                 print(f"{clients:7} {rate:9.1f}")
-    if options.picture:
-        draw(options.picture, rates)
+    if options.image:
+        draw(options.image, rates)
 
 
 def measure(title: str, server: Server) -> dict[int, float]:
@@ -272,7 +272,7 @@ def asked_by(clients: int) -> int:
 
 
 def draw(file: str, rates: dict[str, dict[int, float]]) -> None:
-    """Tokens a second over clients, as a picture."""
+    """Tokens a second over clients, as an image."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")

@@ -537,7 +537,7 @@ DATA = {
     "Origin", "Recipe", "RemoteFile", "Shape", "StateShape", "StoredTensor", "MXFP4Tensor", "BytesTensor",
     "HalvesTensor", "PackedTensor", "RepeatedTensor", "ScaledTensor", "SwappedTensor",
     "TailShape", "TextModel", "Weight", "WeightMapping", "Wiring", "Part", "Section", "BranchFunction", "HeadSplit",
-    "Picture", "Packing", "Drawn", "Answered", "DrawnReader", "ProcessedReader",
+    "Image", "Packing", "Drawn", "Answered", "DrawnReader", "ProcessedReader",
     "BlockSizes", "Tiles", "Chip", "Collective", "Machine", "Memory", "Operations", "Plan", "Roofline", "Route",
     "Estimate", "Call", "Ring", "StateLayout", "ExternalCall",
     "Asked", "ChatAsked", "CompletionAsked", "Block", "Echo", "EngineCounts", "Events", "Job", "Language", "Piece",

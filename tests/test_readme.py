@@ -26,7 +26,7 @@ MOST_PROGRAMS = {
     "Layout.create(fsdp=4, tensor=2)": 55,
     "save_peft": 35,
     "runs/tiny": 20,
-    "drawn_pictures": 40,
+    "drawn_images": 40,
     "class ShortConvolution(": 15,
     "Engine(model": 45,
 }
@@ -94,8 +94,8 @@ def test_a_run_of_ones_own_is_read_and_writes(tmp_path):
 
 
 @pytest.mark.slow
-def test_pictures_stand_in_the_place_of_placeholders():
-    out, told = run_example("drawn_pictures")
+def test_images_stand_in_the_place_of_placeholders():
+    out, told = run_example("drawn_images")
     assert_told(out, told)
 
 
@@ -113,7 +113,7 @@ def test_layers_of_ones_own_remember_what_they_say():
 
 
 def test_every_kind_of_user_has_an_example():
-    # a loop of one's own, many devices, a checkpoint of others, many people, pictures, a run and layers of one's own
+    # a loop of one's own, many devices, a checkpoint of others, many people, images, a run and layers of one's own
     assert len(EXAMPLES) == 7
 
 

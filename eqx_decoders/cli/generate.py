@@ -44,11 +44,11 @@ class GenerateConfig(Devices):
     chat: bool = True
     """Take prompts as messages, if the model has a chat template."""
     image: tuple[str, ...] = ()
-    """File of a picture that the model sees before the (first) prompt; once for each."""
+    """File of an image that the model sees before the (first) prompt; once for each."""
     video: tuple[str, ...] = ()
-    """File of a film; once for each."""
+    """File of a video; once for each."""
     audio: tuple[str, ...] = ()
-    """File of a sound; once for each."""
+    """File of an audio clip; once for each."""
     system: str | None = None
     """Message of the system, before all others."""
     special_tokens_in_content: bool = True
@@ -88,7 +88,7 @@ class GenerateConfig(Devices):
     @property
     def files(self) -> Files:
         """The files beside the first prompt."""
-        return Files(images=self.image, videos=self.video, sounds=self.audio)
+        return Files(images=self.image, videos=self.video, audio=self.audio)
 
     def sampling(self) -> dict[str, int | float | None]:
         """The settings of the sampler that were given; None for the others."""

@@ -66,9 +66,9 @@ class PlanConfig:
     """Sequences per step."""
     seq_len: int = 2048
     """Tokens per sequence."""
-    pictures: int = 0
-    """Pictures at the beginning of each sequence, for a model that sees."""
-    picture_side: int = 896
+    images: int = 0
+    """Images at the beginning of each sequence, for a model that sees."""
+    image_side: int = 896
     """Rows and columns of pixels of each, for models that take any size."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of activations; auto: bfloat16."""
@@ -114,9 +114,9 @@ class PlanConfig:
     step: StepConfig = StepConfig()
 
     def __post_init__(self):
-        for field in ("slices", "batch_size", "seq_len", "head_bytes", "exchange_bytes", "batch_split", "picture_side"):
+        for field in ("slices", "batch_size", "seq_len", "head_bytes", "exchange_bytes", "batch_split", "image_side"):
             check_integer(field, getattr(self, field))
-        for field in ("rows", "mtp_depths", "search", "pictures"):
+        for field in ("rows", "mtp_depths", "search", "images"):
             check_integer(field, getattr(self, field), 0)
         if self.search:
             check_word("search: remat", self.remat, _KEEPING_LESS)
@@ -170,8 +170,8 @@ def plan(config: PlanConfig, devices: Sequence[Any] | None = None) -> tuple[Plan
     flags = options(machine.chip.name) if gpus is None else gpus.options
     flags = {} if config.xla_flags == "none" else flags
     shape = dict(batch_size=config.batch_size, seq_len=config.seq_len)
-    seen = dict(pictures=config.pictures, side=config.picture_side)
-    media = abstract_media(model.config, model.execution.layout, **shape, **seen) if config.pictures else None
+    seen = dict(images=config.images, side=config.image_side)
+    media = abstract_media(model.config, model.execution.layout, **shape, **seen) if config.images else None
     made = make_plan(model, trainer, machine, **shape, media=media, options=flags, until=config.until)
     if gpus is not None:
         made = on_gpus(made, counted_memory(model, trainer, machine, **shape), gpus)

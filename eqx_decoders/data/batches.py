@@ -59,7 +59,7 @@ class Batch(eqx.Module):
         token has none to be predicted from, and is no target.
     - `spans`: of each token the number of its span, whose tokens see each other whole where a layer says so
         (`AttentionConfig.spans`); 0 for none. A token in a span sees the next one: only its last should have a target.
-    - `media`: pictures and sounds of these tokens, whose placeholders are no targets.
+    - `media`: images and audio of these tokens, whose placeholders are no targets.
     - `contiguous`: promises that no document has padding inside, nor a gap in positions, as those of `Batches`: rings
         behind windows then send no further than windows reach.
 
@@ -127,7 +127,7 @@ class Batches:
             where = f"the split {split!r} of the data{part.name and f' {part.name!r}'} is empty"
             check(part.counts.documents > 0, f"{where}: {remedy}.", DataError)
             if media is not None:
-                _check_pictures(part, seq_len)
+                _check_images(part, seq_len)
         self.parts = tuple(parts)
         self.mixture = Mixture.of_weights(weights) if weights else None
         self._split, self._rows, self._batch_size = split, rows, batch_size
@@ -297,7 +297,7 @@ class Batches:
         return batch | {"media": self._seen(batch, references)}
 
     def _seen(self, batch: Mapping[str, np.ndarray], references: Sequence[str]) -> Media:
-        """The pictures of a batch."""
+        """The images of a batch."""
         assert self._media is not None
         config, reader = self._media
         given = reader.arrays(references) if references else {}
@@ -307,7 +307,7 @@ class Batches:
     def _fill(
         self, row: int, tokens: np.ndarray, segments: np.ndarray, positions: np.ndarray, targets: np.ndarray
     ) -> list[str]:
-        """Write one sequence into arrays of zeros; what its documents say of their pictures."""
+        """Write one sequence into arrays of zeros; what its documents say of their images."""
         source, number = self._find(row)
         store, used = self.parts[source].store, 0
         references: list[str] = []
@@ -333,15 +333,15 @@ class Batches:
         return source, self._before[source] + number
 
 
-def _check_pictures(part: Corpus, seq_len: int) -> None:
-    """A document with pictures must stand in one sequence: its placeholders and their pictures are not cut."""
+def _check_images(part: Corpus, seq_len: int) -> None:
+    """A document with images must stand in one sequence: its placeholders and their images are not cut."""
     for start, stop in part.store.ranges():
         longer = (part.store.sizes(start, stop) > seq_len) & (part.store.is_held_out(start, stop) == part.held_out)
         if longer.any() and (longer := longer & part.store.has_media(start, stop)).any():
             sizes, first = part.store.sizes(start, stop)[longer], start + int(np.argmax(longer))
-            what = f"{part.store.name(first)} has {len(part.store[first]):,} tokens with its pictures"
+            what = f"{part.store.name(first)} has {len(part.store[first]):,} tokens with its images"
             rule = f"which must stand in one sequence of --seq-len {seq_len} tokens"
-            remedy = f"raise it to {sizes.max():,}, have the processor make fewer tokens of a picture, or leave out"
+            remedy = f"raise it to {sizes.max():,}, have the processor make fewer tokens of an image, or leave out"
             raise DataError(f"{what}, {rule}: {remedy} {_documents(len(sizes))} of that length.")
 
 

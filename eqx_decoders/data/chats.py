@@ -78,7 +78,7 @@ def _rendered(documents: Sequence[Document], template: ChatTemplate | None) -> I
         raise ConversionError(f"in {documents[0].where} to {documents[-1].where}: {error}") from error
     answers = (texts[3 * number : 3 * number + 3] for number in range(len(kinds)))
     headers = dict(zip(kinds, map(_header, answers), strict=True))
-    pictures = (found for _, found in checked)
+    images = (found for _, found in checked)
     talks = []
     for document, chat, text in zip(documents, chats, texts[len(probes) :], strict=True):
         if isinstance(text, ConversionError):
@@ -90,7 +90,7 @@ def _rendered(documents: Sequence[Document], template: ChatTemplate | None) -> I
     unknown = [number for number, found in enumerate(spans) if found is None and talks[number].text.generated is None]
     for number, found in zip(unknown, _requested([talks[number] for number in unknown], template), strict=True):
         spans[number] = found
-    for document, talk, found, given in zip(documents, talks, spans, pictures, strict=True):
+    for document, talk, found, given in zip(documents, talks, spans, images, strict=True):
         rule = f"the assistant's turns cannot be told from the others in what {template.where} writes"
         remedy = "Mark them there with {% generation %}, or leave the conversation out"
         check(found is not None, f"{document.where}: {rule}. {remedy}.", DataError)

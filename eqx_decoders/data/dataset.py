@@ -214,7 +214,7 @@ def make_dataset(
     In a run of several processes each takes its own `host_rows(layout, batch_size)`. "train" never ends and is in
     another order in each epoch; "held_out" is one pass, its last batch filled up with padding. The tokens are made
     once, in `DataConfig.cache_dir`, and mapped into memory; `folder`, of the run, keeps which they are (see
-    `open_store`). `template` writes conversations as texts. `media`, a model's configuration and what reads pictures,
+    `open_store`). `template` writes conversations as texts. `media`, a model's configuration and what reads images,
     puts those of documents beside their tokens, `groups` of rows having each their own.
 
     Raises ConfigError for rows that a batch does not have or several held-out sets, DataError if the data cannot be

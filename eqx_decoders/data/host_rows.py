@@ -31,7 +31,7 @@ def host_rows(layout: Layout, rows: int, process_index: int | None = None) -> Se
 def place(batch: Batch, layout: Layout, rows: int) -> Batch:
     """The batch of `rows` sequences over all devices, from this process's `host_rows` of it in NumPy.
 
-    In a run of several processes all must call this, in one order, if there are pictures: their arrays get the shapes
+    In a run of several processes all must call this, in one order, if there are images: their arrays get the shapes
     of the process that has the largest ones.
     """
     length = batch.tokens.shape[1]
@@ -44,7 +44,7 @@ def place(batch: Batch, layout: Layout, rows: int) -> Batch:
     if media is not None:
         rule = f"each of the {len(held)} rows of this process must be a group: Media.create(…, groups={len(held)})"
         check(len(media.order) == len(held), f"Batch.media has {len(media.order)} groups, and {rule}.")
-        media = in_shapes(media, largest(gather("pictures", shapes_of(media))))
+        media = in_shapes(media, largest(gather("images", shapes_of(media))))
 
     def one(leaf: np.ndarray, sharding: Any) -> jax.Array:
         leaf = np.asarray(leaf)
@@ -65,5 +65,5 @@ def place(batch: Batch, layout: Layout, rows: int) -> Batch:
 
 
 def _along_rows(shape: Sequence[int], layout: Layout) -> Any:
-    """Where an array of a batch's pictures is: split along its rows where the mesh divides them."""
+    """Where an array of a batch's images is: split along its rows where the mesh divides them."""
     return layout.activation_sharding("batch", shape[:1])

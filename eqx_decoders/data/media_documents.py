@@ -1,4 +1,4 @@
-"""Pictures, films and sounds of documents: how many placeholder tokens stand for each, and what the model gets."""
+"""Images, videos and audio of documents: how many placeholder tokens stand for each, and what the model gets."""
 
 import bisect
 import dataclasses
@@ -12,16 +12,16 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from eqx_decoders.data.sources.documents import WORDS, reference, referred
+from eqx_decoders.data.sources.documents import FILES, reference, referred
 from eqx_decoders.data.sources.remote import is_remote
 from eqx_decoders.data.synthetic_images import SIZE, drawn_pixels
 from eqx_decoders.encoders.media import HasMedia
 from eqx_decoders.encoders.stem import PatchStemConfig
 from eqx_decoders.errors import ConfigError, DataError, check
 from eqx_decoders.io.processors.base import Seen, together
-from eqx_decoders.io.processors.images import open_picture
+from eqx_decoders.io.processors.images import open_image
 from eqx_decoders.io.processors.processor import Processor, settings_content
-from eqx_decoders.io.processors.video import open_film
+from eqx_decoders.io.processors.video import open_video
 
 
 Span = tuple[int, int]
@@ -30,11 +30,11 @@ Marked = tuple[np.ndarray, np.ndarray]  # tokens, and which of them are targets
 
 @runtime_checkable
 class MediaReader(Protocol):
-    """Reads the pictures, films and sounds that documents refer to (see `records.reference`).
+    """Reads the images, videos and audio that documents refer to (see `records.reference`).
 
     **Attributes:**
 
-    - `token`: the placeholder of pictures.
+    - `token`: the placeholder of images.
     - `reads_files`: whether references are paths.
     """
 
@@ -70,7 +70,7 @@ class MediaReader(Protocol):
         ...
 
     def pixels(self, one: str) -> np.ndarray | None:
-        """The picture that a reference means, `[height, width, 3]`, 0 to 255; None of what is no picture."""
+        """The image that a reference means, `[height, width, 3]`, 0 to 255; None of what is no image."""
         ...
 
     def words(self) -> dict[str, Any]:
@@ -84,21 +84,21 @@ class MediaReader(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class DrawnReader:
-    """Pictures that this library draws, by their number; see `drawn_pictures`. Texts have no word for them."""
+    """Images that this library draws, by their number; see `drawn_images`. Texts have no word for them."""
 
     token: int
     tokens: int
 
     @classmethod
     def of(cls, config: HasMedia) -> "DrawnReader":
-        """For a model that sees pictures of one size; ConfigError for others."""
+        """For a model that sees images of one size; ConfigError for others."""
         media = config.media
         stem = None if media is None or media.vision is None else media.vision.stem
         if media is None or media.image_token is None or not isinstance(stem, PatchStemConfig):
-            raise ConfigError("drawn pictures need a model that sees: give one with an encoder of pictures.")
+            raise ConfigError("drawn images need a model that sees: give one with an encoder of images.")
         side = stem.size * stem.merge
         fits = stem.frames == 1 and stem.channels == 3 and SIZE % side == 0
-        check(fits, f"drawn pictures have {SIZE} x {SIZE} pixels: patches that become a token must divide them.")
+        check(fits, f"drawn images have {SIZE} x {SIZE} pixels: patches that become a token must divide them.")
         return cls(token=media.image_token, tokens=(SIZE // side) ** 2)
 
     reads_files = False
@@ -112,14 +112,14 @@ class DrawnReader:
         return text, tuple(spans)
 
     def placed(self, tokens: Marked, references: Sequence[str], where: str) -> Marked:
-        """Where one stands for each picture; where there is none, behind the document's beginning."""
+        """Where one stands for each image; where there is none, behind the document's beginning."""
         ids, targets = tokens
         places = np.flatnonzero(ids == self.token)
         if len(places) == 0:
             own = np.full(len(references) * self.tokens, self.token, ids.dtype)
             inside = np.zeros(len(own), bool)
             return np.concatenate([ids[:1], own, ids[1:]]), np.concatenate([targets[:1], inside, targets[1:]])
-        rule = f"has {len(places)} placeholders, but {len(references)} pictures"
+        rule = f"has {len(places)} placeholders, but {len(references)} images"
         check(len(places) == len(references), f"{where} {rule}: give one for each.", DataError)
         repeats = np.where(ids == self.token, self.tokens, 1)
         return np.repeat(ids, repeats), np.repeat(targets & (ids != self.token), repeats)
@@ -143,12 +143,12 @@ class DrawnReader:
 
 @dataclasses.dataclass(frozen=True)
 class ProcessedReader:
-    """Files, read as the processor of a model's directory says. Each sound is taken for itself.
+    """Files, read as the processor of a model's directory says. Each audio clip is taken for itself.
 
     **Arguments:**
 
     - `directory`: of the model.
-    - `token`: the placeholder of pictures; of what there is else where a model sees none.
+    - `token`: the placeholder of images; of what there is else where a model sees none.
     """
 
     directory: str
@@ -163,7 +163,7 @@ class ProcessedReader:
     @functools.cached_property
     def _rules(self) -> dict[str, Any]:
         """How the family makes numbers of the kinds that it takes."""
-        known = {"image": self._processor.pictures, "video": self._processor.films, "audio": self._processor.sounds}
+        known = {"image": self._processor.images, "video": self._processor.videos, "audio": self._processor.audio}
         return {kind: rules for kind, rules in known.items() if rules is not None}
 
     @functools.cached_property
@@ -177,16 +177,16 @@ class ProcessedReader:
 
     def _seen(self, one: str) -> Seen:
         kind, name, digest = referred(one)
-        where, path, limits = f"{WORDS[kind]} {name[-240:]!r}", Path(name), self._processor.limits
+        where, path, limits = f"{kind} {name[-240:]!r}", Path(name), self._processor.limits
         rule = "is not the file that tokens were made of: put that one back, or refer to this one by another name"
         check(digest in ("", _digest(path)), f"{where} {rule}.", DataError)
         rules = self._rules.get(kind)
         if rules is None:
-            raise DataError(f"{where}: {self.directory} says nothing of {WORDS[kind]}s: its model takes none.")
+            raise DataError(f"{where}: {self.directory} says nothing of {kind}: its model takes none.")
         if kind == "image":
-            return rules.one(open_picture(path, limits, where), limits, where)
+            return rules.one(open_image(path, limits, where), limits, where)
         if kind == "video":
-            with open_film(path, limits, where) as clip:
+            with open_video(path, limits, where) as clip:
                 return rules.one(clip, limits)
         arrays, texts = rules.all([path], limits, [where])
         return Seen(arrays, texts[0])
@@ -194,7 +194,7 @@ class ProcessedReader:
     def written(
         self, text: str, spans: Sequence[Span], references: Sequence[str], where: str
     ) -> tuple[str, tuple[Span, ...]]:
-        texts: dict[str, list[str]] = {kind: [] for kind in WORDS}
+        texts: dict[str, list[str]] = {kind: [] for kind in FILES.values()}
         names: dict[str, tuple[str, ...]] = {}
         for one in references:
             kind, seen = referred(one)[0], self._seen(one)
@@ -203,14 +203,14 @@ class ProcessedReader:
         left: dict[str, Iterator[str]] = {}
         for kind, rules in self._rules.items():
             placeholder, found = self._processor.placeholder(rules, text), texts[kind]
-            rule = f"has {text.count(placeholder)} placeholders {placeholder!r}, but {len(found)} {WORDS[kind]}s"
+            rule = f"has {text.count(placeholder)} placeholders {placeholder!r}, but {len(found)} {kind}s"
             check(text.count(placeholder) == len(found), f"{where} {rule}: give one for each.", DataError)
             left[placeholder] = iter(found)
         pieces, begin, ends, growth = [], 0, [], [0]
         places = [*re.finditer("|".join(map(re.escape, left)), text)]
-        if names.get("image") == names.get("video") is not None:  # both are pictures: the model's arrays are one
+        if names.get("image") == names.get("video") is not None:  # both are images: the model's arrays are one
             given = [self._processor.placeholder(self._rules[referred(one)[0]], text) for one in references]
-            rule = "has a film before a picture, and this model reads both as pictures: put its pictures first"
+            rule = "has a video before an image, and this model reads both as images: put its images first"
             same = [match.group() for match in places] == given
             check(same, f"{where} {rule}.", DataError)
         for match in places:
@@ -243,7 +243,7 @@ class ProcessedReader:
 
     def pixels(self, one: str) -> np.ndarray | None:
         kind, name, _ = referred(one)
-        return open_picture(Path(name), self._processor.limits) if kind == "image" else None
+        return open_image(Path(name), self._processor.limits) if kind == "image" else None
 
     def words(self) -> dict[str, Any]:
         return {"kind": "processed", **dataclasses.asdict(self)}
@@ -257,7 +257,7 @@ class ProcessedReader:
 def _located(kind: str, name: str, folder: Path | None, where: str) -> str:
     if Path(name).is_absolute() or is_remote(name) or name.startswith("data:"):  # which files.check_file refuses
         return reference(kind, name)
-    rule = f"names the {WORDS[kind]} {name[:120]!r} by a relative path, and is not on this machine itself"
+    rule = f"names the {kind} {name[:120]!r} by a relative path, and is not on this machine itself"
     if folder is None:
         raise DataError(f"{where} {rule}: give absolute paths, or download it to the directory of its files.")
     return reference(kind, str(folder / name))

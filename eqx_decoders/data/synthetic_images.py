@@ -1,6 +1,6 @@
-"""Pictures that this library draws itself, with questions about them: something to learn to see from.
+"""Images that this library draws itself, with questions about them: something to learn to see from.
 
-A picture is a pure function of its number: shapes of one kind, colour and size, or a digit, anywhere on a plain ground,
+An image is a pure function of its number: shapes of one kind, colour and size, or a digit, anywhere on a plain ground,
 with noise. So is the question about it and its answer: which shape, what colour, how many, which digit.
 """
 
@@ -15,7 +15,7 @@ from eqx_decoders.errors import DataError, check
 from eqx_decoders.io.atomic_files import write_atomically
 
 
-SCHEME = "drawn:"  # before the number of a picture, where others have a path
+SCHEME = "drawn:"  # before the number of an image, where others have a path
 SIZE = 32  # rows and columns of pixels
 COLOURS = {
     "red": (0.9, 0.15, 0.15),
@@ -38,7 +38,7 @@ DIGITS = (
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """A picture with a question.
+    """An image with a question.
 
     **Arguments:**
 
@@ -52,7 +52,7 @@ class Drawn:
 
 
 def draw(number: int) -> Drawn:
-    """The picture of this number."""
+    """The image of this number."""
     generator = np.random.default_rng([7, number])
     names, darkness = list(COLOURS), generator.uniform(0.02, 0.3, 3)
     pixels = np.broadcast_to(darkness[:, None, None], (3, SIZE, SIZE)).copy()
@@ -79,7 +79,7 @@ def draw(number: int) -> Drawn:
 
 
 def drawn_pixels(references: Sequence[str]) -> np.ndarray:
-    """The pixels of pictures by their references, `[pictures, 3, SIZE, SIZE]`, from -1 to 1."""
+    """The pixels of images by their references, `[images, 3, SIZE, SIZE]`, from -1 to 1."""
     numbers = []
     for reference in references:
         digits = reference.removeprefix(SCHEME)
@@ -92,7 +92,7 @@ def drawn_pixels(references: Sequence[str]) -> np.ndarray:
 
 
 def write_questions(path: Path, count: int) -> Path:
-    """A file of JSON lines with questions about the first `count` pictures, unless it is there."""
+    """A file of JSON lines with questions about the first `count` images, unless it is there."""
     if not path.exists():
         records = (
             {"prompt": f"{drawn.question}\n", "completion": drawn.answer, "images": [f"{SCHEME}{number}"]}

@@ -1,4 +1,4 @@
-"""Sounds for an encoder: their chunks or frames, and rows in which several stand one behind the other."""
+"""Audio for an encoder: their chunks or frames, and rows in which several stand one behind the other."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,21 +7,21 @@ import numpy as np
 
 from eqx_decoders.encoders.audio_stem import AudioStemConfig
 from eqx_decoders.encoders.frame_stem import FrameStemConfig
-from eqx_decoders.encoders.packed_rows import ChunkRows, FrameRows, SoundRows
+from eqx_decoders.encoders.packed_rows import AudioRows, ChunkRows, FrameRows
 from eqx_decoders.encoders.packing import Packing
 from eqx_decoders.errors import DataError, check
 
 
-Sound = tuple[np.ndarray, int]  # chunks or frames, and how many tokens they make
+Audio = tuple[np.ndarray, int]  # chunks or frames, and how many tokens they make
 
 
 def from_spectra(
     stem: AudioStemConfig | FrameStemConfig, features: Any, mask: Any, name: str, *, whole_chunks: bool
-) -> list[Sound]:
-    """The sounds in log-mel spectra, of which a mask `[sounds, frames]` of this name says which frames are real.
+) -> list[Audio]:
+    """The audio in log-mel spectra, of which a mask `[audio, frames]` of this name says which frames are real.
 
-    Spectra are `[sounds, bands, frames]` for an encoder that reads chunks, and `[sounds, frames, bands]` for one that
-    reads whole sounds. `whole_chunks`: chunks are not made shorter where all sounds are.
+    Spectra are `[audio, bands, frames]` for an encoder that reads chunks, and `[audio, frames, bands]` for one that
+    reads whole audio. `whole_chunks`: chunks are not made shorter where all audio are.
     """
     if isinstance(stem, FrameStemConfig):
         features, real = _checked(features, mask, name, stem.mel_bands, axis=2)
@@ -30,10 +30,10 @@ def from_spectra(
     return _in_chunks(stem, features, real, whole=whole_chunks)
 
 
-def pack_sounds(
-    stem: AudioStemConfig | FrameStemConfig, groups: Sequence[Sequence[Sound]]
-) -> tuple[SoundRows, list[np.ndarray]]:
-    """The rows, and for each sound which of their tokens are its own."""
+def pack_audio(
+    stem: AudioStemConfig | FrameStemConfig, groups: Sequence[Sequence[Audio]]
+) -> tuple[AudioRows, list[np.ndarray]]:
+    """The rows, and for each audio clip which of their tokens are its own."""
     return _pack_frames(stem, groups) if isinstance(stem, FrameStemConfig) else _pack_chunks(stem, groups)
 
 
@@ -42,20 +42,20 @@ def _checked(features: Any, mask: Any, name: str, bands: int, *, axis: int) -> t
     features = np.asarray(features, np.float32)
     words = f"{bands}, frames" if axis == 1 else f"frames, {bands}"
     good = features.ndim == 3 and features.shape[axis] == bands
-    rule = f"must be [sounds, {words}]"
+    rule = f"must be [audio, {words}]"
     check(good, f"Media.create: input_features of shape {features.shape} {rule}.", DataError)
     shape = features.shape[0], features.shape[3 - axis]
     real = np.ones(shape, bool) if mask is None else np.asarray(mask) > 0
     rule = f"must be {shape}: one number for each frame of input_features"
     check(real.shape == shape, f"Media.create: {name} of shape {real.shape} {rule}.", DataError)
-    rule = "leaves nothing of a sound: give at least one frame"
+    rule = "leaves nothing of an audio clip: give at least one frame"
     check(bool(real.any(axis=1).all()), f"Media.create: {name} {rule}.", DataError)
     return features, real
 
 
-def _in_chunks(stem: AudioStemConfig, features: np.ndarray, real: np.ndarray, *, whole: bool) -> list[Sound]:
-    """Each sound's chunks, the last one padded."""
-    # convolutions see the zeros behind a sound's last frame: where all are short there are no more than in transformers
+def _in_chunks(stem: AudioStemConfig, features: np.ndarray, real: np.ndarray, *, whole: bool) -> list[Audio]:
+    """Each audio clip's chunks, the last one padded."""
+    # convolutions see the zeros behind a clip's last frame: where all are short there are no more than in transformers
     size = stem.chunk_frames if whole else min(stem.chunk_frames, int(real.sum(axis=1).max(initial=1)))
     found = []
     for own, frames in zip(features, real, strict=True):
@@ -68,23 +68,23 @@ def _in_chunks(stem: AudioStemConfig, features: np.ndarray, real: np.ndarray, *,
     return found
 
 
-def _in_frames(stem: FrameStemConfig, features: np.ndarray, real: np.ndarray, name: str) -> list[Sound]:
-    """Each sound's frames."""
+def _in_frames(stem: FrameStemConfig, features: np.ndarray, real: np.ndarray, name: str) -> list[Audio]:
+    """Each audio clip's frames."""
     counts = real.sum(axis=1)
     first = np.array_equal(real, np.arange(features.shape[1]) < counts[:, None])
-    check(first, f"Media.create: {name} must be 1 for the first frames of a sound, and 0 behind them.", DataError)
+    check(first, f"Media.create: {name} must be 1 for the first frames of an audio clip, and 0 behind them.", DataError)
     return [(own[:count], stem.halved(int(count))) for own, count in zip(features, counts, strict=True)]
 
 
-def _pack_chunks(stem: AudioStemConfig, groups: Sequence[Sequence[Sound]]) -> tuple[ChunkRows, list[np.ndarray]]:
-    sounds = [sound for group in groups for sound in group]
-    chunk_tokens = stem.halved(sounds[0][0].shape[-1])
+def _pack_chunks(stem: AudioStemConfig, groups: Sequence[Sequence[Audio]]) -> tuple[ChunkRows, list[np.ndarray]]:
+    audio = [audio for group in groups for audio in group]
+    chunk_tokens = stem.halved(audio[0][0].shape[-1])
     packing = Packing.of([[len(chunks) for chunks, _ in group] for group in groups])
-    chunks = np.zeros((packing.rows, packing.length, *sounds[0][0].shape[1:]), np.float32)
+    chunks = np.zeros((packing.rows, packing.length, *audio[0][0].shape[1:]), np.float32)
     shape = packing.rows, packing.length * chunk_tokens
     positions, segments = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
     rows_of, number = [], np.zeros(packing.rows, np.int64)
-    for (own, count), (row, begin) in zip(sounds, packing.places, strict=True):
+    for (own, count), (row, begin) in zip(audio, packing.places, strict=True):
         first, number[row] = begin * chunk_tokens, number[row] + 1
         chunks[row, begin : begin + len(own)] = own
         positions[row, first : first + count] = np.arange(count)
@@ -93,16 +93,16 @@ def _pack_chunks(stem: AudioStemConfig, groups: Sequence[Sequence[Sound]]) -> tu
     return ChunkRows(chunks=chunks, positions=positions, segment_ids=segments), rows_of
 
 
-def _pack_frames(stem: FrameStemConfig, groups: Sequence[Sequence[Sound]]) -> tuple[FrameRows, list[np.ndarray]]:
-    """Between two sounds of a row stands a token of silence, a document of its own: convolutions reach over borders."""
-    sounds = [sound for group in groups for sound in group]
+def _pack_frames(stem: FrameStemConfig, groups: Sequence[Sequence[Audio]]) -> tuple[FrameRows, list[np.ndarray]]:
+    """Between two audio of a row stands a token of silence, a document of its own: convolutions reach over borders."""
+    audio = [audio for group in groups for audio in group]
     packing = Packing.of([[count + 1 for _, count in group] for group in groups])
     length = packing.length - 1  # none is needed behind the last one
     frames = np.zeros((packing.rows, length * stem.stride, stem.mel_bands), np.float32)
     real = np.zeros(frames.shape[:2], bool)
     positions, segments = np.full((packing.rows, length), -1, np.int32), np.zeros((packing.rows, length), np.int32)
     rows_of = []
-    for (own, count), (row, begin) in zip(sounds, packing.places, strict=True):
+    for (own, count), (row, begin) in zip(audio, packing.places, strict=True):
         if begin > 0:
             positions[row, begin - 1], segments[row, begin - 1] = 0, segments[row, begin - 2] + 1
         number = segments[row, begin - 1] + 1 if begin > 0 else 1

@@ -1,4 +1,4 @@
-"""What an encoder makes of sounds: convolutions over chunks of log-mel spectra (Qwen3-Omni)."""
+"""What an encoder makes of audio: convolutions over chunks of log-mel spectra (Qwen3-Omni)."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Pictures and sounds of several processes in arrays of the same shapes: each process packs those of its own rows.
+"""Images and audio of several processes in arrays of the same shapes: each process packs those of its own rows.
 
 What XLA compiles has one shape everywhere. Each process tells how large its arrays are for a group of rows, and all
 fill theirs up to the largest.
@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from eqx_decoders.encoders.media import Media
-from eqx_decoders.encoders.packed_rows import ChunkRows, FrameRows, PatchRows, SoundRows
+from eqx_decoders.encoders.packed_rows import AudioRows, ChunkRows, FrameRows, PatchRows
 
 
 Shapes = dict[str, dict[str, Any]]  # of each array of each kind of rows; as JSON has it
@@ -24,7 +24,7 @@ def shapes_of(media: Media) -> Shapes:
     """The shape that each array has for one group, and the type of its numbers."""
     groups = media.order.shape[0]
     found: Shapes = {"order": {"order": [list(media.order.shape[1:]), "int32"]}}
-    for name in ("pictures", "sounds"):
+    for name in ("images", "audio"):
         rows = getattr(media, name)
         if rows is not None:
             arrays = _arrays(rows)
@@ -52,24 +52,24 @@ def largest(every: Sequence[Shapes]) -> Shapes:
 
 
 def in_shapes(media: Media, shapes: Shapes) -> Media:
-    """The same pictures and sounds in arrays of these shapes, in NumPy: what is more is empty."""
+    """The same images and audio in arrays of these shapes, in NumPy: what is more is empty."""
     groups, order = media.order.shape[0], np.asarray(media.order)
-    grown = {name: _grown_rows(getattr(media, name), shapes.get(name), groups) for name in ("pictures", "sounds")}
-    places = [_places(media.pictures, grown["pictures"], groups), _places(media.sounds, grown["sounds"], groups)]
-    # behind those of pictures stand those of sounds
-    begin = 0 if grown["pictures"] is None else grown["pictures"].positions.size // grown["pictures"].group // groups
+    grown = {name: _grown_rows(getattr(media, name), shapes.get(name), groups) for name in ("images", "audio")}
+    places = [_places(media.images, grown["images"], groups), _places(media.audio, grown["audio"], groups)]
+    # behind those of images stand those of audio
+    begin = 0 if grown["images"] is None else grown["images"].positions.size // grown["images"].group // groups
     moved = np.concatenate([places[0], places[1] + begin, [0]])[order].astype(np.int32)
     (width,), _ = shapes["order"]["order"]
     moved = np.pad(moved, ((0, 0), (0, width - moved.shape[1])))
     return dataclasses.replace(media, order=moved, **grown)
 
 
-def _arrays(rows: PatchRows | SoundRows) -> dict[str, np.ndarray]:
+def _arrays(rows: PatchRows | AudioRows) -> dict[str, np.ndarray]:
     named = ((field.name, getattr(rows, field.name)) for field in dataclasses.fields(rows))
     return {name: np.asarray(x) for name, x in named if isinstance(x, np.ndarray | jax.Array)}
 
 
-def _places(old: PatchRows | SoundRows | None, new: PatchRows | SoundRows | None, groups: int) -> np.ndarray:
+def _places(old: PatchRows | AudioRows | None, new: PatchRows | AudioRows | None, groups: int) -> np.ndarray:
     """Where each feature of a group is in longer rows."""
     if old is None or new is None:
         return np.zeros(0, int)
@@ -78,12 +78,12 @@ def _places(old: PatchRows | SoundRows | None, new: PatchRows | SoundRows | None
 
 
 def _grown_rows(
-    rows: PatchRows | SoundRows | None, shapes: dict[str, Any] | None, groups: int
-) -> PatchRows | SoundRows | None:
+    rows: PatchRows | AudioRows | None, shapes: dict[str, Any] | None, groups: int
+) -> PatchRows | AudioRows | None:
     if shapes is None:
         return None
     arrays = {} if rows is None else _arrays(rows)
-    if "positions" in arrays and "segment_ids" in shapes:  # a row without them is one picture
+    if "positions" in arrays and "segment_ids" in shapes:  # a row without them is one image
         arrays.setdefault("segment_ids", (arrays["positions"] >= 0).astype(np.int32))
     made: dict[str, Any] = {}
     for name, sized in shapes.items():

@@ -1,4 +1,4 @@
-"""An encoder of pictures or sounds: a stem, the layers and the scan of decoders, and a projector."""
+"""An encoder of images or audio: a stem, the layers and the scan of decoders, and a projector."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from eqx_decoders.blocks.stack import Segment, segments
 from eqx_decoders.context import Context, Execution
 from eqx_decoders.encoders.audio_stem import AudioStem, AudioStemConfig
 from eqx_decoders.encoders.frame_stem import FrameStem, FrameStemConfig
-from eqx_decoders.encoders.packed_rows import PatchRows, SoundRows
+from eqx_decoders.encoders.packed_rows import AudioRows, PatchRows
 from eqx_decoders.encoders.projector import Projection, ProjectionConfig, Projector, ProjectorConfig
 from eqx_decoders.encoders.stem import PatchStem, PatchStemConfig
 from eqx_decoders.errors import check, check_integer
@@ -28,7 +28,7 @@ class EncoderConfig:
     **Arguments:**
 
     - `embed_dim`: features of its residual stream.
-    - `stem`: what makes them, of patches, of chunks of sound or of whole sounds.
+    - `stem`: what makes them, of patches, of chunks of audio or of whole audio.
     - `blocks`: one configuration per layer, whose attention has `mask=Bidirectional(...)`, or is a local one.
     - `pre_norm`, `post_norm`: before the first layer and behind the last one.
     - `projector`: makes rows that stand where placeholder tokens are.
@@ -135,7 +135,7 @@ class Encoder(eqx.Module):
     into: Projection | None
     config: EncoderConfig = eqx.field(static=True)
 
-    def __call__(self, rows: PatchRows | SoundRows, execution: Execution) -> EncodedRows:
+    def __call__(self, rows: PatchRows | AudioRows, execution: Execution) -> EncodedRows:
         """Rows of features for the first layer, and those that are added behind later ones."""
         ctx = self._context(rows, execution)
         stem: Any = self.stem
@@ -151,8 +151,8 @@ class Encoder(eqx.Module):
         features = self.projector(x, ctx)
         return EncodedRows(features, features if self.into is None else self.into(features, ctx), tuple(further))
 
-    def _context(self, rows: PatchRows | SoundRows, execution: Execution) -> Context:
-        # layers of pipelines and halves of batches are the decoder's; order is that of the picture
+    def _context(self, rows: PatchRows | AudioRows, execution: Execution) -> Context:
+        # layers of pipelines and halves of batches are the decoder's; order is that of the image
         execution = dataclasses.replace(execution, pipeline=None, batch_split=1, context_order="plain")
         coordinates = rows.coordinates if isinstance(rows, PatchRows) else None
         segment_ids = None if rows.segment_ids is None else jnp.asarray(rows.segment_ids)

@@ -1,4 +1,4 @@
-"""What an encoder makes of whole sounds: convolutions over log-mel spectra, frame by frame (Gemma 4)."""
+"""What an encoder makes of whole audio: convolutions over log-mel spectra, frame by frame (Gemma 4)."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ from eqx_decoders.numerics.matmul import fan_in
 class FrameStemConfig:
     """`act(norm(convolution(x)))`, several times, 3 x 3 in steps of 2 over frames and bands; then one matrix.
 
-    Frames that are none count as zeros before each convolution, so that a sound's features are its own.
+    Frames that are none count as zeros before each convolution, so that an audio clip's features are its own.
 
     **Arguments:**
 

@@ -1,6 +1,6 @@
-"""Pictures and films, as processors of transformers give them, cut into patches that stand in groups.
+"""Images and videos, as processors of transformers give them, cut into patches that stand in groups.
 
-On the host, in NumPy: how many patches a picture has is data, and everything here is about that.
+On the host, in NumPy: how many patches an image has is data, and everything here is about that.
 """
 
 import dataclasses
@@ -14,8 +14,8 @@ from eqx_decoders.errors import DataError, check
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Picture:
-    """Patches of a picture or a film, `merge x merge` neighbours one behind the other.
+class Image:
+    """Patches of an image or a video, `merge x merge` neighbours one behind the other.
 
     **Arguments:**
 
@@ -33,20 +33,20 @@ class Picture:
 
 def from_pixels(
     stem: PatchStemConfig, pixels: Any, name: str = "pixel_values", *, sizes: Any = None, mask: Any = None
-) -> list[Picture]:
-    """Pictures that are padded to one size: `[pictures, channels, height, width]`.
+) -> list[Image]:
+    """Images that are padded to one size: `[images, channels, height, width]`.
 
-    Or `[batch, pictures, channels, height, width]`, of which those that are 0 everywhere are none. Rows and columns of
+    Or `[batch, images, channels, height, width]`, of which those that are 0 everywhere are none. Rows and columns of
     pixels behind the last whole patch are not read, as those behind the last whole step of a convolution.
 
     **Arguments:**
 
-    - `sizes`: height and width of each of them, `[pictures, 2]`.
+    - `sizes`: height and width of each of them, `[images, 2]`.
     - `mask`: 0 where a pixel is padding: the shape of the pixels without their channels. Of a patch one must be real.
     """
     pixels, size = np.asarray(pixels), stem.size
     shape = pixels.shape
-    rule = f"must be [pictures, {stem.channels}, height, width], or [batch, pictures, {stem.channels}, height, width]"
+    rule = f"must be [images, {stem.channels}, height, width], or [batch, images, {stem.channels}, height, width]"
     good = pixels.ndim in (4, 5) and shape[-3] == stem.channels
     check(good, f"Media.create: {name} of shape {shape} {rule}.", DataError)
     pixels = pixels.reshape(-1, *shape[-3:])
@@ -64,10 +64,10 @@ def from_pixels(
 
 
 def _sizes_of(sizes: Any, pixels: np.ndarray, name: str) -> np.ndarray:
-    """Height and width of each picture, as they are given."""
+    """Height and width of each image, as they are given."""
     found, most = np.asarray(sizes), pixels.shape[2:]
     good = found.shape == (len(pixels), 2) and bool(np.all((found > 0) & (found <= most)))
-    rule = f"must be height and width of the {len(pixels)} pictures of {name}, at most {list(most)}"
+    rule = f"must be height and width of the {len(pixels)} images of {name}, at most {list(most)}"
     check(good, f"Media.create: image_sizes={found.tolist()} {rule}.", DataError)
     return found
 
@@ -78,15 +78,15 @@ def _real_grid(mask: np.ndarray, size: int) -> tuple[int, int]:
     split = mask[: rows * size, : columns * size].reshape(rows, size, columns, size)
     real = np.asarray(split.any(axis=(1, 3)))
     height, width = (len(np.unique(places)) for places in np.nonzero(real))
-    rule = "must leave a picture whole, from its first row and column on: one rectangle of patches"
+    rule = "must leave an image whole, from its first row and column on: one rectangle of patches"
     counts = {int(np.count_nonzero(each)) for each in (real, real[:height, :width])}
     whole = height > 0 and counts == {height * width}
     check(whole, f"Media.create: pixel_attention_mask {rule}.", DataError)
     return height, width
 
 
-def _cut(stem: PatchStemConfig, pixels: np.ndarray, grid: Sequence[int], name: str) -> Picture:
-    """The patches of one picture, `[channels, height, width]`, that has so many rows and columns of them."""
+def _cut(stem: PatchStemConfig, pixels: np.ndarray, grid: Sequence[int], name: str) -> Image:
+    """The patches of one image, `[channels, height, width]`, that has so many rows and columns of them."""
     (rows, columns), size, merge = grid, stem.size, stem.merge
     rule = f"must be multiples of {merge}, as many as become one token"
     good = rows > 0 and columns > 0 and rows % merge == columns % merge == 0
@@ -98,11 +98,11 @@ def _cut(stem: PatchStemConfig, pixels: np.ndarray, grid: Sequence[int], name: s
     return _on_grid(split, (1, rows, columns), merge)
 
 
-def from_patches(stem: PatchStemConfig, patches: Any, grids: Any, name: str, grid_name: str) -> list[Picture]:
-    """Patches of all pictures one behind the other, in groups already: `[patches, numbers]`, grids `[pictures, 3]`."""
+def from_patches(stem: PatchStemConfig, patches: Any, grids: Any, name: str, grid_name: str) -> list[Image]:
+    """Patches of all images one behind the other, in groups already: `[patches, numbers]`, grids `[images, 3]`."""
     patches, grids, merge = np.asarray(patches), np.asarray(grids), stem.merge
     good = grids.ndim == 2 and grids.shape[1] == 3 and bool(np.all(grids > 0))
-    check(good, f"Media.create: {grid_name} of shape {grids.shape} must be [pictures, 3], above 0.", DataError)
+    check(good, f"Media.create: {grid_name} of shape {grids.shape} must be [images, 3], above 0.", DataError)
     even = bool(np.all(grids[:, 1:] % merge == 0))
     rule = f"must be multiples of {merge}, as many patches as become one token"
     check(even, f"Media.create: rows and columns of {grid_name}={grids.tolist()} {rule}.", DataError)
@@ -113,28 +113,28 @@ def from_patches(stem: PatchStemConfig, patches: Any, grids: Any, name: str, gri
     return [_on_grid(part, (int(t), int(h), int(w)), merge) for part, (t, h, w) in zip(parts, grids, strict=True)]
 
 
-def from_positions(stem: PatchStemConfig, patches: Any, positions: Any, name: str, place_name: str) -> list[Picture]:
-    """Patches of each picture in any order, padded: `[pictures, patches, numbers]`, and where they stand, -1 if not.
+def from_positions(stem: PatchStemConfig, patches: Any, positions: Any, name: str, place_name: str) -> list[Image]:
+    """Patches of each image in any order, padded: `[images, patches, numbers]`, and where they stand, -1 if not.
 
-    Positions are `[pictures, patches, 2]`: column and row. A pixel's channels follow one another (Gemma 4).
+    Positions are `[images, patches, 2]`: column and row. A pixel's channels follow one another (Gemma 4).
     """
     patches, positions = np.asarray(patches), np.asarray(positions)
     numbers = int(np.prod(stem.shape))
     good = patches.ndim == 3 and patches.shape[2] == numbers and positions.shape == (*patches.shape[:2], 2)
-    rule = f"must be [pictures, patches, {numbers}], and [pictures, patches, 2]"
+    rule = f"must be [images, patches, {numbers}], and [images, patches, 2]"
     check(good, f"Media.create: {name} of shape {patches.shape}, {place_name} of {positions.shape} {rule}.", DataError)
     patches = patches.reshape(*patches.shape[:2], stem.frames, stem.size, stem.size, stem.channels)
     patches = np.moveaxis(patches, -1, 2).reshape(*patches.shape[:2], numbers)
     return [_in_groups(stem, own, where, place_name) for own, where in zip(patches, positions, strict=True)]
 
 
-def _in_groups(stem: PatchStemConfig, patches: np.ndarray, positions: np.ndarray, name: str) -> Picture:
+def _in_groups(stem: PatchStemConfig, patches: np.ndarray, positions: np.ndarray, name: str) -> Image:
     real = (positions >= 0).all(axis=1)
     patches, columns, rows = patches[real], positions[real, 0], positions[real, 1]
     height, width = (int(x.max(initial=-1)) + 1 for x in (rows, columns))
     whole = len(patches) == height * width and len({*zip(rows.tolist(), columns.tolist(), strict=True)}) == len(patches)
     check(
-        whole and len(patches) > 0, f"Media.create: {name}: a picture's patches must fill rows and columns.", DataError
+        whole and len(patches) > 0, f"Media.create: {name}: an image's patches must fill rows and columns.", DataError
     )
     merge = stem.merge
     rule = f"must be multiples of {merge}, as many patches as become one token"
@@ -149,10 +149,10 @@ def _in_groups(stem: PatchStemConfig, patches: np.ndarray, positions: np.ndarray
     return _on_grid(split.reshape(height * width, -1), (1, height, width), merge)
 
 
-def _on_grid(patches: np.ndarray, grid: tuple[int, int, int], merge: int) -> Picture:
+def _on_grid(patches: np.ndarray, grid: tuple[int, int, int], merge: int) -> Image:
     frames, height, width = grid
     place = np.arange(height * width).reshape(height // merge, merge, width // merge, merge).swapaxes(1, 2).reshape(-1)
-    return Picture(
+    return Image(
         patches=patches,
         grid=grid,
         rows=np.tile(place // width, frames),
@@ -161,26 +161,26 @@ def _on_grid(patches: np.ndarray, grid: tuple[int, int, int], merge: int) -> Pic
     )
 
 
-def learned_places(stem: PatchStemConfig, picture: Picture) -> tuple[np.ndarray, np.ndarray] | None:
+def learned_places(stem: PatchStemConfig, image: Image) -> tuple[np.ndarray, np.ndarray] | None:
     """The rows of the table of positions that each patch finds, and what each of them counts."""
-    positions, (_, height, width) = stem.positions, picture.grid
+    positions, (_, height, width) = stem.positions, image.grid
     if positions is None:
         return None
     if isinstance(positions, LearnedAxes):
         largest = max(height, width)
         rule = f"must be at most LearnedAxes.size={positions.size}"
-        check(largest <= positions.size, f"Media.create: a picture of {height} x {width} patches {rule}.", DataError)
-        index = np.stack([picture.columns, picture.rows + positions.size], axis=1)
+        check(largest <= positions.size, f"Media.create: an image of {height} x {width} patches {rule}.", DataError)
+        index = np.stack([image.columns, image.rows + positions.size], axis=1)
         return index, np.ones(index.shape, np.float32)
     side = positions.side
     if positions.resample == "bilinear":
-        return _bilinear(side, (picture.rows, height), (picture.columns, width))
+        return _bilinear(side, (image.rows, height), (image.columns, width))
     if positions.resample == "fraction":
-        rows, columns = (_at_fraction(side, *axis) for axis in ((picture.rows, height), (picture.columns, width)))
+        rows, columns = (_at_fraction(side, *axis) for axis in ((image.rows, height), (image.columns, width)))
     else:
         rule = f"must have LearnedGrid.side={side} rows and columns: its positions are not resampled"
-        check(height == width == side, f"Media.create: a picture of {height} x {width} patches {rule}.", DataError)
-        rows, columns = picture.rows, picture.columns
+        check(height == width == side, f"Media.create: an image of {height} x {width} patches {rule}.", DataError)
+        rows, columns = image.rows, image.columns
     return (rows * side + columns)[:, None], np.ones((len(rows), 1), np.float32)
 
 
@@ -207,25 +207,25 @@ def _at_fraction(side: int, place: np.ndarray, count: int) -> np.ndarray:
     return np.searchsorted(bounds, fraction, side="right")
 
 
-def in_windows(stem: PatchStemConfig, picture: Picture) -> tuple[np.ndarray, np.ndarray]:
-    """The order of a picture's patches by windows, and their positions: each window has a block of its own.
+def in_windows(stem: PatchStemConfig, image: Image) -> tuple[np.ndarray, np.ndarray]:
+    """The order of an image's patches by windows, and their positions: each window has a block of its own.
 
     Without windows the order is theirs, and positions are 0, 1, 2, … in each frame.
     """
-    _, height, width = picture.grid
+    _, height, width = image.grid
     if stem.window is None:
-        return np.arange(len(picture.patches)), np.arange(len(picture.patches)) % (height * width)
+        return np.arange(len(image.patches)), np.arange(len(image.patches)) % (height * width)
     side, room = stem.window * stem.merge, (stem.window * stem.merge) ** 2
-    window = picture.rows // side * -(-width // side) + picture.columns // side
-    order = np.lexsort((np.arange(len(window)), window, picture.frames))
-    frame, window = picture.frames[order], window[order]
+    window = image.rows // side * -(-width // side) + image.columns // side
+    order = np.lexsort((np.arange(len(window)), window, image.frames))
+    frame, window = image.frames[order], window[order]
     new = np.concatenate([[True], (window[1:] != window[:-1]) | (frame[1:] != frame[:-1])])
     index = np.arange(len(window))
     return order, window * room + index - np.maximum.accumulate(np.where(new, index, 0))
 
 
-def coordinates(stem: PatchStemConfig, picture: Picture) -> np.ndarray:
+def coordinates(stem: PatchStemConfig, image: Image) -> np.ndarray:
     """What rotary embeddings turn by: `[patches, 2]`."""
-    axes: Sequence[np.ndarray] = (picture.rows, picture.columns)
+    axes: Sequence[np.ndarray] = (image.rows, image.columns)
     axes = axes if stem.coordinates == "row_column" else axes[::-1]
     return np.stack(axes, axis=1) + stem.first_coordinate

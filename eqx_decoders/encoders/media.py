@@ -10,11 +10,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Num
 
 from eqx_decoders.core.input_checks import as_int32
-from eqx_decoders.encoders.audio import Sound, from_spectra, pack_sounds
-from eqx_decoders.encoders.images import Picture, from_patches, from_pixels, from_positions
+from eqx_decoders.encoders.audio import Audio, from_spectra, pack_audio
+from eqx_decoders.encoders.images import Image, from_patches, from_pixels, from_positions
 from eqx_decoders.encoders.media_config import MediaConfig
-from eqx_decoders.encoders.packed_rows import PatchRows, SoundRows
-from eqx_decoders.encoders.packing import finer_sizes, pack_pictures
+from eqx_decoders.encoders.packed_rows import AudioRows, PatchRows
+from eqx_decoders.encoders.packing import finer_sizes, pack_images
 from eqx_decoders.encoders.rope_positions import AUDIO, IMAGE, TEXT, VIDEO, grid_positions
 from eqx_decoders.errors import ConfigError, DataError, check
 from eqx_decoders.sharding.axes import AnyArray
@@ -29,23 +29,23 @@ class HasMedia(Protocol):
 
 
 class Media(eqx.Module):
-    """Pictures, films and sounds, packed for a model's encoders, and the places of their features among the tokens.
+    """Images, videos and audio, packed for a model's encoders, and the places of their features among the tokens.
 
-    Made by `Media.create`. The rows of a batch are in `groups` of equally many, each with pictures of its own: one
+    Made by `Media.create`. The rows of a batch are in `groups` of equally many, each with images of its own: one
     where the batch is on one device, else as many as it is split into, so that no features have to be sent.
 
     **Arguments:**
 
-    - `pictures`, `sounds`: what the encoders read; None where there are none.
+    - `images`, `audio`: what the encoders read; None where there are none.
     - `order`: for each group, which row of what the encoders make belongs to its next placeholder.
     - `index`: of each token which of its group's features stands in its place; -1 for none.
-    - `spans`: 1 where a token is a picture's and pictures are seen whole; None where they are not.
+    - `spans`: 1 where a token is an image's and images are seen whole; None where they are not.
     - `real`: 0 where a token is padding; None where none is known to be.
     - `grid_positions`: time, row and column of each token; None where tokens are counted.
     """
 
-    pictures: PatchRows | None
-    sounds: SoundRows | None
+    images: PatchRows | None
+    audio: AudioRows | None
     order: Int[AnyArray, "groups features"]
     index: Int[AnyArray, "batch length"]
     spans: Int[AnyArray, "batch length"] | None = None
@@ -81,25 +81,25 @@ class Media(eqx.Module):
     ) -> "Media":
         """What processors of transformers give, under their names, packed for a model.
 
-        Placeholders among `input_ids` say where features stand: as many as the pictures and sounds make, in their
+        Placeholders among `input_ids` say where features stand: as many as the images and audio make, in their
         order. DataError, with both counts, where they are fewer or more.
 
         **Arguments:**
 
         - `config`: of a model that has encoders.
         - `input_ids`: tokens, `[batch, length]`.
-        - `pixel_values`: pictures of one size, `[pictures, channels, height, width]`; or, with `image_grid_thw`
-            (`[pictures, 3]`: frames, rows and columns), their patches one behind the other, `[patches, numbers]`; or,
-            with `image_position_ids` (`[pictures, patches, 2]`: column and row, -1 for padding), those of each picture.
-            Those of each row may stand apart, `[batch, pictures, channels, height, width]`: one that is 0 is none.
-        - `image_sizes`: height and width of each picture in pixels, `[pictures, 2]`, where they are padded to one size.
+        - `pixel_values`: images of one size, `[images, channels, height, width]`; or, with `image_grid_thw`
+            (`[images, 3]`: frames, rows and columns), their patches one behind the other, `[patches, numbers]`; or,
+            with `image_position_ids` (`[images, patches, 2]`: column and row, -1 for padding), those of each image.
+            Those of each row may stand apart, `[batch, images, channels, height, width]`: one that is 0 is none.
+        - `image_sizes`: height and width of each image in pixels, `[images, 2]`, where they are padded to one size.
         - `pixel_attention_mask`: likewise, 0 where a pixel is padding: the shape of `pixel_values` without channels.
-        - `pixel_values_videos`, `video_grid_thw`, `video_position_ids`: likewise of films.
-        - `num_frames_per_video`: accepted; with `video_position_ids` each frame is a picture of its own.
-        - `video_second_per_grid`, or `second_per_grid_ts`: time between the frames of each film, in seconds.
-        - `use_audio_in_video`: whether films have sounds, whose tokens stand among theirs: accepted, the ids show it.
-        - `input_features`: log-mel spectra, of which `feature_attention_mask` (`[sounds, frames]`) says which frames
-            are real: `[sounds, bands, frames]`, or `[sounds, frames, bands]` for an encoder that reads whole sounds.
+        - `pixel_values_videos`, `video_grid_thw`, `video_position_ids`: likewise of videos.
+        - `num_frames_per_video`: accepted; with `video_position_ids` each frame is an image of its own.
+        - `video_second_per_grid`, or `second_per_grid_ts`: time between the frames of each video, in seconds.
+        - `use_audio_in_video`: whether videos have audio, whose tokens stand among theirs: accepted, the ids show it.
+        - `input_features`: log-mel spectra, of which `feature_attention_mask` (`[audio, frames]`) says which frames
+            are real: `[audio, bands, frames]`, or `[audio, frames, bands]` for an encoder that reads whole audio.
         - `input_features_mask`: the same mask under Gemma 4's name.
         - `attention_mask`: 0 where a token is padding.
         - `token_type_ids`, `mm_token_type_ids`: which tokens are placeholders: accepted, and compared with the ids.
@@ -119,33 +119,31 @@ class Media(eqx.Module):
             same = given is None or np.array_equal(np.asarray(given) > 0, kinds != TEXT)
             check(same, f"Media.create: {name} {rule}.", DataError)
         found: dict[int, Sequence[Any]] = {
-            IMAGE: _pictures(
+            IMAGE: _images(
                 *(media, pixel_values, image_grid_thw, image_position_ids, "pixel_values", "image"),
                 sizes=image_sizes,
                 mask=pixel_attention_mask,
             ),
-            VIDEO: _pictures(
+            VIDEO: _images(
                 media, pixel_values_videos, video_grid_thw, video_position_ids, "pixel_values_videos", "video"
             ),
             AUDIO: _heard(media, input_features, feature_attention_mask, input_features_mask, groups),
         }
         segments = _documents(ids, attention_mask, segment_ids)
-        pictures, sounds, order = _packed(media, kinds.reshape(groups, -1), found)
+        images, audio, order = _packed(media, kinds.reshape(groups, -1), found)
         seconds = second_per_grid_ts if video_second_per_grid is None else video_second_per_grid
         positions = None
         stem = media.patch_stem
         if media.positions is not None and stem is not None:
-            grids: dict[int, Sequence[Any]] = {
-                kind: [picture.grid for picture in found[kind]] for kind in (IMAGE, VIDEO)
-            }
+            grids: dict[int, Sequence[Any]] = {kind: [image.grid for image in found[kind]] for kind in (IMAGE, VIDEO)}
             seconds = None if seconds is None else np.asarray(seconds, np.float32).reshape(-1)
-            times, films = None if seconds is None else len(seconds), len(found[VIDEO])
-            rule = f"for {films} films: give one for each"
-            check(times in (None, films), f"Media.create: {times} times between frames {rule}.", DataError)
+            times, videos = None if seconds is None else len(seconds), len(found[VIDEO])
+            rule = f"for {videos} videos: give one for each"
+            check(times in (None, videos), f"Media.create: {times} times between frames {rule}.", DataError)
             positions = grid_positions(media.positions, kinds, segments, grids, stem.merge, seconds)
         return cls(
-            pictures=pictures,
-            sounds=sounds,
+            images=images,
+            audio=audio,
             order=order,
             index=_counted(kinds, groups),
             spans=np.isin(kinds, (IMAGE, VIDEO)).astype(np.int32) if media.spans else None,
@@ -182,7 +180,7 @@ class Media(eqx.Module):
 
 
 class Encoded(eqx.Module):
-    """What encoders make of pictures and sounds.
+    """What encoders make of images and audio.
 
     **Arguments:**
 
@@ -234,9 +232,9 @@ def _kinds(media: MediaConfig, ids: np.ndarray) -> np.ndarray:
     return kinds
 
 
-def _pictures(
+def _images(
     media: MediaConfig, pixels: Any, grids: Any, positions: Any, name: str, kind: str, **extent: Any
-) -> list[Picture]:
+) -> list[Image]:
     if pixels is None:
         return []
     stem = media.patch_stem
@@ -249,13 +247,13 @@ def _pictures(
     return from_pixels(stem, pixels, name, **extent)
 
 
-def _heard(media: MediaConfig, features: Any, mask: Any, other: Any, groups: int) -> list[Sound]:
-    """The sounds, by whichever name their mask has."""
+def _heard(media: MediaConfig, features: Any, mask: Any, other: Any, groups: int) -> list[Audio]:
+    """The audio, by whichever name their mask has."""
     names = "feature_attention_mask and input_features_mask"
     check(mask is None or other is None, f"Media.create: {names} are the same: give one.", DataError)
     if features is None:
         return []
-    stem = media.sound_stem
+    stem = media.audio_stem
     if stem is None:
         raise DataError("Media.create: input_features is given, but this model has no audio encoder.")
     name, given = ("feature_attention_mask", mask) if other is None else ("input_features_mask", other)
@@ -290,38 +288,38 @@ _NAMES = {IMAGE: "image", VIDEO: "video", AUDIO: "audio"}
 
 def _packed(
     media: MediaConfig, kinds: np.ndarray, found: dict[int, Sequence[Any]]
-) -> tuple[PatchRows | None, SoundRows | None, np.ndarray]:
+) -> tuple[PatchRows | None, AudioRows | None, np.ndarray]:
     """What the encoders read, and for each group the rows of features of its placeholders."""
     shares = {kind: _shares(media, kind, kinds, items) for kind, items in found.items()}
     seen = [shares[IMAGE][group] + shares[VIDEO][group] for group in range(len(kinds))]
-    heard, pictures, sounds, made = shares[AUDIO], None, None, 0
+    heard, images, audio, made = shares[AUDIO], None, None, 0
     rows: list[list[np.ndarray]] = [[], []]
     if any(seen) and (stem := media.patch_stem) is not None:
-        pictures, rows[0] = pack_pictures(stem, seen)
-        made = pictures.positions.size // stem.group // len(kinds)
-    if any(heard) and (ears := media.sound_stem) is not None:
-        sounds, rows[1] = pack_sounds(ears, heard)
-    heard_rows = 0 if sounds is None else sounds.positions.size // len(kinds)
+        images, rows[0] = pack_images(stem, seen)
+        made = images.positions.size // stem.group // len(kinds)
+    if any(heard) and (ears := media.audio_stem) is not None:
+        audio, rows[1] = pack_audio(ears, heard)
+    heard_rows = 0 if audio is None else audio.positions.size // len(kinds)
     most, room = int((kinds != TEXT).sum(axis=1).max(initial=0)), made + heard_rows
     # as many as there is room for, unless that is far more: a size less that a program depends on
     order = np.zeros((len(kinds), room if room <= 2 * most else finer_sizes(most)), np.int32)
-    of_pictures, of_sounds = iter(rows[0]), iter(rows[1])
+    of_images, of_audio = iter(rows[0]), iter(rows[1])
     for group, own in enumerate(kinds):
         own = own[own != TEXT]
-        for kind, shift, source in ((IMAGE, 0, of_pictures), (VIDEO, 0, of_pictures), (AUDIO, made, of_sounds)):
+        for kind, shift, source in ((IMAGE, 0, of_images), (VIDEO, 0, of_images), (AUDIO, made, of_audio)):
             parts = [next(source) for _ in shares[kind][group]]
             if parts:
                 size = made if kind != AUDIO else heard_rows
                 order[group, : len(own)][own == kind] = np.concatenate(parts) - group * size + shift
-    return pictures, sounds, order
+    return images, audio, order
 
 
 def _shares(media: MediaConfig, kind: int, kinds: np.ndarray, items: Sequence[Any]) -> list[list[Any]]:
-    """The pictures, or sounds, of each group of rows: as many as its placeholders ask for."""
+    """The images, or audio, of each group of rows: as many as its placeholders ask for."""
     group = 1 if media.vision is None else media.vision.stem.group
     sizes = [item[1] if kind == AUDIO else len(item.patches) // group for item in items]
     wanted = (kinds == kind).sum(axis=1).tolist()
-    name, things = _NAMES[kind], "sounds" if kind == AUDIO else "pictures"
+    name, things = _NAMES[kind], "audio" if kind == AUDIO else "images"
     rule = f"but {len(items)} {things} make {sum(sizes)} rows of features"
     check(
         sum(wanted) == sum(sizes), f"Media.create: input_ids has {sum(wanted)} {name} placeholders, {rule}.", DataError

@@ -12,17 +12,17 @@ from eqx_decoders.errors import check, check_integer, check_number, check_word
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GridPositions:
-    """Rotary positions of time, row and column (M-RoPE): a picture's tokens count from where the text stopped.
+    """Rotary positions of time, row and column (M-RoPE): an image's tokens count from where the text stopped.
 
-    Text, and sound, moves all three by one; what follows a picture begins behind the largest of its numbers.
+    Text, and audio, moves all three by one; what follows an image begins behind the largest of its numbers.
 
     **Arguments:**
 
-    - `frames`: whether the frames of a film are `"apart"`, each a picture with text before it (Qwen3-VL), or
+    - `frames`: whether the frames of a video are `"apart"`, each an image with text before it (Qwen3-VL), or
         `"together"`, with times of their own.
     - `per_second`: by how much time moves in a second, for frames that are together.
     - `whole`: whether times are rounded down to whole numbers.
-    - `behind_times`: whether what follows a film begins behind its times, too, or behind its rows and columns only
+    - `behind_times`: whether what follows a video begins behind its times, too, or behind its rows and columns only
         (Qwen2.5-VL).
     """
 
@@ -42,10 +42,10 @@ class MediaConfig:
 
     **Arguments:**
 
-    - `vision`, `audio`: encoders of pictures and of sounds; None for none.
+    - `vision`, `audio`: encoders of images and of audio; None for none.
     - `image_token`, `video_token`, `audio_token`: ids of placeholders; None where there are none of the kind.
-    - `spans`: whether the tokens of a picture see each other whole, in layers whose attention has spans.
-    - `positions`: rotary positions of several dimensions; None where a picture's tokens are counted like text.
+    - `spans`: whether the tokens of an image see each other whole, in layers whose attention has spans.
+    - `positions`: rotary positions of several dimensions; None where an image's tokens are counted like text.
     - `lookup_token`: the id that tables beside the embedding see in place of a placeholder (Gemma 4).
     """
 
@@ -65,8 +65,8 @@ class MediaConfig:
         return stem if isinstance(stem, PatchStemConfig) else None
 
     @property
-    def sound_stem(self) -> AudioStemConfig | FrameStemConfig | None:
-        """What makes features of sounds; None where a model hears nothing."""
+    def audio_stem(self) -> AudioStemConfig | FrameStemConfig | None:
+        """What makes features of audio; None where a model hears nothing."""
         stem = None if self.audio is None else self.audio.stem
         return stem if isinstance(stem, AudioStemConfig | FrameStemConfig) else None
 

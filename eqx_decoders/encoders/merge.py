@@ -1,4 +1,4 @@
-"""What a decoder does with pictures and sounds around its own layers."""
+"""What a decoder does with images and audio around its own layers."""
 
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
@@ -51,13 +51,13 @@ def check_media(media: MediaConfig | None, blocks: tuple[BlockConfig, ...], embe
 def encode(
     vision: Encoder | None, audio: Encoder | None, media: Media, execution: Execution, config: _Sizes
 ) -> Encoded:
-    """The features of all pictures and sounds, in the order of their placeholders."""
+    """The features of all images and audio, in the order of their placeholders."""
     order = jnp.asarray(media.order)
     groups, dtype = order.shape[0], execution.precision.compute
     made: list[Array] = []
     own: list[Array] = []
     further: list[list[Array]] = []
-    for name, encoder, rows in (("vision", vision, media.pictures), ("audio", audio, media.sounds)):
+    for name, encoder, rows in (("vision", vision, media.images), ("audio", audio, media.audio)):
         if rows is None:
             continue
         if encoder is None:

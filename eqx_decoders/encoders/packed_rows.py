@@ -1,4 +1,4 @@
-"""What encoders read: patches of any number of pictures, or pieces of any number of sounds, packed into rows."""
+"""What encoders read: patches of any number of images, or pieces of any number of audio, packed into rows."""
 
 import equinox as eqx
 from jaxtyping import Bool, Float, Int, Num
@@ -7,13 +7,13 @@ from eqx_decoders.sharding.axes import AnyArray
 
 
 class PatchRows(eqx.Module):
-    """Patches of pictures, several of which may share a row.
+    """Patches of images, several of which may share a row.
 
     **Arguments:**
 
     - `patches`: the numbers of each patch.
-    - `positions`: of a patch in its picture, or among its windows; -1 where there is none.
-    - `segment_ids`: the number of a picture, or of a film's frame, in its row; None where each row is one picture.
+    - `positions`: of a patch in its image, or among its windows; -1 where there is none.
+    - `segment_ids`: the number of an image, or of a video's frame, in its row; None where each row is one image.
     - `coordinates`: row and column, or column and row, of each patch.
     - `places`, `place_weights`: rows of the table of learned positions, and what each of them counts.
     - `class_tokens`: where a class token stands; None where there is none.
@@ -31,13 +31,13 @@ class PatchRows(eqx.Module):
 
 
 class ChunkRows(eqx.Module):
-    """Spectra of sounds, cut into chunks of equally many frames; several sounds may share a row.
+    """Spectra of audio, cut into chunks of equally many frames; several audio may share a row.
 
     **Arguments:**
 
     - `chunks`: mel bands of each frame of each chunk.
-    - `positions`: of a token, one of several of a chunk, in its sound; -1 where there is none.
-    - `segment_ids`: the number of a sound in its row.
+    - `positions`: of a token, one of several of a chunk, in its audio; -1 where there is none.
+    - `segment_ids`: the number of an audio clip in its row.
     - `group`: how many tokens become one feature.
     """
 
@@ -48,14 +48,14 @@ class ChunkRows(eqx.Module):
 
 
 class FrameRows(eqx.Module):
-    """Spectra of whole sounds, frame by frame; several sounds may share a row, with silence in between.
+    """Spectra of whole audio, frame by frame; several audio may share a row, with silence in between.
 
     **Arguments:**
 
     - `frames`: mel bands of each frame; so many frames become a token.
-    - `real`: which frames are a sound's.
-    - `positions`: of a token in its sound; -1 where there is none.
-    - `segment_ids`: the number of a sound, or of the silence between two, in its row.
+    - `real`: which frames are an audio clip's.
+    - `positions`: of a token in its audio; -1 where there is none.
+    - `segment_ids`: the number of an audio clip, or of the silence between two, in its row.
     - `group`: how many tokens become one feature.
     """
 
@@ -66,4 +66,4 @@ class FrameRows(eqx.Module):
     group: int = eqx.field(static=True, default=1)
 
 
-SoundRows = ChunkRows | FrameRows
+AudioRows = ChunkRows | FrameRows

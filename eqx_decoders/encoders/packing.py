@@ -1,4 +1,4 @@
-"""Items of different sizes in rows of one size, and pictures in such rows: nothing is padded to a square.
+"""Items of different sizes in rows of one size, and images in such rows: nothing is padded to a square.
 
 Their number and sizes are data, a program's shapes are not: rows and their lengths are rounded up to few sizes.
 """
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from eqx_decoders.encoders.images import Picture, coordinates, in_windows, learned_places
+from eqx_decoders.encoders.images import Image, coordinates, in_windows, learned_places
 from eqx_decoders.encoders.packed_rows import PatchRows
 from eqx_decoders.encoders.stem import PatchStemConfig
 
@@ -62,37 +62,37 @@ class Packing:
         return cls(each * len(groups), length, tuple(where))
 
 
-def pack_pictures(stem: PatchStemConfig, groups: Sequence[Sequence[Picture]]) -> tuple[PatchRows, list[np.ndarray]]:
-    """The rows, and for each picture which of the rows' groups of patches its tokens are, in their order."""
+def pack_images(stem: PatchStemConfig, groups: Sequence[Sequence[Image]]) -> tuple[PatchRows, list[np.ndarray]]:
+    """The rows, and for each image which of the rows' groups of patches its tokens are, in their order."""
     further = stem.group if stem.class_token else 0  # a class token has a group of its own
-    pictures = [picture for group in groups for picture in group]
+    images = [image for group in groups for image in group]
     packing = Packing.of([[len(each.patches) + further for each in group] for group in groups], stem.group)
     shape = packing.rows, packing.length
     patches = np.zeros((*shape, int(np.prod(stem.shape))), np.float32)
     positions, segments = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
     where = np.zeros((*shape, 2), np.int32)
     classes = np.zeros(shape, bool) if stem.class_token else None
-    learned = [learned_places(stem, each) for each in pictures]
+    learned = [learned_places(stem, each) for each in images]
     taps = learned[0][0].shape[1] if learned and learned[0] is not None else 0
     places, weights = np.zeros((*shape, taps), np.int32), np.zeros((*shape, taps), np.float32)
     rows_of, number = [], np.zeros(packing.rows, np.int64)
-    for picture, (row, begin), at in zip(pictures, packing.places, learned, strict=True):
-        order, own = in_windows(stem, picture)
-        count, here = len(picture.patches), np.s_[row, begin : begin + len(picture.patches)]
-        patches[here], positions[here] = picture.patches[order], own
-        segments[here] = number[row] + 1 + picture.frames[order]
-        where[here] = coordinates(stem, picture)[order]
+    for image, (row, begin), at in zip(images, packing.places, learned, strict=True):
+        order, own = in_windows(stem, image)
+        count, here = len(image.patches), np.s_[row, begin : begin + len(image.patches)]
+        patches[here], positions[here] = image.patches[order], own
+        segments[here] = number[row] + 1 + image.frames[order]
+        where[here] = coordinates(stem, image)[order]
         if at is not None:
             places[here], weights[here] = at[0][order], at[1][order]
         if classes is not None:
             token = row, begin + count
             classes[token], positions[token], segments[token] = True, count, segments[row, begin]
             places[token], weights[token] = stem.class_place, 1.0
-        number[row] += picture.grid[0]
+        number[row] += image.grid[0]
         first = (row * packing.length + begin) // stem.group
         back = np.argsort(order[:: stem.group] // stem.group)  # windows are made of whole groups
         rows_of.append(first + back)
-    # rows that are one whole picture each need no segments; empty ones have no tokens
+    # rows that are one whole image each need no segments; empty ones have no tokens
     whole = number.max(initial=0) <= 1
     return PatchRows(
         patches=patches,

@@ -25,11 +25,11 @@ def grid_positions(
 
     - `kinds`: of each token, `[rows, length]`.
     - `segments`: of each token its document, counted anew in each; 0 for padding.
-    - `grids`: by kind, frames, rows and columns of patches of all pictures, in the order of their tokens.
+    - `grids`: by kind, frames, rows and columns of patches of all images, in the order of their tokens.
     - `merge`: rows and columns of patches that become one token.
-    - `seconds`: of each film the time between its frames; None for 1.
+    - `seconds`: of each video the time between its frames; None for 1.
     """
-    pictures = {kind: _tokens_of(config, kind, grids.get(kind, ()), merge, seconds) for kind in (IMAGE, VIDEO)}
+    images = {kind: _tokens_of(config, kind, grids.get(kind, ()), merge, seconds) for kind in (IMAGE, VIDEO)}
     found = np.zeros((*kinds.shape, 3), np.float32)
     for row, (own, document) in enumerate(zip(kinds, segments, strict=True)):
         begin, latest = np.float32(0), 0
@@ -42,64 +42,64 @@ def grid_positions(
                 found[row, first:last] = (begin + np.arange(last - first, dtype=np.float32))[:, None]
                 begin += np.float32(last - first)
             else:
-                found[row, first:last] = begin + _run_of_pictures(config, own[first:last], pictures)
+                found[row, first:last] = begin + _run_of_images(config, own[first:last], images)
                 begin = _behind(config, found[row, first:last], own[first:last])
     return found
 
 
 def _behind(config: GridPositions, positions: np.ndarray, kinds: np.ndarray) -> np.float32:
-    """Where counting goes on. Of a film and its sound that is behind what is left of one where the other has ended."""
+    """Where counting goes on. Of a video and its audio that is behind what is left of one where the other has ended."""
     if _is_mixed(kinds):
         positions = positions[np.flatnonzero(kinds != kinds[-1])[-1] + 1 :]
     return positions[:, 0 if config.behind_times else 1 :].max() + np.float32(1)
 
 
 def _is_mixed(kinds: np.ndarray) -> bool:
-    """Whether these are a film's tokens and those of its sound."""
+    """Whether these are a video's tokens and those of its audio."""
     return VIDEO in kinds and AUDIO in kinds
 
 
 def _runs(kinds: np.ndarray, document: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Stretches of text or sound, and of pictures that touch, in one document; a film with its sound is one stretch."""
+    """Stretches of text or audio, and of images that touch, in one document; a video with its audio is one stretch."""
     seen = np.isin(kinds, (IMAGE, VIDEO))
-    sound = kinds == AUDIO
-    # sound that touches a film's tokens belongs to it
+    audio = kinds == AUDIO
+    # audio that touches a video's tokens belongs to it
     change = np.concatenate([[True], (seen[1:] != seen[:-1]) | (document[1:] != document[:-1]), [True]])
     for at in np.flatnonzero(change[1:-1]) + 1:
         pair = {int(kinds[at - 1]), int(kinds[at])}
         if pair == {VIDEO, AUDIO} and document[at] == document[at - 1]:
             change[at] = False
-    for at in np.flatnonzero(sound[1:] != sound[:-1]) + 1:  # and text beside that sound does not
+    for at in np.flatnonzero(audio[1:] != audio[:-1]) + 1:  # and text beside that audio does not
         change[at] |= {int(kinds[at - 1]), int(kinds[at])} == {TEXT, AUDIO}
     ends = np.flatnonzero(change)
     return zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)
 
 
-def _run_of_pictures(config: GridPositions, kinds: np.ndarray, pictures: dict[int, Iterator[np.ndarray]]) -> np.ndarray:
-    """The positions of pictures that follow one another, from 0; a film's sound is counted beside it."""
+def _run_of_images(config: GridPositions, kinds: np.ndarray, images: dict[int, Iterator[np.ndarray]]) -> np.ndarray:
+    """The positions of images that follow one another, from 0; a video's audio is counted beside it."""
     found = np.zeros((len(kinds), 3), np.float32)
     for kind in (IMAGE, VIDEO):
         places = np.flatnonzero(kinds == kind)
         begin, base = 0, np.float32(0)
         while begin < len(places):
-            own = next(pictures[kind], None)
-            rule = "are more than pictures say: their grids have fewer"
+            own = next(images[kind], None)
+            rule = "are more than images say: their grids have fewer"
             check(own is not None, f"Media.create: {len(places)} placeholders in a row {rule}.", DataError)
             assert own is not None
             here = places[begin : begin + len(own)]
             rule = "is cut by text, or by the end of its row"
-            check(len(here) == len(own), f"Media.create: a picture of {len(own)} tokens {rule}.", DataError)
+            check(len(here) == len(own), f"Media.create: an image of {len(own)} tokens {rule}.", DataError)
             found[here] = base + own
             begin, base = begin + len(own), _behind(config, found[here], kinds[here])
-    sound = np.flatnonzero(kinds == AUDIO)
-    found[sound] = np.arange(len(sound), dtype=np.float32)[:, None]
+    audio = np.flatnonzero(kinds == AUDIO)
+    found[audio] = np.arange(len(audio), dtype=np.float32)[:, None]
     return found
 
 
 def _tokens_of(
     config: GridPositions, kind: int, grids: Sequence[tuple[int, int, int]], merge: int, seconds: np.ndarray | None
 ) -> Iterator[np.ndarray]:
-    """Time, row and column of the tokens of each picture, from 0."""
+    """Time, row and column of the tokens of each image, from 0."""
     for number, (frames, height, width) in enumerate(grids):
         rows, columns = height // merge, width // merge
         apart = kind == VIDEO and config.frames == "apart"

@@ -1,4 +1,4 @@
-"""What an encoder makes of patches of pictures: features, and where they stand in a picture."""
+"""What an encoder makes of patches of images: features, and where they stand in an image."""
 
 import dataclasses
 from typing import Literal
@@ -22,7 +22,7 @@ class LearnedGrid:
     **Arguments:**
 
     - `side`: rows and columns of the grid.
-    - `resample`: how a picture with other rows and columns finds its positions: `"none"`, it must have these;
+    - `resample`: how an image with other rows and columns finds its positions: `"none"`, it must have these;
         `"bilinear"`, between four neighbours, corners on corners (Qwen3-VL); `"fraction"`, the one at the same fraction
         of the side (Idefics 3).
     """
@@ -97,11 +97,11 @@ class PatchStemConfig:
 
     - `size`: rows and columns of pixels in a patch.
     - `channels`: of a pixel.
-    - `frames`: pictures of a patch, one behind the other in time.
+    - `frames`: images of a patch, one behind the other in time.
     - `merge`: rows and columns of patches that become one row of features; they stand one behind the other.
     - `bias`: whether there is one.
     - `positions`: learned positions; None for none.
-    - `class_token`: whether a learned token stands behind each picture's patches (Llama 4).
+    - `class_token`: whether a learned token stands behind each image's patches (Llama 4).
     - `pixel_scale`, `pixel_shift`: pixels are multiplied by the one, and then the other is added.
     - `coordinates`: the order in which rotary embeddings get them: `"row_column"` or `"column_row"`.
     - `first_coordinate`: that of the first row and column.

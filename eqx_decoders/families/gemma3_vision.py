@@ -1,6 +1,6 @@
 """Gemma 3 that sees (Gemma Team 2025): a SigLIP encoder (Zhai et al. 2023), its patches averaged to a few tokens.
 
-The tokens of a picture see each other whole, in layers with a window and without.
+The tokens of an image see each other whole, in layers with a window and without.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ def siglip(
     eps: float = 1e-6,
     activation: str = "gelu_tanh",
 ) -> EncoderConfig:
-    """The encoder of pictures of `side x side` patches, of which `merge x merge` are averaged to one token."""
+    """The encoder of images of `side x side` patches, of which `merge x merge` are averaged to one token."""
     layer_norm = LayerNormConfig(eps=eps)
     mlp = MLPConfig(mlp_dim=mlp_dim, activation=activation, gated=False, bias=True)
     return EncoderConfig(
@@ -65,7 +65,7 @@ def siglip(
 
 
 def gemma3_vision(text: DecoderConfig, vision: EncoderConfig, *, image_token: int = IMAGE) -> DecoderConfig:
-    """A decoder with this encoder, all of whose layers see pictures whole."""
+    """A decoder with this encoder, all of whose layers see images whole."""
     media = MediaConfig(vision=vision, image_token=image_token, spans=True)
     return dataclasses.replace(with_spans(text), media=media)
 

@@ -130,7 +130,7 @@ _KEYS = {"hidden_act": "hidden_activation"}
 
 
 def _read(fields: Fields) -> DecoderConfig:
-    fields.allow_only("use_bidirectional_attention", "vision")  # it is about the tokens of pictures
+    fields.allow_only("use_bidirectional_attention", "vision")  # it is about the tokens of images
     shape = read_shape(fields, num_kv_heads=4, head_dim=256, tied=True, activation="gelu_pytorch_tanh", keys=_KEYS)
     local = [(index + 1) % 6 != 0 for index in range(shape.num_layers)]
     masks = (*read_masks(fields, fields.integer("sliding_window", 512), local)[:-1], Causal())  # as transformers has it

@@ -47,7 +47,7 @@ def gemma4_audio(
     activation: str = "silu",
     clipped: bool = True,
 ) -> EncoderConfig:
-    """The encoder of sounds; `half` is what feed-forward layers count, `feature_dim` the features before the last norm.
+    """The encoder of audio; `half` is what feed-forward layers count, `feature_dim` the features before the last norm.
 
     The defaults are those of transformers' `Gemma4AudioConfig`.
     """

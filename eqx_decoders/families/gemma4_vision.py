@@ -1,7 +1,7 @@
-"""Gemma 4 that sees (Gemma Team 2026): patches of pictures of any shape, turned by column and row, averaged to tokens.
+"""Gemma 4 that sees (Gemma Team 2026): patches of images of any shape, turned by column and row, averaged to tokens.
 
-In the larger models the tokens of a picture see each other whole, in layers with a window; in the smaller ones the
-encoder's matrices clip what they read and make. A film is its frames: pictures, one behind the other. The smaller ones
+In the larger models the tokens of an image see each other whole, in layers with a window; in the smaller ones the
+encoder's matrices clip what they read and make. A video is its frames: images, one behind the other. The smaller ones
 also hear: `gemma4_audio`.
 """
 
@@ -49,7 +49,7 @@ def gemma4_encoder(
     standardize: bool = False,
     clipped: bool = False,
 ) -> EncoderConfig:
-    """The encoder of pictures of any number of patches, of which `merge x merge` are averaged to one token.
+    """The encoder of images of any number of patches, of which `merge x merge` are averaged to one token.
 
     `positions` is how many columns, and rows, have learned positions.
     """
@@ -103,7 +103,7 @@ def gemma4_vision(
     audio_token: int = AUDIO,
     lookup_token: int = 0,
 ) -> DecoderConfig:
-    """A decoder with these encoders, at least one; `whole`: whether layers with a window see pictures whole.
+    """A decoder with these encoders, at least one; `whole`: whether layers with a window see images whole.
 
     `lookup_token` is the one that the embeddings of layers have in place of placeholders.
     """
@@ -184,7 +184,7 @@ def _media(config: DecoderConfig) -> MediaConfig:
     """Its encoders; ConversionError where there are none."""
     media = config.media
     if media is None or (media.vision is None and media.audio is None):
-        raise ConversionError("DecoderConfig.media must have an encoder of pictures or of sounds.")
+        raise ConversionError("DecoderConfig.media must have an encoder of images or of audio.")
     return media
 
 
@@ -230,17 +230,17 @@ def _write_text(config: DecoderConfig) -> dict[str, Any]:
 
 _IGNORED_VISION_KEYS = {
     "initializer_range": "of new weights",
-    "default_output_length": "how large processors make pictures",
+    "default_output_length": "how large processors make images",
     "global_head_dim": "no layer of an encoder has a window",
 }
 _BESIDE = ("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index")
 IGNORED_KEYS = dict.fromkeys(_BESIDE, "a token around placeholders") | {
-    "audio_token_id": "of a model without an encoder of sounds",
+    "audio_token_id": "of a model without an encoder of audio",
     "initializer_range": "of new weights",
-    "vision_soft_tokens_per_image": "how large processors make pictures",
-    "vision_soft_tokens_per_video_frame": "how large processors make pictures",
-    "audio_soft_tokens_per_image": "how long processors make sounds",
-    "audio_ms_per_token": "how long processors make sounds",
+    "vision_soft_tokens_per_image": "how large processors make images",
+    "vision_soft_tokens_per_video_frame": "how large processors make images",
+    "audio_soft_tokens_per_image": "how long processors make audio",
+    "audio_ms_per_token": "how long processors make audio",
 }
 
 
@@ -294,7 +294,7 @@ _small = dict(embed_dim=768, layers=16, heads=12, mlp_dim=3072, clipped=True)
 
 
 def _published(name: str, vision: dict[str, Any], *, whole: bool, hears: bool = False) -> DecoderConfig:
-    """An encoder of sounds is that of transformers' `Gemma4AudioConfig`, whose defaults are said to be e2b's."""
+    """An encoder of audio is that of transformers' `Gemma4AudioConfig`, whose defaults are said to be e2b's."""
     text = gemma4.MODELS[name]()
     audio = gemma4_audio.gemma4_audio(out_dim=text.embed_dim) if hears else None
     return gemma4_vision(text, gemma4_encoder(out_dim=text.embed_dim, **vision), whole=whole, audio=audio)

@@ -1,6 +1,6 @@
 """Idefics 3 (Laurençon et al. 2024): Llama with a SigLIP encoder (Zhai et al. 2023).
 
-Learned positions are found at the same fraction of a picture's side; neighbouring patches are joined to few tokens.
+Learned positions are found at the same fraction of an image's side; neighbouring patches are joined to few tokens.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Llama 4 that sees, Scout and Maverick (Meta 2025): tiles of a picture, each with a class token behind its patches."""
+"""Llama 4 that sees, Scout and Maverick (Meta 2025): tiles of an image, each with a class token behind its patches."""
 
 import dataclasses
 from typing import Any

@@ -1,6 +1,6 @@
 """Mistral Small 3.1 (Mistral AI 2025): Mistral with the vision encoder of Pixtral (Agrawal et al. 2024).
 
-Pictures keep their own sizes; four neighbouring patches become one token.
+Images keep their own sizes; four neighbouring patches become one token.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ def pixtral(
     projector_activation: str = "gelu",
     projector_bias: bool = False,
 ) -> EncoderConfig:
-    """The encoder of pictures of any size; `eps` is that of the norm behind it."""
+    """The encoder of images of any size; `eps` is that of the norm behind it."""
     rope = AxialRope(theta=theta, staggered=True)
     mlp = MLPConfig(mlp_dim=mlp_dim, activation=activation)
     return EncoderConfig(
@@ -100,7 +100,7 @@ def _read(fields: Fields, config: DecoderConfig) -> DecoderConfig:
     )
     ignored = {
         "initializer_range": "of new weights",
-        "image_size": "of the largest picture: positions have no table",
+        "image_size": "of the largest image: positions have no table",
         "vocab_size": "an encoder has none",
     }
     finish(fields, "vision_config", table, ignored)

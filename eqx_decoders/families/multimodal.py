@@ -29,7 +29,7 @@ def encoder_layer(
     bias: bool = True,
     window: int | None = None,
 ) -> BlockConfig:
-    """A layer in which patches, or tokens of sounds, see all of their picture or window, in both directions."""
+    """A layer in which patches, or tokens of audio, see all of their image or window, in both directions."""
     mixer = AttentionConfig(
         num_heads=heads,
         num_kv_heads=heads,
@@ -176,7 +176,7 @@ def finish(fields: Fields, key: str, table: Fields, ignored: Mapping[str, str] =
 
 
 def with_spans(config: DecoderConfig, chosen: Callable[[AttentionConfig], bool] = lambda _: True) -> DecoderConfig:
-    """The configuration whose (chosen) layers see pictures whole."""
+    """The configuration whose (chosen) layers see images whole."""
 
     def changed(block: Any) -> Any:
         mixer = block.mixer

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL (Bai et al. 2025): Qwen2 that sees pictures and films, mostly in windows; frames of films have times."""
+"""Qwen2.5-VL (Bai et al. 2025): Qwen2 that sees images and videos, mostly in windows; frames of videos have times."""
 
 import dataclasses
 import functools
@@ -121,7 +121,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
     media = media_of(config)
     encoder, positions = media.vision, media.positions
     if encoder is None or not isinstance(encoder.stem, PatchStemConfig) or positions is None:
-        raise ConversionError("MediaConfig must have an encoder of pictures, and positions.")
+        raise ConversionError("MediaConfig must have an encoder of images, and positions.")
     stem, mixers = encoder.stem, [block.mixer for block in encoder.blocks]
     first, mlp = mixers[0], encoder.blocks[0].mlp
     if not isinstance(first, AttentionConfig) or not isinstance(mlp, MLPConfig) or stem.window is None:

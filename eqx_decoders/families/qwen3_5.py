@@ -1,4 +1,4 @@
-"""Qwen3.5, dense, text (Qwen Team 2026): Qwen3-Next's layers, and positions of several dimensions for pictures."""
+"""Qwen3.5, dense, text (Qwen Team 2026): Qwen3-Next's layers, and positions of several dimensions for images."""
 
 import functools
 from typing import Any

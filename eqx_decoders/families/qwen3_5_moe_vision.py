@@ -1,4 +1,4 @@
-"""Qwen3.5 with experts that sees pictures and films (Qwen Team 2026)."""
+"""Qwen3.5 with experts that sees images and videos (Qwen Team 2026)."""
 
 from eqx_decoders.families import qwen3_5_moe
 from eqx_decoders.families.qwen3_5_vision import LARGE, qwen3_5_vision, seeing

@@ -1,4 +1,4 @@
-"""Qwen3.5 that sees pictures and films (Qwen Team 2026): positions turn heads of the layers that have attention."""
+"""Qwen3.5 that sees images and videos (Qwen Team 2026): positions turn heads of the layers that have attention."""
 
 import functools
 
@@ -18,7 +18,7 @@ NAMES = {"model.": "model.language_model.", "lm_head.": "lm_head.", "mtp.": "mtp
 
 
 def seeing(text: Family, *, model_type: str, architecture: str) -> Family:
-    """The family of this text family that sees pictures."""
+    """The family of this text family that sees images."""
     return multimodal(
         text,
         model_type=model_type,

@@ -1,4 +1,4 @@
-"""Qwen3-Omni's thinker (Xu et al. 2025): Qwen3 with experts that sees pictures and films, and hears; it writes text.
+"""Qwen3-Omni's thinker (Xu et al. 2025): Qwen3 with experts that sees images and videos, and hears; it writes text.
 
 Files of the whole model are read, too, without what speaks.
 """
@@ -54,7 +54,7 @@ def omni_audio(
     window_chunks: int = 8,
     activation: str = "gelu",
 ) -> EncoderConfig:
-    """The encoder of sounds: tokens see those of their window of `window_chunks` chunks."""
+    """The encoder of audio: tokens see those of their window of `window_chunks` chunks."""
     stem = AudioStemConfig(mel_bands=mel_bands, chunk_frames=chunk_frames, filters=filters)
     window = window_chunks * stem.chunk_tokens
     mlp = MLPConfig(mlp_dim=mlp_dim, activation=activation, gated=False, bias=True)
@@ -72,7 +72,7 @@ def read_audio(fields: Fields, out_dim: int) -> EncoderConfig:
     """The encoder that `audio_config` describes."""
     table = fields.table("audio_config")
     if table is None:
-        raise fields.error("audio_config is missing: it describes the encoder of sounds.")
+        raise fields.error("audio_config is missing: it describes the encoder of audio.")
     table.rename("num_hidden_layers", "encoder_layers")
     table.allow_only("scale_embedding", False)
     made = table.integer("output_dim", 3584)
@@ -114,7 +114,7 @@ _IGNORED_AUDIO_KEYS = {
 def write_audio(encoder: EncoderConfig | None) -> dict[str, Any]:
     """What `read_audio` reads."""
     if encoder is None or not isinstance(encoder.stem, AudioStemConfig):
-        raise ConversionError("MediaConfig.audio=None: there must be an encoder of sounds.")
+        raise ConversionError("MediaConfig.audio=None: there must be an encoder of audio.")
     stem, mixer, mlp = encoder.stem, encoder.blocks[0].mixer, encoder.blocks[0].mlp
     if not isinstance(mixer, AttentionConfig) or not isinstance(mlp, MLPConfig):
         raise ConversionError("MediaConfig.audio must have attention and an MLP.")

@@ -1,4 +1,4 @@
-"""Qwen3-VL, dense and with experts (Bai et al. 2025): Qwen3 that sees pictures and films, at three depths."""
+"""Qwen3-VL, dense and with experts (Bai et al. 2025): Qwen3 that sees images and videos, at three depths."""
 
 import dataclasses
 import functools

@@ -41,7 +41,7 @@ def qwen_vision(
     activation: str = "gelu_tanh",
     theta: float = 10_000.0,
 ) -> EncoderConfig:
-    """The encoder; its learned positions are a grid of `side x side`, resampled for each picture."""
+    """The encoder; its learned positions are a grid of `side x side`, resampled for each image."""
     mlp = MLPConfig(mlp_dim=mlp_dim, activation=activation, gated=False, bias=True)
     block = encoder_layer(embed_dim, heads, mlp, _NORM, rope=AxialRope(theta=theta))
     joined = embed_dim * merge**2
@@ -110,7 +110,7 @@ def read_vision(fields: Fields, out_dim: int, *, deepstack: tuple[int, ...] = ()
 
 
 def read_heads(table: Fields, default: int) -> tuple[int, int]:
-    """The features of an encoder of pictures, and its heads."""
+    """The features of an encoder of images, and its heads."""
     embed, heads = table.integer("hidden_size", default), table.integer("num_heads", 16)
     if embed % heads:
         raise table.error(f"hidden_size={embed} must be a multiple of num_heads={heads}.")
@@ -131,7 +131,7 @@ def read_axial_theta(table: Fields) -> float:
 IGNORED_VISION_KEYS = {
     "initializer_range": "of new weights",
     "tie_word_embeddings": "there are none",
-    "image_size": "pictures have any size",
+    "image_size": "images have any size",
     "spatial_patch_size": "patch_size says it",
     "in_chans": "in_channels says it",
     "tokens_per_second": "the families that count seconds say it elsewhere, or read it",
@@ -141,7 +141,7 @@ IGNORED_VISION_KEYS = {
 def write_vision(encoder: EncoderConfig | None, model_type: str) -> dict[str, Any]:
     """What `read_vision` reads."""
     if encoder is None or not isinstance(encoder.stem, PatchStemConfig):
-        raise ConversionError("MediaConfig.vision=None: there must be an encoder of pictures.")
+        raise ConversionError("MediaConfig.vision=None: there must be an encoder of images.")
     stem, block = encoder.stem, encoder.blocks[0]
     mixer, mlp, grid = block.mixer, block.mlp, stem.positions
     if not isinstance(mixer, AttentionConfig) or not isinstance(mlp, MLPConfig) or not isinstance(grid, LearnedGrid):

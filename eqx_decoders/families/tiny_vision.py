@@ -17,7 +17,7 @@ NORM = RMSNormConfig()
 
 
 def tiny_vision() -> DecoderConfig:
-    """Pictures of 32 x 32 pixels, 16 tokens each, before a decoder of three layers."""
+    """Images of 32 x 32 pixels, 16 tokens each, before a decoder of three layers."""
     eye = BlockConfig(
         mixer=AttentionConfig(
             num_heads=4,

@@ -42,7 +42,7 @@ def read_sizes(
 
 
 def read_side(table: Fields, size: int, image_size: int) -> int:
-    """Rows and columns of the grid of learned positions: the whole patches of a picture of `image_size`."""
+    """Rows and columns of the grid of learned positions: the whole patches of an image of `image_size`."""
     pixels = table.integer("image_size", image_size)
     if pixels < size:
         raise table.error(f"image_size={pixels} must be at least patch_size={size}.")
@@ -61,10 +61,10 @@ def read_theta(table: Fields, *kinds: str) -> float:
 
 
 def vision_of(config: DecoderConfig) -> tuple[MediaConfig, EncoderConfig]:
-    """Its encoders, and the one of pictures; ConversionError unless it is the only one."""
+    """Its encoders, and the one of images; ConversionError unless it is the only one."""
     media = config.media
     if media is None or media.vision is None or media.audio is not None:
-        raise ConversionError("DecoderConfig.media must have an encoder of pictures, and none of sounds.")
+        raise ConversionError("DecoderConfig.media must have an encoder of images, and none of audio.")
     return media, media.vision
 
 

@@ -60,7 +60,7 @@ def generate(
     - `stop_ids`: a row ends with one of these; what follows is `pad_id`. Default: those of `model.generation_config`.
     - `num_draft_tokens`: how many tokens multi-token prediction drafts at each step, for the model to verify:
         the same tokens in fewer steps, greedily.
-    - `media`: pictures, films and sounds, made by `Media.create` for an array of prompts. They are encoded once.
+    - `media`: images, videos and audio, made by `Media.create` for an array of prompts. They are encoded once.
     - `cache_dtype`: how keys and values are stored, as `init_cache` has it; None: in the dtype of activations, or on
         CPU, where that is faster, in float32.
 
@@ -158,9 +158,7 @@ class _Request(eqx.Module):
             prompt, lengths = _from_lists(prompt, lengths)
         elif media is not None:
             check_tokens(prompt, media)
-            check(
-                num_draft_tokens == 0, "generate: num_draft_tokens > 0 with media: drafts see no pictures. Leave it 0."
-            )
+            check(num_draft_tokens == 0, "generate: num_draft_tokens > 0 with media: drafts see no images. Leave it 0.")
         prompt, lengths = as_int32("generate: prompt", prompt), as_int32("generate: prompt_lengths", lengths)
         rows, width = check_shapes(model.config, prompt, name="generate: prompt")
         check(width > 0, "generate: prompt has length 0; give at least one token, such as the tokenizer's bos_id.")

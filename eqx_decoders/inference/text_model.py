@@ -30,11 +30,11 @@ Prompt = str | Sequence[Mapping[str, Any]]
 
 
 class Files(NamedTuple):
-    """Files beside a prompt: pictures, films and sounds."""
+    """Files beside a prompt: images, videos and audio."""
 
     images: tuple[str, ...] = ()
     videos: tuple[str, ...] = ()
-    sounds: tuple[str, ...] = ()
+    audio: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         return any(map(len, self))
@@ -128,7 +128,7 @@ class TextModel:
 
         **Arguments:**
 
-        - `prompt`: a text; where it has no placeholders for pictures, films and sounds, they stand before it. Or
+        - `prompt`: a text; where it has no placeholders for images, videos and audio, they stand before it. Or
             messages, whose contents are texts or lists of parts that carry files of their own.
         - `files`: beside a text.
         """

@@ -1,4 +1,4 @@
-"""A gated convolution over a row's tokens, each feature by itself (Gulati et al. 2020; Gemma 4's encoder of sounds)."""
+"""A gated convolution over a row's tokens, each feature by itself (Gulati et al. 2020; Gemma 4's encoder of audio)."""
 
 import dataclasses
 

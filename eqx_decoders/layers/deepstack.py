@@ -1,4 +1,4 @@
-"""Features of pictures that are added to the stream behind a layer (DeepStack; Meng et al. 2024)."""
+"""Features of images that are added to the stream behind a layer (DeepStack; Meng et al. 2024)."""
 
 import dataclasses
 from typing import ClassVar

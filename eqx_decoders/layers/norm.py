@@ -19,7 +19,7 @@ class RMSNormConfig:
     - `eps`: added to the mean square.
     - `scale`: whether there is a learned scale.
     - `offset`: 1 for Gemma's form, whose stored scale starts at 0; else 0, and the scale starts at 1.
-    - `clip`: x is first kept within `-clip` and `clip`, and within what its dtype holds (Gemma 4's encoder of sounds);
+    - `clip`: x is first kept within `-clip` and `clip`, and within what its dtype holds (Gemma 4's encoder of audio);
         None leaves it as it is.
     """
 

@@ -25,7 +25,7 @@ class Rope:
     - `theta`: the base.
     - `fraction`: the part of a head's features that is rotated, the first ones.
     - `pairing`: `"half"` or `"interleaved"`.
-    - `sections`: for positions of several dimensions (time, height and width of a picture's patches: M-RoPE), how many
+    - `sections`: for positions of several dimensions (time, height and width of an image's patches: M-RoPE), how many
         pairs turn by each of them. Where all dimensions are equal, as in text, nothing depends on it. Empty: there is
         one dimension.
     - `in_turn`: whether pairs take turns, and the first dimension has what is left (Qwen3-VL), or those of a dimension

@@ -80,7 +80,7 @@ class DecoderConfig:
     - `init_std`: standard deviation of a new embedding table.
     - `per_layer_embedding`: what makes the embeddings that layers get each for themselves; None for none.
     - `mtp`: multi-token prediction beside the head; None for none. It changes no logits.
-    - `media`: encoders of pictures and sounds, and which tokens their features replace; None for none.
+    - `media`: encoders of images and audio, and which tokens their features replace; None for none.
     """
 
     vocab_size: int
@@ -199,7 +199,7 @@ class Decoder(eqx.Module):
     |---|---|
     | `decoder_input_tokens`, `decoder_positions`, `decoder_segment_ids` | `tokens`, `positions`, `segment_ids` |
     | `encoder_images`, `encoder_image_masks`, `encoder_audios` | `media`, by `Media.create`; no padded tiles |
-    | bidirectional masks of pictures | `media.spans`, in layers with `AttentionConfig.spans` |
+    | bidirectional masks of images | `media.spans`, in layers with `AttentionConfig.spans` |
     | deepstack embeddings | made by `encode`, added by `AddedFeaturesConfig`, with and without scan |
     | `enable_dropout`, rngs | `key`; None is without |
     | `model_mode="train"` | no `cache` |
@@ -254,7 +254,7 @@ class Decoder(eqx.Module):
         - `key`: for dropout; None for none.
         - `embeds`: in place of tokens, what `embed_tokens` makes of them, for example to differentiate by it.
         - `inputs`: what layers read beside these.
-        - `media`: pictures, films and sounds, made by `Media.create` for these tokens; a placeholder may then be
+        - `media`: images, videos and audio, made by `Media.create` for these tokens; a placeholder may then be
             outside of the vocabulary. With a cache they are this call's, as its tokens are.
         """
         tokens, positions, segment_ids = _as_int32(tokens, positions, segment_ids)
@@ -263,7 +263,7 @@ class Decoder(eqx.Module):
         return _whole(self, tokens, positions, segment_ids, cache, key, embeds, inputs, media)
 
     def encode(self, media: Media) -> Encoded:
-        """The features of pictures and sounds, which stand for placeholder tokens."""
+        """The features of images and audio, which stand for placeholder tokens."""
         return _encoded(self, media)
 
     @typed
@@ -564,7 +564,7 @@ def _encoded(model: Decoder, media: Media) -> Encoded:
 def _seen(
     model: Decoder, media: Media, encoded: Encoded | None, inputs: Inputs, segment_ids: Any
 ) -> tuple[Encoded, Inputs, Any]:
-    """The features of pictures and sounds, and what layers read beside the stream."""
+    """The features of images and audio, and what layers read beside the stream."""
     return _encode(model, media) if encoded is None else encoded, *beside(media, inputs, segment_ids)
 
 

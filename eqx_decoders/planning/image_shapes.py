@@ -1,4 +1,4 @@
-"""Pictures of a planned step, as shapes: so many of one size in each sequence."""
+"""Images of a planned step, as shapes: so many of one size in each sequence."""
 
 from typing import Any
 
@@ -13,26 +13,26 @@ from eqx_decoders.sharding.layout import Layout
 
 
 def abstract_media(
-    config: DecoderConfig, layout: Layout, batch_size: int, seq_len: int, *, pictures: int, side: int
+    config: DecoderConfig, layout: Layout, batch_size: int, seq_len: int, *, images: int, side: int
 ) -> Media:
-    """What a run gives the model beside such a batch: each sequence begins with so many pictures of `side` pixels.
+    """What a run gives the model beside such a batch: each sequence begins with so many images of `side` pixels.
 
-    A model whose positions are of one size takes pictures of that size, whatever `side` is.
+    A model whose positions are of one size takes images of that size, whatever `side` is.
     """
     media = config.media
     stem = None if media is None or media.vision is None else media.vision.stem
     if media is None or media.image_token is None or not isinstance(stem, PatchStemConfig):
-        raise ConfigError(f"pictures={pictures} needs a model that sees: this one has no encoder of pictures.")
+        raise ConfigError(f"images={images} needs a model that sees: this one has no encoder of images.")
     fixed = isinstance(stem.positions, LearnedGrid) and stem.positions.resample == "none"
     rows = stem.positions.side if fixed and isinstance(stem.positions, LearnedGrid) else side // stem.size
     rows -= rows % stem.merge
-    tokens = pictures * (rows // stem.merge) ** 2
-    rule = f"pictures={pictures} of {rows} x {rows} patches are {tokens} tokens: seq_len={seq_len} must be above"
+    tokens = images * (rows // stem.merge) ** 2
+    rule = f"images={images} of {rows} x {rows} patches are {tokens} tokens: seq_len={seq_len} must be above"
     check(0 < tokens < seq_len, f"{rule}.")
     ids = np.zeros((1, seq_len), np.int32)
     ids[0, :tokens] = media.image_token
-    patches = np.zeros((pictures * rows * rows, int(np.prod(stem.shape))), np.float32)
-    grids = np.asarray([[1, rows, rows]] * pictures)
+    patches = np.zeros((images * rows * rows, int(np.prod(stem.shape))), np.float32)
+    grids = np.asarray([[1, rows, rows]] * images)
     one = Media.create(config, ids, pixel_values=patches, image_grid_thw=grids, segment_ids=np.ones_like(ids))
 
     def of_batch(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -100,7 +100,7 @@ def make_plan(
 
     **Arguments:**
 
-    - `media`: pictures beside the tokens (see `abstract_media`); operations are those of the decoder alone.
+    - `media`: images beside the tokens (see `abstract_media`); operations are those of the decoder alone.
     - `options`: of XLA's compiler.
     - `until`: "memory" ends the compilation for a TPU when memory is assigned, before there is machine code: a fraction
         of the time. What only shows then (a kernel that finds no room) is not found.

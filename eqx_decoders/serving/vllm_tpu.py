@@ -146,7 +146,7 @@ def _plan(engine: Any, mesh: Mesh) -> _Plan:
     source, revision, dtype = str(asked.model), getattr(asked, "revision", None), np.dtype(asked.dtype)
     config, _ = read_config(resolve(source, revision).path)
     model = abstract(config, precision=Precision(params=dtype, compute=dtype)).without_mtp()
-    check(config.media is None, f"{source} has encoders of pictures or sounds: in this engine models take text alone.")
+    check(config.media is None, f"{source} has encoders of images or audio: in this engine models take text alone.")
     external_layers(model)
     places = [(index, name) for index, block in enumerate(config.blocks) for name in block.memory(1 << 30)]
     odd = sorted({name for _, name in places} - {"mixer"})

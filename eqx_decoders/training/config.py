@@ -72,7 +72,7 @@ class TrainConfig:
     """Train a decoder. Started again on the same run directory, the run is resumed."""
 
     run_dir: str = "runs/tiny"
-    """Directory for checkpoints, metrics.jsonl, tokenizer and pictures of losses and of experts' loads."""
+    """Directory for checkpoints, metrics.jsonl, tokenizer and images of losses and of experts' loads."""
     checkpoint_dir: str | None = None
     """Directory for checkpoints instead of <run-dir>/checkpoints: gs://bucket/path, or a path. What is small of the run
     is copied there, too, so that a new machine with an empty run directory goes on."""

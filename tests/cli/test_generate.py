@@ -91,7 +91,7 @@ def test_a_message_of_the_system_needs_a_template(tmp_path):
 
 # Flags, and what the model is then asked for, or the prompt that it is given.
 def parts(prompt) -> list[str]:
-    """The pictures of a message."""
+    """The images of a message."""
     content = prompt[-1]["content"]
     return [part["image"] for part in content if "image" in part] if isinstance(content, list) else []
 
@@ -112,7 +112,7 @@ EFFECTS = {
     "seed": (["--seed", "5"], lambda options, prompt: options["key"] == jax.random.key(5)),
     "image": (["--image", "a.png", "--image", "b.png"], lambda options, prompt: parts(prompt) == ["a.png", "b.png"]),
     "video": (["--no-chat", "--video", "a.mp4"], lambda options, prompt: files(options).videos == ("a.mp4",)),
-    "audio": (["--no-chat", "--audio", "a.wav"], lambda options, prompt: files(options).sounds == ("a.wav",)),
+    "audio": (["--no-chat", "--audio", "a.wav"], lambda options, prompt: files(options).audio == ("a.wav",)),
     "num_draft_tokens": (["--num-draft-tokens", "1"], lambda options, prompt: options["num_draft_tokens"] == 1),
 }
 ELSEWHERE = {

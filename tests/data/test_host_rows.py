@@ -22,7 +22,7 @@ from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.training import host_rows
 from eqx_decoders.training.run.metrics import read_metrics
 from tests.commands import ENVIRONMENT, ROOT, call, flags, steps_of, write_corpus
-from tests.encoders.directories import save_picture, seeing_directory
+from tests.encoders.directories import save_image, seeing_directory
 
 
 # Each process: (folder, arguments of the training program as JSON).
@@ -225,12 +225,12 @@ def test_an_error_in_one_process_ends_both_with_its_sentence_and_exit_code(two):
 
 
 @pytest.mark.slow
-def test_processes_train_on_pictures_of_other_sizes_and_numbers(tmp_path):
-    """The losses are those of one process, though each packs the pictures of its own rows; some rows have none."""
-    model, pictures = seeing_directory(tmp_path / "model"), tmp_path / "pictures"
-    pictures.mkdir()
+def test_processes_train_on_images_of_other_sizes_and_numbers(tmp_path):
+    """The losses are those of one process, though each packs the images of its own rows; some rows have none."""
+    model, images = seeing_directory(tmp_path / "model"), tmp_path / "images"
+    images.mkdir()
     sizes = [(12 + 8 * (n % 3), 24 - 4 * (n % 2)) for n in range(12)]
-    names = [save_picture(pictures / f"{n}.png", *size, seed=n).name for n, size in enumerate(sizes)]
+    names = [save_image(images / f"{n}.png", *size, seed=n).name for n, size in enumerate(sizes)]
     records = [
         {
             "prompt": "<|image_pad|>" * (n % 3) + "What is it? ",
@@ -239,7 +239,7 @@ def test_processes_train_on_pictures_of_other_sizes_and_numbers(tmp_path):
         }
         for n in range(10)
     ]
-    data = pictures / "data.jsonl"
+    data = images / "data.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in records * 4))
     options = settings(tmp_path) | {"--data": data, "--init-from": model, "--seq-len": 64, "--sample-tokens": 0}
     outputs = finish(launch(tmp_path, options | {"--run-dir": tmp_path / "both"}), 400)

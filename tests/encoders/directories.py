@@ -28,11 +28,11 @@ TEMPLATE = """{%- for message in messages %}{{ '<|' + message.role + '|>' }}
 {%- if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}
 {%- if part.type == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ part.text }}{% endif %}
 {%- endfor %}{% endif %}{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
-SOUND_WORDS = ("<|audio|>", "<|audio>", "<audio|>")
-SOUND_TEMPLATE = TEMPLATE.replace("'image'", "'audio'").replace(
+AUDIO_WORDS = ("<|audio|>", "<|audio>", "<audio|>")
+AUDIO_TEMPLATE = TEMPLATE.replace("'image'", "'audio'").replace(
     "<|vision_start|><|image_pad|><|vision_end|>", "<|audio|>"
 )
-SOUND_RULES = {
+AUDIO_RULES = {
     "processor_class": "Gemma4Processor",
     "feature_extractor": {
         "feature_extractor_type": "Gemma4AudioFeatureExtractor",
@@ -81,7 +81,7 @@ def seeing_directory(folder: Path) -> Path:
 
 def hearing_directory(folder: Path) -> Path:
     """Write that of a Gemma 4 that hears and sees nothing."""
-    tokenizer = tokenizer_with(SOUND_WORDS)
+    tokenizer = tokenizer_with(AUDIO_WORDS)
     shape = Shape(
         vocab_size=tokenizer.get_vocab_size(),
         embed_dim=16,
@@ -102,8 +102,8 @@ def hearing_directory(folder: Path) -> Path:
     bounds = {path: loose.get(path.split(".")[-1]) for path in named_leaves(model)}
     kept = {path: jnp.full_like(named_leaves(model)[path], end) for path, end in bounds.items() if end is not None}
     ed.save_hf(replaced(model, kept), folder)
-    save_words(folder, tokenizer, SOUND_TEMPLATE)
-    (folder / "processor_config.json").write_text(json.dumps(SOUND_RULES))
+    save_words(folder, tokenizer, AUDIO_TEMPLATE)
+    (folder / "processor_config.json").write_text(json.dumps(AUDIO_RULES))
     return folder
 
 
@@ -127,8 +127,8 @@ def save_words(folder: Path, tokenizer, template: str) -> None:
     (folder / "chat_template.jinja").write_text(template)
 
 
-def save_picture(path: Path, width: int, height: int, seed: int = 0) -> Path:
-    """A picture of noise."""
+def save_image(path: Path, width: int, height: int, seed: int = 0) -> Path:
+    """An image of noise."""
     from PIL import Image
 
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)

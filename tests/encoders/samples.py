@@ -1,4 +1,4 @@
-"""Small decoders that see and hear, and pictures and sounds for them."""
+"""Small decoders that see and hear, and images and audio for them."""
 
 import dataclasses
 
@@ -79,7 +79,7 @@ MEDIA = MediaConfig(
 
 
 def seeing(media: MediaConfig = MEDIA, layers: int = 4, **changes) -> ed.DecoderConfig:
-    """A decoder with two kinds of layers, which see pictures whole, and features added behind the first ones."""
+    """A decoder with two kinds of layers, which see images whole, and features added behind the first ones."""
     rope = Rope(sections=(2, 1, 1)) if media.positions is not None else Rope()
     mixer = AttentionConfig(num_heads=2, num_kv_heads=1, head_dim=8, rope=rope, spans=media.spans)
     full = BlockConfig(mixer=mixer, mlp=MLPConfig(mlp_dim=24), pre_mixer_norm=NORM, pre_mlp_norm=NORM)
@@ -94,22 +94,22 @@ def seeing(media: MediaConfig = MEDIA, layers: int = 4, **changes) -> ed.Decoder
 
 
 def patches(grids, seed: int = 0, stem: PatchStemConfig = STEM) -> np.ndarray:
-    """The numbers of all patches of pictures with these grids."""
+    """The numbers of all patches of images with these grids."""
     count = sum(t * h * w for t, h, w in grids)
     return np.random.default_rng(seed).normal(size=(count, int(np.prod(stem.shape)))).astype(np.float32)
 
 
-def sounds(lengths, seed: int = 1) -> dict[str, np.ndarray]:
-    """Spectra of sounds with so many frames."""
+def audio(lengths, seed: int = 1) -> dict[str, np.ndarray]:
+    """Spectra of audio with so many frames."""
     longest = max(lengths)
     values = np.random.default_rng(seed).normal(size=(len(lengths), 6, longest)).astype(np.float32)
     mask = np.arange(longest)[None] < np.asarray(lengths)[:, None]
     return dict(input_features=values, feature_attention_mask=mask.astype(np.int32))
 
 
-def whole_sounds(lengths, seed: int = 1) -> dict[str, np.ndarray]:
-    """The same, frame by frame, for encoders that read sounds as a whole."""
-    made = sounds(lengths, seed)
+def whole_audio(lengths, seed: int = 1) -> dict[str, np.ndarray]:
+    """The same, frame by frame, for encoders that read audio as a whole."""
+    made = audio(lengths, seed)
     return dict(
         input_features=made["input_features"].swapaxes(1, 2), input_features_mask=made["feature_attention_mask"]
     )

@@ -1,4 +1,4 @@
-"""Pictures and sounds of several processes: what each packs for its own rows, put together, is the whole batch."""
+"""Images and audio of several processes: what each packs for its own rows, put together, is the whole batch."""
 
 import dataclasses
 import json
@@ -9,13 +9,13 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.encoders.common_shapes import in_shapes, largest, shapes_of
-from tests.encoders.samples import LISTENING, MEDIA, patches, seeing, sounds, text
+from tests.encoders.samples import LISTENING, MEDIA, audio, patches, seeing, text
 from tests.models import filled
 
 
 CONFIG = seeing()
-WHOLE = seeing(dataclasses.replace(MEDIA, audio=LISTENING))  # whose sounds are no chunks
-# of each row: its tokens, the grids of its pictures and films, and frames of its sounds
+WHOLE = seeing(dataclasses.replace(MEDIA, audio=LISTENING))  # whose audio are no chunks
+# of each row: its tokens, the grids of its images and videos, and frames of its audio
 ROWS = [
     ("iiiiabbb", [(1, 4, 4)], [], [4]),
     ("abiibiib", [(1, 4, 2), (1, 2, 4)], [], [3]),
@@ -58,7 +58,7 @@ def media_of(rows, numbers):
         longest = max(one for _, one in lengths)
         values = np.zeros((len(lengths), 6, longest), np.float32)
         for place, (row, one) in enumerate(lengths):
-            values[place, :, :one] = sounds([one], seed=row)["input_features"][0]
+            values[place, :, :one] = audio([one], seed=row)["input_features"][0]
         mask = np.arange(longest) < np.asarray([[one] for _, one in lengths])
         given |= dict(input_features=values, feature_attention_mask=mask.astype(np.int32))
     return ed.Media.create(CONFIG, numbers, groups=len(rows), **given)
@@ -82,8 +82,8 @@ def test_parts_make_the_whole(model, parts):
     check_parts(model, parts, batch, media_of)
 
 
-def test_parts_of_whole_sounds_make_the_whole(listening):
-    """Of one to three sounds in a row, and of none."""
+def test_parts_of_whole_audio_make_the_whole(listening):
+    """Of one to three audio in a row, and of none."""
     lengths = [(9,), (4, 6), (), (1, 13, 3)]
     stem = WHOLE.media.audio.stem
 
@@ -97,7 +97,7 @@ def test_parts_of_whole_sounds_make_the_whole(listening):
             return ed.Media.create(WHOLE, numbers, groups=len(rows))
         values = np.zeros((len(own), max(one for _, one in own), 6), np.float32)
         for place, (row, one) in enumerate(own):
-            values[place, :one] = sounds([one], seed=10 * row + one)["input_features"][0].T
+            values[place, :one] = audio([one], seed=10 * row + one)["input_features"][0].T
         mask = np.arange(values.shape[1]) < np.asarray([[one] for _, one in own])
         given = dict(input_features=values, input_features_mask=mask)
         return ed.Media.create(WHOLE, numbers, groups=len(rows), **given)
@@ -110,5 +110,5 @@ def test_where_nobody_sees_there_is_nothing():
     tokens = batch((4, 7))
     media = media_of((4, 7), tokens)
     again = in_shapes(media, largest([shapes_of(media), shapes_of(media)]))
-    assert again.pictures is None and again.sounds is None
+    assert again.images is None and again.audio is None
     assert jax.tree.all(jax.tree.map(np.array_equal, media, again))

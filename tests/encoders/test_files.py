@@ -1,4 +1,4 @@
-"""Pictures in files: a model of a directory answers, and is tuned on conversations with them."""
+"""Images in files: a model of a directory answers, and is tuned on conversations with them."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from eqx_decoders.data.media_documents import ProcessedReader, loaded_reader
 from eqx_decoders.inference.text_model import Files, load_text_model
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 from tests.commands import call, outcome
-from tests.encoders.directories import save_picture, seeing_directory
+from tests.encoders.directories import save_image, seeing_directory
 
 
 pytest.importorskip("PIL")
@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     seeing_directory(folder / "model")
     for number, (width, height) in enumerate([(16, 16), (24, 16), (8, 32)]):
-        save_picture(folder / f"{number}.png", width, height, number)
+        save_image(folder / f"{number}.png", width, height, number)
     return folder
 
 
@@ -33,7 +33,7 @@ def text(folder):
     return load_text_model(folder / "model", "float32")
 
 
-def test_a_prompt_has_as_many_placeholders_as_its_pictures(text, folder):
+def test_a_prompt_has_as_many_placeholders_as_its_images(text, folder):
     """In messages or before a text; and text alone needs no processor."""
     image = text.model.config.media.image_token
     parts = [{"type": "image", "image": str(folder / f"{n}.png")} for n in (0, 1)] + [{"type": "text", "text": "?"}]
@@ -46,7 +46,7 @@ def test_a_prompt_has_as_many_placeholders_as_its_pictures(text, folder):
         text.prepare("What?", Files(images=(str(folder / "2.jpg"),)))
 
 
-def test_answers_depend_on_the_picture(folder):
+def test_answers_depend_on_the_image(folder):
     """By the program, as users run it."""
     words = ("generate", "--model", folder / "model", "--temperature", "0", "--max-new-tokens", "8")
     found = [
@@ -69,8 +69,8 @@ def write_chats(path):
     return path
 
 
-def test_conversations_with_pictures_are_packed_and_only_answers_are_learned(text, folder):
-    """Every picture stands in its own document, at its own size, whatever is beside it in the row."""
+def test_conversations_with_images_are_packed_and_only_answers_are_learned(text, folder):
+    """Every image stands in its own document, at its own size, whatever is beside it in the row."""
     chats, config = write_chats(folder / "chats.jsonl"), text.model.config
     reader = ProcessedReader(str(folder / "model"), config.media.image_token)
     assert loaded_reader(reader.words()) == reader
@@ -94,14 +94,14 @@ def test_conversations_with_pictures_are_packed_and_only_answers_are_learned(tex
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_tuned_on_pictures_and_exported(folder):
+def test_a_checkpoint_is_tuned_on_images_and_exported(folder):
     """With a frozen encoder; the export answers, and has the encoder's tensors as they were."""
     chats = write_chats(folder / "tuned.jsonl")
     options = ("--steps", 3, "--batch-size", 2, "--seq-len", 96, "--held-out", chats)
     trained = ("--optimizer.trainable", "segments.*", "vision.projector.*")
     words = ("--init-from", folder / "model", "--data", chats, "--export", folder / "new", *options, *trained)
     out, _ = call("train", "--run-dir", folder / "tuning", *words)
-    assert "held-out pictures: " in out and (folder / "tuning" / "answers.png").exists()
+    assert "held-out images: " in out and (folder / "tuning" / "answers.png").exists()
     before, after = (ed.load_hf(folder / name) for name in ("model", "new"))
     np.testing.assert_array_equal(before.vision.stem.kernel, after.vision.stem.kernel)
     assert (

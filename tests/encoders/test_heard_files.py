@@ -1,4 +1,4 @@
-"""Films and sounds in files: what the generate program answers to them is what the model makes of their arrays."""
+"""Videos and audio in files: what the generate program answers to them is what the model makes of their arrays."""
 
 import dataclasses
 import json
@@ -21,12 +21,12 @@ from eqx_decoders.io.huggingface.directory import Directory
 from eqx_decoders.io.processors.audio import LogMel
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.processor import read_settings
-from eqx_decoders.io.processors.qwen import QwenFilms
-from eqx_decoders.io.processors.video import Film, open_film
+from eqx_decoders.io.processors.qwen import QwenVideos
+from eqx_decoders.io.processors.video import Video, open_video
 from eqx_decoders.io.text.tokenizer import JsonTokenizer
 from tests.commands import call
-from tests.encoders.directories import save_picture
-from tests.io.processors.media_files import film, sound
+from tests.encoders.directories import save_image
+from tests.io.processors.media_files import audio, video
 
 
 pytest.importorskip("av")
@@ -72,22 +72,22 @@ def expected(text: TextModel, before: Sequence[int], **arrays: np.ndarray) -> li
     return [one for one in found if one not in SPECIAL and one not in text.stop_ids]
 
 
-def test_answers_to_a_film(tmp_path):
+def test_answers_to_a_video(tmp_path):
     """All frames of it, lossless: of the arrays that its pixels give."""
     folder, answers = directory(tmp_path / "model", "qwen2_5_vl", "Qwen2_5_VLProcessor"), []
     text = load_text_model(folder)
     for seed in (0, 1):
         frames = list(np.random.default_rng(seed).integers(0, 256, (4, 16, 24, 3), dtype=np.uint8))
-        (tmp_path / "film.mkv").write_bytes(film("matroska", "ffv1", frames=frames, coded_as="bgr0"))
-        with open_film(Film(frames=frames, fps=10.0)) as clip:
-            made = QwenFilms(size=2, least=16, most=4096).one(clip, MediaLimits())
+        (tmp_path / "video.mkv").write_bytes(video("matroska", "ffv1", frames=frames, coded_as="bgr0"))
+        with open_video(Video(frames=frames, fps=10.0)) as clip:
+            made = QwenVideos(size=2, least=16, most=4096).one(clip, MediaLimits())
         count = made.text.count("<|video_pad|>")
-        answers.append(answered(folder, "--video", tmp_path / "film.mkv"))
+        answers.append(answered(folder, "--video", tmp_path / "video.mkv"))
         assert answers[-1] == expected(text, [VIDEO] * count, **made.arrays) and count == 48
     assert answers[0] != answers[1] and len(answers[0]) > 3
 
 
-# Settings of directories whose films become a picture for each of few frames, and which of 30 frames are taken.
+# Settings of directories whose videos become an image for each of few frames, and which of 30 frames are taken.
 SPARSE = {
     "smolvlm": (
         dict(processor_class="SmolVLMProcessor", image_seq_len=4, image_token="<|image_pad|>")
@@ -108,49 +108,49 @@ SPARSE = {
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_answers_to_a_film_of_few_frames(name, tmp_path):
+def test_answers_to_a_video_of_few_frames(name, tmp_path):
     """With words and times before them; and training reads the same file alike."""
     whole, settings, times = SPARSE[name]
     folder = directory(tmp_path / "model", name, whole["processor_class"])
     (folder / "processor_config.json").write_text(json.dumps(whole))
     (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
     frames = list(np.random.default_rng(0).integers(0, 256, (30, 16, 24, 3), dtype=np.uint8))
-    (tmp_path / "film.mkv").write_bytes(film("matroska", "ffv1", frames=frames, coded_as="bgr0"))
+    (tmp_path / "video.mkv").write_bytes(video("matroska", "ffv1", frames=frames, coded_as="bgr0"))
     family, read = read_settings(Directory(folder))
-    assert family.films is not None
-    rules = family.films(read)
-    with open_film(Film(frames=frames, fps=10.0)) as clip:
+    assert family.videos is not None
+    rules = family.videos(read)
+    with open_video(Video(frames=frames, fps=10.0)) as clip:
         made = rules.one(dataclasses.replace(clip, chosen=False), MediaLimits())
     assert re.findall(r"(?<!:)\b\d\d:\d\d(?=:?[ <])", made.text) == times
     text = load_text_model(folder)
     assert isinstance(text.tokenizer, JsonTokenizer)
     ids, arrays = text.tokenizer.encode(made.text, special=True).tolist(), rules.join([made])
-    answer = answered(folder, "--video", tmp_path / "film.mkv")
+    answer = answered(folder, "--video", tmp_path / "video.mkv")
     assert answer == expected(text, ids, **arrays) and len(answer) > 3
-    reader, one = ProcessedReader(str(folder), IMAGE), reference("video", str(tmp_path / "film.mkv"))
+    reader, one = ProcessedReader(str(folder), IMAGE), reference("video", str(tmp_path / "video.mkv"))
     grown = len(made.text) - len("<|video_pad|>")
     assert reader.written("<|video_pad|>w1", [(13, 15)], [one], "x") == (f"{made.text}w1", ((grown + 13, grown + 15),))
     for key, array in reader.arrays([one]).items():
         np.testing.assert_array_equal(array, arrays[key])
-    save_picture(tmp_path / "picture.png", 16, 16)
-    mixed = ("<|video_pad|><|image_pad|>", [], [str(tmp_path / "picture.png"), one], "x")
+    save_image(tmp_path / "image.png", 16, 16)
+    mixed = ("<|video_pad|><|image_pad|>", [], [str(tmp_path / "image.png"), one], "x")
     if name == "smolvlm":
-        with pytest.raises(DataError, match="has a film before a picture, and this model reads both as pictures"):
+        with pytest.raises(DataError, match="has a video before an image, and this model reads both as images"):
             reader.written(*mixed)
     else:
         assert reader.written(*mixed)[0].startswith(made.text)
 
 
-def test_answers_to_a_sound(tmp_path):
+def test_answers_to_an_audio_clip(tmp_path):
     """Of two channels, at the rate of a CD."""
     folder, answers = directory(tmp_path / "model", "qwen3_omni", "Qwen3OmniMoeProcessor"), []
     text = load_text_model(folder)
     for scale in (1.0, 0.2):
-        samples = np.stack([sound(0.5, 44_100), sound(0.5, 44_100, seed=1) * scale], 1)
-        soundfile.write(tmp_path / "sound.wav", samples, 44_100, subtype="FLOAT")
+        samples = np.stack([audio(0.5, 44_100), audio(0.5, 44_100, seed=1) * scale], 1)
+        soundfile.write(tmp_path / "audio.wav", samples, 44_100, subtype="FLOAT")
         heard = soxr.resample(samples.mean(axis=1), 44_100, 16_000, quality="soxr_hq")
         spectrum = LogMel(bands=8)(heard)
         arrays = {"input_features": spectrum[None], "feature_attention_mask": np.ones((1, 50), np.int32)}
-        answers.append(answered(folder, "--audio", tmp_path / "sound.wav"))
+        answers.append(answered(folder, "--audio", tmp_path / "audio.wav"))
         assert answers[-1] == expected(text, [AUDIO] * 7, **arrays)
     assert answers[0] != answers[1] and len(answers[0]) > 3

@@ -1,4 +1,4 @@
-"""Pictures and sounds beside tokens: what stands where, alone or together, at once or piece by piece."""
+"""Images and audio beside tokens: what stands where, alone or together, at once or piece by piece."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.encoders.media import merge_features
 from eqx_decoders.model.init import with_mtp
-from tests.encoders.samples import AUDIO, IMAGE, MEDIA, STEM, VIDEO, patches, seeing, sounds, text
+from tests.encoders.samples import AUDIO, IMAGE, MEDIA, STEM, VIDEO, audio, patches, seeing, text
 from tests.models import filled
 
 
@@ -20,7 +20,7 @@ TOKENS = np.stack([text("iiiixxiiixx"), text("xxxxxiixxxx", 3)])
 
 
 def bits(grids, seed=0):
-    """One picture's patches each."""
+    """One image's patches each."""
     return np.split(patches(grids, seed), np.cumsum([t * h * w for t, h, w in grids])[:-1])
 
 
@@ -43,7 +43,7 @@ def close(one, other, tolerance=2e-5):
     np.testing.assert_allclose(np.asarray(one), np.asarray(other), atol=tolerance, rtol=0)
 
 
-def test_features_of_a_picture_alone_are_those_among_others(model, media):
+def test_features_of_an_image_alone_are_those_among_others(model, media):
     together, begin = np.asarray(model.encode(media).features), 0
     for grid, own in zip(GRIDS, bits(GRIDS), strict=True):
         count = grid[1] * grid[2] // 4
@@ -86,7 +86,7 @@ def test_every_way_to_run_gives_the_same(model, media, whole, options):
 
 @pytest.mark.parametrize("cut", [5, *(pytest.param(cut, marks=pytest.mark.slow) for cut in (4, 9))])
 def test_a_cache_gives_what_the_whole_gives(model, whole, cut):
-    """Pictures before, behind and across the border of a call, which a picture itself may not cross."""
+    """Images before, behind and across the border of a call, which an image itself may not cross."""
     cache = ed.init_cache(model.config, 2, 16, dtype=jnp.float32)
     own, found = bits(GRIDS), []
     for begin, end in ((0, cut), (cut, 11)):
@@ -106,7 +106,7 @@ def test_a_cache_gives_what_the_whole_gives(model, whole, cut):
 
 
 def test_decoding_goes_on_at_the_right_position(model, media):
-    """One by one behind a prompt with pictures: what the whole would give; the offset is kept in the cache."""
+    """One by one behind a prompt with images: what the whole would give; the offset is kept in the cache."""
     more = text("xxx", 7)[None].repeat(2, 0)
     everything = np.concatenate([TOKENS, more], axis=1)
     known = ed.Media.create(model.config, everything, pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS))
@@ -119,8 +119,8 @@ def test_decoding_goes_on_at_the_right_position(model, media):
         close(out.logits[:, 0], expected[:, 11 + step])
 
 
-def test_generation_sees_the_pictures(model, media, whole):
-    """The first new token is that of the whole; others depend on the picture, and prompts may differ in length."""
+def test_generation_sees_the_images(model, media, whole):
+    """The first new token is that of the whole; others depend on the image, and prompts may differ in length."""
     made = np.asarray(ed.generate(model, TOKENS, media=media, max_new_tokens=4, sampler=ed.Greedy()))
     np.testing.assert_array_equal(made[:, 0], np.argmax(np.asarray(whole.logits)[:, -1], axis=-1))
     streamed = ed.stream(model, TOKENS, media=media, max_new_tokens=4, sampler=ed.Greedy())
@@ -131,7 +131,7 @@ def test_generation_sees_the_pictures(model, media, whole):
     np.testing.assert_array_equal(again, made)
 
 
-def test_two_pictures_swapped_swap_their_effect(model):
+def test_two_images_swapped_swap_their_effect(model):
     tokens = np.stack([text("xxiixx"), text("xxiixx")])
     grid, own = (1, 2, 4), bits([(1, 2, 4)] * 2)
 
@@ -144,17 +144,17 @@ def test_two_pictures_swapped_swap_their_effect(model):
     assert np.abs(run([0, 1])[0] - run([0, 1])[1]).max() > 1e-3
 
 
-def test_pictures_films_and_sounds_together(model):
+def test_images_videos_and_audio_together(model):
     """Each kind's features stand at its own placeholders, whatever the order; each is what it is alone."""
     tokens = np.stack([text("xaaaixvvxxx"), text("vvxiixaaxxx", 4)])
-    images, films, frames = [(1, 2, 2), (1, 2, 4)], [(1, 2, 4), (2, 2, 2)], [10, 6]
+    images, videos, frames = [(1, 2, 2), (1, 2, 4)], [(1, 2, 4), (2, 2, 2)], [10, 6]
     given = dict(
         pixel_values=patches(images, 5),
         image_grid_thw=np.asarray(images),
-        pixel_values_videos=patches(films, 6),
-        video_grid_thw=np.asarray(films),
+        pixel_values_videos=patches(videos, 6),
+        video_grid_thw=np.asarray(videos),
     )
-    media = ed.Media.create(model.config, tokens, **given, **sounds(frames))
+    media = ed.Media.create(model.config, tokens, **given, **audio(frames))
     found = np.asarray(model.encode(media).features)[: (tokens >= IMAGE).sum()]
     kinds = tokens[tokens >= IMAGE]
 
@@ -165,15 +165,15 @@ def test_pictures_films_and_sounds_together(model):
     close(found[kinds == IMAGE], alone(IMAGE, **{name: given[name] for name in ("pixel_values", "image_grid_thw")}))
     names = ("pixel_values_videos", "video_grid_thw")
     close(found[kinds == VIDEO], alone(VIDEO, **{name: given[name] for name in names}))
-    close(found[kinds == AUDIO], alone(AUDIO, **sounds(frames)))
+    close(found[kinds == AUDIO], alone(AUDIO, **audio(frames)))
     assert np.isfinite(np.asarray(model(tokens, media=media).logits)).all()
 
 
-def test_groups_of_rows_have_pictures_of_their_own(model, media, whole):
+def test_groups_of_rows_have_images_of_their_own(model, media, whole):
     groups = ed.Media.create(
         model.config, TOKENS, pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS), groups=2
     )
-    assert len(groups.order) == 2 and len(groups.pictures.patches) % 2 == 0
+    assert len(groups.order) == 2 and len(groups.images.patches) % 2 == 0
     close(model(TOKENS, media=groups).logits, whole.logits)
 
 
@@ -213,21 +213,21 @@ def test_gradients_are_finite_differences(model, media):
 BAD = [
     (
         dict(pixel_values=patches(GRIDS[:2]), image_grid_thw=np.asarray(GRIDS[:2])),
-        r"9 image placeholders, .* 2 pictures make 7",
+        r"9 image placeholders, .* 2 images make 7",
     ),
     (
         dict(pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS[:2])),
         r"pixel_values of shape \(36, 24\) must be \[28, 24\]",
     ),
     (dict(pixel_values=patches([(1, 3, 4)]), image_grid_thw=np.asarray([[1, 3, 4]])), "must be multiples of 2"),
-    (dict(), "9 image placeholders, but 0 pictures make 0 rows"),
+    (dict(), "9 image placeholders, but 0 images make 0 rows"),
     (
         dict(pixel_values=np.zeros((1, 3, 6, 4))),
         r"3 rows and 2 columns of patches of 2 x 2 pixels must be multiples of 2",
     ),
     (
-        dict(pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS), **sounds([5])),
-        "0 audio placeholders, but 1 sounds make 2 rows",
+        dict(pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS), **audio([5])),
+        "0 audio placeholders, but 1 audio make 2 rows",
     ),
     (dict(mm_token_type_ids=np.zeros((2, 11))), "mm_token_type_ids differs from where input_ids has placeholders"),
     (dict(attention_mask=np.ones((2, 3))), "attention_mask of shape"),
@@ -272,7 +272,7 @@ def test_padding_is_not_seen(model, whole):
 
 
 def test_documents_in_a_row_are_alone(model, whole):
-    """Both rows packed into one: positions begin anew, and no picture is seen from the other document."""
+    """Both rows packed into one: positions begin anew, and no image is seen from the other document."""
     tokens = TOKENS.reshape(1, -1)
     segments = np.concatenate([np.full(11, 1), np.full(11, 2)])[None]
     given = dict(pixel_values=patches(GRIDS), image_grid_thw=np.asarray(GRIDS), segment_ids=segments)
@@ -280,8 +280,8 @@ def test_documents_in_a_row_are_alone(model, whole):
     close(np.asarray(out.logits).reshape(2, 11, -1), whole.logits)
 
 
-def test_fixed_pictures_are_cut_into_the_same_patches():
-    """`[pictures, channels, height, width]`: patches in groups of neighbours, as with grids."""
+def test_fixed_images_are_cut_into_the_same_patches():
+    """`[images, channels, height, width]`: patches in groups of neighbours, as with grids."""
     stem = dataclasses.replace(STEM, frames=1)
     config = seeing(dataclasses.replace(MEDIA, vision=dataclasses.replace(MEDIA.vision, stem=stem)))
     pixels = np.random.default_rng(0).normal(size=(2, 3, 8, 4)).astype(np.float32)

@@ -13,12 +13,12 @@ from eqx_decoders.layers.rope import AxialRope
 from eqx_decoders.model.init import abstract
 from eqx_decoders.sharding.axes import named_leaves, replaced
 from tests.encoders.options import ENCODER_NEEDS, ENCODER_OPTIONS
-from tests.encoders.samples import STEM, patches, sounds, text, whole_sounds
+from tests.encoders.samples import STEM, audio, patches, text, whole_audio
 
 
 CASES = [(kind, field) for kind, (_, _, values) in ENCODER_OPTIONS.items() for field in values]
 TOKENS = text("xiiiiiixvvxxvvvxaaax")[None]
-IMAGES, FILMS = [(1, 4, 6)], [(2, 2, 2), (1, 2, 6)]
+IMAGES, VIDEOS = [(1, 4, 6)], [(2, 2, 2), (1, 2, 6)]
 SECONDS = np.asarray([0.7, 1.0])
 # an axis has half of the pairs; only tables beside the embedding look a placeholder up
 UNREAD = {(AxialRope, "in_turn"), (MediaConfig, "lookup_token")}
@@ -45,10 +45,10 @@ def logits(config) -> np.ndarray:
             TOKENS,
             pixel_values=patches(IMAGES, 1, dataclasses.replace(STEM, frames=frames)),
             image_grid_thw=np.asarray(IMAGES),
-            pixel_values_videos=patches(FILMS, 2, dataclasses.replace(STEM, frames=frames)),
-            video_grid_thw=np.asarray(FILMS),
+            pixel_values_videos=patches(VIDEOS, 2, dataclasses.replace(STEM, frames=frames)),
+            video_grid_thw=np.asarray(VIDEOS),
             video_second_per_grid=SECONDS,
-            **(whole_sounds if isinstance(config.media.audio.stem, FrameStemConfig) else sounds)([10]),
+            **(whole_audio if isinstance(config.media.audio.stem, FrameStemConfig) else audio)([10]),
         )
         _known[config] = np.asarray(drawn(config)(TOKENS, media=media).logits)
     return _known[config]

@@ -100,7 +100,7 @@ def test_the_last_layer_sees_everything():
     assert mixers(decode(sample("gemma4_text", "per_layer_config", **layers)))[-1].mask == Causal()
 
 
-def test_pictures_see_each_other_and_there_are_none():
+def test_images_see_each_other_and_there_are_none():
     assert decode(sample("gemma4_text", use_bidirectional_attention="vision")) == decode(sample("gemma4_text"))
 
 

@@ -1,4 +1,4 @@
-"""Gemma 4 that hears: beside transformers, settings and tensors both ways, and sounds that are what they are alone."""
+"""Gemma 4 that hears: beside transformers, settings and tensors both ways, and audio that are what they are alone."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ def decode(content) -> ed.DecoderConfig:
 
 
 def changed(**keys) -> dict:
-    """The settings of the stored model with others of its encoder of sounds."""
+    """The settings of the stored model with others of its encoder of audio."""
     return CONTENT | {"audio_config": CONTENT["audio_config"] | keys}
 
 
@@ -48,7 +48,7 @@ def media(model):
 
 @pytest.fixture(scope="module")
 def encode(model):
-    """The features of sounds with so many frames, in one array that is longer by `more`."""
+    """The features of audio with so many frames, in one array that is longer by `more`."""
 
     @eqx.filter_jit
     def features(model, media):
@@ -56,8 +56,8 @@ def encode(model):
 
     def run(lengths, *, more=0, seed=0, by=model, **given):
         longest = max(lengths)
-        sounds = [np.random.default_rng((seed, length)).normal(size=(length, 8)) for length in lengths]
-        whole = np.stack([np.pad(each, ((0, longest + more - len(each)), (0, 0))) for each in sounds])
+        audio = [np.random.default_rng((seed, length)).normal(size=(length, 8)) for length in lengths]
+        whole = np.stack([np.pad(each, ((0, longest + more - len(each)), (0, 0))) for each in audio])
         mask = np.arange(longest + more) < np.asarray(lengths)[:, None]
         counts = [-(-length // 4) for length in lengths]
         ids = np.full((1, sum(counts)), AUDIO)
@@ -213,13 +213,13 @@ def test_other_encoders_have_no_settings():
             FAMILIES["gemma4"].encode(dataclasses.replace(config, media=media))
 
 
-# --- sounds ---
+# --- audio ---
 
 
 LENGTHS = [1, 4, 5, 15, 16, 17, 33, 47, 64]
 
 
-def test_a_sound_alone_is_what_it_is_among_others(encode):
+def test_an_audio_alone_is_what_it_is_among_others(encode):
     """One frame, lengths around the edges of chunks; padded, and packed into rows with others."""
     alone = encode([47])[0], encode([16])[0], encode([1])[0]
     together = dict(zip(LENGTHS, encode(LENGTHS, more=3), strict=True))
@@ -303,11 +303,11 @@ def refused(**given):
 
 
 MESSAGES = [
-    (dict(input_ids=np.full((1, 4), AUDIO)), "4 audio placeholders, but 1 sounds make 3 rows of features"),
-    (dict(input_features=np.zeros((1, 8, 12))), r"shape \(1, 8, 12\) must be \[sounds, frames, 8\]"),
+    (dict(input_ids=np.full((1, 4), AUDIO)), "4 audio placeholders, but 1 audio make 3 rows of features"),
+    (dict(input_features=np.zeros((1, 8, 12))), r"shape \(1, 8, 12\) must be \[audio, frames, 8\]"),
     (dict(input_features_mask=np.ones((1, 11))), r"input_features_mask of shape \(1, 11\) must be \(1, 12\)"),
-    (dict(input_features_mask=np.zeros((1, 12))), "input_features_mask leaves nothing of a sound"),
-    (dict(input_features_mask=np.arange(12)[None] > 1), "must be 1 for the first frames of a sound"),
+    (dict(input_features_mask=np.zeros((1, 12))), "input_features_mask leaves nothing of an audio clip"),
+    (dict(input_features_mask=np.arange(12)[None] > 1), "must be 1 for the first frames of an audio clip"),
     (dict(feature_attention_mask=np.ones((1, 12))), "are the same: give one"),
 ]
 
@@ -323,5 +323,5 @@ def test_both_names_of_the_mask():
     one = refused(input_features_mask=mask)
     other = refused(input_features_mask=None, feature_attention_mask=mask)
     jax.tree.map(np.testing.assert_array_equal, one, other)
-    assert one.sounds.real.sum() == 9
-    assert refused(input_features_mask=None).sounds.real.sum() == 12
+    assert one.audio.real.sum() == 9
+    assert refused(input_features_mask=None).audio.real.sum() == 12

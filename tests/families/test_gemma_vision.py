@@ -1,4 +1,4 @@
-"""Gemma 3 and 4 that see: settings and tensors both ways, clipped products, and pictures of any size."""
+"""Gemma 3 and 4 that see: settings and tensors both ways, clipped products, and images of any size."""
 
 import dataclasses
 import itertools
@@ -58,19 +58,19 @@ TEXT = np.asarray([[7, 1, 3, 9, 4]], np.int32)
 
 
 def patches_of(pixels: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """A picture `[channels, height, width]` as Gemma 4's processor cuts it, and column and row of each patch."""
+    """An image `[channels, height, width]` as Gemma 4's processor cuts it, and column and row of each patch."""
     cut = range(0, pixels.shape[1], size), range(0, pixels.shape[2], size)
     places = list(itertools.product(*cut))
     made = [np.moveaxis(pixels[:, y : y + size, x : x + size], 0, -1).reshape(-1) for y, x in places]
     return np.stack(made), np.asarray([(x // size, y // size) for y, x in places])
 
 
-def padded(pictures: list[np.ndarray], length: int, order: int | None = None) -> dict[str, np.ndarray]:
-    """Pictures in rows of so many patches, in their order or in a drawn one."""
-    values = np.zeros((len(pictures), length, 12), np.float32)
-    places = np.full((len(pictures), length, 2), -1)
-    for index, picture in enumerate(pictures):
-        own, where = patches_of(picture, 2)
+def padded(images: list[np.ndarray], length: int, order: int | None = None) -> dict[str, np.ndarray]:
+    """Images in rows of so many patches, in their order or in a drawn one."""
+    values = np.zeros((len(images), length, 12), np.float32)
+    places = np.full((len(images), length, 2), -1)
+    for index, image in enumerate(images):
+        own, where = patches_of(image, 2)
         moved = np.arange(len(own)) if order is None else np.random.default_rng(order).permutation(len(own))
         values[index, : len(own)], places[index, : len(own)] = own[moved], where[moved]
     return dict(pixel_values=values, image_position_ids=places)
@@ -81,13 +81,13 @@ def drawn(*shapes: tuple[int, int]) -> list[np.ndarray]:
     return [generator.uniform(size=(3, *shape)).astype(np.float32) for shape in shapes]
 
 
-PICTURES = drawn((8, 8), (4, 8), (8, 4))  # of 4, 2 and 2 tokens
+IMAGES = drawn((8, 8), (4, 8), (8, 4))  # of 4, 2 and 2 tokens
 
 
 def seen(config) -> dict[str, np.ndarray]:
     if config is MODELS["gemma3"]:  # all of one size
         return dict(pixel_values=np.random.default_rng(1).normal(size=(2, 3, 8, 8)).astype(np.float32))
-    return padded(PICTURES, 18)
+    return padded(IMAGES, 18)
 
 
 def decode(content) -> ed.DecoderConfig:
@@ -294,7 +294,7 @@ def test_settings_inside_that_are_refused(name, table, keys, message):
         decode(content)
 
 
-def test_which_layers_see_pictures_whole():
+def test_which_layers_see_images_whole():
     spans = {name: [block.mixer.spans for block in config.blocks] for name, config in MODELS.items()}
     assert spans == {"gemma3": [True, True], "whole": [True, False], "clipped": [False, False]}
     for name, config in MODELS.items():
@@ -329,7 +329,7 @@ def test_the_decoder_alone_is_that_of_the_whole(model, exported, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["whole"], indirect=True)
-def test_sounds_are_left_out_of_the_decoder_alone(exported, tmp_path):
+def test_audio_are_left_out_of_the_decoder_alone(exported, tmp_path):
     """Whatever their encoder is: of a directory that else is refused."""
     content = json.loads((exported / "config.json").read_text())
     tensors = load_file(exported / "model.safetensors")
@@ -447,7 +447,7 @@ def test_an_encoder_with_new_bounds_is_that_without():
     np.testing.assert_array_equal(one, other)
 
 
-# --- pictures ---
+# --- images ---
 
 
 @pytest.fixture(scope="module")
@@ -460,22 +460,22 @@ def features(model, ids=IDS, count=8, **given) -> np.ndarray:
 
 
 def test_patches_are_in_any_order_and_padded_to_any_length(seeing):
-    want = features(seeing, **padded(PICTURES, 16))
-    np.testing.assert_array_equal(features(seeing, **padded(PICTURES, 21, order=3)), want)
+    want = features(seeing, **padded(IMAGES, 16))
+    np.testing.assert_array_equal(features(seeing, **padded(IMAGES, 21, order=3)), want)
 
 
 def test_pixels_are_cut_as_the_processor_does(seeing):
-    """Pictures of one size may come whole."""
-    ids, pictures = IDS[:1], drawn((8, 8))
-    whole = features(seeing, ids, 4, pixel_values=np.stack(pictures))
-    np.testing.assert_array_equal(whole, features(seeing, ids, 4, **padded(pictures, 16)))
+    """Images of one size may come whole."""
+    ids, images = IDS[:1], drawn((8, 8))
+    whole = features(seeing, ids, 4, pixel_values=np.stack(images))
+    np.testing.assert_array_equal(whole, features(seeing, ids, 4, **padded(images, 16)))
 
 
-def test_the_frames_of_a_film_are_pictures(seeing):
-    given = padded(PICTURES, 16)
-    film = dict(pixel_values_videos=given["pixel_values"], video_position_ids=given["image_position_ids"])
+def test_the_frames_of_a_video_are_images(seeing):
+    given = padded(IMAGES, 16)
+    video = dict(pixel_values_videos=given["pixel_values"], video_position_ids=given["image_position_ids"])
     ids = np.where(IDS == IMAGE, VIDEO, IDS)
-    found = features(seeing, ids, **film, num_frames_per_video=np.asarray([1, 2]))
+    found = features(seeing, ids, **video, num_frames_per_video=np.asarray([1, 2]))
     np.testing.assert_array_equal(found, features(seeing, **given))
 
 

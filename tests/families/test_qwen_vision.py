@@ -41,7 +41,7 @@ def same_weights(one, other) -> bool:
 
 
 def tiny(model: str):
-    """A decoder with an encoder of pictures, of a few numbers."""
+    """A decoder with an encoder of images, of a few numbers."""
     rope, vision = (
         Rope(theta=100.0, sections=(2, 1, 1)),
         dict(embed_dim=8, layers=2, heads=2, mlp_dim=12, size=2, side=3),
@@ -128,13 +128,13 @@ def time_of(name, frame, seconds):
 def counted(name, ids, grids, seconds):
     """The positions of one row by the rules of the families, token by token; ids are kinds, 9 and 8 begin and end."""
     positions, place, at = [], 0.0, 0
-    pictures, films = iter(grids.get(IMAGE, ())), iter(zip(grids.get(VIDEO, ()), seconds, strict=True))
+    images, videos = iter(grids.get(IMAGE, ())), iter(zip(grids.get(VIDEO, ()), seconds, strict=True))
     while at < len(ids):
         if ids[at] not in (IMAGE, VIDEO):
             positions.append([place] * 3)
             place, at = place + 1, at + 1
             continue
-        (frames, rows, columns), every = (next(pictures), 1.0) if ids[at] == IMAGE else next(films)
+        (frames, rows, columns), every = (next(images), 1.0) if ids[at] == IMAGE else next(videos)
         tokens = [
             (time_of(name, frame, every), row, column)
             for frame, row, column in itertools.product(range(frames), range(rows // 2), range(columns // 2))
@@ -149,21 +149,21 @@ def counted(name, ids, grids, seconds):
     return np.asarray(positions).T
 
 
-FILM = [VIDEO] * 4
+CLIP = [VIDEO] * 4
 CASES = [
-    # a picture between text; one of a single token; pictures that touch text only
+    # an image between text; one of a single token; images that touch text only
     ([TEXT, 9, *[IMAGE] * 6, 8, TEXT, 9, IMAGE, 8], {IMAGE: [(1, 4, 6), (1, 2, 2)]}, ()),
-    # films: near in time, far apart, of one frame
-    ([9, *FILM * 3, 8, TEXT], {VIDEO: [(3, 4, 4)]}, (0.25,)),
-    ([9, *FILM * 2, 8, TEXT, 9, *FILM, 8], {VIDEO: [(2, 2, 8), (1, 4, 4)]}, (5.0, 2.0)),
-    # sounds by themselves
+    # videos: near in time, far apart, of one frame
+    ([9, *CLIP * 3, 8, TEXT], {VIDEO: [(3, 4, 4)]}, (0.25,)),
+    ([9, *CLIP * 2, 8, TEXT, 9, *CLIP, 8], {VIDEO: [(2, 2, 8), (1, 4, 4)]}, (5.0, 2.0)),
+    # audio by themselves
     ([TEXT, 9, *[AUDIO] * 5, 8, 9, *[IMAGE] * 2, 8, 9, AUDIO, 8, TEXT], {IMAGE: [(1, 4, 2)]}, ()),
 ]
 MIXED = [
-    # sound between the frames of a film, and what is left of it; then films that are wider than their sound is long
-    ([9, *FILM, *[AUDIO] * 7, *FILM, *[AUDIO] * 9, 8, TEXT], {VIDEO: [(2, 4, 4)]}, (0.5,)),
-    ([9, *FILM, *[AUDIO] * 2, *FILM, 8, TEXT], {VIDEO: [(2, 2, 8)]}, (0.125,)),
-    ([9, *FILM, AUDIO, 8, TEXT, TEXT], {VIDEO: [(1, 2, 8)]}, (0.5,)),
+    # audio between the frames of a video, and what is left of it; then videos that are wider than their audio is long
+    ([9, *CLIP, *[AUDIO] * 7, *CLIP, *[AUDIO] * 9, 8, TEXT], {VIDEO: [(2, 4, 4)]}, (0.5,)),
+    ([9, *CLIP, *[AUDIO] * 2, *CLIP, 8, TEXT], {VIDEO: [(2, 2, 8)]}, (0.125,)),
+    ([9, *CLIP, AUDIO, 8, TEXT, TEXT], {VIDEO: [(1, 2, 8)]}, (0.5,)),
 ]
 RULES = {name: decode(content_of(FIXTURES / fixture)).media.positions
          for name, fixture in zip(("qwen2_5", "omni"), NAMES, strict=True)}  # fmt: skip
@@ -184,26 +184,26 @@ def test_positions_are_counted_like_this(name, case):
     assert np.array_equal(found[0].T, np.concatenate([np.zeros((3, 2)), wanted, wanted], axis=1))
 
 
-def test_as_many_times_as_films():
+def test_as_many_times_as_videos():
     config = decode(content_of(FIXTURES / "qwen2_5_vl"))
     ids, patches = np.full((1, 4), config.media.video_token), np.zeros((16, 24), np.float32)
     given = dict(input_ids=ids, pixel_values_videos=patches, video_grid_thw=[[1, 4, 4]])
     ed.Media.create(config, **given, second_per_grid_ts=[0.5])
-    with pytest.raises(ed.DataError, match="2 times between frames for 1 films"):
+    with pytest.raises(ed.DataError, match="2 times between frames for 1 videos"):
         ed.Media.create(config, **given, second_per_grid_ts=[0.5, 0.5])
 
 
-def test_short_sounds_are_padded_to_the_longest():
-    """As in transformers: convolutions see the zeros behind a sound."""
+def test_short_audio_are_padded_to_the_longest():
+    """As in transformers: convolutions see the zeros behind an audio clip."""
     config = decode(content_of(FIXTURES / "qwen3_omni"))
     token = config.media.audio_token
 
     def frames(*lengths):
         tokens = sum(length // 100 * 13 + -(-(length % 100) // 8) for length in lengths)
         mask = np.arange(max(lengths))[None] < np.asarray(lengths)[:, None]
-        sounds = np.ones((len(lengths), 8, max(lengths)), np.float32)
-        media = ed.Media.create(config, [[token] * tokens], input_features=sounds, feature_attention_mask=mask)
-        return media.sounds.chunks.shape[-1]
+        audio = np.ones((len(lengths), 8, max(lengths)), np.float32)
+        media = ed.Media.create(config, [[token] * tokens], input_features=audio, feature_attention_mask=mask)
+        return media.audio.chunks.shape[-1]
 
     assert frames(37, 60) == 60
     assert frames(37, 100) == frames(137) == 100

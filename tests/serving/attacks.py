@@ -36,7 +36,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MOST = 60.0  # seconds of an attack
 HEAD = "POST {} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
 TREE = Path(__file__).parents[2]
-# The server, in which a program for pictures fails once: no input is known that makes one fail.
+# The server, in which a program for images fails once: no input is known that makes one fail.
 BROKEN = """
 import sys
 from eqx_decoders.cli.serve import main
@@ -285,7 +285,7 @@ def address(kind: str, content: bytes) -> str:
     return f"data:{kind};base64," + base64.b64encode(content).decode()
 
 
-def picture(width: int = 8, height: int = 8, text: str = "w20 ") -> list[dict[str, Any]]:
+def image(width: int = 8, height: int = 8, text: str = "w20 ") -> list[dict[str, Any]]:
     from PIL import Image
 
     file = io.BytesIO()
@@ -295,8 +295,8 @@ def picture(width: int = 8, height: int = 8, text: str = "w20 ") -> list[dict[st
     return [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
 
 
-def film(frames: int) -> list[dict[str, Any]]:
-    """Grey pictures of 1920 x 1080, in some kilobytes."""
+def video(frames: int) -> list[dict[str, Any]]:
+    """Grey images of 1920 x 1080, in some kilobytes."""
     import av
 
     file = io.BytesIO()
@@ -336,8 +336,8 @@ def long_text(server: Server) -> None:
         server.send(COMPLETIONS, body)
 
 
-def text_beside_picture(server: Server) -> None:
-    body = json.dumps(chat(picture(text="w7 " * 1_300_000))).encode()
+def text_beside_image(server: Server) -> None:
+    body = json.dumps(chat(image(text="w7 " * 1_300_000))).encode()
     for _ in range(3):
         server.send(CHAT, body)
 
@@ -380,8 +380,8 @@ def without_keys(server: Server) -> list[socket.socket]:
     return links
 
 
-def films(server: Server) -> None:
-    body = json.dumps(chat(film(300))).encode()
+def videos(server: Server) -> None:
+    body = json.dumps(chat(video(300))).encode()
     for _ in range(2):
         server.send(CHAT, body, seconds=1.0)
     time.sleep(8)
@@ -389,11 +389,11 @@ def films(server: Server) -> None:
 
 def sizes(server: Server) -> None:
     for width, height in ((12, 8), (20, 12), (28, 16), (36, 20), (44, 24)):
-        server.send(CHAT, chat(picture(width, height)))
+        server.send(CHAT, chat(image(width, height)))
 
 
-def failing_picture(server: Server) -> None:
-    server.send(CHAT, chat(picture(12, 8)))
+def failing_image(server: Server) -> None:
+    server.send(CHAT, chat(image(12, 8)))
     time.sleep(2)
 
 
@@ -405,7 +405,7 @@ def schemas(server: Server) -> None:
 SEES = "--max-length 256 --max-batch-size 4 --prefill-chunk 32"
 ATTACKS = {
     "A1": Attack(long_text, chatting, "--max-length 8192 --max-batch-size 4"),
-    "A2": Attack(text_beside_picture, seeing, SEES, lambda: (CHAT, chat("w7")), "w7"),
+    "A2": Attack(text_beside_image, seeing, SEES, lambda: (CHAT, chat("w7")), "w7"),
     "A3": Attack(scores, chatting, "--max-length 2048"),
     "A4": Attack(idle_connections, chatting, "--max-length 1024 --max-batch-size 4", files=1024),
     "A5": Attack(long_conversations, chatting, "--max-length 2048 --max-batch-size 4", lambda: (CHAT, chat("a"))),
@@ -415,9 +415,9 @@ ATTACKS = {
         "--max-length 2048 --max-batch-size 2 --prefill-chunk 512 --token-budget 2048 --prefix-cache-bytes 0",
     ),
     "A7": Attack(without_keys, chatting, "--max-length 512 --max-batch-size 4 --api-key own", keys=True),
-    "A8": Attack(films, seeing, SEES, lambda: (CHAT, chat(picture())), "w7"),
+    "A8": Attack(videos, seeing, SEES, lambda: (CHAT, chat(image())), "w7"),
     "A9": Attack(sizes, seeing, SEES, lambda: (CHAT, chat("w7")), "w7"),
-    "A10": Attack(failing_picture, seeing, SEES, lambda: (CHAT, chat("w7")), "w7", code=BROKEN),
+    "A10": Attack(failing_image, seeing, SEES, lambda: (CHAT, chat("w7")), "w7", code=BROKEN),
     "A11": Attack(schemas, chatting, "--max-length 512 --max-batch-size 4", lambda: (CHAT, chat("a"))),
 }
 

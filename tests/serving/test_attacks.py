@@ -5,7 +5,7 @@ import pytest
 from tests.serving.attacks import ATTACKS, attacked
 
 
-# What a server may hold more than before, in MB: bodies and answers that are on their way, and programs for pictures.
+# What a server may hold more than before, in MB: bodies and answers that are on their way, and programs for images.
 MORE = 600
 
 

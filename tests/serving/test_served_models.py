@@ -159,7 +159,7 @@ def test_the_same_seed_gives_the_same_answer_under_any_load(server):
 
 
 @pytest.mark.slow
-def test_pictures_are_seen(tmp_path):
+def test_images_are_seen(tmp_path):
     """What is sent as a data: URL becomes what the file becomes."""
     image = pytest.importorskip("PIL.Image")
     folder, file = seeing_directory(tmp_path / "model"), tmp_path / "a.png"
@@ -177,10 +177,10 @@ def test_pictures_are_seen(tmp_path):
     with served(folder) as (_, server):
         found = server.json("/v1/chat/completions", body)["choices"][0]
         assert found["prompt_token_ids"] == ids.tolist() and found["token_ids"] == np.asarray(expected)[0].tolist()
-        broken = base64.b64encode(io.BytesIO(b"no picture").getvalue()).decode()
+        broken = base64.b64encode(io.BytesIO(b"no image").getvalue()).decode()
         content[0]["image_url"]["url"] = f"data:image/png;base64,{broken}"
         error = server.json("/v1/chat/completions", body, code=400)["error"]["message"]
-        assert "is no sound picture of a known format" in error
+        assert "is no image of a known format" in error
         content[0]["image_url"]["url"] = "https://example.org/a.png"
         assert "fetches no files" in server.json("/v1/chat/completions", body, code=400)["error"]["message"]
 

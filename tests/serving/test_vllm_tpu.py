@@ -352,7 +352,7 @@ REFUSED = {
     "latents": ("deepseek2_groups", {}, "use_mla=False must be True"),
     "no latents": ("llama_rope", dict(use_mla=True), "use_mla=True must be False"),
     "chunks": ("llama4_mixed", {}, "which engines with caches of their own don't know"),
-    "pictures": ("qwen2_5_vl", {}, "models take text alone"),
+    "images": ("qwen2_5_vl", {}, "models take text alone"),
 }
 
 

@@ -66,7 +66,7 @@ class Document(NamedTuple):
             content = json.dumps(self.chat, sort_keys=True).encode()
         else:
             content = (self.text or "").encode()
-        if self.media:  # many pictures have the same question
+        if self.media:  # many images have the same question
             content += json.dumps(self.media).encode()
         return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest(), "big") / 2**48
 
@@ -156,11 +156,10 @@ def _pair(record: dict[str, Any], field: str, where: str) -> Document:
 VARIABLES = ("tools", "documents", "chat_template_kwargs")
 FILES = {"images": "image", "videos": "video", "audios": "audio"}  # lists of references, in the order of placeholders
 CHAT_FIELDS = ("messages", "prompt", "completion", *FILES, *VARIABLES)
-WORDS = {"image": "picture", "video": "film", "audio": "sound"}
 
 
 def reference(kind: str, name: str, digest: str = "") -> str:
-    """How `Document.media` refers to a file: to a picture by its name, to others by their kind, too.
+    """How `Document.media` refers to a file: to an image by its name, to others by their kind, too.
 
     Once tokens have been made of it, `digest` says of what content.
     """
@@ -182,7 +181,7 @@ def _files(record: Mapping[str, Any], where: str) -> tuple[str, ...]:
     for field, kind in FILES.items():
         given = record.get(field)
         good = given is None or (isinstance(given, list) and all(isinstance(one, str) and one for one in given))
-        rule = f"must be a list of texts, each naming a {WORDS[kind]}"
+        rule = f"must be a list of texts, each naming one {kind}"
         check(good, f"{where}: field {field!r} {rule}.", DataError)
         found += [reference(kind, one) for one in given or ()]
     return tuple(found)

@@ -10,7 +10,7 @@ Of these two only a part is trained on: `targets` then tells for every token of 
 The file has sections, each an array that begins at a multiple of eight bytes: `tokens`; for each document where it
 begins (`offsets`, and the end of the last one), the number that decides whether it is held out (`draws`), bytes of
 UTF-8 that are trained on (`bytes`, -1 where it came as tokens) and, only where some document has spans, how many tokens
-are targets (`target_counts`, and `targets` for each token), and, only where some document has pictures, what it says
+are targets (`target_counts`, and `targets` for each token), and, only where some document has images, what it says
 of them (`media`, in JSON, from `media_offsets` on). Behind them stand a description in JSON, its length and a
 mark, which are written last.
 """
@@ -107,14 +107,14 @@ class Shard:
         return np.arange(place.stop - place.start) > 0 if self._targets is None else self._targets[place]
 
     def media(self, document: int) -> tuple[str, ...]:
-        """What a document says of its pictures."""
+        """What a document says of its images."""
         if "media" not in self.info.sections:
             return ()
         begin, end = self._section("media_offsets")[document : document + 2]
         return tuple(json.loads(self._section("media")[begin:end].tobytes() or b"[]"))
 
     def has_media(self, start: int, stop: int) -> np.ndarray:
-        """Whether each document says anything of pictures."""
+        """Whether each document says anything of images."""
         if "media" not in self.info.sections:
             return np.zeros(stop - start, bool)
         return np.diff(self._section("media_offsets")[start : stop + 1]) > 0
@@ -162,7 +162,7 @@ def write_shard(
     """Write the documents, conversations as `template` has it, into a new file.
 
     It is flushed to the disk, which may take longer than all else for a small file: that has a checksum instead.
-    `done` is told how many characters have been written more. `media` reads the pictures that documents refer to.
+    `done` is told how many characters have been written more. `media` reads the images that documents refer to.
     """
     with path.open("w+b") as file, _Writer(file, tokenizer, done, media) as writer:
         for document in render_documents(iter(documents), template):
@@ -211,7 +211,7 @@ class _Writer:
         """Take the next document."""
         if document.media:
             if self._media is None:
-                rule = "has pictures, and nothing reads them: train a model that sees"
+                rule = "has images, and nothing reads them: train a model that sees"
                 raise DataError(f"{document.where} {rule}, or leave the field 'images' out.")
             files = self._media.located(document.media, document.folder, document.where)
             document = document._replace(media=files)

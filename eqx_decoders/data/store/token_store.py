@@ -72,12 +72,12 @@ class TokenStore:
         return shard.targets(number)
 
     def media(self, document: int | np.integer) -> tuple[str, ...]:
-        """What `document` says of its pictures."""
+        """What `document` says of its images."""
         shard, number = self._find(document)
         return shard.media(number)
 
     def has_media(self, start: int, stop: int) -> np.ndarray:
-        """Whether each of the documents from `start` up to `stop` has pictures."""
+        """Whether each of the documents from `start` up to `stop` has images."""
         return self._over(start, stop, lambda number, begin, end: self.shard(number).has_media(begin, end), np.bool_)
 
     def name(self, document: int | np.integer) -> str:
@@ -403,7 +403,7 @@ def _check_draws(folder: Path, manifest: Mapping[str, Any], infos: list[ShardInf
     The draws of documents without files are the same by all rules.
     """
     same = manifest.get("draws") == DRAWS or not any("media" in info.sections for info in infos)
-    rule = f"the data of {folder} name pictures or films, and an earlier version held others of them out"
+    rule = f"the data of {folder} name images or videos, and an earlier version held others of them out"
     remedy = "export it (scripts/convert.py export), and begin a new run directory with --init-from that export"
     check(same, f"{rule}: this run can't go on with this one. To train further, {remedy}.", DataError)
 

@@ -8,7 +8,7 @@ from eqx_decoders.io.atomic_files import expanded
 from eqx_decoders.io.huggingface.directory import Directory, exists
 
 
-# What a tokenizer, and a processor of pictures and sounds, may consist of; copied into an export, never interpreted
+# What a tokenizer, and a processor of images and audio, may consist of; copied into an export, never interpreted
 # here but for the .json files.
 TOKENIZER_FILES = (
     "tokenizer.json",

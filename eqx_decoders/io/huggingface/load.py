@@ -87,7 +87,7 @@ def load_hf(
     - `dtype`: of weights and activations; None for that of the files.
     - `layout`: where the weights live; None for one device.
     - `revision`: branch, tag or commit of a repository.
-    - `text_only`: whether encoders of pictures and sounds are left out; the model is then one of its text family.
+    - `text_only`: whether encoders of images and audio are left out; the model is then one of its text family.
     - `quantized`: what becomes of matrices that the files have in few bits: `"expand"`, arrays of `dtype` as all other
         weights; `"keep"`, what they are, bit by bit (`QuantizedWeight`), where that can be (`quantized.keep`).
     - `execution`: further fields of `Execution`, such as `remat="full"`; `precision` wins over `dtype`.

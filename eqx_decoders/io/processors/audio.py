@@ -1,4 +1,4 @@
-"""Sounds from files, as log-mel spectra (Radford et al. 2022): decoded with soundfile, resampled with soxr."""
+"""Audio from files, as log-mel spectra (Radford et al. 2022): decoded with soundfile, resampled with soxr."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from eqx_decoders.io.processors.images import name_of
 from eqx_decoders.io.processors.limits import MediaLimits
 
 
-RATES = (1000, 768_000)  # in Hz; others are no sounds for ears
+RATES = (1000, 768_000)  # in Hz; others are no audio for ears
 BLOCK = 1 << 20  # numbers that are decoded, or transformed, at once
 LOUDEST = 1e6  # samples are -1 to 1
 UNKNOWN = 1 << 62  # libsndfile's word for a number of samples that a header does not tell
@@ -33,10 +33,10 @@ MOST_BANDS, MOST_WINDOW = 1024, 1 << 16
 Samples = Float[np.ndarray, "samples"]
 
 
-def open_sound(source: Any, rate: int, limits: MediaLimits = MediaLimits(), where: str | None = None) -> Samples:
-    """The samples of a sound at `rate` per second, its channels being averaged, float32.
+def open_audio(source: Any, rate: int, limits: MediaLimits = MediaLimits(), where: str | None = None) -> Samples:
+    """The samples of an audio clip at `rate` per second, its channels being averaged, float32.
 
-    Raises DataError, with the file's name, for what is no sound, and for one that is longer than `limits` allow.
+    Raises DataError, with the file's name, for what is no audio, and for one that is longer than `limits` allow.
 
     **Arguments:**
 
@@ -44,7 +44,7 @@ def open_sound(source: Any, rate: int, limits: MediaLimits = MediaLimits(), wher
         a pair of an array and its rate.
     - `where`: how errors call it.
     """
-    where = name_of(source, "sound", 0) if where is None else where
+    where = name_of(source, "audio", 0) if where is None else where
     if isinstance(source, np.ndarray):
         source = (source, rate)
     if isinstance(source, tuple) and len(source) == 2 and isinstance(source[0], np.ndarray):
@@ -93,7 +93,7 @@ def _cause(error: Exception) -> str:
     return getattr(error, "error_string", None) or str(error)
 
 
-_as_data_error = functools.partial(as_data_error, kind="sound", formats=KNOWN, smaller="cut it", cause=_cause)
+_as_data_error = functools.partial(as_data_error, kind="audio", formats=KNOWN, smaller="cut it", cause=_cause)
 
 
 def _check_whole(source: str | Path | bytes, where: str) -> None:
@@ -131,14 +131,14 @@ def _resampled(parts: Iterable[np.ndarray], old: int, new: int, where: str) -> S
     """The parts behind each other at another rate: what resampling all at once would give, in less memory."""
     stream, count, made = None, 0, [np.zeros(0, np.float32)]
     for part in parts:
-        sound = bool(np.all(np.abs(part) <= LOUDEST))  # not of NaN
-        check(sound, f"{where} has samples that are no numbers, or infinite: they must be about -1 to 1.", DataError)
+        audio = bool(np.all(np.abs(part) <= LOUDEST))  # not of NaN
+        check(audio, f"{where} has samples that are no numbers, or infinite: they must be about -1 to 1.", DataError)
         count, part = count + len(part), np.ascontiguousarray(part, np.float32)
         if old != new:
             stream = _resampler(old, new) if stream is None else stream
             part = stream.resample_chunk(part)
         made.append(part)
-    check(count > 0, f"{where} has 0 s: a sound must have some.", DataError)
+    check(count > 0, f"{where} has 0 s: an audio clip must have some.", DataError)
     if stream is not None:
         made.append(stream.resample_chunk(made[0], last=True))
         count = math.ceil(count * new / old)
@@ -191,7 +191,7 @@ class LogMel:
         )
 
     def __call__(self, samples: Samples) -> Float[np.ndarray, "bands frames"]:
-        """The spectrum, float32: a frame for each whole hop. Windows at the ends see the sound reflected."""
+        """The spectrum, float32: a frame for each whole hop. Windows at the ends see the audio reflected."""
         reach = self.window // 2
         padded = np.pad(samples.astype(np.float64), reach, mode="reflect")
         frames = np.lib.stride_tricks.sliding_window_view(padded, self.window)[:: self.hop][: len(samples) // self.hop]
@@ -219,8 +219,8 @@ def _mel(hertz: float) -> float:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QwenSounds:
-    """Sounds of Qwen3-Omni: log-mel spectra, all as long as the longest, of which chunks become tokens.
+class QwenAudio:
+    """Audio of Qwen3-Omni: log-mel spectra, all as long as the longest, of which chunks become tokens.
 
     **Arguments:**
 
@@ -233,28 +233,28 @@ class QwenSounds:
     placeholder: str = "<|audio_pad|>"
 
     def __post_init__(self):
-        check_integer("QwenSounds.chunk", self.chunk)
+        check_integer("QwenAudio.chunk", self.chunk)
 
     @classmethod
-    def read(cls, settings: Settings) -> "QwenSounds":
+    def read(cls, settings: Settings) -> "QwenAudio":
         """From the files of a directory."""
         placeholder = settings.token("audio_token", "<|audio_pad|>")
-        return cls(spectrum=LogMel.read(settings.sounds), placeholder=placeholder)
+        return cls(spectrum=LogMel.read(settings.audio), placeholder=placeholder)
 
     def all(
-        self, sounds: Sequence[Any], limits: MediaLimits, names: Sequence[str]
+        self, audio: Sequence[Any], limits: MediaLimits, names: Sequence[str]
     ) -> tuple[dict[str, np.ndarray], list[str]]:
-        """`input_features`, `[sounds, bands, frames]`, `feature_attention_mask`, and the text of each sound."""
+        """`input_features`, `[audio, bands, frames]`, `feature_attention_mask`, and the text of each audio clip."""
         rate, hop = self.spectrum.rate, self.spectrum.hop
         rows: list[np.ndarray] = []
-        for source, name in zip(sounds, names, strict=True):
-            rows.append(open_sound(source, rate, limits, name))
+        for source, name in zip(audio, names, strict=True):
+            rows.append(open_audio(source, rate, limits, name))
             seconds = max(map(len, rows)) * len(rows) / rate
             rule = f"more than MediaLimits.max_seconds={limits.max_seconds:g}"
-            told = f"{len(rows)} sounds up to {name}, each as long as the longest, have {seconds:,.1f} s: {rule}"
+            told = f"{len(rows)} audio up to {name}, each as long as the longest, have {seconds:,.1f} s: {rule}"
             check(seconds <= limits.max_seconds, f"{told}. Give fewer, or raise the limit.", DataError)
         longest, least = max(map(len, rows)), max(self.spectrum.window // 2 + 1, hop)
-        rule = f"a sound must have at least {least} samples at {rate:,} Hz"
+        rule = f"an audio clip must have at least {least} samples at {rate:,} Hz"
         check(longest >= least, f"{names[0]} has {longest}: {rule}.", DataError)
         values = np.stack([self.spectrum(np.pad(row, (0, longest - len(row)))) for row in rows])
         counts = [min(-(-len(row) // hop), longest // hop) for row in rows]

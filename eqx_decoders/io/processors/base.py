@@ -13,11 +13,11 @@ from eqx_decoders.io.processors.resizing import FILTERS
 from eqx_decoders.io.processors.video import Clip
 
 
-MOST_TOKENS = 1 << 20  # that stand for one picture, film or sound
+MOST_TOKENS = 1 << 20  # that stand for one image, video or audio
 
 
 class Seen(NamedTuple):
-    """What becomes of one picture, film or sound.
+    """What becomes of one image, video or audio.
 
     - `arrays`: arguments of `Media.create`, for this one.
     - `text`: what stands for it in the prompt in place of its placeholder.
@@ -28,28 +28,28 @@ class Seen(NamedTuple):
 
 
 @runtime_checkable
-class PictureRules(Protocol):
-    """How a family makes numbers of pictures, and which text stands for them."""
+class ImageRules(Protocol):
+    """How a family makes numbers of images, and which text stands for them."""
 
     @property
     def placeholder(self) -> str: ...
 
     def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> Seen:
-        """One picture, `[height, width, 3]`."""
+        """One image, `[height, width, 3]`."""
         ...
 
     def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
-        """The arguments of `Media.create` for all pictures of a prompt."""
+        """The arguments of `Media.create` for all images of a prompt."""
         ...
 
 
 @runtime_checkable
-class FilmRules(Protocol):
-    """The same for films.
+class VideoRules(Protocol):
+    """The same for videos.
 
     **Attributes:**
 
-    - `template`: of conversations with films, in place of the directory's; None for that one.
+    - `template`: of conversations with videos, in place of the directory's; None for that one.
     """
 
     @property
@@ -59,11 +59,11 @@ class FilmRules(Protocol):
     def template(self) -> str | None: ...
 
     def one(self, clip: Clip, limits: MediaLimits) -> Seen:
-        """One film."""
+        """One video."""
         ...
 
     def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
-        """The arguments of `Media.create` for all films of a prompt."""
+        """The arguments of `Media.create` for all videos of a prompt."""
         ...
 
 
@@ -71,9 +71,9 @@ class FilmRules(Protocol):
 class Settings:
     """What a directory says about its processor, file by file."""
 
-    pictures: Fields
-    films: Fields
-    sounds: Fields
+    images: Fields
+    videos: Fields
+    audio: Fields
     processor: Fields
     tokens: Mapping[str, str]
 
@@ -97,12 +97,12 @@ def joined(seen: Sequence[Seen]) -> dict[str, np.ndarray]:
     return {name: np.concatenate([one.arrays[name] for one in seen]) for name in seen[0].arrays} if seen else {}
 
 
-def together(read: Iterable[tuple[PictureRules | FilmRules, Seen]]) -> dict[str, np.ndarray]:
-    """The arguments of `Media.create` for pictures and films in the order of their placeholders.
+def together(read: Iterable[tuple[ImageRules | VideoRules, Seen]]) -> dict[str, np.ndarray]:
+    """The arguments of `Media.create` for images and videos in the order of their placeholders.
 
-    Those of both kinds that have the same names, as a family's films do that are read as pictures, stand in that order.
+    Those of both kinds that have the same names, as a family's videos do that are read as images, stand in that order.
     """
-    groups: dict[tuple[str, ...], tuple[PictureRules | FilmRules, list[Seen]]] = {}
+    groups: dict[tuple[str, ...], tuple[ImageRules | VideoRules, list[Seen]]] = {}
     for rules, one in read:
         groups.setdefault(tuple(sorted(one.arrays)), (rules, []))[1].append(one)
     return {name: array for rules, seen in groups.values() for name, array in rules.join(seen).items()}

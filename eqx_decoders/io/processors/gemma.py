@@ -1,4 +1,4 @@
-"""Pictures and films of Gemma 3 (one size) and Gemma 4 (a number of patches)."""
+"""Images and videos of Gemma 3 (one size) and Gemma 4 (a number of patches)."""
 
 import dataclasses
 import math
@@ -15,15 +15,15 @@ from eqx_decoders.io.processors.video import Clip, check_taken, clock
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gemma3Pictures:
-    """All pictures have one size, whatever their shape.
+class Gemma3Images:
+    """All images have one size, whatever their shape.
 
     **Arguments:**
 
     - `size`: height and width.
-    - `pan_and_scan`: whether a long picture is followed by up to `most_crops` parts of it, if it is at least
+    - `pan_and_scan`: whether a long image is followed by up to `most_crops` parts of it, if it is at least
         `least_ratio` times as long as wide and each part has sides of at least `least_crop`.
-    - `tokens`: how many tokens stand for a picture.
+    - `tokens`: how many tokens stand for an image.
     - `placeholder`, `token`, `begin`, `end`: texts of the special tokens.
     """
 
@@ -42,13 +42,13 @@ class Gemma3Pictures:
 
     def __post_init__(self):
         for name in ("least_crop", "most_crops", "tokens"):
-            check_integer(f"Gemma3Pictures.{name}", getattr(self, name))
-        check_number("Gemma3Pictures.least_ratio", self.least_ratio, above=0)
+            check_integer(f"Gemma3Images.{name}", getattr(self, name))
+        check_number("Gemma3Images.least_ratio", self.least_ratio, above=0)
 
     @classmethod
-    def read(cls, settings: Settings) -> "Gemma3Pictures":
+    def read(cls, settings: Settings) -> "Gemma3Images":
         """From the files of a directory. Whether to pan and scan is no setting of these in transformers either."""
-        fields = settings.pictures
+        fields = settings.images
         begin = settings.token("boi_token", "<start_of_image>")
         return cls(
             size=read_square(fields, "size", 224),
@@ -62,7 +62,7 @@ class Gemma3Pictures:
         )
 
     def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> Seen:
-        """`pixel_values`: the picture, and its parts."""
+        """`pixel_values`: the image, and its parts."""
         parts = [pixels, *self._crops(pixels)]
         check_tokens(where, self.tokens * len(parts))
         values = [self.colours(resize(part, self.size, self.resample, limits, where)) for part in parts]
@@ -74,7 +74,7 @@ class Gemma3Pictures:
         return Seen({"pixel_values": np.stack(values)}, text)
 
     def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
-        """`[pictures, 3, height, width]`."""
+        """`[images, 3, height, width]`."""
         return joined(seen)
 
     def _crops(self, pixels: np.ndarray) -> list[np.ndarray]:
@@ -92,8 +92,8 @@ class Gemma3Pictures:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gemma4Pictures:
-    """A picture keeps its shape, and has at most `tokens` squares of `merge x merge` patches.
+class Gemma4Images:
+    """An image keeps its shape, and has at most `tokens` squares of `merge x merge` patches.
 
     **Arguments:**
 
@@ -114,12 +114,12 @@ class Gemma4Pictures:
 
     def __post_init__(self):
         for name in ("size", "merge", "tokens"):
-            check_integer(f"Gemma4Pictures.{name}", getattr(self, name))
+            check_integer(f"Gemma4Images.{name}", getattr(self, name))
 
     @classmethod
-    def read(cls, settings: Settings) -> "Gemma4Pictures":
+    def read(cls, settings: Settings) -> "Gemma4Images":
         """From the files of a directory."""
-        fields, token = settings.pictures, settings.token("image_token", "<|image|>")
+        fields, token = settings.images, settings.token("image_token", "<|image|>")
         return cls(
             size=fields.integer("patch_size", 16),
             merge=fields.integer("pooling_kernel_size", 3),
@@ -133,7 +133,7 @@ class Gemma4Pictures:
         )
 
     def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> Seen:
-        """`pixel_values` and `image_position_ids` of the picture, padded with 0 and -1."""
+        """`pixel_values` and `image_position_ids` of the image, padded with 0 and -1."""
         limits.check_pixels(where, self.tokens * self.merge**2, self.size**2)
         check_tokens(where, self.tokens)
         pixels = self.resized(pixels, limits, where)
@@ -142,11 +142,11 @@ class Gemma4Pictures:
         return Seen(arrays, f"{self.begin}{self.token * tokens}{self.end}")
 
     def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
-        """`[pictures, patches, numbers]`, `[pictures, patches, 2]`."""
+        """`[images, patches, numbers]`, `[images, patches, 2]`."""
         return joined(seen)
 
     def resized(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> np.ndarray:
-        """The largest picture of about the same shape that has no more patches."""
+        """The largest image of about the same shape that has no more patches."""
         target = self.target(pixels.shape[0], pixels.shape[1], where)
         return pixels if target == pixels.shape[:2] else resize(pixels, target, self.resample, limits, where)
 
@@ -155,7 +155,7 @@ class Gemma4Pictures:
         side, most = self.merge * self.size, self.tokens * self.merge**2 * self.size**2
         factor = math.sqrt(most / (height * width))
         rows, columns = (math.floor(factor * length / side) for length in (height, width))
-        check(rows + columns > 0, f"{where}: {width} x {height} pixels leave nothing of a picture.", DataError)
+        check(rows + columns > 0, f"{where}: {width} x {height} pixels leave nothing of an image.", DataError)
         if rows == 0:
             rows, columns = 1, min(width // height, self.tokens)
         elif columns == 0:
@@ -177,30 +177,28 @@ BLACK_TO_WHITE = Colours(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), steps="joint
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gemma4Films:
-    """Frames at equal distances, each a picture with its time before it.
+class Gemma4Videos:
+    """Frames at equal distances, each an image with its time before it.
 
     **Arguments:**
 
     - `frame`: what becomes of each of them.
     - `choose`: whether frames are chosen; else all are taken.
-    - `count`, `fps`: how many frames are chosen of the film, or of a second; None for the other one, or all.
+    - `count`, `fps`: how many frames are chosen of the video, or of a second; None for the other one, or all.
     """
 
-    frame: Gemma4Pictures = Gemma4Pictures(
-        tokens=70, colours=BLACK_TO_WHITE, placeholder="<|video|>", token="<|video|>"
-    )
+    frame: Gemma4Images = Gemma4Images(tokens=70, colours=BLACK_TO_WHITE, placeholder="<|video|>", token="<|video|>")
     choose: bool = True
     count: int | None = 32
     fps: float | None = None
 
     def __post_init__(self):
         both = self.fps is None or self.count is None
-        check(both, f"Gemma4Films: fps={self.fps} and count={self.count} exclude each other: give one.")
+        check(both, f"Gemma4Videos: fps={self.fps} and count={self.count} exclude each other: give one.")
         if self.count is not None:
-            check_integer("Gemma4Films.count", self.count)
+            check_integer("Gemma4Videos.count", self.count)
         if self.fps is not None:
-            check_number("Gemma4Films.fps", self.fps, above=0)
+            check_number("Gemma4Videos.fps", self.fps, above=0)
 
     @property
     def template(self) -> None:
@@ -208,12 +206,12 @@ class Gemma4Films:
         return None
 
     @classmethod
-    def read(cls, settings: Settings) -> "Gemma4Films":
+    def read(cls, settings: Settings) -> "Gemma4Videos":
         """From the files of a directory."""
-        fields, token = settings.films, settings.token("video_token", "<|video|>")
+        fields, token = settings.videos, settings.token("video_token", "<|video|>")
         fps = fields.number("fps", None)
         return cls(
-            frame=Gemma4Pictures(
+            frame=Gemma4Images(
                 size=fields.integer("patch_size", 16),
                 merge=fields.integer("pooling_kernel_size", 3),
                 tokens=fields.integer("max_soft_tokens", 70),
@@ -254,7 +252,7 @@ class Gemma4Films:
         return Seen(arrays, " ".join(f"{clock(index / clip.fps)} {own}" for index in indices.tolist()))
 
     def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
-        """`[frames, patches, numbers]`, `[frames, patches, 2]`, `[films]`."""
+        """`[frames, patches, numbers]`, `[frames, patches, 2]`, `[videos]`."""
         return joined(seen)
 
     def _chosen(self, clip: Clip) -> np.ndarray:

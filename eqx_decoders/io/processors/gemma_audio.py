@@ -1,4 +1,4 @@
-"""Sounds of Gemma 4, each by itself: logarithms of magnitudes in bands of frequencies."""
+"""Audio of Gemma 4, each by itself: logarithms of magnitudes in bands of frequencies."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 
 from eqx_decoders.errors import DataError, check, check_integer, check_number, check_word
 from eqx_decoders.families.config_reader import Fields, abbreviate
-from eqx_decoders.io.processors.audio import BLOCK, MOST_BANDS, MOST_WINDOW, RATES, Samples, open_sound
+from eqx_decoders.io.processors.audio import BLOCK, MOST_BANDS, MOST_WINDOW, RATES, Samples, open_audio
 from eqx_decoders.io.processors.base import Settings
 from eqx_decoders.io.processors.limits import MediaLimits
 
@@ -36,7 +36,7 @@ class LogMagnitudes:
     - `scale`: multiplies samples.
     - `floor`: added before the logarithm.
     - `mean`, `std`: of each band; None for 0 and 1.
-    - `padded`: on which side sounds are padded to a multiple of 128 samples, `"left"` or `"right"`.
+    - `padded`: on which side audio are padded to a multiple of 128 samples, `"left"` or `"right"`.
     """
 
     rate: int = 16_000
@@ -112,9 +112,9 @@ class LogMagnitudes:
         return 2 ** math.ceil(math.log2(self.window)) * (2 if self.finer else 1)
 
     def __call__(self, samples: Samples) -> tuple[Float[np.ndarray, "frames bands"], Bool[np.ndarray, "frames"]]:
-        """The spectrum, float32, and which of its frames are of the sound to their last sample; 0 where they are not.
+        """The spectrum, float32, and which of its frames are of the audio to their last sample; 0 where they are not.
 
-        The first window stands half before the sound's begin.
+        The first window stands half before the audio's begin.
         """
         samples, before = samples[:MOST_SAMPLES], self.window // 2
         more = -len(samples) % WHOLE
@@ -183,10 +183,10 @@ def _numbers(fields: Fields, key: str) -> tuple[float, ...] | None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Gemma4Sounds:
-    """Sounds of Gemma 4, of at most half a minute each: four frames become a token.
+class Gemma4Audio:
+    """Audio of Gemma 4, of at most half a minute each: four frames become a token.
 
-    Each becomes what it becomes alone. transformers pads all sounds of a prompt to the longest, on the side that
+    Each becomes what it becomes alone. transformers pads all audio of a prompt to the longest, on the side that
     `padding_side` says; on the left that would move a shorter one's windows, and change what they see.
 
     **Arguments:**
@@ -200,29 +200,29 @@ class Gemma4Sounds:
     end: str = "<audio|>"
 
     @classmethod
-    def read(cls, settings: Settings) -> "Gemma4Sounds":
+    def read(cls, settings: Settings) -> "Gemma4Audio":
         """From the files of a directory."""
         return cls(
-            spectrum=LogMagnitudes.read(settings.sounds),
+            spectrum=LogMagnitudes.read(settings.audio),
             placeholder=settings.token("audio_token", "<|audio|>"),
             begin=settings.token("boa_token", "<|audio>"),
             end=settings.token("eoa_token", "<audio|>"),
         )
 
     def all(
-        self, sounds: Sequence[Any], limits: MediaLimits, names: Sequence[str]
+        self, audio: Sequence[Any], limits: MediaLimits, names: Sequence[str]
     ) -> tuple[dict[str, np.ndarray], list[str]]:
-        """`input_features`, `[sounds, frames, bands]`, `input_features_mask`, and the text of each sound."""
+        """`input_features`, `[audio, frames, bands]`, `input_features_mask`, and the text of each audio clip."""
         rate, made, longest = self.spectrum.rate, [], 0
-        for source, name in zip(sounds, names, strict=True):
-            samples = open_sound(source, rate, limits, name)
+        for source, name in zip(audio, names, strict=True):
+            samples = open_audio(source, rate, limits, name)
             longest = max(longest, min(len(samples), MOST_SAMPLES))
             seconds = longest * (len(made) + 1) / rate
             rule = f"more than MediaLimits.max_seconds={limits.max_seconds:g}"
-            told = f"{len(made) + 1} sounds up to {name}, each as long as the longest, have {seconds:,.1f} s: {rule}"
+            told = f"{len(made) + 1} audio up to {name}, each as long as the longest, have {seconds:,.1f} s: {rule}"
             check(seconds <= limits.max_seconds, f"{told}. Give fewer, or raise the limit.", DataError)
             made.append(self.spectrum(samples))
-            rule = f"a sound must have more than half a window of {self.spectrum.window} samples at {rate:,} Hz"
+            rule = f"an audio clip must have more than half a window of {self.spectrum.window} samples at {rate:,} Hz"
             check(bool(made[-1][1].any()), f"{name} has {len(samples)} samples: {rule}.", DataError)
         most = max(len(real) for _, real in made)
         values = np.stack([np.pad(spectrum, ((0, most - len(spectrum)), (0, 0))) for spectrum, _ in made])

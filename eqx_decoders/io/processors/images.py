@@ -1,4 +1,4 @@
-"""Pictures from files: decoded with Pillow, with bounds, as arrays of red, green and blue.
+"""Images from files: decoded with Pillow, with bounds, as arrays of red, green and blue.
 
 A file is turned upright as its EXIF data say, and then converted to RGB, which drops transparency but for that of one
 colour: as transformers does with the name of a file. A `PIL.Image`, or an array, is taken as it stands, and put on
@@ -34,10 +34,10 @@ def name_of(source: Any, kind: str, number: int) -> str:
     return f"{kind} {str(source)[:SHOWN]!r}" if named else f"{kind} {number + 1} ({type(source).__name__})"
 
 
-def open_picture(source: Any, limits: MediaLimits = MediaLimits(), where: str | None = None) -> Pixels:
-    """The pixels of a picture, `[height, width, 3]`, 0 to 255.
+def open_image(source: Any, limits: MediaLimits = MediaLimits(), where: str | None = None) -> Pixels:
+    """The pixels of an image, `[height, width, 3]`, 0 to 255.
 
-    Of an animated picture it is the first frame. Raises DataError, with the file's name, for what is no sound picture
+    Of an animated image it is the first frame. Raises DataError, with the file's name, for what is no image
     of a known format, and for one that has more pixels than `limits` allow, before these are decoded.
 
     **Arguments:**
@@ -46,7 +46,7 @@ def open_picture(source: Any, limits: MediaLimits = MediaLimits(), where: str | 
         1, 3 or 4 channels (the last of four is transparency), first or last.
     - `where`: how errors call it.
     """
-    where = name_of(source, "picture", 0) if where is None else where
+    where = name_of(source, "image", 0) if where is None else where
     if isinstance(source, np.ndarray):
         return _from_array(source, limits, where)
     pillow = _pillow()
@@ -54,27 +54,27 @@ def open_picture(source: Any, limits: MediaLimits = MediaLimits(), where: str | 
         with _as_data_error(where):
             limits.check_pixels(where, *source.size)
             return _on_white(pillow, source)
-    with _opened(pillow, source, limits, where) as picture:
-        picture.load()
-        return _on_white(pillow, _upright(picture).convert("RGB"))
+    with _opened(pillow, source, limits, where) as image:
+        image.load()
+        return _on_white(pillow, _upright(image).convert("RGB"))
 
 
-def picture_size(source: Any, limits: MediaLimits = MediaLimits(), where: str | None = None) -> tuple[int, int]:
-    """Width and height of what `open_picture` takes, from its header; the errors are those of `open_picture`."""
-    where = name_of(source, "picture", 0) if where is None else where
+def image_size(source: Any, limits: MediaLimits = MediaLimits(), where: str | None = None) -> tuple[int, int]:
+    """Width and height of what `open_image` takes, from its header; the errors are those of `open_image`."""
+    where = name_of(source, "image", 0) if where is None else where
     pillow = _pillow()
     if isinstance(source, np.ndarray):
         height, width = _from_array(source, limits, where).shape[:2]
         return width, height
     if isinstance(source, pillow.Image):
         return source.size
-    with _opened(pillow, source, limits, where) as picture:
-        return picture.size
+    with _opened(pillow, source, limits, where) as image:
+        return image.size
 
 
 @contextmanager
 def _opened(pillow: Any, source: Any, limits: MediaLimits, where: str) -> Iterator[Any]:
-    """A picture of which the header is read, and checked."""
+    """An image of which the header is read, and checked."""
     rule = "must be a path, bytes, a PIL.Image or an array of 8-bit integers"
     check(isinstance(source, str | Path | bytes), f"{where} {rule}.", DataError)
     if isinstance(source, str | Path):
@@ -84,9 +84,9 @@ def _opened(pillow: Any, source: Any, limits: MediaLimits, where: str) -> Iterat
         pillow.init()
         known = [name for name in FORMATS if name in pillow.OPEN]
         stream = io.BytesIO(source) if isinstance(source, bytes) else source
-        with pillow.open(stream, formats=known) as picture:
-            limits.check_pixels(where, *picture.size)
-            yield picture
+        with pillow.open(stream, formats=known) as image:
+            limits.check_pixels(where, *image.size)
+            yield image
 
 
 def _pillow() -> Any:
@@ -103,22 +103,22 @@ def _cause(error: Exception) -> str:
 
 
 _as_data_error = functools.partial(
-    as_data_error, kind="sound picture", formats=FORMATS, smaller="make it smaller", cause=_cause
+    as_data_error, kind="image", formats=FORMATS, smaller="make it smaller", cause=_cause
 )
 
 
-def _upright(picture: Any) -> Any:
+def _upright(image: Any) -> Any:
     from PIL import ImageOps
 
-    return ImageOps.exif_transpose(picture)
+    return ImageOps.exif_transpose(image)
 
 
-def _on_white(pillow: Any, picture: Any) -> np.ndarray:
-    if "A" in picture.getbands() or picture.info.get("transparency") is not None:
-        picture = picture.convert("RGBA")
-        white = pillow.new("RGBA", picture.size, (255, 255, 255, 255))
-        picture = pillow.alpha_composite(white, picture)
-    return np.array(picture.convert("RGB"))
+def _on_white(pillow: Any, image: Any) -> np.ndarray:
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        image = image.convert("RGBA")
+        white = pillow.new("RGBA", image.size, (255, 255, 255, 255))
+        image = pillow.alpha_composite(white, image)
+    return np.array(image.convert("RGB"))
 
 
 def _from_array(pixels: np.ndarray, limits: MediaLimits, where: str) -> np.ndarray:

@@ -11,19 +11,19 @@ class MediaLimits:
 
     **Arguments:**
 
-    - `max_pixels`: of one picture or frame, as it is stored and as it is resized.
-    - `max_total_pixels`: of all pictures of one prompt together, as they are stored.
-    - `max_film_pixels`: of all the frames that are taken from one film together, as they are resized.
-    - `max_decoded_pixels`: of all the frames of all films of one prompt together, as they are stored.
-    - `max_frames`: that one film has; far fewer are taken from it.
-    - `max_seconds`: of one sound, and of one film.
-    - `max_samples`: of one sound, of all its channels, as they are stored.
+    - `max_pixels`: of one image or frame, as it is stored and as it is resized.
+    - `max_total_pixels`: of all images of one prompt together, as they are stored.
+    - `max_video_pixels`: of all the frames that are taken from one video together, as they are resized.
+    - `max_decoded_pixels`: of all the frames of all videos of one prompt together, as they are stored.
+    - `max_frames`: that one video has; far fewer are taken from it.
+    - `max_seconds`: of one audio clip, and of one video.
+    - `max_samples`: of one audio clip, of all its channels, as they are stored.
     - `max_files`: of each kind in one prompt.
     """
 
     max_pixels: int = 89_478_485
     max_total_pixels: int = 1 << 36
-    max_film_pixels: int = 1 << 28
+    max_video_pixels: int = 1 << 28
     max_decoded_pixels: int = 1 << 39
     max_frames: int = 200_000
     max_seconds: float = 7200.0
@@ -31,28 +31,28 @@ class MediaLimits:
     max_files: int = 1000
 
     def __post_init__(self):
-        pixels = ("max_pixels", "max_total_pixels", "max_film_pixels", "max_decoded_pixels")
+        pixels = ("max_pixels", "max_total_pixels", "max_video_pixels", "max_decoded_pixels")
         for name in (*pixels, "max_frames", "max_samples", "max_files"):
             check_integer(f"MediaLimits.{name}", getattr(self, name))
         check_number("MediaLimits.max_seconds", self.max_seconds, above=0)
 
     def check_pixels(self, where: str, width: int, height: int) -> None:
-        """DataError for a picture that has none, or too many."""
-        check(width > 0 and height > 0, f"{where} has {width} x {height} pixels: a picture must have some.", DataError)
+        """DataError for an image that has none, or too many."""
+        check(width > 0 and height > 0, f"{where} has {width} x {height} pixels: an image must have some.", DataError)
         rule = f"more than MediaLimits.max_pixels={self.max_pixels:,}. Make it smaller, or raise the limit"
         check(width * height <= self.max_pixels, f"{where} has {width:,} x {height:,} pixels: {rule}.", DataError)
 
     def check_together(self, where: str, pixels: int) -> None:
-        """DataError for pictures that have too many pixels together."""
+        """DataError for images that have too many pixels together."""
         rule = f"more than MediaLimits.max_total_pixels={self.max_total_pixels:,}. Make them smaller, or give fewer"
         check(pixels <= self.max_total_pixels, f"{where} have {pixels:,} pixels together: {rule}.", DataError)
 
     def without(self, pixels: int) -> "MediaLimits":
-        """Those that are left for further films, behind one that has so many pixels."""
+        """Those that are left for further videos, behind one that has so many pixels."""
         return dataclasses.replace(self, max_decoded_pixels=max(1, self.max_decoded_pixels - pixels))
 
     def check_decoded(self, where: str, frames: int, width: int, height: int) -> None:
-        """DataError for a film whose frames are too many to decode, at their size."""
+        """DataError for a video whose frames are too many to decode, at their size."""
         rule = f"more than MediaLimits.max_decoded_pixels={self.max_decoded_pixels:,}. Cut it, make it smaller"
         told = f"{where} has {frames:,} frames of {width:,} x {height:,} pixels"
         good = frames * width * height <= self.max_decoded_pixels
@@ -61,6 +61,6 @@ class MediaLimits:
     def check_resizing(self, where: str, old: tuple[int, int], new: tuple[int, int]) -> None:
         """DataError where resizing `(height, width)` would pass through too many pixels: rows are resized first."""
         most = max(old[0] * new[1], new[0] * new[1])
-        rule = f"passes through {most:,} pixels, more than MediaLimits.max_pixels={self.max_pixels:,}. Crop the picture"
+        rule = f"passes through {most:,} pixels, more than MediaLimits.max_pixels={self.max_pixels:,}. Crop the image"
         sizes = f"resizing {old[1]:,} x {old[0]:,} pixels to {new[1]:,} x {new[0]:,}"
         check(most <= self.max_pixels, f"{where}: {sizes} {rule}.", DataError)

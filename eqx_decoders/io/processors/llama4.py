@@ -1,4 +1,4 @@
-"""Pictures of Llama 4: tiles of a canvas, and the whole picture as one more."""
+"""Images of Llama 4: tiles of a canvas, and the whole image as one more."""
 
 import dataclasses
 import math
@@ -17,13 +17,13 @@ MOST_TILES = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Llama4Pictures:
-    """A picture keeps its shape on a canvas of at most `tiles` tiles.
+class Llama4Images:
+    """An image keeps its shape on a canvas of at most `tiles` tiles.
 
     **Arguments:**
 
     - `side`: of a tile.
-    - `largest`: whether small pictures are made as large as canvases allow.
+    - `largest`: whether small images are made as large as canvases allow.
     - `patch`: side of a patch, of which `shrink` become one token.
     - `placeholder`, `token`, `begin`, `end`, `beside`, `below`: texts of the special tokens.
     """
@@ -44,13 +44,13 @@ class Llama4Pictures:
 
     def __post_init__(self):
         for name in ("side", "tiles", "patch", "shrink"):
-            check_integer(f"Llama4Pictures.{name}", getattr(self, name))
-        check(self.tiles <= MOST_TILES, f"Llama4Pictures.tiles={self.tiles} must be at most {MOST_TILES}.")
+            check_integer(f"Llama4Images.{name}", getattr(self, name))
+        check(self.tiles <= MOST_TILES, f"Llama4Images.tiles={self.tiles} must be at most {MOST_TILES}.")
 
     @classmethod
-    def read(cls, settings: Settings) -> "Llama4Pictures":
+    def read(cls, settings: Settings) -> "Llama4Images":
         """From the files of a directory."""
-        fields, processor = settings.pictures, settings.processor
+        fields, processor = settings.images, settings.processor
         height, width = read_square(fields, "size", 336)
         if height != width:
             raise fields.error(f"size={height} x {width} must be a square: tiles are.")
@@ -68,13 +68,13 @@ class Llama4Pictures:
         )
 
     def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> Seen:
-        """`pixel_values`: tiles row by row, and the whole picture behind them if there are several."""
+        """`pixel_values`: tiles row by row, and the whole image behind them if there are several."""
         size, side = pixels.shape[:2], self.side
         rows, columns = canvas(size, self.tiles, side, largest=self.largest)
         room = (rows * side, columns * side)
         limits.check_pixels(where, *room)
         check_tokens(where, (rows * columns + 1) * self._tokens)
-        if not self.largest:  # a small picture is not made larger than a tile
+        if not self.largest:  # a small image is not made larger than a tile
             room = tuple(min(max(old, side), most) for old, most in zip(size, room, strict=True))
         small = resize_with_short_weights(pixels, within(size, room), self.resample, limits, where)
         more = [(0, whole * side - length) for whole, length in zip((rows, columns), small.shape, strict=False)]
@@ -101,7 +101,7 @@ class Llama4Pictures:
 
 
 def canvas(size: tuple[int, int], tiles: int, side: int, *, largest: bool) -> tuple[int, int]:
-    """Rows and columns of the canvas of at most `tiles` tiles on which a picture loses least, or grows least."""
+    """Rows and columns of the canvas of at most `tiles` tiles on which an image loses least, or grows least."""
     known = list(_canvases(tiles))
     # in float32, in which canvases that fit equally well are equal
     fits = np.array([[side * count for count in one] for one in known], np.float32) / np.array(size, np.float32)

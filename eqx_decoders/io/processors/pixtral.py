@@ -1,4 +1,4 @@
-"""Pictures of Pixtral and Mistral 3: patches in lines, each with a token at its end."""
+"""Images of Pixtral and Mistral 3: patches in lines, each with a token at its end."""
 
 import dataclasses
 import math
@@ -13,12 +13,12 @@ from eqx_decoders.io.processors.normalize import CLIP_MEAN, CLIP_STD, Colours, r
 from eqx_decoders.io.processors.resizing import BICUBIC, resize
 
 
-MOST_PADDED = 1 << 29  # pixels of all pictures of a prompt together, as they are padded
+MOST_PADDED = 1 << 29  # pixels of all images of a prompt together, as they are padded
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PixtralPictures:
-    """A picture keeps its shape; its longer side has at most one length, and both are multiples of a token's.
+class PixtralImages:
+    """An image keeps its shape; its longer side has at most one length, and both are multiples of a token's.
 
     **Arguments:**
 
@@ -39,12 +39,12 @@ class PixtralPictures:
 
     def __post_init__(self):
         for name in ("size", "merge"):
-            check_integer(f"PixtralPictures.{name}", getattr(self, name))
+            check_integer(f"PixtralImages.{name}", getattr(self, name))
 
     @classmethod
-    def read(cls, settings: Settings) -> "PixtralPictures":
+    def read(cls, settings: Settings) -> "PixtralImages":
         """From the files of a directory."""
-        fields, processor = settings.pictures, settings.processor
+        fields, processor = settings.images, settings.processor
         fields.allow_only("do_pad", True)
         size = read_size(fields, "size", {"longest_edge": 1024})
         longest = size.get("longest_edge")
@@ -62,7 +62,7 @@ class PixtralPictures:
         )
 
     def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> Seen:
-        """`pixel_values` of the picture, and `image_sizes`: its height and width."""
+        """`pixel_values` of the image, and `image_sizes`: its height and width."""
         rows, columns = self._tokens(*pixels.shape[:2])
         check_tokens(where, rows * (columns + 1))
         side = self.size * self.merge
@@ -72,15 +72,15 @@ class PixtralPictures:
         return Seen({"pixel_values": values[None], "image_sizes": np.array([values.shape[1:]])}, text)
 
     def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
-        """`[pictures, 3, height, width]`, padded with 0 below and on the right; `[pictures, 2]`."""
+        """`[images, 3, height, width]`, padded with 0 below and on the right; `[images, 2]`."""
         if not seen:
             return {}
         sizes = np.concatenate([one.arrays["image_sizes"] for one in seen])
         height, width = sizes.max(axis=0).tolist()
         count = len(seen) * height * width
-        rule = f"more than {MOST_PADDED:,}. Give fewer, or pictures of like shapes"
+        rule = f"more than {MOST_PADDED:,}. Give fewer, or images of like shapes"
         check(
-            count <= MOST_PADDED, f"{len(seen)} pictures, padded to one size, have {count:,} pixels: {rule}.", DataError
+            count <= MOST_PADDED, f"{len(seen)} images, padded to one size, have {count:,} pixels: {rule}.", DataError
         )
         values = np.zeros((len(seen), 3, height, width), np.float32)
         for row, one in zip(values, seen, strict=True):

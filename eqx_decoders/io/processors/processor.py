@@ -13,18 +13,18 @@ from jaxtyping import Int
 from eqx_decoders.errors import ConversionError, DataError, check
 from eqx_decoders.families.config_reader import Fields, abbreviate
 from eqx_decoders.io.huggingface.directory import Directory
-from eqx_decoders.io.processors.audio import QwenSounds
-from eqx_decoders.io.processors.base import FilmRules, PictureRules, Seen, Settings, together
-from eqx_decoders.io.processors.gemma import Gemma3Pictures, Gemma4Films, Gemma4Pictures
-from eqx_decoders.io.processors.gemma_audio import Gemma4Sounds
-from eqx_decoders.io.processors.images import name_of, open_picture, picture_size
+from eqx_decoders.io.processors.audio import QwenAudio
+from eqx_decoders.io.processors.base import ImageRules, Seen, Settings, VideoRules, together
+from eqx_decoders.io.processors.gemma import Gemma3Images, Gemma4Images, Gemma4Videos
+from eqx_decoders.io.processors.gemma_audio import Gemma4Audio
+from eqx_decoders.io.processors.images import image_size, name_of, open_image
 from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.llama4 import Llama4Pictures
-from eqx_decoders.io.processors.pixtral import PixtralPictures
+from eqx_decoders.io.processors.llama4 import Llama4Images
+from eqx_decoders.io.processors.pixtral import PixtralImages
 from eqx_decoders.io.processors.prompts import ARGUMENTS, Kind, check_parts, expand, in_order, render
-from eqx_decoders.io.processors.qwen import Qwen3Films, QwenFilms, QwenPictures
-from eqx_decoders.io.processors.smolvlm import SmolVLMFilms, SmolVLMPictures
-from eqx_decoders.io.processors.video import open_film
+from eqx_decoders.io.processors.qwen import Qwen3Videos, QwenImages, QwenVideos
+from eqx_decoders.io.processors.smolvlm import SmolVLMImages, SmolVLMVideos
+from eqx_decoders.io.processors.video import open_video
 from eqx_decoders.io.text.chat_template import ChatTemplate, Rendered, load_chat_template
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, hidden, load_tokenizer
 
@@ -36,30 +36,30 @@ FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocesso
 class Family:
     """How the settings of one of transformers' processors are read; None for what it does not take."""
 
-    pictures: Callable[[Settings], PictureRules] | None = None
-    films: Callable[[Settings], FilmRules] | None = None
-    sounds: Callable[[Settings], QwenSounds | Gemma4Sounds] | None = None
+    images: Callable[[Settings], ImageRules] | None = None
+    videos: Callable[[Settings], VideoRules] | None = None
+    audio: Callable[[Settings], QwenAudio | Gemma4Audio] | None = None
 
 
 # By the name of transformers' class, and the model types whose directories have it.
 FAMILIES: dict[str, tuple[Family, tuple[str, ...]]] = {
-    "Gemma3Processor": (Family(pictures=Gemma3Pictures.read), ("gemma3",)),
+    "Gemma3Processor": (Family(images=Gemma3Images.read), ("gemma3",)),
     "Gemma4Processor": (
-        Family(pictures=Gemma4Pictures.read, films=Gemma4Films.read, sounds=Gemma4Sounds.read),
+        Family(images=Gemma4Images.read, videos=Gemma4Videos.read, audio=Gemma4Audio.read),
         ("gemma4",),
     ),
-    "Llama4Processor": (Family(pictures=Llama4Pictures.read), ("llama4",)),
-    "PixtralProcessor": (Family(pictures=PixtralPictures.read), ("mistral3",)),
-    "SmolVLMProcessor": (Family(pictures=SmolVLMPictures.read, films=SmolVLMFilms.read), ("smolvlm",)),
-    "Idefics3Processor": (Family(pictures=SmolVLMPictures.read), ("idefics3",)),
-    "Qwen2VLProcessor": (Family(pictures=QwenPictures.read, films=QwenFilms.read_untimed), ("qwen2_vl",)),
-    "Qwen2_5_VLProcessor": (Family(pictures=QwenPictures.read, films=QwenFilms.read), ("qwen2_5_vl",)),
+    "Llama4Processor": (Family(images=Llama4Images.read), ("llama4",)),
+    "PixtralProcessor": (Family(images=PixtralImages.read), ("mistral3",)),
+    "SmolVLMProcessor": (Family(images=SmolVLMImages.read, videos=SmolVLMVideos.read), ("smolvlm",)),
+    "Idefics3Processor": (Family(images=SmolVLMImages.read), ("idefics3",)),
+    "Qwen2VLProcessor": (Family(images=QwenImages.read, videos=QwenVideos.read_untimed), ("qwen2_vl",)),
+    "Qwen2_5_VLProcessor": (Family(images=QwenImages.read, videos=QwenVideos.read), ("qwen2_5_vl",)),
     "Qwen3VLProcessor": (
-        Family(pictures=QwenPictures.read, films=Qwen3Films.read),
+        Family(images=QwenImages.read, videos=Qwen3Videos.read),
         ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
     ),
     "Qwen3OmniMoeProcessor": (
-        Family(pictures=QwenPictures.read, films=QwenFilms.read_omni, sounds=QwenSounds.read),
+        Family(images=QwenImages.read, videos=QwenVideos.read_omni, audio=QwenAudio.read),
         ("qwen3_omni_moe", "qwen3_omni_moe_thinker"),
     ),
 }
@@ -87,13 +87,13 @@ class FileReader:
 
     **Arguments:**
 
-    - `pictures`, `films`, `sounds`: rules; None where a model takes none.
+    - `images`, `videos`, `audio`: rules; None where a model takes none.
     - `limits`: bounds on what is decoded.
     """
 
-    pictures: PictureRules | None = None
-    films: FilmRules | None = None
-    sounds: QwenSounds | Gemma4Sounds | None = None
+    images: ImageRules | None = None
+    videos: VideoRules | None = None
+    audio: QwenAudio | Gemma4Audio | None = None
     limits: MediaLimits = MediaLimits()
 
     @classmethod
@@ -101,23 +101,23 @@ class FileReader:
         """Read the files of a model's directory that say how it takes files. Raises ConversionError."""
         family, settings = read_settings(Directory(directory))
         return FileReader(
-            pictures=None if family.pictures is None else family.pictures(settings),
-            films=None if family.films is None else family.films(settings),
-            sounds=None if family.sounds is None else family.sounds(settings),
+            images=None if family.images is None else family.images(settings),
+            videos=None if family.videos is None else family.videos(settings),
+            audio=None if family.audio is None else family.audio(settings),
             limits=limits,
         )
 
     @property
     def rules(self) -> dict[str, Any]:
         """The rules by kind of file: `"image"`, `"video"` and `"audio"`."""
-        return {"image": self.pictures, "video": self.films, "audio": self.sounds}
+        return {"image": self.images, "video": self.videos, "audio": self.audio}
 
     def read(
         self, files: Mapping[str, Sequence[Any]], *, max_tokens: int | None = None, max_bytes: int | None = None
     ) -> dict[str, list[Seen]]:
         """Decode files by kind; of each kind that has some, what becomes of each file.
 
-        The arrays of sounds, which all have one length, stand with the first of them. Raises DataError for files that
+        The arrays of audio, which all have one length, stand with the first of them. Raises DataError for files that
         cannot be read, that `limits` do not allow, or that become more than `max_tokens` tokens, or `max_bytes`,
         together.
         """
@@ -133,9 +133,9 @@ class FileReader:
                 left.take(found[kind], names[-1])
             for file, where in zip(given, names, strict=True) if kind != "audio" else ():
                 if kind == "image":
-                    one = rules.one(open_picture(file, limits, where), limits, where)
+                    one = rules.one(open_image(file, limits, where), limits, where)
                 else:
-                    with open_film(file, limits, where) as clip:
+                    with open_video(file, limits, where) as clip:
                         one = rules.one(clip, limits)
                     limits = limits.without(clip.count * clip.height * clip.width)
                 left.take([one], where)
@@ -150,13 +150,13 @@ class FileReader:
         rule = f"more than MediaLimits.max_files={most:,}"
         check(len(given) <= most, f"{name} has {len(given):,} files: {rule}.", DataError)
 
-    def _check_sizes(self, pictures: Sequence[Any]) -> None:
-        """DataError for pictures that have too many pixels together, before one of them is decoded."""
+    def _check_sizes(self, images: Sequence[Any]) -> None:
+        """DataError for images that have too many pixels together, before one of them is decoded."""
         total = 0
-        for file, where in zip(pictures, _names("image", pictures), strict=True) if len(pictures) > 1 else ():
-            width, height = picture_size(file, self.limits, where)
+        for file, where in zip(images, _names("image", images), strict=True) if len(images) > 1 else ():
+            width, height = image_size(file, self.limits, where)
             total += width * height
-            self.limits.check_together(f"pictures up to {where}", total)
+            self.limits.check_together(f"images up to {where}", total)
 
 
 _TOKEN = re.compile(r"<[^<>\s]+>|\[[A-Z_]+\]")  # the special tokens of all families; of what else there is, little
@@ -216,7 +216,7 @@ class Processor(FileReader):
         *,
         images: Sequence[Any] = (),
         videos: Sequence[Any] = (),
-        sounds: Sequence[Any] = (),
+        audio: Sequence[Any] = (),
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> Prepared:
@@ -226,14 +226,14 @@ class Processor(FileReader):
 
         - `prompt`: a text in which the family's placeholders stand for files, or messages for the chat template,
             whose contents are texts or lists of parts (see `prompts.message`).
-        - `images`, `videos`, `sounds`: files (see `open_picture`, `open_film`, `open_sound`), in the order of their
+        - `images`, `videos`, `audio`: files (see `open_image`, `open_video`, `open_audio`), in the order of their
             placeholders.
         - `add_generation_prompt`: end messages with what begins an answer.
         - `variables`: further ones of the chat template.
 
         Raises DataError for files that cannot be read, and where there are fewer or more placeholders than files.
         """
-        files: dict[str, Sequence[Any]] = {"image": images, "video": videos, "audio": sounds}
+        files: dict[str, Sequence[Any]] = {"image": images, "video": videos, "audio": audio}
         if isinstance(prompt, str):
             return self.join(prompt, self.read(files))
         text, files = self._rendered(prompt, files, variables, answer=add_generation_prompt)
@@ -275,9 +275,9 @@ class Processor(FileReader):
         template = None if self.template is None else dataclasses.replace(self.template, literal=tuple(literal))
         return dataclasses.replace(self, template=template)
 
-    def with_placeholders(self, text: str, *, images: int = 0, videos: int = 0, sounds: int = 0) -> str:
+    def with_placeholders(self, text: str, *, images: int = 0, videos: int = 0, audio: int = 0) -> str:
         """A text with so many placeholders before it, of each kind of which it has none itself."""
-        counts = ((self.pictures, images), (self.films, videos), (self.sounds, sounds))
+        counts = ((self.images, images), (self.videos, videos), (self.audio, audio))
         missing = [(rules, count) for rules, count in counts if rules is not None and rules.placeholder not in text]
         return "".join(rules.placeholder * count for rules, count in missing) + text
 
@@ -287,7 +287,7 @@ class Processor(FileReader):
             raise DataError("messages need a chat template, and this model's directory has none: give a text.")
         contents = (one.get("content") for one in messages)
         parts = [part["type"] for content in contents if isinstance(content, list) for part in content]
-        own = None if self.films is None else self.films.template
+        own = None if self.videos is None else self.videos.template
         return dataclasses.replace(self.template, source=own) if "video" in parts and own is not None else self.template
 
     def _rendered(
@@ -303,23 +303,22 @@ class Processor(FileReader):
         return text, {kind: found or files.get(kind, ()) for kind, found in carried.items()}
 
     def placeholder(self, rules: Any, text: str) -> str:
-        """What stands for a file: of Qwen3-VL's films with the tokens around it, which each frame gets for itself."""
-        framed = f"{rules.begin}{rules.placeholder}{rules.end}" if isinstance(rules, Qwen3Films) else ""
+        """What stands for a file: of Qwen3-VL's videos with the tokens around it, which each frame gets for itself."""
+        framed = f"{rules.begin}{rules.placeholder}{rules.end}" if isinstance(rules, Qwen3Videos) else ""
         return framed if framed and framed in text else rules.placeholder
 
 
 def _names(kind: str, files: Sequence[Any]) -> list[str]:
     """How errors call files."""
-    word = {"image": "picture", "video": "film", "audio": "sound"}[kind]
-    return [name_of(file, word, number) for number, file in enumerate(files)]
+    return [name_of(file, kind, number) for number, file in enumerate(files)]
 
 
 def read_settings(folder: Directory) -> tuple[Family, Settings]:
     """The family of a directory's processor, and its settings."""
-    whole, pictures, films = (folder.json(name) if folder.has(name) else {} for name in FILES)
+    whole, images, videos = (folder.json(name) if folder.has(name) else {} for name in FILES)
     given = folder.json("tokenizer_config.json") if folder.has("tokenizer_config.json") else {}
     config = folder.json("config.json") if folder.has("config.json") else {}
-    names = [file.get("processor_class") for file in (whole, pictures, films, given)]
+    names = [file.get("processor_class") for file in (whole, images, videos, given)]
     name = next((one for one in names if isinstance(one, str)), None)
     if name is None:
         kinds = {model_type: one for one, (_, types) in FAMILIES.items() for model_type in types}
@@ -330,13 +329,13 @@ def read_settings(folder: Directory) -> tuple[Family, Settings]:
         says = f"processor_class={abbreviate(name)}" if name else f"{folder.path} names no processor_class, which"
         raise ConversionError(f"{where}: {says} is not known here. Known: {known}.")
     parts = [whole.get(key) or other for key, other in (
-        ("image_processor", pictures), ("video_processor", films or pictures), ("feature_extractor", pictures),
+        ("image_processor", images), ("video_processor", videos or images), ("feature_extractor", images),
     )]  # fmt: skip
     tables = [Fields(part if isinstance(part, dict) else {}, str(folder.path / FILES[1])) for part in parts]
     settings = Settings(
-        pictures=tables[0],
-        films=tables[1],
-        sounds=tables[2],
+        images=tables[0],
+        videos=tables[1],
+        audio=tables[2],
         processor=Fields(whole, str(where)),
         tokens=_named_tokens(given),
     )

@@ -1,4 +1,4 @@
-"""Prompts with pictures, films and sounds: which files they ask for, and texts whose placeholders are expanded."""
+"""Prompts with images, videos and audio: which files they ask for, and texts whose placeholders are expanded."""
 
 import bisect
 import re
@@ -16,7 +16,7 @@ KINDS = {
     "video": ("video", "path", "url"),
     "audio": ("audio", "path", "url"),
 }
-ARGUMENTS = {"image": "images", "video": "videos", "audio": "sounds"}
+ARGUMENTS = {"image": "images", "video": "videos", "audio": "audio"}
 
 
 class Kind(NamedTuple):
@@ -27,9 +27,9 @@ class Kind(NamedTuple):
     texts: Sequence[str]
 
 
-def message(text: str, *, images: int = 0, videos: int = 0, sounds: int = 0) -> list[dict[str, Any]]:
-    """A conversation of one message of the user: so many pictures, films and sounds, and then a text."""
-    counts = {"image": images, "video": videos, "audio": sounds}
+def message(text: str, *, images: int = 0, videos: int = 0, audio: int = 0) -> list[dict[str, Any]]:
+    """A conversation of one message of the user: so many images, videos and audio, and then a text."""
+    counts = {"image": images, "video": videos, "audio": audio}
     parts: list[dict[str, Any]] = [{"type": kind} for kind, count in counts.items() for _ in range(count)]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 

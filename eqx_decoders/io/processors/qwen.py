@@ -1,4 +1,4 @@
-"""Pictures and films of Qwen2-VL, 2.5-VL, 3-VL, 3-Omni and 3.5: patches, as many as a picture has."""
+"""Images and videos of Qwen2-VL, 2.5-VL, 3-VL, 3-Omni and 3.5: patches, as many as an image has."""
 
 import dataclasses
 import math
@@ -21,13 +21,13 @@ MOST_FRAMES = 64  # of a patch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QwenPictures:
-    """A picture keeps its shape, and has between `least` and `most` pixels.
+class QwenImages:
+    """An image keeps its shape, and has between `least` and `most` pixels.
 
     **Arguments:**
 
     - `size`: of a patch.
-    - `frames`: how often a picture stands in each patch, as if it were a film.
+    - `frames`: how often an image stands in each patch, as if it were a video.
     - `merge`: as many patches, in rows and columns, become one token.
     - `placeholder`: the text of the special token, which is repeated.
     """
@@ -43,13 +43,13 @@ class QwenPictures:
 
     def __post_init__(self):
         for name in ("size", "frames", "merge", "least", "most"):
-            check_integer(f"QwenPictures.{name}", getattr(self, name))
-        check(self.frames <= MOST_FRAMES, f"QwenPictures.frames={self.frames} must be at most {MOST_FRAMES}.")
+            check_integer(f"QwenImages.{name}", getattr(self, name))
+        check(self.frames <= MOST_FRAMES, f"QwenImages.frames={self.frames} must be at most {MOST_FRAMES}.")
 
     @classmethod
-    def read(cls, settings: Settings) -> "QwenPictures":
+    def read(cls, settings: Settings) -> "QwenImages":
         """From the files of a directory."""
-        fields = settings.pictures
+        fields = settings.images
         least, most = read_pixels(fields, 56 * 56, 28 * 28 * 1280)
         return cls(
             size=fields.integer("patch_size", 14),
@@ -75,19 +75,19 @@ class QwenPictures:
         return Seen({"pixel_values": patches, "image_grid_thw": np.array([grid])}, text)
 
     def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
-        """`[patches, numbers]`, `[pictures, 3]`."""
+        """`[patches, numbers]`, `[images, 3]`."""
         return joined(seen)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QwenFilms:
+class QwenVideos:
     """Every frame keeps its shape, and has between `least` and `most` pixels; `frames` of them become a patch.
 
     **Arguments:**
 
     - `size`, `frames`, `merge`: of a patch in pixels and in frames; patches that become one token.
     - `choose`: whether frames are chosen; else all are taken.
-    - `fps`, `count`: how many frames are chosen of a second, or of the film; None for the other one, or all.
+    - `fps`, `count`: how many frames are chosen of a second, or of the video; None for the other one, or all.
     - `least_frames`, `most_frames`: bounds on those of a second.
     - `share`: at most so many tokens have all frames together; None for no such bound.
     - `seconds`: the argument of `Media.create` that tells the time between patches; None for none.
@@ -126,21 +126,21 @@ class QwenFilms:
         return None
 
     @classmethod
-    def read(cls, settings: Settings) -> "QwenFilms":
+    def read(cls, settings: Settings) -> "QwenVideos":
         """From the files of a directory, for Qwen2.5-VL."""
-        least, most = read_pixels(settings.films, 128 * 28 * 28, 768 * 28 * 28)
-        capped = settings.films.flag("cap_pixels_per_frame", False)
-        tokens = settings.films.integer("max_video_tokens", 128_000)
-        found = _read_films(settings, 14, CLIP_MEAN, CLIP_STD, choose=False)
+        least, most = read_pixels(settings.videos, 128 * 28 * 28, 768 * 28 * 28)
+        capped = settings.videos.flag("cap_pixels_per_frame", False)
+        tokens = settings.videos.integer("max_video_tokens", 128_000)
+        found = _read_videos(settings, 14, CLIP_MEAN, CLIP_STD, choose=False)
         return cls(**found, least=least, most=most, share=tokens if capped else None)
 
     @classmethod
-    def read_untimed(cls, settings: Settings) -> "QwenFilms":
+    def read_untimed(cls, settings: Settings) -> "QwenVideos":
         """The same for Qwen2-VL."""
         return dataclasses.replace(cls.read(settings), seconds=None)
 
     @classmethod
-    def read_omni(cls, settings: Settings) -> "QwenFilms":
+    def read_omni(cls, settings: Settings) -> "QwenVideos":
         """The same for Qwen3-Omni, whose processor sets the sizes and one rate."""
         sizes = dict(least=128 * 32 * 32, most=768 * 32 * 32)
         return dataclasses.replace(cls.read(settings), **sizes, seconds="video_second_per_grid", told_fps=1.0)
@@ -149,7 +149,7 @@ class QwenFilms:
         """`pixel_values_videos`, `video_grid_thw`, and the time between patches in seconds."""
         indices = np.arange(clip.count) if clip.chosen else self._chosen(clip)
         target = self._target(clip, len(indices))
-        patches, grid = _film_patches(self, clip, indices, target, limits)
+        patches, grid = _video_patches(self, clip, indices, target, limits)
         arrays = {"pixel_values_videos": patches, "video_grid_thw": np.array([grid])}
         if self.seconds is not None:
             rate = len(indices) / clip.count * clip.fps if self.told_fps is None else self.told_fps
@@ -158,7 +158,7 @@ class QwenFilms:
         return Seen(arrays, self._text(clip, indices, grid))
 
     def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
-        """`[patches, numbers]`, `[films, 3]`, `[films]`."""
+        """`[patches, numbers]`, `[videos, 3]`, `[videos]`."""
         return joined(seen)
 
     def _chosen(self, clip: Clip) -> np.ndarray:
@@ -191,8 +191,8 @@ class QwenFilms:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Qwen3Films(QwenFilms):
-    """Films of Qwen3-VL and 3.5: their frames together have between `least` and `most` pixels.
+class Qwen3Videos(QwenVideos):
+    """Videos of Qwen3-VL and 3.5: their frames together have between `least` and `most` pixels.
 
     Before each patch stands the time of its frames. `share` is of each frame.
 
@@ -212,13 +212,13 @@ class Qwen3Films(QwenFilms):
     end: str = "<|vision_end|>"
 
     @classmethod
-    def read(cls, settings: Settings) -> "Qwen3Films":
+    def read(cls, settings: Settings) -> "Qwen3Videos":
         """From the files of a directory."""
-        fields = settings.films
+        fields = settings.videos
         size = read_size(fields, "size", {"shortest_edge": 128 * 32 * 32, "longest_edge": 768 * 32 * 32})
         if not {"shortest_edge", "longest_edge"} <= size.keys():
             raise fields.error(f"size={size} must have shortest_edge and longest_edge.")
-        found = _read_films(settings, 16, HALVES, HALVES, choose=True)
+        found = _read_videos(settings, 16, HALVES, HALVES, choose=True)
         if found["count"] is None and found["fps"] is None:
             found["fps"] = 2.0
         capped, tokens = fields.flag("cap_pixels_per_frame", False), fields.integer("max_video_tokens", 768)
@@ -259,8 +259,8 @@ class Qwen3Films(QwenFilms):
         return "".join(f"<{(own[0] + own[-1]) / 2:.1f} seconds>{patch}" for own in times.tolist())
 
 
-def _read_films(settings: Settings, size: int, mean: Triple, std: Triple, *, choose: bool) -> dict[str, Any]:
-    fields = settings.films
+def _read_videos(settings: Settings, size: int, mean: Triple, std: Triple, *, choose: bool) -> dict[str, Any]:
+    fields = settings.videos
     fps = fields.number("fps", None)
     return dict(
         size=fields.integer("patch_size", size),
@@ -277,10 +277,10 @@ def _read_films(settings: Settings, size: int, mean: Triple, std: Triple, *, cho
     )
 
 
-def _film_patches(
-    rules: QwenFilms, clip: Clip, indices: np.ndarray, target: tuple[int, int], limits: MediaLimits
+def _video_patches(
+    rules: QwenVideos, clip: Clip, indices: np.ndarray, target: tuple[int, int], limits: MediaLimits
 ) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """Patches of a film, those of each few frames as soon as these are decoded."""
+    """Patches of a video, those of each few frames as soon as these are decoded."""
     indices = np.pad(indices, (0, -len(indices) % rules.frames), mode="edge")
     check_taken(clip, len(indices), target, limits)
     parts, grid, held = [], (0, 0, 0), []
@@ -306,7 +306,7 @@ def fit(
 ) -> tuple[int, int]:
     """The height and width, multiples of `side`, that come nearest to a shape within bounds of its pixels.
 
-    Of a film these are of all its `frames`, of which `counted` are when it is told whether they are within bounds.
+    Of a video these are of all its `frames`, of which `counted` are when it is told whether they are within bounds.
     """
     long, short = max(height, width), min(height, width)
     rule = f"is more than {MOST_RATIO} times as long as wide: crop it"

@@ -1,4 +1,4 @@
-"""Resizing of 8-bit pictures: by Pillow, or as PyTorch does it, whose weights have fewer bits."""
+"""Resizing of 8-bit images: by Pillow, or as PyTorch does it, whose weights have fewer bits."""
 
 import functools
 import math
@@ -22,7 +22,7 @@ Resized = UInt8[np.ndarray, "new_height new_width 3"]
 
 
 def resize(pixels: Pixels, size: Size, resample: int, limits: MediaLimits, where: str) -> Resized:
-    """The picture with `size = (height, width)`, by Pillow, whose number of the filter is `resample`."""
+    """The image with `size = (height, width)`, by Pillow, whose number of the filter is `resample`."""
     from PIL import Image
 
     limits.check_resizing(where, pixels.shape[:2], size)
@@ -30,7 +30,7 @@ def resize(pixels: Pixels, size: Size, resample: int, limits: MediaLimits, where
 
 
 def resize_with_short_weights(pixels: Pixels, size: Size, resample: int, limits: MediaLimits, where: str) -> Resized:
-    """The same as PyTorch's `interpolate(..., antialias=True)` gives for 8-bit pictures on a CPU with AVX2.
+    """The same as PyTorch's `interpolate(..., antialias=True)` gives for 8-bit images on a CPU with AVX2.
 
     Rows and then columns: `sum_k w_k x_k` in whole numbers, each weight having 16 bits, rounded to 8 bits in between.
     """

@@ -1,4 +1,4 @@
-"""Pictures and films of SmolVLM and Idefics 3: tiles, row by row, and the whole picture behind them."""
+"""Images and videos of SmolVLM and Idefics 3: tiles, row by row, and the whole image behind them."""
 
 import dataclasses
 import datetime
@@ -21,7 +21,7 @@ MOST_LONGEST = 4096
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SmolWords:
-    """What stands in a prompt for pictures.
+    """What stands in a prompt for images.
 
     **Arguments:**
 
@@ -47,8 +47,8 @@ class SmolWords:
             whole=settings.token("global_image_token", "<global-img>"),
         )
 
-    def picture(self, rows: int = 0, columns: int = 0) -> str:
-        """The text of a picture with so many tiles beside the whole."""
+    def image(self, rows: int = 0, columns: int = 0) -> str:
+        """The text of an image with so many tiles beside the whole."""
         tile = self.token * self.tokens
         lines = [
             "".join(f"{self.around}<row_{row + 1}_col_{column + 1}>{tile}" for column in range(columns)) + "\n"
@@ -58,14 +58,14 @@ class SmolWords:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SmolVLMPictures:
-    """A picture's longer side has one length, whatever it had; it is cut into tiles, and stands behind them as a tile.
+class SmolVLMImages:
+    """An image's longer side has one length, whatever it had; it is cut into tiles, and stands behind them as a tile.
 
     **Arguments:**
 
     - `longest`: the longer side, in pixels.
     - `tile`: side of a tile; both sides are made multiples of it.
-    - `split`: whether there are tiles beside the whole picture.
+    - `split`: whether there are tiles beside the whole image.
     """
 
     longest: int = 4 * 364
@@ -76,13 +76,13 @@ class SmolVLMPictures:
     words: SmolWords = SmolWords()
 
     def __post_init__(self):
-        check_integer("SmolVLMPictures.longest", self.longest)
-        check_integer("SmolVLMPictures.tile", self.tile)
+        check_integer("SmolVLMImages.longest", self.longest)
+        check_integer("SmolVLMImages.tile", self.tile)
 
     @classmethod
-    def read(cls, settings: Settings) -> "SmolVLMPictures":
+    def read(cls, settings: Settings) -> "SmolVLMImages":
         """From the files of a directory."""
-        fields = settings.pictures
+        fields = settings.images
         fields.allow_only("do_pad", True)
         return cls(
             longest=read_longest(fields, "size", 4 * 364),
@@ -118,7 +118,7 @@ class SmolVLMPictures:
             "pixel_values": np.stack([self.colours(part) for part in parts]),
             "pixel_attention_mask": np.ones((len(parts), tile, tile), np.int64),
         }
-        return Seen(arrays, self.words.picture(rows, columns))
+        return Seen(arrays, self.words.image(rows, columns))
 
     def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
         """`[1, tiles, 3, height, width]`, `[1, tiles, height, width]`."""
@@ -137,8 +137,8 @@ class SmolVLMPictures:
         return height, width
 
 
-# What transformers makes of a conversation with films, whatever template the directory has. Texts may also be no parts.
-FILM_TEMPLATE = """<|im_start|>{% for message in messages %}{{ message.role | capitalize -}}
+# What transformers makes of a conversation with videos, whatever template the directory has. Texts may be no parts.
+VIDEO_TEMPLATE = """<|im_start|>{% for message in messages %}{{ message.role | capitalize -}}
 {%- set parts = [{'type': 'text', 'text': message.content}] if message.content is string else message.content -%}
 {{ ':' if parts and parts[0].type == 'image' else ': ' }}
 {%- for part in parts %}{{ part.text if part.type == 'text' else '<' ~ part.type ~ '>' }}{% endfor -%}
@@ -146,21 +146,21 @@ FILM_TEMPLATE = """<|im_start|>{% for message in messages %}{{ message.role | ca
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SmolVLMFilms:
-    """Frames at equal distances, each a picture that is one tile, with its time before it.
+class SmolVLMVideos:
+    """Frames at equal distances, each an image that is one tile, with its time before it.
 
-    Frames are chosen wherever `count` or `fps` say how many, as transformers does for conversations. A film's text
-    counts its own; that of transformers also those with which it pads the shorter ones of several films.
+    Frames are chosen wherever `count` or `fps` say how many, as transformers does for conversations. A video's text
+    counts its own; that of transformers also those with which it pads the shorter ones of several videos.
 
     **Arguments:**
 
     - `size`: the longer side that frames get first, or their height and width.
     - `tile`: height and width that they get then.
-    - `count`, `fps`: the most frames that are chosen of a film, and how many of a second; None for no such bound.
-    - `skip`: so many seconds of the beginning and the end are left out of a film that is long for `count` and `fps`.
+    - `count`, `fps`: the most frames that are chosen of a video, and how many of a second; None for no such bound.
+    - `skip`: so many seconds of the beginning and the end are left out of a video that is long for `count` and `fps`.
     - `words`: what stands for each frame.
-    - `placeholder`: what stands for a film in a prompt; the model does not see it.
-    - `template`: of conversations with films.
+    - `placeholder`: what stands for a video in a prompt; the model does not see it.
+    - `template`: of conversations with videos.
     """
 
     size: int | Size = 4 * 364
@@ -172,23 +172,23 @@ class SmolVLMFilms:
     skip: float = 1.0
     words: SmolWords = SmolWords()
     placeholder: str = "<video>"
-    template: str = FILM_TEMPLATE
+    template: str = VIDEO_TEMPLATE
 
     def __post_init__(self):
         sides = (self.size,) if isinstance(self.size, int) else self.size
         for side in sides:
-            check_integer("SmolVLMFilms.size", side)
-        check_integer("SmolVLMFilms.tile", self.tile)
+            check_integer("SmolVLMVideos.size", side)
+        check_integer("SmolVLMVideos.tile", self.tile)
         if self.count is not None:
-            check_integer("SmolVLMFilms.count", self.count)
+            check_integer("SmolVLMVideos.count", self.count)
         if self.fps is not None:
-            check_number("SmolVLMFilms.fps", self.fps, above=0)
-        check_number("SmolVLMFilms.skip", self.skip, least=0)
+            check_number("SmolVLMVideos.fps", self.fps, above=0)
+        check_number("SmolVLMVideos.skip", self.skip, least=0)
 
     @classmethod
-    def read(cls, settings: Settings) -> "SmolVLMFilms":
+    def read(cls, settings: Settings) -> "SmolVLMVideos":
         """From the files of a directory; a `size` outside of `video_sampling` counts, as in transformers."""
-        fields = settings.films
+        fields = settings.videos
         fields.allow_only("do_pad", True)
         count, fps = fields.integer("num_frames", None), fields.number("fps", None)
         size = read_size(fields, "size", {"longest_edge": 4 * 364})
@@ -252,12 +252,12 @@ class SmolVLMFilms:
         seconds = datetime.timedelta(seconds=int(times[-1] if clip.chosen else clip.seconds))
         count = in_words(len(indices))
         begin = f"You are provided the following series of {count} frames from a {seconds} [H:MM:SS] video.\n"
-        frames = (f"\nFrame from {clock(time)}:{self.words.picture()}" for time in times)
+        frames = (f"\nFrame from {clock(time)}:{self.words.image()}" for time in times)
         return f"{begin}{''.join(frames)}\n\n"
 
 
 def joined_tiles(seen: Sequence[Seen]) -> dict[str, np.ndarray]:
-    """The arrays of pictures and of the frames of films one behind the other, as those of one row of a batch."""
+    """The arrays of images and of the frames of videos one behind the other, as those of one row of a batch."""
     return {name: array[None] for name, array in joined(seen).items()}
 
 

@@ -1,4 +1,4 @@
-"""Films from files, or from lists of frames: which frames are taken, decoded with PyAV, one by one and with bounds."""
+"""Videos from files, or from lists of frames: which frames are taken, decoded with PyAV, one by one and with bounds."""
 
 import dataclasses
 import functools
@@ -14,11 +14,11 @@ from jaxtyping import UInt8
 
 from eqx_decoders.errors import DataError, check, check_number, need_extra
 from eqx_decoders.io.processors.files import as_data_error, check_file
-from eqx_decoders.io.processors.images import name_of, open_picture
+from eqx_decoders.io.processors.images import name_of, open_image
 from eqx_decoders.io.processors.limits import MediaLimits
 
 
-# Containers that hold a film themselves: others, such as playlists, would have further files and addresses opened.
+# Containers that hold a video themselves: others, such as playlists, would have further files and addresses opened.
 FORMATS = "mov,matroska,avi,gif,mpeg,mpegts,flv,ogg,asf,mjpeg,apng,h264,hevc"
 KNOWN = ("MP4", "MOV", "Matroska", "WebM", "AVI", "GIF", "MPEG", "FLV", "Ogg", "ASF", "APNG", "MJPEG", "H.264", "H.265")
 FPS = 24.0  # of frames whose rate nothing tells
@@ -26,12 +26,12 @@ THREADS, AT_ONCE = 8, 1 << 26  # that decode, and pixels which they hold togethe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Film:
-    """Frames that have been taken already: pictures of one size, and how many a second has.
+class Video:
+    """Frames that have been taken already: images of one size, and how many a second has.
 
     **Arguments:**
 
-    - `frames`: as `open_picture` takes them.
+    - `frames`: as `open_image` takes them.
     - `fps`: frames per second; None for unknown, which counts as 24.
     """
 
@@ -40,12 +40,12 @@ class Film:
 
     def __post_init__(self):
         if self.fps is not None:
-            check_number("Film.fps", self.fps, above=0)
+            check_number("Video.fps", self.fps, above=0)
 
 
 @dataclasses.dataclass(kw_only=True)
 class Clip:
-    """An opened film.
+    """An opened video.
 
     **Arguments:**
 
@@ -92,24 +92,24 @@ class Clip:
 
 
 @contextmanager
-def open_film(source: Any, limits: MediaLimits = MediaLimits(), where: str | None = None) -> Iterator[Clip]:
-    """A film, open as long as the block lasts.
+def open_video(source: Any, limits: MediaLimits = MediaLimits(), where: str | None = None) -> Iterator[Clip]:
+    """A video, open as long as the block lasts.
 
-    Raises DataError, with the file's name, for what is no film, and for one that is longer or larger than `limits`
+    Raises DataError, with the file's name, for what is no video, and for one that is longer or larger than `limits`
     allow.
 
     **Arguments:**
 
-    - `source`: the path of a file, its bytes, a `Film`, a list of its frames, or these as an array of 8-bit integers.
+    - `source`: the path of a file, its bytes, a `Video`, a list of its frames, or these as an array of 8-bit integers.
     - `where`: how errors call it.
     """
-    where = name_of(source, "film", 0) if where is None else where
+    where = name_of(source, "video", 0) if where is None else where
     if isinstance(source, list | tuple) or (isinstance(source, np.ndarray) and source.ndim == 4):
-        source = Film(frames=list(source))
-    if isinstance(source, Film):
+        source = Video(frames=list(source))
+    if isinstance(source, Video):
         yield _from_frames(source, limits, where)
         return
-    rule = "must be a path, bytes, a Film or a list of frames"
+    rule = "must be a path, bytes, a Video or a list of frames"
     if not isinstance(source, str | Path | bytes):
         raise DataError(f"{where} {rule}.")
     if isinstance(source, str | Path):
@@ -117,17 +117,17 @@ def open_film(source: Any, limits: MediaLimits = MediaLimits(), where: str | Non
     yield _from_file(source, limits, where)
 
 
-def _from_frames(film: Film, limits: MediaLimits, where: str) -> Clip:
-    count = len(film.frames)
-    check(count > 0, f"{where} has no frame: a film must have some.", DataError)
-    _check_length(count, film.fps or FPS, limits, where)
-    height, width = open_picture(film.frames[0], limits, f"{where}: frame 0").shape[:2]
+def _from_frames(video: Video, limits: MediaLimits, where: str) -> Clip:
+    count = len(video.frames)
+    check(count > 0, f"{where} has no frame: a video must have some.", DataError)
+    _check_length(count, video.fps or FPS, limits, where)
+    height, width = open_image(video.frames[0], limits, f"{where}: frame 0").shape[:2]
 
     def source() -> Iterator[Any]:
-        for index, frame in enumerate(film.frames):
-            yield lambda frame=frame, index=index: open_picture(frame, limits, f"{where}: frame {index}")
+        for index, frame in enumerate(video.frames):
+            yield lambda frame=frame, index=index: open_image(frame, limits, f"{where}: frame {index}")
 
-    return Clip(where=where, count=count, fps=film.fps or FPS, height=height, width=width, chosen=True, source=source)
+    return Clip(where=where, count=count, fps=video.fps or FPS, height=height, width=width, chosen=True, source=source)
 
 
 def _check_length(count: int, fps: float, limits: MediaLimits, where: str) -> None:
@@ -144,13 +144,13 @@ def _cause(error: Exception) -> str:
 
 
 _as_data_error = functools.partial(
-    as_data_error, kind="sound film", formats=KNOWN, smaller="make its frames smaller", cause=_cause
+    as_data_error, kind="video", formats=KNOWN, smaller="make its frames smaller", cause=_cause
 )
 
 
 @contextmanager
 def _opened(source: str | Path | bytes, limits: MediaLimits, where: str) -> Iterator[tuple[Any, Any]]:
-    """The container, and the film in it, from its beginning. Not all can be rewound: each pass opens it anew."""
+    """The container, and the video in it, from its beginning. Not all can be rewound: each pass opens it anew."""
     try:
         import av
     except ImportError as error:
@@ -165,23 +165,23 @@ def _opened(source: str | Path | bytes, limits: MediaLimits, where: str) -> Iter
         container = av.open(stream, options=options, **older)
     with container:
         with _as_data_error(where):
-            film = _film_of(container, where)
-            sized = film.width > 0 and film.height > 0  # FFmpeg drops sizes that it does not decode
+            video = _video_of(container, where)
+            sized = video.width > 0 and video.height > 0  # FFmpeg drops sizes that it does not decode
             check(sized, f"{where} has frames of no known size, or too large: make them smaller.", DataError)
-            limits.check_pixels(where, film.width, film.height)
-            film.thread_type = "AUTO"
-            film.codec_context.thread_count = max(1, min(THREADS, AT_ONCE // (film.width * film.height)))
-            film.codec_context.options = {"max_pixels": str(most)}
-        yield container, film
+            limits.check_pixels(where, video.width, video.height)
+            video.thread_type = "AUTO"
+            video.codec_context.thread_count = max(1, min(THREADS, AT_ONCE // (video.width * video.height)))
+            video.codec_context.options = {"max_pixels": str(most)}
+        yield container, video
 
 
-def _film_of(container: Any, where: str) -> Any:
-    """The stream of pictures that players show; not the cover of a sound."""
+def _video_of(container: Any, where: str) -> Any:
+    """The stream of images that players show; not the cover of an audio clip."""
     from av.stream import Disposition
 
     best: Any = container.streams.best("video")
     if best is None or best.disposition & Disposition.attached_pic:
-        raise DataError(f"{where} has no moving pictures: it is no film. Give it as what it is, or leave it out.")
+        raise DataError(f"{where} has no moving images: it is no video. Give it as what it is, or leave it out.")
     known = best.codec_context is not None
     check(known, f"{where} is coded in a way that is not known here: convert it, such as to H.264.", DataError)
     return best
@@ -189,7 +189,7 @@ def _film_of(container: Any, where: str) -> Any:
 
 def _from_file(source: str | Path | bytes, limits: MediaLimits, where: str) -> Clip:
     count, fps = _measure(source, limits, where)
-    check(count > 0, f"{where} has no frame: a film must have some.", DataError)
+    check(count > 0, f"{where} has no frame: a video must have some.", DataError)
     good = 0 < fps < 1e6
     check(good, f"{where} has {fps:g} frames per second: must be above 0, below a million.", DataError)
     first = next(_decoded(source, limits, where), None)
@@ -211,35 +211,35 @@ def _from_file(source: str | Path | bytes, limits: MediaLimits, where: str) -> C
 def _measure(source: str | Path | bytes, limits: MediaLimits, where: str) -> tuple[int, float]:
     """How many frames there are, and how many a second has: of what is there, not of what a header claims."""
     count, begin, end, told = 0, math.inf, -math.inf, False
-    with _opened(source, limits, where) as (container, film):
-        rate, base = float(film.average_rate or film.guessed_rate or FPS), float(film.time_base or 0)
+    with _opened(source, limits, where) as (container, video):
+        rate, base = float(video.average_rate or video.guessed_rate or FPS), float(video.time_base or 0)
         listed = container.format.name.startswith("mov")  # it has an index, in which each entry is a frame
-        _check_whole(container, film, source, where)
+        _check_whole(container, video, source, where)
         if not listed:
             _check_packets(source, limits, where)
-        for entry in _packets(container, film, where) if listed else _decoded(source, limits, where):
+        for entry in _packets(container, video, where) if listed else _decoded(source, limits, where):
             count += 1
             if entry.pts is not None:
                 begin, end = min(begin, entry.pts), max(end, entry.pts + (entry.duration or 0))
                 told = told or bool(entry.duration)
             _check_length(count, count / ((end - begin) * base) if end > begin and base > 0 else rate, limits, where)
-            limits.check_decoded(where, count, film.width, film.height)
+            limits.check_decoded(where, count, video.width, video.height)
         # where no frame says how long it lasts, the last one does as the others
         spaces = count if told else count - 1
-        return count, float(spaces / (int(end - begin) * film.time_base)) if end > begin and base > 0 else rate
+        return count, float(spaces / (int(end - begin) * video.time_base)) if end > begin and base > 0 else rate
 
 
 def _check_packets(source: str | Path | bytes, limits: MediaLimits, where: str) -> None:
     """DataError for too many frames, before one of them is decoded: of what is there, not of what a header claims."""
-    with _opened(source, limits, where) as (container, film):
-        for number, _ in enumerate(_packets(container, film, where), 1):
-            limits.check_decoded(where, number, film.width, film.height)
+    with _opened(source, limits, where) as (container, video):
+        for number, _ in enumerate(_packets(container, video, where), 1):
+            limits.check_decoded(where, number, video.width, video.height)
 
 
-def _check_whole(container: Any, film: Any, source: str | Path | bytes, where: str) -> None:
+def _check_whole(container: Any, video: Any, source: str | Path | bytes, where: str) -> None:
     """DataError for a file that is shorter than it says of itself, as FFmpeg takes what is there."""
     if container.format.name.startswith("mov"):
-        reach = max((entry.pos + entry.size for entry in film.index_entries), default=0)
+        reach = max((entry.pos + entry.size for entry in video.index_entries), default=0)
     else:
         with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
             reach = _told_size(file.read(256))
@@ -264,17 +264,17 @@ def _told_size(head: bytes) -> int:
     return place
 
 
-def _packets(container: Any, film: Any, where: str) -> Iterator[Any]:
+def _packets(container: Any, video: Any, where: str) -> Iterator[Any]:
     """What holds the frames that are shown, without decoding them."""
     with _as_data_error(where):
-        for packet in container.demux(film):
+        for packet in container.demux(video):
             if packet.size and not packet.is_discard:
                 yield packet
 
 
 def _decoded(source: str | Path | bytes, limits: MediaLimits, where: str) -> Iterator[Any]:
-    with _opened(source, limits, where) as (container, film), _as_data_error(where):
-        for frame in container.decode(film):
+    with _opened(source, limits, where) as (container, video), _as_data_error(where):
+        for frame in container.decode(video):
             limits.check_pixels(where, frame.width, frame.height)
             yield frame
 
@@ -292,6 +292,6 @@ def clock(seconds: float) -> str:
 def check_taken(clip: Clip, count: int, size: tuple[int, int], limits: MediaLimits) -> None:
     """DataError where so many frames of this height and width are too many together."""
     pixels = count * size[0] * size[1]
-    rule = f"more than MediaLimits.max_film_pixels={limits.max_film_pixels:,}. Take fewer frames, or raise the limit"
+    rule = f"more than MediaLimits.max_video_pixels={limits.max_video_pixels:,}. Take fewer frames, or raise the limit"
     told = f"{clip.where}: {count:,} frames of {size[1]} x {size[0]} have {pixels:,} pixels"
-    check(pixels <= limits.max_film_pixels, f"{told}: {rule}.", DataError)
+    check(pixels <= limits.max_video_pixels, f"{told}: {rule}.", DataError)

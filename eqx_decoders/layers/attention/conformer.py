@@ -1,4 +1,4 @@
-"""Attention to near tokens on both sides, by content and by distance (Dai et al. 2019; Gemma 4's encoder of sounds)."""
+"""Attention to near tokens on both sides, by content and by distance (Dai et al. 2019; Gemma 4's encoder of audio)."""
 
 import dataclasses
 import math

@@ -20,7 +20,7 @@ class Cache(eqx.Module):
 
     - `segments`: for each segment, and each block of its unit, the memories of its layers by the names of its branches.
     - `length`: the next position of each row.
-    - `rope_offset`: what is to be added to it for the next rotary position, where pictures move these on by other steps
+    - `rope_offset`: what is to be added to it for the next rotary position, where images move these on by other steps
         than their tokens; None for models without such positions.
     """
 

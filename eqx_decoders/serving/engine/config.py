@@ -105,4 +105,4 @@ class EngineConfig:
         most, biases = self.max_logit_bias, len(biased)
         check(biases <= most, f"logit_bias has {biases} tokens, of at most {most}.")
         alone = request.media is None or request.prompt_logprobs is None
-        check(alone, "prompt_logprobs are not given for prompts with pictures, films or sounds: leave it out.")
+        check(alone, "prompt_logprobs are not given for prompts with images, videos or audio: leave it out.")

@@ -29,8 +29,8 @@ class Engine:
     """Continues the prompts of many requests with one model: each gets the tokens that it would get alone.
 
     Requests come and go between steps. A step feeds the last token of every answer, and chunks of prompts as far as
-    `token_budget` goes, in turn. All programs are compiled by `warm_up` (or the first step), except those for pictures
-    and sounds, which depend on their sizes: these are compiled beside the steps. What was written is computed as a
+    `token_budget` goes, in turn. All programs are compiled by `warm_up` (or the first step), except those for images
+    and audio, which depend on their sizes: these are compiled beside the steps. What was written is computed as a
     prompt when there is nothing else to do, for the conversation's next turn. Not for several threads at once.
 
         engine = Engine(model, EngineConfig(max_batch_size=4))
@@ -364,7 +364,7 @@ class Engine:
         return self._grown(job, chosen.tokens[0, :1].tolist(), chosen.scores, 0, **told)
 
     def _see(self, job: Job) -> list[Update]:
-        """Read a prompt with pictures, films or sounds at once."""
+        """Read a prompt with images, videos or audio at once."""
         request, shared, prompt = job.request, job.shared, np.asarray([job.request.prompt], np.int32)
         try:
             seen = shared.seen

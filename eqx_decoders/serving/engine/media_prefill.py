@@ -1,6 +1,6 @@
-"""Prompts with pictures, films and sounds: what encoders make of these is computed beside the engine's thread.
+"""Prompts with images, videos and audio: what encoders make of these is computed beside the engine's thread.
 
-Programs depend on sizes. There are few of those: rows of patches and of sounds are padded to four lengths an octave,
+Programs depend on sizes. There are few of those: rows of patches and of audio are padded to four lengths an octave,
 and prompts to those of `bucket`; each by itself, since the encoders have programs of their own. Features wait on the
 host, as many as there are, and are padded when a prompt is read.
 """
@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from eqx_decoders.encoders.media import Encoded, Media
 from eqx_decoders.encoders.merge import check_tokens
-from eqx_decoders.encoders.packed_rows import ChunkRows, PatchRows, SoundRows
+from eqx_decoders.encoders.packed_rows import AudioRows, ChunkRows, PatchRows
 from eqx_decoders.encoders.packing import few_sizes
 from eqx_decoders.errors import ConfigError, EqxDecodersError
 from eqx_decoders.inference.generation import bucket
@@ -147,7 +147,7 @@ class Sight:
         made: Encoded = self._program(self._encode, rows, compiles=compiles)(self._weights, rows)
         count = _count(media)
         features = tuple(np.asarray(each)[:, :count].copy() for each in (made.by_group, *made.deepstack))
-        bare = dataclasses.replace(media, pictures=None, sounds=None, order=np.zeros((1, 1), np.int32)).padded(width)
+        bare = dataclasses.replace(media, images=None, audio=None, order=np.zeros((1, 1), np.int32)).padded(width)
         lengths = np.asarray([len(prompt)], np.int32)
         seen = Seen(ids, lengths, bare, features)
         self._program(self._read, _padded(seen), compiles=compiles)
@@ -244,10 +244,10 @@ def _read(model: Decoder, seen: Seen, room: int, kind: CacheFormat) -> tuple[Any
 
 def rounded(media: Media) -> Media:
     """The same for one group of rows, these padded to few lengths."""
-    pictures, sounds = _longer(media.pictures), _longer(media.sounds)
+    images, audio = _longer(media.images), _longer(media.audio)
     order, begin, total = np.asarray(media.order), 0, 0
     moved = np.zeros_like(order)
-    for old, new in ((media.pictures, pictures), (media.sounds, sounds)):
+    for old, new in ((media.images, images), (media.audio, audio)):
         if old is None or new is None:
             continue
         # features are counted row by row: those of later rows stand further back
@@ -258,10 +258,10 @@ def rounded(media: Media) -> Media:
         begin, total = end, total + len(new.positions) * longer
     none = dict(spans=None, real=None, grid_positions=None)  # encoders read nothing of the tokens
     order, index = _of_length(moved.astype(np.int32), total), np.full((1, 1), -1, np.int32)
-    return dataclasses.replace(media, pictures=pictures, sounds=sounds, order=order, index=index, **none)
+    return dataclasses.replace(media, images=images, audio=audio, order=order, index=index, **none)
 
 
-def _longer(rows: PatchRows | SoundRows | None) -> Any:
+def _longer(rows: PatchRows | AudioRows | None) -> Any:
     """Rows with nothing behind what they have."""
     if rows is None:
         return None

@@ -101,7 +101,7 @@ class Request:
         those of so many most likely ones; None: nothing of it.
     - `prompt_logprobs`: the same for each token of the prompt but the first.
     - `constraint`: which tokens are allowed; None: all.
-    - `media`: pictures, films and sounds, from `Media.create` for this prompt alone.
+    - `media`: images, videos and audio, from `Media.create` for this prompt alone.
     - `priority`: requests with a higher one come first, and take the places of lower ones.
     - `client`: requests of one priority take turns by whom they come from.
     - `cache_salt`: prefixes are shared only among requests with the same one.

@@ -22,7 +22,7 @@ class SharedPrompt:
 
     - `scores`: of all the prompt's tokens, where they are asked for; None: not known yet.
     - `features_bytes`: memory of what the encoders make.
-    - `seeing`: brings what the encoders make of its pictures, films and sounds; None: not begun.
+    - `seeing`: brings what the encoders make of its images, videos and audio; None: not begun.
     - `seen`: the prompt's cache and the logits behind it, while others wait for them.
     - `end`: what a slot remembers of the prompt's last tokens, and of all of it, and the logits behind it.
     - `waiting`: how many of the requests have not begun.

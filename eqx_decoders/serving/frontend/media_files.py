@@ -1,8 +1,8 @@
-"""Pictures, films and sounds that clients send, decoded in processes that can be ended (`io.processors.decode_worker`).
+"""Images, videos and audio that clients send, decoded in processes that can be ended (`io.processors.decode_worker`).
 
 There are a few, started ahead. A process that takes too long, too much memory, or whose client has gone, is ended, and
-another one started: the request that it worked for gets an error, and no other notices. Clients take turns, and films
-leave one process to pictures.
+another one started: the request that it worked for gets an error, and no other notices. Clients take turns, and videos
+leave one process to images.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ class FilesConfig:
     limits: MediaLimits = MediaLimits(
         max_pixels=40_000_000,
         max_total_pixels=200_000_000,
-        max_film_pixels=1 << 26,
+        max_video_pixels=1 << 26,
         max_decoded_pixels=1 << 32,
         max_seconds=600.0,
         max_files=64,
@@ -127,7 +127,7 @@ class FileReading:
             most_tokens=max_tokens,
         )
         self._turns = Turns("files", config.count, config.max_waiting, self._kept.has_room)
-        self._films = Turns("films", max(1, config.count - 1), config.max_waiting)
+        self._videos = Turns("videos", max(1, config.count - 1), config.max_waiting)
         self._threads = concurrent.futures.ThreadPoolExecutor(config.count, "files")
         self._idle: list[DecodingProcess] = []
         self._all: set[DecodingProcess] = set()
@@ -150,8 +150,8 @@ class FileReading:
             raise ApiError(429, f"{told}: come again later.", code="busy", retry_after=1)
         self._sent.add(client, size)
         try:
-            film = self._films.turn(client) if files.get("video") else contextlib.nullcontext()
-            async with film, self._turns.turn(client):
+            video = self._videos.turn(client) if files.get("video") else contextlib.nullcontext()
+            async with video, self._turns.turn(client):
                 yield await self._read(files)
         finally:
             self._sent.add(client, -size)

@@ -1,4 +1,4 @@
-"""From what clients send to what a model reads: texts, conversations and the pictures in them."""
+"""From what clients send to what a model reads: texts, conversations and the images in them."""
 
 import asyncio
 import concurrent.futures
@@ -100,8 +100,8 @@ class Language:
 
     @property
     def sees(self) -> bool:
-        """Whether pictures can be given."""
-        return self.processor is not None and self.processor.pictures is not None
+        """Whether images can be given."""
+        return self.processor is not None and self.processor.images is not None
 
     def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         """The ids of a text to be continued; without `special`, nothing is put before it."""
@@ -142,9 +142,9 @@ class PromptReader:
         # errors of the template go to clients, who need not know where it is
         chat = None if language.chat is None else dataclasses.replace(language.chat, where="The chat template")
         self._renderer = None if chat is None else Renderer(chat)
-        films = None if language.processor is None else language.processor.films
-        own = None if films is None else films.template  # of conversations with films
-        self._film_renderer = None if chat is None or own is None else Renderer(dataclasses.replace(chat, source=own))
+        videos = None if language.processor is None else language.processor.videos
+        own = None if videos is None else videos.template  # of conversations with videos
+        self._video_renderer = None if chat is None or own is None else Renderer(dataclasses.replace(chat, source=own))
 
     async def run(self, call: Callable[..., Result], *args: Any, client: str = "", **options: Any) -> Result:
         """Call something that takes the tokenizer, in its thread; clients take turns."""
@@ -182,7 +182,7 @@ class PromptReader:
         """The same with files. The text comes first: what cannot be rendered needs no files."""
         assert self._files is not None
         whole, files = await unless_small(SLOW * len(messages), lambda: check_parts(messages))
-        renderer = self._film_renderer if files["video"] else None
+        renderer = self._video_renderer if files["video"] else None
         text = await self._render(Conversation(whole, variables, answer), client, check=list, renderer=renderer)
         await self.check(text.text, client)
         async with self._files.read(files, client) as read:
@@ -193,7 +193,7 @@ class PromptReader:
 
     def close(self) -> None:
         """End the threads, and the processes."""
-        for renderer in (self._renderer, self._film_renderer):
+        for renderer in (self._renderer, self._video_renderer):
             if renderer is not None:
                 renderer.close()
         if self._files is not None:
@@ -326,7 +326,7 @@ class _Parts:
 
     def _file(self, fields: Fields, kind: str) -> dict[str, Any]:
         name, processor = FILES[kind], self._language.processor
-        takes = {"image": "pictures", "video": "films", "audio": "sounds"}[name]
+        takes = {"image": "images", "video": "videos", "audio": "audio"}[name]
         if processor is None or getattr(processor, takes) is None:
             raise ApiError(400, f"{fields.name('type')}: this model takes no {takes}.", param=fields.name("type"))
         self.files += 1

@@ -21,7 +21,7 @@ class Page(NamedTuple):
 
 
 def page(model: str, *, max_length: int, sees: bool, key: bool) -> Page:
-    """The page for a model; `sees`: pictures can be given; `key`: an API key is asked for.
+    """The page for a model; `sees`: images can be given; `key`: an API key is asked for.
 
     Browsers run no script and take no style but those in the file, and send nothing to anybody but this server.
     """

@@ -18,7 +18,7 @@ COLDEST = 1e-5  # temperatures below it are 0: logits over them would be infinit
 FORMS = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Of a chat template's variables those that are not the client's; the last five name arguments here.
-RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "self", "prompt", "images", "videos", "sounds"}
+RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "self", "prompt", "images", "videos", "audio"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class ApiConfig:
     - `max_stops`: the most stop strings, and stop tokens.
     - `max_stop_length`: characters of one of them.
     - `max_bias`: the most tokens with a bias.
-    - `max_files`: the most pictures and sounds of one request.
+    - `max_files`: the most images and audio of one request.
     - `max_body_bytes`: of a request.
     - `max_scores`: the most log-probabilities of one response: of all tokens that have some, `1 + logprobs` each.
     - `allow_priority`: whether clients may say which of their requests come before those of others.

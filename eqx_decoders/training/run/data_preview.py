@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from eqx_decoders.data.dataset import open_tokens, token_folders, training_texts, written_by
-from eqx_decoders.data.sources.documents import WORDS, referred
+from eqx_decoders.data.sources.documents import FILES, referred
 from eqx_decoders.data.store.token_store import TRAIN, TokenStore, is_made
 from eqx_decoders.data.store.tokenization import Recipe
 from eqx_decoders.io.huggingface.hub import resolve
@@ -19,7 +19,7 @@ from eqx_decoders.io.text.chat_template import ChatTemplate, load_chat_template
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer, train_bpe
 from eqx_decoders.model.decoder import DecoderConfig
 from eqx_decoders.training.config import TrainConfig
-from eqx_decoders.training.run.media_eval import placeholders, with_pictures
+from eqx_decoders.training.run.media_eval import placeholders, with_images
 from eqx_decoders.training.run.run_directory import SOURCE, is_begun, resume_settings, run_config, run_template
 
 
@@ -39,7 +39,7 @@ def describe_data(settings: TrainConfig, *, colours: bool = False) -> str:
     if settings.init_from is not None and not (source.exists() and is_begun(run)):
         source = resolve(settings.init_from).path
     config = read_config(source)[0] if source.exists() else run_config(settings, run)
-    data, reader = with_pictures(settings.dataset, config, source)
+    data, reader = with_images(settings.dataset, config, source)
     tokenizer, template = _tokenizer_and_template(dataclasses.replace(settings, dataset=data), source, config)
     template = written_by(data, template, tokenizer)
     recipe, folders = Recipe(tokenizer, data.text_field, template, reader), token_folders(data, run / "data").values()
@@ -114,12 +114,12 @@ def _kinds(config: DecoderConfig) -> dict[int, str]:
     """What each placeholder stands for."""
     media = config.media
     tokens = () if media is None else (media.image_token, media.video_token, media.audio_token)
-    return {token: word for token, word in zip(tokens, WORDS.values(), strict=False) if token is not None}
+    return {token: word for token, word in zip(tokens, FILES.values(), strict=False) if token is not None}
 
 
 def _file_counts(references: Iterable[str]) -> list[str]:
-    """`3 pictures`, `1 film` and so on."""
-    found = collections.Counter(WORDS[referred(one)[0]] for one in references)
+    """`3 images`, `1 video` and so on."""
+    found = collections.Counter(referred(one)[0] for one in references)
     return [f"{count:,} {word}{'s' * (count > 1)}" for word, count in found.items()]
 
 

@@ -42,7 +42,7 @@ from eqx_decoders.training.config_file import flat_settings
 from eqx_decoders.training.evaluation import HeldOut, evaluate_sets, sample_text
 from eqx_decoders.training.flops import device_flops, flops_per_token
 from eqx_decoders.training.run.goodput import Goodput, WallTime, run_start
-from eqx_decoders.training.run.media_eval import answers, describe_answers, draw_answers, placeholders, with_pictures
+from eqx_decoders.training.run.media_eval import answers, describe_answers, draw_answers, placeholders, with_images
 from eqx_decoders.training.run.metrics import MetricsRow, read_metrics
 from eqx_decoders.training.run.plots import plot_loads, plot_losses
 from eqx_decoders.training.run.progress import Progress
@@ -79,7 +79,7 @@ from eqx_decoders.training.step.step import Trainer, TrainState
 from eqx_decoders.training.step.step_metrics import StepLog
 
 
-ANSWERS_DRAWN = 24  # pictures with answers in the run directory
+ANSWERS_DRAWN = 24  # images with answers in the run directory
 
 
 def train(config: TrainConfig) -> int:
@@ -107,7 +107,7 @@ class Run:
         self.dir = Path(config.run_dir)
         self.execution = config.execution()
         self.layout = self.execution.layout
-        self.writes = jax.process_index() == 0  # the one process that writes settings, metrics and pictures
+        self.writes = jax.process_index() == 0  # the one process that writes settings, metrics and images
         self.interrupt = Interrupt(at_once=True)  # until there are steps to be saved
         self.stop = Stop(lambda: self.interrupt.requested)
         self.skipped_in_a_row = 0
@@ -194,7 +194,7 @@ class Run:
         self.target = abstract_run(config, self.dir, self.execution)
         check_replicated(self.target, self.layout, config.replicated_tolerance)
         check_exports(self.target, config, self.dir)
-        self.dataset, self.reader = with_pictures(config.dataset, self.target.config, self.dir / SOURCE)
+        self.dataset, self.reader = with_images(config.dataset, self.target.config, self.dir / SOURCE)
         self.tokenizer = first_then_all("tokenizer", self._tokenizer, self.dir / "tokenizer")
         self.data = stack.enter_context(self._batches())  # whose tokens all processes make together
         self.held_out = self._held_out_sets()
@@ -469,7 +469,7 @@ class Run:
         return {"": result, **named}
 
     def _sample(self, model: Decoder, *, last: bool = False) -> str:
-        """What the model writes; of one that sees, what it says to held-out pictures, if there are any."""
+        """What the model writes; of one that sees, what it says to held-out images, if there are any."""
         config = self.config
         if config.sample_tokens == 0 or self.stop.agreed:
             return ""
@@ -534,7 +534,7 @@ class Run:
             export_run(model, config, self.dir, config.export)
 
     def _summarise(self, results: dict[str, HeldOut], sample: str) -> None:
-        """Draw the pictures, print the held-out losses and a sample."""
+        """Draw the images, print the held-out losses and a sample."""
         loads, steps = self.log.loads()
         with self._going_on("drawing the losses", self.config.steps, alone=True):
             plot_losses(self.dir / "metrics.jsonl", self.dir / "loss.png")

@@ -23,7 +23,7 @@ from eqx_decoders.model.decoder import Decoder, DecoderConfig
 from eqx_decoders.training.run.plots import plot_answers
 
 
-PICTURES = 60_000  # of the data that a model gets if it sees, and none are given
+IMAGES = 60_000  # of the data that a model gets if it sees, and none are given
 ASKED = 256  # held-out questions that are answered in the end
 
 
@@ -34,8 +34,8 @@ def placeholders(config: DecoderConfig) -> tuple[int, ...]:
     return tuple(token for token in tokens if token is not None)
 
 
-def with_pictures(data: DataConfig, config: DecoderConfig, source: Path) -> tuple[DataConfig, MediaReader | None]:
-    """The data of a run, and what reads their files; a new model that sees, and is given none, gets drawn pictures.
+def with_images(data: DataConfig, config: DecoderConfig, source: Path) -> tuple[DataConfig, MediaReader | None]:
+    """The data of a run, and what reads their files; a new model that sees, and is given none, gets drawn images.
 
     `source` is the directory with the processor of the model that the run starts from, if there is one.
     """
@@ -47,12 +47,12 @@ def with_pictures(data: DataConfig, config: DecoderConfig, source: Path) -> tupl
     if data.path is not None or media.vision is None or media.image_token is None:
         return data, None
     reader = DrawnReader.of(config)
-    file = write_questions(cache_directory(data.cache_dir) / "pictures" / f"{PICTURES}.jsonl", PICTURES)
+    file = write_questions(cache_directory(data.cache_dir) / "images" / f"{IMAGES}.jsonl", IMAGES)
     return dataclasses.replace(data, path=str(file)), reader
 
 
 class Question(NamedTuple):
-    """A held-out document up to what is said behind its last picture, film or sound, and that.
+    """A held-out document up to what is said behind its last image, video or audio, and that.
 
     **Arguments:**
 
@@ -80,11 +80,11 @@ class Question(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Answered:
-    """A held-out question about pictures, and what was said.
+    """A held-out question about images, and what was said.
 
     **Arguments:**
 
-    - `references`: of the pictures, films and sounds.
+    - `references`: of the images, videos and audio.
     - `question`, `answer`, `said`: in words.
     """
 
@@ -114,7 +114,7 @@ def answers(
     at_once: int,
     most: int = ASKED,
 ) -> list[Answered]:
-    """What the model says, greedily, to the first held-out questions about pictures; none where there are none.
+    """What the model says, greedily, to the first held-out questions about images; none where there are none.
 
     **Arguments:**
 
@@ -181,7 +181,7 @@ def _ended(made: np.ndarray, one: Question) -> np.ndarray:
 
 
 def draw_answers(reader: MediaReader, found: Sequence[Answered], out_png: Path) -> None:
-    """Draw the last picture of each under its question and what was said; films and sounds are left out."""
+    """Draw the last image of each under its question and what was said; videos and audio are left out."""
     drawn = ((map(reader.pixels, reversed(one.references)), one) for one in found)
     seen = ((next((each for each in pixels if each is not None), None), one) for pixels, one in drawn)
     shown = [(pixels, one) for pixels, one in seen if pixels is not None]
@@ -194,7 +194,7 @@ def describe_answers(found: Sequence[Answered]) -> str:
     """How many are right, and one of each; there is at least one."""
     right = [one for one in found if one.right]
     wrong = [one for one in found if not one.right]
-    lines = [f"held-out pictures: {len(right)} of {len(found)} answers exact ({100 * len(right) / len(found):.1f} %)"]
+    lines = [f"held-out images: {len(right)} of {len(found)} answers exact ({100 * len(right) / len(found):.1f} %)"]
     lines += [f"{one.name} {one.question} {one.said!r}" for one in right[:1]]
     lines += [f"{one.name} {one.question} {one.said!r}, not {one.answer!r}" for one in wrong[:1]]
     return "\n".join(lines)

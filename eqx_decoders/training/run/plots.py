@@ -1,4 +1,4 @@
-"""Pictures of a run: its losses over the steps, and the loads of its experts."""
+"""Images of a run: its losses over the steps, and the loads of its experts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,8 +35,8 @@ def plot_loads(loads: Mapping[str, np.ndarray], out_png: str | Path) -> None:
     figure, write = _figure(min(16.0, max(6.0, 0.25 * columns)), min(12.0, max(3.0, 1.2 + 0.25 * rows)))
     axes = figure.subplots()
     axes.set_facecolor("0.8")  # where there is no such expert
-    picture = axes.imshow(table, cmap="RdBu_r", vmin=0.0, vmax=2.0, aspect="auto", interpolation="nearest")
-    figure.colorbar(picture, ax=axes, extend="max", label="load / mean load")
+    image = axes.imshow(table, cmap="RdBu_r", vmin=0.0, vmax=2.0, aspect="auto", interpolation="nearest")
+    figure.colorbar(image, ax=axes, extend="max", label="load / mean load")
     axes.set_yticks(range(rows), labels=list(loads))
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("expert")
@@ -97,13 +97,13 @@ def _draw_train(axes: Any, steps: np.ndarray, losses: np.ndarray) -> None:
 
 
 def plot_answers(
-    pictures: Sequence[np.ndarray], titles: Sequence[str], right: Sequence[bool], out_png: str | Path
+    images: Sequence[np.ndarray], titles: Sequence[str], right: Sequence[bool], out_png: str | Path
 ) -> None:
-    """Draw pictures, `[rows, columns, 3]` of bytes, six in a row, each under its title; wrong ones red."""
-    columns = min(6, len(pictures))
-    rows = -(-len(pictures) // columns)
+    """Draw images, `[rows, columns, 3]` of bytes, six in a row, each under its title; wrong ones red."""
+    columns = min(6, len(images))
+    rows = -(-len(images) // columns)
     figure, write = _figure(2.2 * columns, 2.5 * rows)
-    for number, (pixels, title, good) in enumerate(zip(pictures, titles, right, strict=True), 1):
+    for number, (pixels, title, good) in enumerate(zip(images, titles, right, strict=True), 1):
         axes = figure.add_subplot(rows, columns, number)
         axes.imshow(pixels, interpolation="nearest")
         axes.set_title(title, fontsize=7, parse_math=False, color="black" if good else "red")

@@ -150,7 +150,7 @@ def token_loss_sum(
 
 
 def _beside(model: Decoder, batch: Batch) -> dict[str, Any]:
-    """What a model gets beside tokens; pictures are encoded once, for it and for multi-token prediction."""
+    """What a model gets beside tokens; images are encoded once, for it and for multi-token prediction."""
     encoded = None if batch.media is None else model.encode(batch.media)
     return dict(inputs=batch.inputs, media=batch.media, encoded=encoded, contiguous=batch.contiguous)
 

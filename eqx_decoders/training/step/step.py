@@ -411,9 +411,9 @@ def _microbatches(x: Array, count: int) -> Array:
 
 
 def _cut(batch: Batch, count: int) -> Batch:
-    """The batch with microbatches in front; pictures and sounds by the rows that they belong to."""
+    """The batch with microbatches in front; images and audio by the rows that they belong to."""
     rows, groups = batch.tokens.shape[0], None if batch.media is None else batch.media.order.shape[0]
-    rule = f"microbatches need a group of pictures for each of the {rows} rows: Media.create(…, groups={rows})"
+    rule = f"microbatches need a group of images for each of the {rows} rows: Media.create(…, groups={rows})"
     check(groups in (None, rows), f"Batch.media has {groups} groups, but {rule}.")
 
     def cut(path: Any, leaf: Any) -> Array:

@@ -34,7 +34,7 @@ def in_context_order(
     ordered = next(_need_order(model.config, execution), None)
     check(ordered is None, f"{rule} layers that go by positions alone, but {ordered} goes by the order of tokens.")
     check(batch.spans is None, f"{rule} batches without spans: these are found from the order of tokens.")
-    check(batch.media is None, f"{rule} batches without pictures and sounds: their features are placed in order.")
+    check(batch.media is None, f"{rule} batches without images and audio: their features are placed in order.")
     order = row_order(execution, batch.tokens.shape[1])
     if order is None:
         return batch, targets, weights

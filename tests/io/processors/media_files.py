@@ -1,4 +1,4 @@
-"""Pictures and sounds drawn by a program, for tests of processors and for what these are compared with."""
+"""Images and audio drawn by a program, for tests of processors and for what these are compared with."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -11,8 +11,8 @@ import numpy as np
 KINDS = ("RGB", "L", "RGBA", "CMYK", "I;16")
 
 
-def picture(kind: str, width: int, height: int, seed: int = 0) -> bytes:
-    """A file of a picture: gradients, waves and noise."""
+def image(kind: str, width: int, height: int, seed: int = 0) -> bytes:
+    """A file of an image: gradients, waves and noise."""
     from PIL import Image
 
     generator = np.random.default_rng(seed)
@@ -33,7 +33,7 @@ def picture(kind: str, width: int, height: int, seed: int = 0) -> bytes:
     return file.getvalue()
 
 
-def sound(seconds: float, rate: int = 16_000, seed: int = 0) -> np.ndarray:
+def audio(seconds: float, rate: int = 16_000, seed: int = 0) -> np.ndarray:
     """A tone that swells, with noise."""
     times = np.arange(int(seconds * rate)) / rate
     tone = 0.4 * np.sin(2 * np.pi * 440 * times) + 0.2 * np.sin(2 * np.pi * (300 + 900 * times) * times)
@@ -41,7 +41,7 @@ def sound(seconds: float, rate: int = 16_000, seed: int = 0) -> np.ndarray:
     return ((tone + noise) * np.linspace(0.1, 1, len(times))).astype(np.float32)
 
 
-PICTURES = {
+IMAGES = {
     "wide": ("RGB", 150, 61),
     "tall": ("RGB", 37, 101),
     "grey": ("L", 64, 64),
@@ -49,8 +49,8 @@ PICTURES = {
     "printed": ("CMYK", 60, 60),
 }
 SECONDS = (0.7, 2.345)
-# settings of Gemma 4's feature extractor, and the lengths of sounds
-GEMMA_SOUNDS = {
+# settings of Gemma 4's feature extractor, and the lengths of audio
+GEMMA_AUDIO = {
     "published": ({"padding_side": "left"}, [2.345]),
     "several": ({}, [0.7, 2.345, 0.02, 0.3137]),
     "long": ({}, [30.5]),
@@ -66,8 +66,8 @@ GEMMA_SOUNDS = {
 
 _SMOL = dict(size={"longest_edge": 72}, max_image_size={"longest_edge": 24})
 _GEMMA = dict(patch_size=2, pooling_kernel_size=2)
-# Family, settings of its film processor, frames, frames per second or None for a list of frames, height and width.
-FILMS = {
+# Family, settings of its video processor, frames, frames per second or None for a list of frames, height and width.
+VIDEOS = {
     "smolvlm published": (
         "smolvlm",
         _SMOL | {"video_sampling": dict(fps=1, max_frames=64, video_size=8)},
@@ -107,7 +107,7 @@ FILMS = {
 }
 
 
-def film_frames(count: int, height: int, width: int) -> np.ndarray:
+def video_frames(count: int, height: int, width: int) -> np.ndarray:
     """Frames of noise."""
     return np.random.default_rng(count).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
 
@@ -122,7 +122,7 @@ def numbers_of(frames: Any) -> list[int]:
     return [round((float(np.mean(frame)) - 5) / 12) for frame in frames]
 
 
-def film(
+def video(
     form: str = "mp4",
     codec: str = "mpeg4",
     *,
@@ -132,17 +132,17 @@ def film(
     options: Mapping[str, str] | None = None,
     shift: int = 0,
     turned: int = 0,
-    sound: bool = False,
+    audio: bool = False,
     cover: bool = False,
     coding: Mapping[str, str] | None = None,
 ) -> bytes:
-    """A file of a film, 20 frames and 10 of them a second, or at other times; `shift` moves these by milliseconds."""
+    """A file of a video, 20 frames and 10 of them a second, or at other times; `shift` moves these by milliseconds."""
     import av
     from av.stream import Disposition
 
     frames = grey_frames(20) if frames is None else frames
     file, tick = io.BytesIO(), Fraction(1, 1000)
-    file.name = f"film.{form}"  # type: ignore[attr-defined]
+    file.name = f"video.{form}"  # type: ignore[attr-defined]
     with av.open(file, "w", format=form, options=dict(options or {})) as container:
         height, width = frames[0].shape[:2] if len(frames) else (32, 48)
         if len(frames):
@@ -154,7 +154,7 @@ def film(
                 stream.disposition = Disposition.attached_pic
             if turned:
                 stream.set_display_rotation(turned)
-        if sound:
+        if audio:
             voice: Any = container.add_stream("aac", rate=16_000, layout="mono")
         packets = []
         for number, pixels in enumerate(frames):
@@ -166,7 +166,7 @@ def film(
         for packet in packets:
             packet.pts, packet.dts = packet.pts + shift, packet.dts + shift
             container.mux(packet)
-        if sound:
+        if audio:
             tone = av.AudioFrame.from_ndarray(np.zeros((1, 16_000), np.float32), format="fltp", layout="mono")
             tone.sample_rate = 16_000
             container.mux(voice.encode(tone))

@@ -1,4 +1,4 @@
-"""Sounds of Gemma 4 become what transformers makes of them, and prompts get as many placeholders."""
+"""Audio of Gemma 4 become what transformers makes of them, and prompts get as many placeholders."""
 
 import json
 import pathlib
@@ -10,28 +10,28 @@ import eqx_decoders as ed
 from eqx_decoders.errors import ConversionError, DataError
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.inference.text_model import Files, load_text_model
-from eqx_decoders.io.processors.gemma_audio import Gemma4Sounds, LogMagnitudes
+from eqx_decoders.io.processors.gemma_audio import Gemma4Audio, LogMagnitudes
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.processor import Processor
 from tests.commands import call
 from tests.encoders.directories import hearing_directory
-from tests.io.processors.media_files import GEMMA_SOUNDS, shown, sound
+from tests.io.processors.media_files import GEMMA_AUDIO, audio, shown
 
 
-EXPECTED = np.load(pathlib.Path(__file__).parents[2] / "fixtures" / "processors" / "gemma_sounds.npz")
+EXPECTED = np.load(pathlib.Path(__file__).parents[2] / "fixtures" / "processors" / "gemma_audio.npz")
 LIMITS = MediaLimits()
-RULES = Gemma4Sounds()
+RULES = Gemma4Audio()
 
 
-def made(rules, sounds, limits=LIMITS):
-    return rules.all(sounds, limits, [f"sound {number}" for number in range(len(sounds))])
+def made(rules, audio, limits=LIMITS):
+    return rules.all(audio, limits, [f"audio {number}" for number in range(len(audio))])
 
 
-@pytest.mark.parametrize("name", GEMMA_SOUNDS)
+@pytest.mark.parametrize("name", GEMMA_AUDIO)
 def test_spectra_are_those_of_transformers(name):
-    settings, lengths = GEMMA_SOUNDS[name]
-    rules = Gemma4Sounds(spectrum=LogMagnitudes.read(Fields(settings)))
-    arrays, texts = made(rules, [sound(seconds, rules.spectrum.rate) for seconds in lengths])
+    settings, lengths = GEMMA_AUDIO[name]
+    rules = Gemma4Audio(spectrum=LogMagnitudes.read(Fields(settings)))
+    arrays, texts = made(rules, [audio(seconds, rules.spectrum.rate) for seconds in lengths])
     values, mask = arrays["input_features"], arrays["input_features_mask"]
     assert values.shape == tuple(EXPECTED[f"{name}/shape"]) and values.dtype == np.float32
     np.testing.assert_allclose(shown(values), EXPECTED[f"{name}/input_features"], atol=1e-5)
@@ -42,9 +42,9 @@ def test_spectra_are_those_of_transformers(name):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_sound_becomes_what_it_becomes_alone(side):
-    rules = Gemma4Sounds(spectrum=LogMagnitudes(padded=side))
-    files = [sound(seconds) for seconds in (0.7, 0.345, 0.1)]
+def test_an_audio_becomes_what_it_becomes_alone(side):
+    rules = Gemma4Audio(spectrum=LogMagnitudes(padded=side))
+    files = [audio(seconds) for seconds in (0.7, 0.345, 0.1)]
     (together, texts), alone = made(rules, files), [made(rules, [file]) for file in files]
     for index, (own, (text,)) in enumerate(alone):
         count = own["input_features"].shape[1]
@@ -54,14 +54,12 @@ def test_a_sound_becomes_what_it_becomes_alone(side):
         assert texts[index] == text
 
 
-def test_sounds_that_are_refused():
-    with pytest.raises(DataError, match="sound 0 has 160 samples: a sound must have more than half a window of 320"):
+def test_audio_that_are_refused():
+    with pytest.raises(DataError, match="audio 0 has 160 samples: an audio clip must have more than half a window"):
         made(RULES, [np.zeros(160, np.float32)])
     assert made(RULES, [np.zeros(161, np.float32)])[1] == ["<|audio><|audio|><audio|>"]
-    with pytest.raises(
-        DataError, match=r"2 sounds up to sound 1, .* have 2.0 s: more than MediaLimits.max_seconds=1.5"
-    ):
-        made(RULES, [sound(1.0)] * 2, MediaLimits(max_seconds=1.5))
+    with pytest.raises(DataError, match=r"2 audio up to audio 1, .* have 2.0 s: more than MediaLimits.max_seconds=1.5"):
+        made(RULES, [audio(1.0)] * 2, MediaLimits(max_seconds=1.5))
 
 
 BAD = [
@@ -112,30 +110,30 @@ def text(folder):
 
 
 def test_settings_of_a_directory(folder):
-    rules = Processor.load(folder).sounds
+    rules = Processor.load(folder).audio
     content = json.loads((folder / "processor_config.json").read_text())
     assert rules.spectrum == LogMagnitudes(bands=8, padded=content["feature_extractor"]["padding_side"])
     assert (rules.placeholder, rules.begin, rules.end) == ("<|audio|>", "<|audio>", "<audio|>")
 
 
-def test_prompts_have_a_place_for_each_token_of_a_sound(text):
+def test_prompts_have_a_place_for_each_token_of_an_audio_clip(text):
     token = text.model.config.media.audio_token
-    files = [sound(0.2), sound(0.345)]
+    files = [audio(0.2), audio(0.345)]
     parts = [{"type": "audio", "audio": file} for file in files] + [{"type": "text", "text": "?"}]
     ids, media = text.prepare([{"role": "user", "content": parts}])
     assert (ids == token).sum() == 5 + 9 and media.index.shape == (1, len(ids))
-    plain, heard = text.prepare("What?", Files(sounds=(files[1],)))
-    assert (plain == token).sum() == 9 and heard.sounds.real.sum() == 35
+    plain, heard = text.prepare("What?", Files(audio=(files[1],)))
+    assert (plain == token).sum() == 9 and heard.audio.real.sum() == 35
     own = np.asarray(text.model.encode(heard).features)[:9]
     np.testing.assert_allclose(own, np.asarray(text.model.encode(media).features)[5:14], atol=1e-5)
 
 
 @pytest.mark.slow
-def test_answers_depend_on_the_sound(folder, tmp_path):
+def test_answers_depend_on_the_audio(folder, tmp_path):
     """By the program, as users run it."""
     soundfile = pytest.importorskip("soundfile")
-    other = -np.sqrt(np.abs(sound(0.3)))[::-1]
-    for name, samples in (("one", sound(0.5)), ("other", other)):
+    other = -np.sqrt(np.abs(audio(0.3)))[::-1]
+    for name, samples in (("one", audio(0.5)), ("other", other)):
         soundfile.write(tmp_path / f"{name}.wav", samples, 16_000, subtype="FLOAT")
     words = ("generate", "--model", folder, "--temperature", "0", "--max-new-tokens", "8", "--prompt", "What is it?")
     found = [call(*words, "--audio", tmp_path / f"{name}.wav")[0] for name in ("one", "other")]

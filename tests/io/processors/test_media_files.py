@@ -1,4 +1,4 @@
-"""Films and sounds in files, as they come from cameras, recorders and strangers."""
+"""Videos and audio in files, as they come from cameras, recorders and strangers."""
 
 import io
 import json
@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from eqx_decoders.errors import ConfigError, DataError
-from eqx_decoders.io.processors.audio import LogMel, open_sound
-from eqx_decoders.io.processors.images import open_picture
+from eqx_decoders.io.processors.audio import LogMel, open_audio
+from eqx_decoders.io.processors.images import open_image
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.processor import FileReader
-from eqx_decoders.io.processors.qwen import Qwen3Films, QwenFilms
-from eqx_decoders.io.processors.video import Film, open_film
-from tests.io.processors.media_files import film, grey_frames, numbers_of, picture, sound
+from eqx_decoders.io.processors.qwen import Qwen3Videos, QwenVideos
+from eqx_decoders.io.processors.video import Video, open_video
+from tests.io.processors.media_files import audio, grey_frames, image, numbers_of, video
 
 
 av = pytest.importorskip("av")
@@ -30,7 +30,7 @@ ALL = list(range(20))
 SECONDS = 2.0  # in which a file must be refused
 
 
-# --- films ------------------------------------------------------------------------------------------------------------
+# --- videos -----------------------------------------------------------------------------------------------------------
 
 
 FORMS = {
@@ -51,8 +51,8 @@ CUT_IS_SEEN = ("mp4", "h264", "mkv", "avi")
 
 
 @pytest.fixture(scope="module")
-def films():
-    return {name: film(**options) for name, options in FORMS.items()}
+def videos():
+    return {name: video(**options) for name, options in FORMS.items()}
 
 
 def decoded(file: bytes) -> list[np.ndarray]:
@@ -62,13 +62,13 @@ def decoded(file: bytes) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_frames_are_those_of_the_file(films, name, tmp_path):
+def test_frames_are_those_of_the_file(videos, name, tmp_path):
     """In any container: also in those that tell neither a number of frames nor a duration, and cannot be rewound."""
-    path = tmp_path / "film"
-    path.write_bytes(films[name])
-    whole = decoded(films[name])
-    for source in (films[name], path, str(path)):
-        with open_film(source) as clip:
+    path = tmp_path / "video"
+    path.write_bytes(videos[name])
+    whole = decoded(videos[name])
+    for source in (videos[name], path, str(path)):
+        with open_video(source) as clip:
             assert (clip.count, clip.height, clip.width, clip.chosen) == (20, 32, 48, False)
             assert clip.fps == (25.0 if name.startswith("raw") else 10.0)  # raw streams have no times
             assert numbers_of(clip.frames(ALL)) == ALL
@@ -80,30 +80,30 @@ def test_frames_are_those_of_the_file(films, name, tmp_path):
 
 
 def seen(rules, source):
-    with open_film(source) as clip:
+    with open_video(source) as clip:
         return rules.one(clip, MediaLimits())
 
 
 @pytest.mark.parametrize(
     "rules, indices",
     [
-        (QwenFilms(least=784), ALL),  # Qwen2.5-VL's directories do not choose
-        (QwenFilms(least=784, choose=True, fps=2.0), [0, 5, 10, 15]),
-        (QwenFilms(least=784, choose=True, count=6), [0, 3, 6, 10, 13, 16]),
-        (QwenFilms(least=784, choose=True, fps=2.0, most_frames=3), [0, 10]),
-        (Qwen3Films(), [0, 6, 13, 19]),
-        (Qwen3Films(fps=1.0), [0, 6, 13, 19]),  # at least four
-        (Qwen3Films(fps=3.0), [0, 4, 8, 11, 15, 19]),
-        (Qwen3Films(fps=None, count=3), [0, 10, 19]),
+        (QwenVideos(least=784), ALL),  # Qwen2.5-VL's directories do not choose
+        (QwenVideos(least=784, choose=True, fps=2.0), [0, 5, 10, 15]),
+        (QwenVideos(least=784, choose=True, count=6), [0, 3, 6, 10, 13, 16]),
+        (QwenVideos(least=784, choose=True, fps=2.0, most_frames=3), [0, 10]),
+        (Qwen3Videos(), [0, 6, 13, 19]),
+        (Qwen3Videos(fps=1.0), [0, 6, 13, 19]),  # at least four
+        (Qwen3Videos(fps=3.0), [0, 4, 8, 11, 15, 19]),
+        (Qwen3Videos(fps=None, count=3), [0, 10, 19]),
     ],
 )
-def test_each_family_takes_its_frames(films, rules, indices):
-    made, whole = seen(rules, films["h264"]), decoded(films["h264"])
-    with open_film(Film(frames=[whole[index] for index in indices])) as clip:
+def test_each_family_takes_its_frames(videos, rules, indices):
+    made, whole = seen(rules, videos["h264"]), decoded(videos["h264"])
+    with open_video(Video(frames=[whole[index] for index in indices])) as clip:
         known = rules.one(clip, MediaLimits())
     np.testing.assert_array_equal(made.arrays["pixel_values_videos"], known.arrays["pixel_values_videos"])
     np.testing.assert_array_equal(made.arrays["video_grid_thw"], known.arrays["video_grid_thw"])
-    if isinstance(rules, Qwen3Films):
+    if isinstance(rules, Qwen3Videos):
         pairs = np.pad(indices, (0, len(indices) % 2), mode="edge").reshape(-1, 2)
         times = [f"<{(own[0] / 10 + own[1] / 10) / 2:.1f} seconds>" for own in pairs]
         assert [piece + ">" for piece in made.text.split(">") if piece.endswith(" seconds")] == times
@@ -114,50 +114,50 @@ def test_each_family_takes_its_frames(films, rules, indices):
 @pytest.mark.parametrize("options", [{}, FORMS["mkv"]])
 def test_frames_of_uneven_lengths_have_their_mean_rate(options):
     """By the times of all of them: a header of Matroska tells the rate of the first ones."""
-    file = film(**options, milliseconds=[10 * number**2 for number in ALL])
-    with open_film(file) as clip:
+    file = video(**options, milliseconds=[10 * number**2 for number in ALL])
+    with open_video(file) as clip:
         assert (clip.count, clip.fps) == (20, pytest.approx(20 / 3.71))
-        made = Qwen3Films().one(clip, MediaLimits())
+        made = Qwen3Videos().one(clip, MediaLimits())
     assert made.arrays["video_grid_thw"][0, 0] == 4  # of seven, since 3.71 s at 2 a second are these
 
 
 def test_what_an_edit_leaves_out_is_no_frame():
     """Trimmed without coding anew: frames from the last whole one on are there, and are not shown."""
-    file = film(shift=-550, coding={"g": "5"})
+    file = video(shift=-550, coding={"g": "5"})
     with av.open(io.BytesIO(file)) as container:
         assert container.streams.video[0].frames == 20
-    with open_film(file) as clip:
+    with open_video(file) as clip:
         assert (clip.count, clip.fps) == (14, 10.0)
         assert numbers_of(clip.frames(range(14))) == list(range(6, 20))
 
 
 @pytest.mark.parametrize("turned", [90, 180, 270])
-def test_films_stand_upright(turned):
-    """As pictures with EXIF data do."""
+def test_videos_stand_upright(turned):
+    """As images with EXIF data do."""
     frames = grey_frames(2)
     for pixels in frames:
         pixels[:16, :24] = 250
-    with open_film(film("mov", frames=frames, turned=turned)) as clip:
+    with open_video(video("mov", frames=frames, turned=turned)) as clip:
         found = next(clip.frames([0]))
         expected = np.rot90(frames[0], turned // 90)
         assert found.shape == expected.shape == (clip.height, clip.width, 3)
     assert np.abs(found.astype(int) - expected).mean() < 8
 
 
-def test_a_film_of_one_frame():
-    with open_film(film(frames=grey_frames(1))) as clip:
+def test_a_video_of_one_frame():
+    with open_video(video(frames=grey_frames(1))) as clip:
         assert (clip.count, clip.fps) == (1, 10.0)
-    assert seen(Qwen3Films(), film(frames=grey_frames(1))).arrays["video_grid_thw"][:, 0].tolist() == [1]
+    assert seen(Qwen3Videos(), video(frames=grey_frames(1))).arrays["video_grid_thw"][:, 0].tolist() == [1]
     still = io.BytesIO()
     from PIL import Image
 
     Image.fromarray(grey_frames(1)[0]).save(still, "GIF")
-    with open_film(still.getvalue()) as clip:
+    with open_video(still.getvalue()) as clip:
         assert (clip.count, numbers_of(clip.frames([0]))) == (1, [0])
 
 
-def test_a_film_beside_a_sound(films):
-    with open_film(film(sound=True)) as clip:
+def test_a_video_beside_an_audio_clip(videos):
+    with open_video(video(audio=True)) as clip:
         assert numbers_of(clip.frames(ALL)) == ALL
 
 
@@ -172,7 +172,7 @@ def chunk(kind: bytes, body: bytes) -> bytes:
 
 
 def with_size(form: str, file: bytes, width: int, height: int) -> bytes:
-    """The header of a film that claims another size."""
+    """The header of a video that claims another size."""
     if form == "gif":
         return file[:6] + struct.pack("<HH", width & 0xFFFF, height & 0xFFFF) + file[10:]
     if form == "apng":
@@ -187,12 +187,12 @@ def with_size(form: str, file: bytes, width: int, height: int) -> bytes:
 
 
 def sized(number: int) -> bytes:
-    return film("h264", "libx264", frames=grey_frames(4, *((48, 32), (64, 48))[number]))
+    return video("h264", "libx264", frames=grey_frames(4, *((48, 32), (64, 48))[number]))
 
 
-def hostile_films() -> dict[str, tuple[bytes, str]]:
+def hostile_videos() -> dict[str, tuple[bytes, str]]:
     """Of each kind the file, and what is said."""
-    mp4, avi, mkv = film(), film(**FORMS["avi"]), film(**FORMS["mkv"])
+    mp4, avi, mkv = video(), video(**FORMS["avi"]), video(**FORMS["mkv"])
     place = mp4.index(b"stsz")
     many = mp4[: place + 12] + struct.pack(">I", 0x7FFFFFFF) + mp4[place + 16 :]
     place = mp4.index(b"stts")
@@ -201,24 +201,24 @@ def hostile_films() -> dict[str, tuple[bytes, str]]:
     claims = avi[: place + 40] + struct.pack("<I", 0x7FFFFFFF) + avi[place + 44 :]
     return {
         "nothing": (b"", "is empty, it has 0 bytes"),
-        "zeros": (bytes(5000), "is no sound film"),
-        "a beginning": (mp4[:32] + np.random.default_rng(0).bytes(5000), "is no sound film"),
+        "zeros": (bytes(5000), "is no video"),
+        "a beginning": (mp4[:32] + np.random.default_rng(0).bytes(5000), "is no video"),
         "another beginning": (mkv[:64] + np.random.default_rng(0).bytes(5000), "is"),
-        "text": (b"this is no film. " * 100, "is no sound film"),
-        "a sound": (wav(sound(0.1)), "is no sound film"),
-        "only sound": (film(frames=[], sound=True), "has no moving pictures"),
-        "a cover": (film(codec="png", frames=grey_frames(1), coded_as="rgb24", cover=True, sound=True), "no moving"),
-        "a picture": (picture("RGB", 30, 30), "is no sound film"),
+        "text": (b"this is no video. " * 100, "is no video"),
+        "an audio clip": (wav(audio(0.1)), "is no video"),
+        "only audio": (video(frames=[], audio=True), "has no moving images"),
+        "a cover": (video(codec="png", frames=grey_frames(1), coded_as="rgb24", cover=True, audio=True), "no moving"),
+        "an image": (image("RGB", 30, 30), "is no video"),
         "2^31 frames": (many, "is"),
         "frames that last long": (long, "longer than MediaLimits.max_seconds=7200"),
-        "gif of 4e9 pixels": (with_size("gif", film(**FORMS["gif"]), 65_535, 65_535), "or too large"),
-        "apng of 1e10 pixels": (with_size("apng", film(**FORMS["apng"]), 100_000, 100_000), "or damaged"),
+        "gif of 4e9 pixels": (with_size("gif", video(**FORMS["gif"]), 65_535, 65_535), "or too large"),
+        "apng of 1e10 pixels": (with_size("apng", video(**FORMS["apng"]), 100_000, 100_000), "or damaged"),
         "mkv of 6e9 pixels": (with_size("mkv", mkv, 100_000, 65_535), "or too large"),
         "sizes that change": (sized(0) + sized(1), r"frame 4 has 64 x 48 pixels, but the first one has 48 x 32"),
-        "playlist": (b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nfilm.ts\n#EXT-X-ENDLIST\n", "is no sound film"),
-        "list": (b"ffconcat version 1.0\nfile film.ts\n", "is no sound film"),
-        "session": (b"v=0\no=- 0 0 IN IP4 ::1\ns=x\nc=IN IP4 ::1\nm=video 9 RTP/AVP 96\n", "is no sound film"),
-        "manifest": (b'<?xml version="1.0"?><MPD xmlns="urn:mpeg:dash:schema:mpd:2011"></MPD>', "is no sound film"),
+        "playlist": (b"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\nvideo.ts\n#EXT-X-ENDLIST\n", "is no video"),
+        "list": (b"ffconcat version 1.0\nfile video.ts\n", "is no video"),
+        "session": (b"v=0\no=- 0 0 IN IP4 ::1\ns=x\nc=IN IP4 ::1\nm=video 9 RTP/AVP 96\n", "is no video"),
+        "manifest": (b'<?xml version="1.0"?><MPD xmlns="urn:mpeg:dash:schema:mpd:2011"></MPD>', "is no video"),
         # claims alone do no harm: what they are about stands elsewhere, too
         "claimed frames": (claims, "20"),
         "claimed pixels": (with_size("avi", avi, 100_000, 100_000), "20"),
@@ -227,29 +227,29 @@ def hostile_films() -> dict[str, tuple[bytes, str]]:
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory):
-    """A folder with them, beside a film that none of them may open."""
+    """A folder with them, beside a video that none of them may open."""
     folder = tmp_path_factory.mktemp("hostile")
-    (folder / "film.ts").write_bytes(film(**FORMS["ts"]))
-    found = hostile_films()
+    (folder / "video.ts").write_bytes(video(**FORMS["ts"]))
+    found = hostile_videos()
     for name, (content, _) in found.items():
         (folder / f"{name}.mp4").write_bytes(content)
     return folder, found
 
 
 def take_all(source, limits=MediaLimits()) -> int:
-    with open_film(source, limits) as clip:
+    with open_video(source, limits) as clip:
         return sum(1 for _ in clip.frames(range(clip.count)))
 
 
 KINDS = (
-    "nothing", "zeros", "a beginning", "another beginning", "text", "a sound", "only sound", "a cover", "a picture",
-    "2^31 frames", "frames that last long", "gif of 4e9 pixels", "apng of 1e10 pixels", "mkv of 6e9 pixels",
+    "nothing", "zeros", "a beginning", "another beginning", "text", "an audio clip", "only audio", "a cover",
+    "an image", "2^31 frames", "frames that last long", "gif of 4e9 pixels", "apng of 1e10 pixels", "mkv of 6e9 pixels",
     "sizes that change", "playlist", "list", "session", "manifest",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_film_gets_a_sentence(hostile, monkeypatch, kind):
+def test_what_is_no_video_gets_a_sentence(hostile, monkeypatch, kind):
     """As a file and as bytes, at once; and playlists open nothing, though there is what they name."""
     folder, found = hostile
     monkeypatch.chdir(folder)
@@ -262,7 +262,7 @@ def test_what_is_no_film_gets_a_sentence(hostile, monkeypatch, kind):
             take_all(source)
         assert time.perf_counter() - begin < SECONDS
         told = str(caught.value)
-        assert told.startswith(f"film {source!r}" if isinstance(source, str) else "film 1 (bytes)")
+        assert told.startswith(f"video {source!r}" if isinstance(source, str) else "video 1 (bytes)")
         assert told.endswith(".") and "0x" not in told and "Errno" not in told
 
 
@@ -271,36 +271,36 @@ def test_claims_alone_do_no_harm(hostile):
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_too_many_frames_are_refused_before_one_is_decoded(films, name, monkeypatch):
+def test_too_many_frames_are_refused_before_one_is_decoded(videos, name, monkeypatch):
     """By counting what holds them, whatever a header says."""
     monkeypatch.setattr("eqx_decoders.io.processors.video._decoded", lambda *given: pytest.fail("decoded"))
     with (
         pytest.raises(DataError, match="12 frames of 48 x 32 pixels: more than "),
-        open_film(films[name], MediaLimits(max_decoded_pixels=11 * 48 * 32)),
+        open_video(videos[name], MediaLimits(max_decoded_pixels=11 * 48 * 32)),
     ):
         pass
 
 
-def test_films_share_the_pixels_that_are_decoded(films, tmp_path):
-    """And pictures those that are stored: before the first one is decoded."""
+def test_videos_share_the_pixels_that_are_decoded(videos, tmp_path):
+    """And images those that are stored: before the first one is decoded."""
     (tmp_path / "preprocessor_config.json").write_text('{"processor_class": "Qwen2_5_VLProcessor", "patch_size": 2}')
 
     def read(**given):
         limits = MediaLimits(max_decoded_pixels=30 * 48 * 32, max_total_pixels=1000)
         return FileReader.load_rules(tmp_path, limits=limits).read(given)
 
-    assert len(read(video=[films["mp4"]])["video"]) == 1
-    with pytest.raises(DataError, match=r"film 2 \(bytes\) has 11 frames of 48 x 32 pixels: more than"):
-        read(video=[films["mp4"]] * 2)
-    assert len(read(image=[picture("RGB", 25, 20)] * 2)["image"]) == 2
-    with pytest.raises(DataError, match=r"pictures up to picture 3 \(bytes\) have 1,500 pixels together: more than"):
-        read(image=[picture("RGB", 25, 20)[:200]] * 3)
+    assert len(read(video=[videos["mp4"]])["video"]) == 1
+    with pytest.raises(DataError, match=r"video 2 \(bytes\) has 11 frames of 48 x 32 pixels: more than"):
+        read(video=[videos["mp4"]] * 2)
+    assert len(read(image=[image("RGB", 25, 20)] * 2)["image"]) == 2
+    with pytest.raises(DataError, match=r"images up to image 3 \(bytes\) have 1,500 pixels together: more than"):
+        read(image=[image("RGB", 25, 20)[:200]] * 3)
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_films_that_end_early_are_refused_or_shorter(films, name):
+def test_videos_that_end_early_are_refused_or_shorter(videos, name):
     """Where a file says how long it is, it must be so."""
-    file = films[name]
+    file = videos[name]
     for end in sorted({1, 4, 12, 40, 100, len(file) - 200, len(file) - 1, *range(0, len(file), len(file) // 6 + 1)}):
         try:
             count = take_all(file[: max(end, 1)])
@@ -309,10 +309,10 @@ def test_films_that_end_early_are_refused_or_shorter(films, name):
         assert count == 20 or (name not in CUT_IS_SEEN and 0 < count < 20), end
 
 
-def test_damaged_films_are_refused_or_read(films):
+def test_damaged_videos_are_refused_or_read(videos):
     """A few bytes of each differ."""
     generator = np.random.default_rng(0)
-    for file in films.values():
+    for file in videos.values():
         for _ in range(6):
             damaged = bytearray(file)
             for place in generator.integers(0, min(len(file), 800), 4):
@@ -320,14 +320,14 @@ def test_damaged_films_are_refused_or_read(films):
             try:
                 take_all(bytes(damaged), MediaLimits(max_pixels=100_000, max_frames=100))
             except DataError as error:
-                assert str(error).startswith("film 1 (bytes) ")
+                assert str(error).startswith("video 1 (bytes) ")
 
 
-@pytest.mark.parametrize("opened", [take_all, open_picture, lambda source: open_sound(source, 16_000)])
+@pytest.mark.parametrize("opened", [take_all, open_image, lambda source: open_audio(source, 16_000)])
 def test_only_files_are_opened(opened, tmp_path, monkeypatch):
     """No addresses, nor what FFmpeg or libsndfile would take for more than a name; nothing waits for a pipe."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.mp4").write_bytes(film())
+    (tmp_path / "a.mp4").write_bytes(video())
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "empty").touch()
     addresses = ["http://127.0.0.1:1/a.mp4", "tcp://127.0.0.1:1", "data:video/mp4;base64,AAAA", "file:///etc/passwd"]
@@ -348,7 +348,7 @@ def test_only_files_are_opened(opened, tmp_path, monkeypatch):
     }
     for words, name in [(words, name) for words, some in said.items() for name in some]:
         begin = time.perf_counter()
-        with pytest.raises(DataError, match=rf"^(film|picture|sound) '.*' {words}.*\.$"):
+        with pytest.raises(DataError, match=rf"^(video|image|audio) '.*' {words}.*\.$"):
             opened(name)
         assert time.perf_counter() - begin < SECONDS
 
@@ -356,16 +356,16 @@ def test_only_files_are_opened(opened, tmp_path, monkeypatch):
 def test_links_and_odd_names_are_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("concat:a", "-", "%03d.mp4", "http:"):
-        (tmp_path / name).write_bytes(film(frames=grey_frames(2)))
+        (tmp_path / name).write_bytes(video(frames=grey_frames(2)))
         (tmp_path / "link").unlink(missing_ok=True)
         (tmp_path / "link").symlink_to(name)
         assert take_all(name) == take_all("link") == 2
     (tmp_path / "-").unlink()
-    (tmp_path / "-").write_bytes(wav(sound(0.1)))
-    assert len(open_sound("-", 16_000)) == 1600
+    (tmp_path / "-").write_bytes(wav(audio(0.1)))
+    assert len(open_audio("-", 16_000)) == 1600
 
 
-def test_limits_of_films(films):
+def test_limits_of_videos(videos):
     for limits, words in (
         (MediaLimits(max_frames=19), "has 20 frames: more than MediaLimits.max_frames=19"),
         (MediaLimits(max_seconds=1.5), r"s: longer than MediaLimits.max_seconds=1\.5"),
@@ -374,23 +374,23 @@ def test_limits_of_films(films):
     ):
         for name in ("mp4", "mkv", "gif", "ts"):
             with pytest.raises(DataError, match=words):
-                take_all(films[name], limits)
+                take_all(videos[name], limits)
 
 
-# --- sounds -----------------------------------------------------------------------------------------------------------
+# --- audio -----------------------------------------------------------------------------------------------------------
 
 
 def steps(rate: int, channels: int) -> np.ndarray:
-    rows = np.stack([sound(0.5, rate, seed=seed) for seed in range(channels)], 1)
+    rows = np.stack([audio(0.5, rate, seed=seed) for seed in range(channels)], 1)
     return rows * np.linspace(0.4, 0.9, channels, dtype=np.float32)
 
 
 @pytest.mark.parametrize("rate", [8000, 16_000, 44_100, 48_000])
 @pytest.mark.parametrize("kind", ["PCM_U8", "PCM_16", "PCM_24", "PCM_32", "FLOAT"])
-def test_sounds_have_the_samples_of_the_file(kind, rate):
+def test_audio_have_the_samples_of_the_file(kind, rate):
     """The mean of two channels, resampled as librosa does: soxr at its high quality, `ceil` of the new length."""
     given = steps(rate, 2)
-    made = open_sound(wav(given, rate, kind), 16_000)
+    made = open_audio(wav(given, rate, kind), 16_000)
     error = {"PCM_U8": 2**-6, "PCM_16": 2**-14, "PCM_24": 1e-6, "PCM_32": 1e-6, "FLOAT": 1e-6}[kind]
     known = given.mean(axis=1)
     if rate != 16_000:
@@ -401,27 +401,27 @@ def test_sounds_have_the_samples_of_the_file(kind, rate):
 
 @pytest.mark.parametrize("form, kind", [("FLAC", "PCM_16"), ("AIFF", "PCM_16"), ("CAF", "FLOAT"), ("AU", "PCM_16")])
 def test_forms_that_lose_nothing(form, kind, tmp_path):
-    path = tmp_path / "sound.bin"
+    path = tmp_path / "audio.bin"
     path.write_bytes(wav(steps(16_000, 1), 16_000, kind, form))
-    np.testing.assert_allclose(open_sound(path, 16_000), steps(16_000, 1)[:, 0], atol=2**-15)
+    np.testing.assert_allclose(open_audio(path, 16_000), steps(16_000, 1)[:, 0], atol=2**-15)
 
 
 @pytest.mark.parametrize("form, kind", [("OGG", "VORBIS"), ("OGG", "OPUS"), ("MP3", "MPEG_LAYER_III")])
 def test_forms_that_sound_alike(form, kind):
-    given = sound(1.0)
-    made = open_sound(wav(given, 16_000, kind, form), 16_000)
+    given = audio(1.0)
+    made = open_audio(wav(given, 16_000, kind, form), 16_000)
     assert abs(len(made) - len(given)) < 2000
     made, given = (np.abs(LogMel()(x[:15_000])).mean(axis=1) for x in (made, given))
     assert np.abs(made - given).mean() < 0.15
 
 
-def test_long_sounds_are_resampled_in_parts(monkeypatch):
+def test_long_audio_are_resampled_in_parts(monkeypatch):
     """With the result of all at once, for which there need not be memory."""
     monkeypatch.setattr("eqx_decoders.io.processors.audio.BLOCK", 1000)
     given = np.random.default_rng(0).normal(0, 0.1, 30_011).astype(np.float32)
     known = soxr.resample(given, 44_100, 16_000, quality="soxr_hq")
     for source in (wav(given, 44_100, "FLOAT"), (given, 44_100)):
-        made = open_sound(source, 16_000)
+        made = open_audio(source, 16_000)
         assert len(made) == 10_889  # the ceiling of 10,888.3
         np.testing.assert_array_equal(made[: len(known)], known[: len(made)])
 
@@ -431,107 +431,107 @@ def patched(file: bytes, place: int, form: str, value: int) -> bytes:
     return file[:place] + new + file[place + len(new) :]
 
 
-def hostile_sounds() -> dict[str, tuple[bytes, str]]:
-    whole, flac = wav(sound(0.1)), wav(sound(0.1), form="FLAC")
-    nan, infinite = sound(0.1), sound(0.1)
+def hostile_audio() -> dict[str, tuple[bytes, str]]:
+    whole, flac = wav(audio(0.1)), wav(audio(0.1), form="FLAC")
+    nan, infinite = audio(0.1), audio(0.1)
     nan[7], infinite[7] = np.nan, -np.inf
     length = int.from_bytes(flac[21:26], "big")  # of which the lower 36 bits are the number of samples
     return {
         "zeros": (bytes(5000), "it begins like none of them"),
-        "text": (b"this is no sound. " * 100, "it begins like none of them"),
-        "a film": (film(), "it begins like none of them"),
-        "no samples": (wav(np.zeros(0, np.float32)), "has 0 s: a sound must have some"),
+        "text": (b"this is no audio. " * 100, "it begins like none of them"),
+        "a video": (video(), "it begins like none of them"),
+        "no samples": (wav(np.zeros(0, np.float32)), "has 0 s: an audio clip must have some"),
         "nan": (wav(nan, kind="FLOAT"), "samples that are no numbers, or infinite"),
         "infinite": (wav(infinite, kind="FLOAT"), "samples that are no numbers, or infinite"),
         "1 Hz": (patched(whole, 24, "<I", 1), "has 1 samples in a second: must be 1,000 to 768,000"),
         "1e9 Hz": (patched(whole, 24, "<I", 10**9), "has 1,000,000,000 samples in a second"),
-        "0 Hz": (patched(whole, 24, "<I", 0), "is no sound of a known format"),
+        "0 Hz": (patched(whole, 24, "<I", 0), "is no audio of a known format"),
         "no channels": (patched(whole, 22, "<H", 0), "Channel count is zero"),
         "65535 channels": (patched(whole, 22, "<H", 65_535), "Too many channels"),
         "2 GB": (patched(whole, 40, "<I", 0x7000_0000), "cut short: its samples reach to byte 1,879,048,236, and it"),
         "2^36 samples": (flac[:21] + (length | 0xFFFFFFFFF).to_bytes(5, "big") + flac[26:], "longer than MediaLimits"),
         "untold": (flac[:21] + (length & ~0xFFFFFFFFF).to_bytes(5, "big") + flac[26:], "does not tell its length"),
         "cut wav": (whole[:-100], "is cut short: its samples reach to byte 3,244, and it has 3,144"),
-        "cut flac": (flac[:-100], "is no sound of a known format"),
-        "cut ogg": (wav(sound(0.5), kind="VORBIS", form="OGG")[:3000], "is no sound of a known format"),
-        "beginning": (whole[:16] + np.random.default_rng(0).bytes(3000), "is no sound of a known format"),
+        "cut flac": (flac[:-100], "is no audio of a known format"),
+        "cut ogg": (wav(audio(0.5), kind="VORBIS", form="OGG")[:3000], "is no audio of a known format"),
+        "beginning": (whole[:16] + np.random.default_rng(0).bytes(3000), "is no audio of a known format"),
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", hostile_sounds())
-def test_what_is_no_sound_gets_a_sentence(kind, tmp_path):
-    content, words = hostile_sounds()[kind]
+@pytest.mark.parametrize("kind", hostile_audio())
+def test_what_is_no_audio_gets_a_sentence(kind, tmp_path):
+    content, words = hostile_audio()[kind]
     path = tmp_path / "x.wav"
     path.write_bytes(content)
     for source in (path, content):
         begin = time.perf_counter()
         with pytest.raises(DataError, match=words) as caught:
-            open_sound(source, 16_000)
+            open_audio(source, 16_000)
         assert time.perf_counter() - begin < SECONDS
         told = str(caught.value)
-        assert told.startswith("sound ") and told.endswith(".") and "0x" not in told
+        assert told.startswith("audio ") and told.endswith(".") and "0x" not in told
 
 
-def test_odd_sounds_that_are_read():
+def test_odd_audio_that_are_read():
     """Many channels; and what a program writes that streams a file, not knowing how long it gets."""
-    given = sound(0.1)
+    given = audio(0.1)
     many = wav(np.repeat(given[:, None], 255, axis=1))
-    np.testing.assert_allclose(open_sound(many, 16_000), given, atol=2**-14)
+    np.testing.assert_allclose(open_audio(many, 16_000), given, atol=2**-14)
     streamed = patched(patched(wav(given), 4, "<I", 0xFFFFFFFF), 40, "<I", 0xFFFFFFFF)
-    np.testing.assert_allclose(open_sound(streamed, 16_000), given, atol=2**-15)
-    assert len(open_sound((given, np.int64(8000)), 16_000)) == 2 * len(given)
+    np.testing.assert_allclose(open_audio(streamed, 16_000), given, atol=2**-15)
+    assert len(open_audio((given, np.int64(8000)), 16_000)) == 2 * len(given)
 
 
 @pytest.mark.parametrize(
     "form, kind", [("WAV", "PCM_16"), ("FLAC", "PCM_16"), ("OGG", "VORBIS"), ("MP3", "MPEG_LAYER_III")]
 )
-def test_sounds_that_end_early_are_refused_or_shorter(form, kind):
-    file = wav(sound(0.2), kind=kind, form=form)
+def test_audio_that_end_early_are_refused_or_shorter(form, kind):
+    file = wav(audio(0.2), kind=kind, form=form)
     for end in sorted({1, 4, 12, 44, 50, len(file) - 1, *range(1, len(file), len(file) // 8)}):
         try:
-            made = open_sound(file[:end], 16_000)
+            made = open_audio(file[:end], 16_000)
         except DataError:
             continue
         assert form in ("MP3", "OGG") and 0 < len(made) < 4000
 
 
-def test_limits_of_sounds():
+def test_limits_of_audio():
     with pytest.raises(DataError, match=r"has 0\.5 s: longer than MediaLimits.max_seconds=0\.4"):
-        open_sound(wav(sound(0.5)), 16_000, MediaLimits(max_seconds=0.4))
+        open_audio(wav(audio(0.5)), 16_000, MediaLimits(max_seconds=0.4))
     with pytest.raises(DataError, match=r"has 16,000 samples in 2 channels: more than MediaLimits.max_samples=9,000"):
-        open_sound(wav(steps(16_000, 2)), 16_000, MediaLimits(max_samples=9000))
+        open_audio(wav(steps(16_000, 2)), 16_000, MediaLimits(max_samples=9000))
     with pytest.raises(ConfigError, match=r"LogMel\.rate=1000000000 must be at most"):
         LogMel(rate=10**9)
 
 
-# --- pictures, memory -------------------------------------------------------------------------------------------------
+# --- images, memory -------------------------------------------------------------------------------------------------
 
 
-def test_pictures_that_are_bombs_or_damaged():
-    whole = picture("RGB", 30, 20)
+def test_images_that_are_bombs_or_damaged():
+    whole = image("RGB", 30, 20)
     for width, height in ((100_000, 100_000), (2**31 - 1, 2**31 - 1)):
         with pytest.raises(DataError, match="pixels"):
-            open_picture(whole[:8] + chunk(b"IHDR", struct.pack(">II", width, height) + whole[24:29]) + whole[33:])
+            open_image(whole[:8] + chunk(b"IHDR", struct.pack(">II", width, height) + whole[24:29]) + whole[33:])
     generator = np.random.default_rng(0)
     for _ in range(30):
         damaged = bytearray(whole)
         damaged[int(generator.integers(0, 100))] ^= int(generator.integers(1, 256))
         try:
-            open_picture(bytes(damaged), MediaLimits(max_pixels=100_000))
+            open_image(bytes(damaged), MediaLimits(max_pixels=100_000))
         except DataError as error:
             told = str(error)
-            assert told.startswith("picture 1 (bytes) ") and told.endswith(".") and "0x" not in told
+            assert told.startswith("image 1 (bytes) ") and told.endswith(".") and "0x" not in told
 
 
 BOMBS = """
 import json, pathlib, resource, sys, time
 from eqx_decoders.errors import DataError
-from eqx_decoders.io.processors.video import open_film
+from eqx_decoders.io.processors.video import open_video
 from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.audio import open_sound
+from eqx_decoders.io.processors.audio import open_audio
 folder = pathlib.Path(sys.argv[1])
-open_sound(folder / "small.flac", 16_000)
-with open_film(folder / "small.film") as clip:
+open_audio(folder / "small.flac", 16_000)
+with open_video(folder / "small.video") as clip:
     list(clip.frames([0]))
 used = int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1]) << 10
 resource.setrlimit(resource.RLIMIT_AS, (used + (700 << 20),) * 2)
@@ -540,9 +540,9 @@ for path in sorted(folder.glob("bomb.*")):
     begin, limits = time.perf_counter(), MediaLimits(max_pixels=1_000_000)
     try:
         if path.suffix == ".flac":
-            told = str(len(open_sound(path, 16_000)))
+            told = str(len(open_audio(path, 16_000)))
         else:
-            with open_film(path, limits) as clip:
+            with open_video(path, limits) as clip:
                 told = str(sum(1 for _ in clip.frames(range(clip.count))))
     except DataError as error:
         told = str(error)
@@ -555,16 +555,16 @@ print(json.dumps(found))
 @pytest.mark.slow
 @pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="Linux tells what memory a process has")
 def test_small_files_take_no_large_memory(tmp_path):
-    """Two minutes of silence at 500 kHz in a few kilobytes, and films whose headers claim more than there is."""
-    (tmp_path / "small.flac").write_bytes(wav(sound(0.1), 44_100, form="FLAC"))
-    (tmp_path / "small.film").write_bytes(film())
+    """Two minutes of silence at 500 kHz in a few kilobytes, and videos whose headers claim more than there is."""
+    (tmp_path / "small.flac").write_bytes(wav(audio(0.1), 44_100, form="FLAC"))
+    (tmp_path / "small.video").write_bytes(video())
     with soundfile.SoundFile(tmp_path / "bomb.flac", "w", samplerate=500_000, channels=1, subtype="PCM_16") as file:
         for _ in range(60):
             file.write(np.zeros(1_000_000, np.int16))
-    for name, (content, _) in hostile_films().items():
+    for name, (content, _) in hostile_videos().items():
         (tmp_path / f"bomb.{name}").write_bytes(content)
     large = np.zeros((6000, 8000, 3), np.uint8)
-    (tmp_path / "bomb.large").write_bytes(film("mjpeg", "mjpeg", frames=[large], coded_as="yuvj420p"))
+    (tmp_path / "bomb.large").write_bytes(video("mjpeg", "mjpeg", frames=[large], coded_as="yuvj420p"))
     root = pathlib.Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", BOMBS, str(tmp_path)]
@@ -576,4 +576,4 @@ def test_small_files_take_no_large_memory(tmp_path):
     for name, (told, seconds, megabytes) in found.items():
         assert megabytes < 100, (name, megabytes)
         assert name == "bomb.flac" or seconds < SECONDS
-        assert told.isdigit() or told.startswith("film "), told
+        assert told.isdigit() or told.startswith("video "), told

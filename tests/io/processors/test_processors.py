@@ -1,4 +1,4 @@
-"""Pictures, films and sounds become what transformers makes of them; files of strangers get a sentence."""
+"""Images, videos and audio become what transformers makes of them; files of strangers get a sentence."""
 
 import dataclasses
 import io
@@ -10,45 +10,45 @@ import pytest
 
 from eqx_decoders.errors import ConfigError, ConversionError, DataError
 from eqx_decoders.io.huggingface.directory import Directory
-from eqx_decoders.io.processors.audio import LogMel, QwenSounds
-from eqx_decoders.io.processors.gemma import Gemma3Pictures, Gemma4Films, Gemma4Pictures
-from eqx_decoders.io.processors.images import open_picture
+from eqx_decoders.io.processors.audio import LogMel, QwenAudio
+from eqx_decoders.io.processors.gemma import Gemma3Images, Gemma4Images, Gemma4Videos
+from eqx_decoders.io.processors.images import open_image
 from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.llama4 import Llama4Pictures
+from eqx_decoders.io.processors.llama4 import Llama4Images
 from eqx_decoders.io.processors.normalize import Colours
-from eqx_decoders.io.processors.pixtral import PixtralPictures
+from eqx_decoders.io.processors.pixtral import PixtralImages
 from eqx_decoders.io.processors.processor import Processor, read_settings
-from eqx_decoders.io.processors.qwen import QwenPictures
-from eqx_decoders.io.processors.smolvlm import SmolVLMFilms, SmolVLMPictures, SmolWords, in_words
-from eqx_decoders.io.processors.video import Film, open_film
+from eqx_decoders.io.processors.qwen import QwenImages
+from eqx_decoders.io.processors.smolvlm import SmolVLMImages, SmolVLMVideos, SmolWords, in_words
+from eqx_decoders.io.processors.video import Video, open_video
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import JsonTokenizer
 from tests.encoders.directories import seeing_directory, tokenizer_with
-from tests.io.processors.media_files import FILMS, PICTURES, SECONDS, film_frames, picture, shown, sound
+from tests.io.processors.media_files import IMAGES, SECONDS, VIDEOS, audio, image, shown, video_frames
 
 
 pytest.importorskip("PIL")
 FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures" / "processors"
-EXPECTED, OF_FILMS = np.load(FIXTURES / "expected.npz"), np.load(FIXTURES / "films.npz")
+EXPECTED, OF_VIDEOS = np.load(FIXTURES / "expected.npz"), np.load(FIXTURES / "videos.npz")
 RULES = {
-    "gemma3": Gemma3Pictures(size=(112, 112)),
-    "gemma4": Gemma4Pictures(),
-    "llama4": Llama4Pictures(side=84, tiles=4),
-    "qwen2_5": QwenPictures(least=4096, most=65_536),
-    "qwen3": QwenPictures(size=16, least=4096, most=65_536, colours=Colours()),
-    "smolvlm": SmolVLMPictures(longest=512, tile=128),
-    "idefics3": SmolVLMPictures(longest=512, tile=128),
-    "pixtral": PixtralPictures(longest=(280, 280), size=14, merge=2),
+    "gemma3": Gemma3Images(size=(112, 112)),
+    "gemma4": Gemma4Images(),
+    "llama4": Llama4Images(side=84, tiles=4),
+    "qwen2_5": QwenImages(least=4096, most=65_536),
+    "qwen3": QwenImages(size=16, least=4096, most=65_536, colours=Colours()),
+    "smolvlm": SmolVLMImages(longest=512, tile=128),
+    "idefics3": SmolVLMImages(longest=512, tile=128),
+    "pixtral": PixtralImages(longest=(280, 280), size=14, merge=2),
 }
 LIMITS = MediaLimits()
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", IMAGES)
 @pytest.mark.parametrize("family", RULES)
-def test_pictures_are_those_of_transformers(family, name):
-    rules, where = RULES[family], f"picture {name!r}"
-    kind, width, height = PICTURES[name]
-    opened = open_picture(picture(kind, width, height), LIMITS, where)
+def test_images_are_those_of_transformers(family, name):
+    rules, where = RULES[family], f"image {name!r}"
+    kind, width, height = IMAGES[name]
+    opened = open_image(image(kind, width, height), LIMITS, where)
     made = rules.join([rules.one(opened, LIMITS, where)])
     keys = [key.split("/")[2] for key in EXPECTED.files if key.startswith(f"{family}/{name}/") and "/shape" not in key]
     assert {"pixel_values"} <= set(made) & set(keys)
@@ -60,22 +60,22 @@ def test_pictures_are_those_of_transformers(family, name):
 @pytest.mark.parametrize("seconds", SECONDS)
 def test_spectra_are_those_of_transformers(seconds):
     """Its torch and its NumPy differ by 5e-5; this one is the latter, to 1e-7."""
-    made = LogMel()(sound(seconds))
+    made = LogMel()(audio(seconds))
     known = EXPECTED[f"sound/{seconds}/input_features"]
     assert [1, *made.shape] == EXPECTED[f"sound/{seconds}/input_features/shape"].tolist()
     np.testing.assert_allclose(shown(made[None]), known, atol=1e-4)
 
 
-def test_sounds_of_different_lengths_stand_together():
+def test_audio_of_different_lengths_stand_together():
     pytest.importorskip("soundfile")
     files = []
     for seconds in SECONDS:
         import soundfile
 
         file = io.BytesIO()
-        soundfile.write(file, sound(seconds), 16_000, format="WAV", subtype="FLOAT")
+        soundfile.write(file, audio(seconds), 16_000, format="WAV", subtype="FLOAT")
         files.append(file.getvalue())
-    rules = QwenSounds()
+    rules = QwenAudio()
     made, texts = rules.all(files, LIMITS, ["one", "two"])
     assert made["input_features"].shape[:2] == (2, 128)
     counts = made["feature_attention_mask"].sum(axis=1).tolist()
@@ -83,21 +83,21 @@ def test_sounds_of_different_lengths_stand_together():
     assert [text.count(rules.placeholder) for text in texts] == [9, 13 * 2 + 5]
 
 
-def test_films_are_read_frame_by_frame():
-    """From pictures in a list; and their times are those of the frames that are taken."""
+def test_videos_are_read_frame_by_frame():
+    """From images in a list; and their times are those of the frames that are taken."""
     frames = [np.full((20, 30, 3), 10 * number, np.uint8) for number in range(12)]
-    with open_film(Film(frames=frames, fps=4.0), LIMITS) as clip:
+    with open_video(Video(frames=frames, fps=4.0), LIMITS) as clip:
         assert (clip.count, clip.seconds, clip.height, clip.width) == (12, 3.0, 20, 30)
         taken = list(clip.frames([0, 5, 5, 11]))
     assert [int(one.mean()) for one in taken] == [0, 50, 50, 110]
     with (
         pytest.raises(DataError, match="frame 1 has 31 x 20 pixels"),
-        open_film([frames[0], np.zeros((20, 31, 3), np.uint8)], LIMITS) as clip,
+        open_video([frames[0], np.zeros((20, 31, 3), np.uint8)], LIMITS) as clip,
     ):
         list(clip.frames([0, 1]))
 
 
-def film_rules(folder, family, settings):
+def video_rules(folder, family, settings):
     """What a directory with these settings says."""
     whole = {
         "processor_class": {"smolvlm": "SmolVLMProcessor", "gemma4": "Gemma4Processor"}[family],
@@ -107,48 +107,48 @@ def film_rules(folder, family, settings):
     (folder / "preprocessor_config.json").write_text(json.dumps({"size": {"longest_edge": 1}}))
     (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
     found, read = read_settings(Directory(folder))
-    assert found.films is not None
-    return found.films(read)
+    assert found.videos is not None
+    return found.videos(read)
 
 
-@pytest.mark.parametrize("name", FILMS)
-def test_films_are_those_of_transformers(name, tmp_path):
+@pytest.mark.parametrize("name", VIDEOS)
+def test_videos_are_those_of_transformers(name, tmp_path):
     """Which frames are taken, their arrays, and the text with their times."""
-    family, settings, count, fps, height, width = FILMS[name]
-    rules = film_rules(tmp_path, family, settings)
-    with open_film(Film(frames=[*film_frames(count, height, width)], fps=fps), LIMITS) as clip:
+    family, settings, count, fps, height, width = VIDEOS[name]
+    rules = video_rules(tmp_path, family, settings)
+    with open_video(Video(frames=[*video_frames(count, height, width)], fps=fps), LIMITS) as clip:
         made = rules.one(dataclasses.replace(clip, chosen=fps is None), LIMITS)
-    assert made.text == str(OF_FILMS[f"{name}/text"])
+    assert made.text == str(OF_VIDEOS[f"{name}/text"])
     arrays = rules.join([made])
-    keys = [key.split("/")[1] for key in OF_FILMS.files if key.startswith(f"{name}/") and key.endswith("/shape")]
+    keys = [key.split("/")[1] for key in OF_VIDEOS.files if key.startswith(f"{name}/") and key.endswith("/shape")]
     assert arrays.keys() == set(keys)
     for key, array in arrays.items():
-        assert list(array.shape) == OF_FILMS[f"{name}/{key}/shape"].tolist(), key
-        np.testing.assert_allclose(shown(array), OF_FILMS[f"{name}/{key}"], atol=1e-6, err_msg=key)
+        assert list(array.shape) == OF_VIDEOS[f"{name}/{key}/shape"].tolist(), key
+        np.testing.assert_allclose(shown(array), OF_VIDEOS[f"{name}/{key}"], atol=1e-6, err_msg=key)
 
 
-def test_films_have_bounds_of_their_own():
+def test_videos_have_bounds_of_their_own():
     """Gemma 4 takes all frames where there are fewer than wanted, of which transformers makes an error."""
-    few = list(film_frames(3, 8, 8))
-    gemma = Gemma4Films(frame=Gemma4Pictures(size=2, merge=2, tokens=70))
-    with open_film(Film(frames=few, fps=1.0), LIMITS) as clip:
+    few = list(video_frames(3, 8, 8))
+    gemma = Gemma4Videos(frame=Gemma4Images(size=2, merge=2, tokens=70))
+    with open_video(Video(frames=few, fps=1.0), LIMITS) as clip:
         made = gemma.one(dataclasses.replace(clip, chosen=False), LIMITS)
         assert made.arrays["num_frames_per_video"].tolist() == [3]
-        for rules in (SmolVLMFilms(size=16, tile=8), gemma):
-            with pytest.raises(DataError, match=r"more than MediaLimits.max_film_pixels=100"):
-                rules.one(clip, MediaLimits(max_film_pixels=100))
-        many = SmolVLMFilms(size=16, tile=8, words=SmolWords(tokens=1 << 19))
+        for rules in (SmolVLMVideos(size=16, tile=8), gemma):
+            with pytest.raises(DataError, match=r"more than MediaLimits.max_video_pixels=100"):
+                rules.one(clip, MediaLimits(max_video_pixels=100))
+        many = SmolVLMVideos(size=16, tile=8, words=SmolWords(tokens=1 << 19))
         with pytest.raises(DataError, match="becomes 1,572,864 tokens: more than 1,048,576"):
             many.one(clip, LIMITS)
 
 
-def test_settings_of_films_are_checked(tmp_path):
+def test_settings_of_videos_are_checked(tmp_path):
     with pytest.raises(ConversionError, match="video_sampling: max_frames is missing"):
-        film_rules(tmp_path, "smolvlm", {"video_sampling": {"fps": 1}})
+        video_rules(tmp_path, "smolvlm", {"video_sampling": {"fps": 1}})
     with pytest.raises(ConversionError, match="resample=5 must be one of"):
-        film_rules(tmp_path, "gemma4", {"resample": 5})
+        video_rules(tmp_path, "gemma4", {"resample": 5})
     with pytest.raises(ConfigError, match=r"fps=2.0 and count=8 exclude each other"):
-        film_rules(tmp_path, "gemma4", {"fps": 2, "num_frames": 8})
+        video_rules(tmp_path, "gemma4", {"fps": 2, "num_frames": 8})
 
 
 def test_numbers_have_words():
@@ -160,27 +160,31 @@ def test_numbers_have_words():
 
 @pytest.fixture(scope="module")
 def smol():
-    """The processor of a SmolVLM whose own template knows no films."""
+    """The processor of a SmolVLM whose own template knows no videos."""
     tokenizer = tokenizer_with(("<image>", "<video>", "<fake_token_around_image>", "<global-img>"))
     words = SmolWords(tokens=2)
     return Processor(
         tokenizer=JsonTokenizer(tokenizer),
         template=ChatTemplate(source="{{ messages[0].content }}"),
-        pictures=SmolVLMPictures(longest=16, tile=8, split=False, words=words),
-        films=SmolVLMFilms(size=16, tile=8, words=words),
+        images=SmolVLMImages(longest=16, tile=8, split=False, words=words),
+        videos=SmolVLMVideos(size=16, tile=8, words=words),
     )
 
 
-def test_films_stand_among_pictures_in_their_order(smol):
-    """Where a family's films are read as pictures."""
+def test_videos_stand_among_images_in_their_order(smol):
+    """Where a family's videos are read as images."""
     grey = {level: np.full((8, 8, 3), level, np.uint8) for level in (0, 51, 102, 153, 204)}
-    films, pictures = [[grey[0], grey[51]], [grey[204]]], [grey[102], grey[153]]
-    made = smol("<video>a<image>b<image>c<video>", images=pictures, videos=films)
+    videos, images = [[grey[0], grey[51]], [grey[204]]], [grey[102], grey[153]]
+    made = smol("<video>a<image>b<image>c<video>", images=images, videos=videos)
     levels = made.arrays["pixel_values"].mean(axis=(2, 3, 4)) * 127.5 + 127.5
     np.testing.assert_allclose(levels, [[0, 51, 102, 153, 204]], atol=1e-3)
     assert made.arrays["pixel_attention_mask"].shape == (1, 5, 8, 8)
     assert made.text.count("<image>") == 10 and "series of two frames from a 0:00:00" in made.text
-    parts = [{"type": "image", "image": grey[102]}, {"type": "video", "video": films[0]}, {"type": "text", "text": "?"}]
+    parts = [
+        {"type": "image", "image": grey[102]},
+        {"type": "video", "video": videos[0]},
+        {"type": "text", "text": "?"},
+    ]
     made = smol([{"role": "system", "content": "Look."}, {"role": "user", "content": parts}])
     assert made.text.startswith(
         "<|im_start|>System: Look.<end_of_utterance>\nUser:<fake_token_around_image><global-img>"
@@ -194,42 +198,42 @@ def processor(tmp_path_factory):
 
 
 def test_prompts_have_a_place_for_each_file(processor):
-    image = processor.pictures.placeholder
+    image = processor.images.placeholder
     files = [np.zeros((16, 24, 3), np.uint8)] * 2
     made = processor(f"{image} and {image}?", images=files)
     assert made.text.count(image) == 12 and made.arrays["image_grid_thw"].tolist() == [[1, 4, 6]] * 2
     assert processor.with_placeholders("what?", images=2) == f"{image}{image}what?"
     assert processor.with_placeholders(f"what {image}?", images=1) == f"what {image}?"
-    film = processor(f"{processor.films.placeholder}?", videos=[[files[0]] * 4])
-    assert film.arrays["video_grid_thw"].shape == (1, 3) and "seconds>" in film.text
+    video = processor(f"{processor.videos.placeholder}?", videos=[[files[0]] * 4])
+    assert video.arrays["video_grid_thw"].shape == (1, 3) and "seconds>" in video.text
     with pytest.raises(DataError, match=r"has 1 placeholders .*, but images has 2 files"):
         processor(f"{image}?", images=files)
-    with pytest.raises(DataError, match="sounds has 1 files, but this model takes none"):
-        processor("?", sounds=[b""])
+    with pytest.raises(DataError, match="audio has 1 files, but this model takes none"):
+        processor("?", audio=[b""])
 
 
 def broken(kind: str) -> bytes:
-    whole = picture("RGB", 60, 60)
-    return {"cut": whole[: len(whole) // 2], "none": b"", "text": b"this is no picture", "head": whole[:20]}[kind]
+    whole = image("RGB", 60, 60)
+    return {"cut": whole[: len(whole) // 2], "none": b"", "text": b"this is no image", "head": whole[:20]}[kind]
 
 
 @pytest.mark.parametrize("kind", ["cut", "none", "text", "head"])
-def test_what_is_no_picture_gets_a_sentence(kind):
-    with pytest.raises(DataError, match=r"^picture 'x.png' .*\.$"):
-        open_picture(broken(kind), LIMITS, "picture 'x.png'")
+def test_what_is_no_image_gets_a_sentence(kind):
+    with pytest.raises(DataError, match=r"^image 'x.png' .*\.$"):
+        open_image(broken(kind), LIMITS, "image 'x.png'")
 
 
 def test_sizes_are_bounded_before_anything_is_decoded():
     with pytest.raises(DataError, match=r"1,000 x 1,000 pixels: more than MediaLimits.max_pixels=10,000"):
-        open_picture(picture("RGB", 1000, 1000), MediaLimits(max_pixels=10_000), "x")
+        open_image(image("RGB", 1000, 1000), MediaLimits(max_pixels=10_000), "x")
     with (
         pytest.raises(DataError, match="more than"),
-        open_film([np.zeros((2, 2, 3), np.uint8)] * 30, MediaLimits(max_frames=20)),
+        open_video([np.zeros((2, 2, 3), np.uint8)] * 30, MediaLimits(max_frames=20)),
     ):
         pass
 
 
 @pytest.mark.parametrize("kind", ["RGB", "L", "RGBA", "CMYK", "I;16"])
 def test_all_colours_become_three(kind):
-    pixels = open_picture(picture(kind, 40, 30), LIMITS)
+    pixels = open_image(image(kind, 40, 30), LIMITS)
     assert pixels.shape == (30, 40, 3) and pixels.dtype == np.uint8 and pixels.std() > 10

@@ -468,7 +468,7 @@ def test_drafts_need_what_makes_them(engine):
 
 
 @pytest.mark.slow
-def test_pictures_beside_texts_change_nothing_for_either():
+def test_images_beside_texts_change_nothing_for_either():
     model = filled(seeing(), 1, attention="dot")
     ids, grids = text("iiiixxiixx"), [(1, 4, 4), (1, 4, 2)]
     media = ed.Media.create(model.config, ids[None], pixel_values=patches(grids), image_grid_thw=np.asarray(grids))

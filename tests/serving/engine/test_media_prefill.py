@@ -1,4 +1,4 @@
-"""Prompts with pictures: few programs, compiled beside the steps, and errors that end one request alone."""
+"""Prompts with images: few programs, compiled beside the steps, and errors that end one request alone."""
 
 import dataclasses
 import random
@@ -14,7 +14,7 @@ from eqx_decoders.serving.engine import media_prefill
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.engine import Engine
 from eqx_decoders.serving.engine.request import Request
-from tests.encoders.samples import patches, seeing, sounds, text
+from tests.encoders.samples import audio, patches, seeing, text
 from tests.models import filled
 from tests.serving.engines import SMALL, alone
 
@@ -30,7 +30,7 @@ READ = Request(prompt=(1, 2, 3), max_new_tokens=6)
 
 
 def shown(engine, columns, seed=0, new=3):
-    """A request with one picture of two rows of features."""
+    """A request with one image of two rows of features."""
     grids = [(1, 4, 2 * columns)]
     ids = text("xx" + "i" * 2 * columns + "x", seed)
     pixels = patches(grids, seed)
@@ -55,11 +55,11 @@ def test_padded_rows_are_encoded_as_they_are_and_stand_where_they_stood():
     config = seeing(layers=2)
     model, grids = filled(config, 1, attention="dot"), [(1, 6, 6), (1, 2, 4), (1, 6, 6), (1, 6, 4)]
     ids = text("iiiiiiiiixaaiixaaaa" + "i" * 15)
-    heard = sounds([7, 11])
+    heard = audio([7, 11])
     pixels = dict(pixel_values=patches(grids), image_grid_thw=np.asarray(grids))
     media = ed.Media.create(config, ids[None], **pixels, **heard)
     padded = media_prefill.rounded(media)
-    assert padded.pictures.positions.shape[1] > media.pictures.positions.shape[1]
+    assert padded.images.positions.shape[1] > media.images.positions.shape[1]
     wanted, found = model.encode(media), model.encode(padded)
     count = int((media.index >= 0).sum())
     for one, other in zip((wanted.by_group, *wanted.deepstack), (found.by_group, *found.deepstack), strict=True):
@@ -82,7 +82,7 @@ def test_sizes_share_programs_and_answers_share_what_was_seen(engine, monkeypatc
     assert len(engine._sight._programs) == programs and len(calls) == 4  # one for each time that it came anew
 
 
-def test_pictures_let_nothing_be_compiled_in_the_thread_of_the_engine(engine):
+def test_images_let_nothing_be_compiled_in_the_thread_of_the_engine(engine):
     compiled, own = [], threading.current_thread()
 
     def listener(event, _, **__):
@@ -193,7 +193,7 @@ def test_histories_with_little_memory_change_no_answer(engine, monkeypatch, seed
         assert end == "cancelled" or answer == known[which]
 
 
-def test_texts_go_on_while_a_picture_waits_for_its_program(engine, monkeypatch):
+def test_texts_go_on_while_an_image_waits_for_its_program(engine, monkeypatch):
     wait, threads = threading.Event(), []
     work = engine._sight._seen
 
@@ -203,11 +203,11 @@ def test_texts_go_on_while_a_picture_waits_for_its_program(engine, monkeypatch):
         return work(*given, **options)
 
     monkeypatch.setattr(engine._sight, "_seen", waits)
-    picture, written = engine.submit(shown(engine, 9)), engine.submit(READ)
+    image, written = engine.submit(shown(engine, 9)), engine.submit(READ)
     updates = []
     while written not in {update.request_id for update in updates if update.finish_reason}:
         updates += engine.step()
-    assert picture not in {update.request_id for update in updates} and engine.counts().waiting == 1
+    assert image not in {update.request_id for update in updates} and engine.counts().waiting == 1
     assert engine.step() == []  # it waits a moment for what is not there yet
     gone = engine.submit(shown(engine, 10))
     engine.cancel(gone)
@@ -215,12 +215,12 @@ def test_texts_go_on_while_a_picture_waits_for_its_program(engine, monkeypatch):
     while engine.has_work:
         updates += engine.step()
     ends = {update.request_id: update.finish_reason for update in updates if update.finish_reason}
-    assert ends == {picture: "length", written: "length", gone: "cancelled"}
+    assert ends == {image: "length", written: "length", gone: "cancelled"}
     assert threads and threading.current_thread() not in threads
 
 
 @pytest.mark.parametrize("where", ["_seen", "read"])
-def test_an_error_in_a_picture_ends_its_own_request(engine, monkeypatch, where):
+def test_an_error_in_an_image_ends_its_own_request(engine, monkeypatch, where):
     def broken(*_, **options):
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
@@ -248,7 +248,7 @@ def test_programs_that_were_used_last_are_kept(engine, monkeypatch):
     found.close()
 
 
-def test_pictures_for_other_tokens_are_refused(engine):
+def test_images_for_other_tokens_are_refused(engine):
     with pytest.raises(ed.ConfigError, match="must be called with the tokens of the call"):
         engine.submit(dataclasses.replace(shown(engine, 9), prompt=(1, 2)))
     assert not engine.has_work

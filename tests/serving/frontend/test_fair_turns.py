@@ -87,12 +87,12 @@ def test_who_leaves_takes_no_turn_and_gives_back_a_place():
 def test_too_many_are_told_to_come_again():
     async def run():
         ready = [False]
-        work = Worker(Turns("pictures", 1, 2, lambda _: ready[0]))
+        work = Worker(Turns("images", 1, 2, lambda _: ready[0]))
         work.ask("a", "0")
         work.ask("a", "1")
         await settle()
         assert work.begun == []
-        with pytest.raises(ApiError, match="2 requests wait for pictures") as error:
+        with pytest.raises(ApiError, match="2 requests wait for images") as error:
             async with work.turns.turn("a"):
                 pass
         assert error.value.status == 429 and error.value.retry_after

@@ -18,8 +18,8 @@ from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.processor import FileReader
 from eqx_decoders.serving.frontend.media_files import FileReading, FilesConfig, Upload
 from eqx_decoders.serving.http.json_fields import ApiError
-from tests.encoders.directories import SOUND_RULES
-from tests.io.processors.media_files import KINDS, film, picture, sound
+from tests.encoders.directories import AUDIO_RULES
+from tests.io.processors.media_files import KINDS, audio, image, video
 from tests.io.processors.test_media_files import FORMS
 
 
@@ -35,7 +35,7 @@ CONFIG = FilesConfig(
     max_waiting_bytes=1 << 20,
 )
 SIZES = {"patch_size": 2, "pooling_kernel_size": 2, "max_soft_tokens": 70, "num_frames": 4}
-RULES = SOUND_RULES | {"image_processor": SIZES, "video_processor": SIZES}
+RULES = AUDIO_RULES | {"image_processor": SIZES, "video_processor": SIZES}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ async def read(reading: FileReading, kind: str, *contents: bytes, client: str = 
         return found[kind]
 
 
-SMALL = picture("RGB", 12, 10)
+SMALL = image("RGB", 12, 10)
 
 
 def black(width: int, height: int) -> bytes:
@@ -104,9 +104,9 @@ def test_files_of_every_format_become_what_they_become_here(folder, reading, run
     pytest.importorskip("soxr")
     here = FileReader.load_rules(folder, limits=CONFIG.limits)
     files = {
-        "image": [picture(kind, 20, 14) for kind in KINDS],
-        "video": [film(**options) for options in FORMS.values()],
-        "audio": [wav(sound(0.3)), wav(sound(0.1))],
+        "image": [image(kind, 20, 14) for kind in KINDS],
+        "video": [video(**options) for options in FORMS.values()],
+        "audio": [wav(audio(0.3)), wav(audio(0.1))],
     }
     for kind, given in files.items():
         for one, known in zip(runner.run(read(reading, kind, *given)), here.read({kind: given})[kind], strict=True):
@@ -119,7 +119,7 @@ def test_files_of_every_format_become_what_they_become_here(folder, reading, run
 @pytest.mark.parametrize(
     "contents, says",
     [
-        ([b"GIF89a"], r"picture 1 \(bytes\) is no sound picture of a known format"),
+        ([b"GIF89a"], r"image 1 \(bytes\) is no image of a known format"),
         ([black(9000, 9000)], "9,000 x 9,000 pixels"),
         ([black(7900, 7900)], "more memory than there is"),
     ],
@@ -151,7 +151,7 @@ def test_files_that_become_too_much_are_refused_with_the_first_that_is(folder, r
     tokens, size = one.text.count("<"), sum(array.nbytes for array in one.arrays.values())
     reader.read({"image": [SMALL] * 2}, max_tokens=2 * tokens, max_bytes=2 * size)
     for limits, unit in ((dict(max_tokens=2 * tokens - 1), "tokens"), (dict(max_bytes=2 * size - 1), "bytes")):
-        with pytest.raises(DataError, match=rf"picture 2 \(bytes\): the files up to it become [\d,]+ {unit}"):
+        with pytest.raises(DataError, match=rf"image 2 \(bytes\): the files up to it become [\d,]+ {unit}"):
             reader.read({"image": [SMALL, SMALL, SMALL[:200]]}, **limits)
 
 
@@ -197,7 +197,7 @@ def test_the_work_of_a_client_that_has_gone_ends(reading, runner):
 
     async def run():
         pid = stopped(reading)
-        work = asyncio.ensure_future(read(reading, "video", film()))
+        work = asyncio.ensure_future(read(reading, "video", video()))
         while reading._idle[-1]._process is None or reading._idle[-1]._process.pid == pid:
             await asyncio.sleep(0.01)
         work.cancel()
@@ -205,25 +205,25 @@ def test_the_work_of_a_client_that_has_gone_ends(reading, runner):
             await work
         assert pid not in {process._process and process._process.pid for process in reading._all}
         assert len(reading._idle) == 2 and len(reading._all) == 2
-        assert (await read(reading, "video", film()))[0].arrays
+        assert (await read(reading, "video", video()))[0].arrays
         while pathlib.Path(f"/proc/{pid}").exists():  # the thread that waited for it lets it go
             await asyncio.sleep(0.01)
 
     runner.run(run())
 
 
-def test_films_leave_a_process_to_pictures(reading, runner):
+def test_videos_leave_a_process_to_images(reading, runner):
     """However many there are, and of however many clients."""
 
     async def run():
         pid = stopped(reading)
-        films = [asyncio.ensure_future(read(reading, "video", film(), client=str(n))) for n in range(3)]
+        videos = [asyncio.ensure_future(read(reading, "video", video(), client=str(n))) for n in range(3)]
         await asyncio.sleep(0)
         for _ in range(3):
             assert (await read(reading, "image", SMALL, client="other"))[0].arrays
-        assert not any(one.done() for one in films)
+        assert not any(one.done() for one in videos)
         os.kill(pid, signal.SIGCONT)
-        assert all(found[0].arrays for found in await asyncio.gather(*films))
+        assert all(found[0].arrays for found in await asyncio.gather(*videos))
 
     runner.run(run())
 
@@ -264,7 +264,7 @@ def test_what_one_client_holds_and_sends_keeps_nobody_else_out(reading, runner):
         with pytest.raises(ApiError, match="at most 1,048,576 may wait"):
             await read(reading, "image", bytes(500_000), client="a")
         assert (await asyncio.wait_for(read(reading, "image", SMALL, client="b"), 20))[0].arrays
-        with pytest.raises(ApiError, match="is no sound picture"):  # so many bytes are taken of another
+        with pytest.raises(ApiError, match="is no image"):  # so many bytes are taken of another
             await asyncio.wait_for(read(reading, "image", bytes(500_000), client="b"), 20)
         more = [np.zeros(1000, np.uint8)]
         reading.hold(more, "c")
@@ -299,7 +299,7 @@ def test_a_process_that_never_answers_is_ended(folder, runner):
 
 
 def test_closing_ends_processes_that_work(folder, runner):
-    """Nobody waits for a film when the server is told to end."""
+    """Nobody waits for a video when the server is told to end."""
 
     async def run():
         reading = FileReading(folder, 100, dataclasses.replace(CONFIG, processes=1))

@@ -77,7 +77,7 @@ def test_texts_begin_as_the_model_was_trained():
     assert own.encode("<|end|>", special=False) == (257,)
 
 
-# --- pictures ---------------------------------------------------------------------------------------------------------
+# --- images ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +103,8 @@ def png(height: int = 20, width: int = 24) -> bytes:
 
 
 def ask(server: Running, *urls: str, code: int = 200):
-    pictures = [{"type": "image_url", "image_url": {"url": url, "detail": "low"}} for url in urls]
-    content = [*pictures, {"type": "text", "text": "what?"}]
+    images = [{"type": "image_url", "image_url": {"url": url, "detail": "low"}} for url in urls]
+    content = [*images, {"type": "text", "text": "what?"}]
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
     return server.json("/v1/chat/completions", body, code=code)
 
@@ -113,7 +113,7 @@ def url_of(content: bytes) -> str:
     return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
-def test_pictures_become_what_files_become(seeing, server, tmp_path):
+def test_images_become_what_files_become(seeing, server, tmp_path):
     text, language = seeing
     (tmp_path / "a.png").write_bytes(png())
     parts = [{"type": "image", "image": str(tmp_path / "a.png")}, {"type": "text", "text": "what?"}]
@@ -122,11 +122,11 @@ def test_pictures_become_what_files_become(seeing, server, tmp_path):
     request = server.engine.seen[-1]
     assert language.sees and request.prompt == tuple(ids.tolist())
     np.testing.assert_array_equal(request.media.index, media.index)
-    np.testing.assert_array_equal(request.media.pictures.patches, media.pictures.patches)
+    np.testing.assert_array_equal(request.media.images.patches, media.images.patches)
     assert b'"sees": true' in server.call("/")[2]
 
 
-def test_a_conversation_without_pictures_has_no_media(server):
+def test_a_conversation_without_images_has_no_media(server):
     ask(server)
     assert server.engine.seen[-1].media is None
 
@@ -137,12 +137,12 @@ def test_a_conversation_without_pictures_has_no_media(server):
         (["https://example.org/a.png"], "fetches no files"),
         (["data:image/png;base64,"], "has no bytes"),
         (["data:image/png;base64,§"], "is no base64"),
-        (["data:image/png;base64,AAAA"], "is no sound picture of a known format"),
-        (["data:image/svg+xml;base64,PHN2Zy8+"], "is no sound picture of a known format"),
+        (["data:image/png;base64,AAAA"], "is no image of a known format"),
+        (["data:image/svg+xml;base64,PHN2Zy8+"], "is no image of a known format"),
         (["data:image/png;base64,AAAA"] * 3, "more than 2 files"),
     ],
 )
-def test_pictures_that_are_none(server, urls, says):
+def test_images_that_are_none(server, urls, says):
     message = ask(server, *urls, code=400)["error"]["message"]
     assert says in message and str(CHAT) not in message
 
@@ -154,7 +154,7 @@ def test_more_parts_than_tokens_are_refused_before_they_are_looked_at(server):
         assert "more parts than the model takes tokens" in message["error"]["message"]
 
 
-def test_pictures_that_are_too_large(server):
+def test_images_that_are_too_large(server):
     from PIL import Image
 
     file = io.BytesIO()

@@ -438,14 +438,14 @@ def test_a_real_template_is_rendered_also_for_many_at_once():
         assert found["tokens"] == list(server.engine.seen[-1].prompt)
 
 
-PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(b"png").decode()}}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + base64.b64encode(b"png").decode()}}
 
 
 @pytest.mark.parametrize(
     "message, says",
     [
-        ({"role": "user", "content": [PICTURE]}, "takes no pictures"),
-        ({"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "eA=="}}]}, "takes no sounds"),
+        ({"role": "user", "content": [IMAGE]}, "takes no images"),
+        ({"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "eA=="}}]}, "takes no audio"),
         ({"role": "user", "content": [{"type": "image", "path": "/etc/passwd"}]}, "type"),
         ({"role": "user", "content": ["a"]}, "must be an object with a type"),
         ({"role": "user", "content": [{"type": "text"}]}, "must be a text"),
@@ -462,7 +462,7 @@ def test_messages_that_are_none(chats, message, says):
     assert says in chats.json(CHAT, {"messages": [message]}, code=400)["error"]["message"]
 
 
-@pytest.mark.parametrize("name", ["images", "videos", "sounds", "prompt", "messages", "add_generation_prompt"])
+@pytest.mark.parametrize("name", ["images", "videos", "audio", "prompt", "messages", "add_generation_prompt"])
 def test_variables_of_a_template_reach_no_files(chats, name):
     body = dict(messages=[{"role": "user", "content": "a"}], chat_template_kwargs={name: ["/etc/passwd"]})
     assert "must not have" in chats.json(CHAT, body, code=400)["error"]["message"]

@@ -9,7 +9,7 @@ from tests.serving.fake_engine import FakeEngine
 from tests.serving.servers import chat_language, serving
 
 
-# A picture of one pixel.
+# An image of one pixel.
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
 )
@@ -110,17 +110,17 @@ def test_a_key_is_asked_for(visit):
 
 
 @pytest.mark.slow
-def test_pictures_are_sent_with_the_message(visit, monkeypatch):
+def test_images_are_sent_with_the_message(visit, monkeypatch):
     from eqx_decoders.serving.frontend.prompts import Language
 
     monkeypatch.setattr(Language, "sees", True)
     with serving() as server:
         page = visit(server)
         page.set_input_files("#files", {"name": "a.png", "mimeType": "image/png", "buffer": PNG})
-        page.wait_for_selector("#pictures img")
+        page.wait_for_selector("#images img")
         page.fill("#text", "what is it?")
         page.click("#send")
-        page.wait_for_selector(".problem:has-text('this model takes no pictures')")  # so it was sent
+        page.wait_for_selector(".problem:has-text('this model takes no images')")  # so it was sent
 
 
 @pytest.mark.slow

@@ -527,7 +527,7 @@ def test_a_run_tells_where_its_time_goes(folder):
 @pytest.mark.slow
 @shows("TrainConfig.mtp_depths", "TrainConfig.bpe_vocab_size")
 def test_a_run_with_experts_and_draft_tokens_reports_both(folder):
-    """Each row has a figure for each layer with experts; the picture and the last loads come at the end."""
+    """Each row has a figure for each layer with experts; the image and the last loads come at the end."""
     options = dict(model="tiny-moe", steps=2, sample_tokens=0, eval_every=0, mtp_depths=1)
     options |= dict(tokenizer="bpe", bpe_vocab_size=300)
     run = Trained(folder / "moe", data=folder / "texts", **options)

@@ -1,4 +1,4 @@
-"""Training with pictures: documents that refer to them, batches, losses, microbatches, meshes."""
+"""Training with images: documents that refer to them, batches, losses, microbatches, meshes."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ CONFIG = seeing(
 READER = DrawnReader.of(CONFIG)
 
 
-def test_pictures_are_functions_of_their_numbers():
+def test_images_are_functions_of_their_numbers():
     assert READER.tokens == 4 and loaded_reader(READER.words()) == READER
     some = [draw(number) for number in range(200)]
     for number, one in enumerate(some[:5]):
@@ -60,7 +60,7 @@ def test_pictures_are_functions_of_their_numbers():
         ([256, TOKEN, 7, TOKEN], [256, *[TOKEN] * 4, 7, *[TOKEN] * 4]),
     ],
 )
-def test_each_picture_has_its_placeholders(tokens, expected):
+def test_each_image_has_its_placeholders(tokens, expected):
     targets = np.arange(len(tokens)) > 0
     found, kept = READER.placed((np.asarray(tokens), targets), ("drawn:1", "drawn:2"), "here")
     assert found.tolist() == expected
@@ -68,15 +68,15 @@ def test_each_picture_has_its_placeholders(tokens, expected):
 
 
 def test_other_numbers_of_placeholders_are_refused():
-    with pytest.raises(DataError, match="there: 1 has 1 placeholders, but 2 pictures"):
+    with pytest.raises(DataError, match="there: 1 has 1 placeholders, but 2 images"):
         READER.placed((np.asarray([256, TOKEN]), np.ones(2, bool)), ("drawn:1", "drawn:2"), "there: 1")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pictures")
+    folder = tmp_path_factory.mktemp("images")
     records = [json.loads(line) for line in write_questions(folder / "drawn.jsonl", 40).read_text().splitlines()]
-    records[3] = {"prompt": "no picture ", "completion": "here"}
+    records[3] = {"prompt": "no image ", "completion": "here"}
     records[5]["images"] = ["drawn:5", "drawn:6"]
     (folder / "mixed.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
     return folder
@@ -92,7 +92,7 @@ def batches(folder):
     made.close()
 
 
-def test_batches_have_the_pictures_of_their_documents(batches):
+def test_batches_have_the_images_of_their_documents(batches):
     """In their order, packed, also where a document has two or none; the answers alone are targets."""
     seen = 0
     for _ in range(3):
@@ -102,12 +102,12 @@ def test_batches_have_the_pictures_of_their_documents(batches):
                 text = bytes(int(token) for token in row[segments == segment] if token < 256).decode()
                 count = int((row[segments == segment] == TOKEN).sum()) // 4
                 owners = [n for n in range(40) if f"{draw(n).question}\n{draw(n).answer}" == text]
-                assert (count == 0) == text.startswith("no picture")
+                assert (count == 0) == text.startswith("no image")
                 pixels.append((count, owners))
         media = batch.media
         np.testing.assert_array_equal(media.index >= 0, batch.tokens == TOKEN)
         assert not batch.loss_mask[batch.tokens == TOKEN].any()
-        patches = media.pictures.patches.reshape(4, -1, 16, media.pictures.patches.shape[-1])
+        patches = media.images.patches.reshape(4, -1, 16, media.images.patches.shape[-1])
         number = 0
         for row in range(4):
             own = [entry for entry in patches[row] if np.abs(entry).sum() > 0]
@@ -122,12 +122,12 @@ def test_batches_have_the_pictures_of_their_documents(batches):
     assert seen > 20
 
 
-def test_pictures_without_a_reader_and_rows_that_are_too_short_are_refused(folder):
+def test_images_without_a_reader_and_rows_that_are_too_short_are_refused(folder):
     data = DataConfig(path=str(folder / "drawn.jsonl"), seq_len=16, held_out_fraction=0.0, cache_dir=str(folder / "c"))
-    with pytest.raises(DataError, match=r"drawn.jsonl.* has pictures, and nothing reads them"):
+    with pytest.raises(DataError, match=r"drawn.jsonl.* has images, and nothing reads them"):
         make_dataset(data, ByteTokenizer(), folder=folder / "blind")
     sentence = (
-        r"document 1 of drawn.jsonl has \d+ tokens with its pictures, which must stand in one sequence of --seq-len"
+        r"document 1 of drawn.jsonl has \d+ tokens with its images, which must stand in one sequence of --seq-len"
     )
     with pytest.raises(DataError, match=sentence + r" 16 .*: raise it to (\d+), .* the 40 documents") as told:
         make_dataset(data, ByteTokenizer(), folder=folder / "short", media=(CONFIG, READER))
@@ -141,7 +141,7 @@ def model():
 
 
 def example(groups: int) -> Batch:
-    """Four rows, one picture or two in each but the last."""
+    """Four rows, one image or two in each but the last."""
     tokens = np.random.default_rng(0).integers(1, 200, (4, 14)).astype(np.int32)
     tokens[0, 0:4] = tokens[0, 6:10] = tokens[1, 3:7] = tokens[2, 9:13] = TOKEN
     media = ed.Media.create(CONFIG, tokens, **READER.arrays([f"drawn:{n}" for n in range(4)]), groups=groups)
@@ -153,7 +153,7 @@ def loss_of(model, batch):
     return eqx.filter_value_and_grad(lambda model: token_loss_sum(model, batch)[0])(model)
 
 
-def test_groups_of_pictures_have_the_loss_of_all_together(model):
+def test_groups_of_images_have_the_loss_of_all_together(model):
     whole, _ = loss_of(model, example(1))
     assert float(loss_of(model, example(4))[0]) == pytest.approx(float(whole), rel=1e-5)
     mean, metrics = ed.next_token_loss(model, example(1))
@@ -164,10 +164,10 @@ def test_groups_of_pictures_have_the_loss_of_all_together(model):
 def test_rows_have_the_loss_that_they_have_alone(model):
     whole, _ = loss_of(model, example(1))
     batch, alone = example(4), 0.0
-    pictures = READER.arrays([f"drawn:{n}" for n in range(4)])["pixel_values"]
+    images = READER.arrays([f"drawn:{n}" for n in range(4)])["pixel_values"]
     for row, own in enumerate(([0, 1], [2], [3], [])):
         tokens = batch.tokens[row : row + 1]
-        given = {"pixel_values": pictures[own]} if own else {}
+        given = {"pixel_values": images[own]} if own else {}
         media = ed.Media.create(CONFIG, tokens, **given)
         alone += float(loss_of(model, Batch(tokens=tokens, media=media, loss_mask=tokens != TOKEN))[0])
     assert alone == pytest.approx(float(whole), rel=1e-5)

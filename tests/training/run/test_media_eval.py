@@ -1,4 +1,4 @@
-"""Pictures in files around a run: where they are, whose tokens are kept, what is held out, questions about them."""
+"""Images in files around a run: where they are, whose tokens are kept, what is held out, questions about them."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ from eqx_decoders.training.run import media_eval
 from eqx_decoders.training.run.data_preview import describe_data
 from eqx_decoders.training.run.media_eval import Question, answers, describe_answers, draw_answers
 from tests.commands import call
-from tests.encoders.directories import save_picture
+from tests.encoders.directories import save_image
 from tests.encoders.test_heard_files import IMAGE, VIDEO, directory
 from tests.training.run.test_media_kinds import TEMPLATE
 
@@ -48,7 +48,7 @@ def asked(number: int, *names: str, text: str = "w2") -> dict:
 
 
 def opened(model: Path, run: Path, *paths, make=make_dataset, held_out=0.0, **settings):
-    """The batches of some data, and the reader of their pictures."""
+    """The batches of some data, and the reader of their images."""
     reader = ProcessedReader(str(model), IMAGE)
     data = DataConfig(
         path=[str(path) for path in paths],
@@ -64,12 +64,12 @@ def placeholders_of(store) -> list[int]:
 
 
 @pytest.mark.parametrize("form", ["files", "directory", "pattern"])
-def test_pictures_are_looked_for_beside_the_file_that_names_them(model, tmp_path, form):
-    """Files of the same content and names of pictures, in directories with dots and behind links: each has its own."""
+def test_images_are_looked_for_beside_the_file_that_names_them(model, tmp_path, form):
+    """Files of the same content and names of images, in directories with dots and behind links: each has its own."""
     root = tmp_path / "data.v2"
     for folder, width in (("a", 8), ("b.1", 16), ("deep/er", 24)):
         write(root / folder / "x.jsonl", asked(1, "1.png"))
-        save_picture(root / folder / "1.png", width, 8)
+        save_image(root / folder / "1.png", width, 8)
     (tmp_path / "link").symlink_to("data.v2")
     paths = {
         "files": [tmp_path / "link" / one / "x.jsonl" for one in ("a", "b.1", "deep/er")],
@@ -91,7 +91,7 @@ def test_pictures_are_looked_for_beside_the_file_that_names_them(model, tmp_path
 def test_relative_paths_in_sources_that_are_elsewhere_are_refused(model, tmp_path):
     assert folder_of(RemoteFile("gs://bucket/x.jsonl")) is None and folder_of(tmp_path) == tmp_path.resolve()
     reader = ProcessedReader(str(model), IMAGE)
-    with pytest.raises(DataError, match=r"x.jsonl:3 names the picture '1.png' by a relative path.*absolute paths"):
+    with pytest.raises(DataError, match=r"x.jsonl:3 names the image '1.png' by a relative path.*absolute paths"):
         reader.located(["1.png"], None, "x.jsonl:3")
     given = [str(tmp_path / "1.png"), "https://x.org/1.png"]
     assert reader.located(given, None, "x") == tuple(given)
@@ -99,7 +99,7 @@ def test_relative_paths_in_sources_that_are_elsewhere_are_refused(model, tmp_pat
 
 def test_tokens_are_shared_by_processors_of_the_same_content(model, tmp_path):
     """Wherever they are; with other settings they are made anew."""
-    save_picture(tmp_path / "1.png", 8, 8)
+    save_image(tmp_path / "1.png", 8, 8)
     data = write(tmp_path / "x.jsonl", *(asked(number, "1.png") for number in range(3)))
     copy = shutil.copytree(model, tmp_path / "copy")
     rules = copy / "preprocessor_config.json"
@@ -117,9 +117,9 @@ def test_tokens_are_shared_by_processors_of_the_same_content(model, tmp_path):
             next(batches)
 
 
-def test_a_run_whose_pictures_were_held_out_by_another_rule_is_refused(model, tmp_path):
+def test_a_run_whose_images_were_held_out_by_another_rule_is_refused(model, tmp_path):
     """Nothing is written; one on texts goes on, whose draws are as they were."""
-    save_picture(tmp_path / "1.png", 8, 8)
+    save_image(tmp_path / "1.png", 8, 8)
     for names in ((), ("1.png",)):
         data = write(tmp_path / f"{len(names)}.jsonl", *(asked(number, *names) for number in range(4)))
         run = tmp_path / f"run{len(names)}"
@@ -129,17 +129,17 @@ def test_a_run_whose_pictures_were_held_out_by_another_rule_is_refused(model, tm
         content.pop("draws", None)
         manifest.write_text(before := json.dumps(content))
         if names:
-            with pytest.raises(DataError, match=r"run1 name pictures or films, .*held others.*run .*--init-from that"):
+            with pytest.raises(DataError, match=r"run1 name images or videos, .*held others.*run .*--init-from that"):
                 opened(model, run, data, held_out=0.5)
         else:
             opened(model, run, data, held_out=0.5)[0].close()
         assert manifest.read_text() == before
 
 
-@pytest.mark.parametrize("kind", ["pictures", "parts", "nothing learned"])
+@pytest.mark.parametrize("kind", ["images", "parts", "nothing learned"])
 def test_few_documents_have_a_held_out_part(model, tmp_path, kind):
-    """That with the smallest draw, whatever is written in place of its pictures, and whichever others are left out."""
-    save_picture(tmp_path / "1.png", 8, 8)
+    """That with the smallest draw, whatever is written in place of its images, and whichever others are left out."""
+    save_image(tmp_path / "1.png", 8, 8)
     part = [{"type": "image", "image": "1.png"}, {"type": "text", "text": "w20"}]
     for number in range(3 if kind == "parts" else 6):
         records: list[dict] = [asked(10 * number + one, "1.png") for one in range(8)]
@@ -178,7 +178,7 @@ def question(tokens: list[int], targets: list[int]) -> Question | None:
         ([63, 30, 31, IMAGE], [1, 2], 0, None),
     ],
 )
-def test_a_question_is_what_stands_before_the_answer_behind_its_last_picture(tokens, targets, prompt, answer):
+def test_a_question_is_what_stands_before_the_answer_behind_its_last_image(tokens, targets, prompt, answer):
     found = question(tokens, targets)
     assert (found is None) == (answer is None)
     if found is not None:
@@ -205,9 +205,9 @@ class Said:
 
 
 def test_questions_are_asked_a_few_at_a_time(model, tmp_path, monkeypatch):
-    """Of all held-out sets, none of documents without pictures; exact is what begins as the answer does."""
+    """Of all held-out sets, none of documents without images; exact is what begins as the answer does."""
     for number in range(2):
-        save_picture(tmp_path / f"{number}.png", 8 + 8 * number, 8)
+        save_image(tmp_path / f"{number}.png", 8 + 8 * number, 8)
     records = [asked(5), *(asked(one, "0.png", *["1.png"] * (one % 2)) for one in range(5))]
     data = write(tmp_path / "x.jsonl", *records)
     sets, reader = opened(model, tmp_path / "run", data, make=make_held_out_sets, held_out_path=data)
@@ -226,7 +226,7 @@ def test_questions_are_asked_a_few_at_a_time(model, tmp_path, monkeypatch):
     assert (found[1].question, found[1].answer, found[1].said) == ("w21", "w31", "w31 w5")
     assert said.stops == {(63,)} and len(said.sizes) > 1 and len(set(said.sizes)) == 1
     assert all(rows * length <= 50 for rows, length in said.sizes)
-    assert describe_answers(found).startswith("held-out pictures: 3 of 5 answers exact (60.0 %)\n0.png w20 'w30'")
+    assert describe_answers(found).startswith("held-out images: 3 of 5 answers exact (60.0 %)\n0.png w20 'w30'")
     draw_answers(reader, found, tmp_path / "answers.png")
     assert (tmp_path / "answers.png").stat().st_size > 1000
     assert len(ask(most=2, at_once=1)) == 2 and said.sizes[-1][0] == 1
@@ -242,26 +242,26 @@ def test_questions_are_asked_a_few_at_a_time(model, tmp_path, monkeypatch):
     assert ask() == []
 
 
-def test_a_description_counts_pictures_and_shows_each_as_one(model, tmp_path):
+def test_a_description_counts_images_and_shows_each_as_one(model, tmp_path):
     for number in range(2):
-        save_picture(tmp_path / f"{number}.png", 8 + 32 * number, 8)
+        save_image(tmp_path / f"{number}.png", 8 + 32 * number, 8)
     data = write(tmp_path / "x.jsonl", asked(0), asked(1, "0.png"), asked(2, "1.png", "0.png"))
     config = DataConfig(path=data, seq_len=16, held_out_fraction=0.0)
     text = describe_data(TrainConfig(run_dir=str(tmp_path / "run"), init_from=str(model), dataset=config))
-    assert "--- document 1: 8 tokens, 2 targets, 1 picture ---\nw63<4 tokens of a picture>w21⟦w31 w63⟧" in text
-    assert "targets, 2 pictures ---\nw63<24 tokens of a picture>w22" in text
-    assert "\n3 pictures in 2 of the documents\n1 are longer than --seq-len 16, and are cut" in text
+    assert "--- document 1: 8 tokens, 2 targets, 1 image ---\nw63<4 tokens of an image>w21⟦w31 w63⟧" in text
+    assert "targets, 2 images ---\nw63<24 tokens of an image>w22" in text
+    assert "\n3 images in 2 of the documents\n1 are longer than --seq-len 16, and are cut" in text
     assert text.endswith("\n1 of these have files, and can't be cut: raise it, or leave them out")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["text alone", "captions"])
 def test_a_model_that_sees_is_tuned_on_any_document(model, tmp_path, kind):
-    save_picture(tmp_path / "1.png", 8, 8)
+    save_image(tmp_path / "1.png", 8, 8)
     caption = {"text": f"w2 {SEEN} w30 w11", "images": ["1.png"]}
     data = write(tmp_path / "x.jsonl", *(asked(one) if kind == "text alone" else caption for one in range(20)))
     flags = ("--steps", 2, "--eval-every", 1, "--seq-len", 64, "--batch-size", 2, "--sample-tokens", 4)
     out, _ = call(
         "train", "--run-dir", tmp_path / "run", "--init-from", model, "--data", data, "--held-out", data, *flags
     )
-    assert ("held-out pictures: " in out) == (kind == "captions") and "sample:" in out
+    assert ("held-out images: " in out) == (kind == "captions") and "sample:" in out

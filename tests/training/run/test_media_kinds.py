@@ -1,4 +1,4 @@
-"""Training with films and sounds in files, beside pictures: documents, packed batches, microbatches."""
+"""Training with videos and audio in files, beside images: documents, packed batches, microbatches."""
 
 import json
 
@@ -13,23 +13,23 @@ from eqx_decoders.errors import DataError
 from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.io.text.chat_template import load_chat_template
 from eqx_decoders.io.text.tokenizer import load_tokenizer
-from tests.encoders.directories import save_picture
+from tests.encoders.directories import save_image
 from tests.encoders.test_heard_files import AUDIO, VIDEO, directory
-from tests.io.processors.media_files import film, sound
+from tests.io.processors.media_files import audio, video
 
 
 pytest.importorskip("av")
 soundfile = pytest.importorskip("soundfile")
 pytest.importorskip("soxr")
 IMAGE = 53
-FILM, SEEN, HEARD = "<|video_pad|>", "<|image_pad|>", "<|audio_pad|>"
+CLIP, SEEN, HEARD = "<|video_pad|>", "<|image_pad|>", "<|audio_pad|>"
 TEMPLATE = """{%- for message in messages %}{{ 'w1 ' if message.role == 'user' else 'w2 ' }}
 {%- if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}
 {%- if part.type == 'text' %}{{ part.text }}{% else %}{{ '<|' + part.type + '_pad|> ' }}{% endif %}
 {%- endfor %}{% endif %}{{ ' w9 ' }}{% endfor %}"""
-FRAMES, SOUNDS = (2, 4, 6), (0.3, 0.5, 1.3)  # of the files, by number; seconds
-FILM_TOKENS = [frames // 2 * 24 for frames in FRAMES]  # of 16 x 24 pixels
-SOUND_TOKENS = [4, 7, 13 + 4]  # of 30, 50 and 130 frames, by chunks of 100
+FRAMES, SECONDS = (2, 4, 6), (0.3, 0.5, 1.3)  # of the files, by number; seconds
+VIDEO_TOKENS = [frames // 2 * 24 for frames in FRAMES]  # of 16 x 24 pixels
+AUDIO_TOKENS = [4, 7, 13 + 4]  # of 30, 50 and 130 frames, by chunks of 100
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +38,11 @@ def folder(tmp_path_factory):
     for name, processor in (("qwen2_5_vl", "Qwen2_5_VLProcessor"), ("qwen3_omni", "Qwen3OmniMoeProcessor")):
         (directory(folder / name, name, processor) / "chat_template.jinja").write_text(TEMPLATE)
     generator = np.random.default_rng(0)
-    for number, (count, seconds) in enumerate(zip(FRAMES, SOUNDS, strict=True)):
+    for number, (count, seconds) in enumerate(zip(FRAMES, SECONDS, strict=True)):
         frames = list(generator.integers(0, 256, (count, 16, 24, 3), dtype=np.uint8))
-        (folder / f"{number}.mkv").write_bytes(film("matroska", "ffv1", frames=frames, coded_as="bgr0"))
-        soundfile.write(folder / f"{number}.wav", sound(seconds, 44_100, seed=number), 44_100)
-        save_picture(folder / f"{number}.png", 8, 8, number)
+        (folder / f"{number}.mkv").write_bytes(video("matroska", "ffv1", frames=frames, coded_as="bgr0"))
+        soundfile.write(folder / f"{number}.wav", audio(seconds, 44_100, seed=number), 44_100)
+        save_image(folder / f"{number}.png", 8, 8, number)
     return folder
 
 
@@ -59,24 +59,24 @@ def batches_of(folder, name, records, **options):
     return text.model, reader, make_dataset(data, load_tokenizer(folder / name), folder=run, **media, **options)
 
 
-def records_with_films():
-    """In fields and in parts; alone, two, beside a picture, and none. Their last word tells which they are."""
+def records_with_videos():
+    """In fields and in parts; alone, two, beside an image, and none. Their last word tells which they are."""
     part = [{"type": kind, kind: name} for kind, name in (("video", "0.mkv"), ("image", "2.png"))]
     asked = {"role": "user", "content": [*part, {"type": "text", "text": "w20"}]}
     messages = [asked, {"role": "assistant", "content": "w33"}]
     return [
-        {"prompt": f"{FILM} w20 ", "completion": "w30", "videos": ["0.mkv"]},
-        {"prompt": f"w20 {FILM} w21 {FILM} ", "completion": "w31", "videos": ["1.mkv", "0.mkv"]},
-        {"prompt": f"{FILM} w20 {SEEN} w21 ", "completion": "w32", "images": ["1.png"], "videos": ["2.mkv"]},
+        {"prompt": f"{CLIP} w20 ", "completion": "w30", "videos": ["0.mkv"]},
+        {"prompt": f"w20 {CLIP} w21 {CLIP} ", "completion": "w31", "videos": ["1.mkv", "0.mkv"]},
+        {"prompt": f"{CLIP} w20 {SEEN} w21 ", "completion": "w32", "images": ["1.png"], "videos": ["2.mkv"]},
         {"messages": messages},
         {"prompt": "w20 ", "completion": "w34"},
-        {"text": f"w20 {FILM} w35", "videos": ["0.mkv"]},  # all of it is learned, but for the film
+        {"text": f"w20 {CLIP} w35", "videos": ["0.mkv"]},  # all of it is learned, but for the video
     ]
 
 
-def test_documents_with_films_are_packed(folder):
+def test_documents_with_videos_are_packed(folder):
     """Each has its placeholders, of which none is a target, and its own pixels, whatever stands beside it."""
-    _, reader, batches = batches_of(folder, "qwen2_5_vl", records_with_films())
+    _, reader, batches = batches_of(folder, "qwen2_5_vl", records_with_videos())
     known = [([0], []), ([1, 0], []), ([2], [1]), ([0], [2]), ([], []), ([0], [])]
     with batches:
         batch = next(one for one in iter(lambda: next(batches), None) if (one.tokens == 35).any())
@@ -86,22 +86,22 @@ def test_documents_with_films_are_packed(folder):
         for segment in range(1, segments.max() + 1):
             own, said = row[segments == segment], row[(segments == segment) & targets]
             number = next(int(token) for token in said if 30 <= token < 36) - 30
-            films, pictures = known[number]
-            assert (own == VIDEO).sum() == sum(FILM_TOKENS[film] for film in films)
-            assert (own == IMAGE).sum() == 4 * len(pictures)
-            order["video"] += [reference("video", str(folder / f"{one}.mkv")) for one in films]
-            order["image"] += [str(folder / f"{one}.png") for one in pictures]
+            videos, images = known[number]
+            assert (own == VIDEO).sum() == sum(VIDEO_TOKENS[video] for video in videos)
+            assert (own == IMAGE).sum() == 4 * len(images)
+            order["video"] += [reference("video", str(folder / f"{one}.mkv")) for one in videos]
+            order["image"] += [str(folder / f"{one}.png") for one in images]
         assert not np.isin(row[targets], [IMAGE, VIDEO]).any()
     np.testing.assert_array_equal(batch.media.index >= 0, np.isin(batch.tokens, [IMAGE, VIDEO]))
-    # films of each row stand behind its pictures or between them: by what their patches sum up to
+    # videos of each row stand behind its images or between them: by what their patches sum up to
     arrays = reader.arrays([*order["image"], *order["video"]])
     whole = sum(float(np.abs(arrays[name]).sum()) for name in ("pixel_values", "pixel_values_videos"))
-    assert float(np.abs(batch.media.pictures.patches).sum()) == pytest.approx(whole, rel=1e-4)
+    assert float(np.abs(batch.media.images.patches).sum()) == pytest.approx(whole, rel=1e-4)
     assert len(order["video"]) >= 2
 
 
 def test_microbatches_have_the_loss_of_the_whole(folder):
-    records = [record for record in records_with_films() if "videos" in record][:2]
+    records = [record for record in records_with_videos() if "videos" in record][:2]
     found = []
     for groups in (1, 2):
         model, _, batches = batches_of(folder, "qwen2_5_vl", records, groups=groups)
@@ -111,8 +111,8 @@ def test_microbatches_have_the_loss_of_the_whole(folder):
     assert found[1] == pytest.approx(found[0], rel=1e-5) and found[0][1] > 0
 
 
-def test_documents_with_sounds_are_packed(folder):
-    """Each sound as it is alone: a longer one beside it changes nothing."""
+def test_documents_with_audio_are_packed(folder):
+    """Each audio clip as it is alone: a longer one beside it changes nothing."""
     part = [{"type": "audio", "audio": "2.wav"}, {"type": "text", "text": "w20"}]
     records = [
         {"prompt": f"{HEARD} w20 ", "completion": "w30", "audios": ["0.wav"]},
@@ -134,29 +134,29 @@ def test_documents_with_sounds_are_packed(folder):
     for row, segments, targets in zip(batch.tokens, batch.segment_ids, batch.loss_mask, strict=True):
         for segment in range(1, segments.max() + 1):
             own, said = row[segments == segment], row[(segments == segment) & targets]
-            sounds, pictures = known[next(int(token) for token in said if 30 <= token < 33) - 30]
-            assert (own == AUDIO).sum() == sum(SOUND_TOKENS[one] for one in sounds)
-            assert (own == IMAGE).sum() == 4 * pictures
+            audio, images = known[next(int(token) for token in said if 30 <= token < 33) - 30]
+            assert (own == AUDIO).sum() == sum(AUDIO_TOKENS[one] for one in audio)
+            assert (own == IMAGE).sum() == 4 * images
         assert not np.isin(row[targets], [IMAGE, AUDIO]).any()
     np.testing.assert_array_equal(batch.media.index >= 0, np.isin(batch.tokens, [IMAGE, AUDIO]))
     together = reader.arrays([reference("audio", str(folder / f"{number}.wav")) for number in (0, 2, 1)])
     for place, number in enumerate((0, 2, 1)):
         alone = reader.arrays([reference("audio", str(folder / f"{number}.wav"))])
         frames = alone["input_features"].shape[-1]
-        assert together["feature_attention_mask"][place].sum() == frames == round(100 * SOUNDS[number])
+        assert together["feature_attention_mask"][place].sum() == frames == round(100 * SECONDS[number])
         np.testing.assert_array_equal(together["input_features"][place, :, :frames], alone["input_features"][0])
 
 
 def test_a_file_that_has_changed_is_noticed(folder):
     """Also where its size is the same."""
     record = {"prompt": f"{SEEN} w20 ", "completion": "w30", "images": ["new.png"]}
-    save_picture(folder / "new.png", 8, 8, 5)
+    save_image(folder / "new.png", 8, 8, 5)
     _, reader, batches = batches_of(folder, "qwen2_5_vl", [record] * 5)
     (one,) = batches.store.media(0)
     assert referred(one)[:2] == ("image", str(folder / "new.png")) and reader.pixels(one).shape == (8, 8, 3)
     batches._batch(0, 0)
-    save_picture(folder / "new.png", 8, 8, 6)
-    with pytest.raises(DataError, match=r"picture '.*/new.png' is not the file that tokens were made of: put that one"):
+    save_image(folder / "new.png", 8, 8, 6)
+    with pytest.raises(DataError, match=r"image '.*/new.png' is not the file that tokens were made of: put that one"):
         batches._batch(0, 0)
     assert reader.pixels(reference("video", str(folder / "0.mkv"))) is None
 
@@ -165,11 +165,11 @@ def test_other_numbers_and_kinds_are_refused(folder):
     assert referred(reference("video", "a:b")) == ("video", "a:b", "") and referred("x.png") == ("image", "x.png", "")
     assert referred(reference("image", "x.png", "1f")) == ("image", "x.png", "1f")
     for record, words in (
-        ({"text": f"{FILM} w1", "videos": ["0.mkv", "1.mkv"]}, r"has 1 placeholders '<\|video_pad\|>', but 2 films"),
-        ({"text": f"{FILM} w1 w2", "images": ["0.png"]}, r"has 0 placeholders '<\|image_pad\|>', but 1 pictures"),
-        ({"text": "w1", "videos": ["none.mkv"]}, r"film '.*/none.mkv' cannot be opened"),
-        ({"text": "w1", "audios": ["0.wav"]}, "sound '.*/0.wav': .* says nothing of sounds"),
-        ({"text": "w1", "videos": "0.mkv"}, "field 'videos' must be a list of texts, each naming a film"),
+        ({"text": f"{CLIP} w1", "videos": ["0.mkv", "1.mkv"]}, r"has 1 placeholders '<\|video_pad\|>', but 2 videos"),
+        ({"text": f"{CLIP} w1 w2", "images": ["0.png"]}, r"has 0 placeholders '<\|image_pad\|>', but 1 images"),
+        ({"text": "w1", "videos": ["none.mkv"]}, r"video '.*/none.mkv' cannot be opened"),
+        ({"text": "w1", "audios": ["0.wav"]}, "audio '.*/0.wav': .* says nothing of audio"),
+        ({"text": "w1", "videos": "0.mkv"}, "field 'videos' must be a list of texts, each naming one video"),
     ):
         with pytest.raises(DataError, match=words):
             batches_of(folder, "qwen2_5_vl", [record] * 3)

@@ -1,4 +1,4 @@
-"""Pictures of losses and of experts' loads."""
+"""Images of losses and of experts' loads."""
 
 import sys
 
@@ -15,7 +15,7 @@ def row(step, loss: object = 2.5):
 
 
 @pytest.mark.parametrize("steps", [1, 300])
-def test_a_picture_is_drawn(tmp_path, steps):
+def test_an_image_is_drawn(tmp_path, steps):
     pytest.importorskip("matplotlib")
     with MetricsFile(tmp_path / "m.jsonl") as file:
         for step in range(steps):

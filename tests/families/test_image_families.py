@@ -1,4 +1,4 @@
-"""Mistral 3, SmolVLM and Llama 4 that see: beside transformers, settings and tensors both ways, sizes of pictures."""
+"""Mistral 3, SmolVLM and Llama 4 that see: beside transformers, settings and tensors both ways, sizes of images."""
 
 import copy
 import json
@@ -167,7 +167,7 @@ def attended(x, mixer):
     return np.einsum("lhd,hde->le", seen, mixer["out"]) + mixer["out_bias"]
 
 
-def expected_features(model, picture):
+def expected_features(model, image):
     """What the encoder makes of one tile, from its weights alone."""
     tree: dict = {}
     for path, leaf in named_leaves(model.vision).items():
@@ -176,7 +176,7 @@ def expected_features(model, picture):
         for part in parts:
             inner = inner.setdefault(part, {})
         inner[last] = np.asarray(leaf, np.float64)
-    cut = picture.reshape(3, SIDE, SIZE, SIDE, SIZE).transpose(1, 3, 0, 2, 4).reshape(SIDE**2, -1)
+    cut = image.reshape(3, SIDE, SIZE, SIDE, SIZE).transpose(1, 3, 0, 2, 4).reshape(SIDE**2, -1)
     stem = tree["stem"]
     x = np.concatenate([cut @ stem["kernel"].reshape(-1, WIDTH), stem["class_embedding"][None]])
     x = layer_norm(x + stem["positions"]["table"], tree["pre_norm"])
@@ -194,10 +194,10 @@ def expected_features(model, picture):
 
 
 def test_tiles_are_what_the_formulas_say(tiny):
-    pictures = np.random.default_rng(0).normal(size=(3, 3, 12, 12)).astype(np.float32)
+    images = np.random.default_rng(0).normal(size=(3, 3, 12, 12)).astype(np.float32)
     ids = np.asarray([[1, *[IMAGE] * 8, 2], [*[IMAGE] * 4, 3, 4, 5, 6, 7, 8]], np.int32)
-    encoded = tiny.encode(ed.Media.create(TINY, ids, pixel_values=pictures))
-    features, rows = (np.concatenate(x) for x in zip(*(expected_features(tiny, x) for x in pictures), strict=True))
+    encoded = tiny.encode(ed.Media.create(TINY, ids, pixel_values=images))
+    features, rows = (np.concatenate(x) for x in zip(*(expected_features(tiny, x) for x in images), strict=True))
     np.testing.assert_allclose(encoded.features[:12], features, atol=2e-5)
     np.testing.assert_allclose(encoded.by_group[0, :12], rows, atol=2e-5)
 
@@ -345,22 +345,22 @@ def test_what_is_not_implemented_is_refused(content, table, keys, message):
         decode(changed)
 
 
-# --- pictures of several sizes ---
+# --- images of several sizes ---
 
 STEM = PatchStemConfig(size=2, merge=2)
 
 
-def alone(pictures) -> list:
-    return [picture for pixels in pictures for picture in from_pixels(STEM, pixels[None])]
+def alone(images) -> list:
+    return [image for pixels in images for image in from_pixels(STEM, pixels[None])]
 
 
 def check_same(found, wanted):
-    assert [picture.grid for picture in found] == [picture.grid for picture in wanted]
+    assert [image.grid for image in found] == [image.grid for image in wanted]
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(one.patches, other.patches)
 
 
-def test_padded_pictures_are_those_without():
+def test_padded_images_are_those_without():
     """By sizes, by a mask, and a row of pixels that fills no patch left over."""
     pixels = np.random.default_rng(0).normal(size=(3, 3, 9, 12)).astype(np.float32)
     sizes = [(8, 12), (4, 4), (9, 8)]
@@ -372,28 +372,28 @@ def test_padded_pictures_are_those_without():
     check_same(from_pixels(STEM, pixels, mask=mask), wanted)
 
 
-def test_pictures_that_are_zero_are_none():
+def test_images_that_are_zero_are_none():
     pixels = np.random.default_rng(0).normal(size=(2, 3, 3, 4, 8)).astype(np.float32)
     pixels[0, 2] = pixels[1, :2] = 0
     mask = pixels.any(axis=2)
     wanted = alone([pixels[0, 0], pixels[0, 1], pixels[1, 2]])
     check_same(from_pixels(STEM, pixels), wanted)
     check_same(from_pixels(STEM, pixels, mask=mask), wanted)
-    assert len(from_pixels(STEM, pixels[0])) == 3  # without a dimension of rows all are pictures
+    assert len(from_pixels(STEM, pixels[0])) == 3  # without a dimension of rows all are images
 
 
 ONES = np.ones((2, 3, 8, 8), np.float32)
 HOLE = np.ones((2, 8, 8))
 HOLE[0, 2:4, 2:4] = 0
 BAD_SIZES = [
-    (dict(sizes=[[8, 8]]), r"image_sizes=\[\[8, 8\]\] must be height and width of the 2 pictures"),
+    (dict(sizes=[[8, 8]]), r"image_sizes=\[\[8, 8\]\] must be height and width of the 2 images"),
     (dict(sizes=[[8, 8], [12, 4]]), r"at most \[8, 8\]"),
     (dict(sizes=[[8, 8], [0, 4]]), "image_sizes"),
     (dict(sizes=[[8, 8], [6, 4]]), "3 rows and 2 columns of patches of 2 x 2 pixels must be multiples of 2"),
     (dict(sizes=[[8, 8], [1, 4]]), "0 rows and 2 columns"),
     (dict(mask=np.ones((2, 8))), r"pixel_attention_mask of shape \(2, 8\) must be \(2, 8, 8\)"),
-    (dict(mask=HOLE), "pixel_attention_mask must leave a picture whole"),
-    (dict(mask=np.zeros((2, 8, 8))), "pixel_attention_mask must leave a picture whole"),
+    (dict(mask=HOLE), "pixel_attention_mask must leave an image whole"),
+    (dict(mask=np.zeros((2, 8, 8))), "pixel_attention_mask must leave an image whole"),
     (dict(mask=np.ones((2, 8, 8)) * (np.arange(8) > 1)), "from its first row and column on"),
 ]
 
@@ -408,8 +408,8 @@ def test_sizes_that_do_not_fit_are_refused(given, message):
 def test_positions_are_at_the_same_fraction(side, count):
     """Of the published sides all are found, each once; others are the exact quotients, rounded down."""
     stem = PatchStemConfig(size=2, positions=LearnedGrid(side=side, resample="fraction"))
-    (picture,) = from_pixels(stem, np.ones((1, 3, 2 * count, 4), np.float32))
-    found = learned_places(stem, picture)
+    (image,) = from_pixels(stem, np.ones((1, 3, 2 * count, 4), np.float32))
+    found = learned_places(stem, image)
     assert found is not None
     wanted = [side * (row * side // count) + column * side // 2 for row in range(count) for column in range(2)]
     assert found[0][:, 0].tolist() == wanted

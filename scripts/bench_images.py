@@ -1,4 +1,4 @@
-"""Encode pictures and read a prompt with them, here and, where it is installed, with transformers."""
+"""Encode images and read a prompt with them, here and, where it is installed, with transformers."""
 
 import dataclasses
 import importlib.util
@@ -23,11 +23,11 @@ from eqx_decoders.families.qwen_vision import qwen_vision
 from eqx_decoders.layers.rope import Rope
 
 
-PICTURES, SIDE, WORDS = 8, 448, 64
+IMAGES, SIDE, WORDS = 8, 448, 64
 REPEATS = 5
 
 
-def picture_config() -> ed.DecoderConfig:
+def image_config() -> ed.DecoderConfig:
     """A Qwen3-VL of 110 M weights: an encoder of 12 layers with features at three depths, and a decoder of 12."""
     shape = Shape(
         vocab_size=32_000, embed_dim=512, num_layers=12, num_heads=8, num_kv_heads=4, head_dim=64, mlp_dim=1536
@@ -43,12 +43,12 @@ def picture_config() -> ed.DecoderConfig:
 
 
 def inputs() -> dict[str, Any]:
-    """Tokens and patches of a prompt with all pictures, in transformers' words."""
+    """Tokens and patches of a prompt with all images, in transformers' words."""
     rows, generator = SIDE // 16, np.random.default_rng(0)
     own = np.concatenate([np.full((rows // 2) ** 2, 31_998), np.arange(1, 3)])
-    ids = np.concatenate([*[own] * PICTURES, np.arange(3, 3 + WORDS)])[None]
-    pixels = generator.normal(size=(PICTURES * rows * rows, 3 * 2 * 16 * 16)).astype(np.float32)
-    grids = np.asarray([[1, rows, rows]] * PICTURES)
+    ids = np.concatenate([*[own] * IMAGES, np.arange(3, 3 + WORDS)])[None]
+    pixels = generator.normal(size=(IMAGES * rows * rows, 3 * 2 * 16 * 16)).astype(np.float32)
+    grids = np.asarray([[1, rows, rows]] * IMAGES)
     return {"input_ids": ids, "pixel_values": pixels, "image_grid_thw": grids}
 
 
@@ -62,13 +62,13 @@ def timed(run: Callable[[], Any]) -> float:
     return statistics.median(seconds[1:])
 
 
-def bench_pictures(_: Any) -> None:
+def bench_images(_: Any) -> None:
     """Print a table."""
     given = inputs()
     ids = given.pop("input_ids")
     rows = []
     for dtype in ("float32", "bfloat16"):
-        model = ed.init(picture_config(), key=jax.random.key(0), precision=ed.Precision(params=dtype, compute=dtype))
+        model = ed.init(image_config(), key=jax.random.key(0), precision=ed.Precision(params=dtype, compute=dtype))
         media = ed.Media.create(model.config, ids, **given)
         cache = ed.init_cache(model.config, 1, 2048, dtype=jnp.dtype(dtype))
         encoding = timed(lambda model=model, media=media: jax.block_until_ready(model.encode(media)))
@@ -84,7 +84,7 @@ def bench_pictures(_: Any) -> None:
             encoding, prefill = map(float, found.split()[-2:])
             rows.append(("transformers", dtype, encoding, prefill))
     tokens = ids.shape[1]
-    print(f"\n{PICTURES} pictures of {SIDE} x {SIDE} pixels before {WORDS} words: {tokens} tokens")
+    print(f"\n{IMAGES} images of {SIDE} x {SIDE} pixels before {WORDS} words: {tokens} tokens")
     for name, dtype, encoding, prefill in rows:
         print(f"{name:14} {dtype:9} encoding {encoding:6.2f} s, all of the prefill {prefill:6.2f} s")
 
@@ -99,9 +99,9 @@ def transformers_seconds(folder: str, dtype: str) -> None:
     model = kind.from_pretrained(Path(folder) / "model", dtype=getattr(torch, dtype)).eval()
     given["pixel_values"] = given["pixel_values"].to(model.dtype)
     given["mm_token_type_ids"] = (given["input_ids"] == 31_998).int()
-    pictures = given["pixel_values"], given["image_grid_thw"]
+    images = given["pixel_values"], given["image_grid_thw"]
     with torch.inference_mode():
-        encoding = timed(lambda: model.get_image_features(*pictures))
+        encoding = timed(lambda: model.get_image_features(*images))
         prefill = timed(lambda: model(**given, use_cache=True))
     print(encoding, prefill)
 
