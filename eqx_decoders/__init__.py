@@ -24,7 +24,7 @@ if os.environ.get("EQX_DECODERS_TYPECHECK", "0") not in ("", "0"):
     install_import_hook("eqx_decoders", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
 from eqx_decoders.blocks.block import Block as Block, BlockConfig as BlockConfig
-from eqx_decoders.blocks.branch import BranchConfig as BranchConfig
+from eqx_decoders.blocks.branch import ExtraLayerConfig as ExtraLayerConfig
 from eqx_decoders.blocks.stack import Segment as Segment, segments as segments
 from eqx_decoders.blocks.stats import ActivationStats as ActivationStats, BlockStats as BlockStats
 from eqx_decoders.context import Context as Context, Execution as Execution, Inputs as Inputs

@@ -37,7 +37,7 @@ import eqx_decoders as ed
 from eqx_decoders.core.malloc import keep_memory
 from eqx_decoders.data.batches import Batch
 from eqx_decoders.data.dataset import DataConfig
-from eqx_decoders.families.common import Shape
+from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.llama import llama
 from eqx_decoders.training.flops import flops_per_token, measured_flops
 from eqx_decoders.training.mesh_config import LowPrecisionConfig
@@ -50,7 +50,7 @@ BATCH, LENGTH = 2, 512
 
 def bench_config(layers: int = 8) -> ed.DecoderConfig:
     """A Llama of 58 M weights."""
-    shape = Shape(
+    shape = DecoderSizes(
         vocab_size=32_000,
         embed_dim=512,
         num_layers=layers,
@@ -101,12 +101,12 @@ def step(dtype: str, remat: str, repeats: int) -> dict[str, float]:
 def loop(model: str, batch_size: int, seq_len: int) -> dict[str, float]:
     """Seconds of a step in a run, and of the same compiled step alone, a batch after the other; they take turns."""
     from eqx_decoders.training.config import TrainConfig
-    from eqx_decoders.training.run.loop import Run
+    from eqx_decoders.training.run.loop import TrainingLoop
 
     runs: dict[str, list[float]] = {"run": [], "alone": []}
     steps = 20
 
-    class Timed(Run):
+    class Timed(TrainingLoop):
         def _steps(self, state, step):
             for _ in range(7):
                 self.config = dataclasses.replace(self.config, steps=step + steps)
@@ -149,7 +149,7 @@ ROUNDINGS = {
 def losses(name: str, folder: str, steps: int, every: int) -> dict[str, list[float]]:
     """Losses of a run of tiny: the mean of the last 20 steps before every so many, and held-out in the end."""
     from eqx_decoders.training.config import TrainConfig
-    from eqx_decoders.training.run.loop import Run
+    from eqx_decoders.training.run.loop import TrainingLoop
 
     run, tokenizer = Path(folder) / name.replace(" ", "_"), Path(folder) / "bfloat16/tokenizer"
     config = TrainConfig(
@@ -165,7 +165,7 @@ def losses(name: str, folder: str, steps: int, every: int) -> dict[str, list[flo
         sample_tokens=0,
         trackers=(),
     )
-    Run(config).train()
+    TrainingLoop(config).train()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     taken = [row["loss"] for row in rows if "step_seconds" in row]
     held_out = [row["eval_loss"] for row in rows if "eval_loss" in row]
@@ -265,7 +265,7 @@ def print_aot(name: str, exchange: str, row: dict[str, float]) -> None:
 
 def make_checkpoint(directory: str) -> dict[str, float]:
     """Write a Llama of 396 M weights, 1.6 GB in float32, in several files."""
-    shape = Shape(
+    shape = DecoderSizes(
         vocab_size=32_000,
         embed_dim=1280,
         num_layers=12,

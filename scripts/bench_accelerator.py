@@ -18,7 +18,7 @@ import eqx_decoders as ed
 from eqx_decoders.context import AttentionName
 from eqx_decoders.core.chips import Chip, chip_of
 from eqx_decoders.data.batches import Batch
-from eqx_decoders.layers.attention.kernels.call import Call
+from eqx_decoders.layers.attention.kernels.call import AttentionCall
 from eqx_decoders.layers.attention.kernels.registry import KERNELS, attend
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
 from eqx_decoders.layers.recurrent.pallas_scan import run_kernel
@@ -153,7 +153,7 @@ def kernels(case: Attention, platform: str) -> list[str]:
     """The names of the kernels that can do it on such a platform."""
     names = [name for name in get_args(AttentionName) if name != "auto"]
     scores = 4 * case.batch * case.heads * case.length**2
-    call = Call(
+    call = AttentionCall(
         mask=case.mask,
         platform=platform,
         batch=case.batch,

@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from eqx_decoders.data.batches import Batches, Corpus
-from eqx_decoders.data.sources.readers import Reading, read_source
+from eqx_decoders.data.sources.readers import ReadOptions, read_source
 from eqx_decoders.data.sources.sources import Source
 from eqx_decoders.data.store.corpus import read_documents
-from eqx_decoders.data.store.corpus_stats import Counts
+from eqx_decoders.data.store.corpus_stats import CorpusStats
 from eqx_decoders.data.store.token_store import open_store
 from eqx_decoders.io.text.tokenizer import load_tokenizer, train_bpe
 
@@ -56,7 +56,7 @@ def encode(folder: str, begin: int, end: int) -> dict[str, float]:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
-    documents = read_source(Source("text.jsonl", Path(folder, "text.jsonl")), Reading(), (begin, end))
+    documents = read_source(Source("text.jsonl", Path(folder, "text.jsonl")), ReadOptions(), (begin, end))
     seconds = processor = size = 0
     while batch := [document.text or "" for document in itertools.islice(documents, 256)]:
         start, used = time.perf_counter(), time.process_time()
@@ -122,8 +122,8 @@ class EndlessCorpus:
     def __getitem__(self, document: int) -> np.ndarray:
         return self._tokens[: self._sizes[document % len(self._sizes)]]
 
-    def counts(self, split: str) -> Counts:
-        return Counts(documents=self._documents, tokens=0, targets=0, bytes=None)
+    def counts(self, split: str) -> CorpusStats:
+        return CorpusStats(documents=self._documents, tokens=0, targets=0, bytes=None)
 
     def sizes(self, start: int, stop: int) -> np.ndarray:
         return self._part(self._sizes, start, stop)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import eqx_decoders as ed
-from eqx_decoders.families.common import Shape
+from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.qwen3 import qwen3
 from eqx_decoders.families.qwen3_vl import qwen3_vl
 from eqx_decoders.families.qwen_vision import qwen_vision
@@ -29,7 +29,7 @@ REPEATS = 5
 
 def image_config() -> ed.DecoderConfig:
     """A Qwen3-VL of 110 M weights: an encoder of 12 layers with features at three depths, and a decoder of 12."""
-    shape = Shape(
+    shape = DecoderSizes(
         vocab_size=32_000, embed_dim=512, num_layers=12, num_heads=8, num_kv_heads=4, head_dim=64, mlp_dim=1536
     )
     vision = qwen_vision(

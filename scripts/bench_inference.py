@@ -37,14 +37,14 @@ def our_model(work: Work, sizes: dict[str, int]) -> tuple[Any, Any]:
 
     import eqx_decoders as ed
     from eqx_decoders.core.malloc import keep_memory
-    from eqx_decoders.families.common import Shape
+    from eqx_decoders.families.common import DecoderSizes
     from eqx_decoders.families.llama import llama
 
     keep_memory()
     heads = sizes["num_heads"]
     numbers: dict[str, Any] = dict(sizes, num_kv_heads=heads, head_dim=sizes["embed_dim"] // heads)
     precision = ed.Precision(params=work.dtype, compute=work.dtype)
-    model = ed.init(llama(Shape(**numbers)), key=jax.random.key(0), precision=precision)
+    model = ed.init(llama(DecoderSizes(**numbers)), key=jax.random.key(0), precision=precision)
     ids = np.random.default_rng(0).integers(0, sizes["vocab_size"], (work.batch, work.prompt)).astype(np.int32)
     return model, ids
 

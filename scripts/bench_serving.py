@@ -61,12 +61,12 @@ def save_model(folder: Path) -> None:
     import jax
 
     import eqx_decoders as ed
-    from eqx_decoders.families.common import Shape
+    from eqx_decoders.families.common import DecoderSizes
     from eqx_decoders.families.llama import llama
 
     heads = SIZES["num_heads"]
     numbers: dict[str, Any] = dict(SIZES, num_kv_heads=heads, head_dim=SIZES["embed_dim"] // heads)
-    ed.save_hf(ed.init(llama(Shape(**numbers)), key=jax.random.key(0)), folder)
+    ed.save_hf(ed.init(llama(DecoderSizes(**numbers)), key=jax.random.key(0)), folder)
     for file in (ROOT / "tests" / "fixtures" / "chat_llama").glob("tokenizer*"):
         shutil.copy(file, folder)
 

@@ -325,7 +325,7 @@ def _further(case: Case) -> dict[str, Any]:
     streams = WIRINGS["hyper-connections"].streams if case["wiring"] == "hyper-connections" else 1
     layers = dict(before=dataclasses.replace(ENGRAM, streams=streams), after=FURTHER.get(case["further"]))
     place = {"none": None, "engram": "before"}.get(case["further"], "after")
-    return {} if place is None else {place: (ed.BranchConfig(layer=layers[place], pre_norm=RMSNormConfig()),)}
+    return {} if place is None else {place: (ed.ExtraLayerConfig(layer=layers[place], pre_norm=RMSNormConfig()),)}
 
 
 def _mixer(case: Case):

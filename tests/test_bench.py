@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import eqx_decoders as ed
-from eqx_decoders.families.common import Shape
+from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.llama import llama
 from tests.commands import ROOT
 from tests.programs import tpu_devices
@@ -95,7 +95,7 @@ def test_what_a_server_does_is_drawn(script, tmp_path):
 def test_weights_for_llama_cpp(script, tmp_path):
     """It turns neighbours of queries and keys, where the published weights turn the halves of a head."""
     sizes = dict(vocab_size=64, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=48)
-    ed.save_hf(ed.init(llama(Shape(**sizes)), key=jax.random.key(0)), tmp_path)
+    ed.save_hf(ed.init(llama(DecoderSizes(**sizes)), key=jax.random.key(0)), tmp_path)
     script("bench_serving").save_gguf(tmp_path, tmp_path / "model.gguf")
     found = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
     published = load_file(tmp_path / "model.safetensors")

@@ -66,7 +66,7 @@ DEFAULTS = {
     "BlockConfig": dict(wiring=Sequential(), before=(), after=()),
     "Sequential": dict(residual_scale=1.0),
     "DecoderConfig": dict(embedding_scale=1.0, logit_divisor=1.0, init_std=0.02),
-    "Origin": dict(settings="{}", generation=GenerationConfig()),
+    "Provenance": dict(settings="{}", generation=GenerationConfig()),
     "GenerationConfig": dict(stop_ids=()),
     "Sample": dict(temperature=1.0),
     "StepConfig": dict(gradient_accumulation_steps=1, fused_loss=True),

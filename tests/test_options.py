@@ -20,7 +20,7 @@ from jaxtyping import TypeCheckError
 
 import eqx_decoders as ed
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
-from eqx_decoders.blocks.residual.residual import Chained, Parallel, Plain, Sequential
+from eqx_decoders.blocks.residual.residual import Chained, NoResidual, Parallel, Sequential
 from eqx_decoders.data.batches import Batch
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, QueryTemperature
 from eqx_decoders.layers.attention.indexer import IndexerConfig
@@ -57,7 +57,7 @@ EXPERTS = ExpertsConfig(num_experts=8, num_experts_per_token=2, mlp_dim=6)
 BLOCK = ed.BlockConfig(mixer=MIXER, mlp=MLP, pre_mixer_norm=RMS, pre_mlp_norm=RMS)
 EMPTY = ed.BlockConfig(mixer=None, mlp=None)
 SMALL = MLPConfig(mlp_dim=4)
-FURTHER = ed.BranchConfig(layer=MLP, pre_norm=RMS)
+FURTHER = ed.ExtraLayerConfig(layer=MLP, pre_norm=RMS)
 SOFT = dataclasses.replace(BLOCK, mlp=dataclasses.replace(MLP, activation="relu"))
 AHEAD = MTPConfig(num_depths=1, block=BLOCK, norm=RMS)
 GIVER = dataclasses.replace(BLOCK, publishes="giver")
@@ -85,13 +85,13 @@ def engram(config: EngramConfig):
     """A decoder that begins with it, with as many residual streams as it has."""
     wiring = HyperConnections(streams=config.streams) if config.streams > 1 else Sequential()
     return dataclasses.replace(
-        block(before=(ed.BranchConfig(layer=config),), wiring=wiring), embed_dim=config.embed_dim
+        block(before=(ed.ExtraLayerConfig(layer=config),), wiring=wiring), embed_dim=config.embed_dim
     )
 
 
 def per_layer(config: PerLayerEmbeddingConfig, **changes):
     """A decoder with a layer that takes an embedding of its own."""
-    taker = ed.BranchConfig(layer=PerLayerInputConfig(features=config.features, **changes))
+    taker = ed.ExtraLayerConfig(layer=PerLayerInputConfig(features=config.features, **changes))
     return decoder(blocks=(dataclasses.replace(BLOCK, after=(taker,)),), per_layer_embedding=config)
 
 
@@ -254,7 +254,7 @@ OPTIONS: dict[type, tuple] = {
         per_layer,
         dict(features=3, vocab_size=2, norm=RMSNormConfig(eps=0.5), init_std=0.3),
     ),
-    AddedFeaturesConfig: (AddedFeaturesConfig(), lambda c: block(after=(ed.BranchConfig(layer=c),)), {}),
+    AddedFeaturesConfig: (AddedFeaturesConfig(), lambda c: block(after=(ed.ExtraLayerConfig(layer=c),)), {}),
     PerLayerInputConfig: (
         PerLayerInputConfig(features=4),
         lambda c: per_layer(dataclasses.replace(PER_LAYER, features=c.features), activation=c.activation),
@@ -266,7 +266,7 @@ OPTIONS: dict[type, tuple] = {
         dict(mixer=None, mlp=None, pre_mixer_norm=RMS, post_mixer_norm=RMS, pre_mlp_norm=RMS, post_mlp_norm=RMS)
         | dict(wiring="parallel", dropout=0.5, before=(FURTHER,), after=(FURTHER,), publishes="name"),
     ),
-    ed.BranchConfig: (
+    ed.ExtraLayerConfig: (
         FURTHER,
         lambda c: block(before=(c,)),
         dict(layer=SMALL, pre_norm=None, post_norm=RMS, scale=0.5),
@@ -276,7 +276,7 @@ OPTIONS: dict[type, tuple] = {
         lambda c: decoder(blocks=block(wiring=c).blocks * 2),
         dict(residual_scale=0.5, output_scale=True, output_norm=RMS),
     ),
-    **{kind: (kind(), lambda c: block(wiring=c), {}) for kind in (Parallel, Plain, Chained)},
+    **{kind: (kind(), lambda c: block(wiring=c), {}) for kind in (Parallel, NoResidual, Chained)},
     LearnedPositions: (LearnedPositions(max_positions=8), lambda c: decoder(positions=c), dict(max_positions=3)),
     SinusoidalPositions: (SinusoidalPositions(), lambda c: decoder(positions=c), dict(max_timescale=100.0)),
     ed.DecoderConfig: (
@@ -524,24 +524,25 @@ SHOWN_IN = {
     "Offload": "training/step/test_offload.py",
     "CacheFormat": "layers/cache/test_quantized_cache.py",
     "PageConfig": "layers/cache/test_paged.py",
-    "Sampling": "serving/engine/test_sampler.py",
+    "SamplingParams": "serving/engine/test_sampler.py",
     **dict.fromkeys(("EngineConfig", "Request", "PromptLookup"), "serving/engine/test_engine.py"),
-    **dict.fromkeys(("FurtherPrediction", "SmallerModel"), "serving/engine/test_engine.py"),
+    **dict.fromkeys(("MTPDrafter", "DraftModel"), "serving/engine/test_engine.py"),
     "ServeConfig": "cli/test_serve.py",
     **dict.fromkeys(("ApiConfig", "ServerConfig"), "serving/http/test_api.py"),
-    "FilesConfig": "serving/frontend/test_media_files.py",
+    "MediaFilesConfig": "serving/frontend/test_media_files.py",
 }
 # What is passed between functions and what families are made of: data, and no settings of a user.
 DATA = {
     "Blocks", "KVShape", "ChatTemplate", "Difference", "Family", "GenerationConfig", "Greedy", "Kernel", "ModelInfo",
-    "Origin", "Recipe", "RemoteFile", "Shape", "StateShape", "StoredTensor", "MXFP4Tensor", "BytesTensor",
+    "Provenance", "Recipe", "RemoteFile", "DecoderSizes", "StateShape", "StoredTensor", "MXFP4Tensor", "BytesTensor",
     "HalvesTensor", "PackedTensor", "RepeatedTensor", "ScaledTensor", "SwappedTensor",
-    "TailShape", "TextModel", "Weight", "WeightMapping", "Wiring", "Part", "Section", "BranchFunction", "HeadSplit",
-    "Image", "Packing", "Drawn", "Answered", "DrawnReader", "ProcessedReader",
-    "BlockSizes", "Tiles", "Chip", "Collective", "Machine", "Memory", "Operations", "Plan", "Roofline", "Route",
-    "Estimate", "Call", "Ring", "StateLayout", "ExternalCall",
-    "Asked", "ChatAsked", "CompletionAsked", "Block", "Echo", "EngineCounts", "Events", "Job", "Language", "Piece",
-    "Reply", "SharedPrompt", "Task", "TokenScore", "Update", "Usage", "WaitingList",
+    "ConvShape", "TextModel", "Weight", "WeightMapping", "Residual", "Part", "Section", "BranchFunction", "HeadSplit",
+    "Image", "Packing", "SyntheticImage", "AnsweredQuestion", "SyntheticReader", "ProcessorReader",
+    "BlockSizes", "Tiles", "Chip", "Collective", "Machine", "DeviceMemory", "Operations", "Plan", "Roofline", "Route",
+    "Estimate", "AttentionCall", "Ring", "StateLayout", "ExternalCall",
+    "GenerationRequest", "ChatCompletionRequest", "CompletionRequest", "Block", "Echo", "EngineStats", "EventStream",
+    "SequenceState", "TextFrontend", "Delta",
+    "HttpResponse", "SharedPrompt", "PendingResponse", "TokenScore", "RequestOutput", "Usage", "RequestQueue",
 }  # fmt: skip
 
 

@@ -10,8 +10,8 @@ import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from eqx_decoders.blocks.batch_overlap import run_in_parts, run_in_turn
-from eqx_decoders.blocks.branch import Branch, BranchConfig
-from eqx_decoders.blocks.residual.base import BranchFunction, SteppedWiring, Steps, WiringModule
+from eqx_decoders.blocks.branch import ExtraLayer, ExtraLayerConfig
+from eqx_decoders.blocks.residual.base import BranchFunction, ResidualModule, SteppedResidual, Steps
 from eqx_decoders.blocks.residual.registry import WIRINGS, WiringOrName
 from eqx_decoders.blocks.residual.residual import Sequential
 from eqx_decoders.blocks.stats import ActivationStats, BlockStats
@@ -49,8 +49,8 @@ class BlockConfig:
     post_mlp_norm: NormConfig | None = None
     wiring: WiringOrName = Sequential()
     dropout: float = 0.0
-    before: tuple[BranchConfig, ...] = ()
-    after: tuple[BranchConfig, ...] = ()
+    before: tuple[ExtraLayerConfig, ...] = ()
+    after: tuple[ExtraLayerConfig, ...] = ()
     publishes: str | None = None
 
     def __post_init__(self):
@@ -117,15 +117,15 @@ class BlockConfig:
 class Block(eqx.Module):
     """Layers with their norms, wired to the residual stream."""
 
-    before: tuple[Branch, ...]
+    before: tuple[ExtraLayer, ...]
     mixer: Mixer | None
     mlp: Channel | None
-    after: tuple[Branch, ...]
+    after: tuple[ExtraLayer, ...]
     pre_mixer_norm: Norm | None
     post_mixer_norm: Norm | None
     pre_mlp_norm: Norm | None
     post_mlp_norm: Norm | None
-    wiring: WiringModule
+    wiring: ResidualModule
     config: BlockConfig = eqx.field(static=True)
 
     def __call__(
@@ -152,7 +152,7 @@ class Block(eqx.Module):
         """
         passes = [_Pass(self, ctx, None, key) for ctx, key in zip(contexts, keys, strict=True)]
         wiring = self.wiring
-        if not isinstance(wiring, SteppedWiring):
+        if not isinstance(wiring, SteppedResidual):
             return [self(x, each.ctx, key=each.key) for each, x in zip(passes, parts, strict=True)]
 
         def begin(passed: _Pass, x: Array) -> Steps:
@@ -167,7 +167,7 @@ class Block(eqx.Module):
         shared = self.pre_mixer_norm if self.config.wiring.shares_norm else None
         pre_mlp = shared if self.pre_mlp_norm is None else self.pre_mlp_norm
 
-        def further(where: str, branches: tuple[Branch, ...]) -> list[Any]:
+        def further(where: str, branches: tuple[ExtraLayer, ...]) -> list[Any]:
             return [
                 (f"{where}.{index}", each.layer, each.pre_norm, each.post_norm, each.config.scale)
                 for index, each in enumerate(branches)

@@ -12,7 +12,7 @@ from eqx_decoders.layers.registry import FurtherConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BranchConfig:
+class ExtraLayerConfig:
     """A further layer of a block, with a norm before it and one on its output: `scale * post(layer(pre(x)))`.
 
     **Arguments:**
@@ -30,17 +30,17 @@ class BranchConfig:
     def __post_init__(self):
         rule = "must be one of layers.kinds.FurtherConfig: what experts tell of their loads is told of the MLP's alone"
         check(isinstance(self.layer, FurtherConfig), f"BranchConfig.layer={self.layer!r} {rule}.")
-        check_number("BranchConfig.scale", self.scale, above=0)
+        check_number("ExtraLayerConfig.scale", self.scale, above=0)
 
-    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Branch":
+    def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "ExtraLayer":
         norms = (None if norm is None else norm.build(embed_dim) for norm in (self.pre_norm, self.post_norm))
-        return Branch(self.layer.build(embed_dim, key=key), *norms, config=self)
+        return ExtraLayer(self.layer.build(embed_dim, key=key), *norms, config=self)
 
 
-class Branch(eqx.Module):
+class ExtraLayer(eqx.Module):
     """A further layer of a block."""
 
     layer: BranchLayer
     pre_norm: Norm | None
     post_norm: Norm | None
-    config: BranchConfig = eqx.field(static=True)
+    config: ExtraLayerConfig = eqx.field(static=True)

@@ -17,7 +17,7 @@ from eqx_decoders.blocks.batch_overlap import cut_batch, join_batch
 from eqx_decoders.blocks.block import Block, BlockConfig, checkpointed
 from eqx_decoders.blocks.stats import BlockStats, join_parts
 from eqx_decoders.context import Context
-from eqx_decoders.layers.cache.engine_owned import Handed, stacked_or_listed
+from eqx_decoders.layers.cache.engine_owned import ExternalWrite, stacked_or_listed
 from eqx_decoders.layers.cache.kv_cache import pasts, slices
 from eqx_decoders.sharding.explicit import in_auto_mode, mesh_of, spec_of
 
@@ -143,7 +143,7 @@ def _over_layers(step: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: An
     for index in range(repeats):
         carry, result = step(carry, at_layer(xs, index))
         results.append(result)
-    return carry, jax.tree.map(stacked_or_listed, *results, is_leaf=lambda node: isinstance(node, Handed))
+    return carry, jax.tree.map(stacked_or_listed, *results, is_leaf=lambda node: isinstance(node, ExternalWrite))
 
 
 class SegmentOutput(NamedTuple):

@@ -26,7 +26,7 @@ from eqx_decoders.errors import check, check_integer, check_number
 from eqx_decoders.inference.text_model import Files, Prompt, TextModel, load_text_model
 from eqx_decoders.io.atomic_files import expand_paths
 from eqx_decoders.io.coordination import from_first
-from eqx_decoders.io.status import Waiting
+from eqx_decoders.io.status import StatusLine
 from eqx_decoders.numerics.matmul import Precision
 from eqx_decoders.training.run.run_directory import load_text_run
 
@@ -107,7 +107,7 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     keep_memory()
     with config.connected():
         text = load(config)
-        answer = Chat(text, config) if config.chat and text.chat is not None else Continuation(text, config)
+        answer = ChatSession(text, config) if config.chat and text.chat is not None else Continuation(text, config)
         if config.prompt is not None:
             answer(config.prompt)
         else:
@@ -141,7 +141,7 @@ def read_line() -> str:
     """A line of the standard input; empty at its end."""
     if sys.stdin.isatty():
         print("prompt> ", end="", flush=True)
-    with Waiting("waiting for a prompt", show=lambda text: None):  # the other processes wait for as long as it takes
+    with StatusLine("waiting for a prompt", show=lambda text: None):  # the other processes wait for as long as it takes
         return sys.stdin.readline()
 
 
@@ -162,7 +162,7 @@ class Continuation:
         write(self.text, self.config, prompt, self.config.files)
 
 
-class Chat:
+class ChatSession:
     """Each prompt is the next message of one conversation."""
 
     def __init__(self, text: TextModel, config: GenerateConfig):
@@ -192,7 +192,7 @@ def write(text: TextModel, config: GenerateConfig, prompt: Prompt, files: Files 
         num_draft_tokens=config.num_draft_tokens,
         files=files,
     )
-    with Waiting("compiling"):
+    with StatusLine("compiling"):
         first = next(written, "")
     pieces = []
     for piece in itertools.chain([first], written):

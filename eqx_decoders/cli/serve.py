@@ -27,15 +27,15 @@ from eqx_decoders.core.malloc import keep_memory
 from eqx_decoders.errors import check, check_integer, check_number, need_extra
 from eqx_decoders.inference.text_model import TextModel, load_text_model
 from eqx_decoders.io.run_lock import Interrupt
-from eqx_decoders.io.status import Waiting
+from eqx_decoders.io.status import StatusLine
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.quantize import group_sizes, quantize
 from eqx_decoders.numerics.matmul import Precision
 from eqx_decoders.serving.engine.config import EngineConfig
-from eqx_decoders.serving.engine.drafters import FurtherPrediction, PromptLookup, SmallerModel
+from eqx_decoders.serving.engine.drafters import DraftModel, MTPDrafter, PromptLookup
 from eqx_decoders.serving.engine.engine import Engine
-from eqx_decoders.serving.frontend.prompts import Language
+from eqx_decoders.serving.frontend.prompts import TextFrontend
 from eqx_decoders.serving.http.protocol import ApiConfig
 from eqx_decoders.serving.http.server import ServerConfig, address_of, bind, raise_file_limit, serve
 from eqx_decoders.training.run.run_directory import load_text_run
@@ -145,10 +145,10 @@ class ServeConfig(Devices):
 
     def engine(self, draft_model: Decoder | None = None) -> EngineConfig:
         """The settings of the engine; `draft_model` as loaded."""
-        kinds = {"prompt": PromptLookup, "mtp": FurtherPrediction}
+        kinds = {"prompt": PromptLookup, "mtp": MTPDrafter}
         drafts = kinds[self.draft](num_tokens=self.num_draft_tokens) if self.draft in kinds else None
         if draft_model is not None:
-            drafts = SmallerModel(model=draft_model, num_tokens=self.num_draft_tokens)
+            drafts = DraftModel(model=draft_model, num_tokens=self.num_draft_tokens)
         pages = None if self.page_size is None else PageConfig(page_size=self.page_size, num_pages=self.num_pages)
         names = ("max_batch_size", "max_length", "prefill_chunk", "token_budget", "prefix_cache_bytes")
         names += ("max_waiting", "max_waiting_tokens", "batch_invariant", "preempted_bytes")
@@ -178,13 +178,13 @@ def main(args: Sequence[str] | None = None, prog: str | None = None) -> int:
     keep_memory()
     text = load(config)
     engine = Engine(text.model, config.engine(load_draft_model(config)))
-    with Waiting("compiling"):
+    with StatusLine("compiling"):
         engine.warm_up()
     gc.freeze()  # what is here stays: no need to look through it again and again
     with Interrupt() as interrupt:
         ended = asyncio.run(
             serve(
-                Language.of(text, special_tokens_in_content=config.special_tokens_in_content),
+                TextFrontend.of(text, special_tokens_in_content=config.special_tokens_in_content),
                 engine,
                 api_config(config, text),
                 sock,
@@ -268,7 +268,7 @@ def engine_flags() -> dict[str, str]:
     pairs = ((group.__name__, field.name) for group in (EngineConfig, ApiConfig) for field in dataclasses.fields(group))
     flags = {f"{group}.{name}": f"--{name.replace('_', '-')}" for group, name in pairs if name in names}
     flags |= {"ApiConfig.api_keys": "--api-key", "ApiConfig.name": "--served-name"}
-    flags |= {f"{name}.num_tokens": "--num-draft-tokens" for name in ("PromptLookup", "FurtherPrediction")}
+    flags |= {f"{name}.num_tokens": "--num-draft-tokens" for name in ("PromptLookup", "MTPDrafter")}
     pages = {f"PageConfig.{name}": f"--{name.replace('_', '-')}" for name in ("page_size", "num_pages")}
     return flags | pages | {"pages.page_size": "--page-size"}
 

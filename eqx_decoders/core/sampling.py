@@ -179,7 +179,7 @@ class GenerationConfig:
     - `stop_ids`: a text ends with any of these tokens.
     - `do_sample`: False: always the most likely token.
     - `temperature`, `top_k`, `top_p`, `min_p`: those of `Sample`.
-    - `repetition_penalty`: that of `serving.Sampling`; the server alone has it.
+    - `repetition_penalty`: that of `serving.SamplingParams`; the server alone has it.
     """
 
     stop_ids: tuple[int, ...] = ()

@@ -42,7 +42,7 @@ from eqx_decoders.data.media_documents import MediaReader
 from eqx_decoders.data.mixture import Mixture
 from eqx_decoders.data.packing import plan_overlapping, plan_packed, plan_padded, plan_whole
 from eqx_decoders.data.row_index import BLOCK, Blocks, HeldOutRows, TrainingRows
-from eqx_decoders.data.store.corpus_stats import SPLITS, Counts
+from eqx_decoders.data.store.corpus_stats import SPLITS, CorpusStats
 from eqx_decoders.data.store.token_store import TokenStore
 from eqx_decoders.encoders.media import HasMedia, Media
 from eqx_decoders.errors import DataError, check, need_extra
@@ -93,7 +93,7 @@ class Corpus(NamedTuple):
     folder: Path
 
     @property
-    def counts(self) -> Counts:
+    def counts(self) -> CorpusStats:
         """How much there is on this side."""
         return self.store.counts(SPLITS[self.held_out])
 

@@ -23,7 +23,7 @@ from eqx_decoders.data.store.token_store import TokenStore, open_sample, open_st
 from eqx_decoders.encoders.media import HasMedia
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.io.atomic_files import expand_paths, new_directory
-from eqx_decoders.io.status import Waiting
+from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.chat_template import ChatTemplate, read_chat_template
 from eqx_decoders.io.text.tokenizer import Tokenizer, load_tokenizer, train_bpe, with_letters
 
@@ -122,7 +122,7 @@ def prepare_tokenizer(folder: Path, spec: str, config: DataConfig, vocab_size: i
     if folder.exists():
         return load_tokenizer(folder)
     if spec == "bpe":
-        with Waiting("training the tokenizer", kept="nothing of it is kept") as waiting:
+        with StatusLine("training the tokenizer", kept="nothing of it is kept") as waiting:
             tokenizer = train_bpe(waiting.counted(training_texts(config)), vocab_size)
     else:
         tokenizer = load_tokenizer(spec)

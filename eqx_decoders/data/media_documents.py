@@ -18,7 +18,7 @@ from eqx_decoders.data.synthetic_images import SIZE, drawn_pixels
 from eqx_decoders.encoders.media import HasMedia
 from eqx_decoders.encoders.stem import PatchStemConfig
 from eqx_decoders.errors import ConfigError, DataError, check
-from eqx_decoders.io.processors.base import Seen, together
+from eqx_decoders.io.processors.base import ProcessedFile, together
 from eqx_decoders.io.processors.images import open_image
 from eqx_decoders.io.processors.processor import Processor, settings_content
 from eqx_decoders.io.processors.video import open_video
@@ -83,14 +83,14 @@ class MediaReader(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class DrawnReader:
+class SyntheticReader:
     """Images that this library draws, by their number; see `drawn_images`. Texts have no word for them."""
 
     token: int
     tokens: int
 
     @classmethod
-    def of(cls, config: HasMedia) -> "DrawnReader":
+    def of(cls, config: HasMedia) -> "SyntheticReader":
         """For a model that sees images of one size; ConfigError for others."""
         media = config.media
         stem = None if media is None or media.vision is None else media.vision.stem
@@ -142,7 +142,7 @@ class DrawnReader:
 
 
 @dataclasses.dataclass(frozen=True)
-class ProcessedReader:
+class ProcessorReader:
     """Files, read as the processor of a model's directory says. Each audio clip is taken for itself.
 
     **Arguments:**
@@ -175,7 +175,7 @@ class ProcessedReader:
     def located(self, references: Sequence[str], folder: Path | None, where: str) -> tuple[str, ...]:
         return tuple(_located(*referred(one)[:2], folder, where) for one in references)
 
-    def _seen(self, one: str) -> Seen:
+    def _seen(self, one: str) -> ProcessedFile:
         kind, name, digest = referred(one)
         where, path, limits = f"{kind} {name[-240:]!r}", Path(name), self._processor.limits
         rule = "is not the file that tokens were made of: put that one back, or refer to this one by another name"
@@ -189,7 +189,7 @@ class ProcessedReader:
             with open_video(path, limits, where) as clip:
                 return rules.one(clip, limits)
         arrays, texts = rules.all([path], limits, [where])
-        return Seen(arrays, texts[0])
+        return ProcessedFile(arrays, texts[0])
 
     def written(
         self, text: str, spans: Sequence[Span], references: Sequence[str], where: str
@@ -274,7 +274,7 @@ def _digest(path: Path) -> str:
         return "none"
 
 
-def padded(seen: Sequence[Seen]) -> dict[str, np.ndarray]:
+def padded(seen: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
     """The arrays of all, one behind the other, and zeros behind those that are shorter along other axes."""
     found: dict[str, np.ndarray] = {}
     for name in seen[0].arrays:
@@ -288,7 +288,7 @@ def padded(seen: Sequence[Seen]) -> dict[str, np.ndarray]:
 def loaded_reader(words: Mapping[str, Any]) -> MediaReader:
     """The reader of its `words`."""
     given = {name: value for name, value in words.items() if name != "kind"}
-    return (DrawnReader if words["kind"] == "drawn" else ProcessedReader)(**given)
+    return (SyntheticReader if words["kind"] == "drawn" else ProcessorReader)(**given)
 
 
 def _digest_of(content: Any) -> str:

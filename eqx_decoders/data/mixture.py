@@ -22,7 +22,7 @@ QUERY = re.compile(r"[?&][\w-]+$")  # before the `=` of `https://…?v=2`
 PARTITION = re.compile(r"[^/]/[\w-]+$")  # before that of `s3://…/year=2024`; files have endings
 
 
-class Weighted(NamedTuple):
+class WeightedCorpus(NamedTuple):
     """One corpus of a mixture by its path. The share of its sequences is its weight over the sum of all."""
 
     name: str
@@ -30,7 +30,7 @@ class Weighted(NamedTuple):
     weight: Fraction
 
 
-def find_mixture(paths: Paths) -> tuple[Weighted, ...]:
+def find_mixture(paths: Paths) -> tuple[WeightedCorpus, ...]:
     """The sources of `path=weight`, …, each with a name from its path; none if the paths have no weights.
 
     A text under which there is a file is a path, also where it ends in `=` and a number; so is an address that ends in
@@ -44,12 +44,12 @@ def find_mixture(paths: Paths) -> tuple[Weighted, ...]:
     if len(plain) == len(pairs):
         return ()
     check(not plain, f"{DATA} {' '.join(map(repr, plain))} without a weight, among others with =weight: give all one.")
-    found: list[Weighted] = []
+    found: list[WeightedCorpus] = []
     for path, weight in pairs:
         check(all(path != one.path for one in found), f"{DATA} {path!r} is there twice: add the weights up.")
         above = Fraction(weight or 0) > 0
         check(above, f"{DATA} '{path}={weight}' must have a weight above 0: leave it out if it is not to be used.")
-        found.append(Weighted(_name(path, {one.name for one in found}), path, Fraction(weight or 0)))
+        found.append(WeightedCorpus(_name(path, {one.name for one in found}), path, Fraction(weight or 0)))
     return tuple(found)
 
 

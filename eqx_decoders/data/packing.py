@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int
 
 
-class Plan(NamedTuple):
+class PackingPlan(NamedTuple):
     """Piece `i` is `document[start:stop]` and stands in row `rows[i]` (ascending), behind the pieces before it.
 
     `order[k]` is the row that is used as the `k`-th.
@@ -31,12 +31,12 @@ class Plan(NamedTuple):
         for piece in range(first, last):
             yield int(self.documents[piece]), int(self.starts[piece]), int(self.stops[piece])
 
-    def compact(self) -> "Plan":
+    def compact(self) -> "PackingPlan":
         """The same in half of the bytes, where the numbers are small enough."""
-        return Plan(*(x.astype(np.int32) if x.max(initial=0) < 2**31 - 1 else x for x in self))
+        return PackingPlan(*(x.astype(np.int32) if x.max(initial=0) < 2**31 - 1 else x for x in self))
 
 
-def count_rows(plan: Callable[..., Plan], sizes: Int[np.ndarray, "docs"], seq_len: int) -> int:
+def count_rows(plan: Callable[..., PackingPlan], sizes: Int[np.ndarray, "docs"], seq_len: int) -> int:
     """How many rows `plan` makes of documents of these sizes; their order matters to `plan_overlapping` only."""
     if len(sizes) == 0:
         return 0
@@ -49,7 +49,7 @@ def count_rows(plan: Callable[..., Plan], sizes: Int[np.ndarray, "docs"], seq_le
     return len(plan(np.arange(len(sizes)), sizes, seq_len).order)
 
 
-def plan_packed(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs"], seq_len: int) -> Plan:
+def plan_packed(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs"], seq_len: int) -> PackingPlan:
     """Concatenate, then split: cut the epoch's tokens every `seq_len`. Only the last row can have padding."""
     ends = np.cumsum(sizes)
     begins = ends - sizes
@@ -57,16 +57,16 @@ def plan_packed(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs
     which = np.searchsorted(begins, cuts, "right") - 1
     rows = cuts // seq_len
     stops = np.append(cuts[1:], ends[-1])
-    return Plan(rows, documents[which], cuts - begins[which], stops - begins[which], np.arange(rows[-1] + 1))
+    return PackingPlan(rows, documents[which], cuts - begins[which], stops - begins[which], np.arange(rows[-1] + 1))
 
 
-def plan_padded(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs"], seq_len: int) -> Plan:
+def plan_padded(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs"], seq_len: int) -> PackingPlan:
     """One piece a row. The pieces of a document overlap by one token, so that each token is a target once."""
     counts = _count_pieces(sizes, seq_len)
     which = np.repeat(np.arange(len(documents)), counts)
     rows = np.arange(len(which))
     starts = (rows - (np.cumsum(counts) - counts)[which]) * (seq_len - 1)
-    return Plan(rows, documents[which], starts, np.minimum(starts + seq_len, sizes[which]), rows)
+    return PackingPlan(rows, documents[which], starts, np.minimum(starts + seq_len, sizes[which]), rows)
 
 
 def _count_pieces(sizes: Int[np.ndarray, "docs"], seq_len: int) -> Int[np.ndarray, "docs"]:
@@ -74,7 +74,7 @@ def _count_pieces(sizes: Int[np.ndarray, "docs"], seq_len: int) -> Int[np.ndarra
     return np.maximum(1, -(-(sizes - 1) // (seq_len - 1)))
 
 
-def plan_overlapping(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs"], seq_len: int) -> Plan:
+def plan_overlapping(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs"], seq_len: int) -> PackingPlan:
     """Packed like `plan_packed`, but a piece begins with the last token of the one before, as in `plan_padded`."""
     pieces, row, used = [], 0, 0
     for document, size in zip(documents.tolist(), sizes.tolist(), strict=True):
@@ -87,10 +87,10 @@ def plan_overlapping(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, 
             used += stop - start
             start = stop - 1
     rows, which, starts, stops = np.array(pieces, np.int64).reshape(-1, 4).T
-    return Plan(rows, which, starts, stops, np.arange(row + 1))
+    return PackingPlan(rows, which, starts, stops, np.arange(row + 1))
 
 
-def plan_whole(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs"], seq_len: int) -> Plan:
+def plan_whole(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs"], seq_len: int) -> PackingPlan:
     """No document of up to `seq_len` tokens is cut; longer ones become pieces as in `plan_padded`.
 
     Best fit, the largest first: a piece goes into the row with the least room that is enough. Pieces of one size are
@@ -130,7 +130,7 @@ def plan_whole(documents: Int[np.ndarray, "docs"], sizes: Int[np.ndarray, "docs"
             open_rows(room - each * size, used[:-1])
             open_rows(room - last * size, used[-1:])
     order = np.argsort(rows, kind="stable")
-    return Plan(rows[order], cut.documents[order], cut.starts[order], cut.stops[order], np.arange(count))
+    return PackingPlan(rows[order], cut.documents[order], cut.starts[order], cut.stops[order], np.arange(count))
 
 
 def _count_whole(sizes: Int[np.ndarray, "docs"], seq_len: int) -> int:

@@ -21,9 +21,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from eqx_decoders.data.packing import Plan, count_rows, permutation
+from eqx_decoders.data.packing import PackingPlan, count_rows, permutation
 from eqx_decoders.io.atomic_files import write_atomically
-from eqx_decoders.io.status import Waiting
+from eqx_decoders.io.status import StatusLine
 
 
 # Documents that are planned together: a run keeps this number in its state, and goes on with its own. WINDOW has to
@@ -32,7 +32,7 @@ BLOCK = 1 << 14
 WINDOW = 1 << 20  # pieces whose rows are shuffled together, of some 20 bytes each
 
 Pieces = Iterator[tuple[int, int, int]]  # document, start, stop
-MakePlan = Callable[[np.ndarray, np.ndarray, int], Plan]
+MakePlan = Callable[[np.ndarray, np.ndarray, int], PackingPlan]
 
 
 @runtime_checkable
@@ -64,7 +64,7 @@ class Blocks:
         """How many there are."""
         return -(-len(self.corpus) // self.size)
 
-    def plan(self, block: int, seed: str | None = None) -> Plan:
+    def plan(self, block: int, seed: str | None = None) -> PackingPlan:
         """The plan of a block, which must have rows, with its documents in the order that `seed` gives them."""
         documents, sizes = self._documents(block)
         order = slice(None) if seed is None else permutation(len(documents), seed)
@@ -159,7 +159,7 @@ class TrainingRows:
         ends, blocks = np.cumsum(self._rows[chosen]), self._filled[chosen].tolist()
         rows = permutation(int(ends[-1]), f"{self._seed}/{epoch}/rows{_suffix(number)}")
 
-        def plan(place: int) -> Plan:
+        def plan(place: int) -> PackingPlan:
             block = blocks[place]
             return self._blocks.plan(block, f"{self._seed}/{epoch}/documents{_suffix(block)}")
 
@@ -175,7 +175,7 @@ class _Window(NamedTuple):
     blocks: list[int]
     ends: np.ndarray
     order: np.ndarray
-    plan: Callable[[int], Plan]
+    plan: Callable[[int], PackingPlan]
 
     def pieces(self, place: int) -> Pieces:
         row = self.order[place]
@@ -214,7 +214,7 @@ def _rows_of_all(blocks: Blocks, folder: Path) -> np.ndarray:
             return found
     except (OSError, ValueError, EOFError):
         pass
-    with Waiting("counting sequences", kept="the tokens are kept"):
+    with StatusLine("counting sequences", kept="the tokens are kept"):
         found = np.array([blocks.rows(block) for block in range(blocks.count)])
     stream = io.BytesIO()
     np.save(stream, found)

@@ -37,7 +37,7 @@ DIGITS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Drawn:
+class SyntheticImage:
     """An image with a question.
 
     **Arguments:**
@@ -51,7 +51,7 @@ class Drawn:
     answer: str
 
 
-def draw(number: int) -> Drawn:
+def draw(number: int) -> SyntheticImage:
     """The image of this number."""
     generator = np.random.default_rng([7, number])
     names, darkness = list(COLOURS), generator.uniform(0.02, 0.3, 3)
@@ -75,7 +75,7 @@ def draw(number: int) -> Drawn:
             )
     pixels = np.clip(pixels + generator.normal(0, 0.03, pixels.shape), 0, 1).astype(np.float32)
     question, answer = asked[generator.integers(2)]
-    return Drawn(pixels, question, answer)
+    return SyntheticImage(pixels, question, answer)
 
 
 def drawn_pixels(references: Sequence[str]) -> np.ndarray:

@@ -24,7 +24,7 @@ NO_BIAS: Mapping[str, str | None] = {"attention_bias": None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
+class DecoderSizes:
     """Sizes of a decoder whose layers all have the same.
 
     `eps` is that of its norms, and `attention_bias` that of all four projections of attention.
@@ -113,7 +113,7 @@ def read_shape(
     activation: str = "silu",
     attention_bias: bool = False,
     keys: Mapping[str, str | None] = {},
-) -> Shape:
+) -> DecoderSizes:
     """The sizes in a `config.json`; the arguments are what transformers takes where a key is missing.
 
     `num_kv_heads` and `head_dim` of None are the number of heads and `hidden_size / num_attention_heads`. `keys` has
@@ -133,7 +133,7 @@ def read_shape(
             more = ", or head_dim given" if "head_dim" not in keys else ""
             raise fields.error(f"{names[0]}={embed} must be a multiple of {names[1]}={heads}{more}.")
         width = embed // heads
-    return Shape(
+    return DecoderSizes(
         vocab_size=ask(fields.integer, "vocab_size"),
         embed_dim=embed,
         num_layers=ask(fields.layers, "num_hidden_layers"),
@@ -210,7 +210,7 @@ LAYER_TYPES = {Causal: "full_attention", SlidingWindow: "sliding_attention", Chu
 
 
 def read_cycle_masks(fields: Fields, layers: int, period: int, *, window: int = 4096) -> tuple[Mask, ...]:
-    """The masks of `Shape.cycle_masks`, unless `layer_types` differs; `window` is the default of their size."""
+    """The masks of `DecoderSizes.cycle_masks`, unless `layer_types` differs; `window` is the default of their size."""
     size = fields.integer("sliding_window", window, null=None)
     return read_masks(fields, size, [(index + 1) % period != 0 for index in range(layers)])
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import ENDS, GATED_MLP, PRE_NORMS, Shape, gated_mlp, read_shape, write_outer
+from eqx_decoders.families.common import ENDS, GATED_MLP, PRE_NORMS, DecoderSizes, gated_mlp, read_shape, write_outer
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Weight
 from eqx_decoders.families.rope_config import read_rope, write_rope
@@ -16,7 +16,7 @@ from eqx_decoders.model.decoder import DecoderConfig
 
 
 def deepseek(
-    shape: Shape,
+    shape: DecoderSizes,
     *,
     router: RouterConfig,
     num_experts: int,

@@ -3,7 +3,7 @@
 from typing import Any
 
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import Shape
+from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.deepseek import MLP, WEIGHTS, deepseek, read_deepseek, write_deepseek
 from eqx_decoders.families.hf_table import Family
@@ -48,10 +48,10 @@ FAMILY = Family(
 )
 
 _ROPE = YarnRope(factor=40.0, original_length=4096, mscale=0.707, mscale_all_dim=0.707, pairing="interleaved")
-_LITE = Shape(
+_LITE = DecoderSizes(
     vocab_size=102_400, embed_dim=2048, num_layers=27, num_heads=16, num_kv_heads=16, head_dim=192, mlp_dim=10_944
 )
-_FULL = Shape(
+_FULL = DecoderSizes(
     vocab_size=102_400, embed_dim=5120, num_layers=60, num_heads=128, num_kv_heads=128, head_dim=192, mlp_dim=12_288
 )
 _COMMON: dict[str, Any] = dict(num_experts_per_token=6, num_shared=2, num_dense_layers=1, rope=_ROPE)

@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import Shape
+from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.deepseek import MLP, WEIGHTS, deepseek, read_deepseek, write_deepseek
 from eqx_decoders.families.hf_table import Family, Weight
@@ -86,7 +86,7 @@ FAMILY = Family(
 
 
 def _published(*, vocab_size: int, num_heads: int, **options: Any) -> DecoderConfig:
-    shape = Shape(
+    shape = DecoderSizes(
         vocab_size=vocab_size, embed_dim=7168, num_layers=61, num_heads=num_heads, num_kv_heads=num_heads,
         head_dim=192, mlp_dim=18_432,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 import functools
 
-from eqx_decoders.families.common import Shape, llama_weights, read_shape, write_shape
+from eqx_decoders.families.common import DecoderSizes, llama_weights, read_shape, write_shape
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
@@ -11,7 +11,7 @@ from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder import DecoderConfig
 
 
-def gemma(shape: Shape, *, rope: Rope = Rope()) -> DecoderConfig:
+def gemma(shape: DecoderSizes, *, rope: Rope = Rope()) -> DecoderConfig:
     """A decoder of Gemma blocks."""
     norm = RMSNormConfig(eps=shape.eps, offset=1.0)
     block = shape.block(shape.attention(rope=rope), norm=norm)
@@ -35,7 +35,7 @@ FAMILY = Family(
     ignored_keys={"hidden_activation": "transformers reads hidden_act"},
 )
 
-_shape = functools.partial(Shape, vocab_size=256_128, head_dim=256, tied=True, activation="gelu_tanh")
+_shape = functools.partial(DecoderSizes, vocab_size=256_128, head_dim=256, tied=True, activation="gelu_tanh")
 
 MODELS = {
     "gemma-2b": lambda: gemma(_shape(embed_dim=2048, num_layers=18, num_heads=8, num_kv_heads=1, mlp_dim=16_384)),

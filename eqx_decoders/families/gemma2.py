@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from eqx_decoders.families.common import (
-    Shape,
+    DecoderSizes,
     attentions,
     llama_weights,
     read_cycle_masks,
@@ -23,7 +23,7 @@ from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder import DecoderConfig
 
 
-def gemma_decoder(shape: Shape, mixers: Iterable[AttentionConfig], logit_cap: float | None) -> DecoderConfig:
+def gemma_decoder(shape: DecoderSizes, mixers: Iterable[AttentionConfig], logit_cap: float | None) -> DecoderConfig:
     """Norms around both layers of a block, their scales stored as w - 1; embeddings times the root of their width."""
     norm = RMSNormConfig(eps=shape.eps, offset=1.0)
     blocks = (shape.block(mixer, norm=norm, norms="sandwich") for mixer in mixers)
@@ -31,7 +31,7 @@ def gemma_decoder(shape: Shape, mixers: Iterable[AttentionConfig], logit_cap: fl
 
 
 def gemma2(
-    shape: Shape,
+    shape: DecoderSizes,
     *,
     masks: tuple[Mask, ...],
     query_scalar: int = 256,
@@ -47,7 +47,7 @@ def gemma2(
 _KEYS = {"hidden_act": "hidden_activation"}
 
 
-def read_gemma_shape(fields: Fields) -> Shape:
+def read_gemma_shape(fields: Fields) -> DecoderSizes:
     """Gemma 2's and 3's sizes."""
     return read_shape(fields, num_kv_heads=4, head_dim=256, tied=True, activation="gelu_pytorch_tanh", keys=_KEYS)
 
@@ -87,7 +87,7 @@ FAMILY = Family(
     ignored_keys=IGNORED_ACTIVATION_KEY,
 )
 
-_shape = functools.partial(Shape, vocab_size=256_128, tied=True, activation="gelu_tanh")
+_shape = functools.partial(DecoderSizes, vocab_size=256_128, tied=True, activation="gelu_tanh")
 _2B = _shape(embed_dim=2304, num_layers=26, num_heads=8, num_kv_heads=4, head_dim=256, mlp_dim=9216)
 _9B = _shape(embed_dim=3584, num_layers=42, num_heads=16, num_kv_heads=8, head_dim=256, mlp_dim=14_336)
 _27B = _shape(embed_dim=4608, num_layers=46, num_heads=32, num_kv_heads=16, head_dim=128, mlp_dim=36_864)

@@ -2,7 +2,7 @@
 
 import functools
 
-from eqx_decoders.families.common import Shape, llama_weights, read_cycle_masks
+from eqx_decoders.families.common import DecoderSizes, llama_weights, read_cycle_masks
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.gemma2 import IGNORED_ACTIVATION_KEY, gemma_decoder, read_gemma_shape, write_gemma
 from eqx_decoders.families.hf_table import Family
@@ -15,7 +15,7 @@ from eqx_decoders.model.decoder import DecoderConfig
 
 
 def gemma3(
-    shape: Shape,
+    shape: DecoderSizes,
     *,
     masks: tuple[Mask, ...],
     query_scalar: int = 256,
@@ -56,7 +56,7 @@ FAMILY = Family(
     ignored_keys=IGNORED_ACTIVATION_KEY | {"_sliding_window_pattern": "layer_types says it"},
 )
 
-_shape = functools.partial(Shape, vocab_size=262_144, tied=True, activation="gelu_tanh")
+_shape = functools.partial(DecoderSizes, vocab_size=262_144, tied=True, activation="gelu_tanh")
 _1B = _shape(embed_dim=1152, num_layers=26, num_heads=4, num_kv_heads=1, head_dim=256, mlp_dim=6912)
 _4B = _shape(embed_dim=2560, num_layers=34, num_heads=8, num_kv_heads=4, head_dim=256, mlp_dim=10_240)
 _12B = _shape(embed_dim=3840, num_layers=48, num_heads=16, num_kv_heads=8, head_dim=256, mlp_dim=15_360)

@@ -9,12 +9,12 @@ import re
 from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.blocks.branch import BranchConfig
+from eqx_decoders.blocks.branch import ExtraLayerConfig
 from eqx_decoders.blocks.residual.residual import Sequential
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families.common import (
     LAYER_TYPES,
-    Shape,
+    DecoderSizes,
     attentions,
     gated_mlp,
     llama_weights,
@@ -48,7 +48,7 @@ Heads = tuple[int, int]  # key and value heads, and the features of one
 
 
 def gemma4(
-    shape: Shape,
+    shape: DecoderSizes,
     *,
     masks: tuple[Mask, ...],
     heads: tuple[Heads, ...],
@@ -114,7 +114,7 @@ def gemma4(
             post_mixer_norm=shape.norm,
             pre_mlp_norm=shape.norm if experts is None else None,
             post_mlp_norm=shape.norm,
-            after=() if further is None else (BranchConfig(layer=further, post_norm=shape.norm),),
+            after=() if further is None else (ExtraLayerConfig(layer=further, post_norm=shape.norm),),
             wiring=Sequential(output_scale=True),
             publishes=types[layer] if layer in givers.values() else None,
         )
@@ -154,7 +154,7 @@ def _read(fields: Fields) -> DecoderConfig:
     )
 
 
-def _read_heads(fields: Fields, shape: Shape, masks: tuple[Mask, ...], shared_kv: bool) -> tuple[Heads, ...]:
+def _read_heads(fields: Fields, shape: DecoderSizes, masks: tuple[Mask, ...], shared_kv: bool) -> tuple[Heads, ...]:
     """By layer in `per_layer_config`; in older files `global_…` keys say what layers without a window have."""
     head_dim = fields.integer("global_head_dim", 512)
     kv_heads = fields.integer("num_global_key_value_heads", None)
@@ -191,13 +191,13 @@ def _read_experts(fields: Fields) -> dict[str, int] | None:
     return {name: fields.integer(key) for key, name in keys.items()}
 
 
-def _read_per_layer(fields: Fields, shape: Shape) -> PerLayerEmbeddingConfig | None:
+def _read_per_layer(fields: Fields, shape: DecoderSizes) -> PerLayerEmbeddingConfig | None:
     features = fields.integer("hidden_size_per_layer_input", 256, null=0, least=0)
     vocab_size = fields.integer("vocab_size_per_layer_input", 262_144, least=1 if features else 0)
     return _per_layer(shape, features, vocab_size) if features else None
 
 
-def _per_layer(shape: Shape, features: int = 256, vocab_size: int = 262_144) -> PerLayerEmbeddingConfig:
+def _per_layer(shape: DecoderSizes, features: int = 256, vocab_size: int = 262_144) -> PerLayerEmbeddingConfig:
     return PerLayerEmbeddingConfig(features=features, vocab_size=vocab_size, norm=shape.norm, init_std=shape.init_std)
 
 
@@ -302,14 +302,14 @@ FAMILY = Family(
     ignored_tensors=ignored_tensors,
 )
 
-_shape = functools.partial(Shape, vocab_size=262_144, tied=True, activation="gelu_tanh", head_dim=256)
+_shape = functools.partial(DecoderSizes, vocab_size=262_144, tied=True, activation="gelu_tanh", head_dim=256)
 _E2B = _shape(embed_dim=1536, num_layers=35, num_heads=8, num_kv_heads=1, mlp_dim=6144)
 _E4B = _shape(embed_dim=2560, num_layers=42, num_heads=8, num_kv_heads=2, mlp_dim=10_240)
 _26B = _shape(embed_dim=2816, num_layers=30, num_heads=16, num_kv_heads=8, mlp_dim=2112)
 _31B = _shape(embed_dim=5376, num_layers=60, num_heads=32, num_kv_heads=16, mlp_dim=21_504)
 
 
-def _published(shape: Shape, *, window: int, period: int, full_kv_heads: int, **options: Any) -> DecoderConfig:
+def _published(shape: DecoderSizes, *, window: int, period: int, full_kv_heads: int, **options: Any) -> DecoderConfig:
     masks = shape.cycle_masks(window, period)
     wide = (full_kv_heads, 512)
     heads = tuple(wide if isinstance(mask, Causal) else (shape.num_kv_heads, shape.head_dim) for mask in masks)

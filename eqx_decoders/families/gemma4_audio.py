@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.blocks.branch import BranchConfig
+from eqx_decoders.blocks.branch import ExtraLayerConfig
 from eqx_decoders.blocks.residual.residual import Sequential
 from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.encoders.frame_stem import FrameStemConfig
@@ -53,7 +53,7 @@ def gemma4_audio(
     """
     plain, norm = RMSNormConfig(eps=eps), RMSNormConfig(eps=_EPS, clip=clip)
     mlp = MLPConfig(mlp_dim=_MLP_SIZE * embed_dim, activation=activation, gated=False)
-    feed_forward = BranchConfig(layer=mlp, pre_norm=norm, post_norm=norm, scale=half)
+    feed_forward = ExtraLayerConfig(layer=mlp, pre_norm=norm, post_norm=norm, scale=half)
     convolution = LightConvolutionConfig(taps=taps, activation=activation, norm=RMSNormConfig(eps=eps, clip=clip))
     block = BlockConfig(
         before=(feed_forward,),
@@ -63,7 +63,7 @@ def gemma4_audio(
         mlp=None,
         pre_mixer_norm=norm,
         post_mixer_norm=norm,
-        after=(BranchConfig(layer=convolution, pre_norm=plain), feed_forward),
+        after=(ExtraLayerConfig(layer=convolution, pre_norm=plain), feed_forward),
         wiring=Sequential(output_norm=norm),
     )
     last = ProjectionConfig(dim=out_dim, norm=RMSNormConfig(eps=eps, scale=False))

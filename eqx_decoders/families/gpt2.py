@@ -5,7 +5,7 @@ from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.errors import ConversionError
-from eqx_decoders.families.common import Shape, attentions, norm_weights, read_shape, write_shape
+from eqx_decoders.families.common import DecoderSizes, attentions, norm_weights, read_shape, write_shape
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family, Weight
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
@@ -14,7 +14,7 @@ from eqx_decoders.model.decoder import DecoderConfig
 
 
 def gpt2(
-    shape: Shape, *, max_positions: int = 1024, scaled: bool = True, scaled_by_layer: bool = False
+    shape: DecoderSizes, *, max_positions: int = 1024, scaled: bool = True, scaled_by_layer: bool = False
 ) -> DecoderConfig:
     """A decoder of GPT-2 blocks; the table of positions has `max_positions` rows.
 
@@ -105,7 +105,7 @@ FAMILY = Family(
     },
 )
 
-_shape = functools.partial(Shape, vocab_size=50_257, head_dim=64, eps=1e-5, tied=True, activation="gelu_tanh")
+_shape = functools.partial(DecoderSizes, vocab_size=50_257, head_dim=64, eps=1e-5, tied=True, activation="gelu_tanh")
 
 MODELS = {
     "gpt2": lambda: gpt2(_shape(embed_dim=768, num_layers=12, num_heads=12, num_kv_heads=12, mlp_dim=3072)),

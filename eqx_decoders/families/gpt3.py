@@ -6,13 +6,13 @@ Unlike there, norms are computed in float32, the tied head is not rounded to bfl
 import dataclasses
 import functools
 
-from eqx_decoders.families.common import Shape
+from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.layers.norm import LayerNormConfig
 from eqx_decoders.model.decoder import DecoderConfig
 
 
-def gpt3(shape: Shape, *, max_positions: int = 16_384, dropout: float = 0.0) -> DecoderConfig:
+def gpt3(shape: DecoderSizes, *, max_positions: int = 16_384, dropout: float = 0.0) -> DecoderConfig:
     """A decoder of GPT-3 blocks: LayerNorm before attention and MLP, learned positions, biases everywhere.
 
     **Arguments:**
@@ -28,7 +28,7 @@ def gpt3(shape: Shape, *, max_positions: int = 16_384, dropout: float = 0.0) -> 
     return shape.decoder(block, norm, positions=positions, dropout=dropout)
 
 
-_shape = functools.partial(Shape, eps=1e-5, tied=True, activation="gelu_tanh")
+_shape = functools.partial(DecoderSizes, eps=1e-5, tied=True, activation="gelu_tanh")
 _52K = _shape(vocab_size=1024, embed_dim=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=8, mlp_dim=64)
 _6B = _shape(
     vocab_size=32_768, embed_dim=3072, num_layers=48, num_heads=12, num_kv_heads=12, head_dim=256, mlp_dim=12_288

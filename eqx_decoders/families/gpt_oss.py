@@ -5,7 +5,14 @@ import functools
 from typing import Any
 
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import Shape, llama_weights, read_cycle_masks, read_shape, write_masks, write_sizes
+from eqx_decoders.families.common import (
+    DecoderSizes,
+    llama_weights,
+    read_cycle_masks,
+    read_shape,
+    write_masks,
+    write_sizes,
+)
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family, Weight, sharing
 from eqx_decoders.families.rope_config import read_rope, write_rope
@@ -19,7 +26,7 @@ _ROPE = YarnRope(theta=150_000.0, factor=32.0, original_length=4096, truncate=Fa
 
 
 def gpt_oss(
-    shape: Shape,
+    shape: DecoderSizes,
     *,
     masks: tuple[Mask, ...],
     num_experts: int,
@@ -87,7 +94,7 @@ FAMILY = Family(
 )
 
 _shape = functools.partial(
-    Shape, vocab_size=201_088, embed_dim=2880, num_heads=64, num_kv_heads=8, head_dim=64, mlp_dim=2880, eps=1e-5,
+    DecoderSizes, vocab_size=201_088, embed_dim=2880, num_heads=64, num_kv_heads=8, head_dim=64, mlp_dim=2880, eps=1e-5,
     attention_bias=True,
 )  # fmt: skip
 _20B, _120B = _shape(num_layers=24), _shape(num_layers=36)

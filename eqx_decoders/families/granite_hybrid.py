@@ -11,7 +11,7 @@ from eqx_decoders.families import moe
 from eqx_decoders.families.common import (
     ENDS,
     PRE_NORMS,
-    Shape,
+    DecoderSizes,
     first_mixer,
     read_hybrid_layers,
     read_shape,
@@ -32,7 +32,7 @@ from eqx_decoders.model.decoder import DecoderConfig
 
 
 def granite_hybrid(
-    shape: Shape,
+    shape: DecoderSizes,
     *,
     mamba: Mamba2Config | None,
     full: tuple[bool, ...],
@@ -54,7 +54,7 @@ def granite_hybrid(
     return shape.decoder(map(block, full), **scales)
 
 
-def granite_experts(shape: Shape, *, dim: int, shared_dim: int, **options: Any) -> ExpertsConfig:
+def granite_experts(shape: DecoderSizes, *, dim: int, shared_dim: int, **options: Any) -> ExpertsConfig:
     """Experts of width `dim`, a softmax over the chosen ones, and one of `shared_dim` that every token uses."""
     return shape.experts(mlp_dim=dim, shared=MLPConfig(mlp_dim=shared_dim, activation=shape.activation), **options)
 
@@ -90,7 +90,7 @@ def _read(fields: Fields) -> DecoderConfig:
     )
 
 
-def _read_mamba(fields: Fields, shape: Shape) -> Mamba2Config:
+def _read_mamba(fields: Fields, shape: DecoderSizes) -> Mamba2Config:
     heads, inner = fields.integer("mamba_n_heads", 128), fields.integer("mamba_expand", 2) * shape.embed_dim
     if fields.content.get("mamba_d_head") == "auto":
         fields.content["mamba_d_head"] = None
@@ -206,11 +206,11 @@ FAMILY = Family(
     },
 )
 
-_shape = functools.partial(Shape, vocab_size=100_352, num_layers=40, eps=1e-5, tied=True, init_std=0.1)
+_shape = functools.partial(DecoderSizes, vocab_size=100_352, num_layers=40, eps=1e-5, tied=True, init_std=0.1)
 _FULL = tuple(index % 10 == 5 for index in range(40))
 
 
-def _published(shape: Shape, mamba_heads: int, logit_divisor: float, experts: ExpertsConfig | None = None):
+def _published(shape: DecoderSizes, mamba_heads: int, logit_divisor: float, experts: ExpertsConfig | None = None):
     mamba = Mamba2Config(num_heads=mamba_heads, value_dim=64, num_groups=1, key_dim=128, eps=shape.eps)
     return granite_hybrid(
         shape, mamba=mamba, full=_FULL, mlp=experts or shape.mlp(), query_scale=1 / shape.head_dim,

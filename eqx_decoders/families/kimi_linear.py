@@ -10,7 +10,7 @@ from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import (
     NO_BIAS,
-    Shape,
+    DecoderSizes,
     first_mixer,
     gated_mlp,
     read_hybrid_layers,
@@ -31,7 +31,7 @@ from eqx_decoders.model.decoder import DecoderConfig
 
 
 def kimi_linear(
-    shape: Shape,
+    shape: DecoderSizes,
     *,
     delta: KimiDeltaAttentionConfig | None,
     full: tuple[bool, ...],
@@ -63,7 +63,7 @@ def kimi_linear(
     return shape.decoder(map(block, full, dense))
 
 
-def kimi_experts(shape: Shape, *, dim: int, num_shared: int, scaling_factor: float, groups: int = 1,
+def kimi_experts(shape: DecoderSizes, *, dim: int, num_shared: int, scaling_factor: float, groups: int = 1,
                  groups_per_token: int = 1, renormalize: bool = True, **options: Any) -> ExpertsConfig:  # fmt: skip
     """DeepSeek-V3's experts of width `dim`."""
     return shape.experts(
@@ -121,7 +121,7 @@ def _read(fields: Fields) -> DecoderConfig:
     return moe.need_experts(fields, config)
 
 
-def _read_delta(fields: Fields, shape: Shape) -> tuple[tuple[bool, ...], KimiDeltaAttentionConfig]:
+def _read_delta(fields: Fields, shape: DecoderSizes) -> tuple[tuple[bool, ...], KimiDeltaAttentionConfig]:
     """Which layers have latent attention, and what the others have; published files nest it, newer ones don't."""
     table = fields.table("linear_attn_config") or Fields({}, fields.where)
 
@@ -259,7 +259,7 @@ FAMILY = Family(
 
 
 def _48b() -> DecoderConfig:
-    shape = Shape(
+    shape = DecoderSizes(
         vocab_size=163_840, embed_dim=2304, num_layers=27, num_heads=32, num_kv_heads=32, head_dim=192, mlp_dim=9216,
         eps=1e-5,
     )  # fmt: skip

@@ -6,7 +6,7 @@ RMSNorm before attention and gated MLP, rotary embedding, grouped-query attentio
 import functools
 from typing import Any
 
-from eqx_decoders.families.common import Shape, llama_weights, read_shape, write_shape
+from eqx_decoders.families.common import DecoderSizes, llama_weights, read_shape, write_shape
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
@@ -17,7 +17,7 @@ from eqx_decoders.layers.rope import Llama3Rope, Rope
 from eqx_decoders.model.decoder import DecoderConfig
 
 
-def llama(shape: Shape, *, rope: Rope = Rope(), mlp_bias: bool = False) -> DecoderConfig:
+def llama(shape: DecoderSizes, *, rope: Rope = Rope(), mlp_bias: bool = False) -> DecoderConfig:
     """A decoder of Llama blocks."""
     return shape.decoder(shape.block(shape.attention(rope=rope), shape.mlp(bias=mlp_bias)))
 
@@ -40,7 +40,7 @@ FAMILY = Family(
     ignored_keys=dict.fromkeys(("use_sliding_window", "max_window_layers"), "nothing without sliding_window"),
 )
 
-_TINY = Shape(
+_TINY = DecoderSizes(
     vocab_size=4096, embed_dim=256, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=64, mlp_dim=704, eps=1e-5,
     tied=True,
 )  # fmt: skip
@@ -64,8 +64,8 @@ def _tiny_moe() -> DecoderConfig:
     return _TINY.decoder(_TINY.block(_TINY.attention(), experts))
 
 
-_llama2 = functools.partial(Shape, vocab_size=32_000, head_dim=128, eps=1e-5)
-_llama3 = functools.partial(Shape, vocab_size=128_256, num_kv_heads=8, eps=1e-5)
+_llama2 = functools.partial(DecoderSizes, vocab_size=32_000, head_dim=128, eps=1e-5)
+_llama3 = functools.partial(DecoderSizes, vocab_size=128_256, num_kv_heads=8, eps=1e-5)
 _8B = _llama3(embed_dim=4096, num_layers=32, num_heads=32, head_dim=128, mlp_dim=14_336)
 _70B = _llama3(embed_dim=8192, num_layers=80, num_heads=64, head_dim=128, mlp_dim=28_672)
 _405B = _llama3(embed_dim=16_384, num_layers=126, num_heads=128, head_dim=128, mlp_dim=53_248)

@@ -7,7 +7,7 @@ from typing import Any
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.families import moe
 from eqx_decoders.families.common import (
-    Shape,
+    DecoderSizes,
     attentions,
     gated_mlp,
     llama_weights,
@@ -32,7 +32,7 @@ _LOCAL = (Chunked, "attention_chunk_size")
 
 
 def llama4(
-    shape: Shape,
+    shape: DecoderSizes,
     *,
     num_experts: int,
     num_experts_per_token: int = 1,
@@ -126,7 +126,7 @@ FAMILY = Family(
     | dict.fromkeys(("interleave_moe_layer_step", "no_rope_layer_interval"), "the lists say it"),
 )
 
-_SHAPE = Shape(
+_SHAPE = DecoderSizes(
     vocab_size=202_048, embed_dim=5120, num_layers=48, num_heads=40, num_kv_heads=8, head_dim=128, mlp_dim=8192,
     eps=1e-5,
 )  # fmt: skip

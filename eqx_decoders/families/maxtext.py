@@ -7,10 +7,10 @@ import dataclasses
 from typing import Any
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.blocks.branch import BranchConfig
+from eqx_decoders.blocks.branch import ExtraLayerConfig
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
-from eqx_decoders.blocks.residual.residual import Chained, Parallel, Plain
-from eqx_decoders.families.common import Shape, attentions
+from eqx_decoders.blocks.residual.residual import Chained, NoResidual, Parallel
+from eqx_decoders.families.common import DecoderSizes, attentions
 from eqx_decoders.families.deepseek import deepseek
 from eqx_decoders.families.deepseek_v3 import v3_router
 from eqx_decoders.families.deepseek_v32 import with_indexer
@@ -22,13 +22,13 @@ from eqx_decoders.layers.rope import Rope, YarnRope
 from eqx_decoders.model.decoder import DecoderConfig
 
 
-BASE = Shape(
+BASE = DecoderSizes(
     vocab_size=32_000, embed_dim=2048, num_layers=16, num_heads=16, num_kv_heads=16, head_dim=128, mlp_dim=7168,
     eps=1e-5,
 )  # fmt: skip
 
 
-def default(shape: Shape = BASE, *, rope: Rope = Rope(), dropout: float = 0.0) -> DecoderConfig:
+def default(shape: DecoderSizes = BASE, *, rope: Rope = Rope(), dropout: float = 0.0) -> DecoderConfig:
     """`x + dropout(attention(n) + mlp(n))`, `n = RMSNorm(x)`: parallel branches behind one norm, like PaLM's."""
     block = BlockConfig(
         mixer=shape.attention(rope=rope),
@@ -40,18 +40,18 @@ def default(shape: Shape = BASE, *, rope: Rope = Rope(), dropout: float = 0.0) -
     return shape.decoder(block, dropout=dropout)
 
 
-def simple(shape: Shape = BASE) -> DecoderConfig:
+def simple(shape: DecoderSizes = BASE) -> DecoderConfig:
     """`W x`: one matrix a layer, without norm or residual connection."""
-    return shape.decoder(BlockConfig(mixer=None, mlp=LinearConfig(), wiring=Plain()))
+    return shape.decoder(BlockConfig(mixer=None, mlp=LinearConfig(), wiring=NoResidual()))
 
 
-def simple_mlp(shape: Shape = BASE) -> DecoderConfig:
+def simple_mlp(shape: DecoderSizes = BASE) -> DecoderConfig:
     """`W2 (W1 x)`: an MLP without activation, norm or residual connection."""
     mlp = MLPConfig(mlp_dim=shape.mlp_dim, activation="identity", gated=False)
-    return shape.decoder(BlockConfig(mixer=None, mlp=mlp, wiring=Plain()))
+    return shape.decoder(BlockConfig(mixer=None, mlp=mlp, wiring=NoResidual()))
 
 
-def qwen3_custom_moe(shape: Shape, *, latent_dim: int, **options: Any) -> DecoderConfig:
+def qwen3_custom_moe(shape: DecoderSizes, *, latent_dim: int, **options: Any) -> DecoderConfig:
     """Qwen3 with experts, whose attention writes `latent_dim` features, which alone experts and router see.
 
     `x += up(experts(norm(attention(norm(x)))))`: one residual connection around both layers. It has no Hugging Face
@@ -74,7 +74,7 @@ def deepseek_custom(
 
     def block(index: int, block: BlockConfig) -> BlockConfig:
         here = EngramConfig(layer=index, **{**sizes, **engram}) if index in engram_layers else None
-        before = () if here is None else (BranchConfig(layer=here, pre_norm=block.pre_mixer_norm),)
+        before = () if here is None else (ExtraLayerConfig(layer=here, pre_norm=block.pre_mixer_norm),)
         return dataclasses.replace(block, wiring=HyperConnections(streams=streams), before=before)
 
     return dataclasses.replace(plain, blocks=tuple(block(*each) for each in enumerate(plain.blocks)))
@@ -82,7 +82,7 @@ def deepseek_custom(
 
 def _deepseek() -> DecoderConfig:
     """DeepSeek-V3.2 in small: latent attention to the keys that an indexer chooses, and experts."""
-    shape = Shape(
+    shape = DecoderSizes(
         vocab_size=129_280, embed_dim=1024, num_layers=6, num_heads=16, num_kv_heads=16, head_dim=48, mlp_dim=2048
     )
     rope = YarnRope(factor=1.0, original_length=4096, mscale=1.0, mscale_all_dim=1.0, pairing="interleaved")
@@ -93,7 +93,7 @@ def _deepseek() -> DecoderConfig:
     return with_indexer(plain, IndexerConfig(num_heads=16, head_dim=64, top_k=256))
 
 
-_QWEN3 = Shape(
+_QWEN3 = DecoderSizes(
     vocab_size=151_936, embed_dim=2048, num_layers=48, num_heads=16, num_kv_heads=2, head_dim=256, mlp_dim=2048
 )
 

@@ -2,7 +2,15 @@
 
 from typing import Any
 
-from eqx_decoders.families.common import NO_BIAS, Shape, find_window, llama_weights, read_masks, read_shape, write_shape
+from eqx_decoders.families.common import (
+    NO_BIAS,
+    DecoderSizes,
+    find_window,
+    llama_weights,
+    read_masks,
+    read_shape,
+    write_shape,
+)
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
@@ -11,7 +19,7 @@ from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder import DecoderConfig
 
 
-def mistral(shape: Shape, *, rope: Rope, mask: Mask = Causal()) -> DecoderConfig:
+def mistral(shape: DecoderSizes, *, rope: Rope, mask: Mask = Causal()) -> DecoderConfig:
     """A decoder of Mistral blocks, all with the same mask."""
     return shape.decoder(shape.block(shape.attention(rope=rope, mask=mask)))
 
@@ -41,7 +49,7 @@ FAMILY = Family(
     ),
 )
 
-_SHAPE = Shape(
+_SHAPE = DecoderSizes(
     vocab_size=32_000, embed_dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=14_336,
     eps=1e-5,
 )  # fmt: skip

@@ -11,7 +11,7 @@ from eqx_decoders.encoders.media_config import MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import PatchStemConfig
 from eqx_decoders.families import mistral
-from eqx_decoders.families.common import Shape, gated_mlp
+from eqx_decoders.families.common import DecoderSizes, gated_mlp
 from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, activation_name
 from eqx_decoders.families.hf_table import Weight
 from eqx_decoders.families.multimodal import attention, encoder_layer, finish, linear, multimodal, norm
@@ -164,7 +164,7 @@ FAMILY = multimodal(
 
 
 def _small_31() -> DecoderConfig:
-    shape = Shape(
+    shape = DecoderSizes(
         vocab_size=131_072, embed_dim=5120, num_layers=40, num_heads=32, num_kv_heads=8, head_dim=128, mlp_dim=32_768,
         eps=1e-5,
     )  # fmt: skip

@@ -4,7 +4,7 @@ import functools
 from typing import Any
 
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import NO_BIAS, Shape, find_window, llama_weights, read_shape, write_sizes
+from eqx_decoders.families.common import NO_BIAS, DecoderSizes, find_window, llama_weights, read_shape, write_sizes
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
@@ -14,7 +14,7 @@ from eqx_decoders.model.decoder import DecoderConfig
 
 
 def mixtral(
-    shape: Shape,
+    shape: DecoderSizes,
     *,
     num_experts: int = 8,
     num_experts_per_token: int = 2,
@@ -54,7 +54,7 @@ FAMILY = Family(
     ignored_keys=moe.IGNORED_ROUTER_KEYS,
 )
 
-_shape = functools.partial(Shape, num_kv_heads=8, head_dim=128, eps=1e-5)
+_shape = functools.partial(DecoderSizes, num_kv_heads=8, head_dim=128, eps=1e-5)
 
 MODELS = {
     "mixtral-8x7b": lambda: mixtral(

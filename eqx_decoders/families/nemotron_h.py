@@ -9,7 +9,7 @@ from typing import Any
 from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import NO_BIAS, Shape, first_mixer, read_shape, self_attention, write_sizes
+from eqx_decoders.families.common import NO_BIAS, DecoderSizes, first_mixer, read_shape, self_attention, write_sizes
 from eqx_decoders.families.config_reader import Fields, activation_name
 from eqx_decoders.families.deepseek_v3 import v3_router
 from eqx_decoders.families.hf_table import Family, Weight, sharing
@@ -25,7 +25,7 @@ _LEGACY = {"mamba": "linear_attention", "attention": "full_attention"}
 
 
 def nemotron_h(
-    shape: Shape, pattern: str, *, mamba: Mamba2Config | None, experts: ExpertsConfig | None = None
+    shape: DecoderSizes, pattern: str, *, mamba: Mamba2Config | None, experts: ExpertsConfig | None = None
 ) -> DecoderConfig:
     """A decoder of layers with one branch each: M(amba), * (attention), - (an MLP) or E(xperts)."""
     norm, mixers = shape.norm, {"M": mamba, "*": shape.attention(rope=None)}
@@ -41,8 +41,8 @@ def nemotron_h(
 
 
 def nemotron_experts(
-    shape: Shape, *, dim: int, shared_dim: int, scaling_factor: float, groups: int = 1, groups_per_token: int = 1,
-    renormalize: bool = True, **options: Any,
+    shape: DecoderSizes, *, dim: int, shared_dim: int, scaling_factor: float, groups: int = 1,
+    groups_per_token: int = 1, renormalize: bool = True, **options: Any,
 ) -> ExpertsConfig:  # fmt: skip
     """Experts of width `dim` without gates, and one of `shared_dim` that every token uses."""
     router = v3_router(
@@ -251,11 +251,11 @@ FAMILY = Family(
 )
 
 _shape = functools.partial(
-    Shape, vocab_size=131_072, num_kv_heads=8, head_dim=128, activation="relu2", eps=1e-5
+    DecoderSizes, vocab_size=131_072, num_kv_heads=8, head_dim=128, activation="relu2", eps=1e-5
 )  # fmt: skip
 
 
-def _published(shape: Shape, pattern: str, heads: int, value_dim: int = 64, key_dim: int = 128, **experts: Any):
+def _published(shape: DecoderSizes, pattern: str, heads: int, value_dim: int = 64, key_dim: int = 128, **experts: Any):
     mamba = Mamba2Config(
         num_heads=heads, value_dim=value_dim, num_groups=8, key_dim=key_dim, dt_min=0.001, eps=shape.eps
     )
@@ -272,7 +272,7 @@ _NANO_30B = "MEMEM*E" + "MEMEM*E" * 4 + "MEMEMEM*EMEMEMEME"
 _SUPER = "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
 
 
-def _sized(pattern: str, **sizes: Any) -> Shape:
+def _sized(pattern: str, **sizes: Any) -> DecoderSizes:
     return _shape(num_layers=len(pattern), **sizes)
 
 

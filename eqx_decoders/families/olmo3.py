@@ -3,7 +3,14 @@
 import functools
 
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.families.common import Shape, llama_weights, read_cycle_masks, read_shape, write_masks, write_shape
+from eqx_decoders.families.common import (
+    DecoderSizes,
+    llama_weights,
+    read_cycle_masks,
+    read_shape,
+    write_masks,
+    write_shape,
+)
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_ropes, write_ropes
@@ -17,7 +24,7 @@ _THETA = 500_000.0
 
 
 def olmo3(
-    shape: Shape,
+    shape: DecoderSizes,
     *,
     masks: tuple[Mask, ...],
     rope: Rope = Rope(theta=_THETA),
@@ -53,7 +60,7 @@ FAMILY = Family(
     weights=llama_weights(norms="post"),
 )
 
-_shape = functools.partial(Shape, vocab_size=100_278, head_dim=128)
+_shape = functools.partial(DecoderSizes, vocab_size=100_278, head_dim=128)
 _7B = _shape(embed_dim=4096, num_layers=32, num_heads=32, num_kv_heads=32, mlp_dim=11_008)
 _32B = _shape(embed_dim=5120, num_layers=64, num_heads=40, num_kv_heads=8, mlp_dim=27_648)
 _LONG = YarnRope(theta=_THETA, factor=8.0, original_length=8192)

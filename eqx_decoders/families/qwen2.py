@@ -3,7 +3,15 @@
 import functools
 from typing import Any
 
-from eqx_decoders.families.common import NO_BIAS, Shape, llama_weights, read_masks, read_shape, write_masks, write_shape
+from eqx_decoders.families.common import (
+    NO_BIAS,
+    DecoderSizes,
+    llama_weights,
+    read_masks,
+    read_shape,
+    write_masks,
+    write_shape,
+)
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
@@ -12,7 +20,7 @@ from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder import DecoderConfig
 
 
-def qwen2(shape: Shape, *, rope: Rope = Rope(theta=1e6), masks: tuple[Mask, ...] = ()) -> DecoderConfig:
+def qwen2(shape: DecoderSizes, *, rope: Rope = Rope(theta=1e6), masks: tuple[Mask, ...] = ()) -> DecoderConfig:
     """A decoder of Qwen2 blocks; `masks` has one for each layer, or is empty: all are causal."""
     masks = masks or (Causal(),) * shape.num_layers
     return shape.decoder(shape.block(shape.attention(mask=mask, rope=rope, qkv_bias=True)) for mask in masks)
@@ -53,8 +61,8 @@ FAMILY = Family(
     ignored_keys=IGNORED_WINDOW_KEYS | dict.fromkeys(("attention_bias", "qkv_bias"), "the biases are always there"),
 )
 # The smaller ones have a smaller vocabulary and tie their tables.
-_tied = functools.partial(Shape, vocab_size=151_936, num_kv_heads=2, tied=True)
-_shape = functools.partial(Shape, vocab_size=152_064, head_dim=128)
+_tied = functools.partial(DecoderSizes, vocab_size=151_936, num_kv_heads=2, tied=True)
+_shape = functools.partial(DecoderSizes, vocab_size=152_064, head_dim=128)
 
 MODELS = {
     "qwen2.5-0.5b": lambda: qwen2(_tied(embed_dim=896, num_layers=24, num_heads=14, head_dim=64, mlp_dim=4864)),

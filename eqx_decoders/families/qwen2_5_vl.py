@@ -12,7 +12,7 @@ from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.encoders.stem import PatchStemConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import qwen2
-from eqx_decoders.families.common import NO_BIAS, Shape, gated_mlp, read_shape, write_shape
+from eqx_decoders.families.common import NO_BIAS, DecoderSizes, gated_mlp, read_shape, write_shape
 from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, activation_name
 from eqx_decoders.families.multimodal import encoder_layer, finish, multimodal
 from eqx_decoders.families.qwen2 import read_late_windows, write_late_windows
@@ -211,7 +211,7 @@ FAMILY = multimodal(
 )  # fmt: skip
 
 
-def _model(shape: Shape, mlp_dim: int) -> DecoderConfig:
+def _model(shape: DecoderSizes, mlp_dim: int) -> DecoderConfig:
     media = MediaConfig(
         vision=windowed_vision(embed_dim=1280, layers=32, heads=16, mlp_dim=mlp_dim, out_dim=shape.embed_dim),
         image_token=IMAGE,
@@ -222,7 +222,7 @@ def _model(shape: Shape, mlp_dim: int) -> DecoderConfig:
     return with_media(qwen2.qwen2(shape, rope=rope), media)
 
 
-_shape = functools.partial(Shape, vocab_size=152_064, head_dim=128)
+_shape = functools.partial(DecoderSizes, vocab_size=152_064, head_dim=128)
 _3B = _shape(vocab_size=151_936, embed_dim=2048, num_layers=36, num_heads=16, num_kv_heads=2, mlp_dim=11_008, tied=True)
 _7B = _shape(embed_dim=3584, num_layers=28, num_heads=28, num_kv_heads=4, mlp_dim=18_944)
 _32B = _shape(embed_dim=5120, num_layers=64, num_heads=40, num_kv_heads=8, mlp_dim=27_648)

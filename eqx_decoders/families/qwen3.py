@@ -2,7 +2,7 @@
 
 import functools
 
-from eqx_decoders.families.common import Shape, llama_weights, read_shape, write_shape
+from eqx_decoders.families.common import DecoderSizes, llama_weights, read_shape, write_shape
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.qwen2 import IGNORED_WINDOW_KEYS, read_late_windows, write_late_windows
@@ -13,7 +13,7 @@ from eqx_decoders.layers.rope import Rope
 from eqx_decoders.model.decoder import DecoderConfig
 
 
-def qwen3(shape: Shape, *, rope: Rope = Rope(theta=1e6), masks: tuple[Mask, ...] = ()) -> DecoderConfig:
+def qwen3(shape: DecoderSizes, *, rope: Rope = Rope(theta=1e6), masks: tuple[Mask, ...] = ()) -> DecoderConfig:
     """A decoder of Qwen3 blocks; `masks` has one for each layer, or is empty: all are causal."""
     masks, qk_norm = masks or (Causal(),) * shape.num_layers, QKNorm(norm=shape.norm)
     return shape.decoder(shape.block(shape.attention(mask=mask, rope=rope, qk_norm=qk_norm)) for mask in masks)
@@ -33,7 +33,7 @@ FAMILY = Family(
     ignored_keys=IGNORED_WINDOW_KEYS,
 )
 
-_shape = functools.partial(Shape, vocab_size=151_936, num_kv_heads=8, head_dim=128)
+_shape = functools.partial(DecoderSizes, vocab_size=151_936, num_kv_heads=8, head_dim=128)
 _0_6B = _shape(embed_dim=1024, num_layers=28, num_heads=16, mlp_dim=3072, tied=True)
 _1_7B = _shape(embed_dim=2048, num_layers=28, num_heads=16, mlp_dim=6144, tied=True)
 _4B = _shape(embed_dim=2560, num_layers=36, num_heads=32, mlp_dim=9728, tied=True)

@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from eqx_decoders.families.common import ENDS, GATED_MLP, NO_BIAS, Shape, read_shape, write_shape
+from eqx_decoders.families.common import ENDS, GATED_MLP, NO_BIAS, DecoderSizes, read_shape, write_shape
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family, Weight, sharing
 from eqx_decoders.families.qwen3_next import (
@@ -37,7 +37,7 @@ IGNORED_KEYS = {"mamba_ssm_dtype": "states are in float32"}
 
 
 def qwen3_5(
-    shape: Shape,
+    shape: DecoderSizes,
     *,
     delta: GatedDeltaNetConfig,
     mlp: MLPConfig | ExpertsConfig,
@@ -49,7 +49,7 @@ def qwen3_5(
     return qwen3_next(shape, delta=delta, full=full, mlps=(mlp,) * shape.num_layers, rope=rope)
 
 
-def read_qwen3_5(fields: Fields, shape: Shape, mlp: MLPConfig | ExpertsConfig) -> DecoderConfig:
+def read_qwen3_5(fields: Fields, shape: DecoderSizes, mlp: MLPConfig | ExpertsConfig) -> DecoderConfig:
     """The configuration with this MLP."""
     fields.allow_only("attn_output_gate", True)
     fields.allow_only("output_gate_type", "swish")
@@ -91,10 +91,10 @@ FAMILY = Family(
     with_depth=with_depth,
 )
 
-_shape = functools.partial(Shape, vocab_size=248_320, head_dim=256)
+_shape = functools.partial(DecoderSizes, vocab_size=248_320, head_dim=256)
 
 
-def _dense(shape: Shape, heads: int) -> DecoderConfig:
+def _dense(shape: DecoderSizes, heads: int) -> DecoderConfig:
     return qwen3_5(shape, delta=delta_net(shape, heads=heads), mlp=shape.mlp())
 
 

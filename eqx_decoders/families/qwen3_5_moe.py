@@ -4,7 +4,7 @@ import functools
 from typing import Any
 
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import ENDS, NO_BIAS, Shape, read_shape
+from eqx_decoders.families.common import ENDS, NO_BIAS, DecoderSizes, read_shape
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.qwen3_5 import IGNORED_KEYS, WEIGHTS, qwen3_5, read_qwen3_5, write_qwen3_5
@@ -44,10 +44,10 @@ FAMILY = Family(
     with_depth=with_depth,
 )
 
-_shape = functools.partial(Shape, vocab_size=248_320, num_kv_heads=2, head_dim=256)
+_shape = functools.partial(DecoderSizes, vocab_size=248_320, num_kv_heads=2, head_dim=256)
 
 
-def _sparse(shape: Shape, heads: int, **experts: Any) -> DecoderConfig:
+def _sparse(shape: DecoderSizes, heads: int, **experts: Any) -> DecoderConfig:
     own = qwen_experts(shape, dim=shape.mlp_dim, shared_dim=shape.mlp_dim, **experts)
     return qwen3_5(shape, delta=delta_net(shape, heads=heads), mlp=own)
 

@@ -4,7 +4,7 @@ import functools
 from typing import Any
 
 from eqx_decoders.families import moe
-from eqx_decoders.families.common import GATED_MLP, Shape, find_window, llama_weights, read_shape, write_sizes
+from eqx_decoders.families.common import GATED_MLP, DecoderSizes, find_window, llama_weights, read_shape, write_sizes
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Family
 from eqx_decoders.families.rope_config import read_rope, write_rope
@@ -16,7 +16,7 @@ from eqx_decoders.model.decoder import DecoderConfig
 
 
 def qwen3_moe(
-    shape: Shape,
+    shape: DecoderSizes,
     *,
     expert_dim: int,
     num_experts: int = 128,
@@ -87,7 +87,7 @@ FAMILY = Family(
     ignored_keys=moe.IGNORED_ROUTER_KEYS,
 )
 
-_shape = functools.partial(Shape, vocab_size=151_936, head_dim=128)
+_shape = functools.partial(DecoderSizes, vocab_size=151_936, head_dim=128)
 _30B = _shape(embed_dim=2048, num_layers=48, num_heads=32, num_kv_heads=4, mlp_dim=768)
 _235B = _shape(embed_dim=4096, num_layers=94, num_heads=64, num_kv_heads=4, mlp_dim=1536)
 _480B = _shape(embed_dim=6144, num_layers=62, num_heads=96, num_kv_heads=8, mlp_dim=2560)

@@ -13,7 +13,7 @@ from eqx_decoders.families.common import (
     GATED_MLP,
     NO_BIAS,
     PRE_NORMS,
-    Shape,
+    DecoderSizes,
     first_mixer,
     gated_mlp,
     read_hybrid_layers,
@@ -40,7 +40,7 @@ ROPE = Rope(theta=1e7, fraction=0.25)
 
 
 def qwen3_next(
-    shape: Shape,
+    shape: DecoderSizes,
     *,
     delta: GatedDeltaNetConfig,
     full: tuple[bool, ...],
@@ -62,7 +62,9 @@ def every_fourth(layers: int) -> tuple[bool, ...]:
     return tuple((index + 1) % 4 == 0 for index in range(layers))
 
 
-def qwen_experts(shape: Shape, *, dim: int, shared_dim: int, renormalize: bool = True, **options: Any) -> ExpertsConfig:
+def qwen_experts(
+    shape: DecoderSizes, *, dim: int, shared_dim: int, renormalize: bool = True, **options: Any
+) -> ExpertsConfig:
     """Experts of width `dim`, and one of `shared_dim` whose part a gate decides token by token."""
     return shape.experts(
         mlp_dim=dim,
@@ -73,7 +75,7 @@ def qwen_experts(shape: Shape, *, dim: int, shared_dim: int, renormalize: bool =
     )
 
 
-def delta_net(shape: Shape, *, key_heads: int = 16, heads: int = 32, key_dim: int = 128, value_dim: int = 128,
+def delta_net(shape: DecoderSizes, *, key_heads: int = 16, heads: int = 32, key_dim: int = 128, value_dim: int = 128,
               taps: int = 4) -> GatedDeltaNetConfig:  # fmt: skip
     """The gated delta net of a Qwen."""
     return GatedDeltaNetConfig(
@@ -107,7 +109,7 @@ def write_depth(config: DecoderConfig, key: str) -> dict[str, Any]:
     return {key: 0 if config.mtp is None else config.mtp.num_depths}
 
 
-def read_hybrid(fields: Fields, shape: Shape) -> tuple[GatedDeltaNetConfig, tuple[bool, ...]]:
+def read_hybrid(fields: Fields, shape: DecoderSizes) -> tuple[GatedDeltaNetConfig, tuple[bool, ...]]:
     """The gated delta net, and which layers have attention in its place."""
     fields.allow_only("attention_bias", False)
     fields.allow_only("hidden_act", "silu")
@@ -140,7 +142,7 @@ def write_hybrid(config: DecoderConfig) -> dict[str, Any]:
     return write_sizes(config, NO_BIAS) | sizes | layers | write_rope(config, partial=True)
 
 
-def read_experts(fields: Fields, shape: Shape, *, renormalize: bool, num: int, per_token: int) -> ExpertsConfig:
+def read_experts(fields: Fields, shape: DecoderSizes, *, renormalize: bool, num: int, per_token: int) -> ExpertsConfig:
     """The experts; the last two arguments are what transformers takes where a key is missing."""
     return qwen_experts(
         shape,
@@ -260,7 +262,7 @@ FAMILY = Family(
 
 
 def _80b() -> DecoderConfig:
-    shape = Shape(
+    shape = DecoderSizes(
         vocab_size=151_936, embed_dim=2048, num_layers=48, num_heads=16, num_kv_heads=2, head_dim=256, mlp_dim=5120
     )
     experts = qwen_experts(shape, num_experts=512, num_experts_per_token=10, dim=512, shared_dim=512)

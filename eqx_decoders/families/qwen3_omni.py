@@ -13,7 +13,7 @@ from eqx_decoders.encoders.media_config import GridPositions, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.families import qwen3_moe
-from eqx_decoders.families.common import Shape
+from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.config_reader import ACTIVATIONS, Fields, activation_name
 from eqx_decoders.families.hf_table import Weight
 from eqx_decoders.families.multimodal import attention, encoder_layer, finish, linear, multimodal, norm, plain_mlp
@@ -247,7 +247,7 @@ FAMILY = multimodal(
 
 
 def _30b() -> DecoderConfig:
-    shape = Shape(
+    shape = DecoderSizes(
         vocab_size=152_064, embed_dim=2048, num_layers=48, num_heads=32, num_kv_heads=4, head_dim=128, mlp_dim=768
     )
     text = qwen3_moe.qwen3_moe(shape, expert_dim=768, rope=Rope(theta=1e6, sections=SECTIONS))

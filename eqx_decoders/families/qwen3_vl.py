@@ -6,7 +6,7 @@ import functools
 from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.encoders.media_config import GridPositions, MediaConfig
 from eqx_decoders.families import qwen3
-from eqx_decoders.families.common import Shape, read_shape, write_shape
+from eqx_decoders.families.common import DecoderSizes, read_shape, write_shape
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.multimodal import multimodal
 from eqx_decoders.families.qwen_vision import (
@@ -71,7 +71,7 @@ def qwen3_vl(text: DecoderConfig, vision: EncoderConfig) -> DecoderConfig:
 _small = functools.partial(qwen_vision, embed_dim=1024, layers=24, heads=16, mlp_dim=4096, deepstack=(5, 11, 17))
 LARGE = functools.partial(qwen_vision, embed_dim=1152, layers=27, heads=16, mlp_dim=4304, deepstack=(8, 16, 24))
 ROPE = Rope(theta=5e6, sections=SECTIONS)
-_shape = functools.partial(Shape, vocab_size=151_936, num_kv_heads=8, head_dim=128)
+_shape = functools.partial(DecoderSizes, vocab_size=151_936, num_kv_heads=8, head_dim=128)
 _2B = _shape(embed_dim=2048, num_layers=28, num_heads=16, mlp_dim=6144, tied=True)
 _4B = _shape(embed_dim=2560, num_layers=36, num_heads=32, mlp_dim=9728, tied=True)
 _8B = _shape(embed_dim=4096, num_layers=36, num_heads=32, mlp_dim=12_288)

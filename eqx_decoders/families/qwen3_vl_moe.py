@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eqx_decoders.families import moe, qwen3_moe
-from eqx_decoders.families.common import GATED_MLP, Shape, llama_weights, read_shape
+from eqx_decoders.families.common import GATED_MLP, DecoderSizes, llama_weights, read_shape
 from eqx_decoders.families.config_reader import Fields
 from eqx_decoders.families.hf_table import Weight
 from eqx_decoders.families.multimodal import multimodal
@@ -96,7 +96,7 @@ FAMILY = multimodal(
     alone=qwen3_moe.FAMILY,
 )
 
-_shape = functools.partial(Shape, vocab_size=151_936, num_kv_heads=4, head_dim=128)
+_shape = functools.partial(DecoderSizes, vocab_size=151_936, num_kv_heads=4, head_dim=128)
 _30B = _shape(embed_dim=2048, num_layers=48, num_heads=32, mlp_dim=768)
 _235B = _shape(embed_dim=4096, num_layers=94, num_heads=64, mlp_dim=1536)
 

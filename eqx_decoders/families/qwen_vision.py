@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from eqx_decoders.blocks.branch import BranchConfig
+from eqx_decoders.blocks.branch import ExtraLayerConfig
 from eqx_decoders.encoders.encoder import EncoderConfig
 from eqx_decoders.encoders.media_config import GridPositions, MediaConfig
 from eqx_decoders.encoders.projector import ProjectionConfig, ProjectorConfig
@@ -68,7 +68,7 @@ def with_media(config: DecoderConfig, media: MediaConfig) -> DecoderConfig:
     levels = 0 if media.vision is None else len(media.vision.deepstack)
     if levels > len(config.blocks):
         raise ConversionError(f"{levels} levels of deepstack need as many layers, not {len(config.blocks)}.")
-    added = BranchConfig(layer=AddedFeaturesConfig())
+    added = ExtraLayerConfig(layer=AddedFeaturesConfig())
     blocks = tuple(
         dataclasses.replace(block, after=(*block.after, added)) if index < levels else block
         for index, block in enumerate(config.blocks)

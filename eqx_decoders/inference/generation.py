@@ -27,7 +27,7 @@ from eqx_decoders.sharding.axes import AnyArray
 from eqx_decoders.sharding.explicit import typed
 
 
-class _State(eqx.Module):
+class _GenerationState(eqx.Module):
     """Where generation stands: the token of each row that comes next, and what the rows remember."""
 
     token: Int[Array, "batch"]
@@ -230,7 +230,7 @@ def _stream(model, asked, max_new_tokens, pad_id):
 
 
 @typed
-def _prefill(model: Decoder, asked: _Request) -> _State:
+def _prefill(model: Decoder, asked: _Request) -> _GenerationState:
     """Prefill, and the first new token."""
     lengths = asked.lengths
     batch, width = asked.prompt.shape
@@ -241,32 +241,32 @@ def _prefill(model: Decoder, asked: _Request) -> _State:
     hidden, cache, _ = model.run(asked.prompt, positions, cache=cache, **options)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
     token = sample_token(asked.sampler, model.logits(last)[:, 0], _at_step(asked.key, 0))
-    return _State(token=token, done=is_stop(token, asked.stop_ids), cache=cache)
+    return _GenerationState(token=token, done=is_stop(token, asked.stop_ids), cache=cache)
 
 
 @typed
-def _decode_step(model: Decoder, sampler, key, step, stop_ids, pad_id, row: _State) -> _State:
+def _decode_step(model: Decoder, sampler, key, step, stop_ids, pad_id, row: _GenerationState) -> _GenerationState:
     """Feed the token that was chosen, choose the next. Rows that have stopped store nothing more."""
     positions = jnp.where(row.done, -1, row.cache.length)[:, None]
     hidden, cache, _ = model.run(row.token[:, None], positions=positions, cache=row.cache)
     token = sample_token(sampler, model.logits(hidden)[:, 0], _at_step(key, step))
     token = jnp.where(row.done, pad_id, token)
-    return _State(token=token, done=row.done | is_stop(token, stop_ids), cache=cache)
+    return _GenerationState(token=token, done=row.done | is_stop(token, stop_ids), cache=cache)
 
 
-def _readable(model: Decoder, row: _State) -> _State:
+def _readable(model: Decoder, row: _GenerationState) -> _GenerationState:
     """The state, with what the host reads of it on every device."""
     replicate = model.execution.layout.replicate
     return dataclasses.replace(row, token=replicate(row.token), done=replicate(row.done))
 
 
 @eqx.filter_jit
-def _first(model: Decoder, asked: _Request) -> _State:
+def _first(model: Decoder, asked: _Request) -> _GenerationState:
     return _readable(model, _prefill(model, asked))
 
 
 @eqx.filter_jit(donate="all-except-first")
-def _next(inputs: tuple[Decoder, Any, Any, Any, Any, Any], row: _State) -> _State:
+def _next(inputs: tuple[Decoder, Any, Any, Any, Any, Any], row: _GenerationState) -> _GenerationState:
     return _readable(inputs[0], _decode_step(*inputs, row))
 
 

@@ -44,7 +44,7 @@ class Speculation(NamedTuple):
     accepted: Int[Array, "batch"]
 
 
-class Depths(eqx.Module):
+class MTPDepthStates(eqx.Module):
     """What the depths remember: their memories, and what depth k last made of token p - k, p being the next position.
 
     Depth k can store token t once token t + k is known, so it is k - 1 tokens behind the first depth, whose entries
@@ -55,13 +55,13 @@ class Depths(eqx.Module):
     last: tuple[Float[Array, "batch 1 embed"], ...]
 
 
-class _State(eqx.Module):
+class _SpeculationState(eqx.Module):
     """Where generation stands: the next token, draft tokens for those after it, and the caches."""
 
     token: Int[Array, "batch"]
     draft: Int[Array, "batch draft"]
     cache: Cache
-    depths: Depths
+    depths: MTPDepthStates
     tokens: Int[Array, "batch new"]
     count: Int[Array, "batch"]
     done: Bool[Array, "batch"]
@@ -132,7 +132,9 @@ def _speculation(model, prompt, lengths, max_new_tokens, room, drafts, stop_ids,
 
 
 @typed
-def _prefill(model, prompt, lengths, max_new_tokens, room, num_draft_tokens, stop_ids, pad_id, cache_format) -> _State:
+def _prefill(
+    model, prompt, lengths, max_new_tokens, room, num_draft_tokens, stop_ids, pad_id, cache_format
+) -> _SpeculationState:
     """Prefill of the model and of the depths."""
     config = model.config
     batch, width = prompt.shape
@@ -145,7 +147,7 @@ def _prefill(model, prompt, lengths, max_new_tokens, room, num_draft_tokens, sto
     following = jnp.concatenate([prompt[:, 1:], jnp.zeros((batch, 1), prompt.dtype)], axis=1).astype(jnp.int32)
     following = jnp.where(index == lengths[:, None] - 1, token[:, None], following)
     nothing = jnp.zeros((batch, 1, config.embed_dim), hidden.dtype)
-    depths = Depths(
+    depths = MTPDepthStates(
         memories=tuple(block_memory(config.mtp.block, 1, batch, room, cache_format) for _ in range(num_draft_tokens)),
         last=(nothing,) * (num_draft_tokens - 1),
     )
@@ -153,7 +155,7 @@ def _prefill(model, prompt, lengths, max_new_tokens, room, num_draft_tokens, sto
         model, depths, hidden, following, jnp.zeros_like(lengths), lengths, cache_is_empty=True
     )
     zeros = jnp.zeros((batch,), jnp.int32)
-    return _State(
+    return _SpeculationState(
         token=token,
         draft=draft,
         cache=cache,
@@ -167,7 +169,7 @@ def _prefill(model, prompt, lengths, max_new_tokens, room, num_draft_tokens, sto
 
 
 @typed
-def _decode_step(model, max_new_tokens, stop_ids, state: _State) -> _State:
+def _decode_step(model, max_new_tokens, stop_ids, state: _SpeculationState) -> _SpeculationState:
     """Verify the draft, keep its right tokens and the model's own next token, and draft again."""
     batch, count = state.draft.shape
     begin = state.cache.length
@@ -185,7 +187,7 @@ def _decode_step(model, max_new_tokens, stop_ids, state: _State) -> _State:
     where = jnp.where((index < new[:, None]) & (place < max_new_tokens), place, state.tokens.shape[1])
     tokens = state.tokens.at[jnp.arange(batch)[:, None], where].set(said, mode="drop")
     count = jnp.minimum(state.count + new, max_new_tokens)
-    return _State(
+    return _SpeculationState(
         token=jnp.take_along_axis(said, jnp.maximum(kept - 1, 0)[:, None], axis=1)[:, 0],
         draft=draft,
         cache=cache,
@@ -198,7 +200,7 @@ def _decode_step(model, max_new_tokens, stop_ids, state: _State) -> _State:
     )
 
 
-def _readable(model: Decoder, state: _State) -> _State:
+def _readable(model: Decoder, state: _SpeculationState) -> _SpeculationState:
     """The state, with what the host reads of it on every device."""
     replicate = model.execution.layout.replicate
     shown = {name: replicate(getattr(state, name)) for name in ("tokens", "count", "done")}
@@ -206,25 +208,25 @@ def _readable(model: Decoder, state: _State) -> _State:
 
 
 @eqx.filter_jit
-def _first(model, *asked) -> _State:
+def _first(model, *asked) -> _SpeculationState:
     return _readable(model, _prefill(model, *asked))
 
 
 @eqx.filter_jit(donate="all-except-first")
-def _next(inputs: tuple[Decoder, Any, Any], state: _State) -> _State:
+def _next(inputs: tuple[Decoder, Any, Any], state: _SpeculationState) -> _SpeculationState:
     return _readable(inputs[0], _decode_step(*inputs, state))
 
 
 def draft_further(
     model: Decoder,
-    depths: Depths,
+    depths: MTPDepthStates,
     hidden: Float[Array, "batch length embed"],
     following: Int[Array, "batch length"],
     begin: Int[Array, "batch"],
     known: Int[Array, "batch"],
     *,
     cache_is_empty: bool = False,
-) -> tuple[Depths, Int[Array, "batch draft"]]:
+) -> tuple[MTPDepthStates, Int[Array, "batch draft"]]:
     """Run all depths over new tokens and draft those after the last of them.
 
     **Arguments:**
@@ -256,7 +258,7 @@ def draft_further(
         tip = jnp.take_along_axis(stream, end + index, axis=1)
         drafted.append(jnp.argmax(model.logits(tip, depth=index + 1)[:, 0], axis=-1).astype(jnp.int32))
         last.append(jnp.take_along_axis(stream, end, axis=1))
-    return Depths(tuple(memories), tuple(last[: len(depths.last)])), jnp.stack(drafted, axis=1)
+    return MTPDepthStates(tuple(memories), tuple(last[: len(depths.last)])), jnp.stack(drafted, axis=1)
 
 
 def _with_draft(

@@ -19,7 +19,7 @@ from eqx_decoders.blocks.stack import Segment, segments
 from eqx_decoders.context import Execution
 from eqx_decoders.layers.cache.cache import Cache
 from eqx_decoders.layers.cache.format import CacheFormat
-from eqx_decoders.layers.cache.kv_cache import Memory, is_memory
+from eqx_decoders.layers.cache.kv_cache import LayerCache, is_memory
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.model.init import init_cache
@@ -81,7 +81,7 @@ def inference_cache(
     return dataclasses.replace(cache, segments=parts)
 
 
-def _layer(memory: Memory, index: int) -> Any:
+def _layer(memory: LayerCache, index: int) -> Any:
     """What one of the layers remembers, as a memory of a stack of one."""
     words, leaves = axes(memory), named_leaves(memory)
     return replaced(memory, {n: x[index : index + 1] if "layers" in words[n] else x for n, x in leaves.items()})

@@ -25,13 +25,13 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from eqx_decoders.errors import ConfigError, EqxDecodersError, check
-from eqx_decoders.io.status import Waiting, delete_partial, duration, takes_time
+from eqx_decoders.io.status import StatusLine, delete_partial, duration, takes_time
 
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 AHEAD = 2  # steps, or batches of an evaluation, that are computed before the results of the first of them are read
 WAIT = 1800.0  # seconds for the others to come where all have the same to do
-LONG = 1e6  # seconds for those of which one may need hours, in a `Waiting`: as long as it lives
+LONG = 1e6  # seconds for those of which one may need hours, in a `StatusLine`: as long as it lives
 BEAT, SILENT, SUSPECT = 2.0, 30.0, 10.0  # seconds: between two signs of life; without one; without one, after an error
 GRACE, LAST = 10.0, 20.0  # seconds: to come to the same error; that the first process waits for the others to leave
 
@@ -85,7 +85,7 @@ def first_then_all(name: str, make: Callable[[], T], path: Path) -> T:
     The first may need hours: they wait for as long as it lives.
     """
     made = make() if jax.process_index() == 0 else None
-    with Waiting(f"waiting for the first process ({name})") if jax.process_index() else contextlib.nullcontext():
+    with StatusLine(f"waiting for the first process ({name})") if jax.process_index() else contextlib.nullcontext():
         gather(name, seconds=LONG)
     if made is not None:
         return made
@@ -158,7 +158,7 @@ def connected(seconds: int | float = 300) -> Iterator[None]:
     """
     if _state().client is None:
         address, count, index = _places(seconds)
-        with Waiting("waiting for the other processes"):
+        with StatusLine("waiting for the other processes"):
             _meet(address, count, index, seconds)
             # Its handler would take SIGTERM away from the run, which saves and stops by itself.
             jax.config.update("jax_enable_preemption_service", False)

@@ -12,7 +12,7 @@ from pathlib import Path
 FIRST, TERMINAL, LINES = 2.0, 0.5, 5.0  # seconds until it is shown first, and then between two times
 
 ON_ENTER: list[Callable[[], None]] = []  # called whenever something begins that takes time
-_open: list["Waiting"] = []  # the innermost last
+_open: list["StatusLine"] = []  # the innermost last
 _showing = 0
 
 
@@ -27,7 +27,7 @@ def showing() -> Iterator[None]:
         _showing -= 1
 
 
-class Waiting:
+class StatusLine:
     """Something that takes time, with a `showing()` around it shown every few seconds, also from calls into libraries.
 
     with Waiting("tokenising", kept="nothing of the tokens is kept") as waiting:
@@ -52,7 +52,7 @@ class Waiting:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._tick, daemon=True)
 
-    def __enter__(self) -> "Waiting":
+    def __enter__(self) -> "StatusLine":
         self._begun = time.monotonic()
         _open.append(self)
         for call in ON_ENTER:

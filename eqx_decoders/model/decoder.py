@@ -52,7 +52,7 @@ from eqx_decoders.layers.mask import spans_of
 from eqx_decoders.layers.norm import Norm, NormConfig
 from eqx_decoders.model.config_json import decoder_from_json, decoder_to_json
 from eqx_decoders.model.mtp import MTP, MTPConfig, MTPOutput, same_document, shift_left
-from eqx_decoders.model.provenance import Origin
+from eqx_decoders.model.provenance import Provenance
 from eqx_decoders.numerics.int8_matmul import round_weights
 from eqx_decoders.numerics.matmul import normal
 from eqx_decoders.numerics.quantized_weight import QuantizedWeight
@@ -224,7 +224,7 @@ class Decoder(eqx.Module):
     audio: Encoder | None
     config: DecoderConfig = eqx.field(static=True)
     execution: Execution = eqx.field(static=True)
-    origin: Origin | None = eqx.field(static=True, default=None)
+    origin: Provenance | None = eqx.field(static=True, default=None)
 
     def __call__(
         self,

@@ -6,7 +6,7 @@ from eqx_decoders.core.sampling import GenerationConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Origin:
+class Provenance:
     """Where a model was loaded from: what an export needs beyond its configuration.
 
     **Arguments:**

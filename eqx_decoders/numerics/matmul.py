@@ -171,7 +171,7 @@ def _within(x: Array, low: Array, high: Array) -> Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class _ProductPlan:
     """A parsed pattern: words of both operands, the letters for jnp.einsum, and how to flatten it (None: it cannot be).
 
     `contracted` words end x and stand first in the weight, or last in it if `transposed`.
@@ -195,7 +195,7 @@ class _Plan:
 
 
 @lru_cache(maxsize=512)
-def _plan(pattern: str) -> _Plan:
+def _plan(pattern: str) -> _ProductPlan:
     sides = pattern.split("->")
     operands = sides[0].split(",")
     check(
@@ -211,7 +211,7 @@ def _plan(pattern: str) -> _Plan:
     kept = tuple(word for word in right if word not in left)
     rows = left[: len(left) - len(shared)]
     flat = bool(shared) and left == rows + shared and out == rows + kept and right in (shared + kept, kept + shared)
-    return _Plan(
+    return _ProductPlan(
         pattern=pattern,
         left=left,
         right=right,
@@ -235,7 +235,7 @@ def _check_words(pattern: str, left: tuple[str, ...], right: tuple[str, ...], ou
         check(word in out, f"{where}: {word!r} is in one operand alone, so it must be in the result.")
 
 
-def _check_shapes(plan: _Plan, x: tuple[int, ...], weight: tuple[int, ...]) -> None:
+def _check_shapes(plan: _ProductPlan, x: tuple[int, ...], weight: tuple[int, ...]) -> None:
     left = _spread(plan, "x", plan.left, x)
     right = _spread(plan, "weight", plan.right, weight)
     for word in (word for word in left if word in right):
@@ -246,7 +246,7 @@ def _check_shapes(plan: _Plan, x: tuple[int, ...], weight: tuple[int, ...]) -> N
         )
 
 
-def _spread(plan: _Plan, what: str, words: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, int]:
+def _spread(plan: _ProductPlan, what: str, words: tuple[str, ...], shape: tuple[int, ...]) -> dict[str, int]:
     """The size of each word, leaving those of `...` out."""
     missing = len(shape) - len(words) + ("..." in words)
     good = missing >= 0 if "..." in words else missing == 0
@@ -319,7 +319,7 @@ def einsum(
 
 
 def _quantized(
-    plan: _Plan, x: Array, weight: QuantizedWeight, dtype: np.dtype, flatten: bool, layout: Layout | None
+    plan: _ProductPlan, x: Array, weight: QuantizedWeight, dtype: np.dtype, flatten: bool, layout: Layout | None
 ) -> Array:
     _check_shapes(plan, x.shape, weight.shape)
     if flatten and plan.contracted == weight.inner and not plan.transposed and weight.lead == 0:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from eqx_decoders.planning.hlo import KINDS, Op, Program, Run, members, shape_bytes
+from eqx_decoders.planning.hlo import KINDS, ComputationRun, Op, Program, members, shape_bytes
 
 
 _BETWEEN = re.compile(r'_xla_megascale_transfer_type="(\w+)"')  # how XLA:TPU sends between slices
@@ -74,7 +74,7 @@ def collectives(program: Program, mesh: Mapping[str, int]) -> list[Collective]:
     return sorted(merged, key=lambda one: one.total, reverse=True)
 
 
-def _collective(program: Program, run: Run, mesh: Mapping[str, int]) -> Collective:
+def _collective(program: Program, run: ComputationRun, mesh: Mapping[str, int]) -> Collective:
     op, caller = run.op, run.caller
     scatters = op.base == "all-reduce" and run.computation.startswith(_SCATTERS)
     kind, groups = "reduce-scatter" if scatters else op.base, groups_of(op.rest, math.prod(mesh.values()))
@@ -98,7 +98,7 @@ def _collective(program: Program, run: Run, mesh: Mapping[str, int]) -> Collecti
     )
 
 
-def _between(program: Program, run: Run, mesh: Mapping[str, int], name: str) -> Collective:
+def _between(program: Program, run: ComputationRun, mesh: Mapping[str, int], name: str) -> Collective:
     """What hosts exchange for devices of several slices, after the devices of each have done their part.
 
     Slices follow one another along the first axis of the mesh that is as large, as `Layout.create` arranges them.
@@ -137,7 +137,7 @@ def _arrays(op: Op) -> list[str]:
     return parts
 
 
-def _operand(program: Program, run: Run) -> list[str]:
+def _operand(program: Program, run: ComputationRun) -> list[str]:
     """The shape of the first operand; that of the result where it isn't found."""
     ops = program.computations.get(run.computation, [])
     return [op.shape for op in ops if op.name == run.op.operands[0]] or _arrays(run.op)

@@ -23,7 +23,7 @@ _LAYERS = re.compile(r"jvp\([^/]*\)+/(?:[^/]+/)?while$")  # a loop of the forwar
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Memory:
+class DeviceMemory:
     """Bytes of a device; None where nothing tells.
 
     **Arguments:**
@@ -78,10 +78,10 @@ class Memory:
         return sum(self.rows().values())
 
 
-def state_memory(trainer: Trainer, state: TrainState, capacity: int | float) -> Memory:
+def state_memory(trainer: Trainer, state: TrainState, capacity: int | float) -> DeviceMemory:
     """What is known without compiling: the shares of the state that a device holds."""
     weights, places = named_leaves(state.model), trainer.state_shardings(state.model)
-    return Memory(
+    return DeviceMemory(
         parameters=_bytes(state.model),
         optimizer=_bytes(state.optimizer),
         means=_bytes(state.ema),
@@ -91,7 +91,7 @@ def state_memory(trainer: Trainer, state: TrainState, capacity: int | float) -> 
     )
 
 
-def compiled_memory(known: Memory, sizes: Any, program: Program | None) -> Memory:
+def compiled_memory(known: DeviceMemory, sizes: Any, program: Program | None) -> DeviceMemory:
     """What the compiler says: `sizes` of `Compiled.memory_analysis()`, and the program where it can be read."""
     temporaries, outputs = sizes.temp_size_in_bytes, sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     kept = None if program is None else min(kept_bytes(program), temporaries)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 _GROUPED = ("gmm", "tgmm")  # JAX's kernels of grouped products
 
 
-class Products(NamedTuple):
+class MatmulFlops(NamedTuple):
     """Floating-point operations of the matrix products of a program, on all devices together.
 
     counted: those in loops whose trips are known. uncounted: whether others are in loops, or in grids of kernels, that
@@ -24,7 +24,7 @@ class Products(NamedTuple):
     loose: bool = False
 
 
-def products(jaxpr: Any) -> Products:
+def products(jaxpr: Any) -> MatmulFlops:
     """Those of a traced function: `jax.jit(f).trace(x).jaxpr`. Of the branches of a condition the largest counts."""
     counted, eight_bit, ragged, uncounted, loose = 0.0, 0.0, 0.0, False, False
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
@@ -48,7 +48,7 @@ def products(jaxpr: Any) -> Products:
         counted += own + sum(part.counted for part in parts) * _times(eqn)
         eight_bit += own * _is_eight_bit(eqn) + sum(part.eight_bit for part in parts) * _times(eqn)
         ragged += own * name.startswith("ragged") + sum(part.ragged for part in parts) * _times(eqn)
-    return Products(counted, uncounted, eight_bit, ragged, loose)
+    return MatmulFlops(counted, uncounted, eight_bit, ragged, loose)
 
 
 def _product(eqn: Any) -> float:

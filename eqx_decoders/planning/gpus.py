@@ -13,7 +13,7 @@ import jax
 from eqx_decoders.core.chips import CHIPS, Chip
 from eqx_decoders.errors import check
 from eqx_decoders.model.decoder import Decoder
-from eqx_decoders.planning.device_memory import Memory, state_memory
+from eqx_decoders.planning.device_memory import DeviceMemory, state_memory
 from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.search import kept_by_device, predicted_bytes
 from eqx_decoders.planning.step_plan import Plan
@@ -24,7 +24,7 @@ from eqx_decoders.training.step.step import Trainer
 _OPTION, _ROOM = "xla_jf_spmd_threshold_for_windowed_einsum_mib", "xla_tpu_max_hbm_size_mib"
 
 
-class Gpus(NamedTuple):
+class GpuNodes(NamedTuple):
     """Nodes of GPUs: `h100:4x8` are four of eight."""
 
     chip: Chip
@@ -52,7 +52,7 @@ class Gpus(NamedTuple):
         return {_OPTION: "1000000", _ROOM: str(int(self.chip.memory) // 2**20)}
 
 
-def gpus_of(topology: str) -> Gpus | None:
+def gpus_of(topology: str) -> GpuNodes | None:
     """What `h100:4x8` says; None where the name before the colon is of no GPU."""
     name, _, shape = topology.partition(":")
     chip = next((chip for chip in CHIPS if chip.name == name and chip.node), None)
@@ -63,10 +63,12 @@ def gpus_of(topology: str) -> Gpus | None:
     check(found is not None, rule)
     nodes, each = (int(number) for number in shape.split("x"))
     check(nodes > 0 and 0 < each <= chip.node, rule)
-    return Gpus(chip, nodes, each)
+    return GpuNodes(chip, nodes, each)
 
 
-def counted_memory(model: Decoder, trainer: Trainer, machine: Machine, *, batch_size: int, seq_len: int) -> Memory:
+def counted_memory(
+    model: Decoder, trainer: Trainer, machine: Machine, *, batch_size: int, seq_len: int
+) -> DeviceMemory:
     """State and gradients by shardings, what is kept and what a layer makes by tracing: nothing is the compiler's."""
     shape = dict(batch_size=batch_size, seq_len=seq_len)
     known = state_memory(trainer, trainer.abstract(model, key=jax.random.key(0)), machine.memory)
@@ -75,7 +77,7 @@ def counted_memory(model: Decoder, trainer: Trainer, machine: Machine, *, batch_
     return dataclasses.replace(known, batch=0, kept=kept, temporaries=peak - known.state, outputs=0, peak=peak)
 
 
-def on_gpus(plan: Plan, memory: Memory, gpus: Gpus) -> Plan:
+def on_gpus(plan: Plan, memory: DeviceMemory, gpus: GpuNodes) -> Plan:
     """The plan of the stand-in with the memory that was counted, and a note of what is from where."""
     note = (
         f"There is no compiler for {gpus.chip.name} here. Memory is counted: state and gradients by shardings, what is "

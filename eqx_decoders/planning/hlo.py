@@ -59,7 +59,7 @@ class Op(NamedTuple):
         return re.findall(r"%?([\w.\-]+)(?=,|$)", re.sub(r"/\*.*?\*/", "", self.rest[: _closing(self.rest)]))
 
 
-class Run(NamedTuple):
+class ComputationRun(NamedTuple):
     """An operation as it is run: how often, inside how many loops, and on behalf of which call.
 
     caller: the operation whose computation it belongs to; None in the entry. unknown: whether a loop around it runs a
@@ -84,17 +84,17 @@ class Program(NamedTuple):
     entry: str
     functions: dict[int, str]
 
-    def runs(self) -> Iterator[Run]:
+    def runs(self) -> Iterator[ComputationRun]:
         """Every operation that is run. Of the branches of a condition, of which one runs, the heaviest counts."""
         yield from self._runs(self.entry, 1, 0, None, False, ())
 
     def _runs(
         self, name: str, times: int, depth: int, caller: Op | None, unknown: bool, above: tuple[str, ...]
-    ) -> Iterator[Run]:
+    ) -> Iterator[ComputationRun]:
         if name in above:
             return
         for op in self.computations.get(name, ()):
-            yield Run(op, times, depth, caller, name, unknown)
+            yield ComputationRun(op, times, depth, caller, name, unknown)
             if op.kind.endswith(("-done", "-update")):
                 continue  # what its start has run
             inside = functools.partial(self._runs, caller=op, above=(*above, name))
@@ -129,7 +129,7 @@ class Program(NamedTuple):
         frame = re.search(r"\bstack_frame_id=(\d+)", op.rest)
         return self.functions.get(int(frame[1]), "") if frame else ""
 
-    def loops(self) -> list[Run]:
+    def loops(self) -> list[ComputationRun]:
         """The loops that are in no other."""
         return [run for run in self.runs() if run.op.kind == "while" and run.depth == 0]
 
@@ -232,7 +232,7 @@ def _branches(op: Op) -> list[str]:
     return names if op.kind == "conditional" else []
 
 
-def _weight(runs: list[Run]) -> tuple[int, int]:
+def _weight(runs: list[ComputationRun]) -> tuple[int, int]:
     """Of branches the one that communicates most counts, then the longest."""
     moved = sum(run.times * shape_bytes(run.op.shape) for run in runs if run.op.base in KINDS)
     return moved, len(runs)

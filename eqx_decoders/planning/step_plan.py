@@ -16,7 +16,7 @@ from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.numerics.int8_matmul import LowPrecision
 from eqx_decoders.planning.collectives import Collective, collectives
 from eqx_decoders.planning.compile import compile_until_assigned
-from eqx_decoders.planning.device_memory import Memory, compiled_memory, needed_bytes, state_memory
+from eqx_decoders.planning.device_memory import DeviceMemory, compiled_memory, needed_bytes, state_memory
 from eqx_decoders.planning.flop_count import products
 from eqx_decoders.planning.hlo import Program, parse
 from eqx_decoders.planning.machine import Machine
@@ -74,7 +74,7 @@ class Plan:
     """
 
     machine: Machine
-    memory: Memory
+    memory: DeviceMemory
     operations: Operations
     collectives: tuple[Collective, ...] | None
     roofline: Roofline
@@ -140,7 +140,9 @@ def _compute_seconds(done: Operations, machine: Machine, rounding: LowPrecision 
     return ((done.computed - done.eight_bit) / machine.flops + done.eight_bit / rate) / len(machine.places)
 
 
-def _compiled(traced: Any, known: Memory, options: dict[str, str], until: Until) -> tuple[Memory, Program | None, str]:
+def _compiled(
+    traced: Any, known: DeviceMemory, options: dict[str, str], until: Until
+) -> tuple[DeviceMemory, Program | None, str]:
     """The memory of the compiled step, its program where it can be printed, and what the compiler said else."""
     try:
         if until == "memory":
@@ -199,7 +201,7 @@ def _expert_weights(model: Decoder) -> int:
     )
 
 
-def moved_bytes(model: Decoder, memory: Memory) -> int:
+def moved_bytes(model: Decoder, memory: DeviceMemory) -> int:
     """What a device surely reads or writes in a step; a lower bound of what goes through its memory.
 
     The state is read and written, gradients and what is kept are written and read, and each product's weights, in the

@@ -1,7 +1,7 @@
 """Serving: `Engine` continues the prompts of many requests with one model; `python scripts/serve.py` is its server.
 
-- `Request` and `Sampling` say what is asked for, `Update` what each step has brought.
-- `PromptLookup`, `FurtherPrediction` and `SmallerModel` draft tokens for it to verify.
+- `Request` and `SamplingParams` say what is asked for, `RequestOutput` what each step has brought.
+- `PromptLookup`, `MTPDrafter` and `DraftModel` draft tokens for it to verify.
 - `run_with_caches` runs a decoder for an engine that owns the memory.
 """
 
@@ -15,26 +15,26 @@ if TYPE_CHECKING:
     from eqx_decoders.layers.cache.paged import PageConfig as PageConfig
     from eqx_decoders.serving.engine.config import EngineConfig as EngineConfig
     from eqx_decoders.serving.engine.drafters import (
-        FurtherPrediction as FurtherPrediction,
+        DraftModel as DraftModel,
+        MTPDrafter as MTPDrafter,
         PromptLookup as PromptLookup,
-        SmallerModel as SmallerModel,
     )
     from eqx_decoders.serving.engine.engine import Engine as Engine
     from eqx_decoders.serving.engine.request import (
         Constraint as Constraint,
-        EngineCounts as EngineCounts,
+        EngineStats as EngineStats,
         QueueFull as QueueFull,
         Request as Request,
-        Sampling as Sampling,
+        RequestOutput as RequestOutput,
+        SamplingParams as SamplingParams,
         TokenScore as TokenScore,
-        Update as Update,
     )
     from eqx_decoders.serving.external_engine import (
         external_layers as external_layers,
         external_logits as external_logits,
         run_with_caches as run_with_caches,
     )
-    from eqx_decoders.serving.frontend.prompts import Language as Language
+    from eqx_decoders.serving.frontend.prompts import TextFrontend as TextFrontend
     from eqx_decoders.serving.http.protocol import ApiConfig as ApiConfig
     from eqx_decoders.serving.http.server import (
         ServerConfig as ServerConfig,
@@ -48,12 +48,12 @@ __getattr__, _late = lazy(
         "layers.cache.engine_owned": "ExternalCall",
         "layers.cache.paged": "PageConfig",
         "serving.http.protocol": "ApiConfig",
-        "serving.engine.drafters": "FurtherPrediction PromptLookup SmallerModel",
+        "serving.engine.drafters": "MTPDrafter PromptLookup DraftModel",
         "serving.engine.engine": "Engine",
         "serving.engine.config": "EngineConfig",
         "serving.external_engine": "external_layers external_logits run_with_caches",
-        "serving.frontend.prompts": "Language",
-        "serving.engine.request": "Constraint EngineCounts QueueFull Request Sampling TokenScore Update",
+        "serving.frontend.prompts": "TextFrontend",
+        "serving.engine.request": "Constraint EngineStats QueueFull Request SamplingParams TokenScore RequestOutput",
         "serving.http.server": "ServerConfig run_in_thread serve",
     },
 )

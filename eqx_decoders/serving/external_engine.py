@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Float32, Int
 from eqx_decoders.blocks.stack import segments
 from eqx_decoders.errors import ConfigError, check
 from eqx_decoders.layers.cache.cache import Cache
-from eqx_decoders.layers.cache.engine_owned import ExternalAttention, ExternalCaches
+from eqx_decoders.layers.cache.engine_owned import ExternalAttention, ExternalKVCache
 from eqx_decoders.layers.cache.kv_cache import KVShape, is_memory
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.sharding.axes import AnyArray
@@ -65,7 +65,7 @@ def run_with_caches(
             found = {}
             for name in each:
                 layers = [begin + place + step * repeat for repeat in range(repeats)]
-                found[name] = ExternalCaches(
+                found[name] = ExternalKVCache(
                     caches=tuple(caches[layer] for layer in layers),
                     metadata=metadata,
                     attention=attention,

@@ -106,7 +106,7 @@ def _module(name: str) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Plan:
+class _CachePlan:
     """What a model of an engine is made of, and which of the engine's caches are its layers'.
 
     **Arguments:**
@@ -139,7 +139,7 @@ class _Plan:
         return init(config, key=key, layout=self.layout, precision=self.precision).without_mtp()
 
 
-def _plan(engine: Any, mesh: Mesh) -> _Plan:
+def _plan(engine: Any, mesh: Mesh) -> _CachePlan:
     """What an engine's settings ask for. Raises ConfigError for what does not run here, before any weight is loaded."""
     _check_engine(engine)
     asked = engine.model_config
@@ -158,7 +158,7 @@ def _plan(engine: Any, mesh: Mesh) -> _Plan:
         f"must be {not use_mla} for {source}: all its caches are for latents, or none is. Leave VLLM_MLA_DISABLE alone"
     )
     check(all((latent is not None) == use_mla for latent in latents), f"model_config.use_mla={use_mla} {rule}.")
-    plan = _Plan(
+    plan = _CachePlan(
         source=source,
         revision=revision,
         dtype=dtype,
@@ -210,7 +210,7 @@ def _fitting(layout: Layout, model: Decoder) -> Layout:
     return dataclasses.replace(layout, weights={word: names for word, names in rows.items() if word not in uneven})
 
 
-def _run(model: Decoder, plan: _Plan, tokens: Array, positions: Array, attention: Any) -> Array:
+def _run(model: Decoder, plan: _CachePlan, tokens: Array, positions: Array, attention: Any) -> Array:
     """The stream after the last layer. Of caches only the numbers go round: `attention` has the engine's list."""
     _, hidden = run_with_caches(model, range(len(plan.names)), tokens, positions, None, attention)
     return hidden.astype(plan.dtype)
@@ -219,7 +219,7 @@ def _run(model: Decoder, plan: _Plan, tokens: Array, positions: Array, attention
 class _Caches:
     """An engine's caches during one call, of which layers may share one, and its attention over them."""
 
-    def __init__(self, plan: _Plan, caches: list[Array], metadata: Any, places: Mapping[str, int]):
+    def __init__(self, plan: _CachePlan, caches: list[Array], metadata: Any, places: Mapping[str, int]):
         self.plan, self.caches, self.metadata, self.places = plan, list(caches), metadata, places
         self.interface = _module("tpu_inference.layers.common.attention_interface")
 

@@ -11,7 +11,7 @@ import numpy as np
 from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.data.batches import Batch
 from eqx_decoders.data.host_rows import place
-from eqx_decoders.data.store.corpus_stats import Counts
+from eqx_decoders.data.store.corpus_stats import CorpusStats
 from eqx_decoders.inference.generation import generate
 from eqx_decoders.inference.text_model import prompt_ids
 from eqx_decoders.io.coordination import AHEAD
@@ -41,7 +41,7 @@ class HeldOut(NamedTuple):
         return self.nats / max(count, 1)
 
 
-def describe_held_out(name: str, result: HeldOut, counts: Sequence[Counts]) -> list[str]:
+def describe_held_out(name: str, result: HeldOut, counts: Sequence[CorpusStats]) -> list[str]:
     """Lines about the loss of a set: per token and, where all of it was evaluated, per byte beside what gzip needs."""
     what = f"held-out loss{name and f' of {name}'}"
     whole = result.tokens == sum(one.targets for one in counts)

@@ -71,7 +71,7 @@ def test_rows_that_are_split_too(options):
 def test_what_layers_read_beside_the_stream():
     """Embeddings of their own for each layer and token, and keys and values of an earlier layer."""
     per_layer = PerLayerEmbeddingConfig(features=8, vocab_size=VOCAB)
-    further = (ed.BranchConfig(layer=PerLayerInputConfig(features=8), pre_norm=NORM),)
+    further = (ed.ExtraLayerConfig(layer=PerLayerInputConfig(features=8), pre_norm=NORM),)
     first = dataclasses.replace(DENSE, after=further, publishes="first")
     later = dataclasses.replace(DENSE, mixer=dataclasses.replace(ATTENTION, borrows="first"), after=further)
     mtp = ed.MTPConfig(num_depths=1, block=DENSE, norm=NORM)

@@ -14,7 +14,7 @@ from eqx_decoders.cli import plan as program
 from eqx_decoders.cli.plan import parse, single_flags
 from eqx_decoders.cli.xla_flags import OPTIONS, generation, options, set_options
 from eqx_decoders.core.chips import CHIPS
-from eqx_decoders.planning.device_memory import Memory
+from eqx_decoders.planning.device_memory import DeviceMemory
 from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.roofline import Roofline
 from eqx_decoders.planning.step_plan import Operations, Plan
@@ -132,7 +132,7 @@ def test_a_search_compiles_what_is_ranked_first_and_keeps_less_until_it_fits(mon
     def make_plan(model, trainer, machine, **given):
         made.append((model.execution.layout.sizes, model.execution.remat))
         line = Roofline(compute=1.0, memory=1.0, networks={"fsdp": 9.0 / len(made)}, model_flops_seconds=1.0)
-        known = Memory(parameters=1, optimizer=2, means=0, gradients=1, capacity=10, peak=5)
+        known = DeviceMemory(parameters=1, optimizer=2, means=0, gradients=1, capacity=10, peak=5)
         memory = dataclasses.replace(known, needed=20 if model.execution.remat is None else None)
         done = Operations(model=1.0, attention=0.0, computed=1.0, six_nd=1.0)
         return Plan(

@@ -14,7 +14,7 @@ from eqx_decoders.cli import serve
 from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.numerics.quantized_weight import quantized_weights
-from eqx_decoders.serving.engine.drafters import FurtherPrediction, PromptLookup, SmallerModel
+from eqx_decoders.serving.engine.drafters import DraftModel, MTPDrafter, PromptLookup
 from eqx_decoders.serving.http.protocol import ApiConfig
 from tests.commands import ROOT, call, outcome
 
@@ -80,7 +80,7 @@ def asked(monkeypatch, text):
 
 
 LOG = logging.getLogger("eqx_decoders.serving")
-ONE_AHEAD = FurtherPrediction(num_tokens=1)
+ONE_AHEAD = MTPDrafter(num_tokens=1)
 # Flags, and what comes of them.
 EFFECTS = {
     "model": (["--model", "x"], lambda found: found.loaded.model == found.api.name == "x"),
@@ -99,7 +99,7 @@ EFFECTS = {
     "page_size": (["--page-size", "32"], lambda found: found.engine.pages == PageConfig(page_size=32)),
     "num_pages": (["--page-size", "32", "--num-pages", "9"], lambda found: found.engine.pages.num_pages == 9),
     "draft": (["--draft", "prompt"], lambda found: found.engine.drafts == PromptLookup(num_tokens=2)),
-    "draft_model": (["--draft-model", CHAT], lambda found: isinstance(found.engine.drafts, SmallerModel)),
+    "draft_model": (["--draft-model", CHAT], lambda found: isinstance(found.engine.drafts, DraftModel)),
     "num_draft_tokens": (["--draft", "mtp", "--num-draft-tokens", "1"], lambda found: found.engine.drafts == ONE_AHEAD),
     "host": (["--host", "0.0.0.0"], lambda found: found.address[0] == "0.0.0.0"),
     "port": (["--port", "0"], lambda found: found.address[1] not in (0, 8000)),

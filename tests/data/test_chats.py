@@ -9,7 +9,7 @@ import pytest
 from eqx_decoders.data import chats as chats_module
 from eqx_decoders.data.chats import encode_spans, render_documents
 from eqx_decoders.data.dataset import DataConfig, make_dataset
-from eqx_decoders.data.sources.documents import Chat, Document
+from eqx_decoders.data.sources.documents import ChatDocument, Document
 from eqx_decoders.data.store.token_store import open_store
 from eqx_decoders.errors import ConversionError, DataError
 from eqx_decoders.io.text import chat_template as chat_module
@@ -47,7 +47,7 @@ def write(path: Path, *records) -> str:
 
 def document(*roles: str, first: int = 0, **variables) -> Document:
     messages = [{"role": role, "content": f"{role} {number}"} for number, role in enumerate(roles)]
-    return Document("a.jsonl:1", chat=Chat(messages, first, variables))
+    return Document("a.jsonl:1", chat=ChatDocument(messages, first, variables))
 
 
 def written(template: ChatTemplate | str, *documents: Document) -> list[list[str]]:
@@ -95,9 +95,9 @@ def test_ids_and_targets_are_those_of_transformers(name, marked, tokenizer, tmp_
 def test_the_text_is_one_rendering_of_the_whole_conversation():
     """Thoughts of earlier turns are no part of it, and what is thought last is trained on."""
     chat = RECORDED["conversations"]["thoughts beside"]
-    found = written(template_of("qwen3"), Document("x", chat=Chat(chat["messages"])))
+    found = written(template_of("qwen3"), Document("x", chat=ChatDocument(chat["messages"])))
     assert found == [["4<|im_end|>\n", "<think>\nhm\n\nwell\n</think>\n\n6<|im_end|>\n"]]
-    found = written(template_of("gpt_oss"), Document("x", chat=Chat(chat["messages"])))
+    found = written(template_of("gpt_oss"), Document("x", chat=ChatDocument(chat["messages"])))
     last = "<|channel|>analysis<|message|>hm\n\nwell<|end|><|start|>assistant<|channel|>final<|message|>6<|return|>"
     assert found == [["<|channel|>final<|message|>4<|end|>", last]]
 
@@ -230,7 +230,7 @@ def calling(**message) -> Document:
     talk = document("user", "assistant", "tool", "assistant")
     messages = list(talk.chat.messages)
     messages[1] = {"role": "assistant", "tool_calls": CALLS, **message}
-    return talk._replace(chat=Chat(messages, 0, {"tools": [{"name": "weather"}]}))
+    return talk._replace(chat=ChatDocument(messages, 0, {"tools": [{"name": "weather"}]}))
 
 
 def test_calls_that_a_template_leaves_out_are_no_empty_turns():
@@ -288,7 +288,7 @@ def test_faults_name_the_record():
     )
     with pytest.raises(DataError, match=r"b\.jsonl:7: .* cannot be rendered: TemplateError: no"):
         written(picky, good, bad)
-    wrong = bad._replace(chat=Chat([{"role": "user", "content": 3}]))
+    wrong = bad._replace(chat=ChatDocument([{"role": "user", "content": 3}]))
     with pytest.raises(DataError, match=r"b\.jsonl:7: messages\[0\]: content='3' must be a text"):
         written(CHATML, good, wrong)
     with pytest.raises(DataError, match=r"a\.jsonl:1 is a conversation, and there is no chat template .*--init-from"):
@@ -312,7 +312,7 @@ def test_the_limit_on_letters_is_that_of_each_conversation(monkeypatch):
     chats = [
         [{"role": "user", "content": "q"}, {"role": "assistant", "content": f"a {number}"}] for number in range(12)
     ]
-    documents = [Document("x", chat=Chat(messages)) for messages in chats]
+    documents = [Document("x", chat=ChatDocument(messages)) for messages in chats]
     found = written("{{ 'x' * 1_000_000 }}" + CHATML, *documents)
     assert found == written(CHATML, *documents) and found[11][0].startswith("a 11") and len(calls) == 3
 

@@ -40,7 +40,7 @@ from eqx_decoders.io.coordination import first_then_all, from_first, gather, pro
 from eqx_decoders.sharding.layout import Layout
 from eqx_decoders.training import Batch, host_rows, place
 from eqx_decoders.data.batches import Batches
-from eqx_decoders.training.run.loop import Run
+from eqx_decoders.training.run.loop import TrainingLoop
 from tests.programs import no_renames
 
 def check_batches():
@@ -70,7 +70,7 @@ def check_batches():
 def train(name, *more):
     return program.main(["--distributed", "--run-dir", str(folder / name), *words, *more])
 
-def interrupted(self, row, report=Run._report):
+def interrupted(self, row, report=TrainingLoop._report):
     report(self, row)
     if number == 1 and row["step"] == 1:  # the signal comes to one process alone
         self.interrupt._handle(15, None)
@@ -104,7 +104,7 @@ with connected(60):
     check_batches()
     assert train("steps") == 0
     with no_renames():  # as in a bucket
-        with mock.patch.object(Run, "_report", interrupted):
+        with mock.patch.object(TrainingLoop, "_report", interrupted):
             assert train("stopped") == 143
         again = mock.patch.object(reading, "_load", flipped)
         read = mock.patch.object(reading, "read_manifest", flaky)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import eqx_decoders as ed
-from eqx_decoders.families.common import Shape
+from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.gemma4 import gemma4
 from eqx_decoders.families.gemma4_audio import gemma4_audio
 from eqx_decoders.families.gemma4_vision import gemma4_vision
@@ -60,7 +60,7 @@ def seeing_directory(folder: Path) -> Path:
     """Write it; the words of `WORDS` are tokens behind those of the tokenizer that it is made of."""
     tokenizer = tokenizer_with(WORDS)
     image, video = (tokenizer.token_to_id(word) for word in WORDS[:2])
-    shape = Shape(
+    shape = DecoderSizes(
         vocab_size=tokenizer.get_vocab_size(),
         embed_dim=16,
         num_layers=3,
@@ -82,7 +82,7 @@ def seeing_directory(folder: Path) -> Path:
 def hearing_directory(folder: Path) -> Path:
     """Write that of a Gemma 4 that hears and sees nothing."""
     tokenizer = tokenizer_with(AUDIO_WORDS)
-    shape = Shape(
+    shape = DecoderSizes(
         vocab_size=tokenizer.get_vocab_size(),
         embed_dim=16,
         num_layers=2,

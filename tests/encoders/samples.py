@@ -6,7 +6,7 @@ import numpy as np
 
 import eqx_decoders as ed
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.blocks.branch import BranchConfig
+from eqx_decoders.blocks.branch import ExtraLayerConfig
 from eqx_decoders.blocks.residual.residual import Sequential
 from eqx_decoders.encoders.audio_stem import AudioStemConfig
 from eqx_decoders.encoders.encoder import EncoderConfig
@@ -36,11 +36,11 @@ EAR = dataclasses.replace(
     EYE, mixer=AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=4, mask=Bidirectional(4), rope=None)
 )
 NEAR = BlockConfig(  # the block of a Conformer
-    before=(BranchConfig(layer=MLPConfig(mlp_dim=12, gated=False), pre_norm=NORM, post_norm=NORM, scale=0.5),),
+    before=(ExtraLayerConfig(layer=MLPConfig(mlp_dim=12, gated=False), pre_norm=NORM, post_norm=NORM, scale=0.5),),
     mixer=LocalAttentionConfig(num_heads=2, head_dim=4, chunk=2, left=3, soft_cap=2.0),
     mlp=None,
     pre_mixer_norm=NORM,
-    after=(BranchConfig(layer=LightConvolutionConfig(taps=3), pre_norm=NORM),),
+    after=(ExtraLayerConfig(layer=LightConvolutionConfig(taps=3), pre_norm=NORM),),
     wiring=Sequential(output_norm=NORM),
 )
 INTO = (ProjectionConfig(dim=12, bias=True, activation="gelu"), ProjectionConfig(dim=EMBED))
@@ -85,7 +85,7 @@ def seeing(media: MediaConfig = MEDIA, layers: int = 4, **changes) -> ed.Decoder
     full = BlockConfig(mixer=mixer, mlp=MLPConfig(mlp_dim=24), pre_mixer_norm=NORM, pre_mlp_norm=NORM)
     local = dataclasses.replace(full, mixer=dataclasses.replace(mixer, mask=SlidingWindow(5)))
     levels = 0 if media.vision is None else len(media.vision.deepstack)
-    added = (ed.BranchConfig(layer=AddedFeaturesConfig()),)
+    added = (ed.ExtraLayerConfig(layer=AddedFeaturesConfig()),)
     blocks = [
         dataclasses.replace((local, full)[index % 2], after=added if index < levels else ()) for index in range(layers)
     ]

@@ -9,7 +9,7 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.cli.generate import GenerateConfig
 from eqx_decoders.data.dataset import DataConfig, make_dataset
-from eqx_decoders.data.media_documents import ProcessedReader, loaded_reader
+from eqx_decoders.data.media_documents import ProcessorReader, loaded_reader
 from eqx_decoders.inference.text_model import Files, load_text_model
 from eqx_decoders.io.text.tokenizer import load_tokenizer
 from tests.commands import call, outcome
@@ -72,7 +72,7 @@ def write_chats(path):
 def test_conversations_with_images_are_packed_and_only_answers_are_learned(text, folder):
     """Every image stands in its own document, at its own size, whatever is beside it in the row."""
     chats, config = write_chats(folder / "chats.jsonl"), text.model.config
-    reader = ProcessedReader(str(folder / "model"), config.media.image_token)
+    reader = ProcessorReader(str(folder / "model"), config.media.image_token)
     assert loaded_reader(reader.words()) == reader
     data = DataConfig(path=str(chats), batch_size=2, seq_len=96, held_out_fraction=0.0, cache_dir=str(folder / "c"))
     tokenizer = load_tokenizer(folder / "model")

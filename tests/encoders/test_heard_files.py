@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.data.media_documents import ProcessedReader
+from eqx_decoders.data.media_documents import ProcessorReader
 from eqx_decoders.data.sources.documents import reference
 from eqx_decoders.errors import DataError
 from eqx_decoders.inference.generation import stream
@@ -127,7 +127,7 @@ def test_answers_to_a_video_of_few_frames(name, tmp_path):
     ids, arrays = text.tokenizer.encode(made.text, special=True).tolist(), rules.join([made])
     answer = answered(folder, "--video", tmp_path / "video.mkv")
     assert answer == expected(text, ids, **arrays) and len(answer) > 3
-    reader, one = ProcessedReader(str(folder), IMAGE), reference("video", str(tmp_path / "video.mkv"))
+    reader, one = ProcessorReader(str(folder), IMAGE), reference("video", str(tmp_path / "video.mkv"))
     grown = len(made.text) - len("<|video_pad|>")
     assert reader.written("<|video_pad|>w1", [(13, 15)], [one], "x") == (f"{made.text}w1", ((grown + 13, grown + 15),))
     for key, array in reader.arrays([one]).items():

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 import eqx_decoders as ed
-from eqx_decoders.families.common import Shape
+from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.deepseek import deepseek
 from eqx_decoders.families.deepseek_v3 import v3_router
 from eqx_decoders.families.maxtext import deepseek_custom
@@ -14,7 +14,7 @@ from eqx_decoders.layers.rope import Rope
 from tests.models import filled, some_tokens
 
 
-SHAPE = Shape(vocab_size=32, embed_dim=16, num_layers=4, num_heads=4, num_kv_heads=4, head_dim=8, mlp_dim=24)
+SHAPE = DecoderSizes(vocab_size=32, embed_dim=16, num_layers=4, num_heads=4, num_kv_heads=4, head_dim=8, mlp_dim=24)
 SMALL = deepseek_custom(
     deepseek(
         SHAPE, router=v3_router(groups=1, groups_per_token=1, scaling_factor=2.5), num_experts=4,

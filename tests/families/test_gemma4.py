@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 import eqx_decoders as ed
 from eqx_decoders.families import FAMILIES
-from eqx_decoders.families.common import Shape
+from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.gemma4 import gemma4
 from eqx_decoders.layers.embedding.per_layer_embedding import PerLayerEmbeddingConfig
 from eqx_decoders.layers.mask import Causal, SlidingWindow
@@ -18,7 +18,7 @@ from tests.families.samples import FIXTURES, decode, mixers, sample
 from tests.models import filled
 
 
-SHAPE = Shape(
+SHAPE = DecoderSizes(
     vocab_size=32, embed_dim=16, num_layers=4, num_heads=4, num_kv_heads=4, head_dim=4, mlp_dim=24, tied=True,
     activation="gelu_tanh",
 )  # fmt: skip

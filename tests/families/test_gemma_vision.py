@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import eqx_decoders as ed
 from eqx_decoders.families import FAMILIES, find_family
-from eqx_decoders.families.common import Shape
+from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.gemma3 import gemma3
 from eqx_decoders.families.gemma3_vision import gemma3_vision, siglip
 from eqx_decoders.families.gemma4 import gemma4
@@ -26,7 +26,7 @@ from tests.models import filled
 
 
 IMAGE, VIDEO, VOCAB = 29, 30, 32
-SHAPE = Shape(
+SHAPE = DecoderSizes(
     vocab_size=VOCAB, embed_dim=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=24, tied=True,
     activation="gelu_tanh",
 )  # fmt: skip

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import eqx_decoders as ed
-from eqx_decoders.families.common import Shape
+from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.gpt3 import gpt3
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
 from eqx_decoders.layers.norm import LayerNormConfig
@@ -26,7 +26,7 @@ SIZES = {
 }
 # the smallest, added up with pencil and paper: tables of tokens and positions, final norm, block
 PARAMETERS = {"gpt3-52k": 16_384 + 32_768 + 32 + 3280}
-SMALL = Shape(
+SMALL = DecoderSizes(
     vocab_size=32, embed_dim=8, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=4, mlp_dim=12, eps=1e-5, tied=True,
     activation="gelu_tanh",
 )  # fmt: skip

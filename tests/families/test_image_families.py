@@ -14,7 +14,7 @@ import eqx_decoders as ed
 from eqx_decoders.encoders.images import from_pixels, learned_places
 from eqx_decoders.encoders.stem import LearnedGrid, PatchStemConfig
 from eqx_decoders.families import FAMILIES, find_family
-from eqx_decoders.families.common import Shape
+from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.llama4 import llama4
 from eqx_decoders.families.llama4_vision import llama4_encoder, llama4_vision
 from eqx_decoders.layers.mask import Causal, Chunked
@@ -113,7 +113,9 @@ def test_both_spellings_of_names_are_read(tmp_path):
 
 SIDE, SIZE, MERGE, WIDTH, HEADS = 4, 3, 2, 16, 2
 IMAGE = 29
-SHAPE = Shape(vocab_size=32, embed_dim=12, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=16, eps=1e-5)
+SHAPE = DecoderSizes(
+    vocab_size=32, embed_dim=12, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=16, eps=1e-5
+)
 TINY = llama4_vision(
     llama4(
         SHAPE,

@@ -13,7 +13,7 @@ import eqx_decoders as ed
 from eqx_decoders.blocks.residual.residual import Chained
 from eqx_decoders.data.batches import Batch
 from eqx_decoders.families import maxtext
-from eqx_decoders.families.common import Shape
+from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm
 from eqx_decoders.layers.mlp import LinearConfig, MLPConfig
 from eqx_decoders.layers.moe.router import RouterConfig
@@ -35,9 +35,11 @@ PARAMETERS = {
     "maxtext-simple": ENDS + LAYERS * EMBED * EMBED,
     "maxtext-simple-mlp": ENDS + LAYERS * 2 * EMBED * MLP,
 }
-SMALL = Shape(vocab_size=32, embed_dim=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, mlp_dim=12, eps=1e-5)
+SMALL = DecoderSizes(
+    vocab_size=32, embed_dim=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, mlp_dim=12, eps=1e-5
+)
 CUSTOM = maxtext.qwen3_custom_moe(
-    Shape(vocab_size=32, embed_dim=8, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=6),
+    DecoderSizes(vocab_size=32, embed_dim=8, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=4, mlp_dim=6),
     num_experts=4, num_experts_per_token=2, expert_dim=6, latent_dim=4, rope=Rope(theta=100.0),
 )  # fmt: skip
 POSITIONS, SAME_SEGMENT = np.tile(np.arange(4), (2, 1)), np.ones((2, 4), int)

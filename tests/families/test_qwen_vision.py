@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 import eqx_decoders as ed
 from eqx_decoders.encoders.rope_positions import AUDIO, IMAGE, TEXT, VIDEO, grid_positions
 from eqx_decoders.families import FAMILIES, find_family, qwen3_5_vision, qwen3_omni
-from eqx_decoders.families.common import Shape
+from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.qwen3_moe import qwen3_moe
 from eqx_decoders.families.qwen3_next import with_depth
 from eqx_decoders.families.qwen3_vl import qwen3_vl
@@ -46,7 +46,7 @@ def tiny(model: str):
         Rope(theta=100.0, sections=(2, 1, 1)),
         dict(embed_dim=8, layers=2, heads=2, mlp_dim=12, size=2, side=3),
     )
-    shape = Shape(vocab_size=32, embed_dim=12, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=6)
+    shape = DecoderSizes(vocab_size=32, embed_dim=12, num_layers=4, num_heads=2, num_kv_heads=1, head_dim=8, mlp_dim=6)
     if model == "moe":
         text = qwen3_moe(shape, expert_dim=6, num_experts=3, num_experts_per_token=2, rope=rope)
         return qwen3_vl(text, qwen_vision(**vision, out_dim=12, deepstack=(0, 1)))

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 import eqx_decoders as ed
 from eqx_decoders import families
 from eqx_decoders.families import llama
-from eqx_decoders.families.common import Shape
+from eqx_decoders.families.common import DecoderSizes
 from eqx_decoders.families.hf_table import Section, Weight, sharing
 from eqx_decoders.io.huggingface import load, peft
 from eqx_decoders.io.huggingface.directory import StoredTensor
@@ -41,7 +41,7 @@ TABLES = {
         within="kv_heads",
     ),
 }
-SHAPE = Shape(
+SHAPE = DecoderSizes(
     vocab_size=32, embed_dim=8, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=4, mlp_dim=8, attention_bias=True
 )  # fmt: skip
 

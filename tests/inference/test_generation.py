@@ -14,7 +14,7 @@ from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.inference import generation as generate_module
 from eqx_decoders.inference.generation import bucket
 from eqx_decoders.layers.embedding.embedding import LearnedPositions
-from eqx_decoders.model.provenance import Origin
+from eqx_decoders.model.provenance import Provenance
 from tests.models import filled, rich_decoder, some_tokens
 from tests.programs import compilations
 
@@ -169,7 +169,7 @@ def test_what_the_host_reads_is_on_every_device(model):
 def test_what_was_published_with_a_model_is_used_unless_overruled(model):
     prompt, key = some_tokens(2, 4), jax.random.key(3)
     sampled = GenerationConfig(do_sample=True, temperature=2.0, top_k=5, stop_ids=(3,))
-    published = dataclasses.replace(model, origin=Origin(family="llama", generation=sampled))
+    published = dataclasses.replace(model, origin=Provenance(family="llama", generation=sampled))
     assert published.generation_config == sampled and model.generation_config == GenerationConfig()
     draw = ed.Sample(temperature=2.0, top_k=5)
     want = ed.generate(model, prompt, max_new_tokens=9, sampler=draw, key=key, stop_ids=(3,))
@@ -181,7 +181,7 @@ def test_what_was_published_with_a_model_is_used_unless_overruled(model):
 
 
 def test_beyond_the_trained_positions_there_is_a_warning(model):
-    published = dataclasses.replace(model, origin=Origin(family="llama", settings='{"max_position_embeddings": 8}'))
+    published = dataclasses.replace(model, origin=Provenance(family="llama", settings='{"max_position_embeddings": 8}'))
     assert published.trained_positions == 8 and model.trained_positions is None
     with pytest.warns(UserWarning, match=r"prompt of 6 \+ max_new_tokens=3 are more than the 8 positions"):
         ed.generate(published, some_tokens(1, 6), max_new_tokens=3)

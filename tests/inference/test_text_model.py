@@ -23,7 +23,7 @@ from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.model.decoder import DecoderConfig
 from eqx_decoders.model.init import abstract
-from eqx_decoders.model.provenance import Origin
+from eqx_decoders.model.provenance import Provenance
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -133,7 +133,7 @@ def test_what_cannot_be_written_about(shapes):
 
 def test_ids_that_are_none_are_told(shapes):
     text = learned(32)
-    origin = Origin(family="llama", settings='{"eos_token_id": "x"}')
+    origin = Provenance(family="llama", settings='{"eos_token_id": "x"}')
     with pytest.raises(ConversionError, match=r"config.json: eos_token_id=x must be a token id"):
         write(dataclasses.replace(text, model=dataclasses.replace(text.model, origin=origin)), "x")
 

@@ -12,7 +12,7 @@ import eqx_decoders as ed
 from eqx_decoders.inference import generation as generate_module, unstack
 from eqx_decoders.inference.unstack import inference_cache, layers_apart, usual_format
 from eqx_decoders.layers.attention.cached import attend_past
-from eqx_decoders.layers.cache.kv_cache import Past
+from eqx_decoders.layers.cache.kv_cache import CachedKV
 from eqx_decoders.layers.mask import Causal
 from eqx_decoders.model.init import with_mtp
 from tests.commands import ROOT
@@ -98,7 +98,7 @@ def test_sixteen_bits_are_stored_as_float32_on_cpu(model, cut_all):
 def test_a_wide_past_is_read_as_it_is():
     """By a few 16-bit queries: results are those of float32 ones, rounded; by many, in 16 bits."""
     random, shape = np.random.default_rng(0), (2, 2, 40, 8)
-    past = Past(
+    past = CachedKV(
         *(jnp.asarray(random.normal(size=shape), jnp.float32) for _ in range(2)), jnp.tile(jnp.arange(40), (2, 1))
     )
     for length, exact in ((1, True), (3, True), (32, False)):

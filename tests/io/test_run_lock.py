@@ -13,7 +13,7 @@ import pytest
 from eqx_decoders.errors import CheckpointError, ConfigError, ConversionError, DataError
 from eqx_decoders.io import run_lock
 from eqx_decoders.io.run_lock import Interrupt, RunLock, Stopped, check_run_dir, exit_code
-from eqx_decoders.io.status import Waiting
+from eqx_decoders.io.status import StatusLine
 
 
 # A package of the same name without its __init__: the other process needs neither JAX nor the rest.
@@ -159,7 +159,7 @@ def test_a_second_sigint_acts_at_once():
 
 @pytest.mark.parametrize("number", Interrupt.SIGNALS)
 def test_where_there_is_nothing_to_save_a_signal_stops_at_once(number):
-    with Interrupt(at_once=True), Waiting("tokenising", kept="nothing is kept"):
+    with Interrupt(at_once=True), StatusLine("tokenising", kept="nothing is kept"):
         with pytest.raises(Stopped, match="stopped while tokenising: nothing is kept, start again") as caught:
             signal.raise_signal(number)
         assert caught.value.exit_code == 128 + number and isinstance(caught.value, KeyboardInterrupt)
@@ -173,12 +173,12 @@ def test_where_there_is_nothing_to_save_a_signal_stops_at_once(number):
 BUSY = f"""{PACKAGE}
 import hashlib, pathlib, signal, threading, time
 from eqx_decoders.io.run_lock import Interrupt, Watch
-from eqx_decoders.io.status import Waiting
+from eqx_decoders.io.status import StatusLine
 part = pathlib.Path(sys.argv[2])
 part.mkdir()
 with Interrupt(at_once=sys.argv[3] != "later"), Watch(0.2):
     signal.set_wakeup_fd(-1)
-    with Waiting("training", kept="nothing is kept", partial=part):
+    with StatusLine("training", kept="nothing is kept", partial=part):
         threading.Timer(0.5, print, ("busy",), dict(flush=True)).start()  # when the main thread is there
         try:
             if sys.argv[3] == "python":

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from eqx_decoders.io import status as module
-from eqx_decoders.io.status import Waiting, delete_partial, duration, showing, stopped_text
+from eqx_decoders.io.status import StatusLine, delete_partial, duration, showing, stopped_text
 
 
 class Terminal(io.StringIO):
@@ -33,7 +33,11 @@ def quick(monkeypatch):
 def test_a_text_says_how_much_and_how_fast(monkeypatch):
     clock = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
-    with Waiting("tokenising") as bytes_, Waiting("loading weights", total=16_000_000_000) as of, Waiting("x") as x:
+    with (
+        StatusLine("tokenising") as bytes_,
+        StatusLine("loading weights", total=16_000_000_000) as of,
+        StatusLine("x") as x,
+    ):
         clock[0] += 8
         assert list(bytes_.counted(["a" * 20_000_000, "b" * 16_000_000]))[1][0] == "b"
         of.add(1_600_000_000)
@@ -45,10 +49,10 @@ def test_a_text_says_how_much_and_how_fast(monkeypatch):
 def test_plain_lines_come_only_where_they_are_asked_for(quick, monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    with Waiting("idle"):
+    with StatusLine("idle"):
         time.sleep(0.1)
     assert stream.getvalue() == "" and threading.active_count() < 50
-    with showing(), Waiting("outside"), Waiting("compiling"):
+    with showing(), StatusLine("outside"), StatusLine("compiling"):
         wait_for(stream, "compiling: 0s\ncompiling: 0s\n")
         shown = stream.getvalue()
     assert "\x1b" not in shown and "\r" not in shown and "outside" not in shown
@@ -57,18 +61,18 @@ def test_plain_lines_come_only_where_they_are_asked_for(quick, monkeypatch):
 def test_a_terminal_shows_one_line_that_goes_away(quick, monkeypatch):
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
-    with showing(), Waiting("compiling"):
+    with showing(), StatusLine("compiling"):
         wait_for(stream, "compiling")
     assert "\n" not in stream.getvalue() and stream.getvalue().endswith("\r\x1b[2K")
 
 
 def test_the_sentence_names_what_is_done_and_what_is_kept(tmp_path):
     assert stopped_text() == "stopped"
-    with Waiting("loading weights"):
+    with StatusLine("loading weights"):
         assert stopped_text() == "stopped while loading weights"
     (tmp_path / "part").mkdir()
-    with Waiting("making the model", kept="the tokens are kept"):
-        with Waiting("loading weights", partial=tmp_path / "part"):
+    with StatusLine("making the model", kept="the tokens are kept"):
+        with StatusLine("loading weights", partial=tmp_path / "part"):
             want = "stopped while loading weights: the tokens are kept, start again with the same command"
             assert stopped_text() == want
             delete_partial()

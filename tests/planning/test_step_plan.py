@@ -17,8 +17,8 @@ from eqx_decoders.layers.moe.megablox import kernel_product
 from eqx_decoders.model.config_json import with_fields
 from eqx_decoders.planning.advice import advice
 from eqx_decoders.planning.collectives import Collective
-from eqx_decoders.planning.device_memory import Memory, needed_bytes
-from eqx_decoders.planning.flop_count import Products, products
+from eqx_decoders.planning.device_memory import DeviceMemory, needed_bytes
+from eqx_decoders.planning.flop_count import MatmulFlops, products
 from eqx_decoders.planning.machine import Machine
 from eqx_decoders.planning.report import as_data, by_kind, report
 from eqx_decoders.planning.roofline import ACROSS, Roofline, collective_seconds
@@ -118,11 +118,11 @@ def test_products_of_loops_branches_and_devices():
     def count(f):
         return products(jax.make_jaxpr(f)(x, w))
 
-    assert count(lambda x, w: x @ w) == Products(one, False)
-    assert count(lambda x, w: jax.lax.scan(lambda x, _: (x @ w, None), x, length=5)[0]) == Products(5 * one, False)
+    assert count(lambda x, w: x @ w) == MatmulFlops(one, False)
+    assert count(lambda x, w: jax.lax.scan(lambda x, _: (x @ w, None), x, length=5)[0]) == MatmulFlops(5 * one, False)
     either = count(lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: x @ w))
-    assert either == Products(2 * one, False)
-    assert count(lambda x, w: jax.lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x @ w, x)) == Products(0, True)
+    assert either == MatmulFlops(2 * one, False)
+    assert count(lambda x, w: jax.lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x @ w, x)) == MatmulFlops(0, True)
 
     def loss(f):
         return lambda x, w: jax.grad(lambda x: f(jnp.sin(f(x, w)), w).sum())(x)
@@ -131,20 +131,20 @@ def test_products_of_loops_branches_and_devices():
     assert plain.counted == 4 * one  # two products, there and back
     assert again.counted == 10 * one  # four products, there and back, and of each pair the first again
     grouped = jax.make_jaxpr(jax.lax.ragged_dot)(jnp.zeros((4, 3)), jnp.zeros((2, 3, 5)), jnp.array([1, 3]))
-    assert products(grouped) == Products(2 * 4 * 3 * 5, False, ragged=2 * 4 * 3 * 5)
+    assert products(grouped) == MatmulFlops(2 * 4 * 3 * 5, False, ragged=2 * 4 * 3 * 5)
     bytes_ = jnp.zeros((2, 3), jnp.int8)
-    assert count(lambda x, w: bytes_ @ bytes_.T + (x @ w)[:, :2].astype(jnp.int8)) == Products(one + 24, False, 24)
+    assert count(lambda x, w: bytes_ @ bytes_.T + (x @ w)[:, :2].astype(jnp.int8)) == MatmulFlops(one + 24, False, 24)
 
     looped = jax.make_jaxpr(lambda x, w, n: jax.lax.fori_loop(0, n[0], lambda _, x: jax.lax.ragged_dot(x, w, n), x))(
         jnp.zeros((4, 3)), jnp.zeros((2, 3, 3)), jnp.array([1, 3])
     )
-    assert products(looped) == Products(0, False, loose=True)
+    assert products(looped) == MatmulFlops(0, False, loose=True)
     kernel = jax.make_jaxpr(lambda x, w, n: kernel_product(False, x, w, n))
     assert products(kernel(jnp.zeros((128, 128)), jnp.zeros((2, 128, 128)), jnp.array([64, 64]))).loose
     places = jnp.broadcast_to(jnp.arange(512)[None], (1, 512))
     own = dict(query_positions=places, key_positions=places, kernel="interval", platform="tpu", local=True)
     q = jnp.zeros((1, 512, 1, 128), jnp.bfloat16)
-    assert products(jax.make_jaxpr(lambda q: attend(q, q, q, mask=Causal(), **own))(q)) == Products(0, True)
+    assert products(jax.make_jaxpr(lambda q: attend(q, q, q, mask=Causal(), **own))(q)) == MatmulFlops(0, True)
 
     # over one of two mesh axes, and inside over the other one: shapes are those of a device
     layout = ed.Layout.create(stage=2, fsdp=4)
@@ -153,7 +153,7 @@ def test_products_of_loops_branches_and_devices():
         mesh=layout.mesh, axis_names={"stage"}, in_specs=(P(), P()), out_specs=P(), check_vma=False,
     )  # fmt: skip
     found = products(jax.make_jaxpr(jax.jit(inside))(jnp.zeros((8, 3)), w))
-    assert found == Products(2 * 2 * 8 * 3 * 3, False)  # each stage multiplies all of them
+    assert found == MatmulFlops(2 * 2 * 8 * 3 * 3, False)  # each stage multiplies all of them
 
 
 @pytest.mark.parametrize("remat, again", [("none", 1), ("full", 4 / 3)])
@@ -165,13 +165,13 @@ def test_experts_compute_what_tokens_need(remat, again, monkeypatch):
     weights = len(config.blocks) * mlp.num_experts_per_token * 3 * config.embed_dim * mlp.mlp_dim
     needed = again * 6 * 8 * 64 * weights
 
-    def computed(found: Products) -> float:
+    def computed(found: MatmulFlops) -> float:
         monkeypatch.setattr("eqx_decoders.planning.step_plan.products", lambda _: found)
         return operations(model, trainer, None, 8, 64).computed
 
-    assert computed(Products(1e12 + 7, False, ragged=1e12)) == pytest.approx(7 + needed)
-    assert computed(Products(20.0, False, ragged=5.0)) == 20.0  # fewer than that are all there are
-    assert computed(Products(7.0, False, loose=True)) == pytest.approx(7 + needed)
+    assert computed(MatmulFlops(1e12 + 7, False, ragged=1e12)) == pytest.approx(7 + needed)
+    assert computed(MatmulFlops(20.0, False, ragged=5.0)) == 20.0  # fewer than that are all there are
+    assert computed(MatmulFlops(7.0, False, loose=True)) == pytest.approx(7 + needed)
 
 
 # --- memory and advice ---
@@ -188,7 +188,7 @@ def planned(line: Roofline | None = None, collectives: tuple[Collective, ...] | 
     known: dict = dict(parameters=10e9, optimizer=20e9, means=0, gradients=10e9, capacity=95e9, peak=90e9)
     return Plan(
         machine=torus(4, 2),
-        memory=Memory(**{name: None if size is None else int(size) for name, size in (known | memory).items()}),
+        memory=DeviceMemory(**{name: None if size is None else int(size) for name, size in (known | memory).items()}),
         operations=Operations(model=6.0, attention=1.0, computed=8.0, six_nd=5.0),
         collectives=collectives,
         roofline=line or Roofline(compute=2.0, memory=1.0, networks={}, model_flops_seconds=1.5),

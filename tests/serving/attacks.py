@@ -47,8 +47,8 @@ def broken(*given, **named):
         raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
     return kept(*given, **named)
 try:
-    from eqx_decoders.serving.engine.media_prefill import Sight
-    kept, Sight.read = Sight.read, broken
+    from eqx_decoders.serving.engine.media_prefill import MediaPrefill
+    kept, MediaPrefill.read = MediaPrefill.read, broken
 except ImportError:  # of a checkout without it
     from eqx_decoders.serving import engine
     kept, engine.prefilled = engine.prefilled, broken

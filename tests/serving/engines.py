@@ -9,7 +9,7 @@ import numpy as np
 import eqx_decoders as ed
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.engine import Engine
-from eqx_decoders.serving.engine.request import Request, Sampling
+from eqx_decoders.serving.engine.request import Request, SamplingParams
 
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -31,10 +31,10 @@ def request_pool(vocab, count, seed=0, longest=30, new=(1, 4, 12)):
     for number in range(count):
         prompt = [pick.randrange(3, vocab) for _ in range(pick.choice([1, 2, 7, 8, 9, 16, 17, longest]))]
         prompt = shared[: pick.choice([8, 11, 16, 24])] + prompt if pick.random() < 0.5 else prompt
-        sampling = Sampling()
+        sampling = SamplingParams()
         if number % 2:
             penalty = 1.3 if number % 4 == 1 else 1.0
-            sampling = Sampling(temperature=0.8, top_p=0.9, seed=number, repetition_penalty=penalty)
+            sampling = SamplingParams(temperature=0.8, top_p=0.9, seed=number, repetition_penalty=penalty)
         stops = tuple(pick.randrange(3, vocab) for _ in range(vocab // 12)) if number % 3 == 0 else ()
         options = dict(priority=pick.choice([0, 0, 0, 1, 2]), client=pick.choice("ab"), stop_ids=stops)
         options["min_new_tokens"] = number % 2 * 3

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.serving.engine.request import EngineCounts, QueueFull, Request, TokenScore, Update
+from eqx_decoders.serving.engine.request import EngineStats, QueueFull, Request, RequestOutput, TokenScore
 
 
 @dataclasses.dataclass
@@ -39,7 +39,7 @@ class FakeEngine:
         self.gate = threading.Event()  # steps wait for it
         self.gate.set()
         self.begun = threading.Event()  # a step has begun
-        self.done = EngineCounts()
+        self.done = EngineStats()
 
     @property
     def has_work(self) -> bool:
@@ -65,7 +65,7 @@ class FakeEngine:
             self.order.remove(request_id)
             self.cancelled.append(request_id)
 
-    def step(self) -> list[Update]:
+    def step(self) -> list[RequestOutput]:
         self.begun.set()
         self.gate.wait()
         time.sleep(self.seconds)
@@ -74,7 +74,7 @@ class FakeEngine:
         self.done = dataclasses.replace(self.done, steps=self.done.steps + 1)
         return [self._advance(number) for number in self.order[: self.slots]]
 
-    def _advance(self, number: int) -> Update:
+    def _advance(self, number: int) -> RequestOutput:
         request, answer, tokens, scores = self.requests[number], self.answers[number], [], []
         reason = None
         first = not answer
@@ -98,7 +98,7 @@ class FakeEngine:
             prompt_tokens=self.done.prompt_tokens + first * len(request.prompt),
             generated_tokens=self.done.generated_tokens + len(tokens),
         )
-        return Update(
+        return RequestOutput(
             request_id=number,
             tokens=tuple(tokens),
             scores=tuple(scores),
@@ -122,7 +122,7 @@ class FakeEngine:
         best = max(biases, key=lambda token: biases[token], default=None)
         return best if best is not None and biases[best] > 0 else (last + 1) % self.letters
 
-    def counts(self) -> EngineCounts:
+    def counts(self) -> EngineStats:
         running = min(len(self.order), self.slots)
         return dataclasses.replace(self.done, running=running, waiting=len(self.order) - running)
 

@@ -12,7 +12,7 @@ from typing import Any
 from eqx_decoders.io.huggingface.generation_config import read_generation_config
 from eqx_decoders.io.text.chat_template import load_chat_template
 from eqx_decoders.io.text.tokenizer import load_tokenizer
-from eqx_decoders.serving.frontend.prompts import Language
+from eqx_decoders.serving.frontend.prompts import TextFrontend
 from eqx_decoders.serving.http.protocol import ApiConfig
 from eqx_decoders.serving.http.server import ServerConfig, bind, run_in_thread
 from tests.serving.fake_engine import FakeEngine
@@ -21,9 +21,9 @@ from tests.serving.fake_engine import FakeEngine
 CHAT = Path(__file__).parents[1] / "fixtures" / "chat_llama"
 
 
-def chat_language(**changes: Any) -> Language:
+def chat_language(**changes: Any) -> TextFrontend:
     """That of a fixture with a byte-level vocabulary of 320 ids and a chat template."""
-    found = Language(
+    found = TextFrontend(
         tokenizer=load_tokenizer(CHAT),
         chat=load_chat_template(CHAT),
         published=True,
@@ -72,7 +72,7 @@ class Running:
 @contextlib.contextmanager
 def serving(
     engine: FakeEngine | None = None,
-    language: Language | None = None,
+    language: TextFrontend | None = None,
     times: ServerConfig = ServerConfig(drain=1.0, end=1.0),
     allow_origins: tuple[str, ...] = (),
     **config: Any,

@@ -265,7 +265,7 @@ def test_dropout_is_that_of_microbatches_run_one_by_one():
 def test_what_layers_read_beside_the_stream():
     """Embeddings of their own for each layer and token, and keys and values of a layer before the pipeline."""
     per_layer = PerLayerEmbeddingConfig(features=8, vocab_size=VOCAB)
-    further = (ed.BranchConfig(layer=PerLayerInputConfig(features=8), pre_norm=NORM),)
+    further = (ed.ExtraLayerConfig(layer=PerLayerInputConfig(features=8), pre_norm=NORM),)
     first = dataclasses.replace(DENSE, after=further, publishes="first")
     borrowing = dataclasses.replace(ATTENTION, borrows="first")
     later = dataclasses.replace(DENSE, mixer=borrowing, after=further)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from eqx_decoders.data.store.corpus_stats import Counts
+from eqx_decoders.data.store.corpus_stats import CorpusStats
 from eqx_decoders.training.evaluation import HeldOut, _held_out, describe_held_out
 
 
@@ -13,7 +13,7 @@ def test_shares_of_weights_below_one_in_sum_are_shares():
 
 def test_the_baseline_is_named_with_its_set_and_with_what_it_is_of():
     result = HeldOut(loss=1.0, tokens=30, nats=30.0)
-    whole, part = Counts(1, 20, 20, 100, 2.0, 100), Counts(1, 12, 10, 300, 1.0, 60)
+    whole, part = CorpusStats(1, 20, 20, 100, 2.0, 100), CorpusStats(1, 12, 10, 300, 1.0, 60)
     assert describe_held_out("web", result._replace(tokens=20), [whole])[-1] == (
         "gzip -9 needs of web: 2.0000 nats per byte, for the same text"
     )

@@ -3,7 +3,7 @@
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections as HyperConnections
 from eqx_decoders.blocks.residual.residual import (
     Chained as Chained,
+    NoResidual as NoResidual,
     Parallel as Parallel,
-    Plain as Plain,
     Sequential as Sequential,
 )

@@ -35,7 +35,7 @@ Steps = Generator[tuple[BranchFunction, Array], Array, Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Wiring:
+class Residual:
     """What the kinds share: most have one stream, a norm for each branch, and features of the stream everywhere.
 
     - `streams`: residual streams side by side.
@@ -57,7 +57,7 @@ class Wiring:
 
 
 @runtime_checkable
-class WiringModule(Protocol):
+class ResidualModule(Protocol):
     """What a wiring's configuration builds: a module with its weights, if it has any."""
 
     def __call__(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Array:
@@ -65,7 +65,7 @@ class WiringModule(Protocol):
         ...
 
 
-class SteppedWiring(eqx.Module):
+class SteppedResidual(eqx.Module):
     """A wiring that says what is to be run instead of running it, so that parts of a batch may take turns."""
 
     def steps(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Steps:

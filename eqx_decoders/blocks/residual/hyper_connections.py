@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
-from eqx_decoders.blocks.residual.base import BranchFunction, Dropout, SteppedWiring, Steps, Wiring
+from eqx_decoders.blocks.residual.base import BranchFunction, Dropout, Residual, SteppedResidual, Steps
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer, check_number, check_word
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
@@ -25,7 +25,7 @@ from eqx_decoders.numerics.matmul import fan_in
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HyperConnections(Wiring):
+class HyperConnections(Residual):
     """`x_m <- sum_k mix_km x_k + write_m branch(sum_k read_k x_k)` for each branch and each stream m.
 
     Where `h = kernel^T norm(x_1 … x_n)` are numbers of the token, `read = sigmoid(scale h + bias) + eps`,
@@ -123,7 +123,7 @@ class Connection(eqx.Module):
         return Coefficients(read=jax.nn.sigmoid(read) + config.eps, write=2 * jax.nn.sigmoid(write), mix=mixing)
 
 
-class HyperConnected(SteppedWiring):
+class HyperConnected(SteppedResidual):
     """The wiring of one block: a connection for each of its branches, but for those that read all streams."""
 
     connections: tuple[Connection, ...]

@@ -3,15 +3,15 @@
 from typing import TYPE_CHECKING, Literal
 
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
-from eqx_decoders.blocks.residual.residual import Chained, Parallel, Plain, Sequential
+from eqx_decoders.blocks.residual.residual import Chained, NoResidual, Parallel, Sequential
 
 
-WiringConfig = Sequential | Parallel | Plain | Chained | HyperConnections
+WiringConfig = Sequential | Parallel | NoResidual | Chained | HyperConnections
 
 WIRINGS: dict[str, WiringConfig] = {
     "sequential": Sequential(),
     "parallel": Parallel(),
-    "plain": Plain(),
+    "plain": NoResidual(),
     "chained": Chained(),
 }
 

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from eqx_decoders.blocks.residual.base import BranchFunction, Dropout, SteppedWiring, Steps, Wiring
+from eqx_decoders.blocks.residual.base import BranchFunction, Dropout, Residual, SteppedResidual, Steps
 from eqx_decoders.context import Context
 from eqx_decoders.errors import check_number
 from eqx_decoders.layers.norm import Norm, NormConfig
@@ -17,7 +17,7 @@ from eqx_decoders.sharding.axes import BUFFER
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sequential(Wiring):
+class Sequential(Residual):
     """`x += residual_scale * branch(x)`, one branch after another; then `x *= scale`, and `x = norm(x)`.
 
     **Arguments:**
@@ -34,15 +34,15 @@ class Sequential(Wiring):
     def __post_init__(self):
         check_number("Sequential.residual_scale", self.residual_scale, above=0)
 
-    def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "SequentialWiring":
-        return SequentialWiring(
+    def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "SequentialResidual":
+        return SequentialResidual(
             scale=jnp.ones((1,)) if self.output_scale else None,
             norm=None if self.output_norm is None else self.output_norm.build(embed_dim),
             config=self,
         )
 
 
-class SequentialWiring(SteppedWiring):
+class SequentialResidual(SteppedResidual):
     """`x += residual_scale * branch(x)`, one branch after another; then `x *= scale`, and `x = norm(x)`."""
 
     scale: Float[Array, "one"] | None = eqx.field(metadata=BUFFER)
@@ -58,16 +58,16 @@ class SequentialWiring(SteppedWiring):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Parallel(Wiring):
+class Parallel(Residual):
     """`x += dropout(mixer(n(x)) + mlp(n(x)))`: all branches read the same stream (Wang & Komatsuzaki 2021; PaLM)."""
 
     shares_norm: ClassVar[bool] = True
 
-    def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "ParallelWiring":
-        return ParallelWiring()
+    def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "ParallelResidual":
+        return ParallelResidual()
 
 
-class ParallelWiring(SteppedWiring):
+class ParallelResidual(SteppedResidual):
     """`x += dropout(sum of the branches of x)`."""
 
     def steps(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Steps:
@@ -79,14 +79,14 @@ class ParallelWiring(SteppedWiring):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plain(Wiring):
+class NoResidual(Residual):
     """`x = branch(x)`, one branch after another: no residual connection (MaxText's `simple` blocks)."""
 
-    def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "PlainWiring":
-        return PlainWiring()
+    def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "NoResidualModule":
+        return NoResidualModule()
 
 
-class PlainWiring(SteppedWiring):
+class NoResidualModule(SteppedResidual):
     """`x = branch(x)`, one branch after another."""
 
     def steps(self, x: Array, branches: Sequence[BranchFunction], drop: Dropout, ctx: Context) -> Steps:
@@ -96,7 +96,7 @@ class PlainWiring(SteppedWiring):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Chained(Wiring):
+class Chained(Residual):
     """`x += up(mlp(mixer(x)))`: one residual connection around both layers (MaxText's `qwen3_custom_moe`).
 
     After the mixer features are its `out_dim`, which the matrix `up` turns into those of the stream again.
@@ -104,11 +104,11 @@ class Chained(Wiring):
 
     chains: ClassVar[bool] = True
 
-    def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "ChainedWiring":
-        return ChainedWiring(up=fan_in(key, (inner_dim, embed_dim), jnp.float32, inner_dim))
+    def build(self, embed_dim: int, *, branches: int, inner_dim: int, key: PRNGKeyArray) -> "ChainedResidual":
+        return ChainedResidual(up=fan_in(key, (inner_dim, embed_dim), jnp.float32, inner_dim))
 
 
-class ChainedWiring(SteppedWiring):
+class ChainedResidual(SteppedResidual):
     """`x += up(mlp(mixer(x)))`."""
 
     up: Float[Array, "latent embed"]

@@ -15,7 +15,7 @@ SET_FIELD = "Set --text-field (DataConfig.text_field)"
 NO_TEXT = "a text or a list of messages"
 
 
-class Chat(NamedTuple):
+class ChatDocument(NamedTuple):
     """A conversation, of which the assistant's turns from `messages[first]` on are trained on.
 
     `variables` are further ones of the template, such as `tools`.
@@ -41,7 +41,7 @@ class Document(NamedTuple):
     key: str | None = None  # hashed instead of the content to decide whether the document is held out
     spans: tuple[tuple[int, int], ...] | None = None
     literal: tuple[tuple[int, int], ...] = ()
-    chat: Chat | None = None
+    chat: ChatDocument | None = None
     media: tuple[str, ...] = ()
     folder: Path | None = None
     drawn: float | None = None
@@ -137,14 +137,14 @@ def _form(names: list[str], field: str) -> Callable[[dict[str, Any], str, str], 
 def _text_or_messages(record: dict[str, Any], field: str, where: str) -> Document:
     value = record[field]
     if isinstance(value, list):
-        return Document(where, chat=Chat(value, 0, _variables(record, where)))
+        return Document(where, chat=ChatDocument(value, 0, _variables(record, where)))
     return Document(where, checked_text(value, field, where))
 
 
 def _pair(record: dict[str, Any], field: str, where: str) -> Document:
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
-        return Document(where, chat=Chat(prompt + completion, len(prompt), _variables(record, where)))
+        return Document(where, chat=ChatDocument(prompt + completion, len(prompt), _variables(record, where)))
     both = isinstance(prompt, list) == isinstance(completion, list)
     check(both, f"{where}: prompt and completion must both be texts, or both lists of messages.", DataError)
     text = checked_text(prompt, "prompt", where)

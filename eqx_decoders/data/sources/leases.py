@@ -22,7 +22,7 @@ from eqx_decoders.io.file_lock import locked
 LEASE, RENEWED = 90.0, 15.0  # seconds
 
 
-class Claims:
+class Leases:
     """The claims of one process in `folder`. Close it (or use `with`) to give up those that are left.
 
     with Claims(folder) as claims:
@@ -42,7 +42,7 @@ class Claims:
         self._lock, self._ended = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._renew, daemon=True)
 
-    def __enter__(self) -> "Claims":
+    def __enter__(self) -> "Leases":
         self.folder.mkdir(parents=True, exist_ok=True)
         self._thread.start()
         return self

@@ -27,7 +27,7 @@ from eqx_decoders.data.sources.hub_datasets import HubDataset, open_saved, saved
 from eqx_decoders.data.sources.remote import RemoteFile, local_copy
 from eqx_decoders.data.sources.sources import ARRAY_RECORDS, KEPT, File, Place, Source, folder_of
 from eqx_decoders.errors import DataError, EqxDecodersError, check, need_extra
-from eqx_decoders.io.status import Waiting
+from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.tokenizer import Tokenizer
 
 
@@ -44,7 +44,7 @@ RECORDS_AT_ONCE = 256
 SMALLEST_PART, PARTS, LARGEST_PART = 1 << 24, 32, 1 << 28
 
 
-class Reading(NamedTuple):
+class ReadOptions(NamedTuple):
     """What readers need beside the source: the field of records, and the tokenizer of files that hold tokens.
 
     copy: where a remote file is copied to that is needed on this machine; None: in the folder for temporary files.
@@ -55,7 +55,7 @@ class Reading(NamedTuple):
     copy: Path | None = None
 
 
-def read_source(source: Source, reading: Reading, part: Part | None = None) -> Iterator[Document]:
+def read_source(source: Source, reading: ReadOptions, part: Part | None = None) -> Iterator[Document]:
     """Every document of a source, or of a part, in a fixed order, read lazily; those without text are left out.
 
     - plain text: a file is a document (beyond 256 KiB: pieces of 64 KiB, cut at line ends);
@@ -108,7 +108,7 @@ def kind_of(file: Place) -> str:
 # --- plain text -------------------------------------------------------------------------------------------------------
 
 
-def _read_text(source: Source, reading: Reading, part: Part | None) -> Iterator[Document]:
+def _read_text(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[Document]:
     key = source.name if source.by_name else None
     with open_stream(_file(source)) as stream:
         content = stream.read(LONG + 1) if part is None else b""
@@ -133,7 +133,7 @@ def _text_cuts(file: Place, size: int | None, most: int) -> list[int]:
     if not isinstance(file, Path) or size is None:
         return []
     cuts, place = [0], 0
-    with Waiting("finding where documents begin", kept=KEPT), file.open("rb") as stream:
+    with StatusLine("finding where documents begin", kept=KEPT), file.open("rb") as stream:
         while place < size:
             stream.seek(place + PIECE)  # as `readlines(PIECE)` has it: the line that goes beyond is the last one
             place = min(place + PIECE, size) + len(stream.readline())
@@ -145,7 +145,7 @@ def _text_cuts(file: Place, size: int | None, most: int) -> list[int]:
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 
-def _read_json(source: Source, reading: Reading, part: Part | None) -> Iterator[Document]:
+def _read_json(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[Document]:
     """The documents of JSON lines, or of a file that holds one list of records, which is read at once."""
     with open_stream(_file(source)) as stream:
         records = _records(stream, _file(source)) if part is None else _records_within(stream, _file(source), *part)
@@ -182,7 +182,7 @@ def _even_cuts(size: int | None, most: int) -> list[int]:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 
-def _read_parquet(source: Source, reading: Reading, part: Part | None) -> Iterator[Document]:
+def _read_parquet(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[Document]:
     file, field = _file(source), reading.text_field
     with _parquet(file, reading.copy) as table:
         known = used_columns(table.schema_arrow.names, field, str(file))
@@ -224,7 +224,7 @@ def _parquet(file: Any, copy: Path | None = None) -> Iterator[Any]:
         raise DataError(f"{file} is not a Parquet file that can be read: {error}") from error
 
 
-def _read_saved(source: Source, reading: Reading, part: Part | None) -> Iterator[Document]:
+def _read_saved(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[Document]:
     dataset = open_saved(cast(Path, source.file))
     where, field = str(source.file), reading.text_field
     columns = used_columns(dataset.column_names, field, where)
@@ -238,7 +238,7 @@ def _saved_cuts(file: Place, size: int | None, most: int) -> list[int]:
     return _even_cuts(rows, max(1, rows * most // max(size or 1, 1)))
 
 
-def _read_streamed(source: Source, reading: Reading, part: Part | None) -> Iterator[Document]:
+def _read_streamed(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[Document]:
     dataset = cast(HubDataset, source.file)  # as its kind says
     where, files = str(dataset), "" if part is None else f" of files {part[0]} to {part[1] - 1}"
     rows = ((f"{where}, row {row}{files}", one) for row, one in enumerate(dataset.rows(part)))
@@ -252,7 +252,7 @@ def _streamed_cuts(file: Place, size: int | None, most: int) -> list[int]:
 # --- ArrayRecord ------------------------------------------------------------------------------------------------------
 
 
-def _read_array_record(source: Source, reading: Reading, part: Part | None) -> Iterator[Document]:
+def _read_array_record(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[Document]:
     file = _file(source)
     with local_copy(file, reading.copy) as path, _array_record(path, file) as reader:
         start, stop = part or (0, reader.num_records())
@@ -307,7 +307,7 @@ def _array_record(path: Path, named: Place) -> Iterator[Any]:
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
 
-def _read_tokens(source: Source, reading: Reading, part: Part | None) -> Iterator[Document]:
+def _read_tokens(source: Source, reading: ReadOptions, part: Part | None) -> Iterator[Document]:
     tokenizer, file = reading.tokenizer, _file(source)
     rule = f"{file} holds tokens: they need their tokenizer, with an eos_id that ends documents"
     if tokenizer is None or tokenizer.eos_id is None:
@@ -367,23 +367,23 @@ def _file(source: Source) -> File:
     return cast(File, source.file)
 
 
-class _Reader(NamedTuple):
+class _SourceReader(NamedTuple):
     """How documents are read, and where a source of so many bytes is cut into parts of at most so many."""
 
-    read: Callable[[Source, Reading, Part | None], Iterator[Document]]
+    read: Callable[[Source, ReadOptions, Part | None], Iterator[Document]]
     cuts: Callable[[Place, int | None, int], list[int]]
 
 
 _KINDS = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".bin": "tokens", ".npy": "npy"}
 _KINDS |= dict.fromkeys(ARRAY_RECORDS, "arrayrecord")
 _READERS = {
-    "text": _Reader(_read_text, _text_cuts),
-    "jsonl": _Reader(_read_json, lambda file, size, most: _even_cuts(size, most)),
-    "json": _Reader(_read_json, lambda file, size, most: []),
-    "parquet": _Reader(_read_parquet, _parquet_cuts),
-    "arrayrecord": _Reader(_read_array_record, _array_record_cuts),
-    "tokens": _Reader(_read_tokens, lambda file, size, most: []),
-    "npy": _Reader(_read_tokens, lambda file, size, most: []),
-    "saved dataset": _Reader(_read_saved, _saved_cuts),
-    "streamed dataset": _Reader(_read_streamed, _streamed_cuts),
+    "text": _SourceReader(_read_text, _text_cuts),
+    "jsonl": _SourceReader(_read_json, lambda file, size, most: _even_cuts(size, most)),
+    "json": _SourceReader(_read_json, lambda file, size, most: []),
+    "parquet": _SourceReader(_read_parquet, _parquet_cuts),
+    "arrayrecord": _SourceReader(_read_array_record, _array_record_cuts),
+    "tokens": _SourceReader(_read_tokens, lambda file, size, most: []),
+    "npy": _SourceReader(_read_tokens, lambda file, size, most: []),
+    "saved dataset": _SourceReader(_read_saved, _saved_cuts),
+    "streamed dataset": _SourceReader(_read_streamed, _streamed_cuts),
 }

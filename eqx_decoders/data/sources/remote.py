@@ -92,7 +92,7 @@ class RemoteFile:
     def open(self, mode: str = "rb") -> io.BufferedReader:
         """Its bytes as a stream, which can be moved in where the size is known."""
         check(mode == "rb", f"mode={mode!r}: remote files are only read, as 'rb'.")
-        return io.BufferedReader(_Reader(self), BUFFER)
+        return io.BufferedReader(_RangeReader(self), BUFFER)
 
     def _info(self) -> dict[str, Any]:
         system, path = file_system(self.url)
@@ -178,7 +178,7 @@ def try_again(call: Callable[[], T], what: str) -> T:
     raise AssertionError("the last try returns or raises")
 
 
-class _Reader(io.RawIOBase):
+class _RangeReader(io.RawIOBase):
     """The bytes of a remote file; after an error it is opened again at the same place."""
 
     def __init__(self, file: RemoteFile):

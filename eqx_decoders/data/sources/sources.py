@@ -25,7 +25,7 @@ from eqx_decoders.data.sources.remote import RemoteFile, find_remote, is_remote
 from eqx_decoders.errors import DataError, check
 from eqx_decoders.io.atomic_files import write_atomically
 from eqx_decoders.io.file_lock import locked
-from eqx_decoders.io.status import Waiting
+from eqx_decoders.io.status import StatusLine
 
 
 Paths = str | Sequence[str] | None
@@ -232,7 +232,7 @@ def describe_sources(sources: Mapping[str, Source], known: Mapping[str, Entry], 
         return {name: entry for name, entry in found.items() if entry is not None}
     names = json.dumps([str(_absolute(source.file)) for source in sources.values()]).encode()
     memory = cache / "sources" / f"{hashlib.blake2b(names, digest_size=16).hexdigest()}.json"
-    with Waiting("reading the text", kept=KEPT) as waiting, locked(memory.with_suffix(".lock")):
+    with StatusLine("reading the text", kept=KEPT) as waiting, locked(memory.with_suffix(".lock")):
         remembered = _read_json(memory)
         found = {
             name: found[name] or _as_known(source, remembered.get(str(_absolute(source.file))))
@@ -249,7 +249,7 @@ def describe_sources(sources: Mapping[str, Source], known: Mapping[str, Entry], 
     return {name: entry or read[name] for name, entry in found.items()}
 
 
-def _describe_all(sources: Mapping[str, Source], waiting: Waiting) -> dict[str, Entry]:
+def _describe_all(sources: Mapping[str, Source], waiting: StatusLine) -> dict[str, Entry]:
     pool = concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, max(1, len(sources))))
     try:
         return dict(zip(sources, pool.map(lambda one: describe(one.file, waiting), sources.values()), strict=True))
@@ -257,7 +257,7 @@ def _describe_all(sources: Mapping[str, Source], waiting: Waiting) -> dict[str, 
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def describe(file: Place, waiting: Waiting | None = None) -> Entry:
+def describe(file: Place, waiting: StatusLine | None = None) -> Entry:
     """Size, time of the last change (None for what has none that can be relied on) and hash of a source.
 
     Raises DataError for what cannot be read.
@@ -304,7 +304,7 @@ def _size_and_time(file: Path) -> tuple[int, int]:
     return sum(one.st_size for one in stats), max((one.st_mtime_ns for one in stats), default=0)
 
 
-def _hash(file: File, waiting: Waiting | None) -> str:
+def _hash(file: File, waiting: StatusLine | None) -> str:
     digest = hashlib.blake2b()
     with file.open("rb") as stream:
         while chunk := stream.read(CHUNK):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 
 from eqx_decoders.data.sources.documents import Document
-from eqx_decoders.data.sources.readers import Reading, read_source
+from eqx_decoders.data.sources.readers import ReadOptions, read_source
 from eqx_decoders.data.sources.sources import DATA, Paths, find_sources
 from eqx_decoders.io.text.tokenizer import Tokenizer
 
@@ -16,7 +16,7 @@ def read_documents(
     Raises DataError with file and line for what cannot be read.
     """
     for source in find_sources(path, flag):
-        yield from read_source(source, Reading(text_field, tokenizer))
+        yield from read_source(source, ReadOptions(text_field, tokenizer))
 
 
 def held_out_rule(documents: Iterable[Document], fraction: float) -> Callable[[Document], bool]:

@@ -9,7 +9,7 @@ from eqx_decoders.data.chats import render_documents
 from eqx_decoders.data.sources.readers import read_source
 from eqx_decoders.data.store.gzip_baseline import Gzip
 from eqx_decoders.data.store.shards import Shard, separators, trained_text
-from eqx_decoders.data.store.tokenization import Job, Recipe
+from eqx_decoders.data.store.tokenization import Recipe, ShardTask
 from eqx_decoders.io.text.tokenizer import Tokenizer
 
 
@@ -21,7 +21,7 @@ COMPRESSED = 1 << 30  # bytes of sources whose held-out text gzip gets: more wou
 DOCUMENTS_AT_ONCE = 1 << 20
 
 
-class Counts(NamedTuple):
+class CorpusStats(NamedTuple):
     """Of one split: documents, tokens (with the separators), tokens that are targets, bytes of UTF-8 that are.
 
     Every token but the first of its document is a target once, or those in its spans. `bytes` is None for training text
@@ -37,8 +37,8 @@ class Counts(NamedTuple):
     gzip_bytes: int | None = None  # of the text that gzip got; None in counts of earlier versions
 
 
-def count(store: "TokenStore", jobs: Sequence[Job] | None, recipe: Recipe) -> dict[str, dict[str, Any]]:
-    """Of each split, the arguments of `Counts`; `jobs` are those of the shards (None: gzip isn't asked)."""
+def count(store: "TokenStore", jobs: Sequence[ShardTask] | None, recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """Of each split, the arguments of `CorpusStats`; `jobs` are those of the shards (None: gzip isn't asked)."""
     totals = np.zeros((2, 3), np.int64)
     sizes: list[int | None] = [0, 0]
     gzip, read, start = Gzip(), 0, 0
@@ -64,7 +64,7 @@ def count(store: "TokenStore", jobs: Sequence[Job] | None, recipe: Recipe) -> di
     baselines = [(None, None), (gzip.nats_per_byte(), gzip.read) if totals[1, 0] and jobs is not None else (None, None)]
     rows = zip(SPLITS, totals.tolist(), sizes, baselines, strict=True)
     return {
-        split: Counts(documents, tokens, targets, size, *baseline)._asdict()
+        split: CorpusStats(documents, tokens, targets, size, *baseline)._asdict()
         for split, (documents, tokens, targets), size, baseline in rows
     }
 
@@ -87,7 +87,7 @@ def _known_bytes(shard: Shard, held_out: np.ndarray) -> list[int | None]:
     return [None if (part < 0).any() else int(part.sum()) for part in parts]
 
 
-def _texts(job: Job, recipe: Recipe, held_out: np.ndarray) -> Iterator[bytes]:
+def _texts(job: ShardTask, recipe: Recipe, held_out: np.ndarray) -> Iterator[bytes]:
     """The held-out text, read once more: some tokenizers don't keep every letter."""
     documents = render_documents(read_source(job.source, recipe.reading, job.part), recipe.template)
     for document, chosen in zip(documents, held_out, strict=True):

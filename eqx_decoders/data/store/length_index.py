@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from eqx_decoders.io.atomic_files import writing_to
-from eqx_decoders.io.status import Waiting
+from eqx_decoders.io.status import StatusLine
 
 
 DOCUMENT = np.dtype([("size", "<i8"), ("draw", "<f8")])
@@ -29,7 +29,7 @@ def open_list(file: Path, count: int, documents: Iterable[np.ndarray]) -> np.nda
         whole = False
     if not whole:
         partial = file.with_name(f"{file.name}.{secrets.token_hex(4)}.partial")  # others may write it, too
-        with Waiting("listing documents", kept="the tokens are kept"), writing_to(file.parent):
+        with StatusLine("listing documents", kept="the tokens are kept"), writing_to(file.parent):
             try:
                 with partial.open("wb", buffering=AT_ONCE * DOCUMENT.itemsize) as stream:
                     for some in documents:

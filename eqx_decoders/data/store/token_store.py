@@ -22,14 +22,14 @@ from eqx_decoders.data.media_documents import MediaReader
 from eqx_decoders.data.sources.readers import Part, parts_of
 from eqx_decoders.data.sources.sources import DATA, HELD_OUT, Entry, Paths, Source, describe_sources, find_sources
 from eqx_decoders.data.store.corpus import held_out_draws, read_documents
-from eqx_decoders.data.store.corpus_stats import Counts, count
+from eqx_decoders.data.store.corpus_stats import CorpusStats, count
 from eqx_decoders.data.store.length_index import DOCUMENT, open_list
 from eqx_decoders.data.store.shards import Shard, ShardInfo, read_info, write_shard
-from eqx_decoders.data.store.tokenization import Job, Recipe, job_of, make_shards, shard_path
+from eqx_decoders.data.store.tokenization import Recipe, ShardTask, job_of, make_shards, shard_path
 from eqx_decoders.errors import DataError, check
 from eqx_decoders.io.atomic_files import cache_directory, write_atomically, writing_to
 from eqx_decoders.io.file_lock import locked
-from eqx_decoders.io.status import Waiting
+from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import Tokenizer
 
@@ -123,9 +123,9 @@ class TokenStore:
         names = dict.fromkeys(name for name, _, _ in self._shards)
         return _digest(" ".join(self.manifest["sources"][name]["hash"] for name in names))
 
-    def counts(self, split: str) -> Counts:
+    def counts(self, split: str) -> CorpusStats:
         """How much there is of `split`."""
-        return Counts(**self.manifest["counts"][split])
+        return CorpusStats(**self.manifest["counts"][split])
 
     def documents_of(self, kind: str) -> int:
         """Documents of the data that are trained on and held out by share (TRAIN), or of held-out data (OWN)."""
@@ -136,7 +136,7 @@ class TokenStore:
 
         placeholders: ids in whose places features stand, so that they need no row of the model's table.
         """
-        with Waiting("looking for ids that the model does not have", kept="the tokens are kept"):
+        with StatusLine("looking for ids that the model does not have", kept="the tokens are kept"):
             for number, (source, _, _) in enumerate(self._shards):
                 shard = self.shard(number)
                 places = np.flatnonzero(shard.tokens >= vocab_size)
@@ -320,7 +320,7 @@ def _jobs(
     entries: Mapping[str, Entry],
     manifest: Mapping[str, Any] | None,
     media: MediaReader | None,
-) -> list[tuple[str, Job]]:
+) -> list[tuple[str, ShardTask]]:
     """A job for each part of each source, as the manifest has cut them."""
     parts: dict[str, list[Part | None]] = {}
     for row in _rows(manifest) if manifest is not None and "shards" in manifest else []:
@@ -334,7 +334,7 @@ def _jobs(
 
 def _new_manifest(
     shards: Path,
-    jobs: list[tuple[str, Job]],
+    jobs: list[tuple[str, ShardTask]],
     recipe: Recipe,
     request: Mapping[str, Any],
     entries: Mapping[str, Entry],
@@ -368,12 +368,12 @@ def _described(infos: list[ShardInfo], trained: Any, fraction: float) -> dict[st
     return {"held_out": {"below": below, "equal": equal}, "has_targets": has_targets}
 
 
-def _counts(store: TokenStore, jobs: list[Job], recipe: Recipe, file: Path) -> dict[str, Any]:
+def _counts(store: TokenStore, jobs: list[ShardTask], recipe: Recipe, file: Path) -> dict[str, Any]:
     """The counts of a corpus, which are kept in the cache, too."""
     try:
         return json.loads(file.read_bytes())
     except (OSError, ValueError):
-        with Waiting("counting", kept="the tokens are kept"):
+        with StatusLine("counting", kept="the tokens are kept"):
             found = count(store, jobs, recipe)
         with writing_to(file.parent):
             write_atomically(file, json.dumps(found).encode())
@@ -384,7 +384,7 @@ def _digest(content: str) -> str:
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
-def _info(shards: Path, job: Job) -> ShardInfo:
+def _info(shards: Path, job: ShardTask) -> ShardInfo:
     info = read_info(shard_path(shards, job))
     if info is None:
         raise DataError(

@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 
 from eqx_decoders.data.media_documents import MediaReader, loaded_reader
 from eqx_decoders.data.sources.hub_datasets import HubDataset
-from eqx_decoders.data.sources.leases import Claims, beside
-from eqx_decoders.data.sources.readers import LONG, PIECE, Part, Reading, kind_of, read_source
+from eqx_decoders.data.sources.leases import Leases, beside
+from eqx_decoders.data.sources.readers import LONG, PIECE, Part, ReadOptions, kind_of, read_source
 from eqx_decoders.data.sources.sources import Entry, Source, as_place, folder_of, is_as_described
 from eqx_decoders.data.store.shards import FORMAT, read_info, separators, write_shard
 from eqx_decoders.errors import ConfigError, ConversionError, DataError, EqxDecodersError, MissingPackage, check
 from eqx_decoders.io.atomic_files import writing_to
 from eqx_decoders.io.coordination import processes_here
-from eqx_decoders.io.status import Waiting
+from eqx_decoders.io.status import StatusLine
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -58,12 +58,12 @@ class Recipe:
         return _digest([form, one.content_hash, one.vocab_size, separators(one), one.bos_id, self.text_field, template])
 
     @property
-    def reading(self) -> Reading:
+    def reading(self) -> ReadOptions:
         """What the readers of sources need of it."""
-        return Reading(self.text_field, self.tokenizer)
+        return ReadOptions(self.text_field, self.tokenizer)
 
 
-class Job(NamedTuple):
+class ShardTask(NamedTuple):
     """A source, or a part of it, whose tokens become one shard.
 
     size: bytes of the source or part; None: unknown. seen: bytes and time of the last change of the whole source when
@@ -85,7 +85,7 @@ class Job(NamedTuple):
         return _digest([self.content_hash, kind_of(self.source.file), self.part, name, *place])
 
 
-def job_of(source: Source, entry: Entry, part: Part | None, parts: int, media: MediaReader | None = None) -> Job:
+def job_of(source: Source, entry: Entry, part: Part | None, parts: int, media: MediaReader | None = None) -> ShardTask:
     """The job for a part of a source that `entry` describes, one of so many."""
     folder = folder_of(source.file) if media is not None and media.reads_files else None
     if isinstance(source.file, HubDataset):
@@ -93,15 +93,15 @@ def job_of(source: Source, entry: Entry, part: Part | None, parts: int, media: M
     size, changed = entry["size"], entry["mtime_ns"]
     seen = None if changed is None else (size, changed)
     place = None if folder is None else str(folder)
-    return Job(source, part, entry["hash"], size if size is None else -(-size // parts), seen, place)
+    return ShardTask(source, part, entry["hash"], size if size is None else -(-size // parts), seen, place)
 
 
-def shard_path(folder: Path, job: Job) -> Path:
+def shard_path(folder: Path, job: ShardTask) -> Path:
     """Where the shard of a job stands in the folder of its recipe."""
     return folder / f"{job.key}.tokens"
 
 
-def make_shards(folder: Path, jobs: Sequence[Job], recipe: Recipe) -> None:
+def make_shards(folder: Path, jobs: Sequence[ShardTask], recipe: Recipe) -> None:
     """Return when the shards of all jobs are in `folder`, which is that of the recipe.
 
     Raises DataError for sources that cannot be read, and what else their tokens cannot be made by.
@@ -111,7 +111,7 @@ def make_shards(folder: Path, jobs: Sequence[Job], recipe: Recipe) -> None:
         return
     sizes = [job.size for job in missing.values()]
     small = None not in sizes and sum(size or 0 for size in sizes) <= SMALL
-    with Waiting("tokenising", kept=KEPT) as waiting, Claims(folder) as claims:
+    with StatusLine("tokenising", kept=KEPT) as waiting, Leases(folder) as claims:
         claims.sweep()
         queue = _Queue(folder, list(missing.values()), claims, waiting)
         with contextlib.ExitStack() as stack:
@@ -124,7 +124,7 @@ def make_shards(folder: Path, jobs: Sequence[Job], recipe: Recipe) -> None:
                 _in_processes(folder, queue, words, len(missing))
 
 
-def make_shard(folder: Path, job: Job, recipe: Recipe, partial: Path, done: Callable[[int], None]) -> None:
+def make_shard(folder: Path, job: ShardTask, recipe: Recipe, partial: Path, done: Callable[[int], None]) -> None:
     """Write one shard to `partial` and move it to its place.
 
     Raises DataError if the source cannot be read or is another one meanwhile, or if the cache cannot be written.
@@ -149,14 +149,14 @@ def make_shard(folder: Path, job: Job, recipe: Recipe, partial: Path, done: Call
 class _Queue:
     """The shards that are left to be made, in their order; `jobs` gives each to one that asks."""
 
-    def __init__(self, folder: Path, jobs: list[Job], claims: Claims, waiting: Waiting):
+    def __init__(self, folder: Path, jobs: list[ShardTask], claims: Leases, waiting: StatusLine):
         self._folder, self.claims, self.waiting = folder, claims, waiting
         self._left = collections.deque(jobs)
         self._count, self._done = len(jobs), 0
         self._lock = threading.Lock()
         self.ended = threading.Event()
 
-    def jobs(self) -> Iterator[Job]:
+    def jobs(self) -> Iterator[ShardTask]:
         """One job after another until none is left; those that others have claimed are waited for."""
         while (job := self._next()) is not None:
             try:
@@ -164,13 +164,13 @@ class _Queue:
             finally:
                 self.claims.release(job.key)
 
-    def done(self, job: Job) -> None:
+    def done(self, job: ShardTask) -> None:
         """The shard of the job is there."""
         self._done += 1
         if self._count > 1:
             self.waiting.what = f"tokenising, {self._done} of {self._count} parts done"
 
-    def _next(self) -> Job | None:
+    def _next(self) -> ShardTask | None:
         with self._lock:  # who waits for others does so for all
             pause, refused = POLL[0], 0
             while self._left and not self.ended.is_set():
@@ -191,7 +191,7 @@ class _Queue:
                         pause, refused = min(2 * pause, POLL[1]), 0
             return None
 
-    def _is_made(self, job: Job) -> bool:
+    def _is_made(self, job: ShardTask) -> bool:
         return read_info(shard_path(self._folder, job)) is not None
 
 
@@ -220,19 +220,19 @@ def loaded_recipe(words: dict[str, Any]) -> Recipe:
     return Recipe(load_tokenizer(words["tokenizer"]), words["text_field"], template, media)
 
 
-def job_words(job: Job) -> dict[str, Any]:
+def job_words(job: ShardTask) -> dict[str, Any]:
     """A job in JSON."""
     name, file, by_name = job.source
     return {**job._asdict(), "source": [name, str(file), by_name]}
 
 
-def loaded_job(words: dict[str, Any]) -> Job:
+def loaded_job(words: dict[str, Any]) -> ShardTask:
     """The job of `job_words`."""
     name, file, by_name = words["source"]
     part = None if words["part"] is None else tuple(words["part"])
     seen = None if words["seen"] is None else tuple(words["seen"])
     rest = words["content_hash"], words["size"], seen, words["folder"]
-    return Job(Source(name, as_place(file), by_name), part, *rest)
+    return ShardTask(Source(name, as_place(file), by_name), part, *rest)
 
 
 def _in_processes(folder: Path, queue: _Queue, words: dict[str, Any], jobs: int) -> None:
@@ -286,7 +286,7 @@ class _Worker:
         self._ended = False
         self._say(words)
 
-    def make(self, job: Job, partial: Path, done: Callable[[int], None]) -> None:
+    def make(self, job: ShardTask, partial: Path, done: Callable[[int], None]) -> None:
         """Have a shard made."""
         self._say({**job_words(job), "partial": str(partial)})
         assert self._process.stdout is not None

@@ -26,7 +26,7 @@ from eqx_decoders.io.checkpoint.orbax import orbax_context, summary
 from eqx_decoders.io.checkpoint.reading import arrays_of, load_newest, read_manifest
 from eqx_decoders.io.checkpoint.steps import Steps
 from eqx_decoders.io.coordination import from_first, gather
-from eqx_decoders.io.status import Waiting
+from eqx_decoders.io.status import StatusLine
 
 
 _log = logging.getLogger("eqx_decoders")
@@ -226,7 +226,7 @@ def load_part(
     warn: Callable[[str], None] = _log.warning,
 ) -> Restored:
     """`load_weights`, with the step that they are of: without `step` it is the newest that is sound."""
-    with Waiting("loading the checkpoint"):
+    with StatusLine("loading the checkpoint"):
         tree, manifest, _ = load_newest(Steps(directory), lambda _: template, step, prefix, verify, warn)
         return Restored(tree, manifest["data_state"], manifest["step"])
 

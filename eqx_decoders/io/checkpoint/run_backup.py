@@ -29,7 +29,7 @@ COPIED = ("model.json", "source", "tokenizer", "data", *GROWING, "settings.json"
 ONLY = {"data": "manifest.json"}  # the one kind of files that is copied of a directory
 
 
-class RunCopies:
+class RunBackup:
     """The copies of a run's files in `<checkpoint_dir>/run`; without a `checkpoint_dir` there are none to be made."""
 
     def __init__(self, run_dir: str | Path, checkpoint_dir: str | None):

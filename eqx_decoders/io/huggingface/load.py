@@ -31,10 +31,10 @@ from eqx_decoders.io.huggingface.directory import FLOATS, Directory, StoredTenso
 from eqx_decoders.io.huggingface.generation_config import parse_token_ids, read_generation_config
 from eqx_decoders.io.huggingface.hub import resolve
 from eqx_decoders.io.huggingface.quantized import checkpoint_tensors, keep, read_scheme, without_empty_biases
-from eqx_decoders.io.status import Waiting
+from eqx_decoders.io.status import StatusLine
 from eqx_decoders.model.decoder import Decoder, DecoderConfig
 from eqx_decoders.model.init import abstract
-from eqx_decoders.model.provenance import Origin
+from eqx_decoders.model.provenance import Provenance
 from eqx_decoders.numerics.matmul import Precision
 from eqx_decoders.sharding.axes import named_leaves
 from eqx_decoders.sharding.layout import Layout, device_bytes
@@ -47,7 +47,7 @@ _READ = 64_000_000  # bytes in float32 of a tensor that are read together
 _ALIGNMENT = 64  # bytes: JAX takes over a NumPy array that begins at a multiple of it without a copy
 
 
-def read_config(directory: str | Path, *, text_only: bool = False) -> tuple[DecoderConfig, Origin]:
+def read_config(directory: str | Path, *, text_only: bool = False) -> tuple[DecoderConfig, Provenance]:
     """The configuration in a directory's `config.json`, and what an export of the model needs besides."""
     config, origin, _ = _read_config(Directory(directory), text_only)
     return config, origin
@@ -99,7 +99,7 @@ def load_hf(
     shapes, static = eqx.partition(target, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
     names = iter(named_leaves(shapes))
     total = sum(len(_holders(leaf)) * device_bytes(leaf) for leaf in jax.tree.leaves(shapes))
-    with Waiting("loading weights", total=total) as waiting:
+    with StatusLine("loading weights", total=total) as waiting:
         arrays = jax.tree.map(lambda leaf: _load(leaf, mappings[next(names)], tensors, waiting), shapes)
     return eqx.combine(arrays, static)
 
@@ -156,7 +156,7 @@ def _stored(directory: Directory, text_only: bool) -> dict[str, StoredTensor]:
     return {name: tensor for name, tensor in named.items() if name is not None}
 
 
-def _read_config(directory: Directory, text_only: bool = False) -> tuple[DecoderConfig, Origin, Family]:
+def _read_config(directory: Directory, text_only: bool = False) -> tuple[DecoderConfig, Provenance, Family]:
     content = directory.json("config.json")
     config, settings, family = decode_config(content, f"{directory.path}/config.json", text_only=text_only)
     config = _with_stored_depths(config, directory, family, text_only)
@@ -164,7 +164,7 @@ def _read_config(directory: Directory, text_only: bool = False) -> tuple[Decoder
     if not generation.stop_ids:
         stops = parse_token_ids("config.json: eos_token_id", content.get("eos_token_id"))
         generation = dataclasses.replace(generation, stop_ids=stops)
-    origin = Origin(
+    origin = Provenance(
         family=family.model_type,
         settings=json.dumps(settings),
         directory=str(directory.path.absolute()),
@@ -251,7 +251,7 @@ def _same(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def _load(
-    leaf: jax.ShapeDtypeStruct, mapping: WeightMapping, tensors: Mapping[str, StoredTensor], waiting: Waiting
+    leaf: jax.ShapeDtypeStruct, mapping: WeightMapping, tensors: Mapping[str, StoredTensor], waiting: StatusLine
 ) -> jax.Array:
     """A weight on its devices, one device's part after another."""
     parts: list[jax.Array] = []
@@ -279,7 +279,7 @@ def _block(
     dtype: np.dtype,
     mapping: WeightMapping,
     tensors: Mapping[str, StoredTensor],
-    waiting: Waiting,
+    waiting: StatusLine,
 ) -> np.ndarray:
     """The part `index` of a weight, from the parts of the tensors that hold it."""
     block = _aligned(tuple(map(len, index)), dtype)

@@ -16,7 +16,7 @@ from eqx_decoders.io.processors.video import Clip
 MOST_TOKENS = 1 << 20  # that stand for one image, video or audio
 
 
-class Seen(NamedTuple):
+class ProcessedFile(NamedTuple):
     """What becomes of one image, video or audio.
 
     - `arrays`: arguments of `Media.create`, for this one.
@@ -34,11 +34,11 @@ class ImageRules(Protocol):
     @property
     def placeholder(self) -> str: ...
 
-    def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> Seen:
+    def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> ProcessedFile:
         """One image, `[height, width, 3]`."""
         ...
 
-    def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
+    def join(self, seen: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
         """The arguments of `Media.create` for all images of a prompt."""
         ...
 
@@ -58,11 +58,11 @@ class VideoRules(Protocol):
     @property
     def template(self) -> str | None: ...
 
-    def one(self, clip: Clip, limits: MediaLimits) -> Seen:
+    def one(self, clip: Clip, limits: MediaLimits) -> ProcessedFile:
         """One video."""
         ...
 
-    def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
+    def join(self, seen: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
         """The arguments of `Media.create` for all videos of a prompt."""
         ...
 
@@ -92,17 +92,17 @@ def check_tokens(where: str, count: int) -> None:
     check(count <= MOST_TOKENS, f"{where} becomes {count:,} tokens: {rule}.", DataError)
 
 
-def joined(seen: Sequence[Seen]) -> dict[str, np.ndarray]:
+def joined(seen: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
     """The arrays of all, one behind the other."""
     return {name: np.concatenate([one.arrays[name] for one in seen]) for name in seen[0].arrays} if seen else {}
 
 
-def together(read: Iterable[tuple[ImageRules | VideoRules, Seen]]) -> dict[str, np.ndarray]:
+def together(read: Iterable[tuple[ImageRules | VideoRules, ProcessedFile]]) -> dict[str, np.ndarray]:
     """The arguments of `Media.create` for images and videos in the order of their placeholders.
 
     Those of both kinds that have the same names, as a family's videos do that are read as images, stand in that order.
     """
-    groups: dict[tuple[str, ...], tuple[ImageRules | VideoRules, list[Seen]]] = {}
+    groups: dict[tuple[str, ...], tuple[ImageRules | VideoRules, list[ProcessedFile]]] = {}
     for rules, one in read:
         groups.setdefault(tuple(sorted(one.arrays)), (rules, []))[1].append(one)
     return {name: array for rules, seen in groups.values() for name, array in rules.join(seen).items()}

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from eqx_decoders.errors import DataError, check, check_integer, check_number
-from eqx_decoders.io.processors.base import Seen, Settings, check_tokens, joined, read_resample, read_square
+from eqx_decoders.io.processors.base import ProcessedFile, Settings, check_tokens, joined, read_resample, read_square
 from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.normalize import HALVES, Colours, read_colours
+from eqx_decoders.io.processors.normalize import HALVES, Normalization, read_colours
 from eqx_decoders.io.processors.resizing import BICUBIC, BILINEAR, SHORT, resize, resize_with_short_weights
 from eqx_decoders.io.processors.video import Clip, check_taken, clock
 
@@ -29,7 +29,7 @@ class Gemma3Images:
 
     size: tuple[int, int] = (896, 896)
     resample: int = BILINEAR
-    colours: Colours = Colours()
+    colours: Normalization = Normalization()
     pan_and_scan: bool = False
     least_crop: int = 256
     most_crops: int = 4
@@ -61,7 +61,7 @@ class Gemma3Images:
             end=settings.token("eoi_token", "<end_of_image>"),
         )
 
-    def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> Seen:
+    def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> ProcessedFile:
         """`pixel_values`: the image, and its parts."""
         parts = [pixels, *self._crops(pixels)]
         check_tokens(where, self.tokens * len(parts))
@@ -71,9 +71,9 @@ class Gemma3Images:
         if len(parts) > 1:
             crops = " ".join([own] * (len(parts) - 1))
             text = f"Here is the original image {own} and here are some crops to help you see better {crops}"
-        return Seen({"pixel_values": np.stack(values)}, text)
+        return ProcessedFile({"pixel_values": np.stack(values)}, text)
 
-    def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
+    def join(self, seen: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
         """`[images, 3, height, width]`."""
         return joined(seen)
 
@@ -106,7 +106,7 @@ class Gemma4Images:
     merge: int = 3
     tokens: int = 280
     resample: int = BICUBIC
-    colours: Colours = Colours(mean=None, std=None)
+    colours: Normalization = Normalization(mean=None, std=None)
     placeholder: str = "<|image|>"
     token: str = "<|image|>"
     begin: str = "<|image>"
@@ -132,16 +132,16 @@ class Gemma4Images:
             end=settings.token("eoi_token", "<image|>"),
         )
 
-    def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> Seen:
+    def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> ProcessedFile:
         """`pixel_values` and `image_position_ids` of the image, padded with 0 and -1."""
         limits.check_pixels(where, self.tokens * self.merge**2, self.size**2)
         check_tokens(where, self.tokens)
         pixels = self.resized(pixels, limits, where)
         patches, positions, tokens = self.patches(self.colours(pixels))
         arrays = {"pixel_values": patches[None], "image_position_ids": positions[None]}
-        return Seen(arrays, f"{self.begin}{self.token * tokens}{self.end}")
+        return ProcessedFile(arrays, f"{self.begin}{self.token * tokens}{self.end}")
 
-    def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
+    def join(self, seen: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
         """`[images, patches, numbers]`, `[images, patches, 2]`."""
         return joined(seen)
 
@@ -173,7 +173,7 @@ class Gemma4Images:
         return patches, np.pad(positions, more, constant_values=-1), rows * columns // self.merge**2
 
 
-BLACK_TO_WHITE = Colours(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), steps="joint")
+BLACK_TO_WHITE = Normalization(mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0), steps="joint")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -232,7 +232,7 @@ class Gemma4Videos:
         """The text of the special token, which is repeated."""
         return self.frame.token
 
-    def one(self, clip: Clip, limits: MediaLimits) -> Seen:
+    def one(self, clip: Clip, limits: MediaLimits) -> ProcessedFile:
         """`pixel_values_videos` and `video_position_ids` of the frames, padded; `num_frames_per_video`."""
         frame, made = self.frame, []
         indices = np.arange(clip.count) if clip.chosen else self._chosen(clip)
@@ -249,9 +249,9 @@ class Gemma4Videos:
             "num_frames_per_video": np.array([len(made)]),
         }
         own = f"{frame.begin}{frame.token * tokens[0]}{frame.end}"
-        return Seen(arrays, " ".join(f"{clock(index / clip.fps)} {own}" for index in indices.tolist()))
+        return ProcessedFile(arrays, " ".join(f"{clock(index / clip.fps)} {own}" for index in indices.tolist()))
 
-    def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
+    def join(self, seen: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
         """`[frames, patches, numbers]`, `[frames, patches, 2]`, `[videos]`."""
         return joined(seen)
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from eqx_decoders.errors import check, check_integer, check_number
-from eqx_decoders.io.processors.base import Seen, Settings, check_tokens, joined, read_resample, read_square
+from eqx_decoders.io.processors.base import ProcessedFile, Settings, check_tokens, joined, read_resample, read_square
 from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.normalize import HALVES, Colours, read_colours
+from eqx_decoders.io.processors.normalize import HALVES, Normalization, read_colours
 from eqx_decoders.io.processors.resizing import BILINEAR, resize_with_short_weights
 
 
@@ -32,7 +32,7 @@ class Llama4Images:
     tiles: int = 16
     largest: bool = False
     resample: int = BILINEAR
-    colours: Colours = Colours(steps="bfloat16")
+    colours: Normalization = Normalization(steps="bfloat16")
     patch: int = 14
     shrink: int = 4
     placeholder: str = "<|image|>"
@@ -67,7 +67,7 @@ class Llama4Images:
             placeholder=settings.token("image_token", "<|image|>"),
         )
 
-    def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> Seen:
+    def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> ProcessedFile:
         """`pixel_values`: tiles row by row, and the whole image behind them if there are several."""
         size, side = pixels.shape[:2], self.side
         rows, columns = canvas(size, self.tiles, side, largest=self.largest)
@@ -83,9 +83,9 @@ class Llama4Images:
         if len(tiles) > 1:
             whole = resize_with_short_weights(pixels, (side, side), self.resample, limits, where)
             tiles = np.concatenate([tiles, self.colours(whole)[None]])
-        return Seen({"pixel_values": tiles}, self._text(rows, columns))
+        return ProcessedFile({"pixel_values": tiles}, self._text(rows, columns))
 
-    def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
+    def join(self, seen: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
         """`[tiles, 3, side, side]`."""
         return joined(seen)
 

@@ -20,7 +20,7 @@ CLIP_STD: Triple = (0.26862954, 0.26130258, 0.27577711)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Colours:
+class Normalization:
     """`(x * factor - mean) / std`, x being 0 to 255.
 
     **Arguments:**
@@ -65,14 +65,14 @@ class Colours:
         return rounded(rounded(found - mean) / std)
 
 
-def read_colours(fields: Fields, mean: Triple, std: Triple, *, normalised: bool = True, **steps: Any) -> Colours:
+def read_colours(fields: Fields, mean: Triple, std: Triple, *, normalised: bool = True, **steps: Any) -> Normalization:
     """What a processor's settings say; `mean`, `std` and `normalised` where they say nothing."""
     factor = fields.number("rescale_factor", 1 / 255) if fields.flag("do_rescale", True) else None
     mean, std = _triple(fields, "image_mean", mean), _triple(fields, "image_std", std)
     if not fields.flag("do_normalize", normalised):
-        return Colours(factor=factor, mean=None, std=None, **steps)
+        return Normalization(factor=factor, mean=None, std=None, **steps)
     check(all(std), f"{fields.where}: image_std={list(std)} must not be 0.", ConversionError)
-    return Colours(factor=factor, mean=mean, std=std, **steps)
+    return Normalization(factor=factor, mean=mean, std=std, **steps)
 
 
 def _triple(fields: Fields, key: str, default: Triple) -> Triple:

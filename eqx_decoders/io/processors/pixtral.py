@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from eqx_decoders.errors import DataError, check, check_integer
-from eqx_decoders.io.processors.base import Seen, Settings, check_tokens, read_resample, read_size
+from eqx_decoders.io.processors.base import ProcessedFile, Settings, check_tokens, read_resample, read_size
 from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.normalize import CLIP_MEAN, CLIP_STD, Colours, read_colours
+from eqx_decoders.io.processors.normalize import CLIP_MEAN, CLIP_STD, Normalization, read_colours
 from eqx_decoders.io.processors.resizing import BICUBIC, resize
 
 
@@ -32,7 +32,7 @@ class PixtralImages:
     size: int = 16
     merge: int = 1
     resample: int = BICUBIC
-    colours: Colours = Colours(mean=CLIP_MEAN, std=CLIP_STD)
+    colours: Normalization = Normalization(mean=CLIP_MEAN, std=CLIP_STD)
     placeholder: str = "[IMG]"
     next_line: str = "[IMG_BREAK]"
     end: str = "[IMG_END]"
@@ -61,7 +61,7 @@ class PixtralImages:
             end=settings.token("image_end_token", "[IMG_END]"),
         )
 
-    def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> Seen:
+    def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> ProcessedFile:
         """`pixel_values` of the image, and `image_sizes`: its height and width."""
         rows, columns = self._tokens(*pixels.shape[:2])
         check_tokens(where, rows * (columns + 1))
@@ -69,9 +69,9 @@ class PixtralImages:
         values = self.colours(resize(pixels, (rows * side, columns * side), self.resample, limits, where))
         line = self.placeholder * columns
         text = (line + self.next_line) * (rows - 1) + line + self.end
-        return Seen({"pixel_values": values[None], "image_sizes": np.array([values.shape[1:]])}, text)
+        return ProcessedFile({"pixel_values": values[None], "image_sizes": np.array([values.shape[1:]])}, text)
 
-    def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
+    def join(self, seen: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
         """`[images, 3, height, width]`, padded with 0 below and on the right; `[images, 2]`."""
         if not seen:
             return {}

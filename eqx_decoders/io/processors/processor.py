@@ -14,7 +14,7 @@ from eqx_decoders.errors import ConversionError, DataError, check
 from eqx_decoders.families.config_reader import Fields, abbreviate
 from eqx_decoders.io.huggingface.directory import Directory
 from eqx_decoders.io.processors.audio import QwenAudio
-from eqx_decoders.io.processors.base import ImageRules, Seen, Settings, VideoRules, together
+from eqx_decoders.io.processors.base import ImageRules, ProcessedFile, Settings, VideoRules, together
 from eqx_decoders.io.processors.gemma import Gemma3Images, Gemma4Images, Gemma4Videos
 from eqx_decoders.io.processors.gemma_audio import Gemma4Audio
 from eqx_decoders.io.processors.images import image_size, name_of, open_image
@@ -33,7 +33,7 @@ FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocesso
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Family:
+class ProcessorFamily:
     """How the settings of one of transformers' processors are read; None for what it does not take."""
 
     images: Callable[[Settings], ImageRules] | None = None
@@ -42,24 +42,24 @@ class Family:
 
 
 # By the name of transformers' class, and the model types whose directories have it.
-FAMILIES: dict[str, tuple[Family, tuple[str, ...]]] = {
-    "Gemma3Processor": (Family(images=Gemma3Images.read), ("gemma3",)),
+FAMILIES: dict[str, tuple[ProcessorFamily, tuple[str, ...]]] = {
+    "Gemma3Processor": (ProcessorFamily(images=Gemma3Images.read), ("gemma3",)),
     "Gemma4Processor": (
-        Family(images=Gemma4Images.read, videos=Gemma4Videos.read, audio=Gemma4Audio.read),
+        ProcessorFamily(images=Gemma4Images.read, videos=Gemma4Videos.read, audio=Gemma4Audio.read),
         ("gemma4",),
     ),
-    "Llama4Processor": (Family(images=Llama4Images.read), ("llama4",)),
-    "PixtralProcessor": (Family(images=PixtralImages.read), ("mistral3",)),
-    "SmolVLMProcessor": (Family(images=SmolVLMImages.read, videos=SmolVLMVideos.read), ("smolvlm",)),
-    "Idefics3Processor": (Family(images=SmolVLMImages.read), ("idefics3",)),
-    "Qwen2VLProcessor": (Family(images=QwenImages.read, videos=QwenVideos.read_untimed), ("qwen2_vl",)),
-    "Qwen2_5_VLProcessor": (Family(images=QwenImages.read, videos=QwenVideos.read), ("qwen2_5_vl",)),
+    "Llama4Processor": (ProcessorFamily(images=Llama4Images.read), ("llama4",)),
+    "PixtralProcessor": (ProcessorFamily(images=PixtralImages.read), ("mistral3",)),
+    "SmolVLMProcessor": (ProcessorFamily(images=SmolVLMImages.read, videos=SmolVLMVideos.read), ("smolvlm",)),
+    "Idefics3Processor": (ProcessorFamily(images=SmolVLMImages.read), ("idefics3",)),
+    "Qwen2VLProcessor": (ProcessorFamily(images=QwenImages.read, videos=QwenVideos.read_untimed), ("qwen2_vl",)),
+    "Qwen2_5_VLProcessor": (ProcessorFamily(images=QwenImages.read, videos=QwenVideos.read), ("qwen2_5_vl",)),
     "Qwen3VLProcessor": (
-        Family(images=QwenImages.read, videos=Qwen3Videos.read),
+        ProcessorFamily(images=QwenImages.read, videos=Qwen3Videos.read),
         ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
     ),
     "Qwen3OmniMoeProcessor": (
-        Family(images=QwenImages.read, videos=QwenVideos.read_omni, audio=QwenAudio.read),
+        ProcessorFamily(images=QwenImages.read, videos=QwenVideos.read_omni, audio=QwenAudio.read),
         ("qwen3_omni_moe", "qwen3_omni_moe_thinker"),
     ),
 }
@@ -114,14 +114,14 @@ class FileReader:
 
     def read(
         self, files: Mapping[str, Sequence[Any]], *, max_tokens: int | None = None, max_bytes: int | None = None
-    ) -> dict[str, list[Seen]]:
+    ) -> dict[str, list[ProcessedFile]]:
         """Decode files by kind; of each kind that has some, what becomes of each file.
 
         The arrays of audio, which all have one length, stand with the first of them. Raises DataError for files that
         cannot be read, that `limits` do not allow, or that become more than `max_tokens` tokens, or `max_bytes`,
         together.
         """
-        limits, found, left = self.limits, dict[str, list[Seen]](), _Left(max_tokens, max_bytes)
+        limits, found, left = self.limits, dict[str, list[ProcessedFile]](), _Left(max_tokens, max_bytes)
         for kind, rules in self.rules.items():
             self._check_files(kind, files.get(kind, ()), known=rules is not None)
         self._check_sizes(files.get("image", ()))
@@ -129,7 +129,7 @@ class FileReader:
             rules, names = self.rules[kind], _names(kind, given)
             if kind == "audio" and given:
                 arrays, texts = rules.all(given, limits, names)
-                found[kind] = [Seen({} if number else arrays, text) for number, text in enumerate(texts)]
+                found[kind] = [ProcessedFile({} if number else arrays, text) for number, text in enumerate(texts)]
                 left.take(found[kind], names[-1])
             for file, where in zip(given, names, strict=True) if kind != "audio" else ():
                 if kind == "image":
@@ -169,7 +169,7 @@ class _Left:
         self._most = {"tokens": max_tokens, "bytes": max_bytes}
         self._count = dict.fromkeys(self._most, 0)
 
-    def take(self, seen: Sequence[Seen], where: str) -> None:
+    def take(self, seen: Sequence[ProcessedFile], where: str) -> None:
         """DataError for too much."""
         self._count["tokens"] += sum(len(_TOKEN.findall(one.text)) for one in seen)
         self._count["bytes"] += sum(array.nbytes for one in seen for array in one.arrays.values())
@@ -239,7 +239,7 @@ class Processor(FileReader):
         text, files = self._rendered(prompt, files, variables, answer=add_generation_prompt)
         return self.join(text, self.read(files))
 
-    def join(self, text: str | Rendered, read: Mapping[str, Sequence[Seen]]) -> Prepared:
+    def join(self, text: str | Rendered, read: Mapping[str, Sequence[ProcessedFile]]) -> Prepared:
         """The tokens of a text whose placeholders stand for files, and the arrays of these.
 
         **Arguments:**
@@ -313,7 +313,7 @@ def _names(kind: str, files: Sequence[Any]) -> list[str]:
     return [name_of(file, kind, number) for number, file in enumerate(files)]
 
 
-def read_settings(folder: Directory) -> tuple[Family, Settings]:
+def read_settings(folder: Directory) -> tuple[ProcessorFamily, Settings]:
     """The family of a directory's processor, and its settings."""
     whole, images, videos = (folder.json(name) if folder.has(name) else {} for name in FILES)
     given = folder.json("tokenizer_config.json") if folder.has("tokenizer_config.json") else {}

@@ -9,9 +9,9 @@ import numpy as np
 
 from eqx_decoders.errors import DataError, check, check_integer
 from eqx_decoders.families.config_reader import Fields
-from eqx_decoders.io.processors.base import Seen, Settings, check_tokens, joined, read_resample, read_size
+from eqx_decoders.io.processors.base import ProcessedFile, Settings, check_tokens, joined, read_resample, read_size
 from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.normalize import CLIP_MEAN, CLIP_STD, HALVES, Colours, Triple, read_colours
+from eqx_decoders.io.processors.normalize import CLIP_MEAN, CLIP_STD, HALVES, Normalization, Triple, read_colours
 from eqx_decoders.io.processors.resizing import BICUBIC, SHORT, resize, resize_with_short_weights
 from eqx_decoders.io.processors.video import Clip, check_taken
 
@@ -38,7 +38,7 @@ class QwenImages:
     least: int = 56 * 56
     most: int = 28 * 28 * 1280
     resample: int = BICUBIC
-    colours: Colours = Colours(mean=CLIP_MEAN, std=CLIP_STD)
+    colours: Normalization = Normalization(mean=CLIP_MEAN, std=CLIP_STD)
     placeholder: str = "<|image_pad|>"
 
     def __post_init__(self):
@@ -62,7 +62,7 @@ class QwenImages:
             placeholder=settings.token("image_token", "<|image_pad|>"),
         )
 
-    def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> Seen:
+    def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> ProcessedFile:
         """`pixel_values`: patches, `merge x merge` neighbours one behind the other; `image_grid_thw`."""
         height, width = pixels.shape[:2]
         target = fit(height, width, self.size * self.merge, self.least, self.most, where)
@@ -72,9 +72,9 @@ class QwenImages:
         count = math.prod(grid) // self.merge**2
         check_tokens(where, count)
         text = self.placeholder * count
-        return Seen({"pixel_values": patches, "image_grid_thw": np.array([grid])}, text)
+        return ProcessedFile({"pixel_values": patches, "image_grid_thw": np.array([grid])}, text)
 
-    def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
+    def join(self, seen: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
         """`[patches, numbers]`, `[images, 3]`."""
         return joined(seen)
 
@@ -101,7 +101,7 @@ class QwenVideos:
     least: int = 128 * 28 * 28
     most: int = 768 * 28 * 28
     resample: int = BICUBIC
-    colours: Colours = Colours(mean=CLIP_MEAN, std=CLIP_STD, steps="joint")
+    colours: Normalization = Normalization(mean=CLIP_MEAN, std=CLIP_STD, steps="joint")
     choose: bool = False
     fps: float | None = None
     count: int | None = None
@@ -145,7 +145,7 @@ class QwenVideos:
         sizes = dict(least=128 * 32 * 32, most=768 * 32 * 32)
         return dataclasses.replace(cls.read(settings), **sizes, seconds="video_second_per_grid", told_fps=1.0)
 
-    def one(self, clip: Clip, limits: MediaLimits) -> Seen:
+    def one(self, clip: Clip, limits: MediaLimits) -> ProcessedFile:
         """`pixel_values_videos`, `video_grid_thw`, and the time between patches in seconds."""
         indices = np.arange(clip.count) if clip.chosen else self._chosen(clip)
         target = self._target(clip, len(indices))
@@ -155,9 +155,9 @@ class QwenVideos:
             rate = len(indices) / clip.count * clip.fps if self.told_fps is None else self.told_fps
             arrays[self.seconds] = np.array([self.frames / rate])
         check_tokens(clip.where, math.prod(grid) // self.merge**2)
-        return Seen(arrays, self._text(clip, indices, grid))
+        return ProcessedFile(arrays, self._text(clip, indices, grid))
 
-    def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
+    def join(self, seen: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
         """`[patches, numbers]`, `[videos, 3]`, `[videos]`."""
         return joined(seen)
 
@@ -204,7 +204,7 @@ class Qwen3Videos(QwenVideos):
     size: int = 16
     least: int = 128 * 32 * 32
     most: int = 768 * 32 * 32
-    colours: Colours = Colours(steps="joint")
+    colours: Normalization = Normalization(steps="joint")
     choose: bool = True
     fps: float | None = 2.0
     seconds: str | None = None

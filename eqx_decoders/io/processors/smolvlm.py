@@ -9,9 +9,9 @@ import numpy as np
 
 from eqx_decoders.errors import check_integer, check_number
 from eqx_decoders.families.config_reader import Fields
-from eqx_decoders.io.processors.base import Seen, Settings, check_tokens, joined, read_resample, read_size
+from eqx_decoders.io.processors.base import ProcessedFile, Settings, check_tokens, joined, read_resample, read_size
 from eqx_decoders.io.processors.limits import MediaLimits
-from eqx_decoders.io.processors.normalize import HALVES, Colours, read_colours
+from eqx_decoders.io.processors.normalize import HALVES, Normalization, read_colours
 from eqx_decoders.io.processors.resizing import LANCZOS, SHORT, Size, resize, resize_with_short_weights
 from eqx_decoders.io.processors.video import Clip, check_taken, clock
 
@@ -72,7 +72,7 @@ class SmolVLMImages:
     tile: int = 364
     split: bool = True
     resample: int = LANCZOS
-    colours: Colours = Colours()
+    colours: Normalization = Normalization()
     words: SmolWords = SmolWords()
 
     def __post_init__(self):
@@ -98,7 +98,7 @@ class SmolVLMImages:
         """The text of the special token."""
         return self.words.token
 
-    def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> Seen:
+    def one(self, pixels: np.ndarray, limits: MediaLimits, where: str) -> ProcessedFile:
         """`pixel_values` of the tiles and the whole; `pixel_attention_mask`, 1 where they have pixels: everywhere."""
         tile, rows, columns = self.tile, 0, 0
         target = fit_longest(pixels.shape[0], pixels.shape[1], self.longest)
@@ -118,9 +118,9 @@ class SmolVLMImages:
             "pixel_values": np.stack([self.colours(part) for part in parts]),
             "pixel_attention_mask": np.ones((len(parts), tile, tile), np.int64),
         }
-        return Seen(arrays, self.words.image(rows, columns))
+        return ProcessedFile(arrays, self.words.image(rows, columns))
 
-    def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
+    def join(self, seen: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
         """`[1, tiles, 3, height, width]`, `[1, tiles, height, width]`."""
         return joined_tiles(seen)
 
@@ -166,7 +166,7 @@ class SmolVLMVideos:
     size: int | Size = 4 * 364
     tile: int = 364
     resample: int = LANCZOS
-    colours: Colours = Colours(steps="joint")
+    colours: Normalization = Normalization(steps="joint")
     count: int | None = None
     fps: float | None = None
     skip: float = 1.0
@@ -209,7 +209,7 @@ class SmolVLMVideos:
             placeholder=settings.token("video_token", "<video>"),
         )
 
-    def one(self, clip: Clip, limits: MediaLimits) -> Seen:
+    def one(self, clip: Clip, limits: MediaLimits) -> ProcessedFile:
         """`pixel_values` of the frames; `pixel_attention_mask`, 1 everywhere."""
         indices = np.arange(clip.count) if clip.chosen else self._chosen(clip)
         check_tokens(clip.where, self.words.tokens * len(indices))
@@ -221,9 +221,11 @@ class SmolVLMVideos:
                 pixels = resize_with_short_weights(pixels, wanted, self.resample, limits, clip.where)
             values.append(self.colours(pixels))
         mask = np.ones((len(values), *sides), np.int64)
-        return Seen({"pixel_values": np.stack(values), "pixel_attention_mask": mask}, self._text(clip, indices))
+        return ProcessedFile(
+            {"pixel_values": np.stack(values), "pixel_attention_mask": mask}, self._text(clip, indices)
+        )
 
-    def join(self, seen: Sequence[Seen]) -> dict[str, np.ndarray]:
+    def join(self, seen: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
         """`[1, frames, 3, height, width]`, `[1, frames, height, width]`."""
         return joined_tiles(seen)
 
@@ -256,7 +258,7 @@ class SmolVLMVideos:
         return f"{begin}{''.join(frames)}\n\n"
 
 
-def joined_tiles(seen: Sequence[Seen]) -> dict[str, np.ndarray]:
+def joined_tiles(seen: Sequence[ProcessedFile]) -> dict[str, np.ndarray]:
     """The arrays of images and of the frames of videos one behind the other, as those of one row of a batch."""
     return {name: array[None] for name, array in joined(seen).items()}
 

@@ -29,11 +29,11 @@ PIECE = 1 << 16  # characters in one line: whoever reads it does something else 
 
 def main() -> None:
     sys.path += json.loads(sys.argv[1])
-    tracker = Tracker()
+    tracker = RenderTracker()
     environment = make_environment(tracker)
     task = json.load(sys.stdin.buffer)
     confine(task["total_seconds"])
-    template, length, letters = None, 0, Letters(task["literal"])
+    template, length, letters = None, 0, EscapedNames(task["literal"])
     for variables in task["tasks"]:
         if length > CHARACTERS:
             break
@@ -52,7 +52,7 @@ def main() -> None:
         sys.stdout.flush()
 
 
-class Names:
+class SpecialNames:
     """Finds names of special tokens in texts: of those that begin at one place the longest, as tokenizers do."""
 
     def __init__(self, names):
@@ -75,7 +75,7 @@ class Names:
             place = max(start + 1, stop)
 
 
-class Letters:
+class EscapedNames:
     """Keeps names of special tokens in messages letters: a template is given a mark in place of each.
 
     Marked is the end of a text as well that may be the beginning of a name, since something may follow it.
@@ -84,7 +84,7 @@ class Letters:
     fields = "messages", "tools", "documents"
 
     def __init__(self, names):
-        self.names = Names(names) if names else None
+        self.names = SpecialNames(names) if names else None
 
     def marked(self, variables):
         """The variables of a rendering with marks, and what each mark stands for."""
@@ -236,7 +236,7 @@ def with_arguments(message, make):
         return message
 
 
-class Tracker:
+class RenderTracker:
     """Where in the text that is being rendered the messages and the marked parts are.
 
     A template yields its text in pieces; what is called in it thus knows how much was written before. Inside of macros

@@ -21,7 +21,7 @@ from eqx_decoders.errors import DataError, EqxDecodersError, check, check_intege
 from eqx_decoders.io.atomic_files import write_atomically, write_json
 from eqx_decoders.io.huggingface.directory import CONFIG_BYTES, Directory
 from eqx_decoders.io.text.chat_template import ChatTemplate, special_tokens
-from eqx_decoders.io.text.chat_template_worker import Names
+from eqx_decoders.io.text.chat_template_worker import SpecialNames
 from eqx_decoders.io.text.tokenizer_formats import FILES, TEKKEN, find, read as read_other
 
 
@@ -209,7 +209,7 @@ class RenamedTokens:
     def __init__(self, source: str, names: Sequence[str]):
         from tokenizers import Tokenizer as Inner
 
-        self._names = Names(names)
+        self._names = SpecialNames(names)
         draw = secrets.SystemRandom()
         self._renamed = {name: "".join(chr(draw.randrange(0xF0000, 0xFFFFE)) for _ in name) for name in names}
         content = json.loads(source)

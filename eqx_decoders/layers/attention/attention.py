@@ -15,9 +15,9 @@ from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
 from eqx_decoders.layers.attention.kernels.registry import merge, with_sink
 from eqx_decoders.layers.attention.moba import BlockSelection, CachedBlocks
 from eqx_decoders.layers.base import BranchResult
-from eqx_decoders.layers.cache.engine_owned import ExternalPast, Handed
-from eqx_decoders.layers.cache.kv_cache import Entries, KVShape, Past, PastRows, kv_shape
-from eqx_decoders.layers.cache.paged import PagedPast
+from eqx_decoders.layers.cache.engine_owned import ExternalCachedKV, ExternalWrite
+from eqx_decoders.layers.cache.kv_cache import CachedKV, CachedKVRows, KVShape, NewKV, kv_shape
+from eqx_decoders.layers.cache.paged import PagedCachedKV
 from eqx_decoders.layers.mask import Causal, Mask, seen_keys
 from eqx_decoders.layers.mlp import add_bias
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
@@ -26,7 +26,7 @@ from eqx_decoders.numerics.matmul import fan_in
 from eqx_decoders.remat import save
 
 
-AnyPast = Past | PastRows | PagedPast | ExternalPast
+AnyPast = CachedKV | CachedKVRows | PagedCachedKV | ExternalCachedKV
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -218,7 +218,7 @@ class Attention(eqx.Module):
 
     def __call__(
         self, x: Float[Array, "batch length embed"], ctx: Context, past: AnyPast | None = None
-    ) -> tuple[Float[Array, "batch length embed"], Entries | Handed | None]:
+    ) -> tuple[Float[Array, "batch length embed"], NewKV | ExternalWrite | None]:
         """The layer's output, and the keys and values that it proposes for a cache."""
         out, entries = self._attend_heads(x, ctx, past)
         out = ctx.einsum("batch length heads head_dim, heads head_dim embed -> batch length embed", out, self.out)
@@ -228,14 +228,14 @@ class Attention(eqx.Module):
         """`__call__` for a block."""
         return BranchResult(*self(x, ctx, past))
 
-    def _attend_heads(self, x: Array, ctx: Context, past: AnyPast | None) -> tuple[Array, Entries | Handed | None]:
+    def _attend_heads(self, x: Array, ctx: Context, past: AnyPast | None) -> tuple[Array, NewKV | ExternalWrite | None]:
         """What the heads found, before the output projection."""
         query, proposed = self._normalize_and_rotate(*self._project(x, ctx), ctx)
-        own: Entries | Handed | None = proposed
+        own: NewKV | ExternalWrite | None = proposed
         entries: Any = proposed
         if proposed is None:
             past, entries = self._borrowed(ctx)
-        if isinstance(past, ExternalPast):
+        if isinstance(past, ExternalCachedKV):
             out, handed = self._ask(query, entries, past)
             own = None if own is None else handed
         else:
@@ -271,7 +271,7 @@ class Attention(eqx.Module):
 
     def _normalize_and_rotate(
         self, query: Array, key: Array | None, value: Array | None, ctx: Context
-    ) -> tuple[Array, Entries | Handed | None]:
+    ) -> tuple[Array, NewKV | ExternalWrite | None]:
         """Queries, ready for the kernel, and keys and values, if they are the layer's own."""
         config = self.config
         query = self._turned(query, self.query_norm, ctx)
@@ -284,7 +284,7 @@ class Attention(eqx.Module):
         key = save(ctx.constrain(self._turned(key, self.key_norm, ctx), "batch length kv_heads head_dim"), "key_proj")
         value = value if self.value_norm is None else self.value_norm(value)
         value = save(ctx.constrain(value, "batch length kv_heads head_dim"), "value_proj")
-        return query, Entries(key=key, value=value)
+        return query, NewKV(key=key, value=value)
 
     def _turned(self, x: Array, norm: Norm | None, ctx: Context) -> Array:
         """Queries or keys, normalised and rotated."""
@@ -301,7 +301,9 @@ class Attention(eqx.Module):
             return norm(x.reshape(*x.shape[:2], -1)).reshape(x.shape)
         return norm(x)
 
-    def _attend(self, query: Array, entries: Entries, past: Past | PastRows | PagedPast | None, ctx: Context) -> Array:
+    def _attend(
+        self, query: Array, entries: NewKV, past: CachedKV | CachedKVRows | PagedCachedKV | None, ctx: Context
+    ) -> Array:
         """Attention over the tokens of this call and those of the past, merged by their log-sum-exp."""
         common: dict[str, Any] = dict(
             execution=ctx.execution,
@@ -323,17 +325,17 @@ class Attention(eqx.Module):
         out, lse = merge(parts) if len(parts) > 1 else parts[0]
         return out if self.sink is None else with_sink(out, lse, self.sink)
 
-    def _ask(self, query: Array, entries: Entries | Handed, past: ExternalPast) -> tuple[Array, Handed]:
+    def _ask(self, query: Array, entries: NewKV | ExternalWrite, past: ExternalCachedKV) -> tuple[Array, ExternalWrite]:
         """What queries find in an engine's cache, which takes the keys and values first."""
         config = self.config
         plain, rule = config.selection is None and not config.spans, "which engines with caches of their own don't know"
         check(plain, f"layer {past.layer} selects blocks or sees spans, {rule}.")
-        written = entries.cache if isinstance(entries, Handed) else None
+        written = entries.cache if isinstance(entries, ExternalWrite) else None
         options: dict[str, Any] = dict(mask=config.mask, soft_cap=config.soft_cap, sinks=self.sink, written=written)
         return past.attend(query, entries.key, entries.value, **options)
 
     def _choose_blocks(
-        self, query: Array, key: Array, past: Past | PastRows | PagedPast | None, ctx: Context
+        self, query: Array, key: Array, past: CachedKV | CachedKVRows | PagedCachedKV | None, ctx: Context
     ) -> CachedBlocks:
         """Which tokens of this call and of the past are in the blocks that each query takes."""
         blocks = self.config.selection
@@ -341,7 +343,7 @@ class Attention(eqx.Module):
             return CachedBlocks(None, None)
         if past is None:
             return CachedBlocks(blocks.choose(query, key, ctx.positions, ctx.segment_ids, ctx.contiguous), None)
-        past = past if isinstance(past, Past) else past.whole()
+        past = past if isinstance(past, CachedKV) else past.whole()
         return blocks.choose_cached(query, key, ctx.positions, past)
 
 
@@ -353,7 +355,7 @@ class NarrowAttention(Attention):
 
     def __call__(
         self, x: Float[Array, "batch length embed"], ctx: Context, past: AnyPast | None = None
-    ) -> tuple[Float[Array, "batch length latent"], Entries | Handed | None]:
+    ) -> tuple[Float[Array, "batch length latent"], NewKV | ExternalWrite | None]:
         """The layer's output, and the keys and values that it proposes for a cache."""
         out, entries = self._attend_heads(x, ctx, past)
         out = ctx.einsum("batch length heads head_dim, heads head_dim latent -> batch length latent", out, self.out)

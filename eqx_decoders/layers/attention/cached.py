@@ -14,8 +14,8 @@ from eqx_decoders.context import Execution
 from eqx_decoders.layers.attention.context_parallel import attend_on_mesh
 from eqx_decoders.layers.attention.kernels import pallas_paged
 from eqx_decoders.layers.attention.kernels.common import Result, Scales
-from eqx_decoders.layers.cache.kv_cache import Past, PastRows
-from eqx_decoders.layers.cache.paged import PagedPast
+from eqx_decoders.layers.cache.kv_cache import CachedKV, CachedKVRows
+from eqx_decoders.layers.cache.paged import PagedCachedKV
 from eqx_decoders.layers.mask import Mask, Spans, interval
 from eqx_decoders.sharding.rules import names_of
 
@@ -26,7 +26,7 @@ LEAST_REACH, MOST_REACHES = 128, 6  # how far rows are read: the fewest slots, a
 
 def attend_past(
     query: Float[Array, "batch length heads head_dim"],
-    past: Past | PastRows | PagedPast,
+    past: CachedKV | CachedKVRows | PagedCachedKV,
     *,
     execution: Execution,
     mask: Mask,
@@ -40,13 +40,13 @@ def attend_past(
 
     A row of a past is one document: there are no segments.
     """
-    if isinstance(past, PagedPast):
+    if isinstance(past, PagedCachedKV):
         plan = _plan(query, past, execution) if selected is None else None
         if plan is not None:
             seen = interval(mask, query_positions, query_spans)
             return _attend_pages(query, past, seen, plan, execution, soft_cap)
         past = past.whole()
-    if isinstance(past, PastRows):
+    if isinstance(past, CachedKVRows):
         if by_rows(execution):
             own = dict(query_positions=query_positions, query_spans=query_spans, selected=selected)
             return _attend_rows(query, past, own, execution=execution, mask=mask, soft_cap=soft_cap)
@@ -73,7 +73,7 @@ def by_rows(execution: Execution) -> bool:
     return execution.layout.platform == "cpu" and execution.layout.single
 
 
-def _attend_rows(query: Array, past: PastRows, own: dict[str, Any], **options: Any) -> Result:
+def _attend_rows(query: Array, past: CachedKVRows, own: dict[str, Any], **options: Any) -> Result:
     """Row by row: the products of a few queries with a row's keys are no faster for several rows at once."""
     reaches = [past.cache.positions.shape[1]]
     while len(reaches) < MOST_REACHES and reaches[0] >= 2 * LEAST_REACH:
@@ -104,7 +104,7 @@ def _attend_rows(query: Array, past: PastRows, own: dict[str, Any], **options: A
     return jax.lax.map(one, (jnp.arange(past.count, dtype=jnp.int32), query, own))
 
 
-def _reads_wide(query: Array, past: Past, execution: Execution) -> bool:
+def _reads_wide(query: Array, past: CachedKV, execution: Execution) -> bool:
     """Whether a few 16-bit queries become float32 like what they read: on CPU, else all of the past would be cast."""
     cast = past.key.dtype == jnp.float32 and query.dtype.itemsize == 2
     return cast and execution.layout.platform == "cpu" and query.shape[1] < 32
@@ -114,7 +114,7 @@ def _reads_wide(query: Array, past: Past, execution: Execution) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class _CachedPlan:
     """How pages are read on a mesh; names are those of mesh axes.
 
     **Arguments:**
@@ -139,7 +139,7 @@ class _Plan:
         return lax.axis_index(others) * self.own_heads // self.groups if others else 0
 
 
-def _plan(query: Array, past: PagedPast, execution: Execution) -> _Plan | None:
+def _plan(query: Array, past: PagedCachedKV, execution: Execution) -> _CachedPlan | None:
     """For the kernel; None where it cannot do it, or is not wanted."""
     layout, heads, kv_heads = execution.layout, query.shape[2], past.key.shape[2]
     wanted = layout.platform in PLATFORMS and execution.attention in ("auto", "interval")
@@ -151,11 +151,16 @@ def _plan(query: Array, past: PagedPast, execution: Execution) -> _Plan | None:
     own, groups = heads // math.prod(layout.sizes[name] for name in split), heads // kv_heads
     if split[: len(of_keys)] != of_keys or (own % groups and groups % own):
         return None
-    return _Plan(rows, length, split, of_keys, max(1, own // groups), own, groups)
+    return _CachedPlan(rows, length, split, of_keys, max(1, own // groups), own, groups)
 
 
 def _attend_pages(
-    query: Array, past: PagedPast, seen: tuple[Array, Array], plan: _Plan, execution: Execution, soft_cap: float | None
+    query: Array,
+    past: PagedCachedKV,
+    seen: tuple[Array, Array],
+    plan: _CachedPlan,
+    execution: Execution,
+    soft_cap: float | None,
 ) -> Result:
     """By the kernel, each device with its own queries and heads."""
     layout = execution.layout

@@ -104,7 +104,7 @@ def attend_on_mesh(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class _ContextPlan:
     """How attention runs on a mesh; names are those of mesh axes.
 
     **Arguments:**
@@ -210,7 +210,7 @@ def used_heads(key: Array, axes: tuple[str, ...], own_heads: int, groups: int) -
     return jnp.take(key, (first + size * jnp.arange(own_heads // size)) // groups, axis=2)
 
 
-def _make_plan(execution: Execution, queries: tuple[int, ...], keys: tuple[int, ...], key_axis: str) -> _Plan:
+def _make_plan(execution: Execution, queries: tuple[int, ...], keys: tuple[int, ...], key_axis: str) -> _ContextPlan:
     layout = execution.layout
     rows, length, heads = map(names_of, layout.activation_spec("batch length heads head_dim", queries)[:3])
     kv_heads = heads
@@ -228,7 +228,7 @@ def _make_plan(execution: Execution, queries: tuple[int, ...], keys: tuple[int, 
     goes_round = alike and "ring" in execution.context_form and exchanging < parts
     if execution.context_form == "all_to_all" and exchanging < parts:
         exchanging = 1
-    return _Plan(
+    return _ContextPlan(
         # named, too, are mesh axes of one device: over what no name splits gradients are summed
         rows=(*rows, *(name for name, size in layout.mesh.shape.items() if size == 1)),
         length=length,

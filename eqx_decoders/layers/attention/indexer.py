@@ -23,8 +23,8 @@ from eqx_decoders.context import Context
 from eqx_decoders.errors import check_integer, check_number
 from eqx_decoders.layers.attention.kernels.common import EMPTY
 from eqx_decoders.layers.attention.topk import best_of_each, map_queries
-from eqx_decoders.layers.cache.kv_cache import Entries, Past, PastRows
-from eqx_decoders.layers.cache.paged import PagedPast
+from eqx_decoders.layers.cache.kv_cache import CachedKV, CachedKVRows, NewKV
+from eqx_decoders.layers.cache.paged import PagedCachedKV
 from eqx_decoders.layers.mask import Mask, visible
 from eqx_decoders.layers.norm import LayerNorm, LayerNormConfig
 from eqx_decoders.layers.rope import Rope, rotate
@@ -93,9 +93,9 @@ class Index(NamedTuple):
     key: Float[Array, "batch length 1 head_dim"]
 
     @property
-    def entries(self) -> Entries:
+    def entries(self) -> NewKV:
         """What it proposes to remember."""
-        return Entries(key=self.key, value=None)
+        return NewKV(key=self.key, value=None)
 
 
 class Teacher(NamedTuple):
@@ -194,13 +194,13 @@ class Indexer(eqx.Module):
         return chosen, IndexerStats(loss=jnp.sum(losses), tokens=tokens)
 
     def choose_cached(
-        self, index: Index, past: Past | PastRows | PagedPast, mask: Mask, ctx: Context
+        self, index: Index, past: CachedKV | CachedKVRows | PagedCachedKV, mask: Mask, ctx: Context
     ) -> CachedChoice | None:
         """Which tokens of a call and of a past are attended to; None: all that are seen.
 
         As slots where these are fewer than there are, for all queries together; else as a mask.
         """
-        past = past if isinstance(past, Past) else past.whole()
+        past = past if isinstance(past, CachedKV) else past.whole()
         length, slots, top_k = ctx.positions.shape[1], past.positions.shape[1], self.config.top_k
         if slots + length <= top_k or self.config.warmup:
             return None

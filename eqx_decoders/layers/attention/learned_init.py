@@ -15,8 +15,8 @@ from eqx_decoders.context import Context
 from eqx_decoders.errors import check, check_integer
 from eqx_decoders.layers.attention.attention import AnyPast, Attention, AttentionConfig
 from eqx_decoders.layers.base import BranchResult
-from eqx_decoders.layers.cache.engine_owned import Handed
-from eqx_decoders.layers.cache.kv_cache import Entries, KVShape
+from eqx_decoders.layers.cache.engine_owned import ExternalWrite
+from eqx_decoders.layers.cache.kv_cache import KVShape, NewKV
 from eqx_decoders.layers.mask import Mask
 from eqx_decoders.numerics.matmul import fan_in
 from eqx_decoders.sharding.axes import FROZEN
@@ -154,7 +154,7 @@ class LearnedInit(eqx.Module):
 
     def __call__(
         self, x: Float[Array, "batch length embed"], ctx: Context, past: AnyPast | None = None
-    ) -> tuple[Float[Array, "batch length embed"], Entries | Handed | None]:
+    ) -> tuple[Float[Array, "batch length embed"], NewKV | ExternalWrite | None]:
         """The attention's output, and the keys and values that it proposes for a cache."""
         return self.materialised(ctx.execution.layout)(x, ctx, past)
 

@@ -23,9 +23,9 @@ from eqx_decoders.layers.attention.indexer import CachedChoice, Index, Indexer, 
 from eqx_decoders.layers.attention.kernels.common import Result
 from eqx_decoders.layers.attention.kernels.registry import max_scores, merge
 from eqx_decoders.layers.base import BranchResult
-from eqx_decoders.layers.cache.engine_owned import ExternalPast, Handed
-from eqx_decoders.layers.cache.kv_cache import Entries, KVShape, Past, PastRows, StackedPast, kv_shape
-from eqx_decoders.layers.cache.paged import PagedPast
+from eqx_decoders.layers.cache.engine_owned import ExternalCachedKV, ExternalWrite
+from eqx_decoders.layers.cache.kv_cache import CachedKV, CachedKVRows, KVShape, NewKV, StackedCachedKV, kv_shape
+from eqx_decoders.layers.cache.paged import PagedCachedKV
 from eqx_decoders.layers.mask import Causal, Mask, seen_keys
 from eqx_decoders.layers.mlp import add_bias
 from eqx_decoders.layers.norm import Norm, NormConfig, RMSNormConfig
@@ -35,8 +35,14 @@ from eqx_decoders.numerics.matmul import LowRank, fan_in
 from eqx_decoders.remat import save
 
 
-LatentPast = Past | PastRows | PagedPast | ExternalPast | dict[str, Past | PastRows | StackedPast | PagedPast]
-LatentEntries = Entries | Handed | dict[str, Entries]
+LatentPast = (
+    CachedKV
+    | CachedKVRows
+    | PagedCachedKV
+    | ExternalCachedKV
+    | dict[str, CachedKV | CachedKVRows | StackedCachedKV | PagedCachedKV]
+)
+LatentEntries = NewKV | ExternalWrite | dict[str, NewKV]
 
 LANE = 128  # features that a TPU keeps together
 
@@ -199,18 +205,18 @@ class LatentAttention(eqx.Module):
         low = self._query_input(x, ctx)
         query, latent = self._query(low, ctx), self._latent(x, ctx)
         config, stats = self.config, {}
-        entries: Any = Entries(key=latent, value=None)
+        entries: Any = NewKV(key=latent, value=None)
         if self.indexer is not None and config.rope is not None:
             index = self.indexer(x, low, config.rope, config.rope_dim, ctx)
             entries = {"latents": entries, "index": index.entries}
-            if isinstance(past, dict) and isinstance(past["index"], Past | PastRows | PagedPast):
+            if isinstance(past, dict) and isinstance(past["index"], CachedKV | CachedKVRows | PagedCachedKV):
                 choice = self.indexer.choose_cached(index, past["index"], config.mask, ctx)
                 mixed = self._absorbed(query, latent, past["latents"], ctx, choice)
             else:
                 mixed, stats = self._expanded(query, latent, ctx, index)
-        elif isinstance(past, ExternalPast):
+        elif isinstance(past, ExternalCachedKV):
             mixed, entries = self._ask(query, latent, past, ctx)
-        elif isinstance(past, Past | PastRows | PagedPast):
+        elif isinstance(past, CachedKV | CachedKVRows | PagedCachedKV):
             mixed = self._absorbed(query, latent, past, ctx)
         else:
             mixed, stats = self._expanded(query, latent, ctx)
@@ -282,7 +288,7 @@ class LatentAttention(eqx.Module):
         self,
         query: Array,
         latent: Array,
-        past: Past | PastRows | StackedPast | PagedPast,
+        past: CachedKV | CachedKVRows | StackedCachedKV | PagedCachedKV,
         ctx: Context,
         choice: CachedChoice | None = None,
     ) -> Float[Array, "batch length heads value_dim"]:
@@ -297,17 +303,17 @@ class LatentAttention(eqx.Module):
         kv_up = unrounded(self.kv_up, 0)  # it is not contracted as in the expanded form, but the same numbers
         query = self._padded(_into_latents(nope, kv_up, ctx), rope, ctx)
         present = self._attend(query, latent, latent, ctx, None if choice is None else choice.present)
-        if choice is not None and choice.slots is not None and isinstance(past, StackedPast | PagedPast):
+        if choice is not None and choice.slots is not None and isinstance(past, StackedCachedKV | PagedCachedKV):
             earlier = self._attend_slots(query, past, choice.slots, ctx)
         else:
-            whole = past.whole() if isinstance(past, StackedPast) else past
+            whole = past.whole() if isinstance(past, StackedCachedKV) else past
             earlier = self._attend_past(query, whole, None if choice is None else choice.past, ctx)
         mixed, _ = merge([present, earlier])
         return _into_values(mixed[..., : config.kv_rank], kv_up, config.nope_dim, ctx)
 
     def _ask(
-        self, query: Array, latent: Array, past: ExternalPast, ctx: Context
-    ) -> tuple[Float[Array, "batch length heads value_dim"], Handed]:
+        self, query: Array, latent: Array, past: ExternalCachedKV, ctx: Context
+    ) -> tuple[Float[Array, "batch length heads value_dim"], ExternalWrite]:
         """What queries find in an engine's cache, which takes the latents first: keys that are values, of one head."""
         config = self.config
         nope, rope = jnp.split(query, [config.nope_dim], axis=-1)
@@ -349,14 +355,22 @@ class LatentAttention(eqx.Module):
         )
 
     def _attend_past(
-        self, query: Array, past: Past | PastRows | PagedPast, selected: Bool[Array, "..."] | None, ctx: Context
+        self,
+        query: Array,
+        past: CachedKV | CachedKVRows | PagedCachedKV,
+        selected: Bool[Array, "..."] | None,
+        ctx: Context,
     ) -> Result:
         """Attention over all of a past."""
         options: dict[str, Any] = dict(mask=self.config.mask, execution=ctx.execution)
         return attend_past(query, past, query_positions=ctx.positions, selected=selected, **options)
 
     def _attend_slots(
-        self, query: Array, past: StackedPast | PagedPast, slots: Int[Array, "batch length chosen"], ctx: Context
+        self,
+        query: Array,
+        past: StackedCachedKV | PagedCachedKV,
+        slots: Int[Array, "batch length chosen"],
+        ctx: Context,
     ) -> Result:
         """Attention of each query over some slots of a past, and nothing else of it is read."""
         batch, length, count = slots.shape

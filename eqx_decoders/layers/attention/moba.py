@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from eqx_decoders.errors import check_integer
 from eqx_decoders.layers.attention.topk import best_of_each, map_queries
-from eqx_decoders.layers.cache.kv_cache import Past
+from eqx_decoders.layers.cache.kv_cache import CachedKV
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class BlockSelection:
         query: Float[Array, "batch length heads head_dim"],
         key: Float[Array, "batch length kv_heads head_dim"],
         positions: Int[Array, "batch length"],
-        past: Past,
+        past: CachedKV,
     ) -> "CachedBlocks":
         """The same for the tokens of a call and of a past, whose row is one document."""
         slots, length = past.positions.shape[1], positions.shape[1]

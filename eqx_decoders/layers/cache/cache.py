@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from eqx_decoders.layers.cache import kv_cache
-from eqx_decoders.layers.cache.kv_cache import MemoryRows, is_memory, rows_of
+from eqx_decoders.layers.cache.kv_cache import LayerCacheRows, is_memory, rows_of
 from eqx_decoders.layers.cache.paged import PagedKVCache
 from eqx_decoders.sharding.explicit import keeping_types
 
@@ -69,8 +69,8 @@ class Cache(eqx.Module):
         What it proposes goes to `commit_rows`.
         """
 
-        def some(each: Any) -> MemoryRows:
-            return MemoryRows(whole=each, which=rows)
+        def some(each: Any) -> LayerCacheRows:
+            return LayerCacheRows(whole=each, which=rows)
 
         offset = self.rope_offset
         return Cache(

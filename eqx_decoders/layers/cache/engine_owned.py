@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from eqx_decoders.errors import ConfigError, check
-from eqx_decoders.layers.cache.kv_cache import Memory
+from eqx_decoders.layers.cache.kv_cache import LayerCache
 from eqx_decoders.layers.mask import Causal, Mask, SlidingWindow
 
 
@@ -41,7 +41,7 @@ class ExternalCall:
 ExternalAttention = Callable[..., tuple[Any, Array]]
 
 
-class Handed(NamedTuple):
+class ExternalWrite(NamedTuple):
     """What is to happen with one layer's cache: its new content, and the keys and values that it has got."""
 
     cache: Any
@@ -49,7 +49,7 @@ class Handed(NamedTuple):
     value: Float[Array, "1 tokens kv_heads head_dim"] | None
 
 
-class ExternalPast(eqx.Module):
+class ExternalCachedKV(eqx.Module):
     """What one layer reads and writes: a cache of an engine."""
 
     cache: Any
@@ -67,7 +67,7 @@ class ExternalPast(eqx.Module):
         soft_cap: float | None = None,
         sinks: Float[Array, "heads"] | None = None,
         written: Any = None,
-    ) -> tuple[Float[Array, "1 tokens heads head_dim"], Handed]:
+    ) -> tuple[Float[Array, "1 tokens heads head_dim"], ExternalWrite]:
         """What queries found. `written` is the cache that an earlier layer has written these keys and values to."""
         known = isinstance(mask, Causal | SlidingWindow)
         check(known, f"layer {self.layer} has mask={mask}, which engines with caches of their own don't know.")
@@ -75,10 +75,10 @@ class ExternalPast(eqx.Module):
         call = ExternalCall(layer=self.layer, window=window, soft_cap=soft_cap, writes=written is None)
         before, values = self.cache if written is None else written, None if value is None else value[0]
         cache, out = self.attention(before, query[0], key[0], values, self.metadata, sinks, call)
-        return out[None].astype(query.dtype), Handed(cache, key, value)
+        return out[None].astype(query.dtype), ExternalWrite(cache, key, value)
 
 
-class ExternalCaches(Memory):
+class ExternalKVCache(LayerCache):
     """The caches of equal layers, each an array or a tree of the engine's, and what it says of this call."""
 
     caches: tuple[Any, ...]
@@ -90,17 +90,17 @@ class ExternalCaches(Memory):
     def slices(self) -> Any:
         return np.arange(len(self.caches))
 
-    def past(self, slices: Any) -> ExternalPast:
+    def past(self, slices: Any) -> ExternalCachedKV:
         if not isinstance(slices, np.integer):
             raise ConfigError("external caches are a list, which no scan goes through: use model.replace(scan=False).")
         place = int(slices)
         layer = self.first + place * self.step
-        return ExternalPast(self.caches[place], self.metadata, attention=self.attention, layer=layer)
+        return ExternalCachedKV(self.caches[place], self.metadata, attention=self.attention, layer=layer)
 
-    def commit(self, entries: tuple[Handed, ...], positions: Int[Array, "1 tokens"]) -> "ExternalCaches":
+    def commit(self, entries: tuple[ExternalWrite, ...], positions: Int[Array, "1 tokens"]) -> "ExternalKVCache":
         return dataclasses.replace(self, caches=tuple(entry.cache for entry in entries))
 
 
 def stacked_or_listed(*results: Any) -> Any:
     """What equal layers returned: arrays are stacked, caches of an engine stay apart."""
-    return results if isinstance(results[0], Handed) else jnp.stack(results)
+    return results if isinstance(results[0], ExternalWrite) else jnp.stack(results)

@@ -5,8 +5,8 @@ equal layers at once, at the positions of the tokens. A token at a position belo
 trace. So training, prefill and decoding are one function, rows may have different lengths, and speculation costs
 nothing but what it proposes.
 
-What a layer remembers is a tree of memories, such as `{"state": StateCache, "tail": TailCache}`; what it reads and what
-it proposes have the same tree. Arrays are annotated with words, so a layout splits them like activations.
+What a layer remembers is a tree of caches, such as `{"state": RecurrentState, "tail": ConvState}`; what it reads and
+what it proposes have the same tree. Arrays are annotated with words, so a layout splits them like activations.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from eqx_decoders.sharding.axes import axes, named_leaves, replaced
 # --- the protocol ---
 
 
-class Memory(eqx.Module):
+class LayerCache(eqx.Module):
     """What equal layers remember, a row of it for each sequence.
 
     A kind has `slices`, arrays that a scan over the layers cuts; `past`, what a layer reads, from its slices; and
@@ -42,11 +42,11 @@ class Memory(eqx.Module):
         """What one layer reads, given its part of `slices`."""
         return slices
 
-    def commit(self, entries: Any, positions: Int[Array, "batch length"]) -> "Memory":
+    def commit(self, entries: Any, positions: Int[Array, "batch length"]) -> "LayerCache":
         """The memory with entries (stacked over layers) at `positions`; those below 0 are left out."""
         raise TypeError(f"{type(self).__name__} is no kind of memory.")
 
-    def reset(self, rows: Bool[Array, "batch"]) -> "Memory":
+    def reset(self, rows: Bool[Array, "batch"]) -> "LayerCache":
         """The memory with nothing in these rows."""
 
         def emptied(leaf: Array, axis: int) -> Array:
@@ -55,21 +55,21 @@ class Memory(eqx.Module):
 
         return _over_rows(emptied, self)
 
-    def row(self, index: int | Int[Array, ""]) -> "Memory":
+    def row(self, index: int | Int[Array, ""]) -> "LayerCache":
         """One row, as a memory of one sequence."""
         return self.rows(jnp.asarray(index)[None])
 
-    def with_row(self, index: int | Int[Array, ""], row: Any) -> "Memory":
+    def with_row(self, index: int | Int[Array, ""], row: Any) -> "LayerCache":
         """The memory with `row`, a memory of one sequence, in the place of another."""
         return self._with_rows(jnp.asarray(index)[None], row)
 
     # for engines, whose rows are of different requests: some rows of many, in place; none of them twice
 
-    def rows(self, rows: Int[Array, "rows"]) -> "Memory":
+    def rows(self, rows: Int[Array, "rows"]) -> "LayerCache":
         """Some rows, as a memory of their own."""
         return _over_rows(lambda leaf, axis: rows_of(leaf, rows, axis), self)
 
-    def _with_rows(self, rows: Int[Array, "rows"], others: Any) -> "Memory":
+    def _with_rows(self, rows: Int[Array, "rows"], others: Any) -> "LayerCache":
         """The memory with others in the place of some rows."""
 
         def write(leaf: Array, axis: int, new: Array) -> Array:
@@ -88,11 +88,11 @@ class Memory(eqx.Module):
         """What one layer reads of some rows, given its part of `slices_of_rows`."""
         return jax.tree.map(lambda leaf: rows_of(leaf, rows), self.past(slices))
 
-    def commit_rows(self, rows: Int[Array, "rows"], entries: Any, positions: Int[Array, "rows length"]) -> "Memory":
+    def commit_rows(self, rows: Int[Array, "rows"], entries: Any, positions: Int[Array, "rows length"]) -> "LayerCache":
         """`commit` of entries of some rows."""
         return self._with_rows(rows, self.rows(rows).commit(entries, positions))
 
-    def empty_row(self, index: Int[Array, ""]) -> "Memory":
+    def empty_row(self, index: Int[Array, ""]) -> "LayerCache":
         """The memory with nothing in one row."""
         return self.with_row(index, self.row(index).reset(jnp.ones((1,), bool)))
 
@@ -117,7 +117,7 @@ def rows_of(leaf: Array, rows: Int[Array, "rows"], axis: int = 0) -> Array:
     return jnp.take(leaf, rows, axis, unique_indices=True, mode="clip")
 
 
-def _over_rows(change: Any, memory: Memory, *others: Memory) -> Any:
+def _over_rows(change: Any, memory: LayerCache, *others: LayerCache) -> Any:
     """Apply `change(leaf, axis of rows, ...)` to every array."""
     words, further = axes(memory), [named_leaves(other) for other in others]
     new = {
@@ -129,28 +129,28 @@ def _over_rows(change: Any, memory: Memory, *others: Memory) -> Any:
 
 def is_memory(node: Any) -> bool:
     """Whether a node of a tree is a memory."""
-    return isinstance(node, Memory)
+    return isinstance(node, LayerCache)
 
 
 def slices(memories: Any) -> Any:
-    """`Memory.slices` of each memory in a tree."""
+    """`LayerCache.slices` of each memory in a tree."""
     return jax.tree.map(lambda memory: memory.slices(), memories, is_leaf=is_memory)
 
 
 def pasts(memories: Any, cut: Any) -> Any:
-    """`Memory.past` of each memory in a tree, from one layer's part of `slices(memories)`."""
+    """`LayerCache.past` of each memory in a tree, from one layer's part of `slices(memories)`."""
     return jax.tree.map(lambda memory, part: memory.past(part), memories, cut, is_leaf=is_memory)
 
 
 def commit(memories: Any, entries: Any, positions: Int[Array, "batch length"]) -> Any:
-    """`Memory.commit` of each memory in a tree."""
+    """`LayerCache.commit` of each memory in a tree."""
     return jax.tree.map(lambda memory, new: memory.commit(new, positions), memories, entries, is_leaf=is_memory)
 
 
-class MemoryRows(Memory):
+class LayerCacheRows(LayerCache):
     """Some rows of a memory, to be read where they stand."""
 
-    whole: Memory
+    whole: LayerCache
     which: Int[Array, "rows"]
 
     def slices(self) -> Any:
@@ -163,7 +163,7 @@ class MemoryRows(Memory):
 # --- keys and values ---
 
 
-class Entries(eqx.Module):
+class NewKV(eqx.Module):
     """What one attention layer proposes to store: keys and values of the tokens of this call.
 
     `value` is None where keys are all that there is: latent attention reads both out of one vector. With scales they
@@ -175,13 +175,13 @@ class Entries(eqx.Module):
     key_scale: Float[Array, "*layers batch length scale_heads"] | None = None
     value_scale: Float[Array, "*layers batch length scale_heads"] | None = None
 
-    def plain(self, dtype: DTypeLike = jnp.float32) -> "Entries":
+    def plain(self, dtype: DTypeLike = jnp.float32) -> "NewKV":
         """Without scales."""
         value = None if self.value is None else decode(self.value, self.value_scale, dtype)
-        return Entries(key=decode(self.key, self.key_scale, dtype), value=value)
+        return NewKV(key=decode(self.key, self.key_scale, dtype), value=value)
 
 
-class Past(eqx.Module):
+class CachedKV(eqx.Module):
     """What one attention layer reads: its slice of a cache. What is stored counts times its scale, if there are any."""
 
     key: Num[Array, "batch kv_heads slots head_dim"]
@@ -195,7 +195,7 @@ class Past(eqx.Module):
         return decode(self.key, self.key_scale, dtype)
 
 
-class StackedPast(eqx.Module):
+class StackedCachedKV(eqx.Module):
     """What one attention layer reads that looks for single slots: the cache of all layers, and which of them it is.
 
     A layer's slice would be copied before slots are gathered from it, which costs more than reading it.
@@ -206,14 +206,14 @@ class StackedPast(eqx.Module):
     positions: Int[Array, "batch slots"]
     key_scale: Float[Array, "layers batch scale_heads slots"] | None = None
 
-    def whole(self) -> Past:
+    def whole(self) -> CachedKV:
         """The layer's slice."""
 
         def cut(x: Array) -> Array:
             return jax.lax.dynamic_index_in_dim(x, self.layer, keepdims=False)
 
         scale = None if self.key_scale is None else cut(self.key_scale)
-        return Past(key=cut(self.key), value=None, positions=self.positions, key_scale=scale)
+        return CachedKV(key=cut(self.key), value=None, positions=self.positions, key_scale=scale)
 
     def at(
         self, slots: Int[Array, "batch chosen"], dtype: DTypeLike = jnp.float32
@@ -230,7 +230,7 @@ class StackedPast(eqx.Module):
         return decode(taken(self.key), scale, dtype), jnp.where(slots <= last, places, -1)
 
 
-class KVCache(Memory):
+class KVCache(LayerCache):
     """Keys and values of equal layers.
 
     **Arguments:**
@@ -238,7 +238,7 @@ class KVCache(Memory):
     - `key`, `value`: one row of slots for each layer and sequence; no values where keys are all that there is.
     - `positions`: the position of each slot's token, -1 where there is none. Masks are computed from them alone.
     - `ring`: whether position p is stored in slot `p mod slots`; else in slot p, and later positions are dropped.
-    - `by_slot`: whether layers look for single slots, and so read a `StackedPast`.
+    - `by_slot`: whether layers look for single slots, and so read a `StackedCachedKV`.
     - `key_scale`, `value_scale`: by which stored numbers are multiplied; None where they are as they are.
 
     Heads stand before slots: a TPU's products then read a layer's slice in place, without a copy in another order.
@@ -256,21 +256,21 @@ class KVCache(Memory):
         stored = self.key, self.value, self.key_scale, self.value_scale
         return jnp.arange(self.key.shape[0]) if self.by_slot else stored
 
-    def past(self, slices: Any) -> Past | StackedPast:
+    def past(self, slices: Any) -> CachedKV | StackedCachedKV:
         if self.by_slot:
-            return StackedPast(key=self.key, layer=slices, positions=self.positions, key_scale=self.key_scale)
+            return StackedCachedKV(key=self.key, layer=slices, positions=self.positions, key_scale=self.key_scale)
         key, value, key_scale, value_scale = slices
         scales: Any = dict(key_scale=key_scale, value_scale=value_scale)
-        return Past(key=key, value=value, positions=self.positions, **scales)
+        return CachedKV(key=key, value=value, positions=self.positions, **scales)
 
-    def stored(self, entries: Entries) -> Entries:
+    def stored(self, entries: NewKV) -> NewKV:
         """Entries in the format of the cache; those that are in it already stay as they are."""
         return in_format(entries, self.key.dtype, self.key_scale)
 
-    def commit(self, entries: Entries, positions: Int[Array, "batch length"]) -> "KVCache":
+    def commit(self, entries: NewKV, positions: Int[Array, "batch length"]) -> "KVCache":
         return self._written(jnp.arange(self.positions.shape[0])[:, None], entries, positions)
 
-    def _written(self, rows: Int[Array, "rows 1"], entries: Entries, positions: Int[Array, "rows length"]) -> "KVCache":
+    def _written(self, rows: Int[Array, "rows 1"], entries: NewKV, positions: Int[Array, "rows length"]) -> "KVCache":
         """The cache with entries in some of its rows."""
         layers, slots = jnp.arange(self.key.shape[0])[:, None, None], self.positions.shape[1]
         kept = positions >= 0
@@ -304,13 +304,11 @@ class KVCache(Memory):
     def slices_of_rows(self) -> Any:
         return jnp.arange(self.key.shape[0])
 
-    def past_of_rows(self, slices: Any, rows: Int[Array, "rows"]) -> "PastRows | StackedPast":
+    def past_of_rows(self, slices: Any, rows: Int[Array, "rows"]) -> "CachedKVRows | StackedCachedKV":
         own: Any = self.rows(rows) if self.by_slot else None
-        return PastRows(self, slices, rows) if own is None else own.past(slices)
+        return CachedKVRows(self, slices, rows) if own is None else own.past(slices)
 
-    def commit_rows(
-        self, rows: Int[Array, "rows"], entries: Entries, positions: Int[Array, "rows length"]
-    ) -> "KVCache":
+    def commit_rows(self, rows: Int[Array, "rows"], entries: NewKV, positions: Int[Array, "rows length"]) -> "KVCache":
         return self._written(rows[:, None], entries, positions)
 
     def empty_row(self, index: Int[Array, ""]) -> "KVCache":
@@ -318,19 +316,19 @@ class KVCache(Memory):
 
     def row_tokens(
         self, index: Int[Array, ""], positions: Int[Array, "1 length"]
-    ) -> tuple[Entries, Int[Array, "1 length"]]:
+    ) -> tuple[NewKV, Int[Array, "1 length"]]:
         slots = self.positions.shape[1]
         slot = positions % slots if self.ring else jnp.clip(positions, 0, slots - 1)
         rows = index[None, None]
 
-        def of_layer(*parts: Any) -> Entries:
+        def of_layer(*parts: Any) -> NewKV:
             taken: Any = (None if part is None else part[rows, :, slot] for part in parts)
-            return Entries(*taken)
+            return NewKV(*taken)
 
         entries = jax.vmap(of_layer)(self.key, self.value, self.key_scale, self.value_scale)
         return entries, jnp.where(self.positions[rows, slot] == positions, positions, -1)
 
-    def with_row(self, index: int | Int[Array, ""], row: Any) -> "Memory":
+    def with_row(self, index: int | Int[Array, ""], row: Any) -> "LayerCache":
         if isinstance(row, KVCache) and row._form == self._form:
             return super().with_row(index, row)
         # a memory of another length, format or kind: its tokens are written where they belong here
@@ -343,16 +341,16 @@ class KVCache(Memory):
         scales = None if self.key_scale is None else self.key_scale.shape[2]
         return self.positions.shape[1], self.ring, self.key.dtype, scales
 
-    def entries(self) -> Entries:
+    def entries(self) -> NewKV:
         """What all slots would have been proposed as."""
 
         def turned(x: Any) -> Any:
             return None if x is None else x.swapaxes(2, 3)
 
-        return Entries(*map(turned, (self.key, self.value, self.key_scale, self.value_scale)))
+        return NewKV(*map(turned, (self.key, self.value, self.key_scale, self.value_scale)))
 
 
-class PastRows(eqx.Module):
+class CachedKVRows(eqx.Module):
     """What one attention layer reads of some rows: the cache of all layers, which of them it is, and the rows.
 
     A slice of one row is made on its way to the product that reads it; one of a layer, or of several rows, would be
@@ -368,7 +366,7 @@ class PastRows(eqx.Module):
         """How many rows there are."""
         return self.rows.shape[0]
 
-    def whole(self) -> Past:
+    def whole(self) -> CachedKV:
         """A copy of the rows."""
         if self.count == 1:
             return self.row(jnp.int32(0), self.cache.positions.shape[1])
@@ -379,7 +377,7 @@ class PastRows(eqx.Module):
 
         return _past(cache, part, rows_of(cache.positions, self.rows))
 
-    def row(self, index: Int[Array, ""], reach: int) -> Past:
+    def row(self, index: Int[Array, ""], reach: int) -> CachedKV:
         """The first slots of one of the rows."""
         row = self.rows[index]
         layer, zero = self.layer.astype(row.dtype), jnp.zeros_like(row)
@@ -393,13 +391,13 @@ class PastRows(eqx.Module):
         return _past(self.cache, part, jax.lax.dynamic_slice(self.cache.positions, (row, zero), (1, reach)))
 
 
-def _past(cache: KVCache, part: Any, positions: Int[Array, "rows slots"]) -> Past:
+def _past(cache: KVCache, part: Any, positions: Int[Array, "rows slots"]) -> CachedKV:
     """What `part` takes out of each array."""
     scales: Any = dict(key_scale=part(cache.key_scale), value_scale=part(cache.value_scale))
-    return Past(key=part(cache.key), value=part(cache.value), positions=positions, **scales)
+    return CachedKV(key=part(cache.key), value=part(cache.value), positions=positions, **scales)
 
 
-def in_format(entries: Entries, dtype: DTypeLike, scale: Float[Array, "layers _ scale_heads _"] | None) -> Entries:
+def in_format(entries: NewKV, dtype: DTypeLike, scale: Float[Array, "layers _ scale_heads _"] | None) -> NewKV:
     """Entries as a cache with such numbers and scales stores them; those that are in its format stay as they are."""
     if scale is None:
         return entries if entries.key_scale is None else entries.plain()
@@ -409,7 +407,7 @@ def in_format(entries: Entries, dtype: DTypeLike, scale: Float[Array, "layers _ 
         entries = entries.plain()
     key, key_scale = encode(entries.key, dtype, scale.shape[2])
     value, value_scale = (None, None) if entries.value is None else encode(entries.value, dtype, scale.shape[2])
-    return Entries(key=key, value=value, key_scale=key_scale, value_scale=value_scale)
+    return NewKV(key=key, value=value, key_scale=key_scale, value_scale=value_scale)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -456,7 +454,7 @@ def kv_shape(mask: Mask, max_length: int, *, kv_heads: int, head_dim: int, value
 # --- the state of a linear recurrence ---
 
 
-class StateWrites(eqx.Module):
+class StateUpdate(eqx.Module):
     """What one recurrent layer proposes, token by token: `S <- exp(log_decay) S + key value^T`.
 
     `value` is what is really written; it does not depend on later tokens. So the state after those that are kept
@@ -474,7 +472,7 @@ class NewState(eqx.Module):
     state: Float32[Array, "batch heads key_dim value_dim"]
 
 
-class StateCache(Memory):
+class RecurrentState(LayerCache):
     """The states of equal recurrent layers, in float32; zero before the first token."""
 
     state: Float32[Array, "layers batch heads key_dim value_dim"]
@@ -482,9 +480,9 @@ class StateCache(Memory):
     def slices(self) -> Any:
         return self.state
 
-    def commit(self, entries: StateWrites | NewState, positions: Int[Array, "batch length"]) -> "StateCache":
+    def commit(self, entries: StateUpdate | NewState, positions: Int[Array, "batch length"]) -> "RecurrentState":
         if isinstance(entries, NewState):
-            return StateCache(state=entries.state)
+            return RecurrentState(state=entries.state)
         kept = (positions >= 0)[None, :, :, None, None]
         # e^-100 is 0 in float32; far below it, differences of sums would lose what is small
         decay = jnp.where(kept, jnp.maximum(entries.log_decay, -100.0), 0.0)
@@ -494,10 +492,10 @@ class StateCache(Memory):
         key = key * jnp.exp(jnp.pad(sums[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0), (0, 0))))
         state = jnp.exp(sums[:, :, 0])[..., None] * self.state
         if key.shape[2] > 8:
-            return StateCache(state=state + jnp.einsum("nblhk,nblhv->nbhkv", key, value))
+            return RecurrentState(state=state + jnp.einsum("nblhk,nblhv->nbhkv", key, value))
         for token in range(key.shape[2]):  # written out, it is one pass over the state, in place
             state += key[:, :, token, :, :, None] * value[:, :, token, :, None, :]
-        return StateCache(state=state)
+        return RecurrentState(state=state)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -508,10 +506,10 @@ class StateShape:
     key_dim: int
     value_dim: int
 
-    def build(self, layers: int, batch_size: int, dtype: DTypeLike | CacheFormat) -> StateCache:
+    def build(self, layers: int, batch_size: int, dtype: DTypeLike | CacheFormat) -> RecurrentState:
         """Empty states for `layers` equal layers."""
         shape = (layers, batch_size, self.heads, self.key_dim, self.value_dim)
-        return StateCache(state=jnp.zeros(shape, jnp.float32))
+        return RecurrentState(state=jnp.zeros(shape, jnp.float32))
 
     def proposes_writes(self, length: int, keeps_all: bool) -> bool:
         """Whether a call of so many tokens proposes what it writes, or (where all are kept) the state, if less."""
@@ -521,19 +519,19 @@ class StateShape:
 # --- the last inputs of a stream ---
 
 
-class TailInputs(eqx.Module):
+class ConvInputs(eqx.Module):
     """What a layer proposes that looks a few tokens back: its inputs."""
 
     inputs: Shaped[Array, "batch length channels"]
 
 
-class NewTail(eqx.Module):
+class NewConvInputs(eqx.Module):
     """The last inputs after all tokens of a call of which none will be rejected."""
 
     tail: Shaped[Array, "batch taps channels"]
 
 
-class TailCache(Memory):
+class ConvState(LayerCache):
     """The last inputs of a stream, oldest first: what a convolution, or n-grams, see of the past.
 
     Before the first token there are zeros; in a stream of token ids -1.
@@ -544,10 +542,10 @@ class TailCache(Memory):
     def slices(self) -> Any:
         return self.tail
 
-    def commit(self, entries: TailInputs | NewTail, positions: Int[Array, "batch length"]) -> "TailCache":
-        if isinstance(entries, NewTail):
-            return TailCache(tail=entries.tail.astype(self.tail.dtype))
-        return TailCache(tail=jax.vmap(last_inputs, in_axes=(0, 0, None))(self.tail, entries.inputs, positions))
+    def commit(self, entries: ConvInputs | NewConvInputs, positions: Int[Array, "batch length"]) -> "ConvState":
+        if isinstance(entries, NewConvInputs):
+            return ConvState(tail=entries.tail.astype(self.tail.dtype))
+        return ConvState(tail=jax.vmap(last_inputs, in_axes=(0, 0, None))(self.tail, entries.inputs, positions))
 
 
 def last_inputs(
@@ -564,14 +562,14 @@ def last_inputs(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TailShape:
+class ConvShape:
     """How much of a stream a layer remembers: inputs and their features; `dtype`: None for the cache's own."""
 
     taps: int
     channels: int
     dtype: str | None = None
 
-    def build(self, layers: int, batch_size: int, dtype: DTypeLike | CacheFormat) -> TailCache:
+    def build(self, layers: int, batch_size: int, dtype: DTypeLike | CacheFormat) -> ConvState:
         """An empty tail for `layers` equal layers."""
         kind = jnp.dtype(self.dtype or CacheFormat.of(dtype).beside)
-        return TailCache(tail=jnp.full((layers, batch_size, self.taps, self.channels), _nothing(kind), kind))
+        return ConvState(tail=jnp.full((layers, batch_size, self.taps, self.channels), _nothing(kind), kind))

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Num
 
 from eqx_decoders.errors import check_integer
 from eqx_decoders.layers.cache.format import SCALE, CacheFormat, decode
-from eqx_decoders.layers.cache.kv_cache import Entries, KVShape, Memory, Past, in_format, rows_of
+from eqx_decoders.layers.cache.kv_cache import CachedKV, KVShape, LayerCache, NewKV, in_format, rows_of
 
 
 LANE = 128  # features that a TPU keeps together
@@ -130,7 +130,7 @@ class _InPages(eqx.Module):
 # --- what a layer reads ---
 
 
-class PagedPast(_InPages):
+class PagedCachedKV(_InPages):
     """What one attention layer reads: the pages of all layers, which of them it is, and the rows' tables.
 
     Pages are gathered, or read where they are by a kernel; a layer's slice of them would be a copy.
@@ -145,14 +145,14 @@ class PagedPast(_InPages):
     lengths: Int[Array, "batch"]
     lanes: _Lanes = eqx.field(static=True)
 
-    def whole(self) -> Past:
+    def whole(self) -> CachedKV:
         """All tokens of the rows, gathered."""
         pages, places = jnp.maximum(self.table, 0), self.positions
         rows = self._stored.map(lambda x: _joined_pages(x[self.layer, pages][:, :, :, : self.page_size]))
         stored = self.lanes.apart(rows)
         # what another row left has weight 0, and 0 times NaN would be NaN
         clean = stored.map(lambda x: jnp.where(_like(places >= 0, x), x, jnp.zeros((), x.dtype)))
-        return Past(positions=places, **clean._asdict())
+        return CachedKV(positions=places, **clean._asdict())
 
     def at(
         self, slots: Int[Array, "batch chosen"], dtype: DTypeLike = jnp.float32
@@ -190,7 +190,7 @@ def slot_positions(
 # --- the memory ---
 
 
-class PagedKVCache(_InPages, Memory):
+class PagedKVCache(_InPages, LayerCache):
     """Keys and values of equal layers in pages.
 
     **Arguments:**
@@ -219,48 +219,48 @@ class PagedKVCache(_InPages, Memory):
     def slices(self) -> Any:
         return jnp.arange(self.key.shape[0])
 
-    def past(self, slices: Any) -> PagedPast:
+    def past(self, slices: Any) -> PagedCachedKV:
         rows = dict(table=self.table, lengths=self.lengths)
-        return PagedPast(**self._stored._asdict(), **rows, layer=slices, lanes=self.lanes)
+        return PagedCachedKV(**self._stored._asdict(), **rows, layer=slices, lanes=self.lanes)
 
-    def past_of_rows(self, slices: Any, rows: Int[Array, "rows"]) -> PagedPast:
+    def past_of_rows(self, slices: Any, rows: Int[Array, "rows"]) -> PagedCachedKV:
         return self.rows(rows).past(slices)
 
     def rows(self, rows: Int[Array, "rows"]) -> "PagedKVCache":
         """Some rows, with all pages."""
         return dataclasses.replace(self, table=rows_of(self.table, rows), lengths=rows_of(self.lengths, rows))
 
-    def entries(self) -> Entries:
+    def entries(self) -> NewKV:
         """What all slots of the rows' pages would have been proposed as."""
         pages = jnp.maximum(self.table, 0)
 
         def rows(x: Array) -> Array:  # layers batch row_pages heads page_slots ...
             return jnp.swapaxes(jax.vmap(_joined_pages)(x[:, pages][:, :, :, :, : self.page_size]), 2, 3)
 
-        return Entries(**self.lanes.apart(self._stored.map(rows))._asdict())
+        return NewKV(**self.lanes.apart(self._stored.map(rows))._asdict())
 
     def row_tokens(
         self, index: Int[Array, ""], positions: Int[Array, "1 length"]
-    ) -> tuple[Entries, Int[Array, "1 length"]]:
+    ) -> tuple[NewKV, Int[Array, "1 length"]]:
         page, there = self._pages_of(index[None, None], positions)
         there &= positions < self.lengths[index]
         layers = jnp.arange(self.key.shape[0])[:, None, None]
         page, slot = jnp.maximum(page, 0), jnp.maximum(positions, 0) % self.page_size
         taken = self._stored.map(lambda x: x[layers, page, :, slot])
-        return Entries(**self.lanes.apart(taken)._asdict()), jnp.where(there, positions, -1)
+        return NewKV(**self.lanes.apart(taken)._asdict()), jnp.where(there, positions, -1)
 
     # --- writing ---
 
-    def commit(self, entries: Entries, positions: Int[Array, "batch length"]) -> "PagedKVCache":
+    def commit(self, entries: NewKV, positions: Int[Array, "batch length"]) -> "PagedKVCache":
         return self._written(jnp.arange(self.lengths.shape[0])[:, None], entries, positions)
 
     def commit_rows(
-        self, rows: Int[Array, "rows"], entries: Entries, positions: Int[Array, "rows length"]
+        self, rows: Int[Array, "rows"], entries: NewKV, positions: Int[Array, "rows length"]
     ) -> "PagedKVCache":
         return self._written(rows[:, None], entries, positions)
 
     def _written(
-        self, rows: Int[Array, "rows 1"], entries: Entries, positions: Int[Array, "rows length"]
+        self, rows: Int[Array, "rows 1"], entries: NewKV, positions: Int[Array, "rows length"]
     ) -> "PagedKVCache":
         """The cache with entries in some of its rows."""
         new = in_format(entries, self.key.dtype, self.key_scale)

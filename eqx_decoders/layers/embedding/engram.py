@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int, Int32, PRNGKeyArray
 from eqx_decoders.context import Context
 from eqx_decoders.errors import ConfigError, check, check_integer, check_number
 from eqx_decoders.layers.base import BranchResult
-from eqx_decoders.layers.cache.kv_cache import NewTail, TailInputs, TailShape, last_inputs
+from eqx_decoders.layers.cache.kv_cache import ConvInputs, ConvShape, NewConvInputs, last_inputs
 from eqx_decoders.layers.embedding.sharded_lookup import look_up
 from eqx_decoders.layers.mlp import add_bias
 from eqx_decoders.layers.norm import RMSNormConfig
@@ -78,7 +78,7 @@ class EngramConfig:
 
     `e` are the vectors of the n-grams that end at a token, one for each order (pairs, triples, …) and each head, side
     by side; `root(s) = sign(s) sqrt(|s|)`. With several residual streams each has a key, norms and a convolution of its
-    own. Give its `BranchConfig` a norm, and place it before the mixer.
+    own. Give its `ExtraLayerConfig` a norm, and place it before the mixer.
 
     **Arguments:**
 
@@ -165,10 +165,10 @@ class EngramConfig:
         """The sizes of the tables, for each order the heads."""
         return _table_sizes(self.layers, self.vocab_bases, self.num_heads)[self.layer]
 
-    def memory(self, max_length: int) -> dict[str, TailShape]:
+    def memory(self, max_length: int) -> dict[str, ConvShape]:
         """The last tokens, and the last inputs of the convolution."""
-        tokens = TailShape(taps=self.max_ngram - 1, channels=1, dtype="int32")
-        values = TailShape(taps=(self.taps - 1) * self.max_ngram, channels=self.streams * self.embed_dim)
+        tokens = ConvShape(taps=self.max_ngram - 1, channels=1, dtype="int32")
+        values = ConvShape(taps=(self.taps - 1) * self.max_ngram, channels=self.streams * self.embed_dim)
         return {"tokens": tokens, "values": values}
 
     def build(self, embed_dim: int, *, key: PRNGKeyArray) -> "Engram":
@@ -254,8 +254,8 @@ class Engram(eqx.Module):
     def _entries(self, inputs: Array, tail: Array, ctx: Context) -> dict[str, Any]:
         """What is proposed: of a call of which all is kept, only the last inputs."""
         long = ctx.keeps_all and inputs.shape[1] > tail.shape[1]
-        values = NewTail(tail=last_inputs(tail, inputs, ctx.positions)) if long else TailInputs(inputs=inputs)
-        return {"tokens": TailInputs(inputs=_tokens(ctx)[..., None]), "values": values}
+        values = NewConvInputs(tail=last_inputs(tail, inputs, ctx.positions)) if long else ConvInputs(inputs=inputs)
+        return {"tokens": ConvInputs(inputs=_tokens(ctx)[..., None]), "values": values}
 
 
 def ngram_rows(

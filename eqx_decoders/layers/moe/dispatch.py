@@ -209,7 +209,7 @@ def _in_turn(way: "_Gathered | _AllToAll", parts: Sequence[tuple[Array, Array, A
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class _ExchangePlan:
     """How experts run on a mesh; names are those of mesh axes.
 
     **Arguments:**
@@ -260,7 +260,7 @@ class _Plan:
         return _psum(rows, self.summed) if self.summed else rows
 
 
-def _make_plan(execution: Execution, shape: tuple[int, ...], slots: int, experts: int) -> _Plan:
+def _make_plan(execution: Execution, shape: tuple[int, ...], slots: int, experts: int) -> _ExchangePlan:
     layout = execution.layout
     tokens = layout.activation_spec("batch length", shape[:2])
     splitting = sum(map(names_of, tokens), ())
@@ -272,7 +272,7 @@ def _make_plan(execution: Execution, shape: tuple[int, ...], slots: int, experts
     shared = tuple(name for name in owners + hidden if name in splitting and not (routed and name in owners))
     summed = tuple(name for name in owners + hidden if name not in splitting)
     sharing = math.prod(layout.sizes[name] for name in shared)
-    return _Plan(tokens, owners, hidden, shared, summed, routed, ragged, experts // parts, parts, sharing)
+    return _ExchangePlan(tokens, owners, hidden, shared, summed, routed, ragged, experts // parts, parts, sharing)
 
 
 def sends_rows(execution: Execution, slots: int, parts: int, ragged: bool) -> bool:
@@ -317,7 +317,7 @@ class _Gathered(NamedTuple):
     """Each device gets the tokens of all that share experts, and adds up what its own make of them."""
 
     own: Callable[..., Array]
-    plan: _Plan
+    plan: _ExchangePlan
     scale_inputs: bool
 
     def send(self, x: Array, chosen: Array, gates: Array) -> tuple[Array, ...]:
@@ -339,7 +339,7 @@ class _AllToAll(NamedTuple):
     """Rows go to the devices that have their experts, and what these make of them comes back to be added up."""
 
     own: Callable[..., Array]
-    plan: _Plan
+    plan: _ExchangePlan
     scale_inputs: bool
 
     def send(self, x: Array, chosen: Array, gates: Array) -> tuple[Any, ...]:
@@ -388,7 +388,7 @@ class _Route(eqx.Module):
         return _ragged(self.owners, (self.room, self.sources.size), rows, *self.ways[::-1])
 
 
-def _padded_route(chosen: Int32[Array, "tokens slots"], plan: _Plan) -> _Route:
+def _padded_route(chosen: Int32[Array, "tokens slots"], plan: _ExchangePlan) -> _Route:
     """Each device sends as many rows to each other as it could have for it at most; most of them are empty."""
     room = len(chosen) * min(chosen.shape[1], plan.experts)
     places, sources = sort_by_expert(chosen, plan.experts * plan.parts)
@@ -401,7 +401,7 @@ def _padded_route(chosen: Int32[Array, "tokens slots"], plan: _Plan) -> _Route:
     return _Route(places, sources, None, plan.owners, sources.size)
 
 
-def _ragged_route(chosen: Int32[Array, "tokens slots"], plan: _Plan) -> _Route:
+def _ragged_route(chosen: Int32[Array, "tokens slots"], plan: _ExchangePlan) -> _Route:
     """Each device sends the rows it has; there is room for all that could arrive."""
     places, sources = sort_by_expert(chosen, plan.experts * plan.parts)
     room = plan.parts * len(chosen) * min(chosen.shape[1], plan.experts)
@@ -413,7 +413,7 @@ def _ragged_route(chosen: Int32[Array, "tokens slots"], plan: _Plan) -> _Route:
     return _Route(places, sources, (there, back), plan.owners, room)
 
 
-def _count_by_part(chosen: Array, plan: _Plan) -> tuple[Int32[Array, "tokens slots"], Int32[Array, "parts"]]:
+def _count_by_part(chosen: Array, plan: _ExchangePlan) -> tuple[Int32[Array, "tokens slots"], Int32[Array, "parts"]]:
     """The part that has each chosen expert, one beyond the last for padding, and how many choices it gets."""
     owner = jnp.minimum(chosen // plan.experts, plan.parts)
     mine = owner.reshape(-1, 1) == jnp.arange(plan.parts, dtype=owner.dtype)[None]

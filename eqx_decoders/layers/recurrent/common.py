@@ -10,12 +10,12 @@ from jaxtyping import Array, Float, Float32, Int, PRNGKeyArray
 
 from eqx_decoders.context import Context
 from eqx_decoders.layers.cache.kv_cache import (
+    ConvInputs,
+    ConvShape,
+    NewConvInputs,
     NewState,
-    NewTail,
     StateShape,
-    StateWrites,
-    TailInputs,
-    TailShape,
+    StateUpdate,
     last_inputs,
 )
 from eqx_decoders.layers.recurrent.sharded_conv import convolve_on_mesh
@@ -30,7 +30,7 @@ def only_tokens(x: Float[Array, "batch length *dims"], positions: Int[Array, "ba
 
 def remembered(state: StateShape, taps: int, **channels: int) -> dict[str, Any]:
     """The shapes of what a mixer remembers, whatever the length: a state, and the last inputs of its convolutions."""
-    tails = {name: TailShape(taps=taps - 1, channels=count) for name, count in channels.items()}
+    tails = {name: ConvShape(taps=taps - 1, channels=count) for name, count in channels.items()}
     return {"state": state} | tails
 
 
@@ -66,16 +66,16 @@ def convolved(
     bias: Float[Array, "heads dims"] | None,
     tail: Float[Array, "batch back channels"] | None,
     ctx: Context,
-) -> tuple[Float[Array, "batch length heads dims"], TailInputs | NewTail]:
-    """`silu(convolution(x) + bias)`, causal and channel by channel, and what is proposed for a `TailCache`."""
+) -> tuple[Float[Array, "batch length heads dims"], ConvInputs | NewConvInputs]:
+    """`silu(convolution(x) + bias)`, causal and channel by channel, and what is proposed for a `ConvState`."""
     channels, taps = kernel.shape[0] * kernel.shape[1], kernel.shape[2]
     flat = ctx.constrain(x.reshape(*x.shape[:2], channels), "batch length channels")
     weights = kernel.reshape(channels, taps), None if bias is None else bias.reshape(channels)
     smooth = convolve_on_mesh(flat, *weights, tail, ctx.positions, ctx.segment_ids, execution=ctx.execution)
     if ctx.keeps_all and x.shape[1] >= taps:
         tail = jnp.zeros((x.shape[0], taps - 1, channels), x.dtype) if tail is None else tail
-        return jax.nn.silu(smooth).reshape(x.shape), NewTail(tail=last_inputs(tail, flat, ctx.positions))
-    return jax.nn.silu(smooth).reshape(x.shape), TailInputs(inputs=flat)
+        return jax.nn.silu(smooth).reshape(x.shape), NewConvInputs(tail=last_inputs(tail, flat, ctx.positions))
+    return jax.nn.silu(smooth).reshape(x.shape), ConvInputs(inputs=flat)
 
 
 def proposed_state(
@@ -85,12 +85,12 @@ def proposed_state(
     written: Float[Array, "batch length heads value_dim"],
     state: Float32[Array, "batch heads key_dim value_dim"],
     ctx: Context,
-) -> StateWrites | NewState:
-    """What is proposed for a `StateCache`: `state`, after all tokens, or what each of them writes, if it is less."""
+) -> StateUpdate | NewState:
+    """What is proposed for a `RecurrentState`: `state`, after all tokens, or what each of them writes if it is less."""
     if not shape.proposes_writes(key.shape[1], ctx.keeps_all):
         return NewState(state=state)
     repeated = jnp.repeat(key, shape.heads // key.shape[2], axis=2)
-    return StateWrites(log_decay=log_decay, key=repeated, value=written)
+    return StateUpdate(log_decay=log_decay, key=repeated, value=written)
 
 
 def unit(x: Float[Array, "*dims features"], eps: float = 1e-6) -> Float32[Array, "*dims features"]:

@@ -29,7 +29,7 @@ _EXACT = jax.lax.Precision.HIGHEST
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Plan:
+class _ScanPlan:
     """What is static about a call. A program has a key head, and `heads` of the value heads that share it."""
 
     heads: int
@@ -142,7 +142,7 @@ _solve.defvjp(_solve_forward, _solve_backward)
 
 
 def _chunk(
-    plan: _Plan,
+    plan: _ScanPlan,
     document: Float32[Array, "1 chunk"],
     state: Float32[Array, "key_dim columns"],
     query: Float32[Array, "chunk key_dim"],
@@ -195,7 +195,7 @@ def _chunk(
 # --- the kernels: a chunk of a program ---
 
 
-def _forward_kernel(plan: _Plan, *refs: Any) -> None:
+def _forward_kernel(plan: _ScanPlan, *refs: Any) -> None:
     inputs, (out, end, *others), state = _cut(refs, len(plan.places))
     document, start, *tokens = inputs
 
@@ -216,7 +216,7 @@ def _forward_kernel(plan: _Plan, *refs: Any) -> None:
         end[...] = after
 
 
-def _backward_kernel(plan: _Plan, *refs: Any) -> None:
+def _backward_kernel(plan: _ScanPlan, *refs: Any) -> None:
     inputs, (start_bar, *bars), state_bar = _cut(refs, len(plan.places) + 2 + plan.delta)
     document, *tokens = inputs[: len(plan.places) - 1]
     states, end_bar, out_bar, *written_bar = inputs[len(plan.places) - 1 :]
@@ -251,7 +251,7 @@ def _read(refs: Sequence[Any]) -> list[Array]:
 
 
 def _call(
-    plan: _Plan, kernel: Any, operands: list[tuple[str, Array]], results: list[tuple[str, tuple[int, ...], Any]]
+    plan: _ScanPlan, kernel: Any, operands: list[tuple[str, Array]], results: list[tuple[str, tuple[int, ...], Any]]
 ) -> Sequence[Array]:
     """One `pallas_call`; operands and results with the places of their blocks."""
     batch, programs, chunks = dict(operands)["heads"].shape[:3]
@@ -294,7 +294,7 @@ def _call(
     )(*arrays)
 
 
-def _run(plan: _Plan, arrays: tuple[Array, ...], keep: bool) -> Sequence[Array]:
+def _run(plan: _ScanPlan, arrays: tuple[Array, ...], keep: bool) -> Sequence[Array]:
     """Outputs, the last state, written values of the delta rule, and, to `keep`, the state before each chunk."""
     state, values, rows = arrays[1].shape, arrays[4].shape, arrays[5].shape[:3]
     results = [("values", values, arrays[4].dtype), ("state", state, jnp.float32)]
@@ -304,16 +304,16 @@ def _run(plan: _Plan, arrays: tuple[Array, ...], keep: bool) -> Sequence[Array]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _recurrence(plan: _Plan, *arrays: Array) -> tuple[Array, ...]:
+def _recurrence(plan: _ScanPlan, *arrays: Array) -> tuple[Array, ...]:
     return tuple(_run(plan, arrays, keep=False))
 
 
-def _recurrence_forward(plan: _Plan, *arrays: Array) -> tuple[tuple[Array, ...], tuple]:
+def _recurrence_forward(plan: _ScanPlan, *arrays: Array) -> tuple[tuple[Array, ...], tuple]:
     *results, states = _run(plan, arrays, keep=True)
     return tuple(results), (arrays, states)
 
 
-def _recurrence_backward(plan: _Plan, kept: tuple, bars: tuple[Array, ...]) -> tuple[Array | None, ...]:
+def _recurrence_backward(plan: _ScanPlan, kept: tuple, bars: tuple[Array, ...]) -> tuple[Array | None, ...]:
     arrays, states = kept
     out_bar, end_bar, *written_bar = bars
     _, start, query, _, value, *rows = arrays
@@ -357,7 +357,7 @@ def run_kernel(
     (batch, length, heads, value_dim), (key_heads, key_dim) = value.shape, key.shape[2:]
     at_once = _heads_at_once(heads // key_heads, value_dim) or heads // key_heads
     programs = heads // at_once
-    plan = _Plan(
+    plan = _ScanPlan(
         heads=at_once,
         parts=programs // key_heads,
         key_dim=key_dim,

@@ -25,7 +25,7 @@ def windows_of(cache: Cache) -> dict[int, tuple[int, int]]:
     return {each.window: (each.key.shape[1], each.table.shape[1]) for each in paged}
 
 
-class Paging:
+class BlockManager:
     """The pages of an engine's slots.
 
     **Arguments:**

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
 from eqx_decoders.errors import check, check_integer
-from eqx_decoders.inference.speculative import Depths, draft_further
+from eqx_decoders.inference.speculative import MTPDepthStates, draft_further
 from eqx_decoders.inference.unstack import inference_cache
 from eqx_decoders.layers.cache.cache import Cache
 from eqx_decoders.layers.cache.kv_cache import is_memory
@@ -60,7 +60,7 @@ class PromptLookup:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FurtherPrediction:
+class MTPDrafter:
     """Drafts are those of the model's own multi-token prediction.
 
     **Arguments:**
@@ -71,11 +71,11 @@ class FurtherPrediction:
     num_tokens: int = 1
 
     def __post_init__(self):
-        check_integer("FurtherPrediction.num_tokens", self.num_tokens)
+        check_integer("MTPDrafter.num_tokens", self.num_tokens)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SmallerModel:
+class DraftModel:
     """Drafts are what a smaller model of the same vocabulary finds most likely.
 
     **Arguments:**
@@ -88,10 +88,10 @@ class SmallerModel:
     num_tokens: int = 4
 
     def __post_init__(self):
-        check_integer("SmallerModel.num_tokens", self.num_tokens)
+        check_integer("DraftModel.num_tokens", self.num_tokens)
 
 
-Drafts = PromptLookup | FurtherPrediction | SmallerModel
+Drafts = PromptLookup | MTPDrafter | DraftModel
 
 
 class DraftState(eqx.Module):
@@ -102,7 +102,7 @@ class DraftState(eqx.Module):
     tokens: Int32[Array, "slots drafts"]
 
 
-class Fed(NamedTuple):
+class VerifiedStep(NamedTuple):
     """What a step of all slots has verified.
 
     **Arguments:**
@@ -123,11 +123,11 @@ class Fed(NamedTuple):
 
 def check_drafts(drafts: Drafts | None, model: Decoder) -> None:
     """Raise ConfigError where a model can't be drafted for like this."""
-    if isinstance(drafts, FurtherPrediction):
+    if isinstance(drafts, MTPDrafter):
         depths = 0 if model.config.mtp is None else model.config.mtp.num_depths
         rule = "must be at most the model's depths of multi-token prediction"
         check(drafts.num_tokens <= depths, f"FurtherPrediction.num_tokens={drafts.num_tokens} {rule}, {depths}.")
-    if isinstance(drafts, SmallerModel):
+    if isinstance(drafts, DraftModel):
         sizes = drafts.model.config.vocab_size, model.config.vocab_size
         check(sizes[0] == sizes[1], f"SmallerModel.model has {sizes[0]} token ids, and the model {sizes[1]}: no match.")
 
@@ -156,11 +156,11 @@ class DeviceDrafting(abc.ABC):
         """After a chunk of a slot's prompt."""
 
     @abc.abstractmethod
-    def step(self, models: tuple[Decoder, ...], state: DraftState, fed: Fed) -> DraftState:
+    def step(self, models: tuple[Decoder, ...], state: DraftState, fed: VerifiedStep) -> DraftState:
         """After a step of all slots, with drafts for the next one."""
 
 
-class DraftingByModel(DeviceDrafting):
+class ModelDrafting(DeviceDrafting):
     """By the second of the models."""
 
     def empty(self, models: tuple[Decoder, ...], slots: int, length: int, dtype: Any) -> DraftState:
@@ -194,7 +194,7 @@ class DraftingByModel(DeviceDrafting):
         return DraftState(memories=cache.segments, last=(), tokens=tokens[:, 1:])
 
 
-class DraftingByDepths(DeviceDrafting):
+class MTPDrafting(DeviceDrafting):
     """By the model's depths of multi-token prediction."""
 
     def empty(self, models: tuple[Decoder, ...], slots: int, length: int, dtype: Any) -> DraftState:
@@ -209,7 +209,7 @@ class DraftingByDepths(DeviceDrafting):
         row = _over_memories(lambda each: each.row(slot), state.memories)
         last = tuple(jax.lax.dynamic_slice_in_dim(each, slot, 1, 0) for each in state.last)
         known = jnp.sum((positions >= 0).astype(jnp.int32), axis=1)
-        found, drafts = draft_further(models[0], Depths(row, last), hidden, following, positions[:, 0], known)
+        found, drafts = draft_further(models[0], MTPDepthStates(row, last), hidden, following, positions[:, 0], known)
         memories = _over_memories(lambda each, new: each.with_row(slot, new), state.memories, found.memories)
         return DraftState(
             memories=memories,
@@ -218,7 +218,7 @@ class DraftingByDepths(DeviceDrafting):
         )
 
     def step(self, models, state, fed) -> DraftState:
-        depths = Depths(state.memories, state.last)
+        depths = MTPDepthStates(state.memories, state.last)
         found, drafts = draft_further(models[0], depths, fed.hidden, fed.following, fed.begin, fed.kept)
         fresh = (fed.kept > 0)[:, None]
         last = tuple(jnp.where(fresh[..., None], new, old) for old, new in zip(state.last, found.last, strict=True))
@@ -227,9 +227,9 @@ class DraftingByDepths(DeviceDrafting):
 
 def device_drafting(drafts: Drafts | None) -> DeviceDrafting | None:
     """What makes such drafts on the device; None for none, and for those that the host looks up."""
-    if isinstance(drafts, SmallerModel):
-        return DraftingByModel(drafts.num_tokens)
-    return DraftingByDepths(drafts.num_tokens) if isinstance(drafts, FurtherPrediction) else None
+    if isinstance(drafts, DraftModel):
+        return ModelDrafting(drafts.num_tokens)
+    return MTPDrafting(drafts.num_tokens) if isinstance(drafts, MTPDrafter) else None
 
 
 def _cache(state: DraftState) -> Cache:

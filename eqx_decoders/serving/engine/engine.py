@@ -1,4 +1,4 @@
-"""The engine: many requests, one model. It decides what each step computes; `Slots` computes it."""
+"""The engine: many requests, one model. It decides what each step computes; `ModelRunner` computes it."""
 
 import dataclasses
 import itertools
@@ -14,15 +14,15 @@ from eqx_decoders.errors import check
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.serving.engine.batch_sizes import rows_for
 from eqx_decoders.serving.engine.config import EngineConfig
-from eqx_decoders.serving.engine.drafters import FurtherPrediction
-from eqx_decoders.serving.engine.finished_texts import Written
-from eqx_decoders.serving.engine.media_prefill import Sight, features_bytes, wait_for_one, what_failed
-from eqx_decoders.serving.engine.model_runner import ALL_SCORES, NEXT_TOKEN, Chosen
-from eqx_decoders.serving.engine.request import EngineCounts, Request, TokenScore, Update
-from eqx_decoders.serving.engine.request_queue import WaitingList
+from eqx_decoders.serving.engine.drafters import MTPDrafter
+from eqx_decoders.serving.engine.finished_texts import FinishedTexts
+from eqx_decoders.serving.engine.media_prefill import MediaPrefill, features_bytes, wait_for_one, what_failed
+from eqx_decoders.serving.engine.model_runner import ALL_SCORES, NEXT_TOKEN, SampledTokens
+from eqx_decoders.serving.engine.request import EngineStats, Request, RequestOutput, TokenScore
+from eqx_decoders.serving.engine.request_queue import RequestQueue
 from eqx_decoders.serving.engine.sampler import token_scores
-from eqx_decoders.serving.engine.sequence import Job, KeptPrompts, SharedPrompt
-from eqx_decoders.serving.engine.slot_manager import Seats
+from eqx_decoders.serving.engine.sequence import PromptResults, SequenceState, SharedPrompt
+from eqx_decoders.serving.engine.slot_manager import SlotManager
 
 
 class Engine:
@@ -43,19 +43,19 @@ class Engine:
     def __init__(self, model: Decoder, config: EngineConfig = EngineConfig()):
         self.model, self.config = model, config
         config.check_model(model)
-        self._seats = Seats.create(model, config)
+        self._seats = SlotManager.create(model, config)
         self._slots = self._seats.slots
         self._sight = None
         if model.config.media is not None:
-            self._sight = Sight(self._slots.model, config.max_length, self._slots.kind)
-        self._waiting: WaitingList[Job] = WaitingList(config.max_waiting, config.max_waiting_tokens)
-        self._turn: list[Job] = []  # whose prompts are being computed, the next one first
+            self._sight = MediaPrefill(self._slots.model, config.max_length, self._slots.kind)
+        self._waiting: RequestQueue[SequenceState] = RequestQueue(config.max_waiting, config.max_waiting_tokens)
+        self._turn: list[SequenceState] = []  # whose prompts are being computed, the next one first
         self._asked = self._slots.asked(config.max_batch_size)
-        self._written, self._shared = Written(self._seats), KeptPrompts()
+        self._written, self._shared = FinishedTexts(self._seats), PromptResults()
         self._last: Any = lambda: None  # the request that came last
         self._ids = itertools.count()
-        self._cancelled: list[Update] = []
-        self._counts = EngineCounts()
+        self._cancelled: list[RequestOutput] = []
+        self._counts = EngineStats()
         self._warm = False
 
     # --- for whoever asks ---
@@ -76,8 +76,8 @@ class Engine:
             longest = len(request.prompt) + request.max_new_tokens
             self._seats.paging.check_fits(longest, self.config.prefill_chunk)
         self._waiting.check_room(request)
-        job = Job(request_id=next(self._ids), request=request)
-        last: Job | None = self._last()
+        job = SequenceState(request_id=next(self._ids), request=request)
+        last: SequenceState | None = self._last()
         last = last if last is not None and last.is_alike(request) else None
         job.join(SharedPrompt(features_bytes=features_bytes(self._sight, request)) if last is None else last.shared)
         if request.media is None:
@@ -102,7 +102,7 @@ class Engine:
         if job.decodes:  # whoever reads it may have found its end
             self._written.add(job)
         job.wait_no_more()
-        self._cancelled.append(Update(request_id=request_id, finish_reason="cancelled"))
+        self._cancelled.append(RequestOutput(request_id=request_id, finish_reason="cancelled"))
 
     def close(self) -> None:
         """End what is compiled and encoded beside the steps; there are none after it."""
@@ -114,14 +114,14 @@ class Engine:
         """Whether a step would do anything."""
         return bool(self._seats.jobs or len(self._waiting) or self._cancelled or self._written)
 
-    def step(self) -> list[Update]:
+    def step(self) -> list[RequestOutput]:
         """Compute one step; returns what it has brought."""
         self.warm_up()
         updates, self._cancelled = self._cancelled, []
-        if self._sight is not None and any(map(Job.has_to_see, self._waiting)):
-            self._sight.look_ahead(self._waiting.in_turn(Job.shows))
+        if self._sight is not None and any(map(SequenceState.has_to_see, self._waiting)):
+            self._sight.look_ahead(self._waiting.in_turn(SequenceState.shows))
         updates += self._admit()
-        if self._waiting.first(Job.is_ready) is None and (idle := self._written.next()) is not None:
+        if self._waiting.first(SequenceState.is_ready) is None and (idle := self._written.next()) is not None:
             updates += self._enter(*idle)
         if not self._seats.jobs:
             wait_for_one([job.shared.seeing for job in self._waiting])
@@ -167,7 +167,7 @@ class Engine:
             self._leave(self._written.current)
         self._seats.prefixes.clear()
 
-    def counts(self) -> EngineCounts:
+    def counts(self) -> EngineStats:
         """How it stands."""
         running = sum(not job.idle for job in self._seats.jobs.values())
         now = dict(running=running, waiting=len(self._waiting), cache_usage=self._seats.usage)
@@ -180,13 +180,13 @@ class Engine:
 
     # --- who gets a slot ---
 
-    def _wait(self, job: Job) -> None:
+    def _wait(self, job: SequenceState) -> None:
         self._waiting.add(job, {other.request.client for other in self._seats.jobs.values()})
 
-    def _admit(self) -> list[Update]:
+    def _admit(self) -> list[RequestOutput]:
         """Give slots to those whose turn it is, taking them from lower priorities where there are no others."""
-        updates: list[Update] = []
-        while (job := self._waiting.first(Job.is_ready)) is not None:
+        updates: list[RequestOutput] = []
+        while (job := self._waiting.first(SequenceState.is_ready)) is not None:
             free = self._seats.free
             if free is None or not self._seats.has_room(job):
                 victim = self._written.current or self._seats.last()
@@ -198,7 +198,7 @@ class Engine:
             updates += self._enter(job, free)
         return updates
 
-    def _enter(self, job: Job, slot: int) -> list[Update]:
+    def _enter(self, job: SequenceState, slot: int) -> list[RequestOutput]:
         """Give a request a slot."""
         request = job.request
         returns = job.saved is not None or job.repeats
@@ -212,7 +212,7 @@ class Engine:
             self._turn.append(job)
         return []
 
-    def _give_way(self, job: Job) -> None:
+    def _give_way(self, job: SequenceState) -> None:
         """Take the slot of a request, which goes on later from where it stands, or begins again."""
         if job.idle:
             self._leave(job)
@@ -224,14 +224,14 @@ class Engine:
         self._count(preemptions=1)
         self._wait(job)
 
-    def _leave(self, job: Job) -> None:
+    def _leave(self, job: SequenceState) -> None:
         """Free the slot of a request that is complete, or given up."""
         self._rest(job)
         self._seats.leave(job)
         if job.idle:
             self._written.current = None
 
-    def _rest(self, job: Job) -> None:
+    def _rest(self, job: SequenceState) -> None:
         """Nothing is computed for a slot."""
         if job in self._turn:
             self._turn.remove(job)
@@ -239,14 +239,14 @@ class Engine:
 
     # --- prompts ---
 
-    def _plan_chunks(self, budget: int, *, alone: bool) -> list[tuple[Job, int, int]]:
+    def _plan_chunks(self, budget: int, *, alone: bool) -> list[tuple[SequenceState, int, int]]:
         """Chunks of prompts, one of each in turn, while the budget lasts: whose, where they begin, and their tokens.
 
         At least one; where there are no pages for any, and nothing else is done (`alone`), others give theirs.
         """
-        chunks: list[tuple[Job, int, int]] = []
+        chunks: list[tuple[SequenceState, int, int]] = []
         planned: dict[int, int] = {}
-        held: list[Job] = []
+        held: list[SequenceState] = []
         self._turn.sort(key=lambda job: job.idle and not job.awaited)
         while self._turn and (budget > 0 or not chunks):
             job = self._turn.pop(0)
@@ -274,9 +274,9 @@ class Engine:
         self._turn += held
         return chunks
 
-    def _begin(self) -> list[Update]:
+    def _begin(self) -> list[RequestOutput]:
         """Begin prompts with what is known of them, but for those that need what others are computing."""
-        updates: list[Update] = []
+        updates: list[RequestOutput] = []
         for job in [job for job in self._turn if not job.begun]:
             leader, shared = self._seats.leader(job), job.shared
             if leader is not None:
@@ -292,7 +292,7 @@ class Engine:
                 updates += self._answer(job, end[2])
         return updates
 
-    def _prefill(self, job: Job, begin: int, count: int) -> Any:
+    def _prefill(self, job: SequenceState, begin: int, count: int) -> Any:
         """Begin to compute a chunk of a prompt."""
         request = job.request
         chunk, following = request.prompt[begin : begin + count], request.prompt[begin + 1 : begin + count + 1]
@@ -306,7 +306,7 @@ class Engine:
             self._waiting.serve(request.client, count)
         return result
 
-    def _bind(self, answers: dict[Job, list[int]]) -> list[Update]:
+    def _bind(self, answers: dict[SequenceState, list[int]]) -> list[RequestOutput]:
         """Say how the next tokens are chosen. Where that fails, the request ends, and the others go on without it."""
         updates = []
         for job in list(answers):
@@ -317,18 +317,18 @@ class Engine:
                 updates.append(self._failed(job, f"{type(error).__name__}: {error}"))
         return updates
 
-    def _choose_for(self, job: Job) -> None:
+    def _choose_for(self, job: SequenceState) -> None:
         """Say how the next token of one request is chosen."""
         self._asked.count[job.slot] = len(job.answer)
         self._asked.masked[job.slot] = job.mask(self._asked.allowed[job.slot])
 
-    def _failed(self, job: Job, error: str) -> Update:
+    def _failed(self, job: SequenceState, error: str) -> RequestOutput:
         """End a request with an error of its own."""
         self._leave(job)
         job.wait_no_more()
-        return Update(request_id=job.request_id, finish_reason="error", error=error)
+        return RequestOutput(request_id=job.request_id, finish_reason="error", error=error)
 
-    def _finish_chunk(self, job: Job, begin: int, count: int, result: Any) -> list[Update]:
+    def _finish_chunk(self, job: SequenceState, begin: int, count: int, result: Any) -> list[RequestOutput]:
         """What a chunk has brought."""
         request = job.request
         if job.wants_scores:
@@ -342,13 +342,13 @@ class Engine:
             return []
         if job.wants_scores:
             job.shared.scores = tuple(job.prompt_scores)
-        job.drafted = isinstance(self.config.drafts, FurtherPrediction)
+        job.drafted = isinstance(self.config.drafts, MTPDrafter)
         if job.shared.waiting > 0 and not job.drafted:  # drafts by depths depend on the first token
             job.shared.end = *self._seats.keep_end(job), result.logits
             self._shared.use(job.shared, self.config.preempted_bytes)
         return self._answer(job, result.logits)
 
-    def _answer(self, job: Job, logits: Any) -> list[Update]:
+    def _answer(self, job: SequenceState, logits: Any) -> list[RequestOutput]:
         """The first token of an answer, with what is told once."""
         request = job.request
         try:
@@ -363,7 +363,7 @@ class Engine:
         told = dict(cached_tokens=job.cached, queue_seconds=job.queue_seconds, prompt_scores=scores)
         return self._grown(job, chosen.tokens[0, :1].tolist(), chosen.scores, 0, **told)
 
-    def _see(self, job: Job) -> list[Update]:
+    def _see(self, job: SequenceState) -> list[RequestOutput]:
         """Read a prompt with images, videos or audio at once."""
         request, shared, prompt = job.request, job.shared, np.asarray([job.request.prompt], np.int32)
         try:
@@ -383,9 +383,9 @@ class Engine:
 
     # --- answers ---
 
-    def _plan_answers(self) -> dict[Job, list[int]]:
+    def _plan_answers(self) -> dict[SequenceState, list[int]]:
         """The answers that go on, with the drafts for each; who finds no page makes the last one give way."""
-        planned: dict[Job, list[int]] = {}
+        planned: dict[SequenceState, list[int]] = {}
         jobs = [job for job in self._seats.jobs.values() if job.decodes]
         for job in sorted(jobs, key=lambda job: (-job.request.priority, job.request_id)):
             drafts = job.drafts(self.config.drafts)
@@ -397,7 +397,7 @@ class Engine:
                 planned[job] = drafts
         return planned
 
-    def _decode(self, answers: dict[Job, list[int]]) -> tuple[dict[Job, int], Chosen] | None:
+    def _decode(self, answers: dict[SequenceState, list[int]]) -> tuple[dict[SequenceState, int], SampledTokens] | None:
         """Begin a step of these answers; returns in which row each is, and what is chosen."""
         if not answers:
             return None
@@ -415,7 +415,7 @@ class Engine:
         wants = any(job.request.logprobs is not None for job in answers)
         return rows, self._slots.decode(slots, tokens, positions, asked.of(slots, wants))
 
-    def _finish_decoding(self, rows: dict[Job, int], chosen: Chosen) -> list[Update]:
+    def _finish_decoding(self, rows: dict[SequenceState, int], chosen: SampledTokens) -> list[RequestOutput]:
         """What a step of answers has brought, each in its row."""
         chosen = jax.device_get(chosen)
         columns, updates = chosen.tokens.shape[1], []
@@ -427,7 +427,7 @@ class Engine:
             self._waiting.serve(job.request.client, len(tokens))
         return updates
 
-    def _grown(self, job: Job, tokens: list[int], scores: Any, at: int, **first: Any) -> list[Update]:
+    def _grown(self, job: SequenceState, tokens: list[int], scores: Any, at: int, **first: Any) -> list[RequestOutput]:
         """The answer with more tokens, cut where it ends; its slot is free then. What was told is not told again."""
         if job.repeats:
             job.answer.append(job.told[len(job.answer)])
@@ -447,4 +447,4 @@ class Engine:
             self._leave(job)
             self._written.add(job)
         told: dict[str, Any] = dict(tokens=tuple(tokens), scores=found, finish_reason=reason, error=error)
-        return [Update(request_id=job.request_id, **told, **first)]
+        return [RequestOutput(request_id=job.request_id, **told, **first)]

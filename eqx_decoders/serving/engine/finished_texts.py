@@ -7,20 +7,20 @@ pieces, and so would be the next turn's answer. What is not by token, or behind 
 import collections
 
 from eqx_decoders.serving.engine.request import Request
-from eqx_decoders.serving.engine.sequence import Job
-from eqx_decoders.serving.engine.slot_manager import Seats
+from eqx_decoders.serving.engine.sequence import SequenceState
+from eqx_decoders.serving.engine.slot_manager import SlotManager
 
 
 TEXTS = 64  # that wait; the oldest go
 
 
-class Written:
+class FinishedTexts:
     """The texts that wait for an idle moment; `current` is the one that has a slot."""
 
-    def __init__(self, seats: Seats):
+    def __init__(self, seats: SlotManager):
         self._seats = seats
-        self._texts: collections.deque[tuple[Job, int]] = collections.deque(maxlen=TEXTS)
-        self.current: Job | None = None
+        self._texts: collections.deque[tuple[SequenceState, int]] = collections.deque(maxlen=TEXTS)
+        self.current: SequenceState | None = None
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -29,7 +29,7 @@ class Written:
         """Forget those that wait."""
         self._texts.clear()
 
-    def add(self, job: Job) -> None:
+    def add(self, job: SequenceState) -> None:
         """Let a prompt and its answer wait, as far as these are whole blocks, and more of them than the prompt has."""
         request, size, prefixes = job.request, self._seats.block, self._seats.prefixes
         least, text = len(request.prompt) // size, (*request.prompt, *job.answer)
@@ -37,9 +37,9 @@ class Written:
         names = prefixes.names(text[:count], request.cache_salt) if request.media is None else []
         if len(names) > least:
             whole = Request(prompt=text[:count], max_new_tokens=1, cache_salt=request.cache_salt)
-            self._texts.append((Job(request_id=-1, request=whole, names=names, idle=True), least))
+            self._texts.append((SequenceState(request_id=-1, request=whole, names=names, idle=True), least))
 
-    def next(self) -> tuple[Job, int] | None:
+    def next(self) -> tuple[SequenceState, int] | None:
         """The next text and a slot for it; None where there is no text, or no room. What is of no use goes."""
         while self._texts and self.current is None:
             job, least = self._texts[0]

@@ -32,7 +32,7 @@ from eqx_decoders.layers.cache.cache import Cache
 from eqx_decoders.layers.cache.format import CacheFormat
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.serving.engine.request import Request
-from eqx_decoders.serving.engine.sequence import Job
+from eqx_decoders.serving.engine.sequence import SequenceState
 from eqx_decoders.sharding.axes import AnyArray
 from eqx_decoders.sharding.explicit import typed
 
@@ -45,7 +45,7 @@ POLL = 0.01  # seconds to wait for them where there is nothing else to do
 _log = logging.getLogger("eqx_decoders.serving")
 
 
-class Seen(eqx.Module):
+class PreparedMedia(eqx.Module):
     """A prompt that is ready to be read, once its features are padded to its length.
 
     **Arguments:**
@@ -61,7 +61,7 @@ class Seen(eqx.Module):
     features: tuple[Float[AnyArray, "groups features embed"], ...]
 
 
-class Sight:
+class MediaPrefill:
     """Encodes what prompts show, and reads such prompts.
 
     **Arguments:**
@@ -86,7 +86,7 @@ class Sight:
         pool = concurrent.futures.ThreadPoolExecutor
         self._encoding, self._compiling = pool(1, "encoding"), pool(1, "compiling")
 
-    def look_ahead(self, jobs: Sequence[Job]) -> None:
+    def look_ahead(self, jobs: Sequence[SequenceState]) -> None:
         """Begin to encode what waiting requests show, in their turn, as far as `FEATURES` goes; the first in any case.
 
         For that one the last ones give up theirs, and are encoded again when there is room.
@@ -112,13 +112,13 @@ class Sight:
             used += shared.features_bytes
             busy[request.client] += 1
 
-    def prepare(self, prompt: tuple[int, ...], media: Media) -> "concurrent.futures.Future[Seen]":
+    def prepare(self, prompt: tuple[int, ...], media: Media) -> "concurrent.futures.Future[PreparedMedia]":
         """Begin to encode what a prompt shows, and to compile what reads it."""
-        found: concurrent.futures.Future[Seen] = concurrent.futures.Future()
+        found: concurrent.futures.Future[PreparedMedia] = concurrent.futures.Future()
         self._encoding.submit(self._work, found, prompt, media, compiles=False)
         return found
 
-    def read(self, seen: Seen) -> tuple[Cache, Float32[Array, "1 vocab"]]:
+    def read(self, seen: PreparedMedia) -> tuple[Cache, Float32[Array, "1 vocab"]]:
         """A cache of one row that has seen the prompt, and the logits behind it."""
         seen = _padded(seen)
         return self._program(self._read, seen, compiles=True)(self._weights, seen)
@@ -139,7 +139,7 @@ class Sight:
         except Exception as error:
             _settle(found.set_exception, error)
 
-    def _seen(self, prompt: tuple[int, ...], media: Media, *, compiles: bool) -> Seen:
+    def _seen(self, prompt: tuple[int, ...], media: Media, *, compiles: bool) -> PreparedMedia:
         width = min(bucket(len(prompt)), self._room)
         ids = np.zeros((1, width), np.int32)
         ids[0, : len(prompt)] = prompt
@@ -149,7 +149,7 @@ class Sight:
         features = tuple(np.asarray(each)[:, :count].copy() for each in (made.by_group, *made.deepstack))
         bare = dataclasses.replace(media, images=None, audio=None, order=np.zeros((1, 1), np.int32)).padded(width)
         lengths = np.asarray([len(prompt)], np.int32)
-        seen = Seen(ids, lengths, bare, features)
+        seen = PreparedMedia(ids, lengths, bare, features)
         self._program(self._read, _padded(seen), compiles=compiles)
         return seen
 
@@ -176,14 +176,14 @@ class Sight:
         encoded = self._model(weights).encode(rows)
         return Encoded(by_group=encoded.by_group, deepstack=encoded.deepstack)
 
-    def _read(self, weights: list[Array], seen: Seen) -> tuple[Cache, Float32[Array, "1 vocab"]]:
+    def _read(self, weights: list[Array], seen: PreparedMedia) -> tuple[Cache, Float32[Array, "1 vocab"]]:
         return _read(self._model(weights), seen, self._room, self._kind)
 
     def _model(self, weights: list[Array]) -> Decoder:
         return eqx.combine(jax.tree.unflatten(self._tree, weights), self._static)
 
 
-def features_bytes(sight: Sight | None, request: Request) -> int:
+def features_bytes(sight: MediaPrefill | None, request: Request) -> int:
     """Memory of what encoders make for a request. ConfigError where there are none, or its prompt is not for it."""
     if request.media is None:
         return 0
@@ -213,7 +213,7 @@ def _count(media: Media) -> int:
     return int(np.max(np.asarray(media.index))) + 1
 
 
-def _padded(seen: Seen) -> Seen:
+def _padded(seen: PreparedMedia) -> PreparedMedia:
     """With as many features as tokens, of which there are no fewer: what reads them depends on one length alone."""
     longer = partial(_of_length, length=seen.prompt.shape[1])
     return dataclasses.replace(seen, features=tuple(map(longer, seen.features)))
@@ -229,7 +229,7 @@ def _settle(settle: Callable[[Any], None], value: Any) -> None:
 
 
 @typed
-def _read(model: Decoder, seen: Seen, room: int, kind: CacheFormat) -> tuple[Any, Float32[Array, "1 vocab"]]:
+def _read(model: Decoder, seen: PreparedMedia, room: int, kind: CacheFormat) -> tuple[Any, Float32[Array, "1 vocab"]]:
     cache, prompt, lengths = inference_cache(model, 1, room, kind), jnp.asarray(seen.prompt), jnp.asarray(seen.lengths)
     index = jnp.arange(prompt.shape[1], dtype=jnp.int32)[None]
     positions = jnp.where(index < lengths[:, None], index, -1)

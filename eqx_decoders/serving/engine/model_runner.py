@@ -24,8 +24,8 @@ from eqx_decoders.layers.cache.kv_cache import is_memory
 from eqx_decoders.layers.cache.paged import PageConfig, PagedKVCache
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.serving.engine.block_manager import windows_of
-from eqx_decoders.serving.engine.drafters import DeviceDrafting, DraftState, Fed
-from eqx_decoders.serving.engine.sampler import RowSampling, Scores, Written, adjusted, choose, scores
+from eqx_decoders.serving.engine.drafters import DeviceDrafting, DraftState, VerifiedStep
+from eqx_decoders.serving.engine.sampler import BatchSamplingParams, Scores, TokenHistory, adjusted, choose, scores
 from eqx_decoders.sharding.axes import AnyArray
 from eqx_decoders.sharding.explicit import typed, untyped, with_auto_axes
 
@@ -33,7 +33,7 @@ from eqx_decoders.sharding.explicit import typed, untyped, with_auto_axes
 NEXT_TOKEN, ALL_SCORES = 1, 2  # what a chunk of a prompt may be asked for, beside what it leaves in the cache
 
 
-class SlotState(eqx.Module):
+class EngineState(eqx.Module):
     """What is known of every slot: the cache, which token stands at which position, and what drafting knows."""
 
     cache: Cache
@@ -45,11 +45,11 @@ class SlotState(eqx.Module):
         """All of them, as a tree."""
         return self.cache.segments, None if self.drafts is None else self.drafts.memories
 
-    def with_memories(self, memories: Any) -> "SlotState":
+    def with_memories(self, memories: Any) -> "EngineState":
         """The state with others."""
         segments, drafting = memories
         drafts = None if self.drafts is None else dataclasses.replace(self.drafts, memories=drafting)
-        return SlotState(dataclasses.replace(self.cache, segments=segments), self.tokens, drafts)
+        return EngineState(dataclasses.replace(self.cache, segments=segments), self.tokens, drafts)
 
 
 class Models(eqx.Module):
@@ -70,7 +70,7 @@ class Models(eqx.Module):
         return (self.model,) if self.small is None else (self.model, self.small)
 
 
-class Asked(NamedTuple):
+class SamplingBatch(NamedTuple):
     """How the next tokens of rows are chosen.
 
     **Arguments:**
@@ -82,17 +82,17 @@ class Asked(NamedTuple):
     - `wants_scores`: whether anybody asks for log-probabilities.
     """
 
-    sampling: RowSampling
+    sampling: BatchSamplingParams
     count: Int[AnyArray, "rows"]
     prompt_length: Int[AnyArray, "rows"]
     allowed: Int32[AnyArray, "rows words"]
     masked: Bool[AnyArray, "rows"]
     wants_scores: Bool[AnyArray, ""]
 
-    def of(self, rows: Sequence[int], wants_scores: bool) -> "Asked":
+    def of(self, rows: Sequence[int], wants_scores: bool) -> "SamplingBatch":
         """A copy of some rows: on CPU, JAX may read an array after the call that was given it has returned."""
         part = np.asarray(rows)
-        return Asked(
+        return SamplingBatch(
             sampling=self.sampling.of(part),
             count=self.count[part],
             prompt_length=self.prompt_length[part],
@@ -102,7 +102,7 @@ class Asked(NamedTuple):
         )
 
 
-class Chosen(NamedTuple):
+class SampledTokens(NamedTuple):
     """The tokens that a step has chosen, by rows and columns; of each row as many as `kept` says are true."""
 
     tokens: Int32[Array, "rows columns"]
@@ -117,7 +117,7 @@ class ChunkResult(NamedTuple):
     scores: Scores
 
 
-class Kept(eqx.Module):
+class CacheSnapshot(eqx.Module):
     """A part of a slot, out of it: what is remembered of some tokens, and what of all up to here.
 
     **Arguments:**
@@ -135,7 +135,9 @@ class Kept(eqx.Module):
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
 
-def _chosen(logits: Array, asked: Asked, written: Written, columns: int, count: int) -> tuple[Array, Scores]:
+def _chosen(
+    logits: Array, asked: SamplingBatch, written: TokenHistory, columns: int, count: int
+) -> tuple[Array, Scores]:
     """Tokens and scores of rows of logits, `columns` for each row of `asked`."""
     sampling = asked.sampling.repeated(columns)
     allowed, masked = (jnp.repeat(jnp.asarray(x), columns, axis=0) for x in (asked.allowed, asked.masked))
@@ -148,14 +150,14 @@ def _chosen(logits: Array, asked: Asked, written: Written, columns: int, count: 
 @typed
 def _decode(
     models: Models,
-    state: SlotState,
+    state: EngineState,
     slots: Int[Array, "rows"],
     tokens: Int[Array, "rows columns"],
     positions: Int[Array, "rows columns"],
-    asked: Asked,
+    asked: SamplingBatch,
     *,
     top: int,
-) -> tuple[SlotState, Chosen]:
+) -> tuple[EngineState, SampledTokens]:
     """One step of some slots: feed each row's tokens, those after the first are drafts, choose the next ones.
 
     A draft of -1 is the one that was made on the device. A draft is kept where the model chooses the same token, by the
@@ -173,7 +175,7 @@ def _decode(
     column = jnp.arange(columns, dtype=jnp.int32)[None]
     lengths = (positions[:, :1] + 1 + column).reshape(-1)
     prompts = jnp.repeat(jnp.asarray(asked.prompt_length), columns, axis=0)
-    written = Written(jnp.repeat(ids if every else ids[slots], columns, axis=0), prompts, lengths)
+    written = TokenHistory(jnp.repeat(ids if every else ids[slots], columns, axis=0), prompts, lengths)
     chosen, found = _chosen(model.logits(hidden), asked, written, columns, top)
     chosen = chosen.reshape(rows, columns)
     same = (chosen[:, :-1] == tokens[:, 1:]) & (positions[:, 1:] >= 0)
@@ -184,25 +186,25 @@ def _decode(
     cache = state.cache.commit(*new) if every else state.cache.commit_rows(slots, *new)
     drafts = state.drafts
     if models.drafting is not None and drafts is not None:
-        fed = Fed(tokens, true, hidden, chosen, jnp.maximum(positions[:, 0], 0), kept)
+        fed = VerifiedStep(tokens, true, hidden, chosen, jnp.maximum(positions[:, 0], 0), kept)
         drafts = models.drafting.step(models.both, drafts, fed)
-    result = jax.tree.map(model.execution.layout.replicate, Chosen(tokens=chosen, kept=kept, scores=found))
-    return SlotState(cache=cache, tokens=ids, drafts=drafts), result
+    result = jax.tree.map(model.execution.layout.replicate, SampledTokens(tokens=chosen, kept=kept, scores=found))
+    return EngineState(cache=cache, tokens=ids, drafts=drafts), result
 
 
 @typed
 def _prefill(
     models: Models,
-    state: SlotState,
+    state: EngineState,
     slot: Int[Array, ""],
     tokens: Int[Array, "1 length"],
     positions: Int[Array, "1 length"],
     following: Int[Array, "1 length"],
     wanted: Int[Array, ""],
-    asked: Asked,
+    asked: SamplingBatch,
     *,
     top: int,
-) -> tuple[SlotState, ChunkResult]:
+) -> tuple[EngineState, ChunkResult]:
     """One chunk of a slot's prompt; what of its results is `wanted` is computed.
 
     `following` has the token after each, as far as it is known; positions are -1 behind the last.
@@ -214,7 +216,7 @@ def _prefill(
     ids = state.tokens.at[slot, place].set(tokens[0], mode="drop")
     last = jnp.argmax(positions, axis=1)
     length, vocab = jnp.max(positions, axis=1) + 1, model.config.vocab_size
-    written = Written(ids[slot][None], jnp.asarray(asked.prompt_length), length)
+    written = TokenHistory(ids[slot][None], jnp.asarray(asked.prompt_length), length)
 
     def behind() -> Array:
         return model.logits(jnp.take_along_axis(hidden, last[:, None, None], axis=1))[:, 0]
@@ -235,17 +237,19 @@ def _prefill(
         after = jnp.where(ends, token[:, None], following)
         drafts = models.drafting.chunk(models.both, drafts, slot, tokens, proposal.positions, hidden, after)
     result = jax.tree.map(model.execution.layout.replicate, ChunkResult(logits, every))
-    return SlotState(cache=cache, tokens=ids, drafts=drafts), result
+    return EngineState(cache=cache, tokens=ids, drafts=drafts), result
 
 
-def _empty(state: SlotState, slot: Int[Array, ""]) -> SlotState:
+def _empty(state: EngineState, slot: Int[Array, ""]) -> EngineState:
     """Nothing in a slot."""
     emptied = jax.tree.map(lambda each: each.empty_row(slot), state.memories[1], is_leaf=is_memory)
     state = dataclasses.replace(state, cache=state.cache.empty_row(slot))
     return state.with_memories((state.cache.segments, emptied))
 
 
-def _keep(state: SlotState, slot: Int[Array, ""], begin: Int[Array, ""], *, length: int, pages: bool = True) -> Kept:
+def _keep(
+    state: EngineState, slot: Int[Array, ""], begin: Int[Array, ""], *, length: int, pages: bool = True
+) -> CacheSnapshot:
     """What a slot remembers of `length` tokens from `begin` on; without `pages`, of what is not in pages."""
     positions = (begin + jnp.arange(length, dtype=jnp.int32))[None]
     positions = jnp.where(positions < state.cache.length[slot], positions, -1)
@@ -255,10 +259,10 @@ def _keep(state: SlotState, slot: Int[Array, ""], begin: Int[Array, ""], *, leng
 
     entries = jax.tree.map(taken, state.memories, is_leaf=is_memory)
     ids = state.tokens.at[slot, jnp.maximum(positions, 0)].get(mode="clip")
-    return Kept(entries=entries, tokens=ids)
+    return CacheSnapshot(entries=entries, tokens=ids)
 
 
-def _keep_rest(state: SlotState, slot: Int[Array, ""]) -> Any:
+def _keep_rest(state: EngineState, slot: Int[Array, ""]) -> Any:
     """What a slot remembers of all its tokens together: states, and the last inputs of streams."""
     nothing = jnp.full((1, 1), -1, jnp.int32)
 
@@ -270,12 +274,12 @@ def _keep_rest(state: SlotState, slot: Int[Array, ""]) -> Any:
     return rest, None if offset is None else offset[slot]
 
 
-def _set_tables(state: SlotState, tables: dict[int, Array], lengths: Int[Array, "slots"]) -> SlotState:
+def _set_tables(state: EngineState, tables: dict[int, Array], lengths: Int[Array, "slots"]) -> EngineState:
     """Slots with these pages, and so many tokens in them."""
     return dataclasses.replace(state, cache=state.cache.with_tables(tables, lengths))
 
 
-def _restore(state: SlotState, slot: Int[Array, ""], begin: Int[Array, ""], kept: Kept) -> SlotState:
+def _restore(state: EngineState, slot: Int[Array, ""], begin: Int[Array, ""], kept: CacheSnapshot) -> EngineState:
     """A slot with what it once remembered of some tokens."""
 
     def put(memory: Any, part: Any) -> Any:
@@ -287,7 +291,7 @@ def _restore(state: SlotState, slot: Int[Array, ""], begin: Int[Array, ""], kept
     return dataclasses.replace(state, tokens=ids)
 
 
-def _restore_rest(state: SlotState, slot: Int[Array, ""], length: Int[Array, ""], rest: Any) -> SlotState:
+def _restore_rest(state: EngineState, slot: Int[Array, ""], length: Int[Array, ""], rest: Any) -> EngineState:
     """A slot with what it once remembered of all its tokens, of which there were so many."""
     parts, offset = rest
 
@@ -311,7 +315,7 @@ def _in_auto_mode(model: Decoder) -> Decoder:
     return model.replace(layout=dataclasses.replace(layout, mesh=with_auto_axes(layout.mesh)))
 
 
-def _each_once(state: SlotState) -> SlotState:
+def _each_once(state: EngineState) -> EngineState:
     """The state with copies of arrays that stand in it twice: all of them are given away, which goes once."""
     seen: set[int] = set()
 
@@ -323,7 +327,7 @@ def _each_once(state: SlotState) -> SlotState:
     return jax.tree.map(once, state)
 
 
-class Slots:
+class ModelRunner:
     """The state of all slots on the device, and the compiled programs that change it."""
 
     def __init__(
@@ -354,7 +358,7 @@ class Slots:
         self._biases, self._top = biases, top
         tokens = jnp.zeros((count, length), jnp.int32)
         drafts = None if drafting is None else drafting.empty(models.both, count, length, kind)
-        state = SlotState(cache=cache, tokens=jax.device_put(tokens, layout.replicated()), drafts=drafts)
+        state = EngineState(cache=cache, tokens=jax.device_put(tokens, layout.replicated()), drafts=drafts)
         self._state = _each_once(state)
         arrays, self._static = eqx.partition(models, eqx.is_array)
         self._weights, self._weights_tree = jax.tree.flatten(arrays)
@@ -400,14 +404,16 @@ class Slots:
 
     # --- what the engine asks for ---
 
-    def decode(self, slots: Sequence[int], tokens: np.ndarray, positions: np.ndarray, asked: Asked) -> Chosen:
+    def decode(
+        self, slots: Sequence[int], tokens: np.ndarray, positions: np.ndarray, asked: SamplingBatch
+    ) -> SampledTokens:
         """One step of some slots, or of all in their order; rows at position -1 rest."""
         rows = np.asarray(slots, np.int32)
         self._state, chosen = self._run(("decode", *tokens.shape), rows, tokens, positions, asked)
         return chosen
 
     def prefill(
-        self, slot: int, tokens: np.ndarray, begin: int, following: np.ndarray, wanted: int, asked: Asked
+        self, slot: int, tokens: np.ndarray, begin: int, following: np.ndarray, wanted: int, asked: SamplingBatch
     ) -> ChunkResult:
         """One chunk of a slot's prompt, from position `begin` on."""
         length = next(size for size in self.chunks if size >= len(tokens))
@@ -423,7 +429,7 @@ class Slots:
         """Forget what a slot remembers."""
         self._state = self._run("empty", np.int32(slot))
 
-    def keep(self, slot: int, begin: int, *, pages: bool = True) -> Kept:
+    def keep(self, slot: int, begin: int, *, pages: bool = True) -> CacheSnapshot:
         """What a slot remembers of a block of tokens; without `pages`, of what is not in pages."""
         return self._run("keep" if pages or not self.windows else "keep beside", np.int32(slot), np.int32(begin))
 
@@ -442,28 +448,30 @@ class Slots:
         kept = jax.eval_shape(partial(_keep, length=self.block), self._state, slot, slot)
         return _nbytes(kept), _nbytes(jax.eval_shape(_keep_rest, self._state, slot))
 
-    def restore(self, slot: int, begin: int, kept: Kept, *, pages: bool = True) -> None:
+    def restore(self, slot: int, begin: int, kept: CacheSnapshot, *, pages: bool = True) -> None:
         """Put back what `keep` gave."""
         name = "restore" if pages or not self.windows else "restore beside"
         self._state = self._run(name, np.int32(slot), np.int32(begin), kept)
 
     def set_tables(self, tables: dict[int, np.ndarray], lengths: np.ndarray) -> None:
         """Give slots these pages, and say how many tokens they have."""
-        self._state = self._run("tables", *jax.tree.map(np.array, (tables, lengths)))  # copies, as in `Asked.of`
+        self._state = self._run(
+            "tables", *jax.tree.map(np.array, (tables, lengths))
+        )  # copies, as in `SamplingBatch.of`
 
     def restore_rest(self, slot: int, length: int, rest: Any) -> None:
         """Put back what `keep_rest` gave, behind so many tokens; None where there is nothing of it."""
         rest = self._no_rest if rest is None else rest
         self._state = self._run("restore rest", np.int32(slot), np.int32(length), rest)
 
-    def first_token(self, logits: Array, prompt: np.ndarray, asked: Asked) -> Chosen:
+    def first_token(self, logits: Array, prompt: np.ndarray, asked: SamplingBatch) -> SampledTokens:
         """The first token of an answer, from the logits behind its prompt."""
         return self._run("first token", jax.device_put(logits, self._everywhere), asked, self._written(prompt))
 
-    def _written(self, prompt: np.ndarray) -> Written:
+    def _written(self, prompt: np.ndarray) -> TokenHistory:
         length, ids = np.asarray([len(prompt)], np.int32), np.zeros((1, self.length), np.int32)
         ids[0, : len(prompt)] = prompt
-        return Written(ids, length, length)
+        return TokenHistory(ids, length, length)
 
     def take_whole(self, slot: int, cache: Cache, tokens: np.ndarray) -> None:
         """Put a cache of one row, made elsewhere, into a slot, with the tokens that it has seen."""
@@ -478,10 +486,10 @@ class Slots:
     def _no_rest(self) -> Any:
         return jax.tree.map(lambda _: None, self._state.memories, is_leaf=is_memory), None
 
-    def asked(self, rows: int) -> Asked:
+    def asked(self, rows: int) -> SamplingBatch:
         """Greedy rows, on the host."""
-        return Asked(
-            sampling=RowSampling.empty(rows, self._biases),
+        return SamplingBatch(
+            sampling=BatchSamplingParams.empty(rows, self._biases),
             count=np.zeros(rows, np.int32),
             prompt_length=np.zeros(rows, np.int32),
             allowed=np.full((rows, self.words), -1, np.int32),
@@ -504,7 +512,7 @@ class Slots:
     def _compile(self, name: Any, function: Callable[..., Any], *inputs: Any, donates: bool = True) -> None:
         moves = isinstance(name, str)  # what only moves things needs no weights
 
-        def run(weights: list[Array], state: SlotState, *inputs: Any) -> Any:
+        def run(weights: list[Array], state: EngineState, *inputs: Any) -> Any:
             if moves:
                 return function(state, *inputs)
             models = eqx.combine(jax.tree.unflatten(self._weights_tree, weights), self._static)
@@ -526,13 +534,15 @@ def _nbytes(shapes: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
 
 
-def _first_token(state: SlotState, logits: Array, asked: Asked, written: Written, *, top: int) -> Chosen:
+def _first_token(
+    state: EngineState, logits: Array, asked: SamplingBatch, written: TokenHistory, *, top: int
+) -> SampledTokens:
     """The token behind a prompt."""
     tokens, found = _chosen(logits, asked, written, 1, top)
-    return Chosen(tokens=tokens[:, None], kept=jnp.ones((1,), jnp.int32), scores=found)
+    return SampledTokens(tokens=tokens[:, None], kept=jnp.ones((1,), jnp.int32), scores=found)
 
 
-def _with_row(state: SlotState, slot: Int[Array, ""], cache: Cache, tokens: Int[Array, "1 length"]) -> SlotState:
+def _with_row(state: EngineState, slot: Int[Array, ""], cache: Cache, tokens: Int[Array, "1 length"]) -> EngineState:
     """A slot with a prompt that was read elsewhere."""
     cache = state.cache.with_row(slot, cache)
     return dataclasses.replace(state, cache=cache, tokens=state.tokens.at[slot].set(tokens[0]))

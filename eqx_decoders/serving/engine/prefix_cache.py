@@ -17,11 +17,11 @@ import jax
 import numpy as np
 
 from eqx_decoders.serving.engine.block_manager import Pages
-from eqx_decoders.serving.engine.model_runner import Kept
+from eqx_decoders.serving.engine.model_runner import CacheSnapshot
 
 
 @dataclasses.dataclass
-class Block:
+class CachedBlock:
     """One block of a prefix.
 
     **Arguments:**
@@ -31,7 +31,7 @@ class Block:
     - `pages`: those that hold its tokens, with a reference each; None without pages.
     """
 
-    kept: Kept
+    kept: CacheSnapshot
     rest: Any = None
     pages: Pages | None = None
 
@@ -52,10 +52,12 @@ class PrefixCache:
     - `release`: called with each block that goes.
     """
 
-    def __init__(self, block: int, capacity: int, needs_rest: bool, release: Callable[[Block], None] = lambda _: None):
+    def __init__(
+        self, block: int, capacity: int, needs_rest: bool, release: Callable[[CachedBlock], None] = lambda _: None
+    ):
         self.block, self.capacity, self.nbytes, self._needs_rest = block, capacity, 0, needs_rest
         self._release = release
-        self._blocks: collections.OrderedDict[bytes, Block] = collections.OrderedDict()
+        self._blocks: collections.OrderedDict[bytes, CachedBlock] = collections.OrderedDict()
         self._secret = secrets.token_bytes(16)  # hashes can't be made to meet by who doesn't know it
 
     def __len__(self) -> int:
@@ -73,9 +75,9 @@ class PrefixCache:
             found.append(name)
         return found
 
-    def find(self, names: Sequence[bytes], length: int) -> list[Block]:
+    def find(self, names: Sequence[bytes], length: int) -> list[CachedBlock]:
         """The blocks of the longest known prefix that leaves at least one of the prompt's `length` tokens over."""
-        known: list[Block] = []
+        known: list[CachedBlock] = []
         for name in names[: (length - 1) // self.block]:
             if name not in self._blocks:
                 break
@@ -94,7 +96,7 @@ class PrefixCache:
         block = self._blocks.get(name)
         return block is None or (rest and self._needs_rest and block.rest is None)
 
-    def add(self, names: Sequence[bytes], block: Block) -> None:
+    def add(self, names: Sequence[bytes], block: CachedBlock) -> None:
         """Keep the block behind all of `names` but the last, which is its own; the ones used longest ago go for it.
 
         It is not kept if those before it are gone: it could not be found.

@@ -18,7 +18,7 @@ class QueueFull(EqxDecodersError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampling:
+class SamplingParams:
     """How the tokens of one request are chosen.
 
     In this order: `logit_bias` and penalties, temperature, `top_k`, `top_p`, `min_p`, and one draw. The most likely
@@ -48,15 +48,15 @@ class Sampling:
 
     def __post_init__(self):
         object.__setattr__(self, "logit_bias", tuple((token, value) for token, value in self.logit_bias))
-        check_number("Sampling.temperature", self.temperature, least=0)
+        check_number("SamplingParams.temperature", self.temperature, least=0)
         if self.top_k is not None:
-            check_integer("Sampling.top_k", self.top_k)
+            check_integer("SamplingParams.top_k", self.top_k)
         for field in ("top_p", "min_p"):
             value = getattr(self, field)
             if value is not None:
                 check_number(f"Sampling.{field}", value, above=0)
                 check(value <= 1, f"Sampling.{field}={value} must be at most 1: it's a probability.")
-        check_number("Sampling.repetition_penalty", self.repetition_penalty, above=0)
+        check_number("SamplingParams.repetition_penalty", self.repetition_penalty, above=0)
         for field in ("frequency_penalty", "presence_penalty"):
             check_number(f"Sampling.{field}", getattr(self, field))
         for token, value in self.logit_bias:
@@ -109,7 +109,7 @@ class Request:
 
     prompt: tuple[int, ...]
     max_new_tokens: int
-    sampling: Sampling = Sampling()
+    sampling: SamplingParams = SamplingParams()
     stop_ids: tuple[int, ...] = ()
     min_new_tokens: int = 0
     logprobs: int | None = None
@@ -142,7 +142,7 @@ class TokenScore:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Update:
+class RequestOutput:
     """What one step has brought to one request.
 
     **Arguments:**
@@ -169,7 +169,7 @@ class Update:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineCounts:
+class EngineStats:
     """How an engine stands, and what it has done since its start.
 
     **Arguments:**

@@ -9,7 +9,7 @@ from eqx_decoders.serving.engine.request import QueueFull, Request
 
 
 @runtime_checkable
-class Waiting(Protocol):
+class Queued(Protocol):
     """What can wait."""
 
     @property
@@ -21,11 +21,11 @@ class Waiting(Protocol):
     def request(self) -> Request: ...
 
 
-T = TypeVar("T", bound=Waiting)
+T = TypeVar("T", bound=Queued)
 
 
 @dataclasses.dataclass
-class WaitingList(Generic[T]):
+class RequestQueue(Generic[T]):
     """A bounded queue.
 
     Among those of the highest priority the client comes first that has been served the fewest tokens (Sheng et al.

@@ -14,15 +14,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int, Int32
 
 from eqx_decoders.core.sampling import LIKELY, least_reaching
-from eqx_decoders.serving.engine.request import Sampling, TokenScore
+from eqx_decoders.serving.engine.request import SamplingParams, TokenScore
 from eqx_decoders.sharding.axes import AnyArray
 
 
 _BLOCK = 512  # tokens whose probabilities are added up before a draw looks into them
 
 
-class RowSampling(NamedTuple):
-    """The numbers of `Sampling`, an entry for each row; what is not asked for has a number that changes nothing.
+class BatchSamplingParams(NamedTuple):
+    """The numbers of `SamplingParams`, an entry for each row; what is not asked for has a number that changes nothing.
 
     `seed` has the two halves of the 64 bits; `bias_ids` are -1 where there is no bias.
     """
@@ -39,7 +39,7 @@ class RowSampling(NamedTuple):
     seed: AnyArray
 
     @classmethod
-    def empty(cls, rows: int, biases: int) -> "RowSampling":
+    def empty(cls, rows: int, biases: int) -> "BatchSamplingParams":
         """Greedy rows, on the host, to be filled by `set`."""
         ones, zeros = np.ones(rows, np.float32), np.zeros(rows, np.float32)
         return cls(
@@ -55,7 +55,7 @@ class RowSampling(NamedTuple):
             seed=np.zeros((rows, 2), np.uint32),
         )
 
-    def set(self, row: int, sampling: Sampling) -> None:
+    def set(self, row: int, sampling: SamplingParams) -> None:
         """Write the numbers of a request into a row."""
         self.temperature[row] = sampling.temperature
         self.top_k[row] = min(sampling.top_k or 0, np.iinfo(np.int32).max)
@@ -70,16 +70,16 @@ class RowSampling(NamedTuple):
         bits = sampling.seed % 2**64
         self.seed[row] = bits >> 32, bits & 0xFFFFFFFF
 
-    def of(self, rows: np.ndarray) -> "RowSampling":
+    def of(self, rows: np.ndarray) -> "BatchSamplingParams":
         """The numbers of some rows."""
-        return RowSampling(*(numbers[rows] for numbers in self))
+        return BatchSamplingParams(*(numbers[rows] for numbers in self))
 
-    def repeated(self, times: int) -> "RowSampling":
+    def repeated(self, times: int) -> "BatchSamplingParams":
         """Every row so many times."""
-        return self if times == 1 else RowSampling(*(jnp.repeat(jnp.asarray(x), times, axis=0) for x in self))
+        return self if times == 1 else BatchSamplingParams(*(jnp.repeat(jnp.asarray(x), times, axis=0) for x in self))
 
 
-class Written(NamedTuple):
+class TokenHistory(NamedTuple):
     """The tokens of each row up to here, for penalties.
 
     **Arguments:**
@@ -95,8 +95,8 @@ class Written(NamedTuple):
 
 def adjusted(
     logits: Float32[Array, "rows vocab"],
-    sampling: RowSampling,
-    written: Written,
+    sampling: BatchSamplingParams,
+    written: TokenHistory,
     allowed: Int32[AnyArray, "rows words"],
     masked: Bool[AnyArray, "rows"],
 ) -> Float32[Array, "rows vocab"]:
@@ -126,7 +126,7 @@ def _where_asked(asked: Array, change, logits: Array) -> Array:
     return jax.lax.cond(asked, change, lambda logits: logits, logits)
 
 
-def _penalised(logits: Array, sampling: RowSampling, written: Written) -> Array:
+def _penalised(logits: Array, sampling: BatchSamplingParams, written: TokenHistory) -> Array:
     rows, index = jnp.arange(logits.shape[0])[:, None], jnp.arange(written.tokens.shape[1])[None]
     there = index < jnp.asarray(written.length)[:, None]
     answer = there & (index >= jnp.asarray(written.prompt_length)[:, None])
@@ -142,7 +142,7 @@ def _penalised(logits: Array, sampling: RowSampling, written: Written) -> Array:
 
 
 def choose(
-    logits: Float32[Array, "rows vocab"], sampling: RowSampling, index: Int[AnyArray, "rows"]
+    logits: Float32[Array, "rows vocab"], sampling: BatchSamplingParams, index: Int[AnyArray, "rows"]
 ) -> Int32[Array, "rows"]:
     """One token for each row: the most likely one, or the draw number `index` of its seed."""
     best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -157,7 +157,7 @@ def choose(
     return jax.lax.cond(jnp.any(drawn), draws, lambda: best)
 
 
-def least(logits: Float32[Array, "rows vocab"], sampling: RowSampling) -> Float32[Array, "rows 1"]:
+def least(logits: Float32[Array, "rows vocab"], sampling: BatchSamplingParams) -> Float32[Array, "rows 1"]:
     """The least logit that each row's filters leave, -inf where they leave all."""
     asked = jnp.any(sampling.top_k > 0) | jnp.any(sampling.top_p < 1.0)
     nothing = jnp.full((logits.shape[0], 1), -jnp.inf, logits.dtype)
@@ -166,7 +166,7 @@ def least(logits: Float32[Array, "rows vocab"], sampling: RowSampling) -> Float3
     return jnp.maximum(cut, logits.max(-1, keepdims=True) + jnp.log(min_p))  # log(0) cuts nothing
 
 
-def _least_of_most(logits: Array, sampling: RowSampling) -> Float32[Array, "rows 1"]:
+def _least_of_most(logits: Array, sampling: BatchSamplingParams) -> Float32[Array, "rows 1"]:
     """What top_k and then top_p leave."""
     vocab = logits.shape[1]
     count = min(LIKELY, vocab)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from eqx_decoders.serving.engine.drafters import Drafts, PromptLookup
-from eqx_decoders.serving.engine.model_runner import Kept
+from eqx_decoders.serving.engine.model_runner import CacheSnapshot
 from eqx_decoders.serving.engine.request import FinishReason, Request, TokenScore
 
 
@@ -32,7 +32,7 @@ class SharedPrompt:
     features_bytes: int = 0
     seeing: concurrent.futures.Future | None = None
     seen: tuple[Any, Any] | None = None
-    end: tuple[Kept, Any, Any] | None = None
+    end: tuple[CacheSnapshot, Any, Any] | None = None
     waiting: int = 0
 
     def leave(self) -> None:
@@ -49,7 +49,7 @@ class SharedPrompt:
         self.seeing = None
 
 
-class KeptPrompts:
+class PromptResults:
     """Prompts whose results are kept for requests that have not begun: those used last, as far as memory goes."""
 
     def __init__(self):
@@ -67,7 +67,7 @@ class KeptPrompts:
 
 
 @dataclasses.dataclass(eq=False)
-class Job:
+class SequenceState:
     """A request, and how far it is.
 
     **Arguments:**
@@ -106,7 +106,7 @@ class Job:
     told: list[int] = dataclasses.field(default_factory=list)
     drafted: bool = False
     prompt_scores: list[TokenScore] = dataclasses.field(default_factory=list)
-    saved: "tuple[list[Kept], Any] | None" = None
+    saved: "tuple[list[CacheSnapshot], Any] | None" = None
     saved_bytes: int = 0
 
     def __post_init__(self):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered, RenderingProcess
-from eqx_decoders.serving.frontend.fair_turns import Turns
+from eqx_decoders.serving.frontend.fair_turns import FairTurns
 
 
 BATCH = 32  # conversations that share a process
@@ -43,7 +43,7 @@ class _Lane:
     """Those that come while a process renders share the next one, at most `batch` of them: each costs 0.1 s."""
 
     def __init__(self, chat: ChatTemplate, batch: int):
-        self._chat, self._batch, self._turns = chat, batch, Turns("their texts", batch)
+        self._chat, self._batch, self._turns = chat, batch, FairTurns("their texts", batch)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "rendering")
         self._waiting: list[tuple[Conversation, asyncio.Future[Rendered]]] = []
         self._task: asyncio.Task[None] | None = None

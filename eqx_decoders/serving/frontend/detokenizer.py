@@ -13,7 +13,7 @@ MOST = 32  # ids that are decoded again with the next one, where they never beco
 CONTEXT = 16  # ids of a prompt that are looked at for where a text goes on
 
 
-class Detokeniser:
+class Detokenizer:
     """The text of ids, one after the other, that is certain: what more ids could change is held back.
 
     All pieces together, and what `flush` returns, are the text of all ids; they depend on the ids alone.
@@ -32,7 +32,7 @@ class Detokeniser:
         for token in self._end_of(list(before[-CONTEXT:])):
             self.push(token)
 
-    def copy(self) -> "Detokeniser":
+    def copy(self) -> "Detokenizer":
         """One that goes on from here by itself."""
         other = copy.copy(self)
         other._context, other._ids = [*self._context], [*self._ids]

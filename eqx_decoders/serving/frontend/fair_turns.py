@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from eqx_decoders.serving.http.json_fields import ApiError
 
 
-class Turns:
+class FairTurns:
     """So many at once. The next one is of the client who has the fewest at work; of these, who had no turn for longest.
 
     All of it belongs to one event loop.

@@ -27,10 +27,10 @@ import jax
 import numpy as np
 
 from eqx_decoders.errors import DataError, check_integer, check_number
-from eqx_decoders.io.processors.base import Seen
+from eqx_decoders.io.processors.base import ProcessedFile
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.text.chat_template import ENVIRONMENT
-from eqx_decoders.serving.frontend.fair_turns import Turns
+from eqx_decoders.serving.frontend.fair_turns import FairTurns
 from eqx_decoders.serving.http.json_fields import ApiError
 
 
@@ -56,7 +56,7 @@ class Upload(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FilesConfig:
+class MediaFilesConfig:
     """What files of clients may take.
 
     **Arguments:**
@@ -95,7 +95,7 @@ class FilesConfig:
         for name in ("memory", "max_request_bytes", "max_bytes", "max_waiting", "max_waiting_bytes"):
             check_integer(f"FilesConfig.{name}", getattr(self, name))
         if self.processes is not None:
-            check_integer("FilesConfig.processes", self.processes)
+            check_integer("MediaFilesConfig.processes", self.processes)
         for name in ("seconds", "wall_seconds"):
             check_number(f"FilesConfig.{name}", getattr(self, name), above=0)
 
@@ -105,7 +105,7 @@ class FilesConfig:
         return self.processes or min(4, max(2, (os.cpu_count() or 1) // 4))
 
 
-class FileReading:
+class MediaFiles:
     """Decodes files of requests. All of it belongs to one event loop.
 
     **Arguments:**
@@ -114,7 +114,7 @@ class FileReading:
     - `max_tokens`: the most that the files of one request may become.
     """
 
-    def __init__(self, directory: str | Path, max_tokens: int, config: FilesConfig = FilesConfig()):
+    def __init__(self, directory: str | Path, max_tokens: int, config: MediaFilesConfig = MediaFilesConfig()):
         self.config, self._kept, self._sent = config, _Share(config.max_bytes), _Share(config.max_waiting_bytes)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task = dict(
@@ -126,8 +126,8 @@ class FileReading:
             most_bytes=config.max_request_bytes,
             most_tokens=max_tokens,
         )
-        self._turns = Turns("files", config.count, config.max_waiting, self._kept.has_room)
-        self._videos = Turns("videos", max(1, config.count - 1), config.max_waiting)
+        self._turns = FairTurns("files", config.count, config.max_waiting, self._kept.has_room)
+        self._videos = FairTurns("videos", max(1, config.count - 1), config.max_waiting)
         self._threads = concurrent.futures.ThreadPoolExecutor(config.count, "files")
         self._idle: list[DecodingProcess] = []
         self._all: set[DecodingProcess] = set()
@@ -138,7 +138,7 @@ class FileReading:
     @contextlib.asynccontextmanager
     async def read(
         self, files: Mapping[str, Sequence[Upload]], client: str = ""
-    ) -> AsyncIterator[dict[str, list[Seen]]]:
+    ) -> AsyncIterator[dict[str, list[ProcessedFile]]]:
         """What `FileReader.read` gives for files by kind; others take their turn when the block has ended.
 
         Raises ApiError 400 for files that cannot be read or take too much, and 429 where too many wait. If this is
@@ -177,7 +177,7 @@ class FileReading:
             process.discard()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _read(self, files: Mapping[str, Sequence[Upload]]) -> dict[str, list[Seen]]:
+    async def _read(self, files: Mapping[str, Sequence[Upload]]) -> dict[str, list[ProcessedFile]]:
         if self._closed:
             raise ApiError(503, "The server is stopping.", retry_after=1)
         self._loop = asyncio.get_running_loop()
@@ -276,7 +276,7 @@ class DecodingProcess:
             more = {"JAX_PLATFORMS": "cpu"}  # it computes nothing with JAX, and must not take a device
             self._process = subprocess.Popen(command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment | more)
 
-    def read(self, files: Mapping[str, Sequence[Upload]]) -> dict[str, list[Seen]]:
+    def read(self, files: Mapping[str, Sequence[Upload]]) -> dict[str, list[ProcessedFile]]:
         """What becomes of files. Raises DataError for what it says of them, ApiError if it ends before it has answered.
 
         It must be ended from another thread to let it go before.
@@ -309,7 +309,7 @@ class DecodingProcess:
             raise ApiError(500, "The server cannot read files: its log tells why.")
         self._greeted = True
 
-    def _answer(self, answers: Any) -> dict[str, list[Seen]]:
+    def _answer(self, answers: Any) -> dict[str, list[ProcessedFile]]:
         said = json.loads(_line(answers))
         if "last" in said:
             self.end()
@@ -347,9 +347,9 @@ def _line(answers: Any) -> bytes:
     return line
 
 
-def _arrays(answers: Any, read: Sequence[Any], most: int) -> dict[str, list[Seen]]:
+def _arrays(answers: Any, read: Sequence[Any], most: int) -> dict[str, list[ProcessedFile]]:
     """What follows. The process may have been taken over: what it says is looked at, and never run."""
-    found = dict[str, list[Seen]]()
+    found = dict[str, list[ProcessedFile]]()
     for kind, text, told in read:
         arrays = {}
         for name, dtype, shape in told:
@@ -364,5 +364,5 @@ def _arrays(answers: Any, read: Sequence[Any], most: int) -> dict[str, list[Seen
                 if not count:
                     raise EOFError
                 view = view[count:]
-        found.setdefault(kind, []).append(Seen(arrays, text))
+        found.setdefault(kind, []).append(ProcessedFile(arrays, text))
     return found

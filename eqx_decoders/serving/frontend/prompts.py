@@ -14,17 +14,17 @@ from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.encoders.media import Media
 from eqx_decoders.errors import ConversionError
 from eqx_decoders.inference.text_model import TextModel, prompt_ids
-from eqx_decoders.io.processors.base import Seen
+from eqx_decoders.io.processors.base import ProcessedFile
 from eqx_decoders.io.processors.processor import Processor
 from eqx_decoders.io.processors.prompts import check_parts
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered, check_messages
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
 from eqx_decoders.model.decoder import DecoderConfig
 from eqx_decoders.serving.frontend.chat_rendering import Renderer
-from eqx_decoders.serving.frontend.fair_turns import Turns
-from eqx_decoders.serving.frontend.media_files import FileReading, FilesConfig, Upload
+from eqx_decoders.serving.frontend.fair_turns import FairTurns
+from eqx_decoders.serving.frontend.media_files import MediaFiles, MediaFilesConfig, Upload
 from eqx_decoders.serving.frontend.threads import SLOW, unless_small
-from eqx_decoders.serving.http.json_fields import ApiError, Fields, refuse
+from eqx_decoders.serving.http.json_fields import ApiError, JsonFields, refuse
 
 
 # Of each kind of part the field that holds its file, and how that is written.
@@ -41,7 +41,7 @@ _blanks = re.compile(r"\s+")
 Result = TypeVar("Result")
 
 
-class Read(NamedTuple):
+class PreparedPrompt(NamedTuple):
     """A prompt's token ids, and what the model sees and hears beside them."""
 
     ids: tuple[int, ...]
@@ -49,7 +49,7 @@ class Read(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Language:
+class TextFrontend:
     """What lies between a model and text.
 
     **Arguments:**
@@ -71,7 +71,7 @@ class Language:
     directory: str | None = None
 
     @classmethod
-    def of(cls, text: TextModel, *, special_tokens_in_content: bool = False) -> "Language":
+    def of(cls, text: TextModel, *, special_tokens_in_content: bool = False) -> "TextFrontend":
         """That of a model, with the rules for its files where its directory has some.
 
         special_tokens_in_content: names of special tokens in messages become these; else they are letters, since
@@ -116,29 +116,36 @@ class Language:
             ids = prompt_ids(tokenizer, text)
         return tuple(ids.tolist())
 
-    def seen(self, text: Rendered, read: Mapping[str, Sequence[Seen]]) -> Read:
-        """A rendered conversation with files, which `FileReading` has read."""
+    def seen(self, text: Rendered, read: Mapping[str, Sequence[ProcessedFile]]) -> PreparedPrompt:
+        """A rendered conversation with files, which `MediaFiles` has read."""
         assert self.processor is not None and self.config is not None
         made = self.processor.join(text, read)
         arrays: dict[str, Any] = dict(made.arrays)
         media = Media.create(self.config, made.input_ids, **arrays) if arrays else None
-        return Read(tuple(made.input_ids[0].tolist()), media)
+        return PreparedPrompt(tuple(made.input_ids[0].tolist()), media)
 
 
-class PromptReader:
+class PromptPreparer:
     """Reads prompts beside the event loop: tokenizers are not made for several threads, so each has one of its own.
 
-    Files are decoded in processes (see `FileReading`), for which texts do not wait.
+    Files are decoded in processes (see `MediaFiles`), for which texts do not wait.
     """
 
-    def __init__(self, language: Language, *, max_length: int, max_files: int = 16, files: FilesConfig = FilesConfig()):
+    def __init__(
+        self,
+        language: TextFrontend,
+        *,
+        max_length: int,
+        max_files: int = 16,
+        files: MediaFilesConfig = MediaFilesConfig(),
+    ):
         self.language = language
         self._max_length, self._max_files = max_length, max_files
         self._most = max_length * longest_token(language.tokenizer) * SHRINKS
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "prompts")
-        self._turns = Turns("their prompts", 1)
+        self._turns = FairTurns("their prompts", 1)
         self._packing = concurrent.futures.ThreadPoolExecutor(1, "packing")
-        self._files = None if language.directory is None else FileReading(language.directory, max_length, files)
+        self._files = None if language.directory is None else MediaFiles(language.directory, max_length, files)
         # errors of the template go to clients, who need not know where it is
         chat = None if language.chat is None else dataclasses.replace(language.chat, where="The chat template")
         self._renderer = None if chat is None else Renderer(chat)
@@ -152,14 +159,14 @@ class PromptReader:
         async with self._turns.turn(client):
             return await asyncio.get_running_loop().run_in_executor(self._thread, whole)
 
-    async def text(self, text: str, *, special: bool = True, client: str = "") -> Read:
+    async def text(self, text: str, *, special: bool = True, client: str = "") -> PreparedPrompt:
         """The ids of a text."""
         await self.check(text, client)
-        return Read(await self.run(self.language.encode, text, special=special, client=client))
+        return PreparedPrompt(await self.run(self.language.encode, text, special=special, client=client))
 
     async def chat(
         self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any], *, answer: bool, client: str = ""
-    ) -> Read:
+    ) -> PreparedPrompt:
         """The ids of a conversation, and its files."""
         chat, tokenizer = self.language.chat, self.language.tokenizer
         if chat is None or not isinstance(tokenizer, JsonTokenizer):
@@ -174,11 +181,11 @@ class PromptReader:
         rendered = await self._render(Conversation(plain, variables, answer), client)
         await self.check(rendered.text, client)
         ids = await self.run(tokenizer.encode, rendered.text, special=True, literal=rendered.literal, client=client)
-        return Read(tuple(ids.tolist()))
+        return PreparedPrompt(tuple(ids.tolist()))
 
     async def _seen(
         self, messages: Sequence[dict[str, Any]], variables: Mapping[str, Any], *, answer: bool, client: str
-    ) -> Read:
+    ) -> PreparedPrompt:
         """The same with files. The text comes first: what cannot be rendered needs no files."""
         assert self._files is not None
         whole, files = await unless_small(SLOW * len(messages), lambda: check_parts(messages))
@@ -290,7 +297,7 @@ def size_of(value: Any) -> tuple[int, int]:
 class _Parts:
     """Turns OpenAI's messages into those of chat templates. Only what is known here of a part goes on."""
 
-    def __init__(self, language: Language, max_files: int, max_parts: int):
+    def __init__(self, language: TextFrontend, max_files: int, max_parts: int):
         self._language, self._max_files, self._left = language, max_files, max_parts
         self.files = 0
 
@@ -313,7 +320,7 @@ class _Parts:
     def _part(self, where: str, given: Any) -> dict[str, Any]:
         if not isinstance(given, dict):
             raise refuse(where, given, "must be an object with a type")
-        fields = Fields(given, where)
+        fields = JsonFields(given, where)
         kind = fields.word("type", ("text", *FILES))
         if kind is None:
             raise refuse(where, given, f"must have a type: text, {', '.join(FILES)}")
@@ -324,7 +331,7 @@ class _Parts:
             return {"type": "text", "text": text}
         return self._file(fields, kind)
 
-    def _file(self, fields: Fields, kind: str) -> dict[str, Any]:
+    def _file(self, fields: JsonFields, kind: str) -> dict[str, Any]:
         name, processor = FILES[kind], self._language.processor
         takes = {"image": "images", "video": "videos", "audio": "audio"}[name]
         if processor is None or getattr(processor, takes) is None:
@@ -339,7 +346,7 @@ class _Parts:
         return {"type": name, name: _upload(inner, field, whole=field == "url")}
 
 
-def _upload(fields: Fields, field: str, *, whole: bool) -> Upload:
+def _upload(fields: JsonFields, field: str, *, whole: bool) -> Upload:
     """What is in base64, of a data: URL where `whole`. Nothing is fetched from a network."""
     text = fields.text(field)
     if text is None:

@@ -19,7 +19,7 @@ import numpy as np
 from eqx_decoders.errors import ConfigError, check, need_extra
 from eqx_decoders.io.text.tokenizer import JsonTokenizer, Tokenizer
 from eqx_decoders.serving.engine.request import Constraint
-from eqx_decoders.serving.frontend.fair_turns import Turns
+from eqx_decoders.serving.frontend.fair_turns import FairTurns
 from eqx_decoders.serving.http.json_fields import ApiError
 
 
@@ -34,7 +34,7 @@ SECONDS = 30.0  # that a request waits for its form
 TOLD = 300  # characters of what the library says of one
 
 
-class Form(NamedTuple):
+class Grammar(NamedTuple):
     """What an answer must be.
 
     - `kind`: `"json"`, `"regex"`, `"choice"` or `"grammar"`.
@@ -46,7 +46,7 @@ class Form(NamedTuple):
     content: str | tuple[str, ...]
 
 
-ANY_OBJECT = Form("json", '{"type": "object"}')
+ANY_OBJECT = Grammar("json", '{"type": "object"}')
 
 
 class TokenConstraint(Constraint):
@@ -78,7 +78,7 @@ class _Compiling:
     client, requests, begun = "", 0, False
 
 
-class Forms:
+class GrammarCompiler:
     """Compiles what answers must be for one vocabulary.
 
     **Arguments:**
@@ -93,10 +93,10 @@ class Forms:
         self._lock, self._first = threading.Lock(), threading.Lock()  # of what is known, and of the vocabulary
         self._vocabulary: Any = None
         # matchers or ConfigErrors, each with the processor time that it took
-        self._known: collections.OrderedDict[Form, tuple[Any, float]] = collections.OrderedDict()
-        self._compiling: dict[Form, _Compiling] = {}
+        self._known: collections.OrderedDict[Grammar, tuple[Any, float]] = collections.OrderedDict()
+        self._compiling: dict[Grammar, _Compiling] = {}
         self._threads = concurrent.futures.ThreadPoolExecutor(THREADS, "forms")
-        self._turns = Turns("their forms", THREADS, WAITING)
+        self._turns = FairTurns("their forms", THREADS, WAITING)
 
     def warm_up(self) -> None:
         """Read the vocabulary, and compile what "any object" is, in a thread: no request should wait for these."""
@@ -106,7 +106,7 @@ class Forms:
         """End the threads when they have compiled what they have begun."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def prepare(self, form: Form, count: int, client: str = "") -> list[TokenConstraint]:
+    async def prepare(self, form: Grammar, count: int, client: str = "") -> list[TokenConstraint]:
         """Compile a form beside the event loop, and give what keeps so many answers in it.
 
         Raises ConfigError, with the library's reason, for one that is none, and ApiError 429 where too many wait, or
@@ -125,7 +125,7 @@ class Forms:
                     raise
         return _copies(found, count)
 
-    def _begin(self, form: Form, client: str) -> _Compiling:
+    def _begin(self, form: Grammar, client: str) -> _Compiling:
         work = self._compiling[form] = _Compiling()
         work.client = client
         work.task = asyncio.ensure_future(self._in_turn(form, client, work))
@@ -138,12 +138,12 @@ class Forms:
         work.task.add_done_callback(ended)  # before those who wait are woken
         return work
 
-    async def _in_turn(self, form: Form, client: str, work: _Compiling) -> Any:
+    async def _in_turn(self, form: Grammar, client: str, work: _Compiling) -> Any:
         async with self._turns.turn(client):
             work.begun = True
             return await asyncio.get_running_loop().run_in_executor(self._threads, self._find, form)
 
-    async def _wait(self, form: Form, work: _Compiling) -> Any:
+    async def _wait(self, form: Grammar, work: _Compiling) -> Any:
         """What it gives. When nobody waits any more, it is dropped, unless a thread has begun."""
         work.requests += 1
         try:
@@ -158,13 +158,13 @@ class Forms:
                 self._compiling.pop(form, None)
                 work.task.cancel()
 
-    def _look_up(self, form: Form) -> Any:
+    def _look_up(self, form: Grammar) -> Any:
         with self._lock:
             if form in self._known:
                 self._known.move_to_end(form)
             return self._known.get(form, (None, 0.0))[0]
 
-    def _find(self, form: Form) -> Any:
+    def _find(self, form: Grammar) -> Any:
         """A matcher, or the ConfigError that says why there is none."""
         found = self._look_up(form)
         if found is None:
@@ -177,7 +177,7 @@ class Forms:
             self._keep(form, found, time.thread_time() - begun)
         return found
 
-    def _keep(self, form: Form, found: Any, seconds: float) -> None:
+    def _keep(self, form: Grammar, found: Any, seconds: float) -> None:
         with self._lock:
             self._known[form] = found, 0.0 if isinstance(found, ConfigError) else seconds
             if ANY_OBJECT in self._known:
@@ -186,7 +186,7 @@ class Forms:
             while len(self._known) > KEPT or (spent > KEPT_SECONDS and len(self._known) > 2):
                 spent -= self._known.popitem(last=False)[1][1]
 
-    def _compile(self, form: Form) -> Any:
+    def _compile(self, form: Grammar) -> Any:
         try:
             import llguidance
         except ImportError as error:
@@ -208,7 +208,7 @@ class Forms:
         return matcher
 
 
-def _check_size(form: Form) -> None:
+def _check_size(form: Grammar) -> None:
     size = sum(map(len, form.content))
     check(size <= MOST, f"{form.kind} has {size:,} characters: at most {MOST:,} are taken.")
 
@@ -220,7 +220,7 @@ def _copies(found: Any, count: int) -> list[TokenConstraint]:
     return [TokenConstraint(found.deep_copy()) for _ in range(count)]
 
 
-def _grammar(matcher: Any, form: Form) -> str:
+def _grammar(matcher: Any, form: Grammar) -> str:
     """What the library compiles."""
     if isinstance(form.content, tuple):
         return matcher.grammar_from_lark("start: " + " | ".join(_quoted(text) for text in form.content))

@@ -12,29 +12,29 @@ from typing import Any, TypeVar
 from eqx_decoders.errors import EqxDecodersError, MissingPackage
 from eqx_decoders.io.text.tokenizer import JsonTokenizer
 from eqx_decoders.serving.engine.request import QueueFull, Request
-from eqx_decoders.serving.frontend.detokenizer import CONTEXT, Detokeniser, TokenTexts, decode
-from eqx_decoders.serving.frontend.prompts import Language, PromptReader, Read
-from eqx_decoders.serving.frontend.structured_output import Forms, TokenConstraint
+from eqx_decoders.serving.frontend.detokenizer import CONTEXT, Detokenizer, TokenTexts, decode
+from eqx_decoders.serving.frontend.prompts import PreparedPrompt, PromptPreparer, TextFrontend
+from eqx_decoders.serving.frontend.structured_output import GrammarCompiler, TokenConstraint
 from eqx_decoders.serving.frontend.threads import SLOW, beside, unless_small
 from eqx_decoders.serving.http import known_fields
 from eqx_decoders.serving.http.chat_page import page
-from eqx_decoders.serving.http.engine_thread import Answers, NotServing, Worker
+from eqx_decoders.serving.http.engine_thread import EngineThread, NotServing, RequestOutputs
 from eqx_decoders.serving.http.incremental_json import SMALL
-from eqx_decoders.serving.http.json_fields import LARGEST, ApiError, Fields, parse, token_of
+from eqx_decoders.serving.http.json_fields import LARGEST, ApiError, JsonFields, parse, token_of
 from eqx_decoders.serving.http.metrics import Clock, Metrics
 from eqx_decoders.serving.http.protocol import (
     ApiConfig,
-    Asked,
-    ChatAsked,
-    CompletionAsked,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
     choice_seed,
     read_chat,
     read_completion,
     read_messages,
     read_variables,
 )
-from eqx_decoders.serving.http.responses import ChatShape, Choice, Echo, Shape
-from eqx_decoders.serving.http.streaming import Events, Reply, Task
+from eqx_decoders.serving.http.responses import ChatResponseBuilder, Choice, Echo, ResponseBuilder
+from eqx_decoders.serving.http.streaming import EventStream, HttpResponse, PendingResponse
 
 
 LEAST_ENTRIES = 10_000
@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Call:
+class HttpRequest:
     """One request of HTTP.
 
     - `request_id`: under which it is answered and logged.
@@ -70,12 +70,12 @@ class Api:
     - `config`: what is taken.
     """
 
-    def __init__(self, language: Language, worker: Worker, config: ApiConfig):
+    def __init__(self, language: TextFrontend, worker: EngineThread, config: ApiConfig):
         self.language, self.worker, self.config = language, worker, config
         self.metrics = Metrics(config.name, lambda: worker.counts)
         self.stopping = False
-        self._reader = PromptReader(language, max_length=config.max_length, max_files=config.max_files)
-        self._forms = Forms(language.tokenizer, config.vocab_size, language.stop_ids)
+        self._reader = PromptPreparer(language, max_length=config.max_length, max_files=config.max_files)
+        self._forms = GrammarCompiler(language.tokenizer, config.vocab_size, language.stop_ids)
         self._forms.warm_up()
         self._texts = TokenTexts(language.tokenizer)
         self._entries = max(config.max_length, config.max_choices, LEAST_ENTRIES)  # of a list in a large body
@@ -99,30 +99,30 @@ class Api:
 
     # --- what is asked about the server -------------------------------------------------------------------------------
 
-    async def health(self, call: Call) -> Reply:
+    async def health(self, call: HttpRequest) -> HttpResponse:
         """200 while requests are taken, 503 from when the server is told to stop, or its engine fails or hangs."""
         state = "hanging" if self.worker.hangs else "ok" if self.worker.state == "running" else "stopping"
         state = "failed" if self.worker.state == "failed" else "stopping" if self.stopping else state
         good = state == "ok"
-        return Reply.json({"status": state}, 200 if good else 503)
+        return HttpResponse.json({"status": state}, 200 if good else 503)
 
-    async def show_metrics(self, call: Call) -> Reply:
+    async def show_metrics(self, call: HttpRequest) -> HttpResponse:
         """For Prometheus."""
-        return Reply(content=self.metrics.text(), content_type=self.metrics.content_type)
+        return HttpResponse(content=self.metrics.text(), content_type=self.metrics.content_type)
 
-    async def show_page(self, call: Call) -> Reply:
+    async def show_page(self, call: HttpRequest) -> HttpResponse:
         """A page to chat with the model."""
         html = "text/html; charset=utf-8"
-        return Reply(content=self._page.content, content_type=html, headers=self._page.headers)
+        return HttpResponse(content=self._page.content, content_type=html, headers=self._page.headers)
 
-    async def models(self, call: Call) -> Reply:
+    async def models(self, call: HttpRequest) -> HttpResponse:
         """The one model."""
-        return Reply.json({"object": "list", "data": [self._model]})
+        return HttpResponse.json({"object": "list", "data": [self._model]})
 
-    async def model(self, call: Call, name: str) -> Reply:
+    async def model(self, call: HttpRequest, name: str) -> HttpResponse:
         """What is known of it."""
         self._check_model(name)
-        return Reply.json(self._model)
+        return HttpResponse.json(self._model)
 
     @property
     def _model(self) -> dict[str, Any]:
@@ -136,11 +136,11 @@ class Api:
 
     # --- the tokenizer ------------------------------------------------------------------------------------------------
 
-    async def tokenize(self, call: Call) -> Reply:
+    async def tokenize(self, call: HttpRequest) -> HttpResponse:
         """The ids of a text, or of a conversation as it is written for an answer."""
 
         def read(body: dict[str, Any]) -> tuple[str, bool, Sequence[dict[str, Any]], dict[str, Any]]:
-            fields = Fields(body)
+            fields = JsonFields(body)
             fields.check_known(known_fields.TOKENIZE, known_fields.NEUTRAL, known_fields.ADVICE)
             if fields.has("messages"):
                 answer, variables = fields.flag("add_generation_prompt", True), read_variables(fields)
@@ -156,14 +156,14 @@ class Api:
             reading = self._reader.text(text, special=flag, client=call.client)
         found = await self._checked(reading)
         whole = {"tokens": found.ids, "count": len(found.ids), "max_model_len": self.config.max_length}
-        return await unless_small(len(found.ids), lambda: Reply.json(whole))
+        return await unless_small(len(found.ids), lambda: HttpResponse.json(whole))
 
-    async def detokenize(self, call: Call) -> Reply:
+    async def detokenize(self, call: HttpRequest) -> HttpResponse:
         """The text of ids."""
         most = self.config.vocab_size
 
         def read(body: dict[str, Any]) -> tuple[int, ...]:
-            fields = Fields(body)
+            fields = JsonFields(body)
             fields.check_known(known_fields.DETOKENIZE, known_fields.NEUTRAL, known_fields.ADVICE)
             rule = f"token ids from 0 to {most - 1}"
             return fields.many("tokens", lambda value: token_of(value, most), rule, most=self._entries)
@@ -171,9 +171,9 @@ class Api:
         tokens = await self._asked(call, read)
         made = self._reader.run(decode, self.language.tokenizer, tokens, special=True, client=call.client)
         text = await self._checked(made)
-        return await unless_small(len(text) // 8, lambda: Reply.json({"prompt": text}))
+        return await unless_small(len(text) // 8, lambda: HttpResponse.json({"prompt": text}))
 
-    async def tokenizer_info(self, call: Call) -> Reply:
+    async def tokenizer_info(self, call: HttpRequest) -> HttpResponse:
         """What a client needs to write prompts itself."""
         tokenizer, chat = self.language.tokenizer, self.language.chat
 
@@ -184,40 +184,40 @@ class Api:
         found |= {"bos_token": name(tokenizer.bos_id), "eos_token": name(tokenizer.eos_id), "pad_token": None}
         found |= {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
         found |= {"model_max_length": self.config.max_length, "chat_template": None if chat is None else chat.source}
-        return Reply.json(found)
+        return HttpResponse.json(found)
 
     # --- answers ------------------------------------------------------------------------------------------------------
 
-    async def completions(self, call: Call) -> Reply | Events:
+    async def completions(self, call: HttpRequest) -> HttpResponse | EventStream:
         """Texts, or token ids, continued."""
         seed = self._seeds.getrandbits(63)
         asked = await self._asked(call, lambda body: read_completion(body, self.config, seed))
-        reads: list[Read] = []
+        reads: list[PreparedPrompt] = []
         for prompt in asked.prompts:
             if isinstance(prompt, str):
                 reading = self._reader.text(prompt, special=asked.add_special_tokens, client=call.client)
                 reads.append(await self._checked(reading))
             else:
-                reads.append(Read(prompt))
+                reads.append(PreparedPrompt(prompt))
         size = sum(len(read.ids) for read in reads) // 8
         rooms = await unless_small(size, lambda: self._rooms(asked, reads, usual=16, echo=asked.echo))
         choices = await self._choices(asked, reads, call.client)
-        shape = Shape(call.request_id, self.config.name, asked, self._texts)
+        shape = ResponseBuilder(call.request_id, self.config.name, asked, self._texts)
         return await self._answer(call, asked, shape, reads, rooms, choices, echo=asked.echo)
 
-    async def chat(self, call: Call) -> Reply | Events:
+    async def chat(self, call: HttpRequest) -> HttpResponse | EventStream:
         """A conversation, answered."""
         seed = self._seeds.getrandbits(63)
-        asked: ChatAsked = await self._asked(call, lambda body: read_chat(body, self.config, seed))
+        asked: ChatCompletionRequest = await self._asked(call, lambda body: read_chat(body, self.config, seed))
         answer = asked.add_generation_prompt
         reading = self._reader.chat(asked.messages, asked.variables, answer=answer, client=call.client)
         read = await self._checked(reading)
         rooms = self._rooms(asked, [read])
         choices = [Choice(asked, self.language.tokenizer) for _ in range(asked.n)]
-        shape = ChatShape(call.request_id, self.config.name, asked, self._texts)
+        shape = ChatResponseBuilder(call.request_id, self.config.name, asked, self._texts)
         return await self._answer(call, asked, shape, [read], rooms, choices)
 
-    async def _choices(self, asked: CompletionAsked, reads: Sequence[Read], client: str) -> list[Choice]:
+    async def _choices(self, asked: CompletionRequest, reads: Sequence[PreparedPrompt], client: str) -> list[Choice]:
         tokenizer = self.language.tokenizer
         pairs = zip(reads, asked.prompts, strict=True)
         echoes = [await self._echo(*pair, client) if asked.echo else None for pair in pairs]
@@ -226,20 +226,22 @@ class Api:
             told = f"echo=true gives prompts of {letters:,} characters back, {asked.n} times each"
             raise ApiError(400, f"{told}: at most {ECHOED:,} are given.", param="echo", code="too_many")
 
-        def begin() -> list[Detokeniser]:
-            return [Detokeniser(tokenizer, read.ids, special=asked.special) for read in reads]
+        def begin() -> list[Detokenizer]:
+            return [Detokenizer(tokenizer, read.ids, special=asked.special) for read in reads]
 
         options: dict[str, Any] = {"write": asked.max_tokens != 0}
         texts = await unless_small(2 * CONTEXT * SLOW * len(reads), begin)
         each = [(text, echo) for text, echo in zip(texts, echoes, strict=True) for _ in range(asked.n)]
         return [Choice(asked, tokenizer, text=text, echo=echo, **options) for text, echo in each]
 
-    async def _echo(self, read: Read, prompt: str | Sequence[int], client: str) -> Echo:
+    async def _echo(self, read: PreparedPrompt, prompt: str | Sequence[int], client: str) -> Echo:
         if isinstance(prompt, str):
             return Echo(text=prompt, ids=read.ids)
         return Echo(text=await self._reader.run(decode, self.language.tokenizer, prompt, client=client), ids=read.ids)
 
-    def _rooms(self, asked: Asked, reads: Sequence[Read], *, usual: int = LARGEST, echo: bool = False) -> list[int]:
+    def _rooms(
+        self, asked: GenerationRequest, reads: Sequence[PreparedPrompt], *, usual: int = LARGEST, echo: bool = False
+    ) -> list[int]:
         """The most tokens of the answers to each prompt, or ApiError where that cannot be, or has too many scores."""
         rooms = [self._room(read, asked.max_tokens, usual) for read in reads]
         if asked.logprobs is None:
@@ -253,7 +255,7 @@ class Api:
             raise ApiError(400, f"{told}, are more than {most:,}: ask for fewer.", param="logprobs", code="too_many")
         return [min(room, left // len(reads)) if asked.max_tokens is None else room for room in rooms]
 
-    def _room(self, read: Read, asked: int | None, usual: int) -> int:
+    def _room(self, read: PreparedPrompt, asked: int | None, usual: int) -> int:
         """The most tokens that an answer may have, or ApiError for a prompt that leaves too little room for it."""
         count, most = len(read.ids), self.config.max_length
         if count == 0:
@@ -273,15 +275,15 @@ class Api:
 
     async def _answer(
         self,
-        call: Call,
-        asked: Asked,
-        shape: Shape,
-        reads: Sequence[Read],
+        call: HttpRequest,
+        asked: GenerationRequest,
+        shape: ResponseBuilder,
+        reads: Sequence[PreparedPrompt],
         rooms: Sequence[int],
         choices: list[Choice],
         *,
         echo: bool = False,
-    ) -> Reply | Events:
+    ) -> HttpResponse | EventStream:
         self._check_running()
         constraints = await self._constraints(asked, len(choices), call.client)
         client = call.client if call.with_key else asked.user or call.client
@@ -308,7 +310,7 @@ class Api:
 
         tokens = sum(len(read.ids) for read in reads) * asked.n
         requests = await unless_small(tokens, lambda: [request(number) for number in range(len(choices))])
-        task = Task(
+        task = PendingResponse(
             asked=asked,
             shape=shape,
             answers=await self._submit(requests),
@@ -318,9 +320,9 @@ class Api:
             constraints=constraints,
             stop_ids=self.language.stop_ids,
         )
-        return Events(content=task.events(), close=task.close) if asked.stream else await task.whole()
+        return EventStream(content=task.events(), close=task.close) if asked.stream else await task.whole()
 
-    async def _constraints(self, asked: Asked, count: int, client: str) -> Sequence[TokenConstraint | None]:
+    async def _constraints(self, asked: GenerationRequest, count: int, client: str) -> Sequence[TokenConstraint | None]:
         if asked.form is None:
             return [None] * count
         try:
@@ -330,7 +332,7 @@ class Api:
             error.param = asked.form_field
             raise
 
-    async def _submit(self, requests: Sequence[Request]) -> Answers:
+    async def _submit(self, requests: Sequence[Request]) -> RequestOutputs:
         try:
             return await self._checked(self.worker.submit(requests))
         except QueueFull as error:
@@ -344,13 +346,13 @@ class Api:
         if self.stopping:
             raise ApiError(503, "The server is stopping: no new requests are taken.", retry_after=RETRY_AFTER)
 
-    def _body(self, call: Call) -> dict[str, Any]:
+    def _body(self, call: HttpRequest) -> dict[str, Any]:
         self._check_running()
         body = parse(call.body, self._entries)
-        self._check_model(Fields(body).text("model"))
+        self._check_model(JsonFields(body).text("model"))
         return body
 
-    async def _asked(self, call: Call, read: Callable[[dict[str, Any]], Result]) -> Result:
+    async def _asked(self, call: HttpRequest, read: Callable[[dict[str, Any]], Result]) -> Result:
         """What `read` makes of a body; a large one is not read on the event loop."""
 
         def whole() -> Result:

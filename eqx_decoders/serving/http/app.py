@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from eqx_decoders.errors import need_extra
 from eqx_decoders.serving.frontend.threads import beside
-from eqx_decoders.serving.http.api import Api, Call, Events, Reply
+from eqx_decoders.serving.http.api import Api, EventStream, HttpRequest, HttpResponse
 from eqx_decoders.serving.http.incremental_json import SMALL
 from eqx_decoders.serving.http.json_fields import ApiError
 
@@ -26,7 +26,7 @@ GONE = 499  # how the log calls requests of clients that went away, as nginx doe
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-Handler = Callable[..., Awaitable[Reply | Events]]
+Handler = Callable[..., Awaitable[HttpResponse | EventStream]]
 Result = TypeVar("Result")
 
 _log = logging.getLogger("eqx_decoders.serving")
@@ -73,7 +73,7 @@ async def _unknown(request: Any, error: Any) -> Any:
 
     told = {404: f"{request.url.path[:100]} is no address of this API.", 405: f"{request.method} is not allowed here."}
     found = ApiError(error.status_code, told[error.status_code])
-    reply = Reply.json(found.body, found.status)
+    reply = HttpResponse.json(found.body, found.status)
     return Response(reply.content, found.status, headers=error.headers, media_type=reply.content_type)
 
 
@@ -200,18 +200,18 @@ class Endpoint:
         receive: Receive,
         client: _Client,
         place: _Place | None,
-    ) -> Reply | Events:
+    ) -> HttpResponse | EventStream:
         body, arrived = b"", time.monotonic()
         if scope["method"] == "POST":
             config = self._guard.config
             take = (lambda _: None) if place is None else place.take
             body = await _body(headers, receive, config.max_body_bytes, config.body_seconds, take)
             _check_type(headers)
-        call = Call(request_id=request_id, client=client.name, with_key=client.known, body=body, arrived=arrived)
+        call = HttpRequest(request_id=request_id, client=client.name, with_key=client.known, body=body, arrived=arrived)
 
-        async def answer() -> Reply | Events:
+        async def answer() -> HttpResponse | EventStream:
             found = await self._handler(call, **scope.get("path_params", {}))
-            if place is not None and place.refused and isinstance(found, Events):
+            if place is not None and place.refused and isinstance(found, EventStream):
                 found.close()  # nobody will read it
             if place is not None:
                 place.settled = True
@@ -257,13 +257,13 @@ def _request_id(headers: Mapping[bytes, bytes]) -> str:
     return given if good else uuid.uuid4().hex
 
 
-def _refusal(error: ApiError) -> Reply:
+def _refusal(error: ApiError) -> HttpResponse:
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
     if error.status in (401, 408, 413) or error.code == "busy":
         headers["connection"] = "close"  # what the client still sends is not read
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Reply.json(error.body, error.status, **headers)
+    return HttpResponse.json(error.body, error.status, **headers)
 
 
 async def _body(
@@ -330,9 +330,9 @@ async def _unless_gone(work: Awaitable[Result], receive: Receive) -> Result:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _send(reply: Reply | Events, receive: Receive, sending: _Sending) -> None:
+async def _send(reply: HttpResponse | EventStream, receive: Receive, sending: _Sending) -> None:
     """Send a response; the work for one that is streamed ends with it, however it ends."""
-    if isinstance(reply, Reply):
+    if isinstance(reply, HttpResponse):
         length = {"content-type": reply.content_type, "content-length": str(len(reply.content))}
         await sending.start(reply.status, {**length, **reply.headers})
         for begin in range(0, max(1, len(reply.content)), PART):

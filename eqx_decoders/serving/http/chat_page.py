@@ -13,14 +13,14 @@ FILE = Path(__file__).with_name("page.html")
 SETTINGS = "/*settings*/{}"
 
 
-class Page(NamedTuple):
+class ChatPage(NamedTuple):
     """What a browser is given."""
 
     content: bytes
     headers: Mapping[str, str]
 
 
-def page(model: str, *, max_length: int, sees: bool, key: bool) -> Page:
+def page(model: str, *, max_length: int, sees: bool, key: bool) -> ChatPage:
     """The page for a model; `sees`: images can be given; `key`: an API key is asked for.
 
     Browsers run no script and take no style but those in the file, and send nothing to anybody but this server.
@@ -35,7 +35,7 @@ def page(model: str, *, max_length: int, sees: bool, key: bool) -> Page:
         "Referrer-Policy": "no-referrer",
         "Cache-Control": "no-cache",
     }
-    return Page(text.encode(), headers)
+    return ChatPage(text.encode(), headers)
 
 
 def _hashes(text: str, tag: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
 from eqx_decoders.errors import EqxDecodersError
-from eqx_decoders.serving.engine.request import EngineCounts, Request, Update
+from eqx_decoders.serving.engine.request import EngineStats, Request, RequestOutput
 
 
 State = Literal["new", "running", "draining", "failed", "stopped"]
@@ -27,15 +27,15 @@ class EngineLike(Protocol):
     def check_together(self, requests: Sequence[Request]) -> None: ...
     def submit(self, request: Request) -> int: ...
     def cancel(self, request_id: int) -> object: ...
-    def step(self) -> list[Update]: ...
-    def counts(self) -> EngineCounts: ...
+    def step(self) -> list[RequestOutput]: ...
+    def counts(self) -> EngineStats: ...
 
 
 class NotServing(EqxDecodersError):
     """No more requests are taken: the server is stopping, or its engine has failed."""
 
 
-class Answers:
+class RequestOutputs:
     """The updates of some requests that were submitted together, as they come.
 
         answers = await worker.submit(requests)
@@ -48,17 +48,17 @@ class Answers:
     It ends when all of them are complete. `close` cancels those that are not.
     """
 
-    def __init__(self, worker: "Worker", count: int):
+    def __init__(self, worker: "EngineThread", count: int):
         self._worker = worker
-        self._updates: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
+        self._updates: asyncio.Queue[tuple[int, RequestOutput]] = asyncio.Queue()
         self._open = set(range(count))
         self.ids: list[int] = []  # of the engine, written and read by its thread
         self.closed = False
 
-    def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
+    def __aiter__(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         return self._each()
 
-    async def _each(self) -> AsyncIterator[tuple[int, Update]]:
+    async def _each(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         while self._open:
             number, update = await self._updates.get()
             if number in self._open:
@@ -80,15 +80,15 @@ class Answers:
             self.cancel(number)
         self._worker.forget(self)
 
-    def put(self, number: int, update: Update) -> None:
+    def put(self, number: int, update: RequestOutput) -> None:
         """Called on the event loop, with what the thread has brought."""
         self._updates.put_nowait((number, update))
 
     def _wake(self) -> None:
-        self._updates.put_nowait((-1, Update(request_id=-1)))
+        self._updates.put_nowait((-1, RequestOutput(request_id=-1)))
 
 
-class Worker:
+class EngineThread:
     """Runs an engine in a thread of its own, which sleeps while there is nothing to do.
 
     Everything but the thread itself belongs to the event loop on which `start` was called. What the engine raises in
@@ -106,14 +106,14 @@ class Worker:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._open: set[Answers] = set()
+        self._open: set[RequestOutputs] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._tickets: dict[int, tuple[Answers, int]] = {}  # the thread's: of each request whose it is
+        self._tickets: dict[int, tuple[RequestOutputs, int]] = {}  # the thread's: of each request whose it is
         self._ending = False
         self.state: State = "new"
         self.error = ""
-        self.counts = EngineCounts()  # after the last step
+        self.counts = EngineStats()  # after the last step
 
     @property
     def hangs(self) -> bool:
@@ -127,7 +127,7 @@ class Worker:
         self.state = "running"
         self._thread.start()
 
-    async def submit(self, requests: Sequence[Request]) -> Answers:
+    async def submit(self, requests: Sequence[Request]) -> RequestOutputs:
         """Hand over requests, all or none.
 
         Raises QueueFull and ConfigError as the engine does, and NotServing. If this is cancelled, so are they.
@@ -137,7 +137,7 @@ class Worker:
         if self.hangs:
             raise NotServing(f"A step of the engine has taken more than {self._patience} s: its device may hang.")
         assert self._loop is not None
-        answers, done = Answers(self, len(requests)), self._loop.create_future()
+        answers, done = RequestOutputs(self, len(requests)), self._loop.create_future()
         self._open.add(answers)
         self._idle.clear()
         self._commands.put(lambda: self._admit(answers, list(requests), done))
@@ -148,11 +148,11 @@ class Worker:
             raise
         return answers
 
-    def drop(self, answers: Answers, number: int) -> None:
+    def drop(self, answers: RequestOutputs, number: int) -> None:
         """Cancel one of the requests; on the event loop."""
         self._commands.put(lambda: self._cancel(answers, number))
 
-    def forget(self, answers: Answers) -> None:
+    def forget(self, answers: RequestOutputs) -> None:
         """Nobody waits for these any more; on the event loop."""
         self._open.discard(answers)
         if not self._open:
@@ -191,7 +191,9 @@ class Worker:
             self.error = f"The engine has failed ({type(error).__name__}): the server must be started again."
             self.state = "failed"
         self._publish(
-            Update(request_id=number, finish_reason="error" if self.error else "cancelled", error=self.error or None)
+            RequestOutput(
+                request_id=number, finish_reason="error" if self.error else "cancelled", error=self.error or None
+            )
             for number in list(self._tickets)
         )
         while not self._ending:  # what still comes is refused, until the end
@@ -204,7 +206,7 @@ class Worker:
             while True:
                 self._commands.get_nowait()()
 
-    def _admit(self, answers: Answers, requests: list[Request], done: asyncio.Future[None]) -> None:
+    def _admit(self, answers: RequestOutputs, requests: list[Request], done: asyncio.Future[None]) -> None:
         error: Exception | None = NotServing(self.error) if self.error else None
         if error is None and not answers.closed:
             try:
@@ -219,14 +221,14 @@ class Worker:
                 self._tickets |= {ticket: (answers, number) for number, ticket in enumerate(answers.ids)}
         self._on_loop(lambda: _settle(done, error))
 
-    def _cancel(self, answers: Answers, number: int) -> None:
+    def _cancel(self, answers: RequestOutputs, number: int) -> None:
         if number < len(answers.ids) and self._tickets.pop(answers.ids[number], None) is not None and not self.error:
             self._engine.cancel(answers.ids[number])
 
     def _end(self) -> None:
         self._ending = True
 
-    def _publish(self, updates: Iterable[Update]) -> None:
+    def _publish(self, updates: Iterable[RequestOutput]) -> None:
         """Hand all updates of a step to the event loop, in one call."""
         found = []
         for update in updates:
@@ -253,6 +255,6 @@ def _settle(done: asyncio.Future[None], error: Exception | None) -> None:
         done.set_exception(error)
 
 
-def _deliver(found: list[tuple[Answers, int, Update]]) -> None:
+def _deliver(found: list[tuple[RequestOutputs, int, RequestOutput]]) -> None:
     for answers, number, update in found:
         answers.put(number, update)

@@ -32,7 +32,7 @@ class TooMany(ValueError):
 
 def read(text: str, most: int) -> Any:
     """The value of a text of JSON. Raises ValueError for what is none, TooMany beyond `most` entries of one list."""
-    return _Reader(text, most).whole()
+    return _JsonReader(text, most).whole()
 
 
 def text(raw: bytes) -> str:
@@ -60,7 +60,7 @@ def constant(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON")
 
 
-class _Reader:
+class _JsonReader:
     """Tries each list and object within a window of the text, where it is short; else goes through its entries."""
 
     def __init__(self, text: str, most: int):

@@ -100,7 +100,7 @@ def parse(raw: bytes, most: int = LARGEST) -> dict[str, Any]:
     return body
 
 
-class Fields:
+class JsonFields:
     """The fields of a JSON object, by the type that they must have. null is the same as a field that is left out."""
 
     def __init__(self, body: Mapping[str, Any], where: str = ""):
@@ -176,11 +176,11 @@ class Fields:
             found.append(one)
         return tuple(found)
 
-    def inner(self, field: str) -> "Fields | None":
+    def inner(self, field: str) -> "JsonFields | None":
         """A JSON object."""
         value = self._body.get(field)
         self._check(field, value, value is None or isinstance(value, dict), "must be an object")
-        return None if value is None else Fields(value, self.name(field))
+        return None if value is None else JsonFields(value, self.name(field))
 
     def mapping(self, field: str) -> dict[str, Any]:
         """A JSON object as it is; empty where it is left out."""

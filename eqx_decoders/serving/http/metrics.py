@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from eqx_decoders.errors import need_extra
-from eqx_decoders.serving.engine.request import EngineCounts
+from eqx_decoders.serving.engine.request import EngineStats
 
 
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
@@ -34,7 +34,7 @@ COUNTS = {
 class Metrics:
     """Counters and histograms of one server (prometheus-client, extra "serve"). `counts` reads the engine's."""
 
-    def __init__(self, model: str, counts: Callable[[], EngineCounts]):
+    def __init__(self, model: str, counts: Callable[[], EngineStats]):
         try:
             import prometheus_client as prometheus
         except ImportError as error:
@@ -96,7 +96,7 @@ class Clock:
 class _Engine:
     """The counts of an engine, read when Prometheus asks."""
 
-    def __init__(self, model: str, counts: Callable[[], EngineCounts]):
+    def __init__(self, model: str, counts: Callable[[], EngineStats]):
         self._model, self._counts = model, counts
 
     def collect(self) -> Iterator[Any]:

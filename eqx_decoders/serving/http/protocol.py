@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.errors import check, check_integer, check_number
-from eqx_decoders.serving.engine.request import Sampling
-from eqx_decoders.serving.frontend.structured_output import ANY_OBJECT, Form
+from eqx_decoders.serving.engine.request import SamplingParams
+from eqx_decoders.serving.frontend.structured_output import ANY_OBJECT, Grammar
 from eqx_decoders.serving.http import incremental_json, known_fields
-from eqx_decoders.serving.http.json_fields import LARGEST, ApiError, Fields, refuse, token_of
+from eqx_decoders.serving.http.json_fields import LARGEST, ApiError, JsonFields, refuse, token_of
 
 
 Prompts = tuple[str | tuple[int, ...], ...]
@@ -79,7 +79,7 @@ class ApiConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
+class GenerationRequest:
     """What both kinds of requests have.
 
     - `max_tokens`: None: as many as there is room for, or at most 16 in continuing a text.
@@ -89,7 +89,7 @@ class Asked:
     """
 
     max_tokens: int | None
-    sampling: Sampling
+    sampling: SamplingParams
     n: int = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -97,7 +97,7 @@ class Asked:
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: int | None = None
-    form: Form | None = None
+    form: Grammar | None = None
     form_field: str = ""
     special: bool = False
     stream: bool = False
@@ -109,7 +109,7 @@ class Asked:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CompletionAsked(Asked):
+class CompletionRequest(GenerationRequest):
     """Texts, or token ids, to be continued; with `echo` they stand before their answers."""
 
     prompts: Prompts
@@ -118,7 +118,7 @@ class CompletionAsked(Asked):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ChatAsked(Asked):
+class ChatCompletionRequest(GenerationRequest):
     """A conversation to be answered; `variables` are the chat template's."""
 
     messages: tuple[dict[str, Any], ...]
@@ -126,9 +126,9 @@ class ChatAsked(Asked):
     add_generation_prompt: bool = True
 
 
-def read_completion(body: Mapping[str, Any], config: ApiConfig, seed: int) -> CompletionAsked:
+def read_completion(body: Mapping[str, Any], config: ApiConfig, seed: int) -> CompletionRequest:
     """A body of /v1/completions; `seed` if it has none."""
-    fields = Fields(body)
+    fields = JsonFields(body)
     fields.check_known(known_fields.COMPLETION, known_fields.NEUTRAL, known_fields.ADVICE)
     prompts = read_prompts(fields, config)
     logprobs = fields.integer("logprobs", least=0, most=config.max_logprobs)
@@ -138,7 +138,7 @@ def read_completion(body: Mapping[str, Any], config: ApiConfig, seed: int) -> Co
     common = _common(fields, config, seed, len(prompts))
     if echo and common["form"] is not None:
         raise fields.refuse("echo", "excludes answers of a given form: leave one out")
-    return CompletionAsked(
+    return CompletionRequest(
         prompts=prompts,
         echo=echo,
         max_tokens=most,
@@ -148,9 +148,9 @@ def read_completion(body: Mapping[str, Any], config: ApiConfig, seed: int) -> Co
     )
 
 
-def read_chat(body: Mapping[str, Any], config: ApiConfig, seed: int) -> ChatAsked:
+def read_chat(body: Mapping[str, Any], config: ApiConfig, seed: int) -> ChatCompletionRequest:
     """A body of /v1/chat/completions; `seed` if it has none."""
-    fields = Fields(body)
+    fields = JsonFields(body)
     fields.check_known(known_fields.CHAT, known_fields.NEUTRAL, known_fields.ADVICE)
     top = fields.integer("top_logprobs", least=0, most=config.max_logprobs)
     asked = fields.flag("logprobs")
@@ -158,7 +158,7 @@ def read_chat(body: Mapping[str, Any], config: ApiConfig, seed: int) -> ChatAske
         raise fields.refuse("top_logprobs", "needs logprobs=true")
     most = [fields.integer(name, least=1) for name in ("max_completion_tokens", "max_tokens")]
     common = _common(fields, config, seed, 1)
-    return ChatAsked(
+    return ChatCompletionRequest(
         messages=read_messages(fields, config),
         variables=read_variables(fields),
         add_generation_prompt=fields.flag("add_generation_prompt", True),
@@ -168,7 +168,7 @@ def read_chat(body: Mapping[str, Any], config: ApiConfig, seed: int) -> ChatAske
     )
 
 
-def read_prompts(fields: Fields, config: ApiConfig) -> Prompts:
+def read_prompts(fields: JsonFields, config: ApiConfig) -> Prompts:
     """`prompt`: a text, token ids, or a list of either; the texts and ids of each."""
     given, vocabulary = fields.raw("prompt"), config.vocab_size
     rule = f"must be a text, a list of token ids from 0 to {vocabulary - 1}, or a list of texts or of such lists"
@@ -199,8 +199,8 @@ def _ids(given: Any, config: ApiConfig, rule: str) -> tuple[int, ...]:
     return tuple(given)
 
 
-def _common(fields: Fields, config: ApiConfig, seed: int, prompts: int) -> dict[str, Any]:
-    """The arguments of `Asked` that both kinds of requests have."""
+def _common(fields: JsonFields, config: ApiConfig, seed: int, prompts: int) -> dict[str, Any]:
+    """The arguments of `GenerationRequest` that both kinds of requests have."""
     n = fields.integer("n", least=1)
     n = 1 if n is None else n
     if n * prompts > config.max_choices:
@@ -238,7 +238,7 @@ def _common(fields: Fields, config: ApiConfig, seed: int, prompts: int) -> dict[
     )
 
 
-def _priority(fields: Fields, config: ApiConfig) -> int:
+def _priority(fields: JsonFields, config: ApiConfig) -> int:
     """The engine's, where the highest comes first; in vLLM's API it is the lowest."""
     given = fields.integer("priority", least=-1_000_000, most=1_000_000) or 0
     if given and not config.allow_priority:
@@ -247,7 +247,7 @@ def _priority(fields: Fields, config: ApiConfig) -> int:
     return -given
 
 
-def _sampling(fields: Fields, config: ApiConfig, seed: int) -> Sampling:
+def _sampling(fields: JsonFields, config: ApiConfig, seed: int) -> SamplingParams:
     given: dict[str, int | float | None] = {
         "temperature": fields.number("temperature", least=0, most=1000),
         "top_p": fields.number("top_p", least=0, most=1),
@@ -269,16 +269,16 @@ def _sampling(fields: Fields, config: ApiConfig, seed: int) -> Sampling:
     off = {"top_p": 1.0, "min_p": 0.0}  # values that cut nothing
     merged = {name: value for name, value in merged.items() if value is not None and value != off.get(name)}
     own = fields.integer("seed")
-    return Sampling(**merged, logit_bias=_bias(fields, config), seed=seed if own is None else own)
+    return SamplingParams(**merged, logit_bias=_bias(fields, config), seed=seed if own is None else own)
 
 
-def _bias(fields: Fields, config: ApiConfig) -> tuple[tuple[int, float], ...]:
+def _bias(fields: JsonFields, config: ApiConfig) -> tuple[tuple[int, float], ...]:
     given = fields.mapping("logit_bias")
     if len(given) > config.max_bias:
         raise ApiError(
             400, f"logit_bias has {len(given):,} tokens: at most {config.max_bias} are taken.", param="logit_bias"
         )
-    biases = Fields(given, "logit_bias")
+    biases = JsonFields(given, "logit_bias")
     found: dict[int, float] = {}
     for name in given:
         token = token_of(int(name), config.vocab_size) if name.isascii() and name.isdigit() and len(name) < 12 else None
@@ -289,9 +289,9 @@ def _bias(fields: Fields, config: ApiConfig) -> tuple[tuple[int, float], ...]:
     return tuple(found.items())
 
 
-def _stops(fields: Fields, config: ApiConfig) -> tuple[str, ...]:
+def _stops(fields: JsonFields, config: ApiConfig) -> tuple[str, ...]:
     if isinstance(fields.raw("stop"), str):
-        fields = Fields({"stop": [fields.raw("stop")]})
+        fields = JsonFields({"stop": [fields.raw("stop")]})
     most = config.max_stop_length
 
     def read(value: Any) -> str | None:
@@ -300,12 +300,12 @@ def _stops(fields: Fields, config: ApiConfig) -> tuple[str, ...]:
     return fields.many("stop", read, f"texts of 1 to {most:,} characters", most=config.max_stops)
 
 
-def read_form(fields: Fields) -> tuple[str, Form | None]:
+def read_form(fields: JsonFields) -> tuple[str, Grammar | None]:
     """What an answer must be, behind the field that says so.
 
     That is `response_format`, or of vLLM `structured_outputs` and its older `guided_…`.
     """
-    found: dict[str, Form] = {}
+    found: dict[str, Grammar] = {}
     for name, kind in FORMS.items():
         if fields.has(name):
             found[fields.name(name)] = _form(fields, name, kind)
@@ -323,7 +323,7 @@ def read_form(fields: Fields) -> tuple[str, Form | None]:
     return next(iter(found.items()), ("", None))
 
 
-def _response_format(fields: Fields) -> Form | None:
+def _response_format(fields: JsonFields) -> Grammar | None:
     asked = _inner(fields, "response_format", known_fields.RESPONSE_FORMAT)
     if asked is None:
         return None
@@ -340,21 +340,21 @@ def _response_format(fields: Fields) -> Form | None:
     return _form(inner, "schema", "json")
 
 
-def _form(fields: Fields, name: str, kind: Literal["json", "regex", "choice", "grammar"] | str) -> Form:
+def _form(fields: JsonFields, name: str, kind: Literal["json", "regex", "choice", "grammar"] | str) -> Grammar:
     value = fields.raw(name)
     if kind == "choice":
         texts = fields.many(name, lambda one: one if isinstance(one, str) and one else None, "texts", most=1000)
         if not texts:
             raise fields.refuse(name, "must be a list of texts, at least one")
-        return Form("choice", texts)
+        return Grammar("choice", texts)
     if kind == "json" and isinstance(value, dict):
-        return Form("json", incremental_json.write(value).decode())
+        return Grammar("json", incremental_json.write(value).decode())
     if not isinstance(value, str) or not value:
         raise fields.refuse(name, "must be an object or a text of JSON" if kind == "json" else "must be a text")
-    return Form("json" if kind == "json" else "regex" if kind == "regex" else "grammar", value)
+    return Grammar("json" if kind == "json" else "regex" if kind == "regex" else "grammar", value)
 
 
-def _inner(fields: Fields, name: str, names: Collection[str]) -> Fields | None:
+def _inner(fields: JsonFields, name: str, names: Collection[str]) -> JsonFields | None:
     """An object within a body, which has none but these fields."""
     found = fields.inner(name)
     if found is not None:
@@ -362,7 +362,7 @@ def _inner(fields: Fields, name: str, names: Collection[str]) -> Fields | None:
     return found
 
 
-def read_variables(fields: Fields) -> dict[str, Any]:
+def read_variables(fields: JsonFields) -> dict[str, Any]:
     """Of the chat template: `tools`, and those that `chat_template_kwargs` has."""
     found = dict(fields.mapping("chat_template_kwargs"))
     taken = RESERVED & found.keys()
@@ -385,7 +385,7 @@ def _is_tool(value: Any) -> bool:
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
-def read_messages(fields: Fields, config: ApiConfig) -> tuple[dict[str, Any], ...]:
+def read_messages(fields: JsonFields, config: ApiConfig) -> tuple[dict[str, Any], ...]:
     """`messages`, whose contents are texts or lists of parts (see `prompts.parts_of`)."""
     given = fields.raw("messages")
     if not isinstance(given, list) or not given:
@@ -397,7 +397,7 @@ def read_messages(fields: Fields, config: ApiConfig) -> tuple[dict[str, Any], ..
         where = f"messages[{number}]"
         if not isinstance(one, dict):
             raise refuse(where, one, "must be an object with role and content")
-        message = Fields(one, where)
+        message = JsonFields(one, where)
         if message.word("role", ROLES) is None:
             raise ApiError(400, f"{where}.role is missing: give one of {', '.join(ROLES)}.", param=f"{where}.role")
         content = message.raw("content")

@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eqx_decoders.io.text.tokenizer import Tokenizer
-from eqx_decoders.serving.engine.request import TokenScore, Update
-from eqx_decoders.serving.frontend.detokenizer import Detokeniser, StopStrings, TokenTexts
+from eqx_decoders.serving.engine.request import RequestOutput, TokenScore
+from eqx_decoders.serving.frontend.detokenizer import Detokenizer, StopStrings, TokenTexts
 from eqx_decoders.serving.http.json_fields import ApiError
-from eqx_decoders.serving.http.protocol import Asked
+from eqx_decoders.serving.http.protocol import GenerationRequest
 
 
 LEAST_LOGPROB = -9999.0  # for what cannot come: JSON has no infinity
 
 
 @dataclasses.dataclass(kw_only=True)
-class Piece:
+class Delta:
     """What an update adds to an answer.
 
     - `text`: that can be shown now.
@@ -42,20 +42,20 @@ class Piece:
         return not (self.text or self.tokens or self.scored or self.finish)
 
 
-class Gathered:
+class CollectedDeltas:
     """The pieces of one answer, one behind the other. Texts are joined once: no token copies a long echo."""
 
     def __init__(self):
-        self._piece, self._texts = Piece(), list[str]()
+        self._piece, self._texts = Delta(), list[str]()
 
-    def add(self, other: Piece) -> None:
+    def add(self, other: Delta) -> None:
         """Put a piece behind the others."""
         self._texts.append(other.text)
         for name in ("tokens", "scored", "scores", "offsets"):
             getattr(self._piece, name).extend(getattr(other, name))
         self._piece.finish, self._piece.reason = other.finish, other.reason
 
-    def whole(self) -> Piece:
+    def whole(self) -> Delta:
         """All of them as one."""
         self._piece.text = "".join(self._texts)
         return self._piece
@@ -82,29 +82,29 @@ class Choice:
 
     def __init__(
         self,
-        asked: Asked,
+        asked: GenerationRequest,
         tokenizer: Tokenizer,
         *,
-        text: Detokeniser | None = None,
+        text: Detokenizer | None = None,
         echo: Echo | None = None,
         write: bool = True,
     ):
         self._asked, self._tokenizer, self._echo, self._write = asked, tokenizer, echo, write
-        self._text = Detokeniser(tokenizer, special=asked.special) if text is None else text.copy()
+        self._text = Detokenizer(tokenizer, special=asked.special) if text is None else text.copy()
         self._stops = StopStrings(asked.stop, include=asked.include_stop)
         self._letters = 0 if echo is None else len(echo.text)  # of the whole text, before what is held back
         self.count = 0  # tokens of the answer
         self.cached = 0
         self.finished = False
 
-    def take(self, update: Update) -> Piece:
+    def take(self, update: RequestOutput) -> Delta:
         """What an update adds. Raises ApiError for an answer that is not completed."""
         if update.finish_reason == "error":
             raise ApiError(500, update.error or "The engine could not answer this request.")
         if update.finish_reason == "cancelled":
             raise ApiError(503, "The server is stopping: this answer was cut off.")
         self.cached = max(self.cached, update.cached_tokens)
-        piece = Piece()
+        piece = Delta()
         if self._echo is not None and (self._asked.logprobs is None or update.prompt_scores or update.tokens):
             self._before(piece, self._echo, update.prompt_scores)
             self._echo = None
@@ -117,16 +117,16 @@ class Choice:
             self._end(piece, update.finish_reason)
         return piece
 
-    def _before(self, piece: Piece, echo: Echo, scores: Sequence[TokenScore]) -> None:
+    def _before(self, piece: Delta, echo: Echo, scores: Sequence[TokenScore]) -> None:
         piece.text = echo.text
         if self._asked.logprobs is None:
             return
-        text, place = Detokeniser(self._tokenizer), 0
+        text, place = Detokenizer(self._tokenizer), 0
         for token, score in zip(echo.ids, [None, *scores], strict=True):
             self._score(piece, token, score, min(place, len(echo.text)))
             place += len(text.push(token))
 
-    def _token(self, piece: Piece, token: int, score: TokenScore | None, finish: str | None) -> None:
+    def _token(self, piece: Delta, token: int, score: TokenScore | None, finish: str | None) -> None:
         self.count += 1
         if not self._write:
             self.count = 0
@@ -145,17 +145,17 @@ class Choice:
             own = finish == "stop" and token in self._asked.stop_token_ids
             self._end(piece, finish, token if own else None)
 
-    def _score(self, piece: Piece, token: int, score: TokenScore | None, place: int) -> None:
+    def _score(self, piece: Delta, token: int, score: TokenScore | None, place: int) -> None:
         piece.scored.append(token)
         piece.scores.append(score)
         piece.offsets.append(place)
 
-    def _show(self, piece: Piece, text: str, *, search: bool = True) -> None:
+    def _show(self, piece: Delta, text: str, *, search: bool = True) -> None:
         self._letters += len(text)
         searched = search and self.count > self._asked.min_tokens
         piece.text += self._stops.push(text) if searched else self._stops.flush() + text
 
-    def _end(self, piece: Piece, finish: str, reason: str | int | None = None) -> None:
+    def _end(self, piece: Delta, finish: str, reason: str | int | None = None) -> None:
         if self._write and self._stops.found is None:
             self._show(piece, self._text.flush())
             found = self._stops.found
@@ -184,24 +184,24 @@ class Usage:
         }
 
 
-class Shape:
+class ResponseBuilder:
     """The JSON objects of one response; those of /v1/completions and of /v1/chat/completions differ."""
 
     prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
 
-    def __init__(self, request_id: str, model: str, asked: Asked, texts: TokenTexts):
+    def __init__(self, request_id: str, model: str, asked: GenerationRequest, texts: TokenTexts):
         self.id, self._model, self._asked, self._texts = f"{self.prefix}-{request_id}", model, asked, texts
         self._created = int(time.time())
 
-    def whole(self, pieces: Sequence[Piece], usage: Usage, prompts: Mapping[int, Sequence[int]]) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[Delta], usage: Usage, prompts: Mapping[int, Sequence[int]]) -> dict[str, Any]:
         """A complete response. `prompts`: the ids of each choice's prompt, to be given back."""
         choices = [
             self._choice(number, piece) | self._ids(piece, prompts.get(number)) for number, piece in enumerate(pieces)
         ]
         return self._frame(self.whole_object, choices) | {"usage": usage.body}
 
-    def chunk(self, number: int, piece: Piece, prompt: Sequence[int] | None) -> dict[str, Any]:
+    def chunk(self, number: int, piece: Delta, prompt: Sequence[int] | None) -> dict[str, Any]:
         """A part of a streamed response."""
         choice = self._delta(number, piece) | self._ids(piece, prompt)
         return self._frame(self.chunk_object, [choice]) | ({"usage": None} if self._asked.include_usage else {})
@@ -217,13 +217,13 @@ class Shape:
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
 
-    def _ids(self, piece: Piece, prompt: Sequence[int] | None) -> dict[str, Any]:
+    def _ids(self, piece: Delta, prompt: Sequence[int] | None) -> dict[str, Any]:
         if not self._asked.return_token_ids:
             return {}
         found: dict[str, Any] = {"token_ids": piece.tokens}
         return found if prompt is None else {**found, "prompt_token_ids": list(prompt)}
 
-    def _choice(self, number: int, piece: Piece) -> dict[str, Any]:
+    def _choice(self, number: int, piece: Delta) -> dict[str, Any]:
         return {
             "index": number,
             "text": piece.text,
@@ -232,10 +232,10 @@ class Shape:
             "stop_reason": piece.reason,
         }
 
-    def _delta(self, number: int, piece: Piece) -> dict[str, Any]:
+    def _delta(self, number: int, piece: Delta) -> dict[str, Any]:
         return self._choice(number, piece)
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+    def _logprobs(self, piece: Delta) -> dict[str, Any] | None:
         if self._asked.logprobs is None:
             return None
         return {
@@ -254,7 +254,7 @@ class Shape:
         return found
 
 
-class ChatShape(Shape):
+class ChatResponseBuilder(ResponseBuilder):
     """The JSON objects of /v1/chat/completions."""
 
     prefix = "chatcmpl"
@@ -265,18 +265,18 @@ class ChatShape(Shape):
         frame = self._frame(self.chunk_object, [choice | {"finish_reason": None}])
         return frame | ({"usage": None} if self._asked.include_usage else {})
 
-    def _choice(self, number: int, piece: Piece) -> dict[str, Any]:
+    def _choice(self, number: int, piece: Delta) -> dict[str, Any]:
         message = {"role": "assistant", "content": piece.text, "refusal": None}
         return self._with_end({"index": number, "message": message}, piece)
 
-    def _delta(self, number: int, piece: Piece) -> dict[str, Any]:
+    def _delta(self, number: int, piece: Delta) -> dict[str, Any]:
         return self._with_end({"index": number, "delta": {"content": piece.text} if piece.text else {}}, piece)
 
-    def _with_end(self, choice: dict[str, Any], piece: Piece) -> dict[str, Any]:
+    def _with_end(self, choice: dict[str, Any], piece: Delta) -> dict[str, Any]:
         end = {"finish_reason": piece.finish, "stop_reason": piece.reason}
         return choice | {"logprobs": self._logprobs(piece)} | end
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+    def _logprobs(self, piece: Delta) -> dict[str, Any] | None:
         if self._asked.logprobs is None:
             return None
         return {"content": [self._scored(score) for score in piece.scores if score is not None], "refusal": None}

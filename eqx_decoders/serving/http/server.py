@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from eqx_decoders.errors import ConfigError, check_number, need_extra
-from eqx_decoders.serving.frontend.prompts import Language
+from eqx_decoders.serving.frontend.prompts import TextFrontend
 from eqx_decoders.serving.http.api import Api
 from eqx_decoders.serving.http.app import create_app
-from eqx_decoders.serving.http.engine_thread import EngineLike, Worker
+from eqx_decoders.serving.http.engine_thread import EngineLike, EngineThread
 from eqx_decoders.serving.http.protocol import ApiConfig
 
 
@@ -94,7 +94,7 @@ def address_of(sock: socket.socket) -> str:
 
 
 async def serve(
-    language: Language,
+    language: TextFrontend,
     engine: EngineLike,
     config: ApiConfig,
     sock: socket.socket,
@@ -109,7 +109,7 @@ async def serve(
     Returns whether the engine's thread has ended, too: a step that hangs cannot be interrupted.
     """
     uvicorn = _uvicorn()
-    worker = Worker(engine)
+    worker = EngineThread(engine)
     api = Api(language, worker, config)
     options: dict[str, Any] = dict(
         http=_protocol(times.head, times.write),

@@ -8,19 +8,19 @@ from typing import Any
 
 from eqx_decoders.serving.frontend.structured_output import TokenConstraint
 from eqx_decoders.serving.frontend.threads import SLOW, unless_small
-from eqx_decoders.serving.http.engine_thread import Answers
+from eqx_decoders.serving.http.engine_thread import RequestOutputs
 from eqx_decoders.serving.http.incremental_json import write
 from eqx_decoders.serving.http.json_fields import ApiError
 from eqx_decoders.serving.http.metrics import Clock
-from eqx_decoders.serving.http.protocol import Asked
-from eqx_decoders.serving.http.responses import Choice, Gathered, Piece, Shape, Usage
+from eqx_decoders.serving.http.protocol import GenerationRequest
+from eqx_decoders.serving.http.responses import Choice, CollectedDeltas, Delta, ResponseBuilder, Usage
 
 
 _log = logging.getLogger("eqx_decoders.serving")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Reply:
+class HttpResponse:
     """A whole response."""
 
     content: bytes
@@ -29,12 +29,12 @@ class Reply:
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def json(cls, value: Any, status: int = 200, **headers: str) -> "Reply":
+    def json(cls, value: Any, status: int = 200, **headers: str) -> "HttpResponse":
         return cls(content=write(value), status=status, headers=headers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Events:
+class EventStream:
     """A response that is sent piece by piece. Whoever sends it calls `close` afterwards, whatever has happened."""
 
     content: AsyncIterator[bytes]
@@ -42,12 +42,12 @@ class Events:
 
 
 @dataclasses.dataclass(kw_only=True)
-class Task:
+class PendingResponse:
     """The answers to one request on their way."""
 
-    asked: Asked
-    shape: Shape
-    answers: Answers
+    asked: GenerationRequest
+    shape: ResponseBuilder
+    answers: RequestOutputs
     choices: list[Choice]
     clocks: list[Clock]
     prompts: list[tuple[int, ...]]  # of each choice
@@ -64,9 +64,9 @@ class Task:
             cached=sum(self.choices[number].cached for number in own),
         )
 
-    async def whole(self) -> Reply:
+    async def whole(self) -> HttpResponse:
         """The whole response."""
-        gathered = [Gathered() for _ in self.choices]
+        gathered = [CollectedDeltas() for _ in self.choices]
         try:
             async for number, piece in self._pieces():
                 gathered[number].add(piece)
@@ -75,9 +75,9 @@ class Task:
         whole = [one.whole() for one in gathered]
         prompts = dict(enumerate(self.prompts)) if self.asked.return_token_ids else {}
         size = sum(self._weight(piece) for piece in whole) + sum(map(len, prompts.values()))
-        return await unless_small(size, lambda: Reply.json(self.shape.whole(whole, self.usage, prompts)))
+        return await unless_small(size, lambda: HttpResponse.json(self.shape.whole(whole, self.usage, prompts)))
 
-    def _weight(self, piece: Piece) -> int:
+    def _weight(self, piece: Delta) -> int:
         """How many numbers and letters the JSON of a piece has, about."""
         return len(piece.tokens) + len(piece.text) // 8 + len(piece.scores) * (1 + (self.asked.logprobs or 0))
 
@@ -105,7 +105,7 @@ class Task:
             yield event(ApiError(500, "The server could not answer this request.").body)
         yield b"data: [DONE]\n\n"
 
-    async def _pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+    async def _pieces(self) -> AsyncIterator[tuple[int, Delta]]:
         async for number, update in self.answers:
             choice, clock = self.choices[number], self.clocks[number]
             try:
@@ -131,14 +131,14 @@ class Task:
                 clock.ended("abort")
 
 
-def _check_form(constraint: TokenConstraint | None, piece: Piece, stop_ids: Sequence[int]) -> None:
+def _check_form(constraint: TokenConstraint | None, piece: Delta, stop_ids: Sequence[int]) -> None:
     """ApiError for an answer that had to end before it had the form that was asked for."""
     ended = constraint is not None and piece.finish == "stop" and piece.tokens and piece.tokens[-1] in stop_ids
     if ended and constraint is not None and constraint.error:
         raise ApiError(400, f"The form that was asked for could not be kept: {constraint.error}.")
 
 
-def _chunk(shape: Shape, number: int, piece: Piece, prompt: Sequence[int] | None) -> bytes:
+def _chunk(shape: ResponseBuilder, number: int, piece: Delta, prompt: Sequence[int] | None) -> bytes:
     return event(shape.chunk(number, piece, prompt))
 
 

@@ -19,7 +19,7 @@ from eqx_decoders.data.host_rows import host_rows, place
 from eqx_decoders.errors import CheckpointError, DataError, EqxDecodersError, check
 from eqx_decoders.inference.text_model import prompt_ids
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
-from eqx_decoders.io.checkpoint.run_backup import GROWING, RunCopies
+from eqx_decoders.io.checkpoint.run_backup import GROWING, RunBackup
 from eqx_decoders.io.coordination import (
     AHEAD,
     LONG,
@@ -33,7 +33,7 @@ from eqx_decoders.io.coordination import (
 )
 from eqx_decoders.io.huggingface.load import abstract_hf
 from eqx_decoders.io.run_lock import EXIT_SIGTERM, Interrupt, RunLock, check_run_dir
-from eqx_decoders.io.status import Waiting, showing
+from eqx_decoders.io.status import StatusLine, showing
 from eqx_decoders.io.text.tokenizer import Tokenizer
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.sharding.replication import check_replicated
@@ -88,7 +88,7 @@ def train(config: TrainConfig) -> int:
     In a run of several processes all of them must call this. Raises the errors of `eqx_decoders.errors`, and `Stopped`,
     a KeyboardInterrupt, for a signal before the first step.
     """
-    run = Run(config)
+    run = TrainingLoop(config)
     try:
         return run.train()
     except jax.errors.JaxRuntimeError as error:
@@ -97,7 +97,7 @@ def train(config: TrainConfig) -> int:
         raise EqxDecodersError(out_of_memory(run.config, run.target, str(error))) from error
 
 
-class Run:
+class TrainingLoop:
     """One process's part of a run. `train` prepares everything, takes the steps and finishes the run."""
 
     def __init__(self, config: TrainConfig):
@@ -174,7 +174,7 @@ class Run:
     # --- before the first step ----------------------------------------------------------------------------------------
 
     def _open_model_and_data(self, stack: contextlib.ExitStack) -> None:
-        self.copies = RunCopies(self.dir, self.config.checkpoint_dir)
+        self.copies = RunBackup(self.dir, self.config.checkpoint_dir)
         if self.writes:
             self.copies.try_out()
         if self.writes and (not is_begun(self.dir) or self.copies.taken_over):
@@ -201,7 +201,7 @@ class Run:
         for batches in self.held_out.values():
             stack.enter_context(batches)
         alone = jax.process_count() == 1
-        with contextlib.nullcontext() if alone else Waiting("waiting for the other processes (tokens)"):
+        with contextlib.nullcontext() if alone else StatusLine("waiting for the other processes (tokens)"):
             gather("tokens", seconds=LONG)
         parts = [part for batches in (self.data, *self.held_out.values()) for part in batches.parts]
         if self.tokenizer.vocab_size > self.target.config.vocab_size:
@@ -221,7 +221,7 @@ class Run:
         rule = f"{self.dir / SOURCE} is there, but init_from={source}: of a start or an import that did not come to"
         check(source is not None or not kept, f"{rule} its end. Give init_from, or choose another run_dir.")
         if source is not None and not (kept and begun):  # else it may be another one's
-            with Waiting(f"fetching {source}", kept="what was downloaded is kept"):
+            with StatusLine(f"fetching {source}", kept="what was downloaded is kept"):
                 keep_source(abstract_hf(source), self.dir)
 
     def _check_same(self) -> None:
@@ -288,11 +288,11 @@ class Run:
         config, key = self.config, jax.random.key(self.config.dataset.seed)
         print_status("\n".join(describe_model(config, self.target, self.trainer, self.execution)))
         if from_first("new", self.writes and (self.checkpoints.latest is None or is_imported(config, self.dir))):
-            with Waiting("making the model", kept=self._kept()):
+            with StatusLine("making the model", kept=self._kept()):
                 model = new_model(config, self.dir, self.execution)
                 state, start = self.trainer.init(model, key=jax.random.fold_in(key, 1)), 0
         else:
-            with Waiting("loading the checkpoint", kept=self._kept()):
+            with StatusLine("loading the checkpoint", kept=self._kept()):
                 state, data_state, start = restore_state(
                     self.checkpoints, self.trainer, self.target, key, say=print_status
                 )
@@ -385,7 +385,7 @@ class Run:
         return place(rows, self.layout, self.config.dataset.batch_size)
 
     def _compile(self, state: TrainState, batch: Batch) -> None:
-        waiting = Waiting("compiling the first step", kept=self._kept(), show=self.progress.wait)
+        waiting = StatusLine("compiling the first step", kept=self._kept(), show=self.progress.wait)
         with self.time.doing("compiling"), waiting:
             self.log.step_bytes = self.trainer.compile(state, batch)
 

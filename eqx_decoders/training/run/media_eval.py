@@ -11,7 +11,7 @@ import numpy as np
 
 from eqx_decoders.core.sampling import Greedy
 from eqx_decoders.data.dataset import DataConfig
-from eqx_decoders.data.media_documents import DrawnReader, MediaReader, ProcessedReader
+from eqx_decoders.data.media_documents import MediaReader, ProcessorReader, SyntheticReader
 from eqx_decoders.data.sources.documents import referred
 from eqx_decoders.data.store.token_store import TokenStore
 from eqx_decoders.data.synthetic_images import write_questions
@@ -43,10 +43,10 @@ def with_images(data: DataConfig, config: DecoderConfig, source: Path) -> tuple[
     if media is None or not own:
         return data, None
     if source.is_dir():
-        return data, ProcessedReader(str(source), own[0])
+        return data, ProcessorReader(str(source), own[0])
     if data.path is not None or media.vision is None or media.image_token is None:
         return data, None
-    reader = DrawnReader.of(config)
+    reader = SyntheticReader.of(config)
     file = write_questions(cache_directory(data.cache_dir) / "images" / f"{IMAGES}.jsonl", IMAGES)
     return dataclasses.replace(data, path=str(file)), reader
 
@@ -79,7 +79,7 @@ class Question(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Answered:
+class AnsweredQuestion:
     """A held-out question about images, and what was said.
 
     **Arguments:**
@@ -113,7 +113,7 @@ def answers(
     most_new: int,
     at_once: int,
     most: int = ASKED,
-) -> list[Answered]:
+) -> list[AnsweredQuestion]:
     """What the model says, greedily, to the first held-out questions about images; none where there are none.
 
     **Arguments:**
@@ -133,7 +133,7 @@ def answers(
 
     said = _said(model, reader, asked, tokenizer.eos_id, at_once)
     return [
-        Answered(one.references, text(one.prompt), text(one.answer), text(made))
+        AnsweredQuestion(one.references, text(one.prompt), text(one.answer), text(made))
         for one, made in zip(asked, said, strict=True)
     ]
 
@@ -180,7 +180,7 @@ def _ended(made: np.ndarray, one: Question) -> np.ndarray:
     return made[: int(ends[0]) + 1] if len(ends) else made
 
 
-def draw_answers(reader: MediaReader, found: Sequence[Answered], out_png: Path) -> None:
+def draw_answers(reader: MediaReader, found: Sequence[AnsweredQuestion], out_png: Path) -> None:
     """Draw the last image of each under its question and what was said; videos and audio are left out."""
     drawn = ((map(reader.pixels, reversed(one.references)), one) for one in found)
     seen = ((next((each for each in pixels if each is not None), None), one) for pixels, one in drawn)
@@ -190,7 +190,7 @@ def draw_answers(reader: MediaReader, found: Sequence[Answered], out_png: Path) 
         plot_answers([pixels for pixels, _ in shown], titles, [one.right for _, one in shown], out_png)
 
 
-def describe_answers(found: Sequence[Answered]) -> str:
+def describe_answers(found: Sequence[AnsweredQuestion]) -> str:
     """How many are right, and one of each; there is at least one."""
     right = [one for one in found if one.right]
     wrong = [one for one in found if not one.right]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from eqx_decoders.context import Execution
-from eqx_decoders.data.store.corpus_stats import Counts
+from eqx_decoders.data.store.corpus_stats import CorpusStats
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints
 from eqx_decoders.model.decoder import Decoder
 from eqx_decoders.sharding.axes import named_leaves
@@ -87,7 +87,7 @@ def summary(
     loads: Mapping[Any, np.ndarray],
     steps: int,
     results: Mapping[str, HeldOut],
-    sets: Mapping[str, Counts],
+    sets: Mapping[str, CorpusStats],
 ) -> list[str]:
     """Lines about a run that is done: where its files are, the loads of experts, and the held-out losses."""
     files = f"metrics.jsonl, loss.png{' and expert_load.png' * bool(loads)} are in {run}"
@@ -97,6 +97,6 @@ def summary(
         worst = ", ".join(f"{load.max():.2f}" for load in loads.values())
         lines.append(f"largest load of an expert over the mean, layer by layer, last {steps} steps: {worst}")
     for name, result in results.items():
-        counts: Sequence[Counts] = [sets[name]] if name else list(sets.values())
+        counts: Sequence[CorpusStats] = [sets[name]] if name else list(sets.values())
         lines += describe_held_out(name, result, counts)
     return lines

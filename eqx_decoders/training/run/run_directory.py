@@ -22,7 +22,7 @@ from eqx_decoders.families import get_config
 from eqx_decoders.inference.text_model import TextModel, published_model
 from eqx_decoders.io.atomic_files import expanded, new_directory, write_atomically, write_json
 from eqx_decoders.io.checkpoint.checkpoints import Checkpoints, Restored, load_part, load_weights
-from eqx_decoders.io.checkpoint.run_backup import RunCopies
+from eqx_decoders.io.checkpoint.run_backup import RunBackup
 from eqx_decoders.io.coordination import from_first
 from eqx_decoders.io.huggingface.directory import parse_json
 from eqx_decoders.io.huggingface.export import (
@@ -169,11 +169,11 @@ def checkpoints_of(settings: TrainConfig, run_dir: str | Path) -> Checkpoints:
 
 def copied_run(checkpoint_dir: str) -> Path | None:
     """What a run keeps beside its checkpoints as a run directory, until this process ends; None if there is none."""
-    if not RunCopies("", checkpoint_dir).there:
+    if not RunBackup("", checkpoint_dir).there:
         return None
     folder = Path(tempfile.mkdtemp(prefix="eqx_decoders-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    RunCopies(folder, checkpoint_dir).bring_back()
+    RunBackup(folder, checkpoint_dir).bring_back()
     settings = load_settings(folder / "settings.json")
     save_settings(dataclasses.replace(settings, checkpoint_dir=checkpoint_dir), folder / "settings.json")
     return folder
@@ -199,7 +199,7 @@ def begun_run(run_dir: str | Path, checkpoint_dir: str | None) -> Path | None:
     if _has_model(run):
         check_run_dir(run)
         checkpoint_dir = checkpoint_dir or load_settings(run / "settings.json").checkpoint_dir
-        if not RunCopies(run, checkpoint_dir).taken_over:
+        if not RunBackup(run, checkpoint_dir).taken_over:
             return run
     return None if checkpoint_dir is None else copied_run(checkpoint_dir)
 
@@ -209,7 +209,7 @@ def check_found(settings: TrainConfig, changes: Changes, run_dir: str | Path) ->
     metrics = Path(run_dir) / "metrics.jsonl"
     if settings.checkpoint_dir is None or "checkpoint_dir" in changes or not metrics.exists():
         return
-    there = metrics.stat().st_size == 0 or RunCopies(run_dir, settings.checkpoint_dir).there
+    there = metrics.stat().st_size == 0 or RunBackup(run_dir, settings.checkpoint_dir).there
     rule = f"checkpoint_dir={settings.checkpoint_dir!r} is empty, but {run_dir} has saved there"
     check(there, f"{rule}: is it mounted? To begin anew, choose another run_dir.", CheckpointError)
 

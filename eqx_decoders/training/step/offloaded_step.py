@@ -13,7 +13,7 @@ from eqx_decoders.sharding.offload import Offload, is_on_host, may_stream, to_de
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig, matching
 
 
-Update = Callable[[dict[str, Array], dict[str, Array], PyTree, PyTree], tuple[dict[str, Array], PyTree, PyTree]]
+RequestOutput = Callable[[dict[str, Array], dict[str, Array], PyTree, PyTree], tuple[dict[str, Array], PyTree, PyTree]]
 
 
 def check_offload(offload: Offload, words: Mapping[str, Axes], optimizer: OptimizerConfig) -> None:
@@ -44,7 +44,7 @@ def square_sum(tree: dict[str, Array]) -> Float32[Array, ""]:
 
 
 def by_layer(
-    update: Update,
+    update: RequestOutput,
     groups: Mapping[int, tuple[str, ...]],
     names: tuple[str, ...],
     finite: Array,
@@ -83,7 +83,7 @@ def by_layer(
     return tuple(joined(*trees) for trees in zip(*done, strict=True))
 
 
-def _group(update: Update, layers: int, finite: Array, gradient: dict[str, Array], old: Any) -> Any:
+def _group(update: RequestOutput, layers: int, finite: Array, gradient: dict[str, Array], old: Any) -> Any:
     """One layer after another, written where it was read: the host holds no second copy."""
     leaves, tree = jax.tree.flatten(old)
     stacked = [leaf.ndim > 0 for leaf in leaves]  # counters have no layers

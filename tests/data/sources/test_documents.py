@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from eqx_decoders.data.sources.documents import Chat
-from eqx_decoders.data.sources.readers import Reading, read_source
+from eqx_decoders.data.sources.documents import ChatDocument
+from eqx_decoders.data.sources.readers import ReadOptions, read_source
 from eqx_decoders.data.sources.sources import Source
 from eqx_decoders.errors import DataError
 
@@ -15,7 +15,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 def read_file(file, field):
-    return list(read_source(Source(file.name, file), Reading(field)))
+    return list(read_source(Source(file.name, file), ReadOptions(field)))
 
 
 def read(tmp_path, *records, field="text", name="a.jsonl"):
@@ -37,14 +37,14 @@ def test_what_a_record_is_made_of(tmp_path):
     assert [one.text for one in found] == ["both", None, "a naïve b", None, None, None]
     assert found[0].spans is None and found[0].chat is None and found[2].spans == ((2, 9),) and found[2].chat is None
     assert [found[i].chat for i in (1, 3, 4, 5)] == [
-        Chat(chat, 0, {}),
-        Chat(chat, 1, {"tools": [TOOL]}),
-        Chat(chat, 0, {"tools": [TOOL], "enable_thinking": False}),
-        Chat(chat, 0, {}),
+        ChatDocument(chat, 0, {}),
+        ChatDocument(chat, 1, {"tools": [TOOL]}),
+        ChatDocument(chat, 0, {"tools": [TOOL], "enable_thinking": False}),
+        ChatDocument(chat, 0, {}),
     ]
     assert [one.where for one in found[:2]] == [f"{tmp_path}/a.jsonl:1", f"{tmp_path}/a.jsonl:2"]
     (named,) = read(tmp_path, {"talk": chat, "text": "x"}, field="talk")
-    assert named.chat == Chat(chat, 0, {})
+    assert named.chat == ChatDocument(chat, 0, {})
 
 
 def test_equal_conversations_fall_on_one_side(tmp_path):
@@ -114,7 +114,7 @@ def test_columns_of_conversations(tmp_path):
     rows = [{"id": 1, "messages": [USER, call]}, {"id": 2, "messages": [USER, other]}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     found = read_file(tmp_path / "a.parquet", "text")
-    assert [one.chat for one in found] == [Chat([USER, call], 0, {}), Chat([USER, other], 0, {})]
+    assert [one.chat for one in found] == [ChatDocument([USER, call], 0, {}), ChatDocument([USER, other], 0, {})]
     assert found[1].where.endswith("a.parquet, row 1")
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "completion": ["bc"]}), tmp_path / "b.parquet")
     assert [(one.text, one.spans) for one in read_file(tmp_path / "b.parquet", "text")] == [("abc", ((1, 3),))]

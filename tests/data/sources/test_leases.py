@@ -10,12 +10,12 @@ import time
 import pytest
 
 from eqx_decoders.data.sources import leases
-from eqx_decoders.data.sources.leases import Claims
+from eqx_decoders.data.sources.leases import Leases
 from tests.commands import ROOT
 
 
 def test_a_claim_has_one_holder(tmp_path):
-    with Claims(tmp_path) as one, Claims(tmp_path) as other:
+    with Leases(tmp_path) as one, Leases(tmp_path) as other:
         assert one.take("a") and not other.take("a") and not one.take("a") and other.take("b")
         one.release("a")
         assert other.take("a") and not one.take("a")
@@ -25,7 +25,7 @@ def test_a_claim_has_one_holder(tmp_path):
 
 
 def test_what_is_unfinished_goes_with_the_claim(tmp_path):
-    with Claims(tmp_path) as one:
+    with Leases(tmp_path) as one:
         one.take("a")
         one.partial("a").write_bytes(b"half")
         leases.beside(one.partial("a")).write_bytes(b"a copy")
@@ -34,8 +34,8 @@ def test_what_is_unfinished_goes_with_the_claim(tmp_path):
 
 HOLDER = """
 import os, pathlib, sys
-from eqx_decoders.data.sources.leases import Claims, beside
-claims = Claims(pathlib.Path(sys.argv[1])).__enter__()
+from eqx_decoders.data.sources.leases import Leases, beside
+claims = Leases(pathlib.Path(sys.argv[1])).__enter__()
 assert claims.take("a")
 claims.partial("a").write_bytes(b"half")
 beside(claims.partial("a")).write_bytes(b"a copy")
@@ -46,7 +46,7 @@ sys.stdin.read()
 
 def test_the_claim_of_a_killed_process_is_taken_at_once(tmp_path):
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], **pipes) as process, Claims(tmp_path) as own:
+    with subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], **pipes) as process, Leases(tmp_path) as own:
         assert process.stdout.readline() == b"taken\n"
         assert not own.take("a") and len(list(tmp_path.glob("a.*"))) == 3
         process.kill()
@@ -59,7 +59,7 @@ def test_the_claim_of_a_killed_process_is_taken_at_once(tmp_path):
 def test_a_claim_of_another_machine_ends_with_its_lease(tmp_path, who):
     (tmp_path / "a.claim").write_text(json.dumps(who) if who else "")
     (tmp_path / "a.x.partial").write_bytes(b"half")
-    with Claims(tmp_path) as own:
+    with Leases(tmp_path) as own:
         assert not own.take("a")
         own.sweep()
         os.utime(tmp_path / "a.claim", (time.time() - leases.LEASE - 5,) * 2)
@@ -70,7 +70,7 @@ def test_a_claim_of_another_machine_ends_with_its_lease(tmp_path, who):
 
 def test_held_claims_are_renewed(tmp_path, monkeypatch):
     monkeypatch.setattr(leases, "RENEWED", 0.02)
-    with Claims(tmp_path) as own:
+    with Leases(tmp_path) as own:
         own.take("a")
         os.utime(tmp_path / "a.claim", (1, 1))
         end = time.monotonic() + 10
@@ -86,7 +86,7 @@ def test_of_many_that_see_a_dead_claim_one_gets_it(tmp_path):
     taken, barrier = [], threading.Barrier(6)
 
     def work():
-        with Claims(tmp_path) as own:
+        with Leases(tmp_path) as own:
             barrier.wait()
             taken.extend(name for name in map(str, range(20)) if own.take(name))
             barrier.wait()
@@ -103,7 +103,7 @@ def test_who_finds_a_dead_claim_looks_again_before_taking_it(tmp_path):
     path = tmp_path / "a.claim"
     path.write_text("{}")
     os.utime(path, (1, 1))
-    with Claims(tmp_path) as one, Claims(tmp_path) as other:
+    with Leases(tmp_path) as one, Leases(tmp_path) as other:
         assert one._is_dead(path) and other._is_dead(path)
         assert one._take_over(path) and not other._take_over(path)
 
@@ -114,7 +114,7 @@ def test_a_number_that_another_process_got_is_no_sign_of_life(tmp_path):
         pytest.skip("this system does not tell when a process began")
     (tmp_path / "a.claim").write_text(json.dumps(own | {"word": "x", "started": "earlier"}))
     (tmp_path / "b.claim").write_text(json.dumps(own | {"word": "x"}))
-    with Claims(tmp_path) as new:
+    with Leases(tmp_path) as new:
         assert new.take("a") and not new.take("b")
 
 
@@ -125,5 +125,5 @@ def test_a_holder_that_lives_here_keeps_its_claim_however_long_it_sleeps(tmp_pat
     for name, who in (("a", own | {"word": "x"}), ("b", own | {"word": "x", "started": None})):
         (tmp_path / f"{name}.claim").write_text(json.dumps(who))
         os.utime(tmp_path / f"{name}.claim", (1, 1))
-    with Claims(tmp_path) as new:
+    with Leases(tmp_path) as new:
         assert not new.take("a") and new.take("b"), "of b it cannot be told"

@@ -12,7 +12,7 @@ import pytest
 
 from eqx_decoders.data.sources import hub_datasets, readers, remote
 from eqx_decoders.data.sources.hub_datasets import HubDataset
-from eqx_decoders.data.sources.readers import Reading, parts_of, read_source
+from eqx_decoders.data.sources.readers import ReadOptions, parts_of, read_source
 from eqx_decoders.data.sources.sources import Source, as_place, describe, find_sources, is_as_described
 from eqx_decoders.data.store.corpus import read_documents
 from eqx_decoders.data.store.token_store import open_store
@@ -60,7 +60,7 @@ def write(folder, kind, texts):
 
 
 def document_texts(source, part=None):
-    return [one.text for one in read_source(source, Reading(), part)]
+    return [one.text for one in read_source(source, ReadOptions(), part)]
 
 
 KINDS = ["a.txt", "a.jsonl", "a.parquet", "t.arrayrecord", "j.array_record", "saved"]
@@ -306,7 +306,7 @@ def test_remote_files_that_are_needed_here_are_copied_to_where_they_are_deleted(
     memory.pipe_file("/b.npy", (tmp_path / "b.npy").read_bytes())
     copy = tmp_path / "x.beside"
     for name in ("a.arrayrecord", "b.npy"):
-        found = read_source(Source(name, as_place(f"memory://{name}")), Reading(tokenizer=BYTES, copy=copy))
+        found = read_source(Source(name, as_place(f"memory://{name}")), ReadOptions(tokenizer=BYTES, copy=copy))
         next(found)
         assert copy.exists()
         found.close()

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from eqx_decoders.data.sources import readers
-from eqx_decoders.data.sources.leases import Claims
+from eqx_decoders.data.sources.leases import Leases
 from eqx_decoders.data.sources.sources import Source
 from eqx_decoders.data.store import tokenization
 from eqx_decoders.data.store.token_store import open_store
-from eqx_decoders.data.store.tokenization import Job, job_words, loaded_job
+from eqx_decoders.data.store.tokenization import ShardTask, job_words, loaded_job
 from eqx_decoders.errors import DataError, EqxDecodersError
 from eqx_decoders.io.text.chat_template import ChatTemplate
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer
@@ -155,7 +155,7 @@ def test_what_a_process_is_told_is_what_was_meant():
     for file in (Path("/a/b.txt"), Path("/a/b"), "memory://a.jsonl", "hf://datasets/o/n@c/d:train"):
         place = file if isinstance(file, Path) else tokenization.as_place(file)
         for part in (None, (3, 5)):
-            job = Job(Source("name", place, part is None), part, "hash", 7, part and (9, 8))
+            job = ShardTask(Source("name", place, part is None), part, "hash", 7, part and (9, 8))
             again = loaded_job(json.loads(json.dumps(job_words(job))))
             assert again == job and again.key == job.key
 
@@ -193,16 +193,16 @@ def test_a_killed_process_leaves_what_is_finished_and_nothing_else(corpus, numbe
 
 def test_a_shard_that_was_finished_at_this_moment_is_not_made_again(tmp_path, monkeypatch):
     write_corpus(tmp_path / "corpus", 3, 20)
-    made, real, take = [], tokenization.make_shard, Claims.take
+    made, real, take = [], tokenization.make_shard, Leases.take
     monkeypatch.setattr(tokenization, "make_shard", lambda *rest: (real(*rest), made.append(rest[1].source.name)))
     options = dict(path=str(tmp_path / "corpus"), cache_dir=tmp_path / "cache")
 
     def late(self, name):
-        monkeypatch.setattr(Claims, "take", take)
+        monkeypatch.setattr(Leases, "take", take)
         open_store(tmp_path / "other", ByteTokenizer(), **options)
         return take(self, name)
 
-    monkeypatch.setattr(Claims, "take", late)
+    monkeypatch.setattr(Leases, "take", late)
     open_store(tmp_path / "run", ByteTokenizer(), **options)
     assert sorted(made) == ["0.txt", "1.txt", "2.txt"]
 

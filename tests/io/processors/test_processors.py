@@ -15,7 +15,7 @@ from eqx_decoders.io.processors.gemma import Gemma3Images, Gemma4Images, Gemma4V
 from eqx_decoders.io.processors.images import open_image
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.llama4 import Llama4Images
-from eqx_decoders.io.processors.normalize import Colours
+from eqx_decoders.io.processors.normalize import Normalization
 from eqx_decoders.io.processors.pixtral import PixtralImages
 from eqx_decoders.io.processors.processor import Processor, read_settings
 from eqx_decoders.io.processors.qwen import QwenImages
@@ -35,7 +35,7 @@ RULES = {
     "gemma4": Gemma4Images(),
     "llama4": Llama4Images(side=84, tiles=4),
     "qwen2_5": QwenImages(least=4096, most=65_536),
-    "qwen3": QwenImages(size=16, least=4096, most=65_536, colours=Colours()),
+    "qwen3": QwenImages(size=16, least=4096, most=65_536, colours=Normalization()),
     "smolvlm": SmolVLMImages(longest=512, tile=128),
     "idefics3": SmolVLMImages(longest=512, tile=128),
     "pixtral": PixtralImages(longest=(280, 280), size=14, merge=2),

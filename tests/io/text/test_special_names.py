@@ -9,11 +9,11 @@ import pytest
 
 from eqx_decoders.data.chats import encode_spans, render_documents
 from eqx_decoders.data.dataset import DataConfig, open_tokens
-from eqx_decoders.data.sources.documents import Chat, Document
+from eqx_decoders.data.sources.documents import ChatDocument, Document
 from eqx_decoders.errors import DataError
 from eqx_decoders.io.processors.prompts import Kind, expand, in_order
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, load_chat_template
-from eqx_decoders.io.text.chat_template_worker import Letters, Names
+from eqx_decoders.io.text.chat_template_worker import EscapedNames, SpecialNames
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, JsonTokenizer, hidden, load_tokenizer, with_letters
 
 
@@ -45,12 +45,14 @@ def letters(found) -> list[str]:
 
 
 def test_of_names_that_begin_at_one_place_the_longest_is_found():
-    names = Names(["<a>", "<a><b>", "[X]", "<ab"])
+    names = SpecialNames(["<a>", "<a><b>", "[X]", "<ab"])
     text = "<a><b><a>[X]<ab>[X<a"
     assert [text[start:stop] for start, stop in names.places(text)] == ["<a><b>", "<a>", "[X]", "<ab"]
     assert [text[start:stop] for start, stop in names.places(text, begun=True)][-1] == "<a"
     assert list(names.places("<a", begun=True)) == [(0, 2)] and not list(names.places("<a"))
-    assert not list(Names(["<abc>"]).places("<ab<", begun=False)) and list(Names(["ab"]).places("aab")) == [(1, 3)]
+    assert not list(SpecialNames(["<abc>"]).places("<ab<", begun=False)) and list(
+        SpecialNames(["ab"]).places("aab")
+    ) == [(1, 3)]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +170,7 @@ def test_placeholders_of_files_in_letters_stay(tokenizer):
 
 def test_conversations_that_are_trained_on(tokenizer, template):
     messages = [{"role": "user", "content": "a<|end|>"}, {"role": "assistant", "content": "b<|user|>c"}]
-    (found,) = render_documents(iter([Document("x", chat=Chat(messages))]), template)
+    (found,) = render_documents(iter([Document("x", chat=ChatDocument(messages))]), template)
     ((ids, mask),) = encode_spans(tokenizer, [found.text or ""], [found.spans or ()], [found.literal])
     user, end = (int(tokenizer.encode(name, special=True)[0]) for name in ("<|user|>", "<|end|>"))
     assert ids.tolist().count(end) == 2 and ids.tolist().count(user) == 1
@@ -204,7 +206,7 @@ def test_many_names_take_no_time():
             looked.append(piece)
             return super().__contains__(piece)
 
-    names = Names([f"<unused{number}>" for number in range(6000)])
+    names = SpecialNames([f"<unused{number}>" for number in range(6000)])
     names.names = Counted(names.names)
     assert len(list(names.places("<p><unused17></p>" * 100))) == 100 and len(looked) < 100 * 3 * 6
-    assert Letters([]).marked({"messages": []}) == ({"messages": []}, {})
+    assert EscapedNames([]).marked({"messages": []}) == ({"messages": []}, {})

@@ -11,7 +11,7 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.layers.attention.attention import AttentionConfig, QKNorm, QueryTemperature
 from eqx_decoders.layers.attention.kernels.registry import attend
-from eqx_decoders.layers.cache.kv_cache import Past
+from eqx_decoders.layers.cache.kv_cache import CachedKV
 from eqx_decoders.layers.mask import Bidirectional, Chunked, SlidingWindow
 from eqx_decoders.layers.mlp import MLPConfig
 from eqx_decoders.layers.norm import LayerNormConfig, RMSNormConfig
@@ -109,7 +109,7 @@ def test_the_kernel_knows_how_it_is_to_run(monkeypatch):
     monkeypatch.setattr("eqx_decoders.layers.attention.context_parallel.attend", recording)
     monkeypatch.setattr(ed.Layout, "platform", property(lambda self: "tpu"))
     layer = drawn(lambda key: attention(mask=SlidingWindow(3)).build(6, key=key))
-    past = Past(jnp.ones((2, 2, 3, 4)), jnp.ones((2, 2, 3, 4)), positions=jnp.zeros((2, 3), jnp.int32))
+    past = CachedKV(jnp.ones((2, 2, 3, 4)), jnp.ones((2, 2, 3, 4)), positions=jnp.zeros((2, 3), jnp.int32))
     eqx.filter_eval_shape(layer, jnp.ones((2, 7, 6)), context(POSITIONS, attention="chunked"), past)
     assert told == [("chunked", "tpu", aligned, SlidingWindow(3)) for aligned in (True, False)]
 

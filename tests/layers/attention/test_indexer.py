@@ -13,7 +13,7 @@ from eqx_decoders.data.batches import Batch
 from eqx_decoders.layers.attention import indexer as module, topk
 from eqx_decoders.layers.attention.indexer import Index, IndexerConfig
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
-from eqx_decoders.layers.cache.kv_cache import KVShape, Past, StackedPast
+from eqx_decoders.layers.cache.kv_cache import CachedKV, KVShape, StackedCachedKV
 from eqx_decoders.layers.mask import Causal, SlidingWindow
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope
@@ -258,7 +258,7 @@ def test_what_is_chosen_of_a_past(length, slots, top_k, form):
     )
     places = np.arange(count + length)[None].repeat(2, 0)
     order = np.append(np.arange(count), -1)  # the last slot is empty
-    past = Past(
+    past = CachedKV(
         key=index.key[:, :slots].swapaxes(1, 2), value=None, positions=jnp.asarray(order[None].repeat(2, 0), jnp.int32)
     )
     now = Index(*(x[:, slots:] for x in index))
@@ -291,7 +291,7 @@ def test_generation_chooses_like_the_whole():
 def test_single_slots_are_read_from_the_cache_of_all_layers():
     """A slot beyond the last is none, though the last one holds a token."""
     draws = jnp.asarray(np.random.default_rng(0).normal(size=(3, 2, 1, 4, 5)), jnp.float32)
-    past = StackedPast(key=draws, layer=jnp.asarray(1), positions=jnp.asarray([[0, 1, 2, 3], [0, 1, -1, 7]]))
+    past = StackedCachedKV(key=draws, layer=jnp.asarray(1), positions=jnp.asarray([[0, 1, 2, 3], [0, 1, -1, 7]]))
     key, positions = past.at(jnp.asarray([[3, 5, 0], [4, 3, 2]]))
     assert positions.tolist() == [[3, -1, 0], [-1, 7, -1]]
     np.testing.assert_array_equal(key[0, [0, 2], 0], draws[1, 0, 0, jnp.asarray([3, 0])])

@@ -15,7 +15,7 @@ from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.indexer import IndexerConfig
 from eqx_decoders.layers.attention.kernels.registry import attend
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
-from eqx_decoders.layers.cache.kv_cache import Past
+from eqx_decoders.layers.cache.kv_cache import CachedKV
 from eqx_decoders.layers.mask import Bidirectional, Chunked, SlidingWindow
 from eqx_decoders.layers.norm import RMSNormConfig
 from eqx_decoders.layers.rope import Rope, YarnRope
@@ -191,12 +191,12 @@ def in_parts(layer, seed: int = 7):
     return replaced(layer, pairs), replaced(layer, {name: pair.merged() for name, pair in pairs.items()})
 
 
-def past_of(entries, count: int, extra: int) -> Past:
+def past_of(entries, count: int, extra: int) -> CachedKV:
     """The first tokens of a call as a past, in slots turned round, some of which are empty."""
     order = (np.arange(count + extra) + 1) % (count + extra)
     key = jnp.pad(entries.key[:, :count], ((0, 0), (0, extra), (0, 0), (0, 0)), constant_values=9.0)[:, order]
     positions = jnp.asarray(np.where(order < count, order, -1)[None].repeat(2, 0), jnp.int32)
-    return Past(key=key.transpose(0, 2, 1, 3), value=None, positions=positions)
+    return CachedKV(key=key.transpose(0, 2, 1, 3), value=None, positions=positions)
 
 
 @pytest.mark.parametrize("pairs", [False, True], ids=["weights", "weights-in-parts"])
@@ -247,8 +247,8 @@ def test_the_kernel_knows_how_it_is_to_run(monkeypatch):
     assert told == [("chunked", "tpu", aligned, Chunked(2)) for aligned in (True, True, False)]
 
 
-def nothing() -> Past:
-    return Past(key=jnp.ones((2, 1, 3, 6 + 4)), value=None, positions=jnp.full((2, 3), -1))
+def nothing() -> CachedKV:
+    return CachedKV(key=jnp.ones((2, 1, 3, 6 + 4)), value=None, positions=jnp.full((2, 3), -1))
 
 
 def test_documents_of_a_call_with_a_past_do_not_touch():

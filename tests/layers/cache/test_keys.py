@@ -9,7 +9,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.blocks.block import BlockConfig
-from eqx_decoders.blocks.branch import BranchConfig
+from eqx_decoders.blocks.branch import ExtraLayerConfig
 from eqx_decoders.blocks.residual.hyper_connections import HyperConnections
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.learned_init import LearnedInitConfig
@@ -30,7 +30,7 @@ EXPERTS = ExpertsConfig(
 )
 TEACHER = dict(teacher_heads=3, teacher_kv_heads=1, teacher_head_dim=2)
 ENGRAM = EngramConfig(embed_dim=4, vocab_size=4, layers=(0,), layer=0, num_heads=1, head_dim=2, vocab_bases=(3,))
-FURTHER = BranchConfig(layer=MLPConfig(mlp_dim=3))
+FURTHER = ExtraLayerConfig(layer=MLPConfig(mlp_dim=3))
 # a layer, and how many weights it draws
 LAYERS = {
     "attention": (ATTENTION, 5),

@@ -8,14 +8,14 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.cache.kv_cache import (
-    Entries,
+    ConvInputs,
+    ConvShape,
     KVShape,
+    NewConvInputs,
+    NewKV,
     NewState,
-    NewTail,
     StateShape,
-    StateWrites,
-    TailInputs,
-    TailShape,
+    StateUpdate,
 )
 from eqx_decoders.layers.mask import Causal, Chunked, SlidingWindow
 from tests.compare import assert_close
@@ -57,24 +57,24 @@ def test_a_state_is_what_the_kept_tokens_wrote(length, decays):
         for token in np.flatnonzero(positions[row] >= 0):
             written = key[:, row, token, :, :, None] * value[:, row, token, :, None, :]
             want[:, row] = np.exp(decay[:, row, token])[..., None] * want[:, row] + written
-    new = memory.commit(jax.vmap(StateWrites)(*map(jnp.asarray, (decay, key, value))), jnp.asarray(positions))
+    new = memory.commit(jax.vmap(StateUpdate)(*map(jnp.asarray, (decay, key, value))), jnp.asarray(positions))
     assert_close(new.state, want)
     np.testing.assert_array_equal(new.state[:, 1], memory.state[:, 1])  # a row without tokens, bit by bit
 
 
 @pytest.mark.parametrize("dtype", [None, "int32"])
 def test_a_tail_is_the_last_kept_inputs(dtype):
-    memory = TailShape(taps=3, channels=2, dtype=dtype).build(LAYERS, BATCH, jnp.float32)
+    memory = ConvShape(taps=3, channels=2, dtype=dtype).build(LAYERS, BATCH, jnp.float32)
     kept = [np.asarray(row) for row in memory.tail.swapaxes(0, 1)]
     for seed, length in enumerate((1, 2, 5, 1)):
         inputs = np.round(10 * normal(LAYERS, BATCH, length, 2, seed=seed)).astype(memory.tail.dtype)
         real = np.random.default_rng(seed).random((BATCH, length)) < 0.6
         positions = jnp.asarray(np.where(real, seed, -1))
-        memory = memory.commit(jax.vmap(TailInputs)(jnp.asarray(inputs)), positions)
+        memory = memory.commit(jax.vmap(ConvInputs)(jnp.asarray(inputs)), positions)
         kept = [np.concatenate([old, inputs[:, row, real[row]]], axis=1)[:, -3:] for row, old in enumerate(kept)]
         np.testing.assert_array_equal(memory.tail, np.stack(kept, axis=1))
     given = jnp.zeros_like(memory.tail)
-    np.testing.assert_array_equal(memory.commit(jax.vmap(NewTail)(given), positions).tail, given)
+    np.testing.assert_array_equal(memory.commit(jax.vmap(NewConvInputs)(given), positions).tail, given)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_tail_is_the_last_kept_inputs(dtype):
         KVShape(slots=4, kv_heads=1, head_dim=2, ring=True),
         KVShape(slots=4, kv_heads=1, head_dim=2, ring=False, values=False, by_slot=True),
         StateShape(heads=1, key_dim=2, value_dim=2),
-        TailShape(taps=2, channels=2, dtype="int32"),
+        ConvShape(taps=2, channels=2, dtype="int32"),
     ],
 )
 def test_rows_are_reset_and_copied_alone(shape):
@@ -102,11 +102,11 @@ def test_rows_are_reset_and_copied_alone(shape):
 def test_a_row_of_another_length_is_written_where_it_belongs(slots, ring):
     by_slot = dict(kv_heads=2, head_dim=3, ring=False, values=False, by_slot=True)
     single = KVShape(slots=8, **by_slot).build(LAYERS, 1, jnp.float32)
-    single = single.commit(jax.vmap(lambda key: Entries(key=key, value=None))(jnp.ones((LAYERS, 1, 7, 2, 3))), ORDER)
+    single = single.commit(jax.vmap(lambda key: NewKV(key=key, value=None))(jnp.ones((LAYERS, 1, 7, 2, 3))), ORDER)
     assert KVShape(slots=12, **by_slot).build(LAYERS, 2, jnp.float32).with_row(1, single).key.sum() == LAYERS * 7 * 6
     source = KVShape(slots=8, kv_heads=2, head_dim=3, ring=False).build(LAYERS, 1, jnp.float32)
     key, value = (jnp.asarray(normal(LAYERS, 1, 7, 2, 3, seed=seed)) for seed in (1, 2))
-    source = source.commit(jax.vmap(Entries)(key, value), jnp.arange(7)[None])
+    source = source.commit(jax.vmap(NewKV)(key, value), jnp.arange(7)[None])
     target = KVShape(slots=slots, kv_heads=2, head_dim=3, ring=ring).build(LAYERS, 2, jnp.float32).with_row(1, source)
     assert set(target.positions[0].tolist()) == {-1}
     kept = range(7)[-slots:]

@@ -9,7 +9,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.layers.cache.format import CacheFormat
-from eqx_decoders.layers.cache.kv_cache import Entries, KVShape
+from eqx_decoders.layers.cache.kv_cache import KVShape, NewKV
 from eqx_decoders.layers.cache.paged import PageConfig, build_pages
 from tests.compare import assert_close
 from tests.layers.cache.test_quantized_cache import share
@@ -23,7 +23,7 @@ SHAPE = KVShape(slots=12, kv_heads=2, head_dim=8, ring=False)
 
 def drawn_entries(layers, rows, length, values=True, seed=0):
     key, value = (jnp.asarray(normal(layers, rows, length, 2, 8, seed=seed + i)) for i in range(2))
-    return Entries(key, value if values else None)
+    return NewKV(key, value if values else None)
 
 
 def poisoned(cache):
@@ -57,7 +57,7 @@ def test_pages_hold_what_slots_hold(dtype, values, head_dim):
     """In any order of pages, with tokens left out, dropped where a row has no page, and rows without any."""
     shape = dataclasses.replace(SHAPE, values=values, head_dim=head_dim)
     key, value = (jnp.asarray(normal(2, 3, 12, 2, head_dim, seed=i)) for i in range(2))
-    entries = Entries(key, value if values else None)
+    entries = NewKV(key, value if values else None)
     positions = np.where(np.arange(12)[None] < np.asarray([[12], [5], [0]]), np.arange(12), -1)
     slots = shape.build(2, 3, CacheFormat.of(dtype))
     paged = poisoned(build_pages(shape, 2, 3, 12, dtype, PageConfig(page_size=4, num_pages=7)))
@@ -182,7 +182,7 @@ def test_pages_on_many_devices(kind, sizes):
 @pytest.mark.parametrize("name", ["qwen3-next-80b", "deepseek32-671b", "gemma3-12b"])
 def test_only_keys_and_values_are_in_pages(name):
     """States stay per row, and windows have pages of their own number."""
-    from eqx_decoders.layers.cache.kv_cache import KVCache, StateCache, TailCache, is_memory
+    from eqx_decoders.layers.cache.kv_cache import ConvState, KVCache, RecurrentState, is_memory
     from eqx_decoders.layers.cache.paged import PagedKVCache
 
     config = ed.get_config(name)
@@ -194,7 +194,7 @@ def test_only_keys_and_values_are_in_pages(name):
             assert isinstance(other, PagedKVCache) and other.window == (1024 if one.ring else 0)
             assert other.key.shape[1] == (70 if one.ring else 200)
         else:
-            assert isinstance(one, StateCache | TailCache) and jax.tree.leaves(one) == jax.tree.leaves(other)
+            assert isinstance(one, RecurrentState | ConvState) and jax.tree.leaves(one) == jax.tree.leaves(other)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import eqx_decoders as ed
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.attention.cached import attend_past
 from eqx_decoders.layers.cache.format import BOUNDS, CacheFormat, decode, encode
-from eqx_decoders.layers.cache.kv_cache import Entries, KVShape, Past
+from eqx_decoders.layers.cache.kv_cache import CachedKV, KVShape, NewKV
 from eqx_decoders.layers.mask import Causal, SlidingWindow
 from tests.compare import assert_close
 from tests.layers.cached_mixers import decoder
@@ -86,9 +86,9 @@ def stored_past(dtype, scale_heads, values=True, seed=0):
         tuple(y.swapaxes(1, 2) for y in encode(x.swapaxes(1, 2), dtype, scale_heads)) for x in (key, value)
     )
     places = jnp.where(jnp.arange(11)[None] < jnp.asarray([[11], [4]]), jnp.arange(11), -1)
-    past = Past(key, value if values else None, places, key_scale, value_scale if values else None)
+    past = CachedKV(key, value if values else None, places, key_scale, value_scale if values else None)
     read = decode(value, value_scale, jnp.float32) if values else None
-    return past, Past(past.keys(jnp.float32), read, places)
+    return past, CachedKV(past.keys(jnp.float32), read, places)
 
 
 @pytest.mark.parametrize("dtype", QUICK_FORMATS)
@@ -125,7 +125,7 @@ def test_nothing_but_the_format_is_lost_in_16_bits():
 @pytest.mark.parametrize("dtype", FORMATS)
 def test_rows_are_copied_bit_by_bit_wherever_they_go(dtype):
     tokens, kind = jnp.arange(7)[None], CacheFormat(dtype=dtype)
-    entries = Entries(*(jnp.asarray(normal(2, 1, 7, 2, 8, seed=seed)) for seed in (1, 2)))
+    entries = NewKV(*(jnp.asarray(normal(2, 1, 7, 2, 8, seed=seed)) for seed in (1, 2)))
 
     def empty(rows, slots, ring=False, kind=kind):
         return KVShape(slots=slots, kv_heads=2, head_dim=8, ring=ring).build(2, rows, kind)
@@ -254,9 +254,9 @@ def test_streams_and_drafts_take_a_format():
 def test_states_stay_as_they_are(name):
     config = ed.get_config(name)
     caches = [ed.abstract_cache(config, 2, 64, dtype=dtype) for dtype in ("int8", "float32")]
-    from eqx_decoders.layers.cache.kv_cache import StateCache, TailCache, is_memory
+    from eqx_decoders.layers.cache.kv_cache import ConvState, RecurrentState, is_memory
 
     pairs = zip(*(jax.tree.leaves(cache.segments, is_leaf=is_memory) for cache in caches), strict=True)
     for one, other in pairs:
-        if isinstance(one, StateCache | TailCache):
+        if isinstance(one, RecurrentState | ConvState):
             assert jax.tree.leaves(one) == jax.tree.leaves(other)

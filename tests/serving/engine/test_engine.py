@@ -11,10 +11,10 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.layers.cache.paged import PageConfig
 from eqx_decoders.serving.engine.config import EngineConfig
-from eqx_decoders.serving.engine.drafters import FurtherPrediction, PromptLookup, SmallerModel
+from eqx_decoders.serving.engine.drafters import DraftModel, MTPDrafter, PromptLookup
 from eqx_decoders.serving.engine.engine import Engine
-from eqx_decoders.serving.engine.request import QueueFull, Request, Sampling
-from eqx_decoders.serving.engine.sampler import RowSampling, Written, adjusted, choose
+from eqx_decoders.serving.engine.request import QueueFull, Request, SamplingParams
+from eqx_decoders.serving.engine.sampler import BatchSamplingParams, TokenHistory, adjusted, choose
 from tests.encoders.samples import patches, seeing, text
 from tests.models import filled
 from tests.serving.engines import SMALL, alone, engine_for, generated, request_pool
@@ -52,9 +52,9 @@ def test_nothing_is_compiled_after_the_start(engine, pool):
     mixed = [
         Request(prompt=(5,) * length, max_new_tokens=3, sampling=sampling, logprobs=logprobs, prompt_logprobs=prompt)
         for length, sampling, logprobs, prompt in (
-            (1, Sampling(), None, None),
-            (9, Sampling(temperature=1.0, top_k=100, top_p=0.99, min_p=0.01, frequency_penalty=1.0), 2, None),
-            (33, Sampling(logit_bias=((3, 1.0),)), None, 4),
+            (1, SamplingParams(), None, None),
+            (9, SamplingParams(temperature=1.0, top_k=100, top_p=0.99, min_p=0.01, frequency_penalty=1.0), 2, None),
+            (33, SamplingParams(logit_bias=((3, 1.0),)), None, 4),
         )
     ]
     for request in [*mixed, *pool]:
@@ -118,7 +118,9 @@ def test_a_step_computes_prompts_as_far_as_its_budget_goes(engine, monkeypatch):
 def test_answers_to_one_prompt_compute_it_once(engine, monkeypatch):
     """Its blocks, and what of it is no whole block; also for those that come when others are at work."""
     prompt = tuple(range(20, 41))
-    requests = [Request(prompt=prompt, max_new_tokens=6, sampling=Sampling(temperature=1.0, seed=n)) for n in range(5)]
+    requests = [
+        Request(prompt=prompt, max_new_tokens=6, sampling=SamplingParams(temperature=1.0, seed=n)) for n in range(5)
+    ]
     known = [alone(engine, request) for request in requests]
     engine.forget_prefixes()
     calls, order = counted(engine, monkeypatch), [engine.submit(request) for request in requests[:3]]
@@ -262,21 +264,21 @@ def test_log_probabilities_are_those_of_the_whole_text(engine):
 
 
 def test_drawn_answers_are_the_draws_of_their_seeds(engine):
-    sampling = Sampling(temperature=0.9, top_k=12, seed=11, repetition_penalty=1.5, logit_bias=((6, 2.0),))
-    rows = RowSampling.empty(1, 4)
+    sampling = SamplingParams(temperature=0.9, top_k=12, seed=11, repetition_penalty=1.5, logit_bias=((6, 2.0),))
+    rows = BatchSamplingParams.empty(1, 4)
     rows.set(0, sampling)
     text, free = [7, 8, 9, 10, 11], (np.full((1, 99), -1, np.int32), np.zeros(1, bool))
     for number in range(6):
         logits = engine.model(np.asarray([text])).logits[:, -1]
         tokens = jax.numpy.asarray([text + [0] * 20], "int32")
-        written = Written(tokens, np.asarray([5]), np.asarray([len(text)]))
+        written = TokenHistory(tokens, np.asarray([5]), np.asarray([len(text)]))
         text.append(int(choose(adjusted(logits, rows, written, *free), rows, np.asarray([number]))[0]))
     request = Request(prompt=tuple(text[:5]), max_new_tokens=6, sampling=sampling)
     assert alone(engine, request) == tuple(text[5:])
     assert alone(engine, dataclasses.replace(request, sampling=dataclasses.replace(sampling, seed=12))) != tuple(
         text[5:]
     )
-    assert alone(engine, dataclasses.replace(request, sampling=Sampling())) != tuple(text[5:])
+    assert alone(engine, dataclasses.replace(request, sampling=SamplingParams())) != tuple(text[5:])
 
 
 def test_a_stop_ends_an_answer_and_is_its_last_token(engine):
@@ -360,8 +362,8 @@ def test_a_full_queue_says_so(engine):
         (dict(prompt=(-1,)), "token id -1"),
         (dict(logprobs=5), "logprobs=5 must be at most 4"),
         (dict(prompt_logprobs=9), "prompt_logprobs=9"),
-        (dict(sampling=Sampling(logit_bias=((10**6, 1.0),))), "logit_bias has the token id"),
-        (dict(sampling=Sampling(logit_bias=tuple((token, 1.0) for token in range(5)))), "5 tokens, of at most 4"),
+        (dict(sampling=SamplingParams(logit_bias=((10**6, 1.0),))), "logit_bias has the token id"),
+        (dict(sampling=SamplingParams(logit_bias=tuple((token, 1.0) for token in range(5)))), "5 tokens, of at most 4"),
     ],
 )
 def test_what_could_never_be_answered_is_refused(engine, wrong, words):
@@ -448,9 +450,9 @@ def test_drafts_change_no_answer(fixture, kind):
         model = ed.add_mtp(model, 2, key=jax.random.key(0))
     drafts = {
         "lookup": PromptLookup(num_tokens=3, shortest=1),
-        "same model": SmallerModel(model=plain.model, num_tokens=3),
-        "one depth": FurtherPrediction(num_tokens=1),
-        "two depths": FurtherPrediction(num_tokens=2),
+        "same model": DraftModel(model=plain.model, num_tokens=3),
+        "one depth": MTPDrafter(num_tokens=1),
+        "two depths": MTPDrafter(num_tokens=2),
     }[kind]
     pool = request_pool(model.config.vocab_size, 14, seed=2)
     pool += [dataclasses.replace(request, prompt=request.prompt[:8] * 3) for request in pool[:6]]
@@ -464,7 +466,7 @@ def test_drafts_change_no_answer(fixture, kind):
 
 def test_drafts_need_what_makes_them(engine):
     with pytest.raises(ed.ConfigError, match="at most the model's depths of multi-token prediction, 0"):
-        Engine(engine.model, EngineConfig(drafts=FurtherPrediction()))
+        Engine(engine.model, EngineConfig(drafts=MTPDrafter()))
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from eqx_decoders.layers.cache.paged import PageConfig
-from eqx_decoders.serving.engine.sequence import Job
+from eqx_decoders.serving.engine.sequence import SequenceState
 from tests.serving.engines import engine_for, request_pool
 
 
@@ -121,7 +121,11 @@ def nothing_left(engine):
 @pytest.mark.parametrize("model", ["llama"])
 def test_some_histories(model, monkeypatch):
     again = []
-    monkeypatch.setattr(Job, "restart", lambda job, restart=Job.restart: (again.append(len(job.answer)), restart(job)))
+    monkeypatch.setattr(
+        SequenceState,
+        "restart",
+        lambda job, restart=SequenceState.restart: (again.append(len(job.answer)), restart(job)),
+    )
     for seed in range(25):
         counts = play(model, seed)
     assert counts.preemptions > len(again) > 0 and max(again) > 0 and counts.prefix_hits > 0

@@ -235,7 +235,7 @@ def test_an_error_in_an_image_ends_its_own_request(engine, monkeypatch, where):
 
 def test_programs_that_were_used_last_are_kept(engine, monkeypatch):
     monkeypatch.setattr(media_prefill, "PROGRAMS", 2)
-    found = media_prefill.Sight(engine.model, 64, engine._slots.kind)
+    found = media_prefill.MediaPrefill(engine.model, 64, engine._slots.kind)
 
     def first(weights, x):
         return x[:1]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eqx_decoders.errors import ConfigError
-from eqx_decoders.layers.cache.kv_cache import Entries, KVShape
+from eqx_decoders.layers.cache.kv_cache import KVShape, NewKV
 from eqx_decoders.layers.cache.paged import PageConfig, build_pages
 from eqx_decoders.serving.engine.page_pool import OutOfPages, PagePool, PageTables
 
@@ -158,7 +158,7 @@ def test_a_cache_with_these_tables_keeps_rows_apart():
             cache = cache.copied(*(jnp.asarray(x) for x in zip(*copies, strict=True)))
         key = jnp.broadcast_to(jnp.asarray(values)[None, None, :, None, None], (1, 1, len(values), 1, 2))
         places = jnp.arange(begin, begin + len(values))[None]
-        return cache.with_table(jnp.asarray(tables.table)).commit_rows(jnp.asarray([row]), Entries(key, key), places)
+        return cache.with_table(jnp.asarray(tables.table)).commit_rows(jnp.asarray([row]), NewKV(key, key), places)
 
     cache = write(cache, 0, 0, text[:6])
     tables.fork(0, 1)

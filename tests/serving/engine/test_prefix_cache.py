@@ -5,12 +5,14 @@ import random
 import numpy as np
 import pytest
 
-from eqx_decoders.serving.engine.model_runner import Kept
-from eqx_decoders.serving.engine.prefix_cache import Block, PrefixCache
+from eqx_decoders.serving.engine.model_runner import CacheSnapshot
+from eqx_decoders.serving.engine.prefix_cache import CachedBlock, PrefixCache
 
 
 def block(rest=None):
-    return Block(Kept(entries=np.zeros(96, np.uint8), tokens=np.zeros((1, 1), np.int32)), rest)  # 100 bytes
+    return CachedBlock(
+        CacheSnapshot(entries=np.zeros(96, np.uint8), tokens=np.zeros((1, 1), np.int32)), rest
+    )  # 100 bytes
 
 
 def filled(cache, tokens, salt="", rest=None):

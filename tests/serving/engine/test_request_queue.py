@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from eqx_decoders.serving.engine.request import QueueFull, Request
-from eqx_decoders.serving.engine.request_queue import WaitingList
+from eqx_decoders.serving.engine.request_queue import RequestQueue
 
 
 @dataclasses.dataclass
@@ -26,7 +26,7 @@ def order(waiting):
 
 
 def waiting_list(*entries, requests=10, tokens=100):
-    waiting = WaitingList(requests, tokens)
+    waiting = RequestQueue(requests, tokens)
     for one in entries:
         waiting.add(one, set())
     return waiting

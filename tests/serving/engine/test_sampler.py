@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from eqx_decoders.core.sampling import Sample, filter_logits
-from eqx_decoders.serving.engine.request import Sampling
-from eqx_decoders.serving.engine.sampler import RowSampling, Written, adjusted, choose, least, scores
+from eqx_decoders.serving.engine.request import SamplingParams
+from eqx_decoders.serving.engine.sampler import BatchSamplingParams, TokenHistory, adjusted, choose, least, scores
 
 
 VOCAB = 700
@@ -26,7 +26,7 @@ FILTERS = [
 
 
 def rows_of(*samplings, biases=4):
-    rows = RowSampling.empty(len(samplings), biases)
+    rows = BatchSamplingParams.empty(len(samplings), biases)
     for row, sampling in enumerate(samplings):
         rows.set(row, sampling)
     return rows
@@ -39,13 +39,13 @@ lowest, chosen = jax.jit(least), jax.jit(choose)
 def test_filters_leave_what_those_of_sample_leave(temperature):
     scaled = jnp.asarray(LOGITS) / temperature
     for filters in FILTERS:
-        rows = rows_of(*[Sampling(temperature=temperature, **filters)] * 4)
+        rows = rows_of(*[SamplingParams(temperature=temperature, **filters)] * 4)
         known = np.isfinite(np.asarray(filter_logits(Sample(temperature=temperature, **filters), jnp.asarray(LOGITS))))
         np.testing.assert_array_equal(np.asarray(scaled >= lowest(scaled, rows)), known, err_msg=str(filters))
 
 
 def test_rows_with_other_filters_do_not_change_a_row():
-    samplings = [Sampling(temperature=0.9, seed=7, **filters) for filters in FILTERS] + [Sampling()]
+    samplings = [SamplingParams(temperature=0.9, seed=7, **filters) for filters in FILTERS] + [SamplingParams()]
     logits, index = jnp.tile(jnp.asarray(LOGITS[:1]), (len(samplings), 1)), np.arange(len(samplings))
     together = np.asarray(chosen(logits, rows_of(*samplings), index))
     reverse = np.asarray(chosen(logits, rows_of(*samplings[::-1]), index[::-1].copy()))
@@ -54,7 +54,7 @@ def test_rows_with_other_filters_do_not_change_a_row():
 
 
 def test_draws_have_the_distribution_of_the_filtered_logits():
-    sampling, draws = Sampling(temperature=1.5, top_k=30, seed=3), 20_000
+    sampling, draws = SamplingParams(temperature=1.5, top_k=30, seed=3), 20_000
     rows = rows_of(sampling)
     one = jnp.asarray(LOGITS[:1])
     found = np.asarray(jax.jit(jax.vmap(lambda index: choose(one, rows, index[None])[0]))(jnp.arange(draws)))
@@ -68,7 +68,7 @@ def test_draws_have_the_distribution_of_the_filtered_logits():
 
 
 def test_a_draw_depends_on_seed_and_index_alone():
-    rows = rows_of(*[Sampling(temperature=1.0, seed=seed) for seed in (5, 5, 2**40 + 5, -1)])
+    rows = rows_of(*[SamplingParams(temperature=1.0, seed=seed) for seed in (5, 5, 2**40 + 5, -1)])
     logits = jnp.zeros((4, VOCAB))
     first, same, other, negative = np.asarray(chosen(logits, rows, np.zeros(4, np.int32)))
     assert first == same and len({int(first), int(other), int(negative)}) == 3
@@ -80,7 +80,7 @@ def adjust(logits, *samplings, tokens, prompt_length, length, allowed=None, mask
     count, words = len(samplings), -(-VOCAB // 32)
     allowed = np.full((count, words), -1, np.int32) if allowed is None else allowed
     masked = np.zeros(count, bool) if masked is None else masked
-    written = Written(jnp.asarray(tokens), np.asarray(prompt_length), np.asarray(length))
+    written = TokenHistory(jnp.asarray(tokens), np.asarray(prompt_length), np.asarray(length))
     return np.asarray(jax.jit(adjusted)(jnp.asarray(logits), rows_of(*samplings), written, allowed, masked))
 
 
@@ -88,9 +88,9 @@ def test_penalties_and_biases_are_those_of_their_formulas():
     tokens = np.asarray([[1, 2, 3, 3, 9, 0]] * 3, np.int32)
     logits = LOGITS[:3].copy()
     samplings = (
-        Sampling(repetition_penalty=2.0),
-        Sampling(frequency_penalty=0.5, presence_penalty=0.25),
-        Sampling(logit_bias=((4, 3.0), (9, -2.0))),
+        SamplingParams(repetition_penalty=2.0),
+        SamplingParams(frequency_penalty=0.5, presence_penalty=0.25),
+        SamplingParams(logit_bias=((4, 3.0), (9, -2.0))),
     )
     found = adjust(logits, *samplings, tokens=tokens, prompt_length=[2, 2, 2], length=[5, 5, 5])
     known = logits.copy()
@@ -108,7 +108,9 @@ def test_only_allowed_tokens_are_left_and_only_where_a_row_is_masked():
     for token in (0, 31, 32, VOCAB - 1):
         allowed[:, token // 32] |= np.uint32(1 << token % 32).astype(np.int32)
     given = dict(tokens=np.zeros((2, 4), np.int32), prompt_length=[1, 1], length=[1, 1])
-    found = adjust(LOGITS[:2], Sampling(), Sampling(), **given, allowed=allowed, masked=np.asarray([True, False]))
+    found = adjust(
+        LOGITS[:2], SamplingParams(), SamplingParams(), **given, allowed=allowed, masked=np.asarray([True, False])
+    )
     assert np.flatnonzero(np.isfinite(found[0])).tolist() == [0, 31, 32, VOCAB - 1]
     np.testing.assert_array_equal(found[1], LOGITS[1])
 
@@ -135,4 +137,4 @@ def test_scores_are_log_probabilities_of_the_model_itself():
 )
 def test_wrong_numbers_are_refused(wrong, words):
     with pytest.raises(ValueError, match=words):
-        Sampling(**wrong)
+        SamplingParams(**wrong)

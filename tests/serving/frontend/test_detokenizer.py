@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, JsonTokenizer, load_tokenizer, train_bpe
-from eqx_decoders.serving.frontend.detokenizer import UNKNOWN, Detokeniser, StopStrings, TokenTexts, byte_letters
+from eqx_decoders.serving.frontend.detokenizer import UNKNOWN, Detokenizer, StopStrings, TokenTexts, byte_letters
 from tests.serving.servers import CHAT
 
 
@@ -52,7 +52,7 @@ def tokenizer(request):
 
 
 def pieces(tokenizer, ids, before=(), **options) -> list[str]:
-    decoder = Detokeniser(tokenizer, before, **options)
+    decoder = Detokenizer(tokenizer, before, **options)
     return [*(decoder.push(token) for token in ids), decoder.flush()]
 
 
@@ -69,7 +69,7 @@ def test_wherever_a_prompt_ends_the_answer_goes_on_from_it(tokenizer, text):
     """The text before and the pieces are the whole text, also where a character or a word is cut."""
     ids = tokenizer.encode(text).tolist()
     for cut in range(1, len(ids)):
-        before = Detokeniser(tokenizer)
+        before = Detokenizer(tokenizer)
         shown = "".join(before.push(token) for token in ids[:cut])
         assert shown + "".join(pieces(tokenizer, ids[cut:], ids[:cut])) == tokenizer.decode(ids), cut
 
@@ -98,7 +98,7 @@ def test_bytes_that_are_no_text_are_shown_as_they_are_decoded(content):
 
 
 def test_endless_rubbish_is_shown_and_forgotten():
-    decoder = Detokeniser(ByteTokenizer())
+    decoder = Detokenizer(ByteTokenizer())
     shown = sum(len(decoder.push(0xBF)) for _ in range(1000))
     assert shown > 960 and len(decoder._ids) <= 33
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from eqx_decoders.serving.frontend.fair_turns import Turns
+from eqx_decoders.serving.frontend.fair_turns import FairTurns
 from eqx_decoders.serving.http.json_fields import ApiError
 
 
@@ -14,10 +14,10 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-class Worker:
+class EngineThread:
     """Takes turns, and notes in which order they came; each ends when it is told to."""
 
-    def __init__(self, turns: Turns):
+    def __init__(self, turns: FairTurns):
         self.turns, self.begun = turns, []
         self.ends: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
@@ -38,7 +38,7 @@ class Worker:
 
 def test_one_who_asks_for_much_does_not_hold_up_others():
     async def run():
-        work = Worker(Turns("x", 2, 100))
+        work = EngineThread(FairTurns("x", 2, 100))
         for number in range(5):
             work.ask("a", f"a{number}")
         work.ask("b", "b0")
@@ -56,7 +56,7 @@ def test_one_who_asks_for_much_does_not_hold_up_others():
 
 def test_who_leaves_takes_no_turn_and_gives_back_a_place():
     async def run():
-        work = Worker(Turns("x", 1, 100))
+        work = EngineThread(FairTurns("x", 1, 100))
         for name in ("first", "gone", "last"):
             work.ask("a", name)
         await settle()
@@ -87,7 +87,7 @@ def test_who_leaves_takes_no_turn_and_gives_back_a_place():
 def test_too_many_are_told_to_come_again():
     async def run():
         ready = [False]
-        work = Worker(Turns("images", 1, 2, lambda _: ready[0]))
+        work = EngineThread(FairTurns("images", 1, 2, lambda _: ready[0]))
         work.ask("a", "0")
         work.ask("a", "1")
         await settle()
@@ -109,7 +109,7 @@ def test_too_many_are_told_to_come_again():
 
 def test_where_no_more_may_wait_the_client_with_most_of_them_is_refused():
     async def run():
-        work = Worker(Turns("x", 1, 4))
+        work = EngineThread(FairTurns("x", 1, 4))
         for number in range(5):
             work.ask("a", f"a{number}")
         work.ask("b", "b0")
@@ -135,7 +135,7 @@ def test_where_no_more_may_wait_the_client_with_most_of_them_is_refused():
 def test_who_may_not_begin_yet_holds_up_nobody_else():
     async def run():
         held = {"a"}
-        work = Worker(Turns("x", 2, 4, lambda client: client not in held))
+        work = EngineThread(FairTurns("x", 2, 4, lambda client: client not in held))
         for name in ("a", "b"):
             work.ask(name, name)
         await settle()

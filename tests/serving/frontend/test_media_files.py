@@ -16,7 +16,7 @@ import pytest
 from eqx_decoders.errors import ConfigError, DataError
 from eqx_decoders.io.processors.limits import MediaLimits
 from eqx_decoders.io.processors.processor import FileReader
-from eqx_decoders.serving.frontend.media_files import FileReading, FilesConfig, Upload
+from eqx_decoders.serving.frontend.media_files import MediaFiles, MediaFilesConfig, Upload
 from eqx_decoders.serving.http.json_fields import ApiError
 from tests.encoders.directories import AUDIO_RULES
 from tests.io.processors.media_files import KINDS, audio, image, video
@@ -24,7 +24,7 @@ from tests.io.processors.test_media_files import FORMS
 
 
 pytest.importorskip("av")
-CONFIG = FilesConfig(
+CONFIG = MediaFilesConfig(
     limits=MediaLimits(max_pixels=64_000_000),
     processes=2,
     seconds=0.5,
@@ -55,7 +55,7 @@ def runner():
 
 @pytest.fixture(scope="module")
 def reading(folder, runner):
-    found = FileReading(folder, 20_000, CONFIG)
+    found = MediaFiles(folder, 20_000, CONFIG)
     yield found
     found.close()
     assert all(not process.alive and process._process.returncode is not None for process in found._all)
@@ -73,7 +73,7 @@ def wav(samples: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-async def read(reading: FileReading, kind: str, *contents: bytes, client: str = ""):
+async def read(reading: MediaFiles, kind: str, *contents: bytes, client: str = ""):
     """What becomes of files."""
     async with reading.read({kind: [upload(one) for one in contents]}, client) as found:
         return found[kind]
@@ -91,7 +91,7 @@ def black(width: int, height: int) -> bytes:
     return file.getvalue()
 
 
-def stopped(reading: FileReading) -> int:
+def stopped(reading: MediaFiles) -> int:
     """Stop the process that works next, so that it never answers."""
     process = reading._idle[-1]
     process.start()
@@ -181,7 +181,7 @@ def test_a_process_that_has_ended_by_itself_is_no_request_s_error(reading, runne
 
 def test_files_that_take_too_much_processor_time(folder, runner):
     async def run():
-        reading = FileReading(folder, 100, dataclasses.replace(CONFIG, processes=1, seconds=0.02, memory=1 << 31))
+        reading = MediaFiles(folder, 100, dataclasses.replace(CONFIG, processes=1, seconds=0.02, memory=1 << 31))
         try:
             with pytest.raises(ApiError, match=r"0\.02 s of processor time") as error:
                 await read(reading, "image", black(7900, 7900))
@@ -286,7 +286,7 @@ def test_a_process_that_never_answers_is_ended(folder, runner):
     """As one does that waits for a machine which others keep busy."""
 
     async def run():
-        reading = FileReading(folder, 100, dataclasses.replace(CONFIG, processes=1, wall_seconds=0.1))
+        reading = MediaFiles(folder, 100, dataclasses.replace(CONFIG, processes=1, wall_seconds=0.1))
         try:
             pid = stopped(reading)
             with pytest.raises(ApiError, match=r"longer than 0\.1 s") as error:
@@ -302,7 +302,7 @@ def test_closing_ends_processes_that_work(folder, runner):
     """Nobody waits for a video when the server is told to end."""
 
     async def run():
-        reading = FileReading(folder, 100, dataclasses.replace(CONFIG, processes=1))
+        reading = MediaFiles(folder, 100, dataclasses.replace(CONFIG, processes=1))
         stopped(reading)
         work = asyncio.ensure_future(read(reading, "image", SMALL))
         waiting = asyncio.ensure_future(read(reading, "image", SMALL))
@@ -322,7 +322,7 @@ def test_a_directory_that_says_nothing_of_files(tmp_path, runner, caplog):
     """The server's fault, which its log tells."""
 
     async def run():
-        reading = FileReading(tmp_path, 100, dataclasses.replace(CONFIG, processes=1))
+        reading = MediaFiles(tmp_path, 100, dataclasses.replace(CONFIG, processes=1))
         try:
             with pytest.raises(ApiError) as error:
                 await read(reading, "image", SMALL)
@@ -335,8 +335,8 @@ def test_a_directory_that_says_nothing_of_files(tmp_path, runner, caplog):
 
 
 def test_settings_that_are_none():
-    for field in dataclasses.fields(FilesConfig):
+    for field in dataclasses.fields(MediaFilesConfig):
         if field.name != "limits":
             with pytest.raises(ConfigError, match=rf"FilesConfig\.{field.name}=0"):
-                FilesConfig(**{field.name: 0})
-    assert FilesConfig().count >= 2
+                MediaFilesConfig(**{field.name: 0})
+    assert MediaFilesConfig().count >= 2

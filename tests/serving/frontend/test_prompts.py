@@ -13,7 +13,7 @@ from eqx_decoders.inference.text_model import load_text_model
 from eqx_decoders.io.text.chat_template import ChatTemplate, Rendered
 from eqx_decoders.io.text.tokenizer import ByteTokenizer
 from eqx_decoders.serving.frontend import chat_rendering
-from eqx_decoders.serving.frontend.prompts import Language, PromptReader, longest_token
+from eqx_decoders.serving.frontend.prompts import PromptPreparer, TextFrontend, longest_token
 from eqx_decoders.serving.http.json_fields import ApiError
 from tests.encoders.directories import seeing_directory
 from tests.serving.fake_engine import FakeEngine
@@ -34,11 +34,11 @@ class Slow(ChatTemplate):
         return [Rendered(text, None, []) for text in done]
 
 
-def read(language: Language, texts: list[str], **options):
+def read(language: TextFrontend, texts: list[str], **options):
     """What becomes of conversations that come at once: their ids, or errors."""
 
     async def run():
-        reader = PromptReader(language, max_length=64, **options)
+        reader = PromptPreparer(language, max_length=64, **options)
         try:
             messages = [[{"role": "user", "content": text}] for text in texts]
             work = (reader.chat(one, {}, answer=True) for one in messages)
@@ -85,7 +85,7 @@ def seeing(tmp_path_factory):
     """A model that sees, as text and as a language."""
     pytest.importorskip("PIL.Image")
     text = load_text_model(seeing_directory(tmp_path_factory.mktemp("models") / "seeing"), "float32")
-    return text, Language.of(text)
+    return text, TextFrontend.of(text)
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +172,7 @@ def test_a_process_waits_for_the_next_conversation():
             return super().render_some(conversations)
 
     async def run():
-        reader = PromptReader(chat_language(chat=Noting(source="")), max_length=64)
+        reader = PromptPreparer(chat_language(chat=Noting(source="")), max_length=64)
         for _ in range(3):
             await reader.chat([{"role": "user", "content": "a"}], {}, answer=True)
         assert reader._renderer is not None
@@ -218,7 +218,7 @@ def test_clients_take_turns_at_texts_and_their_ids(size, monkeypatch):
             return super().render_some(conversations)
 
     async def run():
-        reader = PromptReader(chat_language(chat=Noting(source="")), max_length=2 * size + 64)
+        reader = PromptPreparer(chat_language(chat=Noting(source="")), max_length=2 * size + 64)
         try:
             given = [*"aaaaaab"]
             work = [

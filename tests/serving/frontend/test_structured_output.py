@@ -12,7 +12,7 @@ import pytest
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, load_tokenizer
 from eqx_decoders.serving.frontend import structured_output
-from eqx_decoders.serving.frontend.structured_output import ANY_OBJECT, KEPT, Form, Forms
+from eqx_decoders.serving.frontend.structured_output import ANY_OBJECT, KEPT, Grammar, GrammarCompiler
 from eqx_decoders.serving.http.json_fields import ApiError
 from tests.serving.servers import CHAT
 
@@ -30,13 +30,13 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module", params=["fixture", "bytes"])
-def forms(request) -> Forms:
+def forms(request) -> GrammarCompiler:
     if request.param == "bytes":
-        return Forms(ByteTokenizer(), 320, [257, 258])
-    return Forms(load_tokenizer(CHAT), 320, [257, 258])
+        return GrammarCompiler(ByteTokenizer(), 320, [257, 258])
+    return GrammarCompiler(load_tokenizer(CHAT), 320, [257, 258])
 
 
-def one_of(forms: Forms, form: Form):
+def one_of(forms: GrammarCompiler, form: Grammar):
     (found,) = asyncio.run(forms.prepare(form, 1))
     return found
 
@@ -47,7 +47,7 @@ def allowed(constraint) -> list[int]:
     return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
 
 
-def drawn(forms: Forms, form: Form, seed: int, most: int = 400) -> tuple[str, bool]:
+def drawn(forms: GrammarCompiler, form: Grammar, seed: int, most: int = 400) -> tuple[str, bool]:
     """A text of tokens that were allowed, and whether it ended by itself."""
     constraint, ids, pick = one_of(forms, form), [], random.Random(seed)
     for _ in range(most):
@@ -61,19 +61,19 @@ def drawn(forms: Forms, form: Form, seed: int, most: int = 400) -> tuple[str, bo
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_allowed_leads_to_the_form(forms, seed):
-    text, ended = drawn(forms, Form("json", json.dumps(SCHEMA)), seed)
+    text, ended = drawn(forms, Grammar("json", json.dumps(SCHEMA)), seed)
     found = json.loads(text)
     assert ended and list(found) == ["name", "kind", "ages"] and found["kind"] in ("cat", "dög")
     assert len(found["name"]) <= 3 and len(found["ages"]) <= 2 and all(0 <= age <= 9 for age in found["ages"])
-    assert re.fullmatch(r"[a-c]{3}é\d", (found := drawn(forms, Form("regex", "[a-c]{3}é[0-9]"), seed))[0]), found
+    assert re.fullmatch(r"[a-c]{3}é\d", (found := drawn(forms, Grammar("regex", "[a-c]{3}é[0-9]"), seed))[0]), found
     choices = ('say "hi"\n', "né", "a\\b")
-    assert drawn(forms, Form("choice", choices), seed)[0] in choices
-    text, ended = drawn(forms, Form("grammar", 'start: "x" ("," "x")~2'), seed)
+    assert drawn(forms, Grammar("choice", choices), seed)[0] in choices
+    text, ended = drawn(forms, Grammar("grammar", 'start: "x" ("," "x")~2'), seed)
     assert (text, ended) == ("x,x,x", True)
 
 
 def test_blanks_in_json_do_not_go_on_for_ever():
-    constraint = one_of(Forms(ByteTokenizer(), 320, [257]), ANY_OBJECT)
+    constraint = one_of(GrammarCompiler(ByteTokenizer(), 320, [257]), ANY_OBJECT)
     for token in b"{" + 32 * b" ":
         assert token in allowed(constraint)
         constraint.accept(token)
@@ -81,31 +81,31 @@ def test_blanks_in_json_do_not_go_on_for_ever():
 
 
 def test_a_complete_form_allows_all_stop_ids_and_nothing_else(forms):
-    constraint = one_of(forms, Form("choice", ("a",)))
+    constraint = one_of(forms, Grammar("choice", ("a",)))
     constraint.accept(allowed(constraint)[0])
     assert allowed(constraint) == [257, 258] and constraint.error == ""
 
 
 def test_a_token_against_the_form_leaves_the_stop_ids(forms):
-    constraint = one_of(forms, Form("choice", ("a",)))
+    constraint = one_of(forms, Grammar("choice", ("a",)))
     constraint.accept(5)
     assert allowed(constraint) == [257, 258] and "satisfy" in constraint.error
 
 
 def test_answers_of_one_form_do_not_share_their_place(forms):
-    one, other = (one_of(forms, Form("regex", "ab")) for _ in range(2))
+    one, other = (one_of(forms, Grammar("regex", "ab")) for _ in range(2))
     before = allowed(other)
     one.accept(before[0])
     assert allowed(other) == before != allowed(one)
     one_of(forms, ANY_OBJECT)
     for number in range(KEPT + 3):
-        one_of(forms, Form("regex", f"a{number}"))
+        one_of(forms, Grammar("regex", f"a{number}"))
     assert len(forms._known) == KEPT and ANY_OBJECT in forms._known
 
 
 def test_of_costly_forms_few_are_kept(monkeypatch):
     """They are large."""
-    forms, clock = Forms(ByteTokenizer(), 320, [257]), [0.0]
+    forms, clock = GrammarCompiler(ByteTokenizer(), 320, [257]), [0.0]
     monkeypatch.setattr(structured_output.time, "thread_time", lambda: clock[0])
     compiled = forms._compile
 
@@ -114,27 +114,27 @@ def test_of_costly_forms_few_are_kept(monkeypatch):
         return compiled(form)
 
     monkeypatch.setattr(forms, "_compile", costly)
-    for form in (ANY_OBJECT, *(Form("regex", f"a{number}") for number in range(6))):
+    for form in (ANY_OBJECT, *(Grammar("regex", f"a{number}") for number in range(6))):
         one_of(forms, form)
     assert {form.content for form in forms._known} == {ANY_OBJECT.content, "a3", "a4", "a5"}
 
 
 DEEP = "[" * 100_000
 BAD = {
-    "not an object": (Form("json", "5"), "json cannot be read"),
-    "not JSON": (Form("json", "{bad"), "json cannot be read"),
-    "no type": (Form("json", '{"type": "nope"}'), "Invalid type: nope"),
-    "look-ahead": (Form("json", '{"type": "string", "pattern": "(?=a)b"}'), "look-around"),
-    "elsewhere": (Form("json", '{"$ref": "http://127.0.0.1:1/x"}'), "json cannot be kept"),
-    "no value": (Form("json", '{"enum": []}'), "Unsatisfiable"),
-    "itself": (Form("json", '{"$ref": "#"}'), "json cannot be kept"),
-    "deep": (Form("json", DEEP), "recursion limit"),
-    "open class": (Form("regex", "(["), "unclosed character class"),
-    "deep regex": (Form("regex", "(" * 100_000), "regex cannot be kept"),
-    "no rule": (Form("grammar", "start: x"), "unknown name"),
-    "no start": (Form("grammar", ""), "grammar cannot be kept"),
-    "endless": (Form("grammar", 'start: start "a"'), "grammar cannot be kept"),
-    "large": (Form("regex", "a" * 600_000), "600,000 characters"),
+    "not an object": (Grammar("json", "5"), "json cannot be read"),
+    "not JSON": (Grammar("json", "{bad"), "json cannot be read"),
+    "no type": (Grammar("json", '{"type": "nope"}'), "Invalid type: nope"),
+    "look-ahead": (Grammar("json", '{"type": "string", "pattern": "(?=a)b"}'), "look-around"),
+    "elsewhere": (Grammar("json", '{"$ref": "http://127.0.0.1:1/x"}'), "json cannot be kept"),
+    "no value": (Grammar("json", '{"enum": []}'), "Unsatisfiable"),
+    "itself": (Grammar("json", '{"$ref": "#"}'), "json cannot be kept"),
+    "deep": (Grammar("json", DEEP), "recursion limit"),
+    "open class": (Grammar("regex", "(["), "unclosed character class"),
+    "deep regex": (Grammar("regex", "(" * 100_000), "regex cannot be kept"),
+    "no rule": (Grammar("grammar", "start: x"), "unknown name"),
+    "no start": (Grammar("grammar", ""), "grammar cannot be kept"),
+    "endless": (Grammar("grammar", 'start: start "a"'), "grammar cannot be kept"),
+    "large": (Grammar("regex", "a" * 600_000), "600,000 characters"),
 }
 
 
@@ -147,7 +147,7 @@ def test_forms_that_are_none(forms, name):
 
 
 def test_grammars_of_many_symbols_are_refused(forms, monkeypatch):
-    form = Form("grammar", 'start: x "," x\nx: "a" | "b" y\ny: "c" x | "d"')
+    form = Grammar("grammar", 'start: x "," x\nx: "a" | "b" y\ny: "c" x | "d"')
     assert allowed(one_of(forms, form))
     monkeypatch.setattr(structured_output, "SYMBOLS", 5)
     with pytest.raises(ConfigError, match=r"grammar cannot be kept: .*too big"):
@@ -156,12 +156,12 @@ def test_grammars_of_many_symbols_are_refused(forms, monkeypatch):
 
 def test_a_model_without_a_token_that_ends_its_answers_has_no_forms():
     with pytest.raises(ConfigError, match="needs a model with a token that ends"):
-        one_of(Forms(ByteTokenizer(), 300, []), ANY_OBJECT)
+        one_of(GrammarCompiler(ByteTokenizer(), 300, []), ANY_OBJECT)
 
 
 def test_texts_with_letters_that_the_library_wants_escaped(forms):
     text = "".join(map(chr, range(1, 128))) + "\x80\u2028"
-    constraint = one_of(forms, Form("choice", (text,)))
+    constraint = one_of(forms, Grammar("choice", (text,)))
     for token in forms._tokenizer.encode(text).tolist():
         assert token in allowed(constraint)
         constraint.accept(token)
@@ -171,13 +171,13 @@ def test_texts_with_letters_that_the_library_wants_escaped(forms):
 def test_what_clients_cannot_set_is_not_what_they_are_advised(forms):
     kinds = [{"type": "object", "properties": {name: {"type": "integer"}}} for name in "ab"]
     with pytest.raises(ConfigError, match=r"oneOf .* give anyOf"):
-        one_of(forms, Form("json", json.dumps({"oneOf": kinds})))
+        one_of(forms, Grammar("json", json.dumps({"oneOf": kinds})))
 
 
 # --- on an event loop -------------------------------------------------------------------------------------------------
 
 
-class Gated(Forms):
+class Gated(GrammarCompiler):
     """Compiles when it is let; notes what."""
 
     def __init__(self, *words):
@@ -210,7 +210,7 @@ def gated():
 
 def test_a_form_is_compiled_once_and_what_is_none_is_remembered(gated):
     async def run():
-        good, bad = Form("regex", "ab"), Form("regex", "([")
+        good, bad = Grammar("regex", "ab"), Grammar("regex", "([")
         work = [asyncio.ensure_future(gated.prepare(form, 2)) for form in (good, good, bad, bad)]
         await settle()
         gated.gate.set()
@@ -229,8 +229,8 @@ def test_forms_that_take_long_hold_up_no_known_ones(gated):
     """Nor, in their turn, those of other clients."""
 
     async def run():
-        costly = [asyncio.ensure_future(gated.prepare(Form("regex", f"a{n}"), 1, "one")) for n in range(6)]
-        other = asyncio.ensure_future(gated.prepare(Form("regex", "b"), 1, "other"))
+        costly = [asyncio.ensure_future(gated.prepare(Grammar("regex", f"a{n}"), 1, "one")) for n in range(6)]
+        other = asyncio.ensure_future(gated.prepare(Grammar("regex", "b"), 1, "other"))
         await settle()
         (found,) = await gated.prepare(ANY_OBJECT, 1)
         assert found.error == "" and not any(one.done() for one in (*costly, other))
@@ -243,16 +243,16 @@ def test_forms_that_take_long_hold_up_no_known_ones(gated):
 
 def test_a_form_that_nobody_waits_for_is_not_compiled(gated):
     async def run():
-        begun = [asyncio.ensure_future(gated.prepare(Form("regex", f"a{n}"), 1)) for n in range(2)]
+        begun = [asyncio.ensure_future(gated.prepare(Grammar("regex", f"a{n}"), 1)) for n in range(2)]
         await settle()
-        gone = [asyncio.ensure_future(gated.prepare(Form("regex", "b"), 1)) for _ in range(2)]
+        gone = [asyncio.ensure_future(gated.prepare(Grammar("regex", "b"), 1)) for _ in range(2)]
         await settle()
         gone[0].cancel()
         await settle()
-        assert Form("regex", "b") in gated._compiling  # the other one still waits
+        assert Grammar("regex", "b") in gated._compiling  # the other one still waits
         gone[1].cancel()
         await settle()
-        again = asyncio.ensure_future(gated.prepare(Form("regex", "c"), 1))
+        again = asyncio.ensure_future(gated.prepare(Grammar("regex", "c"), 1))
         gated.gate.set()
         await asyncio.gather(*begun, again)
         assert sorted(gated.compiled) == ["a0", "a1", "c"] and gated._compiling == {}
@@ -265,12 +265,12 @@ def test_who_waits_too_long_or_behind_too_many_is_told_to_come_again(gated, monk
 
     async def run():
         with pytest.raises(ApiError, match=r"within 0\.01 s") as error:
-            await gated.prepare(Form("regex", "a"), 1)
+            await gated.prepare(Grammar("regex", "a"), 1)
         assert error.value.status == 429
         gated.gate.set()
         while gated._compiling:
             await asyncio.sleep(0.01)
-        assert await gated.prepare(Form("regex", "a"), 1)
+        assert await gated.prepare(Grammar("regex", "a"), 1)
 
     asyncio.run(run())
 
@@ -280,10 +280,10 @@ def test_who_asks_for_many_forms_is_refused_before_others(gated, monkeypatch):
     monkeypatch.setattr(gated._turns, "_most", 3)
 
     async def run():
-        many = [asyncio.ensure_future(gated.prepare(Form("regex", f"a{n}"), 1, "one")) for n in range(5)]
+        many = [asyncio.ensure_future(gated.prepare(Grammar("regex", f"a{n}"), 1, "one")) for n in range(5)]
         await settle()
-        shared = asyncio.ensure_future(gated.prepare(Form("regex", "a4"), 1, "two"))
-        other = asyncio.ensure_future(gated.prepare(Form("regex", "b"), 1, "three"))
+        shared = asyncio.ensure_future(gated.prepare(Grammar("regex", "a4"), 1, "two"))
+        other = asyncio.ensure_future(gated.prepare(Grammar("regex", "b"), 1, "three"))
         await settle()
         with pytest.raises(ApiError, match="wait for their forms"):
             await many[4]

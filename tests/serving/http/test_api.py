@@ -12,7 +12,7 @@ from eqx_decoders.core.sampling import GenerationConfig
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.io.text.chat_template import ChatTemplate, Conversation, Rendered
 from eqx_decoders.io.text.tokenizer import ByteTokenizer
-from eqx_decoders.serving.frontend.prompts import Language
+from eqx_decoders.serving.frontend.prompts import TextFrontend
 from eqx_decoders.serving.http.protocol import ApiConfig, choice_seed
 from eqx_decoders.serving.http.server import ServerConfig
 from tests.serving.fake_engine import FakeEngine
@@ -24,7 +24,7 @@ types = pytest.importorskip("openai.types")
 chat_types = pytest.importorskip("openai.types.chat")
 
 # Letters are tokens: 97 is "a". Answers go on through the alphabet.
-LETTERS = Language(tokenizer=ByteTokenizer(), stop_ids=(257,))
+LETTERS = TextFrontend(tokenizer=ByteTokenizer(), stop_ids=(257,))
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -235,7 +235,7 @@ def test_priorities_are_for_servers_that_allow_them(server):
 
 def test_health_tells_of_a_device_that_hangs(monkeypatch):
     with serving(FakeEngine(), LETTERS) as server:
-        monkeypatch.setattr("eqx_decoders.serving.http.engine_thread.Worker.hangs", True)
+        monkeypatch.setattr("eqx_decoders.serving.http.engine_thread.EngineThread.hangs", True)
         assert server.json("/health", code=503) == {"status": "hanging"}
 
 
@@ -531,10 +531,10 @@ def test_a_key_is_needed_where_there_are_some():
 def test_pages_of_other_sites_call_it_only_where_they_may():
     with serving(language=LETTERS, allow_origins=("https://a.example",)) as server:
         for site, allowed in (("https://a.example", "https://a.example"), ("https://b.example", None)):
-            _, headers, _ = server.call("/v1/models", Origin=site)
+            _, headers, _ = server.call("/v1/models", Provenance=site)
             assert headers.get("access-control-allow-origin") == allowed
     with serving(language=LETTERS) as server:
-        assert "access-control-allow-origin" not in server.call("/v1/models", Origin="https://a.example")[1]
+        assert "access-control-allow-origin" not in server.call("/v1/models", Provenance="https://a.example")[1]
         body = b'{"prompt": "a"}'  # a form of another site's page may send this without being asked
         assert server.call(COMPLETIONS, raw=body, **{"Content-Type": "text/plain"})[0] == 415
 

@@ -15,20 +15,20 @@ from eqx_decoders.io.text.chat_template import ChatTemplate, Rendered
 from eqx_decoders.io.text.tokenizer import ByteTokenizer, train_bpe
 from eqx_decoders.serving.engine.config import EngineConfig
 from eqx_decoders.serving.engine.request import Request
-from eqx_decoders.serving.frontend.prompts import Language, PromptReader, is_too_long
+from eqx_decoders.serving.frontend.prompts import PromptPreparer, TextFrontend, is_too_long
 from eqx_decoders.serving.http import api, server as server_module, streaming
-from eqx_decoders.serving.http.responses import Choice, Gathered, Piece, Shape
+from eqx_decoders.serving.http.responses import Choice, CollectedDeltas, Delta, ResponseBuilder
 from eqx_decoders.serving.http.server import ServerConfig, most_connections, raise_file_limit
 from tests.serving.fake_engine import FakeEngine
 from tests.serving.http.test_hostile import head, said
 from tests.serving.servers import chat_language, serving
 
 
-LETTERS = Language(tokenizer=ByteTokenizer(), stop_ids=(257,))
+LETTERS = TextFrontend(tokenizer=ByteTokenizer(), stop_ids=(257,))
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
-class Plain(ChatTemplate):
+class NoResidual(ChatTemplate):
     """Writes what was said, in no process; `rendered` counts conversations."""
 
     rendered: list[int] = []  # noqa: RUF012 - of the test
@@ -41,7 +41,7 @@ class Plain(ChatTemplate):
 
 @pytest.fixture(scope="module")
 def chats():
-    with serving(FakeEngine(), chat_language(chat=Plain(source="tools"))) as running:
+    with serving(FakeEngine(), chat_language(chat=NoResidual(source="tools"))) as running:
         yield running
 
 
@@ -125,7 +125,7 @@ def test_blanks_that_a_token_takes_are_none_of_the_text(side):
 
 def test_conversations_of_too_many_messages_are_refused_before_they_are_rendered(chats):
     pair = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    Plain.rendered = []
+    NoResidual.rendered = []
     for count in (257, 30_000):
         error = chats.json(CHAT, {"messages": pair * count}, code=400)["error"]
         assert error["code"] == "context_length_exceeded"
@@ -133,14 +133,14 @@ def test_conversations_of_too_many_messages_are_refused_before_they_are_rendered
     assert error["code"] == "context_length_exceeded"
     kwargs = {str(number): [1] * 9000 for number in range(5)}
     error = chats.json(CHAT, {"messages": pair, "chat_template_kwargs": kwargs}, code=400)["error"]
-    assert "entries" in error["message"] and Plain.rendered == []
-    assert chats.json(CHAT, {"messages": pair * 20, "max_tokens": 1})["choices"] and Plain.rendered == [1]
+    assert "entries" in error["message"] and NoResidual.rendered == []
+    assert chats.json(CHAT, {"messages": pair * 20, "max_tokens": 1})["choices"] and NoResidual.rendered == [1]
 
 
 def test_long_conversations_are_rendered_apart_from_short_ones():
     gate, order = threading.Event(), []
 
-    class Slow(Plain):
+    class Slow(NoResidual):
         def render_some(self, conversations, process=None):
             if len(conversations[0].messages[0]["content"]) > 9000:
                 gate.wait(10)
@@ -148,7 +148,7 @@ def test_long_conversations_are_rendered_apart_from_short_ones():
             return super().render_some(conversations)
 
     async def run():
-        reader = PromptReader(chat_language(chat=Slow(source="")), max_length=100_000)
+        reader = PromptPreparer(chat_language(chat=Slow(source="")), max_length=100_000)
         try:
 
             def ask(text):
@@ -181,7 +181,7 @@ def test_log_probabilities_of_one_response_are_bounded():
             error = server.json(COMPLETIONS, ask | more, code=400)["error"]
             assert error["param"] == "logprobs" and "1,000" in error["message"]
         server.json(COMPLETIONS, ask | {"n": 5, "echo": True, "logprobs": None})
-    with serving(FakeEngine(), chat_language(chat=Plain(source="")), max_scores=1000) as server:
+    with serving(FakeEngine(), chat_language(chat=NoResidual(source="")), max_scores=1000) as server:
         ask = dict(messages=[{"role": "user", "content": "a"}], logprobs=True, top_logprobs=4, temperature=0)
         server.json(CHAT, ask)  # of an answer without a length of its own, as many as there may be
         assert server.engine.seen[-1].max_new_tokens == 200
@@ -202,9 +202,9 @@ def test_a_long_echo_is_not_copied_by_each_token():
         def __add__(self, other):
             raise AssertionError("copied")
 
-    whole = Gathered()
+    whole = CollectedDeltas()
     for text in (Text("a" * 100), "b", "c"):
-        whole.add(Piece(text=text, tokens=[1]))
+        whole.add(Delta(text=text, tokens=[1]))
     assert whole.whole().text == "a" * 100 + "bc" and whole.whole().tokens == [1] * 3
 
 
@@ -220,7 +220,7 @@ class Decoding(ByteTokenizer):
 
 
 def test_where_a_text_goes_on_is_found_once_for_all_answers_to_a_prompt():
-    with serving(FakeEngine(max_waiting=200), Language(tokenizer=Decoding(), stop_ids=(257,))) as server:
+    with serving(FakeEngine(max_waiting=200), TextFrontend(tokenizer=Decoding(), stop_ids=(257,))) as server:
         body, counts = dict(max_tokens=1, temperature=0), []
         for ask in ({"prompt": [97] * 40}, {"prompt": [97] * 40, "n": 64}, {"prompt": [[97] * 40] * 64}):
             Decoding.calls.clear()
@@ -248,7 +248,7 @@ def test_what_is_large_is_not_made_on_the_event_loop(monkeypatch):
 
     with serving(FakeEngine(max_length=1000), LETTERS) as server:
         ask = dict(max_tokens=1, echo=True, logprobs=2, n=2, temperature=0)
-        noting(Shape, "whole"), noting(Shape, "chunk"), noting(Choice, "take")
+        noting(ResponseBuilder, "whole"), noting(ResponseBuilder, "chunk"), noting(Choice, "take")
         noting(api, "read_completion")
         for count, large in ((5, False), (600, True)):
             threads.clear()
@@ -433,7 +433,7 @@ def test_an_error_of_the_system_is_the_server_s_and_no_client_that_left(monkeypa
     async def failing(*_, **__):
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(PromptReader, "text", failing)
+    monkeypatch.setattr(PromptPreparer, "text", failing)
     with serving(FakeEngine(), LETTERS) as server, caplog.at_level("ERROR", "eqx_decoders.serving"):
         assert server.call(COMPLETIONS, {"prompt": "a"})[0] == 500
     assert "Too many open files" in caplog.text
@@ -471,7 +471,7 @@ def test_what_others_ask_for_that_is_done_anyway_is_no_error(chats):
 
 
 def test_tokenize_reads_a_conversation_as_a_chat_does():
-    class Told(Plain):
+    class Told(NoResidual):
         def render_some(self, conversations, process=None):
             return [Rendered(json.dumps(one.variables), None, []) for one in conversations]
 

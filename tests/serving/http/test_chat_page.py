@@ -111,9 +111,9 @@ def test_a_key_is_asked_for(visit):
 
 @pytest.mark.slow
 def test_images_are_sent_with_the_message(visit, monkeypatch):
-    from eqx_decoders.serving.frontend.prompts import Language
+    from eqx_decoders.serving.frontend.prompts import TextFrontend
 
-    monkeypatch.setattr(Language, "sees", True)
+    monkeypatch.setattr(TextFrontend, "sees", True)
     with serving() as server:
         page = visit(server)
         page.set_input_files("#files", {"name": "a.png", "mimeType": "image/png", "buffer": PNG})

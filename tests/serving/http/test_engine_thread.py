@@ -7,7 +7,7 @@ import pytest
 
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.serving.engine.request import QueueFull, Request
-from eqx_decoders.serving.http.engine_thread import Answers, NotServing, Worker
+from eqx_decoders.serving.http.engine_thread import EngineThread, NotServing, RequestOutputs
 from tests.serving.fake_engine import FakeEngine
 
 
@@ -15,7 +15,7 @@ def request(first: int = 1, new: int = 4, **options) -> Request:
     return Request(prompt=(first,), max_new_tokens=new, **options)
 
 
-async def collected(answers: Answers) -> dict[int, list[int]]:
+async def collected(answers: RequestOutputs) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     async for number, update in answers:
         found.setdefault(number, []).extend(update.tokens)
@@ -28,7 +28,7 @@ def with_worker(test, engine: FakeEngine | None = None, **options):
     engine = engine or FakeEngine(**options)
 
     async def run():
-        worker = Worker(engine)
+        worker = EngineThread(engine)
         worker.start()
         try:
             return await asyncio.wait_for(test(worker, engine), 30)

@@ -34,7 +34,7 @@ from eqx_decoders.training.evaluation import evaluate
 from eqx_decoders.training.lora import LoRAConfig
 from eqx_decoders.training.optimizer.optimizer import OptimizerConfig
 from eqx_decoders.training.run import loop as run_module
-from eqx_decoders.training.run.loop import Run
+from eqx_decoders.training.run.loop import TrainingLoop
 from eqx_decoders.training.run.metrics import read_metrics
 from eqx_decoders.training.run.run_directory import load_run, resume_settings
 from eqx_decoders.training.step import loss as loss_module, step as step_module
@@ -333,10 +333,10 @@ def test_a_checkpoint_of_an_earlier_start_that_was_stuck_says_nothing_of_those_b
     log = mock.MagicMock(last={"loss": float("nan"), "grad_norm": 1.0})
     state = dict(dir=tmp_path, skipped_in_a_row=2, config=TrainConfig(max_skipped=2), log=log, checkpoints=checkpoints)
     with pytest.raises(EqxDecodersError, match=r"goes on from step 10, after which no step was finite\. Lower"):
-        Run._read(types.SimpleNamespace(**state), 12)
+        TrainingLoop._read(types.SimpleNamespace(**state), 12)
     checkpoints.steps = (6, 8, 10)
     with pytest.raises(EqxDecodersError, match=r"go back to step 6, the newest .*, move 8, 10 out of there"):
-        Run._read(types.SimpleNamespace(**state), 12)
+        TrainingLoop._read(types.SimpleNamespace(**state), 12)
 
 
 def test_steps_that_were_begun_before_it_was_known_end_too(folder):
@@ -352,7 +352,7 @@ def test_the_checkpoint_comes_first_and_what_fails_after_it_is_told(folder):
     the first is made at the next one, and that of the last takes the place of no other. No process is given up for
     what it does before the first step."""
     seen, limits = [], {}
-    save, report, gather = Run._save, Run._report, run_module.gather
+    save, report, gather = TrainingLoop._save, TrainingLoop._report, run_module.gather
 
     def saved(self, step, state):
         seen.append(("save", step))
@@ -375,7 +375,7 @@ def test_the_checkpoint_comes_first_and_what_fails_after_it_is_told(folder):
     patches = {name: failing(name) for name in ("evaluate_sets", "sample_text", "plot_losses")}
     options = {"--data": folder / "texts", "--steps": 5, "--eval-every": 4, "--run-dir": folder / "failing"}
     options |= {"--max-checkpoints": 1}
-    own = mock.patch.multiple(Run, _save=saved, _report=reported)
+    own = mock.patch.multiple(TrainingLoop, _save=saved, _report=reported)
     with own, mock.patch.multiple(run_module, gather=gathered, **patches):
         out, err = call("train", *flags(OPTIONS | options))
     fails = ["evaluate_sets", "sample_text"]
@@ -394,9 +394,9 @@ def test_of_several_processes_a_failing_evaluation_ends_all(monkeypatch):
     told = []
     run = types.SimpleNamespace(progress=types.SimpleNamespace(message=told.append))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError), Run._going_on(run, "the evaluation", 3):
+    with pytest.raises(ValueError), TrainingLoop._going_on(run, "the evaluation", 3):
         raise ValueError
-    with Run._going_on(run, "drawing", 3, alone=True):
+    with TrainingLoop._going_on(run, "drawing", 3, alone=True):
         raise ValueError
     assert len(told) == 1
 
@@ -407,9 +407,9 @@ def test_means_of_the_weights_that_do_not_fit_end_no_run(monkeypatch):
 
     told = []
     run = types.SimpleNamespace(progress=types.SimpleNamespace(message=told.append), _evaluate=None, _sample=None)
-    run._going_on = lambda what, step: Run._going_on(run, what, step)
+    run._going_on = lambda what, step: TrainingLoop._going_on(run, what, step)
     monkeypatch.setattr(TrainState, "averaged", property(fail))
-    assert Run._judge(run, object.__new__(TrainState), 3) == ({}, "")
+    assert TrainingLoop._judge(run, object.__new__(TrainState), 3) == ({}, "")
     assert [each.count("failed, the run goes on: MemoryError") for each in told] == [1, 1]
 
 
@@ -417,7 +417,7 @@ def test_a_signal_saves_no_state_that_is_stuck(capsys):
     saved = []
     steps = types.SimpleNamespace(wait=lambda drop: saved.append(drop), latest=7)
     run = types.SimpleNamespace(checkpoints=steps, skipped_in_a_row=2, _save=lambda *step: saved.append(step))
-    Run._stop(run, 9, object.__new__(TrainState))
+    TrainingLoop._stop(run, 9, object.__new__(TrainState))
     assert saved == [False]
     assert "stopped, saved at step 7: the last 2 steps were not finite, and are not saved" in capsys.readouterr().err
 
@@ -428,25 +428,25 @@ def test_what_the_model_starts_from_is_fetched_in_something_that_takes_time(tmp_
     monkeypatch.setattr(run_module, "abstract_hf", lambda source: found.append((source, takes_time())))
     monkeypatch.setattr(run_module, "keep_source", lambda model, run: None)
     run = types.SimpleNamespace(config=TrainConfig(init_from="org/name"), dir=tmp_path)
-    Run._keep_source(run)
+    TrainingLoop._keep_source(run)
     assert found == [("org/name", True)]
     (tmp_path / "source").mkdir()
-    Run._keep_source(run)
+    TrainingLoop._keep_source(run)
     assert len(found) == 2, "nothing was made yet of what is there: it may be that of another start"
     (tmp_path / "tokenizer").mkdir()
     save_settings(run.config, tmp_path / "settings.json")
-    Run._keep_source(run)
+    TrainingLoop._keep_source(run)
     assert len(found) == 2
     run.config = TrainConfig()
     with pytest.raises(ConfigError, match=r"source is there, but init_from=None: of a start or an import that did not"):
-        Run._keep_source(run)
+        TrainingLoop._keep_source(run)
     assert len(found) == 2
 
 
 def test_the_devices_do_not_wait_for_the_host(folder):
     """A step is begun before the metrics of the last two are read; all are read before a checkpoint, in order."""
     seen = []
-    step, report, save = Trainer.step, Run._report, Run._save
+    step, report, save = Trainer.step, TrainingLoop._report, TrainingLoop._save
 
     def begun(self, state, batch):
         seen.append("step")
@@ -462,7 +462,7 @@ def test_the_devices_do_not_wait_for_the_host(folder):
         save(self, *args)
 
     options = QUICK | {"--steps": 6, "--checkpoint-every": 4, "--data": folder / "texts"}
-    with mock.patch.multiple(Run, _report=read, _save=saved), mock.patch.object(Trainer, "step", begun):
+    with mock.patch.multiple(TrainingLoop, _report=read, _save=saved), mock.patch.object(Trainer, "step", begun):
         call("train", "--run-dir", folder / "ahead", *flags(OPTIONS | options))
     assert seen == [*("step", "step", "step", 1, "step", 2, 3, 4, "save"), *("step", "step", 5, 6, "save")]
 
@@ -503,13 +503,13 @@ def test_a_run_tells_where_its_time_goes(folder):
     """Of both starts; what was computed twice counts once."""
     options = QUICK | {"--checkpoint-every": 2, "--data": folder / "texts"}
     run, words = folder / "time", flags(OPTIONS | options)
-    save = Run._save
+    save = TrainingLoop._save
 
     def killed(self, step, state):
         assert step < 4
         save(self, step, state)
 
-    with mock.patch.object(Run, "_save", killed), pytest.raises(AssertionError):
+    with mock.patch.object(TrainingLoop, "_save", killed), pytest.raises(AssertionError):
         call("train", "--run-dir", run, *words)
     before = steps_of(run)
     assert [row["step"] for row in before] == [1, 2, 3, 4]

@@ -13,7 +13,7 @@ import pytest
 import eqx_decoders as ed
 from eqx_decoders.data.batches import Batch
 from eqx_decoders.data.dataset import DataConfig, make_dataset
-from eqx_decoders.data.media_documents import DrawnReader, loaded_reader
+from eqx_decoders.data.media_documents import SyntheticReader, loaded_reader
 from eqx_decoders.data.synthetic_images import NUMBERS, SIZE, draw, drawn_pixels, write_questions
 from eqx_decoders.encoders.stem import LearnedGrid
 from eqx_decoders.errors import DataError
@@ -34,7 +34,7 @@ CONFIG = seeing(
     layers=2,
     vocab_size=301,
 )
-READER = DrawnReader.of(CONFIG)
+READER = SyntheticReader.of(CONFIG)
 
 
 def test_images_are_functions_of_their_numbers():

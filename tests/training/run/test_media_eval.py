@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eqx_decoders.data.dataset import DataConfig, make_dataset, make_held_out_sets, training_texts
-from eqx_decoders.data.media_documents import ProcessedReader
+from eqx_decoders.data.media_documents import ProcessorReader
 from eqx_decoders.data.sources.documents import referred
 from eqx_decoders.data.sources.remote import RemoteFile
 from eqx_decoders.data.sources.sources import folder_of
@@ -49,7 +49,7 @@ def asked(number: int, *names: str, text: str = "w2") -> dict:
 
 def opened(model: Path, run: Path, *paths, make=make_dataset, held_out=0.0, **settings):
     """The batches of some data, and the reader of their images."""
-    reader = ProcessedReader(str(model), IMAGE)
+    reader = ProcessorReader(str(model), IMAGE)
     data = DataConfig(
         path=[str(path) for path in paths],
         held_out_fraction=held_out,
@@ -90,7 +90,7 @@ def test_images_are_looked_for_beside_the_file_that_names_them(model, tmp_path, 
 
 def test_relative_paths_in_sources_that_are_elsewhere_are_refused(model, tmp_path):
     assert folder_of(RemoteFile("gs://bucket/x.jsonl")) is None and folder_of(tmp_path) == tmp_path.resolve()
-    reader = ProcessedReader(str(model), IMAGE)
+    reader = ProcessorReader(str(model), IMAGE)
     with pytest.raises(DataError, match=r"x.jsonl:3 names the image '1.png' by a relative path.*absolute paths"):
         reader.located(["1.png"], None, "x.jsonl:3")
     given = [str(tmp_path / "1.png"), "https://x.org/1.png"]

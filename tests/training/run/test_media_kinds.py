@@ -7,7 +7,7 @@ import pytest
 
 import eqx_decoders as ed
 from eqx_decoders.data.dataset import DataConfig, make_dataset
-from eqx_decoders.data.media_documents import ProcessedReader, loaded_reader
+from eqx_decoders.data.media_documents import ProcessorReader, loaded_reader
 from eqx_decoders.data.sources.documents import reference, referred
 from eqx_decoders.errors import DataError
 from eqx_decoders.inference.text_model import load_text_model
@@ -49,7 +49,7 @@ def folder(tmp_path_factory):
 def batches_of(folder, name, records, **options):
     """Batches of documents, and the reader of their files."""
     text = load_text_model(folder / name)
-    reader = ProcessedReader(str(folder / name), IMAGE)
+    reader = ProcessorReader(str(folder / name), IMAGE)
     assert loaded_reader(json.loads(json.dumps(reader.words()))) == reader
     path = folder / f"{name}.{len(records)}.jsonl"
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records))

@@ -10,7 +10,7 @@ from eqx_decoders.layers.mask import AttentionPositions, Mask
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Call:
+class AttentionCall:
     """One call of `attend`, without its arrays.
 
     **Arguments:**
@@ -42,7 +42,7 @@ class Call:
     @classmethod
     def of(
         cls, query: Array, key: Array, value: Array, places: AttentionPositions, selected: Array | None, **given: Any
-    ) -> "Call":
+    ) -> "AttentionCall":
         """That of these arrays; `given` are the facts that they do not tell."""
         return cls(
             batch=query.shape[0],

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float32
 
-from eqx_decoders.layers.attention.kernels.call import Call
+from eqx_decoders.layers.attention.kernels.call import AttentionCall
 from eqx_decoders.layers.attention.kernels.common import (
     EMPTY,
     Cotangents,
@@ -28,7 +28,7 @@ from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Mask, in
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Plan:
+class _ChunkPlan:
     """What is static about one call."""
 
     mask: Mask
@@ -149,7 +149,7 @@ def _join_blocks(x: Array) -> Array:
     return jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], -1, x.shape[5])
 
 
-def _forward(plan: _Plan, query: Array, key: Array, value: Array, seen: _Seen) -> tuple[Array, Array]:
+def _forward(plan: _ChunkPlan, query: Array, key: Array, value: Array, seen: _Seen) -> tuple[Array, Array]:
     length, dim = query.shape[1], value.shape[3]
     query = _split_heads(query, query.shape[2] // key.shape[2])
     key_t, value = key.transpose(0, 2, 3, 1), value.transpose(0, 2, 1, 3)
@@ -178,7 +178,7 @@ def _forward(plan: _Plan, query: Array, key: Array, value: Array, seen: _Seen) -
     return _join_heads(out), _join_heads(lse)[..., 0]
 
 
-def _backward(plan: _Plan, query: Array, key: Array, value: Array, seen: _Seen, known: Cotangents) -> Gradients:
+def _backward(plan: _ChunkPlan, query: Array, key: Array, value: Array, seen: _Seen, known: Cotangents) -> Gradients:
     """Recompute each tile's weights P from lse, keys first: no product then has to transpose a tile.
 
     With D = delta:  dV = P dO,  dS = P * (V dO' - D),  dK = dS Q,  dQ' = K' dS.
@@ -222,16 +222,16 @@ def _backward(plan: _Plan, query: Array, key: Array, value: Array, seen: _Seen, 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _softmax(plan: _Plan, query: Array, key: Array, value: Array, seen: _Seen) -> tuple[Array, Array]:
+def _softmax(plan: _ChunkPlan, query: Array, key: Array, value: Array, seen: _Seen) -> tuple[Array, Array]:
     return _forward(plan, query, key, value, seen)
 
 
-def _softmax_fwd(plan: _Plan, query: Array, key: Array, value: Array, seen: _Seen):
+def _softmax_fwd(plan: _ChunkPlan, query: Array, key: Array, value: Array, seen: _Seen):
     out, lse = (checkpoint_name(x, "context") for x in _forward(plan, query, key, value, seen))
     return (out, lse), (query, key, value, seen, out, lse)
 
 
-def _softmax_bwd(plan: _Plan, kept: tuple, bars: tuple):
+def _softmax_bwd(plan: _ChunkPlan, kept: tuple, bars: tuple):
     query, key, value, seen, out, lse = kept
     grads = _backward(plan, query, key, value, seen, cotangents((out, lse), bars))
     query_bar, key_bar, value_bar = (grad.astype(x.dtype) for grad, x in zip(grads, kept[:3], strict=True))
@@ -255,7 +255,7 @@ def _even(length: int, most: int) -> int:
 
 
 def blockwise(
-    query: Array, key: Array, value: Array, places: AttentionPositions, selected: Array | None, call: Call
+    query: Array, key: Array, value: Array, places: AttentionPositions, selected: Array | None, call: AttentionCall
 ) -> Result:
     """Attention as `attend` defines it. Under remat, saving "context" (out and lse) saves the whole forward pass."""
     length = query.shape[1]
@@ -273,7 +273,7 @@ def blockwise_gradients(
     value: Array,
     places: AttentionPositions,
     selected: Array | None,
-    call: Call,
+    call: AttentionCall,
     known: Cotangents,
 ) -> Gradients:
     """Gradients as `attend_gradients` defines them."""
@@ -299,7 +299,7 @@ def blockwise_max(
     key: Array,
     places: AttentionPositions,
     selected: Array | None,
-    call: Call,
+    call: AttentionCall,
 ) -> Float32[Array, "batch heads"]:
     """The largest score of each row and head, EMPTY where there is none."""
     plan = _plan(call)
@@ -323,9 +323,9 @@ def blockwise_max(
     return top.reshape(top.shape[0], -1)
 
 
-def _plan(call: Call) -> _Plan:
+def _plan(call: AttentionCall) -> _ChunkPlan:
     block, kv_block = _blocks(call.platform, call.dtypes[0], call.length, call.kv_length)
-    return _Plan(
+    return _ChunkPlan(
         mask=call.mask,
         soft_cap=call.soft_cap,
         aligned=call.aligned,
@@ -336,7 +336,7 @@ def _plan(call: Call) -> _Plan:
     )
 
 
-def _seen(plan: _Plan, query: Array, key: Array, places: AttentionPositions, selected: Array | None) -> _Seen:
+def _seen(plan: _ChunkPlan, query: Array, key: Array, places: AttentionPositions, selected: Array | None) -> _Seen:
     """What each query sees, filled up like queries and keys."""
     first, last = interval(plan.mask, places.query_positions, places.query_spans)
     if selected is not None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from eqx_decoders.layers.attention.kernels.call import Call
+from eqx_decoders.layers.attention.kernels.call import AttentionCall
 from eqx_decoders.layers.attention.kernels.common import Result
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Chunked, SlidingWindow, visible
 
@@ -22,7 +22,7 @@ IMPLEMENTATION = "cudnn"
 MASK_BYTES = 2**30  # what the mask and its gradient may take: a row of 16,384 tokens, or four of 8,192
 
 
-def refusal(call: Call) -> str | None:
+def refusal(call: AttentionCall) -> str | None:
     """What cuDNN cannot do of this call, in words, or None."""
     if any(jnp.dtype(dtype).itemsize != 2 for dtype in call.dtypes) or len(set(map(jnp.dtype, call.dtypes))) > 1:
         return "dtypes other than bfloat16 or float16, one for all"
@@ -42,14 +42,14 @@ def largest_head_dim() -> int:
     return 0 if capability is None else 256 if int(capability[1]) >= 9 else 128
 
 
-def _needs_mask(call: Call) -> bool:
+def _needs_mask(call: AttentionCall) -> bool:
     asked = call.segments or call.spans or call.selected_heads > 0
     blocks = isinstance(call.mask, Chunked) or (isinstance(call.mask, Bidirectional) and call.mask.size is not None)
     return not call.gapless or asked or blocks
 
 
 def cudnn_attention(
-    query: Array, key: Array, value: Array, places: AttentionPositions, selected: Array | None, call: Call
+    query: Array, key: Array, value: Array, places: AttentionPositions, selected: Array | None, call: AttentionCall
 ) -> Result:
     """Attention as `attend` defines it; lse is NaN. Under remat it is computed again: what it keeps has no name."""
     options: dict = dict(scale=1.0, implementation=IMPLEMENTATION)

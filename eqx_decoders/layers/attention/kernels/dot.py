@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Float32
 
-from eqx_decoders.layers.attention.kernels.call import Call
+from eqx_decoders.layers.attention.kernels.call import AttentionCall
 from eqx_decoders.layers.attention.kernels.common import (
     EMPTY,
     Cotangents,
@@ -27,7 +27,7 @@ def dot(
     value: Array,
     places: AttentionPositions,
     selected: Array | None,
-    call: Call,
+    call: AttentionCall,
     scales: Scales | None = None,
 ) -> Result:
     """Attention as `attend` defines it. Scales of keys multiply scores, those of values weights: nothing is rounded."""
@@ -54,7 +54,7 @@ def dot_gradients(
     value: Array,
     places: AttentionPositions,
     selected: Array | None,
-    call: Call,
+    call: AttentionCall,
     known: Cotangents,
 ) -> Gradients:
     """Gradients as `attend_gradients` defines them."""
@@ -73,7 +73,7 @@ def dot_gradients(
     return query_bar.reshape(query.shape), key_bar, value_bar
 
 
-def _mixed(weights: Array, value: Array, call: Call) -> Array:
+def _mixed(weights: Array, value: Array, call: AttentionCall) -> Array:
     """[batch, kv_heads, groups, length, keys] x [batch, keys, kv_heads, d] -> [batch, length, kv_heads, groups, d]"""
     if call.platform != "cpu" or call.aligned:
         return jnp.einsum("bngts,bsnv->btngv", weights, value)

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Int
 
-from eqx_decoders.layers.attention.kernels.call import Call
+from eqx_decoders.layers.attention.kernels.call import AttentionCall
 from eqx_decoders.layers.attention.kernels.common import (
     EMPTY,
     Cotangents,
@@ -36,7 +36,7 @@ from eqx_decoders.layers.tpu import BlockSizes, block_sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Plan:
+class _FlashPlan:
     """What is static about one call."""
 
     mask: Mask
@@ -108,7 +108,12 @@ def _forward_kernel(plan, tiles, table, query, key, value, intervals, positions,
 
 
 def _slopes(
-    plan: _Plan, left: Array, right: Array, bars: tuple[Array, Array], lse_delta: Sequence[Array], seen: Array | None
+    plan: _FlashPlan,
+    left: Array,
+    right: Array,
+    bars: tuple[Array, Array],
+    lse_delta: Sequence[Array],
+    seen: Array | None,
 ) -> tuple[Array, Array]:
     """P and dS of a tile, queries or keys on the left; `bars` are dO and V in the same order."""
     lse, delta = lse_delta
@@ -170,7 +175,7 @@ def _key_kernel(
 # --- their calls: arrays are [batch, heads, length, dim], in whole blocks ---
 
 
-def _tiles(plan: _Plan, query: tuple[int, ...], key: tuple[int, ...], keys_held: bool) -> Tiles:
+def _tiles(plan: _FlashPlan, query: tuple[int, ...], key: tuple[int, ...], keys_held: bool) -> Tiles:
     """Of arrays with these shapes."""
     if keys_held:
         query_block, key_block = plan.query_blocks.streamed, plan.key_blocks.held
@@ -188,7 +193,7 @@ def _tiles(plan: _Plan, query: tuple[int, ...], key: tuple[int, ...], keys_held:
 
 
 def _call(
-    plan: _Plan,
+    plan: _FlashPlan,
     kernel: Callable,
     operands: Sequence[tuple[str, Array]],
     results: Sequence[tuple[str, tuple[int, ...], Any]],
@@ -244,7 +249,7 @@ def _call(
 
 @functools.partial(jax.jit, static_argnums=0)  # a Pallas call by itself is never dropped from a backward pass
 def _forward(
-    plan: _Plan, query: Array, key: Array, value: Array, intervals: Array, positions: Array
+    plan: _FlashPlan, query: Array, key: Array, value: Array, intervals: Array, positions: Array
 ) -> tuple[Array, Array]:
     """out, and lse as a row of each head: [batch, heads, 1, length]."""
     dim, places = value.shape[3], ("queries", "keys", "keys", "intervals", "positions")
@@ -263,7 +268,7 @@ def _forward(
 
 
 def _backward(
-    plan: _Plan,
+    plan: _FlashPlan,
     query: Array,
     key: Array,
     value: Array,
@@ -304,17 +309,19 @@ def _backward(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _softmax(plan: _Plan, query: Array, key: Array, value: Array, places: AttentionPositions) -> tuple[Array, Array]:
+def _softmax(
+    plan: _FlashPlan, query: Array, key: Array, value: Array, places: AttentionPositions
+) -> tuple[Array, Array]:
     return _forward(plan, query, key, value, *_intervals_and_positions(plan, places))
 
 
-def _softmax_fwd(plan: _Plan, query: Array, key: Array, value: Array, places: AttentionPositions):
+def _softmax_fwd(plan: _FlashPlan, query: Array, key: Array, value: Array, places: AttentionPositions):
     results = _forward(plan, query, key, value, *_intervals_and_positions(plan, places))
     out, lse = (checkpoint_name(x, "context") for x in results)
     return (out, lse), (query, key, value, places, out, lse)
 
 
-def _softmax_bwd(plan: _Plan, kept: tuple, bars: tuple):
+def _softmax_bwd(plan: _FlashPlan, kept: tuple, bars: tuple):
     query, key, value, places, out, lse = kept
     known = cotangents((out, lse[:, :, 0]), (bars[0], bars[1][:, :, 0]))
     known = known._replace(lse=lse, delta=known.delta[:, :, None])
@@ -325,7 +332,7 @@ _softmax.defvjp(_softmax_fwd, _softmax_bwd)
 
 
 def interval_attention(
-    query: Array, key: Array, value: Array, places: AttentionPositions, selected: Array | None, call: Call
+    query: Array, key: Array, value: Array, places: AttentionPositions, selected: Array | None, call: AttentionCall
 ) -> Result:
     """Attention as `attend` defines it, for TPUs; on any other platform it is interpreted, slowly.
 
@@ -344,7 +351,7 @@ def interval_gradients(
     value: Array,
     places: AttentionPositions,
     selected: Array | None,
-    call: Call,
+    call: AttentionCall,
     known: Cotangents,
 ) -> Gradients:
     """Gradients as `attend_gradients` defines them."""
@@ -357,9 +364,9 @@ def interval_gradients(
     return query_bar[:, :length], key_bar[:, :kv_length], value_bar[:, :kv_length]
 
 
-def _plan(call: Call) -> _Plan:
+def _plan(call: AttentionCall) -> _FlashPlan:
     sizes = block_sizes()
-    return _Plan(
+    return _FlashPlan(
         mask=call.mask,
         soft_cap=call.soft_cap,
         segments=call.segments,
@@ -369,14 +376,14 @@ def _plan(call: Call) -> _Plan:
     )
 
 
-def _heads_first(plan: _Plan, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
+def _heads_first(plan: _FlashPlan, query: Array, key: Array, value: Array) -> tuple[Array, Array, Array]:
     """[batch, heads, length, dim], in whole blocks."""
     key, value = (_fill(x.swapaxes(1, 2), plan.key_blocks, 2) for x in (key, value))
     return _fill(query.swapaxes(1, 2), plan.query_blocks, 2), key, value
 
 
 def _intervals_and_positions(
-    plan: _Plan, places: AttentionPositions
+    plan: _FlashPlan, places: AttentionPositions
 ) -> tuple[Int[Array, "batch 3 length"], Int[Array, "batch 2 kv_length"]]:
     """The first and last position that each query sees, and its segment; the position and segment of each key."""
 

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from eqx_decoders.errors import check
 from eqx_decoders.layers.attention.kernels.common import EMPTY, Result, cap_scores
 from eqx_decoders.layers.attention.kernels.pallas_flash import tile_product
-from eqx_decoders.layers.cache.paged import LANE, PagedPast
+from eqx_decoders.layers.cache.paged import LANE, PagedCachedKV
 from eqx_decoders.layers.tpu import block_sizes
 
 
@@ -43,7 +43,7 @@ _OF_QUERIES = "start", "count", "low", "all_low", "all_high"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Plan:
+class _PagedPlan:
     """What is static about one call. Rows of a block are tokens, and of each the query heads that share a key head."""
 
     soft_cap: float | None
@@ -104,7 +104,7 @@ class _Plan:
         return row, held - row * self.query_blocks, held, self.number(numbers, "block", step)
 
 
-def fits(past: PagedPast, dtype: Any, heads: int) -> bool:
+def fits(past: PagedCachedKV, dtype: Any, heads: int) -> bool:
     """Whether a TPU can read these pages where they are: whole lanes, whole tiles, and numbers that it can widen."""
     rows = 8 * 4 // past.key.dtype.itemsize  # of a tile
     wide = past.key.dtype.itemsize > 1 or past.key.dtype in (jnp.int8, jnp.float8_e4m3fn)
@@ -115,7 +115,7 @@ def fits(past: PagedPast, dtype: Any, heads: int) -> bool:
 # --- the kernel ---
 
 
-def _kernel(plan: _Plan, numbers: Any, query: Any, *refs: Any) -> None:
+def _kernel(plan: _PagedPlan, numbers: Any, query: Any, *refs: Any) -> None:
     names = iter(refs)
     keys = [next(names) for _ in range(plan.pages)]
     values = [next(names) for _ in range(plan.pages)] if plan.values else None
@@ -193,7 +193,7 @@ def _widened(x: Array, dtype: Any) -> Array:
 
 def paged_attention(
     query: Float[Array, "batch length heads head_dim"],
-    past: PagedPast,
+    past: PagedCachedKV,
     seen: tuple[Int[Array, "batch length"], Int[Array, "batch length"]],
     first_head: Int[Array, ""] | int = 0,
     *,
@@ -231,7 +231,7 @@ def paged_attention(
     return tokens_first(out)[..., begin : begin + past.lanes.head_dim], tokens_first(lse)[..., 0]
 
 
-def _make_plan(query: Array, past: PagedPast, kv_heads: int, soft_cap: float | None, platform: str) -> _Plan:
+def _make_plan(query: Array, past: PagedCachedKV, kv_heads: int, soft_cap: float | None, platform: str) -> _PagedPlan:
     batch, length, heads, _ = query.shape
     size, width, groups = past.page_size, past.key.shape[4], heads // kv_heads
     token = kv_heads * width * past.key.dtype.itemsize * (1 if past.value is None else 2)
@@ -243,7 +243,7 @@ def _make_plan(query: Array, past: PagedPast, kv_heads: int, soft_cap: float | N
     most = min(_QUERY_NUMBERS // (heads * width), _most_rows(query, past, kv_heads, pages * size) // groups)
     tokens = max(rows, most // rows * rows)
     tokens = length if length <= tokens else tokens
-    return _Plan(
+    return _PagedPlan(
         soft_cap=soft_cap,
         interpret=platform != "tpu",
         batch=batch,
@@ -260,7 +260,7 @@ def _make_plan(query: Array, past: PagedPast, kv_heads: int, soft_cap: float | N
     )
 
 
-def _most_rows(query: Array, past: PagedPast, kv_heads: int, keys: int) -> int:
+def _most_rows(query: Array, past: PagedCachedKV, kv_heads: int, keys: int) -> int:
     """So many rows of queries fit into vector memory beside a step's keys; what is one wide takes whole lanes there.
 
     Blocks are there twice, sums once, and of the scores of one head about three arrays in f32.
@@ -273,13 +273,15 @@ def _most_rows(query: Array, past: PagedPast, kv_heads: int, keys: int) -> int:
     return max(0, (block_sizes().vmem_bytes or _VMEM_BYTES) * 9 // 10 - fixed) // each
 
 
-def _table(plan: _Plan, past: PagedPast) -> Int[Array, "batch row_pages"]:
+def _table(plan: _PagedPlan, past: PagedCachedKV) -> Int[Array, "batch row_pages"]:
     """In whole steps."""
     more = plan.key_blocks * plan.pages - past.table.shape[1]
     return jnp.pad(past.table.astype(jnp.int32), ((0, 0), (0, more)), constant_values=-1)
 
 
-def _numbers(plan: _Plan, past: PagedPast, first: Array, last: Array, first_head: Any) -> Int[Array, "numbers"]:
+def _numbers(
+    plan: _PagedPlan, past: PagedCachedKV, first: Array, last: Array, first_head: Any
+) -> Int[Array, "numbers"]:
     """The list: which block of keys meets which queries at each step, and what is known of these."""
     lengths = jnp.minimum(past.lengths, past.table.shape[1] * plan.page_size).astype(jnp.int32)
     last = jnp.minimum(last, lengths[:, None] - 1)
@@ -315,7 +317,7 @@ def _numbers(plan: _Plan, past: PagedPast, first: Array, last: Array, first_head
     return numbers
 
 
-def _scales(plan: _Plan, past: PagedPast, first_head: Any) -> list[Array]:
+def _scales(plan: _PagedPlan, past: PagedCachedKV, first_head: Any) -> list[Array]:
     """Of keys and of values, gathered: they are few. [batch, heads, 1, slots]"""
     if past.key_scale is None:
         return []
@@ -332,7 +334,7 @@ def _scales(plan: _Plan, past: PagedPast, first_head: Any) -> list[Array]:
 
 
 def _call(
-    plan: _Plan, numbers: Array, query: Array, past: PagedPast, intervals: Array, scales: Sequence[Array]
+    plan: _PagedPlan, numbers: Array, query: Array, past: PagedCachedKV, intervals: Array, scales: Sequence[Array]
 ) -> Sequence[Array]:
     """One `pallas_call`."""
     block = (None, plan.heads, plan.rows, plan.width)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Num
 
 from eqx_decoders.errors import ConfigError, check, check_number, check_word
 from eqx_decoders.layers.attention.kernels import cudnn, splash
-from eqx_decoders.layers.attention.kernels.call import Call
+from eqx_decoders.layers.attention.kernels.call import AttentionCall
 from eqx_decoders.layers.attention.kernels.chunked import blockwise, blockwise_gradients, blockwise_max
 from eqx_decoders.layers.attention.kernels.common import EMPTY as EMPTY, Cotangents, Gradients, Result, Scales
 from eqx_decoders.layers.attention.kernels.dot import dot, dot_gradients
@@ -60,7 +60,7 @@ def no_gradients(*args: Any) -> Gradients:
     raise ConfigError("This kernel has no gradients under a log-sum-exp that is given.")
 
 
-def no_refusal(call: Call) -> None:
+def no_refusal(call: AttentionCall) -> None:
     """Of kernels that can do all that they say."""
 
 
@@ -86,10 +86,10 @@ class Kernel:
     float16: bool = True
     lse: bool = True
     scales: bool = False
-    refusal: Callable[[Call], str | None] = no_refusal
+    refusal: Callable[[AttentionCall], str | None] = no_refusal
     platforms: tuple[str, ...] = ("cpu", "gpu", "tpu")
 
-    def lacks(self, call: Call) -> str | None:
+    def lacks(self, call: AttentionCall) -> str | None:
         """The first thing about a call that this kernel cannot do, in words, or None."""
         if not isinstance(call.mask, self.masks):
             return f"the mask {call.mask}"
@@ -213,9 +213,9 @@ def max_scores(
 
 def _checked_call(
     query: Array, key: Array, value: Array, places: AttentionPositions, selected: Array | None, **given: Any
-) -> Call:
+) -> AttentionCall:
     """What is static about a call; raises ConfigError for arrays and options that do not fit one another."""
-    call, heads, kv_heads = Call.of(query, key, value, places, selected, **given), query.shape[2], key.shape[2]
+    call, heads, kv_heads = AttentionCall.of(query, key, value, places, selected, **given), query.shape[2], key.shape[2]
     check(heads % kv_heads == 0, f"heads={heads} must be a multiple of kv_heads={kv_heads}.")
     lengths = f"{call.length} and {call.kv_length}"
     same = not call.aligned or call.length == call.kv_length
@@ -229,7 +229,7 @@ def _checked_call(
     return call
 
 
-def _find(kernel: str, call: Call) -> Kernel:
+def _find(kernel: str, call: AttentionCall) -> Kernel:
     """The kernel of this name, or for "auto" the one that suits; raises ConfigError where it cannot do it."""
     chosen = choose(call) if kernel == "auto" else kernel
     check_word("kernel", chosen, (*KERNELS, "auto"))
@@ -243,7 +243,7 @@ def _find(kernel: str, call: Call) -> Kernel:
 FUSED = {"tpu": "interval", "gpu": "cudnn"}  # by platform: what "auto" takes before "chunked"
 
 
-def choose(call: Call) -> str:
+def choose(call: AttentionCall) -> str:
     """The kernel that "auto" takes: one that can do all of this call.
 
     Blocks pay once the scores of a head are too many to keep. A platform's own kernel needs arrays of one device: XLA

@@ -16,7 +16,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jaxtyping import Array, Int
 
-from eqx_decoders.layers.attention.kernels.call import Call
+from eqx_decoders.layers.attention.kernels.call import AttentionCall
 from eqx_decoders.layers.attention.kernels.common import Result
 from eqx_decoders.layers.mask import AttentionPositions, Bidirectional, Chunked, Mask, SlidingWindow
 from eqx_decoders.layers.tpu import LANES
@@ -27,7 +27,7 @@ EXACT_IN_16_BITS = (None, "default", "fastest", "bfloat16")  # TPUs refuse other
 PADDING = jnp.iinfo(jnp.int32).min
 
 
-def refusal(call: Call) -> str | None:
+def refusal(call: AttentionCall) -> str | None:
     """What splash attention cannot do of this call, in words, or None."""
     if not call.aligned:
         return "queries that are not the keys, in the same order"
@@ -40,7 +40,7 @@ def refusal(call: Call) -> str | None:
 
 
 def splash_attention(
-    query: Array, key: Array, value: Array, places: AttentionPositions, selected: Array | None, call: Call
+    query: Array, key: Array, value: Array, places: AttentionPositions, selected: Array | None, call: AttentionCall
 ) -> Result:
     """Attention as `attend` defines it; lse, which would have no gradient, is NaN. Interpreted where there is no TPU.
 

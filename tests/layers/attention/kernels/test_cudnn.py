@@ -14,7 +14,7 @@ from eqx_decoders.blocks.block import BlockConfig
 from eqx_decoders.errors import ConfigError
 from eqx_decoders.layers.attention.attention import AttentionConfig
 from eqx_decoders.layers.attention.kernels import cudnn
-from eqx_decoders.layers.attention.kernels.call import Call
+from eqx_decoders.layers.attention.kernels.call import AttentionCall
 from eqx_decoders.layers.attention.kernels.registry import KERNELS, attend, choose
 from eqx_decoders.layers.attention.mla import LatentAttentionConfig
 from eqx_decoders.layers.mask import Bidirectional, Causal, Chunked, SlidingWindow
@@ -137,7 +137,9 @@ def test_auto_is_exact_in_every_combination(hopper):
     """Over all combinations: it can do the call; on GPU it is cuDNN where that is exact, and only there."""
     taken = {}
     for mask, positions, sizes, dtypes, rest, platform in itertools.product(*VARIANTS.values()):
-        call = Call(**{**USUAL, "mask": mask, "dtypes": dtypes, "platform": platform, **positions, **sizes, **rest})
+        call = AttentionCall(
+            **{**USUAL, "mask": mask, "dtypes": dtypes, "platform": platform, **positions, **sizes, **rest}
+        )
         name = choose(call)
         assert KERNELS[name].lacks(call) is None, (name, call)
         taken.setdefault(platform, set()).add(name)
@@ -161,7 +163,7 @@ def test_head_dims_of_devices(monkeypatch, device, largest):
     kind = type("Device", (), {} if device is None else {"compute_capability": device})
     monkeypatch.setattr(cudnn.jax, "devices", lambda: [kind()])
     assert cudnn.largest_head_dim() == largest
-    call = Call(**USUAL | dict(gapless=True, head_dim=192, value_dim=192))
+    call = AttentionCall(**USUAL | dict(gapless=True, head_dim=192, value_dim=192))
     assert choose(call) == ("cudnn" if largest == 256 else "chunked")
 
 

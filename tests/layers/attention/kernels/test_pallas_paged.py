@@ -14,7 +14,7 @@ from eqx_decoders.layers.attention.cached import attend_past
 from eqx_decoders.layers.attention.kernels import pallas_paged
 from eqx_decoders.layers.attention.kernels.common import EMPTY
 from eqx_decoders.layers.cache.format import CacheFormat
-from eqx_decoders.layers.cache.kv_cache import Entries, KVShape
+from eqx_decoders.layers.cache.kv_cache import KVShape, NewKV
 from eqx_decoders.layers.cache.paged import PageConfig, build_pages
 from eqx_decoders.layers.mask import Causal, Chunked, SlidingWindow, Spans
 from eqx_decoders.sharding.layout import device_bytes
@@ -46,7 +46,7 @@ def paged(lengths, head_dim=8, kv_heads=2, values=True, dtype="float32", size=4,
     key, value = (jnp.asarray(normal(3, rows, row_pages * size, kv_heads, head_dim, seed=seed + i)) for i in (1, 2))
     places = np.arange(row_pages * size)[None]
     places = jnp.asarray(np.where(places < np.asarray(lengths)[:, None], places, -1), jnp.int32)
-    cache = cache.commit(Entries(key, value if values else None), places)
+    cache = cache.commit(NewKV(key, value if values else None), places)
     if window is not None:  # what is behind every query's window is given back, and others write there
         behind = (np.arange(row_pages) + 1) * size <= np.asarray(lengths)[:, None] - window + 1
         cache = cache.with_table(jnp.asarray(np.where(behind, -1, table), jnp.int32))
